@@ -16,7 +16,7 @@ class Answer:
     """The output columns of one row, by the names of jobs.parquet.asks.ask.OUTPUT_FIELDS.
 
     What each completion has of its own is a tuple where a row has several. tool_calls: as JSON. columns: what
-    stands in others, by their names; an array of Arrow's holds one value. attempts, check_error: as of Attempted,
+    stands in others, by their names; an array of Arrow's holds one value. attempts, check_error: as of Attempts,
     where a run has a check. reused: which row of an earlier run it was taken from.
     """
 

@@ -12,19 +12,30 @@ MAX_MODEL_CHARS = 4096
 
 
 @dataclass(frozen=True)
-class ServedModel:
-    """One model as one process serves it.
+class PinnedModel:
+    """A model whose answers a run holds, told as errors and the command line show it.
 
     name: as answers and manifests give it. fingerprint: a text that differs when the weights, the tokenizer, the chat
-    template or the dtype do. dtype: what it computes in, "bfloat16" for example. attention_backend: "" where none was
-    loaded. aliases: what it may be called by besides. embedding_size: numbers of an embedding, 0 of a model that gives
-    none. embedding_prompts: names of the prompts that may stand before a text. classes: labels of its
-    sequence-classification head, none of a model without.
+    template or the dtype do. dtype: what it computes in, "bfloat16" for example.
     """
 
     name: str
     fingerprint: str
     dtype: str
+
+    def __str__(self) -> str:
+        return f"{self.name} ({self.dtype}, {self.fingerprint[:8]})"
+
+
+@dataclass(frozen=True)
+class ServedModel(PinnedModel):
+    """One model as one process serves it.
+
+    attention_backend: "" where none was loaded. aliases: what it may be called by besides. embedding_size: numbers of
+    an embedding, 0 of a model that gives none. embedding_prompts: names of the prompts that may stand before a text.
+    classes: labels of its sequence-classification head, none of a model without.
+    """
+
     attention_backend: str = ""
     aliases: tuple[str, ...] = ()
     embedding_size: int = 0
@@ -55,11 +66,6 @@ def parse_model(model: object) -> str | None:
     if not isinstance(model, str) or not 0 < len(model) <= MAX_MODEL_CHARS or not model.isprintable():
         raise InvalidValue("model is {}, expected the name of the served model, or none", brief(model))
     return model
-
-
-def model_text(name: str, dtype: str, fingerprint: str) -> str:
-    """Return a model as errors and the command line show it."""
-    return f"{name} ({dtype}, {fingerprint[:8]})"
 
 
 @dataclass(frozen=True)

@@ -29,11 +29,6 @@ class Classified:
     probabilities: Mapping[str, float]
     margin: float
 
-    @property
-    def probability(self) -> float:
-        """Return that of the label."""
-        return self.probabilities[self.label]
-
 
 def parse_labels(name: str, labels: object) -> list[str]:
     """Return a copy of a list of labels. Raises InvalidJob for what is none."""

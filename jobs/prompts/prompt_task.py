@@ -117,7 +117,7 @@ class OpenPrompts(OpenTask):
         for (_, completions), reason in zip(was.delivered, reasons, strict=False):
             if not asked.answers:
                 if asked.attempts is not None:
-                    asked.attempts.reason = reason
+                    asked.attempts.check_error = reason
                 self._take(asked, completions)
         if asked.request is not None:
             asked.request = replace(asked.request, resumed=was.so_far.get(len(was.delivered), {}))
@@ -176,12 +176,12 @@ class OpenPrompts(OpenTask):
     def _take(self, prompt: _Asked, completions: Sequence[Completion]) -> None:
         attempts = prompt.attempts
         if self._context.journal is not None:
-            prompt.delivered.append((completions, None if attempts is None else attempts.reason))
+            prompt.delivered.append((completions, None if attempts is None else attempts.check_error))
         if attempts is not None:
             prompt.request = attempts.deliver(completions[0])
             if prompt.request is not None:
                 return
-            completions = [attempts.outcome]
+            completions = [attempts]
         for sample in completions:  # at least: base64 has 16 characters for three numbers of an embedding
             numbers = sample.embedding or sample.class_scores or ()
             self._num_chars += len(sample.text) + len(sample.reasoning or "") + 5 * len(numbers)

@@ -8,7 +8,7 @@ from typing import Any
 from jobs.common.display import is_unicode
 from jobs.context.under_way import KeptCompletion
 from jobs.errors import RequestFailed
-from jobs.prompts.attempts import Attempted, num_generated
+from jobs.prompts.attempts import Attempts, num_generated
 from jobs.prompts.response_options import ResponseOptions
 from jobs.tasks import Completion, Logprob
 
@@ -248,7 +248,7 @@ def _numbered(answers: Answers) -> list[tuple[int, Completion]]:
 def _of_prompt(sample: Completion, options: ResponseOptions) -> dict[str, Any]:
     """vLLM's `prompt_logprobs`, where they were asked for by that name; what its attempts came to."""
     tried: dict[str, Any] = {}
-    if isinstance(sample, Attempted):
+    if isinstance(sample, Attempts):
         tried = {"attempts": sample.attempts, "check_error": sample.check_error}
     if options.echo or sample.prompt_logprobs is None:
         return tried

@@ -56,7 +56,7 @@ def test_a_value_that_stands_in_every_row_is_decoded_for_a_few_rows_at_a_time(tm
     pq.write_table(pa.table({"text": values}), path, store_schema=False, **options)
     assert path.stat().st_size < MIB
     reading = TableReading(Storage([str(tmp_path)]), str(path))
-    batches = [(batch.num_rows, batch.nbytes) for batch in reading.batches()]
+    batches = [(batch.num_rows, batch.nbytes) for batch in reading.batches]
     reading.close()
     assert sum(count for count, _ in batches) == rows
     assert sum(size for _, size in batches) > rows * MIB
@@ -97,7 +97,7 @@ def test_a_child_that_is_killed_costs_a_retry_and_no_row(tmp_path: Path, kill_ch
     path, rows = tmp_path / "in.parquet", 20_000
     pq.write_table(pa.table({"n": range(rows)}), path, row_group_size=3000)
     reading = TableReading(Storage([str(tmp_path)]), str(path), first_group=1)
-    batches = reading.batches()
+    batches = reading.batches
     found = next(batches)["n"].to_pylist()
     kill_child()
     found += [n for batch in batches for n in batch["n"].to_pylist()]
@@ -112,7 +112,7 @@ def test_a_file_whose_children_are_killed_one_after_the_other_is_named(
     pq.write_table(pa.table({"n": range(20_000)}), path)
     reading = TableReading(Storage([str(tmp_path)]), str(path))
     kill_child()
-    batches = reading.batches()
+    batches = reading.batches
     next(batches)
     kill_child()
     with pytest.raises(errors.TableNotRead, match=r"in\.parquet: reading it ended its process with -9"):

@@ -3,7 +3,6 @@
 import abc
 import json
 from collections.abc import Callable, Mapping, Sequence
-from hashlib import blake2b
 from types import MappingProxyType
 from typing import Any
 
@@ -12,6 +11,7 @@ import pyarrow as pa
 from jobs.context.answers import Answer, failed_answer
 from jobs.parquet.asks.row_keys import RowKeys
 from jobs.parquet.prompts.prompt_source import Row
+from jobs.prompts.attempts import hashed_seed
 from jobs.prompts.pictures import filled
 from jobs.runs.plans.prompt_steps import ROW_COLUMNS
 from jobs.runs.plans.spec import RunSpec
@@ -117,7 +117,3 @@ def no_answer(completion: Completion, n: int = 1) -> Answer:
 def row_seed(run_seed: int, row: int) -> int:
     """Return a row's seed: the same on every worker and in every attempt; 0 to 2**63 - 1."""
     return hashed_seed(f"{run_seed}:{row}")
-
-
-def hashed_seed(text: str) -> int:
-    return int.from_bytes(blake2b(text.encode(), digest_size=8).digest(), "little") >> 1

@@ -13,7 +13,7 @@ from jobs.context.check_processes import Checks
 from jobs.errors import InvalidJob
 from jobs.parquet.asks.ask import OUTPUT_FIELDS, Ask, Asked, AskedOnce, no_answer, request_of, row_seed
 from jobs.parquet.prompts.prompt_source import Row
-from jobs.prompts.attempts import Attempted, Attempts, num_generated
+from jobs.prompts.attempts import Attempts, num_generated
 from jobs.prompts.messages import ChatOptions
 from jobs.prompts.response_options import LOGPROBS
 from jobs.prompts.responses import parse_tool_calls, with_ids
@@ -94,7 +94,7 @@ class Generate(Ask):
             return replace(no_answer(failed, self._n), attempts=1)
         found = [(*_texts_of(each, self._chat.has_tools), num_generated(each), each.reasoning) for each in samples]
         text, reason, calls, tokens, reasoning = found[0] if self._n == 1 else zip(*found, strict=True)
-        attempts, problem = (first.attempts, first.check_error) if isinstance(first, Attempted) else (0, None)
+        attempts, problem = (first.attempts, first.check_error) if isinstance(first, Attempts) else (0, None)
         return Answer(
             completion=text,
             finish_reason=reason,
@@ -138,7 +138,7 @@ class _Tried(AskedOnce):
 
     def then(self, place: int, completions: Sequence[Completion]) -> Answer | Sequence[Request]:
         following = self._attempts.deliver(completions[0])
-        return super().then(place, [self._attempts.outcome]) if following is None else [following]
+        return super().then(place, [self._attempts]) if following is None else [following]
 
 
 def _texts_of(sample: Completion, has_tools: bool) -> tuple[str, str, str | None]:

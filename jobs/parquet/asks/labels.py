@@ -82,6 +82,7 @@ class Labels(Ask):
         if found is None or self._prior_error is not None:
             reason = self._prior_error or "a label has no finite log-likelihood"
             return failed_answer(reason, 1, prompt, cached)
-        values = (found.label, found.probability, tuple(found.probabilities.items()), found.margin)
+        probabilities = found.probabilities
+        values = (found.label, probabilities[found.label], tuple(probabilities.items()), found.margin)
         columns = dict(zip(COLUMNS, values, strict=True))
         return Answer(None, completion.finish_reason, prompt, 0, cached, None, columns=columns)

@@ -28,7 +28,7 @@ from sandbox import ChildFailed, Limits, Pool
 
 T = TypeVar("T")
 
-_TASK = "jobs.parquet.files.listing_child:list_prefix"
+_TASK = "jobs.parquet.files.object_requests:list_prefix"
 
 #: What a listing may take: some thousand bytes for each object.
 MEMORY_BYTES = 512 << 20

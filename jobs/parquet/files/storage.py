@@ -10,16 +10,8 @@ from typing import Any, Self
 
 import pyarrow as pa
 
+from jobs import errors
 from jobs.context import JobContext, never_interrupted
-from jobs.errors import (
-    CorruptParquet,
-    CorruptTable,
-    DiskFull,
-    InputError,
-    InputNotFound,
-    OutputNotWritable,
-    PathOutsideRoots,
-)
 from jobs.parquet.files.filesystem import Entry, FileStat
 from jobs.parquet.files.local_files import LocalFiles
 from jobs.runs.plans.names import temporary_name
@@ -69,7 +61,7 @@ class Storage:
         if not is_stored(path.lower()):
             return self._local
         if self._stored is None:
-            raise PathOutsideRoots(run_path(path), ":".join(self._roots))
+            raise errors.PathOutsideRoots(run_path(path), ":".join(self._roots))
         return self._stored
 
     def resolve(self, path: str) -> str:
@@ -102,8 +94,9 @@ class Storage:
         return self._of(folder).written_at(folder)
 
     def make_folder(self, path: str) -> None:
-        """Make a folder, and what is missing above it."""
-        self._of(path).make_folder(path)
+        """Make a folder, and what is missing above it. Raises as `writing` does."""
+        with writing(path):
+            self._of(path).make_folder(path)
 
     def remove_folder(self, path: str) -> None:
         """Remove a folder, if nothing is in it."""
@@ -145,11 +138,6 @@ class Storage:
         self._of(path).remove(path)
 
 
-def glob_chars(pattern: str) -> set[str]:
-    """Return the characters that make a path a glob; empty for a plain path."""
-    return set("*?[") & set(pattern)
-
-
 @contextmanager
 def reading(path: str, file_format: str | None = None) -> Iterator[None]:
     """Name the file in what goes wrong while it is read. Raises InputNotFound, CorruptParquet or, where a
@@ -163,16 +151,16 @@ def reading(path: str, file_format: str | None = None) -> Iterator[None]:
         raise _corrupt(path, file_format, error) from error
     except OSError as error:
         if error.errno in _NO_SUCH_FILE:
-            raise InputNotFound(path) from None
+            raise errors.InputNotFound(path) from None
         if error.errno is not None:
             raise
         raise _corrupt(path, file_format, error) from error  # how pyarrow reports broken pages
 
 
-def _corrupt(path: str, file_format: str | None, error: BaseException) -> InputError:
+def _corrupt(path: str, file_format: str | None, error: BaseException) -> errors.InputError:
     if file_format is None:
-        return CorruptParquet(path, _first_line(error))
-    return CorruptTable(path, file_format, _first_line(error))
+        return errors.CorruptParquet(path, _first_line(error))
+    return errors.CorruptTable(path, file_format, _first_line(error))
 
 
 @contextmanager
@@ -183,9 +171,9 @@ def writing(path: str) -> Iterator[None]:
     except OSError as error:
         reason = os.strerror(error.errno) if error.errno else _first_line(error)
         if error.errno in _DISK_FULL:
-            raise DiskFull(path, reason) from error
+            raise errors.DiskFull(path, reason) from error
         if error.errno in _NOT_WRITABLE:
-            raise OutputNotWritable(path, reason) from error
+            raise errors.OutputNotWritable(path, reason) from error
         raise
 
 

@@ -68,8 +68,7 @@ def _convert(storage: Storage, plan: Plan, file: PlannedFile, execution_id: str,
                 sink.write(body)
         check_unchanged(storage, source, plan.input_format)
 
-    with writing(target):
-        storage.make_folder(os.path.dirname(target))
+    storage.make_folder(os.path.dirname(target))
     check_unchanged(storage, source, plan.input_format)
     asked_again(source.path, lambda: storage.put(target, execution_id, write))
 

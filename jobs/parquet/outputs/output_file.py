@@ -68,7 +68,7 @@ def _part_rows(storage: Storage, plan: Plan) -> Generator[pa.RecordBatch, None, 
     """Yield the rows of a run's parts in order. Raises PartDamaged."""
     for shard in range(len(plan.shards)):
         with open_part(storage, plan, shard) as file:
-            for batch in file.batches():
+            for batch in file.batches:
                 storage.check_interrupted()
                 yield batch
 
@@ -104,7 +104,7 @@ def part_rows(
     with open_part(storage, plan, shard, ColumnChoice(tuple(columns))) as file:
         if absent := set(columns) - set(file.schema.names):
             raise PartDamaged(plan.part_path(shard), f"it has no column {min(absent)!r}")
-        for batch in file.batches():
+        for batch in file.batches:
             storage.check_interrupted()
             numbers: Sequence[int] = range(start, start + batch.num_rows)
             start += batch.num_rows

@@ -7,17 +7,9 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from jobs import errors
 from jobs.context.answers import Answer
 from jobs.context.served_model import ServedModel
-from jobs.errors import (
-    ColumnConflict,
-    CorruptParquet,
-    InputNotFound,
-    MissingColumn,
-    PartDamaged,
-    PathSwapped,
-    TableNotRead,
-)
 from jobs.parquet.asks.kinds import kind_of
 from jobs.parquet.files.storage import Storage
 from jobs.parquet.tables.columns import ROW_NUMBER, ColumnChoice
@@ -64,7 +56,7 @@ def output_schema(schema: pa.Schema, spec: RunSpec, path: str = "", embedding_si
     """
     for column in (*(spec.keep or ()), *(spec.drop or ())):
         if column not in schema.names:
-            raise MissingColumn(column, path, ", ".join(map(repr, schema.names)))
+            raise errors.MissingColumn(column, path, ", ".join(map(repr, schema.names)))
     chosen = columns_kept(spec).of(schema.names)
     kept = [name for name in schema.names if chosen is None or name in chosen]
     answers = [
@@ -73,7 +65,7 @@ def output_schema(schema: pa.Schema, spec: RunSpec, path: str = "", embedding_si
     ]
     for number, field in enumerate(answers):
         if field.name in kept or field.name in (each.name for each in answers[:number]):
-            raise ColumnConflict(
+            raise errors.ColumnConflict(
                 field.name,
                 "rename it in the input, in its folders, or as filename_column, leave it out with `drop`, or "
                 "give the added columns another output_prefix",
@@ -153,22 +145,22 @@ def read_part_stats(storage: Storage, path: str, run: str, shard: int, rows: int
     try:
         found = look_at(storage, path)
         stat = storage.stat(path)
-    except (CorruptParquet, TableNotRead) as error:
-        raise PartDamaged(path, f"not readable as Parquet: {error.args[1]}") from error
-    except (InputNotFound, PathSwapped):  # its name is there
-        raise PartDamaged(path, "it is a link, or no regular file") from None
+    except (errors.CorruptParquet, errors.TableNotRead) as error:
+        raise errors.PartDamaged(path, f"not readable as Parquet: {error.args[1]}") from error
+    except (errors.InputNotFound, errors.PathSwapped):  # its name is there
+        raise errors.PartDamaged(path, "it is a link, or no regular file") from None
     size, needed = stat.size if stat else 0, found.stored_bytes + FRAME_BYTES
     if size < needed:  # data was cut out of a file whose footer is whole
-        raise PartDamaged(path, f"it has {size} bytes, and its footer tells of {needed}")
+        raise errors.PartDamaged(path, f"it has {size} bytes, and its footer tells of {needed}")
     if not found.statistics:
-        raise PartDamaged(path, "Tokenmill did not write it")
+        raise errors.PartDamaged(path, "Tokenmill did not write it")
     try:
         stats = PartStats.from_text(found.statistics)
     except ValueError as error:
-        raise PartDamaged(path, f"its statistics are unreadable: {error}") from None
+        raise errors.PartDamaged(path, f"its statistics are unreadable: {error}") from None
     if (stats.run, stats.shard) != (run, shard):
-        raise PartDamaged(path, f"it belongs to shard {stats.shard} of run {stats.run}")
+        raise errors.PartDamaged(path, f"it belongs to shard {stats.shard} of run {stats.run}")
     expected = stats.rows if rows is None else rows
     if found.rows != expected or stats.rows != expected:
-        raise PartDamaged(path, f"it has {found.rows} rows, expected {expected}")
+        raise errors.PartDamaged(path, f"it has {found.rows} rows, expected {expected}")
     return stats

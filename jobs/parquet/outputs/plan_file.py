@@ -4,7 +4,6 @@ import math
 import os
 from collections.abc import Iterable
 from dataclasses import asdict
-from itertools import takewhile
 from typing import Any
 
 from jobs.errors import InputNotFound, OutputHoldsForeignFiles, PlanDamaged
@@ -17,7 +16,6 @@ from jobs.runs.statistics.run_statistics import RunStatistics
 
 #: A plan of ten million rows in shards of one thousand has about 0.3 MB.
 MAX_PLAN_BYTES = 256 << 20
-_PIECE_BYTES = 1 << 20
 
 
 def find_plan(storage: Storage, folder: str) -> Plan | None:
@@ -33,9 +31,7 @@ def load_plan(storage: Storage, path: str) -> Plan:
     """Read a plan. Raises PlanDamaged when there is none, or it is not one of ours."""
     try:
         with reading(path), storage.open_input(path) as source:
-            # In pieces: a read of at most so much has memory for all of it set aside first.
-            pieces = (source.read(_PIECE_BYTES) for _ in range(MAX_PLAN_BYTES // _PIECE_BYTES))
-            written = b"".join(takewhile(bool, pieces))
+            written = source.read(min(source.size(), MAX_PLAN_BYTES))
         return Plan.from_text(written.decode())
     except InputNotFound:
         raise PlanDamaged(path, "there is no such file") from None

@@ -101,7 +101,7 @@ class FolderReader:
         tables = []
         for shard in range(len(self.plan.shards)):
             with open_part(self._storage, self.plan, shard) as file:
-                rows = pa.Table.from_batches(file.batches(), file.schema)
+                rows = pa.Table.from_batches(file.batches, file.schema)
                 tables.append(rows.combine_chunks())
         schema = without_own_keys(tables[0].schema)
         return pa.concat_tables(each.cast(schema) for each in tables)

@@ -7,12 +7,13 @@ import os
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import nullcontext, suppress
+from glob import has_magic
 from itertools import takewhile
 from typing import NamedTuple
 
 from jobs.errors import InputNotFound, InvalidJob, MixedFormats, NestedFolders, SearchTooLong
 from jobs.parquet.files.filesystem import Entry
-from jobs.parquet.files.storage import Storage, glob_chars, reading
+from jobs.parquet.files.storage import Storage, reading
 from jobs.runs.plans.formats import PARQUET, is_named, named_format
 from jobs.runs.plans.partitions import FoundFile, Keys, folder_key
 from jobs.runs.plans.paths import run_path
@@ -157,7 +158,7 @@ class Search:
 
     def _candidates(self, folder: Folder, segments: Sequence[str]) -> list[Entry]:
         """Return what of a folder may match: it is not listed where its names are known."""
-        if any(map(glob_chars, segments)):
+        if any(map(has_magic, segments)):
             return self.entries(folder.path, or_none=True)
         self.storage.check_interrupted()
         looks = [self.storage.look(os.path.join(folder.path, segment)) for segment in segments]
@@ -166,7 +167,7 @@ class Search:
 
 def _matches(segment: str, name: str) -> bool:
     """Whether a part of a glob between two slashes matches a name; for `**`, whether it goes into it."""
-    if not glob_chars(segment):
+    if not has_magic(segment):
         return name == segment
     if name.startswith(".") and not segment.startswith("."):
         return False
@@ -237,11 +238,11 @@ def _format_of(names: Sequence[str]) -> str | None:
 
 
 def _is_glob(storage: Storage, item: str) -> bool:
-    return bool(glob_chars(item)) and storage.look(item) is None
+    return has_magic(item) and storage.look(item) is None
 
 
 def _first_glob_segment(pattern: str) -> int:
-    return next(place for place, segment in enumerate(pattern.split("/")) if glob_chars(segment))
+    return next(place for place, segment in enumerate(pattern.split("/")) if has_magic(segment))
 
 
 def _keys(names: Sequence[str]) -> Keys:

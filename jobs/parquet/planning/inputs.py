@@ -13,6 +13,7 @@ import pyarrow as pa
 
 from jobs.common.display import brief
 from jobs.context import JobContext
+from jobs.context.served_model import PinnedModel
 from jobs.errors import ColumnConflict, CorruptTable, InputBeingWritten, InputChanged, InputNotFound, SchemaMismatch
 from jobs.parquet.files.fingerprint import GONE, check_unchanged, file_fingerprint
 from jobs.parquet.files.storage import Storage
@@ -23,7 +24,7 @@ from jobs.parquet.tables.columns import with_added_fields
 from jobs.parquet.tables.table_reading import look_at
 from jobs.runs.plans.formats import HEADED, LINES, OPENAI_BATCH, PARQUET, one_format
 from jobs.runs.plans.partitions import AddedColumn, FoundFile, partition_columns
-from jobs.runs.plans.plan import PinnedModel, Plan, PlannedFile, Shard, cut_shards
+from jobs.runs.plans.plan import Plan, PlannedFile, Shard, cut_shards
 from jobs.runs.plans.spec import RunSpec
 
 #: Lines that repeat a custom_id, each of which the plan lists.

@@ -9,20 +9,9 @@ from typing import Any
 
 import pyarrow as pa
 
+from jobs import errors
 from jobs.context import JobContext
-from jobs.context.served_model import model_text
-from jobs.errors import (
-    ColumnConflict,
-    InputError,
-    InvalidJob,
-    MissingColumn,
-    MixedFormats,
-    NoSecondModel,
-    OutputHoldsAnotherRun,
-    RunOfAnotherModel,
-    SearchTooLong,
-    WrongColumnType,
-)
+from jobs.context.served_model import PinnedModel
 from jobs.parquet.asks.labels import content_free
 from jobs.parquet.asks.row_keys import NO_KEYS
 from jobs.parquet.files.storage import Storage
@@ -40,7 +29,7 @@ from jobs.parquet.tables.columns import ROW_NUMBER
 from jobs.runs.plans.names import PLAN, SUCCESS
 from jobs.runs.plans.option_checks import check_served
 from jobs.runs.plans.partitions import FoundFile
-from jobs.runs.plans.plan import PinnedModel, Plan
+from jobs.runs.plans.plan import Plan
 from jobs.runs.plans.spec import RunSpec
 from jobs.runs.redis_state.shard_jobs import enqueue_shards
 from jobs.runs.redis_state.state import RunState
@@ -120,10 +109,10 @@ def check_columns(spec: RunSpec, schema: pa.Schema, path: str) -> None:
         content_free(spec, source)  # raises once, and not in every shard
     for column in source.columns:
         if column not in schema.names:
-            raise MissingColumn(column, path, ", ".join(map(repr, schema.names)))
+            raise errors.MissingColumn(column, path, ", ".join(map(repr, schema.names)))
     source.check(schema)
     if spec.order is not None and ROW_NUMBER in schema.names:
-        raise ColumnConflict(ROW_NUMBER, "rename it in the input: a run in an order of its own adds it")
+        raise errors.ColumnConflict(ROW_NUMBER, "rename it in the input: a run in an order of its own adds it")
     output_schema(schema, spec, path)
 
 
@@ -136,9 +125,15 @@ def check_columns_here(spec: RunSpec) -> None:
             schema = read_columns(storage, found, spec.filename_column, input_format=spec.input_format)
             if schema is not None:
                 check_columns(spec, schema, found[0].path)
-        except (ColumnConflict, MissingColumn, MixedFormats, SearchTooLong, WrongColumnType):
+        except (
+            errors.ColumnConflict,
+            errors.MissingColumn,
+            errors.MixedFormats,
+            errors.SearchTooLong,
+            errors.WrongColumnType,
+        ):
             raise
-        except InputError:  # the planning says so, if it finds the same
+        except errors.InputError:  # the planning says so, if it finds the same
             return
 
 
@@ -149,7 +144,7 @@ def _agreed_plan(
     plan = find_plan(storage, spec.output)
     if plan is None:
         if spec.only_new and not submission.reuse:
-            raise InvalidJob("only_new leaves out what earlier runs have answered: name these with reuse")
+            raise errors.InvalidJob("only_new leaves out what earlier runs have answered: name these with reuse")
         plan, schema = read_inputs(context, storage, spec, found)
         check_columns(spec, schema, found[0].path)
         check_served(spec.task, spec.dimensions, spec.prompt_name, context.model, spec.rows_per_shard)
@@ -166,12 +161,12 @@ def _agreed_plan(
         if storage.stat(os.path.join(spec.output, SUCCESS)) is not None:  # others have planned and ended it
             remove_converted(storage, own)
     if plan.run != spec.run:
-        raise OutputHoldsAnotherRun(spec.output, f"different {', '.join(plan.spec.differences(spec))}")
+        raise errors.OutputHoldsAnotherRun(spec.output, f"different {', '.join(plan.spec.differences(spec))}")
     names = {plan.model.name, plan.model.fingerprint}
     if plan.model.fingerprint == context.model.fingerprint:
         names.update(context.model.names)
     if submission.model is not None and submission.model not in names:
-        raise RunOfAnotherModel(plan.run, str(plan.model), repr(submission.model))
+        raise errors.RunOfAnotherModel(plan.run, str(plan.model), repr(submission.model))
     check_as_planned(storage, plan, found)
     return plan
 
@@ -187,7 +182,7 @@ def second_model(context: JobContext, spec: RunSpec, queue: str) -> PinnedModel 
             others.add(PinnedModel(told["model"], names[0], told["dtype"]))
     if len(others) != 1:
         found = ", ".join(sorted(map(str, others))) or "none"
-        raise NoSecondModel(queue, found, model_text(first.name, first.dtype, first.fingerprint))
+        raise errors.NoSecondModel(queue, found, str(first))
     return others.pop()
 
 

@@ -100,7 +100,7 @@ class OldRuns:
         for path in part.journal:
             try:
                 with closing(TableReading(self._storage, path, ColumnChoice((ROW, KEY)))) as file:
-                    for batch in file.batches():
+                    for batch in file.batches:
                         keys[batch.column(ROW).fill_null(-1)] = as_keys(b"".join(batch.column(KEY).to_pylist()))
             except (*UNREADABLE, ArithmeticError, LookupError, TypeError, ValueError) as error:
                 part.told.pass_over(error if isinstance(error, UNREADABLE) else PartDamaged(path, "it has no keys"))
@@ -134,7 +134,7 @@ class OldRuns:
                 if place < 0 or file.schema.field(place).type != each.type:
                     raise PartDamaged(path, f"it has no column {each.name!r} of {each.type}")
             start = 0
-            for batch in file.batches():
+            for batch in file.batches:
                 self._storage.check_interrupted()
                 rows: Places = np.arange(start, start := start + batch.num_rows)
                 if part.journal:

@@ -33,8 +33,7 @@ def with_own_rows(storage: Storage, plan: Plan, chosen: Places, batches: Iterabl
     if len(chosen):
         target, places = plan.rows_path(first), os.path.join(plan.spec.output, name)
         for path in (target, places):
-            with writing(path):
-                storage.make_folder(os.path.dirname(path))
+            storage.make_folder(os.path.dirname(path))
         with writing(target), storage.open_output(target) as sink:
             groups = write_groups(sink, None, batches)
         with writing(places), storage.open_output(places) as sink:
@@ -55,7 +54,7 @@ def input_rows(
             start += file.rows
             continue
         with closing(TableReading(storage, plan.rows_path(file))) as reading:
-            for batch in reading.batches():
+            for batch in reading.batches:
                 storage.check_interrupted()
                 batch = with_added_values(batch, plan.added_columns, file.values).slice(0, plan.rows - start)
                 if batch.num_rows == 0:

@@ -46,9 +46,7 @@ UNREADABLE = (PartDamaged, CorruptParquet, TableNotRead, InputNotFound, PathSwap
 def write_taken(storage: Storage, plan: Plan, buckets: RowBuckets) -> None:
     """Write the files of all shards that have answers. buckets: BESIDE, with rows of the run, and answers' columns."""
     firsts = np.array([plan.first_row(shard) for shard in range(len(plan.shards))])
-    folder = os.path.dirname(plan.reused_path(0))
-    with writing(folder):
-        storage.make_folder(folder)
+    storage.make_folder(os.path.dirname(plan.reused_path(0)))
     for shard, answers in _by_shard(buckets, firsts):
         storage.check_interrupted()
         path, own = plan.reused_path(shard), pc.subtract(answers.column(ROW), pa.scalar(int(firsts[shard])))
@@ -129,7 +127,7 @@ def answers_table(
 
 def read_answers(file: TableReading, beside: Sequence[str]) -> Iterator[tuple[tuple[Any, ...], Answer]]:
     """Yield what stands in some columns beside each answer, and the answer. Raises CorruptParquet or TableNotRead."""
-    for batch in file.batches():
+    for batch in file.batches:
         # What a row has many of stays Arrow's.
         large = [field.name for field in batch.schema if _holds_structs(field.type)]
         for number, values in enumerate(batch.drop_columns(large).to_pylist()):

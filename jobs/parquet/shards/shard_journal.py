@@ -81,7 +81,7 @@ class ShardJournal:
         if (file.schema.metadata or {}).get(_WHOSE) != self._whose:
             _log.warning("the journal %s is passed over: it is of another plan, check or model", path)
         elif _UNDER_WAY in file.schema.names:
-            for row, text in (each.values() for batch in file.batches() for each in batch.to_pylist()):
+            for row, text in (each.values() for batch in file.batches for each in batch.to_pylist()):
                 was, known = UnderWay.from_json(json.loads(text)), found.under_way.get(row)
                 if known is None or was.length > known.length:
                     found.under_way[row] = was

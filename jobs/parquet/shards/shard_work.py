@@ -21,15 +21,7 @@ from jobs.parquet.asks.kinds import ask_of
 from jobs.parquet.asks.row_keys import as_keys, model_mark, row_keys
 from jobs.parquet.files.fingerprint import unchanged
 from jobs.parquet.files.storage import Storage
-from jobs.parquet.outputs.part import (
-    MODEL,
-    columns_kept,
-    embedding_size,
-    output_schema,
-    part_stats,
-    with_answers,
-    write_part,
-)
+from jobs.parquet.outputs import part
 from jobs.parquet.outputs.run_folder import RunFolder
 from jobs.parquet.prompts.prompt_source import Row
 from jobs.parquet.prompts.sources import row_source
@@ -166,7 +158,7 @@ class ShardWork(RowsTask):
         if folder.has_part(number):
             return None
         answers = requests.answers()
-        stats = part_stats(
+        stats = part.part_stats(
             answers,
             self._context.model,
             run=folder.plan.run,
@@ -198,10 +190,10 @@ class ShardWork(RowsTask):
 
     def _write(self, sink: Any, answers: list[Answer], stats: PartStats) -> None:
         plan, spec = self._folder.plan, self._folder.plan.spec
-        with self._reader(columns_kept(spec)) as reader:
-            size = embedding_size(spec, self._context.model)
-            schema = output_schema(with_added_fields(reader.schema, plan.added_columns), spec, self._file.path, size)
-            write_part(sink, schema, self._batches(reader, answers, schema), stats)
+        with self._reader(part.columns_kept(spec)) as reader:
+            found = with_added_fields(reader.schema, plan.added_columns)
+            schema = part.output_schema(found, spec, self._file.path, part.embedding_size(spec, self._context.model))
+            part.write_part(sink, schema, self._batches(reader, answers, schema), stats)
 
     def _with_models(self, answers: list[Answer]) -> list[Answer]:
         """Return answers with the names of their models, where the run has two."""
@@ -213,14 +205,14 @@ class ShardWork(RowsTask):
             for each in (first, second)
         }
         return [
-            each if each.error else replace(each, columns={**each.columns, MODEL: names.get(mark.tobytes())})
+            each if each.error else replace(each, columns={**each.columns, part.MODEL: names.get(mark.tobytes())})
             for mark, each in zip(self._marks, answers, strict=True)
         ]
 
     def _batches(self, reader: RowReader, answers: list[Answer], schema: pa.Schema) -> Iterator[pa.Table]:
         start = 0
         for batch, _ in shard_batches(self._context, self._folder.plan, self._shard, reader):
-            yield with_answers(batch, answers[start : start + batch.num_rows], schema, self._folder.plan.spec)
+            yield part.with_answers(batch, answers[start : start + batch.num_rows], schema, self._folder.plan.spec)
             start += batch.num_rows
 
     def _read_requests(self) -> ShardRequests:

@@ -50,7 +50,7 @@ class RowReader:
             raise
         #: The schema of the whole file.
         self.schema: pa.Schema = self._table.schema
-        self._batches = self._table.batches()
+        self._batches = self._table.batches
         self._left: pa.RecordBatch | None = None
         #: The row that comes next, counted within the file.
         self.next_row = first.start - first.skip

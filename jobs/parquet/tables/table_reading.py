@@ -83,8 +83,8 @@ def read_schema(schema: bytes | bytearray) -> pa.Schema:
 class TableReading:
     """One pass over a file from a group of its rows to the end.
 
-    schema: of the whole file. columns: that are read; a name that is not there is passed over. limit: see
-    look_at. Raises what look_at does; a child that was killed is replaced once, and one that takes too much
+    schema: of the whole file. batches: its rows, once. columns: that are read; a name that is not there is passed over.
+    limit: see look_at. Raises what look_at does; a child that was killed is replaced once, and one that takes too much
     memory is asked for fewer rows at a time.
     """
 
@@ -96,16 +96,12 @@ class TableReading:
         first_group: int = 0,
         limit: int = DEFAULT_BYTES,
     ) -> None:
-        self._found = _read(lambda share: open_table(storage, path, limit, share=share), path, columns, first_group)
-        self.schema: pa.Schema = next(self._found)
-
-    def batches(self) -> Iterator[pa.RecordBatch]:
-        """Yield the rows, once."""
-        return self._found
+        self.batches = _read(lambda share: open_table(storage, path, limit, share=share), path, columns, first_group)
+        self.schema: pa.Schema = next(self.batches)
 
     def close(self) -> None:
         """Close the file; may be called more than once."""
-        self._found.close()
+        self.batches.close()
 
 
 def _read(

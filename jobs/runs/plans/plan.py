@@ -12,7 +12,7 @@ from hashlib import blake2b
 from itertools import accumulate
 from typing import Any, NamedTuple
 
-from jobs.context.served_model import model_text
+from jobs.context.served_model import PinnedModel
 from jobs.errors import InvalidJob
 from jobs.runs.plans.formats import PARQUET
 from jobs.runs.plans.names import INPUT, REUSED, part_name
@@ -27,18 +27,6 @@ MAX_SHARES = 10_000
 
 #: Raised when a plan's meaning changes; a plan of another format is refused.
 FORMAT = 6
-
-
-@dataclass(frozen=True)
-class PinnedModel:
-    """The one model whose answers a run holds; see jobs.context.served_model for the fields."""
-
-    name: str
-    fingerprint: str
-    dtype: str
-
-    def __str__(self) -> str:
-        return model_text(self.name, self.dtype, self.fingerprint)
 
 
 @dataclass(frozen=True)

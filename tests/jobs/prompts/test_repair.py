@@ -13,7 +13,7 @@ from jobs.context.answers import AnswerMemo
 from jobs.context.check_options import CHAT_REPAIR, PROMPT_REPAIR
 from jobs.context.check_processes import Checks
 from jobs.errors import InvalidJob
-from jobs.prompts.attempts import attempt_seed
+from jobs.prompts.attempts import hashed_seed
 from jobs.tasks import Request
 from tests.jobs.answering import FakeCompletion, refuse, run_task
 from tests.jobs.checking import TELLS
@@ -77,7 +77,7 @@ def test_seeds_of_further_attempts_follow_from_the_first(checking: JobContext) -
     answers = Answers("a", "b", "c")
     run_task(checking, "jobs.complete", "?", check={"regex": "x"}, seed=5, temperature=0.5, answer=answers)
     seeds = [request.sampling["seed"] for request in answers.asked]
-    assert seeds == [5, attempt_seed(5, 2), attempt_seed(5, 3)]
+    assert seeds == [5, hashed_seed("5:attempt 2"), hashed_seed("5:attempt 3")]
     assert len(set(seeds)) == 3
 
 
