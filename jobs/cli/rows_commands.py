@@ -181,7 +181,7 @@ def _errors_json(run: str, reasons: Reasons, rows: list[FailedRow], failed_check
         "failed_checks": failed_checks,
         "cut": cut,
         "reasons": reasons.told(MAX_REASONS),
-        "rows": [each.to_object() for each in rows],
+        "rows": [vars(each) for each in rows],
     }
     return json.dumps(content, ensure_ascii=False)
 

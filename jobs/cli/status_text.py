@@ -33,16 +33,6 @@ def rate(value: float | None) -> str:
     return f"{value:.0f}" if value >= 10 else f"{value:.1f}"
 
 
-def ago(seconds: float | None) -> str:
-    """Return a span of time in its largest unit, "12 s" to "30 d"; "-" for none."""
-    if seconds is None:
-        return "-"
-    for unit, size in (("d", 86400), ("h", 3600), ("min", 60)):
-        if seconds >= 2 * size:
-            return f"{seconds / size:.0f} {unit}"
-    return f"{max(0.0, seconds):.0f} s"
-
-
 #: Between two lines of a log.
 LINE_EVERY_S = 10.0
 
@@ -58,11 +48,11 @@ class Bar(Display):
         self._file = file
         self._bar = tqdm(unit="row", total=0, dynamic_ncols=True, desc="planning", file=file, bar_format=BAR_FORMAT)
 
-    def show(self, snapshot: RunSnapshot, tokens_per_s: float) -> None:
+    def show(self, snapshot: RunSnapshot) -> None:
         if snapshot.rows is not None:
             self._bar.total, self._bar.n = snapshot.rows, snapshot.rows_done
         self._bar.set_description_str(snapshot.state, refresh=False)
-        self._bar.set_postfix_str(_speed(snapshot, tokens_per_s), refresh=False)
+        self._bar.set_postfix_str(_speed(snapshot), refresh=False)
         self._bar.refresh()
 
     def warn(self, text: str) -> None:
@@ -79,7 +69,7 @@ class Lines(Display):
         self._file, self._clock = file, clock
         self._state, self._shown_at = "", 0.0
 
-    def show(self, snapshot: RunSnapshot, tokens_per_s: float) -> None:
+    def show(self, snapshot: RunSnapshot) -> None:
         now = self._clock()
         if snapshot.state == self._state and now - self._shown_at < LINE_EVERY_S:
             return
@@ -88,7 +78,7 @@ class Lines(Display):
             self.warn(snapshot.state)
         else:
             rows = f"{snapshot.state}: {snapshot.rows_done} of {snapshot.rows} rows"
-            self.warn(f"{rows}, {_speed(snapshot, tokens_per_s)}")
+            self.warn(f"{rows}, {_speed(snapshot)}")
 
     def warn(self, text: str) -> None:
         print(text, file=self._file, flush=True)
@@ -107,8 +97,8 @@ def _has_columns(file: TextIO) -> bool:
         return False
 
 
-def _speed(snapshot: RunSnapshot, tokens_per_s: float) -> str:
-    speed = f"{tokens_per_s:.0f} tok/s"
+def _speed(snapshot: RunSnapshot) -> str:
+    speed = f"{snapshot.tokens_per_s or 0:.0f} tok/s"
     failed = len(snapshot.failed_jobs)
     told = [speed, *([] if snapshot.left_s is None else [f"{duration_text(snapshot.left_s)} left"])]
     return ", ".join([*told, *([f"{failed} shards failed"] if failed else [])])
@@ -132,25 +122,18 @@ def tell_failures(connection: redis.Redis, snapshot: RunSnapshot) -> None:
 
 def status_text(snapshot: RunSnapshot, num_gone: int = 0) -> str:
     """Return what is told of a run. num_gone: parts of a finished one that its folder lacks."""
-    if snapshot.rows is None:
-        lines = [f"run {snapshot.run}: {snapshot.state}", f"output   {snapshot.output}"]
-        return "\n".join([*lines, *_refused(snapshot), *awaits(snapshot)])
-    started = f"{snapshot.shards_started} started"
-    return "\n".join(
-        [
-            f"run {snapshot.run}: {'incomplete' if num_gone else snapshot.state}",
-            f"output   {snapshot.output}",
+    lines = [f"run {snapshot.run}: {'incomplete' if num_gone else snapshot.state}", f"output   {snapshot.output}"]
+    if snapshot.rows is not None:
+        started = f"{snapshot.shards_started} started"
+        lines += [
             f"rows     {snapshot.rows_done} of {snapshot.rows}, {snapshot.outcome}",
             *([f"reused   {snapshot.rows_reused} rows of earlier runs"] if snapshot.rows_reused else []),
             *([f"why      `tokenmill errors {snapshot.run}` lists them by reason"] if snapshot.errors else []),
             f"shards   {snapshot.shards_done} of {snapshot.shards} done, {started}, {_rest(snapshot)}",
             f"tokens   {snapshot.tokens} generated",
             *([] if snapshot.left_s is None else [f"left     {duration_text(snapshot.left_s)}"]),
-            *_refused(snapshot),
-            *awaits(snapshot),
-            *gone_text(num_gone, snapshot.output),
         ]
-    )
+    return "\n".join([*lines, *_refused(snapshot), *awaits(snapshot), *gone_text(num_gone, snapshot.output)])
 
 
 def _refused(snapshot: RunSnapshot) -> list[str]:

@@ -9,7 +9,7 @@ import redis
 
 from jobs.cli.errors_told import errors_told
 from jobs.cli.run_options import input_options, prompt_options, run_arguments
-from jobs.common.display import safe_name
+from jobs.common.display import duration_text, safe_name
 from jobs.runs.plans.spec import RunSpec
 from jobs.runs.redis_state.submission import Submission
 from jobs.runs.watching.trials import try_job
@@ -56,7 +56,6 @@ def dry_run_lines(found: dict[str, Any], price_per_hour: float | None) -> list[s
     share = "" if found["rows_read"] == found["num_rows"] else f", as {found['rows_read']:,} of them tell"
     reused = f"; {found['rows_reused']:,.0f} are answered by earlier runs" if found["rows_reused"] else ""
     tried, failed, seconds = found["num_tried"], found["num_failed"], found["seconds"]
-    unit, length = next((each for each in (("h", 3600), ("min", 60)) if seconds >= 2 * each[1]), ("s", 1))
     lines = [
         f"rows     {found['num_rows']:,}, of which {found['rows_failing']:,.0f} would fail{reused}{share}",
         *(f"         {line}" for line in _reasons(found)),
@@ -65,7 +64,7 @@ def dry_run_lines(found: dict[str, Any], price_per_hour: float | None) -> list[s
         f"{found['cached_tokens']:,.0f}",
         f"answers  {found['completion_tokens']:,.0f} tokens, of which {found['generated_tokens']:,.0f} "
         f"are computed, as {tried} rows tell",
-        f"time     about {seconds / length:.1f} {unit} on one worker like this one, alone with the run",
+        f"time     about {duration_text(seconds)} on one worker like this one, alone with the run",
     ]
     if failed:
         lines.append(f"but      {failed} of the {tried} rows that were tried failed")

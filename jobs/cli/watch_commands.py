@@ -9,8 +9,8 @@ import click
 import redis
 
 from jobs.cli.errors_told import errors_told
-from jobs.cli.status_text import ago, gone_text, rate, status_text, table, tell_failures
-from jobs.common.display import MAX_TEXT_CHARS, safe_name
+from jobs.cli.status_text import gone_text, rate, status_text, table, tell_failures
+from jobs.common.display import MAX_TEXT_CHARS, duration_text, safe_name
 from jobs.doctor.redis_server import troubles
 from jobs.errors import UnknownRun
 from jobs.runs.output import RunOutput, named_run, output_here
@@ -201,7 +201,7 @@ def runs_table(found: Sequence[RunSnapshot], now: float) -> str:
             "-" if run.shards is None else f"{run.shards_done}/{run.shards}",
             rate(run.rows_per_s),
             rate(run.tokens_per_s),
-            ago(None if run.submitted_at is None else now - run.submitted_at),
+            "-" if run.submitted_at is None else duration_text(now - run.submitted_at),
             run.output if len(run.output) <= MAX_PATH_CHARS else f"...{run.output[3 - MAX_PATH_CHARS :]}",
         )
         for run in found
@@ -235,5 +235,5 @@ def _worker_row(worker: WorkerSample) -> tuple[str, ...]:
         worker.version,
         " ".join(worker.queues),
         *now,
-        ago(worker.silent_s),
+        duration_text(worker.silent_s),
     )

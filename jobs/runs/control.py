@@ -71,7 +71,6 @@ def submit_run(
             _enqueue_planning(pipe, connection, submission, plan_job, planning)
         elif renewed is not None:
             pipe.hset(job_key(plan_job), "data", zlib.compress(renewed))
-        pipe.execute()
 
     state.write(enter, job_key(plan_job), executions_key(plan_job))  # all at once: one that nobody plans would wait
     return run
@@ -111,24 +110,19 @@ def cancel_run(connection: Redis, run: str) -> Cancelled:
     facts = state.facts()
     done = state.parts()
     shards = [shard for shard in range(int(facts.get("shards", 0))) if shard not in done]
-    ids = [shard_job_id(run, shard) for shard in shards]
-    if "plan_job" in facts:
-        ids.append(facts["plan_job"])
-    removed, stopped = _remove_jobs(state, submission, facts["queue"], ids)
-    if "second_queue" in facts:
-        ids = [shard_job_id(run, shard, is_second=True) for shard in shards]
-        more = _remove_jobs(state, submission, facts["second_queue"], ids)
-        removed, stopped = removed + more[0], stopped + more[1]
+    removed = stopped = 0
+    for field, is_second in (("queue", False), ("second_queue", True)):
+        if field not in facts:
+            continue
+        ids = [shard_job_id(run, shard, is_second) for shard in shards]
+        if "plan_job" in facts and not is_second:
+            ids.append(facts["plan_job"])
+        removed += remove_waiting(state, submission, facts[field], ids)
+        for start in range(0, len(ids), CHUNK):
+            stopped += state.as_of(submission, partial(stop_held, connection, ids[start : start + CHUNK]))
     if removed or stopped or "finished" not in facts:
         tell_of(state, submission, "cancelled")
     return Cancelled(removed, stopped)
-
-
-def _remove_jobs(state: RunState, submission: int, queue_name: str, ids: list[str]) -> tuple[int, int]:
-    """Take jobs from their queue and stop those that are held; return how many. Raises RunResubmitted."""
-    removed = remove_waiting(state, submission, queue_name, ids)
-    chunks = (ids[start : start + CHUNK] for start in range(0, len(ids), CHUNK))
-    return removed, sum(state.as_of(submission, partial(stop_held, state.connection, chunk)) for chunk in chunks)
 
 
 def _is_nearer_to_end(connection: Redis, queue_key: str, job_ids: Sequence[str]) -> bool:
@@ -205,7 +199,6 @@ def _delete(job_ids: Sequence[str], pipe: Pipeline) -> None:
     pipe.multi()
     for job_id in job_ids:
         pipe.delete(job_key(job_id))
-    pipe.execute()
 
 
 def stop_held(connection: Redis, job_ids: Sequence[str], pipe: Pipeline) -> int:
@@ -215,5 +208,4 @@ def stop_held(connection: Redis, job_ids: Sequence[str], pipe: Pipeline) -> int:
     for job_id, execution_id, worker in held:
         command = {"command": "stop-execution", "job_id": job_id, "execution_id": execution_id}
         pipe.publish(command_channel(worker), json.dumps(command))
-    pipe.execute()
     return len({job_id for job_id, *_ in held})

@@ -64,7 +64,6 @@ def _requeue(connection: Redis, queue: str, job_ids: Sequence[str], pipe: Pipeli
     for job_id, (ttl_s, limit, concurrency) in failed.items():
         _queue_again(pipe, queue, job_id, ttl_s, stored.text(limit or b""), concurrency)
     pipe.sadd(rq_jobs.QUEUES_KEY, keys.waiting)
-    pipe.execute()
     return list(failed)
 
 
@@ -139,5 +138,4 @@ def _take(job_id: str, pipe: Pipeline) -> bool | None:
         pipe.zrem(key, job_id)
     pipe.hset(rq_jobs.job_key(job_id), "status", JobStatus.CANCELED.value)
     pipe.zadd(keys.cancelled, {job_id: time.time()})
-    pipe.execute()
     return True

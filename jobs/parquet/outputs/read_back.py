@@ -4,7 +4,7 @@ import os
 from array import array
 from bisect import bisect_right
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from itertools import accumulate
 from typing import Any
 
@@ -29,9 +29,6 @@ class FailedRow:
     file: str
     file_row: int
     reason: str
-
-    def to_object(self) -> dict[str, Any]:
-        return asdict(self)
 
 
 #: In which a store has to answer somebody who looks.

@@ -20,7 +20,7 @@ from jobs.parquet.outputs.output_file import part_reasons, write_output
 from jobs.parquet.outputs.part import read_part_stats
 from jobs.parquet.outputs.plan_file import manifest_of, write_text
 from jobs.runs.control import remove_waiting
-from jobs.runs.end_notices import tell_end, tell_shards_failed
+from jobs.runs.end_notices import tell_of, tell_shards_failed
 from jobs.runs.plans import names as run_names
 from jobs.runs.plans.plan import Plan
 from jobs.runs.redis_state.state import MAX_PARTS, RunState, record_reasons, recorded_reasons
@@ -136,8 +136,9 @@ class RunFolder:
         if verdict is None:
             return
         with suppress(RunResubmitted):  # perhaps with another limit, which judges the next parts
-            tell_end(self.state, verdict)  # first: a run that is stopped tells nothing
-            self.state.stop(verdict)
+            # First: a run that is stopped tells nothing.
+            tell_of(self.state, verdict.submission, "stopped", verdict.reason)
+            self.state.cancel(verdict.submission, stopped=verdict.reason)
             waiting = sorted(set(range(shards)).difference(part.shard for part in self.state.each_part()))
             for name, is_second in self.plan.queues(queue):
                 ids = [run_names.shard_job_id(self.plan.run, shard, is_second) for shard in waiting]
@@ -173,7 +174,7 @@ class RunFolder:
             self._write_end()
         self.state.mark_finished()
         self.state.count_anew()
-        tell_end(self.state)
+        tell_of(self.state, self.state.submission(), "finished")
         return True
 
     def _write_end(self) -> None:

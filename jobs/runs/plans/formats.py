@@ -34,13 +34,6 @@ OUTPUTS = (PARQUET, CSV, JSONL, ARROW)
 COMPRESSED = (".gz", ".zst", ".bz2")
 
 
-def parse_format(name: str, value: Any) -> str:
-    """Return a format of files that was asked for. Raises InvalidValue."""
-    if not isinstance(value, str) or value not in SUFFIXES:
-        raise unlike(name, value, f"one of {', '.join(SUFFIXES)}")
-    return value
-
-
 def parse_single_file(name: str, value: Any) -> str | None:
     """Return the format of a run's one output file, or None for parts. Raises InvalidValue."""
     if value is False:

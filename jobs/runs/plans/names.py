@@ -30,7 +30,7 @@ KEYS = "_keys"
 REUSED = "_reused"
 
 _RUN_ID = re.compile(r"[0-9a-f]{16}")
-_SHARD_JOB = re.compile(r"([0-9a-f]{16})-(\d+)(?:-2)?", re.ASCII)
+_JOB = re.compile(r"([0-9a-f]{16})-(?:plan|(\d+)(?:-2)?)", re.ASCII)
 _PART = re.compile(r"part-(\d{5,})\.parquet")
 
 
@@ -81,10 +81,10 @@ def plan_job_id(run: str) -> str:
     return f"{run}-plan"
 
 
-def run_and_shard(job_id: str) -> tuple[str, int] | None:
-    """Return the run and the shard that a job's id tells; None for one that is no shard's."""
-    match = _SHARD_JOB.fullmatch(job_id)
-    return (match[1], int(match[2])) if match else None
+def run_and_shard(job_id: str) -> tuple[str, int | None] | None:
+    """Return the run and the shard that a job's id tells, no shard of a planning's; None for a job of no run."""
+    match = _JOB.fullmatch(job_id)
+    return (match[1], int(match[2]) if match[2] else None) if match else None
 
 
 def job_shard(run: str, job_id: str) -> int | None:

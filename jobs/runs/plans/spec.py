@@ -23,7 +23,7 @@ from jobs.prompts.response_options import LOGPROBS
 from jobs.prompts.template_texts import template_texts
 from jobs.runs.plans import option_checks as checks
 from jobs.runs.plans import prompt_steps
-from jobs.runs.plans.formats import OPENAI_BATCH, parse_format, parse_single_file
+from jobs.runs.plans.formats import OPENAI_BATCH, SUFFIXES, parse_single_file
 from jobs.runs.plans.names import PARTS
 from jobs.runs.plans.paths import real_path, run_path
 
@@ -212,7 +212,7 @@ _PARSERS: Mapping[str, Callable[[str, Any], Any]] = {
     **dict.fromkeys(("prompt_column", "messages_column", "query_column", "document_column"), column_name),
     **dict.fromkeys(("filename_column", "reused_column"), column_name),
     "rows_per_shard": partial(whole_number, most=prompt_steps.MAX_ROWS_PER_SHARD),
-    "input_format": parse_format,
+    "input_format": partial(one_of, known=tuple(SUFFIXES)),
     "single_file": parse_single_file,
     **dict.fromkeys(("keep", "drop", "check_columns"), checks.column_names),
     "output_prefix": lambda name, value: "" if value == "" else some_text(name, value, MAX_NAME_CHARS),

@@ -91,7 +91,6 @@ def _enqueue_chunk(
             KIND_FIELD: FILE,
         }
         pipe.hset(job_key(job_id), mapping=fields)
-    pipe.execute()
     return len(waiting)
 
 

@@ -147,7 +147,6 @@ class RunState:
             pipe.multi()
             self._put(pipe, facts, *gone)
             self._list(pipe)
-            pipe.execute()
 
         self._change(write)
 
@@ -211,7 +210,6 @@ class RunState:
             found: Any = pipe.hmget(self._key, "plan_job", "cancelled")
             if found[0] != plan_job.encode():
                 self.submit(pipe, plan_job, output, submission)
-                pipe.execute()
             elif found[1] is not None:
                 pipe.multi()
                 pipe.hdel(self._key, "plan_job")  # one that is enqueued once more is a new submission
@@ -221,7 +219,8 @@ class RunState:
         self._change(enter, self._key)
 
     def cancel(self, submission: int, **reason: str) -> None:
-        """Mark a submission cancelled, and all before it. Raises RunResubmitted when another one came."""
+        """Mark a submission cancelled, and all before it. reason: `stopped`, where a person did not. Raises
+        RunResubmitted when another one came."""
 
         def mark(pipe: Pipeline) -> None:
             # By the clock too: of the jobs of a run that Redis lost, nobody knows which submission they are of.
@@ -229,13 +228,8 @@ class RunState:
             pipe.multi()
             self.take_turn(pipe)
             self._put(pipe, {"cancelled": 1, "cancelled_submission": number, **reason})
-            pipe.execute()
 
         self.as_of(submission, mark)
-
-    def stop(self, verdict: Verdict) -> None:
-        """Cancel a submission for a reason of its own. Raises RunResubmitted when it is not the last one."""
-        self.cancel(verdict.submission, stopped=verdict.reason)
 
     def as_of(self, submission: int, change: Callable[[Pipeline], T]) -> T:
         """Make a change, as `write` does, while no later submission came. Raises RunResubmitted."""
@@ -310,7 +304,6 @@ class RunState:
             if pipe.hexists(self._key, "finished") and not has_ended():
                 pipe.multi()
                 pipe.hdel(self._key, "finished")
-                pipe.execute()
 
         self._change(unmark, self._key)
 
