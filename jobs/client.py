@@ -107,10 +107,7 @@ class Run:
         clock: Callable[[], float] = time.monotonic,
         sleep: Callable[[float], None] = time.sleep,
     ) -> RunSnapshot:
-        """Wait until it has finished; return how it stands then.
-
-        timeout: seconds, after which TimeoutError is raised and the run goes on. Raises RunFailed where it failed.
-        """
+        """Wait until it has finished; return how it stands then. timeout: seconds. Raises TimeoutError or RunFailed."""
         until = None if timeout is None else clock() + timeout
 
         def nap(seconds: float) -> None:
@@ -127,10 +124,7 @@ class Run:
         raise RunFailed(self.id, "; ".join([*because, problem]))
 
     def table(self) -> Any:
-        """Return its rows as a pyarrow Table, in the input's order.
-
-        Raises RunNotHere where it has not finished, or its folder is not on this machine; StoreError; ImportError.
-        """
+        """Return its rows as a pyarrow Table, in the input's order. Raises RunNotHere before its end; StoreError."""
         reader = self._reader("table")
         if not reader.has_ended:
             raise RunNotHere(self.id, f"there is no {SUCCESS} yet, the mark of its end,", self.output)

@@ -19,15 +19,12 @@ from jobs.tasks import OpenTask, Task
 
 
 class FileTask(Task):
-    """A job that reads the rows of files."""
-
     blocking = reads_rows = True
 
     def __init__(self, function_name: str, /, *args: Any, **kwargs: Any) -> None:
         self._function_name, self._args, self._kwargs = function_name, args, kwargs
 
     def open(self, context: JobContext) -> OpenTask:
-        """Read its rows. Raises RunError, InvalidJob or NoRoomYet."""
         opened = _call(self._function_name, context, *self._args, **self._kwargs)
         assert isinstance(opened, OpenTask)
         return opened
@@ -78,7 +75,6 @@ def own_function(function_name: str) -> Callable[..., Any] | None:
 
 
 def _call(name: str, context: JobContext, /, *args: Any, **kwargs: Any) -> Any:
-    """Import a function only now, and call it."""
     function = resolve_name({**_FILE_JOBS, **_OWN_FUNCTIONS}[name])
     _check_binding(name, function, (context, *args), kwargs)
     return function(context, *args, **kwargs)

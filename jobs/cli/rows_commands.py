@@ -114,7 +114,6 @@ def tail(connection: redis.Redis, /, run: str, lines: int, follow: bool, prompts
 
 
 def _follow(connection: redis.Redis, reader: FolderReader, told: set[int], show: Callable[[int], None]) -> None:
-    """Show each part that comes until the run ends, or somebody presses Ctrl-C."""
     try:
         while True:
             is_over = reader.has_ended or _has_ended(connection, reader.run)
@@ -136,7 +135,6 @@ def _has_ended(connection: redis.Redis, run: str) -> bool:
 
 
 def _last(reader: FolderReader, columns: list[str], most: int) -> Iterator[dict[str, Any]]:
-    """Yield the last rows of the parts that were published last."""
     found: list[dict[str, Any]] = []
     for shard in reader.newest_first():
         if len(found) >= most:

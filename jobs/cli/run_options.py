@@ -106,7 +106,6 @@ def run_arguments(options: dict[str, Any]) -> dict[str, Any]:
 
 
 def _read(option: str, path: str) -> str:
-    """Return a file's text without a byte order mark."""
     try:
         with open(path, encoding="utf-8-sig", newline="") as file:
             return file.read()
@@ -116,7 +115,6 @@ def _read(option: str, path: str) -> str:
 
 
 def schema(context: click.Context, parameter: click.Parameter, text: str | None) -> Any:
-    """Return a JSON schema, or that of a file."""
     if text is not None and not text.lstrip().startswith("{"):
         text = _read("--check-schema", text)
     return json_value(dict)(context, parameter, text)
@@ -255,7 +253,6 @@ _OUTPUT = (
 
 
 def _all(options: tuple[Decorator, ...]) -> Decorator:
-    """Return what puts options before a command, in this order."""
     return lambda command: reduce(lambda found, option: option(found), reversed(options), command)
 
 

@@ -27,7 +27,6 @@ def table(heads: Sequence[str], rows: Sequence[Sequence[str]], numbers: Sequence
 
 
 def rate(value: float | None) -> str:
-    """Return what is done a second."""
     if value is None:
         return "-"
     return f"{value:.0f}" if value >= 10 else f"{value:.1f}"
@@ -42,8 +41,6 @@ BAR_FORMAT = "{desc}: {percentage:3.0f}%|{bar}| {n_fmt}/{total_fmt} [{elapsed}{p
 
 
 class Bar(Display):
-    """A progress bar of rows, with tokens per second and the time left."""
-
     def __init__(self, file: TextIO) -> None:
         self._file = file
         self._bar = tqdm(unit="row", total=0, dynamic_ncols=True, desc="planning", file=file, bar_format=BAR_FORMAT)
@@ -146,7 +143,6 @@ def _refused(snapshot: RunSnapshot) -> list[str]:
 
 
 def gone_text(num_gone: int, folder: str) -> list[str]:
-    """Say what a folder lacks of a run that had finished."""
     told = f"but      {num_gone} parts are gone: submit into another folder with --reuse {folder}, which computes them"
     return [told] if num_gone else []
 

@@ -46,7 +46,6 @@ def preview(connection: redis.Redis, /, rows: int, queue: str, no_answers: bool,
 def tell_dry_run(
     connection: redis.Redis, queue: str, options: dict[str, Any], max_rows: int, price_per_hour: float | None
 ) -> None:
-    """Print what a run would take, and start none."""
     found = _survey(connection, queue, options, max_rows=max_rows)
     click.echo("\n".join(dry_run_lines(found, price_per_hour)))
 
@@ -74,7 +73,6 @@ def dry_run_lines(found: dict[str, Any], price_per_hour: float | None) -> list[s
 
 
 def _survey(connection: redis.Redis, queue: str, options: dict[str, Any], **how: Any) -> dict[str, Any]:
-    """Have a worker look at a run's prompts. Raises what its planning would."""
     submission, own = Submission.split(queue, run_arguments({"output": "/dev/null", **options}))
     how |= {"reuse": list(submission.reuse), "reuse_from_any_model": submission.reuse_from_any_model}
     asked = {**RunSpec.from_arguments(**own).to_json(), **how}

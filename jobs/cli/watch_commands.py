@@ -49,8 +49,6 @@ _WORKER_NUMBERS = ("BATCH", "WAITING", "KV", "SEEN")
 def runs(connection: redis.Redis, /, states: tuple[str, ...], limit: int, as_json: bool) -> None:
     """List the runs that were submitted last.
 
-    SUBMITTED: since the last submission, with which it may have been resumed.
-
     Those that Redis knows: a run's keys are kept for 30 days after its last part, its folder for ever.
     """
     with errors_told():
@@ -126,13 +124,11 @@ def tell_troubles(connection: redis.Redis) -> None:
 
 
 def run_json(connection: redis.Redis, snapshot: RunSnapshot) -> str:
-    """Return what is known of a run as JSON."""
     reasons = [vars(reason) for reason in run_reasons(connection, snapshot.run)]
     return json.dumps({**snapshot.to_object(), "reasons": reasons, "failed_jobs": snapshot.failed_jobs})
 
 
 def output_json(output: RunOutput) -> str:
-    """Return what a run's folder tells as JSON."""
     plan, told = output.plan, {"run": output.plan.run, "state": output.state, "output": output.folder}
     counts = {"rows": plan.rows, "errors": output.errors, "shards": len(plan.shards), "shards_done": output.parts}
     return json.dumps({**told, "model": str(plan.model), **counts})
@@ -151,8 +147,6 @@ def _output_text(output: RunOutput) -> str:
 
 
 def show_all_runs(connection: redis.Redis, as_json: bool, watch: bool) -> None:
-    """Print the runs that move, and the last ones that ended."""
-
     def show() -> str:
         tell_troubles(connection)
         found = list_runs(connection)
@@ -183,7 +177,6 @@ def show_or_watch(show: Callable[[], str], watch: bool, sleep: Callable[[float],
 
 
 def runs_json(found: Sequence[RunSnapshot]) -> str:
-    """Return runs as a JSON list."""
     return json.dumps([each.to_object() for each in found])
 
 
@@ -210,7 +203,6 @@ def runs_table(found: Sequence[RunSnapshot], now: float) -> str:
 
 
 def workers_table(found: Sequence[WorkerSample]) -> str:
-    """Return a line for each worker."""
     if not found:
         return "no worker: start one with `rq worker --worker-class worker.BatchWorker -S json QUEUE`"
     heads = ("WORKER", "STATE", "MODEL", "DTYPE", "VERSION", "LANES", "HOLDS", *_WORKER_NUMBERS)

@@ -37,7 +37,6 @@ class JsonLine(logging.Formatter):
         self._bound, self._more_of = dict(bound), more_of
 
     def format(self, record: logging.LogRecord) -> str:
-        """Return the line, without its end."""
         fields: dict[str, Any] = {
             "timestamp": datetime.fromtimestamp(record.created, UTC).isoformat(timespec="microseconds"),
             "level": record.levelname.lower(),

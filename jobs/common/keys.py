@@ -98,6 +98,5 @@ def run_key(run: str, kind: str = "") -> str:
 
 
 def run_folder_key(folder: str) -> str:
-    """Return the key for the real path of a run's output folder."""
     path = folder.encode("utf-8", "surrogatepass")
     return run_key("folder", blake2b(path, digest_size=16).hexdigest())

@@ -70,7 +70,6 @@ class QueueKeys:
 
 
 def job_key(job_id: str) -> str:
-    """Return the key of a job's hash."""
     return Job.key_for(job_id)
 
 
@@ -92,7 +91,6 @@ def executions_key(job_id: str) -> str:
 
 
 def execution_key(job_id: str, execution_id: str) -> str:
-    """Return the key of the hash of one execution."""
     return f"{RQ}:execution:{job_id}:{execution_id}"
 
 
@@ -102,7 +100,6 @@ def rate_limit_key(limit: str) -> str:
 
 
 def rate_limited_key(limit: str) -> str:
-    """Return the key of the sorted set of jobs that wait for a slot of a rate limit."""
     return f"{rate_limit_key(limit)}:rate_limited"
 
 
@@ -117,7 +114,6 @@ def result_type(entry: Mapping[bytes, bytes]) -> ResultType | None:
 
 
 def command_channel(worker: str) -> str:
-    """Return the channel on which a worker hears commands."""
     return PUBSUB_CHANNEL_TEMPLATE % worker
 
 
@@ -127,7 +123,6 @@ def job_status(raw: object) -> JobStatus | None:
 
 
 def time_text() -> str:
-    """Return the time as RQ writes it into a job's hash."""
     return utcformat(now())
 
 

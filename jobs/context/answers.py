@@ -48,7 +48,6 @@ class Answer:
 
     @property
     def all_completion_tokens(self) -> int:
-        """Tokens of all completions of the row."""
         tokens = self.completion_tokens
         return tokens if isinstance(tokens, int) else sum(tokens)
 
@@ -81,7 +80,6 @@ class AnswerMemo:
         self._begun: set[bytes] = set()
 
     def get(self, key: bytes) -> Answer | None:
-        """Return a prompt's answer, if it is kept."""
         with self._lock:
             answer = self._answers.get(key)
             if answer is not None:

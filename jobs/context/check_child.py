@@ -72,7 +72,6 @@ def _cut(text: str) -> str:
 
 @lru_cache(maxsize=64)
 def _compiled(text: str) -> Check:
-    """Return what a check's JSON means. Raises Unusable."""
     ((kind, what),) = json.loads(text).items()
     return _MAKE[kind](what)
 

@@ -55,11 +55,9 @@ class RepairOptions:
 
     @property
     def function(self) -> str | None:
-        """Return the dotted name of the function that checks."""
         return None if self.check is None else self.check.get("function")
 
     def text_behind(self, reason: str, is_chat: bool) -> str:
-        """Return what asks for another answer, for this reason."""
         template = self.repair_template or (CHAT_REPAIR if is_chat else PROMPT_REPAIR)
         return template.replace(REASON, reason)
 
@@ -90,7 +88,6 @@ def _check(name: str, value: Any) -> dict[str, Any]:
 
 
 def _schema(value: Any) -> dict[str, Any]:
-    """Return a JSON schema that is an object, or the text of one."""
     try:
         if isinstance(value, str):
             value = json.loads(value)

@@ -44,7 +44,6 @@ class ServedModel(PinnedModel):
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Return all that a job may ask for it by."""
         return tuple(dict.fromkeys((self.fingerprint, self.name, *self.aliases)))
 
     def check_asked_for(self, name: str | None) -> None:

@@ -76,10 +76,7 @@ class SharedFiles:
 
     @contextmanager
     def reader(self, key: ReaderKey, shard: Any, open_reader: Callable[[], R]) -> Iterator[R]:
-        """Lend a reader that has not passed a shard: the nearest one, or one that `open_reader` opens.
-
-        One of a kind at a time: a shard waits for the one before it. What the body raises closes the reader.
-        """
+        """Lend a reader that has not passed a shard, one of a kind at a time; an error closes it."""
         with self._lock:
             file = self._files[key.path]
             kind = file.kinds.setdefault(key, _Kind())
@@ -180,7 +177,6 @@ class ShardBytes:
             self.held += num_bytes
 
     def let_go(self, num_bytes: int) -> None:
-        """Count bytes of prompts no more."""
         with self._lock:
             self.held -= num_bytes
 

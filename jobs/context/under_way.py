@@ -41,8 +41,6 @@ _KEPT, _NOT_KEPT = _NAMES[2:8], _NAMES[11:]
 
 
 class KeptLogprob(NamedTuple):
-    """What is kept of a token's log probability."""
-
     logprob: float
     rank: int
     decoded_token: str

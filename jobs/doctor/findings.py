@@ -67,7 +67,6 @@ def _examine(examination: Examination, found: list[Finding]) -> None:
 
 
 def check_installation() -> Iterator[Finding]:
-    """Look at variables of RQ, and tell versions."""
     for name, expected in (("RQ_JOB_CLASS", "rq.job.Job"), ("RQ_WORKER_CLASS", "worker.BatchWorker")):
         if (given := os.environ.get(name, expected)) != expected:
             yield warning("settings", f"{name}={given!r}, expected {expected}", f"unset {name}")

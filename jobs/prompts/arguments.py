@@ -55,7 +55,6 @@ def text_problem(text: object, what: str = "prompt") -> str | None:
 
 
 def checked_text(text: Any, what: str) -> str:
-    """Return a text that can be a prompt. Raises InvalidJob."""
     if problem := text_problem(text, what):
         raise InvalidJob(problem)
     return str(text)
@@ -88,11 +87,8 @@ def parse_prompts(prompt: object) -> list[Prompt | Unusable]:
 
 
 def parse_sampling(sampling: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a copy of `sampling` without what changes nothing. Raises InvalidJob for a number that arrived
-    as text, and for what is known to be not built. Null is a default.
-
-    Names and ranges are the engine's to check: it refuses what it does not know.
-    """
+    """Return a copy of `sampling` without what changes nothing; names and ranges are the engine's to check. Raises
+    InvalidJob for a number that arrived as text, and for what is known to be not built."""
     for name, value in sampling.items():
         if name in NOT_TEXT and isinstance(value, str):
             raise InvalidValue(

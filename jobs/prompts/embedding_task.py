@@ -28,7 +28,6 @@ _POOLING: Mapping[str, Callable[[str, Any], Any]] = {
 def embed_task(
     input: object = None, *, encoding_format: object = None, model: object = None, **others: Any
 ) -> PromptTask:
-    """Return the task of jobs.embed. Raises InvalidJob when an argument is wrong."""
     asked_for = parse_model(model)
     given = {name: others.pop(name, None) for name in (*_POOLING, "truncate_prompt_tokens")}
     for name in without_neutral(others):

@@ -100,7 +100,6 @@ def _picture(given: dict[str, Any], number: int) -> Picture:
 
 
 def _call(call: object, number: int) -> dict[str, Any]:
-    """One call of a function, its arguments as JSON text or an object."""
     function = call.get("function") if isinstance(call, dict) else None
     if not isinstance(call, dict) or not isinstance(function, dict) or "name" not in function:
         raise InvalidJob(
@@ -180,7 +179,6 @@ def refuse_chat_options(values: Mapping[str, Any]) -> None:
 
 
 def _tools(tools: object) -> list[dict[str, Any]]:
-    """Return the functions that a model may call, as they came."""
     if tools is None:
         return []
     if not isinstance(tools, list):

@@ -60,21 +60,18 @@ def with_pictures(value: Parts, of: Callable[[Any], Any]) -> Parts:
 
 
 def pictures_in(value: Parts) -> list[Any]:
-    """Return the pictures of messages or parts, in order."""
     found = list[Any]()
     with_pictures(value, found.append)
     return found
 
 
 def filled(value: Parts, pictures: Sequence[Any]) -> Parts:
-    """Return messages or parts with others in the place of their pictures."""
     others = iter(pictures)
     return with_pictures(value, lambda _: next(others))
 
 
 def loaded(pictures: Iterable[Picture], read: ReadFile) -> list[bytes]:
-    """Return the bytes of a prompt's pictures. Raises InvalidJob for more than a prompt may hold, and what `read`
-    does."""
+    """Return the bytes of a prompt's pictures. Raises InvalidJob for more than it may hold, and what `read` does."""
     found, size = list[bytes](), 0
     for picture in pictures:
         found.append(read(picture) if isinstance(picture, str) else picture)

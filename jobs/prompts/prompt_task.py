@@ -43,11 +43,7 @@ Respond = Callable[[Answers, str], dict[str, Any]]
 
 @dataclass(frozen=True)
 class PromptTask(Task):
-    """The prompts of one job, in order, and how they are to be answered.
-
-    model: what the job asks for; None takes whichever is served. sampling: that of every request. repairs: what is
-    asked of the answers.
-    """
+    """The prompts of one job, in order, and how they are answered. model: None takes whichever is served."""
 
     blocking: ClassVar[bool] = False
 
@@ -228,14 +224,12 @@ class OpenPrompts(OpenTask):
 def text_requests(
     prompts: Sequence[Prompt | Unusable], values: Mapping[str, Any], kind: str = "generate"
 ) -> list[Request | Unusable]:
-    """Return what asks for each of some texts with the same values."""
     return [each if isinstance(each, Unusable) else Request(each, None, values, kind=kind) for each in prompts]
 
 
 def complete_task(
     prompt: object = None, *, prompt_template: object = None, model: object = None, **sampling: Any
 ) -> Task:
-    """Return the task of jobs.complete. Raises InvalidJob when an argument is wrong."""
     asked_for = parse_model(model)
     others, repairs = split_repair_options(sampling)
     values, options = completion_options(parse_sampling(others))
@@ -255,7 +249,6 @@ def complete_task(
 def chat_task(
     messages: object = None, *, messages_template: object = None, model: object = None, **options: Any
 ) -> Task:
-    """Return the task of jobs.chat. Raises InvalidJob when an argument is wrong."""
     asked_for = parse_model(model)
     others, repairs = split_repair_options(options)
     others, chat = split_chat_options(parse_sampling(others))

@@ -230,7 +230,6 @@ def chat_completion(
 
 
 def failed_completion(error: str) -> KeptCompletion:
-    """Return a sample of a prompt that failed."""
     return KeptCompletion(0, (), "", "error", 0, 0, error, None)
 
 

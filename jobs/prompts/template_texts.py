@@ -52,7 +52,6 @@ class JinjaTexts:
     """A prompt's text, or the contents of a chat's messages. names: that they take from outside."""
 
     def __init__(self, texts: Sequence[str]) -> None:
-        """Raises InvalidJob for what is no template."""
         self.texts = list(texts)
         try:
             found = _asked(texts=self.texts)

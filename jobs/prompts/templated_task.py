@@ -55,11 +55,7 @@ def read_dependencies(context: JobContext) -> tuple[dict[str, list[Any]], list[s
 
 
 def answer_of(value: Any) -> Any:
-    """Return what stands for a job's value as its answer.
-
-    Of `jobs.complete` and `jobs.chat` the text, of several choices a list of texts, null for one that failed;
-    of `jobs.classify` the label; any other value as it is.
-    """
+    """Return a job's text, of several choices a list, null for a failed one; of `classify` the label."""
     if not isinstance(value, dict):
         return value
     if value.get("object") == "classification":
@@ -133,10 +129,7 @@ MAX_NULLS = 3
 
 
 def asked_task(make: Callable[[str, Any], Task], **given: Any) -> Task:
-    """Return the task of the one argument that says what to ask: a prompt, messages, or a template of either.
-
-    make: called with "prompt" or "messages", and what that is. Raises InvalidJob unless one of them is given.
-    """
+    """Return the task of the one argument that says what to ask. make: of "prompt" or "messages", and what that is."""
     found = [name for name, value in given.items() if value is not None]
     if not found:
         name = next(iter(given))

@@ -51,9 +51,7 @@ def submit_run(
 ) -> str:
     """Enqueue the planning of a run unless it is already under way; return the run's id.
 
-    check_run: raises what the planning would, as far as that can be known on this machine.
-    arguments: those of jobs.score_parquet; relative paths start at the working directory.
-    Raises InvalidJob or UnsupportedScheme before anything is enqueued.
+    check_run: raises what the planning would. Raises InvalidJob or UnsupportedScheme before anything is enqueued.
     """
     submission, own = Submission.split(queue_name, arguments)
     spec = RunSpec.from_arguments(**own)
@@ -77,10 +75,7 @@ def submit_run(
 
 
 def retry_run(connection: Redis, plan: Plan, output: str) -> str:
-    """Submit a run again into another output, which takes the answers of the first one; return the new run's id.
-
-    Queue, webhook and function are those of the last submission that Redis knows. Raises as submit_run.
-    """
+    """Submit a run again as it was last, into another output that takes its answers; return the new one's id."""
     facts: Mapping[str, str] = {}
     with suppress(UnknownRun):
         facts = RunState(connection, plan.run).facts()
@@ -150,7 +145,6 @@ def remove_waiting(state: RunState, submission: int, queue_name: str, job_ids: S
 def _enqueue_planning(
     pipe: Pipeline, connection: Redis, submission: Submission, plan_job: str, arguments: dict[str, Any]
 ) -> None:
-    """Put a planning job into the place of any earlier one."""
     for earlier in read_earlier(connection, [plan_job]):
         earlier.delete(pipe)
     JobQueue(connection, submission.queue).enqueue(

@@ -38,11 +38,7 @@ class RunOutput:
 
 
 def named_run(connection: Redis, name: str) -> tuple[str, RunOutput | None]:
-    """Return the run that an id, or the path of a run's output folder, names; for a folder what it holds.
-
-    A folder that is not planned yet, or not on this machine, is known to Redis alone. Raises UnknownRun when
-    neither knows of a run there, PlanDamaged when its plan is unreadable.
-    """
+    """Return the run that an id or a folder names, and what the folder holds. Raises UnknownRun, PlanDamaged."""
     if is_run_id(name):
         return name, None
     if (output := _read_output(name)) is not None:

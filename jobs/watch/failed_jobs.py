@@ -32,10 +32,7 @@ _TEXTS = ("origin", "status", "worker_name", "timeout", "retries_left", "tokenmi
 
 @dataclass(frozen=True)
 class FailedJob:
-    """One entry of a queue's failed jobs. function: None where its name cannot be read. ended_at: Unix seconds.
-
-    error: its last line; "" for none. is_stopped: whether a cancel stopped it: RQ lists it among the failed ones.
-    """
+    """One of a queue's failed jobs. error: its last line. is_stopped: by a cancel, which RQ counts as failed."""
 
     job_id: str
     queue: str
@@ -161,7 +158,6 @@ def _is_stopped(status: object) -> bool:
 
 
 def _error(results: Sequence[Any]) -> str:
-    """Return the error in what XREVRANGE gave of a job's results; "" for none."""
     return rq_jobs.error_text(results[0][1]) if results else ""
 
 

@@ -24,7 +24,6 @@ class QueueCounts:
 
 
 def queue_names(connection: Redis) -> list[str]:
-    """Return the names of all queues that RQ knows."""
     keys: Any = connection.smembers(QUEUES_KEY)
     return sorted(stored.text(key).removeprefix(QUEUE_PREFIX) for key in keys)
 

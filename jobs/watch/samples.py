@@ -110,8 +110,7 @@ def worker_names(connection: Redis) -> list[str]:
 
 
 def read_samples(connection: Redis, names: Sequence[str] | None = None) -> list[WorkerSample]:
-    """Return how workers stand, by name: those of `names`, or all that told something within the hour. Raises
-    RedisError."""
+    """Return how workers stand, of `names` or all that told something within the hour. Raises RedisError."""
     names = worker_names(connection) if names is None else names
     with connection.pipeline(transaction=False) as pipe:
         for name in names:

@@ -56,8 +56,6 @@ class BatchLines(Ask):
 
 
 class _Line(Asked):
-    """A line under way."""
-
     def __init__(self, task: OpenTask) -> None:
         self._task, self.inspects = task, task.inspects
         self.requests = list(task.requests())

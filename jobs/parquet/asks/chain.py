@@ -65,8 +65,6 @@ class Chain(Ask):
 
 
 class _Chained(Asked):
-    """A row under way with the answers that it has."""
-
     def __init__(self, chain: Chain, row: Row, seed: int) -> None:
         self._chain, self._row, self._seed = chain, row, seed
         self._answers: list[Answer] = []

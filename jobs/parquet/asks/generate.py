@@ -33,15 +33,11 @@ MAX_LOGPROB_BYTES = 1 << 30
 
 
 def answer_field(name: str, spec: RunSpec) -> pa.Field:
-    """Return the column of this name of answer_columns."""
     return pa.field(name, logprobs_type(spec.logprob_type) if name in LOGPROBS else pa.string())
 
 
 class Generate(Ask):
-    """Asks for `n` completions of each row. seed: the run's. sampling, chat: the prompt's values, what its chats have.
-
-    A further prompt of each row is one, too, whose requests a Chain begins.
-    """
+    """Asks for `n` completions of each row, or is one prompt of a Chain. sampling, chat: of its prompt."""
 
     is_tried = True
 
@@ -83,10 +79,7 @@ class Generate(Ask):
         return request_of(row, self._is_chat, values, self._chat.template)
 
     def answer(self, completions: Sequence[Completion]) -> Answer:
-        """Return what a row has of its samples. With one of them the row fails.
-
-        Raises InvalidJob where log probabilities take more than a shard may hold.
-        """
+        """Return what a row has of its samples; it fails with one of them, or with too many log probabilities."""
         samples = sorted(completions, key=lambda sample: sample.index)
         first = samples[0]
         failed = next((each for each in samples if each.finish_reason == "error"), None)
@@ -127,8 +120,6 @@ class Generate(Ask):
 
 
 class _Tried(AskedOnce):
-    """A row whose answer may be tried again."""
-
     def __init__(self, request: Request, attempts: Attempts, answer: Callable[[Sequence[Completion]], Answer]) -> None:
         super().__init__(request, answer)
         self._attempts = attempts
@@ -152,10 +143,7 @@ def _texts_of(sample: Completion, has_tools: bool) -> tuple[str, str, str | None
 
 @cache
 def logprobs_type(number: str, of_each: bool = False) -> pa.DataType:
-    """Return the type of a text's: for each token a list of itself, then of the likeliest ones.
-
-    number: the type of floats. of_each: of the list of a row's completions.
-    """
+    """Return a list for each token: itself, then the likeliest. number: of floats. of_each: of a row's completions."""
     names = {"token_id": "int32", "token": "string", "logprob": number, "rank": "int32"}
     kind = pa.list_(pa.list_(pa.struct([(name, pa.type_for_alias(each)) for name, each in names.items()])))
     return pa.list_(kind) if of_each else kind

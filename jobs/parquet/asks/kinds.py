@@ -22,7 +22,6 @@ _OF_TASKS: Mapping[str, type[Ask]] = {GENERATE: Generate, EMBED: Embeddings, CLA
 
 
 def kind_of(spec: RunSpec) -> type[Ask]:
-    """Return which kind a run's arguments name."""
     if spec.input_format == OPENAI_BATCH:
         return BatchLines
     if spec.steps:

@@ -36,10 +36,7 @@ def content_free(spec: RunSpec, source: RowSource) -> Row:
 
 
 class Labels(Ask):
-    """Asks for the log-likelihoods of labels behind a row's prompt. sampling, chat: as of Generate.
-
-    prior: a row without content, whose own are subtracted.
-    """
+    """Asks for labels' log-likelihoods behind a row's prompt. prior: a row without content, whose own go off."""
 
     is_tried = True
 
@@ -69,11 +66,9 @@ class Labels(Ask):
         return AskedOnce(self.request(row), self.answer)
 
     def request(self, row: Row, seed: int = 0) -> Request:
-        """Return what a row asks."""
         return request_of(row, self._is_chat, self._values, self._chat.template, kind="score")
 
     def answer(self, completions: Sequence[Completion]) -> Answer:
-        """Return what a row has."""
         (completion,) = completions
         prompt, cached = completion.num_prompt_tokens, completion.num_cached_tokens
         if completion.loglikelihoods is None:

@@ -53,8 +53,7 @@ def file_fingerprint(storage: Storage, path: str, input_format: str = PARQUET) -
 
 @contextmanager
 def unchanged(storage: Storage, plan: Plan, file: PlannedFile) -> Iterator[None]:
-    """Raise InputChanged when a file is not the one that was planned, before or after the body; its Parquet copy is
-    there."""
+    """Raise InputChanged for another file than planned, before or after the body; see ConvertedInputGone."""
     if (path := plan.rows_path(file)) != file.path:
         if storage.stat(path) is None:
             raise ConvertedInputGone(path, file.path)

@@ -37,11 +37,7 @@ _NOT_BUILT = {errno.EPERM, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.
 
 
 class LocalFiles:
-    """Local files; see Storage for its methods.
-
-    What is opened, listed, written or removed is reached without following a link (confined.py): a folder or
-    file that was swapped for one since `resolve` raises PathSwapped.
-    """
+    """Local files; see Storage. None is reached by a link: one that came in its place since is PathSwapped."""
 
     def __init__(self, roots: Sequence[str], check_interrupted: Callable[[], None] = never_interrupted) -> None:
         """check_interrupted: called before what may take time, and before any of it is done."""
@@ -49,7 +45,6 @@ class LocalFiles:
         self._roots = tuple(os.path.realpath(root) for root in roots)
 
     def resolve(self, path: str) -> str:
-        """Return the absolute path without symlinks and `..`. Raises PathOutsideRoots."""
         real = os.path.realpath(run_path(path))
         if root_of(real, self._roots) is None:
             raise PathOutsideRoots(path, ":".join(self._roots))

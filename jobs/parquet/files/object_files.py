@@ -202,7 +202,6 @@ class ObjectFiles:
             raise
 
     def _list(self, kind: str, folder: str) -> Any:
-        """Return what a listing of a kind tells of a prefix."""
         self._place(folder)
         return self._make(folder, lambda: listed(kind, folder, self._timeout_s))
 
@@ -252,7 +251,6 @@ class _Writer:
             make_request(self._path, self._upload.close, self._check_interrupted)
 
     def abort(self, *raised: Any) -> None:
-        """Leave nothing in the store."""
         self.closed = True
         with suppress(exceptions.BaseError, OSError, ValueError):  # what was raised says more
             self._upload.__exit__(*raised)

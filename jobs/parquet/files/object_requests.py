@@ -79,11 +79,7 @@ def _endpoint(scheme: str) -> str:
 
 
 def _without_redirects() -> dict[str, str]:
-    """Return what keeps a client of S3 from following a store to another host, with its session token.
-
-    obstore follows any redirect, but what is not its store's goes through a proxy that is not there: unless
-    the operator has set one.
-    """
+    """Have a client of S3 send what is not its store's nowhere: to a proxy that is none, unless one is set."""
     if any(os.environ.get(name) or os.environ.get(name.lower()) for name in _PROXIES):
         return {}
     endpoint = _endpoint("s3")
@@ -166,8 +162,7 @@ def list_prefix(worker: Worker) -> Iterator[dict[str, Any]]:
 
 
 def listing(store: Any, kind: str, key: str) -> Any:
-    """Return whether a prefix "has_any" object; of its "level" the folders and objects right in it, and when each of
-    these was written, in nanoseconds."""
+    """Return whether a prefix "has_any" object; of its "level" folders, objects, and when these were written, in ns."""
     if kind == "has_any":
         return next(iter(obstore.list(store, key or None, chunk_size=1)), None) is not None
     found = obstore.list_with_delimiter(store, key or None)

@@ -49,15 +49,12 @@ class Storage:
 
     @classmethod
     def of(cls, context: JobContext) -> Self:
-        """Return the storage of a job."""
         return cls(context.data_roots, context.check_interrupted, context.file_timeout_s)
 
     def with_root(self, root: str) -> Storage:
-        """Return a storage that has one root more."""
         return Storage((*self._roots, root), self.check_interrupted, self._timeout_s)
 
     def _of(self, path: str) -> LocalFiles | ObjectFiles:
-        """Return what holds a path, resolved or not."""
         if not is_stored(path.lower()):
             return self._local
         if self._stored is None:
@@ -85,7 +82,6 @@ class Storage:
         return self._of(folder).scan(folder)
 
     def names(self, folder: str) -> list[str]:
-        """Return the sorted names in a folder."""
         with self.scan(folder) as entries:
             return sorted(entry.name for entry in entries)
 
@@ -119,10 +115,7 @@ class Storage:
         return self._of(target).publish(temporary, target)
 
     def put(self, path: str, execution_id: str, write: Callable[[Any], object]) -> bool:
-        """Have a file written and put it in its place, whole; return False if the place was taken.
-
-        Raises what `write` does, DiskFull or OutputNotWritable, and leaves nothing.
-        """
+        """Have a file written and put in place, whole, or not at all; return False if the place was taken."""
         folder, name = os.path.split(path)
         temporary = os.path.join(folder, temporary_name(execution_id, name))
         with writing(path):

@@ -177,8 +177,6 @@ class _TextTable:
 
 
 class _ArrowTable:
-    """An open file or stream of Arrow's."""
-
     def __init__(self, path: str, source: Any) -> None:
         self._path, self.kinds = path, dict[str, kinds.Kind]()
         is_file = source.read_at(6, 0) == b"ARROW1"
@@ -189,7 +187,6 @@ class _ArrowTable:
         self._is_tried = False
 
     def slices(self, most: int | None) -> Iterator[tuple[int, int, pa.RecordBatch]]:
-        """Yield rows, with how many they are and their bytes."""
         for batch in self._batches():
             batch.validate(full=True)  # offsets and indices of a file may lead anywhere
             rows = max(1, min(GROUP_ROWS, batch.num_rows * SLICE_BYTES // max(1, batch.nbytes)))

@@ -80,7 +80,6 @@ def merged_texts(one: Kind, other: Kind) -> Kind:
 
 
 def kind_of(value: Any, depth: int = 0) -> Kind:
-    """Return the kind of a value that came of JSON."""
     if known := _OF_TYPE.get(type(value)):
         return known
     if isinstance(value, int):

@@ -52,7 +52,6 @@ def write_output(storage: Storage, plan: Plan, paths: Sequence[str]) -> None:
 
 
 def _write_batch_lines(run: str, sinks: Sequence[Any], batches: Batches) -> None:
-    """Write OpenAI's output file and error file."""
     row = 0
     for batch in batches:
         found = batch.select(["custom_id", "completion", "error"]).to_pydict().values()
@@ -65,7 +64,6 @@ def _write_batch_lines(run: str, sinks: Sequence[Any], batches: Batches) -> None
 
 
 def _part_rows(storage: Storage, plan: Plan) -> Generator[pa.RecordBatch, None, None]:
-    """Yield the rows of a run's parts in order. Raises PartDamaged."""
     for shard in range(len(plan.shards)):
         with open_part(storage, plan, shard) as file:
             for batch in file.batches:
@@ -180,7 +178,6 @@ def failed_rows(storage: Storage, plan: Plan, shard: int) -> Iterator[tuple[int,
 
 
 def part_reasons(storage: Storage, plan: Plan, shard: int) -> Reasons:
-    """Return why rows of a part have errors. Raises PartDamaged."""
     reasons = Reasons()
     for row, reason in failed_rows(storage, plan, shard):
         reasons.add(reason, [row])

@@ -37,23 +37,16 @@ def without_own_keys(schema: pa.Schema) -> pa.Schema:
 
 
 def columns_kept(spec: RunSpec) -> ColumnChoice:
-    """Return which of the input's columns, and of those that we add, the output has."""
     ours = tuple(filter(None, (spec.filename_column, ROW_NUMBER if spec.order else None)))
     return ColumnChoice(None if spec.keep is None else (*spec.keep, *ours), tuple(spec.drop or ()))
 
 
 def embedding_size(spec: RunSpec, model: ServedModel) -> int:
-    """Return how many numbers each embedding of a run has."""
     return spec.dimensions or model.embedding_size
 
 
 def output_schema(schema: pa.Schema, spec: RunSpec, path: str = "", embedding_size: int = 0) -> pa.Schema:
-    """Return the output's schema: columns and metadata of the input, then the answers' columns.
-
-    Of several completions for each row, those have lists. path: of one of the files, for the error.
-    embedding_size: numbers of each, where embeddings are asked for.
-    Raises ColumnConflict or MissingColumn.
-    """
+    """Return the output's columns: the input's, then the answers'. Raises ColumnConflict or MissingColumn."""
     for column in (*(spec.keep or ()), *(spec.drop or ())):
         if column not in schema.names:
             raise errors.MissingColumn(column, path, ", ".join(map(repr, schema.names)))
@@ -137,11 +130,7 @@ def part_stats(answers: Sequence[Answer], model: ServedModel, **known: Any) -> P
 
 
 def read_part_stats(storage: Storage, path: str, run: str, shard: int, rows: int | None = None) -> PartStats:
-    """Read a part's statistics from its footer.
-
-    rows: how many the shard has; None takes the footer's word. Raises PartDamaged when the file is not the part of
-    this shard of this run, or has another number of rows.
-    """
+    """Read a part's statistics from its footer. rows: the shard's, None for the footer's word. Raises PartDamaged."""
     try:
         found = look_at(storage, path)
         stat = storage.stat(path)

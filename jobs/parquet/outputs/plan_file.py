@@ -68,10 +68,7 @@ _SERVED = ("model", "fingerprint", "dtype", "attention_backend", "version")
 
 
 def manifest_of(plan: Plan, parts: Iterable[PartStats], reasons: Reasons) -> dict[str, Any]:
-    """Sum up a finished run. parts: in order. reasons: why rows have an error, as far as that is kept.
-
-    `seconds` runs from the first shard's start to the last's end, pauses included.
-    """
+    """Sum up a finished run. parts: in order. `seconds` runs from the first shard's start to the last's end."""
     counts = dict.fromkeys(TOLD, 0)
     started_at, ended_at = math.inf, -math.inf
     served: dict[str, set[str]] = {name: set() for name in _SERVED}

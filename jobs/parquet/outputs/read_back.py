@@ -51,21 +51,17 @@ class FolderReader:
 
     @property
     def has_ended(self) -> bool:
-        """Whether the mark of the run's end is there."""
         return self._storage.stat(os.path.join(self._folder, SUCCESS)) is not None
 
     def text(self, name: str) -> str:
-        """Return what a file beside the plan holds. Raises InputNotFound."""
         path = os.path.join(self._folder, name)
         with reading(path, "text"), self._storage.open_input(path) as source:
             return str(source.read().decode())
 
     def shards(self) -> list[int]:
-        """Return the shards whose part is there."""
         return sorted(self._parts())
 
     def newest_first(self) -> list[int]:
-        """Return those shards, the one whose part was published last first."""
         written = self._parts()
         return sorted(written, key=lambda shard: (-written[shard], -shard))
 
@@ -138,5 +134,4 @@ class FolderReader:
         return sum(part.failed_checks for part in found), sum(part.cut for part in found)
 
     def answers(self, shard: int, columns: list[str]) -> Iterator[dict[str, Any]]:
-        """Return the rows of a part with their number and these of its columns. Raises PartDamaged."""
         return ({"row": row, **values} for row, values in part_rows(self._storage, self.plan, shard, columns))

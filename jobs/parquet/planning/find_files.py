@@ -24,10 +24,7 @@ MAX_NAMES = 1_000_000
 
 
 class Folder(NamedTuple):
-    """A folder that a search goes through.
-
-    named: its path as it was found. path: the real one. above: the folder in which it was found.
-    """
+    """A folder that a search goes through: its path as found, the real one, and the folder in which it was found."""
 
     named: str
     path: str
@@ -53,7 +50,6 @@ class Found(NamedTuple):
 
     @property
     def named(self) -> str:
-        """Return the path as it was found."""
         return os.path.join(self.folder.named, self.entry.name)
 
     def real_path(self, storage: Storage) -> str:
@@ -63,10 +59,7 @@ class Found(NamedTuple):
 
 
 class Search:
-    """One search, which heeds what interrupts the storage at each folder and name.
-
-    output: of the run. wanted: the format of files in folders, None for what they have.
-    """
+    """One search. output: of the run. wanted: the format of files in folders, None for what they have."""
 
     def __init__(self, storage: Storage, output: str = "", wanted: str | None = None) -> None:
         self.storage, self._output, self._wanted = storage, output, wanted
@@ -91,8 +84,7 @@ class Search:
                 yield from self._folder_files(path, (*above, *_keys(segments)))
 
     def _folder_files(self, path: str, keys: Keys) -> list[FoundFile]:
-        """Return the files of one format in a folder and in its key=value folders. Raises MixedFormats, and
-        NestedFolders where it has such files below folders of other names."""
+        """Return a folder's files of one format, key=value folders included. Raises MixedFormats, NestedFolders."""
         seen, nested = list[Found](), list[Found]()
         waiting = [(Folder(path, path), keys, seen)]
         while waiting:
@@ -189,15 +181,13 @@ def _with_skipped(places: set[int], segments: Sequence[str]) -> frozenset[int]:
 def find_files(
     storage: Storage, inputs: Sequence[str], output: str, input_format: str | None = None
 ) -> list[FoundFile]:
-    """Return the files that a run reads, in order.
+    """Return the files that a run reads, in order. Files below the output are never input.
 
     input_format: of the files in folders. Without it, a folder gives its *.parquet, or where it has none the files of
     the one other format that it has; those of its folders named key=value too. A glob gives what it matches, files and,
     unless it holds **, folders. Both come sorted, without names that start with a dot or an underscore (unless a glob
     spells one out). Several inputs have the key=value of the folders below the one that holds them all: a shell expands
-    a glob to such a list. Files below the output are never input. Raises InputNotFound, SearchTooLong,
-    PathOutsideRoots, InvalidJob, SchemaMismatch for folders that give too many columns, MixedFormats, or NestedFolders
-    for a folder that holds such files in folders of plain names.
+    a glob to such a list. Raises InputError, InvalidJob, or SchemaMismatch for folders that give too many columns.
     """
     search, found = Search(storage, output, input_format), list[FoundFile]()
     folders = [_searched_folder(storage, item) for item in inputs]
@@ -246,7 +236,6 @@ def _first_glob_segment(pattern: str) -> int:
 
 
 def _keys(names: Sequence[str]) -> Keys:
-    """Return the key=value among the names of folders."""
     return tuple(key for key in map(folder_key, names) if key is not None)
 
 

@@ -34,12 +34,8 @@ MAX_REPEATED = 100_000
 def read_inputs(
     context: JobContext, storage: Storage, spec: RunSpec, found: Sequence[FoundFile]
 ) -> tuple[Plan, pa.Schema]:
-    """Look at each file: at a Parquet file's footer, else at all rows; and at its fingerprint. Return a new run's plan,
-    and all columns that a template may name, in the order in which the output has them.
-
-    Files behind the run's limit are left out. Raises CorruptParquet, CorruptTable, TableNotRead, MixedFormats,
-    SchemaMismatch when the files differ, or ColumnConflict for the filename column.
-    """
+    """Look at each file up to the run's limit; return a new run's plan, and all columns that a template may name, in
+    the output's order. Raises InputError."""
     look = _Look(storage, one_format((file.named or file.path for file in found), spec.input_format))
     left = spec.limit
     for each in found:
@@ -79,10 +75,7 @@ def _num_bytes(groups: Sequence[tuple[int, int]], shard: Shard) -> int:
 def read_columns(
     storage: Storage, found: Sequence[FoundFile], filename_column: str | None, input_format: str | None = None
 ) -> pa.Schema | None:
-    """Return what the first file alone tells of the run's columns, added ones included; None for lines of text.
-
-    Raises as read_inputs does.
-    """
+    """Return the run's columns as the first file tells; None for lines of text. Raises as read_inputs does."""
     file_format = one_format((file.named or file.path for file in found), input_format)
     if file_format in LINES - HEADED:
         return None
@@ -110,10 +103,7 @@ class _Look:
         return self._schema
 
     def take(self, path: str, most: int | None, limit: int) -> None:
-        """Look at a file in one state of it. most: so many of its rows, where it is no Parquet. limit: as of look_at.
-
-        Raises InputNotFound, or InputBeingWritten.
-        """
+        """Look at a file in one state of it. most: rows, of no Parquet. Raises InputNotFound, InputBeingWritten."""
         stat = self._storage.stat(path)
         if stat is None:
             raise InputNotFound(path)

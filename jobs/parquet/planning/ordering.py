@@ -48,7 +48,6 @@ def _key(row: Row | RowProblem) -> list[int]:
 
 
 def _sorted_rows(storage: Storage, plan: Plan, order: Places) -> Iterator[pa.RecordBatch]:
-    """Yield a run's rows in an order, with their numbers as a column."""
     places = np.empty(len(order), np.int64)
     places[order] = np.arange(len(order))
     with RowBuckets(len(order)) as buckets:

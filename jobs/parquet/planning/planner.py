@@ -48,13 +48,11 @@ def score_parquet(
 ) -> dict[str, Any]:
     """Plan a run and enqueue its shards; called again with the same arguments, resume it.
 
-    input to template, and others that say what is asked: see RunSpec.from_arguments.
-    queue: for the shards; by default the queue this job came from. model, reuse, reuse_from_any_model: see Submission.
-    webhook, on_end: a URL that is called, and a function, at the run's end.
-    max_errors: the run is stopped, as if it was cancelled, when more finished rows have an error: a number of rows, or
-    a share like "5%", from the hundredth row on; by default "90%". All rows may fail with "100%" alone.
-    Returns the run's id and counts. Raises RunError or InvalidJob, before any shard is enqueued unless it is RunBusy:
-    another process took the run over.
+    What is asked: see RunSpec.from_arguments; model, reuse, webhook and the like: see Submission. queue: for the
+    shards; by default the queue this job came from. max_errors: the run is stopped when more finished rows have an
+    error: a number of rows, or a share like "5%", from the hundredth row on; by default "90%". All rows may fail with
+    "100%" alone. Returns the run's id and counts. Raises RunError or InvalidJob, before any shard is enqueued unless it
+    is RunBusy.
     """
     queue = arguments.pop("queue", None)
     submission, own = Submission.split(context.queue_name if queue is None else queue, arguments)

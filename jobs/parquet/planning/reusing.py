@@ -64,10 +64,7 @@ def with_reused(context: JobContext, storage: Storage, plan: Plan, submission: S
 
 
 def remove_reused(storage: Storage, plan: Plan, first: Plan) -> None:
-    """Remove what was written for a plan that another planner came before. Raises OutputNotWritable.
-
-    first: the plan that is there: the same one where the store has put it, and its reply was lost.
-    """
+    """Remove what was written for a plan where `first` is in its place. The two are one if a reply was lost."""
     if plan.reused is None or (first.reused is not None and first.reused.name == plan.reused.name):
         return
     paths = list(map(plan.reused_path, range(len(plan.shards))))
@@ -96,8 +93,7 @@ def match(
     any_model: bool,
     found: Matches | None = None,
 ) -> Matches:
-    """Look up each row of a plan, whose inputs can be read. asks: what is asked, of which rows. found: has no match of
-    those that are looked up again. Raises InputError."""
+    """Look up each row of a plan, whose inputs can be read. found: has no match of those that are looked up again."""
     ask, source = asks
     marks = model_mark(context.model.fingerprint)
     if plan.second is not None:

@@ -175,9 +175,7 @@ class SurveyWork(RowsTask):
 
 
 class Asked:
-    """A request of a run, for `rows` rows from `row` on, counted over all files; it stands for `weight` such.
-
-    tokens: of its prompt. limit: max_tokens, 0 where all are alike."""
+    """A request for `rows` rows from `row` on, which stands for `weight` such. tokens: of its prompt."""
 
     __slots__ = ("limit", "row", "rows", "tokens", "weight")
 
@@ -269,10 +267,7 @@ class _Counts:
 
 
 class _Timing:
-    """Full batches of a run's rows, each with another beginning, so that nothing of a prompt is known before.
-
-    batch: rows that stand for all. most: requests of the run.
-    """
+    """Full batches of a run's rows, each with another beginning, so that nothing is cached. most: requests."""
 
     def __init__(self, ask: Ask, is_chat: bool, batch: Sequence[tuple[Asked, Row]], most: int) -> None:
         self._ask, self._is_chat, self._batch, self._most = ask, is_chat, batch, most
@@ -281,7 +276,6 @@ class _Timing:
         self._tokens = 0
 
     def requests(self) -> Iterator[Request]:
-        """Yield a batch, and more until time is up."""
         self.has_begun, self._began_at = True, time.monotonic()
         for count, (asked, row) in zip(range(self._most), cycle(self._batch), strict=False):
             if count % len(self._batch) == 0:
@@ -293,7 +287,6 @@ class _Timing:
             yield request
 
     def deliver(self, completions: Sequence[Completion]) -> None:
-        """Count an answer's tokens."""
         self._tokens += sum(len(each.token_ids) for each in completions)
         self._ended_at = time.monotonic()
 

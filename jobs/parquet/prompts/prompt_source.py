@@ -73,8 +73,7 @@ class PromptSource(abc.ABC):
 
     @abc.abstractmethod
     def render(self, values: Any) -> str | Parts:
-        """Return the prompt of one row, of what `read` gave; one with pictures as messages or parts. Raises
-        RowProblem."""
+        """Return the prompt of one row; one with pictures as messages or parts. Raises RowProblem."""
 
     def pictured(self, prompt: Parts, read: ReadFile) -> Row:
         """Return the row of a prompt with pictures. Raises InvalidJob, and what `read` does for a path."""
@@ -118,7 +117,6 @@ class PairSource(PromptSource):
 
 
 def prompt_column(column: str) -> ColumnSource:
-    """Return the source of a column of texts."""
     return ColumnSource(column, checked_text, is_text, "text")
 
 
@@ -147,7 +145,6 @@ class TemplateSource(PromptSource):
     """A template over columns; lists, structs and maps stand there as JSON. defaults: the text for null, by column."""
 
     def __init__(self, template: Template, defaults: Mapping[str, str] = MappingProxyType({})) -> None:
-        """Raises InvalidJob for a default of a column that the template does not name."""
         self.columns = template.columns
         self._template, self.defaults = template, defaults
         check_defaults(defaults, self.columns)
@@ -252,7 +249,6 @@ class RowSource:
                 yield self._row(*each, read) if problem is None else RowProblem(problem)
 
     def _row(self, given: Any, values: Mapping[str, Any] | RowProblem, read: ReadFile) -> Row | RowProblem:
-        """Return a row. given: what its prompt is made of."""
         for each in (given, values):
             if isinstance(each, RowProblem):
                 return each

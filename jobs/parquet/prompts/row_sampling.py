@@ -18,8 +18,7 @@ CHECKS_REMEMBERED = 1024
 
 
 class RowSampling:
-    """Sampling values from columns `by_name`, where null leaves the run's. check: raises InvalidJob for impossible
-    ones."""
+    """Sampling values from columns `by_name`; null leaves the run's. check: raises InvalidJob for impossible ones."""
 
     def __init__(
         self, by_name: Mapping[str, str], sampling: Mapping[str, Any], check: Callable[[Mapping[str, Any]], None]
@@ -47,7 +46,6 @@ class RowSampling:
         return own
 
     def _find_problem(self, own: str) -> str | None:
-        """Say why a row's values cannot be, or None when they can."""
         values = json.loads(own)
         for name, value in values.items():
             try:

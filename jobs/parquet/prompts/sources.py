@@ -56,7 +56,6 @@ def _prompts(spec: RunSpec) -> prompt_source.PromptSource:
 
 
 def step_source(step: PromptStep, defaults: Mapping[str, str]) -> prompt_source.TemplateSource:
-    """Return the source of one of a row's prompts."""
     own = {name: text for name, text in defaults.items() if name in step.template.columns}
     return prompt_source.TemplateSource(step.template, own)
 
@@ -65,7 +64,6 @@ class _FirstStep(prompt_source.TemplateSource):
     """The first of a row's prompts. later: the columns that the others name."""
 
     def __init__(self, spec: RunSpec) -> None:
-        """Raises InvalidJob for a default of a column that no template names."""
         first, *others = spec.steps
         self._names = [step.name for step in spec.steps]
         named = dict.fromkeys(column for step in others for column in step.template.columns)

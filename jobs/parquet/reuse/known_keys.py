@@ -27,13 +27,11 @@ class KnownKeys:
         self.size = end
 
     def sort(self) -> None:
-        """Make all that was added ready to be found."""
         self._first, self._second = self._first[: self.size], self._second[: self.size]
         self._order = np.argsort(self._first, kind="stable")
         self._first = self._first[self._order]
 
     def forget(self, places: Places) -> None:
-        """Find what was added at these places no more."""
         self._second[places] = 0
 
     def find(self, keys: Keys) -> Places:

@@ -44,10 +44,7 @@ def with_own_rows(storage: Storage, plan: Plan, chosen: Places, batches: Iterabl
 def input_rows(
     storage: Storage, plan: Plan, places: Places | None = None
 ) -> Generator[tuple[int, pa.RecordBatch], None, None]:
-    """Yield a run's rows, with the columns that are in none of its files, and the number of the first of them.
-
-    places: files that have none of these rows, which ascend, are not read.
-    """
+    """Yield a run's rows, added columns too, and the first one's number. places: files of none are not read."""
     start = 0
     for file in plan.files:
         if places is not None and np.ptp(np.searchsorted(places, [start, start + file.rows])) == 0:
@@ -64,7 +61,6 @@ def input_rows(
 
 
 def rows_at(storage: Storage, plan: Plan, places: Places) -> Iterator[pa.RecordBatch]:
-    """Yield a run's rows at these places, which ascend."""
     with closing(input_rows(storage, plan, places)) as rows:
         for start, batch in rows:
             begin, end = np.searchsorted(places, [start, start + batch.num_rows])

@@ -70,10 +70,8 @@ def _by_shard(buckets: RowBuckets, firsts: npt.NDArray[np.int64]) -> Iterator[tu
 
 
 def taken_answers(storage: Storage, plan: Plan, shard: int, asked: str) -> dict[int, tuple[Answer, bytes]]:
-    """Return the answers that rows of a shard, counted within it, have from earlier runs, with their models' marks.
-
-    asked: RowKeys.name; where planning knew another check, none is taken. Raises CorruptParquet or TableNotRead.
-    """
+    """Return the answers that a shard's rows, counted within it, have from earlier runs, with their models' marks; none
+    where planning knew another check. asked: RowKeys.name."""
     if plan.reused is None or plan.reused.asked != asked:
         return {}
     path = plan.reused_path(shard)
@@ -90,10 +88,7 @@ def has_kept(folder: RunFolder, shard: int) -> bool:
 
 
 def keep_answers(folder: RunFolder, shard: int, answers: Mapping[int, Answer], marks: Keys, keys: Keys) -> None:
-    """Put the first model's answers in place, unless some are there. marks, keys: as write_keys takes them.
-
-    Raises DiskFull or OutputNotWritable, also where the run has ended.
-    """
+    """Put the first model's answers in place, unless some are there. marks, keys: as write_keys takes them."""
     spec, own = folder.plan.spec, [*BESIDE, KEY_FIELD]
     beside = [(row, marks[row].tobytes(), each.reused, (keys ^ marks)[row].tobytes()) for row, each in answers.items()]
     table = answers_table(own, beside, list(answers.values()), kind_of(spec).fields(spec, 0))
@@ -141,7 +136,6 @@ _OWN = {each.name for each in fields(Answer)} - {"columns"}
 
 
 def _answer(values: Mapping[str, Any]) -> Answer:
-    """Return an answer of the columns that a part has of it."""
     own: dict[str, Any] = {
         name: tuple(each) if isinstance(each, list) else each for name, each in values.items() if name in _OWN
     }

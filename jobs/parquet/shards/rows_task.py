@@ -44,7 +44,6 @@ class RowsTask(OpenTask):
 
     @property
     def asked(self) -> ShardRequests:
-        """Return what is asked, where something is."""
         assert self._requests is not None, "nothing was asked"
         return self._requests
 

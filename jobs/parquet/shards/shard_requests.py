@@ -138,7 +138,6 @@ class ShardRequests:
         self._take(group, place, completions)
 
     def _take(self, group: _Group, place: int, completions: Sequence[Completion]) -> None:
-        """Hand a group what its request got."""
         if group.asked is None:  # it has failed by another of its requests
             return
         found = group.asked.then(place, completions)
@@ -163,10 +162,7 @@ class ShardRequests:
         return answers
 
     def resume(self, under_way: Mapping[int, UnderWay]) -> None:
-        """Take rows up where another execution has left them, by the first of equal ones.
-
-        In any thread, before a request is pulled. Raises JobsError as `inspect` does.
-        """
+        """Take rows up where another execution has left them, before a request is pulled. Raises JobsError."""
         groups = [group for group in reversed(self._unsent) if group.rows[0] in under_way]
         self._unsent = [group for group in self._unsent if group.rows[0] not in under_way]
         for group in groups:
@@ -202,7 +198,6 @@ class ShardRequests:
             self._end(key)
 
     def _begin(self, group: _Group) -> None:
-        """Have a group's requests sent next."""
         row = self._taken(group)
         try:
             group.asked = self._ask.begin(row, self._number_of(group.rows[0]))
@@ -255,7 +250,6 @@ class ShardRequests:
 
 
 def _answer_of(row: Row | RowProblem | Answer, ask: Ask) -> Answer | None:
-    """Return what a row has before anything is asked."""
     if isinstance(row, Row):
         return None
     return row if isinstance(row, Answer) else ask.failed(str(row))

@@ -59,7 +59,6 @@ def with_added_fields(schema: pa.Schema, columns: Sequence[AddedColumn]) -> pa.S
 
 
 def with_added_values(batch: pa.RecordBatch, columns: Sequence[AddedColumn], values: Sequence[Any]) -> pa.RecordBatch:
-    """Append a file's values to a batch of its rows."""
     schema = with_added_fields(batch.schema, columns)
     if len(schema) == batch.num_columns:  # which may have rows and no column
         return batch

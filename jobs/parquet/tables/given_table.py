@@ -23,11 +23,7 @@ _VIEWS: dict[Callable[[pa.DataType], bool], pa.DataType] = {
 
 
 def write_given_table(given: Any, folder: str) -> str:
-    """Write a table into a folder, as a Parquet file whose name is of its contents; return its path.
-
-    So the same table is the same file, and submitting it again resumes its run. given: a pandas or polars DataFrame, a
-    pyarrow Table, RecordBatch or reader, or what else gives an Arrow stream. Raises InvalidJob, or OSError.
-    """
+    """Write a table into a folder as a Parquet file named by its contents, so that the same table resumes its run."""
     table = _arrow_table(given)
     os.makedirs(folder, exist_ok=True)
     temporary = os.path.join(folder, f"_tmp.{uuid4().hex}.parquet.tmp")

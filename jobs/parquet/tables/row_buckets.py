@@ -39,7 +39,6 @@ class RowBuckets:
         self._stack.close()
 
     def add(self, places: npt.NDArray[np.int64], batch: pa.RecordBatch) -> None:
-        """Take rows, each with its place."""
         schema = batch.schema.append(_PLACE)
         self._waiting.append(pa.RecordBatch.from_arrays([*batch.columns, pa.array(places)], schema=schema))
         self._rows, self._bytes = self._rows + batch.num_rows, self._bytes + int(batch.nbytes)

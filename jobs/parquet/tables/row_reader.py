@@ -82,7 +82,6 @@ class RowReader:
                 yield batch
 
     def close(self) -> None:
-        """Close the file; may be called more than once."""
         self._left = None
         self._table.close()
         self._held.reserve_reading(-self._reserved)

@@ -83,10 +83,7 @@ def _as_written(field: pa.Field, values: Iterator[Any]) -> Iterator[Any]:
 
 
 def row_values(name: str, column: pa.Array, is_ours: bool = False) -> Iterator[Any]:
-    """Return the value of each row of a column, or the RowProblem that it is. Maps are dicts.
-
-    is_ours: values that were computed may be larger than what a prompt is made of.
-    """
+    """Return each row's value, or its RowProblem; maps are dicts. is_ours: computed ones may be larger than prompts."""
     values = (each.as_py() for each in column) if is_ours else _python_values(name, column)
     if not holds(column.type, pa.types.is_map):
         return values
@@ -116,7 +113,6 @@ def _num_bytes(column: pa.Array) -> int:
 
 
 def _value(name: str, row: pa.Array) -> Any:
-    """Return the value of a column of one row."""
     try:
         return _too_large(name, row) or row[0].as_py()
     except UnicodeDecodeError as error:

@@ -100,14 +100,12 @@ class TableReading:
         self.schema: pa.Schema = next(self.batches)
 
     def close(self) -> None:
-        """Close the file; may be called more than once."""
         self.batches.close()
 
 
 def _read(
     opened: Callable[[float], AbstractContextManager[Ask]], path: str, columns: ColumnChoice, first_group: int
 ) -> Generator[Any, None, None]:
-    """Yield a file's schema, then its rows."""
     schema, rows_done, sizes, was_replaced, share = None, 0, list(BATCH_ROWS), False, CHILD_SHARE
     while True:
         question = {"columns": columns, "first_group": first_group, "skip": rows_done, "rows": sizes[0]}
@@ -145,8 +143,7 @@ def _has_bytes(schema: pa.Schema | None, columns: ColumnChoice) -> bool:
 def open_table(
     storage: Storage, path: str, limit: int, input_format: str | None = None, share: float = CHILD_SHARE
 ) -> Iterator[Ask]:
-    """Open a file, and lend a child, of a share of `limit` bytes, that is given its bytes. input_format: None for
-    Parquet."""
+    """Open a file, and lend a child, of a share of `limit` bytes, that is given its bytes."""
     limits = Limits(LIMIT_S, max(MIN_BYTES, int(limit * share)))
     stack = ExitStack()
 

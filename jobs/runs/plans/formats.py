@@ -46,7 +46,6 @@ def parse_single_file(name: str, value: Any) -> str | None:
 
 
 def named_format(name: str) -> str | None:
-    """Return the format that a file's name tells, or None."""
     name = name.lower()
     for suffix in COMPRESSED:
         if name.endswith(suffix):

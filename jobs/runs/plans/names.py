@@ -77,7 +77,6 @@ def shard_job_id(run: str, shard: int, is_second: bool = False) -> str:
 
 
 def plan_job_id(run: str) -> str:
-    """Return the id of the job that plans a run for `tokenmill submit`."""
     return f"{run}-plan"
 
 
@@ -88,6 +87,5 @@ def run_and_shard(job_id: str) -> tuple[str, int | None] | None:
 
 
 def job_shard(run: str, job_id: str) -> int | None:
-    """Return the shard of a job of this run, or None when the job is not one of its shards."""
     found = run_and_shard(job_id)
     return found[1] if found is not None and found[0] == run else None

@@ -32,7 +32,6 @@ def image_columns(name: str, value: Any) -> list[str] | None:
 
 
 def share(name: str, value: Any) -> float:
-    """Return a number above 0, and at most 1. Raises InvalidValue."""
     if type(value) not in (int, float) or not 0 < value <= 1:
         raise unlike(name, value, "a number above 0, at most 1")
     return float(value)

@@ -48,7 +48,6 @@ class PlannedFile:
 
     @property
     def own_rows(self) -> int:
-        """Return how many of its rows the run has."""
         return self.rows if self.kept is None else self.kept
 
 
@@ -125,7 +124,6 @@ class Plan:
         return work_shares([shard.rows for shard in self.shards], self.sizes)
 
     def part_path(self, shard: int) -> str:
-        """Return where a shard's part is."""
         return os.path.join(self.spec.parts_folder, part_name(shard))
 
     def reused_path(self, shard: int) -> str:
@@ -134,7 +132,6 @@ class Plan:
         return os.path.join(self.spec.output, REUSED, f"_{self.reused.name}.{part_name(shard)}")
 
     def model_of(self, is_second: bool) -> PinnedModel:
-        """Return the model of a shard's first job, or of the second one."""
         return self.second if is_second and self.second else self.model
 
     def queues(self, queue: str) -> list[tuple[str, bool]]:
@@ -157,12 +154,10 @@ class Plan:
         return os.path.join(self.converted_folder, name)
 
     def first_row(self, shard: int) -> int:
-        """Return the row number of a shard's first row, counted over all files."""
         planned = self.shards[shard]
         return self._first_rows[planned.file] + planned.start
 
     def shards_of(self, rows: Set[int]) -> list[int]:
-        """Return the shards that hold any of these rows."""
         starts = [self.first_row(shard) for shard in range(len(self.shards))]
         return sorted({bisect_right(starts, row) - 1 for row in rows})
 

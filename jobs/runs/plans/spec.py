@@ -140,12 +140,10 @@ class RunSpec:
 
     @property
     def parts_folder(self) -> str:
-        """Where the parts are."""
         return self.output if self.single_file is None else os.path.join(self.output, PARTS)
 
     @property
     def is_chat(self) -> bool:
-        """Whether each row asks a chat's messages."""
         return self.messages_column is not None or isinstance(self.template, list)
 
     @property
@@ -180,11 +178,7 @@ class RunSpec:
         return RepairOptions(self.check, self.max_attempts, self.continue_on_length, self.repair_template)
 
     def check_sampling(self, check: Callable[[Mapping[str, Any]], None]) -> None:
-        """Raise InvalidJob for sampling values that no request could use, and for names that are none.
-
-        check: see JobContext. It has no value yet of what comes from columns: a name that is one is told by
-        its refusal of a value.
-        """
+        """Raise InvalidJob for sampling values that no request could use, and for names that are none."""
         for sampling in [step.sampling for step in self.steps] or [self.chat[0]]:
             check(sampling)
         for name in self.sampling_columns:
@@ -192,7 +186,6 @@ class RunSpec:
                 check({name: None})
 
     def differences(self, other: RunSpec) -> list[str]:
-        """Return the names of the arguments in which the two differ."""
         return [each.name for each in fields(self) if getattr(self, each.name) != getattr(other, each.name)]
 
 
@@ -300,13 +293,11 @@ def _check_together(spec: RunSpec, given: Mapping[str, Any]) -> None:
 
 
 def check_num_files(found: int) -> None:
-    """Raise InvalidJob beyond MAX_FILES."""
     if found > MAX_FILES:
         raise InvalidJob(f"the input names {found} files, more than the limit of {MAX_FILES}: make several runs of it")
 
 
 def check_queue_name(value: Any, name: str = "queue") -> str:
-    """Return a queue's name. Raises InvalidValue for what can be none."""
     if not isinstance(value, str) or not value.isprintable() or not 0 < len(value) <= MAX_NAME_CHARS:
         raise unlike(name, value, f"a queue's name, printable and at most {MAX_NAME_CHARS} characters")
     return value

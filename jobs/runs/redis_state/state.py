@@ -108,11 +108,7 @@ class Verdict:
 
 @dataclass(frozen=True)
 class SeenParts:
-    """The recorded parts at one look.
-
-    shards: those that are recorded. latest: what is recorded of them, or of the last ones before those under
-    way. counts: what all of them have together, by the names of COUNTED.
-    """
+    """The recorded shards, what is known of them or of the last ones, and what all have together."""
 
     shards: Collection[int]
     latest: Mapping[int, PartStats]
@@ -120,7 +116,6 @@ class SeenParts:
 
     @classmethod
     def of(cls, parts: Mapping[int, PartStats]) -> SeenParts:
-        """Return what is seen where these are all of them."""
         counts = {name: sum(getattr(part, name) for part in parts.values()) for name in COUNTED}
         return cls(parts.keys(), parts, counts)
 
@@ -289,7 +284,6 @@ class RunState:
         return bool(self._redis.hexists(self._key, "finished"))
 
     def mark_finished(self) -> None:
-        """Mark the run finished: its folder says so."""
         with self._redis.pipeline() as pipe:
             self._put(pipe, {"finished": 1})
             pipe.execute()
@@ -365,7 +359,6 @@ class RunState:
         return {int(field): record for field, record in found.items() if field != _TOTAL}
 
     def parts(self) -> dict[int, PartStats]:
-        """Return the recorded parts by shard."""
         return _read(self.records())
 
     def parts_of(self, shards: Sequence[int]) -> dict[int, PartStats]:
@@ -391,10 +384,7 @@ class RunState:
         self._redis.hset(self._key, mapping={**counts, OF_TIME[-1]: str(working_s(spans))})
 
     def look(self, running: Collection[int] = ()) -> SeenParts:
-        """Return what the recorded parts tell, in bounded time: of more than MAX_LOOKED by their totals.
-
-        running: shards under way. Totals may lack a part whose worker was killed as it recorded it, until a count anew.
-        """
+        """Return what the recorded parts tell, of more than MAX_LOOKED by their totals. running: shards under way."""
         if self._redis.hlen(self._parts_key) <= MAX_LOOKED:
             return SeenParts.of(self.parts())
         with self._redis.pipeline(transaction=False) as pipe:
@@ -437,7 +427,6 @@ def part_count(length: int, raw_total: bytes | None, failed: int) -> PartCount:
 
 
 def _shards(fields: Iterable[bytes]) -> list[int]:
-    """Return the shards among the fields of a record."""
     return [int(field) for field in fields if field != _TOTAL]
 
 
@@ -453,7 +442,6 @@ def _read(records: Mapping[int, bytes]) -> dict[int, PartStats]:
 
 
 def _number(raw: bytes | None) -> int:
-    """Return a stored number, 0 for none."""
     return int(raw or 0)
 
 

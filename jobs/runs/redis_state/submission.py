@@ -52,10 +52,7 @@ class ErrorLimit:
         raise unlike("max_errors", value, "a number of rows, or a share of them like '5%'")
 
     def told(self, rows: int, errors: int, is_whole: bool = False) -> str | None:
-        """Say how rows pass the limit, or return None while they do not.
-
-        A whole run needs some row to succeed, unless the limit is 100%.
-        """
+        """Say how rows pass the limit, or None. A whole run needs some row to succeed, unless the limit is 100%."""
         if is_whole and 0 < rows == errors and self.share != 1:
             return f"all its {rows} rows have an error, and --max-errors is no 100%: look at column `error`"
         most = self.rows if self.share is None else self.share * rows
@@ -127,7 +124,6 @@ class Submission:
             )
 
     def to_arguments(self) -> dict[str, Any]:
-        """Return the arguments that `split` takes."""
         limit = None if self.limit == DEFAULT_LIMIT else str(self.limit)
         named = {"queue": self.queue, "model": self.model, "max_errors": limit, "reuse": list(self.reuse)}
         given = {**named, _ANY_MODEL: self.reuse_from_any_model, **self.calls}
@@ -135,7 +131,6 @@ class Submission:
 
 
 def _function(name: Any) -> str | None:
-    """Return the dotted name of a function, or None for none. Raises InvalidValue."""
     if name is None or (isinstance(name, str) and len(name) <= MAX_URL_CHARS and _FUNCTION.fullmatch(name)):
         return name
     raise unlike("on_end", name, "a function as module.name, which workers must allow (TOKENMILL_ALLOWED_FUNCTIONS)")

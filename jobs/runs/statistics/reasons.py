@@ -53,7 +53,6 @@ class Reasons:
         return sorted(self._found.values(), key=lambda each: (-each.rows, each.examples))[:most]
 
     def told(self, most: int) -> list[dict[str, Any]]:
-        """Return those as JSON has them."""
         return [{"reason": each.text, "rows": each.rows, "examples": each.examples} for each in self.commonest(most)]
 
 
@@ -63,7 +62,6 @@ def reasons_text(reasons: Reasons, most: int) -> str:
 
 
 def read_reasons(records: Iterable[bytes]) -> Reasons:
-    """Return what parts have together."""
     reasons = Reasons()
     for record in records:
         for text, count, rows in json.loads(record):

@@ -53,13 +53,10 @@ class _Worker:
 
     @property
     def seconds(self) -> float:
-        """Return for how long it had any shard of the run."""
         return working_s(zip(self.spans[::2], self.spans[1::2], strict=True))
 
 
 class RunStatistics:
-    """Takes parts one by one."""
-
     def __init__(self) -> None:
         self._workers: dict[str, _Worker] = {}
         self._spans = array("d")  # start, end and tokens of each part

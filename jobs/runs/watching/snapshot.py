@@ -50,10 +50,9 @@ class RunSnapshot:
     gone: queued shards whose job is in Redis no more. claimed: those that a worker holds, which may write the run's
     end. rows_done, tokens: generated ones, of running shards too; other counts are of finished shards. queue_length:
     jobs of any run. awaited_model: the run's, where no worker there serves it. stopped: why it was cancelled without
-    anyone's word. failed_jobs: without those that an earlier cancel has
-    stopped, which are gone. left_s: until it ends. awaited_second: what is to be
-    done for the second model, whose jobs are on second_queue, of a run that asks two. submitted_at, began_at,
-    ended_at: Unix seconds. rows_per_s, tokens_per_s: of a finished run over worked_s, for which workers had shards.
+    anyone's word. failed_jobs: without those that an earlier cancel has stopped, which are gone. awaited_second: what
+    is to be done for the second model of a cascade. Times are Unix seconds. rows_per_s, tokens_per_s: of a finished run
+    over worked_s, for which workers had shards.
     """
 
     run: str
@@ -98,12 +97,10 @@ class RunSnapshot:
     cached_tokens: int = 0
 
     def to_object(self) -> dict[str, Any]:
-        """Return it as JSON has it."""
         return {"queue": safe_name(self.queue), **{name: getattr(self, name) for name in _TOLD}}
 
     @property
     def is_active(self) -> bool:
-        """Whether it moves on, or waits to."""
         return self.state in ("planning", "running", "ending")
 
     @property
@@ -128,7 +125,6 @@ class RunSnapshot:
 
     @property
     def outcome(self) -> str:
-        """Say of how many rows in finished shards there is no good answer."""
         return outcome_text(self.errors, self.failed_checks, self.cut)
 
     @property
@@ -360,10 +356,7 @@ def error_line(error: str) -> str:
 
 @dataclass(frozen=True)
 class RunQueue:
-    """What RQ's keys say of a queue: entries of its registries, how many jobs wait, how many workers live.
-
-    models: names of the models that those serve, silent ones aside; None where one does not say, as RQ's own do not.
-    """
+    """What a queue's keys say. models: that its workers serve; None where one does not say, as RQ's own."""
 
     started: Sequence[bytes]
     failed: Sequence[bytes]
@@ -397,7 +390,6 @@ def run_queues(facts: Mapping[str, str]) -> list[str]:
 def read_queues(
     connection: Redis, facts: Mapping[str, str], workers: Iterable[Listener] = (), most: int = 0
 ) -> RunQueue:
-    """Look at the queues of a run, as read_queue does."""
     return reduce(RunQueue.joined, [read_queue(connection, name, workers, most) for name in run_queues(facts)])
 
 
