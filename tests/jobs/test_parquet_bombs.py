@@ -3,7 +3,7 @@
 import os
 import signal
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -17,11 +17,10 @@ from redis import Redis
 from jobs import errors
 from jobs.context import JobContext
 from jobs.context.children import CHILDREN
-from jobs.context.shared_files import NoRoomYet, ShardBytes
+from jobs.context.shared_files import MAX_READERS, NoRoomYet, ShardBytes
 from jobs.parquet.files.storage import Storage
 from jobs.parquet.shards.shard_work import ShardWork
 from jobs.parquet.tables.row_groups import GROUP_BYTES
-from jobs.parquet.tables.row_reader import READERS
 from jobs.parquet.tables.table_reading import TableReading
 from tests.jobs.answering import FakeCompletion, queued_jobs, run_task, score_parquet
 from tests.jobs.conftest import MakeContext
@@ -75,7 +74,7 @@ def test_a_page_beyond_the_limit_fails_its_shard_by_name_and_lets_go_of_all(
     context = replace(make_context(), shard_bytes=ShardBytes(16 * MIB))
     with pytest.raises(errors.TableNotRead, match=rf"in\.parquet.*{says}"):
         answer_all(lambda: context, path)
-    assert context.shard_bytes.held == context.shard_bytes.reading == 0
+    assert context.shard_bytes.held == context.files.num_readers == 0
 
 
 @pytest.fixture
@@ -203,31 +202,43 @@ def test_shards_that_open_together_hold_no_more_prompts_than_one_may(
     assert room.held == 7 * MIB
     room.let_go(7 * MIB)
     ShardWork.open(context, run, plan, shard).close()
-    assert room.held == room.reading == 0
+    assert room.held == context.files.num_readers == 0
 
 
 def test_one_reader_more_than_there_is_room_for_waits(redis: Redis, make_context: MakeContext, tmp_path: Path) -> None:
     submit_two_shards(make_context(), tmp_path, rows_per_shard=2)
     context = make_context()
-    room = context.shard_bytes
     run, plan, shard = queued_jobs(redis)[0].args
-    room.reserve_reading(others := room.limit - room.limit // READERS + 1)
-    with pytest.raises(NoRoomYet):
-        ShardWork.open(context, run, plan, shard)
-    assert room.reading == others
-    room.reserve_reading(-1)
+    with ExitStack() as others:
+        for number in range(MAX_READERS):
+            others.enter_context(context.files.reader(number, None, Unread))
+        with pytest.raises(NoRoomYet):
+            ShardWork.open(context, run, plan, shard)
+        assert context.files.num_readers == MAX_READERS
     ShardWork.open(context, run, plan, shard).close()
-    assert room.reading == others - 1
+    assert context.files.num_readers == 0
+
+
+class Unread:
+    """A reader that nobody reads."""
+
+    next_row = 0
+
+    def reaches(self, shard: Any) -> bool:
+        return False
+
+    def close(self) -> None:
+        pass
 
 
 def test_readers_that_nobody_uses_make_room_for_others(redis: Redis, make_context: MakeContext, tmp_path: Path) -> None:
-    names = [f"{number}" for number in range(READERS + 1)]
+    names = [f"{number}" for number in range(MAX_READERS + 1)]
     for name in names:
         pq.write_table(pa.table({"prompt": ["a", "b"]}), tmp_path / f"{name}.parquet")
         score_parquet(make_context(), str(tmp_path / f"{name}.parquet"), str(tmp_path / f"out-{name}"))
-    room = (context := make_context()).shard_bytes
+    context = make_context()
     works = [ShardWork.open(context, *job.args) for job in queued_jobs(redis)]
-    assert 0 < room.reading <= room.limit
+    assert context.files.num_readers == MAX_READERS
     for work in works:
         work.close()
-    assert room.reading == 0
+    assert context.files.num_readers == 0

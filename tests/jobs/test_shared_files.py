@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from redis import Redis
 
 from jobs.context import JobContext
-from jobs.context.shared_files import MAX_READERS, ReaderKey, SharedFiles
+from jobs.context.shared_files import MAX_READERS, SharedFiles
 from jobs.errors import InputChanged
 from jobs.parquet.files.storage import Storage
 from jobs.parquet.tables.row_reader import RowReader
@@ -72,7 +72,7 @@ def test_shards_in_a_row_share_plan_and_position(
     last.close()
     last.close()
     assert open_files(source) == 0
-    assert not files._files
+    assert files.num_readers == 0
     parts = pq.read_table(tmp_path / "out")
     assert parts["id"].to_pylist() == list(range(ROWS - 100))
     assert parts["completion"].to_pylist() == [f"P{n}" for n in range(ROWS - 100)]
@@ -88,7 +88,7 @@ def test_a_shard_that_cannot_be_read_holds_no_file(redis: Redis, make_context: M
         file.write(b"x")
     with pytest.raises(Exception, match="changed"):
         opened(job, context)
-    assert not context.files._files
+    assert context.files.num_readers == 0
 
 
 def test_a_reader_that_has_seen_another_file_is_not_lent_on(
@@ -100,7 +100,7 @@ def test_a_reader_that_has_seen_another_file_is_not_lent_on(
     score_parquet(make_context(), str(source), str(tmp_path / "out"), rows_per_shard=2)
     first, second = queued_jobs(redis)
     context = make_context()
-    context.files.enter(str(source))  # as another shard of the file that is open
+    context.files.enter()  # as another shard of the file that is open
     open_input = Storage.open_input
 
     def open_another(self: Storage, path: str) -> Any:
@@ -117,7 +117,7 @@ def test_a_reader_that_has_seen_another_file_is_not_lent_on(
     task = opened(second, context)
     assert [request.prompt for request in task.requests()] == ["P2", "P3"]
     task.close()
-    context.files.leave(str(source))
+    context.files.leave()
 
 
 @settings(max_examples=20, deadline=None)
@@ -134,8 +134,8 @@ def test_any_order_of_shards_reads_each_shards_own_rows(
             writer.write_table(pa.table({"n": range(start, start + rows)}), row_group_size=rows)
             start += rows
     shards = cut_shards([groups], data.draw(st.integers(1 + total // 20, total)))
-    files, key = SharedFiles(), ReaderKey(str(path), ())
-    files.enter(str(path))
+    files, key = SharedFiles(), str(path)
+    files.enter()
     for shard in data.draw(st.permutations(list(shards))):
 
         def open_reader(first: Shard = shard) -> RowReader:
@@ -143,10 +143,10 @@ def test_any_order_of_shards_reads_each_shards_own_rows(
 
         with files.reader(key, shard, open_reader) as reader:
             found = [n for batch in reader.read(shard) for n in batch["n"].to_pylist()]
-            assert len(files._files[str(path)].kinds[key].idle) < MAX_READERS
+            assert files.num_readers <= MAX_READERS
         assert found == list(range(shard.start, shard.start + shard.rows))
-    files.leave(str(path))
-    assert not files._files
+    files.leave()
+    assert files.num_readers == 0
 
 
 def test_a_shard_waits_for_the_reader_of_the_one_before_it(tmp_path: Path) -> None:
@@ -154,7 +154,7 @@ def test_a_shard_waits_for_the_reader_of_the_one_before_it(tmp_path: Path) -> No
     path = tmp_path / "in.parquet"
     pq.write_table(pa.table({"n": range(20)}), path)
     first, second = cut_shards([[20]], 10)
-    files, key = SharedFiles(), ReaderKey(str(path), ())
+    files, key = SharedFiles(), str(path)
     opened: SimpleQueue[RowReader] = SimpleQueue()
     found: SimpleQueue[list[int]] = SimpleQueue()
 
@@ -173,10 +173,10 @@ def test_a_shard_waits_for_the_reader_of_the_one_before_it(tmp_path: Path) -> No
         other.join(0.1)  # in vain
 
     other = threading.Thread(target=rows, args=(second,))
-    files.enter(str(path))
+    files.enter()
     rows(first, start_second)
     other.join()
-    files.leave(str(path))
+    files.leave()
     assert [found.get(), found.get()] == [list(range(10)), list(range(10, 20))]
     assert opened.qsize() == 1
 

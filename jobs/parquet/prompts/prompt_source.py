@@ -14,7 +14,7 @@ import pyarrow as pa
 
 from jobs.common.display import brief, to_json
 from jobs.errors import InvalidJob, InvalidValue, JobsError, WrongColumnType
-from jobs.parquet.tables.columns import is_bytes, is_list, is_text
+from jobs.parquet.tables.columns import PROBLEM, is_bytes, is_list, is_text
 from jobs.parquet.tables.row_values import RowProblem, holds, python_rows
 from jobs.prompts.arguments import MAX_PROMPT_BYTES, text_problem
 from jobs.prompts.messages import normal_messages
@@ -236,17 +236,15 @@ class RowSource:
         if self._sampling is not None:
             self._sampling.check(schema)
 
-    def rows(
-        self, batch: pa.RecordBatch, problems: Sequence[str | None] = (), read: ReadFile = str.encode
-    ) -> Iterator[Row | RowProblem]:
-        """Yield each row of a batch, or why it asks nothing. problems: why a row's line is none; empty where no row has
-        such. read: gives the file of a picture's path."""
+    def rows(self, batch: pa.RecordBatch, read: ReadFile = str.encode) -> Iterator[Row | RowProblem]:
+        """Yield each row of a batch, or why it asks nothing. read: gives the file of a picture's path."""
+        has_problems = PROBLEM in batch.schema.names
         for start in range(0, batch.num_rows, SLICE_ROWS):
             part = batch.slice(start, SLICE_ROWS)
+            problems = part.column(PROBLEM).to_pylist() if has_problems else [None] * part.num_rows
             pairs = zip(self._prompts.read(part), python_rows(self._read, part), strict=True)
-            for number, each in enumerate(pairs, start):
-                problem = problems[number] if problems else None
-                yield self._row(*each, read) if problem is None else RowProblem(problem)
+            for problem, (given, values) in zip(problems, pairs, strict=True):
+                yield self._row(given, values, read) if problem is None else RowProblem(problem)
 
     def _row(self, given: Any, values: Mapping[str, Any] | RowProblem, read: ReadFile) -> Row | RowProblem:
         for each in (given, values):

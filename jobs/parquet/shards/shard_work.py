@@ -15,7 +15,6 @@ import pyarrow as pa
 from jobs.common.display import brief
 from jobs.context import JobContext
 from jobs.context.answers import Answer
-from jobs.context.shared_files import ReaderKey
 from jobs.errors import PlanDamaged, RunError
 from jobs.parquet.asks.kinds import ask_of
 from jobs.parquet.asks.row_keys import as_keys, model_mark, row_keys
@@ -66,7 +65,7 @@ class ShardWork(RowsTask):
             check_model(folder.plan, context.model, self._is_second)
             context.checks.admit(folder.plan.spec.repairs)
             context.shard_bytes.check_room()
-            self._files.enter(self._file.path)
+            self._files.enter()
             self._entered = True
             try:
                 self._requests = self._read_requests()
@@ -124,7 +123,7 @@ class ShardWork(RowsTask):
     def close(self) -> None:
         if self._entered:
             self._entered = False
-            self._files.leave(self._file.path)
+            self._files.leave()
         super().close()
 
     def _escalate(self) -> int:
@@ -211,7 +210,7 @@ class ShardWork(RowsTask):
 
     def _batches(self, reader: RowReader, answers: list[Answer], schema: pa.Schema) -> Iterator[pa.Table]:
         start = 0
-        for batch, _ in shard_batches(self._context, self._folder.plan, self._shard, reader):
+        for batch in shard_batches(self._context, self._folder.plan, self._shard, reader):
             yield part.with_answers(batch, answers[start : start + batch.num_rows], schema, self._folder.plan.spec)
             start += batch.num_rows
 
@@ -254,12 +253,11 @@ class ShardWork(RowsTask):
     def _reader(self, columns: ColumnChoice) -> Iterator[RowReader]:
         """Borrow a reader that has not passed this shard. Raises InputChanged for another file."""
         plan, storage, shard, file = self._folder.plan, self._folder.storage, self._shard, self._file
-        key = ReaderKey(file.path, (file.size, file.mtime_ns), (columns, plan.rows_path(file)))
+        key = (file.path, file.size, file.mtime_ns, columns, plan.rows_path(file))
 
         def open_reader() -> RowReader:
-            held, make_room = self._context.shard_bytes, self._files.close_idle
             with unchanged(storage, plan, file):  # else that is why it cannot be read
-                return RowReader(storage, plan.rows_path(file), shard, columns, held, make_room=make_room)
+                return RowReader(storage, plan.rows_path(file), shard, columns, self._context.shard_bytes.limit)
 
         # Then a reader that has seen another file is closed, and not lent on to a shard that finds the planned one.
         with self._files.reader(key, shard, open_reader) as reader, unchanged(storage, plan, file):
