@@ -37,7 +37,6 @@ _FILE_JOBS: Mapping[str, str] = {
     "jobs.verify_rows": "jobs.parquet.shards.verify_work.VerifyWork",
 }
 
-#: The same of functions that need no engine.
 _OWN_FUNCTIONS: Mapping[str, str] = {
     "jobs.score_parquet": "jobs.parquet.planning.planner.score_parquet",
     "jobs.post_run_end": "jobs.runs.end_notices.post_run_end",
@@ -70,7 +69,6 @@ def task_of(function_name: str, args: Sequence[Any] = (), kwargs: Mapping[str, A
 
 
 def own_function(function_name: str) -> Callable[..., Any] | None:
-    """Return the function that a worker calls in its thread pool with a JobContext first, or None."""
     return partial(_call, function_name) if function_name in _OWN_FUNCTIONS else None
 
 
@@ -93,5 +91,4 @@ def _check_binding(
         raise InvalidJob(f"{name}: {str(error)[:200]}; it takes {', '.join(taken)}") from None
 
 
-#: Exact dotted names of everything of ours that may be enqueued.
 ALLOWED_FUNCTIONS: frozenset[str] = frozenset(_ENGINE_JOBS) | frozenset(_OWN_FUNCTIONS)

@@ -93,10 +93,9 @@ def submit(
 @click.argument("run")
 @click.pass_obj
 def cancel(connection: redis.Redis, /, run: str) -> None:
-    """Take a run's jobs from the queue and stop it.
+    """Take a run's jobs from the queue and stop those that run.
 
-    RUN is its id or its output folder. Its jobs that run are stopped, its finished parts stay; submitting
-    the run again resumes it.
+    RUN is its id or its output folder. Finished parts stay; submitting the run again resumes it.
     """
     with errors_told():
         found = client.run(run, connection=connection)
@@ -112,8 +111,7 @@ def cancel(connection: redis.Redis, /, run: str) -> None:
 def models(model: str | None) -> None:
     """List which models are served, how, and which are not.
 
-    With a model's FOLDER, or its hub id if it is on this machine, say how it is served and what memory it takes. No
-    weights are loaded and none of its code runs.
+    With a model's FOLDER or hub id, say how it is served and what memory it takes, without loading it.
     """
     with errors_told():
         click.echo(model_table() if model is None else describe_model(model))

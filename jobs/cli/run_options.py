@@ -17,8 +17,6 @@ from jobs.runs.plans.option_checks import LOGPROB_TYPES, TASKS
 
 
 def json_value(kind: type) -> Callable[[click.Context, click.Parameter, str | None], Any]:
-    """Return the callback of an option that holds JSON of one type."""
-
     def parse(context: click.Context, parameter: click.Parameter, text: str | None) -> Any:
         if text is None:
             return None
@@ -33,7 +31,6 @@ def json_value(kind: type) -> Callable[[click.Context, click.Parameter, str | No
     return parse
 
 
-#: Of a file that holds a Jinja template.
 JINJA_SUFFIXES = (".j2", ".jinja", ".jinja2")
 
 #: Each says what to ask; a run has one of them.

@@ -32,7 +32,6 @@ def rate(value: float | None) -> str:
     return f"{value:.0f}" if value >= 10 else f"{value:.1f}"
 
 
-#: Between two lines of a log.
 LINE_EVERY_S = 10.0
 
 
@@ -101,7 +100,6 @@ def _speed(snapshot: RunSnapshot) -> str:
     return ", ".join([*told, *([f"{failed} shards failed"] if failed else [])])
 
 
-#: Failed shards shown by name; the rest are counted.
 MAX_SHOWN = 5
 
 
@@ -118,7 +116,6 @@ def tell_failures(connection: redis.Redis, snapshot: RunSnapshot) -> None:
 
 
 def status_text(snapshot: RunSnapshot, num_gone: int = 0) -> str:
-    """Return what is told of a run. num_gone: parts of a finished one that its folder lacks."""
     lines = [f"run {snapshot.run}: {'incomplete' if num_gone else snapshot.state}", f"output   {snapshot.output}"]
     if snapshot.rows is not None:
         started = f"{snapshot.shards_started} started"
@@ -134,7 +131,6 @@ def status_text(snapshot: RunSnapshot, num_gone: int = 0) -> str:
 
 
 def _refused(snapshot: RunSnapshot) -> list[str]:
-    """Say why the last submit was refused, and that a run which had finished before is so still."""
     if snapshot.plan_error is None or snapshot.cancelled:
         return []
     if snapshot.finished:

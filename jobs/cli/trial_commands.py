@@ -14,7 +14,6 @@ from jobs.runs.plans.spec import RunSpec
 from jobs.runs.redis_state.submission import Submission
 from jobs.runs.watching.trials import try_job
 
-#: Of a prompt or an answer that is shown.
 MAX_SHOWN_CHARS = 20_000
 
 #: More rows are looked at by a share: all their requests are held in the worker's memory.
@@ -51,7 +50,6 @@ def tell_dry_run(
 
 
 def dry_run_lines(found: dict[str, Any], price_per_hour: float | None) -> list[str]:
-    """Return what is said of a run. found: what jobs.survey_parquet has found."""
     share = "" if found["rows_read"] == found["num_rows"] else f", as {found['rows_read']:,} of them tell"
     reused = f"; {found['rows_reused']:,.0f} are answered by earlier runs" if found["rows_reused"] else ""
     tried, failed, seconds = found["num_tried"], found["num_failed"], found["seconds"]

@@ -51,7 +51,6 @@ def _goes_on(run: str) -> str:
 
 
 def wait_for_end(connection: redis.Redis, run: str) -> None:
-    """Show progress until the run ends. Exits with 1 when it failed, with 130 on Ctrl-C."""
     display = progress(time.monotonic)
     try:
         followed = follow(

@@ -19,13 +19,10 @@ from jobs.runs.watching.snapshot import RunSnapshot, read_planned
 from jobs.watch.runs import MAX_RUNS, STATES, list_runs, run_reasons
 from jobs.watch.samples import WorkerSample, read_samples
 
-#: Between two looks of --watch.
 WATCH_EVERY_S = 2.0
 
-#: Ended runs that `status` shows beside those that move.
 MAX_ENDED = 10
 
-#: Characters of an output's path in a table.
 MAX_PATH_CHARS = 60
 
 json_option = click.option("--json", "as_json", is_flag=True, help="Print JSON, for programs.")
@@ -36,13 +33,7 @@ _WORKER_NUMBERS = ("BATCH", "WAITING", "KV", "SEEN")
 
 
 @click.command()
-@click.option(
-    "--state",
-    "states",
-    multiple=True,
-    type=click.Choice(STATES),
-    help="Only runs in this state; more than one may be given.",
-)
+@click.option("--state", "states", multiple=True, type=click.Choice(STATES), help="Only runs in this state, or these.")
 @click.option("--limit", type=click.IntRange(1, 10_000), default=MAX_RUNS, show_default=True)
 @json_option
 @click.pass_obj
@@ -64,8 +55,7 @@ def runs(connection: redis.Redis, /, states: tuple[str, ...], limit: int, as_jso
 def workers(connection: redis.Redis, /, as_json: bool, watch: bool) -> None:
     """List the workers and what they hold.
 
-    Model, dtype, version and lanes of each; "draining" takes nothing new, "silent" is frozen, cut off or
-    dead. What a silent one holds is not known; --json has what it told last.
+    "draining" takes nothing new, "silent" is frozen, cut off or dead; --json has what a silent one told last.
     """
 
     def show() -> str:
@@ -89,12 +79,11 @@ def workers(connection: redis.Redis, /, as_json: bool, watch: bool) -> None:
 def status(connection: redis.Redis, /, run: str | None, as_json: bool, watch: bool) -> None:
     """Print what is known of a run, or of all.
 
-    Without RUN those that move, and the last ones that ended. RUN is its id or its output folder, which is
-    enough where Redis lost it.
+    Without RUN those that move, and the last that ended. RUN is its id, or its output folder, also where Redis lost it.
     """
     with errors_told():
         if run is None:
-            show_all_runs(connection, as_json, watch)
+            show_or_watch(lambda: _runs_in_short(connection, as_json), watch)
             return
         if watch:
             raise click.UsageError("--watch is for all runs: the same submit with --wait follows one")
@@ -108,7 +97,8 @@ def status(connection: redis.Redis, /, run: str | None, as_json: bool, watch: bo
             click.echo(output_json(output) if as_json else _output_text(output))
             return
         if as_json:
-            click.echo(run_json(connection, snapshot))
+            reasons = [vars(reason) for reason in run_reasons(connection, snapshot.run)]
+            click.echo(json.dumps({**snapshot.to_object(), "reasons": reasons, "failed_jobs": snapshot.failed_jobs}))
             return
         output = output or output_here(snapshot.output, snapshot.run)
         click.echo(status_text(snapshot, output.num_gone if output and snapshot.finished else 0))
@@ -118,14 +108,8 @@ def status(connection: redis.Redis, /, run: str | None, as_json: bool, watch: bo
 
 
 def tell_troubles(connection: redis.Redis) -> None:
-    """Print above what is shown why a Redis that answers does not serve."""
     for each in troubles(connection):
         click.secho(f"Redis: {safe_name(each, MAX_TEXT_CHARS)}", fg="red", err=True)
-
-
-def run_json(connection: redis.Redis, snapshot: RunSnapshot) -> str:
-    reasons = [vars(reason) for reason in run_reasons(connection, snapshot.run)]
-    return json.dumps({**snapshot.to_object(), "reasons": reasons, "failed_jobs": snapshot.failed_jobs})
 
 
 def output_json(output: RunOutput) -> str:
@@ -146,16 +130,13 @@ def _output_text(output: RunOutput) -> str:
     return "\n".join(lines + ([] if output.finished else ["this Redis does not know it any more: submit it again"]))
 
 
-def show_all_runs(connection: redis.Redis, as_json: bool, watch: bool) -> None:
-    def show() -> str:
-        tell_troubles(connection)
-        found = list_runs(connection)
-        if as_json:
-            return runs_json(found)
-        ended = [each for each in found if not each.is_active][:MAX_ENDED]
-        return runs_table([each for each in found if each.is_active or each in ended], time.time())
-
-    show_or_watch(show, watch)
+def _runs_in_short(connection: redis.Redis, as_json: bool) -> str:
+    tell_troubles(connection)
+    found = list_runs(connection)
+    if as_json:
+        return runs_json(found)
+    ended = [each for each in found if not each.is_active][:MAX_ENDED]
+    return runs_table([each for each in found if each.is_active or each in ended], time.time())
 
 
 def show_or_watch(show: Callable[[], str], watch: bool, sleep: Callable[[float], None] = time.sleep) -> None:
@@ -181,7 +162,6 @@ def runs_json(found: Sequence[RunSnapshot]) -> str:
 
 
 def runs_table(found: Sequence[RunSnapshot], now: float) -> str:
-    """Return a line for each run. now: Unix seconds."""
     if not found:
         return "no run: `tokenmill submit FILE OUT` makes one"
     heads = ("RUN", "STATE", *_RUN_NUMBERS, "OUTPUT")

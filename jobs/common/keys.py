@@ -61,7 +61,6 @@ RUN_TTL_S = 30 * 24 * 3600
 #: Every run that was submitted within twice that time. Below `tokenmill:run:`, which producers may write.
 RUNS_KEY = f"{OWN}:run:index"
 
-#: A worker's statistics are kept so long after it wrote them last.
 WORKER_STATS_TTL_S = 3600
 
 #: How far a job of prompts was is kept so long, for whoever takes it up after a worker's death.

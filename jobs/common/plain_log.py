@@ -68,7 +68,6 @@ AUTO, TEXT, JSON = "auto", "text", "json"
 
 
 def checked_format(value: str) -> str:
-    """Return a format. Raises ValueError, which says what is expected."""
     if value not in (AUTO, TEXT, JSON):
         raise ValueError("expected text, json, or auto: text on a terminal, JSON elsewhere")
     return value
@@ -92,7 +91,6 @@ def handle_all(formatter: logging.Formatter, named: Iterable[str] = ()) -> None:
 
 
 def give_up_handlers(name: str) -> None:
-    """Let the handlers of all loggers write what this one is told, and those below it."""
     logger = logging.getLogger(name)
     logger.propagate = True
     for handler in [*logger.handlers]:

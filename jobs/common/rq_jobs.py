@@ -36,10 +36,8 @@ QUEUES_KEY, QUEUE_PREFIX = Queue.redis_queues_keys, Queue.redis_queue_namespace_
 #: A set of the keys of all workers, and what such a key begins with.
 WORKERS_KEY, WORKER_PREFIX = REDIS_WORKER_KEYS, BaseWorker.redis_worker_namespace_prefix
 
-#: A set of the names of all rate limits.
 RATE_LIMITS_KEY = RateLimitRegistry.rl_keys_key
 
-#: What the key of a job's hash begins with.
 JOB_PREFIX = Job.redis_job_namespace_prefix
 
 
@@ -51,10 +49,9 @@ NO_JSON_VALUE = UNSERIALIZABLE_RETURN_VALUE_PAYLOAD
 
 
 class QueueKeys:
-    """The keys of the queue of this name.
+    """The keys of a queue: a list of job ids, one of those that a worker of RQ's is taking, and sorted sets.
 
-    waiting: list of job ids. popped: list of those that a worker of RQ's is taking. started: sorted set of
-    `<job>:<execution>`. finished, failed, deferred, ready, scheduled, cancelled: sorted sets of job ids.
+    In `started` stand `<job>:<execution>`, in the others job ids.
     """
 
     def __init__(self, name: str) -> None:
@@ -74,12 +71,10 @@ def job_key(job_id: str) -> str:
 
 
 def relatives_keys(job_id: str) -> tuple[str, str]:
-    """Return the keys of the jobs that wait for a job, and of those for which it waits."""
     return Job.dependents_key_for(job_id), f"{JOB_PREFIX}:{job_id}:dependencies"
 
 
 def dependency_ids(connection: Redis, job_id: str) -> list[str]:
-    """Return the ids of the jobs that a job depends on, as it was enqueued; [] for none."""
     raw: Any = connection.hget(job_key(job_id), "dependency_ids")
     ids: list[str] = json.loads(raw or b"[]")
     return ids
@@ -104,7 +99,6 @@ def rate_limited_key(limit: str) -> str:
 
 
 def results_key(job_id: str) -> str:
-    """Return the key of the stream of what a job ended with."""
     return f"{RQ}:results:{job_id}"
 
 
@@ -118,7 +112,6 @@ def command_channel(worker: str) -> str:
 
 
 def job_status(raw: object) -> JobStatus | None:
-    """Return the status that a job's hash gives; None for none, and for what is no status."""
     return next((each for each in JobStatus if each.encode() == raw), None)
 
 
@@ -138,11 +131,9 @@ class JobQueue:
         self._queue.enqueue_call(function, pipeline=pipe, **options)
 
     def enqueue_many(self, pipe: Pipeline, jobs: Sequence[EnqueueData]) -> None:
-        """Have `pipe` put jobs on the queue, in this order. jobs: as prepared_job returns them."""
         self._queue.enqueue_many(jobs, pipeline=pipe)
 
 
-#: Makes a job for JobQueue.enqueue_many.
 prepared_job = Queue.prepare_data
 
 #: Of an error's text, unpacked; a worker writes far less.
@@ -150,12 +141,10 @@ MAX_ERROR_BYTES = 1 << 20
 
 
 def last_error(connection: Redis, job_id: str) -> str:
-    """Return the text of a job's last error; "" where it left none that can be read."""
     return error_text(_last_entry(connection, job_id))
 
 
 def error_text(entry: Mapping[bytes, bytes]) -> str:
-    """Return the error in an entry of a job's results; "" where it has none that can be read."""
     return stored.text(stored.unpacked(_decoded(entry, b"exc_string"), MAX_ERROR_BYTES) or b"")
 
 
@@ -175,7 +164,6 @@ def _last_entry(connection: Redis, job_id: str) -> Mapping[bytes, bytes]:
 
 
 def _decoded(entry: Mapping[bytes, bytes], field: bytes) -> bytes:
-    """Return a field of a job's result, as it was before RQ coded it as text."""
     try:
         return b64decode(entry.get(field) or b"")
     except binascii.Error:

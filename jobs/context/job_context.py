@@ -36,14 +36,13 @@ class Lease:
 class JobContext:
     """What the process that runs a job lends to it.
 
-    connection: owned by the thread that calls. data_roots: absolute real paths, and paths in object stores, below which
-    every file of a job lies. check_sampling: raises InvalidJob for sampling values that no request could use. files,
-    answers, shard_bytes: shared by the shards of this process. check_interrupted: raises where the job was stopped,
-    taken over or is late; long work calls it between its steps. lease: by which a write is refused that comes after the
-    job was taken over; None where nobody takes it. file_timeout_s: within which a file's store must have answered.
-    picture_reader: gives a job what reads pictures' files. meter: loads an engine where there is none yet; None where
-    prompts cannot be looked at. trace: what the meta of jobs gets that this one enqueues: W3C's trace context. journal:
-    of a job of prompts; None where none is kept.
+    connection: owned by the thread that calls. data_roots: absolute real paths, and paths in object stores.
+    check_sampling: raises InvalidJob for sampling values that no request could use. files, answers, shard_bytes: shared
+    by the shards of this process. check_interrupted: raises where the job was stopped, taken over or is late; long work
+    calls it. lease: refuses writes once the job was taken over; None where nobody takes it. file_timeout_s: within
+    which a file's store must have answered. meter: loads an engine where there is none yet; None where prompts cannot
+    be looked at. trace: W3C's trace context, for the meta of jobs that this one enqueues. journal: of a job of prompts;
+    None where none is kept.
     """
 
     connection: Redis

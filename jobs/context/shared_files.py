@@ -54,7 +54,6 @@ class SharedFiles:
         self.close_idle()
 
     def close_idle(self) -> None:
-        """Close the readers that nobody uses now."""
         with self._lock:
             idle, self._idle = self._idle, []
         for _, reader in idle:
@@ -91,7 +90,6 @@ class SharedFiles:
             return found[1]
 
     def _opened(self, open_reader: Callable[[], R]) -> R:
-        """Open a reader, in the place of the one that was not used for longest if there are many."""
         with self._lock:
             if self.num_readers >= MAX_READERS and not self._idle:
                 raise NoRoomYet

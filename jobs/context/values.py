@@ -8,7 +8,6 @@ from jobs.errors import InvalidJob, InvalidValue, unlike
 
 
 def truth(name: str, value: Any) -> bool:
-    """Return whether an option is wished for; null is no."""
     if value is not None and not isinstance(value, bool):
         raise unlike(name, value, f"true or false: write {name}:=true")
     return bool(value)

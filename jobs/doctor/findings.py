@@ -78,7 +78,6 @@ OPTIONAL = frozenset({"hiredis", "numba", "opentelemetry-exporter-otlp-proto-htt
 
 
 def missing(extra: str) -> Iterator[Finding]:
-    """Name what an extra of this distribution brings that is not installed."""
     for each in requires("tokenmill") or ():
         requirement, _, condition = each.partition(";")
         name = re.split(r"[\[<>=!~ ]", "hiredis" if "[hiredis]" in requirement else requirement)[0]

@@ -18,7 +18,6 @@ from redis.retry import Retry
 from jobs.common.keys import RQ, prefixed
 from jobs.doctor.findings import Finding, fault, ok, warning
 
-#: Seconds in which a server has to answer.
 TIMEOUT_S = 3.0
 
 #: By which a client is not served, whatever it asks for.

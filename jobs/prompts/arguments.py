@@ -42,7 +42,6 @@ class Unusable:
 
 
 def text_problem(text: object, what: str = "prompt") -> str | None:
-    """Say why `text` cannot be a prompt, or None when it can."""
     if not isinstance(text, str):
         return f"{what} is {type(text).__name__}, expected a string"
     try:
@@ -63,8 +62,7 @@ def checked_text(text: Any, what: str) -> str:
 def parse_prompts(prompt: object) -> list[Prompt | Unusable]:
     """Return one entry for each prompt: a string, token ids, a list of strings or a list of token ids.
 
-    Of a list, what can be no prompt, or is beyond MAX_PROMPT_BYTES, is Unusable. Raises InvalidJob where
-    nothing is left, for an empty list, and beyond MAX_PROMPTS.
+    Of a list, what can be no prompt is Unusable. Raises InvalidJob where nothing is left, and beyond MAX_PROMPTS.
     """
     if isinstance(prompt, str):
         return [checked_text(prompt, "prompt")]

@@ -21,14 +21,12 @@ _OF_PROMPT = ("echo", "prompt_logprobs")
 class Attempts:
     """One prompt: for each request `inspect` in any thread, then `deliver`; what stands in the end is read of it.
 
-    attempts: how often it was asked. check_error: why the last answer is not valid, None where it is, or where nothing
-    checks it. error: why the first attempt failed, or a further one. num_prompt_tokens, num_cached_tokens,
-    num_generated_tokens: of all attempts together; what an answer that goes on has already is of its prompt then. The
-    rest is that of the answer, the prompt's own of the first one.
+    check_error: why the last answer is not valid, None where it is, or where nothing checks it. error: why an attempt
+    failed. num_prompt_tokens, num_cached_tokens, num_generated_tokens: of all attempts together; what an answer that
+    goes on has already is of its prompt then. The rest is that of the answer, the prompt's own of the first one.
     """
 
     def __init__(self, request: Request, row: Any, options: RepairOptions, checks: Checks) -> None:
-        """row: what a function that checks gets."""
         self._request, self._row, self._options, self._checks = request, row, options, checks
         self._seed = request.sampling.get("seed")
         self.attempts = 1
@@ -158,5 +156,4 @@ def hashed_seed(text: str) -> int:
 
 
 def num_generated(sample: Completion) -> int:
-    """Return the tokens that were generated for an answer, in all its attempts."""
     return sample.num_generated_tokens if isinstance(sample, Attempts) else len(sample.token_ids)

@@ -55,7 +55,6 @@ def _embeddings(answers: Answers, job_id: str, *, is_base64: bool) -> dict[str, 
 
 
 def _entry(index: int, sample: Completion, *, is_base64: bool) -> dict[str, Any]:
-    """One text's; of one that failed it is empty, with its error beside it."""
     numbers = sample.embedding or ()
     # nine digits are all that a float32 has, and half of what is written otherwise
     shown_numbers = b64encode(array("f", numbers)).decode() if is_base64 else [float(f"{x:.9g}") for x in numbers]

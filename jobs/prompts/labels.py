@@ -14,10 +14,8 @@ from jobs.prompts.arguments import checked_text
 
 MAX_LABELS = 1_000
 
-#: What a run has of a row whose labels are scored.
 COLUMNS = ("label", "probability", "probabilities", "margin")
 
-#: What stands where a prompt's input would.
 CONTENT_FREE = "N/A"
 
 
@@ -31,7 +29,6 @@ class Classified:
 
 
 def parse_labels(name: str, labels: object) -> list[str]:
-    """Return a copy of a list of labels. Raises InvalidJob for what is none."""
     if not isinstance(labels, list | tuple):
         raise unlike(name, labels, 'a list of texts such as ["yes", "no"]')
     if not 2 <= len(labels) <= MAX_LABELS:

@@ -35,7 +35,6 @@ def normal_messages(messages: object) -> list[dict[str, Any]]:
 
 
 def parse_messages(messages: object) -> list[dict[str, Any]]:
-    """Parse a job's own, as normal_messages. Raises InvalidJob."""
     try:
         return normal_messages(messages)
     except InvalidJob as problem:
@@ -71,7 +70,6 @@ def _message(message: object, number: int) -> dict[str, Any]:
 
 
 def _part(part: object, number: int) -> dict[str, Any]:
-    """Return a text or a picture. Raises InvalidJob for what is neither."""
     given = {key: value for key, value in part.items() if value is not None} if isinstance(part, dict) else {}
     if given.keys() == {"type", "image"} and given["type"] == "image" and isinstance(given["image"], bytes):
         return given  # which no JSON holds: it was parsed before
@@ -122,7 +120,6 @@ def _call(call: object, number: int) -> dict[str, Any]:
 
 
 def _num_bytes(value: Any) -> int:
-    """Bytes of a message's text, or of the texts among its parts; of tool calls, of their JSON."""
     if isinstance(value, str):
         return len(value.encode())
     if value and "function" not in value[0]:

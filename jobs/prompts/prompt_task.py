@@ -64,11 +64,10 @@ class PromptTask(Task):
 
 @dataclass
 class _Asked:
-    """A prompt of a job.
+    """A prompt of a job. request: the next one, until it is sent.
 
-    request: the next one, until it is sent. attempts: its way, where answers are tried again. answers: once they stand.
-    num_continued: tokens that the request which was sent goes on behind.
-    delivered: where a journal is kept, what its requests got, and why a check did not take it.
+    attempts: its way, where answers are tried again. num_continued: tokens that the request which was sent goes on
+    behind. delivered: where a journal is kept, what its requests got, and why a check did not take it.
     """
 
     place: int
@@ -100,7 +99,6 @@ class OpenPrompts(OpenTask):
         self._sent: list[_Asked] = []
 
     def _asked(self, place: int, prompt: Request | Unusable) -> _Asked:
-        """Return a prompt, taken up where another execution has left it."""
         if isinstance(prompt, Unusable):
             return _Asked(place, None, None, self._failed(prompt.reason))
         asked = _Asked(place, prompt, None)
@@ -191,7 +189,6 @@ class OpenPrompts(OpenTask):
         self._num_tokens += sum(len(sample.token_ids) for sample in samples)
 
     def progress(self) -> dict[str, Any] | None:
-        """Return prompts, those that are answered, and tokens of their answers. None of a job that is short."""
         if self._began_at is None:
             return None
         now = self._clock()
@@ -204,7 +201,6 @@ class OpenPrompts(OpenTask):
         return self._shown
 
     def _failed(self, reason: str | None) -> Sequence[Completion]:
-        """Return what stands for each sample of a prompt that failed: every choice keeps its number."""
         n = self._sampling.get("n", 1)
         failed = failed_completion(reason or "the engine gave no reason")
         return [failed] * (n if isinstance(n, int) else 1)

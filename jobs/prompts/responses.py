@@ -71,7 +71,6 @@ def prompt_logprobs(rows: Sequence[TokenLogprobs | None]) -> list[dict[str, Any]
 
 
 def _own(row: TokenLogprobs) -> Logprob:
-    """Return that of the token that stands there: the engine names it first."""
     return next(iter(row.values()))
 
 
@@ -80,7 +79,6 @@ def _shown(each: Logprob) -> float:
 
 
 def _by_text(entries: Iterable[Logprob]) -> dict[str, float]:
-    """By the tokens' texts; of several with one text the likeliest."""
     found: dict[str, float] = {}
     for each in sorted(entries, key=lambda each: each.rank):
         found.setdefault(each.decoded_token, _shown(each))
@@ -138,7 +136,6 @@ def _hermes(text: str) -> tuple[list[dict[str, Any]], str]:
 
 
 def _llama(text: str) -> list[dict[str, Any]]:
-    """Return all calls of a text that holds nothing else; none of any other."""
     text = text.strip().removeprefix(LLAMA_TAG).strip()
     calls, at = [], 0
     while at < len(text):
@@ -157,7 +154,6 @@ def _llama(text: str) -> list[dict[str, Any]]:
 
 
 def _value_at(text: str, at: int) -> tuple[Any, int] | None:
-    """Return the JSON value that stands there, behind blanks, and where it ends."""
     while at < len(text) and text[at].isspace():
         at += 1
     try:
@@ -167,7 +163,6 @@ def _value_at(text: str, at: int) -> tuple[Any, int] | None:
 
 
 def _function(call: Any) -> dict[str, Any] | None:
-    """Return a function's name and its arguments as JSON; None for what is no call."""
     if not isinstance(call, Mapping) or not isinstance(call.get("name"), str) or not call["name"]:
         return None
     arguments = call.get("arguments", call.get("parameters"))
@@ -245,7 +240,6 @@ def _numbered(answers: Answers) -> list[tuple[int, Completion]]:
 
 
 def _of_prompt(sample: Completion, options: ResponseOptions) -> dict[str, Any]:
-    """vLLM's `prompt_logprobs`, where they were asked for by that name; what its attempts came to."""
     tried: dict[str, Any] = {}
     if isinstance(sample, Attempts):
         tried = {"attempts": sample.attempts, "check_error": sample.check_error}

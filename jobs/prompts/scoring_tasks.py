@@ -136,7 +136,6 @@ def relevance_request(
 
 
 def relevance(sample: Completion) -> float | None:
-    """Return a document's score, None where its labels have none."""
     if sample.class_scores is not None:
         return next(iter(sample.class_scores.values()))
     found = classify(RERANK_LABELS, [each.logprob for each in sample.loglikelihoods or ()])
@@ -152,7 +151,6 @@ def classify_text_task(input: object = None, *, truncate_prompt_tokens: object =
 
 
 def best_class(scores: Mapping[str, float]) -> str | None:
-    """Return the likeliest class; None where there is one alone."""
     return max(scores, key=scores.__getitem__) if len(scores) > 1 else None
 
 
@@ -204,7 +202,6 @@ def _loglikelihood(answers: Answers, job_id: str, continuations: Sequence[str | 
 
 
 def _ranking(answers: Answers, job_id: str, documents: Sequence[str] | None, top_n: int | None) -> dict[str, Any]:
-    """One result for each document, the most relevant first; those that failed come last."""
     results = [_result(number, samples[0], documents) for number, samples in enumerate(answers)]
     results.sort(key=lambda each: -1.0 if each["relevance_score"] is None else each["relevance_score"], reverse=True)
     return {"object": "rerank", "results": results[:top_n], "usage": usage(answers)}

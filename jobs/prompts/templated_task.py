@@ -14,7 +14,6 @@ from jobs.errors import AnswerMissing, InvalidJob, InvalidValue
 from jobs.prompts.template_texts import JinjaTexts, TemplateProblem, template_texts
 from jobs.tasks import OpenTask, Task
 
-#: As many as one job holds prompts.
 MAX_DEPENDENCIES = 10_000
 
 #: Jobs that are asked for at a time: their results come in one reply.
@@ -27,8 +26,8 @@ _FAILED_STATUSES = ("failed", "stopped", "canceled")
 def read_dependencies(context: JobContext) -> tuple[dict[str, list[Any]], list[str]]:
     """Read what the jobs ended with on which this one depends. Raises AnswerMissing or InvalidJob.
 
-    Returns by the names that a template has for them what each returned, None for one that did not end well, and the
-    answers (see answer_of), in the order of `depends_on`; and for each whose answer is null, why.
+    Returns by a template's names what each returned, None for one that did not end well; the answers (see answer_of),
+    in order; and for each whose answer is null, why.
     """
     ids = dependency_ids(context.connection, context.job_id)
     if not ids:
@@ -75,7 +74,6 @@ def _text_of(choice: Any) -> Any:
 
 
 def _ends(context: JobContext, ids: Sequence[str]) -> list[tuple[str, dict[bytes, bytes], str]]:
-    """Return of each job what it ended with last, {} for nothing, and its status, "" where it is gone."""
     with context.connection.pipeline(transaction=False) as pipe:
         for job_id in ids:
             pipe.xrevrange(results_key(job_id), count=1)
@@ -115,10 +113,8 @@ def _parsed(job_id: str, packed: bytes | None) -> Any:
     return value
 
 
-#: What a template may name.
 NAMES = frozenset({"answers", "results"})
 
-#: What a template of each argument is.
 KINDS: Mapping[str, tuple[type, str]] = {
     "prompt_template": (str, "a text"),
     "messages_template": (list, "a list of {'role': ..., 'content': ...}"),
@@ -149,7 +145,6 @@ class TemplatedTask(Task):
     blocking = True
 
     def __init__(self, argument: str, template: Any, make: Callable[[Any], Task]) -> None:
-        """Take prompt_template or messages_template, and what makes a task of its text. Raises InvalidJob."""
         kind, what = KINDS[argument]
         if not isinstance(template, kind):
             raise InvalidJob(f"{argument} is {type(template).__name__}, expected {what}")
@@ -157,7 +152,6 @@ class TemplatedTask(Task):
         self._texts, self._roles = template_texts(template)
 
     def open(self, context: JobContext) -> OpenTask:
-        """Raises AnswerMissing, InvalidJob for a template that cannot be filled in, and as the task does."""
         template = JinjaTexts(self._texts)
         if foreign := sorted(template.names - NAMES):
             raise InvalidValue(

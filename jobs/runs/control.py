@@ -24,24 +24,19 @@ from jobs.runs.redis_state.run_jobs import read_earlier, read_holders
 from jobs.runs.redis_state.state import RunState
 from jobs.runs.redis_state.submission import ON_END, WEBHOOK, Submission
 
-#: The function of a planning job.
 PLANNING = "jobs.score_parquet"
 
-#: Where runs go that name no queue.
 DEFAULT_QUEUE = "bulk"
 
 #: Reading the footers of many thousand files takes minutes; RQ's default is 3 minutes.
 PLAN_TIMEOUT_S = 3600
 PLAN_RESULT_TTL_S = 7 * 24 * 3600
 
-#: Jobs handled in one transaction.
 CHUNK = 500
 
 
 @dataclass(frozen=True)
 class Cancelled:
-    """How many jobs of a run were taken from the queue, and how many were stopped in a worker."""
-
     removed: int
     stopped: int
 
@@ -95,8 +90,7 @@ def retry_run(connection: Redis, plan: Plan, output: str) -> str:
 def cancel_run(connection: Redis, run: str) -> Cancelled:
     """Mark a run cancelled, take its jobs from the queue, stop those that run, and tell whom its submission wants told.
 
-    Finished parts stay; submitting the run again resumes it. Raises UnknownRun, or RunResubmitted where that has
-    happened before all its jobs were told.
+    Raises UnknownRun, or RunResubmitted where that has happened before all its jobs were told.
     """
     state = RunState(connection, run)
     state.facts()  # raises for a run that is not known
@@ -162,7 +156,6 @@ def _enqueue_planning(
 
 
 def _is_under_way(connection: Redis, state: RunState, plan_job: str) -> bool:
-    """Whether the planning job waits or runs: it is not over, nor told to stop."""
     for job in [] if state.is_cancelled() else read_earlier(connection, [plan_job]):
         keys = QueueKeys(job.origin)  # a worker that was killed before it started it may leave it on no queue
         on_queue = any(connection.lpos(key, plan_job) is not None for key in (keys.waiting, keys.popped))

@@ -26,7 +26,6 @@ from jobs.runs.redis_state.state import PartCount, RunState
 from jobs.runs.redis_state.submission import ASKED_FOR, TOLD, TOLD_FAILED, ErrorLimit
 from jobs.runs.redis_state.transactions import transact
 
-#: The function that posts.
 POSTING = "jobs.post_run_end"
 
 #: As RQ's default for jobs, then days to look at what became of them.
@@ -39,8 +38,7 @@ RETRIES = 3
 def tell_failed(connection: Redis, job_id: str, lease: Lease, error: str) -> None:
     """Enqueue what is asked for where a run ends with this job, which is about to fail for good.
 
-    To be called before the job's end is written. lease: of the execution that writes it; nothing is told where it is
-    another's by now. error: what the job fails with, in one line.
+    To be called before the job's end is written. lease: of the execution that writes it. error: in one line.
     """
     found = run_and_shard(job_id)
     if found is None:
@@ -130,10 +128,8 @@ def _tell(pipe: Pipeline, state: RunState, submission: int, content: Mapping[str
     pipe.hset(key, TOLD if is_end else TOLD_FAILED, str(submission))
 
 
-#: Seconds before each further call.
 PAUSES_S = (1.0, 2.0, 4.0, 8.0)
 
-#: A run's end in JSON is far smaller.
 MAX_BODY_BYTES = 64 << 10
 
 #: Answers after which another call may go better.
@@ -145,8 +141,7 @@ _HEADERS = {"Content-Type": "application/json", "User-Agent": "tokenmill"}
 def post_run_end(context: JobContext, webhook: str, content: dict[str, Any]) -> dict[str, Any]:
     """POST what is told of a run's end to a URL whose host this worker may call; return the answer's status.
 
-    Tried again where nobody answers, or with 408, 425, 429 or 5xx. Raises WebhookFailed in the end, after
-    which the job has further tries; InvalidJob or WebhookRefused at once.
+    Tried again where nobody answers, or with 408, 425, 429 or 5xx. Raises WebhookFailed, InvalidJob or WebhookRefused.
     """
     check_host(webhook, context.webhook_hosts)
     body = json.dumps(content).encode() if isinstance(content, dict) else b""

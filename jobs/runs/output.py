@@ -28,7 +28,6 @@ class RunOutput:
 
     @property
     def state(self) -> str:
-        """One word for an operator, where Redis does not know the run."""
         return ("incomplete" if self.num_gone else "finished") if self.finished else "forgotten"
 
     @property
@@ -60,7 +59,6 @@ def output_here(folder: str, run: str) -> RunOutput | None:
 
 
 def _read_output(name: str) -> RunOutput | None:
-    """Return what a folder holds; None where it has no plan, or lies in a store, whose keys workers alone have."""
     folder = run_path(name)
     path = os.path.join(folder, PLAN)
     if is_stored(folder) or not os.path.isfile(path):

@@ -18,7 +18,6 @@ from jobs.common.rq_jobs import JobStatus
 from jobs.runs.control import stop_held
 from jobs.runs.redis_state.transactions import transact
 
-#: Jobs that are requeued in one transaction.
 CHUNK = 100
 
 #: Failed jobs that are put back at most where all of a queue are asked for, unless told otherwise.
@@ -100,8 +99,6 @@ TRIES = 2
 
 
 class JobCancel(enum.Enum):
-    """What came of it."""
-
     REMOVED = "removed"  # it waited, and will not run
     STOPPING = "stopping"  # the worker that has it was told to stop it
     GONE = "gone"  # it neither waits nor runs

@@ -10,7 +10,6 @@ from redis import Redis
 from jobs.common import stored
 from jobs.common.rq_jobs import QUEUE_PREFIX, QUEUES_KEY, QueueKeys
 
-#: Where jobs are counted.
 PLACES = ("waiting", "executing", "scheduled", "deferred", "finished", "failed")
 
 

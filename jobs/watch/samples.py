@@ -32,9 +32,8 @@ LOADING, LOADING_S = "loading", 600.0
 class Point:
     """One moment of one worker, `at` Unix seconds by its clock. Counts are since its start.
 
-    prompt_tokens: computed or cached. num_requests_running: sequences in the batch, of max_num_seqs at most.
-    kv_cache_usage: share of the KV pool in use, 0 to 1. jobs_held: claimed and not ended. rows: of files, answered,
-    those of shards under way too. depth: jobs that wait in each of its queues, the most urgent first.
+    prompt_tokens: computed or cached. num_requests_running: sequences in the batch. kv_cache_usage: 0 to 1. jobs_held:
+    claimed and not ended. rows: of files, answered. depth: jobs that wait in each of its queues, the most urgent first.
     """
 
     at: float = 0.0
@@ -54,7 +53,6 @@ class Point:
 
     @property
     def batch_fill(self) -> float:
-        """Share of the places for sequences that are taken, 0 to 1."""
         return min(1.0, self.num_requests_running / self.max_num_seqs) if self.max_num_seqs else 0.0
 
     def per_second(self, older: Point, name: str) -> float | None:
@@ -77,11 +75,10 @@ class Point:
 
 @dataclass(frozen=True, kw_only=True)
 class WorkerSample(Point):
-    """How a worker stands.
+    """How a worker stands. silent_s: since it wrote this, by Redis' clock. started_at: Unix seconds.
 
-    silent_s: seconds since it wrote this, by Redis' clock. state: "idle", "busy", "suspended", "draining" (it finishes
-    what runs, takes nothing new), "loading" (its model) or "stopped". queues: the most urgent first. held: jobs that it
-    holds, by queue; held_jobs: ids of the oldest of them, MAX_HELD_NAMED at most. started_at: Unix seconds.
+    state: "idle", "busy", "suspended", "draining" (it finishes what runs), "loading" (its model) or "stopped". queues:
+    the most urgent first. held: jobs that it holds, by queue; held_jobs: the oldest of them, MAX_HELD_NAMED at most.
     """
 
     name: str = ""
@@ -140,7 +137,6 @@ def read_points(connection: Redis, names: Sequence[str]) -> dict[str, list[Point
     }
 
 
-#: What is read of a worker's hash.
 _FIELDS = ("state", "queues", "current_job", "successful_job_count", "failed_job_count", "last_heartbeat")
 
 

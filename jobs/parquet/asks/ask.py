@@ -29,7 +29,6 @@ OUTPUT_FIELDS = (
     pa.field("error", pa.string()),
 )
 
-#: Of these what every row has, whatever is asked.
 ROW_FIELDS = tuple(field for field in OUTPUT_FIELDS if field.name in ROW_COLUMNS)
 
 
@@ -49,9 +48,8 @@ class Asked(abc.ABC):
 class Ask(abc.ABC):
     """What a run asks of each row.
 
-    before: asked before all rows, where a run has such a request. inspects: whether answers are checked.
-    is_single: whether each row begins with one request. is_tried: whether a few rows can show what it gives.
-    is_compared: whether answers of another time are. keys: name what rows ask.
+    before: asked before all rows. inspects: whether answers are checked. is_single: each row begins with one request.
+    is_tried: a few rows can show what it gives. is_compared: answers of another time are. keys: name what rows ask.
     """
 
     keys: RowKeys
@@ -71,7 +69,6 @@ class Ask(abc.ABC):
         """Begin to ask a row, which has this number in the run. Raises RowProblem."""
 
     def failed(self, reason: str) -> Answer:
-        """Return what a row has that cannot be asked."""
         return failed_answer(reason)
 
     def key_of(self, row: Row) -> bytes:
@@ -109,7 +106,6 @@ def request_of(
 
 
 def no_answer(completion: Completion, n: int = 1) -> Answer:
-    """Return what a row has of a completion that failed. n: completions of each row."""
     reason = completion.error or "the engine gave no reason"
     return failed_answer(reason, n, completion.num_prompt_tokens, completion.num_cached_tokens)
 

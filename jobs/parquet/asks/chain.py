@@ -45,7 +45,6 @@ class Chain(Ask):
         return self.answer((), reason)
 
     def answer(self, answers: Sequence[Answer], problem: str | None = None) -> Answer:
-        """Return what a row has in the end, with the answers there are. problem: why there are no more."""
         columns: dict[str, Any] = {}
         error = problem
         for number, step in enumerate(self.steps):
@@ -80,7 +79,6 @@ class _Chained(Asked):
             return self._chain.answer(self._answers, str(problem))
 
     def _next(self) -> Row:
-        """Return the row with its next prompt. Raises RowProblem."""
         number = len(self._answers)
         step, source = self._chain.steps[number], self._chain.sources[number]
         known = json.loads(self._row.values or "{}")

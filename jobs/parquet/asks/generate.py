@@ -23,7 +23,6 @@ from jobs.tasks import Completion, Request
 
 ATTEMPTS = (pa.field("attempts", pa.int64()), pa.field("check_error", pa.string()))
 
-#: What each completion of a row has of its own.
 OF_EACH_COMPLETION = frozenset(
     {"completion", "finish_reason", "completion_tokens", "reasoning", "tool_calls", "logprobs"}
 )
@@ -72,7 +71,6 @@ class Generate(Ask):
         return failed_answer(reason, self._n)
 
     def request(self, row: Row, seed: int) -> Request:
-        """Return what a row asks. seed: its own, unless its values have one."""
         values = {**self._values, **row.own_sampling}
         if values.get("temperature") != 0:
             values = {"seed": seed, **values}
@@ -133,7 +131,6 @@ class _Tried(AskedOnce):
 
 
 def _texts_of(sample: Completion, has_tools: bool) -> tuple[str, str, str | None]:
-    """Return a sample's content, why it ended, and its calls of tools as JSON."""
     calls, content = parse_tool_calls(sample.text) if has_tools else ([], sample.text)
     if not calls:
         return sample.text, sample.finish_reason, None

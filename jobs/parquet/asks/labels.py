@@ -17,7 +17,6 @@ from jobs.tasks import Completion, Request
 
 _TYPES = (pa.string(), pa.float64(), pa.map_(pa.string(), pa.float64()), pa.float64())
 
-#: What the output adds, beside ROW_FIELDS.
 LABEL_FIELDS = tuple(map(pa.field, COLUMNS, _TYPES))
 
 

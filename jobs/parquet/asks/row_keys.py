@@ -16,7 +16,6 @@ from jobs.tasks import Request
 Keys = npt.NDArray[np.uint64]
 """Keys, (rows, 2): those of rows without an answer to be taken are zeros."""
 
-#: Bytes of a key.
 SIZE = 16
 
 #: Arguments that say where rows come from, how they become prompts, and how the output is written. All others decide
@@ -74,7 +73,6 @@ def model_mark(fingerprint: str) -> Keys:
 
 
 def as_keys(found: bytes | bytearray) -> Keys:
-    """Return keys that lie behind each other."""
     return np.frombuffer(found, "<u8").reshape(-1, 2)
 
 

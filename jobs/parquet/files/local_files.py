@@ -16,7 +16,6 @@ from jobs.parquet.files.confined import entered, links_refused, root_of
 from jobs.parquet.files.filesystem import Entry, FileStat, NotExclusive
 from jobs.runs.plans.paths import run_path
 
-#: Of linux/fs.h.
 _RENAME_NOREPLACE = 1
 
 
@@ -144,7 +143,6 @@ class LocalFiles:
 
     @contextmanager
     def _parent(self, path: str) -> Iterator[tuple[int, str]]:
-        """Lend the folder that holds a path, and give the path's name in it."""
         with entered(os.path.dirname(path), self._roots) as folder:
             yield folder, os.path.basename(path)
 

@@ -33,7 +33,6 @@ _TASK = "jobs.parquet.files.object_requests:list_prefix"
 #: What a listing may take: some thousand bytes for each object.
 MEMORY_BYTES = 512 << 20
 
-#: What obstore reads of the environment.
 _VARIABLES = ("AWS_", "GOOGLE_", "AZURE_")
 
 
@@ -59,16 +58,13 @@ def listed(kind: str, folder: str, timeout_s: float) -> Any:
     return reply["found"]
 
 
-#: What a store copies in one request.
 MAX_COPY_BYTES = 5 << 30
 
-#: Read at once.
 BLOCK_BYTES = 1 << 18
 
 #: Uploaded at once; a smaller object goes in one request. A store takes at most 10,000 such parts of one.
 CHUNK_BYTES = 8 << 20
 
-#: Chunks of one object that are on their way at a time.
 _CONCURRENCY = 2
 
 #: The buckets that have shown that they keep what is there. Shared by all threads.
@@ -209,7 +205,6 @@ class ObjectFiles:
         return make_request(path, request, self._check_interrupted, self._timeout_s)
 
     def _place(self, path: str) -> tuple[Any, str]:
-        """Return the client of a path's bucket, and the path's key. Raises PathOutsideRoots."""
         if root_of(path, self._roots) is None:
             raise PathOutsideRoots(path, ":".join(self._roots))
         scheme, _, rest = path.partition("://")

@@ -36,7 +36,6 @@ _BEFORE_A_REPLY = re.compile(r".*?(status code: \d{3}[ \w]*|error response|inval
 _NO_BUCKET = {"NoSuchBucket", "ContainerNotFound"}
 _TRY_AGAIN = {"408", "425", "429"}
 
-#: Of what obstore says, as much as is told.
 _REASON_CHARS = 300
 
 #: Where no proxy listens: requests to other hosts than the store's are sent there.
@@ -95,8 +94,8 @@ def make_request(
 ) -> T:
     """Return what a request does; it is made again until it is answered, at most for a share of `timeout_s`.
 
-    path: for the errors. Raises FileNotFoundError, FileExistsError, PathSwapped where an object is not the one that was
-    looked at, StoreRefused, BucketNotFound, StoreUnreachable, or what check_interrupted does.
+    Raises FileNotFoundError, FileExistsError, PathSwapped where an object is not the one that was looked at,
+    StoreRefused, BucketNotFound, StoreUnreachable, or what check_interrupted does.
     """
     begun, wait_s = time.monotonic(), FIRST_WAIT_S
     while True:

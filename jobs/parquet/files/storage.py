@@ -30,9 +30,8 @@ _NOT_WRITABLE = _NO_SUCH_FILE | {errno.EACCES, errno.EPERM, errno.EROFS, errno.E
 class Storage:
     """All the places where a run's files may lie: each path leads to local files, or to objects.
 
-    Every method but `resolve`, `look` and `is_folder` takes paths that `resolve` has returned, or names in
-    such a folder, and raises PathOutsideRoots for others. What two executions of a run may do at once rests
-    on `publish` and `create`, of which the first one alone changes anything.
+    Methods take paths that `resolve` has returned, or names in such a folder, else raise PathOutsideRoots. What two
+    executions may do at once rests on `publish` and `create`, of which the first one alone changes anything.
     """
 
     def __init__(
@@ -86,7 +85,6 @@ class Storage:
             return sorted(entry.name for entry in entries)
 
     def written_at(self, folder: str) -> dict[str, int]:
-        """Return when each file in a folder was written, in Unix nanoseconds."""
         return self._of(folder).written_at(folder)
 
     def make_folder(self, path: str) -> None:
@@ -95,7 +93,6 @@ class Storage:
             self._of(path).make_folder(path)
 
     def remove_folder(self, path: str) -> None:
-        """Remove a folder, if nothing is in it."""
         self._of(path).remove_folder(path)
 
     def open_input(self, path: str) -> Any:
@@ -127,7 +124,6 @@ class Storage:
                 self.remove(temporary)
 
     def remove(self, path: str) -> None:
-        """Remove a file, if it is there."""
         self._of(path).remove(path)
 
 

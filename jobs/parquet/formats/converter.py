@@ -27,13 +27,11 @@ T = TypeVar("T")
 SLICE_ROWS, SLICE_BYTES = 1024, 1 << 21
 GROUP_ROWS, GROUP_BYTES = 1 << 16, 1 << 23
 
-#: Names that a file's rows may have in all.
 MAX_COLUMNS = 10_000
 
 #: Bytes that stand for a custom_id: enough that no two of a billion are taken for one.
 NAME_BYTES = 16
 
-#: How compressed files begin: no text does.
 _CODECS = {b"\x1f\x8b": "gzip", b"\x28\xb5\x2f\xfd": "zstd", b"BZh": "bz2"}
 
 _BATCH_KINDS: Mapping[str, kinds.Kind] = {"custom_id": "text", "request": "json"}
@@ -70,7 +68,6 @@ def convert(question: Mapping[str, Any], source: Any) -> Replies:
 
 
 def _groups(slices: Iterable[tuple[int, int, S]], take: Callable[[S], T]) -> Iterator[tuple[int, int, list[T]]]:
-    """Yield rows and bytes of each row group, and what `take` gave for its slices."""
     rows, size, taken = 0, 0, list[T]()
     for part_rows, part_size, part in slices:
         if rows >= GROUP_ROWS or size >= GROUP_BYTES:

@@ -16,7 +16,6 @@ from jobs.runs.plans.formats import OPENAI_BATCH, TSV
 #: Bytes of one line, or row of CSV: room for a prompt of the largest size, however its letters are written.
 MAX_LINE_BYTES = 8 << 20
 
-#: Lines of one row of CSV.
 MAX_LINES = 1 << 16
 
 CHUNK_BYTES = 1 << 20
@@ -150,7 +149,6 @@ def _of_lines(
 
 
 def _fields(texts: Iterable[bytes], delimiter: str) -> list[str] | str | None:
-    """Return a row's fields, or why it is none, of as many lines as it has; None where its quote is open behind all."""
     lines = (f"{text.decode(errors='surrogateescape')}\n" for text in texts)
     try:
         found = next(csv.reader(lines, delimiter=delimiter, strict=True))

@@ -72,7 +72,6 @@ def _part_rows(storage: Storage, plan: Plan) -> Generator[pa.RecordBatch, None, 
 
 
 def _rows_in_order(storage: Storage, plan: Plan) -> Generator[pa.RecordBatch, None, None]:
-    """Yield the rows of a run's parts in the input's order. Raises PartDamaged."""
     if plan.spec.order is None:
         yield from _part_rows(storage, plan)
         return

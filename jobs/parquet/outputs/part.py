@@ -31,7 +31,6 @@ MODEL = "model"
 
 
 def without_own_keys(schema: pa.Schema) -> pa.Schema:
-    """Return a part's columns without its statistics, which are of its rows alone."""
     metadata = {key: each for key, each in (schema.metadata or {}).items() if key != STATISTICS}
     return schema.with_metadata(metadata or None)
 
@@ -96,7 +95,6 @@ def answer_column(values: Sequence[Any], kind: pa.DataType) -> pa.ChunkedArray:
 
 
 def write_part(sink: Any, schema: pa.Schema, batches: Iterable[pa.RecordBatch | pa.Table], stats: PartStats) -> None:
-    """Write a part batch by batch, statistics in its footer."""
     with pq.ParquetWriter(sink, schema) as writer:
         for batch in batches:
             writer.write(batch)

@@ -14,7 +14,6 @@ from jobs.runs.statistics.part_stats import TOLD, PartStats
 from jobs.runs.statistics.reasons import Reasons
 from jobs.runs.statistics.run_statistics import RunStatistics
 
-#: A plan of ten million rows in shards of one thousand has about 0.3 MB.
 MAX_PLAN_BYTES = 256 << 20
 
 
@@ -46,7 +45,6 @@ def create_plan(storage: Storage, plan: Plan, execution_id: str) -> bool:
 
 
 def begin_folder(storage: Storage, folder: str) -> bool:
-    """Make a run's folder; return False where it has a plan. Raises OutputHoldsForeignFiles or OutputNotWritable."""
     with writing(folder):
         storage.make_folder(folder)
         names = storage.names(folder)

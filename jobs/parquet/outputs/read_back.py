@@ -31,7 +31,6 @@ class FailedRow:
     reason: str
 
 
-#: In which a store has to answer somebody who looks.
 STORE_TIMEOUT_S = 30.0
 
 
@@ -59,14 +58,9 @@ class FolderReader:
             return str(source.read().decode())
 
     def shards(self) -> list[int]:
-        return sorted(self._parts())
+        return sorted(self.parts())
 
-    def newest_first(self) -> list[int]:
-        written = self._parts()
-        return sorted(written, key=lambda shard: (-written[shard], -shard))
-
-    def _parts(self) -> dict[int, int]:
-        """Return when each part that is there was written."""
+    def parts(self) -> dict[int, int]:
         try:
             written = self._storage.written_at(self.plan.spec.parts_folder)
         except FileNotFoundError:  # the folder of the parts is made with the first one
@@ -83,7 +77,6 @@ class FolderReader:
 
     @property
     def prompt_columns(self) -> list[str]:
-        """Return the output's columns that the prompts' texts are made of."""
         spec = self.plan.spec
         left_out = {*(spec.image_column or ()), *(spec.drop or ())}
         columns = (name for name in row_source(spec).columns if name not in left_out)
@@ -126,7 +119,6 @@ class FolderReader:
         return reasons, found
 
     def bad_answers(self) -> tuple[int, int]:
-        """Return how many rows failed their check, and how many were cut at their limit of tokens."""
         found = [
             read_part_stats(self._storage, self.plan.part_path(shard), self._planned_run, shard)
             for shard in self.shards()

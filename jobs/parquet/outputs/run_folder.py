@@ -28,7 +28,6 @@ from jobs.runs.statistics.part_stats import PartStats
 from jobs.runs.statistics.reasons import Reasons
 from jobs.runs.statistics.report import report_html
 
-#: What is found where a file of a run that has ended was.
 _GONE = "it is gone"
 
 
@@ -54,7 +53,6 @@ class RunFolder:
         return self.storage.put(self.plan.part_path(shard), self.execution_id, write)
 
     def make_journal_folder(self) -> None:
-        """Make the folder of journals, which nobody else makes. Raises OutputNotWritable."""
         with writing(self.journal):
             self.storage.make_folder(self.journal)
             if self.has_success():  # it has ended since
@@ -92,8 +90,8 @@ class RunFolder:
     def missing_shards(self, check_interrupted: Callable[[], None]) -> list[int]:
         """Look into every part; return the shards that have none. check_interrupted: called before each.
 
-        What was made of all parts goes where one of them was taken away since, before the run's end: another may come
-        in its place. Raises PartDamaged, where the run has ended also for a part or an output file that is gone.
+        Where one was taken away before the run's end, what was made of all parts goes. Raises PartDamaged, where the
+        run has ended also for a part or an output file that is gone.
         """
         has_ended = self.has_success()
         made = list(filter(self._is_there, self._of_all_parts))
@@ -205,7 +203,6 @@ class RunFolder:
         return self.storage.stat(self.path(name)) is not None
 
     def _check_is_there(self, name: str) -> None:
-        """Raise OutputNotWritable where something that is no file has a name."""
         if not self._is_there(name):
             raise OutputNotWritable(self.path(name), "what has this name is no file")
 

@@ -42,8 +42,6 @@ class Folder(NamedTuple):
 
 
 class Found(NamedTuple):
-    """What a search meets in a folder. keys: those of the folders that lead there."""
-
     folder: Folder
     entry: Entry
     keys: Keys = ()
@@ -66,7 +64,6 @@ class Search:
         self._num_names = 0
 
     def expand(self, item: str, keys: Keys) -> Iterable[FoundFile]:
-        """Return the files of an input. keys: of the folders above it."""
         if _is_glob(self.storage, item):
             return self._matched_files(item, keys)
         path = self.storage.resolve(item)
@@ -125,9 +122,8 @@ class Search:
     def matches(self, pattern: str, names_hidden: bool) -> list[Found]:
         """Return what a glob names, by name; hidden names only where it spells one out.
 
-        As in `glob`, but each folder is gone through once, however many `**` lead there, and a link back to a
-        folder above it ends there. A folder that cannot be read holds nothing. Raises SearchTooLong, or
-        PathOutsideRoots where the pattern leads outside, or a link that it goes through.
+        As in `glob`, but each folder is gone through once, also by links. A folder that cannot be read holds nothing.
+        Raises SearchTooLong, or PathOutsideRoots where the pattern leads outside, or a link that it goes through.
         """
         first = _first_glob_segment(pattern)
         segments = pattern.split("/")[first:]
@@ -183,11 +179,11 @@ def find_files(
 ) -> list[FoundFile]:
     """Return the files that a run reads, in order. Files below the output are never input.
 
-    input_format: of the files in folders. Without it, a folder gives its *.parquet, or where it has none the files of
-    the one other format that it has; those of its folders named key=value too. A glob gives what it matches, files and,
-    unless it holds **, folders. Both come sorted, without names that start with a dot or an underscore (unless a glob
-    spells one out). Several inputs have the key=value of the folders below the one that holds them all: a shell expands
-    a glob to such a list. Raises InputError, InvalidJob, or SchemaMismatch for folders that give too many columns.
+    input_format: of the files in folders. Without it, a folder gives its *.parquet, or the files of the one other
+    format that it has, and those of its folders named key=value. A glob gives what it matches, files and, unless it
+    holds **, folders. Both come sorted, without hidden names (unless a glob spells one out). Several inputs have the
+    key=value of the folders below the one that holds them all. Raises InputError, InvalidJob, or SchemaMismatch for too
+    many columns.
     """
     search, found = Search(storage, output, input_format), list[FoundFile]()
     folders = [_searched_folder(storage, item) for item in inputs]

@@ -155,7 +155,6 @@ def repeated_rows(names: Sequence[bytearray], path: str) -> tuple[int, ...]:
 def _added_columns(
     found: Sequence[FoundFile], names: Sequence[str], filename_column: str | None
 ) -> tuple[list[AddedColumn], list[list[Any]]]:
-    """Return the added columns, and each file's values in them. names: of the files' own columns."""
     columns, rows = partition_columns(found, names)
     if filename_column is not None:
         if filename_column in (*names, *(column.name for column in columns)):
@@ -166,7 +165,6 @@ def _added_columns(
 
 
 def _columns(schema: pa.Schema, first: pa.Schema) -> str:
-    """Describe the fields in which a schema differs from the first file's."""
     ours, theirs = (
         {f"{field.name}: {field.type}{'' if field.nullable else ' not null'}" for field in each}
         for each in (schema, first)

@@ -38,7 +38,6 @@ def in_order(context: JobContext, storage: Storage, plan: Plan) -> Plan:
 
 
 def _key(row: Row | RowProblem) -> list[int]:
-    """Return by what a row is sorted: those that may get long answers first, then by beginnings."""
     if isinstance(row, RowProblem):
         return [0] * (1 + len(BEGINNINGS))
     longest = row.own_sampling.get("max_tokens")

@@ -48,11 +48,9 @@ def score_parquet(
 ) -> dict[str, Any]:
     """Plan a run and enqueue its shards; called again with the same arguments, resume it.
 
-    What is asked: see RunSpec.from_arguments; model, reuse, webhook and the like: see Submission. queue: for the
-    shards; by default the queue this job came from. max_errors: the run is stopped when more finished rows have an
-    error: a number of rows, or a share like "5%", from the hundredth row on; by default "90%". All rows may fail with
-    "100%" alone. Returns the run's id and counts. Raises RunError or InvalidJob, before any shard is enqueued unless it
-    is RunBusy.
+    What is asked: see RunSpec.from_arguments; model, reuse, webhook, max_errors and the like: see Submission. queue:
+    for the shards; by default the queue this job came from. Returns the run's id and counts. Raises RunError or
+    InvalidJob, before any shard is enqueued unless it is RunBusy.
     """
     queue = arguments.pop("queue", None)
     submission, own = Submission.split(context.queue_name if queue is None else queue, arguments)
@@ -185,7 +183,6 @@ def second_model(context: JobContext, spec: RunSpec, queue: str) -> PinnedModel 
 
 
 def _publish_empty_part(folder: RunFolder, columns: pa.Schema, context: JobContext) -> None:
-    """Publish the one part of a run without rows, so that readers find the schema."""
     now, model = time.time(), context.model
     stats = part_stats([], model, run=folder.plan.run, shard=0, generated_tokens=0, started_at=now, ended_at=now)
     spec = folder.plan.spec

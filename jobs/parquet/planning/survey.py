@@ -40,10 +40,8 @@ NUM_TRIED, TIMED_S, MAX_BATCH = 64, 2.0, 256
 #: Of the prompts that are answered, in characters: a result of the worker's has its limit. Of pictures, which are held
 #: alone, so many bytes are one.
 MAX_PICKED_CHARS, PICTURE_SHARE = 4 << 20, 32
-#: The sampling value that shortens a prompt, of texts and chats.
 TRUNCATION = "truncate_prompt_tokens"
 
-#: Kinds of errors that are told.
 MAX_REASONS = 5
 
 
@@ -59,12 +57,11 @@ class SurveyWork(RowsTask):
         reuse: Sequence[str] = (),
         **arguments: Any,
     ) -> None:
-        """Read the run's rows and count their tokens.
+        """Read the run's rows and count their tokens. Raises RunError or InvalidJob.
 
-        first: so many of its first rows are shown; None for a dry run, for which rows that stand for all are answered,
-        and timed. max_rows: where the run has more, every so manyth of them is looked at. reuse: as of Submission.
-        arguments: reuse_from_any_model; answers, False for none; others as of RunSpec.from_arguments.
-        Raises RunError or InvalidJob.
+        first: so many of its first rows are shown; None for a dry run, for which rows that stand for all are answered
+        and timed. max_rows: of more, every so manyth is looked at. reuse: as of Submission. arguments:
+        reuse_from_any_model; answers, False for none; others as of RunSpec.from_arguments.
         """
         any_model, has_answers = arguments.pop("reuse_from_any_model", False), arguments.pop("answers", True)
         spec = RunSpec.from_arguments(input, arguments.pop("output", os.devnull), **arguments)
@@ -144,7 +141,6 @@ class SurveyWork(RowsTask):
             self._timing.deliver(completions)
 
     def result(self) -> dict[str, Any]:
-        """Return the counts of all rows, and the rows shown with their answers, or a dry run's estimates."""
         answers = self.asked.answers()
         told = {**self._counts.told(), "num_tried": len(answers)}
         told["num_failed"] = sum(each.error is not None for each in answers)
@@ -198,7 +194,6 @@ class _Counts:
 
     @property
     def scale(self) -> float:
-        """How many rows each one stands for that was looked at."""
         return self._total / max(1, self._rows)
 
     @property
@@ -252,7 +247,6 @@ class _Counts:
             self._before = token_ids
 
     def told(self) -> dict[str, Any]:
-        """Return the counts as they are for all rows; reasons of those that were looked at."""
         counted = {
             "rows_failing": self._reasons.rows,
             "rows_reused": self._reused,

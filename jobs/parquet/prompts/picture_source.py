@@ -108,7 +108,6 @@ def _text(text: str) -> Parts:
 
 
 def _put_first(messages: Parts, pictures: Parts) -> None:
-    """Put pictures before what the last message of the user's says. Raises RowProblem."""
     message = next((each for each in reversed(messages) if each["role"] == "user"), None)
     if message is None:
         raise RowProblem("there is no message of the user's that could hold the picture")

@@ -28,16 +28,15 @@ if TYPE_CHECKING:
 #: Rows that are Python's at a time: as Python's objects, values take many times what Arrow needs for them.
 SLICE_ROWS = 128
 
-#: What a template may hold.
 TEXT_FORMS = "text, a number, a truth value, a time, or lists, structs and maps of these (pictures by image_column)"
 
 
 class Row(NamedTuple):
     """What a row asks. Equal rows ask the same, and those that are neighbours in order share a prefix.
 
-    prompt: a text, or the JSON of a chat's messages. sampling: its own sampling values, and values: those of
-    columns that its check or its later prompts read; both as JSON, "" for none. pictures: the bytes of their files; of
-    a row with such, a prompt that is no chat is the JSON of its parts, and hashes stand in the pictures' places.
+    prompt: a text, or the JSON of a chat's messages, or of its parts where there are pictures, by hashes. sampling: its
+    own values; values: of columns that its check or later prompts read; both as JSON, "" for none. pictures: bytes of
+    files.
     """
 
     prompt: str
@@ -176,7 +175,6 @@ def written_as_texts(values: Mapping[str, Any]) -> str:
 
 
 def check_defaults(defaults: Mapping[str, str], columns: Sequence[str]) -> None:
-    """Raise InvalidJob for a default of a column that a template does not name."""
     for column in defaults:
         if column not in columns:
             raise InvalidValue(
@@ -185,14 +183,12 @@ def check_defaults(defaults: Mapping[str, str], columns: Sequence[str]) -> None:
 
 
 def check_texts(schema: pa.Schema, columns: Sequence[str]) -> None:
-    """Raise WrongColumnType for a column whose values have no text form."""
     for column in columns:
         if holds(kind := schema.field(column).type, is_bytes):
             raise WrongColumnType(column, kind, TEXT_FORMS)
 
 
 def checked_text(text: Any, what: str = "prompt") -> str:
-    """Return a prompt, or a part of one. Raises RowProblem."""
     if text is None or text == "":
         raise RowProblem(f"{what} is {'null' if text is None else 'empty'}")
     if problem := text_problem(text, what):
@@ -230,7 +226,6 @@ class RowSource:
         self.columns = tuple(dict.fromkeys((*prompts.columns, *self._read)))
 
     def check(self, schema: pa.Schema) -> None:
-        """Raise WrongColumnType or ColumnConflict where no row could be made of such columns."""
         self._prompts.check(schema)
         check_texts(schema, self._beside)
         if self._sampling is not None:

@@ -30,12 +30,10 @@ class RowSampling:
         self._problem = lru_cache(CHECKS_REMEMBERED)(self._find_problem)
 
     def check(self, schema: pa.Schema) -> None:
-        """Raise WrongColumnType for a column of which no value could be the sampling value."""
         for name, column in self._by_name.items():
             _check_type(name, column, schema.field(column).type)
 
     def of(self, values: Mapping[str, Any]) -> str:
-        """Return a row's sampling values as JSON. Raises RowProblem."""
         found = {
             name: self._shared.get(name) if values[column] is None else values[column]
             for name, column in self._by_name.items()

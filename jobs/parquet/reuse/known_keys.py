@@ -37,8 +37,7 @@ class KnownKeys:
     def find(self, keys: Keys) -> Places:
         """Return the place of each key among those added, -1 where it is not.
 
-        Of equal keys the first that is asked for gets the first one added, the next one the next, and so on from the
-        start: rows that ask the same, each with a seed of its own, keep answers of their own.
+        Equal ones are given out in the order they were added: rows that ask the same keep answers of their own.
         """
         first = np.ascontiguousarray(keys[:, 0])
         lows, highs = (np.searchsorted(self._first, first, side) for side in ("left", "right"))

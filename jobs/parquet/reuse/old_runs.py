@@ -22,7 +22,6 @@ from jobs.parquet.tables.table_reading import TableReading
 from jobs.runs.plans.names import JOURNAL, KEYS, PLAN, part_shard
 from jobs.runs.plans.plan import Plan
 
-#: Of an old run so many files that cannot be read are named.
 MAX_NAMED = 10
 
 _JOURNAL = re.compile(r"_(?:kept\.)?(\d{5,9})\.(?:.*\.)?answers\b", re.ASCII)
@@ -38,7 +37,6 @@ class ReusedRun:
     passed_over: list[str] = field(default_factory=list)
 
     def pass_over(self, error: Exception) -> None:
-        """Note a file that cannot be read; its rows are computed."""
         if len(self.passed_over) < MAX_NAMED:
             self.passed_over.append(": ".join(map(str, (*error.args, "it is gone")[:2])))
 
@@ -163,7 +161,6 @@ def _answered(storage: Storage, plan: Plan) -> dict[int, list[str]]:
 
 
 def _names(storage: Storage, folder: str) -> list[str]:
-    """Return the names in a folder, which is made with the first of them."""
     try:
         return storage.names(folder)
     except FileNotFoundError:

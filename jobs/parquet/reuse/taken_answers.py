@@ -55,7 +55,6 @@ def write_taken(storage: Storage, plan: Plan, buckets: RowBuckets) -> None:
 
 
 def _by_shard(buckets: RowBuckets, firsts: npt.NDArray[np.int64]) -> Iterator[tuple[int, pa.Table]]:
-    """Yield the shards that have answers, with these. firsts: of each shard the first row."""
     waiting, last = list[pa.Table](), -1
     for table in buckets.sorted():
         shards = np.searchsorted(firsts, table.column(ROW).to_numpy(), "right") - 1
@@ -83,7 +82,6 @@ def _kept_path(plan: Plan, shard: int) -> str:
 
 
 def has_kept(folder: RunFolder, shard: int) -> bool:
-    """Return whether the first model of a cascade has left rows to the second one."""
     return folder.storage.stat(_kept_path(folder.plan, shard)) is not None
 
 

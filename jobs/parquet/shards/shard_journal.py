@@ -31,7 +31,6 @@ from jobs.parquet.tables.table_reading import TableReading
 #: What stands beside an answer too: the tokens generated for it and equal rows, with the first.
 _TOKENS = "_tokens"
 
-#: What stands beside a row that is under way, as JSON.
 _UNDER_WAY = "_under_way"
 
 _WHOSE = b"whose"

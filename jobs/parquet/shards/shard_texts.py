@@ -31,7 +31,6 @@ class ShardTexts:
         held: ShardBytes,
         remedy: str = "submit with a smaller rows_per_shard",
     ) -> None:
-        """path, columns, remedy: where the rows come from and what helps, for the error."""
         self._path, self._columns, self._held, self._remedy = path, columns, held, remedy
         self._known: dict[Row, Row] = {}
         self._bytes = 0
@@ -60,7 +59,6 @@ class ShardTexts:
         return rows
 
     def let_go(self, row: Row) -> None:
-        """Count a row no more that was handed out."""
         self._release(row.num_bytes)
 
     def close(self) -> None:

@@ -86,7 +86,6 @@ class ShardWork(RowsTask):
         return cls(context, folder, shard, queue)
 
     def progress(self) -> dict[str, Any]:
-        """Return rows, rows done, rows being answered, and tokens of prompts and answers of this execution."""
         rows, asked = self._shard.rows, self._requests
         return {
             "rows": rows,
@@ -195,7 +194,6 @@ class ShardWork(RowsTask):
             part.write_part(sink, schema, self._batches(reader, answers, schema), stats)
 
     def _with_models(self, answers: list[Answer]) -> list[Answer]:
-        """Return answers with the names of their models, where the run has two."""
         first, second = self._folder.plan.model, self._folder.plan.second
         if second is None:
             return answers

@@ -59,7 +59,6 @@ class VerifyWork(RowsTask):
         self._recorded: dict[int, dict[str, Any]] = {}
         keys: dict[int, bytes] = {}
         for shard in planned.shards_of(self._sample):
-            # Raises PartDamaged for a part that is not this shard's.
             read_part_stats(storage, planned.part_path(shard), run, shard, planned.shards[shard].rows)
             for row, values in part_rows(storage, planned, shard, list(columns.values()), self._sample):
                 if values[columns["error"]] is None:
@@ -102,7 +101,6 @@ class VerifyWork(RowsTask):
             raise
 
     def result(self) -> dict[str, Any]:
-        """Return how many rows are equal, and the first values that are not."""
         differences = [
             {"row": row, "column": name, "recorded": value, "computed": computed}
             for (row, recorded), answer in zip(self._recorded.items(), self.asked.answers(), strict=True)

@@ -41,7 +41,6 @@ class ColumnChoice(NamedTuple):
     without: Sequence[str] = ()
 
     def of(self, found: Sequence[str]) -> list[str] | None:
-        """Return those of a file's columns that are chosen; None for all."""
         if self.names is not None:
             return [name for name in (*self.names, PROBLEM) if name in found]
         return [name for name in found if name not in self.without] if self.without else None

@@ -17,10 +17,9 @@ SHARD_TIMES = 16
 
 
 class RowReader(TableReading):
-    """One pass over a file, from the row group of some shard to the end.
+    """One pass over a file, from the row group of some shard to the end: Parquet cannot be entered in its middle.
 
-    Parquet cannot be entered in the middle of a row group: a reader that goes on where the last shard ended
-    decodes each row once. limit: the bytes of one shard's prompts.
+    So one that goes on where the last shard ended decodes each row once. limit: the bytes of one shard's prompts.
     """
 
     def __init__(

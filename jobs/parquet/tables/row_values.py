@@ -102,7 +102,6 @@ def _python_values(name: str, column: pa.Array) -> Iterator[Any]:
 
 
 def _num_bytes(column: pa.Array) -> int:
-    """Return what a column's values take, at least a byte each; a dictionary's as often as they may stand."""
     try:
         size = int(column.nbytes)
     except pa.ArrowException:  # pyarrow before 20 does not know of views
@@ -122,7 +121,6 @@ def _value(name: str, row: pa.Array) -> Any:
 
 
 def _too_large(name: str, row: pa.Array) -> RowProblem | None:
-    """Return the problem of a value that no prompt could hold, looked at while it is Arrow's."""
     scalar = row[0]
     if isinstance(scalar, pa.DictionaryScalar):
         scalar = scalar.value

@@ -38,9 +38,8 @@ Ask = Callable[[str, Mapping[str, Any]], Iterator[tuple[dict[str, Any], bytearra
 class Contents:
     """What a look at a file tells: rows and bytes of each of its row groups, as they are or will be.
 
-    rows, stored_bytes, statistics: of a Parquet file, with its data's and footer's bytes, and what a part says of
-    itself. kinds: of a text file's columns. names: of a batch file some bytes of each row, alike where two rows have
-    the same custom_id.
+    stored_bytes, statistics: of a Parquet file, with its footer's bytes, and what a part says of itself. kinds: of a
+    text file's columns. names: of a batch file some bytes of each row, alike where two rows have the same custom_id.
     """
 
     schema: pa.Schema
@@ -81,11 +80,10 @@ def read_schema(schema: bytes | bytearray) -> pa.Schema:
 
 
 class TableReading:
-    """One pass over a file from a group of its rows to the end.
+    """One pass over a file from a group of its rows to the end. Raises as look_at.
 
-    schema: of the whole file. batches: its rows, once. columns: that are read; a name that is not there is passed over.
-    limit: see look_at. Raises what look_at does; a child that was killed is replaced once, and one that takes too much
-    memory is asked for fewer rows at a time.
+    schema: of the whole file. batches: its rows, once. columns: a name that is not there is passed over. A child that
+    was killed is replaced once, and one that takes too much memory is asked for fewer rows at a time.
     """
 
     def __init__(

@@ -24,10 +24,8 @@ SUFFIXES = {
 #: Formats whose files are lines of text: they have no types and no index of their own.
 LINES = frozenset({CSV, TSV, JSONL, OPENAI_BATCH})
 
-#: Those whose first line names the columns.
 HEADED = frozenset({CSV, TSV})
 
-#: Formats of one output file.
 OUTPUTS = (PARQUET, CSV, JSONL, ARROW)
 
 #: What may follow the suffix of such a file, which is compressed then.
@@ -55,7 +53,6 @@ def named_format(name: str) -> str | None:
 
 
 def is_named(name: str, wanted: str | None) -> bool:
-    """Whether a file of this name is one of a wanted format; None stands for any."""
     found = named_format(name)
     wanted = JSONL if wanted == OPENAI_BATCH else wanted
     return found is not None if wanted is None else found == wanted

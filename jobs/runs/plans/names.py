@@ -19,14 +19,12 @@ PARTS = "_parts"
 #: Where open shards keep what they have computed, until the run ends.
 JOURNAL = "_journal"
 
-#: Where planning puts what it makes of inputs that are no Parquet.
 INPUT = "_input"
 
 #: Where the keys of the parts' rows lie, by which later runs find the answers. The names in it begin so too: polars
 #: reads files of folders that do.
 KEYS = "_keys"
 
-#: Where planning puts the answers that are taken from earlier runs.
 REUSED = "_reused"
 
 _RUN_ID = re.compile(r"[0-9a-f]{16}")
@@ -44,7 +42,6 @@ def part_name(shard: int) -> str:
 
 
 def keys_name(shard: int) -> str:
-    """Return the name, below the run's folder, of the keys of a part's rows."""
     return f"{KEYS}/_part-{shard:05d}.bin"
 
 
@@ -61,7 +58,6 @@ def output_names(single_file: str | None) -> tuple[str, ...]:
 
 
 def part_shard(name: str) -> int | None:
-    """Return the shard whose part has this name, or None when it is no part."""
     match = _PART.fullmatch(name)
     return int(match[1]) if match and part_name(int(match[1])) == name else None
 

@@ -24,7 +24,6 @@ def column_names(name: str, value: Any) -> list[str]:
 
 
 def image_columns(name: str, value: Any) -> list[str] | None:
-    """Return the columns of pictures, in their order; None for none. Raises InvalidValue."""
     if not isinstance(value, str | list | tuple):
         raise unlike(name, value, "a column, or a list of columns")
     names = [value] if isinstance(value, str) else value
@@ -128,7 +127,6 @@ def check_served(
 #: Of a shard's rows together, all held until its part is written: 88 bytes each.
 MAX_PROBABILITIES = 4_000_000
 
-#: What embeddings have not; of labels other checks say it.
 _OF_ANSWERS = ("labels", "calibrate", "check", "check_columns", "continue_on_length", "repair_template")
 
 #: Sampling values that say how a prompt is read, and nothing of an answer.

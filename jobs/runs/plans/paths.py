@@ -44,12 +44,10 @@ def run_path(path: object) -> str:
 
 
 def is_stored(path: str) -> bool:
-    """Whether what `run_path` returned lies in an object store."""
     return path.partition("://")[0] in STORES
 
 
 def real_path(path: str) -> str:
-    """Return a path that `run_path` returned without links; an object store has none."""
     return path if is_stored(path) else os.path.realpath(path)
 
 

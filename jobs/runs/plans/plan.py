@@ -33,8 +33,7 @@ FORMAT = 6
 class PlannedFile:
     """An input file as it was planned, with its size in bytes and its values in the plan's added columns.
 
-    mtime_ns (Unix), etag: a file with another one is looked at more closely, and is the same if all else is. kept: how
-    many of its rows the run has, where it has only those that are new; None for all.
+    mtime_ns (Unix), etag: one with another is looked at more closely. kept: of its rows, so many are new; None for all.
     """
 
     path: str
@@ -53,10 +52,9 @@ class PlannedFile:
 
 @dataclass(frozen=True)
 class Reused:
-    """What planning has taken from earlier runs.
+    """What planning has taken from earlier runs, into files of this name.
 
-    name: of the files that hold it. asked: RowKeys.name as planning knew it. any_model: whether answers of other models
-    were taken. runs: see ReusedRun.
+    asked: RowKeys.name as planning knew it. any_model: whether answers of other models were taken. runs: see ReusedRun.
     """
 
     name: str
@@ -66,10 +64,9 @@ class Reused:
 
 
 class Shard(NamedTuple):
-    """A range of rows of one file.
+    """A range of rows of one file, from its first row `start`.
 
-    file: index into the plan's files. start: first row within it. first_group, num_groups: the row groups that hold the
-    range. skip: rows of the first group before it.
+    first_group, num_groups: the row groups that hold the range. skip: rows of the first group before it.
     """
 
     file: int
@@ -84,12 +81,10 @@ class Shard(NamedTuple):
 class Plan:
     """What a run does.
 
-    seed: the source of every row's seed. model: the planning worker's. added_columns: come behind the files'.
-    input_format: of all files. columns: of text files, which do not say it: names, and what they hold
-    (jobs.parquet.formats.kinds). repeated: rows of batch files whose custom_id an earlier one has.
-    sizes: bytes of what each shard asks. reused: None where no earlier run was named. second: the model that rows with
-    low margins are asked again of. input_folder: of what was made of inputs that are no Parquet; by default in the
-    output.
+    seed: the source of every row's seed. added_columns: come behind the files'. columns: of text files, which do not
+    say it: names, and what they hold (jobs.parquet.formats.kinds). repeated: rows of batch files whose custom_id an
+    earlier one has. sizes: bytes of what each shard asks. second: the model that rows with low margins are asked again
+    of. input_folder: of what was made of inputs that are no Parquet; by default in the output.
     """
 
     spec: RunSpec
@@ -207,7 +202,6 @@ class Plan:
         return plan
 
 
-#: Fields that the plan's file has in another form, or not.
 _NOT_AS_IT_IS = ("spec", "shards", "input_folder")
 
 
@@ -226,9 +220,9 @@ MIN_TAIL_ROWS = 128
 def cut_shards(row_groups: Sequence[Sequence[int]], rows_per_shard: int, limit: int | None = None) -> tuple[Shard, ...]:
     """Cut files into shards of at most `rows_per_shard` rows, each within one file, in row order.
 
-    The last ones of a run of more than TAIL_SHARE shards are smaller. All depends on the arguments alone. row_groups:
-    for each file the row count of each of its row groups. limit: of them all, only so many rows. No row at all gives
-    one empty shard, so that every run has a part and readers find the schema. Raises InvalidJob beyond MAX_SHARDS.
+    The last ones of a run of more than TAIL_SHARE shards are smaller. row_groups: for each file the row count of each
+    of its row groups. limit: of them all, only so many rows. No row at all gives one empty shard, so that every run has
+    a part and readers find the schema. Raises InvalidJob beyond MAX_SHARDS.
     """
     rows = sum(map(sum, row_groups))
     rows = rows if limit is None else min(rows, limit)

@@ -112,7 +112,6 @@ def _is_plain(column: str) -> bool:
 #: Prompts of a row; each is a turn in the batch.
 MAX_STEPS = 20
 
-#: Columns of a row as a whole, which no prompt's may be named like.
 ROW_COLUMNS = ("prompt_tokens", "completion_tokens", "cached_tokens", "error")
 
 #: What the longest name of a column of a prompt's ends with.

@@ -100,7 +100,6 @@ class WaitingJobs:
         return found
 
 
-#: Jobs that are looked up in one round trip.
 _CHUNK = 1000
 
 

@@ -10,6 +10,7 @@ came (cancelling), no part was recorded since (counting).
 
 from __future__ import annotations
 
+import json
 import time
 from bisect import bisect
 from collections import Counter
@@ -28,7 +29,7 @@ from jobs.errors import RunBusy, RunCancelled, RunResubmitted, UnknownRun
 from jobs.runs.redis_state.submission import ASKED_FOR, ErrorLimit, Submission
 from jobs.runs.redis_state.transactions import transact
 from jobs.runs.statistics.part_stats import COUNTED, PartStats
-from jobs.runs.statistics.reasons import Reasons, read_reasons, reasons_text
+from jobs.runs.statistics.reasons import Reasons
 from jobs.runs.statistics.run_statistics import working_s
 
 T = TypeVar("T")
@@ -53,7 +54,6 @@ _TOTAL = b"total"
 #: Parts of a run that one look reads; of a run that has more, the last ones.
 MAX_LOOKED = 1000
 
-#: The field that says why the planning of the last submission failed.
 PLAN_ERROR = "plan_error"
 
 #: A run's keys live for RUN_TTL_S from its last part on, which may come long after its submission.
@@ -68,7 +68,8 @@ def record_reasons(connection: Redis, run: str, shard: int, reasons: Reasons) ->
         pipe.hlen(key)
         _, length = pipe.execute()
         if reasons.rows and length < MAX_PARTS:
-            pipe.hset(key, str(shard), reasons_text(reasons, MAX_OF_PART))
+            kept = [[each.text, each.rows, each.examples] for each in reasons.commonest(MAX_OF_PART)]
+            pipe.hset(key, str(shard), json.dumps(kept))
             pipe.expire(key, RUN_TTL_S)
             pipe.execute()
 
@@ -76,7 +77,11 @@ def record_reasons(connection: Redis, run: str, shard: int, reasons: Reasons) ->
 def recorded_reasons(connection: Redis, run: str) -> Reasons:
     """Return what is kept of a run's parts: of more than MAX_PARTS with errors not of all."""
     found: Any = connection.hgetall(run_key(run, "errors"))
-    return read_reasons(islice(found.values(), 2 * MAX_PARTS))
+    reasons = Reasons()
+    for record in islice(found.values(), 2 * MAX_PARTS):
+        for text, count, rows in json.loads(record):
+            reasons.add(text, rows, count)
+    return reasons
 
 
 @dataclass(frozen=True)
@@ -167,8 +172,6 @@ class RunState:
             raise UnknownRun(self.run)
         return facts
 
-    # Submissions and cancellations
-
     def submission(self, client: Redis | None = None) -> int:
         """Return the number of the last submission, greater than all before or cancelled; 0 for none."""
         found: Any = (self._redis if client is None else client).hget(self._key, "submission")
@@ -182,8 +185,7 @@ class RunState:
     def submit(self, pipe: Pipeline, plan_job: str, output: str, submission: Submission, anew: bool = True) -> None:
         """Take back a cancellation or a stop: a new planning job submits the run. anew: False where one is under way.
 
-        Leaves `pipe`, which watches the run's key or its turn, in a transaction that is to be executed. An end stays:
-        what its planning refuses changes no finished run.
+        Leaves `pipe`, which watches the run's key or its turn, in a transaction that is to be executed. An end stays.
         """
         found: Any = pipe.hmget(self._key, "submission", "cancelled_submission")
         number = max(*map(_number, found), _now_ms()) + 1 if anew else _number(found[0])
@@ -263,8 +265,6 @@ class RunState:
         reason = f"{told}, then submit another input, or the same again with a higher limit to resume"
         return Verdict(reason, _number(submission))
 
-    # The end
-
     def record_failed(self, shard: int) -> PartCount:
         """Record that a shard without a part has failed for good. Raises RunBusy where the lease is lost."""
 
@@ -301,12 +301,10 @@ class RunState:
 
         self._change(unmark, self._key)
 
-    # Its parts
-
     def record_part(self, stats: PartStats) -> PartCount:
         """Record a finished shard, unless it is recorded, and add it to the run's totals.
 
-        Nothing is watched, as many shards end at once: a worker killed in between leaves a part uncounted until a count
+        Nothing is watched, as many shards end at once: a worker killed in between leaves it uncounted until a count
         anew.
         """
         with self._redis.pipeline() as pipe:
@@ -327,7 +325,6 @@ class RunState:
             return part_count(length, raw_total, failed)
 
     def _count(self, pipe: Pipeline) -> None:
-        """Ask for what `part_count` takes."""
         pipe.hlen(self._parts_key)
         pipe.hget(self._parts_key, _TOTAL)
         pipe.scard(self._failed_key)
@@ -354,7 +351,6 @@ class RunState:
         return self._change(amend, *([self._parts_key] if dropped else []))
 
     def records(self) -> dict[int, bytes]:
-        """Return the recorded parts by shard, as they are stored."""
         found = cast("dict[bytes, bytes]", self._redis.hgetall(self._parts_key))
         return {int(field): record for field, record in found.items() if field != _TOTAL}
 
@@ -362,7 +358,6 @@ class RunState:
         return _read(self.records())
 
     def parts_of(self, shards: Sequence[int]) -> dict[int, PartStats]:
-        """Return what is recorded of these shards' parts, as `parts` does."""
         if not shards:
             return {}
         found: Any = self._redis.hmget(self._parts_key, [str(shard) for shard in shards])
@@ -395,8 +390,6 @@ class RunState:
         latest = self.parts_of(_latest(shards, running))
         return SeenParts(shards, latest, dict(zip(COUNTED, (int(each or 0) for each in totals), strict=True)))
 
-    # Who may write
-
     def write(self, change: Callable[[Pipeline], T], *watched: str) -> T:
         """Make a change with no planner, submission or cancel between it and its looks. Raises RunBusy."""
         return self._change(change, self._turn_key, *watched)
@@ -420,7 +413,6 @@ class RunState:
 
 
 def part_count(length: int, raw_total: bytes | None, failed: int) -> PartCount:
-    """Return what the replies to `RunState._count` say."""
     if raw_total is None:
         return PartCount(length, None, failed)
     return PartCount(length - 1, int(raw_total), failed)

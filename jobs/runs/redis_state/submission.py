@@ -29,8 +29,6 @@ MIN_JUDGED_ROWS = 100
 
 @dataclass(frozen=True)
 class ErrorLimit:
-    """Either rows, or a share of the rows that are finished: 0 to 1."""
-
     rows: int | None = None
     share: float | None = None
 
@@ -81,10 +79,9 @@ WISHES = ("model", "max_errors", WEBHOOK, ON_END, "reuse", _ANY_MODEL)
 class Submission:
     """What one submission of a run says beside the run's arguments.
 
-    queue: of the run's jobs. model: a name of the only one whose worker may plan the run, or resume it. limit: the run
-    is stopped, as if it was cancelled, beyond it. webhook, on_end: a URL, and a function's dotted name, that are told
-    of its end. reuse: outputs of earlier runs, whose answers a new run takes. reuse_from_any_model: also those of
-    other models.
+    model: the only one whose worker may plan the run, or resume it. limit: beyond it the run is stopped. webhook,
+    on_end: a URL, and a function's dotted name, that are told of its end. reuse: outputs of earlier runs, whose answers
+    it takes.
     """
 
     queue: str
@@ -110,7 +107,6 @@ class Submission:
 
     @property
     def calls(self) -> dict[str, str]:
-        """Return who is told of the run's end, as fields of its hash."""
         return {name: call for name in ASKED_FOR if (call := getattr(self, name)) is not None}
 
     def check_calls(self, hosts: Collection[str], functions: Collection[str]) -> None:

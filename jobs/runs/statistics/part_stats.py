@@ -11,7 +11,6 @@ COUNTED = (
     *("failed_checks", "cut", "rows_reused"),
 )
 
-#: The same in a manifest.
 TOLD = (*COUNTED, "rows_resumed", "tokens_resumed", "rows_escalated")
 
 
@@ -19,11 +18,10 @@ TOLD = (*COUNTED, "rows_resumed", "tokens_resumed", "rows_escalated")
 class PartStats:
     """Counts of one part.
 
-    prompt_tokens, completion_tokens, cached_tokens: sums of the output's columns, equal prompts counted each time.
-    generated_tokens: completion tokens that its execution has computed, equal prompts counted once. rows_resumed,
-    tokens_resumed: rows that earlier executions have answered, or begun to, and the tokens that they have computed for
-    these. started_at, ended_at: Unix seconds. failed_checks, cut: rows without an error whose answer fails its check,
-    or ended at its limit of tokens. prompt_lengths, completion_lengths: in tokens, as count_lengths returns them.
+    prompt_tokens, completion_tokens, cached_tokens: sums of the output's columns. generated_tokens: that its execution
+    has computed, equal prompts counted once. rows_resumed, tokens_resumed: of earlier executions. started_at, ended_at:
+    Unix seconds. failed_checks, cut: rows without an error whose answer fails its check, or ended at its limit of
+    tokens. prompt_lengths, completion_lengths: in tokens, as count_lengths returns them.
     """
 
     run: str

@@ -40,7 +40,6 @@ _PAGE = """<!doctype html>
 </html>
 """
 
-#: Of a chart, in its own units.
 _WIDTH, _HEIGHT, _LEFT, _BELOW = 640, 190, 64, 26
 
 
@@ -115,7 +114,6 @@ def _lengths(title: str, lengths: Mapping[str, int]) -> str:
 
 
 def _chart(title: str, values: Sequence[float], marks: Sequence[str]) -> str:
-    """Draw bars from 0. marks: what stands below each bar, where there is room."""
     most, height, step = max(values), _HEIGHT - _BELOW, (_WIDTH - _LEFT) / len(values)
     shapes = [f'<text x="{_LEFT - 6}" y="12" text-anchor="end">{_number(most)}</text>']
     for place, (value, mark) in enumerate(zip(values, marks, strict=True)):
@@ -129,7 +127,6 @@ def _chart(title: str, values: Sequence[float], marks: Sequence[str]) -> str:
 
 
 def _table(title: str, heads: Sequence[str], rows: Iterable[Sequence[Any]]) -> str:
-    """Return a table; whole numbers stand to the right."""
     cells = (
         "".join(f"<td class=n>{each:,}</td>" if isinstance(each, int) else f"<td>{_text(each)}</td>" for each in row)
         for row in rows

@@ -26,12 +26,11 @@ class End(enum.Enum):
     FORGOTTEN = "this Redis no longer knows the run, and lost its data perhaps: submit it again to resume it"
 
 
-#: What a refused submit is told of a run that had finished.
 REFUSED_AS_BEFORE = "this submit was refused, as is named above; the run is finished as before"
 
 
 class Display:
-    """Where progress goes: nowhere, unless it is shown."""
+    """Where progress goes: nowhere, unless it is shown. warn: of a sentence."""
 
     def show(self, snapshot: RunSnapshot) -> None:
         """Take a look at the run."""

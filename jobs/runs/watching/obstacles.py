@@ -41,7 +41,6 @@ def obstacles(connection: Redis, snapshot: RunSnapshot) -> list[str]:
 
 
 def no_worker_text(queue: str, others: Sequence[str]) -> str:
-    """Say that no worker listens on a queue. others: queues on which workers do."""
     listening = f" (workers listen on {', '.join(map(repr, others))})" if others else ""
     return (
         f"no worker listens on queue {queue!r}{listening}: start one with "
@@ -50,7 +49,6 @@ def no_worker_text(queue: str, others: Sequence[str]) -> str:
 
 
 def listened_queues(connection: Redis) -> list[str]:
-    """Return the names of the queues on which a living worker listens, sorted."""
     return sorted({name for each in living_workers(connection) for name in each.queues})
 
 

@@ -22,7 +22,6 @@ from jobs.runs.redis_state.submission import ErrorLimit
 from jobs.runs.statistics.part_stats import COUNTED, outcome_text
 from jobs.runs.watching.time_left import Progress, time_left
 
-#: States of a job that has not ended.
 WAITING = (JobStatus.QUEUED, JobStatus.STARTED, JobStatus.SCHEDULED, JobStatus.DEFERRED)
 
 #: States of a planning job that has ended without a plan.
@@ -31,10 +30,8 @@ REFUSED = (JobStatus.FAILED, JobStatus.STOPPED, JobStatus.CANCELED)
 #: For how long what a worker told lately is kept at least.
 TOLD_LATELY_S = WORKER_STATS_TTL_S - SILENT_S
 
-#: Shards of which one look seeks the jobs.
 MAX_SOUGHT = 1000
 
-#: What of a snapshot is told as JSON as it is there.
 _TOLD = (
     *("run", "state", "output", "model", "submitted_at", "began_at", "ended_at", "rows", "rows_done", "errors"),
     *("failed_checks", "cut", "rows_reused", "shards", "shards_done", "shards_started", "shards_failed"),
@@ -50,9 +47,8 @@ class RunSnapshot:
     gone: queued shards whose job is in Redis no more. claimed: those that a worker holds, which may write the run's
     end. rows_done, tokens: generated ones, of running shards too; other counts are of finished shards. queue_length:
     jobs of any run. awaited_model: the run's, where no worker there serves it. stopped: why it was cancelled without
-    anyone's word. failed_jobs: without those that an earlier cancel has stopped, which are gone. awaited_second: what
-    is to be done for the second model of a cascade. Times are Unix seconds. rows_per_s, tokens_per_s: of a finished run
-    over worked_s, for which workers had shards.
+    anyone's word. failed_jobs: without those that an earlier cancel has stopped. Times are Unix seconds. rows_per_s,
+    tokens_per_s: of a finished run over worked_s, for which workers had shards.
     """
 
     run: str
@@ -105,7 +101,6 @@ class RunSnapshot:
 
     @property
     def shards_failed(self) -> int:
-        """Return how many shards failed; 0 of a run that is cancelled or stopped."""
         return 0 if self.cancelled else self.failed
 
     @property
@@ -150,7 +145,6 @@ class RunSnapshot:
 
     @property
     def is_idle(self) -> bool:
-        """Whether no job of the run waits or runs."""
         if self.is_planning or self.shards_started or self.claimed:
             return False
         if self.shards is None:
@@ -161,7 +155,6 @@ class RunSnapshot:
 
     @property
     def state(self) -> str:
-        """One word for an operator."""
         if self.finished and not self.is_planning:
             return "failed" if self.all_failed else "finished"
         if self.cancelled:
@@ -296,7 +289,6 @@ def read_planned(connection: Redis, run: str) -> RunSnapshot:
 def _plan_error(
     connection: Redis, facts: Mapping[str, str], plan_job: str | None, shards: int | None, status: JobStatus | None
 ) -> str | None:
-    """Return why a run's planning failed, as it may be shown; None where it did not."""
     if status in (JobStatus.STOPPED, JobStatus.CANCELED):
         return "it was stopped"
     if status is JobStatus.FAILED and plan_job is not None:
@@ -309,7 +301,6 @@ def _plan_error(
 
 
 def _stopped_jobs(connection: Redis, failed: Sequence[str], cancelled: int) -> set[str]:
-    """Return those of the jobs that were enqueued before the last cancel."""
     if not cancelled or not failed:
         return set()
     with connection.pipeline(transaction=False) as pipe:
@@ -333,7 +324,6 @@ def awaited_model(
 
 
 def _awaited_second(facts: Mapping[str, str], workers: Iterable[Listener]) -> str | None:
-    """Say that nobody serves the second model of a cascade, where that is so."""
     if "second_queue" not in facts:
         return None
     _, models = served_on(workers, facts["second_queue"])
@@ -383,7 +373,6 @@ def read_queue(connection: Redis, name: str, workers: Iterable[Listener], most: 
 
 
 def run_queues(facts: Mapping[str, str]) -> list[str]:
-    """Return the queue of a run's jobs, and that of those which ask the second model of a cascade."""
     return list(dict.fromkeys((facts["queue"], facts.get("second_queue", facts["queue"]))))
 
 
@@ -449,7 +438,6 @@ def shard_jobs(connection: Redis, run: str, shards: Sequence[int], facts: Mappin
 
 
 def read_progress(connection: Redis, job_ids: Sequence[str]) -> list[Progress]:
-    """Return the progress of running shards' jobs; none where a job says none."""
     with connection.pipeline(transaction=False) as pipe:
         for job_id in job_ids:
             pipe.hmget(rq_jobs.job_key(job_id), "meta", "started_at", "worker_name", "status")
