@@ -10,6 +10,7 @@ import redis
 from tqdm import tqdm
 
 from jobs.common.display import duration_text
+from jobs.runs.statistics.part_stats import outcome_text
 from jobs.runs.watching.follow import Display
 from jobs.runs.watching.snapshot import RunSnapshot, failure_text
 
@@ -33,7 +34,6 @@ def rate(value: float | None) -> str:
 
 
 LINE_EVERY_S = 10.0
-
 
 #: tqdm's own guess counts rows, and rows that are still to come may be longer.
 BAR_FORMAT = "{desc}: {percentage:3.0f}%|{bar}| {n_fmt}/{total_fmt} [{elapsed}{postfix}]"
@@ -81,12 +81,10 @@ class Lines(Display):
 
 
 def progress(clock: Callable[[], float]) -> Display:
-    """Return the display that suits standard error as it is now. clock: seconds, any zero."""
     return Bar(sys.stderr) if _has_columns(sys.stderr) else Lines(sys.stderr, clock)
 
 
 def _has_columns(file: TextIO) -> bool:
-    """Whether a bar can be drawn: some consoles and CI runners give a terminal of no size."""
     try:
         return file.isatty() and os.get_terminal_size(file.fileno()).columns > 0
     except (OSError, ValueError):
@@ -119,8 +117,9 @@ def status_text(snapshot: RunSnapshot, num_gone: int = 0) -> str:
     lines = [f"run {snapshot.run}: {'incomplete' if num_gone else snapshot.state}", f"output   {snapshot.output}"]
     if snapshot.rows is not None:
         started = f"{snapshot.shards_started} started"
+        outcome = outcome_text(snapshot.errors, snapshot.failed_checks, snapshot.cut)
         lines += [
-            f"rows     {snapshot.rows_done} of {snapshot.rows}, {snapshot.outcome}",
+            f"rows     {snapshot.rows_done} of {snapshot.rows}, {outcome}",
             *([f"reused   {snapshot.rows_reused} rows of earlier runs"] if snapshot.rows_reused else []),
             *([f"why      `tokenmill errors {snapshot.run}` lists them by reason"] if snapshot.errors else []),
             f"shards   {snapshot.shards_done} of {snapshot.shards} done, {started}, {_rest(snapshot)}",
@@ -159,6 +158,6 @@ def awaits(snapshot: RunSnapshot) -> list[str]:
 
 def _rest(snapshot: RunSnapshot) -> str:
     if snapshot.cancelled or (snapshot.plan_failed and snapshot.is_idle):
-        return f"{snapshot.queued + snapshot.failed + snapshot.gone} left for another submit"
+        return f"{snapshot.queued + len(snapshot.failed_jobs) + snapshot.gone} left for another submit"
     gone = f", {snapshot.gone} whose jobs are gone" if snapshot.gone else ""
-    return f"{snapshot.queued} queued, {snapshot.failed} failed{gone}"
+    return f"{snapshot.queued} queued, {len(snapshot.failed_jobs)} failed{gone}"

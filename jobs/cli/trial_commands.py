@@ -34,19 +34,12 @@ def preview(connection: redis.Redis, /, rows: int, queue: str, no_answers: bool,
     A worker of the queue renders the prompts, counts their tokens and answers them; nothing is written.
     """
     with errors_told():
-        found = _survey(connection, queue, {**options, "limit": rows}, first=rows, answers=not no_answers)
+        found = survey(connection, queue, {**options, "limit": rows}, first=rows, answers=not no_answers)
         for each in found["shown"]:
             _show(each)
         for line in _reasons(found):
             click.echo(line, err=True)
     sys.exit(1 if found["rows_failing"] or found["num_failed"] else 0)
-
-
-def tell_dry_run(
-    connection: redis.Redis, queue: str, options: dict[str, Any], max_rows: int, price_per_hour: float | None
-) -> None:
-    found = _survey(connection, queue, options, max_rows=max_rows)
-    click.echo("\n".join(dry_run_lines(found, price_per_hour)))
 
 
 def dry_run_lines(found: dict[str, Any], price_per_hour: float | None) -> list[str]:
@@ -70,7 +63,7 @@ def dry_run_lines(found: dict[str, Any], price_per_hour: float | None) -> list[s
     return lines
 
 
-def _survey(connection: redis.Redis, queue: str, options: dict[str, Any], **how: Any) -> dict[str, Any]:
+def survey(connection: redis.Redis, queue: str, options: dict[str, Any], **how: Any) -> dict[str, Any]:
     submission, own = Submission.split(queue, run_arguments({"output": "/dev/null", **options}))
     how |= {"reuse": list(submission.reuse), "reuse_from_any_model": submission.reuse_from_any_model}
     asked = {**RunSpec.from_arguments(**own).to_json(), **how}
@@ -94,7 +87,6 @@ def _show(row: dict[str, Any]) -> None:
 
 
 def _text(value: Any) -> str:
-    """Return a prompt as it is shown: lines below it are indented, and nothing in it moves the cursor."""
     text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
     lines = [safe_name(line, MAX_SHOWN_CHARS) for line in text[:MAX_SHOWN_CHARS].split("\n")]
     return "\n    ".join(lines) + (" ..." if len(text) > MAX_SHOWN_CHARS else "")

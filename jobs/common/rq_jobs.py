@@ -40,7 +40,6 @@ RATE_LIMITS_KEY = RateLimitRegistry.rl_keys_key
 
 JOB_PREFIX = Job.redis_job_namespace_prefix
 
-
 #: How a job ended, in the entries of `results_key`.
 ResultType = Result.Type
 

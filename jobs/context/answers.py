@@ -51,7 +51,6 @@ class Answer:
 
 
 def failed_answer(reason: str, n: int = 1, prompt_tokens: int = 0, cached_tokens: int = 0) -> Answer:
-    """Return what a row has that was not answered. n: completions of each row."""
     if n == 1:
         return Answer(None, "error", prompt_tokens, 0, cached_tokens, reason)
     return Answer((None,) * n, ("error",) * n, prompt_tokens, (0,) * n, cached_tokens, reason)

@@ -1,7 +1,4 @@
-"""What a child does that checks answers.
-
-It imports nothing of the worker's, and of others' what a check needs: jsonschema, or a function's module.
-"""
+"""What a child does that checks answers. It imports nothing of the worker's, and of others' what a check needs."""
 
 import inspect
 import json

@@ -17,8 +17,7 @@ MOST_ATTEMPTS = 100
 
 MAX_CHARS = 1 << 20
 
-#: Of the text of a repair, and how often the reason, which is longer than its name, may stand in it: each
-#: prompt that is tried again holds its own.
+#: Of the text of a repair, which each prompt that is tried again holds, and how often the reason may stand in it.
 MAX_REPAIR_CHARS, MAX_REASONS = 1 << 16, 8
 
 #: Where the reason stands in the text that follows an answer that failed.

@@ -28,7 +28,6 @@ class Checks:
         self._pool = Pool()
 
     def admit(self, options: RepairOptions) -> None:
-        """Raise InvalidJob for a function that may not be called here; nothing is imported."""
         name = options.function
         if name is None or name in self._allowed:
             return

@@ -16,8 +16,6 @@ from jobs.common.keys import JOURNAL_TTL_S, journal_key
 
 @dataclass(frozen=True, slots=True)
 class KeptCompletion:
-    """What is kept of a completion, or told of one that failed."""
-
     index: int
     token_ids: Sequence[int]
     text: str

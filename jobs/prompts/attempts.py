@@ -144,12 +144,6 @@ def check_repairs(
             raise InvalidJob(problem)
 
 
-def check_prompts(options: RepairOptions, prompts: Sequence[object]) -> None:
-    """Raise InvalidJob for token ids as prompts, behind which no reason can be written."""
-    if options.check is not None and any(isinstance(prompt, list) for prompt in prompts):
-        raise InvalidJob("check and a prompt of token ids: its reason is a text: give the prompt as a text")
-
-
 def hashed_seed(text: str) -> int:
     """Return a seed that follows from a text; 0 to 2**63 - 1."""
     return int.from_bytes(blake2b(text.encode(), digest_size=8).digest(), "little") >> 1

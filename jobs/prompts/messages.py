@@ -169,7 +169,6 @@ def split_chat_options(values: Mapping[str, Any]) -> tuple[dict[str, Any], ChatO
 
 
 def refuse_chat_options(values: Mapping[str, Any]) -> None:
-    """Raise InvalidJob where a prompt that is no chat comes with what only a chat has."""
     for name in NAMES:
         if values.get(name) is not None:
             raise InvalidJob(f"{name} belongs to a chat, and a prompt that is a text passes no template")

@@ -12,20 +12,19 @@ from typing import Any, ClassVar
 from jobs.context import JobContext
 from jobs.context.check_options import NO_REPAIRS, RepairOptions, split_repair_options
 from jobs.context.served_model import parse_model
-from jobs.context.under_way import LeftPrompt, UnderWay
-from jobs.errors import ResultTooLarge
+from jobs.context.under_way import KeptCompletion, LeftPrompt, UnderWay
+from jobs.errors import InvalidJob, ResultTooLarge
 from jobs.prompts.arguments import Prompt, Unusable, check_choices, parse_prompts, parse_sampling
-from jobs.prompts.attempts import Attempts, check_prompts, check_repairs
+from jobs.prompts.attempts import Attempts, check_repairs
 from jobs.prompts.messages import parse_messages, refuse_chat_options, split_chat_options
 from jobs.prompts.pictures import pictured_task, with_pictures
 from jobs.prompts.response_options import chat_response_options, completion_options
-from jobs.prompts.responses import Answers, chat_completion, check_answers, failed_completion, text_completion
+from jobs.prompts.responses import Answers, chat_completion, check_answers, text_completion
 from jobs.prompts.templated_task import asked_task
 from jobs.tasks import Completion, OpenTask, Parts, Request, Task
 
 #: A job shows its progress once it has run so long, and then not more often: most are over before.
 PROGRESS_AFTER_S, PROGRESS_EVERY_S = 5.0, 2.0
-
 
 #: What the id of a result begins with, by its kind; a list of embeddings has none.
 ID_PREFIXES = {
@@ -35,7 +34,6 @@ ID_PREFIXES = {
     "loglikelihood": "loglikelihood",
     "rerank": "rerank",
 }
-
 
 #: Builds the job's result, but for its id, time and model, of the answers and the job's id; see responses.py.
 Respond = Callable[[Answers, str], dict[str, Any]]
@@ -161,7 +159,6 @@ class OpenPrompts(OpenTask):
         attempts.inspect(completions[0])
 
     def deliver(self, index: int, completions: Sequence[Completion]) -> None:
-        """Raises ResultTooLarge once the answers cannot be written any more."""
         prompt = self._sent[index]
         self._take(prompt, completions)
         if not prompt.answers:
@@ -202,7 +199,7 @@ class OpenPrompts(OpenTask):
 
     def _failed(self, reason: str | None) -> Sequence[Completion]:
         n = self._sampling.get("n", 1)
-        failed = failed_completion(reason or "the engine gave no reason")
+        failed = KeptCompletion(0, (), "", "error", 0, 0, reason or "the engine gave no reason", None)
         return [failed] * (n if isinstance(n, int) else 1)
 
     def result(self) -> dict[str, Any]:
@@ -235,7 +232,8 @@ def complete_task(
     def task(_: str, prompt: object) -> PromptTask:
         prompts = parse_prompts(prompt)
         check_choices(len(prompts), values)
-        check_prompts(repairs, prompts)
+        if repairs.check is not None and any(isinstance(each, list) for each in prompts):
+            raise InvalidJob("check and a prompt of token ids: its reason is a text: give the prompt as a text")
         respond = partial(text_completion, options=options)
         return PromptTask(text_requests(prompts, values), respond, asked_for, values, repairs)
 

@@ -6,7 +6,6 @@ from hashlib import blake2b
 from typing import Any
 
 from jobs.common.display import is_unicode
-from jobs.context.under_way import KeptCompletion
 from jobs.errors import RequestFailed
 from jobs.prompts.attempts import Attempts, num_generated
 from jobs.prompts.response_options import ResponseOptions
@@ -42,7 +41,6 @@ def text_logprobs(sample: Completion, *, echo: bool, prompt_only: bool) -> dict[
 
 
 def chat_logprobs(rows: Sequence[TokenLogprobs], num_top: int) -> dict[str, Any]:
-    """`logprobs` of a chat.completion's choice, with so many of the likeliest tokens beside each."""
     return {
         "content": [
             {
@@ -222,10 +220,6 @@ def chat_completion(
             choice["logprobs"] = chat_logprobs(sample.logprobs, options.num_top)
         choices.append({**choice, "message": message} | _of_prompt(sample, options))
     return {"object": "chat.completion", "choices": choices, "usage": usage(answers)}
-
-
-def failed_completion(error: str) -> KeptCompletion:
-    return KeptCompletion(0, (), "", "error", 0, 0, error, None)
 
 
 def check_answers(answers: Answers) -> None:

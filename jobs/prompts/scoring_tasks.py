@@ -251,7 +251,6 @@ def _continuations(continuations: object) -> list[str | list[int]]:
 
 
 def _content_free(asked: Any, calibrate: object, *, is_chat: bool) -> object:
-    """Return the prompt, or the messages, that stand for no input. asked: the same of the job, parsed."""
     if calibrate is True:
         if not is_chat:
             return CONTENT_FREE

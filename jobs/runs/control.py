@@ -70,7 +70,6 @@ def submit_run(
 
 
 def retry_run(connection: Redis, plan: Plan, output: str) -> str:
-    """Submit a run again as it was last, into another output that takes its answers; return the new one's id."""
     facts: Mapping[str, str] = {}
     with suppress(UnknownRun):
         facts = RunState(connection, plan.run).facts()

@@ -158,7 +158,6 @@ def _error(results: Sequence[Any]) -> str:
 
 
 def _call(data: bytes | None) -> tuple[str | None, str | None]:
-    """Return the function that a payload of JSON calls, and its arguments; None for any other payload."""
     try:
         function, _, args, kwargs = json.loads(stored.unpacked(data or b"", 4 * MAX_PAYLOAD_BYTES) or b"")
     except (ValueError, TypeError, RecursionError):

@@ -28,7 +28,6 @@ def queue_names(connection: Redis) -> list[str]:
 
 
 def count_queues(connection: Redis, names: Sequence[str]) -> list[QueueCounts]:
-    """Count the jobs of these queues, in one round trip and without RQ's cleanup."""
     moment, size = time.time(), len(PLACES) + 1
     with connection.pipeline(transaction=False) as pipe:
         for keys in map(QueueKeys, names):

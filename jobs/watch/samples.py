@@ -68,7 +68,6 @@ class Point:
 
     @classmethod
     def from_object(cls, found: Mapping[str, Any], **more: Any) -> Self:
-        """Read what a worker wrote. more: fields that are known."""
         names = {each.name for each in fields(cls)}
         return cls(**{**{name: value for name, value in found.items() if name in names}, **more})
 
@@ -126,7 +125,6 @@ def read_samples(connection: Redis, names: Sequence[str] | None = None) -> list[
 
 
 def read_points(connection: Redis, names: Sequence[str]) -> dict[str, list[Point]]:
-    """Return the points of workers, the oldest first. Raises redis.exceptions.RedisError."""
     with connection.pipeline(transaction=False) as pipe:
         for name in names:
             pipe.lrange(samples_key(name), 0, MAX_POINTS - 1)

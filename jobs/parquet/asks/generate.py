@@ -77,7 +77,6 @@ class Generate(Ask):
         return request_of(row, self._is_chat, values, self._chat.template)
 
     def answer(self, completions: Sequence[Completion]) -> Answer:
-        """Return what a row has of its samples; it fails with one of them, or with too many log probabilities."""
         samples = sorted(completions, key=lambda sample: sample.index)
         first = samples[0]
         failed = next((each for each in samples if each.finish_reason == "error"), None)

@@ -32,7 +32,6 @@ def kind_of(spec: RunSpec) -> type[Ask]:
 
 
 def ask_of(plan: Plan, source: RowSource, context: JobContext) -> Ask:
-    """Return what a run asks. source: of its rows. Raises InvalidValue where it cannot be calibrated."""
     spec = plan.spec
     prompt = *spec.chat, spec.is_chat
     makers: dict[type[Ask], Callable[[], Ask]] = {

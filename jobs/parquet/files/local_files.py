@@ -147,7 +147,6 @@ class LocalFiles:
             yield folder, os.path.basename(path)
 
     def _check_in_place(self, folder: int, path: str) -> None:
-        """Raise PathSwapped unless the folder of a path is the one that was entered."""
         with suppress(OSError), self._parent(path) as (found, _):
             if os.path.sameopenfile(found, folder):
                 return

@@ -35,7 +35,6 @@ MEMORY_BYTES = 512 << 20
 
 _VARIABLES = ("AWS_", "GOOGLE_", "AZURE_")
 
-
 #: Of their own: these children, alone of all, hold a store's credentials, as obstore asks the store itself.
 _pool = Pool()
 
@@ -77,7 +76,6 @@ class ObjectFiles:
     def __init__(
         self, roots: Sequence[str], check_interrupted: Callable[[], None] = never_interrupted, timeout_s: float = 300.0
     ) -> None:
-        """Take roots as run_path returns them. timeout_s: in which a store has to serve."""
         self._roots, self._timeout_s = tuple(roots), timeout_s
         self._check_interrupted = check_interrupted
 

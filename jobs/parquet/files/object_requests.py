@@ -1,7 +1,4 @@
-"""Requests to an object store: tried again while it does not serve, and what it says told by our errors.
-
-A child lists prefixes: obstore keeps all of a listing, however long.
-"""
+"""Requests to an object store, tried again while it does not serve. A child lists: obstore keeps all of a listing."""
 
 import errno
 import os

@@ -103,8 +103,6 @@ def _opened(question: Mapping[str, Any], source: Any) -> Iterator[Any]:
 
 
 class _TextTable:
-    """An open file of text. kinds: of its columns, as far as it was looked at."""
-
     def __init__(self, path: str, file_format: str, stream: Any) -> None:
         self._path, self._format, self._rows = path, file_format, 0
         self.kinds: dict[str, kinds.Kind] = dict(_BATCH_KINDS) if file_format == OPENAI_BATCH else {}
@@ -120,7 +118,6 @@ class _TextTable:
         return pa.schema([*(kinds.arrow_field(name, kind) for name, kind in self.kinds.items()), PROBLEM_FIELD])
 
     def slices(self, most: int | None) -> Iterator[tuple[int, int, list[Record]]]:
-        """Yield rows, with how many they are and their bytes."""
         part: list[Record] = []
         size = 0
         for each in islice(self._records, most):

@@ -169,7 +169,6 @@ def _json(value: Any) -> str:
 
 
 def failed_rows(storage: Storage, plan: Plan, shard: int) -> Iterator[tuple[int, str]]:
-    """Yield each row that has an error, counted over the whole input, with its reason. Raises PartDamaged."""
     name = f"{plan.spec.output_prefix}error"
     for row, values in part_rows(storage, plan, shard, [name]):
         if values[name] is not None:

@@ -70,7 +70,6 @@ def output_schema(schema: pa.Schema, spec: RunSpec, path: str = "", embedding_si
 
 
 def answer_fields(spec: RunSpec, embedding_size: int = 0) -> list[pa.Field]:
-    """Return the columns that a run adds, by their own names. embedding_size: as of output_schema."""
     more = [name for name, is_there in ((REUSED, spec.reused_column), (MODEL, spec.escalate_below)) if is_there]
     return [*kind_of(spec).fields(spec, embedding_size), *(pa.field(name, pa.string()) for name in more)]
 

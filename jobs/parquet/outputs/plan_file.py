@@ -18,7 +18,6 @@ MAX_PLAN_BYTES = 256 << 20
 
 
 def find_plan(storage: Storage, folder: str) -> Plan | None:
-    """Return the plan in a folder, or None. Raises PlanDamaged or OutputNotWritable."""
     path = os.path.join(folder, PLAN)
     with writing(path):
         if storage.stat(path) is None:

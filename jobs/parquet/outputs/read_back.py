@@ -110,7 +110,6 @@ class FolderReader:
             return array("q", source.read())
 
     def errors(self, limit: int) -> tuple[Reasons, list[FailedRow]]:
-        """Return why rows failed, all of them counted, and the first of them. Raises PartDamaged."""
         reasons, found = Reasons(), list[FailedRow]()
         for row in self.failed(self.shards()):
             reasons.add(row.reason, [row.row])

@@ -83,7 +83,6 @@ class RunFolder:
         return found
 
     def part_stats(self, shard: int) -> PartStats:
-        """Read a part's statistics. Raises PartDamaged unless it holds exactly its shard's rows."""
         rows = self.plan.shards[shard].rows
         return read_part_stats(self.storage, self.plan.part_path(shard), self.plan.run, shard, rows)
 
@@ -130,17 +129,17 @@ class RunFolder:
         record_reasons(self.state.connection, self.plan.run, stats.shard, reasons)
 
     def _stop_where_too_many_fail(self, shards: int, queue: str) -> None:
-        verdict = self.state.judge()
-        if verdict is None:
+        if (verdict := self.state.judge()) is None:
             return
+        reason, submission = verdict
         with suppress(RunResubmitted):  # perhaps with another limit, which judges the next parts
             # First: a run that is stopped tells nothing.
-            tell_of(self.state, verdict.submission, "stopped", verdict.reason)
-            self.state.cancel(verdict.submission, stopped=verdict.reason)
+            tell_of(self.state, submission, "stopped", reason)
+            self.state.cancel(submission, stopped=reason)
             waiting = sorted(set(range(shards)).difference(part.shard for part in self.state.each_part()))
             for name, is_second in self.plan.queues(queue):
                 ids = [run_names.shard_job_id(self.plan.run, shard, is_second) for shard in waiting]
-                remove_waiting(self.state, verdict.submission, name, ids)
+                remove_waiting(self.state, submission, name, ids)
 
     def recount(self, queue: str) -> bool:
         """Rebuild the run's state from the parts that are there; end the run if none is missing."""

@@ -11,10 +11,10 @@ from glob import has_magic
 from itertools import takewhile
 from typing import NamedTuple
 
-from jobs.errors import InputNotFound, InvalidJob, MixedFormats, NestedFolders, SearchTooLong
+from jobs.errors import InputNotFound, InvalidJob, NestedFolders, SearchTooLong
 from jobs.parquet.files.filesystem import Entry
 from jobs.parquet.files.storage import Storage, reading
-from jobs.runs.plans.formats import PARQUET, is_named, named_format
+from jobs.runs.plans.formats import PARQUET, is_named, named_format, one_format
 from jobs.runs.plans.partitions import FoundFile, Keys, folder_key
 from jobs.runs.plans.paths import run_path
 from jobs.runs.plans.spec import check_num_files
@@ -205,7 +205,6 @@ def find_files(
 
 
 def _searched_folder(storage: Storage, item: str) -> str:
-    """Return the folder that an input is, or that holds it; of a glob the one that it searches."""
     if _is_glob(storage, item):
         return "/".join(item.split("/")[: _first_glob_segment(item)]) or "/"
     with reading(item):
@@ -214,13 +213,9 @@ def _searched_folder(storage: Storage, item: str) -> str:
 
 def _format_of(names: Sequence[str]) -> str | None:
     """Return the format of a folder's files: Parquet where it has some, else its one; None for no file."""
-    found: dict[str, str] = {}
-    for name in names:
-        found.setdefault(named_format(name) or PARQUET, name)
-    if len(found) > 1 and PARQUET not in found:
-        (one, first), (other, second), *_ = found.items()
-        raise MixedFormats(second, other, first, one)
-    return PARQUET if PARQUET in found else next(iter(found), None)
+    if any(named_format(name) == PARQUET for name in names):
+        return PARQUET
+    return one_format(names, None) if names else None
 
 
 def _is_glob(storage: Storage, item: str) -> bool:

@@ -64,7 +64,6 @@ def read_inputs(
 
 
 def _num_bytes(groups: Sequence[tuple[int, int]], shard: Shard) -> int:
-    """Return what a shard's rows take, each as many bytes as others of its row group."""
     num_bytes, start = 0.0, -shard.skip
     for rows, size in groups[shard.first_group : shard.first_group + shard.num_groups]:
         num_bytes += size * (min(start + rows, shard.rows) - max(start, 0)) / rows if rows else 0
@@ -86,8 +85,6 @@ def read_columns(
 
 
 class _Look:
-    """What a look at one file after the other has told."""
-
     def __init__(self, storage: Storage, file_format: str) -> None:
         self._storage, self.format = storage, file_format
         self.kinds: dict[str, Kind] = {}

@@ -37,8 +37,7 @@ from jobs.tasks import Completion, Request
 #: Requests that are answered; seconds for which full batches are timed, and rows of one at most.
 NUM_TRIED, TIMED_S, MAX_BATCH = 64, 2.0, 256
 
-#: Of the prompts that are answered, in characters: a result of the worker's has its limit. Of pictures, which are held
-#: alone, so many bytes are one.
+#: Of the prompts that are answered, in characters, for the result's limit; of pictures so many bytes are one.
 MAX_PICKED_CHARS, PICTURE_SHARE = 4 << 20, 32
 TRUNCATION = "truncate_prompt_tokens"
 

@@ -166,7 +166,6 @@ class TemplateSource(PromptSource):
 
 
 def written_as_texts(values: Mapping[str, Any]) -> str:
-    """Return the JSON of what TemplateSource writes for values."""
     texts = {
         name: to_json(value) if isinstance(value, list | dict) else None if value is None else f"{value}"
         for name, value in values.items()

@@ -148,7 +148,6 @@ class OldRuns:
 
 
 def _answered(storage: Storage, plan: Plan) -> dict[int, list[str]]:
-    """Return the shards that have a part, and others that have journals, with their paths. Raises CannotReuse."""
     found: dict[int, list[str]] = {}
     for name in sorted(_names(storage, folder := os.path.join(plan.spec.output, JOURNAL))):
         if (match := _JOURNAL.match(name)) is not None:

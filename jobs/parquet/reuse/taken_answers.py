@@ -33,8 +33,7 @@ from jobs.parquet.tables.table_reading import TableReading
 from jobs.runs.plans.names import JOURNAL
 from jobs.runs.plans.plan import Plan
 
-#: What stands beside the answer's columns: its row in the shard, the mark of the model, and which old row it was. In
-#: a journal the key that the row has in `_keys/`.
+#: Beside the answer's columns: its row in the shard, its model's mark, which old row it was; in a journal its key.
 ROW, MODEL, SOURCE, KEY = "_row", "_model", "_source", "_key"
 BESIDE = [pa.field(ROW, pa.int64()), pa.field(MODEL, pa.binary(SIZE)), pa.field(SOURCE, pa.string())]
 KEY_FIELD = pa.field(KEY, pa.binary(SIZE))

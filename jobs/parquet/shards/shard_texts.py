@@ -80,7 +80,6 @@ def shard_batches(context: JobContext, plan: Plan, shard: Shard, reader: RowRead
 def shard_rows(
     context: JobContext, plan: Plan, shard: Shard, reader: RowReader, source: RowSource
 ) -> Iterator[Row | RowProblem]:
-    """Yield the rows of a shard; before each of them the work heeds what interrupts it."""
     file, folders = plan.files[shard.file], {os.path.dirname(each.path) for each in plan.files}
     read = picture_reader(context, None if file.kept and len(folders) > 1 else os.path.dirname(file.path))
     for batch in shard_batches(context, plan, shard, reader):

@@ -7,15 +7,13 @@ import pyarrow as pa
 
 from jobs.runs.plans.partitions import AddedColumn
 
-#: Why a line of a file is no row: it goes with the rows in this column until they are answered or written. No
-#: column of a file: a header or key of this name is refused.
+#: Why a line of a file is no row, in a column of its own until the rows are written. A file's of this name is refused.
 PROBLEM = "\0problem"
 
 #: Of a run in an order of its own: which row of the whole input, from 0, a row is.
 ROW_NUMBER = "row_number"
 
 PROBLEM_FIELD = pa.field(PROBLEM, pa.string())
-
 
 _TEXTS = (pa.types.is_string, pa.types.is_large_string, pa.types.is_string_view, pa.types.is_null)
 _BYTES = (pa.types.is_binary, pa.types.is_large_binary, pa.types.is_fixed_size_binary, pa.types.is_binary_view)

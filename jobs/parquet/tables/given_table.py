@@ -61,14 +61,10 @@ def _as_table(given: Any) -> pa.Table:
     package = type(given).__module__.partition(".")[0]
     if package == "pandas" and hasattr(given, "columns"):
         return pa.Table.from_pandas(given)
-    if package == "polars" and hasattr(given, "to_arrow"):
+    if package == "polars" and hasattr(given, "to_arrow"):  # without its views of texts
         given = given.to_arrow()
     if package == "polars" and hasattr(given, "collect"):
         raise InvalidJob("a LazyFrame is no table yet: give it as frame.collect(), or its files themselves")
-    if isinstance(given, pa.Table):
-        return given
-    if isinstance(given, pa.RecordBatch):
-        return pa.Table.from_batches([given])
     if hasattr(given, "__arrow_c_stream__"):
         return pa.table(given)
     raise unlike("input", type(given).__name__, "paths, a pandas or polars DataFrame, or an Arrow table")

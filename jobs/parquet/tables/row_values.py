@@ -44,8 +44,7 @@ def _key(key: Any) -> str:
     return key if isinstance(key, str) else f"{key}"
 
 
-#: What Arrow raises for a value that Python's types cannot hold: text that is not UTF-8, which Parquet never
-#: checks, a date after 9999, a time zone that is not known here, nanoseconds where pandas is not installed.
+#: What Arrow raises for a value that Python's types cannot hold, such as text that is not UTF-8 or a date after 9999.
 _NO_PYTHON_VALUE = (ValueError, OverflowError, KeyError, pa.ArrowException)
 
 #: The largest value of which a prompt could be made: a chat's JSON may write a character in six.
@@ -76,7 +75,6 @@ def python_rows(columns: Sequence[str], rows: pa.RecordBatch) -> Iterator[dict[s
 
 
 def _as_written(field: pa.Field, values: Iterator[Any]) -> Iterator[Any]:
-    """Return a column's values with integers as such that stood beside floats in a text file."""
     if NUMBER.items() <= (field.metadata or {}).items():
         return (int(each) if isinstance(each, float) and each.is_integer() else each for each in values)
     return values

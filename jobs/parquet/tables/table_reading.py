@@ -19,8 +19,7 @@ from sandbox import ChildDied, ChildFailed, ChildOutOfMemory, Limits
 #: Seconds in which a child has to reply with a batch, or ask for bytes.
 LIMIT_S = 30.0
 
-#: The part of TOKENMILL_MAX_SHARD_BYTES that a child may take, and what it may take at least. Files of pictures have
-#: pages of a hundred megabytes, each of which is there three times.
+#: Of TOKENMILL_MAX_SHARD_BYTES a child may take; of files of pictures, whose pages are large; and it may at least.
 CHILD_SHARE, BYTES_SHARE, MIN_BYTES = 3 / 8, 6, 64 << 20
 
 #: Rows of a batch: at first, and where so many have taken too much memory.

@@ -7,8 +7,7 @@ from jobs.errors import MixedFormats, unlike
 
 PARQUET, CSV, TSV, JSONL, ARROW = "parquet", "csv", "tsv", "jsonl", "arrow"
 
-#: OpenAI's batch files: JSONL by their names, so they are asked for. Rows with a custom_id, a method, a url
-#: and a body may be somebody's rows, and an output of responses in their place a surprise.
+#: OpenAI's batch files: JSONL by their names, so they are asked for.
 OPENAI_BATCH = "openai-batch"
 
 #: How the names of a format's files end; in folders only such files are input.
@@ -33,7 +32,6 @@ COMPRESSED = (".gz", ".zst", ".bz2")
 
 
 def parse_single_file(name: str, value: Any) -> str | None:
-    """Return the format of a run's one output file, or None for parts. Raises InvalidValue."""
     if value is False:
         return None
     if value is True:

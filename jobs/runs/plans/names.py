@@ -21,8 +21,7 @@ JOURNAL = "_journal"
 
 INPUT = "_input"
 
-#: Where the keys of the parts' rows lie, by which later runs find the answers. The names in it begin so too: polars
-#: reads files of folders that do.
+#: Where the keys of the parts' rows lie. The names in it begin so too: polars reads files of folders that do.
 KEYS = "_keys"
 
 REUSED = "_reused"
@@ -37,7 +36,6 @@ def is_run_id(value: object) -> bool:
 
 
 def part_name(shard: int) -> str:
-    """Return the file name of a shard's part; names sort like shards up to 100,000 of them."""
     return f"part-{shard:05d}.parquet"
 
 

@@ -58,7 +58,6 @@ def check_batch(arguments: Mapping[str, Any]) -> None:
 
 
 def model_alias(name: str, value: Any) -> list[str] | None:
-    """Return names for the served model in lines of batch files; None for none. Raises InvalidValue."""
     if not isinstance(value, list) or not all(isinstance(each, str) and each for each in value):
         raise unlike(name, value, 'names such as ["gpt-4o-mini"], or ["*"]')
     return value or None
@@ -79,7 +78,6 @@ def sampling_columns(name: str, value: Any) -> dict[str, str]:
 
 
 def defaults(name: str, value: Any) -> dict[str, str]:
-    """Return for columns of a run's templates what stands for null. Raises InvalidJob."""
     if not isinstance(value, dict):
         raise unlike(name, value, 'a mapping such as {"name": "nobody"}')
     for column, text in value.items():

@@ -38,7 +38,6 @@ class FoundFile:
 
 
 def folder_key(name: str) -> tuple[str, str | None] | None:
-    """Return key and value of a folder's name, percent codes decoded; None for a plain name."""
     key, equals, value = name.partition("=")
     if not key or not equals:
         return None

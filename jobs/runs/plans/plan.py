@@ -181,7 +181,7 @@ class Plan:
             raise ValueError(f"it is no plan of a run in format {FORMAT}, which this version reads")
         try:
             plan = cls(
-                spec=RunSpec.from_json(content["arguments"]),
+                spec=RunSpec(**content["arguments"]),
                 seed=content["seed"],
                 model=PinnedModel(**content["model"]),
                 version=content["version"],
@@ -211,8 +211,8 @@ def work_shares(rows: Sequence[int], sizes: Sequence[int]) -> list[int]:
     return [round(scale * (a / all_rows + b / all_bytes)) for a, b in zip(rows, sizes, strict=True)]
 
 
-#: Towards a run's end a shard holds the rows that are left divided by this, so that as many workers end
-#: together; but never less than a share of `rows_per_shard`, nor than what keeps a worker's batch filled.
+#: Towards a run's end a shard holds the rows that are left divided by this, so that workers end together; at least so
+#: many as keep a worker's batch filled.
 TAIL_SHARE = 8
 MIN_TAIL_ROWS = 128
 

@@ -33,8 +33,6 @@ MAX_FILES = 100_000
 #: What is completed where nothing is named; naming it beside another source is no contradiction.
 DEFAULT_PROMPT_COLUMN = "prompt"
 
-TemplateSpec = str | list[dict[str, str]]
-
 
 @dataclass(frozen=True)
 class RunSpec:
@@ -47,7 +45,7 @@ class RunSpec:
     output: str
     prompt_column: str | None = DEFAULT_PROMPT_COLUMN
     messages_column: str | None = None
-    template: TemplateSpec | None = None
+    template: str | list[dict[str, str]] | None = None
     sampling: dict[str, Any] = field(default_factory=dict)
     rows_per_shard: int = 1000
     filename_column: str | None = None
@@ -124,11 +122,6 @@ class RunSpec:
         spec = cls(**values)
         _check_together(spec, given)
         return spec
-
-    @classmethod
-    def from_json(cls, value: Mapping[str, Any]) -> RunSpec:
-        """Read what `to_json` wrote. Raises TypeError for a field that is missing, or one too many."""
-        return cls(**value)
 
     def to_json(self) -> dict[str, Any]:
         content = asdict(self)

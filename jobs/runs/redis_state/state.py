@@ -104,14 +104,6 @@ class PartCount:
 
 
 @dataclass(frozen=True)
-class Verdict:
-    """Why a run is to be stopped, and the submission whose limit says so."""
-
-    reason: str
-    submission: int
-
-
-@dataclass(frozen=True)
 class SeenParts:
     """The recorded shards, what is known of them or of the last ones, and what all have together."""
 
@@ -255,15 +247,15 @@ class RunState:
     def is_cancelled(self) -> bool:
         return bool(self._redis.hexists(self._key, "cancelled"))
 
-    def judge(self) -> Verdict | None:
-        """Return why the run is to be stopped, by the parts recorded since it was submitted, or None."""
+    def judge(self) -> tuple[str, int] | None:
+        """Return why the run is to be stopped, by the parts recorded since it was submitted, and that submission."""
         fields: Any = self._redis.hmget(self._key, *JUDGED, "max_errors", "submission")
         rows, errors, text, submission = fields
         told = ErrorLimit.parse(stored.text(text) if text else None).told(_number(rows), _number(errors))
         if told is None:
             return None
         reason = f"{told}, then submit another input, or the same again with a higher limit to resume"
-        return Verdict(reason, _number(submission))
+        return reason, _number(submission)
 
     def record_failed(self, shard: int) -> PartCount:
         """Record that a shard without a part has failed for good. Raises RunBusy where the lease is lost."""

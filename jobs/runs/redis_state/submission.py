@@ -15,13 +15,11 @@ from jobs.errors import InvalidValue, unlike
 from jobs.runs.plans.paths import run_path
 from jobs.runs.plans.spec import check_queue_name
 
-#: Fields of a run's hash: what the last submission asks for, the last one that was told of, and the last one
-#: of which it was told that it has failed.
+#: Fields of a run's hash: what the last submission asks for, and the last ones of which an end or a failure was told.
 WEBHOOK, ON_END, TOLD, TOLD_FAILED = "webhook", "on_end", "told_submission", "told_failed_submission"
 ASKED_FOR = (WEBHOOK, ON_END)
 
 _FUNCTION = re.compile(r"[^\W\d]\w*(\.[^\W\d]\w*)+")
-
 
 #: Fewer finished rows say nothing of a share.
 MIN_JUDGED_ROWS = 100
@@ -67,7 +65,6 @@ class ErrorLimit:
 
 #: A run of which nearly every row fails is one with a wrong column, template or model.
 DEFAULT_LIMIT = ErrorLimit(share=0.9)
-
 
 _ANY_MODEL = "reuse_from_any_model"
 

@@ -16,8 +16,6 @@ LOOK_SHARE = 0.1
 
 
 class End(enum.Enum):
-    """How waiting for a run ended, and what to do then."""
-
     FINISHED = "it is finished"
     CANCELLED = "it was cancelled: submit it again to resume it"
     PLAN_FAILED = "planning failed: repair what is named above, then submit again"
@@ -105,7 +103,7 @@ def _end(snapshot: RunSnapshot, previous: RunSnapshot) -> End | None:
         return End.FINISHED
     if not snapshot.is_idle:
         return None
-    if snapshot.failed:
+    if snapshot.failed_jobs:
         return End.SHARDS_FAILED
     # A look is not one instant: the last shard may have ended between two of its reads.
     return End.STRANDED if snapshot is not previous and previous.is_idle else None

@@ -16,7 +16,6 @@ MAX_AHEAD = 1000
 
 
 def obstacles(connection: Redis, snapshot: RunSnapshot) -> list[str]:
-    """Return a sentence for each thing that keeps a run from going on; none for one that has ended."""
     if snapshot.finished or snapshot.cancelled:
         return []
     # A shard that was started waits too, once the worker that had it is gone.

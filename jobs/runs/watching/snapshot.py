@@ -19,7 +19,7 @@ from jobs.runs.plans.names import job_shard, shard_job_id
 from jobs.runs.redis_state.run_jobs import num_held
 from jobs.runs.redis_state.state import OF_TIME, PLAN_ERROR, RunState
 from jobs.runs.redis_state.submission import ErrorLimit
-from jobs.runs.statistics.part_stats import COUNTED, outcome_text
+from jobs.runs.statistics.part_stats import COUNTED
 from jobs.runs.watching.time_left import Progress, time_left
 
 WAITING = (JobStatus.QUEUED, JobStatus.STARTED, JobStatus.SCHEDULED, JobStatus.DEFERRED)
@@ -101,7 +101,7 @@ class RunSnapshot:
 
     @property
     def shards_failed(self) -> int:
-        return 0 if self.cancelled else self.failed
+        return 0 if self.cancelled else len(self.failed_jobs)
 
     @property
     def shards_left(self) -> int:
@@ -111,16 +111,9 @@ class RunSnapshot:
         return max(0, (self.shards or 0) - self.shards_done - self.shards_started)
 
     @property
-    def failed(self) -> int:
-        return len(self.failed_jobs)
-
-    @property
     def queued(self) -> int:
-        return max(0, (self.shards or 0) - self.shards_done - self.shards_started - self.failed - self.gone)
-
-    @property
-    def outcome(self) -> str:
-        return outcome_text(self.errors, self.failed_checks, self.cut)
+        taken = self.shards_done + self.shards_started + len(self.failed_jobs) + self.gone
+        return max(0, (self.shards or 0) - taken)
 
     @property
     def plan_failed(self) -> bool:
@@ -149,8 +142,7 @@ class RunSnapshot:
             return False
         if self.shards is None:
             return self.plan_status is None  # someone deleted its planning
-        # On an empty queue no shard waits: someone emptied it. Of a run whose parts are all there the shard
-        # may wait that was to end it, as its worker died.
+        # On an empty queue no shard waits. Of a run that is whole the shard may wait that was to end it.
         return not ((self.queued or self.shards_done >= self.shards) and self.queue_length)
 
     @property
@@ -167,7 +159,7 @@ class RunSnapshot:
             return "not planned"
         if self.shards_started or self.queued:
             return "running"
-        return "failed" if self.failed or self.gone else "ending"
+        return "failed" if self.failed_jobs or self.gone else "ending"
 
 
 def read_snapshot(connection: Redis, run: str) -> RunSnapshot:
