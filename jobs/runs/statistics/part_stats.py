@@ -8,10 +8,10 @@ from dataclasses import asdict, dataclass, field, fields, replace
 #: What is summed up over the parts while a run goes on.
 COUNTED = (
     *("rows", "errors", "prompt_tokens", "completion_tokens", "cached_tokens", "generated_tokens"),
-    *("failed_checks", "cut", "rows_reused"),
+    *("failed_checks", "cut", "rows_reused", "rows_escalated"),
 )
 
-TOLD = (*COUNTED, "rows_resumed", "tokens_resumed", "rows_escalated")
+TOLD = (*COUNTED, "rows_resumed", "tokens_resumed")
 
 
 @dataclass(frozen=True)

@@ -34,9 +34,9 @@ MAX_SOUGHT = 1000
 
 _TOLD = (
     *("run", "state", "output", "model", "submitted_at", "began_at", "ended_at", "rows", "rows_done", "errors"),
-    *("failed_checks", "cut", "rows_reused", "shards", "shards_done", "shards_started", "shards_failed"),
-    *("prompt_tokens", "completion_tokens", "cached_tokens", "tokens", "rows_per_s", "tokens_per_s", "worked_s"),
-    *("stopped", "workers", "awaited_model", "left_s", "plan_error"),
+    *("failed_checks", "cut", "rows_reused", "rows_escalated", "shards", "shards_done", "shards_started"),
+    *("shards_failed", "prompt_tokens", "completion_tokens", "cached_tokens", "tokens", "rows_per_s", "tokens_per_s"),
+    *("worked_s", "stopped", "workers", "awaited_model", "left_s", "plan_error"),
 )
 
 
@@ -88,6 +88,7 @@ class RunSnapshot:
     failed_checks: int = 0
     cut: int = 0
     rows_reused: int = 0
+    rows_escalated: int = 0
     prompt_tokens: int = 0
     completion_tokens: int = 0
     cached_tokens: int = 0
