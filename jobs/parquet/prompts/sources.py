@@ -44,9 +44,7 @@ def _prompts(spec: RunSpec) -> prompt_source.PromptSource:
     if spec.template is not None and spec.template_format == "jinja":
         return JinjaSource(spec.template, spec.defaults, needs_column=not spec.image_column)
     if spec.template is not None:
-        template = Template.parse(spec.template)
-        template.check_cost(spec.rows_per_shard)
-        return prompt_source.TemplateSource(template, spec.defaults)
+        return prompt_source.TemplateSource(Template.parse(spec.template), spec.defaults)
     if spec.query_column is not None and spec.document_column is not None:
         return prompt_source.PairSource(spec.query_column, spec.document_column)
     if spec.messages_column is not None:
