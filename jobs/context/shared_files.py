@@ -1,9 +1,11 @@
 """What the shards of one process share: plans, open readers, and the memory that they take."""
 
 import threading
-from collections.abc import Callable, Hashable, Iterator
+from collections import Counter
+from collections.abc import Callable, Container, Hashable, Iterator
 from contextlib import contextmanager
 from typing import Any, TypeVar
+from weakref import WeakValueDictionary
 
 #: A run's shards come one after the other: more plans than this are not in use at once.
 MAX_PLANS = 4
@@ -14,20 +16,24 @@ MAX_READERS = 4
 P = TypeVar("P")
 R = TypeVar("R")
 
+#: The path of a file, then what names its state, and columns.
+ReaderKey = tuple[Hashable, ...]
+
 
 class NoRoomYet(Exception):
     """Raised where a shard must wait until others have let go of memory: begin again later."""
 
 
 class SharedFiles:
-    """Keeps readers of files while shards are open, so that an idle worker holds no file. Thread-safe."""
+    """Keeps readers of files while shards of them are open, so that an idle worker holds no file. Thread-safe."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._plans: dict[Hashable, Any] = {}
-        self._turns: dict[Hashable, threading.Lock] = {}
-        self._idle: list[tuple[Hashable, Any]] = []  # the one used last comes last
-        self._users = self.num_readers = 0
+        self._turns = WeakValueDictionary[Hashable, threading.Lock]()  # while somebody has or awaits them
+        self._idle: list[tuple[ReaderKey, Any]] = []  # the one used last comes last
+        self._users = Counter[Hashable]()
+        self.num_readers = 0
 
     def plan(self, key: Hashable, load: Callable[[], P]) -> P:
         """Return a plan as `load` gave it for the same key, which names one state of one file."""
@@ -39,32 +45,32 @@ class SharedFiles:
                     del self._plans[next(iter(self._plans))]
             return plan
 
-    def enter(self) -> None:
-        """Note that a shard is open: it may read until it leaves."""
+    def enter(self, path: str) -> None:
+        """Note that a shard of this file is open: it may read the file until it leaves."""
         with self._lock:
-            self._users += 1
+            self._users[path] += 1
 
-    def leave(self) -> None:
-        """Note that a shard is closed; the last one closes all readers."""
+    def leave(self, path: str) -> None:
+        """Note that a shard is closed; the last one closes the file's readers."""
         with self._lock:
-            self._users -= 1
-            if self._users:
-                return
-            self._turns.clear()
-        self.close_idle()
+            self._users[path] -= 1
+            self._users += Counter()  # those of none go
+        self.close_idle(self._users)
 
-    def close_idle(self) -> None:
+    def close_idle(self, but: Container[Hashable] = ()) -> None:
+        """Close the readers that nobody uses, but those of some files."""
         with self._lock:
-            idle, self._idle = self._idle, []
-        for _, reader in idle:
+            unused = [each for each in self._idle if each[0][0] not in but]
+            self._idle = [each for each in self._idle if each not in unused]
+        for _, reader in unused:
             self._close(reader)
 
     @contextmanager
-    def reader(self, key: Hashable, shard: Any, open_reader: Callable[[], R]) -> Iterator[R]:
+    def reader(self, key: ReaderKey, shard: Any, open_reader: Callable[[], R]) -> Iterator[R]:
         """Lend a RowReader (jobs/parquet/tables) that has not passed a shard: the nearest one, or a new one.
 
-        key: names a state of a file, and columns. One of a kind at a time: a shard waits for the one before it. What
-        the body raises closes the reader. Raises NoRoomYet where MAX_READERS are lent.
+        One of a kind at a time: a shard waits for the one before it. What the body raises closes the reader, and so
+        does a shard that was closed meanwhile. Raises NoRoomYet where MAX_READERS are lent.
         """
         with self._turn(key):
             reader = self._nearest(key, shard) or self._opened(open_reader)
@@ -74,13 +80,16 @@ class SharedFiles:
                 self._close(reader)
                 raise
             with self._lock:
-                self._idle.append((key, reader))
+                if is_used := key[0] in self._users:
+                    self._idle.append((key, reader))
+            if not is_used:
+                self._close(reader)
 
     def _turn(self, key: Hashable) -> threading.Lock:
         with self._lock:
             return self._turns.setdefault(key, threading.Lock())
 
-    def _nearest(self, key: Hashable, shard: Any) -> Any:
+    def _nearest(self, key: ReaderKey, shard: Any) -> Any:
         with self._lock:
             alike = [each for each in self._idle if each[0] == key and each[1].reaches(shard)]
             found = max(alike, key=lambda each: each[1].next_row, default=None)

@@ -211,7 +211,7 @@ def test_one_reader_more_than_there_is_room_for_waits(redis: Redis, make_context
     run, plan, shard = queued_jobs(redis)[0].args
     with ExitStack() as others:
         for number in range(MAX_READERS):
-            others.enter_context(context.files.reader(number, None, Unread))
+            others.enter_context(context.files.reader((number,), None, Unread))
         with pytest.raises(NoRoomYet):
             ShardWork.open(context, run, plan, shard)
         assert context.files.num_readers == MAX_READERS

@@ -100,7 +100,7 @@ def test_a_reader_that_has_seen_another_file_is_not_lent_on(
     score_parquet(make_context(), str(source), str(tmp_path / "out"), rows_per_shard=2)
     first, second = queued_jobs(redis)
     context = make_context()
-    context.files.enter()  # as another shard of the file that is open
+    context.files.enter(str(source))  # as another shard of the file that is open
     open_input = Storage.open_input
 
     def open_another(self: Storage, path: str) -> Any:
@@ -117,7 +117,35 @@ def test_a_reader_that_has_seen_another_file_is_not_lent_on(
     task = opened(second, context)
     assert [request.prompt for request in task.requests()] == ["P2", "P3"]
     task.close()
-    context.files.leave()
+    context.files.leave(str(source))
+
+
+def test_the_last_shard_of_a_file_closes_it_though_another_files_is_open(
+    redis: Redis, make_context: MakeContext, tmp_path: Path
+) -> None:
+    for name in ("a", "b"):
+        pq.write_table(pa.table({"prompt": [name]}), tmp_path / f"{name}.parquet")
+        score_parquet(make_context(), str(tmp_path / f"{name}.parquet"), str(tmp_path / f"out-{name}"))
+    context = make_context()
+    first, second = (opened(job, context) for job in queued_jobs(redis))
+    assert context.files.num_readers == 2
+    first.close()
+    assert context.files.num_readers == 1
+    second.close()
+    assert context.files.num_readers == 0
+    assert not context.files._turns
+
+
+def test_a_reader_of_a_shard_that_was_closed_meanwhile_is_not_kept(tmp_path: Path) -> None:
+    """A job is stopped while a thread reads its rows."""
+    path = tmp_path / "in.parquet"
+    pq.write_table(pa.table({"n": range(2)}), path)
+    (shard,) = cut_shards([[2]], 2)
+    files = SharedFiles()
+    files.enter(str(path))
+    with files.reader((str(path),), shard, lambda: RowReader(Storage(["/"]), str(path), shard)):
+        files.leave(str(path))
+    assert files.num_readers == 0
 
 
 @settings(max_examples=20, deadline=None)
@@ -134,8 +162,8 @@ def test_any_order_of_shards_reads_each_shards_own_rows(
             writer.write_table(pa.table({"n": range(start, start + rows)}), row_group_size=rows)
             start += rows
     shards = cut_shards([groups], data.draw(st.integers(1 + total // 20, total)))
-    files, key = SharedFiles(), str(path)
-    files.enter()
+    files, key = SharedFiles(), (str(path),)
+    files.enter(str(path))
     for shard in data.draw(st.permutations(list(shards))):
 
         def open_reader(first: Shard = shard) -> RowReader:
@@ -145,7 +173,7 @@ def test_any_order_of_shards_reads_each_shards_own_rows(
             found = [n for batch in reader.read(shard) for n in batch["n"].to_pylist()]
             assert files.num_readers <= MAX_READERS
         assert found == list(range(shard.start, shard.start + shard.rows))
-    files.leave()
+    files.leave(str(path))
     assert files.num_readers == 0
 
 
@@ -154,7 +182,7 @@ def test_a_shard_waits_for_the_reader_of_the_one_before_it(tmp_path: Path) -> No
     path = tmp_path / "in.parquet"
     pq.write_table(pa.table({"n": range(20)}), path)
     first, second = cut_shards([[20]], 10)
-    files, key = SharedFiles(), str(path)
+    files, key = SharedFiles(), (str(path),)
     opened: SimpleQueue[RowReader] = SimpleQueue()
     found: SimpleQueue[list[int]] = SimpleQueue()
 
@@ -173,10 +201,10 @@ def test_a_shard_waits_for_the_reader_of_the_one_before_it(tmp_path: Path) -> No
         other.join(0.1)  # in vain
 
     other = threading.Thread(target=rows, args=(second,))
-    files.enter()
+    files.enter(str(path))
     rows(first, start_second)
     other.join()
-    files.leave()
+    files.leave(str(path))
     assert [found.get(), found.get()] == [list(range(10)), list(range(10, 20))]
     assert opened.qsize() == 1
 

@@ -65,7 +65,7 @@ class ShardWork(RowsTask):
             check_model(folder.plan, context.model, self._is_second)
             context.checks.admit(folder.plan.spec.repairs)
             context.shard_bytes.check_room()
-            self._files.enter()
+            self._files.enter(self._file.path)
             self._entered = True
             try:
                 self._requests = self._read_requests()
@@ -122,7 +122,7 @@ class ShardWork(RowsTask):
     def close(self) -> None:
         if self._entered:
             self._entered = False
-            self._files.leave()
+            self._files.leave(self._file.path)
         super().close()
 
     def _escalate(self) -> int:
