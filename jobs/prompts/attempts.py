@@ -60,6 +60,12 @@ class Attempts:
 
     def deliver(self, completion: Completion) -> Request | None:
         """Take an answer; return what to ask next, or None once an answer stands."""
+        following = self._following(completion)
+        if following is None:
+            del self._request, self._row  # or a job's answers would keep its prompts
+        return following
+
+    def _following(self, completion: Completion) -> Request | None:
         self._first = self._first or completion
         self.num_prompt_tokens += completion.num_prompt_tokens + len(self._continued)
         self.num_cached_tokens += completion.num_cached_tokens
