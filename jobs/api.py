@@ -70,9 +70,9 @@ def embed(input: str | list[Any], **options: Any) -> dict[str, Any]:
     return run_task("jobs.embed", (input,), options)  # type: ignore[no-any-return]
 
 
-def score_parquet(input: str | list[str], output: str, **options: Any) -> dict[str, Any]:
+def score_parquet(input: str | list[str], output: str, *more: Any, **options: Any) -> dict[str, Any]:
     """Plan a Parquet run and enqueue its shards, or resume it, by the arguments of RunSpec and Submission."""
-    return run_own_function("jobs.score_parquet", (input, output), options)  # type: ignore[no-any-return]
+    return run_own_function("jobs.score_parquet", (input, output, *more), options)  # type: ignore[no-any-return]
 
 
 def survey_parquet(input: str | list[str], **arguments: Any) -> dict[str, Any]:

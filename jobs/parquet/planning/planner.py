@@ -37,7 +37,15 @@ from jobs.runs.redis_state.submission import Submission
 from jobs.runs.watching.snapshot import living_workers
 
 
-def score_parquet(context: JobContext, input: str | list[str], output: str, **arguments: Any) -> dict[str, Any]:
+def score_parquet(
+    context: JobContext,
+    input: str | list[str],
+    output: str,
+    prompt_column: str | None = None,
+    messages_column: str | None = None,
+    template: str | list[dict[str, str]] | None = None,
+    **arguments: Any,
+) -> dict[str, Any]:
     """Plan a run and enqueue its shards; called again with the same arguments, resume it.
 
     What is asked: see RunSpec.from_arguments; model, reuse, webhook, max_errors and the like: see Submission. queue:
@@ -46,6 +54,7 @@ def score_parquet(context: JobContext, input: str | list[str], output: str, **ar
     """
     queue = arguments.pop("queue", None)
     submission, own = Submission.split(context.queue_name if queue is None else queue, arguments)
+    own |= {"prompt_column": prompt_column, "messages_column": messages_column, "template": template}
     spec = RunSpec.from_arguments(input, output, **own)
     spec.check_sampling(context.check_sampling)
     context.checks.prepare(spec.repairs)
