@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Collection, Mapping
 from contextlib import suppress
 from functools import cache
-from http.client import HTTPConnection, HTTPException
+from http.client import HTTPConnection, HTTPException, HTTPSConnection
 from ipaddress import ip_address
 from typing import Any
 from urllib.parse import SplitResult, urlsplit
@@ -66,6 +66,7 @@ def call_webhook(
         connection = HTTPConnection(str(parts.hostname), parts.port)
         if parts.scheme == "https":
             sock = _tls().wrap_socket(sock, server_hostname=parts.hostname)
+            connection = HTTPSConnection(str(parts.hostname), parts.port, context=_tls())
         connection.sock = sock
         connection.request(method, target, body, {**given, "Connection": "close"})
         status = connection.getresponse().status
