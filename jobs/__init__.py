@@ -51,7 +51,6 @@ __all__ = [
     "verify_rows",
 ]
 
-
 # RQ enqueues a function by the name of its module, and workers know these by ours.
 for _name in __all__:
     if (_function := globals().get(_name)) and _function.__module__ == f"{__name__}.api":

@@ -1,7 +1,4 @@
-"""The functions a producer enqueues, as a stock `rq worker` runs them.
-
-`worker.BatchWorker` never calls these: it builds the same tasks through table.py and packs them into one batch.
-"""
+"""The functions a producer enqueues, as a stock `rq worker` runs them; `worker.BatchWorker` does by table.py."""
 
 from typing import Any
 
@@ -11,8 +8,8 @@ from jobs.installed import run_own_function, run_task
 def complete(prompt: str | list[Any] | None = None, **options: Any) -> dict[str, Any]:
     """Complete a string, token ids, or a list of either; return OpenAI's `text_completion`.
 
-    options: keyword arguments of engine.SamplingParams; prompt_template, instead of a prompt; model, whose name is the
-    served one's. Raises InvalidJob, AnswerMissing, or RequestFailed naming the prompt that the engine refused.
+    options: those of engine.SamplingParams; prompt_template, instead of a prompt; model, the served one's name. Raises
+    InvalidJob, AnswerMissing, or RequestFailed naming the prompt that the engine refused.
     """
     return run_task("jobs.complete", (prompt,), options)  # type: ignore[no-any-return]
 

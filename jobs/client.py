@@ -35,7 +35,6 @@ from jobs.runs.watching.snapshot import RunSnapshot, failure_text, read_planned
 if TYPE_CHECKING:
     from jobs.parquet.outputs.read_back import FailedRow, FolderReader
 
-#: Where a table is written that is submitted, behind the output's path.
 INPUT_SUFFIX = ".input"
 
 #: Other options of the command line, by the argument of jobs.score_parquet that each is.
@@ -107,10 +106,7 @@ class Run:
         clock: Callable[[], float] = time.monotonic,
         sleep: Callable[[float], None] = time.sleep,
     ) -> RunSnapshot:
-        """Wait until it has finished; return how it stands then.
-
-        timeout: seconds, after which TimeoutError is raised and the run goes on. Raises RunFailed where it failed.
-        """
+        """Wait until it has finished; return how it stands then. timeout: seconds. Raises TimeoutError or RunFailed."""
         until = None if timeout is None else clock() + timeout
 
         def nap(seconds: float) -> None:
@@ -127,10 +123,7 @@ class Run:
         raise RunFailed(self.id, "; ".join([*because, problem]))
 
     def table(self) -> Any:
-        """Return its rows as a pyarrow Table, in the input's order.
-
-        Raises RunNotHere where it has not finished, or its folder is not on this machine; StoreError; ImportError.
-        """
+        """Return its rows as a pyarrow Table, in the input's order. Raises RunNotHere before its end; StoreError."""
         reader = self._reader("table")
         if not reader.has_ended:
             raise RunNotHere(self.id, f"there is no {SUCCESS} yet, the mark of its end,", self.output)
@@ -209,7 +202,6 @@ def run_arguments(given: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _check_names(given: Iterable[str]) -> None:
-    """Raise InvalidValue for a name that is no argument of `submit`, with the one that is like it."""
     of_run = {field.name for field in fields(RunSpec)}
     known = {*SAMPLING_NAMES, *_OPTIONS, *_CHECKS, "output_format", *WISHES, *of_run}
     for name in given:
@@ -226,7 +218,6 @@ def _add(named: dict[str, Any], argument: str, value: Any, instead_of: tuple[Any
 
 
 def _paths(given: Any) -> list[str] | None:
-    """Return the paths that an input is; None for a table."""
     if isinstance(given, str | os.PathLike):
         return [os.fspath(given)]
     if isinstance(given, list | tuple) and all(isinstance(each, str | os.PathLike) for each in given):
@@ -238,7 +229,6 @@ def _paths(given: Any) -> list[str] | None:
 
 @contextmanager
 def _needs_pyarrow(what: str) -> Iterator[None]:
-    """Name the remedy where an import within fails."""
     try:
         yield
     except ImportError as error:

@@ -9,8 +9,7 @@ from typing import Any, ClassVar, Literal
 
 from jobs.common.display import HIDDEN, brief
 
-#: Who has to act: the "client", whose job fails whenever it is tried; the "server", where another try may go
-#: better; nobody, as it was "cancelled" on a person's word.
+#: Who has to act: the "client"; the "server", where another try may go better; nobody, as it was "cancelled".
 Fault = Literal["client", "server", "cancelled"]
 
 #: What the last line of a failed job's `exc_info` begins with, if Tokenmill failed it.

@@ -17,7 +17,6 @@ def run_task(function_name: str, args: Sequence[Any], kwargs: Mapping[str, Any])
 
 
 def run_own_function(function_name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    """Run one of our ordinary functions as the current job of a stock worker. Raises JobsError."""
     return _load("stock_worker").run_own_function(function_name, args, kwargs)
 
 

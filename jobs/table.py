@@ -19,15 +19,12 @@ from jobs.tasks import OpenTask, Task
 
 
 class FileTask(Task):
-    """A job that reads the rows of files."""
-
     blocking = reads_rows = True
 
     def __init__(self, function_name: str, /, *args: Any, **kwargs: Any) -> None:
         self._function_name, self._args, self._kwargs = function_name, args, kwargs
 
     def open(self, context: JobContext) -> OpenTask:
-        """Read its rows. Raises RunError, InvalidJob or NoRoomYet."""
         opened = _call(self._function_name, context, *self._args, **self._kwargs)
         assert isinstance(opened, OpenTask)
         return opened
@@ -40,7 +37,6 @@ _FILE_JOBS: Mapping[str, str] = {
     "jobs.verify_rows": "jobs.parquet.shards.verify_work.VerifyWork",
 }
 
-#: The same of functions that need no engine.
 _OWN_FUNCTIONS: Mapping[str, str] = {
     "jobs.score_parquet": "jobs.parquet.planning.planner.score_parquet",
     "jobs.post_run_end": "jobs.runs.end_notices.post_run_end",
@@ -73,12 +69,10 @@ def task_of(function_name: str, args: Sequence[Any] = (), kwargs: Mapping[str, A
 
 
 def own_function(function_name: str) -> Callable[..., Any] | None:
-    """Return the function that a worker calls in its thread pool with a JobContext first, or None."""
     return partial(_call, function_name) if function_name in _OWN_FUNCTIONS else None
 
 
 def _call(name: str, context: JobContext, /, *args: Any, **kwargs: Any) -> Any:
-    """Import a function only now, and call it."""
     function = resolve_name({**_FILE_JOBS, **_OWN_FUNCTIONS}[name])
     _check_binding(name, function, (context, *args), kwargs)
     return function(context, *args, **kwargs)
@@ -97,5 +91,4 @@ def _check_binding(
         raise InvalidJob(f"{name}: {str(error)[:200]}; it takes {', '.join(taken)}") from None
 
 
-#: Exact dotted names of everything of ours that may be enqueued.
 ALLOWED_FUNCTIONS: frozenset[str] = frozenset(_ENGINE_JOBS) | frozenset(_OWN_FUNCTIONS)

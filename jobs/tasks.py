@@ -20,12 +20,10 @@ Prompt = str | list[int] | Parts
 class Request:
     """One prompt for the engine: exactly one of `prompt` and `messages` is set.
 
-    sampling: keyword arguments of what engine.request_params makes for this kind of request, for "generate"
-    engine.SamplingParams, for "score" engine.ScoringParams, for "embed" engine.PoolingParams, for "classify"
-    engine.ClassParams; numbers that arrived as text were refused before.
-    chat_options: keyword arguments of engine.Engine.chat_token_ids beside the messages.
-    continued: as of engine.Engine.add: token ids of an answer that was cut, and goes on.
-    resumed: likewise: token ids that its samples had behind those on another worker, by index.
+    sampling: keyword arguments of what engine.request_params makes for this kind: engine.SamplingParams, ScoringParams,
+    PoolingParams or ClassParams. chat_options: those of engine.Engine.chat_token_ids beside the messages. continued,
+    resumed: as of engine.Engine.add: token ids of an answer that was cut and goes on, and those that its samples had
+    behind them on another worker, by index.
     """
 
     prompt: Prompt | None
@@ -137,7 +135,6 @@ class OpenTask(abc.ABC):
 
     @property
     def inspects(self) -> bool:
-        """Whether `inspect` comes before each delivery."""
         return False
 
     def inspect(self, index: int, completions: Sequence[Completion]) -> None:  # noqa: B027 - most look not
@@ -158,8 +155,7 @@ class OpenTask(abc.ABC):
         """Return what writes down, in any thread, what another worker needs to go on; None where nothing is new.
 
         so_far: the tokens of requests that were sent and not delivered, by index and sample, with those that they
-        continue. Not called again before what it has returned has run; where that raises, the next call has all that
-        was new.
+        continue. Where what it returned raises, the next call, which comes afterwards, has all that was new.
         """
         return None
 

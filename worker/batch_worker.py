@@ -26,7 +26,6 @@ from rq.worker.base import BaseWorker, DequeueStrategy, WorkerStatus
 
 import jobs
 from jobs.common.plain_log import AUTO, VARIABLE, give_up_handlers
-from jobs.context.served_model import model_text
 from worker.errors import ForeignJobsPackage, StartupError
 from worker.io_thread.limits import LEASE_MARGIN_S, Limits
 from worker.logs import start_log
@@ -165,7 +164,7 @@ class BatchWorker(BaseWorker):
             "Worker %s: model ready after %.1f s: %s, attention backend %s, Tokenmill %s",
             self.name,
             seconds,
-            model_text(served.name, served.dtype, served.fingerprint),
+            served,
             served.attention_backend,
             version("tokenmill"),
         )

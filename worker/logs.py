@@ -56,5 +56,5 @@ def _is_configured() -> bool:
 
 
 def _more_of(job_id: str) -> Mapping[str, Any]:
-    found = run_and_shard(job_id)
-    return {} if found is None else {"run": found[0], "shard": found[1]}
+    found = zip(("run", "shard"), run_and_shard(job_id) or (), strict=False)
+    return {name: each for name, each in found if each is not None}

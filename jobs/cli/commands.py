@@ -13,7 +13,7 @@ from jobs.cli.queue_commands import info, requeue_command
 from jobs.cli.report_command import report, verify
 from jobs.cli.rows_commands import errors, tail
 from jobs.cli.run_options import check_options, input_options, output_options, prompt_options, run_arguments
-from jobs.cli.trial_commands import MAX_ROWS_READ, preview, tell_dry_run
+from jobs.cli.trial_commands import MAX_ROWS_READ, dry_run_lines, preview, survey
 from jobs.cli.waiting import await_plan, wait_for_end
 from jobs.cli.watch_commands import runs, status, workers
 from jobs.installed import describe_model, model_table
@@ -79,7 +79,8 @@ def submit(
     with errors_told():
         arguments = run_arguments(options)
         if dry_run:
-            tell_dry_run(connection, queue, options, dry_run_rows, price_per_hour)
+            found = survey(connection, queue, options, max_rows=dry_run_rows)
+            click.echo("\n".join(dry_run_lines(found, price_per_hour)))
             return
         run = submit_run(connection, queue, check_run=client.check_here, **arguments)
         if wait:
@@ -93,10 +94,9 @@ def submit(
 @click.argument("run")
 @click.pass_obj
 def cancel(connection: redis.Redis, /, run: str) -> None:
-    """Take a run's jobs from the queue and stop it.
+    """Take a run's jobs from the queue and stop those that run.
 
-    RUN is its id or its output folder. Its jobs that run are stopped, its finished parts stay; submitting
-    the run again resumes it.
+    RUN is its id or its output folder. Finished parts stay; submitting the run again resumes it.
     """
     with errors_told():
         found = client.run(run, connection=connection)
@@ -112,8 +112,7 @@ def cancel(connection: redis.Redis, /, run: str) -> None:
 def models(model: str | None) -> None:
     """List which models are served, how, and which are not.
 
-    With a model's FOLDER, or its hub id if it is on this machine, say how it is served and what memory it takes. No
-    weights are loaded and none of its code runs.
+    With a model's FOLDER or hub id, say how it is served and what memory it takes, without loading it.
     """
     with errors_told():
         click.echo(model_table() if model is None else describe_model(model))

@@ -12,17 +12,9 @@ SERVE = "tokenmill_dashboard.serve"
 @click.command()
 @click.option("--bind", default="127.0.0.1", show_default=True, help="Address to listen on.")
 @click.option("--port", type=click.IntRange(0, 65535), default=9181, show_default=True)
-@click.option(
-    "--host", "hosts", multiple=True, metavar="NAME", help="A name, or name:port, that a proxy before it answers to."
-)
+@click.option("--host", "hosts", multiple=True, metavar="NAME", help="A name, or name:port, of a proxy before it.")
 @click.option("--show-prompts", is_flag=True, help="Show jobs' arguments, which hold prompts.")
-@click.option(
-    "--queue",
-    "queues",
-    multiple=True,
-    metavar="NAME",
-    help="A queue whose jobs /metrics counts for Prometheus; without one there is no /metrics.",
-)
+@click.option("--queue", "queues", multiple=True, metavar="NAME", help="A queue for /metrics, which needs one.")
 @click.pass_context
 def dashboard(context: click.Context, /, **options: Any) -> None:
     """Show what waits, runs and fails in a browser.

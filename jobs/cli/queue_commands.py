@@ -9,7 +9,6 @@ from jobs.watch.job_actions import REQUEUE_LIMIT, requeue, requeue_all
 from jobs.watch.queues import count_queues, queue_names
 from jobs.watch.samples import list_workers
 
-#: Ids shown of jobs that were not requeued; the rest are counted.
 MAX_SHOWN = 5
 
 
@@ -17,10 +16,9 @@ MAX_SHOWN = 5
 @click.argument("queues", nargs=-1)
 @click.pass_obj
 def info(connection: redis.Redis, /, queues: tuple[str, ...]) -> None:
-    """Count the jobs in QUEUES, or in all queues.
+    """Count the jobs in QUEUES, or in all queues, and list the workers.
 
-    Prints the workers, too. Unlike `rq info` it reads no job, so no pickle, and
-    changes nothing. Exits with 1 where a named queue does not exist.
+    Unlike `rq info` it reads no job, so no pickle. Exits with 1 where a named queue does not exist.
     """
     with errors_told():
         known = queue_names(connection)
@@ -49,10 +47,9 @@ def info(connection: redis.Redis, /, queues: tuple[str, ...]) -> None:
 @click.argument("job_ids", nargs=-1)
 @click.pass_obj
 def requeue_command(connection: redis.Redis, /, queue: str, is_all: bool, limit: int, job_ids: tuple[str, ...]) -> None:
-    """Put failed jobs back on their queue.
+    """Put failed jobs back on their queue: those with JOB_IDS, or --all.
 
-    Those with JOB_IDS, or --all. Unlike `rq requeue` it reads no job, so no pickle. Exits with 1 where a
-    named job could not be requeued.
+    Unlike `rq requeue` it reads no job, so no pickle. Exits with 1 where a named job could not be requeued.
     """
     if bool(job_ids) == is_all:
         raise click.UsageError("name the jobs, or give --all")

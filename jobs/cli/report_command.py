@@ -30,8 +30,7 @@ from jobs.runs.watching.trials import try_job
 def report(connection: redis.Redis, /, run: str, price_per_hour: float | None, out: str | None) -> None:
     """Print where a finished run's page is, or write it anew elsewhere.
 
-    RUN is its id or its output folder, on this machine or in a store whose keys are in the environment. What
-    the page shows is in the run's manifest. Nothing is written into the run's folder.
+    RUN is its id or its output folder, on this machine or in a store whose keys are in the environment.
     """
     if price_per_hour is not None and out is None:
         raise click.UsageError("--price-per-hour makes another page: name a file for it with --out")
@@ -53,9 +52,7 @@ def report(connection: redis.Redis, /, run: str, price_per_hour: float | None, o
             page = report_html(json.loads(text), price_per_hour)
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise InvalidJob(f"{folder} has no manifest of this version of Tokenmill: {error}") from None
-        temporary = f"{out}.{os.getpid()}.tmp"
-        Path(temporary).write_text(page, encoding="utf-8")
-        os.replace(temporary, out)
+        Path(out).write_text(page, encoding="utf-8")
         click.echo(out)
 
 

@@ -31,10 +31,8 @@ from jobs.runs.watching.snapshot import read_planned
 if TYPE_CHECKING:
     from jobs.parquet.outputs.read_back import FailedRow, FolderReader
 
-#: Kinds of errors that are shown.
 MAX_REASONS = 100
 
-#: Between two looks of `tail --follow`.
 FOLLOW_EVERY_S = 1.0
 
 
@@ -92,11 +90,9 @@ def errors(connection: redis.Redis, /, run: str, limit: int, retry: str | None, 
 @json_option
 @click.pass_obj
 def tail(connection: redis.Redis, /, run: str, lines: int, follow: bool, prompts: bool, as_json: bool) -> None:
-    """Show the answers of a run that were published last.
+    """Show the answers of a run that were published last, which come by the shard.
 
-    RUN is its id or its output folder, which is to be on this machine, or in a store whose keys are in the
-    environment. Parts are published whole, so answers come by the shard. With --json each is an object on a
-    line of its own.
+    RUN is its id or its output folder, on this machine or in a store whose keys are in the environment.
     """
     with errors_told():
         found, folder = _folder_of(connection, run)
@@ -114,7 +110,6 @@ def tail(connection: redis.Redis, /, run: str, lines: int, follow: bool, prompts
 
 
 def _follow(connection: redis.Redis, reader: FolderReader, told: set[int], show: Callable[[int], None]) -> None:
-    """Show each part that comes until the run ends, or somebody presses Ctrl-C."""
     try:
         while True:
             is_over = reader.has_ended or _has_ended(connection, reader.run)
@@ -129,16 +124,15 @@ def _follow(connection: redis.Redis, reader: FolderReader, told: set[int], show:
 
 
 def _has_ended(connection: redis.Redis, run: str) -> bool:
-    """Whether nothing more comes of a run as it was submitted last; of one that Redis does not know, no."""
     with suppress(UnknownRun, redis.exceptions.ConnectionError, redis.exceptions.TimeoutError):
         return read_planned(connection, run).state in ("finished", "failed", "cancelled", "stopped")
     return False
 
 
 def _last(reader: FolderReader, columns: list[str], most: int) -> Iterator[dict[str, Any]]:
-    """Yield the last rows of the parts that were published last."""
     found: list[dict[str, Any]] = []
-    for shard in reader.newest_first():
+    written = reader.parts()
+    for shard in sorted(written, key=lambda shard: (-written[shard], -shard)):
         if len(found) >= most:
             break
         found = [*deque(reader.answers(shard, columns), maxlen=most - len(found)), *found]
@@ -146,7 +140,6 @@ def _last(reader: FolderReader, columns: list[str], most: int) -> Iterator[dict[
 
 
 def _folder_of(connection: redis.Redis, name: str) -> tuple[str, str | None]:
-    """Return a run's id, and its folder where that is on this machine or in a store. Raises UnknownRun."""
     run, output = named_run(connection, name)
     if output is None:
         snapshot = read_planned(connection, run)
@@ -181,7 +174,7 @@ def _errors_json(run: str, reasons: Reasons, rows: list[FailedRow], failed_check
         "failed_checks": failed_checks,
         "cut": cut,
         "reasons": reasons.told(MAX_REASONS),
-        "rows": [each.to_object() for each in rows],
+        "rows": [vars(each) for each in rows],
     }
     return json.dumps(content, ensure_ascii=False)
 

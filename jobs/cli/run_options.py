@@ -17,8 +17,6 @@ from jobs.runs.plans.option_checks import LOGPROB_TYPES, TASKS
 
 
 def json_value(kind: type) -> Callable[[click.Context, click.Parameter, str | None], Any]:
-    """Return the callback of an option that holds JSON of one type."""
-
     def parse(context: click.Context, parameter: click.Parameter, text: str | None) -> Any:
         if text is None:
             return None
@@ -33,7 +31,6 @@ def json_value(kind: type) -> Callable[[click.Context, click.Parameter, str | No
     return parse
 
 
-#: Of a file that holds a Jinja template.
 JINJA_SUFFIXES = (".j2", ".jinja", ".jinja2")
 
 #: Each says what to ask; a run has one of them.
@@ -106,7 +103,6 @@ def run_arguments(options: dict[str, Any]) -> dict[str, Any]:
 
 
 def _read(option: str, path: str) -> str:
-    """Return a file's text without a byte order mark."""
     try:
         with open(path, encoding="utf-8-sig", newline="") as file:
             return file.read()
@@ -116,7 +112,6 @@ def _read(option: str, path: str) -> str:
 
 
 def schema(context: click.Context, parameter: click.Parameter, text: str | None) -> Any:
-    """Return a JSON schema, or that of a file."""
     if text is not None and not text.lstrip().startswith("{"):
         text = _read("--check-schema", text)
     return json_value(dict)(context, parameter, text)
@@ -129,38 +124,36 @@ def _option(flag: str, help: str, **how: Any) -> Decorator:
     return click.option(flag, help=help, **how)
 
 
+def _switch(name: str, help: str) -> Decorator:
+    return click.option(f"--{name}/--no-{name}", help=help, default=None)
+
+
+#: Kinds of options that several have.
+_TEXTS: Any = {"multiple": True}
+_COLUMNS: Any = {"multiple": True, "callback": column_list}
+_NAMED: Any = {"multiple": True, "callback": assignments}
+_JSON_LIST, _JSON_OBJECT = {"callback": json_value(list)}, {"callback": json_value(dict)}
+
+_FORMAT_HELP = "Format of the FILEs, where their names do not tell it; openai-batch reads OpenAI's batch files."
+
 _INPUT = (
-    _option(
-        "--model-alias", "A model that batch files name, for the served one; * for any.", multiple=True, metavar="NAME"
-    ),
+    _option("--model-alias", "A model that batch files name, for the served one; * for any.", **_TEXTS, metavar="NAME"),
     _option("--filename-column", "Add a column of this name that holds each row's file."),
-    click.option(
-        "--input-format",
-        "--format",
-        "input_format",
-        type=click.Choice(list(SUFFIXES)),
-        help="Format of the FILEs, where their names do not tell it; openai-batch reads OpenAI's batch files.",
-    ),
+    click.option("--input-format", "--format", "input_format", type=click.Choice(list(SUFFIXES)), help=_FORMAT_HELP),
 )
+
+_PROMPT_HELP = "One of several prompts of each row, which may name earlier ones; its answer is the column NAME."
 
 _PROMPT = (
     _option("--prompt-column", "Text to complete as it stands; by default the column `prompt`."),
     _option("--messages-column", "Chats instead: lists of role and content, or their JSON."),
-    _option("--image-column", "Pictures, of bytes or paths; {NAME} places them in a template.", multiple=True),
+    _option("--image-column", "Pictures, of bytes or paths; {NAME} places them in a template.", **_TEXTS),
     _option("--template", "A prompt text instead, with {column} where a row's value goes."),
     _option("--template-file", "The same from a file, without its last line break.", type=click.Path()),
-    _option(
-        "--messages-template", "A chat instead, as JSON: a list of messages with {column}.", callback=json_value(list)
-    ),
-    _option(
-        "--prompt",
-        "One of several prompts of each row, in turn, which may name earlier ones; its answer is the column NAME.",
-        metavar="NAME=TEMPLATE",
-        multiple=True,
-        callback=assignments,
-    ),
-    _option("--prompts", "The same as JSON: a list of name, template and sampling.", callback=json_value(list)),
-    _option("--sampling", "Any sampling values, as JSON. An option wins.", callback=json_value(dict), default="{}"),
+    _option("--messages-template", "A chat instead, as JSON: a list of messages with {column}.", **_JSON_LIST),
+    _option("--prompt", _PROMPT_HELP, metavar="NAME=TEMPLATE", **_NAMED),
+    _option("--prompts", "The same as JSON: a list of name, template and sampling.", **_JSON_LIST),
+    _option("--sampling", "Any sampling values, as JSON. An option wins.", **_JSON_OBJECT, default="{}"),
     _option("--max-tokens", "Tokens of a completion at most; 256 by default.", type=int),
     _option("--temperature", "1 by default; 0 takes the likeliest token.", type=float),
     _option("--top-p", "Only the likeliest tokens that together have this probability.", type=float),
@@ -168,29 +161,19 @@ _PROMPT = (
     _option("--min-p", "Only tokens with this share of the likeliest one's probability.", type=float),
     _option("--seed", "The run's; each row's own follows from it and the row's number.", type=int),
     _option("--n", "Completions of each row; from 2 on the output has lists of them.", type=int),
-    _option(
-        "--logprobs", "A column of log probabilities: of each token and so many of the likeliest, 0 to 20.", type=int
-    ),
+    _option("--logprobs", "A column of log probabilities: of each token and so many likeliest, 0 to 20.", type=int),
     _option("--prompt-logprobs", "The same of each token of the prompt.", type=int),
     _option("--presence-penalty", "Off the logit of each token there is, -2 to 2.", type=float),
     _option("--frequency-penalty", "The same, as often as the token is there.", type=float),
     _option("--repetition-penalty", "Divides the logit of each token of prompt and completion.", type=float),
-    _option("--logit-bias", 'What to add to logits, as JSON: {"token id": 2.5}.', callback=json_value(dict)),
-    _option("--allowed-token-ids", "No other tokens, as JSON: [1, 2].", callback=json_value(list)),
-    _option("--bad-words", "A text that no completion has; may be given again.", multiple=True),
-    _option("--structured-outputs", 'What completions must be, as JSON: {"json": SCHEMA}.', callback=json_value(dict)),
-    _option("--stop", "Text that ends a completion; may be given more than once.", multiple=True),
+    _option("--logit-bias", 'What to add to logits, as JSON: {"token id": 2.5}.', **_JSON_OBJECT),
+    _option("--allowed-token-ids", "No other tokens, as JSON: [1, 2].", **_JSON_LIST),
+    _option("--bad-words", "A text that no completion has; may be given again.", **_TEXTS),
+    _option("--structured-outputs", 'What completions must be, as JSON: {"json": SCHEMA}.', **_JSON_OBJECT),
+    _option("--stop", "Text that ends a completion; may be given more than once.", **_TEXTS),
     _option("--include-stop-str-in-output", "Leave the text of --stop in a completion.", is_flag=True, default=None),
-    _option(
-        "--skip-special-tokens/--no-skip-special-tokens",
-        "Leave special tokens out of a completion's text, as is done by default, or in.",
-        default=None,
-    ),
-    _option(
-        "--spaces-between-special-tokens/--no-spaces-between-special-tokens",
-        "With them in, leave the spaces between two, as is done by default, or take them out.",
-        default=None,
-    ),
+    _switch("skip-special-tokens", "Leave special tokens out of a completion's text, as is done by default, or in."),
+    _switch("spaces-between-special-tokens", "With them in, leave the spaces between two, as by default, or do not."),
     _option("--truncate-prompt-tokens", "Read only so many last tokens of a prompt; -1: what fits.", type=int),
     _option("--labels", "Give each of these labels' probability: yes,no or a JSON list.", callback=label_list),
     _option("--calibrate", "Subtract what each of --labels has behind the prompt with N/A for columns.", is_flag=True),
@@ -200,20 +183,8 @@ _PROMPT = (
     _option("--dimensions", "Of each embedding the first so many numbers, brought to length 1.", type=int),
     _option("--prompt-name", "Which of the checkpoint's prompts stands before a text to embed."),
     _option("--template-format", "How templates are written.", type=click.Choice(["fields", "jinja"])),
-    _option(
-        "--default",
-        "Text that stands for null of a column in the template; without one such a row is an error.",
-        metavar="COLUMN=TEXT",
-        multiple=True,
-        callback=assignments,
-    ),
-    _option(
-        "--column",
-        "Take each row's own value from a column, such as max_tokens=limit; null leaves the run's.",
-        metavar="NAME=COLUMN",
-        multiple=True,
-        callback=assignments,
-    ),
+    _option("--default", "Text for null in the template, else its row is an error.", metavar="COLUMN=TEXT", **_NAMED),
+    _option("--column", "A row's own value, as max_tokens=limit; null: the run's.", metavar="NAME=COLUMN", **_NAMED),
     _option("--model", "Only a worker that serves this model, by name, path or hub id, plans the run."),
 )
 
@@ -221,15 +192,15 @@ _CHECK = (
     _option("--check-schema", "Answers must be JSON of this JSON schema.", metavar="JSON|FILE", callback=schema),
     _option("--check-regex", "Answers must match this pattern of Python's re, whole."),
     _option("--check-function", "A function(row, completion) -> None or the reason.", metavar="MODULE.NAME"),
-    _option("--check-columns", "What its row has beside the prompt's columns.", multiple=True, callback=column_list),
+    _option("--check-columns", "What its row has beside the prompt's columns.", **_COLUMNS),
     _option("--max-attempts", f"Answers of a row at most; {DEFAULT_MAX_ATTEMPTS} by default.", type=int),
     _option("--continue-on-length", "Let an answer that --max-tokens has cut go on, as an attempt.", is_flag=True),
     _option("--repair-template", "Text that asks for another answer; the reason stands for {reason} in it."),
 )
 
 _OUTPUT = (
-    _option("--keep", "Only these columns of the input, such as id,text.", multiple=True, callback=column_list),
-    _option("--drop", "All columns of the input but these.", multiple=True, callback=column_list),
+    _option("--keep", "Only these columns of the input, such as id,text.", **_COLUMNS),
+    _option("--drop", "All columns of the input but these.", **_COLUMNS),
     _option("--output-prefix", "Text before the names of the columns that are added.", default=""),
     _option("--logprob-type", "How log probabilities are written.", type=click.Choice(LOGPROB_TYPES)),
     _option("--escalate-below", "Ask rows whose labels have a lower margin again of a larger model.", type=float),
@@ -237,15 +208,11 @@ _OUTPUT = (
     _option("--escalate-model", "Name of that model, where the queue has several.", metavar="NAME"),
     _option("--limit", "Score so many rows, the first ones, and no more.", type=int),
     _option("--max-errors", "Stop when more rows have an error: a number, or a share like 5%; by default 90%."),
-    _option("--reuse", "Take the answers of an earlier run, by its output.", metavar="OLD", multiple=True),
+    _option("--reuse", "Take the answers of an earlier run, by its output.", metavar="OLD", **_TEXTS),
     _option("--reuse-from-any-model", "Take those of other models too.", is_flag=True),
     _option("--only-new", "Leave rows out that --reuse has answered.", is_flag=True),
     _option("--reused-column", "Name of a column that says which row of an earlier run an answer is from."),
-    _option(
-        "--order",
-        "Compute rows that share a beginning together, in the whole run; parts keep that order.",
-        type=click.Choice(["prefix"]),
-    ),
+    _option("--order", "Compute rows that share a beginning together; parts keep that.", type=click.Choice(["prefix"])),
     _option("--webhook", "Gets a POST once the run ends; workers must allow its host.", metavar="URL"),
     _option("--on-end", "A function that runs then; workers must allow it.", metavar="MODULE.NAME"),
     _option("--single-file", "In the end, write all rows into one file, OUT/output.parquet.", is_flag=True),
@@ -255,7 +222,6 @@ _OUTPUT = (
 
 
 def _all(options: tuple[Decorator, ...]) -> Decorator:
-    """Return what puts options before a command, in this order."""
     return lambda command: reduce(lambda found, option: option(found), reversed(options), command)
 
 

@@ -10,6 +10,7 @@ import redis
 from tqdm import tqdm
 
 from jobs.common.display import duration_text
+from jobs.runs.statistics.part_stats import outcome_text
 from jobs.runs.watching.follow import Display
 from jobs.runs.watching.snapshot import RunSnapshot, failure_text
 
@@ -27,42 +28,27 @@ def table(heads: Sequence[str], rows: Sequence[Sequence[str]], numbers: Sequence
 
 
 def rate(value: float | None) -> str:
-    """Return what is done a second."""
     if value is None:
         return "-"
     return f"{value:.0f}" if value >= 10 else f"{value:.1f}"
 
 
-def ago(seconds: float | None) -> str:
-    """Return a span of time in its largest unit, "12 s" to "30 d"; "-" for none."""
-    if seconds is None:
-        return "-"
-    for unit, size in (("d", 86400), ("h", 3600), ("min", 60)):
-        if seconds >= 2 * size:
-            return f"{seconds / size:.0f} {unit}"
-    return f"{max(0.0, seconds):.0f} s"
-
-
-#: Between two lines of a log.
 LINE_EVERY_S = 10.0
-
 
 #: tqdm's own guess counts rows, and rows that are still to come may be longer.
 BAR_FORMAT = "{desc}: {percentage:3.0f}%|{bar}| {n_fmt}/{total_fmt} [{elapsed}{postfix}]"
 
 
 class Bar(Display):
-    """A progress bar of rows, with tokens per second and the time left."""
-
     def __init__(self, file: TextIO) -> None:
         self._file = file
         self._bar = tqdm(unit="row", total=0, dynamic_ncols=True, desc="planning", file=file, bar_format=BAR_FORMAT)
 
-    def show(self, snapshot: RunSnapshot, tokens_per_s: float) -> None:
+    def show(self, snapshot: RunSnapshot) -> None:
         if snapshot.rows is not None:
             self._bar.total, self._bar.n = snapshot.rows, snapshot.rows_done
         self._bar.set_description_str(snapshot.state, refresh=False)
-        self._bar.set_postfix_str(_speed(snapshot, tokens_per_s), refresh=False)
+        self._bar.set_postfix_str(_speed(snapshot), refresh=False)
         self._bar.refresh()
 
     def warn(self, text: str) -> None:
@@ -79,7 +65,7 @@ class Lines(Display):
         self._file, self._clock = file, clock
         self._state, self._shown_at = "", 0.0
 
-    def show(self, snapshot: RunSnapshot, tokens_per_s: float) -> None:
+    def show(self, snapshot: RunSnapshot) -> None:
         now = self._clock()
         if snapshot.state == self._state and now - self._shown_at < LINE_EVERY_S:
             return
@@ -88,33 +74,30 @@ class Lines(Display):
             self.warn(snapshot.state)
         else:
             rows = f"{snapshot.state}: {snapshot.rows_done} of {snapshot.rows} rows"
-            self.warn(f"{rows}, {_speed(snapshot, tokens_per_s)}")
+            self.warn(f"{rows}, {_speed(snapshot)}")
 
     def warn(self, text: str) -> None:
         print(text, file=self._file, flush=True)
 
 
 def progress(clock: Callable[[], float]) -> Display:
-    """Return the display that suits standard error as it is now. clock: seconds, any zero."""
     return Bar(sys.stderr) if _has_columns(sys.stderr) else Lines(sys.stderr, clock)
 
 
 def _has_columns(file: TextIO) -> bool:
-    """Whether a bar can be drawn: some consoles and CI runners give a terminal of no size."""
     try:
         return file.isatty() and os.get_terminal_size(file.fileno()).columns > 0
     except (OSError, ValueError):
         return False
 
 
-def _speed(snapshot: RunSnapshot, tokens_per_s: float) -> str:
-    speed = f"{tokens_per_s:.0f} tok/s"
+def _speed(snapshot: RunSnapshot) -> str:
+    speed = f"{snapshot.tokens_per_s or 0:.0f} tok/s"
     failed = len(snapshot.failed_jobs)
     told = [speed, *([] if snapshot.left_s is None else [f"{duration_text(snapshot.left_s)} left"])]
     return ", ".join([*told, *([f"{failed} shards failed"] if failed else [])])
 
 
-#: Failed shards shown by name; the rest are counted.
 MAX_SHOWN = 5
 
 
@@ -131,30 +114,23 @@ def tell_failures(connection: redis.Redis, snapshot: RunSnapshot) -> None:
 
 
 def status_text(snapshot: RunSnapshot, num_gone: int = 0) -> str:
-    """Return what is told of a run. num_gone: parts of a finished one that its folder lacks."""
-    if snapshot.rows is None:
-        lines = [f"run {snapshot.run}: {snapshot.state}", f"output   {snapshot.output}"]
-        return "\n".join([*lines, *_refused(snapshot), *awaits(snapshot)])
-    started = f"{snapshot.shards_started} started"
-    return "\n".join(
-        [
-            f"run {snapshot.run}: {'incomplete' if num_gone else snapshot.state}",
-            f"output   {snapshot.output}",
-            f"rows     {snapshot.rows_done} of {snapshot.rows}, {snapshot.outcome}",
+    lines = [f"run {snapshot.run}: {'incomplete' if num_gone else snapshot.state}", f"output   {snapshot.output}"]
+    if snapshot.rows is not None:
+        started = f"{snapshot.shards_started} started"
+        outcome = outcome_text(snapshot.errors, snapshot.failed_checks, snapshot.cut)
+        lines += [
+            f"rows     {snapshot.rows_done} of {snapshot.rows}, {outcome}",
             *([f"reused   {snapshot.rows_reused} rows of earlier runs"] if snapshot.rows_reused else []),
+            *([f"again    {snapshot.rows_escalated} rows, of the second model"] if snapshot.rows_escalated else []),
             *([f"why      `tokenmill errors {snapshot.run}` lists them by reason"] if snapshot.errors else []),
             f"shards   {snapshot.shards_done} of {snapshot.shards} done, {started}, {_rest(snapshot)}",
             f"tokens   {snapshot.tokens} generated",
             *([] if snapshot.left_s is None else [f"left     {duration_text(snapshot.left_s)}"]),
-            *_refused(snapshot),
-            *awaits(snapshot),
-            *gone_text(num_gone, snapshot.output),
         ]
-    )
+    return "\n".join([*lines, *_refused(snapshot), *awaits(snapshot), *gone_text(num_gone, snapshot.output)])
 
 
 def _refused(snapshot: RunSnapshot) -> list[str]:
-    """Say why the last submit was refused, and that a run which had finished before is so still."""
     if snapshot.plan_error is None or snapshot.cancelled:
         return []
     if snapshot.finished:
@@ -163,7 +139,6 @@ def _refused(snapshot: RunSnapshot) -> list[str]:
 
 
 def gone_text(num_gone: int, folder: str) -> list[str]:
-    """Say what a folder lacks of a run that had finished."""
     told = f"but      {num_gone} parts are gone: submit into another folder with --reuse {folder}, which computes them"
     return [told] if num_gone else []
 
@@ -184,6 +159,6 @@ def awaits(snapshot: RunSnapshot) -> list[str]:
 
 def _rest(snapshot: RunSnapshot) -> str:
     if snapshot.cancelled or (snapshot.plan_failed and snapshot.is_idle):
-        return f"{snapshot.queued + snapshot.failed + snapshot.gone} left for another submit"
+        return f"{snapshot.queued + len(snapshot.failed_jobs) + snapshot.gone} left for another submit"
     gone = f", {snapshot.gone} whose jobs are gone" if snapshot.gone else ""
-    return f"{snapshot.queued} queued, {snapshot.failed} failed{gone}"
+    return f"{snapshot.queued} queued, {len(snapshot.failed_jobs)} failed{gone}"

@@ -9,12 +9,11 @@ import redis
 
 from jobs.cli.errors_told import errors_told
 from jobs.cli.run_options import input_options, prompt_options, run_arguments
-from jobs.common.display import safe_name
+from jobs.common.display import duration_text, safe_name
 from jobs.runs.plans.spec import RunSpec
 from jobs.runs.redis_state.submission import Submission
 from jobs.runs.watching.trials import try_job
 
-#: Of a prompt or an answer that is shown.
 MAX_SHOWN_CHARS = 20_000
 
 #: More rows are looked at by a share: all their requests are held in the worker's memory.
@@ -35,7 +34,7 @@ def preview(connection: redis.Redis, /, rows: int, queue: str, no_answers: bool,
     A worker of the queue renders the prompts, counts their tokens and answers them; nothing is written.
     """
     with errors_told():
-        found = _survey(connection, queue, {**options, "limit": rows}, first=rows, answers=not no_answers)
+        found = survey(connection, queue, {**options, "limit": rows}, first=rows, answers=not no_answers)
         for each in found["shown"]:
             _show(each)
         for line in _reasons(found):
@@ -43,20 +42,10 @@ def preview(connection: redis.Redis, /, rows: int, queue: str, no_answers: bool,
     sys.exit(1 if found["rows_failing"] or found["num_failed"] else 0)
 
 
-def tell_dry_run(
-    connection: redis.Redis, queue: str, options: dict[str, Any], max_rows: int, price_per_hour: float | None
-) -> None:
-    """Print what a run would take, and start none."""
-    found = _survey(connection, queue, options, max_rows=max_rows)
-    click.echo("\n".join(dry_run_lines(found, price_per_hour)))
-
-
 def dry_run_lines(found: dict[str, Any], price_per_hour: float | None) -> list[str]:
-    """Return what is said of a run. found: what jobs.survey_parquet has found."""
     share = "" if found["rows_read"] == found["num_rows"] else f", as {found['rows_read']:,} of them tell"
     reused = f"; {found['rows_reused']:,.0f} are answered by earlier runs" if found["rows_reused"] else ""
     tried, failed, seconds = found["num_tried"], found["num_failed"], found["seconds"]
-    unit, length = next((each for each in (("h", 3600), ("min", 60)) if seconds >= 2 * each[1]), ("s", 1))
     lines = [
         f"rows     {found['num_rows']:,}, of which {found['rows_failing']:,.0f} would fail{reused}{share}",
         *(f"         {line}" for line in _reasons(found)),
@@ -65,7 +54,7 @@ def dry_run_lines(found: dict[str, Any], price_per_hour: float | None) -> list[s
         f"{found['cached_tokens']:,.0f}",
         f"answers  {found['completion_tokens']:,.0f} tokens, of which {found['generated_tokens']:,.0f} "
         f"are computed, as {tried} rows tell",
-        f"time     about {seconds / length:.1f} {unit} on one worker like this one, alone with the run",
+        f"time     about {duration_text(seconds)} on one worker like this one, alone with the run",
     ]
     if failed:
         lines.append(f"but      {failed} of the {tried} rows that were tried failed")
@@ -74,8 +63,7 @@ def dry_run_lines(found: dict[str, Any], price_per_hour: float | None) -> list[s
     return lines
 
 
-def _survey(connection: redis.Redis, queue: str, options: dict[str, Any], **how: Any) -> dict[str, Any]:
-    """Have a worker look at a run's prompts. Raises what its planning would."""
+def survey(connection: redis.Redis, queue: str, options: dict[str, Any], **how: Any) -> dict[str, Any]:
     submission, own = Submission.split(queue, run_arguments({"output": "/dev/null", **options}))
     how |= {"reuse": list(submission.reuse), "reuse_from_any_model": submission.reuse_from_any_model}
     asked = {**RunSpec.from_arguments(**own).to_json(), **how}
@@ -99,7 +87,6 @@ def _show(row: dict[str, Any]) -> None:
 
 
 def _text(value: Any) -> str:
-    """Return a prompt as it is shown: lines below it are indented, and nothing in it moves the cursor."""
     text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
     lines = [safe_name(line, MAX_SHOWN_CHARS) for line in text[:MAX_SHOWN_CHARS].split("\n")]
     return "\n    ".join(lines) + (" ..." if len(text) > MAX_SHOWN_CHARS else "")

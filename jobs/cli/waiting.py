@@ -17,10 +17,7 @@ PLAN_WAIT_S, PLAN_POLL_S = 10.0, 0.1
 
 
 def await_plan(connection: redis.Redis, run: str) -> None:
-    """Print a submitted run's id, once its planning has accepted it, or takes longer than PLAN_WAIT_S.
-
-    Exits with 1 where the planning refuses the run, with 130 on Ctrl-C, which leaves it going.
-    """
+    """Print a run's id once its planning accepts it, or takes long. Exits with 1 if refused, 130 on Ctrl-C."""
     until = time.monotonic() + PLAN_WAIT_S
     try:
         while (snapshot := read_planned(connection, run)).is_planning and time.monotonic() < until:
@@ -54,7 +51,6 @@ def _goes_on(run: str) -> str:
 
 
 def wait_for_end(connection: redis.Redis, run: str) -> None:
-    """Show progress until the run ends. Exits with 1 when it failed, with 130 on Ctrl-C."""
     display = progress(time.monotonic)
     try:
         followed = follow(

@@ -9,8 +9,8 @@ import click
 import redis
 
 from jobs.cli.errors_told import errors_told
-from jobs.cli.status_text import ago, gone_text, rate, status_text, table, tell_failures
-from jobs.common.display import MAX_TEXT_CHARS, safe_name
+from jobs.cli.status_text import gone_text, rate, status_text, table, tell_failures
+from jobs.common.display import MAX_TEXT_CHARS, duration_text, safe_name
 from jobs.doctor.redis_server import troubles
 from jobs.errors import UnknownRun
 from jobs.runs.output import RunOutput, named_run, output_here
@@ -19,13 +19,10 @@ from jobs.runs.watching.snapshot import RunSnapshot, read_planned
 from jobs.watch.runs import MAX_RUNS, STATES, list_runs, run_reasons
 from jobs.watch.samples import WorkerSample, read_samples
 
-#: Between two looks of --watch.
 WATCH_EVERY_S = 2.0
 
-#: Ended runs that `status` shows beside those that move.
 MAX_ENDED = 10
 
-#: Characters of an output's path in a table.
 MAX_PATH_CHARS = 60
 
 json_option = click.option("--json", "as_json", is_flag=True, help="Print JSON, for programs.")
@@ -36,20 +33,12 @@ _WORKER_NUMBERS = ("BATCH", "WAITING", "KV", "SEEN")
 
 
 @click.command()
-@click.option(
-    "--state",
-    "states",
-    multiple=True,
-    type=click.Choice(STATES),
-    help="Only runs in this state; more than one may be given.",
-)
+@click.option("--state", "states", multiple=True, type=click.Choice(STATES), help="Only runs in this state, or these.")
 @click.option("--limit", type=click.IntRange(1, 10_000), default=MAX_RUNS, show_default=True)
 @json_option
 @click.pass_obj
 def runs(connection: redis.Redis, /, states: tuple[str, ...], limit: int, as_json: bool) -> None:
     """List the runs that were submitted last.
-
-    SUBMITTED: since the last submission, with which it may have been resumed.
 
     Those that Redis knows: a run's keys are kept for 30 days after its last part, its folder for ever.
     """
@@ -66,8 +55,7 @@ def runs(connection: redis.Redis, /, states: tuple[str, ...], limit: int, as_jso
 def workers(connection: redis.Redis, /, as_json: bool, watch: bool) -> None:
     """List the workers and what they hold.
 
-    Model, dtype, version and lanes of each; "draining" takes nothing new, "silent" is frozen, cut off or
-    dead. What a silent one holds is not known; --json has what it told last.
+    "draining" takes nothing new, "silent" is frozen, cut off or dead; --json has what a silent one told last.
     """
 
     def show() -> str:
@@ -91,12 +79,11 @@ def workers(connection: redis.Redis, /, as_json: bool, watch: bool) -> None:
 def status(connection: redis.Redis, /, run: str | None, as_json: bool, watch: bool) -> None:
     """Print what is known of a run, or of all.
 
-    Without RUN those that move, and the last ones that ended. RUN is its id or its output folder, which is
-    enough where Redis lost it.
+    Without RUN those that move, and the last that ended. RUN is its id, or its output folder, also where Redis lost it.
     """
     with errors_told():
         if run is None:
-            show_all_runs(connection, as_json, watch)
+            show_or_watch(lambda: _runs_in_short(connection, as_json), watch)
             return
         if watch:
             raise click.UsageError("--watch is for all runs: the same submit with --wait follows one")
@@ -110,7 +97,8 @@ def status(connection: redis.Redis, /, run: str | None, as_json: bool, watch: bo
             click.echo(output_json(output) if as_json else _output_text(output))
             return
         if as_json:
-            click.echo(run_json(connection, snapshot))
+            reasons = [vars(reason) for reason in run_reasons(connection, snapshot.run)]
+            click.echo(json.dumps({**snapshot.to_object(), "reasons": reasons, "failed_jobs": snapshot.failed_jobs}))
             return
         output = output or output_here(snapshot.output, snapshot.run)
         click.echo(status_text(snapshot, output.num_gone if output and snapshot.finished else 0))
@@ -120,19 +108,11 @@ def status(connection: redis.Redis, /, run: str | None, as_json: bool, watch: bo
 
 
 def tell_troubles(connection: redis.Redis) -> None:
-    """Print above what is shown why a Redis that answers does not serve."""
     for each in troubles(connection):
         click.secho(f"Redis: {safe_name(each, MAX_TEXT_CHARS)}", fg="red", err=True)
 
 
-def run_json(connection: redis.Redis, snapshot: RunSnapshot) -> str:
-    """Return what is known of a run as JSON."""
-    reasons = [vars(reason) for reason in run_reasons(connection, snapshot.run)]
-    return json.dumps({**snapshot.to_object(), "reasons": reasons, "failed_jobs": snapshot.failed_jobs})
-
-
 def output_json(output: RunOutput) -> str:
-    """Return what a run's folder tells as JSON."""
     plan, told = output.plan, {"run": output.plan.run, "state": output.state, "output": output.folder}
     counts = {"rows": plan.rows, "errors": output.errors, "shards": len(plan.shards), "shards_done": output.parts}
     return json.dumps({**told, "model": str(plan.model), **counts})
@@ -150,18 +130,13 @@ def _output_text(output: RunOutput) -> str:
     return "\n".join(lines + ([] if output.finished else ["this Redis does not know it any more: submit it again"]))
 
 
-def show_all_runs(connection: redis.Redis, as_json: bool, watch: bool) -> None:
-    """Print the runs that move, and the last ones that ended."""
-
-    def show() -> str:
-        tell_troubles(connection)
-        found = list_runs(connection)
-        if as_json:
-            return runs_json(found)
-        ended = [each for each in found if not each.is_active][:MAX_ENDED]
-        return runs_table([each for each in found if each.is_active or each in ended], time.time())
-
-    show_or_watch(show, watch)
+def _runs_in_short(connection: redis.Redis, as_json: bool) -> str:
+    tell_troubles(connection)
+    found = list_runs(connection)
+    if as_json:
+        return runs_json(found)
+    ended = [each for each in found if not each.is_active][:MAX_ENDED]
+    return runs_table([each for each in found if each.is_active or each in ended], time.time())
 
 
 def show_or_watch(show: Callable[[], str], watch: bool, sleep: Callable[[float], None] = time.sleep) -> None:
@@ -183,12 +158,10 @@ def show_or_watch(show: Callable[[], str], watch: bool, sleep: Callable[[float],
 
 
 def runs_json(found: Sequence[RunSnapshot]) -> str:
-    """Return runs as a JSON list."""
     return json.dumps([each.to_object() for each in found])
 
 
 def runs_table(found: Sequence[RunSnapshot], now: float) -> str:
-    """Return a line for each run. now: Unix seconds."""
     if not found:
         return "no run: `tokenmill submit FILE OUT` makes one"
     heads = ("RUN", "STATE", *_RUN_NUMBERS, "OUTPUT")
@@ -201,7 +174,7 @@ def runs_table(found: Sequence[RunSnapshot], now: float) -> str:
             "-" if run.shards is None else f"{run.shards_done}/{run.shards}",
             rate(run.rows_per_s),
             rate(run.tokens_per_s),
-            ago(None if run.submitted_at is None else now - run.submitted_at),
+            "-" if run.submitted_at is None else duration_text(now - run.submitted_at),
             run.output if len(run.output) <= MAX_PATH_CHARS else f"...{run.output[3 - MAX_PATH_CHARS :]}",
         )
         for run in found
@@ -210,7 +183,6 @@ def runs_table(found: Sequence[RunSnapshot], now: float) -> str:
 
 
 def workers_table(found: Sequence[WorkerSample]) -> str:
-    """Return a line for each worker."""
     if not found:
         return "no worker: start one with `rq worker --worker-class worker.BatchWorker -S json QUEUE`"
     heads = ("WORKER", "STATE", "MODEL", "DTYPE", "VERSION", "LANES", "HOLDS", *_WORKER_NUMBERS)
@@ -235,5 +207,5 @@ def _worker_row(worker: WorkerSample) -> tuple[str, ...]:
         worker.version,
         " ".join(worker.queues),
         *now,
-        ago(worker.silent_s),
+        duration_text(worker.silent_s),
     )

@@ -8,12 +8,10 @@ from typing import Any
 
 MAX_SHOWN_CHARS = 80
 
-#: What stands in a log for such a value.
 HIDDEN = "..."
 
 
 def brief(value: object) -> str:
-    """Return a value as Python writes it, cut after MAX_SHOWN_CHARS characters."""
     text = repr(value)
     return text if len(text) <= MAX_SHOWN_CHARS else f"{text[:MAX_SHOWN_CHARS]}..."
 
@@ -52,7 +50,6 @@ def safe_name(name: str | bytes, most: int = MAX_NAME_CHARS) -> str:
 
 
 def duration_text(seconds: float) -> str:
-    """Return a time in its two largest units."""
     whole = max(0, round(seconds))
     for unit, size, smaller, part in (("d", 86400, "h", 3600), ("h", 3600, "min", 60), ("min", 60, "s", 1)):
         if whole >= size:

@@ -26,10 +26,9 @@ _transform = structlog.tracebacks.ExceptionDictTransformer(show_locals=False, ma
 
 
 class JsonLine(logging.Formatter):
-    """Writes a record as one line: timestamp (UTC), level, logger, event, and what is known of its job.
+    """Writes a record as one line; of an exception no values of variables, which hold prompts.
 
-    bound: fields of every line. more_of: what else a job's id tells. Of an exception there are type, text and frames,
-    without the values of variables, which hold prompts.
+    bound: fields of every line. more_of: what else a job's id tells.
     """
 
     def __init__(self, bound: Mapping[str, str], more_of: Callable[[str], Mapping[str, Any]] | None = None) -> None:
@@ -37,7 +36,6 @@ class JsonLine(logging.Formatter):
         self._bound, self._more_of = dict(bound), more_of
 
     def format(self, record: logging.LogRecord) -> str:
-        """Return the line, without its end."""
         fields: dict[str, Any] = {
             "timestamp": datetime.fromtimestamp(record.created, UTC).isoformat(timespec="microseconds"),
             "level": record.levelname.lower(),
@@ -56,7 +54,6 @@ class JsonLine(logging.Formatter):
 
 
 def _exceptions(exc_info: Any) -> list[dict[str, Any]]:
-    """Return exceptions with their texts cut; where that is too much still, only their types and texts."""
     found = _transform(exc_info)
     for each in found:
         each["exc_value"] = str(each["exc_value"])[:MAX_EXCEPTION_CHARS]

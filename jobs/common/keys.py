@@ -38,16 +38,13 @@ def prefixed(key: str) -> str:
     return f"{RQ if kind == 'rq' else OWN}:{rest}"
 
 
-#: A field of our own in RQ's job hash: how many sequences a job brings, where not one. A worker claims
-#: by it, so that one worker does not take every shard of a run at once.
+#: A field in RQ's job hash: how many sequences a job brings, so that one worker does not claim every shard of a run.
 SEQUENCES_FIELD = "sequences"
 
-#: A field of our own there: the only model that may run the job, by one of ServedModel.names. A worker
-#: that serves another leaves the job where it is in its queue, for others.
+#: Another one: the only model that may run the job, by one of ServedModel.names; others' workers leave it there.
 MODEL_FIELD = "tokenmill_model"
 
-#: A field of our own there: FUNCTION once a worker has found that the job calls a plain function, FILE of a
-#: shard. While all places for such jobs are taken, they are left where they are.
+#: Another one: FUNCTION once it was found that the job calls one, FILE of a shard; they wait for places of their own.
 KIND_FIELD = "tokenmill_kind"
 FUNCTION, FILE = "function", "file"
 
@@ -57,11 +54,9 @@ SUBMISSION_FIELD = "tokenmill_submission"
 #: A run's keys are kept this long after the last write; the files alone are enough to resume it.
 RUN_TTL_S = 30 * 24 * 3600
 
-
 #: Every run that was submitted within twice that time. Below `tokenmill:run:`, which producers may write.
 RUNS_KEY = f"{OWN}:run:index"
 
-#: A worker's statistics are kept so long after it wrote them last.
 WORKER_STATS_TTL_S = 3600
 
 #: How far a job of prompts was is kept so long, for whoever takes it up after a worker's death.
@@ -98,6 +93,5 @@ def run_key(run: str, kind: str = "") -> str:
 
 
 def run_folder_key(folder: str) -> str:
-    """Return the key for the real path of a run's output folder."""
     path = folder.encode("utf-8", "surrogatepass")
     return run_key("folder", blake2b(path, digest_size=16).hexdigest())

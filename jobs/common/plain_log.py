@@ -25,7 +25,6 @@ class PlainLine(logging.Filter):
     """Cuts the values of a record's message, escapes what is not printable, and notes of which job a record is."""
 
     def filter(self, record: logging.LogRecord) -> bool:
-        """Change the record; never drop it."""
         if isinstance(record.args, tuple):
             record.args = tuple(map(_cut, record.args))
             place = _place_of_job(record.msg)
@@ -41,7 +40,6 @@ class PlainLine(logging.Filter):
 
 
 def without_colour(text: str) -> str:
-    """Return a message without what RQ puts around names on a terminal."""
     return _COLOUR.sub("", text) if "\x1b" in text else text
 
 
@@ -61,7 +59,6 @@ def _cut(value: Any) -> Any:
 
 
 def keep_plain(logger: logging.Logger) -> None:
-    """Put every record of this logger through PlainLine, once."""
     if not any(isinstance(each, PlainLine) for each in logger.filters):
         logger.addFilter(PlainLine())
 
@@ -71,14 +68,12 @@ AUTO, TEXT, JSON = "auto", "text", "json"
 
 
 def checked_format(value: str) -> str:
-    """Return a format. Raises ValueError, which says what is expected."""
     if value not in (AUTO, TEXT, JSON):
         raise ValueError("expected text, json, or auto: text on a terminal, JSON elsewhere")
     return value
 
 
 def is_json(wanted: str, stream: TextIO) -> bool:
-    """Whether the log is JSON there."""
     return wanted == JSON or (wanted == AUTO and not stream.isatty())
 
 
@@ -96,7 +91,6 @@ def handle_all(formatter: logging.Formatter, named: Iterable[str] = ()) -> None:
 
 
 def give_up_handlers(name: str) -> None:
-    """Let the handlers of all loggers write what this one is told, and those below it."""
     logger = logging.getLogger(name)
     logger.propagate = True
     for handler in [*logger.handlers]:

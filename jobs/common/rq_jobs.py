@@ -36,12 +36,9 @@ QUEUES_KEY, QUEUE_PREFIX = Queue.redis_queues_keys, Queue.redis_queue_namespace_
 #: A set of the keys of all workers, and what such a key begins with.
 WORKERS_KEY, WORKER_PREFIX = REDIS_WORKER_KEYS, BaseWorker.redis_worker_namespace_prefix
 
-#: A set of the names of all rate limits.
 RATE_LIMITS_KEY = RateLimitRegistry.rl_keys_key
 
-#: What the key of a job's hash begins with.
 JOB_PREFIX = Job.redis_job_namespace_prefix
-
 
 #: How a job ended, in the entries of `results_key`.
 ResultType = Result.Type
@@ -51,10 +48,9 @@ NO_JSON_VALUE = UNSERIALIZABLE_RETURN_VALUE_PAYLOAD
 
 
 class QueueKeys:
-    """The keys of the queue of this name.
+    """The keys of a queue: a list of job ids, one of those that a worker of RQ's is taking, and sorted sets.
 
-    waiting: list of job ids. popped: list of those that a worker of RQ's is taking. started: sorted set of
-    `<job>:<execution>`. finished, failed, deferred, ready, scheduled, cancelled: sorted sets of job ids.
+    In `started` stand `<job>:<execution>`, in the others job ids.
     """
 
     def __init__(self, name: str) -> None:
@@ -70,17 +66,14 @@ class QueueKeys:
 
 
 def job_key(job_id: str) -> str:
-    """Return the key of a job's hash."""
     return Job.key_for(job_id)
 
 
 def relatives_keys(job_id: str) -> tuple[str, str]:
-    """Return the keys of the jobs that wait for a job, and of those for which it waits."""
     return Job.dependents_key_for(job_id), f"{JOB_PREFIX}:{job_id}:dependencies"
 
 
 def dependency_ids(connection: Redis, job_id: str) -> list[str]:
-    """Return the ids of the jobs that a job depends on, as it was enqueued; [] for none."""
     raw: Any = connection.hget(job_key(job_id), "dependency_ids")
     ids: list[str] = json.loads(raw or b"[]")
     return ids
@@ -92,7 +85,6 @@ def executions_key(job_id: str) -> str:
 
 
 def execution_key(job_id: str, execution_id: str) -> str:
-    """Return the key of the hash of one execution."""
     return f"{RQ}:execution:{job_id}:{execution_id}"
 
 
@@ -102,12 +94,10 @@ def rate_limit_key(limit: str) -> str:
 
 
 def rate_limited_key(limit: str) -> str:
-    """Return the key of the sorted set of jobs that wait for a slot of a rate limit."""
     return f"{rate_limit_key(limit)}:rate_limited"
 
 
 def results_key(job_id: str) -> str:
-    """Return the key of the stream of what a job ended with."""
     return f"{RQ}:results:{job_id}"
 
 
@@ -117,17 +107,14 @@ def result_type(entry: Mapping[bytes, bytes]) -> ResultType | None:
 
 
 def command_channel(worker: str) -> str:
-    """Return the channel on which a worker hears commands."""
     return PUBSUB_CHANNEL_TEMPLATE % worker
 
 
 def job_status(raw: object) -> JobStatus | None:
-    """Return the status that a job's hash gives; None for none, and for what is no status."""
     return next((each for each in JobStatus if each.encode() == raw), None)
 
 
 def time_text() -> str:
-    """Return the time as RQ writes it into a job's hash."""
     return utcformat(now())
 
 
@@ -143,11 +130,9 @@ class JobQueue:
         self._queue.enqueue_call(function, pipeline=pipe, **options)
 
     def enqueue_many(self, pipe: Pipeline, jobs: Sequence[EnqueueData]) -> None:
-        """Have `pipe` put jobs on the queue, in this order. jobs: as prepared_job returns them."""
         self._queue.enqueue_many(jobs, pipeline=pipe)
 
 
-#: Makes a job for JobQueue.enqueue_many.
 prepared_job = Queue.prepare_data
 
 #: Of an error's text, unpacked; a worker writes far less.
@@ -155,12 +140,10 @@ MAX_ERROR_BYTES = 1 << 20
 
 
 def last_error(connection: Redis, job_id: str) -> str:
-    """Return the text of a job's last error; "" where it left none that can be read."""
     return error_text(_last_entry(connection, job_id))
 
 
 def error_text(entry: Mapping[bytes, bytes]) -> str:
-    """Return the error in an entry of a job's results; "" where it has none that can be read."""
     return stored.text(stored.unpacked(_decoded(entry, b"exc_string"), MAX_ERROR_BYTES) or b"")
 
 
@@ -180,7 +163,6 @@ def _last_entry(connection: Redis, job_id: str) -> Mapping[bytes, bytes]:
 
 
 def _decoded(entry: Mapping[bytes, bytes], field: bytes) -> bytes:
-    """Return a field of a job's result, as it was before RQ coded it as text."""
     try:
         return b64decode(entry.get(field) or b"")
     except binascii.Error:

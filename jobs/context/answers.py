@@ -15,9 +15,8 @@ _NONE: Mapping[str, Any] = MappingProxyType({})
 class Answer:
     """The output columns of one row, by the names of jobs.parquet.asks.ask.OUTPUT_FIELDS.
 
-    What each completion has of its own is a tuple where a row has several. tool_calls: as JSON. columns: what
-    stands in others, by their names; an array of Arrow's holds one value. attempts, check_error: as of Attempted,
-    where a run has a check. reused: which row of an earlier run it was taken from.
+    What each completion has of its own is a tuple where a row has several. tool_calls: as JSON. columns: others, by
+    name; an array of Arrow's holds one value. attempts, check_error: as of Attempts. reused: the earlier run's row.
     """
 
     completion: str | tuple[str | None, ...] | None
@@ -39,7 +38,6 @@ class Answer:
 
     @property
     def is_cut(self) -> bool:
-        """Whether an answer of the row ended at its limit of tokens."""
         if self.error is not None or not self.all_completion_tokens:
             return False
         own = [self.finish_reason] if isinstance(self.finish_reason, str) else self.finish_reason
@@ -48,19 +46,16 @@ class Answer:
 
     @property
     def all_completion_tokens(self) -> int:
-        """Tokens of all completions of the row."""
         tokens = self.completion_tokens
         return tokens if isinstance(tokens, int) else sum(tokens)
 
 
 def failed_answer(reason: str, n: int = 1, prompt_tokens: int = 0, cached_tokens: int = 0) -> Answer:
-    """Return what a row has that was not answered. n: completions of each row."""
     if n == 1:
         return Answer(None, "error", prompt_tokens, 0, cached_tokens, reason)
     return Answer((None,) * n, ("error",) * n, prompt_tokens, (0,) * n, cached_tokens, reason)
 
 
-#: Room for about forty thousand short answers.
 DEFAULT_BYTES = 16 << 20
 
 #: What an answer takes besides its text: key, object, numbers, and its places in two tables.
@@ -81,7 +76,6 @@ class AnswerMemo:
         self._begun: set[bytes] = set()
 
     def get(self, key: bytes) -> Answer | None:
-        """Return a prompt's answer, if it is kept."""
         with self._lock:
             answer = self._answers.get(key)
             if answer is not None:
@@ -99,7 +93,6 @@ class AnswerMemo:
                 self.num_bytes -= _size(self._answers.popitem(last=False)[1])
 
     def begin(self, key: bytes) -> bool:
-        """Say that a prompt is being computed; return False when it is already."""
         with self._lock:
             if key in self._begun:
                 return False
@@ -107,7 +100,6 @@ class AnswerMemo:
             return True
 
     def end(self, key: bytes) -> None:
-        """Say that a prompt is computed no longer, whether it has an answer or not."""
         with self._lock:
             self._begun.discard(key)
 

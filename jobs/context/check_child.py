@@ -1,7 +1,4 @@
-"""What a child does that checks answers.
-
-It imports nothing of the worker's, and of others' what a check needs: jsonschema, or a function's module.
-"""
+"""What a child does that checks answers. It imports nothing of the worker's, and of others' what a check needs."""
 
 import inspect
 import json
@@ -72,7 +69,6 @@ def _cut(text: str) -> str:
 
 @lru_cache(maxsize=64)
 def _compiled(text: str) -> Check:
-    """Return what a check's JSON means. Raises Unusable."""
     ((kind, what),) = json.loads(text).items()
     return _MAKE[kind](what)
 

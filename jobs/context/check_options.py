@@ -10,23 +10,19 @@ from jobs.common.display import MAX_NAME_CHARS, brief
 from jobs.context.values import some_text, truth, whole_number
 from jobs.errors import InvalidJob, InvalidValue, unlike
 
-#: What a check may be; one of them is given.
 KINDS = ("function", "json", "regex")
 
 DEFAULT_MAX_ATTEMPTS = 3
 MOST_ATTEMPTS = 100
 
-#: Of a schema's JSON, or a pattern.
 MAX_CHARS = 1 << 20
 
-#: Of the text of a repair, and how often the reason, which is longer than its name, may stand in it: each
-#: prompt that is tried again holds its own.
+#: Of the text of a repair, which each prompt that is tried again holds, and how often the reason may stand in it.
 MAX_REPAIR_CHARS, MAX_REASONS = 1 << 16, 8
 
 #: Where the reason stands in the text that follows an answer that failed.
 REASON = "{reason}"
 
-#: That text, as the user's next message, and behind a prompt that is no chat.
 CHAT_REPAIR = f"This answer is not valid: {REASON}\nAnswer again, with the corrected answer alone."
 PROMPT_REPAIR = f"\n\nThis answer is not valid: {REASON}\nThe corrected answer alone:\n"
 
@@ -35,8 +31,7 @@ PROMPT_REPAIR = f"\n\nThis answer is not valid: {REASON}\nThe corrected answer a
 class RepairOptions:
     """check: {"json": schema}, {"regex": pattern} or {"function": dotted name}; None for none.
 
-    max_attempts: answers of a prompt at most, the first one included. continue_on_length: one that ended with
-    "length" goes on. repair_template: the text behind an answer that failed; None for the one that fits.
+    max_attempts: the first one included. continue_on_length: an answer that ended with "length" goes on.
     """
 
     check: Mapping[str, Any] | None = None
@@ -55,11 +50,9 @@ class RepairOptions:
 
     @property
     def function(self) -> str | None:
-        """Return the dotted name of the function that checks."""
         return None if self.check is None else self.check.get("function")
 
     def text_behind(self, reason: str, is_chat: bool) -> str:
-        """Return what asks for another answer, for this reason."""
         template = self.repair_template or (CHAT_REPAIR if is_chat else PROMPT_REPAIR)
         return template.replace(REASON, reason)
 
@@ -90,7 +83,6 @@ def _check(name: str, value: Any) -> dict[str, Any]:
 
 
 def _schema(value: Any) -> dict[str, Any]:
-    """Return a JSON schema that is an object, or the text of one."""
     try:
         if isinstance(value, str):
             value = json.loads(value)

@@ -12,7 +12,6 @@ from jobs.context.check_options import RepairOptions
 from jobs.errors import InvalidJob
 from sandbox import Child, ChildFailed, ChildOutOfMemory, ChildTooSlow, Limits, Pool
 
-#: Seconds that one check may take.
 DEFAULT_LIMIT_S = 5.0
 
 #: The same of importing a function, and of compiling a schema or a pattern.
@@ -29,7 +28,6 @@ class Checks:
         self._pool = Pool()
 
     def admit(self, options: RepairOptions) -> None:
-        """Raise InvalidJob for a function that may not be called here; nothing is imported."""
         name = options.function
         if name is None or name in self._allowed:
             return
@@ -80,7 +78,6 @@ class Checks:
         return reply
 
     def close(self) -> None:
-        """End the processes; one that is asked ends once it has replied."""
         self._pool.close()
 
 

@@ -36,19 +36,13 @@ class Lease:
 class JobContext:
     """What the process that runs a job lends to it.
 
-    connection: owned by the thread that calls.
-    data_roots: absolute real paths, and paths in object stores, below which every file of a job lies.
-    check_sampling: raises InvalidJob for sampling values that no request could use: once, and not in every row.
-    files, answers, shard_bytes: shared by the shards that this process runs.
-    check_interrupted: raises where the job was stopped, taken over or is late; long work calls it between its steps.
-    file_timeout_s: within which a file's store must have answered.
-    max_result_bytes: of the job's value; a job that sees it will have a larger one need not go on.
-    picture_reader: gives a job what reads pictures' files, by their paths below data_roots.
-    meter: loads an engine where there is none yet; None where prompts cannot be looked at.
-    webhook_hosts, allowed_functions: what an operator lets jobs call.
-    trace: what the meta of jobs gets that this one enqueues, where it is traced: W3C's trace context.
-    journal: of a job of prompts; None where none is kept.
-    lease: by which a write is refused that comes after the job was taken over; None where nobody takes it.
+    connection: owned by the thread that calls. data_roots: absolute real paths, and paths in object stores.
+    check_sampling: raises InvalidJob for sampling values that no request could use. files, answers, shard_bytes: shared
+    by the shards of this process. check_interrupted: raises where the job was stopped, taken over or is late; long work
+    calls it. lease: refuses writes once the job was taken over; None where nobody takes it. file_timeout_s: within
+    which a file's store must have answered. meter: loads an engine where there is none yet; None where prompts cannot
+    be looked at. trace: W3C's trace context, for the meta of jobs that this one enqueues. journal: of a job of prompts;
+    None where none is kept.
     """
 
     connection: Redis

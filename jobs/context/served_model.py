@@ -7,24 +7,32 @@ from typing import Any
 from jobs.common.display import brief
 from jobs.errors import InvalidJob, InvalidValue, ModelNotServed
 
-#: A model's name may be the path of its folder.
 MAX_MODEL_CHARS = 4096
 
 
 @dataclass(frozen=True)
-class ServedModel:
-    """One model as one process serves it.
+class PinnedModel:
+    """A model whose answers a run holds.
 
-    name: as answers and manifests give it. fingerprint: a text that differs when the weights, the tokenizer, the chat
-    template or the dtype do. dtype: what it computes in, "bfloat16" for example. attention_backend: "" where none was
-    loaded. aliases: what it may be called by besides. embedding_size: numbers of an embedding, 0 of a model that gives
-    none. embedding_prompts: names of the prompts that may stand before a text. classes: labels of its
-    sequence-classification head, none of a model without.
+    fingerprint: a text that differs when the weights, the tokenizer, the chat template or the dtype do.
     """
 
     name: str
     fingerprint: str
     dtype: str
+
+    def __str__(self) -> str:
+        return f"{self.name} ({self.dtype}, {self.fingerprint[:8]})"
+
+
+@dataclass(frozen=True)
+class ServedModel(PinnedModel):
+    """One model as one process serves it.
+
+    aliases: what else it may be called. embedding_size: 0 of a model that gives none. embedding_prompts: names of those
+    that may stand before a text. classes: labels of its sequence-classification head, none of a model without.
+    """
+
     attention_backend: str = ""
     aliases: tuple[str, ...] = ()
     embedding_size: int = 0
@@ -33,11 +41,9 @@ class ServedModel:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Return all that a job may ask for it by."""
         return tuple(dict.fromkeys((self.fingerprint, self.name, *self.aliases)))
 
     def check_asked_for(self, name: str | None) -> None:
-        """Raise ModelNotServed when a job asks for a model by a name that is not this one's."""
         if name is not None and name not in self.names:
             raise ModelNotServed(name, self.name)
 
@@ -57,19 +63,13 @@ def parse_model(model: object) -> str | None:
     return model
 
 
-def model_text(name: str, dtype: str, fingerprint: str) -> str:
-    """Return a model as errors and the command line show it."""
-    return f"{name} ({dtype}, {fingerprint[:8]})"
-
-
 @dataclass(frozen=True)
 class PromptMeter:
     """What the engine of a process makes of prompts.
 
-    token_ids: those of a prompt, or of a chat's messages with its options (as in tasks.Request, and
-    truncate_prompt_tokens, which a text has too); for any thread. Raises InvalidJob with the reason for which
-    the engine would refuse it.
-    max_num_seqs: rows in the batch at a time. block_size: tokens that the prefix cache shares at once.
+    token_ids: those of a prompt, or of a chat's messages with its options (as in tasks.Request), in any thread; raises
+    InvalidJob with the reason for which the engine would refuse it. block_size: tokens that the prefix cache shares at
+    once.
     """
 
     token_ids: Callable[[Any, list[dict[str, Any]] | None, Mapping[str, Any]], Sequence[int]]

@@ -1,38 +1,27 @@
 """What the shards of one process share: plans, open readers, and the memory that they take."""
 
 import threading
-from collections.abc import Callable, Hashable, Iterator
+from collections import Counter
+from collections.abc import Callable, Container, Hashable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
-from typing import Any, NamedTuple, Protocol, TypeVar, cast
+from typing import Any, TypeVar
+from weakref import WeakValueDictionary
 
 #: A run's shards come one after the other: more plans than this are not in use at once.
 MAX_PLANS = 4
 
-#: Readers of one file and set of columns; each holds a decoded page of each column. The second one is for
-#: shards that are written after those behind them.
-MAX_READERS = 2
-
-
-class ReaderKey(NamedTuple):
-    """What makes readers alike: the file's path and its state, and the columns they read."""
-
-    path: str
-    state: Hashable
-    columns: Hashable = None
-
-
-class Reader(Protocol):
-    """What this module uses of RowReader (jobs/parquet/tables). shard: a Shard of jobs/runs/plans/plan.py."""
-
-    next_row: int
-
-    def reaches(self, shard: Any) -> bool: ...
-    def close(self) -> None: ...
-
+#: Files that are read at once: each has a child of its own, and holds a decoded page of each column.
+MAX_READERS = 4
 
 P = TypeVar("P")
-R = TypeVar("R", bound=Reader)
+R = TypeVar("R")
+
+#: The path of a file, then what names its state, and columns.
+ReaderKey = tuple[Hashable, ...]
+
+
+class NoRoomYet(Exception):
+    """Raised where a shard must wait until others have let go of memory: begin again later."""
 
 
 class SharedFiles:
@@ -40,108 +29,94 @@ class SharedFiles:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._plans: dict[Hashable, _Once] = {}
-        self._files: dict[str, _OpenFile] = {}
+        self._plans: dict[Hashable, Any] = {}
+        self._turns = WeakValueDictionary[Hashable, threading.Lock]()  # while somebody has or awaits them
+        self._idle: list[tuple[ReaderKey, Any]] = []  # the one used last comes last
+        self._users = Counter[Hashable]()
+        self.num_readers = 0
 
     def plan(self, key: Hashable, load: Callable[[], P]) -> P:
         """Return a plan as `load` gave it for the same key, which names one state of one file."""
-        with self._lock:
-            kept = self._plans.setdefault(key, _Once())
-            while len(self._plans) > MAX_PLANS:
-                del self._plans[next(iter(self._plans))]
-        return cast("P", kept.get(load))
+        with self._turn(key):  # no two threads read the same file for it
+            plan: P = self._plans.get(key) or load()
+            with self._lock:
+                self._plans[key] = plan
+                while len(self._plans) > MAX_PLANS:
+                    del self._plans[next(iter(self._plans))]
+            return plan
 
     def enter(self, path: str) -> None:
         """Note that a shard of this file is open: it may read the file until it leaves."""
         with self._lock:
-            self._files.setdefault(path, _OpenFile()).users += 1
+            self._users[path] += 1
 
     def leave(self, path: str) -> None:
         """Note that a shard is closed; the last one closes the file's readers."""
         with self._lock:
-            file = self._files[path]
-            file.users -= 1
-            if file.users > 0:
-                return
-            del self._files[path]
-        for kind in file.kinds.values():
-            kind.close_idle()
+            self._users[path] -= 1
+            self._users += Counter()  # those of none go
+        self.close_idle(self._users)
 
-    def close_idle(self) -> None:
-        """Close the readers that nobody uses now, for the memory that they keep."""
+    def close_idle(self, but: Container[Hashable] = ()) -> None:
+        """Close the readers that nobody uses, but those of some files."""
         with self._lock:
-            kinds = [kind for file in self._files.values() for kind in file.kinds.values()]
-        for kind in kinds:
-            kind.close_idle(wait=False)
+            unused = [each for each in self._idle if each[0][0] not in but]
+            self._idle = [each for each in self._idle if each not in unused]
+        for _, reader in unused:
+            self._close(reader)
 
     @contextmanager
     def reader(self, key: ReaderKey, shard: Any, open_reader: Callable[[], R]) -> Iterator[R]:
-        """Lend a reader that has not passed a shard: the nearest one, or one that `open_reader` opens.
+        """Lend a RowReader (jobs/parquet/tables) that has not passed a shard: the nearest one, or a new one.
 
-        One of a kind at a time: a shard waits for the one before it. What the body raises closes the reader.
+        One of a kind at a time: a shard waits for the one before it. What the body raises closes the reader, and so
+        does a shard that was closed meanwhile. Raises NoRoomYet where MAX_READERS are lent.
         """
-        with self._lock:
-            file = self._files[key.path]
-            kind = file.kinds.setdefault(key, _Kind())
-        with kind.lent:
-            reader = cast("R | None", kind.take(shard))  # of one kind, they are of one type
-            if reader is None:
-                reader = open_reader()
+        with self._turn(key):
+            reader = self._nearest(key, shard) or self._opened(open_reader)
             try:
                 yield reader
             except BaseException:  # it may have read what is not the planned file
-                reader.close()
+                self._close(reader)
                 raise
-            kind.idle.append(reader)
+            with self._lock:
+                if is_used := key[0] in self._users:
+                    self._idle.append((key, reader))
+            if not is_used:
+                self._close(reader)
 
+    def _turn(self, key: Hashable) -> threading.Lock:
+        with self._lock:
+            return self._turns.setdefault(key, threading.Lock())
 
-class _Once:
-    """What is loaded once: no two threads read the same file for it."""
+    def _nearest(self, key: ReaderKey, shard: Any) -> Any:
+        with self._lock:
+            alike = [each for each in self._idle if each[0] == key and each[1].reaches(shard)]
+            found = max(alike, key=lambda each: each[1].next_row, default=None)
+            if found is None:
+                return None
+            self._idle.remove(found)
+            return found[1]
 
-    def __init__(self) -> None:
-        self._loading = threading.Lock()
-        self._found: Any = None
+    def _opened(self, open_reader: Callable[[], R]) -> R:
+        with self._lock:
+            if self.num_readers >= MAX_READERS and not self._idle:
+                raise NoRoomYet
+            unused = self._idle.pop(0)[1] if self.num_readers >= MAX_READERS else None
+            self.num_readers += 1
+        try:
+            if unused is not None:
+                self._close(unused)
+            return open_reader()
+        except BaseException:
+            with self._lock:
+                self.num_readers -= 1
+            raise
 
-    def get(self, load: Callable[[], Any]) -> Any:
-        with self._loading:
-            if self._found is None:
-                self._found = load()
-            return self._found
-
-
-@dataclass
-class _Kind:
-    """The readers that are alike. idle: belongs to who holds `lent`, which whoever uses a reader does."""
-
-    lent: threading.RLock = field(default_factory=threading.RLock)
-    idle: list[Reader] = field(default_factory=list)
-
-    def close_idle(self, wait: bool = True) -> None:
-        """Close readers that nobody uses. wait: until nobody else does it; without it, nothing is done then."""
-        if self.lent.acquire(blocking=wait):
-            try:
-                while self.idle:
-                    self.idle.pop().close()
-            finally:
-                self.lent.release()
-
-    def take(self, shard: Any) -> Reader | None:
-        """Take the reader nearest before a shard, if one is nearer than a new one; where none is, make room for one."""
-        self.idle.sort(key=lambda each: each.next_row)
-        reader = next((each for each in reversed(self.idle) if each.reaches(shard)), None)
-        if reader is not None:
-            self.idle.remove(reader)
-        elif len(self.idle) == MAX_READERS:
-            self.idle.pop(0).close()
-        return reader
-
-
-@dataclass
-class _OpenFile:
-    """A file of which shards are open: how many, and its readers."""
-
-    users: int = 0
-    kinds: dict[ReaderKey, _Kind] = field(default_factory=dict)
+    def _close(self, reader: Any) -> None:
+        with self._lock:
+            self.num_readers -= 1
+        reader.close()
 
 
 #: Room for 250,000 prompts of 1 KB in a shard.
@@ -151,21 +126,16 @@ DEFAULT_BYTES = 256 << 20
 BEGIN_SHARE = 2
 
 
-class NoRoomYet(Exception):
-    """Raised where a shard must wait until others have let go of memory: begin again later."""
-
-
 class ShardBytes:
-    """Counts the bytes that open shards hold: of prompts, and of files that are being read. Thread-safe.
+    """Counts the bytes of prompts that open shards hold (held), at most `limit` together. Thread-safe.
 
-    limit: of the prompts of all shards together (held), and as much again of all files that are read (reading). Who
-    would be beyond it waits, and holds nothing meanwhile. Alone, nobody waits: a file's own bounds hold then.
+    Who would be beyond it waits, and holds nothing meanwhile. Alone, nobody waits: a file's own bounds hold then.
     """
 
     def __init__(self, limit: int = DEFAULT_BYTES) -> None:
         self.limit = limit
         self._lock = threading.Lock()
-        self.held = self.reading = 0
+        self.held = 0
 
     def check_room(self) -> None:
         """Raise NoRoomYet while the open shards hold so many prompts that a further one might not fit."""
@@ -180,14 +150,5 @@ class ShardBytes:
             self.held += num_bytes
 
     def let_go(self, num_bytes: int) -> None:
-        """Count bytes of prompts no more."""
         with self._lock:
             self.held -= num_bytes
-
-    def reserve_reading(self, num_bytes: int) -> bool:
-        """Reserve bytes for a reader, negative ones to give back; return whether there is room."""
-        with self._lock:
-            if num_bytes > 0 and self.reading > 0 and self.reading + num_bytes > self.limit:
-                return False
-            self.reading += num_bytes
-            return True

@@ -16,8 +16,6 @@ from jobs.common.keys import JOURNAL_TTL_S, journal_key
 
 @dataclass(frozen=True, slots=True)
 class KeptCompletion:
-    """What is kept of a completion, or told of one that failed."""
-
     index: int
     token_ids: Sequence[int]
     text: str
@@ -41,8 +39,6 @@ _KEPT, _NOT_KEPT = _NAMES[2:8], _NAMES[11:]
 
 
 class KeptLogprob(NamedTuple):
-    """What is kept of a token's log probability."""
-
     logprob: float
     rank: int
     decoded_token: str
@@ -50,10 +46,10 @@ class KeptLogprob(NamedTuple):
 
 @dataclass(frozen=True)
 class UnderWay:
-    """How far a prompt was: what its requests got, in that order, and the tokens so far of those that wait.
+    """How far a prompt was.
 
-    delivered: place of a request among those of the prompt, and its completions. so_far: by place and sample.
-    num_tokens: generated for what was delivered.
+    delivered: place of a request among those of the prompt, and its completions; num_tokens: generated for these.
+    so_far: the tokens of those that wait, by place and sample.
     """
 
     delivered: Sequence[tuple[int, Sequence[Any]]] = ()
@@ -62,7 +58,6 @@ class UnderWay:
 
     @property
     def length(self) -> tuple[int, int]:
-        """Return how far it is, for a comparison."""
         return len(self.delivered), sum(len(each) for samples in self.so_far.values() for each in samples.values())
 
     @property
@@ -132,8 +127,7 @@ class LeftPrompt(NamedTuple):
 class JobJournal:
     """What one execution of a job has found, and writes: a line that says whose it is, and one for each prompt.
 
-    whose: job, payload and model. found: the key's value at its claim, None for none. lease: a sorted set, and its
-    member while this execution holds the job.
+    whose: job, payload and model. found: the key's value at its claim. lease: a sorted set, and its member of this one.
     """
 
     def __init__(
@@ -152,7 +146,6 @@ class JobJournal:
             return {}
 
     def write(self, prompts: Iterable[tuple[int, LeftPrompt]]) -> None:
-        """Write it anew, unless the job was taken over; what goes beyond its bound is left out."""
         contents = self._whose
         for place, (was, reasons) in prompts:
             line = json.dumps([place, was.to_json(), reasons])

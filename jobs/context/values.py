@@ -8,14 +8,12 @@ from jobs.errors import InvalidJob, InvalidValue, unlike
 
 
 def truth(name: str, value: Any) -> bool:
-    """Return whether an option is wished for; null is no."""
     if value is not None and not isinstance(value, bool):
         raise unlike(name, value, f"true or false: write {name}:=true")
     return bool(value)
 
 
 def whole_number(name: str, value: Any, most: int | None = None) -> int:
-    """Return a number from 1 on."""
     if isinstance(value, str):
         raise InvalidValue(
             f"{name} arrived as the text {{}}: write {name}:={{}}", brief(value), value[:MAX_SHOWN_CHARS]
@@ -27,14 +25,12 @@ def whole_number(name: str, value: Any, most: int | None = None) -> int:
 
 
 def one_of(name: str, value: Any, known: Sequence[str]) -> str:
-    """Return which of some texts a value is."""
     if value not in known:
         raise unlike(name, value, " or ".join(map(repr, known)))
     return str(value)
 
 
 def some_text(name: str, value: Any, most: int) -> str:
-    """Return a text of 1 to `most` characters."""
     if not isinstance(value, str) or not 0 < len(value) <= most:
         raise unlike(name, value, f"a text of 1 to {most} characters")
     if not is_unicode(value):
@@ -43,7 +39,6 @@ def some_text(name: str, value: Any, most: int) -> str:
 
 
 def column_name(name: str, value: Any) -> str:
-    """Return what can be the name of a column."""
     if not isinstance(value, str) or not 0 < len(value) <= MAX_NAME_CHARS:
         raise unlike(name, value, f"the name of a column, at most {MAX_NAME_CHARS} characters")
     return value

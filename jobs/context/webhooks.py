@@ -48,10 +48,9 @@ def call_webhook(
 ) -> int:
     """Make one HTTP request and return the answer's status. Follows no redirect and asks no proxy.
 
-    hosts: names and addresses that an operator allows. A name may lead to a loopback or private address only
-    if that address is in `hosts` too; the address that was checked is the one that is called.
-    Raises InvalidJob for a host or address that is not allowed; OSError, HTTPException or ValueError where
-    the request cannot be made or no answer came within DEADLINE_S. Looking up a name can take longer.
+    hosts: names and addresses that an operator allows; a loopback or private address is called only if it is among
+    them. The address that was checked is called. Raises InvalidJob for one that is not allowed; OSError, HTTPException
+    or ValueError where no answer came within DEADLINE_S. Looking up a name can take longer.
     """
     check_host(url, hosts)
     parts = _parsed(url)
@@ -84,7 +83,6 @@ def call_webhook(
 
 
 def _shut_down(sock: socket.socket) -> None:
-    """End a connection under the hands of the thread that reads it."""
     with suppress(OSError):
         sock.shutdown(socket.SHUT_RDWR)
 

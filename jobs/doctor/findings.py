@@ -67,7 +67,6 @@ def _examine(examination: Examination, found: list[Finding]) -> None:
 
 
 def check_installation() -> Iterator[Finding]:
-    """Look at variables of RQ, and tell versions."""
     for name, expected in (("RQ_JOB_CLASS", "rq.job.Job"), ("RQ_WORKER_CLASS", "worker.BatchWorker")):
         if (given := os.environ.get(name, expected)) != expected:
             yield warning("settings", f"{name}={given!r}, expected {expected}", f"unset {name}")
@@ -79,7 +78,6 @@ OPTIONAL = frozenset({"hiredis", "numba", "opentelemetry-exporter-otlp-proto-htt
 
 
 def missing(extra: str) -> Iterator[Finding]:
-    """Name what an extra of this distribution brings that is not installed."""
     for each in requires("tokenmill") or ():
         requirement, _, condition = each.partition(";")
         name = re.split(r"[\[<>=!~ ]", "hiredis" if "[hiredis]" in requirement else requirement)[0]

@@ -18,7 +18,6 @@ from redis.retry import Retry
 from jobs.common.keys import RQ, prefixed
 from jobs.doctor.findings import Finding, fault, ok, warning
 
-#: Seconds in which a server has to answer.
 TIMEOUT_S = 3.0
 
 #: By which a client is not served, whatever it asks for.
@@ -39,7 +38,6 @@ class Server:
 
 
 def reach(url: str) -> Server:
-    """Ask a server for what it is. Raises RedisError."""
     wait = {"socket_timeout": TIMEOUT_S, "socket_connect_timeout": TIMEOUT_S}
     client = Redis.from_url(url, retry=Retry(NoBackoff(), 0), **wait)
     took_s = []
@@ -56,7 +54,6 @@ def reach(url: str) -> Server:
 
 
 def not_served(url: str, error: RedisError) -> Finding:
-    """Say why a server refuses this URL, and what to mend."""
     user, address = _user_and_address(url)
     found = f"refuses to serve user {user!r}"
     mend = "correct user and password in RQ_REDIS_URL (percent-encode @, /, : and #), or the user's rules"
@@ -88,7 +85,6 @@ _LOG = "see Redis' log and the free space of its folder (redis-cli CONFIG GET di
 
 
 def check_server(server: Server) -> Iterator[Finding]:
-    """Look at what the server says of itself."""
     text = server.info["redis_version"]
     answers = f"{server.address} answers in {server.latency_s * 1000:.2f} ms, version {text}"
     if tuple(map(int, re.findall(r"\d+", text)[:2])) < (6, 2):
@@ -115,7 +111,6 @@ def troubles(connection: Redis) -> list[str]:
 
 
 def _faults(info: Mapping[str, Any]) -> Iterator[Finding]:
-    """Whether it takes writes, and keeps them."""
     written = ("aof_last_write_status", "aof_last_bgrewrite_status", "rdb_last_bgsave_status")
     failed = ", ".join(name for name in written if info.get(name, "ok") != "ok")
     policy = info.get("maxmemory_policy", "noeviction")
@@ -196,7 +191,6 @@ _WORDS = {"K": prefixed("rq:job:a"), "C": prefixed("rq:pubsub:a"), "SHA": "0" * 
 
 
 def commands_of(role: Role) -> list[tuple[str, ...]]:
-    """Return every command that a role needs, with arguments."""
     text = _PRODUCERS + (_WORKERS if role == "worker" else "")
     listed = [each.split() for each in text.replace("\n", ";").split(";")]
     return [tuple(_WORDS.get(word, word) for word in words) for words in listed if words]

@@ -42,7 +42,6 @@ class Unusable:
 
 
 def text_problem(text: object, what: str = "prompt") -> str | None:
-    """Say why `text` cannot be a prompt, or None when it can."""
     if not isinstance(text, str):
         return f"{what} is {type(text).__name__}, expected a string"
     try:
@@ -55,7 +54,6 @@ def text_problem(text: object, what: str = "prompt") -> str | None:
 
 
 def checked_text(text: Any, what: str) -> str:
-    """Return a text that can be a prompt. Raises InvalidJob."""
     if problem := text_problem(text, what):
         raise InvalidJob(problem)
     return str(text)
@@ -64,8 +62,7 @@ def checked_text(text: Any, what: str) -> str:
 def parse_prompts(prompt: object) -> list[Prompt | Unusable]:
     """Return one entry for each prompt: a string, token ids, a list of strings or a list of token ids.
 
-    Of a list, what can be no prompt, or is beyond MAX_PROMPT_BYTES, is Unusable. Raises InvalidJob where
-    nothing is left, for an empty list, and beyond MAX_PROMPTS.
+    Of a list, what can be no prompt is Unusable. Raises InvalidJob where nothing is left, and beyond MAX_PROMPTS.
     """
     if isinstance(prompt, str):
         return [checked_text(prompt, "prompt")]
@@ -88,11 +85,8 @@ def parse_prompts(prompt: object) -> list[Prompt | Unusable]:
 
 
 def parse_sampling(sampling: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a copy of `sampling` without what changes nothing. Raises InvalidJob for a number that arrived
-    as text, and for what is known to be not built. Null is a default.
-
-    Names and ranges are the engine's to check: it refuses what it does not know.
-    """
+    """Return a copy of `sampling` without what changes nothing; names and ranges are the engine's to check. Raises
+    InvalidJob for a number that arrived as text, and for what is known to be not built."""
     for name, value in sampling.items():
         if name in NOT_TEXT and isinstance(value, str):
             raise InvalidValue(

@@ -28,7 +28,6 @@ ERROR_CODE = "invalid_request"
 
 
 def custom_id(line: Any) -> str | None:
-    """Return a line's custom_id, or None for a line without one."""
     found = line.get("custom_id") if isinstance(line, dict) else None
     return found if isinstance(found, str) and found else None
 
@@ -57,7 +56,6 @@ def line_task(line: Mapping[str, Any], seed: int, aliases: Collection[str] = ())
 
 
 def failure_text(error: JobsError) -> str:
-    """Return why a line was not answered."""
     return str(error.args[1]) if isinstance(error, RequestFailed) else str(error)
 
 

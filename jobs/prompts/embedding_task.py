@@ -2,7 +2,7 @@
 
 from array import array
 from base64 import b64encode
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
@@ -28,7 +28,6 @@ _POOLING: Mapping[str, Callable[[str, Any], Any]] = {
 def embed_task(
     input: object = None, *, encoding_format: object = None, model: object = None, **others: Any
 ) -> PromptTask:
-    """Return the task of jobs.embed. Raises InvalidJob when an argument is wrong."""
     asked_for = parse_model(model)
     given = {name: others.pop(name, None) for name in (*_POOLING, "truncate_prompt_tokens")}
     for name in without_neutral(others):
@@ -46,11 +45,6 @@ def pooling_values(*, truncate_prompt_tokens: object = None, **given: Any) -> di
     return {**values, **truncation(truncate_prompt_tokens)}
 
 
-def packed(embedding: Sequence[float]) -> bytes:
-    """Return an embedding's numbers as float32, which they are, in this machine's order: little-endian."""
-    return array("f", embedding).tobytes()
-
-
 def _embeddings(answers: Answers, job_id: str, *, is_base64: bool) -> dict[str, Any]:
     num_tokens = usage(answers)["prompt_tokens"]
     return {
@@ -61,9 +55,8 @@ def _embeddings(answers: Answers, job_id: str, *, is_base64: bool) -> dict[str, 
 
 
 def _entry(index: int, sample: Completion, *, is_base64: bool) -> dict[str, Any]:
-    """One text's; of one that failed it is empty, with its error beside it."""
     numbers = sample.embedding or ()
     # nine digits are all that a float32 has, and half of what is written otherwise
-    shown_numbers = b64encode(packed(numbers)).decode() if is_base64 else [float(f"{x:.9g}") for x in numbers]
+    shown_numbers = b64encode(array("f", numbers)).decode() if is_base64 else [float(f"{x:.9g}") for x in numbers]
     entry = {"object": "embedding", "index": index, "embedding": shown_numbers}
     return entry if sample.error is None else {**entry, "error": sample.error}

@@ -17,7 +17,6 @@ from jobs.prompts.arguments import MAX_PROMPT_BYTES
 from jobs.prompts.template_texts import TemplateProblem
 from sandbox.child import Worker
 
-#: What has a text.
 _WRITTEN = (str, int, float, Decimal, datetime.date, datetime.time, datetime.timedelta, jinja2.Undefined, UUID)
 
 #: What reads other templates.
@@ -28,7 +27,6 @@ _RANDOM_FILTER, _RANDOM_GLOBAL = "random", "lipsum"
 
 
 def _written(value: Any) -> str:
-    """Return what stands in the text for a value. Raises TemplateProblem for null."""
     if value is None:
         raise TemplateProblem(
             "a value that the template writes is null: give it a default, such as {{ name or 'none' }}"
@@ -41,8 +39,6 @@ def _written(value: Any) -> str:
 
 
 class _Generator(CodeGenerator):
-    """Has `~` write values as they are written elsewhere."""
-
     def visit_Concat(self, node: nodes.Concat, frame: Frame) -> None:
         self.write("environment.joined('', (")
         for each in node.nodes:
@@ -72,7 +68,6 @@ class _Environment(ImmutableSandboxedEnvironment):
         return self.joined(d, items)
 
     def compiled(self, text: str) -> tuple[jinja2.Template, frozenset[str]]:
-        """Return a text's template, and the names that it takes from outside. Raises TemplateProblem."""
         try:
             tree = self.parse(text)
             for node in tree.find_all(_UNSERVED):
@@ -100,7 +95,6 @@ def _compiled(text: str) -> tuple[jinja2.Template, frozenset[str]]:
 
 
 def render(texts: Sequence[str], values: Mapping[str, Any]) -> list[str]:
-    """Return what each text makes of a row. Raises TemplateProblem."""
     try:
         rendered = [_compiled(text)[0].render(values) for text in texts]
     except TemplateProblem:

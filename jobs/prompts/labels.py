@@ -14,10 +14,8 @@ from jobs.prompts.arguments import checked_text
 
 MAX_LABELS = 1_000
 
-#: What a run has of a row whose labels are scored.
 COLUMNS = ("label", "probability", "probabilities", "margin")
 
-#: What stands where a prompt's input would.
 CONTENT_FREE = "N/A"
 
 
@@ -29,14 +27,8 @@ class Classified:
     probabilities: Mapping[str, float]
     margin: float
 
-    @property
-    def probability(self) -> float:
-        """Return that of the label."""
-        return self.probabilities[self.label]
-
 
 def parse_labels(name: str, labels: object) -> list[str]:
-    """Return a copy of a list of labels. Raises InvalidJob for what is none."""
     if not isinstance(labels, list | tuple):
         raise unlike(name, labels, 'a list of texts such as ["yes", "no"]')
     if not 2 <= len(labels) <= MAX_LABELS:

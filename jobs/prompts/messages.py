@@ -35,7 +35,6 @@ def normal_messages(messages: object) -> list[dict[str, Any]]:
 
 
 def parse_messages(messages: object) -> list[dict[str, Any]]:
-    """Parse a job's own, as normal_messages. Raises InvalidJob."""
     try:
         return normal_messages(messages)
     except InvalidJob as problem:
@@ -71,7 +70,6 @@ def _message(message: object, number: int) -> dict[str, Any]:
 
 
 def _part(part: object, number: int) -> dict[str, Any]:
-    """Return a text or a picture. Raises InvalidJob for what is neither."""
     given = {key: value for key, value in part.items() if value is not None} if isinstance(part, dict) else {}
     if given.keys() == {"type", "image"} and given["type"] == "image" and isinstance(given["image"], bytes):
         return given  # which no JSON holds: it was parsed before
@@ -100,7 +98,6 @@ def _picture(given: dict[str, Any], number: int) -> Picture:
 
 
 def _call(call: object, number: int) -> dict[str, Any]:
-    """One call of a function, its arguments as JSON text or an object."""
     function = call.get("function") if isinstance(call, dict) else None
     if not isinstance(call, dict) or not isinstance(function, dict) or "name" not in function:
         raise InvalidJob(
@@ -123,7 +120,6 @@ def _call(call: object, number: int) -> dict[str, Any]:
 
 
 def _num_bytes(value: Any) -> int:
-    """Bytes of a message's text, or of the texts among its parts; of tool calls, of their JSON."""
     if isinstance(value, str):
         return len(value.encode())
     if value and "function" not in value[0]:
@@ -173,14 +169,12 @@ def split_chat_options(values: Mapping[str, Any]) -> tuple[dict[str, Any], ChatO
 
 
 def refuse_chat_options(values: Mapping[str, Any]) -> None:
-    """Raise InvalidJob where a prompt that is no chat comes with what only a chat has."""
     for name in NAMES:
         if values.get(name) is not None:
             raise InvalidJob(f"{name} belongs to a chat, and a prompt that is a text passes no template")
 
 
 def _tools(tools: object) -> list[dict[str, Any]]:
-    """Return the functions that a model may call, as they came."""
     if tools is None:
         return []
     if not isinstance(tools, list):

@@ -31,7 +31,6 @@ def decode(worker: Worker) -> Iterator[tuple[dict[str, Any], Body]]:
 
 
 def _decoded(file: bytearray, most: int) -> Image.Image | str:
-    """Return the first frame, turned as its camera says, over white where it is transparent; or why there is none."""
     try:
         picture: Image.Image = Image.open(io.BytesIO(file), formats=_FORMATS)
     except UnidentifiedImageError:

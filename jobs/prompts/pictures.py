@@ -15,7 +15,6 @@ from sandbox import ChildFailed, Limits
 #: Of a prompt: pictures, bytes of their files together, and pixels of all once they are decoded.
 MAX_PICTURES, MAX_BYTES, MAX_PIXELS = 100, 20 << 20, 1 << 26
 
-#: Of what says where a picture lies.
 MAX_PATH_CHARS = 4096
 
 _DATA_URL = re.compile(r"data:image/[^,]{0,1000};base64,", re.IGNORECASE)
@@ -60,21 +59,18 @@ def with_pictures(value: Parts, of: Callable[[Any], Any]) -> Parts:
 
 
 def pictures_in(value: Parts) -> list[Any]:
-    """Return the pictures of messages or parts, in order."""
     found = list[Any]()
     with_pictures(value, found.append)
     return found
 
 
 def filled(value: Parts, pictures: Sequence[Any]) -> Parts:
-    """Return messages or parts with others in the place of their pictures."""
     others = iter(pictures)
     return with_pictures(value, lambda _: next(others))
 
 
 def loaded(pictures: Iterable[Picture], read: ReadFile) -> list[bytes]:
-    """Return the bytes of a prompt's pictures. Raises InvalidJob for more than a prompt may hold, and what `read`
-    does."""
+    """Return the bytes of a prompt's pictures. Raises InvalidJob for more than it may hold, and what `read` does."""
     found, size = list[bytes](), 0
     for picture in pictures:
         found.append(read(picture) if isinstance(picture, str) else picture)
@@ -121,7 +117,6 @@ class _FilesFirst(Task):
         self._messages, self._make = messages, make
 
     def open(self, context: JobContext) -> OpenTask:
-        """Raises InvalidJob or InputError for a picture that cannot be read, and as the task does."""
         assert context.picture_reader is not None, "a process that runs jobs lends one"
         contents = loaded(pictures_in(self._messages), context.picture_reader(context))
         return self._make(filled(self._messages, contents)).open(context)

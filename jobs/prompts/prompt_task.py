@@ -12,20 +12,19 @@ from typing import Any, ClassVar
 from jobs.context import JobContext
 from jobs.context.check_options import NO_REPAIRS, RepairOptions, split_repair_options
 from jobs.context.served_model import parse_model
-from jobs.context.under_way import LeftPrompt, UnderWay
-from jobs.errors import ResultTooLarge
+from jobs.context.under_way import KeptCompletion, LeftPrompt, UnderWay
+from jobs.errors import InvalidJob, ResultTooLarge
 from jobs.prompts.arguments import Prompt, Unusable, check_choices, parse_prompts, parse_sampling
-from jobs.prompts.attempts import Attempts, check_prompts, check_repairs
+from jobs.prompts.attempts import Attempts, check_repairs
 from jobs.prompts.messages import parse_messages, refuse_chat_options, split_chat_options
 from jobs.prompts.pictures import pictured_task, with_pictures
 from jobs.prompts.response_options import chat_response_options, completion_options
-from jobs.prompts.responses import Answers, chat_completion, check_answers, failed_completion, text_completion
+from jobs.prompts.responses import Answers, chat_completion, check_answers, text_completion
 from jobs.prompts.templated_task import asked_task
 from jobs.tasks import Completion, OpenTask, Parts, Request, Task
 
 #: A job shows its progress once it has run so long, and then not more often: most are over before.
 PROGRESS_AFTER_S, PROGRESS_EVERY_S = 5.0, 2.0
-
 
 #: What the id of a result begins with, by its kind; a list of embeddings has none.
 ID_PREFIXES = {
@@ -36,18 +35,13 @@ ID_PREFIXES = {
     "rerank": "rerank",
 }
 
-
 #: Builds the job's result, but for its id, time and model, of the answers and the job's id; see responses.py.
 Respond = Callable[[Answers, str], dict[str, Any]]
 
 
 @dataclass(frozen=True)
 class PromptTask(Task):
-    """The prompts of one job, in order, and how they are to be answered.
-
-    model: what the job asks for; None takes whichever is served. sampling: that of every request. repairs: what is
-    asked of the answers.
-    """
+    """The prompts of one job, in order, and how they are answered. model: None takes whichever is served."""
 
     blocking: ClassVar[bool] = False
 
@@ -68,11 +62,10 @@ class PromptTask(Task):
 
 @dataclass
 class _Asked:
-    """A prompt of a job.
+    """A prompt of a job. request: the next one, until it is sent.
 
-    request: the next one, until it is sent. attempts: its way, where answers are tried again. answers: once they stand.
-    num_continued: tokens that the request which was sent goes on behind.
-    delivered: where a journal is kept, what its requests got, and why a check did not take it.
+    attempts: its way, where answers are tried again. num_continued: tokens that the request which was sent goes on
+    behind. delivered: where a journal is kept, what its requests got, and why a check did not take it.
     """
 
     place: int
@@ -104,7 +97,6 @@ class OpenPrompts(OpenTask):
         self._sent: list[_Asked] = []
 
     def _asked(self, place: int, prompt: Request | Unusable) -> _Asked:
-        """Return a prompt, taken up where another execution has left it."""
         if isinstance(prompt, Unusable):
             return _Asked(place, None, None, self._failed(prompt.reason))
         asked = _Asked(place, prompt, None)
@@ -117,7 +109,7 @@ class OpenPrompts(OpenTask):
         for (_, completions), reason in zip(was.delivered, reasons, strict=False):
             if not asked.answers:
                 if asked.attempts is not None:
-                    asked.attempts.reason = reason
+                    asked.attempts.check_error = reason
                 self._take(asked, completions)
         if asked.request is not None:
             asked.request = replace(asked.request, resumed=was.so_far.get(len(was.delivered), {}))
@@ -167,7 +159,6 @@ class OpenPrompts(OpenTask):
         attempts.inspect(completions[0])
 
     def deliver(self, index: int, completions: Sequence[Completion]) -> None:
-        """Raises ResultTooLarge once the answers cannot be written any more."""
         prompt = self._sent[index]
         self._take(prompt, completions)
         if not prompt.answers:
@@ -176,12 +167,12 @@ class OpenPrompts(OpenTask):
     def _take(self, prompt: _Asked, completions: Sequence[Completion]) -> None:
         attempts = prompt.attempts
         if self._context.journal is not None:
-            prompt.delivered.append((completions, None if attempts is None else attempts.reason))
+            prompt.delivered.append((completions, None if attempts is None else attempts.check_error))
         if attempts is not None:
             prompt.request = attempts.deliver(completions[0])
             if prompt.request is not None:
                 return
-            completions = [attempts.outcome]
+            completions = [attempts]
         for sample in completions:  # at least: base64 has 16 characters for three numbers of an embedding
             numbers = sample.embedding or sample.class_scores or ()
             self._num_chars += len(sample.text) + len(sample.reasoning or "") + 5 * len(numbers)
@@ -195,7 +186,6 @@ class OpenPrompts(OpenTask):
         self._num_tokens += sum(len(sample.token_ids) for sample in samples)
 
     def progress(self) -> dict[str, Any] | None:
-        """Return prompts, those that are answered, and tokens of their answers. None of a job that is short."""
         if self._began_at is None:
             return None
         now = self._clock()
@@ -208,9 +198,8 @@ class OpenPrompts(OpenTask):
         return self._shown
 
     def _failed(self, reason: str | None) -> Sequence[Completion]:
-        """Return what stands for each sample of a prompt that failed: every choice keeps its number."""
         n = self._sampling.get("n", 1)
-        failed = failed_completion(reason or "the engine gave no reason")
+        failed = KeptCompletion(0, (), "", "error", 0, 0, reason or "the engine gave no reason", None)
         return [failed] * (n if isinstance(n, int) else 1)
 
     def result(self) -> dict[str, Any]:
@@ -228,14 +217,12 @@ class OpenPrompts(OpenTask):
 def text_requests(
     prompts: Sequence[Prompt | Unusable], values: Mapping[str, Any], kind: str = "generate"
 ) -> list[Request | Unusable]:
-    """Return what asks for each of some texts with the same values."""
     return [each if isinstance(each, Unusable) else Request(each, None, values, kind=kind) for each in prompts]
 
 
 def complete_task(
     prompt: object = None, *, prompt_template: object = None, model: object = None, **sampling: Any
 ) -> Task:
-    """Return the task of jobs.complete. Raises InvalidJob when an argument is wrong."""
     asked_for = parse_model(model)
     others, repairs = split_repair_options(sampling)
     values, options = completion_options(parse_sampling(others))
@@ -245,7 +232,8 @@ def complete_task(
     def task(_: str, prompt: object) -> PromptTask:
         prompts = parse_prompts(prompt)
         check_choices(len(prompts), values)
-        check_prompts(repairs, prompts)
+        if repairs.check is not None and any(isinstance(each, list) for each in prompts):
+            raise InvalidJob("check and a prompt of token ids: its reason is a text: give the prompt as a text")
         respond = partial(text_completion, options=options)
         return PromptTask(text_requests(prompts, values), respond, asked_for, values, repairs)
 
@@ -255,7 +243,6 @@ def complete_task(
 def chat_task(
     messages: object = None, *, messages_template: object = None, model: object = None, **options: Any
 ) -> Task:
-    """Return the task of jobs.chat. Raises InvalidJob when an argument is wrong."""
     asked_for = parse_model(model)
     others, repairs = split_repair_options(options)
     others, chat = split_chat_options(parse_sampling(others))

@@ -6,7 +6,6 @@ from typing import Any
 
 from jobs.errors import InvalidJob, unlike
 
-#: Of each token of a chat, as OpenAI's API has it.
 MAX_TOP_LOGPROBS = 20
 
 LOGPROBS = ("logprobs", "prompt_logprobs")
@@ -97,7 +96,6 @@ def with_structured_outputs(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _structured_outputs(value: Any) -> dict[str, Any] | None:
-    """Return the grammar that `response_format` asks for, or None for free text."""
     if value is None:
         return None
     kind = value.get("type") if isinstance(value, dict) else None

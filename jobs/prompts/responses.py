@@ -6,9 +6,8 @@ from hashlib import blake2b
 from typing import Any
 
 from jobs.common.display import is_unicode
-from jobs.context.under_way import KeptCompletion
 from jobs.errors import RequestFailed
-from jobs.prompts.attempts import Attempted, num_generated
+from jobs.prompts.attempts import Attempts, num_generated
 from jobs.prompts.response_options import ResponseOptions
 from jobs.tasks import Completion, Logprob
 
@@ -42,7 +41,6 @@ def text_logprobs(sample: Completion, *, echo: bool, prompt_only: bool) -> dict[
 
 
 def chat_logprobs(rows: Sequence[TokenLogprobs], num_top: int) -> dict[str, Any]:
-    """`logprobs` of a chat.completion's choice, with so many of the likeliest tokens beside each."""
     return {
         "content": [
             {
@@ -71,7 +69,6 @@ def prompt_logprobs(rows: Sequence[TokenLogprobs | None]) -> list[dict[str, Any]
 
 
 def _own(row: TokenLogprobs) -> Logprob:
-    """Return that of the token that stands there: the engine names it first."""
     return next(iter(row.values()))
 
 
@@ -80,7 +77,6 @@ def _shown(each: Logprob) -> float:
 
 
 def _by_text(entries: Iterable[Logprob]) -> dict[str, float]:
-    """By the tokens' texts; of several with one text the likeliest."""
     found: dict[str, float] = {}
     for each in sorted(entries, key=lambda each: each.rank):
         found.setdefault(each.decoded_token, _shown(each))
@@ -138,7 +134,6 @@ def _hermes(text: str) -> tuple[list[dict[str, Any]], str]:
 
 
 def _llama(text: str) -> list[dict[str, Any]]:
-    """Return all calls of a text that holds nothing else; none of any other."""
     text = text.strip().removeprefix(LLAMA_TAG).strip()
     calls, at = [], 0
     while at < len(text):
@@ -157,7 +152,6 @@ def _llama(text: str) -> list[dict[str, Any]]:
 
 
 def _value_at(text: str, at: int) -> tuple[Any, int] | None:
-    """Return the JSON value that stands there, behind blanks, and where it ends."""
     while at < len(text) and text[at].isspace():
         at += 1
     try:
@@ -167,7 +161,6 @@ def _value_at(text: str, at: int) -> tuple[Any, int] | None:
 
 
 def _function(call: Any) -> dict[str, Any] | None:
-    """Return a function's name and its arguments as JSON; None for what is no call."""
     if not isinstance(call, Mapping) or not isinstance(call.get("name"), str) or not call["name"]:
         return None
     arguments = call.get("arguments", call.get("parameters"))
@@ -229,11 +222,6 @@ def chat_completion(
     return {"object": "chat.completion", "choices": choices, "usage": usage(answers)}
 
 
-def failed_completion(error: str) -> KeptCompletion:
-    """Return a sample of a prompt that failed."""
-    return KeptCompletion(0, (), "", "error", 0, 0, error, None)
-
-
 def check_answers(answers: Answers) -> None:
     """Raise RequestFailed where every prompt failed; one of several fails its own choices only."""
     failures = [samples[0].error for samples in answers if samples[0].finish_reason == "error"]
@@ -246,9 +234,8 @@ def _numbered(answers: Answers) -> list[tuple[int, Completion]]:
 
 
 def _of_prompt(sample: Completion, options: ResponseOptions) -> dict[str, Any]:
-    """vLLM's `prompt_logprobs`, where they were asked for by that name; what its attempts came to."""
     tried: dict[str, Any] = {}
-    if isinstance(sample, Attempted):
+    if isinstance(sample, Attempts):
         tried = {"attempts": sample.attempts, "check_error": sample.check_error}
     if options.echo or sample.prompt_logprobs is None:
         return tried

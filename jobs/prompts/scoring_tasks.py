@@ -45,7 +45,6 @@ def classify_task(
     model: object = None,
     **options: Any,
 ) -> Task:
-    """Return the task of jobs.classify. Raises InvalidJob when an argument is wrong."""
     asked_for, found = parse_model(model), parse_labels("labels", labels)
     values = scoring_of(found, truncate_prompt_tokens)
     given = {name: options.pop(name, None) for name in ("messages", "prompt_template", "messages_template")}
@@ -76,7 +75,6 @@ def classify_task(
 def loglikelihood_task(
     prompt: object, continuations: object, *, truncate_prompt_tokens: object = None, model: object = None
 ) -> PromptTask:
-    """Return the task of jobs.loglikelihood. Raises InvalidJob when an argument is wrong."""
     asked_for, found = parse_model(model), _continuations(continuations)
     values = {"continuations": found, **truncation(truncate_prompt_tokens)}
     request = Request(_one_prompt(prompt), None, values, kind="score")
@@ -92,7 +90,6 @@ def rerank_task(
     return_documents: object = True,
     model: object = None,
 ) -> Task:
-    """Return the task of jobs.rerank. Raises InvalidJob when an argument is wrong."""
     asked_for = parse_model(model)
     asked = checked_text(query, "query")
     told = checked_text(RERANK_INSTRUCTION if instruction is None else instruction, "instruction")
@@ -130,7 +127,6 @@ class RerankTask(Task):
 def relevance_request(
     query: str, document: str, has_head: bool, instruction: str = RERANK_INSTRUCTION
 ) -> Request | Unusable:
-    """Return what asks how well a document answers a query."""
     if has_head:
         return Request(query, None, {"pair": document}, kind="classify")
     asked = RERANK_PROMPT.format(instruction=instruction, query=query, document=document)
@@ -140,7 +136,6 @@ def relevance_request(
 
 
 def relevance(sample: Completion) -> float | None:
-    """Return a document's score, None where its labels have none."""
     if sample.class_scores is not None:
         return next(iter(sample.class_scores.values()))
     found = classify(RERANK_LABELS, [each.logprob for each in sample.loglikelihoods or ()])
@@ -148,7 +143,6 @@ def relevance(sample: Completion) -> float | None:
 
 
 def classify_text_task(input: object = None, *, truncate_prompt_tokens: object = None, model: object = None) -> Task:
-    """Return the task of jobs.classify_text. Raises InvalidJob when an argument is wrong."""
     asked_for = parse_model(model)
     if input is None:
         raise InvalidJob("input is missing: a text, token ids, or a list of either")
@@ -157,7 +151,6 @@ def classify_text_task(input: object = None, *, truncate_prompt_tokens: object =
 
 
 def best_class(scores: Mapping[str, float]) -> str | None:
-    """Return the likeliest class; None where there is one alone."""
     return max(scores, key=scores.__getitem__) if len(scores) > 1 else None
 
 
@@ -209,7 +202,6 @@ def _loglikelihood(answers: Answers, job_id: str, continuations: Sequence[str | 
 
 
 def _ranking(answers: Answers, job_id: str, documents: Sequence[str] | None, top_n: int | None) -> dict[str, Any]:
-    """One result for each document, the most relevant first; those that failed come last."""
     results = [_result(number, samples[0], documents) for number, samples in enumerate(answers)]
     results.sort(key=lambda each: -1.0 if each["relevance_score"] is None else each["relevance_score"], reverse=True)
     return {"object": "rerank", "results": results[:top_n], "usage": usage(answers)}
@@ -226,7 +218,6 @@ def _result(number: int, sample: Completion, documents: Sequence[str] | None) ->
 
 
 def _logprobs(number: int, sample: Completion) -> list[float]:
-    """Return those of all continuations. Raises RequestFailed."""
     if sample.loglikelihoods is None:
         raise RequestFailed(number, sample.error or "the engine gave no reason")
     return [each.logprob for each in sample.loglikelihoods]
@@ -260,7 +251,6 @@ def _continuations(continuations: object) -> list[str | list[int]]:
 
 
 def _content_free(asked: Any, calibrate: object, *, is_chat: bool) -> object:
-    """Return the prompt, or the messages, that stand for no input. asked: the same of the job, parsed."""
     if calibrate is True:
         if not is_chat:
             return CONTENT_FREE

@@ -38,7 +38,6 @@ def _messages(template: Any) -> tuple[list[str], tuple[str, ...]]:
     return [message["content"] for message in template], tuple(message["role"] for message in template)
 
 
-#: Seconds that a template may take to be compiled, or for one row.
 LIMIT_S = 2.0
 
 _TASK = "jobs.prompts.jinja_environment:fill_in"
@@ -52,7 +51,6 @@ class JinjaTexts:
     """A prompt's text, or the contents of a chat's messages. names: that they take from outside."""
 
     def __init__(self, texts: Sequence[str]) -> None:
-        """Raises InvalidJob for what is no template."""
         self.texts = list(texts)
         try:
             found = _asked(texts=self.texts)
@@ -62,7 +60,6 @@ class JinjaTexts:
         self.names = frozenset(found["names"])
 
     def render(self, values: Mapping[str, Any]) -> list[str]:
-        """Return each text with values of JSON filled in. Raises TemplateProblem."""
         return list(_asked(texts=self.texts, values=values)["texts"])
 
 

@@ -14,7 +14,6 @@ from jobs.errors import AnswerMissing, InvalidJob, InvalidValue
 from jobs.prompts.template_texts import JinjaTexts, TemplateProblem, template_texts
 from jobs.tasks import OpenTask, Task
 
-#: As many as one job holds prompts.
 MAX_DEPENDENCIES = 10_000
 
 #: Jobs that are asked for at a time: their results come in one reply.
@@ -27,8 +26,8 @@ _FAILED_STATUSES = ("failed", "stopped", "canceled")
 def read_dependencies(context: JobContext) -> tuple[dict[str, list[Any]], list[str]]:
     """Read what the jobs ended with on which this one depends. Raises AnswerMissing or InvalidJob.
 
-    Returns by the names that a template has for them what each returned, None for one that did not end well, and the
-    answers (see answer_of), in the order of `depends_on`; and for each whose answer is null, why.
+    Returns by a template's names what each returned, None for one that did not end well; the answers (see answer_of),
+    in order; and for each whose answer is null, why.
     """
     ids = dependency_ids(context.connection, context.job_id)
     if not ids:
@@ -55,11 +54,7 @@ def read_dependencies(context: JobContext) -> tuple[dict[str, list[Any]], list[s
 
 
 def answer_of(value: Any) -> Any:
-    """Return what stands for a job's value as its answer.
-
-    Of `jobs.complete` and `jobs.chat` the text, of several choices a list of texts, null for one that failed;
-    of `jobs.classify` the label; any other value as it is.
-    """
+    """Return a job's text, of several choices a list, null for a failed one; of `classify` the label."""
     if not isinstance(value, dict):
         return value
     if value.get("object") == "classification":
@@ -79,7 +74,6 @@ def _text_of(choice: Any) -> Any:
 
 
 def _ends(context: JobContext, ids: Sequence[str]) -> list[tuple[str, dict[bytes, bytes], str]]:
-    """Return of each job what it ended with last, {} for nothing, and its status, "" where it is gone."""
     with context.connection.pipeline(transaction=False) as pipe:
         for job_id in ids:
             pipe.xrevrange(results_key(job_id), count=1)
@@ -119,10 +113,8 @@ def _parsed(job_id: str, packed: bytes | None) -> Any:
     return value
 
 
-#: What a template may name.
 NAMES = frozenset({"answers", "results"})
 
-#: What a template of each argument is.
 KINDS: Mapping[str, tuple[type, str]] = {
     "prompt_template": (str, "a text"),
     "messages_template": (list, "a list of {'role': ..., 'content': ...}"),
@@ -133,10 +125,7 @@ MAX_NULLS = 3
 
 
 def asked_task(make: Callable[[str, Any], Task], **given: Any) -> Task:
-    """Return the task of the one argument that says what to ask: a prompt, messages, or a template of either.
-
-    make: called with "prompt" or "messages", and what that is. Raises InvalidJob unless one of them is given.
-    """
+    """Return the task of the one argument that says what to ask. make: of "prompt" or "messages", and what that is."""
     found = [name for name, value in given.items() if value is not None]
     if not found:
         name = next(iter(given))
@@ -156,7 +145,6 @@ class TemplatedTask(Task):
     blocking = True
 
     def __init__(self, argument: str, template: Any, make: Callable[[Any], Task]) -> None:
-        """Take prompt_template or messages_template, and what makes a task of its text. Raises InvalidJob."""
         kind, what = KINDS[argument]
         if not isinstance(template, kind):
             raise InvalidJob(f"{argument} is {type(template).__name__}, expected {what}")
@@ -164,7 +152,6 @@ class TemplatedTask(Task):
         self._texts, self._roles = template_texts(template)
 
     def open(self, context: JobContext) -> OpenTask:
-        """Raises AnswerMissing, InvalidJob for a template that cannot be filled in, and as the task does."""
         template = JinjaTexts(self._texts)
         if foreign := sorted(template.names - NAMES):
             raise InvalidValue(

@@ -24,24 +24,19 @@ from jobs.runs.redis_state.run_jobs import read_earlier, read_holders
 from jobs.runs.redis_state.state import RunState
 from jobs.runs.redis_state.submission import ON_END, WEBHOOK, Submission
 
-#: The function of a planning job.
 PLANNING = "jobs.score_parquet"
 
-#: Where runs go that name no queue.
 DEFAULT_QUEUE = "bulk"
 
 #: Reading the footers of many thousand files takes minutes; RQ's default is 3 minutes.
 PLAN_TIMEOUT_S = 3600
 PLAN_RESULT_TTL_S = 7 * 24 * 3600
 
-#: Jobs handled in one transaction.
 CHUNK = 500
 
 
 @dataclass(frozen=True)
 class Cancelled:
-    """How many jobs of a run were taken from the queue, and how many were stopped in a worker."""
-
     removed: int
     stopped: int
 
@@ -51,9 +46,7 @@ def submit_run(
 ) -> str:
     """Enqueue the planning of a run unless it is already under way; return the run's id.
 
-    check_run: raises what the planning would, as far as that can be known on this machine.
-    arguments: those of jobs.score_parquet; relative paths start at the working directory.
-    Raises InvalidJob or UnsupportedScheme before anything is enqueued.
+    check_run: raises what the planning would. Raises InvalidJob or UnsupportedScheme before anything is enqueued.
     """
     submission, own = Submission.split(queue_name, arguments)
     spec = RunSpec.from_arguments(**own)
@@ -71,17 +64,12 @@ def submit_run(
             _enqueue_planning(pipe, connection, submission, plan_job, planning)
         elif renewed is not None:
             pipe.hset(job_key(plan_job), "data", zlib.compress(renewed))
-        pipe.execute()
 
     state.write(enter, job_key(plan_job), executions_key(plan_job))  # all at once: one that nobody plans would wait
     return run
 
 
 def retry_run(connection: Redis, plan: Plan, output: str) -> str:
-    """Submit a run again into another output, which takes the answers of the first one; return the new run's id.
-
-    Queue, webhook and function are those of the last submission that Redis knows. Raises as submit_run.
-    """
     facts: Mapping[str, str] = {}
     with suppress(UnknownRun):
         facts = RunState(connection, plan.run).facts()
@@ -101,8 +89,7 @@ def retry_run(connection: Redis, plan: Plan, output: str) -> str:
 def cancel_run(connection: Redis, run: str) -> Cancelled:
     """Mark a run cancelled, take its jobs from the queue, stop those that run, and tell whom its submission wants told.
 
-    Finished parts stay; submitting the run again resumes it. Raises UnknownRun, or RunResubmitted where that has
-    happened before all its jobs were told.
+    Raises UnknownRun, or RunResubmitted where that has happened before all its jobs were told.
     """
     state = RunState(connection, run)
     state.facts()  # raises for a run that is not known
@@ -111,24 +98,19 @@ def cancel_run(connection: Redis, run: str) -> Cancelled:
     facts = state.facts()
     done = state.parts()
     shards = [shard for shard in range(int(facts.get("shards", 0))) if shard not in done]
-    ids = [shard_job_id(run, shard) for shard in shards]
-    if "plan_job" in facts:
-        ids.append(facts["plan_job"])
-    removed, stopped = _remove_jobs(state, submission, facts["queue"], ids)
-    if "second_queue" in facts:
-        ids = [shard_job_id(run, shard, is_second=True) for shard in shards]
-        more = _remove_jobs(state, submission, facts["second_queue"], ids)
-        removed, stopped = removed + more[0], stopped + more[1]
+    removed = stopped = 0
+    for field, is_second in (("queue", False), ("second_queue", True)):
+        if field not in facts:
+            continue
+        ids = [shard_job_id(run, shard, is_second) for shard in shards]
+        if "plan_job" in facts and not is_second:
+            ids.append(facts["plan_job"])
+        removed += remove_waiting(state, submission, facts[field], ids)
+        for start in range(0, len(ids), CHUNK):
+            stopped += state.as_of(submission, partial(stop_held, connection, ids[start : start + CHUNK]))
     if removed or stopped or "finished" not in facts:
         tell_of(state, submission, "cancelled")
     return Cancelled(removed, stopped)
-
-
-def _remove_jobs(state: RunState, submission: int, queue_name: str, ids: list[str]) -> tuple[int, int]:
-    """Take jobs from their queue and stop those that are held; return how many. Raises RunResubmitted."""
-    removed = remove_waiting(state, submission, queue_name, ids)
-    chunks = (ids[start : start + CHUNK] for start in range(0, len(ids), CHUNK))
-    return removed, sum(state.as_of(submission, partial(stop_held, state.connection, chunk)) for chunk in chunks)
 
 
 def _is_nearer_to_end(connection: Redis, queue_key: str, job_ids: Sequence[str]) -> bool:
@@ -156,7 +138,6 @@ def remove_waiting(state: RunState, submission: int, queue_name: str, job_ids: S
 def _enqueue_planning(
     pipe: Pipeline, connection: Redis, submission: Submission, plan_job: str, arguments: dict[str, Any]
 ) -> None:
-    """Put a planning job into the place of any earlier one."""
     for earlier in read_earlier(connection, [plan_job]):
         earlier.delete(pipe)
     JobQueue(connection, submission.queue).enqueue(
@@ -174,7 +155,6 @@ def _enqueue_planning(
 
 
 def _is_under_way(connection: Redis, state: RunState, plan_job: str) -> bool:
-    """Whether the planning job waits or runs: it is not over, nor told to stop."""
     for job in [] if state.is_cancelled() else read_earlier(connection, [plan_job]):
         keys = QueueKeys(job.origin)  # a worker that was killed before it started it may leave it on no queue
         on_queue = any(connection.lpos(key, plan_job) is not None for key in (keys.waiting, keys.popped))
@@ -205,7 +185,6 @@ def _delete(job_ids: Sequence[str], pipe: Pipeline) -> None:
     pipe.multi()
     for job_id in job_ids:
         pipe.delete(job_key(job_id))
-    pipe.execute()
 
 
 def stop_held(connection: Redis, job_ids: Sequence[str], pipe: Pipeline) -> int:
@@ -215,5 +194,4 @@ def stop_held(connection: Redis, job_ids: Sequence[str], pipe: Pipeline) -> int:
     for job_id, execution_id, worker in held:
         command = {"command": "stop-execution", "job_id": job_id, "execution_id": execution_id}
         pipe.publish(command_channel(worker), json.dumps(command))
-    pipe.execute()
     return len({job_id for job_id, *_ in held})

@@ -21,12 +21,11 @@ from jobs.common.rq_jobs import JobQueue, Retry
 from jobs.context import JobContext, Lease
 from jobs.context.webhooks import call_webhook, check_host
 from jobs.errors import RunBusy, UnknownRun, WebhookFailed, WebhookRefused, unlike
-from jobs.runs.plans.names import is_run_id, plan_job_id, run_and_shard
-from jobs.runs.redis_state.state import PartCount, RunState, Verdict
+from jobs.runs.plans.names import run_and_shard
+from jobs.runs.redis_state.state import PartCount, RunState
 from jobs.runs.redis_state.submission import ASKED_FOR, TOLD, TOLD_FAILED, ErrorLimit
 from jobs.runs.redis_state.transactions import transact
 
-#: The function that posts.
 POSTING = "jobs.post_run_end"
 
 #: As RQ's default for jobs, then days to look at what became of them.
@@ -36,26 +35,12 @@ TIMEOUT_S, RESULT_TTL_S, FAILURE_TTL_S = 180, 24 * 3600, 7 * 24 * 3600
 RETRIES = 3
 
 
-def tell_end(state: RunState, verdict: Verdict | None = None) -> None:
-    """Enqueue what the last submission asks for, unless told. verdict: why the run is stopped; None for finished."""
-    if verdict is None:
-        tell_of(state, state.submission(), "finished")
-    else:
-        tell_of(state, verdict.submission, "stopped", verdict.reason)
-
-
-def tells_of(job_id: str) -> bool:
-    """Whether `tell_failed` may have something to tell when this job fails for good."""
-    return _job_of(job_id) is not None
-
-
 def tell_failed(connection: Redis, job_id: str, lease: Lease, error: str) -> None:
     """Enqueue what is asked for where a run ends with this job, which is about to fail for good.
 
-    To be called before the job's end is written. lease: of the execution that writes it; nothing is told where it is
-    another's by now. error: what the job fails with, in one line.
+    To be called before the job's end is written. lease: of the execution that writes it. error: in one line.
     """
-    found = _job_of(job_id)
+    found = run_and_shard(job_id)
     if found is None:
         return
     run, shard = found
@@ -79,12 +64,6 @@ def tell_shards_failed(state: RunState, count: PartCount, more: str = "") -> Non
     """Enqueue what is asked for where nothing of the run is left to run, and shards of it have failed."""
     if count.has_failed:
         tell_of(state, state.submission(), "failed", f"{count.failed} of {count.total} shards failed{more}")
-
-
-def _job_of(job_id: str) -> tuple[str, int | None] | None:
-    """Return a job's run and its shard, None for the planning's; None for a job of no run."""
-    run = job_id.partition("-")[0]
-    return (run, None) if is_run_id(run) and job_id == plan_job_id(run) else run_and_shard(job_id)
 
 
 def tell_of(state: RunState, submission: int, word: str, reason: str | None = None) -> None:
@@ -147,13 +126,10 @@ def _tell(pipe: Pipeline, state: RunState, submission: int, content: Mapping[str
             retry=Retry(max=RETRIES),
         )
     pipe.hset(key, TOLD if is_end else TOLD_FAILED, str(submission))
-    pipe.execute()
 
 
-#: Seconds before each further call.
 PAUSES_S = (1.0, 2.0, 4.0, 8.0)
 
-#: A run's end in JSON is far smaller.
 MAX_BODY_BYTES = 64 << 10
 
 #: Answers after which another call may go better.
@@ -165,8 +141,7 @@ _HEADERS = {"Content-Type": "application/json", "User-Agent": "tokenmill"}
 def post_run_end(context: JobContext, webhook: str, content: dict[str, Any]) -> dict[str, Any]:
     """POST what is told of a run's end to a URL whose host this worker may call; return the answer's status.
 
-    Tried again where nobody answers, or with 408, 425, 429 or 5xx. Raises WebhookFailed in the end, after
-    which the job has further tries; InvalidJob or WebhookRefused at once.
+    Tried again where nobody answers, or with 408, 425, 429 or 5xx. Raises WebhookFailed, InvalidJob or WebhookRefused.
     """
     check_host(webhook, context.webhook_hosts)
     body = json.dumps(content).encode() if isinstance(content, dict) else b""

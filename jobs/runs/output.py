@@ -2,6 +2,7 @@
 
 import json
 import os
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -27,7 +28,6 @@ class RunOutput:
 
     @property
     def state(self) -> str:
-        """One word for an operator, where Redis does not know the run."""
         return ("incomplete" if self.num_gone else "finished") if self.finished else "forgotten"
 
     @property
@@ -37,51 +37,41 @@ class RunOutput:
 
 
 def named_run(connection: Redis, name: str) -> tuple[str, RunOutput | None]:
-    """Return the run that an id, or the path of a run's output folder, names; for a folder what it holds.
-
-    A folder that is not planned yet, or not on this machine, is known to Redis alone. Raises UnknownRun when
-    neither knows of a run there, PlanDamaged when its plan is unreadable.
-    """
+    """Return the run that an id or a folder names, and what the folder holds. Raises UnknownRun, PlanDamaged."""
     if is_run_id(name):
         return name, None
-    try:
-        output = _read_output(name)
-    except UnknownRun:
-        key = run_folder_key(real_path(run_path(name)))
-        found: Any = connection.get(key)
-        run = stored.text(found or b"")
-        if not is_run_id(run):
-            raise
-        return run, None
-    return output.plan.run, output
+    if (output := _read_output(name)) is not None:
+        return output.plan.run, output
+    found: Any = connection.get(run_folder_key(real_path(run_path(name))))
+    run = stored.text(found or b"")
+    if not is_run_id(run):
+        raise UnknownRun(name)
+    return run, None
 
 
 def output_here(folder: str, run: str) -> RunOutput | None:
     """Return a run's output as this machine sees it; None if the folder is elsewhere or another run's."""
-    try:
-        path = run_path(folder)
-        if is_stored(path) or not os.path.isfile(os.path.join(path, PLAN)):  # Redis' writers name it
-            return None
+    with suppress(JobsError):  # Redis' writers name it
         output = _read_output(folder)
-    except JobsError:
-        return None
-    return output if output.plan.run == run else None
+        if output is not None and output.plan.run == run:
+            return output
+    return None
 
 
-def _read_output(name: str) -> RunOutput:
+def _read_output(name: str) -> RunOutput | None:
     folder = run_path(name)
-    if is_stored(folder):  # workers alone have a store's keys
-        raise UnknownRun(name)
     path = os.path.join(folder, PLAN)
+    if is_stored(folder) or not os.path.isfile(path):
+        return None
     try:
         with open(path, encoding="utf-8") as file:
             plan = Plan.from_text(file.read())
-        parts = PARTS if plan.spec.single_file else ""  # the folder may lie elsewhere on this machine
-        names = os.listdir(os.path.join(folder, parts)) if os.path.isdir(os.path.join(folder, parts)) else []
+        parts = os.path.join(folder, PARTS if plan.spec.single_file else "")  # it may lie elsewhere on this machine
+        names = os.listdir(parts) if os.path.isdir(parts) else []
     except ValueError as error:
         raise PlanDamaged(path, str(error)) from error
     except OSError:
-        raise UnknownRun(name) from None
+        return None
     finished = os.path.isfile(os.path.join(folder, SUCCESS))
     found = sum(part_shard(name) is not None for name in names)
     return RunOutput(plan, folder, found, finished, _errors(os.path.join(folder, MANIFEST)) if finished else None)

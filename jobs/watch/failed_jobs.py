@@ -23,7 +23,6 @@ MAX_ERROR_CHARS = 20_000
 #: Stopped jobs that are passed over where the newest failed ones are looked for: a cancel may have made many.
 MAX_STOPPED = 100
 
-#: Of a job's dependencies, and of its dependents, so many are shown.
 MAX_RELATIVES = 20
 
 _TIMES = ("created_at", "enqueued_at", "started_at", "ended_at")
@@ -32,10 +31,7 @@ _TEXTS = ("origin", "status", "worker_name", "timeout", "retries_left", "tokenmi
 
 @dataclass(frozen=True)
 class FailedJob:
-    """One entry of a queue's failed jobs. function: None where its name cannot be read. ended_at: Unix seconds.
-
-    error: its last line; "" for none. is_stopped: whether a cancel stopped it: RQ lists it among the failed ones.
-    """
+    """One of a queue's failed jobs. error: its last line. is_stopped: by a cancel, which RQ counts as failed."""
 
     job_id: str
     queue: str
@@ -49,9 +45,8 @@ class FailedJob:
 class JobSeen:
     """One job, as it may be shown. texts, times: fields of its hash that it has; Unix seconds.
 
-    function: None where its name cannot be read. arguments, meta: JSON, None unless asked for and readable.
-    progress: counts in its meta. depends_on, dependents: ids of some. is_failed: whether it can be put back.
-    is_under_way: whether it waits or runs. error: the end of its text. error_line: its last line; "" for none.
+    function: None where its name cannot be read. arguments, meta: JSON, None unless asked for and readable. is_failed:
+    whether it can be put back. is_under_way: it waits or runs. error: the end of its text. error_line: its last line.
     """
 
     job_id: str
@@ -96,7 +91,6 @@ def failed_page(connection: Redis, queue: str, offset: int, most: int) -> list[F
 
 
 def read_job(connection: Redis, job_id: str, *, with_arguments: bool = False) -> JobSeen | None:
-    """Return what is known of a job, None for one that Redis does not know."""
     key = rq_jobs.job_key(job_id)
     with connection.pipeline(transaction=False) as pipe:
         pipe.hmget(key, [*_TEXTS, *_TIMES])
@@ -137,7 +131,6 @@ def read_job(connection: Redis, job_id: str, *, with_arguments: bool = False) ->
 
 
 def _read_failed(connection: Redis, entries: Sequence[tuple[str, str]]) -> list[FailedJob]:
-    """Read failed jobs. entries: ids of jobs, each with its queue."""
     keys = [rq_jobs.job_key(job_id) for job_id, _ in entries]
     with connection.pipeline(transaction=False) as pipe:
         for key, (job_id, _) in zip(keys, entries, strict=True):
@@ -161,12 +154,10 @@ def _is_stopped(status: object) -> bool:
 
 
 def _error(results: Sequence[Any]) -> str:
-    """Return the error in what XREVRANGE gave of a job's results; "" for none."""
     return rq_jobs.error_text(results[0][1]) if results else ""
 
 
 def _call(data: bytes | None) -> tuple[str | None, str | None]:
-    """Return the function that a payload of JSON calls, and its arguments; None for any other payload."""
     try:
         function, _, args, kwargs = json.loads(stored.unpacked(data or b"", 4 * MAX_PAYLOAD_BYTES) or b"")
     except (ValueError, TypeError, RecursionError):

@@ -18,7 +18,6 @@ from jobs.common.rq_jobs import JobStatus
 from jobs.runs.control import stop_held
 from jobs.runs.redis_state.transactions import transact
 
-#: Jobs that are requeued in one transaction.
 CHUNK = 100
 
 #: Failed jobs that are put back at most where all of a queue are asked for, unless told otherwise.
@@ -64,7 +63,6 @@ def _requeue(connection: Redis, queue: str, job_ids: Sequence[str], pipe: Pipeli
     for job_id, (ttl_s, limit, concurrency) in failed.items():
         _queue_again(pipe, queue, job_id, ttl_s, stored.text(limit or b""), concurrency)
     pipe.sadd(rq_jobs.QUEUES_KEY, keys.waiting)
-    pipe.execute()
     return list(failed)
 
 
@@ -101,8 +99,6 @@ TRIES = 2
 
 
 class JobCancel(enum.Enum):
-    """What came of it."""
-
     REMOVED = "removed"  # it waited, and will not run
     STOPPING = "stopping"  # the worker that has it was told to stop it
     GONE = "gone"  # it neither waits nor runs
@@ -139,5 +135,4 @@ def _take(job_id: str, pipe: Pipeline) -> bool | None:
         pipe.zrem(key, job_id)
     pipe.hset(rq_jobs.job_key(job_id), "status", JobStatus.CANCELED.value)
     pipe.zadd(keys.cancelled, {job_id: time.time()})
-    pipe.execute()
     return True

@@ -10,7 +10,6 @@ from redis import Redis
 from jobs.common import stored
 from jobs.common.rq_jobs import QUEUE_PREFIX, QUEUES_KEY, QueueKeys
 
-#: Where jobs are counted.
 PLACES = ("waiting", "executing", "scheduled", "deferred", "finished", "failed")
 
 
@@ -24,13 +23,11 @@ class QueueCounts:
 
 
 def queue_names(connection: Redis) -> list[str]:
-    """Return the names of all queues that RQ knows."""
     keys: Any = connection.smembers(QUEUES_KEY)
     return sorted(stored.text(key).removeprefix(QUEUE_PREFIX) for key in keys)
 
 
 def count_queues(connection: Redis, names: Sequence[str]) -> list[QueueCounts]:
-    """Count the jobs of these queues, in one round trip and without RQ's cleanup."""
     moment, size = time.time(), len(PLACES) + 1
     with connection.pipeline(transaction=False) as pipe:
         for keys in map(QueueKeys, names):

@@ -25,10 +25,8 @@ from jobs.runs.watching import snapshot as snapshots
 #: The words of `RunSnapshot.state`.
 STATES = ("planning", "not planned", "running", "ending", "finished", "failed", "cancelled", "stopped")
 
-#: Runs that are listed, unless told otherwise.
 MAX_RUNS = 200
 
-#: Kinds of errors that are told of a run.
 MAX_REASONS = 20
 
 #: Entries that are read of a queue's registry of running or failed jobs.
@@ -98,7 +96,6 @@ def run_reasons(connection: Redis, run: str) -> list[Reason]:
 
 
 def list_shards(connection: Redis, run: str, first: int = 0, count: int = 100) -> list[ShardSeen]:
-    """Return shards of a planned run by number. Raises UnknownRun or RedisError."""
     state = RunState(connection, run)
     facts = state.facts()
     is_cancelled = "cancelled" in facts and "finished" not in facts

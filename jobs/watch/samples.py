@@ -32,9 +32,8 @@ LOADING, LOADING_S = "loading", 600.0
 class Point:
     """One moment of one worker, `at` Unix seconds by its clock. Counts are since its start.
 
-    prompt_tokens: computed or cached. num_requests_running: sequences in the batch, of max_num_seqs at most.
-    kv_cache_usage: share of the KV pool in use, 0 to 1. jobs_held: claimed and not ended. rows: of files, answered,
-    those of shards under way too. depth: jobs that wait in each of its queues, the most urgent first.
+    prompt_tokens: computed or cached. num_requests_running: sequences in the batch. kv_cache_usage: 0 to 1. jobs_held:
+    claimed and not ended. rows: of files, answered. depth: jobs that wait in each of its queues, the most urgent first.
     """
 
     at: float = 0.0
@@ -54,7 +53,6 @@ class Point:
 
     @property
     def batch_fill(self) -> float:
-        """Share of the places for sequences that are taken, 0 to 1."""
         return min(1.0, self.num_requests_running / self.max_num_seqs) if self.max_num_seqs else 0.0
 
     def per_second(self, older: Point, name: str) -> float | None:
@@ -70,18 +68,16 @@ class Point:
 
     @classmethod
     def from_object(cls, found: Mapping[str, Any], **more: Any) -> Self:
-        """Read what a worker wrote. more: fields that are known."""
         names = {each.name for each in fields(cls)}
         return cls(**{**{name: value for name, value in found.items() if name in names}, **more})
 
 
 @dataclass(frozen=True, kw_only=True)
 class WorkerSample(Point):
-    """How a worker stands.
+    """How a worker stands. silent_s: since it wrote this, by Redis' clock. started_at: Unix seconds.
 
-    silent_s: seconds since it wrote this, by Redis' clock. state: "idle", "busy", "suspended", "draining" (it finishes
-    what runs, takes nothing new), "loading" (its model) or "stopped". queues: the most urgent first. held: jobs that it
-    holds, by queue; held_jobs: ids of the oldest of them, MAX_HELD_NAMED at most. started_at: Unix seconds.
+    state: "idle", "busy", "suspended", "draining" (it finishes what runs), "loading" (its model) or "stopped". queues:
+    the most urgent first. held: jobs that it holds, by queue; held_jobs: the oldest of them, MAX_HELD_NAMED at most.
     """
 
     name: str = ""
@@ -110,8 +106,7 @@ def worker_names(connection: Redis) -> list[str]:
 
 
 def read_samples(connection: Redis, names: Sequence[str] | None = None) -> list[WorkerSample]:
-    """Return how workers stand, by name: those of `names`, or all that told something within the hour. Raises
-    RedisError."""
+    """Return how workers stand, of `names` or all that told something within the hour. Raises RedisError."""
     names = worker_names(connection) if names is None else names
     with connection.pipeline(transaction=False) as pipe:
         for name in names:
@@ -130,7 +125,6 @@ def read_samples(connection: Redis, names: Sequence[str] | None = None) -> list[
 
 
 def read_points(connection: Redis, names: Sequence[str]) -> dict[str, list[Point]]:
-    """Return the points of workers, the oldest first. Raises redis.exceptions.RedisError."""
     with connection.pipeline(transaction=False) as pipe:
         for name in names:
             pipe.lrange(samples_key(name), 0, MAX_POINTS - 1)
@@ -141,7 +135,6 @@ def read_points(connection: Redis, names: Sequence[str]) -> dict[str, list[Point
     }
 
 
-#: What is read of a worker's hash.
 _FIELDS = ("state", "queues", "current_job", "successful_job_count", "failed_job_count", "last_heartbeat")
 
 

@@ -15,11 +15,10 @@ from redis.connection import AbstractConnection
 from rq.serializers import JSONSerializer
 
 from jobs.parquet.files.storage import Storage
-from jobs.parquet.outputs import run_folder
+from jobs.parquet.outputs import part, run_folder
 from jobs.parquet.outputs.run_folder import RunFolder
 from jobs.parquet.planning import planner
 from jobs.parquet.shards import shard_work
-from jobs.runs.redis_state import shard_jobs
 from jobs.runs.redis_state.state import RunState
 from jobs.table import FileTask
 from tests.faults import clock
@@ -40,12 +39,12 @@ STEPS: dict[str, tuple[Any, str]] = {
     "reclaim": (JobStore, "reclaim_abandoned"),
     "callback": (Callbacks, "call_back"),
     "plan written": (planner, "create_plan"),
-    "shards enqueued": (shard_jobs, "_enqueue_chunk"),
+    "shards enqueued": (RunState, "write"),
     "run counted": (RunState, "amend_parts"),
     "shard open": (FileTask, "open"),
     "shard result": (shard_work.ShardWork, "result"),
     "file opened": (Storage, "open_output"),
-    "part written": (shard_work, "write_part"),
+    "part written": (part, "write_part"),
     "part published": (Storage, "publish"),
     "part counted": (RunState, "record_part"),
     "run committed": (RunFolder, "_finish"),

@@ -326,7 +326,7 @@ def test_an_input_format_is_taken_for_any_name_and_refused_by_name(
 ) -> None:
     write_jsonl(tmp_path / "in.json")
     assert score(make_context(), tmp_path / "in.json", tmp_path, input_format="jsonl")["rows"] == 23
-    with pytest.raises(InvalidValue, match="input_format is 'xml', expected one of parquet, csv"):
+    with pytest.raises(InvalidValue, match="input_format is 'xml', expected 'parquet' or 'csv'"):
         score(make_context(), tmp_path / "in.json", tmp_path, input_format="xml")
     result = invoke("submit", tmp_path / "in.json", tmp_path / "o", "--input-format", "xml")
     assert result.exit_code == 2

@@ -3,7 +3,7 @@
 import os
 import signal
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -17,11 +17,10 @@ from redis import Redis
 from jobs import errors
 from jobs.context import JobContext
 from jobs.context.children import CHILDREN
-from jobs.context.shared_files import NoRoomYet, ShardBytes
+from jobs.context.shared_files import MAX_READERS, NoRoomYet, ShardBytes
 from jobs.parquet.files.storage import Storage
 from jobs.parquet.shards.shard_work import ShardWork
 from jobs.parquet.tables.row_groups import GROUP_BYTES
-from jobs.parquet.tables.row_reader import READERS
 from jobs.parquet.tables.table_reading import TableReading
 from tests.jobs.answering import FakeCompletion, queued_jobs, run_task, score_parquet
 from tests.jobs.conftest import MakeContext
@@ -56,7 +55,7 @@ def test_a_value_that_stands_in_every_row_is_decoded_for_a_few_rows_at_a_time(tm
     pq.write_table(pa.table({"text": values}), path, store_schema=False, **options)
     assert path.stat().st_size < MIB
     reading = TableReading(Storage([str(tmp_path)]), str(path))
-    batches = [(batch.num_rows, batch.nbytes) for batch in reading.batches()]
+    batches = [(batch.num_rows, batch.nbytes) for batch in reading.batches]
     reading.close()
     assert sum(count for count, _ in batches) == rows
     assert sum(size for _, size in batches) > rows * MIB
@@ -75,7 +74,7 @@ def test_a_page_beyond_the_limit_fails_its_shard_by_name_and_lets_go_of_all(
     context = replace(make_context(), shard_bytes=ShardBytes(16 * MIB))
     with pytest.raises(errors.TableNotRead, match=rf"in\.parquet.*{says}"):
         answer_all(lambda: context, path)
-    assert context.shard_bytes.held == context.shard_bytes.reading == 0
+    assert context.shard_bytes.held == context.files.num_readers == 0
 
 
 @pytest.fixture
@@ -97,7 +96,7 @@ def test_a_child_that_is_killed_costs_a_retry_and_no_row(tmp_path: Path, kill_ch
     path, rows = tmp_path / "in.parquet", 20_000
     pq.write_table(pa.table({"n": range(rows)}), path, row_group_size=3000)
     reading = TableReading(Storage([str(tmp_path)]), str(path), first_group=1)
-    batches = reading.batches()
+    batches = reading.batches
     found = next(batches)["n"].to_pylist()
     kill_child()
     found += [n for batch in batches for n in batch["n"].to_pylist()]
@@ -112,7 +111,7 @@ def test_a_file_whose_children_are_killed_one_after_the_other_is_named(
     pq.write_table(pa.table({"n": range(20_000)}), path)
     reading = TableReading(Storage([str(tmp_path)]), str(path))
     kill_child()
-    batches = reading.batches()
+    batches = reading.batches
     next(batches)
     kill_child()
     with pytest.raises(errors.TableNotRead, match=r"in\.parquet: reading it ended its process with -9"):
@@ -203,31 +202,43 @@ def test_shards_that_open_together_hold_no_more_prompts_than_one_may(
     assert room.held == 7 * MIB
     room.let_go(7 * MIB)
     ShardWork.open(context, run, plan, shard).close()
-    assert room.held == room.reading == 0
+    assert room.held == context.files.num_readers == 0
 
 
 def test_one_reader_more_than_there_is_room_for_waits(redis: Redis, make_context: MakeContext, tmp_path: Path) -> None:
     submit_two_shards(make_context(), tmp_path, rows_per_shard=2)
     context = make_context()
-    room = context.shard_bytes
     run, plan, shard = queued_jobs(redis)[0].args
-    room.reserve_reading(others := room.limit - room.limit // READERS + 1)
-    with pytest.raises(NoRoomYet):
-        ShardWork.open(context, run, plan, shard)
-    assert room.reading == others
-    room.reserve_reading(-1)
+    with ExitStack() as others:
+        for number in range(MAX_READERS):
+            others.enter_context(context.files.reader((number,), None, Unread))
+        with pytest.raises(NoRoomYet):
+            ShardWork.open(context, run, plan, shard)
+        assert context.files.num_readers == MAX_READERS
     ShardWork.open(context, run, plan, shard).close()
-    assert room.reading == others - 1
+    assert context.files.num_readers == 0
+
+
+class Unread:
+    """A reader that nobody reads."""
+
+    next_row = 0
+
+    def reaches(self, shard: Any) -> bool:
+        return False
+
+    def close(self) -> None:
+        pass
 
 
 def test_readers_that_nobody_uses_make_room_for_others(redis: Redis, make_context: MakeContext, tmp_path: Path) -> None:
-    names = [f"{number}" for number in range(READERS + 1)]
+    names = [f"{number}" for number in range(MAX_READERS + 1)]
     for name in names:
         pq.write_table(pa.table({"prompt": ["a", "b"]}), tmp_path / f"{name}.parquet")
         score_parquet(make_context(), str(tmp_path / f"{name}.parquet"), str(tmp_path / f"out-{name}"))
-    room = (context := make_context()).shard_bytes
+    context = make_context()
     works = [ShardWork.open(context, *job.args) for job in queued_jobs(redis)]
-    assert 0 < room.reading <= room.limit
+    assert context.files.num_readers == MAX_READERS
     for work in works:
         work.close()
-    assert room.reading == 0
+    assert context.files.num_readers == 0

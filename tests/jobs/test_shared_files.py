@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from redis import Redis
 
 from jobs.context import JobContext
-from jobs.context.shared_files import MAX_READERS, ReaderKey, SharedFiles
+from jobs.context.shared_files import MAX_READERS, SharedFiles
 from jobs.errors import InputChanged
 from jobs.parquet.files.storage import Storage
 from jobs.parquet.tables.row_reader import RowReader
@@ -72,7 +72,7 @@ def test_shards_in_a_row_share_plan_and_position(
     last.close()
     last.close()
     assert open_files(source) == 0
-    assert not files._files
+    assert files.num_readers == 0
     parts = pq.read_table(tmp_path / "out")
     assert parts["id"].to_pylist() == list(range(ROWS - 100))
     assert parts["completion"].to_pylist() == [f"P{n}" for n in range(ROWS - 100)]
@@ -88,7 +88,7 @@ def test_a_shard_that_cannot_be_read_holds_no_file(redis: Redis, make_context: M
         file.write(b"x")
     with pytest.raises(Exception, match="changed"):
         opened(job, context)
-    assert not context.files._files
+    assert context.files.num_readers == 0
 
 
 def test_a_reader_that_has_seen_another_file_is_not_lent_on(
@@ -120,6 +120,34 @@ def test_a_reader_that_has_seen_another_file_is_not_lent_on(
     context.files.leave(str(source))
 
 
+def test_the_last_shard_of_a_file_closes_it_though_another_files_is_open(
+    redis: Redis, make_context: MakeContext, tmp_path: Path
+) -> None:
+    for name in ("a", "b"):
+        pq.write_table(pa.table({"prompt": [name]}), tmp_path / f"{name}.parquet")
+        score_parquet(make_context(), str(tmp_path / f"{name}.parquet"), str(tmp_path / f"out-{name}"))
+    context = make_context()
+    first, second = (opened(job, context) for job in queued_jobs(redis))
+    assert context.files.num_readers == 2
+    first.close()
+    assert context.files.num_readers == 1
+    second.close()
+    assert context.files.num_readers == 0
+    assert not context.files._turns
+
+
+def test_a_reader_of_a_shard_that_was_closed_meanwhile_is_not_kept(tmp_path: Path) -> None:
+    """A job is stopped while a thread reads its rows."""
+    path = tmp_path / "in.parquet"
+    pq.write_table(pa.table({"n": range(2)}), path)
+    (shard,) = cut_shards([[2]], 2)
+    files = SharedFiles()
+    files.enter(str(path))
+    with files.reader((str(path),), shard, lambda: RowReader(Storage(["/"]), str(path), shard)):
+        files.leave(str(path))
+    assert files.num_readers == 0
+
+
 @settings(max_examples=20, deadline=None)
 @given(st.data())
 def test_any_order_of_shards_reads_each_shards_own_rows(
@@ -134,7 +162,7 @@ def test_any_order_of_shards_reads_each_shards_own_rows(
             writer.write_table(pa.table({"n": range(start, start + rows)}), row_group_size=rows)
             start += rows
     shards = cut_shards([groups], data.draw(st.integers(1 + total // 20, total)))
-    files, key = SharedFiles(), ReaderKey(str(path), ())
+    files, key = SharedFiles(), (str(path),)
     files.enter(str(path))
     for shard in data.draw(st.permutations(list(shards))):
 
@@ -143,10 +171,10 @@ def test_any_order_of_shards_reads_each_shards_own_rows(
 
         with files.reader(key, shard, open_reader) as reader:
             found = [n for batch in reader.read(shard) for n in batch["n"].to_pylist()]
-            assert len(files._files[str(path)].kinds[key].idle) < MAX_READERS
+            assert files.num_readers <= MAX_READERS
         assert found == list(range(shard.start, shard.start + shard.rows))
     files.leave(str(path))
-    assert not files._files
+    assert files.num_readers == 0
 
 
 def test_a_shard_waits_for_the_reader_of_the_one_before_it(tmp_path: Path) -> None:
@@ -154,7 +182,7 @@ def test_a_shard_waits_for_the_reader_of_the_one_before_it(tmp_path: Path) -> No
     path = tmp_path / "in.parquet"
     pq.write_table(pa.table({"n": range(20)}), path)
     first, second = cut_shards([[20]], 10)
-    files, key = SharedFiles(), ReaderKey(str(path), ())
+    files, key = SharedFiles(), (str(path),)
     opened: SimpleQueue[RowReader] = SimpleQueue()
     found: SimpleQueue[list[int]] = SimpleQueue()
 

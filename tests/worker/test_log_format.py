@@ -7,7 +7,7 @@ from typing import Any
 
 from jobs.common.json_log import MAX_EXCEPTION_CHARS, JsonLine
 from jobs.common.plain_log import MAX_ARGUMENT_CHARS, PlainLine
-from jobs.runs.plans.names import run_and_shard, shard_job_id
+from jobs.runs.plans.names import plan_job_id, run_and_shard, shard_job_id
 from tests.rq_workers import Workers
 from worker.logs import _more_of
 
@@ -52,6 +52,8 @@ def test_a_record_says_of_which_job_run_and_shard_it_is() -> None:
     job_id = shard_job_id(RUN, 12)
     line = written("rq.worker", "%s: job %s failed: %s", "bulk", job_id, "no")
     assert (line["job_id"], line["run"], line["shard"]) == (job_id, RUN, 12)
+    planning = written("rq.worker", "job %s: not carried out yet", plan_job_id(RUN))
+    assert (planning["run"], "shard" in planning) == (RUN, False)
     assert written("rq.worker", "job %s: its end (%s)", "mine", "x")["job_id"] == "mine"
     assert written("rq.job", "Job %s: failed to deserialize webhooks", "mine")["job_id"] == "mine"
     assert "job_id" not in written("rq.worker", "gave back %d jobs", 3)

@@ -9,7 +9,7 @@ from typing import Any
 from redis.exceptions import RedisError
 
 from jobs.errors import Fault, JobsError, ResultTooLarge, fault_line
-from jobs.runs.end_notices import tells_of
+from jobs.runs.plans.names import run_and_shard
 from worker.errors import FileTimeout, JobRefused, JobSetAside
 from worker.io_thread.held.end_writer import EndWriter
 from worker.io_thread.held.held_jobs import HeldJob, JobState
@@ -83,7 +83,7 @@ class JobEnds:
         job.state = JobState.ENDING
         working_s = self._clock() - job.started_at if job.started_at is not None else 0.0
         outcome = Outcome(job.claimed, status, value, datetime.now(UTC), working_s, job.began_at, retries=retries)
-        if status != "finished" and outcome.is_final and tells_of(job.claimed.job_id):
+        if status != "finished" and outcome.is_final and run_and_shard(job.claimed.job_id):
             self._tell_run(job, outcome, error)
         else:
             self._finish(job, outcome, error)

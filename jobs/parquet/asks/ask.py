@@ -3,7 +3,6 @@
 import abc
 import json
 from collections.abc import Callable, Mapping, Sequence
-from hashlib import blake2b
 from types import MappingProxyType
 from typing import Any
 
@@ -12,6 +11,7 @@ import pyarrow as pa
 from jobs.context.answers import Answer, failed_answer
 from jobs.parquet.asks.row_keys import RowKeys
 from jobs.parquet.prompts.prompt_source import Row
+from jobs.prompts.attempts import hashed_seed
 from jobs.prompts.pictures import filled
 from jobs.runs.plans.prompt_steps import ROW_COLUMNS
 from jobs.runs.plans.spec import RunSpec
@@ -29,7 +29,6 @@ OUTPUT_FIELDS = (
     pa.field("error", pa.string()),
 )
 
-#: Of these what every row has, whatever is asked.
 ROW_FIELDS = tuple(field for field in OUTPUT_FIELDS if field.name in ROW_COLUMNS)
 
 
@@ -49,9 +48,8 @@ class Asked(abc.ABC):
 class Ask(abc.ABC):
     """What a run asks of each row.
 
-    before: asked before all rows, where a run has such a request. inspects: whether answers are checked.
-    is_single: whether each row begins with one request. is_tried: whether a few rows can show what it gives.
-    is_compared: whether answers of another time are. keys: name what rows ask.
+    before: asked before all rows. inspects: whether answers are checked. is_single: each row begins with one request.
+    is_tried: a few rows can show what it gives. is_compared: answers of another time are. keys: name what rows ask.
     """
 
     keys: RowKeys
@@ -71,7 +69,6 @@ class Ask(abc.ABC):
         """Begin to ask a row, which has this number in the run. Raises RowProblem."""
 
     def failed(self, reason: str) -> Answer:
-        """Return what a row has that cannot be asked."""
         return failed_answer(reason)
 
     def key_of(self, row: Row) -> bytes:
@@ -109,7 +106,6 @@ def request_of(
 
 
 def no_answer(completion: Completion, n: int = 1) -> Answer:
-    """Return what a row has of a completion that failed. n: completions of each row."""
     reason = completion.error or "the engine gave no reason"
     return failed_answer(reason, n, completion.num_prompt_tokens, completion.num_cached_tokens)
 
@@ -117,7 +113,3 @@ def no_answer(completion: Completion, n: int = 1) -> Answer:
 def row_seed(run_seed: int, row: int) -> int:
     """Return a row's seed: the same on every worker and in every attempt; 0 to 2**63 - 1."""
     return hashed_seed(f"{run_seed}:{row}")
-
-
-def hashed_seed(text: str) -> int:
-    return int.from_bytes(blake2b(text.encode(), digest_size=8).digest(), "little") >> 1

@@ -56,8 +56,6 @@ class BatchLines(Ask):
 
 
 class _Line(Asked):
-    """A line under way."""
-
     def __init__(self, task: OpenTask) -> None:
         self._task, self.inspects = task, task.inspects
         self.requests = list(task.requests())
@@ -86,7 +84,6 @@ class _Line(Asked):
 
 
 def _answer_of(body: Mapping[str, Any]) -> Answer:
-    """Return the row of a response. A choice that failed, which OpenAI's types have not, fails its line."""
     usage, text = body["usage"], json.dumps(body, ensure_ascii=False)
     if "data" in body:
         failed = next((each for each in body["data"] if "error" in each), None)

@@ -8,12 +8,13 @@ import pyarrow as pa
 
 from jobs.context.answers import Answer, failed_answer
 from jobs.context.check_processes import Checks
-from jobs.parquet.asks.ask import ROW_FIELDS, Ask, Asked, hashed_seed, row_seed
+from jobs.parquet.asks.ask import ROW_FIELDS, Ask, Asked, row_seed
 from jobs.parquet.asks.generate import Generate, answer_field
 from jobs.parquet.asks.labels import LABEL_FIELDS, Labels
 from jobs.parquet.prompts.prompt_source import Row
 from jobs.parquet.prompts.sources import step_source
 from jobs.parquet.tables.row_values import RowProblem
+from jobs.prompts.attempts import hashed_seed
 from jobs.runs.plans.spec import RunSpec
 from jobs.tasks import Completion, Request
 
@@ -44,7 +45,6 @@ class Chain(Ask):
         return self.answer((), reason)
 
     def answer(self, answers: Sequence[Answer], problem: str | None = None) -> Answer:
-        """Return what a row has in the end, with the answers there are. problem: why there are no more."""
         columns: dict[str, Any] = {}
         error = problem
         for number, step in enumerate(self.steps):
@@ -64,8 +64,6 @@ class Chain(Ask):
 
 
 class _Chained(Asked):
-    """A row under way with the answers that it has."""
-
     def __init__(self, chain: Chain, row: Row, seed: int) -> None:
         self._chain, self._row, self._seed = chain, row, seed
         self._answers: list[Answer] = []
@@ -81,7 +79,6 @@ class _Chained(Asked):
             return self._chain.answer(self._answers, str(problem))
 
     def _next(self) -> Row:
-        """Return the row with its next prompt. Raises RowProblem."""
         number = len(self._answers)
         step, source = self._chain.steps[number], self._chain.sources[number]
         known = json.loads(self._row.values or "{}")

@@ -14,8 +14,6 @@ from jobs.tasks import Completion
 
 
 class Embeddings(Ask):
-    """Asks for the embedding of each row."""
-
     is_compared = False
 
     def __init__(self, spec: RunSpec) -> None:

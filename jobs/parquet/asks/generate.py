@@ -13,7 +13,7 @@ from jobs.context.check_processes import Checks
 from jobs.errors import InvalidJob
 from jobs.parquet.asks.ask import OUTPUT_FIELDS, Ask, Asked, AskedOnce, no_answer, request_of, row_seed
 from jobs.parquet.prompts.prompt_source import Row
-from jobs.prompts.attempts import Attempted, Attempts, num_generated
+from jobs.prompts.attempts import Attempts, num_generated
 from jobs.prompts.messages import ChatOptions
 from jobs.prompts.response_options import LOGPROBS
 from jobs.prompts.responses import parse_tool_calls, with_ids
@@ -23,7 +23,6 @@ from jobs.tasks import Completion, Request
 
 ATTEMPTS = (pa.field("attempts", pa.int64()), pa.field("check_error", pa.string()))
 
-#: What each completion of a row has of its own.
 OF_EACH_COMPLETION = frozenset(
     {"completion", "finish_reason", "completion_tokens", "reasoning", "tool_calls", "logprobs"}
 )
@@ -33,15 +32,11 @@ MAX_LOGPROB_BYTES = 1 << 30
 
 
 def answer_field(name: str, spec: RunSpec) -> pa.Field:
-    """Return the column of this name of answer_columns."""
     return pa.field(name, logprobs_type(spec.logprob_type) if name in LOGPROBS else pa.string())
 
 
 class Generate(Ask):
-    """Asks for `n` completions of each row. seed: the run's. sampling, chat: the prompt's values, what its chats have.
-
-    A further prompt of each row is one, too, whose requests a Chain begins.
-    """
+    """Asks for `n` completions of each row, or is one prompt of a Chain. sampling, chat: of its prompt."""
 
     is_tried = True
 
@@ -76,17 +71,12 @@ class Generate(Ask):
         return failed_answer(reason, self._n)
 
     def request(self, row: Row, seed: int) -> Request:
-        """Return what a row asks. seed: its own, unless its values have one."""
         values = {**self._values, **row.own_sampling}
         if values.get("temperature") != 0:
             values = {"seed": seed, **values}
         return request_of(row, self._is_chat, values, self._chat.template)
 
     def answer(self, completions: Sequence[Completion]) -> Answer:
-        """Return what a row has of its samples. With one of them the row fails.
-
-        Raises InvalidJob where log probabilities take more than a shard may hold.
-        """
         samples = sorted(completions, key=lambda sample: sample.index)
         first = samples[0]
         failed = next((each for each in samples if each.finish_reason == "error"), None)
@@ -94,7 +84,7 @@ class Generate(Ask):
             return replace(no_answer(failed, self._n), attempts=1)
         found = [(*_texts_of(each, self._chat.has_tools), num_generated(each), each.reasoning) for each in samples]
         text, reason, calls, tokens, reasoning = found[0] if self._n == 1 else zip(*found, strict=True)
-        attempts, problem = (first.attempts, first.check_error) if isinstance(first, Attempted) else (0, None)
+        attempts, problem = (first.attempts, first.check_error) if isinstance(first, Attempts) else (0, None)
         return Answer(
             completion=text,
             finish_reason=reason,
@@ -127,8 +117,6 @@ class Generate(Ask):
 
 
 class _Tried(AskedOnce):
-    """A row whose answer may be tried again."""
-
     def __init__(self, request: Request, attempts: Attempts, answer: Callable[[Sequence[Completion]], Answer]) -> None:
         super().__init__(request, answer)
         self._attempts = attempts
@@ -138,11 +126,10 @@ class _Tried(AskedOnce):
 
     def then(self, place: int, completions: Sequence[Completion]) -> Answer | Sequence[Request]:
         following = self._attempts.deliver(completions[0])
-        return super().then(place, [self._attempts.outcome]) if following is None else [following]
+        return super().then(place, [self._attempts]) if following is None else [following]
 
 
 def _texts_of(sample: Completion, has_tools: bool) -> tuple[str, str, str | None]:
-    """Return a sample's content, why it ended, and its calls of tools as JSON."""
     calls, content = parse_tool_calls(sample.text) if has_tools else ([], sample.text)
     if not calls:
         return sample.text, sample.finish_reason, None
@@ -152,10 +139,7 @@ def _texts_of(sample: Completion, has_tools: bool) -> tuple[str, str, str | None
 
 @cache
 def logprobs_type(number: str, of_each: bool = False) -> pa.DataType:
-    """Return the type of a text's: for each token a list of itself, then of the likeliest ones.
-
-    number: the type of floats. of_each: of the list of a row's completions.
-    """
+    """Return a list for each token: itself, then the likeliest. number: of floats. of_each: of a row's completions."""
     names = {"token_id": "int32", "token": "string", "logprob": number, "rank": "int32"}
     kind = pa.list_(pa.list_(pa.struct([(name, pa.type_for_alias(each)) for name, each in names.items()])))
     return pa.list_(kind) if of_each else kind

@@ -22,7 +22,6 @@ _OF_TASKS: Mapping[str, type[Ask]] = {GENERATE: Generate, EMBED: Embeddings, CLA
 
 
 def kind_of(spec: RunSpec) -> type[Ask]:
-    """Return which kind a run's arguments name."""
     if spec.input_format == OPENAI_BATCH:
         return BatchLines
     if spec.steps:
@@ -33,7 +32,6 @@ def kind_of(spec: RunSpec) -> type[Ask]:
 
 
 def ask_of(plan: Plan, source: RowSource, context: JobContext) -> Ask:
-    """Return what a run asks. source: of its rows. Raises InvalidValue where it cannot be calibrated."""
     spec = plan.spec
     prompt = *spec.chat, spec.is_chat
     makers: dict[type[Ask], Callable[[], Ask]] = {

@@ -17,7 +17,6 @@ from jobs.tasks import Completion, Request
 
 _TYPES = (pa.string(), pa.float64(), pa.map_(pa.string(), pa.float64()), pa.float64())
 
-#: What the output adds, beside ROW_FIELDS.
 LABEL_FIELDS = tuple(map(pa.field, COLUMNS, _TYPES))
 
 
@@ -36,10 +35,7 @@ def content_free(spec: RunSpec, source: RowSource) -> Row:
 
 
 class Labels(Ask):
-    """Asks for the log-likelihoods of labels behind a row's prompt. sampling, chat: as of Generate.
-
-    prior: a row without content, whose own are subtracted.
-    """
+    """Asks for labels' log-likelihoods behind a row's prompt. prior: a row without content, whose own go off."""
 
     is_tried = True
 
@@ -69,11 +65,9 @@ class Labels(Ask):
         return AskedOnce(self.request(row), self.answer)
 
     def request(self, row: Row, seed: int = 0) -> Request:
-        """Return what a row asks."""
         return request_of(row, self._is_chat, self._values, self._chat.template, kind="score")
 
     def answer(self, completions: Sequence[Completion]) -> Answer:
-        """Return what a row has."""
         (completion,) = completions
         prompt, cached = completion.num_prompt_tokens, completion.num_cached_tokens
         if completion.loglikelihoods is None:
@@ -82,6 +76,7 @@ class Labels(Ask):
         if found is None or self._prior_error is not None:
             reason = self._prior_error or "a label has no finite log-likelihood"
             return failed_answer(reason, 1, prompt, cached)
-        values = (found.label, found.probability, tuple(found.probabilities.items()), found.margin)
+        probabilities = found.probabilities
+        values = (found.label, probabilities[found.label], tuple(probabilities.items()), found.margin)
         columns = dict(zip(COLUMNS, values, strict=True))
         return Answer(None, completion.finish_reason, prompt, 0, cached, None, columns=columns)

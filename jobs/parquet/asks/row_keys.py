@@ -16,11 +16,9 @@ from jobs.tasks import Request
 Keys = npt.NDArray[np.uint64]
 """Keys, (rows, 2): those of rows without an answer to be taken are zeros."""
 
-#: Bytes of a key.
 SIZE = 16
 
-#: Arguments that say where rows come from, how they become prompts, and how the output is written. All others decide
-#: the answer.
+#: Arguments of the input, of its way to prompts, and of the output. All others decide the answer.
 _NOT_ASKED = frozenset(
     [
         *("input", "output", "input_format", "limit", "rows_per_shard", "model_alias"),
@@ -33,7 +31,6 @@ _NOT_ASKED = frozenset(
 
 #: These make prompts too, but later ones of a row are made from them once the first is answered.
 _OF_PROMPTS = frozenset(["defaults", "template_format"])
-
 
 NO_KEYS: Keys = np.empty((0, 2), np.uint64)
 
@@ -74,7 +71,6 @@ def model_mark(fingerprint: str) -> Keys:
 
 
 def as_keys(found: bytes | bytearray) -> Keys:
-    """Return keys that lie behind each other."""
     return np.frombuffer(found, "<u8").reshape(-1, 2)
 
 

@@ -16,16 +16,14 @@ _SEARCH = getattr(os, "O_PATH", os.O_RDONLY)
 
 
 def root_of(path: str, roots: Sequence[str]) -> str | None:
-    """Return the root that a path lies below, or is. Both without links, `.` and `..`."""
     return next((root for root in roots if path == root or path.startswith(root.rstrip("/") + "/")), None)
 
 
 @contextmanager
 def entered(path: str, roots: Sequence[str], *, create: bool = False) -> Iterator[int]:
-    """Lend the descriptor of a folder, which stays the same whatever its path comes to name.
+    """Lend the descriptor of a folder, for calls with `dir_fd`: it stays the same whatever its path comes to name.
 
-    It takes part in calls with `dir_fd`; to list or sync the folder, open "." in it. create: make what is
-    missing. Raises PathOutsideRoots, PathSwapped where a link is met, or OSError.
+    create: make what is missing. Raises PathOutsideRoots, PathSwapped where a link is met, or OSError.
     """
     path = os.path.normpath(path)
     root = root_of(path, roots)

@@ -4,7 +4,6 @@ import io
 from collections.abc import Callable
 from typing import Any
 
-#: Bytes that are asked for at once.
 FETCH_BYTES = 1 << 20
 
 
@@ -25,7 +24,6 @@ class FetchedFile(io.RawIOBase):
         return self._at
 
     def readinto(self, buffer: Any) -> int:
-        """Read as much as there is room for, fewer bytes only at the file's end."""
         start, end = self._at, min(self._size, self._at + len(buffer))
         while self._at < end and (part := self._fetch(self._at, min(end, self._at + FETCH_BYTES))):
             place = self._at - start

@@ -23,53 +23,30 @@ class Entry(NamedTuple):
     is_link: bool
 
 
-class NotExclusive(OutputError):
-    """Raised when a filesystem cannot put a file in its place without replacing: (name, its reason)."""
-
-    fault = "server"
-    message = (
-        "{0} cannot be put in its place ({1}): its filesystem has neither hard links nor a rename that "
-        "replaces nothing, so that two workers could overwrite each other's parts; choose an output elsewhere"
-    )
+class NotExclusive(OutputError, fault="server"):
+    """{name} cannot be put in its place ({reason}): its filesystem has neither hard links nor a rename that replaces
+    nothing, so that two workers could overwrite each other's parts; choose an output elsewhere"""
 
 
-class StoreError(RunError):
+class StoreError(RunError, fault="server"):
     """Base of what an object store may do to a run."""
-
-    fault = "server"
 
 
 class StoreRefused(StoreError):
-    """Raised when an object store does not let a worker do what it asks for: (path, the store's reason)."""
-
-    message = (
-        "the store of {0} refuses it ({1}): mend the credentials, permissions or region in the worker's "
-        "environment, then submit again; finished parts stay"
-    )
+    """the store of {path} refuses it ({reason}): mend the credentials, permissions or region in the worker's
+    environment, then submit again; finished parts stay"""
 
 
 class BucketNotFound(StoreRefused):
-    """Raised when there is no such bucket: (path, the store's reason)."""
-
-    message = (
-        "the store has no bucket of {0} ({1}): create it, or mend its name or the store's endpoint in the "
-        "worker's environment, then submit again"
-    )
+    """the store has no bucket of {path} ({reason}): create it, or mend its name or the store's endpoint in the worker's
+    environment, then submit again"""
 
 
 class StoreUnfit(StoreRefused):
-    """Raised when a store does not do what a run's files rest on: (path, what is missing)."""
-
-    message = (
-        "the store of {0} {1}, so that two workers could overwrite each other's parts: use one that does "
-        "(Amazon S3, Google Cloud Storage and Azure do), or an output folder on a disk"
-    )
+    """the store of {path} {lack}, so that two workers could overwrite each other's parts: use one that does (Amazon S3,
+    Google Cloud Storage and Azure do), or an output folder on a disk"""
 
 
 class StoreUnreachable(StoreError):
-    """Raised when an object store gave no answer for too long: (path, seconds, the last reason)."""
-
-    message = (
-        "the store of {0} has not served it for {1:.1f} s ({2}): look at the store and the network, or raise "
-        "TOKENMILL_FILE_TIMEOUT_S, then submit again; finished parts stay"
-    )
+    """the store of {path} has not served it for {seconds:.1f} s ({reason}): look at the store and the network, or raise
+    TOKENMILL_FILE_TIMEOUT_S, then submit again; finished parts stay"""

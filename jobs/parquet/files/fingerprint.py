@@ -13,7 +13,6 @@ from jobs.runs.plans.plan import Plan, PlannedFile
 WHOLE_BYTES = 1 << 16
 NUM_SAMPLES = 4
 
-#: What is found where an input was.
 GONE = "it is gone, or no regular file any more"
 
 _CHUNK_BYTES = 1 << 20
@@ -24,9 +23,8 @@ _TAIL = 8  # bytes at a file's end: the footer's length, and Parquet's mark
 def file_fingerprint(storage: Storage, path: str, input_format: str = PARQUET) -> str:
     """Return 32 hexadecimal digits that depend on a file's contents alone, not on its times.
 
-    Of a Parquet file beyond 64 KiB only the footer and 4 samples of 16 KiB are read: what a writer changes shows in the
-    footer, or shifts what comes after it. An edit in place that keeps sizes and statistics, outside of the samples, is
-    not found. Any other file is read whole. Raises CorruptParquet or InputNotFound.
+    Of a Parquet file beyond 64 KiB only the footer and 4 samples of 16 KiB are read: an edit in place that keeps sizes
+    and statistics, outside of the samples, is not found. Raises CorruptParquet or InputNotFound.
     """
     digest = blake2b(digest_size=16)
     with reading(path), storage.open_input(path) as file:
@@ -53,8 +51,7 @@ def file_fingerprint(storage: Storage, path: str, input_format: str = PARQUET) -
 
 @contextmanager
 def unchanged(storage: Storage, plan: Plan, file: PlannedFile) -> Iterator[None]:
-    """Raise InputChanged when a file is not the one that was planned, before or after the body; its Parquet copy is
-    there."""
+    """Raise InputChanged for another file than planned, before or after the body; see ConvertedInputGone."""
     if (path := plan.rows_path(file)) != file.path:
         if storage.stat(path) is None:
             raise ConvertedInputGone(path, file.path)

@@ -16,7 +16,6 @@ from jobs.parquet.files.confined import entered, links_refused, root_of
 from jobs.parquet.files.filesystem import Entry, FileStat, NotExclusive
 from jobs.runs.plans.paths import run_path
 
-#: Of linux/fs.h.
 _RENAME_NOREPLACE = 1
 
 
@@ -37,11 +36,7 @@ _NOT_BUILT = {errno.EPERM, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.
 
 
 class LocalFiles:
-    """Local files; see Storage for its methods.
-
-    What is opened, listed, written or removed is reached without following a link (confined.py): a folder or
-    file that was swapped for one since `resolve` raises PathSwapped.
-    """
+    """Local files; see Storage. None is reached by a link: one that came in its place since is PathSwapped."""
 
     def __init__(self, roots: Sequence[str], check_interrupted: Callable[[], None] = never_interrupted) -> None:
         """check_interrupted: called before what may take time, and before any of it is done."""
@@ -49,7 +44,6 @@ class LocalFiles:
         self._roots = tuple(os.path.realpath(root) for root in roots)
 
     def resolve(self, path: str) -> str:
-        """Return the absolute path without symlinks and `..`. Raises PathOutsideRoots."""
         real = os.path.realpath(run_path(path))
         if root_of(real, self._roots) is None:
             raise PathOutsideRoots(path, ":".join(self._roots))
@@ -149,12 +143,10 @@ class LocalFiles:
 
     @contextmanager
     def _parent(self, path: str) -> Iterator[tuple[int, str]]:
-        """Lend the folder that holds a path, and give the path's name in it."""
         with entered(os.path.dirname(path), self._roots) as folder:
             yield folder, os.path.basename(path)
 
     def _check_in_place(self, folder: int, path: str) -> None:
-        """Raise PathSwapped unless the folder of a path is the one that was entered."""
         with suppress(OSError), self._parent(path) as (found, _):
             if os.path.sameopenfile(found, folder):
                 return

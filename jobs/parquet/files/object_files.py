@@ -28,14 +28,12 @@ from sandbox import ChildFailed, Limits, Pool
 
 T = TypeVar("T")
 
-_TASK = "jobs.parquet.files.listing_child:list_prefix"
+_TASK = "jobs.parquet.files.object_requests:list_prefix"
 
 #: What a listing may take: some thousand bytes for each object.
 MEMORY_BYTES = 512 << 20
 
-#: What obstore reads of the environment.
 _VARIABLES = ("AWS_", "GOOGLE_", "AZURE_")
-
 
 #: Of their own: these children, alone of all, hold a store's credentials, as obstore asks the store itself.
 _pool = Pool()
@@ -59,16 +57,13 @@ def listed(kind: str, folder: str, timeout_s: float) -> Any:
     return reply["found"]
 
 
-#: What a store copies in one request.
 MAX_COPY_BYTES = 5 << 30
 
-#: Read at once.
 BLOCK_BYTES = 1 << 18
 
 #: Uploaded at once; a smaller object goes in one request. A store takes at most 10,000 such parts of one.
 CHUNK_BYTES = 8 << 20
 
-#: Chunks of one object that are on their way at a time.
 _CONCURRENCY = 2
 
 #: The buckets that have shown that they keep what is there. Shared by all threads.
@@ -81,7 +76,6 @@ class ObjectFiles:
     def __init__(
         self, roots: Sequence[str], check_interrupted: Callable[[], None] = never_interrupted, timeout_s: float = 300.0
     ) -> None:
-        """Take roots as run_path returns them. timeout_s: in which a store has to serve."""
         self._roots, self._timeout_s = tuple(roots), timeout_s
         self._check_interrupted = check_interrupted
 
@@ -202,7 +196,6 @@ class ObjectFiles:
             raise
 
     def _list(self, kind: str, folder: str) -> Any:
-        """Return what a listing of a kind tells of a prefix."""
         self._place(folder)
         return self._make(folder, lambda: listed(kind, folder, self._timeout_s))
 
@@ -210,7 +203,6 @@ class ObjectFiles:
         return make_request(path, request, self._check_interrupted, self._timeout_s)
 
     def _place(self, path: str) -> tuple[Any, str]:
-        """Return the client of a path's bucket, and the path's key. Raises PathOutsideRoots."""
         if root_of(path, self._roots) is None:
             raise PathOutsideRoots(path, ":".join(self._roots))
         scheme, _, rest = path.partition("://")
@@ -252,7 +244,6 @@ class _Writer:
             make_request(self._path, self._upload.close, self._check_interrupted)
 
     def abort(self, *raised: Any) -> None:
-        """Leave nothing in the store."""
         self.closed = True
         with suppress(exceptions.BaseError, OSError, ValueError):  # what was raised says more
             self._upload.__exit__(*raised)

@@ -1,27 +1,23 @@
-"""Requests to an object store: tried again while it does not serve, and what it says told by our errors."""
+"""Requests to an object store, tried again while it does not serve. A child lists: obstore keeps all of a listing."""
 
 import errno
 import os
 import re
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from datetime import timedelta
 from functools import lru_cache
 from typing import Any, TypeVar
 from urllib.parse import urlsplit
 
-from obstore.exceptions import (
-    AlreadyExistsError,
-    BaseError,
-    PermissionDeniedError,
-    PreconditionError,
-    UnauthenticatedError,
-)
+import obstore
+from obstore import exceptions
 from obstore.store import AzureStore, GCSStore, S3Store
 
 from jobs.context import never_interrupted
 from jobs.errors import PathSwapped
 from jobs.parquet.files.filesystem import BucketNotFound, StoreRefused, StoreUnreachable
+from sandbox.child import Worker
 
 T = TypeVar("T")
 
@@ -37,7 +33,6 @@ _BEFORE_A_REPLY = re.compile(r".*?(status code: \d{3}[ \w]*|error response|inval
 _NO_BUCKET = {"NoSuchBucket", "ContainerNotFound"}
 _TRY_AGAIN = {"408", "425", "429"}
 
-#: Of what obstore says, as much as is told.
 _REASON_CHARS = 300
 
 #: Where no proxy listens: requests to other hosts than the store's are sent there.
@@ -80,11 +75,7 @@ def _endpoint(scheme: str) -> str:
 
 
 def _without_redirects() -> dict[str, str]:
-    """Return what keeps a client of S3 from following a store to another host, with its session token.
-
-    obstore follows any redirect, but what is not its store's goes through a proxy that is not there: unless
-    the operator has set one.
-    """
+    """Have a client of S3 send what is not its store's nowhere: to a proxy that is none, unless one is set."""
     if any(os.environ.get(name) or os.environ.get(name.lower()) for name in _PROXIES):
         return {}
     endpoint = _endpoint("s3")
@@ -100,15 +91,15 @@ def make_request(
 ) -> T:
     """Return what a request does; it is made again until it is answered, at most for a share of `timeout_s`.
 
-    path: for the errors. Raises FileNotFoundError, FileExistsError, PathSwapped where an object is not the one that was
-    looked at, StoreRefused, BucketNotFound, StoreUnreachable, or what check_interrupted does.
+    Raises FileNotFoundError, FileExistsError, PathSwapped where an object is not the one that was looked at,
+    StoreRefused, BucketNotFound, StoreUnreachable, or what check_interrupted does.
     """
     begun, wait_s = time.monotonic(), FIRST_WAIT_S
     while True:
         check_interrupted()
         try:
             return request()
-        except (BaseError, FileNotFoundError, ValueError) as error:
+        except (exceptions.BaseError, FileNotFoundError, ValueError) as error:
             reason = _reason_to_try_again(path, error)
             seconds = time.monotonic() - begun
             if seconds + wait_s > timeout_s * _SHARE:
@@ -130,11 +121,11 @@ def _reason_to_try_again(path: str, error: Exception) -> str:
         raise BucketNotFound(path, reason) from None
     if isinstance(error, FileNotFoundError):
         raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), path) from None
-    if isinstance(error, AlreadyExistsError):
+    if isinstance(error, exceptions.AlreadyExistsError):
         raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), path) from None
-    if isinstance(error, PreconditionError):
+    if isinstance(error, exceptions.PreconditionError):
         raise PathSwapped(path, "another object came in its place") from None
-    if isinstance(error, PermissionDeniedError | UnauthenticatedError | ValueError):
+    if isinstance(error, exceptions.PermissionDeniedError | exceptions.UnauthenticatedError | ValueError):
         raise StoreRefused(path, reason) from None
     if status.startswith("4") and status not in _TRY_AGAIN:
         raise StoreRefused(path, reason) from None
@@ -144,3 +135,32 @@ def _reason_to_try_again(path: str, error: Exception) -> str:
 def _found(pattern: re.Pattern[str], text: str) -> str:
     match = pattern.search(text)
     return match[1] if match else ""
+
+
+_environment: dict[str, str] = {}
+
+
+def list_prefix(worker: Worker) -> Iterator[dict[str, Any]]:
+    """List a prefix as a question says, by the variables of the worker that it brings."""
+    global _environment
+    question = worker.question
+    if question["environment"] != _environment:
+        opened_store.cache_clear()
+        for name in _environment:
+            os.environ.pop(name, None)
+        _environment = question["environment"]
+        os.environ.update(_environment)
+    store = opened_store(question["scheme"], question["bucket"], question["timeout_s"])
+    try:
+        yield {"found": listing(store, question["kind"], question["key"])}
+    except (exceptions.BaseError, FileNotFoundError, ValueError) as error:
+        yield {"raised": type(error).__name__, "text": str(error)}
+
+
+def listing(store: Any, kind: str, key: str) -> Any:
+    """Return whether a prefix "has_any" object; of its "level" folders, objects, and when these were written, in ns."""
+    if kind == "has_any":
+        return next(iter(obstore.list(store, key or None, chunk_size=1)), None) is not None
+    found = obstore.list_with_delimiter(store, key or None)
+    objects = {each["path"]: int(each["last_modified"].timestamp() * 1e9) for each in found["objects"]}
+    return {"folders": list(found["common_prefixes"]), "objects": objects}

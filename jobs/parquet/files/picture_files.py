@@ -11,11 +11,7 @@ from jobs.prompts.pictures import MAX_BYTES
 
 
 def picture_reader(context: JobContext, folder: str | None = "") -> Callable[[str], bytes]:
-    """Return what reads the file of a path or URI.
-
-    folder: in which relative paths are, "" for the working directory; None where there is none. It raises InvalidJob
-    or InputError for what is no such file, and OSError.
-    """
+    """Return what reads the file of a path or URI. folder: of relative paths; None where rows have several."""
     storage = Storage.of(context)
 
     def read(path: str) -> bytes:

@@ -10,16 +10,8 @@ from typing import Any, Self
 
 import pyarrow as pa
 
+from jobs import errors
 from jobs.context import JobContext, never_interrupted
-from jobs.errors import (
-    CorruptParquet,
-    CorruptTable,
-    DiskFull,
-    InputError,
-    InputNotFound,
-    OutputNotWritable,
-    PathOutsideRoots,
-)
 from jobs.parquet.files.filesystem import Entry, FileStat
 from jobs.parquet.files.local_files import LocalFiles
 from jobs.runs.plans.names import temporary_name
@@ -38,9 +30,8 @@ _NOT_WRITABLE = _NO_SUCH_FILE | {errno.EACCES, errno.EPERM, errno.EROFS, errno.E
 class Storage:
     """All the places where a run's files may lie: each path leads to local files, or to objects.
 
-    Every method but `resolve`, `look` and `is_folder` takes paths that `resolve` has returned, or names in
-    such a folder, and raises PathOutsideRoots for others. What two executions of a run may do at once rests
-    on `publish` and `create`, of which the first one alone changes anything.
+    Methods take paths that `resolve` has returned, or names in such a folder, else raise PathOutsideRoots. What two
+    executions may do at once rests on `publish` and `create`, of which the first one alone changes anything.
     """
 
     def __init__(
@@ -57,19 +48,16 @@ class Storage:
 
     @classmethod
     def of(cls, context: JobContext) -> Self:
-        """Return the storage of a job."""
         return cls(context.data_roots, context.check_interrupted, context.file_timeout_s)
 
     def with_root(self, root: str) -> Storage:
-        """Return a storage that has one root more."""
         return Storage((*self._roots, root), self.check_interrupted, self._timeout_s)
 
     def _of(self, path: str) -> LocalFiles | ObjectFiles:
-        """Return what holds a path, resolved or not."""
         if not is_stored(path.lower()):
             return self._local
         if self._stored is None:
-            raise PathOutsideRoots(run_path(path), ":".join(self._roots))
+            raise errors.PathOutsideRoots(run_path(path), ":".join(self._roots))
         return self._stored
 
     def resolve(self, path: str) -> str:
@@ -93,20 +81,18 @@ class Storage:
         return self._of(folder).scan(folder)
 
     def names(self, folder: str) -> list[str]:
-        """Return the sorted names in a folder."""
         with self.scan(folder) as entries:
             return sorted(entry.name for entry in entries)
 
     def written_at(self, folder: str) -> dict[str, int]:
-        """Return when each file in a folder was written, in Unix nanoseconds."""
         return self._of(folder).written_at(folder)
 
     def make_folder(self, path: str) -> None:
-        """Make a folder, and what is missing above it."""
-        self._of(path).make_folder(path)
+        """Make a folder, and what is missing above it. Raises as `writing` does."""
+        with writing(path):
+            self._of(path).make_folder(path)
 
     def remove_folder(self, path: str) -> None:
-        """Remove a folder, if nothing is in it."""
         self._of(path).remove_folder(path)
 
     def open_input(self, path: str) -> Any:
@@ -126,10 +112,7 @@ class Storage:
         return self._of(target).publish(temporary, target)
 
     def put(self, path: str, execution_id: str, write: Callable[[Any], object]) -> bool:
-        """Have a file written and put it in its place, whole; return False if the place was taken.
-
-        Raises what `write` does, DiskFull or OutputNotWritable, and leaves nothing.
-        """
+        """Have a file written and put in place, whole, or not at all; return False if the place was taken."""
         folder, name = os.path.split(path)
         temporary = os.path.join(folder, temporary_name(execution_id, name))
         with writing(path):
@@ -141,13 +124,7 @@ class Storage:
                 self.remove(temporary)
 
     def remove(self, path: str) -> None:
-        """Remove a file, if it is there."""
         self._of(path).remove(path)
-
-
-def glob_chars(pattern: str) -> set[str]:
-    """Return the characters that make a path a glob; empty for a plain path."""
-    return set("*?[") & set(pattern)
 
 
 @contextmanager
@@ -163,16 +140,16 @@ def reading(path: str, file_format: str | None = None) -> Iterator[None]:
         raise _corrupt(path, file_format, error) from error
     except OSError as error:
         if error.errno in _NO_SUCH_FILE:
-            raise InputNotFound(path) from None
+            raise errors.InputNotFound(path) from None
         if error.errno is not None:
             raise
         raise _corrupt(path, file_format, error) from error  # how pyarrow reports broken pages
 
 
-def _corrupt(path: str, file_format: str | None, error: BaseException) -> InputError:
+def _corrupt(path: str, file_format: str | None, error: BaseException) -> errors.InputError:
     if file_format is None:
-        return CorruptParquet(path, _first_line(error))
-    return CorruptTable(path, file_format, _first_line(error))
+        return errors.CorruptParquet(path, _first_line(error))
+    return errors.CorruptTable(path, file_format, _first_line(error))
 
 
 @contextmanager
@@ -183,9 +160,9 @@ def writing(path: str) -> Iterator[None]:
     except OSError as error:
         reason = os.strerror(error.errno) if error.errno else _first_line(error)
         if error.errno in _DISK_FULL:
-            raise DiskFull(path, reason) from error
+            raise errors.DiskFull(path, reason) from error
         if error.errno in _NOT_WRITABLE:
-            raise OutputNotWritable(path, reason) from error
+            raise errors.OutputNotWritable(path, reason) from error
         raise
 
 

@@ -29,8 +29,7 @@ _TASKS = "jobs.parquet.formats.converter"
 def scan(
     storage: Storage, path: str, input_format: str, rows: int | None = None, limit: int = DEFAULT_BYTES
 ) -> Contents:
-    """Look through `rows` of a file that is no Parquet. Raises CorruptTable, SchemaMismatch, TableNotRead,
-    InputNotFound."""
+    """Look through `rows` of a file that is no Parquet. Raises CorruptTable, SchemaMismatch or TableNotRead."""
 
     def ask() -> Contents:
         names = bytearray()
@@ -47,8 +46,7 @@ def scan(
 def convert_inputs(
     storage: Storage, plan: Plan, files: Iterable[int], execution_id: str, limit: int = DEFAULT_BYTES
 ) -> int:
-    """Make the Parquet files of inputs, by number, that have none; return how many bytes theirs have. Raises
-    InputChanged, NewRowsGone, TableNotRead, DiskFull or OutputNotWritable."""
+    """Make the Parquet files of inputs that have none; return their bytes. Raises InputError or OutputError."""
     wanted = {plan.rows_path(plan.files[number]): plan.files[number] for number in files}
     wanted = {path: file for path, file in wanted.items() if path != file.path}
     for path, file in wanted.items():
@@ -68,8 +66,7 @@ def _convert(storage: Storage, plan: Plan, file: PlannedFile, execution_id: str,
                 sink.write(body)
         check_unchanged(storage, source, plan.input_format)
 
-    with writing(target):
-        storage.make_folder(os.path.dirname(target))
+    storage.make_folder(os.path.dirname(target))
     check_unchanged(storage, source, plan.input_format)
     asked_again(source.path, lambda: storage.put(target, execution_id, write))
 

@@ -14,16 +14,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from jobs.errors import CorruptTable, SchemaMismatch
-from jobs.parquet.formats.kinds import (
-    Kind,
-    arrow_field,
-    json_array,
-    kind_of,
-    kind_of_texts,
-    merged,
-    merged_texts,
-    text_array,
-)
+from jobs.parquet.formats import kinds
 from jobs.parquet.formats.records import Record, csv_records, records
 from jobs.parquet.tables.columns import PROBLEM, PROBLEM_FIELD
 from jobs.parquet.tables.table_child import Replies, serialized, with_file
@@ -36,16 +27,14 @@ T = TypeVar("T")
 SLICE_ROWS, SLICE_BYTES = 1024, 1 << 21
 GROUP_ROWS, GROUP_BYTES = 1 << 16, 1 << 23
 
-#: Names that a file's rows may have in all.
 MAX_COLUMNS = 10_000
 
 #: Bytes that stand for a custom_id: enough that no two of a billion are taken for one.
 NAME_BYTES = 16
 
-#: How compressed files begin: no text does.
 _CODECS = {b"\x1f\x8b": "gzip", b"\x28\xb5\x2f\xfd": "zstd", b"BZh": "bz2"}
 
-_BATCH_KINDS: Mapping[str, Kind] = {"custom_id": "text", "request": "json"}
+_BATCH_KINDS: Mapping[str, kinds.Kind] = {"custom_id": "text", "request": "json"}
 
 #: Types of Arrow's that Parquet has not, and what takes their place.
 _PLAIN = {pa.string_view(): pa.string(), pa.binary_view(): pa.binary()}
@@ -79,7 +68,6 @@ def convert(question: Mapping[str, Any], source: Any) -> Replies:
 
 
 def _groups(slices: Iterable[tuple[int, int, S]], take: Callable[[S], T]) -> Iterator[tuple[int, int, list[T]]]:
-    """Yield rows and bytes of each row group, and what `take` gave for its slices."""
     rows, size, taken = 0, 0, list[T]()
     for part_rows, part_size, part in slices:
         if rows >= GROUP_ROWS or size >= GROUP_BYTES:
@@ -115,11 +103,9 @@ def _opened(question: Mapping[str, Any], source: Any) -> Iterator[Any]:
 
 
 class _TextTable:
-    """An open file of text. kinds: of its columns, as far as it was looked at."""
-
     def __init__(self, path: str, file_format: str, stream: Any) -> None:
         self._path, self._format, self._rows = path, file_format, 0
-        self.kinds: dict[str, Kind] = dict(_BATCH_KINDS) if file_format == OPENAI_BATCH else {}
+        self.kinds: dict[str, kinds.Kind] = dict(_BATCH_KINDS) if file_format == OPENAI_BATCH else {}
         if file_format in HEADED:
             names, self._records = csv_records(path, file_format, stream)
             self.kinds = dict.fromkeys(names, "null")
@@ -129,10 +115,9 @@ class _TextTable:
 
     @property
     def schema(self) -> pa.Schema:
-        return pa.schema([*(arrow_field(name, kind) for name, kind in self.kinds.items()), PROBLEM_FIELD])
+        return pa.schema([*(kinds.arrow_field(name, kind) for name, kind in self.kinds.items()), PROBLEM_FIELD])
 
     def slices(self, most: int | None) -> Iterator[tuple[int, int, list[Record]]]:
-        """Yield rows, with how many they are and their bytes."""
         part: list[Record] = []
         size = 0
         for each in islice(self._records, most):
@@ -152,13 +137,13 @@ class _TextTable:
             rows = [each.value for each in part if each.value is not None]
             for name, known in self.kinds.items():
                 if known != "text":
-                    self.kinds[name] = merged_texts(known, kind_of_texts([row[name] for row in rows]))
+                    self.kinds[name] = kinds.merged_texts(known, kinds.kind_of_texts([row[name] for row in rows]))
             return b""
         for each in part:
             for name, value in (each.value or {}).items():
                 known = self.kinds.get(name, "null")
                 if known != "json" and not (known == "text" and isinstance(value, str)):
-                    self.kinds[name] = merged(known, kind_of(value))
+                    self.kinds[name] = kinds.merged(known, kinds.kind_of(value))
         self._check_names()
         return b""
 
@@ -176,7 +161,7 @@ class _TextTable:
     def batch(self, part: Sequence[Record], schema: pa.Schema) -> pa.RecordBatch:
         """Return rows with their problems. Raises CorruptTable where they are not as they were looked at."""
         problems = [each.problem and f"line {each.line} {each.problem}" for each in part]
-        make = text_array if self._format in HEADED else json_array
+        make = kinds.text_array if self._format in HEADED else kinds.json_array
         rows = [each.value or {} for each in part]
         try:
             arrays = [make([row.get(name) for row in rows], kind) for name, kind in self.kinds.items()]
@@ -186,10 +171,8 @@ class _TextTable:
 
 
 class _ArrowTable:
-    """An open file or stream of Arrow's."""
-
     def __init__(self, path: str, source: Any) -> None:
-        self._path, self.kinds = path, dict[str, Kind]()
+        self._path, self.kinds = path, dict[str, kinds.Kind]()
         is_file = source.read_at(6, 0) == b"ARROW1"
         source.seek(0)
         self._opened = pa.ipc.open_file(source) if is_file else pa.ipc.open_stream(source)
@@ -198,7 +181,6 @@ class _ArrowTable:
         self._is_tried = False
 
     def slices(self, most: int | None) -> Iterator[tuple[int, int, pa.RecordBatch]]:
-        """Yield rows, with how many they are and their bytes."""
         for batch in self._batches():
             batch.validate(full=True)  # offsets and indices of a file may lead anywhere
             rows = max(1, min(GROUP_ROWS, batch.num_rows * SLICE_BYTES // max(1, batch.nbytes)))

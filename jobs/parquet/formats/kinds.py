@@ -42,8 +42,7 @@ _OF_TEXT: Mapping[str, Callable[[str], Any]] = {
     "bool": _TRUTH.__getitem__,
 }
 
-#: Levels of lists and objects, and names in an object, beyond which a column is kept as JSON: few readers of
-#: Parquet go deeper, and so many names are values.
+#: Levels of lists and objects, and names in an object, beyond which a column is kept as JSON.
 MAX_DEPTH, MAX_FIELDS = 20, 1000
 
 
@@ -80,7 +79,6 @@ def merged_texts(one: Kind, other: Kind) -> Kind:
 
 
 def kind_of(value: Any, depth: int = 0) -> Kind:
-    """Return the kind of a value that came of JSON."""
     if known := _OF_TYPE.get(type(value)):
         return known
     if isinstance(value, int):
@@ -115,7 +113,6 @@ def kind_of_texts(texts: Iterable[str]) -> Kind:
 
 
 def _is_exact(text: str) -> bool:
-    """Whether a number is kept as a float: finite, and no integer that would lose digits."""
     digits = text.removeprefix("-")
     if digits.isdigit():
         return len(digits) <= 16 and int(digits) <= _EXACT

@@ -16,7 +16,6 @@ from jobs.runs.plans.formats import OPENAI_BATCH, TSV
 #: Bytes of one line, or row of CSV: room for a prompt of the largest size, however its letters are written.
 MAX_LINE_BYTES = 8 << 20
 
-#: Lines of one row of CSV.
 MAX_LINES = 1 << 16
 
 CHUNK_BYTES = 1 << 20
@@ -33,10 +32,7 @@ csv.field_size_limit(2 * MAX_LINE_BYTES)
 
 
 class Record(NamedTuple):
-    """A row of a file. line: its first, counted from 1. size: bytes of its text.
-
-    value: by columns, of CSV texts; None where `problem` says why there is none.
-    """
+    """A row of a file. line: its first, from 1. size: in bytes. value: by columns, None where `problem` says why."""
 
     line: int
     size: int
@@ -107,10 +103,7 @@ def _json_record(line: _Line) -> Record:
 
 
 def _csv_rows(lines: Iterator[_Line], delimiter: str) -> Iterator[tuple[int, int, list[str] | str]]:
-    """Yield number and size of each row, and its fields or why it is none.
-
-    A row that does not end costs its first line: the others are read again.
-    """
+    """Yield number, size and fields of each row, or why it is none. Lines of one that does not end are read again."""
     again = deque[_Line]()
     while (line := again.popleft() if again else next(lines, None)) is not None:
         size, found = line.size, _TOO_LONG if line.text is None else _of_line(line.text, delimiter)
@@ -156,7 +149,6 @@ def _of_lines(
 
 
 def _fields(texts: Iterable[bytes], delimiter: str) -> list[str] | str | None:
-    """Return a row's fields, or why it is none, of as many lines as it has; None where its quote is open behind all."""
     lines = (f"{text.decode(errors='surrogateescape')}\n" for text in texts)
     try:
         found = next(csv.reader(lines, delimiter=delimiter, strict=True))

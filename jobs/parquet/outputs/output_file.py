@@ -52,7 +52,6 @@ def write_output(storage: Storage, plan: Plan, paths: Sequence[str]) -> None:
 
 
 def _write_batch_lines(run: str, sinks: Sequence[Any], batches: Batches) -> None:
-    """Write OpenAI's output file and error file."""
     row = 0
     for batch in batches:
         found = batch.select(["custom_id", "completion", "error"]).to_pydict().values()
@@ -65,16 +64,14 @@ def _write_batch_lines(run: str, sinks: Sequence[Any], batches: Batches) -> None
 
 
 def _part_rows(storage: Storage, plan: Plan) -> Generator[pa.RecordBatch, None, None]:
-    """Yield the rows of a run's parts in order. Raises PartDamaged."""
     for shard in range(len(plan.shards)):
         with open_part(storage, plan, shard) as file:
-            for batch in file.batches():
+            for batch in file.batches:
                 storage.check_interrupted()
                 yield batch
 
 
 def _rows_in_order(storage: Storage, plan: Plan) -> Generator[pa.RecordBatch, None, None]:
-    """Yield the rows of a run's parts in the input's order. Raises PartDamaged."""
     if plan.spec.order is None:
         yield from _part_rows(storage, plan)
         return
@@ -104,7 +101,7 @@ def part_rows(
     with open_part(storage, plan, shard, ColumnChoice(tuple(columns))) as file:
         if absent := set(columns) - set(file.schema.names):
             raise PartDamaged(plan.part_path(shard), f"it has no column {min(absent)!r}")
-        for batch in file.batches():
+        for batch in file.batches:
             storage.check_interrupted()
             numbers: Sequence[int] = range(start, start + batch.num_rows)
             start += batch.num_rows
@@ -172,7 +169,6 @@ def _json(value: Any) -> str:
 
 
 def failed_rows(storage: Storage, plan: Plan, shard: int) -> Iterator[tuple[int, str]]:
-    """Yield each row that has an error, counted over the whole input, with its reason. Raises PartDamaged."""
     name = f"{plan.spec.output_prefix}error"
     for row, values in part_rows(storage, plan, shard, [name]):
         if values[name] is not None:
@@ -180,7 +176,6 @@ def failed_rows(storage: Storage, plan: Plan, shard: int) -> Iterator[tuple[int,
 
 
 def part_reasons(storage: Storage, plan: Plan, shard: int) -> Reasons:
-    """Return why rows of a part have errors. Raises PartDamaged."""
     reasons = Reasons()
     for row, reason in failed_rows(storage, plan, shard):
         reasons.add(reason, [row])

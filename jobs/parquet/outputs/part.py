@@ -7,17 +7,9 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from jobs import errors
 from jobs.context.answers import Answer
 from jobs.context.served_model import ServedModel
-from jobs.errors import (
-    ColumnConflict,
-    CorruptParquet,
-    InputNotFound,
-    MissingColumn,
-    PartDamaged,
-    PathSwapped,
-    TableNotRead,
-)
 from jobs.parquet.asks.kinds import kind_of
 from jobs.parquet.files.storage import Storage
 from jobs.parquet.tables.columns import ROW_NUMBER, ColumnChoice
@@ -39,32 +31,24 @@ MODEL = "model"
 
 
 def without_own_keys(schema: pa.Schema) -> pa.Schema:
-    """Return a part's columns without its statistics, which are of its rows alone."""
     metadata = {key: each for key, each in (schema.metadata or {}).items() if key != STATISTICS}
     return schema.with_metadata(metadata or None)
 
 
 def columns_kept(spec: RunSpec) -> ColumnChoice:
-    """Return which of the input's columns, and of those that we add, the output has."""
     ours = tuple(filter(None, (spec.filename_column, ROW_NUMBER if spec.order else None)))
     return ColumnChoice(None if spec.keep is None else (*spec.keep, *ours), tuple(spec.drop or ()))
 
 
 def embedding_size(spec: RunSpec, model: ServedModel) -> int:
-    """Return how many numbers each embedding of a run has."""
     return spec.dimensions or model.embedding_size
 
 
 def output_schema(schema: pa.Schema, spec: RunSpec, path: str = "", embedding_size: int = 0) -> pa.Schema:
-    """Return the output's schema: columns and metadata of the input, then the answers' columns.
-
-    Of several completions for each row, those have lists. path: of one of the files, for the error.
-    embedding_size: numbers of each, where embeddings are asked for.
-    Raises ColumnConflict or MissingColumn.
-    """
+    """Return the output's columns: the input's, then the answers'. Raises ColumnConflict or MissingColumn."""
     for column in (*(spec.keep or ()), *(spec.drop or ())):
         if column not in schema.names:
-            raise MissingColumn(column, path, ", ".join(map(repr, schema.names)))
+            raise errors.MissingColumn(column, path, ", ".join(map(repr, schema.names)))
     chosen = columns_kept(spec).of(schema.names)
     kept = [name for name in schema.names if chosen is None or name in chosen]
     answers = [
@@ -73,7 +57,7 @@ def output_schema(schema: pa.Schema, spec: RunSpec, path: str = "", embedding_si
     ]
     for number, field in enumerate(answers):
         if field.name in kept or field.name in (each.name for each in answers[:number]):
-            raise ColumnConflict(
+            raise errors.ColumnConflict(
                 field.name,
                 "rename it in the input, in its folders, or as filename_column, leave it out with `drop`, or "
                 "give the added columns another output_prefix",
@@ -86,7 +70,6 @@ def output_schema(schema: pa.Schema, spec: RunSpec, path: str = "", embedding_si
 
 
 def answer_fields(spec: RunSpec, embedding_size: int = 0) -> list[pa.Field]:
-    """Return the columns that a run adds, by their own names. embedding_size: as of output_schema."""
     more = [name for name, is_there in ((REUSED, spec.reused_column), (MODEL, spec.escalate_below)) if is_there]
     return [*kind_of(spec).fields(spec, embedding_size), *(pa.field(name, pa.string()) for name in more)]
 
@@ -111,7 +94,6 @@ def answer_column(values: Sequence[Any], kind: pa.DataType) -> pa.ChunkedArray:
 
 
 def write_part(sink: Any, schema: pa.Schema, batches: Iterable[pa.RecordBatch | pa.Table], stats: PartStats) -> None:
-    """Write a part batch by batch, statistics in its footer."""
     with pq.ParquetWriter(sink, schema) as writer:
         for batch in batches:
             writer.write(batch)
@@ -145,30 +127,26 @@ def part_stats(answers: Sequence[Answer], model: ServedModel, **known: Any) -> P
 
 
 def read_part_stats(storage: Storage, path: str, run: str, shard: int, rows: int | None = None) -> PartStats:
-    """Read a part's statistics from its footer.
-
-    rows: how many the shard has; None takes the footer's word. Raises PartDamaged when the file is not the part of
-    this shard of this run, or has another number of rows.
-    """
+    """Read a part's statistics from its footer. rows: the shard's, None for the footer's word. Raises PartDamaged."""
     try:
         found = look_at(storage, path)
         stat = storage.stat(path)
-    except (CorruptParquet, TableNotRead) as error:
-        raise PartDamaged(path, f"not readable as Parquet: {error.args[1]}") from error
-    except (InputNotFound, PathSwapped):  # its name is there
-        raise PartDamaged(path, "it is a link, or no regular file") from None
+    except (errors.CorruptParquet, errors.TableNotRead) as error:
+        raise errors.PartDamaged(path, f"not readable as Parquet: {error.args[1]}") from error
+    except (errors.InputNotFound, errors.PathSwapped):  # its name is there
+        raise errors.PartDamaged(path, "it is a link, or no regular file") from None
     size, needed = stat.size if stat else 0, found.stored_bytes + FRAME_BYTES
     if size < needed:  # data was cut out of a file whose footer is whole
-        raise PartDamaged(path, f"it has {size} bytes, and its footer tells of {needed}")
+        raise errors.PartDamaged(path, f"it has {size} bytes, and its footer tells of {needed}")
     if not found.statistics:
-        raise PartDamaged(path, "Tokenmill did not write it")
+        raise errors.PartDamaged(path, "Tokenmill did not write it")
     try:
         stats = PartStats.from_text(found.statistics)
     except ValueError as error:
-        raise PartDamaged(path, f"its statistics are unreadable: {error}") from None
+        raise errors.PartDamaged(path, f"its statistics are unreadable: {error}") from None
     if (stats.run, stats.shard) != (run, shard):
-        raise PartDamaged(path, f"it belongs to shard {stats.shard} of run {stats.run}")
+        raise errors.PartDamaged(path, f"it belongs to shard {stats.shard} of run {stats.run}")
     expected = stats.rows if rows is None else rows
     if found.rows != expected or stats.rows != expected:
-        raise PartDamaged(path, f"it has {found.rows} rows, expected {expected}")
+        raise errors.PartDamaged(path, f"it has {found.rows} rows, expected {expected}")
     return stats

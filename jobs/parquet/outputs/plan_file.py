@@ -4,7 +4,6 @@ import math
 import os
 from collections.abc import Iterable
 from dataclasses import asdict
-from itertools import takewhile
 from typing import Any
 
 from jobs.errors import InputNotFound, OutputHoldsForeignFiles, PlanDamaged
@@ -15,13 +14,10 @@ from jobs.runs.statistics.part_stats import TOLD, PartStats
 from jobs.runs.statistics.reasons import Reasons
 from jobs.runs.statistics.run_statistics import RunStatistics
 
-#: A plan of ten million rows in shards of one thousand has about 0.3 MB.
 MAX_PLAN_BYTES = 256 << 20
-_PIECE_BYTES = 1 << 20
 
 
 def find_plan(storage: Storage, folder: str) -> Plan | None:
-    """Return the plan in a folder, or None. Raises PlanDamaged or OutputNotWritable."""
     path = os.path.join(folder, PLAN)
     with writing(path):
         if storage.stat(path) is None:
@@ -33,9 +29,7 @@ def load_plan(storage: Storage, path: str) -> Plan:
     """Read a plan. Raises PlanDamaged when there is none, or it is not one of ours."""
     try:
         with reading(path), storage.open_input(path) as source:
-            # In pieces: a read of at most so much has memory for all of it set aside first.
-            pieces = (source.read(_PIECE_BYTES) for _ in range(MAX_PLAN_BYTES // _PIECE_BYTES))
-            written = b"".join(takewhile(bool, pieces))
+            written = source.read(min(source.size(), MAX_PLAN_BYTES))
         return Plan.from_text(written.decode())
     except InputNotFound:
         raise PlanDamaged(path, "there is no such file") from None
@@ -50,7 +44,6 @@ def create_plan(storage: Storage, plan: Plan, execution_id: str) -> bool:
 
 
 def begin_folder(storage: Storage, folder: str) -> bool:
-    """Make a run's folder; return False where it has a plan. Raises OutputHoldsForeignFiles or OutputNotWritable."""
     with writing(folder):
         storage.make_folder(folder)
         names = storage.names(folder)
@@ -72,10 +65,7 @@ _SERVED = ("model", "fingerprint", "dtype", "attention_backend", "version")
 
 
 def manifest_of(plan: Plan, parts: Iterable[PartStats], reasons: Reasons) -> dict[str, Any]:
-    """Sum up a finished run. parts: in order. reasons: why rows have an error, as far as that is kept.
-
-    `seconds` runs from the first shard's start to the last's end, pauses included.
-    """
+    """Sum up a finished run. parts: in order. `seconds` runs from the first shard's start to the last's end."""
     counts = dict.fromkeys(TOLD, 0)
     started_at, ended_at = math.inf, -math.inf
     served: dict[str, set[str]] = {name: set() for name in _SERVED}

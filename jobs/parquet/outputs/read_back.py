@@ -4,7 +4,7 @@ import os
 from array import array
 from bisect import bisect_right
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from itertools import accumulate
 from typing import Any
 
@@ -30,11 +30,7 @@ class FailedRow:
     file_row: int
     reason: str
 
-    def to_object(self) -> dict[str, Any]:
-        return asdict(self)
 
-
-#: In which a store has to answer somebody who looks.
 STORE_TIMEOUT_S = 30.0
 
 
@@ -54,26 +50,17 @@ class FolderReader:
 
     @property
     def has_ended(self) -> bool:
-        """Whether the mark of the run's end is there."""
         return self._storage.stat(os.path.join(self._folder, SUCCESS)) is not None
 
     def text(self, name: str) -> str:
-        """Return what a file beside the plan holds. Raises InputNotFound."""
         path = os.path.join(self._folder, name)
         with reading(path, "text"), self._storage.open_input(path) as source:
             return str(source.read().decode())
 
     def shards(self) -> list[int]:
-        """Return the shards whose part is there."""
-        return sorted(self._parts())
+        return sorted(self.parts())
 
-    def newest_first(self) -> list[int]:
-        """Return those shards, the one whose part was published last first."""
-        written = self._parts()
-        return sorted(written, key=lambda shard: (-written[shard], -shard))
-
-    def _parts(self) -> dict[int, int]:
-        """Return when each part that is there was written."""
+    def parts(self) -> dict[int, int]:
         try:
             written = self._storage.written_at(self.plan.spec.parts_folder)
         except FileNotFoundError:  # the folder of the parts is made with the first one
@@ -90,7 +77,6 @@ class FolderReader:
 
     @property
     def prompt_columns(self) -> list[str]:
-        """Return the output's columns that the prompts' texts are made of."""
         spec = self.plan.spec
         left_out = {*(spec.image_column or ()), *(spec.drop or ())}
         columns = (name for name in row_source(spec).columns if name not in left_out)
@@ -101,7 +87,7 @@ class FolderReader:
         tables = []
         for shard in range(len(self.plan.shards)):
             with open_part(self._storage, self.plan, shard) as file:
-                rows = pa.Table.from_batches(file.batches(), file.schema)
+                rows = pa.Table.from_batches(file.batches, file.schema)
                 tables.append(rows.combine_chunks())
         schema = without_own_keys(tables[0].schema)
         return pa.concat_tables(each.cast(schema) for each in tables)
@@ -124,7 +110,6 @@ class FolderReader:
             return array("q", source.read())
 
     def errors(self, limit: int) -> tuple[Reasons, list[FailedRow]]:
-        """Return why rows failed, all of them counted, and the first of them. Raises PartDamaged."""
         reasons, found = Reasons(), list[FailedRow]()
         for row in self.failed(self.shards()):
             reasons.add(row.reason, [row.row])
@@ -133,7 +118,6 @@ class FolderReader:
         return reasons, found
 
     def bad_answers(self) -> tuple[int, int]:
-        """Return how many rows failed their check, and how many were cut at their limit of tokens."""
         found = [
             read_part_stats(self._storage, self.plan.part_path(shard), self._planned_run, shard)
             for shard in self.shards()
@@ -141,5 +125,4 @@ class FolderReader:
         return sum(part.failed_checks for part in found), sum(part.cut for part in found)
 
     def answers(self, shard: int, columns: list[str]) -> Iterator[dict[str, Any]]:
-        """Return the rows of a part with their number and these of its columns. Raises PartDamaged."""
         return ({"row": row, **values} for row, values in part_rows(self._storage, self.plan, shard, columns))

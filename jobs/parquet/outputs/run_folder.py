@@ -20,26 +20,14 @@ from jobs.parquet.outputs.output_file import part_reasons, write_output
 from jobs.parquet.outputs.part import read_part_stats
 from jobs.parquet.outputs.plan_file import manifest_of, write_text
 from jobs.runs.control import remove_waiting
-from jobs.runs.end_notices import tell_end, tell_shards_failed
-from jobs.runs.plans.names import (
-    JOURNAL,
-    KEYS,
-    MANIFEST,
-    REPORT,
-    SUCCESS,
-    TEMPORARY_PREFIX,
-    output_names,
-    part_shard,
-    shard_job_id,
-    temporary_name,
-)
+from jobs.runs.end_notices import tell_of, tell_shards_failed
+from jobs.runs.plans import names as run_names
 from jobs.runs.plans.plan import Plan
 from jobs.runs.redis_state.state import MAX_PARTS, RunState, record_reasons, recorded_reasons
 from jobs.runs.statistics.part_stats import PartStats
 from jobs.runs.statistics.reasons import Reasons
 from jobs.runs.statistics.report import report_html
 
-#: What is found where a file of a run that has ended was.
 _GONE = "it is gone"
 
 
@@ -51,9 +39,9 @@ class RunFolder:
         self.state = state
         self.storage = storage
         self._path, self._parts_path = plan.spec.output, plan.spec.parts_folder
-        self.execution_id, self.journal = execution_id, self.path(JOURNAL)
-        self._outputs = output_names(plan.spec.single_file)
-        self._of_all_parts = (*self._outputs, REPORT, MANIFEST)
+        self.execution_id, self.journal = execution_id, self.path(run_names.JOURNAL)
+        self._outputs = run_names.output_names(plan.spec.single_file)
+        self._of_all_parts = (*self._outputs, run_names.REPORT, run_names.MANIFEST)
 
     def path(self, name: str) -> str:
         return os.path.join(self._path, name)
@@ -61,12 +49,10 @@ class RunFolder:
     def put_part(self, shard: int, write: Callable[[Any], object]) -> bool:
         """Have a part written and put it in its place: see Storage.put. The parts may have a folder of their own."""
         if self._parts_path != self._path:
-            with writing(self._parts_path):
-                self.storage.make_folder(self._parts_path)
+            self.storage.make_folder(self._parts_path)
         return self.storage.put(self.plan.part_path(shard), self.execution_id, write)
 
     def make_journal_folder(self) -> None:
-        """Make the folder of journals, which nobody else makes. Raises OutputNotWritable."""
         with writing(self.journal):
             self.storage.make_folder(self.journal)
             if self.has_success():  # it has ended since
@@ -91,21 +77,20 @@ class RunFolder:
             if self._parts_path == self._path:
                 raise
             return set()  # no part was written yet
-        found = {shard for shard in map(part_shard, names) if shard is not None}
+        found = {shard for shard in map(run_names.part_shard, names) if shard is not None}
         if found and max(found) >= len(self.plan.shards):
             raise PartDamaged(self.plan.part_path(max(found)), f"this run has {len(self.plan.shards)} shards")
         return found
 
     def part_stats(self, shard: int) -> PartStats:
-        """Read a part's statistics. Raises PartDamaged unless it holds exactly its shard's rows."""
         rows = self.plan.shards[shard].rows
         return read_part_stats(self.storage, self.plan.part_path(shard), self.plan.run, shard, rows)
 
     def missing_shards(self, check_interrupted: Callable[[], None]) -> list[int]:
         """Look into every part; return the shards that have none. check_interrupted: called before each.
 
-        What was made of all parts goes where one of them was taken away since, before the run's end: another may come
-        in its place. Raises PartDamaged, where the run has ended also for a part or an output file that is gone.
+        Where one was taken away before the run's end, what was made of all parts goes. Raises PartDamaged, where the
+        run has ended also for a part or an output file that is gone.
         """
         has_ended = self.has_success()
         made = list(filter(self._is_there, self._of_all_parts))
@@ -144,16 +129,17 @@ class RunFolder:
         record_reasons(self.state.connection, self.plan.run, stats.shard, reasons)
 
     def _stop_where_too_many_fail(self, shards: int, queue: str) -> None:
-        verdict = self.state.judge()
-        if verdict is None:
+        if (verdict := self.state.judge()) is None:
             return
+        reason, submission = verdict
         with suppress(RunResubmitted):  # perhaps with another limit, which judges the next parts
-            tell_end(self.state, verdict)  # first: a run that is stopped tells nothing
-            self.state.stop(verdict)
+            # First: a run that is stopped tells nothing.
+            tell_of(self.state, submission, "stopped", reason)
+            self.state.cancel(submission, stopped=reason)
             waiting = sorted(set(range(shards)).difference(part.shard for part in self.state.each_part()))
             for name, is_second in self.plan.queues(queue):
-                ids = [shard_job_id(self.plan.run, shard, is_second) for shard in waiting]
-                remove_waiting(self.state, verdict.submission, name, ids)
+                ids = [run_names.shard_job_id(self.plan.run, shard, is_second) for shard in waiting]
+                remove_waiting(self.state, submission, name, ids)
 
     def recount(self, queue: str) -> bool:
         """Rebuild the run's state from the parts that are there; end the run if none is missing."""
@@ -175,7 +161,7 @@ class RunFolder:
         return count.done >= len(self.plan.shards) and self._finish()
 
     def has_success(self) -> bool:
-        return self._is_there(SUCCESS)
+        return self._is_there(run_names.SUCCESS)
 
     def _finish(self) -> bool:
         """End the run, unless a part is missing; return whether it has ended. Raises RunError."""
@@ -185,7 +171,7 @@ class RunFolder:
             self._write_end()
         self.state.mark_finished()
         self.state.count_anew()
-        tell_end(self.state)
+        tell_of(self.state, self.state.submission(), "finished")
         return True
 
     def _write_end(self) -> None:
@@ -194,20 +180,20 @@ class RunFolder:
         summary = manifest_of(self.plan, map(self.part_stats, range(len(self.plan.shards))), reasons)
         manifest = json.dumps(summary, indent=2)
         names = self._of_all_parts
-        temporary = {name: self.path(temporary_name(self.execution_id, name)) for name in names}
+        temporary = {name: self.path(run_names.temporary_name(self.execution_id, name)) for name in names}
         try:
             with writing(self._path):
                 if not all(map(self._is_there, self._outputs)):
                     write_output(self.storage, self.plan, [temporary[name] for name in self._outputs])
-                write_text(self.storage, temporary[REPORT], report_html(json.loads(manifest)))
-                write_text(self.storage, temporary[MANIFEST], manifest)
+                write_text(self.storage, temporary[run_names.REPORT], report_html(json.loads(manifest)))
+                write_text(self.storage, temporary[run_names.MANIFEST], manifest)
                 for name in names:
                     self.storage.publish(temporary[name], self.path(name))
                     self._check_is_there(name)
                 remove_converted(self.storage, self.plan)
                 self._remove_leftovers()
-                self.storage.create(self.path(SUCCESS))
-                self._check_is_there(SUCCESS)
+                self.storage.create(self.path(run_names.SUCCESS))
+                self._check_is_there(run_names.SUCCESS)
         finally:
             for path in temporary.values():
                 self.storage.remove(path)
@@ -216,14 +202,13 @@ class RunFolder:
         return self.storage.stat(self.path(name)) is not None
 
     def _check_is_there(self, name: str) -> None:
-        """Raise OutputNotWritable where something that is no file has a name."""
         if not self._is_there(name):
             raise OutputNotWritable(self.path(name), "what has this name is no file")
 
     def _remove_leftovers(self) -> None:
         """Remove the temporary files of all executions; one that still runs finds its file in place."""
-        for folder in {self._path, self._parts_path, self.path(KEYS)}:
+        for folder in {self._path, self._parts_path, self.path(run_names.KEYS)}:
             with suppress(FileNotFoundError):  # of keys that somebody has removed
                 for name in self.storage.names(folder):
-                    if name.startswith(TEMPORARY_PREFIX):
+                    if name.startswith(run_names.TEMPORARY_PREFIX):
                         self.storage.remove(os.path.join(folder, name))

@@ -7,13 +7,14 @@ import os
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import nullcontext, suppress
+from glob import has_magic
 from itertools import takewhile
 from typing import NamedTuple
 
-from jobs.errors import InputNotFound, InvalidJob, MixedFormats, NestedFolders, SearchTooLong
+from jobs.errors import InputNotFound, InvalidJob, NestedFolders, SearchTooLong
 from jobs.parquet.files.filesystem import Entry
-from jobs.parquet.files.storage import Storage, glob_chars, reading
-from jobs.runs.plans.formats import PARQUET, is_named, named_format
+from jobs.parquet.files.storage import Storage, reading
+from jobs.runs.plans.formats import PARQUET, is_named, named_format, one_format
 from jobs.runs.plans.partitions import FoundFile, Keys, folder_key
 from jobs.runs.plans.paths import run_path
 from jobs.runs.plans.spec import check_num_files
@@ -23,10 +24,7 @@ MAX_NAMES = 1_000_000
 
 
 class Folder(NamedTuple):
-    """A folder that a search goes through.
-
-    named: its path as it was found. path: the real one. above: the folder in which it was found.
-    """
+    """A folder that a search goes through: its path as found, the real one, and the folder in which it was found."""
 
     named: str
     path: str
@@ -44,15 +42,12 @@ class Folder(NamedTuple):
 
 
 class Found(NamedTuple):
-    """What a search meets in a folder. keys: those of the folders that lead there."""
-
     folder: Folder
     entry: Entry
     keys: Keys = ()
 
     @property
     def named(self) -> str:
-        """Return the path as it was found."""
         return os.path.join(self.folder.named, self.entry.name)
 
     def real_path(self, storage: Storage) -> str:
@@ -62,17 +57,13 @@ class Found(NamedTuple):
 
 
 class Search:
-    """One search, which heeds what interrupts the storage at each folder and name.
-
-    output: of the run. wanted: the format of files in folders, None for what they have.
-    """
+    """One search. output: of the run. wanted: the format of files in folders, None for what they have."""
 
     def __init__(self, storage: Storage, output: str = "", wanted: str | None = None) -> None:
         self.storage, self._output, self._wanted = storage, output, wanted
         self._num_names = 0
 
     def expand(self, item: str, keys: Keys) -> Iterable[FoundFile]:
-        """Return the files of an input. keys: of the folders above it."""
         if _is_glob(self.storage, item):
             return self._matched_files(item, keys)
         path = self.storage.resolve(item)
@@ -90,8 +81,7 @@ class Search:
                 yield from self._folder_files(path, (*above, *_keys(segments)))
 
     def _folder_files(self, path: str, keys: Keys) -> list[FoundFile]:
-        """Return the files of one format in a folder and in its key=value folders. Raises MixedFormats, and
-        NestedFolders where it has such files below folders of other names."""
+        """Return a folder's files of one format, key=value folders included. Raises MixedFormats, NestedFolders."""
         seen, nested = list[Found](), list[Found]()
         waiting = [(Folder(path, path), keys, seen)]
         while waiting:
@@ -132,9 +122,8 @@ class Search:
     def matches(self, pattern: str, names_hidden: bool) -> list[Found]:
         """Return what a glob names, by name; hidden names only where it spells one out.
 
-        As in `glob`, but each folder is gone through once, however many `**` lead there, and a link back to a
-        folder above it ends there. A folder that cannot be read holds nothing. Raises SearchTooLong, or
-        PathOutsideRoots where the pattern leads outside, or a link that it goes through.
+        As in `glob`, but each folder is gone through once, also by links. A folder that cannot be read holds nothing.
+        Raises SearchTooLong, or PathOutsideRoots where the pattern leads outside, or a link that it goes through.
         """
         first = _first_glob_segment(pattern)
         segments = pattern.split("/")[first:]
@@ -157,7 +146,7 @@ class Search:
 
     def _candidates(self, folder: Folder, segments: Sequence[str]) -> list[Entry]:
         """Return what of a folder may match: it is not listed where its names are known."""
-        if any(map(glob_chars, segments)):
+        if any(map(has_magic, segments)):
             return self.entries(folder.path, or_none=True)
         self.storage.check_interrupted()
         looks = [self.storage.look(os.path.join(folder.path, segment)) for segment in segments]
@@ -166,7 +155,7 @@ class Search:
 
 def _matches(segment: str, name: str) -> bool:
     """Whether a part of a glob between two slashes matches a name; for `**`, whether it goes into it."""
-    if not glob_chars(segment):
+    if not has_magic(segment):
         return name == segment
     if name.startswith(".") and not segment.startswith("."):
         return False
@@ -188,15 +177,13 @@ def _with_skipped(places: set[int], segments: Sequence[str]) -> frozenset[int]:
 def find_files(
     storage: Storage, inputs: Sequence[str], output: str, input_format: str | None = None
 ) -> list[FoundFile]:
-    """Return the files that a run reads, in order.
+    """Return the files that a run reads, in order. Files below the output are never input.
 
-    input_format: of the files in folders. Without it, a folder gives its *.parquet, or where it has none the files of
-    the one other format that it has; those of its folders named key=value too. A glob gives what it matches, files and,
-    unless it holds **, folders. Both come sorted, without names that start with a dot or an underscore (unless a glob
-    spells one out). Several inputs have the key=value of the folders below the one that holds them all: a shell expands
-    a glob to such a list. Files below the output are never input. Raises InputNotFound, SearchTooLong,
-    PathOutsideRoots, InvalidJob, SchemaMismatch for folders that give too many columns, MixedFormats, or NestedFolders
-    for a folder that holds such files in folders of plain names.
+    input_format: of the files in folders. Without it, a folder gives its *.parquet, or the files of the one other
+    format that it has, and those of its folders named key=value. A glob gives what it matches, files and, unless it
+    holds **, folders. Both come sorted, without hidden names (unless a glob spells one out). Several inputs have the
+    key=value of the folders below the one that holds them all. Raises InputError, InvalidJob, or SchemaMismatch for too
+    many columns.
     """
     search, found = Search(storage, output, input_format), list[FoundFile]()
     folders = [_searched_folder(storage, item) for item in inputs]
@@ -218,7 +205,6 @@ def find_files(
 
 
 def _searched_folder(storage: Storage, item: str) -> str:
-    """Return the folder that an input is, or that holds it; of a glob the one that it searches."""
     if _is_glob(storage, item):
         return "/".join(item.split("/")[: _first_glob_segment(item)]) or "/"
     with reading(item):
@@ -227,25 +213,20 @@ def _searched_folder(storage: Storage, item: str) -> str:
 
 def _format_of(names: Sequence[str]) -> str | None:
     """Return the format of a folder's files: Parquet where it has some, else its one; None for no file."""
-    found: dict[str, str] = {}
-    for name in names:
-        found.setdefault(named_format(name) or PARQUET, name)
-    if len(found) > 1 and PARQUET not in found:
-        (one, first), (other, second), *_ = found.items()
-        raise MixedFormats(second, other, first, one)
-    return PARQUET if PARQUET in found else next(iter(found), None)
+    if any(named_format(name) == PARQUET for name in names):
+        return PARQUET
+    return one_format(names, None) if names else None
 
 
 def _is_glob(storage: Storage, item: str) -> bool:
-    return bool(glob_chars(item)) and storage.look(item) is None
+    return has_magic(item) and storage.look(item) is None
 
 
 def _first_glob_segment(pattern: str) -> int:
-    return next(place for place, segment in enumerate(pattern.split("/")) if glob_chars(segment))
+    return next(place for place, segment in enumerate(pattern.split("/")) if has_magic(segment))
 
 
 def _keys(names: Sequence[str]) -> Keys:
-    """Return the key=value among the names of folders."""
     return tuple(key for key in map(folder_key, names) if key is not None)
 
 

@@ -13,6 +13,7 @@ import pyarrow as pa
 
 from jobs.common.display import brief
 from jobs.context import JobContext
+from jobs.context.served_model import PinnedModel
 from jobs.errors import ColumnConflict, CorruptTable, InputBeingWritten, InputChanged, InputNotFound, SchemaMismatch
 from jobs.parquet.files.fingerprint import GONE, check_unchanged, file_fingerprint
 from jobs.parquet.files.storage import Storage
@@ -23,7 +24,7 @@ from jobs.parquet.tables.columns import with_added_fields
 from jobs.parquet.tables.table_reading import look_at
 from jobs.runs.plans.formats import HEADED, LINES, OPENAI_BATCH, PARQUET, one_format
 from jobs.runs.plans.partitions import AddedColumn, FoundFile, partition_columns
-from jobs.runs.plans.plan import PinnedModel, Plan, PlannedFile, Shard, cut_shards
+from jobs.runs.plans.plan import Plan, PlannedFile, Shard, cut_shards
 from jobs.runs.plans.spec import RunSpec
 
 #: Lines that repeat a custom_id, each of which the plan lists.
@@ -33,12 +34,8 @@ MAX_REPEATED = 100_000
 def read_inputs(
     context: JobContext, storage: Storage, spec: RunSpec, found: Sequence[FoundFile]
 ) -> tuple[Plan, pa.Schema]:
-    """Look at each file: at a Parquet file's footer, else at all rows; and at its fingerprint. Return a new run's plan,
-    and all columns that a template may name, in the order in which the output has them.
-
-    Files behind the run's limit are left out. Raises CorruptParquet, CorruptTable, TableNotRead, MixedFormats,
-    SchemaMismatch when the files differ, or ColumnConflict for the filename column.
-    """
+    """Look at each file up to the run's limit; return a new run's plan, and all columns that a template may name, in
+    the output's order. Raises InputError."""
     look = _Look(storage, one_format((file.named or file.path for file in found), spec.input_format))
     left = spec.limit
     for each in found:
@@ -67,7 +64,6 @@ def read_inputs(
 
 
 def _num_bytes(groups: Sequence[tuple[int, int]], shard: Shard) -> int:
-    """Return what a shard's rows take, each as many bytes as others of its row group."""
     num_bytes, start = 0.0, -shard.skip
     for rows, size in groups[shard.first_group : shard.first_group + shard.num_groups]:
         num_bytes += size * (min(start + rows, shard.rows) - max(start, 0)) / rows if rows else 0
@@ -78,10 +74,7 @@ def _num_bytes(groups: Sequence[tuple[int, int]], shard: Shard) -> int:
 def read_columns(
     storage: Storage, found: Sequence[FoundFile], filename_column: str | None, input_format: str | None = None
 ) -> pa.Schema | None:
-    """Return what the first file alone tells of the run's columns, added ones included; None for lines of text.
-
-    Raises as read_inputs does.
-    """
+    """Return the run's columns as the first file tells; None for lines of text. Raises as read_inputs does."""
     file_format = one_format((file.named or file.path for file in found), input_format)
     if file_format in LINES - HEADED:
         return None
@@ -92,8 +85,6 @@ def read_columns(
 
 
 class _Look:
-    """What a look at one file after the other has told."""
-
     def __init__(self, storage: Storage, file_format: str) -> None:
         self._storage, self.format = storage, file_format
         self.kinds: dict[str, Kind] = {}
@@ -109,10 +100,7 @@ class _Look:
         return self._schema
 
     def take(self, path: str, most: int | None, limit: int) -> None:
-        """Look at a file in one state of it. most: so many of its rows, where it is no Parquet. limit: as of look_at.
-
-        Raises InputNotFound, or InputBeingWritten.
-        """
+        """Look at a file in one state of it. most: rows, of no Parquet. Raises InputNotFound, InputBeingWritten."""
         stat = self._storage.stat(path)
         if stat is None:
             raise InputNotFound(path)
@@ -164,7 +152,6 @@ def repeated_rows(names: Sequence[bytearray], path: str) -> tuple[int, ...]:
 def _added_columns(
     found: Sequence[FoundFile], names: Sequence[str], filename_column: str | None
 ) -> tuple[list[AddedColumn], list[list[Any]]]:
-    """Return the added columns, and each file's values in them. names: of the files' own columns."""
     columns, rows = partition_columns(found, names)
     if filename_column is not None:
         if filename_column in (*names, *(column.name for column in columns)):
@@ -175,7 +162,6 @@ def _added_columns(
 
 
 def _columns(schema: pa.Schema, first: pa.Schema) -> str:
-    """Describe the fields in which a schema differs from the first file's."""
     ours, theirs = (
         {f"{field.name}: {field.type}{'' if field.nullable else ' not null'}" for field in each}
         for each in (schema, first)

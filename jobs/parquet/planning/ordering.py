@@ -38,7 +38,6 @@ def in_order(context: JobContext, storage: Storage, plan: Plan) -> Plan:
 
 
 def _key(row: Row | RowProblem) -> list[int]:
-    """Return by what a row is sorted: those that may get long answers first, then by beginnings."""
     if isinstance(row, RowProblem):
         return [0] * (1 + len(BEGINNINGS))
     longest = row.own_sampling.get("max_tokens")
@@ -48,7 +47,6 @@ def _key(row: Row | RowProblem) -> list[int]:
 
 
 def _sorted_rows(storage: Storage, plan: Plan, order: Places) -> Iterator[pa.RecordBatch]:
-    """Yield a run's rows in an order, with their numbers as a column."""
     places = np.empty(len(order), np.int64)
     places[order] = np.arange(len(order))
     with RowBuckets(len(order)) as buckets:

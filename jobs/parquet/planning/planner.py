@@ -9,20 +9,9 @@ from typing import Any
 
 import pyarrow as pa
 
+from jobs import errors
 from jobs.context import JobContext
-from jobs.context.served_model import model_text
-from jobs.errors import (
-    ColumnConflict,
-    InputError,
-    InvalidJob,
-    MissingColumn,
-    MixedFormats,
-    NoSecondModel,
-    OutputHoldsAnotherRun,
-    RunOfAnotherModel,
-    SearchTooLong,
-    WrongColumnType,
-)
+from jobs.context.served_model import PinnedModel
 from jobs.parquet.asks.labels import content_free
 from jobs.parquet.asks.row_keys import NO_KEYS
 from jobs.parquet.files.storage import Storage
@@ -40,7 +29,7 @@ from jobs.parquet.tables.columns import ROW_NUMBER
 from jobs.runs.plans.names import PLAN, SUCCESS
 from jobs.runs.plans.option_checks import check_served
 from jobs.runs.plans.partitions import FoundFile
-from jobs.runs.plans.plan import PinnedModel, Plan
+from jobs.runs.plans.plan import Plan
 from jobs.runs.plans.spec import RunSpec
 from jobs.runs.redis_state.shard_jobs import enqueue_shards
 from jobs.runs.redis_state.state import RunState
@@ -52,25 +41,21 @@ def score_parquet(
     context: JobContext,
     input: str | list[str],
     output: str,
-    prompt_column: str = "prompt",
+    prompt_column: str | None = None,
     messages_column: str | None = None,
     template: str | list[dict[str, str]] | None = None,
     **arguments: Any,
 ) -> dict[str, Any]:
     """Plan a run and enqueue its shards; called again with the same arguments, resume it.
 
-    input to template, and others that say what is asked: see RunSpec.from_arguments.
-    queue: for the shards; by default the queue this job came from. model, reuse, reuse_from_any_model: see Submission.
-    webhook, on_end: a URL that is called, and a function, at the run's end.
-    max_errors: the run is stopped, as if it was cancelled, when more finished rows have an error: a number of rows, or
-    a share like "5%", from the hundredth row on; by default "90%". All rows may fail with "100%" alone.
-    Returns the run's id and counts. Raises RunError or InvalidJob, before any shard is enqueued unless it is RunBusy:
-    another process took the run over.
+    What is asked: see RunSpec.from_arguments; model, reuse, webhook, max_errors and the like: see Submission. queue:
+    for the shards; by default the queue this job came from. Returns the run's id and counts. Raises RunError or
+    InvalidJob, before any shard is enqueued unless it is RunBusy.
     """
     queue = arguments.pop("queue", None)
     submission, own = Submission.split(context.queue_name if queue is None else queue, arguments)
-    prompt = {"prompt_column": prompt_column, "messages_column": messages_column, "template": template}
-    spec = RunSpec.from_arguments(input, output, **prompt, **own)
+    own |= {"prompt_column": prompt_column, "messages_column": messages_column, "template": template}
+    spec = RunSpec.from_arguments(input, output, **own)
     spec.check_sampling(context.check_sampling)
     context.checks.prepare(spec.repairs)
     submission.check_calls(context.webhook_hosts, context.allowed_functions)
@@ -120,10 +105,10 @@ def check_columns(spec: RunSpec, schema: pa.Schema, path: str) -> None:
         content_free(spec, source)  # raises once, and not in every shard
     for column in source.columns:
         if column not in schema.names:
-            raise MissingColumn(column, path, ", ".join(map(repr, schema.names)))
+            raise errors.MissingColumn(column, path, ", ".join(map(repr, schema.names)))
     source.check(schema)
     if spec.order is not None and ROW_NUMBER in schema.names:
-        raise ColumnConflict(ROW_NUMBER, "rename it in the input: a run in an order of its own adds it")
+        raise errors.ColumnConflict(ROW_NUMBER, "rename it in the input: a run in an order of its own adds it")
     output_schema(schema, spec, path)
 
 
@@ -136,9 +121,15 @@ def check_columns_here(spec: RunSpec) -> None:
             schema = read_columns(storage, found, spec.filename_column, input_format=spec.input_format)
             if schema is not None:
                 check_columns(spec, schema, found[0].path)
-        except (ColumnConflict, MissingColumn, MixedFormats, SearchTooLong, WrongColumnType):
+        except (
+            errors.ColumnConflict,
+            errors.MissingColumn,
+            errors.MixedFormats,
+            errors.SearchTooLong,
+            errors.WrongColumnType,
+        ):
             raise
-        except InputError:  # the planning says so, if it finds the same
+        except errors.InputError:  # the planning says so, if it finds the same
             return
 
 
@@ -149,7 +140,7 @@ def _agreed_plan(
     plan = find_plan(storage, spec.output)
     if plan is None:
         if spec.only_new and not submission.reuse:
-            raise InvalidJob("only_new leaves out what earlier runs have answered: name these with reuse")
+            raise errors.InvalidJob("only_new leaves out what earlier runs have answered: name these with reuse")
         plan, schema = read_inputs(context, storage, spec, found)
         check_columns(spec, schema, found[0].path)
         check_served(spec.task, spec.dimensions, spec.prompt_name, context.model, spec.rows_per_shard)
@@ -166,12 +157,12 @@ def _agreed_plan(
         if storage.stat(os.path.join(spec.output, SUCCESS)) is not None:  # others have planned and ended it
             remove_converted(storage, own)
     if plan.run != spec.run:
-        raise OutputHoldsAnotherRun(spec.output, f"different {', '.join(plan.spec.differences(spec))}")
+        raise errors.OutputHoldsAnotherRun(spec.output, f"different {', '.join(plan.spec.differences(spec))}")
     names = {plan.model.name, plan.model.fingerprint}
     if plan.model.fingerprint == context.model.fingerprint:
         names.update(context.model.names)
     if submission.model is not None and submission.model not in names:
-        raise RunOfAnotherModel(plan.run, str(plan.model), repr(submission.model))
+        raise errors.RunOfAnotherModel(plan.run, str(plan.model), repr(submission.model))
     check_as_planned(storage, plan, found)
     return plan
 
@@ -187,12 +178,11 @@ def second_model(context: JobContext, spec: RunSpec, queue: str) -> PinnedModel 
             others.add(PinnedModel(told["model"], names[0], told["dtype"]))
     if len(others) != 1:
         found = ", ".join(sorted(map(str, others))) or "none"
-        raise NoSecondModel(queue, found, model_text(first.name, first.dtype, first.fingerprint))
+        raise errors.NoSecondModel(queue, found, str(first))
     return others.pop()
 
 
 def _publish_empty_part(folder: RunFolder, columns: pa.Schema, context: JobContext) -> None:
-    """Publish the one part of a run without rows, so that readers find the schema."""
     now, model = time.time(), context.model
     stats = part_stats([], model, run=folder.plan.run, shard=0, generated_tokens=0, started_at=now, ended_at=now)
     spec = folder.plan.spec

@@ -29,10 +29,9 @@ from jobs.runs.redis_state.submission import Submission
 
 
 def with_reused(context: JobContext, storage: Storage, plan: Plan, submission: Submission) -> Plan:
-    """Take what the runs that a submission names have answered; return the plan that says so. The inputs can be read.
+    """Take what the runs that a submission names have answered; return the plan that says so.
 
-    Its seed is the first one's, unless its arguments have one: rows that are asked again, and have not moved, keep
-    their own. Raises CannotReuse, InputError or OutputError.
+    Its seed is the first one's, unless its arguments have one. Raises CannotReuse, InputError or OutputError.
     """
     spec = plan.spec
     if not submission.reuse:
@@ -64,10 +63,7 @@ def with_reused(context: JobContext, storage: Storage, plan: Plan, submission: S
 
 
 def remove_reused(storage: Storage, plan: Plan, first: Plan) -> None:
-    """Remove what was written for a plan that another planner came before. Raises OutputNotWritable.
-
-    first: the plan that is there: the same one where the store has put it, and its reply was lost.
-    """
+    """Remove what was written for a plan where `first` is in its place. The two are one if a reply was lost."""
     if plan.reused is None or (first.reused is not None and first.reused.name == plan.reused.name):
         return
     paths = list(map(plan.reused_path, range(len(plan.shards))))
@@ -96,8 +92,7 @@ def match(
     any_model: bool,
     found: Matches | None = None,
 ) -> Matches:
-    """Look up each row of a plan, whose inputs can be read. asks: what is asked, of which rows. found: has no match of
-    those that are looked up again. Raises InputError."""
+    """Look up each row of a plan, whose inputs can be read. found: has no match of those that are looked up again."""
     ask, source = asks
     marks = model_mark(context.model.fingerprint)
     if plan.second is not None:
@@ -122,10 +117,7 @@ def match(
 def answers(
     old: OldRuns, matches: Matches, look_up: Callable[[Matches], Matches], schema: pa.Schema
 ) -> Iterator[tuple[npt.NDArray[np.int64], pa.RecordBatch, list[str]]]:
-    """Yield the answers of matches, by the names of `schema`: the new rows that have them, and which old rows they are.
-
-    What has an error or cannot be read is no match; `look_up` may find it in another run. `old` counts the others.
-    """
+    """Yield answers by the names of `schema`: the new rows that have them, and which old rows they are."""
     is_taken = np.zeros(len(matches.places), bool)
     for run in old.told:
         rows = np.flatnonzero((matches.places >= 0) & ~is_taken)

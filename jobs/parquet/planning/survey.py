@@ -37,13 +37,10 @@ from jobs.tasks import Completion, Request
 #: Requests that are answered; seconds for which full batches are timed, and rows of one at most.
 NUM_TRIED, TIMED_S, MAX_BATCH = 64, 2.0, 256
 
-#: Of the prompts that are answered, in characters: a result of the worker's has its limit. Of pictures, which are held
-#: alone, so many bytes are one.
+#: Of the prompts that are answered, in characters, for the result's limit; of pictures so many bytes are one.
 MAX_PICKED_CHARS, PICTURE_SHARE = 4 << 20, 32
-#: The sampling value that shortens a prompt, of texts and chats.
 TRUNCATION = "truncate_prompt_tokens"
 
-#: Kinds of errors that are told.
 MAX_REASONS = 5
 
 
@@ -59,12 +56,11 @@ class SurveyWork(RowsTask):
         reuse: Sequence[str] = (),
         **arguments: Any,
     ) -> None:
-        """Read the run's rows and count their tokens.
+        """Read the run's rows and count their tokens. Raises RunError or InvalidJob.
 
-        first: so many of its first rows are shown; None for a dry run, for which rows that stand for all are answered,
-        and timed. max_rows: where the run has more, every so manyth of them is looked at. reuse: as of Submission.
-        arguments: reuse_from_any_model; answers, False for none; others as of RunSpec.from_arguments.
-        Raises RunError or InvalidJob.
+        first: so many of its first rows are shown; None for a dry run, for which rows that stand for all are answered
+        and timed. max_rows: of more, every so manyth is looked at. reuse: as of Submission. arguments:
+        reuse_from_any_model; answers, False for none; others as of RunSpec.from_arguments.
         """
         any_model, has_answers = arguments.pop("reuse_from_any_model", False), arguments.pop("answers", True)
         spec = RunSpec.from_arguments(input, arguments.pop("output", os.devnull), **arguments)
@@ -144,7 +140,6 @@ class SurveyWork(RowsTask):
             self._timing.deliver(completions)
 
     def result(self) -> dict[str, Any]:
-        """Return the counts of all rows, and the rows shown with their answers, or a dry run's estimates."""
         answers = self.asked.answers()
         told = {**self._counts.told(), "num_tried": len(answers)}
         told["num_failed"] = sum(each.error is not None for each in answers)
@@ -175,9 +170,7 @@ class SurveyWork(RowsTask):
 
 
 class Asked:
-    """A request of a run, for `rows` rows from `row` on, counted over all files; it stands for `weight` such.
-
-    tokens: of its prompt. limit: max_tokens, 0 where all are alike."""
+    """A request for `rows` rows from `row` on, which stands for `weight` such. tokens: of its prompt."""
 
     __slots__ = ("limit", "row", "rows", "tokens", "weight")
 
@@ -200,7 +193,6 @@ class _Counts:
 
     @property
     def scale(self) -> float:
-        """How many rows each one stands for that was looked at."""
         return self._total / max(1, self._rows)
 
     @property
@@ -254,7 +246,6 @@ class _Counts:
             self._before = token_ids
 
     def told(self) -> dict[str, Any]:
-        """Return the counts as they are for all rows; reasons of those that were looked at."""
         counted = {
             "rows_failing": self._reasons.rows,
             "rows_reused": self._reused,
@@ -269,10 +260,7 @@ class _Counts:
 
 
 class _Timing:
-    """Full batches of a run's rows, each with another beginning, so that nothing of a prompt is known before.
-
-    batch: rows that stand for all. most: requests of the run.
-    """
+    """Full batches of a run's rows, each with another beginning, so that nothing is cached. most: requests."""
 
     def __init__(self, ask: Ask, is_chat: bool, batch: Sequence[tuple[Asked, Row]], most: int) -> None:
         self._ask, self._is_chat, self._batch, self._most = ask, is_chat, batch, most
@@ -281,7 +269,6 @@ class _Timing:
         self._tokens = 0
 
     def requests(self) -> Iterator[Request]:
-        """Yield a batch, and more until time is up."""
         self.has_begun, self._began_at = True, time.monotonic()
         for count, (asked, row) in zip(range(self._most), cycle(self._batch), strict=False):
             if count % len(self._batch) == 0:
@@ -293,7 +280,6 @@ class _Timing:
             yield request
 
     def deliver(self, completions: Sequence[Completion]) -> None:
-        """Count an answer's tokens."""
         self._tokens += sum(len(each.token_ids) for each in completions)
         self._ended_at = time.monotonic()
 

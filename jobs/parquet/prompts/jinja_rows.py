@@ -10,7 +10,6 @@ from jobs.prompts.jinja_environment import render
 from jobs.prompts.template_texts import TemplateProblem
 from sandbox.child import Worker
 
-#: Characters of the texts that are sent together.
 _TOGETHER_CHARS = 1 << 20
 
 

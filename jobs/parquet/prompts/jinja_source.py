@@ -17,16 +17,11 @@ _TASK = "jobs.parquet.prompts.jinja_rows:render_rows"
 
 
 class JinjaSource(PromptSource):
-    """A Jinja template whose names are columns, for a text or for the contents of a chat.
-
-    Null is `none` there, unless it has one of the `defaults`; written out, it is its row's error. Lists,
-    structs and maps are what they are in Python, and JSON where they are written out.
-    """
+    """A Jinja template over columns, of a text or a chat. Null is `none`, or one of `defaults`."""
 
     def __init__(
         self, template: Any, defaults: Mapping[str, str] = MappingProxyType({}), *, needs_column: bool = True
     ) -> None:
-        """Raises InvalidJob for what is no template, or names no column."""
         texts, self._roles = template_texts(template)
         self._template, self._defaults = JinjaTexts(texts), dict(defaults)
         self.columns = tuple(sorted(self._template.names))
@@ -52,7 +47,6 @@ class JinjaSource(PromptSource):
                 singly = True
 
     def _asked(self, rows: pa.RecordBatch) -> Iterator[list[str] | str]:
-        """Yield rows' texts, or why there are none."""
         rows, sink = rows.select(self.columns), pa.BufferOutputStream()
         with pa.ipc.new_stream(sink, rows.schema) as stream:
             stream.write_batch(rows)

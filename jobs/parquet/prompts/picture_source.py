@@ -21,10 +21,7 @@ ALIAS = "image"
 
 
 class PictureSource(PromptSource):
-    """The prompts of another source with the pictures of columns, each where a template names its column.
-
-    Others come before the text, in a chat before that of the last user message. has_template, is_chat: of `prompts`.
-    """
+    """The prompts of another source with pictures: where a template names their columns, else before the text."""
 
     def __init__(self, prompts: PromptSource, columns: Sequence[str], *, has_template: bool, is_chat: bool) -> None:
         self._prompts, self._pictures, self._is_chat = prompts, tuple(columns), is_chat
@@ -86,7 +83,6 @@ def _may_be_picture(kind: pa.DataType) -> bool:
 
 
 def _pictures(scalar: pa.Scalar) -> list[Picture] | RowProblem:
-    """Return the pictures of a row in a column."""
     try:
         return _pictures_of(scalar.as_py())
     except (InvalidJob, ValueError, pa.ArrowException) as problem:  # such as a path that is not UTF-8
@@ -112,7 +108,6 @@ def _text(text: str) -> Parts:
 
 
 def _put_first(messages: Parts, pictures: Parts) -> None:
-    """Put pictures before what the last message of the user's says. Raises RowProblem."""
     message = next((each for each in reversed(messages) if each["role"] == "user"), None)
     if message is None:
         raise RowProblem("there is no message of the user's that could hold the picture")

@@ -14,7 +14,7 @@ import pyarrow as pa
 
 from jobs.common.display import brief, to_json
 from jobs.errors import InvalidJob, InvalidValue, JobsError, WrongColumnType
-from jobs.parquet.tables.columns import is_bytes, is_list, is_text
+from jobs.parquet.tables.columns import PROBLEM, is_bytes, is_list, is_text
 from jobs.parquet.tables.row_values import RowProblem, holds, python_rows
 from jobs.prompts.arguments import MAX_PROMPT_BYTES, text_problem
 from jobs.prompts.messages import normal_messages
@@ -28,16 +28,15 @@ if TYPE_CHECKING:
 #: Rows that are Python's at a time: as Python's objects, values take many times what Arrow needs for them.
 SLICE_ROWS = 128
 
-#: What a template may hold.
 TEXT_FORMS = "text, a number, a truth value, a time, or lists, structs and maps of these (pictures by image_column)"
 
 
 class Row(NamedTuple):
     """What a row asks. Equal rows ask the same, and those that are neighbours in order share a prefix.
 
-    prompt: a text, or the JSON of a chat's messages. sampling: its own sampling values, and values: those of
-    columns that its check or its later prompts read; both as JSON, "" for none. pictures: the bytes of their files; of
-    a row with such, a prompt that is no chat is the JSON of its parts, and hashes stand in the pictures' places.
+    prompt: a text, or the JSON of a chat's messages, or of its parts where there are pictures, by hashes. sampling: its
+    own values; values: of columns that its check or later prompts read; both as JSON, "" for none. pictures: bytes of
+    files.
     """
 
     prompt: str
@@ -73,8 +72,7 @@ class PromptSource(abc.ABC):
 
     @abc.abstractmethod
     def render(self, values: Any) -> str | Parts:
-        """Return the prompt of one row, of what `read` gave; one with pictures as messages or parts. Raises
-        RowProblem."""
+        """Return the prompt of one row; one with pictures as messages or parts. Raises RowProblem."""
 
     def pictured(self, prompt: Parts, read: ReadFile) -> Row:
         """Return the row of a prompt with pictures. Raises InvalidJob, and what `read` does for a path."""
@@ -118,7 +116,6 @@ class PairSource(PromptSource):
 
 
 def prompt_column(column: str) -> ColumnSource:
-    """Return the source of a column of texts."""
     return ColumnSource(column, checked_text, is_text, "text")
 
 
@@ -147,7 +144,6 @@ class TemplateSource(PromptSource):
     """A template over columns; lists, structs and maps stand there as JSON. defaults: the text for null, by column."""
 
     def __init__(self, template: Template, defaults: Mapping[str, str] = MappingProxyType({})) -> None:
-        """Raises InvalidJob for a default of a column that the template does not name."""
         self.columns = template.columns
         self._template, self.defaults = template, defaults
         check_defaults(defaults, self.columns)
@@ -170,7 +166,6 @@ class TemplateSource(PromptSource):
 
 
 def written_as_texts(values: Mapping[str, Any]) -> str:
-    """Return the JSON of what TemplateSource writes for values."""
     texts = {
         name: to_json(value) if isinstance(value, list | dict) else None if value is None else f"{value}"
         for name, value in values.items()
@@ -179,7 +174,6 @@ def written_as_texts(values: Mapping[str, Any]) -> str:
 
 
 def check_defaults(defaults: Mapping[str, str], columns: Sequence[str]) -> None:
-    """Raise InvalidJob for a default of a column that a template does not name."""
     for column in defaults:
         if column not in columns:
             raise InvalidValue(
@@ -188,14 +182,12 @@ def check_defaults(defaults: Mapping[str, str], columns: Sequence[str]) -> None:
 
 
 def check_texts(schema: pa.Schema, columns: Sequence[str]) -> None:
-    """Raise WrongColumnType for a column whose values have no text form."""
     for column in columns:
         if holds(kind := schema.field(column).type, is_bytes):
             raise WrongColumnType(column, kind, TEXT_FORMS)
 
 
 def checked_text(text: Any, what: str = "prompt") -> str:
-    """Return a prompt, or a part of one. Raises RowProblem."""
     if text is None or text == "":
         raise RowProblem(f"{what} is {'null' if text is None else 'empty'}")
     if problem := text_problem(text, what):
@@ -233,26 +225,22 @@ class RowSource:
         self.columns = tuple(dict.fromkeys((*prompts.columns, *self._read)))
 
     def check(self, schema: pa.Schema) -> None:
-        """Raise WrongColumnType or ColumnConflict where no row could be made of such columns."""
         self._prompts.check(schema)
         check_texts(schema, self._beside)
         if self._sampling is not None:
             self._sampling.check(schema)
 
-    def rows(
-        self, batch: pa.RecordBatch, problems: Sequence[str | None] = (), read: ReadFile = str.encode
-    ) -> Iterator[Row | RowProblem]:
-        """Yield each row of a batch, or why it asks nothing. problems: why a row's line is none; empty where no row has
-        such. read: gives the file of a picture's path."""
+    def rows(self, batch: pa.RecordBatch, read: ReadFile = str.encode) -> Iterator[Row | RowProblem]:
+        """Yield each row of a batch, or why it asks nothing. read: gives the file of a picture's path."""
+        has_problems = PROBLEM in batch.schema.names
         for start in range(0, batch.num_rows, SLICE_ROWS):
             part = batch.slice(start, SLICE_ROWS)
+            problems = part.column(PROBLEM).to_pylist() if has_problems else [None] * part.num_rows
             pairs = zip(self._prompts.read(part), python_rows(self._read, part), strict=True)
-            for number, each in enumerate(pairs, start):
-                problem = problems[number] if problems else None
-                yield self._row(*each, read) if problem is None else RowProblem(problem)
+            for problem, (given, values) in zip(problems, pairs, strict=True):
+                yield self._row(given, values, read) if problem is None else RowProblem(problem)
 
     def _row(self, given: Any, values: Mapping[str, Any] | RowProblem, read: ReadFile) -> Row | RowProblem:
-        """Return a row. given: what its prompt is made of."""
         for each in (given, values):
             if isinstance(each, RowProblem):
                 return each

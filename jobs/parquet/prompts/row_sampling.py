@@ -18,8 +18,7 @@ CHECKS_REMEMBERED = 1024
 
 
 class RowSampling:
-    """Sampling values from columns `by_name`, where null leaves the run's. check: raises InvalidJob for impossible
-    ones."""
+    """Sampling values from columns `by_name`; null leaves the run's. check: raises InvalidJob for impossible ones."""
 
     def __init__(
         self, by_name: Mapping[str, str], sampling: Mapping[str, Any], check: Callable[[Mapping[str, Any]], None]
@@ -31,12 +30,10 @@ class RowSampling:
         self._problem = lru_cache(CHECKS_REMEMBERED)(self._find_problem)
 
     def check(self, schema: pa.Schema) -> None:
-        """Raise WrongColumnType for a column of which no value could be the sampling value."""
         for name, column in self._by_name.items():
             _check_type(name, column, schema.field(column).type)
 
     def of(self, values: Mapping[str, Any]) -> str:
-        """Return a row's sampling values as JSON. Raises RowProblem."""
         found = {
             name: self._shared.get(name) if values[column] is None else values[column]
             for name, column in self._by_name.items()
@@ -47,7 +44,6 @@ class RowSampling:
         return own
 
     def _find_problem(self, own: str) -> str | None:
-        """Say why a row's values cannot be, or None when they can."""
         values = json.loads(own)
         for name, value in values.items():
             try:

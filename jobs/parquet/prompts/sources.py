@@ -7,19 +7,11 @@ import pyarrow as pa
 
 from jobs.context import accept_any_sampling
 from jobs.errors import ColumnConflict
+from jobs.parquet.prompts import prompt_source
 from jobs.parquet.prompts.jinja_source import JinjaSource
 from jobs.parquet.prompts.line_source import LineSource
 from jobs.parquet.prompts.picture_source import PictureSource
-from jobs.parquet.prompts.prompt_source import (
-    PairSource,
-    PromptSource,
-    RowSource,
-    TemplateSource,
-    check_defaults,
-    messages_column,
-    prompt_column,
-    written_as_texts,
-)
+from jobs.parquet.prompts.prompt_source import RowSource
 from jobs.parquet.prompts.row_sampling import RowSampling
 from jobs.parquet.tables.row_values import RowProblem
 from jobs.runs.plans.formats import OPENAI_BATCH
@@ -36,7 +28,7 @@ def row_source(spec: RunSpec, check_sampling: Callable[[Mapping[str, Any]], None
         sampling = RowSampling(spec.sampling_columns, spec.chat[0], check_sampling)
     if spec.steps:
         first = _FirstStep(spec)
-        return RowSource(first, sampling, first.later, written_as_texts)
+        return RowSource(first, sampling, first.later, prompt_source.written_as_texts)
     prompts, pictures = _prompts(spec), spec.image_column or ()
     if pictures:
         kind = {"has_template": spec.template is not None, "is_chat": spec.is_chat}
@@ -48,37 +40,33 @@ def row_source(spec: RunSpec, check_sampling: Callable[[Mapping[str, Any]], None
     return RowSource(prompts, sampling, tuple(given))
 
 
-def _prompts(spec: RunSpec) -> PromptSource:
+def _prompts(spec: RunSpec) -> prompt_source.PromptSource:
     if spec.template is not None and spec.template_format == "jinja":
         return JinjaSource(spec.template, spec.defaults, needs_column=not spec.image_column)
     if spec.template is not None:
-        template = Template.parse(spec.template)
-        template.check_cost(spec.rows_per_shard)
-        return TemplateSource(template, spec.defaults)
+        return prompt_source.TemplateSource(Template.parse(spec.template), spec.defaults)
     if spec.query_column is not None and spec.document_column is not None:
-        return PairSource(spec.query_column, spec.document_column)
+        return prompt_source.PairSource(spec.query_column, spec.document_column)
     if spec.messages_column is not None:
-        return messages_column(spec.messages_column)
+        return prompt_source.messages_column(spec.messages_column)
     assert spec.prompt_column is not None
-    return prompt_column(spec.prompt_column)
+    return prompt_source.prompt_column(spec.prompt_column)
 
 
-def step_source(step: PromptStep, defaults: Mapping[str, str]) -> TemplateSource:
-    """Return the source of one of a row's prompts."""
+def step_source(step: PromptStep, defaults: Mapping[str, str]) -> prompt_source.TemplateSource:
     own = {name: text for name, text in defaults.items() if name in step.template.columns}
-    return TemplateSource(step.template, own)
+    return prompt_source.TemplateSource(step.template, own)
 
 
-class _FirstStep(TemplateSource):
+class _FirstStep(prompt_source.TemplateSource):
     """The first of a row's prompts. later: the columns that the others name."""
 
     def __init__(self, spec: RunSpec) -> None:
-        """Raises InvalidJob for a default of a column that no template names."""
         first, *others = spec.steps
         self._names = [step.name for step in spec.steps]
         named = dict.fromkeys(column for step in others for column in step.template.columns)
         self.later = tuple(column for column in named if column not in self._names)
-        check_defaults(spec.defaults, (*first.template.columns, *self.later))
+        prompt_source.check_defaults(spec.defaults, (*first.template.columns, *self.later))
         super().__init__(first.template, step_source(first, spec.defaults).defaults)
 
     def check(self, schema: pa.Schema) -> None:

@@ -11,7 +11,7 @@ import numpy as np
 
 from jobs.errors import InputNotFound, PartDamaged, PathSwapped
 from jobs.parquet.asks.row_keys import SIZE, Keys, as_keys
-from jobs.parquet.files.storage import Storage, reading, writing
+from jobs.parquet.files.storage import Storage, reading
 from jobs.runs.plans.names import keys_name
 from jobs.runs.plans.plan import Plan
 
@@ -20,15 +20,11 @@ MAX_MODELS = 64
 
 
 def write_keys(storage: Storage, plan: Plan, shard: int, keys: Keys, marks: Keys, execution_id: str) -> None:
-    """Put a part's keys in place, unless they are there. Raises DiskFull or OutputNotWritable.
-
-    keys: without a model, zeros for rows whose answer is none to take. marks: of each row's model.
-    """
+    """Put a part's keys in place, unless there. keys: zeros for no answer. marks: of each row's model."""
     keys, marks = np.where(keys.any(axis=1, keepdims=True), keys ^ marks, 0), np.unique(marks, axis=0)
     path = os.path.join(plan.spec.output, keys_name(shard))
     body = len(marks).to_bytes(8, "little") + marks.tobytes() + keys.tobytes()
-    with writing(path):
-        storage.make_folder(os.path.dirname(path))
+    storage.make_folder(os.path.dirname(path))
     storage.put(path, execution_id, lambda sink: sink.write(_digest(body) + body))
 
 

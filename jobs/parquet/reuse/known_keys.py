@@ -27,20 +27,17 @@ class KnownKeys:
         self.size = end
 
     def sort(self) -> None:
-        """Make all that was added ready to be found."""
         self._first, self._second = self._first[: self.size], self._second[: self.size]
         self._order = np.argsort(self._first, kind="stable")
         self._first = self._first[self._order]
 
     def forget(self, places: Places) -> None:
-        """Find what was added at these places no more."""
         self._second[places] = 0
 
     def find(self, keys: Keys) -> Places:
         """Return the place of each key among those added, -1 where it is not.
 
-        Of equal keys the first that is asked for gets the first one added, the next one the next, and so on from the
-        start: rows that ask the same, each with a seed of its own, keep answers of their own.
+        Equal ones are given out in the order they were added: rows that ask the same keep answers of their own.
         """
         first = np.ascontiguousarray(keys[:, 0])
         lows, highs = (np.searchsorted(self._first, first, side) for side in ("left", "right"))

@@ -22,7 +22,6 @@ from jobs.parquet.tables.table_reading import TableReading
 from jobs.runs.plans.names import JOURNAL, KEYS, PLAN, part_shard
 from jobs.runs.plans.plan import Plan
 
-#: Of an old run so many files that cannot be read are named.
 MAX_NAMED = 10
 
 _JOURNAL = re.compile(r"_(?:kept\.)?(\d{5,9})\.(?:.*\.)?answers\b", re.ASCII)
@@ -38,7 +37,6 @@ class ReusedRun:
     passed_over: list[str] = field(default_factory=list)
 
     def pass_over(self, error: Exception) -> None:
-        """Note a file that cannot be read; its rows are computed."""
         if len(self.passed_over) < MAX_NAMED:
             self.passed_over.append(": ".join(map(str, (*error.args, "it is gone")[:2])))
 
@@ -100,7 +98,7 @@ class OldRuns:
         for path in part.journal:
             try:
                 with closing(TableReading(self._storage, path, ColumnChoice((ROW, KEY)))) as file:
-                    for batch in file.batches():
+                    for batch in file.batches:
                         keys[batch.column(ROW).fill_null(-1)] = as_keys(b"".join(batch.column(KEY).to_pylist()))
             except (*UNREADABLE, ArithmeticError, LookupError, TypeError, ValueError) as error:
                 part.told.pass_over(error if isinstance(error, UNREADABLE) else PartDamaged(path, "it has no keys"))
@@ -134,7 +132,7 @@ class OldRuns:
                 if place < 0 or file.schema.field(place).type != each.type:
                     raise PartDamaged(path, f"it has no column {each.name!r} of {each.type}")
             start = 0
-            for batch in file.batches():
+            for batch in file.batches:
                 self._storage.check_interrupted()
                 rows: Places = np.arange(start, start := start + batch.num_rows)
                 if part.journal:
@@ -150,7 +148,6 @@ class OldRuns:
 
 
 def _answered(storage: Storage, plan: Plan) -> dict[int, list[str]]:
-    """Return the shards that have a part, and others that have journals, with their paths. Raises CannotReuse."""
     found: dict[int, list[str]] = {}
     for name in sorted(_names(storage, folder := os.path.join(plan.spec.output, JOURNAL))):
         if (match := _JOURNAL.match(name)) is not None:
@@ -163,7 +160,6 @@ def _answered(storage: Storage, plan: Plan) -> dict[int, list[str]]:
 
 
 def _names(storage: Storage, folder: str) -> list[str]:
-    """Return the names in a folder, which is made with the first of them."""
     try:
         return storage.names(folder)
     except FileNotFoundError:

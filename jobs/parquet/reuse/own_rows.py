@@ -33,8 +33,7 @@ def with_own_rows(storage: Storage, plan: Plan, chosen: Places, batches: Iterabl
     if len(chosen):
         target, places = plan.rows_path(first), os.path.join(plan.spec.output, name)
         for path in (target, places):
-            with writing(path):
-                storage.make_folder(os.path.dirname(path))
+            storage.make_folder(os.path.dirname(path))
         with writing(target), storage.open_output(target) as sink:
             groups = write_groups(sink, None, batches)
         with writing(places), storage.open_output(places) as sink:
@@ -45,17 +44,14 @@ def with_own_rows(storage: Storage, plan: Plan, chosen: Places, batches: Iterabl
 def input_rows(
     storage: Storage, plan: Plan, places: Places | None = None
 ) -> Generator[tuple[int, pa.RecordBatch], None, None]:
-    """Yield a run's rows, with the columns that are in none of its files, and the number of the first of them.
-
-    places: files that have none of these rows, which ascend, are not read.
-    """
+    """Yield a run's rows, added columns too, and the first one's number. places: files of none are not read."""
     start = 0
     for file in plan.files:
         if places is not None and np.ptp(np.searchsorted(places, [start, start + file.rows])) == 0:
             start += file.rows
             continue
         with closing(TableReading(storage, plan.rows_path(file))) as reading:
-            for batch in reading.batches():
+            for batch in reading.batches:
                 storage.check_interrupted()
                 batch = with_added_values(batch, plan.added_columns, file.values).slice(0, plan.rows - start)
                 if batch.num_rows == 0:
@@ -65,7 +61,6 @@ def input_rows(
 
 
 def rows_at(storage: Storage, plan: Plan, places: Places) -> Iterator[pa.RecordBatch]:
-    """Yield a run's rows at these places, which ascend."""
     with closing(input_rows(storage, plan, places)) as rows:
         for start, batch in rows:
             begin, end = np.searchsorted(places, [start, start + batch.num_rows])

@@ -33,8 +33,7 @@ from jobs.parquet.tables.table_reading import TableReading
 from jobs.runs.plans.names import JOURNAL
 from jobs.runs.plans.plan import Plan
 
-#: What stands beside the answer's columns: its row in the shard, the mark of the model, and which old row it was. In
-#: a journal the key that the row has in `_keys/`.
+#: Beside the answer's columns: its row in the shard, its model's mark, which old row it was; in a journal its key.
 ROW, MODEL, SOURCE, KEY = "_row", "_model", "_source", "_key"
 BESIDE = [pa.field(ROW, pa.int64()), pa.field(MODEL, pa.binary(SIZE)), pa.field(SOURCE, pa.string())]
 KEY_FIELD = pa.field(KEY, pa.binary(SIZE))
@@ -46,9 +45,7 @@ UNREADABLE = (PartDamaged, CorruptParquet, TableNotRead, InputNotFound, PathSwap
 def write_taken(storage: Storage, plan: Plan, buckets: RowBuckets) -> None:
     """Write the files of all shards that have answers. buckets: BESIDE, with rows of the run, and answers' columns."""
     firsts = np.array([plan.first_row(shard) for shard in range(len(plan.shards))])
-    folder = os.path.dirname(plan.reused_path(0))
-    with writing(folder):
-        storage.make_folder(folder)
+    storage.make_folder(os.path.dirname(plan.reused_path(0)))
     for shard, answers in _by_shard(buckets, firsts):
         storage.check_interrupted()
         path, own = plan.reused_path(shard), pc.subtract(answers.column(ROW), pa.scalar(int(firsts[shard])))
@@ -57,7 +54,6 @@ def write_taken(storage: Storage, plan: Plan, buckets: RowBuckets) -> None:
 
 
 def _by_shard(buckets: RowBuckets, firsts: npt.NDArray[np.int64]) -> Iterator[tuple[int, pa.Table]]:
-    """Yield the shards that have answers, with these. firsts: of each shard the first row."""
     waiting, last = list[pa.Table](), -1
     for table in buckets.sorted():
         shards = np.searchsorted(firsts, table.column(ROW).to_numpy(), "right") - 1
@@ -72,10 +68,8 @@ def _by_shard(buckets: RowBuckets, firsts: npt.NDArray[np.int64]) -> Iterator[tu
 
 
 def taken_answers(storage: Storage, plan: Plan, shard: int, asked: str) -> dict[int, tuple[Answer, bytes]]:
-    """Return the answers that rows of a shard, counted within it, have from earlier runs, with their models' marks.
-
-    asked: RowKeys.name; where planning knew another check, none is taken. Raises CorruptParquet or TableNotRead.
-    """
+    """Return the answers that a shard's rows, counted within it, have from earlier runs, with their models' marks; none
+    where planning knew another check. asked: RowKeys.name."""
     if plan.reused is None or plan.reused.asked != asked:
         return {}
     path = plan.reused_path(shard)
@@ -87,15 +81,11 @@ def _kept_path(plan: Plan, shard: int) -> str:
 
 
 def has_kept(folder: RunFolder, shard: int) -> bool:
-    """Return whether the first model of a cascade has left rows to the second one."""
     return folder.storage.stat(_kept_path(folder.plan, shard)) is not None
 
 
 def keep_answers(folder: RunFolder, shard: int, answers: Mapping[int, Answer], marks: Keys, keys: Keys) -> None:
-    """Put the first model's answers in place, unless some are there. marks, keys: as write_keys takes them.
-
-    Raises DiskFull or OutputNotWritable, also where the run has ended.
-    """
+    """Put the first model's answers in place, unless some are there. marks, keys: as write_keys takes them."""
     spec, own = folder.plan.spec, [*BESIDE, KEY_FIELD]
     beside = [(row, marks[row].tobytes(), each.reused, (keys ^ marks)[row].tobytes()) for row, each in answers.items()]
     table = answers_table(own, beside, list(answers.values()), kind_of(spec).fields(spec, 0))
@@ -129,7 +119,7 @@ def answers_table(
 
 def read_answers(file: TableReading, beside: Sequence[str]) -> Iterator[tuple[tuple[Any, ...], Answer]]:
     """Yield what stands in some columns beside each answer, and the answer. Raises CorruptParquet or TableNotRead."""
-    for batch in file.batches():
+    for batch in file.batches:
         # What a row has many of stays Arrow's.
         large = [field.name for field in batch.schema if _holds_structs(field.type)]
         for number, values in enumerate(batch.drop_columns(large).to_pylist()):
@@ -143,7 +133,6 @@ _OWN = {each.name for each in fields(Answer)} - {"columns"}
 
 
 def _answer(values: Mapping[str, Any]) -> Answer:
-    """Return an answer of the columns that a part has of it."""
     own: dict[str, Any] = {
         name: tuple(each) if isinstance(each, list) else each for name, each in values.items() if name in _OWN
     }

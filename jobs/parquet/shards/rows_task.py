@@ -4,7 +4,7 @@ import os
 from collections.abc import Iterator, Sequence
 
 from jobs.context import JobContext
-from jobs.context.served_model import ServedModel, model_text
+from jobs.context.served_model import ServedModel
 from jobs.errors import PlanDamaged, RunOfAnotherModel, unlike
 from jobs.parquet.files.storage import Storage
 from jobs.parquet.outputs.plan_file import load_plan
@@ -44,7 +44,6 @@ class RowsTask(OpenTask):
 
     @property
     def asked(self) -> ShardRequests:
-        """Return what is asked, where something is."""
         assert self._requests is not None, "nothing was asked"
         return self._requests
 
@@ -59,8 +58,7 @@ def check_model(plan: Plan, served: ServedModel, is_second: bool = False) -> Non
     """Raise RunOfAnotherModel. A BatchWorker leaves such a shard on its queue; a stock worker takes any."""
     model = plan.model_of(is_second)
     if model.fingerprint != served.fingerprint:
-        found = model_text(served.name, served.dtype, served.fingerprint)
-        raise RunOfAnotherModel(plan.run, str(model), f"{found}, which is served here")
+        raise RunOfAnotherModel(plan.run, str(model), f"{served}, which is served here")
 
 
 def trusted_plan(context: JobContext, storage: Storage, plan_path: str, run: str) -> Plan:

@@ -31,7 +31,6 @@ from jobs.parquet.tables.table_reading import TableReading
 #: What stands beside an answer too: the tokens generated for it and equal rows, with the first.
 _TOKENS = "_tokens"
 
-#: What stands beside a row that is under way, as JSON.
 _UNDER_WAY = "_under_way"
 
 _WHOSE = b"whose"
@@ -81,7 +80,7 @@ class ShardJournal:
         if (file.schema.metadata or {}).get(_WHOSE) != self._whose:
             _log.warning("the journal %s is passed over: it is of another plan, check or model", path)
         elif _UNDER_WAY in file.schema.names:
-            for row, text in (each.values() for batch in file.batches() for each in batch.to_pylist()):
+            for row, text in (each.values() for batch in file.batches for each in batch.to_pylist()):
                 was, known = UnderWay.from_json(json.loads(text)), found.under_way.get(row)
                 if known is None or was.length > known.length:
                     found.under_way[row] = was

@@ -17,8 +17,8 @@ from jobs.tasks import Completion, Request
 class _Group:
     """Rows that are asked together; `key` names them in the memo, `row` and `asked` stay until they are answered.
 
-    num_requests: that it has led to. delivered: what each got, by its place among them. num_tokens: generated for that.
-    so_far: the tokens that the others had elsewhere.
+    num_requests: that it has led to. delivered: what each got, by its place, with num_tokens. so_far: the others'
+    tokens.
     """
 
     row: Row | None
@@ -32,16 +32,14 @@ class _Group:
 
 
 class ShardRequests:
-    """Holds one answer for each row.
+    """Holds one answer for each row. Made in any thread; then all methods belong to one, but `inspect` and `close`.
 
-    rows: those that are answered already are answers. number_of: gives the number in the run of a row, counted within
-    the shard. memo: where the answers of other shards are. let_go: told of each row whose texts are not held here any
-    more.
-
-    Rows are asked in order, so that shared prefixes meet in the cache. Equal rows with equal answers are asked once,
-    and not at all where another shard on the same worker has it. A row that another shard is at comes
-    last; if it has no answer then, it is computed here too, so that no shard waits for another. What a row asks next
-    comes before other rows. Made in any thread; then all methods belong to one, but `inspect` and the last, `close`.
+    rows: those that are answered already are answers. number_of: gives a row's number in the run. memo: where the
+    answers of other shards are. let_go: told of each row whose texts are not held here any more.
+    Rows are asked in order, so that shared prefixes meet in the cache; what a row asks next comes before other rows.
+    Equal rows with equal answers are asked once, and not at all where another shard on the same worker has it. A row
+    that another shard is at comes last; if it has no answer then, it is computed here too, so that no shard waits for
+    another.
     """
 
     def __init__(
@@ -114,7 +112,6 @@ class ShardRequests:
         return self._ask.inspects
 
     def inspect(self, index: int, completions: Sequence[Completion]) -> None:
-        """See OpenTask: in any thread."""
         sent = self._sent[index]
         assert sent is not None, "inspected once delivered"
         group, place, _ = sent
@@ -138,7 +135,6 @@ class ShardRequests:
         self._take(group, place, completions)
 
     def _take(self, group: _Group, place: int, completions: Sequence[Completion]) -> None:
-        """Hand a group what its request got."""
         if group.asked is None:  # it has failed by another of its requests
             return
         found = group.asked.then(place, completions)
@@ -163,10 +159,7 @@ class ShardRequests:
         return answers
 
     def resume(self, under_way: Mapping[int, UnderWay]) -> None:
-        """Take rows up where another execution has left them, by the first of equal ones.
-
-        In any thread, before a request is pulled. Raises JobsError as `inspect` does.
-        """
+        """Take rows up where another execution has left them, before a request is pulled. Raises JobsError."""
         groups = [group for group in reversed(self._unsent) if group.rows[0] in under_way]
         self._unsent = [group for group in self._unsent if group.rows[0] not in under_way]
         for group in groups:
@@ -184,7 +177,6 @@ class ShardRequests:
                     self._take(group, place, completions)
 
     def under_way(self, so_far: Mapping[int, Mapping[int, Sequence[int]]]) -> dict[int, UnderWay]:
-        """Return how far rows are that are neither answered nor new. so_far: as of OpenTask.keep."""
         tokens: defaultdict[int, dict[int, Mapping[int, Sequence[int]]]] = defaultdict(dict)
         for index, samples in so_far.items():
             if (sent := self._sent[index]) is not None and sent[0].rows:
@@ -202,7 +194,6 @@ class ShardRequests:
             self._end(key)
 
     def _begin(self, group: _Group) -> None:
-        """Have a group's requests sent next."""
         row = self._taken(group)
         try:
             group.asked = self._ask.begin(row, self._number_of(group.rows[0]))
@@ -255,7 +246,6 @@ class ShardRequests:
 
 
 def _answer_of(row: Row | RowProblem | Answer, ask: Ask) -> Answer | None:
-    """Return what a row has before anything is asked."""
     if isinstance(row, Row):
         return None
     return row if isinstance(row, Answer) else ask.failed(str(row))

@@ -12,7 +12,7 @@ from jobs.errors import ShardTooLarge
 from jobs.parquet.files.picture_files import picture_reader
 from jobs.parquet.files.storage import Storage
 from jobs.parquet.prompts.prompt_source import Row, RowSource
-from jobs.parquet.tables.columns import PROBLEM, ColumnChoice, with_added_values
+from jobs.parquet.tables.columns import ColumnChoice, with_added_values
 from jobs.parquet.tables.row_reader import RowReader
 from jobs.parquet.tables.row_values import RowProblem
 from jobs.runs.plans.plan import Plan, Shard
@@ -31,7 +31,6 @@ class ShardTexts:
         held: ShardBytes,
         remedy: str = "submit with a smaller rows_per_shard",
     ) -> None:
-        """path, columns, remedy: where the rows come from and what helps, for the error."""
         self._path, self._columns, self._held, self._remedy = path, columns, held, remedy
         self._known: dict[Row, Row] = {}
         self._bytes = 0
@@ -60,7 +59,6 @@ class ShardTexts:
         return rows
 
     def let_go(self, row: Row) -> None:
-        """Count a row no more that was handed out."""
         self._release(row.num_bytes)
 
     def close(self) -> None:
@@ -73,25 +71,19 @@ class ShardTexts:
         self._held.let_go(num_bytes)
 
 
-def shard_batches(
-    context: JobContext, plan: Plan, shard: Shard, reader: RowReader
-) -> Iterator[tuple[pa.RecordBatch, list[str | None]]]:
-    """Yield the rows of a shard with the columns that are in no file, and why lines are no rows, if any are none."""
+def shard_batches(context: JobContext, plan: Plan, shard: Shard, reader: RowReader) -> Iterator[pa.RecordBatch]:
+    """Yield the rows of a shard with the columns that are in no file, of a text file also why lines are no rows."""
     for batch in reader.read(shard, context.check_interrupted):
-        place, problems = batch.schema.get_field_index(PROBLEM), []
-        if place >= 0:
-            batch, problems = batch.remove_column(place), batch.column(place).to_pylist()
-        yield with_added_values(batch, plan.added_columns, plan.files[shard.file].values), problems
+        yield with_added_values(batch, plan.added_columns, plan.files[shard.file].values)
 
 
 def shard_rows(
     context: JobContext, plan: Plan, shard: Shard, reader: RowReader, source: RowSource
 ) -> Iterator[Row | RowProblem]:
-    """Yield the rows of a shard; before each of them the work heeds what interrupts it."""
     file, folders = plan.files[shard.file], {os.path.dirname(each.path) for each in plan.files}
     read = picture_reader(context, None if file.kept and len(folders) > 1 else os.path.dirname(file.path))
-    for batch, problems in shard_batches(context, plan, shard, reader):
-        for row in source.rows(batch, problems, read):
+    for batch in shard_batches(context, plan, shard, reader):
+        for row in source.rows(batch, read):
             context.check_interrupted()
             yield row
 

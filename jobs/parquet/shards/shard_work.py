@@ -15,21 +15,12 @@ import pyarrow as pa
 from jobs.common.display import brief
 from jobs.context import JobContext
 from jobs.context.answers import Answer
-from jobs.context.shared_files import ReaderKey
 from jobs.errors import PlanDamaged, RunError
 from jobs.parquet.asks.kinds import ask_of
 from jobs.parquet.asks.row_keys import as_keys, model_mark, row_keys
 from jobs.parquet.files.fingerprint import unchanged
 from jobs.parquet.files.storage import Storage
-from jobs.parquet.outputs.part import (
-    MODEL,
-    columns_kept,
-    embedding_size,
-    output_schema,
-    part_stats,
-    with_answers,
-    write_part,
-)
+from jobs.parquet.outputs import part
 from jobs.parquet.outputs.run_folder import RunFolder
 from jobs.parquet.prompts.prompt_source import Row
 from jobs.parquet.prompts.sources import row_source
@@ -95,7 +86,6 @@ class ShardWork(RowsTask):
         return cls(context, folder, shard, queue)
 
     def progress(self) -> dict[str, Any]:
-        """Return rows, rows done, rows being answered, and tokens of prompts and answers of this execution."""
         rows, asked = self._shard.rows, self._requests
         return {
             "rows": rows,
@@ -166,7 +156,7 @@ class ShardWork(RowsTask):
         if folder.has_part(number):
             return None
         answers = requests.answers()
-        stats = part_stats(
+        stats = part.part_stats(
             answers,
             self._context.model,
             run=folder.plan.run,
@@ -198,13 +188,12 @@ class ShardWork(RowsTask):
 
     def _write(self, sink: Any, answers: list[Answer], stats: PartStats) -> None:
         plan, spec = self._folder.plan, self._folder.plan.spec
-        with self._reader(columns_kept(spec)) as reader:
-            size = embedding_size(spec, self._context.model)
-            schema = output_schema(with_added_fields(reader.schema, plan.added_columns), spec, self._file.path, size)
-            write_part(sink, schema, self._batches(reader, answers, schema), stats)
+        with self._reader(part.columns_kept(spec)) as reader:
+            found = with_added_fields(reader.schema, plan.added_columns)
+            schema = part.output_schema(found, spec, self._file.path, part.embedding_size(spec, self._context.model))
+            part.write_part(sink, schema, self._batches(reader, answers, schema), stats)
 
     def _with_models(self, answers: list[Answer]) -> list[Answer]:
-        """Return answers with the names of their models, where the run has two."""
         first, second = self._folder.plan.model, self._folder.plan.second
         if second is None:
             return answers
@@ -213,14 +202,14 @@ class ShardWork(RowsTask):
             for each in (first, second)
         }
         return [
-            each if each.error else replace(each, columns={**each.columns, MODEL: names.get(mark.tobytes())})
+            each if each.error else replace(each, columns={**each.columns, part.MODEL: names.get(mark.tobytes())})
             for mark, each in zip(self._marks, answers, strict=True)
         ]
 
     def _batches(self, reader: RowReader, answers: list[Answer], schema: pa.Schema) -> Iterator[pa.Table]:
         start = 0
-        for batch, _ in shard_batches(self._context, self._folder.plan, self._shard, reader):
-            yield with_answers(batch, answers[start : start + batch.num_rows], schema, self._folder.plan.spec)
+        for batch in shard_batches(self._context, self._folder.plan, self._shard, reader):
+            yield part.with_answers(batch, answers[start : start + batch.num_rows], schema, self._folder.plan.spec)
             start += batch.num_rows
 
     def _read_requests(self) -> ShardRequests:
@@ -262,12 +251,11 @@ class ShardWork(RowsTask):
     def _reader(self, columns: ColumnChoice) -> Iterator[RowReader]:
         """Borrow a reader that has not passed this shard. Raises InputChanged for another file."""
         plan, storage, shard, file = self._folder.plan, self._folder.storage, self._shard, self._file
-        key = ReaderKey(file.path, (file.size, file.mtime_ns), (columns, plan.rows_path(file)))
+        key = (file.path, file.size, file.mtime_ns, columns, plan.rows_path(file))
 
         def open_reader() -> RowReader:
-            held, make_room = self._context.shard_bytes, self._files.close_idle
             with unchanged(storage, plan, file):  # else that is why it cannot be read
-                return RowReader(storage, plan.rows_path(file), shard, columns, held, make_room=make_room)
+                return RowReader(storage, plan.rows_path(file), shard, columns, self._context.shard_bytes.limit)
 
         # Then a reader that has seen another file is closed, and not lent on to a shard that finds the planned one.
         with self._files.reader(key, shard, open_reader) as reader, unchanged(storage, plan, file):

@@ -39,14 +39,10 @@ _NOT_COMPARED = {"cached_tokens", "probability", "margin"}
 
 
 class VerifyWork(RowsTask):
-    """A sample of a run between open and close; rows that it could not answer, or took from another model, are left
-    out."""
+    """A sample of a run; rows that it could not answer, or took from another model, are left out."""
 
     def __init__(self, context: JobContext, run: str, plan: str, sample: int | str = "1%", seed: int = 0) -> None:
-        """Read the rows and what the run has of them. sample: "1%" (at least one row), 20 or "20"; seed: which.
-
-        Raises RunError, InvalidValue or NoRoomYet.
-        """
+        """Read the rows and what the run has of them. sample: "1%" (at least one row), 20 or "20"; seed: which."""
         storage = Storage.of(context)
         self._plan = planned = trusted_plan(context, storage, plan, run)
         if not kind_of(planned.spec).is_compared:
@@ -63,7 +59,6 @@ class VerifyWork(RowsTask):
         self._recorded: dict[int, dict[str, Any]] = {}
         keys: dict[int, bytes] = {}
         for shard in planned.shards_of(self._sample):
-            # Raises PartDamaged for a part that is not this shard's.
             read_part_stats(storage, planned.part_path(shard), run, shard, planned.shards[shard].rows)
             for row, values in part_rows(storage, planned, shard, list(columns.values()), self._sample):
                 if values[columns["error"]] is None:
@@ -106,7 +101,6 @@ class VerifyWork(RowsTask):
             raise
 
     def result(self) -> dict[str, Any]:
-        """Return how many rows are equal, and the first values that are not."""
         differences = [
             {"row": row, "column": name, "recorded": value, "computed": computed}
             for (row, recorded), answer in zip(self._recorded.items(), self.asked.answers(), strict=True)
@@ -128,8 +122,7 @@ class VerifyWork(RowsTask):
 
 
 def _keys_of(storage: Storage, plan: Plan, shard: int, rows: Set[int]) -> dict[int, bytes]:
-    """Return the keys of those of a shard's rows that have one, without the run's own model, where others have answered
-    some. Raises PartDamaged."""
+    """Return the keys of a shard's rows that have one, less the run's model, where others have answered some."""
     (found, marks), first = read_keys(storage, plan, shard), plan.first_row(shard)
     if np.array_equal(marks, mark := model_mark(plan.model.fingerprint)):
         return {}
@@ -138,7 +131,6 @@ def _keys_of(storage: Storage, plan: Plan, shard: int, rows: Set[int]) -> dict[i
 
 
 def sampled_rows(sample: str, seed: str, total: int, most: int) -> set[int]:
-    """Return the numbers of some of a run's rows. Raises InvalidValue."""
     found = re.fullmatch(r"(\d{1,12}(?:\.\d{1,9})?)(%?)", sample, re.ASCII)
     if found is None or not (size := Fraction(found[1])):
         raise InvalidValue("sample is {}, expected a share as 1%, or a number of rows from 1", brief(sample))

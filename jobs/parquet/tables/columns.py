@@ -7,15 +7,13 @@ import pyarrow as pa
 
 from jobs.runs.plans.partitions import AddedColumn
 
-#: Why a line of a file is no row: it goes with the rows in this column until they are answered or written. No
-#: column of a file: a header or key of this name is refused.
+#: Why a line of a file is no row, in a column of its own until the rows are written. A file's of this name is refused.
 PROBLEM = "\0problem"
 
 #: Of a run in an order of its own: which row of the whole input, from 0, a row is.
 ROW_NUMBER = "row_number"
 
 PROBLEM_FIELD = pa.field(PROBLEM, pa.string())
-
 
 _TEXTS = (pa.types.is_string, pa.types.is_large_string, pa.types.is_string_view, pa.types.is_null)
 _BYTES = (pa.types.is_binary, pa.types.is_large_binary, pa.types.is_fixed_size_binary, pa.types.is_binary_view)
@@ -41,7 +39,6 @@ class ColumnChoice(NamedTuple):
     without: Sequence[str] = ()
 
     def of(self, found: Sequence[str]) -> list[str] | None:
-        """Return those of a file's columns that are chosen; None for all."""
         if self.names is not None:
             return [name for name in (*self.names, PROBLEM) if name in found]
         return [name for name in found if name not in self.without] if self.without else None
@@ -59,7 +56,6 @@ def with_added_fields(schema: pa.Schema, columns: Sequence[AddedColumn]) -> pa.S
 
 
 def with_added_values(batch: pa.RecordBatch, columns: Sequence[AddedColumn], values: Sequence[Any]) -> pa.RecordBatch:
-    """Append a file's values to a batch of its rows."""
     schema = with_added_fields(batch.schema, columns)
     if len(schema) == batch.num_columns:  # which may have rows and no column
         return batch

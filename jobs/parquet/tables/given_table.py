@@ -23,11 +23,7 @@ _VIEWS: dict[Callable[[pa.DataType], bool], pa.DataType] = {
 
 
 def write_given_table(given: Any, folder: str) -> str:
-    """Write a table into a folder, as a Parquet file whose name is of its contents; return its path.
-
-    So the same table is the same file, and submitting it again resumes its run. given: a pandas or polars DataFrame, a
-    pyarrow Table, RecordBatch or reader, or what else gives an Arrow stream. Raises InvalidJob, or OSError.
-    """
+    """Write a table into a folder as a Parquet file named by its contents, so that the same table resumes its run."""
     table = _arrow_table(given)
     os.makedirs(folder, exist_ok=True)
     temporary = os.path.join(folder, f"_tmp.{uuid4().hex}.parquet.tmp")
@@ -65,14 +61,10 @@ def _as_table(given: Any) -> pa.Table:
     package = type(given).__module__.partition(".")[0]
     if package == "pandas" and hasattr(given, "columns"):
         return pa.Table.from_pandas(given)
-    if package == "polars" and hasattr(given, "to_arrow"):
+    if package == "polars" and hasattr(given, "to_arrow"):  # without its views of texts
         given = given.to_arrow()
     if package == "polars" and hasattr(given, "collect"):
         raise InvalidJob("a LazyFrame is no table yet: give it as frame.collect(), or its files themselves")
-    if isinstance(given, pa.Table):
-        return given
-    if isinstance(given, pa.RecordBatch):
-        return pa.Table.from_batches([given])
     if hasattr(given, "__arrow_c_stream__"):
         return pa.table(given)
     raise unlike("input", type(given).__name__, "paths, a pandas or polars DataFrame, or an Arrow table")

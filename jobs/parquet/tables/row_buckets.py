@@ -12,7 +12,6 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
-#: Rows of a file at least, and so many files at most.
 BUCKET_ROWS, MAX_BUCKETS = 1 << 12, 256
 
 #: Rows and bytes that are handed to the files at once, and rows that are read at once.
@@ -25,7 +24,6 @@ class RowBuckets:
     """Takes rows in any order, and yields them by their places. Used in a `with` block."""
 
     def __init__(self, rows: int) -> None:
-        """rows: places are below."""
         self._size = max(BUCKET_ROWS, -(-rows // MAX_BUCKETS))
         self._waiting, self._rows, self._bytes = list[pa.RecordBatch](), 0, 0
         self._streams: dict[int, tuple[str, Any]] = {}
@@ -39,7 +37,6 @@ class RowBuckets:
         self._stack.close()
 
     def add(self, places: npt.NDArray[np.int64], batch: pa.RecordBatch) -> None:
-        """Take rows, each with its place."""
         schema = batch.schema.append(_PLACE)
         self._waiting.append(pa.RecordBatch.from_arrays([*batch.columns, pa.array(places)], schema=schema))
         self._rows, self._bytes = self._rows + batch.num_rows, self._bytes + int(batch.nbytes)
@@ -47,7 +44,6 @@ class RowBuckets:
             self._flush()
 
     def sorted(self) -> Iterator[pa.Table]:
-        """Yield all rows by their places, READ_ROWS at most at a time."""
         self._flush()
         for _, (path, stream) in sorted(self._streams.items()):
             stream.close()

@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterator
 import pyarrow as pa
 
 from jobs.context import never_interrupted
-from jobs.context.shared_files import NoRoomYet, ShardBytes
+from jobs.context.shared_files import DEFAULT_BYTES
 from jobs.errors import CorruptParquet, ShardTooLarge
 from jobs.parquet.files.storage import Storage
 from jobs.parquet.tables.columns import ALL_COLUMNS, ColumnChoice
@@ -15,42 +15,18 @@ from jobs.runs.plans.plan import Shard
 #: Times its limit that the rows of a shard may stand for in all, batch after batch: each costs time and disk.
 SHARD_TIMES = 16
 
-#: So many files are read at once before a further reader waits for room.
-READERS = 4
 
+class RowReader(TableReading):
+    """One pass over a file, from the row group of some shard to the end: Parquet cannot be entered in its middle.
 
-class RowReader:
-    """One pass over a file, from the row group of some shard to the end.
-
-    Parquet cannot be entered in the middle of a row group: a reader that goes on where the last shard ended
-    decodes each row once. held: where its memory is counted; NoRoomYet is raised beside too many other
-    readers. make_room: closes those that nobody uses. Raises as TableReading does.
+    So one that goes on where the last shard ended decodes each row once. limit: the bytes of one shard's prompts.
     """
 
     def __init__(
-        self,
-        storage: Storage,
-        path: str,
-        first: Shard,
-        columns: ColumnChoice = ALL_COLUMNS,
-        held: ShardBytes | None = None,
-        *,
-        make_room: Callable[[], None] = lambda: None,
+        self, storage: Storage, path: str, first: Shard, columns: ColumnChoice = ALL_COLUMNS, limit: int = DEFAULT_BYTES
     ) -> None:
-        self._path, self._held = path, held or ShardBytes()
-        self._reserved = self._held.limit // READERS
-        if not self._held.reserve_reading(self._reserved):
-            make_room()
-            if not self._held.reserve_reading(self._reserved):
-                raise NoRoomYet
-        try:
-            self._table = TableReading(storage, path, columns, first.first_group, self._held.limit)
-        except BaseException:
-            self._held.reserve_reading(-self._reserved)
-            raise
-        #: The schema of the whole file.
-        self.schema: pa.Schema = self._table.schema
-        self._batches = self._table.batches()
+        super().__init__(storage, path, columns, first.first_group, limit)
+        self._path, self._limit = path, limit
         self._left: pa.RecordBatch | None = None
         #: The row that comes next, counted within the file.
         self.next_row = first.start - first.skip
@@ -64,7 +40,7 @@ class RowReader:
         end, shard_bytes = shard.start + shard.rows, 0
         while self.next_row < end:
             check_interrupted()
-            batch = next(self._batches, None) if self._left is None else self._left
+            batch = next(self.batches, None) if self._left is None else self._left
             if batch is None:
                 raise CorruptParquet(self._path, f"{end - self.next_row} rows fewer than its footer says")
             taken = min(batch.num_rows, end - self.next_row)
@@ -74,16 +50,9 @@ class RowReader:
             if taken > ahead:
                 batch = batch.slice(ahead, taken - ahead)
                 shard_bytes += batch.nbytes
-                if shard_bytes > (limit := SHARD_TIMES * self._held.limit):
+                if shard_bytes > (limit := SHARD_TIMES * self._limit):
                     widest = max(batch.schema.names, key=lambda name: batch.column(name).nbytes)
                     what = f"its rows stand for {shard_bytes} bytes and more, most of column {widest!r}"
                     remedy = "submit with a smaller rows_per_shard"
                     raise ShardTooLarge(self._path, what, limit, f"{SHARD_TIMES} times ", remedy)
                 yield batch
-
-    def close(self) -> None:
-        """Close the file; may be called more than once."""
-        self._left = None
-        self._table.close()
-        self._held.reserve_reading(-self._reserved)
-        self._reserved = 0

@@ -44,8 +44,7 @@ def _key(key: Any) -> str:
     return key if isinstance(key, str) else f"{key}"
 
 
-#: What Arrow raises for a value that Python's types cannot hold: text that is not UTF-8, which Parquet never
-#: checks, a date after 9999, a time zone that is not known here, nanoseconds where pandas is not installed.
+#: What Arrow raises for a value that Python's types cannot hold, such as text that is not UTF-8 or a date after 9999.
 _NO_PYTHON_VALUE = (ValueError, OverflowError, KeyError, pa.ArrowException)
 
 #: The largest value of which a prompt could be made: a chat's JSON may write a character in six.
@@ -76,17 +75,13 @@ def python_rows(columns: Sequence[str], rows: pa.RecordBatch) -> Iterator[dict[s
 
 
 def _as_written(field: pa.Field, values: Iterator[Any]) -> Iterator[Any]:
-    """Return a column's values with integers as such that stood beside floats in a text file."""
     if NUMBER.items() <= (field.metadata or {}).items():
         return (int(each) if isinstance(each, float) and each.is_integer() else each for each in values)
     return values
 
 
 def row_values(name: str, column: pa.Array, is_ours: bool = False) -> Iterator[Any]:
-    """Return the value of each row of a column, or the RowProblem that it is. Maps are dicts.
-
-    is_ours: values that were computed may be larger than what a prompt is made of.
-    """
+    """Return each row's value, or its RowProblem; maps are dicts. is_ours: computed ones may be larger than prompts."""
     values = (each.as_py() for each in column) if is_ours else _python_values(name, column)
     if not holds(column.type, pa.types.is_map):
         return values
@@ -105,7 +100,6 @@ def _python_values(name: str, column: pa.Array) -> Iterator[Any]:
 
 
 def _num_bytes(column: pa.Array) -> int:
-    """Return what a column's values take, at least a byte each; a dictionary's as often as they may stand."""
     try:
         size = int(column.nbytes)
     except pa.ArrowException:  # pyarrow before 20 does not know of views
@@ -116,7 +110,6 @@ def _num_bytes(column: pa.Array) -> int:
 
 
 def _value(name: str, row: pa.Array) -> Any:
-    """Return the value of a column of one row."""
     try:
         return _too_large(name, row) or row[0].as_py()
     except UnicodeDecodeError as error:
@@ -126,7 +119,6 @@ def _value(name: str, row: pa.Array) -> Any:
 
 
 def _too_large(name: str, row: pa.Array) -> RowProblem | None:
-    """Return the problem of a value that no prompt could hold, looked at while it is Arrow's."""
     scalar = row[0]
     if isinstance(scalar, pa.DictionaryScalar):
         scalar = scalar.value

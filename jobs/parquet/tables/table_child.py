@@ -16,7 +16,6 @@ from sandbox.child import Body, Worker
 #: Bytes read at once of all columns: without a limit pyarrow holds a row group's compressed columns.
 READ_BYTES = 1 << 24
 
-#: The key of our JSON in a part's key-value metadata.
 STATISTICS = b"tokenmill"
 
 Replies = Iterator[tuple[dict[str, Any], Body]]
@@ -39,7 +38,6 @@ def with_file(task: Callable[[Mapping[str, Any], Any], Replies]) -> Callable[[Wo
 
 @with_file
 def look(question: Mapping[str, Any], source: Any) -> Replies:
-    """Tell what a Parquet file holds: its schema, its groups' rows and bytes, its data's bytes."""
     with _parquet_file(source) as file:
         footer = file.metadata
         groups = [footer.row_group(number) for number in range(footer.num_row_groups)]

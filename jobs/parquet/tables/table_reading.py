@@ -19,8 +19,7 @@ from sandbox import ChildDied, ChildFailed, ChildOutOfMemory, Limits
 #: Seconds in which a child has to reply with a batch, or ask for bytes.
 LIMIT_S = 30.0
 
-#: The part of TOKENMILL_MAX_SHARD_BYTES that a child may take, and what it may take at least. Files of pictures have
-#: pages of a hundred megabytes, each of which is there three times.
+#: Of TOKENMILL_MAX_SHARD_BYTES a child may take; of files of pictures, whose pages are large; and it may at least.
 CHILD_SHARE, BYTES_SHARE, MIN_BYTES = 3 / 8, 6, 64 << 20
 
 #: Rows of a batch: at first, and where so many have taken too much memory.
@@ -38,9 +37,8 @@ Ask = Callable[[str, Mapping[str, Any]], Iterator[tuple[dict[str, Any], bytearra
 class Contents:
     """What a look at a file tells: rows and bytes of each of its row groups, as they are or will be.
 
-    rows, stored_bytes, statistics: of a Parquet file, with its data's and footer's bytes, and what a part says of
-    itself. kinds: of a text file's columns. names: of a batch file some bytes of each row, alike where two rows have
-    the same custom_id.
+    stored_bytes, statistics: of a Parquet file, with its footer's bytes, and what a part says of itself. kinds: of a
+    text file's columns. names: of a batch file some bytes of each row, alike where two rows have the same custom_id.
     """
 
     schema: pa.Schema
@@ -81,11 +79,10 @@ def read_schema(schema: bytes | bytearray) -> pa.Schema:
 
 
 class TableReading:
-    """One pass over a file from a group of its rows to the end.
+    """One pass over a file from a group of its rows to the end. Raises as look_at.
 
-    schema: of the whole file. columns: that are read; a name that is not there is passed over. limit: see
-    look_at. Raises what look_at does; a child that was killed is replaced once, and one that takes too much
-    memory is asked for fewer rows at a time.
+    schema: of the whole file. batches: its rows, once. columns: a name that is not there is passed over. A child that
+    was killed is replaced once, and one that takes too much memory is asked for fewer rows at a time.
     """
 
     def __init__(
@@ -96,22 +93,16 @@ class TableReading:
         first_group: int = 0,
         limit: int = DEFAULT_BYTES,
     ) -> None:
-        self._found = _read(lambda share: open_table(storage, path, limit, share=share), path, columns, first_group)
-        self.schema: pa.Schema = next(self._found)
-
-    def batches(self) -> Iterator[pa.RecordBatch]:
-        """Yield the rows, once."""
-        return self._found
+        self.batches = _read(lambda share: open_table(storage, path, limit, share=share), path, columns, first_group)
+        self.schema: pa.Schema = next(self.batches)
 
     def close(self) -> None:
-        """Close the file; may be called more than once."""
-        self._found.close()
+        self.batches.close()
 
 
 def _read(
     opened: Callable[[float], AbstractContextManager[Ask]], path: str, columns: ColumnChoice, first_group: int
 ) -> Generator[Any, None, None]:
-    """Yield a file's schema, then its rows."""
     schema, rows_done, sizes, was_replaced, share = None, 0, list(BATCH_ROWS), False, CHILD_SHARE
     while True:
         question = {"columns": columns, "first_group": first_group, "skip": rows_done, "rows": sizes[0]}
@@ -149,8 +140,7 @@ def _has_bytes(schema: pa.Schema | None, columns: ColumnChoice) -> bool:
 def open_table(
     storage: Storage, path: str, limit: int, input_format: str | None = None, share: float = CHILD_SHARE
 ) -> Iterator[Ask]:
-    """Open a file, and lend a child, of a share of `limit` bytes, that is given its bytes. input_format: None for
-    Parquet."""
+    """Open a file, and lend a child, of a share of `limit` bytes, that is given its bytes."""
     limits = Limits(LIMIT_S, max(MIN_BYTES, int(limit * share)))
     stack = ExitStack()
 

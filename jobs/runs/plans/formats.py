@@ -7,8 +7,7 @@ from jobs.errors import MixedFormats, unlike
 
 PARQUET, CSV, TSV, JSONL, ARROW = "parquet", "csv", "tsv", "jsonl", "arrow"
 
-#: OpenAI's batch files: JSONL by their names, so they are asked for. Rows with a custom_id, a method, a url
-#: and a body may be somebody's rows, and an output of responses in their place a surprise.
+#: OpenAI's batch files: JSONL by their names, so they are asked for.
 OPENAI_BATCH = "openai-batch"
 
 #: How the names of a format's files end; in folders only such files are input.
@@ -24,25 +23,15 @@ SUFFIXES = {
 #: Formats whose files are lines of text: they have no types and no index of their own.
 LINES = frozenset({CSV, TSV, JSONL, OPENAI_BATCH})
 
-#: Those whose first line names the columns.
 HEADED = frozenset({CSV, TSV})
 
-#: Formats of one output file.
 OUTPUTS = (PARQUET, CSV, JSONL, ARROW)
 
 #: What may follow the suffix of such a file, which is compressed then.
 COMPRESSED = (".gz", ".zst", ".bz2")
 
 
-def parse_format(name: str, value: Any) -> str:
-    """Return a format of files that was asked for. Raises InvalidValue."""
-    if not isinstance(value, str) or value not in SUFFIXES:
-        raise unlike(name, value, f"one of {', '.join(SUFFIXES)}")
-    return value
-
-
 def parse_single_file(name: str, value: Any) -> str | None:
-    """Return the format of a run's one output file, or None for parts. Raises InvalidValue."""
     if value is False:
         return None
     if value is True:
@@ -53,7 +42,6 @@ def parse_single_file(name: str, value: Any) -> str | None:
 
 
 def named_format(name: str) -> str | None:
-    """Return the format that a file's name tells, or None."""
     name = name.lower()
     for suffix in COMPRESSED:
         if name.endswith(suffix):
@@ -63,7 +51,6 @@ def named_format(name: str) -> str | None:
 
 
 def is_named(name: str, wanted: str | None) -> bool:
-    """Whether a file of this name is one of a wanted format; None stands for any."""
     found = named_format(name)
     wanted = JSONL if wanted == OPENAI_BATCH else wanted
     return found is not None if wanted is None else found == wanted

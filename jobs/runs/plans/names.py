@@ -19,18 +19,15 @@ PARTS = "_parts"
 #: Where open shards keep what they have computed, until the run ends.
 JOURNAL = "_journal"
 
-#: Where planning puts what it makes of inputs that are no Parquet.
 INPUT = "_input"
 
-#: Where the keys of the parts' rows lie, by which later runs find the answers. The names in it begin so too: polars
-#: reads files of folders that do.
+#: Where the keys of the parts' rows lie. The names in it begin so too: polars reads files of folders that do.
 KEYS = "_keys"
 
-#: Where planning puts the answers that are taken from earlier runs.
 REUSED = "_reused"
 
 _RUN_ID = re.compile(r"[0-9a-f]{16}")
-_SHARD_JOB = re.compile(r"([0-9a-f]{16})-(\d+)(?:-2)?", re.ASCII)
+_JOB = re.compile(r"([0-9a-f]{16})-(?:plan|(\d+)(?:-2)?)", re.ASCII)
 _PART = re.compile(r"part-(\d{5,})\.parquet")
 
 
@@ -39,12 +36,10 @@ def is_run_id(value: object) -> bool:
 
 
 def part_name(shard: int) -> str:
-    """Return the file name of a shard's part; names sort like shards up to 100,000 of them."""
     return f"part-{shard:05d}.parquet"
 
 
 def keys_name(shard: int) -> str:
-    """Return the name, below the run's folder, of the keys of a part's rows."""
     return f"{KEYS}/_part-{shard:05d}.bin"
 
 
@@ -61,7 +56,6 @@ def output_names(single_file: str | None) -> tuple[str, ...]:
 
 
 def part_shard(name: str) -> int | None:
-    """Return the shard whose part has this name, or None when it is no part."""
     match = _PART.fullmatch(name)
     return int(match[1]) if match and part_name(int(match[1])) == name else None
 
@@ -77,17 +71,15 @@ def shard_job_id(run: str, shard: int, is_second: bool = False) -> str:
 
 
 def plan_job_id(run: str) -> str:
-    """Return the id of the job that plans a run for `tokenmill submit`."""
     return f"{run}-plan"
 
 
-def run_and_shard(job_id: str) -> tuple[str, int] | None:
-    """Return the run and the shard that a job's id tells; None for one that is no shard's."""
-    match = _SHARD_JOB.fullmatch(job_id)
-    return (match[1], int(match[2])) if match else None
+def run_and_shard(job_id: str) -> tuple[str, int | None] | None:
+    """Return the run and the shard that a job's id tells, no shard of a planning's; None for a job of no run."""
+    match = _JOB.fullmatch(job_id)
+    return (match[1], int(match[2]) if match[2] else None) if match else None
 
 
 def job_shard(run: str, job_id: str) -> int | None:
-    """Return the shard of a job of this run, or None when the job is not one of its shards."""
     found = run_and_shard(job_id)
     return found[1] if found is not None and found[0] == run else None

@@ -24,7 +24,6 @@ def column_names(name: str, value: Any) -> list[str]:
 
 
 def image_columns(name: str, value: Any) -> list[str] | None:
-    """Return the columns of pictures, in their order; None for none. Raises InvalidValue."""
     if not isinstance(value, str | list | tuple):
         raise unlike(name, value, "a column, or a list of columns")
     names = [value] if isinstance(value, str) else value
@@ -32,7 +31,6 @@ def image_columns(name: str, value: Any) -> list[str] | None:
 
 
 def share(name: str, value: Any) -> float:
-    """Return a number above 0, and at most 1. Raises InvalidValue."""
     if type(value) not in (int, float) or not 0 < value <= 1:
         raise unlike(name, value, "a number above 0, at most 1")
     return float(value)
@@ -60,7 +58,6 @@ def check_batch(arguments: Mapping[str, Any]) -> None:
 
 
 def model_alias(name: str, value: Any) -> list[str] | None:
-    """Return names for the served model in lines of batch files; None for none. Raises InvalidValue."""
     if not isinstance(value, list) or not all(isinstance(each, str) and each for each in value):
         raise unlike(name, value, 'names such as ["gpt-4o-mini"], or ["*"]')
     return value or None
@@ -81,7 +78,6 @@ def sampling_columns(name: str, value: Any) -> dict[str, str]:
 
 
 def defaults(name: str, value: Any) -> dict[str, str]:
-    """Return for columns of a run's templates what stands for null. Raises InvalidJob."""
     if not isinstance(value, dict):
         raise unlike(name, value, 'a mapping such as {"name": "nobody"}')
     for column, text in value.items():
@@ -129,7 +125,6 @@ def check_served(
 #: Of a shard's rows together, all held until its part is written: 88 bytes each.
 MAX_PROBABILITIES = 4_000_000
 
-#: What embeddings have not; of labels other checks say it.
 _OF_ANSWERS = ("labels", "calibrate", "check", "check_columns", "continue_on_length", "repair_template")
 
 #: Sampling values that say how a prompt is read, and nothing of an answer.

@@ -20,8 +20,6 @@ _INT64 = range(-(1 << 63), 1 << 63)
 
 @dataclass(frozen=True)
 class AddedColumn:
-    """A column of one value for each file."""
-
     name: str
     type: Literal["int64", "string"]
 
@@ -40,7 +38,6 @@ class FoundFile:
 
 
 def folder_key(name: str) -> tuple[str, str | None] | None:
-    """Return key and value of a folder's name, percent codes decoded; None for a plain name."""
     key, equals, value = name.partition("=")
     if not key or not equals:
         return None
@@ -50,9 +47,8 @@ def folder_key(name: str) -> tuple[str, str | None] | None:
 def partition_columns(files: Sequence[FoundFile], in_files: Sequence[str]) -> tuple[list[AddedColumn], list[list[Any]]]:
     """Return the columns that the folders' names give, and each file's values in them.
 
-    A column whose values are all integers is int64, any other string. in_files: the columns of the files
-    themselves; those stay, and a folder's value of the same name is not added. Raises SchemaMismatch when
-    the files' folders do not have the same keys.
+    A column whose values are all integers is int64, any other string. in_files: the columns of the files, which stay.
+    Raises SchemaMismatch when the files' folders do not have the same keys.
     """
     names = files[0].key_names
     for file in files:

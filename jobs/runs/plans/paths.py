@@ -24,8 +24,7 @@ def run_path(path: object) -> str:
         raise InvalidValue("{} is no path: expected a non-empty string", brief(path))
     if uri := _URI.fullmatch(path):
         scheme, host, inner = uri[1].lower(), uri[2].rpartition("@")[2], uri[3]
-        # Without user, password and query, which may hold the keys of an object store; a key that was not
-        # encoded may hold a slash.
+        # Without user, password and query: they may hold a store's keys, and these, not encoded, a slash.
         safe = f"{scheme}://{(uri[2] + uri[3]).rpartition('@')[2]}"
         if scheme in STORES:
             return _stored_path(scheme, uri, safe)
@@ -44,12 +43,10 @@ def run_path(path: object) -> str:
 
 
 def is_stored(path: str) -> bool:
-    """Whether what `run_path` returned lies in an object store."""
     return path.partition("://")[0] in STORES
 
 
 def real_path(path: str) -> str:
-    """Return a path that `run_path` returned without links; an object store has none."""
     return path if is_stored(path) else os.path.realpath(path)
 
 

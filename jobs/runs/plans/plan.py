@@ -12,7 +12,7 @@ from hashlib import blake2b
 from itertools import accumulate
 from typing import Any, NamedTuple
 
-from jobs.context.served_model import model_text
+from jobs.context.served_model import PinnedModel
 from jobs.errors import InvalidJob
 from jobs.runs.plans.formats import PARQUET
 from jobs.runs.plans.names import INPUT, REUSED, part_name
@@ -30,23 +30,10 @@ FORMAT = 6
 
 
 @dataclass(frozen=True)
-class PinnedModel:
-    """The one model whose answers a run holds; see jobs.context.served_model for the fields."""
-
-    name: str
-    fingerprint: str
-    dtype: str
-
-    def __str__(self) -> str:
-        return model_text(self.name, self.dtype, self.fingerprint)
-
-
-@dataclass(frozen=True)
 class PlannedFile:
     """An input file as it was planned, with its size in bytes and its values in the plan's added columns.
 
-    mtime_ns (Unix), etag: a file with another one is looked at more closely, and is the same if all else is. kept: how
-    many of its rows the run has, where it has only those that are new; None for all.
+    mtime_ns (Unix), etag: one with another is looked at more closely. kept: of its rows, so many are new; None for all.
     """
 
     path: str
@@ -60,16 +47,14 @@ class PlannedFile:
 
     @property
     def own_rows(self) -> int:
-        """Return how many of its rows the run has."""
         return self.rows if self.kept is None else self.kept
 
 
 @dataclass(frozen=True)
 class Reused:
-    """What planning has taken from earlier runs.
+    """What planning has taken from earlier runs, into files of this name.
 
-    name: of the files that hold it. asked: RowKeys.name as planning knew it. any_model: whether answers of other models
-    were taken. runs: see ReusedRun.
+    asked: RowKeys.name as planning knew it. any_model: whether answers of other models were taken. runs: see ReusedRun.
     """
 
     name: str
@@ -79,10 +64,9 @@ class Reused:
 
 
 class Shard(NamedTuple):
-    """A range of rows of one file.
+    """A range of rows of one file, from its first row `start`.
 
-    file: index into the plan's files. start: first row within it. first_group, num_groups: the row groups that hold the
-    range. skip: rows of the first group before it.
+    first_group, num_groups: the row groups that hold the range. skip: rows of the first group before it.
     """
 
     file: int
@@ -97,12 +81,10 @@ class Shard(NamedTuple):
 class Plan:
     """What a run does.
 
-    seed: the source of every row's seed. model: the planning worker's. added_columns: come behind the files'.
-    input_format: of all files. columns: of text files, which do not say it: names, and what they hold
-    (jobs.parquet.formats.kinds). repeated: rows of batch files whose custom_id an earlier one has.
-    sizes: bytes of what each shard asks. reused: None where no earlier run was named. second: the model that rows with
-    low margins are asked again of. input_folder: of what was made of inputs that are no Parquet; by default in the
-    output.
+    seed: the source of every row's seed. added_columns: come behind the files'. columns: of text files, which do not
+    say it: names, and what they hold (jobs.parquet.formats.kinds). repeated: rows of batch files whose custom_id an
+    earlier one has. sizes: bytes of what each shard asks. second: the model that rows with low margins are asked again
+    of. input_folder: of what was made of inputs that are no Parquet; by default in the output.
     """
 
     spec: RunSpec
@@ -137,7 +119,6 @@ class Plan:
         return work_shares([shard.rows for shard in self.shards], self.sizes)
 
     def part_path(self, shard: int) -> str:
-        """Return where a shard's part is."""
         return os.path.join(self.spec.parts_folder, part_name(shard))
 
     def reused_path(self, shard: int) -> str:
@@ -146,7 +127,6 @@ class Plan:
         return os.path.join(self.spec.output, REUSED, f"_{self.reused.name}.{part_name(shard)}")
 
     def model_of(self, is_second: bool) -> PinnedModel:
-        """Return the model of a shard's first job, or of the second one."""
         return self.second if is_second and self.second else self.model
 
     def queues(self, queue: str) -> list[tuple[str, bool]]:
@@ -169,12 +149,10 @@ class Plan:
         return os.path.join(self.converted_folder, name)
 
     def first_row(self, shard: int) -> int:
-        """Return the row number of a shard's first row, counted over all files."""
         planned = self.shards[shard]
         return self._first_rows[planned.file] + planned.start
 
     def shards_of(self, rows: Set[int]) -> list[int]:
-        """Return the shards that hold any of these rows."""
         starts = [self.first_row(shard) for shard in range(len(self.shards))]
         return sorted({bisect_right(starts, row) - 1 for row in rows})
 
@@ -203,7 +181,7 @@ class Plan:
             raise ValueError(f"it is no plan of a run in format {FORMAT}, which this version reads")
         try:
             plan = cls(
-                spec=RunSpec.from_json(content["arguments"]),
+                spec=RunSpec(**content["arguments"]),
                 seed=content["seed"],
                 model=PinnedModel(**content["model"]),
                 version=content["version"],
@@ -224,7 +202,6 @@ class Plan:
         return plan
 
 
-#: Fields that the plan's file has in another form, or not.
 _NOT_AS_IT_IS = ("spec", "shards", "input_folder")
 
 
@@ -234,8 +211,8 @@ def work_shares(rows: Sequence[int], sizes: Sequence[int]) -> list[int]:
     return [round(scale * (a / all_rows + b / all_bytes)) for a, b in zip(rows, sizes, strict=True)]
 
 
-#: Towards a run's end a shard holds the rows that are left divided by this, so that as many workers end
-#: together; but never less than a share of `rows_per_shard`, nor than what keeps a worker's batch filled.
+#: Towards a run's end a shard holds the rows that are left divided by this, so that workers end together; at least so
+#: many as keep a worker's batch filled.
 TAIL_SHARE = 8
 MIN_TAIL_ROWS = 128
 
@@ -243,9 +220,9 @@ MIN_TAIL_ROWS = 128
 def cut_shards(row_groups: Sequence[Sequence[int]], rows_per_shard: int, limit: int | None = None) -> tuple[Shard, ...]:
     """Cut files into shards of at most `rows_per_shard` rows, each within one file, in row order.
 
-    The last ones of a run of more than TAIL_SHARE shards are smaller. All depends on the arguments alone. row_groups:
-    for each file the row count of each of its row groups. limit: of them all, only so many rows. No row at all gives
-    one empty shard, so that every run has a part and readers find the schema. Raises InvalidJob beyond MAX_SHARDS.
+    The last ones of a run of more than TAIL_SHARE shards are smaller. row_groups: for each file the row count of each
+    of its row groups. limit: of them all, only so many rows. No row at all gives one empty shard, so that every run has
+    a part and readers find the schema. Raises InvalidJob beyond MAX_SHARDS.
     """
     rows = sum(map(sum, row_groups))
     rows = rows if limit is None else min(rows, limit)

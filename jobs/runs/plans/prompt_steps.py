@@ -48,7 +48,6 @@ class Template:
 
     @property
     def columns(self) -> tuple[str, ...]:
-        """Return the columns that are filled in, each once, in order of appearance."""
         return tuple(dict.fromkeys(column for text in self.texts for _, column in text if column is not None))
 
     def check_cost(self, rows: int) -> None:
@@ -63,7 +62,6 @@ class Template:
 
     @cached_property
     def _uses(self) -> Counter[str | None]:
-        """Return how often each column stands there."""
         return Counter(column for text in self.texts for _, column in text)
 
     @cached_property
@@ -75,7 +73,6 @@ class Template:
         return self._literal_chars + sum(self._uses[name] * len(f"{value}") for name, value in values.items())
 
     def fill(self, values: Mapping[str, object]) -> str | list[dict[str, str]]:
-        """Return the prompt, or the messages, for one row's values."""
         parts: dict[str | None, str] = {column: f"{value}" for column, value in values.items()}
         parts[None] = ""
         filled = ["".join([part for literal, name in text for part in (literal, parts[name])]) for text in self.texts]
@@ -115,7 +112,6 @@ def _is_plain(column: str) -> bool:
 #: Prompts of a row; each is a turn in the batch.
 MAX_STEPS = 20
 
-#: Columns of a row as a whole, which no prompt's may be named like.
 ROW_COLUMNS = ("prompt_tokens", "completion_tokens", "cached_tokens", "error")
 
 #: What the longest name of a column of a prompt's ends with.
@@ -227,11 +223,7 @@ def make_steps(
     rows_per_shard: int,
     has_labels: bool = False,
 ) -> tuple[PromptStep, ...]:
-    """Return the prompts of a run with what each may name and ask checked.
-
-    prompts: as parse_prompts returned them. sampling: the run's. from_columns: sampling values that each row brings.
-    has_labels: the last prompt is scored. Raises InvalidJob.
-    """
+    """Return the prompts of a run, checked. from_columns: sampling values that each row brings. Raises InvalidJob."""
     steps = []
     if sampling.get("n", 1) != 1:
         raise InvalidJob("n is one where a row has several prompts: an answer of several fills in none")

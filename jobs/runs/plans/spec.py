@@ -23,7 +23,7 @@ from jobs.prompts.response_options import LOGPROBS
 from jobs.prompts.template_texts import template_texts
 from jobs.runs.plans import option_checks as checks
 from jobs.runs.plans import prompt_steps
-from jobs.runs.plans.formats import OPENAI_BATCH, parse_format, parse_single_file
+from jobs.runs.plans.formats import OPENAI_BATCH, SUFFIXES, parse_single_file
 from jobs.runs.plans.names import PARTS
 from jobs.runs.plans.paths import real_path, run_path
 
@@ -32,8 +32,6 @@ MAX_FILES = 100_000
 
 #: What is completed where nothing is named; naming it beside another source is no contradiction.
 DEFAULT_PROMPT_COLUMN = "prompt"
-
-TemplateSpec = str | list[dict[str, str]]
 
 
 @dataclass(frozen=True)
@@ -47,7 +45,7 @@ class RunSpec:
     output: str
     prompt_column: str | None = DEFAULT_PROMPT_COLUMN
     messages_column: str | None = None
-    template: TemplateSpec | None = None
+    template: str | list[dict[str, str]] | None = None
     sampling: dict[str, Any] = field(default_factory=dict)
     rows_per_shard: int = 1000
     filename_column: str | None = None
@@ -125,11 +123,6 @@ class RunSpec:
         _check_together(spec, given)
         return spec
 
-    @classmethod
-    def from_json(cls, value: Mapping[str, Any]) -> RunSpec:
-        """Read what `to_json` wrote. Raises TypeError for a field that is missing, or one too many."""
-        return cls(**value)
-
     def to_json(self) -> dict[str, Any]:
         content = asdict(self)
         for each in fields(self):
@@ -140,12 +133,10 @@ class RunSpec:
 
     @property
     def parts_folder(self) -> str:
-        """Where the parts are."""
         return self.output if self.single_file is None else os.path.join(self.output, PARTS)
 
     @property
     def is_chat(self) -> bool:
-        """Whether each row asks a chat's messages."""
         return self.messages_column is not None or isinstance(self.template, list)
 
     @property
@@ -180,11 +171,7 @@ class RunSpec:
         return RepairOptions(self.check, self.max_attempts, self.continue_on_length, self.repair_template)
 
     def check_sampling(self, check: Callable[[Mapping[str, Any]], None]) -> None:
-        """Raise InvalidJob for sampling values that no request could use, and for names that are none.
-
-        check: see JobContext. It has no value yet of what comes from columns: a name that is one is told by
-        its refusal of a value.
-        """
+        """Raise InvalidJob for sampling values that no request could use, and for names that are none."""
         for sampling in [step.sampling for step in self.steps] or [self.chat[0]]:
             check(sampling)
         for name in self.sampling_columns:
@@ -192,7 +179,6 @@ class RunSpec:
                 check({name: None})
 
     def differences(self, other: RunSpec) -> list[str]:
-        """Return the names of the arguments in which the two differ."""
         return [each.name for each in fields(self) if getattr(self, each.name) != getattr(other, each.name)]
 
 
@@ -212,7 +198,7 @@ _PARSERS: Mapping[str, Callable[[str, Any], Any]] = {
     **dict.fromkeys(("prompt_column", "messages_column", "query_column", "document_column"), column_name),
     **dict.fromkeys(("filename_column", "reused_column"), column_name),
     "rows_per_shard": partial(whole_number, most=prompt_steps.MAX_ROWS_PER_SHARD),
-    "input_format": parse_format,
+    "input_format": partial(one_of, known=tuple(SUFFIXES)),
     "single_file": parse_single_file,
     **dict.fromkeys(("keep", "drop", "check_columns"), checks.column_names),
     "output_prefix": lambda name, value: "" if value == "" else some_text(name, value, MAX_NAME_CHARS),
@@ -300,13 +286,11 @@ def _check_together(spec: RunSpec, given: Mapping[str, Any]) -> None:
 
 
 def check_num_files(found: int) -> None:
-    """Raise InvalidJob beyond MAX_FILES."""
     if found > MAX_FILES:
         raise InvalidJob(f"the input names {found} files, more than the limit of {MAX_FILES}: make several runs of it")
 
 
 def check_queue_name(value: Any, name: str = "queue") -> str:
-    """Return a queue's name. Raises InvalidValue for what can be none."""
     if not isinstance(value, str) or not value.isprintable() or not 0 < len(value) <= MAX_NAME_CHARS:
         raise unlike(name, value, f"a queue's name, printable and at most {MAX_NAME_CHARS} characters")
     return value

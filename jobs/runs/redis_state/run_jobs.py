@@ -20,10 +20,7 @@ from jobs.runs.plans.names import job_shard
 
 @dataclass(frozen=True)
 class EarlierJob:
-    """A job as its hash tells of it. status: None for one that RQ does not know. executions: their ids.
-
-    submission: the one of its run that has enqueued it. in_queue: whether it was seen there.
-    """
+    """A job as its hash tells of it. status: None for an unknown one. submission: of its run, that has enqueued it."""
 
     id: str
     status: JobStatus | None
@@ -103,7 +100,6 @@ class WaitingJobs:
         return found
 
 
-#: Jobs that are looked up in one round trip.
 _CHUNK = 1000
 
 
@@ -123,7 +119,6 @@ def read_holders(connection: Redis, job_ids: Sequence[str]) -> list[tuple[str, s
 
 
 def num_held(connection: Redis, job_ids: Iterable[str]) -> int:
-    """Return how many of the jobs a worker holds, begun or not."""
     left, found = iter(job_ids), 0
     while chunk := [rq_jobs.executions_key(job_id) for job_id in islice(left, _CHUNK)]:
         found += int(connection.exists(*chunk))

@@ -45,11 +45,7 @@ class Phase:
 def enqueue_shards(
     context: JobContext, queue_name: str, plan: Plan, state: RunState, shards: Sequence[int], low: int | None = None
 ) -> int:
-    """Enqueue those of the shards that no live job is working on; return how many. low: as of Phase.
-
-    Raises RunBusy when another planner has this one's job, RunCancelled when `cancel` came in between, and between two
-    chunks what interrupts the job.
-    """
+    """Enqueue shards that no live job works on; return how many. low: as of Phase. Raises RunBusy, RunCancelled."""
     enqueued, phase = 0, Phase(plan, queue_name, dict(context.trace), low)
     queues = [WaitingJobs(JobQueue(context.connection, name), plan.run) for name, _ in phase.queues]
     for start in range(0, len(shards), CHUNK):
@@ -91,7 +87,6 @@ def _enqueue_chunk(
             KIND_FIELD: FILE,
         }
         pipe.hset(job_key(job_id), mapping=fields)
-    pipe.execute()
     return len(waiting)
 
 

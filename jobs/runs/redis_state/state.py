@@ -10,6 +10,7 @@ came (cancelling), no part was recorded since (counting).
 
 from __future__ import annotations
 
+import json
 import time
 from bisect import bisect
 from collections import Counter
@@ -28,7 +29,7 @@ from jobs.errors import RunBusy, RunCancelled, RunResubmitted, UnknownRun
 from jobs.runs.redis_state.submission import ASKED_FOR, ErrorLimit, Submission
 from jobs.runs.redis_state.transactions import transact
 from jobs.runs.statistics.part_stats import COUNTED, PartStats
-from jobs.runs.statistics.reasons import Reasons, read_reasons, reasons_text
+from jobs.runs.statistics.reasons import Reasons
 from jobs.runs.statistics.run_statistics import working_s
 
 T = TypeVar("T")
@@ -53,7 +54,6 @@ _TOTAL = b"total"
 #: Parts of a run that one look reads; of a run that has more, the last ones.
 MAX_LOOKED = 1000
 
-#: The field that says why the planning of the last submission failed.
 PLAN_ERROR = "plan_error"
 
 #: A run's keys live for RUN_TTL_S from its last part on, which may come long after its submission.
@@ -68,7 +68,8 @@ def record_reasons(connection: Redis, run: str, shard: int, reasons: Reasons) ->
         pipe.hlen(key)
         _, length = pipe.execute()
         if reasons.rows and length < MAX_PARTS:
-            pipe.hset(key, str(shard), reasons_text(reasons, MAX_OF_PART))
+            kept = [[each.text, each.rows, each.examples] for each in reasons.commonest(MAX_OF_PART)]
+            pipe.hset(key, str(shard), json.dumps(kept))
             pipe.expire(key, RUN_TTL_S)
             pipe.execute()
 
@@ -76,7 +77,11 @@ def record_reasons(connection: Redis, run: str, shard: int, reasons: Reasons) ->
 def recorded_reasons(connection: Redis, run: str) -> Reasons:
     """Return what is kept of a run's parts: of more than MAX_PARTS with errors not of all."""
     found: Any = connection.hgetall(run_key(run, "errors"))
-    return read_reasons(islice(found.values(), 2 * MAX_PARTS))
+    reasons = Reasons()
+    for record in islice(found.values(), 2 * MAX_PARTS):
+        for text, count, rows in json.loads(record):
+            reasons.add(text, rows, count)
+    return reasons
 
 
 @dataclass(frozen=True)
@@ -99,20 +104,8 @@ class PartCount:
 
 
 @dataclass(frozen=True)
-class Verdict:
-    """Why a run is to be stopped, and the submission whose limit says so."""
-
-    reason: str
-    submission: int
-
-
-@dataclass(frozen=True)
 class SeenParts:
-    """The recorded parts at one look.
-
-    shards: those that are recorded. latest: what is recorded of them, or of the last ones before those under
-    way. counts: what all of them have together, by the names of COUNTED.
-    """
+    """The recorded shards, what is known of them or of the last ones, and what all have together."""
 
     shards: Collection[int]
     latest: Mapping[int, PartStats]
@@ -120,7 +113,6 @@ class SeenParts:
 
     @classmethod
     def of(cls, parts: Mapping[int, PartStats]) -> SeenParts:
-        """Return what is seen where these are all of them."""
         counts = {name: sum(getattr(part, name) for part in parts.values()) for name in COUNTED}
         return cls(parts.keys(), parts, counts)
 
@@ -147,7 +139,6 @@ class RunState:
             pipe.multi()
             self._put(pipe, facts, *gone)
             self._list(pipe)
-            pipe.execute()
 
         self._change(write)
 
@@ -173,8 +164,6 @@ class RunState:
             raise UnknownRun(self.run)
         return facts
 
-    # Submissions and cancellations
-
     def submission(self, client: Redis | None = None) -> int:
         """Return the number of the last submission, greater than all before or cancelled; 0 for none."""
         found: Any = (self._redis if client is None else client).hget(self._key, "submission")
@@ -188,8 +177,7 @@ class RunState:
     def submit(self, pipe: Pipeline, plan_job: str, output: str, submission: Submission, anew: bool = True) -> None:
         """Take back a cancellation or a stop: a new planning job submits the run. anew: False where one is under way.
 
-        Leaves `pipe`, which watches the run's key or its turn, in a transaction that is to be executed. An end stays:
-        what its planning refuses changes no finished run.
+        Leaves `pipe`, which watches the run's key or its turn, in a transaction that is to be executed. An end stays.
         """
         found: Any = pipe.hmget(self._key, "submission", "cancelled_submission")
         number = max(*map(_number, found), _now_ms()) + 1 if anew else _number(found[0])
@@ -211,7 +199,6 @@ class RunState:
             found: Any = pipe.hmget(self._key, "plan_job", "cancelled")
             if found[0] != plan_job.encode():
                 self.submit(pipe, plan_job, output, submission)
-                pipe.execute()
             elif found[1] is not None:
                 pipe.multi()
                 pipe.hdel(self._key, "plan_job")  # one that is enqueued once more is a new submission
@@ -221,7 +208,8 @@ class RunState:
         self._change(enter, self._key)
 
     def cancel(self, submission: int, **reason: str) -> None:
-        """Mark a submission cancelled, and all before it. Raises RunResubmitted when another one came."""
+        """Mark a submission cancelled, and all before it. reason: `stopped`, where a person did not. Raises
+        RunResubmitted when another one came."""
 
         def mark(pipe: Pipeline) -> None:
             # By the clock too: of the jobs of a run that Redis lost, nobody knows which submission they are of.
@@ -229,13 +217,8 @@ class RunState:
             pipe.multi()
             self.take_turn(pipe)
             self._put(pipe, {"cancelled": 1, "cancelled_submission": number, **reason})
-            pipe.execute()
 
         self.as_of(submission, mark)
-
-    def stop(self, verdict: Verdict) -> None:
-        """Cancel a submission for a reason of its own. Raises RunResubmitted when it is not the last one."""
-        self.cancel(verdict.submission, stopped=verdict.reason)
 
     def as_of(self, submission: int, change: Callable[[Pipeline], T]) -> T:
         """Make a change, as `write` does, while no later submission came. Raises RunResubmitted."""
@@ -264,17 +247,15 @@ class RunState:
     def is_cancelled(self) -> bool:
         return bool(self._redis.hexists(self._key, "cancelled"))
 
-    def judge(self) -> Verdict | None:
-        """Return why the run is to be stopped, by the parts recorded since it was submitted, or None."""
+    def judge(self) -> tuple[str, int] | None:
+        """Return why the run is to be stopped, by the parts recorded since it was submitted, and that submission."""
         fields: Any = self._redis.hmget(self._key, *JUDGED, "max_errors", "submission")
         rows, errors, text, submission = fields
         told = ErrorLimit.parse(stored.text(text) if text else None).told(_number(rows), _number(errors))
         if told is None:
             return None
         reason = f"{told}, then submit another input, or the same again with a higher limit to resume"
-        return Verdict(reason, _number(submission))
-
-    # The end
+        return reason, _number(submission)
 
     def record_failed(self, shard: int) -> PartCount:
         """Record that a shard without a part has failed for good. Raises RunBusy where the lease is lost."""
@@ -295,7 +276,6 @@ class RunState:
         return bool(self._redis.hexists(self._key, "finished"))
 
     def mark_finished(self) -> None:
-        """Mark the run finished: its folder says so."""
         with self._redis.pipeline() as pipe:
             self._put(pipe, {"finished": 1})
             pipe.execute()
@@ -310,16 +290,13 @@ class RunState:
             if pipe.hexists(self._key, "finished") and not has_ended():
                 pipe.multi()
                 pipe.hdel(self._key, "finished")
-                pipe.execute()
 
         self._change(unmark, self._key)
-
-    # Its parts
 
     def record_part(self, stats: PartStats) -> PartCount:
         """Record a finished shard, unless it is recorded, and add it to the run's totals.
 
-        Nothing is watched, as many shards end at once: a worker killed in between leaves a part uncounted until a count
+        Nothing is watched, as many shards end at once: a worker killed in between leaves it uncounted until a count
         anew.
         """
         with self._redis.pipeline() as pipe:
@@ -340,7 +317,6 @@ class RunState:
             return part_count(length, raw_total, failed)
 
     def _count(self, pipe: Pipeline) -> None:
-        """Ask for what `part_count` takes."""
         pipe.hlen(self._parts_key)
         pipe.hget(self._parts_key, _TOTAL)
         pipe.scard(self._failed_key)
@@ -367,16 +343,13 @@ class RunState:
         return self._change(amend, *([self._parts_key] if dropped else []))
 
     def records(self) -> dict[int, bytes]:
-        """Return the recorded parts by shard, as they are stored."""
         found = cast("dict[bytes, bytes]", self._redis.hgetall(self._parts_key))
         return {int(field): record for field, record in found.items() if field != _TOTAL}
 
     def parts(self) -> dict[int, PartStats]:
-        """Return the recorded parts by shard."""
         return _read(self.records())
 
     def parts_of(self, shards: Sequence[int]) -> dict[int, PartStats]:
-        """Return what is recorded of these shards' parts, as `parts` does."""
         if not shards:
             return {}
         found: Any = self._redis.hmget(self._parts_key, [str(shard) for shard in shards])
@@ -398,10 +371,7 @@ class RunState:
         self._redis.hset(self._key, mapping={**counts, OF_TIME[-1]: str(working_s(spans))})
 
     def look(self, running: Collection[int] = ()) -> SeenParts:
-        """Return what the recorded parts tell, in bounded time: of more than MAX_LOOKED by their totals.
-
-        running: shards under way. Totals may lack a part whose worker was killed as it recorded it, until a count anew.
-        """
+        """Return what the recorded parts tell, of more than MAX_LOOKED by their totals. running: shards under way."""
         if self._redis.hlen(self._parts_key) <= MAX_LOOKED:
             return SeenParts.of(self.parts())
         with self._redis.pipeline(transaction=False) as pipe:
@@ -411,8 +381,6 @@ class RunState:
         shards = set(_shards(fields))
         latest = self.parts_of(_latest(shards, running))
         return SeenParts(shards, latest, dict(zip(COUNTED, (int(each or 0) for each in totals), strict=True)))
-
-    # Who may write
 
     def write(self, change: Callable[[Pipeline], T], *watched: str) -> T:
         """Make a change with no planner, submission or cancel between it and its looks. Raises RunBusy."""
@@ -437,14 +405,12 @@ class RunState:
 
 
 def part_count(length: int, raw_total: bytes | None, failed: int) -> PartCount:
-    """Return what the replies to `RunState._count` say."""
     if raw_total is None:
         return PartCount(length, None, failed)
     return PartCount(length - 1, int(raw_total), failed)
 
 
 def _shards(fields: Iterable[bytes]) -> list[int]:
-    """Return the shards among the fields of a record."""
     return [int(field) for field in fields if field != _TOTAL]
 
 
@@ -460,7 +426,6 @@ def _read(records: Mapping[int, bytes]) -> dict[int, PartStats]:
 
 
 def _number(raw: bytes | None) -> int:
-    """Return a stored number, 0 for none."""
     return int(raw or 0)
 
 

@@ -15,13 +15,11 @@ from jobs.errors import InvalidValue, unlike
 from jobs.runs.plans.paths import run_path
 from jobs.runs.plans.spec import check_queue_name
 
-#: Fields of a run's hash: what the last submission asks for, the last one that was told of, and the last one
-#: of which it was told that it has failed.
+#: Fields of a run's hash: what the last submission asks for, and the last ones of which an end or a failure was told.
 WEBHOOK, ON_END, TOLD, TOLD_FAILED = "webhook", "on_end", "told_submission", "told_failed_submission"
 ASKED_FOR = (WEBHOOK, ON_END)
 
 _FUNCTION = re.compile(r"[^\W\d]\w*(\.[^\W\d]\w*)+")
-
 
 #: Fewer finished rows say nothing of a share.
 MIN_JUDGED_ROWS = 100
@@ -29,8 +27,6 @@ MIN_JUDGED_ROWS = 100
 
 @dataclass(frozen=True)
 class ErrorLimit:
-    """Either rows, or a share of the rows that are finished: 0 to 1."""
-
     rows: int | None = None
     share: float | None = None
 
@@ -52,10 +48,7 @@ class ErrorLimit:
         raise unlike("max_errors", value, "a number of rows, or a share of them like '5%'")
 
     def told(self, rows: int, errors: int, is_whole: bool = False) -> str | None:
-        """Say how rows pass the limit, or return None while they do not.
-
-        A whole run needs some row to succeed, unless the limit is 100%.
-        """
+        """Say how rows pass the limit, or None. A whole run needs some row to succeed, unless the limit is 100%."""
         if is_whole and 0 < rows == errors and self.share != 1:
             return f"all its {rows} rows have an error, and --max-errors is no 100%: look at column `error`"
         most = self.rows if self.share is None else self.share * rows
@@ -73,7 +66,6 @@ class ErrorLimit:
 #: A run of which nearly every row fails is one with a wrong column, template or model.
 DEFAULT_LIMIT = ErrorLimit(share=0.9)
 
-
 _ANY_MODEL = "reuse_from_any_model"
 
 #: Arguments of jobs.score_parquet that are a submission's, but for its queue.
@@ -84,10 +76,9 @@ WISHES = ("model", "max_errors", WEBHOOK, ON_END, "reuse", _ANY_MODEL)
 class Submission:
     """What one submission of a run says beside the run's arguments.
 
-    queue: of the run's jobs. model: a name of the only one whose worker may plan the run, or resume it. limit: the run
-    is stopped, as if it was cancelled, beyond it. webhook, on_end: a URL, and a function's dotted name, that are told
-    of its end. reuse: outputs of earlier runs, whose answers a new run takes. reuse_from_any_model: also those of
-    other models.
+    model: the only one whose worker may plan the run, or resume it. limit: beyond it the run is stopped. webhook,
+    on_end: a URL, and a function's dotted name, that are told of its end. reuse: outputs of earlier runs, whose answers
+    it takes.
     """
 
     queue: str
@@ -113,7 +104,6 @@ class Submission:
 
     @property
     def calls(self) -> dict[str, str]:
-        """Return who is told of the run's end, as fields of its hash."""
         return {name: call for name in ASKED_FOR if (call := getattr(self, name)) is not None}
 
     def check_calls(self, hosts: Collection[str], functions: Collection[str]) -> None:
@@ -127,7 +117,6 @@ class Submission:
             )
 
     def to_arguments(self) -> dict[str, Any]:
-        """Return the arguments that `split` takes."""
         limit = None if self.limit == DEFAULT_LIMIT else str(self.limit)
         named = {"queue": self.queue, "model": self.model, "max_errors": limit, "reuse": list(self.reuse)}
         given = {**named, _ANY_MODEL: self.reuse_from_any_model, **self.calls}
@@ -135,7 +124,6 @@ class Submission:
 
 
 def _function(name: Any) -> str | None:
-    """Return the dotted name of a function, or None for none. Raises InvalidValue."""
     if name is None or (isinstance(name, str) and len(name) <= MAX_URL_CHARS and _FUNCTION.fullmatch(name)):
         return name
     raise unlike("on_end", name, "a function as module.name, which workers must allow (TOKENMILL_ALLOWED_FUNCTIONS)")

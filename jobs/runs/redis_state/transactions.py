@@ -12,7 +12,7 @@ T = TypeVar("T")
 def transact(client: Redis, change: Callable[[Pipeline], T], *watched: str) -> T:
     """Return what `change` returns of a pipeline that watches these keys; it is called again where one has changed.
 
-    change: reads, calls `multi`, queues commands, and executes them where it wants their replies.
+    change: reads, calls `multi`, and queues commands, or executes them where it wants their replies.
     """
     found: Any = client.transaction(change, *watched, value_from_callable=True)  # type: ignore[arg-type]
     return cast("T", found)

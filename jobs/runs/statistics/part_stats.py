@@ -8,27 +8,20 @@ from dataclasses import asdict, dataclass, field, fields, replace
 #: What is summed up over the parts while a run goes on.
 COUNTED = (
     *("rows", "errors", "prompt_tokens", "completion_tokens", "cached_tokens", "generated_tokens"),
-    *("failed_checks", "cut", "rows_reused"),
+    *("failed_checks", "cut", "rows_reused", "rows_escalated"),
 )
 
-#: The same in a manifest.
-TOLD = (*COUNTED, "rows_resumed", "tokens_resumed", "rows_escalated")
+TOLD = (*COUNTED, "rows_resumed", "tokens_resumed")
 
 
 @dataclass(frozen=True)
 class PartStats:
     """Counts of one part.
 
-    rows, errors: rows in the part, and those among them with an error.
-    prompt_tokens, completion_tokens, cached_tokens: sums of the output's columns, equal prompts counted each time.
-    generated_tokens: completion tokens that its execution has computed, equal prompts counted once.
-    rows_resumed, tokens_resumed: rows that earlier executions have answered, or begun to, and the tokens that they
-    have computed for these.
-    started_at, ended_at: Unix time in seconds.
-    failed_checks, cut: rows without an error whose answer fails its check, or ended at its limit of tokens.
-    rows_reused: rows whose answer was taken from an earlier run.
-    rows_escalated: rows that were asked again of the second model.
-    prompt_lengths, completion_lengths: in tokens, of rows without an error, as count_lengths returns them.
+    prompt_tokens, completion_tokens, cached_tokens: sums of the output's columns. generated_tokens: that its execution
+    has computed, equal prompts counted once. rows_resumed, tokens_resumed: of earlier executions. started_at, ended_at:
+    Unix seconds. failed_checks, cut: rows without an error whose answer fails its check, or ended at its limit of
+    tokens. prompt_lengths, completion_lengths: in tokens, as count_lengths returns them.
     """
 
     run: str
@@ -58,7 +51,6 @@ class PartStats:
 
     @property
     def seconds(self) -> float:
-        """Return for how long it was worked on."""
         return max(0.0, self.ended_at - self.started_at)
 
     def to_text(self) -> str:

@@ -1,19 +1,16 @@
 """Why rows have errors: the kinds of reasons, how many rows each, and examples."""
 
-import json
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-#: Characters of a reason that are kept.
 MAX_REASON_CHARS = 200
 
 #: Kinds that are told apart; rows of further ones are counted together.
 MAX_KINDS = 1000
 OTHERS = "other reasons"
 
-#: Row numbers that are kept of each.
 MAX_EXAMPLES = 3
 
 
@@ -53,19 +50,4 @@ class Reasons:
         return sorted(self._found.values(), key=lambda each: (-each.rows, each.examples))[:most]
 
     def told(self, most: int) -> list[dict[str, Any]]:
-        """Return those as JSON has them."""
         return [{"reason": each.text, "rows": each.rows, "examples": each.examples} for each in self.commonest(most)]
-
-
-def reasons_text(reasons: Reasons, most: int) -> str:
-    """Return the commonest ones as they are kept in Redis for one part."""
-    return json.dumps([[each.text, each.rows, each.examples] for each in reasons.commonest(most)])
-
-
-def read_reasons(records: Iterable[bytes]) -> Reasons:
-    """Return what parts have together."""
-    reasons = Reasons()
-    for record in records:
-        for text, count, rows in json.loads(record):
-            reasons.add(text, rows, count)
-    return reasons

@@ -40,7 +40,6 @@ _PAGE = """<!doctype html>
 </html>
 """
 
-#: Of a chart, in its own units.
 _WIDTH, _HEIGHT, _LEFT, _BELOW = 640, 190, 64, 26
 
 
@@ -74,7 +73,7 @@ def _figures(manifest: Mapping[str, Any], statistics: Mapping[str, Any], price: 
     seconds = statistics.get("working_seconds", whole)  # manifests of older versions have none
     prompts, cached = manifest["prompt_tokens"], manifest["cached_tokens"]
     figures = [
-        ("Time", _duration(seconds)),
+        ("Time", duration_text(seconds)),
         ("Rows a second", _number(manifest["rows"] / seconds) if seconds > 0 else "-"),
         ("Prompt tokens", f"{prompts:,}"),
         ("Of these cached", f"{cached / prompts:.1%}" if prompts else "-"),
@@ -82,7 +81,7 @@ def _figures(manifest: Mapping[str, Any], statistics: Mapping[str, Any], price: 
         ("Tokens a second", _number(manifest["generated_tokens"] / seconds) if seconds > 0 else "-"),
     ]
     spent = statistics.get("worker_seconds", 0.0)
-    figures.append(("Time of workers", _duration(spent)))
+    figures.append(("Time of workers", duration_text(spent)))
     if price is not None:
         figures.append((f"Cost at {price:g} an hour", f"{spent / 3600 * price:,.2f}"))
     cells = "".join(f"<div><dt>{_text(name)}</dt><dd>{_text(value)}</dd></div>" for name, value in figures)
@@ -91,7 +90,7 @@ def _figures(manifest: Mapping[str, Any], statistics: Mapping[str, Any], price: 
         " equal prompts are answered once, and an answer that was asked for again counts each time."
     ]
     if (idle := whole - seconds) >= 1:
-        notes.insert(0, f"Time and chart leave out {_duration(idle)} during which no worker had a shard.")
+        notes.insert(0, f"Time and chart leave out {duration_text(idle)} during which no worker had a shard.")
     return f"<dl>{cells}</dl><p class=soft>{_text(' '.join(notes))}</p>"
 
 
@@ -99,7 +98,7 @@ def _throughput(timeline: Mapping[str, Any]) -> str:
     width, tokens = timeline.get("bin_s", 0.0), timeline.get("tokens", [])
     if width <= 0 or not any(tokens):
         return ""
-    marks = [_duration(width * place) for place in range(len(tokens))]
+    marks = [duration_text(width * place) for place in range(len(tokens))]
     note = "<p class=soft>A shard's tokens count evenly from its beginning to its end.</p>"
     return _chart("Tokens generated a second", [count / width for count in tokens], marks) + note
 
@@ -115,7 +114,6 @@ def _lengths(title: str, lengths: Mapping[str, int]) -> str:
 
 
 def _chart(title: str, values: Sequence[float], marks: Sequence[str]) -> str:
-    """Draw bars from 0. marks: what stands below each bar, where there is room."""
     most, height, step = max(values), _HEIGHT - _BELOW, (_WIDTH - _LEFT) / len(values)
     shapes = [f'<text x="{_LEFT - 6}" y="12" text-anchor="end">{_number(most)}</text>']
     for place, (value, mark) in enumerate(zip(values, marks, strict=True)):
@@ -129,7 +127,6 @@ def _chart(title: str, values: Sequence[float], marks: Sequence[str]) -> str:
 
 
 def _table(title: str, heads: Sequence[str], rows: Iterable[Sequence[Any]]) -> str:
-    """Return a table; whole numbers stand to the right."""
     cells = (
         "".join(f"<td class=n>{each:,}</td>" if isinstance(each, int) else f"<td>{_text(each)}</td>" for each in row)
         for row in rows
@@ -152,8 +149,9 @@ def _workers(statistics: Mapping[str, Any]) -> str:
     workers = statistics.get("workers", [])
     if not workers:
         return ""
+    counts = ("rows", "errors", "generated_tokens")
     rows = [
-        (each["name"] or "not told", each["rows"], each["errors"], each["generated_tokens"], _duration(each["seconds"]))
+        (each["name"] or "not told", *(each[name] for name in counts), duration_text(each["seconds"]))
         for each in workers
     ]
     rest = statistics.get("num_workers", 0) - len(workers)
@@ -170,7 +168,3 @@ def _number(value: float) -> str:
         if value >= size:
             return f"{value / (1000 if letter == 'k' else size):,.4g}{letter}"
     return f"{value:,.0f}" if value >= 100 or value == int(value) else f"{value:.3g}"
-
-
-def _duration(seconds: float) -> str:
-    return f"{seconds:.3g} s" if seconds < 60 else duration_text(seconds)

@@ -19,7 +19,6 @@ BOUNDS = (0, 1, 2, 3, *(half << power for power in range(1, 30) for half in (2, 
 
 
 def count_lengths(lengths: Iterable[int]) -> dict[str, int]:
-    """Return how many are in each range, by its most tokens."""
     found = Counter(BOUNDS[min(bisect_left(BOUNDS, length), len(BOUNDS) - 1)] for length in lengths)
     return {str(bound): found[bound] for bound in sorted(found)}
 
@@ -53,13 +52,10 @@ class _Worker:
 
     @property
     def seconds(self) -> float:
-        """Return for how long it had any shard of the run."""
         return working_s(zip(self.spans[::2], self.spans[1::2], strict=True))
 
 
 class RunStatistics:
-    """Takes parts one by one."""
-
     def __init__(self) -> None:
         self._workers: dict[str, _Worker] = {}
         self._spans = array("d")  # start, end and tokens of each part

@@ -16,8 +16,6 @@ LOOK_SHARE = 0.1
 
 
 class End(enum.Enum):
-    """How waiting for a run ended, and what to do then."""
-
     FINISHED = "it is finished"
     CANCELLED = "it was cancelled: submit it again to resume it"
     PLAN_FAILED = "planning failed: repair what is named above, then submit again"
@@ -26,14 +24,13 @@ class End(enum.Enum):
     FORGOTTEN = "this Redis no longer knows the run, and lost its data perhaps: submit it again to resume it"
 
 
-#: What a refused submit is told of a run that had finished.
 REFUSED_AS_BEFORE = "this submit was refused, as is named above; the run is finished as before"
 
 
 class Display:
-    """Where progress goes: nowhere, unless it is shown."""
+    """Where progress goes: nowhere, unless it is shown. warn: of a sentence."""
 
-    def show(self, snapshot: RunSnapshot, tokens_per_s: float) -> None:
+    def show(self, snapshot: RunSnapshot) -> None:
         """Take a look at the run."""
 
     def warn(self, text: str) -> None:
@@ -45,11 +42,10 @@ class Display:
 
 @dataclass(frozen=True)
 class Followed:
-    """The last look at a run, how it ended, and the seconds spent waiting."""
+    """The last look at a run, and how it ended."""
 
     snapshot: RunSnapshot
     end: End
-    seconds: float
 
     @property
     def problem(self) -> str | None:
@@ -70,18 +66,14 @@ def follow(
     listened: Callable[[], Sequence[str]] = tuple,
 ) -> Followed:
     """Look at a run until it ends, whoever is away. clock: seconds. Raises what the first look raises."""
-    started_at = counted_from = clock()
-    first = previous = look()
-    snapshot = first
-    has_worker, awaited, took_s = True, None, clock() - started_at
+    looked_at = clock()
+    previous = snapshot = look()
+    has_worker, awaited, is_away = True, None, False
     while True:
-        now = clock()
-        if snapshot.awaits_plan or snapshot.tokens < previous.tokens:
-            first, counted_from = snapshot, now  # parts that were there, or went, are no work of this submit
-        seconds = now - counted_from
-        display.show(snapshot, (snapshot.tokens - first.tokens) / seconds if seconds > 0 else 0.0)
+        took_s = clock() - looked_at
+        display.show(snapshot)
         if end := _end(snapshot, previous):
-            return Followed(snapshot, end, now - started_at)
+            return Followed(snapshot, end)
         if has_worker != (snapshot.workers > 0):
             has_worker = not has_worker
             told = f"{snapshot.workers} worker(s) listen on queue {snapshot.queue!r} now"
@@ -93,23 +85,13 @@ def follow(
         sleep(min(MAX_POLL_S, max(POLL_S, took_s / LOOK_SHARE)))
         looked_at = clock()
         try:
-            previous, snapshot = snapshot, _look_again(look, display, sleep)
+            previous, snapshot, is_away = snapshot, look(), False
         except UnknownRun:
-            return Followed(snapshot, End.FORGOTTEN, clock() - started_at)
-        took_s = clock() - looked_at
-
-
-def _look_again(look: Callable[[], RunSnapshot], display: Display, sleep: Callable[[float], None]) -> RunSnapshot:
-    """Look as often as it takes until Redis answers."""
-    is_away = False
-    while True:
-        try:
-            return look()
+            return Followed(snapshot, End.FORGOTTEN)
         except (ConnectionError, TimeoutError) as error:
             if not is_away:
                 display.warn(f"no answer from Redis ({error}): the run goes on; still waiting")
             is_away = True
-        sleep(POLL_S)
 
 
 def _end(snapshot: RunSnapshot, previous: RunSnapshot) -> End | None:
@@ -121,7 +103,7 @@ def _end(snapshot: RunSnapshot, previous: RunSnapshot) -> End | None:
         return End.FINISHED
     if not snapshot.is_idle:
         return None
-    if snapshot.failed:
+    if snapshot.failed_jobs:
         return End.SHARDS_FAILED
     # A look is not one instant: the last shard may have ended between two of its reads.
     return End.STRANDED if snapshot is not previous and previous.is_idle else None

@@ -16,7 +16,6 @@ MAX_AHEAD = 1000
 
 
 def obstacles(connection: Redis, snapshot: RunSnapshot) -> list[str]:
-    """Return a sentence for each thing that keeps a run from going on; none for one that has ended."""
     if snapshot.finished or snapshot.cancelled:
         return []
     # A shard that was started waits too, once the worker that had it is gone.
@@ -41,7 +40,6 @@ def obstacles(connection: Redis, snapshot: RunSnapshot) -> list[str]:
 
 
 def no_worker_text(queue: str, others: Sequence[str]) -> str:
-    """Say that no worker listens on a queue. others: queues on which workers do."""
     listening = f" (workers listen on {', '.join(map(repr, others))})" if others else ""
     return (
         f"no worker listens on queue {queue!r}{listening}: start one with "
@@ -50,7 +48,6 @@ def no_worker_text(queue: str, others: Sequence[str]) -> str:
 
 
 def listened_queues(connection: Redis) -> list[str]:
-    """Return the names of the queues on which a living worker listens, sorted."""
     return sorted({name for each in living_workers(connection) for name in each.queues})
 
 

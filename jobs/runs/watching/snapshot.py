@@ -19,10 +19,9 @@ from jobs.runs.plans.names import job_shard, shard_job_id
 from jobs.runs.redis_state.run_jobs import num_held
 from jobs.runs.redis_state.state import OF_TIME, PLAN_ERROR, RunState
 from jobs.runs.redis_state.submission import ErrorLimit
-from jobs.runs.statistics.part_stats import COUNTED, outcome_text
+from jobs.runs.statistics.part_stats import COUNTED
 from jobs.runs.watching.time_left import Progress, time_left
 
-#: States of a job that has not ended.
 WAITING = (JobStatus.QUEUED, JobStatus.STARTED, JobStatus.SCHEDULED, JobStatus.DEFERRED)
 
 #: States of a planning job that has ended without a plan.
@@ -31,15 +30,13 @@ REFUSED = (JobStatus.FAILED, JobStatus.STOPPED, JobStatus.CANCELED)
 #: For how long what a worker told lately is kept at least.
 TOLD_LATELY_S = WORKER_STATS_TTL_S - SILENT_S
 
-#: Shards of which one look seeks the jobs.
 MAX_SOUGHT = 1000
 
-#: What of a snapshot is told as JSON as it is there.
 _TOLD = (
     *("run", "state", "output", "model", "submitted_at", "began_at", "ended_at", "rows", "rows_done", "errors"),
-    *("failed_checks", "cut", "rows_reused", "shards", "shards_done", "shards_started", "shards_failed"),
-    *("prompt_tokens", "completion_tokens", "cached_tokens", "tokens", "rows_per_s", "tokens_per_s", "worked_s"),
-    *("stopped", "workers", "awaited_model", "left_s", "plan_error"),
+    *("failed_checks", "cut", "rows_reused", "rows_escalated", "shards", "shards_done", "shards_started"),
+    *("shards_failed", "prompt_tokens", "completion_tokens", "cached_tokens", "tokens", "rows_per_s", "tokens_per_s"),
+    *("worked_s", "stopped", "workers", "awaited_model", "left_s", "plan_error"),
 )
 
 
@@ -50,10 +47,8 @@ class RunSnapshot:
     gone: queued shards whose job is in Redis no more. claimed: those that a worker holds, which may write the run's
     end. rows_done, tokens: generated ones, of running shards too; other counts are of finished shards. queue_length:
     jobs of any run. awaited_model: the run's, where no worker there serves it. stopped: why it was cancelled without
-    anyone's word. failed_jobs: without those that an earlier cancel has
-    stopped, which are gone. left_s: until it ends. awaited_second: what is to be
-    done for the second model, whose jobs are on second_queue, of a run that asks two. submitted_at, began_at,
-    ended_at: Unix seconds. rows_per_s, tokens_per_s: of a finished run over worked_s, for which workers had shards.
+    anyone's word. failed_jobs: without those that an earlier cancel has stopped. Times are Unix seconds. rows_per_s,
+    tokens_per_s: of a finished run over worked_s, for which workers had shards.
     """
 
     run: str
@@ -93,23 +88,21 @@ class RunSnapshot:
     failed_checks: int = 0
     cut: int = 0
     rows_reused: int = 0
+    rows_escalated: int = 0
     prompt_tokens: int = 0
     completion_tokens: int = 0
     cached_tokens: int = 0
 
     def to_object(self) -> dict[str, Any]:
-        """Return it as JSON has it."""
         return {"queue": safe_name(self.queue), **{name: getattr(self, name) for name in _TOLD}}
 
     @property
     def is_active(self) -> bool:
-        """Whether it moves on, or waits to."""
         return self.state in ("planning", "running", "ending")
 
     @property
     def shards_failed(self) -> int:
-        """Return how many shards failed; 0 of a run that is cancelled or stopped."""
-        return 0 if self.cancelled else self.failed
+        return 0 if self.cancelled else len(self.failed_jobs)
 
     @property
     def shards_left(self) -> int:
@@ -119,17 +112,9 @@ class RunSnapshot:
         return max(0, (self.shards or 0) - self.shards_done - self.shards_started)
 
     @property
-    def failed(self) -> int:
-        return len(self.failed_jobs)
-
-    @property
     def queued(self) -> int:
-        return max(0, (self.shards or 0) - self.shards_done - self.shards_started - self.failed - self.gone)
-
-    @property
-    def outcome(self) -> str:
-        """Say of how many rows in finished shards there is no good answer."""
-        return outcome_text(self.errors, self.failed_checks, self.cut)
+        taken = self.shards_done + self.shards_started + len(self.failed_jobs) + self.gone
+        return max(0, (self.shards or 0) - taken)
 
     @property
     def plan_failed(self) -> bool:
@@ -154,18 +139,15 @@ class RunSnapshot:
 
     @property
     def is_idle(self) -> bool:
-        """Whether no job of the run waits or runs."""
         if self.is_planning or self.shards_started or self.claimed:
             return False
         if self.shards is None:
             return self.plan_status is None  # someone deleted its planning
-        # On an empty queue no shard waits: someone emptied it. Of a run whose parts are all there the shard
-        # may wait that was to end it, as its worker died.
+        # On an empty queue no shard waits. Of a run that is whole the shard may wait that was to end it.
         return not ((self.queued or self.shards_done >= self.shards) and self.queue_length)
 
     @property
     def state(self) -> str:
-        """One word for an operator."""
         if self.finished and not self.is_planning:
             return "failed" if self.all_failed else "finished"
         if self.cancelled:
@@ -178,7 +160,7 @@ class RunSnapshot:
             return "not planned"
         if self.shards_started or self.queued:
             return "running"
-        return "failed" if self.failed or self.gone else "ending"
+        return "failed" if self.failed_jobs or self.gone else "ending"
 
 
 def read_snapshot(connection: Redis, run: str) -> RunSnapshot:
@@ -300,7 +282,6 @@ def read_planned(connection: Redis, run: str) -> RunSnapshot:
 def _plan_error(
     connection: Redis, facts: Mapping[str, str], plan_job: str | None, shards: int | None, status: JobStatus | None
 ) -> str | None:
-    """Return why a run's planning failed, as it may be shown; None where it did not."""
     if status in (JobStatus.STOPPED, JobStatus.CANCELED):
         return "it was stopped"
     if status is JobStatus.FAILED and plan_job is not None:
@@ -313,7 +294,6 @@ def _plan_error(
 
 
 def _stopped_jobs(connection: Redis, failed: Sequence[str], cancelled: int) -> set[str]:
-    """Return those of the jobs that were enqueued before the last cancel."""
     if not cancelled or not failed:
         return set()
     with connection.pipeline(transaction=False) as pipe:
@@ -337,7 +317,6 @@ def awaited_model(
 
 
 def _awaited_second(facts: Mapping[str, str], workers: Iterable[Listener]) -> str | None:
-    """Say that nobody serves the second model of a cascade, where that is so."""
     if "second_queue" not in facts:
         return None
     _, models = served_on(workers, facts["second_queue"])
@@ -360,10 +339,7 @@ def error_line(error: str) -> str:
 
 @dataclass(frozen=True)
 class RunQueue:
-    """What RQ's keys say of a queue: entries of its registries, how many jobs wait, how many workers live.
-
-    models: names of the models that those serve, silent ones aside; None where one does not say, as RQ's own do not.
-    """
+    """What a queue's keys say. models: that its workers serve; None where one does not say, as RQ's own."""
 
     started: Sequence[bytes]
     failed: Sequence[bytes]
@@ -390,14 +366,12 @@ def read_queue(connection: Redis, name: str, workers: Iterable[Listener], most: 
 
 
 def run_queues(facts: Mapping[str, str]) -> list[str]:
-    """Return the queue of a run's jobs, and that of those which ask the second model of a cascade."""
     return list(dict.fromkeys((facts["queue"], facts.get("second_queue", facts["queue"]))))
 
 
 def read_queues(
     connection: Redis, facts: Mapping[str, str], workers: Iterable[Listener] = (), most: int = 0
 ) -> RunQueue:
-    """Look at the queues of a run, as read_queue does."""
     return reduce(RunQueue.joined, [read_queue(connection, name, workers, most) for name in run_queues(facts)])
 
 
@@ -457,7 +431,6 @@ def shard_jobs(connection: Redis, run: str, shards: Sequence[int], facts: Mappin
 
 
 def read_progress(connection: Redis, job_ids: Sequence[str]) -> list[Progress]:
-    """Return the progress of running shards' jobs; none where a job says none."""
     with connection.pipeline(transaction=False) as pipe:
         for job_id in job_ids:
             pipe.hmget(rq_jobs.job_key(job_id), "meta", "started_at", "worker_name", "status")

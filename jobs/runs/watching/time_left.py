@@ -95,6 +95,5 @@ def _new_shares(rows: int, share: float, all_rows: int) -> tuple[float, float]:
 
 
 def _share(counts: Mapping[str, int]) -> float:
-    """Return which share of answers was computed; the others were those of equal rows."""
     tokens = counts["completion_tokens"]
     return min(1.0, counts["generated_tokens"] / tokens) if tokens else 1.0

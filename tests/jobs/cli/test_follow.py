@@ -5,7 +5,6 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-import pytest
 from redis import Redis
 from redis import exceptions as redis_errors
 from rq import Queue
@@ -36,9 +35,9 @@ PLANNING = snapshot(rows=None, shards=None, shards_started=0, plan_status=JobSta
 def test_a_bar_names_the_state_rows_speed_and_time_left() -> None:
     screen = io.StringIO()
     bar = Bar(screen)
-    bar.show(PLANNING, 0.0)
-    bar.show(snapshot(), 0.0)
-    bar.show(snapshot(rows_done=40, failed_jobs=("x",), left_s=3725.0), 7.4)
+    bar.show(PLANNING)
+    bar.show(snapshot())
+    bar.show(snapshot(rows_done=40, failed_jobs=("x",), left_s=3725.0, tokens_per_s=7.4))
     bar.close()
     frames = [frame.strip() for frame in screen.getvalue().split("\r")]
     assert any(frame.startswith("planning:") for frame in frames)
@@ -52,11 +51,11 @@ def test_a_bar_names_the_state_rows_speed_and_time_left() -> None:
 def test_a_log_gets_a_line_for_each_state_and_every_few_seconds() -> None:
     log, now = io.StringIO(), 0.0
     lines = Lines(log, lambda: now)
-    lines.show(PLANNING, 0.0)
+    lines.show(PLANNING)
     for step in range(int(LINE_EVERY_S * 4)):
         now = step / 2
-        lines.show(snapshot(rows_done=step, left_s=60.4 - step / 2), 3.0)
-    lines.show(snapshot(finished=True, rows_done=100), 5.0)
+        lines.show(snapshot(rows_done=step, left_s=60.4 - step / 2, tokens_per_s=3.0))
+    lines.show(snapshot(finished=True, rows_done=100, tokens_per_s=5.0))
     lines.close()
     assert log.getvalue().splitlines() == [
         "planning",
@@ -85,26 +84,22 @@ class Shown:
     def __init__(self) -> None:
         self.rows: list[int] = []
         self.warnings: list[str] = []
-        self.speeds: list[float] = []
 
-    def show(self, snapshot: RunSnapshot, tokens_per_s: float) -> None:
+    def show(self, snapshot: RunSnapshot) -> None:
         self.rows.append(snapshot.rows_done)
-        self.speeds.append(tokens_per_s)
 
     def warn(self, text: str) -> None:
         self.warnings.append(text)
 
 
-def test_following_shows_rows_and_speed_until_the_run_ends(runs: Runs, redis: Redis, source: Path) -> None:
+def test_following_shows_rows_until_the_run_ends(runs: Runs, redis: Redis, source: Path) -> None:
     add_worker(redis, "w")
     run = runs.plan(source, rows_per_shard=2)["run"]
     shards = [lambda job=job: runs.run(job) for job in runs.jobs]
     clock, shown = WorkersClock(*shards), Shown()
     followed = follow(lambda: read_snapshot(redis, run), shown, clock, clock.sleep)
     assert followed.end is End.FINISHED
-    assert followed.seconds == 1.5
     assert shown.rows == [0, 2, 4, 5]
-    assert shown.speeds == [0.0, 4.0, 4.0, pytest.approx(4 / 1.5)]
     assert shown.warnings == []
 
 

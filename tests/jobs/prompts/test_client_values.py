@@ -62,7 +62,7 @@ def test_lists_and_mappings_reach_the_engine_as_json_has_them(context: JobContex
         RunSpec.from_arguments("in.parquet", "out", sampling={"logit_bias": biases})
         for biases in ({"50": 2, "7": 1}, {7: 1, 50: 2})
     )
-    assert first.run == second.run == RunSpec.from_json(json.loads(json.dumps(second.to_json()))).run
+    assert first.run == second.run == RunSpec(**json.loads(json.dumps(second.to_json()))).run
 
 
 def test_max_completion_tokens_is_max_tokens() -> None:
@@ -173,7 +173,7 @@ def test_a_run_of_chats_keeps_their_options_apart_from_its_sampling_values() -> 
     values, chat = spec.chat
     assert values == {"max_tokens": 5}
     assert (chat.template, chat.has_tools) == ({"tools": [TOOL]}, True)
-    assert RunSpec.from_json(json.loads(json.dumps(spec.to_json()))) == spec
+    assert RunSpec(**json.loads(json.dumps(spec.to_json()))) == spec
     with pytest.raises(errors.InvalidJob, match="stream is True"):
         RunSpec.from_arguments("in", "out", sampling={"stream": True})
 

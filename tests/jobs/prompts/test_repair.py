@@ -1,6 +1,7 @@
 """Answers that fail a check go back with the reason, those that were cut go on: in jobs, runs and batches."""
 
 import json
+import weakref
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -10,10 +11,10 @@ import pytest
 
 from jobs.context import JobContext
 from jobs.context.answers import AnswerMemo
-from jobs.context.check_options import CHAT_REPAIR, PROMPT_REPAIR
+from jobs.context.check_options import CHAT_REPAIR, PROMPT_REPAIR, RepairOptions
 from jobs.context.check_processes import Checks
 from jobs.errors import InvalidJob
-from jobs.prompts.attempts import attempt_seed
+from jobs.prompts.attempts import Attempts, hashed_seed
 from jobs.tasks import Request
 from tests.jobs.answering import FakeCompletion, refuse, run_task
 from tests.jobs.checking import TELLS
@@ -53,6 +54,19 @@ def test_an_answer_that_fails_goes_back_with_the_reason_behind_it(checking: JobC
     assert usage["prompt_tokens_details"] == {"cached_tokens": 8}
 
 
+class Given(dict[str, Any]):
+    """A mapping of which can be seen whether anybody has it."""
+
+
+def test_an_answer_that_stands_does_not_keep_what_was_asked(checking: JobContext) -> None:
+    given = Given(temperature=0)
+    attempts = Attempts(Request("?", None, given), given, RepairOptions({"regex": "x"}), checking.checks)
+    kept = weakref.ref(given)
+    del given
+    assert attempts.deliver(FakeCompletion("x", 0, [1], "stop", 10, 4)) is None
+    assert (attempts.text, attempts.attempts, kept()) == ("x", 1, None)
+
+
 def test_a_chat_goes_on_with_the_answer_and_the_reason_as_messages(checking: JobContext) -> None:
     answers = Answers("{}", '{"a": "x"}', '{"a": 1}')
     schema = {"required": ["a"], "properties": {"a": {"type": "integer"}}}
@@ -77,7 +91,7 @@ def test_seeds_of_further_attempts_follow_from_the_first(checking: JobContext) -
     answers = Answers("a", "b", "c")
     run_task(checking, "jobs.complete", "?", check={"regex": "x"}, seed=5, temperature=0.5, answer=answers)
     seeds = [request.sampling["seed"] for request in answers.asked]
-    assert seeds == [5, attempt_seed(5, 2), attempt_seed(5, 3)]
+    assert seeds == [5, hashed_seed("5:attempt 2"), hashed_seed("5:attempt 3")]
     assert len(set(seeds)) == 3
 
 

@@ -1,6 +1,7 @@
 """The one sender of webhooks: which addresses it calls, what it sends, and how long it takes at most."""
 
 import socket
+import ssl
 import threading
 from typing import Any
 
@@ -56,6 +57,16 @@ def test_headers_that_change_where_a_request_ends_are_not_taken() -> None:
         assert headers["Host"] == f"127.0.0.1:{server.server_port}"
         with pytest.raises(ValueError, match="header"):
             call_webhook(server.url, LOOPBACK, headers={"X-Mine": "1\r\nX-Other: 2"}, body=b"{}")
+
+
+def test_the_port_that_https_has_anyway_is_not_told_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ssl.SSLContext, "wrap_socket", lambda self, sock, **_: sock)
+    with webhook_server() as server:
+        place = ("127.0.0.1", server.server_port)
+        monkeypatch.setattr(webhooks, "_connected", lambda _: socket.create_connection(place))
+        for port in (":443", ":80"):
+            assert call_webhook(f"https://127.0.0.1{port}/", LOOPBACK, method="GET") == 204
+    assert [headers["Host"] for headers in server.headers] == ["127.0.0.1", "127.0.0.1:80"]
 
 
 def test_proxies_of_the_environment_are_not_asked(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,6 +13,7 @@ import pyarrow.parquet as pq
 import pytest
 from redis import Redis
 
+from jobs.cli.status_text import status_text
 from jobs.common.keys import MODEL_FIELD, worker_key
 from jobs.context import JobContext
 from jobs.context.served_model import ServedModel
@@ -218,9 +219,12 @@ def test_what_holds_it_up_is_told_and_mended(site: Site) -> None:
     snapshot = read_snapshot(site.redis, run)
     assert (snapshot.state, snapshot.failed_jobs, snapshot.gone) == ("failed", (lost.id,), 1)
     assert [each.state for each in list_shards(site.redis, run)] == ["failed", "gone", "done"]
-    assert [each.failed for each in list_runs(site.redis)] == [1]
+    assert [len(each.failed_jobs) for each in list_runs(site.redis)] == [1]
     site.score()
-    assert (site.manifest()["rows_escalated"], read_snapshot(site.redis, run).state) == (4, "finished")
+    (listed,) = list_runs(site.redis)
+    assert site.manifest()["rows_escalated"] == read_snapshot(site.redis, run).rows_escalated == 4
+    assert (listed.state, listed.rows_escalated) == ("finished", 4)
+    assert "again    4 rows, of the second model" in status_text(listed)
 
 
 def test_a_run_that_is_stopped_leaves_neither_queue_a_job(site: Site, invoke: Invoke) -> None:

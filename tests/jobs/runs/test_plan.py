@@ -5,8 +5,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from jobs.context.served_model import PinnedModel
 from jobs.errors import InvalidJob, UnsupportedScheme
-from jobs.runs.plans.plan import PinnedModel, Plan, PlannedFile, cut_shards
+from jobs.runs.plans.plan import Plan, PlannedFile, cut_shards
 from jobs.runs.plans.spec import RunSpec
 
 layouts = st.lists(st.lists(st.integers(0, 30), max_size=8), min_size=1, max_size=5)

@@ -1,6 +1,7 @@
 """What becomes a prompt of a row: a column, a template, a chat; a row that gives none costs itself alone."""
 
 import datetime
+import inspect
 import json
 import math
 from collections.abc import Callable
@@ -14,11 +15,12 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+import jobs
 from jobs.common.display import to_json
 from jobs.errors import InvalidJob, WrongColumnType
 from jobs.parquet.tables.row_values import MAX_NESTED_VALUES, RowProblem, row_values
 from jobs.tasks import Request
-from tests.jobs.answering import FakeCompletion, refuse, shout
+from tests.jobs.answering import FakeCompletion, refuse, score_parquet, shout
 from tests.jobs.local_runs import Runs
 
 Prompts = Callable[..., list[str]]
@@ -53,6 +55,13 @@ def test_bad_rows_get_an_error_and_the_rest_goes_on(runs: Runs) -> None:
     assert errors[:5] == [None, "prompt is null", "prompt is empty", "prompt too long", None]
     assert "limit" in errors[5]
     assert runs.manifest["errors"] == 4
+
+
+def test_what_is_asked_may_stand_in_its_place_behind_input_and_output(runs: Runs) -> None:
+    given = (str(runs.write(["a"])), str(runs.output), None, None, "{id}: {prompt}")
+    inspect.signature(jobs.score_parquet).bind(*given)
+    run = score_parquet(runs.context(), *given)["run"]
+    assert runs.plan(template="{id}: {prompt}")["run"] == run
 
 
 def test_a_text_that_is_not_utf8_is_its_rows_error(runs: Runs) -> None:

@@ -25,7 +25,7 @@ from obstore.store import MemoryStore
 from jobs import errors
 from jobs.context import JobContext
 from jobs.parquet.files import filesystem, object_files
-from jobs.parquet.files.listing_child import listing
+from jobs.parquet.files.object_requests import listing
 from jobs.parquet.files.storage import Storage
 from jobs.parquet.planning.find_files import find_files
 from jobs.parquet.planning.planner import plan_run
