@@ -4,9 +4,9 @@ import ctypes
 import gc
 import hashlib
 import logging
-import multiprocessing
 import os
 import shutil
+import signal
 import stat
 import struct
 import sys
@@ -23,6 +23,7 @@ import numba
 import torch
 from numba import types
 from numba.core.codegen import get_host_cpu_features
+from numba.core.compiler_lock import global_compiler_lock
 from numba.core.registry import cpu_target
 from numba.misc.appdirs import AppDirs
 from torch import Tensor
@@ -38,7 +39,7 @@ OPTIONS = {"error_model": "numpy"}  # divisions need no check: nobody could catc
 
 ELEMENTS = {torch.float32: FLOAT32, torch.bfloat16: BFLOAT16}  # what kernels are compiled for
 
-LONGEST_COMPILING_S = 60.0  # a child that another thread's lock holds up ends then
+LONGEST_COMPILING_S = 60  # a child that another thread's lock holds up ends then
 
 T = TypeVar("T")
 _missing: ContextVar[list["Kernel"] | None] = ContextVar("missing kernels", default=None)
@@ -128,20 +129,36 @@ def _compile_in_children(functions: list[Callable[[Any], None]]) -> None:
     tasks, numbers = os.pipe()
     os.write(numbers, bytes(range(len(functions))))
     os.close(numbers)
+    children: list[int] = []
+    try:
+        with global_compiler_lock:  # else children inherit it from a thread that compiles, and wait for good
+            for _ in range(min(len(functions), torch.get_num_threads())):
+                child = os.fork()
+                if not child:
+                    _compile_and_end(functions, tasks)
+                children.append(child)
+        while children:
+            os.waitpid(children[-1], 0)
+            children.pop()
+    finally:
+        os.close(tasks)
+        for child in children:  # when this one is told to stop
+            os.kill(child, signal.SIGKILL)
+            os.waitpid(child, 0)
 
-    def compile_some() -> None:
+
+def _compile_and_end(functions: list[Callable[[Any], None]], tasks: int) -> None:
+    """Compile those whose numbers come first out of a pipe, and end this process, whatever it inherited."""
+    try:
+        for number in (signal.SIGALRM, signal.SIGINT, signal.SIGTERM):
+            signal.signal(number, signal.SIG_DFL)
+        signal.alarm(LONGEST_COMPILING_S)
         gc.disable()  # a tenth of the time; what is left goes with the process
-        while number := os.read(tasks, 1):
-            _compile(functions[number[0]])
-
-    make = multiprocessing.get_context("fork").Process
-    children = [make(target=compile_some) for _ in range(min(len(functions), torch.get_num_threads()))]
-    for child in children:
-        child.start()
-    os.close(tasks)
-    for child in children:
-        child.join(LONGEST_COMPILING_S)
-        child.kill()
+        while place := os.read(tasks, 1):
+            function = functions[place[0]]
+            _compile_into(_own_root() / _digest(function), function)
+    finally:
+        os._exit(0)
 
 
 def _as_int64(argument: Tensor | int | float) -> int:

@@ -2,8 +2,9 @@
 
 import logging
 import os
+import signal
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,7 @@ import torch
 pytest.importorskip("numba", reason="numba is not installed, so the CPU kernels cannot be compiled")
 
 import numba
-import pytest
+from numba.core.compiler_lock import global_compiler_lock
 
 from engine.attention import load_backend
 from engine.attention.cpu_backend import CpuBackend
@@ -80,17 +81,49 @@ def test_each_task_runs_once(own_threads: bool, two_threads: None, monkeypatch: 
         assert counts.tolist() == [1] * num_tasks + [0] * (501 - num_tasks)
 
 
+@pytest.fixture
+def forked(tmp_path: Path, two_threads: None, monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """The children that compiled into an empty cache, each forked while no other thread compiles."""
+    pids, fork = [], os.fork
+
+    def noted() -> int:
+        assert global_compiler_lock.is_locked()
+        pids.append(fork())
+        return pids[-1]
+
+    monkeypatch.setattr(os, "fork", noted)
+    monkeypatch.setattr(numba.config, "CACHE_DIR", str(tmp_path))
+    return pids
+
+
+def in_children(monkeypatch: pytest.MonkeyPatch, act: Callable[[int], None]) -> None:
+    """Have them do this in place of compiling, with the number of the process that waits for them."""
+    here, compile_here = os.getpid(), kernel_module._compile_into
+
+    def compile_into(*arguments: Any) -> Any:
+        if os.getpid() != here:
+            act(here)
+            signal.pause()
+        return compile_here(*arguments)
+
+    monkeypatch.setattr(kernel_module, "_compile_into", compile_into)
+
+
+@pytest.fixture
+def heeding() -> Iterator[None]:
+    """This process leaves when it gets SIGTERM."""
+    before = signal.signal(signal.SIGTERM, lambda *_: sys.exit())
+    yield
+    signal.signal(signal.SIGTERM, before)
+
+
 @pytest.mark.parametrize("children_die", [False, True])
 def test_kernels_that_a_run_lacks_are_compiled_before_it_counts(
-    children_die: bool, tmp_path: Path, two_threads: None, monkeypatch: pytest.MonkeyPatch
+    children_die: bool, forked: list[int], heeding: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """By children, if they live: this process takes them from the cache. What the run gave without them is dropped."""
-    monkeypatch.setattr(numba.config, "CACHE_DIR", str(tmp_path))
-    here, compile_one = os.getpid(), kernel_module._compile
     if children_die:
-        monkeypatch.setattr(
-            kernel_module, "_compile", lambda function: compile_one(function) if os.getpid() == here else os._exit(1)
-        )
+        in_children(monkeypatch, lambda here: os.kill(os.getpid(), signal.SIGTERM))
     kernels: list[Kernel] = []
     runs: list[list[int]] = []
 
@@ -108,6 +141,17 @@ def test_kernels_that_a_run_lacks_are_compiled_before_it_counts(
     kernels.clear()
     assert kernel_module.run_compiled(run) == [1, 1, 1]
     assert len(runs) == 3, "nothing was missing"
+    assert len(forked) == 1
+
+
+def test_who_is_told_to_stop_while_children_compile_leaves_none(
+    forked: list[int], heeding: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    in_children(monkeypatch, lambda here: os.kill(here, signal.SIGTERM))
+    with pytest.raises(SystemExit):
+        kernel_module.run_compiled(lambda: Kernel(count_task)(3, torch.zeros(3, dtype=torch.int64)))
+    with pytest.raises(ChildProcessError):
+        os.waitpid(forked[0], os.WNOHANG)
 
 
 @both_dtypes
