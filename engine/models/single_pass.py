@@ -36,6 +36,7 @@ RULES = "tokenmill_rules"  # the same, with masks that know their rule
 NUM_RECORDED_TOKENS = 8
 MAX_PADDED = 1.15  # rows that are computed, over those of texts
 MAX_BYTES = 25 << 20  # of a tensor on a CPU: malloc fetches those over 32 MiB anew, a page at a time
+NUM_LOOKED_UP = 256  # tokens whose sight is asked for at once: a rule makes int64 of each pair
 UNUSED = ("pooler.", "prediction", "lm_head", "cls.")  # parts that no embedding needs
 
 #: From indices of batch, head, query and key to whether that query sees that key.
@@ -318,7 +319,7 @@ class PackedAttention:
         longest = max(self._lengths)
         found = self._sights.get(rule)
         if found is None or found.length < longest:
-            found = self._sights[rule] = Sight.of(rule, -(-longest // 256) * 256, device)
+            found = self._sights[rule] = Sight.of(rule, -(-longest // NUM_LOOKED_UP) * NUM_LOOKED_UP, device)
         return found
 
     def _by_kernel(self, call: AttentionCall, before: int, after: int) -> Tensor:
@@ -360,9 +361,10 @@ class Sight:
         if rule is None:
             return cls(sys.maxsize, None, (FAR, FAR))
         zero, places = torch.zeros(1, 1, 1, 1, dtype=torch.long, device=device), torch.arange(length, device=device)
-        seen = rule(zero, zero, places.view(1, 1, -1, 1), places.view(1, 1, 1, -1)).expand(1, 1, length, length)
+        queries, keys = places.view(1, 1, -1, 1).split(NUM_LOOKED_UP, dim=2), places.view(1, 1, 1, -1)
+        seen = torch.cat([rule(zero, zero, part, keys).expand(1, 1, -1, length) for part in queries], dim=2)
         after, before = int(seen[0, 0, 0].sum()) - 1, int(seen[0, 0, -1].sum()) - 1
-        is_band = torch.equal(seen[0, 0], torch.ones_like(seen[0, 0]).tril(after).triu(-before))
+        is_band = torch.equal(seen[0, 0], torch.ones_like(seen[0, 0]).tril_(after).triu_(-before))
         return cls(length, None if bool(seen.all()) else seen, (before, after) if is_band else None)
 
 
@@ -376,6 +378,7 @@ def _has_kernel(call: AttentionCall) -> bool:
     head_dim = call.query.shape[-1]
     return (
         head_dim <= MAX_HEAD_DIM
+        and head_dim % 2 == 0
         and head_dim == call.value.shape[-1]
         and _kernel_problem(call.query.device, call.query.dtype) is None
     )

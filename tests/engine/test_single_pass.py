@@ -25,7 +25,7 @@ from engine import (
     model_identity,
 )
 from engine.models import single_pass
-from engine.models.single_pass import SinglePass
+from engine.models.single_pass import Sight, SinglePass, load_single_pass
 from engine.run.describe import describe_model
 from engine.run.forward.single_pass_runner import SinglePassRunner
 from tests.engine.accounting import check_accounting
@@ -87,6 +87,29 @@ def test_texts_of_many_parts_are_as_each_alone_with_a_kernel_and_without(
         found = model_of(engine)(texts)
         expected = torch.cat([model_of(engine).alone(text) for text in texts])
     assert torch.allclose(found, expected, atol=5e-5)
+
+
+def test_heads_of_an_odd_size_in_bfloat16_are_attended_to_by_torch(tmp_path: Path) -> None:
+    """The kernel takes pairs."""
+    folder = write_encoder(tmp_path, "bert", hidden_size=20)
+    model = load_single_pass("BertModel", folder, torch.device("cpu"), torch.bfloat16)
+    text = torch.arange(4, 30)
+    assert model.is_packed
+    assert torch.allclose(model([text]), model.alone(text), atol=0.1)
+
+
+def test_what_a_long_text_sees_is_asked_for_in_pieces() -> None:
+    pairs: list[int] = []
+
+    def rule(batch: torch.Tensor, head: torch.Tensor, query: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
+        pairs.append((query - key).numel())
+        return (query - key).abs() <= 7
+
+    sight = Sight.of(rule, 1024, torch.device("cpu"))
+    assert max(pairs) <= 1024 * 256
+    assert sight.reach == (7, 7)
+    assert sight.mask is not None
+    assert int(sight.mask.sum()) == 1024 * 15 - 7 * 8
 
 
 @pytest.mark.parametrize("num_labels", [1, 3])
