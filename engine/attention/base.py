@@ -59,8 +59,8 @@ class KernelBackend(ABC):
     def __init__(self, device: torch.device) -> None:
         """device: one that `check` lets through."""
 
-    def prepare(self, dtype: torch.dtype, run: Callable[[], Tensor]) -> Tensor:
-        """Return the logits that `run` computes, perhaps twice; compile its kernels, and those that choose tokens."""
+    def prepare(self, dtype: torch.dtype, run: Callable[[], Tensor], *, repeats: bool = True) -> Tensor:
+        """Return the logits that `run` computes, twice if it `repeats`; compile its kernels, and the sampler's."""
         return run()
 
     def check_features(self, features: AttentionFeatures) -> None:

@@ -103,12 +103,12 @@ class CpuBackend(KernelBackend):
     def fp8_problem(cls, device: torch.device) -> str | None:
         return "it keeps them in the model's dtype only"
 
-    def prepare(self, dtype: torch.dtype, run: Callable[[], Tensor]) -> Tensor:
+    def prepare(self, dtype: torch.dtype, run: Callable[[], Tensor], *, repeats: bool = True) -> Tensor:
         def both() -> Tensor:
             self._sampler.kernel_for(dtype)
             return run()
 
-        return self._run_compiled(both)
+        return self._run_compiled(both) if repeats else both()
 
     def edit(self, logits: Tensor, edits: LogitEdits, sampled: Tensor | None) -> Tensor:
         """Edit logits as the base class does, bit by bit; a compiled kernel applies masks first."""

@@ -3,18 +3,20 @@
 import functools
 from typing import Any
 
+import numba
 from llvmlite import ir
 from numba import types
 from numba.core import cgutils
+from numba.core.codegen import get_host_cpu_features
 from numba.extending import intrinsic
 
-from engine.cpu_kernels.processor import processor_flags
 from engine.cpu_kernels.scalars import F32, FLOAT32, FLOAT_BYTES, I16, I32, I64, widen
 from engine.cpu_kernels.softmax import LEAST, emit_exp
 
 CACHE_LINE = 64
 LONGEST_VECTOR = 16  # floats: 64 bytes, one AVX-512 register; LLVM splits it where there is none
-DOT_PAIRS = "llvm.x86.avx512bf16.dpbf16ps.512" if "avx512_bf16" in processor_flags() else None
+FEATURES = get_host_cpu_features() if numba.config.CPU_FEATURES is None else numba.config.CPU_FEATURES
+DOT_PAIRS = "llvm.x86.avx512bf16.dpbf16ps.512" if "+avx512bf16" in FEATURES else None
 ACCUMULATORS = 16  # vectors kept in registers, of the 32 (AVX-512) or 16 there are
 
 

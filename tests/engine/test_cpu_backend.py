@@ -3,6 +3,7 @@
 import logging
 import os
 import signal
+import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -142,6 +143,29 @@ def test_kernels_that_a_run_lacks_are_compiled_before_it_counts(
     assert kernel_module.run_compiled(run) == [1, 1, 1]
     assert len(runs) == 3, "nothing was missing"
     assert len(forked) == 1
+
+
+def test_what_may_not_be_repeated_runs_once(backend: CpuBackend, forked: list[int]) -> None:
+    """A rank's pass: others may have found what it lacks, and would not exchange sums a second time."""
+    runs: list[list[int]] = []
+
+    def run() -> torch.Tensor:
+        counts = torch.zeros(3, dtype=torch.int64)
+        Kernel(count_task)(3, counts)
+        runs.append(counts.tolist())
+        return counts
+
+    backend.prepare(torch.float32, run, repeats=False)
+    assert (runs, forked) == ([[1, 1, 1]], [])
+
+
+def test_dot_products_of_pairs_are_one_instruction_where_code_is_compiled_for_it() -> None:
+    """Whatever the processor has: LLVM ends the process that asks for an instruction of another one."""
+    code = "from engine.cpu_kernels.vectors import DOT_PAIRS; print(DOT_PAIRS)"
+    for features, found in (("+avx512f,+avx512bf16", "llvm.x86.avx512bf16.dpbf16ps.512"), ("+avx2", "None")):
+        environ = {**os.environ, "NUMBA_CPU_FEATURES": features}
+        told = subprocess.run([sys.executable, "-c", code], env=environ, capture_output=True, text=True, timeout=60)
+        assert told.stdout.strip() == found
 
 
 def test_who_is_told_to_stop_while_children_compile_leaves_none(

@@ -187,7 +187,8 @@ class ModelRunner:
     def logits(self, step: StepBatch) -> Tensor:
         """Return the logits of the rows that sample, as from `forward`, once the kernels are compiled."""
         batch, _ = self._to_device(step)
-        return self.backend.prepare(self.dtype, lambda: self.forward(batch))
+        # ranks exchange sums in it: each has to run it as often as the others, whatever it finds compiled
+        return self.backend.prepare(self.dtype, lambda: self.forward(batch), repeats=self._tp.size == 1)
 
     @torch.inference_mode()
     def forward(self, batch: ForwardBatch) -> Tensor:
