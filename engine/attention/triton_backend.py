@@ -126,7 +126,7 @@ class TritonBackend(CapturableBackend):
     def fill_pending(self, token_ids: Tensor, rows: Tensor, sampled: Tensor, places: Tensor) -> None:
         fill_pending(token_ids, rows, sampled, places)
 
-    def prepare(self, dtype: torch.dtype, run: Callable[[], Tensor]) -> Tensor:
+    def prepare(self, dtype: torch.dtype, run: Callable[[], Tensor], *, repeats: bool = True) -> Tensor:
         zeros = torch.zeros(1, dtype=torch.int64, device=self._device)
         fill_pending(torch.zeros_like(zeros), zeros, zeros, zeros)
         return run()

@@ -361,8 +361,9 @@ class Sight:
         if rule is None:
             return cls(sys.maxsize, None, (FAR, FAR))
         zero, places = torch.zeros(1, 1, 1, 1, dtype=torch.long, device=device), torch.arange(length, device=device)
-        queries, keys = places.view(1, 1, -1, 1).split(NUM_LOOKED_UP, dim=2), places.view(1, 1, 1, -1)
-        seen = torch.cat([rule(zero, zero, part, keys).expand(1, 1, -1, length) for part in queries], dim=2)
+        seen = torch.empty(1, 1, length, length, dtype=torch.bool, device=device)
+        for part in torch.split(places, NUM_LOOKED_UP):
+            seen[:, :, part] = rule(zero, zero, part.view(1, 1, -1, 1), places.view(1, 1, 1, -1))
         after, before = int(seen[0, 0, 0].sum()) - 1, int(seen[0, 0, -1].sum()) - 1
         is_band = torch.equal(seen[0, 0], torch.ones_like(seen[0, 0]).tril_(after).triu_(-before))
         return cls(length, None if bool(seen.all()) else seen, (before, after) if is_band else None)

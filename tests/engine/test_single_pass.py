@@ -110,6 +110,7 @@ def test_what_a_long_text_sees_is_asked_for_in_pieces() -> None:
     assert sight.reach == (7, 7)
     assert sight.mask is not None
     assert int(sight.mask.sum()) == 1024 * 15 - 7 * 8
+    assert Sight.of(lambda batch, head, query, key: key < 5, 512, torch.device("cpu")).reach is None
 
 
 @pytest.mark.parametrize("num_labels", [1, 3])
