@@ -93,7 +93,7 @@ def test_start_compiles_every_kernel_that_steps_use(
     }  # fmt: skip
     rng = random.Random(0)
     for i in range(60):
-        runner.logits(mixed_step(rng, 5))
+        runner.forward(runner._to_device(mixed_step(rng, 5))[0])
         runner.launch(decode_step(rng, 5, i), nucleus_sampling(1 + i % 9))
     assert seen == at_start
 
