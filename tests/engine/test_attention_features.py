@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 import engine.attention.torch_backend
 from engine.attention.base import KernelBackend
+from engine.attention.cpu_backend import CpuBackend
 from engine.attention.torch_backend import ROWS_AT_ONCE, TorchBackend
 from tests.engine.paged import DEVICE, TOLERANCE, attend_by, make_batch
 
@@ -102,8 +103,10 @@ def test_random_steps_equal_float64(
         torch.set_num_threads(2)
     contexts, queries = [context for _, context in lens], [query for query, _ in lens]
     batch = make_batch(contexts, queries, head_dim=32, block_size=block_size, dtype=dtype, seed=seed, **features)
+    # prompts' weights are rounded to bfloat16, those of fewer tokens are not
+    tolerance = TOLERANCE[dtype if max(queries) >= CpuBackend.least_prefill else torch.float32]
     try:
-        assert batch.error_beyond_rounding(attend_by(load(name), batch)) < TOLERANCE[dtype]
+        assert batch.error_beyond_rounding(attend_by(load(name), batch)) < tolerance
     finally:
         torch.set_num_threads(1)
 
