@@ -37,16 +37,17 @@ SIX: dict[str, Mapping[str, Any]] = {
 
 def main() -> int:
     """Print a line for each model, and how many came to what."""
-    arguments = sys.argv[1:]
-    chosen = set(arguments) - {"--all"}
+    chosen = {*sys.argv[1:]} - {"--all"}
     counts = Counter[tuple[str, str]]()
     for title, names in ("causal", CAUSAL), ("with images or sound", WITH_IMAGES):
         for model_type in sorted(chosen & set(names) or (set() if chosen else names)):
             with tempfile.TemporaryDirectory() as folder:
-                found = compared(Path(folder), names, model_type, six_modes="--all" in arguments)
+                found = compared(Path(folder), names, model_type, six_modes="--all" in sys.argv)
+                counts[title, found.partition(":")[0]] += 1
                 if names is WITH_IMAGES:
-                    found += f"; pictures {compared_with_pictures(Path(folder) / 'pictures', model_type)}"
-            counts[title, found.partition(":")[0]] += 1
+                    seen = compared_with_pictures(Path(folder) / "pictures", model_type)
+                    counts["their pictures", seen.partition(":")[0].partition(" (")[0]] += 1
+                    found += f"; pictures {seen}"
             print(f"{model_type:26} {names[model_type]:44} {found}", flush=True)
     for (title, found), number in sorted(counts.items()):
         print(f"{number:4} {title}: {found}")

@@ -16,7 +16,7 @@ from transformers import CONFIG_MAPPING, PreTrainedTokenizerFast
 from transformers.models.auto.image_processing_auto import IMAGE_PROCESSOR_MAPPING_NAMES
 from transformers.models.auto.processing_auto import PROCESSOR_MAPPING_NAMES
 
-from engine import Completion, Engine
+from engine import Completion, ConfigError, Engine
 from engine.run.forward.pictures.reader import open_processor
 from ops.models.checkpoints import WITH_IMAGES, make
 from tests.engine.architectures import SERVED
@@ -284,10 +284,15 @@ def compared(folder: Path, model_type: str) -> str:
         return f"not made ({type(error).__name__})"
     most = MODELS.get(model_type, Model()).of_config.get("text_config", {}).get("max_position_embeddings", 512)
     changes = {"max_num_batched_tokens": 200, "max_num_seqs": 6, "max_model_len": most, "block_bytes": 1 << 16}
-    with Engine(config_of(folder, "whole", **changes)) as engine:
-        if not engine.reads_pictures:
-            return "not read"
-        differences = reference.unexplained(engine.generate(prompts(), GREEDY))
+    try:
+        with Engine(config_of(folder, "whole", **changes)) as engine:
+            if not engine.reads_pictures:
+                return "not read"
+            differences = reference.unexplained(engine.generate(prompts(), GREEDY))
+    except ConfigError:  # as its text is
+        return "refused"
+    except Exception as error:  # noqa: BLE001 - it has no name, which is what is looked for
+        return f"WRONG: {type(error).__name__}: {error}"
     return f"WRONG: {differences[0]}" if differences else "exact"
 
 
