@@ -98,7 +98,7 @@ class Task(abc.ABC):
     """One engine job whose arguments are sound and of which nothing has been read or checked beside them."""
 
     #: True when opening it and asking for its result touch files: the worker makes both calls in threads.
-    blocking: ClassVar[bool]
+    blocking: bool = False
 
     #: True when opening it takes memory for the rows of a file, for which it may have to wait.
     reads_rows: ClassVar[bool] = False
@@ -106,6 +106,16 @@ class Task(abc.ABC):
     @abc.abstractmethod
     def open(self, context: JobContext) -> OpenTask:
         """Get ready to yield requests. Raises JobsError when the job cannot run, and leaves nothing open."""
+
+
+class LateTask(Task):
+    """A task of which `make` tells once it is opened what there is to ask. blocking: whether that touches files."""
+
+    def __init__(self, make: Callable[[JobContext], Task], blocking: bool = False) -> None:
+        self._make, self.blocking = make, blocking
+
+    def open(self, context: JobContext) -> OpenTask:
+        return self._make(context).open(context)
 
 
 class OpenTask(abc.ABC):

@@ -9,7 +9,7 @@ from jobs.common.display import brief
 from jobs.context import JobContext
 from jobs.context.children import DECODERS
 from jobs.errors import InvalidJob, InvalidValue
-from jobs.tasks import OpenTask, Parts, Task
+from jobs.tasks import LateTask, Parts, Task
 from sandbox import ChildFailed, Limits
 
 #: Of a prompt: pictures, bytes of their files together, and pixels of all once they are decoded.
@@ -102,21 +102,12 @@ def decode(file: bytes, what: str, most: int) -> tuple[int, int, bytearray]:
 def pictured_task(messages: Parts, make: Callable[[Parts], Task]) -> Task:
     """Return the task that `make` makes of messages once their pictures are there. Raises InvalidJob."""
     pictures = pictures_in(messages)
-    if any(isinstance(each, str) for each in pictures):
-        return _FilesFirst(messages, make)
+
+    def read(context: JobContext) -> Task:
+        assert context.picture_reader is not None, "a process that runs jobs lends one"
+        return make(filled(messages, loaded(pictures, context.picture_reader(context))))
+
+    if any(isinstance(each, str) for each in pictures):  # in files
+        return LateTask(read, blocking=True)
     loaded(pictures, str.encode)
     return make(messages)
-
-
-class _FilesFirst(Task):
-    """The task of a chat whose pictures lie in files; reading them blocks."""
-
-    blocking = True
-
-    def __init__(self, messages: Parts, make: Callable[[Parts], Task]) -> None:
-        self._messages, self._make = messages, make
-
-    def open(self, context: JobContext) -> OpenTask:
-        assert context.picture_reader is not None, "a process that runs jobs lends one"
-        contents = loaded(pictures_in(self._messages), context.picture_reader(context))
-        return self._make(filled(self._messages, contents)).open(context)

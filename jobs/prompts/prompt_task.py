@@ -7,7 +7,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any, ClassVar
+from typing import Any
 
 from jobs.context import JobContext
 from jobs.context.check_options import NO_REPAIRS, RepairOptions, split_repair_options
@@ -42,8 +42,6 @@ Respond = Callable[[Answers, str], dict[str, Any]]
 @dataclass(frozen=True)
 class PromptTask(Task):
     """The prompts of one job, in order, and how they are answered. model: None takes whichever is served."""
-
-    blocking: ClassVar[bool] = False
 
     prompts: Sequence[Request | Unusable]
     respond: Respond

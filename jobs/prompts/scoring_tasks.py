@@ -1,9 +1,8 @@
 """The tasks of `jobs.classify`, `classify_text`, `loglikelihood` and `rerank`: nothing is generated for them."""
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
 from functools import partial
-from typing import Any, ClassVar
+from typing import Any
 
 from jobs.common.display import brief
 from jobs.context import JobContext
@@ -15,10 +14,10 @@ from jobs.prompts.labels import CONTENT_FREE, classify, parse_labels, scoring_of
 from jobs.prompts.messages import NAMES as CHAT_NAMES
 from jobs.prompts.messages import parse_messages, split_chat_options
 from jobs.prompts.pictures import pictured_task, pictures_in
-from jobs.prompts.prompt_task import OpenPrompts, PromptTask, text_requests
+from jobs.prompts.prompt_task import PromptTask, text_requests
 from jobs.prompts.responses import Answers, usage
 from jobs.prompts.templated_task import asked_task
-from jobs.tasks import Completion, Request, Task
+from jobs.tasks import Completion, LateTask, Request, Task
 
 #: What Qwen3-Reranker's model card puts around a query and a document.
 RERANK_PROMPT = (
@@ -107,21 +106,11 @@ def rerank_task(
         requests = [relevance_request(asked, text, has_head, told) for text in texts]
         return PromptTask(requests, partial(_ranking, documents=shown, top_n=most), asked_for)
 
-    return RerankTask(task)
-
-
-@dataclass(frozen=True)
-class RerankTask(Task):
-    """Asks a model with a head for pairs of texts, any other for yes or no. make: of whether it has a head."""
-
-    blocking: ClassVar[bool] = False
-
-    make: Callable[[bool], PromptTask]
-
-    def open(self, context: JobContext) -> OpenPrompts:
-        """Raises InvalidJob for a model that gives no relevance, and as PromptTask does."""
+    def asked_of(context: JobContext) -> PromptTask:
         context.model.check_ranks()
-        return self.make(bool(context.model.classes)).open(context)
+        return task(bool(context.model.classes))
+
+    return LateTask(asked_of)
 
 
 def relevance_request(

@@ -12,7 +12,7 @@ from jobs.common.stored import text
 from jobs.context import JobContext
 from jobs.errors import AnswerMissing, InvalidJob, InvalidValue
 from jobs.prompts.template_texts import JinjaTexts, TemplateProblem, template_texts
-from jobs.tasks import OpenTask, Task
+from jobs.tasks import LateTask, Task
 
 MAX_DEPENDENCIES = 10_000
 
@@ -136,39 +136,34 @@ def asked_task(make: Callable[[str, Any], Task], **given: Any) -> Task:
         raise InvalidJob(f"{' and '.join(found)} each say what to ask: give one of them")
     (name,) = found
     kind = name.removesuffix("_template")
-    return make(kind, given[name]) if name == kind else TemplatedTask(name, given[name], partial(make, kind))
+    return make(kind, given[name]) if name == kind else _templated(name, given[name], partial(make, kind))
 
 
-class TemplatedTask(Task):
-    """The task that a template makes once the answers are read, which blocks."""
+def _templated(argument: str, template: Any, make: Callable[[Any], Task]) -> Task:
+    kind, what = KINDS[argument]
+    if not isinstance(template, kind):
+        raise InvalidJob(f"{argument} is {type(template).__name__}, expected {what}")
+    sources, roles = template_texts(template)
 
-    blocking = True
-
-    def __init__(self, argument: str, template: Any, make: Callable[[Any], Task]) -> None:
-        kind, what = KINDS[argument]
-        if not isinstance(template, kind):
-            raise InvalidJob(f"{argument} is {type(template).__name__}, expected {what}")
-        self._argument, self._make = argument, make
-        self._texts, self._roles = template_texts(template)
-
-    def open(self, context: JobContext) -> OpenTask:
-        template = JinjaTexts(self._texts)
-        if foreign := sorted(template.names - NAMES):
+    def filled(context: JobContext) -> Task:
+        found = JinjaTexts(sources)
+        if foreign := sorted(found.names - NAMES):
             raise InvalidValue(
-                f"{self._argument} names {{}}: there are `answers`, one for each job that this one depends "
+                f"{argument} names {{}}: there are `answers`, one for each job that this one depends "
                 "on, and `results`, all that each returned",
                 brief(foreign[0]),
             )
         values, nulls = read_dependencies(context)
         try:
-            texts = template.render(values)
+            texts = found.render(values)
         except TemplateProblem as problem:
             why = "".join(f"; {each}" for each in nulls[:MAX_NULLS])
-            raise InvalidValue(f"{self._argument}: {{}}{{}}", str(problem), why) from None
-        if self._roles is None:
-            return self._make(texts[0]).open(context)
-        pairs = zip(self._roles, texts, strict=True)
-        return self._make([{"role": role, "content": text} for role, text in pairs]).open(context)
+            raise InvalidValue(f"{argument}: {{}}{{}}", str(problem), why) from None
+        if roles is None:
+            return make(texts[0])
+        return make([{"role": role, "content": text} for role, text in zip(roles, texts, strict=True)])
+
+    return LateTask(filled, blocking=True)
 
 
 def refuse_template(values: dict[str, Any]) -> None:
