@@ -227,7 +227,9 @@ class WorkerSettings(BaseSettings):
             return self.served_name
         return next(iter(_folder_names(self.model)), self.model)
 
-    def served_model(self, identity: ModelIdentity, attention_backend: str = "") -> ServedModel:
+    def served_model(
+        self, identity: ModelIdentity, attention_backend: str = "", reads_pictures: bool = True
+    ) -> ServedModel:
         """The served model as jobs are told of it."""
         return ServedModel(
             name=self.model_name,
@@ -238,6 +240,7 @@ class WorkerSettings(BaseSettings):
             embedding_size=identity.embedding_size,
             embedding_prompts=identity.embedding_prompts,
             classes=identity.classes,
+            reads_pictures=reads_pictures,
         )
 
     def job_context(self, connection: Redis, model: ServedModel, meter: Callable[[], PromptMeter]) -> JobContext:

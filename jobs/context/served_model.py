@@ -38,6 +38,7 @@ class ServedModel(PinnedModel):
     embedding_size: int = 0
     embedding_prompts: tuple[str, ...] = ()
     classes: tuple[str, ...] = ()
+    reads_pictures: bool = True  # as long as no engine has told
 
     @property
     def names(self) -> tuple[str, ...]:

@@ -143,7 +143,7 @@ def _agreed_plan(
             raise errors.InvalidJob("only_new leaves out what earlier runs have answered: name these with reuse")
         plan, schema = read_inputs(context, storage, spec, found)
         check_columns(spec, schema, found[0].path)
-        check_served(spec.task, spec.dimensions, spec.prompt_name, context.model, spec.rows_per_shard)
+        check_served(vars(spec), context.model)
         context.model.check_asked_for(submission.model)
         plan = replace(plan, second=second_model(context, spec, submission.queue))
         if (spec.order or submission.reuse) and begin_folder(storage, spec.output):

@@ -91,10 +91,12 @@ GENERATE, EMBED, CLASSIFY, RERANK = TASKS = ("generate", "embed", "classify", "r
 MAX_NUMBERS = 1 << 26
 
 
-def check_served(
-    task: str, dimensions: int | None, prompt_name: str | None, model: ServedModel, rows_per_shard: int
-) -> None:
-    """Raise InvalidJob where the served model gives no such thing, or a shard would hold too much of it."""
+def check_served(options: Mapping[str, Any], model: ServedModel) -> None:
+    """Raise InvalidJob where the served model does no such thing, or a shard would hold too much. options: a run's."""
+    task, dimensions, prompt_name = (options[name] for name in ("task", "dimensions", "prompt_name"))
+    rows_per_shard = options["rows_per_shard"]
+    if options["image_column"] and not model.reads_pictures:
+        raise InvalidJob(f"the worker serves {model.name!r}, which reads no pictures")
     if task == EMBED and not model.embedding_size:
         raise InvalidJob(
             f"the worker serves {model.name!r}, which gives no embeddings: it has no modules.json that says "

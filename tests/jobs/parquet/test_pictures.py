@@ -299,3 +299,11 @@ def test_labels_of_a_chat_see_its_picture_which_has_no_prior(make_context: MakeC
     assert (request.kind, seen(request).text) == ("score", "[b]")
     with pytest.raises(InvalidJob, match="calibrate and pictures do not go together"):
         opened_task(make_context(), "jobs.classify", (), {**asked, "calibrate": True})
+
+
+def test_planning_refuses_pictures_where_the_model_reads_none(runs: Runs) -> None:
+    runs.write(["a"])
+    planners = runs.context
+    runs.context = lambda: replace(planners(), model=replace(planners().model, reads_pictures=False))
+    with pytest.raises(InvalidJob, match="'m', which reads no pictures"):
+        runs.plan(image_column="prompt", template="{image}: what is it?")
