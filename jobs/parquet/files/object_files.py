@@ -21,7 +21,7 @@ from jobs.errors import InputNotFound, PathOutsideRoots
 from jobs.parquet.files.confined import root_of
 from jobs.parquet.files.fetched_file import FetchedFile
 from jobs.parquet.files.filesystem import Entry, FileStat, StoreRefused, StoreUnfit
-from jobs.parquet.files.object_requests import make_request, opened_store
+from jobs.parquet.files.object_requests import TRIES_S, make_request, opened_store
 from jobs.runs.plans.names import temporary_name
 from jobs.runs.plans.paths import run_path
 from sandbox import ChildFailed, Limits, Pool
@@ -148,7 +148,7 @@ class ObjectFiles:
         return pa.PythonFile(io.BufferedReader(FetchedFile(fetch, found["size"]), BLOCK_BYTES), mode="r")
 
     def open_output(self, path: str) -> Any:
-        store, key = self._place(path)
+        store, key = self._place(path, self._timeout_s)
         upload = obstore.open_writer(store, key, buffer_size=CHUNK_BYTES, max_concurrency=_CONCURRENCY)
         return _Sink(_Writer(path, upload, self._check_interrupted), "w")
 
@@ -202,12 +202,12 @@ class ObjectFiles:
     def _make(self, path: str, request: Callable[[], T]) -> T:
         return make_request(path, request, self._check_interrupted, self._timeout_s)
 
-    def _place(self, path: str) -> tuple[Any, str]:
+    def _place(self, path: str, tries_s: float = TRIES_S) -> tuple[Any, str]:
         if root_of(path, self._roots) is None:
             raise PathOutsideRoots(path, ":".join(self._roots))
         scheme, _, rest = path.partition("://")
         bucket, _, key = rest.partition("/")
-        return opened_store(scheme, bucket, self._timeout_s), key
+        return opened_store(scheme, bucket, self._timeout_s, tries_s), key
 
 
 class _Sink(pa.PythonFile):  # type: ignore[misc]

@@ -14,7 +14,7 @@ from jobs.parquet.asks.row_keys import NO_KEYS, Keys, as_keys, model_mark
 from jobs.parquet.files.storage import Storage
 from jobs.parquet.outputs.part import read_part_stats
 from jobs.parquet.outputs.plan_file import load_plan
-from jobs.parquet.reuse.key_file import read_keys
+from jobs.parquet.reuse.key_file import MAX_MODELS, read_keys
 from jobs.parquet.reuse.known_keys import KnownKeys, Places
 from jobs.parquet.reuse.taken_answers import KEY, ROW, UNREADABLE
 from jobs.parquet.tables.columns import ColumnChoice
@@ -86,12 +86,12 @@ class OldRuns:
                     self._read_journal(part, keys)
                     marks.append(model_mark(part.plan.model.fingerprint))
                 else:
-                    keys, models = read_keys(storage, part.plan, part.shard)
+                    keys, models = read_keys(storage, part.plan, part.shard, part.told.run)
                     marks.append(models)
             except PartDamaged as error:
                 part.told.pass_over(error)
             self.keys.add(keys)
-        self.marks = np.unique(np.concatenate([NO_KEYS, *marks]), axis=0)
+        self.marks = np.unique(np.concatenate([NO_KEYS, *marks]), axis=0)[:MAX_MODELS]
         self.keys.sort()
 
     def _read_journal(self, part: OldPart, keys: Keys) -> None:
