@@ -44,10 +44,8 @@ def listed(kind: str, folder: str, timeout_s: float) -> Any:
     scheme, _, rest = folder.partition("://")
     bucket, _, key = rest.partition("/")
     variables = {name: value for name, value in os.environ.items() if name.startswith(_VARIABLES)}
-    question = {
-        "kind": kind, "scheme": scheme, "bucket": bucket, "key": key, "timeout_s": timeout_s,
-        "environment": variables,
-    }  # fmt: skip
+    question: dict[str, Any] = {"kind": kind, "scheme": scheme, "bucket": bucket, "key": key, "timeout_s": timeout_s}
+    question["environment"] = variables
     try:
         reply, _ = _pool.call(lambda child: child.ask(_TASK, question, Limits(timeout_s, MEMORY_BYTES)))
     except ChildFailed as error:
@@ -100,9 +98,7 @@ class ObjectFiles:
         key, found = self._place(folder)[1], self._list("level", folder)
         folders = {os.path.basename(prefix) for prefix in found["folders"]}
         files = {os.path.basename(path) for path in found["objects"] if path != key}
-        entries = [*(Entry(name, True, False) for name in folders)]
-        entries += (Entry(name, False, False) for name in files - folders)
-        yield iter(entries)
+        yield (Entry(name, name in folders, False) for name in folders | files)
 
     def written_at(self, folder: str) -> dict[str, int]:
         objects = self._list("level", folder)["objects"]
@@ -142,8 +138,7 @@ class ObjectFiles:
 
         def fetch(start: int, end: int) -> bytes:
             options: Any = {"range": (start, end), **own}
-            found: bytes = self._make(path, lambda: bytes(obstore.get(store, key, options=options).bytes()))
-            return found
+            return self._make(path, lambda: bytes(obstore.get(store, key, options=options).bytes()))
 
         return pa.PythonFile(io.BufferedReader(FetchedFile(fetch, found["size"]), BLOCK_BYTES), mode="r")
 

@@ -147,14 +147,13 @@ class SurveyWork(RowsTask):
             shown = zip(self._tried, answers or repeat(None), strict=False)  # none were wanted
             return {**told, "shown": [self._shown(*each, answer) for each, answer in shown]}
         generated = completion = again = 0.0
-        below = self._spec.escalate_below
         weights = sum(asked.weight for asked, _ in self._tried)  # of all requests, or of those with room for their text
         scale = self._counts.scale * len(self._counts.asked) / (weights or 1.0)
         for place, tokens, answer in self.asked.answered:
             asked = self._tried[place][0]
             generated += asked.weight * tokens * scale
             completion += asked.weight * tokens * scale * asked.rows
-            if below and answer.error is None and answer.column("margin") < below:
+            if answer.error is None and (answer.column("margin") or 0) < (self._spec.escalate_below or 0):
                 again += asked.weight * scale * asked.rows
         seconds = self._timing.token_s * (self._counts.request_tokens * self._counts.scale + generated)
         told |= {"generated_tokens": generated, "completion_tokens": completion, "rows_escalated": again}

@@ -29,10 +29,7 @@ def write_keys(storage: Storage, plan: Plan, shard: int, keys: Keys, marks: Keys
 
 
 def read_keys(storage: Storage, plan: Plan, shard: int, run: str) -> tuple[Keys, Keys]:
-    """Return a part's keys, and the marks of the models in them. Raises PartDamaged, also where there are none.
-
-    run: that wrote them; the plan's is another where its folder was moved.
-    """
+    """Return a part's keys, and the marks of the models in them. run: that wrote them. Raises PartDamaged."""
     path, rows = os.path.join(plan.spec.output, keys_name(shard)), plan.shards[shard].rows
     try:
         with reading(path), storage.open_input(path) as source:

@@ -104,8 +104,7 @@ def kept_answers(storage: Storage, plan: Plan, shard: int) -> dict[int, tuple[An
 
 def _answers_of(storage: Storage, path: str) -> dict[int, tuple[Answer, bytes]]:
     with closing(TableReading(storage, path, ColumnChoice(without=(KEY,)))) as file:
-        found = read_answers(file, [field.name for field in BESIDE])
-        return {row: (answer, mark) for (row, mark, _), answer in found}
+        return {row: (answer, mark) for (row, mark), answer in read_answers(file, (ROW, MODEL))}
 
 
 def answers_table(
@@ -126,8 +125,7 @@ def read_answers(file: TableReading, beside: Sequence[str]) -> Iterator[tuple[tu
             found = tuple(values.pop(name) for name in beside)
             slices = {name: batch.column(name).slice(number, 1) for name in large}
             values |= {name: each if each.is_valid()[0].as_py() else None for name, each in slices.items()}
-            if SOURCE in beside:
-                values["reused"] = found[beside.index(SOURCE)]
+            values["reused"] = values.pop(SOURCE, None)
             yield found, _answer(values)
 
 
