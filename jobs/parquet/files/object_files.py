@@ -43,9 +43,8 @@ def listed(kind: str, folder: str, timeout_s: float) -> Any:
     """Return what a listing of a kind tells of a prefix. Raises what obstore does, and StoreRefused without an end."""
     scheme, _, rest = folder.partition("://")
     bucket, _, key = rest.partition("/")
-    variables = {name: value for name, value in os.environ.items() if name.startswith(_VARIABLES)}
     question: dict[str, Any] = {"kind": kind, "scheme": scheme, "bucket": bucket, "key": key, "timeout_s": timeout_s}
-    question["environment"] = variables
+    question["environment"] = {name: value for name, value in os.environ.items() if name.startswith(_VARIABLES)}
     try:
         reply, _ = _pool.call(lambda child: child.ask(_TASK, question, Limits(timeout_s, MEMORY_BYTES)))
     except ChildFailed as error:
