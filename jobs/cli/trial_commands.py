@@ -56,6 +56,8 @@ def dry_run_lines(found: dict[str, Any], price_per_hour: float | None) -> list[s
         f"are computed, as {tried} rows tell",
         f"time     about {duration_text(seconds)} on one worker like this one, alone with the run",
     ]
+    if again := found.get("rows_escalated"):
+        lines.append(f"again    {again:,.0f} rows, of the second model: neither time nor cost has these")
     if failed:
         lines.append(f"but      {failed} of the {tried} rows that were tried failed")
     if price_per_hour is not None:

@@ -21,7 +21,7 @@ from jobs.errors import InputNotFound, PathOutsideRoots
 from jobs.parquet.files.confined import root_of
 from jobs.parquet.files.fetched_file import FetchedFile
 from jobs.parquet.files.filesystem import Entry, FileStat, StoreRefused, StoreUnfit
-from jobs.parquet.files.object_requests import make_request, opened_store
+from jobs.parquet.files.object_requests import TRIES_S, make_request, opened_store
 from jobs.runs.plans.names import temporary_name
 from jobs.runs.plans.paths import run_path
 from sandbox import ChildFailed, Limits, Pool
@@ -43,11 +43,8 @@ def listed(kind: str, folder: str, timeout_s: float) -> Any:
     """Return what a listing of a kind tells of a prefix. Raises what obstore does, and StoreRefused without an end."""
     scheme, _, rest = folder.partition("://")
     bucket, _, key = rest.partition("/")
-    variables = {name: value for name, value in os.environ.items() if name.startswith(_VARIABLES)}
-    question = {
-        "kind": kind, "scheme": scheme, "bucket": bucket, "key": key, "timeout_s": timeout_s,
-        "environment": variables,
-    }  # fmt: skip
+    question: dict[str, Any] = {"kind": kind, "scheme": scheme, "bucket": bucket, "key": key, "timeout_s": timeout_s}
+    question["environment"] = {name: value for name, value in os.environ.items() if name.startswith(_VARIABLES)}
     try:
         reply, _ = _pool.call(lambda child: child.ask(_TASK, question, Limits(timeout_s, MEMORY_BYTES)))
     except ChildFailed as error:
@@ -100,9 +97,7 @@ class ObjectFiles:
         key, found = self._place(folder)[1], self._list("level", folder)
         folders = {os.path.basename(prefix) for prefix in found["folders"]}
         files = {os.path.basename(path) for path in found["objects"] if path != key}
-        entries = [*(Entry(name, True, False) for name in folders)]
-        entries += (Entry(name, False, False) for name in files - folders)
-        yield iter(entries)
+        yield (Entry(name, name in folders, False) for name in folders | files)
 
     def written_at(self, folder: str) -> dict[str, int]:
         objects = self._list("level", folder)["objects"]
@@ -142,13 +137,12 @@ class ObjectFiles:
 
         def fetch(start: int, end: int) -> bytes:
             options: Any = {"range": (start, end), **own}
-            found: bytes = self._make(path, lambda: bytes(obstore.get(store, key, options=options).bytes()))
-            return found
+            return self._make(path, lambda: bytes(obstore.get(store, key, options=options).bytes()))
 
         return pa.PythonFile(io.BufferedReader(FetchedFile(fetch, found["size"]), BLOCK_BYTES), mode="r")
 
     def open_output(self, path: str) -> Any:
-        store, key = self._place(path)
+        store, key = self._place(path, self._timeout_s)
         upload = obstore.open_writer(store, key, buffer_size=CHUNK_BYTES, max_concurrency=_CONCURRENCY)
         return _Sink(_Writer(path, upload, self._check_interrupted), "w")
 
@@ -202,12 +196,12 @@ class ObjectFiles:
     def _make(self, path: str, request: Callable[[], T]) -> T:
         return make_request(path, request, self._check_interrupted, self._timeout_s)
 
-    def _place(self, path: str) -> tuple[Any, str]:
+    def _place(self, path: str, tries_s: float = TRIES_S) -> tuple[Any, str]:
         if root_of(path, self._roots) is None:
             raise PathOutsideRoots(path, ":".join(self._roots))
         scheme, _, rest = path.partition("://")
         bucket, _, key = rest.partition("/")
-        return opened_store(scheme, bucket, self._timeout_s), key
+        return opened_store(scheme, bucket, self._timeout_s, tries_s), key
 
 
 class _Sink(pa.PythonFile):  # type: ignore[misc]

@@ -1,6 +1,7 @@
 """Requests to an object store, tried again while it does not serve. A child lists: obstore keeps all of a listing."""
 
 import errno
+import logging
 import os
 import re
 import time
@@ -21,11 +22,11 @@ from sandbox.child import Worker
 
 T = TypeVar("T")
 
-#: Of the time that a store has: for tries of one request inside obstore, and until which we begin another.
-_SHARE = 0.25
+#: Of the time that a store has: until which tries begin.
+_SHARE = 0.5
 
-#: Seconds between our own tries, and of one request at most.
-FIRST_WAIT_S, MAX_WAIT_S, REQUEST_S = 0.2, 5.0, 30.0
+#: Seconds: of obstore's own tries, where we can ask anew; between ours; and of one request at most.
+TRIES_S, FIRST_WAIT_S, MAX_WAIT_S, REQUEST_S = 5.0, 0.2, 5.0, 30.0
 
 #: Of what a store says its code alone is told, and of another reply nothing: it may be another host's.
 _CODE, _STATUS = re.compile(r"<Code>(\w{1,64})</Code>"), re.compile(r"status code: (\d{3})")
@@ -46,16 +47,20 @@ _CREDENTIALS = (
 )  # fmt: skip
 _CREDENTIAL_URLS = ("AWS_CONTAINER_CREDENTIALS_FULL_URI", "AWS_METADATA_ENDPOINT", "AWS_ENDPOINT_URL_STS")
 
+_log = logging.getLogger("rq.worker")
+
 
 @lru_cache(maxsize=64)
-def opened_store(scheme: str, bucket: str, timeout_s: float) -> Any:
-    """Return a client of a bucket for all threads. timeout_s: in which it has to serve."""
+def opened_store(scheme: str, bucket: str, timeout_s: float, tries_s: float = TRIES_S) -> Any:
+    """Return a client of a bucket for all threads. timeout_s: in which it has to serve. tries_s: of obstore's own."""
     share, first = timedelta(seconds=timeout_s * _SHARE), timedelta(seconds=FIRST_WAIT_S)
+    tries = min(share, timedelta(seconds=tries_s))
+    most = min(tries / 4, timedelta(seconds=MAX_WAIT_S))
     options: Any = {
         "retry_config": {
             "max_retries": 100,
-            "retry_timeout": share,
-            "backoff": {"init_backoff": min(share / 8, first), "max_backoff": share / 4, "base": 2},
+            "retry_timeout": tries,
+            "backoff": {"init_backoff": min(tries / 8, first), "max_backoff": most, "base": 2},
         },
         "client_options": {
             "timeout": min(share, timedelta(seconds=REQUEST_S)),
@@ -94,16 +99,23 @@ def make_request(
     Raises FileNotFoundError, FileExistsError, PathSwapped where an object is not the one that was looked at,
     StoreRefused, BucketNotFound, StoreUnreachable, or what check_interrupted does.
     """
-    begun, wait_s = time.monotonic(), FIRST_WAIT_S
+    begun, wait_s, is_told = time.monotonic(), FIRST_WAIT_S, False
     while True:
         check_interrupted()
         try:
-            return request()
+            found = request()
         except (exceptions.BaseError, FileNotFoundError, ValueError) as error:
             reason = _reason_to_try_again(path, error)
             seconds = time.monotonic() - begun
             if seconds + wait_s > timeout_s * _SHARE:
                 raise StoreUnreachable(path, seconds, reason) from None
+            if seconds > TRIES_S and not is_told:
+                is_told = True
+                _log.warning("the store of %s has not served it for %.0f s (%s): trying again", path, seconds, reason)
+        else:
+            if (seconds := time.monotonic() - begun) > TRIES_S:
+                _log.warning("the store of %s has served it after %.0f s", path, seconds)
+            return found
         time.sleep(wait_s)
         wait_s = min(2 * wait_s, MAX_WAIT_S)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import errno
 import os
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, suppress
 from typing import Any, Self
 
 import pyarrow as pa
@@ -81,8 +81,10 @@ class Storage:
         return self._of(folder).scan(folder)
 
     def names(self, folder: str) -> list[str]:
-        with self.scan(folder) as entries:
+        """Return what a folder holds, sorted; nothing of one that is not there."""
+        with suppress(FileNotFoundError), self.scan(folder) as entries:
             return sorted(entry.name for entry in entries)
+        return []
 
     def written_at(self, folder: str) -> dict[str, int]:
         return self._of(folder).written_at(folder)

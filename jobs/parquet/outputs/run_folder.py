@@ -71,12 +71,7 @@ class RunFolder:
 
     def shards_with_parts(self) -> set[int]:
         """Return the shards whose part is there. Raises PartDamaged for a part that no shard has."""
-        try:
-            names = self.storage.names(self._parts_path)
-        except FileNotFoundError:
-            if self._parts_path == self._path:
-                raise
-            return set()  # no part was written yet
+        names = self.storage.names(self._parts_path)
         found = {shard for shard in map(run_names.part_shard, names) if shard is not None}
         if found and max(found) >= len(self.plan.shards):
             raise PartDamaged(self.plan.part_path(max(found)), f"this run has {len(self.plan.shards)} shards")
@@ -208,7 +203,6 @@ class RunFolder:
     def _remove_leftovers(self) -> None:
         """Remove the temporary files of all executions; one that still runs finds its file in place."""
         for folder in {self._path, self._parts_path, self.path(run_names.KEYS)}:
-            with suppress(FileNotFoundError):  # of keys that somebody has removed
-                for name in self.storage.names(folder):
-                    if name.startswith(run_names.TEMPORARY_PREFIX):
-                        self.storage.remove(os.path.join(folder, name))
+            for name in self.storage.names(folder):
+                if name.startswith(run_names.TEMPORARY_PREFIX):
+                    self.storage.remove(os.path.join(folder, name))

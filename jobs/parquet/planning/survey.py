@@ -146,15 +146,18 @@ class SurveyWork(RowsTask):
         if self._timing is None:
             shown = zip(self._tried, answers or repeat(None), strict=False)  # none were wanted
             return {**told, "shown": [self._shown(*each, answer) for each, answer in shown]}
-        generated = completion = 0.0
+        generated = completion = again = 0.0
         weights = sum(asked.weight for asked, _ in self._tried)  # of all requests, or of those with room for their text
         scale = self._counts.scale * len(self._counts.asked) / (weights or 1.0)
-        for place, tokens, _ in self.asked.answered:
+        for place, tokens, answer in self.asked.answered:
             asked = self._tried[place][0]
             generated += asked.weight * tokens * scale
             completion += asked.weight * tokens * scale * asked.rows
+            if answer.error is None and (answer.column("margin") or 0) < (self._spec.escalate_below or 0):
+                again += asked.weight * scale * asked.rows
         seconds = self._timing.token_s * (self._counts.request_tokens * self._counts.scale + generated)
-        return {**told, "generated_tokens": generated, "completion_tokens": completion, "seconds": seconds}
+        told |= {"generated_tokens": generated, "completion_tokens": completion, "rows_escalated": again}
+        return {**told, "seconds": seconds}
 
     def _shown(self, asked: Asked, row: Row, answer: Answer | None) -> dict[str, Any]:
         prompt: Any = json.loads(row.prompt) if self._spec.is_chat or row.pictures else row.prompt

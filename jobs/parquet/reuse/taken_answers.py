@@ -11,7 +11,7 @@ import os
 from array import array
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing
-from dataclasses import fields, replace
+from dataclasses import fields
 from typing import Any
 
 import numpy as np
@@ -104,8 +104,7 @@ def kept_answers(storage: Storage, plan: Plan, shard: int) -> dict[int, tuple[An
 
 def _answers_of(storage: Storage, path: str) -> dict[int, tuple[Answer, bytes]]:
     with closing(TableReading(storage, path, ColumnChoice(without=(KEY,)))) as file:
-        found = read_answers(file, [field.name for field in BESIDE])
-        return {row: (replace(answer, reused=source), mark) for (row, mark, source), answer in found}
+        return {row: (answer, mark) for (row, mark), answer in read_answers(file, (ROW, MODEL))}
 
 
 def answers_table(
@@ -126,6 +125,7 @@ def read_answers(file: TableReading, beside: Sequence[str]) -> Iterator[tuple[tu
             found = tuple(values.pop(name) for name in beside)
             slices = {name: batch.column(name).slice(number, 1) for name in large}
             values |= {name: each if each.is_valid()[0].as_py() else None for name, each in slices.items()}
+            values["reused"] = values.pop(SOURCE, None)
             yield found, _answer(values)
 
 

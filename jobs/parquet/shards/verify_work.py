@@ -123,7 +123,7 @@ class VerifyWork(RowsTask):
 
 def _keys_of(storage: Storage, plan: Plan, shard: int, rows: Set[int]) -> dict[int, bytes]:
     """Return the keys of a shard's rows that have one, less the run's model, where others have answered some."""
-    (found, marks), first = read_keys(storage, plan, shard), plan.first_row(shard)
+    (found, marks), first = read_keys(storage, plan, shard, plan.run), plan.first_row(shard)
     if np.array_equal(marks, mark := model_mark(plan.model.fingerprint)):
         return {}
     own = found ^ mark

@@ -68,7 +68,7 @@ def follow(
     """Look at a run until it ends, whoever is away. clock: seconds. Raises what the first look raises."""
     looked_at = clock()
     previous = snapshot = look()
-    has_worker, awaited, is_away = True, None, False
+    has_worker, is_away, awaited = True, False, set[str]()
     while True:
         took_s = clock() - looked_at
         display.show(snapshot)
@@ -78,10 +78,9 @@ def follow(
             has_worker = not has_worker
             told = f"{snapshot.workers} worker(s) listen on queue {snapshot.queue!r} now"
             display.warn(told if has_worker else f"{no_worker_text(snapshot.queue, listened())}; still waiting")
-        if awaited != snapshot.awaited_model:
-            awaited = snapshot.awaited_model
-            if awaited is not None and snapshot.workers:
-                display.warn(f"no worker on queue {snapshot.queue!r} serves model {awaited}; still waiting")
+        before, awaited = awaited, _awaited(snapshot)
+        for text in awaited - before:
+            display.warn(f"{text}; still waiting")
         sleep(min(MAX_POLL_S, max(POLL_S, took_s / LOOK_SHARE)))
         looked_at = clock()
         try:
@@ -92,6 +91,12 @@ def follow(
             if not is_away:
                 display.warn(f"no answer from Redis ({error}): the run goes on; still waiting")
             is_away = True
+
+
+def _awaited(snapshot: RunSnapshot) -> set[str]:
+    first = f"no worker on queue {snapshot.queue!r} serves model {snapshot.awaited_model}"
+    texts = (first if snapshot.awaited_model and snapshot.workers else None, snapshot.awaited_second)
+    return set(filter(None, texts))
 
 
 def _end(snapshot: RunSnapshot, previous: RunSnapshot) -> End | None:

@@ -36,7 +36,7 @@ _TOLD = (
     *("run", "state", "output", "model", "submitted_at", "began_at", "ended_at", "rows", "rows_done", "errors"),
     *("failed_checks", "cut", "rows_reused", "rows_escalated", "shards", "shards_done", "shards_started"),
     *("shards_failed", "prompt_tokens", "completion_tokens", "cached_tokens", "tokens", "rows_per_s", "tokens_per_s"),
-    *("worked_s", "stopped", "workers", "awaited_model", "left_s", "plan_error"),
+    *("worked_s", "stopped", "workers", "awaited_model", "awaited_second", "left_s", "plan_error"),
 )
 
 

@@ -113,6 +113,16 @@ def test_following_keeps_waiting_and_says_that_no_worker_listens(runs: Runs, red
     assert "rq worker" in shown.warnings[0]
 
 
+def test_each_model_that_a_run_awaits_is_told_once() -> None:
+    awaiting = [snapshot(awaited_second="no worker serves large")] * 2
+    looks = [*awaiting, snapshot(awaited_model="m"), snapshot(), *awaiting, snapshot(finished=True)]
+    clock, shown = WorkersClock(*[lambda: None] * 9), Shown()
+    follow(lambda: looks.pop(0), shown, clock, clock.sleep)
+    large, small = "no worker serves large; still waiting", "no worker on queue 'bulk' serves model m; still waiting"
+    assert shown.warnings == [large, small, large]
+    assert awaiting[0].to_object()["awaited_second"] == "no worker serves large"
+
+
 def test_following_ends_when_only_failed_shards_are_left(runs: Runs, redis: Redis, source: Path) -> None:
     run = runs.plan(source, rows_per_shard=3)["run"]
     first, second = runs.jobs

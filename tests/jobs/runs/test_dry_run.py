@@ -159,9 +159,11 @@ def test_labels_are_shown_and_timed(context: MakeContext, tmp_path: Path) -> Non
     found = survey(context, tmp_path / "in.parquet", scored, labels=["yes", "no"], first=1)
     assert found["shown"][0]["label"] == "yes"
     assert dict(found["shown"][0]["probabilities"])["yes"] == pytest.approx(1 / (1 + math.exp(-1)))
-    told = survey(context, tmp_path / "in.parquet", scored, labels=["yes", "no"])
+    low = {"escalate_below": 0.5, "escalate_to": "large"}
+    told = survey(context, tmp_path / "in.parquet", scored, labels=["yes", "no"], **low)
     assert (told["num_tried"], told["num_failed"], told["completion_tokens"]) == (2, 0, 0)
     assert told["seconds"] > 0
+    assert dry_run_lines(told, None)[-1].startswith("again    2 rows, of the second model")
 
 
 def test_what_a_planning_refuses_a_survey_refuses(context: MakeContext, tmp_path: Path) -> None:

@@ -16,6 +16,8 @@ from jobs import client
 from jobs.errors import CannotReuse, ColumnConflict, InvalidJob, PathOutsideRoots
 from jobs.parquet.files.storage import Storage
 from jobs.parquet.planning import planner
+from jobs.parquet.reuse import old_runs
+from jobs.parquet.reuse.old_runs import OldRuns
 from jobs.runs.plans.plan import Plan
 from jobs.tasks import Request
 from tests.jobs.answering import FakeCompletion, refuse, run_task, shout
@@ -160,6 +162,21 @@ def test_parts_of_an_unfinished_run_are_taken_and_damaged_ones_are_named(runs: R
     assert reused["rows"] == 3
     assert "part-00001.parquet" in reused["passed_over"][1]
     assert "part-00002.bin" in reused["passed_over"][0]
+
+
+def test_keys_of_another_run_or_part_are_damaged_ones_and_few_models_are_looked_for(
+    runs: Runs, old: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    others, storage = runs.output.parent / "others", Storage((str(old.parent),))
+    assert len(OldRuns(storage, [str(old)]).marks) == 1
+    runs.score(output=others, answer=Asked(), rows_per_shard=3, sampling=GREEDY)
+    first, second, _ = sorted((old / "_keys").iterdir())
+    second.write_bytes(first.read_bytes())
+    first.write_bytes((others / "_keys" / first.name).read_bytes())
+    monkeypatch.setattr(old_runs, "MAX_MODELS", 0)
+    found = OldRuns(storage, [str(old)])
+    assert [text.partition(": ")[0] for text in found.told[0].passed_over] == [str(first), str(second)]
+    assert len(found.marks) == 0
 
 
 def test_a_resume_may_repeat_or_omit_what_was_reused(runs: Runs, old: Path) -> None:

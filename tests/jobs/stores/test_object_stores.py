@@ -20,11 +20,12 @@ pytest.importorskip("obstore", reason="the extra `cloud` is not installed")
 pytest.importorskip("moto", reason="moto, a server of the S3 protocol for tests, is not installed")
 
 import obstore
+from obstore.exceptions import GenericError
 from obstore.store import MemoryStore
 
 from jobs import errors
 from jobs.context import JobContext
-from jobs.parquet.files import filesystem, object_files
+from jobs.parquet.files import filesystem, object_files, object_requests
 from jobs.parquet.files.object_requests import listing
 from jobs.parquet.files.storage import Storage
 from jobs.parquet.planning.find_files import find_files
@@ -231,6 +232,23 @@ def test_a_store_that_goes_on_failing_fails_the_run_by_name(
     proxy.choose = failing(fault, 10**6)
     with pytest.raises(error, match=says):
         plan_run(brief, Storage.of(brief), spec, Submission("bulk"))
+
+
+def test_a_store_that_is_away_is_told_once_and_so_is_its_return(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(object_requests, "TRIES_S", 0.0)
+    monkeypatch.setattr(object_requests, "FIRST_WAIT_S", 0.001)
+    replies = [*[GenericError("status code: 503")] * 3, None]
+
+    def ask() -> None:
+        if (error := replies.pop(0)) is not None:
+            raise error
+
+    object_requests.make_request("s3://bucket/key", ask, timeout_s=10)
+    away, back = (record.getMessage() for record in caplog.records)
+    assert away == "the store of s3://bucket/key has not served it for 0 s (status code: 503): trying again"
+    assert back == "the store of s3://bucket/key has served it after 0 s"
 
 
 def test_a_bucket_that_is_not_there_is_told(s3: S3, context: JobContext) -> None:
