@@ -30,7 +30,8 @@ from jobs.runs.plans.paths import is_stored, run_path
 from jobs.runs.plans.spec import RunSpec
 from jobs.runs.redis_state.submission import WISHES
 from jobs.runs.watching.follow import Display, End, follow
-from jobs.runs.watching.snapshot import RunSnapshot, failure_text, read_planned
+from jobs.runs.watching.reading import failure_text, read_planned
+from jobs.runs.watching.snapshot import RunSnapshot
 
 if TYPE_CHECKING:
     from jobs.parquet.outputs.read_back import FailedRow, FolderReader

@@ -5,9 +5,9 @@ import redis
 
 from jobs.cli.errors_told import errors_told
 from jobs.common.display import safe_name
+from jobs.common.workers import read_workers
 from jobs.watch.job_actions import REQUEUE_LIMIT, requeue, requeue_all
 from jobs.watch.queues import count_queues, queue_names
-from jobs.watch.samples import list_workers
 
 MAX_SHOWN = 5
 
@@ -28,10 +28,12 @@ def info(connection: redis.Redis, /, queues: tuple[str, ...]) -> None:
             if counts.name not in missing:
                 places = ", ".join(f"{count} {place}" for place, count in counts.counts.items())
                 click.echo(f"queue {safe_name(counts.name)}: {places}")
-        for name, fields in list_workers(connection).items():
+        for each in read_workers(connection):
+            if not (fields := each.registered):
+                continue
             job = f", job {fields['current_job']}" if "current_job" in fields else ""
             click.echo(
-                f"worker {safe_name(name)}: {fields.get('state', '?')} on {fields.get('queues', '?')}{job}; "
+                f"worker {safe_name(each.name)}: {fields.get('state', '?')} on {fields.get('queues', '?')}{job}; "
                 f"{fields.get('successful_job_count', 0)} finished, {fields.get('failed_job_count', 0)} failed; "
                 f"last seen {fields.get('last_heartbeat', '?')}"
             )

@@ -18,7 +18,7 @@ from jobs.runs.plans.names import MANIFEST, PLAN, REPORT
 from jobs.runs.plans.paths import is_stored
 from jobs.runs.redis_state.state import RunState
 from jobs.runs.statistics.report import report_html
-from jobs.runs.watching.snapshot import read_planned
+from jobs.runs.watching.reading import read_planned
 from jobs.runs.watching.trials import try_job
 
 

@@ -26,7 +26,7 @@ from jobs.runs.plans.paths import is_stored
 from jobs.runs.redis_state.state import recorded_reasons
 from jobs.runs.statistics.part_stats import outcome_text
 from jobs.runs.statistics.reasons import Reasons
-from jobs.runs.watching.snapshot import read_planned
+from jobs.runs.watching.reading import read_planned
 
 if TYPE_CHECKING:
     from jobs.parquet.outputs.read_back import FailedRow, FolderReader

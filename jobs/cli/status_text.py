@@ -12,7 +12,8 @@ from tqdm import tqdm
 from jobs.common.display import duration_text
 from jobs.runs.statistics.part_stats import outcome_text
 from jobs.runs.watching.follow import Display
-from jobs.runs.watching.snapshot import RunSnapshot, failure_text
+from jobs.runs.watching.reading import failure_text
+from jobs.runs.watching.snapshot import RunSnapshot
 
 
 def table(heads: Sequence[str], rows: Sequence[Sequence[str]], numbers: Sequence[str] = ()) -> str:

@@ -10,7 +10,8 @@ from jobs.cli.status_text import awaits, progress, status_text, tell_failures
 from jobs.common.rq_jobs import last_value
 from jobs.runs.watching.follow import REFUSED_AS_BEFORE, End, follow
 from jobs.runs.watching.obstacles import listened_queues, obstacles
-from jobs.runs.watching.snapshot import REFUSED, RunSnapshot, read_planned
+from jobs.runs.watching.reading import read_planned
+from jobs.runs.watching.snapshot import REFUSED, RunSnapshot
 
 #: How long `submit` waits for its planning to accept the run, and between two looks.
 PLAN_WAIT_S, PLAN_POLL_S = 10.0, 0.1

@@ -96,7 +96,7 @@ def cancel_run(connection: Redis, run: str) -> Cancelled:
     submission = state.submission()
     state.cancel(submission)  # a planner has enqueued before, or will see the mark
     facts = state.facts()
-    done = state.parts()
+    done = state.recorded()
     shards = [shard for shard in range(int(facts.get("shards", 0))) if shard not in done]
     removed = stopped = 0
     for field, is_second in (("queue", False), ("second_queue", True)):

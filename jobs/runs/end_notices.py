@@ -22,9 +22,8 @@ from jobs.context import JobContext, Lease
 from jobs.context.webhooks import call_webhook, check_host
 from jobs.errors import RunBusy, UnknownRun, WebhookFailed, WebhookRefused, unlike
 from jobs.runs.plans.names import run_and_shard
-from jobs.runs.redis_state.state import PartCount, RunState
+from jobs.runs.redis_state.state import PartCount, RunState, transact
 from jobs.runs.redis_state.submission import ASKED_FOR, TOLD, TOLD_FAILED, ErrorLimit
-from jobs.runs.redis_state.transactions import transact
 
 POSTING = "jobs.post_run_end"
 
@@ -69,15 +68,13 @@ def tell_shards_failed(state: RunState, count: PartCount, more: str = "") -> Non
 def tell_of(state: RunState, submission: int, word: str, reason: str | None = None) -> None:
     """Enqueue what a submission asks for, unless it was told of. word: how it ended."""
     key = run_key(state.run)
-    found: Any = state.connection.hmget(key, *ASKED_FOR, "max_errors", "output", "rows", "shards")
-    *asked_for, limit, output, rows, shards = (each and stored.text(each) for each in found)
+    names = (*ASKED_FOR, "max_errors", "output", "rows", "shards", "total_rows", "total_errors")
+    found: Any = state.connection.hmget(key, *names)
+    *asked_for, limit, output, rows, shards, total_rows, total_errors = (each and stored.text(each) for each in found)
     if not any(asked_for):
         return
     is_end = word != "failed"
-    rows_done = errors = 0
-    for part in state.each_part():
-        rows_done += part.rows
-        errors += part.errors
+    rows_done, errors = int(total_rows or 0), int(total_errors or 0)
     if word == "finished":
         told = ErrorLimit.parse(limit).told(rows_done, errors, is_whole=True)
         if told is not None and errors == rows_done:

@@ -11,6 +11,7 @@ from redis.client import Pipeline
 from jobs.common.keys import FILE, KIND_FIELD, MODEL_FIELD, SEQUENCES_FIELD, SUBMISSION_FIELD
 from jobs.common.rq_jobs import JobQueue, JobStatus, job_key, prepared_job, results_key
 from jobs.context import JobContext
+from jobs.errors import RunCancelled
 from jobs.runs.plans.names import PLAN, shard_job_id
 from jobs.runs.plans.plan import Plan
 from jobs.runs.redis_state.run_jobs import EarlierJob, WaitingJobs, read_earlier
@@ -58,9 +59,10 @@ def enqueue_shards(
 def _enqueue_chunk(
     queues: Sequence[WaitingJobs], phase: Phase, state: RunState, shards: Sequence[int], pipe: Pipeline
 ) -> int:
-    state.check_not_cancelled()
-    submission, cancelled = state.submission(), state.cancelled_submission()
     plan, queue = phase.plan, queues[0].queue
+    if state.is_cancelled():
+        raise RunCancelled(plan.run)
+    submission, cancelled = state.submission(), state.cancelled_submission()
     found, alive = list[EarlierJob](), set[str]()
     ids = [{shard: shard_job_id(plan.run, shard, is_second) for shard in shards} for _, is_second in phase.queues]
     for on_queue, of_shards in zip(queues, ids, strict=True):

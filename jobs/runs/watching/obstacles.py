@@ -8,8 +8,9 @@ from jobs.common import stored
 from jobs.common.display import safe_name
 from jobs.common.keys import SILENT_S
 from jobs.common.rq_jobs import JobStatus, QueueKeys
+from jobs.common.workers import read_workers
 from jobs.runs.plans.names import is_run_id, job_shard
-from jobs.runs.watching.snapshot import RunSnapshot, living_workers
+from jobs.runs.watching.snapshot import RunSnapshot
 
 #: How much of a queue is looked through for the run's first job.
 MAX_AHEAD = 1000
@@ -30,8 +31,11 @@ def obstacles(connection: Redis, snapshot: RunSnapshot) -> list[str]:
             f"the jobs of {snapshot.gone} of its shards are gone from queue {snapshot.queue!r}, which was "
             "emptied perhaps: submit it again, which enqueues them"
         )
-    if waits and snapshot.awaited_second:
-        found.append(snapshot.awaited_second)
+    if waits and snapshot.awaited_second is not None:
+        found.append(
+            f"no worker on queue {snapshot.second_queue!r} serves model {snapshot.awaited_second}, which is asked "
+            "again: start one there"
+        )
     if waits and not snapshot.workers:
         found.append(no_worker_text(snapshot.queue, listened_queues(connection)))
     elif waits and not snapshot.shards_started and snapshot.plan_status != JobStatus.STARTED:
@@ -48,7 +52,7 @@ def no_worker_text(queue: str, others: Sequence[str]) -> str:
 
 
 def listened_queues(connection: Redis) -> list[str]:
-    return sorted({name for each in living_workers(connection) for name in each.queues})
+    return sorted({name for each in read_workers(connection) for name in each.queues})
 
 
 def _others_first(connection: Redis, snapshot: RunSnapshot) -> list[str]:

@@ -10,10 +10,11 @@ from redis import Redis
 
 from jobs.common.keys import MODEL_FIELD
 from jobs.common.rq_jobs import JobQueue, JobStatus, job_key, job_status, last_result, results_key
+from jobs.common.workers import read_workers, served_on
 from jobs.errors import TrialFailed
 from jobs.runs.redis_state.run_jobs import read_earlier
 from jobs.runs.watching.obstacles import listened_queues, no_worker_text
-from jobs.runs.watching.snapshot import failure_text, living_workers, served_on
+from jobs.runs.watching.reading import failure_text
 
 #: Between two looks, and before it is said that nobody listens.
 POLL_S, PATIENCE_S = 0.05, 3.0
@@ -39,7 +40,7 @@ def try_job(
             pipe.execute()
         heard_at = time.monotonic()
         while (status := job_status(connection.hget(job_key(job_id), "status"))) not in _OVER:
-            if served_on(living_workers(connection), queue)[0]:
+            if served_on(read_workers(connection), queue)[0]:
                 heard_at = time.monotonic()
             elif time.monotonic() - heard_at > PATIENCE_S:
                 raise TrialFailed(no_worker_text(queue, listened_queues(connection)))

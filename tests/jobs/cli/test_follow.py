@@ -14,7 +14,8 @@ from rq.serializers import JSONSerializer
 from jobs.cli.status_text import LINE_EVERY_S, Bar, Lines
 from jobs.runs.plans.names import shard_job_id
 from jobs.runs.watching.follow import End, follow
-from jobs.runs.watching.snapshot import RunSnapshot, read_snapshot
+from jobs.runs.watching.reading import read_snapshot
+from jobs.runs.watching.snapshot import RunSnapshot
 from tests.jobs.answering import add_worker, fail
 from tests.jobs.conftest import Invoke
 from tests.jobs.local_runs import Runs

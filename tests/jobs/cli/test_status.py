@@ -10,7 +10,7 @@ from rq.results import Result
 
 from jobs.cli import waiting
 from jobs.common.keys import SUBMISSION_FIELD, WORKER_STATS_TTL_S, run_key
-from jobs.runs.watching.snapshot import read_snapshot
+from jobs.runs.watching.reading import read_snapshot
 from tests.jobs.answering import add_worker, fail, queued_jobs, score_parquet
 from tests.jobs.conftest import Invoke, MakeContext
 from tests.jobs.local_runs import Runs
@@ -190,7 +190,7 @@ def test_status_names_the_silent_worker_that_holds_shards_and_says_when_others_t
         redis.hset(job.key, "worker_name", name)
     for name, silent_s in (("alive", 0), ("dead", 400)):
         add_worker(redis, name)
-        redis.set(f"tokenmill:worker:{name}", "{}", ex=WORKER_STATS_TTL_S - silent_s)
+        redis.set(f"tokenmill:worker:{name}", '{"state": "busy"}', ex=WORKER_STATS_TTL_S - silent_s)
     text = invoke("status", runs.output).stdout
     assert "worker 'dead', which holds shards of it, has been silent for more than" in text
     assert "'alive'" not in text

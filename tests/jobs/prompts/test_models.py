@@ -13,7 +13,7 @@ from jobs.context import JobContext
 from jobs.context.served_model import ServedModel
 from jobs.errors import ModelNotServed, RunOfAnotherModel
 from jobs.runs.control import submit_run
-from jobs.runs.watching.snapshot import read_snapshot
+from jobs.runs.watching.reading import read_snapshot
 from tests.jobs.answering import MODEL, add_worker, run_task, score_parquet
 from tests.jobs.conftest import Invoke, MakeContext
 from tests.jobs.local_runs import Runs

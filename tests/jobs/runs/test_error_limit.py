@@ -12,8 +12,8 @@ from jobs.common.keys import run_key
 from jobs.errors import InvalidValue, RunFailed
 from jobs.runs.redis_state.state import RunState
 from jobs.runs.redis_state.submission import ErrorLimit
+from jobs.runs.watching.reading import list_runs
 from jobs.tasks import Request
-from jobs.watch.runs import list_runs
 from tests.jobs.answering import FakeCompletion, refuse, shout
 from tests.jobs.conftest import Invoke
 from tests.jobs.local_runs import Runs

@@ -7,11 +7,14 @@ from typing import Any
 import pytest
 from redis import Redis
 
+from jobs.common.keys import run_key
 from jobs.runs.control import _is_nearer_to_end, cancel_run
 from jobs.runs.plans.names import shard_job_id
-from jobs.runs.redis_state import run_jobs, shard_jobs, state
-from jobs.runs.watching.snapshot import read_snapshot
-from jobs.watch.runs import list_shards
+from jobs.runs.redis_state import run_jobs, shard_jobs
+from jobs.runs.redis_state.state import RunState
+from jobs.runs.watching import reading
+from jobs.runs.watching.reading import list_runs, list_shards, read_snapshot
+from tests.jobs.answering import fail
 from tests.jobs.local_runs import Runs
 
 QUEUE_KEY = "rq:queue:bulk"
@@ -61,16 +64,15 @@ def test_a_look_at_a_run_reads_no_more_than_its_last_parts_and_tells_the_same(
     for job in runs.jobs[:9]:
         runs.run(job)
     before = read_snapshot(redis, run)
-    monkeypatch.setattr(state, "MAX_LOOKED", 4)
+    monkeypatch.setattr(reading, "MAX_LOOKED", 4)
     read: list[list[int]] = []
-    parts_of = state.RunState.parts_of
+    parts_of = RunState.parts_of
 
     def noted(self: Any, shards: Any) -> Any:
         read.append(list(shards))
         return parts_of(self, shards)
 
-    monkeypatch.setattr(state.RunState, "parts_of", noted)
-    monkeypatch.setattr(state.RunState, "parts", lambda self: pytest.fail("all are read"))
+    monkeypatch.setattr(RunState, "parts_of", noted)
     after = read_snapshot(redis, run)
     assert read == [[5, 6, 7, 8]]
     assert (before.shards_done, before.rows_done) == (9, 9)
@@ -78,3 +80,27 @@ def test_a_look_at_a_run_reads_no_more_than_its_last_parts_and_tells_the_same(
     moving: dict[str, Any] = dict.fromkeys(("left_s", "rows_per_s", "tokens_per_s"))
     assert replace(after, **moving) == replace(before, **moving)
     assert [each.state for each in list_shards(redis, run)] == ["done"] * 9 + ["queued"] * (SHARDS - 9)
+
+
+@pytest.mark.parametrize("lost", [(), ("",), ("parts",), ("", "parts")])
+def test_a_finished_run_is_counted_right_whatever_redis_lost_meanwhile(
+    runs: Runs, redis: Redis, submit: Callable[[], dict[str, Any]], lost: tuple[str, ...]
+) -> None:
+    run = str(submit()["run"])
+    for number, job in enumerate(runs.jobs):
+        if number == SHARDS // 2:
+            redis.delete(*[run_key(run, kind) for kind in lost] or ["none"])
+        runs.run(job)
+    assert submit()["already_finished"]
+    for found in (read_snapshot(redis, run), *list_runs(redis)):
+        assert (found.shards_done, found.rows_done, found.tokens) == (SHARDS, SHARDS, runs.manifest["generated_tokens"])
+        assert (found.worked_s or 0) > 0
+
+
+def test_a_failed_shard_is_seen_behind_many_failed_jobs_of_others(
+    runs: Runs, redis: Redis, submit: Callable[[], dict[str, Any]]
+) -> None:
+    run = str(submit()["run"])
+    fail(redis, runs.jobs[0], "DiskFull")
+    redis.zadd("rq:failed:bulk", {f"other {number}": 9e12 for number in range(reading.MAX_ENTRIES + 1)})
+    assert read_snapshot(redis, run).failed_jobs == (shard_job_id(run, 0),)
