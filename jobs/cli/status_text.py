@@ -14,6 +14,7 @@ from jobs.runs.statistics.part_stats import outcome_text
 from jobs.runs.watching.follow import Display
 from jobs.runs.watching.reading import failure_text
 from jobs.runs.watching.snapshot import RunSnapshot
+from jobs.runs.watching.words import verdict
 
 
 def table(heads: Sequence[str], rows: Sequence[Sequence[str]], numbers: Sequence[str] = ()) -> str:
@@ -128,34 +129,12 @@ def status_text(snapshot: RunSnapshot, num_gone: int = 0) -> str:
             f"tokens   {snapshot.tokens} generated",
             *([] if snapshot.left_s is None else [f"left     {duration_text(snapshot.left_s)}"]),
         ]
-    return "\n".join([*lines, *_refused(snapshot), *awaits(snapshot), *gone_text(num_gone, snapshot.output)])
-
-
-def _refused(snapshot: RunSnapshot) -> list[str]:
-    if snapshot.plan_error is None or snapshot.cancelled:
-        return []
-    if snapshot.finished:
-        return [f"but      the last submit was refused: {snapshot.plan_error}; the run is finished as before"]
-    return [f"because  its planning failed: {snapshot.plan_error}"]
+    return "\n".join([*lines, *verdict(snapshot), *gone_text(num_gone, snapshot.output)])
 
 
 def gone_text(num_gone: int, folder: str) -> list[str]:
     told = f"but      {num_gone} parts are gone: submit into another folder with --reuse {folder}, which computes them"
     return [told] if num_gone else []
-
-
-def awaits(snapshot: RunSnapshot) -> list[str]:
-    """Say what a run needs to go on: another submit, or a worker that serves its model."""
-    if snapshot.finished and not snapshot.is_planning:
-        return [] if snapshot.too_many_errors is None else [f"but      {snapshot.too_many_errors}"]
-    if snapshot.stopped is not None:
-        return [f"because  {snapshot.stopped}"]
-    if snapshot.awaited_model is None or snapshot.finished or snapshot.cancelled or not snapshot.workers:
-        return []  # where there is no worker at all, that is said
-    return [
-        f"awaits   a worker on queue {snapshot.queue!r} that serves model {snapshot.awaited_model}; "
-        f"none of the {snapshot.workers} there does"
-    ]
 
 
 def _rest(snapshot: RunSnapshot) -> str:

@@ -6,12 +6,12 @@ import time
 import click
 import redis
 
-from jobs.cli.status_text import awaits, progress, status_text, tell_failures
+from jobs.cli.status_text import progress, status_text, tell_failures
 from jobs.common.rq_jobs import last_value
 from jobs.runs.watching.follow import REFUSED_AS_BEFORE, End, follow
-from jobs.runs.watching.obstacles import listened_queues, obstacles
 from jobs.runs.watching.reading import read_planned
 from jobs.runs.watching.snapshot import REFUSED, RunSnapshot
+from jobs.runs.watching.words import needs, obstacles, verdict
 
 #: How long `submit` waits for its planning to accept the run, and between two looks.
 PLAN_WAIT_S, PLAN_POLL_S = 10.0, 0.1
@@ -22,7 +22,7 @@ def await_plan(connection: redis.Redis, run: str) -> None:
     until = time.monotonic() + PLAN_WAIT_S
     try:
         while (snapshot := read_planned(connection, run)).is_planning and time.monotonic() < until:
-            if not snapshot.workers or snapshot.awaited_model is not None:
+            if needs(snapshot):
                 break  # nobody is soon to plan it
             time.sleep(PLAN_POLL_S)
     except KeyboardInterrupt:
@@ -32,7 +32,7 @@ def await_plan(connection: redis.Redis, run: str) -> None:
         tell_failures(connection, snapshot)
         raise click.ClickException(REFUSED_AS_BEFORE if snapshot.finished else End.PLAN_FAILED.value)
     click.echo(run)
-    for line in [*awaits(snapshot), *obstacles(connection, snapshot)]:
+    for line in [*verdict(snapshot), *obstacles(connection, snapshot)]:
         click.echo(line, err=True)
     if snapshot.finished and not snapshot.is_planning:
         _tell_if_already_finished(connection, snapshot)
@@ -54,13 +54,7 @@ def _goes_on(run: str) -> str:
 def wait_for_end(connection: redis.Redis, run: str) -> None:
     display = progress(time.monotonic)
     try:
-        followed = follow(
-            lambda: read_planned(connection, run),
-            display,
-            time.monotonic,
-            time.sleep,
-            lambda: listened_queues(connection),
-        )
+        followed = follow(lambda: read_planned(connection, run), display, time.monotonic, time.sleep)
     except KeyboardInterrupt:
         display.close()
         click.echo(_goes_on(run), err=True)

@@ -1,14 +1,14 @@
 """Waits for a run and shows its progress."""
 
 import enum
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from redis.exceptions import ConnectionError, TimeoutError
 
 from jobs.errors import UnknownRun
-from jobs.runs.watching.obstacles import no_worker_text
 from jobs.runs.watching.snapshot import REFUSED, RunSnapshot
+from jobs.runs.watching.words import needs
 
 #: Between two looks at Redis; longer, up to MAX_POLL_S, where a run of many shards makes a look long.
 POLL_S, MAX_POLL_S = 0.5, 5.0
@@ -59,29 +59,24 @@ class Followed:
 
 
 def follow(
-    look: Callable[[], RunSnapshot],
-    display: Display,
-    clock: Callable[[], float],
-    sleep: Callable[[float], None],
-    listened: Callable[[], Sequence[str]] = tuple,
+    look: Callable[[], RunSnapshot], display: Display, clock: Callable[[], float], sleep: Callable[[float], None]
 ) -> Followed:
     """Look at a run until it ends, whoever is away. clock: seconds. Raises what the first look raises."""
     looked_at = clock()
     previous = snapshot = look()
-    has_worker, awaited, is_away = True, None, False
+    told, is_away = list[str](), False
     while True:
         took_s = clock() - looked_at
         display.show(snapshot)
         if end := _end(snapshot, previous):
             return Followed(snapshot, end)
-        if has_worker != (snapshot.workers > 0):
-            has_worker = not has_worker
-            told = f"{snapshot.workers} worker(s) listen on queue {snapshot.queue!r} now"
-            display.warn(told if has_worker else f"{no_worker_text(snapshot.queue, listened())}; still waiting")
-        if awaited != snapshot.awaited_model:
-            awaited = snapshot.awaited_model
-            if awaited is not None and snapshot.workers:
-                display.warn(f"no worker on queue {snapshot.queue!r} serves model {awaited}; still waiting")
+        lacking = needs(snapshot)
+        for each in lacking:
+            if each not in told:
+                display.warn(f"{each}; still waiting")
+        if told and not lacking:
+            display.warn(f"{snapshot.workers} worker(s) listen on queue {snapshot.queue!r} now")
+        told = lacking
         sleep(min(MAX_POLL_S, max(POLL_S, took_s / LOOK_SHARE)))
         looked_at = clock()
         try:

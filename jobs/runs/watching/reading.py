@@ -138,6 +138,7 @@ class _Look:
             failed_jobs=tuple(job for job in self.failed.values() if job not in self.stopped),
             workers=listening,
             queue_length=self.length,
+            listened=tuple(sorted({name for each in workers for name in each.queues})),
             silent_workers=tuple(sorted({each.worker for each in progress} - _alive(workers))),
             awaited_model=self._awaited_model(models),
             awaited_second=self._awaited_second(workers),

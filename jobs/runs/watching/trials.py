@@ -10,11 +10,11 @@ from redis import Redis
 
 from jobs.common.keys import MODEL_FIELD
 from jobs.common.rq_jobs import JobQueue, JobStatus, job_key, job_status, last_result, results_key
-from jobs.common.workers import read_workers, served_on
+from jobs.common.workers import read_workers
 from jobs.errors import TrialFailed
 from jobs.runs.redis_state.run_jobs import read_earlier
-from jobs.runs.watching.obstacles import listened_queues, no_worker_text
 from jobs.runs.watching.reading import failure_text
+from jobs.runs.watching.words import no_worker_text
 
 #: Between two looks, and before it is said that nobody listens.
 POLL_S, PATIENCE_S = 0.05, 3.0
@@ -40,10 +40,11 @@ def try_job(
             pipe.execute()
         heard_at = time.monotonic()
         while (status := job_status(connection.hget(job_key(job_id), "status"))) not in _OVER:
-            if served_on(read_workers(connection), queue)[0]:
+            listened = {name for each in read_workers(connection) for name in each.queues}
+            if queue in listened:
                 heard_at = time.monotonic()
             elif time.monotonic() - heard_at > PATIENCE_S:
-                raise TrialFailed(no_worker_text(queue, listened_queues(connection)))
+                raise TrialFailed(no_worker_text(queue, sorted(listened)))
             time.sleep(POLL_S)
         if status is not JobStatus.FINISHED:
             raise TrialFailed(failure_text(connection, job_id))

@@ -103,12 +103,12 @@ def test_status_names_the_model_that_a_run_awaits(
     run = invoke("submit", source, runs.output, "--model", "other").output.splitlines()[0]
     (plan_job,) = runs.jobs
     assert redis.hget(plan_job.key, MODEL_FIELD) == b"other"
-    assert "serves model other; none of the 1 there does" in invoke("status", run).output
+    assert "no worker on queue 'bulk' serves model other: start one" in invoke("status", run).output
     plan_job.delete()
     score_parquet(serving_other(), **plan_job.kwargs)
     assert "serves model other (bfloat16, " in invoke("status", run).output
     start_worker("x", OTHER)
-    assert "awaits" not in invoke("status", run).output
+    assert "serves model" not in invoke("status", run).output
     redis.expire(worker_key("x"), WORKER_STATS_TTL_S - 2 * SILENT_S)  # killed: RQ's key of it lives on
     assert "serves model other (bfloat16, " in invoke("status", run).output
 

@@ -1,4 +1,4 @@
-"""What holds a run up: no worker listens, other jobs come first, or the worker that had it is gone."""
+"""Says in words what a snapshot tells: how a run ended, what it lacks to go on, and what comes before it."""
 
 from collections.abc import Sequence
 
@@ -8,7 +8,6 @@ from jobs.common import stored
 from jobs.common.display import safe_name
 from jobs.common.keys import SILENT_S
 from jobs.common.rq_jobs import JobStatus, QueueKeys
-from jobs.common.workers import read_workers
 from jobs.runs.plans.names import is_run_id, job_shard
 from jobs.runs.watching.snapshot import RunSnapshot
 
@@ -16,11 +15,39 @@ from jobs.runs.watching.snapshot import RunSnapshot
 MAX_AHEAD = 1000
 
 
-def obstacles(connection: Redis, snapshot: RunSnapshot) -> list[str]:
-    if snapshot.finished or snapshot.cancelled:
-        return []
+def verdict(snapshot: RunSnapshot) -> list[str]:
+    """Say why a run is not as its submitter wishes: refused, stopped, or with too many errors."""
+    told, error = [], snapshot.plan_error
+    if error is not None and snapshot.finished:
+        told.append(f"but      the last submit was refused: {error}; the run is finished as before")
+    elif error is not None and not snapshot.cancelled:
+        told.append(f"because  its planning failed: {error}")
+    if snapshot.finished and not snapshot.is_planning:
+        return told if snapshot.too_many_errors is None else [*told, f"but      {snapshot.too_many_errors}"]
+    return told if snapshot.stopped is None else [*told, f"because  {snapshot.stopped}"]
+
+
+def needs(snapshot: RunSnapshot) -> list[str]:
+    """Say what a run lacks that nobody but a person brings: workers, and those that serve its models."""
     # A shard that was started waits too, once the worker that had it is gone.
     waits = snapshot.is_planning or snapshot.queued > 0 or snapshot.shards_started > 0
+    if not waits or snapshot.cancelled or (snapshot.finished and not snapshot.is_planning):
+        return []
+    found, queue = [], snapshot.queue
+    if snapshot.awaited_second is not None:
+        model = snapshot.awaited_second
+        found.append(_not_served(snapshot.second_queue, f"{model}, which is asked again"))
+    if not snapshot.workers:
+        found.append(no_worker_text(queue, snapshot.listened))
+    elif snapshot.awaited_model is not None:
+        found.append(_not_served(queue, snapshot.awaited_model))
+    return found
+
+
+def obstacles(connection: Redis, snapshot: RunSnapshot) -> list[str]:
+    """Say what holds a run up: what it needs, workers that are gone, jobs that are gone, or that come first."""
+    if snapshot.cancelled or (snapshot.finished and not snapshot.is_planning):
+        return []
     found = [
         f"worker {name!r}, which holds shards of it, has been silent for more than {SILENT_S} s: others take "
         "them over when its leases run out"
@@ -31,16 +58,11 @@ def obstacles(connection: Redis, snapshot: RunSnapshot) -> list[str]:
             f"the jobs of {snapshot.gone} of its shards are gone from queue {snapshot.queue!r}, which was "
             "emptied perhaps: submit it again, which enqueues them"
         )
-    if waits and snapshot.awaited_second is not None:
-        found.append(
-            f"no worker on queue {snapshot.second_queue!r} serves model {snapshot.awaited_second}, which is asked "
-            "again: start one there"
-        )
-    if waits and not snapshot.workers:
-        found.append(no_worker_text(snapshot.queue, listened_queues(connection)))
-    elif waits and not snapshot.shards_started and snapshot.plan_status != JobStatus.STARTED:
-        found += _others_first(connection, snapshot)
-    return found
+    found += needs(snapshot)
+    is_next = snapshot.workers and not snapshot.shards_started and snapshot.plan_status != JobStatus.STARTED
+    return found + (
+        _others_first(connection, snapshot) if is_next and (snapshot.is_planning or snapshot.queued) else []
+    )
 
 
 def no_worker_text(queue: str, others: Sequence[str]) -> str:
@@ -51,8 +73,8 @@ def no_worker_text(queue: str, others: Sequence[str]) -> str:
     )
 
 
-def listened_queues(connection: Redis) -> list[str]:
-    return sorted({name for each in read_workers(connection) for name in each.queues})
+def _not_served(queue: str | None, model: str) -> str:
+    return f"no worker on queue {queue!r} serves model {model}: start one there"
 
 
 def _others_first(connection: Redis, snapshot: RunSnapshot) -> list[str]:
