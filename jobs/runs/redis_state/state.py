@@ -107,15 +107,15 @@ class PartCount:
     total: int | None
     failed: int = 0
 
+    @classmethod
+    def of(cls, length: int, total: bytes | None, failed: int) -> PartCount:
+        """Return what the keys say. length: of the parts' hash."""
+        return cls(length, None, failed) if total is None else cls(length - 1, int(total), failed)
+
     @property
     def is_whole(self) -> bool:
         """Whether each shard has a part."""
         return self.total is not None and self.done >= self.total
-
-    @property
-    def has_failed(self) -> bool:
-        """Whether nothing is left to run, and some of it has failed."""
-        return self.total is not None and self.failed > 0 and self.done + self.failed >= self.total
 
 
 class RunState:
@@ -129,17 +129,11 @@ class RunState:
         self._record = connection.register_script(_RECORD)
 
     def describe(self, facts: Mapping[str, str | int]) -> None:
-        """Store facts for the CLI: output, queue, plan_job, plan_model, rows, shards, model, model_text."""
-        self._store(facts, PLAN_ERROR)
+        """Store facts of the plan, or why there is none, for when its job is gone. Raises RunBusy."""
 
-    def refuse_plan(self, error: str) -> None:
-        """Note why the run's planning failed, for when its job is gone. Raises RunBusy."""
-        self._store({PLAN_ERROR: error})
-
-    def _store(self, facts: Mapping[str, Any], *gone: str) -> None:
         def write(pipe: Pipeline) -> None:
             pipe.multi()
-            self._put(pipe, facts, *gone)
+            self._put(pipe, facts, *(() if PLAN_ERROR in facts else (PLAN_ERROR,)))
             self._list(pipe)
 
         self._change(write)
@@ -166,14 +160,12 @@ class RunState:
             raise UnknownRun(self.run)
         return facts
 
-    def submission(self, client: Redis | None = None) -> int:
-        """Return the number of the last submission, greater than all before or cancelled; 0 for none."""
-        found: Any = (self._redis if client is None else client).hget(self._key, "submission")
-        return _number(found)
+    def submission(self, which: str = "submission") -> int:
+        """Return the number of the last submission, greater than all before or cancelled; 0 for none.
 
-    def cancelled_submission(self) -> int:
-        """Return the last submission that was cancelled: its jobs, and those before, are told to stop."""
-        found: Any = self._redis.hget(self._key, "cancelled_submission")
+        which: "cancelled_submission" is the last one that was cancelled: its jobs, and those before, are told to stop.
+        """
+        found: Any = self._redis.hget(self._key, which)
         return _number(found)
 
     def submit(self, pipe: Pipeline, plan_job: str, output: str, submission: Submission, anew: bool = True) -> None:
@@ -226,7 +218,8 @@ class RunState:
         """Make a change, as `write` does, while no later submission came. Raises RunResubmitted."""
 
         def checked(pipe: Pipeline) -> T:
-            if self.submission(pipe) != submission:
+            found: Any = pipe.hget(self._key, "submission")
+            if _number(found) != submission:
                 raise RunResubmitted(self.run)
             return change(pipe)
 
@@ -266,12 +259,9 @@ class RunState:
             pipe.hlen(self._parts_key)
             pipe.hget(self._parts_key, _TOTAL)
             pipe.scard(self._failed_key)
-            return part_count(*pipe.execute()[-3:])
+            return PartCount.of(*pipe.execute()[-3:])
 
         return self._change(record, self._parts_key)
-
-    def is_finished(self) -> bool:
-        return bool(self._redis.hexists(self._key, "finished"))
 
     def mark_finished(self, manifest: Mapping[str, Any]) -> None:
         """Note the run's end. manifest: what it says of all parts; {} where others have written it."""
@@ -306,33 +296,34 @@ class RunState:
             "ttl_s": RUN_TTL_S,
         }
         found: Any = self._record(keys=(self._parts_key, self._key, self._failed_key), args=[json.dumps(told)])
-        return part_count(*found)
+        return PartCount.of(*found)
 
     def amend_parts(self, found: Mapping[int, PartStats], gone: Mapping[int, bytes], total: int) -> PartCount:
         """Add parts that a listing found and drop those `gone` whose record is as before the listing."""
 
+        names = [str(shard) for shard in (*found, *gone)]
+
         def amend(pipe: Pipeline) -> PartCount:
-            names = [str(shard) for shard in (*found, *gone)]
-            is_lost = not pipe.hexists(self._parts_key, _TOTAL)
-            there: Any = pipe.hgetall(self._parts_key) if is_lost else {}
-            if not is_lost and names:
-                now: Any = pipe.hmget(self._parts_key, names)
-                there = {name.encode(): record for name, record in zip(names, now, strict=True) if record is not None}
-            new = [each for shard, each in found.items() if b"%d" % shard not in there]
-            dropped = [shard for shard, record in gone.items() if there.get(b"%d" % shard) == record]
+            is_lost = not pipe.hexists(self._parts_key, _TOTAL)  # then all that is there is among those found
+            now: Any = pipe.hmget(self._parts_key, names) if names and not is_lost else []
+            there = dict(zip((*found, *gone), now, strict=False))
+            new = [each for shard, each in found.items() if there.get(shard) is None]
+            dropped = [shard for shard, record in gone.items() if there.get(shard) == record]
             counts = Counter[str]()
-            for each in (*new, *(map(PartStats.from_text, there.values()) if is_lost else ())):
+            for each in new:
                 counts.update(_counts(each))
             for shard in dropped:
                 counts.subtract(_counts(PartStats.from_text(gone[shard])))
             pipe.multi()
             if is_lost:
+                pipe.delete(self._parts_key)
                 pipe.hdel(self._key, *TOTALS)
-            for name, count in counts.items():
-                pipe.hincrby(self._key, name, count)
             if dropped:
                 pipe.hdel(self._parts_key, *map(str, dropped))
-            pipe.hset(self._parts_key, mapping={_TOTAL: total, **{str(each.shard): each.to_record() for each in new}})
+            for name, count in counts.items():
+                pipe.hincrby(self._key, name, count)
+            records: dict[Any, Any] = {str(each.shard): each.to_record() for each in new}
+            pipe.hset(self._parts_key, mapping={_TOTAL: total, **records})
             pipe.expire(self._parts_key, RUN_TTL_S)
             pipe.hlen(self._parts_key)
             *_, length = pipe.execute()
@@ -341,8 +332,9 @@ class RunState:
         return self._change(amend, self._parts_key)
 
     def records(self) -> dict[int, bytes]:
+        """Return what is kept of each part; nothing once Redis has lost the run, whatever was recorded since."""
         found = cast("dict[bytes, bytes]", self._redis.hgetall(self._parts_key))
-        return {int(field): record for field, record in found.items() if field != _TOTAL}
+        return {int(field): record for field, record in found.items() if field != _TOTAL} if _TOTAL in found else {}
 
     def recorded(self) -> set[int]:
         """Return the shards that have a part."""
@@ -372,12 +364,6 @@ class RunState:
             return change(pipe)
 
         return transact(self._redis, checked, lease.key, *watched)
-
-
-def part_count(length: int, raw_total: bytes | None, failed: int) -> PartCount:
-    if raw_total is None:
-        return PartCount(length, None, failed)
-    return PartCount(length - 1, int(raw_total), failed)
 
 
 def _counts(part: PartStats) -> dict[str, int]:

@@ -10,9 +10,8 @@ from jobs.errors import UnknownRun
 from jobs.runs.watching.snapshot import REFUSED, RunSnapshot
 from jobs.runs.watching.words import needs
 
-#: Between two looks at Redis; longer, up to MAX_POLL_S, where a run of many shards makes a look long.
-POLL_S, MAX_POLL_S = 0.5, 5.0
-LOOK_SHARE = 0.1
+#: Between two looks at Redis.
+POLL_S = 0.5
 
 
 class End(enum.Enum):
@@ -58,15 +57,11 @@ class Followed:
         return REFUSED_AS_BEFORE if self.end is End.PLAN_FAILED and snapshot.finished else self.end.value
 
 
-def follow(
-    look: Callable[[], RunSnapshot], display: Display, clock: Callable[[], float], sleep: Callable[[float], None]
-) -> Followed:
-    """Look at a run until it ends, whoever is away. clock: seconds. Raises what the first look raises."""
-    looked_at = clock()
+def follow(look: Callable[[], RunSnapshot], display: Display, sleep: Callable[[float], None]) -> Followed:
+    """Look at a run until it ends, whoever is away. Raises what the first look raises."""
     previous = snapshot = look()
     told, is_away = list[str](), False
     while True:
-        took_s = clock() - looked_at
         display.show(snapshot)
         if end := _end(snapshot, previous):
             return Followed(snapshot, end)
@@ -77,8 +72,7 @@ def follow(
         if told and not lacking:
             display.warn(f"{snapshot.workers} worker(s) listen on queue {snapshot.queue!r} now")
         told = lacking
-        sleep(min(MAX_POLL_S, max(POLL_S, took_s / LOOK_SHARE)))
-        looked_at = clock()
+        sleep(POLL_S)
         try:
             previous, snapshot, is_away = snapshot, look(), False
         except UnknownRun:

@@ -18,7 +18,7 @@ from jobs.common.rq_jobs import JobStatus
 from jobs.common.workers import Worker, read_workers, served_on
 from jobs.errors import FAULT_PREFIX, UnknownRun
 from jobs.runs.plans.names import job_shard, shard_job_id
-from jobs.runs.redis_state.run_jobs import num_held
+from jobs.runs.redis_state.shard_jobs import num_held
 from jobs.runs.redis_state.state import OF_SUBMISSION, PLAN_ERROR, TOTALS, RunState, recorded_reasons
 from jobs.runs.redis_state.submission import ErrorLimit
 from jobs.runs.statistics.part_stats import COUNTED
@@ -83,12 +83,28 @@ class _Look:
     def see_parts(self, counts: Mapping[str, str], num_parts: int, with_part: Collection[int]) -> None:
         """Leave out jobs of shards with a part, which were another execution's. with_part: of those with jobs."""
         self.facts |= counts
+        self.counts = {name: _number(counts, f"total_{name}") for name in COUNTED}
         self.done = num_parts
         # A failed job of a shard with a part may have failed to end a run that is whole.
         is_unended = num_parts >= (self.shards or 1) and not self.is_finished and not self.started
         self.running = {shard: job for shard, job in self.started.items() if shard not in with_part}
         others = self.running if is_unended else {*self.running, *with_part}
         self.failed = {shard: self.failed[shard] for shard in sorted(self.failed.keys() - others)}
+
+    def see_stopped(self, connection: Redis) -> None:
+        """See which failed jobs an earlier cancel has stopped."""
+        cancelled, failed = _number(self.facts, "cancelled_submission"), list(self.failed.values())
+        with connection.pipeline(transaction=False) as pipe:
+            for job_id in failed if cancelled else ():
+                pipe.hget(rq_jobs.job_key(job_id), SUBMISSION_FIELD)
+            numbers = [stored.count(stored.text(each or b"")) or 0 for each in pipe.execute()]
+        self.stopped = {job_id for job_id, number in zip(failed, numbers, strict=False) if number <= cancelled}
+
+    @property
+    def is_still(self) -> bool:
+        """Whether no shard of the planned run is seen to run, though the run goes on."""
+        is_over = self.is_finished or "cancelled" in self.facts
+        return bool(self.shards) and not self.running and not is_over and self.plan_status not in WAITING
 
     def seek(self, connection: Redis) -> None:
         """Look where the shards' jobs are, of which no queue tells."""
@@ -98,16 +114,14 @@ class _Look:
         if not self.length:
             jobs = (shard_job_id(self.run, shard, kind) for shard in rest or planned for kind in kinds)
             self.claimed = num_held(connection, jobs)
-        if "cancelled" not in self.facts and self.plan_status not in WAITING:
-            with connection.pipeline(transaction=False) as pipe:
-                for shard in [each for each in rest if each not in self.failed][:MAX_SOUGHT]:
-                    pipe.exists(*(rq_jobs.job_key(shard_job_id(self.run, shard, kind)) for kind in kinds))
-                self.gone = pipe.execute().count(0) + len(self.stopped)
+        with connection.pipeline(transaction=False) as pipe:
+            for shard in [each for each in rest if each not in self.failed][:MAX_SOUGHT]:
+                pipe.exists(*(rq_jobs.job_key(shard_job_id(self.run, shard, kind)) for kind in kinds))
+            self.gone = pipe.execute().count(0) + len(self.stopped)
 
     def snapshot(self, connection: Redis, workers: Collection[Worker]) -> RunSnapshot:
-        facts, progress, plan_job = self.facts, self.progress, self.facts.get("plan_job")
-        counts = {name: _number(facts, f"total_{name}") for name in COUNTED}
-        listening, models = served_on(workers, facts["queue"])
+        facts, progress, counts = self.facts, self.progress, self.counts
+        needed = ("plan_model", "plan_model") if self.plan_status in WAITING else ("model", "model_text")
         rows = stored.count(facts.get("rows"))
         rows_done, tokens = (sum(getattr(each, name) for each in progress) for name in ("rows", "tokens"))
         began_at, ended_at, worked_s = (float(facts[name]) if name in facts else None for name in _TIMES)
@@ -124,7 +138,7 @@ class _Look:
             second_queue=facts.get("second_queue"),
             cancelled="cancelled" in facts,
             finished=self.is_finished,
-            plan_job=plan_job,
+            plan_job=facts.get("plan_job"),
             plan_status=self.plan_status,
             plan_error=self._plan_error(connection),
             rows=rows,
@@ -136,12 +150,12 @@ class _Look:
             claimed=self.claimed,
             gone=self.gone,
             failed_jobs=tuple(job for job in self.failed.values() if job not in self.stopped),
-            workers=listening,
+            workers=served_on(workers, facts["queue"])[0],
             queue_length=self.length,
             listened=tuple(sorted({name for each in workers for name in each.queues})),
             silent_workers=tuple(sorted({each.worker for each in progress} - _alive(workers))),
-            awaited_model=self._awaited_model(models),
-            awaited_second=self._awaited_second(workers),
+            awaited_model=self._awaited(workers, facts["queue"], *needed),
+            awaited_second=self._awaited(workers, self.queues[-1], "second_model", "second_text"),
             stopped=_shown(facts, "stopped"),
             too_many_errors=ErrorLimit.parse(facts.get("max_errors")).told(
                 counts["rows"], counts["errors"], is_whole=self.is_finished
@@ -165,9 +179,8 @@ class _Look:
         ordered = sorted(recorded)  # the last ones, as far as numbers tell, are those before the ones under way
         at = bisect(ordered, max(self.running, default=-1))
         latest = state.parts_of([*ordered[at:], *ordered[:at]][-MAX_LOOKED:])
-        totals = {name: _number(self.facts, f"total_{name}") for name in COUNTED}
         shares: Any = connection.hget(run_key(self.run), "sizes")
-        rows, done = stored.count(self.facts.get("rows")), PartsDone(recorded, latest, totals)
+        rows, done = stored.count(self.facts.get("rows")), PartsDone(recorded, latest, self.counts)
         return time_left(shares, self.shards, rows, done, running, time.time())
 
     def _plan_error(self, connection: Redis) -> str | None:
@@ -182,18 +195,11 @@ class _Look:
             return f"its job is gone from queue {facts['queue']!r}, which was emptied perhaps: submit it again"
         return None
 
-    def _awaited_model(self, models: Collection[str] | None) -> str | None:
-        """Return the model, as it is shown, that the run's next step needs and no worker of its queue serves."""
-        name, shown = ("plan_model", "plan_model") if self.plan_status in WAITING else ("model", "model_text")
-        is_awaited = models is not None and name in self.facts and self.facts[name] not in models
+    def _awaited(self, workers: Collection[Worker], queue: str, needed: str, shown: str) -> str | None:
+        """Return a model, as it is shown, that is needed and that no worker of the queue serves."""
+        _, models = served_on(workers, queue)
+        is_awaited = models is not None and needed in self.facts and self.facts[needed] not in models
         return _shown(self.facts, shown) if is_awaited else None
-
-    def _awaited_second(self, workers: Collection[Worker]) -> str | None:
-        if "second_queue" not in self.facts:
-            return None
-        _, models = served_on(workers, self.facts["second_queue"])
-        is_awaited = models is not None and self.facts["second_model"] not in models
-        return _shown(self.facts, "second_text") if is_awaited else None
 
 
 def read_runs(connection: Redis, runs: Iterable[str], most: int = 0) -> list[RunSnapshot]:
@@ -213,9 +219,9 @@ def read_runs(connection: Redis, runs: Iterable[str], most: int = 0) -> list[Run
     found = []
     for look in looks:
         look.progress = read_progress(connection, list(look.running.values()))
-        look.stopped = _stopped_jobs(connection, look)
-        left = (look.shards or 0) - look.done - len(look.failed)
-        if look.shards and not look.running and not look.is_finished and (not most or left > look.length):
+        look.see_stopped(connection)
+        left = 0 if look.shards is None else look.shards - look.done - len(look.failed)
+        if look.is_still and (not most or left > look.length):
             look.seek(connection)
         snapshot = look.snapshot(connection, workers)
         if not most and snapshot.state == "running":
@@ -340,18 +346,6 @@ def _read_parts(connection: Redis, looks: Sequence[_Look]) -> None:
         has_total, *records = (each is not None for each in parts)
         with_part = {int(shard) for shard, there in zip(shards, records, strict=True) if there}
         look.see_parts(_texts(_COUNTS, counts), length - has_total, with_part)
-
-
-def _stopped_jobs(connection: Redis, look: _Look) -> set[str]:
-    """Return failed jobs that an earlier cancel has stopped."""
-    cancelled, failed = _number(look.facts, "cancelled_submission"), list(look.failed.values())
-    if not cancelled or not failed:
-        return set()
-    with connection.pipeline(transaction=False) as pipe:
-        for job_id in failed:
-            pipe.hget(rq_jobs.job_key(job_id), SUBMISSION_FIELD)
-        found = [stored.count(stored.text(each or b"")) or 0 for each in pipe.execute()]
-    return {job_id for job_id, number in zip(failed, found, strict=True) if number <= cancelled}
 
 
 def _shards_of(run: str, entries: Iterable[bytes]) -> dict[int, str]:

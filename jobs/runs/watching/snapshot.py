@@ -119,11 +119,6 @@ class RunSnapshot:
         return self.plan_status in WAITING
 
     @property
-    def awaits_plan(self) -> bool:
-        """Whether the run is planned now, or has to be before it moves on; shards that run count as its progress."""
-        return self.is_planning and (self.plan_status is JobStatus.STARTED or not self.shards_started)
-
-    @property
     def is_idle(self) -> bool:
         if self.is_planning or self.shards_started or self.claimed:
             return False
@@ -138,7 +133,8 @@ class RunSnapshot:
             return "failed" if self.all_failed else "finished"
         if self.cancelled:
             return "cancelled" if self.stopped is None else "stopped"
-        if self.awaits_plan:
+        # Shards that run while a planning waits count as the run's progress.
+        if self.is_planning and (self.plan_status is JobStatus.STARTED or not self.shards_started):
             return "planning"
         if self.plan_failed and (self.shards is None or self.is_idle):
             return "failed"

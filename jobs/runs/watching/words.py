@@ -59,10 +59,10 @@ def obstacles(connection: Redis, snapshot: RunSnapshot) -> list[str]:
             "emptied perhaps: submit it again, which enqueues them"
         )
     found += needs(snapshot)
-    is_next = snapshot.workers and not snapshot.shards_started and snapshot.plan_status != JobStatus.STARTED
-    return found + (
-        _others_first(connection, snapshot) if is_next and (snapshot.is_planning or snapshot.queued) else []
-    )
+    is_next = (snapshot.is_planning or snapshot.queued) and snapshot.plan_status != JobStatus.STARTED
+    if is_next and snapshot.workers and not snapshot.shards_started:
+        found += _others_first(connection, snapshot)
+    return found
 
 
 def no_worker_text(queue: str, others: Sequence[str]) -> str:
