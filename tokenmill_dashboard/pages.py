@@ -9,8 +9,7 @@ from jobs.common.display import safe_name
 from jobs.errors import UnknownRun
 from jobs.runs.plans.names import is_run_id
 from jobs.runs.watching.reading import list_shards, read_planned, run_reasons
-from jobs.runs.watching.snapshot import RunSnapshot
-from jobs.runs.watching.words import obstacles
+from jobs.runs.watching.snapshot import RunSnapshot, obstacles
 from jobs.watch.failed_jobs import failed_page, read_job
 from jobs.watch.queues import count_queues, queue_names
 from tokenmill_dashboard import display

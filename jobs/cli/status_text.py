@@ -15,8 +15,7 @@ from jobs.common.rq_jobs import last_value
 from jobs.runs.statistics.part_stats import outcome_text
 from jobs.runs.watching.follow import REFUSED_AS_BEFORE, Display, End, follow
 from jobs.runs.watching.reading import failure_text, read_planned
-from jobs.runs.watching.snapshot import REFUSED, RunSnapshot
-from jobs.runs.watching.words import needs, obstacles, verdict
+from jobs.runs.watching.snapshot import REFUSED, RunSnapshot, needs, obstacles, verdict
 
 
 def table(heads: Sequence[str], rows: Sequence[Sequence[str]], numbers: Sequence[str] = ()) -> str:

@@ -21,7 +21,7 @@ from jobs.runs.plans.spec import RunSpec
 from jobs.runs.redis_state.shard_jobs import read_earlier
 from jobs.runs.redis_state.submission import Submission
 from jobs.runs.watching.reading import failure_text
-from jobs.runs.watching.words import no_worker_text
+from jobs.runs.watching.snapshot import no_worker_text
 
 MAX_SHOWN_CHARS = 20_000
 

@@ -16,8 +16,7 @@ from jobs.doctor.redis_server import troubles
 from jobs.errors import UnknownRun
 from jobs.runs.output import RunOutput, named_run, output_here
 from jobs.runs.watching.reading import MAX_RUNS, list_runs, read_planned, run_reasons
-from jobs.runs.watching.snapshot import STATES, RunSnapshot
-from jobs.runs.watching.words import obstacles
+from jobs.runs.watching.snapshot import STATES, RunSnapshot, obstacles
 
 WATCH_EVERY_S = 2.0
 

@@ -88,8 +88,7 @@ def cancel_run(connection: Redis, run: str) -> Cancelled:
     Raises UnknownRun, or RunResubmitted where that has happened before all its jobs were told.
     """
     state = RunState(connection, run)
-    state.facts()  # raises for a run that is not known
-    submission = state.submission()
+    submission = int(state.facts().get("submission", 0))
     state.cancel(submission)  # a planner has enqueued before, or will see the mark
     facts = state.facts()
     done = state.recorded()

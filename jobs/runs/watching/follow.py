@@ -7,8 +7,7 @@ from dataclasses import dataclass
 from redis.exceptions import ConnectionError, TimeoutError
 
 from jobs.errors import UnknownRun
-from jobs.runs.watching.snapshot import REFUSED, RunSnapshot
-from jobs.runs.watching.words import needs
+from jobs.runs.watching.snapshot import REFUSED, RunSnapshot, needs
 
 #: Between two looks at Redis.
 POLL_S = 0.5

@@ -6,7 +6,6 @@ import time
 from bisect import bisect
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import chain
 from typing import Any
 
 from redis import Redis
@@ -17,7 +16,7 @@ from jobs.common.keys import RUNS_KEY, SUBMISSION_FIELD, run_key
 from jobs.common.rq_jobs import JobStatus
 from jobs.common.workers import Worker, read_workers, served_on
 from jobs.errors import FAULT_PREFIX, UnknownRun
-from jobs.runs.plans.names import job_shard, shard_job_id
+from jobs.runs.plans.names import run_and_shard, shard_job_id
 from jobs.runs.redis_state.shard_jobs import num_held
 from jobs.runs.redis_state.state import OF_SUBMISSION, PLAN_ERROR, TOTALS, RunState, recorded_reasons
 from jobs.runs.redis_state.submission import ErrorLimit
@@ -76,9 +75,11 @@ class _Look:
 
     def see_queues(self, queues: Mapping[str, Sequence[Any]]) -> None:
         """See how many jobs of anybody's wait, and the shards' jobs that are held, or have failed."""
-        waiting, popped, started, failed = zip(*(queues[name] for name in self.queues), strict=True)
-        self.length = sum(waiting) + sum(popped)
-        self.started, self.failed = (_shards_of(self.run, chain(*entries)) for entries in (started, failed))
+        lengths, started, failed = zip(*(queues[name] for name in self.queues), strict=True)
+        self.length = sum(lengths)
+        self.started, self.failed = (
+            {shard: job for each in jobs for shard, job in each.get(self.run, {}).items()} for jobs in (started, failed)
+        )
 
     def see_parts(self, counts: Mapping[str, str], num_parts: int, with_part: Collection[int]) -> None:
         """Leave out jobs of shards with a part, which were another execution's. with_part: of those with jobs."""
@@ -261,8 +262,10 @@ def run_reasons(connection: Redis, run: str) -> list[Reason]:
 
 
 def list_shards(connection: Redis, run: str, first: int = 0, count: int = 100) -> list[ShardSeen]:
-    """Return so many shards of a run that Redis knows."""
-    (look,) = _begin(connection, [run])
+    """Return so many of a run's shards. Raises UnknownRun."""
+    if not (looks := _begin(connection, [run])):
+        raise UnknownRun(run)
+    (look,) = looks
     numbers = range(first, min(first + count, look.shards or 0))
     parts = RunState(connection, run).parts_of(numbers)
     look.see_queues({name: _read_queue(connection, name, MAX_ENTRIES) for name in look.queues})
@@ -323,15 +326,19 @@ def _begin(connection: Redis, runs: Iterable[str]) -> list[_Look]:
     return [_Look(run, facts, status) for (run, facts), status in zip(found.items(), statuses, strict=True)]
 
 
-def _read_queue(connection: Redis, name: str, most: int) -> list[Any]:
-    """Look at a queue in the order in which jobs move on, so none is missed. most: entries of a registry; 0 for all."""
+def _read_queue(connection: Redis, name: str, most: int) -> tuple[int, dict[str, Any], dict[str, Any]]:
+    """Look at a queue in the order in which jobs move on, so none is missed: how many wait, are held, have failed.
+
+    most: entries of a registry; 0 for all.
+    """
     keys = rq_jobs.QueueKeys(name)
     with connection.pipeline(transaction=False) as pipe:
         pipe.llen(keys.waiting)
         pipe.llen(keys.popped)
         pipe.zrange(keys.started, 0, most - 1)
         pipe.zrevrange(keys.failed, 0, most - 1)
-        return pipe.execute()
+        waiting, popped, started, failed = pipe.execute()
+    return waiting + popped, _jobs_by_run(started), _jobs_by_run(failed)
 
 
 def _read_parts(connection: Redis, looks: Sequence[_Look]) -> None:
@@ -348,10 +355,15 @@ def _read_parts(connection: Redis, looks: Sequence[_Look]) -> None:
         look.see_parts(_texts(_COUNTS, counts), length - has_total, with_part)
 
 
-def _shards_of(run: str, entries: Iterable[bytes]) -> dict[int, str]:
-    """Return this run's shards among a registry's entries, `<job>` or `<job>:<execution>`, and their jobs' ids."""
-    ids = (stored.text(entry).partition(":")[0] for entry in entries)
-    return {shard: job_id for job_id in ids if (shard := job_shard(run, job_id)) is not None}
+def _jobs_by_run(entries: Iterable[bytes]) -> dict[str, dict[int, str]]:
+    """Return of a registry's entries, `<job>` or `<job>:<execution>`, each run's shards and their jobs' ids."""
+    found: dict[str, dict[int, str]] = {}
+    for entry in entries:
+        job_id = stored.text(entry).partition(":")[0]
+        run, shard = run_and_shard(job_id) or ("", None)
+        if shard is not None:
+            found.setdefault(run, {})[shard] = job_id
+    return found
 
 
 def _alive(workers: Collection[Worker]) -> set[str]:

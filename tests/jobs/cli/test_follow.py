@@ -14,7 +14,7 @@ from rq.serializers import JSONSerializer
 from jobs.cli.status_text import LINE_EVERY_S, Bar, Lines
 from jobs.runs.plans.names import shard_job_id
 from jobs.runs.watching.follow import End, follow
-from jobs.runs.watching.reading import read_snapshot
+from jobs.runs.watching.reading import MAX_ENTRIES, read_snapshot
 from jobs.runs.watching.snapshot import RunSnapshot
 from tests.jobs.answering import add_worker, fail
 from tests.jobs.conftest import Invoke
@@ -112,6 +112,7 @@ def test_following_keeps_waiting_and_says_that_no_worker_listens(runs: Runs, red
 def test_following_ends_when_only_failed_shards_are_left(runs: Runs, redis: Redis, source: Path) -> None:
     run = runs.plan(source, rows_per_shard=3)["run"]
     first, second = runs.jobs
+    redis.zadd("rq:failed:bulk", {f"another's {number}": 9e12 for number in range(MAX_ENTRIES + 1)})
     events = [lambda: fail(redis, first, "DiskFull"), lambda: runs.run(second)]
     clock = WorkersClock(*events)
     followed = follow(lambda: read_snapshot(redis, run), Shown(), clock.sleep)

@@ -24,7 +24,7 @@ from jobs.runs.plans.names import job_shard
 from jobs.runs.plans.spec import RunSpec
 from jobs.runs.redis_state.submission import Submission
 from jobs.runs.watching.reading import list_runs, list_shards, read_snapshot
-from jobs.runs.watching.words import obstacles
+from jobs.runs.watching.snapshot import obstacles
 from jobs.tasks import Request
 from tests.jobs.answering import MODEL, FakeCompletion, add_worker, fail, queued_jobs, refuse, run_task, work_off
 from tests.jobs.conftest import Invoke

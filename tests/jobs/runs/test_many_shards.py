@@ -13,7 +13,6 @@ from jobs.runs.redis_state import shard_jobs
 from jobs.runs.redis_state.state import RunState
 from jobs.runs.watching import reading
 from jobs.runs.watching.reading import list_runs, list_shards, read_snapshot
-from tests.jobs.answering import fail
 from tests.jobs.local_runs import Runs
 
 QUEUE_KEY = "rq:queue:bulk"
@@ -85,12 +84,3 @@ def test_a_finished_run_is_counted_right_whatever_redis_lost_meanwhile(
     for found in (read_snapshot(redis, run), *list_runs(redis)):
         assert (found.shards_done, found.rows_done, found.tokens) == (SHARDS, SHARDS, runs.manifest["generated_tokens"])
         assert (found.worked_s or 0) > 0
-
-
-def test_a_failed_shard_is_seen_behind_many_failed_jobs_of_others(
-    runs: Runs, redis: Redis, submit: Callable[[], dict[str, Any]]
-) -> None:
-    run = str(submit()["run"])
-    fail(redis, runs.jobs[0], "DiskFull")
-    redis.zadd("rq:failed:bulk", {f"other {number}": 9e12 for number in range(reading.MAX_ENTRIES + 1)})
-    assert read_snapshot(redis, run).failed_jobs == (shard_job_id(run, 0),)
