@@ -19,7 +19,7 @@ from jobs.cli.status_text import await_plan, table, wait_for_end
 from jobs.cli.watch_commands import json_option
 from jobs.common.display import MAX_TEXT_CHARS, safe_name, to_json
 from jobs.errors import RunError, RunNotHere, UnknownRun
-from jobs.runs.plans.paths import is_stored
+from jobs.runs.control import retry_run
 from jobs.runs.redis_state.state import recorded_reasons
 from jobs.runs.statistics.part_stats import outcome_text
 from jobs.runs.statistics.reasons import Reasons
@@ -52,7 +52,7 @@ def errors(connection: redis.Redis, /, run: str, limit: int, retry: str | None, 
     with errors_told():
         found = client.run(run, connection=connection)
         if retry is not None:
-            new = found.retry(retry).id
+            new = retry_run(connection, reader_of(found).plan, retry)
             if wait:
                 click.echo(new)
                 wait_for_end(connection, new)
@@ -139,9 +139,9 @@ def reader_of(found: client.Run) -> FolderReader:
     """Return what reads a run's folder. Raises RunNotHere, also where a store or another run has it."""
     try:
         reader = found.reader("to read parts")
+    except RunNotHere:
+        raise
     except (ImportError, RunError) as error:
-        if isinstance(error, RunError) and not is_stored(found.output):
-            raise
         raise RunNotHere(found.id, f"nothing can be read ({error})", found.output) from None
     if reader.planned_run != found.id:
         raise RunNotHere(found.id, f"there is run {reader.planned_run}, not this one,", found.output)

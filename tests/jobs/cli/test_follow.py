@@ -91,8 +91,7 @@ class Shown:
 def test_following_shows_rows_until_the_run_ends(runs: Runs, redis: Redis, source: Path) -> None:
     add_worker(redis, "w")
     run = runs.plan(source, rows_per_shard=2)["run"]
-    shards = [lambda job=job: runs.run(job) for job in runs.jobs]
-    clock, shown = WorkersClock(*shards), Shown()
+    clock, shown = WorkersClock(*[lambda job=job: runs.run(job) for job in runs.jobs]), Shown()
     followed = follow(lambda: read_snapshot(redis, run), shown, clock.sleep)
     assert followed.end is End.FINISHED
     assert shown.rows == [0, 2, 4, 5]
@@ -113,8 +112,7 @@ def test_following_ends_when_only_failed_shards_are_left(runs: Runs, redis: Redi
     run = runs.plan(source, rows_per_shard=3)["run"]
     first, second = runs.jobs
     redis.zadd("rq:failed:bulk", {f"another's {number}": 9e12 for number in range(MAX_ENTRIES + 1)})
-    events = [lambda: fail(redis, first, "DiskFull"), lambda: runs.run(second)]
-    clock = WorkersClock(*events)
+    clock = WorkersClock(lambda: fail(redis, first, "DiskFull"), lambda: runs.run(second))
     followed = follow(lambda: read_snapshot(redis, run), Shown(), clock.sleep)
     assert followed.end is End.SHARDS_FAILED
     assert followed.snapshot.failed_jobs == (shard_job_id(run, 0),)

@@ -62,8 +62,7 @@ def test_a_look_at_a_run_reads_no_more_than_its_last_parts(
     for job in runs.jobs[:9]:
         runs.run(job)
     monkeypatch.setattr(reading, "MAX_LOOKED", 4)
-    read: list[list[int]] = []
-    parts_of = RunState.parts_of
+    read, parts_of = list[list[int]](), RunState.parts_of
     monkeypatch.setattr(RunState, "parts_of", lambda self, shards: read.append([*shards]) or parts_of(self, shards))
     found = read_snapshot(redis, run)
     assert read == [[5, 6, 7, 8]]
