@@ -26,11 +26,12 @@ from jobs.prompts.arguments import SAMPLING_NAMES
 from jobs.runs.control import DEFAULT_QUEUE, Cancelled, cancel_run, retry_run, submit_run
 from jobs.runs.output import named_run
 from jobs.runs.plans.names import SUCCESS
-from jobs.runs.plans.paths import is_stored, run_path
+from jobs.runs.plans.paths import is_stored, real_path, run_path
 from jobs.runs.plans.spec import RunSpec
 from jobs.runs.redis_state.submission import WISHES
 from jobs.runs.watching.follow import Display, End, follow
-from jobs.runs.watching.snapshot import RunSnapshot, failure_text, read_planned
+from jobs.runs.watching.reading import failure_text, read_planned
+from jobs.runs.watching.snapshot import RunSnapshot
 
 if TYPE_CHECKING:
     from jobs.parquet.outputs.read_back import FailedRow, FolderReader
@@ -83,7 +84,10 @@ def run(name: str | os.PathLike[str], *, connection: Redis | None = None) -> Run
     """Return the run of this id, or of this output folder. Raises UnknownRun."""
     client = _connection(connection)
     found, output = named_run(client, os.fspath(name))
-    return Run(found, client, read_planned(client, found).output if output is None else output.folder)
+    if output is not None:
+        return Run(found, client, output.folder)
+    planned = read_planned(client, found)
+    return Run(planned.run, client, planned.output)
 
 
 class Run:
@@ -115,7 +119,7 @@ class Run:
                 raise TimeoutError(f"run {self.id} has not ended within {timeout} s, and goes on")
             sleep(min(seconds, left))
 
-        followed = follow(lambda: read_planned(self._connection, self.id), Display(), clock, nap)
+        followed = follow(lambda: read_planned(self._connection, self.id), Display(), nap)
         if (problem := followed.problem) is None:
             return self.status()
         named = [failure_text(self._connection, job_id) for job_id in followed.snapshot.failed_jobs[:1]]
@@ -124,7 +128,7 @@ class Run:
 
     def table(self) -> Any:
         """Return its rows as a pyarrow Table, in the input's order. Raises RunNotHere before its end; StoreError."""
-        reader = self._reader("table")
+        reader = self.reader("table()")
         if not reader.has_ended:
             raise RunNotHere(self.id, f"there is no {SUCCESS} yet, the mark of its end,", self.output)
         return reader.table()
@@ -139,27 +143,25 @@ class Run:
 
     def errors(self, limit: int = 1000) -> list[FailedRow]:
         """Return the first rows with an error, of the parts so far. Raises as `table`, but of no run that goes on."""
-        return self._reader("errors").errors(limit)[1]
+        return self.reader("errors()").errors(limit)[1]
 
     def retry(self, output: str | os.PathLike[str]) -> Run:
         """Submit it again into another output, where rows without an error keep their answers. Raises as `errors`."""
         target = os.fspath(output)
-        run = retry_run(self._connection, self._reader("retry").plan, target)
+        run = retry_run(self._connection, self.reader("retry()").plan, target)
         return Run(run, self._connection, run_path(target))
 
     def cancel(self) -> Cancelled:
         """Take its jobs from the queue, stop those that run, keep its parts. Raises UnknownRun or RunResubmitted."""
         return cancel_run(self._connection, self.status().run)
 
-    def _reader(self, call: str) -> FolderReader:
+    def reader(self, what: str) -> FolderReader:
         """Return what reads its folder; its id may be another one where a worker's real paths differ."""
-        with _needs_pyarrow(f"{call}()"):
+        with _needs_pyarrow(what):
             from jobs.parquet.outputs.read_back import FolderReader
-        if is_stored(self.output):
-            return FolderReader(self.output)
-        if not os.path.isdir(self.output):
-            raise RunNotHere(self.id, "there is no such folder", self.output)
-        return FolderReader(os.path.realpath(self.output))
+        if not is_stored(self.output) and not os.path.isdir(self.output):
+            raise RunNotHere(self.id, "there is no such folder on this machine, nothing can be read", self.output)
+        return FolderReader(real_path(self.output))
 
 
 def check_here(spec: RunSpec) -> None:

@@ -5,7 +5,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from jobs.watch.samples import Point
+from jobs.common.workers import Point
 
 #: Width of a step of the charts, and how many there are.
 STEP_S, NUM_STEPS = 10, 360

@@ -8,11 +8,11 @@ from typing import Any
 
 from redis import Redis
 
+from jobs.common.workers import Worker, WorkerSample, read_points, read_workers, worker_names
+from jobs.runs.watching.reading import list_runs
 from jobs.runs.watching.snapshot import RunSnapshot
 from jobs.watch.failed_jobs import FailedJob, newest_failed
 from jobs.watch.queues import QueueCounts, count_queues, queue_names
-from jobs.watch.runs import list_runs
-from jobs.watch.samples import WorkerSample, list_workers, read_points, read_samples, worker_names
 from tokenmill_dashboard.history import History
 
 #: A look serves everybody for so long; one that took longer than a fifth of that, for five times as long.
@@ -100,15 +100,15 @@ class Watcher:
         all_queues, all_workers = queue_names(self.connection), worker_names(self.connection)
         queues = count_queues(self.connection, all_queues[:MAX_QUEUES])
         names = all_workers[:MAX_WORKERS]
-        samples = read_samples(self.connection, names)
-        self._remember(now, samples, queues)
+        workers = read_workers(self.connection, names)
+        self._remember(now, [each.sample for each in workers if each.sample is not None], queues)
         # Only where there are any: most of the time there is nothing to read.
         with_failed = [queue.name for queue in queues if queue.counts["failed"]]
         return Look(
             at=now,
             queues=tuple(sorted(queues, key=_busiest)),
             num_queues=len(all_queues),
-            workers=self._rows(names, samples),
+            workers=self._rows(workers),
             num_workers=len(all_workers),
             runs=tuple(list_runs(self.connection, MAX_RUNS)),
             failed=tuple(newest_failed(self.connection, with_failed, MAX_FAILED)) if with_failed else (),
@@ -127,26 +127,17 @@ class Watcher:
         history.forget([sample.name for sample in samples])
         history.add_depth({queue.name: queue.counts["waiting"] for queue in queues}, now)
 
-    def _rows(self, names: Sequence[str], samples: Sequence[WorkerSample]) -> tuple[WorkerRow, ...]:
+    def _rows(self, workers: Sequence[Worker]) -> tuple[WorkerRow, ...]:
         """Return a row for each worker, those first that somebody should look at."""
-        told = {sample.name: sample for sample in samples}
-        silent_of_us = [name for name in names if name not in told]
-        seen = list_workers(self.connection, silent_of_us) if silent_of_us else {}
-        rate = self._history.rate
-        rows = [
-            WorkerRow(
-                name,
-                "silent" if sample.is_silent else sample.state or "unknown",
-                ", ".join(sample.queues),
-                sample,
-                rate(name, "generation_tokens"),
-                rate(name, "prompt_tokens"),
-            )
-            for name, sample in told.items()
-        ]
-        rows += [
-            WorkerRow(name, fields.get("state", "unknown"), fields.get("queues", "")) for name, fields in seen.items()
-        ]
+        rows, rate = [], self._history.rate
+        for worker in workers:
+            name, sample, seen = worker.name, worker.sample, worker.registered
+            if sample is None:
+                rows.append(WorkerRow(name, seen.get("state", "unknown"), seen.get("queues", "")))
+                continue
+            state = "silent" if sample.is_silent else sample.state or "unknown"
+            rates = rate(name, "generation_tokens"), rate(name, "prompt_tokens")
+            rows.append(WorkerRow(name, state, ", ".join(sample.queues), sample, *rates))
         return tuple(sorted(rows, key=lambda row: (not row.is_silent, row.state != "draining", row.name)))
 
 

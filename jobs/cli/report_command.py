@@ -9,17 +9,16 @@ from typing import Any
 import click
 import redis
 
+from jobs import client
 from jobs.cli.errors_told import errors_told
 from jobs.cli.rows_commands import reader_of
+from jobs.cli.trial_commands import try_job
 from jobs.common.display import safe_name
 from jobs.errors import InputNotFound, InvalidJob
-from jobs.runs.output import named_run
 from jobs.runs.plans.names import MANIFEST, PLAN, REPORT
 from jobs.runs.plans.paths import is_stored
 from jobs.runs.redis_state.state import RunState
 from jobs.runs.statistics.report import report_html
-from jobs.runs.watching.snapshot import read_planned
-from jobs.runs.watching.trials import try_job
 
 
 @click.command()
@@ -35,12 +34,10 @@ def report(connection: redis.Redis, /, run: str, price_per_hour: float | None, o
     if price_per_hour is not None and out is None:
         raise click.UsageError("--price-per-hour makes another page: name a file for it with --out")
     with errors_told():
-        run, found = named_run(connection, run)
-        folder = RunState(connection, run).facts()["output"] if found is None else found.folder
-        reader = reader_of(run, folder) if is_stored(folder) else None
-        name = REPORT if out is None else MANIFEST
+        found = client.run(run, connection=connection)
+        folder, name = found.output, REPORT if out is None else MANIFEST
         try:  # a folder's page needs no pyarrow, which producers may lack
-            text = Path(folder, name).read_text("utf-8") if reader is None else reader.text(name)
+            text = reader_of(found).text(name) if is_stored(folder) else Path(folder, name).read_text("utf-8")
         except (OSError, InputNotFound) as error:
             raise InvalidJob(f"{error}: a run has a report when it is finished") from None
         if out is None:
@@ -81,7 +78,7 @@ def verify(connection: redis.Redis, /, run: str, sample: str, seed: int, as_json
     """
     try:
         with errors_told():
-            planned = read_planned(connection, named_run(connection, run)[0])
+            planned = client.run(run, connection=connection).status()
             if planned.state != "finished":
                 raise InvalidJob(f"run {planned.run} cannot be verified: it is not finished, but {planned.state}")
             if planned.workers and planned.awaited_model is not None:

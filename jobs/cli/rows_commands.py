@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import sys
 import time
 from collections import deque
@@ -14,19 +13,17 @@ from typing import TYPE_CHECKING, Any
 import click
 import redis
 
+from jobs import client
 from jobs.cli.errors_told import errors_told
-from jobs.cli.status_text import table
-from jobs.cli.waiting import await_plan, wait_for_end
+from jobs.cli.status_text import await_plan, table, wait_for_end
 from jobs.cli.watch_commands import json_option
 from jobs.common.display import MAX_TEXT_CHARS, safe_name, to_json
 from jobs.errors import RunError, RunNotHere, UnknownRun
 from jobs.runs.control import retry_run
-from jobs.runs.output import named_run, output_here
-from jobs.runs.plans.paths import is_stored
 from jobs.runs.redis_state.state import recorded_reasons
 from jobs.runs.statistics.part_stats import outcome_text
 from jobs.runs.statistics.reasons import Reasons
-from jobs.runs.watching.snapshot import read_planned
+from jobs.runs.watching.reading import read_planned
 
 if TYPE_CHECKING:
     from jobs.parquet.outputs.read_back import FailedRow, FolderReader
@@ -53,9 +50,9 @@ def errors(connection: redis.Redis, /, run: str, limit: int, retry: str | None, 
     if wait and retry is None:
         raise click.UsageError("--wait is for --retry: without it nothing is awaited")
     with errors_told():
-        found, folder = _folder_of(connection, run)
+        found = client.run(run, connection=connection)
         if retry is not None:
-            new = retry_run(connection, reader_of(found, folder).plan, retry)
+            new = retry_run(connection, reader_of(found).plan, retry)
             if wait:
                 click.echo(new)
                 wait_for_end(connection, new)
@@ -64,20 +61,20 @@ def errors(connection: redis.Redis, /, run: str, limit: int, retry: str | None, 
             return
         snapshot = None
         with suppress(UnknownRun):
-            snapshot = read_planned(connection, found)
+            snapshot = found.status()
         if snapshot is not None and snapshot.plan_error is not None and snapshot.shards is None:
-            raise click.ClickException(f"run {found} has no rows: its planning failed: {snapshot.plan_error}")
+            raise click.ClickException(f"run {found.id} has no rows: its planning failed: {snapshot.plan_error}")
         note = ""
         rows: list[FailedRow] = []
         try:
-            reader = reader_of(found, folder)
+            reader = reader_of(found)
             (reasons, rows), bad = reader.errors(limit), reader.bad_answers()
         except RunNotHere as error:
-            reasons = recorded_reasons(connection, found)
+            reasons = recorded_reasons(connection, found.id)
             bad = (0, 0) if snapshot is None else (snapshot.failed_checks, snapshot.cut)
             note = f"{error}. These are the reasons that Redis keeps, the commonest of each part"
         write = _errors_json if as_json else _errors_text
-        click.echo(write(found, reasons, rows, *bad))
+        click.echo(write(found.id, reasons, rows, *bad))
         if note:
             click.echo(note, err=True)
 
@@ -95,8 +92,7 @@ def tail(connection: redis.Redis, /, run: str, lines: int, follow: bool, prompts
     RUN is its id or its output folder, on this machine or in a store whose keys are in the environment.
     """
     with errors_told():
-        found, folder = _folder_of(connection, run)
-        reader = reader_of(found, folder)
+        reader = reader_of(client.run(run, connection=connection))
         columns = [*(reader.prompt_columns if prompts else ()), *reader.answer_columns]
 
         def show(rows: Iterator[dict[str, Any]]) -> None:
@@ -139,32 +135,17 @@ def _last(reader: FolderReader, columns: list[str], most: int) -> Iterator[dict[
     yield from found
 
 
-def _folder_of(connection: redis.Redis, name: str) -> tuple[str, str | None]:
-    run, output = named_run(connection, name)
-    if output is None:
-        snapshot = read_planned(connection, run)
-        run, folder = snapshot.run, snapshot.output
-        if is_stored(folder):
-            return run, folder
-        output = output_here(folder, run)
-    return run, None if output is None else os.path.realpath(output.folder)
-
-
-def reader_of(run: str, folder: str | None) -> FolderReader:
-    """Return what reads a run's folder; None for one that is not on this machine. Raises RunNotHere."""
-    missing = "nothing can be read"
+def reader_of(found: client.Run) -> FolderReader:
+    """Return what reads a run's folder. Raises RunNotHere, also where a store or another run has it."""
     try:
-        from jobs.parquet.outputs.read_back import FolderReader
-
-        if folder is not None:
-            return FolderReader(folder)
-    except ImportError as error:
-        missing = f"there is no {error.name} here to read the parts"
-    except RunError as error:
-        if folder is None or not is_stored(folder):
-            raise
-        missing = f"nothing can be read ({error})"
-    raise RunNotHere(run, missing, folder or "an output that is not on this machine")
+        reader = found.reader("to read parts")
+    except RunNotHere:
+        raise
+    except (ImportError, RunError) as error:
+        raise RunNotHere(found.id, f"nothing can be read ({error})", found.output) from None
+    if reader.planned_run != found.id:
+        raise RunNotHere(found.id, f"there is run {reader.planned_run}, not this one,", found.output)
+    return reader
 
 
 def _errors_json(run: str, reasons: Reasons, rows: list[FailedRow], failed_checks: int, cut: int) -> str:

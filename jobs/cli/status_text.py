@@ -1,7 +1,8 @@
-"""What is printed of a run: its state, its progress as a bar or lines, and tables."""
+"""What is printed of a run: its state, its progress while it is awaited, and tables."""
 
 import os
 import sys
+import time
 from collections.abc import Callable, Sequence
 from typing import TextIO
 
@@ -10,9 +11,11 @@ import redis
 from tqdm import tqdm
 
 from jobs.common.display import duration_text
+from jobs.common.rq_jobs import last_value
 from jobs.runs.statistics.part_stats import outcome_text
-from jobs.runs.watching.follow import Display
-from jobs.runs.watching.snapshot import RunSnapshot, failure_text
+from jobs.runs.watching.follow import REFUSED_AS_BEFORE, Display, End, follow
+from jobs.runs.watching.reading import failure_text, read_planned
+from jobs.runs.watching.snapshot import REFUSED, RunSnapshot, needs, obstacles, verdict
 
 
 def table(heads: Sequence[str], rows: Sequence[Sequence[str]], numbers: Sequence[str] = ()) -> str:
@@ -127,15 +130,7 @@ def status_text(snapshot: RunSnapshot, num_gone: int = 0) -> str:
             f"tokens   {snapshot.tokens} generated",
             *([] if snapshot.left_s is None else [f"left     {duration_text(snapshot.left_s)}"]),
         ]
-    return "\n".join([*lines, *_refused(snapshot), *awaits(snapshot), *gone_text(num_gone, snapshot.output)])
-
-
-def _refused(snapshot: RunSnapshot) -> list[str]:
-    if snapshot.plan_error is None or snapshot.cancelled:
-        return []
-    if snapshot.finished:
-        return [f"but      the last submit was refused: {snapshot.plan_error}; the run is finished as before"]
-    return [f"because  its planning failed: {snapshot.plan_error}"]
+    return "\n".join([*lines, *verdict(snapshot), *gone_text(num_gone, snapshot.output)])
 
 
 def gone_text(num_gone: int, folder: str) -> list[str]:
@@ -143,22 +138,65 @@ def gone_text(num_gone: int, folder: str) -> list[str]:
     return [told] if num_gone else []
 
 
-def awaits(snapshot: RunSnapshot) -> list[str]:
-    """Say what a run needs to go on: another submit, or a worker that serves its model."""
-    if snapshot.finished and not snapshot.is_planning:
-        return [] if snapshot.too_many_errors is None else [f"but      {snapshot.too_many_errors}"]
-    if snapshot.stopped is not None:
-        return [f"because  {snapshot.stopped}"]
-    if snapshot.awaited_model is None or snapshot.finished or snapshot.cancelled or not snapshot.workers:
-        return []  # where there is no worker at all, that is said
-    return [
-        f"awaits   a worker on queue {snapshot.queue!r} that serves model {snapshot.awaited_model}; "
-        f"none of the {snapshot.workers} there does"
-    ]
-
-
 def _rest(snapshot: RunSnapshot) -> str:
     if snapshot.cancelled or (snapshot.plan_failed and snapshot.is_idle):
         return f"{snapshot.queued + len(snapshot.failed_jobs) + snapshot.gone} left for another submit"
     gone = f", {snapshot.gone} whose jobs are gone" if snapshot.gone else ""
     return f"{snapshot.queued} queued, {len(snapshot.failed_jobs)} failed{gone}"
+
+
+#: How long `submit` waits for its planning to accept the run, and between two looks.
+PLAN_WAIT_S, PLAN_POLL_S = 10.0, 0.1
+
+
+def await_plan(connection: redis.Redis, run: str) -> None:
+    """Print a run's id once its planning accepts it, or takes long. Exits with 1 if refused, 130 on Ctrl-C."""
+    until = time.monotonic() + PLAN_WAIT_S
+    try:
+        while (snapshot := read_planned(connection, run)).is_planning and time.monotonic() < until:
+            if needs(snapshot):
+                break  # nobody is soon to plan it
+            time.sleep(PLAN_POLL_S)
+    except KeyboardInterrupt:
+        click.echo(_goes_on(run), err=True)
+        sys.exit(130)
+    if snapshot.plan_status in REFUSED:
+        tell_failures(connection, snapshot)
+        raise click.ClickException(REFUSED_AS_BEFORE if snapshot.finished else End.PLAN_FAILED.value)
+    click.echo(run)
+    for line in [*verdict(snapshot), *obstacles(connection, snapshot)]:
+        click.echo(line, err=True)
+    if snapshot.finished and not snapshot.is_planning:
+        _tell_if_already_finished(connection, snapshot)
+
+
+def _tell_if_already_finished(connection: redis.Redis, snapshot: RunSnapshot) -> None:
+    if snapshot.plan_job and last_value(connection, snapshot.plan_job).get("already_finished"):
+        text = f"the run is already finished: its {snapshot.rows} rows are in {snapshot.output}"
+        click.echo(text, err=True)
+
+
+def _goes_on(run: str) -> str:
+    return (
+        f"the run goes on: `tokenmill status {run}` shows it, the same submit with --wait follows it, "
+        f"`tokenmill cancel {run}` ends it"
+    )
+
+
+def wait_for_end(connection: redis.Redis, run: str) -> None:
+    display = progress(time.monotonic)
+    try:
+        followed = follow(lambda: read_planned(connection, run), display, time.sleep)
+    except KeyboardInterrupt:
+        display.close()
+        click.echo(_goes_on(run), err=True)
+        sys.exit(130)
+    finally:
+        display.close()
+    click.echo(status_text(followed.snapshot))
+    if followed.end is End.FINISHED:
+        _tell_if_already_finished(connection, followed.snapshot)
+    else:
+        tell_failures(connection, followed.snapshot)
+    if followed.problem is not None:
+        raise click.ClickException(followed.problem)

@@ -11,13 +11,12 @@ import redis
 from jobs.cli.errors_told import errors_told
 from jobs.cli.status_text import gone_text, rate, status_text, table, tell_failures
 from jobs.common.display import MAX_TEXT_CHARS, duration_text, safe_name
+from jobs.common.workers import WorkerSample, read_workers
 from jobs.doctor.redis_server import troubles
 from jobs.errors import UnknownRun
 from jobs.runs.output import RunOutput, named_run, output_here
-from jobs.runs.watching.obstacles import obstacles
-from jobs.runs.watching.snapshot import RunSnapshot, read_planned
-from jobs.watch.runs import MAX_RUNS, STATES, list_runs, run_reasons
-from jobs.watch.samples import WorkerSample, read_samples
+from jobs.runs.watching.reading import MAX_RUNS, list_runs, read_planned, run_reasons
+from jobs.runs.watching.snapshot import STATES, RunSnapshot, obstacles
 
 WATCH_EVERY_S = 2.0
 
@@ -60,7 +59,7 @@ def workers(connection: redis.Redis, /, as_json: bool, watch: bool) -> None:
 
     def show() -> str:
         tell_troubles(connection)
-        found = read_samples(connection)
+        found = [each.sample for each in read_workers(connection) if each.sample is not None]
         if not as_json:
             return workers_table(found)
         return json.dumps(

@@ -1,7 +1,7 @@
 """Every Redis key of our own. RQ's keys belong to RQ.
 
 tokenmill:worker:<name>        string, JSON: the model that the worker serves, and its statistics
-tokenmill:samples:<name>       list: JSON points of the last hour of such a worker, the latest first (watch/samples.py)
+tokenmill:samples:<name>       list: JSON points of the last hour of such a worker, the latest first (common/workers.py)
 tokenmill:run:<run>            hash: what the CLI shows of a run, its last submission and its last cancelled one
 tokenmill:run:<run>:parts      hash: shard number -> JSON statistics of its part; `total` -> number of shards
 tokenmill:run:folder:<hash>    string: the run that was last submitted for an output folder

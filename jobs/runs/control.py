@@ -1,7 +1,6 @@
 """Submits and cancels runs: what the command line does, without the terminal."""
 
 import json
-import zlib
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -20,7 +19,7 @@ from jobs.runs.plans.names import plan_job_id, shard_job_id
 from jobs.runs.plans.paths import run_path
 from jobs.runs.plans.plan import Plan
 from jobs.runs.plans.spec import RunSpec
-from jobs.runs.redis_state.run_jobs import read_earlier, read_holders
+from jobs.runs.redis_state.shard_jobs import read_earlier, read_holders
 from jobs.runs.redis_state.state import RunState
 from jobs.runs.redis_state.submission import ON_END, WEBHOOK, Submission
 
@@ -57,13 +56,10 @@ def submit_run(
     planning = {**spec.to_json(), "output": run_path(own["output"]), **submission.to_arguments()}
 
     def enter(pipe: Pipeline) -> None:
-        is_under_way = _is_under_way(connection, state, plan_job)
-        renewed = _renewed(connection, run, plan_job, planning) if is_under_way else None
-        state.submit(pipe, plan_job, spec.output, submission, anew=not is_under_way)
-        if not is_under_way:
+        is_held = not state.is_cancelled() and _is_held(connection, run, plan_job, submission.model)
+        state.submit(pipe, plan_job, spec.output, submission, anew=not is_held)
+        if not is_held:
             _enqueue_planning(pipe, connection, submission, plan_job, planning)
-        elif renewed is not None:
-            pipe.hset(job_key(plan_job), "data", zlib.compress(renewed))
 
     state.write(enter, job_key(plan_job), executions_key(plan_job))  # all at once: one that nobody plans would wait
     return run
@@ -92,11 +88,10 @@ def cancel_run(connection: Redis, run: str) -> Cancelled:
     Raises UnknownRun, or RunResubmitted where that has happened before all its jobs were told.
     """
     state = RunState(connection, run)
-    state.facts()  # raises for a run that is not known
-    submission = state.submission()
+    submission = int(state.facts().get("submission", 0))
     state.cancel(submission)  # a planner has enqueued before, or will see the mark
     facts = state.facts()
-    done = state.parts()
+    done = state.recorded()
     shards = [shard for shard in range(int(facts.get("shards", 0))) if shard not in done]
     removed = stopped = 0
     for field, is_second in (("queue", False), ("second_queue", True)):
@@ -154,23 +149,18 @@ def _enqueue_planning(
         pipe.hset(job_key(plan_job), MODEL_FIELD, submission.model)
 
 
-def _is_under_way(connection: Redis, state: RunState, plan_job: str) -> bool:
-    for job in [] if state.is_cancelled() else read_earlier(connection, [plan_job]):
-        keys = QueueKeys(job.origin)  # a worker that was killed before it started it may leave it on no queue
-        on_queue = any(connection.lpos(key, plan_job) is not None for key in (keys.waiting, keys.popped))
-        return job.status is JobStatus.STARTED or bool(job.executions) or (job.status is JobStatus.QUEUED and on_queue)
+def _is_held(connection: Redis, run: str, plan_job: str, model: str | None) -> bool:
+    """Whether a worker has the planning already. Raises PlanningUnderWay where that is for another model."""
+    for job in read_earlier(connection, [plan_job]):
+        is_popped = connection.lpos(QueueKeys(job.origin).popped, plan_job) is not None
+        if job.status is not JobStatus.STARTED and not job.executions and not is_popped:
+            return False
+        asked_for: Any = connection.hget(job_key(plan_job), MODEL_FIELD)
+        if (asked_for and stored.text(asked_for)) != model:
+            name = "whichever plans it" if asked_for is None else repr(stored.text(asked_for))
+            raise PlanningUnderWay(run, f"for model {name}")
+        return True
     return False
-
-
-def _renewed(connection: Redis, run: str, plan_job: str, arguments: dict[str, Any]) -> bytes | None:
-    """Return a payload with the newest arguments; None where a worker has the planning already."""
-    asked_for: Any = connection.hget(job_key(plan_job), MODEL_FIELD)
-    if (asked_for and stored.text(asked_for)) != arguments.get("model"):
-        name = "whichever plans it" if asked_for is None else repr(stored.text(asked_for))
-        raise PlanningUnderWay(run, f"for model {name}")
-    if connection.exists(executions_key(plan_job)):
-        return None
-    return json.dumps((PLANNING, None, (), arguments)).encode()
 
 
 def _take(queue_key: str, job_ids: Sequence[str], from_end: bool, pipe: Pipeline) -> list[str]:

@@ -7,8 +7,8 @@ worker that was killed in between the shard runs again, which enqueues them.
 
 import json
 import time
-from collections.abc import Mapping
 from contextlib import suppress
+from functools import partial
 from http.client import HTTPException
 from typing import Any
 
@@ -22,9 +22,8 @@ from jobs.context import JobContext, Lease
 from jobs.context.webhooks import call_webhook, check_host
 from jobs.errors import RunBusy, UnknownRun, WebhookFailed, WebhookRefused, unlike
 from jobs.runs.plans.names import run_and_shard
-from jobs.runs.redis_state.state import PartCount, RunState
-from jobs.runs.redis_state.submission import ASKED_FOR, TOLD, TOLD_FAILED, ErrorLimit
-from jobs.runs.redis_state.transactions import transact
+from jobs.runs.redis_state.state import PLAN_ERROR, PartCount, RunState, transact
+from jobs.runs.redis_state.submission import ASKED_FOR, ON_END, TOLD, TOLD_FAILED, WEBHOOK, ErrorLimit
 
 POSTING = "jobs.post_run_end"
 
@@ -49,83 +48,75 @@ def tell_failed(connection: Redis, job_id: str, lease: Lease, error: str) -> Non
         facts = state.facts()
         if shard is None:
             if facts.get("plan_job") == job_id:
-                state.refuse_plan(error)
+                state.describe({PLAN_ERROR: error})
                 tell_of(state, state.submission(), "failed", f"its planning failed: {error}")
         elif facts.keys() & set(ASKED_FOR):
             count = state.record_failed(shard)
             if not count.is_whole:
                 tell_shards_failed(state, count, f", the last one: {error}")
-            elif not state.is_finished():
+            elif "finished" not in state.facts():
                 reason = f"all {count.total} parts are there, and the run's end is not: {error}"
                 tell_of(state, state.submission(), "failed", reason)
 
 
 def tell_shards_failed(state: RunState, count: PartCount, more: str = "") -> None:
     """Enqueue what is asked for where nothing of the run is left to run, and shards of it have failed."""
-    if count.has_failed:
+    if count.total is not None and count.failed > 0 and count.done + count.failed >= count.total:
         tell_of(state, state.submission(), "failed", f"{count.failed} of {count.total} shards failed{more}")
 
 
+_FIELDS = (
+    *(*ASKED_FOR, TOLD, TOLD_FAILED, "queue", "submission", "cancelled", "max_errors", "output"),
+    *("rows", "shards", "total_rows", "total_errors"),
+)
+
+
 def tell_of(state: RunState, submission: int, word: str, reason: str | None = None) -> None:
-    """Enqueue what a submission asks for, unless it was told of. word: how it ended."""
-    key = run_key(state.run)
-    found: Any = state.connection.hmget(key, *ASKED_FOR, "max_errors", "output", "rows", "shards")
-    *asked_for, limit, output, rows, shards = (each and stored.text(each) for each in found)
-    if not any(asked_for):
+    """Enqueue what a submission asks for, unless it was told of, in one transaction. word: how it ended."""
+    transact(state.connection, partial(_tell, state, submission, word, reason), run_key(state.run))
+
+
+def _tell(state: RunState, submission: int, word: str, reason: str | None, pipe: Pipeline) -> None:
+    found: Any = pipe.hmget(run_key(state.run), _FIELDS)
+    known = {name: stored.text(each) for name, each in zip(_FIELDS, found, strict=True) if each is not None}
+    last, is_end = known.get("submission"), word != "failed"  # else it goes on where something is enqueued by hand
+    if "queue" not in known or str(submission) != last or known.get(TOLD) == last:
         return
-    is_end = word != "failed"
-    rows_done = errors = 0
-    for part in state.each_part():
-        rows_done += part.rows
-        errors += part.errors
-    if word == "finished":
-        told = ErrorLimit.parse(limit).told(rows_done, errors, is_whole=True)
-        if told is not None and errors == rows_done:
-            word, reason = "failed", told
+    if not known.keys() & set(ASKED_FOR) or (not is_end and (known.get(TOLD_FAILED) == last or "cancelled" in known)):
+        return
+    rows_done, errors = int(known.get("total_rows", 0)), int(known.get("total_errors", 0))
+    if word == "finished" and 0 < rows_done == errors:
+        reason = ErrorLimit.parse(known.get("max_errors")).told(rows_done, errors, is_whole=True)
+        word = "finished" if reason is None else "failed"
     content = {
         "run": state.run,
         "state": word,
-        "output": output,
-        "rows": rows and int(rows),
+        "output": known.get("output"),
+        "rows": stored.count(known.get("rows")),
         "rows_done": rows_done,
         "errors": errors,
-        "shards": shards and int(shards),
+        "shards": stored.count(known.get("shards")),
         "reason": reason,
     }
-    transact(state.connection, lambda pipe: _tell(pipe, state, submission, content, is_end), key)
-
-
-def _tell(pipe: Pipeline, state: RunState, submission: int, content: Mapping[str, Any], is_end: bool) -> None:
-    """Enqueue it in one transaction. is_end: nothing goes on, whatever is enqueued again by hand."""
-    key = run_key(state.run)
-    fields = (*ASKED_FOR, TOLD, TOLD_FAILED, "cancelled", "submission", "queue")
-    found: Any = pipe.hmget(key, *fields)
-    webhook, on_end, told, told_failed, cancelled, last, queue = (
-        None if each is None else stored.text(each) for each in found
-    )
-    if queue is None or str(submission) != last or told == last:
-        return
-    if not is_end and (told_failed == last or cancelled is not None):
-        return
+    calls: dict[str, tuple[Any, ...]] = {}
+    if WEBHOOK in known:
+        calls["webhook"] = POSTING, known[WEBHOOK], content
+    if ON_END in known:
+        calls["end"] = known[ON_END], content
     pipe.multi()
-    jobs = JobQueue(state.connection, queue)
-    name = f"{state.run}-failed" if not is_end else state.run
-    asked = {"webhook": webhook and (POSTING, webhook, dict(content)), "end": on_end and (on_end, dict(content))}
-    for kind, call in asked.items():
-        if not call:
-            continue
-        jobs.enqueue(
+    for kind, (function, *arguments) in calls.items():
+        JobQueue(state.connection, known["queue"]).enqueue(
             pipe,
-            call[0],
-            args=call[1:],
+            function,
+            args=arguments,
             timeout=TIMEOUT_S,
             result_ttl=RESULT_TTL_S,
             failure_ttl=FAILURE_TTL_S,
             description=f"end of run {state.run}",
-            job_id=f"{name}-{kind}-{submission}",
+            job_id=f"{state.run}{'' if is_end else '-failed'}-{kind}-{submission}",
             retry=Retry(max=RETRIES),
         )
-    pipe.hset(key, TOLD if is_end else TOLD_FAILED, str(submission))
+    pipe.hset(run_key(state.run), TOLD if is_end else TOLD_FAILED, last)
 
 
 PAUSES_S = (1.0, 2.0, 4.0, 8.0)

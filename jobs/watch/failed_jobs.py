@@ -11,7 +11,7 @@ from jobs.common import rq_jobs, stored
 from jobs.common.display import printable, safe_name
 from jobs.common.rq_jobs import JobStatus
 from jobs.errors import fault_line
-from jobs.runs.watching.snapshot import error_line
+from jobs.runs.watching.reading import error_line
 from jobs.watch.job_actions import CANCELLABLE
 
 #: A job's payload and meta are read up to so many bytes, packed and unpacked.

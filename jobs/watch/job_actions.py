@@ -16,7 +16,7 @@ from redis.client import Pipeline
 from jobs.common import rq_jobs, stored
 from jobs.common.rq_jobs import JobStatus
 from jobs.runs.control import stop_held
-from jobs.runs.redis_state.transactions import transact
+from jobs.runs.redis_state.state import transact
 
 CHUNK = 100
 

@@ -6,7 +6,7 @@ import time
 import pytest
 from redis import Redis
 
-from jobs.watch.samples import Point
+from jobs.common.workers import Point
 from tests.dashboard.test_pages import put_worker
 from tokenmill_dashboard.history import History
 from tokenmill_dashboard.watcher import Watcher

@@ -9,7 +9,7 @@ from redis import Redis
 from rq import Queue
 
 from jobs.common.keys import SEQUENCES_FIELD
-from jobs.watch.samples import Point
+from jobs.common.workers import Point
 from tests.worker.by_hand import LIMITS, ByHand
 from worker.io_thread.claimer import FORGET_S, Claimer, FairShare
 from worker.io_thread.limits import LEASE_MARGIN_S, LONGEST_POLL_S, POLL_S, PollRates

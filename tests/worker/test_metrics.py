@@ -16,7 +16,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from engine import Completion, EngineStats
 from engine.schedule.outputs import RequestMetrics
-from jobs.watch.samples import Point
+from jobs.common.workers import Point
 from tests.rq_workers import ROOT, Workers, wait_until
 from worker.errors import MetricsNotServed
 from worker.metrics.exporter import Exporter

@@ -15,7 +15,7 @@ from rq.registry import FinishedJobRegistry
 from rq.serializers import JSONSerializer
 from rq.worker.base import WorkerStatus
 
-from jobs.watch.samples import read_points, read_samples
+from jobs.common.workers import read_points, read_workers
 from tests.rq_workers import Workers, leftovers, stats_of, text_of, wait_until, wait_until_started
 from worker import BatchWorker
 from worker.store.scheduler import Scheduler
@@ -39,7 +39,7 @@ def test_jobs_of_one_batch_each_get_their_own_answer_and_leave_nothing_behind(wo
     stats = stats_of(workers, "w")
     assert stats["max_running"] >= 32
     assert stats["jobs_finished"] == 200
-    [sample] = read_samples(workers.redis, ["w"])
+    [sample] = [each.sample for each in read_workers(workers.redis, ["w"]) if each.sample]
     assert (sample.state, sample.queues, sample.held) == ("stopped", ["high", "bulk"], {})
     assert (sample.model, sample.dtype, sample.max_num_seqs) == ("fake", "auto", 64)
     first, last = (read_points(workers.redis, ["w"])["w"][place] for place in (0, -1))

@@ -10,7 +10,7 @@ from rq.command import send_shutdown_command
 from rq.job import JobStatus
 
 from jobs.common.keys import WORKER_STATS_TTL_S
-from jobs.watch.samples import read_samples, worker_names
+from jobs.common.workers import read_workers, worker_names
 from tests.rq_workers import Workers, leftovers, signal_until_it_ends, stats_of, text_of, wait_until, wait_until_started
 
 F = "tests.worker.functions."
@@ -97,7 +97,7 @@ def test_a_worker_that_loads_is_listed_as_that_for_as_long_as_it_may_take_and_a_
     wait_until(loading.exists)
     [name] = worker_names(workers.redis)
     workers.redis.expire(f"tokenmill:worker:{name}", WORKER_STATS_TTL_S - 300)  # as it is after 300 s
-    [seen] = read_samples(workers.redis)
+    [seen] = [each.sample for each in read_workers(workers.redis) if each.sample]
     assert (seen.name, seen.state, seen.queues, seen.is_silent) == (name, "loading", ["high", "bulk"], False)
     process.send_signal(signal.SIGTERM)
     assert process.wait(timeout=60) == 0

@@ -5,7 +5,7 @@ from collections import Counter
 from collections.abc import Mapping
 from typing import Any
 
-from jobs.watch.samples import MAX_HELD_NAMED, POINT_PERIOD_S, Point
+from jobs.common.workers import MAX_HELD_NAMED, POINT_PERIOD_S, Point
 from worker.io_thread.job_runner import JobRunner
 from worker.io_thread.limits import Timer
 from worker.io_thread.parts import Parts

@@ -9,7 +9,7 @@ from typing import Any
 
 from engine import Completion
 from jobs.common.display import safe_name
-from jobs.watch.samples import Point
+from jobs.common.workers import Point
 
 #: Seconds: as vLLM's, and longer ones for batches.
 _SHORT_S = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 20, 40, 80, 160, 640)

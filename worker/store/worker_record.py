@@ -12,7 +12,7 @@ from redis.exceptions import RedisError
 
 from jobs.common.keys import RQ, SILENT_S, WORKER_STATS_TTL_S, loading_key, prefixed, samples_key, worker_key
 from jobs.common.rq_jobs import WORKER_PREFIX, WORKERS_KEY
-from jobs.watch.samples import LOADING, MAX_POINTS, Point
+from jobs.common.workers import LOADING, MAX_POINTS, Point
 
 _REGISTRIES = {"started": "wip", **{name: name for name in ("finished", "failed", "deferred", "scheduled")}}
 """Status -> how RQ's keys call its registry."""

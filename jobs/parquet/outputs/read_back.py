@@ -44,7 +44,7 @@ class FolderReader:
         self._folder = folder
         self._storage = Storage((folder,), timeout_s=STORE_TIMEOUT_S)
         plan = load_plan(self._storage, os.path.join(folder, PLAN))
-        self._planned_run = plan.run
+        self.planned_run = plan.run
         self.plan: Plan = replace(plan, spec=replace(plan.spec, output=folder))
         self.run = self.plan.run
 
@@ -119,7 +119,7 @@ class FolderReader:
 
     def bad_answers(self) -> tuple[int, int]:
         found = [
-            read_part_stats(self._storage, self.plan.part_path(shard), self._planned_run, shard)
+            read_part_stats(self._storage, self.plan.part_path(shard), self.planned_run, shard)
             for shard in self.shards()
         ]
         return sum(part.failed_checks for part in found), sum(part.cut for part in found)

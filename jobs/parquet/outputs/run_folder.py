@@ -131,7 +131,7 @@ class RunFolder:
             # First: a run that is stopped tells nothing.
             tell_of(self.state, submission, "stopped", reason)
             self.state.cancel(submission, stopped=reason)
-            waiting = sorted(set(range(shards)).difference(part.shard for part in self.state.each_part()))
+            waiting = sorted(set(range(shards)) - self.state.recorded())
             for name, is_second in self.plan.queues(queue):
                 ids = [run_names.shard_job_id(self.plan.run, shard, is_second) for shard in waiting]
                 remove_waiting(self.state, submission, name, ids)
@@ -152,25 +152,24 @@ class RunFolder:
         for stats in islice((each for each in found.values() if each.errors), MAX_PARTS):
             self._record_reasons(stats)
         count = self.state.amend_parts(found, gone, len(self.plan.shards))
-        self.state.count_anew()
-        return count.done >= len(self.plan.shards) and self._finish()
+        return count.is_whole and self._finish()
 
     def has_success(self) -> bool:
         return self._is_there(run_names.SUCCESS)
 
     def _finish(self) -> bool:
         """End the run, unless a part is missing; return whether it has ended. Raises RunError."""
+        manifest: dict[str, Any] = {}
         if not self.has_success():
             if len(self.shards_with_parts()) < len(self.plan.shards):
                 return False
-            self._write_end()
-        self.state.mark_finished()
-        self.state.count_anew()
+            manifest = self._write_end()
+        self.state.mark_finished(manifest)
         tell_of(self.state, self.state.submission(), "finished")
         return True
 
-    def _write_end(self) -> None:
-        """Put the output files, if there are to be such, and what is told of the run in place, then the mark."""
+    def _write_end(self) -> dict[str, Any]:
+        """Put the output files, if any, and what is told of the run in place, then the mark; return the manifest."""
         reasons = recorded_reasons(self.state.connection, self.plan.run)
         summary = manifest_of(self.plan, map(self.part_stats, range(len(self.plan.shards))), reasons)
         manifest = json.dumps(summary, indent=2)
@@ -192,6 +191,7 @@ class RunFolder:
         finally:
             for path in temporary.values():
                 self.storage.remove(path)
+        return summary
 
     def _is_there(self, name: str) -> bool:
         return self.storage.stat(self.path(name)) is not None

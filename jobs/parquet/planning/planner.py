@@ -10,6 +10,7 @@ from typing import Any
 import pyarrow as pa
 
 from jobs import errors
+from jobs.common.workers import read_workers
 from jobs.context import JobContext
 from jobs.context.served_model import PinnedModel
 from jobs.parquet.asks.labels import content_free
@@ -34,7 +35,6 @@ from jobs.runs.plans.spec import RunSpec
 from jobs.runs.redis_state.shard_jobs import enqueue_shards
 from jobs.runs.redis_state.state import RunState
 from jobs.runs.redis_state.submission import Submission
-from jobs.runs.watching.snapshot import living_workers
 
 
 def score_parquet(
@@ -172,10 +172,12 @@ def second_model(context: JobContext, spec: RunSpec, queue: str) -> PinnedModel 
     if spec.escalate_below is None:
         return None
     queue, first, others = spec.escalate_to or queue, context.model, set()
-    for _, queues, told, is_silent in living_workers(context.connection):
-        names = told.get("models") if queue in queues and not is_silent else None
+    for each in read_workers(context.connection):
+        if (told := each.sample) is None or queue not in each.queues or told.is_silent:
+            continue
+        names = told.models
         if names and first.fingerprint not in names and (spec.escalate_model or names[0]) in names:
-            others.add(PinnedModel(told["model"], names[0], told["dtype"]))
+            others.add(PinnedModel(told.model, names[0], told.dtype))
     if len(others) != 1:
         found = ", ".join(sorted(map(str, others))) or "none"
         raise errors.NoSecondModel(queue, found, str(first))

@@ -12,9 +12,8 @@ from __future__ import annotations
 
 import json
 import time
-from bisect import bisect
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from typing import Any, TypeVar, cast
@@ -27,32 +26,48 @@ from jobs.common.keys import RUN_TTL_S, RUNS_KEY, run_folder_key, run_key
 from jobs.context import Lease
 from jobs.errors import RunBusy, RunCancelled, RunResubmitted, UnknownRun
 from jobs.runs.redis_state.submission import ASKED_FOR, ErrorLimit, Submission
-from jobs.runs.redis_state.transactions import transact
 from jobs.runs.statistics.part_stats import COUNTED, PartStats
 from jobs.runs.statistics.reasons import Reasons
-from jobs.runs.statistics.run_statistics import working_s
 
 T = TypeVar("T")
+
+
+def transact(client: Redis, change: Callable[[Pipeline], T], *watched: str) -> T:
+    """Return what `change` returns of a pipeline that watches these keys; it is called again where one has changed.
+
+    No scripts: producers make transactions too, and may run none (`ops/redis-users.acl`). change: reads, calls `multi`,
+    and queues commands, or executes them where it wants their replies.
+    """
+    found: Any = client.transaction(change, *watched, value_from_callable=True)  # type: ignore[arg-type]
+    return cast("T", found)
+
 
 #: Of a part as many kinds of reasons are kept, and of a run those of as many parts.
 MAX_OF_PART, MAX_PARTS = 5, 1000
 
-#: Fields of a run's hash: what its parts have together, which a list of runs need not read.
+#: Fields of a run's hash: what its parts have together.
 TOTALS = tuple(f"total_{name}" for name in COUNTED)
 
-#: The same of parts recorded since the last submission: their rows, and those with an error.
-JUDGED = ("judged_rows", "judged_errors")
-
-#: What else is of that submission: its generated tokens, when work on it began and its last part ended.
-OF_SUBMISSION = (*JUDGED, "judged_tokens", "began_at", "ended_at")
-
-#: The last: for how long workers had shards of the run, whatever the submission, at the last count of all parts.
-OF_TIME = (*OF_SUBMISSION[-2:], "worked_s")
+#: What is of the last submission: rows, those with an error and generated tokens of parts recorded since, when work on
+#: it began and its last part ended.
+OF_SUBMISSION = ("judged_rows", "judged_errors", "judged_tokens", "began_at", "ended_at")
 
 _TOTAL = b"total"
 
-#: Parts of a run that one look reads; of a run that has more, the last ones.
-MAX_LOOKED = 1000
+#: Records a part that is not recorded, and counts it, in one step: many shards end at once, and workers are killed.
+_RECORD = """
+local args, parts, run, failed = cjson.decode(ARGV[1]), KEYS[1], KEYS[2], KEYS[3]
+if redis.call('HSETNX', parts, args.shard, args.record) == 1 then
+  for name, count in pairs(args.counts) do
+    redis.call('HINCRBY', run, name, count)
+  end
+  redis.call('HSET', run, 'ended_at', args.ended_at)
+end
+redis.call('EXPIRE', parts, args.ttl_s)
+redis.call('EXPIRE', run, args.ttl_s)
+redis.call('SREM', failed, args.shard)
+return {redis.call('HLEN', parts), redis.call('HGET', parts, 'total'), redis.call('SCARD', failed)}
+"""
 
 PLAN_ERROR = "plan_error"
 
@@ -92,29 +107,15 @@ class PartCount:
     total: int | None
     failed: int = 0
 
+    @classmethod
+    def of(cls, length: int, total: bytes | None, failed: int) -> PartCount:
+        """Return what the keys say. length: of the parts' hash."""
+        return cls(length, None, failed) if total is None else cls(length - 1, int(total), failed)
+
     @property
     def is_whole(self) -> bool:
         """Whether each shard has a part."""
         return self.total is not None and self.done >= self.total
-
-    @property
-    def has_failed(self) -> bool:
-        """Whether nothing is left to run, and some of it has failed."""
-        return self.total is not None and self.failed > 0 and self.done + self.failed >= self.total
-
-
-@dataclass(frozen=True)
-class SeenParts:
-    """The recorded shards, what is known of them or of the last ones, and what all have together."""
-
-    shards: Collection[int]
-    latest: Mapping[int, PartStats]
-    counts: Mapping[str, int]
-
-    @classmethod
-    def of(cls, parts: Mapping[int, PartStats]) -> SeenParts:
-        counts = {name: sum(getattr(part, name) for part in parts.values()) for name in COUNTED}
-        return cls(parts.keys(), parts, counts)
 
 
 class RunState:
@@ -125,19 +126,14 @@ class RunState:
         self.run, self._lease = run, lease
         self._key, self._parts_key, self._failed_key = run_key(run), run_key(run, "parts"), run_key(run, "failed")
         self._turn_key = run_key(run, "turn")
+        self._record = connection.register_script(_RECORD)
 
     def describe(self, facts: Mapping[str, str | int]) -> None:
-        """Store facts for the CLI: output, queue, plan_job, plan_model, rows, shards, model, model_text."""
-        self._store(facts, PLAN_ERROR)
+        """Store facts of the plan, or why there is none, for when its job is gone. Raises RunBusy."""
 
-    def refuse_plan(self, error: str) -> None:
-        """Note why the run's planning failed, for when its job is gone. Raises RunBusy."""
-        self._store({PLAN_ERROR: error})
-
-    def _store(self, facts: Mapping[str, Any], *gone: str) -> None:
         def write(pipe: Pipeline) -> None:
             pipe.multi()
-            self._put(pipe, facts, *gone)
+            self._put(pipe, facts, *(() if PLAN_ERROR in facts else (PLAN_ERROR,)))
             self._list(pipe)
 
         self._change(write)
@@ -164,14 +160,12 @@ class RunState:
             raise UnknownRun(self.run)
         return facts
 
-    def submission(self, client: Redis | None = None) -> int:
-        """Return the number of the last submission, greater than all before or cancelled; 0 for none."""
-        found: Any = (self._redis if client is None else client).hget(self._key, "submission")
-        return _number(found)
+    def submission(self, which: str = "submission") -> int:
+        """Return the number of the last submission, greater than all before or cancelled; 0 for none.
 
-    def cancelled_submission(self) -> int:
-        """Return the last submission that was cancelled: its jobs, and those before, are told to stop."""
-        found: Any = self._redis.hget(self._key, "cancelled_submission")
+        which: "cancelled_submission" is the last one that was cancelled: its jobs, and those before, are told to stop.
+        """
+        found: Any = self._redis.hget(self._key, which)
         return _number(found)
 
     def submit(self, pipe: Pipeline, plan_job: str, output: str, submission: Submission, anew: bool = True) -> None:
@@ -224,19 +218,15 @@ class RunState:
         """Make a change, as `write` does, while no later submission came. Raises RunResubmitted."""
 
         def checked(pipe: Pipeline) -> T:
-            if self.submission(pipe) != submission:
+            found: Any = pipe.hget(self._key, "submission")
+            if _number(found) != submission:
                 raise RunResubmitted(self.run)
             return change(pipe)
 
         return transact(self._redis, checked, self._key)
 
-    def check_not_cancelled(self) -> None:
-        """Raise RunCancelled after `cancel`, until the run is submitted again."""
-        if self.is_cancelled():
-            raise RunCancelled(self.run)
-
     def begin(self, moment: float) -> None:
-        """Note when work on the submission began, if nobody has. Raises as check_not_cancelled."""
+        """Note when work on the submission began, if nobody has. Raises RunCancelled."""
         with self._redis.pipeline() as pipe:
             pipe.hexists(self._key, "cancelled")
             pipe.hsetnx(self._key, "began_at", str(moment))
@@ -249,7 +239,7 @@ class RunState:
 
     def judge(self) -> tuple[str, int] | None:
         """Return why the run is to be stopped, by the parts recorded since it was submitted, and that submission."""
-        fields: Any = self._redis.hmget(self._key, *JUDGED, "max_errors", "submission")
+        fields: Any = self._redis.hmget(self._key, *OF_SUBMISSION[:2], "max_errors", "submission")
         rows, errors, text, submission = fields
         told = ErrorLimit.parse(stored.text(text) if text else None).told(_number(rows), _number(errors))
         if told is None:
@@ -266,18 +256,20 @@ class RunState:
             if not has_part:
                 pipe.sadd(self._failed_key, shard)
                 pipe.expire(self._failed_key, RUN_TTL_S)
-            self._count(pipe)
-            *_, length, raw_total, failed = pipe.execute()
-            return part_count(length, raw_total, failed)
+            pipe.hlen(self._parts_key)
+            pipe.hget(self._parts_key, _TOTAL)
+            pipe.scard(self._failed_key)
+            return PartCount.of(*pipe.execute()[-3:])
 
         return self._change(record, self._parts_key)
 
-    def is_finished(self) -> bool:
-        return bool(self._redis.hexists(self._key, "finished"))
-
-    def mark_finished(self) -> None:
+    def mark_finished(self, manifest: Mapping[str, Any]) -> None:
+        """Note the run's end. manifest: what it says of all parts; {} where others have written it."""
+        facts = {f"total_{name}": manifest[name] for name in COUNTED if manifest}
+        if manifest:
+            facts["worked_s"] = str(manifest["statistics"]["working_seconds"])
         with self._redis.pipeline() as pipe:
-            self._put(pipe, {"finished": 1})
+            self._put(pipe, {"finished": 1, **facts})
             pipe.execute()
 
     def unmark_finished(self, has_ended: Callable[[], bool]) -> None:
@@ -294,93 +286,63 @@ class RunState:
         self._change(unmark, self._key)
 
     def record_part(self, stats: PartStats) -> PartCount:
-        """Record a finished shard, unless it is recorded, and add it to the run's totals.
-
-        Nothing is watched, as many shards end at once: a worker killed in between leaves it uncounted until a count
-        anew.
-        """
-        with self._redis.pipeline() as pipe:
-            pipe.hsetnx(self._parts_key, str(stats.shard), stats.to_record())
-            pipe.expire(self._parts_key, RUN_TTL_S)
-            pipe.expire(self._key, RUN_TTL_S)
-            pipe.srem(self._failed_key, stats.shard)
-            self._count(pipe)
-            is_new, *_, length, raw_total, failed = pipe.execute()
-            if is_new:
-                for name, total in zip(COUNTED, TOTALS, strict=True):
-                    pipe.hincrby(self._key, total, getattr(stats, name))
-                since = (stats.rows, stats.errors, stats.generated_tokens)
-                for name, count in zip(OF_SUBMISSION[:3], since, strict=True):
-                    pipe.hincrby(self._key, name, count)
-                pipe.hset(self._key, "ended_at", str(stats.ended_at))
-                pipe.execute()
-            return part_count(length, raw_total, failed)
-
-    def _count(self, pipe: Pipeline) -> None:
-        pipe.hlen(self._parts_key)
-        pipe.hget(self._parts_key, _TOTAL)
-        pipe.scard(self._failed_key)
+        """Record a finished shard, unless it is recorded, and add it to the run's totals."""
+        since = (stats.rows, stats.errors, stats.generated_tokens)
+        told = {
+            "shard": str(stats.shard),
+            "record": stats.to_record(),
+            "counts": {**_counts(stats), **dict(zip(OF_SUBMISSION, since, strict=False))},
+            "ended_at": str(stats.ended_at),
+            "ttl_s": RUN_TTL_S,
+        }
+        found: Any = self._record(keys=(self._parts_key, self._key, self._failed_key), args=[json.dumps(told)])
+        return PartCount.of(*found)
 
     def amend_parts(self, found: Mapping[int, PartStats], gone: Mapping[int, bytes], total: int) -> PartCount:
         """Add parts that a listing found and drop those `gone` whose record is as before the listing."""
-        fields = {str(shard): stats.to_record() for shard, stats in found.items()}
-        dropped = {str(shard): record for shard, record in gone.items()}
+
+        names = [str(shard) for shard in (*found, *gone)]
 
         def amend(pipe: Pipeline) -> PartCount:
-            now: Any = pipe.hmget(self._parts_key, list(dropped)) if dropped else []
-            names = [name for name, record in zip(dropped, now, strict=True) if record == dropped[name]]
+            is_lost = not pipe.hexists(self._parts_key, _TOTAL)  # then all that is there is among those found
+            now: Any = pipe.hmget(self._parts_key, names) if names and not is_lost else []
+            there = dict(zip((*found, *gone), now, strict=False))
+            new = [each for shard, each in found.items() if there.get(shard) is None]
+            dropped = [shard for shard, record in gone.items() if there.get(shard) == record]
+            counts = Counter[str]()
+            for each in new:
+                counts.update(_counts(each))
+            for shard in dropped:
+                counts.subtract(_counts(PartStats.from_text(gone[shard])))
             pipe.multi()
-            if names:
-                pipe.hdel(self._parts_key, *names)
-            for name, record in fields.items():
-                pipe.hsetnx(self._parts_key, name, record)
-            pipe.hset(self._parts_key, mapping={_TOTAL: total})
+            if is_lost:
+                pipe.delete(self._parts_key)
+                pipe.hdel(self._key, *TOTALS)
+            if dropped:
+                pipe.hdel(self._parts_key, *map(str, dropped))
+            for name, count in counts.items():
+                pipe.hincrby(self._key, name, count)
+            records: dict[Any, Any] = {str(each.shard): each.to_record() for each in new}
+            pipe.hset(self._parts_key, mapping={_TOTAL: total, **records})
             pipe.expire(self._parts_key, RUN_TTL_S)
             pipe.hlen(self._parts_key)
             *_, length = pipe.execute()
             return PartCount(length - 1, total)
 
-        return self._change(amend, *([self._parts_key] if dropped else []))
+        return self._change(amend, self._parts_key)
 
     def records(self) -> dict[int, bytes]:
+        """Return what is kept of each part; nothing once Redis has lost the run, whatever was recorded since."""
         found = cast("dict[bytes, bytes]", self._redis.hgetall(self._parts_key))
-        return {int(field): record for field, record in found.items() if field != _TOTAL}
+        return {int(field): record for field, record in found.items() if field != _TOTAL} if _TOTAL in found else {}
 
-    def parts(self) -> dict[int, PartStats]:
-        return _read(self.records())
+    def recorded(self) -> set[int]:
+        """Return the shards that have a part."""
+        return {int(field) for field in cast("list[bytes]", self._redis.hkeys(self._parts_key)) if field != _TOTAL}
 
     def parts_of(self, shards: Sequence[int]) -> dict[int, PartStats]:
-        if not shards:
-            return {}
-        found: Any = self._redis.hmget(self._parts_key, [str(shard) for shard in shards])
-        return _read({shard: each for shard, each in zip(shards, found, strict=True) if each is not None})
-
-    def each_part(self) -> Iterator[PartStats]:
-        """Yield the recorded parts, read a thousand at a time; one that is recorded meanwhile may not be among them."""
-        fields = cast("list[bytes]", self._redis.hkeys(self._parts_key))
-        shards = _shards(fields)
-        for start in range(0, len(shards), MAX_LOOKED):
-            yield from self.parts_of(shards[start : start + MAX_LOOKED]).values()
-
-    def count_anew(self) -> None:
-        """Store what all recorded parts have together; one recorded meanwhile may be missed or counted twice."""
-        counts, spans = Counter[Any](dict.fromkeys(TOTALS, 0)), []
-        for part in self.each_part():
-            spans.append((part.started_at, part.ended_at))
-            counts.update({f"total_{name}": getattr(part, name) for name in COUNTED})
-        self._redis.hset(self._key, mapping={**counts, OF_TIME[-1]: str(working_s(spans))})
-
-    def look(self, running: Collection[int] = ()) -> SeenParts:
-        """Return what the recorded parts tell, of more than MAX_LOOKED by their totals. running: shards under way."""
-        if self._redis.hlen(self._parts_key) <= MAX_LOOKED:
-            return SeenParts.of(self.parts())
-        with self._redis.pipeline(transaction=False) as pipe:
-            pipe.hkeys(self._parts_key)
-            pipe.hmget(self._key, TOTALS)
-            fields, totals = pipe.execute()
-        shards = set(_shards(fields))
-        latest = self.parts_of(_latest(shards, running))
-        return SeenParts(shards, latest, dict(zip(COUNTED, (int(each or 0) for each in totals), strict=True)))
+        found: Any = self._redis.hmget(self._parts_key, [str(shard) for shard in shards]) if shards else []
+        return {shard: PartStats.from_text(each) for shard, each in zip(shards, found, strict=True) if each is not None}
 
     def write(self, change: Callable[[Pipeline], T], *watched: str) -> T:
         """Make a change with no planner, submission or cancel between it and its looks. Raises RunBusy."""
@@ -404,25 +366,8 @@ class RunState:
         return transact(self._redis, checked, lease.key, *watched)
 
 
-def part_count(length: int, raw_total: bytes | None, failed: int) -> PartCount:
-    if raw_total is None:
-        return PartCount(length, None, failed)
-    return PartCount(length - 1, int(raw_total), failed)
-
-
-def _shards(fields: Iterable[bytes]) -> list[int]:
-    return [int(field) for field in fields if field != _TOTAL]
-
-
-def _latest(shards: Collection[int], running: Collection[int]) -> list[int]:
-    """Return the shards that were done last, as far as numbers tell: those before the ones under way."""
-    ordered = sorted(shards)
-    at = bisect(ordered, max(running, default=-1))
-    return [*ordered[at:], *ordered[:at]][-MAX_LOOKED:]
-
-
-def _read(records: Mapping[int, bytes]) -> dict[int, PartStats]:
-    return {shard: PartStats.from_text(record) for shard, record in records.items()}
+def _counts(part: PartStats) -> dict[str, int]:
+    return {f"total_{name}": getattr(part, name) for name in COUNTED}
 
 
 def _number(raw: bytes | None) -> int:

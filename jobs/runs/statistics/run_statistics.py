@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from array import array
 from bisect import bisect_left, bisect_right
 from collections import Counter
-from collections.abc import Iterable
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Sequence
 from itertools import accumulate
 from math import fsum
-from typing import Any
+from typing import Any, NamedTuple
 
 from jobs.runs.statistics.part_stats import PartStats
 from jobs.runs.statistics.reasons import Reasons
@@ -27,9 +25,8 @@ def count_lengths(lengths: Iterable[int]) -> dict[str, int]:
 MAX_BINS, MAX_WORKERS, MAX_REASONS = 120, 200, 20
 
 
-def working_s(spans: Iterable[tuple[float, float]]) -> float:
-    """Return for how many seconds any of the spans, of a start and an end each, lasted."""
-    return fsum(end - start for start, end in _merged(spans))
+def _lasted(spans: Iterable[tuple[float, float]]) -> float:
+    return fsum(end - start for start, end in spans)
 
 
 def _merged(spans: Iterable[tuple[float, float]]) -> list[tuple[float, float]]:
@@ -43,78 +40,69 @@ def _merged(spans: Iterable[tuple[float, float]]) -> list[tuple[float, float]]:
     return found
 
 
-@dataclass
-class _Worker:
-    rows: int = 0
-    errors: int = 0
-    tokens: int = 0
-    spans: array[float] = field(default_factory=lambda: array("d"))
-
-    @property
-    def seconds(self) -> float:
-        return working_s(zip(self.spans[::2], self.spans[1::2], strict=True))
+class _Part(NamedTuple):
+    worker: str
+    start: float
+    end: float
+    rows: int
+    errors: int
+    tokens: int
 
 
 class RunStatistics:
     def __init__(self) -> None:
-        self._workers: dict[str, _Worker] = {}
-        self._spans = array("d")  # start, end and tokens of each part
+        self._parts: dict[str, list[_Part]] = {}  # of each worker
         self._prompts: Counter[int] = Counter()
         self._completions: Counter[int] = Counter()
 
     def add(self, part: PartStats) -> None:
-        worker = self._workers.setdefault(part.worker, _Worker())
-        worker.rows += part.rows
-        worker.errors += part.errors
-        worker.tokens += part.generated_tokens
-        worker.spans.extend((part.started_at, part.ended_at))
-        self._spans.extend((part.started_at, part.ended_at, part.generated_tokens))
+        counts = part.rows, part.errors, part.generated_tokens
+        added = _Part(part.worker, part.started_at, part.ended_at, *counts)
+        self._parts.setdefault(part.worker, []).append(added)
         self._prompts.update({int(bound): count for bound, count in part.prompt_lengths.items()})
         self._completions.update({int(bound): count for bound, count in part.completion_lengths.items()})
 
     def to_object(self, reasons: Reasons) -> dict[str, Any]:
         """Return it as the manifest has it; times are those in which any worker had a shard."""
-        busy = _merged(zip(self._spans[::3], self._spans[1::3], strict=True))
-        workers = sorted(self._workers.items(), key=lambda each: -each[1].rows)
+        parts = [part for found in self._parts.values() for part in found]
+        busy = _merged((part.start, part.end) for part in parts)
+        workers: list[dict[str, Any]] = [
+            {
+                "name": name,
+                "rows": sum(part.rows for part in found),
+                "errors": sum(part.errors for part in found),
+                "generated_tokens": sum(part.tokens for part in found),
+                "seconds": _lasted(_merged((part.start, part.end) for part in found)),
+            }
+            for name, found in self._parts.items()
+        ]
         return {
-            "working_seconds": fsum(end - start for start, end in busy),
-            "timeline": self._timeline(busy),
+            "working_seconds": _lasted(busy),
+            "timeline": _timeline(parts, busy),
             "prompt_lengths": {str(bound): self._prompts[bound] for bound in sorted(self._prompts)},
             "completion_lengths": {str(bound): self._completions[bound] for bound in sorted(self._completions)},
-            "workers": [
-                {
-                    "name": name,
-                    "rows": each.rows,
-                    "errors": each.errors,
-                    "generated_tokens": each.tokens,
-                    "seconds": each.seconds,
-                }
-                for name, each in workers[:MAX_WORKERS]
-            ],
+            "workers": sorted(workers, key=lambda each: -each["rows"])[:MAX_WORKERS],
             "num_workers": len(workers),
-            "worker_seconds": sum(each.seconds for _, each in workers),
+            "worker_seconds": sum(each["seconds"] for each in workers),
             "reasons": reasons.told(MAX_REASONS),
         }
 
-    def _timeline(self, busy: list[tuple[float, float]]) -> dict[str, Any]:
-        if not self._spans:
-            return {"bin_s": 0.0, "tokens": []}
-        worked = [0.0, *accumulate(end - start for start, end in busy)]  # before each of the busy times
-        starts = [start for start, _ in busy]
-        bins = min(MAX_BINS, max(1, len(self._spans)))
-        width = worked[-1] / bins
-        tokens = [0.0] * bins
-        if width <= 0:
-            return {"bin_s": 0.0, "tokens": [sum(self._spans[2::3])]}
-        parts = zip(self._spans[::3], self._spans[1::3], self._spans[2::3], strict=True)
-        for start, end, count in parts:
-            place = bisect_right(starts, start) - 1
-            began = worked[place] + start - starts[place]
-            ended = began + max(0.0, end - start)
-            first = min(bins - 1, int(began / width))
-            last = min(bins - 1, int(ended / width))
-            for place in range(first, last + 1):
-                left, right = place * width, (place + 1) * width
-                share = (min(ended, right) - max(began, left)) / (ended - began) if ended > began else 1.0
-                tokens[place] += count * (share if last > first else 1.0)
-        return {"bin_s": width, "tokens": [round(each, 1) for each in tokens]}
+
+def _timeline(parts: Sequence[_Part], busy: Sequence[tuple[float, float]]) -> dict[str, Any]:
+    """Return the tokens of each of some equal stretches of the busy times."""
+    worked = [0.0, *accumulate(end - start for start, end in busy)]  # before each of the busy times
+    starts = [start for start, _ in busy]
+    tokens = [0.0] * min(MAX_BINS, 3 * len(parts))
+    width = worked[-1] / max(1, len(tokens))
+    if width <= 0:
+        return {"bin_s": 0.0, "tokens": [sum(part.tokens for part in parts)] if parts else []}
+    for part in parts:
+        place = bisect_right(starts, part.start) - 1
+        began = worked[place] + part.start - starts[place]
+        ended = began + max(0.0, part.end - part.start)
+        first, last = (min(len(tokens) - 1, int(each / width)) for each in (began, ended))
+        for place in range(first, last + 1):
+            left, right = place * width, (place + 1) * width
+            share = (min(ended, right) - max(began, left)) / (ended - began) if last > first else 1.0
+            tokens[place] += part.tokens * share
+    return {"bin_s": width, "tokens": [round(each, 1) for each in tokens]}

@@ -1,1 +1,1 @@
-"""A run as it is seen from outside: progress, obstacles, time left, trials."""
+"""A run as it is seen from outside: progress, what holds it up, time left."""

@@ -1,18 +1,16 @@
 """Waits for a run and shows its progress."""
 
 import enum
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from redis.exceptions import ConnectionError, TimeoutError
 
 from jobs.errors import UnknownRun
-from jobs.runs.watching.obstacles import no_worker_text
-from jobs.runs.watching.snapshot import REFUSED, RunSnapshot
+from jobs.runs.watching.snapshot import REFUSED, RunSnapshot, needs
 
-#: Between two looks at Redis; longer, up to MAX_POLL_S, where a run of many shards makes a look long.
-POLL_S, MAX_POLL_S = 0.5, 5.0
-LOOK_SHARE = 0.1
+#: Between two looks at Redis.
+POLL_S = 0.5
 
 
 class End(enum.Enum):
@@ -58,31 +56,22 @@ class Followed:
         return REFUSED_AS_BEFORE if self.end is End.PLAN_FAILED and snapshot.finished else self.end.value
 
 
-def follow(
-    look: Callable[[], RunSnapshot],
-    display: Display,
-    clock: Callable[[], float],
-    sleep: Callable[[float], None],
-    listened: Callable[[], Sequence[str]] = tuple,
-) -> Followed:
-    """Look at a run until it ends, whoever is away. clock: seconds. Raises what the first look raises."""
-    looked_at = clock()
+def follow(look: Callable[[], RunSnapshot], display: Display, sleep: Callable[[float], None]) -> Followed:
+    """Look at a run until it ends, whoever is away. Raises what the first look raises."""
     previous = snapshot = look()
-    has_worker, is_away, awaited = True, False, set[str]()
+    told, is_away = list[str](), False
     while True:
-        took_s = clock() - looked_at
         display.show(snapshot)
         if end := _end(snapshot, previous):
             return Followed(snapshot, end)
-        if has_worker != (snapshot.workers > 0):
-            has_worker = not has_worker
-            told = f"{snapshot.workers} worker(s) listen on queue {snapshot.queue!r} now"
-            display.warn(told if has_worker else f"{no_worker_text(snapshot.queue, listened())}; still waiting")
-        before, awaited = awaited, _awaited(snapshot)
-        for text in awaited - before:
-            display.warn(f"{text}; still waiting")
-        sleep(min(MAX_POLL_S, max(POLL_S, took_s / LOOK_SHARE)))
-        looked_at = clock()
+        lacking = needs(snapshot)
+        for each in lacking:
+            if each not in told:
+                display.warn(f"{each}; still waiting")
+        if told and not lacking:
+            display.warn(f"{snapshot.workers} worker(s) listen on queue {snapshot.queue!r} now")
+        told = lacking
+        sleep(POLL_S)
         try:
             previous, snapshot, is_away = snapshot, look(), False
         except UnknownRun:
@@ -91,12 +80,6 @@ def follow(
             if not is_away:
                 display.warn(f"no answer from Redis ({error}): the run goes on; still waiting")
             is_away = True
-
-
-def _awaited(snapshot: RunSnapshot) -> set[str]:
-    first = f"no worker on queue {snapshot.queue!r} serves model {snapshot.awaited_model}"
-    texts = (first if snapshot.awaited_model and snapshot.workers else None, snapshot.awaited_second)
-    return set(filter(None, texts))
 
 
 def _end(snapshot: RunSnapshot, previous: RunSnapshot) -> End | None:

@@ -1,11 +1,11 @@
 """How long a run goes on: what is left of its rows and bytes, at the rate at which they were done lately."""
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from math import exp, expm1, fsum
 
-from jobs.runs.redis_state.state import SeenParts
+from jobs.runs.statistics.part_stats import PartStats
 
 #: A worker that has ended a shard so many seconds ago is about to begin another.
 LATELY_S = 2.0
@@ -24,6 +24,15 @@ class Progress:
 
 
 @dataclass(frozen=True)
+class PartsDone:
+    """The shards that have a part, what is known of the last ones, and what all have together."""
+
+    shards: Collection[int]
+    latest: Mapping[int, PartStats]
+    counts: Mapping[str, int]
+
+
+@dataclass(frozen=True)
 class Span:
     """What a worker did of a shard between two moments, in Unix seconds. work: in shares of the run."""
 
@@ -34,10 +43,10 @@ class Span:
 
 
 def time_left(
-    shares_text: str | None,
+    shares_text: str | bytes | None,
     shards: int | None,
     rows: int | None,
-    parts: SeenParts,
+    parts: PartsDone,
     running: Mapping[int, Progress],
     now: float,
 ) -> float | None:

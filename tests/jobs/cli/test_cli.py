@@ -8,7 +8,7 @@ import pytest
 from redis import Redis
 
 from jobs.cli import commands as cli
-from jobs.cli import waiting
+from jobs.cli import status_text
 from tests.jobs.answering import fail, queued_jobs
 from tests.jobs.conftest import Invoke
 from tests.jobs.local_runs import Runs
@@ -193,7 +193,7 @@ def test_a_bad_url_is_refused_without_its_password(url: str) -> None:
 def test_wait_runs_to_success_and_logs_a_line_for_each_state(
     runs: Runs, invoke: Invoke, source: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(waiting.time, "sleep", lambda seconds: runs.work())
+    monkeypatch.setattr(status_text.time, "sleep", lambda seconds: runs.work())
     result = invoke("submit", source, runs.output, "--wait", "--rows-per-shard", 2)
     assert result.exit_code == 0, result.output
     assert "finished" in result.stdout
@@ -210,7 +210,7 @@ def test_ctrl_c_leaves_the_run_going_and_says_how_to_follow_it(
     def interrupt(seconds: float) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(waiting.time, "sleep", interrupt)
+    monkeypatch.setattr(status_text.time, "sleep", interrupt)
     result = invoke("submit", source, runs.output, "--wait")
     assert result.exit_code == 130
     assert "tokenmill status" in result.stderr

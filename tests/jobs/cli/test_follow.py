@@ -14,7 +14,8 @@ from rq.serializers import JSONSerializer
 from jobs.cli.status_text import LINE_EVERY_S, Bar, Lines
 from jobs.runs.plans.names import shard_job_id
 from jobs.runs.watching.follow import End, follow
-from jobs.runs.watching.snapshot import RunSnapshot, read_snapshot
+from jobs.runs.watching.reading import MAX_ENTRIES, read_snapshot
+from jobs.runs.watching.snapshot import RunSnapshot
 from tests.jobs.answering import add_worker, fail
 from tests.jobs.conftest import Invoke
 from tests.jobs.local_runs import Runs
@@ -66,17 +67,12 @@ def test_a_log_gets_a_line_for_each_state_and_every_few_seconds() -> None:
 
 
 class WorkersClock:
-    """A clock whose sleep lets one thing happen at a time, as workers would meanwhile."""
+    """Its sleep lets one thing happen at a time, as workers would meanwhile."""
 
     def __init__(self, *events: Callable[[], object]) -> None:
-        self.now = 0.0
         self._events: Iterator[Callable[[], object]] = iter(events)
 
-    def __call__(self) -> float:
-        return self.now
-
     def sleep(self, seconds: float) -> None:
-        self.now += seconds
         next(self._events)()
 
 
@@ -95,9 +91,8 @@ class Shown:
 def test_following_shows_rows_until_the_run_ends(runs: Runs, redis: Redis, source: Path) -> None:
     add_worker(redis, "w")
     run = runs.plan(source, rows_per_shard=2)["run"]
-    shards = [lambda job=job: runs.run(job) for job in runs.jobs]
-    clock, shown = WorkersClock(*shards), Shown()
-    followed = follow(lambda: read_snapshot(redis, run), shown, clock, clock.sleep)
+    clock, shown = WorkersClock(*[lambda job=job: runs.run(job) for job in runs.jobs]), Shown()
+    followed = follow(lambda: read_snapshot(redis, run), shown, clock.sleep)
     assert followed.end is End.FINISHED
     assert shown.rows == [0, 2, 4, 5]
     assert shown.warnings == []
@@ -108,27 +103,17 @@ def test_following_keeps_waiting_and_says_that_no_worker_listens(runs: Runs, red
     redis.sadd("rq:workers", "rq:worker:dead")  # killed: its key has expired
     events = [lambda: None, lambda: add_worker(redis, "w"), lambda: redis.delete("rq:worker:w"), lambda: runs.work()]
     clock, shown = WorkersClock(*events), Shown()
-    assert follow(lambda: read_snapshot(redis, run), shown, clock, clock.sleep).end is End.FINISHED
+    assert follow(lambda: read_snapshot(redis, run), shown, clock.sleep).end is End.FINISHED
     assert ["no worker" in text for text in shown.warnings] == [True, False, True]
     assert "rq worker" in shown.warnings[0]
-
-
-def test_each_model_that_a_run_awaits_is_told_once() -> None:
-    awaiting = [snapshot(awaited_second="no worker serves large")] * 2
-    looks = [*awaiting, snapshot(awaited_model="m"), snapshot(), *awaiting, snapshot(finished=True)]
-    clock, shown = WorkersClock(*[lambda: None] * 9), Shown()
-    follow(lambda: looks.pop(0), shown, clock, clock.sleep)
-    large, small = "no worker serves large; still waiting", "no worker on queue 'bulk' serves model m; still waiting"
-    assert shown.warnings == [large, small, large]
-    assert awaiting[0].to_object()["awaited_second"] == "no worker serves large"
 
 
 def test_following_ends_when_only_failed_shards_are_left(runs: Runs, redis: Redis, source: Path) -> None:
     run = runs.plan(source, rows_per_shard=3)["run"]
     first, second = runs.jobs
-    events = [lambda: fail(redis, first, "DiskFull"), lambda: runs.run(second)]
-    clock = WorkersClock(*events)
-    followed = follow(lambda: read_snapshot(redis, run), Shown(), clock, clock.sleep)
+    redis.zadd("rq:failed:bulk", {f"another's {number}": 9e12 for number in range(MAX_ENTRIES + 1)})
+    clock = WorkersClock(lambda: fail(redis, first, "DiskFull"), lambda: runs.run(second))
+    followed = follow(lambda: read_snapshot(redis, run), Shown(), clock.sleep)
     assert followed.end is End.SHARDS_FAILED
     assert followed.snapshot.failed_jobs == (shard_job_id(run, 0),)
 
@@ -140,7 +125,7 @@ def test_following_ends_when_someone_emptied_the_queue(
     planned = invoke("submit", source, tmp_path / "other").stdout.strip()
     clock = WorkersClock(Queue("bulk", redis, serializer=JSONSerializer).empty, lambda: None, lambda: None)
     for name in (run, planned):
-        followed = follow(lambda name=name: read_snapshot(redis, name), Shown(), clock, clock.sleep)
+        followed = follow(lambda name=name: read_snapshot(redis, name), Shown(), clock.sleep)
         assert followed.end is End.STRANDED
 
 
@@ -164,5 +149,5 @@ def test_following_outlives_an_outage_of_redis(runs: Runs, redis: Redis, source:
         runs.work()
 
     clock, shown = WorkersClock(goes, lambda: None, comes_back), Shown()
-    assert follow(look, shown, clock, clock.sleep).end is End.FINISHED
+    assert follow(look, shown, clock.sleep).end is End.FINISHED
     assert ["no answer" in text for text in shown.warnings] == [True]

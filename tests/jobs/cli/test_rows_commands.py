@@ -49,7 +49,7 @@ def test_rows_that_failed_are_listed_by_reason_with_file_and_row(
     runs.output.rename(tmp_path / "moved")
     result = invoke("errors", planned)
     assert "   3  1, 3, 5  it is broken" in result.stdout
-    assert "not on this machine" in result.stderr
+    assert "no such folder on this machine" in result.stderr
     assert json.loads(invoke("errors", tmp_path / "moved", "--json").stdout)["errors"] == 5
     assert invoke("errors", "f" * 16).exit_code == 1
 

@@ -8,9 +8,9 @@ from redis import Redis
 from rq.job import JobStatus
 from rq.results import Result
 
-from jobs.cli import waiting
+from jobs.cli import status_text
 from jobs.common.keys import SUBMISSION_FIELD, WORKER_STATS_TTL_S, run_key
-from jobs.runs.watching.snapshot import read_snapshot
+from jobs.runs.watching.reading import read_snapshot
 from tests.jobs.answering import add_worker, fail, queued_jobs, score_parquet
 from tests.jobs.conftest import Invoke, MakeContext
 from tests.jobs.local_runs import Runs
@@ -123,7 +123,7 @@ def test_submit_waits_for_the_verdict_of_a_planning_that_is_soon_there(
     def planning_fails(seconds: float) -> None:
         fail(redis, queued_jobs(redis)[0], "jobs.errors.MissingColumn: no column 'prompt'\ntokenmill: client")
 
-    monkeypatch.setattr(waiting.time, "sleep", planning_fails)
+    monkeypatch.setattr(status_text.time, "sleep", planning_fails)
     result = invoke("submit", source, tmp_path / "out", *options)
     assert result.exit_code == 1
     assert "planning: jobs.errors.MissingColumn: no column 'prompt'" in result.stderr
@@ -147,7 +147,7 @@ def test_submitting_a_finished_run_says_that_it_is_already_finished(
     runs.plan(source)
     runs.work()
     add_worker(redis, "w")
-    monkeypatch.setattr(waiting.time, "sleep", lambda seconds: plan_as_a_worker(redis, runs.context))
+    monkeypatch.setattr(status_text.time, "sleep", lambda seconds: plan_as_a_worker(redis, runs.context))
     result = invoke("submit", source, runs.output)
     assert result.exit_code == 0
     assert "the run is already finished: its 5 rows are in" in result.stderr
@@ -190,7 +190,7 @@ def test_status_names_the_silent_worker_that_holds_shards_and_says_when_others_t
         redis.hset(job.key, "worker_name", name)
     for name, silent_s in (("alive", 0), ("dead", 400)):
         add_worker(redis, name)
-        redis.set(f"tokenmill:worker:{name}", "{}", ex=WORKER_STATS_TTL_S - silent_s)
+        redis.set(f"tokenmill:worker:{name}", '{"state": "busy"}', ex=WORKER_STATS_TTL_S - silent_s)
     text = invoke("status", runs.output).stdout
     assert "worker 'dead', which holds shards of it, has been silent for more than" in text
     assert "'alive'" not in text

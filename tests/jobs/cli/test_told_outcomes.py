@@ -17,8 +17,7 @@ from jobs.context import Lease
 from jobs.context.check_processes import Checks
 from jobs.errors import InputChanged, RunFailed
 from jobs.runs.end_notices import tell_failed
-from jobs.runs.watching.snapshot import read_planned
-from jobs.watch.runs import list_runs, list_shards
+from jobs.runs.watching.reading import list_runs, list_shards, read_planned
 from tests.dashboard.test_pages import text_of
 from tests.jobs.answering import FakeCompletion, fail, queued_jobs
 from tests.jobs.conftest import Invoke

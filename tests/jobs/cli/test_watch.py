@@ -9,9 +9,8 @@ from redis.exceptions import ConnectionError
 
 from jobs.cli.watch_commands import show_or_watch
 from jobs.common.keys import run_key
-from jobs.runs.watching.snapshot import read_planned
-from jobs.watch.runs import list_runs, list_shards, run_reasons
-from jobs.watch.samples import Point
+from jobs.common.workers import Point
+from jobs.runs.watching.reading import list_runs, list_shards, read_planned, run_reasons
 from tests.jobs.answering import fail
 from tests.jobs.conftest import Invoke
 from tests.jobs.local_runs import Runs

@@ -13,7 +13,7 @@ from jobs.context import JobContext
 from jobs.context.served_model import ServedModel
 from jobs.errors import ModelNotServed, RunOfAnotherModel
 from jobs.runs.control import submit_run
-from jobs.runs.watching.snapshot import read_snapshot
+from jobs.runs.watching.reading import read_snapshot
 from tests.jobs.answering import MODEL, add_worker, run_task, score_parquet
 from tests.jobs.conftest import Invoke, MakeContext
 from tests.jobs.local_runs import Runs
@@ -103,27 +103,30 @@ def test_status_names_the_model_that_a_run_awaits(
     run = invoke("submit", source, runs.output, "--model", "other").output.splitlines()[0]
     (plan_job,) = runs.jobs
     assert redis.hget(plan_job.key, MODEL_FIELD) == b"other"
-    assert "serves model other; none of the 1 there does" in invoke("status", run).output
+    assert "no worker on queue 'bulk' serves model other: start one" in invoke("status", run).output
     plan_job.delete()
     score_parquet(serving_other(), **plan_job.kwargs)
     assert "serves model other (bfloat16, " in invoke("status", run).output
     start_worker("x", OTHER)
-    assert "awaits" not in invoke("status", run).output
+    assert "serves model" not in invoke("status", run).output
     redis.expire(worker_key("x"), WORKER_STATS_TTL_S - 2 * SILENT_S)  # killed: RQ's key of it lives on
     assert "serves model other (bfloat16, " in invoke("status", run).output
 
 
-def test_a_waiting_planning_for_another_model_is_not_taken_for_this_submission(
+def test_a_planning_for_another_model_is_replaced_as_long_as_it_waits(
     redis: Redis, runs: Runs, invoke: Invoke, source: Path
 ) -> None:
     submission = ["submit", source, runs.output, "--model"]
     run = submit_run(redis, "bulk", input=str(source), output=str(runs.output), model="mispelt")
+    assert read_snapshot(redis, run).awaited_model == "mispelt"
+    (job,) = runs.jobs
+    redis.zadd(f"rq:executions:{job.id}", {"e": 1})  # a worker holds it
     refused = invoke(*submission, "other")
     assert refused.exit_code == 1
     assert f"is being planned already, for model 'mispelt': wait for that, or `tokenmill cancel {run}`" in (
         refused.output
     )
-    assert read_snapshot(redis, run).awaited_model == "mispelt"
-    assert invoke("cancel", run).exit_code == 0
+    redis.delete(f"rq:executions:{job.id}")
     assert invoke(*submission, "other").exit_code == 0
+    assert len(runs.jobs) == 1
     assert read_snapshot(redis, run).awaited_model == "other"

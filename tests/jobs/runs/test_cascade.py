@@ -23,10 +23,9 @@ from jobs.runs.control import cancel_run
 from jobs.runs.plans.names import job_shard
 from jobs.runs.plans.spec import RunSpec
 from jobs.runs.redis_state.submission import Submission
-from jobs.runs.watching.obstacles import obstacles
-from jobs.runs.watching.snapshot import read_snapshot
+from jobs.runs.watching.reading import list_runs, list_shards, read_snapshot
+from jobs.runs.watching.snapshot import obstacles
 from jobs.tasks import Request
-from jobs.watch.runs import list_runs, list_shards
 from tests.jobs.answering import MODEL, FakeCompletion, add_worker, fail, queued_jobs, refuse, run_task, work_off
 from tests.jobs.conftest import Invoke
 from tests.jobs.killing import Fuse, FusedRedis, FusedStorage, Killed, finish, open_work

@@ -7,13 +7,13 @@ from click import ClickException
 from redis import Redis
 
 import jobs
-from jobs.cli import waiting
+from jobs.cli import status_text
 from jobs.common.keys import run_key
 from jobs.errors import InvalidValue, RunFailed
 from jobs.runs.redis_state.state import RunState
 from jobs.runs.redis_state.submission import ErrorLimit
+from jobs.runs.watching.reading import list_runs
 from jobs.tasks import Request
-from jobs.watch.runs import list_runs
 from tests.jobs.answering import FakeCompletion, refuse, shout
 from tests.jobs.conftest import Invoke
 from tests.jobs.local_runs import Runs
@@ -48,7 +48,7 @@ def test_a_run_whose_rows_all_fail_is_stopped_and_named_and_resumed_with_a_highe
     redis.delete("rq:queue:bulk")
     submit(invoke, source, "--max-errors", "100%")
     assert runs.work()[0]["shards_missing"] == 4
-    monkeypatch.setattr(waiting.time, "sleep", lambda seconds: runs.work(refuse_all))
+    monkeypatch.setattr(status_text.time, "sleep", lambda seconds: runs.work(refuse_all))
     submit(invoke, source, "--max-errors", "100%", "--wait")  # all its rows may fail
     assert (source.parent / "out" / "_SUCCESS").exists()
     assert f"run {run}: finished" in invoke("status", run).stdout
@@ -60,7 +60,7 @@ def test_a_finished_run_that_passes_the_limit_says_so_with_exit_status_1(
     def answer(request: Request) -> FakeCompletion:  # the run's last rows alone fail: nothing is left to stop
         return refuse("x") if int(str(request.prompt)) >= 400 else shout(request)
 
-    monkeypatch.setattr(waiting.time, "sleep", lambda seconds: runs.work(answer=answer))
+    monkeypatch.setattr(status_text.time, "sleep", lambda seconds: runs.work(answer=answer))
     for limit, status in (("99", 1), ("99", 1), ("100", 0)):
         options = ("--wait", "--rows-per-shard", 100, "--max-errors", limit)
         result = invoke("submit", source, source.parent / "out", *options)
@@ -105,7 +105,7 @@ def test_a_run_all_of_whose_rows_fail_has_failed_however_few_they_are(
     assert f"run {run}: failed" in invoke("status", run).stdout
     assert [each.state for each in list_runs(redis)] == ["failed"]
     with pytest.raises(ClickException, match=f"all its {rows} rows have an error"):  # exit status 1
-        waiting.wait_for_end(redis, run)
+        status_text.wait_for_end(redis, run)
     with pytest.raises(RunFailed, match="rows have an error"):
         jobs.run(run, connection=redis).wait(timeout=0)
 

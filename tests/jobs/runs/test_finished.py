@@ -13,7 +13,7 @@ from redis import Redis
 from jobs import errors
 from jobs.runs.plans.names import KEYS, PARTS, part_name
 from jobs.runs.plans.spec import RunSpec
-from jobs.runs.watching.snapshot import read_snapshot
+from jobs.runs.watching.reading import read_snapshot
 from tests.jobs.answering import run_task
 from tests.jobs.conftest import Invoke
 from tests.jobs.killing import Executions, Fuse, FusedStorage, Killed, Sleeper, finish

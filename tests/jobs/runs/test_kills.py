@@ -179,8 +179,8 @@ class IsSlow(RunState):
 
     meanwhile: Callable[[RunState], object]
 
-    def submission(self, client: Redis | None = None) -> int:
-        found, meanwhile = super().submission(client), IsSlow.meanwhile
+    def submission(self, which: str = "submission") -> int:
+        found, meanwhile = super().submission(which), IsSlow.meanwhile
         IsSlow.meanwhile = lambda state: None
         meanwhile(RunState(self.connection, self.run))
         return found

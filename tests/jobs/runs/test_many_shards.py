@@ -1,17 +1,18 @@
 """What is done with each shard of a run does not grow with how many jobs stand on the queue."""
 
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any
 
 import pytest
 from redis import Redis
 
+from jobs.common.keys import run_key
 from jobs.runs.control import _is_nearer_to_end, cancel_run
 from jobs.runs.plans.names import shard_job_id
-from jobs.runs.redis_state import run_jobs, shard_jobs, state
-from jobs.runs.watching.snapshot import read_snapshot
-from jobs.watch.runs import list_shards
+from jobs.runs.redis_state import shard_jobs
+from jobs.runs.redis_state.state import RunState
+from jobs.runs.watching import reading
+from jobs.runs.watching.reading import list_runs, list_shards, read_snapshot
 from tests.jobs.local_runs import Runs
 
 QUEUE_KEY = "rq:queue:bulk"
@@ -33,7 +34,7 @@ def test_a_run_that_is_submitted_again_reads_its_queue_once(
     redis: Redis, submit: Callable[[], dict[str, Any]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(shard_jobs, "CHUNK", 3)
-    monkeypatch.setattr(run_jobs, "PAGE", 20)
+    monkeypatch.setattr(shard_jobs, "PAGE", 20)
     submit()
     before, queued = lists_read(redis), redis.lrange(QUEUE_KEY, 0, -1)
     assert submit()["shards_enqueued"] == 0
@@ -54,27 +55,31 @@ def test_a_cancel_seeks_its_jobs_from_the_nearer_end(
     assert redis.llen(QUEUE_KEY) == len(others)
 
 
-def test_a_look_at_a_run_reads_no_more_than_its_last_parts_and_tells_the_same(
+def test_a_look_at_a_run_reads_no_more_than_its_last_parts(
     runs: Runs, redis: Redis, submit: Callable[[], dict[str, Any]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run = str(submit()["run"])
     for job in runs.jobs[:9]:
         runs.run(job)
-    before = read_snapshot(redis, run)
-    monkeypatch.setattr(state, "MAX_LOOKED", 4)
-    read: list[list[int]] = []
-    parts_of = state.RunState.parts_of
-
-    def noted(self: Any, shards: Any) -> Any:
-        read.append(list(shards))
-        return parts_of(self, shards)
-
-    monkeypatch.setattr(state.RunState, "parts_of", noted)
-    monkeypatch.setattr(state.RunState, "parts", lambda self: pytest.fail("all are read"))
-    after = read_snapshot(redis, run)
+    monkeypatch.setattr(reading, "MAX_LOOKED", 4)
+    read, parts_of = list[list[int]](), RunState.parts_of
+    monkeypatch.setattr(RunState, "parts_of", lambda self, shards: read.append([*shards]) or parts_of(self, shards))
+    found = read_snapshot(redis, run)
     assert read == [[5, 6, 7, 8]]
-    assert (before.shards_done, before.rows_done) == (9, 9)
-    assert before.tokens > 0
-    moving: dict[str, Any] = dict.fromkeys(("left_s", "rows_per_s", "tokens_per_s"))
-    assert replace(after, **moving) == replace(before, **moving)
+    assert (found.shards_done, found.rows_done) == (9, 9)
     assert [each.state for each in list_shards(redis, run)] == ["done"] * 9 + ["queued"] * (SHARDS - 9)
+
+
+@pytest.mark.parametrize("lost", [(), ("",), ("parts",), ("", "parts")])
+def test_a_finished_run_is_counted_right_whatever_redis_lost_meanwhile(
+    runs: Runs, redis: Redis, submit: Callable[[], dict[str, Any]], lost: tuple[str, ...]
+) -> None:
+    run = str(submit()["run"])
+    for number, job in enumerate(runs.jobs):
+        if number == SHARDS // 2:
+            redis.delete(*[run_key(run, kind) for kind in lost] or ["none"])
+        runs.run(job)
+    assert submit()["already_finished"]
+    for found in (read_snapshot(redis, run), *list_runs(redis)):
+        assert (found.shards_done, found.rows_done, found.tokens) == (SHARDS, SHARDS, runs.manifest["generated_tokens"])
+        assert (found.worked_s or 0) > 0

@@ -19,10 +19,10 @@ from rq.utils import utcformat
 
 from jobs.common.keys import SILENT_S, WORKER_STATS_TTL_S, worker_key
 from jobs.runs.plans.plan import Plan, work_shares
-from jobs.runs.redis_state.state import RunState, SeenParts
-from jobs.runs.statistics.part_stats import PartStats
-from jobs.runs.watching.snapshot import read_snapshot
-from jobs.runs.watching.time_left import Progress, Span, seconds_left, time_left
+from jobs.runs.redis_state.state import RunState
+from jobs.runs.statistics.part_stats import COUNTED, PartStats
+from jobs.runs.watching.reading import read_snapshot
+from jobs.runs.watching.time_left import PartsDone, Progress, Span, seconds_left, time_left
 from tests.jobs.answering import add_worker, run_task
 from tests.jobs.conftest import Invoke
 from tests.jobs.local_runs import Runs
@@ -58,7 +58,7 @@ def test_a_run_under_way_tells_what_is_left(redis: Redis, runs: Runs, invoke: In
     assert read_snapshot(redis, plan.run).left_s is None
     first, second, *_ = runs.jobs
     run_task(replace(runs.context(), worker_name="w-1"), first.func_name, *first.args)
-    (part,) = RunState(redis, plan.run).parts().values()
+    (part,) = RunState(redis, plan.run).parts_of([0]).values()
     assert part.worker == "w-1"
     now = time.time()
     share = plan.sizes[0] / sum(plan.sizes) + 0.25
@@ -74,7 +74,7 @@ def test_a_run_under_way_tells_what_is_left(redis: Redis, runs: Runs, invoke: In
     assert left == pytest.approx(100 - 100 * share / 2, rel=0.05)
     redis.hset(second.key, "meta", json.dumps({**meta, "rows_done": 25}))
     assert (read_snapshot(redis, plan.run).left_s or 0) < 0.9 * (left or 0)
-    redis.set(worker_key("w-1"), "{}", ex=WORKER_STATS_TTL_S - 2 * SILENT_S)
+    redis.set(worker_key("w-1"), '{"state": "busy"}', ex=WORKER_STATS_TTL_S - 2 * SILENT_S)
     silent = read_snapshot(redis, plan.run).left_s
     assert silent == pytest.approx(left, rel=0.05), "it was killed: its shard is to be done again"
     assert "left     " in invoke("status", plan.run).output
@@ -119,7 +119,8 @@ class Run:
             shard: Progress(self.done[shard], 0, len(self.shards[shard]), at, name)
             for shard, (at, name) in self.begun.items()
         }
-        parts = SeenParts.of(self.parts)
+        counts = {name: sum(getattr(part, name) for part in self.parts.values()) for name in COUNTED}
+        parts = PartsDone(self.parts.keys(), self.parts, counts)
         left = time_left(self.shares, len(self.shards), self.rows, parts, running, now)
         if left is not None:
             self.told.append((now, left))

@@ -7,7 +7,7 @@ A worker writes its `WorkerSample` to `tokenmill:worker:<name>` every two second
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
 from typing import Any, Self
 
@@ -74,7 +74,8 @@ class Point:
 
 @dataclass(frozen=True, kw_only=True)
 class WorkerSample(Point):
-    """How a worker stands. silent_s: since it wrote this, by Redis' clock. started_at: Unix seconds.
+    """How a worker stands. silent_s: since it wrote this, by Redis' clock. started_at: Unix seconds. models: all names
+    by which jobs may ask for its model.
 
     state: "idle", "busy", "suspended", "draining" (it finishes what runs), "loading" (its model) or "stopped". queues:
     the most urgent first. held: jobs that it holds, by queue; held_jobs: the oldest of them, MAX_HELD_NAMED at most.
@@ -84,6 +85,7 @@ class WorkerSample(Point):
     silent_s: float = 0.0
     state: str = ""
     model: str = ""
+    models: Sequence[str] = ()
     dtype: str = ""
     attention_backend: str = ""
     version: str = ""
@@ -105,23 +107,65 @@ def worker_names(connection: Redis) -> list[str]:
     return sorted(text(key).removeprefix(WORKER_PREFIX) for key in found)
 
 
-def read_samples(connection: Redis, names: Sequence[str] | None = None) -> list[WorkerSample]:
-    """Return how workers stand, of `names` or all that told something within the hour. Raises RedisError."""
+_FIELDS = ("state", "queues", "current_job", "successful_job_count", "failed_job_count", "last_heartbeat")
+
+
+@dataclass(frozen=True)
+class Worker:
+    """A worker in Redis. registered: RQ's fields, as they may be shown; {} once those of a killed one have expired.
+
+    queues: of those. sample: what it told last; None of one that tells nothing, such as RQ's own.
+    """
+
+    name: str
+    queues: Sequence[str]
+    registered: Mapping[str, str]
+    sample: WorkerSample | None
+
+    @property
+    def is_silent(self) -> bool:
+        return self.sample is not None and self.sample.is_silent
+
+
+def read_workers(connection: Redis, names: Sequence[str] | None = None) -> list[Worker]:
+    """Return the workers, of `names` or all, that are registered or told something within the hour.
+
+    RQ's lists of queues' workers are not asked, as producers could then write them. Raises RedisError.
+    """
     names = worker_names(connection) if names is None else names
     with connection.pipeline(transaction=False) as pipe:
         for name in names:
+            pipe.hmget(WORKER_PREFIX + name, _FIELDS)
             for key in (worker_key(name), loading_key(name)):
                 pipe.get(key)
                 pipe.pttl(key)
-        replies = pipe.execute()
+        replies = pipe.execute(raise_on_error=False)  # producers may write there
     found = []
-    for name, *told_twice in zip(names, *(replies[i::4] for i in range(4)), strict=True):
+    for name, fields_, *told_twice in zip(names, *(replies[i::5] for i in range(5)), strict=True):
+        values = fields_ if isinstance(fields_, list) else [None] * len(_FIELDS)
+        registered = {key: value for key, value in zip(_FIELDS, values, strict=True) if value}
         raw, left_ms = told_twice[:2] if told_twice[0] is not None else told_twice[2:]
+        sample = None
         if told := json_object(raw):
             silent_s = max(0.0, WORKER_STATS_TTL_S - left_ms / 1000) if left_ms >= 0 else 0.0
             own = {"name": name, "silent_s": silent_s, "at": told.get("updated_at", 0.0)}
-            found.append(WorkerSample.from_object(told, **own))
+            sample = WorkerSample.from_object(told, **own)
+        if registered or sample is not None:
+            queues = text(registered["queues"]).split(",") if "queues" in registered else []
+            shown = {key: safe_name(value) for key, value in registered.items()}
+            found.append(Worker(name, queues, shown, sample))
     return found
+
+
+def served_on(workers: Iterable[Worker], queue: str) -> tuple[int, set[str] | None]:
+    """Return how many workers listen on a queue, and the names of the models they serve, if all say that."""
+    listening = [each for each in workers if queue in each.queues]
+    if any(each.sample is None for each in listening):
+        return len(listening), None
+    # A killed worker's key lives on for minutes, and what it served with it.
+    served = [each.sample.models for each in listening if each.sample is not None and not each.is_silent]
+    models = {name for names in served if isinstance(names, list) for name in names if isinstance(name, str)}
+    return len(listening), models
 
 
 def read_points(connection: Redis, names: Sequence[str]) -> dict[str, list[Point]]:
@@ -132,21 +176,4 @@ def read_points(connection: Redis, names: Sequence[str]) -> dict[str, list[Point
     return {
         name: [Point.from_object(json_object(raw)) for raw in reversed(raws)]
         for name, raws in zip(names, replies, strict=True)
-    }
-
-
-_FIELDS = ("state", "queues", "current_job", "successful_job_count", "failed_job_count", "last_heartbeat")
-
-
-def list_workers(connection: Redis, names: Sequence[str] | None = None) -> dict[str, dict[str, str]]:
-    """Return the fields of workers that live, fit to be shown, by name: of all, or those of `names`."""
-    names = worker_names(connection) if names is None else names
-    with connection.pipeline(transaction=False) as pipe:
-        for name in names:
-            pipe.hmget(WORKER_PREFIX + name, _FIELDS)
-        replies = pipe.execute()
-    return {
-        name: {k: safe_name(v) for k, v in zip(_FIELDS, reply, strict=True) if v}
-        for name, reply in zip(names, replies, strict=True)
-        if any(reply)
     }
