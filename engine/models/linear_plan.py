@@ -1,9 +1,11 @@
 """Linear layers and embeddings of transformers' models: split over ranks by their own plans, and packed."""
 
 import re
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from functools import partial
 from typing import Any, Literal
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
@@ -14,13 +16,26 @@ from engine.layers.parallel import Share, TensorParallel
 
 WHOLE = frozenset({"replicate", "replicated_with_grad_allreduce"})  # on every rank
 GATHERED = frozenset({"colwise_gather_output", "colwise_rep"})
+#: What oneDNN computes of a product before it writes it, by its names for that.
+ACTIVATIONS: dict[tuple[str, str], Callable[[Tensor], Tensor]] = {
+    ("gelu", "none"): F.gelu,
+    ("gelu", "tanh"): partial(F.gelu, approximate="tanh"),
+    ("relu", ""): F.relu,
+    ("swish", ""): F.silu,
+}
+
+LayerCall = tuple[nn.Module, tuple[Any, ...], Any]  # a module with what it took and gave
 
 
 class PackedLinear(nn.Module):
-    """y = x W^T + b with a weight as `pack_weight` lays it out. weight: [out, in]."""
+    """y = x W^T + b with a weight as `pack_weight` lays it out. weight: [out, in].
+
+    activation: of ACTIVATIONS, with a packed weight: it is of y.
+    """
 
     weight: nn.Parameter
     bias: nn.Parameter | None
+    activation = "none", ""
 
     def __init__(self, weight: nn.Parameter, bias: nn.Parameter | None) -> None:
         super().__init__()
@@ -31,7 +46,13 @@ class PackedLinear(nn.Module):
         if not self.weight.is_mkldnn:
             return F.linear(x, self.weight, self.bias)
         rows = x.reshape(-1, x.shape[-1])
-        return linear(rows, self.weight, self.bias).view(*x.shape[:-1], self.weight.shape[0])
+        return linear(rows, self.weight, self.bias, self.activation).view(*x.shape[:-1], self.weight.shape[0])
+
+    def plus(self, x: Tensor, other: Tensor) -> Tensor:
+        """Add to the product of x [..., in], by a packed weight -> [..., out]."""
+        rows, others = x.reshape(-1, x.shape[-1]), other.reshape(-1, other.shape[-1])
+        total: Tensor = torch.ops.mkldnn._linear_pointwise.binary(rows, others, self.weight, self.bias, "add")
+        return total.view(other.shape)
 
 
 class ColumnShare(PackedLinear):
@@ -83,17 +104,61 @@ class EmbeddingShare(nn.Module):
         return look_up(token_ids, self.weight, self.share, self.tp)
 
 
-def pack_linears(model: nn.Module, called: Collection[nn.Module]) -> None:
-    """Lay out the weights of linear layers as they are fastest here.
+def pack_linears(model: nn.Module, called: Collection[nn.Module]) -> dict[nn.Module, PackedLinear]:
+    """Lay out the weights of linear layers as they are fastest here; return what took the place of which.
 
     called: layers that a forward pass calls; other weights may be read without a call.
     """
+    packed: dict[nn.Module, PackedLinear] = {}
     for name, module in list(model.named_modules()):
         if isinstance(module, PackedLinear):
             module.weight = pack_weight(module.weight)
         elif type(module) is nn.Linear and module in called:
             weight = pack_weight(nn.Parameter(module.weight, requires_grad=False))
-            _replace(model, name, PackedLinear(weight, module.bias))
+            packed[module] = PackedLinear(weight, module.bias)
+            _replace(model, name, packed[module])
+    return packed
+
+
+def fuse_linears(calls: Sequence[LayerCall], packed: Mapping[nn.Module, PackedLinear]) -> list[nn.Module]:
+    """Have oneDNN compute what follows a product before it writes it: an activation, or the sum that a norm is of.
+
+    calls: of a forward pass before layers were packed.  Returns the changed modules: `part_linears` takes it back.
+    """
+    changed: list[nn.Module] = []
+    makers = {id(output): packed[module] for module, _, output in calls if module in packed}
+    for module, args, output in calls:
+        layers = [child for child in module.children() if not isinstance(child, nn.Dropout)]
+        if len(args) == 1 and not layers and id(args[0]) in makers and makers[id(args[0])].weight.is_mkldnn:
+            names = next((each for each, of in ACTIVATIONS.items() if _alike(of(args[0]), output)), None)
+            if names is not None:
+                makers[id(args[0])].activation = names
+                module.forward = nn.Identity().forward
+                changed += makers[id(args[0])], module
+        elif len(args) == len(layers) == 2:
+            product, norm = sorted(layers, key=lambda layer: isinstance(layer, nn.LayerNorm))
+            if not isinstance(product, PackedLinear) or not isinstance(norm, nn.LayerNorm):
+                continue
+            if product.weight.is_mkldnn and _alike(norm(product(args[0]) + args[1]), output):
+                module.forward = partial(_norm_of_sum, product, norm)
+                changed.append(module)
+    return changed
+
+
+def part_linears(changed: Iterable[nn.Module]) -> None:
+    """Compute by the modules' own code again."""
+    for module in changed:
+        for name in ("activation", "forward"):
+            module.__dict__.pop(name, None)
+
+
+def _norm_of_sum(product: PackedLinear, norm: nn.Module, x: Tensor, other: Tensor) -> Tensor:
+    normed: Tensor = norm(product.plus(x, other))
+    return normed
+
+
+def _alike(expected: Tensor, found: Any) -> bool:
+    return isinstance(found, Tensor) and expected.shape == found.shape and torch.allclose(expected, found, atol=1e-5)
 
 
 def split_by_plan(model: Any, tp: TensorParallel) -> None:
