@@ -60,15 +60,11 @@ def pack_weight(weight: nn.Parameter) -> nn.Parameter:
     return nn.Parameter(_pack(weight.data), requires_grad=False)
 
 
-def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, activation: tuple[str, str] = ("none", "")) -> Tensor:
-    """Return x W^T + b with a weight from `pack_weight`. x: [rows, in] -> [rows, out].
-
-    activation: oneDNN's names for what it computes of that, with a packed weight.
-    """
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """Return x W^T + b with a weight from `pack_weight`. x: [rows, in] -> [rows, out]."""
     if not weight.is_mkldnn:
         return F.linear(x, weight, bias)
-    name, kind = activation
-    product: Tensor = torch.ops.mkldnn._linear_pointwise(x, weight, bias, name, [], kind)
+    product: Tensor = torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], "")
     return product
 
 

@@ -1,7 +1,7 @@
 """Linear layers and embeddings of transformers' models: split over ranks by their own plans, and packed."""
 
 import re
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping
 from functools import partial
 from typing import Any, Literal
 
@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from engine.errors import UnsupportedModel
 from engine.layers.embedding import look_up
-from engine.layers.linear import linear, pack_weight
+from engine.layers.linear import pack_weight
 from engine.layers.parallel import Share, TensorParallel
 
 WHOLE = frozenset({"replicate", "replicated_with_grad_allreduce"})  # on every rank
@@ -21,21 +21,17 @@ ACTIVATIONS: dict[tuple[str, str], Callable[[Tensor], Tensor]] = {
     ("gelu", "none"): F.gelu,
     ("gelu", "tanh"): partial(F.gelu, approximate="tanh"),
     ("relu", ""): F.relu,
-    ("swish", ""): F.silu,
 }
 
 LayerCall = tuple[nn.Module, tuple[Any, ...], Any]  # a module with what it took and gave
 
 
 class PackedLinear(nn.Module):
-    """y = x W^T + b with a weight as `pack_weight` lays it out. weight: [out, in].
-
-    activation: of ACTIVATIONS, with a packed weight: it is of y.
-    """
+    """y = x W^T + b with a weight as `pack_weight` lays it out. weight: [out, in]."""
 
     weight: nn.Parameter
     bias: nn.Parameter | None
-    activation = "none", ""
+    activation = "none", ""  # or of ACTIVATIONS: it is of y, if the weight is packed
 
     def __init__(self, weight: nn.Parameter, bias: nn.Parameter | None) -> None:
         super().__init__()
@@ -46,13 +42,9 @@ class PackedLinear(nn.Module):
         if not self.weight.is_mkldnn:
             return F.linear(x, self.weight, self.bias)
         rows = x.reshape(-1, x.shape[-1])
-        return linear(rows, self.weight, self.bias, self.activation).view(*x.shape[:-1], self.weight.shape[0])
-
-    def plus(self, x: Tensor, other: Tensor) -> Tensor:
-        """Add to the product of x [..., in], by a packed weight -> [..., out]."""
-        rows, others = x.reshape(-1, x.shape[-1]), other.reshape(-1, other.shape[-1])
-        total: Tensor = torch.ops.mkldnn._linear_pointwise.binary(rows, others, self.weight, self.bias, "add")
-        return total.view(other.shape)
+        name, kind = self.activation
+        product: Tensor = torch.ops.mkldnn._linear_pointwise(rows, self.weight, self.bias, name, [], kind)
+        return product.view(*x.shape[:-1], len(self.weight))
 
 
 class ColumnShare(PackedLinear):
@@ -120,45 +112,40 @@ def pack_linears(model: nn.Module, called: Collection[nn.Module]) -> dict[nn.Mod
     return packed
 
 
-def fuse_linears(calls: Sequence[LayerCall], packed: Mapping[nn.Module, PackedLinear]) -> list[nn.Module]:
+def fuse_linears(calls: Iterable[LayerCall], packed: Mapping[nn.Module, PackedLinear]) -> list[tuple[nn.Module, str]]:
     """Have oneDNN compute what follows a product before it writes it: an activation, or the sum that a norm is of.
 
-    calls: of a forward pass before layers were packed.  Returns the changed modules: `part_linears` takes it back.
+    calls: of a forward pass before layers were packed.  Returns modules and attributes; without these all is as before.
     """
-    changed: list[nn.Module] = []
+    changed: list[tuple[nn.Module, str]] = []
     makers = {id(output): packed[module] for module, _, output in calls if module in packed}
     for module, args, output in calls:
-        layers = [child for child in module.children() if not isinstance(child, nn.Dropout)]
-        if len(args) == 1 and not layers and id(args[0]) in makers and makers[id(args[0])].weight.is_mkldnn:
-            names = next((each for each, of in ACTIVATIONS.items() if _alike(of(args[0]), output)), None)
-            if names is not None:
-                makers[id(args[0])].activation = names
-                module.forward = nn.Identity().forward
-                changed += makers[id(args[0])], module
-        elif len(args) == len(layers) == 2:
-            product, norm = sorted(layers, key=lambda layer: isinstance(layer, nn.LayerNorm))
-            if not isinstance(product, PackedLinear) or not isinstance(norm, nn.LayerNorm):
-                continue
-            if product.weight.is_mkldnn and _alike(norm(product(args[0]) + args[1]), output):
-                module.forward = partial(_norm_of_sum, product, norm)
-                changed.append(module)
+        maker = makers.get(id(args[0])) if len(args) == 1 else None
+        layers: list[Any] = [child for child in module.children() if not isinstance(child, nn.Dropout)]
+        if maker is not None and maker.weight.is_mkldnn and not layers:
+            for names, compute in ACTIVATIONS.items():
+                if _gives(compute, args, output):
+                    maker.activation, module.forward = names, nn.Identity().forward
+                    changed += (maker, "activation"), (module, "forward")
+        elif [type(layer) for layer in layers] == [PackedLinear, nn.LayerNorm] and layers[0].weight.is_mkldnn:
+            fused = partial(_norm_of_sum, *layers)
+            if _gives(fused, args, output):
+                module.forward = fused
+                changed.append((module, "forward"))
     return changed
 
 
-def part_linears(changed: Iterable[nn.Module]) -> None:
-    """Compute by the modules' own code again."""
-    for module in changed:
-        for name in ("activation", "forward"):
-            module.__dict__.pop(name, None)
+def _norm_of_sum(product: PackedLinear, norm: Callable[[Tensor], Tensor], x: Tensor, other: Tensor) -> Tensor:
+    rows, others = x.flatten(0, -2), other.flatten(0, -2)
+    total: Tensor = torch.ops.mkldnn._linear_pointwise.binary(rows, others, product.weight, product.bias, "add")
+    return norm(total.view(other.shape))
 
 
-def _norm_of_sum(product: PackedLinear, norm: nn.Module, x: Tensor, other: Tensor) -> Tensor:
-    normed: Tensor = norm(product.plus(x, other))
-    return normed
-
-
-def _alike(expected: Tensor, found: Any) -> bool:
-    return isinstance(found, Tensor) and expected.shape == found.shape and torch.allclose(expected, found, atol=1e-5)
+def _gives(compute: Callable[..., Tensor], args: tuple[Any, ...], output: Any) -> bool:
+    try:
+        return torch.allclose(compute(*args), output, atol=1e-5)
+    except (AttributeError, RuntimeError, TypeError):  # the module takes or gives something else
+        return False
 
 
 def split_by_plan(model: Any, tp: TensorParallel) -> None:

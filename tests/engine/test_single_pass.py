@@ -95,19 +95,20 @@ def test_activations_and_sums_are_computed_with_the_products_before_them(tmp_pat
     with Engine(config(write_encoder(tmp_path, "bert", hidden_act="gelu_new"))) as engine:
         model = model_of(engine)
         assert len(model._fused) == 3 * (2 + 2)
+        assert {module.activation for module, name in model._fused if name == "activation"} == {("gelu", "tanh")}
         fused = model([text])
-        linear_plan.part_linears(model._fused)
+        model.pad()
         assert torch.allclose(fused, model.alone(text), atol=1e-5)
 
 
 def test_a_model_that_computes_otherwise_with_its_products_is_computed_by_its_own_code(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def take_for_another(*given: Any) -> list[torch.nn.Module]:
+    def take_for_another(*given: Any) -> list[tuple[torch.nn.Module, str]]:
         changed = linear_plan.fuse_linears(*given)
-        for module in changed:
-            if isinstance(module, linear_plan.PackedLinear):
-                module.activation = "relu", ""
+        for module, name in changed:
+            if name == "activation":
+                module.__dict__[name] = "relu", ""
         return changed
 
     text, folder = torch.arange(4, 90), write_encoder(tmp_path, "bert")
