@@ -120,6 +120,17 @@ def test_a_model_that_computes_otherwise_with_its_products_is_computed_by_its_ow
         assert torch.allclose(model_of(engine)([text]), expected, atol=1e-5)
 
 
+def test_products_have_few_numbers_of_rows(tmp_path: Path) -> None:
+    """Code for each is made and kept."""
+    seen = set()
+    with Engine(config(write_encoder(tmp_path, "bert", max_position_embeddings=600))) as engine:
+        model = model_of(engine)
+        model.model.embeddings.register_forward_hook(lambda module, args, output: seen.add(output.shape[1]))
+        for length in range(1, 600, 7):
+            assert len(model([torch.arange(length) % VOCAB_SIZE])) == length
+    assert seen <= {*range(8, 520, 8), 576, 640}
+
+
 def test_heads_of_an_odd_size_in_bfloat16_are_attended_to_by_torch(tmp_path: Path) -> None:
     """The kernel takes pairs."""
     folder = write_encoder(tmp_path, "bert", hidden_size=20)
