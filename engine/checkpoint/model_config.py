@@ -18,16 +18,20 @@ UNNAMED = "none named"
 
 #: Other architectures' names of the same sizes, in the order of looking: a decoder's own before the encoder's.
 NAMES = {
-    "hidden_size": "hidden_size n_embd d_model dim embed_dim emb_dim",
-    "intermediate_size": "decoder_ffn_dim intermediate_size n_inner ffn_dim ffn_hidden_size moe_intermediate_size",
-    "num_hidden_layers": "decoder_layers num_decoder_layers num_hidden_layers n_layer n_layers num_layers layers",
-    "num_attention_heads": (
-        "decoder_attention_heads num_decoder_attention_heads num_attention_heads n_head n_heads num_heads "
-        "attention_heads"
+    "hidden_size": ("hidden_size", "n_embd", "d_model", "dim", "embed_dim", "emb_dim"),
+    "intermediate_size": (
+        "decoder_ffn_dim", "intermediate_size", "n_inner", "ffn_dim", "ffn_hidden_size", "moe_intermediate_size",
     ),
-    "num_key_value_heads": "num_key_value_heads num_kv_heads",
-    "max_position_embeddings": "max_position_embeddings n_positions max_seq_len model_max_length",
-}
+    "num_hidden_layers": (
+        "decoder_layers", "num_decoder_layers", "num_hidden_layers", "n_layer", "n_layers", "num_layers", "layers",
+    ),
+    "num_attention_heads": (
+        "decoder_attention_heads", "num_decoder_attention_heads", "num_attention_heads", "n_head", "n_heads",
+        "num_heads", "attention_heads",
+    ),
+    "num_key_value_heads": ("num_key_value_heads", "num_kv_heads"),
+    "max_position_embeddings": ("max_position_embeddings", "n_positions", "max_seq_len", "model_max_length"),
+}  # fmt: skip
 UNLIMITED = 2048  # the most tokens of a model that states none, as those with ALiBi
 
 
@@ -112,7 +116,7 @@ def read_model_config(folder: Path) -> ModelConfig:
 
 def _size(config: Mapping[str, Any], name: str, default: Any = None) -> Any:
     """Return a size by any of its names. Raises KeyError if it has none and there is no default."""
-    for key in NAMES[name].split():
+    for key in NAMES[name]:
         found = config.get(key)
         if found is not None:
             return max(found) if isinstance(found, list) and found else found  # a list has one for each layer

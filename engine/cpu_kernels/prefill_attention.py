@@ -331,7 +331,8 @@ def _kernel(head_dim: int, has_cap: bool, has_sinks: bool, has_slopes: bool, dty
                     lows, highs = _words(state_at, 3, LANES), _words(state_at, 4, LANES)
                     if start > highs[LANES - 1] or start + TILE <= lows[0]:
                         continue
-                    for t in range(0, TILE, ROWS):
+                    num_tokens = int64(min(TILE, (highs[LANES - 1] - start + ROWS) // ROWS * ROWS))
+                    for t in range(0, num_tokens, ROWS):
                         add_outer_products(
                             keys_at + t * row_bytes, row_bytes, FLOAT_BYTES, queries_at, scores_at + t * lane_bytes,
                             head_words, scale_at, False, ROWS, VECTORS, element,
@@ -342,11 +343,11 @@ def _kernel(head_dim: int, has_cap: bool, has_sinks: bool, has_slopes: bool, dty
                         _lower(scores_at, start, _words(state_at, 5, LANES), _floats(state_at, 6, LANES))
                     if start + TILE > highs[0] + 1 or start < lows[LANES - 1]:
                         _hide(scores_at, start, lows, highs)
-                    soften(scores_at, state_at, TILE, VECTORS, element)
+                    soften(scores_at, state_at, num_tokens, VECTORS, element)
                     for d in range(0, head_dim, rows_of_value):
                         add_outer_products(
                             values_at + d * FLOAT_BYTES, FLOAT_BYTES, head_dim * FLOAT_BYTES, scores_at,
-                            sums_at + d * lane_bytes, TILE // per_word, state_at + 2 * lane_bytes, True,
+                            sums_at + d * lane_bytes, num_tokens // per_word, state_at + 2 * lane_bytes, True,
                             rows_of_value, VECTORS, element,
                         )  # fmt: skip
             for i in range(num_lanes):

@@ -137,19 +137,19 @@ def add_outer_products(
 def soften(typing: Any, scores: Any, state: Any, tokens: Any, num_vectors: Any, element: Any) -> Any:
     """Replace scores[token] by softmax numerators; as pairs of two tokens' bfloat16 if that is the element.
 
-    scores: `tokens` rows of `num_vectors` vectors of LONGEST_VECTOR float32.
+    scores: `tokens` rows of `num_vectors` vectors of LONGEST_VECTOR float32, an even number of rows.
     state: three such rows: the highest score and the total so far, and a place for what earlier sums are to be
-    multiplied by.  tokens, num_vectors: literals.
+    multiplied by.  num_vectors: a literal.
     """
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         emit = _Emitter(builder, num_vectors.literal_value * LONGEST_VECTOR, FLOAT32)
-        score, state = args[:2]
+        score, state, tokens = args[:3]
         step = 4 // (element.dtype.bitwidth // 8)  # tokens of a word
         offsets = [emit.vector_bytes * i for i in range(emit.num_vectors)]
         before = [emit.load(state, at) for at in offsets]
         highest = [cgutils.alloca_once_value(builder, each) for each in before]
-        with cgutils.for_range(builder, I64(tokens.literal_value)) as loop:
+        with cgutils.for_range(builder, tokens) as loop:
             row = builder.add(score, builder.mul(loop.index, I64(emit.row_bytes)))
             for slot, at in zip(highest, offsets, strict=True):
                 builder.store(emit.larger(builder.load(slot), emit.load(row, at)), slot)
@@ -161,7 +161,7 @@ def soften(typing: Any, scores: Any, state: Any, tokens: Any, num_vectors: Any, 
             emit.store(factor, state, at + 2 * emit.row_bytes)
             total = builder.fmul(emit.load(state, at + emit.row_bytes), factor)
             totals.append(cgutils.alloca_once_value(builder, total))
-        with cgutils.for_range(builder, I64(tokens.literal_value // step)) as loop:
+        with cgutils.for_range(builder, builder.udiv(tokens, I64(step))) as loop:
             row = builder.add(score, builder.mul(loop.index, I64(step * emit.row_bytes)))
             place = builder.add(score, builder.mul(loop.index, I64(emit.row_bytes)))  # read by now
             for slot, top, at in zip(totals, tops, offsets, strict=True):
@@ -175,7 +175,7 @@ def soften(typing: Any, scores: Any, state: Any, tokens: Any, num_vectors: Any, 
             emit.store(builder.load(slot), state, at + emit.row_bytes)
         return context.get_dummy_value()
 
-    return _void(2, tokens, num_vectors, element), generate
+    return _void(3, num_vectors, element), generate
 
 
 @intrinsic(prefer_literal=True)  # type: ignore[untyped-decorator]

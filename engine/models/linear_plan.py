@@ -1,19 +1,29 @@
 """Linear layers and embeddings of transformers' models: split over ranks by their own plans, and packed."""
 
 import re
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
+from functools import partial
 from typing import Any, Literal
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from engine.errors import UnsupportedModel
 from engine.layers.embedding import look_up
-from engine.layers.linear import linear, pack_weight
+from engine.layers.linear import pack_weight
 from engine.layers.parallel import Share, TensorParallel
 
 WHOLE = frozenset({"replicate", "replicated_with_grad_allreduce"})  # on every rank
 GATHERED = frozenset({"colwise_gather_output", "colwise_rep"})
+#: What oneDNN computes of a product before it writes it, by its names for that.
+ACTIVATIONS: dict[tuple[str, str], Callable[[Tensor], Tensor]] = {
+    ("gelu", "none"): F.gelu,
+    ("gelu", "tanh"): partial(F.gelu, approximate="tanh"),
+    ("relu", ""): F.relu,
+}
+
+LayerCall = tuple[nn.Module, tuple[Any, ...], Any]  # a module with what it took and gave
 
 
 class PackedLinear(nn.Module):
@@ -21,6 +31,7 @@ class PackedLinear(nn.Module):
 
     weight: nn.Parameter
     bias: nn.Parameter | None
+    activation = "none", ""  # or of ACTIVATIONS: it is of y, if the weight is packed
 
     def __init__(self, weight: nn.Parameter, bias: nn.Parameter | None) -> None:
         super().__init__()
@@ -31,7 +42,9 @@ class PackedLinear(nn.Module):
         if not self.weight.is_mkldnn:
             return F.linear(x, self.weight, self.bias)
         rows = x.reshape(-1, x.shape[-1])
-        return linear(rows, self.weight, self.bias).view(*x.shape[:-1], self.weight.shape[0])
+        name, kind = self.activation
+        product: Tensor = torch.ops.mkldnn._linear_pointwise(rows, self.weight, self.bias, name, [], kind)
+        return product.view(*x.shape[:-1], len(self.weight))
 
 
 class ColumnShare(PackedLinear):
@@ -83,17 +96,56 @@ class EmbeddingShare(nn.Module):
         return look_up(token_ids, self.weight, self.share, self.tp)
 
 
-def pack_linears(model: nn.Module, called: Collection[nn.Module]) -> None:
-    """Lay out the weights of linear layers as they are fastest here.
+def pack_linears(model: nn.Module, called: Collection[nn.Module]) -> dict[nn.Module, PackedLinear]:
+    """Lay out the weights of linear layers as they are fastest here; return what took the place of which.
 
     called: layers that a forward pass calls; other weights may be read without a call.
     """
+    packed: dict[nn.Module, PackedLinear] = {}
     for name, module in list(model.named_modules()):
         if isinstance(module, PackedLinear):
             module.weight = pack_weight(module.weight)
         elif type(module) is nn.Linear and module in called:
             weight = pack_weight(nn.Parameter(module.weight, requires_grad=False))
-            _replace(model, name, PackedLinear(weight, module.bias))
+            packed[module] = PackedLinear(weight, module.bias)
+            _replace(model, name, packed[module])
+    return packed
+
+
+def fuse_linears(calls: Iterable[LayerCall], packed: Mapping[nn.Module, PackedLinear]) -> list[tuple[nn.Module, str]]:
+    """Have oneDNN compute what follows a product before it writes it: an activation, or the sum that a norm is of.
+
+    calls: of a forward pass before layers were packed.  Returns modules and attributes; without these all is as before.
+    """
+    changed: list[tuple[nn.Module, str]] = []
+    makers = {id(output): packed[module] for module, _, output in calls if module in packed}
+    for module, args, output in calls:
+        maker = makers.get(id(args[0])) if len(args) == 1 else None
+        layers: list[Any] = [child for child in module.children() if not isinstance(child, nn.Dropout)]
+        if maker is not None and maker.weight.is_mkldnn and not layers:
+            for names, compute in ACTIVATIONS.items():
+                if _gives(compute, args, output):
+                    maker.activation, module.forward = names, nn.Identity().forward
+                    changed += (maker, "activation"), (module, "forward")
+        elif [type(layer) for layer in layers] == [PackedLinear, nn.LayerNorm] and layers[0].weight.is_mkldnn:
+            fused = partial(_norm_of_sum, *layers)
+            if _gives(fused, args, output):
+                module.forward = fused
+                changed.append((module, "forward"))
+    return changed
+
+
+def _norm_of_sum(product: PackedLinear, norm: Callable[[Tensor], Tensor], x: Tensor, other: Tensor) -> Tensor:
+    rows, others = x.flatten(0, -2), other.flatten(0, -2)
+    total: Tensor = torch.ops.mkldnn._linear_pointwise.binary(rows, others, product.weight, product.bias, "add")
+    return norm(total.view(other.shape))
+
+
+def _gives(compute: Callable[..., Tensor], args: tuple[Any, ...], output: Any) -> bool:
+    try:
+        return torch.allclose(compute(*args), output, atol=1e-5)
+    except (AttributeError, RuntimeError, TypeError):  # the module takes or gives something else
+        return False
 
 
 def split_by_plan(model: Any, tp: TensorParallel) -> None:

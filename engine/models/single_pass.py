@@ -25,7 +25,7 @@ from engine.checkpoint.folder import list_weight_files
 from engine.checkpoint.heads import CLASSIFIES
 from engine.errors import UnsupportedModel, quoted
 from engine.models.attention_calls import FAR, PLACE, AttentionCall, answer
-from engine.models.linear_plan import pack_linears
+from engine.models.linear_plan import LayerCall, PackedLinear, fuse_linears, pack_linears
 from engine.models.transformers_model import _check_filled, _quiet_transformers
 
 if TYPE_CHECKING:
@@ -109,6 +109,8 @@ class SinglePass:
         self._most_tokens = MAX_BYTES // (max(widths, default=1) * model.dtype.itemsize)
         self._look_at_positions()
         self._attention: PackedAttention | None = None
+        self._layers: tuple[list[LayerCall], dict[nn.Module, PackedLinear]] = [], {}
+        self._fused: list[tuple[nn.Module, str]] = []
         with suppress(UnsupportedModel):
             self._attention = self._pack()
         if self._attention is None:
@@ -119,9 +121,15 @@ class SinglePass:
         """Whether the texts of a step are one row."""
         return self._attention is not None
 
+    def fuse(self) -> None:
+        """Compute activations and sums together with the products before them, from now on."""
+        self._fused, self._layers = fuse_linears(*self._layers), ([], {})
+
     def pad(self) -> None:
-        """Compute texts in padded batches from now on."""
+        """Compute texts in padded batches from now on, by transformers' own code."""
         self._attention = None
+        for module, name in self._fused:
+            module.__dict__.pop(name, None)
         with suppress(ValueError):
             self._attend_by("eager")
             self._attend_by("sdpa")
@@ -143,12 +151,15 @@ class SinglePass:
 
     def _packed(self, texts: Sequence[Tensor], attention: "PackedAttention") -> Tensor:
         """Compute texts as one row: states [tokens, hidden]."""
-        row = torch.cat(list(texts))
-        attention.begin([len(text) for text in texts])
-        positions = [torch.arange(len(text), device=row.device) for text in texts]
+        num_tokens = sum(map(len, texts))
+        # oneDNN makes code for each number of rows, in a millisecond, and keeps half a MB of it: they are rounded
+        padding = texts[0].new_zeros(-num_tokens % (8 if num_tokens <= 512 else 64))
+        row = torch.cat([*texts, padding])
+        attention.begin([len(text) for text in (*texts, padding) if len(text)])
+        positions = [torch.arange(len(text), device=row.device) for text in texts] + [padding]
         shifted = torch.cat(positions)[None] + self._first_position
         hidden: Tensor = self._body(position_ids=shifted, **self._inputs(row[None])).last_hidden_state[0]
-        return hidden
+        return hidden[:num_tokens]
 
     @torch.inference_mode()
     def alone(self, text: Tensor) -> Tensor:
@@ -232,14 +243,14 @@ class SinglePass:
         """Take the place of its attention. Raises UnsupportedModel if it cannot be taken."""
         calls: list[AttentionCall] = []
         bodies: list[tuple[nn.Module, Any]] = []
-        called: set[nn.Module] = set()
+        layer_calls: list[LayerCall] = []
 
         def record(call: AttentionCall) -> Tensor:
             calls.append(call)
-            return call.value.new_zeros(1, call.query.shape[2], call.query.shape[1], call.value.shape[-1])
+            return call.value.transpose(1, 2).repeat_interleave(call.query.shape[1] // call.value.shape[1], dim=2)
 
         def keep(module: nn.Module, args: Any, output: Any) -> None:
-            called.add(module)
+            layer_calls.append((module, args, output))
             if getattr(output, "last_hidden_state", None) is not None:
                 bodies.append((module, output))
 
@@ -264,7 +275,7 @@ class SinglePass:
             raise UnsupportedModel("it counts positions by itself")
         attention = PackedAttention(calls)
         self._attend_by(PACKED)
-        pack_linears(self.model, called)
+        self._layers = layer_calls, pack_linears(self.model, {module for module, _, _ in layer_calls})
         if self.classifies:  # the innermost that gives the same states: poolers come behind it
             states = whole.last_hidden_state
             self._replace(*next(each for each in bodies if torch.equal(each[1].last_hidden_state, states)))

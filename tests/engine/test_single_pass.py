@@ -24,7 +24,7 @@ from engine import (
     check_up,
     model_identity,
 )
-from engine.models import single_pass
+from engine.models import linear_plan, single_pass
 from engine.models.single_pass import Sight, SinglePass, load_single_pass
 from engine.run.describe import describe_model
 from engine.run.forward.single_pass_runner import SinglePassRunner
@@ -87,6 +87,48 @@ def test_texts_of_many_parts_are_as_each_alone_with_a_kernel_and_without(
         found = model_of(engine)(texts)
         expected = torch.cat([model_of(engine).alone(text) for text in texts])
     assert torch.allclose(found, expected, atol=5e-5)
+
+
+def test_activations_and_sums_are_computed_with_the_products_before_them(tmp_path: Path) -> None:
+    """In each of three layers the sums behind two products, and an activation."""
+    text = torch.arange(4, 90)
+    with Engine(config(write_encoder(tmp_path, "bert", hidden_act="gelu_new"))) as engine:
+        model = model_of(engine)
+        assert len(model._fused) == 3 * (2 + 2)
+        assert {module.activation for module, name in model._fused if name == "activation"} == {("gelu", "tanh")}
+        fused = model([text])
+        model.pad()
+        assert torch.allclose(fused, model.alone(text), atol=1e-5)
+
+
+def test_a_model_that_computes_otherwise_with_its_products_is_computed_by_its_own_code(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def take_for_another(*given: Any) -> list[tuple[torch.nn.Module, str]]:
+        changed = linear_plan.fuse_linears(*given)
+        for module, name in changed:
+            if name == "activation":
+                module.__dict__[name] = "relu", ""
+        return changed
+
+    text, folder = torch.arange(4, 90), write_encoder(tmp_path, "bert")
+    with Engine(config(folder)) as engine:
+        expected = model_of(engine)([text])
+    monkeypatch.setattr(single_pass, "fuse_linears", take_for_another)
+    with Engine(config(folder)) as engine:
+        assert not model_of(engine).is_packed
+        assert torch.allclose(model_of(engine)([text]), expected, atol=1e-5)
+
+
+def test_products_have_few_numbers_of_rows(tmp_path: Path) -> None:
+    """Code for each is made and kept."""
+    seen = set()
+    with Engine(config(write_encoder(tmp_path, "bert", max_position_embeddings=600))) as engine:
+        model = model_of(engine)
+        model.model.embeddings.register_forward_hook(lambda module, args, output: seen.add(output.shape[1]))
+        for length in range(1, 600, 7):
+            assert len(model([torch.arange(length) % VOCAB_SIZE])) == length
+    assert seen <= {*range(8, 520, 8), 576, 640}
 
 
 def test_heads_of_an_odd_size_in_bfloat16_are_attended_to_by_torch(tmp_path: Path) -> None:

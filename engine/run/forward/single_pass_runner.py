@@ -100,6 +100,7 @@ class SinglePassRunner:
             alone = [self.model.alone(text) for text in texts]
             if num_labels and alone[0].shape[-1] != num_labels:
                 raise ConfigError(f"config.json names {num_labels} labels, the head has {alone[0].shape[-1]}")
+            self.model.fuse()
             if self.model.is_packed and self._mixes(texts, alone):
                 self.model.pad()
             if not self.model.is_packed and self._mixes(texts, alone):
