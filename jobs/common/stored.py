@@ -45,6 +45,15 @@ def count(value: object) -> int | None:
     return value if type(value) is int and 0 <= value < 1 << 63 else None
 
 
+def seconds(text: str | None) -> float | None:
+    """Return a stored time; None for what is none."""
+    try:
+        found = float(text or "")
+    except ValueError:
+        return None
+    return found if 0 <= found < 1 << 63 else None
+
+
 def moment(raw: object) -> float | None:
     """Return a time as RQ writes it in Unix seconds; None for what is none."""
     try:

@@ -61,7 +61,8 @@ def submit_run(
         if not is_held:
             _enqueue_planning(pipe, connection, submission, plan_job, planning)
 
-    state.write(enter, job_key(plan_job), executions_key(plan_job))  # all at once: one that nobody plans would wait
+    popped = QueueKeys(queue_name).popped  # all at once: one that nobody plans would wait
+    state.write(enter, job_key(plan_job), executions_key(plan_job), popped)
     return run
 
 

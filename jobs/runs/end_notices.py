@@ -84,7 +84,7 @@ def _tell(state: RunState, submission: int, word: str, reason: str | None, pipe:
         return
     if not known.keys() & set(ASKED_FOR) or (not is_end and (known.get(TOLD_FAILED) == last or "cancelled" in known)):
         return
-    rows_done, errors = int(known.get("total_rows", 0)), int(known.get("total_errors", 0))
+    rows_done, errors = (stored.count(known.get(name)) or 0 for name in ("total_rows", "total_errors"))
     if word == "finished" and 0 < rows_done == errors:
         reason = ErrorLimit.parse(known.get("max_errors")).told(rows_done, errors, is_whole=True)
         word = "finished" if reason is None else "failed"

@@ -55,18 +55,21 @@ OF_SUBMISSION = ("judged_rows", "judged_errors", "judged_tokens", "began_at", "e
 _TOTAL = b"total"
 
 #: Records a part that is not recorded, and counts it, in one step: many shards end at once, and workers are killed.
+#: Where Redis lost what the parts before it have together there is no total, and whoever is told so counts them all.
 _RECORD = """
 local args, parts, run, failed = cjson.decode(ARGV[1]), KEYS[1], KEYS[2], KEYS[3]
+local total = redis.call('HEXISTS', run, args.newest) == 1 and redis.call('HGET', parts, 'total')
 if redis.call('HSETNX', parts, args.shard, args.record) == 1 then
   for name, count in pairs(args.counts) do
-    redis.call('HINCRBY', run, name, count)
+    redis.pcall('HINCRBY', run, name, count)
   end
   redis.call('HSET', run, 'ended_at', args.ended_at)
 end
 redis.call('EXPIRE', parts, args.ttl_s)
 redis.call('EXPIRE', run, args.ttl_s)
 redis.call('SREM', failed, args.shard)
-return {redis.call('HLEN', parts), redis.call('HGET', parts, 'total'), redis.call('SCARD', failed)}
+if not total then redis.call('HDEL', run, args.newest) end
+return {redis.call('HLEN', parts), total, redis.call('SCARD', failed)}
 """
 
 PLAN_ERROR = "plan_error"
@@ -292,6 +295,7 @@ class RunState:
             "shard": str(stats.shard),
             "record": stats.to_record(),
             "counts": {**_counts(stats), **dict(zip(OF_SUBMISSION, since, strict=False))},
+            "newest": TOTALS[-1],
             "ended_at": str(stats.ended_at),
             "ttl_s": RUN_TTL_S,
         }
@@ -304,12 +308,12 @@ class RunState:
         names = [str(shard) for shard in (*found, *gone)]
 
         def amend(pipe: Pipeline) -> PartCount:
-            is_lost = not pipe.hexists(self._parts_key, _TOTAL)  # then all that is there is among those found
+            is_lost = self._is_lost(pipe)  # then all that is there is among those found
             now: Any = pipe.hmget(self._parts_key, names) if names and not is_lost else []
             there = dict(zip((*found, *gone), now, strict=False))
             new = [each for shard, each in found.items() if there.get(shard) is None]
             dropped = [shard for shard, record in gone.items() if there.get(shard) == record]
-            counts = Counter[str]()
+            counts = Counter(dict.fromkeys(TOTALS, 0))
             for each in new:
                 counts.update(_counts(each))
             for shard in dropped:
@@ -333,12 +337,17 @@ class RunState:
 
     def records(self) -> dict[int, bytes]:
         """Return what is kept of each part; nothing once Redis has lost the run, whatever was recorded since."""
-        found = cast("dict[bytes, bytes]", self._redis.hgetall(self._parts_key))
-        return {int(field): record for field, record in found.items() if field != _TOTAL} if _TOTAL in found else {}
+        found = cast("dict[bytes, bytes]", {} if self._is_lost(self._redis) else self._redis.hgetall(self._parts_key))
+        return {int(field): record for field, record in found.items() if field.isdigit()}
+
+    def _is_lost(self, client: Redis) -> bool:
+        """Whether Redis has lost how many parts there are, or what these have together, or others have written that."""
+        found: Any = [client.hget(self._parts_key, _TOTAL), *cast("list[Any]", client.hmget(self._key, TOTALS))]
+        return any(stored.count(stored.text(each or b"")) is None for each in found)
 
     def recorded(self) -> set[int]:
         """Return the shards that have a part."""
-        return {int(field) for field in cast("list[bytes]", self._redis.hkeys(self._parts_key)) if field != _TOTAL}
+        return {int(field) for field in cast("list[bytes]", self._redis.hkeys(self._parts_key)) if field.isdigit()}
 
     def parts_of(self, shards: Sequence[int]) -> dict[int, PartStats]:
         found: Any = self._redis.hmget(self._parts_key, [str(shard) for shard in shards]) if shards else []

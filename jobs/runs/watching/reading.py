@@ -125,7 +125,7 @@ class _Look:
         needed = ("plan_model", "plan_model") if self.plan_status in WAITING else ("model", "model_text")
         rows = stored.count(facts.get("rows"))
         rows_done, tokens = (sum(getattr(each, name) for each in progress) for name in ("rows", "tokens"))
-        began_at, ended_at, worked_s = (float(facts[name]) if name in facts else None for name in _TIMES)
+        began_at, ended_at, worked_s = (stored.seconds(facts.get(name)) for name in _TIMES)
         worked_s, end = (worked_s, ended_at) if self.is_finished else (None, time.time())
         if worked_s:
             seconds, by_then = worked_s, [counts["rows"], counts["generated_tokens"]]
@@ -318,11 +318,12 @@ def _begin(connection: Redis, runs: Iterable[str]) -> list[_Look]:
     with connection.pipeline(transaction=False) as pipe:
         for run in names:
             pipe.hmget(run_key(run), _FACTS)
-        told = {run: _texts(_FACTS, values) for run, values in zip(names, pipe.execute(), strict=True)}
+        replies = zip(names, pipe.execute(raise_on_error=False), strict=True)  # producers may write there
+        told = {run: _texts(_FACTS, values) for run, values in replies if isinstance(values, list)}
         found = {run: facts for run, facts in told.items() if facts.keys() >= {"output", "queue"}}
         for facts in found.values():
             pipe.hget(rq_jobs.job_key(facts.get("plan_job", "")), "status")
-        statuses = map(rq_jobs.job_status, pipe.execute())
+        statuses = map(rq_jobs.job_status, pipe.execute(raise_on_error=False))
     return [_Look(run, facts, status) for (run, facts), status in zip(found.items(), statuses, strict=True)]
 
 

@@ -150,6 +150,15 @@ def test_a_list_reads_no_part_and_takes_few_commands(runs: Runs, redis: Redis, t
     assert redis.info("commandstats")["cmdstat_hgetall"]["calls"] == whole
 
 
+def test_what_producers_wrote_over_a_run_hides_no_other_one(runs: Runs, redis: Redis, tmp_path: Path) -> None:
+    whole, odd, gone = (runs.plan(runs.write(["p"]), tmp_path / name)["run"] for name in ("whole", "odd", "gone"))
+    redis.hset(run_key(odd), mapping={"began_at": "odd", "ended_at": "nan", "plan_job": "none"})
+    redis.delete(run_key(gone))
+    redis.mset({"rq:job:none": 1, run_key(gone): 1})
+    assert [each.run for each in list_runs(redis)] == [odd, whole]
+    assert list_runs(redis)[0].began_at is None
+
+
 def test_errors_are_told_by_reason_with_row_numbers(runs: Runs, redis: Redis) -> None:
     prompts = [None, "broken 1", "a", "broken 22", None, "b", "broken 333", "broken 4", "c"]
     runs.write(prompts)

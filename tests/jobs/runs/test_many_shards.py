@@ -10,7 +10,7 @@ from jobs.common.keys import run_key
 from jobs.runs.control import _is_nearer_to_end, cancel_run
 from jobs.runs.plans.names import shard_job_id
 from jobs.runs.redis_state import shard_jobs
-from jobs.runs.redis_state.state import RunState
+from jobs.runs.redis_state.state import TOTALS, RunState
 from jobs.runs.watching import reading
 from jobs.runs.watching.reading import list_runs, list_shards, read_snapshot
 from tests.jobs.local_runs import Runs
@@ -83,3 +83,24 @@ def test_a_finished_run_is_counted_right_whatever_redis_lost_meanwhile(
     for found in (read_snapshot(redis, run), *list_runs(redis)):
         assert (found.shards_done, found.rows_done, found.tokens) == (SHARDS, SHARDS, runs.manifest["generated_tokens"])
         assert (found.worked_s or 0) > 0
+
+
+@pytest.mark.parametrize("is_lost", [True, False])
+@pytest.mark.parametrize("then", ["a part ends", "it is submitted again"])
+def test_a_run_is_counted_again_where_its_totals_are_lost_or_no_numbers(
+    runs: Runs, redis: Redis, submit: Callable[[], dict[str, Any]], is_lost: bool, then: str
+) -> None:
+    run = str(submit()["run"])
+    first, second, third, *_ = runs.jobs
+    runs.run(first)
+    runs.run(second)
+    redis.hset(run_key(run), mapping=dict.fromkeys(TOTALS, "odd"))
+    if is_lost:
+        redis.delete(run_key(run))
+    if then == "a part ends":
+        runs.run(third)
+    if then == "it is submitted again" or not is_lost:
+        submit()
+    done = 3 if then == "a part ends" else 2
+    for found in (read_snapshot(redis, run), *list_runs(redis)):
+        assert (found.shards_done, found.rows_done) == (done, done)

@@ -11,8 +11,11 @@ import pytest
 from redis import Redis
 
 from jobs import errors
+from jobs.common.rq_jobs import QueueKeys
 from jobs.parquet.files.fingerprint import WHOLE_BYTES, file_fingerprint
 from jobs.parquet.files.storage import Storage
+from jobs.runs import control
+from jobs.runs.control import submit_run
 from jobs.runs.plans.names import JOURNAL, PLAN, part_name
 from jobs.runs.plans.spec import RunSpec
 from tests.jobs.killing import Executions, finish
@@ -121,3 +124,19 @@ def test_a_large_files_fingerprint_depends_on_its_footer_and_on_its_samples(tmp_
         changed[place : place + 8] = bytes(8) if any(changed[place : place + 8]) else b"x" * 8
         path.write_bytes(changed)
         assert file_fingerprint(storage, str(path)) != original, f"byte {place} of {len(content)}"
+
+
+def test_a_planning_that_a_worker_of_rqs_own_takes_meanwhile_is_not_enqueued_twice(
+    runs: Runs, redis: Redis, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    names = {"input": str(runs.write(["p"])), "output": str(runs.output)}
+    keys, enqueue = QueueKeys("bulk"), control._enqueue_planning
+    submit_run(redis, "bulk", **names)
+
+    def enqueue_as_it_is_taken(*arguments: Any) -> None:
+        redis.lmove(keys.waiting, keys.popped, "LEFT", "RIGHT")
+        enqueue(*arguments)
+
+    monkeypatch.setattr(control, "_enqueue_planning", enqueue_as_it_is_taken)
+    submit_run(redis, "bulk", **names)
+    assert (redis.llen(keys.popped), redis.llen(keys.waiting)) == (1, 0)
