@@ -58,6 +58,8 @@ def dry_run_lines(found: dict[str, Any], price_per_hour: float | None) -> list[s
     ]
     if failed:
         lines.append(f"but      {failed} of the {tried} rows that were tried failed")
+    if found["has_second"]:
+        lines.append("but      rows that the second model is asked come on top")
     if price_per_hour is not None:
         lines.append(f"cost     about {seconds / 3600 * price_per_hour:,.2f} at {price_per_hour:g} an hour")
     return lines
