@@ -5,7 +5,7 @@ from __future__ import annotations
 import errno
 import os
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, suppress
 from typing import Any, Self
 
 import pyarrow as pa
@@ -81,8 +81,10 @@ class Storage:
         return self._of(folder).scan(folder)
 
     def names(self, folder: str) -> list[str]:
-        with self.scan(folder) as entries:
+        """Return what a folder holds; nothing where there is none."""
+        with suppress(FileNotFoundError), self.scan(folder) as entries:
             return sorted(entry.name for entry in entries)
+        return []
 
     def written_at(self, folder: str) -> dict[str, int]:
         return self._of(folder).written_at(folder)
@@ -91,9 +93,6 @@ class Storage:
         """Make a folder, and what is missing above it. Raises as `writing` does."""
         with writing(path):
             self._of(path).make_folder(path)
-
-    def remove_folder(self, path: str) -> None:
-        self._of(path).remove_folder(path)
 
     def open_input(self, path: str) -> Any:
         """Open a file as pyarrow reads it, at any place. Raises InputNotFound for anything else."""
@@ -124,6 +123,7 @@ class Storage:
                 self.remove(temporary)
 
     def remove(self, path: str) -> None:
+        """Remove a file, or a folder if nothing is in it; do nothing where there is none."""
         self._of(path).remove(path)
 
 
@@ -134,22 +134,15 @@ def reading(path: str, file_format: str | None = None) -> Iterator[None]:
     """
     try:
         yield
-    except pa.ArrowMemoryError:
-        raise
-    except (pa.ArrowException, UnicodeDecodeError) as error:
-        raise _corrupt(path, file_format, error) from error
-    except OSError as error:
-        if error.errno in _NO_SUCH_FILE:
+    except (pa.ArrowException, UnicodeDecodeError, OSError) as error:
+        number = getattr(error, "errno", None)  # None where pyarrow reports broken pages
+        if number in _NO_SUCH_FILE:
             raise errors.InputNotFound(path) from None
-        if error.errno is not None:
+        if number is not None or isinstance(error, pa.ArrowMemoryError):
             raise
-        raise _corrupt(path, file_format, error) from error  # how pyarrow reports broken pages
-
-
-def _corrupt(path: str, file_format: str | None, error: BaseException) -> errors.InputError:
-    if file_format is None:
-        return errors.CorruptParquet(path, _first_line(error))
-    return errors.CorruptTable(path, file_format, _first_line(error))
+        if file_format is None:
+            raise errors.CorruptParquet(path, _first_line(error)) from error
+        raise errors.CorruptTable(path, file_format, _first_line(error)) from error
 
 
 @contextmanager

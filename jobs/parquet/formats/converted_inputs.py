@@ -92,10 +92,6 @@ def remove_converted(storage: Storage, plan: Plan) -> None:
     """Remove what planning has put beside a run's plan, and the journals. Raises OutputNotWritable."""
     for folder in (plan.converted_folder, *(os.path.join(plan.spec.output, name) for name in (REUSED, JOURNAL))):
         with writing(folder):
-            try:
-                names = storage.names(folder)
-            except FileNotFoundError:
-                continue
-            for name in names:
+            for name in storage.names(folder):
                 storage.remove(os.path.join(folder, name))
-            storage.remove_folder(folder)
+            storage.remove(folder)

@@ -12,6 +12,7 @@ from secrets import token_hex
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
 from jobs.context import JobContext
 from jobs.context.answers import Answer
@@ -25,7 +26,6 @@ from jobs.parquet.planning.find_files import find_files
 from jobs.parquet.planning.inputs import read_inputs
 from jobs.parquet.planning.reusing import match
 from jobs.parquet.prompts.prompt_source import Row
-from jobs.parquet.prompts.sources import row_source
 from jobs.parquet.reuse.old_runs import OldRuns
 from jobs.parquet.shards.rows_task import RowsTask
 from jobs.parquet.shards.shard_requests import ShardRequests
@@ -77,23 +77,20 @@ class SurveyWork(RowsTask):
         plan, _ = read_inputs(context, storage, spec, found)
         if context.meter is None:
             raise InvalidJob("this process has no engine to count tokens with")
-        meter, source = context.meter(), row_source(spec, context.check_sampling)
-        ask = ask_of(plan, source, context)
-        self._counts = counts = _Counts(ask, meter, plan.rows, max_rows)
+        meter, ask = context.meter(), ask_of(plan, context)
+        self._counts = counts = _Counts(context, ask, meter, plan.rows, max_rows)
         files = {shard.file for shard in plan.shards if shard.rows}
         with converted_for_now(storage, plan, files, context.shard_bytes.limit) as (storage, plan):
             is_reused = np.zeros(plan.rows, bool)
             if reuse:
-                old = OldRuns(Storage.of(context), reuse)
-                is_reused = match(context, storage, plan, (ask, source), old, any_model).places >= 0
-            for start, rows in rendered_shards(context, storage, plan, source):
-                context.check_interrupted()
+                is_reused = match(context, storage, plan, ask, OldRuns(storage, reuse), any_model).places >= 0
+            for start, rows in rendered_shards(context, storage, plan, ask.source):
                 counts.add(start, rows, is_reused)
             chosen = sorted(counts.asked, key=lambda each: each.row)[:first]
             if first is None:
                 chosen = pick_requests(chosen, max(MIN_TRIED, min(meter.max_num_seqs, MAX_TRIED)))
             wanted, texts, left = {each.row for each in chosen}, dict[int, Row](), MAX_PICKED_CHARS
-            for start, rows in rendered_shards(context, storage, plan, source, wanted):
+            for start, rows in rendered_shards(context, storage, plan, ask.source, wanted):
                 for number, row in enumerate(rows, start):
                     if number in wanted and isinstance(row, Row):
                         left -= len(row.prompt) + row.picture_bytes // PICTURE_SHARE
@@ -112,8 +109,8 @@ class SurveyWork(RowsTask):
 
     def result(self) -> dict[str, Any]:
         seconds, counts, answers = time.monotonic() - self._began_at, self._counts, self.asked.answers()
-        num_failed = sum(each.error is not None for each in answers)
-        told = {**counts.told(), "num_tried": len(answers), "num_failed": num_failed}
+        told = {**counts.told(), "num_tried": len(answers)}
+        told["num_failed"] = sum(each.error is not None for each in answers)
         if not self._beginning:
             shown = zip(self._tried, answers or repeat(None), strict=False)  # none were wanted
             return {**told, "shown": [self._shown(*each, answer) for each, answer in shown]}
@@ -154,8 +151,8 @@ class Asked:
 class _Counts:
     """Counts of a run's rows: of `total`, every so manyth is looked at, at most `max_rows`."""
 
-    def __init__(self, ask: Ask, meter: PromptMeter, total: int, max_rows: int | None) -> None:
-        self._ask, self._meter, self._total = ask, meter, total
+    def __init__(self, context: JobContext, ask: Ask, meter: PromptMeter, total: int, max_rows: int | None) -> None:
+        self._context, self._ask, self._meter, self._total = context, ask, meter, total
         self._every = max(1, -(-total // (max_rows or max(1, total))))
         self.asked: list[Asked] = []
         self._known: dict[bytes, Asked] = {}
@@ -168,7 +165,7 @@ class _Counts:
     def scale(self) -> float:
         return self._total / max(1, self._rows)
 
-    def add(self, start: int, rows: Sequence[Row | RowProblem], is_reused: Sequence[bool]) -> None:
+    def add(self, start: int, rows: Sequence[Row | RowProblem], is_reused: npt.NDArray[np.bool_]) -> None:
         """Take the rows of a shard, the first of which has the number `start`: in the order in which they are asked."""
         alike: dict[Row, list[int]] = {}
         for number in range(start + -start % self._every, start + len(rows), self._every):
@@ -181,6 +178,7 @@ class _Counts:
             else:
                 alike.setdefault(row, []).append(number)
         for row in sorted(alike):
+            self._context.check_interrupted()
             self._ask_for(row, alike[row])
 
     def _ask_for(self, row: Row, numbers: list[int]) -> None:

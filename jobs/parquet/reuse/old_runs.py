@@ -14,8 +14,7 @@ from jobs.parquet.asks.row_keys import NO_KEYS, Keys, as_keys, model_mark
 from jobs.parquet.files.storage import Storage
 from jobs.parquet.outputs.part import read_part_stats
 from jobs.parquet.outputs.plan_file import load_plan
-from jobs.parquet.reuse.key_file import read_keys
-from jobs.parquet.reuse.known_keys import KnownKeys, Places
+from jobs.parquet.reuse.known_keys import KnownKeys, Places, read_keys
 from jobs.parquet.reuse.taken_answers import KEY, ROW, UNREADABLE
 from jobs.parquet.tables.columns import ColumnChoice
 from jobs.parquet.tables.table_reading import TableReading
@@ -149,18 +148,11 @@ class OldRuns:
 
 def _answered(storage: Storage, plan: Plan) -> dict[int, list[str]]:
     found: dict[int, list[str]] = {}
-    for name in sorted(_names(storage, folder := os.path.join(plan.spec.output, JOURNAL))):
+    for name in sorted(storage.names(folder := os.path.join(plan.spec.output, JOURNAL))):
         if (match := _JOURNAL.match(name)) is not None:
             found.setdefault(int(match[1]), []).append(os.path.join(folder, name))
-    shards = {shard for name in _names(storage, plan.spec.parts_folder) if (shard := part_shard(name)) is not None}
-    if shards and not _names(storage, os.path.join(plan.spec.output, KEYS)):
+    shards = {shard for name in storage.names(plan.spec.parts_folder) if (shard := part_shard(name)) is not None}
+    if shards and not storage.names(os.path.join(plan.spec.output, KEYS)):
         raise CannotReuse(plan.spec.output, f"it has parts, and no {KEYS}/ to find their rows by")
     found |= {shard: [] for shard in shards}
     return {shard: journal for shard, journal in found.items() if shard < len(plan.shards)}
-
-
-def _names(storage: Storage, folder: str) -> list[str]:
-    try:
-        return storage.names(folder)
-    except FileNotFoundError:
-        return []

@@ -63,8 +63,7 @@ class ShardJournal:
     def read(self) -> Journalled:
         """Return what earlier executions have left; passes over what is damaged, or of another plan or model."""
         found = Journalled()
-        with suppress(FileNotFoundError):
-            self._names = {name for name in self._storage.names(self._folder) if name.startswith(self._prefix)}
+        self._names = {name for name in self._storage.names(self._folder) if name.startswith(self._prefix)}
         for name in sorted(self._names):
             path = os.path.join(self._folder, name)
             try:

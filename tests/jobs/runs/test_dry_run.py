@@ -159,7 +159,8 @@ def test_labels_are_shown_and_timed(context: MakeContext, tmp_path: Path) -> Non
     found = survey(context, tmp_path / "in.parquet", scored, labels=["yes", "no"], first=1)
     assert found["shown"][0]["label"] == "yes"
     assert dict(found["shown"][0]["probabilities"])["yes"] == pytest.approx(1 / (1 + math.exp(-1)))
-    told = survey(context, tmp_path / "in.parquet", scored, labels=["yes", "no"])
+    told = survey(context, tmp_path / "in.parquet", scored, labels=["yes", "no"], escalate_below=0.6, escalate_to="big")
+    assert "second model" in dry_run_lines(told, None)[-1]
     assert (told["num_tried"], told["num_failed"], told["completion_tokens"]) == (2, 0, 0)
     assert told["seconds"] > 0
 
