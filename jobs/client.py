@@ -168,7 +168,7 @@ def check_here(spec: RunSpec) -> None:
     """Raise what the planning of a run would, as far as engine, pyarrow and the input are on this machine."""
     spec.check_sampling(check_sampling)
     try:
-        from jobs.parquet.planning.planner import check_columns_here
+        from jobs.parquet.planning.inputs import check_columns_here
     except ImportError:  # no pyarrow: a producer's install has none
         return
     check_columns_here(spec)

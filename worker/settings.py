@@ -245,7 +245,7 @@ class WorkerSettings(BaseSettings):
 
     def job_context(self, connection: Redis, model: ServedModel, meter: Callable[[], PromptMeter]) -> JobContext:
         """What this process lends to every job, without a job's own parts."""
-        from jobs.parquet.files.picture_files import picture_reader  # Arrow, for who works
+        from jobs.parquet.prompts.picture_source import picture_reader  # Arrow, for who works
 
         return JobContext(
             connection,

@@ -45,7 +45,7 @@ def main(context: click.Context, url: str) -> None:
 @click.argument("output", metavar="OUT")
 @click.option("--wait", is_flag=True, help="Show progress until the run ends; exit with 1 if it fails.")
 @click.option("--queue", default="bulk", show_default=True, help="Whose workers do it.")
-@click.option("--dry-run", is_flag=True, help="Say what the run would take, from all prompts and 64 answers.")
+@click.option("--dry-run", is_flag=True, help="Say what the run would take, from all prompts and some answers.")
 @click.option(
     "--dry-run-rows",
     type=click.IntRange(1),

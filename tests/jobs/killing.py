@@ -89,8 +89,8 @@ class FusedStorage(Storage):
         try:
             self._fuse.tick()
         except Killed:
-            opened.close()  # as the system does for a process that was killed
-            raise
+            with opened:  # as the system does for a process that was killed
+                raise
         return opened
 
     def remove(self, path: str) -> None:

@@ -20,8 +20,7 @@ from jobs.context import JobContext
 from jobs.context.shared_files import MAX_READERS, SharedFiles
 from jobs.errors import InputChanged
 from jobs.parquet.files.storage import Storage
-from jobs.parquet.tables.row_reader import RowReader
-from jobs.parquet.tables.table_reading import BATCH_ROWS
+from jobs.parquet.tables.table_reading import BATCH_ROWS, RowReader
 from jobs.runs.plans.plan import Shard, cut_shards
 from jobs.tasks import OpenTask
 from tests.jobs.answering import feed, opened_task, queued_jobs, score_parquet

@@ -10,7 +10,7 @@ import pyarrow as pa
 
 from jobs.context.answers import Answer, failed_answer
 from jobs.parquet.asks.row_keys import RowKeys
-from jobs.parquet.prompts.prompt_source import Row
+from jobs.parquet.prompts.prompt_source import Row, RowSource
 from jobs.prompts.attempts import hashed_seed
 from jobs.prompts.pictures import filled
 from jobs.runs.plans.prompt_steps import ROW_COLUMNS
@@ -49,9 +49,11 @@ class Ask(abc.ABC):
     """What a run asks of each row.
 
     before: asked before all rows. inspects: whether answers are checked. is_single: each row begins with one request.
-    is_tried: a few rows can show what it gives. is_compared: answers of another time are. keys: name what rows ask.
+    is_tried: a few rows can show what it gives. is_compared: answers of another time are. source: makes rows. keys:
+    name what these ask.
     """
 
+    source: RowSource
     keys: RowKeys
 
     before: Request | None = None

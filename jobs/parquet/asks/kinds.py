@@ -12,7 +12,7 @@ from jobs.parquet.asks.generate import Generate
 from jobs.parquet.asks.labels import Labels, content_free
 from jobs.parquet.asks.relevance import Relevance
 from jobs.parquet.asks.row_keys import RowKeys
-from jobs.parquet.prompts.prompt_source import RowSource
+from jobs.parquet.prompts.sources import row_source
 from jobs.runs.plans.formats import OPENAI_BATCH
 from jobs.runs.plans.option_checks import CLASSIFY, EMBED, GENERATE, RERANK
 from jobs.runs.plans.plan import Plan
@@ -31,8 +31,9 @@ def kind_of(spec: RunSpec) -> type[Ask]:
     return _OF_TASKS[spec.task]
 
 
-def ask_of(plan: Plan, source: RowSource, context: JobContext) -> Ask:
+def ask_of(plan: Plan, context: JobContext) -> Ask:
     spec = plan.spec
+    source = row_source(spec, context.check_sampling)
     prompt = *spec.chat, spec.is_chat
     makers: dict[type[Ask], Callable[[], Ask]] = {
         BatchLines: lambda: BatchLines(plan, context),
@@ -44,5 +45,5 @@ def ask_of(plan: Plan, source: RowSource, context: JobContext) -> Ask:
         Generate: lambda: Generate(spec, plan.seed, context.checks, *prompt),
     }
     ask = makers[kind_of(spec)]()
-    ask.keys = RowKeys(spec, ask.before, context.checks.version(spec.repairs))
+    ask.source, ask.keys = source, RowKeys(spec, ask.before, context.checks.version(spec.repairs))
     return ask

@@ -1,4 +1,8 @@
-"""Files on this machine's disks and mounts, below the data roots."""
+"""Files on this machine's disks and mounts, below the data roots.
+
+A path is looked up and checked once. Whoever may write below the roots can put a link in the place of any of
+its folders afterwards: so each of them is opened by its name in the one before, and a link is refused.
+"""
 
 import ctypes
 import errno
@@ -12,9 +16,53 @@ import pyarrow as pa
 
 from jobs.context import never_interrupted
 from jobs.errors import InputNotFound, PathOutsideRoots, PathSwapped
-from jobs.parquet.files.confined import entered, links_refused, root_of
 from jobs.parquet.files.filesystem import Entry, FileStat, NotExclusive
 from jobs.runs.plans.paths import run_path
+
+#: Opens a folder that may be entered, be it readable or not; systems without it need a readable one.
+_SEARCH = getattr(os, "O_PATH", os.O_RDONLY)
+
+
+def root_of(path: str, roots: Sequence[str]) -> str | None:
+    return next((root for root in roots if path == root or path.startswith(root.rstrip("/") + "/")), None)
+
+
+@contextmanager
+def _entered(path: str, roots: Sequence[str], *, create: bool = False) -> Iterator[int]:
+    """Lend the descriptor of a folder, for calls with `dir_fd`: it stays the same whatever its path comes to name.
+
+    create: make what is missing. Raises PathOutsideRoots, PathSwapped where a link is met, or OSError.
+    """
+    path = os.path.normpath(path)
+    root = root_of(path, roots)
+    if root is None:
+        raise PathOutsideRoots(path, ":".join(roots))
+    folder = os.open(root, _SEARCH | os.O_DIRECTORY)
+    try:
+        for name in filter(None, path[len(root) :].split("/")):
+            if create:
+                with suppress(FileExistsError):
+                    os.mkdir(name, dir_fd=folder)
+            with _links_refused(name, folder, path):
+                inner = os.open(name, _SEARCH | os.O_DIRECTORY | os.O_NOFOLLOW, dir_fd=folder)
+            os.close(folder)
+            folder = inner
+        yield folder
+    finally:
+        os.close(folder)
+
+
+@contextmanager
+def _links_refused(name: str, folder: int, path: str) -> Iterator[None]:
+    """Raise PathSwapped for what the body raises where `name`, in an entered folder, is a link. path: for the error."""
+    try:
+        yield
+    except OSError:
+        with suppress(OSError):
+            if stat.S_ISLNK(os.stat(name, dir_fd=folder, follow_symlinks=False).st_mode):
+                raise PathSwapped(path, f"{name!r} is a link now") from None
+        raise
+
 
 _RENAME_NOREPLACE = 1
 
@@ -67,7 +115,7 @@ class LocalFiles:
     def scan(self, folder: str) -> Iterator[Iterator[Entry]]:
         self.check_interrupted()
         with (
-            entered(folder, self._roots) as descriptor,
+            _entered(folder, self._roots) as descriptor,
             _opened(".", os.O_RDONLY, descriptor) as listed,
             os.scandir(listed) as entries,
         ):
@@ -80,17 +128,13 @@ class LocalFiles:
         return {name: found.mtime_ns for name, found in stats.items() if found is not None}
 
     def make_folder(self, path: str) -> None:
-        with entered(path, self._roots, create=True):
+        with _entered(path, self._roots, create=True):
             pass
-
-    def remove_folder(self, path: str) -> None:
-        with suppress(OSError), self._parent(path) as (folder, name):
-            os.rmdir(name, dir_fd=folder)
 
     def open_input(self, path: str) -> Any:
         self.check_interrupted()
         flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK  # or a FIFO would block here
-        with self._parent(path) as (folder, name), links_refused(name, folder, path):
+        with self._parent(path) as (folder, name), _links_refused(name, folder, path):
             descriptor = os.open(name, flags, dir_fd=folder)
         if not stat.S_ISREG(os.fstat(descriptor).st_mode):
             os.close(descriptor)
@@ -139,11 +183,15 @@ class LocalFiles:
 
     def remove(self, path: str) -> None:
         with suppress(FileNotFoundError), self._parent(path) as (folder, name):
-            os.unlink(name, dir_fd=folder)
+            try:
+                os.unlink(name, dir_fd=folder)
+            except IsADirectoryError:
+                with suppress(OSError):
+                    os.rmdir(name, dir_fd=folder)
 
     @contextmanager
     def _parent(self, path: str) -> Iterator[tuple[int, str]]:
-        with entered(os.path.dirname(path), self._roots) as folder:
+        with _entered(os.path.dirname(path), self._roots) as folder:
             yield folder, os.path.basename(path)
 
     def _check_in_place(self, folder: int, path: str) -> None:

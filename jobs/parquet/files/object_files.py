@@ -18,9 +18,8 @@ from obstore import exceptions
 
 from jobs.context import never_interrupted
 from jobs.errors import InputNotFound, PathOutsideRoots
-from jobs.parquet.files.confined import root_of
-from jobs.parquet.files.fetched_file import FetchedFile
-from jobs.parquet.files.filesystem import Entry, FileStat, StoreRefused, StoreUnfit
+from jobs.parquet.files.filesystem import Entry, FetchedFile, FileStat, StoreRefused, StoreUnfit
+from jobs.parquet.files.local_files import root_of
 from jobs.parquet.files.object_requests import TRIES_S, make_request, opened_store
 from jobs.runs.plans.names import temporary_name
 from jobs.runs.plans.paths import run_path
@@ -41,10 +40,9 @@ _pool = Pool()
 
 def listed(kind: str, folder: str, timeout_s: float) -> Any:
     """Return what a listing of a kind tells of a prefix. Raises what obstore does, and StoreRefused without an end."""
-    scheme, _, rest = folder.partition("://")
-    bucket, _, key = rest.partition("/")
-    question: dict[str, Any] = {"kind": kind, "scheme": scheme, "bucket": bucket, "key": key, "timeout_s": timeout_s}
-    question["environment"] = {name: value for name, value in os.environ.items() if name.startswith(_VARIABLES)}
+    question: dict[str, Any] = dict(zip(("scheme", "bucket", "key"), _split(folder), strict=True))
+    variables = {name: value for name, value in os.environ.items() if name.startswith(_VARIABLES)}
+    question |= {"kind": kind, "timeout_s": timeout_s, "environment": variables}
     try:
         reply, _ = _pool.call(lambda child: child.ask(_TASK, question, Limits(timeout_s, MEMORY_BYTES)))
     except ChildFailed as error:
@@ -106,7 +104,7 @@ class ObjectFiles:
     def make_folder(self, path: str) -> None:
         """Nothing is to be made. Raises StoreUnfit where two workers could overwrite each other's parts."""
         store, key = self._place(path)
-        place = path.partition("://")[0], path.split("/")[2]
+        place = _split(path)[:2]
         if place in _fit:
             return
         name = f"{key}/{temporary_name(secrets.token_hex(8), '_probe')}".lstrip("/")
@@ -125,9 +123,6 @@ class ObjectFiles:
                 with suppress(FileNotFoundError):
                     self._make(path, lambda each=each: obstore.delete(store, each))  # type: ignore[misc]
 
-    def remove_folder(self, path: str) -> None:
-        """Nothing is to be removed: a prefix ends with its last object."""
-
     def open_input(self, path: str) -> Any:
         store, key = self._place(path)
         found = self._head(path)
@@ -141,10 +136,18 @@ class ObjectFiles:
 
         return pa.PythonFile(io.BufferedReader(FetchedFile(fetch, found["size"]), BLOCK_BYTES), mode="r")
 
-    def open_output(self, path: str) -> Any:
+    @contextmanager
+    def open_output(self, path: str) -> Iterator[Any]:
+        """Lend an object that is written. It is there, whole, once the body has ended; never where that raises."""
         store, key = self._place(path, self._timeout_s)
         upload = obstore.open_writer(store, key, buffer_size=CHUNK_BYTES, max_concurrency=_CONCURRENCY)
-        return _Sink(_Writer(path, upload, self._check_interrupted), "w")
+        try:
+            yield pa.PythonFile(_Writer(path, upload, self._check_interrupted), "w")
+            make_request(path, upload.close, self._check_interrupted)
+        except BaseException as error:
+            with suppress(exceptions.BaseError, OSError, ValueError):  # what was raised says more
+                upload.__exit__(type(error), error, error.__traceback__)
+            raise
 
     def create(self, path: str) -> None:
         store, key = self._place(path)
@@ -199,21 +202,14 @@ class ObjectFiles:
     def _place(self, path: str, tries_s: float = TRIES_S) -> tuple[Any, str]:
         if root_of(path, self._roots) is None:
             raise PathOutsideRoots(path, ":".join(self._roots))
-        scheme, _, rest = path.partition("://")
-        bucket, _, key = rest.partition("/")
+        scheme, bucket, key = _split(path)
         return opened_store(scheme, bucket, self._timeout_s, tries_s), key
 
 
-class _Sink(pa.PythonFile):  # type: ignore[misc]
-    """An object that is written. It is there, whole, once it was closed; never where its body raises."""
-
-    def __init__(self, writer: "_Writer", mode: str) -> None:  # as PythonFile takes them
-        self._writer = writer
-
-    def __exit__(self, kind: Any, error: Any, traceback: Any) -> None:
-        if kind is not None:
-            self._writer.abort(kind, error, traceback)
-        super().__exit__(kind, error, traceback)
+def _split(path: str) -> tuple[str, str, str]:
+    scheme, _, rest = path.partition("://")
+    bucket, _, key = rest.partition("/")
+    return scheme, bucket, key
 
 
 class _Writer:
@@ -232,12 +228,4 @@ class _Writer:
     def flush(self) -> None:
         """Do nothing: a store takes whole objects."""
 
-    def close(self) -> None:
-        if not self.closed:
-            self.closed = True
-            make_request(self._path, self._upload.close, self._check_interrupted)
-
-    def abort(self, *raised: Any) -> None:
-        self.closed = True
-        with suppress(exceptions.BaseError, OSError, ValueError):  # what was raised says more
-            self._upload.__exit__(*raised)
+    close = flush

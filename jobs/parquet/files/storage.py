@@ -94,9 +94,6 @@ class Storage:
         with writing(path):
             self._of(path).make_folder(path)
 
-    def remove_folder(self, path: str) -> None:
-        self._of(path).remove_folder(path)
-
     def open_input(self, path: str) -> Any:
         """Open a file as pyarrow reads it, at any place. Raises InputNotFound for anything else."""
         return self._of(path).open_input(path)
@@ -126,6 +123,7 @@ class Storage:
                 self.remove(temporary)
 
     def remove(self, path: str) -> None:
+        """Remove a file, or a folder if nothing is in it; do nothing where there is none."""
         self._of(path).remove(path)
 
 
@@ -136,22 +134,15 @@ def reading(path: str, file_format: str | None = None) -> Iterator[None]:
     """
     try:
         yield
-    except pa.ArrowMemoryError:
-        raise
-    except (pa.ArrowException, UnicodeDecodeError) as error:
-        raise _corrupt(path, file_format, error) from error
-    except OSError as error:
-        if error.errno in _NO_SUCH_FILE:
+    except (pa.ArrowException, UnicodeDecodeError, OSError) as error:
+        number = getattr(error, "errno", None)  # None where pyarrow reports broken pages
+        if number in _NO_SUCH_FILE:
             raise errors.InputNotFound(path) from None
-        if error.errno is not None:
+        if number is not None or isinstance(error, pa.ArrowMemoryError):
             raise
-        raise _corrupt(path, file_format, error) from error  # how pyarrow reports broken pages
-
-
-def _corrupt(path: str, file_format: str | None, error: BaseException) -> errors.InputError:
-    if file_format is None:
-        return errors.CorruptParquet(path, _first_line(error))
-    return errors.CorruptTable(path, file_format, _first_line(error))
+        if file_format is None:
+            raise errors.CorruptParquet(path, _first_line(error)) from error
+        raise errors.CorruptTable(path, file_format, _first_line(error)) from error
 
 
 @contextmanager

@@ -94,4 +94,4 @@ def remove_converted(storage: Storage, plan: Plan) -> None:
         with writing(folder):
             for name in storage.names(folder):
                 storage.remove(os.path.join(folder, name))
-            storage.remove_folder(folder)
+            storage.remove(folder)

@@ -4,11 +4,11 @@ Text says what a column holds only when all of it was read: there are two passes
 """
 
 import io
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from hashlib import blake2b
 from itertools import islice
-from typing import Any, TypeVar
+from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -17,15 +17,12 @@ from jobs.errors import CorruptTable, SchemaMismatch
 from jobs.parquet.formats import kinds
 from jobs.parquet.formats.records import Record, csv_records, records
 from jobs.parquet.tables.columns import PROBLEM, PROBLEM_FIELD
+from jobs.parquet.tables.row_groups import GROUP_ROWS, grouped
 from jobs.parquet.tables.table_child import Replies, serialized, with_file
 from jobs.runs.plans.formats import ARROW, HEADED, OPENAI_BATCH
 
-S = TypeVar("S")
-T = TypeVar("T")
-
-#: Rows and bytes that are Python's at a time, and those after which a row group ends.
+#: Rows and bytes that are Python's at a time.
 SLICE_ROWS, SLICE_BYTES = 1024, 1 << 21
-GROUP_ROWS, GROUP_BYTES = 1 << 16, 1 << 23
 
 MAX_COLUMNS = 10_000
 
@@ -45,7 +42,8 @@ def scan(question: Mapping[str, Any], source: Any) -> Replies:
     """Tell kinds, schema, rows and bytes of a file's groups; names of a batch file's rows before, group by group."""
     groups = []
     with _opened(question, source) as table:
-        for rows, size, found in _groups(table.slices(question["rows"]), table.look):
+        slices = table.slices(question["rows"])
+        for rows, size, found in grouped((rows, size, table.look(part)) for rows, size, part in slices):
             if names := b"".join(found):
                 yield {"names": True}, names
             groups.append((rows, size))
@@ -61,22 +59,11 @@ def convert(question: Mapping[str, Any], source: Any) -> Replies:
         table.kinds = dict(question["kinds"])
         schema = table.schema
         with pq.ParquetWriter(file, schema) as writer:
-            for _, _, batches in _groups(table.slices(question["rows"]), lambda part: table.batch(part, schema)):
+            slices = table.slices(question["rows"])
+            for _, _, batches in grouped((rows, size, table.batch(part, schema)) for rows, size, part in slices):
                 writer.write_table(pa.Table.from_batches(batches, schema))
                 yield {}, _taken(sink)
     yield {}, _taken(sink)
-
-
-def _groups(slices: Iterable[tuple[int, int, S]], take: Callable[[S], T]) -> Iterator[tuple[int, int, list[T]]]:
-    rows, size, taken = 0, 0, list[T]()
-    for part_rows, part_size, part in slices:
-        if rows >= GROUP_ROWS or size >= GROUP_BYTES:
-            yield rows, size, taken
-            rows, size, taken = 0, 0, []
-        taken.append(take(part))
-        rows, size = rows + part_rows, size + part_size
-    if taken:
-        yield rows, size, taken
 
 
 def _taken(sink: io.BytesIO) -> bytes:

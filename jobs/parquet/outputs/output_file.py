@@ -6,7 +6,7 @@ import io
 import json
 import math
 from collections.abc import Callable, Generator, Iterator, Sequence, Set
-from contextlib import ExitStack, closing, contextmanager
+from contextlib import closing, contextmanager
 from functools import partial
 from itertools import chain
 from numbers import Real
@@ -18,20 +18,20 @@ from jobs.errors import CorruptParquet, PartDamaged, TableNotRead
 from jobs.parquet.files.storage import Storage
 from jobs.parquet.outputs.part import answer_fields, without_own_keys
 from jobs.parquet.tables.columns import ALL_COLUMNS, ROW_NUMBER, ColumnChoice
-from jobs.parquet.tables.row_buckets import RowBuckets
-from jobs.parquet.tables.row_groups import write_groups
+from jobs.parquet.tables.row_groups import RowBuckets, write_groups
 from jobs.parquet.tables.row_values import RowProblem, row_values
 from jobs.parquet.tables.table_reading import TableReading
 from jobs.prompts.batch_lines import output_line
 from jobs.runs.plans.formats import ARROW, CSV, JSONL, OPENAI_BATCH, PARQUET
+from jobs.runs.plans.names import output_names
 from jobs.runs.plans.plan import Plan
 from jobs.runs.statistics.reasons import Reasons
 
 Batches = Iterator[pa.RecordBatch]
 
 
-def write_output(storage: Storage, plan: Plan, paths: Sequence[str]) -> None:
-    """Write the rows of all parts into one file, or two of a batch's. Raises PartDamaged, or what writing does."""
+def write_output(storage: Storage, plan: Plan, name: str, sink: Any) -> None:
+    """Write the rows of all parts into one file; `name` says which of a batch's two. Raises PartDamaged."""
     assert plan.spec.single_file is not None
     ours = frozenset(f"{plan.spec.output_prefix}{field.name}" for field in answer_fields(plan.spec))
     writers: dict[str, Callable[[Any, pa.Schema, Batches], object]] = {
@@ -39,28 +39,22 @@ def write_output(storage: Storage, plan: Plan, paths: Sequence[str]) -> None:
         ARROW: _write_arrow,
         CSV: partial(_write_csv, ours),
         JSONL: partial(_write_jsonl, ours),
+        OPENAI_BATCH: partial(_write_batch_lines, plan.run, name != output_names(OPENAI_BATCH)[0]),
     }
-    with ExitStack() as stack:
-        sinks = [stack.enter_context(storage.open_output(path)) for path in paths]
-        batches = stack.enter_context(closing(_rows_in_order(storage, plan)))
-        if plan.spec.single_file == OPENAI_BATCH:
-            _write_batch_lines(plan.run, sinks, batches)
-        else:
-            with open_part(storage, plan, 0) as part:
-                schema = without_own_keys(part.schema)
-            writers[plan.spec.single_file](sinks[0], schema, batches)
+    with open_part(storage, plan, 0) as part:
+        schema = without_own_keys(part.schema)
+    with closing(_rows_in_order(storage, plan)) as batches:
+        writers[plan.spec.single_file](sink, schema, batches)
 
 
-def _write_batch_lines(run: str, sinks: Sequence[Any], batches: Batches) -> None:
-    row = 0
+def _write_batch_lines(run: str, of_errors: bool, sink: Any, schema: pa.Schema, batches: Batches) -> None:
+    first = 0
     for batch in batches:
         found = batch.select(["custom_id", "completion", "error"]).to_pydict().values()
-        lines: tuple[list[str], list[str]] = [], []
-        for name, body, error in zip(*found, strict=True):
-            lines[error is not None].append(f"{output_line(run, row, name, body, error)}\n")
-            row += 1
-        for sink, own in zip(sinks, lines, strict=True):
-            sink.write("".join(own).encode())
+        rows = enumerate(zip(*found, strict=True), first)
+        lines = [output_line(run, row, *each) for row, each in rows if (each[-1] is not None) == of_errors]
+        sink.write("".join(f"{line}\n" for line in lines).encode())
+        first += batch.num_rows
 
 
 def _part_rows(storage: Storage, plan: Plan) -> Generator[pa.RecordBatch, None, None]:

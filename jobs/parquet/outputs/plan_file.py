@@ -55,11 +55,6 @@ def begin_folder(storage: Storage, folder: str) -> bool:
     return True
 
 
-def write_text(storage: Storage, path: str, text: str) -> None:
-    with storage.open_output(path) as sink:
-        sink.write(text.encode())
-
-
 #: What a manifest says of the workers that answered; where they differed, all of it.
 _SERVED = ("model", "fingerprint", "dtype", "attention_backend", "version")
 

@@ -10,6 +10,7 @@ import json
 import os
 from collections.abc import Callable
 from contextlib import suppress
+from functools import partial
 from itertools import islice
 from typing import Any
 
@@ -18,7 +19,7 @@ from jobs.parquet.files.storage import Storage, writing
 from jobs.parquet.formats.converted_inputs import remove_converted
 from jobs.parquet.outputs.output_file import part_reasons, write_output
 from jobs.parquet.outputs.part import read_part_stats
-from jobs.parquet.outputs.plan_file import manifest_of, write_text
+from jobs.parquet.outputs.plan_file import manifest_of
 from jobs.runs.control import remove_waiting
 from jobs.runs.end_notices import tell_of, tell_shards_failed
 from jobs.runs.plans import names as run_names
@@ -56,7 +57,7 @@ class RunFolder:
         with writing(self.journal):
             self.storage.make_folder(self.journal)
             if self.has_success():  # it has ended since
-                self.storage.remove_folder(self.journal)
+                self.storage.remove(self.journal)
 
     def has_part(self, shard: int) -> bool:
         return self.storage.stat(self.plan.part_path(shard)) is not None
@@ -173,24 +174,20 @@ class RunFolder:
         reasons = recorded_reasons(self.state.connection, self.plan.run)
         summary = manifest_of(self.plan, map(self.part_stats, range(len(self.plan.shards))), reasons)
         manifest = json.dumps(summary, indent=2)
-        names = self._of_all_parts
-        temporary = {name: self.path(run_names.temporary_name(self.execution_id, name)) for name in names}
-        try:
-            with writing(self._path):
-                if not all(map(self._is_there, self._outputs)):
-                    write_output(self.storage, self.plan, [temporary[name] for name in self._outputs])
-                write_text(self.storage, temporary[run_names.REPORT], report_html(json.loads(manifest)))
-                write_text(self.storage, temporary[run_names.MANIFEST], manifest)
-                for name in names:
-                    self.storage.publish(temporary[name], self.path(name))
+        texts = {run_names.REPORT: report_html(json.loads(manifest)), run_names.MANIFEST: manifest}
+        write: dict[str, Callable[[Any], object]] = {
+            **{name: partial(write_output, self.storage, self.plan, name) for name in self._outputs},
+            **{name: partial(_write_text, text) for name, text in texts.items()},
+        }
+        with writing(self._path):
+            for name in self._of_all_parts:
+                if not self._is_there(name):
+                    self.storage.put(self.path(name), self.execution_id, write[name])
                     self._check_is_there(name)
-                remove_converted(self.storage, self.plan)
-                self._remove_leftovers()
-                self.storage.create(self.path(run_names.SUCCESS))
-                self._check_is_there(run_names.SUCCESS)
-        finally:
-            for path in temporary.values():
-                self.storage.remove(path)
+            remove_converted(self.storage, self.plan)
+            self._remove_leftovers()
+            self.storage.create(self.path(run_names.SUCCESS))
+            self._check_is_there(run_names.SUCCESS)
         return summary
 
     def _is_there(self, name: str) -> bool:
@@ -206,3 +203,7 @@ class RunFolder:
             for name in self.storage.names(folder):
                 if name.startswith(run_names.TEMPORARY_PREFIX):
                     self.storage.remove(os.path.join(folder, name))
+
+
+def _write_text(text: str, sink: Any) -> None:
+    sink.write(text.encode())

@@ -14,13 +14,29 @@ import pyarrow as pa
 from jobs.common.display import brief
 from jobs.context import JobContext
 from jobs.context.served_model import PinnedModel
-from jobs.errors import ColumnConflict, CorruptTable, InputBeingWritten, InputChanged, InputNotFound, SchemaMismatch
+from jobs.errors import (
+    ColumnConflict,
+    CorruptTable,
+    InputBeingWritten,
+    InputChanged,
+    InputError,
+    InputNotFound,
+    MissingColumn,
+    MixedFormats,
+    SchemaMismatch,
+    SearchTooLong,
+    WrongColumnType,
+)
+from jobs.parquet.asks.labels import content_free
 from jobs.parquet.files.fingerprint import GONE, check_unchanged, file_fingerprint
 from jobs.parquet.files.storage import Storage
 from jobs.parquet.formats.converted_inputs import scan
 from jobs.parquet.formats.converter import NAME_BYTES
 from jobs.parquet.formats.kinds import Kind, arrow_field, merged, merged_texts
-from jobs.parquet.tables.columns import with_added_fields
+from jobs.parquet.outputs.part import output_schema
+from jobs.parquet.planning.find_files import find_files
+from jobs.parquet.prompts.sources import row_source
+from jobs.parquet.tables.columns import ROW_NUMBER, with_added_fields
 from jobs.parquet.tables.table_reading import look_at
 from jobs.runs.plans.formats import HEADED, LINES, OPENAI_BATCH, PARQUET, one_format
 from jobs.runs.plans.partitions import AddedColumn, FoundFile, partition_columns
@@ -35,7 +51,7 @@ def read_inputs(
     context: JobContext, storage: Storage, spec: RunSpec, found: Sequence[FoundFile]
 ) -> tuple[Plan, pa.Schema]:
     """Look at each file up to the run's limit; return a new run's plan, and all columns that a template may name, in
-    the output's order. Raises InputError."""
+    the output's order. Raises InputError, also for columns that make no run."""
     look = _Look(storage, one_format((file.named or file.path for file in found), spec.input_format))
     left = spec.limit
     for each in found:
@@ -60,7 +76,9 @@ def read_inputs(
         repeated=repeated_rows(look.names, found[0].path) if look.format == OPENAI_BATCH else (),
         sizes=tuple(_num_bytes(look.groups[shard.file], shard) for shard in shards),
     )
-    return plan, with_added_fields(schema, columns)
+    schema = with_added_fields(schema, columns)
+    _check_columns(spec, schema, found[0].path)
+    return plan, schema
 
 
 def _num_bytes(groups: Sequence[tuple[int, int]], shard: Shard) -> int:
@@ -71,17 +89,36 @@ def _num_bytes(groups: Sequence[tuple[int, int]], shard: Shard) -> int:
     return round(num_bytes)
 
 
-def read_columns(
-    storage: Storage, found: Sequence[FoundFile], filename_column: str | None, input_format: str | None = None
-) -> pa.Schema | None:
-    """Return the run's columns as the first file tells; None for lines of text. Raises as read_inputs does."""
-    file_format = one_format((file.named or file.path for file in found), input_format)
-    if file_format in LINES - HEADED:
-        return None
-    path = found[0].path
-    schema = look_at(storage, path).schema if file_format == PARQUET else scan(storage, path, file_format, 0).schema
-    columns, _ = _added_columns(found, schema.names, filename_column)
-    return None if file_format in LINES else with_added_fields(schema, columns)
+def _check_columns(spec: RunSpec, schema: pa.Schema, path: str) -> None:
+    """Raise MissingColumn, WrongColumnType or ColumnConflict for columns, added ones included, that make no run."""
+    source = row_source(spec)
+    if spec.calibrate:
+        content_free(spec, source)  # raises once, and not in every shard
+    for column in source.columns:
+        if column not in schema.names:
+            raise MissingColumn(column, path, ", ".join(map(repr, schema.names)))
+    source.check(schema)
+    if spec.order is not None and ROW_NUMBER in schema.names:
+        raise ColumnConflict(ROW_NUMBER, "rename it in the input: a run in an order of its own adds it")
+    output_schema(schema, spec, path)
+
+
+def check_columns_here(spec: RunSpec) -> None:
+    """Raise what planning would, as far as the input's first file is on this machine and shows it."""
+    try:
+        storage = Storage(("/",))
+        found = find_files(storage, spec.input, spec.output, spec.input_format)
+        path, file_format = found[0].path, one_format((file.named or file.path for file in found), spec.input_format)
+        if file_format in LINES - HEADED:
+            return
+        look = look_at(storage, path) if file_format == PARQUET else scan(storage, path, file_format, 0)
+        columns, _ = _added_columns(found, look.schema.names, spec.filename_column)
+        if file_format not in LINES:
+            _check_columns(spec, with_added_fields(look.schema, columns), path)
+    except (ColumnConflict, MissingColumn, MixedFormats, SearchTooLong, WrongColumnType):
+        raise
+    except (InputError, OSError):  # the planning says so, if it finds the same
+        return
 
 
 class _Look:

@@ -3,7 +3,6 @@
 import os
 import time
 from collections.abc import Sequence
-from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
@@ -13,7 +12,6 @@ from jobs import errors
 from jobs.common.workers import read_workers
 from jobs.context import JobContext
 from jobs.context.served_model import PinnedModel
-from jobs.parquet.asks.labels import content_free
 from jobs.parquet.asks.row_keys import NO_KEYS
 from jobs.parquet.files.storage import Storage
 from jobs.parquet.formats.converted_inputs import convert_inputs, remove_converted
@@ -21,12 +19,10 @@ from jobs.parquet.outputs.part import embedding_size, output_schema, part_stats,
 from jobs.parquet.outputs.plan_file import begin_folder, create_plan, find_plan, load_plan
 from jobs.parquet.outputs.run_folder import RunFolder
 from jobs.parquet.planning.find_files import find_files
-from jobs.parquet.planning.inputs import check_as_planned, read_columns, read_inputs
-from jobs.parquet.planning.ordering import in_order
+from jobs.parquet.planning.inputs import check_as_planned, read_inputs
+from jobs.parquet.planning.own_rows import in_order
 from jobs.parquet.planning.reusing import remove_reused, with_reused
-from jobs.parquet.prompts.sources import row_source
-from jobs.parquet.reuse.key_file import write_keys
-from jobs.parquet.tables.columns import ROW_NUMBER
+from jobs.parquet.reuse.known_keys import write_keys
 from jobs.runs.plans.names import PLAN, SUCCESS
 from jobs.runs.plans.option_checks import check_served
 from jobs.runs.plans.partitions import FoundFile
@@ -98,41 +94,6 @@ def plan_run(context: JobContext, storage: Storage, spec: RunSpec, submission: S
     }
 
 
-def check_columns(spec: RunSpec, schema: pa.Schema, path: str) -> None:
-    """Raise MissingColumn, WrongColumnType or ColumnConflict for columns, added ones included, that make no run."""
-    source = row_source(spec)
-    if spec.calibrate:
-        content_free(spec, source)  # raises once, and not in every shard
-    for column in source.columns:
-        if column not in schema.names:
-            raise errors.MissingColumn(column, path, ", ".join(map(repr, schema.names)))
-    source.check(schema)
-    if spec.order is not None and ROW_NUMBER in schema.names:
-        raise errors.ColumnConflict(ROW_NUMBER, "rename it in the input: a run in an order of its own adds it")
-    output_schema(schema, spec, path)
-
-
-def check_columns_here(spec: RunSpec) -> None:
-    """Raise what planning would, as far as the input's first file is on this machine and shows it."""
-    with suppress(OSError):
-        try:
-            storage = Storage(("/",))
-            found = find_files(storage, spec.input, spec.output, spec.input_format)
-            schema = read_columns(storage, found, spec.filename_column, input_format=spec.input_format)
-            if schema is not None:
-                check_columns(spec, schema, found[0].path)
-        except (
-            errors.ColumnConflict,
-            errors.MissingColumn,
-            errors.MixedFormats,
-            errors.SearchTooLong,
-            errors.WrongColumnType,
-        ):
-            raise
-        except errors.InputError:  # the planning says so, if it finds the same
-            return
-
-
 def _agreed_plan(
     context: JobContext, storage: Storage, found: Sequence[FoundFile], spec: RunSpec, submission: Submission
 ) -> Plan:
@@ -141,8 +102,7 @@ def _agreed_plan(
     if plan is None:
         if spec.only_new and not submission.reuse:
             raise errors.InvalidJob("only_new leaves out what earlier runs have answered: name these with reuse")
-        plan, schema = read_inputs(context, storage, spec, found)
-        check_columns(spec, schema, found[0].path)
+        plan, _ = read_inputs(context, storage, spec, found)
         check_served(vars(spec), context.model)
         context.model.check_asked_for(submission.model)
         plan = replace(plan, second=second_model(context, spec, submission.queue))

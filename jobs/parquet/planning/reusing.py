@@ -15,14 +15,12 @@ from jobs.parquet.asks.kinds import ask_of, kind_of
 from jobs.parquet.asks.row_keys import SIZE, Keys, model_mark, row_keys
 from jobs.parquet.files.storage import Storage, writing
 from jobs.parquet.outputs.part import embedding_size
-from jobs.parquet.prompts.prompt_source import RowSource
-from jobs.parquet.prompts.sources import row_source
+from jobs.parquet.planning.own_rows import with_own_rows
 from jobs.parquet.reuse.known_keys import Places
 from jobs.parquet.reuse.old_runs import OldRuns
-from jobs.parquet.reuse.own_rows import rows_at, with_own_rows
 from jobs.parquet.reuse.taken_answers import BESIDE, write_taken
 from jobs.parquet.shards.shard_texts import rendered_shards
-from jobs.parquet.tables.row_buckets import RowBuckets
+from jobs.parquet.tables.row_groups import RowBuckets
 from jobs.runs.plans.names import kept_name
 from jobs.runs.plans.plan import Plan, Reused
 from jobs.runs.redis_state.submission import Submission
@@ -40,15 +38,14 @@ def with_reused(context: JobContext, storage: Storage, plan: Plan, submission: S
     seed = plan.seed if old.seed is None or "seed" in spec.sampling else old.seed
     reused = Reused(context.execution_id)
     plan = replace(plan, seed=seed, reused=reused)
-    source = row_source(spec, context.check_sampling)
-    asks = ask_of(plan, source, context), source
-    look_up = partial(match, context, storage, plan, asks, old, submission.reuse_from_any_model)
+    ask = ask_of(plan, context)
+    look_up = partial(match, context, storage, plan, ask, old, submission.reuse_from_any_model)
     matches = look_up()
     if spec.only_new:
         for _ in answers(old, matches, look_up, pa.schema([pa.field("error", pa.string())])):
             pass  # it leaves of matches those that have no error, and can be read
         fresh = np.flatnonzero(matches.places < 0)
-        plan = with_own_rows(storage, plan, fresh, rows_at(storage, plan, fresh))
+        plan = with_own_rows(context, storage, plan, fresh)
     else:
         fields = kind_of(spec).fields(spec, embedding_size(spec, context.model))
         beside_answers = pa.schema([*BESIDE, *fields])
@@ -59,7 +56,7 @@ def with_reused(context: JobContext, storage: Storage, plan: Plan, submission: S
                 taken.add(rows, pa.RecordBatch.from_arrays([*beside, *batch.columns], schema=beside_answers))
             write_taken(storage, plan, taken)
     runs = tuple(map(asdict, old.told))
-    return replace(plan, reused=Reused(reused.name, asks[0].keys.name, submission.reuse_from_any_model, runs))
+    return replace(plan, reused=Reused(reused.name, ask.keys.name, submission.reuse_from_any_model, runs))
 
 
 def remove_reused(storage: Storage, plan: Plan, first: Plan) -> None:
@@ -87,13 +84,12 @@ def match(
     context: JobContext,
     storage: Storage,
     plan: Plan,
-    asks: tuple[Ask, RowSource],
+    ask: Ask,
     old: OldRuns,
     any_model: bool,
     found: Matches | None = None,
 ) -> Matches:
     """Look up each row of a plan, whose inputs can be read. found: has no match of those that are looked up again."""
-    ask, source = asks
     marks = model_mark(context.model.fingerprint)
     if plan.second is not None:
         marks = np.concatenate([marks, model_mark(plan.second.fingerprint)])
@@ -101,7 +97,7 @@ def match(
         marks = np.concatenate([marks, old.marks])  # its own answers first
     found = found or Matches(np.full(plan.rows, -1, np.int64), np.zeros(plan.rows, np.uint16), marks)
     repeated = np.array(plan.repeated, np.int64)  # ascending
-    for start, rows in rendered_shards(context, storage, plan, source):
+    for start, rows in rendered_shards(context, storage, plan, ask.source):
         places, models = found.places[start : start + len(rows)], found.models[start : start + len(rows)]
         keys = row_keys(ask.key_of, rows)
         asked: npt.NDArray[np.bool_] = np.any(keys, axis=1)

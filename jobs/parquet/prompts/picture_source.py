@@ -1,19 +1,23 @@
-"""Prompts with pictures of columns."""
+"""Prompts with pictures of columns, which may lie in files."""
 
 import json
+import os
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import chain
 from secrets import token_hex
 from typing import Any
 
 import pyarrow as pa
 
-from jobs.errors import InvalidJob, WrongColumnType
+from jobs.common.display import brief
+from jobs.context import JobContext
+from jobs.errors import InputNotFound, InvalidJob, InvalidValue, PathSwapped, WrongColumnType
+from jobs.parquet.files.storage import Storage, reading
 from jobs.parquet.prompts.prompt_source import PromptSource
 from jobs.parquet.tables.columns import is_bytes, is_list, is_text
 from jobs.parquet.tables.row_values import RowProblem
-from jobs.prompts.pictures import Picture, picture_of
+from jobs.prompts.pictures import MAX_BYTES, Picture, picture_of
 from jobs.tasks import Parts
 
 #: What a template may call the only column of pictures.
@@ -113,3 +117,23 @@ def _put_first(messages: Parts, pictures: Parts) -> None:
         raise RowProblem("there is no message of the user's that could hold the picture")
     content = message["content"]
     message["content"] = [*pictures, *(content if isinstance(content, list) else _text(content))]
+
+
+def picture_reader(context: JobContext, folder: str | None = "") -> Callable[[str], bytes]:
+    """Return what reads the file of a path or URI. folder: of relative paths; None where rows have several."""
+    storage = Storage.of(context)
+
+    def read(path: str) -> bytes:
+        is_relative = not path.startswith("/") and "://" not in path
+        if is_relative and folder is None:
+            raise InvalidValue("{} is relative, and rows of several folders were put together: name it whole", path)
+        path = storage.resolve(os.path.join(folder or "", path) if is_relative else path)
+        try:
+            with reading(path), storage.open_input(path) as file:
+                if (size := file.size()) > MAX_BYTES:
+                    raise InvalidValue(f"{{}} has {size} bytes, more than the limit of {MAX_BYTES}", brief(path))
+                return bytes(file.read())
+        except (InputNotFound, PathSwapped, PermissionError):
+            raise InvalidValue("there is no picture at {}, or it may not be read", brief(path)) from None
+
+    return read

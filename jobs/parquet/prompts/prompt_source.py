@@ -82,46 +82,40 @@ class PromptSource(abc.ABC):
 
 
 class ColumnSource(PromptSource):
-    """One column whose values are prompts. of: makes one, or raises RowProblem. expected: the types that it takes."""
+    """Columns whose values are prompts. of: makes one, or raises RowProblem. expected: the types that it takes."""
 
     def __init__(
-        self, column: str, of: Callable[[Any], str | Parts], fits: Callable[[pa.DataType], bool], expected: str
+        self, columns: Sequence[str], of: Callable[..., str | Parts], fits: Callable[[pa.DataType], bool], expected: str
     ) -> None:
-        self.columns = (column,)
+        self.columns = tuple(columns)
         self._of, self._fits, self._expected = of, fits, expected
 
     def check(self, schema: pa.Schema) -> None:
-        (column,) = self.columns
-        if not self._fits(kind := schema.field(column).type):
-            raise WrongColumnType(column, kind, self._expected)
+        for column in self.columns:
+            if not self._fits(kind := schema.field(column).type):
+                raise WrongColumnType(column, kind, self._expected)
 
     def render(self, values: Mapping[str, Any]) -> str | Parts:
-        (value,) = values.values()
-        return self._of(value)
-
-
-class PairSource(PromptSource):
-    """Two columns of texts. A row's prompt is the JSON of both."""
-
-    def __init__(self, first: str, second: str) -> None:
-        self.columns = (first, second)
-
-    def check(self, schema: pa.Schema) -> None:
-        for column in self.columns:
-            if not is_text(kind := schema.field(column).type):
-                raise WrongColumnType(column, kind, "text")
-
-    def render(self, values: Mapping[str, Any]) -> str:
-        return json.dumps([checked_text(values[column], f"column {column!r}") for column in self.columns])
+        return self._of(*values.values())
 
 
 def prompt_column(column: str) -> ColumnSource:
-    return ColumnSource(column, checked_text, is_text, "text")
+    return ColumnSource([column], checked_text, is_text, "text")
+
+
+def prompt_pair(*columns: str) -> ColumnSource:
+    """Return the source of two columns of texts. A row's prompt is the JSON of both."""
+
+    def pair(*texts: Any) -> str:
+        named = zip(texts, columns, strict=True)
+        return json.dumps([checked_text(text, f"column {column!r}") for text, column in named])
+
+    return ColumnSource(columns, pair, is_text, "text")
 
 
 def messages_column(column: str) -> ColumnSource:
     """Return the source of a column of chats: lists of structs with role and content, or the same as JSON text."""
-    return ColumnSource(column, _chat, _may_be_chat, "a list of structs with role and content, or their JSON")
+    return ColumnSource([column], _chat, _may_be_chat, "a list of structs with role and content, or their JSON")
 
 
 def _may_be_chat(kind: pa.DataType) -> bool:

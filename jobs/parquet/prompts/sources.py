@@ -1,5 +1,7 @@
-"""Which source of rows a run's arguments name."""
+"""Which source of rows a run's arguments name; lines of OpenAI's batch files have one of their own."""
 
+import json
+from base64 import b64encode
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -9,14 +11,16 @@ from jobs.context import accept_any_sampling
 from jobs.errors import ColumnConflict
 from jobs.parquet.prompts import prompt_source
 from jobs.parquet.prompts.jinja_source import JinjaSource
-from jobs.parquet.prompts.line_source import LineSource
 from jobs.parquet.prompts.picture_source import PictureSource
-from jobs.parquet.prompts.prompt_source import RowSource
+from jobs.parquet.prompts.prompt_source import Row, RowSource
 from jobs.parquet.prompts.row_sampling import RowSampling
+from jobs.parquet.tables.columns import is_text
 from jobs.parquet.tables.row_values import RowProblem
+from jobs.prompts.pictures import ReadFile, is_url, loaded
 from jobs.runs.plans.formats import OPENAI_BATCH
 from jobs.runs.plans.prompt_steps import PromptStep, Template
 from jobs.runs.plans.spec import RunSpec
+from jobs.tasks import Parts
 
 
 def row_source(spec: RunSpec, check_sampling: Callable[[Mapping[str, Any]], None] = accept_any_sampling) -> RowSource:
@@ -46,7 +50,7 @@ def _prompts(spec: RunSpec) -> prompt_source.PromptSource:
     if spec.template is not None:
         return prompt_source.TemplateSource(Template.parse(spec.template), spec.defaults)
     if spec.query_column is not None and spec.document_column is not None:
-        return prompt_source.PairSource(spec.query_column, spec.document_column)
+        return prompt_source.prompt_pair(spec.query_column, spec.document_column)
     if spec.messages_column is not None:
         return prompt_source.messages_column(spec.messages_column)
     assert spec.prompt_column is not None
@@ -80,3 +84,35 @@ class _FirstStep(prompt_source.TemplateSource):
             return super().render(values)
         except RowProblem as problem:
             raise RowProblem(f"prompt {self._names[0]!r}: {problem}") from None
+
+
+class LineSource(prompt_source.ColumnSource):
+    """Each line is its own JSON, which may be longer than a prompt; a picture's path in it becomes a data: URL."""
+
+    def __init__(self) -> None:
+        super().__init__(["request"], _line, is_text, "JSON")
+
+    def pictured(self, prompt: Parts, read: ReadFile) -> Row:
+        paths: list[dict[str, Any]] = []
+
+        def note(part: dict[str, Any]) -> dict[str, Any]:
+            found = part.get("image_url")
+            shown = part["image_url"] = {"url": found} if isinstance(found, str) else found
+            if isinstance(shown, dict) and isinstance(url := shown.get("url"), str) and not is_url(url):
+                paths.append(shown)
+            return part
+
+        text = prompt[0]["line"]
+        try:
+            line = json.loads(text, object_hook=lambda each: note(each) if each.get("type") == "image_url" else each)
+        except (ValueError, RecursionError):
+            return Row(text)  # what is wrong with it is told once it is asked
+        for shown, file in zip(paths, loaded([each["url"] for each in paths], read), strict=True):
+            shown["url"] = f"data:image/file;base64,{b64encode(file).decode()}"
+        return Row(json.dumps(line) if paths else text)
+
+
+def _line(text: Any) -> str | Parts:
+    if text is None:
+        raise RowProblem("there is no request")
+    return [{"line": text}] if "image_url" in text else str(text)

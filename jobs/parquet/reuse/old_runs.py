@@ -14,8 +14,7 @@ from jobs.parquet.asks.row_keys import NO_KEYS, Keys, as_keys, model_mark
 from jobs.parquet.files.storage import Storage
 from jobs.parquet.outputs.part import read_part_stats
 from jobs.parquet.outputs.plan_file import load_plan
-from jobs.parquet.reuse.key_file import MAX_MODELS, read_keys
-from jobs.parquet.reuse.known_keys import KnownKeys, Places
+from jobs.parquet.reuse.known_keys import MAX_MODELS, KnownKeys, Places, read_keys
 from jobs.parquet.reuse.taken_answers import KEY, ROW, UNREADABLE
 from jobs.parquet.tables.columns import ColumnChoice
 from jobs.parquet.tables.table_reading import TableReading

@@ -28,7 +28,7 @@ from jobs.parquet.files.storage import Storage, writing
 from jobs.parquet.outputs.part import answer_column
 from jobs.parquet.outputs.run_folder import RunFolder
 from jobs.parquet.tables.columns import ColumnChoice
-from jobs.parquet.tables.row_buckets import RowBuckets
+from jobs.parquet.tables.row_groups import RowBuckets
 from jobs.parquet.tables.table_reading import TableReading
 from jobs.runs.plans.names import JOURNAL
 from jobs.runs.plans.plan import Plan

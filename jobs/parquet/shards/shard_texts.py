@@ -9,12 +9,12 @@ import pyarrow as pa
 from jobs.context import JobContext
 from jobs.context.shared_files import ShardBytes
 from jobs.errors import ShardTooLarge
-from jobs.parquet.files.picture_files import picture_reader
 from jobs.parquet.files.storage import Storage
+from jobs.parquet.prompts.picture_source import picture_reader
 from jobs.parquet.prompts.prompt_source import Row, RowSource
-from jobs.parquet.tables.columns import ColumnChoice, with_added_values
-from jobs.parquet.tables.row_reader import RowReader
+from jobs.parquet.tables.columns import ALL_COLUMNS, ColumnChoice, with_added_values
 from jobs.parquet.tables.row_values import RowProblem
+from jobs.parquet.tables.table_reading import RowReader
 from jobs.runs.plans.plan import Plan, Shard
 
 #: What a row takes besides its texts: itself, its places in lists, or the reason why it has none.
@@ -93,17 +93,25 @@ def rendered_shards(
 ) -> Iterator[tuple[int, list[Row | RowProblem]]]:
     """Yield the rows of each shard that holds one of `only`, with the number of its first. Raises InputError."""
     shards = range(len(plan.shards)) if only is None else plan.shards_of(only)
+    for number, reader in shard_readers(storage, plan, shards, ColumnChoice(source.columns)):
+        shard = plan.shards[number]
+        texts = ShardTexts(plan.files[shard.file].path, source.columns, ShardBytes(context.shard_bytes.limit))
+        texts.add(shard_rows(context, plan, shard, reader, source))
+        yield plan.first_row(number), texts.gathered()
+
+
+def shard_readers(
+    storage: Storage, plan: Plan, shards: Iterable[int], columns: ColumnChoice = ALL_COLUMNS
+) -> Iterator[tuple[int, RowReader]]:
+    """Yield each shard with rows, and a reader that has not passed it: the one before's, where it leads on."""
     reader, file = None, -1
     with ExitStack() as readers:
         for number in shards:
             shard = plan.shards[number]
             if not shard.rows:
                 continue
-            planned = plan.files[shard.file]
             if reader is None or shard.file != file or not reader.reaches(shard):
                 readers.close()
-                choice, file = ColumnChoice(source.columns), shard.file
-                reader = readers.enter_context(closing(RowReader(storage, plan.rows_path(planned), shard, choice)))
-            texts = ShardTexts(planned.path, source.columns, ShardBytes(context.shard_bytes.limit))
-            texts.add(shard_rows(context, plan, shard, reader, source))
-            yield plan.first_row(number), texts.gathered()
+                file, path = shard.file, plan.rows_path(plan.files[shard.file])
+                reader = readers.enter_context(closing(RowReader(storage, path, shard, columns)))
+            yield number, reader

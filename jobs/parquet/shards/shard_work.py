@@ -23,16 +23,15 @@ from jobs.parquet.files.storage import Storage
 from jobs.parquet.outputs import part
 from jobs.parquet.outputs.run_folder import RunFolder
 from jobs.parquet.prompts.prompt_source import Row
-from jobs.parquet.prompts.sources import row_source
-from jobs.parquet.reuse.key_file import write_keys
+from jobs.parquet.reuse.known_keys import write_keys
 from jobs.parquet.reuse.taken_answers import has_kept, keep_answers, kept_answers, taken_answers
 from jobs.parquet.shards.rows_task import RowsTask, check_model, trusted_plan
 from jobs.parquet.shards.shard_journal import ShardJournal
 from jobs.parquet.shards.shard_requests import ShardRequests
 from jobs.parquet.shards.shard_texts import ShardTexts, shard_batches, shard_rows
 from jobs.parquet.tables.columns import ColumnChoice, with_added_fields
-from jobs.parquet.tables.row_reader import RowReader
 from jobs.parquet.tables.row_values import RowProblem
+from jobs.parquet.tables.table_reading import RowReader
 from jobs.runs.plans.plan import PlannedFile, Shard
 from jobs.runs.plans.spec import check_queue_name
 from jobs.runs.redis_state.shard_jobs import enqueue_shards
@@ -214,11 +213,10 @@ class ShardWork(RowsTask):
 
     def _read_requests(self) -> ShardRequests:
         plan, context = self._folder.plan, self._context
-        source = row_source(plan.spec, context.check_sampling)
-        self._texts = texts = ShardTexts(self._file.path, source.columns, context.shard_bytes)
-        with self._reader(ColumnChoice(source.columns)) as reader:
-            texts.add(shard_rows(context, plan, self._shard, reader, source))
-        ask, first_row = ask_of(plan, source, context), plan.first_row(self._number)
+        ask, first_row = ask_of(plan, context), plan.first_row(self._number)
+        self._texts = texts = ShardTexts(self._file.path, ask.source.columns, context.shard_bytes)
+        with self._reader(ColumnChoice(ask.source.columns)) as reader:
+            texts.add(shard_rows(context, plan, self._shard, reader, ask.source))
         rows: list[Row | RowProblem | Answer] = [*texts.gathered()]
         self._keys = row_keys(ask.key_of, rows)
         mark = model_mark(context.model.fingerprint)

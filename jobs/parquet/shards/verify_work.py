@@ -23,8 +23,7 @@ from jobs.parquet.formats.converted_inputs import converted_for_now
 from jobs.parquet.outputs.output_file import part_rows
 from jobs.parquet.outputs.part import read_part_stats
 from jobs.parquet.prompts.prompt_source import Row
-from jobs.parquet.prompts.sources import row_source
-from jobs.parquet.reuse.key_file import read_keys
+from jobs.parquet.reuse.known_keys import read_keys
 from jobs.parquet.shards.rows_task import RowsTask, check_model, trusted_plan
 from jobs.parquet.shards.shard_requests import ShardRequests
 from jobs.parquet.shards.shard_texts import ShardTexts, rendered_shards
@@ -71,11 +70,10 @@ class VerifyWork(RowsTask):
         those that have others are left out. Raises RunOfAnotherModel, RunError or NoRoomYet."""
         check_model(plan, context.model)
         context.checks.admit(plan.spec.repairs)
-        wanted, source = self._recorded.keys(), row_source(plan.spec, context.check_sampling)
+        wanted, ask = self._recorded.keys(), ask_of(plan, context)
         files = {plan.shards[shard].file for shard in plan.shards_of(wanted)}
-        self._texts = texts = ShardTexts(plan.spec.output, source.columns, context.shard_bytes, "ask fewer rows")
+        self._texts = texts = ShardTexts(plan.spec.output, ask.source.columns, context.shard_bytes, "ask fewer rows")
         try:
-            ask = ask_of(plan, source, context)
             with ExitStack() as stack:
                 limit = context.shard_bytes.limit
                 storage, plan = stack.enter_context(converted_for_now(storage, plan, files, limit))
@@ -83,7 +81,7 @@ class VerifyWork(RowsTask):
                     file = plan.files[number]
                     file = replace(file, path=storage.resolve(file.path))
                     stack.enter_context(unchanged(storage, plan, file))
-                for start, rendered in rendered_shards(context, storage, plan, source, wanted):
+                for start, rendered in rendered_shards(context, storage, plan, ask.source, wanted):
                     for number, row in enumerate(rendered, start):
                         if number not in wanted:
                             continue

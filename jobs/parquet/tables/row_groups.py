@@ -1,11 +1,23 @@
-"""Tables written as Parquet, in row groups of a size: a footer of many takes longer to read than its rows."""
+"""Rows put together: into row groups of a size, as a footer of many takes longer to read than its rows, or sorted.
 
+They are sorted on this machine's disk, some neighbours at a time in memory.
+"""
+
+from __future__ import annotations
+
+import os
+import tempfile
 from collections.abc import Iterable, Iterator
+from contextlib import ExitStack
 from itertools import chain, islice
-from typing import Any
+from typing import Any, TypeVar
 
+import numpy as np
+import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.parquet as pq
+
+T = TypeVar("T")
 
 #: Rows and bytes after which a row group ends; so many bytes have the batches that a worker gets, too.
 GROUP_ROWS, GROUP_BYTES = 1 << 16, 1 << 23
@@ -13,7 +25,8 @@ GROUP_ROWS, GROUP_BYTES = 1 << 16, 1 << 23
 
 def write_groups(sink: Any, schema: pa.Schema | None, batches: Iterable[pa.RecordBatch]) -> list[int]:
     """Write rows as Parquet; return how many each row group has. schema: is needed where there may be no row."""
-    tables, groups = _groups(batches), list[int]()
+    cut = ((piece.num_rows, piece.nbytes, piece) for batch in batches for piece in pieces(batch))
+    tables, groups = (pa.Table.from_batches(each) for _, _, each in grouped(cut)), list[int]()
     first = list(islice(tables, 1))
     with pq.ParquetWriter(sink, schema or first[0].schema) as writer:
         for table in chain(first, tables):
@@ -22,20 +35,75 @@ def write_groups(sink: Any, schema: pa.Schema | None, batches: Iterable[pa.Recor
     return groups
 
 
-def _groups(batches: Iterable[pa.RecordBatch]) -> Iterator[pa.Table]:
-    waiting, rows, size = list[pa.RecordBatch](), 0, 0
-    for batch in batches:
-        for piece in pieces(batch):
-            waiting.append(piece)
-            rows, size = rows + piece.num_rows, size + piece.nbytes
-            if rows >= GROUP_ROWS or size >= GROUP_BYTES:
-                yield pa.Table.from_batches(waiting)
-                waiting, rows, size = [], 0, 0
-    if waiting:
-        yield pa.Table.from_batches(waiting)
+def grouped(slices: Iterable[tuple[int, int, T]]) -> Iterator[tuple[int, int, list[T]]]:
+    """Put slices, each behind its rows and bytes, together to row groups; yield these likewise."""
+    rows, size, taken = 0, 0, list[T]()
+    for own_rows, own_size, each in slices:
+        taken.append(each)
+        rows, size = rows + own_rows, size + own_size
+        if rows >= GROUP_ROWS or size >= GROUP_BYTES:
+            yield rows, size, taken
+            rows, size, taken = 0, 0, []
+    if taken:
+        yield rows, size, taken
 
 
 def pieces(batch: pa.RecordBatch) -> Iterator[pa.RecordBatch]:
     """Cut a batch into pieces of GROUP_BYTES, where they have more than one row."""
     rows = max(1, batch.num_rows * GROUP_BYTES // max(GROUP_BYTES, batch.nbytes))
     return (batch.slice(start, rows) for start in range(0, batch.num_rows, rows))
+
+
+BUCKET_ROWS, MAX_BUCKETS = 1 << 12, 256
+
+#: Rows and bytes that are handed to the files at once, and rows that are read at once.
+BATCH_ROWS, BATCH_BYTES, READ_ROWS = 1 << 16, 1 << 25, 1 << 14
+
+_PLACE = pa.field("\0place", pa.int64())
+
+
+class RowBuckets:
+    """Takes rows in any order, and yields them by their places. Used in a `with` block."""
+
+    def __init__(self, rows: int) -> None:
+        self._size = max(BUCKET_ROWS, -(-rows // MAX_BUCKETS))
+        self._waiting, self._rows, self._bytes = list[pa.RecordBatch](), 0, 0
+        self._streams: dict[int, tuple[str, Any]] = {}
+        self._stack = ExitStack()
+
+    def __enter__(self) -> RowBuckets:
+        self._folder = self._stack.enter_context(tempfile.TemporaryDirectory(prefix="tokenmill-"))
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._stack.close()
+
+    def add(self, places: npt.NDArray[np.int64], batch: pa.RecordBatch) -> None:
+        schema = batch.schema.append(_PLACE)
+        self._waiting.append(pa.RecordBatch.from_arrays([*batch.columns, pa.array(places)], schema=schema))
+        self._rows, self._bytes = self._rows + batch.num_rows, self._bytes + int(batch.nbytes)
+        if self._rows > BATCH_ROWS or self._bytes > BATCH_BYTES:
+            self._flush()
+
+    def sorted(self) -> Iterator[pa.Table]:
+        self._flush()
+        for _, (path, stream) in sorted(self._streams.items()):
+            stream.close()
+            with pa.memory_map(path) as source:
+                table = pa.ipc.open_stream(source).read_all()
+                order = np.argsort(table[_PLACE.name].to_numpy())
+                for start in range(0, len(order), READ_ROWS):
+                    yield table.take(order[start : start + READ_ROWS]).drop_columns([_PLACE.name])
+            os.remove(path)
+
+    def _flush(self) -> None:
+        if not self._waiting:
+            return
+        table = pa.Table.from_batches(self._waiting)
+        self._waiting, self._rows, self._bytes = [], 0, 0
+        buckets = table[_PLACE.name].to_numpy() // self._size
+        for bucket in map(int, np.unique(buckets)):
+            if bucket not in self._streams:
+                path = os.path.join(self._folder, str(bucket))
+                self._streams[bucket] = path, self._stack.enter_context(pa.ipc.new_stream(path, table.schema))
+            self._streams[bucket][1].write_table(table.filter(pa.array(buckets == bucket)))

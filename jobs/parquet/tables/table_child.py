@@ -7,7 +7,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from jobs.errors import CorruptParquet, JobsError
-from jobs.parquet.files.fetched_file import FETCH_BYTES, FetchedFile
+from jobs.parquet.files.filesystem import FETCH_BYTES, FetchedFile
 from jobs.parquet.files.storage import reading
 from jobs.parquet.tables.columns import ColumnChoice
 from jobs.parquet.tables.row_groups import GROUP_BYTES, pieces

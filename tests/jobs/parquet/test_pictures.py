@@ -50,7 +50,7 @@ def _letter(part: Any) -> str:
 
 @pytest.fixture
 def make_context(make_context: MakeContext) -> MakeContext:
-    from jobs.parquet.files.picture_files import picture_reader
+    from jobs.parquet.prompts.picture_source import picture_reader
 
     return lambda: replace(make_context(), picture_reader=picture_reader)
 

@@ -19,7 +19,7 @@ from jobs.context.shared_files import SharedFiles
 from jobs.parquet.files.storage import Storage
 from jobs.parquet.planning import find_files as search
 from jobs.parquet.planning.find_files import Search, find_files
-from jobs.parquet.planning.planner import check_columns_here
+from jobs.parquet.planning.inputs import check_columns_here
 from jobs.runs.plans.prompt_steps import MAX_SHARD_PIECES
 from jobs.runs.plans.spec import RunSpec
 from tests.jobs.answering import run_task, score_parquet

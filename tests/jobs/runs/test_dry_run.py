@@ -17,7 +17,7 @@ from redis import Redis
 from jobs.cli.trial_commands import dry_run_lines
 from jobs.context.served_model import PromptMeter
 from jobs.errors import InvalidJob, MissingColumn
-from jobs.parquet.planning.survey import NUM_TRIED
+from jobs.parquet.planning.survey import MAX_TRIED
 from jobs.tasks import Request
 from tests.jobs.answering import Answer, FakeCompletion, run_task, score_parquet, shout, work_off
 from tests.jobs.conftest import MakeContext
@@ -82,7 +82,7 @@ def test_tokens_are_estimated_within_15_percent_on_skewed_files(
     columns, arguments = make(random.Random(5))
     pq.write_table(pa.table(columns), tmp_path / "in.parquet")
     told = survey(context, tmp_path / "in.parquet", written, **arguments)
-    assert told["num_tried"] <= NUM_TRIED
+    assert told["num_tried"] <= MAX_TRIED
     score_parquet(context(), str(tmp_path / "in.parquet"), str(tmp_path / "out"), **arguments)
     shared = context()
     work_off(redis, lambda: replace(context(), answers=shared.answers), answer=written)

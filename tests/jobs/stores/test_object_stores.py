@@ -120,7 +120,7 @@ def test_of_two_executions_of_a_shard_one_puts_its_part_in_place(s3: S3, context
     finish(slow)
     assert s3.get("data/out/part-00000.parquet") == before
     assert not [key for key in s3.names() if "_tmp" in key]
-    storage.open_output(f"{ROOT}/out/_tmp.x").close()
+    storage.create(f"{ROOT}/out/_tmp.x")
     assert storage.publish(f"{ROOT}/out/_tmp.x", f"{ROOT}/out/part-00000.parquet") is False
     assert s3.get("data/out/part-00000.parquet") == before
 

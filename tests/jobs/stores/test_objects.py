@@ -13,7 +13,7 @@ pytest.importorskip("moto", reason="moto, a server of the S3 protocol for tests,
 from jobs import errors
 from jobs.context import JobContext
 from jobs.parquet.files import object_files
-from jobs.parquet.files.fetched_file import FetchedFile
+from jobs.parquet.files.filesystem import FetchedFile
 from jobs.parquet.files.storage import Storage
 from tests.jobs.conftest import MakeContext
 from tests.jobs.s3_server import S3, FaultyProxy

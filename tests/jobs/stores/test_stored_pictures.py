@@ -11,7 +11,7 @@ import pytest
 pytest.importorskip("obstore", reason="the extra `cloud` is not installed")
 pytest.importorskip("moto", reason="moto, a server of the S3 protocol for tests, is not installed")
 
-from jobs.parquet.files.picture_files import picture_reader
+from jobs.parquet.prompts.picture_source import picture_reader
 from jobs.tasks import Request
 from tests.jobs.answering import FakeCompletion, score_parquet, work_off
 from tests.jobs.conftest import MakeContext
