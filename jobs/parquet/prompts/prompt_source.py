@@ -96,7 +96,7 @@ class ColumnSource(PromptSource):
                 raise WrongColumnType(column, kind, self._expected)
 
     def render(self, values: Mapping[str, Any]) -> str | Parts:
-        return self._of(*values.values())
+        return self._of(*(values[column] for column in self.columns))
 
 
 def prompt_column(column: str) -> ColumnSource:

@@ -80,6 +80,14 @@ def test_rows_of_queries_and_documents_are_ranked_by_a_cross_encoder(runs: Runs)
     }
 
 
+def test_a_text_may_be_its_own_query(runs: Runs) -> None:
+    serve(runs, "relevant")
+    pq.write_table(pa.table({"id": [0], "q": ["abc"]}), runs.source)
+    runs.plan(task="rerank", query_column="q", document_column="q")
+    runs.work(scored)
+    assert rows_of(runs)[0]["score"] == 0.3
+
+
 def test_a_model_without_a_head_is_asked_for_yes_or_no(runs: Runs) -> None:
     pq.write_table(pa.table({"id": [0], "query": ["one"], "document": ["a text"]}), runs.source)
     asked: list[Request] = []
