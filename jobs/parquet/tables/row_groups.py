@@ -91,9 +91,12 @@ class RowBuckets:
             stream.close()
             with pa.memory_map(path) as source:
                 table = pa.ipc.open_stream(source).read_all()
-                order = np.argsort(table[_PLACE.name].to_numpy())
-                for start in range(0, len(order), READ_ROWS):
-                    yield table.take(order[start : start + READ_ROWS]).drop_columns([_PLACE.name])
+                ranks = np.argsort(np.argsort(table[_PLACE.name].to_numpy()))
+                rows = min(READ_ROWS, max(1, len(ranks) * BATCH_BYTES // max(1, table.nbytes)))
+                for start in range(0, len(ranks), rows):
+                    # First: a column that is put in order is put together, and holds at most 2 GiB of text then.
+                    some = table.filter(pa.array((ranks >= start) & (ranks < start + rows)))
+                    yield some.take(np.argsort(some[_PLACE.name].to_numpy())).drop_columns([_PLACE.name])
             os.remove(path)
 
     def _flush(self) -> None:

@@ -7,6 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
@@ -18,6 +19,7 @@ from jobs.parquet.files.storage import Storage
 from jobs.parquet.planning import planner
 from jobs.parquet.reuse import old_runs
 from jobs.parquet.reuse.old_runs import OldRuns
+from jobs.parquet.tables import row_groups
 from jobs.runs.plans.plan import Plan
 from jobs.tasks import Request
 from tests.jobs.answering import FakeCompletion, refuse, run_task, shout
@@ -292,6 +294,17 @@ def test_new_rows_lie_together(runs: Runs, old: Path, monkeypatch: pytest.Monkey
     runs.plan(output=old.with_name("new"), only_new=True, reuse=[str(old)], sampling=GREEDY)
     (path,) = (old.with_name("new") / "_input").iterdir()
     assert pq.read_metadata(path).num_row_groups == 1
+
+
+def test_large_rows_are_put_in_order_some_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(row_groups, "BATCH_BYTES", 4000)
+    places = np.array([5, 2, 7, 0, 3, 6, 1, 4])
+    with row_groups.RowBuckets(8) as buckets:
+        for place in places:
+            buckets.add(np.array([place]), pa.record_batch({"text": [str(place) * 1000]}))
+        tables = list(buckets.sorted())
+    assert [text[0] for table in tables for text in table["text"].to_pylist()] == list("01234567")
+    assert max(table.num_rows for table in tables) < 4, "Arrow puts no more than 2 GiB of texts in order"
 
 
 def test_no_answer_is_copied_for_rows_that_others_have(runs: Runs, monkeypatch: pytest.MonkeyPatch) -> None:
