@@ -94,8 +94,9 @@ class RowBuckets:
                 ranks = np.argsort(np.argsort(table[_PLACE.name].to_numpy()))
                 rows = min(READ_ROWS, max(1, len(ranks) * BATCH_BYTES // max(1, table.nbytes)))
                 for start in range(0, len(ranks), rows):
-                    # First: a column that is put in order is put together, and holds at most 2 GiB of text then.
-                    some = table.filter(pa.array((ranks >= start) & (ranks < start + rows)))
+                    # Few at a time: a column is put together before it is put in order, and holds 2 GiB of text then.
+                    is_next = (ranks >= start) & (ranks < start + rows)
+                    some = table if is_next.all() else table.filter(pa.array(is_next))
                     yield some.take(np.argsort(some[_PLACE.name].to_numpy())).drop_columns([_PLACE.name])
             os.remove(path)
 

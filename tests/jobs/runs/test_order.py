@@ -2,6 +2,8 @@
 
 import json
 import random
+from contextlib import nullcontext
+from dataclasses import replace
 from itertools import groupby
 from pathlib import Path
 from typing import Any
@@ -10,9 +12,10 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from jobs.errors import ColumnConflict, InvalidJob, NewRowsGone
+from jobs.context.shared_files import ShardBytes
+from jobs.errors import ColumnConflict, InvalidJob, NewRowsGone, ShardTooLarge
 from jobs.parquet.outputs.read_back import FolderReader
-from tests.jobs.answering import run_task
+from tests.jobs.answering import run_task, score_parquet
 from tests.jobs.local_runs import Runs
 from tests.jobs.runs.test_reuse import BAD, Asked
 
@@ -113,6 +116,15 @@ def test_a_run_goes_on_where_it_was(runs: Runs, folder: Path) -> None:
         path.unlink()
     with pytest.raises(NewRowsGone):
         runs.plan(folder, unfinished, order="prefix", **OPTIONS)
+
+
+@pytest.mark.parametrize("limit", [1 << 20, 1 << 40])
+def test_what_a_shard_may_read_is_what_the_worker_says(runs: Runs, monkeypatch: pytest.MonkeyPatch, limit: int) -> None:
+    monkeypatch.setattr("jobs.parquet.tables.table_reading.SHARD_TIMES", 2**-20)
+    runs.write(["a", "b"], wide=["x" * 1000] * 2)
+    context = replace(runs.context(), shard_bytes=ShardBytes(limit))
+    with nullcontext() if limit > 1 << 30 else pytest.raises(ShardTooLarge):
+        score_parquet(context, str(runs.source), str(runs.output), order="prefix")
 
 
 def test_what_cannot_be_is_refused(runs: Runs) -> None:
