@@ -1,4 +1,4 @@
-"""A look at a run before it is one: all prompts are counted, and some are answered, whose time is taken."""
+"""A look at a run before it is one: all prompts are counted, some are answered, and a batch of these is timed."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ from jobs.parquet.shards.shard_texts import rendered_shards
 from jobs.parquet.tables.row_values import RowProblem
 from jobs.runs.plans.spec import RunSpec
 from jobs.runs.statistics.reasons import Reasons
-from jobs.tasks import Request
+from jobs.tasks import Completion, Request
 
 #: Requests that a dry run has answered: a full batch of the worker's, within these.
 MIN_TRIED, MAX_TRIED = 64, 256
@@ -99,19 +99,46 @@ class SurveyWork(RowsTask):
         self._tried = tried = [(each, texts[each.row]) for each in chosen if each.row in texts]
         rows_asked = [row for _, row in tried] if has_answers else []
         self._requests = ShardRequests(rows_asked, ask, lambda row: tried[row][0].row)
-        # Of a dry run's prompts, so that no earlier one has brought them into the cache; equal, so that they share it.
-        self._beginning = token_hex(2) if first is None else ""
-        self._began_at = time.monotonic()
+        self._sent, self._is_dry = list[Request](), first is None
+        self._began_at = self._seconds = self._timed_tokens = 0.0
 
     def requests(self) -> Iterator[Request]:
+        """Yield what the rows ask; in a dry run then the same once more, behind a text that no cache has yet."""
         for request in super().requests():
-            yield _begun(request, self._beginning) if self._beginning else request
+            self._sent.append(request)
+            yield request
+        if self._is_timed_next:
+            self._began_at, beginning = time.monotonic(), token_hex(2)
+            yield from (_begun(request, beginning) for request in self._sent)
+
+    @property
+    def _is_timed_next(self) -> bool:
+        return self._is_dry and not self._began_at and self.asked.rows_done == self.asked.num_rows
+
+    @property
+    def has_more(self) -> bool:
+        return super().has_more or self._is_timed_next
+
+    @property
+    def num_requests(self) -> int | None:
+        return None if self._is_dry else super().num_requests
+
+    def inspect(self, index: int, completions: Sequence[Completion]) -> None:
+        if index < len(self._sent):
+            super().inspect(index, completions)
+
+    def deliver(self, index: int, completions: Sequence[Completion]) -> None:
+        if index < len(self._sent):
+            super().deliver(index, completions)
+            return
+        self._timed_tokens += completions[0].num_prompt_tokens + sum(len(each.token_ids) for each in completions)
+        self._seconds = time.monotonic() - self._began_at
 
     def result(self) -> dict[str, Any]:
-        seconds, counts, answers = time.monotonic() - self._began_at, self._counts, self.asked.answers()
+        counts, answers = self._counts, self.asked.answers()
         told = {**counts.told(), "num_tried": len(answers)}
         told["num_failed"] = sum(each.error is not None for each in answers)
-        if not self._beginning:
+        if not self._is_dry:
             shown = zip(self._tried, answers or repeat(None), strict=False)  # none were wanted
             return {**told, "shown": [self._shown(*each, answer) for each, answer in shown]}
         weights = sum(asked.weight for asked, _ in self._tried)  # of all requests, or of those with room for their text
@@ -125,8 +152,7 @@ class SurveyWork(RowsTask):
             for asked, _, answer in found
             if answer.error is None and (answer.column("margin") or 0) < low
         )
-        tried_tokens = sum(asked.tokens for asked, _ in self._tried) + self.asked.generated_tokens
-        seconds *= (counts.request_tokens * counts.scale + generated) / max(1, tried_tokens)
+        seconds = self._seconds / max(1, self._timed_tokens) * (counts.request_tokens * counts.scale + generated)
         told |= {"generated_tokens": generated, "completion_tokens": completion, "rows_escalated": again}
         return {**told, "seconds": seconds}
 
