@@ -86,7 +86,7 @@ def _tell(state: RunState, submission: int, word: str, reason: str | None, pipe:
         return
     rows_done, errors = (stored.count(known.get(name)) or 0 for name in ("total_rows", "total_errors"))
     if word == "finished" and 0 < rows_done == errors:
-        reason = ErrorLimit.parse(known.get("max_errors")).told(rows_done, errors, is_whole=True)
+        reason = ErrorLimit.stored(known.get("max_errors")).told(rows_done, errors, is_whole=True)
         word = "finished" if reason is None else "failed"
     content = {
         "run": state.run,

@@ -244,7 +244,7 @@ class RunState:
         """Return why the run is to be stopped, by the parts recorded since it was submitted, and that submission."""
         fields: Any = self._redis.hmget(self._key, *OF_SUBMISSION[:2], "max_errors", "submission")
         rows, errors, text, submission = fields
-        told = ErrorLimit.parse(stored.text(text) if text else None).told(_number(rows), _number(errors))
+        told = ErrorLimit.stored(stored.text(text) if text else None).told(_number(rows), _number(errors))
         if told is None:
             return None
         reason = f"{told}, then submit another input, or the same again with a higher limit to resume"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Collection, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -46,6 +47,13 @@ class ErrorLimit:
         except ValueError:
             pass
         raise unlike("max_errors", value, "a number of rows, or a share of them like '5%'")
+
+    @classmethod
+    def stored(cls, text: str | None) -> ErrorLimit:
+        """Return a run's limit as Redis has it, the default for what is none."""
+        with suppress(InvalidValue):
+            return cls.parse(text)
+        return DEFAULT_LIMIT
 
     def told(self, rows: int, errors: int, is_whole: bool = False) -> str | None:
         """Say how rows pass the limit, or None. A whole run needs some row to succeed, unless the limit is 100%."""

@@ -158,7 +158,7 @@ class _Look:
             awaited_model=self._awaited(workers, facts["queue"], *needed),
             awaited_second=self._awaited(workers, self.queues[-1], "second_model", "second_text"),
             stopped=_shown(facts, "stopped"),
-            too_many_errors=ErrorLimit.parse(facts.get("max_errors")).told(
+            too_many_errors=ErrorLimit.stored(facts.get("max_errors")).told(
                 counts["rows"], counts["errors"], is_whole=self.is_finished
             ),
             model=_shown(facts, "model_text"),

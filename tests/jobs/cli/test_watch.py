@@ -152,7 +152,7 @@ def test_a_list_reads_no_part_and_takes_few_commands(runs: Runs, redis: Redis, t
 
 def test_what_producers_wrote_over_a_run_hides_no_other_one(runs: Runs, redis: Redis, tmp_path: Path) -> None:
     whole, odd, gone = (runs.plan(runs.write(["p"]), tmp_path / name)["run"] for name in ("whole", "odd", "gone"))
-    redis.hset(run_key(odd), mapping={"began_at": "odd", "ended_at": "nan", "plan_job": "none"})
+    redis.hset(run_key(odd), mapping={"began_at": "odd", "ended_at": "nan", "plan_job": "none", "max_errors": "odd"})
     redis.delete(run_key(gone))
     redis.mset({"rq:job:none": 1, run_key(gone): 1})
     assert [each.run for each in list_runs(redis)] == [odd, whole]
