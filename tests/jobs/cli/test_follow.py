@@ -108,6 +108,17 @@ def test_following_keeps_waiting_and_says_that_no_worker_listens(runs: Runs, red
     assert "rq worker" in shown.warnings[0]
 
 
+def test_a_second_model_that_nobody_serves_is_told_once_each_time() -> None:
+    lacking = snapshot(awaited_second="large", second_queue="big")
+    looks = [lacking, lacking, snapshot(), lacking, snapshot(finished=True)]
+    shown = Shown()
+    follow(lambda: looks.pop(0), shown, lambda _: None)
+    (text,) = {each for each in shown.warnings if "which is asked again" in each}
+    assert "'big'" in text
+    assert shown.warnings.count(text) == 2
+    assert lacking.to_object()["awaited_second"] == "large"
+
+
 def test_following_ends_when_only_failed_shards_are_left(runs: Runs, redis: Redis, source: Path) -> None:
     run = runs.plan(source, rows_per_shard=3)["run"]
     first, second = runs.jobs
