@@ -1,5 +1,6 @@
 """What a worker serves over HTTP of itself: numbers, and whether it lives and is ready."""
 
+import gc
 import json
 import re
 import socket
@@ -230,3 +231,14 @@ def test_a_request_that_trickles_ends_at_its_deadline(server: MetricsServer, mon
         client.settimeout(60)
         client.sendall(b"GET /livez")
         assert client.recv(1) == b""
+
+
+def test_a_connection_made_as_the_server_closes_leaves_no_socket_open() -> None:
+    """Accepted, and its task not begun: nobody but the loop knows of it. A socket left open is a warning, an error."""
+    for _ in range(20):
+        server = MetricsServer("127.0.0.1", [0])
+        callers = [socket.create_connection(("127.0.0.1", server.port)) for _ in range(8)]
+        server.close()
+        for caller in callers:
+            caller.close()
+    gc.collect()

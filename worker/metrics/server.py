@@ -55,11 +55,13 @@ class MetricsServer:
     async def _serve(self) -> None:
         server = await asyncio.start_server(self._connected, sock=self._listener, limit=_MAX_HEAD_BYTES)
         await self._ended.wait()
-        server.close()
-        for writer in self._open:
-            writer.transport.abort()
-        while self._open:  # each leaves in its own task
+        # A server that closes leaves those unclosed whom it has accepted and not begun with: it accepts no more first.
+        self._loop.remove_reader(self._listener)
+        while len(asyncio.all_tasks()) > 1:  # one for each accepted connection, begun or not
+            for writer in self._open:
+                writer.transport.abort()
             await asyncio.sleep(0)
+        server.close()
 
     async def _connected(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         if len(self._open) >= MAX_REQUESTS:
