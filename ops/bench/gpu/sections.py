@@ -1,6 +1,5 @@
 """The sections of gpu.sh: what each runs, for how long at most, and how it runs dry."""
 
-import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from importlib.util import find_spec
@@ -9,11 +8,9 @@ from pathlib import Path
 OUT = Path("ops/out/gpu")
 DEFAULT = "graphs, overlap"
 SHIPPED = "Qwen3-0.6B, bfloat16"  # of ops/bench/static/kernel_cases.py
-GPU_TEST = "tests/engine/test_gpu.py"
-NEED_A_LIBRARY = {"tests/engine/test_flash_attn_backend.py"}
-ON_DEVICE = re.compile(r"^from tests\.engine\.(paged import [^\n]*\bDEVICE\b|test_kernels_\w+ import )", re.MULTILINE)
+TESTS = "tests/engine"  # engines and kernels of most are on a GPU where there is one
 NOT_ON_GPU = "not slip_in_a_kernel"  # faulty on purpose: one may take the device down with it
-TEST_PROCESSES = 6
+TEST_PROCESSES = 12
 # The suite turns every warning into an error, for the versions it is developed with; others warn of more.
 PYTEST = ("pytest", "-o", "addopts=--import-mode=importlib", "-o", "filterwarnings=default", "-rs")
 
@@ -43,11 +40,15 @@ def sections(out: Path, models: Path) -> list[Section]:
 
     checkpoint = ("--model", str(models / "model"))
     processes = ("-n", str(TEST_PROCESSES)) if find_spec("xdist") else ()
-    one_test = f"{GPU_TEST}::test_bfloat16_heads_of_128_follow_float32"
+    one_test = f"{TESTS}/test_gpu.py::test_bfloat16_heads_of_128_follow_float32"
     demo = ("ops.bench.gpu.accuracy", "--rows", "300", "--device", "cuda", "--attention-backend", "triton")
     return [
         bench(
             "compile", 200, "ops.bench.throughput", *checkpoint, "--variants", DEFAULT, "--warm-up-alone",
+        ),
+        Section(
+            "tests", 200, (*PYTEST, *processes, "-m", "not long", "-k", NOT_ON_GPU, TESTS),
+            (*PYTEST, one_test), {"GPU_TESTS_ON_CPU": "1"},
         ),
         bench("run", 120, "ops.bench.throughput", *checkpoint, "--variants", DEFAULT, "--rounds", "1"),
         bench("profile", 70, "ops.bench.gpu.step_profile", *checkpoint),
@@ -59,10 +60,6 @@ def sections(out: Path, models: Path) -> list[Section]:
             "--seconds", "80", dry_run=("--rounds", "1"),
         ),
         Section(
-            "tests", 120, (*PYTEST, *processes, "-k", NOT_ON_GPU, *gpu_tests()),
-            (*PYTEST, one_test), {"GPU_TESTS_ON_CPU": "1"},
-        ),
-        Section(
             "accuracy", 45, demo,
             ("ops.bench.gpu.accuracy", "--rows", "3", "--batches", "1", "2", "--device", "cpu"),
         ),
@@ -71,9 +68,3 @@ def sections(out: Path, models: Path) -> list[Section]:
             "static", 60, ("ops.bench.static", "--only", SHIPPED), ("ops.bench.static", "--no-compile"),
         ),
     ]  # fmt: skip
-
-
-def gpu_tests() -> list[str]:
-    """The engine's ways on a GPU, and every file of tests that puts its tensors on one where there is one."""
-    files = sorted(path for path in Path("tests/engine").glob("test_*.py") if ON_DEVICE.search(path.read_text()))
-    return [GPU_TEST, *(str(path) for path in files if str(path) not in NEED_A_LIBRARY)]
