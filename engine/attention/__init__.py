@@ -71,7 +71,7 @@ def load_backend(
 
 
 def _choose(device: torch.device, dtype: torch.dtype, kv_cache_dtype: str) -> str:
-    """Return the best backend that is installed; warn if it has never run on such a device."""
+    """Return the best backend that is installed."""
     if device.type == "cpu":
         from engine.attention.cpu_backend import CpuBackend
 
@@ -83,10 +83,4 @@ def _choose(device: torch.device, dtype: torch.dtype, kv_cache_dtype: str) -> st
         return "torch" if problem else "cpu"
     if device.type != "cuda":
         return "torch"
-    name = "triton" if find_spec("triton") else "torch"
-    logger.warning(
-        "attention_backend='auto' takes %r, which is tested on CPUs only and has not been run on a GPU "
-        "yet: compare its output with attention_backend='torch' on a CPU before you rely on it",
-        name,
-    )
-    return name
+    return "triton" if find_spec("triton") else "torch"

@@ -1,6 +1,7 @@
 """Fixtures of the engine's tests: random checkpoints, made once, and engines over them."""
 
 import os
+import re
 from collections.abc import Callable, Iterator
 from functools import cache
 from importlib.util import find_spec
@@ -10,11 +11,46 @@ import pytest
 import torch
 from transformers.utils import logging as transformers_logging
 
+from engine.errors import ConfigError
 from engine.tensor_parallel import rank_group
 from tests.engine.architectures import ArchitectureRuns, Architectures
 from tests.engine.checkpoints import SHAPES, make_checkpoint, shard, write_as_the_hub_does
 from tests.engine.interpreter import patch_language_once_a_launch
 from tests.engine.reference import Reference
+
+ON_GPU = torch.cuda.is_available()
+#: Where a GPU is, batches lie there, and these give them to a CPU's kernels, or to a library's stand-in.
+collect_ignore = ["test_cpu_backend.py", "test_shared_prefix.py", "test_flash_attn_backend.py"] if ON_GPU else []
+#: What an engine says of what another machine is needed for than one with a single GPU.
+OTHER_MACHINE = re.compile("does not run on device='cuda'|needs device='cpu'|needs 2 GPUs")
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_pyfunc_call() -> Iterator[None]:
+    """On a GPU the tests of a CPU's ways, and of two GPUs', are skipped."""
+    try:
+        return (yield)
+    except ConfigError as error:
+        if ON_GPU and (found := OTHER_MACHINE.search(str(error))):
+            pytest.skip(found[0])
+        raise
+
+
+pytest_fixture_setup = pytest_pyfunc_call
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _share_of_the_gpu() -> Iterator[None]:
+    """Processes of tests divide a GPU: an engine that takes what is free would leave the others nothing."""
+    measure, processes = torch.cuda.mem_get_info, int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
+
+    def share(device: torch.device) -> tuple[int, int]:
+        free, total = measure(device)
+        return min(free, total // processes), total // processes
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch.cuda, "mem_get_info", share)
+        yield
 
 
 @pytest.fixture(scope="session", autouse=True)

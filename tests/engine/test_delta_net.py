@@ -17,6 +17,7 @@ from engine.layers.gated_delta_net import DeltaHeads, mix
 from engine.layers.parallel import TensorParallel
 from engine.models.decoder_config import read_decoder_config
 from engine.models.registry import decoder_flags
+from tests.engine.paged import DEVICE
 
 CPU = torch.device("cpu")
 #: The first two are those of the families, for which kernels are compiled anyway.
@@ -79,9 +80,11 @@ class Case:
 
     def run(self, how: Mix, parts: list[tuple[int, ...]], **changes: Any) -> tuple[Tensor, list[Tensor]]:
         """Return the output, and the states after."""
-        memory = [kept.clone() for kept in self.memory]
-        given = changes.get("x", self.x)
-        return how(given, memory, state_parts(np.array(parts), CPU), self.weights, self.heads), memory
+        device = DEVICE if how.__module__ == "engine.kernels.delta_net" else CPU
+        memory = [kept.clone().to(device) for kept in self.memory]
+        given, weights = changes.get("x", self.x).to(device), tuple(weight.to(device) for weight in self.weights)
+        output = how(given, memory, state_parts(np.array(parts), device), weights, self.heads)
+        return output.to(CPU), [kept.to(CPU) for kept in memory]
 
 
 @pytest.mark.parametrize(

@@ -40,6 +40,7 @@ def test_a_long_prompt_and_two_samples_tell_how_far_they_are(folders: dict[str, 
         kv_cache_bytes=1 << 20,
         max_num_seqs=4,
         max_num_batched_tokens=16,
+        async_scheduling=False,
     )
     with Engine(config) as engine:
         engine.add("long", list(range(3, 43)), SamplingParams(n=2, max_tokens=4, ignore_eos=True))
