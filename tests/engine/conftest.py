@@ -26,7 +26,7 @@ OTHER_MACHINE = re.compile("does not run on device='cuda'|needs device='cpu'|nee
 
 
 @pytest.hookimpl(wrapper=True)
-def pytest_pyfunc_call() -> Iterator[None]:
+def pytest_runtest_setup() -> Iterator[None]:
     """On a GPU the tests of a CPU's ways, and of two GPUs', are skipped."""
     try:
         return (yield)
@@ -36,7 +36,7 @@ def pytest_pyfunc_call() -> Iterator[None]:
         raise
 
 
-pytest_fixture_setup = pytest_pyfunc_call
+pytest_runtest_call = pytest_runtest_setup
 
 
 @pytest.fixture(scope="session", autouse=True)
