@@ -1,9 +1,8 @@
 """The fused kernels that layers may use in place of plain torch."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor
 
 
@@ -24,26 +23,6 @@ class ExpertKernels:
 
 
 @dataclass(frozen=True)
-class ProductKernels:
-    """Linear layers fused with the norms and additions around them, for steps of few rows.
-
-    A row's `squares`, [rows, any number] float32, add up to the sum of its squares. A norm's own weight is
-    folded into the weight of the product after it.
-
-    dtypes: of models that they serve.  serves(num_rows, weight) -> whether they pay for such a product.
-    norm_linear(x, squares of x, eps, weight, bias or None) -> norm(x) W^T + b.
-    norm_gate(the same, gelu=) -> silu(gate) * up of such a product, or gelu by tanh.
-    linear_add(x, weight, bias or None, residual) -> (residual + x W^T + b, squares of that).
-    """
-
-    dtypes: Sequence[torch.dtype]
-    serves: Callable[[int, Tensor], bool]
-    norm_linear: Callable[[Tensor, Tensor, float, Tensor, Tensor | None], Tensor]
-    norm_gate: Callable[..., Tensor]
-    linear_add: Callable[[Tensor, Tensor, Tensor | None, Tensor], tuple[Tensor, Tensor]]
-
-
-@dataclass(frozen=True)
 class LayerKernels:
     """Fused kernels for layers that take several passes over memory in plain torch.
 
@@ -54,7 +33,7 @@ class LayerKernels:
     of the cache, and nowhere for -1, which marks padding. The queries are contiguous.
     silu_and_mul(gate_up) -> silu(gate) * up.
     rms_norm(x, weight, eps) -> norm of x.  gelu_and_mul(gate_up) -> gelu(gate) * up, gelu by tanh.
-    experts, products: None where a backend has none.
+    experts: None where a backend has none.
     quantize_rows(x) -> as engine.layers.linear has it, None likewise.
     sigmoid_and_mul(x, gate) -> x * sigmoid(gate), [rows, dim] each.
     delta_net(x, memory, parts, weights, heads) -> as `mix` of engine.layers.gated_delta_net.
@@ -67,7 +46,6 @@ class LayerKernels:
     rms_norm: Callable[[Tensor, Tensor, float], Tensor]
     gelu_and_mul: Callable[[Tensor], Tensor]
     experts: ExpertKernels | None = None
-    products: ProductKernels | None = None
     quantize_rows: Callable[[Tensor], tuple[Tensor, Tensor]] | None = None
     sigmoid_and_mul: Callable[[Tensor, Tensor], Tensor] | None = None
     delta_net: Callable[..., Tensor] | None = None

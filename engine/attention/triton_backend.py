@@ -15,7 +15,7 @@ from engine.attention.base import AttentionMetadata, CapturableBackend, Lens
 from engine.attention.decode_state import DecodeState, RowMemory, RowWrites
 from engine.attention.features import AttentionFeatures
 from engine.attention.kv_cache import LayerKVCache
-from engine.attention.layer_kernels import ExpertKernels, LayerKernels, ProductKernels
+from engine.attention.layer_kernels import ExpertKernels, LayerKernels
 from engine.errors import ConfigError
 from engine.kernels.attention.decode import DecodeRows, choose_num_programs, decode_attention
 from engine.kernels.attention.kv_store import store_kv
@@ -26,7 +26,6 @@ from engine.kernels.delta_net import delta_net
 from engine.kernels.gpu_logit_edits import edit_logits
 from engine.kernels.gpu_sampler import choose_tokens
 from engine.kernels.products.expert_groups import choose_experts, group_by_expert
-from engine.kernels.products.fused_product import DTYPES, linear_add, norm_gate, norm_linear, serves
 from engine.kernels.products.gate_and_mul import clamped_swiglu_and_mul, gelu_and_mul, silu_and_mul
 from engine.kernels.products.grouped_product import grouped_product
 from engine.kernels.rms_norm import add_rms_norm, rms_norm
@@ -90,7 +89,6 @@ class TritonBackend(CapturableBackend):
             rms_norm,
             gelu_and_mul,
             ExpertKernels(choose_experts, group_by_expert, grouped_product, clamped_swiglu_and_mul),
-            ProductKernels(DTYPES, serves, norm_linear, norm_gate, linear_add),
             delta_net=delta_net,
         )
         if device.type == "cuda":

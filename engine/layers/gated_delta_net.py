@@ -17,7 +17,7 @@ from engine.checkpoint.weights import CheckpointTensor
 from engine.errors import WeightMismatch
 from engine.layers.linear import ReplicatedLinear, RowParallelLinear, WeightedModule, fill
 from engine.layers.parallel import Share, TensorParallel
-from engine.layers.stream import NormPair, RMSNorm, Stream, StreamProducts
+from engine.layers.stream import NormPair, RMSNorm, Stream
 
 CHUNK = 64
 NORM_EPS = 1e-6  # of queries' and keys' lengths, whatever config.json says
@@ -107,18 +107,16 @@ class GatedDeltaNet(WeightedModule):
         heads: DeltaHeads,
         hidden_size: int,
         tp: TensorParallel,
-        products: StreamProducts,
         *,
         dtype: torch.dtype,
         kernels: LayerKernels | None,
     ) -> None:
         super().__init__()
-        self.heads, self.products = heads.share(tp), products
+        self.heads = heads.share(tp)
         self.share = tp.share(heads.num_heads, "key heads of a delta net")
         self.in_proj = DeltaProjection(hidden_size, heads, self.share, dtype=dtype)
         width = heads.num_heads * heads.group * heads.value_dim
         self.out_proj = RowParallelLinear(width, hidden_size, tp, bias=False, dtype=dtype)
-        self.ends = (self.in_proj, self.out_proj)
         self.norm = RMSNorm(heads.value_dim, heads.eps, dtype=torch.float32)
 
         def parameter(*shape: int) -> nn.Parameter:
@@ -139,11 +137,11 @@ class GatedDeltaNet(WeightedModule):
     ) -> Stream:
         """Return the residual stream behind it, or of those `rows` alone. memory: the pool's states of this layer."""
         assert parts is not None, "a model with states has parts in each step"
-        x, total = self.products.after_norm(stream, norms.before, self.in_proj)
-        mixed = self.mix(x, memory, parts, self.weights, self.heads)
+        normed, total = stream.normed(norms.before)
+        mixed = self.mix(self.in_proj(normed), memory, parts, self.weights, self.heads)
         if rows is not None:
             mixed, total = mixed[rows], total[rows]
-        return self.products.add(mixed, self.out_proj, norms.after, total)
+        return norms.joined(total, self.out_proj(mixed))
 
     def place_of(self, name: str) -> tuple[str, str | None] | None:
         """Find the convolution's weight by the checkpoint's name too."""

@@ -163,11 +163,8 @@ def check_int8() -> None:
 class ReplicatedLinear(WeightedModule):
     """y = x W^T + b, the whole weight on every rank. weight: [out, in].
 
-    may_pack: False keeps the weight as it is, for kernels that read it so.
     instead: multiplies in place of the weight: Int8Product, or TiledProduct in a deterministic engine.
     """
-
-    may_pack = True
 
     def __init__(self, in_features: int, out_features: int, *, bias: bool, dtype: torch.dtype) -> None:
         super().__init__()
@@ -191,7 +188,7 @@ class ReplicatedLinear(WeightedModule):
 
     def finish_loading(self) -> None:
         """Pack the weight where that pays."""
-        if self.may_pack and self.instead is None:
+        if self.instead is None:
             self.weight = pack_weight(self.weight)
 
 

@@ -1,4 +1,4 @@
-"""The residual stream, with the norms, activations and products around it."""
+"""The residual stream, with the norms and activations around it."""
 
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -7,9 +7,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from engine.attention.layer_kernels import LayerKernels, ProductKernels
+from engine.attention.layer_kernels import LayerKernels
 from engine.checkpoint.weights import CheckpointTensor
-from engine.layers.linear import ReplicatedLinear, WeightedModule, fill
+from engine.layers.linear import WeightedModule, fill
 from engine.layers.parallel import Share, TensorParallel
 
 
@@ -80,16 +80,6 @@ class ParallelRMSNorm(RMSNorm):
         fill(self.weight, self.share.read(tensor, 0))
 
 
-class NormPair(NamedTuple):
-    """The norms before and after attention or MLP; None for one that the model lacks.
-
-    before: of the residual stream.  after: of the output, before it joins the stream.
-    """
-
-    before: RMSNorm | None
-    after: RMSNorm | None
-
-
 class GatedActivation(nn.Module):
     """activation(gate) * up, over the output of a merged gate and up projection.
 
@@ -139,13 +129,11 @@ ACTIVATIONS = ("silu", "gelu_pytorch_tanh")  # of gated MLPs
 class Stream:
     """The residual stream of a step's tokens: `total` plus, if there is one, the output `pending`.
 
-    Both are [tokens, hidden]; the next norm adds `pending` in its own pass. squares: of `total`, as ProductKernels
-    have them, if its last addend came with them.
+    Both are [tokens, hidden]; the next norm adds `pending` in its own pass.
     """
 
     total: Tensor
     pending: Tensor | None = None
-    squares: Tensor | None = None
 
     def normed(self, norm: RMSNorm | None) -> tuple[Tensor, Tensor]:
         """Return (the stream, normalised if there is a norm; the stream)."""
@@ -157,44 +145,15 @@ class Stream:
         return norm.add_and_norm(self.pending, self.total)
 
 
-class StreamProducts:
-    """A layer's products from and to the stream, fused with norms and additions where kernels serve that."""
+class NormPair(NamedTuple):
+    """The norms before and after attention or MLP; None for one that the model lacks.
 
-    def __init__(self, kernels: ProductKernels | None) -> None:
-        self._kernels = kernels
+    before: of the residual stream.  after: of the output, before it joins the stream.
+    """
 
-    def prepare(self, norm: RMSNorm | None, after: ReplicatedLinear, before: ReplicatedLinear) -> None:
-        """Move the norm's weight into that of the product `after` it; once, before weights are packed."""
-        if self._kernels is None or norm is None:
-            return
-        after.weight.mul_(norm.weight)
-        norm.weight.fill_(1.0)
-        after.may_pack = before.may_pack = False
+    before: RMSNorm | None
+    after: RMSNorm | None
 
-    def after_norm(
-        self, stream: Stream, norm: RMSNorm | None, linear: ReplicatedLinear, activation: GatedActivation | None = None
-    ) -> tuple[Tensor, Tensor]:
-        """Return (the product of the normalised stream, with the activation if there is one; the stream)."""
-        kernels = self._kernels_for(stream.total, linear)
-        if kernels is None or norm is None or stream.squares is None:
-            normed, total = stream.normed(norm)
-            product = linear(normed)
-            return product if activation is None else activation(product), total
-        given = (stream.total, stream.squares, norm.eps, linear.weight, linear.bias)
-        if activation is None:
-            return kernels.norm_linear(*given), stream.total
-        return kernels.norm_gate(*given, gelu=activation.is_gelu), stream.total
-
-    def add(self, x: Tensor, linear: ReplicatedLinear, norm: RMSNorm | None, total: Tensor) -> Stream:
-        """Return the stream plus the product of x, which the norm, if there is one, normalises."""
-        kernels = self._kernels_for(x, linear)
-        if kernels is None or norm is not None:
-            product = linear(x)
-            return Stream(total, product if norm is None else norm(product))
-        total, squares = kernels.linear_add(x, linear.weight, linear.bias, total)
-        return Stream(total, squares=squares)
-
-    def _kernels_for(self, x: Tensor, linear: ReplicatedLinear) -> ProductKernels | None:
-        if self._kernels is None or not self._kernels.serves(len(x), linear.weight):
-            return None
-        return self._kernels
+    def joined(self, total: Tensor, output: Tensor) -> Stream:
+        """Return the stream `total` with the output."""
+        return Stream(total, output if self.after is None else self.after(output))

@@ -16,7 +16,7 @@ from engine.layers.moe import SparseMLP
 from engine.layers.parallel import Share, TensorParallel
 from engine.layers.rotary import RotaryEmbedding, apply_rotary
 from engine.layers.row_tiles import each_row
-from engine.layers.stream import GatedActivation, NormPair, ParallelRMSNorm, RMSNorm, Stream, StreamProducts
+from engine.layers.stream import GatedActivation, NormPair, ParallelRMSNorm, RMSNorm, Stream
 from engine.models.base import CausalModel
 from engine.models.decoder_config import DecoderConfig, LayerConfig
 
@@ -39,17 +39,6 @@ class DecoderParts:
         if isinstance(features, Share):
             return ParallelRMSNorm(features, eps, self.tp, dtype=dtype, kernels=kernels)
         return RMSNorm(features, eps, dtype=dtype, kernels=kernels, offset=flags.norm_offset)
-
-    def products(self, layer: LayerConfig) -> StreamProducts:
-        """Build a layer's products from and to the residual stream.
-
-        They are plain if a sum over the ranks, a norm or experts stand between product and stream.
-        """
-        kernels, norms = self.backend.layer_kernels, self.config.flags.norms
-        fused = None if kernels is None else kernels.products
-        if self.tp.size > 1 or norms.after_attention or norms.after_mlp or layer.experts:
-            fused = None
-        return StreamProducts(fused if fused is not None and self.dtype in fused.dtypes else None)
 
 
 class DecoderAttention(WeightedModule):
@@ -76,13 +65,12 @@ class DecoderAttention(WeightedModule):
             self.q_norm, self.k_norm = parts.norm(sizes.head_dim), parts.norm(sizes.head_dim)
         elif config.flags.qk_norm == "whole":
             self.q_norm, self.k_norm = (parts.norm(self.qkv_proj.rows[shard]) for shard in "qk")
-        self.ends = (self.qkv_proj, self.o_proj)
         self.qk_norm = config.flags.qk_norm
         self.heads = tp.share(sizes.num_heads, "attention heads")
         sinks = torch.empty(self.heads.length, dtype=torch.float32)
         self.sinks = nn.Parameter(sinks, requires_grad=False) if config.flags.sinks else None
         self.rms_norm_eps = config.rms_norm_eps
-        self.kernels, self.products = parts.backend.layer_kernels, parts.products(layer)
+        self.kernels = parts.backend.layer_kernels
         self.backend = parts.backend
         self.features = config.attention(layer, tp)
         self.backend.check_features(self.features)
@@ -97,8 +85,8 @@ class DecoderAttention(WeightedModule):
         rows: Tensor | None = None,
     ) -> Stream:
         """Return the residual stream after attention, or of those `rows` alone."""
-        qkv, total = self.products.after_norm(stream, norms.before, self.qkv_proj)
-        query, key, value, gate = self.qkv_proj.split(qkv)
+        normed, total = stream.normed(norms.before)
+        query, key, value, gate = self.qkv_proj.split(self.qkv_proj(normed))
         if self.qk_norm == "whole":
             query = self.q_norm(query.flatten(1)).view(query.shape)
             key = self.k_norm(key.flatten(1)).view(key.shape)
@@ -110,7 +98,7 @@ class DecoderAttention(WeightedModule):
             gate = gate.flatten(1) if rows is None else gate.flatten(1)[rows]
             fused = None if self.kernels is None else self.kernels.sigmoid_and_mul
             attended = attended * gate.sigmoid() if fused is None else fused(attended, gate)
-        return self.products.add(attended, self.o_proj, norms.after, total)
+        return norms.joined(total, self.o_proj(attended))
 
     def load(self, name: str, tensor: CheckpointTensor, shard: str | None) -> None:
         """Copy the sinks of this rank's heads."""
@@ -135,7 +123,7 @@ class DecoderAttention(WeightedModule):
 class DecoderMLP(nn.Module):
     """Gated MLP: down(activation(gate(x)) * up(x)). intermediate_size: the model's if None."""
 
-    def __init__(self, parts: DecoderParts, layer: LayerConfig, intermediate_size: int | None = None) -> None:
+    def __init__(self, parts: DecoderParts, intermediate_size: int | None = None) -> None:
         super().__init__()
         config, sizes, tp, dtype = parts.config, parts.config.sizes, parts.tp, parts.dtype
         bias = config.mlp_bias
@@ -145,18 +133,8 @@ class DecoderMLP(nn.Module):
         self.gate_up_proj = ColumnParallelLinear(sizes.hidden_size, rows, bias=bias, dtype=dtype)
         self.down_proj = RowParallelLinear(size, sizes.hidden_size, tp, bias=bias, dtype=dtype)
         self.activation = GatedActivation(config.activation, parts.backend.layer_kernels)
-        self.products = parts.products(layer)
 
-    def forward(self, stream: Stream, norms: NormPair) -> Stream:
-        """Return the residual stream after the MLP."""
-        gated, total = self.products.after_norm(stream, norms.before, self.gate_up_proj, self.activation)
-        return self.products.add(gated, self.down_proj, norms.after, total)
-
-
-class SharedExpert(DecoderMLP):
-    """The MLP beside experts, of rows in place of the stream."""
-
-    def forward(self, hidden: Tensor) -> Tensor:  # type: ignore[override]
+    def forward(self, hidden: Tensor) -> Tensor:
         """Compute hidden [tokens, hidden] -> [tokens, hidden]."""
         output: Tensor = self.down_proj(self.activation(self.gate_up_proj(hidden)))
         return output
@@ -172,12 +150,10 @@ class DecoderLayer(WeightedModule):
         if layer.delta is None:
             self.self_attn = DecoderAttention(parts, layer)
         else:
-            self.self_attn = GatedDeltaNet(
-                layer.delta, size, parts.tp, parts.products(layer), dtype=parts.dtype, kernels=kernels
-            )
+            self.self_attn = GatedDeltaNet(layer.delta, size, parts.tp, dtype=parts.dtype, kernels=kernels)
         self.mlp: DecoderMLP | SparseMLP
         if layer.experts is None:
-            self.mlp = DecoderMLP(parts, layer)
+            self.mlp = DecoderMLP(parts)
         else:
             shared = layer.experts.shared_size
             self.mlp = SparseMLP(
@@ -186,7 +162,7 @@ class DecoderLayer(WeightedModule):
                 parts.tp,
                 dtype=parts.dtype,
                 kernels=kernels,
-                shared_expert=SharedExpert(parts, layer, shared) if shared else None,
+                shared_expert=DecoderMLP(parts, shared) if shared else None,
             )
         named = {name: parts.norm(size) for name in parts.config.flags.norms if name}
         for name, norm in named.items():
@@ -207,19 +183,8 @@ class DecoderLayer(WeightedModule):
             stream = self.self_attn(stream, self.attention_norms, rotations, batch, cache, rows)
         else:
             stream = self.self_attn(stream, self.attention_norms, batch.states, cache, rows)
-        if isinstance(self.mlp, DecoderMLP):
-            after: Stream = self.mlp(stream, self.mlp_norms)
-            return after
         normed, total = stream.normed(self.mlp_norms.before)
-        hidden = self.mlp(normed)
-        return Stream(total, hidden if self.mlp_norms.after is None else self.mlp_norms.after(hidden))
-
-    def finish_loading(self) -> None:
-        """Fold norms into products before these pack their weights."""
-        attention, mlp = self.self_attn, self.mlp
-        attention.products.prepare(self.attention_norms.before, *attention.ends)
-        if isinstance(mlp, DecoderMLP):
-            mlp.products.prepare(self.mlp_norms.before, mlp.gate_up_proj, mlp.down_proj)
+        return self.mlp_norms.joined(total, self.mlp(normed))
 
 
 class DecoderModel(nn.Module):

@@ -30,12 +30,8 @@ SAMPLED = {
 
 
 def product_cases(shape: Shape, rows: int, device: torch.device, dtype: torch.dtype) -> Iterator[Case]:
-    """Each product of so many rows: cuBLAS alone, with the launches beside it, and all in one launch.
-
-    Where there is no launch beside it, the sum that the one launch makes falls to the norm that follows.
-    """
+    """Each product of so many rows: cuBLAS alone, and with the launches beside it."""
     # Triton's, which a CPU user need not have
-    from engine.kernels.products.fused_product import linear_add, norm_gate, norm_linear
     from engine.kernels.products.gate_and_mul import silu_and_mul
     from engine.kernels.rms_norm import add_rms_norm
 
@@ -44,7 +40,7 @@ def product_cases(shape: Shape, rows: int, device: torch.device, dtype: torch.dt
 
     queries, keys = shape.num_heads * shape.head_dim, shape.num_kv_heads * shape.head_dim
     hidden, inner = shape.hidden_size, shape.intermediate_size
-    x, norm, squares = random(rows, hidden), random(hidden), torch.ones((rows, 8), device=device)
+    x, norm = random(rows, hidden), random(hidden)
     attended, gated = random(rows, queries), random(rows, inner)
     qkv, o = random(queries + 2 * keys, hidden), random(hidden, queries)
     gate_up, down = random(2 * inner, hidden), random(hidden, inner)
@@ -56,20 +52,16 @@ def product_cases(shape: Shape, rows: int, device: torch.device, dtype: torch.dt
         "qkv": (x, qkv, {
             "cuBLAS": lambda: F.linear(x, qkv),
             "norm + cuBLAS": lambda: F.linear(normed(), qkv),
-            "one launch": lambda: norm_linear(x, squares, EPS, qkv, None),
         }),
         "o": (attended, o, {
             "cuBLAS": lambda: F.linear(attended, o),
-            "one launch": lambda: linear_add(attended, o, None, x),
         }),
         "gate and up": (x, gate_up, {
             "cuBLAS": lambda: F.linear(x, gate_up),
             "norm + cuBLAS + SiLU": lambda: silu_and_mul(F.linear(normed(), gate_up)),
-            "one launch": lambda: norm_gate(x, squares, EPS, gate_up, None, gelu=False),
         }),
         "down": (gated, down, {
             "cuBLAS": lambda: F.linear(gated, down),
-            "one launch": lambda: linear_add(gated, down, None, x),
         }),
     }  # fmt: skip
     for name, (left, weight, calls) in ways.items():

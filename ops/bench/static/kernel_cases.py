@@ -69,10 +69,6 @@ KERNELS = {
     "norm_rotate_store_kernel": Kernel(warps=16, wide=0.35),  # a half of each head at a time; slots of 8 bytes
     "gate_and_mul_kernel": Kernel(),
     "grouped_product_kernel": Kernel(variants=2, of_layer=("IN", "OUT"), warps=8, product="wgmma"),
-    # a program has the largest tiles that fit: what hides its loads are the stages of its own loop
-    "fused_product_kernel": Kernel(
-        variants=3, of_layer=("IN", "OUT", "GATED"), warps=4, product="wgmma", wide=0.5, buffers=3
-    ),
     "convolve_kernel": Kernel(warps=28, wide=0.25),
     "correct_kernel": Kernel(warps=16, wide=0.5),  # it holds a state; beside it are single numbers
     "choose_kernel": Kernel(wide=0.0),  # a row of scores is shorter than a warp's wide load
