@@ -44,7 +44,7 @@ def _share_of_the_gpu() -> Iterator[None]:
     """Processes of tests divide a GPU: an engine that takes what is free would leave the others nothing."""
     measure, processes = torch.cuda.mem_get_info, int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
 
-    def share(device: torch.device) -> tuple[int, int]:
+    def share(device: torch.device | None = None) -> tuple[int, int]:
         free, total = measure(device)
         return min(free, total // processes), total // processes
 

@@ -121,6 +121,8 @@ class ReplayedTorch(TorchBackend, CapturableBackend):
 
 def simulate_graphs(monkeypatch: pytest.MonkeyPatch) -> SimulatedCapture:
     """From now on engines on a CPU capture: those of the torch backend, or of one that can be captured."""
+    if torch.cuda.is_available():
+        pytest.skip("a GPU records graphs itself: test_gpu.py")
     capture = SimulatedCapture()
     load = engine.run.forward.model_runner.load_backend
 

@@ -140,7 +140,8 @@ def test_other_tokens_than_the_chosen_are_found_at_start(folder: Path, monkeypat
     choose = engine.attention.torch_backend._chosen
 
     def all_tokens(span: Any, cache: Any, features: Any, dtype: torch.dtype, tokens: Tensor) -> Any:
-        return choose(span, cache, features, dtype, torch.arange(span.context_len).expand(*tokens.shape[:2], -1))
+        every = torch.arange(span.context_len, device=tokens.device)
+        return choose(span, cache, features, dtype, every.expand(*tokens.shape[:2], -1))
 
     monkeypatch.setattr(engine.attention.torch_backend, "_chosen", all_tokens)
     with pytest.raises(UnsupportedModel, match="attends otherwise here than by transformers' own code"):

@@ -101,4 +101,4 @@ def prefill_logits(built: Engine, prompt: list[int]) -> torch.Tensor:
     built.add("logits", prompt, replace(GREEDY, max_tokens=1))
     built.step()
     del runner.forward
-    return seen[0][0]
+    return seen[0][0].cpu()

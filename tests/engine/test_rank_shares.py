@@ -41,7 +41,7 @@ def test_a_rank_reads_only_its_share_of_the_checkpoint(
     runner = ModelRunner(config(folder, shape), read_model_config(folder), folder, TensorParallel(rank, size))
     assert all("norm" in name or name.endswith("o_proj.bias") for name in read_whole)
     parameters = {
-        name: parameter.to_dense() if parameter.is_mkldnn else parameter
+        name: parameter.to_dense() if parameter.is_mkldnn else parameter.cpu()
         for name, parameter in runner.model.named_parameters()
     }
     features, kv_head = 16 * 4 // size, rank * 2 // size

@@ -7,6 +7,7 @@ from typing import Any, NamedTuple, cast
 
 import numpy as np
 import torch
+import transformers
 from numpy.typing import NDArray
 from torch import Tensor
 
@@ -45,7 +46,9 @@ class Tower:
         self.model, self._body = model, cast(Any, model.body)
         self._compute: Any = getattr(self._body, "get_image_features", None)
         if self._compute is None or GIVEN not in inspect.signature(type(self._body).forward).parameters:
-            raise UnsupportedModel(f"{type(self._body).__name__} takes no features of pictures")
+            raise UnsupportedModel(
+                f"{type(self._body).__name__} of transformers {transformers.__version__} takes no features of pictures"
+            )
         self._placeholder_id, self.device, self._dtype = placeholder_id, device, dtype
         self._kept: OrderedDict[bytes, SeenPicture] = OrderedDict()
         self._kept_bytes = 0
