@@ -148,7 +148,8 @@ MODELS |= {
         {"size": {"longest_edge": 56}, "patch_size": {"height": 14, "width": 14}},
         {"patch_size": 14, "spatial_merge_size": 2},
     ),
-    "molmo2": Model(ONE),
+    "molmo2": Model({**ONE, "overlap_margins": [0, 0]}),
+    "muse_glimmer": Model(PIXELS, {}, {"out_hidden_size": 128, "projector_hidden_size": 64}),
     "ovis2": Model(ONE, {"image_seq_length": 4}),
     "paddleocr_vl": Model(PIXELS),
     "perception_lm": Model({**ONE, "tile_size": 28}, {"patch_size": 14, "pooling_ratio": 2}),
@@ -241,8 +242,8 @@ def make_with_pictures(folder: Path, model_type: str) -> Path:
 
 
 TOKEN_NAMES = """
-image_token video_token audio_token vision_start_token vision_end_token image_start_token image_end_token boi_token
-eoi_token image_newline_token
+video_token audio_token vision_start_token vision_end_token image_start_token image_end_token boi_token eoi_token
+image_newline_token image_token
 """.split()  # noqa: SIM905
 
 
@@ -252,6 +253,7 @@ def _tokenizer_for(kind: Any) -> Any:
     tokenizer = make_tokenizer()
     names = {*re.findall(r"tokenizer(?:\.|, \")(\w+_token)\b", source)} - PLAIN
     texts = sorted({*re.findall(r"\"(<[^\" {]{1,40}>|\[[A-Z_]+\])\"", source)})
+    texts += [text for name, text in vars(kind).items() if name.endswith("_TOKEN") and text not in texts]
     tokenizer.add_special_tokens({"additional_special_tokens": texts + [f"<{name}>" for name in sorted(names)]})
     named = {name: f"<{name}>" for name in sorted(names)}
     ends = {"eos_token": "<|im_end|>", "pad_token": "<|endoftext|>"}
