@@ -12,7 +12,7 @@ from tqdm import tqdm
 
 from jobs.common.display import duration_text
 from jobs.common.rq_jobs import last_value
-from jobs.runs.statistics.part_stats import outcome_text
+from jobs.runs.statistics.run_statistics import outcome_text
 from jobs.runs.watching.follow import REFUSED_AS_BEFORE, Display, End, follow
 from jobs.runs.watching.reading import failure_text, read_planned
 from jobs.runs.watching.snapshot import REFUSED, RunSnapshot, needs, obstacles, verdict

@@ -10,10 +10,10 @@ from jobs.context.answers import Answer, failed_answer
 from jobs.context.check_processes import Checks
 from jobs.parquet.asks.ask import ROW_FIELDS, Ask, Asked, row_seed
 from jobs.parquet.asks.generate import Generate, answer_field
-from jobs.parquet.asks.labels import LABEL_FIELDS, Labels
+from jobs.parquet.asks.scores import LABEL_FIELDS, Labels
 from jobs.parquet.prompts.prompt_source import Row
 from jobs.parquet.prompts.sources import step_source
-from jobs.parquet.tables.row_values import RowProblem
+from jobs.parquet.tables.columns import RowProblem
 from jobs.prompts.attempts import hashed_seed
 from jobs.runs.plans.spec import RunSpec
 from jobs.tasks import Completion, Request

@@ -13,7 +13,7 @@ from typing import Any
 
 import pyarrow as pa
 
-from jobs.parquet.tables.row_values import NUMBER
+from jobs.parquet.tables.columns import NUMBER
 
 Kind = str | dict[str, Any]
 

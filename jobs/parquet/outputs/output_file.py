@@ -17,15 +17,14 @@ import pyarrow as pa
 from jobs.errors import CorruptParquet, PartDamaged, TableNotRead
 from jobs.parquet.files.storage import Storage
 from jobs.parquet.outputs.part import answer_fields, without_own_keys
-from jobs.parquet.tables.columns import ALL_COLUMNS, ROW_NUMBER, ColumnChoice
+from jobs.parquet.tables.columns import ALL_COLUMNS, ROW_NUMBER, ColumnChoice, RowProblem, row_values
 from jobs.parquet.tables.row_groups import RowBuckets, write_groups
-from jobs.parquet.tables.row_values import RowProblem, row_values
 from jobs.parquet.tables.table_reading import TableReading
 from jobs.prompts.batch_lines import output_line
 from jobs.runs.plans.formats import ARROW, CSV, JSONL, OPENAI_BATCH, PARQUET
 from jobs.runs.plans.names import output_names
 from jobs.runs.plans.plan import Plan
-from jobs.runs.statistics.reasons import Reasons
+from jobs.runs.statistics.run_statistics import Reasons
 
 Batches = Iterator[pa.RecordBatch]
 

@@ -10,9 +10,7 @@ from jobs.errors import InputNotFound, OutputHoldsForeignFiles, PlanDamaged
 from jobs.parquet.files.storage import Storage, reading, writing
 from jobs.runs.plans.names import INPUT, KEYS, PLAN, REUSED, TEMPORARY_PREFIX, output_names, part_name
 from jobs.runs.plans.plan import Plan
-from jobs.runs.statistics.part_stats import TOLD, PartStats
-from jobs.runs.statistics.reasons import Reasons
-from jobs.runs.statistics.run_statistics import RunStatistics
+from jobs.runs.statistics.run_statistics import TOLD, PartStats, Reasons, RunStatistics
 
 MAX_PLAN_BYTES = 256 << 20
 

@@ -18,7 +18,7 @@ from jobs.parquet.prompts.sources import row_source
 from jobs.runs.plans.names import PLAN, SUCCESS, kept_name, part_shard
 from jobs.runs.plans.paths import is_stored
 from jobs.runs.plans.plan import Plan
-from jobs.runs.statistics.reasons import Reasons
+from jobs.runs.statistics.run_statistics import Reasons
 
 
 @dataclass(frozen=True)

@@ -25,9 +25,8 @@ from jobs.runs.end_notices import tell_of, tell_shards_failed
 from jobs.runs.plans import names as run_names
 from jobs.runs.plans.plan import Plan
 from jobs.runs.redis_state.state import MAX_PARTS, RunState, record_reasons, recorded_reasons
-from jobs.runs.statistics.part_stats import PartStats
-from jobs.runs.statistics.reasons import Reasons
 from jobs.runs.statistics.report import report_html
+from jobs.runs.statistics.run_statistics import PartStats, Reasons
 
 _GONE = "it is gone"
 

@@ -27,7 +27,7 @@ from jobs.errors import (
     SearchTooLong,
     WrongColumnType,
 )
-from jobs.parquet.asks.labels import content_free
+from jobs.parquet.asks.scores import content_free
 from jobs.parquet.files.fingerprint import GONE, check_unchanged, file_fingerprint
 from jobs.parquet.files.storage import Storage
 from jobs.parquet.formats.converted_inputs import scan

@@ -20,8 +20,7 @@ from jobs.parquet.outputs.plan_file import begin_folder, create_plan, find_plan,
 from jobs.parquet.outputs.run_folder import RunFolder
 from jobs.parquet.planning.find_files import find_files
 from jobs.parquet.planning.inputs import check_as_planned, read_inputs
-from jobs.parquet.planning.own_rows import in_order
-from jobs.parquet.planning.reusing import remove_reused, with_reused
+from jobs.parquet.planning.own_rows import in_order, remove_reused, with_reused
 from jobs.parquet.reuse.known_keys import write_keys
 from jobs.runs.plans.names import PLAN, SUCCESS
 from jobs.runs.plans.option_checks import check_served

@@ -14,8 +14,7 @@ import pyarrow as pa
 
 from jobs.common.display import brief, to_json
 from jobs.errors import InvalidJob, InvalidValue, JobsError, WrongColumnType
-from jobs.parquet.tables.columns import PROBLEM, is_bytes, is_list, is_text
-from jobs.parquet.tables.row_values import RowProblem, holds, python_rows
+from jobs.parquet.tables.columns import PROBLEM, RowProblem, holds, is_bytes, is_list, is_text, python_rows
 from jobs.prompts.arguments import MAX_PROMPT_BYTES, text_problem
 from jobs.prompts.messages import normal_messages
 from jobs.prompts.pictures import ReadFile, filled, loaded, pictures_in

@@ -9,8 +9,7 @@ from typing import Any
 import pyarrow as pa
 
 from jobs.errors import InvalidJob, WrongColumnType
-from jobs.parquet.tables.columns import is_list, is_text
-from jobs.parquet.tables.row_values import RowProblem
+from jobs.parquet.tables.columns import RowProblem, is_list, is_text
 from jobs.prompts.arguments import NOT_TEXT
 
 #: Sets of values whose check is remembered: rows of few kinds are common.

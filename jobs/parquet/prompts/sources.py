@@ -14,8 +14,7 @@ from jobs.parquet.prompts.jinja_source import JinjaSource
 from jobs.parquet.prompts.picture_source import PictureSource
 from jobs.parquet.prompts.prompt_source import Row, RowSource
 from jobs.parquet.prompts.row_sampling import RowSampling
-from jobs.parquet.tables.columns import is_text
-from jobs.parquet.tables.row_values import RowProblem
+from jobs.parquet.tables.columns import RowProblem, is_text
 from jobs.prompts.pictures import ReadFile, is_url, loaded
 from jobs.runs.plans.formats import OPENAI_BATCH
 from jobs.runs.plans.prompt_steps import PromptStep, Template

@@ -29,14 +29,13 @@ from jobs.parquet.shards.rows_task import RowsTask, check_model, trusted_plan
 from jobs.parquet.shards.shard_journal import ShardJournal
 from jobs.parquet.shards.shard_requests import ShardRequests
 from jobs.parquet.shards.shard_texts import ShardTexts, shard_batches, shard_rows
-from jobs.parquet.tables.columns import ColumnChoice, with_added_fields
-from jobs.parquet.tables.row_values import RowProblem
+from jobs.parquet.tables.columns import ColumnChoice, RowProblem, with_added_fields
 from jobs.parquet.tables.table_reading import RowReader
 from jobs.runs.plans.plan import PlannedFile, Shard
 from jobs.runs.plans.spec import check_queue_name
 from jobs.runs.redis_state.shard_jobs import enqueue_shards
 from jobs.runs.redis_state.state import RunState
-from jobs.runs.statistics.part_stats import PartStats
+from jobs.runs.statistics.run_statistics import PartStats
 
 
 class ShardWork(RowsTask):

@@ -27,7 +27,7 @@ from jobs.parquet.reuse.known_keys import read_keys
 from jobs.parquet.shards.rows_task import RowsTask, check_model, trusted_plan
 from jobs.parquet.shards.shard_requests import ShardRequests
 from jobs.parquet.shards.shard_texts import ShardTexts, rendered_shards
-from jobs.parquet.tables.row_values import holds
+from jobs.parquet.tables.columns import holds
 from jobs.runs.plans.plan import Plan
 
 #: Answers that are held: a row has `n` of them, or one for each label. Differences that are told.

@@ -16,8 +16,7 @@ from jobs.context.children import CHILDREN
 from jobs.context.shared_files import DEFAULT_BYTES
 from jobs.errors import CorruptParquet, ShardTooLarge, TableNotRead
 from jobs.parquet.files.storage import Storage, reading
-from jobs.parquet.tables.columns import ALL_COLUMNS, PROBLEM, ColumnChoice, is_bytes
-from jobs.parquet.tables.row_values import holds
+from jobs.parquet.tables.columns import ALL_COLUMNS, PROBLEM, ColumnChoice, holds, is_bytes
 from jobs.runs.plans.plan import Shard
 from sandbox import ChildDied, ChildFailed, ChildOutOfMemory, Limits
 

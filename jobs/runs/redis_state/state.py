@@ -26,8 +26,7 @@ from jobs.common.keys import RUN_TTL_S, RUNS_KEY, run_folder_key, run_key
 from jobs.context import Lease
 from jobs.errors import RunBusy, RunCancelled, RunResubmitted, UnknownRun
 from jobs.runs.redis_state.submission import ASKED_FOR, ErrorLimit, Submission
-from jobs.runs.statistics.part_stats import COUNTED, PartStats
-from jobs.runs.statistics.reasons import Reasons
+from jobs.runs.statistics.run_statistics import COUNTED, PartStats, Reasons
 
 T = TypeVar("T")
 

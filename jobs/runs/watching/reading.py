@@ -20,8 +20,7 @@ from jobs.runs.plans.names import run_and_shard, shard_job_id
 from jobs.runs.redis_state.shard_jobs import num_held
 from jobs.runs.redis_state.state import OF_SUBMISSION, PLAN_ERROR, TOTALS, RunState, recorded_reasons
 from jobs.runs.redis_state.submission import ErrorLimit
-from jobs.runs.statistics.part_stats import COUNTED
-from jobs.runs.statistics.reasons import Reason
+from jobs.runs.statistics.run_statistics import COUNTED, Reason
 from jobs.runs.watching.snapshot import WAITING, RunSnapshot
 from jobs.runs.watching.time_left import PartsDone, Progress, time_left
 
