@@ -81,6 +81,12 @@ def unlike(name: str, value: object, expected: str) -> InvalidValue:
     return InvalidValue(f"{name} is {{}}, expected {expected}", brief(value))
 
 
+def check_limit(found: int, limit: int, what: str, remedy: str = "") -> None:
+    """Raise InvalidJob for more than may be. what: a sentence with {} for how many there are."""
+    if found > limit:
+        raise InvalidJob(f"{what.format(found)}, more than the limit of {limit}{remedy and ': '}{remedy}")
+
+
 class ModelNotServed(InvalidJob):
     """the job asks for model {model!r}, and this worker serves {served!r}: name that one, leave `model` out, or use a
     queue whose workers serve {model!r}"""

@@ -8,7 +8,7 @@ from typing import Any
 
 from jobs.common.display import MAX_NAME_CHARS, brief
 from jobs.context.values import some_text, truth, whole_number
-from jobs.errors import InvalidJob, InvalidValue, unlike
+from jobs.errors import InvalidJob, InvalidValue, check_limit, unlike
 
 KINDS = ("function", "json", "regex")
 
@@ -91,15 +91,13 @@ def _schema(value: Any) -> dict[str, Any]:
         raise InvalidJob(f"json of check is not JSON: {error}") from None
     if not isinstance(value, dict):
         raise unlike("json of check", value, "a JSON schema: an object")
-    if size > MAX_CHARS:
-        raise InvalidJob(f"json of check has {size} characters, more than the limit of {MAX_CHARS}")
+    check_limit(size, MAX_CHARS, "json of check has {} characters")
     return value
 
 
 def _repair_template(name: str, value: Any) -> str:
     text = some_text(name, value, MAX_REPAIR_CHARS)
-    if (number := text.count(REASON)) > MAX_REASONS:
-        raise InvalidJob(f"{name} has {REASON} {number} times, more than the limit of {MAX_REASONS}: once is enough")
+    check_limit(text.count(REASON), MAX_REASONS, f"{name} has {{{REASON}}} {{}} times", "once is enough")
     return text
 
 

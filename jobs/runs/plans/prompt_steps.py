@@ -11,7 +11,7 @@ from string import Formatter
 from typing import Any
 
 from jobs.common.display import MAX_NAME_CHARS, brief
-from jobs.errors import InvalidJob, InvalidValue, unlike
+from jobs.errors import InvalidJob, InvalidValue, check_limit, unlike
 from jobs.prompts.arguments import parse_sampling
 from jobs.prompts.labels import COLUMNS as LABEL_COLUMNS
 from jobs.prompts.messages import ChatOptions, refuse_chat_options, split_chat_options
@@ -157,8 +157,7 @@ def parse_prompts(name: str, value: Any) -> list[dict[str, Any]]:
     """Return a run's prompts as mappings of name, template and, if any, sampling. Raises InvalidJob."""
     if not isinstance(value, list) or not value:
         raise unlike(name, value, 'a list such as [{"name": "summary", "template": "..."}, ...]')
-    if len(value) > MAX_STEPS:
-        raise InvalidJob(f"prompts has {len(value)} entries, more than the limit of {MAX_STEPS}")
+    check_limit(len(value), MAX_STEPS, "prompts has {} entries")
     return [_parse_prompt(each, number) for number, each in enumerate(value)]
 
 

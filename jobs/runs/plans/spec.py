@@ -15,7 +15,7 @@ from jobs.common.display import MAX_NAME_CHARS, brief
 from jobs.context.check_options import DEFAULT_MAX_ATTEMPTS, PARSERS, RepairOptions
 from jobs.context.served_model import parse_model
 from jobs.context.values import column_name, one_of, some_text, truth, whole_number
-from jobs.errors import InvalidJob, InvalidValue, unlike
+from jobs.errors import InvalidJob, InvalidValue, check_limit, unlike
 from jobs.prompts.attempts import check_repairs
 from jobs.prompts.labels import parse_labels
 from jobs.prompts.messages import ChatOptions, split_chat_options
@@ -286,8 +286,7 @@ def _check_together(spec: RunSpec, given: Mapping[str, Any]) -> None:
 
 
 def check_num_files(found: int) -> None:
-    if found > MAX_FILES:
-        raise InvalidJob(f"the input names {found} files, more than the limit of {MAX_FILES}: make several runs of it")
+    check_limit(found, MAX_FILES, "the input names {} files", "make several runs of it")
 
 
 def check_queue_name(value: Any, name: str = "queue") -> str:
