@@ -11,7 +11,6 @@ from jobs.common.display import HIDDEN, brief
 
 #: Who has to act: the "client"; the "server", where another try may go better; nobody, as it was "cancelled".
 Fault = Literal["client", "server", "cancelled"]
-
 #: What the last line of a failed job's `exc_info` begins with, if Tokenmill failed it.
 FAULT_PREFIX = "tokenmill: "
 

@@ -34,7 +34,6 @@ if TYPE_CHECKING:
     from jobs.parquet.outputs.read_back import FailedRow, FolderReader
 
 MAX_REASONS = 100
-
 FOLLOW_EVERY_S = 1.0
 
 

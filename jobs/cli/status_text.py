@@ -37,7 +37,6 @@ def rate(value: float | None) -> str:
 
 
 LINE_EVERY_S = 10.0
-
 #: tqdm's own guess counts rows, and rows that are still to come may be longer.
 BAR_FORMAT = "{desc}: {percentage:3.0f}%|{bar}| {n_fmt}/{total_fmt} [{elapsed}{postfix}]"
 

@@ -24,15 +24,12 @@ from jobs.runs.watching.reading import failure_text
 from jobs.runs.watching.snapshot import no_worker_text
 
 MAX_SHOWN_CHARS = 20_000
-
 #: Between two looks, and before it is said that nobody listens.
 POLL_S, PATIENCE_S = 0.05, 3.0
-
 #: Tokenizing a large file takes a while; RQ's default is 3 minutes.
 TIMEOUT_S = 3600
 
 _OVER = {JobStatus.FINISHED, JobStatus.FAILED, JobStatus.STOPPED, JobStatus.CANCELED, None}
-
 #: More rows are looked at by a share: all their requests are held in the worker's memory.
 MAX_ROWS_READ = 1_000_000
 

@@ -19,14 +19,10 @@ from jobs.runs.watching.reading import MAX_RUNS, list_runs, read_planned, run_re
 from jobs.runs.watching.snapshot import STATES, RunSnapshot, obstacles
 
 WATCH_EVERY_S = 2.0
-
 MAX_ENDED = 10
-
 MAX_PATH_CHARS = 60
-
 json_option = click.option("--json", "as_json", is_flag=True, help="Print JSON, for programs.")
 watch_option = click.option("--watch", is_flag=True, help="Show it anew every two seconds, until Ctrl-C.")
-
 _RUN_NUMBERS = ("ROWS", "ERRORS", "SHARDS", "ROWS/S", "TOK/S", "SUBMITTED")
 _WORKER_NUMBERS = ("BATCH", "WAITING", "KV", "SEEN")
 

@@ -20,10 +20,8 @@ from jobs.common.stored import json_object, text
 
 #: Seconds between two points, and how many are kept: an hour's.
 POINT_PERIOD_S, MAX_POINTS = 10.0, 360
-
 #: Of what a worker holds its sample names so many jobs, the oldest.
 MAX_HELD_NAMED = 20
-
 #: State of a worker that loads its model, which tells so once and then nothing for as long as that may take.
 LOADING, LOADING_S = "loading", 600.0
 

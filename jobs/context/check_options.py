@@ -11,15 +11,11 @@ from jobs.context.values import some_text, truth, whole_number
 from jobs.errors import InvalidJob, InvalidValue, check_limit, unlike
 
 KINDS = ("function", "json", "regex")
-
 DEFAULT_MAX_ATTEMPTS = 3
 MOST_ATTEMPTS = 100
-
 MAX_CHARS = 1 << 20
-
 #: Of the text of a repair, which each prompt that is tried again holds, and how often the reason may stand in it.
 MAX_REPAIR_CHARS, MAX_REASONS = 1 << 16, 8
-
 #: Where the reason stands in the text that follows an answer that failed.
 REASON = "{reason}"
 

@@ -13,7 +13,6 @@ from jobs.errors import InvalidJob
 from sandbox import Child, ChildFailed, ChildOutOfMemory, ChildTooSlow, Limits, Pool
 
 DEFAULT_LIMIT_S = 5.0
-
 #: The same of importing a function, and of compiling a schema or a pattern.
 BEGIN_LIMIT_S, COMPILE_LIMIT_S = 60.0, 2.0
 

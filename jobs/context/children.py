@@ -3,6 +3,5 @@
 from sandbox import Pool
 
 CHILDREN = Pool()
-
 DECODERS = Pool()
 """Others, that decode pictures and see nothing else: formats' readers are in C."""

@@ -9,13 +9,11 @@ from weakref import WeakValueDictionary
 
 #: A run's shards come one after the other: more plans than this are not in use at once.
 MAX_PLANS = 4
-
 #: Files that are read at once: each has a child of its own, and holds a decoded page of each column.
 MAX_READERS = 4
 
 P = TypeVar("P")
 R = TypeVar("R")
-
 #: The path of a file, then what names its state, and columns.
 ReaderKey = tuple[Hashable, ...]
 
@@ -121,7 +119,6 @@ class SharedFiles:
 
 #: Room for 250,000 prompts of 1 KB in a shard.
 DEFAULT_BYTES = 256 << 20
-
 #: Of the limit, held in prompts before no further shard begins: what is left is for those that have begun.
 BEGIN_SHARE = 2
 

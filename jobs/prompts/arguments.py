@@ -14,7 +14,6 @@ from jobs.prompts.response_options import with_structured_outputs
 
 #: A prompt beyond any context length only costs tokenizer time and Redis memory.
 MAX_PROMPT_BYTES = 1 << 20
-
 #: A job holds all its answers until the last one is there; what is larger is a Parquet run.
 MAX_PROMPTS = 10_000
 MAX_CHOICES = 10_000

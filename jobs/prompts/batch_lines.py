@@ -22,7 +22,6 @@ _ENDPOINTS: Mapping[str, tuple[Callable[..., Task], str]] = {
 }
 
 _NOT_BUILT = ("/v1/responses", "/v1/moderations")
-
 #: The error of a line that was not answered: what is wrong is the line's own, or its shard is tried again.
 ERROR_CODE = "invalid_request"
 

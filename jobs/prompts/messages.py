@@ -11,7 +11,6 @@ from jobs.prompts.arguments import MAX_PROMPT_BYTES, checked_text
 from jobs.prompts.pictures import Picture, picture_of
 
 MAX_MESSAGES = 10_000
-
 #: What a message may hold beside its role and content, in the order in which equal chats are equal texts.
 TEXTS = ("name", "tool_call_id", "reasoning", "reasoning_content")
 
@@ -129,7 +128,6 @@ def _num_bytes(value: Any) -> int:
 
 
 MAX_TOOLS = 1_000
-
 NAMES = ("chat_template_kwargs", "parallel_tool_calls", "tool_choice", "tools")
 
 

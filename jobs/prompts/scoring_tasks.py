@@ -30,7 +30,6 @@ RERANK_INSTRUCTION = "Given a web search query, retrieve relevant passages that 
 RERANK_LABELS = ("yes", "no")
 
 NO_RELEVANCE = "its labels have no finite log-likelihood"
-
 #: Of all prompts of a reranking together: query and instruction stand before each document.
 MAX_RERANK_BYTES = 1 << 26
 

@@ -33,7 +33,6 @@ def _messages(template: Any) -> tuple[list[str], tuple[str, ...]]:
 
 
 LIMIT_S = 2.0
-
 _TASK = "jobs.prompts.jinja_environment:fill_in"
 
 

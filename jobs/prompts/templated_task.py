@@ -15,7 +15,6 @@ from jobs.prompts.template_texts import JinjaTexts, TemplateProblem, template_te
 from jobs.tasks import LateTask, Task
 
 MAX_DEPENDENCIES = 10_000
-
 #: Jobs that are asked for at a time: their results come in one reply.
 TOGETHER = 16
 

@@ -53,15 +53,12 @@ def count_queues(connection: Redis, names: Sequence[str]) -> list[QueueCounts]:
 
 #: A job's payload and meta are read up to so many bytes, packed and unpacked.
 MAX_PAYLOAD_BYTES = 1 << 16
-
 #: Of an error, such as a traceback, as much of its end is shown.
 MAX_ERROR_CHARS = 20_000
-
 #: Stopped jobs that are passed over where the newest failed ones are looked for: a cancel may have made many.
 MAX_STOPPED = 100
 
 MAX_RELATIVES = 20
-
 _TIMES = ("created_at", "enqueued_at", "started_at", "ended_at")
 _TEXTS = ("origin", "status", "worker_name", "timeout", "retries_left", "tokenmill_model")
 

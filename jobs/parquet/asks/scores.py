@@ -22,7 +22,6 @@ from jobs.runs.plans.spec import RunSpec
 from jobs.tasks import Completion, Request
 
 _TYPES = (pa.string(), pa.float64(), pa.map_(pa.string(), pa.float64()), pa.float64())
-
 LABEL_FIELDS = tuple(map(pa.field, COLUMNS, _TYPES))
 
 

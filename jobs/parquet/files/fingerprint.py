@@ -14,9 +14,7 @@ WHOLE_BYTES = 1 << 16
 NUM_SAMPLES = 4
 
 GONE = "it is gone, or no regular file any more"
-
 _CHUNK_BYTES = 1 << 20
-
 _TAIL = 8  # bytes at a file's end: the footer's length, and Parquet's mark
 
 

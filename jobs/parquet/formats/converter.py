@@ -25,14 +25,11 @@ from jobs.runs.plans.formats import ARROW, HEADED, OPENAI_BATCH
 SLICE_ROWS, SLICE_BYTES = 1024, 1 << 21
 
 MAX_COLUMNS = 10_000
-
 #: Bytes that stand for a custom_id: enough that no two of a billion are taken for one.
 NAME_BYTES = 16
 
 _CODECS = {b"\x1f\x8b": "gzip", b"\x28\xb5\x2f\xfd": "zstd", b"BZh": "bz2"}
-
 _BATCH_KINDS: Mapping[str, kinds.Kind] = {"custom_id": "text", "request": "json"}
-
 #: Types of Arrow's that Parquet has not, and what takes their place.
 _PLAIN = {pa.string_view(): pa.string(), pa.binary_view(): pa.binary()}
 

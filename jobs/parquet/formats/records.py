@@ -17,13 +17,10 @@ from jobs.runs.plans.formats import OPENAI_BATCH, TSV
 MAX_LINE_BYTES = 8 << 20
 
 MAX_LINES = 1 << 16
-
 CHUNK_BYTES = 1 << 20
-
 _UTF8_MARK, _UTF16_MARKS = b"\xef\xbb\xbf", (b"\xff\xfe", b"\xfe\xff")
 _TOO_LONG = f"has more than the limit of {MAX_LINE_BYTES} bytes: shorten it"
 _NOT_UTF8 = "is not UTF-8"
-
 #: How JSON writes half of a surrogate pair, which is no text.
 _MAY_BE_SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
 

@@ -20,10 +20,8 @@ from jobs.runs.statistics.run_statistics import PartStats, count_lengths
 
 #: Of a Parquet file besides data and footer: its mark at either end, and the footer's length.
 FRAME_BYTES = 12
-
 #: Which row of an earlier run a row's answer was taken from, in the column that the run names.
 REUSED = "reused"
-
 #: The name of the model that answered, in a run that asks two.
 MODEL = "model"
 

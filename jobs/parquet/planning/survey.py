@@ -37,7 +37,6 @@ from jobs.tasks import Completion, Request
 
 #: Requests that a dry run has answered: a full batch of the worker's, within these.
 MIN_TRIED, MAX_TRIED = 64, 256
-
 #: Of the prompts that are answered, in characters, for the result's limit; of pictures so many bytes are one.
 MAX_PICKED_CHARS, PICTURE_SHARE = 4 << 20, 32
 TRUNCATION = "truncate_prompt_tokens"

@@ -22,7 +22,6 @@ from jobs.runs.plans.names import JOURNAL, KEYS, PLAN, part_shard
 from jobs.runs.plans.plan import Plan
 
 MAX_NAMED = 10
-
 _JOURNAL = re.compile(r"_(?:kept\.)?(\d{5,9})\.(?:.*\.)?answers\b", re.ASCII)
 
 

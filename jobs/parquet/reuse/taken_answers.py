@@ -37,7 +37,6 @@ from jobs.runs.plans.plan import Plan
 ROW, MODEL, SOURCE, KEY = "_row", "_model", "_source", "_key"
 BESIDE = [pa.field(ROW, pa.int64()), pa.field(MODEL, pa.binary(SIZE)), pa.field(SOURCE, pa.string())]
 KEY_FIELD = pa.field(KEY, pa.binary(SIZE))
-
 #: What is raised for a file of a run that cannot be read.
 UNREADABLE = (PartDamaged, CorruptParquet, TableNotRead, InputNotFound, PathSwapped)
 

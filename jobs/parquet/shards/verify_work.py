@@ -32,7 +32,6 @@ from jobs.runs.plans.plan import Plan
 
 #: Answers that are held: a row has `n` of them, or one for each label. Differences that are told.
 MAX_ANSWERS, MAX_DIFFERENCES = 100_000, 20
-
 #: Follows what else is computed at the time.
 _NOT_COMPARED = {"cached_tokens", "probability", "margin"}
 

@@ -11,12 +11,10 @@ from jobs.runs.plans.partitions import AddedColumn
 
 #: Why a line of a file is no row, in a column of its own until the rows are written. A file's of this name is refused.
 PROBLEM = "\0problem"
-
 #: Of a run in an order of its own: which row of the whole input, from 0, a row is.
 ROW_NUMBER = "row_number"
 
 PROBLEM_FIELD = pa.field(PROBLEM, pa.string())
-
 _TEXTS = (pa.types.is_string, pa.types.is_large_string, pa.types.is_string_view, pa.types.is_null)
 _BYTES = (pa.types.is_binary, pa.types.is_large_binary, pa.types.is_fixed_size_binary, pa.types.is_binary_view)
 
@@ -47,7 +45,6 @@ class ColumnChoice(NamedTuple):
 
 
 ALL_COLUMNS = ColumnChoice()
-
 _TYPES = {"int64": pa.int64(), "string": pa.string()}
 
 
@@ -105,16 +102,12 @@ def _key(key: Any) -> str:
 
 #: What Arrow raises for a value that Python's types cannot hold, such as text that is not UTF-8 or a date after 9999.
 _NO_PYTHON_VALUE = (ValueError, OverflowError, KeyError, pa.ArrowException)
-
 #: The largest value of which a prompt could be made: a chat's JSON may write a character in six.
 MAX_VALUE_BYTES = 6 * MAX_PROMPT_BYTES
-
 #: Values within a list, struct or map, at all depths: as Python's, each takes a hundred bytes.
 MAX_NESTED_VALUES = 100_000
-
 #: The metadata of a column that had integers beside floats, all exact as floats: they keep their text.
 NUMBER = {b"tokenmill": b"number"}
-
 #: Values are converted together up to so many bytes, and else row by row.
 _TOGETHER_BYTES = 1 << 20
 

@@ -18,7 +18,6 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 T = TypeVar("T")
-
 #: Rows and bytes after which a row group ends; so many bytes have the batches that a worker gets, too.
 GROUP_ROWS, GROUP_BYTES = 1 << 16, 1 << 23
 
@@ -55,7 +54,6 @@ def pieces(batch: pa.RecordBatch) -> Iterator[pa.RecordBatch]:
 
 
 BUCKET_ROWS, MAX_BUCKETS = 1 << 12, 256
-
 #: Rows and bytes that are handed to the files at once, and rows that are read at once.
 BATCH_ROWS, BATCH_BYTES, READ_ROWS = 1 << 16, 1 << 25, 1 << 14
 

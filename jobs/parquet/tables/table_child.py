@@ -17,7 +17,6 @@ from sandbox.child import Body, Worker
 READ_BYTES = 1 << 24
 
 STATISTICS = b"tokenmill"
-
 Replies = Iterator[tuple[dict[str, Any], Body]]
 
 

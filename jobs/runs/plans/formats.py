@@ -6,7 +6,6 @@ from typing import Any
 from jobs.errors import MixedFormats, unlike
 
 PARQUET, CSV, TSV, JSONL, ARROW = "parquet", "csv", "tsv", "jsonl", "arrow"
-
 #: OpenAI's batch files: JSONL by their names, so they are asked for.
 OPENAI_BATCH = "openai-batch"
 
@@ -24,9 +23,7 @@ SUFFIXES = {
 LINES = frozenset({CSV, TSV, JSONL, OPENAI_BATCH})
 
 HEADED = frozenset({CSV, TSV})
-
 OUTPUTS = (PARQUET, CSV, JSONL, ARROW)
-
 #: What may follow the suffix of such a file, which is compressed then.
 COMPRESSED = (".gz", ".zst", ".bz2")
 

@@ -6,26 +6,21 @@ from jobs.runs.plans.formats import OPENAI_BATCH
 
 PLAN = "_plan.json"
 MANIFEST = "_manifest.json"
-
 #: As the manifest, by a name that readers of a folder of Parquet pass by.
 REPORT = "_report.html"
 
 SUCCESS = "_SUCCESS"
 TEMPORARY_PREFIX = "_tmp."
-
 #: Where the parts lie of a run whose output is one file: a name that readers of folders pass by.
 PARTS = "_parts"
-
 #: Where open shards keep what they have computed, until the run ends.
 JOURNAL = "_journal"
 
 INPUT = "_input"
-
 #: Where the keys of the parts' rows lie. The names in it begin so too: polars reads files of folders that do.
 KEYS = "_keys"
 
 REUSED = "_reused"
-
 _RUN_ID = re.compile(r"[0-9a-f]{16}")
 _JOB = re.compile(r"([0-9a-f]{16})-(?:plan|(\d+)(?:-2)?)", re.ASCII)
 _PART = re.compile(r"part-(\d{5,})\.parquet")

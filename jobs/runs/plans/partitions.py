@@ -10,7 +10,6 @@ from jobs.errors import SchemaMismatch
 
 #: How Hive, and whoever writes as it does, spells a null in a folder's name.
 NULL = "__HIVE_DEFAULT_PARTITION__"
-
 #: Name and text of each `key=value`, from the outside in; None for a null.
 Keys = tuple[tuple[str, str | None], ...]
 

@@ -21,10 +21,8 @@ from jobs.runs.plans.spec import RunSpec
 
 #: Each shard is a job in Redis, a file in the output and a line in the plan.
 MAX_SHARDS = 100_000
-
 #: Shards of a run whose shares Redis keeps; those of a larger one count as equal.
 MAX_SHARES = 10_000
-
 #: Raised when a plan's meaning changes; a plan of another format is refused.
 FORMAT = 6
 

@@ -21,7 +21,6 @@ from jobs.runs.plans.option_checks import OF_PROMPTS, check_read
 
 #: Literals and values that a shard's prompts are put together from: some seconds of a thread.
 MAX_SHARD_PIECES = 20_000_000
-
 #: A text cut into (literal, column that follows it or None).
 Pieces = tuple[tuple[str, str | None], ...]
 
@@ -113,7 +112,6 @@ def _is_plain(column: str) -> bool:
 MAX_STEPS = 20
 
 ROW_COLUMNS = ("prompt_tokens", "completion_tokens", "cached_tokens", "error")
-
 #: What the longest name of a column of a prompt's ends with.
 LONGEST = "_prompt_logprobs"
 

@@ -29,7 +29,6 @@ from jobs.runs.plans.paths import real_path, run_path
 
 #: Files are opened one by one to plan a run, and every shard's worker holds the plan that lists them.
 MAX_FILES = 100_000
-
 #: What is completed where nothing is named; naming it beside another source is no contradiction.
 DEFAULT_PROMPT_COLUMN = "prompt"
 

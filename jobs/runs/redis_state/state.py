@@ -43,10 +43,8 @@ def transact(client: Redis, change: Callable[[Pipeline], T], *watched: str) -> T
 
 #: Of a part as many kinds of reasons are kept, and of a run those of as many parts.
 MAX_OF_PART, MAX_PARTS = 5, 1000
-
 #: Fields of a run's hash: what its parts have together.
 TOTALS = tuple(f"total_{name}" for name in COUNTED)
-
 #: What is of the last submission: rows, those with an error and generated tokens of parts recorded since, when work on
 #: it began and its last part ended.
 OF_SUBMISSION = ("judged_rows", "judged_errors", "judged_tokens", "began_at", "ended_at")
@@ -72,7 +70,6 @@ return {redis.call('HLEN', parts), total, redis.call('SCARD', failed)}
 """
 
 PLAN_ERROR = "plan_error"
-
 #: A run's keys live for RUN_TTL_S from its last part on, which may come long after its submission.
 LISTED_S = 2 * RUN_TTL_S
 

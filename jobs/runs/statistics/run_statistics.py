@@ -85,7 +85,6 @@ def outcome_text(errors: int, failed_checks: int, cut: int, rows: str = "") -> s
 
 
 MAX_REASON_CHARS = 200
-
 #: Kinds that are told apart; rows of further ones are counted together.
 MAX_KINDS = 1000
 OTHERS = "other reasons"

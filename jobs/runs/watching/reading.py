@@ -28,9 +28,7 @@ from jobs.runs.watching.time_left import PartsDone, Progress, time_left
 MAX_SOUGHT = MAX_LOOKED = 1000
 
 MAX_RUNS = 200
-
 MAX_REASONS = 20
-
 #: For a list, entries that are read of a queue's registry of running or failed jobs.
 MAX_ENTRIES = 20_000
 
