@@ -6,11 +6,10 @@ import click
 import redis
 
 from jobs import client
-from jobs.cli.errors_told import errors_told
 from jobs.cli.folder_commands import errors, report, tail, verify
 from jobs.cli.operator_commands import dashboard, doctor, info, requeue_command
 from jobs.cli.run_options import check_options, input_options, output_options, prompt_options, run_arguments
-from jobs.cli.status_text import await_plan, wait_for_end
+from jobs.cli.status_text import await_plan, errors_told, wait_for_end
 from jobs.cli.trial_commands import MAX_ROWS_READ, dry_run_lines, preview, survey
 from jobs.cli.watch_commands import runs, status, workers
 from jobs.installed import describe_model, model_table

@@ -16,8 +16,7 @@ import click
 import redis
 
 from jobs import client
-from jobs.cli.errors_told import errors_told
-from jobs.cli.status_text import await_plan, table, wait_for_end
+from jobs.cli.status_text import await_plan, errors_told, table, wait_for_end
 from jobs.cli.trial_commands import try_job
 from jobs.cli.watch_commands import json_option
 from jobs.common.display import MAX_TEXT_CHARS, safe_name, to_json

@@ -11,7 +11,7 @@ import click
 import redis
 from redis.exceptions import RedisError
 
-from jobs.cli.errors_told import errors_told
+from jobs.cli.status_text import errors_told
 from jobs.common.display import safe_name
 from jobs.common.workers import read_workers
 from jobs.doctor.findings import Examination, Finding, Level, check_installation, examine, fault

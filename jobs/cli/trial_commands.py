@@ -10,8 +10,8 @@ from uuid import uuid4
 import click
 import redis
 
-from jobs.cli.errors_told import errors_told
 from jobs.cli.run_options import input_options, prompt_options, run_arguments
+from jobs.cli.status_text import errors_told
 from jobs.common.display import duration_text, safe_name
 from jobs.common.keys import MODEL_FIELD
 from jobs.common.rq_jobs import JobQueue, JobStatus, job_key, job_status, last_result, results_key

@@ -8,8 +8,7 @@ from collections.abc import Callable, Sequence
 import click
 import redis
 
-from jobs.cli.errors_told import errors_told
-from jobs.cli.status_text import gone_text, rate, status_text, table, tell_failures
+from jobs.cli.status_text import errors_told, gone_text, rate, status_text, table, tell_failures
 from jobs.common.display import MAX_TEXT_CHARS, duration_text, safe_name
 from jobs.common.workers import WorkerSample, read_workers
 from jobs.doctor.redis_server import troubles

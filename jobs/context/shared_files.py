@@ -1,4 +1,4 @@
-"""What the shards of one process share: plans, open readers, and the memory that they take."""
+"""What the jobs of one process share: children, plans, open readers, and the memory that shards take."""
 
 import threading
 from collections import Counter
@@ -6,6 +6,13 @@ from collections.abc import Callable, Container, Hashable, Iterator
 from contextlib import contextmanager
 from typing import Any, TypeVar
 from weakref import WeakValueDictionary
+
+from sandbox import Pool
+
+CHILDREN = Pool()
+DECODERS = Pool()
+"""Others, that decode pictures and see nothing else: formats' readers are in C."""
+
 
 #: A run's shards come one after the other: more plans than this are not in use at once.
 MAX_PLANS = 4

@@ -7,7 +7,7 @@ from typing import Any
 
 from jobs.common.display import brief
 from jobs.context import JobContext
-from jobs.context.children import DECODERS
+from jobs.context.shared_files import DECODERS
 from jobs.errors import InvalidJob, InvalidValue
 from jobs.tasks import LateTask, Parts, Task
 from sandbox import ChildFailed, Limits

@@ -1,7 +1,5 @@
 """The task of `jobs.complete` and `jobs.chat`: prompts in the job, answers in its result."""
 
-from __future__ import annotations
-
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -50,7 +48,7 @@ class PromptTask(Task):
     repairs: RepairOptions = NO_REPAIRS
     clock: Callable[[], float] = time.time
 
-    def open(self, context: JobContext) -> OpenPrompts:
+    def open(self, context: JobContext) -> OpenTask:
         """Raise ModelNotServed for another model, InvalidJob for sampling or a check that cannot be."""
         context.model.check_asked_for(self.model)
         context.check_sampling(self.sampling)

@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from jobs.context.children import CHILDREN
+from jobs.context.shared_files import CHILDREN
 from jobs.errors import InvalidJob, InvalidValue, check_limit
 from sandbox import ChildFailed, Limits
 

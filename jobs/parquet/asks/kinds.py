@@ -10,7 +10,7 @@ from jobs.parquet.asks.generate import Generate
 from jobs.parquet.asks.row_keys import RowKeys
 from jobs.parquet.asks.scores import Classes, Embeddings, Labels, Relevance, content_free
 from jobs.parquet.prompts.sources import row_source
-from jobs.runs.plans.formats import OPENAI_BATCH
+from jobs.runs.plans.names import OPENAI_BATCH
 from jobs.runs.plans.option_checks import CLASSIFY, EMBED, GENERATE, RERANK
 from jobs.runs.plans.plan import Plan
 from jobs.runs.plans.spec import RunSpec

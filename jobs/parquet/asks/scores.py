@@ -11,7 +11,8 @@ import pyarrow as pa
 from jobs.context.answers import Answer, failed_answer
 from jobs.errors import InvalidValue
 from jobs.parquet.asks.ask import ROW_FIELDS, Ask, AskedOnce, no_answer, request_of
-from jobs.parquet.prompts.prompt_source import Row, RowSource
+from jobs.parquet.prompts.prompt_source import Row
+from jobs.parquet.prompts.sources import RowSource
 from jobs.parquet.tables.columns import RowProblem
 from jobs.prompts.arguments import Unusable
 from jobs.prompts.embedding_task import pooling_values

@@ -6,7 +6,7 @@ from hashlib import blake2b
 
 from jobs.errors import ConvertedInputGone, CorruptParquet, InputChanged
 from jobs.parquet.files.storage import Storage, reading
-from jobs.runs.plans.formats import PARQUET
+from jobs.runs.plans.names import PARQUET
 from jobs.runs.plans.plan import Plan, PlannedFile
 
 #: Read besides the footer: a file of at most so many bytes whole, of a larger one as many in samples.

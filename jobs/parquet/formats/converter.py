@@ -19,7 +19,7 @@ from jobs.parquet.formats.records import Record, csv_records, records
 from jobs.parquet.tables.columns import PROBLEM, PROBLEM_FIELD
 from jobs.parquet.tables.row_groups import GROUP_ROWS, grouped
 from jobs.parquet.tables.table_child import Replies, serialized, with_file
-from jobs.runs.plans.formats import ARROW, HEADED, OPENAI_BATCH
+from jobs.runs.plans.names import ARROW, HEADED, OPENAI_BATCH
 
 #: Rows and bytes that are Python's at a time.
 SLICE_ROWS, SLICE_BYTES = 1024, 1 << 21

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 from jobs.common.display import brief, is_unicode
 from jobs.errors import CorruptTable, SchemaMismatch
 from jobs.prompts.batch_lines import custom_id
-from jobs.runs.plans.formats import OPENAI_BATCH, TSV
+from jobs.runs.plans.names import OPENAI_BATCH, TSV
 
 #: Bytes of one line, or row of CSV: room for a prompt of the largest size, however its letters are written.
 MAX_LINE_BYTES = 8 << 20

@@ -21,8 +21,7 @@ from jobs.parquet.tables.columns import ALL_COLUMNS, ROW_NUMBER, ColumnChoice, R
 from jobs.parquet.tables.row_groups import RowBuckets, write_groups
 from jobs.parquet.tables.table_reading import TableReading
 from jobs.prompts.batch_lines import output_line
-from jobs.runs.plans.formats import ARROW, CSV, JSONL, OPENAI_BATCH, PARQUET
-from jobs.runs.plans.names import output_names
+from jobs.runs.plans.names import ARROW, CSV, JSONL, OPENAI_BATCH, PARQUET, output_names
 from jobs.runs.plans.plan import Plan
 from jobs.runs.statistics.run_statistics import Reasons
 

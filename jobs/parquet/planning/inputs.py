@@ -22,13 +22,12 @@ from jobs.parquet.formats.converted_inputs import scan
 from jobs.parquet.formats.converter import NAME_BYTES
 from jobs.parquet.formats.kinds import Kind, arrow_field, merged, merged_texts
 from jobs.parquet.outputs.part import output_schema
-from jobs.parquet.planning.find_files import find_files
+from jobs.parquet.planning.find_files import FoundFile, find_files, partition_columns
 from jobs.parquet.prompts.sources import row_source
 from jobs.parquet.tables.columns import ROW_NUMBER, with_added_fields
 from jobs.parquet.tables.table_reading import look_at
-from jobs.runs.plans.formats import HEADED, LINES, OPENAI_BATCH, PARQUET, one_format
-from jobs.runs.plans.partitions import AddedColumn, FoundFile, partition_columns
-from jobs.runs.plans.plan import Plan, PlannedFile, Shard, cut_shards
+from jobs.runs.plans.names import HEADED, LINES, OPENAI_BATCH, PARQUET, one_format
+from jobs.runs.plans.plan import AddedColumn, Plan, PlannedFile, Shard, cut_shards
 from jobs.runs.plans.spec import RunSpec
 
 #: Lines that repeat a custom_id, each of which the plan lists.

@@ -22,8 +22,7 @@ from jobs.parquet.files.storage import Storage, writing
 from jobs.parquet.outputs.part import embedding_size
 from jobs.parquet.prompts.prompt_source import Row
 from jobs.parquet.prompts.sources import row_source
-from jobs.parquet.reuse.known_keys import Places
-from jobs.parquet.reuse.old_runs import OldRuns
+from jobs.parquet.reuse.old_runs import OldRuns, Places
 from jobs.parquet.reuse.taken_answers import BESIDE, write_taken
 from jobs.parquet.shards.shard_texts import rendered_shards, shard_batches, shard_readers
 from jobs.parquet.tables.columns import ROW_NUMBER, RowProblem

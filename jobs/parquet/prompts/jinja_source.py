@@ -6,7 +6,7 @@ from typing import Any
 
 import pyarrow as pa
 
-from jobs.context.children import CHILDREN
+from jobs.context.shared_files import CHILDREN
 from jobs.errors import InvalidJob
 from jobs.parquet.prompts.prompt_source import PromptSource, check_defaults, checked_chat, checked_text
 from jobs.parquet.tables.columns import RowProblem, python_rows

@@ -5,8 +5,6 @@ for the job that asks the second one, lie beside the journals, without those of 
 one's stay, and later runs find them as they find a journal.
 """
 
-from __future__ import annotations
-
 import os
 from array import array
 from collections.abc import Iterator, Mapping, Sequence

@@ -1,13 +1,11 @@
 """One execution of one shard: reads its rows, publishes its part, ends the run if it was the last."""
 
-from __future__ import annotations
-
 import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 import pyarrow as pa
@@ -23,7 +21,7 @@ from jobs.parquet.files.storage import Storage
 from jobs.parquet.outputs import part
 from jobs.parquet.outputs.run_folder import RunFolder
 from jobs.parquet.prompts.prompt_source import Row
-from jobs.parquet.reuse.known_keys import write_keys
+from jobs.parquet.reuse.old_runs import write_keys
 from jobs.parquet.reuse.taken_answers import has_kept, keep_answers, kept_answers, taken_answers
 from jobs.parquet.shards.rows_task import RowsTask, check_model, trusted_plan
 from jobs.parquet.shards.shard_journal import ShardJournal
@@ -72,7 +70,7 @@ class ShardWork(RowsTask):
                 raise
 
     @classmethod
-    def open(cls, context: JobContext, run: str, plan: str, shard: int, queue: str | None = None) -> ShardWork:
+    def open(cls, context: JobContext, run: str, plan: str, shard: int, queue: str | None = None) -> Self:
         """Find the shard in its plan. Raises PlanDamaged when the three do not belong together. queue: see above."""
         if queue is not None:
             check_queue_name(queue)

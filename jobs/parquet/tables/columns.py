@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import pyarrow as pa
 
 from jobs.prompts.arguments import MAX_PROMPT_BYTES
-from jobs.runs.plans.partitions import AddedColumn
+from jobs.runs.plans.plan import AddedColumn
 
 #: Why a line of a file is no row, in a column of its own until the rows are written. A file's of this name is refused.
 PROBLEM = "\0problem"

@@ -3,14 +3,12 @@
 They are sorted on this machine's disk, some neighbours at a time in memory.
 """
 
-from __future__ import annotations
-
 import os
 import tempfile
 from collections.abc import Iterable, Iterator
 from contextlib import ExitStack
 from itertools import chain, islice
-from typing import Any, TypeVar
+from typing import Any, Self, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -69,7 +67,7 @@ class RowBuckets:
         self._streams: dict[int, tuple[str, Any]] = {}
         self._stack = ExitStack()
 
-    def __enter__(self) -> RowBuckets:
+    def __enter__(self) -> Self:
         self._folder = self._stack.enter_context(tempfile.TemporaryDirectory(prefix="tokenmill-"))
         return self
 

@@ -12,8 +12,7 @@ import pyarrow as pa
 
 from jobs import errors
 from jobs.context import never_interrupted
-from jobs.context.children import CHILDREN
-from jobs.context.shared_files import DEFAULT_BYTES
+from jobs.context.shared_files import CHILDREN, DEFAULT_BYTES
 from jobs.errors import CorruptParquet, ShardTooLarge, TableNotRead
 from jobs.parquet.files.storage import Storage, reading
 from jobs.parquet.tables.columns import ALL_COLUMNS, PROBLEM, ColumnChoice, holds, is_bytes

@@ -1,14 +1,12 @@
 """Several prompts of each row, one after the other, each a template over columns and earlier answers."""
 
-from __future__ import annotations
-
 import json
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from string import Formatter
-from typing import Any
+from typing import Any, Self
 
 from jobs.common.display import MAX_NAME_CHARS, brief
 from jobs.errors import InvalidJob, InvalidValue, check_limit, unlike
@@ -37,7 +35,7 @@ class Template:
     roles: tuple[str, ...] | None  # None: a single prompt text
 
     @classmethod
-    def parse(cls, template: Any) -> Template:
+    def parse(cls, template: Any) -> Self:
         """Parse a text, or a list of {'role', 'content'} with texts as content. Raises InvalidJob."""
         texts, roles = template_texts(template)
         if roles is None:

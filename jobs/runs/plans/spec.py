@@ -1,7 +1,5 @@
 """The arguments of a run, checked; what makes two runs the same run. Needs no pyarrow: the CLI uses it."""
 
-from __future__ import annotations
-
 import json
 import os
 from collections.abc import Callable, Mapping
@@ -9,7 +7,7 @@ from contextlib import suppress
 from dataclasses import MISSING, asdict, dataclass, field, fields
 from functools import cached_property, partial
 from hashlib import blake2b
-from typing import Any
+from typing import Any, Self
 
 from jobs.common.display import MAX_NAME_CHARS, brief
 from jobs.context.check_options import DEFAULT_MAX_ATTEMPTS, PARSERS, RepairOptions
@@ -23,8 +21,7 @@ from jobs.prompts.response_options import LOGPROBS
 from jobs.prompts.template_texts import template_texts
 from jobs.runs.plans import option_checks as checks
 from jobs.runs.plans import prompt_steps
-from jobs.runs.plans.formats import OPENAI_BATCH, SUFFIXES, parse_single_file
-from jobs.runs.plans.names import PARTS
+from jobs.runs.plans.names import OPENAI_BATCH, PARTS, SUFFIXES, parse_single_file
 from jobs.runs.plans.paths import real_path, run_path
 
 #: Files are opened one by one to plan a run, and every shard's worker holds the plan that lists them.
@@ -81,7 +78,7 @@ class RunSpec:
     image_column: list[str] | None = None
 
     @classmethod
-    def from_arguments(cls, input: Any, output: Any, **given: Any) -> RunSpec:
+    def from_arguments(cls, input: Any, output: Any, **given: Any) -> Self:
         """Check and normalise the arguments of jobs.score_parquet.
 
         input: files, folders and globs below the data roots; folders named key=value give columns. output: a new or
@@ -177,7 +174,7 @@ class RunSpec:
             with suppress(InvalidValue):
                 check({name: None})
 
-    def differences(self, other: RunSpec) -> list[str]:
+    def differences(self, other: Self) -> list[str]:
         return [each.name for each in fields(self) if getattr(self, each.name) != getattr(other, each.name)]
 
 

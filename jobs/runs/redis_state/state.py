@@ -8,15 +8,13 @@ cancelled the run meanwhile (submitting, enqueueing), the job is held (what a pl
 came (cancelling), no part was recorded since (counting).
 """
 
-from __future__ import annotations
-
 import json
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
-from typing import Any, TypeVar, cast
+from typing import Any, Self, TypeVar, cast
 
 from redis import Redis
 from redis.client import Pipeline
@@ -107,7 +105,7 @@ class PartCount:
     failed: int = 0
 
     @classmethod
-    def of(cls, length: int, total: bytes | None, failed: int) -> PartCount:
+    def of(cls, length: int, total: bytes | None, failed: int) -> Self:
         """Return what the keys say. length: of the parts' hash."""
         return cls(length, None, failed) if total is None else cls(length - 1, int(total), failed)
 

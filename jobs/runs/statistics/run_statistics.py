@@ -1,7 +1,5 @@
 """What is counted of a run: of each part, why rows have errors, and in the manifest of all parts together."""
 
-from __future__ import annotations
-
 import json
 import re
 from bisect import bisect_left, bisect_right
@@ -10,7 +8,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
 from itertools import accumulate
 from math import fsum
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Self
 
 #: What is summed up over the parts while a run goes on.
 COUNTED = (
@@ -68,7 +66,7 @@ class PartStats:
         return replace(self, prompt_lengths={}, completion_lengths={}).to_text()
 
     @classmethod
-    def from_text(cls, text: str | bytes) -> PartStats:
+    def from_text(cls, text: str | bytes) -> Self:
         """Read what `to_text` or `to_record` wrote, here or in another version. Raises ValueError for anything else."""
         known = {each.name for each in fields(cls)}
         try:

@@ -1,7 +1,5 @@
 """Reads runs and their shards: what Redis has of them at one moment, in a few round trips however many those are."""
 
-from __future__ import annotations
-
 import time
 from bisect import bisect
 from collections.abc import Collection, Iterable, Mapping, Sequence

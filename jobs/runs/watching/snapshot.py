@@ -1,7 +1,5 @@
 """How a run stands at one moment, as a word and in sentences: what it lacks to go on, and what comes before it."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
