@@ -39,7 +39,7 @@ def runs(connection: redis.Redis, /, states: tuple[str, ...], limit: int, as_jso
     with errors_told():
         tell_troubles(connection)
         found = list_runs(connection, limit, states)
-        click.echo(runs_json(found) if as_json else runs_table(found, time.time()))
+        click.echo(json.dumps([each.to_object() for each in found]) if as_json else runs_table(found, time.time()))
 
 
 @click.command()
@@ -128,7 +128,7 @@ def _runs_in_short(connection: redis.Redis, as_json: bool) -> str:
     tell_troubles(connection)
     found = list_runs(connection)
     if as_json:
-        return runs_json(found)
+        return json.dumps([each.to_object() for each in found])
     ended = [each for each in found if not each.is_active][:MAX_ENDED]
     return runs_table([each for each in found if each.is_active or each in ended], time.time())
 
@@ -149,10 +149,6 @@ def show_or_watch(show: Callable[[], str], watch: bool, sleep: Callable[[float],
             click.echo(text)
     except KeyboardInterrupt:
         return
-
-
-def runs_json(found: Sequence[RunSnapshot]) -> str:
-    return json.dumps([each.to_object() for each in found])
 
 
 def runs_table(found: Sequence[RunSnapshot], now: float) -> str:

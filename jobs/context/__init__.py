@@ -7,7 +7,7 @@ from typing import Any
 from redis import Redis
 
 from jobs.context.answers import AnswerMemo
-from jobs.context.check_processes import Checks
+from jobs.context.checks import Checks
 from jobs.context.served_model import PromptMeter, ServedModel
 from jobs.context.shared_files import ShardBytes, SharedFiles
 from jobs.context.under_way import JobJournal

@@ -2,7 +2,6 @@
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass, field
 from typing import Any
 
 from jobs.common.display import brief
@@ -131,12 +130,8 @@ MAX_TOOLS = 1_000
 NAMES = ("chat_template_kwargs", "parallel_tool_calls", "tool_choice", "tools")
 
 
-@dataclass(frozen=True)
-class ChatOptions:
-    """Keyword arguments of engine.Engine.chat_token_ids, and whether calls of tools are looked for in answers."""
-
-    template: Mapping[str, Any] = field(default_factory=dict)
-    has_tools: bool = False
+#: Keyword arguments of engine.Engine.chat_token_ids. With `tools` calls of these are looked for in answers.
+ChatOptions = Mapping[str, Any]
 
 
 def split_chat_options(values: Mapping[str, Any]) -> tuple[dict[str, Any], ChatOptions]:
@@ -158,10 +153,9 @@ def split_chat_options(values: Mapping[str, Any]) -> tuple[dict[str, Any], ChatO
             "parallel_tool_calls is {}, which is not built yet: leave it out, or send true",
             brief(values["parallel_tool_calls"]),
         )
-    has_tools = bool(tools) and choice != "none"
-    if has_tools:
+    if tools and choice != "none":
         template["tools"] = tools
-    return sampling, ChatOptions(template, has_tools)
+    return sampling, template
 
 
 def refuse_chat_options(values: Mapping[str, Any]) -> None:

@@ -8,7 +8,7 @@ from functools import partial
 from typing import Any
 
 from jobs.context import JobContext
-from jobs.context.check_options import NO_REPAIRS, RepairOptions, split_repair_options
+from jobs.context.checks import NO_REPAIRS, RepairOptions, split_repair_options
 from jobs.context.served_model import parse_model
 from jobs.context.under_way import KeptCompletion, LeftPrompt, UnderWay
 from jobs.errors import InvalidJob, ResultTooLarge
@@ -243,11 +243,11 @@ def chat_task(
     others, repairs = split_repair_options(options)
     others, chat = split_chat_options(parse_sampling(others))
     values, response = chat_response_options(others)
-    check_repairs(repairs, values, has_tools=chat.has_tools)
+    check_repairs(repairs, values, has_tools="tools" in chat)
 
     def task(messages: Parts) -> PromptTask:
-        respond = partial(chat_completion, options=response, has_tools=chat.has_tools)
-        return PromptTask([Request(None, messages, values, chat.template)], respond, asked_for, values, repairs)
+        respond = partial(chat_completion, options=response, has_tools="tools" in chat)
+        return PromptTask([Request(None, messages, values, chat)], respond, asked_for, values, repairs)
 
     def parsed(_: str, messages: object) -> Task:
         return pictured_task(parse_messages(messages), task)

@@ -12,7 +12,7 @@ from rq.serializers import JSONSerializer
 
 from jobs import errors
 from jobs.context import JobContext
-from jobs.context.check_processes import Checks
+from jobs.context.checks import Checks
 from jobs.context.served_model import ServedModel
 from jobs.parquet.asks.ask import Ask
 from jobs.parquet.asks.generate import Generate

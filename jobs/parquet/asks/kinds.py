@@ -5,8 +5,7 @@ from collections.abc import Callable, Mapping
 from jobs.context import JobContext
 from jobs.parquet.asks.ask import Ask
 from jobs.parquet.asks.batch_lines import BatchLines
-from jobs.parquet.asks.chain import Chain
-from jobs.parquet.asks.generate import Generate
+from jobs.parquet.asks.generate import Chain, Generate
 from jobs.parquet.asks.row_keys import RowKeys
 from jobs.parquet.asks.scores import Classes, Embeddings, Labels, Relevance, content_free
 from jobs.parquet.prompts.sources import row_source

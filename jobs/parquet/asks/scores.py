@@ -15,10 +15,9 @@ from jobs.parquet.prompts.prompt_source import Row
 from jobs.parquet.prompts.sources import RowSource
 from jobs.parquet.tables.columns import RowProblem
 from jobs.prompts.arguments import Unusable
-from jobs.prompts.embedding_task import pooling_values
 from jobs.prompts.labels import COLUMNS, CONTENT_FREE, classify, scoring_of, truncation
 from jobs.prompts.messages import ChatOptions
-from jobs.prompts.scoring_tasks import NO_RELEVANCE, best_class, relevance, relevance_request
+from jobs.prompts.scoring_tasks import NO_RELEVANCE, best_class, pooling_values, relevance, relevance_request
 from jobs.runs.plans.spec import RunSpec
 from jobs.tasks import Completion, Request
 
@@ -96,7 +95,7 @@ class Labels(Scores):
             self._prior = [each.logprob for each in completion.loglikelihoods]
 
     def request(self, row: Row, seed: int = 0) -> Request:
-        return request_of(row, self._is_chat, self._values, self._chat.template, self.kind)
+        return request_of(row, self._is_chat, self._values, self._chat, self.kind)
 
     def found(self, completion: Completion) -> Mapping[str, Any] | str | None:
         if completion.loglikelihoods is None:

@@ -19,8 +19,8 @@ from jobs.errors import InputNotFound, PathOutsideRoots, PathSwapped
 from jobs.parquet.files.filesystem import Entry, FileStat, NotExclusive
 from jobs.runs.plans.paths import run_path
 
-#: Opens a folder that may be entered, be it readable or not; systems without it need a readable one.
-_SEARCH = getattr(os, "O_PATH", os.O_RDONLY)
+#: Opens a folder that may be entered, be it readable or not.
+_FOLDER = os.O_PATH | os.O_DIRECTORY
 
 
 def root_of(path: str, roots: Sequence[str]) -> str | None:
@@ -37,14 +37,14 @@ def _entered(path: str, roots: Sequence[str], *, create: bool = False) -> Iterat
     root = root_of(path, roots)
     if root is None:
         raise PathOutsideRoots(path, ":".join(roots))
-    folder = os.open(root, _SEARCH | os.O_DIRECTORY)
+    folder = os.open(root, _FOLDER)
     try:
         for name in filter(None, path[len(root) :].split("/")):
             if create:
                 with suppress(FileExistsError):
                     os.mkdir(name, dir_fd=folder)
             with _links_refused(name, folder, path):
-                inner = os.open(name, _SEARCH | os.O_DIRECTORY | os.O_NOFOLLOW, dir_fd=folder)
+                inner = os.open(name, _FOLDER | os.O_NOFOLLOW, dir_fd=folder)
             os.close(folder)
             folder = inner
         yield folder

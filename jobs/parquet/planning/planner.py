@@ -16,8 +16,7 @@ from jobs.parquet.asks.row_keys import NO_KEYS
 from jobs.parquet.files.storage import Storage
 from jobs.parquet.formats.converted_inputs import convert_inputs, remove_converted
 from jobs.parquet.outputs.part import embedding_size, output_schema, part_stats, write_part
-from jobs.parquet.outputs.plan_file import begin_folder, create_plan, find_plan, load_plan
-from jobs.parquet.outputs.run_folder import RunFolder
+from jobs.parquet.outputs.run_folder import RunFolder, begin_folder, create_plan, find_plan, load_plan
 from jobs.parquet.planning.find_files import FoundFile, find_files
 from jobs.parquet.planning.inputs import check_as_planned, read_inputs
 from jobs.parquet.planning.own_rows import in_order, remove_reused, with_reused

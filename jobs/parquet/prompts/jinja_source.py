@@ -10,6 +10,7 @@ from jobs.context.shared_files import CHILDREN
 from jobs.errors import InvalidJob
 from jobs.parquet.prompts.prompt_source import PromptSource, check_defaults, checked_chat, checked_text
 from jobs.parquet.tables.columns import RowProblem, python_rows
+from jobs.parquet.tables.row_groups import packed
 from jobs.prompts.jinja_environment import render
 from jobs.prompts.template_texts import LIMIT_S, JinjaTexts, TemplateProblem, template_texts
 from sandbox import ChildFailed, Limits
@@ -49,12 +50,9 @@ class JinjaSource(PromptSource):
                 singly = True
 
     def _asked(self, rows: pa.RecordBatch) -> Iterator[list[str] | str]:
-        rows, sink = rows.select(self.columns), pa.BufferOutputStream()
-        with pa.ipc.new_stream(sink, rows.schema) as stream:
-            stream.write_batch(rows)
         question = {"texts": self._template.texts, "columns": self.columns, "defaults": self._defaults}
         with CHILDREN.lent() as child:
-            for message, _ in child.replies(_TASK, question, Limits(LIMIT_S), sink.getvalue().to_pybytes()):
+            for message, _ in child.replies(_TASK, question, Limits(LIMIT_S), bytes(packed(rows.select(self.columns)))):
                 yield from message["rows"]
 
     def render(self, values: list[str]) -> str:

@@ -106,11 +106,11 @@ def prompt_pair(*columns: str) -> ColumnSource:
 
 def messages_column(column: str) -> ColumnSource:
     """Return the source of a column of chats: lists of structs with role and content, or the same as JSON text."""
-    return ColumnSource([column], _chat, _may_be_chat, "a list of structs with role and content, or their JSON")
 
+    def may_be_chat(kind: pa.DataType) -> bool:
+        return is_text(kind) or (is_list(kind) and pa.types.is_struct(kind.value_type))
 
-def _may_be_chat(kind: pa.DataType) -> bool:
-    return is_text(kind) or (is_list(kind) and pa.types.is_struct(kind.value_type))
+    return ColumnSource([column], _chat, may_be_chat, "a list of structs with role and content, or their JSON")
 
 
 def _chat(messages: Any) -> str | Parts:

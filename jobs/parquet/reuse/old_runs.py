@@ -20,11 +20,11 @@ from jobs.errors import CannotReuse, InputNotFound, PartDamaged, PathSwapped, Pl
 from jobs.parquet.asks.row_keys import NO_KEYS, SIZE, Keys, as_keys, model_mark
 from jobs.parquet.files.storage import Storage, reading
 from jobs.parquet.outputs.part import read_part_stats
-from jobs.parquet.outputs.plan_file import load_plan
+from jobs.parquet.outputs.run_folder import load_plan
 from jobs.parquet.reuse.taken_answers import KEY, ROW, UNREADABLE
 from jobs.parquet.tables.columns import ColumnChoice
 from jobs.parquet.tables.table_reading import TableReading
-from jobs.runs.plans.names import JOURNAL, KEYS, PLAN, keys_name, part_shard
+from jobs.runs.plans.names import JOURNAL, KEYS, PLAN, keys_name, part_shards
 from jobs.runs.plans.plan import Plan
 
 #: Models that may have answered a part's rows; of so many in all parts each is looked for.
@@ -241,7 +241,7 @@ def _answered(storage: Storage, plan: Plan) -> dict[int, list[str]]:
     for name in storage.names(folder := os.path.join(plan.spec.output, JOURNAL)):
         if (match := _JOURNAL.match(name)) is not None:
             found.setdefault(int(match[1]), []).append(os.path.join(folder, name))
-    shards = {shard for name in storage.names(plan.spec.parts_folder) if (shard := part_shard(name)) is not None}
+    shards = part_shards(storage.names(plan.spec.parts_folder))
     if shards and not storage.names(os.path.join(plan.spec.output, KEYS)):
         raise CannotReuse(plan.spec.output, f"it has parts, and no {KEYS}/ to find their rows by")
     found |= {shard: [] for shard in shards}

@@ -118,6 +118,11 @@ def part_shard(name: str) -> int | None:
     return int(match[1]) if match and part_name(int(match[1])) == name else None
 
 
+def part_shards(names: Iterable[str]) -> dict[int, str]:
+    """Return the shards whose parts are among some names, with these."""
+    return {shard: name for name in names if (shard := part_shard(name)) is not None}
+
+
 def temporary_name(execution_id: str, name: str) -> str:
     """Return the name, matched by no reader's `*.parquet`, of what one execution writes before it is published."""
     return f"{TEMPORARY_PREFIX}{execution_id}.{name}.tmp"

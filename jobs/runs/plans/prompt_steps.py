@@ -1,10 +1,8 @@
 """Several prompts of each row, one after the other, each a template over columns and earlier answers."""
 
 import json
-from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from string import Formatter
 from typing import Any, Self
 
@@ -57,17 +55,10 @@ class Template:
                 "rows_per_shard"
             )
 
-    @cached_property
-    def _uses(self) -> Counter[str | None]:
-        return Counter(column for text in self.texts for _, column in text)
-
-    @cached_property
-    def _literal_chars(self) -> int:
-        return sum(len(literal) for text in self.texts for literal, _ in text)
-
     def filled_chars(self, values: Mapping[str, object]) -> int:
         """Return how many characters `fill` would build: a few long values may stand there many times."""
-        return self._literal_chars + sum(self._uses[name] * len(f"{value}") for name, value in values.items())
+        sizes: dict[str | None, int] = {None: 0, **{column: len(f"{value}") for column, value in values.items()}}
+        return sum(len(literal) + sizes[column] for text in self.texts for literal, column in text)
 
     def fill(self, values: Mapping[str, object]) -> str | list[dict[str, str]]:
         parts: dict[str | None, str] = {column: f"{value}" for column, value in values.items()}
@@ -120,7 +111,7 @@ def answer_columns(sampling: Mapping[str, Any], chat: ChatOptions) -> list[str]:
         "completion": True,
         "finish_reason": True,
         "reasoning": sampling.get("separate_reasoning"),
-        "tool_calls": chat.has_tools,
+        "tool_calls": "tools" in chat,
         **{name: sampling.get(name) is not None for name in LOGPROBS},
     }
     return [name for name, is_wanted in wanted.items() if is_wanted]

@@ -10,7 +10,7 @@ from hashlib import blake2b
 from typing import Any, Self
 
 from jobs.common.display import MAX_NAME_CHARS, brief
-from jobs.context.check_options import DEFAULT_MAX_ATTEMPTS, PARSERS, RepairOptions
+from jobs.context.checks import DEFAULT_MAX_ATTEMPTS, PARSERS, RepairOptions
 from jobs.context.served_model import parse_model
 from jobs.context.values import column_name, one_of, some_text, truth, whole_number
 from jobs.errors import InvalidJob, InvalidValue, check_limit, unlike
@@ -275,7 +275,7 @@ def _check_together(spec: RunSpec, given: Mapping[str, Any]) -> None:
     check_repairs(
         spec.repairs,
         spec.sampling,
-        has_tools=spec.chat[1].has_tools,
+        has_tools="tools" in spec.chat[1],
         has_steps=spec.prompts is not None,
         has_labels=spec.labels is not None,
     )

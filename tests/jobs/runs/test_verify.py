@@ -11,7 +11,7 @@ import pytest
 from redis import Redis
 
 from jobs.cli import folder_commands
-from jobs.context.check_processes import Checks
+from jobs.context.checks import Checks
 from jobs.errors import InputChanged, InvalidJob, JobsError, PartDamaged, RunOfAnotherModel, TrialFailed
 from jobs.parquet.shards.verify_work import sampled_rows
 from jobs.tasks import Request
