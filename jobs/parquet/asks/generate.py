@@ -1,4 +1,4 @@
-"""Rows whose answers are generated: by one prompt, again where a check does not take the answer, or by several prompts."""
+"""Rows whose answers are generated: by one prompt, again where a check does not take the answer, or by several."""
 
 import json
 from collections.abc import Callable, Mapping, Sequence
