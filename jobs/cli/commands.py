@@ -114,6 +114,5 @@ def models(model: str | None) -> None:
         click.echo(model_table() if model is None else describe_model(model))
 
 
-for command in (preview, status, runs, workers, errors, tail, verify, report, info, dashboard, doctor):
+for command in (preview, status, runs, workers, errors, tail, verify, report, info, dashboard, doctor, requeue_command):
     main.add_command(command)
-main.add_command(requeue_command)

@@ -24,14 +24,8 @@ from jobs.tasks import Completion, OpenTask, Parts, Request, Task
 #: A job shows its progress once it has run so long, and then not more often: most are over before.
 PROGRESS_AFTER_S, PROGRESS_EVERY_S = 5.0, 2.0
 
-#: What the id of a result begins with, by its kind; a list of embeddings has none.
-ID_PREFIXES = {
-    "text_completion": "cmpl",
-    "chat.completion": "chatcmpl",
-    "classification": "classify",
-    "loglikelihood": "loglikelihood",
-    "rerank": "rerank",
-}
+#: What the id of a result begins with where that is not its kind; a list has none.
+ID_PREFIXES = {"text_completion": "cmpl", "chat.completion": "chatcmpl", "classification": "classify", "list": None}
 
 #: Builds the job's result, but for its id, time and model, of the answers and the job's id; see responses.py.
 Respond = Callable[[Answers, str], dict[str, Any]]
@@ -205,7 +199,7 @@ class OpenPrompts(OpenTask):
         check_answers(answers)
         job_id = self._context.job_id
         content = self._respond(answers, job_id)
-        prefix = ID_PREFIXES.get(content["object"])
+        prefix = ID_PREFIXES.get(content["object"], content["object"])
         named = {} if prefix is None else {"id": f"{prefix}-{job_id}", "created": int(self._clock())}
         return {**named, "model": self._context.model.name, **content}
 

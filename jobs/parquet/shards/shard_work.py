@@ -42,19 +42,12 @@ class ShardWork(RowsTask):
     _journal: ShardJournal | None = None
     _num_escalated = 0
 
-    def __init__(
-        self,
-        context: JobContext,
-        folder: RunFolder,
-        shard: int,
-        queue: str | None = None,
-        clock: Callable[[], float] = time.time,
-    ) -> None:
+    def __init__(self, context: JobContext, folder: RunFolder, shard: int, queue: str | None = None) -> None:
         """Read the rows. queue: the run's, where its second model is asked. Raises RunError or NoRoomYet."""
-        self._context, self._folder, self._number, self._clock = context, folder, shard, clock
+        self._context, self._folder, self._number = context, folder, shard
         self._queue, self._is_second = queue or context.queue_name, queue is not None
         self._escalates = queue is None and folder.plan.second is not None
-        self._started_at = clock()
+        self._started_at = time.time()
         self._files, self._entered = context.files, False
         folder.state.begin(self._started_at)
         if folder.lacks(shard) and not (self._escalates and has_kept(folder, shard)):
@@ -159,7 +152,7 @@ class ShardWork(RowsTask):
             shard=number,
             generated_tokens=requests.generated_tokens,
             started_at=self._started_at,
-            ended_at=self._clock(),
+            ended_at=time.time(),
             worker=self._context.worker_name,
             rows_resumed=requests.rows_resumed,
             tokens_resumed=requests.tokens_resumed,
