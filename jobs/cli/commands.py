@@ -16,7 +16,13 @@ from jobs.installed import describe_model, model_table
 from jobs.runs.control import submit_run
 
 
-@click.group()
+class _Commands(click.Group):
+    def invoke(self, ctx: click.Context) -> Any:
+        with errors_told():
+            return super().invoke(ctx)
+
+
+@click.group(cls=_Commands)
 @click.option(
     "--url",
     envvar="RQ_REDIS_URL",
@@ -72,18 +78,17 @@ def submit(
     Every row of the FILEs (Parquet, CSV, JSONL or Arrow; files, folders or globs) gets one in the folder OUT.
     Prints the run's id. Submitting the same again resumes the run.
     """
-    with errors_told():
-        arguments = run_arguments(options)
-        if dry_run:
-            found = survey(connection, queue, options, max_rows=dry_run_rows)
-            click.echo("\n".join(dry_run_lines(found, price_per_hour)))
-            return
-        run = submit_run(connection, queue, check_run=client.check_here, **arguments)
-        if wait:
-            click.echo(run)
-            wait_for_end(connection, run)
-        else:
-            await_plan(connection, run)
+    arguments = run_arguments(options)
+    if dry_run:
+        found = survey(connection, queue, options, max_rows=dry_run_rows)
+        click.echo("\n".join(dry_run_lines(found, price_per_hour)))
+        return
+    run = submit_run(connection, queue, check_run=client.check_here, **arguments)
+    if wait:
+        click.echo(run)
+        wait_for_end(connection, run)
+    else:
+        await_plan(connection, run)
 
 
 @main.command()
@@ -94,13 +99,12 @@ def cancel(connection: redis.Redis, /, run: str) -> None:
 
     RUN is its id or its output folder. Finished parts stay; submitting the run again resumes it.
     """
-    with errors_told():
-        found = client.run(run, connection=connection)
-        cancelled = found.cancel()
-        if found.status().state == "finished" and not cancelled.removed and not cancelled.stopped:
-            click.echo(f"run {found.id} is finished: nothing was left to cancel")
-        else:
-            click.echo(f"cancelled: {cancelled.removed} jobs removed, {cancelled.stopped} told to stop")
+    found = client.run(run, connection=connection)
+    cancelled = found.cancel()
+    if found.status().state == "finished" and not cancelled.removed and not cancelled.stopped:
+        click.echo(f"run {found.id} is finished: nothing was left to cancel")
+    else:
+        click.echo(f"cancelled: {cancelled.removed} jobs removed, {cancelled.stopped} told to stop")
 
 
 @main.command()
@@ -110,8 +114,7 @@ def models(model: str | None) -> None:
 
     With a model's FOLDER or hub id, say how it is served and what memory it takes, without loading it.
     """
-    with errors_told():
-        click.echo(model_table() if model is None else describe_model(model))
+    click.echo(model_table() if model is None else describe_model(model))
 
 
 for command in (preview, status, runs, workers, errors, tail, verify, report, info, dashboard, doctor, requeue_command):

@@ -52,34 +52,33 @@ def errors(connection: redis.Redis, /, run: str, limit: int, retry: str | None, 
     """
     if wait and retry is None:
         raise click.UsageError("--wait is for --retry: without it nothing is awaited")
-    with errors_told():
-        found = client.run(run, connection=connection)
-        if retry is not None:
-            new = retry_run(connection, reader_of(found).plan, retry)
-            if wait:
-                click.echo(new)
-                wait_for_end(connection, new)
-            else:
-                await_plan(connection, new)
-            return
-        snapshot = None
-        with suppress(UnknownRun):
-            snapshot = found.status()
-        if snapshot is not None and snapshot.plan_error is not None and snapshot.shards is None:
-            raise click.ClickException(f"run {found.id} has no rows: its planning failed: {snapshot.plan_error}")
-        note = ""
-        rows: list[FailedRow] = []
-        try:
-            reader = reader_of(found)
-            (reasons, rows), bad = reader.errors(limit), reader.bad_answers()
-        except RunNotHere as error:
-            reasons = recorded_reasons(connection, found.id)
-            bad = (0, 0) if snapshot is None else (snapshot.failed_checks, snapshot.cut)
-            note = f"{error}. These are the reasons that Redis keeps, the commonest of each part"
-        write = _errors_json if as_json else _errors_text
-        click.echo(write(found.id, reasons, rows, *bad))
-        if note:
-            click.echo(note, err=True)
+    found = client.run(run, connection=connection)
+    if retry is not None:
+        new = retry_run(connection, reader_of(found).plan, retry)
+        if wait:
+            click.echo(new)
+            wait_for_end(connection, new)
+        else:
+            await_plan(connection, new)
+        return
+    snapshot = None
+    with suppress(UnknownRun):
+        snapshot = found.status()
+    if snapshot is not None and snapshot.plan_error is not None and snapshot.shards is None:
+        raise click.ClickException(f"run {found.id} has no rows: its planning failed: {snapshot.plan_error}")
+    note = ""
+    rows: list[FailedRow] = []
+    try:
+        reader = reader_of(found)
+        (reasons, rows), bad = reader.errors(limit), reader.bad_answers()
+    except RunNotHere as error:
+        reasons = recorded_reasons(connection, found.id)
+        bad = (0, 0) if snapshot is None else (snapshot.failed_checks, snapshot.cut)
+        note = f"{error}. These are the reasons that Redis keeps, the commonest of each part"
+    write = _errors_json if as_json else _errors_text
+    click.echo(write(found.id, reasons, rows, *bad))
+    if note:
+        click.echo(note, err=True)
 
 
 @click.command()
@@ -94,18 +93,17 @@ def tail(connection: redis.Redis, /, run: str, lines: int, follow: bool, prompts
 
     RUN is its id or its output folder, on this machine or in a store whose keys are in the environment.
     """
-    with errors_told():
-        reader = reader_of(client.run(run, connection=connection))
-        columns = [*(reader.prompt_columns if prompts else ()), *reader.answer_columns]
+    reader = reader_of(client.run(run, connection=connection))
+    columns = [*(reader.prompt_columns if prompts else ()), *reader.answer_columns]
 
-        def show(rows: Iterator[dict[str, Any]]) -> None:
-            for row in rows:
-                click.echo(to_json(row) if as_json else _row_text(row, reader.plan.spec.output_prefix))
+    def show(rows: Iterator[dict[str, Any]]) -> None:
+        for row in rows:
+            click.echo(to_json(row) if as_json else _row_text(row, reader.plan.spec.output_prefix))
 
-        told = set(reader.shards())
-        show(_last(reader, columns, lines))
-        if follow:
-            _follow(connection, reader, told, lambda shard: show(reader.answers(shard, columns)))
+    told = set(reader.shards())
+    show(_last(reader, columns, lines))
+    if follow:
+        _follow(connection, reader, told, lambda shard: show(reader.answers(shard, columns)))
 
 
 def _follow(connection: redis.Redis, reader: FolderReader, told: set[int], show: Callable[[int], None]) -> None:
@@ -206,24 +204,23 @@ def report(connection: redis.Redis, /, run: str, price_per_hour: float | None, o
     """
     if price_per_hour is not None and out is None:
         raise click.UsageError("--price-per-hour makes another page: name a file for it with --out")
-    with errors_told():
-        found = client.run(run, connection=connection)
-        folder, name = found.output, REPORT if out is None else MANIFEST
-        try:  # a folder's page needs no pyarrow, which producers may lack
-            text = reader_of(found).text(name) if is_stored(folder) else Path(folder, name).read_text("utf-8")
-        except (OSError, InputNotFound) as error:
-            raise InvalidJob(f"{error}: a run has a report when it is finished") from None
-        if out is None:
-            click.echo(os.path.join(folder, REPORT))
-            return
-        if Path(out).resolve().is_relative_to(Path(folder).resolve()):
-            raise InvalidJob(f"{out} lies in the folder of a finished run, which stays as it is: name a file elsewhere")
-        try:
-            page = report_html(json.loads(text), price_per_hour)
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
-            raise InvalidJob(f"{folder} has no manifest of this version of Tokenmill: {error}") from None
-        Path(out).write_text(page, encoding="utf-8")
-        click.echo(out)
+    found = client.run(run, connection=connection)
+    folder, name = found.output, REPORT if out is None else MANIFEST
+    try:  # a folder's page needs no pyarrow, which producers may lack
+        text = reader_of(found).text(name) if is_stored(folder) else Path(folder, name).read_text("utf-8")
+    except (OSError, InputNotFound) as error:
+        raise InvalidJob(f"{error}: a run has a report when it is finished") from None
+    if out is None:
+        click.echo(os.path.join(folder, REPORT))
+        return
+    if Path(out).resolve().is_relative_to(Path(folder).resolve()):
+        raise InvalidJob(f"{out} lies in the folder of a finished run, which stays as it is: name a file elsewhere")
+    try:
+        page = report_html(json.loads(text), price_per_hour)
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise InvalidJob(f"{folder} has no manifest of this version of Tokenmill: {error}") from None
+    Path(out).write_text(page, encoding="utf-8")
+    click.echo(out)
 
 
 #: Exit codes: some row differs; nothing could be compared.

@@ -11,7 +11,6 @@ import click
 import redis
 
 from jobs.cli.run_options import input_options, prompt_options, run_arguments
-from jobs.cli.status_text import errors_told
 from jobs.common.display import duration_text, safe_name
 from jobs.common.keys import MODEL_FIELD
 from jobs.common.rq_jobs import JobQueue, JobStatus, job_key, job_status, last_result, results_key
@@ -47,12 +46,11 @@ def preview(connection: redis.Redis, /, rows: int, queue: str, no_answers: bool,
 
     A worker of the queue renders the prompts, counts their tokens and answers them; nothing is written.
     """
-    with errors_told():
-        found = survey(connection, queue, {**options, "limit": rows}, first=rows, answers=not no_answers)
-        for each in found["shown"]:
-            _show(each)
-        for line in _reasons(found):
-            click.echo(line, err=True)
+    found = survey(connection, queue, {**options, "limit": rows}, first=rows, answers=not no_answers)
+    for each in found["shown"]:
+        _show(each)
+    for line in _reasons(found):
+        click.echo(line, err=True)
     sys.exit(1 if found["rows_failing"] or found["num_failed"] else 0)
 
 

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 import click
 import redis
 
-from jobs.cli.status_text import errors_told, gone_text, rate, status_text, table, tell_failures
+from jobs.cli.status_text import gone_text, rate, status_text, table, tell_failures
 from jobs.common.display import MAX_TEXT_CHARS, duration_text, safe_name
 from jobs.common.workers import WorkerSample, read_workers
 from jobs.doctor.redis_server import troubles
@@ -36,10 +36,9 @@ def runs(connection: redis.Redis, /, states: tuple[str, ...], limit: int, as_jso
 
     Those that Redis knows: a run's keys are kept for 30 days after its last part, its folder for ever.
     """
-    with errors_told():
-        tell_troubles(connection)
-        found = list_runs(connection, limit, states)
-        click.echo(json.dumps([each.to_object() for each in found]) if as_json else runs_table(found, time.time()))
+    tell_troubles(connection)
+    found = list_runs(connection, limit, states)
+    click.echo(json.dumps([each.to_object() for each in found]) if as_json else runs_table(found, time.time()))
 
 
 @click.command()
@@ -61,8 +60,7 @@ def workers(connection: redis.Redis, /, as_json: bool, watch: bool) -> None:
             [{**each.to_object(), "silent": each.is_silent, "draining": each.state == "draining"} for each in found]
         )
 
-    with errors_told():
-        show_or_watch(show, watch)
+    show_or_watch(show, watch)
 
 
 @click.command()
@@ -75,30 +73,29 @@ def status(connection: redis.Redis, /, run: str | None, as_json: bool, watch: bo
 
     Without RUN those that move, and the last that ended. RUN is its id, or its output folder, also where Redis lost it.
     """
-    with errors_told():
-        if run is None:
-            show_or_watch(lambda: _runs_in_short(connection, as_json), watch)
-            return
-        if watch:
-            raise click.UsageError("--watch is for all runs: the same submit with --wait follows one")
-        tell_troubles(connection)
-        run, output = named_run(connection, run)
-        try:
-            snapshot = read_planned(connection, run)
-        except UnknownRun:
-            if output is None:
-                raise
-            click.echo(output_json(output) if as_json else _output_text(output))
-            return
-        if as_json:
-            reasons = [vars(reason) for reason in run_reasons(connection, snapshot.run)]
-            click.echo(json.dumps({**snapshot.to_object(), "reasons": reasons, "failed_jobs": snapshot.failed_jobs}))
-            return
-        output = output or output_here(snapshot.output, snapshot.run)
-        click.echo(status_text(snapshot, output.num_gone if output and snapshot.finished else 0))
-        for obstacle in obstacles(connection, snapshot):
-            click.echo(f"waits    {obstacle}")
-        tell_failures(connection, snapshot)
+    if run is None:
+        show_or_watch(lambda: _runs_in_short(connection, as_json), watch)
+        return
+    if watch:
+        raise click.UsageError("--watch is for all runs: the same submit with --wait follows one")
+    tell_troubles(connection)
+    run, output = named_run(connection, run)
+    try:
+        snapshot = read_planned(connection, run)
+    except UnknownRun:
+        if output is None:
+            raise
+        click.echo(output_json(output) if as_json else _output_text(output))
+        return
+    if as_json:
+        reasons = [vars(reason) for reason in run_reasons(connection, snapshot.run)]
+        click.echo(json.dumps({**snapshot.to_object(), "reasons": reasons, "failed_jobs": snapshot.failed_jobs}))
+        return
+    output = output or output_here(snapshot.output, snapshot.run)
+    click.echo(status_text(snapshot, output.num_gone if output and snapshot.finished else 0))
+    for obstacle in obstacles(connection, snapshot):
+        click.echo(f"waits    {obstacle}")
+    tell_failures(connection, snapshot)
 
 
 def tell_troubles(connection: redis.Redis) -> None:

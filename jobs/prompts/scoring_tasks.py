@@ -10,7 +10,7 @@ from jobs.common.display import MAX_NAME_CHARS, brief
 from jobs.context import JobContext
 from jobs.context.served_model import parse_model
 from jobs.context.values import one_of, some_text, truth, whole_number
-from jobs.errors import InvalidJob, InvalidValue, RequestFailed, unlike
+from jobs.errors import InvalidJob, InvalidValue, RequestFailed, check_limit, unlike
 from jobs.prompts.arguments import (
     MAX_CHOICES,
     MAX_PROMPTS,
@@ -149,11 +149,9 @@ def rerank_task(
     told = checked_text(RERANK_INSTRUCTION if instruction is None else instruction, "instruction")
     texts = _documents(documents)
     before = RERANK_PROMPT.format(instruction=told, query=asked, document="")
-    if (num_bytes := len(before.encode()) * len(texts)) > MAX_RERANK_BYTES:
-        raise InvalidJob(
-            f"query and instruction stand before each of {len(texts)} documents, {num_bytes} bytes in all, "
-            f"more than the limit of {MAX_RERANK_BYTES}: shorten them, or make several jobs of the documents"
-        )
+    what = f"query and instruction stand before each of {len(texts)} documents, {{}} bytes in all"
+    remedy = "shorten them, or make several jobs of the documents"
+    check_limit(len(before.encode()) * len(texts), MAX_RERANK_BYTES, what, remedy)
     most = None if top_n is None else whole_number("top_n", top_n)
     shown = texts if truth("return_documents", return_documents) else None
 

@@ -27,8 +27,8 @@ from jobs.parquet.tables.table_reading import TableReading
 from jobs.runs.plans.names import JOURNAL, KEYS, PLAN, keys_name, part_shards
 from jobs.runs.plans.plan import Plan
 
-#: Models that may have answered a part's rows; of so many in all parts each is looked for.
-MAX_MODELS = 64
+#: Models that may have answered a part's rows, and those of all parts that are looked for.
+MAX_MODELS = MAX_LOOKED_FOR = 64
 
 
 def write_keys(storage: Storage, plan: Plan, shard: int, keys: Keys, marks: Keys, execution_id: str) -> None:
@@ -180,7 +180,7 @@ class OldRuns:
             except PartDamaged as error:
                 part.told.pass_over(error)
             self.keys.add(keys)
-        self.marks = np.unique(np.concatenate([NO_KEYS, *marks]), axis=0)[:MAX_MODELS]
+        self.marks = np.unique(np.concatenate([NO_KEYS, *marks]), axis=0)[:MAX_LOOKED_FOR]
         self.keys.sort()
 
     def _read_journal(self, part: OldPart, keys: Keys) -> None:

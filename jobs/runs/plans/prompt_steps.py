@@ -48,12 +48,9 @@ class Template:
     def check_cost(self, rows: int) -> None:
         """Raise InvalidJob where the prompts of a shard of so many rows take more than MAX_SHARD_PIECES."""
         pieces = sum(map(len, self.texts))
-        if pieces * rows > MAX_SHARD_PIECES:
-            raise InvalidJob(
-                f"the template has {pieces} pieces, {pieces * rows} in a shard of {rows} rows, more than the "
-                f"limit of {MAX_SHARD_PIECES}: shorten it, write what repeats into a column, or give fewer "
-                "rows_per_shard"
-            )
+        what = f"the template has {pieces} pieces, {{}} in a shard of {rows} rows"
+        remedy = "shorten it, write what repeats into a column, or give fewer rows_per_shard"
+        check_limit(pieces * rows, MAX_SHARD_PIECES, what, remedy)
 
     def filled_chars(self, values: Mapping[str, object]) -> int:
         """Return how many characters `fill` would build: a few long values may stand there many times."""

@@ -114,6 +114,11 @@ class RunSnapshot:
         return self.plan_error is not None or self.shards is None
 
     @property
+    def all_failed(self) -> bool:
+        """Whether the run has finished, and each of its rows with an error that the limit does not allow."""
+        return self.finished and self.too_many_errors is not None and 0 < self.errors == self.rows
+
+    @property
     def is_planning(self) -> bool:
         return self.plan_status in WAITING
 
@@ -129,8 +134,7 @@ class RunSnapshot:
     @property
     def state(self) -> str:
         if self.finished and not self.is_planning:
-            have_all_failed = self.too_many_errors is not None and 0 < self.errors == self.rows
-            return "failed" if have_all_failed else "finished"
+            return "failed" if self.all_failed else "finished"
         if self.cancelled:
             return "cancelled" if self.stopped is None else "stopped"
         # Shards that run while a planning waits count as the run's progress.
