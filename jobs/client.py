@@ -37,7 +37,6 @@ if TYPE_CHECKING:
     from jobs.parquet.outputs.read_back import FailedRow, FolderReader
 
 INPUT_SUFFIX = ".input"
-
 #: Other options of the command line, by the argument of jobs.score_parquet that each is.
 _OPTIONS = {"messages_template": "template", "column": "sampling_columns", "default": "defaults"}
 _CHECKS = {"check_schema": "json", "check_regex": "regex", "check_function": "function"}

@@ -11,7 +11,6 @@ from jobs.common.display import HIDDEN, brief
 
 #: Who has to act: the "client"; the "server", where another try may go better; nobody, as it was "cancelled".
 Fault = Literal["client", "server", "cancelled"]
-
 #: What the last line of a failed job's `exc_info` begins with, if Tokenmill failed it.
 FAULT_PREFIX = "tokenmill: "
 
@@ -79,6 +78,12 @@ def unlike(name: str, value: object, expected: str) -> InvalidValue:
     """Return the error that an argument has another value than expected."""
     name, expected = (text.replace("{", "{{").replace("}", "}}") for text in (name, expected))
     return InvalidValue(f"{name} is {{}}, expected {expected}", brief(value))
+
+
+def check_limit(found: int, limit: int, what: str, remedy: str = "") -> None:
+    """Raise InvalidJob for more than may be. what: a sentence with {} for how many there are."""
+    if found > limit:
+        raise InvalidJob(f"{what.format(found)}, more than the limit of {limit}{remedy and ': '}{remedy}")
 
 
 class ModelNotServed(InvalidJob):

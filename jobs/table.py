@@ -12,9 +12,8 @@ from typing import Any
 
 from jobs.context import JobContext
 from jobs.errors import InvalidJob
-from jobs.prompts.embedding_task import embed_task
 from jobs.prompts.prompt_task import chat_task, complete_task
-from jobs.prompts.scoring_tasks import classify_task, classify_text_task, loglikelihood_task, rerank_task
+from jobs.prompts.scoring_tasks import classify_task, classify_text_task, embed_task, loglikelihood_task, rerank_task
 from jobs.tasks import OpenTask, Task
 
 

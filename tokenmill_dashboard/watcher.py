@@ -11,8 +11,7 @@ from redis import Redis
 from jobs.common.workers import Worker, WorkerSample, read_points, read_workers, worker_names
 from jobs.runs.watching.reading import list_runs
 from jobs.runs.watching.snapshot import RunSnapshot
-from jobs.watch.failed_jobs import FailedJob, newest_failed
-from jobs.watch.queues import QueueCounts, count_queues, queue_names
+from jobs.watch.queues import FailedJob, QueueCounts, count_queues, newest_failed, queue_names
 from tokenmill_dashboard.history import History
 
 #: A look serves everybody for so long; one that took longer than a fifth of that, for five times as long.

@@ -4,8 +4,7 @@ import os
 from collections.abc import Iterator
 
 from engine import ConfigError, EngineConfig, check_up
-from jobs.doctor.findings import Examination, Finding, Level, missing, ok, told
-from jobs.doctor.places import check_places
+from jobs.doctor.findings import Examination, Finding, Level, check_places, missing, ok, told
 from jobs.runs.plans.paths import split_roots
 from worker.errors import StartupError
 from worker.settings import WorkerSettings, read_variable, with_variables

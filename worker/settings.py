@@ -16,7 +16,7 @@ from pydantic_settings import BaseSettings, NoDecode, SettingsConfigDict
 from jobs.common.plain_log import AUTO, checked_format
 from jobs.context import MAX_RESULT_BYTES, JobContext
 from jobs.context.answers import DEFAULT_BYTES, AnswerMemo
-from jobs.context.check_processes import DEFAULT_LIMIT_S, Checks
+from jobs.context.checks import DEFAULT_LIMIT_S, Checks
 from jobs.context.served_model import MAX_MODEL_CHARS, PromptMeter, ServedModel
 from jobs.context.shared_files import DEFAULT_BYTES as SHARD_BYTES
 from jobs.context.shared_files import ShardBytes

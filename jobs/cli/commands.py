@@ -6,19 +6,23 @@ import click
 import redis
 
 from jobs import client
-from jobs.cli.errors_told import errors_told
+from jobs.cli.folder_commands import errors, report, tail, verify
 from jobs.cli.operator_commands import dashboard, doctor, info, requeue_command
-from jobs.cli.report_command import report, verify
-from jobs.cli.rows_commands import errors, tail
 from jobs.cli.run_options import check_options, input_options, output_options, prompt_options, run_arguments
-from jobs.cli.status_text import await_plan, wait_for_end
+from jobs.cli.status_text import await_plan, errors_told, wait_for_end
 from jobs.cli.trial_commands import MAX_ROWS_READ, dry_run_lines, preview, survey
 from jobs.cli.watch_commands import runs, status, workers
 from jobs.installed import describe_model, model_table
 from jobs.runs.control import submit_run
 
 
-@click.group()
+class _Commands(click.Group):
+    def invoke(self, ctx: click.Context) -> Any:
+        with errors_told():
+            return super().invoke(ctx)
+
+
+@click.group(cls=_Commands)
 @click.option(
     "--url",
     envvar="RQ_REDIS_URL",
@@ -74,18 +78,17 @@ def submit(
     Every row of the FILEs (Parquet, CSV, JSONL or Arrow; files, folders or globs) gets one in the folder OUT.
     Prints the run's id. Submitting the same again resumes the run.
     """
-    with errors_told():
-        arguments = run_arguments(options)
-        if dry_run:
-            found = survey(connection, queue, options, max_rows=dry_run_rows)
-            click.echo("\n".join(dry_run_lines(found, price_per_hour)))
-            return
-        run = submit_run(connection, queue, check_run=client.check_here, **arguments)
-        if wait:
-            click.echo(run)
-            wait_for_end(connection, run)
-        else:
-            await_plan(connection, run)
+    arguments = run_arguments(options)
+    if dry_run:
+        found = survey(connection, queue, options, max_rows=dry_run_rows)
+        click.echo("\n".join(dry_run_lines(found, price_per_hour)))
+        return
+    run = submit_run(connection, queue, check_run=client.check_here, **arguments)
+    if wait:
+        click.echo(run)
+        wait_for_end(connection, run)
+    else:
+        await_plan(connection, run)
 
 
 @main.command()
@@ -96,13 +99,12 @@ def cancel(connection: redis.Redis, /, run: str) -> None:
 
     RUN is its id or its output folder. Finished parts stay; submitting the run again resumes it.
     """
-    with errors_told():
-        found = client.run(run, connection=connection)
-        cancelled = found.cancel()
-        if found.status().state == "finished" and not cancelled.removed and not cancelled.stopped:
-            click.echo(f"run {found.id} is finished: nothing was left to cancel")
-        else:
-            click.echo(f"cancelled: {cancelled.removed} jobs removed, {cancelled.stopped} told to stop")
+    found = client.run(run, connection=connection)
+    cancelled = found.cancel()
+    if found.status().state == "finished" and not cancelled.removed and not cancelled.stopped:
+        click.echo(f"run {found.id} is finished: nothing was left to cancel")
+    else:
+        click.echo(f"cancelled: {cancelled.removed} jobs removed, {cancelled.stopped} told to stop")
 
 
 @main.command()
@@ -112,10 +114,8 @@ def models(model: str | None) -> None:
 
     With a model's FOLDER or hub id, say how it is served and what memory it takes, without loading it.
     """
-    with errors_told():
-        click.echo(model_table() if model is None else describe_model(model))
+    click.echo(model_table() if model is None else describe_model(model))
 
 
-for command in (preview, status, runs, workers, errors, tail, verify, report, info, dashboard, doctor):
+for command in (preview, status, runs, workers, errors, tail, verify, report, info, dashboard, doctor, requeue_command):
     main.add_command(command)
-main.add_command(requeue_command)

@@ -11,7 +11,6 @@ import click
 import redis
 from redis.exceptions import RedisError
 
-from jobs.cli.errors_told import errors_told
 from jobs.common.display import safe_name
 from jobs.common.workers import read_workers
 from jobs.doctor.findings import Examination, Finding, Level, check_installation, examine, fault
@@ -30,26 +29,25 @@ def info(connection: redis.Redis, /, queues: tuple[str, ...]) -> None:
 
     Unlike `rq info` it reads no job, so no pickle. Exits with 1 where a named queue does not exist.
     """
-    with errors_told():
-        known = queue_names(connection)
-        seen = count_queues(connection, queues or known)
-        missing = [each.name for each in seen if each.name not in known and not any(each.counts.values())]
-        for counts in seen:
-            if counts.name not in missing:
-                places = ", ".join(f"{count} {place}" for place, count in counts.counts.items())
-                click.echo(f"queue {safe_name(counts.name)}: {places}")
-        for each in read_workers(connection):
-            if not (fields := each.registered):
-                continue
-            job = f", job {fields['current_job']}" if "current_job" in fields else ""
-            click.echo(
-                f"worker {safe_name(each.name)}: {fields.get('state', '?')} on {fields.get('queues', '?')}{job}; "
-                f"{fields.get('successful_job_count', 0)} finished, {fields.get('failed_job_count', 0)} failed; "
-                f"last seen {fields.get('last_heartbeat', '?')}"
-            )
-        if missing:
-            others = f": there are {_ids(known)}" if known else ": there is none"
-            raise click.ClickException(f"no queue is named {_ids(missing)}{others}")
+    known = queue_names(connection)
+    seen = count_queues(connection, queues or known)
+    missing = [each.name for each in seen if each.name not in known and not any(each.counts.values())]
+    for counts in seen:
+        if counts.name not in missing:
+            places = ", ".join(f"{count} {place}" for place, count in counts.counts.items())
+            click.echo(f"queue {safe_name(counts.name)}: {places}")
+    for each in read_workers(connection):
+        if not (fields := each.registered):
+            continue
+        job = f", job {fields['current_job']}" if "current_job" in fields else ""
+        click.echo(
+            f"worker {safe_name(each.name)}: {fields.get('state', '?')} on {fields.get('queues', '?')}{job}; "
+            f"{fields.get('successful_job_count', 0)} finished, {fields.get('failed_job_count', 0)} failed; "
+            f"last seen {fields.get('last_heartbeat', '?')}"
+        )
+    if missing:
+        others = f": there are {_ids(known)}" if known else ": there is none"
+        raise click.ClickException(f"no queue is named {_ids(missing)}{others}")
 
 
 @click.command("requeue")
@@ -65,17 +63,16 @@ def requeue_command(connection: redis.Redis, /, queue: str, is_all: bool, limit:
     """
     if bool(job_ids) == is_all:
         raise click.UsageError("name the jobs, or give --all")
-    with errors_told():
-        if not is_all:
-            done = requeue(connection, queue, job_ids)
-            click.echo(f"requeued {len(done)} jobs")
-            if left := [job_id for job_id in job_ids if job_id not in done]:
-                raise click.ClickException(f"not among the failed jobs of {safe_name(queue)}: {_ids(left)}")
-            return
-        num_done, left = requeue_all(connection, queue, limit)
-        click.echo(f"requeued {num_done} jobs")
-        if left:
-            click.echo(f"{len(left)} are listed as failed but gone: {_ids(left)}", err=True)
+    if not is_all:
+        done = requeue(connection, queue, job_ids)
+        click.echo(f"requeued {len(done)} jobs")
+        if left := [job_id for job_id in job_ids if job_id not in done]:
+            raise click.ClickException(f"not among the failed jobs of {safe_name(queue)}: {_ids(left)}")
+        return
+    num_done, left = requeue_all(connection, queue, limit)
+    click.echo(f"requeued {num_done} jobs")
+    if left:
+        click.echo(f"{len(left)} are listed as failed but gone: {_ids(left)}", err=True)
 
 
 def _ids(job_ids: list[str]) -> str:

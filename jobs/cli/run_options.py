@@ -11,8 +11,8 @@ import click
 
 from jobs import client
 from jobs.common.display import brief
-from jobs.context.check_options import DEFAULT_MAX_ATTEMPTS
-from jobs.runs.plans.formats import OUTPUTS, SUFFIXES
+from jobs.context.checks import DEFAULT_MAX_ATTEMPTS
+from jobs.runs.plans.names import OUTPUTS, SUFFIXES
 from jobs.runs.plans.option_checks import LOGPROB_TYPES, TASKS
 
 

@@ -1,21 +1,41 @@
-"""What is printed of a run: its state, its progress while it is awaited, and tables."""
+"""What is printed of a run: its state, its progress while it is awaited, tables, and errors."""
 
 import os
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import TextIO
 
 import click
 import redis
 from tqdm import tqdm
 
-from jobs.common.display import duration_text
+from jobs.common.display import MAX_TEXT_CHARS, duration_text, safe_name
 from jobs.common.rq_jobs import last_value
-from jobs.runs.statistics.part_stats import outcome_text
+from jobs.doctor.redis_server import NOT_SERVED, not_served
+from jobs.errors import JobsError
+from jobs.runs.statistics.run_statistics import outcome_text
 from jobs.runs.watching.follow import REFUSED_AS_BEFORE, Display, End, follow
 from jobs.runs.watching.reading import failure_text, read_planned
 from jobs.runs.watching.snapshot import REFUSED, RunSnapshot, needs, obstacles, verdict
+
+
+@contextmanager
+def errors_told() -> Iterator[None]:
+    """Turn errors that a user can act on, and whose texts others wrote in part, into one line and exit status 1."""
+    cause: Exception
+    try:
+        yield
+        return
+    except JobsError as error:
+        text, cause = f"{type(error).__name__}: {error}", error
+    except NOT_SERVED as error:
+        found = not_served(click.get_current_context().find_root().params["url"], error)
+        text, cause = f"{found.found}: {found.mend}", error
+    except redis.exceptions.RedisError as error:
+        text, cause = f"Redis refused ({type(error).__name__}): {error}", error
+    raise click.ClickException(safe_name(text, MAX_TEXT_CHARS)) from cause
 
 
 def table(heads: Sequence[str], rows: Sequence[Sequence[str]], numbers: Sequence[str] = ()) -> str:
@@ -37,7 +57,6 @@ def rate(value: float | None) -> str:
 
 
 LINE_EVERY_S = 10.0
-
 #: tqdm's own guess counts rows, and rows that are still to come may be longer.
 BAR_FORMAT = "{desc}: {percentage:3.0f}%|{bar}| {n_fmt}/{total_fmt} [{elapsed}{postfix}]"
 

@@ -10,7 +10,6 @@ from uuid import uuid4
 import click
 import redis
 
-from jobs.cli.errors_told import errors_told
 from jobs.cli.run_options import input_options, prompt_options, run_arguments
 from jobs.common.display import duration_text, safe_name
 from jobs.common.keys import MODEL_FIELD
@@ -24,15 +23,12 @@ from jobs.runs.watching.reading import failure_text
 from jobs.runs.watching.snapshot import no_worker_text
 
 MAX_SHOWN_CHARS = 20_000
-
 #: Between two looks, and before it is said that nobody listens.
 POLL_S, PATIENCE_S = 0.05, 3.0
-
 #: Tokenizing a large file takes a while; RQ's default is 3 minutes.
 TIMEOUT_S = 3600
 
 _OVER = {JobStatus.FINISHED, JobStatus.FAILED, JobStatus.STOPPED, JobStatus.CANCELED, None}
-
 #: More rows are looked at by a share: all their requests are held in the worker's memory.
 MAX_ROWS_READ = 1_000_000
 
@@ -50,12 +46,11 @@ def preview(connection: redis.Redis, /, rows: int, queue: str, no_answers: bool,
 
     A worker of the queue renders the prompts, counts their tokens and answers them; nothing is written.
     """
-    with errors_told():
-        found = survey(connection, queue, {**options, "limit": rows}, first=rows, answers=not no_answers)
-        for each in found["shown"]:
-            _show(each)
-        for line in _reasons(found):
-            click.echo(line, err=True)
+    found = survey(connection, queue, {**options, "limit": rows}, first=rows, answers=not no_answers)
+    for each in found["shown"]:
+        _show(each)
+    for line in _reasons(found):
+        click.echo(line, err=True)
     sys.exit(1 if found["rows_failing"] or found["num_failed"] else 0)
 
 

@@ -8,7 +8,6 @@ from collections.abc import Callable, Sequence
 import click
 import redis
 
-from jobs.cli.errors_told import errors_told
 from jobs.cli.status_text import gone_text, rate, status_text, table, tell_failures
 from jobs.common.display import MAX_TEXT_CHARS, duration_text, safe_name
 from jobs.common.workers import WorkerSample, read_workers
@@ -19,14 +18,10 @@ from jobs.runs.watching.reading import MAX_RUNS, list_runs, read_planned, run_re
 from jobs.runs.watching.snapshot import STATES, RunSnapshot, obstacles
 
 WATCH_EVERY_S = 2.0
-
 MAX_ENDED = 10
-
 MAX_PATH_CHARS = 60
-
 json_option = click.option("--json", "as_json", is_flag=True, help="Print JSON, for programs.")
 watch_option = click.option("--watch", is_flag=True, help="Show it anew every two seconds, until Ctrl-C.")
-
 _RUN_NUMBERS = ("ROWS", "ERRORS", "SHARDS", "ROWS/S", "TOK/S", "SUBMITTED")
 _WORKER_NUMBERS = ("BATCH", "WAITING", "KV", "SEEN")
 
@@ -41,10 +36,9 @@ def runs(connection: redis.Redis, /, states: tuple[str, ...], limit: int, as_jso
 
     Those that Redis knows: a run's keys are kept for 30 days after its last part, its folder for ever.
     """
-    with errors_told():
-        tell_troubles(connection)
-        found = list_runs(connection, limit, states)
-        click.echo(runs_json(found) if as_json else runs_table(found, time.time()))
+    tell_troubles(connection)
+    found = list_runs(connection, limit, states)
+    click.echo(json.dumps([each.to_object() for each in found]) if as_json else runs_table(found, time.time()))
 
 
 @click.command()
@@ -66,8 +60,7 @@ def workers(connection: redis.Redis, /, as_json: bool, watch: bool) -> None:
             [{**each.to_object(), "silent": each.is_silent, "draining": each.state == "draining"} for each in found]
         )
 
-    with errors_told():
-        show_or_watch(show, watch)
+    show_or_watch(show, watch)
 
 
 @click.command()
@@ -80,30 +73,29 @@ def status(connection: redis.Redis, /, run: str | None, as_json: bool, watch: bo
 
     Without RUN those that move, and the last that ended. RUN is its id, or its output folder, also where Redis lost it.
     """
-    with errors_told():
-        if run is None:
-            show_or_watch(lambda: _runs_in_short(connection, as_json), watch)
-            return
-        if watch:
-            raise click.UsageError("--watch is for all runs: the same submit with --wait follows one")
-        tell_troubles(connection)
-        run, output = named_run(connection, run)
-        try:
-            snapshot = read_planned(connection, run)
-        except UnknownRun:
-            if output is None:
-                raise
-            click.echo(output_json(output) if as_json else _output_text(output))
-            return
-        if as_json:
-            reasons = [vars(reason) for reason in run_reasons(connection, snapshot.run)]
-            click.echo(json.dumps({**snapshot.to_object(), "reasons": reasons, "failed_jobs": snapshot.failed_jobs}))
-            return
-        output = output or output_here(snapshot.output, snapshot.run)
-        click.echo(status_text(snapshot, output.num_gone if output and snapshot.finished else 0))
-        for obstacle in obstacles(connection, snapshot):
-            click.echo(f"waits    {obstacle}")
-        tell_failures(connection, snapshot)
+    if run is None:
+        show_or_watch(lambda: _runs_in_short(connection, as_json), watch)
+        return
+    if watch:
+        raise click.UsageError("--watch is for all runs: the same submit with --wait follows one")
+    tell_troubles(connection)
+    run, output = named_run(connection, run)
+    try:
+        snapshot = read_planned(connection, run)
+    except UnknownRun:
+        if output is None:
+            raise
+        click.echo(output_json(output) if as_json else _output_text(output))
+        return
+    if as_json:
+        reasons = [vars(reason) for reason in run_reasons(connection, snapshot.run)]
+        click.echo(json.dumps({**snapshot.to_object(), "reasons": reasons, "failed_jobs": snapshot.failed_jobs}))
+        return
+    output = output or output_here(snapshot.output, snapshot.run)
+    click.echo(status_text(snapshot, output.num_gone if output and snapshot.finished else 0))
+    for obstacle in obstacles(connection, snapshot):
+        click.echo(f"waits    {obstacle}")
+    tell_failures(connection, snapshot)
 
 
 def tell_troubles(connection: redis.Redis) -> None:
@@ -133,7 +125,7 @@ def _runs_in_short(connection: redis.Redis, as_json: bool) -> str:
     tell_troubles(connection)
     found = list_runs(connection)
     if as_json:
-        return runs_json(found)
+        return json.dumps([each.to_object() for each in found])
     ended = [each for each in found if not each.is_active][:MAX_ENDED]
     return runs_table([each for each in found if each.is_active or each in ended], time.time())
 
@@ -154,10 +146,6 @@ def show_or_watch(show: Callable[[], str], watch: bool, sleep: Callable[[float],
             click.echo(text)
     except KeyboardInterrupt:
         return
-
-
-def runs_json(found: Sequence[RunSnapshot]) -> str:
-    return json.dumps([each.to_object() for each in found])
 
 
 def runs_table(found: Sequence[RunSnapshot], now: float) -> str:

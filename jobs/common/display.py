@@ -7,7 +7,6 @@ from decimal import Decimal
 from typing import Any
 
 MAX_SHOWN_CHARS = 80
-
 HIDDEN = "..."
 
 
@@ -18,7 +17,6 @@ def brief(value: object) -> str:
 
 #: Characters of a name: of a column or a queue at most, and of a job's id as much as a message shows.
 MAX_NAME_CHARS = 255
-
 #: The same of a longer text, such as a path or the line that says what went wrong.
 MAX_TEXT_CHARS = 2000
 

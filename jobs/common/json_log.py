@@ -12,13 +12,10 @@ from jobs.common.plain_log import JOB_ID, without_colour
 
 #: Of an exception's text, and frames of its traceback, as much as a line may hold.
 MAX_EXCEPTION_CHARS, MAX_FRAMES = 2000, 20
-
 #: Of all that is told of exceptions: whoever raised them may have added notes, and grouped or chained others.
 MAX_EXCEPTIONS_CHARS = 50_000
-
 #: Of a message. Ours are far shorter; a library's may repeat what it was given.
 MAX_EVENT_CHARS = 20_000
-
 #: As json.dumps: an encoder made for each line takes as long as all the rest.
 _json = json.JSONEncoder(default=str).encode
 

@@ -40,28 +40,21 @@ def prefixed(key: str) -> str:
 
 #: A field in RQ's job hash: how many sequences a job brings, so that one worker does not claim every shard of a run.
 SEQUENCES_FIELD = "sequences"
-
 #: Another one: the only model that may run the job, by one of ServedModel.names; others' workers leave it there.
 MODEL_FIELD = "tokenmill_model"
-
 #: Another one: FUNCTION once it was found that the job calls one, FILE of a shard; they wait for places of their own.
 KIND_FIELD = "tokenmill_kind"
 FUNCTION, FILE = "function", "file"
-
 #: A field of our own in a shard's job: the submission of its run that enqueued it, or took it over.
 SUBMISSION_FIELD = "tokenmill_submission"
-
 #: A run's keys are kept this long after the last write; the files alone are enough to resume it.
 RUN_TTL_S = 30 * 24 * 3600
-
 #: Every run that was submitted within twice that time. Below `tokenmill:run:`, which producers may write.
 RUNS_KEY = f"{OWN}:run:index"
 
 WORKER_STATS_TTL_S = 3600
-
 #: How far a job of prompts was is kept so long, for whoever takes it up after a worker's death.
 JOURNAL_TTL_S = 24 * 3600
-
 #: A worker tells of itself every two seconds; one that has not for so long is frozen, cut off or dead.
 SILENT_S = 10
 

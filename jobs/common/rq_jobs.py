@@ -32,17 +32,13 @@ from jobs.common.keys import RQ
 
 #: A set of the keys of all queues, and what such a key begins with.
 QUEUES_KEY, QUEUE_PREFIX = Queue.redis_queues_keys, Queue.redis_queue_namespace_prefix
-
 #: A set of the keys of all workers, and what such a key begins with.
 WORKERS_KEY, WORKER_PREFIX = REDIS_WORKER_KEYS, BaseWorker.redis_worker_namespace_prefix
 
 RATE_LIMITS_KEY = RateLimitRegistry.rl_keys_key
-
 JOB_PREFIX = Job.redis_job_namespace_prefix
-
 #: How a job ended, in the entries of `results_key`.
 ResultType = Result.Type
-
 #: What stands there for a value that JSON has not.
 NO_JSON_VALUE = UNSERIALIZABLE_RETURN_VALUE_PAYLOAD
 
@@ -134,7 +130,6 @@ class JobQueue:
 
 
 prepared_job = Queue.prepare_data
-
 #: Of an error's text, unpacked; a worker writes far less.
 MAX_ERROR_BYTES = 1 << 20
 

@@ -4,8 +4,6 @@ A worker writes its `WorkerSample` to `tokenmill:worker:<name>` every two second
 `tokenmill:samples:<name>`, the latest first, every ten. Names follow vLLM's metrics.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
@@ -20,10 +18,8 @@ from jobs.common.stored import json_object, text
 
 #: Seconds between two points, and how many are kept: an hour's.
 POINT_PERIOD_S, MAX_POINTS = 10.0, 360
-
 #: Of what a worker holds its sample names so many jobs, the oldest.
 MAX_HELD_NAMED = 20
-
 #: State of a worker that loads its model, which tells so once and then nothing for as long as that may take.
 LOADING, LOADING_S = "loading", 600.0
 
@@ -55,7 +51,7 @@ class Point:
     def batch_fill(self) -> float:
         return min(1.0, self.num_requests_running / self.max_num_seqs) if self.max_num_seqs else 0.0
 
-    def per_second(self, older: Point, name: str) -> float | None:
+    def per_second(self, older: "Point", name: str) -> float | None:
         """Return how fast a count has grown since an older point; None where the worker or its clock began anew."""
         seconds, grown = self.at - older.at, getattr(self, name) - getattr(older, name)
         return grown / seconds if seconds > 0 and grown >= 0 else None

@@ -1,5 +1,69 @@
 """What a running job gets from the process that runs it."""
 
-from jobs.context.job_context import MAX_RESULT_BYTES, JobContext, Lease, accept_any_sampling, never_interrupted
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
 
-__all__ = ["MAX_RESULT_BYTES", "JobContext", "Lease", "accept_any_sampling", "never_interrupted"]
+from redis import Redis
+
+from jobs.context.answers import AnswerMemo
+from jobs.context.checks import Checks
+from jobs.context.served_model import PromptMeter, ServedModel
+from jobs.context.shared_files import ShardBytes, SharedFiles
+from jobs.context.under_way import JobJournal
+
+#: Of a job's value, as JSON: Redis takes 512 MB at most, and whoever waits for an answer reads it whole.
+MAX_RESULT_BYTES = 16 << 20
+
+
+def accept_any_sampling(sampling: Mapping[str, Any]) -> None:
+    """Stand in for the engine's check where no engine is at hand."""
+
+
+def never_interrupted() -> None:
+    """Stand in for the check where nobody interrupts a job but by ending its process."""
+
+
+@dataclass(frozen=True)
+class Lease:
+    """What tells in Redis that an execution still holds its job: `member` is in the sorted set `key`."""
+
+    key: str
+    member: str
+
+
+@dataclass(frozen=True)
+class JobContext:
+    """What the process that runs a job lends to it.
+
+    connection: owned by the thread that calls. data_roots: absolute real paths, and paths in object stores.
+    check_sampling: raises InvalidJob for sampling values that no request could use. files, answers, shard_bytes: shared
+    by the shards of this process. check_interrupted: raises where the job was stopped, taken over or is late; long work
+    calls it. lease: refuses writes once the job was taken over; None where nobody takes it. file_timeout_s: within
+    which a file's store must have answered. meter: loads an engine where there is none yet; None where prompts cannot
+    be looked at. trace: W3C's trace context, for the meta of jobs that this one enqueues. journal: of a job of prompts;
+    None where none is kept.
+    """
+
+    connection: Redis
+    queue_name: str
+    job_id: str
+    execution_id: str
+    data_roots: tuple[str, ...]
+    model: ServedModel
+    check_sampling: Callable[[Mapping[str, Any]], None] = accept_any_sampling
+    files: SharedFiles = field(default_factory=SharedFiles)
+    answers: AnswerMemo = field(default_factory=AnswerMemo)
+    shard_bytes: ShardBytes = field(default_factory=ShardBytes)
+    check_interrupted: Callable[[], None] = never_interrupted
+    max_result_bytes: int = MAX_RESULT_BYTES
+    lease: Lease | None = None
+    file_timeout_s: float = 300.0
+    picture_reader: Callable[["JobContext"], Callable[[str], bytes]] | None = None
+    meter: Callable[[], PromptMeter] | None = None
+    checks: Checks = field(default_factory=Checks)
+    webhook_hosts: frozenset[str] = frozenset()
+    allowed_functions: frozenset[str] = frozenset()
+    worker_name: str = ""
+    trace: Mapping[str, str] = field(default_factory=dict)
+    journal: JobJournal | None = None

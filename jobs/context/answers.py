@@ -57,10 +57,8 @@ def failed_answer(reason: str, n: int = 1, prompt_tokens: int = 0, cached_tokens
 
 
 DEFAULT_BYTES = 16 << 20
-
 #: What an answer takes besides its text: key, object, numbers, and its places in two tables.
 ENTRY_BYTES = 400
-
 #: What a label and its probability take; the label's text is the run's.
 PAIR_BYTES = 96
 

@@ -1,4 +1,4 @@
-"""What the shards of one process share: plans, open readers, and the memory that they take."""
+"""What the jobs of one process share: children, plans, open readers, and the memory that shards take."""
 
 import threading
 from collections import Counter
@@ -7,15 +7,20 @@ from contextlib import contextmanager
 from typing import Any, TypeVar
 from weakref import WeakValueDictionary
 
+from sandbox import Pool
+
+CHILDREN = Pool()
+DECODERS = Pool()
+"""Others, that decode pictures and see nothing else: formats' readers are in C."""
+
+
 #: A run's shards come one after the other: more plans than this are not in use at once.
 MAX_PLANS = 4
-
 #: Files that are read at once: each has a child of its own, and holds a decoded page of each column.
 MAX_READERS = 4
 
 P = TypeVar("P")
 R = TypeVar("R")
-
 #: The path of a file, then what names its state, and columns.
 ReaderKey = tuple[Hashable, ...]
 
@@ -121,7 +126,6 @@ class SharedFiles:
 
 #: Room for 250,000 prompts of 1 KB in a shard.
 DEFAULT_BYTES = 256 << 20
-
 #: Of the limit, held in prompts before no further shard begins: what is left is for those that have begun.
 BEGIN_SHARE = 2
 

@@ -1,13 +1,11 @@
 """What is kept of prompts under way, so that another execution goes on where one was, and a job's key that holds it."""
 
-from __future__ import annotations
-
 import json
 from array import array
 from base64 import b64decode, b64encode
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Self
 
 from redis import Redis
 
@@ -75,7 +73,7 @@ class UnderWay:
         return [delivered, so_far, self.num_tokens]
 
     @classmethod
-    def from_json(cls, value: Any) -> UnderWay:
+    def from_json(cls, value: Any) -> Self:
         delivered, so_far, num_tokens = value
         return cls(
             [(place, [_completion(*each) for each in completions]) for place, completions in delivered],

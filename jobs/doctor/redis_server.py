@@ -19,7 +19,6 @@ from jobs.common.keys import RQ, prefixed
 from jobs.doctor.findings import Finding, fault, ok, warning
 
 TIMEOUT_S = 3.0
-
 #: By which a client is not served, whatever it asks for.
 NOT_SERVED = (RedisConnectionError, RedisTimeoutError, NoPermissionError)
 

@@ -9,12 +9,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from jobs.common.display import MAX_NAME_CHARS, MAX_SHOWN_CHARS, brief
-from jobs.errors import InvalidJob, InvalidValue
+from jobs.errors import InvalidJob, InvalidValue, check_limit
 from jobs.prompts.response_options import with_structured_outputs
 
 #: A prompt beyond any context length only costs tokenizer time and Redis memory.
 MAX_PROMPT_BYTES = 1 << 20
-
 #: A job holds all its answers until the last one is there; what is larger is a Parquet run.
 MAX_PROMPTS = 10_000
 MAX_CHOICES = 10_000
@@ -71,12 +70,9 @@ def parse_prompts(prompt: object) -> list[Prompt | Unusable]:
     if not prompt:
         raise InvalidJob("prompt is an empty list, expected at least one prompt")
     if _are_token_ids(prompt):
-        return [_token_ids(prompt, "prompt")]
-    if len(prompt) > MAX_PROMPTS:
-        raise InvalidJob(
-            f"the job holds {len(prompt)} prompts, more than the limit of {MAX_PROMPTS}: "
-            "split it, or score a Parquet file"
-        )
+        check_limit(len(prompt), MAX_PROMPT_BYTES, "prompt has {} token ids", "shorten it")
+        return [list(prompt)]
+    check_limit(len(prompt), MAX_PROMPTS, "the job holds {} prompts", "split it, or score a Parquet file")
     prompts = [_prompt(item, f"prompt {number}") for number, item in enumerate(prompt)]
     unusable = [item for item in prompts if isinstance(item, Unusable)]
     if len(unusable) == len(prompts):
@@ -111,18 +107,13 @@ def check_choices(num_prompts: int, sampling: Mapping[str, Any]) -> None:
 def _prompt(item: object, what: str) -> Prompt | Unusable:
     try:
         if isinstance(item, list) and _are_token_ids(item):
-            return _token_ids(item, what)
+            check_limit(len(item), MAX_PROMPT_BYTES, f"{what} has {{}} token ids", "shorten it")
+            return list(item)
         if isinstance(item, str):
             return checked_text(item, what)
     except InvalidJob as error:
         return Unusable(str(error))
     return Unusable(f"{what} is {type(item).__name__}, expected a string or a non-empty list of token ids")
-
-
-def _token_ids(ids: list[int], what: str) -> list[int]:
-    if len(ids) > MAX_PROMPT_BYTES:
-        raise InvalidJob(f"{what} has {len(ids)} token ids, more than the limit of {MAX_PROMPT_BYTES}: shorten it")
-    return list(ids)
 
 
 def _are_token_ids(items: list[Any]) -> bool:
@@ -163,12 +154,7 @@ def without_neutral(values: Mapping[str, Any]) -> dict[str, Any]:
 def _is_neutral(name: str, value: Any, values: Mapping[str, Any]) -> bool:
     if name == "best_of" and type(value) is int and value == values.get("n"):
         return True
-    return any(_kind(value) is _kind(neutral) and value == neutral for neutral in NEUTRAL[name])
-
-
-def _kind(value: object) -> type:
-    """Numbers are of one kind in JSON; truth values are none."""
-    return float if type(value) is int else type(value)
+    return any(value == each and isinstance(value, bool) is isinstance(each, bool) for each in NEUTRAL[name])
 
 
 def _with_one_max_tokens(values: dict[str, Any]) -> dict[str, Any]:

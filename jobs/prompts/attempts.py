@@ -9,8 +9,7 @@ from hashlib import blake2b
 from typing import Any
 
 from jobs.common.display import brief
-from jobs.context.check_options import DEFAULT_MAX_ATTEMPTS, RepairOptions
-from jobs.context.check_processes import Checks
+from jobs.context.checks import DEFAULT_MAX_ATTEMPTS, Checks, RepairOptions
 from jobs.errors import InvalidJob, InvalidValue
 from jobs.tasks import Completion, Logprob, Request
 

@@ -9,8 +9,8 @@ from typing import Any
 
 from jobs.common.display import brief
 from jobs.errors import InvalidJob, InvalidValue, JobsError, RequestFailed, unlike
-from jobs.prompts.embedding_task import embed_task
 from jobs.prompts.prompt_task import chat_task, complete_task
+from jobs.prompts.scoring_tasks import embed_task
 from jobs.prompts.templated_task import refuse_template
 from jobs.tasks import Task
 
@@ -22,7 +22,6 @@ _ENDPOINTS: Mapping[str, tuple[Callable[..., Task], str]] = {
 }
 
 _NOT_BUILT = ("/v1/responses", "/v1/moderations")
-
 #: The error of a line that was not answered: what is wrong is the line's own, or its shard is tried again.
 ERROR_CODE = "invalid_request"
 

@@ -18,10 +18,8 @@ from jobs.prompts.template_texts import TemplateProblem
 from sandbox.child import Worker
 
 _WRITTEN = (str, int, float, Decimal, datetime.date, datetime.time, datetime.timedelta, jinja2.Undefined, UUID)
-
 #: What reads other templates.
 _UNSERVED = (nodes.Include, nodes.Import, nodes.FromImport, nodes.Extends, nodes.Block)
-
 #: What gives another text each time.
 _RANDOM_FILTER, _RANDOM_GLOBAL = "random", "lipsum"
 

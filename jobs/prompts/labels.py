@@ -13,9 +13,7 @@ from jobs.errors import InvalidJob, InvalidValue, unlike
 from jobs.prompts.arguments import checked_text
 
 MAX_LABELS = 1_000
-
 COLUMNS = ("label", "probability", "probabilities", "margin")
-
 CONTENT_FREE = "N/A"
 
 

@@ -2,16 +2,14 @@
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass, field
 from typing import Any
 
 from jobs.common.display import brief
-from jobs.errors import InvalidJob, InvalidValue, unlike
+from jobs.errors import InvalidJob, InvalidValue, check_limit, unlike
 from jobs.prompts.arguments import MAX_PROMPT_BYTES, checked_text
 from jobs.prompts.pictures import Picture, picture_of
 
 MAX_MESSAGES = 10_000
-
 #: What a message may hold beside its role and content, in the order in which equal chats are equal texts.
 TEXTS = ("name", "tool_call_id", "reasoning", "reasoning_content")
 
@@ -23,14 +21,12 @@ def normal_messages(messages: object) -> list[dict[str, Any]]:
     """
     if not isinstance(messages, list) or not messages:
         raise InvalidJob("messages must be a non-empty list of {'role': ..., 'content': ...}")
-    if len(messages) > MAX_MESSAGES:
-        raise InvalidJob(f"a chat of {len(messages)} messages is longer than the limit of {MAX_MESSAGES}: shorten it")
+    check_limit(len(messages), MAX_MESSAGES, "a chat has {} messages", "shorten it")
     normal = [_message(message, number) for number, message in enumerate(messages)]
-    if sum(len(each["content"]) for each in normal if isinstance(each["content"], list)) > MAX_MESSAGES:
-        raise InvalidJob(f"a chat with more than {MAX_MESSAGES} parts of contents is too long: shorten it")
+    num_parts = sum(len(each["content"]) for each in normal if isinstance(each["content"], list))
+    check_limit(num_parts, MAX_MESSAGES, "the contents of a chat have {} parts", "shorten it")
     total = sum(_num_bytes(value) for message in normal for value in message.values())
-    if total > MAX_PROMPT_BYTES:
-        raise InvalidJob(f"messages have {total} bytes, more than the limit of {MAX_PROMPT_BYTES}: shorten them")
+    check_limit(total, MAX_PROMPT_BYTES, "messages have {} bytes", "shorten them")
     return normal
 
 
@@ -131,16 +127,11 @@ def _num_bytes(value: Any) -> int:
 
 
 MAX_TOOLS = 1_000
-
 NAMES = ("chat_template_kwargs", "parallel_tool_calls", "tool_choice", "tools")
 
 
-@dataclass(frozen=True)
-class ChatOptions:
-    """Keyword arguments of engine.Engine.chat_token_ids, and whether calls of tools are looked for in answers."""
-
-    template: Mapping[str, Any] = field(default_factory=dict)
-    has_tools: bool = False
+#: Keyword arguments of engine.Engine.chat_token_ids. With `tools` calls of these are looked for in answers.
+ChatOptions = Mapping[str, Any]
 
 
 def split_chat_options(values: Mapping[str, Any]) -> tuple[dict[str, Any], ChatOptions]:
@@ -162,10 +153,9 @@ def split_chat_options(values: Mapping[str, Any]) -> tuple[dict[str, Any], ChatO
             "parallel_tool_calls is {}, which is not built yet: leave it out, or send true",
             brief(values["parallel_tool_calls"]),
         )
-    has_tools = bool(tools) and choice != "none"
-    if has_tools:
+    if tools and choice != "none":
         template["tools"] = tools
-    return sampling, ChatOptions(template, has_tools)
+    return sampling, template
 
 
 def refuse_chat_options(values: Mapping[str, Any]) -> None:
@@ -179,8 +169,7 @@ def _tools(tools: object) -> list[dict[str, Any]]:
         return []
     if not isinstance(tools, list):
         raise InvalidJob(f"tools is {type(tools).__name__}, expected a list of functions")
-    if len(tools) > MAX_TOOLS:
-        raise InvalidJob(f"tools holds {len(tools)} functions, more than the limit of {MAX_TOOLS}")
+    check_limit(len(tools), MAX_TOOLS, "tools holds {} functions")
     for number, tool in enumerate(tools):
         function = tool.get("function") if isinstance(tool, dict) else None
         if not isinstance(function, dict) or tool.get("type") != "function":

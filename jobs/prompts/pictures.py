@@ -7,7 +7,7 @@ from typing import Any
 
 from jobs.common.display import brief
 from jobs.context import JobContext
-from jobs.context.children import DECODERS
+from jobs.context.shared_files import DECODERS
 from jobs.errors import InvalidJob, InvalidValue
 from jobs.tasks import LateTask, Parts, Task
 from sandbox import ChildFailed, Limits
@@ -16,9 +16,7 @@ from sandbox import ChildFailed, Limits
 MAX_PICTURES, MAX_BYTES, MAX_PIXELS = 100, 20 << 20, 1 << 26
 
 MAX_PATH_CHARS = 4096
-
 _DATA_URL = re.compile(r"data:image/[^,]{0,1000};base64,", re.IGNORECASE)
-
 Picture = bytes | str
 """The bytes of a picture's file, or the path where it lies."""
 

@@ -1,7 +1,5 @@
 """The task of `jobs.complete` and `jobs.chat`: prompts in the job, answers in its result."""
 
-from __future__ import annotations
-
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -10,7 +8,7 @@ from functools import partial
 from typing import Any
 
 from jobs.context import JobContext
-from jobs.context.check_options import NO_REPAIRS, RepairOptions, split_repair_options
+from jobs.context.checks import NO_REPAIRS, RepairOptions, split_repair_options
 from jobs.context.served_model import parse_model
 from jobs.context.under_way import KeptCompletion, LeftPrompt, UnderWay
 from jobs.errors import InvalidJob, ResultTooLarge
@@ -26,14 +24,8 @@ from jobs.tasks import Completion, OpenTask, Parts, Request, Task
 #: A job shows its progress once it has run so long, and then not more often: most are over before.
 PROGRESS_AFTER_S, PROGRESS_EVERY_S = 5.0, 2.0
 
-#: What the id of a result begins with, by its kind; a list of embeddings has none.
-ID_PREFIXES = {
-    "text_completion": "cmpl",
-    "chat.completion": "chatcmpl",
-    "classification": "classify",
-    "loglikelihood": "loglikelihood",
-    "rerank": "rerank",
-}
+#: What the id of a result begins with where that is not its kind; a list has none.
+ID_PREFIXES = {"text_completion": "cmpl", "chat.completion": "chatcmpl", "classification": "classify", "list": None}
 
 #: Builds the job's result, but for its id, time and model, of the answers and the job's id; see responses.py.
 Respond = Callable[[Answers, str], dict[str, Any]]
@@ -50,7 +42,7 @@ class PromptTask(Task):
     repairs: RepairOptions = NO_REPAIRS
     clock: Callable[[], float] = time.time
 
-    def open(self, context: JobContext) -> OpenPrompts:
+    def open(self, context: JobContext) -> OpenTask:
         """Raise ModelNotServed for another model, InvalidJob for sampling or a check that cannot be."""
         context.model.check_asked_for(self.model)
         context.check_sampling(self.sampling)
@@ -207,7 +199,7 @@ class OpenPrompts(OpenTask):
         check_answers(answers)
         job_id = self._context.job_id
         content = self._respond(answers, job_id)
-        prefix = ID_PREFIXES.get(content["object"])
+        prefix = ID_PREFIXES.get(content["object"], content["object"])
         named = {} if prefix is None else {"id": f"{prefix}-{job_id}", "created": int(self._clock())}
         return {**named, "model": self._context.model.name, **content}
 
@@ -245,11 +237,11 @@ def chat_task(
     others, repairs = split_repair_options(options)
     others, chat = split_chat_options(parse_sampling(others))
     values, response = chat_response_options(others)
-    check_repairs(repairs, values, has_tools=chat.has_tools)
+    check_repairs(repairs, values, has_tools="tools" in chat)
 
     def task(messages: Parts) -> PromptTask:
-        respond = partial(chat_completion, options=response, has_tools=chat.has_tools)
-        return PromptTask([Request(None, messages, values, chat.template)], respond, asked_for, values, repairs)
+        respond = partial(chat_completion, options=response, has_tools="tools" in chat)
+        return PromptTask([Request(None, messages, values, chat)], respond, asked_for, values, repairs)
 
     def parsed(_: str, messages: object) -> Task:
         return pictured_task(parse_messages(messages), task)

@@ -7,9 +7,7 @@ from typing import Any
 from jobs.errors import InvalidJob, unlike
 
 MAX_TOP_LOGPROBS = 20
-
 LOGPROBS = ("logprobs", "prompt_logprobs")
-
 NAMES = ("echo", "top_logprobs", *LOGPROBS)
 
 

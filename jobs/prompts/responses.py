@@ -13,7 +13,6 @@ from jobs.tasks import Completion, Logprob
 
 #: What stands for minus infinity, which JSON has not; vLLM's.
 LOWEST = -9999.0
-
 #: What a token that is a part of a character is shown as.
 INCOMPLETE = "\ufffd"
 
@@ -90,7 +89,6 @@ def _entry(each: Logprob) -> dict[str, Any]:
 
 OPEN, CLOSE = "<tool_call>", "</tool_call>"
 LLAMA_TAG = "<|python_tag|>"
-
 _DECODER = json.JSONDecoder()
 
 
@@ -178,7 +176,6 @@ def _function(call: Any) -> dict[str, Any] | None:
 
 
 PLAIN = ResponseOptions()
-
 #: The samples of each request, in request order; samples ordered by their index.
 Answers = Sequence[Sequence[Completion]]
 

@@ -1,15 +1,25 @@
-"""The tasks of `jobs.classify`, `classify_text`, `loglikelihood` and `rerank`: nothing is generated for them."""
+"""The tasks of `jobs.embed`, `classify`, `classify_text`, `loglikelihood` and `rerank`, which generate nothing."""
 
-from collections.abc import Mapping, Sequence
+from array import array
+from base64 import b64encode
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
-from jobs.common.display import brief
+from jobs.common.display import MAX_NAME_CHARS, brief
 from jobs.context import JobContext
 from jobs.context.served_model import parse_model
-from jobs.context.values import truth, whole_number
-from jobs.errors import InvalidJob, InvalidValue, RequestFailed, unlike
-from jobs.prompts.arguments import MAX_CHOICES, MAX_PROMPTS, Unusable, checked_text, parse_prompts, text_problem
+from jobs.context.values import one_of, some_text, truth, whole_number
+from jobs.errors import InvalidJob, InvalidValue, RequestFailed, check_limit, unlike
+from jobs.prompts.arguments import (
+    MAX_CHOICES,
+    MAX_PROMPTS,
+    Unusable,
+    checked_text,
+    parse_prompts,
+    text_problem,
+    without_neutral,
+)
 from jobs.prompts.labels import CONTENT_FREE, classify, parse_labels, scoring_of, truncation
 from jobs.prompts.messages import NAMES as CHAT_NAMES
 from jobs.prompts.messages import parse_messages, split_chat_options
@@ -18,6 +28,52 @@ from jobs.prompts.prompt_task import PromptTask, text_requests
 from jobs.prompts.responses import Answers, usage
 from jobs.prompts.templated_task import asked_task
 from jobs.tasks import Completion, LateTask, Request, Task
+
+ENCODINGS = ("float", "base64")
+
+_POOLING: Mapping[str, Callable[[str, Any], Any]] = {
+    "dimensions": whole_number,
+    "normalize": truth,
+    "prompt_name": partial(some_text, most=MAX_NAME_CHARS),
+}
+
+
+def embed_task(
+    input: object = None, *, encoding_format: object = None, model: object = None, **others: Any
+) -> PromptTask:
+    asked_for = parse_model(model)
+    given = {name: others.pop(name, None) for name in (*_POOLING, "truncate_prompt_tokens")}
+    for name in without_neutral(others):
+        raise InvalidValue("{} is no argument of jobs.embed", brief(name))
+    encoding = ENCODINGS[0] if encoding_format is None else one_of("encoding_format", encoding_format, ENCODINGS)
+    if input is None:
+        raise InvalidJob("input is missing: a text, token ids, or a list of either")
+    requests = text_requests(parse_prompts(input), pooling_values(**given), kind="embed")
+    return PromptTask(requests, partial(_embeddings, is_base64=encoding == "base64"), asked_for)
+
+
+def pooling_values(*, truncate_prompt_tokens: object = None, **given: Any) -> dict[str, Any]:
+    """Return the values of a request for an embedding; see engine.PoolingParams. Raises InvalidJob."""
+    values = {name: _POOLING[name](name, value) for name, value in given.items() if value is not None}
+    return {**values, **truncation(truncate_prompt_tokens)}
+
+
+def _embeddings(answers: Answers, job_id: str, *, is_base64: bool) -> dict[str, Any]:
+    num_tokens = usage(answers)["prompt_tokens"]
+    return {
+        "object": "list",
+        "data": [_entry(index, samples[0], is_base64=is_base64) for index, samples in enumerate(answers)],
+        "usage": {"prompt_tokens": num_tokens, "total_tokens": num_tokens},
+    }
+
+
+def _entry(index: int, sample: Completion, *, is_base64: bool) -> dict[str, Any]:
+    numbers = sample.embedding or ()
+    # nine digits are all that a float32 has, and half of what is written otherwise
+    shown_numbers = b64encode(array("f", numbers)).decode() if is_base64 else [float(f"{x:.9g}") for x in numbers]
+    entry = {"object": "embedding", "index": index, "embedding": shown_numbers}
+    return entry if sample.error is None else {**entry, "error": sample.error}
+
 
 #: What Qwen3-Reranker's model card puts around a query and a document.
 RERANK_PROMPT = (
@@ -30,7 +86,6 @@ RERANK_INSTRUCTION = "Given a web search query, retrieve relevant passages that 
 RERANK_LABELS = ("yes", "no")
 
 NO_RELEVANCE = "its labels have no finite log-likelihood"
-
 #: Of all prompts of a reranking together: query and instruction stand before each document.
 MAX_RERANK_BYTES = 1 << 26
 
@@ -47,7 +102,7 @@ def classify_task(
     asked_for, found = parse_model(model), parse_labels("labels", labels)
     values = scoring_of(found, truncate_prompt_tokens)
     given = {name: options.pop(name, None) for name in ("messages", "prompt_template", "messages_template")}
-    template = split_chat_options(options)[1].template
+    _, template = split_chat_options(options)
 
     def task(kind: str, asked: object) -> Task:
         is_chat = kind == "messages"
@@ -94,11 +149,9 @@ def rerank_task(
     told = checked_text(RERANK_INSTRUCTION if instruction is None else instruction, "instruction")
     texts = _documents(documents)
     before = RERANK_PROMPT.format(instruction=told, query=asked, document="")
-    if (num_bytes := len(before.encode()) * len(texts)) > MAX_RERANK_BYTES:
-        raise InvalidJob(
-            f"query and instruction stand before each of {len(texts)} documents, {num_bytes} bytes in all, "
-            f"more than the limit of {MAX_RERANK_BYTES}: shorten them, or make several jobs of the documents"
-        )
+    what = f"query and instruction stand before each of {len(texts)} documents, {{}} bytes in all"
+    remedy = "shorten them, or make several jobs of the documents"
+    check_limit(len(before.encode()) * len(texts), MAX_RERANK_BYTES, what, remedy)
     most = None if top_n is None else whole_number("top_n", top_n)
     shown = texts if truth("return_documents", return_documents) else None
 

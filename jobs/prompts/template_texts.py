@@ -3,8 +3,8 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from jobs.context.children import CHILDREN
-from jobs.errors import InvalidJob, InvalidValue
+from jobs.context.shared_files import CHILDREN
+from jobs.errors import InvalidJob, InvalidValue, check_limit
 from sandbox import ChildFailed, Limits
 
 #: The template is part of a run's job and of its plan; each of a million rows repeats it.
@@ -15,21 +15,15 @@ MAX_TEMPLATE_MESSAGES = 100
 def template_texts(template: Any) -> tuple[list[str], tuple[str, ...] | None]:
     """Return the texts of a template of any kind and, for a chat, their roles. Raises InvalidJob."""
     texts, roles = ([template], ()) if isinstance(template, str) else _messages(template)
-    if (chars := sum(map(len, (*texts, *roles)))) > MAX_TEMPLATE_CHARS:
-        raise InvalidJob(
-            f"the template has {chars} characters, more than the limit of {MAX_TEMPLATE_CHARS}: shorten it, "
-            "or write the long part into a column"
-        )
+    chars, remedy = sum(map(len, (*texts, *roles))), "shorten it, or write the long part into a column"
+    check_limit(chars, MAX_TEMPLATE_CHARS, "the template has {} characters", remedy)
     return texts, roles or None
 
 
 def _messages(template: Any) -> tuple[list[str], tuple[str, ...]]:
     if not isinstance(template, list) or not template:
         raise InvalidJob("template must be a text or a non-empty list of {'role': ..., 'content': ...}")
-    if len(template) > MAX_TEMPLATE_MESSAGES:
-        raise InvalidJob(
-            f"the template has {len(template)} messages, more than the limit of {MAX_TEMPLATE_MESSAGES}: shorten it"
-        )
+    check_limit(len(template), MAX_TEMPLATE_MESSAGES, "the template has {} messages", "shorten it")
     for number, message in enumerate(template):
         if not isinstance(message, dict) or message.keys() != {"role", "content"}:
             raise InvalidJob(f"message {number} of the template must hold exactly 'role' and 'content'")
@@ -39,7 +33,6 @@ def _messages(template: Any) -> tuple[list[str], tuple[str, ...]]:
 
 
 LIMIT_S = 2.0
-
 _TASK = "jobs.prompts.jinja_environment:fill_in"
 
 

@@ -10,12 +10,11 @@ from jobs.common.display import brief, safe_name
 from jobs.common.rq_jobs import NO_JSON_VALUE, ResultType, dependency_ids, job_key, result_type, results_key
 from jobs.common.stored import text
 from jobs.context import JobContext
-from jobs.errors import AnswerMissing, InvalidJob, InvalidValue
+from jobs.errors import AnswerMissing, InvalidJob, InvalidValue, check_limit
 from jobs.prompts.template_texts import JinjaTexts, TemplateProblem, template_texts
 from jobs.tasks import LateTask, Task
 
 MAX_DEPENDENCIES = 10_000
-
 #: Jobs that are asked for at a time: their results come in one reply.
 TOGETHER = 16
 
@@ -32,8 +31,7 @@ def read_dependencies(context: JobContext) -> tuple[dict[str, list[Any]], list[s
     ids = dependency_ids(context.connection, context.job_id)
     if not ids:
         raise InvalidJob("a template over answers needs jobs to depend on: name them in depends_on")
-    if len(ids) > MAX_DEPENDENCIES:
-        raise InvalidJob(f"the job depends on {len(ids)} jobs, more than the limit of {MAX_DEPENDENCIES}")
+    check_limit(len(ids), MAX_DEPENDENCIES, "the job depends on {} jobs")
     results, answers, nulls, left = [], [], [], context.max_result_bytes
     for start in range(0, len(ids), TOGETHER):
         context.check_interrupted()

@@ -24,9 +24,7 @@ from jobs.runs.redis_state.state import RunState
 from jobs.runs.redis_state.submission import ON_END, WEBHOOK, Submission
 
 PLANNING = "jobs.score_parquet"
-
 DEFAULT_QUEUE = "bulk"
-
 #: Reading the footers of many thousand files takes minutes; RQ's default is 3 minutes.
 PLAN_TIMEOUT_S = 3600
 PLAN_RESULT_TTL_S = 7 * 24 * 3600

@@ -26,10 +26,8 @@ from jobs.runs.redis_state.state import PLAN_ERROR, PartCount, RunState, transac
 from jobs.runs.redis_state.submission import ASKED_FOR, ON_END, TOLD, TOLD_FAILED, WEBHOOK, ErrorLimit
 
 POSTING = "jobs.post_run_end"
-
 #: As RQ's default for jobs, then days to look at what became of them.
 TIMEOUT_S, RESULT_TTL_S, FAILURE_TTL_S = 180, 24 * 3600, 7 * 24 * 3600
-
 #: Tries of a job that failed, each at the end of its queue.
 RETRIES = 3
 
@@ -120,9 +118,7 @@ def _tell(state: RunState, submission: int, word: str, reason: str | None, pipe:
 
 
 PAUSES_S = (1.0, 2.0, 4.0, 8.0)
-
 MAX_BODY_BYTES = 64 << 10
-
 #: Answers after which another call may go better.
 _PASSING = frozenset({408, 425, 429})
 

@@ -11,7 +11,7 @@ from redis import Redis
 from jobs.common import stored
 from jobs.common.keys import run_folder_key
 from jobs.errors import JobsError, PlanDamaged, UnknownRun
-from jobs.runs.plans.names import MANIFEST, PARTS, PLAN, SUCCESS, is_run_id, part_shard
+from jobs.runs.plans.names import MANIFEST, PARTS, PLAN, SUCCESS, is_run_id, part_shards
 from jobs.runs.plans.paths import is_stored, real_path, run_path
 from jobs.runs.plans.plan import Plan
 
@@ -73,8 +73,8 @@ def _read_output(name: str) -> RunOutput | None:
     except OSError:
         return None
     finished = os.path.isfile(os.path.join(folder, SUCCESS))
-    found = sum(part_shard(name) is not None for name in names)
-    return RunOutput(plan, folder, found, finished, _errors(os.path.join(folder, MANIFEST)) if finished else None)
+    found = part_shards(names)
+    return RunOutput(plan, folder, len(found), finished, _errors(os.path.join(folder, MANIFEST)) if finished else None)
 
 
 def _errors(manifest: str) -> int | None:

@@ -19,7 +19,6 @@ from jobs.runs.control import stop_held
 from jobs.runs.redis_state.state import transact
 
 CHUNK = 100
-
 #: Failed jobs that are put back at most where all of a queue are asked for, unless told otherwise.
 REQUEUE_LIMIT = 10_000
 

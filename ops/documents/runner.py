@@ -13,8 +13,7 @@ from typing import IO
 from redis import Redis
 
 from jobs.common.keys import held_key
-from jobs.watch.failed_jobs import FailedJob, newest_failed
-from jobs.watch.queues import count_queues
+from jobs.watch.queues import FailedJob, count_queues, newest_failed
 from ops.documents.blocks import Block
 from ops.documents.stage import Stage
 

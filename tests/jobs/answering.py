@@ -12,14 +12,14 @@ from rq.serializers import JSONSerializer
 
 from jobs import errors
 from jobs.context import JobContext
-from jobs.context.check_processes import Checks
+from jobs.context.checks import Checks
 from jobs.context.served_model import ServedModel
 from jobs.parquet.asks.ask import Ask
 from jobs.parquet.asks.generate import Generate
 from jobs.parquet.asks.row_keys import RowKeys
 from jobs.parquet.prompts.prompt_source import Row
 from jobs.parquet.shards.shard_requests import ShardRequests
-from jobs.parquet.tables.row_values import RowProblem
+from jobs.parquet.tables.columns import RowProblem
 from jobs.runs.plans.spec import RunSpec
 from jobs.table import own_function, task_of
 from jobs.tasks import OpenTask, Request

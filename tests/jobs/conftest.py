@@ -17,7 +17,7 @@ from rq.serializers import JSONSerializer
 
 from jobs.cli import commands as cli
 from jobs.context import JobContext
-from jobs.context.check_processes import Checks
+from jobs.context.checks import Checks
 from tests import slow_files
 from tests.forking import ForkedWorkers
 from tests.jobs.answering import MODEL

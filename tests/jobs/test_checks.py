@@ -6,9 +6,8 @@ from typing import Any
 
 import pytest
 
-from jobs.context import check_processes
-from jobs.context.check_options import RepairOptions
-from jobs.context.check_processes import Checks
+from jobs.context import checks as checks_module
+from jobs.context.checks import Checks, RepairOptions
 from jobs.errors import InvalidJob
 from tests.jobs.checking import DIES, FUNCTION, HANGS, LIMIT_S, RAISES
 
@@ -59,13 +58,13 @@ SLOW = [{"json": {"allOf": [True] * 170_000}}, {"regex": "(?:a|b)*" * 130_000}] 
 def test_what_takes_long_to_compile_is_refused(
     checks: Checks, check: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(check_processes, "COMPILE_LIMIT_S", 0.2)
+    monkeypatch.setattr(checks_module, "COMPILE_LIMIT_S", 0.2)
     with pytest.raises(InvalidJob, match=r"went on for more than 0\.2 s before it could check anything"):
         checks.reason(RepairOptions(check=check), {}, "1")
 
 
 def test_others_are_checked_beside_what_takes_long_to_compile(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(check_processes, "COMPILE_LIMIT_S", 600.0)
+    monkeypatch.setattr(checks_module, "COMPILE_LIMIT_S", 600.0)
     checks, ended = Checks(), SimpleQueue[Exception]()
 
     def ask() -> None:

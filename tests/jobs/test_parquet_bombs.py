@@ -16,8 +16,7 @@ from redis import Redis
 
 from jobs import errors
 from jobs.context import JobContext
-from jobs.context.children import CHILDREN
-from jobs.context.shared_files import MAX_READERS, NoRoomYet, ShardBytes
+from jobs.context.shared_files import CHILDREN, MAX_READERS, NoRoomYet, ShardBytes
 from jobs.parquet.files.storage import Storage
 from jobs.parquet.shards.shard_work import ShardWork
 from jobs.parquet.tables.row_groups import GROUP_BYTES

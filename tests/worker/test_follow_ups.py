@@ -8,7 +8,7 @@ from types import SimpleNamespace
 from typing import Any, cast
 
 from engine import Completion
-from jobs.context.check_processes import Checks
+from jobs.context.checks import Checks
 from jobs.errors import InvalidJob
 from jobs.tasks import OpenTask, Request
 from worker.engine_thread.orders import Add

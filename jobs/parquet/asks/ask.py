@@ -10,7 +10,8 @@ import pyarrow as pa
 
 from jobs.context.answers import Answer, failed_answer
 from jobs.parquet.asks.row_keys import RowKeys
-from jobs.parquet.prompts.prompt_source import Row, RowSource
+from jobs.parquet.prompts.prompt_source import Row
+from jobs.parquet.prompts.sources import RowSource
 from jobs.prompts.attempts import hashed_seed
 from jobs.prompts.pictures import filled
 from jobs.runs.plans.prompt_steps import ROW_COLUMNS

@@ -12,7 +12,7 @@ from jobs.context.answers import Answer, failed_answer
 from jobs.errors import JobsError
 from jobs.parquet.asks.ask import OUTPUT_FIELDS, Ask, Asked, row_seed
 from jobs.parquet.prompts.prompt_source import Row
-from jobs.parquet.tables.row_values import RowProblem
+from jobs.parquet.tables.columns import RowProblem
 from jobs.prompts.batch_lines import failure_text, line_task
 from jobs.runs.plans.plan import Plan
 from jobs.runs.plans.spec import RunSpec

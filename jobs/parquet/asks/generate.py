@@ -1,4 +1,4 @@
-"""Rows that have one prompt each; it is asked again where a check does not take the answer."""
+"""Rows whose answers are generated: by one prompt, again where a check does not take the answer, or by several."""
 
 import json
 from collections.abc import Callable, Mapping, Sequence
@@ -9,11 +9,14 @@ from typing import Any
 import pyarrow as pa
 
 from jobs.context.answers import Answer, failed_answer
-from jobs.context.check_processes import Checks
+from jobs.context.checks import Checks
 from jobs.errors import InvalidJob
-from jobs.parquet.asks.ask import OUTPUT_FIELDS, Ask, Asked, AskedOnce, no_answer, request_of, row_seed
+from jobs.parquet.asks.ask import OUTPUT_FIELDS, ROW_FIELDS, Ask, Asked, AskedOnce, no_answer, request_of, row_seed
+from jobs.parquet.asks.scores import LABEL_FIELDS, Labels
 from jobs.parquet.prompts.prompt_source import Row
-from jobs.prompts.attempts import Attempts, num_generated
+from jobs.parquet.prompts.sources import step_source
+from jobs.parquet.tables.columns import RowProblem
+from jobs.prompts.attempts import Attempts, hashed_seed, num_generated
 from jobs.prompts.messages import ChatOptions
 from jobs.prompts.response_options import LOGPROBS
 from jobs.prompts.responses import parse_tool_calls, with_ids
@@ -74,7 +77,7 @@ class Generate(Ask):
         values = {**self._values, **row.own_sampling}
         if values.get("temperature") != 0:
             values = {"seed": seed, **values}
-        return request_of(row, self._is_chat, values, self._chat.template)
+        return request_of(row, self._is_chat, values, self._chat)
 
     def answer(self, completions: Sequence[Completion]) -> Answer:
         samples = sorted(completions, key=lambda sample: sample.index)
@@ -82,7 +85,7 @@ class Generate(Ask):
         failed = next((each for each in samples if each.finish_reason == "error"), None)
         if failed is not None:
             return replace(no_answer(failed, self._n), attempts=1)
-        found = [(*_texts_of(each, self._chat.has_tools), num_generated(each), each.reasoning) for each in samples]
+        found = [(*_texts_of(each, "tools" in self._chat), num_generated(each), each.reasoning) for each in samples]
         text, reason, calls, tokens, reasoning = found[0] if self._n == 1 else zip(*found, strict=True)
         attempts, problem = (first.attempts, first.check_error) if isinstance(first, Attempts) else (0, None)
         return Answer(
@@ -101,11 +104,14 @@ class Generate(Ask):
 
     def _logprobs(self, samples: Sequence[Completion]) -> dict[str, pa.Array]:
         of_texts = [each.logprobs for each in samples]
+        kind = self._logprob_type
         found = {"logprobs": of_texts if self._n > 1 else of_texts[0], "prompt_logprobs": samples[0].prompt_logprobs}
         columns = {
-            name: logprobs_value(each, self._logprob_type, self._n > 1 and name in OF_EACH_COMPLETION)
+            # As an array that holds one value: of Python's it would take a tenfold.
+            name: pa.array([_entries(each)], logprobs_type("float32", of_each)).cast(logprobs_type(kind, of_each))
             for name, each in found.items()
             if self._values.get(name) is not None
+            for of_each in [self._n > 1 and name in OF_EACH_COMPLETION]
         }
         self._logprob_bytes += sum(each.nbytes for each in columns.values())
         if self._logprob_bytes > MAX_LOGPROB_BYTES:
@@ -145,12 +151,82 @@ def logprobs_type(number: str, of_each: bool = False) -> pa.DataType:
     return pa.list_(kind) if of_each else kind
 
 
-def logprobs_value(found: Any, number: str, of_each: bool) -> pa.Array:
-    """Return an array that holds what the engine gave, as one value: of Python's it would take a tenfold."""
-    return pa.array([_entries(found)], logprobs_type("float32", of_each)).cast(logprobs_type(number, of_each))
-
-
 def _entries(found: Any) -> Any:
     if isinstance(found, Mapping):
         return [(token_id, each.decoded_token, each.logprob, each.rank) for token_id, each in found.items()]
     return None if found is None else [_entries(each) for each in found]
+
+
+class Chain(Ask):
+    """What a run asks of each row, one prompt after the other. seed: the run's."""
+
+    def __init__(self, spec: RunSpec, seed: int, checks: Checks) -> None:
+        self.steps, self.seed = spec.steps, seed
+        self.sources = [step_source(step, spec.defaults) for step in spec.steps]
+        own = [(step, (step.sampling, step.chat, step.is_chat)) for step in spec.steps]
+        self.prompts = [Labels(spec, *of) if step.is_scored else Generate(spec, seed, checks, *of) for step, of in own]
+
+    @staticmethod
+    def fields(spec: RunSpec, embedding_size: int) -> list[pa.Field]:
+        labels = {field.name: field for field in LABEL_FIELDS}
+        columns = [(column, name) for step in spec.steps for column, name in step.columns.items()]
+        own = ((labels.get(name) or answer_field(name, spec)).with_name(column) for column, name in columns)
+        return [*own, *ROW_FIELDS]
+
+    def is_greedy(self, row: Row) -> bool:
+        return all(prompt.is_greedy(row) for prompt in self.prompts)
+
+    def begin(self, row: Row, number: int) -> Asked:
+        return _Chained(self, row, row_seed(self.seed, number))
+
+    def failed(self, reason: str) -> Answer:
+        return self.answer((), reason)
+
+    def answer(self, answers: Sequence[Answer], problem: str | None = None) -> Answer:
+        columns: dict[str, Any] = {}
+        error = problem
+        for number, step in enumerate(self.steps):
+            found = answers[number] if number < len(answers) else failed_answer("")
+            if found.error:
+                error = f"prompt {step.name!r}: {found.error}"
+            columns |= {column: found.column(name) for column, name in step.columns.items()}
+        return Answer(
+            completion=None,
+            finish_reason="error" if error is not None else answers[-1].finish_reason,
+            prompt_tokens=sum(each.prompt_tokens for each in answers),
+            completion_tokens=sum(each.all_completion_tokens for each in answers),
+            cached_tokens=sum(each.cached_tokens for each in answers),
+            error=error,
+            columns=columns,
+        )
+
+
+class _Chained(Asked):
+    def __init__(self, chain: Chain, row: Row, seed: int) -> None:
+        self._chain, self._row, self._seed = chain, row, seed
+        self._answers: list[Answer] = []
+        self.requests = [self._request(row)]
+
+    def then(self, place: int, completions: Sequence[Completion]) -> Answer | Sequence[Request]:
+        self._answers.append(self._chain.prompts[len(self._answers)].answer(completions))
+        if len(self._answers) == len(self._chain.steps) or self._answers[-1].error is not None:
+            return self._chain.answer(self._answers)
+        try:
+            return [self._request(self._next())]
+        except RowProblem as problem:
+            return self._chain.answer(self._answers, str(problem))
+
+    def _next(self) -> Row:
+        number = len(self._answers)
+        step, source = self._chain.steps[number], self._chain.sources[number]
+        known = json.loads(self._row.values or "{}")
+        known |= {step.name: answer.completion for step, answer in zip(self._chain.steps, self._answers, strict=False)}
+        try:
+            return self._row._replace(prompt=source.render({name: known[name] for name in source.columns}))
+        except RowProblem as problem:
+            raise RowProblem(f"prompt {step.name!r}: {problem}") from None
+
+    def _request(self, row: Row) -> Request:
+        number = len(self._answers)  # the first prompt has the row's seed
+        seed = hashed_seed(f"{self._seed}:{number}") if number else self._seed
+        return self._chain.prompts[number].request(row, seed)

@@ -5,15 +5,11 @@ from collections.abc import Callable, Mapping
 from jobs.context import JobContext
 from jobs.parquet.asks.ask import Ask
 from jobs.parquet.asks.batch_lines import BatchLines
-from jobs.parquet.asks.chain import Chain
-from jobs.parquet.asks.classes import Classes
-from jobs.parquet.asks.embeddings import Embeddings
-from jobs.parquet.asks.generate import Generate
-from jobs.parquet.asks.labels import Labels, content_free
-from jobs.parquet.asks.relevance import Relevance
+from jobs.parquet.asks.generate import Chain, Generate
 from jobs.parquet.asks.row_keys import RowKeys
+from jobs.parquet.asks.scores import Classes, Embeddings, Labels, Relevance, content_free
 from jobs.parquet.prompts.sources import row_source
-from jobs.runs.plans.formats import OPENAI_BATCH
+from jobs.runs.plans.names import OPENAI_BATCH
 from jobs.runs.plans.option_checks import CLASSIFY, EMBED, GENERATE, RERANK
 from jobs.runs.plans.plan import Plan
 from jobs.runs.plans.spec import RunSpec

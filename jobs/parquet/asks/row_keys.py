@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from jobs.parquet.prompts.prompt_source import Row
-from jobs.runs.plans.formats import OPENAI_BATCH
+from jobs.runs.plans.names import OPENAI_BATCH
 from jobs.runs.plans.spec import RunSpec
 from jobs.tasks import Request
 

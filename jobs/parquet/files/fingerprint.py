@@ -6,7 +6,7 @@ from hashlib import blake2b
 
 from jobs.errors import ConvertedInputGone, CorruptParquet, InputChanged
 from jobs.parquet.files.storage import Storage, reading
-from jobs.runs.plans.formats import PARQUET
+from jobs.runs.plans.names import PARQUET
 from jobs.runs.plans.plan import Plan, PlannedFile
 
 #: Read besides the footer: a file of at most so many bytes whole, of a larger one as many in samples.
@@ -14,9 +14,7 @@ WHOLE_BYTES = 1 << 16
 NUM_SAMPLES = 4
 
 GONE = "it is gone, or no regular file any more"
-
 _CHUNK_BYTES = 1 << 20
-
 _TAIL = 8  # bytes at a file's end: the footer's length, and Parquet's mark
 
 

@@ -19,8 +19,10 @@ from jobs.errors import InputNotFound, PathOutsideRoots, PathSwapped
 from jobs.parquet.files.filesystem import Entry, FileStat, NotExclusive
 from jobs.runs.plans.paths import run_path
 
-#: Opens a folder that may be entered, be it readable or not; systems without it need a readable one.
-_SEARCH = getattr(os, "O_PATH", os.O_RDONLY)
+#: Opens a folder that may be entered, be it readable or not.
+_FOLDER = os.O_PATH | os.O_DIRECTORY
+#: Opens a file that nothing had the name of.
+_NEW = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW
 
 
 def root_of(path: str, roots: Sequence[str]) -> str | None:
@@ -37,14 +39,14 @@ def _entered(path: str, roots: Sequence[str], *, create: bool = False) -> Iterat
     root = root_of(path, roots)
     if root is None:
         raise PathOutsideRoots(path, ":".join(roots))
-    folder = os.open(root, _SEARCH | os.O_DIRECTORY)
+    folder = os.open(root, _FOLDER)
     try:
         for name in filter(None, path[len(root) :].split("/")):
             if create:
                 with suppress(FileExistsError):
                     os.mkdir(name, dir_fd=folder)
             with _links_refused(name, folder, path):
-                inner = os.open(name, _SEARCH | os.O_DIRECTORY | os.O_NOFOLLOW, dir_fd=folder)
+                inner = os.open(name, _FOLDER | os.O_NOFOLLOW, dir_fd=folder)
             os.close(folder)
             folder = inner
         yield folder
@@ -143,17 +145,15 @@ class LocalFiles:
 
     def open_output(self, path: str) -> Any:
         self.check_interrupted()
-        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW
         with self._parent(path) as (folder, name):
             with suppress(FileNotFoundError):
                 os.unlink(name, dir_fd=folder)
-            descriptor = os.open(name, flags, mode=0o666, dir_fd=folder)
+            descriptor = os.open(name, _NEW, mode=0o666, dir_fd=folder)
         return pa.PythonFile(os.fdopen(descriptor, "wb"), mode="w")
 
     def create(self, path: str) -> None:
-        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW
         with self._parent(path) as (folder, name), suppress(FileExistsError):
-            os.close(os.open(name, flags, mode=0o666, dir_fd=folder))
+            os.close(os.open(name, _NEW, mode=0o666, dir_fd=folder))
             _sync(".", folder)
             self._check_in_place(folder, path)
 

@@ -26,14 +26,11 @@ from jobs.runs.plans.paths import run_path
 from sandbox import ChildFailed, Limits, Pool
 
 T = TypeVar("T")
-
 _TASK = "jobs.parquet.files.object_requests:list_prefix"
-
 #: What a listing may take: some thousand bytes for each object.
 MEMORY_BYTES = 512 << 20
 
 _VARIABLES = ("AWS_", "GOOGLE_", "AZURE_")
-
 #: Of their own: these children, alone of all, hold a store's credentials, as obstore asks the store itself.
 _pool = Pool()
 
@@ -53,14 +50,11 @@ def listed(kind: str, folder: str, timeout_s: float) -> Any:
 
 
 MAX_COPY_BYTES = 5 << 30
-
 BLOCK_BYTES = 1 << 18
-
 #: Uploaded at once; a smaller object goes in one request. A store takes at most 10,000 such parts of one.
 CHUNK_BYTES = 8 << 20
 
 _CONCURRENCY = 2
-
 #: The buckets that have shown that they keep what is there. Shared by all threads.
 _fit: set[tuple[str, str]] = set()
 

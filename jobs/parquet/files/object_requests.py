@@ -21,13 +21,10 @@ from jobs.parquet.files.filesystem import BucketNotFound, StoreRefused, StoreUnr
 from sandbox.child import Worker
 
 T = TypeVar("T")
-
 #: Of the time that a store has: until which tries begin.
 _SHARE = 0.5
-
 #: Seconds: of obstore's own tries, where we can ask anew; between ours; and of one request at most.
 TRIES_S, FIRST_WAIT_S, MAX_WAIT_S, REQUEST_S = 5.0, 0.2, 5.0, 30.0
-
 #: Of what a store says its code alone is told, and of another reply nothing: it may be another host's.
 _CODE, _STATUS = re.compile(r"<Code>(\w{1,64})</Code>"), re.compile(r"status code: (\d{3})")
 _BEFORE_A_REPLY = re.compile(r".*?(status code: \d{3}[ \w]*|error response|invalid \w+ response)")
@@ -35,7 +32,6 @@ _NO_BUCKET = {"NoSuchBucket", "ContainerNotFound"}
 _TRY_AGAIN = {"408", "425", "429"}
 
 _REASON_CHARS = 300
-
 #: Where no proxy listens: requests to other hosts than the store's are sent there.
 _NOWHERE = "127.0.0.1:1"
 

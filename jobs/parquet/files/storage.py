@@ -1,7 +1,5 @@
 """The few file operations that a run needs, below the data roots, and names for what goes wrong with them."""
 
-from __future__ import annotations
-
 import errno
 import os
 from collections.abc import Callable, Iterator, Sequence
@@ -50,8 +48,8 @@ class Storage:
     def of(cls, context: JobContext) -> Self:
         return cls(context.data_roots, context.check_interrupted, context.file_timeout_s)
 
-    def with_root(self, root: str) -> Storage:
-        return Storage((*self._roots, root), self.check_interrupted, self._timeout_s)
+    def with_root(self, root: str) -> Self:
+        return type(self)((*self._roots, root), self.check_interrupted, self._timeout_s)
 
     def _of(self, path: str) -> LocalFiles | ObjectFiles:
         if not is_stored(path.lower()):

@@ -16,8 +16,7 @@ from jobs.errors import NewRowsGone
 from jobs.parquet.files.fingerprint import check_unchanged
 from jobs.parquet.files.storage import Storage, writing
 from jobs.parquet.tables.table_reading import Contents, asked_again, open_table, read_schema
-from jobs.runs.plans.formats import PARQUET
-from jobs.runs.plans.names import JOURNAL, REUSED
+from jobs.runs.plans.names import JOURNAL, PARQUET, REUSED
 from jobs.runs.plans.plan import Plan, PlannedFile
 
 #: The part of TOKENMILL_MAX_SHARD_BYTES that the child may take: a record batch of Arrow's comes whole.

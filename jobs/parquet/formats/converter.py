@@ -19,20 +19,17 @@ from jobs.parquet.formats.records import Record, csv_records, records
 from jobs.parquet.tables.columns import PROBLEM, PROBLEM_FIELD
 from jobs.parquet.tables.row_groups import GROUP_ROWS, grouped
 from jobs.parquet.tables.table_child import Replies, serialized, with_file
-from jobs.runs.plans.formats import ARROW, HEADED, OPENAI_BATCH
+from jobs.runs.plans.names import ARROW, HEADED, OPENAI_BATCH
 
 #: Rows and bytes that are Python's at a time.
 SLICE_ROWS, SLICE_BYTES = 1024, 1 << 21
 
 MAX_COLUMNS = 10_000
-
 #: Bytes that stand for a custom_id: enough that no two of a billion are taken for one.
 NAME_BYTES = 16
 
 _CODECS = {b"\x1f\x8b": "gzip", b"\x28\xb5\x2f\xfd": "zstd", b"BZh": "bz2"}
-
 _BATCH_KINDS: Mapping[str, kinds.Kind] = {"custom_id": "text", "request": "json"}
-
 #: Types of Arrow's that Parquet has not, and what takes their place.
 _PLAIN = {pa.string_view(): pa.string(), pa.binary_view(): pa.binary()}
 

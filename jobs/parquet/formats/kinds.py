@@ -13,7 +13,7 @@ from typing import Any
 
 import pyarrow as pa
 
-from jobs.parquet.tables.row_values import NUMBER
+from jobs.parquet.tables.columns import NUMBER
 
 Kind = str | dict[str, Any]
 
@@ -30,7 +30,6 @@ _SCALARS = {
 _OF_TYPE: Mapping[type, str] = {type(None): "null", bool: "bool", str: "text", float: "float"}
 _NUMBERS = {"int", "float", "number"}
 _EXACT, _INT64 = 1 << 53, 1 << 63
-
 _INTEGER = re.compile(r"-?(?:0|[1-9][0-9]{0,18})")
 _NUMBER = re.compile(r"-?(?:0|[1-9][0-9]*)(?:\.[0-9]+)?(?:[eE][+-]?[0-9]+)?")
 _TRUTH = {"true": True, "True": True, "TRUE": True, "false": False, "False": False, "FALSE": False}

@@ -11,19 +11,16 @@ from typing import Any, NamedTuple
 from jobs.common.display import brief, is_unicode
 from jobs.errors import CorruptTable, SchemaMismatch
 from jobs.prompts.batch_lines import custom_id
-from jobs.runs.plans.formats import OPENAI_BATCH, TSV
+from jobs.runs.plans.names import OPENAI_BATCH, TSV
 
 #: Bytes of one line, or row of CSV: room for a prompt of the largest size, however its letters are written.
 MAX_LINE_BYTES = 8 << 20
 
 MAX_LINES = 1 << 16
-
 CHUNK_BYTES = 1 << 20
-
 _UTF8_MARK, _UTF16_MARKS = b"\xef\xbb\xbf", (b"\xff\xfe", b"\xfe\xff")
 _TOO_LONG = f"has more than the limit of {MAX_LINE_BYTES} bytes: shorten it"
 _NOT_UTF8 = "is not UTF-8"
-
 #: How JSON writes half of a surrogate pair, which is no text.
 _MAY_BE_SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
 
@@ -40,25 +37,18 @@ class Record(NamedTuple):
     problem: str | None = None
 
 
-class _Line(NamedTuple):
-    """A line without its end, counted from 1. text: None where it has more than MAX_LINE_BYTES."""
-
-    number: int
-    size: int
-    text: bytes | None
-
-
 def records(path: str, file_format: str, stream: Any) -> Iterator[Record]:
     """Yield the records of a file of JSON lines; blank ones are none. Raises CorruptTable for text in UTF-16."""
     for line in _lines(path, stream):
-        if line.text is None or line.text.strip():
-            found = _json_record(line)
+        if line.problem or line.value.strip():
+            found = line if line.problem else _json_record(line)
             if file_format == OPENAI_BATCH and found.value is not None:  # a row of two columns
                 found = found._replace(value={"custom_id": custom_id(found.value), "request": found.value})
             yield found
 
 
-def _lines(path: str, stream: Any) -> Iterator[_Line]:
+def _lines(path: str, stream: Any) -> Iterator[Record]:
+    """Yield lines, as bytes without their end."""
     file = io.BufferedReader(stream, CHUNK_BYTES)
     head = file.peek(CHUNK_BYTES)
     if head.startswith(_UTF16_MARKS):
@@ -69,21 +59,19 @@ def _lines(path: str, stream: Any) -> Iterator[_Line]:
     while text := file.readline(MAX_LINE_BYTES + 1):
         number += 1
         if len(text) <= MAX_LINE_BYTES or text.endswith(b"\n"):
-            yield _Line(number, len(text), text.removesuffix(b"\n"))
+            yield Record(number, len(text), text.removesuffix(b"\n"))
             continue
         size = len(text)
         while text and not text.endswith(b"\n"):
             text = file.readline(CHUNK_BYTES)
             size += len(text)
-        yield _Line(number, size, None)
+        yield Record(number, size, None, _TOO_LONG)
 
 
-def _json_record(line: _Line) -> Record:
-    if line.text is None:
-        return Record(line.number, line.size, None, _TOO_LONG)
+def _json_record(line: Record) -> Record:
     try:
-        value = json.loads(line.text.decode())
-        if _MAY_BE_SURROGATE.search(line.text):
+        value = json.loads(line.value.decode())
+        if _MAY_BE_SURROGATE.search(line.value):
             json.dumps(value, ensure_ascii=False).encode()
     except UnicodeDecodeError as error:
         problem = f"is not UTF-8: {error.reason} at byte {error.start}"
@@ -97,20 +85,20 @@ def _json_record(line: _Line) -> Record:
         problem = f"is not JSON: {str(error)[:200]}"
     else:
         if isinstance(value, dict):
-            return Record(line.number, line.size, value)
+            return line._replace(value=value)
         problem = f"is JSON, but no object: {brief(value)}"
-    return Record(line.number, line.size, None, problem)
+    return line._replace(value=None, problem=problem)
 
 
-def _csv_rows(lines: Iterator[_Line], delimiter: str) -> Iterator[tuple[int, int, list[str] | str]]:
+def _csv_rows(lines: Iterator[Record], delimiter: str) -> Iterator[tuple[int, int, list[str] | str]]:
     """Yield number, size and fields of each row, or why it is none. Lines of one that does not end are read again."""
-    again = deque[_Line]()
+    again = deque[Record]()
     while (line := again.popleft() if again else next(lines, None)) is not None:
-        size, found = line.size, _TOO_LONG if line.text is None else _of_line(line.text, delimiter)
+        size, found = line.size, line.problem or _of_line(line.value, delimiter)
         if found is None:
             size, found = _of_lines(line, again, lines, delimiter)
         if found:
-            yield line.number, size, found
+            yield line.line, size, found
 
 
 def _of_line(text: bytes, delimiter: str) -> list[str] | str | None:
@@ -125,21 +113,21 @@ def _of_line(text: bytes, delimiter: str) -> list[str] | str | None:
 
 
 def _of_lines(
-    first: _Line, again: deque[_Line], lines: Iterator[_Line], delimiter: str
+    first: Record, again: deque[Record], lines: Iterator[Record], delimiter: str
 ) -> tuple[int, list[str] | str | None]:
     """Return size and fields of a row whose first line leaves a quote open, or why it is none."""
     taken, size, problem = [first], first.size, "begins a quote that is not closed"
 
     def texts() -> Iterator[bytes]:
         nonlocal size, problem
-        yield first.text or b""
+        yield first.value
         while (line := again.popleft() if again else next(lines, None)) is not None:
             taken.append(line)
             size += line.size
-            if line.text is None or size > MAX_LINE_BYTES + 1 or len(taken) > MAX_LINES:
+            if line.problem or size > MAX_LINE_BYTES + 1 or len(taken) > MAX_LINES:
                 problem = f"begins a row that {_TOO_LONG}, or close its quote"
                 return
-            yield line.text
+            yield line.value
 
     found = _fields(texts(), delimiter)
     if found is None:

@@ -3,7 +3,6 @@
 import base64
 import csv
 import io
-import json
 import math
 from collections.abc import Callable, Generator, Iterator, Sequence, Set
 from contextlib import closing, contextmanager
@@ -14,18 +13,17 @@ from typing import Any
 
 import pyarrow as pa
 
+from jobs.common.display import to_json
 from jobs.errors import CorruptParquet, PartDamaged, TableNotRead
 from jobs.parquet.files.storage import Storage
 from jobs.parquet.outputs.part import answer_fields, without_own_keys
-from jobs.parquet.tables.columns import ALL_COLUMNS, ROW_NUMBER, ColumnChoice
+from jobs.parquet.tables.columns import ALL_COLUMNS, ROW_NUMBER, ColumnChoice, RowProblem, row_values
 from jobs.parquet.tables.row_groups import RowBuckets, write_groups
-from jobs.parquet.tables.row_values import RowProblem, row_values
 from jobs.parquet.tables.table_reading import TableReading
 from jobs.prompts.batch_lines import output_line
-from jobs.runs.plans.formats import ARROW, CSV, JSONL, OPENAI_BATCH, PARQUET
-from jobs.runs.plans.names import output_names
+from jobs.runs.plans.names import ARROW, CSV, JSONL, OPENAI_BATCH, PARQUET, output_names
 from jobs.runs.plans.plan import Plan
-from jobs.runs.statistics.reasons import Reasons
+from jobs.runs.statistics.run_statistics import Reasons
 
 Batches = Iterator[pa.RecordBatch]
 
@@ -114,7 +112,7 @@ def _write_arrow(sink: Any, schema: pa.Schema, batches: Batches) -> None:
 
 def _write_jsonl(ours: Set[str], sink: Any, schema: pa.Schema, batches: Batches) -> None:
     for batch in batches:
-        lines = (f"{_json(dict(zip(schema.names, row, strict=True)))}\n" for row in _rows(batch, ours))
+        lines = (f"{to_json(dict(zip(schema.names, row, strict=True)))}\n" for row in _rows(batch, ours))
         sink.write("".join(lines).encode())
 
 
@@ -155,11 +153,7 @@ def _field(value: Any) -> str:
         return ""
     if isinstance(value, bool):
         return "true" if value else "false"
-    return value if isinstance(value, str) else _json(value)
-
-
-def _json(value: Any) -> str:
-    return json.dumps(value, ensure_ascii=False)
+    return value if isinstance(value, str) else to_json(value)
 
 
 def failed_rows(storage: Storage, plan: Plan, shard: int) -> Iterator[tuple[int, str]]:

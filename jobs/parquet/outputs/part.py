@@ -12,20 +12,16 @@ from jobs.context.answers import Answer
 from jobs.context.served_model import ServedModel
 from jobs.parquet.asks.kinds import kind_of
 from jobs.parquet.files.storage import Storage
-from jobs.parquet.tables.columns import ROW_NUMBER, ColumnChoice
-from jobs.parquet.tables.row_values import NUMBER
+from jobs.parquet.tables.columns import NUMBER, ROW_NUMBER, ColumnChoice
 from jobs.parquet.tables.table_child import STATISTICS
 from jobs.parquet.tables.table_reading import look_at
 from jobs.runs.plans.spec import RunSpec
-from jobs.runs.statistics.part_stats import PartStats
-from jobs.runs.statistics.run_statistics import count_lengths
+from jobs.runs.statistics.run_statistics import PartStats, count_lengths
 
 #: Of a Parquet file besides data and footer: its mark at either end, and the footer's length.
 FRAME_BYTES = 12
-
 #: Which row of an earlier run a row's answer was taken from, in the column that the run names.
 REUSED = "reused"
-
 #: The name of the model that answered, in a run that asks two.
 MODEL = "model"
 

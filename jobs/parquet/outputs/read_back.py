@@ -13,12 +13,12 @@ import pyarrow as pa
 from jobs.parquet.files.storage import Storage, reading
 from jobs.parquet.outputs.output_file import failed_rows, open_part, part_rows
 from jobs.parquet.outputs.part import answer_fields, read_part_stats, without_own_keys
-from jobs.parquet.outputs.plan_file import load_plan
+from jobs.parquet.outputs.run_folder import load_plan
 from jobs.parquet.prompts.sources import row_source
-from jobs.runs.plans.names import PLAN, SUCCESS, kept_name, part_shard
+from jobs.runs.plans.names import PLAN, SUCCESS, kept_name, part_shards
 from jobs.runs.plans.paths import is_stored
 from jobs.runs.plans.plan import Plan
-from jobs.runs.statistics.reasons import Reasons
+from jobs.runs.statistics.run_statistics import Reasons
 
 
 @dataclass(frozen=True)
@@ -65,8 +65,7 @@ class FolderReader:
             written = self._storage.written_at(self.plan.spec.parts_folder)
         except FileNotFoundError:  # the folder of the parts is made with the first one
             return {}
-        found = {shard: at for name, at in written.items() if (shard := part_shard(name)) is not None}
-        return {shard: at for shard, at in found.items() if shard < len(self.plan.shards)}
+        return {shard: written[name] for shard, name in part_shards(written).items() if shard < len(self.plan.shards)}
 
     @property
     def answer_columns(self) -> list[str]:

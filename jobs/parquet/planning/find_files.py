@@ -1,26 +1,80 @@
-"""Which files a run's input names."""
-
-from __future__ import annotations
+"""Which files a run's input names, and the columns that folders named `key=value` give them."""
 
 import fnmatch
 import os
+import re
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import nullcontext, suppress
+from dataclasses import dataclass
 from glob import has_magic
 from itertools import takewhile
-from typing import NamedTuple
+from typing import Any, NamedTuple
+from urllib.parse import unquote
 
-from jobs.errors import InputNotFound, InvalidJob, NestedFolders, SearchTooLong
+from jobs.errors import InputNotFound, InvalidJob, NestedFolders, SchemaMismatch, SearchTooLong
 from jobs.parquet.files.filesystem import Entry
 from jobs.parquet.files.storage import Storage, reading
-from jobs.runs.plans.formats import PARQUET, is_named, named_format, one_format
-from jobs.runs.plans.partitions import FoundFile, Keys, folder_key
+from jobs.runs.plans.names import PARQUET, is_named, named_format, one_format
 from jobs.runs.plans.paths import run_path
+from jobs.runs.plans.plan import AddedColumn
 from jobs.runs.plans.spec import check_num_files
 
 #: Names that one search may meet, in all folders together: some seconds on a local disk.
 MAX_NAMES = 1_000_000
+#: How Hive, and whoever writes as it does, spells a null in a folder's name.
+NULL = "__HIVE_DEFAULT_PARTITION__"
+#: Name and text of each `key=value`, from the outside in; None for a null.
+Keys = tuple[tuple[str, str | None], ...]
+
+_INTEGER = re.compile(r"-?[0-9]{1,20}")
+_INT64 = range(-(1 << 63), 1 << 63)
+
+
+@dataclass(frozen=True)
+class FoundFile:
+    """A file's real path, its folders' names, and the path by which it was found, whose suffix tells its format."""
+
+    path: str
+    keys: Keys = ()
+    named: str = ""
+
+    @property
+    def key_names(self) -> list[str]:
+        return [name for name, _ in self.keys]
+
+
+def folder_key(name: str) -> tuple[str, str | None] | None:
+    key, equals, value = name.partition("=")
+    if not key or not equals:
+        return None
+    return unquote(key), None if value == NULL else unquote(value)
+
+
+def partition_columns(files: Sequence[FoundFile], in_files: Sequence[str]) -> tuple[list[AddedColumn], list[list[Any]]]:
+    """Return the columns that the folders' names give, and each file's values in them.
+
+    A column whose values are all integers is int64, any other string. in_files: the columns of the files, which stay.
+    Raises SchemaMismatch when the files' folders do not have the same keys.
+    """
+    names = files[0].key_names
+    for file in files:
+        if file.key_names != names:
+            raise SchemaMismatch(file.path, f"its folders give the columns {file.key_names}, the first file's {names}")
+        if len(set(names)) < len(names):
+            raise SchemaMismatch(file.path, f"its folders give a column twice: {names}")
+    columns: list[AddedColumn] = []
+    rows: list[list[Any]] = [[] for _ in files]
+    for place, name in enumerate(names):
+        if name in in_files:
+            continue
+        texts = [file.keys[place][1] for file in files]
+        there = [text for text in texts if text is not None]
+        is_integer = any(there) and all(_INTEGER.fullmatch(text) and int(text) in _INT64 for text in there)
+        columns.append(AddedColumn(name, "int64" if is_integer else "string"))
+        for row, text in zip(rows, texts, strict=True):
+            row.append(int(text) if is_integer and text is not None else text)
+    return columns, rows
 
 
 class Folder(NamedTuple):
@@ -28,9 +82,9 @@ class Folder(NamedTuple):
 
     named: str
     path: str
-    above: Folder | None = None
+    above: "Folder | None" = None
 
-    def child(self, entry: Entry, storage: Storage) -> Folder | None:
+    def child(self, entry: Entry, storage: Storage) -> "Folder | None":
         """Return a folder in this one; None for a link that leads back. Raises PathOutsideRoots."""
         path = storage.resolve(os.path.join(self.path, entry.name)) if entry.is_link else None
         above: Folder | None = self

@@ -11,36 +11,23 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
+from jobs import errors
 from jobs.common.display import brief
 from jobs.context import JobContext
 from jobs.context.served_model import PinnedModel
-from jobs.errors import (
-    ColumnConflict,
-    CorruptTable,
-    InputBeingWritten,
-    InputChanged,
-    InputError,
-    InputNotFound,
-    MissingColumn,
-    MixedFormats,
-    SchemaMismatch,
-    SearchTooLong,
-    WrongColumnType,
-)
-from jobs.parquet.asks.labels import content_free
+from jobs.parquet.asks.scores import content_free
 from jobs.parquet.files.fingerprint import GONE, check_unchanged, file_fingerprint
 from jobs.parquet.files.storage import Storage
 from jobs.parquet.formats.converted_inputs import scan
 from jobs.parquet.formats.converter import NAME_BYTES
 from jobs.parquet.formats.kinds import Kind, arrow_field, merged, merged_texts
 from jobs.parquet.outputs.part import output_schema
-from jobs.parquet.planning.find_files import find_files
+from jobs.parquet.planning.find_files import FoundFile, find_files, partition_columns
 from jobs.parquet.prompts.sources import row_source
 from jobs.parquet.tables.columns import ROW_NUMBER, with_added_fields
 from jobs.parquet.tables.table_reading import look_at
-from jobs.runs.plans.formats import HEADED, LINES, OPENAI_BATCH, PARQUET, one_format
-from jobs.runs.plans.partitions import AddedColumn, FoundFile, partition_columns
-from jobs.runs.plans.plan import Plan, PlannedFile, Shard, cut_shards
+from jobs.runs.plans.names import HEADED, LINES, OPENAI_BATCH, PARQUET, one_format
+from jobs.runs.plans.plan import AddedColumn, Plan, PlannedFile, Shard, cut_shards
 from jobs.runs.plans.spec import RunSpec
 
 #: Lines that repeat a custom_id, each of which the plan lists.
@@ -96,11 +83,15 @@ def _check_columns(spec: RunSpec, schema: pa.Schema, path: str) -> None:
         content_free(spec, source)  # raises once, and not in every shard
     for column in source.columns:
         if column not in schema.names:
-            raise MissingColumn(column, path, ", ".join(map(repr, schema.names)))
+            raise errors.MissingColumn(column, path, ", ".join(map(repr, schema.names)))
     source.check(schema)
     if spec.order is not None and ROW_NUMBER in schema.names:
-        raise ColumnConflict(ROW_NUMBER, "rename it in the input: a run in an order of its own adds it")
+        raise errors.ColumnConflict(ROW_NUMBER, "rename it in the input: a run in an order of its own adds it")
     output_schema(schema, spec, path)
+
+
+_OF_COLUMNS = (errors.ColumnConflict, errors.MissingColumn, errors.WrongColumnType)
+_TOLD_HERE = (*_OF_COLUMNS, errors.MixedFormats, errors.SearchTooLong)
 
 
 def check_columns_here(spec: RunSpec) -> None:
@@ -115,9 +106,9 @@ def check_columns_here(spec: RunSpec) -> None:
         columns, _ = _added_columns(found, look.schema.names, spec.filename_column)
         if file_format not in LINES:
             _check_columns(spec, with_added_fields(look.schema, columns), path)
-    except (ColumnConflict, MissingColumn, MixedFormats, SearchTooLong, WrongColumnType):
+    except _TOLD_HERE:
         raise
-    except (InputError, OSError):  # the planning says so, if it finds the same
+    except (errors.InputError, OSError):  # the planning says so, if it finds the same
         return
 
 
@@ -140,7 +131,7 @@ class _Look:
         """Look at a file in one state of it. most: rows, of no Parquet. Raises InputNotFound, InputBeingWritten."""
         stat = self._storage.stat(path)
         if stat is None:
-            raise InputNotFound(path)
+            raise errors.InputNotFound(path)
         if self.format == PARQUET:
             found = look_at(self._storage, path, limit)
         else:
@@ -152,7 +143,7 @@ class _Look:
             self._check_schema(path, found.schema)
         fingerprint = file_fingerprint(self._storage, path, self.format)
         if self._storage.stat(path) != stat:
-            raise InputBeingWritten(path)
+            raise errors.InputBeingWritten(path)
         rows = sum(rows for rows, _ in found.groups)
         self.files.append(PlannedFile(path, stat.size, stat.mtime_ns, rows, fingerprint, etag=stat.etag))
         self.groups.append(found.groups)
@@ -162,17 +153,17 @@ class _Look:
         is_headed = self.format in HEADED
         if is_headed and self.kinds and list(kinds) != list(self.kinds):
             what = f"its header is {brief(list(kinds))}, the first file's {brief(list(self.kinds))}"
-            raise SchemaMismatch(path, what)
+            raise errors.SchemaMismatch(path, what)
         merge = merged_texts if is_headed else merged
         for name, kind in kinds.items():
             self.kinds[name] = merge(self.kinds.get(name, "null"), kind)
 
     def _check_schema(self, path: str, schema: pa.Schema) -> None:
         if twice := [name for name, count in Counter(schema.names).items() if count > 1]:
-            raise SchemaMismatch(path, f"it has two columns named {twice[0]!r}")
+            raise errors.SchemaMismatch(path, f"it has two columns named {twice[0]!r}")
         self._schema = schema if self._schema is None else self._schema
         if not schema.equals(self._schema):
-            raise SchemaMismatch(path, f"its columns are {_columns(schema, self._schema)}")
+            raise errors.SchemaMismatch(path, f"its columns are {_columns(schema, self._schema)}")
 
 
 def repeated_rows(names: Sequence[bytearray], path: str) -> tuple[int, ...]:
@@ -182,7 +173,7 @@ def repeated_rows(names: Sequence[bytearray], path: str) -> tuple[int, ...]:
     repeated = np.setdiff1d(np.arange(len(found)), first)
     if len(repeated) > MAX_REPEATED:
         what = f"{len(repeated)} of its {len(found)} lines repeat the custom_id of an earlier one"
-        raise CorruptTable(path, OPENAI_BATCH, what)
+        raise errors.CorruptTable(path, OPENAI_BATCH, what)
     return tuple(repeated.tolist())
 
 
@@ -192,7 +183,7 @@ def _added_columns(
     columns, rows = partition_columns(found, names)
     if filename_column is not None:
         if filename_column in (*names, *(column.name for column in columns)):
-            raise ColumnConflict(filename_column, "give filename_column another name")
+            raise errors.ColumnConflict(filename_column, "give filename_column another name")
         columns.append(AddedColumn(filename_column, "string"))
         rows = [[*values, each.path] for values, each in zip(rows, found, strict=True)]
     return columns, rows
@@ -217,12 +208,12 @@ def check_as_planned(storage: Storage, plan: Plan, found: Sequence[FoundFile]) -
         now = dict(islice(now.items(), len(planned)))  # those behind it are left out
     for path in [*now, *planned]:
         if path not in planned:
-            raise InputChanged(path, "it is new")
+            raise errors.InputChanged(path, "it is new")
         if path not in now:
-            raise InputChanged(path, GONE)
+            raise errors.InputChanged(path, GONE)
         if now[path] != planned[path].values:
-            raise InputChanged(path, f"values: planned {planned[path].values}, found {now[path]}")
+            raise errors.InputChanged(path, f"values: planned {planned[path].values}, found {now[path]}")
         storage.check_interrupted()
         check_unchanged(storage, planned[path], input_format=plan.input_format)
     if list(planned) != list(now):
-        raise InputChanged(spec.input[0], "its files come in another order")
+        raise errors.InputChanged(spec.input[0], "its files come in another order")

@@ -16,16 +16,13 @@ from jobs.parquet.asks.row_keys import NO_KEYS
 from jobs.parquet.files.storage import Storage
 from jobs.parquet.formats.converted_inputs import convert_inputs, remove_converted
 from jobs.parquet.outputs.part import embedding_size, output_schema, part_stats, write_part
-from jobs.parquet.outputs.plan_file import begin_folder, create_plan, find_plan, load_plan
-from jobs.parquet.outputs.run_folder import RunFolder
-from jobs.parquet.planning.find_files import find_files
+from jobs.parquet.outputs.run_folder import RunFolder, begin_folder, create_plan, find_plan, load_plan
+from jobs.parquet.planning.find_files import FoundFile, find_files
 from jobs.parquet.planning.inputs import check_as_planned, read_inputs
-from jobs.parquet.planning.own_rows import in_order
-from jobs.parquet.planning.reusing import remove_reused, with_reused
-from jobs.parquet.reuse.known_keys import write_keys
+from jobs.parquet.planning.own_rows import in_order, remove_reused, with_reused
+from jobs.parquet.reuse.old_runs import write_keys
 from jobs.runs.plans.names import PLAN, SUCCESS
 from jobs.runs.plans.option_checks import check_served
-from jobs.runs.plans.partitions import FoundFile
 from jobs.runs.plans.plan import Plan
 from jobs.runs.plans.spec import RunSpec
 from jobs.runs.redis_state.shard_jobs import enqueue_shards

@@ -24,20 +24,19 @@ from jobs.parquet.files.storage import Storage
 from jobs.parquet.formats.converted_inputs import converted_for_now
 from jobs.parquet.planning.find_files import find_files
 from jobs.parquet.planning.inputs import read_inputs
-from jobs.parquet.planning.reusing import match
+from jobs.parquet.planning.own_rows import match
 from jobs.parquet.prompts.prompt_source import Row
 from jobs.parquet.reuse.old_runs import OldRuns
 from jobs.parquet.shards.rows_task import RowsTask
 from jobs.parquet.shards.shard_requests import ShardRequests
 from jobs.parquet.shards.shard_texts import rendered_shards
-from jobs.parquet.tables.row_values import RowProblem
+from jobs.parquet.tables.columns import RowProblem
 from jobs.runs.plans.spec import RunSpec
-from jobs.runs.statistics.reasons import Reasons
+from jobs.runs.statistics.run_statistics import Reasons
 from jobs.tasks import Completion, Request
 
 #: Requests that a dry run has answered: a full batch of the worker's, within these.
 MIN_TRIED, MAX_TRIED = 64, 256
-
 #: Of the prompts that are answered, in characters, for the result's limit; of pictures so many bytes are one.
 MAX_PICKED_CHARS, PICTURE_SHARE = 4 << 20, 32
 TRUNCATION = "truncate_prompt_tokens"

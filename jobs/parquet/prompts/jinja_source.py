@@ -1,4 +1,4 @@
-"""Prompts from Jinja templates over a row's columns."""
+"""Prompts from Jinja templates over a row's columns, which children render."""
 
 from collections.abc import Iterator, Mapping
 from types import MappingProxyType
@@ -6,14 +6,17 @@ from typing import Any
 
 import pyarrow as pa
 
-from jobs.context.children import CHILDREN
+from jobs.context.shared_files import CHILDREN
 from jobs.errors import InvalidJob
 from jobs.parquet.prompts.prompt_source import PromptSource, check_defaults, checked_chat, checked_text
-from jobs.parquet.tables.row_values import RowProblem
-from jobs.prompts.template_texts import LIMIT_S, JinjaTexts, template_texts
+from jobs.parquet.tables.columns import RowProblem, python_rows
+from jobs.parquet.tables.row_groups import packed
+from jobs.prompts.jinja_environment import render
+from jobs.prompts.template_texts import LIMIT_S, JinjaTexts, TemplateProblem, template_texts
 from sandbox import ChildFailed, Limits
+from sandbox.child import Worker
 
-_TASK = "jobs.parquet.prompts.jinja_rows:render_rows"
+_TASK = "jobs.parquet.prompts.jinja_source:render_rows"
 
 
 class JinjaSource(PromptSource):
@@ -47,12 +50,9 @@ class JinjaSource(PromptSource):
                 singly = True
 
     def _asked(self, rows: pa.RecordBatch) -> Iterator[list[str] | str]:
-        rows, sink = rows.select(self.columns), pa.BufferOutputStream()
-        with pa.ipc.new_stream(sink, rows.schema) as stream:
-            stream.write_batch(rows)
         question = {"texts": self._template.texts, "columns": self.columns, "defaults": self._defaults}
         with CHILDREN.lent() as child:
-            for message, _ in child.replies(_TASK, question, Limits(LIMIT_S), sink.getvalue().to_pybytes()):
+            for message, _ in child.replies(_TASK, question, Limits(LIMIT_S), bytes(packed(rows.select(self.columns)))):
                 yield from message["rows"]
 
     def render(self, values: list[str]) -> str:
@@ -60,3 +60,33 @@ class JinjaSource(PromptSource):
             return checked_text(values[0])
         pairs = zip(self._roles, values, strict=True)
         return checked_chat([{"role": role, "content": text} for role, text in pairs])
+
+
+_TOGETHER_CHARS = 1 << 20
+
+
+def render_rows(worker: Worker) -> Iterator[dict[str, Any]]:
+    """Render a batch in Arrow's stream format; reply rows' `texts`, or why there is none. defaults: stand for null."""
+    question = worker.question
+    (batch,) = pa.ipc.open_stream(pa.py_buffer(worker.body))
+    found: list[list[str] | str] = []
+    chars = 0
+    for values in python_rows(question["columns"], batch):
+        outcome = _outcome(question, values)
+        found.append(outcome)
+        chars += sum(map(len, outcome))
+        if chars > _TOGETHER_CHARS:
+            yield {"rows": found}
+            found, chars = [], 0
+    yield {"rows": found}
+
+
+def _outcome(question: dict[str, Any], values: dict[str, Any] | RowProblem) -> list[str] | str:
+    if isinstance(values, RowProblem):
+        return str(values)
+    defaults = question["defaults"]
+    known = {name: defaults.get(name) if value is None else value for name, value in values.items()}
+    try:
+        return render(question["texts"], known)
+    except TemplateProblem as problem:
+        return f"the template: {problem}"

@@ -15,8 +15,7 @@ from jobs.context import JobContext
 from jobs.errors import InputNotFound, InvalidJob, InvalidValue, PathSwapped, WrongColumnType
 from jobs.parquet.files.storage import Storage, reading
 from jobs.parquet.prompts.prompt_source import PromptSource
-from jobs.parquet.tables.columns import is_bytes, is_list, is_text
-from jobs.parquet.tables.row_values import RowProblem
+from jobs.parquet.tables.columns import RowProblem, is_bytes, is_list, is_text
 from jobs.prompts.pictures import MAX_BYTES, Picture, picture_of
 from jobs.tasks import Parts
 

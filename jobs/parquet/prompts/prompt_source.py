@@ -1,32 +1,23 @@
 """How rows of a file become what is asked: a prompt, and what stands beside it."""
 
-from __future__ import annotations
-
 import abc
 import json
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from hashlib import blake2b
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import pyarrow as pa
 
 from jobs.common.display import brief, to_json
-from jobs.errors import InvalidJob, InvalidValue, JobsError, WrongColumnType
-from jobs.parquet.tables.columns import PROBLEM, is_bytes, is_list, is_text
-from jobs.parquet.tables.row_values import RowProblem, holds, python_rows
+from jobs.errors import InvalidJob, InvalidValue, WrongColumnType
+from jobs.parquet.tables.columns import RowProblem, holds, is_bytes, is_list, is_text, python_rows
 from jobs.prompts.arguments import MAX_PROMPT_BYTES, text_problem
 from jobs.prompts.messages import normal_messages
 from jobs.prompts.pictures import ReadFile, filled, loaded, pictures_in
 from jobs.runs.plans.prompt_steps import Template
 from jobs.tasks import Parts
-
-if TYPE_CHECKING:
-    from jobs.parquet.prompts.row_sampling import RowSampling
-
-#: Rows that are Python's at a time: as Python's objects, values take many times what Arrow needs for them.
-SLICE_ROWS = 128
 
 TEXT_FORMS = "text, a number, a truth value, a time, or lists, structs and maps of these (pictures by image_column)"
 
@@ -115,11 +106,11 @@ def prompt_pair(*columns: str) -> ColumnSource:
 
 def messages_column(column: str) -> ColumnSource:
     """Return the source of a column of chats: lists of structs with role and content, or the same as JSON text."""
-    return ColumnSource([column], _chat, _may_be_chat, "a list of structs with role and content, or their JSON")
 
+    def may_be_chat(kind: pa.DataType) -> bool:
+        return is_text(kind) or (is_list(kind) and pa.types.is_struct(kind.value_type))
 
-def _may_be_chat(kind: pa.DataType) -> bool:
-    return is_text(kind) or (is_list(kind) and pa.types.is_struct(kind.value_type))
+    return ColumnSource([column], _chat, may_be_chat, "a list of structs with role and content, or their JSON")
 
 
 def _chat(messages: Any) -> str | Parts:
@@ -200,54 +191,3 @@ def _normal(messages: Any) -> Parts:
         return normal_messages(messages)
     except InvalidJob as problem:
         raise RowProblem(str(problem)) from None
-
-
-class RowSource:
-    """Makes rows of prompts, with the sampling values and the values of columns `beside` them."""
-
-    def __init__(
-        self,
-        prompts: PromptSource,
-        sampling: RowSampling | None = None,
-        beside: Sequence[str] = (),
-        write: Callable[[Mapping[str, Any]], str] = to_json,
-    ) -> None:
-        self._prompts, self._sampling = prompts, sampling
-        self._beside, self._write = tuple(beside), write
-        own = () if sampling is None else sampling.columns
-        self._read = tuple(dict.fromkeys((*beside, *own)))
-        self.columns = tuple(dict.fromkeys((*prompts.columns, *self._read)))
-
-    def check(self, schema: pa.Schema) -> None:
-        self._prompts.check(schema)
-        check_texts(schema, self._beside)
-        if self._sampling is not None:
-            self._sampling.check(schema)
-
-    def rows(self, batch: pa.RecordBatch, read: ReadFile = str.encode) -> Iterator[Row | RowProblem]:
-        """Yield each row of a batch, or why it asks nothing. read: gives the file of a picture's path."""
-        has_problems = PROBLEM in batch.schema.names
-        for start in range(0, batch.num_rows, SLICE_ROWS):
-            part = batch.slice(start, SLICE_ROWS)
-            problems = part.column(PROBLEM).to_pylist() if has_problems else [None] * part.num_rows
-            pairs = zip(self._prompts.read(part), python_rows(self._read, part), strict=True)
-            for problem, (given, values) in zip(problems, pairs, strict=True):
-                yield self._row(given, values, read) if problem is None else RowProblem(problem)
-
-    def _row(self, given: Any, values: Mapping[str, Any] | RowProblem, read: ReadFile) -> Row | RowProblem:
-        for each in (given, values):
-            if isinstance(each, RowProblem):
-                return each
-        assert isinstance(values, Mapping)
-        try:
-            prompt = self._prompts.render(given)
-            row = Row(prompt) if isinstance(prompt, str) else self._prompts.pictured(prompt, read)
-            sampling = "" if self._sampling is None else self._sampling.of(values)
-        except RowProblem as problem:
-            return problem
-        except JobsError as problem:  # a picture's
-            if problem.fault == "server":
-                raise
-            return RowProblem(str(problem))
-        beside = self._write({name: values[name] for name in self._beside}) if self._beside else ""
-        return row._replace(sampling=sampling, values=beside)

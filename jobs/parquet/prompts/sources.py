@@ -1,26 +1,145 @@
-"""Which source of rows a run's arguments name; lines of OpenAI's batch files have one of their own."""
+"""Which source of rows a run's arguments name, and the sampling values that each row brings in columns of its own."""
 
 import json
 from base64 import b64encode
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from decimal import Decimal
+from functools import lru_cache
 from typing import Any
 
 import pyarrow as pa
 
+from jobs.common.display import to_json
 from jobs.context import accept_any_sampling
-from jobs.errors import ColumnConflict
+from jobs.errors import ColumnConflict, InvalidJob, JobsError, WrongColumnType
 from jobs.parquet.prompts import prompt_source
 from jobs.parquet.prompts.jinja_source import JinjaSource
 from jobs.parquet.prompts.picture_source import PictureSource
-from jobs.parquet.prompts.prompt_source import Row, RowSource
-from jobs.parquet.prompts.row_sampling import RowSampling
-from jobs.parquet.tables.columns import is_text
-from jobs.parquet.tables.row_values import RowProblem
+from jobs.parquet.prompts.prompt_source import PromptSource, Row
+from jobs.parquet.tables.columns import PROBLEM, RowProblem, is_list, is_text, python_rows
+from jobs.prompts.arguments import NOT_TEXT
 from jobs.prompts.pictures import ReadFile, is_url, loaded
-from jobs.runs.plans.formats import OPENAI_BATCH
+from jobs.runs.plans.names import OPENAI_BATCH
 from jobs.runs.plans.prompt_steps import PromptStep, Template
 from jobs.runs.plans.spec import RunSpec
 from jobs.tasks import Parts
+
+#: Sets of values whose check is remembered: rows of few kinds are common.
+CHECKS_REMEMBERED = 1024
+#: Rows that are Python's at a time: as Python's objects, values take many times what Arrow needs for them.
+SLICE_ROWS = 128
+
+
+class RowSampling:
+    """Sampling values from columns `by_name`; null leaves the run's. check: raises InvalidJob for impossible ones."""
+
+    def __init__(
+        self, by_name: Mapping[str, str], sampling: Mapping[str, Any], check: Callable[[Mapping[str, Any]], None]
+    ) -> None:
+        self.columns = tuple(by_name.values())
+        self._by_name, self._sampling, self._check_sampling = dict(by_name), dict(sampling), check
+        # What null stands for is written out, so that equal values are equal texts; a run's seed is no row's.
+        self._shared = {name: value for name, value in sampling.items() if name != "seed"}
+        self._problem = lru_cache(CHECKS_REMEMBERED)(self._find_problem)
+
+    def check(self, schema: pa.Schema) -> None:
+        for name, column in self._by_name.items():
+            _check_type(name, column, schema.field(column).type)
+
+    def of(self, values: Mapping[str, Any]) -> str:
+        found = {
+            name: self._shared.get(name) if values[column] is None else values[column]
+            for name, column in self._by_name.items()
+        }
+        own = json.dumps({name: _plain(value) for name, value in found.items() if value is not None})
+        if (problem := self._problem(own)) is not None:
+            raise RowProblem(problem)
+        return own
+
+    def _find_problem(self, own: str) -> str | None:
+        values = json.loads(own)
+        for name, value in values.items():
+            try:
+                self._check_sampling({name: value})
+            except InvalidJob as error:
+                return f"column {self._by_name[name]!r}: {error}"
+        try:
+            self._check_sampling({**self._sampling, **values})
+        except InvalidJob as error:
+            return str(error)
+        return None
+
+
+def _check_type(name: str, column: str, kind: pa.DataType) -> None:
+    inner = kind.value_type if is_list(kind) else kind
+    number = pa.types.is_integer(inner) or pa.types.is_floating(inner) or pa.types.is_decimal(inner)
+    if pa.types.is_null(inner) or number or pa.types.is_boolean(inner):
+        return
+    if is_text(inner) and name not in NOT_TEXT:
+        return
+    raise WrongColumnType(column, kind, f"a value for {name}: a number, as a rule")
+
+
+def _plain(value: Any) -> Any:
+    """Return a value as JSON has it: pandas makes integers beside a null floating point numbers."""
+    if isinstance(value, list):
+        return [_plain(each) for each in value]
+    if isinstance(value, float) and value.is_integer():
+        return int(value)
+    if isinstance(value, Decimal) and value.is_finite():
+        return int(value) if value == value.to_integral_value() else float(value)
+    return value
+
+
+class RowSource:
+    """Makes rows of prompts, with the sampling values and the values of columns `beside` them."""
+
+    def __init__(
+        self,
+        prompts: PromptSource,
+        sampling: RowSampling | None = None,
+        beside: Sequence[str] = (),
+        write: Callable[[Mapping[str, Any]], str] = to_json,
+    ) -> None:
+        self._prompts, self._sampling = prompts, sampling
+        self._beside, self._write = tuple(beside), write
+        own = () if sampling is None else sampling.columns
+        self._read = tuple(dict.fromkeys((*beside, *own)))
+        self.columns = tuple(dict.fromkeys((*prompts.columns, *self._read)))
+
+    def check(self, schema: pa.Schema) -> None:
+        self._prompts.check(schema)
+        prompt_source.check_texts(schema, self._beside)
+        if self._sampling is not None:
+            self._sampling.check(schema)
+
+    def rows(self, batch: pa.RecordBatch, read: ReadFile = str.encode) -> Iterator[Row | RowProblem]:
+        """Yield each row of a batch, or why it asks nothing. read: gives the file of a picture's path."""
+        has_problems = PROBLEM in batch.schema.names
+        for start in range(0, batch.num_rows, SLICE_ROWS):
+            part = batch.slice(start, SLICE_ROWS)
+            problems = part.column(PROBLEM).to_pylist() if has_problems else [None] * part.num_rows
+            pairs = zip(self._prompts.read(part), python_rows(self._read, part), strict=True)
+            for problem, (given, values) in zip(problems, pairs, strict=True):
+                yield self._row(given, values, read) if problem is None else RowProblem(problem)
+
+    def _row(self, given: Any, values: Mapping[str, Any] | RowProblem, read: ReadFile) -> Row | RowProblem:
+        for each in (given, values):
+            if isinstance(each, RowProblem):
+                return each
+        assert isinstance(values, Mapping)
+        try:
+            prompt = self._prompts.render(given)
+            row = Row(prompt) if isinstance(prompt, str) else self._prompts.pictured(prompt, read)
+            sampling = "" if self._sampling is None else self._sampling.of(values)
+        except RowProblem as problem:
+            return problem
+        except JobsError as problem:  # a picture's
+            if problem.fault == "server":
+                raise
+            return RowProblem(str(problem))
+        beside = self._write({name: values[name] for name in self._beside}) if self._beside else ""
+        return row._replace(sampling=sampling, values=beside)
 
 
 def row_source(spec: RunSpec, check_sampling: Callable[[Mapping[str, Any]], None] = accept_any_sampling) -> RowSource:

@@ -5,8 +5,6 @@ for the job that asks the second one, lie beside the journals, without those of 
 one's stay, and later runs find them as they find a journal.
 """
 
-from __future__ import annotations
-
 import os
 from array import array
 from collections.abc import Iterator, Mapping, Sequence
@@ -37,7 +35,6 @@ from jobs.runs.plans.plan import Plan
 ROW, MODEL, SOURCE, KEY = "_row", "_model", "_source", "_key"
 BESIDE = [pa.field(ROW, pa.int64()), pa.field(MODEL, pa.binary(SIZE)), pa.field(SOURCE, pa.string())]
 KEY_FIELD = pa.field(KEY, pa.binary(SIZE))
-
 #: What is raised for a file of a run that cannot be read.
 UNREADABLE = (PartDamaged, CorruptParquet, TableNotRead, InputNotFound, PathSwapped)
 

@@ -7,7 +7,7 @@ from jobs.context import JobContext
 from jobs.context.served_model import ServedModel
 from jobs.errors import PlanDamaged, RunOfAnotherModel, unlike
 from jobs.parquet.files.storage import Storage
-from jobs.parquet.outputs.plan_file import load_plan
+from jobs.parquet.outputs.run_folder import load_plan
 from jobs.parquet.shards.shard_requests import ShardRequests
 from jobs.parquet.shards.shard_texts import ShardTexts
 from jobs.runs.plans.names import PLAN, is_run_id

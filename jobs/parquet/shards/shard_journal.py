@@ -32,9 +32,7 @@ from jobs.parquet.tables.table_reading import TableReading
 _TOKENS = "_tokens"
 
 _UNDER_WAY = "_under_way"
-
 _WHOSE = b"whose"
-
 _log = logging.getLogger("rq.worker")
 
 

@@ -9,7 +9,7 @@ from jobs.context.answers import Answer, AnswerMemo
 from jobs.context.under_way import UnderWay
 from jobs.parquet.asks.ask import Ask, Asked
 from jobs.parquet.prompts.prompt_source import Row
-from jobs.parquet.tables.row_values import RowProblem
+from jobs.parquet.tables.columns import RowProblem
 from jobs.tasks import Completion, Request
 
 

@@ -11,9 +11,9 @@ from jobs.context.shared_files import ShardBytes
 from jobs.errors import ShardTooLarge
 from jobs.parquet.files.storage import Storage
 from jobs.parquet.prompts.picture_source import picture_reader
-from jobs.parquet.prompts.prompt_source import Row, RowSource
-from jobs.parquet.tables.columns import ALL_COLUMNS, ColumnChoice, with_added_values
-from jobs.parquet.tables.row_values import RowProblem
+from jobs.parquet.prompts.prompt_source import Row
+from jobs.parquet.prompts.sources import RowSource
+from jobs.parquet.tables.columns import ALL_COLUMNS, ColumnChoice, RowProblem, with_added_values
 from jobs.parquet.tables.table_reading import RowReader
 from jobs.runs.plans.plan import Plan, Shard
 

@@ -1,13 +1,11 @@
 """One execution of one shard: reads its rows, publishes its part, ends the run if it was the last."""
 
-from __future__ import annotations
-
 import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 import pyarrow as pa
@@ -23,20 +21,19 @@ from jobs.parquet.files.storage import Storage
 from jobs.parquet.outputs import part
 from jobs.parquet.outputs.run_folder import RunFolder
 from jobs.parquet.prompts.prompt_source import Row
-from jobs.parquet.reuse.known_keys import write_keys
+from jobs.parquet.reuse.old_runs import write_keys
 from jobs.parquet.reuse.taken_answers import has_kept, keep_answers, kept_answers, taken_answers
 from jobs.parquet.shards.rows_task import RowsTask, check_model, trusted_plan
 from jobs.parquet.shards.shard_journal import ShardJournal
 from jobs.parquet.shards.shard_requests import ShardRequests
 from jobs.parquet.shards.shard_texts import ShardTexts, shard_batches, shard_rows
-from jobs.parquet.tables.columns import ColumnChoice, with_added_fields
-from jobs.parquet.tables.row_values import RowProblem
+from jobs.parquet.tables.columns import ColumnChoice, RowProblem, with_added_fields
 from jobs.parquet.tables.table_reading import RowReader
 from jobs.runs.plans.plan import PlannedFile, Shard
 from jobs.runs.plans.spec import check_queue_name
 from jobs.runs.redis_state.shard_jobs import enqueue_shards
 from jobs.runs.redis_state.state import RunState
-from jobs.runs.statistics.part_stats import PartStats
+from jobs.runs.statistics.run_statistics import PartStats
 
 
 class ShardWork(RowsTask):
@@ -45,19 +42,12 @@ class ShardWork(RowsTask):
     _journal: ShardJournal | None = None
     _num_escalated = 0
 
-    def __init__(
-        self,
-        context: JobContext,
-        folder: RunFolder,
-        shard: int,
-        queue: str | None = None,
-        clock: Callable[[], float] = time.time,
-    ) -> None:
+    def __init__(self, context: JobContext, folder: RunFolder, shard: int, queue: str | None = None) -> None:
         """Read the rows. queue: the run's, where its second model is asked. Raises RunError or NoRoomYet."""
-        self._context, self._folder, self._number, self._clock = context, folder, shard, clock
+        self._context, self._folder, self._number = context, folder, shard
         self._queue, self._is_second = queue or context.queue_name, queue is not None
         self._escalates = queue is None and folder.plan.second is not None
-        self._started_at = clock()
+        self._started_at = time.time()
         self._files, self._entered = context.files, False
         folder.state.begin(self._started_at)
         if folder.lacks(shard) and not (self._escalates and has_kept(folder, shard)):
@@ -73,7 +63,7 @@ class ShardWork(RowsTask):
                 raise
 
     @classmethod
-    def open(cls, context: JobContext, run: str, plan: str, shard: int, queue: str | None = None) -> ShardWork:
+    def open(cls, context: JobContext, run: str, plan: str, shard: int, queue: str | None = None) -> Self:
         """Find the shard in its plan. Raises PlanDamaged when the three do not belong together. queue: see above."""
         if queue is not None:
             check_queue_name(queue)
@@ -162,7 +152,7 @@ class ShardWork(RowsTask):
             shard=number,
             generated_tokens=requests.generated_tokens,
             started_at=self._started_at,
-            ended_at=self._clock(),
+            ended_at=time.time(),
             worker=self._context.worker_name,
             rows_resumed=requests.rows_resumed,
             tokens_resumed=requests.tokens_resumed,

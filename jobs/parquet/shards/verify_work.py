@@ -23,16 +23,15 @@ from jobs.parquet.formats.converted_inputs import converted_for_now
 from jobs.parquet.outputs.output_file import part_rows
 from jobs.parquet.outputs.part import read_part_stats
 from jobs.parquet.prompts.prompt_source import Row
-from jobs.parquet.reuse.known_keys import read_keys
+from jobs.parquet.reuse.old_runs import read_keys
 from jobs.parquet.shards.rows_task import RowsTask, check_model, trusted_plan
 from jobs.parquet.shards.shard_requests import ShardRequests
 from jobs.parquet.shards.shard_texts import ShardTexts, rendered_shards
-from jobs.parquet.tables.row_values import holds
+from jobs.parquet.tables.columns import holds
 from jobs.runs.plans.plan import Plan
 
 #: Answers that are held: a row has `n` of them, or one for each label. Differences that are told.
 MAX_ANSWERS, MAX_DIFFERENCES = 100_000, 20
-
 #: Follows what else is computed at the time.
 _NOT_COMPARED = {"cached_tokens", "probability", "margin"}
 

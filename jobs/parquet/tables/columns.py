@@ -1,20 +1,20 @@
-"""Columns of a table: their types, the ones that are kept, and the ones that are added."""
+"""A table's columns: their types, which are kept and added, and rows' values in them, as prompts and outputs show."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from itertools import repeat
 from typing import Any, NamedTuple
 
 import pyarrow as pa
 
-from jobs.runs.plans.partitions import AddedColumn
+from jobs.prompts.arguments import MAX_PROMPT_BYTES
+from jobs.runs.plans.plan import AddedColumn
 
 #: Why a line of a file is no row, in a column of its own until the rows are written. A file's of this name is refused.
 PROBLEM = "\0problem"
-
 #: Of a run in an order of its own: which row of the whole input, from 0, a row is.
 ROW_NUMBER = "row_number"
 
 PROBLEM_FIELD = pa.field(PROBLEM, pa.string())
-
 _TEXTS = (pa.types.is_string, pa.types.is_large_string, pa.types.is_string_view, pa.types.is_null)
 _BYTES = (pa.types.is_binary, pa.types.is_large_binary, pa.types.is_fixed_size_binary, pa.types.is_binary_view)
 
@@ -45,7 +45,6 @@ class ColumnChoice(NamedTuple):
 
 
 ALL_COLUMNS = ColumnChoice()
-
 _TYPES = {"int64": pa.int64(), "string": pa.string()}
 
 
@@ -65,3 +64,125 @@ def with_added_values(batch: pa.RecordBatch, columns: Sequence[AddedColumn], val
         if column.name not in batch.schema.names
     ]
     return pa.RecordBatch.from_arrays([*batch.columns, *added], schema=schema)
+
+
+def num_values(column: pa.Array) -> int:
+    """Return how many values a column's lists, structs and maps hold at all depths: each takes memory in Python."""
+    if pa.types.is_struct(column.type):
+        return sum(len(column) + num_values(each) for each in column.flatten())
+    if pa.types.is_map(column.type):
+        first, end = int(column.offsets[0].as_py()), int(column.offsets[-1].as_py())
+        return 2 * (end - first) + num_values(column.items.slice(first, end - first))
+    if is_list(column.type):
+        values = column.flatten()
+        return len(values) + num_values(values)
+    return 0
+
+
+def holds(kind: pa.DataType, is_one: Callable[[pa.DataType], bool]) -> bool:
+    """Whether values are of a kind, such as `is_bytes`, or have some of it in them."""
+    inner = range(kind.num_fields) if pa.types.is_nested(kind) else ()
+    return is_one(kind) or any(holds(kind.field(number).type, is_one) for number in inner)
+
+
+def with_dicts(value: Any, kind: pa.DataType) -> Any:
+    """Return a value as Arrow gives it with dicts for its maps, in which of equal keys the last one counts."""
+    if isinstance(value, list) and pa.types.is_map(kind):
+        return {_key(key): with_dicts(item, kind.item_type) for key, item in value}
+    if isinstance(value, list):
+        return [with_dicts(each, kind.value_type) for each in value]
+    if isinstance(value, dict):
+        return {kind.field(name).name: with_dicts(each, kind.field(name).type) for name, each in value.items()}
+    return value
+
+
+def _key(key: Any) -> str:
+    return key if isinstance(key, str) else f"{key}"
+
+
+#: What Arrow raises for a value that Python's types cannot hold, such as text that is not UTF-8 or a date after 9999.
+_NO_PYTHON_VALUE = (ValueError, OverflowError, KeyError, pa.ArrowException)
+#: The largest value of which a prompt could be made: a chat's JSON may write a character in six.
+MAX_VALUE_BYTES = 6 * MAX_PROMPT_BYTES
+#: Values within a list, struct or map, at all depths: as Python's, each takes a hundred bytes.
+MAX_NESTED_VALUES = 100_000
+#: The metadata of a column that had integers beside floats, all exact as floats: they keep their text.
+NUMBER = {b"tokenmill": b"number"}
+#: Values are converted together up to so many bytes, and else row by row.
+_TOGETHER_BYTES = 1 << 20
+
+
+class RowProblem(Exception):
+    """Raised when a row cannot be a prompt; the text goes into the row's `error` and the rest goes on."""
+
+
+def python_rows(columns: Sequence[str], rows: pa.RecordBatch) -> Iterator[dict[str, Any] | RowProblem]:
+    """Yield the values of each row in some columns by name, or why one of them is none."""
+    if not columns:
+        yield from repeat({}, rows.num_rows)
+    found = [_as_written(rows.field(name), row_values(name, rows.column(name))) for name in columns]
+    for row in zip(*found, strict=True):
+        problem = next((value for value in row if isinstance(value, RowProblem)), None)
+        yield problem or dict(zip(columns, row, strict=True))
+
+
+def _as_written(field: pa.Field, values: Iterator[Any]) -> Iterator[Any]:
+    if NUMBER.items() <= (field.metadata or {}).items():
+        return (int(each) if isinstance(each, float) and each.is_integer() else each for each in values)
+    return values
+
+
+def row_values(name: str, column: pa.Array, is_ours: bool = False) -> Iterator[Any]:
+    """Return each row's value, or its RowProblem; maps are dicts. is_ours: computed ones may be larger than prompts."""
+    values = (each.as_py() for each in column) if is_ours else _python_values(name, column)
+    if not holds(column.type, pa.types.is_map):
+        return values
+    return (each if isinstance(each, RowProblem) else with_dicts(each, column.type) for each in values)
+
+
+def _python_values(name: str, column: pa.Array) -> Iterator[Any]:
+    if _num_bytes(column) <= _TOGETHER_BYTES and num_values(column) <= MAX_NESTED_VALUES:
+        try:
+            values = column.to_pylist()
+        except _NO_PYTHON_VALUE:
+            pass
+        else:
+            return iter(values)
+    return (_value(name, column.slice(row, 1)) for row in range(len(column)))
+
+
+def _num_bytes(column: pa.Array) -> int:
+    try:
+        size = int(column.nbytes)
+    except pa.ArrowException:  # pyarrow before 20 does not know of views
+        size = _TOGETHER_BYTES + 1
+    if pa.types.is_dictionary(column.type):
+        size += len(column) * int(column.dictionary.nbytes)
+    return size + num_values(column)
+
+
+def _value(name: str, row: pa.Array) -> Any:
+    try:
+        return _too_large(name, row) or row[0].as_py()
+    except UnicodeDecodeError as error:
+        return RowProblem(f"text is not UTF-8: {error.reason} at byte {error.start}")
+    except _NO_PYTHON_VALUE as error:
+        return RowProblem(f"the value of type {row.type} cannot be read: {str(error)[:200]}")
+
+
+def _too_large(name: str, row: pa.Array) -> RowProblem | None:
+    scalar = row[0]
+    if isinstance(scalar, pa.DictionaryScalar):
+        scalar = scalar.value
+    if not scalar.is_valid:
+        return None
+    if pa.types.is_nested(row.type):
+        size, count = _num_bytes(row), num_values(row)
+    else:
+        size, count = scalar.as_buffer().size if isinstance(scalar, pa.BinaryScalar | pa.StringScalar) else 0, 0
+    for found, unit, limit in ((count, "values", MAX_NESTED_VALUES), (size, "bytes", MAX_VALUE_BYTES)):
+        if found > limit:
+            return RowProblem(
+                f"column {name!r} has a value of {found} {unit}, more than the limit of {limit}: shorten it"
+            )
+    return None

@@ -3,8 +3,6 @@
 They are sorted on this machine's disk, some neighbours at a time in memory.
 """
 
-from __future__ import annotations
-
 import os
 import tempfile
 from collections.abc import Iterable, Iterator
@@ -18,7 +16,6 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 T = TypeVar("T")
-
 #: Rows and bytes after which a row group ends; so many bytes have the batches that a worker gets, too.
 GROUP_ROWS, GROUP_BYTES = 1 << 16, 1 << 23
 
@@ -48,6 +45,14 @@ def grouped(slices: Iterable[tuple[int, int, T]]) -> Iterator[tuple[int, int, li
         yield rows, size, taken
 
 
+def packed(batch: pa.RecordBatch) -> memoryview:
+    """Return a batch in Arrow's stream format."""
+    sink = pa.BufferOutputStream()
+    with pa.ipc.new_stream(sink, batch.schema) as stream:
+        stream.write_batch(batch)
+    return memoryview(sink.getvalue())
+
+
 def pieces(batch: pa.RecordBatch) -> Iterator[pa.RecordBatch]:
     """Cut a batch into pieces of GROUP_BYTES, where they have more than one row."""
     rows = max(1, batch.num_rows * GROUP_BYTES // max(GROUP_BYTES, batch.nbytes))
@@ -55,28 +60,21 @@ def pieces(batch: pa.RecordBatch) -> Iterator[pa.RecordBatch]:
 
 
 BUCKET_ROWS, MAX_BUCKETS = 1 << 12, 256
-
 #: Rows and bytes that are handed to the files at once, and rows that are read at once.
 BATCH_ROWS, BATCH_BYTES, READ_ROWS = 1 << 16, 1 << 25, 1 << 14
 
 _PLACE = pa.field("\0place", pa.int64())
 
 
-class RowBuckets:
+class RowBuckets(ExitStack):
     """Takes rows in any order, and yields them by their places. Used in a `with` block."""
 
     def __init__(self, rows: int) -> None:
+        super().__init__()
         self._size = max(BUCKET_ROWS, -(-rows // MAX_BUCKETS))
         self._waiting, self._rows, self._bytes = list[pa.RecordBatch](), 0, 0
         self._streams: dict[int, tuple[str, Any]] = {}
-        self._stack = ExitStack()
-
-    def __enter__(self) -> RowBuckets:
-        self._folder = self._stack.enter_context(tempfile.TemporaryDirectory(prefix="tokenmill-"))
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self._stack.close()
+        self._folder = self.enter_context(tempfile.TemporaryDirectory(prefix="tokenmill-"))
 
     def add(self, places: npt.NDArray[np.int64], batch: pa.RecordBatch) -> None:
         schema = batch.schema.append(_PLACE)
@@ -109,5 +107,5 @@ class RowBuckets:
         for bucket in map(int, np.unique(buckets)):
             if bucket not in self._streams:
                 path = os.path.join(self._folder, str(bucket))
-                self._streams[bucket] = path, self._stack.enter_context(pa.ipc.new_stream(path, table.schema))
+                self._streams[bucket] = path, self.enter_context(pa.ipc.new_stream(path, table.schema))
             self._streams[bucket][1].write_table(table.filter(pa.array(buckets == bucket)))

@@ -10,14 +10,13 @@ from jobs.errors import CorruptParquet, JobsError
 from jobs.parquet.files.filesystem import FETCH_BYTES, FetchedFile
 from jobs.parquet.files.storage import reading
 from jobs.parquet.tables.columns import ColumnChoice
-from jobs.parquet.tables.row_groups import GROUP_BYTES, pieces
+from jobs.parquet.tables.row_groups import GROUP_BYTES, packed, pieces
 from sandbox.child import Body, Worker
 
 #: Bytes read at once of all columns: without a limit pyarrow holds a row group's compressed columns.
 READ_BYTES = 1 << 24
 
 STATISTICS = b"tokenmill"
-
 Replies = Iterator[tuple[dict[str, Any], Body]]
 
 
@@ -61,7 +60,7 @@ def read(question: Mapping[str, Any], source: Any) -> Replies:
         skip = question["skip"]
         for batch in _batches(file, question):
             for piece in pieces(batch.slice(skip)):
-                yield {}, _packed(piece)
+                yield {}, packed(piece)
             skip = max(0, skip - batch.num_rows)
 
 
@@ -83,10 +82,3 @@ def _parquet_file(source: Any) -> pq.ParquetFile:
 
 def serialized(schema: pa.Schema) -> bytes:
     return bytes(schema.serialize().to_pybytes())
-
-
-def _packed(batch: pa.RecordBatch) -> memoryview:
-    sink = pa.BufferOutputStream()
-    with pa.ipc.new_stream(sink, batch.schema) as stream:
-        stream.write_batch(batch)
-    return memoryview(sink.getvalue())

@@ -12,28 +12,22 @@ import pyarrow as pa
 
 from jobs import errors
 from jobs.context import never_interrupted
-from jobs.context.children import CHILDREN
-from jobs.context.shared_files import DEFAULT_BYTES
+from jobs.context.shared_files import CHILDREN, DEFAULT_BYTES
 from jobs.errors import CorruptParquet, ShardTooLarge, TableNotRead
 from jobs.parquet.files.storage import Storage, reading
-from jobs.parquet.tables.columns import ALL_COLUMNS, PROBLEM, ColumnChoice, is_bytes
-from jobs.parquet.tables.row_values import holds
+from jobs.parquet.tables.columns import ALL_COLUMNS, PROBLEM, ColumnChoice, holds, is_bytes
 from jobs.runs.plans.plan import Shard
 from sandbox import ChildDied, ChildFailed, ChildOutOfMemory, Limits
 
 #: Seconds in which a child has to reply with a batch, or ask for bytes.
 LIMIT_S = 30.0
-
 #: Of TOKENMILL_MAX_SHARD_BYTES a child may take; of files of pictures, whose pages are large; and it may at least.
 CHILD_SHARE, BYTES_SHARE, MIN_BYTES = 3 / 8, 6, 64 << 20
-
 #: Rows of a batch: at first, and where so many have taken too much memory.
 BATCH_ROWS = (4096, 32, 1)
 
 _TASKS = "jobs.parquet.tables.table_child"
-
 T = TypeVar("T")
-
 #: Has a child do a task with an open file; yields what it replies. Raises what is wrong with the file, and ChildFailed.
 Ask = Callable[[str, Mapping[str, Any]], Iterator[tuple[dict[str, Any], bytearray]]]
 

@@ -1,31 +1,89 @@
-"""The names of a run's files and jobs."""
+"""The names of a run's files and jobs, and the formats that files' names tell. Needs no pyarrow."""
 
 import re
+from collections.abc import Iterable
+from typing import Any
 
-from jobs.runs.plans.formats import OPENAI_BATCH
+from jobs.errors import MixedFormats, unlike
+
+PARQUET, CSV, TSV, JSONL, ARROW = "parquet", "csv", "tsv", "jsonl", "arrow"
+#: OpenAI's batch files: JSONL by their names, so they are asked for.
+OPENAI_BATCH = "openai-batch"
+
+#: How the names of a format's files end; in folders only such files are input.
+SUFFIXES = {
+    PARQUET: (".parquet",),
+    CSV: (".csv",),
+    TSV: (".tsv",),
+    JSONL: (".jsonl", ".ndjson"),
+    ARROW: (".arrow", ".feather", ".ipc", ".arrows"),
+    OPENAI_BATCH: (".jsonl", ".ndjson"),
+}
+
+#: Formats whose files are lines of text: they have no types and no index of their own.
+LINES = frozenset({CSV, TSV, JSONL, OPENAI_BATCH})
+
+HEADED = frozenset({CSV, TSV})
+OUTPUTS = (PARQUET, CSV, JSONL, ARROW)
+#: What may follow the suffix of such a file, which is compressed then.
+COMPRESSED = (".gz", ".zst", ".bz2")
+
+
+def parse_single_file(name: str, value: Any) -> str | None:
+    if value is False:
+        return None
+    if value is True:
+        return PARQUET
+    if not isinstance(value, str) or value not in OUTPUTS:
+        raise unlike(name, value, f"true, false, or one of {', '.join(OUTPUTS)}")
+    return value
+
+
+def named_format(name: str) -> str | None:
+    name = name.lower()
+    for suffix in COMPRESSED:
+        if name.endswith(suffix):
+            found = named_format(name.removesuffix(suffix))
+            return found if found in LINES else None
+    return next((each for each, suffixes in SUFFIXES.items() if name.endswith(suffixes)), None)
+
+
+def is_named(name: str, wanted: str | None) -> bool:
+    found = named_format(name)
+    wanted = JSONL if wanted == OPENAI_BATCH else wanted
+    return found is not None if wanted is None else found == wanted
+
+
+def one_format(names: Iterable[str], wanted: str | None) -> str:
+    """Return the format wanted of a run's files, or that their names tell, else Parquet. Raises MixedFormats."""
+    if wanted is not None:
+        return wanted
+    found: dict[str, str] = {}
+    for name in names:
+        found.setdefault(named_format(name) or PARQUET, name)
+    if len(found) > 1:
+        (first, of_first), (other, of_other), *_ = found.items()
+        raise MixedFormats(of_other, other, of_first, first)
+    return next(iter(found), PARQUET)
+
 
 PLAN = "_plan.json"
 MANIFEST = "_manifest.json"
-
 #: As the manifest, by a name that readers of a folder of Parquet pass by.
 REPORT = "_report.html"
 
 SUCCESS = "_SUCCESS"
 TEMPORARY_PREFIX = "_tmp."
-
 #: Where the parts lie of a run whose output is one file: a name that readers of folders pass by.
 PARTS = "_parts"
-
 #: Where open shards keep what they have computed, until the run ends.
 JOURNAL = "_journal"
 
 INPUT = "_input"
-
 #: Where the keys of the parts' rows lie. The names in it begin so too: polars reads files of folders that do.
 KEYS = "_keys"
 
 REUSED = "_reused"
-
 _RUN_ID = re.compile(r"[0-9a-f]{16}")
 _JOB = re.compile(r"([0-9a-f]{16})-(?:plan|(\d+)(?:-2)?)", re.ASCII)
 _PART = re.compile(r"part-(\d{5,})\.parquet")
@@ -58,6 +116,11 @@ def output_names(single_file: str | None) -> tuple[str, ...]:
 def part_shard(name: str) -> int | None:
     match = _PART.fullmatch(name)
     return int(match[1]) if match and part_name(int(match[1])) == name else None
+
+
+def part_shards(names: Iterable[str]) -> dict[int, str]:
+    """Return the shards whose parts are among some names, with these."""
+    return {shard: name for name in names if (shard := part_shard(name)) is not None}
 
 
 def temporary_name(execution_id: str, name: str) -> str:

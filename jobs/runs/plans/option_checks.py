@@ -38,7 +38,6 @@ def share(name: str, value: Any) -> float:
 
 #: What a run of batch files may be given as well.
 _BESIDE_BATCHES = ("input_format", "limit", "model_alias", "only_new", "rows_per_shard")
-
 #: The same of what its own arguments are in their normal form.
 _OF_BATCHES = {"prompt_column": ("prompt",), "keep": (["custom_id"],), "single_file": (True, "openai-batch")}
 
@@ -86,7 +85,6 @@ def defaults(name: str, value: Any) -> dict[str, str]:
 
 
 GENERATE, EMBED, CLASSIFY, RERANK = TASKS = ("generate", "embed", "classify", "rerank")
-
 #: Of a shard's embeddings together, all held until its part is written: 4 bytes each.
 MAX_NUMBERS = 1 << 26
 
@@ -128,7 +126,6 @@ def check_served(options: Mapping[str, Any], model: ServedModel) -> None:
 MAX_PROBABILITIES = 4_000_000
 
 _OF_ANSWERS = ("labels", "calibrate", "check", "check_columns", "continue_on_length", "repair_template")
-
 #: Sampling values that say how a prompt is read, and nothing of an answer.
 OF_PROMPTS = ("truncate_prompt_tokens", *CHAT_NAMES)
 

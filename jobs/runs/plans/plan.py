@@ -1,7 +1,5 @@
 """The plan of a run: its input files and shards, written once beside the output."""
 
-from __future__ import annotations
-
 import json
 import os
 from bisect import bisect_left, bisect_right
@@ -10,23 +8,27 @@ from dataclasses import asdict, dataclass, field, fields
 from functools import cached_property
 from hashlib import blake2b
 from itertools import accumulate
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple, Self
 
 from jobs.context.served_model import PinnedModel
 from jobs.errors import InvalidJob
-from jobs.runs.plans.formats import PARQUET
-from jobs.runs.plans.names import INPUT, REUSED, part_name
-from jobs.runs.plans.partitions import AddedColumn
+from jobs.runs.plans.names import INPUT, PARQUET, REUSED, part_name
 from jobs.runs.plans.spec import RunSpec
 
 #: Each shard is a job in Redis, a file in the output and a line in the plan.
 MAX_SHARDS = 100_000
-
 #: Shards of a run whose shares Redis keeps; those of a larger one count as equal.
 MAX_SHARES = 10_000
-
 #: Raised when a plan's meaning changes; a plan of another format is refused.
 FORMAT = 6
+
+
+@dataclass(frozen=True)
+class AddedColumn:
+    """A column that stands in no file: of folders named `key=value`, or of the files' paths."""
+
+    name: str
+    type: Literal["int64", "string"]
 
 
 @dataclass(frozen=True)
@@ -174,7 +176,7 @@ class Plan:
         return f'{json.dumps(content, default=asdict)[:-1]}, "shards": [{shards}]}}'
 
     @classmethod
-    def from_text(cls, text: str) -> Plan:
+    def from_text(cls, text: str) -> Self:
         """Read what `to_text` wrote. Raises ValueError, which covers bad JSON, for anything else."""
         content = json.loads(text)
         if not isinstance(content, dict) or content.get("format") != FORMAT:

@@ -1,17 +1,13 @@
 """Several prompts of each row, one after the other, each a template over columns and earlier answers."""
 
-from __future__ import annotations
-
 import json
-from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from string import Formatter
-from typing import Any
+from typing import Any, Self
 
 from jobs.common.display import MAX_NAME_CHARS, brief
-from jobs.errors import InvalidJob, InvalidValue, unlike
+from jobs.errors import InvalidJob, InvalidValue, check_limit, unlike
 from jobs.prompts.arguments import parse_sampling
 from jobs.prompts.labels import COLUMNS as LABEL_COLUMNS
 from jobs.prompts.messages import ChatOptions, refuse_chat_options, split_chat_options
@@ -21,7 +17,6 @@ from jobs.runs.plans.option_checks import OF_PROMPTS, check_read
 
 #: Literals and values that a shard's prompts are put together from: some seconds of a thread.
 MAX_SHARD_PIECES = 20_000_000
-
 #: A text cut into (literal, column that follows it or None).
 Pieces = tuple[tuple[str, str | None], ...]
 
@@ -38,7 +33,7 @@ class Template:
     roles: tuple[str, ...] | None  # None: a single prompt text
 
     @classmethod
-    def parse(cls, template: Any) -> Template:
+    def parse(cls, template: Any) -> Self:
         """Parse a text, or a list of {'role', 'content'} with texts as content. Raises InvalidJob."""
         texts, roles = template_texts(template)
         if roles is None:
@@ -53,24 +48,14 @@ class Template:
     def check_cost(self, rows: int) -> None:
         """Raise InvalidJob where the prompts of a shard of so many rows take more than MAX_SHARD_PIECES."""
         pieces = sum(map(len, self.texts))
-        if pieces * rows > MAX_SHARD_PIECES:
-            raise InvalidJob(
-                f"the template has {pieces} pieces, {pieces * rows} in a shard of {rows} rows, more than the "
-                f"limit of {MAX_SHARD_PIECES}: shorten it, write what repeats into a column, or give fewer "
-                "rows_per_shard"
-            )
-
-    @cached_property
-    def _uses(self) -> Counter[str | None]:
-        return Counter(column for text in self.texts for _, column in text)
-
-    @cached_property
-    def _literal_chars(self) -> int:
-        return sum(len(literal) for text in self.texts for literal, _ in text)
+        what = f"the template has {pieces} pieces, {{}} in a shard of {rows} rows"
+        remedy = "shorten it, write what repeats into a column, or give fewer rows_per_shard"
+        check_limit(pieces * rows, MAX_SHARD_PIECES, what, remedy)
 
     def filled_chars(self, values: Mapping[str, object]) -> int:
         """Return how many characters `fill` would build: a few long values may stand there many times."""
-        return self._literal_chars + sum(self._uses[name] * len(f"{value}") for name, value in values.items())
+        sizes: dict[str | None, int] = {None: 0, **{column: len(f"{value}") for column, value in values.items()}}
+        return sum(len(literal) + sizes[column] for text in self.texts for literal, column in text)
 
     def fill(self, values: Mapping[str, object]) -> str | list[dict[str, str]]:
         parts: dict[str | None, str] = {column: f"{value}" for column, value in values.items()}
@@ -113,7 +98,6 @@ def _is_plain(column: str) -> bool:
 MAX_STEPS = 20
 
 ROW_COLUMNS = ("prompt_tokens", "completion_tokens", "cached_tokens", "error")
-
 #: What the longest name of a column of a prompt's ends with.
 LONGEST = "_prompt_logprobs"
 
@@ -124,7 +108,7 @@ def answer_columns(sampling: Mapping[str, Any], chat: ChatOptions) -> list[str]:
         "completion": True,
         "finish_reason": True,
         "reasoning": sampling.get("separate_reasoning"),
-        "tool_calls": chat.has_tools,
+        "tool_calls": "tools" in chat,
         **{name: sampling.get(name) is not None for name in LOGPROBS},
     }
     return [name for name, is_wanted in wanted.items() if is_wanted]
@@ -157,8 +141,7 @@ def parse_prompts(name: str, value: Any) -> list[dict[str, Any]]:
     """Return a run's prompts as mappings of name, template and, if any, sampling. Raises InvalidJob."""
     if not isinstance(value, list) or not value:
         raise unlike(name, value, 'a list such as [{"name": "summary", "template": "..."}, ...]')
-    if len(value) > MAX_STEPS:
-        raise InvalidJob(f"prompts has {len(value)} entries, more than the limit of {MAX_STEPS}")
+    check_limit(len(value), MAX_STEPS, "prompts has {} entries")
     return [_parse_prompt(each, number) for number, each in enumerate(value)]
 
 

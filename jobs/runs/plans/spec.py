@@ -1,7 +1,5 @@
 """The arguments of a run, checked; what makes two runs the same run. Needs no pyarrow: the CLI uses it."""
 
-from __future__ import annotations
-
 import json
 import os
 from collections.abc import Callable, Mapping
@@ -9,13 +7,13 @@ from contextlib import suppress
 from dataclasses import MISSING, asdict, dataclass, field, fields
 from functools import cached_property, partial
 from hashlib import blake2b
-from typing import Any
+from typing import Any, Self
 
 from jobs.common.display import MAX_NAME_CHARS, brief
-from jobs.context.check_options import DEFAULT_MAX_ATTEMPTS, PARSERS, RepairOptions
+from jobs.context.checks import DEFAULT_MAX_ATTEMPTS, PARSERS, RepairOptions
 from jobs.context.served_model import parse_model
 from jobs.context.values import column_name, one_of, some_text, truth, whole_number
-from jobs.errors import InvalidJob, InvalidValue, unlike
+from jobs.errors import InvalidJob, InvalidValue, check_limit, unlike
 from jobs.prompts.attempts import check_repairs
 from jobs.prompts.labels import parse_labels
 from jobs.prompts.messages import ChatOptions, split_chat_options
@@ -23,13 +21,11 @@ from jobs.prompts.response_options import LOGPROBS
 from jobs.prompts.template_texts import template_texts
 from jobs.runs.plans import option_checks as checks
 from jobs.runs.plans import prompt_steps
-from jobs.runs.plans.formats import OPENAI_BATCH, SUFFIXES, parse_single_file
-from jobs.runs.plans.names import PARTS
+from jobs.runs.plans.names import OPENAI_BATCH, PARTS, SUFFIXES, parse_single_file
 from jobs.runs.plans.paths import real_path, run_path
 
 #: Files are opened one by one to plan a run, and every shard's worker holds the plan that lists them.
 MAX_FILES = 100_000
-
 #: What is completed where nothing is named; naming it beside another source is no contradiction.
 DEFAULT_PROMPT_COLUMN = "prompt"
 
@@ -82,7 +78,7 @@ class RunSpec:
     image_column: list[str] | None = None
 
     @classmethod
-    def from_arguments(cls, input: Any, output: Any, **given: Any) -> RunSpec:
+    def from_arguments(cls, input: Any, output: Any, **given: Any) -> Self:
         """Check and normalise the arguments of jobs.score_parquet.
 
         input: files, folders and globs below the data roots; folders named key=value give columns. output: a new or
@@ -178,7 +174,7 @@ class RunSpec:
             with suppress(InvalidValue):
                 check({name: None})
 
-    def differences(self, other: RunSpec) -> list[str]:
+    def differences(self, other: Self) -> list[str]:
         return [each.name for each in fields(self) if getattr(self, each.name) != getattr(other, each.name)]
 
 
@@ -279,15 +275,14 @@ def _check_together(spec: RunSpec, given: Mapping[str, Any]) -> None:
     check_repairs(
         spec.repairs,
         spec.sampling,
-        has_tools=spec.chat[1].has_tools,
+        has_tools="tools" in spec.chat[1],
         has_steps=spec.prompts is not None,
         has_labels=spec.labels is not None,
     )
 
 
 def check_num_files(found: int) -> None:
-    if found > MAX_FILES:
-        raise InvalidJob(f"the input names {found} files, more than the limit of {MAX_FILES}: make several runs of it")
+    check_limit(found, MAX_FILES, "the input names {} files", "make several runs of it")
 
 
 def check_queue_name(value: Any, name: str = "queue") -> str:

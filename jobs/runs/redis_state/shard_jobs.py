@@ -108,10 +108,8 @@ def num_held(connection: Redis, job_ids: Iterable[str]) -> int:
 #: A run's own record is its parts; RQ's results only help while someone looks.
 RESULT_TTL_S = 24 * 3600
 FAILURE_TTL_S = 7 * 24 * 3600
-
 #: Jobs enqueued in one transaction, so that other clients of Redis never wait long, and memory stays flat.
 CHUNK = 100
-
 #: Entries of a queue that are read at once: Redis is busy with them for about a millisecond.
 PAGE = 5000
 

@@ -8,15 +8,13 @@ cancelled the run meanwhile (submitting, enqueueing), the job is held (what a pl
 came (cancelling), no part was recorded since (counting).
 """
 
-from __future__ import annotations
-
 import json
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
-from typing import Any, TypeVar, cast
+from typing import Any, Self, TypeVar, cast
 
 from redis import Redis
 from redis.client import Pipeline
@@ -26,8 +24,7 @@ from jobs.common.keys import RUN_TTL_S, RUNS_KEY, run_folder_key, run_key
 from jobs.context import Lease
 from jobs.errors import RunBusy, RunCancelled, RunResubmitted, UnknownRun
 from jobs.runs.redis_state.submission import ASKED_FOR, ErrorLimit, Submission
-from jobs.runs.statistics.part_stats import COUNTED, PartStats
-from jobs.runs.statistics.reasons import Reasons
+from jobs.runs.statistics.run_statistics import COUNTED, PartStats, Reasons
 
 T = TypeVar("T")
 
@@ -44,10 +41,8 @@ def transact(client: Redis, change: Callable[[Pipeline], T], *watched: str) -> T
 
 #: Of a part as many kinds of reasons are kept, and of a run those of as many parts.
 MAX_OF_PART, MAX_PARTS = 5, 1000
-
 #: Fields of a run's hash: what its parts have together.
 TOTALS = tuple(f"total_{name}" for name in COUNTED)
-
 #: What is of the last submission: rows, those with an error and generated tokens of parts recorded since, when work on
 #: it began and its last part ended.
 OF_SUBMISSION = ("judged_rows", "judged_errors", "judged_tokens", "began_at", "ended_at")
@@ -73,7 +68,6 @@ return {redis.call('HLEN', parts), total, redis.call('SCARD', failed)}
 """
 
 PLAN_ERROR = "plan_error"
-
 #: A run's keys live for RUN_TTL_S from its last part on, which may come long after its submission.
 LISTED_S = 2 * RUN_TTL_S
 
@@ -111,7 +105,7 @@ class PartCount:
     failed: int = 0
 
     @classmethod
-    def of(cls, length: int, total: bytes | None, failed: int) -> PartCount:
+    def of(cls, length: int, total: bytes | None, failed: int) -> Self:
         """Return what the keys say. length: of the parts' hash."""
         return cls(length, None, failed) if total is None else cls(length - 1, int(total), failed)
 

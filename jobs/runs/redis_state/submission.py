@@ -21,7 +21,6 @@ WEBHOOK, ON_END, TOLD, TOLD_FAILED = "webhook", "on_end", "told_submission", "to
 ASKED_FOR = (WEBHOOK, ON_END)
 
 _FUNCTION = re.compile(r"[^\W\d]\w*(\.[^\W\d]\w*)+")
-
 #: Fewer finished rows say nothing of a share.
 MIN_JUDGED_ROWS = 100
 
@@ -75,7 +74,6 @@ class ErrorLimit:
 DEFAULT_LIMIT = ErrorLimit(share=0.9)
 
 _ANY_MODEL = "reuse_from_any_model"
-
 #: Arguments of jobs.score_parquet that are a submission's, but for its queue.
 WISHES = ("model", "max_errors", WEBHOOK, ON_END, "reuse", _ANY_MODEL)
 

@@ -7,8 +7,7 @@ from math import isfinite
 from typing import Any
 
 from jobs.common.display import MAX_TEXT_CHARS, duration_text, safe_name
-from jobs.runs.statistics.part_stats import outcome_text
-from jobs.runs.statistics.run_statistics import BOUNDS
+from jobs.runs.statistics.run_statistics import BOUNDS, outcome_text
 
 _STYLE = """
 :root { color-scheme: light dark; }

@@ -1,7 +1,5 @@
 """Reads runs and their shards: what Redis has of them at one moment, in a few round trips however many those are."""
 
-from __future__ import annotations
-
 import time
 from bisect import bisect
 from collections.abc import Collection, Iterable, Mapping, Sequence
@@ -20,8 +18,7 @@ from jobs.runs.plans.names import run_and_shard, shard_job_id
 from jobs.runs.redis_state.shard_jobs import num_held
 from jobs.runs.redis_state.state import OF_SUBMISSION, PLAN_ERROR, TOTALS, RunState, recorded_reasons
 from jobs.runs.redis_state.submission import ErrorLimit
-from jobs.runs.statistics.part_stats import COUNTED
-from jobs.runs.statistics.reasons import Reason
+from jobs.runs.statistics.run_statistics import COUNTED, Reason
 from jobs.runs.watching.snapshot import WAITING, RunSnapshot
 from jobs.runs.watching.time_left import PartsDone, Progress, time_left
 
@@ -29,9 +26,7 @@ from jobs.runs.watching.time_left import PartsDone, Progress, time_left
 MAX_SOUGHT = MAX_LOOKED = 1000
 
 MAX_RUNS = 200
-
 MAX_REASONS = 20
-
 #: For a list, entries that are read of a queue's registry of running or failed jobs.
 MAX_ENTRIES = 20_000
 

@@ -1,7 +1,5 @@
 """How a run stands at one moment, as a word and in sentences: what it lacks to go on, and what comes before it."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -15,13 +13,10 @@ from jobs.common.rq_jobs import JobStatus, QueueKeys
 from jobs.runs.plans.names import is_run_id, job_shard
 
 WAITING = (JobStatus.QUEUED, JobStatus.STARTED, JobStatus.SCHEDULED, JobStatus.DEFERRED)
-
 #: States of a planning job that has ended without a plan.
 REFUSED = (JobStatus.FAILED, JobStatus.STOPPED, JobStatus.CANCELED)
-
 #: The words of `RunSnapshot.state`.
 STATES = ("planning", "not planned", "running", "ending", "finished", "failed", "cancelled", "stopped")
-
 #: How much of a queue is looked through for the run's first job.
 MAX_AHEAD = 1000
 

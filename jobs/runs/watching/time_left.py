@@ -5,7 +5,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from math import exp, expm1, fsum
 
-from jobs.runs.statistics.part_stats import PartStats
+from jobs.runs.statistics.run_statistics import PartStats
 
 #: A worker that has ended a shard so many seconds ago is about to begin another.
 LATELY_S = 2.0

@@ -10,7 +10,7 @@ import pyarrow.parquet as pq
 import pytest
 from redis import Redis
 
-from jobs.cli import rows_commands
+from jobs.cli import folder_commands
 from tests.jobs.answering import run_task
 from tests.jobs.conftest import Invoke
 from tests.jobs.local_runs import Runs
@@ -75,7 +75,7 @@ def test_answers_are_shown_as_they_are_published_and_prompts_only_when_asked(
     assert invoke("tail", output, "-n", 1, "--prompts").stdout == (
         'row 2: {"prompt": "c\\u001b[2J", "completion": "C\\u001b[2J"}\n'
     )
-    monkeypatch.setattr(rows_commands.time, "sleep", publish)
+    monkeypatch.setattr(folder_commands.time, "sleep", publish)
     lines = invoke("tail", run, "-n", 0, "-f", "--json").stdout.splitlines()
     found = [json.loads(line) for line in lines]
     assert [(each["row"], each["completion"]) for each in found] == [(1, "B"), (0, "A")]

@@ -14,7 +14,7 @@ from starlette.testclient import TestClient
 
 import jobs
 from jobs.context import Lease
-from jobs.context.check_processes import Checks
+from jobs.context.checks import Checks
 from jobs.errors import InputChanged, RunFailed
 from jobs.runs.end_notices import tell_failed
 from jobs.runs.watching.reading import list_runs, list_shards, read_planned

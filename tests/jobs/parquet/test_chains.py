@@ -11,9 +11,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jobs.context.check_processes import Checks
+from jobs.context.checks import Checks
 from jobs.errors import InvalidJob
-from jobs.parquet.asks.chain import Chain
+from jobs.parquet.asks.generate import Chain
 from jobs.parquet.prompts.prompt_source import Row
 from jobs.parquet.prompts.sources import row_source
 from jobs.parquet.shards.shard_requests import ShardRequests

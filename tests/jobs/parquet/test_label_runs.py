@@ -16,10 +16,10 @@ import pytest
 
 from jobs.context.answers import AnswerMemo
 from jobs.errors import ColumnConflict, InvalidJob
-from jobs.parquet.asks.labels import Labels
+from jobs.parquet.asks.scores import Labels
 from jobs.parquet.prompts.prompt_source import Row
 from jobs.parquet.shards.shard_requests import ShardRequests
-from jobs.parquet.tables.row_values import RowProblem
+from jobs.parquet.tables.columns import RowProblem
 from jobs.runs.plans.spec import RunSpec
 from jobs.tasks import Request
 from tests.jobs.answering import FakeCompletion, keyed, refuse

@@ -140,7 +140,7 @@ def test_each_of_several_completions_has_its_own(score: Score) -> None:
 
 def test_files_of_text_have_them_as_json_however_many(score: Score, tmp_path: Path, monkeypatch: Any) -> None:
     rows = score().to_pylist()
-    monkeypatch.setattr("jobs.parquet.tables.row_values.MAX_NESTED_VALUES", 10)
+    monkeypatch.setattr("jobs.parquet.tables.columns.MAX_NESTED_VALUES", 10)
     score("json", single_file="jsonl")
     lines = [json.loads(line) for line in (tmp_path / "json" / "output.jsonl").read_text().splitlines()]
     assert [each["logprobs"] for each in lines] == [row["logprobs"] for row in rows]

@@ -172,7 +172,7 @@ def test_a_run_of_chats_keeps_their_options_apart_from_its_sampling_values() -> 
     spec = RunSpec.from_arguments("in", "out", messages_column="chat", sampling=sampling)
     values, chat = spec.chat
     assert values == {"max_tokens": 5}
-    assert (chat.template, chat.has_tools) == ({"tools": [TOOL]}, True)
+    assert chat == {"tools": [TOOL]}
     assert RunSpec(**json.loads(json.dumps(spec.to_json()))) == spec
     with pytest.raises(errors.InvalidJob, match="stream is True"):
         RunSpec.from_arguments("in", "out", sampling={"stream": True})

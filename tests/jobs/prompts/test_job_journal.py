@@ -9,7 +9,7 @@ from redis import Redis
 
 from jobs.common.keys import journal_key
 from jobs.context import JobContext
-from jobs.context.check_processes import Checks
+from jobs.context.checks import Checks
 from jobs.context.under_way import MAX_BYTES, JobJournal
 from jobs.tasks import OpenTask, Request
 from tests.jobs.answering import FakeCompletion, feed, keep, opened_task, shout

@@ -11,8 +11,7 @@ import pytest
 
 from jobs.context import JobContext
 from jobs.context.answers import AnswerMemo
-from jobs.context.check_options import CHAT_REPAIR, PROMPT_REPAIR, RepairOptions
-from jobs.context.check_processes import Checks
+from jobs.context.checks import CHAT_REPAIR, PROMPT_REPAIR, Checks, RepairOptions
 from jobs.errors import InvalidJob
 from jobs.prompts.attempts import Attempts, hashed_seed
 from jobs.tasks import Request

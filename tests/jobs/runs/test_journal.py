@@ -12,7 +12,7 @@ from unittest.mock import Mock
 import pyarrow.parquet as pq
 import pytest
 
-from jobs.context.check_processes import Checks
+from jobs.context.checks import Checks
 from jobs.runs.plans.names import JOURNAL, keys_name
 from jobs.tasks import Completion, Request
 from tests.jobs.answering import MODEL, FakeCompletion, keep, opened_task, shout

@@ -9,10 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from redis import Redis
 
-from jobs.runs.statistics.part_stats import PartStats
-from jobs.runs.statistics.reasons import Reasons
 from jobs.runs.statistics.report import report_html
-from jobs.runs.statistics.run_statistics import MAX_BINS, RunStatistics
+from jobs.runs.statistics.run_statistics import MAX_BINS, PartStats, Reasons, RunStatistics
 from tests.jobs.answering import work_off
 from tests.jobs.conftest import Invoke
 from tests.jobs.local_runs import Runs

@@ -11,7 +11,7 @@ from typing import Any
 import pyarrow.parquet as pq
 import pytest
 
-from jobs.context.check_processes import Checks
+from jobs.context.checks import Checks
 from jobs.tasks import Request
 from tests.jobs.answering import MODEL, FakeCompletion, shout
 from tests.jobs.conftest import MakeContext

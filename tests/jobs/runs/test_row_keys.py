@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from jobs.parquet.asks.row_keys import RowKeys, as_keys, model_mark
 from jobs.parquet.prompts.prompt_source import Row
-from jobs.parquet.reuse.known_keys import KnownKeys
+from jobs.parquet.reuse.old_runs import KnownKeys
 from jobs.runs.plans.spec import RunSpec
 
 ROW = Row("a prompt")

@@ -19,7 +19,7 @@ from rq.serializers import JSONSerializer
 from jobs.context import JobContext
 from jobs.errors import JobsError
 from jobs.parquet.asks.ask import row_seed
-from jobs.parquet.tables.row_values import RowProblem
+from jobs.parquet.tables.columns import RowProblem
 from jobs.runs.plans.names import part_name, shard_job_id
 from jobs.tasks import Request
 from tests.jobs.answering import FakeCompletion, opened_task, score_parquet, shard_of, shout

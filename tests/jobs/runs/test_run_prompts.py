@@ -18,7 +18,7 @@ import pytest
 import jobs
 from jobs.common.display import to_json
 from jobs.errors import InvalidJob, WrongColumnType
-from jobs.parquet.tables.row_values import MAX_NESTED_VALUES, RowProblem, row_values
+from jobs.parquet.tables.columns import MAX_NESTED_VALUES, RowProblem, row_values
 from jobs.tasks import Request
 from tests.jobs.answering import FakeCompletion, refuse, score_parquet, shout
 from tests.jobs.local_runs import Runs

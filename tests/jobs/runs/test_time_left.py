@@ -20,7 +20,7 @@ from rq.utils import utcformat
 from jobs.common.keys import SILENT_S, WORKER_STATS_TTL_S, worker_key
 from jobs.runs.plans.plan import Plan, work_shares
 from jobs.runs.redis_state.state import RunState
-from jobs.runs.statistics.part_stats import COUNTED, PartStats
+from jobs.runs.statistics.run_statistics import COUNTED, PartStats
 from jobs.runs.watching.reading import read_snapshot
 from jobs.runs.watching.time_left import PartsDone, Progress, Span, seconds_left, time_left
 from tests.jobs.answering import add_worker, run_task

@@ -10,8 +10,8 @@ import pyarrow.parquet as pq
 import pytest
 from redis import Redis
 
-from jobs.cli import report_command
-from jobs.context.check_processes import Checks
+from jobs.cli import folder_commands
+from jobs.context.checks import Checks
 from jobs.errors import InputChanged, InvalidJob, JobsError, PartDamaged, RunOfAnotherModel, TrialFailed
 from jobs.parquet.shards.verify_work import sampled_rows
 from jobs.tasks import Request
@@ -179,7 +179,7 @@ def answered(monkeypatch: pytest.MonkeyPatch, site: Site) -> list[dict[str, Any]
         except JobsError as error:
             raise TrialFailed(str(error)) from None
 
-    monkeypatch.setattr(report_command, "try_job", try_job)
+    monkeypatch.setattr(folder_commands, "try_job", try_job)
     return seen
 
 

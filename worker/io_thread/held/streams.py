@@ -5,7 +5,7 @@ from queue import SimpleQueue
 from weakref import WeakKeyDictionary
 
 from engine import Completion
-from jobs.context.check_processes import Checks
+from jobs.context.checks import Checks
 from jobs.tasks import OpenTask
 from worker.engine_thread.orders import Abort, Add, Order
 from worker.io_thread.held.held_jobs import Beginnings, HeldJob, HeldJobs, JobState

@@ -1,0 +1,184 @@
+"""Checks of answers: what may be asked, and the processes apart that check, each within a limit of time.
+
+A pattern that backtracks holds Python's lock while it does, and a user's function may do anything: in the
+worker's own process either would hold up its engine.
+"""
+
+import json
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass
+from difflib import get_close_matches
+from functools import cached_property, partial
+from typing import Any
+
+from jobs.common.display import MAX_NAME_CHARS, brief
+from jobs.context.values import some_text, truth, whole_number
+from jobs.errors import InvalidJob, InvalidValue, check_limit, unlike
+from sandbox import Child, ChildFailed, ChildOutOfMemory, ChildTooSlow, Limits, Pool
+
+KINDS = ("function", "json", "regex")
+DEFAULT_MAX_ATTEMPTS = 3
+MOST_ATTEMPTS = 100
+MAX_CHARS = 1 << 20
+#: Of the text of a repair, which each prompt that is tried again holds, and how often the reason may stand in it.
+MAX_REPAIR_CHARS, MAX_REASONS = 1 << 16, 8
+#: Where the reason stands in the text that follows an answer that failed.
+REASON = "{reason}"
+
+CHAT_REPAIR = f"This answer is not valid: {REASON}\nAnswer again, with the corrected answer alone."
+PROMPT_REPAIR = f"\n\nThis answer is not valid: {REASON}\nThe corrected answer alone:\n"
+
+
+@dataclass(frozen=True)
+class RepairOptions:
+    """check: {"json": schema}, {"regex": pattern} or {"function": dotted name}; None for none.
+
+    max_attempts: the first one included. continue_on_length: an answer that ended with "length" goes on.
+    """
+
+    check: Mapping[str, Any] | None = None
+    max_attempts: int = DEFAULT_MAX_ATTEMPTS
+    continue_on_length: bool = False
+    repair_template: str | None = None
+
+    @property
+    def is_asked_for(self) -> bool:
+        return self.check is not None or self.continue_on_length
+
+    @cached_property
+    def check_text(self) -> str:
+        """Return the check as JSON: equal checks are equal texts."""
+        return json.dumps(self.check, sort_keys=True)
+
+    @property
+    def function(self) -> str | None:
+        return None if self.check is None else self.check.get("function")
+
+    def text_behind(self, reason: str, is_chat: bool) -> str:
+        template = self.repair_template or (CHAT_REPAIR if is_chat else PROMPT_REPAIR)
+        return template.replace(REASON, reason)
+
+
+NO_REPAIRS = RepairOptions()
+
+
+def split_repair_options(values: Mapping[str, Any]) -> tuple[dict[str, Any], RepairOptions]:
+    """Part keyword arguments into others and what is asked of the answers. Raises InvalidJob."""
+    others = {name: value for name, value in values.items() if name not in PARSERS}
+    given = {name: parse(name, values[name]) for name, parse in PARSERS.items() if values.get(name) is not None}
+    return others, RepairOptions(**given)
+
+
+def _check(name: str, value: Any) -> dict[str, Any]:
+    if not isinstance(value, dict) or len(value) != 1 or next(iter(value)) not in KINDS:
+        kinds = 'one of {"json": schema}, {"regex": pattern} and {"function": "module.name"}'
+        raise unlike(name, value, kinds)
+    ((kind, what),) = value.items()
+    if kind == "json":
+        return {"json": _schema(what)}
+    text = some_text(f"{kind} of check", what, MAX_CHARS)
+    if kind == "function" and (len(text) > MAX_NAME_CHARS or "." not in text.strip(".")):
+        raise InvalidValue(
+            "function of check is {}, which names no function in a module: write module.function", brief(text)
+        )
+    return {kind: text}
+
+
+def _schema(value: Any) -> dict[str, Any]:
+    try:
+        if isinstance(value, str):
+            value = json.loads(value)
+        size = len(json.dumps(value))
+    except (TypeError, ValueError, RecursionError) as error:
+        raise InvalidJob(f"json of check is not JSON: {error}") from None
+    if not isinstance(value, dict):
+        raise unlike("json of check", value, "a JSON schema: an object")
+    check_limit(size, MAX_CHARS, "json of check has {} characters")
+    return value
+
+
+def _repair_template(name: str, value: Any) -> str:
+    text = some_text(name, value, MAX_REPAIR_CHARS)
+    check_limit(text.count(REASON), MAX_REASONS, f"{name} has {{{REASON}}} {{}} times", "once is enough")
+    return text
+
+
+#: What is made of each option, by its name, as jobs and runs take them.
+PARSERS: Mapping[str, Callable[[str, Any], Any]] = {
+    "check": _check,
+    "continue_on_length": truth,
+    "max_attempts": partial(whole_number, most=MOST_ATTEMPTS),
+    "repair_template": _repair_template,
+}
+
+
+DEFAULT_LIMIT_S = 5.0
+#: The same of importing a function, and of compiling a schema or a pattern.
+BEGIN_LIMIT_S, COMPILE_LIMIT_S = 60.0, 2.0
+
+_TASK = "jobs.context.check_child:check"
+
+
+class Checks:
+    """Checks answers in child processes, as many as threads ask at once. Thread-safe. limit_s: seconds of a check."""
+
+    def __init__(self, allowed: Collection[str] = (), limit_s: float = DEFAULT_LIMIT_S) -> None:
+        self._allowed, self._limit_s = frozenset(allowed), limit_s
+        self._pool = Pool()
+
+    def admit(self, options: RepairOptions) -> None:
+        name = options.function
+        if name is None or name in self._allowed:
+            return
+        near = get_close_matches(name, self._allowed, n=1, cutoff=0.8)
+        hint = f"did you mean {near[0]}?" if near else "its operator lists it in TOKENMILL_ALLOWED_FUNCTIONS"
+        raise InvalidJob(f"function of check: {name} is not allowed on this worker: {hint}")
+
+    def prepare(self, options: RepairOptions, **asked: Any) -> dict[str, Any]:
+        """Raise InvalidJob for a check that can check nothing. It may take as long as an import."""
+        self.admit(options)
+        try:
+            return {} if options.check is None else self._ask(options, **asked)
+        except ChildFailed as error:
+            raise _useless(error) from None
+
+    def version(self, options: RepairOptions) -> str:
+        """Return what a check's function is: another text once its source is another one. Raises InvalidJob."""
+        return "" if options.function is None else str(self.prepare(options, version=True)["version"])
+
+    def reason(self, options: RepairOptions, row: Any, text: str) -> str | None:
+        """Return why an answer's text is not valid, or None. row: what a function gets. Raises InvalidJob."""
+        self.admit(options)
+        try:
+            reply = self._ask(options, row=row, text=text)
+        except ChildFailed as error:
+            return f"the check {error}"
+        reason: str | None = reply["reason"]
+        return reason
+
+    def _ask(self, options: RepairOptions, **answer: Any) -> dict[str, Any]:
+        reply = self._pool.call(lambda child: self._reply(child, options, answer))
+        if "problem" in reply:
+            raise InvalidJob(reply["problem"])
+        return reply
+
+    def _reply(self, child: Child, options: RepairOptions, answer: Mapping[str, Any]) -> dict[str, Any]:
+        question, reply = {"check": options.check_text}, dict[str, Any]()
+        if options.check_text not in child.notes:
+            limit_s = BEGIN_LIMIT_S if options.function else COMPILE_LIMIT_S
+            try:
+                reply, _ = child.ask(_TASK, question, Limits(limit_s))
+            except (ChildTooSlow, ChildOutOfMemory) as error:
+                raise _useless(error) from None
+        if "problem" not in reply:
+            child.notes.add(options.check_text)
+            if answer:
+                reply, _ = child.ask(_TASK, {**question, **answer}, Limits(self._limit_s))
+        return reply
+
+    def close(self) -> None:
+        self._pool.close()
+
+
+def _useless(error: ChildFailed) -> InvalidJob:
+    return InvalidJob(f"the check {error} before it could check anything")
