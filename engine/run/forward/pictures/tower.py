@@ -3,11 +3,11 @@
 import inspect
 from collections import OrderedDict
 from collections.abc import Mapping
+from importlib.metadata import version
 from typing import Any, NamedTuple, cast
 
 import numpy as np
 import torch
-import transformers
 from numpy.typing import NDArray
 from torch import Tensor
 
@@ -47,7 +47,7 @@ class Tower:
         self._compute: Any = getattr(self._body, "get_image_features", None)
         if self._compute is None or GIVEN not in inspect.signature(type(self._body).forward).parameters:
             raise UnsupportedModel(
-                f"{type(self._body).__name__} of transformers {transformers.__version__} takes no features of pictures"
+                f"{type(self._body).__name__} of transformers {version('transformers')} takes no features of pictures"
             )
         self._placeholder_id, self.device, self._dtype = placeholder_id, device, dtype
         self._kept: OrderedDict[bytes, SeenPicture] = OrderedDict()
