@@ -20,7 +20,7 @@ from jobs.parquet.files.filesystem import Entry, FileStat, NotExclusive
 from jobs.runs.plans.paths import run_path
 
 #: Opens a folder that may be entered, be it readable or not.
-_FOLDER = os.O_PATH | os.O_DIRECTORY
+_FOLDER = getattr(os, "O_PATH", os.O_RDONLY) | os.O_DIRECTORY
 #: Opens a file that nothing had the name of.
 _NEW = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW
 
