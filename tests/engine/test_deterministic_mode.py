@@ -137,6 +137,18 @@ def test_a_tiled_product_gives_each_row_the_same_bits(dtype: torch.dtype) -> Non
         assert torch.equal(tiled(x[3 : 3 + num_rows], bias), whole[3 : 3 + num_rows])
 
 
+def test_sums_that_differ_below_the_rounding_are_found() -> None:
+    """As with AMX: the last bit of a float32 sum hangs on the number of rows, and bfloat16 seldom shows it."""
+    weight = torch.randn(512, 64, generator=torch.Generator().manual_seed(1))
+
+    def product(rows: Tensor, bias: Tensor | None) -> Tensor:
+        sums = torch.cat([row.float() @ weight.T for row in rows.split(1)])
+        sums = torch.nextafter(sums, sums + 1) if len(rows) > 32 else sums
+        return (sums if bias is None else sums + bias.float()).to(torch.bfloat16)
+
+    assert find_tiles(product, 64, torch.bfloat16, None) == [8, 16, 32]
+
+
 Request = tuple[list[int], SamplingParams | ScoringParams]
 Bits = tuple[object, ...]  # all that a completion says, so that two are equal when all their bits are
 MIXES: list[dict[str, Any]] = [
