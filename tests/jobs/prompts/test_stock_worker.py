@@ -84,7 +84,7 @@ def queue(redis: Redis, tmp_path: Path, engine: EchoEngine, monkeypatch: pytest.
 
 def work(queue: Queue) -> None:
     worker = SimpleWorker([queue], connection=queue.connection, serializer=JSONSerializer)
-    worker.work(burst=True, logging_level="ERROR")
+    worker.work(burst=True)
 
 
 def last_lines(job: Job) -> list[str]:
