@@ -11,7 +11,8 @@ are made where they are missing. peers.json names peers by a shell command, whic
 
 A peer prints READY once it is loaded and warm. Then it reads lines {"workload": path, "shift": n}, adds n
 to the workload's token ids, so that no turn finds the prefixes of another in its cache, and answers each line
-with `RESULT {"tok_s": ..., "outputs": [[token ids], ...]}`. It ends when its input does.
+with `RESULT {"tok_s": ..., "outputs": [[token ids], ...]}`. It ends when its input does. Last, ours tells where
+its processor seconds go (`ops/bench/parts.py`).
 """
 
 import argparse
@@ -57,10 +58,10 @@ class Peer:
         """Wait until it is loaded. Raises RuntimeError if it ends instead."""
         self._line_after("READY")
 
-    def run(self, workload: Path, shift: int) -> dict[str, Any]:
+    def run(self, workload: Path, shift: int, **more: bool) -> dict[str, Any]:
         """Let it run a workload; return its RESULT. Raises RuntimeError if it ends instead."""
         assert self._process.stdin is not None
-        self._process.stdin.write(json.dumps({"workload": str(workload), "shift": shift}) + "\n")
+        self._process.stdin.write(json.dumps({"workload": str(workload), "shift": shift, **more}) + "\n")
         self._process.stdin.flush()
         result: dict[str, Any] = json.loads(self._line_after("RESULT "))
         self.peak_mib = max(self.peak_mib, tree_rss_mib(psutil.Process(self.pid)))
@@ -167,6 +168,11 @@ def run_all(commands: Mapping[str, str], model: Path, paths: Sequence[Path], opt
                 ["", "tok/s", "theirs", "ours / theirs", "MiB, ours / theirs", "same output"],
                 summarize(records, {peer.name: peer.peak_mib for peer in peers}),
             )
+            for peer in peers:
+                if peer.name.startswith(OURS):
+                    parts = peer.run(path.resolve(), SHIFT * (options.rounds + 1), parts=True)
+                    told = ", ".join(f"{part} {seconds:.2f}" for part, seconds in parts.items())
+                    print(f"{peer.name}, processor seconds: {told}", flush=True)
 
 
 def main() -> None:

@@ -13,8 +13,11 @@ import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
+
+from ops.bench.parts import seconds_by_part
 
 WARM_UP_SHIFT = 5000  # other token ids, so that no prefix of the counted run is cached
 Generate = Callable[[list[list[int]], list[int]], list[list[int]]]
@@ -93,6 +96,10 @@ def take_turns(generate: Generate) -> None:
     for line in sys.stdin:
         turn = json.loads(line)
         workload = Workload.read(Path(turn["workload"])).shifted(turn["shift"])
+        if turn.get("parts"):
+            parts = seconds_by_part(partial(generate, workload.prompts, workload.lengths))
+            print("RESULT " + json.dumps(parts), flush=True)
+            continue
         started = time.perf_counter()
         outputs = generate(workload.prompts, workload.lengths)
         tok_s = sum(map(len, outputs)) / (time.perf_counter() - started)
