@@ -2,7 +2,6 @@
 
 import json
 import os
-from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,7 +9,7 @@ from redis import Redis
 
 from jobs.common import stored
 from jobs.common.keys import run_folder_key
-from jobs.errors import JobsError, PlanDamaged, UnknownRun
+from jobs.errors import PlanDamaged, UnknownRun
 from jobs.runs.plans.names import MANIFEST, PARTS, PLAN, SUCCESS, is_run_id, part_shards
 from jobs.runs.plans.paths import is_stored, real_path, run_path
 from jobs.runs.plans.plan import Plan
@@ -28,12 +27,7 @@ class RunOutput:
 
     @property
     def state(self) -> str:
-        return ("incomplete" if self.num_gone else "finished") if self.finished else "forgotten"
-
-    @property
-    def num_gone(self) -> int:
-        """Parts that are gone of a run that had all of them."""
-        return max(0, len(self.plan.shards) - self.parts) if self.finished else 0
+        return "finished" if self.finished else "forgotten"
 
 
 def named_run(connection: Redis, name: str) -> tuple[str, RunOutput | None]:
@@ -47,15 +41,6 @@ def named_run(connection: Redis, name: str) -> tuple[str, RunOutput | None]:
     if not is_run_id(run):
         raise UnknownRun(name)
     return run, None
-
-
-def output_here(folder: str, run: str) -> RunOutput | None:
-    """Return a run's output as this machine sees it; None if the folder is elsewhere or another run's."""
-    with suppress(JobsError):  # Redis' writers name it
-        output = _read_output(folder)
-        if output is not None and output.plan.run == run:
-            return output
-    return None
 
 
 def _read_output(name: str) -> RunOutput | None:
