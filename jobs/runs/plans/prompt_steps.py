@@ -6,14 +6,14 @@ from dataclasses import dataclass
 from string import Formatter
 from typing import Any, Self
 
-from jobs.common.display import MAX_NAME_CHARS, brief
-from jobs.errors import InvalidJob, InvalidValue, check_limit, unlike
+from jobs.common.display import MAX_NAME_CHARS
+from jobs.errors import InvalidJob, check_limit, unlike
 from jobs.prompts.arguments import parse_sampling
 from jobs.prompts.labels import COLUMNS as LABEL_COLUMNS
 from jobs.prompts.messages import ChatOptions, refuse_chat_options, split_chat_options
 from jobs.prompts.response_options import LOGPROBS, run_values
 from jobs.prompts.template_texts import template_texts
-from jobs.runs.plans.option_checks import OF_PROMPTS, check_read
+from jobs.runs.plans.option_checks import OF_PROMPTS, check_read, check_shard
 
 #: Literals and values that a shard's prompts are put together from: some seconds of a thread.
 MAX_SHARD_PIECES = 20_000_000
@@ -47,10 +47,7 @@ class Template:
 
     def check_cost(self, rows: int) -> None:
         """Raise InvalidJob where the prompts of a shard of so many rows take more than MAX_SHARD_PIECES."""
-        pieces = sum(map(len, self.texts))
-        what = f"the template has {pieces} pieces, {{}} in a shard of {rows} rows"
-        remedy = "shorten it, write what repeats into a column, or give fewer rows_per_shard"
-        check_limit(pieces * rows, MAX_SHARD_PIECES, what, remedy)
+        check_shard(sum(map(len, self.texts)), "pieces of the template", rows, MAX_SHARD_PIECES)
 
     def filled_chars(self, values: Mapping[str, object]) -> int:
         """Return how many characters `fill` would build: a few long values may stand there many times."""
@@ -188,12 +185,8 @@ def run_sampling(value: Any, rows_per_shard: int, *, is_chat: bool) -> dict[str,
         for name, value in run_values(sampling).items()
     }
     n = sampling.get("n", 1)
-    if isinstance(n, int) and n * rows_per_shard > MAX_ROWS_PER_SHARD:
-        raise InvalidValue(
-            f"n is {{}}, which makes more than {MAX_ROWS_PER_SHARD} completions of a shard of "
-            f"{rows_per_shard} rows: give fewer rows_per_shard",
-            brief(n),
-        )
+    if isinstance(n, int):
+        check_shard(n, "completions of a row", rows_per_shard, MAX_ROWS_PER_SHARD)
     if isinstance(sampling.get("logit_bias"), dict):  # its keys as in the plan, which is JSON
         sampling["logit_bias"] = {str(key): bias for key, bias in sampling["logit_bias"].items()}
     return sampling
