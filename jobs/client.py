@@ -29,7 +29,7 @@ from jobs.runs.plans.names import SUCCESS
 from jobs.runs.plans.paths import is_stored, real_path, run_path
 from jobs.runs.plans.spec import RunSpec
 from jobs.runs.redis_state.submission import WISHES
-from jobs.runs.watching.follow import Display, End, follow
+from jobs.runs.watching.follow import End, follow
 from jobs.runs.watching.reading import failure_text, read_planned
 from jobs.runs.watching.snapshot import RunSnapshot
 
@@ -118,7 +118,7 @@ class Run:
                 raise TimeoutError(f"run {self.id} has not ended within {timeout} s, and goes on")
             sleep(min(seconds, left))
 
-        followed = follow(lambda: read_planned(self._connection, self.id), Display(), nap)
+        followed = follow(lambda: read_planned(self._connection, self.id), nap)
         if (problem := followed.problem) is None:
             return self.status()
         named = [failure_text(self._connection, job_id) for job_id in followed.snapshot.failed_jobs[:1]]

@@ -4,7 +4,7 @@ import os
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from typing import TextIO
 
 import click
@@ -16,7 +16,7 @@ from jobs.common.rq_jobs import last_value
 from jobs.doctor.redis_server import NOT_SERVED, not_served
 from jobs.errors import JobsError
 from jobs.runs.statistics.run_statistics import outcome_text
-from jobs.runs.watching.follow import REFUSED_AS_BEFORE, Display, End, follow
+from jobs.runs.watching.follow import REFUSED_AS_BEFORE, End, follow
 from jobs.runs.watching.reading import failure_text, read_planned
 from jobs.runs.watching.snapshot import REFUSED, RunSnapshot, needs, obstacles, verdict
 
@@ -61,7 +61,7 @@ LINE_EVERY_S = 10.0
 BAR_FORMAT = "{desc}: {percentage:3.0f}%|{bar}| {n_fmt}/{total_fmt} [{elapsed}{postfix}]"
 
 
-class Bar(Display):
+class Bar:
     def __init__(self, file: TextIO) -> None:
         self._file = file
         self._bar = tqdm(unit="row", total=0, dynamic_ncols=True, desc="planning", file=file, bar_format=BAR_FORMAT)
@@ -80,7 +80,7 @@ class Bar(Display):
         self._bar.close()
 
 
-class Lines(Display):
+class Lines:
     """A line when the run's state changes, and one every LINE_EVERY_S in between. clock: seconds."""
 
     def __init__(self, file: TextIO, clock: Callable[[], float]) -> None:
@@ -101,8 +101,11 @@ class Lines(Display):
     def warn(self, text: str) -> None:
         print(text, file=self._file, flush=True)
 
+    def close(self) -> None:
+        """Leave the lines as they are."""
 
-def progress(clock: Callable[[], float]) -> Display:
+
+def progress(clock: Callable[[], float]) -> Bar | Lines:
     return Bar(sys.stderr) if _has_columns(sys.stderr) else Lines(sys.stderr, clock)
 
 
@@ -166,14 +169,11 @@ PLAN_WAIT_S, PLAN_POLL_S = 10.0, 0.1
 def await_plan(connection: redis.Redis, run: str) -> None:
     """Print a run's id once its planning accepts it, or takes long. Exits with 1 if refused, 130 on Ctrl-C."""
     until = time.monotonic() + PLAN_WAIT_S
-    try:
+    with _left_going(run):
         while (snapshot := read_planned(connection, run)).is_planning and time.monotonic() < until:
             if needs(snapshot):
                 break  # nobody is soon to plan it
             time.sleep(PLAN_POLL_S)
-    except KeyboardInterrupt:
-        click.echo(_goes_on(run), err=True)
-        sys.exit(130)
     if snapshot.plan_status in REFUSED:
         tell_failures(connection, snapshot)
         raise click.ClickException(REFUSED_AS_BEFORE if snapshot.finished else End.PLAN_FAILED.value)
@@ -190,23 +190,20 @@ def _tell_if_already_finished(connection: redis.Redis, snapshot: RunSnapshot) ->
         click.echo(text, err=True)
 
 
-def _goes_on(run: str) -> str:
-    return (
-        f"the run goes on: `tokenmill status {run}` shows it, the same submit with --wait follows it, "
-        f"`tokenmill cancel {run}` ends it"
-    )
+@contextmanager
+def _left_going(run: str) -> Iterator[None]:
+    """Exit with 130 on Ctrl-C, and say that the run goes on."""
+    try:
+        yield
+    except KeyboardInterrupt:
+        told = f"the run goes on: `tokenmill status {run}` shows it, the same submit with --wait follows it, "
+        click.echo(f"{told}`tokenmill cancel {run}` ends it", err=True)
+        sys.exit(130)
 
 
 def wait_for_end(connection: redis.Redis, run: str) -> None:
-    display = progress(time.monotonic)
-    try:
-        followed = follow(lambda: read_planned(connection, run), display, time.sleep)
-    except KeyboardInterrupt:
-        display.close()
-        click.echo(_goes_on(run), err=True)
-        sys.exit(130)
-    finally:
-        display.close()
+    with _left_going(run), closing(progress(time.monotonic)) as display:
+        followed = follow(lambda: read_planned(connection, run), time.sleep, display.show, display.warn)
     click.echo(status_text(followed.snapshot))
     if followed.end is End.FINISHED:
         _tell_if_already_finished(connection, followed.snapshot)
