@@ -89,7 +89,7 @@ def status(connection: redis.Redis, /, run: str | None, as_json: bool, watch: bo
         return
     if as_json:
         reasons = [vars(reason) for reason in run_reasons(connection, snapshot.run)]
-        click.echo(json.dumps({**snapshot.to_object(), "reasons": reasons, "failed_jobs": snapshot.failed_jobs}))
+        click.echo(json.dumps({**snapshot.to_object(), "reasons": reasons}))
         return
     click.echo(status_text(snapshot))
     for obstacle in obstacles(connection, snapshot):

@@ -1,7 +1,7 @@
 """How a run stands at one moment, as a word and in sentences: what it lacks to go on, and what comes before it."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from redis import Redis
@@ -19,13 +19,6 @@ REFUSED = (JobStatus.FAILED, JobStatus.STOPPED, JobStatus.CANCELED)
 STATES = ("planning", "not planned", "running", "ending", "finished", "failed", "cancelled", "stopped")
 #: How much of a queue is looked through for the run's first job.
 MAX_AHEAD = 1000
-
-_TOLD = (
-    *("run", "state", "output", "model", "submitted_at", "began_at", "ended_at", "rows", "rows_done", "errors"),
-    *("failed_checks", "cut", "rows_reused", "rows_escalated", "shards", "shards_done", "shards_started"),
-    *("shards_failed", "prompt_tokens", "completion_tokens", "cached_tokens", "tokens", "rows_per_s", "tokens_per_s"),
-    *("worked_s", "stopped", "workers", "awaited_model", "awaited_second", "left_s", "plan_error"),
-)
 
 
 @dataclass(frozen=True)
@@ -84,7 +77,7 @@ class RunSnapshot:
     cached_tokens: int = 0
 
     def to_object(self) -> dict[str, Any]:
-        return {"queue": safe_name(self.queue), **{name: getattr(self, name) for name in _TOLD}}
+        return {**asdict(self), "state": self.state, "shards_failed": self.shards_failed}
 
     @property
     def is_active(self) -> bool:
