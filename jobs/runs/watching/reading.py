@@ -41,14 +41,13 @@ _COUNTS = (*TOTALS, *OF_SUBMISSION)
 
 @dataclass(frozen=True)
 class ShardSeen:
-    """A shard of a run, and the worker that answers it, or did. rows: None where its part is not there yet.
+    """A shard of a run, and the worker that answers it, or did.
 
     state: "done", "running", "failed", "queued", "gone" without a job in Redis, or "left" by a stopped run.
     """
 
     shard: int
     state: str
-    rows: int | None = None
     rows_done: int = 0
     errors: int = 0
     tokens: int = 0
@@ -270,10 +269,10 @@ def list_shards(connection: Redis, run: str, first: int = 0, count: int = 100) -
     for shard, one, two in zip(numbers, told, again, strict=True):
         each = two if two.has_job else one
         if (part := parts.get(shard)) is not None:
-            counts = (part.rows, part.rows, part.errors, part.generated_tokens, part.seconds)
+            counts = (part.rows, part.errors, part.generated_tokens, part.seconds)
             found.append(ShardSeen(shard, "done", *counts, each.worker))
         elif shard in look.started:
-            found.append(ShardSeen(shard, "running", None, each.rows, 0, each.tokens, None, each.worker))
+            found.append(ShardSeen(shard, "running", each.rows, tokens=each.tokens, worker=each.worker))
         else:
             word = "failed" if shard in look.failed else "queued" if each.has_job else "gone"
             is_left = "cancelled" in look.facts and not look.is_finished
