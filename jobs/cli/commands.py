@@ -84,11 +84,8 @@ def submit(
         click.echo("\n".join(dry_run_lines(found, price_per_hour)))
         return
     run = submit_run(connection, queue, check_run=client.check_here, **arguments)
-    if wait:
-        click.echo(run)
-        wait_for_end(connection, run)
-    else:
-        await_plan(connection, run)
+    tell = wait_for_end if wait else await_plan
+    tell(connection, run)
 
 
 @main.command()

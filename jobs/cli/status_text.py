@@ -202,6 +202,8 @@ def _left_going(run: str) -> Iterator[None]:
 
 
 def wait_for_end(connection: redis.Redis, run: str) -> None:
+    """Print a run's id, its progress and how it ended. Exits with 1 if it failed, 130 on Ctrl-C."""
+    click.echo(run)
     with _left_going(run), closing(progress(time.monotonic)) as display:
         followed = follow(lambda: read_planned(connection, run), time.sleep, display.show, display.warn)
     click.echo(status_text(followed.snapshot))
