@@ -1,7 +1,6 @@
 """Several prompts of each row, one after the other, each a template over columns and earlier answers."""
 
-import json
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from string import Formatter
 from typing import Any, Self
@@ -63,11 +62,8 @@ class Template:
         return [{"role": role, "content": text} for role, text in zip(self.roles, filled, strict=True)]
 
 
-def jinja_hint(texts: Iterable[str]) -> str:
-    """Return what to add to an error where texts look as if they were Jinja's; else nothing."""
-    if not any(mark in text for text in texts for mark in ("{{", "{%")):
-        return ""
-    return "; for Jinja's {{ column }} say so: template_format 'jinja' (--template-format jinja)"
+#: What to do about braces that are no field's.
+BRACES = "write {{ and }} for braces of text, or, for Jinja's, say template_format 'jinja' (--template-format jinja)"
 
 
 def _parse_text(text: str, what: str) -> Pieces:
@@ -77,13 +73,10 @@ def _parse_text(text: str, what: str) -> Pieces:
         for literal, column, form, conversion in Formatter().parse(text):
             if form or conversion or (column is not None and not _is_plain(column)):
                 field = 1 + sum(column is not None for _, column in pieces)
-                raise InvalidJob(
-                    f"{what}: field {field} is no plain column name; write {{{{ and }}}} for braces of text"
-                    f"{jinja_hint([text])}"
-                )
+                raise InvalidJob(f"{what}: field {field} is no plain column name; {BRACES}")
             pieces.append((literal, column))
     except ValueError as error:
-        raise InvalidJob(f"{what}: {error}; write {{{{ and }}}} for braces of text{jinja_hint([text])}") from None
+        raise InvalidJob(f"{what}: {error}; {BRACES}") from None
     return tuple(pieces)
 
 
@@ -154,10 +147,6 @@ def _parse_prompt(value: Any, number: int) -> dict[str, Any]:
     template_texts(value["template"])
     if sampling is not None and not isinstance(sampling, dict):
         raise unlike(f"the sampling of prompt {name!r}", sampling, "a mapping")
-    try:  # its keys as in the plan
-        sampling = json.loads(json.dumps(sampling))
-    except (TypeError, ValueError, RecursionError):
-        raise InvalidJob(f"the sampling of prompt {name!r} cannot be written as JSON") from None
     for key in ("n", "seed"):
         if (sampling or {}).get(key) is not None:
             raise InvalidJob(f"prompt {name!r} has {key} of its own, which is one for all prompts of a run")
@@ -171,10 +160,7 @@ MAX_ROWS_PER_SHARD = 1_000_000
 def run_sampling(value: Any, rows_per_shard: int, *, is_chat: bool) -> dict[str, Any]:
     """Return sampling values of a run's rows, without what asks for nothing; 0 and 0.0 are one. Raises InvalidJob."""
     if not isinstance(value, dict):
-        raise InvalidJob(
-            f"sampling is {type(value).__name__}, expected a mapping: "
-            "on the command line write sampling:='{\"max_tokens\": 64}'"
-        )
+        raise unlike("sampling", value, "a mapping: on the command line write sampling:='{\"max_tokens\": 64}'")
     sampling = parse_sampling(value)
     if is_chat:
         split_chat_options(sampling)

@@ -243,13 +243,14 @@ def _check_together(spec: RunSpec, given: Mapping[str, Any]) -> None:
     values = [step.sampling for step in spec.steps] or [spec.sampling]  # raises where steps cannot be
     if "logprob_type" in given and not any(name in each for each in values for name in LOGPROBS):
         raise InvalidJob("logprob_type is for log probabilities, and none are asked for: name logprobs too")
-    texts, _ = ([], None) if spec.template is None else template_texts(spec.template)
-    if texts and not is_jinja:
+    if is_jinja:
+        template_texts(spec.template)
+    elif has_template:
         parsed = prompt_steps.Template.parse(spec.template)
         if not parsed.columns and not spec.image_column:
             raise InvalidJob(
-                "the template names no column, so that every row would ask the same: "
-                f"write {{column}} where a row's value goes{prompt_steps.jinja_hint(texts[:1])}"
+                "the template names no column, so that every row would ask the same: write {column} where a row's "
+                f"value goes; {prompt_steps.BRACES}"
             )
         parsed.check_cost(spec.rows_per_shard)
     checks.check_nothing_generated(vars(spec), is_chat=spec.is_chat)
