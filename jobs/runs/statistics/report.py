@@ -159,7 +159,4 @@ def _text(value: object) -> str:
 
 
 def _number(value: float) -> str:
-    for size, letter in ((1e9, "G"), (1e6, "M"), (1e4, "k")):
-        if value >= size:
-            return f"{value / (1000 if letter == 'k' else size):,.4g}{letter}"
     return f"{value:,.0f}" if value >= 100 or value == int(value) else f"{value:.3g}"
