@@ -40,14 +40,10 @@ def errors_told() -> Iterator[None]:
 
 def table(heads: Sequence[str], rows: Sequence[Sequence[str]], numbers: Sequence[str] = ()) -> str:
     """Return lines of columns. numbers: heads of the columns that stand to the right."""
-    lines = [list(heads), *map(list, rows)]
-    widths = [max(len(line[place]) for line in lines) for place in range(len(heads))]
-
-    def cell(place: int, text: str) -> str:
-        width = widths[place]
-        return text.rjust(width) if heads[place] in numbers else text.ljust(width)
-
-    return "\n".join("  ".join(cell(place, text) for place, text in enumerate(line)).rstrip() for line in lines)
+    lines = [heads, *rows]
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+    cells = [f"{{:{'>' if head in numbers else '<'}{width}}}" for head, width in zip(heads, widths, strict=True)]
+    return "\n".join("  ".join(cells).format(*line).rstrip() for line in lines)
 
 
 def rate(value: float | None) -> str:
