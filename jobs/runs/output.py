@@ -2,7 +2,9 @@
 
 import json
 import os
+from contextlib import suppress
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from redis import Redis
@@ -49,8 +51,7 @@ def _read_output(name: str) -> RunOutput | None:
     if is_stored(folder) or not os.path.isfile(path):
         return None
     try:
-        with open(path, encoding="utf-8") as file:
-            plan = Plan.from_text(file.read())
+        plan = Plan.from_text(Path(path).read_text("utf-8"))
         parts = os.path.join(folder, PARTS if plan.spec.single_file else "")  # it may lie elsewhere on this machine
         names = os.listdir(parts) if os.path.isdir(parts) else []
     except ValueError as error:
@@ -58,13 +59,7 @@ def _read_output(name: str) -> RunOutput | None:
     except OSError:
         return None
     finished = os.path.isfile(os.path.join(folder, SUCCESS))
-    found = part_shards(names)
-    return RunOutput(plan, folder, len(found), finished, _errors(os.path.join(folder, MANIFEST)) if finished else None)
-
-
-def _errors(manifest: str) -> int | None:
-    try:
-        with open(manifest, encoding="utf-8") as file:
-            return int(json.load(file)["errors"])
-    except (OSError, ValueError, KeyError, TypeError):
-        return None
+    errors = None
+    with suppress(OSError, ValueError, KeyError, TypeError):  # it may be none, or not there yet
+        errors = int(json.loads(Path(folder, MANIFEST).read_text("utf-8"))["errors"])
+    return RunOutput(plan, folder, len(part_shards(names)), finished, errors)
