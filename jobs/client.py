@@ -134,10 +134,6 @@ class Run:
 
     def frame(self) -> Any:
         """Return its rows as a pandas DataFrame, with the input's types and index. Raises as `table`."""
-        try:
-            import pandas  # type: ignore[import-untyped]  # noqa: F401  # pyarrow's error says no remedy
-        except ImportError as error:
-            raise ImportError(f"frame() needs pandas ({error}): pip install pandas, or use table()") from error
         return self.table().to_pandas()
 
     def errors(self, limit: int = 1000) -> list[FailedRow]:
