@@ -115,7 +115,7 @@ def _output_text(output: RunOutput) -> str:
         f"output   {output.folder}",
         f"rows     {output.plan.rows}{errors}",
         f"shards   {output.parts} of {len(output.plan.shards)} done",
-        *([] if output.finished else ["this Redis does not know it any more: submit it again"]),
+        *([] if output.state == "finished" else ["this Redis does not know it any more: submit it again"]),
     ]
     return "\n".join(lines)
 

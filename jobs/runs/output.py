@@ -19,17 +19,13 @@ from jobs.runs.plans.plan import Plan
 
 @dataclass(frozen=True)
 class RunOutput:
-    """A planned run's folder. errors: rows with an error, None until the run has finished."""
+    """A planned run's folder. state: "finished", or "forgotten" by Redis. errors: rows with one, None until the end."""
 
     plan: Plan
     folder: str
     parts: int
-    finished: bool
+    state: str
     errors: int | None
-
-    @property
-    def state(self) -> str:
-        return "finished" if self.finished else "forgotten"
 
 
 def named_run(connection: Redis, name: str) -> tuple[str, RunOutput | None]:
@@ -58,8 +54,8 @@ def _read_output(name: str) -> RunOutput | None:
         raise PlanDamaged(path, str(error)) from error
     except OSError:
         return None
-    finished = os.path.isfile(os.path.join(folder, SUCCESS))
+    state = "finished" if os.path.isfile(os.path.join(folder, SUCCESS)) else "forgotten"
     errors = None
     with suppress(OSError, ValueError, KeyError, TypeError):  # it may be none, or not there yet
         errors = int(json.loads(Path(folder, MANIFEST).read_text("utf-8"))["errors"])
-    return RunOutput(plan, folder, len(part_shards(names)), finished, errors)
+    return RunOutput(plan, folder, len(part_shards(names)), state, errors)
