@@ -215,10 +215,9 @@ def _add(named: dict[str, Any], argument: str, value: Any, instead_of: tuple[Any
 
 
 def _paths(given: Any) -> list[str] | None:
-    if isinstance(given, str | os.PathLike):
-        return [os.fspath(given)]
-    if isinstance(given, list | tuple) and all(isinstance(each, str | os.PathLike) for each in given):
-        return [os.fspath(each) for each in given]
+    named = given if isinstance(given, list | tuple) else [given]
+    if all(isinstance(each, str | os.PathLike) for each in named):
+        return [os.fspath(each) for each in named]
     if isinstance(given, list | tuple | dict) or given is None:
         raise unlike("input", given, "paths, or a table")
     return None
