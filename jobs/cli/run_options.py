@@ -128,6 +128,8 @@ _JSON_LIST, _JSON_OBJECT = {"callback": json_value(list)}, {"callback": json_val
 _FORMAT_HELP = "Format of the FILEs, where their names do not tell it; openai-batch reads OpenAI's batch files."
 
 _INPUT = (
+    click.argument("files", metavar="FILE...", nargs=-1, required=True),
+    _option("--queue", "Whose workers do it.", default="bulk", show_default=True),
     _option("--model-alias", "A model that batch files name, for the served one; * for any.", **_TEXTS, metavar="NAME"),
     _option("--filename-column", "Add a column of this name that holds each row's file."),
     click.option("--input-format", "--format", "input_format", type=click.Choice(list(SUFFIXES)), help=_FORMAT_HELP),

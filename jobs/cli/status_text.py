@@ -101,10 +101,6 @@ class Lines:
         """Leave the lines as they are."""
 
 
-def progress(clock: Callable[[], float]) -> Bar | Lines:
-    return Bar(sys.stderr) if _has_columns(sys.stderr) else Lines(sys.stderr, clock)
-
-
 def _has_columns(file: TextIO) -> bool:
     try:
         return file.isatty() and os.get_terminal_size(file.fileno()).columns > 0
@@ -200,7 +196,8 @@ def _left_going(run: str) -> Iterator[None]:
 def wait_for_end(connection: redis.Redis, run: str) -> None:
     """Print a run's id, its progress and how it ended. Exits with 1 if it failed, 130 on Ctrl-C."""
     click.echo(run)
-    with _left_going(run), closing(progress(time.monotonic)) as display:
+    display = Bar(sys.stderr) if _has_columns(sys.stderr) else Lines(sys.stderr, time.monotonic)
+    with _left_going(run), closing(display):
         followed = follow(lambda: read_planned(connection, run), time.sleep, display.show, display.warn)
     click.echo(status_text(followed.snapshot))
     if followed.end is End.FINISHED:

@@ -33,9 +33,7 @@ MAX_ROWS_READ = 1_000_000
 
 
 @click.command()
-@click.argument("files", metavar="FILE...", nargs=-1, required=True)
 @click.option("--rows", type=click.IntRange(1, 1000), default=3, show_default=True, help="How many.")
-@click.option("--queue", default="bulk", show_default=True, help="Whose workers do it.")
 @click.option("--no-answers", is_flag=True, help="Prompts and their tokens alone.")
 @input_options
 @prompt_options
