@@ -88,11 +88,8 @@ class Lines:
         if snapshot.state == self._state and now - self._shown_at < LINE_EVERY_S:
             return
         self._state, self._shown_at = snapshot.state, now
-        if snapshot.rows is None:
-            self.warn(snapshot.state)
-        else:
-            rows = f"{snapshot.state}: {snapshot.rows_done} of {snapshot.rows} rows"
-            self.warn(f"{rows}, {_speed(snapshot)}")
+        rows = "" if snapshot.rows is None else f": {snapshot.rows_done} of {snapshot.rows} rows, {_speed(snapshot)}"
+        self.warn(f"{snapshot.state}{rows}")
 
     def warn(self, text: str) -> None:
         print(text, file=self._file, flush=True)
