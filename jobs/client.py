@@ -29,7 +29,7 @@ from jobs.runs.plans.names import SUCCESS
 from jobs.runs.plans.paths import is_stored, real_path, run_path
 from jobs.runs.plans.spec import RunSpec
 from jobs.runs.redis_state.submission import WISHES
-from jobs.runs.watching.follow import Display, End, follow
+from jobs.runs.watching.follow import End, follow
 from jobs.runs.watching.reading import failure_text, read_planned
 from jobs.runs.watching.snapshot import RunSnapshot
 
@@ -38,7 +38,12 @@ if TYPE_CHECKING:
 
 INPUT_SUFFIX = ".input"
 #: Other options of the command line, by the argument of jobs.score_parquet that each is.
-_OPTIONS = {"messages_template": "template", "column": "sampling_columns", "default": "defaults"}
+_OPTIONS = {
+    "messages_template": "template",
+    "column": "sampling_columns",
+    "default": "defaults",
+    "output_format": "single_file",
+}
 _CHECKS = {"check_schema": "json", "check_regex": "regex", "check_function": "function"}
 
 
@@ -118,7 +123,7 @@ class Run:
                 raise TimeoutError(f"run {self.id} has not ended within {timeout} s, and goes on")
             sleep(min(seconds, left))
 
-        followed = follow(lambda: read_planned(self._connection, self.id), Display(), nap)
+        followed = follow(lambda: read_planned(self._connection, self.id), nap)
         if (problem := followed.problem) is None:
             return self.status()
         named = [failure_text(self._connection, job_id) for job_id in followed.snapshot.failed_jobs[:1]]
@@ -134,10 +139,6 @@ class Run:
 
     def frame(self) -> Any:
         """Return its rows as a pandas DataFrame, with the input's types and index. Raises as `table`."""
-        try:
-            import pandas  # type: ignore[import-untyped]  # noqa: F401  # pyarrow's error says no remedy
-        except ImportError as error:
-            raise ImportError(f"frame() needs pandas ({error}): pip install pandas, or use table()") from error
         return self.table().to_pandas()
 
     def errors(self, limit: int = 1000) -> list[FailedRow]:
@@ -184,27 +185,23 @@ def _connection(given: Redis | None) -> Redis:
 
 def run_arguments(given: Mapping[str, Any]) -> dict[str, Any]:
     """Return submit_run's arguments for options of the command line. Raises InvalidJob for one given by two names."""
-    named = dict(given)
-    values = {name: named.pop(name) for name in SAMPLING_NAMES if name in named}
-    if values:
-        sampling = named.get("sampling") or {}
+    named = {name: value for name, value in given.items() if value is not None}
+    if values := {name: named.pop(name) for name in SAMPLING_NAMES if name in named}:
+        sampling = named.get("sampling", {})
         if not isinstance(sampling, dict):
             raise unlike("sampling", sampling, "a mapping")
-        named["sampling"] = {**sampling, **{name: each for name, each in values.items() if each is not None}}
-    checks = {kind: named.pop(name) for name, kind in _CHECKS.items() if name in named}
-    if checks:
-        _add(named, "check", {kind: each for kind, each in checks.items() if each is not None} or None)
+        named["sampling"] = {**sampling, **values}
+    if checks := {kind: named.pop(name) for name, kind in _CHECKS.items() if name in named}:
+        _add(named, "check", checks)
     for name, argument in _OPTIONS.items():
         if name in named:
             _add(named, argument, named.pop(name))
-    if "output_format" in named:
-        _add(named, "single_file", named.pop("output_format"), instead_of=(True,))
     return named
 
 
 def _check_names(given: Iterable[str]) -> None:
     of_run = {field.name for field in fields(RunSpec)}
-    known = {*SAMPLING_NAMES, *_OPTIONS, *_CHECKS, "output_format", *WISHES, *of_run}
+    known = {*SAMPLING_NAMES, *_OPTIONS, *_CHECKS, *WISHES, *of_run}
     for name in given:
         if name not in known:
             near = get_close_matches(name, known, n=1) or sorted(known)
@@ -212,17 +209,16 @@ def _check_names(given: Iterable[str]) -> None:
             raise InvalidValue(f"{{}} is no argument of jobs.submit: {hint}", brief(name))
 
 
-def _add(named: dict[str, Any], argument: str, value: Any, instead_of: tuple[Any, ...] = ()) -> None:
-    if named.get(argument) is not None and named[argument] not in instead_of:
+def _add(named: dict[str, Any], argument: str, value: Any) -> None:
+    if named.get(argument, True) is not True:  # of one file for all rows its format says more
         raise InvalidJob(f"{argument} is given twice, by two of its names: give it once")
     named[argument] = value
 
 
 def _paths(given: Any) -> list[str] | None:
-    if isinstance(given, str | os.PathLike):
-        return [os.fspath(given)]
-    if isinstance(given, list | tuple) and all(isinstance(each, str | os.PathLike) for each in given):
-        return [os.fspath(each) for each in given]
+    named = given if isinstance(given, list | tuple) else [given]
+    if all(isinstance(each, str | os.PathLike) for each in named):
+        return [os.fspath(each) for each in named]
     if isinstance(given, list | tuple | dict) or given is None:
         raise unlike("input", given, "paths, or a table")
     return None

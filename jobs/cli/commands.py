@@ -45,10 +45,7 @@ def main(context: click.Context, url: str) -> None:
 
 
 @main.command()
-@click.argument("files", metavar="FILE...", nargs=-1, required=True)
-@click.argument("output", metavar="OUT")
 @click.option("--wait", is_flag=True, help="Show progress until the run ends; exit with 1 if it fails.")
-@click.option("--queue", default="bulk", show_default=True, help="Whose workers do it.")
 @click.option("--dry-run", is_flag=True, help="Say what the run would take, from all prompts and some answers.")
 @click.option(
     "--dry-run-rows",
@@ -59,6 +56,7 @@ def main(context: click.Context, url: str) -> None:
 )
 @click.option("--price-per-hour", type=float, help="What a worker's machine costs, for the dry run's sum.")
 @input_options
+@click.argument("output", metavar="OUT")
 @prompt_options
 @check_options
 @output_options
@@ -84,11 +82,8 @@ def submit(
         click.echo("\n".join(dry_run_lines(found, price_per_hour)))
         return
     run = submit_run(connection, queue, check_run=client.check_here, **arguments)
-    if wait:
-        click.echo(run)
-        wait_for_end(connection, run)
-    else:
-        await_plan(connection, run)
+    tell = wait_for_end if wait else await_plan
+    tell(connection, run)
 
 
 @main.command()

@@ -54,12 +54,8 @@ def errors(connection: redis.Redis, /, run: str, limit: int, retry: str | None, 
         raise click.UsageError("--wait is for --retry: without it nothing is awaited")
     found = client.run(run, connection=connection)
     if retry is not None:
-        new = retry_run(connection, reader_of(found).plan, retry)
-        if wait:
-            click.echo(new)
-            wait_for_end(connection, new)
-        else:
-            await_plan(connection, new)
+        tell = wait_for_end if wait else await_plan
+        tell(connection, retry_run(connection, reader_of(found).plan, retry))
         return
     snapshot = None
     with suppress(UnknownRun):

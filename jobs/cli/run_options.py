@@ -58,26 +58,17 @@ def column_list(context: click.Context, parameter: click.Parameter, texts: tuple
     if not texts:
         return None
     try:
-        return [name for row in csv.reader(texts, strict=True) for name in row]
+        return [name for row in csv.reader(texts, strict=True, skipinitialspace=True) for name in row]
     except csv.Error as error:
-        raise click.BadParameter(f"no list of columns: {error}") from None
+        raise click.BadParameter(f"{error}: separate them by commas, those with commas in quotation marks") from None
 
 
 def label_list(context: click.Context, parameter: click.Parameter, text: str | None) -> list[Any] | None:
-    """Return labels apart by commas, without spaces around them; or those of a JSON list, as they are."""
-    if text is None:
-        return None
-    if text.lstrip().startswith("["):
-        found = json_value(list)(context, parameter, text)
-        assert isinstance(found, list)
+    """Return labels apart by commas, as columns are; or those of a JSON list, as they are."""
+    if text is None or text.lstrip().startswith("["):
+        found: list[Any] | None = json_value(list)(context, parameter, text)
         return found
-    labels = [label.strip() for label in text.split(",")]
-    if quoted := next((label for label in labels if label.startswith('"')), None):
-        raise click.BadParameter(
-            f"{brief(quoted)} begins with a quotation mark, which would be part of the label: write labels "
-            'with commas or quotation marks as JSON, such as ["yes, please", "no"]'
-        )
-    return labels
+    return [label.strip() for label in column_list(context, parameter, (text,)) or ()]
 
 
 def run_arguments(options: dict[str, Any]) -> dict[str, Any]:
@@ -137,6 +128,8 @@ _JSON_LIST, _JSON_OBJECT = {"callback": json_value(list)}, {"callback": json_val
 _FORMAT_HELP = "Format of the FILEs, where their names do not tell it; openai-batch reads OpenAI's batch files."
 
 _INPUT = (
+    click.argument("files", metavar="FILE...", nargs=-1, required=True),
+    _option("--queue", "Whose workers do it.", default="bulk", show_default=True),
     _option("--model-alias", "A model that batch files name, for the served one; * for any.", **_TEXTS, metavar="NAME"),
     _option("--filename-column", "Add a column of this name that holds each row's file."),
     click.option("--input-format", "--format", "input_format", type=click.Choice(list(SUFFIXES)), help=_FORMAT_HELP),

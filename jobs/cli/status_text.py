@@ -4,7 +4,7 @@ import os
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from typing import TextIO
 
 import click
@@ -16,7 +16,7 @@ from jobs.common.rq_jobs import last_value
 from jobs.doctor.redis_server import NOT_SERVED, not_served
 from jobs.errors import JobsError
 from jobs.runs.statistics.run_statistics import outcome_text
-from jobs.runs.watching.follow import REFUSED_AS_BEFORE, Display, End, follow
+from jobs.runs.watching.follow import REFUSED_AS_BEFORE, End, follow
 from jobs.runs.watching.reading import failure_text, read_planned
 from jobs.runs.watching.snapshot import REFUSED, RunSnapshot, needs, obstacles, verdict
 
@@ -40,14 +40,10 @@ def errors_told() -> Iterator[None]:
 
 def table(heads: Sequence[str], rows: Sequence[Sequence[str]], numbers: Sequence[str] = ()) -> str:
     """Return lines of columns. numbers: heads of the columns that stand to the right."""
-    lines = [list(heads), *map(list, rows)]
-    widths = [max(len(line[place]) for line in lines) for place in range(len(heads))]
-
-    def cell(place: int, text: str) -> str:
-        width = widths[place]
-        return text.rjust(width) if heads[place] in numbers else text.ljust(width)
-
-    return "\n".join("  ".join(cell(place, text) for place, text in enumerate(line)).rstrip() for line in lines)
+    lines = [heads, *rows]
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+    cells = [f"{{:{'>' if head in numbers else '<'}{width}}}" for head, width in zip(heads, widths, strict=True)]
+    return "\n".join("  ".join(cells).format(*line).rstrip() for line in lines)
 
 
 def rate(value: float | None) -> str:
@@ -61,7 +57,7 @@ LINE_EVERY_S = 10.0
 BAR_FORMAT = "{desc}: {percentage:3.0f}%|{bar}| {n_fmt}/{total_fmt} [{elapsed}{postfix}]"
 
 
-class Bar(Display):
+class Bar:
     def __init__(self, file: TextIO) -> None:
         self._file = file
         self._bar = tqdm(unit="row", total=0, dynamic_ncols=True, desc="planning", file=file, bar_format=BAR_FORMAT)
@@ -80,7 +76,7 @@ class Bar(Display):
         self._bar.close()
 
 
-class Lines(Display):
+class Lines:
     """A line when the run's state changes, and one every LINE_EVERY_S in between. clock: seconds."""
 
     def __init__(self, file: TextIO, clock: Callable[[], float]) -> None:
@@ -92,18 +88,14 @@ class Lines(Display):
         if snapshot.state == self._state and now - self._shown_at < LINE_EVERY_S:
             return
         self._state, self._shown_at = snapshot.state, now
-        if snapshot.rows is None:
-            self.warn(snapshot.state)
-        else:
-            rows = f"{snapshot.state}: {snapshot.rows_done} of {snapshot.rows} rows"
-            self.warn(f"{rows}, {_speed(snapshot)}")
+        rows = "" if snapshot.rows is None else f": {snapshot.rows_done} of {snapshot.rows} rows, {_speed(snapshot)}"
+        self.warn(f"{snapshot.state}{rows}")
 
     def warn(self, text: str) -> None:
         print(text, file=self._file, flush=True)
 
-
-def progress(clock: Callable[[], float]) -> Display:
-    return Bar(sys.stderr) if _has_columns(sys.stderr) else Lines(sys.stderr, clock)
+    def close(self) -> None:
+        """Leave the lines as they are."""
 
 
 def _has_columns(file: TextIO) -> bool:
@@ -135,8 +127,8 @@ def tell_failures(connection: redis.Redis, snapshot: RunSnapshot) -> None:
         click.echo(f"and {len(snapshot.failed_jobs) - MAX_SHOWN} more failed shards", err=True)
 
 
-def status_text(snapshot: RunSnapshot, num_gone: int = 0) -> str:
-    lines = [f"run {snapshot.run}: {'incomplete' if num_gone else snapshot.state}", f"output   {snapshot.output}"]
+def status_text(snapshot: RunSnapshot) -> str:
+    lines = [f"run {snapshot.run}: {snapshot.state}", f"output   {snapshot.output}"]
     if snapshot.rows is not None:
         started = f"{snapshot.shards_started} started"
         outcome = outcome_text(snapshot.errors, snapshot.failed_checks, snapshot.cut)
@@ -149,12 +141,7 @@ def status_text(snapshot: RunSnapshot, num_gone: int = 0) -> str:
             f"tokens   {snapshot.tokens} generated",
             *([] if snapshot.left_s is None else [f"left     {duration_text(snapshot.left_s)}"]),
         ]
-    return "\n".join([*lines, *verdict(snapshot), *gone_text(num_gone, snapshot.output)])
-
-
-def gone_text(num_gone: int, folder: str) -> list[str]:
-    told = f"but      {num_gone} parts are gone: submit into another folder with --reuse {folder}, which computes them"
-    return [told] if num_gone else []
+    return "\n".join([*lines, *verdict(snapshot)])
 
 
 def _rest(snapshot: RunSnapshot) -> str:
@@ -171,14 +158,11 @@ PLAN_WAIT_S, PLAN_POLL_S = 10.0, 0.1
 def await_plan(connection: redis.Redis, run: str) -> None:
     """Print a run's id once its planning accepts it, or takes long. Exits with 1 if refused, 130 on Ctrl-C."""
     until = time.monotonic() + PLAN_WAIT_S
-    try:
+    with _left_going(run):
         while (snapshot := read_planned(connection, run)).is_planning and time.monotonic() < until:
             if needs(snapshot):
                 break  # nobody is soon to plan it
             time.sleep(PLAN_POLL_S)
-    except KeyboardInterrupt:
-        click.echo(_goes_on(run), err=True)
-        sys.exit(130)
     if snapshot.plan_status in REFUSED:
         tell_failures(connection, snapshot)
         raise click.ClickException(REFUSED_AS_BEFORE if snapshot.finished else End.PLAN_FAILED.value)
@@ -195,23 +179,23 @@ def _tell_if_already_finished(connection: redis.Redis, snapshot: RunSnapshot) ->
         click.echo(text, err=True)
 
 
-def _goes_on(run: str) -> str:
-    return (
-        f"the run goes on: `tokenmill status {run}` shows it, the same submit with --wait follows it, "
-        f"`tokenmill cancel {run}` ends it"
-    )
+@contextmanager
+def _left_going(run: str) -> Iterator[None]:
+    """Exit with 130 on Ctrl-C, and say that the run goes on."""
+    try:
+        yield
+    except KeyboardInterrupt:
+        told = f"the run goes on: `tokenmill status {run}` shows it, the same submit with --wait follows it, "
+        click.echo(f"{told}`tokenmill cancel {run}` ends it", err=True)
+        sys.exit(130)
 
 
 def wait_for_end(connection: redis.Redis, run: str) -> None:
-    display = progress(time.monotonic)
-    try:
-        followed = follow(lambda: read_planned(connection, run), display, time.sleep)
-    except KeyboardInterrupt:
-        display.close()
-        click.echo(_goes_on(run), err=True)
-        sys.exit(130)
-    finally:
-        display.close()
+    """Print a run's id, its progress and how it ended. Exits with 1 if it failed, 130 on Ctrl-C."""
+    click.echo(run)
+    display = Bar(sys.stderr) if _has_columns(sys.stderr) else Lines(sys.stderr, time.monotonic)
+    with _left_going(run), closing(display):
+        followed = follow(lambda: read_planned(connection, run), time.sleep, display.show, display.warn)
     click.echo(status_text(followed.snapshot))
     if followed.end is End.FINISHED:
         _tell_if_already_finished(connection, followed.snapshot)

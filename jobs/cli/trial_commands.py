@@ -20,7 +20,7 @@ from jobs.runs.plans.spec import RunSpec
 from jobs.runs.redis_state.shard_jobs import read_earlier
 from jobs.runs.redis_state.submission import Submission
 from jobs.runs.watching.reading import failure_text
-from jobs.runs.watching.snapshot import no_worker_text
+from jobs.runs.watching.snapshot import WAITING, no_worker_text
 
 MAX_SHOWN_CHARS = 20_000
 #: Between two looks, and before it is said that nobody listens.
@@ -28,15 +28,12 @@ POLL_S, PATIENCE_S = 0.05, 3.0
 #: Tokenizing a large file takes a while; RQ's default is 3 minutes.
 TIMEOUT_S = 3600
 
-_OVER = {JobStatus.FINISHED, JobStatus.FAILED, JobStatus.STOPPED, JobStatus.CANCELED, None}
 #: More rows are looked at by a share: all their requests are held in the worker's memory.
 MAX_ROWS_READ = 1_000_000
 
 
 @click.command()
-@click.argument("files", metavar="FILE...", nargs=-1, required=True)
 @click.option("--rows", type=click.IntRange(1, 1000), default=3, show_default=True, help="How many.")
-@click.option("--queue", default="bulk", show_default=True, help="Whose workers do it.")
 @click.option("--no-answers", is_flag=True, help="Prompts and their tokens alone.")
 @input_options
 @prompt_options
@@ -98,7 +95,7 @@ def try_job(
                 pipe.hset(job_key(job_id), MODEL_FIELD, model)
             pipe.execute()
         heard_at = time.monotonic()
-        while (status := job_status(connection.hget(job_key(job_id), "status"))) not in _OVER:
+        while (status := job_status(connection.hget(job_key(job_id), "status"))) in WAITING:
             listened = {name for each in read_workers(connection) for name in each.queues}
             if queue in listened:
                 heard_at = time.monotonic()

@@ -8,12 +8,12 @@ from collections.abc import Callable, Sequence
 import click
 import redis
 
-from jobs.cli.status_text import gone_text, rate, status_text, table, tell_failures
+from jobs.cli.status_text import rate, status_text, table, tell_failures
 from jobs.common.display import MAX_TEXT_CHARS, duration_text, safe_name
 from jobs.common.workers import WorkerSample, read_workers
 from jobs.doctor.redis_server import troubles
 from jobs.errors import UnknownRun
-from jobs.runs.output import RunOutput, named_run, output_here
+from jobs.runs.output import RunOutput, named_run
 from jobs.runs.watching.reading import MAX_RUNS, list_runs, read_planned, run_reasons
 from jobs.runs.watching.snapshot import STATES, RunSnapshot, obstacles
 
@@ -89,10 +89,9 @@ def status(connection: redis.Redis, /, run: str | None, as_json: bool, watch: bo
         return
     if as_json:
         reasons = [vars(reason) for reason in run_reasons(connection, snapshot.run)]
-        click.echo(json.dumps({**snapshot.to_object(), "reasons": reasons, "failed_jobs": snapshot.failed_jobs}))
+        click.echo(json.dumps({**snapshot.to_object(), "reasons": reasons}))
         return
-    output = output or output_here(snapshot.output, snapshot.run)
-    click.echo(status_text(snapshot, output.num_gone if output and snapshot.finished else 0))
+    click.echo(status_text(snapshot))
     for obstacle in obstacles(connection, snapshot):
         click.echo(f"waits    {obstacle}")
     tell_failures(connection, snapshot)
@@ -116,9 +115,9 @@ def _output_text(output: RunOutput) -> str:
         f"output   {output.folder}",
         f"rows     {output.plan.rows}{errors}",
         f"shards   {output.parts} of {len(output.plan.shards)} done",
-        *gone_text(output.num_gone, output.folder),
+        *([] if output.state == "finished" else ["this Redis does not know it any more: submit it again"]),
     ]
-    return "\n".join(lines + ([] if output.finished else ["this Redis does not know it any more: submit it again"]))
+    return "\n".join(lines)
 
 
 def _runs_in_short(connection: redis.Redis, as_json: bool) -> str:

@@ -63,20 +63,14 @@ def tell_shards_failed(state: RunState, count: PartCount, more: str = "") -> Non
         tell_of(state, state.submission(), "failed", f"{count.failed} of {count.total} shards failed{more}")
 
 
-_FIELDS = (
-    *(*ASKED_FOR, TOLD, TOLD_FAILED, "queue", "submission", "cancelled", "max_errors", "output"),
-    *("rows", "shards", "total_rows", "total_errors"),
-)
-
-
 def tell_of(state: RunState, submission: int, word: str, reason: str | None = None) -> None:
     """Enqueue what a submission asks for, unless it was told of, in one transaction. word: how it ended."""
     transact(state.connection, partial(_tell, state, submission, word, reason), run_key(state.run))
 
 
 def _tell(state: RunState, submission: int, word: str, reason: str | None, pipe: Pipeline) -> None:
-    found: Any = pipe.hmget(run_key(state.run), _FIELDS)
-    known = {name: stored.text(each) for name, each in zip(_FIELDS, found, strict=True) if each is not None}
+    found: Any = pipe.hgetall(run_key(state.run))
+    known = {stored.text(name): stored.text(value) for name, value in found.items()}
     last, is_end = known.get("submission"), word != "failed"  # else it goes on where something is enqueued by hand
     if "queue" not in known or str(submission) != last or known.get(TOLD) == last:
         return

@@ -4,13 +4,14 @@ import json
 import os
 from contextlib import suppress
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from redis import Redis
 
 from jobs.common import stored
 from jobs.common.keys import run_folder_key
-from jobs.errors import JobsError, PlanDamaged, UnknownRun
+from jobs.errors import PlanDamaged, UnknownRun
 from jobs.runs.plans.names import MANIFEST, PARTS, PLAN, SUCCESS, is_run_id, part_shards
 from jobs.runs.plans.paths import is_stored, real_path, run_path
 from jobs.runs.plans.plan import Plan
@@ -18,22 +19,13 @@ from jobs.runs.plans.plan import Plan
 
 @dataclass(frozen=True)
 class RunOutput:
-    """A planned run's folder. errors: rows with an error, None until the run has finished."""
+    """A planned run's folder. state: "finished", or "forgotten" by Redis. errors: rows with one, None until the end."""
 
     plan: Plan
     folder: str
     parts: int
-    finished: bool
+    state: str
     errors: int | None
-
-    @property
-    def state(self) -> str:
-        return ("incomplete" if self.num_gone else "finished") if self.finished else "forgotten"
-
-    @property
-    def num_gone(self) -> int:
-        """Parts that are gone of a run that had all of them."""
-        return max(0, len(self.plan.shards) - self.parts) if self.finished else 0
 
 
 def named_run(connection: Redis, name: str) -> tuple[str, RunOutput | None]:
@@ -49,37 +41,21 @@ def named_run(connection: Redis, name: str) -> tuple[str, RunOutput | None]:
     return run, None
 
 
-def output_here(folder: str, run: str) -> RunOutput | None:
-    """Return a run's output as this machine sees it; None if the folder is elsewhere or another run's."""
-    with suppress(JobsError):  # Redis' writers name it
-        output = _read_output(folder)
-        if output is not None and output.plan.run == run:
-            return output
-    return None
-
-
 def _read_output(name: str) -> RunOutput | None:
     folder = run_path(name)
     path = os.path.join(folder, PLAN)
     if is_stored(folder) or not os.path.isfile(path):
         return None
     try:
-        with open(path, encoding="utf-8") as file:
-            plan = Plan.from_text(file.read())
+        plan = Plan.from_text(Path(path).read_text("utf-8"))
         parts = os.path.join(folder, PARTS if plan.spec.single_file else "")  # it may lie elsewhere on this machine
         names = os.listdir(parts) if os.path.isdir(parts) else []
     except ValueError as error:
         raise PlanDamaged(path, str(error)) from error
     except OSError:
         return None
-    finished = os.path.isfile(os.path.join(folder, SUCCESS))
-    found = part_shards(names)
-    return RunOutput(plan, folder, len(found), finished, _errors(os.path.join(folder, MANIFEST)) if finished else None)
-
-
-def _errors(manifest: str) -> int | None:
-    try:
-        with open(manifest, encoding="utf-8") as file:
-            return int(json.load(file)["errors"])
-    except (OSError, ValueError, KeyError, TypeError):
-        return None
+    state = "finished" if os.path.isfile(os.path.join(folder, SUCCESS)) else "forgotten"
+    errors = None
+    with suppress(OSError, ValueError, KeyError, TypeError):  # it may be none, or not there yet
+        errors = int(json.loads(Path(folder, MANIFEST).read_text("utf-8"))["errors"])
+    return RunOutput(plan, folder, len(part_shards(names)), state, errors)

@@ -93,9 +93,6 @@ CANCELLABLE = (
     *(JobStatus.READY_TO_ENQUEUE, JobStatus.RATE_LIMITED),
 )
 
-#: A job that a worker takes just then is looked for there once more.
-TRIES = 2
-
 
 class JobCancel(enum.Enum):
     REMOVED = "removed"  # it waited, and will not run
@@ -105,7 +102,7 @@ class JobCancel(enum.Enum):
 
 def cancel_job(connection: Redis, job_id: str) -> JobCancel:
     """Take a job from where it waits, or tell its worker to stop it; its dependents wait on. Raises RedisError."""
-    for _ in range(TRIES):
+    for _ in range(2):  # one that a worker takes just then is looked for there once more
         if transact(connection, partial(stop_held, connection, [job_id])):
             return JobCancel.STOPPING
         # Whoever claims it meanwhile opens an execution, or writes its hash: then all is looked at again.

@@ -6,7 +6,7 @@ from typing import Any
 from jobs.common.display import MAX_NAME_CHARS, MAX_SHOWN_CHARS, brief
 from jobs.context.served_model import ServedModel
 from jobs.context.values import column_name
-from jobs.errors import InvalidJob, InvalidValue, unlike
+from jobs.errors import InvalidJob, InvalidValue, check_limit, unlike
 from jobs.prompts.arguments import checked_text
 from jobs.prompts.messages import NAMES as CHAT_NAMES
 from jobs.prompts.response_options import NAMES as RESPONSE_NAMES
@@ -85,8 +85,13 @@ def defaults(name: str, value: Any) -> dict[str, str]:
 
 
 GENERATE, EMBED, CLASSIFY, RERANK = TASKS = ("generate", "embed", "classify", "rerank")
-#: Of a shard's embeddings together, all held until its part is written: 4 bytes each.
-MAX_NUMBERS = 1 << 26
+#: Of a shard's rows together, all held until its part is written: numbers of 4 bytes, probabilities of 88.
+MAX_NUMBERS, MAX_PROBABILITIES = 1 << 26, 4_000_000
+
+
+def check_shard(count: int, what: str, rows: int, most: int) -> None:
+    """Raise InvalidJob where a shard of so many rows, each with `count` of something, has more than `most`."""
+    check_limit(count * rows, most, f"{count} {what} make {{}} in a shard of {rows} rows", "give fewer rows_per_shard")
 
 
 def check_served(options: Mapping[str, Any], model: ServedModel) -> None:
@@ -100,11 +105,12 @@ def check_served(options: Mapping[str, Any], model: ServedModel) -> None:
             f"the worker serves {model.name!r}, which gives no embeddings: it has no modules.json that says "
             "how, and TOKENMILL_POOLING is not set"
         )
-    if task == CLASSIFY and not model.classes:
-        raise InvalidJob(f"the worker serves {model.name!r}, which has no sequence-classification head")
+    if task == CLASSIFY:
+        if not model.classes:
+            raise InvalidJob(f"the worker serves {model.name!r}, which has no sequence-classification head")
+        check_shard(len(model.classes), "labels", rows_per_shard, MAX_PROBABILITIES)
     if task == RERANK:
         model.check_ranks()
-    _check_probabilities(len(model.classes) if task == CLASSIFY else 0, rows_per_shard)
     if dimensions is not None and dimensions > model.embedding_size:
         raise InvalidJob(f"dimensions is {dimensions}, and embeddings of {model.name!r} have {model.embedding_size}")
     if prompt_name is not None and prompt_name not in model.embedding_prompts:
@@ -114,16 +120,9 @@ def check_served(options: Mapping[str, Any], model: ServedModel) -> None:
             brief(model.name),
             ", ".join(model.embedding_prompts)[:MAX_SHOWN_CHARS] or "none",
         )
-    size = dimensions or model.embedding_size
-    if task == EMBED and size * rows_per_shard > MAX_NUMBERS:
-        raise InvalidJob(
-            f"embeddings of {size} numbers make more than {MAX_NUMBERS} of a shard of {rows_per_shard} rows: "
-            f"give at most {MAX_NUMBERS // size} rows_per_shard"
-        )
+    if task == EMBED:
+        check_shard(dimensions or model.embedding_size, "numbers of an embedding", rows_per_shard, MAX_NUMBERS)
 
-
-#: Of a shard's rows together, all held until its part is written: 88 bytes each.
-MAX_PROBABILITIES = 4_000_000
 
 _OF_ANSWERS = ("labels", "calibrate", "check", "check_columns", "continue_on_length", "repair_template")
 #: Sampling values that say how a prompt is read, and nothing of an answer.
@@ -137,14 +136,6 @@ def check_read(values: Iterable[str], what: str, read: Collection[str], whose: s
             raise InvalidValue(f"{whose} has {{}}, and for {what} nothing is generated: leave it out", brief(name))
 
 
-def _check_probabilities(num_labels: int, rows_per_shard: int) -> None:
-    if num_labels * rows_per_shard > MAX_PROBABILITIES:
-        raise InvalidJob(
-            f"{num_labels} labels make more than {MAX_PROBABILITIES} probabilities of a shard of "
-            f"{rows_per_shard} rows: give at most {MAX_PROBABILITIES // num_labels} rows_per_shard"
-        )
-
-
 def check_nothing_generated(options: Mapping[str, Any], *, is_chat: bool) -> None:
     """Raise InvalidJob for what a run cannot have that asks for labels or another task. options: the run's."""
     task, labels, rows_per_shard = (options[name] for name in ("task", "labels", "rows_per_shard"))
@@ -153,7 +144,7 @@ def check_nothing_generated(options: Mapping[str, Any], *, is_chat: bool) -> Non
         raise InvalidJob(f"task {task!r} is of texts: give prompt_column or a template that is a text")
     if not has_task and labels is None:
         return
-    _check_probabilities(len(labels or ()), rows_per_shard)
+    check_shard(len(labels or ()), "labels", rows_per_shard, MAX_PROBABILITIES)
     has_prompts = bool(options["prompts"])  # of which all but the last are answered
     if has_task:
         check_read(options["sampling"], f"task {task!r}", () if task == RERANK else OF_PROMPTS[:1])

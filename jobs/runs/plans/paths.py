@@ -34,12 +34,7 @@ def run_path(path: object) -> str:
             raise UnsupportedScheme(f"file://{host}{inner}", f"file on host {host}")
         path = unquote(inner)
     _check_text(path)
-    try:
-        return os.path.abspath(path)
-    except FileNotFoundError:
-        raise InvalidValue(
-            "{} is relative to a working directory that is gone: give an absolute path", brief(path)
-        ) from None
+    return os.path.abspath(path)
 
 
 def is_stored(path: str) -> bool:
@@ -52,13 +47,7 @@ def real_path(path: str) -> str:
 
 def split_roots(text: str) -> list[str]:
     """Split a list of folders and object stores at ':', but not within the '://' of a store."""
-    roots: list[str] = []
-    for part in text.split(":"):
-        if roots and roots[-1].lower() in STORES and part.startswith("//"):
-            roots[-1] += f":{part}"
-        else:
-            roots.append(part)
-    return [root for root in roots if root]
+    return [root for root in re.split(r":(?!//)", text) if root]
 
 
 def _stored_path(scheme: str, uri: "re.Match[str]", safe: str) -> str:

@@ -1,19 +1,18 @@
 """Several prompts of each row, one after the other, each a template over columns and earlier answers."""
 
-import json
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from string import Formatter
 from typing import Any, Self
 
-from jobs.common.display import MAX_NAME_CHARS, brief
-from jobs.errors import InvalidJob, InvalidValue, check_limit, unlike
+from jobs.common.display import MAX_NAME_CHARS
+from jobs.errors import InvalidJob, check_limit, unlike
 from jobs.prompts.arguments import parse_sampling
 from jobs.prompts.labels import COLUMNS as LABEL_COLUMNS
 from jobs.prompts.messages import ChatOptions, refuse_chat_options, split_chat_options
 from jobs.prompts.response_options import LOGPROBS, run_values
 from jobs.prompts.template_texts import template_texts
-from jobs.runs.plans.option_checks import OF_PROMPTS, check_read
+from jobs.runs.plans.option_checks import OF_PROMPTS, check_read, check_shard
 
 #: Literals and values that a shard's prompts are put together from: some seconds of a thread.
 MAX_SHARD_PIECES = 20_000_000
@@ -47,10 +46,7 @@ class Template:
 
     def check_cost(self, rows: int) -> None:
         """Raise InvalidJob where the prompts of a shard of so many rows take more than MAX_SHARD_PIECES."""
-        pieces = sum(map(len, self.texts))
-        what = f"the template has {pieces} pieces, {{}} in a shard of {rows} rows"
-        remedy = "shorten it, write what repeats into a column, or give fewer rows_per_shard"
-        check_limit(pieces * rows, MAX_SHARD_PIECES, what, remedy)
+        check_shard(sum(map(len, self.texts)), "pieces of the template", rows, MAX_SHARD_PIECES)
 
     def filled_chars(self, values: Mapping[str, object]) -> int:
         """Return how many characters `fill` would build: a few long values may stand there many times."""
@@ -66,11 +62,8 @@ class Template:
         return [{"role": role, "content": text} for role, text in zip(self.roles, filled, strict=True)]
 
 
-def jinja_hint(texts: Iterable[str]) -> str:
-    """Return what to add to an error where texts look as if they were Jinja's; else nothing."""
-    if not any(mark in text for text in texts for mark in ("{{", "{%")):
-        return ""
-    return "; for Jinja's {{ column }} say so: template_format 'jinja' (--template-format jinja)"
+#: What to do about braces that are no field's.
+BRACES = "write {{ and }} for braces of text, or, for Jinja's, say template_format 'jinja' (--template-format jinja)"
 
 
 def _parse_text(text: str, what: str) -> Pieces:
@@ -80,13 +73,10 @@ def _parse_text(text: str, what: str) -> Pieces:
         for literal, column, form, conversion in Formatter().parse(text):
             if form or conversion or (column is not None and not _is_plain(column)):
                 field = 1 + sum(column is not None for _, column in pieces)
-                raise InvalidJob(
-                    f"{what}: field {field} is no plain column name; write {{{{ and }}}} for braces of text"
-                    f"{jinja_hint([text])}"
-                )
+                raise InvalidJob(f"{what}: field {field} is no plain column name; {BRACES}")
             pieces.append((literal, column))
     except ValueError as error:
-        raise InvalidJob(f"{what}: {error}; write {{{{ and }}}} for braces of text{jinja_hint([text])}") from None
+        raise InvalidJob(f"{what}: {error}; {BRACES}") from None
     return tuple(pieces)
 
 
@@ -157,10 +147,6 @@ def _parse_prompt(value: Any, number: int) -> dict[str, Any]:
     template_texts(value["template"])
     if sampling is not None and not isinstance(sampling, dict):
         raise unlike(f"the sampling of prompt {name!r}", sampling, "a mapping")
-    try:  # its keys as in the plan
-        sampling = json.loads(json.dumps(sampling))
-    except (TypeError, ValueError, RecursionError):
-        raise InvalidJob(f"the sampling of prompt {name!r} cannot be written as JSON") from None
     for key in ("n", "seed"):
         if (sampling or {}).get(key) is not None:
             raise InvalidJob(f"prompt {name!r} has {key} of its own, which is one for all prompts of a run")
@@ -174,10 +160,7 @@ MAX_ROWS_PER_SHARD = 1_000_000
 def run_sampling(value: Any, rows_per_shard: int, *, is_chat: bool) -> dict[str, Any]:
     """Return sampling values of a run's rows, without what asks for nothing; 0 and 0.0 are one. Raises InvalidJob."""
     if not isinstance(value, dict):
-        raise InvalidJob(
-            f"sampling is {type(value).__name__}, expected a mapping: "
-            "on the command line write sampling:='{\"max_tokens\": 64}'"
-        )
+        raise unlike("sampling", value, "a mapping: on the command line write sampling:='{\"max_tokens\": 64}'")
     sampling = parse_sampling(value)
     if is_chat:
         split_chat_options(sampling)
@@ -188,12 +171,8 @@ def run_sampling(value: Any, rows_per_shard: int, *, is_chat: bool) -> dict[str,
         for name, value in run_values(sampling).items()
     }
     n = sampling.get("n", 1)
-    if isinstance(n, int) and n * rows_per_shard > MAX_ROWS_PER_SHARD:
-        raise InvalidValue(
-            f"n is {{}}, which makes more than {MAX_ROWS_PER_SHARD} completions of a shard of "
-            f"{rows_per_shard} rows: give fewer rows_per_shard",
-            brief(n),
-        )
+    if isinstance(n, int):
+        check_shard(n, "completions of a row", rows_per_shard, MAX_ROWS_PER_SHARD)
     if isinstance(sampling.get("logit_bias"), dict):  # its keys as in the plan, which is JSON
         sampling["logit_bias"] = {str(key): bias for key, bias in sampling["logit_bias"].items()}
     return sampling

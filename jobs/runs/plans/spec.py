@@ -7,7 +7,7 @@ from contextlib import suppress
 from dataclasses import MISSING, asdict, dataclass, field, fields
 from functools import cached_property, partial
 from hashlib import blake2b
-from typing import Any, Self
+from typing import Annotated, Any, Self, get_args, get_origin, get_type_hints
 
 from jobs.common.display import MAX_NAME_CHARS, brief
 from jobs.context.checks import DEFAULT_MAX_ATTEMPTS, PARSERS, RepairOptions
@@ -30,52 +30,65 @@ MAX_FILES = 100_000
 DEFAULT_PROMPT_COLUMN = "prompt"
 
 
+def _inputs(name: str, value: Any) -> list[str]:
+    items = value if isinstance(value, list) else [value]
+    if not items:
+        raise InvalidJob(f"{name} is an empty list: name at least one file, folder or glob")
+    check_num_files(len(items))
+    return [run_path(item) for item in items]
+
+
+def _prefix(name: str, value: Any) -> str:
+    return "" if value == "" else some_text(name, value, MAX_NAME_CHARS)
+
+
 @dataclass(frozen=True)
 class RunSpec:
     """The arguments of jobs.score_parquet in one normal form; equal arguments give equal run ids.
 
-    A field with a default is left out of the JSON, and of the run's id, where it has that value.
+    A field with a default is left out of the JSON, and of the run's id, where it has that value. Beside its type stands
+    what makes its value of its name and of what was given; those without are looked at together.
     """
 
-    input: list[str]
-    output: str
-    prompt_column: str | None = DEFAULT_PROMPT_COLUMN
-    messages_column: str | None = None
+    input: Annotated[list[str], _inputs]
+    output: Annotated[str, lambda _, value: real_path(run_path(value))]
+    prompt_column: Annotated[str | None, column_name] = DEFAULT_PROMPT_COLUMN
+    messages_column: Annotated[str | None, column_name] = None
     template: str | list[dict[str, str]] | None = None
     sampling: dict[str, Any] = field(default_factory=dict)
-    rows_per_shard: int = 1000
-    filename_column: str | None = None
-    input_format: str | None = None
-    single_file: str | None = None
-    keep: list[str] | None = None
-    drop: list[str] | None = None
-    output_prefix: str = ""
-    limit: int | None = None
-    sampling_columns: dict[str, str] = field(default_factory=dict)
-    defaults: dict[str, str] = field(default_factory=dict)
-    template_format: str = checks.TEMPLATE_FORMATS[0]
-    prompts: list[dict[str, Any]] | None = None
-    labels: list[str] | None = None
-    calibrate: bool = False
-    check: dict[str, Any] | None = None
-    check_columns: list[str] | None = None
-    max_attempts: int = DEFAULT_MAX_ATTEMPTS
-    continue_on_length: bool = False
-    repair_template: str | None = None
-    task: str = checks.GENERATE
-    query_column: str | None = None
-    document_column: str | None = None
-    dimensions: int | None = None
-    prompt_name: str | None = None
-    model_alias: list[str] | None = None
-    only_new: bool = False
-    reused_column: str | None = None
-    order: str | None = None
-    logprob_type: str = checks.LOGPROB_TYPES[0]
-    escalate_below: float | None = None
-    escalate_to: str | None = None
-    escalate_model: str | None = None
-    image_column: list[str] | None = None
+    rows_per_shard: Annotated[int, partial(whole_number, most=prompt_steps.MAX_ROWS_PER_SHARD)] = 1000
+    filename_column: Annotated[str | None, column_name] = None
+    input_format: Annotated[str | None, partial(one_of, known=tuple(SUFFIXES))] = None
+    single_file: Annotated[str | None, parse_single_file] = None
+    keep: Annotated[list[str] | None, checks.column_names] = None
+    drop: Annotated[list[str] | None, checks.column_names] = None
+    output_prefix: Annotated[str, _prefix] = ""
+    limit: Annotated[int | None, whole_number] = None
+    sampling_columns: Annotated[dict[str, str], checks.sampling_columns] = field(default_factory=dict)
+    defaults: Annotated[dict[str, str], checks.defaults] = field(default_factory=dict)
+    template_format: Annotated[str, partial(one_of, known=checks.TEMPLATE_FORMATS)] = checks.TEMPLATE_FORMATS[0]
+    prompts: Annotated[list[dict[str, Any]] | None, prompt_steps.parse_prompts] = None
+    labels: Annotated[list[str] | None, parse_labels] = None
+    calibrate: Annotated[bool, truth] = False
+    check: Annotated[dict[str, Any] | None, PARSERS["check"]] = None
+    check_columns: Annotated[list[str] | None, checks.column_names] = None
+    max_attempts: Annotated[int, PARSERS["max_attempts"]] = DEFAULT_MAX_ATTEMPTS
+    continue_on_length: Annotated[bool, PARSERS["continue_on_length"]] = False
+    repair_template: Annotated[str | None, PARSERS["repair_template"]] = None
+    task: Annotated[str, partial(one_of, known=checks.TASKS)] = checks.GENERATE
+    query_column: Annotated[str | None, column_name] = None
+    document_column: Annotated[str | None, column_name] = None
+    dimensions: Annotated[int | None, whole_number] = None
+    prompt_name: Annotated[str | None, partial(some_text, most=MAX_NAME_CHARS)] = None
+    model_alias: Annotated[list[str] | None, checks.model_alias] = None
+    only_new: Annotated[bool, truth] = False
+    reused_column: Annotated[str | None, column_name] = None
+    order: Annotated[str | None, partial(one_of, known=("prefix",))] = None
+    logprob_type: Annotated[str, partial(one_of, known=checks.LOGPROB_TYPES)] = checks.LOGPROB_TYPES[0]
+    escalate_below: Annotated[float | None, checks.share] = None
+    escalate_to: Annotated[str | None, lambda name, value: check_queue_name(value, name)] = None
+    escalate_model: Annotated[str | None, lambda _, value: parse_model(value)] = None
+    image_column: Annotated[list[str] | None, checks.image_columns] = None
 
     @classmethod
     def from_arguments(cls, input: Any, output: Any, **given: Any) -> Self:
@@ -178,42 +191,10 @@ class RunSpec:
         return [each.name for each in fields(self) if getattr(self, each.name) != getattr(other, each.name)]
 
 
-def _inputs(name: str, value: Any) -> list[str]:
-    items = value if isinstance(value, list) else [value]
-    if not items:
-        raise InvalidJob(f"{name} is an empty list: name at least one file, folder or glob")
-    check_num_files(len(items))
-    return [run_path(item) for item in items]
-
-
-#: What is made of an option's name and what was given; others are looked at together.
 _PARSERS: Mapping[str, Callable[[str, Any], Any]] = {
-    **PARSERS,
-    "input": _inputs,
-    "output": lambda _, value: real_path(run_path(value)),
-    **dict.fromkeys(("prompt_column", "messages_column", "query_column", "document_column"), column_name),
-    **dict.fromkeys(("filename_column", "reused_column"), column_name),
-    "rows_per_shard": partial(whole_number, most=prompt_steps.MAX_ROWS_PER_SHARD),
-    "input_format": partial(one_of, known=tuple(SUFFIXES)),
-    "single_file": parse_single_file,
-    **dict.fromkeys(("keep", "drop", "check_columns"), checks.column_names),
-    "output_prefix": lambda name, value: "" if value == "" else some_text(name, value, MAX_NAME_CHARS),
-    **dict.fromkeys(("limit", "dimensions"), whole_number),
-    "image_column": checks.image_columns,
-    "sampling_columns": checks.sampling_columns,
-    "defaults": checks.defaults,
-    "template_format": partial(one_of, known=checks.TEMPLATE_FORMATS),
-    "prompts": prompt_steps.parse_prompts,
-    "labels": parse_labels,
-    **dict.fromkeys(("calibrate", "only_new"), truth),
-    "task": partial(one_of, known=checks.TASKS),
-    "prompt_name": partial(some_text, most=MAX_NAME_CHARS),
-    "model_alias": checks.model_alias,
-    "order": partial(one_of, known=("prefix",)),
-    "logprob_type": partial(one_of, known=checks.LOGPROB_TYPES),
-    "escalate_below": checks.share,
-    "escalate_to": lambda name, value: check_queue_name(value, name),
-    "escalate_model": lambda _, value: parse_model(value),
+    name: get_args(kind)[1]
+    for name, kind in get_type_hints(RunSpec, include_extras=True).items()
+    if get_origin(kind) is Annotated
 }
 
 
@@ -262,13 +243,14 @@ def _check_together(spec: RunSpec, given: Mapping[str, Any]) -> None:
     values = [step.sampling for step in spec.steps] or [spec.sampling]  # raises where steps cannot be
     if "logprob_type" in given and not any(name in each for each in values for name in LOGPROBS):
         raise InvalidJob("logprob_type is for log probabilities, and none are asked for: name logprobs too")
-    texts, _ = ([], None) if spec.template is None else template_texts(spec.template)
-    if texts and not is_jinja:
+    if is_jinja:
+        template_texts(spec.template)
+    elif has_template:
         parsed = prompt_steps.Template.parse(spec.template)
         if not parsed.columns and not spec.image_column:
             raise InvalidJob(
-                "the template names no column, so that every row would ask the same: "
-                f"write {{column}} where a row's value goes{prompt_steps.jinja_hint(texts[:1])}"
+                "the template names no column, so that every row would ask the same: write {column} where a row's "
+                f"value goes; {prompt_steps.BRACES}"
             )
         parsed.check_cost(spec.rows_per_shard)
     checks.check_nothing_generated(vars(spec), is_chat=spec.is_chat)

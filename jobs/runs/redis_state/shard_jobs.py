@@ -34,10 +34,6 @@ class EarlierJob:
     submission: int = 0
     in_queue: bool = False
 
-    @property
-    def waits(self) -> bool:
-        return self.status == JobStatus.QUEUED and self.in_queue and not self.executions
-
     def delete(self, pipe: Pipeline, from_queue: bool = True) -> None:
         """Delete it as RQ's `Job.delete` does. from_queue: also take it off its queue."""
         keys = rq_jobs.QueueKeys(self.origin)
@@ -193,7 +189,7 @@ class _ShardQueue:
 
     def _is_alive(self, job: EarlierJob, cancelled: int) -> bool:
         if 0 < cancelled >= job.submission:  # one that is held since before a cancel ends without its part
-            return job.waits
+            return job.status == JobStatus.QUEUED and job.in_queue and not job.executions
         if job.executions:
             return True
         # A worker that was killed between taking a job and starting it may leave it "queued" on no queue.

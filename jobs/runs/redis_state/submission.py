@@ -21,6 +21,7 @@ WEBHOOK, ON_END, TOLD, TOLD_FAILED = "webhook", "on_end", "told_submission", "to
 ASKED_FOR = (WEBHOOK, ON_END)
 
 _FUNCTION = re.compile(r"[^\W\d]\w*(\.[^\W\d]\w*)+")
+_LIMIT = re.compile(r"(?P<rows>\d{1,15})|(?P<percent>\d+(\.\d+)?(e-\d+)?)%", re.ASCII)
 #: Fewer finished rows say nothing of a share.
 MIN_JUDGED_ROWS = 100
 
@@ -35,16 +36,11 @@ class ErrorLimit:
         """Read a number of rows, a share like "5%", or None for the default. Raises InvalidValue."""
         if value is None:
             return DEFAULT_LIMIT
-        text = str(value).strip() if isinstance(value, (int, str)) and not isinstance(value, bool) else ""
-        try:
-            if text.endswith("%"):
-                share = float(text[:-1]) / 100
-                if 0 <= share <= 1:
-                    return cls(share=share)
-            elif text.isascii() and text.isdigit() and len(text) < 16:
-                return cls(rows=int(text))
-        except ValueError:
-            pass
+        found = _LIMIT.fullmatch(str(value).strip()) if type(value) in (int, str) else None
+        if found and found["rows"]:
+            return cls(rows=int(found["rows"]))
+        if found and (share := float(found["percent"]) / 100) <= 1:
+            return cls(share=share)
         raise unlike("max_errors", value, "a number of rows, or a share of them like '5%'")
 
     @classmethod

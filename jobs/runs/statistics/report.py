@@ -1,9 +1,8 @@
 """A finished run as one page, made of its manifest alone: no script, and nothing is fetched from anywhere."""
 
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from html import escape
-from math import isfinite
 from typing import Any
 
 from jobs.common.display import MAX_TEXT_CHARS, duration_text, safe_name
@@ -44,7 +43,7 @@ _WIDTH, _HEIGHT, _LEFT, _BELOW = 640, 190, 64, 26
 
 def report_html(manifest: Mapping[str, Any], price_per_hour: float | None = None) -> str:
     """Return the page, which shows no prompts or answers. price_per_hour: of a worker's machine, in any money."""
-    statistics = manifest.get("statistics", {})
+    statistics = manifest["statistics"]
     rows, errors = manifest["rows"], manifest["errors"]
     outcome = outcome_text(errors, manifest.get("failed_checks", 0), manifest.get("cut", 0))
     is_good = outcome == outcome_text(0, 0, 0)
@@ -56,20 +55,19 @@ def report_html(manifest: Mapping[str, Any], price_per_hour: float | None = None
         f"<p class=soft>{_text(manifest['model'])}, {_text(manifest['dtype'])}; "
         f"Tokenmill {_text(manifest['version'])}</p>",
         _figures(manifest, statistics, price_per_hour),
-        _throughput(statistics.get("timeline", {})),
+        _throughput(statistics["timeline"]),
         '<div class="pair">',
-        _lengths("Tokens of prompts", statistics.get("prompt_lengths", {})),
-        _lengths("Tokens of answers", statistics.get("completion_lengths", {})),
+        _lengths("Tokens of prompts", statistics["prompt_lengths"]),
+        _lengths("Tokens of answers", statistics["completion_lengths"]),
         "</div>",
-        _errors(errors, statistics.get("reasons", [])),
+        _errors(errors, statistics["reasons"]),
         _workers(statistics),
     ]
     return _PAGE.format(run=_text(manifest["run"]), style=_STYLE, sections="\n".join(sections))
 
 
 def _figures(manifest: Mapping[str, Any], statistics: Mapping[str, Any], price: float | None) -> str:
-    whole = manifest["seconds"] if isfinite(manifest["seconds"]) else 0.0
-    seconds = statistics.get("working_seconds", whole)  # manifests of older versions have none
+    seconds, spent = statistics["working_seconds"], statistics["worker_seconds"]
     prompts, cached = manifest["prompt_tokens"], manifest["cached_tokens"]
     figures = [
         ("Time", duration_text(seconds)),
@@ -78,9 +76,8 @@ def _figures(manifest: Mapping[str, Any], statistics: Mapping[str, Any], price: 
         ("Of these cached", f"{cached / prompts:.1%}" if prompts else "-"),
         ("Answer tokens", f"{manifest['completion_tokens']:,}"),
         ("Tokens a second", _number(manifest["generated_tokens"] / seconds) if seconds > 0 else "-"),
+        ("Time of workers", duration_text(spent)),
     ]
-    spent = statistics.get("worker_seconds", 0.0)
-    figures.append(("Time of workers", duration_text(spent)))
     if price is not None:
         figures.append((f"Cost at {price:g} an hour", f"{spent / 3600 * price:,.2f}"))
     cells = "".join(f"<div><dt>{_text(name)}</dt><dd>{_text(value)}</dd></div>" for name, value in figures)
@@ -88,13 +85,13 @@ def _figures(manifest: Mapping[str, Any], statistics: Mapping[str, Any], price: 
         "Answer tokens are those of the output's rows. Tokens a second, and those of workers, were generated:"
         " equal prompts are answered once, and an answer that was asked for again counts each time."
     ]
-    if (idle := whole - seconds) >= 1:
+    if (idle := manifest["seconds"] - seconds) >= 1:
         notes.insert(0, f"Time and chart leave out {duration_text(idle)} during which no worker had a shard.")
     return f"<dl>{cells}</dl><p class=soft>{_text(' '.join(notes))}</p>"
 
 
 def _throughput(timeline: Mapping[str, Any]) -> str:
-    width, tokens = timeline.get("bin_s", 0.0), timeline.get("tokens", [])
+    width, tokens = timeline["bin_s"], timeline["tokens"]
     if width <= 0 or not any(tokens):
         return ""
     marks = [duration_text(width * place) for place in range(len(tokens))]
@@ -125,37 +122,36 @@ def _chart(title: str, values: Sequence[float], marks: Sequence[str]) -> str:
     return f"<h2>{_text(title)}</h2>{svg}"
 
 
-def _table(title: str, heads: Sequence[str], rows: Iterable[Sequence[Any]]) -> str:
+def _table(title: str, heads: Sequence[str], rows: Sequence[Sequence[Any]], rest: int, of_rest: str) -> str:
+    """Return a table and how many more there are, nothing without rows."""
+    if not rows:
+        return ""
     cells = (
         "".join(f"<td class=n>{each:,}</td>" if isinstance(each, int) else f"<td>{_text(each)}</td>" for each in row)
         for row in rows
     )
     body = "".join(f"<tr>{row}</tr>" for row in cells)
     head = "".join(f"<th>{each}</th>" for each in heads)
-    return f"<h2>{title}</h2><table><tr>{head}</tr>{body}</table>"
+    more = f"<p class=soft>And {rest:,} more {of_rest}.</p>" if rest > 0 else ""
+    return f"<h2>{title}</h2><table><tr>{head}</tr>{body}</table>{more}"
 
 
 def _errors(errors: int, reasons: Sequence[Mapping[str, Any]]) -> str:
-    if not errors:
-        return ""
     rows = [(each["rows"], each["reason"], ", ".join(map(str, each["examples"]))) for each in reasons]
     rest = errors - sum(each["rows"] for each in reasons)
-    more = f"<p class=soft>{rest:,} more rows, whose reasons are not listed.</p>" if rest > 0 else ""
-    return _table("Rows with an error", ("Rows", "Reason", "Such as row"), rows) + more
+    heads = ("Rows", "Reason", "Such as row")
+    return _table("Rows with an error", heads, rows, rest, "rows, whose reasons are not listed")
 
 
 def _workers(statistics: Mapping[str, Any]) -> str:
-    workers = statistics.get("workers", [])
-    if not workers:
-        return ""
+    workers = statistics["workers"]
     counts = ("rows", "errors", "generated_tokens")
     rows = [
         (each["name"] or "not told", *(each[name] for name in counts), duration_text(each["seconds"]))
         for each in workers
     ]
-    rest = statistics.get("num_workers", 0) - len(workers)
-    more = f"<p class=soft>And {rest:,} more workers.</p>" if rest > 0 else ""
-    return _table("Workers", ("Name", "Rows", "Errors", "Tokens", "Time"), rows) + more
+    heads = ("Name", "Rows", "Errors", "Tokens", "Time")
+    return _table("Workers", heads, rows, statistics["num_workers"] - len(workers), "workers")
 
 
 def _text(value: object) -> str:
@@ -163,7 +159,4 @@ def _text(value: object) -> str:
 
 
 def _number(value: float) -> str:
-    for size, letter in ((1e9, "G"), (1e6, "M"), (1e4, "k")):
-        if value >= size:
-            return f"{value / (1000 if letter == 'k' else size):,.4g}{letter}"
     return f"{value:,.0f}" if value >= 100 or value == int(value) else f"{value:.3g}"

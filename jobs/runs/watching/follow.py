@@ -25,19 +25,6 @@ class End(enum.Enum):
 REFUSED_AS_BEFORE = "this submit was refused, as is named above; the run is finished as before"
 
 
-class Display:
-    """Where progress goes: nowhere, unless it is shown. warn: of a sentence."""
-
-    def show(self, snapshot: RunSnapshot) -> None:
-        """Take a look at the run."""
-
-    def warn(self, text: str) -> None:
-        """Take a sentence."""
-
-    def close(self) -> None:
-        """End what is shown."""
-
-
 @dataclass(frozen=True)
 class Followed:
     """The last look at a run, and how it ended."""
@@ -56,20 +43,26 @@ class Followed:
         return REFUSED_AS_BEFORE if self.end is End.PLAN_FAILED and snapshot.finished else self.end.value
 
 
-def follow(look: Callable[[], RunSnapshot], display: Display, sleep: Callable[[float], None]) -> Followed:
-    """Look at a run until it ends, whoever is away. Raises what the first look raises."""
+def follow(
+    look: Callable[[], RunSnapshot],
+    sleep: Callable[[float], None],
+    show: Callable[[RunSnapshot], None] = lambda snapshot: None,
+    warn: Callable[[str], None] = lambda text: None,
+) -> Followed:
+    """Look at a run until it ends, whoever is away. Raises what the first look raises.
+
+    show: takes each look. warn: takes sentences.
+    """
     previous = snapshot = look()
     told, is_away = list[str](), False
     while True:
-        display.show(snapshot)
+        show(snapshot)
         if end := _end(snapshot, previous):
             return Followed(snapshot, end)
         lacking = needs(snapshot)
         for each in lacking:
             if each not in told:
-                display.warn(f"{each}; still waiting")
-        if told and not lacking:
-            display.warn(f"{snapshot.workers} worker(s) listen on queue {snapshot.queue!r} now")
+                warn(f"{each}; still waiting")
         told = lacking
         sleep(POLL_S)
         try:
@@ -78,7 +71,7 @@ def follow(look: Callable[[], RunSnapshot], display: Display, sleep: Callable[[f
             return Followed(snapshot, End.FORGOTTEN)
         except (ConnectionError, TimeoutError) as error:
             if not is_away:
-                display.warn(f"no answer from Redis ({error}): the run goes on; still waiting")
+                warn(f"no answer from Redis ({error}): the run goes on; still waiting")
             is_away = True
 
 

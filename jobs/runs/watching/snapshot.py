@@ -1,7 +1,7 @@
 """How a run stands at one moment, as a word and in sentences: what it lacks to go on, and what comes before it."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from redis import Redis
@@ -20,13 +20,6 @@ STATES = ("planning", "not planned", "running", "ending", "finished", "failed", 
 #: How much of a queue is looked through for the run's first job.
 MAX_AHEAD = 1000
 
-_TOLD = (
-    *("run", "state", "output", "model", "submitted_at", "began_at", "ended_at", "rows", "rows_done", "errors"),
-    *("failed_checks", "cut", "rows_reused", "rows_escalated", "shards", "shards_done", "shards_started"),
-    *("shards_failed", "prompt_tokens", "completion_tokens", "cached_tokens", "tokens", "rows_per_s", "tokens_per_s"),
-    *("worked_s", "stopped", "workers", "awaited_model", "awaited_second", "left_s", "plan_error"),
-)
-
 
 @dataclass(frozen=True)
 class RunSnapshot:
@@ -36,7 +29,7 @@ class RunSnapshot:
     end. rows_done, tokens: generated ones, of running shards too; other counts are of finished shards. queue_length:
     jobs of any run. awaited_model: the run's, where no worker there serves it; awaited_second: that of a cascade's
     second_queue. listened: queues that have workers. stopped: why it was cancelled without
-    anyone's word. failed_jobs: without those that an earlier cancel has stopped. Times are Unix seconds. rows_per_s,
+    anyone's word. failed_jobs: none while a planning waits or runs. Times are Unix seconds. rows_per_s,
     tokens_per_s: of a finished run over worked_s, for which workers had shards.
     """
 
@@ -84,7 +77,7 @@ class RunSnapshot:
     cached_tokens: int = 0
 
     def to_object(self) -> dict[str, Any]:
-        return {"queue": safe_name(self.queue), **{name: getattr(self, name) for name in _TOLD}}
+        return {**asdict(self), "state": self.state, "shards_failed": self.shards_failed}
 
     @property
     def is_active(self) -> bool:

@@ -92,7 +92,7 @@ def test_following_shows_rows_until_the_run_ends(runs: Runs, redis: Redis, sourc
     add_worker(redis, "w")
     run = runs.plan(source, rows_per_shard=2)["run"]
     clock, shown = WorkersClock(*[lambda job=job: runs.run(job) for job in runs.jobs]), Shown()
-    followed = follow(lambda: read_snapshot(redis, run), shown, clock.sleep)
+    followed = follow(lambda: read_snapshot(redis, run), clock.sleep, shown.show, shown.warn)
     assert followed.end is End.FINISHED
     assert shown.rows == [0, 2, 4, 5]
     assert shown.warnings == []
@@ -103,8 +103,8 @@ def test_following_keeps_waiting_and_says_that_no_worker_listens(runs: Runs, red
     redis.sadd("rq:workers", "rq:worker:dead")  # killed: its key has expired
     events = [lambda: None, lambda: add_worker(redis, "w"), lambda: redis.delete("rq:worker:w"), lambda: runs.work()]
     clock, shown = WorkersClock(*events), Shown()
-    assert follow(lambda: read_snapshot(redis, run), shown, clock.sleep).end is End.FINISHED
-    assert ["no worker" in text for text in shown.warnings] == [True, False, True]
+    assert follow(lambda: read_snapshot(redis, run), clock.sleep, shown.show, shown.warn).end is End.FINISHED
+    assert ["no worker" in text for text in shown.warnings] == [True, True]
     assert "rq worker" in shown.warnings[0]
 
 
@@ -112,7 +112,7 @@ def test_a_second_model_that_nobody_serves_is_told_once_each_time() -> None:
     lacking = snapshot(awaited_second="large", second_queue="big")
     looks = [lacking, lacking, snapshot(), lacking, snapshot(finished=True)]
     shown = Shown()
-    follow(lambda: looks.pop(0), shown, lambda _: None)
+    follow(lambda: looks.pop(0), lambda _: None, shown.show, shown.warn)
     (text,) = {each for each in shown.warnings if "which is asked again" in each}
     assert "'big'" in text
     assert shown.warnings.count(text) == 2
@@ -124,7 +124,7 @@ def test_following_ends_when_only_failed_shards_are_left(runs: Runs, redis: Redi
     first, second = runs.jobs
     redis.zadd("rq:failed:bulk", {f"another's {number}": 9e12 for number in range(MAX_ENTRIES + 1)})
     clock = WorkersClock(lambda: fail(redis, first, "DiskFull"), lambda: runs.run(second))
-    followed = follow(lambda: read_snapshot(redis, run), Shown(), clock.sleep)
+    followed = follow(lambda: read_snapshot(redis, run), clock.sleep)
     assert followed.end is End.SHARDS_FAILED
     assert followed.snapshot.failed_jobs == (shard_job_id(run, 0),)
 
@@ -136,7 +136,7 @@ def test_following_ends_when_someone_emptied_the_queue(
     planned = invoke("submit", source, tmp_path / "other").stdout.strip()
     clock = WorkersClock(Queue("bulk", redis, serializer=JSONSerializer).empty, lambda: None, lambda: None)
     for name in (run, planned):
-        followed = follow(lambda name=name: read_snapshot(redis, name), Shown(), clock.sleep)
+        followed = follow(lambda name=name: read_snapshot(redis, name), clock.sleep)
         assert followed.end is End.STRANDED
 
 
@@ -160,5 +160,5 @@ def test_following_outlives_an_outage_of_redis(runs: Runs, redis: Redis, source:
         runs.work()
 
     clock, shown = WorkersClock(goes, lambda: None, comes_back), Shown()
-    assert follow(look, shown, clock.sleep).end is End.FINISHED
+    assert follow(look, clock.sleep, shown.show, shown.warn).end is End.FINISHED
     assert ["no answer" in text for text in shown.warnings] == [True]

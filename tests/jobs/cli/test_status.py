@@ -9,7 +9,7 @@ from rq.job import JobStatus
 from rq.results import Result
 
 from jobs.cli import status_text
-from jobs.common.keys import SUBMISSION_FIELD, WORKER_STATS_TTL_S, run_key
+from jobs.common.keys import WORKER_STATS_TTL_S, run_key
 from jobs.runs.watching.reading import read_snapshot
 from tests.jobs.answering import add_worker, fail, queued_jobs, score_parquet
 from tests.jobs.conftest import Invoke, MakeContext
@@ -67,22 +67,6 @@ def test_what_others_wrote_steers_no_terminal(invoke: Invoke, redis: Redis, sour
         assert len(line) < 3000
 
 
-def test_status_does_not_call_a_run_finished_whose_part_is_gone(
-    runs: Runs, invoke: Invoke, redis: Redis, source: Path
-) -> None:
-    output = runs.output
-    run = runs.plan(source, output, rows_per_shard=2)["run"]
-    runs.work()
-    assert f"run {run}: finished" in invoke("status", run).stdout
-    (output / "part-00001.parquet").unlink()
-    for name in (run, output, output):
-        text = invoke("status", name).stdout
-        assert f"run {run}: incomplete" in text
-        assert f"1 parts are gone: submit into another folder with --reuse {output}, which" in text
-        if name == output:
-            redis.flushall()
-
-
 def test_what_an_earlier_cancel_stopped_is_no_failure_of_the_run_that_is_resumed(
     runs: Runs, invoke: Invoke, redis: Redis, source: Path
 ) -> None:
@@ -96,9 +80,11 @@ def test_what_an_earlier_cancel_stopped_is_no_failure_of_the_run_that_is_resumed
         redis.lrem("rq:queue:bulk", 1, job.id)
     invoke("cancel", run)
     invoke(*submit)
-    redis.hset(f"rq:job:{failed.id}", SUBMISSION_FIELD, 10**15)  # it has failed since
-    snapshot = read_snapshot(redis, run)
-    assert snapshot.failed_jobs == (failed.id,)
+    assert read_snapshot(redis, run).failed_jobs == ()
+    assert stopped.id not in invoke("status", run).output
+    runs.work()  # its planning enqueues both again
+    fail(redis, runs.jobs[1], "ValueError")
+    assert read_snapshot(redis, run).failed_jobs == (failed.id,)
     told = invoke("status", run).output
     assert failed.id in told
     assert stopped.id not in told

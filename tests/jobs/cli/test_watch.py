@@ -180,7 +180,7 @@ def test_shards_are_told_one_by_one(runs: Runs, redis: Redis, source: Path) -> N
     redis.hset(failed.key, "worker_name", "w\x1b[2J")
     shards = list_shards(redis, run, 2)
     assert [(each.shard, each.state) for each in shards] == [(2, "queued"), (3, "failed"), (4, "done")]
-    assert (shards[-1].rows, shards[-1].errors, shards[1].worker) == (1, 1, r"w\x1b[2J")
+    assert (shards[-1].rows_done, shards[-1].errors, shards[1].worker) == (1, 1, r"w\x1b[2J")
 
 
 def test_of_a_cancelled_run_no_shard_has_failed_and_the_rest_is_left(

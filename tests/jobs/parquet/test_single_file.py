@@ -46,7 +46,7 @@ def test_readers_of_the_folder_and_of_the_file_find_each_row_once(redis: Redis, 
     assert pq.read_schema(output / "output.parquet").metadata == {b"own": b"kept"}
     _, found = named_run(redis, str(output))
     assert found is not None
-    assert (found.parts, found.finished, found.num_gone) == (3, True, 0)
+    assert (found.parts, found.state) == (3, "finished")
 
 
 @pytest.mark.parametrize("kind", ["csv", "jsonl", "arrow", "parquet"])
