@@ -10,7 +10,7 @@ from redis import Redis
 
 from jobs.common import rq_jobs, stored
 from jobs.common.display import MAX_TEXT_CHARS, safe_name
-from jobs.common.keys import RUNS_KEY, run_key
+from jobs.common.keys import RUNS_KEY, SUBMISSION_FIELD, run_key
 from jobs.common.rq_jobs import JobStatus
 from jobs.common.workers import Worker, read_workers, served_on
 from jobs.errors import FAULT_PREFIX, UnknownRun
@@ -33,7 +33,7 @@ MAX_ENTRIES = 20_000
 _FACTS = (
     *("output", "queue", "plan_job", "plan_model", "rows", "shards", "model", "model_text", "max_errors"),
     *("second_queue", "second_model", "second_text", "cancelled", "finished", "stopped", "submission"),
-    *("worked_s", PLAN_ERROR),
+    *("cancelled_submission", "worked_s", PLAN_ERROR),
 )
 _TIMES = ("began_at", "ended_at", "worked_s")
 _COUNTS = (*TOTALS, *OF_SUBMISSION)
@@ -56,10 +56,11 @@ class ShardSeen:
 
 
 class _Look:
-    """What one look has seen of a run so far. done: how many shards have a part."""
+    """What one look has seen of a run so far. done: how many shards have a part. stopped: failed jobs of a cancel."""
 
     done = claimed = gone = 0
     progress: Sequence[Progress] = ()
+    stopped: Collection[str] = ()
 
     def __init__(self, run: str, facts: dict[str, str], plan_status: JobStatus | None) -> None:
         self.run, self.facts, self.plan_status = run, facts, plan_status
@@ -83,9 +84,16 @@ class _Look:
         is_unended = num_parts >= (self.shards or 1) and not self.is_finished and not self.started
         self.running = {shard: job for shard, job in self.started.items() if shard not in with_part}
         others = self.running if is_unended else {*self.running, *with_part}
-        # A planning that is under way enqueues those that failed, or that an earlier cancel has stopped.
-        failed = () if self.plan_status in WAITING else sorted(self.failed.keys() - others)
-        self.failed = {shard: self.failed[shard] for shard in failed}
+        self.failed = {shard: self.failed[shard] for shard in sorted(self.failed.keys() - others)}
+
+    def see_stopped(self, connection: Redis) -> None:
+        """See which failed jobs an earlier cancel has stopped."""
+        cancelled, failed = _number(self.facts, "cancelled_submission"), list(self.failed.values())
+        with connection.pipeline(transaction=False) as pipe:
+            for job_id in failed if cancelled else ():
+                pipe.hget(rq_jobs.job_key(job_id), SUBMISSION_FIELD)
+            numbers = [stored.count(stored.text(each or b"")) or 0 for each in pipe.execute()]
+        self.stopped = {job_id for job_id, number in zip(failed, numbers, strict=False) if number <= cancelled}
 
     @property
     def is_still(self) -> bool:
@@ -104,7 +112,7 @@ class _Look:
         with connection.pipeline(transaction=False) as pipe:
             for shard in [each for each in rest if each not in self.failed][:MAX_SOUGHT]:
                 pipe.exists(*(rq_jobs.job_key(shard_job_id(self.run, shard, kind)) for kind in kinds))
-            self.gone = pipe.execute().count(0)
+            self.gone = pipe.execute().count(0) + len(self.stopped)
 
     def snapshot(self, connection: Redis, workers: Collection[Worker]) -> RunSnapshot:
         facts, progress, counts = self.facts, self.progress, self.counts
@@ -136,7 +144,7 @@ class _Look:
             shards_started=len(progress),
             claimed=self.claimed,
             gone=self.gone,
-            failed_jobs=tuple(self.failed.values()),
+            failed_jobs=tuple(job for job in self.failed.values() if job not in self.stopped),
             workers=served_on(workers, facts["queue"])[0],
             queue_length=self.length,
             listened=tuple(sorted({name for each in workers for name in each.queues})),
@@ -206,6 +214,7 @@ def read_runs(connection: Redis, runs: Iterable[str], most: int = 0) -> list[Run
     found = []
     for look in looks:
         look.progress = read_progress(connection, list(look.running.values()))
+        look.see_stopped(connection)
         left = 0 if look.shards is None else look.shards - look.done - len(look.failed)
         if look.is_still and (not most or left > look.length):
             look.seek(connection)
