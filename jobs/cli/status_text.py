@@ -127,8 +127,8 @@ def tell_failures(connection: redis.Redis, snapshot: RunSnapshot) -> None:
         click.echo(f"and {len(snapshot.failed_jobs) - MAX_SHOWN} more failed shards", err=True)
 
 
-def status_text(snapshot: RunSnapshot) -> str:
-    lines = [f"run {snapshot.run}: {snapshot.state}", f"output   {snapshot.output}"]
+def status_text(snapshot: RunSnapshot, num_gone: int = 0) -> str:
+    lines = [f"run {snapshot.run}: {'incomplete' if num_gone else snapshot.state}", f"output   {snapshot.output}"]
     if snapshot.rows is not None:
         started = f"{snapshot.shards_started} started"
         outcome = outcome_text(snapshot.errors, snapshot.failed_checks, snapshot.cut)
@@ -141,7 +141,12 @@ def status_text(snapshot: RunSnapshot) -> str:
             f"tokens   {snapshot.tokens} generated",
             *([] if snapshot.left_s is None else [f"left     {duration_text(snapshot.left_s)}"]),
         ]
-    return "\n".join([*lines, *verdict(snapshot)])
+    return "\n".join([*lines, *verdict(snapshot), *gone_text(num_gone, snapshot.output)])
+
+
+def gone_text(num_gone: int, folder: str) -> list[str]:
+    told = f"but      {num_gone} parts are gone: submit into another folder with --reuse {folder}, which computes them"
+    return [told] if num_gone else []
 
 
 def _rest(snapshot: RunSnapshot) -> str:

@@ -8,12 +8,12 @@ from collections.abc import Callable, Sequence
 import click
 import redis
 
-from jobs.cli.status_text import rate, status_text, table, tell_failures
+from jobs.cli.status_text import gone_text, rate, status_text, table, tell_failures
 from jobs.common.display import MAX_TEXT_CHARS, duration_text, safe_name
 from jobs.common.workers import WorkerSample, read_workers
 from jobs.doctor.redis_server import troubles
 from jobs.errors import UnknownRun
-from jobs.runs.output import RunOutput, named_run
+from jobs.runs.output import RunOutput, named_run, output_here
 from jobs.runs.watching.reading import MAX_RUNS, list_runs, read_planned, run_reasons
 from jobs.runs.watching.snapshot import STATES, RunSnapshot, obstacles
 
@@ -91,7 +91,8 @@ def status(connection: redis.Redis, /, run: str | None, as_json: bool, watch: bo
         reasons = [vars(reason) for reason in run_reasons(connection, snapshot.run)]
         click.echo(json.dumps({**snapshot.to_object(), "reasons": reasons}))
         return
-    click.echo(status_text(snapshot))
+    output = output or output_here(snapshot.output, snapshot.run)
+    click.echo(status_text(snapshot, output.num_gone if output and snapshot.finished else 0))
     for obstacle in obstacles(connection, snapshot):
         click.echo(f"waits    {obstacle}")
     tell_failures(connection, snapshot)
@@ -115,7 +116,8 @@ def _output_text(output: RunOutput) -> str:
         f"output   {output.folder}",
         f"rows     {output.plan.rows}{errors}",
         f"shards   {output.parts} of {len(output.plan.shards)} done",
-        *([] if output.state == "finished" else ["this Redis does not know it any more: submit it again"]),
+        *gone_text(output.num_gone, output.folder),
+        *(["this Redis does not know it any more: submit it again"] if output.state == "forgotten" else []),
     ]
     return "\n".join(lines)
 

@@ -11,7 +11,7 @@ from redis import Redis
 
 from jobs.common import stored
 from jobs.common.keys import run_folder_key
-from jobs.errors import PlanDamaged, UnknownRun
+from jobs.errors import JobsError, PlanDamaged, UnknownRun
 from jobs.runs.plans.names import MANIFEST, PARTS, PLAN, SUCCESS, is_run_id, part_shards
 from jobs.runs.plans.paths import is_stored, real_path, run_path
 from jobs.runs.plans.plan import Plan
@@ -19,7 +19,10 @@ from jobs.runs.plans.plan import Plan
 
 @dataclass(frozen=True)
 class RunOutput:
-    """A planned run's folder. state: "finished", or "forgotten" by Redis. errors: rows with one, None until the end."""
+    """A planned run's folder. state: "finished", "incomplete" if parts of it are gone since, or "forgotten" by Redis.
+
+    errors: rows with one, None until the end.
+    """
 
     plan: Plan
     folder: str
@@ -27,6 +30,9 @@ class RunOutput:
     state: str
     errors: int | None
 
+    @property
+    def num_gone(self) -> int:
+        return len(self.plan.shards) - self.parts if self.state == "incomplete" else 0
 
 def named_run(connection: Redis, name: str) -> tuple[str, RunOutput | None]:
     """Return the run that an id or a folder names, and what the folder holds. Raises UnknownRun, PlanDamaged."""
@@ -39,6 +45,15 @@ def named_run(connection: Redis, name: str) -> tuple[str, RunOutput | None]:
     if not is_run_id(run):
         raise UnknownRun(name)
     return run, None
+
+
+def output_here(folder: str, run: str) -> RunOutput | None:
+    """Return a run's output as this machine sees it; None if the folder is elsewhere or another run's."""
+    with suppress(JobsError):  # Redis' writers name it
+        output = _read_output(folder)
+        if output is not None and output.plan.run == run:
+            return output
+    return None
 
 
 def _read_output(name: str) -> RunOutput | None:
@@ -54,8 +69,10 @@ def _read_output(name: str) -> RunOutput | None:
         raise PlanDamaged(path, str(error)) from error
     except OSError:
         return None
-    state = "finished" if os.path.isfile(os.path.join(folder, SUCCESS)) else "forgotten"
+    num_parts, state = len(part_shards(names)), "forgotten"
+    if os.path.isfile(os.path.join(folder, SUCCESS)):
+        state = "incomplete" if num_parts < len(plan.shards) else "finished"
     errors = None
     with suppress(OSError, ValueError, KeyError, TypeError):  # it may be none, or not there yet
         errors = int(json.loads(Path(folder, MANIFEST).read_text("utf-8"))["errors"])
-    return RunOutput(plan, folder, len(part_shards(names)), state, errors)
+    return RunOutput(plan, folder, num_parts, state, errors)

@@ -67,6 +67,22 @@ def test_what_others_wrote_steers_no_terminal(invoke: Invoke, redis: Redis, sour
         assert len(line) < 3000
 
 
+def test_status_does_not_call_a_run_finished_whose_part_is_gone(
+    runs: Runs, invoke: Invoke, redis: Redis, source: Path
+) -> None:
+    output = runs.output
+    run = runs.plan(source, output, rows_per_shard=2)["run"]
+    runs.work()
+    assert f"run {run}: finished" in invoke("status", run).stdout
+    (output / "part-00001.parquet").unlink()
+    for name in (run, output, output):
+        text = invoke("status", name).stdout
+        assert f"run {run}: incomplete" in text
+        assert f"1 parts are gone: submit into another folder with --reuse {output}, which" in text
+        if name == output:
+            redis.flushall()
+
+
 def test_what_an_earlier_cancel_stopped_is_no_failure_of_the_run_that_is_resumed(
     runs: Runs, invoke: Invoke, redis: Redis, source: Path
 ) -> None:
