@@ -31,13 +31,9 @@ def scan(
     """Look through `rows` of a file that is no Parquet. Raises CorruptTable, SchemaMismatch or TableNotRead."""
 
     def ask() -> Contents:
-        names = bytearray()
         with open_table(storage, path, limit, input_format, CHILD_SHARE) as ask_child:
-            for message, body in ask_child(f"{_TASKS}:scan", {"rows": rows}):
-                if "names" in message:
-                    names += body
-        groups = [(rows, size) for rows, size in message["groups"]]
-        return Contents(read_schema(body), groups, kinds=dict(message["kinds"]), names=names)
+            ((found, schema),) = ask_child(f"{_TASKS}:scan", {"rows": rows})
+        return Contents(read_schema(schema), **found)
 
     return asked_again(path, ask)
 

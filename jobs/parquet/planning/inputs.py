@@ -8,7 +8,6 @@ from importlib.metadata import version
 from itertools import islice
 from typing import Any
 
-import numpy as np
 import pyarrow as pa
 
 from jobs import errors
@@ -19,19 +18,15 @@ from jobs.parquet.asks.scores import content_free
 from jobs.parquet.files.fingerprint import GONE, check_unchanged, file_fingerprint
 from jobs.parquet.files.storage import Storage
 from jobs.parquet.formats.converted_inputs import scan
-from jobs.parquet.formats.converter import NAME_BYTES
 from jobs.parquet.formats.kinds import Kind, arrow_field, merged, merged_texts
 from jobs.parquet.outputs.part import output_schema
 from jobs.parquet.planning.find_files import FoundFile, find_files, partition_columns
 from jobs.parquet.prompts.sources import row_source
 from jobs.parquet.tables.columns import ROW_NUMBER, with_added_fields
 from jobs.parquet.tables.table_reading import look_at
-from jobs.runs.plans.names import HEADED, LINES, OPENAI_BATCH, PARQUET, one_format
+from jobs.runs.plans.names import HEADED, LINES, PARQUET, one_format
 from jobs.runs.plans.plan import AddedColumn, Plan, PlannedFile, Shard, cut_shards
 from jobs.runs.plans.spec import RunSpec
-
-#: Lines that repeat a custom_id, each of which the plan lists.
-MAX_REPEATED = 100_000
 
 
 def read_inputs(
@@ -60,7 +55,6 @@ def read_inputs(
         added_columns=tuple(columns),
         input_format=look.format,
         columns=tuple(look.kinds.items()),
-        repeated=repeated_rows(look.names, found[0].path) if look.format == OPENAI_BATCH else (),
         sizes=tuple(_num_bytes(look.groups[shard.file], shard) for shard in shards),
     )
     schema = with_added_fields(schema, columns)
@@ -118,7 +112,6 @@ class _Look:
         self.kinds: dict[str, Kind] = {}
         self.files: list[PlannedFile] = []
         self.groups: list[list[tuple[int, int]]] = []
-        self.names: list[bytearray] = []
         self._schema: pa.Schema | None = None
 
     @property
@@ -138,7 +131,6 @@ class _Look:
             found = scan(self._storage, path, self.format, most, limit)
         if self.format in LINES:
             self._take_kinds(path, found.kinds)
-            self.names.append(found.names)
         else:
             self._check_schema(path, found.schema)
         fingerprint = file_fingerprint(self._storage, path, self.format)
@@ -164,17 +156,6 @@ class _Look:
         self._schema = schema if self._schema is None else self._schema
         if not schema.equals(self._schema):
             raise errors.SchemaMismatch(path, f"its columns are {_columns(schema, self._schema)}")
-
-
-def repeated_rows(names: Sequence[bytearray], path: str) -> tuple[int, ...]:
-    """Return the rows whose custom_id an earlier one has, by NAME_BYTES of each row. Raises CorruptTable."""
-    found = np.frombuffer(b"".join(names), np.dtype((np.void, NAME_BYTES)))
-    _, first = np.unique(found, return_index=True)
-    repeated = np.setdiff1d(np.arange(len(found)), first)
-    if len(repeated) > MAX_REPEATED:
-        what = f"{len(repeated)} of its {len(found)} lines repeat the custom_id of an earlier one"
-        raise errors.CorruptTable(path, OPENAI_BATCH, what)
-    return tuple(repeated.tolist())
 
 
 def _added_columns(

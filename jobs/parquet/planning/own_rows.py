@@ -38,8 +38,7 @@ def with_own_rows(context: JobContext, storage: Storage, plan: Plan, chosen: Pla
     before, name = plan, kept_name(0, plan.reused.name)
     first, *others = plan.files
     first = replace(first, kept=len(chosen))
-    repeated = tuple(np.flatnonzero(np.isin(chosen, plan.repeated)).tolist())
-    plan = replace(plan, files=(first, *(replace(file, kept=0) for file in others)), repeated=repeated)
+    plan = replace(plan, files=(first, *(replace(file, kept=0) for file in others)))
     groups = list[int]()
     if len(chosen):
         target, places = plan.rows_path(first), os.path.join(plan.spec.output, name)
@@ -168,13 +167,10 @@ def match(
     if any_model:
         marks = np.concatenate([marks, old.marks])  # its own answers first
     found = found or Matches(np.full(plan.rows, -1, np.int64), np.zeros(plan.rows, np.uint16), marks)
-    repeated = np.array(plan.repeated, np.int64)  # ascending
     for start, rows in rendered_shards(context, storage, plan, ask.source):
         places, models = found.places[start : start + len(rows)], found.models[start : start + len(rows)]
         keys = row_keys(ask.key_of, rows)
         asked: npt.NDArray[np.bool_] = np.any(keys, axis=1)
-        first, end = np.searchsorted(repeated, [start, start + len(rows)])
-        asked[repeated[first:end] - start] = False
         for number, mark in enumerate(marks):
             missing = np.flatnonzero(asked & (places < 0))
             places[missing] = old.keys.find(keys[missing] ^ mark)

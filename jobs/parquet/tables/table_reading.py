@@ -37,7 +37,7 @@ class Contents:
     """What a look at a file tells: rows and bytes of each of its row groups, as they are or will be.
 
     stored_bytes, statistics: of a Parquet file, with its footer's bytes, and what a part says of itself. kinds: of a
-    text file's columns. names: of a batch file some bytes of each row, alike where two rows have the same custom_id.
+    text file's columns.
     """
 
     schema: pa.Schema
@@ -46,7 +46,6 @@ class Contents:
     stored_bytes: int = 0
     statistics: str = ""
     kinds: Mapping[str, Any] = field(default_factory=dict)
-    names: bytearray = field(default_factory=bytearray)
 
 
 def look_at(storage: Storage, path: str, limit: int = DEFAULT_BYTES) -> Contents:
