@@ -38,7 +38,7 @@ def read_inputs(
     left = spec.limit
     for each in found:
         context.check_interrupted()
-        look.take(each.path, left, context.shard_bytes.limit)
+        look.take(each.path, left)
         if left is not None and (left := left - look.files[-1].rows) <= 0:
             break
     schema = look.schema
@@ -120,15 +120,13 @@ class _Look:
             return pa.schema([arrow_field(name, kind) for name, kind in self.kinds.items()])
         return self._schema
 
-    def take(self, path: str, most: int | None, limit: int) -> None:
+    def take(self, path: str, most: int | None) -> None:
         """Look at a file in one state of it. most: rows, of no Parquet. Raises InputNotFound, InputBeingWritten."""
         stat = self._storage.stat(path)
         if stat is None:
             raise errors.InputNotFound(path)
-        if self.format == PARQUET:
-            found = look_at(self._storage, path, limit)
-        else:
-            found = scan(self._storage, path, self.format, most, limit)
+        is_parquet = self.format == PARQUET
+        found = look_at(self._storage, path) if is_parquet else scan(self._storage, path, self.format, most)
         if self.format in LINES:
             self._take_kinds(path, found.kinds)
         else:

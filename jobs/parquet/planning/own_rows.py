@@ -58,7 +58,7 @@ def _chosen_rows(context: JobContext, storage: Storage, plan: Plan, chosen: Plac
     firsts = [plan.first_row(shard) for shard in range(len(plan.shards))]
     shards = np.unique(np.searchsorted(firsts, chosen, "right") - 1).tolist()
     with RowBuckets(len(chosen)) as buckets:
-        for number, reader in shard_readers(context, storage, plan, shards):
+        for number, reader in shard_readers(storage, plan, shards):
             start = firsts[number]
             for batch in shard_batches(context, plan, plan.shards[number], reader):
                 numbers = np.arange(start, start := start + batch.num_rows)

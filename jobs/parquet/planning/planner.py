@@ -72,7 +72,7 @@ def plan_run(context: JobContext, storage: Storage, spec: RunSpec, submission: S
         state.unmark_finished(folder.has_success)
         context.check_interrupted()
         asked_of = {plan.shards[shard].file for shard in missing}
-        num_bytes = convert_inputs(storage, plan, asked_of, context.execution_id, context.shard_bytes.limit)
+        num_bytes = convert_inputs(storage, plan, asked_of, context.execution_id)
         if num_bytes and folder.has_success():  # others have ended the run meanwhile
             remove_converted(storage, plan)
         folder.make_journal_folder()
@@ -105,7 +105,7 @@ def _agreed_plan(
         plan = replace(plan, second=second_model(context, spec, submission.queue))
         if (spec.order or submission.reuse) and begin_folder(storage, spec.output):
             files = {shard.file for shard in plan.shards if shard.rows}
-            convert_inputs(storage, plan, files, context.execution_id, context.shard_bytes.limit)
+            convert_inputs(storage, plan, files, context.execution_id)
             plan = with_reused(context, storage, in_order(context, storage, plan), submission)
         if create_plan(storage, plan, context.execution_id):
             return plan

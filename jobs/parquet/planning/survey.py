@@ -79,7 +79,7 @@ class SurveyWork(RowsTask):
         meter, ask = context.meter(), ask_of(plan, context)
         self._counts = counts = _Counts(context, ask, meter, plan.rows, max_rows)
         files = {shard.file for shard in plan.shards if shard.rows}
-        with converted_for_now(storage, plan, files, context.shard_bytes.limit) as (storage, plan):
+        with converted_for_now(storage, plan, files) as (storage, plan):
             is_reused = np.zeros(plan.rows, bool)
             if reuse:
                 is_reused = match(context, storage, plan, ask, OldRuns(storage, reuse), any_model).places >= 0
