@@ -5,9 +5,8 @@ the input they are lies beside the keys, for whoever is told of a row that faile
 """
 
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
-from functools import partial
 from hashlib import blake2b
 
 import numpy as np
@@ -110,10 +109,9 @@ def with_reused(context: JobContext, storage: Storage, plan: Plan, submission: S
     reused = Reused(context.execution_id)
     plan = replace(plan, seed=seed, reused=reused)
     ask = ask_of(plan, context)
-    look_up = partial(match, context, storage, plan, ask, old, submission.reuse_from_any_model)
-    matches = look_up()
+    matches = match(context, storage, plan, ask, old, submission.reuse_from_any_model)
     if spec.only_new:
-        for _ in answers(old, matches, look_up, pa.schema([pa.field("error", pa.string())])):
+        for _ in answers(old, matches, pa.schema([pa.field("error", pa.string())])):
             pass  # it leaves of matches those that have no error, and can be read
         fresh = np.flatnonzero(matches.places < 0)
         plan = with_own_rows(context, storage, plan, fresh)
@@ -121,7 +119,7 @@ def with_reused(context: JobContext, storage: Storage, plan: Plan, submission: S
         fields = kind_of(spec).fields(spec, embedding_size(spec, context.model))
         beside_answers = pa.schema([*BESIDE, *fields])
         with RowBuckets(plan.rows) as taken:
-            for rows, batch, sources in answers(old, matches, look_up, pa.schema(fields)):
+            for rows, batch, sources in answers(old, matches, pa.schema(fields)):
                 marks = [matches.marks[number].tobytes() for number in matches.models[rows]]
                 beside = [pa.array(rows), pa.array(marks, pa.binary(SIZE)), pa.array(sources, pa.string())]
                 taken.add(rows, pa.RecordBatch.from_arrays([*beside, *batch.columns], schema=beside_answers))
@@ -151,22 +149,14 @@ class Matches:
     marks: Keys
 
 
-def match(
-    context: JobContext,
-    storage: Storage,
-    plan: Plan,
-    ask: Ask,
-    old: OldRuns,
-    any_model: bool,
-    found: Matches | None = None,
-) -> Matches:
-    """Look up each row of a plan, whose inputs can be read. found: has no match of those that are looked up again."""
+def match(context: JobContext, storage: Storage, plan: Plan, ask: Ask, old: OldRuns, any_model: bool) -> Matches:
+    """Look up each row of a plan, whose inputs can be read."""
     marks = model_mark(context.model.fingerprint)
     if plan.second is not None:
         marks = np.concatenate([marks, model_mark(plan.second.fingerprint)])
     if any_model:
         marks = np.concatenate([marks, old.marks])  # its own answers first
-    found = found or Matches(np.full(plan.rows, -1, np.int64), np.zeros(plan.rows, np.uint16), marks)
+    found = Matches(np.full(plan.rows, -1, np.int64), np.zeros(plan.rows, np.uint16), marks)
     for start, rows in rendered_shards(context, storage, plan, ask.source):
         places, models = found.places[start : start + len(rows)], found.models[start : start + len(rows)]
         keys = row_keys(ask.key_of, rows)
@@ -178,22 +168,14 @@ def match(
     return found
 
 
-def answers(
-    old: OldRuns, matches: Matches, look_up: Callable[[Matches], Matches], schema: pa.Schema
-) -> Iterator[tuple[npt.NDArray[np.int64], pa.RecordBatch, list[str]]]:
+def answers(old: OldRuns, matches: Matches, schema: pa.Schema) -> Iterator[tuple[Places, pa.RecordBatch, list[str]]]:
     """Yield answers by the names of `schema`: the new rows that have them, and which old rows they are."""
-    is_taken = np.zeros(len(matches.places), bool)
-    for run in old.told:
-        rows = np.flatnonzero((matches.places >= 0) & ~is_taken)
-        rows = rows[np.argsort(matches.places[rows], kind="stable")]
-        for part, which, batch in old.answers(matches.places[rows], schema):
-            is_taken[rows[which]] = True
-            part.told.rows += len(which)
-            first = part.plan.first_row(part.shard) - part.first
-            yield rows[which], batch, [f"{part.told.output}#{place + first}" for place in matches.places[rows[which]]]
-        lost = rows[~is_taken[rows]]
-        old.keys.forget(matches.places[lost])
-        matches.places[lost] = -1
-        if not len(lost) or run is old.told[-1]:
-            return
-        look_up(matches)
+    rows = np.flatnonzero(matches.places >= 0)
+    rows = rows[np.argsort(matches.places[rows], kind="stable")]
+    is_taken = np.zeros(len(rows), bool)
+    for part, which, batch in old.answers(matches.places[rows], schema):
+        is_taken[which] = True
+        part.told.rows += len(which)
+        first = part.plan.first_row(part.shard) - part.first
+        yield rows[which], batch, [f"{part.told.output}#{place + first}" for place in matches.places[rows[which]]]
+    matches.places[rows[~is_taken]] = -1  # they lie in files that cannot be read
