@@ -37,14 +37,12 @@ Ask = Callable[[str, Mapping[str, Any]], Iterator[tuple[dict[str, Any], bytearra
 class Contents:
     """What a look at a file tells: rows and bytes of each of its row groups, as they are or will be.
 
-    stored_bytes, statistics: of a Parquet file, with its footer's bytes, and what a part says of itself. kinds: of a
-    text file's columns.
+    statistics: what a part says of itself. kinds: of a text file's columns.
     """
 
     schema: pa.Schema
     groups: list[tuple[int, int]]
     rows: int = 0
-    stored_bytes: int = 0
     statistics: str = ""
     kinds: Mapping[str, Any] = field(default_factory=dict)
 
