@@ -32,7 +32,7 @@ def convert_inputs(storage: Storage, plan: Plan, files: Iterable[int], execution
     wanted = {path: file for path, file in wanted.items() if path != file.path}
     for path, file in wanted.items():
         if storage.stat(path) is None:
-            if file.kept is not None:
+            if file.kept:
                 raise NewRowsGone(path, file.path, plan.spec.output)
             _convert(storage, plan, file, execution_id)
     return sum(stat.size for stat in map(storage.stat, wanted) if stat is not None)

@@ -29,11 +29,9 @@ from jobs.runs.plans.plan import AddedColumn, Plan, PlannedFile, Shard, cut_shar
 from jobs.runs.plans.spec import RunSpec
 
 
-def read_inputs(
-    context: JobContext, storage: Storage, spec: RunSpec, found: Sequence[FoundFile]
-) -> tuple[Plan, pa.Schema]:
-    """Look at each file up to the run's limit; return a new run's plan, and all columns that a template may name, in
-    the output's order. Raises InputError, also for columns that make no run."""
+def read_inputs(context: JobContext, storage: Storage, spec: RunSpec, found: Sequence[FoundFile]) -> Plan:
+    """Look at each file up to the run's limit; return a new run's plan. Raises InputError, also for columns that make
+    no run."""
     look = _Look(storage, one_format((file.named or file.path for file in found), spec.input_format))
     left = spec.limit
     for each in found:
@@ -57,9 +55,8 @@ def read_inputs(
         columns=tuple(look.kinds.items()),
         sizes=tuple(_num_bytes(look.groups[shard.file], shard) for shard in shards),
     )
-    schema = with_added_fields(schema, columns)
-    _check_columns(spec, schema, found[0].path)
-    return plan, schema
+    _check_columns(spec, with_added_fields(schema, columns), found[0].path)
+    return plan
 
 
 def _num_bytes(groups: Sequence[tuple[int, int]], shard: Shard) -> int:

@@ -133,7 +133,7 @@ def remove_reused(storage: Storage, plan: Plan, first: Plan) -> None:
     if plan.reused is None or (first.reused is not None and first.reused.name == plan.reused.name):
         return
     paths = list(map(plan.reused_path, range(len(plan.shards))))
-    if plan.files[0].kept is not None:
+    if plan.files[0].kept:
         paths += [plan.rows_path(plan.files[0]), os.path.join(plan.spec.output, kept_name(0, plan.reused.name))]
     with writing(plan.spec.output):
         for path in paths:

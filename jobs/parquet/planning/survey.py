@@ -73,7 +73,7 @@ class SurveyWork(RowsTask):
         context.checks.admit(spec.repairs)
         storage = Storage.of(context)
         found = find_files(storage, spec.input, spec.output, spec.input_format)
-        plan, _ = read_inputs(context, storage, spec, found)
+        plan = read_inputs(context, storage, spec, found)
         if context.meter is None:
             raise InvalidJob("this process has no engine to count tokens with")
         meter, ask = context.meter(), ask_of(plan, context)

@@ -139,11 +139,11 @@ class Plan:
         return self.input_folder or os.path.join(self.spec.output, INPUT)
 
     def rows_path(self, file: PlannedFile) -> str:
-        """Return the Parquet file with the rows of an input: itself, or what was made of it."""
-        if self.input_format == PARQUET and file.kept is None:
+        """Return the Parquet file with the rows of an input, where it keeps any: itself, or what was made of it."""
+        if self.input_format == PARQUET and not file.kept:
             return file.path
         text = json.dumps([file.fingerprint, file.rows, self.columns])
-        if file.kept is not None:
+        if file.kept:
             assert self.reused is not None
             text += self.reused.name
         name = f"{blake2b(text.encode(), digest_size=16).hexdigest()}.parquet"
