@@ -221,7 +221,7 @@ def test_chats_and_values_of_several_kinds_in_jsonl(scored: Scored, tmp_path: Pa
         ("in.csv", b"", CorruptTable, "empty"),
         ("in.csv", b'"prompt,n\nb,1\n', CorruptTable, "line 1 begins a quote that is not closed"),
         ("in.csv", b"prompt,prompt\na,b\n", SchemaMismatch, "two columns named 'prompt'"),
-        ("in.csv", "prompt\na\n".encode("utf-16"), CorruptTable, "UTF-16"),
+        ("in.csv", "prompt\na\n".encode("utf-16"), CorruptTable, "line 1 is not UTF-8"),
         ("in.csv", b"text\na\n", MissingColumn, "'prompt'"),
         ("in.jsonl", b'{"text": 1}\n', MissingColumn, "'text'"),
         ("in.jsonl", b"", MissingColumn, "'prompt'"),

@@ -89,7 +89,7 @@ class _TextTable:
             self.kinds = dict.fromkeys(names, "null")
             self._check_names()
         else:
-            self._records = records(path, file_format, stream)
+            self._records = records(file_format, stream)
 
     @property
     def schema(self) -> pa.Schema:
