@@ -26,7 +26,6 @@ class BatchLines(Ask):
 
     def __init__(self, plan: Plan, context: JobContext) -> None:
         self._plan, self._context = plan, context
-        self._repeated = frozenset(plan.repeated)
 
     @staticmethod
     def fields(spec: RunSpec, embedding_size: int) -> list[pa.Field]:
@@ -43,8 +42,6 @@ class BatchLines(Ask):
         return super().key_of(Row(json.dumps(line)))
 
     def begin(self, row: Row, number: int) -> Asked:
-        if number in self._repeated:
-            raise RowProblem("an earlier line has this custom_id: name each line once")
         context = replace(self._context, job_id=f"{self._plan.run}-{number}")
         seed, aliases = row_seed(self._plan.seed, number), self._plan.spec.model_alias or ()
         try:

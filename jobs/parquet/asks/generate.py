@@ -14,7 +14,7 @@ from jobs.errors import InvalidJob
 from jobs.parquet.asks.ask import OUTPUT_FIELDS, ROW_FIELDS, Ask, Asked, AskedOnce, no_answer, request_of, row_seed
 from jobs.parquet.asks.scores import LABEL_FIELDS, Labels
 from jobs.parquet.prompts.prompt_source import Row
-from jobs.parquet.prompts.sources import step_source
+from jobs.parquet.prompts.sources import StepSource
 from jobs.parquet.tables.columns import RowProblem
 from jobs.prompts.attempts import Attempts, hashed_seed, num_generated
 from jobs.prompts.messages import ChatOptions
@@ -162,7 +162,7 @@ class Chain(Ask):
 
     def __init__(self, spec: RunSpec, seed: int, checks: Checks) -> None:
         self.steps, self.seed = spec.steps, seed
-        self.sources = [step_source(step, spec.defaults) for step in spec.steps]
+        self.sources = [StepSource(step, spec.defaults) for step in spec.steps]
         own = [(step, (step.sampling, step.chat, step.is_chat)) for step in spec.steps]
         self.prompts = [Labels(spec, *of) if step.is_scored else Generate(spec, seed, checks, *of) for step, of in own]
 
@@ -217,14 +217,10 @@ class _Chained(Asked):
             return self._chain.answer(self._answers, str(problem))
 
     def _next(self) -> Row:
-        number = len(self._answers)
-        step, source = self._chain.steps[number], self._chain.sources[number]
+        source = self._chain.sources[len(self._answers)]
         known = json.loads(self._row.values or "{}")
         known |= {step.name: answer.completion for step, answer in zip(self._chain.steps, self._answers, strict=False)}
-        try:
-            return self._row._replace(prompt=source.render({name: known[name] for name in source.columns}))
-        except RowProblem as problem:
-            raise RowProblem(f"prompt {step.name!r}: {problem}") from None
+        return self._row._replace(prompt=source.render({name: known[name] for name in source.columns}))
 
     def _request(self, row: Row) -> Request:
         number = len(self._answers)  # the first prompt has the row's seed

@@ -49,18 +49,11 @@ _log = logging.getLogger("rq.worker")
 @lru_cache(maxsize=64)
 def opened_store(scheme: str, bucket: str, timeout_s: float, tries_s: float = TRIES_S) -> Any:
     """Return a client of a bucket for all threads. timeout_s: in which it has to serve. tries_s: of obstore's own."""
-    share, first = timedelta(seconds=timeout_s * _SHARE), timedelta(seconds=FIRST_WAIT_S)
-    tries = min(share, timedelta(seconds=tries_s))
-    most = min(tries / 4, timedelta(seconds=MAX_WAIT_S))
+    share = timedelta(seconds=timeout_s * _SHARE)
     options: Any = {
-        "retry_config": {
-            "max_retries": 100,
-            "retry_timeout": tries,
-            "backoff": {"init_backoff": min(tries / 8, first), "max_backoff": most, "base": 2},
-        },
+        "retry_config": {"max_retries": 100, "retry_timeout": min(share, timedelta(seconds=tries_s))},
         "client_options": {
             "timeout": min(share, timedelta(seconds=REQUEST_S)),
-            "connect_timeout": min(share, timedelta(seconds=REQUEST_S / 3)),
             "allow_http": _endpoint(scheme).startswith("http://"),
         },
     }

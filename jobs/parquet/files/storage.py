@@ -10,6 +10,7 @@ import pyarrow as pa
 
 from jobs import errors
 from jobs.context import JobContext, never_interrupted
+from jobs.context.shared_files import DEFAULT_BYTES
 from jobs.parquet.files.filesystem import Entry, FileStat
 from jobs.parquet.files.local_files import LocalFiles
 from jobs.runs.plans.names import temporary_name
@@ -33,10 +34,15 @@ class Storage:
     """
 
     def __init__(
-        self, roots: Sequence[str], check_interrupted: Callable[[], None] = never_interrupted, timeout_s: float = 300.0
+        self,
+        roots: Sequence[str],
+        check_interrupted: Callable[[], None] = never_interrupted,
+        timeout_s: float = 300.0,
+        shard_bytes: int = DEFAULT_BYTES,
     ) -> None:
-        """Take roots of files, and of objects as of run_path. check_interrupted: called before what takes time."""
-        self.check_interrupted = check_interrupted
+        """Take roots of files, and of objects as of run_path. check_interrupted: called before what takes time.
+        shard_bytes: of one shard's prompts; whatever reads a table takes a share of as many."""
+        self.check_interrupted, self.shard_bytes = check_interrupted, shard_bytes
         self._roots, self._timeout_s = tuple(roots), timeout_s
         self._local = LocalFiles([root for root in roots if not is_stored(root)], check_interrupted)
         stored = [root for root in roots if is_stored(root)]
@@ -46,10 +52,10 @@ class Storage:
 
     @classmethod
     def of(cls, context: JobContext) -> Self:
-        return cls(context.data_roots, context.check_interrupted, context.file_timeout_s)
+        return cls(context.data_roots, context.check_interrupted, context.file_timeout_s, context.shard_bytes.limit)
 
     def with_root(self, root: str) -> Self:
-        return type(self)((*self._roots, root), self.check_interrupted, self._timeout_s)
+        return type(self)((*self._roots, root), self.check_interrupted, self._timeout_s, self.shard_bytes)
 
     def _of(self, path: str) -> LocalFiles | ObjectFiles:
         if not is_stored(path.lower()):

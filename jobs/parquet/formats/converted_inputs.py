@@ -11,56 +11,38 @@ from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
-from jobs.context.shared_files import DEFAULT_BYTES
 from jobs.errors import NewRowsGone
 from jobs.parquet.files.fingerprint import check_unchanged
 from jobs.parquet.files.storage import Storage, writing
-from jobs.parquet.tables.table_reading import Contents, asked_again, open_table, read_schema
+from jobs.parquet.tables.table_reading import Contents, asked_again, look_at, open_table
 from jobs.runs.plans.names import JOURNAL, PARQUET, REUSED
 from jobs.runs.plans.plan import Plan, PlannedFile
-
-#: The part of TOKENMILL_MAX_SHARD_BYTES that the child may take: a record batch of Arrow's comes whole.
-CHILD_SHARE = 3 / 4
 
 _TASKS = "jobs.parquet.formats.converter"
 
 
-def scan(
-    storage: Storage, path: str, input_format: str, rows: int | None = None, limit: int = DEFAULT_BYTES
-) -> Contents:
+def scan(storage: Storage, path: str, input_format: str, rows: int | None = None) -> Contents:
     """Look through `rows` of a file that is no Parquet. Raises CorruptTable, SchemaMismatch or TableNotRead."""
-
-    def ask() -> Contents:
-        names = bytearray()
-        with open_table(storage, path, limit, input_format, CHILD_SHARE) as ask_child:
-            for message, body in ask_child(f"{_TASKS}:scan", {"rows": rows}):
-                if "names" in message:
-                    names += body
-        groups = [(rows, size) for rows, size in message["groups"]]
-        return Contents(read_schema(body), groups, kinds=dict(message["kinds"]), names=names)
-
-    return asked_again(path, ask)
+    return look_at(storage, path, input_format, f"{_TASKS}:scan", rows=rows)
 
 
-def convert_inputs(
-    storage: Storage, plan: Plan, files: Iterable[int], execution_id: str, limit: int = DEFAULT_BYTES
-) -> int:
+def convert_inputs(storage: Storage, plan: Plan, files: Iterable[int], execution_id: str) -> int:
     """Make the Parquet files of inputs that have none; return their bytes. Raises InputError or OutputError."""
     wanted = {plan.rows_path(plan.files[number]): plan.files[number] for number in files}
     wanted = {path: file for path, file in wanted.items() if path != file.path}
     for path, file in wanted.items():
         if storage.stat(path) is None:
-            if file.kept is not None:
+            if file.kept:
                 raise NewRowsGone(path, file.path, plan.spec.output)
-            _convert(storage, plan, file, execution_id, limit)
+            _convert(storage, plan, file, execution_id)
     return sum(stat.size for stat in map(storage.stat, wanted) if stat is not None)
 
 
-def _convert(storage: Storage, plan: Plan, file: PlannedFile, execution_id: str, limit: int) -> None:
+def _convert(storage: Storage, plan: Plan, file: PlannedFile, execution_id: str) -> None:
     source, target = replace(file, path=storage.resolve(file.path)), plan.rows_path(file)
 
     def write(sink: Any) -> None:
-        with open_table(storage, source.path, limit, plan.input_format, CHILD_SHARE) as ask:
+        with open_table(storage, source.path, plan.input_format) as ask:
             for _, body in ask(f"{_TASKS}:convert", {"kinds": plan.columns, "rows": file.rows}):
                 sink.write(body)
         check_unchanged(storage, source, plan.input_format)
@@ -71,9 +53,7 @@ def _convert(storage: Storage, plan: Plan, file: PlannedFile, execution_id: str,
 
 
 @contextmanager
-def converted_for_now(
-    storage: Storage, plan: Plan, files: Iterable[int], limit: int = DEFAULT_BYTES
-) -> Iterator[tuple[Storage, Plan]]:
+def converted_for_now(storage: Storage, plan: Plan, files: Iterable[int]) -> Iterator[tuple[Storage, Plan]]:
     """Lend a plan whose files can be read, and the storage for that, a folder of this machine's."""
     files = list(files)
     paths = (plan.rows_path(plan.files[number]) for number in files)
@@ -83,7 +63,7 @@ def converted_for_now(
     with tempfile.TemporaryDirectory(prefix="tokenmill-") as folder:
         folder = os.path.realpath(folder)
         wider, own = storage.with_root(folder), replace(plan, input_folder=folder)
-        convert_inputs(wider, own, files, "own", limit)
+        convert_inputs(wider, own, files, "own")
         yield wider, own
 
 

@@ -6,7 +6,6 @@ Text says what a column holds only when all of it was read: there are two passes
 import io
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from hashlib import blake2b
 from itertools import islice
 from typing import Any
 
@@ -25,8 +24,6 @@ from jobs.runs.plans.names import ARROW, HEADED, OPENAI_BATCH
 SLICE_ROWS, SLICE_BYTES = 1024, 1 << 21
 
 MAX_COLUMNS = 10_000
-#: Bytes that stand for a custom_id: enough that no two of a billion are taken for one.
-NAME_BYTES = 16
 
 _CODECS = {b"\x1f\x8b": "gzip", b"\x28\xb5\x2f\xfd": "zstd", b"BZh": "bz2"}
 _BATCH_KINDS: Mapping[str, kinds.Kind] = {"custom_id": "text", "request": "json"}
@@ -36,15 +33,12 @@ _PLAIN = {pa.string_view(): pa.string(), pa.binary_view(): pa.binary()}
 
 @with_file
 def scan(question: Mapping[str, Any], source: Any) -> Replies:
-    """Tell kinds, schema, rows and bytes of a file's groups; names of a batch file's rows before, group by group."""
-    groups = []
+    """Tell kinds, schema, rows and bytes of a file's groups."""
     with _opened(question, source) as table:
         slices = table.slices(question["rows"])
-        for rows, size, found in grouped((rows, size, table.look(part)) for rows, size, part in slices):
-            if names := b"".join(found):
-                yield {"names": True}, names
-            groups.append((rows, size))
-        yield {"kinds": list(table.kinds.items()), "groups": groups}, serialized(table.schema)
+        looked_at = grouped((rows, size, table.look(part)) for rows, size, part in slices)
+        groups = [(rows, size) for rows, size, _ in looked_at]
+        yield {"kinds": table.kinds, "groups": groups}, serialized(table.schema)
 
 
 @with_file
@@ -88,14 +82,14 @@ def _opened(question: Mapping[str, Any], source: Any) -> Iterator[Any]:
 
 class _TextTable:
     def __init__(self, path: str, file_format: str, stream: Any) -> None:
-        self._path, self._format, self._rows = path, file_format, 0
+        self._path, self._format = path, file_format
         self.kinds: dict[str, kinds.Kind] = dict(_BATCH_KINDS) if file_format == OPENAI_BATCH else {}
         if file_format in HEADED:
             names, self._records = csv_records(path, file_format, stream)
             self.kinds = dict.fromkeys(names, "null")
             self._check_names()
         else:
-            self._records = records(path, file_format, stream)
+            self._records = records(file_format, stream)
 
     @property
     def schema(self) -> pa.Schema:
@@ -113,28 +107,22 @@ class _TextTable:
         if part:
             yield len(part), size, part
 
-    def look(self, part: Sequence[Record]) -> bytes:
-        """Take what rows hold into the kinds; return what names each line of a batch file, or it alone."""
+    def look(self, part: Sequence[Record]) -> None:
+        """Take what rows hold into the kinds; those of a batch file are known."""
         if self._format == OPENAI_BATCH:
-            return b"".join(self._name(each.value) for each in part)
+            return
         if self._format in HEADED:
             rows = [each.value for each in part if each.value is not None]
             for name, known in self.kinds.items():
                 if known != "text":
                     self.kinds[name] = kinds.merged_texts(known, kinds.kind_of_texts([row[name] for row in rows]))
-            return b""
+            return
         for each in part:
             for name, value in (each.value or {}).items():
                 known = self.kinds.get(name, "null")
                 if known != "json" and not (known == "text" and isinstance(value, str)):
                     self.kinds[name] = kinds.merged(known, kinds.kind_of(value))
         self._check_names()
-        return b""
-
-    def _name(self, value: Any) -> bytes:
-        name, self._rows = value and value["custom_id"], self._rows + 1
-        own = f"row {self._rows} of {self._path}" if name is None else f"name {name}"
-        return blake2b(own.encode(), digest_size=NAME_BYTES).digest()
 
     def _check_names(self) -> None:
         if PROBLEM in self.kinds:
@@ -180,12 +168,11 @@ class _ArrowTable:
             return map(self._opened.get_batch, range(self._opened.num_record_batches))
         return iter(self._opened)
 
-    def look(self, part: pa.RecordBatch) -> bytes:
+    def look(self, part: pa.RecordBatch) -> None:
         """Try a row of it. Raises SchemaMismatch for a type that Parquet has not."""
         if not self._is_tried:
             self._is_tried = True
             self._try(self.batch(part.slice(0, 1), self.schema))
-        return b""
 
     def _try(self, row: pa.RecordBatch) -> None:
         for field, column in zip(row.schema, row.columns, strict=True):

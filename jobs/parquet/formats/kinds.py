@@ -8,7 +8,7 @@ or "json", where values have different kinds: such a column is text, and what is
 import json
 import math
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import pyarrow as pa
@@ -32,14 +32,7 @@ _NUMBERS = {"int", "float", "number"}
 _EXACT, _INT64 = 1 << 53, 1 << 63
 _INTEGER = re.compile(r"-?(?:0|[1-9][0-9]{0,18})")
 _NUMBER = re.compile(r"-?(?:0|[1-9][0-9]*)(?:\.[0-9]+)?(?:[eE][+-]?[0-9]+)?")
-_TRUTH = {"true": True, "True": True, "TRUE": True, "false": False, "False": False, "FALSE": False}
-_OF_TEXT: Mapping[str, Callable[[str], Any]] = {
-    "int": int,
-    "long": int,
-    "float": float,
-    "number": float,
-    "bool": _TRUTH.__getitem__,
-}
+_TRUTH = {"true", "True", "TRUE", "false", "False", "FALSE"}
 
 #: Levels of lists and objects, and names in an object, beyond which a column is kept as JSON.
 MAX_DEPTH, MAX_FIELDS = 20, 1000
@@ -108,7 +101,7 @@ def kind_of_texts(texts: Iterable[str]) -> Kind:
         return "int" if most <= _EXACT else "long" if most < _INT64 else "text"
     if all(map(_NUMBER.fullmatch, values)) and all(map(_is_exact, values)):
         return "number" if any(map(_INTEGER.fullmatch, values)) else "float"
-    return "bool" if values <= _TRUTH.keys() else "text"
+    return "bool" if values <= _TRUTH else "text"
 
 
 def _is_exact(text: str) -> bool:
@@ -141,6 +134,5 @@ def json_array(values: Sequence[Any], kind: Kind) -> pa.Array:
 
 
 def text_array(texts: Sequence[str | None], kind: Kind) -> pa.Array:
-    """Return a column of a CSV file's fields. Raises ValueError or KeyError where they are of no such kind."""
-    convert = _OF_TEXT.get(str(kind), str)
-    return pa.array([convert(text) if text else None for text in texts], _arrow_type(kind))
+    """Return a column of a CSV file's fields. Raises what pyarrow does where they are of no such kind."""
+    return pa.array([text or None for text in texts], pa.string()).cast(_arrow_type(kind))

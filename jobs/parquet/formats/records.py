@@ -18,7 +18,7 @@ MAX_LINE_BYTES = 8 << 20
 
 MAX_LINES = 1 << 16
 CHUNK_BYTES = 1 << 20
-_UTF8_MARK, _UTF16_MARKS = b"\xef\xbb\xbf", (b"\xff\xfe", b"\xfe\xff")
+_UTF8_MARK = b"\xef\xbb\xbf"
 _TOO_LONG = f"has more than the limit of {MAX_LINE_BYTES} bytes: shorten it"
 _NOT_UTF8 = "is not UTF-8"
 #: How JSON writes half of a surrogate pair, which is no text.
@@ -37,9 +37,9 @@ class Record(NamedTuple):
     problem: str | None = None
 
 
-def records(path: str, file_format: str, stream: Any) -> Iterator[Record]:
-    """Yield the records of a file of JSON lines; blank ones are none. Raises CorruptTable for text in UTF-16."""
-    for line in _lines(path, stream):
+def records(file_format: str, stream: Any) -> Iterator[Record]:
+    """Yield the records of a file of JSON lines; blank ones are none."""
+    for line in _lines(stream):
         if line.problem or line.value.strip():
             found = line if line.problem else _json_record(line)
             if file_format == OPENAI_BATCH and found.value is not None:  # a row of two columns
@@ -47,13 +47,10 @@ def records(path: str, file_format: str, stream: Any) -> Iterator[Record]:
             yield found
 
 
-def _lines(path: str, stream: Any) -> Iterator[Record]:
+def _lines(stream: Any) -> Iterator[Record]:
     """Yield lines, as bytes without their end."""
     file = io.BufferedReader(stream, CHUNK_BYTES)
-    head = file.peek(CHUNK_BYTES)
-    if head.startswith(_UTF16_MARKS):
-        raise CorruptTable(path, "text", "it is UTF-16, expected UTF-8")
-    if head.startswith(_UTF8_MARK):
+    if file.peek(CHUNK_BYTES).startswith(_UTF8_MARK):
         file.read(len(_UTF8_MARK))
     number = 0
     while text := file.readline(MAX_LINE_BYTES + 1):
@@ -147,7 +144,7 @@ def _fields(texts: Iterable[bytes], delimiter: str) -> list[str] | str | None:
 
 def csv_records(path: str, file_format: str, stream: Any) -> tuple[list[str], Iterator[Record]]:
     """Return the columns that the first row names, and the others by these. Raises CorruptTable, SchemaMismatch."""
-    found = _csv_rows(_lines(path, stream), "\t" if file_format == TSV else ",")
+    found = _csv_rows(_lines(stream), "\t" if file_format == TSV else ",")
     number, _, names = next(found, (1, 0, None))
     if names is None:
         raise CorruptTable(path, "CSV", "it is empty: its first line must name the columns")

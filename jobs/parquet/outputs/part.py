@@ -18,8 +18,6 @@ from jobs.parquet.tables.table_reading import look_at
 from jobs.runs.plans.spec import RunSpec
 from jobs.runs.statistics.run_statistics import PartStats, count_lengths
 
-#: Of a Parquet file besides data and footer: its mark at either end, and the footer's length.
-FRAME_BYTES = 12
 #: Which row of an earlier run a row's answer was taken from, in the column that the run names.
 REUSED = "reused"
 #: The name of the model that answered, in a run that asks two.
@@ -126,14 +124,10 @@ def read_part_stats(storage: Storage, path: str, run: str, shard: int, rows: int
     """Read a part's statistics from its footer. rows: the shard's, None for the footer's word. Raises PartDamaged."""
     try:
         found = look_at(storage, path)
-        stat = storage.stat(path)
     except (errors.CorruptParquet, errors.TableNotRead) as error:
         raise errors.PartDamaged(path, f"not readable as Parquet: {error.args[1]}") from error
     except (errors.InputNotFound, errors.PathSwapped):  # its name is there
         raise errors.PartDamaged(path, "it is a link, or no regular file") from None
-    size, needed = stat.size if stat else 0, found.stored_bytes + FRAME_BYTES
-    if size < needed:  # data was cut out of a file whose footer is whole
-        raise errors.PartDamaged(path, f"it has {size} bytes, and its footer tells of {needed}")
     if not found.statistics:
         raise errors.PartDamaged(path, "Tokenmill did not write it")
     try:

@@ -8,7 +8,6 @@ from importlib.metadata import version
 from itertools import islice
 from typing import Any
 
-import numpy as np
 import pyarrow as pa
 
 from jobs import errors
@@ -19,31 +18,25 @@ from jobs.parquet.asks.scores import content_free
 from jobs.parquet.files.fingerprint import GONE, check_unchanged, file_fingerprint
 from jobs.parquet.files.storage import Storage
 from jobs.parquet.formats.converted_inputs import scan
-from jobs.parquet.formats.converter import NAME_BYTES
 from jobs.parquet.formats.kinds import Kind, arrow_field, merged, merged_texts
 from jobs.parquet.outputs.part import output_schema
 from jobs.parquet.planning.find_files import FoundFile, find_files, partition_columns
 from jobs.parquet.prompts.sources import row_source
 from jobs.parquet.tables.columns import ROW_NUMBER, with_added_fields
 from jobs.parquet.tables.table_reading import look_at
-from jobs.runs.plans.names import HEADED, LINES, OPENAI_BATCH, PARQUET, one_format
+from jobs.runs.plans.names import HEADED, LINES, PARQUET, one_format
 from jobs.runs.plans.plan import AddedColumn, Plan, PlannedFile, Shard, cut_shards
 from jobs.runs.plans.spec import RunSpec
 
-#: Lines that repeat a custom_id, each of which the plan lists.
-MAX_REPEATED = 100_000
 
-
-def read_inputs(
-    context: JobContext, storage: Storage, spec: RunSpec, found: Sequence[FoundFile]
-) -> tuple[Plan, pa.Schema]:
-    """Look at each file up to the run's limit; return a new run's plan, and all columns that a template may name, in
-    the output's order. Raises InputError, also for columns that make no run."""
+def read_inputs(context: JobContext, storage: Storage, spec: RunSpec, found: Sequence[FoundFile]) -> Plan:
+    """Look at each file up to the run's limit; return a new run's plan. Raises InputError, also for columns that make
+    no run."""
     look = _Look(storage, one_format((file.named or file.path for file in found), spec.input_format))
     left = spec.limit
     for each in found:
         context.check_interrupted()
-        look.take(each.path, left, context.shard_bytes.limit)
+        look.take(each.path, left)
         if left is not None and (left := left - look.files[-1].rows) <= 0:
             break
     schema = look.schema
@@ -60,12 +53,10 @@ def read_inputs(
         added_columns=tuple(columns),
         input_format=look.format,
         columns=tuple(look.kinds.items()),
-        repeated=repeated_rows(look.names, found[0].path) if look.format == OPENAI_BATCH else (),
         sizes=tuple(_num_bytes(look.groups[shard.file], shard) for shard in shards),
     )
-    schema = with_added_fields(schema, columns)
-    _check_columns(spec, schema, found[0].path)
-    return plan, schema
+    _check_columns(spec, with_added_fields(schema, columns), found[0].path)
+    return plan
 
 
 def _num_bytes(groups: Sequence[tuple[int, int]], shard: Shard) -> int:
@@ -118,7 +109,6 @@ class _Look:
         self.kinds: dict[str, Kind] = {}
         self.files: list[PlannedFile] = []
         self.groups: list[list[tuple[int, int]]] = []
-        self.names: list[bytearray] = []
         self._schema: pa.Schema | None = None
 
     @property
@@ -127,18 +117,15 @@ class _Look:
             return pa.schema([arrow_field(name, kind) for name, kind in self.kinds.items()])
         return self._schema
 
-    def take(self, path: str, most: int | None, limit: int) -> None:
+    def take(self, path: str, most: int | None) -> None:
         """Look at a file in one state of it. most: rows, of no Parquet. Raises InputNotFound, InputBeingWritten."""
         stat = self._storage.stat(path)
         if stat is None:
             raise errors.InputNotFound(path)
-        if self.format == PARQUET:
-            found = look_at(self._storage, path, limit)
-        else:
-            found = scan(self._storage, path, self.format, most, limit)
+        is_parquet = self.format == PARQUET
+        found = look_at(self._storage, path) if is_parquet else scan(self._storage, path, self.format, most)
         if self.format in LINES:
             self._take_kinds(path, found.kinds)
-            self.names.append(found.names)
         else:
             self._check_schema(path, found.schema)
         fingerprint = file_fingerprint(self._storage, path, self.format)
@@ -166,17 +153,6 @@ class _Look:
             raise errors.SchemaMismatch(path, f"its columns are {_columns(schema, self._schema)}")
 
 
-def repeated_rows(names: Sequence[bytearray], path: str) -> tuple[int, ...]:
-    """Return the rows whose custom_id an earlier one has, by NAME_BYTES of each row. Raises CorruptTable."""
-    found = np.frombuffer(b"".join(names), np.dtype((np.void, NAME_BYTES)))
-    _, first = np.unique(found, return_index=True)
-    repeated = np.setdiff1d(np.arange(len(found)), first)
-    if len(repeated) > MAX_REPEATED:
-        what = f"{len(repeated)} of its {len(found)} lines repeat the custom_id of an earlier one"
-        raise errors.CorruptTable(path, OPENAI_BATCH, what)
-    return tuple(repeated.tolist())
-
-
 def _added_columns(
     found: Sequence[FoundFile], names: Sequence[str], filename_column: str | None
 ) -> tuple[list[AddedColumn], list[list[Any]]]:
@@ -200,20 +176,14 @@ def _columns(schema: pa.Schema, first: pa.Schema) -> str:
 
 def check_as_planned(storage: Storage, plan: Plan, found: Sequence[FoundFile]) -> None:
     """Raise InputChanged for the first file that is not as planned. found: those that there are now."""
-    spec, planned = plan.spec, {file.path: file for file in plan.files}
-    in_files = {name for file in found for name in file.key_names} - {column.name for column in plan.added_columns}
-    _, values = _added_columns(found, [*in_files], spec.filename_column)
-    now = {file.path: tuple(own) for file, own in zip(found, values, strict=True)}
-    if spec.limit is not None and sum(file.rows for file in plan.files) >= spec.limit:
-        now = dict(islice(now.items(), len(planned)))  # those behind it are left out
-    for path in [*now, *planned]:
+    limit, planned = plan.spec.limit, {file.path: file for file in plan.files}
+    now = dict.fromkeys(file.path for file in found)
+    if limit is not None and sum(file.rows for file in plan.files) >= limit:
+        now = dict.fromkeys(islice(now, len(planned)))  # those behind it are left out
+    for path in now | planned:
         if path not in planned:
             raise errors.InputChanged(path, "it is new")
         if path not in now:
             raise errors.InputChanged(path, GONE)
-        if now[path] != planned[path].values:
-            raise errors.InputChanged(path, f"values: planned {planned[path].values}, found {now[path]}")
         storage.check_interrupted()
         check_unchanged(storage, planned[path], input_format=plan.input_format)
-    if list(planned) != list(now):
-        raise errors.InputChanged(spec.input[0], "its files come in another order")

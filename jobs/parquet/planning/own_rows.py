@@ -5,9 +5,8 @@ the input they are lies beside the keys, for whoever is told of a row that faile
 """
 
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
-from functools import partial
 from hashlib import blake2b
 
 import numpy as np
@@ -38,8 +37,7 @@ def with_own_rows(context: JobContext, storage: Storage, plan: Plan, chosen: Pla
     before, name = plan, kept_name(0, plan.reused.name)
     first, *others = plan.files
     first = replace(first, kept=len(chosen))
-    repeated = tuple(np.flatnonzero(np.isin(chosen, plan.repeated)).tolist())
-    plan = replace(plan, files=(first, *(replace(file, kept=0) for file in others)), repeated=repeated)
+    plan = replace(plan, files=(first, *(replace(file, kept=0) for file in others)))
     groups = list[int]()
     if len(chosen):
         target, places = plan.rows_path(first), os.path.join(plan.spec.output, name)
@@ -59,7 +57,7 @@ def _chosen_rows(context: JobContext, storage: Storage, plan: Plan, chosen: Plac
     firsts = [plan.first_row(shard) for shard in range(len(plan.shards))]
     shards = np.unique(np.searchsorted(firsts, chosen, "right") - 1).tolist()
     with RowBuckets(len(chosen)) as buckets:
-        for number, reader in shard_readers(context, storage, plan, shards):
+        for number, reader in shard_readers(storage, plan, shards):
             start = firsts[number]
             for batch in shard_batches(context, plan, plan.shards[number], reader):
                 numbers = np.arange(start, start := start + batch.num_rows)
@@ -111,10 +109,9 @@ def with_reused(context: JobContext, storage: Storage, plan: Plan, submission: S
     reused = Reused(context.execution_id)
     plan = replace(plan, seed=seed, reused=reused)
     ask = ask_of(plan, context)
-    look_up = partial(match, context, storage, plan, ask, old, submission.reuse_from_any_model)
-    matches = look_up()
+    matches = match(context, storage, plan, ask, old, submission.reuse_from_any_model)
     if spec.only_new:
-        for _ in answers(old, matches, look_up, pa.schema([pa.field("error", pa.string())])):
+        for _ in answers(old, matches, pa.schema([pa.field("error", pa.string())])):
             pass  # it leaves of matches those that have no error, and can be read
         fresh = np.flatnonzero(matches.places < 0)
         plan = with_own_rows(context, storage, plan, fresh)
@@ -122,7 +119,7 @@ def with_reused(context: JobContext, storage: Storage, plan: Plan, submission: S
         fields = kind_of(spec).fields(spec, embedding_size(spec, context.model))
         beside_answers = pa.schema([*BESIDE, *fields])
         with RowBuckets(plan.rows) as taken:
-            for rows, batch, sources in answers(old, matches, look_up, pa.schema(fields)):
+            for rows, batch, sources in answers(old, matches, pa.schema(fields)):
                 marks = [matches.marks[number].tobytes() for number in matches.models[rows]]
                 beside = [pa.array(rows), pa.array(marks, pa.binary(SIZE)), pa.array(sources, pa.string())]
                 taken.add(rows, pa.RecordBatch.from_arrays([*beside, *batch.columns], schema=beside_answers))
@@ -136,7 +133,7 @@ def remove_reused(storage: Storage, plan: Plan, first: Plan) -> None:
     if plan.reused is None or (first.reused is not None and first.reused.name == plan.reused.name):
         return
     paths = list(map(plan.reused_path, range(len(plan.shards))))
-    if plan.files[0].kept is not None:
+    if plan.files[0].kept:
         paths += [plan.rows_path(plan.files[0]), os.path.join(plan.spec.output, kept_name(0, plan.reused.name))]
     with writing(plan.spec.output):
         for path in paths:
@@ -152,29 +149,18 @@ class Matches:
     marks: Keys
 
 
-def match(
-    context: JobContext,
-    storage: Storage,
-    plan: Plan,
-    ask: Ask,
-    old: OldRuns,
-    any_model: bool,
-    found: Matches | None = None,
-) -> Matches:
-    """Look up each row of a plan, whose inputs can be read. found: has no match of those that are looked up again."""
+def match(context: JobContext, storage: Storage, plan: Plan, ask: Ask, old: OldRuns, any_model: bool) -> Matches:
+    """Look up each row of a plan, whose inputs can be read."""
     marks = model_mark(context.model.fingerprint)
     if plan.second is not None:
         marks = np.concatenate([marks, model_mark(plan.second.fingerprint)])
     if any_model:
         marks = np.concatenate([marks, old.marks])  # its own answers first
-    found = found or Matches(np.full(plan.rows, -1, np.int64), np.zeros(plan.rows, np.uint16), marks)
-    repeated = np.array(plan.repeated, np.int64)  # ascending
+    found = Matches(np.full(plan.rows, -1, np.int64), np.zeros(plan.rows, np.uint16), marks)
     for start, rows in rendered_shards(context, storage, plan, ask.source):
         places, models = found.places[start : start + len(rows)], found.models[start : start + len(rows)]
         keys = row_keys(ask.key_of, rows)
         asked: npt.NDArray[np.bool_] = np.any(keys, axis=1)
-        first, end = np.searchsorted(repeated, [start, start + len(rows)])
-        asked[repeated[first:end] - start] = False
         for number, mark in enumerate(marks):
             missing = np.flatnonzero(asked & (places < 0))
             places[missing] = old.keys.find(keys[missing] ^ mark)
@@ -182,22 +168,14 @@ def match(
     return found
 
 
-def answers(
-    old: OldRuns, matches: Matches, look_up: Callable[[Matches], Matches], schema: pa.Schema
-) -> Iterator[tuple[npt.NDArray[np.int64], pa.RecordBatch, list[str]]]:
+def answers(old: OldRuns, matches: Matches, schema: pa.Schema) -> Iterator[tuple[Places, pa.RecordBatch, list[str]]]:
     """Yield answers by the names of `schema`: the new rows that have them, and which old rows they are."""
-    is_taken = np.zeros(len(matches.places), bool)
-    for run in old.told:
-        rows = np.flatnonzero((matches.places >= 0) & ~is_taken)
-        rows = rows[np.argsort(matches.places[rows], kind="stable")]
-        for part, which, batch in old.answers(matches.places[rows], schema):
-            is_taken[rows[which]] = True
-            part.told.rows += len(which)
-            first = part.plan.first_row(part.shard) - part.first
-            yield rows[which], batch, [f"{part.told.output}#{place + first}" for place in matches.places[rows[which]]]
-        lost = rows[~is_taken[rows]]
-        old.keys.forget(matches.places[lost])
-        matches.places[lost] = -1
-        if not len(lost) or run is old.told[-1]:
-            return
-        look_up(matches)
+    rows = np.flatnonzero(matches.places >= 0)
+    rows = rows[np.argsort(matches.places[rows], kind="stable")]
+    is_taken = np.zeros(len(rows), bool)
+    for part, which, batch in old.answers(matches.places[rows], schema):
+        is_taken[which] = True
+        part.told.rows += len(which)
+        first = part.plan.first_row(part.shard) - part.first
+        yield rows[which], batch, [f"{part.told.output}#{place + first}" for place in matches.places[rows[which]]]
+    matches.places[rows[~is_taken]] = -1  # they lie in files that cannot be read

@@ -1,26 +1,20 @@
 """Plans a run, or resumes one: what `jobs.score_parquet` does inside a worker."""
 
 import os
-import time
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
-
-import pyarrow as pa
 
 from jobs import errors
 from jobs.common.workers import read_workers
 from jobs.context import JobContext
 from jobs.context.served_model import PinnedModel
-from jobs.parquet.asks.row_keys import NO_KEYS
 from jobs.parquet.files.storage import Storage
 from jobs.parquet.formats.converted_inputs import convert_inputs, remove_converted
-from jobs.parquet.outputs.part import embedding_size, output_schema, part_stats, write_part
 from jobs.parquet.outputs.run_folder import RunFolder, begin_folder, create_plan, find_plan, load_plan
 from jobs.parquet.planning.find_files import FoundFile, find_files
 from jobs.parquet.planning.inputs import check_as_planned, read_inputs
 from jobs.parquet.planning.own_rows import in_order, remove_reused, with_reused
-from jobs.parquet.reuse.old_runs import write_keys
 from jobs.runs.plans.names import PLAN, SUCCESS
 from jobs.runs.plans.option_checks import check_served
 from jobs.runs.plans.plan import Plan
@@ -65,14 +59,11 @@ def plan_run(context: JobContext, storage: Storage, spec: RunSpec, submission: S
     folder = RunFolder(storage, plan, state, context.execution_id)
     had_ended, num_bytes = folder.has_success(), 0
     missing = folder.missing_shards(context.check_interrupted)
-    if missing and plan.rows == 0:
-        _publish_empty_part(folder, read_inputs(context, storage, spec, found)[1], context)
-        missing = []
     if missing:
         state.unmark_finished(folder.has_success)
         context.check_interrupted()
         asked_of = {plan.shards[shard].file for shard in missing}
-        num_bytes = convert_inputs(storage, plan, asked_of, context.execution_id, context.shard_bytes.limit)
+        num_bytes = convert_inputs(storage, plan, asked_of, context.execution_id)
         if num_bytes and folder.has_success():  # others have ended the run meanwhile
             remove_converted(storage, plan)
         folder.make_journal_folder()
@@ -99,13 +90,13 @@ def _agreed_plan(
     if plan is None:
         if spec.only_new and not submission.reuse:
             raise errors.InvalidJob("only_new leaves out what earlier runs have answered: name these with reuse")
-        plan, _ = read_inputs(context, storage, spec, found)
+        plan = read_inputs(context, storage, spec, found)
         check_served(vars(spec), context.model)
         context.model.check_asked_for(submission.model)
         plan = replace(plan, second=second_model(context, spec, submission.queue))
         if (spec.order or submission.reuse) and begin_folder(storage, spec.output):
             files = {shard.file for shard in plan.shards if shard.rows}
-            convert_inputs(storage, plan, files, context.execution_id, context.shard_bytes.limit)
+            convert_inputs(storage, plan, files, context.execution_id)
             plan = with_reused(context, storage, in_order(context, storage, plan), submission)
         if create_plan(storage, plan, context.execution_id):
             return plan
@@ -139,12 +130,3 @@ def second_model(context: JobContext, spec: RunSpec, queue: str) -> PinnedModel 
         found = ", ".join(sorted(map(str, others))) or "none"
         raise errors.NoSecondModel(queue, found, str(first))
     return others.pop()
-
-
-def _publish_empty_part(folder: RunFolder, columns: pa.Schema, context: JobContext) -> None:
-    now, model = time.time(), context.model
-    stats = part_stats([], model, run=folder.plan.run, shard=0, generated_tokens=0, started_at=now, ended_at=now)
-    spec = folder.plan.spec
-    schema = output_schema(columns, spec, embedding_size=embedding_size(spec, model))
-    write_keys(folder.storage, folder.plan, 0, NO_KEYS, NO_KEYS, context.execution_id)
-    folder.put_part(0, lambda sink: write_part(sink, schema, [], stats))

@@ -73,13 +73,13 @@ class SurveyWork(RowsTask):
         context.checks.admit(spec.repairs)
         storage = Storage.of(context)
         found = find_files(storage, spec.input, spec.output, spec.input_format)
-        plan, _ = read_inputs(context, storage, spec, found)
+        plan = read_inputs(context, storage, spec, found)
         if context.meter is None:
             raise InvalidJob("this process has no engine to count tokens with")
         meter, ask = context.meter(), ask_of(plan, context)
         self._counts = counts = _Counts(context, ask, meter, plan.rows, max_rows)
         files = {shard.file for shard in plan.shards if shard.rows}
-        with converted_for_now(storage, plan, files, context.shard_bytes.limit) as (storage, plan):
+        with converted_for_now(storage, plan, files) as (storage, plan):
             is_reused = np.zeros(plan.rows, bool)
             if reuse:
                 is_reused = match(context, storage, plan, ask, OldRuns(storage, reuse), any_model).places >= 0

@@ -130,7 +130,7 @@ class TemplateSource(PromptSource):
 
     def __init__(self, template: Template, defaults: Mapping[str, str] = MappingProxyType({})) -> None:
         self.columns = template.columns
-        self._template, self.defaults = template, defaults
+        self._template, self._defaults = template, defaults
         check_defaults(defaults, self.columns)
 
     def render(self, values: Mapping[str, Any]) -> str:
@@ -144,7 +144,7 @@ class TemplateSource(PromptSource):
 
     def _text(self, column: str, value: Any) -> Any:
         if value is None:
-            value = self.defaults.get(column)
+            value = self._defaults.get(column)
             if value is None:
                 raise RowProblem(f"column {column!r} is null")
         return to_json(value) if isinstance(value, list | dict) else value

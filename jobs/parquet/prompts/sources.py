@@ -176,12 +176,21 @@ def _prompts(spec: RunSpec) -> prompt_source.PromptSource:
     return prompt_source.prompt_column(spec.prompt_column)
 
 
-def step_source(step: PromptStep, defaults: Mapping[str, str]) -> prompt_source.TemplateSource:
-    own = {name: text for name, text in defaults.items() if name in step.template.columns}
-    return prompt_source.TemplateSource(step.template, own)
+class StepSource(prompt_source.TemplateSource):
+    """One of a row's prompts, which a problem of it names. defaults: of all of them."""
+
+    def __init__(self, step: PromptStep, defaults: Mapping[str, str]) -> None:
+        super().__init__(step.template, {name: defaults[name] for name in step.template.columns if name in defaults})
+        self._name = step.name
+
+    def render(self, values: Mapping[str, Any]) -> str:
+        try:
+            return super().render(values)
+        except RowProblem as problem:
+            raise RowProblem(f"prompt {self._name!r}: {problem}") from None
 
 
-class _FirstStep(prompt_source.TemplateSource):
+class _FirstStep(StepSource):
     """The first of a row's prompts. later: the columns that the others name."""
 
     def __init__(self, spec: RunSpec) -> None:
@@ -190,19 +199,13 @@ class _FirstStep(prompt_source.TemplateSource):
         named = dict.fromkeys(column for step in others for column in step.template.columns)
         self.later = tuple(column for column in named if column not in self._names)
         prompt_source.check_defaults(spec.defaults, (*first.template.columns, *self.later))
-        super().__init__(first.template, step_source(first, spec.defaults).defaults)
+        super().__init__(first, spec.defaults)
 
     def check(self, schema: pa.Schema) -> None:
         for name in self._names:
             if name in schema.names:
                 raise ColumnConflict(name, "give the prompt of this name another one, or rename the column")
         super().check(schema)
-
-    def render(self, values: Mapping[str, Any]) -> str:
-        try:
-            return super().render(values)
-        except RowProblem as problem:
-            raise RowProblem(f"prompt {self._names[0]!r}: {problem}") from None
 
 
 class LineSource(prompt_source.ColumnSource):

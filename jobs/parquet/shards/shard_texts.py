@@ -93,7 +93,7 @@ def rendered_shards(
 ) -> Iterator[tuple[int, list[Row | RowProblem]]]:
     """Yield the rows of each shard that holds one of `only`, with the number of its first. Raises InputError."""
     shards = range(len(plan.shards)) if only is None else plan.shards_of(only)
-    for number, reader in shard_readers(context, storage, plan, shards, ColumnChoice(source.columns)):
+    for number, reader in shard_readers(storage, plan, shards, ColumnChoice(source.columns)):
         shard = plan.shards[number]
         texts = ShardTexts(plan.files[shard.file].path, source.columns, ShardBytes(context.shard_bytes.limit))
         texts.add(shard_rows(context, plan, shard, reader, source))
@@ -101,10 +101,10 @@ def rendered_shards(
 
 
 def shard_readers(
-    context: JobContext, storage: Storage, plan: Plan, shards: Iterable[int], columns: ColumnChoice = ALL_COLUMNS
+    storage: Storage, plan: Plan, shards: Iterable[int], columns: ColumnChoice = ALL_COLUMNS
 ) -> Iterator[tuple[int, RowReader]]:
     """Yield each shard with rows, and a reader that has not passed it: the one before's, where it leads on."""
-    reader, file, limit = None, -1, context.shard_bytes.limit
+    reader, file = None, -1
     with ExitStack() as readers:
         for number in shards:
             shard = plan.shards[number]
@@ -113,5 +113,5 @@ def shard_readers(
             if reader is None or shard.file != file or not reader.reaches(shard):
                 readers.close()
                 file, path = shard.file, plan.rows_path(plan.files[shard.file])
-                reader = readers.enter_context(closing(RowReader(storage, path, shard, columns, limit)))
+                reader = readers.enter_context(closing(RowReader(storage, path, shard, columns)))
             yield number, reader

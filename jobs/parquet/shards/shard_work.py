@@ -243,7 +243,7 @@ class ShardWork(RowsTask):
 
         def open_reader() -> RowReader:
             with unchanged(storage, plan, file):  # else that is why it cannot be read
-                return RowReader(storage, plan.rows_path(file), shard, columns, self._context.shard_bytes.limit)
+                return RowReader(storage, plan.rows_path(file), shard, columns)
 
         # Then a reader that has seen another file is closed, and not lent on to a shard that finds the planned one.
         with self._files.reader(key, shard, open_reader) as reader, unchanged(storage, plan, file):

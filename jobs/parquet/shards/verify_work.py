@@ -74,8 +74,7 @@ class VerifyWork(RowsTask):
         self._texts = texts = ShardTexts(plan.spec.output, ask.source.columns, context.shard_bytes, "ask fewer rows")
         try:
             with ExitStack() as stack:
-                limit = context.shard_bytes.limit
-                storage, plan = stack.enter_context(converted_for_now(storage, plan, files, limit))
+                storage, plan = stack.enter_context(converted_for_now(storage, plan, files))
                 for number in sorted(files):
                     file = plan.files[number]
                     file = replace(file, path=storage.resolve(file.path))

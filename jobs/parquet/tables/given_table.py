@@ -10,7 +10,6 @@ from uuid import uuid4
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from jobs.common.display import brief
 from jobs.errors import InvalidJob, unlike
 
 #: Rows of a row group: what a reader of one shard has to pass is bounded by it.
@@ -47,9 +46,6 @@ def _arrow_table(given: Any) -> pa.Table:
         table = _as_table(given)
     except (pa.ArrowException, TypeError, ValueError) as error:
         raise InvalidJob(f"the table has no form in Arrow: {str(error)[:200]}") from error
-    twice = {name for name in table.schema.names if table.schema.names.count(name) > 1}
-    if twice:
-        raise InvalidJob(f"the table has two columns named {brief(min(twice))}: rename one")
     for place, field in enumerate(table.schema):
         for is_view, plain in _VIEWS.items():
             if is_view(field.type):  # which Parquet files of pyarrow's have not

@@ -4,7 +4,7 @@ Of an input file a reader gives the rows in order, a shard's worth at a time.
 """
 
 from collections.abc import Callable, Generator, Iterator, Mapping
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
@@ -12,7 +12,7 @@ import pyarrow as pa
 
 from jobs import errors
 from jobs.context import never_interrupted
-from jobs.context.shared_files import CHILDREN, DEFAULT_BYTES
+from jobs.context.shared_files import CHILDREN
 from jobs.errors import CorruptParquet, ShardTooLarge, TableNotRead
 from jobs.parquet.files.storage import Storage, reading
 from jobs.parquet.tables.columns import ALL_COLUMNS, PROBLEM, ColumnChoice, holds, is_bytes
@@ -21,12 +21,13 @@ from sandbox import ChildDied, ChildFailed, ChildOutOfMemory, Limits
 
 #: Seconds in which a child has to reply with a batch, or ask for bytes.
 LIMIT_S = 30.0
-#: Of TOKENMILL_MAX_SHARD_BYTES a child may take; of files of pictures, whose pages are large; and it may at least.
-CHILD_SHARE, BYTES_SHARE, MIN_BYTES = 3 / 8, 6, 64 << 20
+#: Of TOKENMILL_MAX_SHARD_BYTES a child may take; of what is no Parquet, as a record batch of Arrow's comes whole; of
+#: files of pictures, whose pages are large; and it may at least.
+CHILD_SHARE, FORMAT_SHARE, BYTES_SHARE, MIN_BYTES = 3 / 8, 3 / 4, 6, 64 << 20
 #: Rows of a batch: at first, and where so many have taken too much memory.
 BATCH_ROWS = (4096, 32, 1)
 
-_TASKS = "jobs.parquet.tables.table_child"
+_LOOK, _READ = "jobs.parquet.tables.table_child:look", "jobs.parquet.tables.table_child:read"
 T = TypeVar("T")
 #: Has a child do a task with an open file; yields what it replies. Raises what is wrong with the file, and ChildFailed.
 Ask = Callable[[str, Mapping[str, Any]], Iterator[tuple[dict[str, Any], bytearray]]]
@@ -36,25 +37,24 @@ Ask = Callable[[str, Mapping[str, Any]], Iterator[tuple[dict[str, Any], bytearra
 class Contents:
     """What a look at a file tells: rows and bytes of each of its row groups, as they are or will be.
 
-    stored_bytes, statistics: of a Parquet file, with its footer's bytes, and what a part says of itself. kinds: of a
-    text file's columns. names: of a batch file some bytes of each row, alike where two rows have the same custom_id.
+    statistics: what a part says of itself. kinds: of a text file's columns.
     """
 
     schema: pa.Schema
     groups: list[tuple[int, int]]
     rows: int = 0
-    stored_bytes: int = 0
     statistics: str = ""
     kinds: Mapping[str, Any] = field(default_factory=dict)
-    names: bytearray = field(default_factory=bytearray)
 
 
-def look_at(storage: Storage, path: str, limit: int = DEFAULT_BYTES) -> Contents:
-    """Return what a Parquet file holds, in `limit` bytes. Raises CorruptParquet, TableNotRead or InputNotFound."""
+def look_at(
+    storage: Storage, path: str, input_format: str | None = None, task: str = _LOOK, **question: Any
+) -> Contents:
+    """Return what a file holds, as a task tells. Raises CorruptParquet or CorruptTable, TableNotRead, InputNotFound."""
 
     def look() -> Contents:
-        with open_table(storage, path, limit) as ask:
-            ((found, schema),) = ask(f"{_TASKS}:look", {})
+        with open_table(storage, path, input_format) as ask:
+            ((found, schema),) = ask(task, question)
         return Contents(read_schema(schema), **found)
 
     return asked_again(path, look)
@@ -84,30 +84,21 @@ class TableReading:
     was killed is replaced once, and one that takes too much memory is asked for fewer rows at a time.
     """
 
-    def __init__(
-        self,
-        storage: Storage,
-        path: str,
-        columns: ColumnChoice = ALL_COLUMNS,
-        first_group: int = 0,
-        limit: int = DEFAULT_BYTES,
-    ) -> None:
-        self.batches = _read(lambda share: open_table(storage, path, limit, share=share), path, columns, first_group)
+    def __init__(self, storage: Storage, path: str, columns: ColumnChoice = ALL_COLUMNS, first_group: int = 0) -> None:
+        self.batches = _read(storage, path, columns, first_group)
         self.schema: pa.Schema = next(self.batches)
 
     def close(self) -> None:
         self.batches.close()
 
 
-def _read(
-    opened: Callable[[float], AbstractContextManager[Ask]], path: str, columns: ColumnChoice, first_group: int
-) -> Generator[Any, None, None]:
+def _read(storage: Storage, path: str, columns: ColumnChoice, first_group: int) -> Generator[Any, None, None]:
     schema, rows_done, sizes, was_replaced, share = None, 0, list(BATCH_ROWS), False, CHILD_SHARE
     while True:
         question = {"columns": columns, "first_group": first_group, "skip": rows_done, "rows": sizes[0]}
         try:
-            with opened(share) as ask:
-                replies = ask(f"{_TASKS}:read", question)
+            with open_table(storage, path, share=share) as ask:
+                replies = ask(_READ, question)
                 _, packed = next(replies)
                 if schema is None:
                     schema = read_schema(packed)
@@ -137,10 +128,11 @@ def _has_bytes(schema: pa.Schema | None, columns: ColumnChoice) -> bool:
 
 @contextmanager
 def open_table(
-    storage: Storage, path: str, limit: int, input_format: str | None = None, share: float = CHILD_SHARE
+    storage: Storage, path: str, input_format: str | None = None, share: float | None = None
 ) -> Iterator[Ask]:
-    """Open a file, and lend a child, of a share of `limit` bytes, that is given its bytes."""
-    limits = Limits(LIMIT_S, max(MIN_BYTES, int(limit * share)))
+    """Open a file, and lend a child, of a share of a shard's bytes, that is given the file's."""
+    share = share or (FORMAT_SHARE if input_format else CHILD_SHARE)
+    limits = Limits(LIMIT_S, max(MIN_BYTES, int(storage.shard_bytes * share)))
     stack = ExitStack()
 
     def fetch(wanted: Mapping[str, Any]) -> bytes:
@@ -176,14 +168,12 @@ SHARD_TIMES = 16
 class RowReader(TableReading):
     """One pass over a file, from the row group of some shard to the end: Parquet cannot be entered in its middle.
 
-    So one that goes on where the last shard ended decodes each row once. limit: the bytes of one shard's prompts.
+    So one that goes on where the last shard ended decodes each row once.
     """
 
-    def __init__(
-        self, storage: Storage, path: str, first: Shard, columns: ColumnChoice = ALL_COLUMNS, limit: int = DEFAULT_BYTES
-    ) -> None:
-        super().__init__(storage, path, columns, first.first_group, limit)
-        self._path, self._limit = path, limit
+    def __init__(self, storage: Storage, path: str, first: Shard, columns: ColumnChoice = ALL_COLUMNS) -> None:
+        super().__init__(storage, path, columns, first.first_group)
+        self._path, self._limit = path, SHARD_TIMES * storage.shard_bytes
         self._left: pa.RecordBatch | None = None
         #: The row that comes next, counted within the file.
         self.next_row = first.start - first.skip
@@ -207,9 +197,9 @@ class RowReader(TableReading):
             if taken > ahead:
                 batch = batch.slice(ahead, taken - ahead)
                 shard_bytes += batch.nbytes
-                if shard_bytes > (limit := SHARD_TIMES * self._limit):
+                if shard_bytes > self._limit:
                     widest = max(batch.schema.names, key=lambda name: batch.column(name).nbytes)
                     what = f"its rows stand for {shard_bytes} bytes and more, most of column {widest!r}"
                     remedy = "submit with a smaller rows_per_shard"
-                    raise ShardTooLarge(self._path, what, limit, f"{SHARD_TIMES} times ", remedy)
+                    raise ShardTooLarge(self._path, what, self._limit, f"{SHARD_TIMES} times ", remedy)
                 yield batch

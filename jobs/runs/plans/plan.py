@@ -84,9 +84,9 @@ class Plan:
     """What a run does.
 
     seed: the source of every row's seed. added_columns: come behind the files'. columns: of text files, which do not
-    say it: names, and what they hold (jobs.parquet.formats.kinds). repeated: rows of batch files whose custom_id an
-    earlier one has. sizes: bytes of what each shard asks. second: the model that rows with low margins are asked again
-    of. input_folder: of what was made of inputs that are no Parquet; by default in the output.
+    say it: names, and what they hold (jobs.parquet.formats.kinds). sizes: bytes of what each shard asks. second: the
+    model that rows with low margins are asked again of. input_folder: of what was made of inputs that are no Parquet;
+    by default in the output.
     """
 
     spec: RunSpec
@@ -98,7 +98,6 @@ class Plan:
     added_columns: tuple[AddedColumn, ...] = ()
     input_format: str = PARQUET
     columns: tuple[tuple[str, Any], ...] = ()
-    repeated: tuple[int, ...] = ()
     sizes: tuple[int, ...] = ()
     reused: Reused | None = None
     second: PinnedModel | None = None
@@ -140,11 +139,11 @@ class Plan:
         return self.input_folder or os.path.join(self.spec.output, INPUT)
 
     def rows_path(self, file: PlannedFile) -> str:
-        """Return the Parquet file with the rows of an input: itself, or what was made of it."""
-        if self.input_format == PARQUET and file.kept is None:
+        """Return the Parquet file with the rows of an input, where it keeps any: itself, or what was made of it."""
+        if self.input_format == PARQUET and not file.kept:
             return file.path
         text = json.dumps([file.fingerprint, file.rows, self.columns])
-        if file.kept is not None:
+        if file.kept:
             assert self.reused is not None
             text += self.reused.name
         name = f"{blake2b(text.encode(), digest_size=16).hexdigest()}.parquet"
@@ -192,7 +191,6 @@ class Plan:
                 added_columns=tuple(AddedColumn(**column) for column in content["added_columns"]),
                 input_format=content["input_format"],
                 columns=tuple((name, kind) for name, kind in content["columns"]),
-                repeated=tuple(content["repeated"]),
                 sizes=tuple(content["sizes"]),
                 reused=None if content["reused"] is None else Reused(**content["reused"]),
                 second=PinnedModel(**content["second"]) if content.get("second") else None,

@@ -10,7 +10,6 @@ import pyarrow.parquet as pq
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from jobs.context.shared_files import DEFAULT_BYTES
 from jobs.parquet.files.storage import Storage
 from jobs.parquet.formats.converted_inputs import scan
 from jobs.parquet.tables.columns import PROBLEM
@@ -76,7 +75,7 @@ def normal(text: str) -> str:
 def read_all(path: Path, input_format: str) -> list[dict[str, Any]]:
     storage = Storage([str(path.parent)])
     kinds = scan(storage, str(path), input_format).kinds
-    with open_table(storage, str(path), DEFAULT_BYTES, input_format) as ask:
+    with open_table(storage, str(path), input_format) as ask:
         question = {"kinds": list(kinds.items()), "rows": None}
         pieces = [body for _, body in ask("jobs.parquet.formats.converter:convert", question)]
     found = pq.read_table(io.BytesIO(b"".join(pieces)))

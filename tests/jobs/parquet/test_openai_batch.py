@@ -150,7 +150,6 @@ def test_a_bad_line_costs_that_line_and_says_why(runs: Runs, score: Score) -> No
     bad: list[tuple[Any, str]] = [
         ("{no json", "line 2 is not JSON"),
         ("[1]", "line 3 is JSON, but no object"),
-        (complete("ok"), "an earlier line has this custom_id"),
         ({**complete("x"), "custom_id": 5}, "custom_id is 5, expected a text"),
         ({**complete("x3"), "url": "/v1/moderations"}, "url is '/v1/moderations', which is not built"),
         ({**complete("x5"), "body": '{"prompt": "a"}'}, "body is "),
@@ -179,14 +178,14 @@ def test_a_bad_line_costs_that_line_and_says_why(runs: Runs, score: Score) -> No
     assert runs.manifest["output"] == ["output.jsonl", "errors.jsonl"]
 
 
-def test_a_custom_id_is_known_again_in_another_file_and_shard(score: Score, tmp_path: Path) -> None:
+def test_lines_of_several_files_are_answered_each_also_those_of_one_name(score: Score, tmp_path: Path) -> None:
     (tmp_path / "in").mkdir()
     write(tmp_path / "in" / "a.jsonl", [complete(f"{number}") for number in range(5)])
     packed = json.dumps(complete("3")) + "\n{bad\n" + json.dumps(complete("new")) + "\n"
     (tmp_path / "in" / "b.jsonl.gz").write_bytes(gzip.compress(packed.encode()))
     output, errors = score(tmp_path / "in")
-    assert [line["custom_id"] for line in output] == ["0", "1", "2", "3", "4", "new"]
-    assert [line["custom_id"] for line in errors] == ["3", None]
+    assert [line["custom_id"] for line in output] == ["0", "1", "2", "3", "4", "3", "new"]
+    assert [line["custom_id"] for line in errors] == [None]
 
 
 @pytest.mark.parametrize(
