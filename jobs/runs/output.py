@@ -34,6 +34,7 @@ class RunOutput:
     def num_gone(self) -> int:
         return len(self.plan.shards) - self.parts if self.state == "incomplete" else 0
 
+
 def named_run(connection: Redis, name: str) -> tuple[str, RunOutput | None]:
     """Return the run that an id or a folder names, and what the folder holds. Raises UnknownRun, PlanDamaged."""
     if is_run_id(name):
