@@ -16,6 +16,7 @@ from jobs.prompts.arguments import (
     MAX_PROMPTS,
     Unusable,
     checked_text,
+    one_prompt,
     parse_prompts,
     text_problem,
     without_neutral,
@@ -116,7 +117,7 @@ def classify_task(
             if is_chat:
                 requests = [Request(None, each, values, template, kind="score") for each in both]
             else:
-                requests = [Request(_one_prompt(each), None, values, kind="score") for each in both]
+                requests = [Request(one_prompt(each, "prompt"), None, values, kind="score") for each in both]
             if len(requests) > 1 and any(pictures_in(each.messages or []) for each in requests):
                 raise InvalidJob("calibrate and pictures do not go together: no picture has no content")
             return PromptTask(requests, partial(_classification, labels=found), asked_for)
@@ -131,7 +132,7 @@ def loglikelihood_task(
 ) -> PromptTask:
     asked_for, found = parse_model(model), _continuations(continuations)
     values = {"continuations": found, **truncation(truncate_prompt_tokens)}
-    request = Request(_one_prompt(prompt), None, values, kind="score")
+    request = Request(one_prompt(prompt, "prompt"), None, values, kind="score")
     return PromptTask([request], partial(_loglikelihood, continuations=found), asked_for)
 
 
@@ -265,16 +266,6 @@ def _logprobs(number: int, sample: Completion) -> list[float]:
     return [each.logprob for each in sample.loglikelihoods]
 
 
-def _one_prompt(prompt: object) -> str | list[int]:
-    prompts = parse_prompts(prompt)
-    if len(prompts) > 1:
-        raise InvalidJob(f"prompt is a list of {len(prompts)} prompts, expected one: make a job of each")
-    (found,) = prompts
-    if isinstance(found, Unusable):
-        raise InvalidJob(found.reason)
-    return found
-
-
 def _listed(name: str, given: object, most: int) -> Sequence[Any]:
     if not isinstance(given, list | tuple):
         raise unlike(name, given, "a list of texts")
@@ -288,7 +279,7 @@ def _continuations(continuations: object) -> list[str | list[int]]:
     for number, each in enumerate(_listed("continuations", continuations, MAX_CHOICES)):
         if not each or not isinstance(each, str | list):
             raise unlike(f"continuation {number}", each, "a text or a list of token ids, and not empty")
-        found.append(_one_prompt([each]))
+        found.append(one_prompt(each, f"continuation {number}"))
     return found
 
 
