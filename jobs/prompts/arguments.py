@@ -118,7 +118,7 @@ def _are_token_ids(items: list[Any]) -> bool:
 
 #: Values of names that are not built at which they change nothing; null is one of each.
 NEUTRAL: Mapping[str, tuple[Any, ...]] = {
-    **dict.fromkeys(("add_generation_prompt", "detokenize"), (True,)),
+    **dict.fromkeys(("add_generation_prompt", "detokenize", "parallel_tool_calls"), (True,)),
     **dict.fromkeys(("continue_final_message", "return_token_ids", "store", "stream", "use_beam_search"), (False,)),
     **dict.fromkeys(("audio", "guided_decoding", "prediction", "reasoning_effort"), ()),
     **dict.fromkeys(("stream_options", "web_search_options"), ()),

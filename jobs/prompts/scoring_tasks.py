@@ -23,7 +23,7 @@ from jobs.prompts.arguments import (
 )
 from jobs.prompts.labels import CONTENT_FREE, classify, parse_labels, scoring_of, truncation
 from jobs.prompts.messages import NAMES as CHAT_NAMES
-from jobs.prompts.messages import parse_messages, split_chat_options
+from jobs.prompts.messages import normal_messages, split_chat_options
 from jobs.prompts.pictures import pictured_task, pictures_in
 from jobs.prompts.prompt_task import PromptTask, text_requests
 from jobs.prompts.responses import Answers, usage
@@ -122,7 +122,7 @@ def classify_task(
                 raise InvalidJob("calibrate and pictures do not go together: no picture has no content")
             return PromptTask(requests, partial(_classification, labels=found), asked_for)
 
-        return pictured_task(parse_messages(asked), made) if is_chat else made(asked)
+        return pictured_task(normal_messages(asked), made) if is_chat else made(asked)
 
     return asked_task(task, prompt=prompt, **given)
 
@@ -292,7 +292,7 @@ def _content_free(asked: Any, calibrate: object, *, is_chat: bool) -> object:
     if not isinstance(calibrate, list if is_chat else str):
         kind = "messages" if is_chat else "a prompt"
         raise unlike("calibrate", calibrate, f"true, false, or {kind} without content")
-    return parse_messages(calibrate) if is_chat else calibrate
+    return normal_messages(calibrate) if is_chat else calibrate
 
 
 def _documents(documents: object) -> list[str]:

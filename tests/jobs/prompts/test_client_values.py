@@ -97,7 +97,7 @@ def test_messages_keep_what_a_template_may_read() -> None:
             "the arguments of a tool call of message 0 is int",
         ),
         ({"role": "user", "content": [{"type": "image_url", "image_url": {}}]}, "'image_url': {'url': ...}"),
-        ({"role": "user", "content": [{"type": "input_audio"}]}, "text and image_url are read, no audio"),
+        ({"role": "user", "content": [{"type": "input_audio"}]}, "or an image_url: no audio"),
     ],
 )
 def test_what_no_template_can_be_given_is_named(message: dict[str, Any], says: str) -> None:
