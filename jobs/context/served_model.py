@@ -4,8 +4,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from jobs.common.display import brief
-from jobs.errors import InvalidJob, InvalidValue, ModelNotServed
+from jobs.context.values import some_text
+from jobs.errors import InvalidJob, ModelNotServed
 
 MAX_MODEL_CHARS = 4096
 
@@ -57,11 +57,7 @@ class ServedModel(PinnedModel):
 
 def parse_model(model: object) -> str | None:
     """Return the model that a job's argument asks for. Raises InvalidJob for what can be no name."""
-    if model is None:
-        return None
-    if not isinstance(model, str) or not 0 < len(model) <= MAX_MODEL_CHARS or not model.isprintable():
-        raise InvalidValue("model is {}, expected the name of the served model, or none", brief(model))
-    return model
+    return None if model is None else some_text("model", model, MAX_MODEL_CHARS)
 
 
 @dataclass(frozen=True)
