@@ -156,15 +156,12 @@ def rerank_task(
     most = None if top_n is None else whole_number("top_n", top_n)
     shown = texts if truth("return_documents", return_documents) else None
 
-    def task(has_head: bool) -> PromptTask:
-        requests = [relevance_request(asked, text, has_head, told) for text in texts]
+    def task(context: JobContext) -> PromptTask:
+        context.model.check_ranks()
+        requests = [relevance_request(asked, text, bool(context.model.classes), told) for text in texts]
         return PromptTask(requests, partial(_ranking, documents=shown, top_n=most), asked_for)
 
-    def asked_of(context: JobContext) -> PromptTask:
-        context.model.check_ranks()
-        return task(bool(context.model.classes))
-
-    return LateTask(asked_of)
+    return LateTask(task)
 
 
 def relevance_request(
