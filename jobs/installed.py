@@ -11,13 +11,9 @@ from typing import Any
 from jobs.errors import InvalidJob, InvalidValue, ModelRefused, NotInstalled
 
 
-def run_task(function_name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    """Run one engine job as the current job of a stock worker; return its result. Raises JobsError."""
-    return _load("stock_worker").run_task(function_name, args, kwargs)
-
-
-def run_own_function(function_name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    return _load("stock_worker").run_own_function(function_name, args, kwargs)
+def run_job(function_name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    """Run one of our functions as the current job of a stock worker; return its result. Raises JobsError."""
+    return _load("stock_worker").run_job(function_name, args, kwargs)  # type: ignore[no-any-return]
 
 
 def check_sampling(sampling: Mapping[str, Any]) -> None:
