@@ -31,6 +31,15 @@ def one_of(name: str, value: Any, known: Sequence[str]) -> str:
     return str(value)
 
 
+def listed(name: str, value: Any, what: str, least: int, most: int) -> Sequence[Any]:
+    """Return a list, of which there are neither too few nor too many."""
+    if not isinstance(value, list | tuple):
+        raise unlike(name, value, what)
+    if not least <= len(value) <= most:
+        raise InvalidJob(f"{name} holds {len(value)}, expected {least} to {most} of them")
+    return value
+
+
 def some_text(name: str, value: Any, most: int) -> str:
     if not isinstance(value, str) or not 0 < len(value) <= most:
         raise unlike(name, value, f"a text of 1 to {most} characters")

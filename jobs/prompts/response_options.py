@@ -23,12 +23,10 @@ class ResponseOptions:
 
 def completion_options(values: Mapping[str, Any]) -> tuple[dict[str, Any], ResponseOptions]:
     """Part a completion's arguments: sampling values with what the response needs. Raises InvalidJob."""
-    sampling = {name: value for name, value in values.items() if name not in ("echo", "top_logprobs")}
+    sampling = {name: value for name, value in values.items() if name != "echo"}
     echo, num_top = values.get("echo") or False, values.get("logprobs")
     if not isinstance(echo, bool):
         raise unlike("echo", echo, "true or false")
-    if values.get("top_logprobs"):
-        raise InvalidJob("top_logprobs belongs to a chat: a completion has a number in logprobs")
     if num_top is None or num_top is False:
         sampling.pop("logprobs", None)
         num_top = None
@@ -72,8 +70,6 @@ def run_values(values: Mapping[str, Any]) -> dict[str, Any]:
         value = kept.get(name, 0)
         if type(value) is not int or not 0 <= value <= MAX_TOP_LOGPROBS:
             raise unlike(name, value, f"a number of tokens, 0 to {MAX_TOP_LOGPROBS}")
-    if "top_logprobs" in kept:
-        raise InvalidJob("top_logprobs belongs to jobs.chat: a run has their number in logprobs")
     if "echo" in kept:
         raise InvalidJob("echo is not built for a run: its output has no column for it")
     return kept

@@ -9,7 +9,7 @@ from typing import Any
 from jobs.common.display import MAX_NAME_CHARS, brief
 from jobs.context import JobContext
 from jobs.context.served_model import parse_model
-from jobs.context.values import one_of, some_text, truth, whole_number
+from jobs.context.values import listed, one_of, some_text, truth, whole_number
 from jobs.errors import InvalidJob, InvalidValue, RequestFailed, check_limit, unlike
 from jobs.prompts.arguments import (
     MAX_CHOICES,
@@ -39,16 +39,12 @@ _POOLING: Mapping[str, Callable[[str, Any], Any]] = {
 }
 
 
-def embed_task(
-    input: object = None, *, encoding_format: object = None, model: object = None, **others: Any
-) -> PromptTask:
+def embed_task(input: object, *, encoding_format: object = None, model: object = None, **others: Any) -> PromptTask:
     asked_for = parse_model(model)
     given = {name: others.pop(name, None) for name in (*_POOLING, "truncate_prompt_tokens")}
     for name in without_neutral(others):
         raise InvalidValue("{} is no argument of jobs.embed", brief(name))
     encoding = ENCODINGS[0] if encoding_format is None else one_of("encoding_format", encoding_format, ENCODINGS)
-    if input is None:
-        raise InvalidJob("input is missing: a text, token ids, or a list of either")
     requests = text_requests(parse_prompts(input), pooling_values(**given), kind="embed")
     return PromptTask(requests, partial(_embeddings, is_base64=encoding == "base64"), asked_for)
 
@@ -182,10 +178,8 @@ def relevance(sample: Completion) -> float | None:
     return None if found is None else found.probabilities["yes"]
 
 
-def classify_text_task(input: object = None, *, truncate_prompt_tokens: object = None, model: object = None) -> Task:
+def classify_text_task(input: object, *, truncate_prompt_tokens: object = None, model: object = None) -> Task:
     asked_for = parse_model(model)
-    if input is None:
-        raise InvalidJob("input is missing: a text, token ids, or a list of either")
     requests = text_requests(parse_prompts(input), truncation(truncate_prompt_tokens), kind="classify")
     return PromptTask(requests, _classes, asked_for)
 
@@ -263,17 +257,9 @@ def _logprobs(number: int, sample: Completion) -> list[float]:
     return [each.logprob for each in sample.loglikelihoods]
 
 
-def _listed(name: str, given: object, most: int) -> Sequence[Any]:
-    if not isinstance(given, list | tuple):
-        raise unlike(name, given, "a list of texts")
-    if not 1 <= len(given) <= most:
-        raise InvalidJob(f"{name} holds {len(given)}, expected 1 to {most} of them")
-    return given
-
-
 def _continuations(continuations: object) -> list[str | list[int]]:
     found: list[str | list[int]] = []
-    for number, each in enumerate(_listed("continuations", continuations, MAX_CHOICES)):
+    for number, each in enumerate(listed("continuations", continuations, "a list of texts", 1, MAX_CHOICES)):
         if not each or not isinstance(each, str | list):
             raise unlike(f"continuation {number}", each, "a text or a list of token ids, and not empty")
         found.append(one_prompt(each, f"continuation {number}"))
@@ -294,7 +280,7 @@ def _content_free(asked: Any, calibrate: object, *, is_chat: bool) -> object:
 
 def _documents(documents: object) -> list[str]:
     texts = []
-    for number, each in enumerate(_listed("documents", documents, MAX_PROMPTS)):
+    for number, each in enumerate(listed("documents", documents, "a list of texts", 1, MAX_PROMPTS)):
         text = each["text"] if isinstance(each, dict) and each.keys() == {"text"} else each
         texts.append(checked_text(text, f"document {number}"))
     return texts
