@@ -120,20 +120,14 @@ ChatOptions = Mapping[str, Any]
 def split_chat_options(values: Mapping[str, Any]) -> tuple[dict[str, Any], ChatOptions]:
     """Part a chat's keyword arguments into sampling values and options. Raises InvalidJob."""
     sampling = {name: value for name, value in values.items() if name not in NAMES}
-    template: dict[str, Any] = {}
-    variables = values.get("chat_template_kwargs")
-    if variables is not None:
-        if not isinstance(variables, dict):
-            raise InvalidJob(f"chat_template_kwargs is {type(variables).__name__}, expected an object")
-        if variables:
-            template["chat_template_kwargs"] = variables
-    tools = _tools(values.get("tools"))
+    variables, tools = values.get("chat_template_kwargs") or {}, _tools(values.get("tools") or [])
+    if not isinstance(variables, dict):
+        raise InvalidJob(f"chat_template_kwargs is {type(variables).__name__}, expected an object")
     choice = values.get("tool_choice")
     if choice not in (None, "auto", "none"):
         raise InvalidValue('tool_choice is {}, which is not built yet: send "auto" or "none"', brief(choice))
-    if tools and choice != "none":
-        template["tools"] = tools
-    return sampling, template
+    template = {"chat_template_kwargs": variables, "tools": [] if choice == "none" else tools}
+    return sampling, {name: value for name, value in template.items() if value}
 
 
 def refuse_chat_options(values: Mapping[str, Any]) -> None:
@@ -143,8 +137,6 @@ def refuse_chat_options(values: Mapping[str, Any]) -> None:
 
 
 def _tools(tools: object) -> list[dict[str, Any]]:
-    if tools is None:
-        return []
     if not isinstance(tools, list):
         raise InvalidJob(f"tools is {type(tools).__name__}, expected a list of functions")
     for number, tool in enumerate(tools):

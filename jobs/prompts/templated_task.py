@@ -2,7 +2,7 @@
 
 import json
 from base64 import b64decode
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -109,10 +109,7 @@ def _parsed(job_id: str, packed: bytes | None) -> Any:
 
 NAMES = frozenset({"answers", "results"})
 
-KINDS: Mapping[str, tuple[type, str]] = {
-    "prompt_template": (str, "a text"),
-    "messages_template": (list, "a list of {'role': ..., 'content': ...}"),
-}
+ARGUMENTS = ("prompt_template", "messages_template")
 
 
 def asked_task(make: Callable[[str, Any], Task], **given: Any) -> Task:
@@ -131,10 +128,9 @@ def asked_task(make: Callable[[str, Any], Task], **given: Any) -> Task:
 
 
 def _templated(argument: str, template: Any, make: Callable[[Any], Task]) -> Task:
-    kind, what = KINDS[argument]
-    if not isinstance(template, kind):
-        raise InvalidJob(f"{argument} is {type(template).__name__}, expected {what}")
     sources, roles = template_texts(template)
+    if (roles is None) is not (argument == ARGUMENTS[0]):
+        raise InvalidJob(f"{argument} is a {type(template).__name__}: a prompt's is a text, a chat's a list")
 
     def filled(context: JobContext) -> Task:
         found = JinjaTexts(sources)
@@ -157,6 +153,6 @@ def _templated(argument: str, template: Any, make: Callable[[Any], Task]) -> Tas
 
 def refuse_template(values: dict[str, Any]) -> None:
     """Raise InvalidJob where something asks for a template that is no job and depends on none."""
-    for name in KINDS:
+    for name in ARGUMENTS:
         if values.get(name) is not None:
             raise InvalidJob(f"{name} stands for answers of jobs that a job depends on, and this is no job")
