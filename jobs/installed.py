@@ -8,7 +8,7 @@ from functools import cache
 from importlib.metadata import entry_points
 from typing import Any
 
-from jobs.errors import InvalidJob, InvalidValue, ModelRefused, NotInstalled
+from jobs.errors import InvalidJob, InvalidValue, ModelRefused
 
 
 def run_job(function_name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
@@ -43,6 +43,4 @@ def describe_model(model: str) -> str:
 
 @cache
 def _load(name: str) -> Any:
-    for found in entry_points(group="tokenmill", name=name):
-        return found.load()
-    raise NotInstalled(name)
+    return entry_points(group="tokenmill")[name].load()
