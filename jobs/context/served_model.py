@@ -51,8 +51,7 @@ class ServedModel(PinnedModel):
     def check_ranks(self) -> None:
         """Raise InvalidJob for a head of several classes, none of which says how well a document answers."""
         if len(self.classes) > 1:
-            number = len(self.classes)
-            raise InvalidJob(f"the worker serves {self.name!r}, whose head has {number} classes, not a score")
+            raise InvalidJob(f"the worker serves {self.name!r}, whose head has {len(self.classes)} classes, no score")
 
 
 def parse_model(model: object) -> str | None:

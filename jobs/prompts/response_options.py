@@ -49,14 +49,13 @@ def chat_response_options(values: Mapping[str, Any]) -> tuple[dict[str, Any], Re
     if values.get("echo"):
         raise InvalidJob("echo belongs to jobs.complete: a chat's response holds the answer alone")
     sampling.setdefault("separate_reasoning", True)
-    wanted, num_top = sampling.pop("logprobs", None), values.get("top_logprobs")
-    if wanted not in (None, True, False) or isinstance(wanted, (int, float)) != isinstance(wanted, bool):
+    wanted, num_top = sampling.pop("logprobs", None), values.get("top_logprobs") or 0
+    if wanted is not None and not isinstance(wanted, bool):
         raise unlike("logprobs", wanted, "true or false: a number is top_logprobs")
     if num_top and not wanted:
         raise InvalidJob("top_logprobs needs logprobs=true")
     if not wanted:
         return sampling, ResponseOptions()
-    num_top = 0 if num_top is None else num_top
     if type(num_top) is not int or not 0 <= num_top <= MAX_TOP_LOGPROBS:
         raise unlike("top_logprobs", num_top, f"an integer from 0 to {MAX_TOP_LOGPROBS}")
     return {**sampling, "logprobs": num_top}, ResponseOptions(num_top=num_top)
