@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from jobs.installed import run_own_function, run_task
+from jobs.installed import run_job
 
 
 def complete(prompt: str | list[Any] | None = None, **options: Any) -> dict[str, Any]:
@@ -11,7 +11,7 @@ def complete(prompt: str | list[Any] | None = None, **options: Any) -> dict[str,
     options: those of engine.SamplingParams; prompt_template, instead of a prompt; model, the served one's name. Raises
     InvalidJob, AnswerMissing, or RequestFailed naming the prompt that the engine refused.
     """
-    return run_task("jobs.complete", (prompt,), options)  # type: ignore[no-any-return]
+    return run_job("jobs.complete", (prompt,), options)
 
 
 def chat(messages: list[dict[str, Any]] | None = None, **options: Any) -> dict[str, Any]:
@@ -19,7 +19,7 @@ def chat(messages: list[dict[str, Any]] | None = None, **options: Any) -> dict[s
 
     options: as of `complete`, and messages_template, instead of messages. Raises as `complete`.
     """
-    return run_task("jobs.chat", (messages,), options)  # type: ignore[no-any-return]
+    return run_job("jobs.chat", (messages,), options)
 
 
 def classify(prompt: str | list[int] | None = None, labels: list[str] | None = None, **options: Any) -> dict[str, Any]:
@@ -29,7 +29,7 @@ def classify(prompt: str | list[int] | None = None, labels: list[str] | None = N
     options: messages, chat_template_kwargs, tools, and templates as of `chat`; calibrate: subtract what labels have
     behind a prompt without content (Zhao et al. 2021); truncate_prompt_tokens; model. Raises as `complete`.
     """
-    return run_task("jobs.classify", (prompt, labels), options)  # type: ignore[no-any-return]
+    return run_job("jobs.classify", (prompt, labels), options)
 
 
 def classify_text(input: str | list[Any], **options: Any) -> dict[str, Any]:
@@ -38,7 +38,7 @@ def classify_text(input: str | list[Any], **options: Any) -> dict[str, Any]:
     Returns `{"object": "list", "data": [{"index", "label", "score", "probabilities"}], "usage", "model"}`; of a head
     with one output only the `score`. options: truncate_prompt_tokens, model. Raises as `embed`.
     """
-    return run_task("jobs.classify_text", (input,), options)  # type: ignore[no-any-return]
+    return run_job("jobs.classify_text", (input,), options)
 
 
 def loglikelihood(
@@ -49,7 +49,7 @@ def loglikelihood(
     Returns `{"object": "loglikelihood", "choices": [{"index", "text", "logprob", "num_tokens", "is_greedy"}], ...}`.
     options: truncate_prompt_tokens, model. Raises InvalidJob, or RequestFailed.
     """
-    return run_task("jobs.loglikelihood", (prompt, continuations), options)  # type: ignore[no-any-return]
+    return run_job("jobs.loglikelihood", (prompt, continuations), options)
 
 
 def rerank(query: str, documents: list[str] | list[dict[str, str]], **options: Any) -> dict[str, Any]:
@@ -58,7 +58,7 @@ def rerank(query: str, documents: list[str] | list[dict[str, str]], **options: A
     Returns `{"object": "rerank", "results": [{"index", "relevance_score", "document"}], "usage", "model"}`.
     options: instruction, top_n, return_documents, model. Raises InvalidJob, or RequestFailed if all documents failed.
     """
-    return run_task("jobs.rerank", (query, documents), options)  # type: ignore[no-any-return]
+    return run_job("jobs.rerank", (query, documents), options)
 
 
 def embed(input: str | list[Any], **options: Any) -> dict[str, Any]:
@@ -67,29 +67,29 @@ def embed(input: str | list[Any], **options: Any) -> dict[str, Any]:
     options: dimensions, encoding_format, normalize, prompt_name, user, truncate_prompt_tokens, model.
     Raises InvalidJob, or RequestFailed if all failed; one of several has its `error` beside it.
     """
-    return run_task("jobs.embed", (input,), options)  # type: ignore[no-any-return]
+    return run_job("jobs.embed", (input,), options)
 
 
 def score_parquet(input: str | list[str], output: str, *more: Any, **options: Any) -> dict[str, Any]:
     """Plan a Parquet run and enqueue its shards, or resume it, by the arguments of RunSpec and Submission."""
-    return run_own_function("jobs.score_parquet", (input, output, *more), options)  # type: ignore[no-any-return]
+    return run_job("jobs.score_parquet", (input, output, *more), options)
 
 
 def survey_parquet(input: str | list[str], **arguments: Any) -> dict[str, Any]:
     """Look at what a run would ask, and write nothing; for `tokenmill preview` and `submit --dry-run`."""
-    return run_task("jobs.survey_parquet", (input,), arguments)  # type: ignore[no-any-return]
+    return run_job("jobs.survey_parquet", (input,), arguments)
 
 
 def post_run_end(webhook: str, content: dict[str, Any]) -> dict[str, Any]:
     """Tell a host of a run's end; enqueued where a run was submitted with a webhook."""
-    return run_own_function("jobs.post_run_end", (webhook, content), {})  # type: ignore[no-any-return]
+    return run_job("jobs.post_run_end", (webhook, content), {})
 
 
 def score_shard(run: str, plan: str, shard: int, *more: Any) -> dict[str, Any]:
     """Score one shard of a planned run; enqueued by score_parquet only."""
-    return run_task("jobs.score_shard", (run, plan, shard, *more), {})  # type: ignore[no-any-return]
+    return run_job("jobs.score_shard", (run, plan, shard, *more), {})
 
 
 def verify_rows(run: str, plan: str, sample: int | str = "1%", seed: int = 0) -> dict[str, Any]:
     """Compute a sample of a finished run's rows again and compare; enqueued by `tokenmill verify`."""
-    return run_task("jobs.verify_rows", (run, plan, sample, seed), {})  # type: ignore[no-any-return]
+    return run_job("jobs.verify_rows", (run, plan, sample, seed), {})

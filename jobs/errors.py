@@ -49,10 +49,6 @@ class JobsError(ToldError):
         return str(self)
 
 
-class NotInstalled(JobsError, fault="server"):
-    """no entry point {name!r} of the group 'tokenmill' is installed: install Tokenmill with pip"""
-
-
 class ModelRefused(JobsError):
     """Raised for a model that is not served, with the engine's reason: (text)."""
 

@@ -8,16 +8,12 @@ from functools import cache
 from importlib.metadata import entry_points
 from typing import Any
 
-from jobs.errors import InvalidJob, InvalidValue, ModelRefused, NotInstalled
+from jobs.errors import InvalidJob, InvalidValue, ModelRefused
 
 
-def run_task(function_name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    """Run one engine job as the current job of a stock worker; return its result. Raises JobsError."""
-    return _load("stock_worker").run_task(function_name, args, kwargs)
-
-
-def run_own_function(function_name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    return _load("stock_worker").run_own_function(function_name, args, kwargs)
+def run_job(function_name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    """Run one of our functions as the current job of a stock worker; return its result. Raises JobsError."""
+    return _load("stock_worker").run_job(function_name, args, kwargs)  # type: ignore[no-any-return]
 
 
 def check_sampling(sampling: Mapping[str, Any]) -> None:
@@ -47,6 +43,4 @@ def describe_model(model: str) -> str:
 
 @cache
 def _load(name: str) -> Any:
-    for found in entry_points(group="tokenmill", name=name):
-        return found.load()
-    raise NotInstalled(name)
+    return entry_points(group="tokenmill")[name].load()

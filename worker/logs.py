@@ -8,7 +8,7 @@ from typing import Any
 from rq.defaults import DEFAULT_LOGGING_DATE_FORMAT, DEFAULT_LOGGING_FORMAT
 from rq.logutils import ColorizingStreamHandler, setup_loghandlers
 
-from jobs.common.plain_log import JSON, VARIABLE, handle_all, is_json, keep_plain
+from jobs.common.plain_log import JSON, PLAIN, VARIABLE, handle_all, is_json
 from jobs.runs.plans.names import run_and_shard
 from worker.errors import SettingsError
 
@@ -25,7 +25,7 @@ def start_log(worker: str, wanted: str, level: str | int | None, formats: tuple[
     has_own_text = formats != (DEFAULT_LOGGING_DATE_FORMAT, DEFAULT_LOGGING_FORMAT)
     for name in ("rq.worker", "rq.scheduler"):
         setup_loghandlers(level, *formats, name=name)
-        keep_plain(logging.getLogger(name))
+        logging.getLogger(name).addFilter(PLAIN)
     if wanted == JSON and has_own_text:
         raise SettingsError(f"{VARIABLE}=json, and --log-format or --date-format is for text: leave one of them out")
     writes_json = not has_own_text and is_json(wanted, sys.stdout) and not _is_configured()

@@ -34,9 +34,11 @@ if TYPE_CHECKING:
 MAX_PENDING = 256
 
 
-def run_task(function_name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    """Run one engine job as the current RQ job and return its result. Raises JobsError."""
+def run_job(function_name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    """Run one of our functions as the current RQ job and return its result. Raises JobsError."""
     with _tried_once():
+        if (function := own_function(function_name)) is not None:
+            return function(_context(_current_job()), *args, **kwargs)
         task = task_of(function_name, args, kwargs)
         assert task is not None, function_name
         job, engine = _current_job(), _engine()
@@ -46,14 +48,6 @@ def run_task(function_name: str, args: Sequence[Any], kwargs: Mapping[str, Any])
             return opened.result()
         finally:
             opened.close()
-
-
-def run_own_function(function_name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    """Run one of our ordinary functions as the current RQ job. Raises JobsError."""
-    function = own_function(function_name)
-    assert function is not None, function_name
-    with _tried_once():
-        return function(_context(_current_job()), *args, **kwargs)
 
 
 @contextmanager

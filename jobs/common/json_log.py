@@ -8,14 +8,10 @@ from typing import Any
 
 import structlog
 
-from jobs.common.plain_log import JOB_ID, without_colour
+from jobs.common.plain_log import JOB_ID
 
 #: Of an exception's text, and frames of its traceback, as much as a line may hold.
 MAX_EXCEPTION_CHARS, MAX_FRAMES = 2000, 20
-#: Of all that is told of exceptions: whoever raised them may have added notes, and grouped or chained others.
-MAX_EXCEPTIONS_CHARS = 50_000
-#: Of a message. Ours are far shorter; a library's may repeat what it was given.
-MAX_EVENT_CHARS = 20_000
 #: As json.dumps: an encoder made for each line takes as long as all the rest.
 _json = json.JSONEncoder(default=str).encode
 
@@ -37,7 +33,7 @@ class JsonLine(logging.Formatter):
             "timestamp": datetime.fromtimestamp(record.created, UTC).isoformat(timespec="microseconds"),
             "level": record.levelname.lower(),
             "logger": record.name,
-            "event": without_colour(record.getMessage())[:MAX_EVENT_CHARS],
+            "event": record.getMessage(),
             **self._bound,
         }
         job_id = record.__dict__.get(JOB_ID)
@@ -54,7 +50,4 @@ def _exceptions(exc_info: Any) -> list[dict[str, Any]]:
     found = _transform(exc_info)
     for each in found:
         each["exc_value"] = str(each["exc_value"])[:MAX_EXCEPTION_CHARS]
-    if len(_json(found)) > MAX_EXCEPTIONS_CHARS:
-        kept = found[:1] if len(found) == 1 else [found[0], found[-1]]
-        return [{name: each[name] for name in ("exc_type", "exc_value")} for each in kept]
     return found

@@ -12,8 +12,8 @@ from jobs.common.display import printable
 MAX_ARGUMENT_CHARS = 1000
 """Of each value in a message. A job's id is logged before anybody has looked at its length."""
 
-_COLOUR = re.compile(r"(\x1b\[(?:0[1-6]|3\d(?:;01)?|39;49;00)m)")
-"""What RQ puts around names on a terminal."""
+_COLOUR = re.compile(r"\x1b\[(?:0[1-6]|3\d(?:;01)?|39;49;00)m")
+"""What RQ puts around names on a terminal. A producer may too, so none is shown."""
 
 #: Where a record says of which job it is, if of one.
 JOB_ID = "job_id"
@@ -30,17 +30,12 @@ class PlainLine(logging.Filter):
             place = _place_of_job(record.msg)
             if place is not None and place < len(record.args):
                 setattr(record, JOB_ID, printable(str(record.args[place])))
-        text = record.getMessage()
-        if not text.isprintable():
-            pieces = _COLOUR.split(text)
-            pieces[::2] = map(printable, pieces[::2])
-            text = "".join(pieces)
-        record.msg, record.args = text, None
+        record.msg, record.args = printable(_COLOUR.sub("", record.getMessage())), None
         return True
 
 
-def without_colour(text: str) -> str:
-    return _COLOUR.sub("", text) if "\x1b" in text else text
+#: What all loggers have: one that is added again changes nothing.
+PLAIN = PlainLine()
 
 
 @lru_cache(maxsize=256)
@@ -56,11 +51,6 @@ def _cut(value: Any) -> Any:
         return value
     text = str(value)
     return value if len(text) <= MAX_ARGUMENT_CHARS else f"{text[:MAX_ARGUMENT_CHARS]}..."
-
-
-def keep_plain(logger: logging.Logger) -> None:
-    if not any(isinstance(each, PlainLine) for each in logger.filters):
-        logger.addFilter(PlainLine())
 
 
 VARIABLE = "TOKENMILL_LOG_FORMAT"
@@ -93,5 +83,4 @@ def handle_all(formatter: logging.Formatter, named: Iterable[str] = ()) -> None:
 def give_up_handlers(name: str) -> None:
     logger = logging.getLogger(name)
     logger.propagate = True
-    for handler in [*logger.handlers]:
-        logger.removeHandler(handler)
+    logger.handlers.clear()

@@ -4,7 +4,6 @@ It enqueues, and names the keys where others look. They read RQ's keys as they a
 on the way, which only workers should do, and unpack whatever anybody wrote.
 """
 
-import binascii
 import json
 from base64 import b64decode
 from collections.abc import Mapping, Sequence
@@ -160,5 +159,5 @@ def _last_entry(connection: Redis, job_id: str) -> Mapping[bytes, bytes]:
 def _decoded(entry: Mapping[bytes, bytes], field: bytes) -> bytes:
     try:
         return b64decode(entry.get(field) or b"")
-    except binascii.Error:
+    except ValueError:
         return b""

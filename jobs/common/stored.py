@@ -2,6 +2,7 @@
 
 import json
 import zlib
+from contextlib import suppress
 from datetime import datetime
 from typing import Any
 
@@ -16,15 +17,12 @@ def text(raw: bytes) -> str:
 
 def unpacked(packed: bytes, most: int) -> bytes | None:
     """Return what RQ packs, or takes as it stands; None beyond `most` bytes, and no more is unpacked."""
-    inflater = zlib.decompressobj()
-    try:
-        text = inflater.decompress(packed, most + 1)
-        is_whole = inflater.eof or len(text) > most
-    except zlib.error:
-        is_whole = False
-    if not is_whole:  # RQ takes it as it stands
-        text = packed
-    return text if len(text) <= most else None
+    inflater, found = zlib.decompressobj(), packed
+    with suppress(zlib.error):
+        inflated = inflater.decompress(packed, most + 1)
+        if inflater.eof or len(inflated) > most:  # else RQ takes it as it stands
+            found = inflated
+    return found if len(found) <= most else None
 
 
 def json_object(raw: object) -> dict[str, Any]:

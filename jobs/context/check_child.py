@@ -95,15 +95,11 @@ def _function(dotted: str) -> Check:
 
 
 def _schema(schema: dict[str, Any]) -> Check:
-    try:
-        from jsonschema import Draft202012Validator, SchemaError
-        from jsonschema.exceptions import best_match
-        from jsonschema.validators import validator_for
-        from jsonschema_specifications import REGISTRY
-    except ImportError as error:
-        raise Unusable(
-            f"json of check needs jsonschema, which this worker lacks ({error}): pip install 'tokenmill[worker]' there"
-        ) from None
+    from jsonschema import Draft202012Validator, SchemaError
+    from jsonschema.exceptions import best_match
+    from jsonschema.validators import validator_for
+    from jsonschema_specifications import REGISTRY
+
     kind = validator_for(schema, default=Draft202012Validator)
     try:
         kind.check_schema(schema)

@@ -4,8 +4,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from jobs.common.display import brief
-from jobs.errors import InvalidJob, InvalidValue, ModelNotServed
+from jobs.context.values import some_text
+from jobs.errors import InvalidJob, ModelNotServed
 
 MAX_MODEL_CHARS = 4096
 
@@ -51,17 +51,12 @@ class ServedModel(PinnedModel):
     def check_ranks(self) -> None:
         """Raise InvalidJob for a head of several classes, none of which says how well a document answers."""
         if len(self.classes) > 1:
-            number = len(self.classes)
-            raise InvalidJob(f"the worker serves {self.name!r}, whose head has {number} classes, not a score")
+            raise InvalidJob(f"the worker serves {self.name!r}, whose head has {len(self.classes)} classes, no score")
 
 
 def parse_model(model: object) -> str | None:
     """Return the model that a job's argument asks for. Raises InvalidJob for what can be no name."""
-    if model is None:
-        return None
-    if not isinstance(model, str) or not 0 < len(model) <= MAX_MODEL_CHARS or not model.isprintable():
-        raise InvalidValue("model is {}, expected the name of the served model, or none", brief(model))
-    return model
+    return None if model is None else some_text("model", model, MAX_MODEL_CHARS)
 
 
 @dataclass(frozen=True)

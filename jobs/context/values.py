@@ -1,6 +1,7 @@
 """Checks of single values that anybody may have given, each by its argument's name. Raise InvalidJob."""
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 from jobs.common.display import MAX_NAME_CHARS, MAX_SHOWN_CHARS, brief, is_unicode
@@ -30,6 +31,15 @@ def one_of(name: str, value: Any, known: Sequence[str]) -> str:
     return str(value)
 
 
+def listed(name: str, value: Any, what: str, least: int, most: int) -> Sequence[Any]:
+    """Return a list, of which there are neither too few nor too many."""
+    if not isinstance(value, list | tuple):
+        raise unlike(name, value, what)
+    if not least <= len(value) <= most:
+        raise InvalidJob(f"{name} holds {len(value)}, expected {least} to {most} of them")
+    return value
+
+
 def some_text(name: str, value: Any, most: int) -> str:
     if not isinstance(value, str) or not 0 < len(value) <= most:
         raise unlike(name, value, f"a text of 1 to {most} characters")
@@ -38,7 +48,4 @@ def some_text(name: str, value: Any, most: int) -> str:
     return value
 
 
-def column_name(name: str, value: Any) -> str:
-    if not isinstance(value, str) or not 0 < len(value) <= MAX_NAME_CHARS:
-        raise unlike(name, value, f"the name of a column, at most {MAX_NAME_CHARS} characters")
-    return value
+column_name = partial(some_text, most=MAX_NAME_CHARS)

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from jobs.common.display import MAX_NAME_CHARS, MAX_SHOWN_CHARS, brief
+from jobs.common.display import MAX_SHOWN_CHARS, brief, is_unicode
 from jobs.errors import InvalidJob, InvalidValue, check_limit
 from jobs.prompts.response_options import with_structured_outputs
 
@@ -43,11 +43,9 @@ class Unusable:
 def text_problem(text: object, what: str = "prompt") -> str | None:
     if not isinstance(text, str):
         return f"{what} is {type(text).__name__}, expected a string"
-    try:
-        num_bytes = len(text.encode())
-    except UnicodeEncodeError:
+    if not is_unicode(text):
         return f"{what} is not valid Unicode: it holds half of a surrogate pair"
-    if num_bytes > MAX_PROMPT_BYTES:
+    if (num_bytes := len(text.encode())) > MAX_PROMPT_BYTES:
         return f"{what} has {num_bytes} bytes, more than the limit of {MAX_PROMPT_BYTES}: shorten it"
     return None
 
@@ -63,21 +61,33 @@ def parse_prompts(prompt: object) -> list[Prompt | Unusable]:
 
     Of a list, what can be no prompt is Unusable. Raises InvalidJob where nothing is left, and beyond MAX_PROMPTS.
     """
-    if isinstance(prompt, str):
-        return [checked_text(prompt, "prompt")]
-    if not isinstance(prompt, list):
-        raise InvalidJob(f"prompt is {type(prompt).__name__}, expected a string, token ids or a list of them")
+    if not isinstance(prompt, list) or _are_token_ids(prompt):
+        return [one_prompt(prompt, "prompt")]
     if not prompt:
         raise InvalidJob("prompt is an empty list, expected at least one prompt")
-    if _are_token_ids(prompt):
-        check_limit(len(prompt), MAX_PROMPT_BYTES, "prompt has {} token ids", "shorten it")
-        return [list(prompt)]
     check_limit(len(prompt), MAX_PROMPTS, "the job holds {} prompts", "split it, or score a Parquet file")
     prompts = [_prompt(item, f"prompt {number}") for number, item in enumerate(prompt)]
     unusable = [item for item in prompts if isinstance(item, Unusable)]
     if len(unusable) == len(prompts):
         raise InvalidJob(unusable[0].reason)
     return prompts
+
+
+def one_prompt(prompt: object, what: str) -> Prompt:
+    """Return a prompt that is a string or token ids. Raises InvalidJob."""
+    if isinstance(prompt, list) and _are_token_ids(prompt):
+        check_limit(len(prompt), MAX_PROMPT_BYTES, f"{what} has {{}} token ids", "shorten it")
+        return list(prompt)
+    if not isinstance(prompt, str):
+        raise InvalidJob(f"{what} is {type(prompt).__name__}, expected a string or a non-empty list of token ids")
+    return checked_text(prompt, what)
+
+
+def _prompt(item: object, what: str) -> Prompt | Unusable:
+    try:
+        return one_prompt(item, what)
+    except InvalidJob as error:
+        return Unusable(str(error))
 
 
 def parse_sampling(sampling: Mapping[str, Any]) -> dict[str, Any]:
@@ -97,23 +107,9 @@ def parse_sampling(sampling: Mapping[str, Any]) -> dict[str, Any]:
 def check_choices(num_prompts: int, sampling: Mapping[str, Any]) -> None:
     """Raise InvalidJob when the job would hold more than MAX_CHOICES answers, `n` for each prompt."""
     n = sampling.get("n", 1)
-    if isinstance(n, int) and num_prompts * n > MAX_CHOICES:
-        raise InvalidJob(
-            f"{num_prompts} prompts with n={brief(n)} ask for {brief(num_prompts * n)} answers, more than "
-            f"the limit of {MAX_CHOICES} in one job: split it, or score a Parquet file"
-        )
-
-
-def _prompt(item: object, what: str) -> Prompt | Unusable:
-    try:
-        if isinstance(item, list) and _are_token_ids(item):
-            check_limit(len(item), MAX_PROMPT_BYTES, f"{what} has {{}} token ids", "shorten it")
-            return list(item)
-        if isinstance(item, str):
-            return checked_text(item, what)
-    except InvalidJob as error:
-        return Unusable(str(error))
-    return Unusable(f"{what} is {type(item).__name__}, expected a string or a non-empty list of token ids")
+    if isinstance(n, int):
+        what = f"the job's {num_prompts} prompts ask for {{}} answers"
+        check_limit(num_prompts * n, MAX_CHOICES, what, "split it, or score a Parquet file")
 
 
 def _are_token_ids(items: list[Any]) -> bool:
@@ -122,7 +118,7 @@ def _are_token_ids(items: list[Any]) -> bool:
 
 #: Values of names that are not built at which they change nothing; null is one of each.
 NEUTRAL: Mapping[str, tuple[Any, ...]] = {
-    **dict.fromkeys(("add_generation_prompt", "detokenize"), (True,)),
+    **dict.fromkeys(("add_generation_prompt", "detokenize", "parallel_tool_calls"), (True,)),
     **dict.fromkeys(("continue_final_message", "return_token_ids", "store", "stream", "use_beam_search"), (False,)),
     **dict.fromkeys(("audio", "guided_decoding", "prediction", "reasoning_effort"), ()),
     **dict.fromkeys(("stream_options", "web_search_options"), ()),
@@ -148,24 +144,15 @@ def without_neutral(values: Mapping[str, Any]) -> dict[str, Any]:
         elif name in NEUTRAL and value is not None and not _is_neutral(name, value, values):
             neutral = " or ".join(map(json.dumps, (None, *NEUTRAL[name]))).replace("{", "{{").replace("}", "}}")
             raise InvalidValue(f"{name} is {{}}, not built yet: leave it out, or send {neutral}", brief(value))
-    return with_structured_outputs(_with_one_max_tokens(kept))
+    newer = kept.pop("max_completion_tokens", None)
+    if newer is not None:
+        if kept.get("max_tokens") not in (None, newer):
+            raise InvalidJob("max_tokens and max_completion_tokens are one value, and differ: send one of them")
+        kept["max_tokens"] = newer
+    return with_structured_outputs(kept)
 
 
 def _is_neutral(name: str, value: Any, values: Mapping[str, Any]) -> bool:
     if name == "best_of" and type(value) is int and value == values.get("n"):
         return True
     return any(value == each and isinstance(value, bool) is isinstance(each, bool) for each in NEUTRAL[name])
-
-
-def _with_one_max_tokens(values: dict[str, Any]) -> dict[str, Any]:
-    newer = values.pop("max_completion_tokens", None)
-    if newer is None:
-        return values
-    older = values.get("max_tokens")
-    if older is not None and older != newer:
-        raise InvalidValue(
-            "max_tokens is {} and max_completion_tokens is {}, and they are one value: send one of them",
-            brief(older)[:MAX_NAME_CHARS],
-            brief(newer)[:MAX_NAME_CHARS],
-        )
-    return {**values, "max_tokens": newer}

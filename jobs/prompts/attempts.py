@@ -125,16 +125,12 @@ def check_repairs(
     has_labels: bool = False,
 ) -> None:
     """Raise InvalidJob for what answers cannot be tried again with. has_steps: rows of a run have several prompts."""
-    if not options.is_asked_for:
-        if options.max_attempts != DEFAULT_MAX_ATTEMPTS:
-            raise InvalidJob(
-                "max_attempts says how often an answer may be tried again, and nothing does that: "
-                "give a check, or continue_on_length"
-            )
-        if options.repair_template is None:
-            return
     if options.repair_template is not None and options.check is None:
         raise InvalidJob("repair_template asks for a valid answer, and there is no check: give one too")
+    if not options.is_asked_for:
+        if options.max_attempts != DEFAULT_MAX_ATTEMPTS:
+            raise InvalidJob("max_attempts is for answers that are tried again: give a check, or continue_on_length")
+        return
     name = "continue_on_length" if options.check is None else "check"
     n = sampling.get("n", 1)
     if type(n) is int and n > 1:

@@ -7,8 +7,7 @@ import json
 from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
-from jobs.common.display import brief
-from jobs.errors import InvalidJob, InvalidValue, JobsError, RequestFailed, unlike
+from jobs.errors import InvalidJob, JobsError, RequestFailed, unlike
 from jobs.prompts.prompt_task import chat_task, complete_task
 from jobs.prompts.scoring_tasks import embed_task
 from jobs.prompts.templated_task import refuse_template
@@ -21,7 +20,6 @@ _ENDPOINTS: Mapping[str, tuple[Callable[..., Task], str]] = {
     "/v1/embeddings": (embed_task, "input"),
 }
 
-_NOT_BUILT = ("/v1/responses", "/v1/moderations")
 #: The error of a line that was not answered: what is wrong is the line's own, or its shard is tried again.
 ERROR_CODE = "invalid_request"
 
@@ -39,8 +37,7 @@ def line_task(line: Mapping[str, Any], seed: int, aliases: Collection[str] = ())
         raise unlike("method", line.get("method"), "'POST'")
     url, body = line.get("url"), line.get("body")
     if not isinstance(url, str) or url not in _ENDPOINTS:
-        what = ", which is not built" if url in _NOT_BUILT else ""
-        raise InvalidValue(f"url is {{}}{what}, expected {' or '.join(map(repr, _ENDPOINTS))}", brief(url))
+        raise unlike("url", url, " or ".join(map(repr, _ENDPOINTS)))
     if not isinstance(body, dict):
         raise unlike("body", body, "an object")
     refuse_template(body)

@@ -97,8 +97,6 @@ def render(texts: Sequence[str], values: Mapping[str, Any]) -> list[str]:
         rendered = [_compiled(text)[0].render(values) for text in texts]
     except TemplateProblem:
         raise
-    except RecursionError:
-        raise TemplateProblem("a macro or loop calls itself too deeply") from None
     except MemoryError:
         raise TemplateProblem("it takes more memory than the process may that renders it") from None
     except Exception as error:  # noqa: BLE001  # a template is a program: whatever it raises is the row's

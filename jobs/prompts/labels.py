@@ -9,6 +9,7 @@ from math import exp, fsum, isfinite
 from typing import Any
 
 from jobs.common.display import brief
+from jobs.context.values import listed
 from jobs.errors import InvalidJob, InvalidValue, unlike
 from jobs.prompts.arguments import checked_text
 
@@ -27,16 +28,13 @@ class Classified:
 
 
 def parse_labels(name: str, labels: object) -> list[str]:
-    if not isinstance(labels, list | tuple):
-        raise unlike(name, labels, 'a list of texts such as ["yes", "no"]')
-    if not 2 <= len(labels) <= MAX_LABELS:
-        raise InvalidJob(f"labels holds {len(labels)}, expected 2 to {MAX_LABELS} of them")
-    for number, label in enumerate(labels):
+    found = listed(name, labels, 'a list of texts such as ["yes", "no"]', 2, MAX_LABELS)
+    for number, label in enumerate(found):
         if not checked_text(label, f"label {number}"):
             raise InvalidJob(f"label {number} is empty: no token stands for it")
-        if (first := labels.index(label)) != number:
+        if (first := found.index(label)) != number:
             raise InvalidValue(f"labels {first} and {number} are both {{}}: name each once", brief(label))
-    return list(labels)
+    return list(found)
 
 
 def scoring_of(labels: Sequence[str], truncate_prompt_tokens: object = None) -> dict[str, Any]:

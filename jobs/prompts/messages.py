@@ -30,14 +30,6 @@ def normal_messages(messages: object) -> list[dict[str, Any]]:
     return normal
 
 
-def parse_messages(messages: object) -> list[dict[str, Any]]:
-    try:
-        return normal_messages(messages)
-    except InvalidJob as problem:
-        hint = "" if isinstance(messages, list) else "; from the command line: messages:='[{\"role\": ...}]'"
-        raise InvalidJob(f"{problem}{hint}") from None
-
-
 def _message(message: object, number: int) -> dict[str, Any]:
     if not isinstance(message, dict) or "role" not in message:
         raise InvalidJob(f"message {number} must be an object with 'role' and 'content'")
@@ -71,13 +63,11 @@ def _part(part: object, number: int) -> dict[str, Any]:
         return given  # which no JSON holds: it was parsed before
     if given.get("type") == "image_url":
         return {"type": "image", "image": _picture(given, number)}
-    if isinstance(given.get("type"), str) and given["type"] != "text":
+    if given.keys() != {"type", "text"} or given["type"] != "text":
         raise InvalidJob(
-            f"message {number} holds a part of the type {brief(given['type'])}: "
-            "text and image_url are read, no audio, video or files"
+            f"a part of message {number} must be {{'type': 'text', 'text': ...}} or an image_url: "
+            "no audio, video or files are read"
         )
-    if given.keys() != {"type", "text"}:
-        raise InvalidJob(f"a part of message {number} must be {{'type': 'text', 'text': ...}}")
     return {"type": "text", "text": checked_text(given["text"], f"content of message {number}")}
 
 
@@ -93,20 +83,14 @@ def _picture(given: dict[str, Any], number: int) -> Picture:
     return picture_of(url, f"a picture of message {number}")
 
 
-def _call(call: object, number: int) -> dict[str, Any]:
+def _call(call: Any, number: int) -> dict[str, Any]:
     function = call.get("function") if isinstance(call, dict) else None
-    if not isinstance(call, dict) or not isinstance(function, dict) or "name" not in function:
+    if not isinstance(function, dict) or "name" not in function or call.get("type", "function") != "function":
         raise InvalidJob(
             f"a tool call of message {number} must be {{'id', 'type': 'function', 'function': {{'name', 'arguments'}}}}"
         )
-    if call.get("type", "function") != "function":
-        raise InvalidJob(
-            f"message {number} holds a tool call of the type {brief(call['type'])}: functions alone are built"
-        )
     what = f"tool call of message {number}"
-    arguments = function.get("arguments")
-    if arguments is None:
-        arguments = {}
+    arguments = {} if function.get("arguments") is None else function["arguments"]
     if not isinstance(arguments, dict):
         arguments = checked_text(arguments, f"the arguments of a {what}")
     normal = {"type": "function", "function": {"name": checked_text(function["name"], what), "arguments": arguments}}
@@ -126,8 +110,7 @@ def _num_bytes(value: Any) -> int:
         raise InvalidJob("the arguments of a tool call are nested too deeply") from None
 
 
-MAX_TOOLS = 1_000
-NAMES = ("chat_template_kwargs", "parallel_tool_calls", "tool_choice", "tools")
+NAMES = ("chat_template_kwargs", "tool_choice", "tools")
 
 
 #: Keyword arguments of engine.Engine.chat_token_ids. With `tools` calls of these are looked for in answers.
@@ -137,25 +120,14 @@ ChatOptions = Mapping[str, Any]
 def split_chat_options(values: Mapping[str, Any]) -> tuple[dict[str, Any], ChatOptions]:
     """Part a chat's keyword arguments into sampling values and options. Raises InvalidJob."""
     sampling = {name: value for name, value in values.items() if name not in NAMES}
-    template: dict[str, Any] = {}
-    variables = values.get("chat_template_kwargs")
-    if variables is not None:
-        if not isinstance(variables, dict):
-            raise InvalidJob(f"chat_template_kwargs is {type(variables).__name__}, expected an object")
-        if variables:
-            template["chat_template_kwargs"] = variables
-    tools = _tools(values.get("tools"))
+    variables, tools = values.get("chat_template_kwargs") or {}, _tools(values.get("tools") or [])
+    if not isinstance(variables, dict):
+        raise InvalidJob(f"chat_template_kwargs is {type(variables).__name__}, expected an object")
     choice = values.get("tool_choice")
     if choice not in (None, "auto", "none"):
         raise InvalidValue('tool_choice is {}, which is not built yet: send "auto" or "none"', brief(choice))
-    if values.get("parallel_tool_calls") not in (None, True):
-        raise InvalidValue(
-            "parallel_tool_calls is {}, which is not built yet: leave it out, or send true",
-            brief(values["parallel_tool_calls"]),
-        )
-    if tools and choice != "none":
-        template["tools"] = tools
-    return sampling, template
+    template = {"chat_template_kwargs": variables, "tools": [] if choice == "none" else tools}
+    return sampling, {name: value for name, value in template.items() if value}
 
 
 def refuse_chat_options(values: Mapping[str, Any]) -> None:
@@ -165,17 +137,10 @@ def refuse_chat_options(values: Mapping[str, Any]) -> None:
 
 
 def _tools(tools: object) -> list[dict[str, Any]]:
-    if tools is None:
-        return []
     if not isinstance(tools, list):
         raise InvalidJob(f"tools is {type(tools).__name__}, expected a list of functions")
-    check_limit(len(tools), MAX_TOOLS, "tools holds {} functions")
     for number, tool in enumerate(tools):
-        function = tool.get("function") if isinstance(tool, dict) else None
-        if not isinstance(function, dict) or tool.get("type") != "function":
-            raise unlike(
-                f"tool {number}", tool, "an object of type 'function' with a 'function'; other types are not built"
-            )
-        if not isinstance(function.get("name"), str) or not function["name"]:
-            raise InvalidJob(f"tool {number} has no function with a name")
+        function = tool.get("function") if isinstance(tool, dict) and tool.get("type") == "function" else None
+        if not isinstance(function, dict) or not isinstance(function.get("name"), str) or not function["name"]:
+            raise unlike(f"tool {number}", tool, "an object of type 'function' with a 'function' that has a name")
     return tools

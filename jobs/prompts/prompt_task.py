@@ -14,7 +14,7 @@ from jobs.context.under_way import KeptCompletion, LeftPrompt, UnderWay
 from jobs.errors import InvalidJob, ResultTooLarge
 from jobs.prompts.arguments import Prompt, Unusable, check_choices, parse_prompts, parse_sampling
 from jobs.prompts.attempts import Attempts, check_repairs
-from jobs.prompts.messages import parse_messages, refuse_chat_options, split_chat_options
+from jobs.prompts.messages import normal_messages, refuse_chat_options, split_chat_options
 from jobs.prompts.pictures import pictured_task, with_pictures
 from jobs.prompts.response_options import chat_response_options, completion_options
 from jobs.prompts.responses import Answers, chat_completion, check_answers, text_completion
@@ -244,6 +244,6 @@ def chat_task(
         return PromptTask([Request(None, messages, values, chat)], respond, asked_for, values, repairs)
 
     def parsed(_: str, messages: object) -> Task:
-        return pictured_task(parse_messages(messages), task)
+        return pictured_task(normal_messages(messages), task)
 
     return asked_task(parsed, messages=messages, messages_template=messages_template)

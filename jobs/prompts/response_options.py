@@ -23,12 +23,10 @@ class ResponseOptions:
 
 def completion_options(values: Mapping[str, Any]) -> tuple[dict[str, Any], ResponseOptions]:
     """Part a completion's arguments: sampling values with what the response needs. Raises InvalidJob."""
-    sampling = {name: value for name, value in values.items() if name not in ("echo", "top_logprobs")}
+    sampling = {name: value for name, value in values.items() if name != "echo"}
     echo, num_top = values.get("echo") or False, values.get("logprobs")
     if not isinstance(echo, bool):
         raise unlike("echo", echo, "true or false")
-    if values.get("top_logprobs"):
-        raise InvalidJob("top_logprobs belongs to a chat: a completion has a number in logprobs")
     if num_top is None or num_top is False:
         sampling.pop("logprobs", None)
         num_top = None
@@ -51,14 +49,13 @@ def chat_response_options(values: Mapping[str, Any]) -> tuple[dict[str, Any], Re
     if values.get("echo"):
         raise InvalidJob("echo belongs to jobs.complete: a chat's response holds the answer alone")
     sampling.setdefault("separate_reasoning", True)
-    wanted, num_top = sampling.pop("logprobs", None), values.get("top_logprobs")
-    if wanted not in (None, True, False) or isinstance(wanted, (int, float)) != isinstance(wanted, bool):
+    wanted, num_top = sampling.pop("logprobs", None), values.get("top_logprobs") or 0
+    if wanted is not None and not isinstance(wanted, bool):
         raise unlike("logprobs", wanted, "true or false: a number is top_logprobs")
     if num_top and not wanted:
         raise InvalidJob("top_logprobs needs logprobs=true")
     if not wanted:
         return sampling, ResponseOptions()
-    num_top = 0 if num_top is None else num_top
     if type(num_top) is not int or not 0 <= num_top <= MAX_TOP_LOGPROBS:
         raise unlike("top_logprobs", num_top, f"an integer from 0 to {MAX_TOP_LOGPROBS}")
     return {**sampling, "logprobs": num_top}, ResponseOptions(num_top=num_top)
@@ -72,8 +69,6 @@ def run_values(values: Mapping[str, Any]) -> dict[str, Any]:
         value = kept.get(name, 0)
         if type(value) is not int or not 0 <= value <= MAX_TOP_LOGPROBS:
             raise unlike(name, value, f"a number of tokens, 0 to {MAX_TOP_LOGPROBS}")
-    if "top_logprobs" in kept:
-        raise InvalidJob("top_logprobs belongs to jobs.chat: a run has their number in logprobs")
     if "echo" in kept:
         raise InvalidJob("echo is not built for a run: its output has no column for it")
     return kept

@@ -3,6 +3,7 @@
 import json
 from collections.abc import Iterable, Mapping, Sequence
 from hashlib import blake2b
+from itertools import accumulate
 from typing import Any
 
 from jobs.common.display import is_unicode
@@ -27,15 +28,12 @@ def text_logprobs(sample: Completion, *, echo: bool, prompt_only: bool) -> dict[
         rows += zip(sample.prompt_tokens or (), of_prompt, strict=True)
     if not prompt_only:
         rows += [(_own(row).decoded_token, row) for row in sample.logprobs or ()]
-    offsets, length = [], 0
-    for token, _ in rows:
-        offsets.append(length)
-        length += len(token)
+    tokens = [token for token, _ in rows]
     return {
-        "tokens": [token for token, _ in rows],
+        "tokens": tokens,
         "token_logprobs": [None if row is None else _shown(_own(row)) for _, row in rows],
         "top_logprobs": [None if row is None else _by_text(row.values()) for _, row in rows],
-        "text_offset": offsets,
+        "text_offset": list(accumulate(map(len, tokens), initial=0))[:-1],
     }
 
 

@@ -9,20 +9,21 @@ from typing import Any
 from jobs.common.display import MAX_NAME_CHARS, brief
 from jobs.context import JobContext
 from jobs.context.served_model import parse_model
-from jobs.context.values import one_of, some_text, truth, whole_number
+from jobs.context.values import listed, one_of, some_text, truth, whole_number
 from jobs.errors import InvalidJob, InvalidValue, RequestFailed, check_limit, unlike
 from jobs.prompts.arguments import (
     MAX_CHOICES,
     MAX_PROMPTS,
     Unusable,
     checked_text,
+    one_prompt,
     parse_prompts,
     text_problem,
     without_neutral,
 )
 from jobs.prompts.labels import CONTENT_FREE, classify, parse_labels, scoring_of, truncation
 from jobs.prompts.messages import NAMES as CHAT_NAMES
-from jobs.prompts.messages import parse_messages, split_chat_options
+from jobs.prompts.messages import normal_messages, split_chat_options
 from jobs.prompts.pictures import pictured_task, pictures_in
 from jobs.prompts.prompt_task import PromptTask, text_requests
 from jobs.prompts.responses import Answers, usage
@@ -38,16 +39,12 @@ _POOLING: Mapping[str, Callable[[str, Any], Any]] = {
 }
 
 
-def embed_task(
-    input: object = None, *, encoding_format: object = None, model: object = None, **others: Any
-) -> PromptTask:
+def embed_task(input: object, *, encoding_format: object = None, model: object = None, **others: Any) -> PromptTask:
     asked_for = parse_model(model)
     given = {name: others.pop(name, None) for name in (*_POOLING, "truncate_prompt_tokens")}
     for name in without_neutral(others):
         raise InvalidValue("{} is no argument of jobs.embed", brief(name))
     encoding = ENCODINGS[0] if encoding_format is None else one_of("encoding_format", encoding_format, ENCODINGS)
-    if input is None:
-        raise InvalidJob("input is missing: a text, token ids, or a list of either")
     requests = text_requests(parse_prompts(input), pooling_values(**given), kind="embed")
     return PromptTask(requests, partial(_embeddings, is_base64=encoding == "base64"), asked_for)
 
@@ -116,12 +113,12 @@ def classify_task(
             if is_chat:
                 requests = [Request(None, each, values, template, kind="score") for each in both]
             else:
-                requests = [Request(_one_prompt(each), None, values, kind="score") for each in both]
+                requests = [Request(one_prompt(each, "prompt"), None, values, kind="score") for each in both]
             if len(requests) > 1 and any(pictures_in(each.messages or []) for each in requests):
                 raise InvalidJob("calibrate and pictures do not go together: no picture has no content")
             return PromptTask(requests, partial(_classification, labels=found), asked_for)
 
-        return pictured_task(parse_messages(asked), made) if is_chat else made(asked)
+        return pictured_task(normal_messages(asked), made) if is_chat else made(asked)
 
     return asked_task(task, prompt=prompt, **given)
 
@@ -131,7 +128,7 @@ def loglikelihood_task(
 ) -> PromptTask:
     asked_for, found = parse_model(model), _continuations(continuations)
     values = {"continuations": found, **truncation(truncate_prompt_tokens)}
-    request = Request(_one_prompt(prompt), None, values, kind="score")
+    request = Request(one_prompt(prompt, "prompt"), None, values, kind="score")
     return PromptTask([request], partial(_loglikelihood, continuations=found), asked_for)
 
 
@@ -155,15 +152,12 @@ def rerank_task(
     most = None if top_n is None else whole_number("top_n", top_n)
     shown = texts if truth("return_documents", return_documents) else None
 
-    def task(has_head: bool) -> PromptTask:
-        requests = [relevance_request(asked, text, has_head, told) for text in texts]
+    def task(context: JobContext) -> PromptTask:
+        context.model.check_ranks()
+        requests = [relevance_request(asked, text, bool(context.model.classes), told) for text in texts]
         return PromptTask(requests, partial(_ranking, documents=shown, top_n=most), asked_for)
 
-    def asked_of(context: JobContext) -> PromptTask:
-        context.model.check_ranks()
-        return task(bool(context.model.classes))
-
-    return LateTask(asked_of)
+    return LateTask(task)
 
 
 def relevance_request(
@@ -184,10 +178,8 @@ def relevance(sample: Completion) -> float | None:
     return None if found is None else found.probabilities["yes"]
 
 
-def classify_text_task(input: object = None, *, truncate_prompt_tokens: object = None, model: object = None) -> Task:
+def classify_text_task(input: object, *, truncate_prompt_tokens: object = None, model: object = None) -> Task:
     asked_for = parse_model(model)
-    if input is None:
-        raise InvalidJob("input is missing: a text, token ids, or a list of either")
     requests = text_requests(parse_prompts(input), truncation(truncate_prompt_tokens), kind="classify")
     return PromptTask(requests, _classes, asked_for)
 
@@ -265,30 +257,12 @@ def _logprobs(number: int, sample: Completion) -> list[float]:
     return [each.logprob for each in sample.loglikelihoods]
 
 
-def _one_prompt(prompt: object) -> str | list[int]:
-    prompts = parse_prompts(prompt)
-    if len(prompts) > 1:
-        raise InvalidJob(f"prompt is a list of {len(prompts)} prompts, expected one: make a job of each")
-    (found,) = prompts
-    if isinstance(found, Unusable):
-        raise InvalidJob(found.reason)
-    return found
-
-
-def _listed(name: str, given: object, most: int) -> Sequence[Any]:
-    if not isinstance(given, list | tuple):
-        raise unlike(name, given, "a list of texts")
-    if not 1 <= len(given) <= most:
-        raise InvalidJob(f"{name} holds {len(given)}, expected 1 to {most} of them")
-    return given
-
-
 def _continuations(continuations: object) -> list[str | list[int]]:
     found: list[str | list[int]] = []
-    for number, each in enumerate(_listed("continuations", continuations, MAX_CHOICES)):
+    for number, each in enumerate(listed("continuations", continuations, "a list of texts", 1, MAX_CHOICES)):
         if not each or not isinstance(each, str | list):
             raise unlike(f"continuation {number}", each, "a text or a list of token ids, and not empty")
-        found.append(_one_prompt([each]))
+        found.append(one_prompt(each, f"continuation {number}"))
     return found
 
 
@@ -301,12 +275,12 @@ def _content_free(asked: Any, calibrate: object, *, is_chat: bool) -> object:
     if not isinstance(calibrate, list if is_chat else str):
         kind = "messages" if is_chat else "a prompt"
         raise unlike("calibrate", calibrate, f"true, false, or {kind} without content")
-    return parse_messages(calibrate) if is_chat else calibrate
+    return normal_messages(calibrate) if is_chat else calibrate
 
 
 def _documents(documents: object) -> list[str]:
     texts = []
-    for number, each in enumerate(_listed("documents", documents, MAX_PROMPTS)):
+    for number, each in enumerate(listed("documents", documents, "a list of texts", 1, MAX_PROMPTS)):
         text = each["text"] if isinstance(each, dict) and each.keys() == {"text"} else each
         texts.append(checked_text(text, f"document {number}"))
     return texts

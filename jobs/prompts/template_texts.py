@@ -48,8 +48,7 @@ class JinjaTexts:
         try:
             found = _asked(texts=self.texts)
         except TemplateProblem as problem:
-            what, *of_template = problem.args
-            raise (InvalidValue(what, *of_template) if of_template else InvalidJob(what)) from None
+            raise InvalidValue(*problem.args) from None
         self.names = frozenset(found["names"])
 
     def render(self, values: Mapping[str, Any]) -> list[str]:

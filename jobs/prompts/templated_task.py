@@ -2,7 +2,7 @@
 
 import json
 from base64 import b64decode
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -22,17 +22,17 @@ _FAILED = (ResultType.FAILED, ResultType.STOPPED, ResultType.MAX_RETRIES_EXCEEDE
 _FAILED_STATUSES = ("failed", "stopped", "canceled")
 
 
-def read_dependencies(context: JobContext) -> tuple[dict[str, list[Any]], list[str]]:
+def read_dependencies(context: JobContext) -> dict[str, list[Any]]:
     """Read what the jobs ended with on which this one depends. Raises AnswerMissing or InvalidJob.
 
-    Returns by a template's names what each returned, None for one that did not end well; the answers (see answer_of),
-    in order; and for each whose answer is null, why.
+    Returns by a template's names what each returned, None for one that did not end well, and the answers (see
+    answer_of), in order.
     """
     ids = dependency_ids(context.connection, context.job_id)
     if not ids:
         raise InvalidJob("a template over answers needs jobs to depend on: name them in depends_on")
     check_limit(len(ids), MAX_DEPENDENCIES, "the job depends on {} jobs")
-    results, answers, nulls, left = [], [], [], context.max_result_bytes
+    results, left = [], context.max_result_bytes
     for start in range(0, len(ids), TOGETHER):
         context.check_interrupted()
         for job_id, ended, status in _ends(context, ids[start : start + TOGETHER]):
@@ -43,12 +43,8 @@ def read_dependencies(context: JobContext) -> tuple[dict[str, list[Any]], list[s
                     f"{context.max_result_bytes} bytes: depend on fewer jobs, or raise the worker's setting "
                     "TOKENMILL_MAX_RESULT_BYTES"
                 )
-            value, why = _value(job_id, ended, status)
-            results.append(value)
-            answers.append(answer_of(value))
-            if answers[-1] is None:
-                nulls.append(f"answers[{len(answers) - 1}] is null, job {safe_name(job_id)} {why}")
-    return {"answers": answers, "results": results}, nulls
+            results.append(_value(job_id, ended, status))
+    return {"answers": list(map(answer_of, results)), "results": results}
 
 
 def answer_of(value: Any) -> Any:
@@ -83,13 +79,13 @@ def _ends(context: JobContext, ids: Sequence[str]) -> list[tuple[str, dict[bytes
     ]
 
 
-def _value(job_id: str, ended: dict[bytes, bytes], status: str) -> tuple[Any, str]:
-    """Return a job's value and, where that is None, what became of the job. Raises AnswerMissing."""
+def _value(job_id: str, ended: dict[bytes, bytes], status: str) -> Any:
+    """Return a job's value, None for one that failed. Raises AnswerMissing."""
     kind = result_type(ended)
     if kind is ResultType.SUCCESSFUL:
-        return _parsed(job_id, ended.get(b"return_value")), "returned nothing"
+        return _parsed(job_id, ended.get(b"return_value"))
     if kind in _FAILED or (kind is None and status in _FAILED_STATUSES):
-        return None, f"has {'failed' if kind in _FAILED else status}"
+        return None
     if not status:
         what = "job and result are gone: enqueue it anew, with a longer result_ttl"
     else:
@@ -113,13 +109,7 @@ def _parsed(job_id: str, packed: bytes | None) -> Any:
 
 NAMES = frozenset({"answers", "results"})
 
-KINDS: Mapping[str, tuple[type, str]] = {
-    "prompt_template": (str, "a text"),
-    "messages_template": (list, "a list of {'role': ..., 'content': ...}"),
-}
-
-#: Answers that are null and are named where one of them is written.
-MAX_NULLS = 3
+ARGUMENTS = ("prompt_template", "messages_template")
 
 
 def asked_task(make: Callable[[str, Any], Task], **given: Any) -> Task:
@@ -138,10 +128,9 @@ def asked_task(make: Callable[[str, Any], Task], **given: Any) -> Task:
 
 
 def _templated(argument: str, template: Any, make: Callable[[Any], Task]) -> Task:
-    kind, what = KINDS[argument]
-    if not isinstance(template, kind):
-        raise InvalidJob(f"{argument} is {type(template).__name__}, expected {what}")
     sources, roles = template_texts(template)
+    if (roles is None) is not (argument == ARGUMENTS[0]):
+        raise InvalidJob(f"{argument} is a {type(template).__name__}: a prompt's is a text, a chat's a list")
 
     def filled(context: JobContext) -> Task:
         found = JinjaTexts(sources)
@@ -151,12 +140,10 @@ def _templated(argument: str, template: Any, make: Callable[[Any], Task]) -> Tas
                 "on, and `results`, all that each returned",
                 brief(foreign[0]),
             )
-        values, nulls = read_dependencies(context)
         try:
-            texts = found.render(values)
+            texts = found.render(read_dependencies(context))
         except TemplateProblem as problem:
-            why = "".join(f"; {each}" for each in nulls[:MAX_NULLS])
-            raise InvalidValue(f"{argument}: {{}}{{}}", str(problem), why) from None
+            raise InvalidValue(f"{argument}: {{}}", str(problem)) from None
         if roles is None:
             return make(texts[0])
         return make([{"role": role, "content": text} for role, text in zip(roles, texts, strict=True)])
@@ -166,6 +153,6 @@ def _templated(argument: str, template: Any, make: Callable[[Any], Task]) -> Tas
 
 def refuse_template(values: dict[str, Any]) -> None:
     """Raise InvalidJob where something asks for a template that is no job and depends on none."""
-    for name in KINDS:
+    for name in ARGUMENTS:
         if values.get(name) is not None:
             raise InvalidJob(f"{name} stands for answers of jobs that a job depends on, and this is no job")

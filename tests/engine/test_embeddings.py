@@ -234,7 +234,7 @@ def test_a_result_that_is_too_large_is_given_up(embedding: Engine) -> None:
 @pytest.mark.parametrize(
     ("values", "problem"),
     [
-        ({"input": None}, "input is missing"),
+        ({"input": None}, "prompt is NoneType, expected a string"),
         ({"input": []}, "empty list"),
         ({"input": "a", "dimensions": "8"}, "dimensions:=8"),
         ({"input": "a", "encoding_format": "int8"}, "encoding_format is 'int8', expected 'float'"),

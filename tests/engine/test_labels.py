@@ -220,7 +220,7 @@ CHAT = [{"role": "user", "content": "a"}]
         ("classify", {"prompt": "a", "labels": ["a", ""]}, "label 1 is empty"),
         ("classify", {"prompt": "a", "labels": ["a", "\ud800"]}, "surrogate"),
         ("classify", {"prompt": "a", "messages": CHAT, "labels": ["a", "b"]}, "each say what to ask"),
-        ("classify", {"prompt": ["a", "b"], "labels": ["a", "b"]}, "list of 2 prompts"),
+        ("classify", {"prompt": ["a", "b"], "labels": ["a", "b"]}, "prompt is list, expected a string or"),
         ("classify", {"prompt": "a", "labels": ["a", "b"], "max_tokens": 5}, "'max_tokens' is no argument"),
         ("classify", {"messages": CHAT, "labels": ["a", "b"], "calibrate": "a"}, "messages without content"),
         ("loglikelihood", {"prompt": "a", "continuations": "b"}, "expected a list"),

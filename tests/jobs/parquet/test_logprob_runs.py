@@ -234,7 +234,6 @@ def test_they_are_neither_compared_nor_shown(runs: Runs, invoke: Invoke) -> None
         ({"sampling": {"logprobs": 21}}, "logprobs is 21, expected a number of tokens, 0 to 20"),
         ({"sampling": {"prompt_logprobs": -1}}, "prompt_logprobs is -1, expected"),
         ({"sampling": {"logprobs": True, "top_logprobs": 2}}, "logprobs is True, expected a number"),
-        ({"sampling": {"top_logprobs": 2}}, "top_logprobs belongs to jobs.chat"),
         ({"sampling": {"echo": True}}, "echo is not built for a run"),
         ({"sampling_columns": {"logprobs": "n"}}, "logprobs cannot come from a column"),
         ({"logprob_type": "float16"}, "logprob_type is for log probabilities"),

@@ -151,7 +151,7 @@ def test_a_bad_line_costs_that_line_and_says_why(runs: Runs, score: Score) -> No
         ("{no json", "line 2 is not JSON"),
         ("[1]", "line 3 is JSON, but no object"),
         ({**complete("x"), "custom_id": 5}, "custom_id is 5, expected a text"),
-        ({**complete("x3"), "url": "/v1/moderations"}, "url is '/v1/moderations', which is not built"),
+        ({**complete("x3"), "url": "/v1/moderations"}, "url is '/v1/moderations', expected '/v1/chat/completions'"),
         ({**complete("x5"), "body": '{"prompt": "a"}'}, "body is "),
         ({"custom_id": "x6", "method": "POST", "url": CHAT, "body": {}}, "body has no 'messages'"),
         (complete("x7", model="gpt-4o"), "asks for model 'gpt-4o', and this worker serves 'm'"),

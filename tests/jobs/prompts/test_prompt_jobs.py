@@ -118,7 +118,7 @@ def test_a_traceback_ends_with_a_line_that_classes_the_error(error: errors.JobsE
     [
         ("jobs.complete", [], {}, "prompt is missing: give it, or prompt_template"),
         ("jobs.complete", ["a", "b"], {}, "too many positional arguments; it takes prompt, prompt_template"),
-        ("jobs.classify_text", [], {"text": "a"}, "argument 'text'; it takes input, truncate_prompt_tokens, model"),
+        ("jobs.classify_text", [], {"text": "a"}, "argument: 'input'; it takes input, truncate_prompt_tokens, model"),
         ("jobs.complete", ["a"], {"max_tokens": "64"}, "max_tokens:=64"),
         ("jobs.complete", [7], {}, "prompt is int"),
         ("jobs.complete", [[]], {}, "empty list"),

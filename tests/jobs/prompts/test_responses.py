@@ -114,7 +114,7 @@ def test_echo_gives_the_prompt_and_its_log_probabilities(context: JobContext, en
     ("name", "options", "says"),
     [
         ("jobs.complete", {"logprobs": True}, "logprobs is True, expected a number"),
-        ("jobs.complete", {"top_logprobs": 2}, "top_logprobs belongs to a chat"),
+        ("jobs.complete", {"top_logprobs": 2}, "'top_logprobs' is not built"),
         ("jobs.chat", {"top_logprobs": 2}, "needs logprobs=true"),
         ("jobs.chat", {"echo": True}, "echo belongs to jobs.complete"),
     ],
