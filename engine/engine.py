@@ -191,6 +191,7 @@ class Engine:
         if pooling is not None:
             return self._prepare_pooled(prompt, pooling)
         if scoring is not None:
+            self._check_generates()
             prepared = self._prepare_scores(prompt, scoring)
         else:
             token_ids = self._prompts.token_ids(prompt, truncate_prompt_tokens=truncate_prompt_tokens)
@@ -258,10 +259,6 @@ class Engine:
             else:
                 states = self._embedder.states(params, num_tokens)
             seqs = self._sequences.pooled(request_id, ready, states, lane=lane)
-        elif not self._generates:
-            raise UnsupportedTask(
-                "this checkpoint has no LM head: it embeds or classifies, it cannot generate or score"
-            )
         elif isinstance(params, ScoringParams):
             seqs = self._sequences.branches(request_id, self._ready(prompt, params), lane=lane)
         else:
@@ -445,7 +442,8 @@ class Engine:
         return self._live_runner
 
     def _ready(self, prompt: Prompt | PreparedPrompt, params: RequestParams) -> PreparedPrompt:
-        """Return the prompt prepared and truncated, which it may be already."""
+        """Return the prompt prepared and truncated, which it may be already. Raises what `add` raises."""
+        self._check_generates()
         scoring, most = params if isinstance(params, ScoringParams) else None, params.truncate_prompt_tokens
         if isinstance(prompt, PreparedPrompt):
             is_short = most is None or most == -1 or len(prompt.token_ids) <= most
@@ -455,6 +453,12 @@ class Engine:
                 raise InvalidPrompt("a prompt with pictures is neither cut nor scored once it is prepared")
             prompt = prompt.token_ids
         return self.prepare(prompt, truncate_prompt_tokens=most, scoring=scoring)
+
+    def _check_generates(self) -> None:
+        if not self._generates:
+            raise UnsupportedTask(
+                "this checkpoint has no LM head: it embeds or classifies, it cannot generate or score"
+            )
 
     def _resumed(self, seqs: list[Sequence], resumed: Mapping[int, Collection[int]]) -> list[Sequence]:
         """Hand sequences the tokens that they had elsewhere; return none where they cannot have had them."""

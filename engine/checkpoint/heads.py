@@ -6,10 +6,10 @@ from reprlib import repr as brief  # short
 from typing import Any
 
 from engine.checkpoint.model_config import ModelConfig
-from engine.errors import ConfigError
+from engine.errors import ConfigError, UnsupportedModel
 
 CLASSIFIES = "ForSequenceClassification"
-MAX_LABELS = 10_000
+MAX_LABELS, MAX_LABEL_CHARS = 10_000, 1_000
 
 #: Ends of the names of models that give hidden states, and need no head for them.
 BODY_ENDS = ("Model", "ForMaskedLM", "ForPreTraining")
@@ -34,7 +34,7 @@ def reads_in_one_pass(architecture: str) -> bool:
 
 
 def read_classes(model: ModelConfig) -> Classes | None:
-    """Return a checkpoint's classes; None for one without such a head. Raises ConfigError."""
+    """Return a checkpoint's classes; None for one without such a head. Raises ConfigError or UnsupportedModel."""
     if not model.architecture.endswith(CLASSIFIES):
         return None
     given, number = model.values.get("id2label"), model.values.get("num_labels") or 2
@@ -42,20 +42,31 @@ def read_classes(model: ModelConfig) -> Classes | None:
         raise ConfigError(f"config.json: num_labels must be between 1 and {MAX_LABELS}, got {brief(number)}")
     labels = _labels(given) if given else tuple(f"LABEL_{i}" for i in range(number))
     if labels is None or len(set(labels)) != len(labels):
-        raise ConfigError("config.json: id2label must name another text for each class, counted from 0")
+        raise ConfigError(
+            "config.json: id2label must name another text for each class, counted from 0: at most "
+            f"{MAX_LABELS}, of {MAX_LABEL_CHARS} characters"
+        )
+    problem = model.values.get("problem_type")
+    if problem == "regression" and len(labels) > 1:
+        raise UnsupportedModel(f"{model.architecture} gives {len(labels)} numbers of regression: one is supported")
     own = model.values.get("sentence_transformers")
     activation = own.get("activation_fn") if isinstance(own, Mapping) else None
     activation = activation or model.values.get("sbert_ce_default_activation_function")
     return Classes(
         labels,
-        is_exclusive=model.values.get("problem_type") != "multi_label_classification",
+        is_exclusive=problem != "multi_label_classification",
         has_plain_relevance=str(activation).rpartition(".")[2] == "Identity",
     )
 
 
 def _labels(given: Any) -> tuple[str, ...] | None:
-    if not isinstance(given, Mapping):
+    if not isinstance(given, Mapping) or len(given) > MAX_LABELS:
         return None
     by_number = {str(number): label for number, label in given.items()}
     labels = [by_number.get(str(number)) for number in range(len(by_number))]
-    return tuple(map(str, labels)) if all(isinstance(label, str) for label in labels) else None
+    return tuple(map(str, labels)) if all(map(_is_name, labels)) else None
+
+
+def _is_name(label: Any) -> bool:
+    """Whether it is a text that JSON and Parquet hold: no lone surrogates."""
+    return isinstance(label, str) and len(label) <= MAX_LABEL_CHARS and label == label.encode(errors="ignore").decode()

@@ -278,7 +278,10 @@ class SinglePass:
         self._layers = layer_calls, pack_linears(self.model, {module for module, _, _ in layer_calls})
         if self.classifies:  # the innermost that gives the same states: poolers come behind it
             states = whole.last_hidden_state
-            self._replace(*next(each for each in bodies if torch.equal(each[1].last_hidden_state, states)))
+            same = (each for each in bodies if torch.equal(each[1].last_hidden_state, states))
+            if (innermost := next(same, None)) is None:
+                raise UnsupportedModel("its states are not finite")
+            self._replace(*innermost)
         return attention
 
     def _replace(self, body: Any, output: Any) -> None:

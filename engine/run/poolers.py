@@ -109,7 +109,7 @@ class Classifier:
     def token_ids(self, prompt: Prompt, params: ClassParams) -> list[int]:
         """Tokenize a text, or two. Raises InvalidRequest's subclasses."""
         self._check()
-        longest, most = self._prompts.max_model_len, params.truncate_prompt_tokens
+        longest, most = min(self._prompts.max_model_len, self._tokenizer.max_length), params.truncate_prompt_tokens
         if params.pair is not None:
             if not isinstance(prompt, str):
                 raise InvalidSampling("pair is for texts: behind token ids no text is put")
@@ -118,7 +118,8 @@ class Classifier:
                 raise InvalidPrompt("both texts are empty; they need at least one token")
             return token_ids
         if isinstance(prompt, str) and most is not None:
-            prompt, most = self._tokenizer.encode_cut(prompt, longest if most == -1 else min(most, longest)), None
+            most = longest if most == -1 else min(most, self._prompts.max_model_len)
+            prompt, most = self._tokenizer.encode_cut(prompt, most), None
         return self._prompts.token_ids(prompt, truncate_prompt_tokens=most, room=0)
 
     def states(self, params: ClassParams, num_tokens: int) -> PooledStates:

@@ -1,5 +1,6 @@
 """Tokenizer: text to token ids and back, and chat templates."""
 
+import sys
 from collections.abc import Container, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -143,6 +144,12 @@ class Tokenizer:
         if "token_type_ids" not in self._tokenizer.model_input_names:
             return list(whole.ids)
         return [token + vocab_size * kind for token, kind in zip(whole.ids, whole.type_ids, strict=True)]
+
+    @property
+    def max_length(self) -> int:
+        """Tokens to which its files have texts cut; a very large number where they name none."""
+        length = getattr(self._tokenizer, "model_max_length", None)
+        return length if type(length) is int and length > 0 else sys.maxsize
 
     @property
     def backend(self) -> Any:
@@ -307,7 +314,10 @@ def open_tokenizer(folder: Path) -> Any:
     """Load transformers' tokenizer of a folder. Raises ConfigError if it cannot be read."""
     try:
         with _no_panic():
-            return load_tokenizer(folder)
+            found = load_tokenizer(folder)
+        if not isinstance(length := getattr(found, "model_max_length", 0), int | float):
+            raise ConfigError(f"{folder}: the tokenizer's model_max_length is no number but a {type(length).__name__}")
+        return found
     except ConfigError:
         raise
     except Exception as error:  # whatever it makes of what is in the files

@@ -155,6 +155,8 @@ def test_without_an_lm_head_nothing_is_generated(all_modes: Path) -> None:
         for params in (SamplingParams(), ScoringParams(["a"])):
             with pytest.raises(UnsupportedTask, match="no LM head: it embeds"):
                 engine.add("a", [5, 6, 7], params)
+        with pytest.raises(UnsupportedTask, match="no LM head"):
+            engine.prepare("a", scoring=ScoringParams([""]))
         embedded, generated = engine.generate(["a", "b"], [PoolingParams(), SamplingParams()])
         assert embedded.error is None
         assert generated.error is not None

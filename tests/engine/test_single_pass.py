@@ -172,7 +172,7 @@ def test_classes_are_as_each_text_alone_has_them(tmp_path: Path, model_type: str
 def test_two_texts_are_cut_and_told_apart_as_a_cross_encoder_does_it(tmp_path: Path, model_type: str) -> None:
     folder = write_encoder(tmp_path, model_type, 1)
     alone = Alone(folder)
-    with Engine(config(folder, max_model_len=MAX_LENGTH)) as engine:
+    with Engine(config(folder)) as engine:
         found = engine.generate([query for query, _ in PAIRS], [ClassParams(pair=text) for _, text in PAIRS])
     assert [each.num_prompt_tokens for each in found] == [36, MAX_LENGTH, 105, MAX_LENGTH]
     for pair, completion in zip(PAIRS, found, strict=True):
@@ -190,7 +190,7 @@ def test_classes_that_do_not_exclude_each_other_have_a_sigmoid_each(tmp_path: Pa
 def test_a_text_is_cut_only_where_that_is_asked_for(tmp_path: Path) -> None:
     folder = write_encoder(tmp_path, "bert", 2)
     long = words(200)
-    with Engine(config(folder, max_model_len=MAX_LENGTH)) as engine:
+    with Engine(config(folder)) as engine:
         refused, cut, short = engine.generate(
             [long] * 3, [ClassParams(), ClassParams(truncate_prompt_tokens=-1), ClassParams(truncate_prompt_tokens=20)]
         )
@@ -269,11 +269,24 @@ def test_labels_and_head_must_have_the_same_number(tmp_path: Path) -> None:
     values = json.loads(path.read_text())
     for wrong, problem in (
         ({"id2label": {"0": "a", "1": "a"}}, "another text"),
+        ({"id2label": {"0": "a", "1": "\ud800", "2": "b"}}, "another text"),
+        ({"id2label": {str(number): str(number) for number in range(10_001)}}, "at most 10000"),
+        ({"problem_type": "regression"}, "3 numbers of regression"),
         ({"id2label": {}, "num_labels": "3"}, "num_labels"),
     ):
         path.write_text(json.dumps({**values, **wrong}))
-        with pytest.raises(ConfigError, match=problem):
+        with pytest.raises((ConfigError, UnsupportedModel), match=problem):
             Engine(config(folder))
+    path.write_text(json.dumps({**values, "layer_norm_eps": float("nan")}))
+    with Engine(config(folder)) as engine:
+        (found,) = engine.generate(TEXTS[:1], ClassParams())
+    assert found.error is not None
+    assert "no finite numbers" in found.error
+    path.write_text(json.dumps(values))
+    path = folder / "tokenizer_config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), "model_max_length": "x"}))
+    with pytest.raises(ConfigError, match="model_max_length is no number"):
+        Engine(config(folder))
 
 
 def test_what_a_checkpoint_has_no_part_for_is_refused(tmp_path: Path) -> None:
