@@ -49,10 +49,6 @@ class JobsError(ToldError):
         return str(self)
 
 
-class ModelRefused(JobsError):
-    """Raised for a model that is not served, with the engine's reason: (text)."""
-
-
 class InvalidJob(JobsError):
     """Raised when the arguments of a job are wrong: (text)."""
 

@@ -8,7 +8,7 @@ from functools import cache
 from importlib.metadata import entry_points
 from typing import Any
 
-from jobs.errors import InvalidJob, InvalidValue, ModelRefused
+from jobs.errors import InvalidJob, InvalidValue, JobsError
 
 
 def run_job(function_name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
@@ -33,12 +33,12 @@ def model_table() -> str:
 
 
 def describe_model(model: str) -> str:
-    """Say in lines how a model's folder or hub id is served here, and what it takes. Raises ModelRefused."""
+    """Say in lines how a model's folder or hub id is served here, and what it takes. Raises JobsError."""
     engine = _load("engine")
     try:
         return engine.describe_model(model)  # type: ignore[no-any-return]
     except engine.ConfigError as error:
-        raise ModelRefused(f"{type(error).__name__}: {error}") from None
+        raise JobsError(f"{type(error).__name__}: {error}") from None
 
 
 @cache

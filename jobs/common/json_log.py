@@ -42,12 +42,6 @@ class JsonLine(logging.Formatter):
             if self._more_of is not None:
                 fields.update(self._more_of(job_id))
         if record.exc_info and record.exc_info[0] is not None:
-            fields["exception"] = _exceptions(record.exc_info)
+            told = _transform(record.exc_info)
+            fields["exception"] = [{**each, "exc_value": str(each["exc_value"])[:MAX_EXCEPTION_CHARS]} for each in told]
         return _json(fields)
-
-
-def _exceptions(exc_info: Any) -> list[dict[str, Any]]:
-    found = _transform(exc_info)
-    for each in found:
-        each["exc_value"] = str(each["exc_value"])[:MAX_EXCEPTION_CHARS]
-    return found

@@ -133,10 +133,6 @@ prepared_job = Queue.prepare_data
 MAX_ERROR_BYTES = 1 << 20
 
 
-def last_error(connection: Redis, job_id: str) -> str:
-    return error_text(_last_entry(connection, job_id))
-
-
 def error_text(entry: Mapping[bytes, bytes]) -> str:
     return stored.text(stored.unpacked(_decoded(entry, b"exc_string"), MAX_ERROR_BYTES) or b"")
 
@@ -148,10 +144,10 @@ def last_value(connection: Redis, job_id: str) -> dict[str, Any]:
 
 def last_result(connection: Redis, job_id: str) -> bytes:
     """Return the JSON of what a job returned last, of any size; b"" where it returned nothing."""
-    return _decoded(_last_entry(connection, job_id), b"return_value")
+    return _decoded(last_entry(connection, job_id), b"return_value")
 
 
-def _last_entry(connection: Redis, job_id: str) -> Mapping[bytes, bytes]:
+def last_entry(connection: Redis, job_id: str) -> Mapping[bytes, bytes]:
     entries: Any = connection.xrevrange(results_key(job_id), count=1)
     return entries[0][1] if entries else {}
 

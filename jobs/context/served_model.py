@@ -51,7 +51,9 @@ class ServedModel(PinnedModel):
     def check_ranks(self) -> None:
         """Raise InvalidJob for a head of several classes, none of which says how well a document answers."""
         if len(self.classes) > 1:
-            raise InvalidJob(f"the worker serves {self.name!r}, whose head has {len(self.classes)} classes, no score")
+            raise InvalidJob(
+                f"the worker serves {self.name!r}, whose head has {len(self.classes)} classes, not a score"
+            )
 
 
 def parse_model(model: object) -> str | None:

@@ -199,7 +199,7 @@ def test_sizes_beyond_their_bounds_are_refused_and_say_what_was_found(
     says("the template has 101 messages, more than the limit of 100", template=messages * 101)
     long = [{"role": "user", "content": "x" * 262_141}]
     says("the template has 262145 characters, more than the limit of 262144", template=long)
-    says("at most 255 characters", prompt_column="x" * 256)
+    says("expected a text of 1 to 255 characters", prompt_column="x" * 256)
     says("at most 255 characters", queue="x" * 256)
     says("the input names 100001 files, more than the limit of 100000", input=["a"] * 100_001)
     monkeypatch.setattr(spec, "MAX_FILES", 1)

@@ -130,16 +130,15 @@ _OWN = {each.name for each in fields(Answer)} - {"columns"}
 
 
 def _answer(values: Mapping[str, Any]) -> Answer:
-    own: dict[str, Any] = {
-        name: tuple(each) if isinstance(each, list) else each for name, each in values.items() if name in _OWN
-    }
-    columns = {
-        name: array("f", each) if isinstance(each, list) and each and isinstance(each[0], float) else each
-        for name, each in values.items()
-        if name not in _OWN
-    }
-    absent = {"completion": None, "finish_reason": "stop", "completion_tokens": 0}
-    return Answer(**{**absent, **own, "columns": columns})
+    own: dict[str, Any] = {"completion": None, "finish_reason": "stop", "completion_tokens": 0}
+    columns: dict[str, Any] = {}
+    for name, each in values.items():
+        if name in _OWN:
+            own[name] = tuple(each) if isinstance(each, list) else each
+        else:
+            has_floats = isinstance(each, list) and each and isinstance(each[0], float)
+            columns[name] = array("f", each) if has_floats else each
+    return Answer(**own, columns=columns)
 
 
 def _holds_structs(kind: pa.DataType) -> bool:

@@ -113,14 +113,10 @@ def output_names(single_file: str | None) -> tuple[str, ...]:
     return () if single_file is None else (f"output.{single_file}",)
 
 
-def part_shard(name: str) -> int | None:
-    match = _PART.fullmatch(name)
-    return int(match[1]) if match and part_name(int(match[1])) == name else None
-
-
 def part_shards(names: Iterable[str]) -> dict[int, str]:
     """Return the shards whose parts are among some names, with these."""
-    return {shard: name for name in names if (shard := part_shard(name)) is not None}
+    found = [(int(match[1]), name) for name in names if (match := _PART.fullmatch(name))]
+    return {shard: name for shard, name in found if part_name(shard) == name}
 
 
 def temporary_name(execution_id: str, name: str) -> str:

@@ -71,17 +71,14 @@ def _parse_text(text: str, what: str) -> Pieces:
     pieces: list[tuple[str, str | None]] = []
     try:
         for literal, column, form, conversion in Formatter().parse(text):
-            if form or conversion or (column is not None and not _is_plain(column)):
+            is_plain = column is None or (0 < len(column) <= MAX_NAME_CHARS and not set(column) & set(".[]"))
+            if form or conversion or not is_plain:
                 field = 1 + sum(column is not None for _, column in pieces)
                 raise InvalidJob(f"{what}: field {field} is no plain column name; {BRACES}")
             pieces.append((literal, column))
     except ValueError as error:
         raise InvalidJob(f"{what}: {error}; {BRACES}") from None
     return tuple(pieces)
-
-
-def _is_plain(column: str) -> bool:
-    return 0 < len(column) <= MAX_NAME_CHARS and not set(column) & set(".[]")
 
 
 #: Prompts of a row; each is a turn in the batch.

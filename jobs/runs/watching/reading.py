@@ -282,7 +282,7 @@ def list_shards(connection: Redis, run: str, first: int = 0, count: int = 100) -
 
 def failure_text(connection: Redis, job_id: str) -> str:
     """Return the last line of a failed job's error, before the line that classes it, or that it left none."""
-    return error_line(rq_jobs.last_error(connection, job_id)) or "it left no error"
+    return error_line(rq_jobs.error_text(rq_jobs.last_entry(connection, job_id))) or "it left no error"
 
 
 def error_line(error: str) -> str:
