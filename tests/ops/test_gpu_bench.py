@@ -54,7 +54,7 @@ def test_the_dry_run_writes_a_table_and_files(tmp_path: Path) -> None:
     assert summary["GPU tests"] == "1 passed"
     assert "GB/s" in summary["copies"]
     assert "| section kernels" in done.stdout
-    assert "\nok: kernels, tests\nfailed or not run: none\n" in done.stdout
+    assert "\nok: tests, kernels\nfailed or not run: none\n" in done.stdout
 
 
 @pytest.mark.parametrize(

@@ -47,7 +47,7 @@ def real_path(path: str) -> str:
 
 def split_roots(text: str) -> list[str]:
     """Split a list of folders and object stores at ':', but not within the '://' of a store."""
-    return [root for root in re.split(r":(?!//)", text) if root]
+    return [root for root in re.split(rf":(?!//)|(?<!\b(?:{'|'.join(STORES)})):", text, flags=re.I) if root]
 
 
 def _stored_path(scheme: str, uri: "re.Match[str]", safe: str) -> str:
