@@ -111,7 +111,7 @@ class RunSpec:
         sources = _sources(given)
         if given.get("input_format") == OPENAI_BATCH:
             checks.check_batch(given)
-            sources = [OPENAI_BATCH]
+            sources, given["single_file"] = [OPENAI_BATCH], True  # in the normal form it is no option's value
         named = {"input": input, "output": output, **given}
         if given.get("task") == checks.RERANK:
             named = {"query_column": "query", "document_column": "document", **named}

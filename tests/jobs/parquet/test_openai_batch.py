@@ -196,6 +196,12 @@ def test_what_the_lines_say_is_not_said_twice(tmp_path: Path, options: dict[str,
         RunSpec.from_arguments("in.jsonl", str(tmp_path), input_format="openai-batch", **options)
 
 
+def test_a_worker_takes_the_normal_form_that_a_producer_sends(tmp_path: Path) -> None:
+    options: dict[str, Any] = {"input_format": "openai-batch", "model_alias": ["*"], "sampling": {"seed": 1}}
+    spec = RunSpec.from_arguments("in.jsonl", str(tmp_path), **options)
+    assert RunSpec.from_arguments(**spec.to_json()) == spec
+
+
 @pytest.mark.parametrize("alias", [["gpt-4o-mini", "gpt-4o"], ["*"]])
 def test_lines_that_name_a_model_are_answered_by_the_served_one_where_that_is_asked_for(
     score: Score, alias: list[str]
