@@ -5,12 +5,12 @@ from typing import Any
 
 import numpy as np
 import torch
-from numba import carray, float32, int64, njit
+from numba import carray, float32, int64
 from torch import Tensor
 
 from engine.cpu_kernels.cpu_sampler import INFINITY, LOWEST_KEY
 from engine.cpu_kernels.kernel import ELEMENTS, Kernel, next_task
-from engine.cpu_kernels.scalars import float32_of, pointer_to, row_pointer, wide
+from engine.cpu_kernels.scalars import float32_of, helper, pointer_to, row_pointer, wide
 from engine.cpu_kernels.softmax import exp_of_negative
 from engine.cpu_kernels.token_weights import ordered_key
 
@@ -28,7 +28,7 @@ def score_tokens(logits: Tensor, token_ids: Tensor, rows: Tensor) -> tuple[Tenso
     return logprobs, ranks, totals
 
 
-@njit  # type: ignore[untyped-decorator]
+@helper()
 def _highest(logits: Any) -> Any:
     """Return the highest logit, NaN if not all are finite numbers or minus infinity."""
     key = np.int32(LOWEST_KEY)
@@ -39,7 +39,7 @@ def _highest(logits: Any) -> Any:
     return NOT_A_NUMBER
 
 
-@njit(fastmath=True)  # type: ignore[untyped-decorator]
+@helper(fastmath=True)
 def _sum_of_weights(logits: Any, highest: Any) -> Any:
     total = np.float32(0)
     for i in range(len(logits)):
@@ -47,7 +47,7 @@ def _sum_of_weights(logits: Any, highest: Any) -> Any:
     return total
 
 
-@njit  # type: ignore[untyped-decorator]
+@helper()
 def _num_above(logits: Any, token_id: Any) -> Any:
     """Count the tokens that come before this one: likelier, or as likely and with a lower id."""
     own, number = wide(logits[token_id]), np.int32(0)

@@ -241,6 +241,23 @@ def kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return root
 
 
+SCORES = """
+import torch
+from engine.cpu_kernels.token_scores import score_tokens
+logits = torch.randn(4000, 512, generator=torch.Generator().manual_seed(0)).mul(4).bfloat16()
+totals = score_tokens(logits, torch.zeros(4000, dtype=torch.int64), torch.arange(4000))[2]
+print(totals.view(torch.int32).long().cumsum(0).cumsum(0)[-1].item())
+"""
+
+
+def test_code_from_the_cache_gives_the_bits_that_it_gave_where_it_was_compiled(tmp_path: Path) -> None:
+    """Of sums in any order a linker could take another copy in each of both."""
+    command, where = [sys.executable, "-c", SCORES], {**os.environ, "NUMBA_CACHE_DIR": str(tmp_path)}
+    compiled, read = (subprocess.run(command, env=where, stdout=subprocess.PIPE, check=True) for _ in range(2))
+    assert list(tmp_path.iterdir())
+    assert compiled.stdout == read.stdout
+
+
 def zeros_inside(contents: bytes) -> bytes:
     """It still unpickles: LLVM refuses it, or the process crashes when it runs, by where they are."""
     middle = len(contents) // 2
