@@ -147,9 +147,8 @@ class Run:
 
     def retry(self, output: str | os.PathLike[str]) -> Run:
         """Submit it again into another output, where rows without an error keep their answers. Raises as `errors`."""
-        target = os.fspath(output)
-        run = retry_run(self._connection, self.reader("retry()").plan, target)
-        return Run(run, self._connection, run_path(target))
+        run = retry_run(self._connection, self.reader("retry()").plan, os.fspath(output))
+        return Run(run, self._connection, run_path(os.fspath(output)))
 
     def cancel(self) -> Cancelled:
         """Take its jobs from the queue, stop those that run, keep its parts. Raises UnknownRun or RunResubmitted."""

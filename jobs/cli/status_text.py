@@ -4,7 +4,7 @@ import os
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import closing, contextmanager
+from contextlib import closing, contextmanager, suppress
 from typing import TextIO
 
 import click
@@ -99,10 +99,9 @@ class Lines:
 
 
 def _has_columns(file: TextIO) -> bool:
-    try:
+    with suppress(OSError, ValueError):
         return file.isatty() and os.get_terminal_size(file.fileno()).columns > 0
-    except (OSError, ValueError):
-        return False
+    return False
 
 
 def _speed(snapshot: RunSnapshot) -> str:

@@ -76,8 +76,8 @@ def dry_run_lines(found: dict[str, Any], price_per_hour: float | None) -> list[s
 
 def survey(connection: redis.Redis, queue: str, options: dict[str, Any], **how: Any) -> dict[str, Any]:
     submission, own = Submission.split(queue, run_arguments({"output": "/dev/null", **options}))
-    how |= {"reuse": list(submission.reuse), "reuse_from_any_model": submission.reuse_from_any_model}
-    asked = {**RunSpec.from_arguments(**own).to_json(), **how}
+    reuse = {"reuse": list(submission.reuse), "reuse_from_any_model": submission.reuse_from_any_model}
+    asked = {**RunSpec.from_arguments(**own).to_json(), **how, **reuse}
     return try_job(connection, queue, "jobs.survey_parquet", asked, submission.model)
 
 
@@ -104,15 +104,10 @@ def try_job(
             time.sleep(POLL_S)
         if status is not JobStatus.FINISHED:
             raise TrialFailed(failure_text(connection, job_id))
-        try:
-            found: dict[str, Any] = json.loads(last_result(connection, job_id))
-        except (ValueError, RecursionError):
-            raise TrialFailed("its result cannot be read") from None
-        return found
+        return dict[str, Any](json.loads(last_result(connection, job_id)))
     finally:
-        left = read_earlier(connection, [job_id])
         with connection.pipeline() as pipe:
-            for job in left:
+            for job in read_earlier(connection, [job_id]):
                 job.delete(pipe)
             pipe.delete(results_key(job_id))
             pipe.execute()

@@ -69,12 +69,8 @@ def retry_run(connection: Redis, plan: Plan, output: str) -> str:
     with suppress(UnknownRun):
         facts = RunState(connection, plan.run).facts()
     calls = {name: facts[name] for name in (WEBHOOK, ON_END) if name in facts}
-    own = plan.spec.to_json() | {
-        "output": output,
-        "reuse": [plan.spec.output],
-        "model": plan.model.fingerprint,
-        **calls,
-    }
+    named = {"output": output, "reuse": [plan.spec.output], "model": plan.model.fingerprint}
+    own = {**plan.spec.to_json(), **named, **calls}
     if plan.reused is not None:
         own["reuse_from_any_model"] = plan.reused.any_model
         own["reuse"] += [each["output"] for each in plan.reused.runs if plan.spec.only_new]
@@ -89,8 +85,7 @@ def cancel_run(connection: Redis, run: str) -> Cancelled:
     state = RunState(connection, run)
     submission = int(state.facts().get("submission", 0))
     state.cancel(submission)  # a planner has enqueued before, or will see the mark
-    facts = state.facts()
-    done = state.recorded()
+    facts, done = state.facts(), state.recorded()
     shards = [shard for shard in range(int(facts.get("shards", 0))) if shard not in done]
     removed = stopped = 0
     for field, is_second in (("queue", False), ("second_queue", True)):

@@ -19,10 +19,8 @@ from jobs.runs.plans.plan import Plan
 
 @dataclass(frozen=True)
 class RunOutput:
-    """A planned run's folder. state: "finished", "incomplete" if parts of it are gone since, or "forgotten" by Redis.
-
-    errors: rows with one, None until the end.
-    """
+    """A planned run's folder. state: "finished", "incomplete" where parts are gone since, or "forgotten" by Redis.
+    errors: rows with one, None until the end."""
 
     plan: Plan
     folder: str
@@ -52,8 +50,7 @@ def output_here(folder: str, run: str) -> RunOutput | None:
     """Return a run's output as this machine sees it; None if the folder is elsewhere or another run's."""
     with suppress(JobsError):  # Redis' writers name it
         output = _read_output(folder)
-        if output is not None and output.plan.run == run:
-            return output
+        return output if output is not None and output.plan.run == run else None
     return None
 
 

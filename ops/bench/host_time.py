@@ -22,8 +22,7 @@ from engine.checkpoint.model_config import ModelConfig
 from engine.run.forward.runner import DeviceTokens, PendingTokens, PoolSize, Sampled
 from engine.sampling.sampling_batch import SamplingBatch
 from engine.schedule.step_batch import StepBatch
-from ops.bench.report import print_machine
-from ops.bench.table import print_table, spread
+from ops.bench.report import print_machine, print_table, spread
 
 MODEL = Path(__file__).resolve().parents[1] / "demo" / "model"  # for its tokenizer; no weight is read
 BLOCK_SIZE, TOKEN = 16, 11

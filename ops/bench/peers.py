@@ -33,8 +33,7 @@ from typing import Any
 import psutil
 
 from ops.bench.make import OUT, WORKLOADS, existing_checkpoint
-from ops.bench.report import print_machine
-from ops.bench.table import print_table, spread
+from ops.bench.report import print_machine, print_table, spread
 from ops.bench.workload import Workload
 
 OURS = "tokenmill"

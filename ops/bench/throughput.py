@@ -25,8 +25,7 @@ from ops.bench.engine import generate
 from ops.bench.floor import Floor, floor_of, measure_ceilings
 from ops.bench.gpu.simulated import graphs_on_cpu
 from ops.bench.make import SHAPES, WORKLOADS, existing_checkpoint
-from ops.bench.report import print_machine
-from ops.bench.table import print_table, spread
+from ops.bench.report import print_machine, print_table, spread
 from ops.bench.workload import Workload
 
 SAMPLING = {

@@ -5,7 +5,6 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from importlib.metadata import version
-from itertools import islice
 from typing import Any
 
 import pyarrow as pa
@@ -177,10 +176,10 @@ def _columns(schema: pa.Schema, first: pa.Schema) -> str:
 def check_as_planned(storage: Storage, plan: Plan, found: Sequence[FoundFile]) -> None:
     """Raise InputChanged for the first file that is not as planned. found: those that there are now."""
     limit, planned = plan.spec.limit, {file.path: file for file in plan.files}
-    now = dict.fromkeys(file.path for file in found)
+    now = [file.path for file in found]
     if limit is not None and sum(file.rows for file in plan.files) >= limit:
-        now = dict.fromkeys(islice(now, len(planned)))  # those behind it are left out
-    for path in now | planned:
+        now = now[: len(planned)]  # those behind it are left out
+    for path in [*now, *planned]:
         if path not in planned:
             raise errors.InputChanged(path, "it is new")
         if path not in now:

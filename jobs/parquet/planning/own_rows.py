@@ -5,8 +5,9 @@ the input they are lies beside the keys, for whoever is told of a row that faile
 """
 
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from hashlib import blake2b
 
 import numpy as np
@@ -106,12 +107,12 @@ def with_reused(context: JobContext, storage: Storage, plan: Plan, submission: S
         return plan
     old = OldRuns(storage, submission.reuse)
     seed = plan.seed if old.seed is None or "seed" in spec.sampling else old.seed
-    reused = Reused(context.execution_id)
-    plan = replace(plan, seed=seed, reused=reused)
+    plan = replace(plan, seed=seed, reused=Reused(context.execution_id))
     ask = ask_of(plan, context)
-    matches = match(context, storage, plan, ask, old, submission.reuse_from_any_model)
+    look_up = partial(match, context, storage, plan, ask, old, submission.reuse_from_any_model)
+    matches = look_up()
     if spec.only_new:
-        for _ in answers(old, matches, pa.schema([pa.field("error", pa.string())])):
+        for _ in answers(old, matches, look_up, pa.schema([pa.field("error", pa.string())])):
             pass  # it leaves of matches those that have no error, and can be read
         fresh = np.flatnonzero(matches.places < 0)
         plan = with_own_rows(context, storage, plan, fresh)
@@ -119,13 +120,13 @@ def with_reused(context: JobContext, storage: Storage, plan: Plan, submission: S
         fields = kind_of(spec).fields(spec, embedding_size(spec, context.model))
         beside_answers = pa.schema([*BESIDE, *fields])
         with RowBuckets(plan.rows) as taken:
-            for rows, batch, sources in answers(old, matches, pa.schema(fields)):
+            for rows, batch, sources in answers(old, matches, look_up, pa.schema(fields)):
                 marks = [matches.marks[number].tobytes() for number in matches.models[rows]]
                 beside = [pa.array(rows), pa.array(marks, pa.binary(SIZE)), pa.array(sources, pa.string())]
                 taken.add(rows, pa.RecordBatch.from_arrays([*beside, *batch.columns], schema=beside_answers))
             write_taken(storage, plan, taken)
     runs = tuple(map(asdict, old.told))
-    return replace(plan, reused=Reused(reused.name, ask.keys.name, submission.reuse_from_any_model, runs))
+    return replace(plan, reused=Reused(context.execution_id, ask.keys.name, submission.reuse_from_any_model, runs))
 
 
 def remove_reused(storage: Storage, plan: Plan, first: Plan) -> None:
@@ -168,14 +169,23 @@ def match(context: JobContext, storage: Storage, plan: Plan, ask: Ask, old: OldR
     return found
 
 
-def answers(old: OldRuns, matches: Matches, schema: pa.Schema) -> Iterator[tuple[Places, pa.RecordBatch, list[str]]]:
-    """Yield answers by the names of `schema`: the new rows that have them, and which old rows they are."""
-    rows = np.flatnonzero(matches.places >= 0)
-    rows = rows[np.argsort(matches.places[rows], kind="stable")]
-    is_taken = np.zeros(len(rows), bool)
-    for part, which, batch in old.answers(matches.places[rows], schema):
-        is_taken[which] = True
-        part.told.rows += len(which)
-        first = part.plan.first_row(part.shard) - part.first
-        yield rows[which], batch, [f"{part.told.output}#{place + first}" for place in matches.places[rows[which]]]
-    matches.places[rows[~is_taken]] = -1  # they lie in files that cannot be read
+def answers(
+    old: OldRuns, matches: Matches, look_up: Callable[[], Matches], schema: pa.Schema
+) -> Iterator[tuple[Places, pa.RecordBatch, list[str]]]:
+    """Yield new rows, their answers by the names of `schema`, and which old rows; damaged ones are looked up again."""
+    is_taken = np.zeros(len(matches.places), bool)
+    for run in old.told:
+        rows = np.flatnonzero((matches.places >= 0) & ~is_taken)
+        rows = rows[np.argsort(matches.places[rows], kind="stable")]
+        for part, which, batch in old.answers(matches.places[rows], schema):
+            is_taken[rows[which]] = True
+            part.told.rows += len(which)
+            first = part.plan.first_row(part.shard) - part.first
+            yield rows[which], batch, [f"{part.told.output}#{place + first}" for place in matches.places[rows[which]]]
+        lost = rows[~is_taken[rows]]
+        old.keys.forget(matches.places[lost])
+        matches.places[lost] = -1
+        if not len(lost) or run is old.told[-1]:
+            return
+        again = look_up()
+        matches.places[lost], matches.models[lost] = again.places[lost], again.models[lost]

@@ -87,6 +87,9 @@ class KnownKeys:
         self._order = np.argsort(self._first, kind="stable")
         self._first = self._first[self._order]
 
+    def forget(self, places: Places) -> None:
+        self._second[places] = 0
+
     def find(self, keys: Keys) -> Places:
         """Return the place of each key among those added, -1 where it is not.
 

@@ -42,10 +42,14 @@ def look(question: Mapping[str, Any], source: Any) -> Replies:
         groups = [footer.row_group(number) for number in range(footer.num_row_groups)]
         if any(group.num_rows < 0 for group in groups):
             raise CorruptParquet(question["path"], "a row group has less than no row")
+        chunks = (group.column(number) for group in groups for number in range(group.num_columns))
+        told = (footer.metadata or {}).get(STATISTICS, b"")
+        if told and question["size"] < footer.serialized_size + sum(chunk.total_compressed_size for chunk in chunks):
+            raise CorruptParquet(question["path"], "bytes before its footer are gone")
         found = {
             "groups": [(group.num_rows, group.total_byte_size) for group in groups],
             "rows": footer.num_rows,
-            "statistics": (footer.metadata or {}).get(STATISTICS, b"").decode(errors="replace"),
+            "statistics": told.decode(errors="replace"),
         }
         yield found, serialized(file.schema_arrow)
 

@@ -18,7 +18,7 @@ from typing import Any
 
 from ops.bench.gpu.sections import OUT, Section, sections
 from ops.bench.gpu.summary import summarize
-from ops.bench.table import print_table
+from ops.bench.report import print_table
 
 TOTAL_S = 570  # under ten minutes, with what starting and gathering take
 LEAST_S = 5  # with less left no section is begun

@@ -19,8 +19,7 @@ import pyarrow.parquet as pq
 import torch
 
 from engine import Engine, EngineConfig, SamplingParams
-from ops.bench.report import print_machine
-from ops.bench.table import print_table
+from ops.bench.report import print_machine, print_table
 
 DEMO = Path(__file__).resolve().parents[2] / "demo"
 BATCHES = (1, 8, 64, 256)

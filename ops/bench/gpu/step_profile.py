@@ -25,8 +25,7 @@ from engine import Engine, EngineConfig, SamplingParams
 from ops.bench.engine import generate
 from ops.bench.gpu.simulated import graphs_on_cpu
 from ops.bench.make import SHAPES, WORKLOADS, existing_checkpoint
-from ops.bench.report import print_machine
-from ops.bench.table import print_table
+from ops.bench.report import print_machine, print_table
 from ops.bench.throughput import small, with_other_tokens
 from ops.bench.workload import Workload
 

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from ops.bench.table import spread
+from ops.bench.report import spread
 
 Row = tuple[str, str]
 Speeds = dict[tuple[str, str], dict[int, float]]  # (variant, sampling) -> output tokens per second by turn

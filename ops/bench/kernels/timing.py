@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 
 from ops.bench.floor import Ceilings, seconds_of
-from ops.bench.table import print_table
+from ops.bench.report import print_table
 
 
 @dataclass(frozen=True)

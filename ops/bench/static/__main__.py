@@ -23,9 +23,9 @@ os.environ["TRITON_INTERPRET"] = "0"  # before triton is imported: the interpret
 if __name__ == "__main__" and find_spec("triton") is None:
     sys.exit("python -m ops.bench.static needs the package triton: pip install triton")
 
+from ops.bench.report import print_table
 from ops.bench.static.compiled import Usage, Variant, compile_variant, recorded
 from ops.bench.static.kernel_cases import Case, Kernel
-from ops.bench.table import print_table
 
 #: One, a multiple of 16 and not, few and many for a tile; each a row count that a step may have.
 ROWS = (1, 2, 15, 16, 17, 31, 64, 255, 256, 1000, 8192)

@@ -91,11 +91,17 @@ def cut(path: Path) -> None:
     os.truncate(path, path.stat().st_size // 2)
 
 
+def cut_before_the_footer(path: Path) -> None:
+    contents = path.read_bytes()
+    path.write_bytes(contents[:4] + contents[104:])
+
+
 @pytest.mark.parametrize(
     ("name", "harm", "found"),
     [
         (f"{PARTS}/{part_name(1)}", Path.unlink, "it is gone"),
         (f"{PARTS}/{part_name(1)}", cut, "not readable"),
+        (f"{PARTS}/{part_name(1)}", cut_before_the_footer, "bytes before its footer are gone"),
         ("output.csv", Path.unlink, "it is gone"),
     ],
 )

@@ -355,9 +355,12 @@ def test_rows_of_another_model_are_left_out_of_a_verification(
 
 
 def test_a_part_that_was_written_anew_is_not_taken_by_the_places_it_had(runs: Runs, old: Path) -> None:
-    part = old / "part-00000.parquet"
+    part, second = old / "part-00000.parquet", old.with_name("second")
+    shutil.copytree(old, second)
     pq.write_table(pq.read_table(part).slice(1), part)
     runs.write(["a", "b", "c"])
+    options = {"sampling": GREEDY, "reuse": [str(old), str(second)]}
+    runs.score(output=old.with_name("third"), answer=pytest.fail, **options)  # what one cannot give the other does
     rows, asked, manifest = new_run(runs)
     assert sorted(asked) == ["a", "b"]
     assert [row["completion"] for row in rows] == ["A", "B", "C"]
