@@ -98,15 +98,26 @@ def forked(tmp_path: Path, two_threads: None, monkeypatch: pytest.MonkeyPatch) -
 
 
 def in_children(monkeypatch: pytest.MonkeyPatch, act: Callable[[int], None]) -> None:
-    """Have them do this in place of compiling, with the number of the process that waits for them."""
-    here, compile_here = os.getpid(), kernel_module._compile_into
+    """Have them do this in place of compiling, with the number of the process that waits for them.
+
+    Not before that has left its fork: what a signal raises among Python's own steps after one is lost.
+    """
+    here, compile_here, fork = os.getpid(), kernel_module._compile_into, os.fork
+    forked, left = os.pipe()
+
+    def fork_and_tell() -> int:
+        if child := fork():
+            os.write(left, b".")
+        return child
 
     def compile_into(*arguments: Any) -> Any:
         if os.getpid() != here:
+            os.read(forked, 1)
             act(here)
             signal.pause()
         return compile_here(*arguments)
 
+    monkeypatch.setattr(os, "fork", fork_and_tell)
     monkeypatch.setattr(kernel_module, "_compile_into", compile_into)
 
 
