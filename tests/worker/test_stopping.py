@@ -1,6 +1,8 @@
 """A worker that is told to stop says what it does, is seen to do it, and ends in the time it is given."""
 
 import signal
+import threading
+from contextlib import closing
 from pathlib import Path
 
 import pyarrow as pa
@@ -11,6 +13,7 @@ from rq.job import JobStatus
 
 from jobs.common.keys import WORKER_STATS_TTL_S
 from jobs.common.workers import read_workers, worker_names
+from tests.jobs.s3_server import BUCKET, Fault, FaultyProxy, running_s3
 from tests.rq_workers import Workers, leftovers, signal_until_it_ends, stats_of, text_of, wait_until, wait_until_started
 
 F = "tests.worker.functions."
@@ -65,6 +68,30 @@ def test_what_still_runs_when_the_time_to_drain_is_over_is_given_back(workers: W
     assert [job.get_status() for job in jobs] == [JobStatus.QUEUED] * 4
     assert workers.queue("bulk").job_ids == [job.id for job in jobs]
     assert leftovers(workers.redis, "bulk") == []
+
+
+def test_a_shard_whose_part_the_store_refuses_is_given_back(workers: Workers) -> None:
+    with running_s3() as s3, closing(FaultyProxy(s3.url)) as proxy:
+        s3.put_rows("data/in.parquet", pa.table({"prompt": ["a", "b"]}))
+        asked = threading.Event()
+
+        def refuse_parts(method: str, path: str) -> Fault | None:
+            if method not in {"PUT", "POST"} or "part-" not in path:
+                return None
+            asked.set()
+            return "503"
+
+        proxy.choose = refuse_parts
+        queue, root = workers.queue("bulk"), f"s3://{BUCKET}/data"
+        queue.enqueue("jobs.score_parquet", f"{root}/in.parquet", f"{root}/out", prompt_column="prompt")
+        settings = {**s3.environment(proxy.url), "TOKENMILL_DATA_ROOTS": root, "TOKENMILL_DRAIN_S": "0"}
+        process = workers.start("--name", "w", **settings)
+        assert asked.wait(60)
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(timeout=60) == 0
+        assert leftovers(workers.redis, "bulk") == []
+        (shard,) = queue.jobs
+        assert shard.get_status() == JobStatus.QUEUED
 
 
 def test_shards_that_are_handed_back_are_done_by_others_and_their_rows_once(workers: Workers, tmp_path: Path) -> None:

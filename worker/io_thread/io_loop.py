@@ -27,8 +27,11 @@ from worker.store.worker_record import WorkerRecord
 PROGRESS_PERIOD_S = 0.5
 DEADLINE_PERIOD_S = 0.25
 FIRST_BACKOFF_S, LAST_BACKOFF_S = 0.1, 5.0
-LEAVING_S = 5.0
-"""How long a cold shutdown waits for ends that are being written, and any for files that are being closed."""
+LEAVING_S = 1.0
+"""How long a worker that gives back what runs waits for ends and parts that are being written."""
+
+CLOSING_S = 0.5
+"""How long any worker waits at its end for threads: for the files of jobs that ended, and for what it interrupted."""
 
 
 class Phase(enum.Enum):
@@ -119,7 +122,7 @@ class IoLoop:
             self.failure = IoThreadFailed(f"the I/O thread raised {type(error).__name__}: {error}")
             self.failure.__cause__ = error
         finally:
-            self._runner.threads.close(LEAVING_S)
+            self._runner.threads.close(CLOSING_S)
             self._orders.put(Halt())
 
     def _run(self) -> None:
@@ -134,7 +137,7 @@ class IoLoop:
                 self._check_deadlines()
             if self._phase is Phase.DRAINING and moment >= self._drain_by:
                 self._hand_back("TOKENMILL_DRAIN_S is over")
-            if moment >= self._retry_at:
+            if moment >= self._retry_at or self._is_overdue(moment):
                 self._talk_to_redis(moment)
         self._say_goodbye()
 
@@ -239,7 +242,8 @@ class IoLoop:
     def _take_or_give(self, moment: float) -> None:
         if self._phase is Phase.LEAVING:
             if not self._runner.journals.is_awaited(moment):
-                self._runner.give_back(self._runner.withdraw_everything(), self._release_mode)
+                held = self._runner.withdraw_everything(self._is_overdue(moment))
+                self._runner.give_back(held, self._release_mode)
         elif self._phase is Phase.DRAINING:
             self._runner.give_back(self._runner.withdraw_unstarted(), "given_back")
         else:
@@ -277,7 +281,7 @@ class IoLoop:
         self._backoff_s = min(self._backoff_s * 2, LAST_BACKOFF_S)
         # Leases ran out meanwhile also of workers that live: they get the time to renew them.
         self._sweep.postpone(moment + self._limits.lease_s)
-        if moment >= self._leave_by:
+        if self._is_overdue(moment):
             self._leave("left without giving back what ran: other workers take it up when its leases end")
 
     # Duties
@@ -305,9 +309,13 @@ class IoLoop:
 
     # Leave
 
+    def _is_overdue(self, moment: float) -> bool:
+        """Whether a worker that gives back what runs waits for nothing any more."""
+        return moment >= self._leave_by and not self._runner.journals.is_awaited(moment)
+
     def _leave_if_done(self, moment: float) -> None:
         if self._phase is Phase.LEAVING:
-            if not self._runner.num_held or moment >= self._leave_by:
+            if not self._runner.num_held or self._is_overdue(moment):
                 self._leave("left without finishing what ran")
         elif self._runner.num_held:
             self._claimer.idle_since = moment

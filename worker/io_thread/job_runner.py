@@ -362,9 +362,17 @@ class JobRunner:
         """Let go of jobs that should run by themselves and have not begun; the caller gives them back."""
         return self._withdraw_all([job for job in self.jobs.unstarted() if job.claimed.deaths >= suspect_deaths])
 
-    def withdraw_everything(self) -> list[ClaimedJob]:
-        """Let go of every job whose end is not already on its way; the caller gives them back."""
-        return self._withdraw_all([job for job in self.jobs if not job.is_ending or self._ends.writer.is_waiting(job)])
+    def withdraw_everything(self, parts_too: bool) -> list[ClaimedJob]:
+        """Let go of every job whose end is not already on its way; the caller gives them back.
+
+        parts_too: also of jobs whose part is being written, which a store may refuse for long.
+        """
+
+        def may_go(job: HeldJob) -> bool:
+            is_written = job.state is JobState.COLLECTING
+            return not job.is_ending or (parts_too and is_written) or self._ends.writer.is_waiting(job)
+
+        return self._withdraw_all(list(filter(may_go, self.jobs)))
 
     def _withdraw_all(self, jobs: Sequence[HeldJob]) -> list[ClaimedJob]:
         for job in jobs:

@@ -163,17 +163,13 @@ class PoolCalls:
                 submit()
 
 
-_FUNCTIONS_LEAVE_S = 1.0
-"""How long a worker that leaves waits for functions and callbacks to end that it has interrupted."""
-
-
 class PoolThreads:
     """The pools of files, functions, callbacks, webhooks and inspections. Used by the I/O thread only."""
 
     def __init__(self, parts: Parts, files: TaskFiles, inspections: Inspections) -> None:
-        self._files, self._others = files.pools, (parts.functions, parts.enders)
         self._webhooks, self._inspections = parts.callbacks.webhooks, inspections
-        self._pools = *self._others, self._webhooks.pool, *self._files
+        self._closed = *files.pools, parts.functions, parts.enders
+        self._pools = *self._closed, self._webhooks.pool
         self._grace_s, self._log = parts.environment.function_grace_s, parts.log
 
     @property
@@ -192,15 +188,13 @@ class PoolThreads:
             )
 
     def close(self, timeout_s: float) -> None:
-        """End the threads; wait until the files of the jobs that ended are closed, at most `timeout_s`."""
-        for pool in (*self._files, *self._others):
+        """End the threads; wait for what they close, and for what was interrupted, at most `timeout_s`."""
+        for pool in self._closed:
             pool.end()
         self._inspections.end()
         until = time.monotonic() + timeout_s
-        for pool in self._files:
+        for pool in self._closed:
             pool.join(max(0.0, until - time.monotonic()))
-        for pool in self._others:
-            pool.join(_FUNCTIONS_LEAVE_S)
         self._webhooks.close()
 
 
