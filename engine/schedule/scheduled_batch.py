@@ -132,6 +132,11 @@ class ScheduledBatch:
         """[samples] int64, the slots of `sampling` when the step is launched."""
         return self.slots[self.samples]
 
+    @property
+    def has_prompts(self) -> bool:
+        """Whether any of `prefills` computes a prompt, and not forced tokens alone."""
+        return any(seq.num_computed_tokens < seq.num_prompt_tokens for seq in self.prefills)
+
     @cached_property
     def num_guessed(self) -> int:
         """The rows of `drafted`."""

@@ -18,6 +18,8 @@ one token, which is dropped. Whoever takes its blocks writes in a later launch: 
 import time
 from bisect import insort
 from collections import Counter, deque
+from itertools import takewhile
+from operator import eq
 
 import numpy as np
 from numpy.typing import NDArray
@@ -108,7 +110,7 @@ class Scheduler:
         self.max_running = max(self.max_running, len(self.running))
         if not batch.num_tokens:
             self.in_flight.pop()
-        elif drafts is not None and not batch.prefills and batch.states is None:
+        elif drafts is not None and batch.states is None and not batch.has_prompts:
             self._draft(batch, drafts)
         return batch
 
@@ -274,6 +276,8 @@ class Scheduler:
         guesses = [next(chosen) if may else [] for may in may_draft.tolist()]
         for seq, own in zip(batch.decodes, guesses, strict=True):
             del own[most:]
+            if own and seq.matcher is not None:
+                del own[seq.matcher.num_possible(own) :]
             most -= len(own)
             while own and seq.num_tokens + len(own) > len(seq.block_table) * size:
                 if self.blocks.num_free_blocks > len(self.running):
@@ -284,25 +288,34 @@ class Scheduler:
         batch.add_guesses(guesses, drafts)
 
     def _receive_drafted(self, drafted: list[Drafted], token_ids: list[int]) -> list[Sequence]:
-        """Fill in sampled tokens up to the first that was not guessed; return the sequences that finished.
+        """Fill in sampled and forced tokens up to the first that was not guessed; return the sequences that finished.
 
         token_ids: sequence by sequence, one behind its last token and one behind each guess.
         """
         finished, start = [], 0
         for each in drafted:
-            seq, guesses = each.seq, each.guesses
+            seq, guesses, num_before = each.seq, each.guesses, len(each.seq.token_ids)
             sampled, start = token_ids[start : start + len(guesses) + 1], start + len(guesses) + 1
-            num_right = next((i for i, guess in enumerate(guesses) if guess != sampled[i]), len(guesses))
-            num_before = len(seq.token_ids)
-            if any(seq.ends_with(token_id) for token_id in sampled[: num_right + 1]):
+            ends = False
+            for guess, token_id in zip([*guesses, None], sampled, strict=True):
+                if token_id < 0 and len(seq.token_ids) > num_before:
+                    break  # a step without guesses finds out why
+                self.generation_tokens += not seq.forced
+                ends = seq.ends_with(token_id)
+                if ends or seq.token_ids[-1] != guess:
+                    break
+            while seq.forced and not ends:
+                ends = seq.ends_with(seq.forced[0])
+            if ends:
                 finished.append(seq)
+            new = seq.token_ids[num_before:]
+            num_right = sum(takewhile(bool, map(eq, guesses, new)))
             each.drafts.count(seq, len(guesses), num_right)
-            num_new = len(seq.token_ids) - num_before
-            seq.num_tokens, seq.num_computed_tokens = len(seq.token_ids), len(seq.token_ids) - 1
-            self.slots.move_on(seq, num_new)
+            seq.num_tokens = len(seq.token_ids)
+            seq.num_computed_tokens = min(num_before + num_right, seq.num_tokens - 1)
+            self.slots.move_on(seq, len(new))
             self.blocks.launched(self.blocks.publish(seq, seq.num_computed_tokens))
-            self.generation_tokens += num_new
-            self.decode_tokens += num_new - 1
+            self.decode_tokens += seq.num_computed_tokens - num_before
         return finished
 
     def _schedule_chunk(self, seq: Sequence, budget: int, batch: ScheduledBatch) -> None:

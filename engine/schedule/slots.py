@@ -26,8 +26,7 @@ class SlotTable:
     end_token_ids: [slots, most of any sequence], the ids that end each, NO_TOKEN after the last.
     is_watched: [slots] bool, whether text may end it too, or a token force others.
     is_edited: [slots] bool, whether the sequence may have edits of its logits, but for the bans of min_tokens.
-    is_free: [slots] bool, whether neither edits nor a grammar nor forced tokens depend on the tokens before, and no
-    picture counts positions.
+    is_free: [slots] bool, whether no edits depend on the tokens before, and no picture counts positions.
     generations: a number of its own for each time that a slot was given, or written anew, -1 in a free slot.
     While it is the same, so is the sequence, its tokens are those that were sampled, and its blocks those of
     before with new ones after them.
@@ -89,7 +88,7 @@ class SlotTable:
         self.sample_top[slot] = seq.sample_top
         samples_forced = seq.forcing is not None and seq.sample_top != NOT_WANTED
         self.is_edited[slot] = seq.matcher is not None or seq.edits is not None or samples_forced
-        self.is_free[slot] = all(each is None for each in (seq.matcher, seq.edits, seq.forcing, seq.pictures))
+        self.is_free[slot] = seq.edits is None and seq.pictures is None
         self.num_edited += int(self.is_edited[slot])
         self.num_constrained += seq.matcher is not None
         self.rewrite(seq)

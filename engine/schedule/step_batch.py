@@ -126,7 +126,7 @@ def build_logit_edits(batch: ScheduledBatch, slots: SlotTable) -> tuple[LogitEdi
     sampling = batch.sampling_slots
     early = np.flatnonzero(slots.num_tokens[sampling] < slots.min_len[sampling])
     edited = np.flatnonzero(slots.is_edited[sampling]) if slots.num_edited else NOTHING
-    if not len(early) and not len(edited):
+    if not len(early) and not len(edited) and not (slots.num_constrained and batch.drafted):
         return None, None
     rows = np.union1d(early, edited) if len(early) else edited
     parts = EditParts()
@@ -148,6 +148,14 @@ def build_logit_edits(batch: ScheduledBatch, slots: SlotTable) -> tuple[LogitEdi
     for place, row, own in zip(np.searchsorted(rows, early).tolist(), early.tolist(), end_token_ids, strict=True):
         if sampled_as(batch.sampling[row]) is None:
             parts.banned.append((place, own[own != NO_TOKEN]))
+    row = len(sampling)
+    for each in batch.drafted if slots.num_constrained else ():
+        if (matcher := each.seq.matcher) is not None:
+            own = [matcher, *matcher.behind(each.guesses)]
+            parts.later += range(len(rows), len(rows) + len(own))
+            rows = np.concatenate((rows, np.arange(row, row + len(own))))
+            matchers += own
+        row += 1 + len(each.guesses)
     if not matchers:
         return parts.joined(rows), None
     edits = parts.joined(rows, matchers[0].vocabulary.num_words)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable, Sequence
+from copy import copy
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -121,6 +122,20 @@ class Matcher:
         except Exception as error:  # noqa: BLE001 - what a grammar makes it raise is the end of its row
             self.error = str(error)
             return []
+
+    def num_possible(self, guesses: list[int]) -> int:
+        """Return how many of these tokens may come next, the text's end not counted."""
+        until_end = next((i for i, token_id in enumerate(guesses) if token_id in self._ends), len(guesses))
+        return 0 if self.is_suspect else self.machine.validate_tokens(guesses[:until_end])
+
+    def behind(self, guesses: list[int]) -> list[Matcher]:
+        """Return a matcher behind each of these tokens, all of which may come."""
+        found = [self]
+        for token_id in guesses:
+            found.append(copy(found[-1]))
+            found[-1].machine = found[-1].machine.deep_copy()
+            found[-1].machine.consume_token(token_id)
+        return found[1:]
 
     def machine_error(self) -> str:
         """llguidance's own error, on one line; empty if there is none."""

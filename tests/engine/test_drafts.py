@@ -6,6 +6,7 @@ import random
 from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -111,6 +112,19 @@ class Known(Drafts):
         return guesses[: seq.max_len - len(seq.token_ids) - 1]
 
 
+FORM: dict[str, Any] = {
+    "type": "object",
+    "properties": {"name of it": {"type": "string", "maxLength": 9}, "id": {"type": "integer"}},
+    "required": ["name of it", "id"],
+}
+MIXED: dict[int, dict[str, Any]] = {
+    3: {"repetition_penalty": 1.2},
+    4: {"logprobs": 1},
+    **{i: {"structured_outputs": {"json": FORM}} for i in (1, 6, 8)},
+    **{i: {"structured_outputs": {"regex": "(one|on two|[ab]+c?)+!"}} for i in (2, 7)},
+}
+
+
 def answer(config: EngineConfig, drafts: Drafts | None) -> tuple[list[Completion], EngineStats]:
     rng = random.Random(1)
     with Engine(config) as engine:
@@ -118,8 +132,7 @@ def answer(config: EngineConfig, drafts: Drafts | None) -> tuple[list[Completion
         for i in range(12):
             prompt = [rng.randrange(3, VOCAB_SIZE) for _ in range(rng.randrange(1, 60))]
             params = SamplingParams(max_tokens=30, temperature=(i % 3) * 0.7, seed=i, ignore_eos=i % 2 == 0)
-            mixed = {"repetition_penalty": 1.2} if i % 4 == 3 else {"min_tokens": 5, "logprobs": 1 if i == 4 else None}
-            engine.add(str(i), prompt, replace(params, **mixed))
+            engine.add(str(i), prompt, replace(params, **MIXED.get(i, {"min_tokens": 5})))
         done: list[Completion] = []
         while engine.has_unfinished:
             done += engine.step()
@@ -128,7 +141,7 @@ def answer(config: EngineConfig, drafts: Drafts | None) -> tuple[list[Completion
 
 @pytest.mark.parametrize("share", [0.0, 0.7, 1.0])
 def test_a_model_gives_the_same_tokens_with_any_guesses(folders: dict[str, Path], share: float) -> None:
-    """Bit by bit in deterministic mode: greedy and drawn, some rows with penalties or log probabilities."""
+    """Bit by bit in deterministic mode: greedy and drawn, rows with a grammar, penalties or log probabilities too."""
     shape = next(shape for shape in SHAPES if shape.name == "gqa2_bias")
     config = EngineConfig(
         str(folders[shape.name]), deterministic=True, device="cpu", max_model_len=128, max_num_seqs=12,
@@ -160,3 +173,19 @@ def test_an_answer_that_was_guessed_is_found_again(folders: dict[str, Path]) -> 
         assert drafts.num_right > 0
         (later,) = engine.generate([[5, 6, *plain[0].token_ids[:50], 3]], SamplingParams(max_tokens=1))
     assert later.num_cached_tokens >= 48
+
+
+def test_guesses_end_where_a_grammar_does(folders: dict[str, Path]) -> None:
+    """Before what it does not allow, and before the text's end; none are made where it may be too slow."""
+    with small(folders) as engine:
+        a, b, mark = (engine._tokenizer.encode_alone(text)[0] for text in "ab!")
+        ends = engine._sequences.eos_token_ids
+        params = SamplingParams(structured_outputs={"regex": "ab*!"})
+        (matcher,) = engine._sequences.grammars.matchers(params, ends)
+        assert matcher is not None
+        assert matcher.num_possible([a, b, b, a]) == 3
+        assert matcher.num_possible([a, mark, min(ends)]) == 2
+        assert [each.must_end for each in matcher.behind([a, b, mark])] == [False, False, True]
+        assert not matcher.may_end
+        matcher.is_suspect = True
+        assert matcher.num_possible([a]) == 0

@@ -197,8 +197,8 @@ class Guesses(Drafts):
         self.num_right += num_right
 
 
-@pytest.mark.parametrize("share", [0.0, 0.6, 1.0])
-def test_guesses_change_no_token_of_any_history(share: float) -> None:
+@pytest.mark.parametrize(("share", "wishes"), [(0.0, {}), (0.6, {}), (1.0, {}), (0.8, {"make_forcing": Rule})])
+def test_guesses_change_no_token_of_any_history(share: float, wishes: dict[str, Any]) -> None:
     """Adversarial, random and perfect ones; with lanes, preemption, stops, failures and aborts."""
     num_right = 0
 
@@ -206,7 +206,7 @@ def test_guesses_change_no_token_of_any_history(share: float) -> None:
     @given(HISTORIES, SIZES)
     def histories(history: list[Operation], sizes: dict[str, Any]) -> None:
         nonlocal num_right
-        shadow = play(history, sizes | {"overlap": False}, make_drafts=lambda device: Guesses(device, share))
+        shadow = play(history, sizes | {"overlap": False}, make_drafts=lambda device: Guesses(device, share), **wishes)
         assert isinstance(shadow.drafts, Guesses)
         num_right += shadow.drafts.num_right
 

@@ -1,4 +1,4 @@
-"""Tokens that a grammar forces are appended without a pass for each: the same tokens, in fewer steps."""
+"""Tokens that a grammar forces are appended without a pass for each, others are guessed: the same, in fewer steps."""
 
 import json
 import shutil
@@ -60,6 +60,7 @@ def answers(engine: Engine, rows: list[SamplingParams], *, jumps: bool = True) -
     with pytest.MonkeyPatch.context() as patch:
         if not jumps:
             patch.setattr(Matcher, "forced", lambda self: [])
+            patch.setattr(engine._stepper, "drafts", None)
         found = engine.generate(["hello"] * len(rows), rows)
     shown = [(each.token_ids, each.text, each.finish_reason, each.error) for each in found]
     return shown, engine.stats().num_steps - before
