@@ -151,7 +151,7 @@ def build_logit_edits(batch: ScheduledBatch, slots: SlotTable) -> tuple[LogitEdi
     row = len(sampling)
     for each in batch.drafted if slots.num_constrained else ():
         if (matcher := each.seq.matcher) is not None:
-            own = [matcher, *matcher.behind(each.guesses)]
+            own = matcher.along(each.guesses)
             parts.later += range(len(rows), len(rows) + len(own))
             rows = np.concatenate((rows, np.arange(row, row + len(own))))
             matchers += own

@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Sequence
 from copy import copy
 from dataclasses import dataclass
+from itertools import takewhile
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -99,12 +100,12 @@ class Matcher:
     def accept(self, token_id: int) -> None:
         """Learn the next token; one that ends the completion and stands for no text changes nothing.
 
-        Raises GrammarFailed for one that cannot stand there, and for a negative one.
+        Raises GrammarFailed for one that cannot stand there, for a negative one, and for any once it has failed.
         """
+        if token_id < 0 or self.error is not None:  # the mask of a guessed token was made before that
+            raise GrammarFailed(self.error or "no token is left that it allows")
         if token_id in self._ends:
             return
-        if token_id < 0:
-            raise GrammarFailed(self.error or "no token is left that it allows")
         if not self.machine.consume_token(token_id):
             raise GrammarFailed(self.machine_error() or f"token {token_id} cannot stand there")
 
@@ -125,17 +126,19 @@ class Matcher:
 
     def num_possible(self, guesses: list[int]) -> int:
         """Return how many of these tokens may come next, the text's end not counted."""
-        until_end = next((i for i, token_id in enumerate(guesses) if token_id in self._ends), len(guesses))
-        return 0 if self.is_suspect else self.machine.validate_tokens(guesses[:until_end])
+        if self.is_suspect:
+            return 0
+        return self.machine.validate_tokens(list(takewhile(lambda token_id: token_id not in self._ends, guesses)))
 
-    def behind(self, guesses: list[int]) -> list[Matcher]:
-        """Return a matcher behind each of these tokens, all of which may come."""
+    def along(self, guesses: list[int]) -> list[Matcher]:
+        """Return this matcher, and one behind each of these tokens, all of which may come."""
         found = [self]
         for token_id in guesses:
-            found.append(copy(found[-1]))
-            found[-1].machine = found[-1].machine.deep_copy()
-            found[-1].machine.consume_token(token_id)
-        return found[1:]
+            following = copy(found[-1])
+            following.machine = following.machine.deep_copy()
+            following.machine.consume_token(token_id)
+            found.append(following)
+        return found
 
     def machine_error(self) -> str:
         """llguidance's own error, on one line; empty if there is none."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Iterable
 from dataclasses import replace
+from itertools import chain, repeat
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from numpy.typing import NDArray
 from engine import Completion, Engine, EngineConfig, EngineStats, SamplingParams
 from engine.schedule.drafts import MAX_SKIPPED, MOST, PLAIN_STEPS, RETRY_STEPS, Drafts
 from engine.schedule.sequence import Sequence
+from engine.structured.matcher import Matcher
 from tests.engine.checkpoints import SHAPES, VOCAB_SIZE, pool_bytes
 
 TEXT = [5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15, 16, 17, 5, 6, 7]
@@ -185,7 +187,29 @@ def test_guesses_end_where_a_grammar_does(folders: dict[str, Path]) -> None:
         assert matcher is not None
         assert matcher.num_possible([a, b, b, a]) == 3
         assert matcher.num_possible([a, mark, min(ends)]) == 2
-        assert [each.must_end for each in matcher.behind([a, b, mark])] == [False, False, True]
+        assert [each.must_end for each in matcher.along([a, b, mark])] == [False, False, False, True]
         assert not matcher.may_end
         matcher.is_suspect = True
         assert matcher.num_possible([a]) == 0
+
+
+def test_a_grammar_that_fails_within_guesses_ends_its_row_there(
+    folders: dict[str, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Behind the same token as without guesses, though the masks of those after it were made before."""
+
+    def forced(self: Matcher) -> list[int]:
+        self.error = next(errors)
+        return []
+
+    params, failed = SamplingParams(temperature=0.0, structured_outputs={"regex": "[ab]{30}"}), list[Completion]()
+    with small(folders) as engine:
+        plain = engine.generate([[5, 6]], params)
+        monkeypatch.setattr(Matcher, "forced", forced)
+        for drafts in (None, Known(plain, 1.0, least=5)):
+            errors = chain([None] * 6, repeat("it has failed"))
+            engine._stepper.drafts = drafts
+            failed += engine.generate([[5, 6]], params)
+    assert [each.token_ids for each in failed] == [plain[0].token_ids[:6]] * 2
+    assert failed[0].error == failed[1].error
+    assert "it has failed" in str(failed[0].error)
