@@ -7,7 +7,6 @@ from itertools import accumulate
 from typing import Any
 
 from jobs.common.display import is_unicode
-from jobs.errors import RequestFailed
 from jobs.prompts.attempts import Attempts, num_generated
 from jobs.prompts.response_options import ResponseOptions
 from jobs.tasks import Completion, Logprob
@@ -215,13 +214,6 @@ def chat_completion(
             choice["logprobs"] = chat_logprobs(sample.logprobs, options.num_top)
         choices.append({**choice, "message": message} | _of_prompt(sample, options))
     return {"object": "chat.completion", "choices": choices, "usage": usage(answers)}
-
-
-def check_answers(answers: Answers) -> None:
-    """Raise RequestFailed where every prompt failed; one of several fails its own choices only."""
-    failures = [samples[0].error for samples in answers if samples[0].finish_reason == "error"]
-    if len(failures) == len(answers):
-        raise RequestFailed(0, failures[0])
 
 
 def _numbered(answers: Answers) -> list[tuple[int, Completion]]:
