@@ -76,8 +76,7 @@ class _Environment(ImmutableSandboxedEnvironment):
             found = meta.TrackingCodeGenerator(self)
             found.optimizer = None
             found.visit(tree)
-            names = frozenset(found.undeclared_identifiers - self.globals.keys())
-            return jinja2.Template.from_code(self, self.compile(tree), self.make_globals(None)), names
+            return self.from_string(tree), frozenset(found.undeclared_identifiers)
         except jinja2.TemplateSyntaxError as error:
             raise TemplateProblem(f"the template, line {error.lineno}: {{}}", str(error.message)[:200]) from None
         except (SyntaxError, RecursionError, MemoryError, ValueError):

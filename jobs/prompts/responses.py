@@ -1,6 +1,7 @@
 """OpenAI's response shapes, built from completions."""
 
 import json
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from hashlib import blake2b
 from itertools import accumulate
@@ -84,7 +85,8 @@ def _entry(each: Logprob) -> dict[str, Any]:
     return {"token": token, "logprob": _shown(each), "bytes": None if INCOMPLETE in token else list(token.encode())}
 
 
-OPEN, CLOSE = "<tool_call>", "</tool_call>"
+OPEN = "<tool_call>"
+_CLOSED = re.compile(r"\s*(</tool_call>|\Z)")
 LLAMA_TAG = "<|python_tag|>"
 _DECODER = json.JSONDecoder()
 
@@ -114,17 +116,14 @@ def _hermes(text: str) -> tuple[list[dict[str, Any]], str]:
     calls, kept, at = [], [], 0
     while (place := text.find(OPEN, at)) >= 0:
         kept.append(text[at:place])
-        found = _value_at(text, place + len(OPEN))
-        function = None if found is None else _function(found[0])
         at = place + len(OPEN)
-        if found is not None and function is not None:
-            rest = text[found[1] :]
-            behind = len(rest) - len(rest.lstrip())
-            if rest.startswith(CLOSE, behind) or behind == len(rest):
-                calls.append(function)
-                at = min(len(text), found[1] + behind + len(CLOSE))
-                continue
-        kept.append(OPEN)
+        value, end = _value_at(text, at) or (None, at)
+        function, closed = _function(value), _CLOSED.match(text, end)
+        if function is None or closed is None:
+            kept.append(OPEN)
+            continue
+        calls.append(function)
+        at = closed.end()
     return calls, "".join((*kept, text[at:]))
 
 
@@ -132,13 +131,9 @@ def _llama(text: str) -> list[dict[str, Any]]:
     text = text.strip().removeprefix(LLAMA_TAG).strip()
     calls, at = [], 0
     while at < len(text):
-        found = _value_at(text, at)
-        if found is None:
-            return []
-        value, at = found
+        value, at = _value_at(text, at) or (None, at)
         for each in value if isinstance(value, list) else [value]:
-            function = _function(each)
-            if function is None:
+            if (function := _function(each)) is None:
                 return []
             calls.append(function)
         while at < len(text) and (text[at].isspace() or text[at] == ";"):
