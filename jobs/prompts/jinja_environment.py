@@ -116,6 +116,5 @@ def fill_in(worker: Worker) -> Iterator[dict[str, Any]]:
         else:
             found = {"names": sorted(set[str]().union(*(_compiled(text)[1] for text in texts)))}
     except TemplateProblem as problem:
-        yield {"problem": problem.args}
-    else:
-        yield found
+        found = {"problem": problem.args}
+    yield found
