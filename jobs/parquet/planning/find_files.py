@@ -4,9 +4,9 @@ import fnmatch
 import os
 import re
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import nullcontext, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from glob import has_magic
 from itertools import takewhile
 from typing import Any, NamedTuple
@@ -36,8 +36,8 @@ class FoundFile:
     """A file's real path, its folders' names, and the path by which it was found, whose suffix tells its format."""
 
     path: str
-    keys: Keys = ()
-    named: str = ""
+    keys: Keys
+    named: str
 
     @property
     def key_names(self) -> list[str]:
@@ -117,22 +117,24 @@ class Search:
         self.storage, self._output, self._wanted = storage, output, wanted
         self._num_names = 0
 
-    def expand(self, item: str, keys: Keys) -> Iterable[FoundFile]:
-        if _is_glob(self.storage, item):
-            return self._matched_files(item, keys)
+    def expand(self, item: str) -> tuple[str, list[FoundFile]]:
+        """Return the folder that is searched for an item, and its files, with the keys of the folders below that."""
+        if has_magic(item) and self.storage.look(item) is None:
+            return "/".join(item.split("/")[: _first_glob_segment(item)]) or "/", list(self._matched_files(item))
         path = self.storage.resolve(item)
         if self.storage.is_folder(path):
-            return self._folder_files(path, keys)
-        return [FoundFile(path, keys, item)] if self.storage.stat(path) is not None else []
+            return item, self._folder_files(path, ())
+        files = [FoundFile(path, (), item)] if self.storage.stat(path) is not None else []
+        return os.path.dirname(item), files
 
-    def _matched_files(self, pattern: str, above: Keys) -> Iterator[FoundFile]:
+    def _matched_files(self, pattern: str) -> Iterator[FoundFile]:
         searched, fixed = pattern.split("/"), _first_glob_segment(pattern)
         for match in self.matches(pattern, any(map(_is_hidden, searched[fixed:]))):
             segments, path = match.named.split("/")[fixed:], match.real_path(self.storage)
             if not match.entry.is_folder:
-                yield FoundFile(path, (*above, *_keys(segments[:-1])), match.named)
+                yield FoundFile(path, _keys(segments[:-1]), match.named)
             elif "**" not in searched and path != self._output:  # which finds a folder's files by itself
-                yield from self._folder_files(path, (*above, *_keys(segments)))
+                yield from self._folder_files(path, _keys(segments))
 
     def _folder_files(self, path: str, keys: Keys) -> list[FoundFile]:
         """Return a folder's files of one format, key=value folders included. Raises MixedFormats, NestedFolders."""
@@ -239,30 +241,23 @@ def find_files(
     key=value of the folders below the one that holds them all. Raises InputError, InvalidJob, or SchemaMismatch for too
     many columns.
     """
-    search, found = Search(storage, output, input_format), list[FoundFile]()
-    folders = [_searched_folder(storage, item) for item in inputs]
-    segments = zip(*(folder.split("/") for folder in folders), strict=False)
-    shared = len(list(takewhile(lambda names: len(set(names)) == 1, segments)))
-    for item, folder in zip(inputs, folders, strict=True):
+    search, searched, found = Search(storage, output, input_format), list[list[str]](), list[FoundFile]()
+    for item in inputs:
         storage.check_interrupted()
-        keys = _keys(folder.split("/")[shared:])
         with reading(item):
-            files = [f for f in search.expand(item, keys) if not f.path.startswith(f"{output}/")]
+            folder, files = search.expand(item)
+        files = [file for file in files if not file.path.startswith(f"{output}/")]
         if not files:
             raise InputNotFound(item)
         found += files
+        searched += [folder.split("/")] * len(files)
         check_num_files(len(found))
+    shared = len(list(takewhile(lambda names: len(set(names)) == 1, zip(*searched, strict=False))))
+    found = [replace(f, keys=(*_keys(names[shared:]), *f.keys)) for f, names in zip(found, searched, strict=True)]
     twice = [path for path, count in Counter(file.path for file in found).items() if count > 1]
     if twice:
         raise InvalidJob(f"the input names {twice[0]} twice: name each file once")
     return found
-
-
-def _searched_folder(storage: Storage, item: str) -> str:
-    if _is_glob(storage, item):
-        return "/".join(item.split("/")[: _first_glob_segment(item)]) or "/"
-    with reading(item):
-        return item if storage.is_folder(item) else os.path.dirname(item)
 
 
 def _format_of(names: Sequence[str]) -> str | None:
@@ -270,10 +265,6 @@ def _format_of(names: Sequence[str]) -> str | None:
     if any(named_format(name) == PARQUET for name in names):
         return PARQUET
     return one_format(names, None) if names else None
-
-
-def _is_glob(storage: Storage, item: str) -> bool:
-    return has_magic(item) and storage.look(item) is None
 
 
 def _first_glob_segment(pattern: str) -> int:

@@ -31,7 +31,7 @@ from jobs.runs.plans.spec import RunSpec
 def read_inputs(context: JobContext, storage: Storage, spec: RunSpec, found: Sequence[FoundFile]) -> Plan:
     """Look at each file up to the run's limit; return a new run's plan. Raises InputError, also for columns that make
     no run."""
-    look = _Look(storage, one_format((file.named or file.path for file in found), spec.input_format))
+    look = _Look(storage, one_format((file.named for file in found), spec.input_format))
     left = spec.limit
     for each in found:
         context.check_interrupted()
@@ -89,7 +89,7 @@ def check_columns_here(spec: RunSpec) -> None:
     try:
         storage = Storage(("/",))
         found = find_files(storage, spec.input, spec.output, spec.input_format)
-        path, file_format = found[0].path, one_format((file.named or file.path for file in found), spec.input_format)
+        path, file_format = found[0].path, one_format((file.named for file in found), spec.input_format)
         if file_format in LINES - HEADED:
             return
         look = look_at(storage, path) if file_format == PARQUET else scan(storage, path, file_format, 0)
