@@ -17,7 +17,7 @@ from jobs.parquet.formats import kinds
 from jobs.parquet.formats.records import Record, csv_records, records
 from jobs.parquet.tables.columns import PROBLEM, PROBLEM_FIELD
 from jobs.parquet.tables.row_groups import GROUP_ROWS, grouped
-from jobs.parquet.tables.table_child import Replies, serialized, with_file
+from jobs.parquet.tables.table_child import Replies, with_file
 from jobs.runs.plans.names import ARROW, HEADED, OPENAI_BATCH
 
 #: Rows and bytes that are Python's at a time.
@@ -38,7 +38,7 @@ def scan(question: Mapping[str, Any], source: Any) -> Replies:
         slices = table.slices(question["rows"])
         looked_at = grouped((rows, size, table.look(part)) for rows, size, part in slices)
         groups = [(rows, size) for rows, size, _ in looked_at]
-        yield {"kinds": table.kinds, "groups": groups}, serialized(table.schema)
+        yield {"kinds": table.kinds, "groups": groups}, table.schema.serialize().to_pybytes()
 
 
 @with_file
@@ -150,7 +150,8 @@ class _ArrowTable:
         self._opened = pa.ipc.open_file(source) if is_file else pa.ipc.open_stream(source)
         fields = [field.with_type(_plain_type(field.type)) for field in self._opened.schema]
         self.schema = pa.schema(fields, metadata=self._opened.schema.metadata)
-        self._is_tried = False
+        for field in self.schema:
+            self._try(field)
 
     def slices(self, most: int | None) -> Iterator[tuple[int, int, pa.RecordBatch]]:
         for batch in self._batches():
@@ -168,20 +169,17 @@ class _ArrowTable:
             return map(self._opened.get_batch, range(self._opened.num_record_batches))
         return iter(self._opened)
 
-    def look(self, part: pa.RecordBatch) -> None:
-        """Try a row of it. Raises SchemaMismatch for a type that Parquet has not."""
-        if not self._is_tried:
-            self._is_tried = True
-            self._try(self.batch(part.slice(0, 1), self.schema))
+    def _try(self, field: pa.Field) -> None:
+        """Raise SchemaMismatch for a type that Parquet has not."""
+        try:
+            pq.write_table(pa.table({field.name: pa.nulls(1, field.type)}), file := io.BytesIO())
+            pq.read_table(file)
+        except pa.ArrowException:
+            what = f"its column {field.name!r} is of type {field.type}, which Parquet has not"
+            raise SchemaMismatch(self._path, what) from None
 
-    def _try(self, row: pa.RecordBatch) -> None:
-        for field, column in zip(row.schema, row.columns, strict=True):
-            try:
-                pq.write_table(pa.table({field.name: column}), file := io.BytesIO())
-                pq.read_table(file)
-            except pa.ArrowException:
-                what = f"its column {field.name!r} is of type {field.type}, which Parquet has not"
-                raise SchemaMismatch(self._path, what) from None
+    def look(self, part: pa.RecordBatch) -> None:
+        """Do nothing: its schema says what columns hold."""
 
     def batch(self, part: pa.RecordBatch, schema: pa.Schema) -> pa.RecordBatch:
         arrays = [column.cast(field.type) for column, field in zip(part.columns, schema, strict=True)]
