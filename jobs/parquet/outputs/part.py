@@ -70,18 +70,15 @@ def answer_fields(spec: RunSpec, embedding_size: int = 0) -> list[pa.Field]:
 
 def with_answers(batch: pa.RecordBatch, answers: list[Answer], schema: pa.Schema, spec: RunSpec) -> pa.Table:
     """Return the kept columns of a batch with the answers of its rows behind them, by what output_schema returned."""
-    fields = answer_fields(spec)
-    num_kept = len(schema) - len(fields)
-    kept = [batch.column(name) for name in schema.names[:num_kept]]
-    added = [
-        answer_column([answer.column(field.name) for answer in answers], schema.field(number).type)
-        for number, field in enumerate(fields, num_kept)
-    ]
-    return pa.Table.from_arrays([*kept, *added], schema=schema)
+    names = [field.name for field in answer_fields(spec)]
+    kept, types = schema.names[: -len(names)], schema.types[-len(names) :]
+    added = [answer_column(answers, *each) for each in zip(names, types, strict=True)]
+    return pa.Table.from_arrays([*map(batch.column, kept), *added], schema=schema)
 
 
-def answer_column(values: Sequence[Any], kind: pa.DataType) -> pa.ChunkedArray:
-    """Return values as a column; of arrays that hold a value each, without a copy."""
+def answer_column(answers: Sequence[Answer], name: str, kind: pa.DataType) -> pa.ChunkedArray:
+    """Return what answers have by a name; of arrays that hold a value each, without a copy."""
+    values = [answer.column(name) for answer in answers]
     if any(isinstance(each, pa.Array) for each in values):
         return pa.chunked_array([pa.nulls(1, kind) if each is None else each for each in values], kind)
     return pa.chunked_array([pa.array(values, kind)])

@@ -27,7 +27,7 @@ from jobs.errors import (
 )
 from jobs.parquet.files.storage import Storage, reading, writing
 from jobs.parquet.formats.converted_inputs import remove_converted
-from jobs.parquet.outputs.output_file import part_reasons, write_output
+from jobs.parquet.outputs.output_file import failed_rows, write_output
 from jobs.parquet.outputs.part import read_part_stats
 from jobs.runs.control import remove_waiting
 from jobs.runs.end_notices import tell_of, tell_shards_failed
@@ -210,7 +210,8 @@ class RunFolder:
         reasons = Reasons()
         if stats.errors:
             with suppress(RunError):  # whoever ends the run looks at each part, and says what is wrong with it
-                reasons = part_reasons(self.storage, self.plan, stats.shard)
+                for row, reason in failed_rows(self.storage, self.plan, stats.shard):
+                    reasons.add(reason, [row])
         record_reasons(self.state.connection, self.plan.run, stats.shard, reasons)
 
     def _stop_where_too_many_fail(self, shards: int, queue: str) -> None:
