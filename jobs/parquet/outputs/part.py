@@ -15,6 +15,7 @@ from jobs.parquet.files.storage import Storage
 from jobs.parquet.tables.columns import NUMBER, ROW_NUMBER, ColumnChoice
 from jobs.parquet.tables.table_child import STATISTICS
 from jobs.parquet.tables.table_reading import look_at
+from jobs.runs.plans.plan import Plan
 from jobs.runs.plans.spec import RunSpec
 from jobs.runs.statistics.run_statistics import PartStats, count_lengths
 
@@ -117,8 +118,9 @@ def part_stats(answers: Sequence[Answer], model: ServedModel, **known: Any) -> P
     )
 
 
-def read_part_stats(storage: Storage, path: str, run: str, shard: int, rows: int | None = None) -> PartStats:
-    """Read a part's statistics from its footer. rows: the shard's, None for the footer's word. Raises PartDamaged."""
+def read_part_stats(storage: Storage, plan: Plan, shard: int, run: str | None = None) -> PartStats:
+    """Read a part's statistics from its footer. run: that wrote it, where its folder was moved. Raises PartDamaged."""
+    path, rows, run = plan.part_path(shard), plan.shards[shard].rows, run or plan.run
     try:
         found = look_at(storage, path)
     except (errors.CorruptParquet, errors.TableNotRead) as error:
@@ -133,7 +135,6 @@ def read_part_stats(storage: Storage, path: str, run: str, shard: int, rows: int
         raise errors.PartDamaged(path, f"its statistics are unreadable: {error}") from None
     if (stats.run, stats.shard) != (run, shard):
         raise errors.PartDamaged(path, f"it belongs to shard {stats.shard} of run {stats.run}")
-    expected = stats.rows if rows is None else rows
-    if found.rows != expected or stats.rows != expected:
-        raise errors.PartDamaged(path, f"it has {found.rows} rows, expected {expected}")
+    if found.rows != rows or stats.rows != rows:
+        raise errors.PartDamaged(path, f"it has {found.rows} rows, expected {rows}")
     return stats

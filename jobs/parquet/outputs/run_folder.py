@@ -168,8 +168,7 @@ class RunFolder:
         return set(found)
 
     def part_stats(self, shard: int) -> PartStats:
-        rows = self.plan.shards[shard].rows
-        return read_part_stats(self.storage, self.plan.part_path(shard), self.plan.run, shard, rows)
+        return read_part_stats(self.storage, self.plan, shard)
 
     def missing_shards(self, check_interrupted: Callable[[], None]) -> list[int]:
         """Look into every part; return the shards that have none. check_interrupted: called before each.
