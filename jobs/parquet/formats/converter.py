@@ -73,10 +73,7 @@ def _opened(question: Mapping[str, Any], source: Any) -> Iterator[Any]:
     head = source.read_at(4, 0)
     codec = next((codec for mark, codec in _CODECS.items() if head.startswith(mark)), None)
     source.seek(0)
-    if codec is None:
-        yield _TextTable(path, file_format, source)
-        return
-    with pa.CompressedInputStream(source, codec) as stream:
+    with pa.input_stream(source, codec) as stream:
         yield _TextTable(path, file_format, stream)
 
 
@@ -147,14 +144,15 @@ class _ArrowTable:
         self._path, self.kinds = path, dict[str, kinds.Kind]()
         is_file = source.read_at(6, 0) == b"ARROW1"
         source.seek(0)
-        self._opened = pa.ipc.open_file(source) if is_file else pa.ipc.open_stream(source)
-        fields = [field.with_type(_plain_type(field.type)) for field in self._opened.schema]
-        self.schema = pa.schema(fields, metadata=self._opened.schema.metadata)
+        opened: Any = pa.ipc.open_file(source) if is_file else pa.ipc.open_stream(source)
+        self._batches = map(opened.get_batch, range(opened.num_record_batches)) if is_file else iter(opened)
+        fields = [field.with_type(_plain_type(field.type)) for field in opened.schema]
+        self.schema = pa.schema(fields, metadata=opened.schema.metadata)
         for field in self.schema:
             self._try(field)
 
     def slices(self, most: int | None) -> Iterator[tuple[int, int, pa.RecordBatch]]:
-        for batch in self._batches():
+        for batch in self._batches:
             batch.validate(full=True)  # offsets and indices of a file may lead anywhere
             rows = max(1, min(GROUP_ROWS, batch.num_rows * SLICE_BYTES // max(1, batch.nbytes)))
             batch = batch.slice(0, most)
@@ -163,11 +161,6 @@ class _ArrowTable:
                 yield part.num_rows, part.nbytes, part
             if most is not None and (most := most - batch.num_rows) <= 0:
                 return
-
-    def _batches(self) -> Iterator[pa.RecordBatch]:
-        if isinstance(self._opened, pa.RecordBatchFileReader):
-            return map(self._opened.get_batch, range(self._opened.num_record_batches))
-        return iter(self._opened)
 
     def _try(self, field: pa.Field) -> None:
         """Raise SchemaMismatch for a type that Parquet has not."""
