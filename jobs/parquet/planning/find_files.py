@@ -33,11 +33,11 @@ _INT64 = range(-(1 << 63), 1 << 63)
 
 @dataclass(frozen=True)
 class FoundFile:
-    """A file's real path, its folders' names, and the path by which it was found, whose suffix tells its format."""
+    """A file's real path, the path by which it was found, whose suffix tells its format, and what its folders say."""
 
     path: str
-    keys: Keys
     named: str
+    keys: Keys = ()
 
     @property
     def key_names(self) -> list[str]:
@@ -98,7 +98,6 @@ class Folder(NamedTuple):
 class Found(NamedTuple):
     folder: Folder
     entry: Entry
-    keys: Keys = ()
 
     @property
     def named(self) -> str:
@@ -118,50 +117,46 @@ class Search:
         self._num_names = 0
 
     def expand(self, item: str) -> tuple[str, list[FoundFile]]:
-        """Return the folder that is searched for an item, and its files, with the keys of the folders below that."""
+        """Return the folder that is searched for an item, and its files."""
         if has_magic(item) and self.storage.look(item) is None:
             return "/".join(item.split("/")[: _first_glob_segment(item)]) or "/", list(self._matched_files(item))
         path = self.storage.resolve(item)
         if self.storage.is_folder(path):
-            return item, self._folder_files(path, ())
-        files = [FoundFile(path, (), item)] if self.storage.stat(path) is not None else []
-        return os.path.dirname(item), files
+            return item, self._folder_files(item, path)
+        return os.path.dirname(item), [FoundFile(path, item)] if self.storage.stat(path) is not None else []
 
     def _matched_files(self, pattern: str) -> Iterator[FoundFile]:
-        searched, fixed = pattern.split("/"), _first_glob_segment(pattern)
-        for match in self.matches(pattern, any(map(_is_hidden, searched[fixed:]))):
-            segments, path = match.named.split("/")[fixed:], match.real_path(self.storage)
+        searched = pattern.split("/")[_first_glob_segment(pattern) :]
+        for match in self.matches(pattern, any(map(_is_hidden, searched))):
+            path = match.real_path(self.storage)
             if not match.entry.is_folder:
-                yield FoundFile(path, _keys(segments[:-1]), match.named)
+                yield FoundFile(path, match.named)
             elif "**" not in searched and path != self._output:  # which finds a folder's files by itself
-                yield from self._folder_files(path, _keys(segments))
+                yield from self._folder_files(match.named, path)
 
-    def _folder_files(self, path: str, keys: Keys) -> list[FoundFile]:
+    def _folder_files(self, named: str, path: str) -> list[FoundFile]:
         """Return a folder's files of one format, key=value folders included. Raises MixedFormats, NestedFolders."""
         seen, nested = list[Found](), list[Found]()
-        waiting = [(Folder(path, path), keys, seen)]
+        waiting = [(Folder(named, path), seen)]
         while waiting:
-            folder, keys, files = waiting.pop()
+            folder, files = waiting.pop()
             for entry in self.entries(folder.path, or_none=files is nested):
                 if _is_hidden(entry.name):
                     continue
                 if not entry.is_folder:
                     if is_named(entry.name, self._wanted):
-                        files.append(Found(folder, entry, keys))
+                        files.append(Found(folder, entry))
                     continue
-                key = None if files is nested else folder_key(entry.name)
-                child = None if key is None and entry.is_link else folder.child(entry, self.storage)
+                has_key = files is seen and folder_key(entry.name) is not None
+                child = folder.child(entry, self.storage) if has_key or not entry.is_link else None
                 if child is not None and child.path != self._output:
-                    waiting.append((child, keys, nested) if key is None else (child, (*keys, key), seen))
+                    waiting.append((child, seen if has_key else nested))
         seen.sort(key=lambda each: each.named.split("/"))  # a folder's files before those of the folders behind it
         wanted = self._wanted or _format_of([each.named for each in seen])
         if first := min((each.named for each in nested if is_named(each.named, wanted)), default=None):
-            raise NestedFolders(path, os.path.relpath(first, path), os.path.splitext(first)[1])
-        return [
-            FoundFile(each.real_path(self.storage), each.keys, each.named)
-            for each in seen
-            if is_named(each.named, wanted)
-        ]
+            raise NestedFolders(path, os.path.relpath(first, named), os.path.splitext(first)[1])
+        wanted_files = (each for each in seen if is_named(each.named, wanted))
+        return [FoundFile(each.real_path(self.storage), each.named) for each in wanted_files]
 
     def entries(self, folder: str, *, or_none: bool = False) -> list[Entry]:
         """Return what a folder holds. or_none: nothing where it cannot be read. Raises SearchTooLong, or OSError."""
@@ -250,14 +245,13 @@ def find_files(
         if not files:
             raise InputNotFound(item)
         found += files
-        searched += [folder.split("/")] * len(files)
+        searched.append(folder.rstrip("/").split("/"))
         check_num_files(len(found))
-    shared = len(list(takewhile(lambda names: len(set(names)) == 1, zip(*searched, strict=False))))
-    found = [replace(f, keys=(*_keys(names[shared:]), *f.keys)) for f, names in zip(found, searched, strict=True)]
     twice = [path for path, count in Counter(file.path for file in found).items() if count > 1]
     if twice:
         raise InvalidJob(f"the input names {twice[0]} twice: name each file once")
-    return found
+    shared = len(list(takewhile(lambda names: len(set(names)) == 1, zip(*searched, strict=False))))
+    return [replace(file, keys=_keys(file.named.split("/")[shared:-1])) for file in found]
 
 
 def _format_of(names: Sequence[str]) -> str | None:
