@@ -144,8 +144,12 @@ def row_source(spec: RunSpec, check_sampling: Callable[[Mapping[str, Any]], None
     if spec.sampling_columns:
         sampling = RowSampling(spec.sampling_columns, spec.chat[0], check_sampling)
     if spec.steps:
-        first = _FirstStep(spec)
-        return RowSource(first, sampling, first.later, prompt_source.written_as_texts)
+        (first, *others), names = spec.steps, [step.name for step in spec.steps]
+        named = dict.fromkeys(column for step in others for column in step.template.columns)
+        later = [column for column in named if column not in names]
+        prompt_source.check_defaults(spec.defaults, (*first.template.columns, *later))
+        prompt = StepSource(first, spec.defaults, names)
+        return RowSource(prompt, sampling, later, prompt_source.written_as_texts)
     prompts, pictures = _prompts(spec), spec.image_column or ()
     if pictures:
         kind = {"has_template": spec.template is not None, "is_chat": spec.is_chat}
@@ -171,35 +175,23 @@ def _prompts(spec: RunSpec) -> prompt_source.PromptSource:
 
 
 class StepSource(prompt_source.TemplateSource):
-    """One of a row's prompts, which a problem of it names. defaults: of all of them."""
+    """One of a row's prompts, which a problem of it names. defaults: of all of them. taken: names for no column."""
 
-    def __init__(self, step: PromptStep, defaults: Mapping[str, str]) -> None:
+    def __init__(self, step: PromptStep, defaults: Mapping[str, str], taken: Sequence[str] = ()) -> None:
         super().__init__(step.template, {name: defaults[name] for name in step.template.columns if name in defaults})
-        self._name = step.name
+        self._name, self._taken = step.name, taken
+
+    def check(self, schema: pa.Schema) -> None:
+        for name in self._taken:
+            if name in schema.names:
+                raise ColumnConflict(name, "give the prompt of this name another one, or rename the column")
+        super().check(schema)
 
     def render(self, values: Mapping[str, Any]) -> str:
         try:
             return super().render(values)
         except RowProblem as problem:
             raise RowProblem(f"prompt {self._name!r}: {problem}") from None
-
-
-class _FirstStep(StepSource):
-    """The first of a row's prompts. later: the columns that the others name."""
-
-    def __init__(self, spec: RunSpec) -> None:
-        first, *others = spec.steps
-        self._names = [step.name for step in spec.steps]
-        named = dict.fromkeys(column for step in others for column in step.template.columns)
-        self.later = tuple(column for column in named if column not in self._names)
-        prompt_source.check_defaults(spec.defaults, (*first.template.columns, *self.later))
-        super().__init__(first, spec.defaults)
-
-    def check(self, schema: pa.Schema) -> None:
-        for name in self._names:
-            if name in schema.names:
-                raise ColumnConflict(name, "give the prompt of this name another one, or rename the column")
-        super().check(schema)
 
 
 class LineSource(PromptSource):
