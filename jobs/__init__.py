@@ -4,27 +4,15 @@ A producer needs only `rq` and these names as strings:
 
     Queue("prompts", connection=redis, serializer="json").enqueue("jobs.complete", "Hello", max_tokens=16)
 
-Runs are made and awaited by `jobs.submit` and `jobs.run`, which no worker calls (jobs/client.py). Importing
-this package loads no torch, transformers, pyarrow or pydantic.
+A stock `rq worker` calls the functions below; `worker.BatchWorker` knows them by jobs/table.py. Runs are made and
+awaited by `jobs.submit` and `jobs.run`, which no worker calls (jobs/client.py). Importing this package loads no torch,
+transformers, pyarrow or pydantic.
 """
 
 from typing import TYPE_CHECKING, Any
 
-from jobs.api import (
-    chat,
-    classify,
-    classify_text,
-    complete,
-    embed,
-    loglikelihood,
-    post_run_end,
-    rerank,
-    score_parquet,
-    score_shard,
-    survey_parquet,
-    verify_rows,
-)
 from jobs.errors import JobsError
+from jobs.installed import run_job
 
 if TYPE_CHECKING:
     from jobs.client import Run, run, submit
@@ -51,11 +39,6 @@ __all__ = [
     "verify_rows",
 ]
 
-# RQ enqueues a function by the name of its module, and workers know these by ours.
-for _name in __all__:
-    if (_function := globals().get(_name)) and _function.__module__ == f"{__name__}.api":
-        _function.__module__ = __name__
-
 
 def __getattr__(name: str) -> Any:
     """Import what makes runs when it is asked for: a check's process, for one, needs no rq."""
@@ -64,3 +47,93 @@ def __getattr__(name: str) -> Any:
     from jobs import client
 
     return getattr(client, name)
+
+
+def complete(prompt: str | list[Any] | None = None, **options: Any) -> dict[str, Any]:
+    """Complete a string, token ids, or a list of either; return OpenAI's `text_completion`.
+
+    options: those of engine.SamplingParams; prompt_template, instead of a prompt; model, the served one's name. Raises
+    InvalidJob, AnswerMissing, or RequestFailed naming the prompt that the engine refused.
+    """
+    return run_job("jobs.complete", (prompt,), options)
+
+
+def chat(messages: list[dict[str, Any]] | None = None, **options: Any) -> dict[str, Any]:
+    """Answer a chat of {'role', 'content'} messages; return OpenAI's `chat.completion`.
+
+    options: as of `complete`, and messages_template, instead of messages. Raises as `complete`.
+    """
+    return run_job("jobs.chat", (messages,), options)
+
+
+def classify(prompt: str | list[int] | None = None, labels: list[str] | None = None, **options: Any) -> dict[str, Any]:
+    """Give the exact probability of each label behind a prompt or a chat, by one prefill.
+
+    Returns `{"object": "classification", "label", "probabilities": {label: p}, "usage", "model", ...}`.
+    options: messages, chat_template_kwargs, tools, and templates as of `chat`; calibrate: subtract what labels have
+    behind a prompt without content (Zhao et al. 2021); truncate_prompt_tokens; model. Raises as `complete`.
+    """
+    return run_job("jobs.classify", (prompt, labels), options)
+
+
+def classify_text(input: str | list[Any], **options: Any) -> dict[str, Any]:
+    """Classify texts with a model that has a sequence-classification head: a filter, a reward model.
+
+    Returns `{"object": "list", "data": [{"index", "label", "score", "probabilities"}], "usage", "model"}`; of a head
+    with one output only the `score`. options: truncate_prompt_tokens, model. Raises as `embed`.
+    """
+    return run_job("jobs.classify_text", (input,), options)
+
+
+def loglikelihood(
+    prompt: str | list[int], continuations: list[str] | list[list[int]], **options: Any
+) -> dict[str, Any]:
+    """Tell how likely each continuation of a prompt is, by prefill alone.
+
+    Returns `{"object": "loglikelihood", "choices": [{"index", "text", "logprob", "num_tokens", "is_greedy"}], ...}`.
+    options: truncate_prompt_tokens, model. Raises InvalidJob, or RequestFailed.
+    """
+    return run_job("jobs.loglikelihood", (prompt, continuations), options)
+
+
+def rerank(query: str, documents: list[str] | list[dict[str, str]], **options: Any) -> dict[str, Any]:
+    """Sort documents by how well they answer a query, with a cross-encoder or a model such as Qwen3-Reranker.
+
+    Returns `{"object": "rerank", "results": [{"index", "relevance_score", "document"}], "usage", "model"}`.
+    options: instruction, top_n, return_documents, model. Raises InvalidJob, or RequestFailed if all documents failed.
+    """
+    return run_job("jobs.rerank", (query, documents), options)
+
+
+def embed(input: str | list[Any], **options: Any) -> dict[str, Any]:
+    """Embed a string, token ids, or a list of either; return OpenAI's list of embeddings.
+
+    options: dimensions, encoding_format, normalize, prompt_name, user, truncate_prompt_tokens, model.
+    Raises InvalidJob, or RequestFailed if all failed; one of several has its `error` beside it.
+    """
+    return run_job("jobs.embed", (input,), options)
+
+
+def score_parquet(input: str | list[str], output: str, *more: Any, **options: Any) -> dict[str, Any]:
+    """Plan a Parquet run and enqueue its shards, or resume it, by the arguments of RunSpec and Submission."""
+    return run_job("jobs.score_parquet", (input, output, *more), options)
+
+
+def survey_parquet(input: str | list[str], **arguments: Any) -> dict[str, Any]:
+    """Look at what a run would ask, and write nothing; for `tokenmill preview` and `submit --dry-run`."""
+    return run_job("jobs.survey_parquet", (input,), arguments)
+
+
+def post_run_end(webhook: str, content: dict[str, Any]) -> dict[str, Any]:
+    """Tell a host of a run's end; enqueued where a run was submitted with a webhook."""
+    return run_job("jobs.post_run_end", (webhook, content), {})
+
+
+def score_shard(run: str, plan: str, shard: int, *more: Any) -> dict[str, Any]:
+    """Score one shard of a planned run; enqueued by score_parquet only."""
+    return run_job("jobs.score_shard", (run, plan, shard, *more), {})
+
+
+def verify_rows(run: str, plan: str, sample: int | str = "1%", seed: int = 0) -> dict[str, Any]:
+    """Compute a sample of a finished run's rows again and compare; enqueued by `tokenmill verify`."""
+    return run_job("jobs.verify_rows", (run, plan, sample, seed), {})

@@ -1,5 +1,116 @@
-"""The `tokenmill` command line."""
+"""The `tokenmill` command line: submit a Parquet run, cancel it, and what other files bring."""
 
-from jobs.cli.commands import main
+from typing import Any
 
-__all__ = ["main"]
+import click
+import redis
+
+from jobs import client
+from jobs.cli.folder_commands import errors, report, tail, verify
+from jobs.cli.operator_commands import dashboard, doctor, info, requeue_command
+from jobs.cli.run_options import check_options, input_options, output_options, prompt_options, run_arguments
+from jobs.cli.status_text import await_plan, errors_told, wait_for_end
+from jobs.cli.trial_commands import MAX_ROWS_READ, dry_run_lines, preview, survey
+from jobs.cli.watch_commands import runs, status, workers
+from jobs.installed import describe_model, model_table
+from jobs.runs.control import submit_run
+
+
+class _Commands(click.Group):
+    def invoke(self, ctx: click.Context) -> Any:
+        with errors_told():
+            return super().invoke(ctx)
+
+
+@click.group(cls=_Commands)
+@click.option(
+    "--url",
+    envvar="RQ_REDIS_URL",
+    default="redis://localhost:6379",
+    show_default=True,
+    help="Redis to use; RQ_REDIS_URL sets it too.",
+)
+@click.version_option(package_name="tokenmill", prog_name="tokenmill")
+@click.pass_context
+def main(context: click.Context, url: str) -> None:
+    """Score the rows of files with the workers of a Redis queue."""
+    try:
+        context.obj = redis.Redis.from_url(url)
+    except ValueError:  # its text may hold the password
+        raise click.UsageError(
+            "--url or RQ_REDIS_URL is no Redis URL: expected redis://, rediss:// or unix://, "
+            "with %-codes for /, @, : and # in a password"
+        ) from None
+    context.call_on_close(context.obj.close)
+
+
+@main.command()
+@click.option("--wait", is_flag=True, help="Show progress until the run ends; exit with 1 if it fails.")
+@click.option("--dry-run", is_flag=True, help="Say what the run would take, from all prompts and some answers.")
+@click.option(
+    "--dry-run-rows",
+    type=click.IntRange(1),
+    default=MAX_ROWS_READ,
+    show_default=True,
+    help="Of larger runs a dry run looks at a share of about so many rows.",
+)
+@click.option("--price-per-hour", type=float, help="What a worker's machine costs, for the dry run's sum.")
+@input_options
+@click.argument("output", metavar="OUT")
+@prompt_options
+@check_options
+@output_options
+@click.pass_obj
+def submit(
+    connection: redis.Redis,
+    /,
+    wait: bool,
+    queue: str,
+    dry_run: bool,
+    dry_run_rows: int,
+    price_per_hour: float | None,
+    **options: Any,
+) -> None:
+    """Score the rows of files into a folder.
+
+    Every row of the FILEs (Parquet, CSV, JSONL or Arrow; files, folders or globs) gets one in the folder OUT.
+    Prints the run's id. Submitting the same again resumes the run.
+    """
+    arguments = run_arguments(options)
+    if dry_run:
+        found = survey(connection, queue, options, max_rows=dry_run_rows)
+        click.echo("\n".join(dry_run_lines(found, price_per_hour)))
+        return
+    run = submit_run(connection, queue, check_run=client.check_here, **arguments)
+    tell = wait_for_end if wait else await_plan
+    tell(connection, run)
+
+
+@main.command()
+@click.argument("run")
+@click.pass_obj
+def cancel(connection: redis.Redis, /, run: str) -> None:
+    """Take a run's jobs from the queue and stop those that run.
+
+    RUN is its id or its output folder. Finished parts stay; submitting the run again resumes it.
+    """
+    found = client.run(run, connection=connection)
+    cancelled = found.cancel()
+    if found.status().state == "finished" and not cancelled.removed and not cancelled.stopped:
+        click.echo(f"run {found.id} is finished: nothing was left to cancel")
+    else:
+        click.echo(f"cancelled: {cancelled.removed} jobs removed, {cancelled.stopped} told to stop")
+
+
+@main.command()
+@click.argument("model", metavar="[FOLDER]", required=False)
+def models(model: str | None) -> None:
+    """List which models are served, how, and which are not.
+
+    With a model's FOLDER or hub id, say how it is served and what memory it takes, without loading it.
+    """
+    click.echo(model_table() if model is None else describe_model(model))
+
+
+for command in (preview, status, runs, workers, errors, tail, verify, report, info, dashboard, doctor, requeue_command):
+    main.add_command(command)

@@ -105,7 +105,7 @@ def tail(connection: redis.Redis, /, run: str, lines: int, follow: bool, prompts
 def _follow(connection: redis.Redis, reader: FolderReader, told: set[int], show: Callable[[int], None]) -> None:
     try:
         while True:
-            is_over = reader.has_ended or _has_ended(connection, reader.run)
+            is_over = reader.has_ended or _has_ended(connection, reader.plan.run)
             for shard in (each for each in reader.shards() if each not in told):
                 show(shard)
                 told.add(shard)

@@ -13,7 +13,7 @@ import redis
 from jobs.cli.run_options import input_options, prompt_options, run_arguments
 from jobs.common.display import duration_text, safe_name
 from jobs.common.keys import MODEL_FIELD
-from jobs.common.rq_jobs import JobQueue, JobStatus, job_key, job_status, last_result, results_key
+from jobs.common.rq_jobs import JobStatus, job_key, job_queue, job_status, last_result, results_key
 from jobs.common.workers import read_workers
 from jobs.errors import TrialFailed
 from jobs.runs.plans.spec import RunSpec
@@ -88,9 +88,9 @@ def try_job(
     job_id = f"trial-{uuid4().hex}"
     try:
         with connection.pipeline() as pipe:
-            kept = dict.fromkeys(("timeout", "result_ttl", "failure_ttl"), TIMEOUT_S)
-            named = {"kwargs": dict(arguments), "description": function, "job_id": job_id}
-            JobQueue(connection, queue).enqueue(pipe, function, **named, **kept)
+            how: dict[str, Any] = dict.fromkeys(("timeout", "result_ttl", "failure_ttl"), TIMEOUT_S)
+            how |= {"kwargs": dict(arguments), "description": function, "job_id": job_id}
+            job_queue(connection, queue).enqueue_call(function, pipeline=pipe, **how)
             if model is not None:
                 pipe.hset(job_key(job_id), MODEL_FIELD, model)
             pipe.execute()

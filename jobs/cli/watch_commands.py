@@ -4,6 +4,7 @@ import json
 import sys
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 
 import click
 import redis
@@ -135,7 +136,7 @@ def show_or_watch(show: Callable[[], str], watch: bool, sleep: Callable[[float],
     """Print what `show` returns, with `watch` again and again: in its place on a terminal."""
     click.echo(show())
     is_terminal = sys.stdout.isatty()
-    try:
+    with suppress(KeyboardInterrupt):
         while watch:
             sleep(WATCH_EVERY_S)
             try:
@@ -145,8 +146,6 @@ def show_or_watch(show: Callable[[], str], watch: bool, sleep: Callable[[float],
             if is_terminal:
                 click.clear()
             click.echo(text)
-    except KeyboardInterrupt:
-        return
 
 
 def runs_table(found: Sequence[RunSnapshot], now: float) -> str:

@@ -6,11 +6,10 @@ on the way, which only workers should do, and unpack whatever anybody wrote.
 
 import json
 from base64 import b64decode
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 from redis import Redis
-from redis.client import Pipeline
 from rq import Queue, registry
 from rq.command import PUBSUB_CHANNEL_TEMPLATE
 from rq.defaults import UNSERIALIZABLE_RETURN_VALUE_PAYLOAD
@@ -18,7 +17,6 @@ from rq.intermediate_queue import IntermediateQueue
 from rq.job import Job
 from rq.job import JobStatus as JobStatus
 from rq.job import Retry as Retry
-from rq.queue import EnqueueData
 from rq.rate_limit import RateLimitRegistry
 from rq.results import Result
 from rq.serializers import JSONSerializer
@@ -113,19 +111,9 @@ def time_text() -> str:
     return utcformat(now())
 
 
-class JobQueue:
-    """Puts jobs on one queue. It asks the server for its version once."""
-
-    def __init__(self, connection: Redis, name: str) -> None:
-        self.connection, self.name, self.keys = connection, name, QueueKeys(name)
-        self._queue = Queue(name, connection=connection, serializer=JSONSerializer)
-
-    def enqueue(self, pipe: Pipeline, function: str, **options: Any) -> None:
-        """Have `pipe` put a job on the queue. options: those of RQ's Queue.enqueue_call."""
-        self._queue.enqueue_call(function, pipeline=pipe, **options)
-
-    def enqueue_many(self, pipe: Pipeline, jobs: Sequence[EnqueueData]) -> None:
-        self._queue.enqueue_many(jobs, pipeline=pipe)
+def job_queue(connection: Redis, name: str) -> Queue:
+    """Return RQ's queue of this name, to put jobs of JSON on it. It asks the server for its version once."""
+    return Queue(name, connection=connection, serializer=JSONSerializer)
 
 
 prepared_job = Queue.prepare_data

@@ -88,14 +88,12 @@ def _shut_down(sock: socket.socket) -> None:
 
 def _parsed(url: Any) -> SplitResult:
     if isinstance(url, str) and url.isascii() and url.isprintable() and len(url) <= MAX_URL_CHARS:
-        try:
+        with suppress(ValueError):
             parts = urlsplit(url)
             if parts.scheme in ("http", "https") and parts.hostname and parts.port != 0:
                 if "@" in parts.netloc:  # which no call could be made with
                     raise InvalidJob("webhook: a URL with user or password, expected one such as https://host/path")
                 return parts
-        except ValueError:
-            pass
     raise InvalidValue("webhook is {}, expected a URL such as https://host/path", brief(url))
 
 

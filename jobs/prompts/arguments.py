@@ -66,7 +66,12 @@ def parse_prompts(prompt: object) -> list[Prompt | Unusable]:
     if not prompt:
         raise InvalidJob("prompt is an empty list, expected at least one prompt")
     check_limit(len(prompt), MAX_PROMPTS, "the job holds {} prompts", "split it, or score a Parquet file")
-    prompts = [_prompt(item, f"prompt {number}") for number, item in enumerate(prompt)]
+    prompts: list[Prompt | Unusable] = []
+    for number, item in enumerate(prompt):
+        try:
+            prompts.append(one_prompt(item, f"prompt {number}"))
+        except InvalidJob as error:
+            prompts.append(Unusable(str(error)))
     unusable = [item for item in prompts if isinstance(item, Unusable)]
     if len(unusable) == len(prompts):
         raise InvalidJob(unusable[0].reason)
@@ -81,13 +86,6 @@ def one_prompt(prompt: object, what: str) -> Prompt:
     if not isinstance(prompt, str):
         raise InvalidJob(f"{what} is {type(prompt).__name__}, expected a string or a non-empty list of token ids")
     return checked_text(prompt, what)
-
-
-def _prompt(item: object, what: str) -> Prompt | Unusable:
-    try:
-        return one_prompt(item, what)
-    except InvalidJob as error:
-        return Unusable(str(error))
 
 
 def parse_sampling(sampling: Mapping[str, Any]) -> dict[str, Any]:

@@ -76,8 +76,7 @@ class _Environment(ImmutableSandboxedEnvironment):
             found = meta.TrackingCodeGenerator(self)
             found.optimizer = None
             found.visit(tree)
-            names = frozenset(found.undeclared_identifiers - self.globals.keys())
-            return jinja2.Template.from_code(self, self.compile(tree), self.make_globals(None)), names
+            return self.from_string(tree), frozenset(found.undeclared_identifiers)
         except jinja2.TemplateSyntaxError as error:
             raise TemplateProblem(f"the template, line {error.lineno}: {{}}", str(error.message)[:200]) from None
         except (SyntaxError, RecursionError, MemoryError, ValueError):
@@ -117,6 +116,5 @@ def fill_in(worker: Worker) -> Iterator[dict[str, Any]]:
         else:
             found = {"names": sorted(set[str]().union(*(_compiled(text)[1] for text in texts)))}
     except TemplateProblem as problem:
-        yield {"problem": problem.args}
-    else:
-        yield found
+        found = {"problem": problem.args}
+    yield found

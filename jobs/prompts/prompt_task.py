@@ -11,13 +11,13 @@ from jobs.context import JobContext
 from jobs.context.checks import NO_REPAIRS, RepairOptions, split_repair_options
 from jobs.context.served_model import parse_model
 from jobs.context.under_way import KeptCompletion, LeftPrompt, UnderWay
-from jobs.errors import InvalidJob, ResultTooLarge
+from jobs.errors import InvalidJob, RequestFailed, ResultTooLarge
 from jobs.prompts.arguments import Prompt, Unusable, check_choices, parse_prompts, parse_sampling
 from jobs.prompts.attempts import Attempts, check_repairs
 from jobs.prompts.messages import normal_messages, refuse_chat_options, split_chat_options
 from jobs.prompts.pictures import pictured_task, with_pictures
 from jobs.prompts.response_options import chat_response_options, completion_options
-from jobs.prompts.responses import Answers, chat_completion, check_answers, text_completion
+from jobs.prompts.responses import Answers, chat_completion, text_completion
 from jobs.prompts.templated_task import asked_task
 from jobs.tasks import Completion, OpenTask, Parts, Request, Task
 
@@ -52,15 +52,14 @@ class PromptTask(Task):
 
 @dataclass
 class _Asked:
-    """A prompt of a job. request: the next one, until it is sent.
+    """A prompt of a job. attempts: its way to an answer, where it may be tried again.
 
-    attempts: its way, where answers are tried again. num_continued: tokens that the request which was sent goes on
-    behind. delivered: where a journal is kept, what its requests got, and why a check did not take it.
+    num_continued: tokens that the request which was sent goes on behind. delivered: where a journal is kept, what its
+    requests got, and why a check did not take it.
     """
 
     place: int
-    request: Request | None
-    attempts: Attempts | None
+    attempts: Attempts | None = None
     answers: Sequence[Completion] = ()
     num_continued: int = 0
     delivered: list[tuple[Sequence[Completion], str | None]] = field(default_factory=list)
@@ -81,29 +80,30 @@ class OpenPrompts(OpenTask):
         self._shown_at, self._shown = 0.0, dict[str, int]()
         self._num_chars = self._num_tokens = 0
         self._found = {} if context.journal is None else context.journal.read()
-        self._prompts = [self._asked(place, prompt) for place, prompt in enumerate(task.prompts)]
-        waiting = [prompt for prompt in self._prompts if not prompt.answers]
-        self._waiting = deque(sorted(waiting, key=lambda prompt: prompt.place not in self._found))
+        self._prompts = list(map(_Asked, range(len(task.prompts))))
+        asked = [(each, self._begin(each, prompt)) for each, prompt in zip(self._prompts, task.prompts, strict=True)]
+        waiting = [(prompt, request) for prompt, request in asked if request is not None]
+        self._waiting = deque(sorted(waiting, key=lambda each: each[0].place not in self._found))
         self._sent: list[_Asked] = []
 
-    def _asked(self, place: int, prompt: Request | Unusable) -> _Asked:
+    def _begin(self, asked: _Asked, prompt: Request | Unusable) -> Request | None:
+        """Return what to ask first, or None where there is an answer already."""
         if isinstance(prompt, Unusable):
-            return _Asked(place, None, None, self._failed(prompt.reason))
-        asked = _Asked(place, prompt, None)
+            asked.answers = self._failed(prompt.reason)
+            return None
         if self._repairs.is_asked_for:
             given: dict[str, Any] = {"prompt": prompt.prompt}
             if prompt.messages is not None:
                 given = {"messages": with_pictures(prompt.messages, lambda _: None)}
             asked.attempts = Attempts(prompt, given, self._repairs, self._context.checks)
-        was, reasons = self._found.get(place, LeftPrompt(UnderWay(), ()))
+        was, reasons = self._found.get(asked.place, LeftPrompt(UnderWay(), ()))
+        request: Request | None = prompt
         for (_, completions), reason in zip(was.delivered, reasons, strict=False):
-            if not asked.answers:
+            if request is not None:
                 if asked.attempts is not None:
                     asked.attempts.check_error = reason
-                self._take(asked, completions)
-        if asked.request is not None:
-            asked.request = replace(asked.request, resumed=was.so_far.get(len(was.delivered), {}))
-        return asked
+                request = self._take(asked, completions)
+        return request and replace(request, resumed=was.so_far.get(len(was.delivered), {}))
 
     def keep(self, so_far: Mapping[int, Mapping[int, Sequence[int]]]) -> Callable[[], None] | None:
         if self._context.journal is None:
@@ -124,9 +124,7 @@ class OpenPrompts(OpenTask):
         if self._began_at is None:
             self._began_at = self._clock()
         while self._waiting:
-            prompt = self._waiting.popleft()
-            request, prompt.request = prompt.request, None
-            assert request is not None, "a prompt that waits without a request"
+            prompt, request = self._waiting.popleft()
             prompt.num_continued = len(request.continued)
             self._sent.append(prompt)
             yield request
@@ -150,18 +148,17 @@ class OpenPrompts(OpenTask):
 
     def deliver(self, index: int, completions: Sequence[Completion]) -> None:
         prompt = self._sent[index]
-        self._take(prompt, completions)
-        if not prompt.answers:
-            self._waiting.appendleft(prompt)
+        if (request := self._take(prompt, completions)) is not None:
+            self._waiting.appendleft((prompt, request))
 
-    def _take(self, prompt: _Asked, completions: Sequence[Completion]) -> None:
+    def _take(self, prompt: _Asked, completions: Sequence[Completion]) -> Request | None:
+        """Take what a request got; return the next one, or None once the prompt has its answers."""
         attempts = prompt.attempts
         if self._context.journal is not None:
             prompt.delivered.append((completions, None if attempts is None else attempts.check_error))
         if attempts is not None:
-            prompt.request = attempts.deliver(completions[0])
-            if prompt.request is not None:
-                return
+            if (following := attempts.deliver(completions[0])) is not None:
+                return following
             completions = [attempts]
         for sample in completions:  # at least: base64 has 16 characters for three numbers of an embedding
             numbers = sample.embedding or sample.class_scores or ()
@@ -172,8 +169,9 @@ class OpenPrompts(OpenTask):
         samples: Sequence[Completion] = sorted(completions, key=lambda sample: sample.index)
         if failed is not None and attempts is None:
             samples = self._failed(failed.error)
-        prompt.request, prompt.attempts, prompt.answers = None, None, samples
+        prompt.attempts, prompt.answers = None, samples
         self._num_tokens += sum(len(sample.token_ids) for sample in samples)
+        return None
 
     def progress(self) -> dict[str, Any] | None:
         if self._began_at is None:
@@ -193,10 +191,11 @@ class OpenPrompts(OpenTask):
         return [failed] * (n if isinstance(n, int) else 1)
 
     def result(self) -> dict[str, Any]:
-        """Return OpenAI's response shape. Raises RequestFailed when every prompt failed."""
+        """Return OpenAI's response shape. Raises RequestFailed when every prompt failed; else choices tell of that."""
         answers = [prompt.answers for prompt in self._prompts]
         assert all(answers), "result() before every request was delivered"
-        check_answers(answers)
+        if all(samples[0].finish_reason == "error" for samples in answers):
+            raise RequestFailed(0, answers[0][0].error)
         job_id = self._context.job_id
         content = self._respond(answers, job_id)
         prefix = ID_PREFIXES.get(content["object"], content["object"])

@@ -80,26 +80,18 @@ NAME = "response_format"
 def with_structured_outputs(values: Mapping[str, Any]) -> dict[str, Any]:
     """Return the values with `structured_outputs` in the place of `response_format`. Raises InvalidJob."""
     kept = {name: value for name, value in values.items() if name != NAME}
-    wanted = _structured_outputs(values.get(NAME))
-    if wanted is None:
+    asked, wanted = values.get(NAME), {"json_object": True}
+    kind = asked.get("type") if isinstance(asked, dict) else None
+    if asked is None or kind == "text":
         return kept
+    if kind == "json_schema":
+        described = asked.get("json_schema")
+        if not isinstance(described, dict):
+            raise unlike("json_schema of response_format", described, '{"name": ..., "schema": ...}')
+        if (schema := described.get("schema")) is not None:
+            wanted = {"json": schema}
+    elif kind != "json_object":
+        raise unlike("response_format", asked, "an object whose type is text, json_object or json_schema")
     if kept.get("structured_outputs") is not None:
         raise InvalidJob("response_format and structured_outputs each say what the text must be: send one")
     return {**kept, "structured_outputs": wanted}
-
-
-def _structured_outputs(value: Any) -> dict[str, Any] | None:
-    if value is None:
-        return None
-    kind = value.get("type") if isinstance(value, dict) else None
-    if kind == "text":
-        return None
-    if kind == "json_object":
-        return {"json_object": True}
-    if kind != "json_schema":
-        raise unlike("response_format", value, "an object whose type is text, json_object or json_schema")
-    described = value.get("json_schema")
-    if not isinstance(described, dict):
-        raise unlike("json_schema of response_format", described, '{"name": ..., "schema": ...}')
-    schema = described.get("schema")
-    return {"json_object": True} if schema is None else {"json": schema}

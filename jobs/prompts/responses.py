@@ -1,13 +1,13 @@
 """OpenAI's response shapes, built from completions."""
 
 import json
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from hashlib import blake2b
 from itertools import accumulate
 from typing import Any
 
 from jobs.common.display import is_unicode
-from jobs.errors import RequestFailed
 from jobs.prompts.attempts import Attempts, num_generated
 from jobs.prompts.response_options import ResponseOptions
 from jobs.tasks import Completion, Logprob
@@ -85,7 +85,8 @@ def _entry(each: Logprob) -> dict[str, Any]:
     return {"token": token, "logprob": _shown(each), "bytes": None if INCOMPLETE in token else list(token.encode())}
 
 
-OPEN, CLOSE = "<tool_call>", "</tool_call>"
+OPEN = "<tool_call>"
+_CLOSED = re.compile(r"\s*(</tool_call>|\Z)")
 LLAMA_TAG = "<|python_tag|>"
 _DECODER = json.JSONDecoder()
 
@@ -115,17 +116,14 @@ def _hermes(text: str) -> tuple[list[dict[str, Any]], str]:
     calls, kept, at = [], [], 0
     while (place := text.find(OPEN, at)) >= 0:
         kept.append(text[at:place])
-        found = _value_at(text, place + len(OPEN))
-        function = None if found is None else _function(found[0])
         at = place + len(OPEN)
-        if found is not None and function is not None:
-            rest = text[found[1] :]
-            behind = len(rest) - len(rest.lstrip())
-            if rest.startswith(CLOSE, behind) or behind == len(rest):
-                calls.append(function)
-                at = min(len(text), found[1] + behind + len(CLOSE))
-                continue
-        kept.append(OPEN)
+        value, end = _value_at(text, at) or (None, at)
+        function, closed = _function(value), _CLOSED.match(text, end)
+        if function is None or closed is None:
+            kept.append(OPEN)
+            continue
+        calls.append(function)
+        at = closed.end()
     return calls, "".join((*kept, text[at:]))
 
 
@@ -133,13 +131,9 @@ def _llama(text: str) -> list[dict[str, Any]]:
     text = text.strip().removeprefix(LLAMA_TAG).strip()
     calls, at = [], 0
     while at < len(text):
-        found = _value_at(text, at)
-        if found is None:
-            return []
-        value, at = found
+        value, at = _value_at(text, at) or (None, at)
         for each in value if isinstance(value, list) else [value]:
-            function = _function(each)
-            if function is None:
+            if (function := _function(each)) is None:
                 return []
             calls.append(function)
         while at < len(text) and (text[at].isspace() or text[at] == ";"):
@@ -215,13 +209,6 @@ def chat_completion(
             choice["logprobs"] = chat_logprobs(sample.logprobs, options.num_top)
         choices.append({**choice, "message": message} | _of_prompt(sample, options))
     return {"object": "chat.completion", "choices": choices, "usage": usage(answers)}
-
-
-def check_answers(answers: Answers) -> None:
-    """Raise RequestFailed where every prompt failed; one of several fails its own choices only."""
-    failures = [samples[0].error for samples in answers if samples[0].finish_reason == "error"]
-    if len(failures) == len(answers):
-        raise RequestFailed(0, failures[0])
 
 
 def _numbered(answers: Answers) -> list[tuple[int, Completion]]:

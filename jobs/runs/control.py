@@ -12,7 +12,7 @@ from redis.client import Pipeline
 
 from jobs.common import stored
 from jobs.common.keys import MODEL_FIELD
-from jobs.common.rq_jobs import JobQueue, JobStatus, QueueKeys, command_channel, executions_key, job_key
+from jobs.common.rq_jobs import JobStatus, QueueKeys, command_channel, executions_key, job_key, job_queue
 from jobs.errors import PlanningUnderWay, UnknownRun
 from jobs.runs.end_notices import tell_of
 from jobs.runs.plans.names import plan_job_id, shard_job_id
@@ -129,9 +129,9 @@ def _enqueue_planning(
 ) -> None:
     for earlier in read_earlier(connection, [plan_job]):
         earlier.delete(pipe)
-    JobQueue(connection, submission.queue).enqueue(
-        pipe,
+    job_queue(connection, submission.queue).enqueue_call(
         PLANNING,
+        pipeline=pipe,
         kwargs=arguments,
         timeout=PLAN_TIMEOUT_S,
         result_ttl=PLAN_RESULT_TTL_S,

@@ -17,7 +17,7 @@ from redis.client import Pipeline
 
 from jobs.common import stored
 from jobs.common.keys import run_key
-from jobs.common.rq_jobs import JobQueue, Retry
+from jobs.common.rq_jobs import Retry, job_queue
 from jobs.context import JobContext, Lease
 from jobs.context.webhooks import call_webhook, check_host
 from jobs.errors import RunBusy, UnknownRun, WebhookFailed, WebhookRefused, unlike
@@ -97,9 +97,9 @@ def _tell(state: RunState, submission: int, word: str, reason: str | None, pipe:
         calls["end"] = known[ON_END], content
     pipe.multi()
     for kind, (function, *arguments) in calls.items():
-        JobQueue(state.connection, known["queue"]).enqueue(
-            pipe,
+        job_queue(state.connection, known["queue"]).enqueue_call(
             function,
+            pipeline=pipe,
             args=arguments,
             timeout=TIMEOUT_S,
             result_ttl=RESULT_TTL_S,

@@ -15,7 +15,7 @@ from redis import Redis
 from rq import Queue
 from rq.serializers import JSONSerializer
 
-from jobs.cli import commands as cli
+from jobs import cli
 from jobs.context import JobContext
 from jobs.context.checks import Checks
 from tests import slow_files

@@ -3,7 +3,6 @@
 import abc
 import json
 from collections.abc import Callable, Mapping, Sequence
-from types import MappingProxyType
 from typing import Any
 
 import pyarrow as pa
@@ -13,12 +12,11 @@ from jobs.parquet.asks.row_keys import RowKeys
 from jobs.parquet.prompts.prompt_source import Row
 from jobs.parquet.prompts.sources import RowSource
 from jobs.prompts.attempts import hashed_seed
+from jobs.prompts.messages import ChatOptions
 from jobs.prompts.pictures import filled
 from jobs.runs.plans.prompt_steps import ROW_COLUMNS
 from jobs.runs.plans.spec import RunSpec
 from jobs.tasks import Completion, Request
-
-_NO_OPTIONS: Mapping[str, Any] = MappingProxyType({})
 
 #: What the output adds to the input's columns; always these types, also when a part holds only nulls.
 OUTPUT_FIELDS = (
@@ -97,14 +95,14 @@ class AskedOnce(Asked):
 
 
 def request_of(
-    row: Row, is_chat: bool, values: Mapping[str, Any], options: Mapping[str, Any] = _NO_OPTIONS, kind: str = "generate"
+    row: Row, is_chat: bool, values: Mapping[str, Any], options: ChatOptions | None = None, kind: str = "generate"
 ) -> Request:
     """Return the request of a row's prompt. options: as chat_options of Request."""
     parts = json.loads(row.prompt) if is_chat or row.pictures else None
     if parts and row.pictures:
         parts = filled(parts, row.pictures)
     if is_chat:
-        return Request(None, parts, values, options, kind)
+        return Request(None, parts, values, options or {}, kind)
     return Request(parts or row.prompt, None, values, kind=kind)
 
 

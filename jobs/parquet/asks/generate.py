@@ -56,8 +56,7 @@ class Generate(Ask):
     def fields(spec: RunSpec, embedding_size: int) -> list[pa.Field]:
         fields = [*OUTPUT_FIELDS, *(answer_field(each, spec) for each in answer_columns(*spec.chat)[2:])]
         if spec.n > 1:
-            lists = [pa.field(each.name, pa.list_(each.type)) for each in fields]
-            fields = [lists[at] if each.name in OF_EACH_COMPLETION else each for at, each in enumerate(fields)]
+            fields = [f.with_type(pa.list_(f.type)) if f.name in OF_EACH_COMPLETION else f for f in fields]
         return [*fields, *(ATTEMPTS if spec.repairs.is_asked_for else ())]
 
     def is_greedy(self, row: Row) -> bool:

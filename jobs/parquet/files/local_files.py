@@ -25,8 +25,12 @@ _FOLDER = getattr(os, "O_PATH", os.O_RDONLY) | os.O_DIRECTORY
 _NEW = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW
 
 
-def root_of(path: str, roots: Sequence[str]) -> str | None:
-    return next((root for root in roots if path == root or path.startswith(root.rstrip("/") + "/")), None)
+def root_of(path: str, roots: Sequence[str], given: str = "") -> str:
+    """Return the root that a path lies below. given: what it was called. Raises PathOutsideRoots."""
+    for root in roots:
+        if path == root or path.startswith(root.rstrip("/") + "/"):
+            return root
+    raise PathOutsideRoots(given or path, ":".join(roots))
 
 
 @contextmanager
@@ -37,8 +41,6 @@ def _entered(path: str, roots: Sequence[str], *, create: bool = False) -> Iterat
     """
     path = os.path.normpath(path)
     root = root_of(path, roots)
-    if root is None:
-        raise PathOutsideRoots(path, ":".join(roots))
     folder = os.open(root, _FOLDER)
     try:
         for name in filter(None, path[len(root) :].split("/")):
@@ -95,8 +97,7 @@ class LocalFiles:
 
     def resolve(self, path: str) -> str:
         real = os.path.realpath(run_path(path))
-        if root_of(real, self._roots) is None:
-            raise PathOutsideRoots(path, ":".join(self._roots))
+        root_of(real, self._roots, path)
         return real
 
     def stat(self, path: str) -> FileStat | None:
@@ -152,26 +153,18 @@ class LocalFiles:
         return pa.PythonFile(os.fdopen(descriptor, "wb"), mode="w")
 
     def create(self, path: str) -> None:
-        with self._parent(path) as (folder, name), suppress(FileExistsError):
+        with self._parent(path) as (folder, name):
             os.close(os.open(name, _NEW, mode=0o666, dir_fd=folder))
             _sync(".", folder)
             self._check_in_place(folder, path)
 
-    def publish(self, temporary: str, target: str) -> bool:
+    def publish(self, temporary: str, target: str) -> None:
         """Publish once the contents are on the disk; raise PathSwapped, and undo it, where its folder was moved."""
         with self._parent(target) as (folder, name):
-            try:
-                written = os.path.basename(temporary)
-                _sync(written, folder)
-                _put_exclusively(written, name, folder)
-                _sync(".", folder)
-            except FileExistsError:
-                return False
-            except FileNotFoundError:
-                # Whoever finished the run removed leftovers, this file among them; that needs a published target.
-                if not os.access(name, os.F_OK, dir_fd=folder, follow_symlinks=False):
-                    raise
-                return False
+            written = os.path.basename(temporary)
+            _sync(written, folder)
+            _put_exclusively(written, name, folder)
+            _sync(".", folder)
             try:
                 self._check_in_place(folder, target)
             except PathSwapped:
@@ -179,10 +172,9 @@ class LocalFiles:
                     with suppress(FileNotFoundError):
                         os.unlink(placed, dir_fd=folder)
                 raise
-        return True
 
     def remove(self, path: str) -> None:
-        with suppress(FileNotFoundError), self._parent(path) as (folder, name):
+        with self._parent(path) as (folder, name):
             try:
                 os.unlink(name, dir_fd=folder)
             except IsADirectoryError:

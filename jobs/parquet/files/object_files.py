@@ -17,7 +17,7 @@ import pyarrow as pa
 from obstore import exceptions
 
 from jobs.context import never_interrupted
-from jobs.errors import InputNotFound, PathOutsideRoots
+from jobs.errors import InputNotFound
 from jobs.parquet.files.filesystem import Entry, FetchedFile, FileStat, StoreRefused, StoreUnfit
 from jobs.parquet.files.local_files import root_of
 from jobs.parquet.files.object_requests import TRIES_S, make_request, opened_store
@@ -145,36 +145,26 @@ class ObjectFiles:
 
     def create(self, path: str) -> None:
         store, key = self._place(path)
-        with suppress(FileExistsError):
-            self._make(path, lambda: obstore.put(store, key, b"", mode="create"))
+        self._make(path, lambda: obstore.put(store, key, b"", mode="create"))
 
-    def publish(self, temporary: str, target: str) -> bool:
+    def publish(self, temporary: str, target: str) -> None:
+        """Publish; a FileExistsError may be of this very copy, if its reply was lost: what counts is there."""
         store, key = self._place(target)
         source = self._place(os.path.join(os.path.dirname(target), os.path.basename(temporary)))[1]
         found = self._head(temporary)
-        try:
-            if found is None or found["size"] <= MAX_COPY_BYTES:
-                self._make(target, lambda: obstore.copy(store, source, key, overwrite=False))
-            elif self._head(target) is not None:
-                return False
-            else:  # of two that look at once, the second replaces what the first has put
-                with self.open_input(temporary) as whole, self.open_output(target) as sink:
-                    while chunk := whole.read(CHUNK_BYTES):
-                        sink.write(chunk)
-        except FileExistsError:  # perhaps by this very copy, if its reply was lost: what counts is there
-            return False
-        except FileNotFoundError:
-            # Whoever finished the run removed leftovers, this file among them.
-            if self._head(target) is None:
-                raise
-            return False
-        return True
+        if found is None or found["size"] <= MAX_COPY_BYTES:
+            self._make(target, lambda: obstore.copy(store, source, key, overwrite=False))
+        elif self._head(target) is not None:
+            raise FileExistsError(target)
+        else:  # of two that look at once, the second replaces what the first has put
+            with self.open_input(temporary) as whole, self.open_output(target) as sink:
+                while chunk := whole.read(CHUNK_BYTES):
+                    sink.write(chunk)
 
     def remove(self, path: str) -> None:
         store, key = self._place(path)
         if self._head(path) is not None:  # or a bucket with versions would note that it is gone
-            with suppress(FileNotFoundError):
-                self._make(path, lambda: obstore.delete(store, key))
+            self._make(path, lambda: obstore.delete(store, key))
 
     def _head(self, path: str) -> Any:
         store, key = self._place(path)
@@ -194,8 +184,7 @@ class ObjectFiles:
         return make_request(path, request, self._check_interrupted, self._timeout_s)
 
     def _place(self, path: str, tries_s: float = TRIES_S) -> tuple[Any, str]:
-        if root_of(path, self._roots) is None:
-            raise PathOutsideRoots(path, ":".join(self._roots))
+        root_of(path, self._roots)
         scheme, bucket, key = _split(path)
         return opened_store(scheme, bucket, self._timeout_s, tries_s), key
 

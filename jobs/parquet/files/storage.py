@@ -108,11 +108,21 @@ class Storage:
 
     def create(self, path: str) -> None:
         """Make an empty file, unless something has its name."""
-        self._of(path).create(path)
+        with suppress(FileExistsError):
+            self._of(path).create(path)
 
     def publish(self, temporary: str, target: str) -> bool:
         """Put a whole file in its place, in the same folder; return False if the place was taken."""
-        return self._of(target).publish(temporary, target)
+        try:
+            self._of(target).publish(temporary, target)
+        except FileExistsError:
+            return False
+        except FileNotFoundError:
+            # Whoever finished the run removed leftovers, this file among them; that needs a published target.
+            if self.stat(target) is None:
+                raise
+            return False
+        return True
 
     def put(self, path: str, execution_id: str, write: Callable[[Any], object]) -> bool:
         """Have a file written and put in place, whole, or not at all; return False if the place was taken."""
@@ -128,7 +138,8 @@ class Storage:
 
     def remove(self, path: str) -> None:
         """Remove a file, or a folder if nothing is in it; do nothing where there is none."""
-        self._of(path).remove(path)
+        with suppress(FileNotFoundError):
+            self._of(path).remove(path)
 
 
 @contextmanager

@@ -22,7 +22,9 @@ _TASKS = "jobs.parquet.formats.converter"
 
 
 def scan(storage: Storage, path: str, input_format: str, rows: int | None = None) -> Contents:
-    """Look through `rows` of a file that is no Parquet. Raises CorruptTable, SchemaMismatch or TableNotRead."""
+    """Look at a file, through `rows` of one that is no Parquet. Raises as look_at, or SchemaMismatch."""
+    if input_format == PARQUET:
+        return look_at(storage, path)
     return look_at(storage, path, input_format, f"{_TASKS}:scan", rows=rows)
 
 

@@ -17,7 +17,7 @@ from jobs.parquet.formats import kinds
 from jobs.parquet.formats.records import Record, csv_records, records
 from jobs.parquet.tables.columns import PROBLEM, PROBLEM_FIELD
 from jobs.parquet.tables.row_groups import GROUP_ROWS, grouped
-from jobs.parquet.tables.table_child import Replies, serialized, with_file
+from jobs.parquet.tables.table_child import Replies, with_file
 from jobs.runs.plans.names import ARROW, HEADED, OPENAI_BATCH
 
 #: Rows and bytes that are Python's at a time.
@@ -38,7 +38,7 @@ def scan(question: Mapping[str, Any], source: Any) -> Replies:
         slices = table.slices(question["rows"])
         looked_at = grouped((rows, size, table.look(part)) for rows, size, part in slices)
         groups = [(rows, size) for rows, size, _ in looked_at]
-        yield {"kinds": table.kinds, "groups": groups}, serialized(table.schema)
+        yield {"kinds": table.kinds, "groups": groups}, table.schema.serialize().to_pybytes()
 
 
 @with_file
@@ -73,10 +73,7 @@ def _opened(question: Mapping[str, Any], source: Any) -> Iterator[Any]:
     head = source.read_at(4, 0)
     codec = next((codec for mark, codec in _CODECS.items() if head.startswith(mark)), None)
     source.seek(0)
-    if codec is None:
-        yield _TextTable(path, file_format, source)
-        return
-    with pa.CompressedInputStream(source, codec) as stream:
+    with pa.input_stream(source, codec) as stream:
         yield _TextTable(path, file_format, stream)
 
 
@@ -147,13 +144,15 @@ class _ArrowTable:
         self._path, self.kinds = path, dict[str, kinds.Kind]()
         is_file = source.read_at(6, 0) == b"ARROW1"
         source.seek(0)
-        self._opened = pa.ipc.open_file(source) if is_file else pa.ipc.open_stream(source)
-        fields = [field.with_type(_plain_type(field.type)) for field in self._opened.schema]
-        self.schema = pa.schema(fields, metadata=self._opened.schema.metadata)
-        self._is_tried = False
+        opened: Any = pa.ipc.open_file(source) if is_file else pa.ipc.open_stream(source)
+        self._batches = map(opened.get_batch, range(opened.num_record_batches)) if is_file else iter(opened)
+        fields = [field.with_type(_plain_type(field.type)) for field in opened.schema]
+        self.schema = pa.schema(fields, metadata=opened.schema.metadata)
+        for field in self.schema:
+            self._try(field)
 
     def slices(self, most: int | None) -> Iterator[tuple[int, int, pa.RecordBatch]]:
-        for batch in self._batches():
+        for batch in self._batches:
             batch.validate(full=True)  # offsets and indices of a file may lead anywhere
             rows = max(1, min(GROUP_ROWS, batch.num_rows * SLICE_BYTES // max(1, batch.nbytes)))
             batch = batch.slice(0, most)
@@ -163,25 +162,17 @@ class _ArrowTable:
             if most is not None and (most := most - batch.num_rows) <= 0:
                 return
 
-    def _batches(self) -> Iterator[pa.RecordBatch]:
-        if isinstance(self._opened, pa.RecordBatchFileReader):
-            return map(self._opened.get_batch, range(self._opened.num_record_batches))
-        return iter(self._opened)
+    def _try(self, field: pa.Field) -> None:
+        """Raise SchemaMismatch for a type that Parquet has not."""
+        try:
+            pq.write_table(pa.table({field.name: pa.nulls(1, field.type)}), file := io.BytesIO())
+            pq.read_table(file)
+        except pa.ArrowException:
+            what = f"its column {field.name!r} is of type {field.type}, which Parquet has not"
+            raise SchemaMismatch(self._path, what) from None
 
     def look(self, part: pa.RecordBatch) -> None:
-        """Try a row of it. Raises SchemaMismatch for a type that Parquet has not."""
-        if not self._is_tried:
-            self._is_tried = True
-            self._try(self.batch(part.slice(0, 1), self.schema))
-
-    def _try(self, row: pa.RecordBatch) -> None:
-        for field, column in zip(row.schema, row.columns, strict=True):
-            try:
-                pq.write_table(pa.table({field.name: column}), file := io.BytesIO())
-                pq.read_table(file)
-            except pa.ArrowException:
-                what = f"its column {field.name!r} is of type {field.type}, which Parquet has not"
-                raise SchemaMismatch(self._path, what) from None
+        """Do nothing: its schema says what columns hold."""
 
     def batch(self, part: pa.RecordBatch, schema: pa.Schema) -> pa.RecordBatch:
         arrays = [column.cast(field.type) for column, field in zip(part.columns, schema, strict=True)]

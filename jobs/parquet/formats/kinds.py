@@ -48,20 +48,16 @@ def merged(one: Kind, other: Kind) -> Kind:
         if "list" in one:
             inner = merged(one["list"], other["list"])
             return "json" if inner == "json" else {"list": inner}
-        return _merged_structs(one["struct"], other["struct"])
+        fields = dict(one["struct"])
+        for name, kind in other["struct"].items():
+            fields[name] = merged(fields.get(name, "null"), kind)
+            if fields[name] == "json" or len(fields) > MAX_FIELDS:
+                return "json"
+        return {"struct": fields}
     kinds = {one, other} if isinstance(one, str) and isinstance(other, str) else set()
     if kinds == {"int", "long"}:
         return "long"
     return "number" if kinds and kinds <= _NUMBERS else "json"
-
-
-def _merged_structs(one: Mapping[str, Kind], other: Mapping[str, Kind]) -> Kind:
-    fields = dict(one)
-    for name, kind in other.items():
-        fields[name] = merged(fields.get(name, "null"), kind)
-        if fields[name] == "json" or len(fields) > MAX_FIELDS:
-            return "json"
-    return {"struct": fields}
 
 
 def merged_texts(one: Kind, other: Kind) -> Kind:
@@ -75,12 +71,10 @@ def kind_of(value: Any, depth: int = 0) -> Kind:
         return known
     if isinstance(value, int):
         return "int" if abs(value) <= _EXACT else "long" if abs(value) < _INT64 else "json"
-    return _nested_kind(value, depth) if depth < MAX_DEPTH else "json"
-
-
-def _nested_kind(value: Any, depth: int) -> Kind:
-    inner: Kind = "null"
+    if depth == MAX_DEPTH:
+        return "json"
     if isinstance(value, list):
+        inner: Kind = "null"
         for item in value:
             found = kind_of(item, depth + 1)
             if found == "json" or ((inner := merged(inner, found)) == "json"):

@@ -5,7 +5,7 @@ import io
 import json
 import re
 from collections import Counter, deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 from jobs.common.display import brief, is_unicode
@@ -20,7 +20,6 @@ MAX_LINES = 1 << 16
 CHUNK_BYTES = 1 << 20
 _UTF8_MARK = b"\xef\xbb\xbf"
 _TOO_LONG = f"has more than the limit of {MAX_LINE_BYTES} bytes: shorten it"
-_NOT_UTF8 = "is not UTF-8"
 #: How JSON writes half of a surrogate pair, which is no text.
 _MAY_BE_SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
 
@@ -87,77 +86,55 @@ def _json_record(line: Record) -> Record:
     return line._replace(value=None, problem=problem)
 
 
-def _csv_rows(lines: Iterator[Record], delimiter: str) -> Iterator[tuple[int, int, list[str] | str]]:
-    """Yield number, size and fields of each row, or why it is none. Lines of one that does not end are read again."""
-    again = deque[Record]()
-    while (line := again.popleft() if again else next(lines, None)) is not None:
-        size, found = line.size, line.problem or _of_line(line.value, delimiter)
-        if found is None:
-            size, found = _of_lines(line, again, lines, delimiter)
-        if found:
-            yield line.line, size, found
+def _csv_rows(lines: Iterator[Record], delimiter: str) -> Iterator[Record]:
+    """Yield rows, with lists of fields. The lines behind the first one of a row that does not end are read again."""
+    again, taken, size, no_end = deque[Record](), list[Record](), 0, ""
 
-
-def _of_line(text: bytes, delimiter: str) -> list[str] | str | None:
-    """Return the fields of a row that is one line, else as `_fields`: twice as fast where nothing is quoted."""
-    plain = text.removesuffix(b"\r")
-    if not plain or b'"' in plain or b"\r" in plain:
-        return _fields([text], delimiter)
-    try:
-        return plain.decode().split(delimiter)
-    except UnicodeDecodeError:
-        return _NOT_UTF8
-
-
-def _of_lines(
-    first: Record, again: deque[Record], lines: Iterator[Record], delimiter: str
-) -> tuple[int, list[str] | str | None]:
-    """Return size and fields of a row whose first line leaves a quote open, or why it is none."""
-    taken, size, problem = [first], first.size, "begins a quote that is not closed"
-
-    def texts() -> Iterator[bytes]:
-        nonlocal size, problem
-        yield first.value
+    def texts() -> Iterator[str]:
+        nonlocal size, no_end
+        no_end = "begins a quote that is not closed"
         while (line := again.popleft() if again else next(lines, None)) is not None:
             taken.append(line)
             size += line.size
             if line.problem or size > MAX_LINE_BYTES + 1 or len(taken) > MAX_LINES:
-                problem = f"begins a row that {_TOO_LONG}, or close its quote"
+                no_end = f"begins a row that {_TOO_LONG}, or close its quote"
                 return
-            yield line.value
+            yield f"{line.value.decode(errors='surrogateescape')}\n"
 
-    found = _fields(texts(), delimiter)
-    if found is None:
-        again.extendleft(reversed(taken[1:]))
-        return first.size, problem
-    return size, found
-
-
-def _fields(texts: Iterable[bytes], delimiter: str) -> list[str] | str | None:
-    lines = (f"{text.decode(errors='surrogateescape')}\n" for text in texts)
-    try:
-        found = next(csv.reader(lines, delimiter=delimiter, strict=True))
-    except csv.Error as error:
-        return None if "unexpected end of data" in str(error) else f"is not CSV: {str(error)[:200]}"
-    return found if is_unicode("".join(found)) else _NOT_UTF8
+    reader = csv.reader(texts(), delimiter=delimiter, strict=True)
+    while True:
+        taken.clear()
+        size, fields, problem = 0, list[str](), None
+        try:
+            fields = next(reader)
+            problem = None if is_unicode("".join(fields)) else "is not UTF-8"
+        except (StopIteration, csv.Error) as error:
+            if not taken:
+                return
+            problem = f"is not CSV: {str(error)[:200]}"
+            if isinstance(error, StopIteration) or "unexpected end of data" in problem:
+                problem, size = taken[0].problem or no_end, taken[0].size
+                again.extendleft(reversed(taken[1:]))
+                reader = csv.reader(texts(), delimiter=delimiter, strict=True)
+        if fields or problem:  # or it is a blank line
+            yield Record(taken[0].line, size, fields, problem)
 
 
 def csv_records(path: str, file_format: str, stream: Any) -> tuple[list[str], Iterator[Record]]:
     """Return the columns that the first row names, and the others by these. Raises CorruptTable, SchemaMismatch."""
-    found = _csv_rows(_lines(stream), "\t" if file_format == TSV else ",")
-    number, _, names = next(found, (1, 0, None))
-    if names is None:
+    rows = _csv_rows(_lines(stream), "\t" if file_format == TSV else ",")
+    head = next(rows, None)
+    if head is None:
         raise CorruptTable(path, "CSV", "it is empty: its first line must name the columns")
-    if isinstance(names, str):
-        raise CorruptTable(path, "CSV", f"line {number} {names}")
-    if twice := [name for name, count in Counter(names).items() if count > 1]:
+    if head.problem:
+        raise CorruptTable(path, "CSV", f"line {head.line} {head.problem}")
+    if twice := [name for name, count in Counter(head.value).items() if count > 1]:
         raise SchemaMismatch(path, f"it has two columns named {brief(twice[0])}")
-    return names, (_csv_record(names, *row) for row in found)
+    return head.value, (_csv_record(head.value, row) for row in rows)
 
 
-def _csv_record(names: Sequence[str], number: int, size: int, found: list[str] | str) -> Record:
-    if isinstance(found, str):
-        return Record(number, size, None, found)
-    if len(found) != len(names):
-        return Record(number, size, None, f"has {len(found)} fields, and the header {len(names)}")
-    return Record(number, size, dict(zip(names, found, strict=True)))
+def _csv_record(names: Sequence[str], row: Record) -> Record:
+    problem = row.problem
+    if problem is None and len(row.value) != len(names):
+        problem = f"has {len(row.value)} fields, and the header {len(names)}"
+    return Record(row.line, row.size, None if problem else dict(zip(names, row.value, strict=True)), problem)

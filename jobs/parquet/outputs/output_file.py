@@ -23,7 +23,6 @@ from jobs.parquet.tables.table_reading import TableReading
 from jobs.prompts.batch_lines import output_line
 from jobs.runs.plans.names import ARROW, CSV, JSONL, OPENAI_BATCH, PARQUET, output_names
 from jobs.runs.plans.plan import Plan
-from jobs.runs.statistics.run_statistics import Reasons
 
 Batches = Iterator[pa.RecordBatch]
 
@@ -161,10 +160,3 @@ def failed_rows(storage: Storage, plan: Plan, shard: int) -> Iterator[tuple[int,
     for row, values in part_rows(storage, plan, shard, [name]):
         if values[name] is not None:
             yield row, str(values[name])
-
-
-def part_reasons(storage: Storage, plan: Plan, shard: int) -> Reasons:
-    reasons = Reasons()
-    for row, reason in failed_rows(storage, plan, shard):
-        reasons.add(reason, [row])
-    return reasons

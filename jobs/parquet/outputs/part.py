@@ -15,6 +15,7 @@ from jobs.parquet.files.storage import Storage
 from jobs.parquet.tables.columns import NUMBER, ROW_NUMBER, ColumnChoice
 from jobs.parquet.tables.table_child import STATISTICS
 from jobs.parquet.tables.table_reading import look_at
+from jobs.runs.plans.plan import Plan
 from jobs.runs.plans.spec import RunSpec
 from jobs.runs.statistics.run_statistics import PartStats, count_lengths
 
@@ -70,18 +71,15 @@ def answer_fields(spec: RunSpec, embedding_size: int = 0) -> list[pa.Field]:
 
 def with_answers(batch: pa.RecordBatch, answers: list[Answer], schema: pa.Schema, spec: RunSpec) -> pa.Table:
     """Return the kept columns of a batch with the answers of its rows behind them, by what output_schema returned."""
-    fields = answer_fields(spec)
-    num_kept = len(schema) - len(fields)
-    kept = [batch.column(name) for name in schema.names[:num_kept]]
-    added = [
-        answer_column([answer.column(field.name) for answer in answers], schema.field(number).type)
-        for number, field in enumerate(fields, num_kept)
-    ]
-    return pa.Table.from_arrays([*kept, *added], schema=schema)
+    names = [field.name for field in answer_fields(spec)]
+    kept, types = schema.names[: -len(names)], schema.types[-len(names) :]
+    added = [answer_column(answers, *each) for each in zip(names, types, strict=True)]
+    return pa.Table.from_arrays([*map(batch.column, kept), *added], schema=schema)
 
 
-def answer_column(values: Sequence[Any], kind: pa.DataType) -> pa.ChunkedArray:
-    """Return values as a column; of arrays that hold a value each, without a copy."""
+def answer_column(answers: Sequence[Answer], name: str, kind: pa.DataType) -> pa.ChunkedArray:
+    """Return what answers have by a name; of arrays that hold a value each, without a copy."""
+    values = [answer.column(name) for answer in answers]
     if any(isinstance(each, pa.Array) for each in values):
         return pa.chunked_array([pa.nulls(1, kind) if each is None else each for each in values], kind)
     return pa.chunked_array([pa.array(values, kind)])
@@ -120,8 +118,9 @@ def part_stats(answers: Sequence[Answer], model: ServedModel, **known: Any) -> P
     )
 
 
-def read_part_stats(storage: Storage, path: str, run: str, shard: int, rows: int | None = None) -> PartStats:
-    """Read a part's statistics from its footer. rows: the shard's, None for the footer's word. Raises PartDamaged."""
+def read_part_stats(storage: Storage, plan: Plan, shard: int, run: str | None = None) -> PartStats:
+    """Read a part's statistics from its footer. run: that wrote it, where its folder was moved. Raises PartDamaged."""
+    path, rows, run = plan.part_path(shard), plan.shards[shard].rows, run or plan.run
     try:
         found = look_at(storage, path)
     except (errors.CorruptParquet, errors.TableNotRead) as error:
@@ -136,7 +135,6 @@ def read_part_stats(storage: Storage, path: str, run: str, shard: int, rows: int
         raise errors.PartDamaged(path, f"its statistics are unreadable: {error}") from None
     if (stats.run, stats.shard) != (run, shard):
         raise errors.PartDamaged(path, f"it belongs to shard {stats.shard} of run {stats.run}")
-    expected = stats.rows if rows is None else rows
-    if found.rows != expected or stats.rows != expected:
-        raise errors.PartDamaged(path, f"it has {found.rows} rows, expected {expected}")
+    if found.rows != rows or stats.rows != rows:
+        raise errors.PartDamaged(path, f"it has {found.rows} rows, expected {rows}")
     return stats

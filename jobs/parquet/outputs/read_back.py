@@ -46,7 +46,6 @@ class FolderReader:
         plan = load_plan(self._storage, os.path.join(folder, PLAN))
         self.planned_run = plan.run
         self.plan: Plan = replace(plan, spec=replace(plan.spec, output=folder))
-        self.run = self.plan.run
 
     @property
     def has_ended(self) -> bool:
@@ -91,36 +90,25 @@ class FolderReader:
         schema = without_own_keys(tables[0].schema)
         return pa.concat_tables(each.cast(schema) for each in tables)
 
-    def failed(self, shards: list[int]) -> Iterator[FailedRow]:
-        """Yield the rows of these shards that have an error, in order. Raises PartDamaged."""
-        firsts = [0, *accumulate(file.rows for file in self.plan.files)]
-        kept = self._kept_rows()
-        for shard in shards:
-            for row, reason in failed_rows(self._storage, self.plan, shard):
-                number = row if kept is None else kept[row]
-                file = bisect_right(firsts, number) - 1
-                yield FailedRow(row, self.plan.files[file].path, number - firsts[file], reason)
-
-    def _kept_rows(self) -> Sequence[int] | None:
-        """Return which rows of the whole input a run has, where planning has written rows of its own."""
-        if not self.plan.files[0].kept or self.plan.reused is None:
-            return None
-        with self._storage.open_input(os.path.join(self._folder, kept_name(0, self.plan.reused.name))) as source:
-            return array("q", source.read())
-
     def errors(self, limit: int) -> tuple[Reasons, list[FailedRow]]:
+        """Return why rows have errors, and the first `limit` of these rows. Raises PartDamaged."""
         reasons, found = Reasons(), list[FailedRow]()
-        for row in self.failed(self.shards()):
-            reasons.add(row.reason, [row.row])
-            if len(found) < limit:
-                found.append(row)
+        firsts = [0, *accumulate(file.rows for file in self.plan.files)]
+        rows: Sequence[int] = range(self.plan.rows)  # of the whole input, as planning may have chosen them
+        if self.plan.files[0].kept and self.plan.reused is not None:
+            path = os.path.join(self._folder, kept_name(0, self.plan.reused.name))
+            with self._storage.open_input(path) as source:
+                rows = array("q", source.read())
+        for shard in self.shards():
+            for row, reason in failed_rows(self._storage, self.plan, shard):
+                reasons.add(reason, [row])
+                if len(found) < limit:
+                    file = bisect_right(firsts, rows[row]) - 1
+                    found.append(FailedRow(row, self.plan.files[file].path, rows[row] - firsts[file], reason))
         return reasons, found
 
     def bad_answers(self) -> tuple[int, int]:
-        found = [
-            read_part_stats(self._storage, self.plan.part_path(shard), self.planned_run, shard)
-            for shard in self.shards()
-        ]
+        found = [read_part_stats(self._storage, self.plan, shard, self.planned_run) for shard in self.shards()]
         return sum(part.failed_checks for part in found), sum(part.cut for part in found)
 
     def answers(self, shard: int, columns: list[str]) -> Iterator[dict[str, Any]]:

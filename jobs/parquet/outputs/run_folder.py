@@ -27,7 +27,7 @@ from jobs.errors import (
 )
 from jobs.parquet.files.storage import Storage, reading, writing
 from jobs.parquet.formats.converted_inputs import remove_converted
-from jobs.parquet.outputs.output_file import part_reasons, write_output
+from jobs.parquet.outputs.output_file import failed_rows, write_output
 from jobs.parquet.outputs.part import read_part_stats
 from jobs.runs.control import remove_waiting
 from jobs.runs.end_notices import tell_of, tell_shards_failed
@@ -168,8 +168,7 @@ class RunFolder:
         return set(found)
 
     def part_stats(self, shard: int) -> PartStats:
-        rows = self.plan.shards[shard].rows
-        return read_part_stats(self.storage, self.plan.part_path(shard), self.plan.run, shard, rows)
+        return read_part_stats(self.storage, self.plan, shard)
 
     def missing_shards(self, check_interrupted: Callable[[], None]) -> list[int]:
         """Look into every part; return the shards that have none. check_interrupted: called before each.
@@ -210,7 +209,8 @@ class RunFolder:
         reasons = Reasons()
         if stats.errors:
             with suppress(RunError):  # whoever ends the run looks at each part, and says what is wrong with it
-                reasons = part_reasons(self.storage, self.plan, stats.shard)
+                for row, reason in failed_rows(self.storage, self.plan, stats.shard):
+                    reasons.add(reason, [row])
         record_reasons(self.state.connection, self.plan.run, stats.shard, reasons)
 
     def _stop_where_too_many_fail(self, shards: int, queue: str) -> None:

@@ -4,9 +4,9 @@ import fnmatch
 import os
 import re
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import nullcontext, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from glob import has_magic
 from itertools import takewhile
 from typing import Any, NamedTuple
@@ -33,11 +33,11 @@ _INT64 = range(-(1 << 63), 1 << 63)
 
 @dataclass(frozen=True)
 class FoundFile:
-    """A file's real path, its folders' names, and the path by which it was found, whose suffix tells its format."""
+    """A file's real path, the path by which it was found, whose suffix tells its format, and what its folders say."""
 
     path: str
+    named: str
     keys: Keys = ()
-    named: str = ""
 
     @property
     def key_names(self) -> list[str]:
@@ -98,7 +98,6 @@ class Folder(NamedTuple):
 class Found(NamedTuple):
     folder: Folder
     entry: Entry
-    keys: Keys = ()
 
     @property
     def named(self) -> str:
@@ -117,49 +116,47 @@ class Search:
         self.storage, self._output, self._wanted = storage, output, wanted
         self._num_names = 0
 
-    def expand(self, item: str, keys: Keys) -> Iterable[FoundFile]:
-        if _is_glob(self.storage, item):
-            return self._matched_files(item, keys)
+    def expand(self, item: str) -> tuple[str, list[FoundFile]]:
+        """Return the folder that is searched for an item, and its files."""
+        if has_magic(item) and self.storage.look(item) is None:
+            return "/".join(item.split("/")[: _first_glob_segment(item)]) or "/", list(self._matched_files(item))
         path = self.storage.resolve(item)
         if self.storage.is_folder(path):
-            return self._folder_files(path, keys)
-        return [FoundFile(path, keys, item)] if self.storage.stat(path) is not None else []
+            return item, self._folder_files(item, path)
+        return os.path.dirname(item), [FoundFile(path, item)] if self.storage.stat(path) is not None else []
 
-    def _matched_files(self, pattern: str, above: Keys) -> Iterator[FoundFile]:
-        searched, fixed = pattern.split("/"), _first_glob_segment(pattern)
-        for match in self.matches(pattern, any(map(_is_hidden, searched[fixed:]))):
-            segments, path = match.named.split("/")[fixed:], match.real_path(self.storage)
+    def _matched_files(self, pattern: str) -> Iterator[FoundFile]:
+        searched = pattern.split("/")[_first_glob_segment(pattern) :]
+        for match in self.matches(pattern, any(map(_is_hidden, searched))):
+            path = match.real_path(self.storage)
             if not match.entry.is_folder:
-                yield FoundFile(path, (*above, *_keys(segments[:-1])), match.named)
+                yield FoundFile(path, match.named)
             elif "**" not in searched and path != self._output:  # which finds a folder's files by itself
-                yield from self._folder_files(path, (*above, *_keys(segments)))
+                yield from self._folder_files(match.named, path)
 
-    def _folder_files(self, path: str, keys: Keys) -> list[FoundFile]:
+    def _folder_files(self, named: str, path: str) -> list[FoundFile]:
         """Return a folder's files of one format, key=value folders included. Raises MixedFormats, NestedFolders."""
         seen, nested = list[Found](), list[Found]()
-        waiting = [(Folder(path, path), keys, seen)]
+        waiting = [(Folder(named, path), seen)]
         while waiting:
-            folder, keys, files = waiting.pop()
+            folder, files = waiting.pop()
             for entry in self.entries(folder.path, or_none=files is nested):
                 if _is_hidden(entry.name):
                     continue
                 if not entry.is_folder:
                     if is_named(entry.name, self._wanted):
-                        files.append(Found(folder, entry, keys))
+                        files.append(Found(folder, entry))
                     continue
-                key = None if files is nested else folder_key(entry.name)
-                child = None if key is None and entry.is_link else folder.child(entry, self.storage)
+                has_key = files is seen and folder_key(entry.name) is not None
+                child = folder.child(entry, self.storage) if has_key or not entry.is_link else None
                 if child is not None and child.path != self._output:
-                    waiting.append((child, keys, nested) if key is None else (child, (*keys, key), seen))
+                    waiting.append((child, seen if has_key else nested))
         seen.sort(key=lambda each: each.named.split("/"))  # a folder's files before those of the folders behind it
         wanted = self._wanted or _format_of([each.named for each in seen])
         if first := min((each.named for each in nested if is_named(each.named, wanted)), default=None):
-            raise NestedFolders(path, os.path.relpath(first, path), os.path.splitext(first)[1])
-        return [
-            FoundFile(each.real_path(self.storage), each.keys, each.named)
-            for each in seen
-            if is_named(each.named, wanted)
-        ]
+            raise NestedFolders(path, os.path.relpath(first, named), os.path.splitext(first)[1])
+        wanted_files = (each for each in seen if is_named(each.named, wanted))
+        return [FoundFile(each.real_path(self.storage), each.named) for each in wanted_files]
 
     def entries(self, folder: str, *, or_none: bool = False) -> list[Entry]:
         """Return what a folder holds. or_none: nothing where it cannot be read. Raises SearchTooLong, or OSError."""
@@ -239,30 +236,22 @@ def find_files(
     key=value of the folders below the one that holds them all. Raises InputError, InvalidJob, or SchemaMismatch for too
     many columns.
     """
-    search, found = Search(storage, output, input_format), list[FoundFile]()
-    folders = [_searched_folder(storage, item) for item in inputs]
-    segments = zip(*(folder.split("/") for folder in folders), strict=False)
-    shared = len(list(takewhile(lambda names: len(set(names)) == 1, segments)))
-    for item, folder in zip(inputs, folders, strict=True):
+    search, searched, found = Search(storage, output, input_format), list[list[str]](), list[FoundFile]()
+    for item in inputs:
         storage.check_interrupted()
-        keys = _keys(folder.split("/")[shared:])
         with reading(item):
-            files = [f for f in search.expand(item, keys) if not f.path.startswith(f"{output}/")]
+            folder, files = search.expand(item)
+        files = [file for file in files if not file.path.startswith(f"{output}/")]
         if not files:
             raise InputNotFound(item)
         found += files
+        searched.append(folder.rstrip("/").split("/"))
         check_num_files(len(found))
     twice = [path for path, count in Counter(file.path for file in found).items() if count > 1]
     if twice:
         raise InvalidJob(f"the input names {twice[0]} twice: name each file once")
-    return found
-
-
-def _searched_folder(storage: Storage, item: str) -> str:
-    if _is_glob(storage, item):
-        return "/".join(item.split("/")[: _first_glob_segment(item)]) or "/"
-    with reading(item):
-        return item if storage.is_folder(item) else os.path.dirname(item)
+    shared = len(list(takewhile(lambda names: len(set(names)) == 1, zip(*searched, strict=False))))
+    return [replace(file, keys=_keys(file.named.split("/")[shared:-1])) for file in found]
 
 
 def _format_of(names: Sequence[str]) -> str | None:
@@ -270,10 +259,6 @@ def _format_of(names: Sequence[str]) -> str | None:
     if any(named_format(name) == PARQUET for name in names):
         return PARQUET
     return one_format(names, None) if names else None
-
-
-def _is_glob(storage: Storage, item: str) -> bool:
-    return has_magic(item) and storage.look(item) is None
 
 
 def _first_glob_segment(pattern: str) -> int:

@@ -22,8 +22,7 @@ from jobs.parquet.outputs.part import output_schema
 from jobs.parquet.planning.find_files import FoundFile, find_files, partition_columns
 from jobs.parquet.prompts.sources import row_source
 from jobs.parquet.tables.columns import ROW_NUMBER, with_added_fields
-from jobs.parquet.tables.table_reading import look_at
-from jobs.runs.plans.names import HEADED, LINES, PARQUET, one_format
+from jobs.runs.plans.names import HEADED, LINES, one_format
 from jobs.runs.plans.plan import AddedColumn, Plan, PlannedFile, Shard, cut_shards
 from jobs.runs.plans.spec import RunSpec
 
@@ -31,7 +30,7 @@ from jobs.runs.plans.spec import RunSpec
 def read_inputs(context: JobContext, storage: Storage, spec: RunSpec, found: Sequence[FoundFile]) -> Plan:
     """Look at each file up to the run's limit; return a new run's plan. Raises InputError, also for columns that make
     no run."""
-    look = _Look(storage, one_format((file.named or file.path for file in found), spec.input_format))
+    look = _Look(storage, one_format((file.named for file in found), spec.input_format))
     left = spec.limit
     for each in found:
         context.check_interrupted()
@@ -89,10 +88,10 @@ def check_columns_here(spec: RunSpec) -> None:
     try:
         storage = Storage(("/",))
         found = find_files(storage, spec.input, spec.output, spec.input_format)
-        path, file_format = found[0].path, one_format((file.named or file.path for file in found), spec.input_format)
+        path, file_format = found[0].path, one_format((file.named for file in found), spec.input_format)
         if file_format in LINES - HEADED:
             return
-        look = look_at(storage, path) if file_format == PARQUET else scan(storage, path, file_format, 0)
+        look = scan(storage, path, file_format, 0)
         columns, _ = _added_columns(found, look.schema.names, spec.filename_column)
         if file_format not in LINES:
             _check_columns(spec, with_added_fields(look.schema, columns), path)
@@ -121,8 +120,7 @@ class _Look:
         stat = self._storage.stat(path)
         if stat is None:
             raise errors.InputNotFound(path)
-        is_parquet = self.format == PARQUET
-        found = look_at(self._storage, path) if is_parquet else scan(self._storage, path, self.format, most)
+        found = scan(self._storage, path, self.format, most)
         if self.format in LINES:
             self._take_kinds(path, found.kinds)
         else:

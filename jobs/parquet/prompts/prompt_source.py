@@ -65,8 +65,11 @@ class PromptSource(abc.ABC):
     def render(self, values: Any) -> str | Parts:
         """Return the prompt of one row; one with pictures as messages or parts. Raises RowProblem."""
 
-    def pictured(self, prompt: Parts, read: ReadFile) -> Row:
-        """Return the row of a prompt with pictures. Raises InvalidJob, and what `read` does for a path."""
+    def row(self, values: Any, read: ReadFile) -> Row:
+        """Return what a row asks. Raises RowProblem, and of pictures InvalidJob, or what `read` does for a path."""
+        prompt = self.render(values)
+        if isinstance(prompt, str):
+            return Row(prompt)
         pictures = loaded(pictures_in(prompt), read)
         hashes = [blake2b(each, digest_size=16).hexdigest() for each in pictures]
         return Row(json.dumps(filled(prompt, hashes)), pictures=tuple(pictures))
@@ -88,10 +91,6 @@ class ColumnSource(PromptSource):
 
     def render(self, values: Mapping[str, Any]) -> str | Parts:
         return self._of(*(values[column] for column in self.columns))
-
-
-def prompt_column(column: str) -> ColumnSource:
-    return ColumnSource([column], checked_text, is_text, "text")
 
 
 def prompt_pair(*columns: str) -> ColumnSource:

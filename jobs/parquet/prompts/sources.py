@@ -8,6 +8,7 @@ from functools import lru_cache
 from typing import Any
 
 import pyarrow as pa
+from pyarrow.types import is_boolean, is_decimal, is_floating, is_integer, is_null
 
 from jobs.common.display import to_json
 from jobs.context import accept_any_sampling
@@ -15,19 +16,20 @@ from jobs.errors import ColumnConflict, InvalidJob, JobsError, WrongColumnType
 from jobs.parquet.prompts import prompt_source
 from jobs.parquet.prompts.jinja_source import JinjaSource
 from jobs.parquet.prompts.picture_source import PictureSource
-from jobs.parquet.prompts.prompt_source import PromptSource, Row
+from jobs.parquet.prompts.prompt_source import ColumnSource, PromptSource, Row, checked_text
 from jobs.parquet.tables.columns import PROBLEM, RowProblem, is_list, is_text, python_rows
 from jobs.prompts.arguments import NOT_TEXT
 from jobs.prompts.pictures import ReadFile, is_url, loaded
 from jobs.runs.plans.names import OPENAI_BATCH
 from jobs.runs.plans.prompt_steps import PromptStep, Template
 from jobs.runs.plans.spec import RunSpec
-from jobs.tasks import Parts
 
 #: Sets of values whose check is remembered: rows of few kinds are common.
 CHECKS_REMEMBERED = 1024
 #: Rows that are Python's at a time: as Python's objects, values take many times what Arrow needs for them.
 SLICE_ROWS = 128
+
+_NUMBERS = (is_integer, is_floating, is_decimal, is_boolean, is_null)
 
 
 class RowSampling:
@@ -44,7 +46,10 @@ class RowSampling:
 
     def check(self, schema: pa.Schema) -> None:
         for name, column in self._by_name.items():
-            _check_type(name, column, schema.field(column).type)
+            kind = schema.field(column).type
+            inner = kind.value_type if is_list(kind) else kind
+            if not any(is_one(inner) for is_one in _NUMBERS) and (name in NOT_TEXT or not is_text(inner)):
+                raise WrongColumnType(column, kind, f"a value for {name}: a number, as a rule")
 
     def of(self, values: Mapping[str, Any]) -> str:
         found = {
@@ -68,16 +73,6 @@ class RowSampling:
         except InvalidJob as error:
             return str(error)
         return None
-
-
-def _check_type(name: str, column: str, kind: pa.DataType) -> None:
-    inner = kind.value_type if is_list(kind) else kind
-    number = pa.types.is_integer(inner) or pa.types.is_floating(inner) or pa.types.is_decimal(inner)
-    if pa.types.is_null(inner) or number or pa.types.is_boolean(inner):
-        return
-    if is_text(inner) and name not in NOT_TEXT:
-        return
-    raise WrongColumnType(column, kind, f"a value for {name}: a number, as a rule")
 
 
 def _plain(value: Any) -> Any:
@@ -129,8 +124,7 @@ class RowSource:
                 return each
         assert isinstance(values, Mapping)
         try:
-            prompt = self._prompts.render(given)
-            row = Row(prompt) if isinstance(prompt, str) else self._prompts.pictured(prompt, read)
+            row = self._prompts.row(given, read)
             sampling = "" if self._sampling is None else self._sampling.of(values)
         except RowProblem as problem:
             return problem
@@ -150,8 +144,12 @@ def row_source(spec: RunSpec, check_sampling: Callable[[Mapping[str, Any]], None
     if spec.sampling_columns:
         sampling = RowSampling(spec.sampling_columns, spec.chat[0], check_sampling)
     if spec.steps:
-        first = _FirstStep(spec)
-        return RowSource(first, sampling, first.later, prompt_source.written_as_texts)
+        (first, *others), names = spec.steps, [step.name for step in spec.steps]
+        named = dict.fromkeys(column for step in others for column in step.template.columns)
+        later = [column for column in named if column not in names]
+        prompt_source.check_defaults(spec.defaults, (*first.template.columns, *later))
+        prompt = StepSource(first, spec.defaults, names)
+        return RowSource(prompt, sampling, later, prompt_source.written_as_texts)
     prompts, pictures = _prompts(spec), spec.image_column or ()
     if pictures:
         kind = {"has_template": spec.template is not None, "is_chat": spec.is_chat}
@@ -173,15 +171,21 @@ def _prompts(spec: RunSpec) -> prompt_source.PromptSource:
     if spec.messages_column is not None:
         return prompt_source.messages_column(spec.messages_column)
     assert spec.prompt_column is not None
-    return prompt_source.prompt_column(spec.prompt_column)
+    return ColumnSource([spec.prompt_column], checked_text, is_text, "text")
 
 
 class StepSource(prompt_source.TemplateSource):
-    """One of a row's prompts, which a problem of it names. defaults: of all of them."""
+    """One of a row's prompts, which a problem of it names. defaults: of all of them. taken: names for no column."""
 
-    def __init__(self, step: PromptStep, defaults: Mapping[str, str]) -> None:
+    def __init__(self, step: PromptStep, defaults: Mapping[str, str], taken: Sequence[str] = ()) -> None:
         super().__init__(step.template, {name: defaults[name] for name in step.template.columns if name in defaults})
-        self._name = step.name
+        self._name, self._taken = step.name, taken
+
+    def check(self, schema: pa.Schema) -> None:
+        for name in self._taken:
+            if name in schema.names:
+                raise ColumnConflict(name, "give the prompt of this name another one, or rename the column")
+        super().check(schema)
 
     def render(self, values: Mapping[str, Any]) -> str:
         try:
@@ -190,32 +194,20 @@ class StepSource(prompt_source.TemplateSource):
             raise RowProblem(f"prompt {self._name!r}: {problem}") from None
 
 
-class _FirstStep(StepSource):
-    """The first of a row's prompts. later: the columns that the others name."""
-
-    def __init__(self, spec: RunSpec) -> None:
-        first, *others = spec.steps
-        self._names = [step.name for step in spec.steps]
-        named = dict.fromkeys(column for step in others for column in step.template.columns)
-        self.later = tuple(column for column in named if column not in self._names)
-        prompt_source.check_defaults(spec.defaults, (*first.template.columns, *self.later))
-        super().__init__(first, spec.defaults)
-
-    def check(self, schema: pa.Schema) -> None:
-        for name in self._names:
-            if name in schema.names:
-                raise ColumnConflict(name, "give the prompt of this name another one, or rename the column")
-        super().check(schema)
-
-
-class LineSource(prompt_source.ColumnSource):
+class LineSource(PromptSource):
     """Each line is its own JSON, which may be longer than a prompt; a picture's path in it becomes a data: URL."""
 
-    def __init__(self) -> None:
-        super().__init__(["request"], _line, is_text, "JSON")
+    columns = ("request",)
 
-    def pictured(self, prompt: Parts, read: ReadFile) -> Row:
-        paths: list[dict[str, Any]] = []
+    def render(self, values: Mapping[str, Any]) -> str:
+        if values["request"] is None:
+            raise RowProblem("there is no request")
+        return str(values["request"])
+
+    def row(self, values: Mapping[str, Any], read: ReadFile) -> Row:
+        text, paths = self.render(values), list[dict[str, Any]]()
+        if "image_url" not in text:
+            return Row(text)
 
         def note(part: dict[str, Any]) -> dict[str, Any]:
             found = part.get("image_url")
@@ -224,7 +216,6 @@ class LineSource(prompt_source.ColumnSource):
                 paths.append(shown)
             return part
 
-        text = prompt[0]["line"]
         try:
             line = json.loads(text, object_hook=lambda each: note(each) if each.get("type") == "image_url" else each)
         except (ValueError, RecursionError):
@@ -232,9 +223,3 @@ class LineSource(prompt_source.ColumnSource):
         for shown, file in zip(paths, loaded([each["url"] for each in paths], read), strict=True):
             shown["url"] = f"data:image/file;base64,{b64encode(file).decode()}"
         return Row(json.dumps(line) if paths else text)
-
-
-def _line(text: Any) -> str | Parts:
-    if text is None:
-        raise RowProblem("there is no request")
-    return [{"line": text}] if "image_url" in text else str(text)

@@ -68,32 +68,20 @@ Places = npt.NDArray[np.int64]
 
 
 class KnownKeys:
-    """Finds keys among at most `size` that were added. At most 32 bytes for each of these, while `sort` runs."""
+    """Finds keys among others, in at most 32 bytes for each of these. keys: the others; zeros are never found."""
 
-    def __init__(self, size: int) -> None:
-        self._first, self._second = np.empty(size, np.uint64), np.empty(size, np.uint64)
-        self._order: Places = np.empty(0, np.int64)
+    def __init__(self, keys: Keys) -> None:
+        self._second, self._order = keys[:, 1], np.argsort(keys[:, 0], kind="stable")
+        self._first = keys[self._order, 0]
         self._taken: dict[int, int] = {}
-        self.size = 0
-
-    def add(self, keys: Keys) -> None:
-        """Take more keys; those of no row, zeros, are never found."""
-        end = self.size + len(keys)
-        self._first[self.size : end], self._second[self.size : end] = keys[:, 0], keys[:, 1]
-        self.size = end
-
-    def sort(self) -> None:
-        self._first, self._second = self._first[: self.size], self._second[: self.size]
-        self._order = np.argsort(self._first, kind="stable")
-        self._first = self._first[self._order]
 
     def forget(self, places: Places) -> None:
         self._second[places] = 0
 
     def find(self, keys: Keys) -> Places:
-        """Return the place of each key among those added, -1 where it is not.
+        """Return the place of each key among the known ones, -1 where it is not.
 
-        Equal ones are given out in the order they were added: rows that ask the same keep answers of their own.
+        Equal ones are given out in their order: rows that ask the same keep answers of their own.
         """
         first = np.ascontiguousarray(keys[:, 0])
         lows, highs = (np.searchsorted(self._first, first, side) for side in ("left", "right"))
@@ -166,22 +154,20 @@ class OldRuns:
             for shard, journal in sorted(_answered(storage, plan).items()):
                 self.parts.append(OldPart(plan, shard, size, self.told[-1], tuple(journal)))
                 size += self.parts[-1].num_rows
-        self.keys, marks = KnownKeys(size), list[Keys]()
+        keys, marks = np.zeros((size, 2), np.uint64), [NO_KEYS]
         for part in self.parts:
             storage.check_interrupted()
-            keys: Keys = np.zeros((part.num_rows, 2), np.uint64)
+            own = keys[part.first : part.first + part.num_rows]
             try:
                 if part.journal:
-                    self._read_journal(part, keys)
+                    self._read_journal(part, own)
                     marks.append(model_mark(part.plan.model.fingerprint))
                 else:
-                    keys, models = read_keys(storage, part.plan, part.shard, part.told.run)
+                    own[:], models = read_keys(storage, part.plan, part.shard, part.told.run)
                     marks.append(models)
             except PartDamaged as error:
                 part.told.pass_over(error)
-            self.keys.add(keys)
-        self.marks = np.unique(np.concatenate([NO_KEYS, *marks]), axis=0)[:MAX_LOOKED_FOR]
-        self.keys.sort()
+        self.keys, self.marks = KnownKeys(keys), np.unique(np.concatenate(marks), axis=0)[:MAX_LOOKED_FOR]
 
     def _read_journal(self, part: OldPart, keys: Keys) -> None:
         for path in part.journal:
@@ -212,7 +198,7 @@ class OldRuns:
     ) -> Iterator[tuple[Places, pa.RecordBatch]]:
         prefix = "" if part.journal else part.plan.spec.output_prefix
         if not part.journal:  # its rows are those of the keys
-            read_part_stats(self._storage, path, part.told.run, part.shard, part.num_rows)
+            read_part_stats(self._storage, part.plan, part.shard, part.told.run)
         own = pa.schema([each.with_name(f"{prefix}{each.name}") for each in schema])
         read = own.append(pa.field(ROW, pa.int64())) if part.journal else own
         with closing(TableReading(self._storage, path, ColumnChoice(tuple(read.names)))) as file:

@@ -109,7 +109,7 @@ def answers_table(
 ) -> pa.Table:
     """Return answers as a table. values: of the columns `beside` each answer. fields: of the answers' columns."""
     columns = [pa.array([each[place] for each in values], field.type) for place, field in enumerate(beside)]
-    columns += [answer_column([each.column(field.name) for each in answers], field.type) for field in fields]
+    columns += [answer_column(answers, field.name, field.type) for field in fields]
     return pa.table(columns, pa.schema([*beside, *fields]))
 
 

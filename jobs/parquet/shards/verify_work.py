@@ -57,7 +57,7 @@ class VerifyWork(RowsTask):
         self._recorded: dict[int, dict[str, Any]] = {}
         keys: dict[int, bytes] = {}
         for shard in planned.shards_of(self._sample):
-            read_part_stats(storage, planned.part_path(shard), run, shard, planned.shards[shard].rows)
+            read_part_stats(storage, planned, shard)
             for row, values in part_rows(storage, planned, shard, list(columns.values()), self._sample):
                 if values[columns["error"]] is None:
                     self._recorded[row] = {name: values[column] for name, column in columns.items()}

@@ -45,12 +45,11 @@ class ColumnChoice(NamedTuple):
 
 
 ALL_COLUMNS = ColumnChoice()
-_TYPES = {"int64": pa.int64(), "string": pa.string()}
 
 
 def with_added_fields(schema: pa.Schema, columns: Sequence[AddedColumn]) -> pa.Schema:
     """Return a file's schema and metadata with the added columns behind its own, unless planning has written them."""
-    fields = [pa.field(column.name, _TYPES[column.type]) for column in columns if column.name not in schema.names]
+    fields = [pa.field(column.name, column.type) for column in columns if column.name not in schema.names]
     return pa.schema([*schema, *fields], metadata=schema.metadata)
 
 
@@ -59,7 +58,7 @@ def with_added_values(batch: pa.RecordBatch, columns: Sequence[AddedColumn], val
     if len(schema) == batch.num_columns:  # which may have rows and no column
         return batch
     added = [
-        pa.repeat(pa.scalar(value, _TYPES[column.type]), batch.num_rows)
+        pa.repeat(pa.scalar(value, column.type), batch.num_rows)
         for column, value in zip(columns, values, strict=True)
         if column.name not in batch.schema.names
     ]
@@ -88,16 +87,12 @@ def holds(kind: pa.DataType, is_one: Callable[[pa.DataType], bool]) -> bool:
 def with_dicts(value: Any, kind: pa.DataType) -> Any:
     """Return a value as Arrow gives it with dicts for its maps, in which of equal keys the last one counts."""
     if isinstance(value, list) and pa.types.is_map(kind):
-        return {_key(key): with_dicts(item, kind.item_type) for key, item in value}
+        return {f"{key}": with_dicts(item, kind.item_type) for key, item in value}
     if isinstance(value, list):
         return [with_dicts(each, kind.value_type) for each in value]
     if isinstance(value, dict):
         return {kind.field(name).name: with_dicts(each, kind.field(name).type) for name, each in value.items()}
     return value
-
-
-def _key(key: Any) -> str:
-    return key if isinstance(key, str) else f"{key}"
 
 
 #: What Arrow raises for a value that Python's types cannot hold, such as text that is not UTF-8 or a date after 9999.

@@ -51,36 +51,26 @@ def look(question: Mapping[str, Any], source: Any) -> Replies:
             "rows": footer.num_rows,
             "statistics": told.decode(errors="replace"),
         }
-        yield found, serialized(file.schema_arrow)
+        yield found, file.schema_arrow.serialize().to_pybytes()
 
 
 @with_file
 def read(question: Mapping[str, Any], source: Any) -> Replies:
     """Reply a Parquet file's schema, then from a group on batches of `columns`, without the `skip` rows had before."""
     with _parquet_file(source) as file:
-        yield {}, serialized(file.schema_arrow)
-        skip = question["skip"]
-        for batch in _batches(file, question):
+        yield {}, file.schema_arrow.serialize().to_pybytes()
+        columns, skip = ColumnChoice(*question["columns"]).of(file.schema_arrow.names), question["skip"]
+        groups = range(question["first_group"], file.metadata.num_row_groups)
+        sizes = ((group.total_byte_size, group.num_rows) for group in map(file.metadata.row_group, groups))
+        row_bytes = max((size / max(1, rows) for size, rows in sizes), default=1.0)
+        rows = max(1, min(question["rows"], int(GROUP_BYTES / max(1.0, row_bytes))))
+        for batch in file.iter_batches(rows, row_groups=groups, columns=columns, use_threads=False):
             for piece in pieces(batch.slice(skip)):
                 yield {}, packed(piece)
             skip = max(0, skip - batch.num_rows)
-
-
-def _batches(file: pq.ParquetFile, question: Mapping[str, Any]) -> Iterator[pa.RecordBatch]:
-    footer, columns = file.metadata, ColumnChoice(*question["columns"]).of(file.schema_arrow.names)
-    groups = range(question["first_group"], footer.num_row_groups)
-    sizes = ((group.total_byte_size, group.num_rows) for group in map(footer.row_group, groups))
-    row_bytes = max((size / max(1, rows) for size, rows in sizes), default=1.0)
-    rows = max(1, min(question["rows"], int(GROUP_BYTES / max(1.0, row_bytes))))
-    found: Iterator[pa.RecordBatch] = file.iter_batches(rows, row_groups=groups, columns=columns, use_threads=False)
-    return found
 
 
 def _parquet_file(source: Any) -> pq.ParquetFile:
     footer = pq.read_metadata(source)
     read_bytes = min(FETCH_BYTES, max(READ_BYTES // max(1, footer.num_columns), 1 << 16))
     return pq.ParquetFile(source, metadata=footer, buffer_size=read_bytes, pre_buffer=False)
-
-
-def serialized(schema: pa.Schema) -> bytes:
-    return bytes(schema.serialize().to_pybytes())

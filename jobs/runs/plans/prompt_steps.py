@@ -190,9 +190,8 @@ def make_steps(
         template, name = Template.parse(prompt["template"]), prompt["name"]
         template.check_cost(rows_per_shard)
         is_chat = template.roles is not None
-        own = run_sampling(
-            prompt.get("sampling") or {}, rows_per_shard, is_chat=is_chat
-        )  # by the names that the run's have
+        # By the names that the run's have.
+        own = run_sampling(prompt.get("sampling") or {}, rows_per_shard, is_chat=is_chat)
         if twice := sorted(own.keys() & from_columns):
             raise InvalidJob(f"{twice[0]} comes from a column, and prompt {name!r} has its own: leave one out")
         if is_scored := has_labels and number == len(prompts):

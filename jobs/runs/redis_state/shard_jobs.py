@@ -15,7 +15,7 @@ from redis.client import Pipeline
 
 from jobs.common import rq_jobs, stored
 from jobs.common.keys import FILE, KIND_FIELD, MODEL_FIELD, SEQUENCES_FIELD, SUBMISSION_FIELD
-from jobs.common.rq_jobs import JobQueue, JobStatus, job_key, prepared_job, results_key
+from jobs.common.rq_jobs import JobStatus, job_key, job_queue, prepared_job, results_key
 from jobs.context import JobContext
 from jobs.errors import RunCancelled
 from jobs.runs.plans.names import PLAN, job_shard, shard_job_id
@@ -121,7 +121,7 @@ def enqueue_shards(
     """
     # Those of this model's jobs and of later ones.
     queues = [
-        _ShardQueue(JobQueue(context.connection, name), plan.run, is_second)
+        _ShardQueue(context.connection, name, plan.run, is_second)
         for name, is_second in plan.queues(queue_name)[low is not None :]
     ]
     fields: dict[Any, Any] = {MODEL_FIELD: plan.model_of(is_second=low is not None).fingerprint, KIND_FIELD: FILE}
@@ -156,8 +156,8 @@ def enqueue_shards(
             elif 0 < cancelled >= job.submission:  # it is the newest submission's from now on
                 pipe.hset(job_key(job.id), SUBMISSION_FIELD, str(submission))
         if waiting:  # also of one that is stopped while this is prepared
-            pipe.zrem(queues[0].queue.keys.failed, *waiting.values())
-        queues[0].queue.enqueue_many(pipe, [prepare(shard, job_id) for shard, job_id in waiting.items()])
+            pipe.zrem(queues[0].keys.failed, *waiting.values())
+        queues[0].queue.enqueue_many([prepare(shard, job_id) for shard, job_id in waiting.items()], pipeline=pipe)
         for shard, job_id in waiting.items():
             rows = plan.shards[shard].rows * plan.spec.n if low is None else low
             pipe.hset(job_key(job_id), mapping={**fields, SEQUENCES_FIELD: rows, SUBMISSION_FIELD: submission})
@@ -173,16 +173,17 @@ def enqueue_shards(
 class _ShardQueue:
     """A run's jobs on a queue, of one model. Which stand there is read once; for others all is looked at again."""
 
-    def __init__(self, queue: JobQueue, run: str, is_second: bool) -> None:
-        self.queue, self._run, self._is_second = queue, run, is_second
+    def __init__(self, connection: Redis, name: str, run: str, is_second: bool) -> None:
+        self.queue, self.keys = job_queue(connection, name), rq_jobs.QueueKeys(name)
+        self._connection, self._run, self._is_second = connection, run, is_second
 
     def look(self, shards: Sequence[int], cancelled: int) -> list[tuple[EarlierJob, bool]]:
         """Return the shards' jobs that there are, and whether each will bring its shard to an end."""
-        connection, ids = self.queue.connection, [shard_job_id(self._run, shard, self._is_second) for shard in shards]
-        jobs = read_earlier(connection, ids)
+        ids = [shard_job_id(self._run, shard, self._is_second) for shard in shards]
+        jobs = read_earlier(self._connection, ids)
         queued = {job.id for job in jobs if job.status == JobStatus.QUEUED and not job.executions}
         if queued and not queued <= self._found:
-            jobs = read_earlier(connection, ids, self.queue.keys)
+            jobs = read_earlier(self._connection, ids, self.keys)
         else:
             jobs = [replace(job, in_queue=job.id in queued) for job in jobs]
         return [(job, self._is_alive(job, cancelled)) for job in jobs]
@@ -200,9 +201,9 @@ class _ShardQueue:
     def _found(self) -> set[str]:
         """Return the run's jobs that were on the queue, or taken from it by a worker of RQ's own."""
         found: set[str] = set()
-        for key in (self.queue.keys.waiting, self.queue.keys.popped):
+        for key in (self.keys.waiting, self.keys.popped):
             start = 0
-            while page := cast("list[bytes]", self.queue.connection.lrange(key, start, start + PAGE - 1)):
+            while page := cast("list[bytes]", self._connection.lrange(key, start, start + PAGE - 1)):
                 start += PAGE
                 found.update(each for each in map(stored.text, page) if job_shard(self._run, each) is not None)
         return found

@@ -49,10 +49,7 @@ def follow(
     show: Callable[[RunSnapshot], None] = lambda snapshot: None,
     warn: Callable[[str], None] = lambda text: None,
 ) -> Followed:
-    """Look at a run until it ends, whoever is away. Raises what the first look raises.
-
-    show: takes each look. warn: takes sentences.
-    """
+    """Look at a run until it ends, whoever is away. Raises what the first look raises."""
     previous = snapshot = look()
     told, is_away = list[str](), False
     while True:

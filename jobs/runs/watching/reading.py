@@ -322,10 +322,7 @@ def _begin(connection: Redis, runs: Iterable[str]) -> list[_Look]:
 
 
 def _read_queue(connection: Redis, name: str, most: int) -> tuple[int, dict[str, Any], dict[str, Any]]:
-    """Look at a queue in the order in which jobs move on, so none is missed: how many wait, are held, have failed.
-
-    most: entries of a registry; 0 for all.
-    """
+    """Look at a queue in the order in which jobs move on, so none is missed: how many wait, are held, have failed."""
     keys = rq_jobs.QueueKeys(name)
     with connection.pipeline(transaction=False) as pipe:
         pipe.llen(keys.waiting)

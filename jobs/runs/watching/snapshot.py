@@ -28,9 +28,9 @@ class RunSnapshot:
     gone: queued shards whose job is in Redis no more. claimed: those that a worker holds, which may write the run's
     end. rows_done, tokens: generated ones, of running shards too; other counts are of finished shards. queue_length:
     jobs of any run. awaited_model: the run's, where no worker there serves it; awaited_second: that of a cascade's
-    second_queue. listened: queues that have workers. stopped: why it was cancelled without
-    anyone's word. failed_jobs: without those that an earlier cancel has stopped. Times are Unix seconds. rows_per_s,
-    tokens_per_s: of a finished run over worked_s, for which workers had shards.
+    second_queue. listened: queues that have workers. stopped: why it was cancelled without anyone's word. failed_jobs:
+    without those that an earlier cancel has stopped. Times are Unix seconds. rows_per_s, tokens_per_s: of a finished
+    run over worked_s, for which workers had shards.
     """
 
     run: str

@@ -12,7 +12,7 @@ from redis import Redis
 from rq import Queue, RateLimit
 from rq.job import JobStatus
 
-from jobs.cli import commands as cli
+from jobs import cli
 from jobs.common.keys import held_key
 from jobs.errors import RunCancelled
 from jobs.runs.plans.names import part_name, shard_job_id

@@ -7,7 +7,7 @@ import click.testing
 import pytest
 from redis import Redis
 
-from jobs.cli import commands as cli
+from jobs import cli
 from jobs.cli import status_text
 from tests.jobs.answering import fail, queued_jobs
 from tests.jobs.conftest import Invoke

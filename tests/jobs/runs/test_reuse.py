@@ -250,7 +250,7 @@ def test_only_new_rows_keep_their_places_in_files_and_need_a_run_to_compare_with
     assert [row["id"] for row in rows] == [1, 3, 4, 5]
     assert (manifest["rows"], manifest["rows_reused"]) == (4, 0)
     reader = FolderReader(str(runs.output.parent / "new"))
-    assert [(row.row, row.file_row) for row in reader.failed(reader.shards())] == [(1, 3), (3, 5)]
+    assert [(row.row, row.file_row) for row in reader.errors(10)[1]] == [(1, 3), (3, 5)]
     with pytest.raises(InvalidJob, match="only_new"):
         runs.plan(output=runs.output.parent / "other", only_new=True)
     options = {"sampling": GREEDY, "only_new": True, "reuse": [str(old), str(runs.output.parent / "new")]}

@@ -77,10 +77,7 @@ def test_equal_keys_are_found_in_turn(known: list[int], wanted: list[int]) -> No
     def keys(numbers: Sequence[int]) -> Any:
         return as_keys(b"".join(number.to_bytes(8, "little") + bytes([number > 0]) * 8 for number in numbers))
 
-    index = KnownKeys(len(known))
-    for start in range(0, len(known), 7):
-        index.add(keys(known[start : start + 7]))
-    index.sort()
+    index = KnownKeys(keys(known))
     found = index.find(keys(wanted)).tolist()
     turns: dict[int, int] = {}
     for number, place in zip(wanted, found, strict=True):
@@ -93,8 +90,6 @@ def test_equal_keys_are_found_in_turn(known: list[int], wanted: list[int]) -> No
 
 
 def test_keys_that_share_their_first_half_alone_are_not_taken_for_each_other() -> None:
-    index = KnownKeys(3)
-    index.add(np.array([[1, 1], [1, 2], [2, 1]], np.uint64))
-    index.sort()
+    index = KnownKeys(np.array([[1, 1], [1, 2], [2, 1]], np.uint64))
     asked = np.array([[1, 2], [1, 3], [2, 1], [2, 2], [0, 0]], np.uint64)
     assert index.find(asked).tolist() == [1, -1, 2, -1, -1]
