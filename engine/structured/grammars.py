@@ -111,7 +111,7 @@ class Grammars:
             raise InvalidSampling(*error.args) from None  # that one is for all who ask
         assert self._started is not None
         vocabulary, allowed = self._started[0].vocabulary, allowed_mask(params.allowed_token_ids, self._vocab_size)
-        shared = compiled, vocabulary, end_token_ids, allowed
+        shared = compiled, vocabulary, end_token_ids, allowed, partial(self._forget, params.structured_outputs)
         return [Matcher(compiled.deep_copy(), *shared) for _ in range(params.n)]
 
     def close(self) -> None:
@@ -126,10 +126,14 @@ class Grammars:
         try:
             return compiler.compile(spec, _tried(spec, children))
         except NotTried:
-            with self._lock:  # so that the next one who asks tries it again
-                self._known.pop(spec, None)
-                self._latest.pop(spec, None)
+            self._forget(spec)
             raise
+
+    def _forget(self, spec: Any) -> None:
+        """Have the next one who asks for a form compile it again."""
+        with self._lock:
+            self._known.pop(spec, None)
+            self._latest.pop(spec, None)
 
     def _start(self) -> tuple[Compiler, Pool]:
         """Read the vocabulary, which takes up to a second. Raises InvalidSampling if that cannot be."""

@@ -72,11 +72,14 @@ class Matcher:
         vocabulary: Vocabulary,
         end_token_ids: frozenset[int],
         allowed: NDArray[np.int32] | None,
+        forget: Callable[[], None] = lambda: None,
     ) -> None:
         """machine: at the text's beginning, this matcher's own. fresh: the grammar's, for `accepts`.
 
         end_token_ids: every id that ends the completion. allowed: [words] int32, None for all tokens.
+        forget: called once the machine has failed; copies share its lexer, whose limits are then those of all rows.
         """
+        self._forget = forget
         self.machine, self._fresh, self.vocabulary = machine, fresh, vocabulary
         self._ends = end_token_ids & vocabulary.without_text
         ends = [token_id for token_id in self._ends if token_id < vocabulary.num_words * WORD]
@@ -107,6 +110,7 @@ class Matcher:
         if token_id in self._ends:
             return
         if not self.machine.consume_token(token_id):
+            self._forget()
             raise GrammarFailed(self.machine_error() or f"token {token_id} cannot stand there")
 
     def accepts(self, text: str) -> bool:
@@ -121,8 +125,12 @@ class Matcher:
         try:
             return self.machine.compute_ff_tokens()
         except Exception as error:  # noqa: BLE001 - what a grammar makes it raise is the end of its row
-            self.error = str(error)
+            self.fail(str(error))
             return []
+
+    def fail(self, error: str) -> None:
+        self.error = error
+        self._forget()
 
     def num_possible(self, guesses: list[int]) -> int:
         """Return how many of these tokens may come next, the text's end not counted."""
@@ -174,7 +182,7 @@ def fill_masks(matchers: Sequence[Matcher], masks: NDArray[np.int32], *, one_by_
         if matchers[row].may_end:
             masks[row] |= matchers[row].end_mask
         elif error := matchers[row].machine_error():  # then llguidance allows an end alone
-            matchers[row].error = error
+            matchers[row].fail(error)
     for row, matcher in enumerate(matchers):
         if matcher.error is not None:
             masks[row] = 0

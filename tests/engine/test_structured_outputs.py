@@ -135,6 +135,28 @@ def test_one_that_fails_while_it_runs_costs_its_row_alone(engine: Engine) -> Non
     assert failed.error
 
 
+def test_a_form_that_has_failed_is_compiled_again(engine: Engine) -> None:
+    """Copies of a grammar share a lexer: one row that takes it to its limits costs no later row."""
+    grammars, ends = engine._sequences.grammars, engine._sequences.eos_token_ids
+    params = SamplingParams(structured_outputs={"regex": "[xy](ab|cd(a{900}){900})[xy]+!"})
+    for text in ("xcd" + 20 * "a", "xaby!"):
+        (found,) = grammars.matchers(params, ends)
+        assert found is not None
+        if "cd" in text:
+            with pytest.raises(GrammarFailed, match="too many states"):
+                follow(engine, found, text)
+        else:
+            follow(engine, found, text)
+            assert found.must_end
+
+
+def follow(engine: Engine, found: Matcher, text: str) -> None:
+    mask = np.zeros((1, found.vocabulary.num_words), np.int32)
+    for token_id in engine._tokenizer.encode_alone(text):
+        matcher.fill_masks([found], mask)
+        found.accept(token_id)
+
+
 def test_blanks_are_bounded(engine: Engine) -> None:
     """A model that likes nothing better than blanks gives an object all the same."""
     blanks = engine._tokenizer.encode_alone(" ") + engine._tokenizer.encode_alone("\n")
