@@ -15,6 +15,16 @@ from jobs.tasks import OpenTask
 from tests.jobs.answering import Answer, feed, opened_task, queued_jobs, run_task, score_parquet, shout, work_off
 
 
+def flip_a_bit(path: Path, column: str) -> None:
+    """Flip a bit of the last value in a dictionary of a Parquet file's column, so that it decodes as another one."""
+    group = pq.read_metadata(path).row_group(0)
+    chunks = [group.column(number) for number in range(group.num_columns)]
+    (chunk,) = [each for each in chunks if each.path_in_schema.partition(".")[0] == column]
+    written = bytearray(path.read_bytes())
+    written[chunk.data_page_offset - 1] ^= 1
+    path.write_bytes(written)
+
+
 class Runs:
     """By default of `in.parquet` into `out`."""
 

@@ -86,7 +86,7 @@ def answer_column(answers: Sequence[Answer], name: str, kind: pa.DataType) -> pa
 
 
 def write_part(sink: Any, schema: pa.Schema, batches: Iterable[pa.RecordBatch | pa.Table], stats: PartStats) -> None:
-    with pq.ParquetWriter(sink, schema) as writer:
+    with pq.ParquetWriter(sink, schema, write_page_checksum=True) as writer:
         for batch in batches:
             writer.write(batch)
         writer.add_key_value_metadata({STATISTICS: stats.to_text()})

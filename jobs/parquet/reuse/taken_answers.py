@@ -47,7 +47,7 @@ def write_taken(storage: Storage, plan: Plan, buckets: RowBuckets) -> None:
         storage.check_interrupted()
         path, own = plan.reused_path(shard), pc.subtract(answers.column(ROW), pa.scalar(int(firsts[shard])))
         with writing(path), storage.open_output(path) as sink:
-            pq.write_table(answers.set_column(0, BESIDE[0], own), sink)
+            pq.write_table(answers.set_column(0, BESIDE[0], own), sink, write_page_checksum=True)
 
 
 def _by_shard(buckets: RowBuckets, firsts: npt.NDArray[np.int64]) -> Iterator[tuple[int, pa.Table]]:
@@ -87,7 +87,7 @@ def keep_answers(folder: RunFolder, shard: int, answers: Mapping[int, Answer], m
     beside = [(row, marks[row].tobytes(), each.reused, (keys ^ marks)[row].tobytes()) for row, each in answers.items()]
     table = answers_table(own, beside, list(answers.values()), kind_of(spec).fields(spec, 0))
     path = _kept_path(folder.plan, shard)
-    folder.storage.put(path, folder.execution_id, lambda sink: pq.write_table(table, sink))
+    folder.storage.put(path, folder.execution_id, lambda sink: pq.write_table(table, sink, write_page_checksum=True))
 
 
 def kept_answers(storage: Storage, plan: Plan, shard: int) -> dict[int, tuple[Answer, bytes]]:

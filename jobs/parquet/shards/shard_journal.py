@@ -118,7 +118,7 @@ class ShardJournal:
     def _put(self, what: str, table: pa.Table) -> str:
         name = f"{self._prefix}{self._execution_id}.{what}.{self._num_files}"
         with self._storage.open_output(os.path.join(self._folder, name)) as sink:
-            pq.write_table(table.replace_schema_metadata({_WHOSE: self._whose}), sink)
+            pq.write_table(table.replace_schema_metadata({_WHOSE: self._whose}), sink, write_page_checksum=True)
         self._num_files += 1
         self._names.add(name)
         return name

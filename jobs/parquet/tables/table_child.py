@@ -73,4 +73,6 @@ def read(question: Mapping[str, Any], source: Any) -> Replies:
 def _parquet_file(source: Any) -> pq.ParquetFile:
     footer = pq.read_metadata(source)
     read_bytes = min(FETCH_BYTES, max(READ_BYTES // max(1, footer.num_columns), 1 << 16))
-    return pq.ParquetFile(source, metadata=footer, buffer_size=read_bytes, pre_buffer=False)
+    return pq.ParquetFile(
+        source, metadata=footer, buffer_size=read_bytes, pre_buffer=False, page_checksum_verification=True
+    )

@@ -17,7 +17,7 @@ from jobs.runs.plans.names import JOURNAL, keys_name
 from jobs.tasks import Completion, Request
 from tests.jobs.answering import MODEL, FakeCompletion, keep, opened_task, shout
 from tests.jobs.conftest import MakeContext
-from tests.jobs.local_runs import Runs
+from tests.jobs.local_runs import Runs, flip_a_bit
 
 DRAWN = {"temperature": 1.0, "max_tokens": 9, "seed": 5}
 CHAIN = [{"name": "first", "template": "{prompt}"}, {"name": "second", "template": "{first} {id}"}]
@@ -211,9 +211,10 @@ def test_of_two_executions_that_write_each_has_its_own_and_the_next_takes_what_i
     [
         lambda path: path.write_bytes(path.read_bytes()[:-1]),
         lambda path: path.write_bytes(b""),
+        lambda path: flip_a_bit(path, "completion"),
         lambda path: pq.write_table(pq.read_table(path).replace_schema_metadata({b"whose": b"another"}), path),
     ],
-    ids=["cut", "empty", "another's"],
+    ids=["cut", "empty", "flipped", "another's"],
 )
 def test_what_is_no_journal_of_this_shard_is_passed_over(
     runs: Runs, shard: Open, monkeypatch: pytest.MonkeyPatch, spoil: Callable[[Path], Any]

@@ -24,7 +24,7 @@ from jobs.runs.plans.plan import Plan
 from jobs.tasks import Request
 from tests.jobs.answering import FakeCompletion, refuse, run_task, shout
 from tests.jobs.conftest import Invoke
-from tests.jobs.local_runs import Runs
+from tests.jobs.local_runs import Runs, flip_a_bit
 
 GREEDY = {"temperature": 0.0}
 BAD = "bad"
@@ -164,6 +164,16 @@ def test_parts_of_an_unfinished_run_are_taken_and_damaged_ones_are_named(runs: R
     assert reused["rows"] == 3
     assert "part-00001.parquet" in reused["passed_over"][1]
     assert "part-00002.bin" in reused["passed_over"][0]
+
+
+def test_a_bit_that_flipped_in_an_answer_costs_its_part(runs: Runs, old: Path) -> None:
+    before = pq.read_table(old).column("completion").to_pylist()
+    flip_a_bit(old / "part-00000.parquet", "completion")
+    assert pq.read_table(old).column("completion").to_pylist() != before, "Parquet alone does not notice"
+    rows, asked, manifest = new_run(runs)
+    assert sorted(asked) == ["a", "b", BAD]
+    assert [row["completion"] for row in rows] == before
+    assert "part-00000.parquet" in manifest["reused"][0]["passed_over"][0]
 
 
 def test_keys_of_another_run_or_part_are_damaged_ones_and_few_models_are_looked_for(
