@@ -77,7 +77,7 @@ class Matcher:
         """machine: at the text's beginning, this matcher's own. fresh: the grammar's, for `accepts`.
 
         end_token_ids: every id that ends the completion. allowed: [words] int32, None for all tokens.
-        forget: called once the machine has failed; copies share its lexer, whose limits are then those of all rows.
+        forget: called when the machine fails: all copies of a grammar share one lexer, so later rows need another.
         """
         self._forget = forget
         self.machine, self._fresh, self.vocabulary = machine, fresh, vocabulary
@@ -129,6 +129,7 @@ class Matcher:
             return []
 
     def fail(self, error: str) -> None:
+        """Let no token follow: the row ends with this error."""
         self.error = error
         self._forget()
 

@@ -369,8 +369,8 @@ class JobRunner:
         """
 
         def may_go(job: HeldJob) -> bool:
-            is_written = job.state is JobState.COLLECTING
-            return not job.is_ending or (parts_too and is_written) or self._ends.writer.is_waiting(job)
+            has_part = job.state is JobState.COLLECTING
+            return not job.is_ending or (parts_too and has_part) or self._ends.writer.is_waiting(job)
 
         return self._withdraw_all(list(filter(may_go, self.jobs)))
 

@@ -168,8 +168,8 @@ class PoolThreads:
 
     def __init__(self, parts: Parts, files: TaskFiles, inspections: Inspections) -> None:
         self._webhooks, self._inspections = parts.callbacks.webhooks, inspections
-        self._closed = *files.pools, parts.functions, parts.enders
-        self._pools = *self._closed, self._webhooks.pool
+        self._awaited = *files.pools, parts.functions, parts.enders
+        self._pools = *self._awaited, self._webhooks.pool
         self._grace_s, self._log = parts.environment.function_grace_s, parts.log
 
     @property
@@ -189,11 +189,11 @@ class PoolThreads:
 
     def close(self, timeout_s: float) -> None:
         """End the threads; wait for what they close, and for what was interrupted, at most `timeout_s`."""
-        for pool in self._closed:
+        for pool in self._awaited:
             pool.end()
         self._inspections.end()
         until = time.monotonic() + timeout_s
-        for pool in self._closed:
+        for pool in self._awaited:
             pool.join(max(0.0, until - time.monotonic()))
         self._webhooks.close()
 
