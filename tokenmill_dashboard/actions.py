@@ -5,8 +5,9 @@ from redis import Redis
 from jobs.errors import RunResubmitted, UnknownRun
 from jobs.runs.control import cancel_run as cancel
 from jobs.runs.plans.names import is_run_id
-from jobs.watch.job_actions import REQUEUE_LIMIT, JobCancel, requeue, requeue_all
-from jobs.watch.job_actions import cancel_job as cancel_one
+from jobs.watch.requeue import REQUEUE_LIMIT, requeue, requeue_all
+from tokenmill_dashboard.job_cancel import JobCancel
+from tokenmill_dashboard.job_cancel import cancel_job as cancel_one
 
 
 def retry_one(connection: Redis, form: dict[str, str]) -> str:

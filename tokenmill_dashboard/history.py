@@ -1,11 +1,15 @@
 """The last hour, for charts: how many jobs waited, and how fast tokens came, of all workers together."""
 
 from collections import deque
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from jobs.common.workers import Point
+from redis import Redis
+
+from jobs.common.keys import samples_key
+from jobs.common.stored import json_object
+from jobs.common.workers import MAX_POINTS, Point
 
 #: Width of a step of the charts, and how many there are.
 STEP_S, NUM_STEPS = 10, 360
@@ -75,7 +79,7 @@ class History:
             return None
         last = recent[-1]
         within = [point for point in recent if last.at - point.at <= WINDOW_S and point is not last]
-        return last.per_second(within[0] if within else recent[-2], name)
+        return per_second(last, within[0] if within else recent[-2], name)
 
     def series(self, now: float) -> dict[str, Any]:
         """Return the charts' lines as JSON has them: `times` (Unix seconds), `depth` and `tokens`.
@@ -119,6 +123,24 @@ class History:
                 if inside > 0:
                     step = self._steps.setdefault(number, _Step())
                     step.grown[name] = step.grown.get(name, 0) + grown * inside / (until - since)
+
+
+def read_points(connection: Redis, names: Sequence[str]) -> dict[str, list[Point]]:
+    """Return what workers have told in the last hour, the oldest first."""
+    with connection.pipeline(transaction=False) as pipe:
+        for name in names:
+            pipe.lrange(samples_key(name), 0, MAX_POINTS - 1)
+        replies = pipe.execute()
+    return {
+        name: [Point.from_object(json_object(raw)) for raw in reversed(raws)]
+        for name, raws in zip(names, replies, strict=True)
+    }
+
+
+def per_second(newer: Point, older: Point, name: str) -> float | None:
+    """Return how fast a count has grown between two points; None where the worker or its clock began anew."""
+    seconds, grown = newer.at - older.at, getattr(newer, name) - getattr(older, name)
+    return grown / seconds if seconds > 0 and grown >= 0 else None
 
 
 def _lines(steps: list[_Step | None]) -> list[dict[str, Any]]:

@@ -8,11 +8,12 @@ from typing import Any
 
 from redis import Redis
 
-from jobs.common.workers import Worker, WorkerSample, read_points, read_workers, worker_names
+from jobs.common.workers import Worker, WorkerSample, read_workers, worker_names
 from jobs.runs.watching.reading import list_runs
 from jobs.runs.watching.snapshot import RunSnapshot
-from jobs.watch.queues import FailedJob, QueueCounts, count_queues, newest_failed, queue_names
-from tokenmill_dashboard.history import History
+from jobs.watch.queues import QueueCounts, count_queues, queue_names
+from tokenmill_dashboard.history import History, read_points
+from tokenmill_dashboard.jobs_seen import FailedJob, newest_failed
 
 #: A look serves everybody for so long; one that took longer than a fifth of that, for five times as long.
 LOOK_S = 1.0

@@ -1,11 +1,14 @@
 """The checks of a worker's machine, in their order."""
 
 import os
-from collections.abc import Iterator
+import shutil
+import tempfile
+from collections.abc import Iterator, Sequence
 
 from engine import ConfigError, EngineConfig, check_up
-from jobs.doctor.findings import Examination, Finding, Level, check_places, missing, ok, told
-from jobs.runs.plans.paths import split_roots
+from jobs.doctor.findings import Examination, Finding, Level, fault, missing, ok, told, warning
+from jobs.errors import DiskFull, JobsError, OutputNotWritable
+from jobs.runs.plans.paths import is_stored, real_path, run_path, split_roots
 from worker.errors import StartupError
 from worker.settings import WorkerSettings, read_variable, with_variables
 from worker.start import load_functions
@@ -46,3 +49,36 @@ def _check_model() -> Iterator[Finding]:
 
 def _check_files() -> Iterator[Finding]:
     return check_places(split_roots(read_variable("TOKENMILL_DATA_ROOTS") or os.getcwd()))
+
+
+#: With less free space no run fits; seconds for a store, of which each request has a quarter.
+MIN_BYTES, STORE_TIMEOUT_S = 64 << 20, 20.0
+
+
+def check_places(roots: Sequence[str]) -> Iterator[Finding]:
+    """Try in each root what a run does there. One that only holds inputs may be closed to a worker."""
+    found = [_look(real_path(run_path(os.path.expanduser(root)))) for root in roots]
+    is_closed = all(each.mend for each in found)
+    yield from (each if is_closed or not each.mend else warning(each.subject, each.found, each.mend) for each in found)
+
+
+def _look(root: str) -> Finding:
+    from jobs.parquet.files.storage import Storage, writing  # pyarrow, of which another finding says where it lacks
+
+    if not is_stored(root) and not os.path.isdir(root):
+        return fault("files", f"{root} is no folder", f"create it, or correct TOKENMILL_DATA_ROOTS: mkdir -p {root}")
+    try:
+        with writing(root):
+            Storage((root,), timeout_s=STORE_TIMEOUT_S).make_folder(root)  # a store is tried by that
+            if not is_stored(root):
+                with tempfile.TemporaryFile(dir=root) as file:
+                    file.write(b"probe")
+    except (DiskFull, OutputNotWritable) as error:
+        mend = "give this user the right to write there (chown, chmod, no `ro` mount), or free space"
+        return fault("files", f"{root} cannot be written to ({error.args[1]})", mend)
+    except JobsError as error:
+        return told("files", str(error))
+    if not is_stored(root) and shutil.disk_usage(root).free < MIN_BYTES:
+        mend = "remove what is not needed there, or let runs write elsewhere (TOKENMILL_DATA_ROOTS)"
+        return fault("files", f"{root}: its disk is full, no part of a run fits", mend)
+    return ok("files", f"{root} can be written to")

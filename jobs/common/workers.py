@@ -12,7 +12,7 @@ from typing import Any, Self
 from redis import Redis
 
 from jobs.common.display import safe_name
-from jobs.common.keys import SILENT_S, WORKER_STATS_TTL_S, loading_key, samples_key, worker_key
+from jobs.common.keys import SILENT_S, WORKER_STATS_TTL_S, loading_key, worker_key
 from jobs.common.rq_jobs import WORKER_PREFIX, WORKERS_KEY
 from jobs.common.stored import json_object, text
 
@@ -50,11 +50,6 @@ class Point:
     @property
     def batch_fill(self) -> float:
         return min(1.0, self.num_requests_running / self.max_num_seqs) if self.max_num_seqs else 0.0
-
-    def per_second(self, older: "Point", name: str) -> float | None:
-        """Return how fast a count has grown since an older point; None where the worker or its clock began anew."""
-        seconds, grown = self.at - older.at, getattr(self, name) - getattr(older, name)
-        return grown / seconds if seconds > 0 and grown >= 0 else None
 
     def to_object(self) -> dict[str, Any]:
         return asdict(self)
@@ -162,14 +157,3 @@ def served_on(workers: Iterable[Worker], queue: str) -> tuple[int, set[str] | No
     served = [each.sample.models for each in listening if each.sample is not None and not each.is_silent]
     models = {name for names in served if isinstance(names, list) for name in names if isinstance(name, str)}
     return len(listening), models
-
-
-def read_points(connection: Redis, names: Sequence[str]) -> dict[str, list[Point]]:
-    with connection.pipeline(transaction=False) as pipe:
-        for name in names:
-            pipe.lrange(samples_key(name), 0, MAX_POINTS - 1)
-        replies = pipe.execute()
-    return {
-        name: [Point.from_object(json_object(raw)) for raw in reversed(raws)]
-        for name, raws in zip(names, replies, strict=True)
-    }

@@ -1,18 +1,13 @@
-"""Findings: what a check has found and what mends it; checks of the installation, and of the data roots."""
+"""Findings: what a check has found and what mends it; checks of the installation."""
 
 import os
 import re
-import shutil
-import tempfile
 import threading
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from enum import StrEnum
 from functools import partial
 from importlib.metadata import PackageNotFoundError, requires, version
 from typing import NamedTuple
-
-from jobs.errors import DiskFull, JobsError, OutputNotWritable
-from jobs.runs.plans.paths import is_stored, real_path, run_path
 
 
 class Level(StrEnum):
@@ -91,36 +86,3 @@ def missing(extra: str) -> Iterator[Finding]:
         except PackageNotFoundError:
             weigh = warning if name in OPTIONAL else fault
             yield weigh("installation", f"{name} is not installed", f"pip install 'tokenmill[{extra}]'")
-
-
-#: With less free space no run fits; seconds for a store, of which each request has a quarter.
-MIN_BYTES, STORE_TIMEOUT_S = 64 << 20, 20.0
-
-
-def check_places(roots: Sequence[str]) -> Iterator[Finding]:
-    """Try in each root what a run does there. One that only holds inputs may be closed to a worker."""
-    found = [_look(real_path(run_path(os.path.expanduser(root)))) for root in roots]
-    is_closed = all(each.mend for each in found)
-    yield from (each if is_closed or not each.mend else warning(each.subject, each.found, each.mend) for each in found)
-
-
-def _look(root: str) -> Finding:
-    from jobs.parquet.files.storage import Storage, writing  # pyarrow: where a worker is installed
-
-    if not is_stored(root) and not os.path.isdir(root):
-        return fault("files", f"{root} is no folder", f"create it, or correct TOKENMILL_DATA_ROOTS: mkdir -p {root}")
-    try:
-        with writing(root):
-            Storage((root,), timeout_s=STORE_TIMEOUT_S).make_folder(root)  # a store is tried by that
-            if not is_stored(root):
-                with tempfile.TemporaryFile(dir=root) as file:
-                    file.write(b"probe")
-    except (DiskFull, OutputNotWritable) as error:
-        mend = "give this user the right to write there (chown, chmod, no `ro` mount), or free space"
-        return fault("files", f"{root} cannot be written to ({error.args[1]})", mend)
-    except JobsError as error:
-        return told("files", str(error))
-    if not is_stored(root) and shutil.disk_usage(root).free < MIN_BYTES:
-        mend = "remove what is not needed there, or let runs write elsewhere (TOKENMILL_DATA_ROOTS)"
-        return fault("files", f"{root}: its disk is full, no part of a run fits", mend)
-    return ok("files", f"{root} can be written to")

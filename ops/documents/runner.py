@@ -13,9 +13,10 @@ from typing import IO
 from redis import Redis
 
 from jobs.common.keys import held_key
-from jobs.watch.queues import FailedJob, count_queues, newest_failed
+from jobs.watch.queues import count_queues
 from ops.documents.blocks import Block
 from ops.documents.stage import Stage
+from tokenmill_dashboard.jobs_seen import FailedJob, newest_failed
 
 BLOCK_S = 180.0
 """How long a block may take before it counts as hung."""

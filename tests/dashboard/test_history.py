@@ -8,7 +8,7 @@ from redis import Redis
 
 from jobs.common.workers import Point
 from tests.dashboard.test_pages import put_worker
-from tokenmill_dashboard.history import History
+from tokenmill_dashboard.history import History, per_second
 from tokenmill_dashboard.watcher import Watcher
 
 
@@ -43,3 +43,11 @@ def test_a_dashboard_that_starts_late_shows_what_workers_have_told_before(redis:
     assert len(known) >= 29
     written = [value for value in watcher.series()["tokens"][0]["values"] if value]
     assert written[2:-2] == pytest.approx([10.0] * len(written[2:-2]), rel=0.05)
+
+
+def test_speed_is_told_between_two_points_of_one_life_of_a_worker() -> None:
+    older, newer = Point(at=10.0, rows=5), Point(at=12.0, rows=9)
+    assert per_second(newer, older, "rows") == 2.0
+    assert per_second(older, newer, "rows") is None, "the clock was set back"
+    assert per_second(Point(at=14.0), newer, "rows") is None, "it was started anew"
+    assert per_second(newer, newer, "rows") is None

@@ -13,10 +13,11 @@ from safetensors.torch import load_file, save_file
 from engine import EngineConfig, Observation, check_up
 from engine.checkpoint.folder import INDEX, WHOLE
 from engine.run import check_machine
-from jobs.doctor.findings import Examination, Finding, Level, check_places, examine, ok
+from jobs.doctor.findings import Examination, Finding, Level, examine, ok
 from tests.doctor.test_redis_faults import bad
 from tests.rq_workers import ROOT
 from worker import doctor
+from worker.doctor import check_places
 
 MODEL = ROOT / "ops" / "demo" / "model"
 

@@ -9,7 +9,6 @@ from redis.exceptions import ConnectionError
 
 from jobs.cli.watch_commands import show_or_watch
 from jobs.common.keys import run_key
-from jobs.common.workers import Point
 from jobs.runs.watching.reading import list_runs, list_shards, read_planned, run_reasons
 from tests.jobs.answering import fail
 from tests.jobs.conftest import Invoke
@@ -87,14 +86,6 @@ def test_a_table_is_shown_anew_until_it_is_interrupted(capsys: pytest.CaptureFix
     turns: list[float] = []
     show_or_watch(show, True, sleep)
     assert capsys.readouterr().out == "one\nno answer from Redis (gone); still trying\ntwo\n"
-
-
-def test_speed_is_told_between_two_points_of_one_life_of_a_worker() -> None:
-    older, newer = Point(at=10.0, rows=5), Point(at=12.0, rows=9)
-    assert newer.per_second(older, "rows") == 2.0
-    assert older.per_second(newer, "rows") is None, "the clock was set back"
-    assert Point(at=14.0).per_second(newer, "rows") is None, "it was started anew"
-    assert newer.per_second(newer, "rows") is None
 
 
 def commands(redis: Redis) -> int:

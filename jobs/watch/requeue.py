@@ -1,10 +1,9 @@
-"""Puts failed jobs back on their queues, and cancels single jobs, without looking at what a job holds.
+"""Puts failed jobs back on their queues without looking at what a job holds.
 
 RQ's own command reads jobs with pickle unless it is called with `-S json`, and a pickle that somebody wrote
 runs as whoever reads it.
 """
 
-import enum
 import time
 from collections.abc import Sequence
 from functools import partial
@@ -15,7 +14,6 @@ from redis.client import Pipeline
 
 from jobs.common import rq_jobs, stored
 from jobs.common.rq_jobs import JobStatus
-from jobs.runs.control import stop_held
 from jobs.runs.redis_state.state import transact
 
 CHUNK = 100
@@ -85,50 +83,3 @@ def _queue_again(
         pipe.expire(key, int(ttl_s))
     else:
         pipe.persist(key)  # it was to go as a failed job
-
-
-#: Where a job may be that a person may cancel, by what its hash says.
-CANCELLABLE = (
-    *(JobStatus.QUEUED, JobStatus.DEFERRED, JobStatus.SCHEDULED, JobStatus.STARTED),
-    *(JobStatus.READY_TO_ENQUEUE, JobStatus.RATE_LIMITED),
-)
-
-
-class JobCancel(enum.Enum):
-    REMOVED = "removed"  # it waited, and will not run
-    STOPPING = "stopping"  # the worker that has it was told to stop it
-    GONE = "gone"  # it neither waits nor runs
-
-
-def cancel_job(connection: Redis, job_id: str) -> JobCancel:
-    """Take a job from where it waits, or tell its worker to stop it; its dependents wait on. Raises RedisError."""
-    for _ in range(2):  # one that a worker takes just then is looked for there once more
-        if transact(connection, partial(stop_held, connection, [job_id])):
-            return JobCancel.STOPPING
-        # Whoever claims it meanwhile opens an execution, or writes its hash: then all is looked at again.
-        taken = transact(connection, partial(_take, job_id), rq_jobs.job_key(job_id), rq_jobs.executions_key(job_id))
-        if taken is not None:
-            return JobCancel.REMOVED if taken else JobCancel.GONE
-    return JobCancel.GONE
-
-
-def _take(job_id: str, pipe: Pipeline) -> bool | None:
-    """Return whether the job waited; None where a worker has it."""
-    if pipe.exists(rq_jobs.executions_key(job_id)):
-        return None
-    raw: Any = pipe.hmget(rq_jobs.job_key(job_id), "origin", "rate_limit_key")
-    if not raw[0]:
-        return False
-    keys, limit = rq_jobs.QueueKeys(stored.text(raw[0])), stored.text(raw[1] or b"")
-    registries = (keys.deferred, keys.ready, keys.scheduled, rq_jobs.rate_limited_key(limit))
-    on_queue: Any = pipe.lpos(keys.waiting, job_id)
-    waits = [pipe.zscore(key, job_id) is not None for key in registries]
-    if on_queue is None and not any(waits):
-        return False
-    pipe.multi()
-    pipe.lrem(keys.waiting, 0, job_id)
-    for key in registries:
-        pipe.zrem(key, job_id)
-    pipe.hset(rq_jobs.job_key(job_id), "status", JobStatus.CANCELED.value)
-    pipe.zadd(keys.cancelled, {job_id: time.time()})
-    return True
