@@ -1,4 +1,4 @@
-"""Stores that send requests elsewhere, and listings without an end."""
+"""Stores that refuse, and listings without an end."""
 
 import threading
 from collections.abc import Callable, Iterator
@@ -78,21 +78,6 @@ def reply(handler: BaseHTTPRequestHandler, status: int, body: bytes = b"", **hea
     handler.end_headers()
     if handler.command != "HEAD":
         handler.wfile.write(body)
-
-
-@pytest.mark.parametrize("asked", ["names", "stat"])
-def test_no_redirect_to_another_host_is_followed(asked: str, store: Callable[..., Storage]) -> None:
-    asked_there: list[Any] = []
-
-    def note(handler: BaseHTTPRequestHandler) -> None:
-        asked_there.append(handler.headers.items())
-        reply(handler, 403, SECRET)
-
-    with serving("127.0.0.2", note) as other:
-        found = store(lambda handler: reply(handler, 307, Location=f"{other}/there"))
-        with pytest.raises(StoreRefused, match="another host, which is not followed"):
-            getattr(found, asked)(f"{ROOT}/x")
-    assert asked_there == []
 
 
 @pytest.mark.parametrize("asked", ["names", "stat"])

@@ -9,7 +9,6 @@ from collections.abc import Callable, Iterator
 from datetime import timedelta
 from functools import lru_cache
 from typing import Any, TypeVar
-from urllib.parse import urlsplit
 
 import obstore
 from obstore import exceptions
@@ -25,24 +24,13 @@ T = TypeVar("T")
 _SHARE = 0.5
 #: Seconds: of obstore's own tries, where we can ask anew; between ours; and of one request at most.
 TRIES_S, FIRST_WAIT_S, MAX_WAIT_S, REQUEST_S = 5.0, 0.2, 5.0, 30.0
-#: Of what a store says its code alone is told, and of another reply nothing: it may be another host's.
+#: Of what a store says its code alone is told, and of another reply nothing.
 _CODE, _STATUS = re.compile(r"<Code>(\w{1,64})</Code>"), re.compile(r"status code: (\d{3})")
 _BEFORE_A_REPLY = re.compile(r".*?(status code: \d{3}[ \w]*|error response|invalid \w+ response)")
 _NO_BUCKET = {"NoSuchBucket", "ContainerNotFound"}
 _TRY_AGAIN = {"408", "425", "429"}
 
 _REASON_CHARS = 300
-#: Where no proxy listens: requests to other hosts than the store's are sent there.
-_NOWHERE = "127.0.0.1:1"
-
-_PROXIES = ("ALL_PROXY", "HTTPS_PROXY", "HTTP_PROXY", "AWS_PROXY_URL")
-
-#: Where clients of S3 find credentials, if none are given.
-_CREDENTIALS = (
-    "169.254.169.254", "169.254.170.2", "169.254.170.23", "fd00:ec2::23", "fd00:ec2::254", "amazonaws.com",
-)  # fmt: skip
-_CREDENTIAL_URLS = ("AWS_CONTAINER_CREDENTIALS_FULL_URI", "AWS_METADATA_ENDPOINT", "AWS_ENDPOINT_URL_STS")
-
 _log = logging.getLogger("rq.worker")
 
 
@@ -58,7 +46,6 @@ def opened_store(scheme: str, bucket: str, timeout_s: float, tries_s: float = TR
         },
     }
     if scheme == "s3":
-        options["client_options"] |= _without_redirects()
         return S3Store(bucket, copy_if_not_exists="multipart", **options)
     return GCSStore(bucket, **options) if scheme == "gs" else AzureStore(bucket, **options)
 
@@ -66,18 +53,6 @@ def opened_store(scheme: str, bucket: str, timeout_s: float, tries_s: float = TR
 def _endpoint(scheme: str) -> str:
     names = {"s3": ("AWS_ENDPOINT_URL", "AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT"), "az": ("AZURE_ENDPOINT",)}
     return next((os.environ[name] for name in names.get(scheme, ()) if os.environ.get(name)), "")
-
-
-def _without_redirects() -> dict[str, str]:
-    """Have a client of S3 send what is not its store's nowhere: to a proxy that is none, unless one is set."""
-    if any(os.environ.get(name) or os.environ.get(name.lower()) for name in _PROXIES):
-        return {}
-    endpoint = _endpoint("s3")
-    hosts = [urlsplit(endpoint).hostname or ""] if endpoint else ["amazonaws.com", "amazonaws.com.cn"]
-    if not os.environ.get("AWS_ACCESS_KEY_ID"):
-        urls = (os.environ.get(name, "") for name in _CREDENTIAL_URLS)
-        hosts += [*_CREDENTIALS, *(urlsplit(url).hostname or "" for url in urls)]
-    return {"proxy_url": f"http://{_NOWHERE}", "proxy_excludes": ",".join(filter(None, hosts))}
 
 
 def make_request(
@@ -116,8 +91,6 @@ def _reason_to_try_again(path: str, error: Exception) -> str:
     first = text.split("\n")[0]
     before = _BEFORE_A_REPLY.match(first)
     reason = (code or (before[0] if before else first))[:_REASON_CHARS]
-    if _NOWHERE in text:
-        raise StoreRefused(path, "it sends requests on to another host, which is not followed")
     if code in _NO_BUCKET:
         raise BucketNotFound(path, reason) from None
     if isinstance(error, FileNotFoundError):
