@@ -8,11 +8,12 @@ from starlette.requests import Request
 from jobs.common.display import safe_name
 from jobs.errors import UnknownRun
 from jobs.runs.plans.names import is_run_id
-from jobs.runs.watching.reading import list_shards, read_planned, run_reasons
+from jobs.runs.watching.reading import read_planned, run_reasons
 from jobs.runs.watching.snapshot import RunSnapshot, obstacles
 from jobs.watch.queues import count_queues, queue_names
 from tokenmill_dashboard import display
 from tokenmill_dashboard.jobs_seen import failed_page, read_job
+from tokenmill_dashboard.shards_seen import list_shards
 from tokenmill_dashboard.watcher import Watcher
 
 #: Rows of a table on one page.

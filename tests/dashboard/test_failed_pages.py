@@ -3,8 +3,8 @@
 from redis import Redis
 from starlette.testclient import TestClient
 
+from tests.dashboard.test_jobs_seen import end, fail
 from tests.dashboard.test_pages import RUN, act, text_of
-from tests.jobs.cli.test_failed_jobs import end, fail
 
 
 def test_a_link_leads_to_a_jobs_page_and_its_buttons_back_to_it(redis: Redis, page: TestClient) -> None:

@@ -12,7 +12,7 @@ from starlette.testclient import TestClient
 
 from tests.dashboard.conftest import TOKEN, Open
 from tests.dashboard.dashboard_process import ask, running_dashboard
-from tests.jobs.cli.test_failed_jobs import fail
+from tests.dashboard.test_jobs_seen import fail
 from tokenmill_dashboard.guard import MAX_CONNECTIONS, SESSION_COOKIE, SESSION_S, Hosts, Sessions, TriesInTurn
 
 RETRY = {"queue": "bulk", "job_id": "one", "back": "/failed"}

@@ -13,7 +13,7 @@ from starlette.testclient import TestClient
 
 from jobs.common.keys import RUN_TTL_S, WORKER_STATS_TTL_S
 from tests.dashboard.conftest import Open
-from tests.jobs.cli.test_failed_jobs import end, fail
+from tests.dashboard.test_jobs_seen import end, fail
 
 HOSTILE = "<img src=x onerror=alert(1)>'\"&\x1b[2J\u202e"
 RUN = "0123456789abcdef"

@@ -1,9 +1,9 @@
-"""Reads runs and their shards: what Redis has of them at one moment, in a few round trips however many those are."""
+"""Reads runs: what Redis has of them at one moment, in a few round trips however many those are."""
 
 import time
 from bisect import bisect
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 from redis import Redis
@@ -39,23 +39,7 @@ _TIMES = ("began_at", "ended_at", "worked_s")
 _COUNTS = (*TOTALS, *OF_SUBMISSION)
 
 
-@dataclass(frozen=True)
-class ShardSeen:
-    """A shard of a run, and the worker that answers it, or did.
-
-    state: "done", "running", "failed", "queued", "gone" without a job in Redis, or "left" by a stopped run.
-    """
-
-    shard: int
-    state: str
-    rows_done: int = 0
-    errors: int = 0
-    tokens: int = 0
-    seconds: float | None = None
-    worker: str = ""
-
-
-class _Look:
+class RunLook:
     """What one look has seen of a run so far. done: how many shards have a part. stopped: failed jobs of a cancel."""
 
     done = claimed = gone = 0
@@ -203,11 +187,11 @@ def read_runs(connection: Redis, runs: Iterable[str], most: int = 0) -> list[Run
     most: of a list, entries that are read of a queue's registry. 0: all are, and of each run it is told how long it
     goes on, and which of its jobs are gone though others are on its queue.
     """
-    looks = _begin(connection, runs)
+    looks = begin_looks(connection, runs)
     workers = [each for each in read_workers(connection) if each.queues]
     busy = {name for look in looks if not look.is_finished for name in look.queues}
     names = {name for look in looks for name in look.queues}
-    queues = {name: _read_queue(connection, name, most if name in busy else 1) for name in names}
+    queues = {name: read_queue(connection, name, most if name in busy else 1) for name in names}
     for look in looks:
         look.see_queues(queues)
     _read_parts(connection, looks)  # afterwards: what ends in between is done, and not nowhere
@@ -255,31 +239,6 @@ def run_reasons(connection: Redis, run: str) -> list[Reason]:
     return [replace(each, text=safe_name(each.text, MAX_TEXT_CHARS)) for each in found]
 
 
-def list_shards(connection: Redis, run: str, first: int = 0, count: int = 100) -> list[ShardSeen]:
-    """Return so many of a run's shards. Raises UnknownRun."""
-    if not (looks := _begin(connection, [run])):
-        raise UnknownRun(run)
-    (look,) = looks
-    numbers = range(first, min(first + count, look.shards or 0))
-    parts = RunState(connection, run).parts_of(numbers)
-    look.see_queues({name: _read_queue(connection, name, MAX_ENTRIES) for name in look.queues})
-    told = read_progress(connection, [shard_job_id(run, shard) for shard in numbers])
-    again = read_progress(connection, [shard_job_id(run, shard, is_second=True) for shard in numbers])
-    found = []
-    for shard, one, two in zip(numbers, told, again, strict=True):
-        each = two if two.has_job else one
-        if (part := parts.get(shard)) is not None:
-            counts = (part.rows, part.errors, part.generated_tokens, part.seconds)
-            found.append(ShardSeen(shard, "done", *counts, each.worker))
-        elif shard in look.started:
-            found.append(ShardSeen(shard, "running", each.rows, tokens=each.tokens, worker=each.worker))
-        else:
-            word = "failed" if shard in look.failed else "queued" if each.has_job else "gone"
-            is_left = "cancelled" in look.facts and not look.is_finished
-            found.append(ShardSeen(shard, "left" if is_left else word, worker=each.worker))
-    return found
-
-
 def failure_text(connection: Redis, job_id: str) -> str:
     """Return the last line of a failed job's error, before the line that classes it, or that it left none."""
     return error_line(rq_jobs.error_text(rq_jobs.last_entry(connection, job_id))) or "it left no error"
@@ -306,7 +265,7 @@ def _progress(meta: Any, started_at: bytes | None, worker: bytes | None, status:
     return Progress(rows, tokens, shard_rows, stored.moment(started_at), safe_name(worker or b""), status is not None)
 
 
-def _begin(connection: Redis, runs: Iterable[str]) -> list[_Look]:
+def begin_looks(connection: Redis, runs: Iterable[str]) -> list[RunLook]:
     """Begin a look at each run of which more is left than its id."""
     names = list(runs)
     with connection.pipeline(transaction=False) as pipe:
@@ -318,10 +277,10 @@ def _begin(connection: Redis, runs: Iterable[str]) -> list[_Look]:
         for facts in found.values():
             pipe.hget(rq_jobs.job_key(facts.get("plan_job", "")), "status")
         statuses = map(rq_jobs.job_status, pipe.execute(raise_on_error=False))
-    return [_Look(run, facts, status) for (run, facts), status in zip(found.items(), statuses, strict=True)]
+    return [RunLook(run, facts, status) for (run, facts), status in zip(found.items(), statuses, strict=True)]
 
 
-def _read_queue(connection: Redis, name: str, most: int) -> tuple[int, dict[str, Any], dict[str, Any]]:
+def read_queue(connection: Redis, name: str, most: int) -> tuple[int, dict[str, Any], dict[str, Any]]:
     """Look at a queue in the order in which jobs move on, so none is missed: how many wait, are held, have failed."""
     keys = rq_jobs.QueueKeys(name)
     with connection.pipeline(transaction=False) as pipe:
@@ -333,7 +292,7 @@ def _read_queue(connection: Redis, name: str, most: int) -> tuple[int, dict[str,
     return waiting + popped, _jobs_by_run(started), _jobs_by_run(failed)
 
 
-def _read_parts(connection: Redis, looks: Sequence[_Look]) -> None:
+def _read_parts(connection: Redis, looks: Sequence[RunLook]) -> None:
     asked: list[list[Any]] = [["total", *{*look.started, *look.failed}] for look in looks]
     with connection.pipeline(transaction=False) as pipe:
         for look, fields in zip(looks, asked, strict=True):

@@ -9,11 +9,12 @@ from redis.exceptions import ConnectionError
 
 from jobs.cli.watch_commands import show_or_watch
 from jobs.common.keys import run_key
-from jobs.runs.watching.reading import list_runs, list_shards, read_planned, run_reasons
+from jobs.runs.watching.reading import list_runs, read_planned, run_reasons
 from tests.jobs.answering import fail
 from tests.jobs.conftest import Invoke
 from tests.jobs.local_runs import Runs
 from tests.jobs.runs.test_verify import drawn
+from tokenmill_dashboard.shards_seen import list_shards
 
 
 def test_status_without_a_run_shows_all_of_them(runs: Runs, invoke: Invoke, source: Path, tmp_path: Path) -> None:

@@ -23,13 +23,14 @@ from jobs.runs.control import cancel_run
 from jobs.runs.plans.names import job_shard
 from jobs.runs.plans.spec import RunSpec
 from jobs.runs.redis_state.submission import Submission
-from jobs.runs.watching.reading import list_runs, list_shards, read_snapshot
+from jobs.runs.watching.reading import list_runs, read_snapshot
 from jobs.runs.watching.snapshot import obstacles
 from jobs.tasks import Request
 from tests.jobs.answering import MODEL, FakeCompletion, add_worker, fail, queued_jobs, refuse, run_task, work_off
 from tests.jobs.conftest import Invoke
 from tests.jobs.killing import Fuse, FusedRedis, FusedStorage, Killed, finish, open_work
 from tests.jobs.local_runs import Runs
+from tokenmill_dashboard.shards_seen import list_shards
 
 LARGE = ServedModel("large", "fingerprint of large", "float32")
 LABELS: dict[str, Any] = {"labels": ["yes", "no"], "prompt_column": "prompt", "rows_per_shard": 4}

@@ -12,8 +12,9 @@ from jobs.runs.plans.names import shard_job_id
 from jobs.runs.redis_state import shard_jobs
 from jobs.runs.redis_state.state import TOTALS, RunState
 from jobs.runs.watching import reading
-from jobs.runs.watching.reading import list_runs, list_shards, read_snapshot
+from jobs.runs.watching.reading import list_runs, read_snapshot
 from tests.jobs.local_runs import Runs
+from tokenmill_dashboard.shards_seen import list_shards
 
 QUEUE_KEY = "rq:queue:bulk"
 SHARDS = 30
