@@ -75,7 +75,8 @@ class Engine:
             )
         classes = read_classes(model)
         pooling = read_pooling(folder, model, config.pooling) if classes is None else None
-        self._generates = generates(folder, model, path, embeds=pooling is not None)
+        #: Whether it has an LM head; else it embeds or classifies.
+        self.generates = generates(folder, model, path, embeds=pooling is not None)
         self.config = config
         self._tokenizer = Tokenizer(folder, config.chat_template)
         self._reasoner = Reasoner(self._tokenizer, model.vocab_size)
@@ -455,7 +456,7 @@ class Engine:
         return self.prepare(prompt, truncate_prompt_tokens=most, scoring=scoring)
 
     def _check_generates(self) -> None:
-        if not self._generates:
+        if not self.generates:
             raise UnsupportedTask(
                 "this checkpoint has no LM head: it embeds or classifies, it cannot generate or score"
             )

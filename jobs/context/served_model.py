@@ -39,6 +39,7 @@ class ServedModel(PinnedModel):
     embedding_prompts: tuple[str, ...] = ()
     classes: tuple[str, ...] = ()
     reads_pictures: bool = True  # as long as no engine has told
+    generates: bool = True
 
     @property
     def names(self) -> tuple[str, ...]:

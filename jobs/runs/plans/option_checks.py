@@ -10,6 +10,7 @@ from jobs.errors import InvalidJob, InvalidValue, check_limit, unlike
 from jobs.prompts.arguments import checked_text
 from jobs.prompts.messages import NAMES as CHAT_NAMES
 from jobs.prompts.response_options import NAMES as RESPONSE_NAMES
+from jobs.runs.plans.names import OPENAI_BATCH
 
 #: How exactly log probabilities are written, and how templates are; the first by default.
 LOGPROB_TYPES = ("float32", "float16")
@@ -100,6 +101,8 @@ def check_served(options: Mapping[str, Any], model: ServedModel) -> None:
     rows_per_shard = options["rows_per_shard"]
     if options["image_column"] and not model.reads_pictures:
         raise InvalidJob(f"the worker serves {model.name!r}, which reads no pictures")
+    if task == GENERATE and options["input_format"] != OPENAI_BATCH and not model.generates:
+        raise InvalidJob(f"the worker serves {model.name!r}, which has no LM head: it embeds or classifies")
     if task == EMBED and not model.embedding_size:
         raise InvalidJob(
             f"the worker serves {model.name!r}, which gives no embeddings: it has no modules.json that says "

@@ -20,7 +20,7 @@ TEXTS = ["good", "bad", "broken", None, "good"]
 
 def serve(runs: Runs, *classes: str) -> None:
     own = runs.context
-    runs.context = lambda: replace(own(), model=replace(MODEL, classes=classes))
+    runs.context = lambda: replace(own(), model=replace(MODEL, classes=classes, generates=False))
 
 
 def scored(request: Request) -> FakeCompletion:
@@ -125,6 +125,9 @@ def test_a_run_that_this_model_cannot_do_fails_once_at_planning(runs: Runs) -> N
     with pytest.raises(InvalidJob, match="has no sequence-classification head"):
         score_parquet(runs.context(), str(runs.source), str(runs.output), task="classify")
     serve(runs, "a", "b", "c")
+    for values in ({"labels": ["a", "b"]}, {}):
+        with pytest.raises(InvalidJob, match="has no LM head"):
+            score_parquet(runs.context(), str(runs.source), str(runs.output), **values)
     columns = {"query_column": "prompt", "document_column": "prompt"}
     with pytest.raises(InvalidJob, match="3 classes, not"):
         score_parquet(runs.context(), str(runs.source), str(runs.output), task="rerank", **columns)
