@@ -24,7 +24,7 @@ from jobs.parquet.outputs.run_folder import load_plan
 from jobs.parquet.reuse.taken_answers import KEY, ROW, UNREADABLE
 from jobs.parquet.tables.columns import ColumnChoice
 from jobs.parquet.tables.table_reading import TableReading
-from jobs.runs.plans.names import JOURNAL, KEYS, PLAN, keys_name, part_shards
+from jobs.runs.plans.names import JOURNAL, KEYS, PLAN, SUCCESS, keys_name, part_shards
 from jobs.runs.plans.plan import Plan
 
 #: Models that may have answered a part's rows, and those of all parts that are looked for.
@@ -151,7 +151,11 @@ class OldRuns:
             run, plan = plan.run, replace(plan, spec=replace(plan.spec, output=output))  # it may have been moved
             self.seed = plan.seed if self.seed is None else self.seed
             self.told.append(ReusedRun(output, run))
-            for shard, journal in sorted(_answered(storage, plan).items()):
+            answered = _answered(storage, plan)
+            if storage.stat(os.path.join(output, SUCCESS)) is not None:
+                for shard in set(range(len(plan.shards))) - answered.keys():
+                    self.told[-1].pass_over(PartDamaged(plan.part_path(shard), "it is gone"))
+            for shard, journal in sorted(answered.items()):
                 self.parts.append(OldPart(plan, shard, size, self.told[-1], tuple(journal)))
                 size += self.parts[-1].num_rows
         keys, marks = np.zeros((size, 2), np.uint64), [NO_KEYS]

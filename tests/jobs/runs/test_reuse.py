@@ -176,6 +176,11 @@ def test_a_bit_that_flipped_in_an_answer_costs_its_part(runs: Runs, old: Path) -
     assert "part-00000.parquet" in manifest["reused"][0]["passed_over"][0]
 
 
+def test_a_part_that_is_gone_from_a_finished_run_is_named(runs: Runs, old: Path) -> None:
+    (old / "part-00001.parquet").unlink()
+    assert new_run(runs)[2]["reused"][0]["passed_over"] == [f"{old / 'part-00001.parquet'}: it is gone"]
+
+
 def test_keys_of_another_run_or_part_are_damaged_ones_and_few_models_are_looked_for(
     runs: Runs, old: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
