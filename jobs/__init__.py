@@ -41,7 +41,7 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    """Import what makes runs when it is asked for: a check's process, for one, needs no rq."""
+    """Import what makes runs on first use: a process that checks answers, for one, needs no rq."""
     if name not in ("Run", "run", "submit"):
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     from jobs import client

@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from jobs.parquet.outputs.read_back import FailedRow, FolderReader
 
 INPUT_SUFFIX = ".input"
-#: Other options of the command line, by the argument of jobs.score_parquet that each is.
+#: Options of the command line that have another name as arguments of jobs.score_parquet.
 _OPTIONS = {
     "messages_template": "template",
     "column": "sampling_columns",
@@ -155,7 +155,7 @@ class Run:
         return cancel_run(self._connection, self.status().run)
 
     def reader(self, what: str) -> FolderReader:
-        """Return what reads its folder; its id may be another one where a worker's real paths differ."""
+        """Return a reader of its folder, whose plan may have another id: a worker's real paths may differ from ours."""
         with _needs_pyarrow(what):
             from jobs.parquet.outputs.read_back import FolderReader
         if not is_stored(self.output) and not os.path.isdir(self.output):

@@ -41,7 +41,7 @@ PROMPT_OPTIONS = (
 
 
 def assignments(context: click.Context, parameter: click.Parameter, texts: tuple[str, ...]) -> dict[str, str] | None:
-    """Return what an option of the form NAME=TEXT, given more than once, says of each name."""
+    """Return the texts of a repeatable option NAME=TEXT, by name."""
     found: dict[str, str] = {}
     for text in texts:
         name, is_there, value = text.partition("=")
@@ -54,7 +54,7 @@ def assignments(context: click.Context, parameter: click.Parameter, texts: tuple
 
 
 def column_list(context: click.Context, parameter: click.Parameter, texts: tuple[str, ...]) -> list[str] | None:
-    """Return the columns of an option that takes several, apart by commas and given more than once."""
+    """Return the columns of a repeatable option whose values are separated by commas."""
     if not texts:
         return None
     try:
@@ -64,7 +64,7 @@ def column_list(context: click.Context, parameter: click.Parameter, texts: tuple
 
 
 def label_list(context: click.Context, parameter: click.Parameter, text: str | None) -> list[Any] | None:
-    """Return labels apart by commas, as columns are; or those of a JSON list, as they are."""
+    """Return labels from a text separated by commas, as columns are, or from a JSON list."""
     if text is None or text.lstrip().startswith("["):
         found: list[Any] | None = json_value(list)(context, parameter, text)
         return found
@@ -76,7 +76,7 @@ def run_arguments(options: dict[str, Any]) -> dict[str, Any]:
     asked = [f"--{name.replace('_', '-')}" for name in PROMPT_OPTIONS if options[name] is not None]
     if len(asked) > 1:
         raise click.UsageError(f"{' and '.join(asked)} each say what to ask: give one of them")
-    # What is not given is None, and () of an option that may be repeated; an empty list was given.
+    # An option that was not given is None, or () if it may be repeated; an empty list was given.
     said = {name: value for name, value in options.items() if value is not None and value != ()}
     given: dict[str, Any] = {name: list(v) if isinstance(v, tuple) else v for name, v in said.items()}
     given["input"] = given.pop("files")

@@ -23,7 +23,7 @@ from jobs.runs.watching.snapshot import REFUSED, RunSnapshot, needs, obstacles, 
 
 @contextmanager
 def errors_told() -> Iterator[None]:
-    """Turn errors that a user can act on, and whose texts others wrote in part, into one line and exit status 1."""
+    """Print an error that a user can act on as one line, safe for a terminal, and exit with status 1."""
     cause: Exception
     try:
         yield

@@ -1,4 +1,4 @@
-"""`tokenmill preview`, and what `tokenmill submit --dry-run` does: a job of their own, which is awaited and removed."""
+"""`tokenmill preview` and `tokenmill submit --dry-run`: each enqueues a job, waits for its result, and removes it."""
 
 import json
 import sys
@@ -23,12 +23,12 @@ from jobs.runs.watching.reading import failure_text
 from jobs.runs.watching.snapshot import WAITING, no_worker_text
 
 MAX_SHOWN_CHARS = 20_000
-#: Between two looks, and before it is said that nobody listens.
+#: Seconds between two looks, and until we say that no worker listens.
 POLL_S, PATIENCE_S = 0.05, 3.0
 #: Tokenizing a large file takes a while; RQ's default is 3 minutes.
 TIMEOUT_S = 3600
 
-#: More rows are looked at by a share: all their requests are held in the worker's memory.
+#: Of a larger run a dry run looks at a share of the rows: the worker holds all their requests in memory.
 MAX_ROWS_READ = 1_000_000
 
 
@@ -84,7 +84,7 @@ def survey(connection: redis.Redis, queue: str, options: dict[str, Any], **how: 
 def try_job(
     connection: redis.Redis, queue: str, function: str, arguments: Mapping[str, Any], model: str | None = None
 ) -> dict[str, Any]:
-    """Return what a job gives. Raises TrialFailed, also where nobody listens."""
+    """Return a job's result. Raises TrialFailed, also where no worker listens on its queue."""
     job_id = f"trial-{uuid4().hex}"
     try:
         with connection.pipeline() as pipe:

@@ -15,9 +15,9 @@ def brief(value: object) -> str:
     return text if len(text) <= MAX_SHOWN_CHARS else f"{text[:MAX_SHOWN_CHARS]}..."
 
 
-#: Characters of a name: of a column or a queue at most, and of a job's id as much as a message shows.
+#: Most characters of a column's or queue's name, and of a job's id in a message.
 MAX_NAME_CHARS = 255
-#: The same of a longer text, such as a path or the line that says what went wrong.
+#: Most characters that are shown of a longer text, such as a path or an error.
 MAX_TEXT_CHARS = 2000
 
 

@@ -40,9 +40,9 @@ def prefixed(key: str) -> str:
 
 #: A field in RQ's job hash: how many sequences a job brings, so that one worker does not claim every shard of a run.
 SEQUENCES_FIELD = "sequences"
-#: Another one: the only model that may run the job, by one of ServedModel.names; others' workers leave it there.
+#: Another one: the one model that may run the job, by one of ServedModel.names; other workers leave it queued.
 MODEL_FIELD = "tokenmill_model"
-#: Another one: FUNCTION once it was found that the job calls one, FILE of a shard; they wait for places of their own.
+#: Another one: FUNCTION of a job that calls a function, FILE of a shard. Each kind waits for places of its own.
 KIND_FIELD = "tokenmill_kind"
 FUNCTION, FILE = "function", "file"
 #: A field of our own in a shard's job: the submission of its run that enqueued it, or took it over.
@@ -53,9 +53,9 @@ RUN_TTL_S = 30 * 24 * 3600
 RUNS_KEY = f"{OWN}:run:index"
 
 WORKER_STATS_TTL_S = 3600
-#: How far a job of prompts was is kept so long, for whoever takes it up after a worker's death.
+#: The journal of a job of prompts is kept so long, for the worker that goes on after another's death.
 JOURNAL_TTL_S = 24 * 3600
-#: A worker tells of itself every two seconds; one that has not for so long is frozen, cut off or dead.
+#: A worker writes its sample every two seconds; one that has not for so long is frozen, cut off or dead.
 SILENT_S = 10
 
 

@@ -10,12 +10,12 @@ from typing import Any, TextIO
 from jobs.common.display import printable
 
 MAX_ARGUMENT_CHARS = 1000
-"""Of each value in a message. A job's id is logged before anybody has looked at its length."""
+"""Most characters of each value in a message: a job's id is logged before its length is checked."""
 
 _COLOUR = re.compile(r"\x1b\[(?:0[1-6]|3\d(?:;01)?|39;49;00)m")
 """What RQ puts around names on a terminal. A producer may too, so none is shown."""
 
-#: Where a record says of which job it is, if of one.
+#: The attribute of a log record that names its job.
 JOB_ID = "job_id"
 
 _JOB, _VALUE = re.compile(r"\b[Jj]ob %s"), re.compile(r"%[a-z.0-9]")
@@ -68,7 +68,7 @@ def is_json(wanted: str, stream: TextIO) -> bool:
 
 
 def handle_all(formatter: logging.Formatter, named: Iterable[str] = ()) -> None:
-    """Write what any logger is told, those `named` included: errors to stderr, the rest to stdout."""
+    """Write the records of all loggers, errors to stderr, the rest to stdout. named: those whose own handlers go."""
     below, above = logging.StreamHandler(sys.stdout), logging.StreamHandler(sys.stderr)
     below.addFilter(lambda record: record.levelno < logging.ERROR)
     above.setLevel(logging.ERROR)

@@ -1,4 +1,4 @@
-"""Reads values out of Redis, where any producer may have written anything: what is no value is none."""
+"""Reads values out of Redis, where producers may write anything: what cannot be right counts as missing."""
 
 import json
 import zlib

@@ -18,9 +18,9 @@ from jobs.common.stored import json_object, text
 
 #: Seconds between two points, and how many are kept: an hour's.
 POINT_PERIOD_S, MAX_POINTS = 10.0, 360
-#: Of what a worker holds its sample names so many jobs, the oldest.
+#: Jobs that a sample names, the oldest of those that its worker holds.
 MAX_HELD_NAMED = 20
-#: State of a worker that loads its model, which tells so once and then nothing for as long as that may take.
+#: State of a worker that loads its model: it says so once, then nothing for up to so many seconds.
 LOADING, LOADING_S = "loading", 600.0
 
 
@@ -105,7 +105,7 @@ _FIELDS = ("state", "queues", "current_job", "successful_job_count", "failed_job
 class Worker:
     """A worker in Redis. registered: RQ's fields, as they may be shown; {} once those of a killed one have expired.
 
-    queues: of those. sample: what it told last; None of one that tells nothing, such as RQ's own.
+    queues: that it serves. sample: what it wrote last; None for a worker of RQ's own, which writes none.
     """
 
     name: str

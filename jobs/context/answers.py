@@ -15,8 +15,8 @@ _NONE: Mapping[str, Any] = MappingProxyType({})
 class Answer:
     """The output columns of one row, by the names of jobs.parquet.asks.ask.OUTPUT_FIELDS.
 
-    What each completion has of its own is a tuple where a row has several. tool_calls: as JSON. columns: others, by
-    name; an array of Arrow's holds one value. attempts, check_error: as of Attempts. reused: the earlier run's row.
+    Where a row has several completions, what each has of its own is a tuple. tool_calls: JSON. columns: further ones by
+    name; an Arrow array holds one value. attempts, check_error: as of Attempts. reused: the earlier run's row.
     """
 
     completion: str | tuple[str | None, ...] | None

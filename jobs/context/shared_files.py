@@ -11,7 +11,7 @@ from sandbox import Pool
 
 CHILDREN = Pool()
 DECODERS = Pool()
-"""Others, that decode pictures and see nothing else: formats' readers are in C."""
+"""Children that only decode pictures, whose readers are in C: they see nothing else."""
 
 
 #: A run's shards come one after the other: more plans than this are not in use at once.
@@ -126,7 +126,7 @@ class SharedFiles:
 
 #: Room for 250,000 prompts of 1 KB in a shard.
 DEFAULT_BYTES = 256 << 20
-#: Of the limit, held in prompts before no further shard begins: what is left is for those that have begun.
+#: No further shard begins once open ones hold this part of the limit (1 / BEGIN_SHARE): the rest is theirs.
 BEGIN_SHARE = 2
 
 

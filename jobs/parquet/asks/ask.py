@@ -1,4 +1,4 @@
-"""What every kind of asking has in common."""
+"""What all kinds of asks share."""
 
 import abc
 import json
@@ -48,7 +48,7 @@ class Ask(abc.ABC):
     """What a run asks of each row.
 
     before: asked before all rows. inspects: whether answers are checked. is_single: each row begins with one request.
-    is_tried: a few rows can show what it gives. is_compared: answers of another time are. source: makes rows. keys:
+    is_tried: preview and dry run may try it. is_compared: `verify` may compare its answers. source: makes rows. keys:
     name what these ask.
     """
 
@@ -81,11 +81,11 @@ class Ask(abc.ABC):
         return True
 
     def take_before(self, completions: Sequence[Completion]) -> None:  # noqa: B027 - most ask nothing before
-        """Take what came of `before`; no row is told to go on earlier."""
+        """Take the answer to `before`: rows are asked once it is there."""
 
 
 class AskedOnce(Asked):
-    """A row with one request. answer: makes what the row has of its completions."""
+    """A row with one request. answer: makes the row's answer of its completions."""
 
     def __init__(self, request: Request, answer: Callable[[Sequence[Completion]], Answer]) -> None:
         self.requests, self._answer = [request], answer

@@ -1,4 +1,4 @@
-"""Which kind of asking a run's arguments name."""
+"""Which kind of ask a run's arguments name."""
 
 from collections.abc import Callable, Mapping
 

@@ -58,7 +58,7 @@ FETCH_BYTES = 1 << 20
 
 
 class FetchedFile(io.RawIOBase):
-    """What Python calls a file. fetch: returns the bytes from one place to another. size: of the file."""
+    """A Python file over bytes that are fetched. fetch: returns those from one place to another. size: of all."""
 
     def __init__(self, fetch: Callable[[int, int], bytes | bytearray], size: int) -> None:
         self._fetch, self._size, self._at = fetch, size, 0

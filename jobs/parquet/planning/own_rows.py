@@ -1,4 +1,4 @@
-"""The rows that a run asks where these are not its input's as they come: new ones alone, or in an order.
+"""A run's own rows, where it does not ask its input's as they come: new ones alone, or sorted ones.
 
 Planning writes them beside the plan; from there on the run knows these alone, as rows of its first file. Which rows of
 the input they are lies beside the keys, for whoever is told of a row that failed. Of earlier runs it takes answers.

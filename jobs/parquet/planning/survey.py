@@ -59,7 +59,7 @@ class SurveyWork(RowsTask):
         """Read the run's rows and count their tokens. Raises RunError or InvalidJob.
 
         first: so many of its first rows are shown; None for a dry run, for which rows that stand for all are answered
-        and timed. max_rows: of more, every so manyth is looked at. reuse: as of Submission. arguments:
+        and timed. max_rows: of a larger run about so many are looked at, evenly. reuse: as of Submission. arguments:
         reuse_from_any_model; answers, False for none; others as of RunSpec.from_arguments.
         """
         any_model, has_answers = arguments.pop("reuse_from_any_model", False), arguments.pop("answers", True)

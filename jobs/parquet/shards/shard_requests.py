@@ -34,8 +34,8 @@ class _Group:
 class ShardRequests:
     """Holds one answer for each row. Made in any thread; then all methods belong to one, but `inspect` and `close`.
 
-    rows: those that are answered already are answers. number_of: gives a row's number in the run. memo: where the
-    answers of other shards are. let_go: told of each row whose texts are not held here any more.
+    rows: an Answer stands for a row that has one already. number_of: gives a row's number in the run. memo: holds the
+    answers of other shards. let_go: called with each row whose texts are not held here any more.
     Rows are asked in order, so that shared prefixes meet in the cache; what a row asks next comes before other rows.
     Equal rows with equal answers are asked once, and not at all where another shard on the same worker has it. A row
     that another shard is at comes last; if it has no answer then, it is computed here too, so that no shard waits for
@@ -53,7 +53,7 @@ class ShardRequests:
         self._ask, self._number_of, self._let_go = ask, number_of, let_go
         self._memo = AnswerMemo(0) if memo is None else memo
         self._answers = [_answer_of(row, ask) for row in rows]
-        # Requests under way: of which group, the how many-eth of it, and how many tokens it goes on behind.
+        # Requests under way: their group, their place in it, and how many tokens they continue.
         self._sent: list[tuple[_Group, int, int] | None] = []
         self._following: deque[tuple[_Group, int, Request]] = deque()
         self._open: dict[int, _Group] = {}  # groups under way, by their first rows
