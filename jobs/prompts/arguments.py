@@ -35,7 +35,7 @@ Prompt = str | list[int]
 
 @dataclass(frozen=True)
 class Unusable:
-    """Stands for a prompt of a list that can be none; the others go on."""
+    """Stands for one of a list of prompts that cannot be asked; the others go on."""
 
     reason: str
 
@@ -114,7 +114,7 @@ def _are_token_ids(items: list[Any]) -> bool:
     return set(map(type, items)) == {int}  # bool is not among them; a loop would take longer than the rest
 
 
-#: Values of names that are not built at which they change nothing; null is one of each.
+#: Names that are not built, with the values at which they would change nothing; null always is one.
 NEUTRAL: Mapping[str, tuple[Any, ...]] = {
     **dict.fromkeys(("add_generation_prompt", "detokenize", "parallel_tool_calls"), (True,)),
     **dict.fromkeys(("continue_final_message", "return_token_ids", "store", "stream", "use_beam_search"), (False,)),
@@ -129,7 +129,7 @@ NEUTRAL: Mapping[str, tuple[Any, ...]] = {
     "verbosity": ("medium",),
 }
 
-#: What says something of a request to a service's operator, and nothing to a model.
+#: Names that tell a service's operator something, and the model nothing.
 SAID_OF_IT = frozenset({"metadata", "prompt_cache_key", "safety_identifier", "user"})
 
 

@@ -13,7 +13,7 @@ from jobs.context.checks import DEFAULT_MAX_ATTEMPTS, Checks, RepairOptions
 from jobs.errors import InvalidJob, InvalidValue
 from jobs.tasks import Completion, Logprob, Request
 
-#: Of the first prompt alone.
+#: Sampling values of a prompt's first request alone.
 _OF_PROMPT = ("echo", "prompt_logprobs")
 
 

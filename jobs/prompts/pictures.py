@@ -12,7 +12,7 @@ from jobs.errors import InvalidJob, InvalidValue
 from jobs.tasks import LateTask, Parts, Task
 from sandbox import ChildFailed, Limits
 
-#: Of a prompt: pictures, bytes of their files together, and pixels of all once they are decoded.
+#: At most of one prompt: pictures, bytes of all their files, and pixels of all.
 MAX_PICTURES, MAX_BYTES, MAX_PIXELS = 100, 20 << 20, 1 << 26
 
 MAX_PATH_CHARS = 4096

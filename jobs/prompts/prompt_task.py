@@ -24,7 +24,7 @@ from jobs.tasks import Completion, OpenTask, Parts, Request, Task
 #: A job shows its progress once it has run so long, and then not more often: most are over before.
 PROGRESS_AFTER_S, PROGRESS_EVERY_S = 5.0, 2.0
 
-#: What the id of a result begins with where that is not its kind; a list has none.
+#: How a result's id begins where that is not its kind; a list has no id.
 ID_PREFIXES = {"text_completion": "cmpl", "chat.completion": "chatcmpl", "classification": "classify", "list": None}
 
 #: Builds the job's result, but for its id, time and model, of the answers and the job's id; see responses.py.
@@ -54,8 +54,8 @@ class PromptTask(Task):
 class _Asked:
     """A prompt of a job. attempts: its way to an answer, where it may be tried again.
 
-    num_continued: tokens that the request which was sent goes on behind. delivered: where a journal is kept, what its
-    requests got, and why a check did not take it.
+    num_continued: tokens of an earlier answer that the request under way continues. delivered: where a journal is kept,
+    what its requests got, and why a check did not take it.
     """
 
     place: int

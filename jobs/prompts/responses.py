@@ -14,7 +14,7 @@ from jobs.tasks import Completion, Logprob
 
 #: What stands for minus infinity, which JSON has not; vLLM's.
 LOWEST = -9999.0
-#: What a token that is a part of a character is shown as.
+#: How a token is shown that is part of a character.
 INCOMPLETE = "\ufffd"
 
 TokenLogprobs = Mapping[int, Logprob]

@@ -103,7 +103,7 @@ def cancel_run(connection: Redis, run: str) -> Cancelled:
 
 
 def _is_nearer_to_end(connection: Redis, queue_key: str, job_ids: Sequence[str]) -> bool:
-    """Whether fewer jobs stand behind these than before them, judged by one: Redis goes through those."""
+    """Whether these stand in the second half of the queue, as one of them tells: LREM may search from either end."""
     for job_id in (job_ids[len(job_ids) // 2], job_ids[-1]) if job_ids else ():
         place: Any = connection.lpos(queue_key, job_id)
         if place is not None:

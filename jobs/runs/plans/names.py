@@ -80,7 +80,7 @@ PARTS = "_parts"
 JOURNAL = "_journal"
 
 INPUT = "_input"
-#: Where the keys of the parts' rows lie. The names in it begin so too: polars reads files of folders that do.
+#: Where the keys of the parts' rows lie. Its files begin with _ too: polars reads others in such a folder.
 KEYS = "_keys"
 
 REUSED = "_reused"

@@ -39,7 +39,7 @@ def share(name: str, value: Any) -> float:
 
 #: What a run of batch files may be given as well.
 _BESIDE_BATCHES = ("input_format", "limit", "model_alias", "only_new", "rows_per_shard")
-#: The same of what its own arguments are in their normal form.
+#: Arguments that such a run has in its normal form, with the values that they have there.
 _OF_BATCHES = {"prompt_column": ("prompt",), "keep": (["custom_id"],), "single_file": (True, "openai-batch")}
 
 
@@ -133,7 +133,7 @@ OF_PROMPTS = ("truncate_prompt_tokens", *CHAT_NAMES)
 
 
 def check_read(values: Iterable[str], what: str, read: Collection[str], whose: str = "sampling") -> None:
-    """Raise InvalidValue for a sampling value that says something of an answer. what: is asked for."""
+    """Raise InvalidValue for a sampling value that says something of an answer. what: the kind of ask."""
     for name in values:
         if name not in read:
             raise InvalidValue(f"{whose} has {{}}, and for {what} nothing is generated: leave it out", brief(name))

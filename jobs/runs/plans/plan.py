@@ -35,7 +35,8 @@ class AddedColumn:
 class PlannedFile:
     """An input file as it was planned, with its size in bytes and its values in the plan's added columns.
 
-    mtime_ns (Unix), etag: one with another is looked at more closely. kept: of its rows, so many are new; None for all.
+    mtime_ns (Unix), etag: a file that has others now is looked at more closely. kept: rows of it that the run asks, if
+    not all.
     """
 
     path: str

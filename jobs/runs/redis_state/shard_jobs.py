@@ -119,7 +119,7 @@ def enqueue_shards(
 
     low: rows that the second model of a cascade is asked of each shard; None for the first model's jobs.
     """
-    # Those of this model's jobs and of later ones.
+    # The queue of this model's jobs and, behind the first model's, that of the second's.
     queues = [
         _ShardQueue(context.connection, name, plan.run, is_second)
         for name, is_second in plan.queues(queue_name)[low is not None :]

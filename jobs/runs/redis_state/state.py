@@ -43,7 +43,7 @@ def transact(client: Redis, change: Callable[[Pipeline], T], *watched: str) -> T
 MAX_OF_PART, MAX_PARTS = 5, 1000
 #: Fields of a run's hash: what its parts have together.
 TOTALS = tuple(f"total_{name}" for name in COUNTED)
-#: What is of the last submission: rows, those with an error and generated tokens of parts recorded since, when work on
+#: Fields of the last submission: rows, those with an error and generated tokens of parts recorded since, when work on
 #: it began and its last part ended.
 OF_SUBMISSION = ("judged_rows", "judged_errors", "judged_tokens", "began_at", "ended_at")
 
