@@ -150,7 +150,8 @@ class Engine:
     @cached_property
     def identity(self) -> ModelIdentity:
         """The model's fingerprint and the dtype of its computing; reads samples of the weights."""
-        return model_identity(self.config)
+        found = model_identity(self.config)
+        return replace(found, reads_pictures=self.reads_pictures, generates=self.generates)
 
     @property
     def attention_backend(self) -> str:

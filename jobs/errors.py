@@ -175,7 +175,7 @@ class ShardTooLarge(InputError):
 
 class InputChanged(InputError):
     """{path} changed since this run was planned ({change}): restore the file, or submit into another folder with
-    --reuse and the path of this run's, which computes only what is new; finished parts stay"""
+    --reuse and this run's folder, which computes only what is new; finished parts stay"""
 
 
 class ConvertedInputGone(InputError):

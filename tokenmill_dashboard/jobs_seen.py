@@ -122,7 +122,7 @@ def read_job(connection: Redis, job_id: str, *, with_arguments: bool = False) ->
         dependents=sorted(map(stored.text, dependents))[:MAX_RELATIVES],
         is_failed=score is not None,
         is_under_way=rq_jobs.job_status(texts["status"]) in CANCELLABLE,
-        error=printable(error[-MAX_ERROR_CHARS:], kept="\n"),
+        error=printable(error.removesuffix(f"\n{fault_line('cancelled')}")[-MAX_ERROR_CHARS:], kept="\n"),
         error_line=error_line(error),
     )
 

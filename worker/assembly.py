@@ -69,7 +69,7 @@ def assemble(
     metrics, traces: told of the worker and its jobs, if there are any.
     """
     shield_imports()
-    served = settings.served_model(engine.identity, engine.attention_backend, engine)
+    served = settings.served_model(engine.identity, engine.attention_backend)
     meter = prompt_meter(engine, settings.max_num_seqs, settings.block_size)
     tally, names, log = Tally(), worker.queue_names(), worker.log
     clients = _clients(worker.connection, tally)

@@ -31,7 +31,7 @@ from worker.threads.interrupts import check_interrupted
 if TYPE_CHECKING:
     from redis import Redis
 
-    from engine import Engine, EngineConfig, ModelIdentity
+    from engine import EngineConfig, ModelIdentity
 
 _PREFIX = "TOKENMILL_"
 _ENV_FILE = ".env"
@@ -227,10 +227,8 @@ class WorkerSettings(BaseSettings):
             return self.served_name
         return next(iter(_folder_names(self.model)), self.model)
 
-    def served_model(
-        self, identity: ModelIdentity, attention_backend: str = "", engine: Engine | None = None
-    ) -> ServedModel:
-        """The served model as jobs are told of it. engine: says what it can do."""
+    def served_model(self, identity: ModelIdentity, attention_backend: str = "") -> ServedModel:
+        """The served model as jobs are told of it."""
         return ServedModel(
             name=self.model_name,
             fingerprint=identity.fingerprint,
@@ -240,8 +238,8 @@ class WorkerSettings(BaseSettings):
             embedding_size=identity.embedding_size,
             embedding_prompts=identity.embedding_prompts,
             classes=identity.classes,
-            reads_pictures=engine is None or engine.reads_pictures,
-            generates=engine is None or engine.generates,
+            reads_pictures=identity.reads_pictures,
+            generates=identity.generates,
         )
 
     def job_context(self, connection: Redis, model: ServedModel, meter: Callable[[], PromptMeter]) -> JobContext:

@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from hashlib import blake2b
 from pathlib import Path
 from typing import BinaryIO
@@ -72,7 +72,7 @@ class ModelIdentity:
 
     fingerprint: 32 hexadecimal digits. dtype: of its computing, such as "float32" or "float32, int8 weights".
     embedding_size: numbers of an embedding, 0 if it gives none. embedding_prompts: names of its prompts.
-    classes: labels of its head, none if it has no such head.
+    classes: labels of its head, none if it has no such head. reads_pictures, generates: as far as an engine has told.
     """
 
     fingerprint: str
@@ -80,6 +80,8 @@ class ModelIdentity:
     embedding_size: int = 0
     embedding_prompts: tuple[str, ...] = ()
     classes: tuple[str, ...] = ()
+    reads_pictures: bool = field(default=True, compare=False)
+    generates: bool = field(default=True, compare=False)
 
 
 def read_identity(
@@ -109,9 +111,9 @@ def read_identity(
 
 
 def _add(digest: blake2b, *fields: bytes) -> None:
-    for field in fields:  # each with its length, so that no two lists of fields give the same bytes
-        digest.update(len(field).to_bytes(8, "little"))
-        digest.update(field)
+    for each in fields:  # each with its length, so that no two lists of fields give the same bytes
+        digest.update(len(each).to_bytes(8, "little"))
+        digest.update(each)
 
 
 def _read_tensors(path: Path) -> Iterator[tuple[str, bytes]]:

@@ -217,6 +217,7 @@ def test_sizes_beyond_their_bounds_are_refused_and_say_what_was_found(
         ("the patient {text.name}", "field 1 is no plain column name"),
         ("the patient {}", "field 1 is no plain column name"),
         ("the patient {" + "x" * 256 + "}", "field 1 is no plain column name"),
+        ("the patient {% if text %}", "field 1 is no plain column name"),
         ("the patient {text", "expected '}' before end of string"),
         ("the patient }", "Single '}' encountered"),
     ],

@@ -41,7 +41,6 @@ class FakeEngine:
     max_running: int = 0
     identity: ModelIdentity = field(default_factory=lambda: ModelIdentity("fake", "float32"))
     attention_backend: str = "none"
-    reads_pictures: bool = True
 
     @property
     def has_unfinished(self) -> bool:

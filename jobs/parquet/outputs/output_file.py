@@ -16,7 +16,7 @@ import pyarrow as pa
 from jobs.common.display import to_json
 from jobs.errors import CorruptParquet, PartDamaged, TableNotRead
 from jobs.parquet.files.storage import Storage
-from jobs.parquet.outputs.part import answer_fields, without_own_keys
+from jobs.parquet.outputs.part import answer_names, without_own_keys
 from jobs.parquet.tables.columns import ALL_COLUMNS, ROW_NUMBER, ColumnChoice, RowProblem, row_values
 from jobs.parquet.tables.row_groups import RowBuckets, write_groups
 from jobs.parquet.tables.table_reading import TableReading
@@ -30,7 +30,7 @@ Batches = Iterator[pa.RecordBatch]
 def write_output(storage: Storage, plan: Plan, name: str, sink: Any) -> None:
     """Write the rows of all parts into one file; `name` says which of a batch's two. Raises PartDamaged."""
     assert plan.spec.single_file is not None
-    ours = frozenset(f"{plan.spec.output_prefix}{field.name}" for field in answer_fields(plan.spec))
+    ours = frozenset(answer_names(plan.spec))
     writers: dict[str, Callable[[Any, pa.Schema, Batches], object]] = {
         PARQUET: write_groups,
         ARROW: _write_arrow,

@@ -46,10 +46,8 @@ def output_schema(schema: pa.Schema, spec: RunSpec, path: str = "", embedding_si
             raise errors.MissingColumn(column, path, ", ".join(map(repr, schema.names)))
     chosen = columns_kept(spec).of(schema.names)
     kept = [name for name in schema.names if chosen is None or name in chosen]
-    answers = [
-        field.with_name(spec.reused_column if field.name == REUSED else spec.output_prefix + field.name)
-        for field in answer_fields(spec, embedding_size)
-    ]
+    pairs = zip(answer_fields(spec, embedding_size), answer_names(spec), strict=True)
+    answers = [field.with_name(name) for field, name in pairs]
     for number, field in enumerate(answers):
         if field.name in kept or field.name in (each.name for each in answers[:number]):
             raise errors.ColumnConflict(
@@ -67,6 +65,12 @@ def output_schema(schema: pa.Schema, spec: RunSpec, path: str = "", embedding_si
 def answer_fields(spec: RunSpec, embedding_size: int = 0) -> list[pa.Field]:
     more = [name for name, is_there in ((REUSED, spec.reused_column), (MODEL, spec.escalate_below)) if is_there]
     return [*kind_of(spec).fields(spec, embedding_size), *(pa.field(name, pa.string()) for name in more)]
+
+
+def answer_names(spec: RunSpec) -> list[str]:
+    """Return the columns of answer_fields as the output names them."""
+    names = [field.name for field in answer_fields(spec)]
+    return [spec.reused_column or "" if name == REUSED else spec.output_prefix + name for name in names]
 
 
 def with_answers(batch: pa.RecordBatch, answers: list[Answer], schema: pa.Schema, spec: RunSpec) -> pa.Table:

@@ -12,7 +12,7 @@ import pyarrow as pa
 
 from jobs.parquet.files.storage import Storage, reading
 from jobs.parquet.outputs.output_file import failed_rows, open_part, part_rows
-from jobs.parquet.outputs.part import answer_fields, read_part_stats, without_own_keys
+from jobs.parquet.outputs.part import answer_names, read_part_stats, without_own_keys
 from jobs.parquet.outputs.run_folder import load_plan
 from jobs.parquet.prompts.sources import row_source
 from jobs.runs.plans.names import PLAN, SUCCESS, kept_name, part_shards
@@ -69,9 +69,7 @@ class FolderReader:
     @property
     def answer_columns(self) -> list[str]:
         """Return the output's columns that hold answers, and why there is none; nothing of single tokens."""
-        prefix = self.plan.spec.output_prefix
-        names = [field.name for field in answer_fields(self.plan.spec)]
-        return [f"{prefix}{name}" for name in names if not name.endswith(("_tokens", "logprobs"))]
+        return [name for name in answer_names(self.plan.spec) if not name.endswith(("_tokens", "logprobs"))]
 
     @property
     def prompt_columns(self) -> list[str]:

@@ -72,7 +72,7 @@ def _parse_text(text: str, what: str) -> Pieces:
     try:
         for literal, column, form, conversion in Formatter().parse(text):
             is_plain = column is None or (0 < len(column) <= MAX_NAME_CHARS and not set(column) & set(".[]"))
-            if form or conversion or not is_plain:
+            if form or conversion or not is_plain or (column or "")[:1] == (column or "")[-1:] == "%":  # Jinja's
                 field = 1 + sum(column is not None for _, column in pieces)
                 raise InvalidJob(f"{what}: field {field} is no plain column name; {BRACES}")
             pieces.append((literal, column))

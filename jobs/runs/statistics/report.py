@@ -78,6 +78,8 @@ def _figures(manifest: Mapping[str, Any], statistics: Mapping[str, Any], price: 
         ("Tokens a second", _number(manifest["generated_tokens"] / seconds) if seconds > 0 else "-"),
         ("Time of workers", duration_text(spent)),
     ]
+    more = (("Rows reused", "rows_reused"), ("Asked again", "rows_escalated"), ("Tokens resumed", "tokens_resumed"))
+    figures += [(name, f"{manifest[key]:,}") for name, key in more if manifest.get(key)]
     if price is not None:
         figures.append((f"Cost at {price:g} an hour", f"{spent / 3600 * price:,.2f}"))
     cells = "".join(f"<div><dt>{_text(name)}</dt><dd>{_text(value)}</dd></div>" for name, value in figures)

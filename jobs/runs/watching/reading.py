@@ -104,7 +104,7 @@ class RunLook:
         rows = stored.count(facts.get("rows"))
         rows_done, tokens = (sum(getattr(each, name) for each in progress) for name in ("rows", "tokens"))
         began_at, ended_at, worked_s = (stored.seconds(facts.get(name)) for name in _TIMES)
-        worked_s, end = (worked_s, ended_at) if self.is_finished else (None, time.time())
+        worked_s, end = (worked_s, ended_at) if self.is_finished else (None, time.time() if progress else ended_at)
         if worked_s:
             seconds, by_then = worked_s, [counts["rows"], counts["generated_tokens"]]
         else:

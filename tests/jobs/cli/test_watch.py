@@ -186,4 +186,6 @@ def test_of_a_cancelled_run_no_shard_has_failed_and_the_rest_is_left(
     for found in (list_runs(redis)[0], read_planned(redis, run)):
         assert (found.state, found.shards_done, found.shards_failed) == ("cancelled", 1, 0)
         assert found.shards_left == 4
+    assert (ended := read_planned(redis, run).rows_per_s)
+    assert read_planned(redis, run).rows_per_s == ended, "it does not fall with the time"
     assert [each.state for each in list_shards(redis, run)] == ["done", *["left"] * 4]

@@ -16,6 +16,7 @@ from redis import Redis
 from jobs import client
 from jobs.errors import CannotReuse, ColumnConflict, InvalidJob, PathOutsideRoots
 from jobs.parquet.files.storage import Storage
+from jobs.parquet.outputs.read_back import FolderReader
 from jobs.parquet.planning import planner
 from jobs.parquet.reuse import old_runs
 from jobs.parquet.reuse.old_runs import OldRuns
@@ -234,6 +235,7 @@ def test_a_column_says_where_a_row_came_from_by_a_name_of_its_own(runs: Runs, ol
     runs.write(["e", "x", "a"])
     rows, _, _ = new_run(runs, reused_column="from", output_prefix="my_")
     assert [row["from"] for row in rows] == [f"{old}#6", None, f"{old}#0"]
+    assert FolderReader(str(runs.output.parent / "new")).answer_columns[2:] == ["my_error", "from"]
 
 
 def test_nights_that_take_only_new_rows_read_as_one_dataset(runs: Runs) -> None:
@@ -257,8 +259,6 @@ def test_nights_that_take_only_new_rows_read_as_one_dataset(runs: Runs) -> None:
 
 
 def test_only_new_rows_keep_their_places_in_files_and_need_a_run_to_compare_with(runs: Runs, old: Path) -> None:
-    from jobs.parquet.outputs.read_back import FolderReader
-
     runs.write(["a", "x", "b", None, "y", BAD])
     rows, asked, manifest = new_run(runs, only_new=True, rows_per_shard=2, max_errors="100%")
     assert sorted(asked) == [BAD, "x", "y"]
