@@ -138,11 +138,10 @@ def _inverse_rms(row: Any, eps: Any) -> Any:
 
 
 @helper(error_model="numpy")
-def _turn(x: Any, out: Any, weight: Any, cos: Any, sin: Any, eps: Any, normed: Any, element: Any) -> None:
-    """Normalise a head and rotate as many of its numbers as there are cosines."""
+def _turn(x: Any, out: Any, weight: Any, cos: Any, sin: Any, factor: Any, normed: Any, element: Any) -> None:
+    """Normalise a head by its factor, and rotate as many of its numbers as there are cosines."""
     rotary_dim = len(cos)
     half = rotary_dim // 2
-    factor = _inverse_rms(x, eps) if normed else np.float32(1)
     for d in range(half):
         first, second = wide(x[d]), wide(x[d + half])
         if normed:
@@ -177,13 +176,15 @@ def _turn_kernel(normed: bool, dtype: torch.dtype, angle_dtype: torch.dtype, wei
                 for head in range(num_heads):
                     x = queries[head * head_dim : (head + 1) * head_dim]
                     out = _row(parameters[20], i * num_heads + head, head_dim, head_dim, element)
-                    _turn(x, out, query_weight, cos, sin, eps, normed, element)
+                    factor = _inverse_rms(x, eps) if normed else np.float32(1)
+                    _turn(x, out, query_weight, cos, sin, factor, normed, element)
                 if slots[i] >= 0:
                     keys = _row(parameters[10], i, parameters[11], key_len, element)
                     for head in range(kv_heads):
                         x = keys[head * head_dim : (head + 1) * head_dim]
                         out = _row(parameters[21], slots[i] * kv_heads + head, head_dim, head_dim, element)
-                        _turn(x, out, key_weight, cos, sin, eps, normed, element)
+                        factor = _inverse_rms(x, eps) if normed else np.float32(1)
+                        _turn(x, out, key_weight, cos, sin, factor, normed, element)
                     value = _row(parameters[12], i, parameters[13], key_len, element)
                     cached = _row(parameters[22], slots[i], key_len, key_len, element)
                     for d in range(key_len):

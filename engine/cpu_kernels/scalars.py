@@ -24,7 +24,8 @@ def helper(**options: Any) -> Callable[[Callable[..., Any]], Any]:
     """Compile a function for kernels alone: code by which Python would call it took a fifth of the time.
 
     With fastmath it becomes part of each kernel that calls it. As a function of its own it would be linked with
-    whichever copy this process has already, whose sums may be in another order.
+    whichever copy this process has already, whose sums may be in another order. So would a helper without fastmath that
+    calls it: none does.
     """
     wrappers = {"no_cpython_wrapper": True, "no_cfunc_wrapper": True}
     compiled: Callable[[Callable[..., Any]], Any] = njit(**wrappers, forceinline="fastmath" in options, **options)

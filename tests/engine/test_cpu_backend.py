@@ -1,7 +1,9 @@
 """The cpu backend attends as float64 does, on any number of threads, and says where it cannot."""
 
+import importlib
 import logging
 import os
+import pkgutil
 import signal
 import subprocess
 import sys
@@ -18,7 +20,9 @@ pytest.importorskip("numba", reason="numba is not installed, so the CPU kernels 
 
 import numba
 from numba.core.compiler_lock import global_compiler_lock
+from numba.core.dispatcher import Dispatcher
 
+from engine import cpu_kernels
 from engine.attention import load_backend
 from engine.attention.cpu_backend import CpuBackend
 from engine.attention.features import AttentionFeatures
@@ -267,6 +271,23 @@ def test_code_from_the_cache_gives_the_bits_that_it_gave_where_it_was_compiled(t
     compiled, read = (subprocess.run(command, env=where, stdout=subprocess.PIPE, check=True) for _ in range(2))
     assert list(tmp_path.iterdir())
     assert compiled.stdout == read.stdout
+
+
+def test_sums_in_any_order_are_in_no_function_that_a_kernel_may_share() -> None:
+    """LLVM orders them anew wherever it makes one part of another; a shared one is whichever copy was there first."""
+    found = pkgutil.iter_modules(cpu_kernels.__path__, f"{cpu_kernels.__name__}.")
+    helpers = {
+        helper
+        for module in found
+        for helper in vars(importlib.import_module(module.name)).values()
+        if isinstance(helper, Dispatcher)
+    }
+    fast = {helper for helper in helpers if helper.targetoptions.get("fastmath")}
+    assert len(fast) > 5
+    for helper in helpers:
+        called = {helper.py_func.__globals__.get(name) for name in helper.py_func.__code__.co_names}
+        assert helper in fast or not called & fast, helper
+    assert all(helper.targetoptions["forceinline"] for helper in fast)
 
 
 def zeros_inside(contents: bytes) -> bytes:
