@@ -51,7 +51,7 @@ logger = logging.getLogger(__name__)
 class Engine:
     """A model with its KV pool, stepping one continuous batch.
 
-    Call it from one thread; `prepare`, `prepare_chat`, `prepare_grammar` and `chat_token_ids` alone are for any thread.
+    Call it from one thread only, except `prepare`, `prepare_chat`, `prepare_grammar` and `chat_token_ids`.
     Raises ConfigError or a subclass (ModelNotFound, UnsupportedModel, MissingWeights, WeightMismatch,
     DamagedWeights) if it cannot start. Use it in a `with` block or call `close()`; later calls raise EngineClosed.
     Once a process has taken a step, a child forked from it cannot: torch's threads do not exist there.

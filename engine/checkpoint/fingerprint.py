@@ -61,7 +61,7 @@ MORE_TEXT_FILES = (
     "*Dense/*.safetensors",
 )
 
-#: A tensor of at most so many bytes is read whole; of a larger one samples of so many bytes in all are read.
+#: A tensor of up to WHOLE_BYTES is read whole; of a larger one, samples of WHOLE_BYTES in all.
 WHOLE_BYTES = 1 << 16
 NUM_SAMPLES = 16
 

@@ -68,7 +68,7 @@ class DeltaHeads:
 def fill_heads(place: Tensor, tensor: CheckpointTensor, sizes: Sequence[int], heads: Share, *, together: bool) -> None:
     """Copy this rank's heads out of a tensor that holds several matrices. Raises WeightMismatch.
 
-    place: [heads, rows, ...].  sizes: each matrix's rows for a head.  together: all rows of a head are, else a matrix's.
+    place: [heads, rows, ...].  sizes: each matrix's rows for a head.  together: the tensor has them head by head.
     """
     period, rest = sum(sizes), tensor.shape[1:]
     if tensor.shape[:1] != (heads.total * period,):
@@ -135,7 +135,7 @@ class GatedDeltaNet(WeightedModule):
         memory: Sequence[Tensor],
         rows: Tensor | None = None,
     ) -> Stream:
-        """Return the residual stream behind it, or of those `rows` alone. memory: the pool's states of this layer."""
+        """Return the residual stream after it, of `rows` alone if given. memory: the pool's states of this layer."""
         assert parts is not None, "a model with states has parts in each step"
         normed, total = stream.normed(norms.before)
         mixed = self.mix(self.in_proj(normed), memory, parts, self.weights, self.heads)

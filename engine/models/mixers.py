@@ -273,7 +273,7 @@ class _Rows:
                     whole[:, start:end] = x.transpose(0, 1) if by_row else x
 
     def joined(self) -> Any:
-        """Return the output of all rows, with what else the last part gave."""
+        """Return the output of all rows, with whatever else the last part returned."""
         return tree_unflatten([self._wholes.get(place, x) for place, x in enumerate(self._last)], self._form)
 
 

@@ -70,7 +70,7 @@ def _lines(folder: Path) -> Iterator[tuple[str, str]]:
     elif model.whole is not None:
         yield "pictures", "not read: its text alone is served"
     entries = whole_weights(folder)
-    if model.num_layers > len(entries):  # a wrong number, by which no model shall be made below
+    if model.num_layers > len(entries):  # refused here, before a model of that many layers is made
         raise WeightMismatch(f"{folder}: config.json names {model.num_layers} layers, the files {len(entries)} tensors")
     weights = weight_bytes(config, model, entries, DTYPE_BYTES[dtype])
     yield "weights", f"{weights / MIB:,.1f} MiB in {len(entries)} tensors"

@@ -17,7 +17,7 @@ DIMENSIONS = Range(1, MAX_COUNT, integer=True)
 class PoolingParams:
     """The form of a text's embedding. Raises InvalidSampling for an impossible value.
 
-    dimensions: keep only the first so many numbers (for models trained for it, Matryoshka); None keeps all.
+    dimensions: keep only this number of first numbers (for models trained for it, Matryoshka); None keeps all.
     normalize: scale to length 1, after the cut. None does so if the checkpoint normalizes its embeddings, or if
         dimensions are given.
     prompt_name: the checkpoint's prompt before the text, such as "query"; None takes its default one, if it has one.
@@ -57,7 +57,7 @@ class ScoringParams:
     continuations: texts, or lists of token ids, each behind the prompt.
     score_end: add the probability that the text ends behind each. "auto" does so if one continuation is the beginning
         of another, in tokens; with "auto" no two may be the same tokens.
-    truncate_prompt_tokens: read the last so many tokens of the prompt; -1 for as many as fit.
+    truncate_prompt_tokens: read only this number of the prompt's last tokens; -1 reads as many as fit.
     """
 
     n: ClassVar[int] = 1

@@ -23,7 +23,7 @@ def share(total: Tensor, top_p: Tensor) -> Tensor:
     return (fraction * high + ((fraction * low) >> 31)).clamp_(min=1)
 
 
-NUCLEUS_GUESS = 1024  # a nucleus rarely holds more tokens: looking at so many first saves sorting all
+NUCLEUS_GUESS = 1024  # a nucleus rarely holds more tokens: looking at these first saves sorting all
 ROWS_AT_ONCE = 64  # bounds the scratch: 64 rows of 152k tokens take 78 MB, several times over
 TILE = 128  # tokens of which the highest logit is found first
 

@@ -59,7 +59,7 @@ class SamplingParams:
     ignore_eos: go on past the model's end tokens.
     min_tokens: new tokens before any end token, stop token or stop string may end the completion.
     n: independent samples of the request.
-    logprobs: give each new token's log probability, and those of so many of the most likely ones: 0 to
+    logprobs: give each new token's log probability, and those of this number of most likely tokens: 0 to
         MAX_LOGPROBS, or WHOLE_VOCABULARY; None gives none. They are of the model's own distribution, before
         temperature and whatever else changes it.
     prompt_logprobs: the same for each token of the prompt but the first. The prefix cache saves none of this
@@ -81,8 +81,8 @@ class SamplingParams:
     skip_special_tokens: leave special tokens out of the text; stop strings are looked for in what remains.
     spaces_between_special_tokens: with special tokens in the text, leave the spaces that some tokenizers put
         between two of them.
-    truncate_prompt_tokens: read only the last so many tokens of the prompt, be it token ids, text or a chat;
-        -1 for as many as leave room for one new token.
+    truncate_prompt_tokens: read only this number of the prompt's last tokens, be it token ids, text or a chat;
+        -1 reads as many as leave room for one new token.
     structured_outputs: the form of the text. It ends only where the form is complete, or by its length; where
         nothing can follow it ends, whatever min_tokens and ignore_eos say. No reasoning is split from it.
     """

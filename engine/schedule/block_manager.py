@@ -73,7 +73,7 @@ def num_equal(some: list[BlockKey], others: list[BlockKey]) -> int:
 ROOT = 0  # parent hash and parent content id of a sequence's first block
 LEAST_KEPT = 256  # tokens worth a snapshot: it cuts a step's rows in two, and mixers may pad each part to 64 or more
 NUM_LOOKED_AT = 8  # waiting sequences that are compared
-LEAST_SHARE = 8  # a tail is copied if it is at least one in so many of the tokens that would be computed
+LEAST_SHARE = 8  # a tail is copied if it is at least 1 / LEAST_SHARE of the tokens to be computed without it
 
 
 @dataclass(frozen=True)

@@ -14,12 +14,12 @@ from engine.schedule.sequence import Sequence
 
 NUM_LAST = 3  # tokens by which a place is found again
 MOST = 8  # tokens of a draft
-MAX_ANSWERED = 1 << 16  # tokens of earlier answers that are looked up; as many older ones stay
+MAX_ANSWERED = 1 << 16  # tokens of the newer answers that are looked up; as many tokens of older answers stay
 TOKEN_BYTES = 4
 MAX_SKIPPED = 8  # places in a text whose bytes are those of other tokens: a stranger's may be full of them
 LEAST_GAIN = 0.02  # that drafts must promise, as a share of the tokens of a step without
-RETRY_STEPS = 256  # once in so many steps all guesses are tried, whatever they promise
-PLAIN_STEPS = 32  # once in so many steps there are no drafts, to learn how long such a step takes
+RETRY_STEPS = 256  # each 256th step tries all guesses, whatever they promise
+PLAIN_STEPS = 32  # each 32nd step has no drafts, to learn how long a step takes without
 FORGETTING = 0.9  # the weight of an observation beside the next one
 GROWTH = 1.01  # of a size's least seconds with each step: measurements are disturbed, and contexts grow
 STEPS_OF_DOUBLE = 4  # sizes whose seconds are kept apart, between a number of rows and its double

@@ -89,8 +89,8 @@ def urgency(seq: Sequence) -> tuple[int, int]:
     return seq.lane, seq.arrival
 
 
-LEFT_SHARE = 16  # the gate opens when one in so many of the running sequences has left
-MAX_HELD_STEPS = 16  # or after so many steps
+LEFT_SHARE = 16  # the gate opens when 1 / LEFT_SHARE of the running sequences has left
+MAX_HELD_STEPS = 16  # or after this number of steps
 
 
 class AdmissionGate:

@@ -35,7 +35,7 @@ _PARTS = re.compile(r"\\.|\[\^?\]?|.", re.DOTALL)
 def portable(pattern: str) -> str:
     """Write the pattern with classes that every dialect reads alike; an invalid pattern stays invalid."""
     parts: list[str] = []
-    negated: list[bool] = []  # of each bracketed class that is open
+    negated: list[bool] = []  # whether each open bracketed class is negated
     for part in _PARTS.findall(pattern):
         if part[0] == "\\":
             part = _escape(part, negated)

@@ -118,7 +118,7 @@ def check_tools(tools: object, taken: bool) -> list[dict[str, Any]] | None:
 
 
 def for_template(messages: object, *, takes_parts: bool | None, kinds: Container[str] = TEXT_ALONE) -> Messages:
-    """Return OpenAI's messages as templates expect them, who differ in parts, tool calls and reasoning.
+    """Return OpenAI's messages as templates expect them, which differ in parts, tool calls and reasoning.
 
     takes_parts: True if the template reads parts as well as texts, False if only texts (parts are joined by line
     breaks), None if only parts. kinds: of parts. Raises InvalidPrompt unless these are messages of such parts.

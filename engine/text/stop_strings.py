@@ -56,7 +56,7 @@ class IncrementalText:
 class StopStrings:
     """Watches one sequence for its stop strings. Add each generated token once.
 
-    min_tokens: a stop string within the first so many tokens does not count.
+    min_tokens: a stop string within the first min_tokens tokens does not count.
     include: leave the stop string at the end of the text.
     """
 

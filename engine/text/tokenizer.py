@@ -24,7 +24,7 @@ from engine.text.chat_templates import (
 from engine.text.stop_strings import IncrementalText
 from engine.text.tokenizer_files import load_tokenizer
 
-#: Characters per token that hardly any text has on average: the longest tokens of vocabularies are so many spaces.
+#: Characters per token that hardly any text has on average: the longest tokens of vocabularies are 128 spaces.
 MAX_TOKEN_CHARS = 128
 
 #: Texts of which at least one has ordinary tokens, not byte pieces.

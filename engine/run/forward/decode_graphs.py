@@ -122,7 +122,7 @@ class DecodeGraphs:
             if edits is None:
                 choose_tokens()
             else:
-                # the token that a row has just computed, pending on the host, still lies in the row
+                # a row's pending token is the one that it has just computed: it lies in the row itself
                 at = rows[edits.rows]
                 size = self._sizes[graph]
                 state, placed = self._static.state.first(size), edits.placed(at, at[edits.pending[:, 0]])

@@ -358,7 +358,7 @@ class ModelRunner:
         steps = warm_up_steps(self._config, self._longest, num_blocks)
         for step in steps:
             self.launch(step, nucleus_sampling(len(step.sample_rows))).wait()
-        sampling = nucleus_sampling(len(steps[0].sample_rows))  # of as many as may run
+        sampling = nucleus_sampling(len(steps[0].sample_rows))  # of max_num_seqs rows
         for edited in with_edits(sampling, self._model_config.vocab_size):
             self.launch(steps[0], edited).wait()
 

@@ -80,7 +80,7 @@ class Probe:
 
 
 def differ(expected: Tensor, found: Tensor, dtype: torch.dtype) -> bool:
-    """Return whether most rows of any successive ones differ; single rows may, by a router's near tie."""
+    """Return whether in any group of successive rows most differ; single ones may, by a router's near tie."""
     expected, found = expected.float(), found.float()
     spread = expected.std(-1).clamp_min(torch.finfo(torch.float32).tiny)
     error = (found - expected).square().mean(-1).sqrt() / spread

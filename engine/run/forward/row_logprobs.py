@@ -54,7 +54,7 @@ def score_tokens(logits: Tensor, token_ids: Tensor, rows: Tensor) -> tuple[Tenso
     logits = logits.float()
     totals, own = logits.logsumexp(-1), logits[rows, token_ids]
     others, ranks = torch.arange(logits.shape[1], device=logits.device), []
-    for part in torch.split(torch.arange(len(rows), device=logits.device), len(logits)):  # as large as the logits
+    for part in torch.split(torch.arange(len(rows), device=logits.device), len(logits)):  # not larger than logits
         numbers = logits if len(rows) == len(logits) else logits[rows[part]]
         highest, before = own[part, None], others < token_ids[part, None]
         ranks.append(1 + ((numbers > highest) | ((numbers == highest) & before)).sum(-1))
