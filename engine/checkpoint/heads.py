@@ -11,7 +11,7 @@ from engine.errors import ConfigError, UnsupportedModel
 CLASSIFIES = "ForSequenceClassification"
 MAX_LABELS, MAX_LABEL_CHARS = 10_000, 1_000
 
-#: How the names of models end that give hidden states, for which they need no head.
+#: Endings of the names of models that give hidden states and need no head for them.
 BODY_ENDS = ("Model", "ForMaskedLM", "ForPreTraining")
 
 

@@ -14,7 +14,7 @@ SUPPORTED = (
 )
 PLAIN_FORMATS = ("float-quantized", "int-quantized", "naive-quantized")
 PACKED_FORMAT = "pack-quantized"
-#: compressed-tensors' strategies, which say which weights share a scale, by (layout, kind, bits).
+#: compressed-tensors' strategies (the weights that share a scale), by (layout, kind, bits).
 STRATEGIES = {
     ("plain", "float", 8): ("tensor", "channel", "block"),
     ("plain", "int", 8): ("tensor", "channel", "group"),

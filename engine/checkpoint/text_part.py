@@ -32,10 +32,10 @@ FIXED = {"qwen3_vl_moe_text": {"norm_topk_prob": True}}
 #: Keys of a rotary embedding for a token's place in an image.
 IMAGE_KEYS = ("mrope_section", "mrope_interleaved")
 
-#: How names of the text part's tensors begin, in older layouts too, and how they begin in a text model.
+#: Prefixes of the text part's tensors, older layouts included, each with the prefix in a text model.
 PREFIXES = {"language_model.model.": "model.", "language_model.lm_head.": "lm_head.", "model.language_model.": "model."}
 
-#: How names of other parts' tensors begin, with or without "model." before.
+#: Prefixes of other parts' tensors, with or without "model." before.
 OTHER_PARTS = ("vision_tower.", "vision_model.", "visual.", "multi_modal_projector.", "image_newline")
 
 T = TypeVar("T")

@@ -107,7 +107,7 @@ class Experts:
 def choose_experts(scores: Tensor, num_chosen: int, *, normalised: bool) -> tuple[Tensor, Tensor]:
     """Choose experts by scores [tokens, experts]: weights, float32, and ids, int64, [tokens, chosen] each.
 
-    Softmax over all, cut to the chosen and divided by its sum (Mixtral), equals softmax over the chosen (gpt-oss).
+    Softmax over all, cut to the chosen and divided by their sum (Mixtral), equals softmax over the chosen (gpt-oss).
     """
     scores = scores.float()
     best, chosen = scores.topk(num_chosen, dim=-1)

@@ -17,7 +17,7 @@ from engine.models.decoder import DecoderForCausalLM
 
 #: The names here of modules that checkpoints may name otherwise.
 RENAMED = {"block_sparse_moe": "mlp", "router": "gate", "linear_attn": "self_attn"}
-#: How the names of the checkpoint's modules end, with the module that holds each here, and its shard there.
+#: Last names of modules in the checkpoint: the module that holds each here, and its shard there.
 PACKED = {
     "q_proj": ("qkv_proj", "q"),
     "k_proj": ("qkv_proj", "k"),
@@ -26,12 +26,12 @@ PACKED = {
     "up_proj": ("gate_up_proj", "up"),
     **{f"in_proj_{shard}": ("in_proj", shard) for shard in ("qkv", "z", "b", "a", "qkvz", "ba")},
 }
-#: How the names of tensors end that older checkpoints hold, and that models compute themselves.
+#: Endings of the names of tensors that older checkpoints hold, and that models compute themselves.
 COMPUTED = ("rotary_emb.inv_freq",)
-#: How the names of tensors begin that guess tokens ahead, which nothing here uses.
+#: Prefixes of tensors that guess tokens ahead, which nothing here uses.
 GUESSING = ("mtp.",)
 
-BODY = "model."  # how the names of all tensors begin, except the LM head's
+BODY = "model."  # the prefix of all tensors, except the LM head's
 
 Place = tuple[str, str | None]  # parameter name here, shard of it
 T = TypeVar("T")

@@ -17,7 +17,7 @@ DIMENSIONS = Range(1, MAX_COUNT, integer=True)
 class PoolingParams:
     """The form of a text's embedding. Raises InvalidSampling for an impossible value.
 
-    dimensions: keep only this number of first numbers (for models trained for it, Matryoshka); None keeps all.
+    dimensions: how many of the first numbers to keep (for models trained for it, Matryoshka); None keeps all.
     normalize: scale to length 1, after the cut. None does so if the checkpoint normalizes its embeddings, or if
         dimensions are given.
     prompt_name: the checkpoint's prompt before the text, such as "query"; None takes its default one, if it has one.

@@ -65,7 +65,7 @@ class Scheduler:
         self._gate = AdmissionGate(batches=batches_admissions)
         self._num_arrivals = 0
         self.in_flight: deque[ScheduledBatch] = deque()  # scheduled and not received, the oldest first
-        self.first_scheduled: list[str] = []  # request ids of sequences admitted first; the engine empties it
+        self.first_scheduled: list[str] = []  # request ids, as sequences are first admitted; the engine empties it
         self.max_running = self.num_preemptions = 0
         self.prefill_tokens = self.cached_tokens = self.decode_tokens = self.generation_tokens = 0
         self.max_num_batched_tokens = max_num_batched_tokens

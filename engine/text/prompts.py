@@ -16,7 +16,7 @@ MAX_CHARS = 65_536  # of continuations that are remembered
 Texts = tuple[str, ...]
 Tail = tuple[tuple[int, ...], int]
 """Tokens behind what all continuations of a prompt share, and which of them is the first to be scored."""
-Tails = tuple[list[int], tuple[Tail, ...]]  # tokens, and the tails behind them, or, if they are a word's, instead
+Tails = tuple[list[int], tuple[Tail, ...]]  # tokens, and tails behind them; a remembered word's tails begin with it
 UNLIKE: Tails = ([], ())
 
 
@@ -130,8 +130,8 @@ class PromptReader:
     def pair(self, context: object, continuation: object) -> tuple[Context, Context]:
         """Return what is scored, and what stands before it.
 
-        A context's last spaces become part of the continuation, as in lm-evaluation-harness. For an empty list of
-        token ids stands the tokenizer's `prefix`. Raises InvalidPrompt.
+        A context's last spaces become part of the continuation, as in lm-evaluation-harness. An empty list of token
+        ids is replaced by the tokenizer's `prefix`. Raises InvalidPrompt.
         """
         if isinstance(context, str) and isinstance(continuation, str):
             text = context.rstrip()
