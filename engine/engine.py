@@ -51,12 +51,12 @@ logger = logging.getLogger(__name__)
 class Engine:
     """A model with its KV pool, stepping one continuous batch.
 
-    All calls must come from one thread, but for `prepare`, `prepare_chat`, `prepare_grammar` and `chat_token_ids`.
+    Call it from one thread only, except `prepare`, `prepare_chat`, `prepare_grammar` and `chat_token_ids`.
     Raises ConfigError or a subclass (ModelNotFound, UnsupportedModel, MissingWeights, WeightMismatch,
     DamagedWeights) if it cannot start. Use it in a `with` block or call `close()`; later calls raise EngineClosed.
-    A child forked from a process that has taken a step cannot take one: torch's threads do not exist there.
+    Once a process has taken a step, a child forked from it cannot: torch's threads do not exist there.
 
-    start_runner: makes the runner from the configuration, the model's and its folder; for benchmarks.
+    start_runner: makes the runner from this configuration, the model's configuration and its folder; for benchmarks.
     """
 
     def __init__(self, config: EngineConfig, *, start_runner: StartRunner | None = None) -> None:
@@ -75,7 +75,7 @@ class Engine:
             )
         classes = read_classes(model)
         pooling = read_pooling(folder, model, config.pooling) if classes is None else None
-        #: Whether it has an LM head; else it embeds or classifies.
+        #: Whether the model has an LM head; one without embeds or classifies.
         self.generates = generates(folder, model, path, embeds=pooling is not None)
         self.config = config
         self._tokenizer = Tokenizer(folder, config.chat_template)
@@ -105,7 +105,7 @@ class Engine:
         ends = model.eos_token_ids or self._tokenizer.eos_token_ids
         self._sequences = NewSequences(self._tokenizer, self._reasoner, ends, model.vocab_size)
         self._unfinished: dict[str, list[Sequence]] = {}
-        self._incomplete: list[Sequence] = []  # that have finished
+        self._incomplete: list[Sequence] = []  # finished, while their prompt's log probabilities are not all there
         self._seeds = Seeds(config.seed, from_prompts=config.deterministic)
         on_gpu = resolve_device(config.device).type == "cuda"
         self._stepper = Stepper(
@@ -132,7 +132,7 @@ class Engine:
         self._unfinished.clear()
 
     def _read_pictures(self, reader: PictureReader) -> None:
-        """Let pictures be read if the model does so exactly."""
+        """Let requests have pictures, if the model then computes what transformers' own code does."""
         assert isinstance(self._live_runner, ModelRunner)
         reader.learn_frame(self._tokenizer)
         try:
@@ -149,7 +149,7 @@ class Engine:
 
     @cached_property
     def identity(self) -> ModelIdentity:
-        """The model's fingerprint and the dtype of its computing; reads samples of the weights."""
+        """The model's fingerprint and the dtype it computes in; reads samples of the weights."""
         found = model_identity(self.config)
         return replace(found, reads_pictures=self.reads_pictures, generates=self.generates)
 
@@ -160,7 +160,7 @@ class Engine:
 
     @property
     def max_model_len(self) -> int:
-        """The most tokens of a sequence, prompt and completion together."""
+        """The most tokens that a sequence may have, prompt and completion together."""
         return self._scheduler.max_model_len
 
     @property
@@ -181,7 +181,7 @@ class Engine:
         scoring: ScoringParams | None = None,
         pooling: PoolingParams | ClassParams | None = None,
     ) -> PreparedPrompt:
-        """Tokenize and check a prompt: the part of `add` that takes time with its length. For any thread.
+        """Tokenize and check a prompt: the part of `add` that takes longer for a longer prompt. For any thread.
 
         truncate_prompt_tokens, scoring, pooling: as `add` will get them. Raises what `add` raises for them.
         """
@@ -210,9 +210,9 @@ class Engine:
         scoring: ScoringParams | None = None,
         **options: Any,
     ) -> PreparedPrompt:
-        """Prepare a conversation as `chat_token_ids` does, and its pictures: parts {"type": "image", "image": array}.
+        """Prepare a conversation, with any pictures in it: parts {"type": "image", "image": array}.
 
-        For any thread. scoring: as of `prepare`. Raises UnsupportedTask for a picture where the model reads none.
+        For any thread. options: of `chat_token_ids`. Raises UnsupportedTask for a picture if the model reads none.
         """
         if pictures := pictures_of(messages):
             reader = self._reader_for(truncate_prompt_tokens)
@@ -222,9 +222,9 @@ class Engine:
         return self.prepare(token_ids, truncate_prompt_tokens=truncate_prompt_tokens, scoring=scoring)
 
     def prepare_grammar(self, params: SamplingParams) -> Future[Any] | None:
-        """Compile the grammar of structured_outputs, once for equal ones; None for no grammar. For any thread.
+        """Start compiling the grammar of structured_outputs, once for equal ones; return None if there is none.
 
-        `add` does not wait if the future is done and somebody holds it.
+        For any thread. Keep the future: once it is done, `add` need not wait for the grammar.
         """
         return self._sequences.grammars.prepare(params)
 
@@ -242,12 +242,12 @@ class Engine:
 
         ScoringParams give one completion with the `loglikelihoods` of continuations, PoolingParams one with the
         prompt's `embedding`, ClassParams one with its `class_scores`.
-        lane: urgency, 0 the most urgent. A request of lane 0 is in the next step, at the cost of the latest
-        requests of later lanes if need be; a waiting lane gets at least one admission in twenty.
-        continued: token ids of an unfinished completion of this prompt: params.max_tokens more follow, the same as
-        if they had been asked for at once.
-        resumed: the tokens behind those that samples of this request had elsewhere, by index, as `samples_so_far` ends:
-        they go on as they would have there, and one that is whole ends at once. Left out where they cannot be.
+        lane: 0 is the most urgent. A request of lane 0 is in the next step: if there is no room, the latest
+        requests of later lanes are preempted. A waiting lane gets at least one admission in twenty.
+        continued: token ids of an unfinished completion of this prompt. Up to params.max_tokens more follow, the same
+        as if all had been asked for at once.
+        resumed: by sample index, the tokens behind `continued` that another engine had generated. The samples go on
+        as they would have there; a whole one ends at once. All begin anew if one of them cannot have had its tokens.
         Raises InvalidRequest or a subclass, having changed nothing: InvalidPrompt, PromptTooLong,
         InvalidSampling, DuplicateRequest, UnsupportedTask.
         """
@@ -290,11 +290,11 @@ class Engine:
     def step(self, *, launches: bool = True) -> list[Completion]:
         """Compute one batch; return the samples that finished in it, [] if there is nothing to do.
 
-        With async_scheduling this launches one batch and returns what finished in the one launched before,
-        which ran meanwhile; the first such step returns []. launches: False to wait for that one alone.
-        A request that makes a step raise, and raises alone too, ends with finish_reason "error"; the others
-        go on. Raises StepFailed if none is to blame: nothing is lost, the next step repeats it.
-        With tensor parallelism whatever a rank raises ends all of them: RankFailed, then and on later calls.
+        With async_scheduling this launches one batch, and returns what finished in the batch before, which ran
+        meanwhile; the first step returns []. launches: False launches nothing and waits for the batch that runs.
+        If a step raises because of one request, that request ends with finish_reason "error" and the others go on.
+        Raises StepFailed if no request is to blame: nothing is lost, the next step repeats it.
+        With tensor parallelism any error of a rank ends all ranks: this call and later ones raise RankFailed.
         """
         self._open_runner()
         if not self._unfinished and not self._stepper.in_flight:
@@ -311,11 +311,11 @@ class Engine:
 
     @property
     def started(self) -> list[str]:
-        """Return the ids of requests that the last step scheduled first: once for each sample."""
+        """The ids of the requests that the last step scheduled for the first time, once for each sample."""
         return self._scheduler.first_scheduled
 
     def stats(self) -> EngineStats:
-        """Counters since start and the state of now."""
+        """Return the counters since the start, and the current state."""
         stats = self._stepper.engine_stats()
         return stats if not self._looking else replace(stats, num_waiting=stats.num_waiting + len(self._looking))
 
@@ -324,7 +324,7 @@ class Engine:
         return request_progress(self._scheduler.running)
 
     def samples_so_far(self) -> dict[str, dict[int, list[int]]]:
-        """Return the tokens of each unfinished sample, by request and index, with those that it continued."""
+        """Return the tokens of each unfinished sample so far, `continued` ones included, by request id and index."""
         return {
             request_id: {seq.index: seq.generated_token_ids for seq in seqs}
             for request_id, seqs in self._unfinished.items()
@@ -336,7 +336,7 @@ class Engine:
     ) -> list[int]:
         """Return the token ids of a conversation by the model's chat template. For any thread.
 
-        truncate_prompt_tokens: as of SamplingParams. options: `tools` and `chat_template_kwargs`. Raises
+        truncate_prompt_tokens: of SamplingParams. options: `tools` and `chat_template_kwargs`. Raises
         InvalidPrompt if the tokenizer has no template or the template refuses the messages, and PromptTooLong.
         """
         limit = self.max_model_len - 1 if truncate_prompt_tokens is None else None
@@ -352,9 +352,9 @@ class Engine:
     ) -> list[Completion]:
         """Complete all prompts; return their completions in input order, the n samples of each together.
 
-        prompts is read as the engine has room. params: one for all (default SamplingParams()) or one each.
+        prompts is read bit by bit, as the engine has room. params: one for all (default SamplingParams()) or one each.
         A refused request gives one completion with finish_reason "error". Raises EngineBusy if other requests are
-        unfinished, InvalidRequest if prompts and params differ in number. No request is left behind.
+        unfinished, InvalidRequest if prompts and params differ in number. If it raises, its requests are aborted.
         """
         total = len(prompts) if isinstance(prompts, (list, tuple)) else None
         done = self._run(numbered(prompts, params), total, use_tqdm=use_tqdm)
@@ -378,13 +378,13 @@ class Engine:
         """Embed all prompts by prefill alone; return their completions, which have an `embedding`, in order.
 
         Texts are read as sentence-transformers reads them: behind the checkpoint's default prompt, and cut to
-        its max_seq_length. Raises what `generate` does, and for params that no text can have.
+        its max_seq_length. Raises what `generate` does, and UnsupportedTask or InvalidSampling if params suit no text.
         """
         self._embedder.check(params := params or PoolingParams())
         return self.generate(prompts, params, use_tqdm=use_tqdm)
 
     def _run(self, requests: Iterator[Request], total: int | None, *, use_tqdm: bool) -> dict[str, list[Completion]]:
-        """Complete all requests, by id, whatever `add` makes of them; none is left behind."""
+        """Complete all requests; return the completions by request id. If it raises, the rest are aborted."""
         self._open_runner()
         if self._unfinished:
             raise EngineBusy(f"{len(self._unfinished)} requests are unfinished; step() until they are, or abort them")
@@ -408,7 +408,7 @@ class Engine:
         return done
 
     def _reader_for(self, truncate_prompt_tokens: int | None, pooling: object = None) -> PictureReader:
-        """Return what reads pictures. Raises UnsupportedTask or InvalidPrompt where nothing does."""
+        """Return the picture reader. Raises UnsupportedTask or InvalidPrompt if such a request cannot have pictures."""
         if self._reader is None:
             raise UnsupportedTask("this model reads no pictures: it is served for text alone")
         if pooling is not None:
@@ -444,7 +444,7 @@ class Engine:
         return self._live_runner
 
     def _ready(self, prompt: Prompt | PreparedPrompt, params: RequestParams) -> PreparedPrompt:
-        """Return the prompt prepared and truncated, which it may be already. Raises what `add` raises."""
+        """Prepare and truncate a prompt, unless that is done already. Raises what `add` raises."""
         self._check_generates()
         scoring, most = params if isinstance(params, ScoringParams) else None, params.truncate_prompt_tokens
         if isinstance(prompt, PreparedPrompt):
@@ -463,7 +463,7 @@ class Engine:
             )
 
     def _resumed(self, seqs: list[Sequence], resumed: Mapping[int, Collection[int]]) -> list[Sequence]:
-        """Hand sequences the tokens that they had elsewhere; return none where they cannot have had them."""
+        """Give sequences the tokens that they had elsewhere; return [] if one cannot have had them."""
         try:
             for index, token_ids in resumed.items():
                 self._prompts.check_ids(token_ids)
@@ -486,7 +486,7 @@ class Engine:
         return False
 
     def _finish(self, seq: Sequence) -> Completion | None:
-        """Turn a finished sequence into its completion; None while a sibling is missing, or if one has failed."""
+        """Make a finished sequence's completion; None if it awaits a sibling's scores, or a sibling has failed."""
         siblings = self._unfinished.get(seq.request_id, [])
         if seq not in siblings:
             return None

@@ -1,10 +1,10 @@
 """Every error the engine raises on purpose. All arguments are in `args`, so they pickle."""
 
-MAX_QUOTED_CHARS = 400  # of another package's error in ours
+MAX_QUOTED_CHARS = 400  # how much our errors quote of another package's
 
 
 def quoted(error: BaseException) -> str:
-    """Return type and words of another package's error on one line, cut."""
+    """Return the type and message of another package's error, on one line and cut short."""
     return f"{type(error).__name__}: {' '.join(str(error).split())}"[:MAX_QUOTED_CHARS]
 
 
@@ -41,7 +41,7 @@ class AttentionRefused(ConfigError):
 
 
 class NotDeterministic(ConfigError):
-    """`deterministic=True` is not known to give the same bits in every batch here."""
+    """`deterministic=True` is asked for, and this model or machine is not known to give equal bits in every batch."""
 
 
 class InvalidRequest(EngineError):
@@ -51,7 +51,7 @@ class InvalidRequest(EngineError):
 class InvalidSampling(InvalidRequest):
     """An unknown, unbuilt or impossible sampling parameter: (problem, the value as it is shown).
 
-    problem: names the parameter and its range; no part of a value, so that a log may hold it.
+    problem: names the parameter and its range. It quotes nothing of the value, so it may be logged.
     """
 
     def __init__(self, problem: str, got: str | None = None) -> None:
@@ -89,13 +89,13 @@ class EngineBusy(EngineError):
 class StepFailed(EngineError):
     """Raised by `step()` when no single sequence is to blame; the original error is its `__cause__`.
 
-    Memory ran out, the device is lost, or all steps raise. Every running sequence waits and recomputes. The caller
-    may call `step()` again, abort some requests, or stop.
+    Memory ran out, the device is lost, or all steps raise. Every running sequence is put back to wait, and will be
+    recomputed. The caller may call `step()` again, abort some requests, or stop.
     """
 
 
 class SequenceFailed(EngineError):
-    """Never raised: the `error` of a completion whose request made a step raise: (the original error)."""
+    """Not raised: it words the `error` of a completion whose request made a step raise. (the original error)"""
 
     def __init__(self, cause: Exception) -> None:
         super().__init__(cause)
@@ -109,14 +109,14 @@ class SequenceFailed(EngineError):
 
 
 class ScoringFailed(EngineError):
-    """`loglikelihood()` cannot go on with a pair: (its place, the reason)."""
+    """`loglikelihood()` cannot score a pair: (the pair's index, the reason)."""
 
     def __str__(self) -> str:
         return f"pair {self.args[0]} has no log-likelihood: {self.args[1]}"
 
 
 class NoToken(EngineError):
-    """A sequence's logits are NaN or infinite, or its every token is banned: its request fails."""
+    """A sequence's logits are NaN or infinite, or every token is banned. Its request fails."""
 
 
 class GrammarFailed(EngineError):

@@ -1,4 +1,4 @@
-"""The identity of a served model: a fingerprint of its files, and the dtype it computes in."""
+"""Reads the identity of a served model: a fingerprint of its files, and the dtype it computes in."""
 
 import json
 from collections.abc import Iterator
@@ -10,7 +10,7 @@ from typing import BinaryIO
 from engine.checkpoint.folder import list_weight_files
 from engine.errors import MissingWeights
 
-MAX_HEADER_BYTES = 100 << 20  # no checkpoint's is as large
+MAX_HEADER_BYTES = 100 << 20  # no checkpoint has a larger one
 
 
 @dataclass(frozen=True)
@@ -45,7 +45,7 @@ def check_file(path: Path) -> list[TensorEntry]:
     return entries
 
 
-#: Files read whole: they decide a text's tokens, how these are computed, and where a text ends.
+#: Files that are read whole: they decide a text's tokens, what is computed of them, and where a text ends.
 TEXT_FILES = (
     *("config.json", "generation_config.json"),
     *("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "tekken.json"),
@@ -53,7 +53,7 @@ TEXT_FILES = (
     *("chat_template.jinja", "chat_template.json"),
     *("modules.json", "sentence_bert_config.json", "config_sentence_transformers.json"),
 )
-#: Files read whole in any folder.
+#: Patterns of further files that are read whole.
 MORE_TEXT_FILES = (
     "additional_chat_templates/*.jinja",
     "*Pooling/config.json",
@@ -61,7 +61,7 @@ MORE_TEXT_FILES = (
     "*Dense/*.safetensors",
 )
 
-#: A tensor of at most so many bytes is read whole; samples of a larger one take as many.
+#: A tensor of up to WHOLE_BYTES is read whole; of a larger one, samples of WHOLE_BYTES in all.
 WHOLE_BYTES = 1 << 16
 NUM_SAMPLES = 16
 
@@ -70,9 +70,9 @@ NUM_SAMPLES = 16
 class ModelIdentity:
     """The identity of a served model.
 
-    fingerprint: 32 hexadecimal digits. dtype: of its computing, such as "float32" or "float32, int8 weights".
-    embedding_size: numbers of an embedding, 0 if it gives none. embedding_prompts: names of its prompts.
-    classes: labels of its head, none if it has no such head. reads_pictures, generates: as far as an engine has told.
+    fingerprint: 32 hexadecimal digits. dtype: that it computes in, such as "float32" or "float32, int8 weights".
+    embedding_size: numbers of an embedding, 0 if it gives none. embedding_prompts: names of prompts for them.
+    classes: labels of its head, () if none. reads_pictures, generates: what an engine has told.
     """
 
     fingerprint: str
@@ -89,11 +89,11 @@ def read_identity(
 ) -> ModelIdentity:
     """Return the identity of a folder's model. Raises MissingWeights or another ConfigError.
 
-    dtype: of its computing, with every other choice that changes answers, in words.
+    dtype: that it computes in and, in words, every other choice that changes answers.
     chat_template, pooling: the name of the one in use, if it was chosen.
-    Two models have the same fingerprint when these, the TEXT_FILES, and the tensors (name, type, shape and values)
-    are the same, however the tensors are divided into files. Of a tensor beyond 64 KiB 16 samples of 4 KiB are
-    read: another training, merge or rounding shows, an edit of a few values may not.
+    Two models have the same fingerprint if these, the TEXT_FILES, and the tensors (name, type, shape and values)
+    are the same, however the tensors are divided into files. Of a tensor larger than 64 KiB, 16 samples of 4 KiB
+    are read: another training, merge or rounding shows, an edit of a few values may not.
     """
     digest = blake2b(dtype.encode(), digest_size=16)
     more = sorted(str(path.relative_to(folder)) for each in MORE_TEXT_FILES for path in folder.glob(each))

@@ -1,4 +1,4 @@
-"""Finding a checkpoint: a folder on disk or a model of the Hugging Face hub."""
+"""Finds a checkpoint: a folder on disk, or a model of the Hugging Face hub."""
 
 from pathlib import Path
 from reprlib import repr as brief  # short
@@ -9,7 +9,7 @@ from engine.errors import ConfigError, MissingWeights, ModelNotFound
 INDEX = "model.safetensors.index.json"
 WHOLE = "model.safetensors"
 FETCHED = ["*.json", "*.safetensors", "*.txt", "*.jinja", "tokenizer.model"]  # no code, no pickles
-#: The same weights once more, as their makers' own programs name them (Mistral, Llama, gpt-oss).
+#: Second copies of the same weights, for their makers' own programs (Mistral, Llama, gpt-oss).
 SECOND_COPIES = ["consolidated*", "original/*", "metal/*"]
 
 
@@ -34,13 +34,13 @@ def resolve_model(model: str) -> Path:
 
 
 def _refuse_path(model: str) -> None:
-    """Raise ModelNotFound for a path, which is no hub id."""
+    """Raise ModelNotFound for a path: it is no hub id."""
     if model.startswith(("/", ".", "~")) or model.count("/") > 1 or "\\" in model:
         raise ModelNotFound(f"there is no folder {model!r}; give an existing one or a hub id like 'Qwen/Qwen3-0.6B'")
 
 
 def find_here(model: str) -> Path | None:
-    """Return a model's folder without fetching anything; None for a hub's model that is not on this machine."""
+    """Return a model's folder without fetching anything; None for a hub id whose model is not on this machine."""
     if Path(model).expanduser().is_dir():
         return resolve_model(model)
     _refuse_path(model)
@@ -55,7 +55,7 @@ def find_here(model: str) -> Path | None:
 def list_weight_files(folder: Path) -> list[Path]:
     """List the safetensors files of a checkpoint. Raises MissingWeights, naming a missing shard."""
     if (folder / WHOLE).is_file():
-        return [folder / WHOLE]  # before an index, as transformers does; other files are a second copy
+        return [folder / WHOLE]  # it goes before an index, as in transformers: other files are a second copy
     index = folder / INDEX
     if index.is_file():
         names = sorted(set(_read_places(index).values()))
@@ -73,14 +73,14 @@ def list_weight_files(folder: Path) -> list[Path]:
 
 
 def named_places(folder: Path) -> dict[str, str]:
-    """Return the file of each tensor by the index; {} without an index. Raises ConfigError."""
+    """Return each tensor's file, as the index names it; {} without an index. Raises ConfigError."""
     if (folder / WHOLE).is_file() or not (folder / INDEX).is_file():
         return {}
     return _read_places(folder / INDEX)
 
 
 def _read_places(index: Path) -> dict[str, str]:
-    """Read the file of each tensor, refusing other folders. Raises ConfigError."""
+    """Read each tensor's file from an index. Raises ConfigError, for files in other folders too."""
     places: dict[str, str] = read_json(index).get("weight_map", {})
     for name in places.values() if isinstance(places, dict) else [places]:
         if not isinstance(name, str) or Path(name).name != name or not name.endswith(".safetensors"):

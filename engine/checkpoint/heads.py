@@ -1,4 +1,4 @@
-"""Classes: what a checkpoint with a sequence-classification head tells of a text."""
+"""Reads the classes of a checkpoint with a sequence-classification head."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -11,7 +11,7 @@ from engine.errors import ConfigError, UnsupportedModel
 CLASSIFIES = "ForSequenceClassification"
 MAX_LABELS, MAX_LABEL_CHARS = 10_000, 1_000
 
-#: Ends of the names of models that give hidden states, and need no head for them.
+#: Endings of the names of models that give hidden states and need no head for them.
 BODY_ENDS = ("Model", "ForMaskedLM", "ForPreTraining")
 
 
@@ -19,8 +19,8 @@ BODY_ENDS = ("Model", "ForMaskedLM", "ForPreTraining")
 class Classes:
     """The classes of a head. labels: in its order.
 
-    is_exclusive: a text has one of them, by a softmax; else each by a sigmoid. One class alone has a plain number.
-    has_plain_relevance: a cross-encoder's number is given as it is, not by a sigmoid.
+    is_exclusive: a text has one of several, by softmax; else each by a sigmoid. A single class has a plain number.
+    has_plain_relevance: a cross-encoder's number is given as it is, without a sigmoid.
     """
 
     labels: tuple[str, ...]
@@ -29,7 +29,7 @@ class Classes:
 
 
 def reads_in_one_pass(architecture: str) -> bool:
-    """Whether texts are read in one pass, without a KV cache, if no native decoder has the name."""
+    """Whether a model of this name, if it is no native decoder, reads texts in one pass, without a KV cache."""
     return architecture.endswith((CLASSIFIES, *BODY_ENDS)) and not architecture.endswith("HeadModel")
 
 

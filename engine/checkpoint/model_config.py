@@ -13,10 +13,10 @@ from engine.checkpoint.text_part import read_text_values, reads_more_than_text
 from engine.errors import ConfigError, MissingWeights, UnsupportedModel
 
 MAX_SIZE, MAX_LAYERS = 2**31, 10_000
-MAX_JSON_BYTES = 64 << 20  # the index of a thousand shards has some ten of them
+MAX_JSON_BYTES = 64 << 20  # the index of a thousand shards has some ten MiB
 UNNAMED = "none named"
 
-#: Other architectures' names of the same sizes, in the order of looking: a decoder's own before the encoder's.
+#: The names that architectures have for each size, the first one to look for first: a decoder's before an encoder's.
 NAMES = {
     "hidden_size": ("hidden_size", "n_embd", "d_model", "dim", "embed_dim", "emb_dim"),
     "intermediate_size": (
@@ -32,19 +32,19 @@ NAMES = {
     "num_key_value_heads": ("num_key_value_heads", "num_kv_heads"),
     "max_position_embeddings": ("max_position_embeddings", "n_positions", "max_seq_len", "model_max_length"),
 }  # fmt: skip
-UNLIMITED = 2048  # the most tokens of a model that states none, as those with ALiBi
+UNLIMITED = 2048  # the most tokens of a model that states no limit, such as one with ALiBi
 
 
 @dataclass(frozen=True)
 class ModelConfig:
-    """Sizes and facts that the engine needs of any model. Readers take architecture's own keys from `values`.
+    """Sizes and facts that the engine needs of any model. Readers take an architecture's own keys from `values`.
 
-    architecture: the first that config.json names, or that of the text part alone.
+    architecture: the first that config.json names, or the text part's.
     hidden_size to head_dim: they decide the memory of a step, and how many ranks can share the model.
     dtype: the checkpoint's.  eos_token_ids: they end a completion.
-    values: config.json, as far as it is about text.
-    whole: the first that config.json names, if it has parts for images or sound too; else None.
-    reads_pictures: its part for images is kept.
+    values: the part of config.json that is about text.
+    whole: the first architecture that config.json names, if it has parts for images or sound too; else None.
+    reads_pictures: the part for images is used.
     """
 
     architecture: str
@@ -143,9 +143,9 @@ def _check_values(read: ModelConfig, path: Path) -> None:
 
 
 def longrope_length(model: ModelConfig) -> int | None:
-    """Return the most tokens for the short factors, None for a model with one set of factors.
+    """Return the most tokens that the short rotary factors are for; None for a model with one set of factors.
 
-    If longer sequences may come, all sequences take the long factors.
+    If longer sequences are possible, all sequences take the long factors.
     """
     given = model.values.get("rope_scaling") or model.values.get("rope_parameters")
     parameters = given if isinstance(given, Mapping) else {}

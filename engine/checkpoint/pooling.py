@@ -1,4 +1,4 @@
-"""Pooling: how a checkpoint makes one vector of a text, by sentence-transformers' files."""
+"""Pooling: how a checkpoint makes one vector of a text, as sentence-transformers' files say."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -12,7 +12,7 @@ from engine.errors import ConfigError, UnsupportedModel
 MODULES = "modules.json"
 TRANSFORMER_FILE, PROMPTS_FILE = "sentence_bert_config.json", "config_sentence_transformers.json"
 
-#: Modes by sentence-transformers' names: the hidden states that make a text's vector, and how.
+#: Ways to make a text's vector of its hidden states, by sentence-transformers' names.
 MODES = ("cls", "lasttoken", "max", "mean", "mean_sqrt_len_tokens", "weightedmean")
 
 #: Older files' switches of modes, in the order in which their vectors stand side by side.
@@ -42,10 +42,10 @@ class Dense:
 class Pooling:
     """The way in which a text becomes a vector.
 
-    modes: of MODES; the vectors of several stand side by side.  normalize: the whole has length 1.
-    dense: layers between, in their order.
-    max_seq_length: tokens to which a text is cut, None if to none.
-    prompts: texts that may stand before a text, by name.  default_prompt: the name of the default one.
+    modes: of MODES; the vectors of several are concatenated.  normalize: scale the whole to length 1.
+    dense: layers between pooling and that, in order.
+    max_seq_length: tokens to which a text is cut; None if it is not.
+    prompts: texts that may be put before a text, by name.  default_prompt: the name of the default one.
     """
 
     modes: tuple[str, ...]
@@ -107,7 +107,7 @@ def _modules(folder: Path) -> list[tuple[str, str]]:
         kind, path = (module.get(key) if isinstance(module, dict) else None for key in ("type", "path"))
         if not isinstance(kind, str) or not isinstance(path, str) or ".." in path or path.startswith("/"):
             raise ConfigError(f"{folder / MODULES} must name each module's type and its folder here: {brief(module)}")
-        # others' code may do anything
+        # modules of other packages keep their whole names: their code may do anything
         modules.append((kind.rpartition(".")[2] if kind.startswith(PACKAGE) else kind, path))
     return modules
 
@@ -150,7 +150,7 @@ def _read_max_seq_length(folder: Path) -> int | None:
             f"{path}: modality_config puts texts into the chat template; supported are texts as they stand"
         )
     length = values.get("max_seq_length")
-    if length is None:  # the tokenizer's own file has a very large number for any
+    if length is None:  # the tokenizer's own file, where no limit is a very large number
         path = folder / "tokenizer_config.json"
         length = read_json(path).get("model_max_length") if path.is_file() else None
         return length if type(length) is int and length > 0 else None

@@ -14,7 +14,7 @@ SUPPORTED = (
 )
 PLAIN_FORMATS = ("float-quantized", "int-quantized", "naive-quantized")
 PACKED_FORMAT = "pack-quantized"
-#: compressed-tensors' numbers and which weights may share a scale: (stored as, kind, bits) -> strategies.
+#: compressed-tensors' strategies (the weights that share a scale), by (layout, kind, bits).
 STRATEGIES = {
     ("plain", "float", 8): ("tensor", "channel", "block"),
     ("plain", "int", 8): ("tensor", "channel", "group"),
@@ -29,9 +29,9 @@ class Scheme:
 
     layout: "plain", a number for each weight; "packed", compressed-tensors' words of several; "awq"; "gptq";
     or "mxfp4". kind: "float" or "int".
-    block: the (rows, columns) of weights that share a scale, None for all there are.
-    zero_points: whether each scale must have a zero point beside it. zero_shift: added to those as stored.
-    column_groups: whether the file must say of each column which scale is its own.
+    block: the (rows, columns) of weights that share a scale, None for all of them.
+    zero_points: whether each scale must have a zero point beside it. zero_shift: is added to the stored ones.
+    column_groups: whether the file must say which scale each column has.
     targets: the modules, as compressed-tensors writes them: names, "re:" patterns, names of classes.
     """
 
@@ -69,7 +69,7 @@ class Quantization:
 def read_quantization(config: Mapping[str, Any]) -> Quantization | None:
     """Read the quantization section of config.json; None if there is none.
 
-    Raises UnsupportedModel for a way that is not built, ConfigError for a value that none can have.
+    Raises UnsupportedModel for a quantization that is not built, ConfigError for an impossible value.
     """
     values = config.get("quantization_config")
     if not values:
@@ -104,7 +104,7 @@ def _read_awq(values: Mapping[str, Any]) -> tuple[Scheme, ...]:
 
 
 def _read_gptq(values: Mapping[str, Any]) -> tuple[Scheme, ...]:
-    """Read AutoGPTQ's or GPTQModel's section; gptq stores zero points less one, gptq_v2 as they are."""
+    """Read AutoGPTQ's or GPTQModel's section; gptq stores zero points minus one, gptq_v2 as they are."""
     _refuse_unless(values, "bits", (4, 8))
     for key in ("checkpoint_format", "format"):
         _refuse_unless(values, key, (None, "gptq", "gptq_v2"))

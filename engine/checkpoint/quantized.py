@@ -14,16 +14,16 @@ from engine.checkpoint.quantization import Quantization, Scheme
 from engine.checkpoint.weights import CheckpointTensor
 from engine.errors import DamagedWeights, MissingWeights, WeightMismatch
 
-AT_ONCE = 1 << 20  # weights, whose temporaries stay in the processor's cache
+AT_ONCE = 1 << 20  # weights that are unpacked together: their temporaries stay in the processor's cache
 
 
 class QuantizedTensor(CheckpointTensor):
     """A weight [out, in], (code - zero point) * scale, in float32 once it is read.
 
     block: rows and columns that share a scale, None for all of a dimension.
-    scale: one for each block, as a matrix or, `transposed`, as its transpose.
-    zero_points: as many, or one for all of them.
-    group_of_column: [in], the scale of each column in its row; None: in their order.
+    scale: a matrix with one for each block; if `transposed`, its transpose.
+    zero_points: one for each block, or one for all.
+    group_of_column: [in], which scale of its row each column has; None if the columns' blocks are in order.
     """
 
     def __init__(
@@ -64,7 +64,7 @@ class QuantizedTensor(CheckpointTensor):
         for first in range(0, len(codes), step):
             some = unpacked[first : first + step]
             piece = codes[first : first + step]
-            # by way of float16 it is exact, and several times faster than straight to float32
+            # the way over float16 is exact, and several times faster than straight to float32
             some.copy_(piece.half() if piece.dtype == torch.float8_e4m3fn else piece)
             rows = groups[0][first : first + step]
             some -= zero_points if isinstance(zero_points, int) else _spread(zeros, rows, groups[1])
@@ -76,12 +76,12 @@ class QuantizedTensor(CheckpointTensor):
 
 
 def count_scales(shape: tuple[int, ...], block: tuple[int | None, int | None]) -> tuple[int, ...]:
-    """Return the number of scales of a weight [out, in] in each direction. block: as of QuantizedTensor."""
+    """Return the number of scales of a weight [out, in] in each dimension. block: of QuantizedTensor."""
     return tuple(-(-total // (size or total)) for size, total in zip(block, shape, strict=True))
 
 
 def _spread(numbers: Tensor, rows: Tensor, columns: Tensor) -> Tensor:
-    """Return one number for each weight of these rows and columns, or for each row if all are the same."""
+    """Return the number of each weight of these rows and columns, or of each row if its columns share one."""
     chosen = numbers[rows]
     return chosen if numbers.shape[1] == 1 else chosen.index_select(1, columns)
 
@@ -96,8 +96,8 @@ LOW_BITS = {4: 0x11111111, 8: 0x01010101}
 def unpack(words: Tensor, bits: int, dim: int, *, interleaved: bool = False, shift: int = 0) -> Tensor:
     """Unpack words [rows, columns] int32, each of 32 / bits numbers of 4 or 8 bits along `dim`, into uint8.
 
-    The first number has the lowest bits. interleaved: AWQ's order, the even ones of eight in the lower half of a
-    word. shift: 1 adds one to each number, which GPTQ's files subtract from whole words.
+    The first number has the lowest bits. interleaved: AWQ's order, where a word's lower half has the even ones of
+    eight numbers. shift: 1 adds one to each number, as GPTQ's files have subtracted it, from whole words.
     """
     if dim == 0:
         return unpack(words.t(), bits, 1, interleaved=interleaved, shift=shift).t()
@@ -116,7 +116,7 @@ def unpack(words: Tensor, bits: int, dim: int, *, interleaved: bool = False, shi
 class PackedIntegers:
     """A matrix [rows, columns] of packed numbers.
 
-    words: as stored, the transpose's with `transposed`. dim: along which a word's numbers lie.
+    words: as stored; if `transposed`, those of the transpose. dim: of the words, along which their numbers lie.
     shape: the matrix's; the last words may have room for more.
     """
 
@@ -146,7 +146,7 @@ BLOCK = 32
 
 
 class Mxfp4Tensor(CheckpointTensor):
-    """The weights [experts, in, out] of all experts; read in bfloat16, which holds them exactly.
+    """The weights of all experts, [experts, in, out], read in bfloat16, which holds them exactly.
 
     blocks: [experts, out, in / 32, 16] uint8, the lower half of a byte first. scales: [experts, out, in / 32]
     uint8, exponents with a bias of 127. Source: OCP Microscaling Formats 1.0, section 5.3.
@@ -176,13 +176,13 @@ def _unpack(blocks: Tensor, scales: Tensor) -> Tensor:
     return (pairs.flatten(2) * factors[:, :, None]).flatten(1).t()
 
 
-#: Tensors of a module that say that its weight is quantized, and their possible companions.
+#: Names of the tensors that hold a module's quantized weight, and of those that may stand beside them.
 CODES = ("weight_packed", "qweight", "weight")
 BESIDE = (
     *("weight_scale", "weight_scale_inv", "weight_zero_point", "weight_shape", "weight_g_idx"),
     *("scales", "qzeros", "g_idx"),
 )
-#: Tensors of activations and KV cache, which are not quantized here.
+#: Names of tensors for quantized activations and KV caches: these are not quantized here.
 PASSED_OVER = re.compile("(input|output|activation|q|k|v|kv)_(scale|zero_point)")
 PLAIN_DTYPES = {"float": "F8_E4M3", "int": "I8"}
 BLOCKS, SCALES = "_blocks", "_scales"  # of gpt-oss' experts
@@ -201,14 +201,14 @@ class Parts:
         return f"{self.module}.{part}" in self._tensors
 
     def matrix(self, part: str, dtype: str) -> CheckpointTensor:
-        """Return a part of two dimensions. Raises MissingWeights or WeightMismatch, as `get` does."""
+        """Return a part that is a matrix. Raises MissingWeights or WeightMismatch, as `get` does."""
         tensor = self.get(part, (dtype,))
         if len(tensor.shape) != 2 or 0 in tensor.shape:
             raise WeightMismatch(f"{tensor.name!r} in {tensor.path} has shape {list(tensor.shape)}, no matrix's")
         return tensor
 
     def get(self, part: str, dtypes: tuple[str, ...], *shapes: tuple[int, ...]) -> CheckpointTensor:
-        """Return a part of one of these dtypes and shapes."""
+        """Return a part, which must have one of these dtypes, and one of these shapes if there are any."""
         name = f"{self.module}.{part}"
         if name not in self._tensors:
             raise MissingWeights(
@@ -229,9 +229,9 @@ class Parts:
 
 
 def unpacked(tensors: Mapping[str, CheckpointTensor], quantization: Quantization | None) -> dict[str, CheckpointTensor]:
-    """Return the tensors of weights by the names that they have in an unquantized checkpoint.
+    """Return all tensors by the names that they have in an unquantized checkpoint.
 
-    Raises MissingWeights or WeightMismatch for a part that is not there or is of another shape or dtype.
+    Raises MissingWeights or WeightMismatch for a part that is missing, or has another shape or dtype.
     """
     if quantization is None:
         return dict(tensors)
@@ -269,7 +269,7 @@ def _open_plain(parts: Parts, scheme: Scheme) -> CheckpointTensor:
 
 
 def _open_packed(parts: Parts, scheme: Scheme) -> CheckpointTensor:
-    """Open compressed-tensors' words: numbers along the rows, 2^(bits - 1) added to each."""
+    """Open compressed-tensors' words: their numbers lie along the rows, with 2^(bits - 1) added to each."""
     shape = parts.get("weight_shape", ("I64", "I32"), (2,))
     rows, columns = shape.whole().tolist()
     size = 32 // scheme.bits
@@ -292,7 +292,7 @@ def _open_packed(parts: Parts, scheme: Scheme) -> CheckpointTensor:
 
 
 def _open_transposed(parts: Parts, scheme: Scheme) -> CheckpointTensor:
-    """Open a transpose, [in, out]: a word of AWQ is 8 columns of it, one of GPTQ 8 or 4 rows."""
+    """Open a weight's transpose, [in, out]: a word holds 8 columns of it in AWQ, and 8 or 4 rows in GPTQ."""
     words = parts.matrix("qweight", "I32")
     size = 32 // scheme.bits
     is_awq = scheme.layout == "awq"

@@ -6,12 +6,12 @@ from typing import Any, TypeVar
 
 from engine.errors import ConfigError
 
-#: Architectures whose text part the native decoder computes exactly, where its type is below. Others run whole.
+#: Architectures whose text part the native decoder computes exactly, if its type is listed below. Others run whole.
 QWENS = ("Qwen2VL", "Qwen2_5_VL", "Qwen3VL", "Qwen3VLMoe", "Qwen3_5", "Qwen3_5Moe")
 NATIVE = [f"{name}ForConditionalGeneration" for name in ("Gemma3", "Llava", "Mistral3", *QWENS)]
 
-#: The text part's architecture, by its model type. The three positions that Qwen-VL gives a token, in time, height
-#: and width, are one and the same for a token of text.
+#: The text part's architecture, by its model type. Qwen-VL gives a token three positions, in time, height and width;
+#: for a token of text they are equal.
 TEXT_ARCHITECTURES = {
     "gemma3_text": "Gemma3ForCausalLM",
     "llama": "LlamaForCausalLM",
@@ -26,16 +26,16 @@ TEXT_ARCHITECTURES = {
     "qwen3_vl_text": "Qwen3ForCausalLM",
 }
 
-#: Values of the text model's keys that a text part always has, whatever its configuration says.
+#: Values that a text part always has, whatever its configuration says.
 FIXED = {"qwen3_vl_moe_text": {"norm_topk_prob": True}}
 
-#: Keys of a rotation about a token's place in an image.
+#: Keys of a rotary embedding for a token's place in an image.
 IMAGE_KEYS = ("mrope_section", "mrope_interleaved")
 
-#: Beginnings of the names of the text part's tensors, older layouts included, and a text model's instead.
+#: Prefixes of the text part's tensors, older layouts included, each with the prefix in a text model.
 PREFIXES = {"language_model.model.": "model.", "language_model.lm_head.": "lm_head.", "model.language_model.": "model."}
 
-#: Beginnings of the other names, with or without "model." before.
+#: Prefixes of other parts' tensors, with or without "model." before.
 OTHER_PARTS = ("vision_tower.", "vision_model.", "visual.", "multi_modal_projector.", "image_newline")
 
 T = TypeVar("T")
@@ -49,7 +49,7 @@ def reads_more_than_text(config: Mapping[str, Any]) -> bool:
 def read_text_values(folder: Path, config: Mapping[str, Any]) -> dict[str, Any]:
     """Return config.json for the text part alone, with the defaults of transformers' class.
 
-    `architectures` is the text part's if that is native, else the whole model's.
+    `architectures` names the text part's if the native decoder has it, else the whole model's.
     """
     from transformers import AutoConfig
 
@@ -76,13 +76,13 @@ def read_text_values(folder: Path, config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def text_tensors(tensors: Mapping[str, T]) -> dict[str, T]:
-    """Return the text part's tensors by the names that they have in a model of text alone."""
+    """Return the text part's tensors by the names that they have in a text model."""
     named = {text_name(name): tensor for name, tensor in tensors.items()}
     return {name: tensor for name, tensor in named.items() if name is not None}
 
 
 def text_name(name: str) -> str | None:
-    """Return a tensor's name in a model of text alone; None if it belongs to another part."""
+    """Return a tensor's name in a text model; None if it belongs to another part."""
     if name.removeprefix("model.").startswith(OTHER_PARTS):
         return None
     for prefix, instead in PREFIXES.items():

@@ -21,7 +21,7 @@ class CheckpointTensor:
         self.dtype: str = self._slice.get_dtype()
 
     def whole(self) -> Tensor:
-        """Read all of it, on the CPU."""
+        """Read the whole tensor, on the CPU."""
         return self.part()
 
     def part(self, *ranges: slice) -> Tensor:

@@ -11,7 +11,7 @@ from engine.layers.row_tiles import TiledProduct
 
 
 class VocabParallelEmbedding(WeightedModule):
-    """The embedding, weight [this rank's vocabulary, hidden]; zeros pad a share that is not even."""
+    """The embedding, weight [this rank's vocabulary, hidden]; zeros pad the share of a rank that has fewer rows."""
 
     def __init__(self, vocab_size: int, hidden_size: int, tp: TensorParallel, *, dtype: torch.dtype) -> None:
         super().__init__()

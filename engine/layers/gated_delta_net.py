@@ -1,6 +1,6 @@
-"""The gated delta net: in place of attention a short convolution, and for each head a matrix that tokens correct.
+"""The gated delta net: in place of attention a short convolution and, for each head, a matrix that tokens correct.
 
-Source: arXiv:2412.06464; in chunks of tokens by matrix products, as arXiv:2406.06484 has it.
+Source: arXiv:2412.06464. It is computed in chunks of tokens, by matrix products, as in arXiv:2406.06484.
 """
 
 from collections.abc import Sequence
@@ -52,11 +52,11 @@ class DeltaHeads:
         return 2 * self.key_dim + self.group * self.value_dim
 
     def share(self, tp: TensorParallel) -> "DeltaHeads":
-        """Return those of this rank. Raises ConfigError."""
+        """Return this rank's heads. Raises ConfigError."""
         return replace(self, num_heads=tp.share(self.num_heads, "key heads of a delta net").length)
 
     def states(self, layer: int, dtype: torch.dtype) -> list[StateShape]:
-        """Return a sequence's states: tokens that the convolution sees again, and matrices, transposed."""
+        """Return the shapes of a sequence's states: tokens that the convolution sees again; matrices, transposed."""
         seen = (self.num_heads, self.kernel_size - 1, self.num_channels)
         matrices = (self.num_heads, self.group, self.value_dim, self.key_dim)
         return [
@@ -66,9 +66,9 @@ class DeltaHeads:
 
 
 def fill_heads(place: Tensor, tensor: CheckpointTensor, sizes: Sequence[int], heads: Share, *, together: bool) -> None:
-    """Copy this rank's heads out of a tensor of several matrices, with so many rows for a head. Raises WeightMismatch.
+    """Copy this rank's heads out of a tensor that holds several matrices. Raises WeightMismatch.
 
-    place: [heads, rows, ...].  together: all rows of a head are, else all of a matrix.
+    place: [heads, rows, ...].  sizes: each matrix's rows for a head.  together: the tensor has them head by head.
     """
     period, rest = sum(sizes), tensor.shape[1:]
     if tensor.shape[:1] != (heads.total * period,):
@@ -135,7 +135,7 @@ class GatedDeltaNet(WeightedModule):
         memory: Sequence[Tensor],
         rows: Tensor | None = None,
     ) -> Stream:
-        """Return the residual stream behind it, or of those `rows` alone. memory: the pool's states of this layer."""
+        """Return the residual stream after it, of `rows` alone if given. memory: the pool's states of this layer."""
         assert parts is not None, "a model with states has parts in each step"
         normed, total = stream.normed(norms.before)
         mixed = self.mix(self.in_proj(normed), memory, parts, self.weights, self.heads)
@@ -160,9 +160,9 @@ class GatedDeltaNet(WeightedModule):
 
 
 def mix(x: Tensor, memory: Sequence[Tensor], parts: StateParts, weights: Sequence[Tensor], heads: DeltaHeads) -> Tensor:
-    """Compute all between both products: x [tokens, heads * rows] -> [tokens, heads * group * value_dim].
+    """Compute what is between the two products: x [tokens, heads * rows] -> [tokens, heads * group * value_dim].
 
-    memory: the states in the pool, [rows, *shape] each, which move on by all parts of the batch.
+    memory: the states in the pool, [rows, *shape] each; they are advanced by all parts of the batch.
     weights: float32, the convolution's [heads, kernel, channels], decay and its bias [heads, group], norm [value_dim].
     """
     x = x.view(len(x), heads.num_heads, -1)
@@ -185,8 +185,8 @@ def mix(x: Tensor, memory: Sequence[Tensor], parts: StateParts, weights: Sequenc
 
 
 def _advance(x: Tensor, before: Sequence[Tensor], weights: Sequence[Tensor], heads: DeltaHeads) -> tuple[Tensor, Any]:
-    """Compute x [sequences, tokens, heads, rows], behind such states -> (output, the states after)."""
-    x = x.transpose(1, 2)  # head by head from here on, and in the end each head's values
+    """Compute x [sequences, tokens, heads, rows] from the states `before` -> (output, the states after)."""
+    x = x.transpose(1, 2)  # head by head from here on
     mixed, z, b, a = torch.split(x, [heads.num_channels, *list(heads.rows.values())[3:]], dim=-1)
     conv, decay, dt_bias, norm = weights
     seen = torch.cat((before[0], mixed), dim=2)
@@ -216,7 +216,7 @@ def _advance(x: Tensor, before: Sequence[Tensor], weights: Sequence[Tensor], hea
 def _chunk(
     state: Tensor, query: Tensor, key: Tensor, values: Tensor, rate: Tensor, decay: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Compute tokens behind a state [..., key_dim, value_dim] -> (output, the state after).
+    """Compute tokens from a state [..., key_dim, value_dim] -> (output, the state after).
 
     query, key, values, rate, decay: [..., tokens, numbers]; the last is a logarithm.
     """

@@ -25,7 +25,7 @@ class WeightedModule(nn.Module):
     shards: tuple[str | None, ...] = (None,)
 
     def place_of(self, name: str) -> tuple[str, str | None] | None:
-        """Return the parameter, and the shard of it, of a tensor of that name below this module, if any."""
+        """Return the parameter and shard that a tensor fills, by its name below this module; None if there is none."""
         return (name, None) if name in dict(self.named_parameters(recurse=False)) else None
 
     def shards_of(self, name: str) -> tuple[str | None, ...]:
@@ -95,7 +95,7 @@ def _is_x86() -> bool:
 
 LARGEST = 127
 ZERO = 128  # of activations, which oneDNN multiplies as bytes from 1 to 255
-SMALLEST_MAGNITUDE = 2.0**-100  # a row of zeros has a scale too, and 127 / it is finite
+SMALLEST_MAGNITUDE = 2.0**-100  # so that a row of zeros has a scale too, by which 127 can be divided
 FLAGS = frozenset({"avx512_vnni", "avx_vnni", "amx_int8"})
 
 QuantizeRows = Callable[[Tensor], tuple[Tensor, Tensor]]
@@ -104,7 +104,7 @@ QuantizeRows = Callable[[Tensor], tuple[Tensor, Tensor]]
 def quantize_rows(x: Tensor) -> tuple[Tensor, Tensor]:
     """Quantize x: [rows, dim], float32 or bfloat16 -> ([rows, dim] uint8, [rows, 1] float32), row by row.
 
-    x is (bytes - ZERO) * scales, to half a scale. A row with NaN or infinity has it for a scale.
+    x is (bytes - ZERO) * scales, up to half a scale. A row with NaN or infinity has that as its scale.
     """
     x = x.float()
     largest = x.abs().amax(1, keepdim=True).clamp_min(SMALLEST_MAGNITUDE)
@@ -145,7 +145,7 @@ class Int8Product(nn.Module):
 
 
 def check_int8() -> None:
-    """Raise ConfigError where this machine or this torch does not multiply int8 numbers as above."""
+    """Raise ConfigError if this machine or this torch does not multiply int8 numbers as above."""
     told = "quantization='int8' cannot be used"
     if not _is_x86() or FLAGS.isdisjoint(processor_flags()):
         raise ConfigError(
@@ -195,7 +195,7 @@ class ReplicatedLinear(WeightedModule):
 class ColumnParallelLinear(ReplicatedLinear):
     """Output features split over the ranks: x whole -> this rank's part of y.
 
-    rows: this rank's share of each matrix over the same input that is stacked here, by shard name.
+    rows: by shard name, this rank's share of each of the matrices that are stacked here and take the same input.
     """
 
     def __init__(self, in_features: int, rows: dict[str, Share], *, bias: bool, dtype: torch.dtype) -> None:
@@ -204,7 +204,7 @@ class ColumnParallelLinear(ReplicatedLinear):
         self.shards = tuple(rows)
 
     def load(self, name: str, tensor: CheckpointTensor, shard: str | None) -> None:
-        """Copy this rank's rows of `tensor` into the rows of `shard`; without one it stacks all shards."""
+        """Copy this rank's rows of `tensor` into the rows of `shard`; if that is None, `tensor` stacks all shards."""
         total = sum(share.total for share in self.rows.values())
         if shard is None and tensor.shape[:1] != (total,):
             raise WeightMismatch(f"shape {list(tensor.shape)} found, {total} entries in dimension 0 expected")
@@ -249,7 +249,7 @@ class QKVParallelLinear(ColumnParallelLinear):
     def split(self, qkv: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
         """Split [tokens, out] into queries [tokens, heads, dim], keys and values [tokens, kv_heads, dim], and gates.
 
-        Gates are as the queries, None without. Heads of each are adjacent; keys and values are views.
+        Gates have the queries' shape, or are None. Heads of each are adjacent; keys and values are views.
         """
         heads, gate = qkv.view(qkv.shape[0], -1, self.head_dim), None
         query, rest = torch.tensor_split(heads, [self.num_heads * (2 if self.gated else 1)], dim=1)

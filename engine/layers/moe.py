@@ -52,7 +52,7 @@ class ExpertGroups:
 class GroupedLinear(nn.Module):
     """Multiplies row r of x by its expert's transposed weight, and adds its bias.
 
-    The backend's kernel takes one launch for all experts; else experts go one by one, packed where that pays.
+    The backend's kernel takes one launch for all experts; without it they go one by one, packed where that pays.
     """
 
     def __init__(self, weight: nn.Parameter, kernels: ExpertKernels | None) -> None:
@@ -107,7 +107,7 @@ class Experts:
 def choose_experts(scores: Tensor, num_chosen: int, *, normalised: bool) -> tuple[Tensor, Tensor]:
     """Choose experts by scores [tokens, experts]: weights, float32, and ids, int64, [tokens, chosen] each.
 
-    Softmax over all, cut to the chosen and divided by their sum (Mixtral), is softmax over them (gpt-oss).
+    Softmax over all, cut to the chosen and divided by their sum (Mixtral), equals softmax over the chosen (gpt-oss).
     """
     scores = scores.float()
     best, chosen = scores.topk(num_chosen, dim=-1)
@@ -153,7 +153,7 @@ class ExpertMLPs(WeightedModule):
         """Sum each token's experts. x: [tokens, hidden]; weights, chosen: [tokens, chosen] -> [tokens, hidden]."""
         groups = ExpertGroups.of(chosen, self.experts.num_experts, self.kernels)
         rows = self.gate_up(x.index_select(0, groups.tokens), self.gate_up_proj_bias, groups)
-        # a sum over the ranks has the bias once
+        # so that the sum over the ranks has the bias once
         bias = self.down_proj_bias if self.tp.rank == 0 else None
         rows = self.down(self.activation(rows), bias, groups)
         # gathers, multiplies and adds in one pass, in float32; separate ops took 2 to 9 times as long
@@ -201,7 +201,7 @@ class ExpertMLPs(WeightedModule):
         """Hand the weights to the grouped layers."""
         self.gate_up = GroupedLinear(self.gate_up_proj, self.kernels)
         self.down = GroupedLinear(self.down_proj, self.kernels)
-        del self.gate_up_proj, self.down_proj  # it may have packed them
+        del self.gate_up_proj, self.down_proj  # the layers may hold packed copies
 
     def _stored_shape(self, name: str) -> tuple[int, ...]:
         experts, hidden = self.experts.num_experts, self.down_proj.shape[1]
@@ -245,7 +245,7 @@ class SparseMLP(nn.Module):
 
     def forward(self, hidden: Tensor) -> Tensor:
         """Send hidden [tokens, hidden] through the chosen experts -> [tokens, hidden]."""
-        if len(hidden) == 0:  # a step of which no row samples ends like this
+        if len(hidden) == 0:  # the last block of a step in which no row samples
             return hidden
         weights, chosen = self.choose(self.gate(hidden), self.num_chosen, normalised=self.normalised)
         output: Tensor = self.experts(hidden, weights, chosen)

@@ -31,7 +31,7 @@ class Share:
 
 @dataclass(frozen=True)
 class TensorParallel:
-    """This rank and the number of ranks. Here it is alone, so sums and gathers are no work.
+    """This rank and the number of ranks. In this class the rank is alone: sums and gathers have nothing to do.
 
     The split is Megatron-LM's, arXiv:1909.08053, section 3: columns, then rows, one sum for each pair.
     """
@@ -50,7 +50,7 @@ class TensorParallel:
         return Share(self.rank * length, length, total)
 
     def share_or_copy(self, total: int, what: str) -> Share:
-        """Return this rank's part; entries fewer than ranks are held by several ranks each."""
+        """Return this rank's part; if there are fewer entries than ranks, several ranks hold the same one."""
         if total >= self.size:
             return self.share(total, what)
         if self.size % total:

@@ -19,8 +19,8 @@ class Rope:
 
     kind: a key of SCALINGS, transformers' rope_type.
     rotary_dim: numbers of a head that turn, its first ones; even.
-    theta: the pair i of them turns by theta^(-2i / rotary_dim) for each position, before scaling.
-    max_positions: of the model's, as configured.
+    theta: pair i of these turns by theta^(-2i / rotary_dim) for each position, before scaling.
+    max_positions: the model's, as config.json has it.
     parameters: the kind's own, by their names in config.json.
     """
 
@@ -117,7 +117,7 @@ def _yarn_attention_factor(rope: Rope, factor: float) -> float:
 
 
 def _longrope(rope: Rope, longest: int) -> tuple[Tensor, float]:
-    """Multiply each pair by a factor, of short or of longer sequences, whichever may come. Source: arXiv:2402.13753."""
+    """Divide each pair's frequency by its factor for the longest sequences that may come. Source: arXiv:2402.13753."""
     original = rope.number("original_max_position_embeddings")
     factor = rope.optional("factor") or rope.max_positions / original
     attention_factor = rope.optional("attention_factor")

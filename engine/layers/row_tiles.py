@@ -1,7 +1,7 @@
 """Products whose rows have the same bits whatever rows are multiplied with them, for deterministic engines.
 
-A BLAS sums differently by number of rows, so it gets only TILES of rows whose bits were found not to depend on
-the tile or the place in it. Source: Thinking Machines Lab, "Defeating Nondeterminism in LLM Inference", 2025.
+A BLAS sums differently by number of rows, so it only gets tiles in which a row's bits were found not to depend on the
+tile or the place in it. Source: Thinking Machines Lab, "Defeating Nondeterminism in LLM Inference", 2025.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -11,9 +11,9 @@ from torch import Tensor, nn
 
 from engine.errors import NotDeterministic
 
-TILES = (8, 16, 32, 64, 128, 256)  # rows; of more than 256 a product is no faster
+TILES = (8, 16, 32, 64, 128, 256)  # rows; products of more than 256 are no faster
 PROBES = 2  # rows by which tiles are compared
-FILLED = 0.75  # a tile is taken for fewer rows than it has if they are so much of it: one call for two
+FILLED = 0.75  # the share of a tile that rows must fill for it to be taken: one call instead of two
 ALIGNMENT = 64  # bytes, of memory that torch allocates
 
 Product = Callable[[Tensor, Tensor | None], Tensor]
@@ -35,7 +35,7 @@ class TiledProduct(nn.Module):
 
 
 def cut_rows(num_rows: int, tiles: Sequence[int]) -> Iterator[tuple[int, int]]:
-    """Cut so many rows into tiles: where each begins, and its size, one of `tiles`, which ascend."""
+    """Cut num_rows rows into tiles; yield each one's first row and its size. tiles: the sizes, ascending."""
     start = 0
     while start < num_rows:
         left = num_rows - start
@@ -47,10 +47,10 @@ def cut_rows(num_rows: int, tiles: Sequence[int]) -> Iterator[tuple[int, int]]:
 
 
 def find_tiles(product: Product, in_features: int, dtype: torch.dtype, bias: Tensor | None) -> list[int]:
-    """Find those of TILES in which a row has the same bits in every place as in the smallest, by random numbers.
+    """Find, by random rows, those of TILES in which a row has the same bits in every place as in the smallest.
 
-    Rounding to bfloat16 hides how most sums differ: a bias that takes a row's product away shows what is left.
-    Raises NotDeterministic if in the smallest the place of a row matters.
+    Rounding to bfloat16 hides most differences between sums; with a bias that subtracts a row's product they show.
+    Raises NotDeterministic if a row's place matters even in the smallest.
     """
     generator, tiles = torch.Generator().manual_seed(0), list(TILES)
     for row in torch.randn(PROBES, in_features, generator=generator).to(dtype):
@@ -66,14 +66,14 @@ def find_tiles(product: Product, in_features: int, dtype: torch.dtype, bias: Ten
 
 
 def each_row(function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
-    """Apply function, [1, n] -> [1, m], to each row of x, [rows, n], in memory of its own."""
+    """Apply function, [1, n] -> [1, m], to each row of x, [rows, n], copied into memory of its own."""
     if len(x) == 0:
         return function(x)
     return torch.cat([function(row.clone()) for row in torch.split(x, 1)])
 
 
 def _tile(x: Tensor, start: int, size: int) -> Tensor:
-    """Copy rows from `start` on, with zeros after the last."""
+    """Return `size` rows from `start` on, with zeros after the last, copied if they are not aligned."""
     rows = x[start : start + size]
     if len(rows) == size and rows.is_contiguous() and rows.data_ptr() % ALIGNMENT == 0:
         return rows

@@ -71,7 +71,7 @@ class ParallelRMSNorm(RMSNorm):
         """Normalise x [tokens, this rank's features] over the features of all ranks."""
         if self.tp.size == 1:
             return super().forward(x)
-        # ranks that hold the same features count them as often as there are such ranks
+        # if several ranks hold the same features, all features count equally often, and the mean stays right
         mean_square = self.tp.all_reduce(x.float().square().mean(-1, keepdim=True)) / self.tp.size
         return self._scaled(x, mean_square)
 
@@ -136,7 +136,7 @@ class Stream:
     pending: Tensor | None = None
 
     def normed(self, norm: RMSNorm | None) -> tuple[Tensor, Tensor]:
-        """Return (the stream, normalised if there is a norm; the stream)."""
+        """Return the stream, normalised if there is a norm, and the stream itself."""
         if norm is None:
             total = self.total if self.pending is None else self.pending + self.total
             return total, total
@@ -155,5 +155,5 @@ class NormPair(NamedTuple):
     after: RMSNorm | None
 
     def joined(self, total: Tensor, output: Tensor) -> Stream:
-        """Return the stream `total` with the output."""
+        """Return the stream `total` with the output still to be added."""
         return Stream(total, output if self.after is None else self.after(output))

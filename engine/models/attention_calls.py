@@ -15,11 +15,11 @@ from engine.attention.kv_cache import KVCache
 from engine.attention.torch_backend import TorchMetadata
 from engine.errors import UnsupportedModel
 
-PLACE = "tokenmill_attention"  # the attribute of a module that holds who answers its calls
+PLACE = "tokenmill_attention"  # the attribute of a module that holds what answers its attention calls
 NUM_RECORDED_TOKENS = 8
 FAR = 1 << 20  # a position beyond every window and chunk
 
-# Options by which attention differs and that are built, and those that say nothing about it.
+# Options that change attention and are built, and options that do not change it.
 BUILT = frozenset({"alibi", "block_indices", "indices", "sliding_window", "softcap", "s_aux"})
 IDLE = frozenset(
     {"cache_position", "logits_to_keep", "past_key_values", "position_ids", "return_dict", "use_cache"}
@@ -71,7 +71,7 @@ def answer(
 def describe_mask(*, mask_function: MaskFunction, device: torch.device | str = "cpu", **_: Any) -> Tensor:
     """Make a mask for the recorded tokens, [1, 1, tokens, tokens], with its reach as `.span`.
 
-    That is an UnsupportedModel for one that is neither causal, nor a window, nor chunks: no layer may want it.
+    For a mask that is neither causal, nor a window, nor chunks, `.span` is an UnsupportedModel, raised if it is used.
     """
     zero = torch.zeros(1, 1, 1, 1, dtype=torch.long, device=device)
 
@@ -98,7 +98,7 @@ def describe_mask(*, mask_function: MaskFunction, device: torch.device | str = "
 
 
 class _AllTokensAlike(TorchFunctionMode):
-    """Finds the last token's value for tokens behind it: masks may look up which of them are of one image."""
+    """Looks up the last token's value for tokens behind it: masks may look up which tokens are of one image."""
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if (
@@ -121,7 +121,7 @@ def _reach(first_seen: Callable[[int], int]) -> MaskSpan:
 def features_of(call: AttentionCall, max_positions: int) -> AttentionFeatures:
     """Return the attention that a recorded call asks for. Raises UnsupportedModel for one that is not built.
 
-    max_positions: tokens that no sequence exceeds; a window or chunk that holds them all is none.
+    max_positions: tokens that no sequence exceeds; a window or chunk that holds them all is left out.
     """
     _refuse_unbuilt(call)
     if call.options.get("is_causal") is False or not getattr(call.module, "is_causal", True):
@@ -156,7 +156,7 @@ def chosen_by(call: AttentionCall) -> Tensor | None:
     blocks: Tensor | None = call.options.get("block_indices")
     if blocks is None:
         return call.options.get("indices")
-    size: int = call.module.indexer.block_size  # type: ignore[union-attr, assignment]  # of such a class
+    size: int = call.module.indexer.block_size  # type: ignore[union-attr, assignment]  # such classes have it
     return (blocks[0][..., None] * size + torch.arange(size, device=blocks.device)).flatten(-2)
 
 
@@ -183,18 +183,18 @@ def _span_of(call: AttentionCall) -> MaskSpan:
 
 
 def _slopes_of(call: AttentionCall) -> Tensor | None:
-    """Return the slope of what a recorded call adds to each head's scores, from token to token; None for none."""
+    """Return, for each head, how much a call's bias on scores grows from token to token; None without a bias."""
     if call.options.get("alibi") is None:
         return None
     bias: Tensor = call.options["alibi"].float().reshape(call.query.shape[1], -1)
-    # over the longest distance: biases are rounded to the model's dtype
+    # measured over the longest distance, as biases are rounded to the model's dtype
     return ((bias[:, -1] - bias[:, 0]) / (bias.shape[-1] - 1)).contiguous()
 
 
 class PagedAttention:
     """Answers the calls of each forward pass in their recorded order.
 
-    features: of all calls.  only_windows: a picture's tokens see each other in layers with a window alone.
+    features: of all calls.  only_windows: a picture's tokens see each other only in layers with a window.
     """
 
     only_windows = False
@@ -209,7 +209,7 @@ class PagedAttention:
     ) -> None:
         """Raise UnsupportedModel, or AttentionRefused if the backend cannot compute such an attention.
 
-        chosen: returns the tokens to attend to, if the calls make a mask of them instead.
+        chosen: returns the tokens to attend to, if the model makes a mask of them and does not pass them on.
         """
         self._modules = [call.module for call in calls]
         self._slopes = [_slopes_of(call) for call in calls]
@@ -231,21 +231,21 @@ class PagedAttention:
             module.__dict__[PLACE] = self
 
     def end(self) -> None:
-        """Answer none."""
+        """Answer no calls from now on."""
         self._pass = None
         for module in self._modules:
             module.__dict__.pop(PLACE, None)
 
     @property
     def positions(self) -> Tensor | None:
-        """Return those of the batch's rows, [rows]; None outside a pass."""
+        """The positions of the batch's rows, [rows]; None outside a pass."""
         return None if self._pass is None else self._pass[0].positions
 
     def __call__(self, call: AttentionCall) -> Tensor:
         index, self._next = self._next, self._next + 1
         if self._pass is None or index >= len(self._modules) or call.module is not self._modules[index]:
             raise UnsupportedModel("its layers attend in another order than when the model was loaded")
-        _refuse_unbuilt(call)  # some options come with long sequences alone
+        _refuse_unbuilt(call)  # some options come only with long sequences
         batch, cache = self._pass
         features, layer_cache = self.features[index], cache.layers[index]
         head_dim = features.head_dim

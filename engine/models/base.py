@@ -37,12 +37,12 @@ class Kept(NamedTuple):
 class CausalModel(nn.Module, ABC):
     """A language model over flat batches and a paged KV cache, or one rank's share of it.
 
-    attention_layers: its attention layers in the order of the cache's, which is made after them.
-    states: what it keeps of a sequence beside the cache, as its pool of states, which comes with it.
-    index_keys: what it keeps of a token beside keys and values, to choose by, in the cache too.
+    attention_layers: its attention layers, in the order that the cache's layers have.
+    states: what it keeps of a sequence beside keys and values, in the cache's pool of states.
+    index_keys: what it keeps of a token, in the cache too, to choose the tokens that it attends to.
     hidden_size: of what `hidden_states` returns.  vocab_size: of what `logits` returns, on rank 0.
     probe_lengths: tokens of the two sequences by which a start checks it; see engine.run.forward.probe.
-    may_wait: `hidden_states` may read values on the host, for which it waits, and which no graph records.
+    may_wait: `hidden_states` may make the host wait for values, which no graph can record.
     """
 
     attention_layers: Sequence[AttentionFeatures]
@@ -67,7 +67,7 @@ class CausalModel(nn.Module, ABC):
 
     @abstractmethod
     def logits(self, hidden: Tensor) -> Tensor:
-        """Turn hidden [samples, hidden] into logits [samples, vocabulary], a part of them on other ranks than 0."""
+        """Turn hidden [samples, hidden] into logits [samples, vocabulary], a part of them on ranks other than 0."""
 
     def reference_logits(self, token_ids: Tensor) -> Tensor | None:
         """Return logits [tokens, vocabulary], float32, of one sequence by other code than `forward`, or None.

@@ -33,7 +33,7 @@ class DecoderParts:
     dtype: torch.dtype
 
     def norm(self, features: int | Share) -> RMSNorm:
-        """Build a norm over so many features, or over some that ranks share out."""
+        """Build a norm over a number of features, or over features that are split over the ranks."""
         flags, eps, kernels = self.config.flags, self.config.rms_norm_eps, self.backend.layer_kernels
         dtype = torch.float32 if flags.float32_norms else self.dtype
         if isinstance(features, Share):
@@ -84,7 +84,7 @@ class DecoderAttention(WeightedModule):
         cache: LayerKVCache,
         rows: Tensor | None = None,
     ) -> Stream:
-        """Return the residual stream after attention, or of those `rows` alone."""
+        """Return the residual stream after attention, of `rows` alone if given."""
         normed, total = stream.normed(norms.before)
         query, key, value, gate = self.qkv_proj.split(self.qkv_proj(normed))
         if self.qk_norm == "whole":
@@ -141,7 +141,7 @@ class DecoderMLP(nn.Module):
 
 
 class DecoderLayer(WeightedModule):
-    """One block; the residual stream travels beside the hidden states so that each norm adds it."""
+    """One block. It passes the last output on beside the residual stream, so that the next norm adds it."""
 
     def __init__(self, parts: DecoderParts, layer: LayerConfig) -> None:
         super().__init__()
@@ -194,7 +194,7 @@ class DecoderModel(nn.Module):
         super().__init__()
         config, sizes = parts.config, parts.config.sizes
         self.embed_tokens = VocabParallelEmbedding(sizes.vocab_size, sizes.hidden_size, parts.tp, dtype=parts.dtype)
-        # rounded as the embeddings are, which in bfloat16 moves it by up to 0.4 %
+        # rounded to the embeddings' dtype, which moves it by up to 0.4 % in bfloat16
         scale = torch.tensor(sizes.hidden_size**0.5, dtype=parts.dtype, device="cpu").item()
         self.embedding_scale = scale if config.flags.scaled_embeddings else None
         self.layers = nn.ModuleList(DecoderLayer(parts, layer) for layer in config.layers)
@@ -219,7 +219,7 @@ class DecoderModel(nn.Module):
 
 
 class DecoderForCausalLM(CausalModel):
-    """The decoder with its LM head. Module names are the checkpoint's, save for those that hold several of its."""
+    """The decoder with its LM head. Modules have the checkpoint's names, unless one holds several of its modules."""
 
     is_deterministic = False
 
@@ -241,7 +241,7 @@ class DecoderForCausalLM(CausalModel):
             self.lm_head.weight = self.model.embed_tokens.weight
 
     def states_of(self, rows: Tensor, batch: ForwardBatch, cache: KVCache) -> Tensor:
-        """Return the hidden states of those rows, with no more of the last block than they need."""
+        """Return the hidden states of `rows`; the last block computes only what they need."""
         hidden: Tensor = self.model(batch, cache, self._rotations(batch), rows)
         return hidden
 

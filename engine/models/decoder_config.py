@@ -22,7 +22,7 @@ from engine.models.registry import DecoderFlags
 
 
 def size(values: Mapping[str, Any], name: str) -> int:
-    """Return a possible size. Raises ConfigError for another value, KeyError if it is not there."""
+    """Return a size. Raises ConfigError for an impossible one, KeyError if it is absent."""
     value = values[name]
     if type(value) is not int or not 0 < value < MAX_SIZE:
         raise ConfigError(f"config.json: {name} must be between 1 and {MAX_SIZE - 1}, got {brief(value)}")
@@ -40,7 +40,7 @@ def truth(values: Mapping[str, Any], name: str) -> bool:
 def read_experts(
     known: Mapping[str, Any], flags: DecoderFlags, num_layers: int, intermediate_size: int
 ) -> list[Experts | None]:
-    """Return each layer's experts, None for a layer with an MLP. known: the architecture's keys.
+    """Return each layer's experts, None for a layer with an MLP. known: values by the architecture's keys.
 
     Raises UnsupportedModel or ConfigError.
     """
@@ -66,7 +66,7 @@ def read_experts(
 
 
 def _sparse_layers(known: Mapping[str, Any], num_layers: int) -> list[bool]:
-    """Return the layers with experts: every decoder_sparse_step-th one, but for mlp_only_layers."""
+    """Return which layers have experts: every decoder_sparse_step-th one, except mlp_only_layers."""
     step = size({"decoder_sparse_step": 1, **known}, "decoder_sparse_step")
     dense = known.get("mlp_only_layers") or []
     if not isinstance(dense, list) or not all(type(i) is int and 0 <= i < num_layers for i in dense):
@@ -77,7 +77,7 @@ def _sparse_layers(known: Mapping[str, Any], num_layers: int) -> list[bool]:
 
 
 def read_delta(known: Mapping[str, Any], flags: DecoderFlags, eps: float) -> DeltaHeads | None:
-    """Return the heads of layers of type LINEAR, None for an architecture without. Raises ConfigError."""
+    """Return the heads of layers of type LINEAR, None for an architecture without such. Raises ConfigError."""
     if "linear_num_key_heads" not in known:
         return None
     if known["hidden_act"] != "silu":
@@ -92,7 +92,7 @@ def read_delta(known: Mapping[str, Any], flags: DecoderFlags, eps: float) -> Del
     return DeltaHeads(num_heads, num_values // num_heads, key_dim, value_dim, kernel_size, eps, interleaved)
 
 
-SCALED_FROM_ORIGINAL = ("llama3", "yarn", "longrope")  # kinds that know the length before they stretched it
+SCALED_FROM_ORIGINAL = ("llama3", "yarn", "longrope")  # kinds that go by the length before it was stretched
 
 
 def read_ropes(known: Mapping[str, Any], head_dim: int, max_positions: int) -> tuple[Rope, ...]:
@@ -139,12 +139,12 @@ def _read_rope(
         )
     parameters.setdefault("rope_theta", theta)
     rope = Rope(kind, rotary_dim, number(parameters, "rope_theta"), max_positions, parameters)
-    rope.frequencies(max_positions)  # finds at start what is missing or wrong in them
+    rope.frequencies(max_positions)  # raises at start if a parameter is missing or wrong
     return rope
 
 
 FULL, SLIDING, LINEAR = "full_attention", "sliding_attention", "linear_attention"
-#: Keys of how many layers there are from one of FULL to the next, and the kind of the others.
+#: Keys that say how many layers it is from one of FULL to the next, and the kind of those between.
 PATTERNS = {"sliding_window_pattern": SLIDING, "full_attention_interval": LINEAR}
 
 #: Keys that every architecture reads, with the value that a missing key stands for.
@@ -195,7 +195,7 @@ class DecoderConfig:
     layers: tuple[LayerConfig, ...]
 
     def kept(self, tp: TensorParallel, dtype: torch.dtype) -> Kept:
-        """Return what one rank keeps of a sequence: KV of such attention, and states. dtype: the model's."""
+        """Return what one rank keeps of a sequence: keys and values by attention layer, states. dtype: the model's."""
         features = [self.attention(layer, tp) for layer in self.layers if layer.delta is None]
         each = [(i, layer.delta.share(tp)) for i, layer in enumerate(self.layers) if layer.delta is not None]
         return Kept(features, [state for i, heads in each for state in heads.states(i, dtype)])
@@ -213,7 +213,7 @@ class DecoderConfig:
         )
 
     def within(self, max_positions: int) -> DecoderConfig:
-        """Limit sequences to so many tokens: a window that holds them all is dropped."""
+        """Return it for sequences of max_positions tokens at most: a window that holds them all is dropped."""
         layers = [
             replace(layer, window=None) if layer.window and layer.window >= max_positions else layer
             for layer in self.layers
@@ -224,7 +224,7 @@ class DecoderConfig:
 def read_decoder_config(model: ModelConfig, flags: DecoderFlags) -> DecoderConfig:
     """Read the decoder's configuration from a checkpoint, by the architecture's flags.
 
-    Raises UnsupportedModel for a feature that is not built, ConfigError for a value that none can have.
+    Raises UnsupportedModel for a feature that is not built, ConfigError for an impossible value.
     """
     try:
         return _read(model, flags)
@@ -271,7 +271,7 @@ def _read(model: ModelConfig, flags: DecoderFlags) -> DecoderConfig:
 
 
 def _layer_kinds(known: Mapping[str, Any], num_layers: int) -> list[str]:
-    """FULL, SLIDING or LINEAR for each layer, as config.json lists them or by the architecture's own rule."""
+    """Return each layer's kind, FULL, SLIDING or LINEAR: as config.json lists them, or by the architecture's rule."""
     if known.get("layer_types"):
         kinds = list(known["layer_types"])
         if len(kinds) != num_layers:

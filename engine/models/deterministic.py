@@ -14,7 +14,7 @@ from engine.layers.row_tiles import Product, TiledProduct, find_tiles
 from engine.models.decoder import DecoderForCausalLM
 from engine.models.decoder_config import DecoderConfig
 
-MOST_RANKS = 2  # a + b is b + a; how more than two numbers are added depends on their place in a message
+MOST_RANKS = 2  # a + b is b + a; the order in which more are added depends on their place in a message
 
 
 def check_deterministic(name: str, decoder: DecoderConfig | None, tp: TensorParallel) -> None:
@@ -41,7 +41,7 @@ def make_deterministic(model: DecoderForCausalLM, dtype: torch.dtype) -> None:
     known: dict[tuple[object, ...], Sequence[int]] = {}
 
     def tiled(product: Product, shape: tuple[int, int], bias: Tensor | None) -> TiledProduct:
-        """Return the product in tiles, found for the first of this shape (in and out)."""
+        """Return the product in tiles, which are found once for each shape (in, out)."""
         kind = (shape, isinstance(product, Int8Product), bias is None)
         if kind not in known:
             known[kind] = find_tiles(product, shape[0], dtype, bias)

@@ -16,14 +16,14 @@ from engine.layers.parallel import Share, TensorParallel
 
 WHOLE = frozenset({"replicate", "replicated_with_grad_allreduce"})  # on every rank
 GATHERED = frozenset({"colwise_gather_output", "colwise_rep"})
-#: What oneDNN computes of a product before it writes it, by its names for that.
+#: What oneDNN can compute of a product before it writes it, by oneDNN's names.
 ACTIVATIONS: dict[tuple[str, str], Callable[[Tensor], Tensor]] = {
     ("gelu", "none"): F.gelu,
     ("gelu", "tanh"): partial(F.gelu, approximate="tanh"),
     ("relu", ""): F.relu,
 }
 
-LayerCall = tuple[nn.Module, tuple[Any, ...], Any]  # a module with what it took and gave
+LayerCall = tuple[nn.Module, tuple[Any, ...], Any]  # a module, its arguments, and its output
 
 
 class PackedLinear(nn.Module):
@@ -31,7 +31,7 @@ class PackedLinear(nn.Module):
 
     weight: nn.Parameter
     bias: nn.Parameter | None
-    activation = "none", ""  # or of ACTIVATIONS: it is of y, if the weight is packed
+    activation = "none", ""  # or a key of ACTIVATIONS, to be computed of y if the weight is packed
 
     def __init__(self, weight: nn.Parameter, bias: nn.Parameter | None) -> None:
         super().__init__()
@@ -48,7 +48,7 @@ class PackedLinear(nn.Module):
 
 
 class ColumnShare(PackedLinear):
-    """This rank's output features; with `gather` those of all ranks, for an LM head on rank 0 alone."""
+    """This rank's output features; with `gather` those of all ranks, on "all" or, for an LM head, on the "first"."""
 
     def __init__(
         self, whole: nn.Linear, share: Share, tp: TensorParallel, gather: Literal["all", "first"] | None
@@ -97,9 +97,9 @@ class EmbeddingShare(nn.Module):
 
 
 def pack_linears(model: nn.Module, called: Collection[nn.Module]) -> dict[nn.Module, PackedLinear]:
-    """Lay out the weights of linear layers as they are fastest here; return what took the place of which.
+    """Lay out the weights of linear layers as they are fastest here; return each replaced layer's new one.
 
-    called: layers that a forward pass calls; other weights may be read without a call.
+    called: layers that a forward pass calls; weights of other layers may be read without a call.
     """
     packed: dict[nn.Module, PackedLinear] = {}
     for name, module in list(model.named_modules()):
@@ -113,9 +113,9 @@ def pack_linears(model: nn.Module, called: Collection[nn.Module]) -> dict[nn.Mod
 
 
 def fuse_linears(calls: Iterable[LayerCall], packed: Mapping[nn.Module, PackedLinear]) -> list[tuple[nn.Module, str]]:
-    """Have oneDNN compute what follows a product before it writes it: an activation, or the sum that a norm is of.
+    """Have oneDNN compute what follows a product before it writes it: an activation, or the sum that a norm takes.
 
-    calls: of a forward pass before layers were packed.  Returns modules and attributes; without these all is as before.
+    calls: of a forward pass before layers were packed.  Returns modules and their new attributes, for undoing it.
     """
     changed: list[tuple[nn.Module, str]] = []
     makers = {id(output): packed[module] for module, _, output in calls if module in packed}
@@ -170,7 +170,7 @@ def split_by_plan(model: Any, tp: TensorParallel) -> None:
 
 
 def _split(module: nn.Module, style: str, name: str, tp: TensorParallel, *, is_head: bool) -> nn.Module:
-    """Replace a module by this rank's share of it."""
+    """Return this rank's share of a module, as the plan's style says."""
     if isinstance(module, nn.Embedding) and style == "embedding_rowwise":
         if type(module) is not nn.Embedding:
             return module  # it does more than look up: whole on every rank

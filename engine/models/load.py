@@ -36,7 +36,7 @@ def read_supported(folder: Path, model_path: str) -> tuple[ModelConfig, ModelPat
     values = read_json(folder / "config.json")
     named = values.get("architectures")
     name = str(named[0]) if isinstance(named, list) and named else ""
-    # before its sizes are read, which may have no names that are known here
+    # refused before its sizes are read, whose names may be unknown here
     if values.get("is_encoder_decoder") and not reads_in_one_pass(name):
         raise UnsupportedModel(
             f"{brief(named)} has an encoder; decoders alone are served, which `tokenmill models` lists"
@@ -166,7 +166,7 @@ def load_model(
 
 
 def _ties_head(folder: Path, config: ModelConfig, decoder: DecoderConfig, *, embeds: bool) -> bool:
-    """Return whether the LM head is the embedding; the files count before config.json, as in transformers."""
+    """Return whether the LM head is the embedding; the files count more than config.json, as in transformers."""
     with open_tensors(list_weight_files(folder)) as tensors:
         named = own_names(tensors, is_text_part=config.is_text_part)
         if not any(name.startswith("lm_head.") for name in named):

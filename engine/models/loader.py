@@ -1,4 +1,4 @@
-"""Loads weights: every tensor of the checkpoint to its place, every place filled."""
+"""Loads weights: puts every tensor of the checkpoint in its place, and sees that every place is filled."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -15,9 +15,9 @@ from engine.errors import MissingWeights, WeightMismatch
 from engine.layers.linear import QuantizeRows, ReplicatedLinear, WeightedModule
 from engine.models.decoder import DecoderForCausalLM
 
-#: Other names of modules, by their names here.
+#: The names here of modules that checkpoints may name otherwise.
 RENAMED = {"block_sparse_moe": "mlp", "router": "gate", "linear_attn": "self_attn"}
-#: Last names of modules in the checkpoint, with the module that holds each here and its shard.
+#: Last names of modules in the checkpoint: the module that holds each here, and its shard there.
 PACKED = {
     "q_proj": ("qkv_proj", "q"),
     "k_proj": ("qkv_proj", "k"),
@@ -26,19 +26,19 @@ PACKED = {
     "up_proj": ("gate_up_proj", "up"),
     **{f"in_proj_{shard}": ("in_proj", shard) for shard in ("qkv", "z", "b", "a", "qkvz", "ba")},
 }
-#: Ends of the names of tensors that older checkpoints hold and models compute themselves.
+#: Endings of the names of tensors that older checkpoints hold, and that models compute themselves.
 COMPUTED = ("rotary_emb.inv_freq",)
-#: Beginnings of the names of tensors that guess tokens ahead, for which nothing here asks.
+#: Prefixes of tensors that guess tokens ahead, which nothing here uses.
 GUESSING = ("mtp.",)
 
-BODY = "model."  # how the names begin of all tensors but the LM head's
+BODY = "model."  # the prefix of all tensors, except the LM head's
 
 Place = tuple[str, str | None]  # parameter name here, shard of it
 T = TypeVar("T")
 
 
 def own_names(tensors: Mapping[str, T], *, is_text_part: bool) -> dict[str, T]:
-    """Name tensors as a model with an LM head does: one for embeddings may hold them without a prefix."""
+    """Name tensors as a model with an LM head does: a checkpoint for embeddings may leave out the prefix."""
     if is_text_part:
         return text_tensors(tensors)
     if "embed_tokens.weight" not in tensors:
@@ -55,12 +55,12 @@ def load_weights(
 ) -> None:
     """Move `model` from the meta device to `device` and fill it from the folder's safetensors files.
 
-    quantize_rows: how linear layers quantize activations, each beside its own weight in int8; None for none.
+    quantize_rows: quantizes the activations of linear layers, whose weights are then int8; None quantizes nothing.
     Raises MissingWeights if a parameter is not in the checkpoint, WeightMismatch if a tensor has another
     shape than its place or no place at all, DamagedWeights for a quantized one that cannot be unpacked.
     """
     files = list_weight_files(folder)
-    # as to_empty does, whose way from the meta device imports sympy, a third of a second
+    # what to_empty does, but to_empty imports sympy for tensors on the meta device, in a third of a second
     model._apply(lambda tensor: torch.empty(tensor.shape, dtype=tensor.dtype, device=device))  # type: ignore[no-untyped-call]
     model.tie_weights()
     modules = {name: module for name, module in model.named_modules() if isinstance(module, WeightedModule)}

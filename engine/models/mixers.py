@@ -1,7 +1,7 @@
 """The mixers of a transformers model: layers that keep a state of each sequence beside the KV cache.
 
 They are the innermost modules that run when a state of the cache is asked for or set. Each gets the batch's rows
-sequence by sequence, with transformers' own cache layer, filled from the pool of states and put back behind it.
+sequence by sequence, with transformers' own cache layer: filled from the pool of states, then stored there again.
 """
 
 import inspect
@@ -26,13 +26,13 @@ from engine.errors import UnsupportedModel
 MAX_STATES = 4  # convolutions of one layer
 KINDS = ("conv_states", "recurrent_states")
 WITH_HEADS = 4  # dimensions of a state of Mamba-1 with heads
-SCAN = "mamba_selective_scan"  # transformers' function, which begins at no state
+SCAN = "mamba_selective_scan"  # transformers' function, which cannot begin at a state
 
 
 class StateCache(Cache):
-    """The cache of the mixers alone: its layers hold the states of the part that is computed now.
+    """A cache for mixers only: its layers hold the states of the part that is being computed.
 
-    Keys and values pass through it to the attention unchanged. mixers: found by `recording`.
+    Keys and values pass through it to the attention unchanged. mixers: those that `recording` has found.
     """
 
     is_compileable = False
@@ -112,7 +112,7 @@ class StateCache(Cache):
                 hook.remove()
 
     def shapes(self) -> list[StateShape]:
-        """Return the states that are there, without their batch."""
+        """Return the shapes of the states that are there, without the batch's dimension."""
         return [
             StateShape(index, kind, i, tuple(state.shape[1:]), state.dtype)
             for index, layer in self.layers.items()
@@ -123,7 +123,7 @@ class StateCache(Cache):
 
 
 class _Layer(LinearAttentionLayer):
-    """A cache's layer. update_index: as MiniMax M3 asks for index keys. keys: as many as those, for GLM 5 Next."""
+    """A cache's layer. update_index: what MiniMax M3 calls for index keys. keys: as many as these, for GLM 5 Next."""
 
     keys: Tensor
 
@@ -155,7 +155,7 @@ class Mixers:
     """The wrapped mixers and indexers of a model. states: of one sequence, in all layers. index_keys: of a token."""
 
     def __init__(self, cache: StateCache, argument: str) -> None:
-        """cache: with which the model was run. argument: the body's name of it."""
+        """cache: with which the model was run. argument: by which the body takes it."""
         self.states = cache.shapes()
         self._cache, self._argument = cache, argument
         self.index_keys = tuple(cache.index_keys.values())
@@ -171,7 +171,7 @@ class Mixers:
         return self._indexers.chosen
 
     def begin(self, batch: ForwardBatch, cache: KVCache) -> dict[str, Any]:
-        """Compute this batch from now on; return the body's arguments for that."""
+        """Compute this batch from now on; return the arguments that the body needs for it."""
         self._indexers.begin(batch, cache)
         if self.states:
             assert batch.states is not None, "a model with states has parts in each step"
@@ -180,7 +180,7 @@ class Mixers:
         return {self._argument: self._cache}
 
     def end(self) -> None:
-        """Compute whole rows without a cache."""
+        """Compute rows as they come from now on, without states."""
         self._step = None
         self._indexers.end()
         self._cache.layers.clear()
@@ -263,7 +263,7 @@ class _Rows:
         return tree_map(part, given)
 
     def take(self, output: Any, start: int, end: int, *, by_row: bool = False) -> None:
-        """Put the output of `cut` rows to their places."""
+        """Put the output of rows that `cut` returned in its place."""
         self._last, self._form = tree_flatten(output)
         shape = (end - start, 1) if by_row else (1, end - start)
         for place, x in enumerate(self._last):
@@ -273,7 +273,7 @@ class _Rows:
                     whole[:, start:end] = x.transpose(0, 1) if by_row else x
 
     def joined(self) -> Any:
-        """Return the output of all rows, with what else the last part gave."""
+        """Return the output of all rows, with whatever else the last part returned."""
         return tree_unflatten([self._wholes.get(place, x) for place, x in enumerate(self._last)], self._form)
 
 
@@ -304,7 +304,7 @@ def _with_scan(mixer: nn.Module, cache: StateCache) -> Callable[..., Any]:
 def scan_from(
     state: Tensor, hidden: Tensor, dt: Tensor, a: Tensor, b: Tensor, c: Tensor, **options: Any
 ) -> tuple[Tensor, Tensor]:
-    """Compute Mamba-1's selective scan from a state, [1, channels, size], as transformers does from none.
+    """Compute Mamba-1's selective scan from a state, [1, channels, size], as transformers does it without one.
 
     hidden, dt: [1, channels, tokens].  a: [channels, size].  b, c: [1, size, tokens].  options: of transformers'.
     """

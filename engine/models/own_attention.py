@@ -14,14 +14,14 @@ from engine.models.attention_calls import PLACE, answer
 
 
 def put_in_place(model: nn.Module) -> None:
-    """Let each such module of the model attend by `answer` wherever somebody answers its calls."""
+    """Have each such module of the model attend by `answer` while something answers its calls."""
     for module in model.modules():
         if type(module).__name__ in FORWARDS:
             _replace(module, FORWARDS[type(module).__name__])
 
 
 def plainest(model: nn.Module) -> str:
-    """Return transformers' own attention to compare with: Falcon's "eager" adds its slopes twice."""
+    """Return which attention of transformers to compare with: not Falcon's "eager", which adds its slopes twice."""
     return "sdpa" if any(type(module).__name__ == "FalconAttention" for module in model.modules()) else "eager"
 
 
@@ -68,7 +68,7 @@ def _falcon(
         query, key = rotate(query, key, *position_embeddings)
     else:
         alibi = alibi * module.inv_norm_factor
-        if attention_mask is not None:  # the same is in there
+        if attention_mask is not None:  # it holds the slopes too
             attention_mask = attention_mask > torch.finfo(attention_mask.dtype).min
     options = {"scaling": module.inv_norm_factor, "alibi": alibi}
     attended, _weights = answer(module, query, key[:, ::repeated], value[:, ::repeated], attention_mask, **options)

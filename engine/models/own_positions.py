@@ -1,4 +1,4 @@
-"""Positions that a module of transformers counts itself: in a flat batch the count of rows is none."""
+"""Finds modules of transformers that count positions themselves: in a flat batch a count of rows is wrong."""
 
 import inspect
 from collections.abc import Callable, Collection, Iterator
@@ -13,7 +13,7 @@ from torch.overrides import TorchFunctionMode
 from engine.errors import UnsupportedModel
 from engine.models.attention_calls import NUM_RECORDED_TOKENS, AttentionCall
 
-ROUNDING = 0.01  # of what two passes make alike; GPUs may add in another order
+ROUNDING = 0.01  # by which the results of two equal passes may differ: GPUs may add in another order
 FIRST_COUNTS = (0, 1)  # with which a count of rows begins
 
 
@@ -30,9 +30,9 @@ class _EachResult(TorchFunctionMode):
 
 @contextmanager
 def counting(modules: Collection[nn.Module], num_tokens: int, shift: int) -> Iterator[dict[nn.Module, Any]]:
-    """Find which of the modules count so many rows, and by which function of torch, within the block.
+    """Find which of the modules count num_tokens rows within the block, and by which function of torch.
 
-    shift: added to what each counts first. Positions that the model is given shall be far from such counts.
+    shift: is added to the first count of each. Positions that the model is given must be far from such counts.
     """
     found: dict[nn.Module, Any] = {}
     running: list[nn.Module] = []
@@ -65,7 +65,7 @@ def counting(modules: Collection[nn.Module], num_tokens: int, shift: int) -> Ite
 
 
 def tell_positions(module: nn.Module, positions: Callable[[], Tensor | None]) -> None:
-    """Give the module, where it first counts rows by torch.arange, these positions, [rows]; None lets it count."""
+    """Give the module these positions, [rows], where it first counts rows by torch.arange; None lets it count."""
     compute = module.forward
 
     def forward(*args: Any, **options: Any) -> Any:
@@ -94,7 +94,7 @@ class Recorded:
     bodies: list[tuple[nn.Module, Any]] = field(default_factory=list)
 
     def equals(self, other: "Recorded") -> bool:
-        """Whether the same was attended to, and came of it, but for rounding."""
+        """Whether both passes attended to the same and gave the same, apart from rounding."""
         return len(self.calls) == len(other.calls) and all(
             one.shape == same.shape and (one - same).norm() <= ROUNDING * same.norm()
             for one, same in zip(self._values(), other._values(), strict=True)
@@ -106,7 +106,7 @@ class Recorded:
 
 
 def takes_positions(body: nn.Module) -> bool:
-    """Whether the body is told positions."""
+    """Whether the body takes positions as an argument."""
     return "position_ids" in inspect.signature(body.forward).parameters
 
 
@@ -115,8 +115,8 @@ def find_positions(
 ) -> tuple[int, Collection[nn.Module]]:
     """Return the position of a sequence's first token, and the attending modules that count positions themselves.
 
-    near: a pass that says no positions. record: runs the body again, with this position of the first token, None to
-    say none. The body is run at its first positions, and at its last: a count may matter at these alone. Raises
+    near: a pass without given positions. record: runs the body again, with the first token at this position, or for
+    None without positions. The body is run at its first and its last positions: a count may matter only there. Raises
     UnsupportedModel for other counts.
     """
     if not takes_positions(body):
@@ -141,7 +141,7 @@ def find_positions(
 def _counting_parts(
     body: nn.Module, near: Recorded, max_positions: int, record: Callable[[int | None], Recorded]
 ) -> Collection[nn.Module]:
-    """Return the parts that count positions in a body that is not told any. Raises UnsupportedModel if none does."""
+    """Return the parts that count positions, in a body that takes none. Raises UnsupportedModel if no part does."""
     if all("alibi" in call.options for call in near.calls):
         return ()  # it has no positions
     shift = max_positions - NUM_RECORDED_TOKENS

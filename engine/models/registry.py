@@ -39,7 +39,7 @@ class DecoderFlags:
     float32_norms: norm weights multiply before the result is rounded to the model's dtype, not after.
     float32_rotation: cosines and sines are not rounded to the model's dtype.
     qk_norm: queries and keys are normalised before the rotation, each head by itself or all as one vector.
-    gated_attention: what heads attend to is multiplied by the sigmoid of a gate.
+    gated_attention: the output of each head is multiplied by the sigmoid of a gate.
     qkv_bias: queries, keys and values have a bias whatever config.json says.
     scaled_embeddings: embeddings are multiplied by the square root of the hidden size.
     sinks: every head has one, see AttentionFeatures.
@@ -195,7 +195,7 @@ ARCHITECTURES = {
 }
 
 
-#: The same without an LM head, as checkpoints for embeddings are: what is beside the head is alike.
+#: The same models without an LM head, as checkpoints for embeddings name them, and their names with one.
 BODIES = {name.replace("ForCausalLM", "Model"): name for name in ARCHITECTURES} | {
     "Gemma3TextModel": "Gemma3ForCausalLM",
     "Qwen3_5TextModel": "Qwen3_5ForCausalLM",

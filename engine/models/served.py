@@ -9,7 +9,7 @@ from engine.models.registry import ARCHITECTURES
 
 
 def _ending(end: str, names: str) -> list[str]:
-    """Write an end behind each name."""
+    """Return the names, each with `end` behind it."""
     return [name + end for name in names.split()]
 
 

@@ -1,8 +1,8 @@
 """Models that read each text in one pass, several texts at a time: transformers' encoders, and heads that classify.
 
-Where a class attends through transformers' attention interface, the texts of a step lie one behind the other in one
-row, and each attends to itself alone; where not, they are padded, those of like lengths together. The runner compares
-either way with texts that are computed alone.
+If a class attends through transformers' attention interface, the texts of a step lie one behind the other in one row,
+and each attends only to itself. If not, they are padded, those of like lengths together. The runner compares both
+ways with texts that are computed alone.
 """
 
 import functools
@@ -34,9 +34,9 @@ if TYPE_CHECKING:
 PACKED = "tokenmill_packed"  # our attention's name among transformers'
 RULES = "tokenmill_rules"  # the same, with masks that know their rule
 NUM_RECORDED_TOKENS = 8
-MAX_PADDED = 1.15  # rows that are computed, over those of texts
+MAX_PADDED = 1.15  # the most rows that are computed for each row of text
 MAX_BYTES = 25 << 20  # of a tensor on a CPU: malloc fetches those over 32 MiB anew, a page at a time
-NUM_LOOKED_UP = 256  # tokens whose sight is asked for at once: a rule makes int64 of each pair
+NUM_LOOKED_UP = 256  # tokens about which a rule is asked at once: it makes int64 of each pair
 UNUSED = ("pooler.", "prediction", "lm_head", "cls.")  # parts that no embedding needs
 
 #: From indices of batch, head, query and key to whether that query sees that key.
@@ -44,14 +44,14 @@ Rule = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 
 
 def single_pass_class(architecture: str) -> Any:
-    """Return transformers' class. Raises UnsupportedModel for a name that it has not."""
+    """Return transformers' class. Raises UnsupportedModel for a name that transformers does not have."""
     import transformers
 
     kind: Any = getattr(transformers, architecture, None)
     if kind is None or architecture.startswith("Auto"):
         raise UnsupportedModel(f"{architecture} is no model of transformers {transformers.__version__}")
     if not architecture.endswith((CLASSIFIES, "Model")):
-        kind = transformers.AutoModel  # of a language model without its head
+        kind = transformers.AutoModel  # for a language model: it leaves the head out
     return kind
 
 
@@ -88,10 +88,10 @@ def load_single_pass(architecture: str, folder: Path, device: torch.device, dtyp
 
 
 class SinglePass:
-    """Computes texts of token ids: their hidden states, or where it classifies a number for each class.
+    """Computes texts of token ids: their hidden states or, if it classifies, a number for each class.
 
     A token of a second text has the vocabulary's size added to its id.
-    max_positions: tokens of a text at most, None if the model has no table of positions.
+    max_positions: the most tokens of a text, None if the model has no table of positions.
     """
 
     def __init__(self, model: Any, *, classifies: bool) -> None:
@@ -103,7 +103,7 @@ class SinglePass:
         self.has_types = "token_type_ids" in arguments and getattr(model.config, "type_vocab_size", 0) > 1
         self.max_positions: int | None = None
         self._body = model
-        self._known: Tensor | None = None  # states, padded, that the body is to give back
+        self._known: Tensor | None = None  # padded states for the body to return uncomputed
         self._first_position = 0
         widths = [module.out_features for module in model.modules() if isinstance(module, nn.Linear)]
         self._most_tokens = MAX_BYTES // (max(widths, default=1) * model.dtype.itemsize)
@@ -152,7 +152,7 @@ class SinglePass:
     def _packed(self, texts: Sequence[Tensor], attention: "PackedAttention") -> Tensor:
         """Compute texts as one row: states [tokens, hidden]."""
         num_tokens = sum(map(len, texts))
-        # oneDNN makes code for each number of rows, in a millisecond, and keeps half a MB of it: they are rounded
+        # rounded up, as oneDNN makes code for each number of rows, in a millisecond, and keeps half a MB of it
         padding = texts[0].new_zeros(-num_tokens % (8 if num_tokens <= 512 else 64))
         row = torch.cat([*texts, padding])
         attention.begin([len(text) for text in (*texts, padding) if len(text)])
@@ -201,7 +201,7 @@ class SinglePass:
         return {"input_ids": ids % self._vocab_size, "token_type_ids": ids // self._vocab_size}
 
     def _classify(self, texts: Sequence[Tensor], states: Sequence[Tensor]) -> Tensor:
-        """Have the head look at states that are known."""
+        """Compute only the head, of hidden states that are known."""
         row, mask = _pad(texts, self._pad or 0)
         self._known = nn.utils.rnn.pad_sequence(list(states), batch_first=True)
         try:
@@ -214,7 +214,7 @@ class SinglePass:
         self.model.set_attn_implementation(name)
 
     def _look_at_positions(self) -> None:
-        """Find a table of positions, and which of it a text's first token has."""
+        """Find the table of positions, and the place in it of a text's first token."""
         tokens = torch.arange(1, NUM_RECORDED_TOKENS + 1, device=self.model.device)[None] + (self._pad or 0)
         seen: list[tuple[nn.Embedding, Tensor]] = []
         tables = [module for module in self.model.modules() if isinstance(module, nn.Embedding)]
@@ -240,7 +240,7 @@ class SinglePass:
                 self.max_positions = table.num_embeddings - self._first_position
 
     def _pack(self) -> "PackedAttention":
-        """Take the place of its attention. Raises UnsupportedModel if it cannot be taken."""
+        """Put our attention in place of the model's. Raises UnsupportedModel if that is not possible."""
         calls: list[AttentionCall] = []
         bodies: list[tuple[nn.Module, Any]] = []
         layer_calls: list[LayerCall] = []
@@ -285,7 +285,7 @@ class SinglePass:
         return attention
 
     def _replace(self, body: Any, output: Any) -> None:
-        """Have the body give back the states that are known."""
+        """Have the body return the known states, if there are any, and else compute."""
         compute, kind = body.forward, type(output)
         has_pooler = getattr(output, "pooler_output", None) is not None
 
@@ -421,14 +421,14 @@ def _rule_of(call: AttentionCall) -> Rule | None:
 
 
 def _pad(texts: Sequence[Tensor], pad: int) -> tuple[Tensor, Tensor]:
-    """Return texts with padding behind them, [texts, tokens], and which of it is text, int64."""
+    """Return texts with padding behind them, [texts, tokens], and a mask of what is text, int64."""
     row = nn.utils.rnn.pad_sequence(list(texts), batch_first=True, padding_value=pad)
     mask = nn.utils.rnn.pad_sequence([torch.ones_like(text) for text in texts], batch_first=True)
     return row, mask
 
 
 def _parts(lengths: Sequence[int], most: int) -> Iterator[tuple[int, int]]:
-    """Divide texts, in order, into parts of up to so many tokens; each part's begin and end."""
+    """Divide texts, in order, into parts of up to `most` tokens; yield each part's begin and end."""
     begin = num_tokens = 0
     for place, length in enumerate(lengths):
         if place > begin and num_tokens + length > most:

@@ -43,11 +43,11 @@ if TYPE_CHECKING:
     from engine.models.mixers import Mixers
 
 PAGED = "tokenmill"  # our attention's name among transformers'
-UNMASKED = "tokenmill_unmasked"  # the same, for classes that want a mask: one of a number
+UNMASKED = "tokenmill_unmasked"  # the same, for classes that need a mask: they get one that hides nothing
 RECORDED = "tokenmill_recorded"  # the same, with masks, which say how far a layer looks back
-CACHES = ("past_key_values", "cache_params")  # how a model's argument for its cache is named
-MIN_VERSION = 5  # of transformers; masks of older ones say nothing of positions that are not there
-TRACED = torch.bfloat16  # in which all products are known for tensors without values
+CACHES = ("past_key_values", "cache_params")  # the arguments by which models take a cache
+MIN_VERSION = 5  # of transformers; masks of older ones cannot be asked about positions beyond the tokens
+TRACED = torch.bfloat16  # a dtype in which all products work for tensors without values
 TEXT_PART = "model.language_model."  # how the names of its tensors begin
 MAX_NAMES = 8  # of tensors in an error
 
@@ -108,7 +108,7 @@ class TransformersModel(CausalModel):
 
 
 def no_mask(*, device: torch.device | str = "cpu", **_: Any) -> Tensor:
-    """Make a mask that hides nothing, for code that wants one."""
+    """Make a mask that hides nothing, for code that needs a mask."""
     return torch.ones(1, 1, 1, 1, dtype=torch.bool, device=device)
 
 
@@ -159,7 +159,7 @@ def load_transformers_model(config: ModelConfig, folder: Path, place: ModelPlace
 
 
 def class_of(architecture: str) -> Any:
-    """Return transformers' class. Raises UnsupportedModel unless it has such a one, which generates text."""
+    """Return transformers' class of this name. Raises UnsupportedModel unless there is one, and it generates text."""
     import transformers
 
     kind = getattr(transformers, architecture, None)
@@ -174,7 +174,7 @@ def class_of(architecture: str) -> Any:
 
 @torch.inference_mode()
 def kept_by(config: ModelConfig, folder: Path, dtype: torch.dtype) -> Kept | None:
-    """Find what a model keeps of a sequence by config.json alone. None if it needs weights.
+    """Find what a model keeps of a sequence, by config.json alone; None if that takes the weights.
 
     Raises UnsupportedModel if config.json is about another model.
     """
@@ -201,7 +201,7 @@ def _in_dtype(traced: Iterable[StateShape], dtype: torch.dtype) -> list[StateSha
 
 
 def _read(kind: Any, config: ModelConfig, folder: Path, dtype: torch.dtype) -> Any:
-    """Read transformers' model with all weights, on the CPU. Raises the ConfigError that fits."""
+    """Read transformers' model with all weights, on the CPU. Raises a fitting ConfigError."""
     import transformers
 
     list_weight_files(folder)
@@ -223,7 +223,7 @@ def _read(kind: Any, config: ModelConfig, folder: Path, dtype: torch.dtype) -> A
             }
             try:
                 model, report = kind.from_pretrained(path, **options)
-            except ImportError:  # of what a part for images or sound needs
+            except ImportError:  # a part for images or sound needs a package
                 model, report = _read_text(path, options)
     except ConfigError:  # of quantized weights
         raise
@@ -238,7 +238,7 @@ def _read(kind: Any, config: ModelConfig, folder: Path, dtype: torch.dtype) -> A
 
 
 def _read_text(path: str | None, options: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
-    """Read the text part alone by its own class. Raises the ImportError that is handled if it has none."""
+    """Read only the text part, by its own class. If it has none, raises the ImportError that is being handled."""
     from transformers import AutoModelForCausalLM
 
     values = options["config"].get_text_config(decoder=True)
@@ -264,7 +264,7 @@ def _register() -> None:
 
 
 def _values_for(kind: Any, folder: Path) -> Any:
-    """Return the configuration for a class of transformers. Raises UnsupportedModel unless config.json is its."""
+    """Return the configuration for a class of transformers. Raises UnsupportedModel if config.json is another's."""
     from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForMultimodalLM
 
     try:
@@ -288,7 +288,7 @@ def _source(kind: Any, config: ModelConfig, folder: Path, dtype: torch.dtype) ->
     if config.quantization is None:
         return str(folder), {"config": values}
     if hasattr(values, "quantization_config"):
-        del values.quantization_config  # or it would unpack them itself, with packages that are not here
+        del values.quantization_config  # else transformers would unpack them, by packages that are not here
     with open_tensors(list_weight_files(folder)) as stored:
         state = {
             name: tensor.whole() if type(tensor) is CheckpointTensor else tensor.whole().to(dtype)
@@ -310,13 +310,13 @@ def _check_filled(folder: Path, report: dict[str, Any]) -> None:
 
 
 def _drop_other_parts(model: Any, *, keeps_images: bool = False) -> None:
-    """Free the models within the model that are for images, unless they are kept, or sound."""
+    """Free the models within the model that are for sound, or for images unless keeps_images."""
     for name, module in _other_parts(model):
         if keeps_images and "audio" not in type(module.config).__name__.lower():
             continue
         parent, _, last = name.rpartition(".")
         absent: Any = nn.Module()
-        absent.device, absent.dtype = module.device, module.dtype  # for which it is still asked
+        absent.device, absent.dtype = module.device, module.dtype  # they are still asked for
         setattr(model.get_submodule(parent), last, absent)
 
 
@@ -371,7 +371,7 @@ def _attend_by(model: Any, name: str) -> None:
 
 @contextmanager
 def _problems_named() -> Iterator[None]:
-    """Make an UnsupportedModel of whatever a forward pass raises."""
+    """Turn whatever a forward pass raises into an UnsupportedModel."""
     try:
         yield
     except UnsupportedModel:
@@ -397,7 +397,7 @@ def refuse_moving_rotary(model: nn.Module, max_positions: int) -> None:
 
 @torch.inference_mode()
 def _with_paged_attention(config: ModelConfig, model: Any, place: ModelPlace) -> TransformersModel:
-    """Find the layers' attention by a forward pass, and take its place."""
+    """Find the layers' attention by a forward pass, and put the paged attention in its place."""
     recorded = _record(model, place.device)
     are_told = any(chosen_by(call) is not None for call in recorded.calls)
     if are_told:
@@ -454,7 +454,7 @@ def _find_mixers(model: Any, place: ModelPlace) -> "Mixers | None":
 def _record(part: Any, device: torch.device, first: int | None = None, more: dict[str, Any] | None = None) -> Recorded:
     """Run the model, or a part of it, once without attention.
 
-    first: position of the first token, None to say none.  more: arguments.
+    first: position of the first token, None to give no positions.  more: further arguments.
     """
     recorded = Recorded()
 

@@ -83,7 +83,7 @@ def _check_cpu_kernels() -> Observation:
 
 
 def _kept(folder: Path, exposure: Callable[[Path], str | None] = lambda folder: None) -> Observation:
-    """Find whether compiled kernels can be kept there. exposure: how others may write into a folder."""
+    """Check whether compiled kernels can be kept in a folder. exposure: says how others could write into one."""
     there = next(each for each in (folder, *folder.parents) if each.exists())
     problem = exposure(there.resolve())
     if problem is None and not os.access(there, os.W_OK | os.X_OK):
@@ -109,7 +109,7 @@ def _check_shared_memory(folder: Path = SHARED_MEMORY) -> Iterator[Observation]:
 def check_support(config: EngineConfig, checkpoint_dtype: str) -> None:
     """Raise ConfigError for a device, dtype or attention backend that cannot be used here.
 
-    A backend is checked if it is named and there is one rank: ranks check their own GPU.
+    The backend is checked in deterministic mode, or if it is named and there is one rank: ranks check their own GPU.
     """
     device = resolve_device(config.device)
     dtype: torch.dtype = getattr(torch, served_dtype(config.dtype, checkpoint_dtype, config.device).name)

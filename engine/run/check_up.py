@@ -119,7 +119,7 @@ def _check_served(config: EngineConfig, folder: Path, entries: list[TensorEntry]
 def _pool_sizes(
     config: EngineConfig, model: ModelConfig, path: ModelPath, folder: Path, dtype: str
 ) -> PoolSizes | None:
-    """Return the bytes of a block and a state of a model on one rank; None where its weights alone tell."""
+    """Return a model's bytes per block and per state on one rank; None if only the weights can tell them."""
     import torch
 
     from engine.attention.kv_cache import FP8, block_bytes
@@ -174,7 +174,7 @@ def _check_memory(
 
 
 def weight_bytes(config: EngineConfig, model: ModelConfig, entries: list[TensorEntry], dtype_bytes: int) -> int:
-    """Return the least memory of the weights; those unpacked when read take more than their file."""
+    """Return the bytes that the weights take at least; quantized ones that are unpacked when read take more."""
     from engine.models.loader import GUESSING
 
     read = [entry for entry in entries if not entry.name.startswith(GUESSING)]

@@ -12,7 +12,7 @@ from engine.text.tokenizer import Tokenizer
 
 
 def is_complete(seq: Sequence) -> bool:
-    """Return whether a finished sequence has its whole completion; a sibling may score its prompt."""
+    """Return whether a finished sequence's completion is whole; a sibling may still be scoring their prompt."""
     if seq.params.prompt_logprobs is None or seq.error is not None:
         return True
     return sum(len(part.ranks) for part in seq.prompt_logprobs) >= seq.num_prompt_tokens - 1
@@ -21,7 +21,7 @@ def is_complete(seq: Sequence) -> bool:
 def completion_of(seq: Sequence, tokenizer: Tokenizer, reasoner: Reasoner) -> Completion:
     """Make the completion of a finished sequence."""
     assert seq.finish_reason is not None
-    token_ids = seq.generated_token_ids  # none where nothing is generated: all known tokens are the prompt's
+    token_ids = seq.generated_token_ids  # empty for an embedding or classes
     logprobs = None
     if seq.sample_top != NOT_WANTED:
         first = begin = seq.num_prompt_tokens + seq.num_continued
@@ -58,7 +58,7 @@ def completion_of(seq: Sequence, tokenizer: Tokenizer, reasoner: Reasoner) -> Co
 
 
 def scores_of(seq: Sequence, tree: ScoreTree) -> Completion | None:
-    """Make the completion of a scored request, None while other sequences have to score."""
+    """Make the completion of a scored request; None while the scores of other branches are missing."""
     if seq.error is not None:
         return Completion.refused(seq.request_id, SequenceFailed(seq.error))
     logprobs = [logprob for part in seq.prompt_logprobs for logprob in part.logprobs.tolist()]

@@ -14,7 +14,7 @@ from engine.run.dtype import served_dtype
 KV_CACHE_DTYPES = ("auto", "fp8_e4m3")
 MODEL_PATHS = ("auto", "native", "transformers")
 QUANTIZATIONS = (None, "int8")
-NUM_MEASURED_TOKENS = 512  # by whose keys and values an FP8 cache takes its scales, where as many fit
+NUM_MEASURED_TOKENS = 512  # on which the scales of an FP8 cache are measured, or on fewer if these do not fit
 
 
 @dataclass(frozen=True)
@@ -22,49 +22,49 @@ class EngineConfig:
     """How to start an engine. Reads no environment; a bad value raises ConfigError and names itself.
 
     model: a folder in Hugging Face layout, or a hub id.
-    dtype: "auto" (the checkpoint's own; on a CPU bfloat16 where the processor multiplies it, else float32),
-        "float32", "bfloat16" or "float16".
-    device: "auto" (cuda where there is one, else cpu) or a torch device string.
-    max_model_len: tokens of prompt and completion together; None takes what the model has and the KV
-        pool holds. A sequence that reaches it ends with "length".
+    dtype: "auto" (the checkpoint's own; on a CPU float32, unless that is bfloat16 and the processor multiplies
+        it), "float32", "bfloat16" or "float16".
+    device: "auto" (cuda if there is a GPU, else cpu) or a torch device string.
+    max_model_len: tokens of prompt and completion together; None takes the model's limit, or what the KV
+        pool holds if that is less. A sequence that reaches it ends with "length".
     max_num_seqs: sequences that run at once.
     max_num_batched_tokens: tokens computed in one step, decodes and prefill chunks together.
     block_size: tokens per KV block.
-    kv_cache_bytes: K and V of all layers, per rank; None takes the smaller of 4 GiB and a quarter of the
-        memory still allowed on CPU, and what a warm-up leaves free on GPU. What is not there is refused. A
-        model that keeps states has them beside it, or half of it: of max_num_seqs sequences and as many
-        snapshots, or of fewer.
-    kv_cache_dtype: "auto" (the model's) or "fp8_e4m3": keys and values of 8 bits, half of bfloat16's memory
-        and reading time, and answers change. Each head's scale is measured at start on a few hundred tokens;
-        numbers eight times as large as theirs are cut. Backends: triton, torch.
-    memory_utilization: share of the GPU's memory that may be taken once the engine runs, by whatever else is
-        on it too: weights, KV pool, graphs, and the largest step. CPU does not read it.
-    tensor_parallel_size: processes ("ranks") that share each layer, one GPU each; with 1 there is none but
-        the caller's. On a CPU they divide torch's threads. It must divide the attention heads and the MLP
+    kv_cache_bytes: K and V of all layers, per rank. None takes, on a GPU, what a warm-up leaves free; on a CPU
+        the smaller of 4 GiB and a quarter of the memory still allowed. More than is free is refused. A model that
+        keeps states has them beside the stated bytes, or within the default ones: of max_num_seqs sequences and
+        as many snapshots, or of as many as fit.
+    kv_cache_dtype: "auto" (the model's) or "fp8_e4m3": keys and values of 8 bits take half of bfloat16's memory
+        and reading time, and change answers. Each head's scale is measured at start on a few hundred tokens;
+        numbers more than eight times as large as those are clipped. Backends: triton, torch.
+    memory_utilization: share of the GPU's memory that may be in use while the engine runs: weights, KV pool,
+        graphs, the largest step, and what other processes hold. Ignored on a CPU.
+    tensor_parallel_size: processes ("ranks") that share each layer, one GPU each; with 1 the caller's process
+        is the only one. On a CPU they divide torch's threads. It must divide the attention heads and the MLP
         features, and divide the KV heads or be a multiple of them.
-    attention_backend: "auto" (on a GPU triton where it is installed; on a CPU cpu where numba is installed
-        and the dtype is float32 or bfloat16; else torch), "cpu", "torch", "triton" or "flash_attn" (on a
-        GPU, with the package flash-attn, half precision and a block_size of a multiple of 256).
+    attention_backend: "auto" (on a GPU triton if it is installed; on a CPU cpu if numba is installed and the
+        dtype is float32 or bfloat16; else torch), "cpu", "torch", "triton" or "flash_attn" (on a GPU, with the
+        package flash-attn, half precision and a block_size that is a multiple of 256).
     model_path: "native" (the engine's own decoder), "transformers" (transformers' model of the architecture
-        with the engine's attention), or "auto": native where the engine has what the checkpoint needs.
+        with the engine's attention), or "auto": native if the engine has what the checkpoint needs.
     quantization: "int8" quantizes the weights of linear layers by output channel when they are loaded, and
         their activations by token: faster on a CPU with VNNI or AMX, less exact. None computes in the dtype.
         Not built for GPUs, tensor parallelism, mixtures of experts and models through transformers.
-    enforce_eager: run decode steps without CUDA graphs. Those are captured at start, on a GPU, for a backend
-        that can be recorded (triton, flash_attn); a CPU has none.
+    enforce_eager: run decode steps without CUDA graphs. On a GPU these are captured at start if the backend can
+        be recorded (triton, flash_attn); a CPU has none.
     async_scheduling: schedule a step while the one before runs; None does so on GPUs. On a CPU without
-        tensor parallelism the model runs in the caller's thread: no gain.
+        tensor parallelism nothing is gained: the model runs in the caller's thread.
     seed: starts the generator that draws a seed for each request without one.
     chat_template: the name of one of the model's chat templates; None takes the default one, or the only one.
     deterministic: a request's completions and log probabilities have the same bits whatever else is computed
         with it, before it and after it: other requests, their order, chunks, preemption, cached prefixes. A
-        request without a seed draws one from its prompt and `seed`. Slower; on CPUs, for native models with
+        request without a seed draws one from its prompt and `seed`. Slower. Only on CPUs, for native models with
         attention_backend="cpu", alone or on two ranks; else NotDeterministic is raised. The bits are those of
         one kind of processor, one version of torch, one number of threads and one tensor_parallel_size.
-    adapt_cpu_threads: on a CPU take fewer of torch's threads while other processes use the processors. Their
-        number is the whole process'. Not with tensor parallelism.
+    adapt_cpu_threads: on a CPU use fewer threads while other processes use the processors. This sets torch's
+        number of threads for the whole process. Ignored with tensor parallelism.
     pooling: how embeddings are made of hidden states, by sentence-transformers' names ("lasttoken", "mean",
-        ...); None makes them as the checkpoint's modules.json says, and none where it has no such file.
+        ...). None goes by the checkpoint's modules.json; without that file there are no embeddings.
     """
 
     model: str
@@ -138,7 +138,7 @@ class EngineConfig:
 
 
 def may_read_pictures(config: EngineConfig) -> bool:
-    """Whether nothing is asked for that is not built for pictures."""
+    """Whether pictures can be read with all that the configuration asks for."""
     is_plain = config.quantization is None and not config.deterministic
     return is_plain and config.tensor_parallel_size == 1 and config.model_path != "native"
 
@@ -146,8 +146,8 @@ def may_read_pictures(config: EngineConfig) -> bool:
 def model_identity(config: EngineConfig) -> ModelIdentity:
     """Return the identity of the model that an engine of this configuration serves.
 
-    Loads torch only if the model reads more than text, or its dtype depends on a GPU. Device, attention backend and
-    tensor parallelism are no part of it: they change the order of sums only.
+    Loads torch only if the model reads more than text, or its dtype depends on a GPU. The identity leaves out device,
+    attention backend and tensor parallelism: they change only the order of sums.
     Raises ModelNotFound, MissingWeights or another ConfigError for a model that no engine could load.
     """
     folder = resolve_model(config.model)
@@ -163,7 +163,7 @@ def model_identity(config: EngineConfig) -> ModelIdentity:
 
 
 def _modes(config: EngineConfig, model: ModelConfig) -> Iterator[str]:
-    """Say in words how the configuration changes answers, so that all of a run come from the same."""
+    """Name, in words, the settings that change answers, so that all answers of a run come from the same ones."""
     yield served_dtype(config.dtype, model.dtype, config.device).name
     longest = min(config.max_model_len or model.max_position_embeddings, model.max_position_embeddings)
     if config.quantization is not None:

@@ -1,7 +1,7 @@
-"""Sets torch's threads on a CPU: as many as the processors that others leave to this process.
+"""Sets torch's number of threads on a CPU to the number of processors that other processes leave free.
 
-A product is cut into one part for each thread and waits for the slowest, so a processor shared with another
-process delays all: fewer threads are done sooner.
+A matrix product is cut into one part for each thread and waits for the slowest. So a processor that is shared
+with another process delays all of them, and fewer threads are done sooner.
 """
 
 import logging
@@ -33,9 +33,9 @@ class Cgroup:
 
 
 def cgroups_of(controller: str, proc: Path = PROC, root: Path = ROOT) -> Iterator[Cgroup]:
-    """List the cgroups by which a controller, such as "memory", may limit this process, innermost first.
+    """List the cgroups in which a controller, such as "memory", may limit this process, innermost first.
 
-    The paths are parameters for tests. None outside Linux.
+    There are none outside Linux. The paths are parameters for tests.
     """
     try:
         lines = (proc / "self/cgroup").read_text().splitlines()
@@ -61,7 +61,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class ProcessorTime:
-    """Seconds up to now, computed by this process (`own`) and idle on its processors, all together."""
+    """Seconds up to now: passed, computed by this process (`own`), and idle, summed over its processors."""
 
     passed: float
     own: float
@@ -70,9 +70,9 @@ class ProcessorTime:
 
 
 class CpuThreads:
-    """Sets torch's number of threads, for the whole process, between 1 and the first number.
+    """Sets torch's number of threads, for the whole process, between 1 and the number it finds.
 
-    read_time: None if this system has no such times; the number then stays.
+    read_time: reads the processors' times; it returns None where there are none, and the number then stays.
     """
 
     def __init__(self, read_time: Callable[[], ProcessorTime | None] | None = None) -> None:
@@ -83,7 +83,7 @@ class CpuThreads:
         logger.info("CPU threads: at most %d, fewer while other processes use the processors", self._most)
 
     def adapt(self) -> None:
-        """Count, about once a second, the processors that were free, at most those that cgroups allow."""
+        """About once a second, set the threads by the processors that were free and the limits of cgroups."""
         if self._before is None or time.monotonic() - self._before.passed < INTERVAL_S:
             return
         now, before = self._read_time(), self._before
@@ -99,7 +99,7 @@ class CpuThreads:
 
 
 def choose_threads(free: float, current: int, most: int) -> int:
-    """Return how many of at most `most` threads go on while so many processors are free."""
+    """Return how many threads to use, 1 to `most`, if `current` are used and `free` processors are free."""
     kept = min(current, int(free + 1 - KEPT_AT))
     return min(most, max(1, kept, int(free + 1 - ADDED_AT)))
 
@@ -125,5 +125,5 @@ def read_processor_time(proc: Path = PROC) -> ProcessorTime | None:
     except (OSError, AttributeError, ValueError):
         return None
     rows = [fields for fields in map(str.split, lines) if fields and fields[0] in allowed]
-    idle = sum(int(fields[4]) + int(fields[5]) for fields in rows)  # of which some waits for disks
+    idle = sum(int(fields[4]) + int(fields[5]) for fields in rows)  # idle, and waiting for disks
     return ProcessorTime(time.monotonic(), time.process_time(), idle / ticks, allowed) if rows else None

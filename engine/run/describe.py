@@ -1,4 +1,4 @@
-"""What an engine makes of a checkpoint, said without loading its weights or running its code."""
+"""Describes how an engine would serve a checkpoint, without loading its weights or running its code."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ if TYPE_CHECKING:
 
 MIB = 2**20
 
-#: Names of how many experts there are, and of how many a token goes through.
+#: Keys of config.json for the number of experts, and for how many of them each token goes through.
 EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 CHOSEN = ("num_experts_per_tok", "num_experts_per_token", "moe_k", "top_k_experts")
 
 
 def describe_model(name: str) -> str:
-    """Return lines about a folder, or a hub id that is on this machine: how it is served, and what it takes.
+    """Return lines about a folder, or a hub id that is on this machine: how it is served, and the memory it takes.
 
-    Raises UnsupportedModel for one that is not served, or another ConfigError for what is wrong with its files.
+    Raises UnsupportedModel for one that is not served, or another ConfigError if something is wrong with its files.
     """
     folder = find_here(name)
     if folder is None:
@@ -70,7 +70,7 @@ def _lines(folder: Path) -> Iterator[tuple[str, str]]:
     elif model.whole is not None:
         yield "pictures", "not read: its text alone is served"
     entries = whole_weights(folder)
-    if model.num_layers > len(entries):  # no model of so many layers is made then
+    if model.num_layers > len(entries):  # refused here, before a model of that many layers is made
         raise WeightMismatch(f"{folder}: config.json names {model.num_layers} layers, the files {len(entries)} tensors")
     weights = weight_bytes(config, model, entries, DTYPE_BYTES[dtype])
     yield "weights", f"{weights / MIB:,.1f} MiB in {len(entries)} tensors"
@@ -98,7 +98,7 @@ def _lines(folder: Path) -> Iterator[tuple[str, str]]:
 
 
 def _template(source: str | None) -> str:
-    """Describe a chat template, which is parsed and not rendered."""
+    """Describe a chat template by parsing it; it is not rendered."""
     from engine.text.chat_templates import read_variables
 
     if source is None:
@@ -107,7 +107,7 @@ def _template(source: str | None) -> str:
 
 
 def _scores(labels: Sequence[str]) -> str:
-    """Describe what a head gives: the probability of each class, of one alone its number."""
+    """Describe what a head gives: the probability of each class, or one number if there is a single class."""
     return f"classes: {', '.join(labels)}" if len(labels) > 1 else "a score: of a text, or of a document for a query"
 
 

@@ -19,8 +19,8 @@ DEVICES = Path("/dev")
 def resolve_device(name: str) -> torch.device:
     """Turn "auto" or a device string into a device.
 
-    Raises ConfigError if it cannot be used. "auto" refuses a GPU that torch does not find: a CPU takes a hundred
-    times as long.
+    Raises ConfigError if it cannot be used. "auto" raises it too if there is a GPU that torch does not find: a CPU
+    would take a hundred times as long.
     """
     if name == "auto":
         if torch.cuda.is_available():
@@ -55,14 +55,14 @@ def on_device(device: torch.device) -> AbstractContextManager[object]:
 
 
 def sign_of_gpu() -> str:
-    """Return a sign of an NVIDIA GPU, "" if there is none or it is hidden on purpose."""
+    """Return what shows that there is an NVIDIA GPU; "" if there is none, or it is hidden on purpose."""
     if os.environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1"):
         return ""
     if DRIVER.exists():
         return f"{DRIVER}: {DRIVER.read_text().splitlines()[0]}"
     if file := next(DEVICES.glob("nvidia[0-9]*"), None):
         return str(file)
-    try:  # under WSL there is nothing but it
+    try:  # under WSL this is the only sign
         listed = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True, timeout=10, check=False)
     except (OSError, subprocess.TimeoutExpired):
         return ""
@@ -100,7 +100,7 @@ class GpuMemory:
         return total_bytes - free_bytes
 
     def peak_bytes(self, run: Callable[[], None]) -> int:
-        """Measure how many more bytes `run` makes torch reserve: fragments count as taken."""
+        """Return how many more bytes torch has reserved at the peak of `run`; fragments count as taken."""
         torch.cuda.synchronize(self._device)
         torch.cuda.empty_cache()
         before = torch.cuda.memory_reserved(self._device)

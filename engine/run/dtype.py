@@ -1,4 +1,4 @@
-"""The dtype that a configuration's name stands for here; loads torch only to look for a GPU."""
+"""Turns a configuration's dtype into the one that is served here; loads torch only to look for a GPU."""
 
 from dataclasses import dataclass
 
@@ -10,17 +10,17 @@ DTYPES = ("float32", "bfloat16", "float16")
 
 @dataclass(frozen=True)
 class ServedDtype:
-    """A dtype's name, such as "float32", and why another is served or would be faster, or None."""
+    """A dtype's name, such as "float32". reason: why it is not the checkpoint's, or is slow here; or None."""
 
     name: str
     reason: str | None = None
 
 
 def served_dtype(wanted: str, checkpoint_dtype: str, device: str) -> ServedDtype:
-    """Return the dtype of a model's computing. wanted, device: as EngineConfig has them.
+    """Return the dtype that a model computes in. wanted, device: of EngineConfig.
 
-    "auto" is the checkpoint's, or float32 on a CPU that would convert every number. Raises ConfigError for an
-    unsupported dtype or device.
+    "auto" is the checkpoint's dtype, or float32 on a CPU that would have to convert every number. Raises ConfigError
+    for an unsupported dtype or device.
     """
     name = checkpoint_dtype if wanted == "auto" else wanted
     if name not in DTYPES:

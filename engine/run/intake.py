@@ -1,4 +1,4 @@
-"""Requests as they come in: checked, numbered and seeded; the prompts of scores."""
+"""Checks, numbers and seeds requests as they come in, and prepares prompts whose continuations are scored."""
 
 import random
 from array import array
@@ -18,7 +18,7 @@ from engine.text.prompts import Context, Prompt, PromptReader, Tail
 
 Request = tuple[str, Prompt | PreparedPrompt, RequestParams]
 
-#: Tokens of all sequences of a scoring request together: each holds the prompt's.
+#: The most tokens of all sequences of a scoring request together; each of them holds the prompt's tokens too.
 MAX_TREE_TOKENS = 1 << 25
 
 
@@ -92,7 +92,7 @@ class Scores:
         """Prepare all pairs. Raises InvalidRequest or a subclass for the first that cannot be scored."""
         groups: dict[Context, list[Context]] = {}
         places: dict[Context, int] = {}  # the first pair of each context
-        self._asked: list[tuple[Context, int] | None] = []  # a context, and which of its continuations
+        self._asked: list[tuple[Context, int] | None] = []  # of each pair: its context, and which continuation of it
         for place, pair in enumerate(pairs):
             if not isinstance(pair, (list, tuple)) or len(pair) != 2:
                 raise InvalidRequest(f"pair {place} must be a context and a continuation, got {type(pair).__name__}")
@@ -110,7 +110,7 @@ class Scores:
                 self._ready[context] = prepare(prompt, params), params
 
     def requests(self) -> Iterator[Request]:
-        """Return requests in the order of their tokens, so that neighbours share the most."""
+        """Return requests sorted by their tokens, so that neighbours share the longest prefixes."""
         ready = sorted(enumerate(self._ready.values()), key=lambda each: each[1][0].token_ids)
         return ((str(number), prompt, params) for number, (prompt, params) in ready)
 
@@ -131,7 +131,7 @@ class Scores:
 
 @contextmanager
 def _naming(place: int) -> Iterator[None]:
-    """Say of an InvalidRequest which pair it is about, or the first of one context."""
+    """Have an InvalidRequest say which pair it is about: the first one, if it is about a context."""
     try:
         yield
     except InvalidRequest as error:
@@ -139,7 +139,7 @@ def _naming(place: int) -> Iterator[None]:
 
 
 class Seeds:
-    """Draws seeds one after the other, or from the prompt if results shall depend on the request alone."""
+    """Draws seeds, from one generator, or from the prompt if results must depend on the request alone."""
 
     def __init__(self, seed: int, *, from_prompts: bool) -> None:
         self._seed, self._from_prompts = seed, from_prompts

@@ -17,7 +17,7 @@ from engine.text.tokenizer import Tokenizer
 
 
 class NewSequences:
-    """Makes the sequences of a model. eos_token_ids: the ids that end its texts."""
+    """Makes the sequences of requests. eos_token_ids: the ids that end the model's texts."""
 
     def __init__(
         self, tokenizer: Tokenizer, reasoner: Reasoner, eos_token_ids: frozenset[int], vocab_size: int
@@ -38,8 +38,8 @@ class NewSequences:
     ) -> list[Sequence]:
         """Make params.n sequences.
 
-        Raises InvalidSampling for values without meaning to this tokenizer, InvalidRequest for a completion that cannot
-        go on.
+        Raises InvalidSampling for values that this tokenizer cannot follow, InvalidRequest for a `continued` completion
+        that cannot go on.
         """
         end_token_ids = frozenset(params.stop_token_ids).union(() if params.ignore_eos else self.eos_token_ids)
         follows_text = self._tokenizer.has_text(prompt.token_ids)
@@ -79,7 +79,7 @@ class NewSequences:
         return [Sequence(request_id, prompt.token_ids, NO_NEW_TOKEN, lane=lane, block_keys=keys, pooled=pooled)]
 
     def branches(self, request_id: str, prompt: PreparedPrompt, *, lane: int) -> list[Sequence]:
-        """Make the sequences that score a prompt's continuations; all but the first follow another."""
+        """Make the sequences that score a prompt's continuations; each but the first is held until its parent ends."""
         assert prompt.continued is not None
         tree = ScoreTree(prompt.num_prompt_tokens, prompt.continued)
         seqs: list[Sequence] = []

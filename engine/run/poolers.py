@@ -1,4 +1,4 @@
-"""Requests whose hidden states are pooled: the prompts of embeddings and classes, and what collects their states."""
+"""Prepares requests for embeddings and classes: their tokens, and what collects their hidden states."""
 
 import numpy as np
 
@@ -15,7 +15,7 @@ from engine.text.tokenizer import Tokenizer
 
 
 class Embedder:
-    """Prepares requests for embeddings. pooling: None for a checkpoint without: each call is refused."""
+    """Prepares requests for embeddings. pooling: None if the checkpoint has none; every request is then refused."""
 
     def __init__(self, pooling: Pooling | None, hidden_size: int, tokenizer: Tokenizer, prompts: PromptReader) -> None:
         self._pooling, self._tokenizer, self._prompts = pooling, tokenizer, prompts
@@ -28,7 +28,7 @@ class Embedder:
             size = layer.num_outputs
 
     def token_ids(self, prompt: Prompt, params: PoolingParams) -> list[int]:
-        """Tokenize a text behind the checkpoint's prompt, and cut it. Raises InvalidRequest's subclasses."""
+        """Tokenize a text behind the checkpoint's prompt, and cut it. Raises InvalidRequest or a subclass."""
         pooling, most = self.check(params), params.truncate_prompt_tokens
         if not isinstance(prompt, str):
             if params.prompt_name is not None:
@@ -60,7 +60,7 @@ class Embedder:
         return pooled
 
     def check(self, params: PoolingParams) -> Pooling:
-        """Raise UnsupportedTask, or InvalidSampling for values that this checkpoint cannot have."""
+        """Return the pooling. Raises UnsupportedTask if there is none, InvalidSampling for values it cannot have."""
         pooling = self._pooling
         if pooling is None:
             raise UnsupportedTask(
@@ -101,13 +101,13 @@ class _DenseLayer:
 
 
 class Classifier:
-    """Prepares requests for classes. classes: None for a checkpoint without a head: each call is refused."""
+    """Prepares requests for classes. classes: None if the checkpoint has no head; every request is then refused."""
 
     def __init__(self, classes: Classes | None, tokenizer: Tokenizer, prompts: PromptReader) -> None:
         self._classes, self._tokenizer, self._prompts = classes, tokenizer, prompts
 
     def token_ids(self, prompt: Prompt, params: ClassParams) -> list[int]:
-        """Tokenize a text, or two. Raises InvalidRequest's subclasses."""
+        """Tokenize a text, or a pair of texts. Raises InvalidRequest or a subclass."""
         self._check()
         longest, most = min(self._prompts.max_model_len, self._tokenizer.max_length), params.truncate_prompt_tokens
         if params.pair is not None:
@@ -123,7 +123,7 @@ class Classifier:
         return self._prompts.token_ids(prompt, truncate_prompt_tokens=most, room=0)
 
     def states(self, params: ClassParams, num_tokens: int) -> PooledStates:
-        """Return the collector of a request's numbers. Raises UnsupportedTask."""
+        """Return the collector of a request's scores. Raises UnsupportedTask."""
         return ClassStates(self._check(), num_tokens, of_pair=params.pair is not None)
 
     def _check(self) -> Classes:

@@ -1,10 +1,10 @@
 """Stepper: takes the engine's steps and, if one raises, finds the sequence to blame.
 
-All steps in flight are withdrawn and computed anew, one at a time. A step that raises then is computed by
-halves, until a sequence raises alone. It is to blame if a control, a short step of the engine's own, goes well:
-this sequence fails and all others go on. The engine is to blame (StepFailed) if the control raises too, memory
-runs out, a rank dies, or several steps in a row raise. A fault of the device is known after about
-log2(sequences) tries.
+All steps in flight are withdrawn and computed again, one at a time. A step that raises again is halved, and
+halved again, until one sequence raises alone. Then the engine takes the control, a short step of its own. If that
+succeeds, the sequence is to blame: it fails and all others go on. The engine is to blame (StepFailed) if the control
+raises too, memory runs out, a rank dies, or several steps in a row raise. So a fault of the device is found after
+about log2(sequences) tries.
 """
 
 import logging
@@ -40,7 +40,7 @@ Arrived = tuple[NDArray[np.int64], RowLogprobs | None, NDArray[np.float32] | Non
 
 
 _NUM_SIZES = 13
-"""Of batches: 1, 2, up to 4, up to 8, ... up to 2,048, and all that are larger."""
+"""The sizes of batches that are counted apart: 1, 2, up to 4, up to 8, ... up to 2,048, and all larger ones."""
 
 
 class Stopwatch:
@@ -68,7 +68,7 @@ class StepStats:
         self.wait, self.update, self.detokenize = Stopwatch(), Stopwatch(), Stopwatch()
 
     def count(self, num_seqs: int) -> None:
-        """Count a step of so many sequences."""
+        """Count a step of num_seqs sequences."""
         self.num_steps += 1
         self.num_scheduled += num_seqs
         self.batch_sizes[min(max(num_seqs - 1, 0).bit_length(), _NUM_SIZES - 1)] += 1
@@ -80,9 +80,9 @@ class StepStats:
 
 
 class Stepper:
-    """Owns the launched steps that nobody has waited for.
+    """Takes steps, and owns those that are launched and not yet waited for.
 
-    overlaps: launch a step, without drafts, before the tokens of the one before are there.
+    overlaps: launch a step before the tokens of the one before are there; there are no drafts then.
     """
 
     def __init__(self, scheduler: Scheduler, runner: Runner, tokenizer: Tokenizer, *, overlaps: bool) -> None:
@@ -92,7 +92,7 @@ class Stepper:
         self.drafts: Drafts | None = None if overlaps else Drafts()
         self._pending: deque[PendingTokens] = deque()  # of launched steps, the oldest first
         self._finished: list[Sequence] = []
-        self._suspects: dict[Sequence, int] = {}  # the tokens each had when steps in flight were withdrawn
+        self._suspects: dict[Sequence, int] = {}  # with the tokens each had when steps in flight were withdrawn
         self._num_unexplained = 0
 
     @property
@@ -111,7 +111,7 @@ class Stepper:
         self._finished.append(seq)
 
     def engine_stats(self) -> EngineStats:
-        """Counters since start and the state of now."""
+        """Return the counters since the start, and the current state."""
         scheduler, steps = self._scheduler, self.stats
         return EngineStats(
             num_steps=steps.num_steps,
@@ -134,8 +134,8 @@ class Stepper:
     def take(self, launches: bool = True) -> list[Sequence]:
         """Compute one batch; return the sequences that finished, or failed, in it or in the one before.
 
-        launches: False to wait for launched ones alone. Raises StepFailed if no sequence is to blame, and RankFailed;
-        finished sequences come with the next call.
+        launches: False launches nothing and waits for the steps in flight. Raises StepFailed if no sequence is to
+        blame, and RankFailed; sequences that finished before are then returned by the next call.
         """
         try:
             if launches:
@@ -155,7 +155,7 @@ class Stepper:
         return finished
 
     def _take(self) -> None:
-        # a grammar must know a token to allow the next
+        # a grammar must know each token before it can say what may follow
         if self._pending and self._scheduler.slots.num_constrained and not self._receive_all_but(0):
             return
         with self.stats.schedule:
@@ -170,7 +170,7 @@ class Stepper:
             drafts.timed(batch.num_tokens, time.perf_counter() - began)
 
     def _run(self, batch: ScheduledBatch) -> None:
-        """Launch the batch; take in the steps that have arrived."""
+        """Launch the batch; take in the results of the steps before it, or of all if steps do not overlap."""
         try:
             if batch.num_tokens:
                 self._pending.append(self._launch(batch))
@@ -182,7 +182,7 @@ class Stepper:
             self._num_unexplained = 0
 
     def _receive_all_but(self, num_left: int) -> bool:
-        """Wait for the oldest steps in flight, until so many are left. False if one raised."""
+        """Wait for the oldest steps in flight until num_left are left; return False if one raised."""
         arrived: list[Arrived] = []
         try:
             while len(self._pending) > num_left:
@@ -195,7 +195,7 @@ class Stepper:
         return True
 
     def _run_by_halves(self) -> None:
-        """Compute the scheduled step; if it raises, by halves, down to the sequence to blame."""
+        """Compute the scheduled step; if it raises, halve it again and again, down to the sequence to blame."""
         while self._scheduler.in_flight:
             batch = self._scheduler.in_flight[0]
             try:
@@ -231,7 +231,7 @@ class Stepper:
             self._finished += finished
 
     def _write_text(self, seq: Sequence) -> None:
-        """Write the text of a finished sequence, which fails alone if that raises."""
+        """Write the text of a finished sequence; if that raises, this sequence alone fails."""
         try:
             if seq.error is not None:
                 raise seq.error
@@ -258,7 +258,7 @@ class Stepper:
         )
 
     def _start_over(self, error: Exception) -> None:
-        """Withdraw all steps in flight; their sequences are suspects. Raises StepFailed if a search is of no use."""
+        """Withdraw all steps in flight and suspect their sequences. Raises StepFailed if a search is of no use."""
         self._raise_engines_fault(error)
         self._num_unexplained += 1
         if self._num_unexplained > MAX_UNEXPLAINED:
@@ -271,7 +271,7 @@ class Stepper:
         self._scheduler.withdraw()
 
     def _has_suspects(self) -> bool:
-        """Return whether any suspect is not yet past its old place."""
+        """Return whether any suspect has not yet got past the tokens that it had when its step was withdrawn."""
         self._suspects = {
             seq: num_tokens
             for seq, num_tokens in self._suspects.items()

@@ -41,7 +41,7 @@ def _mask(logits: Tensor, edits: Any) -> None:
         place, mask = edits.masked[start : start + MASKED_AT_ONCE].unbind(1)
         is_banned = (edits.token_masks[mask].unsqueeze(2) >> bits) & 1 == 0
         rows, num_tokens = edits.rows[place], min(logits.shape[1], is_banned[0].numel())
-        masked = torch.full_like(logits[rows], -torch.inf)  # tokens beyond a mask are none that it allows
+        masked = torch.full_like(logits[rows], -torch.inf)  # a mask allows no token beyond its end
         masked[:, :num_tokens] = logits[rows, :num_tokens].masked_fill_(
             is_banned.flatten(1)[:, :num_tokens], -torch.inf
         )
@@ -54,7 +54,7 @@ def _ban(logits: Tensor, edits: Any, last: Tensor | None) -> None:
         logits[edits.rows[place], token] = -torch.inf
     if len(edits.banned_behind) and last is not None:
         place, before, token = edits.banned_behind.unbind(1)
-        # added, not put: one token may be banned behind several others, of which one is there
+        # added rather than set: one token may be banned behind several others, of which only one is there
         change = torch.zeros(len(place), dtype=logits.dtype, device=logits.device)
         change.masked_fill_(last[place] == before, -torch.inf)
         logits.index_put_((edits.rows[place], token), change, accumulate=True)
@@ -88,5 +88,5 @@ def _count_pending(of: Tensor, token: Tensor, count: Tensor, last: Tensor) -> tu
     is_last = (token == last_of) & ~is_pending
     before = torch.zeros_like(last).index_add_(0, of, count * is_last)
     count = torch.where(is_pending, before[of] + 1, count + is_last)
-    # where nothing could be chosen there is no token, and what follows is dropped
+    # -1 where no token could be chosen: what the row yields is dropped
     return torch.where(is_pending, last_of, token).clamp_(min=0), count

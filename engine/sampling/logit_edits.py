@@ -18,13 +18,13 @@ WORD = 32  # tokens of a mask in one number
 
 @dataclass(frozen=True)
 class LogitEdits:
-    """Edits of some rows of logits, as numpy arrays, made in the order of the fields, as in vLLM.
+    """Edits of some rows of logits, as numpy arrays, applied in the order of the fields, as in vLLM.
 
-    rows: [edited] int64, the edited rows, ascending; elsewhere a place is an index of this.
-    pending: [pending, 2] int64, a place whose last token was not known when this was built, and the sample of the
-    step launched before that is this token, or its place in a tensor (`placed`).
+    rows: [edited] int64, the edited rows, ascending; a place, below, is an index into these.
+    pending: [pending, 2] int64, a place whose last token was not known when this was built, and which sample of the
+    step launched before is that token; after `placed`, where that token is in a tensor.
     token_masks: [masks, ceil(vocabulary / 32)] int32, a bit for each token, the lowest first: 1 is allowed.
-    masked: [masked, 2] int64, a place and its mask; a place is there once. The entries below ascend by place.
+    masked: [masked, 2] int64, a place and its mask, each place once. The entries below ascend by place.
     banned: [bans, 2] int64, a place and a token it may not choose.
     banned_behind: [bans, 3] int64, a place, a token, and another token banned behind it if it is the pending one.
     biased: [biased, 2] int64, a place and a token, each pair once.  biases: [biased] float32.
@@ -48,7 +48,7 @@ class LogitEdits:
     counted: NDArray[np.int32]
 
     def placed(self, rows: NDArray[np.int64], tokens: NDArray[np.int64]) -> LogitEdits:
-        """Return the edits with rows and pending tokens as places in the logits and in a tensor.
+        """Return the edits for other rows of logits, with pending tokens by their places in a tensor.
 
         rows: [edited] int64.  tokens: [pending] int64.
         """
@@ -61,7 +61,7 @@ class LogitEdits:
 
 
 def token_mask(token_ids: Sequence[int], vocab_size: int) -> NDArray[np.int32]:
-    """Return the mask that allows these tokens alone: [ceil(vocab_size / 32)] int32."""
+    """Return the mask that allows only these tokens: [ceil(vocab_size / 32)] int32."""
     bits = np.zeros(-(-vocab_size // WORD) * WORD, np.uint8)
     bits[np.asarray(token_ids, np.int64)] = 1
     return np.packbits(bits, bitorder="little").view("<i4").astype(np.int32)
@@ -86,7 +86,7 @@ class EditParts:
     counted: list[NDArray[np.int32]] = field(default_factory=list)
 
     def allow(self, place: int, mask: NDArray[np.int32]) -> None:
-        """Allow a place the tokens of a mask alone."""
+        """Allow a place only the tokens of a mask."""
         index, _ = self.masks.setdefault(id(mask), (len(self.masks), mask))
         self.masked.append((place, index))
 
@@ -119,7 +119,7 @@ class EditParts:
 
 
 def _stacked(masks: list[NDArray[np.int32]], num_later: int, num_words: int) -> NDArray[np.int32]:
-    """Stack the masks, [masks, words of the longest], and so many of zeros."""
+    """Stack the masks, and num_later masks of zeros: [masks, words of the longest]."""
     width = max([num_words if num_later else 0, *map(len, masks)])
     stacked = np.zeros((len(masks) + num_later, width), np.int32)
     for row, mask in zip(stacked, masks, strict=False):
@@ -128,7 +128,7 @@ def _stacked(masks: list[NDArray[np.int32]], num_later: int, num_words: int) -> 
 
 
 def _joined(parts: list[tuple[int, NDArray[Any]]], width: int, dtype: Any) -> NDArray[Any]:
-    """Join a part's entries, with their place before each: [entries, 1 + width]."""
+    """Join a part's entries, each behind its place: [entries, 1 + width]."""
     if not parts:
         return np.zeros((0, 1 + width), dtype)
     lengths = [len(part) for _, part in parts]
@@ -150,7 +150,7 @@ class BadWords:
         self._single = np.array([word[0] for word in words if len(word) == 1], np.int64)
         self._double = np.array([word for word in words if len(word) == 2], np.int64).reshape(-1, 2)
         self._by_known: dict[int, list[TokenIds]] = {}  # by the token before the last
-        self._by_second: dict[int, list[TokenIds]] = {}  # those of three tokens and more, by the one before
+        self._by_second: dict[int, list[TokenIds]] = {}  # of three tokens or more, by the one before that
         for word in words:
             if len(word) > 1:
                 self._by_known.setdefault(word[-2], []).append(word)
@@ -172,7 +172,7 @@ class BadWords:
     def _matching(
         self, words: dict[int, list[TokenIds]], num_open: int, token_ids: Sequence[int], start: int
     ) -> list[TokenIds]:
-        """Return the words that the last known tokens begin, all but their last num_open tokens."""
+        """Return the words whose tokens, all but the last num_open, are the last known ones."""
         num_generated = len(token_ids) - start
         if not num_generated:
             return []
@@ -191,7 +191,7 @@ class TokenCounts:
     """Counts each token, in an array that grows; the last entry is of token -1, for a pending one."""
 
     def __init__(self, prompt_token_ids: NDArray[np.int32], start: int) -> None:
-        """prompt_token_ids: [tokens], each once; they have entries from the start. start: of the completion."""
+        """prompt_token_ids: [tokens], each once; they have entries at once. start: where the completion begins."""
         self._num_counted = start
         self._size = len(prompt_token_ids)
         self._entries = np.zeros((self._size + FIRST_ROOM, 2), np.int32)
@@ -235,7 +235,7 @@ class RequestEdits:
     def of(
         cls, params: SamplingParams, prompt_token_ids: Sequence[int], vocab_size: int, bad_words: Iterable[TokenIds]
     ) -> RequestEdits | None:
-        """Return a request's edits, None if it has none. A grammar's masks hold the allowed tokens too."""
+        """Return a request's edits, None if it has none. Under a grammar, its masks see to the allowed tokens."""
         penalties = (params.presence_penalty, params.frequency_penalty, params.repetition_penalty)
         has_penalties = penalties != (0, 0, 1)
         words = [word for word in bad_words if max(word) < vocab_size]  # others are never chosen

@@ -28,7 +28,7 @@ class Range:
             kind = "an integer" if self.integer else "a number"
             hint = " and no text: write it without quotes" if isinstance(value, str) else ""
             raise InvalidSampling(f"{name} must be {kind}{hint}", brief(value))
-        if not self.low <= value <= self.high:  # not a number is between no two
+        if not self.low <= value <= self.high:  # NaN is in no range
             raise InvalidSampling(f"{name} must be between {self.low} and {self.high}", brief(value))
 
 
@@ -37,7 +37,7 @@ BIAS = Range(-100, 100, integer=False)
 
 
 def brief(value: object) -> str:
-    """Write the value as Python does, in short: it may be as long as a prompt."""
+    """Write the value as Python does, but cut short: it may be as long as a prompt."""
     try:
         return reprlib.repr(value)
     except ValueError:  # an integer of more digits than Python writes

@@ -17,12 +17,12 @@ DIMENSIONS = Range(1, MAX_COUNT, integer=True)
 class PoolingParams:
     """The form of a text's embedding. Raises InvalidSampling for an impossible value.
 
-    dimensions: keep the first so many numbers (of a model trained so, Matryoshka); None keeps all.
-    normalize: to length 1, after the cut. None does so if the checkpoint's own embeddings have that length, and if
+    dimensions: how many of the first numbers to keep (for models trained for it, Matryoshka); None keeps all.
+    normalize: scale to length 1, after the cut. None does so if the checkpoint normalizes its embeddings, or if
         dimensions are given.
-    prompt_name: the checkpoint's prompt before the text, such as "query"; None is its default one, if it has one.
+    prompt_name: the checkpoint's prompt before the text, such as "query"; None takes its default one, if it has one.
         Not for prompts of token ids.
-    truncate_prompt_tokens: as of SamplingParams.
+    truncate_prompt_tokens: as in SamplingParams.
     """
 
     n: ClassVar[int] = 1  # completions of such a request
@@ -47,7 +47,7 @@ class PoolingParams:
         return cls(**mapping)
 
 
-NO_NEW_TOKEN = SamplingParams(max_tokens=1, temperature=0.0)  # what a sequence has that generates nothing
+NO_NEW_TOKEN = SamplingParams(max_tokens=1, temperature=0.0)  # of sequences that generate nothing
 
 
 @dataclass(frozen=True)
@@ -56,8 +56,8 @@ class ScoringParams:
 
     continuations: texts, or lists of token ids, each behind the prompt.
     score_end: add the probability that the text ends behind each. "auto" does so if one continuation is the beginning
-        of another, in tokens; then no two may be the same tokens.
-    truncate_prompt_tokens: read the last so many tokens of the prompt; -1 for as many as fit.
+        of another, in tokens; with "auto" no two may be the same tokens.
+    truncate_prompt_tokens: read only this number of the prompt's last tokens; -1 reads as many as fit.
     """
 
     n: ClassVar[int] = 1
@@ -105,10 +105,10 @@ def _read(number: int, continuation: object) -> str | Sequence[int]:
 
 @dataclass(frozen=True)
 class ClassParams:
-    """A text's classes, of a checkpoint with a head for them. Raises InvalidSampling for an impossible value.
+    """Ask for a text's classes, of a checkpoint with a head. Raises InvalidSampling for an impossible value.
 
     pair: a second text, such as the document behind a query.
-    truncate_prompt_tokens: as of SamplingParams, of a text alone; two are cut as they must be, the longer one first.
+    truncate_prompt_tokens: as in SamplingParams, for a single text; a pair that is too long is always cut.
     """
 
     n: ClassVar[int] = 1
@@ -137,7 +137,7 @@ KINDS: Mapping[str, type[Any]] = {
 
 
 def request_params(kind: str, values: Mapping[str, Any]) -> RequestParams:
-    """Make the parameters for `Engine.add` of a request's kind. Raises InvalidRequest or a subclass."""
+    """Make the parameters for `Engine.add` from a request's kind and values. Raises InvalidRequest or a subclass."""
     if kind not in KINDS:
         raise InvalidRequest(f"no request is of the kind {kind!r}; there are {', '.join(KINDS)}")
     params: RequestParams = KINDS[kind].from_mapping(values)

@@ -1,12 +1,11 @@
 """Sampler: logits to token ids, each row by its own parameters and its own Philox uniform.
 
 A row's choice is the inverse of its cumulative distribution in token-id order, over integer weights
-(`weights`), so that it is exact. The cuts min_p, top_k and top_p, in this order, each keep the most probable
-tokens; of equal logits the lower token ids stay. So a row's result depends on its logits, parameters and uniform
-alone.
+(`weights`), so it is exact. The cuts min_p, top_k and top_p, in this order, each keep the most probable tokens;
+of equal logits the lower token ids stay. So a row's result depends only on its logits, parameters and uniform.
 
-This is the reference, in plain torch, and waits for a GPU. The kernels of engine/kernels/gpu_sampler.py and
-engine/cpu_kernels/cpu_sampler.py choose the same tokens.
+This is the reference, in plain torch; on a GPU it makes the host wait. The kernels of
+engine/kernels/gpu_sampler.py and engine/cpu_kernels/cpu_sampler.py choose the same tokens.
 """
 
 import torch
@@ -24,9 +23,9 @@ def share(total: Tensor, top_p: Tensor) -> Tensor:
     return (fraction * high + ((fraction * low) >> 31)).clamp_(min=1)
 
 
-NUCLEUS_GUESS = 1024  # a nucleus rarely holds more tokens: looking at so many first saves sorting all
-ROWS_AT_ONCE = 64  # bounds the scratch: 64 rows of 152k tokens are 78 MB, several times
-TILE = 128  # tokens whose highest logit is looked at together
+NUCLEUS_GUESS = 1024  # a nucleus rarely holds more tokens: looking at these first saves sorting all
+ROWS_AT_ONCE = 64  # bounds the scratch: 64 rows of 152k tokens take 78 MB, several times over
+TILE = 128  # tokens of which the highest logit is found first
 
 
 def sample(logits: Tensor, rows: SamplingRows) -> Tensor:
@@ -64,7 +63,7 @@ def draw(logits: Tensor, highest: Tensor, rows: SamplingRows) -> Tensor:
     logits: [rows, vocabulary] float32.  highest: [rows] float32, of each row.
     """
     weights = weigh(logits, highest.unsqueeze(1), decay_rate(rows.temperature).unsqueeze(1))
-    least = torch.mul(rows.min_p, WHOLE).to(torch.int64)  # that min_p keeps
+    least = torch.mul(rows.min_p, WHOLE).to(torch.int64)  # weight that min_p keeps
     weights.masked_fill_(weights < least.unsqueeze(1), 0)
     is_cut = ((rows.top_k > 0) & (rows.top_k < logits.shape[1])) | (rows.top_p < 1)
     if len(places := is_cut.nonzero().squeeze(1)):

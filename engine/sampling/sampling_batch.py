@@ -39,7 +39,7 @@ class SamplingBatch:
     """The choice of one token for each row of a step's logits, as numpy arrays.
 
     values: [samples] of dtype ROW.  position: [samples] uint64, the tokens before.
-    edits: of the logits, if any.  fill_masks: computes those of their masks that are zeros yet, while the step runs.
+    edits: of the logits, if any.  fill_masks: computes the masks that are still zeros, while the step runs.
     """
 
     values: Values
@@ -48,7 +48,7 @@ class SamplingBatch:
     fill_masks: Callable[[], None] | None = None
 
     def ready_edits(self) -> LogitEdits | None:
-        """Compute the masks, as late as can be, and return the edits."""
+        """Compute the missing masks and return the edits; called as late as possible, while the step runs."""
         if self.fill_masks is not None:
             self.fill_masks()
         return self.edits

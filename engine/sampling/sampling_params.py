@@ -23,7 +23,7 @@ MAX_NAME_CHARS = 64
 MAX_LOGPROBS = 20  # the default of vLLM's max_logprobs
 WHOLE_VOCABULARY = -1
 
-# Names of vLLM's and OpenAI's that callers may know and that are not built: the error says so.
+# Parameters of vLLM and OpenAI that callers may know and that are not built: the error says so.
 NOT_BUILT = (
     "best_of", "detokenize", "flat_logprobs", "guided_decoding", "length_penalty", "logits_processors",
     "response_format", "stream", "suffix", "top_logprobs", "use_beam_search",
@@ -48,9 +48,9 @@ def column(default: float, low: int, high: int, dtype: str) -> Any:
 
 @dataclass(frozen=True)
 class SamplingParams:
-    """Names and meanings are vLLM's and OpenAI's. Raises InvalidSampling for a value that cannot be.
+    """Names and meanings are vLLM's and OpenAI's. Raises InvalidSampling for an impossible value.
 
-    max_tokens: new tokens at most.
+    max_tokens: the most new tokens.
     temperature: 0 is greedy: the highest logit, the lowest token id among equals.
     top_p, top_k, min_p: cuts of the distribution, applied min_p, top_k, top_p; top_k of 0 or -1 is off.
     seed: with the position and the sample's index it fixes every choice; None draws a fresh seed.
@@ -59,32 +59,32 @@ class SamplingParams:
     ignore_eos: go on past the model's end tokens.
     min_tokens: new tokens before any end token, stop token or stop string may end the completion.
     n: independent samples of the request.
-    logprobs: give each new token's log probability, and those of so many of the most likely ones: 0 to
+    logprobs: give each new token's log probability, and those of this number of most likely tokens: 0 to
         MAX_LOGPROBS, or WHOLE_VOCABULARY; None gives none. They are of the model's own distribution, before
         temperature and whatever else changes it.
-    prompt_logprobs: the same for each token of the prompt but the first. Of these the prefix cache spares no
+    prompt_logprobs: the same for each token of the prompt but the first. The prefix cache saves none of this
         computing.
-    presence_penalty, frequency_penalty: taken from the logit of each token that the completion has so far,
-        once, and as often as it is there.
-    repetition_penalty: divides the logit of each token that prompt or completion have, or multiplies a
-        negative one.
-    logit_bias: token id, also as text, to what is added to its logit. Before the penalties.
+    presence_penalty, frequency_penalty: subtracted from the logit of each token that the completion has so
+        far: the first one once, the second one as often as the token is there.
+    repetition_penalty: divides the logit of each token that is in the prompt or the completion; a negative
+        logit is multiplied instead.
+    logit_bias: by token id, which may be text, what is added to its logit. Before the penalties.
     allowed_token_ids: no other token may be chosen; None allows all.
-    bad_words: texts that the completion may not hold, at its beginning or behind a space: the last token of
-        each is not chosen where those before it stand. They are split into tokens by themselves.
-    thinking_token_budget: tokens of a reasoning span at most; after so many its end mark is forced.
-    separate_reasoning: give what stands in a reasoning span apart from the text.
+    bad_words: texts that the completion may not hold, at its beginning or behind a space. Each is tokenized
+        by itself, and its last token is not chosen behind its other ones.
+    thinking_token_budget: the most tokens of a reasoning span; behind these its end mark is forced.
+    separate_reasoning: give what is in a reasoning span apart from the text.
     echo: give the prompt's text and its tokens too.
     reasoning_marks: two texts, before and behind such a span; () for those of the model's template or special
         tokens.
     include_stop_str_in_output: leave the stop string that ends the completion at the end of its text.
-    skip_special_tokens: the text is without special tokens; stop strings are looked for in what it is.
+    skip_special_tokens: leave special tokens out of the text; stop strings are looked for in what remains.
     spaces_between_special_tokens: with special tokens in the text, leave the spaces that some tokenizers put
         between two of them.
-    truncate_prompt_tokens: only the last so many tokens of the prompt are read, also of text and of a chat;
-        -1 for as many as leave room for one new token.
-    structured_outputs: what the text has to be. It ends only where that is whole, or by its length; where
-        nothing can follow it ends, whatever min_tokens and ignore_eos say. No reasoning is parted from it.
+    truncate_prompt_tokens: read only this number of the prompt's last tokens, be it token ids, text or a chat;
+        -1 reads as many as leave room for one new token.
+    structured_outputs: the form of the text. It ends only where the form is complete, or by its length; where
+        nothing can follow it ends, whatever min_tokens and ignore_eos say. No reasoning is split from it.
     """
 
     max_tokens: int = integer(256, 1, MAX_COUNT)
@@ -139,8 +139,8 @@ class SamplingParams:
     def from_mapping(cls, mapping: Mapping[str, Any]) -> SamplingParams:
         """Build from names and values that came from outside, such as a job's keyword arguments.
 
-        None is any name's default. Raises InvalidSampling for a name that is unknown or not built yet; none
-        is ever ignored.
+        A value of None stands for the default. Raises InvalidSampling for a name that is unknown or not built
+        yet; none is ever ignored.
         """
         for name in mapping:
             if name not in _NAMES:
@@ -206,5 +206,5 @@ MAX_KEY_BYTES = 16_384  # of values that are remembered
 
 @lru_cache(maxsize=256)
 def _remembered(key: bytes) -> SamplingParams:
-    """Return the params for equal values, of which jobs share few. key: 1, 1.0 and True differ in it."""
+    """Return the params of some values; jobs share few sets of them. key: tells 1, 1.0 and True apart."""
     return SamplingParams(**marshal.loads(key))

@@ -14,7 +14,7 @@ from engine.sampling.sampling_batch import SamplingBatch
 
 @dataclass(frozen=True)
 class SamplingRows:
-    """One entry of each for a row, contiguous; fields have the meaning of SamplingParams'.
+    """A contiguous tensor for each parameter, with an entry for each row; names mean what SamplingParams' do.
 
     temperature, top_p, min_p: [rows] float32.  top_k: [rows] int32, 0 or less is off.
     seed: [rows] int64, the bits of the unsigned one.  sample_index, position: [rows] int64, the counter of the row's
@@ -37,6 +37,6 @@ class SamplingRows:
 def sampling_columns(batch: SamplingBatch) -> list[NDArray[Any]]:
     """Return the fields of SamplingRows on the host, in their order."""
     columns = [batch.position if each.name == "position" else batch.values[each.name] for each in fields(SamplingRows)]
-    # one after another in memory, where a row's values were: kernels read them so, on a CPU too
+    # contiguous, where those of a row lay together: kernels read them so, on a CPU too
     columns = [np.ascontiguousarray(column) for column in columns]
     return [column.view(np.int64) if column.dtype == np.uint64 else column for column in columns]

@@ -14,7 +14,7 @@ NAME = "structured_outputs"
 
 @dataclass(frozen=True)
 class StructuredOutputsParams:
-    """One of the following, each as in vLLM; the others stay None. Raises InvalidSampling.
+    """Set one of these fields, each as in vLLM, and leave the others None. Raises InvalidSampling.
 
     json: a JSON schema, as an object or as its text; kept as text. regex: a pattern for all of the text.
     choice: the allowed texts. grammar: a context-free grammar, in Lark's notation or in GBNF's.

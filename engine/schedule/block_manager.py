@@ -6,8 +6,8 @@ tokens), and ids are never used again: no collision or recycled block can return
 A block is published when the step that computes it is scheduled, because every layer stores keys and values
 before it attends: sequences of one step share a prefix. `withdraw` takes it back if the step has not run.
 
-First tokens of a further block are copied from a block that begins alike (`Tails`), if an earlier step has
-computed it. That block is held until the copying step is launched.
+Behind the whole blocks, a few more tokens may be copied from a block that begins with them (`Tails`), if an
+earlier step has computed it. That block is held until the step that copies is launched.
 """
 
 from array import array
@@ -39,7 +39,7 @@ class Tails:
         insort(self._behind.setdefault(parent, []), (tokens, block_id))
 
     def remove(self, parent: int, tokens: bytes, block_id: int) -> None:
-        """Remove an entry of `add`."""
+        """Remove what `add` has noted."""
         entries = self._behind[parent]
         del entries[bisect_left(entries, (tokens, block_id))]
         if not entries:
@@ -56,7 +56,7 @@ class Tails:
 
 
 def num_shared(some: bytes, others: bytes) -> int:
-    """Count the first tokens that both have."""
+    """Count the first tokens that are equal in both."""
     shortest = min(len(some), len(others))
     for start in range(0, shortest, TOKEN_BYTES):
         if some[start : start + TOKEN_BYTES] != others[start : start + TOKEN_BYTES]:
@@ -65,15 +65,15 @@ def num_shared(some: bytes, others: bytes) -> int:
 
 
 def num_equal(some: list[BlockKey], others: list[BlockKey]) -> int:
-    """Count the first keys that both have: each tells of all before it."""
+    """Count the first keys that are equal in both; a key stands for all before it too, so a bisection finds them."""
     shortest = min(len(some), len(others))
     return bisect_left(range(shortest), True, key=lambda i: some[i].hash != others[i].hash)
 
 
 ROOT = 0  # parent hash and parent content id of a sequence's first block
-LEAST_KEPT = 256  # tokens: a snapshot cuts a step's rows in two, and mixers may pad each part to 64 or more
-NUM_LOOKED_AT = 8  # of the sequences that wait
-LEAST_SHARE = 8  # what is copied is at least one in so many of the tokens to be computed else
+LEAST_KEPT = 256  # tokens worth a snapshot: it cuts a step's rows in two, and mixers may pad each part to 64 or more
+NUM_LOOKED_AT = 8  # waiting sequences that are compared
+LEAST_SHARE = 8  # a tail is copied if it is at least 1 / LEAST_SHARE of the tokens to be computed without it
 
 
 @dataclass(frozen=True)
@@ -122,9 +122,9 @@ class Block:
 
 
 class BlockManager:
-    """Hands out blocks and takes them back. Not thread-safe: but for `keys_of`, only the scheduler calls it.
+    """Hands out blocks and takes them back. Not thread-safe: only the scheduler calls it, except for `keys_of`.
 
-    snapshots: of a model with states, which finds cached only what ends at one.
+    snapshots: of a model with states, whose cached prefixes end at one.
     hash_block: (parent hash, token bytes) -> hash, replaceable so that tests can force collisions.
     """
 
@@ -160,13 +160,13 @@ class BlockManager:
         return -(-num_tokens // self.block_size)
 
     def keys_of(self, key_ids: list[int]) -> list[BlockKey]:
-        """Return the keys of a prompt's full blocks. key_ids: as of Sequence. For any thread."""
+        """Return the keys of a prompt's full blocks. key_ids: of Sequence. For any thread."""
         keys: list[BlockKey] = []
         self._extend(keys, key_ids)
         return keys
 
     def extend_keys(self, seq: Sequence) -> None:
-        """Make missing keys of full blocks, unless the sequence shares none."""
+        """Add the missing keys of a sequence's full blocks, unless it shares none."""
         if seq.shares_blocks:
             self._extend(seq.block_keys, seq.key_ids)
 
@@ -188,7 +188,7 @@ class BlockManager:
         return found
 
     def _may_follow(self, seq: Sequence, found: list[int]) -> bool:
-        """Whether a sequence can begin behind these blocks: not inside a picture, nor without states."""
+        """Whether a sequence can begin behind these blocks: not inside a picture, nor without a snapshot it needs."""
         if self.snapshots is not None and self._content_id(found[-1]) not in self.snapshots:
             return False
         end = len(found) * self.block_size
@@ -207,10 +207,10 @@ class BlockManager:
         return found
 
     def begin_states(self, seq: Sequence, cached: list[int], waiting: Iterable[Sequence], moves: StateMoves) -> None:
-        """Let a sequence that is to be admitted begin at the snapshot behind `cached`, and choose its own ones.
+        """Have a sequence that is being admitted begin at the snapshot behind `cached`; choose where to make its own.
 
-        They are made behind what others share: blocks that are cached without a snapshot, the most of the next ones of
-        `waiting`, and a tree's prompt; and behind the last full block of much.
+        That is behind what others share (cached blocks without a snapshot, the longest prefix of one of the next
+        `waiting`, a tree's prompt), and behind the last full block of a long prompt or text.
         """
         assert self.snapshots is not None
         moves.sources[seq] = self.snapshots.use(self._content_id(cached[-1])) if cached else NO_ROW
@@ -223,13 +223,13 @@ class BlockManager:
         seq.state_cuts = [n * self.block_size for n in sorted({min(n, last) for n in wanted}) if n > len(cached)]
 
     def save_states(self, seq: Sequence, num_tokens: int, moves: StateMoves) -> None:
-        """Make the snapshots of a sequence whose first num_tokens are computed by a step, and published."""
+        """Note the snapshots to make of a sequence: the step computes its first num_tokens, which are published."""
         assert self.snapshots is not None
         while seq.state_cuts and seq.state_cuts[0] <= num_tokens:
             end = seq.state_cuts.pop(0)
             last = end // self.block_size - 1
             if last >= seq.num_published_blocks:
-                continue  # nobody else may have these blocks
+                continue  # these blocks are not published: nobody else can hit them
             content_id = self._content_id(seq.block_table[last])
             is_found = self._by_hash[seq.block_keys[last].hash].content_id == content_id
             if not is_found or content_id in self.snapshots or (row := self.snapshots.take(content_id)) == NO_ROW:
@@ -243,7 +243,7 @@ class BlockManager:
         return content_id
 
     def find_tail(self, seq: Sequence, cached: list[int]) -> Tail | None:
-        """Find the tail worth copying behind `cached`, of `find_cached`."""
+        """Find a tail worth copying behind `cached`, the blocks of `find_cached`."""
         start = len(cached) * self.block_size
         end = min(seq.num_cacheable_tokens, start + self.block_size)
         if not self.enable_prefix_caching or end <= start or self.snapshots is not None:
@@ -294,7 +294,7 @@ class BlockManager:
     def launched(self, published: Iterable[Block]) -> None:
         """Let the first tokens of these blocks be copied: the step that computes them is launched."""
         for block in published:
-            is_known = block.content_id is not None and block.hash is None  # by another block of this content
+            is_known = block.content_id is not None and block.hash is None  # another block has this content
             if not block.is_listed and not is_known:
                 self._tails.add(block.parent_content_id, block.tokens, block.block_id)
                 block.is_listed = True
@@ -321,7 +321,7 @@ class BlockManager:
         seq.num_computed_tokens = 0
 
     def publish(self, seq: Sequence, num_tokens: int) -> list[Block]:
-        """Let the blocks that the first `num_tokens` tokens fill be hit; return those that were not."""
+        """Let the blocks that the first `num_tokens` tokens fill be hit; return those that could not be so far."""
         num_full = num_tokens // self.block_size
         if not self.enable_prefix_caching or not seq.shares_blocks or num_full == seq.num_published_blocks:
             return []
@@ -340,7 +340,7 @@ class BlockManager:
         return published
 
     def publish_tail(self, seq: Sequence) -> list[Block]:
-        """Publish and return the last block of `seq`, which is not full, unless others have its tokens."""
+        """Return the last block of `seq` for `launched` to list, if it is not full and no other holds its tokens."""
         num_full, num_tokens = divmod(len(seq.token_ids), self.block_size)
         if not self.enable_prefix_caching or not seq.shares_blocks or not num_tokens or self.snapshots is not None:
             return []
@@ -373,7 +373,7 @@ class BlockManager:
         return block_id
 
     def _let_go(self, block: Block) -> None:
-        """Drop one reference; a free block that can be found is worth keeping."""
+        """Drop one reference. Of free blocks those that nothing can find are taken first."""
         block.ref_count -= 1
         if block.ref_count == 0:
             self._free[block.block_id] = None
@@ -387,7 +387,7 @@ class BlockManager:
         block.forget()
 
     def _hide(self, block: Block) -> None:
-        """Let nobody find the block any more, nor the state behind it."""
+        """Let nobody hit the block any more, nor the state behind it."""
         if block.hash is not None:
             del self._by_hash[block.hash]
             block.hash = None
@@ -400,7 +400,7 @@ class BlockManager:
             block.is_listed = False
 
     def _publish_block(self, block: Block, key: BlockKey, parent: int) -> int:
-        """Give a full block its content's id, and return it; other content loses the same hash."""
+        """Give a full block its content id, and return that; other content of the same hash is not found any more."""
         owner = self._by_hash.get(key.hash)
         self._unlist(block)
         block.parent_content_id, block.tokens = parent, key.tokens

@@ -1,7 +1,7 @@
 """Drafts: guesses at a sequence's next tokens, which the step that computes them also checks.
 
-A token depends on the tokens before it and on its row's seed and place alone: sampling behind each guess gives what
-would have come without it, and guesses are kept as far as they are what was sampled. Source: arXiv:2304.04487.
+A token depends only on the tokens before it and on its row's seed and place. So sampling behind each guess gives what
+would have come without guesses, and they are kept up to the first one that was not sampled. Source: arXiv:2304.04487.
 """
 
 from collections.abc import Iterable
@@ -14,21 +14,21 @@ from engine.schedule.sequence import Sequence
 
 NUM_LAST = 3  # tokens by which a place is found again
 MOST = 8  # tokens of a draft
-MAX_ANSWERED = 1 << 16  # tokens of earlier answers that are looked up; as many older ones stay
+MAX_ANSWERED = 1 << 16  # tokens of the newer answers that are looked up; as many tokens of older answers stay
 TOKEN_BYTES = 4
 MAX_SKIPPED = 8  # places in a text whose bytes are those of other tokens: a stranger's may be full of them
-LEAST_GAIN = 0.02  # of the tokens of a step without drafts
-RETRY_STEPS = 256  # and at the latest after so many steps all that is found is tried
-PLAIN_STEPS = 32  # of steps with drafts one in so many has none, to know how long that takes
-FORGETTING = 0.9  # what an older observation weighs beside the one after it
-GROWTH = 1.01  # of the least seconds of a size with each step: others disturb, and contexts grow
-STEPS_OF_DOUBLE = 4  # numbers of rows between one and its double whose seconds are kept
+LEAST_GAIN = 0.02  # that drafts must promise, as a share of the tokens of a step without
+RETRY_STEPS = 256  # each 256th step tries all guesses, whatever they promise
+PLAIN_STEPS = 32  # each 32nd step has no drafts, to learn how long a step takes without
+FORGETTING = 0.9  # the weight of an observation beside the next one
+GROWTH = 1.01  # of a size's least seconds with each step: measurements are disturbed, and contexts grow
+STEPS_OF_DOUBLE = 4  # sizes whose seconds are kept apart, between a number of rows and its double
 
 
 class Drafts:
     """Guesses what followed the same last tokens in the sequence's own text, else in earlier answers.
 
-    It drafts where that gives more tokens a second, by the seconds of steps and the shares of right guesses so far.
+    It drafts if that promises more tokens a second, by the seconds of steps and the shares of right guesses so far.
     """
 
     def __init__(self) -> None:
@@ -38,7 +38,7 @@ class Drafts:
         self._num_steps = 0
 
     def choose(self, seqs: list[Sequence], token_ids: Iterable[NDArray[np.int32]], most: int) -> list[list[int]]:
-        """Return guesses for each sequence, at best `most` in all. token_ids: [tokens], those known of each."""
+        """Return guesses for each sequence, at most `most` in all. token_ids: [tokens], the known ones of each."""
         self._num_steps += 1
         if self._num_steps % PLAIN_STEPS == 1:
             return [[] for _ in seqs]
@@ -51,7 +51,7 @@ class Drafts:
             for seq, ids, share in zip(seqs, token_ids, shares.tolist(), strict=True)
         ]
         lens = np.array([len(own) for own in guesses])
-        likely = shares[:, None] ** np.arange(1, MOST + 1)  # that a guess and those before it are right
+        likely = shares[:, None] ** np.arange(1, MOST + 1)  # probability that a guess and all before it are right
         likely[np.arange(MOST) >= lens[:, None]] = 0
         in_order = np.sort(likely[likely > 0])[::-1][:most]
         gains = np.cumsum(in_order) - costs[1 : len(in_order) + 1]
@@ -62,7 +62,7 @@ class Drafts:
         return [own[:count] for own, count in zip(guesses, counts.tolist(), strict=True)]
 
     def count(self, seq: Sequence, num_guesses: int, num_right: int) -> None:
-        """Hear how many guesses were what was sampled."""
+        """Learn how many of a sequence's guesses were right."""
         num_tried = min(num_right + 1, num_guesses)
         right, tried = seq.drafts or (self._right, self._tried)
         seq.drafts = FORGETTING * right + num_right, FORGETTING * tried + num_tried
@@ -70,13 +70,13 @@ class Drafts:
         self._tried = FORGETTING * self._tried + num_tried
 
     def timed(self, num_rows: int, seconds: float) -> None:
-        """Hear how long a step took that computed so many rows, all of which sampled."""
+        """Learn how long a step of num_rows rows took, all of which sampled."""
         size = round(STEPS_OF_DOUBLE * float(np.log2(num_rows)))
         _, least = self._seconds.get(size, (num_rows, seconds))
         self._seconds[size] = num_rows, min(seconds, least * GROWTH)
 
     def learn(self, finished: list[Sequence]) -> None:
-        """Hear of sequences that have finished."""
+        """Learn the answers of finished sequences."""
         if len(self._answered[0].token_ids) > MAX_ANSWERED:
             self._answered = Answers(), self._answered[0]
         for seq in finished:
@@ -100,7 +100,7 @@ class Drafts:
         return right / tried
 
     def _costs(self, num_rows: int, most: int) -> NDArray[np.float64]:
-        """Return [most + 1] float64, how many tokens without drafts take the seconds that so many more rows take."""
+        """Return [most + 1] float64: the time of 0 to `most` more rows, in tokens that a step without drafts yields."""
         known = np.array(sorted(self._seconds.values()) or [(1, 1.0)])
         seconds = np.interp(num_rows + np.arange(most + 1), known[:, 0], known[:, 1])
         costs: NDArray[np.float64] = num_rows * (seconds / seconds[0] - 1)
@@ -116,7 +116,7 @@ class Drafted(NamedTuple):
 
 
 class Answers:
-    """The tokens of answers, one behind another, and the place behind each few."""
+    """The tokens of answers, one answer behind another, and the place behind each NUM_LAST tokens of them."""
 
     def __init__(self) -> None:
         self.token_ids: list[int] = []
@@ -132,6 +132,6 @@ class Answers:
             self._behind[text[i * TOKEN_BYTES : i * TOKEN_BYTES + size]] = start + i + NUM_LAST
 
     def behind(self, last: bytes, most: int) -> list[int]:
-        """Return at most so many tokens that followed these; [] for none."""
+        """Return up to `most` tokens that followed the tokens `last`; [] if there are none."""
         place = self._behind.get(last)
         return [] if place is None else self.token_ids[place : place + most]

@@ -20,7 +20,7 @@ class SlotGroup:
     slots: NDArray[np.int64]
 
     def select(self, wanted: NDArray[np.bool_]) -> SlotGroup:
-        """Return the members that `wanted`, [seqs] bool, names."""
+        """Return the members for which `wanted`, [seqs] bool, is true."""
         if wanted.all():
             return self
         return SlotGroup([self.seqs[i] for i in np.flatnonzero(wanted).tolist()], self.slots[wanted])
@@ -31,7 +31,7 @@ class RunningList:
 
     def __init__(self) -> None:
         self._seqs: list[Sequence] = []
-        self._lanes: dict[int, SlotGroup] | None = {}  # None: not known since a change
+        self._lanes: dict[int, SlotGroup] | None = {}  # None: to be made anew after a change
 
     def __len__(self) -> int:
         return len(self._seqs)
@@ -57,7 +57,7 @@ class RunningList:
         return self._lanes
 
     def add(self, seq: Sequence) -> None:
-        """Put a sequence that has its slot in its place."""
+        """Insert a sequence in its place; it has its slot already."""
         if self._seqs and urgency(self._seqs[-1]) > urgency(seq):
             insort(self._seqs, seq, key=urgency)
         else:
@@ -89,8 +89,8 @@ def urgency(seq: Sequence) -> tuple[int, int]:
     return seq.lane, seq.arrival
 
 
-LEFT_SHARE = 16  # places are given together when one in so many of the running sequences has left
-MAX_HELD_STEPS = 16  # and at the latest after so many steps
+LEFT_SHARE = 16  # the gate opens when 1 / LEFT_SHARE of the running sequences has left
+MAX_HELD_STEPS = 16  # or after this number of steps
 
 
 class AdmissionGate:
@@ -100,14 +100,14 @@ class AdmissionGate:
     """
 
     def __init__(self, *, batches: bool) -> None:
-        """batches: whether to hold anyone at all."""
+        """batches: whether the gate ever closes."""
         self._batches = batches
         self._lane: int | None = None  # the most urgent lane that it is closed to
         self._num_left = 0
         self._num_steps = 0
 
     def close(self, lane: int) -> None:
-        """Close to a lane in which a sequence finds no room."""
+        """Close to a lane in which a sequence has found no room."""
         if not self._batches:
             return
         if self._lane is None:
@@ -125,5 +125,5 @@ class AdmissionGate:
             self._lane = None
 
     def holds(self, lane: int) -> bool:
-        """Whether a sequence of this lane goes on waiting."""
+        """Whether sequences of this lane have to wait."""
         return self._lane is not None and lane >= self._lane

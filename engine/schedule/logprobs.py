@@ -12,7 +12,7 @@ from engine.sampling.parameter_values import MAX_COUNT
 from engine.sampling.sampling_params import WHOLE_VOCABULARY
 from engine.schedule.outputs import Logprob
 
-NOT_WANTED = -1  # in the place of how many of the most likely tokens are wanted
+NOT_WANTED = -1  # in place of a number of likely tokens: no log probabilities are wanted
 
 
 def num_top(wanted: int | None) -> int:
@@ -53,7 +53,7 @@ def as_dicts(
 ) -> list[dict[int, Logprob]]:
     """Return log probabilities by token id for each token: its own first, then the likeliest ones.
 
-    known: in the order of the tokens; later ones are left out.  text_of: a token's text.
+    known: in the order of the tokens; any beyond the last token are left out.  text_of: a token's text.
     """
     dicts: list[dict[int, Logprob]] = []
     for part in known:

@@ -12,9 +12,9 @@ FinishReason = Literal["stop", "length", "abort", "error"]
 
 @dataclass(frozen=True, slots=True)
 class Logprob:
-    """A token's natural log of the probability that the model gives it. decoded_token: its text alone.
+    """The natural log of the probability that the model gives a token. decoded_token: the token's own text.
 
-    rank: 1 for the most likely token of the vocabulary; of equal ones the lower id is counted first.
+    rank: 1 for the most likely token of the vocabulary; of equally likely ones the lower id comes first.
     """
 
     logprob: float
@@ -24,10 +24,10 @@ class Logprob:
 
 @dataclass(frozen=True)
 class LogLikelihood:
-    """The likelihood of tokens, each after all before it.
+    """The likelihood of a continuation's tokens, each given all before it.
 
     logprob: the sum of their log probabilities.  is_greedy: greedy generation would have given them.
-    token_logprobs, greedy_tokens: the same of each.
+    token_logprobs, greedy_tokens: the same for each token.
     """
 
     logprob: float
@@ -65,21 +65,21 @@ class Completion:
     """One finished sample of one request.
 
     index: numbers the samples of a request, 0 to n - 1.
-    token_ids: all generated ids, the end or stop token that ended it included.
+    token_ids: all generated ids, including the end or stop token that ended it.
     text: without special tokens, and cut at a stop string.
     finish_reason: "stop" (end token, stop token, stop string), "length" (max_tokens, max_model_len),
         "error" (`error` says why), "abort" (given up by a caller that needs a record of it).
     num_cached_tokens: prompt tokens whose KV came from the prefix cache when the sequence was admitted.
-    logprobs: for each of token_ids, by token id: its own first, then the most likely ones, if wanted.
-    embedding: of PoolingParams, float32; such a completion has no token.
-    class_scores: of ClassParams, each class's probability by its label; of one class alone the head's number, which
-        for two texts is a probability, unless the checkpoint says otherwise.
-    reasoning: the reasoning span, with SamplingParams.separate_reasoning, which `text` then lacks.
+    logprobs: if wanted, for each of token_ids a dict by token id: its own first, then the most likely ones.
+    embedding: with PoolingParams, float32; such a completion has no token.
+    class_scores: with ClassParams, each class's probability by its label. A single class has the head's number, which
+        for two texts is turned into a probability, unless the checkpoint says otherwise.
+    reasoning: with SamplingParams.separate_reasoning, the reasoning span, which `text` then leaves out.
     prompt_text, prompt_tokens: with SamplingParams.echo, the prompt's text and that of each of its tokens.
     prompt_logprobs: for each token of the prompt; the first one has none.
     num_continued: tokens of token_ids that came with the request; cached ones count in num_cached_tokens.
     loglikelihoods: of each continuation of ScoringParams; such a completion has no token, and ends with "stop".
-    metrics: of a generated one; not compared.
+    metrics: None for scores and refused requests; ignored when completions are compared.
     """
 
     request_id: str
@@ -109,13 +109,13 @@ class Completion:
 
 @dataclass(frozen=True)
 class EngineStats:
-    """Counters since start, and the state of now, in sequences, tokens and blocks.
+    """Counters since the start, and the current state, in sequences, tokens and blocks.
 
-    max_running: most sequences that ran at once.
+    max_running: the most sequences that ran at once.
     prefill_tokens: computed for prompts, and again for preempted sequences.
     cached_tokens: taken from the prefix cache instead.
     decode_tokens: computed for running sequences, one at a time or with guesses.
-    generation_tokens: sampled, for unfinished sequences too.
+    generation_tokens: sampled so far, those of unfinished sequences included.
     step_seconds: by part of a step: schedule, prepare, launch (on a CPU all computing), wait (for the
         device), update, detokenize.
     num_scheduled: the sequences of each step, added up.

@@ -11,11 +11,11 @@ from numpy.typing import NDArray
 
 @dataclass(eq=False, slots=True, weakref_slot=True)
 class SeenPicture:
-    """A picture: one object for all that are equal, as long as anybody needs it.
+    """A picture: one object for all equal ones, as long as anybody needs it.
 
-    digest: of its pixels and size.  key_id: below 0, no other picture's, in the place of its tokens in block keys.
-    text: stands for it in a prompt, with `num_rows` placeholders.  sizes: of what positions are made.
-    inputs: of the tower, until there are features: tensors [num_rows, hidden] on the host, those by layer last.
+    digest: of its pixels and size.  key_id: negative and its alone; block keys hold it in place of its tokens.
+    text: stands for it in a prompt, with `num_rows` placeholders.  sizes: from which positions are made.
+    inputs: the tower's, until there are features: tensors [num_rows, hidden] on the host, those by layer last.
     """
 
     digest: bytes
@@ -49,7 +49,7 @@ class PromptPictures:
 
     @property
     def shift(self) -> int:
-        """How much further the tokens behind the prompt are in positions than in places."""
+        """How much higher the positions of tokens behind the prompt are than their places."""
         return 0 if self.positions is None else int(self.positions.max()) + 1 - self.positions.shape[1]
 
     def within(self, start: int, end: int) -> tuple[NDArray[np.int64], list[Part], NDArray[np.int64]]:
@@ -73,8 +73,8 @@ Part = tuple[SeenPicture, int, int]
 class StepPictures:
     """The pictures of a step's tokens.
 
-    rows: [rows] int64, of the step's, in order.  parts: their features.  positions: [3, tokens] int64, or None.
-    blocks: [blocks, 2] int64, rows that all see each other.
+    rows: [rows] int64, the step's placeholders, in order.  parts: their features.  positions: [3, tokens] int64, or
+    None.  blocks: [blocks, 2] int64, the first and the end of rows that all see each other.
     """
 
     rows: NDArray[np.int64]

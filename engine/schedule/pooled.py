@@ -12,9 +12,9 @@ Vector = NDArray[np.float32]
 
 
 class PooledStates:
-    """Collects one sequence's vector. next: the place of the first hidden state not yet computed or launched.
+    """Collects one sequence's vector. next: the place of the first hidden state that no launched step computes.
 
-    field: of Completion, for the result.
+    field: the field of Completion that takes the result.
     """
 
     field: ClassVar[str] = "embedding"
@@ -28,7 +28,7 @@ class PooledStates:
         normalize: bool = False,
         project: Callable[[Vector], Vector] | None = None,
     ) -> None:
-        """modes: as Pooling has them.  num_tokens: of the sequence.  dimensions: how many are kept.
+        """modes: of Pooling.  num_tokens: of the sequence.  dimensions: how many are kept, None for all.
 
         project: turns the pooled states into the vector that is cut and normalised.
         """
@@ -36,16 +36,16 @@ class PooledStates:
         self._first = num_tokens - 1 if modes == ("lasttoken",) else 0
         self._end = 1 if modes == ("cls",) else num_tokens
         self.next = self._first
-        self._num_rows = 0  # whose hidden states are in it
+        self._num_rows = 0  # added so far
         self._vectors: NDArray[np.float32] | None = None  # [modes, hidden]
 
     @property
     def needs_all(self) -> bool:
-        """Whether more than the last token's hidden state is looked at."""
+        """Whether more than the last token's hidden state is needed."""
         return self._modes != ("lasttoken",)
 
     def until(self, num_tokens: int) -> range:
-        """Return the places that become known once so many tokens are computed."""
+        """Return the places that become known once num_tokens tokens are computed."""
         return range(self.next, min(num_tokens, self._end))
 
     def forget(self) -> None:
@@ -78,7 +78,7 @@ class PooledStates:
         return self.vector()
 
     def vector(self) -> list[float]:
-        """Return the numbers of `result`."""
+        """Return the pooled vector, projected, cut and normalised as asked for."""
         assert self._vectors is not None
         weights = {
             "mean": self._num_rows,
@@ -106,7 +106,7 @@ class ClassStates(PooledStates):
         self._classes, self._of_pair = classes, of_pair
 
     def result(self) -> dict[str, float]:
-        """Return each class's probability; of one class alone its number, of two texts as a cross-encoder gives it."""
+        """Return each class's probability by label, or a single class's number, for pairs as a cross-encoder does."""
         numbers = np.array(self.vector(), np.float64)
         is_alone = len(numbers) == 1
         if not is_alone and self._classes.is_exclusive:

@@ -19,10 +19,10 @@ class BlockKey(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class PreparedPrompt:
-    """A prompt after the work that takes time with its length: made by `Engine.prepare`.
+    """A prompt after the work that takes longer for a longer prompt: made by `Engine.prepare`.
 
     token_ids: checked. block_keys: of its full blocks, none if prefixes are not cached. continued: the tree of the
-    continuations to score; num_prompt_tokens are then the prompt's own. pictures: of its own tokens.
+    continuations to score; num_prompt_tokens then counts the prompt's own tokens. pictures: those in the prompt.
     """
 
     token_ids: list[int]

@@ -21,14 +21,14 @@ class ScheduledBatch:
     """The work of one step: one token of each of `decodes`, `prefill_lens[i]` tokens of `prefills[i]`.
 
     A sequence with all tokens computed samples its next one, if it generates: each of `decodes`, and `prefills[i]`
-    if `prefill_samples[i]` says so. num_decode_tokens: with those of `drafted`, without guesses.
+    if `prefill_samples[i]` says so. num_decode_tokens: those of `decodes` and `drafted`, guesses not counted.
     decode_slots: [decodes] int64. published: blocks that can be hit from this step on. copies: made before anything
     is computed.
-    states: of a model that keeps states.
+    states: None if the model keeps none.
     drafted: sequences with a row for each guess too, behind all others; each row samples.
-    scored, pooled: of a step that was built, sequences, and how many of their tokens score others, or are pooled.
-    launched: `advance` has counted it; then also: generations: [samples] int64, as in SlotTable. ending: sequences
-    that have nothing else to do.
+    scored, pooled: once the step is built, its sequences that score or are pooled, and with how many tokens each.
+    launched: `advance` has counted the step. Then there are also generations, [samples] int64, of SlotTable, and
+    ending: sequences that sample nothing and end with this step.
     """
 
     decodes: list[Sequence] = field(default_factory=list)
@@ -56,7 +56,7 @@ class ScheduledBatch:
         self.num_decode_tokens += len(group.seqs)
 
     def add_guesses(self, guesses: list[list[int]], drafts: Drafts) -> None:
-        """Compute guesses behind the last tokens of `decodes`, [] for none."""
+        """Compute guesses behind the last tokens of `decodes`. guesses: of each of them, [] for none."""
         is_drafted = np.array([bool(own) for own in guesses])
         self.drafted = [Drafted(self.decodes[i], guesses[i], drafts) for i in np.flatnonzero(is_drafted).tolist()]
         self.decodes = [self.decodes[i] for i in np.flatnonzero(~is_drafted).tolist()]
@@ -74,7 +74,7 @@ class ScheduledBatch:
     def split(self) -> tuple[ScheduledBatch, ScheduledBatch]:
         """Split the step in two that do the same in this order, before it is launched.
 
-        A block is hit in its own step only by later sequences.
+        The first needs nothing of the second: in its own step a block is hit only by later sequences.
         """
         middle = len(self.seqs) // 2
         cut = max(0, middle - len(self.decodes))
@@ -117,7 +117,7 @@ class ScheduledBatch:
 
     @cached_property
     def samples(self) -> NDArray[np.bool_]:
-        """[seqs] bool, whether each samples its next token, and that alone."""
+        """[seqs] bool, whether each samples its next token, and no more behind guesses."""
         samples = np.zeros(len(self.seqs), np.bool_)
         samples[: len(self.decodes) + len(self.prefills)] = [*[True] * len(self.decodes), *self.prefill_samples]
         return samples
@@ -139,7 +139,7 @@ class ScheduledBatch:
 
     @cached_property
     def num_guessed(self) -> int:
-        """The rows of `drafted`."""
+        """The number of rows of `drafted`."""
         return sum(1 + len(each.guesses) for each in self.drafted)
 
     def each_prefill(self) -> Iterator[tuple[Sequence, int, bool]]:

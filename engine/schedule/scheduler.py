@@ -2,17 +2,17 @@
 
 One token budget holds a step's decodes and prefill chunks. Lanes order sequences by urgency, 0 first; in
 a lane the earlier arrival goes first. A step is filled lane by lane: decodes, prefills under way, then
-admissions, which may take slots and blocks from less urgent lanes, the latest sequence first. Whoever is
-taken from recomputes later and yields the same tokens.
+admissions, which may preempt sequences of less urgent lanes, the latest first. A preempted sequence
+recomputes later and yields the same tokens.
 
 Nothing starves: the earliest running sequence of the most urgent lane is never preempted and always fits. A
 less urgent lane counts the admissions that overtake it, and after nineteen its first sequence moves up into
 the overtaking lane, where no new arrival is ahead of it.
 
 A step may be scheduled while the one before it runs. `advance` counts what a step computes when it is
-launched, with a pending token for each sequence that samples; `receive` fills the tokens in. At its last
-token a sequence gives up slot and blocks when that step is launched; one that ends otherwise has overrun by
-one token, which is dropped. Whoever takes its blocks writes in a later launch: launches run in order.
+launched, with a pending token for each sequence that samples; `receive` fills the tokens in. A sequence that
+reaches max_len gives up slot and blocks as soon as that step is launched: whoever takes them writes in a later
+launch, and launches run in order. One that ends otherwise has overrun by one token, which is dropped.
 """
 
 import time
@@ -39,7 +39,7 @@ MAX_OVERTAKES = 19  # a waiting lane gets at least one admission in twenty
 
 
 class Scheduler:
-    """Chooses the sequences of each step, and owns their status. The pool holds one longest sequence at least."""
+    """Chooses the sequences of each step, and owns their status. The pool must hold one sequence of max_model_len."""
 
     def __init__(
         self,
@@ -65,12 +65,12 @@ class Scheduler:
         self._gate = AdmissionGate(batches=batches_admissions)
         self._num_arrivals = 0
         self.in_flight: deque[ScheduledBatch] = deque()  # scheduled and not received, the oldest first
-        self.first_scheduled: list[str] = []  # request ids of sequences, in that order; the engine empties it
+        self.first_scheduled: list[str] = []  # request ids, as sequences are first admitted; the engine empties it
         self.max_running = self.num_preemptions = 0
         self.prefill_tokens = self.cached_tokens = self.decode_tokens = self.generation_tokens = 0
         self.max_num_batched_tokens = max_num_batched_tokens
         self._in_one_step = in_one_step
-        self._overtakes: Counter[int] = Counter()  # admissions of more urgent lanes since a lane's own last one
+        self._overtakes: Counter[int] = Counter()  # by lane: admissions that overtook it since it last moved up
 
     @property
     def num_waiting(self) -> int:
@@ -78,7 +78,7 @@ class Scheduler:
         return sum(map(len, self.waiting.values()))
 
     def add(self, seq: Sequence) -> None:
-        """Queue a new sequence in its lane: shorter than max_model_len, or as long if it generates none."""
+        """Queue a new sequence in its lane. It is shorter than max_model_len, or as long if it generates no token."""
         assert seq.num_tokens + seq.generates <= self.max_model_len, "a new token needs room"
         self.blocks.extend_keys(seq)
         seq.arrival, seq.arrived_at = self._num_arrivals, time.monotonic()
@@ -87,7 +87,7 @@ class Scheduler:
         self._wait_again(seq)
 
     def abort(self, seq: Sequence) -> None:
-        """Forget an unfinished sequence and free its blocks. Not between `schedule` and `advance`."""
+        """Forget an unfinished sequence and free its blocks. Not to be called between `schedule` and `advance`."""
         self._remove(seq)
         seq.status = SequenceStatus.FINISHED
         seq.finish_reason = "abort"
@@ -97,7 +97,7 @@ class Scheduler:
 
         drafts: guesses tokens; then no step may be in flight, nor be launched before this one's tokens are received.
 
-        Follow with `advance` when it is launched, or `withdraw`. At most one step may be in flight before it.
+        Call `advance` once it is launched, or else `withdraw`. At most one step may be in flight before it.
         """
         batch = self._new_batch()
         self.in_flight.append(batch)
@@ -198,7 +198,7 @@ class Scheduler:
         return finished
 
     def withdraw(self) -> None:
-        """Withdraw all steps in flight, as one has failed: their sequences wait to compute again."""
+        """Withdraw all steps in flight, as one has failed: all running sequences wait and compute again."""
         for batch in self.in_flight:
             self.blocks.withdraw(batch.published)
             if batch.states is not None and self.blocks.snapshots is not None:
@@ -264,7 +264,7 @@ class Scheduler:
         return group.select(np.array([s.status is SequenceStatus.RUNNING for s in group.seqs], np.bool_))
 
     def _draft(self, batch: ScheduledBatch, drafts: Drafts) -> None:
-        """Let guesses be computed with the decodes, as far as there are blocks and tokens for them."""
+        """Add guesses to the decodes, as far as there are blocks and token budget for them."""
         slots, size = self.slots, self.blocks.block_size
         may_draft = slots.may_draft(batch.decode_slots)
         most = min(max(self.max_num_seqs, MAX_SAMPLED), self.max_num_batched_tokens) - batch.num_tokens
@@ -331,7 +331,7 @@ class Scheduler:
             batch.published += self.blocks.publish_tail(seq)
 
     def _chunk(self, seq: Sequence, start: int, budget: int) -> int:
-        """Return how many tokens behind the first ones can be computed: none would cut a picture in two."""
+        """Return how many tokens from place `start` on to compute: `budget` at most, and no picture cut in two."""
         end = min(seq.num_tokens, start + budget)
         return (end if seq.pictures is None else seq.pictures.whole_until(end)) - start
 
@@ -342,7 +342,7 @@ class Scheduler:
             batch.published += self.blocks.publish(seq, num_known)
 
     def _prefill_budget(self, lane: int, batch: ScheduledBatch) -> int:
-        """Return this lane's tokens for prefills: less urgent lanes keep one for each decode."""
+        """Return how many tokens this lane may prefill: one is kept for each decode of less urgent lanes."""
         reserved = 0
         if self.running and self.running.last.lane > lane:
             reserved = sum(seq.lane > lane and seq.num_tokens - seq.num_computed_tokens == 1 for seq in self.running)
@@ -353,7 +353,7 @@ class Scheduler:
         self._move_up_overtaken(lane)
         while (queue := self.waiting.get(lane)) and (budget := self._prefill_budget(lane, batch)) > 0:
             seq = queue[0]
-            if seq.num_pending_tokens:  # preempted just now: its turn comes when the running step has told
+            if seq.num_pending_tokens:  # preempted just now: it waits for its token of the running step
                 return
             if self._in_one_step and seq.num_tokens > budget:
                 return
@@ -387,7 +387,7 @@ class Scheduler:
             self._move_up_overtaken(lane)
 
     def _make_room(self, seq: Sequence, cached: list[int]) -> bool:
-        """Preempt less urgent sequences if that admits `seq`; else leave each running one a free block to grow."""
+        """Preempt less urgent sequences if `seq` needs it; return whether it fits, with blocks for others to grow."""
         num_spare = self.blocks.num_free_blocks - self.blocks.num_blocks_for(seq.num_tokens)
         if self.slots.num_free and num_spare >= len(self.running):
             return True  # whatever is cached, and whoever grows
@@ -404,7 +404,7 @@ class Scheduler:
         return True
 
     def _grow(self, seq: Sequence) -> None:
-        """Make sure `seq` has blocks for all its tokens, unless it has to be preempted itself."""
+        """Give `seq` blocks for all its tokens, preempting others if need be, or `seq` itself as the least urgent."""
         while seq.num_tokens > len(seq.block_table) * self.blocks.block_size:
             while not self.blocks.num_free_blocks:
                 if self._preempt() is seq:
@@ -451,7 +451,7 @@ class Scheduler:
         num_computed = seq.num_computed_tokens
         ends = seq.ends_with(token_id) if seq.forcing is None else learn(seq, token_id, self.slots)
         goes_back = seq.num_computed_tokens < num_computed and self.blocks.snapshots is not None
-        if goes_back and seq.status is SequenceStatus.RUNNING and not ends:  # a state has no way back
+        if goes_back and seq.status is SequenceStatus.RUNNING and not ends:  # a state cannot go back: compute it again
             self.running.remove([seq])
             self._release(seq)
             self._wait_again(seq)
@@ -480,7 +480,7 @@ class Scheduler:
         self.slots.release(seq)
 
     def _wait_again(self, seq: Sequence) -> None:
-        """Put a sequence among those that wait, in order of arrival."""
+        """Queue a sequence in its lane, in order of arrival."""
         seq.status = SequenceStatus.WAITING
         queue = self.waiting.setdefault(seq.lane, deque())
         if queue and queue[-1].arrival > seq.arrival:

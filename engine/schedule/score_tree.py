@@ -24,10 +24,10 @@ MAX_KEPT_TOKENS = 4096  # of tails whose tree is remembered
 
 @dataclass(slots=True, eq=False)
 class Targets:
-    """The tokens that a sequence scores, in the order of their places: several may share one.
+    """The tokens that a sequence scores, in the order of their places: several may share a place.
 
-    places, token_ids: [targets] int64. A place is the number of tokens before it. num_top: the likely tokens wanted
-    with each. next: how many of them are known, or being computed.
+    places, token_ids: [targets] int64. A place is the number of tokens before it. num_top: how many likely tokens are
+    wanted with each. next: how many targets are known, or being computed.
     """
 
     places: NDArray[np.int64]
@@ -41,13 +41,13 @@ class Targets:
         return cls(np.arange(first, len(token_ids)), np.array(token_ids[first:], np.int64), num_top)
 
     def until(self, num_tokens: int) -> slice:
-        """Return the targets that so many computed tokens make known."""
+        """Return the targets that become known once num_tokens tokens are computed."""
         return slice(self.next, int(np.searchsorted(self.places, num_tokens, side="right")))
 
 
 @dataclass(frozen=True)
 class Branch:
-    """One way through the tree, as a sequence: its tokens, and its targets.
+    """One way through the tree, computed by one sequence: its tokens, and its targets.
 
     parent: the branch that computes what this one shares with earlier ones.
     places: as of Targets, counted behind the shared tokens.
@@ -164,7 +164,7 @@ class ScoreTree:
         return len(self._known) == len(self.shape.branches)
 
     def results(self) -> list[LogLikelihood]:
-        """Return the likelihood of each tail, once all is known."""
+        """Return the likelihood of each tail, once all scores are known."""
         return [self._of(entries) for entries in self.shape.found]
 
     def _of(self, entries: tuple[tuple[tuple[int, int], ...], ...]) -> LogLikelihood:

@@ -1,7 +1,7 @@
 """SlotTable: the running sequences' state as arrays, one row per slot, updated in place.
 
 A step's batch is cut out of these rows by a few numpy operations, whatever the number of sequences or tokens.
-They are a copy: the scheduler changes the Sequence and this in the same call.
+The rows are a copy: the scheduler changes the Sequence and its row in the same call.
 """
 
 import numpy as np
@@ -15,24 +15,24 @@ NO_TOKEN = -1
 
 
 class SlotTable:
-    """Arrays of max_num_seqs rows, [slots] int64 where nothing else is said. The scheduler writes them.
+    """Arrays of max_num_seqs rows, [slots] int64 unless stated otherwise. The scheduler writes them.
 
     token_ids: [slots, max_model_len] int32, prompt and completion as far as they are known.
     block_tables: [slots, max_blocks] int32.
     num_tokens, num_computed: with pending tokens and launched steps counted in.
     num_known: tokens whose id is in token_ids.  num_prompt: tokens of the prompt.
-    sample_place: which of the samples of the last step it sampled in is the sequence's.
-    min_len, max_len: tokens before which no end token may come, and with which the sequence ends.
+    sample_place: the place of the sequence's sample among those of the last step in which it sampled.
+    min_len: the tokens before which no end token may come.  max_len: those with which the sequence ends.
     end_token_ids: [slots, most of any sequence], the ids that end each, NO_TOKEN after the last.
     is_watched: [slots] bool, whether text may end it too, or a token force others.
-    is_edited: [slots] bool, whether the sequence may have edits of its logits, but for the bans of min_tokens.
-    is_free: [slots] bool, whether no edits depend on the tokens before, and no picture counts positions.
-    generations: a number of its own for each time that a slot was given, or written anew, -1 in a free slot.
-    While it is the same, so is the sequence, its tokens are those that were sampled, and its blocks those of
-    before with new ones after them.
+    is_edited: [slots] bool, whether the sequence may have edits of its logits, apart from the bans of min_tokens.
+    is_free: [slots] bool, whether no edits depend on the tokens before, and no pictures shift positions.
+    generations: a new number each time that a slot is given or rewritten, -1 in a free slot. While it stays the
+    same, so does the sequence: its tokens are those that were sampled, and its blocks are those of before, maybe
+    with new ones behind them.
     sampling: [slots] of sampling_batch.ROW, what the sampler reads of each sequence.
     sample_top: as in Sequence.
-    shift: how much further a token behind the prompt is in positions than in places, as of PromptPictures.
+    shift: how much higher the positions of tokens behind the prompt are than their places, of PromptPictures.
     num_edited, num_constrained, num_wanting, num_with_pictures: sequences with a slot that have edits, follow a grammar
     (whose tokens must be known before the next step), want log probabilities of sampled tokens, have pictures.
     """
@@ -94,9 +94,9 @@ class SlotTable:
         self.rewrite(seq)
 
     def rewrite(self, seq: Sequence) -> None:
-        """Write the tokens of `seq` anew, none of them pending, after others were forced."""
+        """Write all tokens of `seq`, none of them pending, as after others were forced than sampled."""
         slot = seq.slot
-        keys = seq.block_keys if seq.pictures is None else []  # which have no placeholders
+        keys = seq.block_keys if seq.pictures is None else []  # those of pictures lack the placeholders
         packed = np.frombuffer(b"".join([key.tokens for key in keys]), np.int32)  # a tenth of a list's time
         self.token_ids[slot, : len(packed)] = packed
         self.token_ids[slot, len(packed) : seq.num_tokens] = seq.token_ids[len(packed) :]
@@ -106,7 +106,7 @@ class SlotTable:
         self._num_given += 1
 
     def in_prefill(self, slots: NDArray[np.int64]) -> NDArray[np.bool_]:
-        """Return [slots] bool: whether any token of a prompt, or several, as if forced, are to be computed."""
+        """Return [slots] bool: whether tokens of the prompt are to be computed, or several, as behind forced ones."""
         computed = self.num_computed[slots]
         in_prefill: NDArray[np.bool_] = (computed < self.num_prompt[slots]) | (computed < self.num_tokens[slots] - 1)
         return in_prefill

@@ -1,7 +1,7 @@
 """Snapshots: states that were kept behind full blocks, and where the states of a step come from and go.
 
 A model with states continues a cached prefix only where the state behind it was kept. The pool of states has a row
-for each sequence that runs, by its slot, and behind those one for each snapshot. Parts of a step are computed in
+for each running sequence, by its slot, and behind those a row for each snapshot. Parts of a step are computed in
 the order in which they were scheduled, so a row may be read, given away and written in one step.
 """
 
@@ -31,12 +31,12 @@ class Snapshots:
         return content_id in self._rows
 
     def use(self, content_id: int) -> int:
-        """Return the row of a snapshot, which is then the last to go."""
+        """Return the row of a snapshot, and mark it as used last."""
         self._rows.move_to_end(content_id)
         return self._rows[content_id]
 
     def take(self, content_id: int) -> int:
-        """Return a row for a new snapshot, that of the least recently used if none is free; NO_ROW without any."""
+        """Return a row for a new snapshot: a free one, or the least recently used one's; NO_ROW if there are none."""
         if not self._free and not self._rows:
             return NO_ROW
         row = self._free.pop() if self._free else self._rows.popitem(last=False)[1]
@@ -44,7 +44,7 @@ class Snapshots:
         return row
 
     def drop(self, content_ids: Iterable[int]) -> None:
-        """Forget these, as far as they are there."""
+        """Forget the snapshots of these contents, if there are any."""
         self._free += [self._rows.pop(content_id) for content_id in content_ids if content_id in self._rows]
 
 
@@ -52,7 +52,7 @@ class Snapshots:
 class StateMoves:
     """Where a step's states come from and go. sources: rows read by sequences just admitted, NO_ROW for none.
 
-    saves: snapshots made for a sequence.  kept: the content ids of all.
+    saves: the snapshots to make of a sequence.  kept: the content ids of all these.
     """
 
     sources: dict[Sequence, int] = field(default_factory=dict)

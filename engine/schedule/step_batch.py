@@ -22,7 +22,7 @@ NOTHING: NDArray[np.int64] = np.zeros(0, np.int64)
 def _find_wanted(batch: ScheduledBatch) -> dict[str, NDArray[np.int64]]:
     """Note the sequences that score tokens or are pooled in the batch; return StepBatch's arrays of their rows.
 
-    The row of a token scores the one behind it.
+    A token's row scores the token behind it.
     """
     batch.scored, batch.pooled = [], []
     scored, pooled_rows = [(NOTHING, NOTHING, NOTHING)], [NOTHING]
@@ -84,7 +84,7 @@ def give_pooled(pooled: NDArray[np.float32], batch: ScheduledBatch) -> None:
 def learn(seq: Sequence, token_id: int, slots: SlotTable) -> bool:
     """Hand a sequence its first pending token, and all forced ones; return whether it ends.
 
-    If forced tokens differ from pending samples, those are dropped and its slot is written anew.
+    If forced tokens differ from pending samples, the samples are dropped and the slot is rewritten.
     """
     num_known, num_forced = len(seq.token_ids), len(seq.forced)
     is_other = num_forced > 0 and seq.forced[0] != token_id
@@ -107,22 +107,22 @@ def learn(seq: Sequence, token_id: int, slots: SlotTable) -> bool:
 
 
 def sampled_as(seq: Sequence) -> int | None:
-    """Return the only token that a sequence may sample next, or None if it is free."""
+    """Return the only token that a sequence may sample next, or None if it may sample any."""
     place = seq.num_pending_tokens
     return seq.forced[place] if place < len(seq.forced) and _is_sampled(seq) else None
 
 
 def _is_sampled(seq: Sequence) -> bool:
-    """Return whether forced tokens are sampled, since their log probabilities are wanted."""
+    """Return whether forced tokens are sampled all the same, as their log probabilities are wanted."""
     return seq.sample_top != NOT_WANTED
 
 
-#: Added to a logit, this leaves no other token any weight at any temperature.
+#: Added to one logit, this leaves all other tokens without weight at any temperature.
 CERTAIN: NDArray[np.float32] = np.array([1e9], np.float32)
 
 
 def build_logit_edits(batch: ScheduledBatch, slots: SlotTable) -> tuple[LogitEdits | None, Callable[[], None] | None]:
-    """Collect the edits of the sequences that sample, and what computes their masks later."""
+    """Collect the edits of the sequences that sample, and a call that computes their masks later."""
     sampling = batch.sampling_slots
     early = np.flatnonzero(slots.num_tokens[sampling] < slots.min_len[sampling])
     edited = np.flatnonzero(slots.is_edited[sampling]) if slots.num_edited else NOTHING
@@ -173,18 +173,18 @@ class StepBatch:
     context_lens, query_lens: [seqs], the tokens that each has after this step, and how many are in it.
     pending_rows, pending_samples: [pending], the rows whose token was not known when the step was built, and
     which sample of the step launched before is that token. token_ids holds anything there.
-    slots, generations: [seqs], as in SlotTable; empty in steps that are no scheduler's.
-    sample_tops: [samples], how many of the most likely tokens' log probabilities are wanted beside that of
-    each sampled one, NOT_WANTED where none is; empty if none is of any.
-    scored_rows, scored_token_ids, scored_tops: [scored], rows whose distribution says how likely the given
-    token was, and the same of it.
+    slots, generations: [seqs], of SlotTable; empty in steps that no scheduler made.
+    sample_tops: [samples], with how many likely tokens the log probability of the sampled one is wanted, NOT_WANTED
+    if it is not; empty if no sample's is.
+    scored_rows, scored_token_ids, scored_tops: [scored], a row whose logits score a token, that token, and how many
+    likely tokens are wanted with it.
     pooled_rows: [pooled], rows whose hidden states are pooled, those of a sequence one after another.
     pooled_counts: [pooled seqs], how many of each.
-    copy_from, copy_to: [copied], slots whose keys and values are copied first; none is in both.
-    state_parts: [parts, 5], of models with states, one part behind another: first row, end, and rows of the pool of
-    states: read, written, and written too; -1 for none.
+    copy_from, copy_to: [copied], slots from and to which keys and values are copied first; no slot is in both.
+    state_parts: [parts, 5], of models with states, one part behind another: its first row and end, and three rows of
+    the pool of states: read, written, and written as a snapshot; -1 for none.
     kept_states: [rows], rows of that pool that are put back if the step raises.
-    pictures: of a step with any.
+    pictures: None for a step without.
     """
 
     token_ids: NDArray[np.int64]
@@ -211,7 +211,7 @@ class StepBatch:
     pictures: StepPictures | None = None
 
     def repeatable(self) -> "StepBatch":
-        """Return the step with all states that it changes put back if it raises."""
+        """Return the step such that all states it has changed are put back if it raises."""
         written = np.unique(self.state_parts[:, 3:])
         return replace(self, kept_states=written[written >= 0])
 
@@ -262,7 +262,7 @@ def build_step_batch(batch: ScheduledBatch, slots: SlotTable) -> StepBatch:
 
 
 def _find_pictures(batch: ScheduledBatch, slots: SlotTable, places: NDArray[np.int64]) -> StepPictures | None:
-    """Find the placeholders among a step's tokens, and where these are if they have three positions."""
+    """Find the pictures of a step's tokens, and the positions of all tokens if they have three each."""
     rows, parts, blocks = [NOTHING], list[Part](), [np.zeros((0, 2), np.int64)]
     shifts = np.repeat(slots.shift[batch.slots], batch.num_new_tokens)
     positions = np.tile(places + shifts, (3, 1)) if shifts.any() else None
@@ -307,5 +307,5 @@ def build_sampling_batch(batch: ScheduledBatch, slots: SlotTable) -> SamplingBat
         places = np.arange(len(own)) - np.repeat(np.cumsum(counts) - counts, counts)
         position = np.concatenate((position, slots.num_tokens[own] + places))
     edits, masks = build_logit_edits(batch, slots)
-    values = slots.sampling.take(rows)  # of a structured array a tenth of indexing's time
+    values = slots.sampling.take(rows)  # ten times as fast as indexing a structured array
     return SamplingBatch(values, position.astype(np.uint64), edits, masks)

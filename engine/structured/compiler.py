@@ -23,25 +23,25 @@ if TYPE_CHECKING:
     from llguidance import LLMatcher
 
 
-#: Each class's characters that all dialects have in it, and a superset of any dialect's.
+#: For each class, the characters that every dialect has in it, and a superset of those that any dialect has.
 _LEAST = {"d": "0-9", "w": "0-9A-Za-z_", "s": r" \t\n\r\x0C\x0B"}
 _MOST = {"d": r"\p{N}\p{Cn}", "w": r"\p{L}\p{M}\p{N}\p{Pc}\p{S}\p{Cf}\p{Cn}", "s": r"\p{Z}\p{Cc}\p{Cf}\p{Cn}"}
 
 
-#: An escape, a bracket that opens with what belongs to it, or a character.
+#: An escape, an opening bracket with what belongs to it, or a single character.
 _PARTS = re.compile(r"\\.|\[\^?\]?|.", re.DOTALL)
 
 
 def portable(pattern: str) -> str:
-    """Write the pattern with classes that every dialect reads alike; an invalid pattern stays so."""
+    """Write the pattern with classes that every dialect reads alike; an invalid pattern stays invalid."""
     parts: list[str] = []
-    negated: list[bool] = []  # of the bracketed classes that are open, whether their sense is turned
+    negated: list[bool] = []  # whether each open bracketed class is negated
     for part in _PARTS.findall(pattern):
         if part[0] == "\\":
             part = _escape(part, negated)
         elif part[0] == "[":
             negated.append((bool(negated) and negated[-1]) != ("^" in part))
-            part = part.replace("]", r"\]")  # one that comes first is a character of the class
+            part = part.replace("]", r"\]")  # a bracket that comes first is a character
         elif part == "]" and negated:
             negated.pop()
         parts.append(part)
@@ -67,11 +67,11 @@ JSON_OPTIONS = {"whitespace_pattern": r" |\n {0,32}"}
 #: Limits of a grammar: about a second and 40 MB; the defaults allow 3 s and 500 MB.
 LIMITS: dict[str, Any] = {"initial_lexer_fuel": 500_000, "step_lexer_fuel": 50_000, "max_lexer_states": 20_000}
 
-#: Bytes of the stack on which a form is tried. It is compiled on a larger one then.
+#: Bytes of the stack on which a form is tried. The engine then compiles it on a larger one.
 STACK_BYTES = 16 << 20
 
 _META = re.compile(r"[\\.+*?()|\[\]{}^$#&~-]")
-_STACK_SIZE = threading.Lock()  # it is one for all threads that start
+_STACK_SIZE = threading.Lock()  # the size is one setting for all threads that are started
 
 
 class Compiler:
@@ -89,7 +89,7 @@ class Compiler:
                 tokenizer,
                 n_vocab=num_tokens,
                 eos_token=eos_token_ids or None,
-                # sets of tokens that are allowed as one: to try them costs more than a small vocabulary does
+                # sets of tokens that are allowed together: with a small vocabulary they cost more than they save
                 slices=[] if num_tokens < SMALL_VOCABULARY else None,
             )
         except Exception as error:  # whatever it makes of a vocabulary
@@ -97,7 +97,7 @@ class Compiler:
         self.vocabulary = Vocabulary.of(self._tokenizer)
 
     def compile(self, spec: StructuredOutputsParams, grammar: str) -> LLMatcher:
-        """Compile a `grammar` of `grammar_of`. Raises InvalidSampling."""
+        """Compile a grammar that `grammar_of` has written. Raises InvalidSampling."""
         from llguidance import LLMatcher, LLParserLimits
 
         limits = LLParserLimits(**LIMITS, verbose_errors=False)
@@ -107,7 +107,7 @@ class Compiler:
         return compiled
 
     def try_out(self, spec: StructuredOutputsParams, compiled: LLMatcher) -> None:
-        """Raise InvalidSampling if there is no first token, or it takes too long to find."""
+        """Raise InvalidSampling if a text cannot begin, or its first token takes too long to find."""
         first = Matcher(compiled.deep_copy(), compiled, self.vocabulary, frozenset(), None)
         mask = np.zeros((1, self.vocabulary.num_words), np.int32)
         start = time.monotonic()
@@ -137,7 +137,7 @@ def unusable(spec: StructuredOutputsParams, reason: str) -> InvalidSampling:
 
 @contextmanager
 def stacks_of(num_bytes: int) -> Iterator[None]:
-    """Give the threads that are started within stacks of so many bytes."""
+    """Give threads that are started within the block stacks of num_bytes bytes."""
     with _STACK_SIZE:
         before = threading.stack_size(num_bytes)
         try:
@@ -159,7 +159,7 @@ def _read(spec: StructuredOutputsParams) -> str:
     if spec.regex is not None:
         return LLMatcher.grammar_from_regex(portable(spec.regex))
     if spec.choice is not None:
-        # one pattern, whose states are found as they are needed, takes thousands of texts
+        # as one pattern, whose states are made as they are needed, thousands of texts are no problem
         return LLMatcher.grammar_from_regex("|".join(_META.sub(r"\\\g<0>", text) for text in spec.choice))
     assert spec.grammar is not None
     return LLMatcher.grammar_from_lark(any_to_lark(spec.grammar))

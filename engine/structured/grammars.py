@@ -1,4 +1,4 @@
-"""Grammars: forms of requests, tried in a process apart, then compiled once each."""
+"""Grammars: compiles the forms of requests, each once, after a trial in a separate process."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ LIMIT_S = 5.0  # that a form may take
 BEGIN_LIMIT_S = 60.0  # that reading the vocabulary may take
 MEMORY_BYTES = 256 << 20  # of a process, beside the vocabulary; grammars take some 40 MB
 MAX_GRAMMARS = 64  # that are kept beside those that somebody holds
-NUM_THREADS = 2  # a form that takes long leaves one for those of others
+NUM_THREADS = 2  # so that a form that takes long leaves one for others
 
 _VOCABULARY = "engine.structured.trial_child:read_vocabulary"
 _FORM = "engine.structured.trial_child:try_form"
@@ -61,7 +61,7 @@ def _tried(spec: StructuredOutputsParams, children: Pool) -> str:
 
 
 class Grammars:
-    """The grammars of a model's tokenizer, for any thread. A new form is tried in a process apart first."""
+    """The grammars of a model's tokenizer, for any thread. A new form is first tried in a separate process."""
 
     def __init__(self, backend: Any, vocab_size: int, eos_token_ids: Iterable[int]) -> None:
         """backend: the model's `tokenizers.Tokenizer`, None if it has none. vocab_size: of the logits.
@@ -73,7 +73,7 @@ class Grammars:
         self._pool = ThreadPoolExecutor(NUM_THREADS, "grammars")
         self._starting = Lock()
         self._started: tuple[Compiler, Pool] | None = None  # processes: one for each thread
-        self._lock = Lock()  # of the two below: the engine's thread takes it, and nothing under it takes time
+        self._lock = Lock()  # of the two below; the engine's thread takes it, so nothing slow is done under it
         self._known: WeakValueDictionary[StructuredOutputsParams, Future[LLMatcher]] = WeakValueDictionary()
         self._latest: OrderedDict[StructuredOutputsParams, Future[LLMatcher]] = OrderedDict()
 
@@ -88,7 +88,7 @@ class Grammars:
         with self._lock:
             found = self._known.get(spec)
             if found is None:
-                with stacks_of(2 * STACK_BYTES):  # of the threads, more than in a trial
+                with stacks_of(2 * STACK_BYTES):  # larger than in a trial
                     found = self._pool.submit(self._compile, spec)
                 self._known[spec] = found
             self._latest[spec] = found
@@ -108,7 +108,7 @@ class Grammars:
         try:
             compiled = found.result()
         except InvalidSampling as error:
-            raise InvalidSampling(*error.args) from None  # that one is for all who ask
+            raise InvalidSampling(*error.args) from None  # the future's own error goes to all who ask
         assert self._started is not None
         vocabulary, allowed = self._started[0].vocabulary, allowed_mask(params.allowed_token_ids, self._vocab_size)
         shared = compiled, vocabulary, end_token_ids, allowed, partial(self._forget, params.structured_outputs)
@@ -130,13 +130,13 @@ class Grammars:
             raise
 
     def _forget(self, spec: Any) -> None:
-        """Have the next one who asks for a form compile it again."""
+        """Forget a form's grammar, so that the next request for it has it compiled again."""
         with self._lock:
             self._known.pop(spec, None)
             self._latest.pop(spec, None)
 
     def _start(self) -> tuple[Compiler, Pool]:
-        """Read the vocabulary, which takes up to a second. Raises InvalidSampling if that cannot be."""
+        """Read the vocabulary in the first call, which takes up to a second. Raises InvalidSampling if it fails."""
         with self._starting:
             if self._started is None:
                 if self._backend is None:

@@ -30,7 +30,7 @@ class Vocabulary:
     """The facts of a tokenizer that its matchers share.
 
     num_words: of a mask. eos_words: [some] int64, the words of a mask with tokens that end a text; eos_bits: [some]
-    int32, these. without_text: ids that stand for no text. encode: text to token ids.
+    int32, the bits of these tokens. without_text: ids that stand for no text. encode: text to token ids.
     is_canonical: forced text has forced tokens. executor: llguidance's threads, None for a small vocabulary.
     """
 
@@ -63,7 +63,7 @@ class Vocabulary:
 
 
 class Matcher:
-    """A grammar's state behind the known tokens, which preemption does not change."""
+    """A grammar's state behind a sequence's known tokens; preemption does not change it."""
 
     def __init__(
         self,
@@ -74,7 +74,7 @@ class Matcher:
         allowed: NDArray[np.int32] | None,
         forget: Callable[[], None] = lambda: None,
     ) -> None:
-        """machine: at the text's beginning, this matcher's own. fresh: the grammar's, for `accepts`.
+        """machine: this matcher's own, at the text's beginning. fresh: the grammar's, which stays there, for `accepts`.
 
         end_token_ids: every id that ends the completion. allowed: [words] int32, None for all tokens.
         forget: called when the machine fails: all copies of a grammar share one lexer, so later rows need another.
@@ -87,7 +87,7 @@ class Matcher:
         self.end_mask = token_mask(ends, vocabulary.num_words * WORD)
         self.allowed = allowed
         self.error: str | None = None
-        #: Whether its mask may be what took a step too long.
+        #: Whether its mask may be the one that took too long in an earlier step.
         self.is_suspect = False
 
     @property
@@ -103,9 +103,9 @@ class Matcher:
     def accept(self, token_id: int) -> None:
         """Learn the next token; one that ends the completion and stands for no text changes nothing.
 
-        Raises GrammarFailed for one that cannot stand there, for a negative one, and for any once it has failed.
+        Raises GrammarFailed for a token that cannot stand there, a negative id, or any token once it has failed.
         """
-        if token_id < 0 or self.error is not None:  # the mask of a guessed token was made before that
+        if token_id < 0 or self.error is not None:  # a guessed token's mask was made before the error
             raise GrammarFailed(self.error or "no token is left that it allows")
         if token_id in self._ends:
             return
@@ -114,7 +114,7 @@ class Matcher:
             raise GrammarFailed(self.machine_error() or f"token {token_id} cannot stand there")
 
     def accepts(self, text: str) -> bool:
-        """Whether a text is a whole one of the grammar."""
+        """Whether a text is a whole text of the grammar."""
         machine = self._fresh.deep_copy()
         return bool(machine.consume_tokens(self.vocabulary.encode(text)) and machine.is_accepting())
 
@@ -134,13 +134,13 @@ class Matcher:
         self._forget()
 
     def num_possible(self, guesses: list[int]) -> int:
-        """Return how many of these tokens may come next, the text's end not counted."""
+        """Return how many of these tokens, one behind another, may come next; one that ends the text does not count."""
         if self.is_suspect:
             return 0
         return self.machine.validate_tokens(list(takewhile(lambda token_id: token_id not in self._ends, guesses)))
 
     def along(self, guesses: list[int]) -> list[Matcher]:
-        """Return this matcher, and one behind each of these tokens, all of which may come."""
+        """Return this matcher, and one behind each of these tokens; all of them must be possible."""
         found = [self]
         for token_id in guesses:
             following = copy(found[-1])
@@ -160,9 +160,9 @@ MAX_MASK_S = 2.0  # for one token: a grammar that takes longer would hold up all
 def fill_masks(matchers: Sequence[Matcher], masks: NDArray[np.int32], *, one_by_one: bool = False) -> None:
     """Write each matcher's mask of the tokens that may come next: [matchers, num_words] int32, contiguous.
 
-    End tokens are in it if the text may end. If it leaves none, `accept` of the missing token raises.
-    matchers: of one vocabulary.  one_by_one: those of a large vocabulary too; a mask that takes longer than
-    MAX_MASK_S fails its matcher.
+    End tokens are in a mask if the text may end. If it leaves no token, `accept` of the missing one raises.
+    matchers: of one vocabulary.  one_by_one: compute them so even with a large vocabulary; then a mask that takes
+    longer than MAX_MASK_S fails its matcher, as it does with a small one.
     """
     vocabulary, address, num_bytes = matchers[0].vocabulary, masks.ctypes.data, masks.strides[0]
     if vocabulary.executor is not None and not one_by_one:
@@ -182,7 +182,7 @@ def fill_masks(matchers: Sequence[Matcher], masks: NDArray[np.int32], *, one_by_
     for row in np.flatnonzero(has_eos).tolist():
         if matchers[row].may_end:
             masks[row] |= matchers[row].end_mask
-        elif error := matchers[row].machine_error():  # then llguidance allows an end alone
+        elif error := matchers[row].machine_error():  # after an error llguidance allows only the end
             matchers[row].fail(error)
     for row, matcher in enumerate(matchers):
         if matcher.error is not None:
@@ -192,7 +192,7 @@ def fill_masks(matchers: Sequence[Matcher], masks: NDArray[np.int32], *, one_by_
 
 
 def fill_step_masks(matchers: Sequence[Matcher], masks: NDArray[np.int32]) -> None:
-    """Write the masks of a step; one by one once they take too long together, to find the slow one."""
+    """Write the masks of a step. If they take too long, later ones are made one by one, to find the slow matcher."""
     start = time.monotonic()
     fill_masks(matchers, masks, one_by_one=any(each.is_suspect for each in matchers))
     if time.monotonic() - start > MAX_MASK_S:
@@ -200,7 +200,7 @@ def fill_step_masks(matchers: Sequence[Matcher], masks: NDArray[np.int32]) -> No
             matcher.is_suspect = True
 
 
-MIN_TOKENS = 2  # one alone is left to the mask: a chunk costs its step more than it saves
+MIN_TOKENS = 2  # a single token is left to the mask: as a chunk it would cost the step more than it saves
 
 
 class JumpAhead:
@@ -211,7 +211,7 @@ class JumpAhead:
 
     @classmethod
     def of(cls, matcher: Matcher | None, params: SamplingParams) -> JumpAhead | None:
-        """Return None if no grammar can force, a forced token may be banned, or log probabilities are wanted."""
+        """Return one; None if nothing can be forced, a forced token may be banned, or log probabilities are wanted."""
         if matcher is None or not matcher.vocabulary.is_canonical:
             return None
         may_ban = params.bad_words or params.allowed_token_ids is not None or params.min_tokens

@@ -9,7 +9,7 @@ from engine.sampling.structured_params import StructuredOutputsParams
 from engine.structured.compiler import STACK_BYTES, Compiler, grammar_of, stacks_of
 from sandbox.child import Worker, unlimited_memory
 
-#: Bytes of the stack on which a form's masks are tried: less than threads that take steps have, and llguidance's own.
+#: Bytes of the stack on which a form's masks are tried: less than the threads that take steps have, or llguidance's.
 MASK_STACK_BYTES = 1 << 20
 
 
@@ -17,7 +17,7 @@ _trial: Callable[[StructuredOutputsParams], str] | None = None
 
 
 def read_vocabulary(worker: Worker) -> Iterator[dict[str, Any]]:
-    """Make what tries forms of one vocabulary; its time does not count."""
+    """Read the vocabulary that forms are tried with; no form's limits of time and memory include this."""
     global _trial
     with unlimited_memory():
         compiler, deep, shallow = Compiler(**worker.question), _thread(STACK_BYTES), _thread(MASK_STACK_BYTES)

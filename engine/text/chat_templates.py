@@ -1,4 +1,4 @@
-"""A model's chat templates: which one is used, and messages made ready for it."""
+"""Finds the chat template that a model uses, and makes messages ready for it."""
 
 import json
 import re
@@ -78,9 +78,9 @@ def read_variables(template: str) -> frozenset[str] | None:
 
 
 def check_variables(given: object, variables: frozenset[str] | None) -> dict[str, Any]:
-    """Return chat_template_kwargs, {} for None. Raises InvalidPrompt for variables that no template takes.
+    """Return chat_template_kwargs, {} for None. Raises InvalidPrompt for variables that the template does not take.
 
-    variables: those that it reads, None if not known.
+    variables: those that the template reads, None if not known.
     """
     if given is None:
         return {}
@@ -118,10 +118,10 @@ def check_tools(tools: object, taken: bool) -> list[dict[str, Any]] | None:
 
 
 def for_template(messages: object, *, takes_parts: bool | None, kinds: Container[str] = TEXT_ALONE) -> Messages:
-    """Return messages as templates expect them, unlike OpenAI's in parts, tool calls and reasoning.
+    """Return OpenAI's messages as templates expect them, which differ in parts, tool calls and reasoning.
 
-    takes_parts: whether the template reads lists of parts as well as texts; if not, parts are joined by a line's end,
-    and if None, it reads them alone. kinds: of parts. Raises InvalidPrompt unless these are messages of such parts.
+    takes_parts: True if the template reads parts as well as texts, False if only texts (parts are joined by line
+    breaks), None if only parts. kinds: of parts. Raises InvalidPrompt unless these are messages of such parts.
     """
     if not isinstance(messages, list) or not messages:
         raise InvalidPrompt(f"messages must be a list of at least one message, got {type(messages).__name__}")
@@ -149,7 +149,7 @@ def _for_template(given: object, i: int, *, takes_parts: bool | None, kinds: Con
             _check_part(part, i, kinds)
         if takes_parts is False:
             message["content"] = "\n".join(part["text"] for part in content)
-        else:  # pictures are not the template's to look at
+        else:  # a template does not get the pictures themselves
             message["content"] = [part if part["type"] == "text" else {"type": part["type"]} for part in content]
     elif takes_parts is None and isinstance(content, str):
         message["content"] = [{"type": "text", "text": content}]
@@ -196,7 +196,7 @@ def takes_tools(render: Callable[..., str]) -> bool:
 
 
 def takes_parts(render: Callable[[Messages], str]) -> bool | None:
-    """Whether a template reads a list of parts as it reads the same content as a text; None if it leaves texts out."""
+    """Whether a template writes the same for a list of parts as for a text; None if it writes parts alone."""
     in_parts, alone = "", ""
     with suppress(Exception):  # as above
         in_parts = render([{"role": "user", "content": [{"type": "text", "text": "text"}]}])

@@ -1,4 +1,4 @@
-"""PromptReader: checks a prompt before it reaches the scheduler; continuations of one as tokens."""
+"""PromptReader: turns prompts, and continuations behind them, into checked token ids."""
 
 from collections.abc import Collection, Iterable, Sequence, Sized
 from threading import Lock
@@ -16,7 +16,7 @@ MAX_CHARS = 65_536  # of continuations that are remembered
 Texts = tuple[str, ...]
 Tail = tuple[tuple[int, ...], int]
 """Tokens behind what all continuations of a prompt share, and which of them is the first to be scored."""
-Tails = tuple[list[int], tuple[Tail, ...]]  # tokens, and what stands behind them or in their place
+Tails = tuple[list[int], tuple[Tail, ...]]  # tokens, and tails behind them; a remembered word's tails begin with it
 UNLIKE: Tails = ([], ())
 
 
@@ -39,7 +39,7 @@ class Continuations:
     def behind(self, prompt: str, token_ids: list[int], texts: Texts) -> Tails:
         """Return the tokens before all tails of a prompt's continuations, and the tails.
 
-        prompt: with no space at its end, and not empty.  token_ids: its own.
+        prompt: not empty, and with no space at its end.  token_ids: the prompt's.
         """
         for word in _last_words(prompt):
             found = self._remembered.get((word, texts))
@@ -51,7 +51,7 @@ class Continuations:
         return self._with_all(prompt, token_ids, texts)
 
     def _with_word(self, prompt: str, token_ids: list[int], word: str, texts: Texts) -> Tails:
-        """Return the word's tokens, and the tails behind it; UNLIKE if they differ from the whole."""
+        """Return the word's tokens, and tails that begin with it; UNLIKE if whole texts are tokenized otherwise."""
         own = self._tokenizer.encode_alone(word)
         if not own or len(own) >= len(token_ids) or token_ids[-len(own) :] != own:
             return UNLIKE
@@ -78,7 +78,7 @@ class Continuations:
 
 
 def num_common(some: list[int], others: tuple[int, ...]) -> int:
-    """Count the first tokens that both have."""
+    """Count the first tokens that are equal in both."""
     pairs = zip(some, others, strict=False)
     return next((i for i, (x, y) in enumerate(pairs) if x != y), min(len(some), len(others)))
 
@@ -96,7 +96,7 @@ Prompt = str | list[int] | list[str | Picture]
 """A text, its token ids, or texts and the pictures among them."""
 Context = str | tuple[int, ...]
 
-SCORED_ROOM = -1  # of max_model_len: what is scored last is not computed
+SCORED_ROOM = -1  # one token more than max_model_len fits: the last one is scored and not computed
 
 
 def pictures_in(prompt: object) -> list[Picture]:
@@ -130,8 +130,8 @@ class PromptReader:
     def pair(self, context: object, continuation: object) -> tuple[Context, Context]:
         """Return what is scored, and what stands before it.
 
-        A text's last spaces are a part of its continuation, as in lm-evaluation-harness; an empty context is the
-        token that stands for it. Raises InvalidPrompt.
+        A context's last spaces become part of the continuation, as in lm-evaluation-harness. An empty list of token
+        ids is replaced by the tokenizer's `prefix`. Raises InvalidPrompt.
         """
         if isinstance(context, str) and isinstance(continuation, str):
             text = context.rstrip()
@@ -157,8 +157,8 @@ class PromptReader:
     ) -> tuple[list[int], tuple[Tail, ...]]:
         """Return the tokens before all of a prompt's continuations, and their tails.
 
-        A text behind a text is tokenized as one with it, with the prompt's last spaces in the continuation; one behind
-        token ids by itself. num_ends: tokens that may stand behind each. Raises InvalidPrompt or PromptTooLong.
+        A text behind a text is tokenized together with it, and the prompt's last spaces are part of it; a text behind
+        token ids is tokenized alone. num_ends: end tokens behind each. Raises InvalidPrompt or PromptTooLong.
         """
         before, tails = self._continued(prompt, continuations, truncates=truncate_prompt_tokens is not None)
         for number, (own, first) in enumerate(tails):
@@ -200,9 +200,9 @@ class PromptReader:
         return prefix, tuple((ids[1:] if ids[:1] == tuple(prefix) else ids, 0) for ids, _ in alone)
 
     def token_ids(self, prompt: object, *, truncate_prompt_tokens: int | None = None, room: int = 1) -> list[int]:
-        """Return token ids of a text, or a checked copy. Raises InvalidPrompt or PromptTooLong.
+        """Return the token ids of a text, or a checked copy of given ones. Raises InvalidPrompt or PromptTooLong.
 
-        truncate_prompt_tokens: as of SamplingParams. room: for new tokens, of max_model_len.
+        truncate_prompt_tokens: of SamplingParams. room: tokens of max_model_len that are kept for new ones.
         """
         most = self.max_model_len - room
         if isinstance(prompt, list) and prompt and all(isinstance(part, str) for part in prompt):
@@ -236,7 +236,7 @@ class PromptReader:
             )
 
     def check_ids(self, token_ids: Iterable[object]) -> None:
-        """Raise InvalidPrompt for what is no token of the vocabulary."""
+        """Raise InvalidPrompt for an id that is no token of the vocabulary."""
         for token_id in token_ids:
             if type(token_id) is not int:  # a bool is an int to isinstance
                 raise InvalidPrompt(f"token ids must be integers, got {token_id!r}")
@@ -244,7 +244,7 @@ class PromptReader:
                 raise InvalidPrompt(f"token id {token_id} is outside the vocabulary of {self.vocab_size}")
 
     def truncated(self, token_ids: list[int], truncate_prompt_tokens: int | None, room: int = 1) -> list[int]:
-        """Return the last so many tokens; all for None, and for -1 as many as leave room for one more."""
+        """Return the last truncate_prompt_tokens tokens; for None all, for -1 as many as leave `room`."""
         if truncate_prompt_tokens is None:
             return token_ids
         most = self.max_model_len - room if truncate_prompt_tokens == -1 else truncate_prompt_tokens

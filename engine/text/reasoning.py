@@ -31,7 +31,7 @@ KNOWN_MARKS = (
 class Mark:
     """A mark's text, and the tokens that write it.
 
-    token_id: the one token that always does; None if others may. is_hidden: completions' texts lack it.
+    token_id: the one token that always writes it; None if others may. is_hidden: completions' texts leave it out.
     """
 
     text: str
@@ -53,7 +53,7 @@ class Span(Enum):
 
     NONE = auto()
     OPEN = auto()
-    CLOSED = auto()  # the template has written an empty one: the model is not to reason
+    CLOSED = auto()  # the template has written an empty span: the model is not to reason
 
 
 def find_known(added_tokens: Iterable[str], template: str | None) -> tuple[str, str] | None:
@@ -74,10 +74,10 @@ def span_at_end(text: str, marks: Marks) -> Span:
 
 
 def split(text: str, marks: Marks, span: Span) -> tuple[str | None, str]:
-    """Part a completion's text into its reasoning, None if there is none, and the rest.
+    """Split a completion's text into its reasoning (None if there is none) and the rest.
 
-    Line breaks beside the marks belong to neither. A first mark in the middle counts only if its span is closed; an
-    end mark without a first one closes a span that began before the text.
+    Line breaks beside the marks belong to neither. A start mark in the middle counts only if its span is closed; an
+    end mark without a start mark closes a span that began before the text.
     """
     if span is Span.CLOSED:
         return None, text
@@ -99,9 +99,9 @@ def split(text: str, marks: Marks, span: Span) -> tuple[str | None, str]:
 
 
 class ThinkingBudget:
-    """Closes a span that has so many tokens: a Forcing of engine.schedule.
+    """Closes a span once it has `budget` tokens: a Forcing of engine.schedule.
 
-    budget: tokens between the marks, at most. text: of its tokens, needed if a mark is no single token.
+    budget: the most tokens between the marks. text: makes the text of tokens, needed if a mark is no single token.
     """
 
     def __init__(self, budget: int, marks: Marks, span: Span, text: Callable[[], IncrementalText]) -> None:
@@ -118,9 +118,9 @@ class ThinkingBudget:
         if self._text is not None:
             longest = max(len(self._marks.start.text), len(self._marks.end.text))
             self._tail = self._tail[-longest:] + self._text.add(token_id)
-        if num_left:  # tokens of the end mark
+        if num_left:  # tokens of the end mark are still to come
             return ()
-        if self._left == 0:  # that was its last one
+        if self._left == 0:  # that was the end mark's last token
             self._left, self._tail = None, ""
         elif self._left is None:
             if self._completes(self._marks.start, token_id):
@@ -138,7 +138,7 @@ class ThinkingBudget:
 
 
 class Reasoner:
-    """Closes spans that are too long, and parts reasoning from answers."""
+    """Closes spans that are too long, and splits reasoning from answers."""
 
     def __init__(self, tokenizer: Tokenizer, vocab_size: int) -> None:
         self._tokenizer, self._vocab_size = tokenizer, vocab_size
@@ -150,8 +150,8 @@ class Reasoner:
     ) -> ThinkingBudget | None:
         """Return the ThinkingBudget of one completion; None without a budget.
 
-        named: the marks, () for the model's own. follows_text: as of Tokenizer.decode. Raises InvalidSampling without
-        marks.
+        named: the marks, () for the model's own. follows_text: of Tokenizer.decode. Raises InvalidSampling if there are
+        no marks.
         """
         if budget is None:
             return None
@@ -171,7 +171,7 @@ class Reasoner:
     ) -> tuple[str | None, str]:
         """Split a completion's text into its reasoning (or None) and the rest.
 
-        token_ids: of the completion. named, follows_text: as of `budget`.
+        token_ids: of the completion. named, follows_text: of `budget`.
         """
         marks = self._marks_of(tuple(named))
         if marks is None:

@@ -1,8 +1,8 @@
 """Reads a SentencePiece model file, `tokenizer.model`, as a tokenizer of the tokenizers library.
 
 transformers 5 leaves out SentencePiece's space before a text for most model types, and lets text such as "<0x0A>"
-become a byte piece. Here the tokens are the SentencePiece library's, which tests compare. Neither it nor protobuf
-need be installed. Source: sentencepiece_model.proto of github.com/google/sentencepiece.
+become a byte piece. Here the tokens are those of the SentencePiece library; tests compare them. Neither the library
+nor protobuf need be installed. Source: sentencepiece_model.proto of github.com/google/sentencepiece.
 """
 
 import struct
@@ -51,7 +51,7 @@ def read_sentencepiece(path: Path) -> tuple[Any, dict[str, str]]:
         "eos_token": trainer.get(42, 2),
         "pad_token": trainer.get(43, -1),
     }
-    names = {name: pieces[i][0] for name, i in ids.items() if 0 <= i < len(pieces)}  # -1 is 2 ** 64 - 1
+    names = {name: pieces[i][0] for name, i in ids.items() if 0 <= i < len(pieces)}  # -1 is read as 2 ** 64 - 1
     return _build(pieces, trainer, normalizer), names
 
 
@@ -79,7 +79,7 @@ def _build(pieces: list[tuple[str, float, int]], trainer: dict[int, Any], normal
     tokenizer.decoder = decoders.Sequence(parts)
     tokenizer.add_tokens(
         [
-            # a symbol of spaces is found only once they are written as in the vocabulary
+            # a symbol with spaces is found only after spaces are written as in the vocabulary
             AddedToken(text, normalized=SPACE in text, special=kind != USER_DEFINED)
             for text, _, kind in pieces
             if kind in (UNKNOWN, CONTROL, USER_DEFINED)
@@ -89,7 +89,7 @@ def _build(pieces: list[tuple[str, float, int]], trainer: dict[int, Any], normal
 
 
 def _merges(pieces: list[tuple[str, float, int]]) -> list[tuple[str, str]]:
-    """List the pairs of pieces that give a piece in the order of merging: the best score first."""
+    """List the pairs of pieces that make up another one, in the order of merging: the best score first."""
     scores = {text: score for text, score, kind in pieces if kind == NORMAL}
     return [
         (text[:at], text[at:])

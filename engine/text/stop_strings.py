@@ -12,12 +12,12 @@ class IncrementalText:
     """The text of tokens that come one by one, always a prefix of the text of all of them.
 
     Only the tokens behind the last complete character are decoded each time. A trailing replacement character is held
-    back, as the next token may complete it. Where bytes are pieces of a vocabulary, bytes that make no character undo
-    complete ones before them in the text of all tokens; here those stay.
+    back, as the next token may complete it. If bytes are pieces of a vocabulary and all tokens are decoded together,
+    bytes that make no character spoil complete ones before them; here these stay.
 
     behind: decodes tokens that stand behind others, which decoders may treat unlike a text's beginning.
     num_open: the most replacement characters for one incomplete character.
-    joined: tokens behind which the next one is not decoded without them.
+    joined: tokens that are decoded again with the next one.
     """
 
     def __init__(
@@ -56,7 +56,7 @@ class IncrementalText:
 class StopStrings:
     """Watches one sequence for its stop strings. Add each generated token once.
 
-    min_tokens: a stop string within the first so many tokens does not count.
+    min_tokens: a stop string within the first min_tokens tokens does not count.
     include: leave the stop string at the end of the text.
     """
 
@@ -73,7 +73,7 @@ class StopStrings:
         self._stop, self._include = stop, include
         self._text = text
         self._num_ignored = min_tokens
-        self._overlap = max(map(len, stop)) - 1  # a match may begin so far back
+        self._overlap = max(map(len, stop)) - 1  # characters before new text in which a match may begin
         self._pieces: list[str] = []
         self._tail = ""
         self._num_chars = 0  # of all pieces

@@ -24,22 +24,22 @@ from engine.text.chat_templates import (
 from engine.text.stop_strings import IncrementalText
 from engine.text.tokenizer_files import load_tokenizer
 
-#: Characters of a token, as few texts have on average: the longest tokens of vocabularies are as many spaces.
+#: Characters per token that hardly any text has on average: the longest tokens of vocabularies are 128 spaces.
 MAX_TOKEN_CHARS = 128
 
-#: Texts, at least one of which has ordinary tokens, not bytes.
+#: Texts of which at least one has ordinary tokens, not byte pieces.
 ANCHORS = ("a", "e", "1", ".")
 
 #: Errors that templates raise besides jinja2's own.
 RENDER_ERRORS = (TypeError, ValueError, LookupError, AttributeError, ArithmeticError, RecursionError)
 
-#: Where bytes are pieces of the vocabulary, each byte of an incomplete character is a character of its text.
+#: If bytes are pieces of the vocabulary, each byte of an incomplete character becomes a replacement character.
 BYTE_PIECES_OPEN = 3
 
 
 @dataclass(frozen=True)
 class AddedToken:
-    """A token for one text, wherever it is. is_special: completions' texts lack it."""
+    """A token that stands for one text wherever it occurs. is_special: completions' texts leave it out."""
 
     token_id: int
     is_special: bool
@@ -48,16 +48,16 @@ class AddedToken:
 class Tokenizer:
     """The tokenizer of a model folder, for any number of threads at once.
 
-    chat_template: the name of one of the model's chat templates; None for the default one.
-    Raises ConfigError if it cannot be read, or has no such template. template: its source, None if there is none.
-    added_tokens: by their texts, the tokens beside the vocabulary.
+    chat_template: the name of one of the model's chat templates; None for the default one. template: its source, None
+    if there is none. added_tokens: by text, the tokens that are added to the vocabulary.
+    Raises ConfigError if the folder's tokenizer cannot be read, or has no such template.
     """
 
     def __init__(self, folder: Path, chat_template: str | None = None) -> None:
         self._tokenizer: Any = open_tokenizer(folder)
         backend = getattr(self._tokenizer, "backend_tokenizer", None)
         if backend is not None:
-            # In its first call transformers would change what other threads are using.
+            # else transformers does so in its first call, while other threads may be using it
             backend.no_truncation()
             backend.no_padding()
         added = {} if backend is None else backend.get_added_tokens_decoder()
@@ -91,14 +91,14 @@ class Tokenizer:
         return [token_id]
 
     def encode_alone(self, text: str, *, limit: int | None = None) -> list[int]:
-        """Return the token ids of the text and no more. limit: as in `encode`."""
+        """Return the token ids of the text, with no special tokens added. limit: of `encode`."""
         return self._encode(text, limit, add_special_tokens=False)
 
     def encode(self, text: str, *, limit: int | None = None) -> list[int]:
         """Return a prompt's token ids, with the tokenizer's special tokens; the first one is never doubled.
 
-        limit: tokens at most; a text far too long for it is not tokenized, others may still have more. Raises
-        PromptTooLong for such a text, InvalidPrompt for invalid Unicode.
+        limit: the most tokens. Raises PromptTooLong, without tokenizing, for a text far too long for it; other texts
+        may still give more tokens. Raises InvalidPrompt for invalid Unicode.
         """
         token_ids = self._encode(text, limit, add_special_tokens=True)
         bos, bos_id = self._bos
@@ -107,23 +107,23 @@ class Tokenizer:
         return token_ids
 
     def encode_cut(self, text: str, most: int) -> list[int]:
-        """Encode and cut as transformers does: special tokens stay. Arguments as of `encode`."""
+        """Encode a text and cut it to `most` tokens as transformers does: special tokens stay. Raises InvalidPrompt."""
         whole = self._encode(text, None, add_special_tokens=True)
         if len(whole) <= most:
             return whole
         own = self.encode_alone(text)
         num_added = len(whole) - len(own)
         starts = (start for start in range(num_added + 1) if whole[start : start + len(own)] == own)
-        if (start := next(starts, None)) is None:  # what is added is no frame around the text
+        if (start := next(starts, None)) is None:  # the special tokens are not around the text
             return whole[:most]
         num_kept = max(0, most - num_added)
         cut = own[len(own) - num_kept :] if self._tokenizer.truncation_side == "left" else own[:num_kept]
         return whole[:start] + cut + whole[start + len(own) :]
 
     def encode_pair(self, first: str, second: str, most: int, vocab_size: int) -> list[int]:
-        """Encode two texts as one, the longer one cut first if they are too long, as transformers does it.
+        """Encode two texts as one; if they are too long, the longer one is cut first, as in transformers.
 
-        Where the model tells them apart, the second's ids have vocab_size added. Raises InvalidPrompt.
+        If the model tells the two apart, vocab_size is added to the second one's ids. Raises InvalidPrompt.
         """
         if self.backend is None:
             raise InvalidPrompt("this tokenizer takes no pairs of texts: it is not one of the tokenizers library")
@@ -147,7 +147,7 @@ class Tokenizer:
 
     @property
     def max_length(self) -> int:
-        """Tokens to which its files have texts cut; a very large number where they name none."""
+        """The tokens to which its files say to cut texts; a very large number if they name none."""
         length = getattr(self._tokenizer, "model_max_length", None)
         return length if type(length) is int and length > 0 else sys.maxsize
 
@@ -181,8 +181,8 @@ class Tokenizer:
     ) -> str:
         """Return the text of token ids, without special tokens unless they are asked for.
 
-        follows_text: text stands before it, so that the first token keeps its space.
-        spaces_between_special_tokens: as of SamplingParams; it concerns all tokens added to the vocabulary.
+        follows_text: text stands before it, so the first token keeps its space.
+        spaces_between_special_tokens: of SamplingParams; it holds for all tokens added to the vocabulary.
         """
         anchor = self._anchor if follows_text else []
         whole, cuts = anchor + token_ids, [0, len(anchor) + len(token_ids)]
@@ -237,7 +237,7 @@ class Tokenizer:
         return any(token_id not in self._special_ids for token_id in token_ids)
 
     def chat_token_ids(self, messages: Messages, *, limit: int | None = None, **options: Any) -> list[int]:
-        """Return the token ids of a conversation. limit: as in `encode`. options: of `chat_text`, which raises."""
+        """Return a conversation's token ids. limit: of `encode`. options: of `chat_text`. Raises what both raise."""
         return self.encode_alone(self.chat_text(messages, **options), limit=limit)
 
     def chat_text(
@@ -250,8 +250,8 @@ class Tokenizer:
     ) -> str:
         """Return the text of a conversation, ready for the model's answer.
 
-        messages, tools: in OpenAI's shape, with parts of these kinds. chat_template_kwargs: variables of the template.
-        Raises InvalidPrompt if they have another shape, or the model's template is missing or refuses them.
+        messages, tools: in OpenAI's shape. kinds: of the messages' parts. chat_template_kwargs: variables of the
+        template. Raises InvalidPrompt for another shape, or if the model's template is missing or refuses them.
         """
         from jinja2 import TemplateError
 
@@ -267,19 +267,19 @@ class Tokenizer:
             raise InvalidPrompt(f"the chat template refused these messages: {error}") from error
 
     def _render(self, messages: Messages, **variables: Any) -> str:
-        # a variable may have the name of an argument, such as `tokenize`: the last one counts
+        # a variable may have the name of an argument, such as `tokenize`: then the argument counts
         options = {"chat_template": self.template, "add_generation_prompt": True, "tokenize": False}
         text = self._tokenizer.apply_chat_template(messages, **{**variables, **options})
         assert isinstance(text, str)
         return text
 
     def _find_anchor(self, backend: Any) -> tuple[list[int], str]:
-        """Find tokens to decode before others, and their text; none if position changes nothing."""
+        """Find tokens to decode before others, and their text; none if a token's place does not change its text."""
         if backend is None or _decodes_bytes(backend):
             return [], ""
         for text in ANCHORS:
             token_ids = backend.encode(text, add_special_tokens=False).ids
-            # not in bytes, which would make one character with those behind them
+            # no byte pieces, which would join the bytes behind them to one character
             if self.decode(token_ids) == text and backend.id_to_token(token_ids[-1])[:3] != "<0x":
                 return token_ids, text
         return [], ""

@@ -26,7 +26,7 @@ def load_tokenizer(folder: Path) -> Any:
     if not any((folder / name).is_file() for name in VOCABULARIES):
         # transformers 5 would make an empty tokenizer of the model's class
         raise ConfigError(f"{folder} holds none of {', '.join(VOCABULARIES)}; add the model's tokenizer")
-    # trust_remote_code: unless it is said, code in the folder makes transformers ask the terminal
+    # trust_remote_code: left unset, it makes transformers ask on the terminal if there is code in the folder
     options: dict[str, Any] = {"local_files_only": True, "trust_remote_code": False}
     if (folder / "tokenizer.json").is_file():
         return PreTrainedTokenizerFast.from_pretrained(str(folder), **options)
@@ -34,13 +34,13 @@ def load_tokenizer(folder: Path) -> Any:
         return _of_tekken(folder / "tekken.json")
     if (folder / "tokenizer.model").is_file():
         return _of_sentencepiece(folder)
-    from transformers import AutoTokenizer  # it reads the names of all models' modules, a third of a second
+    from transformers import AutoTokenizer  # late: it lists all models' modules, which takes a third of a second
 
     return AutoTokenizer.from_pretrained(str(folder), **options)
 
 
 def _of_tekken(path: Path) -> Any:
-    """Make a tokenizer that puts the token for a text's beginning before each text."""
+    """Make the tokenizer of a tekken.json; it puts the beginning token before each text."""
     from tokenizers.processors import TemplateProcessing
     from transformers import PreTrainedTokenizerFast
 
@@ -77,7 +77,7 @@ def read_tekken(path: Path) -> tuple[Any, list[str]]:
 
 
 def _build_tekken(ranks: dict[bytes, int], split: str, special: list[str]) -> Any:
-    """Build it of ranks by runs of bytes, a word's regular expression, and the special tokens, which come first."""
+    """Build the tokenizer. ranks: by a token's bytes. split: a word's pattern. special: the tokens of the first ids."""
     from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers
 
     chars = {byte: char for char, byte in byte_alphabet().items()}
@@ -103,7 +103,7 @@ def _build_tekken(ranks: dict[bytes, int], split: str, special: list[str]) -> An
 
 
 def byte_alphabet() -> dict[str, int]:
-    """Return the byte of each character that byte-level BPE writes it as: itself if printable."""
+    """Return, by character, the byte that byte-level BPE writes as it; printable ones are written as themselves."""
     printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
     others = [byte for byte in range(256) if byte not in printable]
     return {chr(byte): byte for byte in printable} | {chr(256 + i): byte for i, byte in enumerate(others)}

@@ -98,7 +98,7 @@ class DecodeGraphs:
         largest_first = [[capture(run) for run in self._bind(size, max_model_len)] for size in reversed(self._sizes)]
         self._replays = largest_first[::-1]
         for compute, choose_tokens in self._replays:
-            compute()  # the first time takes longer, and what is wrong with one shows here
+            compute()  # the first replay takes longer, and shows if anything is wrong with a graph
             choose_tokens()
 
     def fits(self, step: StepBatch) -> bool:
@@ -118,11 +118,11 @@ class DecodeGraphs:
         try:
             rows = self._static.write(step, sampling, last)
             compute()
-            edits = sampling.ready_edits()  # masks come while the step runs
+            edits = sampling.ready_edits()  # computes masks while the step runs
             if edits is None:
                 choose_tokens()
             else:
-                # a row's token before is what it has computed now
+                # a row's pending token is the one that it has just computed: it lies in the row itself
                 at = rows[edits.rows]
                 size = self._sizes[graph]
                 state, placed = self._static.state.first(size), edits.placed(at, at[edits.pending[:, 0]])
@@ -133,7 +133,7 @@ class DecodeGraphs:
         return Sampled(self._static.state.next_token_ids[: len(rows)], rows)
 
     def _bind(self, size: int, max_context_len: int) -> tuple[Callable[[], None], Callable[[], None]]:
-        """Make the calls to capture: a decode step of `size` static rows up to hidden states, then the next tokens."""
+        """Make two calls to capture: a decode step of `size` static rows up to hidden states; choosing next tokens."""
         forward, advance, choose = self._forward, self._backend.advance, self._choose
         state, outputs = self._static.state.first(size), self._hidden
         batch = ForwardBatch(

@@ -1,4 +1,4 @@
-"""The memory that this process may still take, and how much of it is kept."""
+"""Finds the memory that this process may still take, and divides it among the KV pool and states."""
 
 import ctypes
 import logging
@@ -18,7 +18,7 @@ M_TRIM_THRESHOLD, M_TOP_PAD, M_MMAP_THRESHOLD = -1, -2, -3
 KEPT_FREE_BYTES = 2**31 - 1  # the largest an int holds
 SPARE_HEAP_BYTES = 64 * 2**20
 OLD_MMAP_LIMIT = 32 * 2**20
-MOST_COUNTED = 1 << 16  # blocks that take no memory of the pool's
+MOST_COUNTED = 1 << 16  # blocks of a model without keys and values: they take no memory
 CPU_KV_CACHE_LIMIT = 4 * GIB
 CPU_KV_CACHE_SHARE = 4  # a quarter, so that two workers fit on a laptop
 
@@ -32,7 +32,7 @@ def keep_freed_memory() -> None:
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     if mallopt is None:
         return
-    # Older ones refuse a threshold above 32 MiB. Without one the others would freeze it at 128 KiB.
+    # Older C libraries refuse a threshold above 32 MiB. If none is set, the calls below freeze it at 128 KiB.
     if not (mallopt(M_MMAP_THRESHOLD, GIB) or mallopt(M_MMAP_THRESHOLD, OLD_MMAP_LIMIT)):
         logger.info("the C library refuses to keep freed memory: large prefills are slower")
         return
@@ -41,20 +41,20 @@ def keep_freed_memory() -> None:
 
 
 def give_back_memory() -> None:
-    """Give the kernel what is free of the memory kept so, as engines leave it when they close."""
+    """Give the kernel the freed memory that this process keeps, as after an engine has closed."""
     if (trim := getattr(ctypes.CDLL(None), "malloc_trim", None)) is not None:
         trim(0)
 
 
 def default_cpu_kv_cache_bytes(num_ranks: int) -> int:
-    """Return each rank's 4 GiB, or its part of a quarter of the allowed memory if that is less."""
+    """Return the bytes of one rank: 4 GiB, or its part of a quarter of the allowed memory if that is less."""
     return min(CPU_KV_CACHE_LIMIT, allowed_bytes() // CPU_KV_CACHE_SHARE // num_ranks)
 
 
 def allowed_bytes(proc: Path = PROC, cgroup_root: Path = ROOT) -> int:
-    """Return the bytes free to this process: available on the machine, or less by a cgroup.
+    """Return the bytes that this process may still take: those available on the machine, or a cgroup's if fewer.
 
-    The paths are parameters for tests. Without them (not Linux) 4 GiB are assumed.
+    The paths are parameters for tests. If neither is there (not Linux), 4 GiB are assumed.
     """
     limits = [_mem_available(proc / "meminfo"), *map(_headroom, cgroups_of("memory", proc, cgroup_root))]
     return max(0, min((limit for limit in limits if limit is not None), default=4 * GIB))
@@ -90,7 +90,7 @@ class PoolSizes(NamedTuple):
 
 
 def check_pool_bytes(config: EngineConfig, most: int, owner: str) -> None:
-    """Raise ConfigError for a kv_cache_bytes of more than the bytes left of the owner's."""
+    """Raise ConfigError if kv_cache_bytes is more than `most`, the bytes left of `owner`, which names a memory."""
     if config.kv_cache_bytes is not None and config.kv_cache_bytes > most:
         raise ConfigError(
             f"kv_cache_bytes={config.kv_cache_bytes} on each rank is more than the {most} bytes left of {owner}; "
@@ -101,12 +101,12 @@ def check_pool_bytes(config: EngineConfig, most: int, owner: str) -> None:
 def divide_pool(
     sizes: PoolSizes, config: EngineConfig, most: int, default: int, longest: int
 ) -> tuple[int, StateRows | None]:
-    """Return the blocks of the KV pool, and the states beside it. Raises ConfigError if no state fits.
+    """Return the number of blocks of the KV pool, and of states beside it. Raises ConfigError if no state fits.
 
-    most, default: bytes that both may take together, and take if nothing is said.  longest: tokens of a sequence.
+    most, default: bytes that both may take together, and do without kv_cache_bytes.  longest: tokens of a sequence.
     """
     states = fit_states(sizes.state, config, most, default)
-    if not sizes.block:  # they count tokens alone
+    if not sizes.block:  # blocks hold nothing and only count tokens
         num_blocks = -(-longest // config.block_size)
         return max(num_blocks, min(num_blocks * config.max_num_seqs, MOST_COUNTED)), states
     taken = 0 if states is None else sum(states) * sizes.state
@@ -116,7 +116,7 @@ def divide_pool(
 def fit_states(row_bytes: int, config: EngineConfig, most: int, default: int) -> StateRows | None:
     """Divide memory among the states of running sequences and snapshots. Raises ConfigError if none fits.
 
-    row_bytes: of one, 0 of a model without.  most, default: as of `divide_pool`.
+    row_bytes: of one state; 0 if the model keeps none.  most, default: of `divide_pool`.
     """
     if not row_bytes:
         return None
@@ -133,7 +133,7 @@ def fit_states(row_bytes: int, config: EngineConfig, most: int, default: int) ->
 
 
 def fit_pool(num_blocks: int, config: EngineConfig, model_len: int) -> int:
-    """Settle max_model_len against the model and the pool. Raises ConfigError."""
+    """Return max_model_len: as configured, or what model and pool allow. Raises ConfigError if it does not fit."""
     pool_tokens = num_blocks * config.block_size
     wanted = config.max_model_len
     if wanted is not None and wanted > model_len:

@@ -103,7 +103,7 @@ class ModelRunner:
 
     @torch.inference_mode()
     def launch(self, step: StepBatch, sampling: SamplingBatch) -> PendingTokens:
-        """Start the step on the device, up to a token for each row that samples, which rank 0 chooses.
+        """Start the step on the device; it ends with a token for each row that samples, which rank 0 chooses.
 
         Nothing waits for the device; steps run in the order of their launches, so a step can read the tokens of the one
         before. On a CPU the step has run when this returns. Any thread may call this, one at a time.
@@ -153,9 +153,9 @@ class ModelRunner:
         return replace(batch, pictures=pictures), rows
 
     def read_pictures(self, reader: PictureReader) -> Tower:
-        """Take pictures of this reader from now on. Raises UnsupportedModel if the model does not do so exactly.
+        """Take this reader's pictures from now on. Raises UnsupportedModel if the model computes them otherwise.
 
-        No step may have run.
+        Call it before the first step.
         """
         if not isinstance(self.model, TransformersModel):
             raise UnsupportedModel("its text part alone is computed")
@@ -176,7 +176,7 @@ class ModelRunner:
     def close(self) -> None:
         """Free the graphs once all steps have run; model and pool are freed with this object.
 
-        Before the process group ends: NCCL waits for graphs that hold its communicators.
+        Call it before the process group ends: NCCL waits for graphs that hold its communicators.
         """
         if self._graphs is not None:
             if self.device.type == "cuda":
@@ -185,9 +185,9 @@ class ModelRunner:
 
     @torch.inference_mode()
     def logits(self, step: StepBatch) -> Tensor:
-        """Return the logits of the rows that sample, as from `forward`, once the kernels are compiled."""
+        """Have the kernels compiled; return the logits of the rows that sample, as `forward` does."""
         batch, _ = self._to_device(step)
-        # ranks exchange sums in it: each has to run it as often as the others, whatever it finds compiled
+        # ranks exchange sums in each forward pass, so all must run it equally often, whatever they find compiled
         return self.backend.prepare(self.dtype, lambda: self.forward(batch), repeats=self._tp.size == 1)
 
     @torch.inference_mode()
@@ -259,7 +259,7 @@ class ModelRunner:
         return self.dtype if self._kv_scales is None else FP8
 
     def _make_cache(self, num_blocks: int, num_states: int = 1) -> KVCache:
-        """Make a cache of so many blocks, and of states for so many sequences if the model keeps any."""
+        """Make a cache of num_blocks blocks, with num_states states if the model keeps any."""
         cache = KVCache(
             self.model.attention_layers,
             num_blocks=num_blocks,
@@ -290,7 +290,7 @@ class ModelRunner:
 
     @torch.inference_mode()
     def _probe(self) -> None:
-        """Raise UnsupportedModel if the model mixes sequences, ConfigError if FP8 alone breaks it."""
+        """Raise UnsupportedModel if the model fails the probe, ConfigError if only an FP8 cache makes it fail."""
         lengths = [min(length, self._longest) for length in self.model.probe_lengths]
         probe = Probe(self._model_config.vocab_size, self._config.block_size, lengths)
         self.cache = self._make_cache(probe.num_blocks, NUM_PLACES)
@@ -303,7 +303,7 @@ class ModelRunner:
                 raise
             problem = f"does not run through transformers: it raises {type(error).__name__}: {error}"
         del self.cache
-        if not problem or self._tp.rank != 0:  # the others hold a part of the logits
+        if not problem or self._tp.rank != 0:  # other ranks hold only a part of the logits
             return
         name = self._model_config.architecture
         if self._kv_scales is not None:
@@ -340,7 +340,7 @@ class ModelRunner:
             logger.info("decode steps run from CUDA graphs")
 
     def _measure_room(self, memory: GpuMemory) -> int:
-        """Run the largest steps and capture the graphs over a small pool; return the bytes that they leave."""
+        """Run the largest steps and capture the graphs, over a small pool; return the bytes left for the real one."""
         num_blocks = -(-self._config.max_num_batched_tokens // self._config.block_size)
         self.cache = self._make_cache(num_blocks)
         scratch_bytes = self.cache.num_bytes
@@ -348,7 +348,7 @@ class ModelRunner:
         before = memory.used_bytes()
         graphs = self._capture_graphs(self._longest)
         graph_bytes = memory.used_bytes() - before
-        del graphs  # whose pool counts as taken: those of the whole pool take as much
+        del graphs  # their memory counts as taken all the same: graphs over the real pool take as much
         taken = memory.used_bytes() + step_bytes + graph_bytes + SPARE_BYTES - scratch_bytes
         del self.cache
         return int(memory.total_bytes * self._config.memory_utilization) - taken
@@ -358,14 +358,14 @@ class ModelRunner:
         steps = warm_up_steps(self._config, self._longest, num_blocks)
         for step in steps:
             self.launch(step, nucleus_sampling(len(step.sample_rows))).wait()
-        sampling = nucleus_sampling(len(steps[0].sample_rows))  # of as many as may run
+        sampling = nucleus_sampling(len(steps[0].sample_rows))  # of max_num_seqs rows
         for edited in with_edits(sampling, self._model_config.vocab_size):
             self.launch(steps[0], edited).wait()
 
     @torch.inference_mode()
     def _capture_graphs(self, max_model_len: int) -> DecodeGraphs | None:
         """Capture decode steps over the pool as it is now; None if steps run without graphs."""
-        # not self: the graphs shall go with this object
+        # no closure over self, which the graphs would keep alive
         model, cache, backend, tp = self.model, self.cache, self.backend, self._tp
         capture = choose_capture(self._config, self.backend, self.device, may_wait=model.may_wait)
         if capture is None or self._graphs_failed or model.states or model.index_keys:
@@ -407,8 +407,8 @@ def choose(
 ) -> None:
     """Write a token for each row of logits to `chosen`, [rows] int64, on every rank.
 
-    Rank 0 alone has all of the vocabulary's logits, which the edits change.  sampled: [any] int64, with the edits'
-    pending tokens; it may be `chosen`.
+    Only rank 0 has the logits of the whole vocabulary; there the edits change them.  sampled: [any] int64, holds the
+    edits' pending tokens; it may be `chosen`.
     """
     if tp.rank == 0:
         if edits is not None:

@@ -1,8 +1,8 @@
 """The probe: checks that a model keeps a batch's sequences apart and remembers a sequence's earlier chunks.
 
-A convolution, a recurrence or a state beside the cache gives other answers in an engine, and configurations need
-not say so. So two sequences are computed alone, in one batch, and one of them in two chunks, and their
-logits compared; a model of transformers is also compared with transformers. All of it is repeated for FP8.
+A convolution, a recurrence or a state beside the cache gives other answers in an engine, and a configuration need
+not mention it. So two sequences are computed alone, both in one batch, and one of them in two chunks; the logits must
+agree. A model of transformers is also compared with transformers' own code. All of it is repeated for an FP8 cache.
 """
 
 from collections.abc import Callable, Sequence
@@ -16,7 +16,7 @@ from engine.attention.kv_cache import FP8
 from engine.run.forward.warm_up import whole_parts
 from engine.schedule.step_batch import StepBatch
 
-NUM_PLACES = 5  # one for each sequence of each run, so that none finds what another has stored; of states too
+NUM_PLACES = 5  # for blocks and states, one for each sequence of each run: none finds what another has stored
 
 #: Rows differ when their differences (root mean square, over the spread of its logits) are above this.
 #: Measured on 80 tiny models: rounding up to 4e-5 in float32 and 0.2 in bfloat16, the first rows after a
@@ -24,7 +24,7 @@ NUM_PLACES = 5  # one for each sequence of each run, so that none finds what ano
 #: those models; unrelated rows differ by 1.4.
 TOLERANCE = {torch.float32: 1e-3, torch.float16: 0.1, torch.bfloat16: 0.3, FP8: 1.2}
 FIRST_ROWS = 3  # after a boundary, where what crosses it is strongest
-NUM_ROWS = 8  # in a row that are compared together: what comes late in a sequence is in few of all
+NUM_ROWS = 8  # successive rows that are compared together: of all rows, a late difference changes few
 
 Run = Callable[[StepBatch], Tensor]
 
@@ -40,7 +40,7 @@ class Probe:
         self.num_blocks = NUM_PLACES * self._place_blocks
 
     def find(self, run: Run, dtype: torch.dtype, reference: Callable[[Tensor], Tensor | None]) -> str | None:
-        """Say what the model mixes, as the end of a sentence about it; None if nothing.
+        """Return what the model does wrong, as the end of a sentence about it; None if nothing.
 
         run: computes a step; logits [samples, vocabulary].  dtype: of the cache's numbers.
         reference: token ids [tokens] -> logits of all rows by other code, or None.
@@ -61,7 +61,7 @@ class Probe:
         return None
 
     def step(self, parts: Sequence[tuple[NDArray[np.int64], int, int]]) -> StepBatch:
-        """Make a step of these parts, each (tokens, how many came before, its place)."""
+        """Make a step of these parts, each (tokens, how many came before them, its place)."""
         width = self._place_blocks
         lens = np.array([len(tokens) for tokens, _, _ in parts], np.int64)
         positions = [np.arange(start, start + len(tokens)) for tokens, start, _ in parts]
@@ -80,11 +80,11 @@ class Probe:
 
 
 def differ(expected: Tensor, found: Tensor, dtype: torch.dtype) -> bool:
-    """Return whether most of any rows in a row differ; a router's near tie may change one now and then."""
+    """Return whether in any group of successive rows most differ; single ones may, by a router's near tie."""
     expected, found = expected.float(), found.float()
     spread = expected.std(-1).clamp_min(torch.finfo(torch.float32).tiny)
     error = (found - expected).square().mean(-1).sqrt() / spread
-    error = error.nan_to_num(torch.inf)[expected.isfinite().all(-1)]  # what overflows alone says nothing
+    error = error.nan_to_num(torch.inf)[expected.isfinite().all(-1)]  # rows that overflow even there say nothing
     if not len(error):
         return False
     return any(

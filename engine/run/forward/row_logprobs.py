@@ -1,4 +1,4 @@
-"""Log probabilities of a step, computed in pieces: those of a whole chunk would not fit."""
+"""Computes a step's log probabilities, in pieces: the logits of a whole chunk would not fit into memory."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -22,7 +22,7 @@ PIECE_NUMBERS = 2**23  # logits looked at together: 32 MiB in float32
 
 @dataclass(frozen=True)
 class DeviceLogprobs:
-    """The log probabilities of a step's rows: RowLogprobs, whose arrays but `starts` are tensors on its device."""
+    """The log probabilities of a step's rows: RowLogprobs with tensors on the device, except for `starts`."""
 
     tensors: list[Tensor]
     starts: NDArray[np.int64]
@@ -48,13 +48,13 @@ def scores_of(backend: KernelBackend) -> Scores:
 def score_tokens(logits: Tensor, token_ids: Tensor, rows: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Return tokens' log probabilities and ranks, [tokens] float32 and int64, and each row's log-sum-exp, [rows].
 
-    logits: [rows, vocabulary], of any floating dtype.  token_ids: [tokens] int64.  rows: [tokens] int64, the row of
-    each, which ascend; each row has a token.
+    logits: [rows, vocabulary], of any floating dtype.  token_ids: [tokens] int64.  rows: [tokens] int64, ascending,
+    the row of each token; each row has at least one.
     """
     logits = logits.float()
     totals, own = logits.logsumexp(-1), logits[rows, token_ids]
     others, ranks = torch.arange(logits.shape[1], device=logits.device), []
-    for part in torch.split(torch.arange(len(rows), device=logits.device), len(logits)):  # so many take no more memory
+    for part in torch.split(torch.arange(len(rows), device=logits.device), len(logits)):  # not larger than logits
         numbers = logits if len(rows) == len(logits) else logits[rows[part]]
         highest, before = own[part, None], others < token_ids[part, None]
         ranks.append(1 + ((numbers > highest) | ((numbers == highest) & before)).sum(-1))
@@ -64,7 +64,7 @@ def score_tokens(logits: Tensor, token_ids: Tensor, rows: Tensor) -> tuple[Tenso
 def top_of_each(logits: Tensor, width: int) -> tuple[Tensor, Tensor]:
     """Return the highest logits of each row, float32, and their ids; of equal ones the first.
 
-    topk orders equal numbers by the width, so it gets integers that differ: a float's bits in order, then its id.
+    topk's order of equal numbers depends on the width, so it gets integers that differ: a float's bits, then its id.
     """
     bits = logits.view(torch.int32)
     keys = (bits ^ ((bits >> 31) & 0x7FFFFFFF)).long() << 32
@@ -74,9 +74,9 @@ def top_of_each(logits: Tensor, width: int) -> tuple[Tensor, Tensor]:
 
 
 def cut(tops: NDArray[np.int64], rows: NDArray[np.int64], vocab_size: int) -> Iterator[tuple[slice, int]]:
-    """Cut tokens into pieces of not too many rows, each with its number of likely tokens.
+    """Cut tokens into pieces of not too many rows; yield each piece, and the most likely tokens wanted in it.
 
-    tops, rows: [tokens] int64: how many each wants, and its row; these ascend.
+    tops: [tokens] int64, the likely tokens that each wants.  rows: [tokens] int64, ascending, the row of each.
     """
     most = max(1, PIECE_NUMBERS // vocab_size)
     is_wide = tops > MAX_LOGPROBS
@@ -89,7 +89,7 @@ def cut(tops: NDArray[np.int64], rows: NDArray[np.int64], vocab_size: int) -> It
 
 
 class StepLogprobs:
-    """The log probabilities of one step, on rank 0; others take part. scored_rows: [rows] int64, on the device.
+    """The log probabilities of one step, on rank 0; other ranks take part. scored_rows: [rows] int64, on the device.
 
     by_row: a row's result has the same bits in a piece of any size and width.
     """
@@ -142,7 +142,7 @@ class StepLogprobs:
     ) -> tuple[NDArray[np.int64], Tensor, Tensor, Tensor, Tensor]:
         """Return the number of likely tokens of each token, and RowLogprobs' other arrays.
 
-        The others as of `score_tokens`; a negative token id stands for any.
+        Parameters as of `score_tokens`, `width` likely tokens for each; a negative token id stands for any token.
         """
         logprobs, ranks, totals = self._scores(logits, token_ids.clamp(min=0), rows)
         width = min(width, logits.shape[1])

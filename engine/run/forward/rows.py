@@ -1,4 +1,4 @@
-"""The rows of a decode batch on the device: which sequence has which, and the memory that graphs read."""
+"""The rows of a decode batch on the device: which sequence has which row, and the memory that graphs read."""
 
 from collections.abc import Callable
 
@@ -16,7 +16,7 @@ from engine.schedule.step_batch import StepBatch
 
 WriteRows = Callable[[RowMemory, RowWrites, Tensor | None], None]
 
-#: The sampler's columns of 8 and of 4 bytes. The host writes those, and before the wide ones next token and position.
+#: The sampler's columns of 8 and of 4 bytes. The host writes them; before the wide ones come next token and position.
 WIDE, NARROW = ([name for name in ROW.names or () if ROW[name].itemsize == size] for size in (8, 4))
 NUM_WIDE, NUM_NARROW = 2 + len(WIDE), len(NARROW)
 NONE: NDArray[np.int64] = np.zeros(0, np.int64)
@@ -24,7 +24,7 @@ NO_BLOCKS = NO_ORDER = np.zeros(0, np.int32)
 
 
 class StaticRows:
-    """max_num_seqs rows: those of the last step first, then padding, as all are at first.
+    """The max_num_seqs rows: first those of the last step, then padding. At the start all are padding.
 
     indices: [rows] int32, 0, 1, 2, ...  order: [rows] int32, all rows, the longest contexts first, padding last.
     """
@@ -58,7 +58,7 @@ class StaticRows:
         self._block_size = block_size
         self._row_of_slot: NDArray[np.int64] = np.zeros(max_num_seqs, np.int64)
         self._generations: NDArray[np.int64] = np.zeros(max_num_seqs, np.int64)
-        self._positions: NDArray[np.int64] = np.zeros(max_num_seqs, np.int64)  # that each computes next
+        self._positions: NDArray[np.int64] = np.zeros(max_num_seqs, np.int64)  # which each row computes next
         self._num_blocks: NDArray[np.int64] = np.zeros(max_num_seqs, np.int64)
         self.forget()
         # written as steps write rows, so that the kernel is compiled before the first step
@@ -74,8 +74,8 @@ class StaticRows:
     def write(self, step: StepBatch, sampling: SamplingBatch, last: Sampled | None) -> NDArray[np.int64]:
         """Write what changed, in one transfer; return the row of each sequence, [seqs] int64.
 
-        They are the first rows, in any order: a sequence stays where it is while it can. The step counts as computed.
-        last: the tokens of the step launched before.
+        The sequences have the first rows, in any order: each keeps its row while it can. The step then counts as
+        computed.  last: the tokens of the step launched before.
         """
         num_seqs = len(step.slots)
         rows = self._place(step)
@@ -122,7 +122,7 @@ class StaticRows:
 
 
 def _ranges(starts: NDArray[np.int64], ends: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """Return the numbers from each start to its end, and before these whose they are."""
+    """Return all numbers from each start to its end, as two arrays: which range each is of, and the numbers."""
     counts = np.maximum(ends - starts, 0)
     owners = np.repeat(np.arange(len(counts)), counts)
     return owners, np.arange(len(owners)) + np.repeat(starts - (np.cumsum(counts) - counts), counts)
@@ -131,7 +131,7 @@ def _ranges(starts: NDArray[np.int64], ends: NDArray[np.int64]) -> tuple[NDArray
 def _sampled_at(
     step: StepBatch, written: NDArray[np.int64], num_padding: int, last: Sampled | None
 ) -> NDArray[np.int64]:
-    """Return where the step before sampled the token of each written row; -1 if it is known."""
+    """Return, for each written row, where the step before sampled its token; -1 if the token is known."""
     places = np.full(len(written) + num_padding, -1)
     if len(step.pending_rows) and len(written):
         assert last is not None, "only a step that follows another has pending rows"
@@ -151,7 +151,7 @@ def _padding(num_rows: int) -> tuple[NDArray[np.int64], NDArray[np.int32]]:
 def _values(
     step: StepBatch, sampling: SamplingBatch, seqs: NDArray[np.int64], num_padding: int
 ) -> tuple[NDArray[np.int64], NDArray[np.int32]]:
-    """Return the values of each written row, padding last: the wide columns, and the narrow ones."""
+    """Return the wide and the narrow columns of the written rows, padding last."""
     values = sampling.values[seqs]
     wide, narrow = _padding(len(seqs) + num_padding)
     wide[:, : len(seqs)] = (step.token_ids[seqs], step.positions[seqs], *(values[name].view(np.int64) for name in WIDE))

@@ -72,7 +72,7 @@ class DeviceTokens(PendingTokens):
 
 
 class StateRows(NamedTuple):
-    """Rows of the pool of states: for sequences that run, and for snapshots behind those."""
+    """The rows of the pool of states: first those of running sequences, then those of snapshots."""
 
     num_seqs: int
     num_snapshots: int
@@ -84,9 +84,9 @@ class StateRows(NamedTuple):
 
 @dataclass(frozen=True)
 class PoolSize:
-    """Blocks of the KV pool, their bytes on each rank, and the longest sequence model and pool allow.
+    """The KV pool's blocks, their bytes on each rank, and the longest sequence that model and pool allow.
 
-    states: of a model that keeps states.
+    states: None if the model keeps none.
     """
 
     num_blocks: int
@@ -98,7 +98,7 @@ class PoolSize:
 class Runner(Protocol):
     """Computes an engine's steps: a ModelRunner, a RankGroup, or a stand-in.
 
-    has_graphs: steps that decode alone run from recorded graphs, so that others cost far more.
+    has_graphs: steps that only decode run from recorded graphs; other steps cost far more.
     """
 
     @property
@@ -111,7 +111,7 @@ class Runner(Protocol):
     def has_graphs(self) -> bool: ...
 
     def launch(self, step: StepBatch, sampling: SamplingBatch) -> PendingTokens:
-        """Start the step, up to a token for each row that samples; steps run in the order of launches."""
+        """Start the step, which ends with a token for each row that samples; steps run in the order of launches."""
 
     def close(self) -> None:
         """Free the runner's memory. A second call does nothing."""

@@ -28,14 +28,14 @@ PROBE_LENGTHS = (150, 40, 37, 8, 7, 3)  # some of them are padded together
 
 
 class ComputedTexts(PendingTokens):
-    """The vectors of a step's texts, which are there."""
+    """The vectors of a step's texts, which are computed already."""
 
     def __init__(self, num_samples: int, vectors: Tensor | None) -> None:
         self._num_samples = num_samples
         self.pooled = None if vectors is None else vectors.float().cpu().numpy()
 
     def wait(self) -> NDArray[np.int64]:
-        """Return a token for the engine's own step, which asks for one."""
+        """Return a token for each sample: the stepper's control asks for one, no text does."""
         return np.zeros(self._num_samples, np.int64)
 
 
@@ -90,7 +90,7 @@ class SinglePassRunner:
         """Nothing is held beside the model, which is freed with this object."""
 
     def _probe(self, model: ModelConfig, longest: int, num_labels: int) -> None:
-        """Compare texts of one step with the same alone; pad if they differ. Raises UnsupportedModel or ConfigError."""
+        """Compare texts in one step with each alone; pad if they differ. Raises UnsupportedModel or ConfigError."""
         vocab_size = model.vocab_size
         count = 1 + (torch.arange(max(PROBE_LENGTHS), device=self.device) * 7919) % (vocab_size - 1)
         texts = [count[: min(length, longest)].roll(place) for place, length in enumerate(PROBE_LENGTHS)]

@@ -39,9 +39,9 @@ def to_device(
 
 
 def with_blocks(step: StepBatch, blocks: NDArray[np.int64], backend: KernelBackend) -> AttentionMetadata:
-    """Return metadata by which the rows of a block see each other: each is a sequence that ends with the block.
+    """Return metadata in which a block's rows see each other: each row is a sequence that ends with the block.
 
-    blocks: as of StepPictures.
+    blocks: of StepPictures.
     """
     ends = np.cumsum(step.query_lens)
     parts: list[tuple[int, int, int]] = []  # sequence, context length, query length

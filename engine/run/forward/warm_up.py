@@ -1,4 +1,4 @@
-"""Steps that take the most memory, and have every kernel compiled."""
+"""Makes the steps that take the most memory, and those by which every kernel is compiled."""
 
 from dataclasses import replace
 
@@ -11,16 +11,16 @@ from engine.sampling.sampling_batch import SamplingBatch, neutral_rows
 from engine.sampling.sampling_params import MAX_LOGPROBS
 from engine.schedule.step_batch import StepBatch
 
-FIRST_CONTEXT = 64  # no backend plans otherwise for shorter ones
-SHORT_PROMPTS = (64, 256)  # no backend tiles otherwise for shorter ones, down to those of 16 tokens
+FIRST_CONTEXT = 64  # backends plan shorter contexts in the same way as this one
+SHORT_PROMPTS = (64, 256)  # backends tile shorter ones, down to 16 tokens, in the same way
 
 
 def warm_up_steps(config: EngineConfig, max_model_len: int, num_blocks: int) -> list[StepBatch]:
     """Return the largest steps of each kind, over a pool of num_blocks blocks that nobody else uses yet.
 
-    As many prompts as may run; one chunk of the whole token budget at the end of the longest context, both with all
-    log probabilities; as many decodes as may run, at the longest context; single decodes at doubling contexts, which
-    a backend may cut into more pieces; and short prompts, whose products may have tiles of their own.
+    These are max_num_seqs prompts, and one chunk of the whole token budget at the end of the longest context, both with
+    all log probabilities; max_num_seqs decodes at the longest context; single decodes at halving contexts, which a
+    backend may cut into more pieces; and short prompts, whose products may have tiles of their own.
     """
     num_tokens, num_seqs = config.max_num_batched_tokens, config.max_num_seqs
     share, rest = divmod(num_tokens, num_seqs)
@@ -51,7 +51,7 @@ def warm_up_steps(config: EngineConfig, max_model_len: int, num_blocks: int) -> 
 
 
 def make_step(query_lens: list[int], context_lens: list[int], block_size: int, num_blocks: int) -> StepBatch:
-    """Make a step of the last query_lens[i] of context_lens[i] tokens, all sampling; blocks and a state are shared."""
+    """Make a step of the last query_lens[i] of context_lens[i] tokens; all sample, and share blocks and a state."""
     lens, contexts = np.array(query_lens, np.int64), np.array(context_lens, np.int64)
     ends, tokens = np.cumsum(lens), np.arange(lens.sum())
     shape = len(lens), -(-int(contexts.max()) // block_size)
@@ -77,7 +77,7 @@ def whole_parts(
 
 
 def with_edits(sampling: SamplingBatch, vocab_size: int) -> list[SamplingBatch]:
-    """Return the step with a ban, which changes logits in place, and with all kinds of edits of each row."""
+    """Return the batch twice: with one ban, which changes logits in place, and with all kinds of edits in each row."""
     parts, num_rows = EditParts(), len(sampling.values)
     ban = EditParts(banned=[(0, np.zeros(1, np.int64))]).joined(np.zeros(1, np.int64))
     mask, token = token_mask([0], vocab_size), np.zeros(1, np.int64)

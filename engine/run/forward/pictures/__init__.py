@@ -1,1 +1,1 @@
-"""Pictures in prompts: the processor's side, the tower's, and the sequences that wait for it."""
+"""Pictures in prompts: the processor, the tower, and the sequences that wait for the tower."""

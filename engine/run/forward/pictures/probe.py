@@ -1,4 +1,4 @@
-"""The probe of pictures: a prompt with two of them, whole and in chunks, must come out as by transformers' own code."""
+"""The probe of pictures: a prompt with two, whole or in chunks, must give the logits of transformers' own code."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -27,10 +27,10 @@ def probe_pictures(
     block_size: int,
     dtype: torch.dtype,
 ) -> None:
-    """Find how pictures are seen as by transformers' own code: causally, or with tokens that see each other.
+    """Find out how a picture's tokens attend, and set reader and model to it: causally, or to each other too.
 
-    run: computes a step over a pool of num_places tokens of a dtype that nobody uses yet.  most: tokens of a picture
-    that a step can hold.  Raises UnsupportedModel if none is right.
+    run: computes a step over a pool of num_places tokens that nobody uses yet.  dtype: of the pool.  most: the most
+    tokens of a picture.  Raises UnsupportedModel if neither gives the logits of transformers' own code.
     """
     values = np.random.default_rng(0)
     pictures = [values.integers(0, 255, (*size, 3), dtype=np.uint8) for size in SIZES]

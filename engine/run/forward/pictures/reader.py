@@ -1,4 +1,4 @@
-"""PictureReader: makes tokens and a tower's inputs of prompts with pictures, by a checkpoint's own processor."""
+"""PictureReader: turns prompts with pictures into tokens and a tower's inputs, by a checkpoint's own processor."""
 
 import logging
 import sys
@@ -28,20 +28,20 @@ from engine.text.tokenizer import Tokenizer, open_tokenizer
 logger = logging.getLogger(__name__)
 
 FILES = ("preprocessor_config.json", "processor_config.json")
-MAX_KNOWN = 1 << 16  # pictures whose number in block keys is remembered
+MAX_KNOWN = 1 << 16  # pictures whose id in block keys is remembered
 MAX_ERROR_CHARS = 300
-LEFT, RIGHT = "before", "behind"  # of a picture, to see what a chat template puts around it
+LEFT, RIGHT = "before", "behind"  # texts around a picture, to see what a chat template puts between
 
 Positions = Callable[[list[int], list[int], Mapping[str, Any]], NDArray[np.int64] | None]
 
 
 class PictureReader:
-    """Reads pictures as transformers' processor of a folder does, for any number of threads at once.
+    """Reads pictures as a folder's processor in transformers does, for any number of threads at once.
 
-    mark: the text of a picture in prompts, which the processor makes placeholders of.
-    positions: set by the tower, of token ids, their kinds (1 for placeholders) and the sizes of all pictures.
-    names: of the inputs that the tower takes, and of sizes.
-    block_limits: of a model where a picture's tokens see each other: the most of them, and where the last may end.
+    mark: stands for a picture in a prompt's text; the processor turns it into placeholders.
+    positions: makes positions from token ids, their kinds (1 for placeholders) and the sizes of all pictures.
+    names: of the tower's inputs, and of the sizes. The runner sets both when it has a tower.
+    block_limits: if a picture's tokens see each other, the most of them, and where the last one must end, if anywhere.
     """
 
     positions: Positions
@@ -49,7 +49,7 @@ class PictureReader:
     block_limits: tuple[int, int | None] | None = None
 
     def __init__(self, folder: Path) -> None:
-        """Raise whatever transformers does for files that make no processor."""
+        """Raise whatever transformers raises for files that make no processor."""
         self.processor = open_processor(folder)
         self.mark: str = getattr(self.processor, "image_placeholder_token", self.processor.image_token)
         self.placeholder_id = _placeholder_id(folder)
@@ -61,7 +61,7 @@ class PictureReader:
         self._frame = self.mark
 
     def learn_frame(self, tokenizer: Tokenizer) -> None:
-        """Let each picture of a prompt stand in what a chat template puts around it."""
+        """Learn what the chat template puts around a picture, and put it around those of prompts without a template."""
         parts = [{"type": "text", "text": LEFT}, {"type": "image"}, {"type": "text", "text": RIGHT}]
         with suppress(InvalidPrompt):  # no template, or none for pictures
             text = tokenizer.chat_text([{"role": "user", "content": parts}], kinds=WITH_PICTURES)
@@ -77,7 +77,7 @@ class PictureReader:
         return "".join(part if isinstance(part, str) else self._frame for part in parts)
 
     def check_ids(self, token_ids: list[int]) -> None:
-        """Raise InvalidPrompt for tokens of a prompt without pictures that has a placeholder."""
+        """Raise InvalidPrompt if the tokens of a prompt without pictures hold a placeholder."""
         if self.placeholder_id in token_ids:
             raise InvalidPrompt(
                 f"the prompt has {self._placeholder!r} in it, which stands for a picture, and none came"
@@ -86,7 +86,7 @@ class PictureReader:
     def read(
         self, text: str, pictures: list[Picture], encode: Callable[[str], list[int]]
     ) -> tuple[list[int], PromptPictures]:
-        """Return a text's token ids, with a mark for each picture, and the pictures. Raises InvalidPrompt."""
+        """Return the token ids of a text that has a mark for each picture, and the pictures. Raises InvalidPrompt."""
         seen = [self._see(picture) for picture in pictures]
         texts = text.split(self.mark)
         if len(texts) != len(seen) + 1:
@@ -105,13 +105,13 @@ class PictureReader:
         try:
             kinds = self.processor.create_mm_token_type_ids([token_ids])[0] if sizes else []
             positions = self.positions(token_ids, kinds, sizes)
-        except Exception as error:  # pictures without a token between them are one to some models
+        except Exception as error:  # some models take pictures with no token between them for one
             raise InvalidPrompt(f"the pictures have no positions: put a text between them ({error})") from error
         blocks = self._blocks(seen, rows)
         return token_ids, PromptPictures(tuple(seen), rows, key_ids, positions, blocks)
 
     def _blocks(self, seen: list[SeenPicture], rows: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Return the blocks of a prompt. Raises InvalidPrompt for those that cannot be computed exactly."""
+        """Return PromptPictures.blocks. Raises InvalidPrompt for blocks that cannot be computed exactly."""
         if self.block_limits is None:
             return np.zeros((0, 2), np.int64)
         firsts = np.flatnonzero(np.diff(rows, prepend=-2) > 1)
@@ -130,7 +130,7 @@ class PictureReader:
         return blocks
 
     def joint_inputs(self, text: str, pictures: list[Picture]) -> dict[str, Any]:
-        """Return transformers' inputs of a whole prompt."""
+        """Return the inputs that transformers' own model takes for a whole prompt."""
         more = {"return_mm_token_type_ids": True} if self.names[1] else {}
         return dict(self.processor(text=[text], images=_images(pictures), return_tensors="pt", **more))
 
@@ -178,16 +178,16 @@ def _placeholder_id(folder: Path) -> int:
 
 
 def _images(pictures: list[Picture]) -> list[Any]:
-    """Make images of Pillow's, whose colours are last whatever their size."""
+    """Make Pillow images: of an array a processor has to guess, by its shape, which axis has the colours."""
     from PIL import Image
 
     return [Image.fromarray(picture) for picture in pictures]
 
 
 def open_processor(folder: Path) -> Any:
-    """Open the processor for text and images; what it has for sound and films is left out.
+    """Open a checkpoint's processor for text and images; its parts for sound and films are left out.
 
-    Not by AutoProcessor, which follows what strangers wrote to other models, and wants torchvision for films.
+    AutoProcessor is of no use: it follows what strangers wrote to other models, and needs torchvision for films.
     """
     import transformers
     from transformers.models.auto import processing_auto
@@ -211,7 +211,7 @@ def open_processor(folder: Path) -> Any:
 def find_reader(
     folder: Path, model: ModelConfig, path: ModelPath
 ) -> tuple[ModelConfig, ModelPath, PictureReader | None]:
-    """Return what reads a checkpoint's pictures, with its configuration and way then; None if nothing does."""
+    """Return a checkpoint's configuration, its path, and what reads its pictures, or None if nothing does."""
     if path.is_single_pass or not any((folder / name).is_file() for name in FILES):
         return model, path, None
     try:

@@ -1,4 +1,4 @@
-"""Tower: the part of a transformers model that makes features of pictures, and hands them to the rest."""
+"""Tower: the part of a transformers model that computes the features of pictures for the rest of the model."""
 
 import inspect
 from collections import OrderedDict
@@ -18,12 +18,12 @@ from engine.models.transformers_model import TransformersModel
 from engine.schedule.pictures import SeenPicture, StepPictures
 
 MAX_KEPT_BYTES = 1 << 29  # features of pictures that no request needs any more
-GIVEN = "mm_encoder_outputs"  # how a body's argument for a tower's output is named
+GIVEN = "mm_encoder_outputs"  # the argument by which a body takes a tower's output
 ROWS, BY_LAYER = "pooler_output", "deepstack_features"
 
 
 class _Form(NamedTuple):
-    """How a tower writes its output: its class, a tensor of so many dimensions or a list (0), others by layer."""
+    """The form of a tower's output. num_dims: of the tensor of features, 0 for a list. has_layers: others by layer."""
 
     kind: Any
     num_dims: int
@@ -39,10 +39,10 @@ class _Form(NamedTuple):
 
 
 class Tower:
-    """Makes features, once for equal pictures."""
+    """Computes the features of pictures, once for equal ones."""
 
     def __init__(self, model: TransformersModel, placeholder_id: int, device: torch.device, dtype: torch.dtype) -> None:
-        """Raise UnsupportedModel for a model that takes features otherwise."""
+        """Raise UnsupportedModel if the model takes features in another way."""
         self.model, self._body = model, cast(Any, model.body)
         self._compute: Any = getattr(self._body, "get_image_features", None)
         if self._compute is None or GIVEN not in inspect.signature(type(self._body).forward).parameters:
@@ -65,13 +65,13 @@ class Tower:
 
     @property
     def names(self) -> tuple[frozenset[str], frozenset[str]]:
-        """The names of the inputs, and of the sizes of which positions are made."""
+        """The names of the tower's inputs, and of the sizes from which positions are made."""
         sizes = inspect.signature(self._body.get_rope_index).parameters if self.has_positions else {}
         taken = inspect.signature(self._compute).parameters
         return frozenset(taken), frozenset(name for name in sizes if name.startswith("image"))
 
     def positions(self, token_ids: list[int], kinds: list[int], sizes: Mapping[str, Any]) -> NDArray[np.int64] | None:
-        """Return [3, tokens], None for a model whose tokens have one position each."""
+        """Return the tokens' positions, [3, tokens]; None for a model whose tokens have one position each."""
         if not self.has_positions:
             return None
         told = {"input_ids": token_ids, "mm_token_type_ids": kinds, "attention_mask": [1] * len(token_ids)}
@@ -83,7 +83,7 @@ class Tower:
 
     @torch.inference_mode()
     def look(self, picture: SeenPicture) -> None:
-        """Compute a picture's features, unless they are there. Raises whatever the tower does."""
+        """Compute a picture's features unless they are there, and mark it as used last. Raises what the tower does."""
         if picture.features is None:
             assert picture.inputs is not None
             inputs = {name: self.to_device(value) for name, value in picture.inputs.items()}
@@ -107,7 +107,7 @@ class Tower:
         of_each = [[values[first:end] for values in picture.features or ()] for picture, first, end in step.parts]
         features = [torch.cat(parts).to(self.device) for parts in zip(*of_each, strict=True)]
         places = (token_ids == self._placeholder_id).nonzero()[:, 0]
-        if len(places) > len(step.rows):  # others were generated, and stand for no picture
+        if len(places) > len(step.rows):  # the model has generated some, which stand for no picture
             (rows,) = upload([step.rows], self.device)
             own = self._body.get_input_embeddings()(token_ids[places])
             wholes = [own, *(each.new_zeros(len(places), each.shape[1]) for each in features[1:])]
@@ -136,7 +136,7 @@ class Tower:
 
 
 def _flat(values: Any) -> Tensor:
-    """Return rows [any, hidden] on the host, of tensors of any more dimensions."""
+    """Return rows, [any, hidden], on the host. values: one tensor or several, of any number of dimensions."""
     parts = values if isinstance(values, (list, tuple)) else [values]
     return torch.cat([part.reshape(-1, part.shape[-1]) for part in parts]).cpu()
 

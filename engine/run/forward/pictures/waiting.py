@@ -22,12 +22,12 @@ class PictureQueue:
         return len(self._waiting)
 
     def add(self, seq: Sequence) -> None:
-        """Let a sequence wait for its features."""
+        """Have a sequence wait for its pictures' features."""
         seq.status = SequenceStatus.HELD
         insort(self._waiting, seq, key=lambda each: each.lane)
 
     def look(self) -> list[Sequence]:
-        """Compute pictures for a stated time, one at least; return sequences that are ready, or have failed."""
+        """Compute pictures for about MAX_SECONDS, one at least; return sequences that are ready, or have failed."""
         self._ready = [seq for seq in self._ready if seq.status is SequenceStatus.WAITING]
         began, last = time.perf_counter(), 0.0
         found: list[Sequence] = []
@@ -52,6 +52,6 @@ class PictureQueue:
             if seq.status is SequenceStatus.HELD:
                 found.append(seq)
                 for picture in seq.pictures.seen if seq.error is None else ():
-                    self._tower.look(picture)  # keeps it longer
+                    self._tower.look(picture)  # marks it as used last
         self._ready += [seq for seq in found if seq.error is None]
         return found
