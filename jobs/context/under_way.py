@@ -140,7 +140,7 @@ class JobJournal:
         try:
             prompts = list(map(json.loads, lines if whose == self._whose else ()))
             return {place: LeftPrompt(UnderWay.from_json(was), reasons) for place, was, reasons in prompts}
-        except (ValueError, TypeError, KeyError):  # damaged: it only saves time
+        except (ValueError, TypeError, KeyError, RecursionError):  # damaged: it only saves time
             return {}
 
     def write(self, prompts: Iterable[tuple[int, LeftPrompt]]) -> None:

@@ -17,7 +17,7 @@ import pyarrow as pa
 from jobs.context import JobContext
 from jobs.parquet.asks.ask import Ask
 from jobs.parquet.asks.kinds import ask_of, kind_of
-from jobs.parquet.asks.row_keys import SIZE, Keys, model_mark, row_keys
+from jobs.parquet.asks.row_keys import Keys, model_mark, row_keys
 from jobs.parquet.files.storage import Storage, writing
 from jobs.parquet.outputs.part import embedding_size
 from jobs.parquet.prompts.prompt_source import Row
@@ -122,7 +122,9 @@ def with_reused(context: JobContext, storage: Storage, plan: Plan, submission: S
         with RowBuckets(plan.rows) as taken:
             for rows, batch, sources in answers(old, matches, look_up, pa.schema(fields)):
                 marks = [matches.marks[number].tobytes() for number in matches.models[rows]]
-                beside = [pa.array(rows), pa.array(marks, pa.binary(SIZE)), pa.array(sources, pa.string())]
+                keys = [each.tobytes() for each in old.keys.all[matches.places[rows]]]
+                values = zip((rows, marks, sources, keys), BESIDE, strict=True)
+                beside = [pa.array(each, field.type) for each, field in values]
                 taken.add(rows, pa.RecordBatch.from_arrays([*beside, *batch.columns], schema=beside_answers))
             write_taken(storage, plan, taken)
     runs = tuple(map(asdict, old.told))

@@ -71,7 +71,7 @@ class KnownKeys:
     """Finds keys among others, in at most 32 bytes for each of these. keys: the others; zeros are never found."""
 
     def __init__(self, keys: Keys) -> None:
-        self._second, self._order = keys[:, 1], np.argsort(keys[:, 0], kind="stable")
+        self.all, self._second, self._order = keys, keys[:, 1], np.argsort(keys[:, 0], kind="stable")
         self._first = keys[self._order, 0]
         self._taken: dict[int, int] = {}
 

@@ -5,6 +5,7 @@ for the job that asks the second one, lie beside the journals, without those of 
 one's stay, and later runs find them as they find a journal.
 """
 
+import logging
 import os
 from array import array
 from collections.abc import Iterator, Mapping, Sequence
@@ -21,22 +22,23 @@ import pyarrow.parquet as pq
 from jobs.context.answers import Answer
 from jobs.errors import CorruptParquet, InputNotFound, KeptAnswersLost, PartDamaged, PathSwapped, TableNotRead
 from jobs.parquet.asks.kinds import kind_of
-from jobs.parquet.asks.row_keys import SIZE, Keys
+from jobs.parquet.asks.row_keys import SIZE, Keys, as_keys
 from jobs.parquet.files.storage import Storage, writing
 from jobs.parquet.outputs.part import answer_column
 from jobs.parquet.outputs.run_folder import RunFolder
-from jobs.parquet.tables.columns import ColumnChoice
 from jobs.parquet.tables.row_groups import RowBuckets
 from jobs.parquet.tables.table_reading import TableReading
 from jobs.runs.plans.names import JOURNAL
 from jobs.runs.plans.plan import Plan
 
-#: Beside the answer's columns: its row in the shard, its model's mark, which old row it was; in a journal its key.
+#: Beside the answer's columns: its row in the shard, its model's mark, which old row it was, its key with that mark.
 ROW, MODEL, SOURCE, KEY = "_row", "_model", "_source", "_key"
-BESIDE = [pa.field(ROW, pa.int64()), pa.field(MODEL, pa.binary(SIZE)), pa.field(SOURCE, pa.string())]
-KEY_FIELD = pa.field(KEY, pa.binary(SIZE))
-#: What is raised for a file of a run that cannot be read.
+KEY_FIELD, NO_KEY = pa.field(KEY, pa.binary(SIZE)), bytes(SIZE)
+BESIDE = [pa.field(ROW, pa.int64()), pa.field(MODEL, pa.binary(SIZE)), pa.field(SOURCE, pa.string()), KEY_FIELD]
+#: What is raised for a file of a run that cannot be read; and for one that can be, and does not hold what it should.
 UNREADABLE = (PartDamaged, CorruptParquet, TableNotRead, InputNotFound, PathSwapped)
+_UNFIT = (*UNREADABLE, LookupError, TypeError, ValueError)
+_log = logging.getLogger("rq.worker")
 
 
 def write_taken(storage: Storage, plan: Plan, buckets: RowBuckets) -> None:
@@ -64,13 +66,17 @@ def _by_shard(buckets: RowBuckets, firsts: npt.NDArray[np.int64]) -> Iterator[tu
         yield last, pa.concat_tables(waiting)
 
 
-def taken_answers(storage: Storage, plan: Plan, shard: int, asked: str) -> dict[int, tuple[Answer, bytes]]:
+def taken_answers(storage: Storage, plan: Plan, shard: int, asked: str, keys: Keys) -> dict[int, tuple[Answer, bytes]]:
     """Return the answers that a shard's rows, counted within it, have from earlier runs, with their models' marks; none
-    where planning knew another check. asked: RowKeys.name."""
+    where planning knew another check, or the file is damaged. asked: RowKeys.name. keys: the rows', without a model."""
     if plan.reused is None or plan.reused.asked != asked:
         return {}
     path = plan.reused_path(shard)
-    return {} if storage.stat(path) is None else _answers_of(storage, path)
+    try:
+        return {} if storage.stat(path) is None else _answers_of(storage, path, keys)
+    except _UNFIT as error:  # they only save time
+        _log.warning("the earlier answers in %s are passed over: %s", path, error)
+        return {}
 
 
 def _kept_path(plan: Plan, shard: int) -> str:
@@ -83,25 +89,36 @@ def has_kept(folder: RunFolder, shard: int) -> bool:
 
 def keep_answers(folder: RunFolder, shard: int, answers: Mapping[int, Answer], marks: Keys, keys: Keys) -> None:
     """Put the first model's answers in place, unless some are there. marks, keys: as write_keys takes them."""
-    spec, own = folder.plan.spec, [*BESIDE, KEY_FIELD]
+    spec = folder.plan.spec
     beside = [(row, marks[row].tobytes(), each.reused, (keys ^ marks)[row].tobytes()) for row, each in answers.items()]
-    table = answers_table(own, beside, list(answers.values()), kind_of(spec).fields(spec, 0))
+    table = answers_table(BESIDE, beside, list(answers.values()), kind_of(spec).fields(spec, 0))
     path = _kept_path(folder.plan, shard)
     folder.storage.put(path, folder.execution_id, lambda sink: pq.write_table(table, sink, write_page_checksum=True))
 
 
-def kept_answers(storage: Storage, plan: Plan, shard: int) -> dict[int, tuple[Answer, bytes]]:
+def kept_answers(storage: Storage, plan: Plan, shard: int, keys: Keys) -> dict[int, tuple[Answer, bytes]]:
     """Return what was kept of a shard, as taken_answers does. Raises KeptAnswersLost."""
     path = _kept_path(plan, shard)
     try:
-        return _answers_of(storage, path)
-    except (*UNREADABLE, LookupError, TypeError, ValueError) as error:
+        return _answers_of(storage, path, keys)
+    except _UNFIT as error:
         raise KeptAnswersLost(path, f"{type(error).__name__}: {error}") from None
 
 
-def _answers_of(storage: Storage, path: str) -> dict[int, tuple[Answer, bytes]]:
-    with closing(TableReading(storage, path, ColumnChoice(without=(KEY,)))) as file:
-        return {row: (answer, mark) for (row, mark), answer in read_answers(file, (ROW, MODEL))}
+def _answers_of(storage: Storage, path: str, keys: Keys) -> dict[int, tuple[Answer, bytes]]:
+    found: dict[int, tuple[Answer, bytes]] = {}
+    with closing(TableReading(storage, path)) as file:
+        for (row, mark, key), answer in read_answers(file, (ROW, MODEL, KEY)):
+            check_key(path, keys, row, key, mark)
+            found[row] = answer, mark
+    return found
+
+
+def check_key(path: str, keys: Keys, row: Any, key: bytes, mark: bytes = NO_KEY) -> None:
+    """Raise PartDamaged for what is no shard's row, or asked something else, as one whose picture was another then."""
+    is_row = type(row) is int and row in range(len(keys))
+    if not is_row or key not in (NO_KEY, (keys[row] ^ as_keys(mark)).tobytes()):  # none of one that has failed
+        raise PartDamaged(path, f"what it has of row {row} is of another row, or of what that asked before")
 
 
 def answers_table(

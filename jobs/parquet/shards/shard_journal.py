@@ -21,10 +21,10 @@ from jobs.context.served_model import ServedModel
 from jobs.context.under_way import UnderWay
 from jobs.errors import RunError
 from jobs.parquet.asks.kinds import kind_of
-from jobs.parquet.asks.row_keys import SIZE, Keys
+from jobs.parquet.asks.row_keys import Keys
 from jobs.parquet.outputs.part import embedding_size
 from jobs.parquet.outputs.run_folder import RunFolder
-from jobs.parquet.reuse.taken_answers import KEY, KEY_FIELD, ROW, answers_table, read_answers
+from jobs.parquet.reuse.taken_answers import KEY, KEY_FIELD, NO_KEY, ROW, answers_table, check_key, read_answers
 from jobs.parquet.shards.shard_requests import ShardRequests
 from jobs.parquet.tables.table_reading import TableReading
 
@@ -67,7 +67,7 @@ class ShardJournal:
             try:
                 with closing(TableReading(self._storage, path)) as file:
                     self._add(found, path, file)
-            except (RunError, OSError, ValueError, TypeError, KeyError) as error:  # it only saves time
+            except (RunError, OSError, ValueError, TypeError, KeyError, RecursionError) as error:  # it only saves time
                 _log.warning("the journal %s is passed over: %s", path, error)
         for row in found.answers:
             found.under_way.pop(row, None)
@@ -77,12 +77,14 @@ class ShardJournal:
         if (file.schema.metadata or {}).get(_WHOSE) != self._whose:
             _log.warning("the journal %s is passed over: it is of another plan, check or model", path)
         elif _UNDER_WAY in file.schema.names:
-            for row, text in (each.values() for batch in file.batches for each in batch.to_pylist()):
+            for row, text, key in (each.values() for batch in file.batches for each in batch.to_pylist()):
+                check_key(path, self._keys, row, key)
                 was, known = UnderWay.from_json(json.loads(text)), found.under_way.get(row)
                 if known is None or was.length > known.length:
                     found.under_way[row] = was
         else:
-            for (row, num_tokens, _), answer in read_answers(file, (ROW, _TOKENS, KEY)):
+            for (row, num_tokens, key), answer in read_answers(file, (ROW, _TOKENS, KEY)):
+                check_key(path, self._keys, row, key)
                 found.num_tokens += 0 if row in found.answers else num_tokens
                 found.answers[row] = answer
 
@@ -105,13 +107,15 @@ class ShardJournal:
         """Write answers first: a row whose answer is there is not under way, whatever else is told of it."""
         if answered:
             own = [pa.field(ROW, pa.int64()), pa.field(_TOKENS, pa.int64()), KEY_FIELD]
-            keys = (bytes(SIZE) if each.error else self._keys[row].tobytes() for row, _, each in answered)
+            keys = (NO_KEY if each.error else self._keys[row].tobytes() for row, _, each in answered)
             beside = [(row, tokens, key) for (row, tokens, _), key in zip(answered, keys, strict=True)]
             self._put("answers", answers_table(own, beside, [each for *_, each in answered], self._fields))
             self._num_written += len(answered)
         if under_way:
             texts = [json.dumps(each.to_json()) for each in under_way.values()]
-            before, self._now = self._now, self._put("now", pa.table({ROW: list(under_way), _UNDER_WAY: texts}))
+            its_keys = [self._keys[row].tobytes() for row in under_way]
+            now = pa.table({ROW: list(under_way), _UNDER_WAY: texts, KEY: its_keys})
+            before, self._now = self._now, self._put("now", now)
             if before:
                 self._storage.remove(os.path.join(self._folder, before))
 

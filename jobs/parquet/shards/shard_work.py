@@ -212,10 +212,10 @@ class ShardWork(RowsTask):
         mark = model_mark(context.model.fingerprint)
         self._marks = np.repeat(mark, len(rows), axis=0)
         if self._is_second:
-            found = kept_answers(self._folder.storage, plan, self._number)
+            found = kept_answers(self._folder.storage, plan, self._number, self._keys)
             self._num_escalated = len(rows) - len(found)
         else:
-            found = taken_answers(self._folder.storage, plan, self._number, ask.keys.name)
+            found = taken_answers(self._folder.storage, plan, self._number, ask.keys.name, self._keys)
         for row, (answer, others) in found.items():
             rows[row], self._marks[row] = answer, as_keys(others)
         self._journal = ShardJournal(self._folder, self._number, context.model, ask.keys.name, self._keys ^ mark)

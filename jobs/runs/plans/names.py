@@ -81,7 +81,7 @@ JOURNAL = "_journal"
 
 INPUT = "_input"
 #: Where the keys of the parts' rows lie. Its files begin with _ too: polars reads others in such a folder.
-KEYS = "_keys"
+KEYS, ROWS_PREFIX = "_keys", "_rows-"
 
 REUSED = "_reused"
 _RUN_ID = re.compile(r"[0-9a-f]{16}")
@@ -103,7 +103,7 @@ def keys_name(shard: int) -> str:
 
 def kept_name(file: int, execution_id: str) -> str:
     """Return the name, below the run's folder, of the file that says which rows of an input a planning has chosen."""
-    return f"{KEYS}/_rows-{file:05d}.{execution_id}.bin"
+    return f"{KEYS}/{ROWS_PREFIX}{file:05d}.{execution_id}.bin"
 
 
 def output_names(single_file: str | None) -> tuple[str, ...]:

@@ -173,7 +173,8 @@ class Plan:
         }
         # One by one: at once, ten thousand shards would leave 10 MiB of small strings in the worker's heap.
         shards = ", ".join(map(json.dumps, self.shards))
-        return f'{json.dumps(content, default=asdict)[:-1]}, "shards": [{shards}]}}'
+        text = f'{json.dumps(content, default=asdict)[:-1]}, "shards": [{shards}], '
+        return f'{text}"digest": "{_digest(text)}"}}'
 
     @classmethod
     def from_text(cls, text: str) -> Self:
@@ -200,7 +201,13 @@ class Plan:
             raise ValueError(f"a field is missing or wrong: {error}") from None
         if plan.run != content.get("run"):
             raise ValueError("its arguments do not give its run id")
+        if content.get("digest", own := _digest(text.rpartition('"digest"')[0])) != own:  # earlier plans have none
+            raise ValueError("it is not as it was written")
         return plan
+
+
+def _digest(text: str) -> str:
+    return blake2b(text.encode(), digest_size=8).hexdigest()
 
 
 _NOT_AS_IT_IS = ("spec", "shards", "input_folder")

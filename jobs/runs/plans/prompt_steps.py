@@ -85,6 +85,8 @@ def _parse_text(text: str, what: str) -> Pieces:
 MAX_STEPS = 20
 
 ROW_COLUMNS = ("prompt_tokens", "completion_tokens", "cached_tokens", "error")
+#: What stands beside answers where they are kept (jobs/parquet/reuse/taken_answers.py), or is counted of them.
+_KEPT_BESIDE = ("_row", "_model", "_source", "_key", "_tokens", "reused", "check_error")
 #: What the longest name of a column of a prompt's ends with.
 LONGEST = "_prompt_logprobs"
 
@@ -205,7 +207,7 @@ def make_steps(
 
 def _check_names(steps: Sequence[PromptStep]) -> None:
     """Raise InvalidJob where two columns would have one name, or a template names an answer not there yet."""
-    taken = set(ROW_COLUMNS)
+    taken = {*ROW_COLUMNS, *_KEPT_BESIDE}
     for step in steps:
         for column in step.columns:
             if column in taken:

@@ -53,6 +53,8 @@ def write(folder: Path, texts: list[str | None], **columns: Any) -> None:
         ({"prompts": [{**TWO[0], "sampling": {"tools": [{}]}}]}, "tools belongs to a chat"),
         ({"sampling": {"n": 2}}, "n is one"),
         ({"template": "{text}"}, "template and prompts each say"),
+        ({"prompts": [{"name": "reused", "template": "{prompt}"}]}, "has a column 'reused', which is there already"),
+        ({"prompts": [{"name": "_key", "template": "{prompt}"}]}, "has a column '_key', which is there already"),
     ],
 )
 def test_what_cannot_be_is_refused_by_name_before_anything_is_enqueued(

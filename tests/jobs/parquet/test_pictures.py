@@ -17,7 +17,7 @@ from engine import InvalidRequest
 from jobs.errors import InvalidJob, WrongColumnType
 from jobs.prompts.pictures import MAX_BYTES, picture_of
 from jobs.tasks import Request
-from tests.jobs.answering import FakeCompletion, opened_task, refuse
+from tests.jobs.answering import FakeCompletion, keep, opened_task, refuse
 from tests.jobs.conftest import MakeContext
 from tests.jobs.local_runs import Runs
 from tests.picture_files import BLUE, RED, bomb, data_url, picture
@@ -223,6 +223,21 @@ def test_pictures_of_rows_that_are_sorted_keep_their_folders(runs: Runs, tmp_pat
     assert found["completion"].to_pylist() == ["[r]one", "[b]two"]
     found = runs.score(inputs, seen, tmp_path / "sorted", image_column="image", order="prefix")
     assert all("name it whole" in each for each in found["error"].to_pylist())
+
+
+def test_an_answer_to_a_picture_that_was_replaced_since_is_not_taken(runs: Runs, tmp_path: Path) -> None:
+    (tmp_path / "x.png").write_bytes(RED_FILE)
+    pq.write_table(pa.table({"prompt": ["?"], "image": ["x.png"]}), runs.source)
+    runs.score(answer=seen, image_column="image")
+    reused, journalled = (runs.output.with_name(name) for name in ("reused", "journalled"))
+    runs.plan(output=reused, image_column="image", reuse=[str(runs.output)])
+    runs.plan(output=journalled, image_column="image")
+    first = runs.answered(runs.jobs[-1])
+    assert keep(first, {})
+    first.close()
+    (tmp_path / "x.png").write_bytes(BLUE_FILE)
+    runs.work(seen)
+    assert [pq.read_table(each)["completion"].to_pylist() for each in (reused, journalled)] == [["[b]?"]] * 2
 
 
 def test_labels_are_scored_behind_a_picture(runs: Runs) -> None:

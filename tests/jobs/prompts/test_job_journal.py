@@ -102,6 +102,12 @@ def test_what_is_of_another_job_is_left(opened: Open) -> None:
     assert list(opened("a", whose="another's").requests()) == asked
 
 
+def test_what_no_reader_can_take_apart_is_left(opened: Open, redis: Redis, checking: JobContext) -> None:
+    asked = begin(opened("a"), 0)
+    redis.set(journal_key(checking.job_id), "it\n" + "[" * 100_000)
+    assert list(opened("a").requests()) == [replace(each, resumed={}) for each in asked]
+
+
 def test_an_execution_that_lost_the_job_writes_nothing(checking: JobContext, redis: Redis) -> None:
     journal = JobJournal(redis, checking.job_id, "it", None, ("executions", "mine"))
     task = opened_task(replace(checking, journal=journal), "jobs.complete", ["a"])

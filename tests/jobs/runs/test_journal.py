@@ -9,6 +9,7 @@ from types import SimpleNamespace
 from typing import Any
 from unittest.mock import Mock
 
+import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
@@ -206,6 +207,10 @@ def test_of_two_executions_that_write_each_has_its_own_and_the_next_takes_what_i
     assert [row["id"] for row in runs.rows()] == [*range(len(PROMPTS))]
 
 
+def with_rows(path: Path, rows: list[int]) -> pa.Table:
+    return (table := pq.read_table(path)).set_column(table.schema.get_field_index("_row"), "_row", [rows])
+
+
 @pytest.mark.parametrize(
     "spoil",
     [
@@ -213,8 +218,10 @@ def test_of_two_executions_that_write_each_has_its_own_and_the_next_takes_what_i
         lambda path: path.write_bytes(b""),
         lambda path: flip_a_bit(path, "completion"),
         lambda path: pq.write_table(pq.read_table(path).replace_schema_metadata({b"whose": b"another"}), path),
+        lambda path: pq.write_table(with_rows(path, [9, 0]), path),
+        lambda path: pq.write_table(with_rows(path, [1, 0]), path),
     ],
-    ids=["cut", "empty", "flipped", "another's"],
+    ids=["cut", "empty", "flipped", "another's", "of no row", "of other rows"],
 )
 def test_what_is_no_journal_of_this_shard_is_passed_over(
     runs: Runs, shard: Open, monkeypatch: pytest.MonkeyPatch, spoil: Callable[[Path], Any]

@@ -108,8 +108,11 @@ def test_a_run_goes_on_where_it_was(runs: Runs, folder: Path) -> None:
     first, *_ = runs.jobs
     runs.run(first)
     runs.plan(folder, order="prefix", **OPTIONS)
+    (own,) = (runs.output / "_keys").glob("_rows-*")
+    own.with_name("_rows-00000.killed.bin").write_bytes(b"")
     runs.work()
     assert len(by_number(runs.rows())) == 43
+    assert [*(runs.output / "_keys").glob("_rows-*")] == [own], "and what a killed planning had chosen is gone"
     unfinished = runs.output.with_name("unfinished")
     runs.plan(folder, unfinished, order="prefix", **OPTIONS)
     for path in (unfinished / "_input").iterdir():

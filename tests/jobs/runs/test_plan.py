@@ -78,6 +78,12 @@ def test_a_plan_whose_arguments_were_edited_is_refused() -> None:
         Plan.from_text(plan.to_text().replace("/a.parquet", "/b.parquet"))
 
 
+def test_a_plan_in_which_a_number_has_changed_is_refused() -> None:
+    text = Plan(make_spec(), 7, MODEL, "1", (PlannedFile("/a", 10, 20, 5, "f"),), cut_shards([[5]], 2)).to_text()
+    with pytest.raises(ValueError, match="not as it was written"):
+        Plan.from_text(text.replace("[0, 2, 2, ", "[0, 3, 2, "))
+
+
 def test_a_plan_that_lacks_a_field_is_refused() -> None:
     plan = Plan(make_spec(), 7, MODEL, "1", (PlannedFile("/a", 10, 20, 5, "f"),), cut_shards([[5]], 2))
     content = json.loads(plan.to_text())

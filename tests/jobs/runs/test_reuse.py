@@ -182,6 +182,24 @@ def test_a_part_that_is_gone_from_a_finished_run_is_named(runs: Runs, old: Path)
     assert new_run(runs)[2]["reused"][0]["passed_over"] == [f"{old / 'part-00001.parquet'}: it is gone"]
 
 
+@pytest.mark.parametrize("spoil", ["cut", "flipped", "of no row", "of other rows"])
+def test_what_planning_took_and_is_damaged_since_is_asked_again(runs: Runs, old: Path, spoil: str) -> None:
+    expected, new = pq.read_table(old), old.with_name("new")
+    options = {"output": new, "sampling": GREEDY, "rows_per_shard": 3, "reuse": [str(old)]}
+    runs.plan(**options)
+    path, *_ = sorted((new / "_reused").iterdir())
+    if spoil == "cut":
+        path.write_bytes(path.read_bytes()[:-9])
+    elif spoil == "flipped":
+        flip_a_bit(path, "completion")
+    else:
+        rows = pa.array([9, 0] if spoil == "of no row" else [1, 0])
+        pq.write_table(pq.read_table(path).set_column(0, "_row", rows), path)
+    runs.work(asked := Asked())
+    assert sorted(asked.prompts) == ["a", "b", BAD]
+    assert pq.read_table(new).equals(expected)
+
+
 def test_keys_of_another_run_or_part_are_damaged_ones_and_few_models_are_looked_for(
     runs: Runs, old: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
