@@ -14,7 +14,6 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import fields
-from difflib import get_close_matches
 from typing import TYPE_CHECKING, Any
 
 from redis import Redis
@@ -203,9 +202,7 @@ def _check_names(given: Iterable[str]) -> None:
     known = {*SAMPLING_NAMES, *_OPTIONS, *_CHECKS, *WISHES, *of_run}
     for name in given:
         if name not in known:
-            near = get_close_matches(name, known, n=1) or sorted(known)
-            hint = f"did you mean {near[0]}?" if len(near) == 1 else f"its arguments are {', '.join(near)}"
-            raise InvalidValue(f"{{}} is no argument of jobs.submit: {hint}", brief(name))
+            raise InvalidValue(f"{{}} is no argument of jobs.submit, which has {', '.join(sorted(known))}", brief(name))
 
 
 def _add(named: dict[str, Any], argument: str, value: Any) -> None:

@@ -3,9 +3,9 @@
 from redis import Redis
 
 from jobs.errors import RunResubmitted, UnknownRun
+from jobs.queues import REQUEUE_LIMIT, requeue, requeue_all
 from jobs.runs.control import cancel_run as cancel
 from jobs.runs.plans.names import is_run_id
-from jobs.watch.requeue import REQUEUE_LIMIT, requeue, requeue_all
 from tokenmill_dashboard.job_cancel import JobCancel
 from tokenmill_dashboard.job_cancel import cancel_job as cancel_one
 

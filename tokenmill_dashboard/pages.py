@@ -7,10 +7,10 @@ from starlette.requests import Request
 
 from jobs.common.display import safe_name
 from jobs.errors import UnknownRun
+from jobs.queues import count_queues, queue_names
 from jobs.runs.plans.names import is_run_id
 from jobs.runs.watching.reading import read_planned, run_reasons
 from jobs.runs.watching.snapshot import RunSnapshot, obstacles
-from jobs.watch.queues import count_queues, queue_names
 from tokenmill_dashboard import display
 from tokenmill_dashboard.jobs_seen import failed_page, read_job
 from tokenmill_dashboard.shards_seen import list_shards

@@ -13,7 +13,7 @@ from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 from redis import Redis
 
-from jobs.watch.queues import count_queues
+from jobs.queues import count_queues
 
 #: RQ's statuses by the name under which `count_queues` has them.
 _STATUSES = {"waiting": "queued", "executing": "started"}

@@ -9,9 +9,9 @@ from typing import Any
 from redis import Redis
 
 from jobs.common.workers import Worker, WorkerSample, read_workers, worker_names
+from jobs.queues import QueueCounts, count_queues, queue_names
 from jobs.runs.watching.reading import list_runs
 from jobs.runs.watching.snapshot import RunSnapshot
-from jobs.watch.queues import QueueCounts, count_queues, queue_names
 from tokenmill_dashboard.history import History, read_points
 from tokenmill_dashboard.jobs_seen import FailedJob, newest_failed
 

@@ -8,9 +8,9 @@ from collections.abc import Iterator, Sequence
 from engine import ConfigError, EngineConfig, check_up
 from jobs.doctor.findings import Examination, Finding, Level, fault, missing, ok, told, warning
 from jobs.errors import DiskFull, JobsError, OutputNotWritable
-from jobs.runs.plans.paths import is_stored, real_path, run_path, split_roots
+from jobs.runs.plans.paths import is_stored, real_path, run_path
 from worker.errors import StartupError
-from worker.settings import WorkerSettings, read_variable, with_variables
+from worker.settings import WorkerSettings, read_variable, split_roots, with_variables
 from worker.start import load_functions
 
 

@@ -22,7 +22,7 @@ from jobs.context.shared_files import DEFAULT_BYTES as SHARD_BYTES
 from jobs.context.shared_files import ShardBytes
 from jobs.errors import JobsError
 from jobs.installed import check_sampling
-from jobs.runs.plans.paths import is_stored, run_path, split_roots
+from jobs.runs.plans.paths import STORES, is_stored, run_path
 from jobs.table import ALLOWED_FUNCTIONS
 from worker.errors import SettingsError
 from worker.store.records.bounds import DEFAULT_MAX_HELD_BYTES, DEFAULT_MAX_JOB_BYTES
@@ -335,3 +335,8 @@ def _explain(error: ValidationError) -> str:
         else:
             lines.append(f"{name}={problem['input']!r}: {problem['msg'].removeprefix('Value error, ')}")
     return "; ".join(lines)
+
+
+def split_roots(text: str) -> list[str]:
+    """Split a list of folders and object stores at ':', but not within the '://' of a store."""
+    return [root for root in re.split(rf":(?!//)|(?<!\b(?:{'|'.join(STORES)})):", text, flags=re.I) if root]

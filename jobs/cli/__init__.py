@@ -47,13 +47,6 @@ def main(context: click.Context, url: str) -> None:
 @main.command()
 @click.option("--wait", is_flag=True, help="Show progress until the run ends; exit with 1 if it fails.")
 @click.option("--dry-run", is_flag=True, help="Say what the run would take, from all prompts and some answers.")
-@click.option(
-    "--dry-run-rows",
-    type=click.IntRange(1),
-    default=MAX_ROWS_READ,
-    show_default=True,
-    help="Of larger runs a dry run looks at a share of about so many rows.",
-)
 @click.option("--price-per-hour", type=float, help="What a worker's machine costs, for the dry run's sum.")
 @input_options
 @click.argument("output", metavar="OUT")
@@ -62,14 +55,7 @@ def main(context: click.Context, url: str) -> None:
 @output_options
 @click.pass_obj
 def submit(
-    connection: redis.Redis,
-    /,
-    wait: bool,
-    queue: str,
-    dry_run: bool,
-    dry_run_rows: int,
-    price_per_hour: float | None,
-    **options: Any,
+    connection: redis.Redis, /, wait: bool, queue: str, dry_run: bool, price_per_hour: float | None, **options: Any
 ) -> None:
     """Score the rows of files into a folder.
 
@@ -78,7 +64,7 @@ def submit(
     """
     arguments = run_arguments(options)
     if dry_run:
-        found = survey(connection, queue, options, max_rows=dry_run_rows)
+        found = survey(connection, queue, options, max_rows=MAX_ROWS_READ)
         click.echo("\n".join(dry_run_lines(found, price_per_hour)))
         return
     run = submit_run(connection, queue, check_run=client.check_here, **arguments)

@@ -15,8 +15,7 @@ from jobs.common.display import safe_name
 from jobs.common.workers import read_workers
 from jobs.doctor.findings import Examination, Finding, Level, check_installation, examine, fault
 from jobs.doctor.redis_server import check_permissions, check_server, not_served, reach
-from jobs.watch.queues import count_queues, queue_names
-from jobs.watch.requeue import REQUEUE_LIMIT, requeue, requeue_all
+from jobs.queues import REQUEUE_LIMIT, count_queues, queue_names, requeue, requeue_all
 
 MAX_SHOWN = 5
 

@@ -13,7 +13,7 @@ from typing import IO
 from redis import Redis
 
 from jobs.common.keys import held_key
-from jobs.watch.queues import count_queues
+from jobs.queues import count_queues
 from ops.documents.blocks import Block
 from ops.documents.stage import Stage
 from tokenmill_dashboard.jobs_seen import FailedJob, newest_failed

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from redis import Redis
 
-from jobs.watch.requeue import requeue
+from jobs.queues import requeue
 from tokenmill_dashboard.jobs_seen import MAX_ERROR_CHARS, failed_page, newest_failed, read_job
 
 ERROR = 'Traceback (most recent call last):\n  File "x.py"\njobs.errors.PromptTooLong: 9 tokens\n'

@@ -8,7 +8,6 @@ from collections.abc import Callable, Generator, Iterator, Sequence, Set
 from contextlib import closing, contextmanager
 from functools import partial
 from itertools import chain
-from numbers import Real
 from typing import Any
 
 import pyarrow as pa
@@ -136,8 +135,8 @@ def _rows(batch: pa.RecordBatch, ours: Set[str]) -> Iterator[Sequence[Any]]:
 def _plain(value: Any) -> Any:
     if value is None or isinstance(value, bool | int | str):
         return value
-    if isinstance(value, Real):  # pyarrow before 21 gives numpy's for float16
-        return float(value) if math.isfinite(value) else None
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
     if isinstance(value, bytes):
         return base64.b64encode(value).decode()
     if isinstance(value, dict):

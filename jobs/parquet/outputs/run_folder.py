@@ -18,9 +18,11 @@ from typing import Any
 
 from jobs.errors import (
     InputNotFound,
+    OutputHoldsAnotherRun,
     OutputHoldsForeignFiles,
     OutputNotWritable,
     PartDamaged,
+    PathOutsideRoots,
     PlanDamaged,
     RunError,
     RunResubmitted,
@@ -68,6 +70,11 @@ def create_plan(storage: Storage, plan: Plan, execution_id: str) -> bool:
 
 
 def begin_folder(storage: Storage, folder: str) -> bool:
+    names = folder.split("/")
+    with suppress(PathOutsideRoots):
+        for above in ("/".join(names[:end]) for end in range(len(names) - 1, 0, -1)):
+            if storage.stat(os.path.join(above, PLAN)) is not None:
+                raise OutputHoldsAnotherRun(above, f"{folder} lies in its folder")
     with writing(folder):
         storage.make_folder(folder)
         names = storage.names(folder)

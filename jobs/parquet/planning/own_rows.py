@@ -153,10 +153,12 @@ class Matches:
 
 
 def match(context: JobContext, storage: Storage, plan: Plan, ask: Ask, old: OldRuns, any_model: bool) -> Matches:
-    """Look up each row of a plan, whose inputs can be read."""
+    """Look up each row of a plan, whose inputs can be read; the answers of a cascade's second model come first."""
     marks = model_mark(context.model.fingerprint)
     if plan.second is not None:
-        marks = np.concatenate([marks, model_mark(plan.second.fingerprint)])
+        marks = np.concatenate([model_mark(plan.second.fingerprint), marks])
+        firsts = [part.first for part in old.parts]
+        fits = np.array([*(_asks_second_too(plan, part.plan) for part in old.parts), False])
     if any_model:
         marks = np.concatenate([marks, old.marks])  # its own answers first
     found = Matches(np.full(plan.rows, -1, np.int64), np.zeros(plan.rows, np.uint16), marks)
@@ -166,9 +168,18 @@ def match(context: JobContext, storage: Storage, plan: Plan, ask: Ask, old: OldR
         asked: npt.NDArray[np.bool_] = np.any(keys, axis=1)
         for number, mark in enumerate(marks):
             missing = np.flatnonzero(asked & (places < 0))
-            places[missing] = old.keys.find(keys[missing] ^ mark)
+            there = old.keys.find(keys[missing] ^ mark)
+            if plan.second is not None and not number:
+                there[~fits[np.searchsorted(firsts, there, "right") - 1]] = -1
+            places[missing] = there
             models[missing] = number
     return found
+
+
+def _asks_second_too(plan: Plan, old: Plan) -> bool:
+    """Whether a plan asks its second model of each row of which an old one has."""
+    one, other = ([each.model.fingerprint, each.second and each.second.fingerprint] for each in (plan, old))
+    return one == other and (old.spec.escalate_below or 0) <= (plan.spec.escalate_below or 0)
 
 
 def answers(

@@ -71,9 +71,9 @@ class KnownKeys:
     """Finds keys among others, in at most 32 bytes for each of these. keys: the others; zeros are never found."""
 
     def __init__(self, keys: Keys) -> None:
-        self.all, self._second, self._order = keys, keys[:, 1], np.argsort(keys[:, 0], kind="stable")
-        self._first = keys[self._order, 0]
-        self._taken: dict[int, int] = {}
+        self.all, self._second = keys, keys[:, 1]
+        self._order = np.argsort(keys[:, 0], kind="stable").astype(np.uint32)
+        self._first, self._taken = keys[self._order, 0], np.zeros(len(keys), np.uint32)
 
     def forget(self, places: Places) -> None:
         self._second[places] = 0
@@ -87,16 +87,14 @@ class KnownKeys:
         lows, highs = (np.searchsorted(self._first, first, side) for side in ("left", "right"))
         found = np.full(len(keys), -1, np.int64)
         single = (highs - lows == 1) & keys.any(axis=1)
-        places = self._order[lows[single]]
+        places = self._order[lows[single]].astype(np.int64)
         found[single] = np.where(self._second[places] == keys[single, 1], places, -1)
         for row in np.flatnonzero((highs - lows > 1) & keys.any(axis=1)):
             equal = self._order[lows[row] : min(highs[row], lows[row] + MAX_EQUAL)]
             equal = equal[self._second[equal] == keys[row, 1]]
             if len(equal):
-                begin = int(equal[0])
-                number = self._taken.get(begin, 0)
-                self._taken[begin] = number + 1
-                found[row] = equal[number % len(equal)]
+                found[row] = equal[self._taken[equal[0]] % len(equal)]
+                self._taken[equal[0]] += 1
         return found
 
 

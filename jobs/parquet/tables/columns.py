@@ -147,10 +147,7 @@ def _python_values(name: str, column: pa.Array) -> Iterator[Any]:
 
 
 def _num_bytes(column: pa.Array) -> int:
-    try:
-        size = int(column.nbytes)
-    except pa.ArrowException:  # pyarrow before 20 does not know of views
-        size = _TOGETHER_BYTES + 1
+    size = int(column.nbytes)
     if pa.types.is_dictionary(column.type):
         size += len(column) * int(column.dictionary.nbytes)
     return size + num_values(column)

@@ -45,11 +45,6 @@ def real_path(path: str) -> str:
     return path if is_stored(path) else os.path.realpath(path)
 
 
-def split_roots(text: str) -> list[str]:
-    """Split a list of folders and object stores at ':', but not within the '://' of a store."""
-    return [root for root in re.split(rf":(?!//)|(?<!\b(?:{'|'.join(STORES)})):", text, flags=re.I) if root]
-
-
 def _stored_path(scheme: str, uri: "re.Match[str]", safe: str) -> str:
     """Raises InvalidJob for what names no object, without showing what may be a secret."""
     if not _BUCKET.fullmatch(uri[2]) or uri[4]:

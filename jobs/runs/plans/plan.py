@@ -174,7 +174,7 @@ class Plan:
         # One by one: at once, ten thousand shards would leave 10 MiB of small strings in the worker's heap.
         shards = ", ".join(map(json.dumps, self.shards))
         text = f'{json.dumps(content, default=asdict)[:-1]}, "shards": [{shards}], '
-        return f'{text}"digest": "{_digest(text)}"}}'
+        return f'{text}"digest": "{blake2b(text.encode(), digest_size=8).hexdigest()}"}}'
 
     @classmethod
     def from_text(cls, text: str) -> Self:
@@ -201,13 +201,10 @@ class Plan:
             raise ValueError(f"a field is missing or wrong: {error}") from None
         if plan.run != content.get("run"):
             raise ValueError("its arguments do not give its run id")
-        if content.get("digest", own := _digest(text.rpartition('"digest"')[0])) != own:  # earlier plans have none
+        own = blake2b(text.rpartition('"digest"')[0].encode(), digest_size=8).hexdigest()
+        if content.get("digest", own) != own:  # earlier plans have none
             raise ValueError("it is not as it was written")
         return plan
-
-
-def _digest(text: str) -> str:
-    return blake2b(text.encode(), digest_size=8).hexdigest()
 
 
 _NOT_AS_IT_IS = ("spec", "shards", "input_folder")

@@ -160,10 +160,9 @@ for call in (run.table, run.errors, lambda: jobs.submit(object(), {str(tmp_path 
     assert [job.func_name for job in queued_jobs(redis)] == ["jobs.score_parquet"]
 
 
-def test_a_misspelt_argument_is_refused_with_the_one_that_is_like_it(source: Path, tmp_path: Path) -> None:
-    for name, told in (("temperatur", "did you mean temperature"), ("zzz", "its arguments are .*temperature")):
-        with pytest.raises(errors.InvalidJob, match=told):
-            jobs.submit(source, tmp_path / "out", **{name: 0})
+def test_a_misspelt_argument_is_refused_with_those_that_there_are(source: Path, tmp_path: Path) -> None:
+    with pytest.raises(errors.InvalidJob, match=r"'temperatur' is no argument of jobs.submit, which .*temperature"):
+        jobs.submit(source, tmp_path / "out", temperatur=0)
 
 
 def every_extension_type() -> pd.DataFrame:

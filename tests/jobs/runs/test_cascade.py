@@ -180,10 +180,10 @@ def test_an_equal_run_takes_all_answers_and_another_those_that_it_can(site: Site
     calm = site.score("calm")
     low = sorted(site.asked["large"])
 
-    def reuse(name: str, of: str, **arguments: Any) -> dict[str, list[str]]:
+    def reuse(name: str, *of: str, **arguments: Any) -> dict[str, list[str]]:
         for prompts in site.asked.values():
             prompts.clear()
-        found = site.score(name, reuse=[str(site.runs.output.parent / of)], **arguments)
+        found = site.score(name, reuse=[str(site.runs.output.parent / each) for each in of], **arguments)
         assert arguments or found.equals(calm)
         return {queue: sorted(prompts) for queue, prompts in site.asked.items()}
 
@@ -191,6 +191,9 @@ def test_an_equal_run_takes_all_answers_and_another_those_that_it_can(site: Site
     assert site.manifest("equal")["rows_reused"] == 8
     assert reuse("plain", "calm", **PLAIN) == {"bulk": low, "large": []}
     assert reuse("of plain", "plain") == {"bulk": [], "large": low}
+    assert reuse("of both", "plain", "calm") == {"bulk": [], "large": []}
+    assert reuse("higher", "calm", escalate_below=0.75) == {"bulk": [], "large": ["0.7"]}
+    assert reuse("lower", "higher") == {"bulk": sorted([*low, "0.7"]), "large": low}, "whose margins are not known"
     site.runs.plan(output=site.runs.output.parent / "open", **CASCADE)
     site.work("bulk")
     for job in queued_jobs(site.redis, "large"):

@@ -14,7 +14,7 @@ import pytest
 from redis import Redis
 
 from jobs import client
-from jobs.errors import CannotReuse, ColumnConflict, InvalidJob, PathOutsideRoots
+from jobs.errors import CannotReuse, ColumnConflict, InvalidJob, OutputHoldsAnotherRun, PathOutsideRoots
 from jobs.parquet.files.storage import Storage
 from jobs.parquet.outputs.read_back import FolderReader
 from jobs.parquet.planning import planner
@@ -175,6 +175,12 @@ def test_a_bit_that_flipped_in_an_answer_costs_its_part(runs: Runs, old: Path) -
     assert sorted(asked) == ["a", "b", BAD]
     assert [row["completion"] for row in rows] == before
     assert "part-00000.parquet" in manifest["reused"][0]["passed_over"][0]
+
+
+def test_an_output_within_a_runs_folder_is_refused(runs: Runs, old: Path) -> None:
+    with pytest.raises(OutputHoldsAnotherRun, match="lies in its folder"):
+        runs.plan(output=old / "inner" / "new", sampling=GREEDY)
+    assert not (old / "inner").exists()
 
 
 def test_a_part_that_is_gone_from_a_finished_run_is_named(runs: Runs, old: Path) -> None:

@@ -1,4 +1,4 @@
-"""Puts failed jobs back on their queues without looking at what a job holds.
+"""RQ's queues: how many jobs are where, and failed ones put back, without looking at what a job holds.
 
 RQ's own command reads jobs with pickle unless it is called with `-S json`, and a pickle that somebody wrote
 runs as whoever reads it.
@@ -6,6 +6,7 @@ runs as whoever reads it.
 
 import time
 from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -15,6 +16,42 @@ from redis.client import Pipeline
 from jobs.common import rq_jobs, stored
 from jobs.common.rq_jobs import JobStatus
 from jobs.runs.redis_state.state import transact
+
+PLACES = ("waiting", "executing", "scheduled", "deferred", "finished", "failed")
+
+
+@dataclass(frozen=True)
+class QueueCounts:
+    """How many jobs of a queue are at each of PLACES; `due` are scheduled ones that nobody has queued yet."""
+
+    name: str
+    counts: dict[str, int]
+    due: int
+
+
+def queue_names(connection: Redis) -> list[str]:
+    keys: Any = connection.smembers(rq_jobs.QUEUES_KEY)
+    return sorted(stored.text(key).removeprefix(rq_jobs.QUEUE_PREFIX) for key in keys)
+
+
+def count_queues(connection: Redis, names: Sequence[str]) -> list[QueueCounts]:
+    moment, size = time.time(), len(PLACES) + 1
+    with connection.pipeline(transaction=False) as pipe:
+        for keys in map(rq_jobs.QueueKeys, names):
+            pipe.llen(keys.waiting)
+            pipe.zcard(keys.started)
+            pipe.zcard(keys.scheduled)
+            pipe.zcard(keys.deferred)
+            pipe.zcount(keys.finished, moment, "+inf")  # expired results stay until a worker cleans up
+            pipe.zcard(keys.failed)
+            pipe.zcount(keys.scheduled, "-inf", moment)
+        found = pipe.execute()
+    by_queue = (found[start : start + size] for start in range(0, len(found), size))
+    return [
+        QueueCounts(name, dict(zip(PLACES, counts, strict=True)), due)
+        for name, (*counts, due) in zip(names, by_queue, strict=True)
+    ]
+
 
 CHUNK = 100
 #: Failed jobs that are put back at most where all of a queue are asked for, unless told otherwise.
