@@ -179,6 +179,8 @@ def test_memory_is_divided_among_sequences_and_snapshots(folder: Path, caplog: p
     config = small(folder, max_num_seqs=40)
     kept = config.kv_cache_bytes
     assert fit_states(row, config, kept + 9 * row, 1 << 30) == (7, 2)
+    unstated = replace(config, kv_cache_bytes=None)
+    assert sum(fit_states(row, unstated, 1 << 40, 19 * row) or ()) == 9, "half of what both take, however much is free"
     with pytest.raises(ConfigError, match=f"the state of one sequence takes {row} bytes"):
         fit_states(row, config, kept + row - 1, 1 << 30)
 

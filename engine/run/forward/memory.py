@@ -121,8 +121,8 @@ def fit_states(row_bytes: int, config: EngineConfig, most: int, default: int) ->
     if not row_bytes:
         return None
     wanted = config.max_num_seqs * (2 if config.enable_prefix_caching else 1)
-    kv_bytes = default // 2 if config.kv_cache_bytes is None else config.kv_cache_bytes
-    num_rows = min(wanted, min(default, most - kv_bytes) // row_bytes)
+    room = default // 2 if config.kv_cache_bytes is None else min(default, most - config.kv_cache_bytes)
+    num_rows = min(wanted, room // row_bytes)
     if num_rows < 1:
         raise ConfigError(
             f"the state of one sequence takes {row_bytes} bytes beside the KV pool, more than is left; lower "
