@@ -75,8 +75,7 @@ class Engine:
             )
         classes = read_classes(model)
         pooling = read_pooling(folder, model, config.pooling) if classes is None else None
-        #: Whether the model has an LM head; one without embeds or classifies.
-        self.generates = generates(folder, model, path, embeds=pooling is not None)
+        self.generates = generates(folder, model, path, embeds=pooling is not None)  # it has an LM head
         self.config = config
         self._tokenizer = Tokenizer(folder, config.chat_template)
         self._reasoner = Reasoner(self._tokenizer, model.vocab_size)

@@ -80,7 +80,7 @@ def test_a_plan_whose_arguments_were_edited_is_refused() -> None:
 
 def test_a_plan_in_which_a_number_has_changed_is_refused() -> None:
     text = Plan(make_spec(), 7, MODEL, "1", (PlannedFile("/a", 10, 20, 5, "f"),), cut_shards([[5]], 2)).to_text()
-    with pytest.raises(ValueError, match="not as it was written"):
+    with pytest.raises(ValueError, match="not as they were written"):
         Plan.from_text(text.replace("[0, 2, 2, ", "[0, 3, 2, "))
 
 
