@@ -49,7 +49,7 @@ STEPS: dict[str, tuple[Any, str]] = {
     "part counted": (RunState, "record_part"),
     "run committed": (RunFolder, "_finish"),
     "output written": (run_folder, "write_output"),
-    "manifest text": (run_folder, "write_text"),
+    "report made": (run_folder, "report_html"),
     "end marked": (Storage, "create"),
     "leftover deleted": (Storage, "remove"),
     "command sent": (AbstractConnection, "send_packed_command"),

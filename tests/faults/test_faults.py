@@ -6,6 +6,7 @@ from tempfile import TemporaryDirectory
 
 import pytest
 
+from tests.faults.faulty_worker import STEPS
 from tests.faults.file_faults import kill_half_way_through_a_run
 from tests.faults.harness import Harness, harness
 from tests.faults.mounts import MountRefused
@@ -22,6 +23,10 @@ def faults(tmp_path: Path) -> Iterator[Harness]:
         harness(Path(folder), seed=20, evidence=tmp_path) as running,
     ):
         yield running
+
+
+def test_each_step_is_one_that_a_worker_takes() -> None:
+    assert [step for step, (owner, name) in STEPS.items() if not hasattr(owner, name)] == []
 
 
 @pytest.mark.long
