@@ -185,6 +185,9 @@ def test_unknown_arguments_fail_like_a_call(context: JobContext, three_rows: Pat
     error = fails(errors.InvalidJob, context, three_rows, tmp_path / "out", colum="x")
     assert "'colum' is no argument of jobs.score_parquet" in str(error)
     fails(errors.InvalidJob, context, three_rows, tmp_path / "out", queue=3)
+    for named in ({"input": None, "output": "/out"}, {"input": "/in.parquet", "output": None}):
+        with pytest.raises(errors.InvalidJob, match="None is no path"):
+            score_parquet(context, **named)
 
 
 def test_sizes_beyond_their_bounds_are_refused_and_say_what_was_found(

@@ -117,12 +117,9 @@ class RunSpec:
             named = {"query_column": "query", "document_column": "document", **named}
             if sources:
                 raise InvalidJob(f"task 'rerank' asks query_column and document_column: leave {sources[0]} out")
+        values = {name: _PARSERS[name](name, each) if name in _PARSERS else each for name, each in named.items()}
         if sources not in ([], ["prompt_column"]) or "query_column" in named:
-            named["prompt_column"] = None
-        values = {
-            name: value if value is None or name not in _PARSERS else _PARSERS[name](name, value)
-            for name, value in named.items()
-        }
+            values["prompt_column"] = None
         if sources == [OPENAI_BATCH]:
             values |= {"single_file": OPENAI_BATCH, "keep": ["custom_id"]}
         is_chat = isinstance(values.get("template"), list) or sources in (["messages_column"], ["prompts"])
