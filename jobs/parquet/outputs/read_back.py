@@ -94,7 +94,7 @@ class FolderReader:
         firsts = [0, *accumulate(file.rows for file in self.plan.files)]
         rows: Sequence[int] = range(self.plan.rows)  # of the whole input, as planning may have chosen them
         if self.plan.files[0].kept and self.plan.reused is not None:
-            path = os.path.join(self._folder, kept_name(0, self.plan.reused.name))
+            path = os.path.join(self._folder, kept_name(self.plan.reused.name))
             with self._storage.open_input(path) as source:
                 rows = array("q", source.read())
         for shard in self.shards():

@@ -296,7 +296,7 @@ class RunFolder:
 
     def _remove_leftovers(self) -> None:
         """Remove what other plannings chose, and temporary files: who still runs finds its own in place."""
-        own = os.path.basename(run_names.kept_name(0, self.plan.reused.name if self.plan.reused else ""))
+        own = os.path.basename(run_names.kept_name(self.plan.reused.name if self.plan.reused else ""))
         for folder in {self._path, self._parts_path, self.path(run_names.KEYS)}:
             for name in self.storage.names(folder):
                 if name.startswith((run_names.TEMPORARY_PREFIX, run_names.ROWS_PREFIX)) and name != own:

@@ -35,7 +35,7 @@ from jobs.runs.redis_state.submission import Submission
 def with_own_rows(context: JobContext, storage: Storage, plan: Plan, chosen: Places) -> Plan:
     """Write rows of the input, whose numbers are `chosen`; return the plan of these. Raises InputError, OutputError."""
     assert plan.reused is not None
-    before, name = plan, kept_name(0, plan.reused.name)
+    before, name = plan, kept_name(plan.reused.name)
     first, *others = plan.files
     first = replace(first, kept=len(chosen))
     plan = replace(plan, files=(first, *(replace(file, kept=0) for file in others)))
@@ -137,7 +137,7 @@ def remove_reused(storage: Storage, plan: Plan, first: Plan) -> None:
         return
     paths = list(map(plan.reused_path, range(len(plan.shards))))
     if plan.files[0].kept:
-        paths += [plan.rows_path(plan.files[0]), os.path.join(plan.spec.output, kept_name(0, plan.reused.name))]
+        paths += [plan.rows_path(plan.files[0]), os.path.join(plan.spec.output, kept_name(plan.reused.name))]
     with writing(plan.spec.output):
         for path in paths:
             storage.remove(path)

@@ -21,10 +21,10 @@ from jobs.parquet.asks.row_keys import NO_KEYS, SIZE, Keys, as_keys, model_mark
 from jobs.parquet.files.storage import Storage, reading
 from jobs.parquet.outputs.part import read_part_stats
 from jobs.parquet.outputs.run_folder import load_plan
-from jobs.parquet.reuse.taken_answers import KEY, ROW, UNREADABLE
+from jobs.parquet.reuse.taken_answers import UNREADABLE
 from jobs.parquet.tables.columns import ColumnChoice
 from jobs.parquet.tables.table_reading import TableReading
-from jobs.runs.plans.names import JOURNAL, KEYS, PLAN, SUCCESS, keys_name, part_shards
+from jobs.runs.plans.names import JOURNAL, KEY, KEYS, PLAN, ROW, SUCCESS, keys_name, part_shards
 from jobs.runs.plans.plan import Plan
 
 #: Models that may have answered a part's rows, and those of all parts that are looked for.

@@ -28,11 +28,9 @@ from jobs.parquet.outputs.part import answer_column
 from jobs.parquet.outputs.run_folder import RunFolder
 from jobs.parquet.tables.row_groups import RowBuckets
 from jobs.parquet.tables.table_reading import TableReading
-from jobs.runs.plans.names import JOURNAL
+from jobs.runs.plans.names import JOURNAL, KEY, MODEL, ROW, SOURCE
 from jobs.runs.plans.plan import Plan
 
-#: Beside the answer's columns: its row in the shard, its model's mark, which old row it was, its key with that mark.
-ROW, MODEL, SOURCE, KEY = "_row", "_model", "_source", "_key"
 KEY_FIELD, NO_KEY = pa.field(KEY, pa.binary(SIZE)), bytes(SIZE)
 BESIDE = [pa.field(ROW, pa.int64()), pa.field(MODEL, pa.binary(SIZE)), pa.field(SOURCE, pa.string()), KEY_FIELD]
 #: What is raised for a file of a run that cannot be read; and for one that can be, and does not hold what it should.

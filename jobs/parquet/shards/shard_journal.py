@@ -24,12 +24,10 @@ from jobs.parquet.asks.kinds import kind_of
 from jobs.parquet.asks.row_keys import Keys
 from jobs.parquet.outputs.part import embedding_size
 from jobs.parquet.outputs.run_folder import RunFolder
-from jobs.parquet.reuse.taken_answers import KEY, KEY_FIELD, NO_KEY, ROW, answers_table, check_key, read_answers
+from jobs.parquet.reuse.taken_answers import KEY_FIELD, NO_KEY, answers_table, check_key, read_answers
 from jobs.parquet.shards.shard_requests import ShardRequests
 from jobs.parquet.tables.table_reading import TableReading
-
-#: What stands beside an answer too: the tokens generated for it and equal rows, with the first.
-_TOKENS = "_tokens"
+from jobs.runs.plans.names import KEY, ROW, TOKENS
 
 _UNDER_WAY = "_under_way"
 _WHOSE = b"whose"
@@ -83,7 +81,7 @@ class ShardJournal:
                 if known is None or was.length > known.length:
                     found.under_way[row] = was
         else:
-            for (row, num_tokens, key), answer in read_answers(file, (ROW, _TOKENS, KEY)):
+            for (row, num_tokens, key), answer in read_answers(file, (ROW, TOKENS, KEY)):
                 check_key(path, self._keys, row, key)
                 found.num_tokens += 0 if row in found.answers else num_tokens
                 found.answers[row] = answer
@@ -106,7 +104,7 @@ class ShardJournal:
     def _write(self, answered: Sequence[tuple[int, int, Answer]], under_way: Mapping[int, UnderWay]) -> None:
         """Write answers first: a row whose answer is there is not under way, whatever else is told of it."""
         if answered:
-            own = [pa.field(ROW, pa.int64()), pa.field(_TOKENS, pa.int64()), KEY_FIELD]
+            own = [pa.field(ROW, pa.int64()), pa.field(TOKENS, pa.int64()), KEY_FIELD]
             keys = (NO_KEY if each.error else self._keys[row].tobytes() for row, _, each in answered)
             beside = [(row, tokens, key) for (row, tokens, _), key in zip(answered, keys, strict=True)]
             self._put("answers", answers_table(own, beside, [each for *_, each in answered], self._fields))

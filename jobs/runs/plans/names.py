@@ -84,6 +84,9 @@ INPUT = "_input"
 KEYS, ROWS_PREFIX = "_keys", "_rows-"
 
 REUSED = "_reused"
+#: Columns beside answers that are kept: the row in its shard, its model's mark, which old row it was, its key with that
+#: mark, and in a journal the tokens generated for it and equal rows, with the first.
+ROW, MODEL, SOURCE, KEY, TOKENS = KEPT_BESIDE = ("_row", "_model", "_source", "_key", "_tokens")
 _RUN_ID = re.compile(r"[0-9a-f]{16}")
 _JOB = re.compile(r"([0-9a-f]{16})-(?:plan|(\d+)(?:-2)?)", re.ASCII)
 _PART = re.compile(r"part-(\d{5,})\.parquet")
@@ -101,9 +104,9 @@ def keys_name(shard: int) -> str:
     return f"{KEYS}/_part-{shard:05d}.bin"
 
 
-def kept_name(file: int, execution_id: str) -> str:
+def kept_name(execution_id: str) -> str:
     """Return the name, below the run's folder, of the file that says which rows of an input a planning has chosen."""
-    return f"{KEYS}/{ROWS_PREFIX}{file:05d}.{execution_id}.bin"
+    return f"{KEYS}/{ROWS_PREFIX}00000.{execution_id}.bin"
 
 
 def output_names(single_file: str | None) -> tuple[str, ...]:

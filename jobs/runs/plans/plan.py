@@ -209,7 +209,7 @@ class Plan:
             raise ValueError(f"a field is missing or wrong: {error}") from None
         if plan.run != content.get("run"):
             raise ValueError("its arguments do not give its run id")
-        if content.get("digest", plan._digest) != plan._digest:  # earlier plans have none
+        if content.get("digest", own := plan._digest) != own:  # earlier plans have none
             raise ValueError("numbers of rows are not as they were written")
         return plan
 

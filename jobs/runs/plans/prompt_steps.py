@@ -12,6 +12,7 @@ from jobs.prompts.labels import COLUMNS as LABEL_COLUMNS
 from jobs.prompts.messages import ChatOptions, refuse_chat_options, split_chat_options
 from jobs.prompts.response_options import LOGPROBS, run_values
 from jobs.prompts.template_texts import template_texts
+from jobs.runs.plans.names import KEPT_BESIDE
 from jobs.runs.plans.option_checks import OF_PROMPTS, check_read, check_shard
 
 #: Literals and values that a shard's prompts are put together from: some seconds of a thread.
@@ -72,7 +73,8 @@ def _parse_text(text: str, what: str) -> Pieces:
     try:
         for literal, column, form, conversion in Formatter().parse(text):
             is_plain = column is None or (0 < len(column) <= MAX_NAME_CHARS and not set(column) & set(".[]"))
-            if form or conversion or not is_plain or (column or "")[:1] == (column or "")[-1:] == "%":  # Jinja's
+            is_tag = column is not None and column[:1] == column[-1:] == "%"  # of Jinja's
+            if form or conversion or not is_plain or is_tag:
                 field = 1 + sum(column is not None for _, column in pieces)
                 raise InvalidJob(f"{what}: field {field} is no plain column name; {BRACES}")
             pieces.append((literal, column))
@@ -85,8 +87,6 @@ def _parse_text(text: str, what: str) -> Pieces:
 MAX_STEPS = 20
 
 ROW_COLUMNS = ("prompt_tokens", "completion_tokens", "cached_tokens", "error")
-#: What stands beside answers where they are kept (jobs/parquet/reuse/taken_answers.py), or is counted of them.
-_KEPT_BESIDE = ("_row", "_model", "_source", "_key", "_tokens", "reused", "check_error")
 #: What the longest name of a column of a prompt's ends with.
 LONGEST = "_prompt_logprobs"
 
@@ -207,7 +207,7 @@ def make_steps(
 
 def _check_names(steps: Sequence[PromptStep]) -> None:
     """Raise InvalidJob where two columns would have one name, or a template names an answer not there yet."""
-    taken = {*ROW_COLUMNS, *_KEPT_BESIDE}
+    taken = {*ROW_COLUMNS, *KEPT_BESIDE, "reused", "check_error"}
     for step in steps:
         for column in step.columns:
             if column in taken:
