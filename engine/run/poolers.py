@@ -14,6 +14,27 @@ from engine.text.prompts import Prompt, PromptReader
 from engine.text.tokenizer import Tokenizer
 
 
+def _most_tokens(truncate_prompt_tokens: int | None, fitting: int, max_model_len: int) -> int | None:
+    """Return the tokens to which a prompt is cut, None for no cut. fitting: what -1 stands for."""
+    if truncate_prompt_tokens is None:
+        return None
+    return fitting if truncate_prompt_tokens == -1 else min(truncate_prompt_tokens, max_model_len)
+
+
+def _pooled_token_ids(prompt: object, most: int | None, tokenizer: Tokenizer, prompts: PromptReader) -> list[int]:
+    """Return the tokens of a prompt that is pooled, its first `most`.
+
+    A text keeps the special tokens around it. (A prompt that is continued keeps its last tokens instead.)
+    Raises InvalidPrompt or PromptTooLong.
+    """
+    if most is not None:
+        if isinstance(prompt, str):
+            prompt = tokenizer.encode_cut(prompt, most)
+        elif isinstance(prompt, (list, tuple)):
+            prompt = prompt[:most]
+    return prompts.token_ids(prompt, room=0)
+
+
 class Embedder:
     """Prepares requests for embeddings. pooling: None if the checkpoint has none; every request is then refused."""
 
@@ -29,16 +50,18 @@ class Embedder:
 
     def token_ids(self, prompt: Prompt, params: PoolingParams) -> list[int]:
         """Tokenize a text behind the checkpoint's prompt, and cut it. Raises InvalidRequest or a subclass."""
-        pooling, most = self.check(params), params.truncate_prompt_tokens
+        pooling = self.check(params)
+        longest = self._prompts.max_model_len
+        most = _most_tokens(params.truncate_prompt_tokens, longest, longest)
         if not isinstance(prompt, str):
             if params.prompt_name is not None:
                 raise InvalidSampling("prompt_name is for texts: before token ids no prompt is put")
-            return self._prompts.token_ids(prompt, truncate_prompt_tokens=most, room=0)
+            return _pooled_token_ids(prompt, most, self._tokenizer, self._prompts)
         name = params.prompt_name if params.prompt_name is not None else pooling.default_prompt
         text = prompt if name is None else pooling.prompts[name] + prompt
-        longest = pooling.max_seq_length
-        cut = text if longest is None else self._tokenizer.encode_cut(text, longest)
-        return self._prompts.token_ids(cut, truncate_prompt_tokens=most, room=0)
+        if pooling.max_seq_length is not None:
+            most = pooling.max_seq_length if most is None else min(most, pooling.max_seq_length)
+        return _pooled_token_ids(text, most, self._tokenizer, self._prompts)
 
     def states(self, params: PoolingParams, num_tokens: int) -> PooledStates:
         """Return the collector of a request's hidden states. Raises UnsupportedTask or InvalidSampling."""
@@ -109,7 +132,7 @@ class Classifier:
     def token_ids(self, prompt: Prompt, params: ClassParams) -> list[int]:
         """Tokenize a text, or a pair of texts. Raises InvalidRequest or a subclass."""
         self._check()
-        longest, most = min(self._prompts.max_model_len, self._tokenizer.max_length), params.truncate_prompt_tokens
+        longest = min(self._prompts.max_model_len, self._tokenizer.max_length)
         if params.pair is not None:
             if not isinstance(prompt, str):
                 raise InvalidSampling("pair is for texts: behind token ids no text is put")
@@ -117,10 +140,8 @@ class Classifier:
             if not token_ids:
                 raise InvalidPrompt("both texts are empty; they need at least one token")
             return token_ids
-        if isinstance(prompt, str) and most is not None:
-            most = longest if most == -1 else min(most, self._prompts.max_model_len)
-            prompt, most = self._tokenizer.encode_cut(prompt, most), None
-        return self._prompts.token_ids(prompt, truncate_prompt_tokens=most, room=0)
+        most = _most_tokens(params.truncate_prompt_tokens, longest, self._prompts.max_model_len)
+        return _pooled_token_ids(prompt, most, self._tokenizer, self._prompts)
 
     def states(self, params: ClassParams, num_tokens: int) -> PooledStates:
         """Return the collector of a request's scores. Raises UnsupportedTask."""

@@ -22,7 +22,8 @@ class PoolingParams:
         dimensions are given.
     prompt_name: the checkpoint's prompt before the text, such as "query"; None takes its default one, if it has one.
         Not for prompts of token ids.
-    truncate_prompt_tokens: as in SamplingParams.
+    truncate_prompt_tokens: read only this number of the first tokens, special ones among them; -1 reads as many as
+        the model takes.
     """
 
     n: ClassVar[int] = 1  # completions of such a request
@@ -108,7 +109,8 @@ class ClassParams:
     """Ask for a text's classes, of a checkpoint with a head. Raises InvalidSampling for an impossible value.
 
     pair: a second text, such as the document behind a query.
-    truncate_prompt_tokens: as in SamplingParams, for a single text; a pair that is too long is always cut.
+    truncate_prompt_tokens: read only this number of a single text's first tokens, special ones among them; -1 reads
+        as many as model and tokenizer take. A pair that is too long is always cut.
     """
 
     n: ClassVar[int] = 1

@@ -100,9 +100,15 @@ class Alone:
         kind: Any = AutoModelForSequenceClassification if has_head else AutoModel
         self._model = kind.from_pretrained(str(folder), dtype="float32").eval()
 
+    def __call__(self, text: str, pair: str | None = None, *, most: int | None = None) -> torch.Tensor:
+        """Return a head's numbers, [labels], or the mean of the states, [hidden]. most: tokens to which it is cut."""
+        return self._numbers(**self._tokenizer(text, pair, truncation=True, max_length=most, return_tensors="pt"))
+
+    def of_ids(self, token_ids: torch.Tensor) -> torch.Tensor:
+        """Return the same for token ids, [1, tokens]."""
+        return self._numbers(input_ids=token_ids, attention_mask=torch.ones_like(token_ids))
+
     @torch.inference_mode()
-    def __call__(self, text: str, pair: str | None = None) -> torch.Tensor:
-        """Return a head's numbers, [labels], or the mean of the states, [hidden]."""
-        given = self._tokenizer(text, pair, truncation=True, return_tensors="pt")
-        output = self._model(**given)
+    def _numbers(self, **inputs: torch.Tensor) -> torch.Tensor:
+        output = self._model(**inputs)
         return output.logits[0] if "logits" in output else output.last_hidden_state[0].mean(0)

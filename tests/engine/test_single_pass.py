@@ -201,6 +201,37 @@ def test_a_text_is_cut_only_where_that_is_asked_for(tmp_path: Path) -> None:
     assert cut.class_scores == scores(Alone(folder)(long).softmax(0))
 
 
+@pytest.mark.parametrize("most", [2, 3, 20, -1])
+def test_a_text_that_is_embedded_loses_its_end_and_keeps_what_stands_around_it(tmp_path: Path, most: int) -> None:
+    """[CLS], [SEP] and the checkpoint's own prompt stay, as transformers cuts; a chat loses its beginning instead."""
+    folder = write_encoder(tmp_path, "bert")
+    prompt = "w1 w2 "
+    names = folder / "config_sentence_transformers.json"
+    names.write_text(json.dumps({"prompts": {"query": prompt}, "default_prompt_name": "query"}))
+    long = words(200)
+    with Engine(config(folder)) as engine:
+        longest = engine.max_model_len
+        (of_text,) = engine.embed([long], PoolingParams(truncate_prompt_tokens=most))
+        (of_ids,) = engine.embed([list(range(5, 205))], PoolingParams(truncate_prompt_tokens=most))
+    num_tokens = longest if most == -1 else most
+    num_of_text = min(num_tokens, MAX_LENGTH)
+    assert (of_text.num_prompt_tokens, of_ids.num_prompt_tokens) == (num_of_text, num_tokens)
+    alone = Alone(folder)
+    assert of_text.embedding == pytest.approx(alone(prompt + long, most=num_of_text).tolist(), abs=1e-5)
+    expected_ids = torch.tensor([list(range(5, 205))[:num_tokens]])
+    assert of_ids.embedding == pytest.approx(alone.of_ids(expected_ids).tolist(), abs=1e-5)
+
+
+def test_token_ids_that_are_classified_lose_their_end(tmp_path: Path) -> None:
+    folder = write_encoder(tmp_path, "bert", 2)
+    token_ids = list(range(5, 60))
+    with Engine(config(folder)) as engine:
+        cut, first = engine.generate(
+            [token_ids, token_ids[:20]], [ClassParams(truncate_prompt_tokens=20), ClassParams()]
+        )
+    assert cut.class_scores == first.class_scores
+
+
 @pytest.mark.parametrize("activation", ["Tanh", "Identity"])
 def test_layers_behind_the_pooling_are_computed(tmp_path: Path, activation: str) -> None:
     folder = write_encoder(tmp_path, "bert")
