@@ -95,7 +95,7 @@ def read_model_config(folder: Path) -> ModelConfig:
             num_heads=(heads := _size(config, "num_attention_heads", 1)),  # a model without attention has none
             num_kv_heads=_size(config, "num_key_value_heads", heads),
             head_dim=config.get("head_dim") or hidden // heads,
-            max_position_embeddings=_size(config, "max_position_embeddings", UNLIMITED),
+            max_position_embeddings=_longest(config),
             dtype=config.get("dtype") or config.get("torch_dtype") or "float32",
             eos_token_ids=_token_ids(generation.get("eos_token_id")) or _token_ids(config.get("eos_token_id")),
             quantization=read_quantization(config),
@@ -123,6 +123,23 @@ def _size(config: Mapping[str, Any], name: str, default: Any = None) -> Any:
     if default is None:
         raise KeyError(name)
     return default
+
+
+def _longest(config: Mapping[str, Any]) -> Any:
+    """Return the tokens of the longest sequence.
+
+    YaRN stretches the length that a checkpoint was trained with, whatever max_position_embeddings says: Qwen3's model
+    card adds rope_scaling and leaves max_position_embeddings as it was. vLLM reads it so too.
+    """
+    longest = _size(config, "max_position_embeddings", UNLIMITED)
+    for name in ("rope_scaling", "rope_parameters"):
+        parameters = config.get(name)
+        if isinstance(parameters, Mapping) and "yarn" in (parameters.get("rope_type"), parameters.get("type")):
+            original = parameters.get("original_max_position_embeddings")
+            factor = parameters.get("factor")
+            if type(original) is int and isinstance(factor, int | float) and math.isfinite(factor):
+                longest = max(longest, int(original * factor))
+    return longest
 
 
 def _check_values(read: ModelConfig, path: Path) -> None:

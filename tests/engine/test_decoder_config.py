@@ -188,6 +188,34 @@ def test_frequencies_equal_transformers(case: dict[str, Any], theta: float, long
     assert factor == expected_factor
 
 
+@pytest.mark.parametrize("key", ["rope_scaling", "rope_parameters"])
+@pytest.mark.parametrize("kind_name", ["rope_type", "type"])
+def test_yarn_stretches_the_length_that_it_starts_from(tmp_path: Path, key: str, kind_name: str) -> None:
+    """Qwen3's recipe leaves max_position_embeddings at 40,960, and means 131,072."""
+    yarn = {kind_name: "yarn", "factor": 4.0, "original_max_position_embeddings": 32768}
+    values = {
+        **SIZES,
+        "model_type": "qwen3",
+        "head_dim": 16,
+        "rope_theta": 1e6,
+        "max_position_embeddings": 40960,
+        key: yarn,
+    }
+    model = read_written(tmp_path, "Qwen3ForCausalLM", values)
+    assert model.max_position_embeddings == 131072
+    [rope] = read_decoder_config(model, decoder_flags("Qwen3ForCausalLM")).ropes
+    expected, expected_factor = ROPE_INIT_FUNCTIONS["yarn"](AutoConfig.for_model(**values), torch.device("cpu"))
+    frequencies, factor = rope.frequencies(131072)
+    assert torch.equal(frequencies, expected)
+    assert factor == expected_factor
+
+
+def test_a_length_that_is_stretched_already_is_stretched_once(tmp_path: Path) -> None:
+    yarn = {"rope_type": "yarn", "factor": 40, "original_max_position_embeddings": 4096}
+    model = read_written(tmp_path, "Qwen3ForCausalLM", {"max_position_embeddings": 163840, "rope_scaling": yarn})
+    assert model.max_position_embeddings == 163840
+
+
 def test_every_kind_of_transformers_is_computed_or_named() -> None:
     """What it may learn next is refused until it is built: the set is no smaller than its own."""
     assert {case["rope_type"] for case in CASES} | {"default"} == set(SCALINGS)
