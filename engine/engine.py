@@ -101,8 +101,8 @@ class Engine:
         self._embedder = Embedder(pooling, model.hidden_size, self._tokenizer, self._prompts)
         self._classifier = Classifier(classes, self._tokenizer, self._prompts)
         self._vocab_size = model.vocab_size
-        ends = model.eos_token_ids or self._tokenizer.eos_token_ids
-        self._sequences = NewSequences(self._tokenizer, self._reasoner, ends, model.vocab_size)
+        end_token_ids = model.eos_token_ids | self._tokenizer.end_token_ids(model.vocab_size)
+        self._sequences = NewSequences(self._tokenizer, self._reasoner, end_token_ids, model.vocab_size)
         self._unfinished: dict[str, list[Sequence]] = {}
         self._incomplete: list[Sequence] = []  # finished, while their prompt's log probabilities are not all there
         self._seeds = Seeds(config.seed, from_prompts=config.deterministic)

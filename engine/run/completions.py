@@ -50,7 +50,7 @@ def completion_of(seq: Sequence, tokenizer: Tokenizer, reasoner: Reasoner) -> Co
         prompt_logprobs=of_prompt,
         reasoning=reasoning,
         prompt_text=tokenizer.decode(prompt) if seq.params.echo else None,
-        prompt_tokens=list(map(tokenizer.token_text, prompt)) if seq.params.echo else None,
+        prompt_tokens=[tokenizer.token_text(token_id).text for token_id in prompt] if seq.params.echo else None,
         num_continued=seq.num_continued + seq.num_resumed,
         metrics=RequestMetrics(seq.arrived_at, seq.first_token_at, time.monotonic()),
         **({} if seq.pooled is None or seq.error is not None else {seq.pooled.field: seq.pooled.result()}),

@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 from engine.sampling.parameter_values import MAX_COUNT
 from engine.sampling.sampling_params import WHOLE_VOCABULARY
 from engine.schedule.outputs import Logprob
+from engine.text.tokenizer import TokenText
 
 NOT_WANTED = -1  # in place of a number of likely tokens: no log probabilities are wanted
 
@@ -49,7 +50,7 @@ class RowLogprobs:
 
 
 def as_dicts(
-    known: Sequence[RowLogprobs], token_ids: Sequence[int], num_top: int, text_of: Callable[[int], str]
+    known: Sequence[RowLogprobs], token_ids: Sequence[int], num_top: int, text_of: Callable[[int], TokenText]
 ) -> list[dict[int, Logprob]]:
     """Return log probabilities by token id for each token: its own first, then the likeliest ones.
 
@@ -61,10 +62,14 @@ def as_dicts(
         own = zip(part.logprobs.tolist(), part.ranks.tolist(), starts, ends, strict=True)
         for token_id, (logprob, rank, start, end) in zip(token_ids[len(dicts) :], own, strict=False):
             top = slice(start, min(end, start + num_top))
-            found = {token_id: Logprob(logprob, rank, text_of(token_id))}
+            found = {token_id: _logprob(logprob, rank, text_of(token_id))}
             likeliest = zip((-part.top_logprobs[top]).tolist(), part.top_ids[top].tolist(), strict=True)
             for place, (negative, other) in enumerate(sorted(likeliest), start=1):
                 if other != token_id:
-                    found[other] = Logprob(-negative, place, text_of(other))
+                    found[other] = _logprob(-negative, place, text_of(other))
             dicts.append(found)
     return dicts
+
+
+def _logprob(logprob: float, rank: int, token: TokenText) -> Logprob:
+    return Logprob(logprob, rank, token.text, token.partial)

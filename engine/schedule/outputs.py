@@ -12,14 +12,17 @@ FinishReason = Literal["stop", "length", "abort", "error"]
 
 @dataclass(frozen=True, slots=True)
 class Logprob:
-    """The natural log of the probability that the model gives a token. decoded_token: the token's own text.
+    """The natural log of the probability that the model gives a token.
 
     rank: 1 for the most likely token of the vocabulary; of equally likely ones the lower id comes first.
+    decoded_token: the token's text, as it stands behind other text.
+    partial_bytes: the token's bytes if these are a part of a character, for which decoded_token has U+FFFD.
     """
 
     logprob: float
     rank: int
     decoded_token: str
+    partial_bytes: bytes | None = None
 
 
 @dataclass(frozen=True)

@@ -1,5 +1,6 @@
 """Tokenizer: text to token ids and back, and chat templates."""
 
+import re
 import sys
 from collections.abc import Container, Iterator
 from contextlib import contextmanager
@@ -22,7 +23,7 @@ from engine.text.chat_templates import (
     takes_tools,
 )
 from engine.text.stop_strings import IncrementalText
-from engine.text.tokenizer_files import load_tokenizer
+from engine.text.tokenizer_files import byte_alphabet, load_tokenizer
 
 #: Characters per token that hardly any text has on average: the longest tokens of vocabularies are 128 spaces.
 MAX_TOKEN_CHARS = 128
@@ -32,6 +33,12 @@ ANCHORS = ("a", "e", "1", ".")
 
 #: Errors that templates raise besides jinja2's own.
 RENDER_ERRORS = (TypeError, ValueError, LookupError, AttributeError, ArithmeticError, RecursionError)
+
+#: How a part of a character is decoded.
+INCOMPLETE = "\ufffd"
+
+#: A piece of sentencepiece's vocabulary that stands for one byte.
+BYTE_PIECE = re.compile("<0x[0-9A-F]{2}>")
 
 #: If bytes are pieces of the vocabulary, each byte of an incomplete character becomes a replacement character.
 BYTE_PIECES_OPEN = 3
@@ -43,6 +50,14 @@ class AddedToken:
 
     token_id: int
     is_special: bool
+
+
+@dataclass(frozen=True, slots=True)
+class TokenText:
+    """The text of one token. partial: its bytes, if these are a part of a character; None for other tokens."""
+
+    text: str
+    partial: bytes | None
 
 
 class Tokenizer:
@@ -67,17 +82,21 @@ class Tokenizer:
         self._bos = (self._tokenizer.bos_token, self._tokenizer.bos_token_id)
         self._anchor, self._anchor_text = self._find_anchor(backend)
         self._num_open = 1 if _decodes_bytes(backend) else BYTE_PIECES_OPEN
-        self._token_texts: dict[int, str] = {}
+        self._token_texts: dict[int, TokenText] = {}
         self.template = read_template(folder, chat_template)
         self._takes_parts = False if self.template is None else takes_parts(self._render)
         self._takes_tools = self.template is not None and takes_tools(self._render)
         self._variables = None if self.template is None else read_variables(self.template)
 
-    @property
-    def eos_token_ids(self) -> frozenset[int]:
-        """The tokenizer's own end token, for models whose configuration names none."""
+    def end_token_ids(self, vocab_size: int) -> frozenset[int]:
+        """Return the tokenizer's own end token, which ends texts beside those that the configuration names.
+
+        vocab_size: the model's. A token beyond it cannot be generated, and is left out.
+        """
         token_id = self._tokenizer.eos_token_id
-        return frozenset() if token_id is None else frozenset((token_id,))
+        if token_id is None or token_id >= vocab_size:
+            return frozenset()
+        return frozenset((token_id,))
 
     @property
     def prefix(self) -> list[int]:
@@ -200,11 +219,32 @@ class Tokenizer:
         assert isinstance(text, str)
         return text
 
-    def token_text(self, token_id: int) -> str:
-        """Return a token's text by itself, also a special one's."""
-        if (text := self._token_texts.get(token_id)) is None:
-            text = self._token_texts[token_id] = self._decode([token_id], skip_special_tokens=False)
-        return text
+    def token_text(self, token_id: int) -> TokenText:
+        """Return a token's text as it stands behind other text, also a special one's."""
+        known = self._token_texts.get(token_id)
+        if known is None:
+            text = self.decode([token_id], follows_text=True, skip_special_tokens=False)
+            partial = self._partial_bytes(token_id) if INCOMPLETE in text else None
+            known = self._token_texts[token_id] = TokenText(text, partial)
+        return known
+
+    def _partial_bytes(self, token_id: int) -> bytes | None:
+        """Return the bytes of a token of the vocabulary that are no whole characters; None if they are, or unknown."""
+        if self.backend is None or token_id in self._added_ids:
+            return None
+        written = self.backend.id_to_token(token_id)
+        if _decodes_bytes(self.backend):
+            byte_of = byte_alphabet()
+            token_bytes = bytes(byte_of[char] for char in written if char in byte_of)
+        elif BYTE_PIECE.fullmatch(written):
+            token_bytes = bytes([int(written[1:-1], 16)])
+        else:
+            return None
+        try:
+            token_bytes.decode()
+        except UnicodeDecodeError:
+            return token_bytes
+        return None
 
     def incremental_text(
         self, *, follows_text: bool, skip_special_tokens: bool = True, spaces_between_special_tokens: bool = True

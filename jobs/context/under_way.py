@@ -37,9 +37,23 @@ _KEPT, _NOT_KEPT = _NAMES[2:8], _NAMES[11:]
 
 
 class KeptLogprob(NamedTuple):
+    """A token's log probability in a journal; see engine.Logprob."""
+
     logprob: float
     rank: int
     decoded_token: str
+    partial_bytes: bytes | None = None
+
+    @classmethod
+    def from_json(cls, logprob: float, rank: int, decoded_token: str, partial_hex: str | None = None) -> Self:
+        """Read an entry of a journal."""
+        return cls(logprob, rank, decoded_token, None if partial_hex is None else bytes.fromhex(partial_hex))
+
+
+def _logprob_json(entry: Any) -> list[Any]:
+    """Return an engine.Logprob or KeptLogprob as JSON."""
+    plain = [entry.logprob, entry.rank, entry.decoded_token]
+    return plain if entry.partial_bytes is None else [*plain, entry.partial_bytes.hex()]
 
 
 @dataclass(frozen=True)
@@ -95,12 +109,12 @@ def _completion(index: int, token_ids: str, *others: Any) -> KeptCompletion:
 
 def _entries(found: Any) -> Any:
     return found and [
-        each and [[token, own.logprob, own.rank, own.decoded_token] for token, own in each.items()] for each in found
+        each and [[token_id, *_logprob_json(entry)] for token_id, entry in each.items()] for each in found
     ]
 
 
 def _logprobs(kept: Any) -> Any:
-    return kept and [each and {token: KeptLogprob(*own) for token, *own in each} for each in kept]
+    return kept and [each and {token: KeptLogprob.from_json(*entry) for token, *entry in each} for each in kept]
 
 
 def _packed(token_ids: Sequence[int]) -> str:

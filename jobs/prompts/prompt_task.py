@@ -13,7 +13,7 @@ from jobs.context.served_model import parse_model
 from jobs.context.under_way import KeptCompletion, LeftPrompt, UnderWay
 from jobs.errors import InvalidJob, RequestFailed, ResultTooLarge
 from jobs.prompts.arguments import Prompt, Unusable, check_choices, parse_prompts, parse_sampling
-from jobs.prompts.attempts import Attempts, check_repairs
+from jobs.prompts.attempts import Attempts, check_repairs, hashed_seed
 from jobs.prompts.messages import normal_messages, refuse_chat_options, split_chat_options
 from jobs.prompts.pictures import pictured_task, with_pictures
 from jobs.prompts.response_options import chat_response_options, completion_options
@@ -209,6 +209,20 @@ def text_requests(
     return [each if isinstance(each, Unusable) else Request(each, None, values, kind=kind) for each in prompts]
 
 
+def _seeded(requests: Sequence[Request | Unusable]) -> list[Request | Unusable]:
+    """Give each request of a list its own seed, so that they do not all draw the same random numbers.
+
+    The first one keeps the seed that was sent; the others' follow from it and from their places.
+    """
+    seeded: list[Request | Unusable] = []
+    for place, request in enumerate(requests):
+        if place > 0 and isinstance(request, Request) and request.sampling.get("seed") is not None:
+            seed = hashed_seed(f"{request.sampling['seed']}:{place}")
+            request = replace(request, sampling={**request.sampling, "seed": seed})
+        seeded.append(request)
+    return seeded
+
+
 def complete_task(
     prompt: object = None, *, prompt_template: object = None, model: object = None, **sampling: Any
 ) -> Task:
@@ -224,7 +238,7 @@ def complete_task(
         if repairs.check is not None and any(isinstance(each, list) for each in prompts):
             raise InvalidJob("check and a prompt of token ids: its reason is a text: give the prompt as a text")
         respond = partial(text_completion, options=options)
-        return PromptTask(text_requests(prompts, values), respond, asked_for, values, repairs)
+        return PromptTask(_seeded(text_requests(prompts, values)), respond, asked_for, values, repairs)
 
     return asked_task(task, prompt=prompt, prompt_template=prompt_template)
 

@@ -2,9 +2,9 @@
 
 import json
 import re
+from codecs import getincrementaldecoder
 from collections.abc import Iterable, Mapping, Sequence
 from hashlib import blake2b
-from itertools import accumulate
 from typing import Any
 
 from jobs.common.display import is_unicode
@@ -14,27 +14,66 @@ from jobs.tasks import Completion, Logprob
 
 #: What stands for minus infinity, which JSON has not; vLLM's.
 LOWEST = -9999.0
-#: How a token is shown that is part of a character.
+
+#: What stands in a text for a part of a character that does not become whole.
 INCOMPLETE = "\ufffd"
 
 TokenLogprobs = Mapping[int, Logprob]
 
 
-def text_logprobs(sample: Completion, *, echo: bool, prompt_only: bool) -> dict[str, Any]:
-    """Make `logprobs` of a text_completion's choice. echo: with the prompt's tokens; the first has none."""
-    rows: list[tuple[str, TokenLogprobs | None]] = []
+def text_logprobs(sample: Completion, text: str, *, echo: bool, prompt_only: bool) -> dict[str, Any]:
+    """Make `logprobs` of a text_completion's choice.
+
+    text: the choice's, in which `text_offset` counts characters. echo: the prompt's tokens come first, of which the
+    first one has no log probability. A token that is a part of a character is shown as OpenAI does: "bytes:\\xe2\\x80".
+    """
+    tokens: list[str] = []
+    places: list[tuple[str, bytes | None]] = []
+    rows: list[TokenLogprobs | None] = []
     if echo:
-        of_prompt = sample.prompt_logprobs or [None] * len(sample.prompt_tokens or ())
-        rows += zip(sample.prompt_tokens or (), of_prompt, strict=True)
+        prompt_rows = sample.prompt_logprobs or [None] * len(sample.prompt_tokens or ())
+        for token, row in zip(sample.prompt_tokens or (), prompt_rows, strict=True):
+            places.append((token, None if row is None else _own(row).partial_bytes))
+            tokens.append(token if row is None else _text_token(_own(row)))
+            rows.append(row)
     if not prompt_only:
-        rows += [(_own(row).decoded_token, row) for row in sample.logprobs or ()]
-    tokens = [token for token, _ in rows]
+        for row in sample.logprobs or ():
+            places.append((_own(row).decoded_token, _own(row).partial_bytes))
+            tokens.append(_text_token(_own(row)))
+            rows.append(row)
     return {
         "tokens": tokens,
-        "token_logprobs": [None if row is None else _shown(_own(row)) for _, row in rows],
-        "top_logprobs": [None if row is None else _by_text(row.values()) for _, row in rows],
-        "text_offset": list(accumulate(map(len, tokens), initial=0))[:-1],
+        "token_logprobs": [None if row is None else _shown(_own(row)) for row in rows],
+        "top_logprobs": [None if row is None else _by_text(row) for row in rows],
+        "text_offset": _text_offsets(text, places),
     }
+
+
+def _text_offsets(text: str, tokens: Iterable[tuple[str, bytes | None]]) -> list[int]:
+    """Return where in a text each of its tokens begins, in characters.
+
+    A token that the text leaves out, such as a special one, takes no room; the parts of a character begin where the
+    character does. tokens: the text of each, and its bytes if it is a part of a character.
+    """
+    offsets = []
+    offset = 0
+    decoder = getincrementaldecoder("utf-8")(errors="replace")
+    for token, partial_bytes in tokens:
+        if partial_bytes is None and token and text.startswith(INCOMPLETE + token, offset):
+            offset += len(INCOMPLETE)
+            decoder.reset()
+        offsets.append(offset)
+        offset = _behind(text, offset, token if partial_bytes is None else decoder.decode(partial_bytes))
+    return offsets
+
+
+def _behind(text: str, offset: int, characters: str) -> int:
+    """Return where a text goes on behind these characters, which it may leave out."""
+    if text.startswith(characters, offset):
+        return offset + len(characters)
+    if offset == 0 and characters.startswith(" ") and text.startswith(characters[1:]):
+        return len(characters) - 1  # sentencepiece puts a space before a text, and takes it away
+    return offset
 
 
 def chat_logprobs(rows: Sequence[TokenLogprobs], num_top: int) -> dict[str, Any]:
@@ -73,16 +112,29 @@ def _shown(each: Logprob) -> float:
     return max(each.logprob, LOWEST)
 
 
-def _by_text(entries: Iterable[Logprob]) -> dict[str, float]:
-    found: dict[str, float] = {}
-    for each in sorted(entries, key=lambda each: each.rank):
-        found.setdefault(each.decoded_token, _shown(each))
-    return found
+def _by_text(row: TokenLogprobs) -> dict[str, float]:
+    """Return log probabilities by the token's text, the likeliest first; of equal texts, later ones have the id."""
+    by_text: dict[str, float] = {}
+    for token_id, entry in sorted(row.items(), key=lambda item: item[1].rank):
+        token = _text_token(entry)
+        by_text[f"token_id:{token_id}" if token in by_text else token] = _shown(entry)
+    return by_text
 
 
-def _entry(each: Logprob) -> dict[str, Any]:
-    token = each.decoded_token
-    return {"token": token, "logprob": _shown(each), "bytes": None if INCOMPLETE in token else list(token.encode())}
+def _text_token(entry: Logprob) -> str:
+    """Return a token as `text_completion` shows it, a part of a character by its bytes."""
+    if entry.partial_bytes is None:
+        return entry.decoded_token
+    return "bytes:" + "".join(f"\\x{byte:02x}" for byte in entry.partial_bytes)
+
+
+def _entry(entry: Logprob) -> dict[str, Any]:
+    """Return a token as `chat.completion` shows it; a part of a character has its bytes, as OpenAI gives them."""
+    if entry.partial_bytes is None:
+        token, token_bytes = entry.decoded_token, entry.decoded_token.encode()
+    else:
+        token, token_bytes = entry.partial_bytes.decode(errors="backslashreplace"), entry.partial_bytes
+    return {"token": token, "logprob": _shown(entry), "bytes": list(token_bytes)}
 
 
 OPEN = "<tool_call>"
@@ -176,10 +228,10 @@ def text_completion(answers: Answers, job_id: str, options: ResponseOptions = PL
     """Return a `text_completion`, choices over prompts, then samples; one that failed has the reason in `error`."""
     choices = []
     for number, sample in _numbered(answers):
-        text = "" if options.prompt_only else sample.text
-        choice = {"index": number, "text": (sample.prompt_text or "") + text, **_ending(sample)}
+        text = (sample.prompt_text or "") + ("" if options.prompt_only else sample.text)
+        choice = {"index": number, "text": text, **_ending(sample)}
         if sample.error is None and options.num_top is not None:
-            choice["logprobs"] = text_logprobs(sample, echo=options.echo, prompt_only=options.prompt_only)
+            choice["logprobs"] = text_logprobs(sample, text, echo=options.echo, prompt_only=options.prompt_only)
         if sample.reasoning is not None:
             choice["reasoning"] = sample.reasoning
         choices.append(choice | _of_prompt(sample, options))

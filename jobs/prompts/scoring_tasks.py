@@ -237,8 +237,14 @@ def _loglikelihood(answers: Answers, job_id: str, continuations: Sequence[str | 
 
 def _ranking(answers: Answers, job_id: str, documents: Sequence[str] | None, top_n: int | None) -> dict[str, Any]:
     results = [_result(number, samples[0], documents) for number, samples in enumerate(answers)]
-    results.sort(key=lambda each: -1.0 if each["relevance_score"] is None else each["relevance_score"], reverse=True)
+    results.sort(key=_rank)
     return {"object": "rerank", "results": results[:top_n], "usage": usage(answers)}
+
+
+def _rank(result: Mapping[str, Any]) -> tuple[bool, float]:
+    """Order results by falling relevance; those without one come last, however low the others are."""
+    score = result["relevance_score"]
+    return (True, 0.0) if score is None else (False, -score)
 
 
 def _result(number: int, sample: Completion, documents: Sequence[str] | None) -> dict[str, Any]:

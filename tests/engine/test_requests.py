@@ -1,5 +1,6 @@
 """What a request may be, how it ends, and that a bad one harms no other."""
 
+import json
 import math
 import pickle
 import random
@@ -182,6 +183,28 @@ def test_end_tokens_come_from_the_generation_config(folders: dict[str, Path], tm
         stopped = complete(built, ignore_eos=False)
         assert (stopped.token_ids, stopped.finish_reason) == (free[: free.index(free[3]) + 1], "stop")
         assert complete(built).token_ids == free
+
+
+def test_the_tokenizers_end_token_ends_a_text_beside_those_of_the_configuration(
+    folders: dict[str, Path], tmp_path: Path
+) -> None:
+    """As in vLLM: a chat's end is often named by the tokenizer alone."""
+    source = folders["gqa2_bias"]
+    with Engine(EngineConfig(str(source), kv_cache_bytes=1 << 22)) as built:
+        free = complete(built).token_ids
+        text_of_end = built._tokenizer.backend.id_to_token(free[3])
+    for file in source.iterdir():
+        if file.name not in ("tokenizer_config.json", "generation_config.json"):
+            (tmp_path / file.name).symlink_to(file)
+    names = json.loads((source / "tokenizer_config.json").read_text())
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({**names, "eos_token": text_of_end}))
+    (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": [free[5]]}))
+    with Engine(EngineConfig(str(tmp_path), kv_cache_bytes=1 << 22)) as built:
+        end_token_ids = built._sequences.eos_token_ids
+        stopped = complete(built, ignore_eos=False)
+    assert end_token_ids == {free[5], free[3]}
+    first_end = min(free.index(free[3]), free.index(free[5]))
+    assert (stopped.token_ids, stopped.finish_reason) == (free[: first_end + 1], "stop")
 
 
 def test_a_stop_string_is_cut_from_the_text_and_kept_in_the_ids(shared: Engine) -> None:

@@ -45,6 +45,21 @@ def test_prompt_may_be_text_or_token_ids_or_a_list_of_either(
     assert [request.prompt for request in task.requests()] == expected
 
 
+def test_prompts_of_a_list_have_seeds_of_their_own_that_follow_from_the_jobs(context: JobContext) -> None:
+    """The first keeps it: a job of one prompt is answered as before; without a seed the engine draws one for each."""
+
+    def seeds_of(prompt: object, **sampling: int) -> list[int | None]:
+        requests = opened_task(context, "jobs.complete", [prompt], sampling).requests()
+        return [request.sampling.get("seed") for request in requests]
+
+    seeds = seeds_of([*"abcd"], seed=5)
+    assert seeds == seeds_of([*"abcd"], seed=5)
+    assert seeds[0] == 5
+    assert len(set(seeds)) == 4
+    assert seeds_of("a", seed=5) == [5]
+    assert seeds_of([*"abcd"]) == [None] * 4
+
+
 def test_choices_keep_the_order_of_prompts_and_samples_and_count_each_prompt_once() -> None:
     requests = [Request(text, None, {"n": 2}) for text in "ab"]
     context = JobContext(None, "q", "j", "e", (), MODEL)  # type: ignore[arg-type]
@@ -196,3 +211,18 @@ def test_a_long_job_of_several_prompts_tells_how_far_it_is_and_not_too_often(con
     assert alone.progress() is None
     now += 1000
     assert alone.progress() == {"prompts": 1, "prompts_done": 0, "tokens": 0}
+
+
+def test_documents_that_cannot_be_scored_come_last_however_low_the_others_are(context: JobContext) -> None:
+    """A cross-encoder's relevance is any number."""
+    relevance = {"low": -7.5, "lower": -9.0, "high": 2.0}
+
+    def answer(request: Request) -> FakeCompletion:
+        document = request.sampling["pair"]
+        if document not in relevance:
+            return refuse("too long")
+        return FakeCompletion(class_scores={"relevance": relevance[document]})
+
+    context = replace(context, model=replace(MODEL, classes=("relevance",)))
+    found = run_task(context, "jobs.rerank", "query", ["bad", "lower", "high", "low"], answer=answer)
+    assert [result["document"]["text"] for result in found["results"]] == ["high", "low", "lower", "bad"]

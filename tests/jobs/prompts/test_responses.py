@@ -15,6 +15,7 @@ from openai.types.chat import ChatCompletion
 from transformers import PreTrainedTokenizerFast
 
 from engine import Engine, EngineConfig, SamplingParams
+from engine.schedule.outputs import Logprob
 from jobs import errors
 from jobs.context import JobContext
 from jobs.installed import check_sampling
@@ -66,10 +67,59 @@ def test_log_probabilities_of_a_completion_have_openais_shape(context: JobContex
         assert found.token_logprobs is not None
         assert found.top_logprobs is not None
         assert len(found.tokens) == len(found.token_logprobs) == len(found.top_logprobs) == 6
-        assert found.text_offset == [sum(map(len, found.tokens[:i])) for i in range(6)]
         for token, logprob, top in zip(found.tokens, found.token_logprobs, found.top_logprobs, strict=True):
             assert top[token] == logprob == max(top.values()) < 0
-            assert 1 <= len(top) <= 5
+            assert len(top) == 5
+
+
+def shown_bytes(token: str) -> bytes:
+    """Return the bytes of a token of a text_completion."""
+    if not token.startswith("bytes:"):
+        return token.encode()
+    return bytes(int(each, 16) for each in token.removeprefix("bytes:").split("\\x")[1:])
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_tokens_that_are_parts_of_characters_have_their_bytes_and_places(
+    context: JobContext, engine: Engine, seed: int
+) -> None:
+    """Their bytes joined are the text, none takes another's place, and offsets count the text's characters."""
+    options = {"temperature": 3.0, "seed": seed, "max_tokens": 40, "ignore_eos": True}
+    asked = ("März ☃ über 😀", {"logprobs": 5, "echo": True, **options})
+    (choice,) = answered(context, engine, "jobs.complete", asked[0], **asked[1])["choices"]
+    tokens, offsets = choice["logprobs"]["tokens"], choice["logprobs"]["text_offset"]
+    special = {text for text, token in engine._tokenizer.added_tokens.items() if token.is_special}
+    visible = [token for token in tokens if token not in special]
+    assert b"".join(map(shown_bytes, visible)).decode(errors="replace") == choice["text"]
+    assert all(len(top) in (5, 6) for top in choice["logprobs"]["top_logprobs"][1:])
+    for token, offset in zip(tokens, offsets, strict=True):
+        if not token.startswith("bytes:") and token not in special:
+            assert choice["text"][offset : offset + len(token)] == token
+    assert offsets == sorted(offsets)
+    chat = answered(context, engine, "jobs.chat", HI, logprobs=True, top_logprobs=5, **options)["choices"][0]
+    content = chat["logprobs"]["content"]
+    for entry in content:
+        for token in (entry, *entry["top_logprobs"]):
+            assert bytes(token["bytes"]).decode(errors="backslashreplace") == token["token"]
+
+
+def test_one_seed_gives_each_prompt_of_a_list_its_own_noise(context: JobContext, engine: Engine) -> None:
+    """With one uniform for all, nearly flat distributions would give all prompts nearly the same token."""
+    prompts = [f"prompt {number}" for number in range(60)]
+    options = {"seed": 7, "temperature": 50.0, "max_tokens": 1, "logprobs": 0, "ignore_eos": True}
+    response = answered(context, engine, "jobs.complete", prompts, **options)
+    tokens = {choice["logprobs"]["tokens"][0] for choice in response["choices"]}
+    assert len(tokens) > 40
+    again = answered(context, engine, "jobs.complete", prompts, **options)
+    assert [choice["text"] for choice in again["choices"]] == [choice["text"] for choice in response["choices"]]
+
+
+def test_equal_texts_of_different_tokens_do_not_take_each_others_place(context: JobContext) -> None:
+    row = {5: Logprob(-0.5, 1, "a"), 7: Logprob(-1.5, 2, "a"), 9: Logprob(-2.5, 3, "b")}
+    sample = FakeCompletion("a", token_ids=[5], logprobs=[row])
+    response = run_task(context, "jobs.complete", "x", logprobs=3, answer=lambda _: sample)
+    (top,) = response["choices"][0]["logprobs"]["top_logprobs"]
+    assert top == {"a": -0.5, "token_id:7": -1.5, "b": -2.5}
 
 
 def test_log_probabilities_of_a_chat_have_openais_shape(context: JobContext, engine: Engine) -> None:
@@ -84,7 +134,8 @@ def test_log_probabilities_of_a_chat_have_openais_shape(context: JobContext, eng
         assert len(likeliest) == 4
         assert likeliest == sorted(likeliest, reverse=True)
         assert entry.logprob <= likeliest[0]
-        assert entry.bytes is None or bytes(entry.bytes).decode() == entry.token
+        assert entry.bytes is not None
+        assert bytes(entry.bytes).decode(errors="backslashreplace") == entry.token
     nothing = answered(context, engine, "jobs.chat", HI, logprobs=False, **GREEDY)
     assert nothing["choices"][0]["logprobs"] is None
 
