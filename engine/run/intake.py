@@ -55,12 +55,14 @@ def prepare_scores(
     end_token_ids: tuple[int, ...],
 ) -> PreparedPrompt:
     """Prepare a prompt whose continuations are to be scored. Raises InvalidPrompt or PromptTooLong."""
-    token_ids, tails = prompts.continued(
+    continued = prompts.continued(
         prompt,
         params.continuations,
         truncate_prompt_tokens=params.truncate_prompt_tokens,
         num_ends=int(params.score_end is not False),
+        are_labels=params.score_end == "auto",
     )
+    token_ids, tails = continued.token_ids, continued.tails
     ends = params.score_end
     if ends == "auto":
         places: dict[Tail, int] = {}
@@ -77,7 +79,7 @@ def prepare_scores(
             f"the prompt stands before {len(shape.branches)} continuations that part, {num_tokens} tokens in "
             f"all, more than the limit of {MAX_TREE_TOKENS}: ask for fewer at a time"
         )
-    return PreparedPrompt(token_ids, keys_of(token_ids), shape, len(token_ids) + tails[0][1])
+    return PreparedPrompt(token_ids, keys_of(token_ids), shape, continued.num_prompt_tokens)
 
 
 class Scores:

@@ -56,8 +56,9 @@ class ScoringParams:
     """Ask how likely each continuation of a prompt is. Raises InvalidSampling for an impossible value.
 
     continuations: texts, or lists of token ids, each behind the prompt.
-    score_end: add the probability that the text ends behind each. "auto" does so if one continuation is the beginning
-        of another, in tokens; with "auto" no two may be the same tokens.
+    score_end: add the probability that the text ends behind each. "auto" is for labels, which are compared with each
+        other: each is scored from the first token at which any of them differ, where a label may have merged with the
+        prompt's end, and the end is added if one is the beginning of another. No two may be the same tokens then.
     truncate_prompt_tokens: read only this number of the prompt's last tokens; -1 reads as many as fit.
     """
 

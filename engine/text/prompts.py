@@ -1,6 +1,7 @@
 """PromptReader: turns prompts, and continuations behind them, into checked token ids."""
 
 from collections.abc import Collection, Iterable, Sequence, Sized
+from dataclasses import dataclass
 from threading import Lock
 
 import numpy as np
@@ -77,7 +78,31 @@ class Continuations:
         return found
 
 
-def num_common(some: list[int], others: tuple[int, ...]) -> int:
+@dataclass(frozen=True, slots=True)
+class Continued:
+    """A prompt and its continuations. token_ids: what stands before all of them; tails: behind it, one for each.
+
+    num_prompt_tokens: of the prompt by itself.
+    """
+
+    token_ids: list[int]
+    tails: tuple[Tail, ...]
+    num_prompt_tokens: int
+
+
+def from_first_difference(tails: Sequence[Tail]) -> tuple[Tail, ...]:
+    """Return tails that are scored from the first token at which any two of them differ.
+
+    A label may merge with the prompt's end into one token, which then tells it from the others: "Sentiment:" and
+    "negative" have ":n". What all labels have in common changes none of their probabilities.
+    """
+    lowest = min(token_ids for token_ids, _ in tails)
+    highest = max(token_ids for token_ids, _ in tails)
+    first = num_common(lowest, highest)  # the others lie between these two, so they begin alike too
+    return tuple((token_ids, first) for token_ids, _ in tails)
+
+
+def num_common(some: Sequence[int], others: Sequence[int]) -> int:
     """Count the first tokens that are equal in both."""
     pairs = zip(some, others, strict=False)
     return next((i for i, (x, y) in enumerate(pairs) if x != y), min(len(some), len(others)))
@@ -154,16 +179,20 @@ class PromptReader:
         *,
         truncate_prompt_tokens: int | None = None,
         num_ends: int = 0,
-    ) -> tuple[list[int], tuple[Tail, ...]]:
+        are_labels: bool = False,
+    ) -> Continued:
         """Return the tokens before all of a prompt's continuations, and their tails.
 
         A text behind a text is tokenized together with it, and the prompt's last spaces are part of it; a text behind
-        token ids is tokenized alone. num_ends: end tokens behind each. Raises InvalidPrompt or PromptTooLong.
+        token ids is tokenized alone. num_ends: end tokens behind each. are_labels: the continuations are compared with
+        each other, so each is scored from the first token at which any of them differ. Raises InvalidPrompt or
+        PromptTooLong.
         """
         before, tails = self._continued(prompt, continuations, truncates=truncate_prompt_tokens is not None)
-        for number, (own, first) in enumerate(tails):
-            if len(own) <= first:
-                raise InvalidPrompt(f"continuation {number} has no token of its own behind the prompt")
+        if not are_labels or len(tails) == 1:
+            for number, (own, first) in enumerate(tails):
+                if len(own) <= first:
+                    raise InvalidPrompt(f"continuation {number} has no token of its own behind the prompt")
         longest = max(len(token_ids) for token_ids, _ in tails) + num_ends
         whole = self.max_model_len - SCORED_ROOM
         if truncate_prompt_tokens is not None:
@@ -171,6 +200,11 @@ class PromptReader:
             if truncate_prompt_tokens != -1:
                 most = min(most, truncate_prompt_tokens - tails[0][1])
             before = before[-max(1, most) :]
+        num_prompt_tokens = len(before) + tails[0][1]
+        if are_labels and len(tails) > 1:
+            tails = from_first_difference(tails)
+            if not before and tails[0][1] == 0:
+                before = self._tokenizer.prefix  # else nothing would stand before the first token that is scored
         if len(before) + longest > whole:
             raise PromptTooLong(
                 f"the prompt and its longest continuation have {len(before) + longest} tokens; this engine "
@@ -178,7 +212,7 @@ class PromptReader:
             )
         for token_ids in (before, *(token_ids for token_ids, _ in tails)):
             self.check_ids(token_ids)
-        return before, tails
+        return Continued(before, tails, num_prompt_tokens)
 
     def _continued(
         self, prompt: object, continuations: Sequence[str | Sequence[int]], *, truncates: bool

@@ -44,6 +44,14 @@ def behind(truth: Any, text: str, length: int) -> float:
     return likelihood(truth, ids[:length], ids[length:])
 
 
+def whole_likelihoods(truth: Any, prompt: str, labels: Sequence[str]) -> list[float]:
+    """Of the whole texts, from their first token on, behind the token that stands for an empty text if they need it."""
+    wholes = [encoded(prompt + label) for label in labels]
+    if len({ids[0] for ids in wholes}) == 1:
+        return [likelihood(truth, ids[:1], ids[1:]) for ids in wholes]
+    return [likelihood(truth, [END], ids) for ids in wholes]
+
+
 def softmax(logprobs: Sequence[float]) -> list[float]:
     weights = [exp(each - max(logprobs)) for each in logprobs]
     return [each / fsum(weights) for each in weights]
@@ -124,13 +132,36 @@ def test_a_classification_of_a_text(roomy: Engine, truth: Any) -> None:
             found = run(roomy, "jobs.classify", prompt, labels)
         ends = found["probabilities"]
         first = encoded(prompt.rstrip())
-        expected = [behind(truth, prompt + label, len(first)) for label in labels]
+        expected = whole_likelihoods(truth, prompt, labels)
         assert list(ends.values()) == pytest.approx(softmax(expected), abs=1e-5)
         assert list(ends) == labels
         assert found["label"] == max(ends, key=ends.get)
         assert found["object"] == "classification"
         assert found["usage"]["prompt_tokens"] == len(first)
         assert found["usage"]["completion_tokens"] == 0
+
+
+@pytest.mark.parametrize(
+    ("prompt", "labels"),
+    [
+        ("over the br", ["e", "own", "ick"]),
+        ("jumps over the ", ["own", "lazy dog"]),
+        ("the quick bro", ["x", "wn"]),
+        ("the th", ["e", "ere", "is"]),
+        ("th", ["e", "ick"]),
+    ],
+)
+def test_a_label_that_merges_with_the_prompts_end_has_the_probability_of_the_whole_text(
+    roomy: Engine, truth: Any, prompt: str, labels: list[str]
+) -> None:
+    """It is scored from the first token at which any of the whole texts differ, which may lie within the prompt."""
+    prompt_ids = encoded(prompt.rstrip())
+    merged = [label for label in labels if encoded(prompt + label)[: len(prompt_ids)] != prompt_ids]
+    assert merged or prompt.endswith(" "), "the case has lost its point"
+    found = run(roomy, "jobs.classify", prompt, labels)
+    expected = softmax(whole_likelihoods(truth, prompt, labels))
+    assert list(found["probabilities"].values()) == pytest.approx(expected, abs=1e-5)
+    assert found["usage"]["prompt_tokens"] == len(prompt_ids)
 
 
 def test_a_classification_of_a_chat_follows_its_generation_prompt(roomy: Engine, truth: Any) -> None:
