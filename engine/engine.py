@@ -26,7 +26,7 @@ from engine.run.forward.model_runner import ModelRunner
 from engine.run.forward.pictures.reader import PictureReader, find_reader
 from engine.run.forward.pictures.waiting import PictureQueue
 from engine.run.forward.runner import Runner
-from engine.run.intake import Request, Scores, Seeds, check_request, numbered, prepare_scores
+from engine.run.intake import Request, Scores, Seeds, check_logprobs, check_request, numbered, prepare_scores
 from engine.run.new_sequences import NewSequences
 from engine.run.poolers import Classifier, Embedder
 from engine.run.stepper import Stepper
@@ -266,6 +266,7 @@ class Engine:
             check_params(params, self._vocab_size)
             ready = self._ready(prompt, params)
             self._prompts.check_continued(ready.token_ids, continued)
+            check_logprobs(params, len(ready.token_ids), self.max_model_len)
             seed = params.seed if params.seed is not None else self._seeds.draw(ready.token_ids)
             seqs = self._sequences.make(request_id, ready, params, lane=lane, seed=seed, continued=continued)
             if resumed:

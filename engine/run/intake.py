@@ -8,7 +8,7 @@ from hashlib import blake2b
 from itertools import zip_longest
 from typing import Any
 
-from engine.errors import DuplicateRequest, InvalidPrompt, InvalidRequest, ScoringFailed
+from engine.errors import DuplicateRequest, InvalidPrompt, InvalidRequest, InvalidSampling, ScoringFailed
 from engine.sampling.request_kinds import RequestParams, ScoringParams
 from engine.sampling.sampling_params import SamplingParams
 from engine.schedule.outputs import Completion, LogLikelihood
@@ -20,6 +20,25 @@ Request = tuple[str, Prompt | PreparedPrompt, RequestParams]
 
 #: The most tokens of all sequences of a scoring request together; each of them holds the prompt's tokens too.
 MAX_TREE_TOKENS = 1 << 25
+
+
+#: The most log probabilities that one request may bring: each takes some 150 bytes until its completion is handed out.
+MAX_LOGPROB_ENTRIES = 1 << 21
+
+
+def check_logprobs(params: SamplingParams, num_prompt_tokens: int, max_model_len: int) -> None:
+    """Raise InvalidSampling for a request whose log probabilities alone could take the engine's memory."""
+    num_entries = 0
+    if params.prompt_logprobs is not None:
+        num_entries += num_prompt_tokens * (params.prompt_logprobs + 1)
+    if params.logprobs is not None:
+        longest = min(params.max_tokens, max_model_len - num_prompt_tokens)
+        num_entries += params.n * longest * (params.logprobs + 1)
+    if num_entries > MAX_LOGPROB_ENTRIES:
+        raise InvalidSampling(
+            f"the request may have {num_entries} log probabilities, more than the limit of {MAX_LOGPROB_ENTRIES}: ask "
+            "for fewer by logprobs or prompt_logprobs, a lower max_tokens or n, or a shorter prompt"
+        )
 
 
 def check_request(request_id: object, lane: object, unfinished: Container[str]) -> None:

@@ -21,7 +21,6 @@ from engine.sampling.structured_params import StructuredOutputsParams, structure
 
 MAX_NAME_CHARS = 64
 MAX_LOGPROBS = 20  # the default of vLLM's max_logprobs
-WHOLE_VOCABULARY = -1
 
 # Parameters of vLLM and OpenAI that callers may know and that are not built: the error says so.
 NOT_BUILT = (
@@ -60,8 +59,8 @@ class SamplingParams:
     min_tokens: new tokens before any end token, stop token or stop string may end the completion.
     n: independent samples of the request.
     logprobs: give each new token's log probability, and those of this number of most likely tokens: 0 to
-        MAX_LOGPROBS, or WHOLE_VOCABULARY; None gives none. They are of the model's own distribution, before
-        temperature and whatever else changes it.
+        MAX_LOGPROBS; None gives none. They are of the model's own distribution, before temperature and whatever else
+        changes it.
     prompt_logprobs: the same for each token of the prompt but the first. The prefix cache saves none of this
         computing.
     presence_penalty, frequency_penalty: subtracted from the logit of each token that the completion has so
@@ -98,8 +97,8 @@ class SamplingParams:
     ignore_eos: bool = False
     min_tokens: int = integer(0, 0, MAX_COUNT)
     n: int = integer(1, 1, 128)
-    logprobs: int | None = integer(None, WHOLE_VOCABULARY, MAX_LOGPROBS)
-    prompt_logprobs: int | None = integer(None, WHOLE_VOCABULARY, MAX_LOGPROBS)
+    logprobs: int | None = integer(None, 0, MAX_LOGPROBS)
+    prompt_logprobs: int | None = integer(None, 0, MAX_LOGPROBS)
     presence_penalty: float = number(0.0, -2, 2)
     frequency_penalty: float = number(0.0, -2, 2)
     repetition_penalty: float = number(1.0, 1e-6, 1_000_000)  # a logit stays finite

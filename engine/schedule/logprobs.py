@@ -8,8 +8,6 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from engine.sampling.parameter_values import MAX_COUNT
-from engine.sampling.sampling_params import WHOLE_VOCABULARY
 from engine.schedule.outputs import Logprob
 from engine.text.tokenizer import TokenText
 
@@ -18,9 +16,7 @@ NOT_WANTED = -1  # in place of a number of likely tokens: no log probabilities a
 
 def num_top(wanted: int | None) -> int:
     """Return the number of likely tokens that logprobs or prompt_logprobs ask for, or NOT_WANTED."""
-    if wanted is None:
-        return NOT_WANTED
-    return MAX_COUNT if wanted == WHOLE_VOCABULARY else wanted
+    return NOT_WANTED if wanted is None else wanted
 
 
 @dataclass(frozen=True, slots=True)

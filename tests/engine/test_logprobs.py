@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from engine import Completion, Engine, EngineConfig, InvalidSampling, Logprob, SamplingParams
+from engine.run import intake
 from engine.run.forward import row_logprobs
 from tests.engine.checkpoints import SHAPES, VOCAB_SIZE, pool_bytes
 
@@ -44,7 +45,7 @@ def mixed_requests() -> list[Asked]:
     rng = random.Random(3)
     shared = [rng.randrange(3, 500) for _ in range(37)]
     asked = []
-    for i, top in enumerate([None, 0, 1, 5, 20, 3, None, -1, 2, 0, 20, 4]):
+    for i, top in enumerate([None, 0, 1, 5, 20, 3, None, 20, 2, 0, 20, 4]):
         prompt = shared[: rng.choice([0, 16, 37])] + [rng.randrange(3, 500) for _ in range(1 + 7 * (i % 5))]
         params = SamplingParams(
             max_tokens=4 + 5 * (i % 3),
@@ -58,7 +59,7 @@ def mixed_requests() -> list[Asked]:
             stop=["a", "e"] if i % 5 == 4 else [],
             n=1 + (i % 6 == 3),
             logprobs=top,
-            prompt_logprobs=[None, 0, 2, 20][i % 4] if i != 5 else -1,
+            prompt_logprobs=[None, 0, 2, 20][i % 4],
         )
         asked.append((prompt, params))
     return asked
@@ -79,9 +80,8 @@ def generate(engine: Engine, asked: list[Asked]) -> list[Completion]:
     return engine.generate([prompt for prompt, _ in asked], [params for _, params in asked])
 
 
-def check_entry(entry: dict[int, Logprob], token_id: int, row: Tensor, top: int) -> None:
+def check_entry(entry: dict[int, Logprob], token_id: int, row: Tensor, num_top: int) -> None:
     """One token's: itself first, then the likeliest, with values and ranks of the true distribution."""
-    num_top = VOCAB_SIZE if top == -1 else top
     (own_id, own), *others = entry.items()
     assert own_id == token_id
     assert (row > own.logprob + CLOSE).sum() < own.rank <= (row > own.logprob - CLOSE).sum()
@@ -181,3 +181,24 @@ def test_the_cpu_kernel_says_what_torch_does_of_several_tokens_a_row(dtype: torc
     assert (found[0] - expected[0])[is_told].abs().max() < CLOSE
     assert found[1][is_told].equal(expected[1][is_told])
     assert (found[2] - expected[2])[[0, 1, 2, 5, 6, 7, 8]].abs().max() < CLOSE
+
+
+@pytest.mark.parametrize("name", ["logprobs", "prompt_logprobs"])
+@pytest.mark.parametrize("number", [-1, 21])
+def test_at_most_twenty_likely_tokens_are_given(name: str, number: int) -> None:
+    with pytest.raises(InvalidSampling, match=f"{name} must be .*20"):
+        SamplingParams.from_mapping({name: number})
+
+
+def test_a_request_whose_log_probabilities_take_the_engines_memory_is_refused(
+    small: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Counted before anything is computed: 8 tokens of a prompt with 4 entries each, and 2 samples of 5 with 3 each."""
+    params = SamplingParams(max_tokens=5, n=2, prompt_logprobs=3, logprobs=2)
+    monkeypatch.setattr(intake, "MAX_LOGPROB_ENTRIES", 62)
+    (whole, _) = small.generate([list(range(5, 13))], params)
+    assert whole.error is None
+    monkeypatch.setattr(intake, "MAX_LOGPROB_ENTRIES", 61)
+    with pytest.raises(InvalidSampling, match="may have 62 log probabilities, more than the limit of 61"):
+        small.add("a", list(range(5, 13)), params)
+    assert not small.has_unfinished

@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from itertools import pairwise
 
 import numpy as np
 import torch
@@ -13,7 +12,6 @@ from engine.attention.base import KernelBackend
 from engine.kernels.upload import upload
 from engine.layers.parallel import TensorParallel
 from engine.models.base import CausalModel
-from engine.sampling.sampling_params import MAX_LOGPROBS
 from engine.schedule.logprobs import NOT_WANTED, RowLogprobs
 from engine.schedule.step_batch import StepBatch
 
@@ -79,13 +77,11 @@ def cut(tops: NDArray[np.int64], rows: NDArray[np.int64], vocab_size: int) -> It
     tops: [tokens] int64, the likely tokens that each wants.  rows: [tokens] int64, ascending, the row of each.
     """
     most = max(1, PIECE_NUMBERS // vocab_size)
-    is_wide = tops > MAX_LOGPROBS
-    edges = [0] if not len(tops) else [0, *(np.flatnonzero(np.diff(is_wide)) + 1).tolist(), len(tops)]
-    for start, end in pairwise(edges):
-        while start < end:
-            piece = slice(start, min(end, int(np.searchsorted(rows, rows[start] + most))))
-            yield piece, int(tops[piece].max())
-            start = piece.stop
+    start = 0
+    while start < len(tops):
+        piece = slice(start, int(np.searchsorted(rows, rows[start] + most)))
+        yield piece, int(tops[piece].max())
+        start = piece.stop
 
 
 class StepLogprobs:
