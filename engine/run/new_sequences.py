@@ -55,7 +55,7 @@ class NewSequences:
                 seed=seed,
                 follows_text=follows_text,
                 stop_token_ids=end_token_ids,
-                stop_strings=self._stop_strings(params, follows_text, matcher),
+                stop_strings=self._stop_strings(params, prompt.token_ids, follows_text, matcher),
                 edits=None if edits is None else SequenceEdits(edits),
                 forcing=self._reasoner.budget(
                     params.thinking_token_budget, params.reasoning_marks, prompt.token_ids, follows_text
@@ -101,9 +101,13 @@ class NewSequences:
             seqs.append(seq)
         return seqs
 
-    def _stop_strings(self, params: SamplingParams, follows_text: bool, matcher: Matcher | None) -> StopStrings | None:
+    def _stop_strings(
+        self, params: SamplingParams, prompt: list[int], follows_text: bool, matcher: Matcher | None
+    ) -> StopStrings | None:
         if not params.stop:
             return None
+        # a form holds for all of the text, from which no reasoning is split
+        span = None if matcher is not None else self._reasoner.leading_span(params.reasoning_marks, prompt, params.stop)
         text = self._tokenizer.incremental_text(
             follows_text=follows_text,
             skip_special_tokens=params.skip_special_tokens,
@@ -115,4 +119,5 @@ class NewSequences:
             min_tokens=params.min_tokens,
             include=params.include_stop_str_in_output,
             may_end=None if matcher is None else matcher.accepts,
+            answer_part=None if span is None else span.answer_part,
         )

@@ -137,6 +137,56 @@ class ThinkingBudget:
         return mark.text in self._tail
 
 
+class LeadingSpan:
+    """Tells the answer from the reasoning span that a completion begins with, token by token.
+
+    A span that opens later, behind other text, is part of the answer.
+    """
+
+    def __init__(self, marks: Marks, span: Span) -> None:
+        self._marks = marks
+        self._is_open = span is Span.OPEN
+        self._is_over = span is Span.CLOSED
+        self._is_behind = False  # the end mark, where line breaks are no part of the answer
+        self._held = ""
+
+    def answer_part(self, token_id: int, text: str) -> str:
+        """Return what of this token's text belongs to the answer, with text that was held back before it."""
+        if self._is_over:
+            return text
+        self._held += text
+        if not self._is_open and not self._is_behind:
+            return self._before(token_id)
+        if self._is_open:
+            self._close(token_id)
+        if self._is_behind:
+            self._held = self._held.lstrip("\n")
+            self._is_over = bool(self._held)
+            return self._held
+        return ""
+
+    def _before(self, token_id: int) -> str:
+        """Look for the start mark; return text that shows that there is none."""
+        start, begun = self._marks.start, self._held.lstrip()
+        if token_id == start.token_id or begun.startswith(start.text):
+            self._is_open, self._held = True, begun.removeprefix(start.text)
+            self._close(token_id)
+            return ""
+        if begun and start.text.startswith(begun):
+            return ""
+        released, self._held = self._held, ""
+        self._is_over = bool(begun)
+        return released
+
+    def _close(self, token_id: int) -> None:
+        end = self._marks.end
+        _, mark, behind = self._held.partition(end.text)
+        if mark or token_id == end.token_id:
+            self._is_open, self._is_behind, self._held = False, True, behind
+        else:
+            self._held = self._held[-len(end.text) :]
+
+
 class Reasoner:
     """Closes spans that are too long, and splits reasoning from answers."""
 
@@ -165,6 +215,16 @@ class Reasoner:
             raise InvalidSampling(f"the mark {marks.end.text!r} is no token of this model: give reasoning_marks")
         text = partial(self._tokenizer.incremental_text, follows_text=follows_text)
         return ThinkingBudget(budget, marks, self._span_after(prompt, marks), text)
+
+    def leading_span(self, named: Sequence[str], prompt: list[int], stop: Sequence[str]) -> LeadingSpan | None:
+        """Return what tells a completion's answer from its reasoning, for stop strings.
+
+        None without marks, or if a stop string holds the end mark itself: then the reasoning is to end the text.
+        """
+        marks = self._marks_of(tuple(named))
+        if marks is None or any(marks.end.text in text for text in stop):
+            return None
+        return LeadingSpan(marks, self._span_after(prompt, marks))
 
     def split(
         self, text: str, named: Sequence[str], prompt: list[int], token_ids: list[int], follows_text: bool
