@@ -11,17 +11,20 @@ from typing import Any
 
 from engine.errors import ConfigError, InvalidPrompt, InvalidSampling, PromptTooLong
 from engine.text.chat_templates import (
+    DEVELOPER,
+    SYSTEM,
     TEXT_ALONE,
     Messages,
     check_tools,
     check_variables,
     for_template,
     read_template,
+    read_tool_template,
     read_variables,
     takes_parts,
-    takes_tools,
 )
 from engine.text.stop_strings import IncrementalText
+from engine.text.template_probe import TemplateProbe
 from engine.text.tokenizer_files import load_tokenizer
 
 #: Characters per token that hardly any text has on average: the longest tokens of vocabularies are 128 spaces.
@@ -69,9 +72,10 @@ class Tokenizer:
         self._num_open = 1 if _decodes_bytes(backend) else BYTE_PIECES_OPEN
         self._token_texts: dict[int, str] = {}
         self.template = read_template(folder, chat_template)
-        self._takes_parts = False if self.template is None else takes_parts(self._render)
-        self._takes_tools = self.template is not None and takes_tools(self._render)
-        self._variables = None if self.template is None else read_variables(self.template)
+        self._tool_template = read_tool_template(folder, chat_template) or self.template
+        self._probe = TemplateProbe(self._render)
+        self._takes_parts = False if self.template is None else takes_parts(self._probe)
+        self._takes_developer = self._probe.shows_role(DEVELOPER) or not self._probe.shows_role(SYSTEM)
 
     @property
     def eos_token_ids(self) -> frozenset[int]:
@@ -257,18 +261,22 @@ class Tokenizer:
 
         if self.template is None:
             raise InvalidPrompt("this model's tokenizer has no chat template; send a plain prompt instead")
-        tools = check_tools(tools, self._takes_tools)
-        variables = check_variables(chat_template_kwargs, self._variables)
+        tools = check_tools(tools)
+        template = self._tool_template if tools else self.template
+        variables = check_variables(chat_template_kwargs, read_variables(template))
         as_parts = self._takes_parts if kinds is TEXT_ALONE else None
-        messages = for_template(messages, takes_parts=as_parts, kinds=kinds)
+        messages = for_template(messages, takes_parts=as_parts, kinds=kinds, takes_developer=self._takes_developer)
         try:
-            return self._render(messages, tools=tools, **variables)
+            text = self._render(messages, tools=tools, **variables)
         except (TemplateError, *RENDER_ERRORS) as error:
             raise InvalidPrompt(f"the chat template refused these messages: {error}") from error
+        self._probe.check(messages, tools, variables)
+        return text
 
-    def _render(self, messages: Messages, **variables: Any) -> str:
+    def _render(self, messages: Messages, *, tools: list[dict[str, Any]] | None = None, **variables: Any) -> str:
+        template = self._tool_template if tools else self.template
         # a variable may have the name of an argument, such as `tokenize`: then the argument counts
-        options = {"chat_template": self.template, "add_generation_prompt": True, "tokenize": False}
+        options = {"chat_template": template, "tools": tools, "add_generation_prompt": True, "tokenize": False}
         text = self._tokenizer.apply_chat_template(messages, **{**variables, **options})
         assert isinstance(text, str)
         return text
