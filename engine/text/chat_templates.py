@@ -26,6 +26,18 @@ DEVELOPER, SYSTEM = "developer", "system"
 TEXT_ALONE = ("text",)
 WITH_PICTURES = ("text", "image")
 
+#: Marks of reasoning spans to look for in a model's text files, in this order.
+REASONING_MARKS = (
+    ("<think>", "</think>"),
+    ("[THINK]", "[/THINK]"),
+    ("<seed:think>", "</seed:think>"),
+    ("<|START_THINKING|>", "<|END_THINKING|>"),
+    ("<|begin_of_thought|>", "<|end_of_thought|>"),
+    ("<thinking>", "</thinking>"),
+    ("<thought>", "</thought>"),
+    ("<reasoning>", "</reasoning>"),
+)
+
 Messages = list[dict[str, Any]]
 
 

@@ -9,23 +9,11 @@ from enum import Enum, auto
 from functools import lru_cache, partial
 
 from engine.errors import InvalidSampling
+from engine.text.chat_templates import REASONING_MARKS
 from engine.text.stop_strings import IncrementalText
 from engine.text.tokenizer import Tokenizer
 
 MAX_BLANKS = 8  # tokens of spaces and line breaks that a template may write behind a mark
-
-#: Marks to look for in a model's text files, in this order.
-KNOWN_MARKS = (
-    ("<think>", "</think>"),
-    ("[THINK]", "[/THINK]"),
-    ("<seed:think>", "</seed:think>"),
-    ("<|START_THINKING|>", "<|END_THINKING|>"),
-    ("<|begin_of_thought|>", "<|end_of_thought|>"),
-    ("<thinking>", "</thinking>"),
-    ("<thought>", "</thought>"),
-    ("<reasoning>", "</reasoning>"),
-)
-
 
 @dataclass(frozen=True)
 class Mark:
@@ -59,7 +47,7 @@ class Span(Enum):
 def find_known(added_tokens: Iterable[str], template: str | None) -> tuple[str, str] | None:
     """Find the pair of marks among the added tokens, else in the template; None without such a pair."""
     for place in (frozenset(added_tokens), template or ""):
-        for start, end in KNOWN_MARKS:
+        for start, end in REASONING_MARKS:
             if start in place and end in place:
                 return start, end
     return None

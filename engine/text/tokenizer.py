@@ -1,7 +1,7 @@
 """Tokenizer: text to token ids and back, and chat templates."""
 
 import sys
-from collections.abc import Container, Iterator
+from collections.abc import Collection, Container, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -12,6 +12,7 @@ from typing import Any
 from engine.errors import ConfigError, InvalidPrompt, InvalidSampling, PromptTooLong
 from engine.text.chat_templates import (
     DEVELOPER,
+    REASONING_MARKS,
     SYSTEM,
     TEXT_ALONE,
     Messages,
@@ -23,8 +24,9 @@ from engine.text.chat_templates import (
     read_variables,
     takes_parts,
 )
+from engine.text.control_tokens import BREAK, ControlTokens
 from engine.text.stop_strings import IncrementalText
-from engine.text.template_probe import TemplateProbe
+from engine.text.template_probe import HELLO, TemplateProbe
 from engine.text.tokenizer_files import load_tokenizer
 
 #: Characters per token that hardly any text has on average: the longest tokens of vocabularies are 128 spaces.
@@ -32,6 +34,9 @@ MAX_TOKEN_CHARS = 128
 
 #: Texts of which at least one has ordinary tokens, not byte pieces.
 ANCHORS = ("a", "e", "1", ".")
+
+#: Marks of reasoning that an assistant's message may hold, as templates look for them there.
+REASONING_TEXTS = frozenset(mark for pair in REASONING_MARKS for mark in pair)
 
 #: Errors that templates raise besides jinja2's own.
 RENDER_ERRORS = (TypeError, ValueError, LookupError, AttributeError, ArithmeticError, RecursionError)
@@ -75,6 +80,7 @@ class Tokenizer:
         self._tool_template = read_tool_template(folder, chat_template) or self.template
         self._probe = TemplateProbe(self._render)
         self._takes_parts = False if self.template is None else takes_parts(self._probe)
+        self._control = ControlTokens(backend, self.added_tokens, self._control_texts(), REASONING_TEXTS)
         self._takes_developer = self._probe.shows_role(DEVELOPER) or not self._probe.shows_role(SYSTEM)
 
     @property
@@ -125,7 +131,7 @@ class Tokenizer:
         return whole[:start] + cut + whole[start + len(own) :]
 
     def encode_pair(self, first: str, second: str, most: int, vocab_size: int) -> list[int]:
-        """Encode two texts as one; if they are too long, the longer one is cut first, as in transformers.
+        """Encode two texts as one, each of them a value that holds no control token; if they are too long, the longer one is cut first, as in transformers.
 
         If the model tells the two apart, vocab_size is added to the second one's ids. Raises InvalidPrompt.
         """
@@ -134,7 +140,7 @@ class Tokenizer:
         for text in (first, second):
             _check_unicode(text)
         with _no_panic():
-            both = [self.backend.encode(text, add_special_tokens=False) for text in (first, second)]
+            both = [self._control.value_encoding(text) for text in (first, second)]
         short, long = sorted(map(len, both))
         room = max(0, most - self.backend.num_special_tokens_to_add(is_pair=True))
         if short + long > room:
@@ -250,12 +256,15 @@ class Tokenizer:
         *,
         tools: list[dict[str, Any]] | None = None,
         chat_template_kwargs: dict[str, Any] | None = None,
+        split_special_tokens: bool = True,
         kinds: Container[str] = TEXT_ALONE,
     ) -> str:
         """Return the text of a conversation, ready for the model's answer.
 
         messages, tools: in OpenAI's shape. kinds: of the messages' parts. chat_template_kwargs: variables of the
-        template. Raises InvalidPrompt for another shape, or if the model's template is missing or refuses them.
+        template. split_special_tokens: what these three hold is text, even if it spells a control token: the text has
+        BREAK in such a place. Raises InvalidPrompt for another shape, or if the model's template is missing or refuses
+        them.
         """
         from jinja2 import TemplateError
 
@@ -266,12 +275,30 @@ class Tokenizer:
         variables = check_variables(chat_template_kwargs, read_variables(template))
         as_parts = self._takes_parts if kinds is TEXT_ALONE else None
         messages = for_template(messages, takes_parts=as_parts, kinds=kinds, takes_developer=self._takes_developer)
+        if split_special_tokens:
+            messages = [self._control.broken_message(message) for message in messages]
+            tools, variables = self._control.broken(tools), self._control.broken(variables)
         try:
             text = self._render(messages, tools=tools, **variables)
         except (TemplateError, *RENDER_ERRORS) as error:
             raise InvalidPrompt(f"the chat template refused these messages: {error}") from error
         self._probe.check(messages, tools, variables)
         return text
+
+    @property
+    def control_tokens(self) -> frozenset[str]:
+        """The texts of tokens that values must not become: special ones, and those by which the template marks turns."""
+        return self._control.texts
+
+    def add_control_texts(self, texts: Collection[str]) -> None:
+        """Let these control too: marks of pictures. To be called before there are requests."""
+        self._control = self._control.with_texts(texts)
+
+    def _control_texts(self) -> set[str]:
+        special = {text for text, token in self.added_tokens.items() if token.is_special}
+        chat = [HELLO, {"role": "assistant", "content": "text"}, HELLO]
+        turns = "".join(self._probe.texts(chat) + self._probe.texts([HELLO]))
+        return special | {text for text in self.added_tokens.keys() - REASONING_TEXTS if text in turns}
 
     def _render(self, messages: Messages, *, tools: list[dict[str, Any]] | None = None, **variables: Any) -> str:
         template = self._tool_template if tools else self.template
@@ -299,6 +326,9 @@ class Tokenizer:
                 f"the prompt has {len(text)} characters, more than {MAX_TOKEN_CHARS} for each of the "
                 f"{limit} tokens that this engine takes at most"
             )
+        if BREAK in text:
+            with _no_panic():
+                return self._control.encode(text, add_special_tokens=add_special_tokens)
         # verbose=False: a text beyond the model's length is our error to name, not a warning to print
         with _no_panic():
             return list(self._tokenizer.encode(text, add_special_tokens=add_special_tokens, verbose=False))
