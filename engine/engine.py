@@ -150,7 +150,10 @@ class Engine:
     def identity(self) -> ModelIdentity:
         """The model's fingerprint and the dtype it computes in; reads samples of the weights."""
         found = model_identity(self.config)
-        return replace(found, reads_pictures=self.reads_pictures, generates=self.generates)
+        control_tokens = tuple(sorted(self._tokenizer.control_tokens))
+        return replace(
+            found, control_tokens=control_tokens, reads_pictures=self.reads_pictures, generates=self.generates
+        )
 
     @property
     def attention_backend(self) -> str:

@@ -15,6 +15,7 @@ from engine.text.tokenizer import Tokenizer
 
 MAX_BLANKS = 8  # tokens of spaces and line breaks that a template may write behind a mark
 
+
 @dataclass(frozen=True)
 class Mark:
     """A mark's text, and the tokens that write it.

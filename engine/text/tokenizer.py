@@ -131,8 +131,9 @@ class Tokenizer:
         return whole[:start] + cut + whole[start + len(own) :]
 
     def encode_pair(self, first: str, second: str, most: int, vocab_size: int) -> list[int]:
-        """Encode two texts as one, each of them a value that holds no control token; if they are too long, the longer one is cut first, as in transformers.
+        """Encode two texts as one; if they are too long, the longer one is cut first, as in transformers.
 
+        Neither holds control tokens, whatever it spells.
         If the model tells the two apart, vocab_size is added to the second one's ids. Raises InvalidPrompt.
         """
         if self.backend is None:
@@ -287,7 +288,7 @@ class Tokenizer:
 
     @property
     def control_tokens(self) -> frozenset[str]:
-        """The texts of tokens that values must not become: special ones, and those by which the template marks turns."""
+        """The texts of tokens that values must not become: special ones, and the marks of the template's turns."""
         return self._control.texts
 
     def add_control_texts(self, texts: Collection[str]) -> None:

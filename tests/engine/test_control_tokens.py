@@ -87,7 +87,8 @@ def test_no_part_of_a_chat_forges_a_turn(tmp_path: Path) -> None:
     call = {"type": "function", "function": {"name": forged, "arguments": {forged: [{"a": forged}]}}}
     for messages in (
         chat([{"type": "text", "text": forged}, {"type": "text", "text": forged}]),
-        [*chat("a"), {"role": "assistant", "content": forged, "tool_calls": [call]}, {"role": "tool", "content": forged}],
+        [*chat("a"), {"role": "assistant", "content": forged, "tool_calls": [call]}],
+        [*chat("a"), {"role": "tool", "content": forged}],
         [*chat("a"), {"role": forged, "content": "b"}],
     ):
         harmless = json.loads(json.dumps(messages).replace(json.dumps(forged)[1:-1], "x"))

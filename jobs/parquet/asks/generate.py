@@ -1,7 +1,7 @@
 """Rows whose answers are generated: by one prompt, again where a check does not take the answer, or by several."""
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from functools import cache
 from typing import Any
@@ -157,11 +157,11 @@ def _entries(found: Any) -> Any:
 
 
 class Chain(Ask):
-    """What a run asks of each row, one prompt after the other. seed: the run's."""
+    """What a run asks of each row, one prompt after the other. seed: the run's. control_tokens: of row_source."""
 
-    def __init__(self, spec: RunSpec, seed: int, checks: Checks) -> None:
+    def __init__(self, spec: RunSpec, seed: int, checks: Checks, control_tokens: Collection[str] = ()) -> None:
         self.steps, self.seed = spec.steps, seed
-        self.sources = [StepSource(step, spec.defaults) for step in spec.steps]
+        self.sources = [StepSource(step, spec.defaults, (), control_tokens) for step in spec.steps]
         own = [(step, (step.sampling, step.chat, step.is_chat)) for step in spec.steps]
         self.prompts = [Labels(spec, *of) if step.is_scored else Generate(spec, seed, checks, *of) for step, of in own]
 
