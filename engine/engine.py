@@ -44,6 +44,7 @@ from engine.text.chat_templates import WITH_PICTURES
 from engine.text.prompts import Prompt, PromptReader, pictures_in, pictures_of
 from engine.text.reasoning import Reasoner
 from engine.text.tokenizer import Tokenizer
+from engine.text.tool_calls import ToolCallReader
 
 logger = logging.getLogger(__name__)
 
@@ -79,6 +80,7 @@ class Engine:
         self.config = config
         self._tokenizer = Tokenizer(folder, config.chat_template)
         self._reasoner = Reasoner(self._tokenizer, model.vocab_size)
+        self._tool_calls = ToolCallReader(self._tokenizer)
         self._live_runner: Runner | None = (start_runner or start_own_runner)(config, model, folder)
         self._looking: PictureQueue | None = None
         if self._reader is not None:
@@ -499,5 +501,5 @@ class Engine:
         if seq.error is not None or not siblings:
             self.abort(seq.request_id)
         if seq.tree is None:
-            return completion_of(seq, self._tokenizer, self._reasoner)
+            return completion_of(seq, self._tokenizer, self._reasoner, self._tool_calls)
         return scores_of(seq, seq.tree)

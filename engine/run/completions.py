@@ -9,6 +9,7 @@ from engine.schedule.score_tree import ScoreTree
 from engine.schedule.sequence import Sequence
 from engine.text.reasoning import Reasoner
 from engine.text.tokenizer import Tokenizer
+from engine.text.tool_calls import ToolCallReader
 
 
 def is_complete(seq: Sequence) -> bool:
@@ -18,7 +19,7 @@ def is_complete(seq: Sequence) -> bool:
     return sum(len(part.ranks) for part in seq.prompt_logprobs) >= seq.num_prompt_tokens - 1
 
 
-def completion_of(seq: Sequence, tokenizer: Tokenizer, reasoner: Reasoner) -> Completion:
+def completion_of(seq: Sequence, tokenizer: Tokenizer, reasoner: Reasoner, reader: ToolCallReader) -> Completion:
     """Make the completion of a finished sequence."""
     assert seq.finish_reason is not None
     token_ids = seq.generated_token_ids  # empty for an embedding or classes
@@ -30,6 +31,9 @@ def completion_of(seq: Sequence, tokenizer: Tokenizer, reasoner: Reasoner) -> Co
             known, first = [*seq.scored, *known], int(seq.targets.places[0])
         logprobs = as_dicts(known, seq.token_ids[first:], seq.sample_top, tokenizer.token_text)[begin - first :]
     prompt, reasoning, text = seq.token_ids[: seq.num_prompt_tokens], None, seq.text
+    has_tools, calls = bool(seq.params.tools) and seq.error is None, None
+    if has_tools:
+        text = reader.with_marks(text, token_ids, seq.follows_text)
     of_prompt: list[dict[int, Logprob] | None] | None = None
     if seq.params.prompt_logprobs is not None and seq.error is None:
         top = num_top(seq.params.prompt_logprobs)
@@ -37,6 +41,9 @@ def completion_of(seq: Sequence, tokenizer: Tokenizer, reasoner: Reasoner) -> Co
     if seq.params.separate_reasoning and seq.error is None:
         marks = seq.params.reasoning_marks
         reasoning, text = reasoner.split(text, marks, prompt, token_ids, seq.follows_text)
+    if has_tools:
+        calls = reader.read(text, seq.params.tools)
+        text = calls.content
     return Completion(
         request_id=seq.request_id,
         index=seq.index,
@@ -49,6 +56,8 @@ def completion_of(seq: Sequence, tokenizer: Tokenizer, reasoner: Reasoner) -> Co
         error=None if seq.error is None else str(SequenceFailed(seq.error)),
         prompt_logprobs=of_prompt,
         reasoning=reasoning,
+        tool_calls=calls.calls if calls is not None and calls.calls else None,
+        tool_call_error=None if calls is None else calls.problem,
         prompt_text=tokenizer.decode(prompt) if seq.params.echo else None,
         prompt_tokens=list(map(tokenizer.token_text, prompt)) if seq.params.echo else None,
         num_continued=seq.num_continued + seq.num_resumed,

@@ -226,10 +226,8 @@ class Reasoner:
         if marks is None:
             return None, text
         for mark in (marks.end, marks.start):
-            if mark.is_hidden and mark.token_id in token_ids and mark.text not in text:
-                before = token_ids[: token_ids.index(mark.token_id)]
-                place = len(self._tokenizer.decode(before, follows_text=follows_text))
-                text = text[:place] + mark.text + text[place:] if place <= len(text) else text
+            if mark.is_hidden and mark.text not in text and mark.token_id is not None:
+                text = self._tokenizer.with_hidden(text, token_ids, {mark.token_id: mark.text}, follows_text, most=1)
         return split(text, marks, self._span_after(prompt, marks))
 
     def _span_after(self, prompt: list[int], marks: Marks) -> Span:

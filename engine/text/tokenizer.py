@@ -1,7 +1,7 @@
 """Tokenizer: text to token ids and back, and chat templates."""
 
 import sys
-from collections.abc import Collection, Container, Iterator
+from collections.abc import Collection, Container, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -203,6 +203,23 @@ class Tokenizer:
         text = "".join(self._decode(whole[start:end], skip_special_tokens) for start, end in pairwise(cuts))
         return text[len(self._anchor_text) :] if anchor else text
 
+    def with_hidden(
+        self, text: str, token_ids: list[int], hidden: Mapping[int, str], follows_text: bool, most: int | None = None
+    ) -> str:
+        """Return a completion's text with special tokens that it leaves out, where they stand among its token ids.
+
+        hidden: their texts. most: the first ones alone; None for all.
+        """
+        places = [place for place, token_id in enumerate(token_ids) if token_id in hidden][:most]
+        shown, done = "", 0
+        for place in places:
+            end = len(self.decode(token_ids[:place], follows_text=follows_text))
+            if end > len(text):  # which was cut at a stop string
+                break
+            shown += text[done:end] + hidden[token_ids[place]]
+            done = end
+        return shown + text[done:]
+
     def _decode(self, token_ids: list[int], skip_special_tokens: bool) -> str:
         with _no_panic():
             text = self._tokenizer.decode(
@@ -285,6 +302,11 @@ class Tokenizer:
             raise InvalidPrompt(f"the chat template refused these messages: {error}") from error
         self._probe.check(messages, tools, variables)
         return text
+
+    @property
+    def tool_template(self) -> str | None:
+        """The template of chats with tools."""
+        return self._tool_template
 
     @property
     def control_tokens(self) -> frozenset[str]:

@@ -242,7 +242,7 @@ def chat_task(
     check_repairs(repairs, values, has_tools="tools" in chat)
 
     def task(messages: Parts) -> PromptTask:
-        respond = partial(chat_completion, options=response, has_tools="tools" in chat)
+        respond = partial(chat_completion, options=response)
         return PromptTask([Request(None, messages, values, chat)], respond, asked_for, values, repairs)
 
     def parsed(_: str, messages: object) -> Task:

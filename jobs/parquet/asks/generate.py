@@ -19,7 +19,7 @@ from jobs.parquet.tables.columns import RowProblem
 from jobs.prompts.attempts import Attempts, hashed_seed, num_generated
 from jobs.prompts.messages import ChatOptions
 from jobs.prompts.response_options import LOGPROBS
-from jobs.prompts.responses import parse_tool_calls, with_ids
+from jobs.prompts.responses import with_ids
 from jobs.runs.plans.prompt_steps import answer_columns
 from jobs.runs.plans.spec import RunSpec
 from jobs.tasks import Completion, Request
@@ -84,7 +84,7 @@ class Generate(Ask):
         failed = next((each for each in samples if each.finish_reason == "error"), None)
         if failed is not None:
             return replace(no_answer(failed, self._n), attempts=1)
-        found = [(*_texts_of(each, "tools" in self._chat), num_generated(each), each.reasoning) for each in samples]
+        found = [(*_texts_of(each), num_generated(each), each.reasoning) for each in samples]
         text, reason, calls, tokens, reasoning = found[0] if self._n == 1 else zip(*found, strict=True)
         attempts, problem = (first.attempts, first.check_error) if isinstance(first, Attempts) else (0, None)
         return Answer(
@@ -134,12 +134,12 @@ class _Tried(AskedOnce):
         return super().then(place, [self._attempts]) if following is None else [following]
 
 
-def _texts_of(sample: Completion, has_tools: bool) -> tuple[str, str, str | None]:
-    calls, content = parse_tool_calls(sample.text) if has_tools else ([], sample.text)
-    if not calls:
+def _texts_of(sample: Completion) -> tuple[str, str, str | None]:
+    if not sample.tool_calls:
         return sample.text, sample.finish_reason, None
     reason = "tool_calls" if sample.finish_reason == "stop" else sample.finish_reason
-    return content, reason, json.dumps(with_ids(calls, sample.text), ensure_ascii=False)
+    seed = json.dumps([sample.text, sample.tool_calls])
+    return sample.text, reason, json.dumps(with_ids(sample.tool_calls, seed), ensure_ascii=False)
 
 
 @cache
