@@ -107,7 +107,7 @@ class NewSequences:
         if not params.stop:
             return None
         # a form holds for all of the text, from which no reasoning is split
-        span = None if matcher is not None else self._reasoner.leading_span(params.reasoning_marks, prompt, params.stop)
+        span = None if matcher is not None else self._reasoner.answer_span(params.reasoning_marks, prompt, params.stop)
         text = self._tokenizer.incremental_text(
             follows_text=follows_text,
             skip_special_tokens=params.skip_special_tokens,

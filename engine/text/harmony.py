@@ -1,4 +1,4 @@
-"""Harmony, the form of gpt-oss's answers: messages in channels, for reasoning, for calls of tools, and for the answer."""
+"""Harmony, the form of gpt-oss's answers: messages in channels for reasoning, calls of tools and the answer."""
 
 import re
 from collections.abc import Iterator, Mapping
@@ -45,8 +45,9 @@ def read_messages(text: str) -> Iterator[HarmonyMessage]:
     while text:
         header, mark, behind = text.partition(MESSAGE)
         if not mark:
-            if CHANNEL not in header and START not in header:
-                yield HarmonyMessage(None, None, header)
+            plain = _ENDS.sub("", header)
+            if plain and CHANNEL not in header and START not in header:
+                yield HarmonyMessage(None, None, plain)
             return
         end = _ENDS.search(behind)
         yield _message(header, behind[: end.start()] if end else behind)

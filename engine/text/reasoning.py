@@ -9,10 +9,12 @@ from enum import Enum, auto
 from functools import lru_cache, partial
 
 from engine.errors import InvalidSampling
+from engine.text import harmony
 from engine.text.chat_templates import REASONING_MARKS
 from engine.text.stop_strings import IncrementalText
 from engine.text.tokenizer import Tokenizer
 
+MAX_HEADER = 64  # tokens at a prompt's end among which the header of a message with a channel may begin
 MAX_BLANKS = 8  # tokens of spaces and line breaks that a template may write behind a mark
 
 
@@ -182,6 +184,9 @@ class Reasoner:
     def __init__(self, tokenizer: Tokenizer, vocab_size: int) -> None:
         self._tokenizer, self._vocab_size = tokenizer, vocab_size
         self._known = find_known(tokenizer.added_tokens, tokenizer.template)
+        added = tokenizer.added_tokens
+        has_channels = harmony.CHANNEL in added and harmony.MESSAGE in added
+        self._channels = {added[mark].token_id: mark for mark in harmony.MARKS if mark in added} if has_channels else {}
         self._marks_of = lru_cache(maxsize=64)(self._read_marks)
 
     def budget(
@@ -194,7 +199,7 @@ class Reasoner:
         """
         if budget is None:
             return None
-        marks = self._marks_of(tuple(named))
+        marks = self._analysis() if self._channels and not named else self._marks_of(tuple(named))
         if marks is None:
             raise InvalidSampling(
                 "thinking_token_budget needs the marks of a reasoning span, and this model's template and "
@@ -202,14 +207,19 @@ class Reasoner:
             )
         if max(marks.end.token_ids) >= self._vocab_size:
             raise InvalidSampling(f"the mark {marks.end.text!r} is no token of this model: give reasoning_marks")
-        text = partial(self._tokenizer.incremental_text, follows_text=follows_text)
+        skips = marks.start.text != harmony.REASONING_START  # whose marks are seen in the text alone
+        text = partial(self._tokenizer.incremental_text, follows_text=follows_text, skip_special_tokens=skips)
         return ThinkingBudget(budget, marks, self._span_after(prompt, marks), text)
 
-    def leading_span(self, named: Sequence[str], prompt: list[int], stop: Sequence[str]) -> LeadingSpan | None:
+    def answer_span(
+        self, named: Sequence[str], prompt: list[int], stop: Sequence[str]
+    ) -> LeadingSpan | harmony.AnswerChannels | None:
         """Return what tells a completion's answer from its reasoning, for stop strings.
 
         None without marks, or if a stop string holds the end mark itself: then the reasoning is to end the text.
         """
+        if self._channels and not named:
+            return harmony.AnswerChannels(self._channels, self._open_header(prompt))
         marks = self._marks_of(tuple(named))
         if marks is None or any(marks.end.text in text for text in stop):
             return None
@@ -222,6 +232,8 @@ class Reasoner:
 
         token_ids: of the completion. named, follows_text: of `budget`.
         """
+        if self._channels and not named:
+            return self._split_channels(text, prompt, token_ids, follows_text)
         marks = self._marks_of(tuple(named))
         if marks is None:
             return None, text
@@ -229,6 +241,24 @@ class Reasoner:
             if mark.is_hidden and mark.text not in text and mark.token_id is not None:
                 text = self._tokenizer.with_hidden(text, token_ids, {mark.token_id: mark.text}, follows_text, most=1)
         return split(text, marks, self._span_after(prompt, marks))
+
+    def _split_channels(
+        self, text: str, prompt: list[int], token_ids: list[int], follows_text: bool
+    ) -> tuple[str | None, str]:
+        if not any(mark in text for mark in harmony.MARKS):
+            text = self._tokenizer.with_hidden(text, token_ids, self._channels, follows_text)
+        header = self._open_header(prompt)
+        if harmony.MESSAGE in text or header.endswith(harmony.MESSAGE):
+            text = header + text
+        return harmony.split_channels(text)
+
+    def _open_header(self, prompt: list[int]) -> str:
+        return harmony.open_header(self._tokenizer.decode(prompt[-MAX_HEADER:], skip_special_tokens=False))
+
+    def _analysis(self) -> Marks:
+        """Return the marks of the reasoning of a model with channels: its end mark opens the answer when forced."""
+        start = Mark(harmony.REASONING_START, tuple(self._tokenizer.encode_behind(harmony.REASONING_START)))
+        return Marks(start, Mark(harmony.END, tuple(self._tokenizer.encode_behind(harmony.ANSWER_START))))
 
     def _span_after(self, prompt: list[int], marks: Marks) -> Span:
         longest = max(len(marks.start.token_ids), len(marks.end.token_ids)) + MAX_BLANKS

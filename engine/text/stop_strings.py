@@ -87,7 +87,10 @@ class StopStrings:
         self._pieces.append(new_text)
         self._num_chars += len(new_text)
         if self._answer_part is not None:
-            new_text = self._answer_part(token_id, new_text)
+            part = self._answer_part(token_id, new_text)
+            if new_text and not part:  # a stop string does not go on behind what is no answer
+                self._tail = ""
+            new_text = part
         searched = self._tail + new_text
         if self._num_ignored > 0:
             self._num_ignored -= 1

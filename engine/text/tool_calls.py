@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from engine.text import harmony
 from engine.text.tokenizer import Tokenizer
 
 logger = logging.getLogger(__name__)
@@ -317,8 +318,25 @@ def _pythonic_calls(text: str, calls: ast.List) -> Iterator[Piece]:
         yield Piece(text, ast.unparse(call.func), arguments)
 
 
+_HARMONY = re.compile(
+    r"(?:<\|start\|>assistant)?(?:<\|channel\|>[^<]*?)?\s?\bto=([^\s<]+)[^<]*(?:<\|(?:channel|constrain)\|>[^<]*)*"
+    r"<\|message\|>(.*?)(?:<\|call\|>|(?=<\|start\|>)|\Z)",
+    re.DOTALL,
+)
+
+
+def _harmony(text: str) -> list[Piece]:
+    """A message of gpt-oss to functions.NAME."""
+
+    def read(match: re.Match[str]) -> list[Piece]:
+        return [Piece(match[0], match[1].removeprefix("functions."), match[2])]
+
+    return _spans(text, _HARMONY, read)
+
+
 #: Rows that find a form by a sign come first where one's sign is within another's texts.
 FORMS: tuple[ToolForm, ...] = (
+    ToolForm("harmony", (harmony.CONSTRAIN,), _harmony, harmony.MARKS),
     ToolForm("deepseek", DEEPSEEK[:2], _deepseek, DEEPSEEK),
     ToolForm("mistral", (MISTRAL,), _mistral, (MISTRAL, MISTRAL_ARGUMENTS, MISTRAL_ID)),
     ToolForm("qwen xml", ("<function=",), _qwen_xml),
@@ -329,9 +347,6 @@ FORMS: tuple[ToolForm, ...] = (
     ToolForm("llama json", (PYTHON_TAG, '"parameters":'), _llama_json, (PYTHON_TAG,)),
 )
 
-#: Tokens that completions' texts may leave out and that tell calls from text.
-MARKS = frozenset(mark for form in FORMS for mark in form.marks)
-
 
 class ToolCallReader:
     """Reads the calls in completions of one model."""
@@ -340,7 +355,8 @@ class ToolCallReader:
         self._tokenizer = tokenizer
         self._form = find_form(tokenizer.tool_template, tokenizer.added_tokens)
         added = tokenizer.added_tokens.items()
-        self._hidden = {token.token_id: text for text, token in added if token.is_special and text in MARKS}
+        marks = () if self._form is None else self._form.marks
+        self._hidden = {token.token_id: text for text, token in added if token.is_special and text in marks}
         self._is_logged = False
 
     def with_marks(self, text: str, token_ids: list[int], follows_text: bool) -> str:

@@ -28,6 +28,12 @@ V3_ADD = f'{CALL}function{SEP}add\n```json\n{{"a": 1}}\n```{END_CALL}'
 XML_ADD = "<function=add>\n<parameter=a>\n1\n</parameter>\n</function>"
 
 FORMS = {
+    "harmony": (
+        '<|channel|>commentary to=functions.add <|constrain|>json<|message|>{"a": 1}<|call|>'
+        "<|start|>assistant<|channel|>commentary to=functions.now<|message|><|call|>",
+        '<|start|>assistant to=functions.add<|channel|>commentary <|constrain|>json<|message|>{"a": 1}<|call|>'
+        "<|start|>assistant to=functions.now<|channel|>commentary json<|message|>{}",
+    ),
     "hermes": (
         f"<tool_call>\n{JSON_ADD}\n</tool_call>\n<tool_call>\n{JSON_NOW}\n</tool_call>",
         f"<tool_call>{JSON_ADD}</tool_call><tool_call>{JSON_NOW}",
@@ -169,6 +175,7 @@ def test_half_a_surrogate_pair_stays_an_escape() -> None:
         ("[func_name1(params_name1=params_value1)]", "llama pythonic"),
         ('{"name": x, "parameters": y}', "llama json"),
         ("functools[", "listed"),
+        ("<|channel|>commentary to=x <|constrain|>json<|message|>", "harmony"),
         ("", None),
     ],
 )
