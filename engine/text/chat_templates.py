@@ -4,6 +4,7 @@ import json
 import re
 from collections.abc import Container
 from functools import lru_cache
+from hashlib import blake2b
 from pathlib import Path
 from typing import Any
 
@@ -210,6 +211,28 @@ def _call_for_template(call: Any, i: int) -> dict[str, Any]:
     if not isinstance(arguments, dict):
         raise InvalidPrompt(f"the arguments of a tool call of message {i} must be an object, or its JSON")
     return {**call, "type": "function", "function": {**function, "arguments": arguments}}
+
+
+def with_short_ids(messages: Messages) -> Messages:
+    """Return messages whose tool calls have ids of nine letters and digits, equal ones for equal ones."""
+    shortened = []
+    for message in messages:
+        message = {**message}
+        if isinstance(message.get("tool_call_id"), str):
+            message["tool_call_id"] = _short_id(message["tool_call_id"])
+        if "tool_calls" in message:
+            calls = message["tool_calls"]
+            message["tool_calls"] = [
+                {**call, "id": _short_id(call["id"])} if isinstance(call.get("id"), str) else call for call in calls
+            ]
+        shortened.append(message)
+    return shortened
+
+
+def _short_id(call_id: str) -> str:
+    if re.fullmatch("[A-Za-z0-9]{9}", call_id):
+        return call_id
+    return blake2b(call_id.encode("utf-8", "surrogatepass"), digest_size=5).hexdigest()[:9]
 
 
 def takes_parts(probe: TemplateProbe) -> bool | None:

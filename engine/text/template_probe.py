@@ -47,6 +47,11 @@ class TemplateProbe:
         mark = _mark(0)
         return any(mark in text for text in self.texts([{"role": role, "content": mark}, HELLO]))
 
+    def takes_short_ids_alone(self) -> bool:
+        """Whether it raises for ids of tool calls that are not of nine letters and digits, as Mistral's does."""
+        short, usual = (self.texts(_called(call_id)) for call_id in (_mark(0), "call_" + 24 * "0"))
+        return bool(short) and not usual
+
     def check(self, messages: Messages, tools: Tools | None, variables: dict[str, Any]) -> None:
         """Raise InvalidPrompt for tools, messages and tool calls that the template leaves out.
 
@@ -68,6 +73,12 @@ class TemplateProbe:
     def _render_twin(self, key: str) -> str:
         messages, tools, variables = json.loads(key)
         return self._render(messages, tools=tools, **variables)
+
+
+def _called(call_id: str) -> Messages:
+    call = {"id": call_id, "type": "function", "function": {"name": "tool", "arguments": {"text": "text"}}}
+    answer = {"role": "tool", "content": "text", "tool_call_id": call_id, "name": "tool"}
+    return [HELLO, {"role": "assistant", "content": "", "tool_calls": [call]}, answer]
 
 
 def _mark(number: int) -> str:

@@ -23,6 +23,7 @@ from engine.text.chat_templates import (
     read_tool_template,
     read_variables,
     takes_parts,
+    with_short_ids,
 )
 from engine.text.control_tokens import BREAK, ControlTokens
 from engine.text.stop_strings import IncrementalText
@@ -81,6 +82,7 @@ class Tokenizer:
         self._probe = TemplateProbe(self._render)
         self._takes_parts = False if self.template is None else takes_parts(self._probe)
         self._control = ControlTokens(backend, self.added_tokens, self._control_texts(), REASONING_TEXTS)
+        self._takes_short_ids = self._probe.takes_short_ids_alone()
         self._takes_developer = self._probe.shows_role(DEVELOPER) or not self._probe.shows_role(SYSTEM)
 
     @property
@@ -293,6 +295,8 @@ class Tokenizer:
         variables = check_variables(chat_template_kwargs, read_variables(template))
         as_parts = self._takes_parts if kinds is TEXT_ALONE else None
         messages = for_template(messages, takes_parts=as_parts, kinds=kinds, takes_developer=self._takes_developer)
+        if self._takes_short_ids:
+            messages = with_short_ids(messages)
         if split_special_tokens:
             messages = [self._control.broken_message(message) for message in messages]
             tools, variables = self._control.broken(tools), self._control.broken(variables)

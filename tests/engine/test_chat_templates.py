@@ -293,6 +293,22 @@ def test_chats_with_tools_take_the_template_for_them(model: Path) -> None:
         Tokenizer(model, "default").chat_text(HI, tools=[TOOL])
 
 
+def test_ids_of_calls_are_shortened_where_the_template_demands_it(model: Path) -> None:
+    """As Mistral's does: with ids that this engine, or OpenAI, gave no chat with calls could go on."""
+    strict = (
+        "{% for m in messages %}{% for call in m.tool_calls or [] %}{% if call.id | length != 9 %}"
+        "{{ raise_exception('length 9!') }}{% endif %}{{ call.function | tojson }}{{ call.id }}{% endfor %}"
+        "{{ m.content }}{% if m.role == 'tool' %}{{ m.tool_call_id }}{% endif %} {% endfor %}"
+    )
+    answer = {"role": "tool", "content": "3", "tool_call_id": "call_1"}
+    shown = with_options(model, strict, [*HI, called("{}"), answer]).split()
+    assert shown[-1] == "3" + shown[-2][-9:]
+    kept = [*HI, called("{}"), answer]
+    kept[1]["tool_calls"][0]["id"] = kept[2]["tool_call_id"] = "abcdefgh1"
+    assert with_options(model, strict, kept).count("abcdefgh1") == 2
+    assert "call_1" in with_options(model, strict.replace("!= 9", "== 0"), [*HI, called("{}"), answer])
+
+
 def test_names_and_ids_that_no_template_reads_are_told_once(model: Path, caplog: pytest.LogCaptureFixture) -> None:
     (model / "chat_template.jinja").write_text(LLAMA)
     tokenizer = Tokenizer(model)
