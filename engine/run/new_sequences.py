@@ -19,10 +19,9 @@ from engine.text.tokenizer import Tokenizer
 class NewSequences:
     """Makes the sequences of requests. eos_token_ids: the ids that end the model's texts."""
 
-    def __init__(
-        self, tokenizer: Tokenizer, reasoner: Reasoner, eos_token_ids: frozenset[int], vocab_size: int
-    ) -> None:
-        self._tokenizer, self._reasoner = tokenizer, reasoner
+    def __init__(self, tokenizer: Tokenizer, eos_token_ids: frozenset[int], vocab_size: int) -> None:
+        self._tokenizer = tokenizer
+        self.reasoner = Reasoner(tokenizer, vocab_size)
         self.eos_token_ids, self._vocab_size = eos_token_ids, vocab_size
         self.grammars = Grammars(tokenizer.backend, vocab_size, eos_token_ids)
 
@@ -57,7 +56,7 @@ class NewSequences:
                 stop_token_ids=end_token_ids,
                 stop_strings=self._stop_strings(params, prompt.token_ids, follows_text, matcher),
                 edits=None if edits is None else SequenceEdits(edits),
-                forcing=self._reasoner.budget(
+                forcing=self.reasoner.budget(
                     params.thinking_token_budget, params.reasoning_marks, prompt.token_ids, follows_text
                 )
                 or JumpAhead.of(matcher, params),
@@ -107,7 +106,7 @@ class NewSequences:
         if not params.stop:
             return None
         # a form holds for all of the text, from which no reasoning is split
-        span = None if matcher is not None else self._reasoner.answer_span(params.reasoning_marks, prompt, params.stop)
+        span = None if matcher is not None else self.reasoner.answer_span(params.reasoning_marks, prompt, params.stop)
         text = self._tokenizer.incremental_text(
             follows_text=follows_text,
             skip_special_tokens=params.skip_special_tokens,
