@@ -17,7 +17,7 @@ from engine.checkpoint.pooling import read_pooling
 from engine.errors import EngineBusy, EngineClosed, InvalidPrompt, InvalidRequest, UnsupportedModel, UnsupportedTask
 from engine.models.load import generates, read_supported
 from engine.run.check_machine import check_support
-from engine.run.completions import completion_of, is_complete, scores_of
+from engine.run.completions import Completions, is_complete, scores_of
 from engine.run.config import EngineConfig, may_read_pictures, model_identity
 from engine.run.device import resolve_device
 from engine.run.dtype import served_dtype
@@ -42,7 +42,6 @@ from engine.schedule.snapshots import Snapshots
 from engine.tensor_parallel.rank_group import StartRunner, start_own_runner
 from engine.text.chat_templates import WITH_PICTURES
 from engine.text.prompts import Prompt, PromptReader, pictures_in, pictures_of
-from engine.text.reasoning import Reasoner
 from engine.text.tokenizer import Tokenizer
 
 logger = logging.getLogger(__name__)
@@ -78,7 +77,6 @@ class Engine:
         self.generates = generates(folder, model, path, embeds=pooling is not None)  # it has an LM head
         self.config = config
         self._tokenizer = Tokenizer(folder, config.chat_template)
-        self._reasoner = Reasoner(self._tokenizer, model.vocab_size)
         self._live_runner: Runner | None = (start_runner or start_own_runner)(config, model, folder)
         self._looking: PictureQueue | None = None
         if self._reader is not None:
@@ -101,8 +99,8 @@ class Engine:
         self._embedder = Embedder(pooling, model.hidden_size, self._tokenizer, self._prompts)
         self._classifier = Classifier(classes, self._tokenizer, self._prompts)
         self._vocab_size = model.vocab_size
-        end_token_ids = model.eos_token_ids | self._tokenizer.end_token_ids(model.vocab_size)
-        self._sequences = NewSequences(self._tokenizer, self._reasoner, end_token_ids, model.vocab_size)
+        self._sequences = NewSequences(self._tokenizer, model.eos_token_ids, model.vocab_size)
+        self._completions = Completions(self._tokenizer, self._sequences.reasoner)
         self._unfinished: dict[str, list[Sequence]] = {}
         self._incomplete: list[Sequence] = []  # finished, while their prompt's log probabilities are not all there
         self._seeds = Seeds(config.seed, from_prompts=config.deterministic)
@@ -150,7 +148,8 @@ class Engine:
     def identity(self) -> ModelIdentity:
         """The model's fingerprint and the dtype it computes in; reads samples of the weights."""
         found = model_identity(self.config)
-        return replace(found, reads_pictures=self.reads_pictures, generates=self.generates)
+        tokens = tuple(sorted(self._tokenizer.control_tokens))
+        return replace(found, control_tokens=tokens, reads_pictures=self.reads_pictures, generates=self.generates)
 
     @property
     def attention_backend(self) -> str:
@@ -497,5 +496,5 @@ class Engine:
         if seq.error is not None or not siblings:
             self.abort(seq.request_id)
         if seq.tree is None:
-            return completion_of(seq, self._tokenizer, self._reasoner)
+            return self._completions.of(seq)
         return scores_of(seq, seq.tree)

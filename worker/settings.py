@@ -238,6 +238,7 @@ class WorkerSettings(BaseSettings):
             embedding_size=identity.embedding_size,
             embedding_prompts=identity.embedding_prompts,
             classes=identity.classes,
+            control_tokens=identity.control_tokens,
             reads_pictures=identity.reads_pictures,
             generates=identity.generates,
         )

@@ -72,7 +72,7 @@ class ModelIdentity:
 
     fingerprint: 32 hexadecimal digits. dtype: that it computes in, such as "float32" or "float32, int8 weights".
     embedding_size: numbers of an embedding, 0 if it gives none. embedding_prompts: names of prompts for them.
-    classes: labels of its head, () if none. reads_pictures, generates: what an engine has told.
+    classes: labels of its head, () if none. control_tokens, reads_pictures, generates: what an engine has told.
     """
 
     fingerprint: str
@@ -80,6 +80,7 @@ class ModelIdentity:
     embedding_size: int = 0
     embedding_prompts: tuple[str, ...] = ()
     classes: tuple[str, ...] = ()
+    control_tokens: tuple[str, ...] = field(default=(), compare=False)
     reads_pictures: bool = field(default=True, compare=False)
     generates: bool = field(default=True, compare=False)
 

@@ -9,6 +9,7 @@ from engine.schedule.score_tree import ScoreTree
 from engine.schedule.sequence import Sequence
 from engine.text.reasoning import Reasoner
 from engine.text.tokenizer import Tokenizer
+from engine.text.tool_calls import ToolCallReader
 
 
 def is_complete(seq: Sequence) -> bool:
@@ -18,43 +19,59 @@ def is_complete(seq: Sequence) -> bool:
     return sum(len(part.ranks) for part in seq.prompt_logprobs) >= seq.num_prompt_tokens - 1
 
 
-def completion_of(seq: Sequence, tokenizer: Tokenizer, reasoner: Reasoner) -> Completion:
-    """Make the completion of a finished sequence."""
-    assert seq.finish_reason is not None
-    token_ids = seq.generated_token_ids  # empty for an embedding or classes
-    logprobs = None
-    if seq.sample_top != NOT_WANTED:
-        first = begin = seq.num_prompt_tokens + seq.num_continued
-        known = seq.logprobs
-        if seq.num_resumed and seq.targets is not None:
-            known, first = [*seq.scored, *known], int(seq.targets.places[0])
-        logprobs = as_dicts(known, seq.token_ids[first:], seq.sample_top, tokenizer.token_text)[begin - first :]
-    prompt, reasoning, text = seq.token_ids[: seq.num_prompt_tokens], None, seq.text
-    of_prompt: list[dict[int, Logprob] | None] | None = None
-    if seq.params.prompt_logprobs is not None and seq.error is None:
-        top = num_top(seq.params.prompt_logprobs)
-        of_prompt = [None, *as_dicts(seq.prompt_logprobs, prompt[1:], top, tokenizer.token_text)]
-    if seq.params.separate_reasoning and seq.error is None:
-        marks = seq.params.reasoning_marks
-        reasoning, text = reasoner.split(text, marks, prompt, token_ids, seq.follows_text)
-    return Completion(
-        request_id=seq.request_id,
-        index=seq.index,
-        token_ids=token_ids,
-        text=text,
-        finish_reason=seq.finish_reason,
-        num_prompt_tokens=seq.num_prompt_tokens,
-        num_cached_tokens=min(seq.num_cached_tokens or 0, seq.num_prompt_tokens + seq.num_continued),
-        logprobs=logprobs,
-        error=None if seq.error is None else str(SequenceFailed(seq.error)),
-        prompt_logprobs=of_prompt,
-        reasoning=reasoning,
-        prompt_text=tokenizer.decode(prompt) if seq.params.echo else None,
-        prompt_tokens=[tokenizer.token_text(token_id).text for token_id in prompt] if seq.params.echo else None,
-        num_continued=seq.num_continued + seq.num_resumed,
-        metrics=RequestMetrics(seq.arrived_at, seq.first_token_at, time.monotonic()),
-        **({} if seq.pooled is None or seq.error is not None else {seq.pooled.field: seq.pooled.result()}),
-    )
+class Completions:
+    """Makes completions of finished sequences: their texts, reasoning and calls of tools."""
+
+    def __init__(self, tokenizer: Tokenizer, reasoner: Reasoner) -> None:
+        self._tokenizer, self._reasoner = tokenizer, reasoner
+        self._tool_calls = ToolCallReader(tokenizer)
+
+    def of(self, seq: Sequence) -> Completion:
+        """Make the completion of a finished sequence."""
+        tokenizer, reasoner, reader = self._tokenizer, self._reasoner, self._tool_calls
+        assert seq.finish_reason is not None
+        token_ids = seq.generated_token_ids  # empty for an embedding or classes
+        logprobs = None
+        if seq.sample_top != NOT_WANTED:
+            first = begin = seq.num_prompt_tokens + seq.num_continued
+            known = seq.logprobs
+            if seq.num_resumed and seq.targets is not None:
+                known, first = [*seq.scored, *known], int(seq.targets.places[0])
+            logprobs = as_dicts(known, seq.token_ids[first:], seq.sample_top, tokenizer.token_text)[begin - first :]
+        prompt, reasoning, text = seq.token_ids[: seq.num_prompt_tokens], None, seq.text
+        has_tools, calls = bool(seq.params.tools) and seq.error is None, None
+        if has_tools:
+            text = reader.with_marks(text, token_ids, seq.follows_text)
+        of_prompt: list[dict[int, Logprob] | None] | None = None
+        if seq.params.prompt_logprobs is not None and seq.error is None:
+            top = num_top(seq.params.prompt_logprobs)
+            of_prompt = [None, *as_dicts(seq.prompt_logprobs, prompt[1:], top, tokenizer.token_text)]
+        if seq.params.separate_reasoning and seq.error is None:
+            marks = seq.params.reasoning_marks
+            reasoning, text = reasoner.split(text, marks, prompt, token_ids, seq.follows_text)
+        if has_tools:
+            calls = reader.read(text, seq.params.tools)
+            text = calls.content
+        return Completion(
+            request_id=seq.request_id,
+            index=seq.index,
+            token_ids=token_ids,
+            text=text,
+            finish_reason=seq.finish_reason,
+            num_prompt_tokens=seq.num_prompt_tokens,
+            num_cached_tokens=min(seq.num_cached_tokens or 0, seq.num_prompt_tokens + seq.num_continued),
+            logprobs=logprobs,
+            error=None if seq.error is None else str(SequenceFailed(seq.error)),
+            prompt_logprobs=of_prompt,
+            reasoning=reasoning,
+            tool_calls=calls.calls if calls is not None and calls.calls else None,
+            tool_call_error=None if calls is None else calls.problem,
+            prompt_text=tokenizer.decode(prompt) if seq.params.echo else None,
+            prompt_tokens=[tokenizer.token_text(token_id).text for token_id in prompt] if seq.params.echo else None,
+            num_continued=seq.num_continued + seq.num_resumed,
+            metrics=RequestMetrics(seq.arrived_at, seq.first_token_at, time.monotonic()),
+            **({} if seq.pooled is None or seq.error is not None else {seq.pooled.field: seq.pooled.result()}),
+        )
 
 
 def scores_of(seq: Sequence, tree: ScoreTree) -> Completion | None:

@@ -17,14 +17,15 @@ from engine.text.tokenizer import Tokenizer
 
 
 class NewSequences:
-    """Makes the sequences of requests. eos_token_ids: the ids that end the model's texts."""
+    """Makes the sequences of requests. eos_token_ids: the ids that end texts, the tokenizer's own among them."""
 
-    def __init__(
-        self, tokenizer: Tokenizer, reasoner: Reasoner, eos_token_ids: frozenset[int], vocab_size: int
-    ) -> None:
-        self._tokenizer, self._reasoner = tokenizer, reasoner
-        self.eos_token_ids, self._vocab_size = eos_token_ids, vocab_size
-        self.grammars = Grammars(tokenizer.backend, vocab_size, eos_token_ids)
+    def __init__(self, tokenizer: Tokenizer, configured_ends: frozenset[int], vocab_size: int) -> None:
+        """configured_ends: the end tokens that the model's configuration names."""
+        self._tokenizer = tokenizer
+        self._vocab_size = vocab_size
+        self.reasoner = Reasoner(tokenizer, vocab_size)
+        self.eos_token_ids = configured_ends | tokenizer.end_token_ids(vocab_size)
+        self.grammars = Grammars(tokenizer.backend, vocab_size, self.eos_token_ids)
 
     def make(
         self,
@@ -55,9 +56,9 @@ class NewSequences:
                 seed=seed,
                 follows_text=follows_text,
                 stop_token_ids=end_token_ids,
-                stop_strings=self._stop_strings(params, follows_text, matcher),
+                stop_strings=self._stop_strings(params, prompt.token_ids, follows_text, matcher),
                 edits=None if edits is None else SequenceEdits(edits),
-                forcing=self._reasoner.budget(
+                forcing=self.reasoner.budget(
                     params.thinking_token_budget, params.reasoning_marks, prompt.token_ids, follows_text
                 )
                 or JumpAhead.of(matcher, params),
@@ -101,9 +102,13 @@ class NewSequences:
             seqs.append(seq)
         return seqs
 
-    def _stop_strings(self, params: SamplingParams, follows_text: bool, matcher: Matcher | None) -> StopStrings | None:
+    def _stop_strings(
+        self, params: SamplingParams, prompt: list[int], follows_text: bool, matcher: Matcher | None
+    ) -> StopStrings | None:
         if not params.stop:
             return None
+        # a form holds for all of the text, from which no reasoning is split
+        span = None if matcher is not None else self.reasoner.answer_span(params.reasoning_marks, prompt, params.stop)
         text = self._tokenizer.incremental_text(
             follows_text=follows_text,
             skip_special_tokens=params.skip_special_tokens,
@@ -115,4 +120,5 @@ class NewSequences:
             min_tokens=params.min_tokens,
             include=params.include_stop_str_in_output,
             may_end=None if matcher is None else matcher.accepts,
+            answer_part=None if span is None else span.answer_part,
         )

@@ -3,6 +3,7 @@
 import reprlib
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from engine.errors import InvalidSampling
 
@@ -83,6 +84,17 @@ def reasoning_marks(marks: object) -> tuple[str, ...]:
                 f"a reasoning mark must have 1 to {MAX_MARK_CHARS} characters, without blanks around them", brief(text)
             )
     return texts
+
+
+def tools(values: object) -> tuple[Mapping[str, Any], ...]:
+    """Return tools in their order, each with a function that has a name."""
+    if not isinstance(values, (list, tuple)):
+        raise InvalidSampling("tools must be a list of functions", brief(values))
+    for tool in values:
+        function = tool.get("function") if isinstance(tool, Mapping) else None
+        if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
+            raise InvalidSampling("a tool must have a function with a name", brief(tool))
+    return tuple(values)
 
 
 def stop_token_ids(token_ids: object) -> tuple[int, ...]:

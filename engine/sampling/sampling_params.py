@@ -73,6 +73,7 @@ class SamplingParams:
         by itself, and its last token is not chosen behind its other ones.
     thinking_token_budget: the most tokens of a reasoning span; behind these its end mark is forced.
     separate_reasoning: give what is in a reasoning span apart from the text.
+    tools: in OpenAI's shape, those whose calls are given apart from the text.
     echo: give the prompt's text and its tokens too.
     reasoning_marks: two texts, before and behind such a span; () for those of the model's template or special
         tokens.
@@ -107,6 +108,7 @@ class SamplingParams:
     bad_words: Sequence[str] | None = ()
     thinking_token_budget: int | None = integer(None, 0, MAX_COUNT)
     separate_reasoning: bool = False
+    tools: Sequence[Mapping[str, Any]] = ()
     echo: bool = False
     reasoning_marks: Sequence[str] = ()
     include_stop_str_in_output: bool = False
@@ -197,6 +199,7 @@ _READERS: dict[str, Callable[[object], object]] = {
     "bad_words": parameter_values.bad_words,
     "allowed_token_ids": parameter_values.allowed_token_ids,
     "logit_bias": parameter_values.logit_bias,
+    "tools": parameter_values.tools,
     "reasoning_marks": parameter_values.reasoning_marks,
     "structured_outputs": structured_outputs,
 }

@@ -78,6 +78,9 @@ class Completion:
     class_scores: with ClassParams, each class's probability by its label. A single class has the head's number, which
         for two texts is turned into a probability, unless the checkpoint says otherwise.
     reasoning: with SamplingParams.separate_reasoning, the reasoning span, which `text` then leaves out.
+    tool_calls: with SamplingParams.tools, which of them it calls, as {"name", "arguments": their JSON}; `text` leaves
+        these out.
+    tool_call_error: why something that looks like a call is none, and stays in `text`.
     prompt_text, prompt_tokens: with SamplingParams.echo, the prompt's text and that of each of its tokens.
     prompt_logprobs: for each token of the prompt; the first one has none.
     num_continued: tokens of token_ids that came with the request; cached ones count in num_cached_tokens.
@@ -101,6 +104,8 @@ class Completion:
     reasoning: str | None = None
     prompt_text: str | None = None
     prompt_tokens: list[str] | None = None
+    tool_calls: list[dict[str, str]] | None = None
+    tool_call_error: str | None = None
     num_continued: int = 0
     metrics: RequestMetrics | None = field(default=None, compare=False, repr=False)
 

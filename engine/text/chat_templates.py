@@ -2,24 +2,42 @@
 
 import json
 import re
-from collections.abc import Callable, Container
-from contextlib import suppress
+from collections.abc import Container
+from functools import lru_cache
+from hashlib import blake2b
 from pathlib import Path
 from typing import Any
 
 from engine.errors import ConfigError, InvalidPrompt
+from engine.text.template_probe import HELLO, TemplateProbe
 
 FILE = "chat_template.jinja"
 FOLDER = "additional_chat_templates"
 PROCESSORS_FILE = "chat_template.json"
 DEFAULT = "default"
+TOOL_USE = "tool_use"
 
 #: Variables of a template that are not a request's to set.
 RESERVED = frozenset({"messages", "tools", "add_generation_prompt", "raise_exception", "strftime_now"})
 
+#: The roles of instructions: OpenAI's newer name, and the one that most templates read.
+DEVELOPER, SYSTEM = "developer", "system"
+
 #: Kinds of the parts of a message.
 TEXT_ALONE = ("text",)
 WITH_PICTURES = ("text", "image")
+
+#: Marks of reasoning spans to look for in a model's text files, in this order.
+REASONING_MARKS = (
+    ("<think>", "</think>"),
+    ("[THINK]", "[/THINK]"),
+    ("<seed:think>", "</seed:think>"),
+    ("<|START_THINKING|>", "<|END_THINKING|>"),
+    ("<|begin_of_thought|>", "<|end_of_thought|>"),
+    ("<thinking>", "</thinking>"),
+    ("<thought>", "</thought>"),
+    ("<reasoning>", "</reasoning>"),
+)
 
 Messages = list[dict[str, Any]]
 
@@ -46,6 +64,14 @@ def read_template(folder: Path, name: str | None) -> str | None:
     raise ConfigError(f"chat_template must name one of several templates, none of them the default: {there_are}")
 
 
+def read_tool_template(folder: Path, name: str | None) -> str | None:
+    """Read the template that chats with tools take, as in transformers: TOOL_USE, unless another one is named.
+
+    None if there is none beside that of `read_template`, which has read the same files before.
+    """
+    return _read_templates(folder).get(TOOL_USE) if name is None else None
+
+
 def _read_templates(folder: Path) -> dict[str, str]:
     """Read all templates by name: from files of their own, else tokenizer_config.json, else PROCESSORS_FILE."""
     found = {path.stem: path.read_text(encoding="utf-8") for path in (folder / FOLDER).glob("*.jinja")}
@@ -63,6 +89,7 @@ def _read_templates(folder: Path) -> dict[str, str]:
     return found
 
 
+@lru_cache(maxsize=16)
 def read_variables(template: str) -> frozenset[str] | None:
     """Return the variables that a template reads and does not set; None if it cannot be parsed."""
     from jinja2 import Environment, TemplateError, meta
@@ -97,11 +124,8 @@ def check_variables(given: object, variables: frozenset[str] | None) -> dict[str
     return given
 
 
-def check_tools(tools: object, taken: bool) -> list[dict[str, Any]] | None:
-    """Return `tools`, None for an empty list. Raises InvalidPrompt unless they are OpenAI's functions.
-
-    taken: whether the template writes tools into its text.
-    """
+def check_tools(tools: object) -> list[dict[str, Any]] | None:
+    """Return `tools`, None for an empty list. Raises InvalidPrompt unless they are OpenAI's functions."""
     if tools is None or tools == []:
         return None
     if not isinstance(tools, list):
@@ -112,20 +136,25 @@ def check_tools(tools: object, taken: bool) -> list[dict[str, Any]] | None:
             raise InvalidPrompt(
                 f"tool {i} must be {{'type': 'function', 'function': {{'name': ..., 'parameters': ...}}}}"
             )
-    if not taken:
-        raise InvalidPrompt("this model's chat template takes no tools: leave them out, or name another one")
     return tools
 
 
-def for_template(messages: object, *, takes_parts: bool | None, kinds: Container[str] = TEXT_ALONE) -> Messages:
+def for_template(
+    messages: object, *, takes_parts: bool | None, kinds: Container[str] = TEXT_ALONE, takes_developer: bool = True
+) -> Messages:
     """Return OpenAI's messages as templates expect them, which differ in parts, tool calls and reasoning.
 
     takes_parts: True if the template reads parts as well as texts, False if only texts (parts are joined by line
-    breaks), None if only parts. kinds: of parts. Raises InvalidPrompt unless these are messages of such parts.
+    breaks), None if only parts. kinds: of parts. takes_developer: False makes `system` of the role `developer`. Raises
+    InvalidPrompt unless these are messages of such parts.
     """
     if not isinstance(messages, list) or not messages:
         raise InvalidPrompt(f"messages must be a list of at least one message, got {type(messages).__name__}")
-    return [_for_template(message, i, takes_parts=takes_parts, kinds=kinds) for i, message in enumerate(messages)]
+    ready = [_for_template(message, i, takes_parts=takes_parts, kinds=kinds) for i, message in enumerate(messages)]
+    for message in ready:
+        if message["role"] == DEVELOPER and not takes_developer:
+            message["role"] = SYSTEM
+    return ready
 
 
 def _check_part(part: object, i: int, kinds: Container[str]) -> None:
@@ -184,24 +213,32 @@ def _call_for_template(call: Any, i: int) -> dict[str, Any]:
     return {**call, "type": "function", "function": {**function, "arguments": arguments}}
 
 
-HELLO = [{"role": "user", "content": "text"}]
+def with_short_ids(messages: Messages) -> Messages:
+    """Return messages whose tool calls have ids of nine letters and digits, equal ones for equal ones."""
+    shortened = []
+    for message in messages:
+        message = {**message}
+        if isinstance(message.get("tool_call_id"), str):
+            message["tool_call_id"] = _short_id(message["tool_call_id"])
+        if "tool_calls" in message:
+            calls = message["tool_calls"]
+            message["tool_calls"] = [
+                {**call, "id": _short_id(call["id"])} if isinstance(call.get("id"), str) else call for call in calls
+            ]
+        shortened.append(message)
+    return shortened
 
 
-def takes_tools(render: Callable[..., str]) -> bool:
-    """Whether a template writes tools into its text."""
-    function = {"name": "tool", "description": "text", "parameters": {"type": "object", "properties": {}}}
-    with suppress(Exception):  # whatever a template raises, it does not take them
-        return render(HELLO, tools=[{"type": "function", "function": function}]) != render(HELLO)
-    return False
+def _short_id(call_id: str) -> str:
+    if re.fullmatch("[A-Za-z0-9]{9}", call_id):
+        return call_id
+    return blake2b(call_id.encode("utf-8", "surrogatepass"), digest_size=5).hexdigest()[:9]
 
 
-def takes_parts(render: Callable[[Messages], str]) -> bool | None:
+def takes_parts(probe: TemplateProbe) -> bool | None:
     """Whether a template writes the same for a list of parts as for a text; None if it writes parts alone."""
-    in_parts, alone = "", ""
-    with suppress(Exception):  # as above
-        in_parts = render([{"role": "user", "content": [{"type": "text", "text": "text"}]}])
-    with suppress(Exception):
-        alone = render(HELLO)
-    if "text" not in alone:
-        return None if "text" in in_parts else False
+    in_parts = probe.texts([{"role": "user", "content": [{"type": "text", "text": "text"}]}])
+    alone = probe.texts([HELLO])
+    if not any("text" in text for text in alone):
+        return None if any("text" in text for text in in_parts) else False
     return in_parts == alone

@@ -9,22 +9,13 @@ from enum import Enum, auto
 from functools import lru_cache, partial
 
 from engine.errors import InvalidSampling
+from engine.text import harmony
+from engine.text.chat_templates import REASONING_MARKS
 from engine.text.stop_strings import IncrementalText
 from engine.text.tokenizer import Tokenizer
 
+MAX_HEADER = 64  # tokens at a prompt's end among which the header of a message with a channel may begin
 MAX_BLANKS = 8  # tokens of spaces and line breaks that a template may write behind a mark
-
-#: Marks to look for in a model's text files, in this order.
-KNOWN_MARKS = (
-    ("<think>", "</think>"),
-    ("[THINK]", "[/THINK]"),
-    ("<seed:think>", "</seed:think>"),
-    ("<|START_THINKING|>", "<|END_THINKING|>"),
-    ("<|begin_of_thought|>", "<|end_of_thought|>"),
-    ("<thinking>", "</thinking>"),
-    ("<thought>", "</thought>"),
-    ("<reasoning>", "</reasoning>"),
-)
 
 
 @dataclass(frozen=True)
@@ -59,7 +50,7 @@ class Span(Enum):
 def find_known(added_tokens: Iterable[str], template: str | None) -> tuple[str, str] | None:
     """Find the pair of marks among the added tokens, else in the template; None without such a pair."""
     for place in (frozenset(added_tokens), template or ""):
-        for start, end in KNOWN_MARKS:
+        for start, end in REASONING_MARKS:
             if start in place and end in place:
                 return start, end
     return None
@@ -137,12 +128,65 @@ class ThinkingBudget:
         return mark.text in self._tail
 
 
+class LeadingSpan:
+    """Tells the answer from the reasoning span that a completion begins with, token by token.
+
+    A span that opens later, behind other text, is part of the answer.
+    """
+
+    def __init__(self, marks: Marks, span: Span) -> None:
+        self._marks = marks
+        self._is_open = span is Span.OPEN
+        self._is_over = span is Span.CLOSED
+        self._is_behind = False  # the end mark, where line breaks are no part of the answer
+        self._held = ""
+
+    def answer_part(self, token_id: int, text: str) -> str:
+        """Return what of this token's text belongs to the answer, with text that was held back before it."""
+        if self._is_over:
+            return text
+        self._held += text
+        if not self._is_open and not self._is_behind:
+            return self._before(token_id)
+        if self._is_open:
+            self._close(token_id)
+        if self._is_behind:
+            self._held = self._held.lstrip("\n")
+            self._is_over = bool(self._held)
+            return self._held
+        return ""
+
+    def _before(self, token_id: int) -> str:
+        """Look for the start mark; return text that shows that there is none."""
+        start, begun = self._marks.start, self._held.lstrip()
+        if token_id == start.token_id or begun.startswith(start.text):
+            self._is_open, self._held = True, begun.removeprefix(start.text)
+            self._close(token_id)
+            return ""
+        if begun and start.text.startswith(begun):
+            return ""
+        released, self._held = self._held, ""
+        self._is_over = bool(begun)
+        return released
+
+    def _close(self, token_id: int) -> None:
+        end = self._marks.end
+        _, mark, behind = self._held.partition(end.text)
+        if mark or token_id == end.token_id:
+            self._is_open, self._is_behind, self._held = False, True, behind
+        else:
+            self._held = self._held[-len(end.text) :]
+
+
 class Reasoner:
     """Closes spans that are too long, and splits reasoning from answers."""
 
     def __init__(self, tokenizer: Tokenizer, vocab_size: int) -> None:
         self._tokenizer, self._vocab_size = tokenizer, vocab_size
         self._known = find_known(tokenizer.added_tokens, tokenizer.template)
+        added = tokenizer.added_tokens
+        has_channels = harmony.CHANNEL in added and harmony.MESSAGE in added
+        self._channels = {added[mark].token_id: mark for mark in harmony.MARKS if mark in added} if has_channels else {}
         self._marks_of = lru_cache(maxsize=64)(self._read_marks)
 
     def budget(
@@ -155,7 +199,7 @@ class Reasoner:
         """
         if budget is None:
             return None
-        marks = self._marks_of(tuple(named))
+        marks = self._analysis() if self._channels and not named else self._marks_of(tuple(named))
         if marks is None:
             raise InvalidSampling(
                 "thinking_token_budget needs the marks of a reasoning span, and this model's template and "
@@ -163,8 +207,23 @@ class Reasoner:
             )
         if max(marks.end.token_ids) >= self._vocab_size:
             raise InvalidSampling(f"the mark {marks.end.text!r} is no token of this model: give reasoning_marks")
-        text = partial(self._tokenizer.incremental_text, follows_text=follows_text)
+        skips = marks.start.text != harmony.REASONING_START  # whose marks are seen in the text alone
+        text = partial(self._tokenizer.incremental_text, follows_text=follows_text, skip_special_tokens=skips)
         return ThinkingBudget(budget, marks, self._span_after(prompt, marks), text)
+
+    def answer_span(
+        self, named: Sequence[str], prompt: list[int], stop: Sequence[str]
+    ) -> LeadingSpan | harmony.AnswerChannels | None:
+        """Return what tells a completion's answer from its reasoning, for stop strings.
+
+        None without marks, or if a stop string holds the end mark itself: then the reasoning is to end the text.
+        """
+        if self._channels and not named:
+            return harmony.AnswerChannels(self._channels, self._open_header(prompt))
+        marks = self._marks_of(tuple(named))
+        if marks is None or any(marks.end.text in text for text in stop):
+            return None
+        return LeadingSpan(marks, self._span_after(prompt, marks))
 
     def split(
         self, text: str, named: Sequence[str], prompt: list[int], token_ids: list[int], follows_text: bool
@@ -173,15 +232,33 @@ class Reasoner:
 
         token_ids: of the completion. named, follows_text: of `budget`.
         """
+        if self._channels and not named:
+            return self._split_channels(text, prompt, token_ids, follows_text)
         marks = self._marks_of(tuple(named))
         if marks is None:
             return None, text
         for mark in (marks.end, marks.start):
-            if mark.is_hidden and mark.token_id in token_ids and mark.text not in text:
-                before = token_ids[: token_ids.index(mark.token_id)]
-                place = len(self._tokenizer.decode(before, follows_text=follows_text))
-                text = text[:place] + mark.text + text[place:] if place <= len(text) else text
+            if mark.is_hidden and mark.text not in text and mark.token_id is not None:
+                text = self._tokenizer.with_hidden(text, token_ids, {mark.token_id: mark.text}, follows_text, most=1)
         return split(text, marks, self._span_after(prompt, marks))
+
+    def _split_channels(
+        self, text: str, prompt: list[int], token_ids: list[int], follows_text: bool
+    ) -> tuple[str | None, str]:
+        if not any(mark in text for mark in harmony.MARKS):
+            text = self._tokenizer.with_hidden(text, token_ids, self._channels, follows_text)
+        header = self._open_header(prompt)
+        if harmony.MESSAGE in text or header.endswith(harmony.MESSAGE):
+            text = header + text
+        return harmony.split_channels(text)
+
+    def _open_header(self, prompt: list[int]) -> str:
+        return harmony.open_header(self._tokenizer.decode(prompt[-MAX_HEADER:], skip_special_tokens=False))
+
+    def _analysis(self) -> Marks:
+        """Return the marks of the reasoning of a model with channels: its end mark opens the answer when forced."""
+        start = Mark(harmony.REASONING_START, tuple(self._tokenizer.encode_behind(harmony.REASONING_START)))
+        return Marks(start, Mark(harmony.END, tuple(self._tokenizer.encode_behind(harmony.ANSWER_START))))
 
     def _span_after(self, prompt: list[int], marks: Marks) -> Span:
         longest = max(len(marks.start.token_ids), len(marks.end.token_ids)) + MAX_BLANKS

@@ -58,6 +58,7 @@ class StopStrings:
 
     min_tokens: a stop string within the first min_tokens tokens does not count.
     include: leave the stop string at the end of the text.
+    answer_part: returns what of a token's text is part of the answer, not of the reasoning before it.
     """
 
     def __init__(
@@ -68,8 +69,9 @@ class StopStrings:
         min_tokens: int,
         include: bool = False,
         may_end: Callable[[str], bool] | None = None,
+        answer_part: Callable[[int, str], str] | None = None,
     ) -> None:
-        self._may_end = may_end
+        self._may_end, self._answer_part = may_end, answer_part
         self._stop, self._include = stop, include
         self._text = text
         self._num_ignored = min_tokens
@@ -84,6 +86,11 @@ class StopStrings:
         new_text = self._text.add(token_id)
         self._pieces.append(new_text)
         self._num_chars += len(new_text)
+        if self._answer_part is not None:
+            part = self._answer_part(token_id, new_text)
+            if new_text and not part:  # a stop string does not go on behind what is no answer
+                self._tail = ""
+            new_text = part
         searched = self._tail + new_text
         if self._num_ignored > 0:
             self._num_ignored -= 1

@@ -2,7 +2,7 @@
 
 import re
 import sys
-from collections.abc import Container, Iterator
+from collections.abc import Collection, Container, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -12,17 +12,23 @@ from typing import Any
 
 from engine.errors import ConfigError, InvalidPrompt, InvalidSampling, PromptTooLong
 from engine.text.chat_templates import (
+    DEVELOPER,
+    REASONING_MARKS,
+    SYSTEM,
     TEXT_ALONE,
     Messages,
     check_tools,
     check_variables,
     for_template,
     read_template,
+    read_tool_template,
     read_variables,
     takes_parts,
-    takes_tools,
+    with_short_ids,
 )
+from engine.text.control_tokens import BREAK, ControlTokens
 from engine.text.stop_strings import IncrementalText
+from engine.text.template_probe import HELLO, TemplateProbe
 from engine.text.tokenizer_files import byte_alphabet, load_tokenizer
 
 #: Characters per token that hardly any text has on average: the longest tokens of vocabularies are 128 spaces.
@@ -30,6 +36,9 @@ MAX_TOKEN_CHARS = 128
 
 #: Texts of which at least one has ordinary tokens, not byte pieces.
 ANCHORS = ("a", "e", "1", ".")
+
+#: Marks of reasoning that an assistant's message may hold, as templates look for them there.
+REASONING_TEXTS = frozenset(mark for pair in REASONING_MARKS for mark in pair)
 
 #: Errors that templates raise besides jinja2's own.
 RENDER_ERRORS = (TypeError, ValueError, LookupError, AttributeError, ArithmeticError, RecursionError)
@@ -84,9 +93,12 @@ class Tokenizer:
         self._num_open = 1 if _decodes_bytes(backend) else BYTE_PIECES_OPEN
         self._token_texts: dict[int, TokenText] = {}
         self.template = read_template(folder, chat_template)
-        self._takes_parts = False if self.template is None else takes_parts(self._render)
-        self._takes_tools = self.template is not None and takes_tools(self._render)
-        self._variables = None if self.template is None else read_variables(self.template)
+        self._tool_template = read_tool_template(folder, chat_template) or self.template
+        self._probe = TemplateProbe(self._render)
+        self._takes_parts = False if self.template is None else takes_parts(self._probe)
+        self._control = ControlTokens(backend, self.added_tokens, self._control_texts(), REASONING_TEXTS)
+        self._takes_short_ids = self._probe.takes_short_ids_alone()
+        self._takes_developer = self._probe.shows_role(DEVELOPER) or not self._probe.shows_role(SYSTEM)
 
     def end_token_ids(self, vocab_size: int) -> frozenset[int]:
         """Return the tokenizer's own end token, which ends texts beside those that the configuration names.
@@ -142,6 +154,7 @@ class Tokenizer:
     def encode_pair(self, first: str, second: str, most: int, vocab_size: int) -> list[int]:
         """Encode two texts as one; if they are too long, the longer one is cut first, as in transformers.
 
+        Neither holds control tokens, whatever it spells.
         If the model tells the two apart, vocab_size is added to the second one's ids. Raises InvalidPrompt.
         """
         if self.backend is None:
@@ -149,7 +162,7 @@ class Tokenizer:
         for text in (first, second):
             _check_unicode(text)
         with _no_panic():
-            both = [self.backend.encode(text, add_special_tokens=False) for text in (first, second)]
+            both = [self._control.value_encoding(text) for text in (first, second)]
         short, long = sorted(map(len, both))
         room = max(0, most - self.backend.num_special_tokens_to_add(is_pair=True))
         if short + long > room:
@@ -210,6 +223,23 @@ class Tokenizer:
             cuts[1:1] = [i for i in range(1, len(whole)) if is_added[i - 1] and is_added[i]]
         text = "".join(self._decode(whole[start:end], skip_special_tokens) for start, end in pairwise(cuts))
         return text[len(self._anchor_text) :] if anchor else text
+
+    def with_hidden(
+        self, text: str, token_ids: list[int], hidden: Mapping[int, str], follows_text: bool, most: int | None = None
+    ) -> str:
+        """Return a completion's text with special tokens that it leaves out, where they stand among its token ids.
+
+        hidden: their texts. most: the first ones alone; None for all.
+        """
+        places = [place for place, token_id in enumerate(token_ids) if token_id in hidden][:most]
+        shown, done = "", 0
+        for place in places:
+            end = len(self.decode(token_ids[:place], follows_text=follows_text))
+            if end > len(text):  # which was cut at a stop string
+                break
+            shown += text[done:end] + hidden[token_ids[place]]
+            done = end
+        return shown + text[done:]
 
     def _decode(self, token_ids: list[int], skip_special_tokens: bool) -> str:
         with _no_panic():
@@ -286,29 +316,61 @@ class Tokenizer:
         *,
         tools: list[dict[str, Any]] | None = None,
         chat_template_kwargs: dict[str, Any] | None = None,
+        split_special_tokens: bool = True,
         kinds: Container[str] = TEXT_ALONE,
     ) -> str:
         """Return the text of a conversation, ready for the model's answer.
 
         messages, tools: in OpenAI's shape. kinds: of the messages' parts. chat_template_kwargs: variables of the
-        template. Raises InvalidPrompt for another shape, or if the model's template is missing or refuses them.
+        template. split_special_tokens: what these three hold is text, even if it spells a control token: the text has
+        BREAK in such a place. Raises InvalidPrompt for another shape, or if the model's template is missing or refuses
+        them.
         """
         from jinja2 import TemplateError
 
         if self.template is None:
             raise InvalidPrompt("this model's tokenizer has no chat template; send a plain prompt instead")
-        tools = check_tools(tools, self._takes_tools)
-        variables = check_variables(chat_template_kwargs, self._variables)
+        tools = check_tools(tools)
+        template = self._tool_template if tools else self.template
+        variables = check_variables(chat_template_kwargs, read_variables(template))
         as_parts = self._takes_parts if kinds is TEXT_ALONE else None
-        messages = for_template(messages, takes_parts=as_parts, kinds=kinds)
+        messages = for_template(messages, takes_parts=as_parts, kinds=kinds, takes_developer=self._takes_developer)
+        if self._takes_short_ids:
+            messages = with_short_ids(messages)
+        if split_special_tokens:
+            messages = [self._control.broken_message(message) for message in messages]
+            tools, variables = self._control.broken(tools), self._control.broken(variables)
         try:
-            return self._render(messages, tools=tools, **variables)
+            text = self._render(messages, tools=tools, **variables)
         except (TemplateError, *RENDER_ERRORS) as error:
             raise InvalidPrompt(f"the chat template refused these messages: {error}") from error
+        self._probe.check(messages, tools, variables)
+        return text
 
-    def _render(self, messages: Messages, **variables: Any) -> str:
+    @property
+    def tool_template(self) -> str | None:
+        """The template of chats with tools."""
+        return self._tool_template
+
+    @property
+    def control_tokens(self) -> frozenset[str]:
+        """The texts of tokens that values must not become: special ones, and the marks of the template's turns."""
+        return self._control.texts
+
+    def add_control_texts(self, texts: Collection[str]) -> None:
+        """Let these control too: marks of pictures. To be called before there are requests."""
+        self._control = self._control.with_texts(texts)
+
+    def _control_texts(self) -> set[str]:
+        special = {text for text, token in self.added_tokens.items() if token.is_special}
+        chat = [HELLO, {"role": "assistant", "content": "text"}, HELLO]
+        turns = "".join(self._probe.texts(chat) + self._probe.texts([HELLO]))
+        return special | {text for text in self.added_tokens.keys() - REASONING_TEXTS if text in turns}
+
+    def _render(self, messages: Messages, *, tools: list[dict[str, Any]] | None = None, **variables: Any) -> str:
+        template = self._tool_template if tools else self.template
         # a variable may have the name of an argument, such as `tokenize`: then the argument counts
-        options = {"chat_template": self.template, "add_generation_prompt": True, "tokenize": False}
+        options = {"chat_template": template, "tools": tools, "add_generation_prompt": True, "tokenize": False}
         text = self._tokenizer.apply_chat_template(messages, **{**variables, **options})
         assert isinstance(text, str)
         return text
@@ -331,6 +393,9 @@ class Tokenizer:
                 f"the prompt has {len(text)} characters, more than {MAX_TOKEN_CHARS} for each of the "
                 f"{limit} tokens that this engine takes at most"
             )
+        if BREAK in text:
+            with _no_panic():
+                return self._control.encode(text, add_special_tokens=add_special_tokens)
         # verbose=False: a text beyond the model's length is our error to name, not a warning to print
         with _no_panic():
             return list(self._tokenizer.encode(text, add_special_tokens=add_special_tokens, verbose=False))

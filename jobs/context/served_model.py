@@ -31,6 +31,7 @@ class ServedModel(PinnedModel):
 
     aliases: what else it may be called. embedding_size: 0 of a model that gives none. embedding_prompts: names of those
     that may stand before a text. classes: labels of its sequence-classification head, none of a model without.
+    control_tokens: texts of tokens that open or end turns; a value in a prompt must not become one.
     """
 
     attention_backend: str = ""
@@ -38,6 +39,7 @@ class ServedModel(PinnedModel):
     embedding_size: int = 0
     embedding_prompts: tuple[str, ...] = ()
     classes: tuple[str, ...] = ()
+    control_tokens: tuple[str, ...] = ()  # until an engine has told, as below
     reads_pictures: bool = True  # as long as no engine has told
     generates: bool = True
 

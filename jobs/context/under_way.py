@@ -30,10 +30,12 @@ class KeptCompletion:
     embedding: None = None
     loglikelihoods: None = None
     class_scores: None = None
+    tool_calls: Any = None
+    tool_call_error: str | None = None
 
 
 _NAMES = tuple(KeptCompletion.__dataclass_fields__)
-_KEPT, _NOT_KEPT = _NAMES[2:8], _NAMES[11:]
+_KEPT, _NOT_KEPT, _OF_TOOLS = _NAMES[2:8], _NAMES[11:-2], _NAMES[-2:]
 
 
 class KeptLogprob(NamedTuple):
@@ -98,12 +100,15 @@ class UnderWay:
 
 def _kept(completion: Any) -> list[Any]:
     kept = [completion.index, _packed(completion.token_ids), *(getattr(completion, name) for name in _KEPT)]
-    return [*kept, *(_entries(each) for each in (completion.logprobs, completion.prompt_logprobs))]
+    kept += [_entries(each) for each in (completion.logprobs, completion.prompt_logprobs)]
+    of_tools = [getattr(completion, name) for name in _OF_TOOLS]
+    return kept + of_tools if any(of_tools) else kept
 
 
 def _completion(index: int, token_ids: str, *others: Any) -> KeptCompletion:
-    *kept, logprobs, of_prompt = others
+    kept, (logprobs, of_prompt, *of_tools) = others[: len(_KEPT)], others[len(_KEPT) :]
     own = {"logprobs": _logprobs(logprobs), "prompt_logprobs": _logprobs(of_prompt)}
+    own |= dict(zip(_OF_TOOLS, of_tools, strict=False))
     return KeptCompletion(index, _unpacked(token_ids), **dict(zip(_KEPT, kept, strict=True)), **own)
 
 

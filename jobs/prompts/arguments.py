@@ -24,6 +24,7 @@ NOT_TEXT = frozenset(
     | {"n", "stop_token_ids", "ignore_eos", "logprobs", "presence_penalty", "frequency_penalty"}
     | {"prompt_logprobs", "top_logprobs", "echo", "thinking_token_budget", "separate_reasoning"}
     | {"repetition_penalty", "logit_bias", "allowed_token_ids", "bad_words", "truncate_prompt_tokens"}
+    | {"split_special_tokens"}
     | {"include_stop_str_in_output", "skip_special_tokens", "spaces_between_special_tokens", "structured_outputs"}
 )
 

@@ -110,7 +110,9 @@ def _num_bytes(value: Any) -> int:
         raise InvalidJob("the arguments of a tool call are nested too deeply") from None
 
 
-NAMES = ("chat_template_kwargs", "tool_choice", "tools")
+#: Those that a prompt from a template may have too: its values are text, as a chat's are.
+OF_VALUES = "split_special_tokens"
+NAMES = ("chat_template_kwargs", OF_VALUES, "tool_choice", "tools")
 
 
 #: Keyword arguments of engine.Engine.chat_token_ids. With `tools` calls of these are looked for in answers.
@@ -127,12 +129,16 @@ def split_chat_options(values: Mapping[str, Any]) -> tuple[dict[str, Any], ChatO
     if choice not in (None, "auto", "none"):
         raise InvalidValue('tool_choice is {}, which is not built yet: send "auto" or "none"', brief(choice))
     template = {"chat_template_kwargs": variables, "tools": [] if choice == "none" else tools}
-    return sampling, {name: value for name, value in template.items() if value}
+    splits = values.get(OF_VALUES)
+    if splits is not None and not isinstance(splits, bool):
+        raise unlike(OF_VALUES, splits, "true or false")
+    options = {name: value for name, value in template.items() if value}
+    return sampling, options if splits in (None, True) else {**options, OF_VALUES: False}
 
 
 def refuse_chat_options(values: Mapping[str, Any]) -> None:
     for name in NAMES:
-        if values.get(name) is not None:
+        if name != OF_VALUES and values.get(name) is not None:
             raise InvalidJob(f"{name} belongs to a chat, and a prompt that is a text passes no template")
 
 

@@ -14,10 +14,11 @@ from jobs.context.under_way import KeptCompletion, LeftPrompt, UnderWay
 from jobs.errors import InvalidJob, RequestFailed, ResultTooLarge
 from jobs.prompts.arguments import Prompt, Unusable, check_choices, parse_prompts, parse_sampling
 from jobs.prompts.attempts import Attempts, check_repairs, hashed_seed
-from jobs.prompts.messages import normal_messages, refuse_chat_options, split_chat_options
+from jobs.prompts.messages import OF_VALUES, normal_messages, refuse_chat_options, split_chat_options
 from jobs.prompts.pictures import pictured_task, with_pictures
 from jobs.prompts.response_options import chat_response_options, completion_options
 from jobs.prompts.responses import Answers, chat_completion, text_completion
+from jobs.prompts.template_texts import as_shown
 from jobs.prompts.templated_task import asked_task
 from jobs.tasks import Completion, OpenTask, Parts, Request, Task
 
@@ -92,7 +93,7 @@ class OpenPrompts(OpenTask):
             asked.answers = self._failed(prompt.reason)
             return None
         if self._repairs.is_asked_for:
-            given: dict[str, Any] = {"prompt": prompt.prompt}
+            given: dict[str, Any] = {"prompt": as_shown(prompt.prompt)}
             if prompt.messages is not None:
                 given = {"messages": with_pictures(prompt.messages, lambda _: None)}
             asked.attempts = Attempts(prompt, given, self._repairs, self._context.checks)
@@ -228,8 +229,10 @@ def complete_task(
 ) -> Task:
     asked_for = parse_model(model)
     others, repairs = split_repair_options(sampling)
-    values, options = completion_options(parse_sampling(others))
-    refuse_chat_options(values)
+    others = parse_sampling(others)
+    refuse_chat_options(others)
+    others, chat = split_chat_options(others)
+    values, options = completion_options(others)
     check_repairs(repairs, values, prompt_only=options.prompt_only)
 
     def task(_: str, prompt: object) -> PromptTask:
@@ -240,7 +243,7 @@ def complete_task(
         respond = partial(text_completion, options=options)
         return PromptTask(_seeded(text_requests(prompts, values)), respond, asked_for, values, repairs)
 
-    return asked_task(task, prompt=prompt, prompt_template=prompt_template)
+    return asked_task(task, values_are_text=chat.get(OF_VALUES, True), prompt=prompt, prompt_template=prompt_template)
 
 
 def chat_task(
@@ -253,10 +256,10 @@ def chat_task(
     check_repairs(repairs, values, has_tools="tools" in chat)
 
     def task(messages: Parts) -> PromptTask:
-        respond = partial(chat_completion, options=response, has_tools="tools" in chat)
+        respond = partial(chat_completion, options=response)
         return PromptTask([Request(None, messages, values, chat)], respond, asked_for, values, repairs)
 
     def parsed(_: str, messages: object) -> Task:
         return pictured_task(normal_messages(messages), task)
 
-    return asked_task(parsed, messages=messages, messages_template=messages_template)
+    return asked_task(parsed, values_are_text=True, messages=messages, messages_template=messages_template)

@@ -1,13 +1,10 @@
 """OpenAI's response shapes, built from completions."""
 
-import json
-import re
 from codecs import getincrementaldecoder
 from collections.abc import Iterable, Mapping, Sequence
 from hashlib import blake2b
 from typing import Any
 
-from jobs.common.display import is_unicode
 from jobs.prompts.attempts import Attempts, num_generated
 from jobs.prompts.response_options import ResponseOptions
 from jobs.tasks import Completion, Logprob
@@ -137,86 +134,16 @@ def _entry(entry: Logprob) -> dict[str, Any]:
     return {"token": token, "logprob": _shown(entry), "bytes": list(token_bytes)}
 
 
-OPEN = "<tool_call>"
-_CLOSED = re.compile(r"\s*(</tool_call>|\Z)")
-LLAMA_TAG = "<|python_tag|>"
-_DECODER = json.JSONDecoder()
-
-
-def parse_tool_calls(text: str) -> tuple[list[dict[str, Any]], str]:
-    """Return the functions that a text calls, as {'name', 'arguments': their JSON}, and what is left of it."""
-    calls, content = _hermes(text)
-    if calls:
-        return calls, content.strip()
-    calls = _llama(text)
-    return (calls, "") if calls else ([], text)
-
-
-def with_ids(calls: list[dict[str, Any]], seed: str) -> list[dict[str, Any]]:
+def with_ids(calls: Sequence[Mapping[str, str]], seed: str) -> list[dict[str, Any]]:
     """OpenAI's `tool_calls`. seed: names the answer, so that ids are the same whenever it is given."""
     return [
         {
             "id": "call_" + blake2b(f"{seed}/{number}".encode(), digest_size=12).hexdigest(),
             "type": "function",
-            "function": function,
+            "function": dict(function),
         }
         for number, function in enumerate(calls)
     ]
-
-
-def _hermes(text: str) -> tuple[list[dict[str, Any]], str]:
-    calls, kept, at = [], [], 0
-    while (place := text.find(OPEN, at)) >= 0:
-        kept.append(text[at:place])
-        at = place + len(OPEN)
-        value, end = _value_at(text, at) or (None, at)
-        function, closed = _function(value), _CLOSED.match(text, end)
-        if function is None or closed is None:
-            kept.append(OPEN)
-            continue
-        calls.append(function)
-        at = closed.end()
-    return calls, "".join((*kept, text[at:]))
-
-
-def _llama(text: str) -> list[dict[str, Any]]:
-    text = text.strip().removeprefix(LLAMA_TAG).strip()
-    calls, at = [], 0
-    while at < len(text):
-        value, at = _value_at(text, at) or (None, at)
-        for each in value if isinstance(value, list) else [value]:
-            if (function := _function(each)) is None:
-                return []
-            calls.append(function)
-        while at < len(text) and (text[at].isspace() or text[at] == ";"):
-            at += 1
-    return calls
-
-
-def _value_at(text: str, at: int) -> tuple[Any, int] | None:
-    while at < len(text) and text[at].isspace():
-        at += 1
-    try:
-        return _DECODER.raw_decode(text, at)
-    except (ValueError, RecursionError):
-        return None
-
-
-def _function(call: Any) -> dict[str, Any] | None:
-    if not isinstance(call, Mapping) or not isinstance(call.get("name"), str) or not call["name"]:
-        return None
-    arguments = call.get("arguments", call.get("parameters"))
-    if isinstance(arguments, str):
-        found = _value_at(arguments, 0)
-        arguments = None if found is None or arguments[found[1] :].strip() else found[0]
-    if not isinstance(arguments, Mapping) or not is_unicode(call["name"]):
-        return None
-    try:
-        written = json.dumps(arguments, ensure_ascii=False, allow_nan=False)
-    except ValueError:  # NaN, or a number beyond all that JSON's readers hold
-        return None
-    # half of a surrogate pair, which a model may write as an escape, stays one: no file takes it otherwise
-    return {"name": call["name"], "arguments": written if is_unicode(written) else json.dumps(arguments)}
 
 
 PLAIN = ResponseOptions()
@@ -241,20 +168,19 @@ def text_completion(answers: Answers, job_id: str, options: ResponseOptions = PL
     return {"object": "text_completion", "choices": choices, "usage": used}
 
 
-def chat_completion(
-    answers: Answers, job_id: str, options: ResponseOptions = PLAIN, has_tools: bool = False
-) -> dict[str, Any]:
-    """Return a `chat.completion`, a choice for each sample. has_tools: calls of tools in a text become `tool_calls`."""
+def chat_completion(answers: Answers, job_id: str, options: ResponseOptions = PLAIN) -> dict[str, Any]:
+    """Return a `chat.completion`, a choice for each sample."""
     choices = []
     for number, sample in _numbered(answers):
         choice = {"index": number, **_ending(sample)}
         message: dict[str, Any] = {"role": "assistant", "content": sample.text}
         if sample.reasoning is not None:
             message["reasoning"] = sample.reasoning
-        calls, content = parse_tool_calls(sample.text) if has_tools else ([], sample.text)
-        if calls:
-            message["content"] = content or None
-            message["tool_calls"] = with_ids(calls, f"{job_id}/{number}")
+        if sample.tool_call_error is not None:
+            choice["tool_call_error"] = sample.tool_call_error
+        if sample.tool_calls:
+            message["content"] = sample.text or None
+            message["tool_calls"] = with_ids(sample.tool_calls, f"{job_id}/{number}")
             if sample.finish_reason == "stop":
                 choice["finish_reason"] = "tool_calls"
         if sample.logprobs is not None and options.num_top is not None:

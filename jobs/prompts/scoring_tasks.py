@@ -23,7 +23,7 @@ from jobs.prompts.arguments import (
 )
 from jobs.prompts.labels import CONTENT_FREE, classify, parse_labels, scoring_of, truncation
 from jobs.prompts.messages import NAMES as CHAT_NAMES
-from jobs.prompts.messages import normal_messages, split_chat_options
+from jobs.prompts.messages import OF_VALUES, normal_messages, split_chat_options
 from jobs.prompts.pictures import pictured_task, pictures_in
 from jobs.prompts.prompt_task import PromptTask, text_requests
 from jobs.prompts.responses import Answers, usage
@@ -103,7 +103,7 @@ def classify_task(
 
     def task(kind: str, asked: object) -> Task:
         is_chat = kind == "messages"
-        for name in options.keys() - set(CHAT_NAMES) if is_chat else options:
+        for name in options.keys() - set(CHAT_NAMES if is_chat else (OF_VALUES,)):
             raise InvalidValue("{} is no argument of jobs.classify", brief(name))
 
         def made(asked: Any) -> PromptTask:
@@ -120,7 +120,7 @@ def classify_task(
 
         return pictured_task(normal_messages(asked), made) if is_chat else made(asked)
 
-    return asked_task(task, prompt=prompt, **given)
+    return asked_task(task, values_are_text=template.get(OF_VALUES, True), prompt=prompt, **given)
 
 
 def loglikelihood_task(

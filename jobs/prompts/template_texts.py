@@ -1,6 +1,8 @@
 """The texts of a template, of braces or of Jinja, which children compile and render."""
 
-from collections.abc import Mapping, Sequence
+import re
+from collections.abc import Collection, Mapping, Sequence
+from functools import lru_cache
 from typing import Any
 
 from jobs.context.shared_files import CHILDREN
@@ -30,6 +32,35 @@ def _messages(template: Any) -> tuple[list[str], tuple[str, ...]]:
         if not all(isinstance(value, str) for value in message.values()):
             raise InvalidJob(f"message {number} of the template: role and content must be strings")
     return [message["content"] for message in template], tuple(message["role"] for message in template)
+
+
+#: Stands within a control token that a value spells: engine.text.control_tokens then reads its characters as text.
+BREAK = "\ufdd0\ufdd1"
+
+
+def as_values(value: Any, control_tokens: Collection[str]) -> Any:
+    """Return what fills a template in, with BREAK in each control token that one of its texts spells."""
+    return _broken(value, _pattern(tuple(control_tokens))) if control_tokens else value
+
+
+@lru_cache(maxsize=4)
+def _pattern(control_tokens: tuple[str, ...]) -> re.Pattern[str]:
+    return re.compile("|".join(map(re.escape, sorted(control_tokens, key=len, reverse=True))))
+
+
+def _broken(value: Any, pattern: re.Pattern[str]) -> Any:
+    if isinstance(value, str):
+        while pattern.search(value):  # again for a token within another one
+            value = pattern.sub(lambda match: match[0][0] + BREAK + match[0][1:], value)
+        return value
+    if isinstance(value, dict):
+        return {_broken(key, pattern): _broken(each, pattern) for key, each in value.items()}
+    return [_broken(each, pattern) for each in value] if isinstance(value, list | tuple) else value
+
+
+def as_shown(prompt: Any) -> Any:
+    """Return a prompt as people read it: without BREAK."""
+    return prompt.replace(BREAK, "") if isinstance(prompt, str) else prompt
 
 
 LIMIT_S = 2.0

@@ -11,7 +11,7 @@ from jobs.common.rq_jobs import NO_JSON_VALUE, ResultType, dependency_ids, job_k
 from jobs.common.stored import text
 from jobs.context import JobContext
 from jobs.errors import AnswerMissing, InvalidJob, InvalidValue, check_limit
-from jobs.prompts.template_texts import JinjaTexts, TemplateProblem, template_texts
+from jobs.prompts.template_texts import JinjaTexts, TemplateProblem, as_values, template_texts
 from jobs.tasks import LateTask, Task
 
 MAX_DEPENDENCIES = 10_000
@@ -112,8 +112,11 @@ NAMES = frozenset({"answers", "results"})
 ARGUMENTS = ("prompt_template", "messages_template")
 
 
-def asked_task(make: Callable[[str, Any], Task], **given: Any) -> Task:
-    """Return the task of the one argument that says what to ask. make: of "prompt" or "messages", and what that is."""
+def asked_task(make: Callable[[str, Any], Task], *, values_are_text: bool, **given: Any) -> Task:
+    """Return the task of the one argument that says what to ask.
+
+    make: of "prompt" or "messages", and what that is. values_are_text: even where answers spell control tokens.
+    """
     found = [name for name, value in given.items() if value is not None]
     if not found:
         name = next(iter(given))
@@ -124,10 +127,12 @@ def asked_task(make: Callable[[str, Any], Task], **given: Any) -> Task:
         raise InvalidJob(f"{' and '.join(found)} each say what to ask: give one of them")
     (name,) = found
     kind = name.removesuffix("_template")
-    return make(kind, given[name]) if name == kind else _templated(name, given[name], partial(make, kind))
+    return (
+        make(kind, given[name]) if name == kind else _templated(name, given[name], partial(make, kind), values_are_text)
+    )
 
 
-def _templated(argument: str, template: Any, make: Callable[[Any], Task]) -> Task:
+def _templated(argument: str, template: Any, make: Callable[[Any], Task], values_are_text: bool) -> Task:
     sources, roles = template_texts(template)
     if (roles is None) is not (argument == ARGUMENTS[0]):
         raise InvalidJob(f"{argument} is a {type(template).__name__}: a prompt's is a text, a chat's a list")
@@ -140,8 +145,11 @@ def _templated(argument: str, template: Any, make: Callable[[Any], Task]) -> Tas
                 "on, and `results`, all that each returned",
                 brief(foreign[0]),
             )
+        values: Any = read_dependencies(context)
+        if values_are_text and roles is None:  # of a chat the engine sees to it
+            values = as_values(values, context.model.control_tokens)
         try:
-            texts = found.render(read_dependencies(context))
+            texts = found.render(values)
         except TemplateProblem as problem:
             raise InvalidValue(f"{argument}: {{}}", str(problem)) from None
         if roles is None:

@@ -206,6 +206,124 @@ def test_what_a_template_does_not_read_is_refused_by_name(model: Path) -> None:
         with_options(model, HERMES, HI, chat_template_kwargs={"enable_thinkng": True})
 
 
+#: Templates that know some roles alone, each as some real model's does.
+KNOWN_ROLES = (
+    "{% for m in messages %}{% if m.role == 'system' %}S:{{ m.content }}{% elif m.role == 'user' %}U:{{ m.content }}"
+    "{% elif m.role == 'assistant' %}A:{{ m.content | trim }}{% endif %}{% endfor %}"
+)
+FIRST_SYSTEM = (
+    "{% if messages[0].role == 'system' %}S:{{ messages[0].content }}{% set messages = messages[1:] %}{% endif %}"
+    "{% for m in messages %}{% if m.role in ('user', 'assistant') %}[{{ m.role }}]{{ m.content }}{% endif %}"
+    "{% endfor %}"
+)
+RAISES = KNOWN_ROLES.replace(
+    "{% endif %}{% endfor %}", "{% else %}{{ raise_exception('no ' + m.role) }}{% endif %}{% endfor %}"
+)
+ANY_ROLE = "{% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %}"
+NO_SYSTEM = (
+    "{% for m in messages %}{% if m.role != 'system' and m.role != 'developer' %}{{ m.content }}{% endif %}{% endfor %}"
+)
+#: As Hermes' and Command R's for tools: it raises where there are none.
+NEEDS_TOOLS = "{% if not tools %}{{ raise_exception('no tools') }}{% endif %}" + HERMES
+
+
+def chat(*turns: str) -> list[dict[str, Any]]:
+    return [{"role": role, "content": content} for role, _, content in (turn.partition(":") for turn in turns)]
+
+
+@pytest.mark.parametrize(
+    ("template", "text"),
+    [
+        (KNOWN_ROLES, "S:be briefU:hi"),
+        (FIRST_SYSTEM, "S:be brief[user]hi"),
+        (RAISES, "S:be briefU:hi"),
+        (ANY_ROLE, "[developer]be brief[user]hi"),
+    ],
+)
+def test_a_developers_message_is_a_systems_where_the_template_reads_no_other(
+    model: Path, template: str, text: str
+) -> None:
+    assert with_options(model, template, chat("developer:be brief", "user:hi")) == text
+
+
+@pytest.mark.parametrize(
+    ("template", "messages", "says"),
+    [
+        (NO_SYSTEM, chat("developer:be brief", "user:hi"), "message 0, of the role 'developer'"),
+        (NO_SYSTEM, chat("system:be brief", "user:hi"), "message 0, of the role 'system'"),
+        (KNOWN_ROLES, chat("user:hi", "critic:no"), "message 1, of the role 'critic'"),
+        (FIRST_SYSTEM, chat("user:hi", "system:be brief", "user:ho"), "message 1, of the role 'system'"),
+        (FIRST_SYSTEM, chat("system:a", "developer:b", "user:hi"), "message 1, of the role 'system'"),
+        (KNOWN_ROLES, chat("user:hi", "tool:3"), "message 1, of the role 'tool'"),
+        (RAISES, chat("user:hi", "tool:3"), "refused these messages: no tool"),
+    ],
+)
+def test_a_message_that_the_template_leaves_out_is_refused_by_its_role(
+    model: Path, template: str, messages: list[dict[str, Any]], says: str
+) -> None:
+    with pytest.raises(InvalidPrompt, match=says):
+        with_options(model, template, messages)
+
+
+def test_tool_calls_that_the_template_leaves_out_are_refused(model: Path) -> None:
+    only_name = HERMES.replace('"arguments": {{ f.arguments | tojson }}', "")
+    for template in (KNOWN_ROLES, ANY_ROLE, only_name):
+        with pytest.raises(InvalidPrompt, match="leaves out the tool calls of message 1"):
+            with_options(model, template, [*HI, called('{"a": 1}')])
+    assert '"name": "add", }' in with_options(model, only_name, [*HI, called("{}")]), "there are no arguments to show"
+
+
+def test_a_template_that_raises_without_tools_takes_them(model: Path) -> None:
+    assert '"name": "add"' in with_options(model, NEEDS_TOOLS, HI, tools=[TOOL])
+    assert '"name": "add"' in with_options(model, NEEDS_TOOLS, parts("hi"), tools=[TOOL])
+    with pytest.raises(InvalidPrompt, match="refused these messages: no tools"):
+        with_options(model, NEEDS_TOOLS, HI)
+
+
+def test_chats_with_tools_take_the_template_for_them(model: Path) -> None:
+    """As in transformers: the one named "tool_use", unless the engine is to use another."""
+    named = {"default": ANY_ROLE, "tool_use": NEEDS_TOOLS}
+    config = json.loads((model / "tokenizer_config.json").read_text())
+    config["chat_template"] = [{"name": name, "template": template} for name, template in named.items()]
+    (model / "tokenizer_config.json").write_text(json.dumps(config))
+    assert Tokenizer(model).chat_text(HI) == "[user]hi"
+    assert "<tools>" in Tokenizer(model).chat_text(HI, tools=[TOOL])
+    assert "</think>" in Tokenizer(model).chat_text(HI, tools=[TOOL], chat_template_kwargs={"enable_thinking": False})
+    with pytest.raises(InvalidPrompt, match="takes no tools"):
+        Tokenizer(model, "default").chat_text(HI, tools=[TOOL])
+
+
+def test_ids_of_calls_are_shortened_where_the_template_demands_it(model: Path) -> None:
+    """As Mistral's does: with ids that this engine, or OpenAI, gave no chat with calls could go on."""
+    strict = (
+        "{% for m in messages %}{% for call in m.tool_calls or [] %}{% if call.id | length != 9 %}"
+        "{{ raise_exception('length 9!') }}{% endif %}{{ call.function | tojson }}{{ call.id }}{% endfor %}"
+        "{{ m.content }}{% if m.role == 'tool' %}{{ m.tool_call_id }}{% endif %} {% endfor %}"
+    )
+    answer = {"role": "tool", "content": "3", "tool_call_id": "call_1"}
+    shown = with_options(model, strict, [*HI, called("{}"), answer]).split()
+    assert shown[-1] == "3" + shown[-2][-9:]
+    kept = [*HI, called("{}"), answer]
+    kept[1]["tool_calls"][0]["id"] = kept[2]["tool_call_id"] = "abcdefgh1"
+    assert with_options(model, strict, kept).count("abcdefgh1") == 2
+    assert "call_1" in with_options(model, strict.replace("!= 9", "== 0"), [*HI, called("{}"), answer])
+
+
+def test_names_and_ids_that_no_template_reads_are_told_once(model: Path, caplog: pytest.LogCaptureFixture) -> None:
+    (model / "chat_template.jinja").write_text(LLAMA)
+    tokenizer = Tokenizer(model)
+    answer = {"role": "tool", "content": "3", "tool_call_id": "call_1", "name": "add"}
+    for _ in range(2):
+        tokenizer.chat_text([*HI, called("{}") | {"content": "so"}, answer])
+    told = [record.getMessage() for record in caplog.records if "does not read" in record.getMessage()]
+    assert len(told) == 3
+    assert all(any(subject in line for line in told) for subject in ("`name`", "ids", "text beside"))
+    caplog.clear()
+    (model / "chat_template.jinja").write_text(LLAMA.replace("m.content + ''", "[m.content, m.name, m.tool_call_id]"))
+    Tokenizer(model).chat_text([*HI, {**answer}])
+    assert not caplog.records
+
+
 @pytest.mark.parametrize("name", ["messages", "tools", "add_generation_prompt"])
 def test_what_the_engine_sets_is_no_variable(model: Path, name: str) -> None:
     with pytest.raises(InvalidPrompt, match=f"may not hold '{name}'"):

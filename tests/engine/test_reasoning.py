@@ -1,5 +1,6 @@
 """Reasoning spans: parted from the answer, and closed when they have as many tokens as they may."""
 
+import re
 import shutil
 from collections.abc import Iterator
 from dataclasses import replace
@@ -10,7 +11,8 @@ import pytest
 from transformers import PreTrainedTokenizerFast
 
 from engine import Engine, EngineConfig, InvalidSampling, SamplingParams
-from engine.text.reasoning import Mark, Marks, Span, span_at_end, split
+from engine.text.reasoning import LeadingSpan, Mark, Marks, Span, span_at_end, split
+from engine.text.stop_strings import IncrementalText, StopStrings
 
 THINK = ("<think>", "</think>")
 MARKS = Marks(*(Mark(text, ()) for text in THINK))
@@ -134,6 +136,54 @@ def test_a_forced_token_may_be_the_last(
                 assert len(completion.token_ids) == num_tokens
                 assert completion.finish_reason == reason
         assert engine.stats().free_blocks == engine.stats().num_blocks
+
+
+@pytest.mark.parametrize("separate", [True, False])
+def test_a_stop_string_within_the_reasoning_does_not_end_the_answer(engine: Engine, separate: bool) -> None:
+    prompt = engine.chat_token_ids([{"role": "user", "content": "hi"}])
+    params = replace(DRAWN, thinking_token_budget=6, separate_reasoning=True)
+    (whole,) = engine.generate([prompt], params)
+    assert whole.reasoning
+    stop = whole.reasoning[:2]
+    (stopped,) = engine.generate([prompt], replace(params, stop=stop, separate_reasoning=separate))
+    text = stopped.text if separate else stopped.text.partition(THINK[1])[2].lstrip("\n")
+    assert text == whole.text.partition(stop)[0]
+    assert stopped.finish_reason == ("stop" if stop in whole.text else "length")
+    assert len(stopped.token_ids) > 6
+
+
+@pytest.mark.parametrize("kind", ["characters", "a token", "a hidden token"])
+@pytest.mark.parametrize(
+    ("span", "text", "stop", "wanted"),
+    [
+        (Span.OPEN, "a.b</think>c.d", ".", "a.b</think>c"),
+        (Span.OPEN, "a\n\nb</think>\n\nc\n\nd", "\n\n", "a\n\nb</think>\n\nc"),
+        (Span.OPEN, "<think>a.</think>b.", ".", "<think>a.</think>b"),
+        (Span.NONE, "\n<think>a.</think>\nb.", ".", "\n<think>a.</think>\nb"),
+        (Span.NONE, "<think>a.", ".", None),
+        (Span.NONE, "<b>.", ".", "<b>"),
+        (Span.NONE, "<", "<", None),
+        (Span.NONE, "<t.", "<t", ""),
+        (Span.NONE, "\n\na", "\n\n", ""),
+        (Span.NONE, "a <think>b.</think>", ".", "a <think>b"),
+        (Span.CLOSED, "\n.<think>", ".", "\n"),
+    ],
+)
+def test_stop_strings_count_from_where_the_answer_begins(
+    span: Span, text: str, stop: str, wanted: str | None, kind: str
+) -> None:
+    """Whether a mark is the characters of several tokens, or one token that the text shows or hides."""
+    ids = {} if kind == "characters" else {"<think>": 1, "</think>": 2}
+    shown = {1: "", 2: ""} if kind == "a hidden token" else {1: THINK[0], 2: THINK[1]}
+    marks = Marks(*(Mark(mark, (), ids.get(mark)) for mark in THINK))
+    decoded = IncrementalText(lambda each: "".join(shown.get(token, chr(token)) for token in each))
+    watch = StopStrings([stop], decoded, min_tokens=0, answer_part=LeadingSpan(marks, span).answer_part)
+    pieces = re.split("(</?think>)", text) if ids else [text]
+    tokens = [token for piece in pieces for token in ([ids[piece]] if piece in ids else map(ord, piece))]
+    assert any(watch.add(token) for token in tokens) == (wanted is not None)
+    if wanted is not None and kind == "a hidden token":
+        wanted = re.sub("</?think>", "", wanted)
+    assert watch.text == wanted
 
 
 def test_a_model_without_marks_refuses_a_budget_by_name(folder: Path) -> None:

@@ -38,6 +38,8 @@ class FakeCompletion:
     logprobs: Any = None
     prompt_logprobs: Any = None
     reasoning: str | None = None
+    tool_calls: Any = None
+    tool_call_error: str | None = None
     prompt_text: str | None = None
     prompt_tokens: Any = None
     loglikelihoods: Any = None

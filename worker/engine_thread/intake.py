@@ -75,7 +75,10 @@ class _Waiting:
 
 def prepared_request(engine: Engine, request: Request) -> tuple[PreparedPrompt, RequestParams]:
     """Return the prompt of a request, prepared, and its sampling. Raises InvalidRequest, or a chat template's error."""
-    params, prompt, options = request_params(request.kind, request.sampling), request.prompt, dict[str, Any]()
+    sampling, prompt, options = request.sampling, request.prompt, dict[str, Any]()
+    if request.kind == "generate" and request.chat_options.get("tools"):
+        sampling = {**sampling, "tools": request.chat_options["tools"]}
+    params = request_params(request.kind, sampling)
     if params.truncate_prompt_tokens is not None:
         options["truncate_prompt_tokens"] = params.truncate_prompt_tokens
     if not isinstance(params, SamplingParams):

@@ -1,7 +1,7 @@
 """Rows whose answers are generated: by one prompt, again where a check does not take the answer, or by several."""
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from functools import cache
 from typing import Any
@@ -19,7 +19,7 @@ from jobs.parquet.tables.columns import RowProblem
 from jobs.prompts.attempts import Attempts, hashed_seed, num_generated
 from jobs.prompts.messages import ChatOptions
 from jobs.prompts.response_options import LOGPROBS
-from jobs.prompts.responses import parse_tool_calls, with_ids
+from jobs.prompts.responses import with_ids
 from jobs.runs.plans.prompt_steps import answer_columns
 from jobs.runs.plans.spec import RunSpec
 from jobs.tasks import Completion, Request
@@ -84,7 +84,7 @@ class Generate(Ask):
         failed = next((each for each in samples if each.finish_reason == "error"), None)
         if failed is not None:
             return replace(no_answer(failed, self._n), attempts=1)
-        found = [(*_texts_of(each, "tools" in self._chat), num_generated(each), each.reasoning) for each in samples]
+        found = [(*_texts_of(each), num_generated(each), each.reasoning) for each in samples]
         text, reason, calls, tokens, reasoning = found[0] if self._n == 1 else zip(*found, strict=True)
         attempts, problem = (first.attempts, first.check_error) if isinstance(first, Attempts) else (0, None)
         return Answer(
@@ -134,12 +134,12 @@ class _Tried(AskedOnce):
         return super().then(place, [self._attempts]) if following is None else [following]
 
 
-def _texts_of(sample: Completion, has_tools: bool) -> tuple[str, str, str | None]:
-    calls, content = parse_tool_calls(sample.text) if has_tools else ([], sample.text)
-    if not calls:
+def _texts_of(sample: Completion) -> tuple[str, str, str | None]:
+    if not sample.tool_calls:
         return sample.text, sample.finish_reason, None
     reason = "tool_calls" if sample.finish_reason == "stop" else sample.finish_reason
-    return content, reason, json.dumps(with_ids(calls, sample.text), ensure_ascii=False)
+    seed = json.dumps([sample.text, sample.tool_calls])
+    return sample.text, reason, json.dumps(with_ids(sample.tool_calls, seed), ensure_ascii=False)
 
 
 @cache
@@ -157,11 +157,11 @@ def _entries(found: Any) -> Any:
 
 
 class Chain(Ask):
-    """What a run asks of each row, one prompt after the other. seed: the run's."""
+    """What a run asks of each row, one prompt after the other. seed: the run's. control_tokens: of row_source."""
 
-    def __init__(self, spec: RunSpec, seed: int, checks: Checks) -> None:
+    def __init__(self, spec: RunSpec, seed: int, checks: Checks, control_tokens: Collection[str] = ()) -> None:
         self.steps, self.seed = spec.steps, seed
-        self.sources = [StepSource(step, spec.defaults) for step in spec.steps]
+        self.sources = [StepSource(step, spec.defaults, (), control_tokens) for step in spec.steps]
         own = [(step, (step.sampling, step.chat, step.is_chat)) for step in spec.steps]
         self.prompts = [Labels(spec, *of) if step.is_scored else Generate(spec, seed, checks, *of) for step, of in own]
 

@@ -29,11 +29,11 @@ def kind_of(spec: RunSpec) -> type[Ask]:
 
 def ask_of(plan: Plan, context: JobContext) -> Ask:
     spec = plan.spec
-    source = row_source(spec, context.check_sampling)
+    source = row_source(spec, context.check_sampling, context.model.control_tokens)
     prompt = *spec.chat, spec.is_chat
     makers: dict[type[Ask], Callable[[], Ask]] = {
         BatchLines: lambda: BatchLines(plan, context),
-        Chain: lambda: Chain(spec, plan.seed, context.checks),
+        Chain: lambda: Chain(spec, plan.seed, context.checks, context.model.control_tokens),
         Labels: lambda: Labels(spec, *prompt, content_free(spec, source) if spec.calibrate else None),
         Embeddings: lambda: Embeddings(spec),
         Classes: lambda: Classes(spec),

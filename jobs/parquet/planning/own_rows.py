@@ -81,7 +81,8 @@ def in_order(context: JobContext, storage: Storage, plan: Plan) -> Plan:
     if spec.order is None:
         return plan
     keys = np.empty((plan.rows, 1 + len(BEGINNINGS)), np.uint64)
-    for start, rows in rendered_shards(context, storage, plan, row_source(spec, context.check_sampling)):
+    source = row_source(spec, context.check_sampling, context.model.control_tokens)
+    for start, rows in rendered_shards(context, storage, plan, source):
         for number, row in enumerate(rows, start):
             keys[number] = _key(row)
     order = np.lexsort(keys.T[::-1])

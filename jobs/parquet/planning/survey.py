@@ -31,6 +31,7 @@ from jobs.parquet.shards.rows_task import RowsTask
 from jobs.parquet.shards.shard_requests import ShardRequests
 from jobs.parquet.shards.shard_texts import rendered_shards
 from jobs.parquet.tables.columns import RowProblem
+from jobs.prompts.template_texts import as_shown
 from jobs.runs.plans.spec import RunSpec
 from jobs.runs.statistics.run_statistics import Reasons
 from jobs.tasks import Completion, Request
@@ -156,7 +157,7 @@ class SurveyWork(RowsTask):
         return {**told, "seconds": seconds}
 
     def _shown(self, asked: Asked, row: Row, answer: Answer | None) -> dict[str, Any]:
-        prompt: Any = json.loads(row.prompt) if self._spec.is_chat or row.pictures else row.prompt
+        prompt: Any = json.loads(row.prompt) if self._spec.is_chat or row.pictures else as_shown(row.prompt)
         if not self._spec.is_chat:
             prompt = [{"role": "prompt", "content": prompt}]
         told: dict[str, Any] = {"row": asked.row, "prompt": prompt, "prompt_tokens": asked.tokens}

@@ -1,6 +1,6 @@
 """Prompts from Jinja templates over a row's columns, which children render."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from types import MappingProxyType
 from typing import Any
 
@@ -12,7 +12,7 @@ from jobs.parquet.prompts.prompt_source import PromptSource, check_defaults, che
 from jobs.parquet.tables.columns import RowProblem, python_rows
 from jobs.parquet.tables.row_groups import packed
 from jobs.prompts.jinja_environment import render
-from jobs.prompts.template_texts import LIMIT_S, JinjaTexts, TemplateProblem, template_texts
+from jobs.prompts.template_texts import LIMIT_S, JinjaTexts, TemplateProblem, as_values, template_texts
 from sandbox import ChildFailed, Limits
 from sandbox.child import Worker
 
@@ -20,13 +20,22 @@ _TASK = "jobs.parquet.prompts.jinja_source:render_rows"
 
 
 class JinjaSource(PromptSource):
-    """A Jinja template over columns, of a text or a chat. Null is `none`, or one of `defaults`."""
+    """A Jinja template over columns, of a text or a chat. Null is `none`, or one of `defaults`.
+
+    control_tokens: of TemplateSource.
+    """
 
     def __init__(
-        self, template: Any, defaults: Mapping[str, str] = MappingProxyType({}), *, needs_column: bool = True
+        self,
+        template: Any,
+        defaults: Mapping[str, str] = MappingProxyType({}),
+        *,
+        needs_column: bool = True,
+        control_tokens: Collection[str] = (),
     ) -> None:
         texts, self._roles = template_texts(template)
         self._template, self._defaults = JinjaTexts(texts), dict(defaults)
+        self._control_tokens = list(control_tokens) if self._roles is None else []
         self.columns = tuple(sorted(self._template.names))
         if needs_column and not self.columns:
             raise InvalidJob(
@@ -50,7 +59,12 @@ class JinjaSource(PromptSource):
                 singly = True
 
     def _asked(self, rows: pa.RecordBatch) -> Iterator[list[str] | str]:
-        question = {"texts": self._template.texts, "columns": self.columns, "defaults": self._defaults}
+        question = {
+            "texts": self._template.texts,
+            "columns": self.columns,
+            "defaults": self._defaults,
+            "control_tokens": self._control_tokens,
+        }
         with CHILDREN.lent() as child:
             for message, _ in child.replies(_TASK, question, Limits(LIMIT_S), bytes(packed(rows.select(self.columns)))):
                 yield from message["rows"]
@@ -87,6 +101,6 @@ def _outcome(question: dict[str, Any], values: dict[str, Any] | RowProblem) -> l
     defaults = question["defaults"]
     known = {name: defaults.get(name) if value is None else value for name, value in values.items()}
     try:
-        return render(question["texts"], known)
+        return render(question["texts"], as_values(known, question["control_tokens"]))
     except TemplateProblem as problem:
         return f"the template: {problem}"

@@ -3,7 +3,7 @@
 import abc
 import json
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from hashlib import blake2b
 from types import MappingProxyType
 from typing import Any, NamedTuple
@@ -16,6 +16,7 @@ from jobs.parquet.tables.columns import RowProblem, holds, is_bytes, is_list, is
 from jobs.prompts.arguments import MAX_PROMPT_BYTES, text_problem
 from jobs.prompts.messages import normal_messages
 from jobs.prompts.pictures import ReadFile, filled, loaded, pictures_in
+from jobs.prompts.template_texts import as_values
 from jobs.runs.plans.prompt_steps import Template
 from jobs.tasks import Parts
 
@@ -125,11 +126,21 @@ def _chat(messages: Any) -> str | Parts:
 
 
 class TemplateSource(PromptSource):
-    """A template over columns; lists, structs and maps stand there as JSON. defaults: the text for null, by column."""
+    """A template over columns; lists, structs and maps stand there as JSON.
 
-    def __init__(self, template: Template, defaults: Mapping[str, str] = MappingProxyType({})) -> None:
+    defaults: the text for null, by column. control_tokens: texts that no value may become tokens of; the engine sees to
+    the contents of chats.
+    """
+
+    def __init__(
+        self,
+        template: Template,
+        defaults: Mapping[str, str] = MappingProxyType({}),
+        control_tokens: Collection[str] = (),
+    ) -> None:
         self.columns = template.columns
         self._template, self._defaults = template, defaults
+        self._control_tokens = control_tokens if template.roles is None else ()
         check_defaults(defaults, self.columns)
 
     def render(self, values: Mapping[str, Any]) -> str:
@@ -146,7 +157,7 @@ class TemplateSource(PromptSource):
             value = self._defaults.get(column)
             if value is None:
                 raise RowProblem(f"column {column!r} is null")
-        return to_json(value) if isinstance(value, list | dict) else value
+        return as_values(to_json(value) if isinstance(value, list | dict) else value, self._control_tokens)
 
 
 def written_as_texts(values: Mapping[str, Any]) -> str:

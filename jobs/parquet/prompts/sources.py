@@ -2,7 +2,7 @@
 
 import json
 from base64 import b64encode
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from decimal import Decimal
 from functools import lru_cache
 from typing import Any
@@ -19,6 +19,7 @@ from jobs.parquet.prompts.picture_source import PictureSource
 from jobs.parquet.prompts.prompt_source import ColumnSource, PromptSource, Row, checked_text
 from jobs.parquet.tables.columns import PROBLEM, RowProblem, is_list, is_text, python_rows
 from jobs.prompts.arguments import NOT_TEXT
+from jobs.prompts.messages import OF_VALUES, ChatOptions
 from jobs.prompts.pictures import ReadFile, is_url, loaded
 from jobs.runs.plans.names import OPENAI_BATCH
 from jobs.runs.plans.prompt_steps import PromptStep, Template
@@ -136,8 +137,15 @@ class RowSource:
         return row._replace(sampling=sampling, values=beside)
 
 
-def row_source(spec: RunSpec, check_sampling: Callable[[Mapping[str, Any]], None] = accept_any_sampling) -> RowSource:
-    """Return the source that a run's arguments name, whose rows' sampling values are checked. Raises InvalidJob."""
+def row_source(
+    spec: RunSpec,
+    check_sampling: Callable[[Mapping[str, Any]], None] = accept_any_sampling,
+    control_tokens: Collection[str] = (),
+) -> RowSource:
+    """Return the source that a run's arguments name, whose rows' sampling values are checked. Raises InvalidJob.
+
+    control_tokens: of the served model; values of rows do not become them, unless the run says so.
+    """
     if spec.input_format == OPENAI_BATCH:
         return RowSource(LineSource())
     sampling = None
@@ -148,9 +156,9 @@ def row_source(spec: RunSpec, check_sampling: Callable[[Mapping[str, Any]], None
         named = dict.fromkeys(column for step in others for column in step.template.columns)
         later = [column for column in named if column not in names]
         prompt_source.check_defaults(spec.defaults, (*first.template.columns, *later))
-        prompt = StepSource(first, spec.defaults, names)
+        prompt = StepSource(first, spec.defaults, names, control_tokens)
         return RowSource(prompt, sampling, later, prompt_source.written_as_texts)
-    prompts, pictures = _prompts(spec), spec.image_column or ()
+    prompts, pictures = _prompts(spec, _split(spec.chat[1], control_tokens)), spec.image_column or ()
     if pictures:
         kind = {"has_template": spec.template is not None, "is_chat": spec.is_chat}
         prompts = PictureSource(prompts, pictures, **kind)
@@ -161,11 +169,18 @@ def row_source(spec: RunSpec, check_sampling: Callable[[Mapping[str, Any]], None
     return RowSource(prompts, sampling, tuple(given))
 
 
-def _prompts(spec: RunSpec) -> prompt_source.PromptSource:
+def _split(chat: ChatOptions, control_tokens: Collection[str]) -> Collection[str]:
+    """Return the control tokens that values may not become."""
+    return control_tokens if chat.get(OF_VALUES, True) else ()
+
+
+def _prompts(spec: RunSpec, control_tokens: Collection[str]) -> prompt_source.PromptSource:
     if spec.template is not None and spec.template_format == "jinja":
-        return JinjaSource(spec.template, spec.defaults, needs_column=not spec.image_column)
+        return JinjaSource(
+            spec.template, spec.defaults, needs_column=not spec.image_column, control_tokens=control_tokens
+        )
     if spec.template is not None:
-        return prompt_source.TemplateSource(Template.parse(spec.template), spec.defaults)
+        return prompt_source.TemplateSource(Template.parse(spec.template), spec.defaults, control_tokens)
     if spec.query_column is not None and spec.document_column is not None:
         return prompt_source.prompt_pair(spec.query_column, spec.document_column)
     if spec.messages_column is not None:
@@ -177,8 +192,15 @@ def _prompts(spec: RunSpec) -> prompt_source.PromptSource:
 class StepSource(prompt_source.TemplateSource):
     """One of a row's prompts, which a problem of it names. defaults: of all of them. taken: names for no column."""
 
-    def __init__(self, step: PromptStep, defaults: Mapping[str, str], taken: Sequence[str] = ()) -> None:
-        super().__init__(step.template, {name: defaults[name] for name in step.template.columns if name in defaults})
+    def __init__(
+        self,
+        step: PromptStep,
+        defaults: Mapping[str, str],
+        taken: Sequence[str] = (),
+        control_tokens: Collection[str] = (),
+    ) -> None:
+        own = {name: defaults[name] for name in step.template.columns if name in defaults}
+        super().__init__(step.template, own, _split(step.chat, control_tokens))
         self._name, self._taken = step.name, taken
 
     def check(self, schema: pa.Schema) -> None:

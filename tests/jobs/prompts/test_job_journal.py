@@ -1,5 +1,6 @@
 """A job of prompts that is taken up goes on where it was: what was answered is not asked again."""
 
+import json
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -10,7 +11,7 @@ from redis import Redis
 from jobs.common.keys import journal_key
 from jobs.context import JobContext
 from jobs.context.checks import Checks
-from jobs.context.under_way import MAX_BYTES, JobJournal
+from jobs.context.under_way import MAX_BYTES, JobJournal, KeptCompletion, UnderWay
 from jobs.tasks import OpenTask, Request
 from tests.jobs.answering import FakeCompletion, feed, keep, opened_task, shout
 
@@ -127,3 +128,13 @@ def test_one_pass_is_made_again(opened: Open, name: str, arguments: dict[str, An
     requests = list(task.requests())
     task.deliver(0, [FakeCompletion(embedding=[1.0], loglikelihoods=())])
     assert not keep(task, {index: {} for index in range(1, len(requests))})
+
+
+def test_a_kept_completion_has_its_tool_calls() -> None:
+    """One without any is written as it was before there were some."""
+    calls = [{"name": "add", "arguments": "{}"}]
+    for tool_calls, error in ((calls, None), (None, "none"), (None, None)):
+        kept = KeptCompletion(0, [1], "a", "stop", 1, 0, None, "why", tool_calls=tool_calls, tool_call_error=error)
+        written = json.loads(json.dumps(UnderWay([(0, [kept])]).to_json()))
+        assert len(written[0][0][1][0]) == (12 if tool_calls or error else 10)
+        assert UnderWay.from_json(written).delivered == [(0, [kept])]

@@ -20,7 +20,6 @@ from jobs import errors
 from jobs.context import JobContext
 from jobs.installed import check_sampling
 from jobs.prompts.messages import normal_messages
-from jobs.prompts.responses import parse_tool_calls
 from jobs.tasks import Request
 from tests.engine.checkpoints import SHAPES, make_checkpoint
 from tests.jobs.answering import FakeCompletion, opened_task, run_task
@@ -190,30 +189,10 @@ HERMES = '<tool_call>\n{"name": "add", "arguments": {"a": "</tool_call> {"}}\n</
 CALL = {"name": "add", "arguments": '{"a": "</tool_call> {"}'}
 
 
-@pytest.mark.parametrize(
-    ("text", "calls", "content"),
-    [
-        (HERMES, [CALL], ""),
-        (f"So:\n{HERMES}\n{HERMES}", [CALL, CALL], "So:"),
-        ('<tool_call>{"name": "f", "arguments": "{\\"ä\\": 1}"}</tool_call>', [("f", '{"ä": 1}')], ""),
-        ('{"name": "f", "parameters": {"a": [1]}}', [("f", '{"a": [1]}')], ""),
-        ('[{"name": "f", "arguments": {}}]', [("f", "{}")], ""),
-        ("plain", [], None),
-        ('{"name": "f", "parameters": {}} and text', [], None),
-        ('<tool_call>{"name": "f", "arguments": [1]}</tool_call>', [], None),
-        ("<tool_call>" + "[" * 100_000, [], None),
-        ('<tool_call>{"name": "f", "arguments": {"a": NaN}}</tool_call>', [], None),
-        ('{"name": "f", "parameters": {"\\ud800": "\\ud83d\\ude00"}}', [("f", '{"\\ud800": "\\ud83d\\ude00"}')], ""),
-    ],
-)
-def test_calls_of_tools_are_read_and_what_is_none_stays(text: str, calls: list[Any], content: str | None) -> None:
-    wanted = [call if isinstance(call, dict) else dict(zip(("name", "arguments"), call, strict=True)) for call in calls]
-    assert parse_tool_calls(text) == (wanted, text if content is None else content)
-
-
 def test_calls_become_tool_calls_and_go_back_through_the_template(context: JobContext, engine: Engine) -> None:
-    text = f"Let me see.{HERMES}{HERMES}"
-    response = run_task(context, "jobs.chat", HI, tools=[TOOL], answer=lambda _: FakeCompletion(text, reasoning="why"))
+    called = FakeCompletion("Let me see.", reasoning="why", tool_calls=[CALL, CALL], tool_call_error="a third is none")
+    response = run_task(context, "jobs.chat", HI, tools=[TOOL], answer=lambda _: called)
+    assert response["choices"][0]["tool_call_error"] == "a third is none"
     choice = ChatCompletion.model_validate(response).choices[0]
     assert choice.finish_reason == "tool_calls"
     assert choice.message.content == "Let me see."
@@ -233,10 +212,21 @@ def test_calls_become_tool_calls_and_go_back_through_the_template(context: JobCo
     assert answered(context, engine, "jobs.chat", messages, tools=[TOOL], **GREEDY)["choices"]
 
 
+def test_the_engine_reads_calls_of_the_tools_of_a_chat(context: JobContext, engine: Engine) -> None:
+    options = {"structured_outputs": {"choice": [HERMES]}, "max_tokens": 200, "temperature": 0}
+    (choice,) = answered(context, engine, "jobs.chat", HI, tools=[TOOL], **options)["choices"]
+    assert choice["finish_reason"] == "tool_calls"
+    assert [call["function"] for call in choice["message"]["tool_calls"]] == [CALL]
+    other = {"type": "function", "function": {"name": "other"}}
+    (choice,) = answered(context, engine, "jobs.chat", HI, tools=[other], **options)["choices"]
+    assert (choice["finish_reason"], choice["message"]["content"]) == ("stop", HERMES)
+    assert "no such tool" in choice["tool_call_error"]
+
+
 @pytest.mark.parametrize("options", [{}, {"tools": [TOOL], "tool_choice": "none"}])
-def test_without_tools_a_text_stays_a_text(context: JobContext, options: dict[str, Any]) -> None:
-    response = run_task(context, "jobs.chat", HI, answer=lambda _: FakeCompletion(HERMES), **options)
-    (choice,) = response["choices"]
+def test_without_tools_a_text_stays_a_text(context: JobContext, engine: Engine, options: dict[str, Any]) -> None:
+    options = {"structured_outputs": {"choice": [HERMES]}, "max_tokens": 200, "temperature": 0, **options}
+    (choice,) = answered(context, engine, "jobs.chat", HI, **options)["choices"]
     assert (choice["message"], choice["finish_reason"]) == ({"role": "assistant", "content": HERMES}, "stop")
 
 
@@ -250,8 +240,9 @@ def test_a_run_of_chats_has_columns_for_reasoning_and_calls(runs: Runs, n: int) 
 
     def answer(request: Request) -> FakeCompletion:
         seen.append(request)
-        text = HERMES if "call" in str(request.messages) else "yes"
-        return FakeCompletion(text, 0, [1], reasoning="why")
+        if "call" in str(request.messages):
+            return FakeCompletion("", 0, [1], reasoning="why", tool_calls=[CALL])
+        return FakeCompletion("yes", 0, [1], reasoning="why")
 
     runs.work(answer)
     assert all(request.chat_options == {"tools": [TOOL]} for request in seen)

@@ -61,7 +61,11 @@ class PictureReader:
         self._frame = self.mark
 
     def learn_frame(self, tokenizer: Tokenizer) -> None:
-        """Learn what the chat template puts around a picture, and put it around those of prompts without a template."""
+        """Learn what the chat template puts around a picture, and put it around those of prompts without a template.
+
+        From then on values that spell a picture's mark are text to this tokenizer.
+        """
+        tokenizer.add_control_texts({self.mark, self._placeholder} - {""})
         parts = [{"type": "text", "text": LEFT}, {"type": "image"}, {"type": "text", "text": RIGHT}]
         with suppress(InvalidPrompt):  # no template, or none for pictures
             text = tokenizer.chat_text([{"role": "user", "content": parts}], kinds=WITH_PICTURES)

@@ -1,0 +1,107 @@
+"""Harmony, the form of gpt-oss's answers: messages in channels for reasoning, calls of tools and the answer."""
+
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+START, CHANNEL, CONSTRAIN, MESSAGE = "<|start|>", "<|channel|>", "<|constrain|>", "<|message|>"
+END, CALL, RETURN = "<|end|>", "<|call|>", "<|return|>"
+MARKS = (START, CHANNEL, CONSTRAIN, MESSAGE, END, CALL, RETURN)
+
+#: What opens reasoning, and what ends it so that the answer follows.
+REASONING_START = f"{CHANNEL}analysis{MESSAGE}"
+ANSWER_START = f"{END}{START}assistant{CHANNEL}final{MESSAGE}"
+
+_ENDS = re.compile("|".join(map(re.escape, (START, END, CALL, RETURN))))
+_CHANNEL = re.compile(re.escape(CHANNEL) + r"\s*(\w+)")
+_RECIPIENT = re.compile(r"\bto=([^\s<]+)")
+
+
+@dataclass(frozen=True)
+class HarmonyMessage:
+    """One message of an answer. recipient: of a call, such as "functions.add"."""
+
+    channel: str | None
+    recipient: str | None
+    content: str
+
+    @property
+    def is_answer(self) -> bool:
+        return self.channel != "analysis" and self.recipient is None
+
+    @property
+    def is_reasoning(self) -> bool:
+        """Whether it is for nobody to read, calls of the model's own tools included."""
+        return self.channel == "analysis" and not (self.recipient or "").startswith("functions.")
+
+
+def _message(header: str, content: str) -> HarmonyMessage:
+    channel, recipient = _CHANNEL.search(header), _RECIPIENT.search(header)
+    return HarmonyMessage(channel and channel[1], recipient and recipient[1], content)
+
+
+def read_messages(text: str) -> Iterator[HarmonyMessage]:
+    """Yield the messages of a text with all marks. A text without marks is an answer; a header alone is nothing."""
+    while text:
+        header, mark, behind = text.partition(MESSAGE)
+        if not mark:
+            plain = _ENDS.sub("", header)
+            if plain and CHANNEL not in header and START not in header:
+                yield HarmonyMessage(None, None, plain)
+            return
+        end = _ENDS.search(behind)
+        yield _message(header, behind[: end.start()] if end else behind)
+        text = behind[end.end() :] if end else ""
+
+
+def split_channels(text: str) -> tuple[str | None, str]:
+    """Split an answer with all marks into its reasoning, or None, and its content with calls of tools behind it."""
+    messages = list(read_messages(text))
+    reasoning = [message.content for message in messages if message.is_reasoning]
+    answers = [message.content for message in messages if message.is_answer]
+    calls = [
+        f"{CHANNEL}commentary to={message.recipient}{MESSAGE}{message.content}{CALL}"
+        for message in messages
+        if not message.is_reasoning and not message.is_answer
+    ]
+    return "\n".join(reasoning) if reasoning else None, "\n".join(answers) + "".join(calls)
+
+
+def open_header(prompt: str) -> str:
+    """Return the header of the message that a prompt leaves open, which its answer goes on with; "" if none is."""
+    _, mark, message = prompt.rpartition(START)
+    if not mark or _ENDS.search(message):
+        return ""
+    header, begun, _ = message.partition(MESSAGE)
+    return header + begun
+
+
+class AnswerChannels:
+    """Tells the answer from reasoning and calls, token by token. marks: texts by token id. header: of `open_header`."""
+
+    def __init__(self, marks: Mapping[int, str], header: str) -> None:
+        self._marks = marks
+        self._header, self._is_plain = header, True
+        self._is_answer: bool | None = None  # None within a header
+        self._take(MESSAGE if header.endswith(MESSAGE) else "")
+
+    def answer_part(self, token_id: int, text: str) -> str:
+        """Return what of this token's text belongs to the answer."""
+        mark = self._marks.get(token_id)
+        if mark is not None:
+            self._is_plain = False
+            self._take(mark)
+            return ""
+        if self._is_answer is None and self._is_plain:  # no header follows: it is an answer without channels
+            return "" if text.strip().startswith("to=") else text
+        if self._is_answer is None:
+            self._header += text
+        return text if self._is_answer else ""
+
+    def _take(self, mark: str) -> None:
+        if mark == MESSAGE:
+            self._is_answer = _message(self._header, "").is_answer
+        elif mark in (START, END, CALL, RETURN):
+            self._is_answer, self._header = None, ""
+        else:
+            self._header += mark

@@ -1,0 +1,168 @@
+"""TemplateProbe: tells what of a chat its template leaves out, by a twin of the chat whose texts are marks."""
+
+import json
+import logging
+from collections.abc import Callable
+from contextlib import suppress
+from functools import lru_cache
+from typing import Any
+
+from engine.errors import InvalidPrompt
+
+logger = logging.getLogger(__name__)
+
+Messages = list[dict[str, Any]]
+Tools = list[dict[str, Any]]
+
+MAX_SHAPES = 256  # of chats whose twin's text is remembered
+
+#: A message, and a tool, that any template takes.
+HELLO = {"role": "user", "content": "text"}
+TOOL = {
+    "type": "function",
+    "function": {"name": "tool", "description": "text", "parameters": {"type": "object", "properties": {}}},
+}
+
+TAKES_NO_TOOLS = "this model's chat template takes no tools: leave them out, or name another one"
+
+
+class TemplateProbe:
+    """Looks at what a template shows of chats. render: of Tokenizer, which raises whatever the template does."""
+
+    def __init__(self, render: Callable[..., str]) -> None:
+        self._render = render
+        self._text_of = lru_cache(maxsize=MAX_SHAPES)(self._render_twin)
+        self._logged: set[str] = set()
+
+    def texts(self, messages: Messages) -> list[str]:
+        """Render messages without tools and with one: some templates raise for either."""
+        rendered = []
+        for tools in (None, [TOOL]):
+            with suppress(Exception):  # whatever a template raises, it shows nothing
+                rendered.append(self._render(messages, tools=tools))
+        return rendered
+
+    def shows_role(self, role: str) -> bool:
+        """Whether a message of this role shows that stands before the user's first."""
+        mark = _mark(0)
+        return any(mark in text for text in self.texts([{"role": role, "content": mark}, HELLO]))
+
+    def takes_short_ids_alone(self) -> bool:
+        """Whether it raises for ids of tool calls that are not of nine letters and digits, as Mistral's does."""
+        short, usual = (self.texts(_called(call_id)) for call_id in (_mark(0), "call_" + 24 * "0"))
+        return bool(short) and not usual
+
+    def check(self, messages: Messages, tools: Tools | None, variables: dict[str, Any]) -> None:
+        """Raise InvalidPrompt for tools, messages and tool calls that the template leaves out.
+
+        Names, ids, and text beside a call are not refused, as many templates leave them out: a log line tells of each.
+        """
+        twin = _Twin(messages, tools)
+        try:
+            text = self._text_of(json.dumps([twin.messages, twin.tools, variables]))
+        except Exception:  # noqa: BLE001 - a template that takes no marks cannot be asked
+            return
+        for mark, problem in twin.needed.items():
+            if mark not in text:
+                raise InvalidPrompt(problem)
+        for mark, subject in twin.optional.items():
+            if mark not in text and subject not in self._logged:
+                self._logged.add(subject)
+                logger.warning("this model's chat template does not read %s: left out here and from now on", subject)
+
+    def _render_twin(self, key: str) -> str:
+        messages, tools, variables = json.loads(key)
+        return self._render(messages, tools=tools, **variables)
+
+
+def _called(call_id: str) -> Messages:
+    call = {"id": call_id, "type": "function", "function": {"name": "tool", "arguments": {"text": "text"}}}
+    answer = {"role": "tool", "content": "text", "tool_call_id": call_id, "name": "tool"}
+    return [HELLO, {"role": "assistant", "content": "", "tool_calls": [call]}, answer]
+
+
+def _mark(number: int) -> str:
+    """Return a text that no template has, of nine letters and digits, which is what some demand of a call's id."""
+    return f"Q{number:08}"
+
+
+class _Twin:
+    """A chat with marks in place of its texts.
+
+    needed: why the chat is refused if a mark does not show, by mark. optional: what is logged then.
+    """
+
+    def __init__(self, messages: Messages, tools: Tools | None) -> None:
+        self._num_marks = 0
+        self._ids: dict[str, str] = {}
+        self.needed: dict[str, str] = {}
+        self.optional: dict[str, str] = {}
+        self.messages = [self._message(message, number) for number, message in enumerate(messages)]
+        self.tools = None if tools is None else [self._tool(tool) for tool in tools]
+
+    def _new_mark(self) -> str:
+        self._num_marks += 1
+        return _mark(self._num_marks)
+
+    def _need(self, problem: str) -> str:
+        mark = self._new_mark()
+        self.needed[mark] = problem
+        return mark
+
+    def _log(self, subject: str) -> str:
+        mark = self._new_mark()
+        self.optional[mark] = subject
+        return mark
+
+    def _tool(self, tool: dict[str, Any]) -> dict[str, Any]:
+        return {**tool, "function": {**tool["function"], "name": self._need(TAKES_NO_TOOLS)}}
+
+    def _message(self, message: dict[str, Any], number: int) -> dict[str, Any]:
+        twin = {**message}
+        calls = message.get("tool_calls") or ()
+        if "content" in message:
+            twin["content"] = self._content(message["content"], number, message["role"], has_calls=bool(calls))
+        for name in ("reasoning", "reasoning_content"):  # of earlier turns, which templates leave out on purpose
+            if name in message:
+                twin[name] = self._new_mark()
+        if isinstance(message.get("name"), str):
+            twin["name"] = self._log("the `name` of messages")
+        if isinstance(message.get("tool_call_id"), str):
+            twin["tool_call_id"] = self._id(message["tool_call_id"])
+        if calls:
+            twin["tool_calls"] = [self._call(call, number) for call in calls]
+        return twin
+
+    def _content(self, content: Any, number: int, role: str, *, has_calls: bool) -> Any:
+        if isinstance(content, list):
+            return [
+                {**part, "text": self._content(part["text"], number, role, has_calls=has_calls)}
+                if isinstance(part.get("text"), str)
+                else part
+                for part in content
+            ]
+        if not isinstance(content, str) or not content.strip():
+            return content
+        if has_calls:
+            return self._log("text beside tool calls")
+        return self._need(
+            f"this model's chat template leaves out message {number}, of the role {role[:64]!r}: give it another role "
+            "or place, or leave it out"
+        )
+
+    def _id(self, name: str) -> str:
+        if name not in self._ids:
+            self._ids[name] = self._log("ids of tool calls")
+        return self._ids[name]
+
+    def _call(self, call: dict[str, Any], number: int) -> dict[str, Any]:
+        problem = (
+            f"this model's chat template leaves out the tool calls of message {number}: name another template, or "
+            "write the call into the content"
+        )
+        function = call["function"]
+        arguments = {self._need(problem): self._need(problem) for _ in function["arguments"]}
+        twin = {**call, "function": {**function, "name": self._need(problem), "arguments": arguments}}
+        if isinstance(call.get("id"), str):
+            twin["id"] = self._id(call["id"])
+        return twin

@@ -1,0 +1,373 @@
+"""Forms in which models write calls of tools, and what an answer calls.
+
+A form is a row of FORMS: its name, texts by which a model's template or tokens show that it uses it, and its parser. A
+parser cuts an answer into pieces, of which some look like calls.
+"""
+
+import ast
+import json
+import logging
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from engine.text import harmony
+from engine.text.tokenizer import Tokenizer
+
+logger = logging.getLogger(__name__)
+
+_DECODER = json.JSONDecoder()
+
+
+@dataclass(frozen=True)
+class Piece:
+    """A part of an answer. name: of the function that it calls; None if it is text, "" if its call cannot be read.
+
+    arguments: an object, or its JSON; None if there are none. are_texts: its values are texts, whatever the tool takes.
+    is_clear: it can be nothing but a call, so that it is said why it is none.
+    """
+
+    text: str
+    name: str | None = None
+    arguments: Any = None
+    are_texts: bool = False
+    is_clear: bool = True
+
+
+Parser = Callable[[str], list[Piece]]
+
+
+@dataclass(frozen=True)
+class ToolForm:
+    """A form of calls. signs: of which one is in the template, or is an added token. marks: tokens that it needs."""
+
+    name: str
+    signs: tuple[str, ...]
+    parse: Parser
+    marks: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class ToolCalls:
+    """What an answer calls, as {'name', 'arguments': their JSON}, and its other text.
+
+    problem: why something that looks like a call is none.
+    """
+
+    calls: list[dict[str, str]]
+    content: str
+    problem: str | None = None
+
+
+def find_form(template: str | None, added_tokens: Iterable[str]) -> ToolForm | None:
+    """Return the form that a model's template writes calls in, or its tokens are made for; None if none shows."""
+    for place in (template or "", frozenset(added_tokens)):
+        for form in FORMS:
+            if any(sign in place for sign in form.signs):
+                return form
+    return None
+
+
+def read_tool_calls(text: str, tools: Sequence[Mapping[str, Any]], form: ToolForm | None = None) -> ToolCalls:
+    """Return which of these tools an answer calls.
+
+    tools: as in OpenAI's requests. form: the model's, which is tried before the others, as models do not always keep to
+    theirs. What looks like a call and is none of these tools' stays in the content, and the problem says so.
+    """
+    functions = {tool["function"]["name"]: tool["function"] for tool in tools}
+    first_problem = None
+    for each in FORMS if form is None else (form, *(other for other in FORMS if other is not form)):
+        pieces = each.parse(text)
+        calls, rest, problem = list[dict[str, str]](), list[str](), None
+        for piece in pieces:
+            call = None if piece.name is None else _call_of(piece, functions)
+            if isinstance(call, dict):
+                calls.append(call)
+            else:
+                rest.append(piece.text)
+                problem = problem or (call if piece.is_clear else None)
+        if calls:
+            return ToolCalls(calls, "".join(rest).strip(), problem)
+        first_problem = first_problem or problem
+    return ToolCalls([], text, first_problem)
+
+
+def _call_of(piece: Piece, functions: Mapping[str, Mapping[str, Any]]) -> dict[str, str] | str:
+    """Return a piece's call, or why it is none."""
+    if not piece.name:
+        return "what looks like a call of a tool cannot be read"
+    if piece.name not in functions:
+        return f"a call of {piece.name[:64]!r} is no call: no such tool was given"
+    arguments = {} if piece.arguments is None else piece.arguments
+    if isinstance(arguments, str):
+        arguments = _whole_json(arguments) if arguments.strip() else {}
+    if not isinstance(arguments, Mapping):
+        return f"the arguments of a call of {piece.name[:64]!r} are no object"
+    if piece.are_texts:
+        arguments = _typed(arguments, functions[piece.name].get("parameters"))
+    try:
+        written = json.dumps(arguments, ensure_ascii=False, allow_nan=False)
+    except (ValueError, TypeError, RecursionError):  # NaN, or a number beyond all that JSON's readers hold
+        return f"the arguments of a call of {piece.name[:64]!r} have no JSON"
+    # half of a surrogate pair, which a model may write as an escape, stays one: no file takes it otherwise
+    return {"name": piece.name, "arguments": written if _is_unicode(written) else json.dumps(arguments)}
+
+
+def _typed(arguments: Mapping[str, str], parameters: Any) -> dict[str, Any]:
+    """Return arguments that were written as bare texts with the types that a tool's parameters have."""
+    properties = parameters.get("properties") if isinstance(parameters, Mapping) else None
+    typed: dict[str, Any] = {}
+    for name, text in arguments.items():
+        schema = properties.get(name) if isinstance(properties, Mapping) else None
+        kind = schema.get("type") if isinstance(schema, Mapping) else None
+        value = None if kind == "string" else _value_of(text)
+        typed[name] = text if kind == "string" or (value is None and text.strip() != "null") else value
+    return typed
+
+
+def _value_of(text: str) -> Any:
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError):
+        return {"True": True, "False": False}.get(text.strip())
+
+
+def _is_unicode(text: str) -> bool:
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
+def _value_at(text: str, at: int) -> tuple[Any, int] | None:
+    """Return the JSON value at a place of a text, and where it ends; None if there is none."""
+    while at < len(text) and text[at].isspace():
+        at += 1
+    try:
+        return _DECODER.raw_decode(text, at)
+    except (ValueError, RecursionError):
+        return None
+
+
+def _whole_json(text: str) -> Any:
+    found = _value_at(text, 0)
+    return None if found is None or text[found[1] :].strip() else found[0]
+
+
+def _json_piece(text: str, value: Any, *, is_marked: bool = True) -> Piece:
+    """Return the piece of a JSON object that names a function and its arguments. is_marked: as a call, by a token."""
+    if isinstance(value, Mapping):
+        inner = value.get("function")
+        value = inner if isinstance(inner, Mapping) else value
+        name = value.get("name", inner if isinstance(inner, str) else None)
+        if isinstance(name, str):
+            arguments = value.get("arguments", value.get("parameters"))
+            return Piece(text, name, arguments, is_clear=is_marked or arguments is not None)
+    return Piece(text, "")
+
+
+def _spans(text: str, pattern: re.Pattern[str], read: Callable[[re.Match[str]], list[Piece]]) -> list[Piece]:
+    """Cut a text at the matches of a pattern, and read these."""
+    pieces, at = list[Piece](), 0
+    for match in pattern.finditer(text):
+        pieces += [Piece(text[at : match.start()]), *read(match)]
+        at = match.end()
+    return [*pieces, Piece(text[at:])]
+
+
+HERMES = "<tool_call>"
+_HERMES_END = re.compile(r"\s*(</tool_call>|\Z)")
+
+
+def _hermes(text: str) -> list[Piece]:
+    """<tool_call>{"name": ..., "arguments": {...}}</tool_call>, of which the last end may be missing."""
+    pieces, at = list[Piece](), 0
+    while (place := text.find(HERMES, at)) >= 0:
+        pieces.append(Piece(text[at:place]))
+        value, end = _value_at(text, place + len(HERMES)) or (None, place + len(HERMES))
+        closed = _HERMES_END.match(text, end)
+        at = closed.end() if closed else end
+        pieces.append(_json_piece(text[place:at], value if closed else None))
+    return [*pieces, Piece(text[at:])]
+
+
+_XML = re.compile(r"(?:<tool_call>\s*)?<function=([^>\n]+)>(.*?)(?:</function>|\Z)(?:\s*</tool_call>)?", re.DOTALL)
+_XML_VALUE = re.compile(r"<parameter=([^>\n]+)>\n?(.*?)\n?(?:</parameter>|(?=<parameter=)|\Z)", re.DOTALL)
+
+
+def _qwen_xml(text: str) -> list[Piece]:
+    """<function=NAME><parameter=KEY>VALUE</parameter></function>, in <tool_call>."""
+
+    def read(match: re.Match[str]) -> list[Piece]:
+        return [Piece(match[0], match[1].strip(), dict(_XML_VALUE.findall(match[2])), are_texts=True)]
+
+    return _spans(text, _XML, read)
+
+
+_GLM = re.compile(r"<tool_call>\s*([\w.-]+)\s*((?:<arg_key>.*?)?)(?:</tool_call>|\Z)", re.DOTALL)
+_GLM_VALUE = re.compile(r"<arg_key>(.*?)</arg_key>\s*<arg_value>(.*?)</arg_value>", re.DOTALL)
+
+
+def _glm(text: str) -> list[Piece]:
+    """<tool_call>NAME<arg_key>KEY</arg_key><arg_value>VALUE</arg_value></tool_call>."""
+
+    def read(match: re.Match[str]) -> list[Piece]:
+        arguments = {key.strip(): value for key, value in _GLM_VALUE.findall(match[2])}
+        return [Piece(match[0], match[1], arguments, are_texts=True)]
+
+    return _spans(text, _GLM, read)
+
+
+MISTRAL, MISTRAL_ARGUMENTS, MISTRAL_ID = "[TOOL_CALLS]", "[ARGS]", "[CALL_ID]"
+_MISTRAL_NAME = re.compile(r"\s*([\w.-]+)\s*(?:\[CALL_ID\]\s*\w+\s*)?(?:\[ARGS\])?\s*(?=\{|\[TOOL_CALLS\]|\Z)")
+
+
+def _mistral(text: str) -> list[Piece]:
+    """[TOOL_CALLS] before a list of objects, or before each NAME[ARGS]{...}."""
+    before, *calls = text.split(MISTRAL)
+    pieces = [Piece(before)]
+    for call in calls:
+        whole = MISTRAL + call
+        if named := _MISTRAL_NAME.match(call):
+            value, end = _value_at(call, named.end()) or (None, named.end())
+            pieces += [Piece(MISTRAL + call[:end], named[1], value), Piece(call[end:])]
+        elif value_and_end := _value_at(call, 0):
+            value, end = value_and_end
+            listed = value if isinstance(value, list) else [value]
+            pieces += [_json_piece(MISTRAL + call[:end], each) for each in listed]
+            pieces.append(Piece(call[end:]))
+        else:
+            pieces.append(Piece(whole, ""))
+    return pieces
+
+
+DEEPSEEK = tuple(f"<｜tool▁{name}｜>" for name in ("calls▁begin", "call▁begin", "sep", "call▁end", "calls▁end"))
+_DEEPSEEK = re.compile(
+    f"(?:{DEEPSEEK[0]}\\s*)?{DEEPSEEK[1]}(.*?){DEEPSEEK[2]}(.*?)(?:{DEEPSEEK[3]}|\\Z)(?:\\s*{DEEPSEEK[4]})?", re.DOTALL
+)
+_FENCED = re.compile(r"\s*([^\n`{]+?)\s*```(?:json)?\s*(.*?)\s*(?:```\s*)?\Z", re.DOTALL)
+
+
+def _deepseek(text: str) -> list[Piece]:
+    """function<sep>NAME and a fenced block of JSON, as V3 writes it, or NAME<sep>{...}, as V3.1 does."""
+
+    def read(match: re.Match[str]) -> list[Piece]:
+        fenced = _FENCED.match(match[2])
+        if match[1].strip() == "function" and fenced:
+            return [Piece(match[0], fenced[1], fenced[2])]
+        return [Piece(match[0], match[1].strip(), match[2])]
+
+    return _spans(text, _DEEPSEEK, read)
+
+
+_LISTED = re.compile(r"(?:functools|<\|tool_call\|>|<tool_call>)\s*(?=\[)")
+
+
+def _listed(text: str) -> list[Piece]:
+    """functools[{...}] of Phi-4, <|tool_call|>[{...}] of Phi-4-mini and Granite."""
+    opened = _LISTED.search(text)
+    if opened is None:
+        return [Piece(text)]
+    value, end = _value_at(text, opened.end()) or (None, len(text))
+    end += len(re.match(r"\s*(<\|/tool_call\|>)?", text[end:])[0])  # type: ignore[index]  # which matches nothing too
+    whole, before = text[opened.start() : end], Piece(text[: opened.start()])
+    calls = [_json_piece(whole, each) for each in value] if isinstance(value, list) else [Piece(whole, "")]
+    return [before, *calls, Piece(text[end:])]
+
+
+PYTHON_TAG = "<|python_tag|>"
+
+
+def _llama_json(text: str) -> list[Piece]:
+    """One or several objects and nothing else, behind a tag that may also stand behind a text."""
+    before, tag, behind = text.rpartition(PYTHON_TAG)
+    pieces, at = list[Piece](), 0
+    while at < len(behind.rstrip()):
+        start = at
+        value, at = _value_at(behind, at) or (None, len(behind))
+        listed = value if isinstance(value, list) and value else [value]
+        pieces += [_json_piece(behind[start:at], each, is_marked=bool(tag)) for each in listed]
+        while at < len(behind) and (behind[at].isspace() or behind[at] == ";"):
+            at += 1
+    if all(piece.name for piece in pieces):
+        return [Piece(before), *pieces]
+    return [Piece(before), Piece(tag + behind, "")] if tag else [Piece(text)]
+
+
+def _llama_pythonic(text: str) -> list[Piece]:
+    """[NAME(KEY=VALUE), ...] with Python's literals, and nothing else."""
+    bare = text.strip().removeprefix(PYTHON_TAG).removeprefix("<|python_start|>").removesuffix("<|python_end|>").strip()
+    if not re.match(r"\[\s*[A-Za-z_][\w.]*\s*\(", bare):
+        return [Piece(text)]
+    try:
+        (statement,) = ast.parse(bare).body
+        assert isinstance(statement, ast.Expr)
+        assert isinstance(statement.value, ast.List)
+        return list(_pythonic_calls(bare, statement.value))
+    except (SyntaxError, ValueError, AssertionError, RecursionError, MemoryError):
+        return [Piece(text, "")]
+
+
+def _pythonic_calls(text: str, calls: ast.List) -> Iterator[Piece]:
+    for call in calls.elts:
+        assert isinstance(call, ast.Call)
+        assert not call.args
+        arguments = {str(each.arg): ast.literal_eval(each.value) for each in call.keywords}
+        yield Piece(text, ast.unparse(call.func), arguments)
+
+
+_HARMONY = re.compile(
+    r"(?:<\|start\|>assistant)?(?:<\|channel\|>[^<]*?)?\s?\bto=([^\s<]+)[^<]*(?:<\|(?:channel|constrain)\|>[^<]*)*"
+    r"<\|message\|>(.*?)(?:<\|call\|>|(?=<\|start\|>)|\Z)",
+    re.DOTALL,
+)
+
+
+def _harmony(text: str) -> list[Piece]:
+    """A message of gpt-oss to functions.NAME."""
+
+    def read(match: re.Match[str]) -> list[Piece]:
+        return [Piece(match[0], match[1].removeprefix("functions."), match[2])]
+
+    return _spans(text, _HARMONY, read)
+
+
+#: Rows that find a form by a sign come first where one's sign is within another's texts.
+FORMS: tuple[ToolForm, ...] = (
+    ToolForm("harmony", (harmony.CONSTRAIN,), _harmony, harmony.MARKS),
+    ToolForm("deepseek", DEEPSEEK[:2], _deepseek, DEEPSEEK),
+    ToolForm("mistral", (MISTRAL,), _mistral, (MISTRAL, MISTRAL_ARGUMENTS, MISTRAL_ID)),
+    ToolForm("qwen xml", ("<function=",), _qwen_xml),
+    ToolForm("glm", ("<arg_key>",), _glm),
+    ToolForm("listed", ("functools[", "<|tool_call|>"), _listed, ("<|tool_call|>", "<|/tool_call|>")),
+    ToolForm("hermes", (HERMES,), _hermes, (HERMES, "</tool_call>")),
+    ToolForm("llama pythonic", ("[func_name1(",), _llama_pythonic, (PYTHON_TAG, "<|python_start|>", "<|python_end|>")),
+    ToolForm("llama json", (PYTHON_TAG, '"parameters":'), _llama_json, (PYTHON_TAG,)),
+)
+
+
+class ToolCallReader:
+    """Reads the calls in completions of one model."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._tokenizer = tokenizer
+        self._form = find_form(tokenizer.tool_template, tokenizer.added_tokens)
+        added = tokenizer.added_tokens.items()
+        marks = () if self._form is None else self._form.marks
+        self._hidden = {token.token_id: text for text, token in added if token.is_special and text in marks}
+        self._is_logged = False
+
+    def with_marks(self, text: str, token_ids: list[int], follows_text: bool) -> str:
+        """Return a completion's text with the marks of calls, which it leaves out where they are special tokens."""
+        hidden = {token_id: mark for token_id, mark in self._hidden.items() if mark not in text}
+        return self._tokenizer.with_hidden(text, token_ids, hidden, follows_text)
+
+    def read(self, text: str, tools: Sequence[Mapping[str, Any]]) -> ToolCalls:
+        """Return which of the tools a text calls. The first text of a process with what is no call is a log line."""
+        calls = read_tool_calls(text, tools, self._form)
+        if calls.problem is not None and not self._is_logged:
+            self._is_logged = True
+            logger.warning("an answer keeps in its text what looks like a call of a tool: tool_call_error says why")
+        return calls
