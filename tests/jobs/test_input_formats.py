@@ -15,6 +15,8 @@ import pandas as pd
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 from redis import Redis
 
 from jobs.context import JobContext
@@ -31,9 +33,13 @@ from jobs.errors import (
     TableNotRead,
 )
 from jobs.parquet.files.storage import Storage
-from jobs.parquet.formats.converted_inputs import scan
+from jobs.parquet.formats.converted_inputs import converted_for_now, scan
 from jobs.parquet.formats.records import MAX_LINE_BYTES
 from jobs.parquet.planning.find_files import find_files
+from jobs.parquet.planning.inputs import read_inputs
+from jobs.parquet.prompts.sources import row_source
+from jobs.parquet.shards.shard_texts import rendered_shards
+from jobs.runs.plans.spec import RunSpec
 from tests.jobs.answering import opened_task, queued_jobs, run_task, score_parquet, work_off
 from tests.jobs.conftest import Invoke, MakeContext
 from tests.jobs.input_files import ROWS, WRITERS, read_rows, score, write_feather, write_jsonl, write_stream
@@ -107,6 +113,7 @@ def test_csv_is_read_as_the_csv_module_writes_it(scored: Scored, tmp_path: Path)
             "count": [1, 2, 3, None, 5, 6, 7],
             "big": [2**62] * 7,
             "yes": [True, False] * 3 + [True],
+            "half": ["0.5", "2.5", "-3", "0", "7", "8", "9"],
             "exp": ["1e3", "2.5", "-3", "0", "7", "8", "9"],
             "none": [None] * 7,
             "huge": [str(10**30)] * 7,
@@ -116,14 +123,54 @@ def test_csv_is_read_as_the_csv_module_writes_it(scored: Scored, tmp_path: Path)
     (tmp_path / "in.csv").write_text("\ufeff" + frame.to_csv(index=False), encoding="utf-8", newline="")
     table = scored(tmp_path / "in.csv")
     assert table["prompt"].to_pylist() == texts
-    kinds = {name: str(table.schema.field(name).type) for name in table.column_names[:8]}
+    kinds = {name: str(table.schema.field(name).type) for name in table.column_names[:9]}
     assert kinds == {
         "prompt": "string", "zip": "string", "count": "int64", "big": "int64",
-        "yes": "bool", "exp": "double", "none": "string", "huge": "string",
+        "yes": "bool", "half": "double", "exp": "string", "none": "string", "huge": "string",
     }  # fmt: skip
     assert table["count"].to_pylist() == [1, 2, 3, None, 5, 6, 7]
     assert table["big"].to_pylist() == [2**62] * 7
-    assert table["exp"].to_pylist() == [1000, 2.5, -3, 0, 7, 8, 9]
+    assert table["half"].to_pylist() == [0.5, 2.5, -3, 0, 7, 8, 9]
+    assert table["exp"].to_pylist() == ["1e3", "2.5", "-3", "0", "7", "8", "9"]  # which 1000.0 would not give back
+
+
+_NUMBERS = st.sampled_from(
+    ["1.10", "5.00", "1E5", "1e5", "TRUE", "true", "True", "False", "02139", "-0", "0", "7", "1.0", "2.5", "1e+16"]
+    + ["9007199254740993", "123456789012345678901234567890", "+5", ".5", "5.", "1_000", "0x10", "NaN", "inf", "None"]
+)
+
+
+@given(columns=st.lists(st.lists(_NUMBERS, min_size=3, max_size=3), min_size=1, max_size=3))
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@pytest.mark.parametrize("template_format", ["fields", "jinja"])
+def test_a_template_shows_the_text_that_a_csv_file_has_and_the_output_loses_none(
+    make_context: MakeContext, tmp_path: Path, template_format: str, columns: list[list[str]]
+) -> None:
+    """Beside any other values, in the same file or in another one of the run."""
+    names = [f"c{number}" for number in range(len(columns))]
+    files = []
+    for number, row in enumerate(zip(*columns, strict=True)):
+        files.append(tmp_path / f"{number}.csv")
+        files[-1].write_text(f"{','.join(names)}\n{','.join(row)}\n")
+    braces = "{{%s}}" if template_format == "jinja" else "{%s}"
+    template = " ".join(braces % name for name in names)
+    spec = RunSpec.from_arguments(
+        list(map(str, files)), str(tmp_path / "out"), template=template, template_format=template_format
+    )
+    context = make_context()
+    storage = Storage.of(context)
+    plan = read_inputs(context, storage, spec, find_files(storage, spec.input, spec.output))
+    with converted_for_now(storage, plan, range(len(files))) as (wider, converted):
+        rows = [row for _, rows in rendered_shards(context, wider, converted, row_source(spec)) for row in rows]
+    assert [row.prompt for row in rows] == [" ".join(row) for row in zip(*columns, strict=True)]
+
+
+def test_a_sampling_value_of_csv_may_be_written_in_any_way(scored: Scored, tmp_path: Path) -> None:
+    (tmp_path / "in.csv").write_text("prompt,heat\na,0.70\nb,1E0\n")
+    table = scored(tmp_path / "in.csv", sampling_columns={"temperature": "heat"})
+    assert table["error"].to_pylist() == [None, None]
+    assert table["heat"].to_pylist() == ["0.70", "1E0"]
+    assert not table.field("heat").metadata
 
 
 def test_a_bad_line_of_csv_costs_its_row_and_says_which_line_it_is(scored: Scored, tmp_path: Path) -> None:

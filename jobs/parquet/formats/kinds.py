@@ -3,17 +3,20 @@
 A kind is JSON, as the plan keeps it: "null", "bool", "int" (up to 2**53, which a float holds exactly), "long"
 (up to 64 bits), "float", "number" (integers beside floats), "text", {"list": kind}, {"struct": {name: kind}},
 or "json", where values have different kinds: such a column is text, and what is none is written as JSON.
+
+A column of a CSV file has a type only where each value, written as the type writes it, is the text of the file: a
+prompt shows that text, and the output loses none of it. So its floats are "fraction" where none of them is whole, as
+1.5 is and 1.0 is not, and numbers that are written in another way (1.10, 1E5) are "digits", which is text.
 """
 
 import json
-import math
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import pyarrow as pa
 
-from jobs.parquet.tables.columns import NUMBER
+from jobs.parquet.tables.columns import DIGITS, NUMBER
 
 Kind = str | dict[str, Any]
 
@@ -24,6 +27,8 @@ _SCALARS = {
     "long": pa.int64(),
     "float": pa.float64(),
     "number": pa.float64(),
+    "fraction": pa.float64(),
+    "digits": pa.string(),
     "text": pa.string(),
     "json": pa.string(),
 }
@@ -32,7 +37,17 @@ _NUMBERS = {"int", "float", "number"}
 _EXACT, _INT64 = 1 << 53, 1 << 63
 _INTEGER = re.compile(r"-?(?:0|[1-9][0-9]{0,18})")
 _NUMBER = re.compile(r"-?(?:0|[1-9][0-9]*)(?:\.[0-9]+)?(?:[eE][+-]?[0-9]+)?")
-_TRUTH = {"true", "True", "TRUE", "false", "False", "FALSE"}
+#: How CSV files write truth values that a template shows alike.
+_TRUTH = {"True", "False"}
+#: What two kinds of numbers in a CSV file are together; any others are "digits".
+_TOGETHER: Mapping[frozenset[str], str] = {
+    frozenset({"int", "long"}): "long",
+    frozenset({"int", "fraction"}): "number",
+    frozenset({"int", "number"}): "number",
+    frozenset({"fraction", "number"}): "number",
+    frozenset({"fraction", "float"}): "float",
+}
+_TEXT_NUMBERS = {"int", "long", "fraction", "float", "number", "digits"}
 
 #: Levels of lists and objects, and names in an object, beyond which a column is kept as JSON.
 MAX_DEPTH, MAX_FIELDS = 20, 1000
@@ -62,8 +77,14 @@ def merged(one: Kind, other: Kind) -> Kind:
 
 def merged_texts(one: Kind, other: Kind) -> Kind:
     """Merge, as `merged`, columns of a CSV file: fields of different kinds are text as they stand."""
-    found = merged(one, other)
-    return "text" if found == "json" else found
+    if one == other or other == "null":
+        return one
+    if one == "null":
+        return other
+    kinds = {one, other} if isinstance(one, str) and isinstance(other, str) else set[str]()
+    if kinds and kinds <= _TEXT_NUMBERS:
+        return _TOGETHER.get(frozenset(kinds), "digits")
+    return "text"
 
 
 def kind_of(value: Any, depth: int = 0) -> Kind:
@@ -85,29 +106,33 @@ def kind_of(value: Any, depth: int = 0) -> Kind:
 
 
 def kind_of_texts(texts: Iterable[str]) -> Kind:
-    """Return the kind of a column of a CSV file: numbers without leading zeros and signs, true and false,
-    else text. Empty fields are null."""
-    values = set(texts) - {""}
-    if not values:
-        return "null"
-    if all(map(_INTEGER.fullmatch, values)):
-        most = max(abs(int(value)) for value in values)
-        return "int" if most <= _EXACT else "long" if most < _INT64 else "text"
-    if all(map(_NUMBER.fullmatch, values)) and all(map(_is_exact, values)):
-        return "number" if any(map(_INTEGER.fullmatch, values)) else "float"
-    return "bool" if values <= _TRUTH else "text"
+    """Return the kind of a column of a CSV file. Empty fields are null."""
+    kind: Kind = "null"
+    for text in set(texts) - {""}:
+        kind = merged_texts(kind, _kind_of_text(text))
+        if kind == "text":
+            break
+    return kind
 
 
-def _is_exact(text: str) -> bool:
-    digits = text.removeprefix("-")
-    if digits.isdigit():
-        return len(digits) <= 16 and int(digits) <= _EXACT
-    return math.isfinite(float(text))
+def _kind_of_text(text: str) -> str:
+    if text in _TRUTH:
+        return "bool"
+    if not _NUMBER.fullmatch(text):
+        return "text"
+    if _INTEGER.fullmatch(text) and text != "-0":
+        size = abs(int(text))
+        return "int" if size <= _EXACT else "long" if size < _INT64 else "digits"
+    number = float(text)
+    if repr(number) != text:
+        return "digits"
+    return "float" if number.is_integer() else "fraction"
 
 
 def arrow_field(name: str, kind: Kind) -> pa.Field:
     """Return a column. Raises KeyError, TypeError or AttributeError for what is no kind."""
-    return pa.field(name, _arrow_type(kind), metadata=NUMBER if kind == "number" else None)
+    metadata = {"number": NUMBER, "digits": DIGITS}.get(kind) if isinstance(kind, str) else None
+    return pa.field(name, _arrow_type(kind), metadata=metadata)
 
 
 def _arrow_type(kind: Kind) -> pa.DataType:

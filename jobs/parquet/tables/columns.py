@@ -103,6 +103,10 @@ MAX_VALUE_BYTES = 6 * MAX_PROMPT_BYTES
 MAX_NESTED_VALUES = 100_000
 #: The metadata of a column that had integers beside floats, all exact as floats: they keep their text.
 NUMBER = {b"tokenmill": b"number"}
+#: The metadata of a text column that has numbers alone, which are not written as their type would write them.
+DIGITS = {b"tokenmill": b"digits"}
+#: Keys of metadata that say how templates write a column, and are no part of an output.
+OWN_METADATA = frozenset(NUMBER)
 #: Values are converted together up to so many bytes, and else row by row.
 _TOGETHER_BYTES = 1 << 20
 
@@ -119,6 +123,11 @@ def python_rows(columns: Sequence[str], rows: pa.RecordBatch) -> Iterator[dict[s
     for row in zip(*found, strict=True):
         problem = next((value for value in row if isinstance(value, RowProblem)), None)
         yield problem or dict(zip(columns, row, strict=True))
+
+
+def has_digits(field: pa.Field) -> bool:
+    """Whether a column is text that holds numbers alone."""
+    return DIGITS.items() <= (field.metadata or {}).items()
 
 
 def _as_written(field: pa.Field, values: Iterator[Any]) -> Iterator[Any]:
