@@ -2,6 +2,7 @@
 
 import gzip
 import json
+import math
 import os
 import shutil
 from collections.abc import Callable
@@ -135,8 +136,11 @@ def test_csv_is_read_as_the_csv_module_writes_it(scored: Scored, tmp_path: Path)
 
 
 _NUMBERS = st.sampled_from(
-    ["1.10", "5.00", "1E5", "1e5", "TRUE", "true", "True", "False", "02139", "-0", "0", "7", "1.0", "2.5", "1e+16"]
-    + ["9007199254740993", "123456789012345678901234567890", "+5", ".5", "5.", "1_000", "0x10", "NaN", "inf", "None"]
+    [
+        *("1.10", "5.00", "1E5", "1e5", "TRUE", "true", "True", "False", "02139", "-0", "0", "7", "1.0", "2.5"),
+        *("1e+16", "9007199254740993", "123456789012345678901234567890", "+5", ".5", "5.", "1_000", "0x10"),
+        *("NaN", "inf", "None"),
+    ]
 )
 
 
@@ -404,3 +408,16 @@ def test_two_runs_of_one_file_that_see_other_columns_in_it_share_no_reader(
     work_off(redis, make)
     assert pq.read_table(tmp_path / "one")["n"].to_pylist() == [1] * 5
     assert pq.read_table(tmp_path / "two")["n"].to_pylist() == [*["1"] * 5, "x"]
+
+
+def test_numbers_that_json_has_not_and_keys_that_stand_twice_are_read_as_documented(runs: Runs, tmp_path: Path) -> None:
+    (tmp_path / "in.jsonl").write_text('{"n": NaN, "list": [Infinity], "twice": 1, "twice": 2}\n')
+    runs.plan(tmp_path / "in.jsonl", template="{n} {list} {twice}", single_file="jsonl")
+    runs.work()
+    table = pq.read_table(tmp_path / "out" / "_parts")
+    assert table["completion"].to_pylist() == ["NAN [NULL] 2"]
+    assert math.isnan(table["n"][0].as_py())
+    row = json.loads((tmp_path / "out" / "output.jsonl").read_text())
+    assert (row["n"], row["list"], row["twice"]) == (None, [None], 2)
+    (tmp_path / "in.csv").write_text("n\nNaN\n")
+    assert runs.score(tmp_path / "in.csv", output=tmp_path / "csv", template="{n} is")["n"].to_pylist() == ["NaN"]

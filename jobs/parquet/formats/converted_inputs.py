@@ -45,7 +45,8 @@ def _convert(storage: Storage, plan: Plan, file: PlannedFile, execution_id: str)
 
     def write(sink: Any) -> None:
         with open_table(storage, source.path, plan.input_format) as ask:
-            for _, body in ask(f"{_TASKS}:convert", {"kinds": plan.columns, "rows": file.rows}):
+            question = {"kinds": plan.columns, "rows": file.rows, "as_json": plan.as_json}
+            for _, body in ask(f"{_TASKS}:convert", question):
                 sink.write(body)
         check_unchanged(storage, source, plan.input_format)
 

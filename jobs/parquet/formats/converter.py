@@ -12,10 +12,11 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from jobs.common.display import brief
 from jobs.errors import CorruptTable, SchemaMismatch
 from jobs.parquet.formats import kinds
 from jobs.parquet.formats.records import Record, csv_records, records
-from jobs.parquet.tables.columns import PROBLEM, PROBLEM_FIELD
+from jobs.parquet.tables.columns import AS_JSON, PROBLEM, PROBLEM_FIELD
 from jobs.parquet.tables.row_groups import GROUP_ROWS, grouped
 from jobs.parquet.tables.table_child import Replies, with_file
 from jobs.runs.plans.names import ARROW, HEADED, OPENAI_BATCH
@@ -43,11 +44,15 @@ def scan(question: Mapping[str, Any], source: Any) -> Replies:
 
 @with_file
 def convert(question: Mapping[str, Any], source: Any) -> Replies:
-    """Reply a Parquet file of so many `rows` in pieces. Of the question, `kinds` are those of all columns."""
+    """Reply a Parquet file of so many `rows` in pieces. Of the question, `kinds` are those of all columns.
+
+    as_json: columns that stand there also as the JSON that each row has.
+    """
     sink = io.BytesIO()
     file = pa.PythonFile(sink, "w")  # which closes the sink when it goes
     with _opened(question, source) as table:
         table.kinds = dict(question["kinds"])
+        table.as_json = tuple(question.get("as_json", ()))
         schema = table.schema
         with pq.ParquetWriter(file, schema) as writer:
             slices = table.slices(question["rows"])
@@ -80,6 +85,7 @@ def _opened(question: Mapping[str, Any], source: Any) -> Iterator[Any]:
 class _TextTable:
     def __init__(self, path: str, file_format: str, stream: Any) -> None:
         self._path, self._format = path, file_format
+        self.as_json: Sequence[str] = ()
         self.kinds: dict[str, kinds.Kind] = dict(_BATCH_KINDS) if file_format == OPENAI_BATCH else {}
         if file_format in HEADED:
             names, self._records = csv_records(path, file_format, stream)
@@ -90,7 +96,9 @@ class _TextTable:
 
     @property
     def schema(self) -> pa.Schema:
-        return pa.schema([*(kinds.arrow_field(name, kind) for name, kind in self.kinds.items()), PROBLEM_FIELD])
+        fields = [kinds.arrow_field(name, kind) for name, kind in self.kinds.items()]
+        beside = [pa.field(AS_JSON + name, pa.string()) for name in self.as_json]
+        return pa.schema([*fields, *beside, PROBLEM_FIELD])
 
     def slices(self, most: int | None) -> Iterator[tuple[int, int, list[Record]]]:
         part: list[Record] = []
@@ -122,8 +130,8 @@ class _TextTable:
         self._check_names()
 
     def _check_names(self) -> None:
-        if PROBLEM in self.kinds:
-            raise SchemaMismatch(self._path, f"a column is named {PROBLEM!r}")
+        if taken := [name for name in self.kinds if name == PROBLEM or name.startswith(AS_JSON)]:
+            raise SchemaMismatch(self._path, f"a column is named {brief(taken[0])}")
         if len(self.kinds) > MAX_COLUMNS:
             raise CorruptTable(self._path, self._format, f"it names more than {MAX_COLUMNS} columns")
 
@@ -136,12 +144,13 @@ class _TextTable:
             arrays = [make([row.get(name) for row in rows], kind) for name, kind in self.kinds.items()]
         except (ValueError, TypeError, KeyError, OverflowError, pa.ArrowException) as error:
             raise CorruptTable(self._path, self._format, f"its rows changed: {str(error)[:200]}") from error
+        arrays += [kinds.own_json([row.get(name) for row in rows]) for name in self.as_json]
         return pa.RecordBatch.from_arrays([*arrays, pa.array(problems, pa.string())], schema=schema)
 
 
 class _ArrowTable:
     def __init__(self, path: str, source: Any) -> None:
-        self._path, self.kinds = path, dict[str, kinds.Kind]()
+        self._path, self.kinds, self.as_json = path, dict[str, kinds.Kind](), ()
         is_file = source.read_at(6, 0) == b"ARROW1"
         source.seek(0)
         opened: Any = pa.ipc.open_file(source) if is_file else pa.ipc.open_stream(source)

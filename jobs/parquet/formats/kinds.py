@@ -152,6 +152,17 @@ def json_array(values: Sequence[Any], kind: Kind) -> pa.Array:
     return pa.array(values, _arrow_type(kind))
 
 
+def depends_on_others(kind: Kind) -> bool:
+    """Whether a value of a column of JSON lines is typed by other rows: by keys that they have, and their numbers."""
+    return kind in ("number", "json") or isinstance(kind, dict)
+
+
+def own_json(values: Sequence[Any]) -> pa.Array:
+    """Return values that came of JSON as the JSON that each has."""
+    texts = [None if value is None else json.dumps(value, ensure_ascii=False) for value in values]
+    return pa.array(texts, pa.string())
+
+
 def text_array(texts: Sequence[str | None], kind: Kind) -> pa.Array:
     """Return a column of a CSV file's fields. Raises what pyarrow does where they are of no such kind."""
     return pa.array([text or None for text in texts], pa.string()).cast(_arrow_type(kind))

@@ -55,8 +55,8 @@ def folder_key(name: str) -> tuple[str, str | None] | None:
 def partition_columns(files: Sequence[FoundFile], in_files: Sequence[str]) -> tuple[list[AddedColumn], list[list[Any]]]:
     """Return the columns that the folders' names give, and each file's values in them.
 
-    A column whose values are all integers, without leading zeros, is int64, any other string. in_files: the columns of the files, which stay.
-    Raises SchemaMismatch when the files' folders do not have the same keys.
+    A column whose values are all integers, without leading zeros, is int64, any other string. in_files: the columns
+    of the files, which stay. Raises SchemaMismatch when the files' folders do not have the same keys.
     """
     names = files[0].key_names
     for file in files:

@@ -17,12 +17,12 @@ from jobs.parquet.asks.scores import content_free
 from jobs.parquet.files.fingerprint import GONE, check_unchanged, file_fingerprint
 from jobs.parquet.files.storage import Storage
 from jobs.parquet.formats.converted_inputs import scan
-from jobs.parquet.formats.kinds import Kind, arrow_field, merged, merged_texts
+from jobs.parquet.formats.kinds import Kind, arrow_field, depends_on_others, merged, merged_texts
 from jobs.parquet.outputs.part import output_schema
 from jobs.parquet.planning.find_files import FoundFile, find_files, partition_columns
 from jobs.parquet.prompts.sources import row_source
 from jobs.parquet.tables.columns import ROW_NUMBER, with_added_fields
-from jobs.runs.plans.names import HEADED, LINES, one_format
+from jobs.runs.plans.names import HEADED, JSONL, LINES, one_format
 from jobs.runs.plans.plan import AddedColumn, Plan, PlannedFile, Shard, cut_shards
 from jobs.runs.plans.spec import RunSpec
 
@@ -51,10 +51,23 @@ def read_inputs(context: JobContext, storage: Storage, spec: RunSpec, found: Seq
         added_columns=tuple(columns),
         input_format=look.format,
         columns=tuple(look.kinds.items()),
+        as_json=_read_as_json(spec, look),
         sizes=tuple(_num_bytes(look.groups[shard.file], shard) for shard in shards),
     )
     _check_columns(spec, with_added_fields(schema, columns), found[0].path)
     return plan
+
+
+def _read_as_json(spec: RunSpec, look: "_Look") -> tuple[str, ...]:
+    """Return the columns of JSON lines of which a prompt takes each row's own JSON, and not what all rows make of it.
+
+    Columns of texts and of pictures are read as they stand.
+    """
+    if look.format != JSONL:
+        return ()
+    as_they_stand = {spec.prompt_column, spec.query_column, spec.document_column, *(spec.image_column or ())}
+    names = [name for name in row_source(spec).columns if name in look.kinds and name not in as_they_stand]
+    return tuple(name for name in names if depends_on_others(look.kinds[name]))
 
 
 def _num_bytes(groups: Sequence[tuple[int, int]], shard: Shard) -> int:
