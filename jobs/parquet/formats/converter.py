@@ -13,9 +13,9 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from jobs.common.display import brief
-from jobs.errors import CorruptTable, SchemaMismatch
+from jobs.errors import CorruptTable, SchemaMismatch, TooManyBadLines
 from jobs.parquet.formats import kinds
-from jobs.parquet.formats.records import Record, csv_records, records
+from jobs.parquet.formats.records import Record, TextFile, csv_records, json_records
 from jobs.parquet.tables.columns import AS_JSON, PROBLEM, PROBLEM_FIELD
 from jobs.parquet.tables.row_groups import GROUP_ROWS, grouped
 from jobs.parquet.tables.table_child import Replies, with_file
@@ -25,6 +25,8 @@ from jobs.runs.plans.names import ARROW, HEADED, OPENAI_BATCH
 SLICE_ROWS, SLICE_BYTES = 1024, 1 << 21
 
 MAX_COLUMNS = 10_000
+#: A file of which more rows cannot be read is something else than it is taken for; fewer rows say nothing.
+MAX_BAD_SHARE, MIN_JUDGED_ROWS = 0.1, 20
 
 _CODECS = {b"\x1f\x8b": "gzip", b"\x28\xb5\x2f\xfd": "zstd", b"BZh": "bz2"}
 _BATCH_KINDS: Mapping[str, kinds.Kind] = {"custom_id": "text", "request": "json"}
@@ -39,6 +41,7 @@ def scan(question: Mapping[str, Any], source: Any) -> Replies:
         slices = table.slices(question["rows"])
         looked_at = grouped((rows, size, table.look(part)) for rows, size, part in slices)
         groups = [(rows, size) for rows, size, _ in looked_at]
+        table.check_read()
         yield {"kinds": table.kinds, "groups": groups}, table.schema.serialize().to_pybytes()
 
 
@@ -71,7 +74,7 @@ def _taken(sink: io.BytesIO) -> bytes:
 
 @contextmanager
 def _opened(question: Mapping[str, Any], source: Any) -> Iterator[Any]:
-    path, file_format = question["path"], question["input_format"]
+    path, file_format, dialect = question["path"], question["input_format"], question.get("dialect", {})
     if file_format == ARROW:
         yield _ArrowTable(path, source)
         return
@@ -79,20 +82,23 @@ def _opened(question: Mapping[str, Any], source: Any) -> Iterator[Any]:
     codec = next((codec for mark, codec in _CODECS.items() if head.startswith(mark)), None)
     source.seek(0)
     with pa.input_stream(source, codec) as stream:
-        yield _TextTable(path, file_format, stream)
+        yield _TextTable(TextFile(path, file_format, stream, dialect), dialect.get("decimal", "."))
 
 
 class _TextTable:
-    def __init__(self, path: str, file_format: str, stream: Any) -> None:
-        self._path, self._format = path, file_format
+    def __init__(self, file: TextFile, decimal: str) -> None:
+        self._file, self._decimal = file, decimal
+        self._path, self._format = file.path, file.format
+        self._rows = self._bad = 0
+        self._first_bad: Record | None = None
         self.as_json: Sequence[str] = ()
-        self.kinds: dict[str, kinds.Kind] = dict(_BATCH_KINDS) if file_format == OPENAI_BATCH else {}
-        if file_format in HEADED:
-            names, self._records = csv_records(path, file_format, stream)
+        self.kinds: dict[str, kinds.Kind] = dict(_BATCH_KINDS) if file.format == OPENAI_BATCH else {}
+        if file.format in HEADED:
+            names, self._records = csv_records(file)
             self.kinds = dict.fromkeys(names, "null")
             self._check_names()
         else:
-            self._records = records(file_format, stream)
+            self._records = json_records(file)
 
     @property
     def schema(self) -> pa.Schema:
@@ -106,11 +112,22 @@ class _TextTable:
         for each in islice(self._records, most):
             part.append(each)
             size += each.size
+            self._rows += 1
+            if each.problem:
+                self._bad += 1
+                self._first_bad = self._first_bad or each
             if len(part) == SLICE_ROWS or size > SLICE_BYTES:
                 yield len(part), size, part
                 part, size = [], 0
         if part:
             yield len(part), size, part
+
+    def check_read(self) -> None:
+        """Raise OtherEncoding or TooManyBadLines where too few of the rows that were read are rows."""
+        self._file.check_encoding()
+        if self._first_bad is not None and self._rows >= MIN_JUDGED_ROWS and self._bad > self._rows * MAX_BAD_SHARE:
+            first = self._first_bad
+            raise TooManyBadLines(self._path, self._bad, self._rows, first.line, first.problem)
 
     def look(self, part: Sequence[Record]) -> None:
         """Take what rows hold into the kinds; those of a batch file are known."""
@@ -120,7 +137,9 @@ class _TextTable:
             rows = [each.value for each in part if each.value is not None]
             for name, known in self.kinds.items():
                 if known != "text":
-                    self.kinds[name] = kinds.merged_texts(known, kinds.kind_of_texts([row[name] for row in rows]))
+                    self.kinds[name] = kinds.merged_texts(
+                        known, kinds.kind_of_texts([row[name] for row in rows], self._decimal)
+                    )
             return
         for each in part:
             for name, value in (each.value or {}).items():
@@ -179,6 +198,9 @@ class _ArrowTable:
         except pa.ArrowException:
             what = f"its column {field.name!r} is of type {field.type}, which Parquet has not"
             raise SchemaMismatch(self._path, what) from None
+
+    def check_read(self) -> None:
+        """Do nothing: each row of such a file is one."""
 
     def look(self, part: pa.RecordBatch) -> None:
         """Do nothing: its schema says what columns hold."""

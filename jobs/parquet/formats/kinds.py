@@ -16,7 +16,7 @@ from typing import Any
 
 import pyarrow as pa
 
-from jobs.parquet.tables.columns import DIGITS, NUMBER
+from jobs.parquet.tables.columns import COMMA, COMMA_NUMBER, DIGITS, NUMBER
 
 Kind = str | dict[str, Any]
 
@@ -75,6 +75,16 @@ def merged(one: Kind, other: Kind) -> Kind:
     return "number" if kinds and kinds <= _NUMBERS else "json"
 
 
+#: What stands before a kind of numbers whose decimals follow a comma.
+COMMA_KIND = "comma "
+
+
+def with_decimal(kind: Kind, decimal: str) -> Kind:
+    """Return the kind of a CSV file's column as its decimals are written."""
+    has_decimals = decimal == "," and kind in ("fraction", "float", "number")
+    return f"{COMMA_KIND}{kind}" if has_decimals else kind
+
+
 def merged_texts(one: Kind, other: Kind) -> Kind:
     """Merge, as `merged`, columns of a CSV file: fields of different kinds are text as they stand."""
     if one == other or other == "null":
@@ -105,17 +115,19 @@ def kind_of(value: Any, depth: int = 0) -> Kind:
     return "json" if not fields or "json" in fields.values() else {"struct": fields}
 
 
-def kind_of_texts(texts: Iterable[str]) -> Kind:
-    """Return the kind of a column of a CSV file. Empty fields are null."""
+def kind_of_texts(texts: Iterable[str], decimal: str = ".") -> Kind:
+    """Return the kind of a column of a CSV file, as if it had decimal points. Empty fields are null."""
     kind: Kind = "null"
     for text in set(texts) - {""}:
-        kind = merged_texts(kind, _kind_of_text(text))
+        kind = merged_texts(kind, _kind_of_text(text, decimal))
         if kind == "text":
             break
     return kind
 
 
-def _kind_of_text(text: str) -> str:
+def _kind_of_text(text: str, decimal: str) -> str:
+    if decimal == ",":
+        text = text.replace(",", ".") if "." not in text else ""
     if text in _TRUTH:
         return "bool"
     if not _NUMBER.fullmatch(text):
@@ -129,15 +141,25 @@ def _kind_of_text(text: str) -> str:
     return "float" if number.is_integer() else "fraction"
 
 
+#: What a column's metadata say of how a template writes its values, by kind.
+_WRITTEN = {
+    "number": NUMBER,
+    "digits": DIGITS,
+    "comma float": COMMA,
+    "comma fraction": COMMA,
+    "comma number": COMMA_NUMBER,
+}
+
+
 def arrow_field(name: str, kind: Kind) -> pa.Field:
     """Return a column. Raises KeyError, TypeError or AttributeError for what is no kind."""
-    metadata = {"number": NUMBER, "digits": DIGITS}.get(kind) if isinstance(kind, str) else None
+    metadata = _WRITTEN.get(kind) if isinstance(kind, str) else None
     return pa.field(name, _arrow_type(kind), metadata=metadata)
 
 
 def _arrow_type(kind: Kind) -> pa.DataType:
     if isinstance(kind, str):
-        return _SCALARS[kind]
+        return _SCALARS[kind.removeprefix(COMMA_KIND)]
     if "list" in kind:
         return pa.list_(_arrow_type(kind["list"]))
     return pa.struct([pa.field(name, _arrow_type(inner)) for name, inner in kind["struct"].items()])
@@ -165,4 +187,6 @@ def own_json(values: Sequence[Any]) -> pa.Array:
 
 def text_array(texts: Sequence[str | None], kind: Kind) -> pa.Array:
     """Return a column of a CSV file's fields. Raises what pyarrow does where they are of no such kind."""
+    if isinstance(kind, str) and kind.startswith(COMMA_KIND):
+        texts = [text and text.replace(",", ".") for text in texts]
     return pa.array([text or None for text in texts], pa.string()).cast(_arrow_type(kind))

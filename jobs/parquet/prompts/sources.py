@@ -78,11 +78,11 @@ class RowSampling:
 
 
 def _number(value: Any) -> Any:
-    """Return the number that a CSV file has as a text which its type would write otherwise, such as 0.70."""
+    """Return the number that a CSV file has as a text which its type would write otherwise: 0.70, or 0,7."""
     if not isinstance(value, str):
         return value
     try:
-        return json.loads(value)
+        return json.loads(value.replace(",", "."))
     except ValueError:
         return value
 

@@ -129,10 +129,13 @@ MAX_NESTED_VALUES = 100_000
 NUMBER = {b"tokenmill": b"number"}
 #: The metadata of a text column that has numbers alone, which are not written as their type would write them.
 DIGITS = {b"tokenmill": b"digits"}
+#: The metadata of columns of floats whose decimals follow a comma, and of those that have integers too.
+COMMA, COMMA_NUMBER = {b"tokenmill": b"comma"}, {b"tokenmill": b"comma number"}
 #: The metadata of a text column whose values are JSON, which prompts take as what it says.
 JSON = {b"tokenmill": b"json"}
-#: Keys of metadata that say how templates write a column, and are no part of an output.
-OWN_METADATA = frozenset(NUMBER)
+#: The key of metadata that say how templates write a column, and are no part of an output.
+_OWN_KEY = b"tokenmill"
+OWN_METADATA = frozenset({_OWN_KEY})
 #: Values are converted together up to so many bytes, and else row by row.
 _TOGETHER_BYTES = 1 << 20
 
@@ -157,9 +160,12 @@ def has_digits(field: pa.Field) -> bool:
 
 
 def _as_written(field: pa.Field, values: Iterator[Any]) -> Iterator[Any]:
-    if NUMBER.items() <= (field.metadata or {}).items():
-        return (int(each) if isinstance(each, float) and each.is_integer() else each for each in values)
-    if JSON.items() <= (field.metadata or {}).items():
+    written = (field.metadata or {}).get(_OWN_KEY)
+    if written in (NUMBER[_OWN_KEY], COMMA_NUMBER[_OWN_KEY]):
+        values = (int(each) if isinstance(each, float) and each.is_integer() else each for each in values)
+    if written in (COMMA[_OWN_KEY], COMMA_NUMBER[_OWN_KEY]):
+        return (f"{each}".replace(".", ",") if isinstance(each, float) else each for each in values)
+    if written == JSON[_OWN_KEY]:
         return (_from_json(field.name, each) if isinstance(each, str) else each for each in values)
     return values
 
