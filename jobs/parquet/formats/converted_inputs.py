@@ -69,10 +69,11 @@ def _convert(storage: Storage, plan: Plan, file: PlannedFile, execution_id: str)
 
 @contextmanager
 def converted_for_now(storage: Storage, plan: Plan, files: Iterable[int]) -> Iterator[tuple[Storage, Plan]]:
-    """Lend a plan whose files can be read, and the storage for that, a folder of this machine's."""
-    files = list(files)
-    paths = (plan.rows_path(plan.files[number]) for number in files)
-    if plan.input_format == PARQUET or all(storage.stat(path) is not None for path in paths):
+    """Lend a plan whose files can be read, and the storage for that, a folder of this machine's.
+
+    Nothing is looked for in the output, which a preview has not, and which keeps no inputs behind a run's end.
+    """
+    if plan.input_format == PARQUET:
         yield storage, plan
         return
     with tempfile.TemporaryDirectory(prefix="tokenmill-") as folder:
