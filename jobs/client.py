@@ -12,14 +12,14 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import fields
 from typing import TYPE_CHECKING, Any
 
 from redis import Redis
 
 from jobs.common.display import brief
-from jobs.errors import InvalidJob, InvalidValue, RunFailed, RunNotHere, unlike
+from jobs.errors import InvalidJob, InvalidValue, RunFailed, RunNotHere, UnknownRun, unlike
 from jobs.installed import check_sampling
 from jobs.prompts.arguments import SAMPLING_NAMES
 from jobs.runs.control import DEFAULT_QUEUE, Cancelled, cancel_run, retry_run, submit_run
@@ -154,12 +154,21 @@ class Run:
         return cancel_run(self._connection, self.status().run)
 
     def reader(self, what: str) -> FolderReader:
-        """Return a reader of its folder, whose plan may have another id: a worker's real paths may differ from ours."""
+        """Return a reader of its folder. Raises RunNotHere where there is no such folder, or another run's."""
         with _needs_pyarrow(what):
             from jobs.parquet.outputs.read_back import FolderReader
         if not is_stored(self.output) and not os.path.isdir(self.output):
             raise RunNotHere(self.id, "there is no such folder on this machine, nothing can be read", self.output)
-        return FolderReader(real_path(self.output))
+        reader = FolderReader(real_path(self.output))
+        if reader.planned_run not in (self.id, self._planned_id()):
+            raise RunNotHere(self.id, f"there is run {reader.planned_run}, not this one,", self.output)
+        return reader
+
+    def _planned_id(self) -> str:
+        """Return the id of the run that was planned for it, which differs where a worker's real paths do."""
+        with suppress(UnknownRun):
+            return self.status().run
+        return self.id
 
 
 def check_here(spec: RunSpec) -> None:

@@ -143,6 +143,21 @@ class CorruptTable(InputError):
     """{path} is not readable as {format} ({reason}): write it again, leave it out, or name its input_format"""
 
 
+class OtherEncoding(CorruptTable):
+    """{path} is not UTF-8, and looks like {encoding}: say so with encoding (--encoding {encoding}), or write it again
+    as UTF-8; encoding utf-8 reads it as it is, and its lines that are not UTF-8 cost their rows"""
+
+
+class OtherDelimiter(CorruptTable):
+    """{path} has the one column {name}, and looks separated by {delimiter}: say so with delimiter
+    (--delimiter {shown}), or write it again with the delimiter {expected}"""
+
+
+class TooManyBadLines(CorruptTable):
+    """{path}: {bad} of its {lines} rows cannot be read, more than a tenth: the first, line {line}, {problem}. Mend the
+    file, or say with input_format, encoding or delimiter what it is"""
+
+
 class MixedFormats(InputError):
     """{path} is {format} by its name, and {other} is {other_format}: name files of one format, or say with input_format
     (--input-format) what they are"""

@@ -21,7 +21,8 @@ from jobs.cli.trial_commands import try_job
 from jobs.cli.watch_commands import json_option
 from jobs.common.display import MAX_TEXT_CHARS, safe_name, to_json
 from jobs.errors import InputNotFound, InvalidJob, RunError, RunNotHere, UnknownRun
-from jobs.runs.control import retry_run
+from jobs.runs.control import DEFAULT_QUEUE, retry_run
+from jobs.runs.output import named_run
 from jobs.runs.plans.names import MANIFEST, PLAN, REPORT
 from jobs.runs.plans.paths import is_stored
 from jobs.runs.redis_state.state import RunState, recorded_reasons
@@ -135,14 +136,11 @@ def _last(reader: FolderReader, columns: list[str], most: int) -> Iterator[dict[
 def reader_of(found: client.Run) -> FolderReader:
     """Return what reads a run's folder. Raises RunNotHere, also where a store or another run has it."""
     try:
-        reader = found.reader("to read parts")
+        return found.reader("to read parts")
     except RunNotHere:
         raise
     except (ImportError, RunError) as error:
         raise RunNotHere(found.id, f"nothing can be read ({error})", found.output) from None
-    if reader.planned_run != found.id:
-        raise RunNotHere(found.id, f"there is run {reader.planned_run}, not this one,", found.output)
-    return reader
 
 
 def _errors_json(run: str, reasons: Reasons, rows: list[FailedRow], failed_checks: int, cut: int) -> str:
@@ -228,31 +226,51 @@ different  {rows_different:,}
 left out   {rows_not_compared:,}, which the run has an error for, and {rows_of_other_models:,} of other models"""
 
 
+def _to_verify(connection: redis.Redis, run: str) -> tuple[str, str, str, str | None]:
+    """Return a finished run's queue, its folder as workers name it, its id and model. Raises InvalidJob, UnknownRun.
+
+    Where Redis has forgotten the run, its folder tells.
+    """
+    named, output = named_run(connection, run)
+    try:
+        planned = read_planned(connection, named)
+    except UnknownRun:
+        if output is None:
+            raise
+        _check_finished(named, output.state)
+        return DEFAULT_QUEUE, output.plan.spec.output, named, output.plan.model.fingerprint
+    _check_finished(planned.run, planned.state)
+    if planned.workers and planned.awaited_model is not None:
+        raise InvalidJob(f"run {planned.run} cannot be verified: none serves its model {planned.awaited_model}")
+    facts = RunState(connection, planned.run).facts()
+    return planned.queue, facts["output"], planned.run, facts.get("model")
+
+
+def _check_finished(run: str, state: str) -> None:
+    if state != "finished":
+        raise InvalidJob(f"run {run} cannot be verified: it is not finished, but {state}")
+
+
 @click.command()
 @click.argument("run")
 @click.option("--sample", default="1%", show_default=True, help="How many: a share of the rows, or a number.")
 @click.option("--seed", type=int, default=0, show_default=True, help="Another one takes other rows.")
+@click.option("--queue", help=f"Whose workers do it; by default the run's own, {DEFAULT_QUEUE} where Redis forgot it.")
 @click.option("--json", "as_json", is_flag=True, help="Print what was found as JSON, long values whole.")
 @click.pass_obj
-def verify(connection: redis.Redis, /, run: str, sample: str, seed: int, as_json: bool) -> None:
+def verify(connection: redis.Redis, /, run: str, sample: str, seed: int, queue: str | None, as_json: bool) -> None:
     """Compute rows of a finished run again, and compare.
 
-    RUN is its id or its output folder. A worker of the run's queue that serves its model asks a sample of the
-    rows once more and compares texts, reasons and counts of tokens with what the run's parts hold; nothing is
-    written. Exits with 0 where all are equal, 1 where some differ, 2 where that cannot be said. Differences
-    may come from rounding, unless TOKENMILL_DETERMINISTIC=1 was set for both, run and verify.
+    RUN is its id or its output folder, which Redis may have forgotten. A worker of the run's queue that serves
+    its model asks a sample of the rows once more and compares texts, reasons and counts of tokens with what the
+    run's parts hold; nothing is written. Exits with 0 where all are equal, 1 where some differ, 2 where that cannot
+    be said. Differences may come from rounding, unless TOKENMILL_DETERMINISTIC=1 was set for both, run and verify.
     """
     try:
         with errors_told():
-            planned = client.run(run, connection=connection).status()
-            if planned.state != "finished":
-                raise InvalidJob(f"run {planned.run} cannot be verified: it is not finished, but {planned.state}")
-            if planned.workers and planned.awaited_model is not None:
-                raise InvalidJob(f"run {planned.run} cannot be verified: none serves its model {planned.awaited_model}")
-            facts = RunState(connection, planned.run).facts()
-            arguments: dict[str, Any] = {"run": planned.run, "plan": os.path.join(facts["output"], PLAN)}
-            arguments |= {"sample": sample, "seed": seed}
-            found = try_job(connection, planned.queue, "jobs.verify_rows", arguments, facts.get("model"))
+            own_queue, folder, named, model = _to_verify(connection, run)
+            arguments = {"run": named, "plan": os.path.join(folder, PLAN), "sample": sample, "seed": seed}
+            found = try_job(connection, queue or own_queue, "jobs.verify_rows", arguments, model)
     except click.ClickException as error:
         error.show()
         sys.exit(NOT_VERIFIED)

@@ -133,6 +133,9 @@ _INPUT = (
     _option("--model-alias", "A model that batch files name, for the served one; * for any.", **_TEXTS, metavar="NAME"),
     _option("--filename-column", "Add a column of this name that holds each row's file."),
     click.option("--input-format", "--format", "input_format", type=click.Choice(list(SUFFIXES)), help=_FORMAT_HELP),
+    _option("--encoding", "Of CSV and JSONL, such as cp1252 or utf-16; UTF-8 by default.", metavar="NAME"),
+    _option("--delimiter", "Between fields of CSV, such as ';'; a comma by default.", metavar="CHARACTER"),
+    _option("--decimal", "Before the decimals of numbers in CSV; a point by default.", type=click.Choice([".", ","])),
 )
 
 _PROMPT_HELP = "One of several prompts of each row, which may name earlier ones; its answer is the column NAME."

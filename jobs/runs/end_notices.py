@@ -68,6 +68,27 @@ def tell_of(state: RunState, submission: int, word: str, reason: str | None = No
     transact(state.connection, partial(_tell, state, submission, word, reason), run_key(state.run))
 
 
+def stop_over_limit(state: RunState, *, is_whole: bool) -> int | None:
+    """Stop a run of which too many rows fail, and enqueue what is asked for then; return its submission.
+
+    Returns None where the run goes on. All is one transaction: a shard that ends meanwhile is judged with it, and
+    nobody ends a run that is stopped. is_whole: see RunState.judge.
+    """
+    return transact(state.connection, partial(_stop, state, is_whole), run_key(state.run))
+
+
+def _stop(state: RunState, is_whole: bool, pipe: Pipeline) -> int | None:
+    verdict = state.judge(is_whole=is_whole, client=pipe)
+    if verdict is None:
+        return None
+    reason, submission = verdict
+    _tell(state, submission, "stopped", reason, pipe)
+    if not pipe.explicit_transaction:  # nothing was to be told
+        pipe.multi()
+    state.mark_cancelled(pipe, submission, stopped=reason)
+    return submission
+
+
 def _tell(state: RunState, submission: int, word: str, reason: str | None, pipe: Pipeline) -> None:
     found: Any = pipe.hgetall(run_key(state.run))
     known = {stored.text(name): stored.text(value) for name, value in found.items()}

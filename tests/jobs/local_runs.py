@@ -51,10 +51,10 @@ class Runs:
         """Run one shard; its job stays where it is."""
         return run_task(self.context(), job.func_name, *job.args, answer=answer, **job.kwargs)
 
-    def answered(self, job: Job) -> OpenTask:
+    def answered(self, job: Job, answer: Answer = shout) -> OpenTask:
         """Open a shard, and answer all that it asks; its part is yet to be written."""
         task = opened_task(self.context(), job.func_name, job.args, job.kwargs)
-        feed(task)
+        feed(task, answer)
         return task
 
     def work(self, answer: Answer = shout, but: Collection[str] = ()) -> list[Any]:

@@ -2,6 +2,7 @@
 
 import gzip
 import json
+import math
 import os
 import shutil
 from collections.abc import Callable
@@ -15,6 +16,8 @@ import pandas as pd
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 from redis import Redis
 
 from jobs.context import JobContext
@@ -23,17 +26,25 @@ from jobs.errors import (
     ConvertedInputGone,
     CorruptTable,
     InputChanged,
+    InvalidJob,
     InvalidValue,
     MissingColumn,
     MixedFormats,
     NestedFolders,
+    OtherDelimiter,
+    OtherEncoding,
     SchemaMismatch,
     TableNotRead,
+    TooManyBadLines,
 )
 from jobs.parquet.files.storage import Storage
-from jobs.parquet.formats.converted_inputs import scan
+from jobs.parquet.formats.converted_inputs import converted_for_now, scan
 from jobs.parquet.formats.records import MAX_LINE_BYTES
 from jobs.parquet.planning.find_files import find_files
+from jobs.parquet.planning.inputs import read_inputs
+from jobs.parquet.prompts.sources import row_source
+from jobs.parquet.shards.shard_texts import rendered_shards
+from jobs.runs.plans.spec import RunSpec
 from tests.jobs.answering import opened_task, queued_jobs, run_task, score_parquet, work_off
 from tests.jobs.conftest import Invoke, MakeContext
 from tests.jobs.input_files import ROWS, WRITERS, read_rows, score, write_feather, write_jsonl, write_stream
@@ -107,6 +118,7 @@ def test_csv_is_read_as_the_csv_module_writes_it(scored: Scored, tmp_path: Path)
             "count": [1, 2, 3, None, 5, 6, 7],
             "big": [2**62] * 7,
             "yes": [True, False] * 3 + [True],
+            "half": ["0.5", "2.5", "-3", "0", "7", "8", "9"],
             "exp": ["1e3", "2.5", "-3", "0", "7", "8", "9"],
             "none": [None] * 7,
             "huge": [str(10**30)] * 7,
@@ -116,14 +128,57 @@ def test_csv_is_read_as_the_csv_module_writes_it(scored: Scored, tmp_path: Path)
     (tmp_path / "in.csv").write_text("\ufeff" + frame.to_csv(index=False), encoding="utf-8", newline="")
     table = scored(tmp_path / "in.csv")
     assert table["prompt"].to_pylist() == texts
-    kinds = {name: str(table.schema.field(name).type) for name in table.column_names[:8]}
+    kinds = {name: str(table.schema.field(name).type) for name in table.column_names[:9]}
     assert kinds == {
         "prompt": "string", "zip": "string", "count": "int64", "big": "int64",
-        "yes": "bool", "exp": "double", "none": "string", "huge": "string",
+        "yes": "bool", "half": "double", "exp": "string", "none": "string", "huge": "string",
     }  # fmt: skip
     assert table["count"].to_pylist() == [1, 2, 3, None, 5, 6, 7]
     assert table["big"].to_pylist() == [2**62] * 7
-    assert table["exp"].to_pylist() == [1000, 2.5, -3, 0, 7, 8, 9]
+    assert table["half"].to_pylist() == [0.5, 2.5, -3, 0, 7, 8, 9]
+    assert table["exp"].to_pylist() == ["1e3", "2.5", "-3", "0", "7", "8", "9"]  # which 1000.0 would not give back
+
+
+_NUMBERS = st.sampled_from(
+    [
+        *("1.10", "5.00", "1E5", "1e5", "TRUE", "true", "True", "False", "02139", "-0", "0", "7", "1.0", "2.5"),
+        *("1e+16", "9007199254740993", "123456789012345678901234567890", "+5", ".5", "5.", "1_000", "0x10"),
+        *("NaN", "inf", "None"),
+    ]
+)
+
+
+@given(columns=st.lists(st.lists(_NUMBERS, min_size=3, max_size=3), min_size=1, max_size=3))
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@pytest.mark.parametrize("template_format", ["fields", "jinja"])
+def test_a_template_shows_the_text_that_a_csv_file_has_and_the_output_loses_none(
+    make_context: MakeContext, tmp_path: Path, template_format: str, columns: list[list[str]]
+) -> None:
+    """Beside any other values, in the same file or in another one of the run."""
+    names = [f"c{number}" for number in range(len(columns))]
+    files = []
+    for number, row in enumerate(zip(*columns, strict=True)):
+        files.append(tmp_path / f"{number}.csv")
+        files[-1].write_text(f"{','.join(names)}\n{','.join(row)}\n")
+    braces = "{{%s}}" if template_format == "jinja" else "{%s}"
+    template = " ".join(braces % name for name in names)
+    spec = RunSpec.from_arguments(
+        list(map(str, files)), str(tmp_path / "out"), template=template, template_format=template_format
+    )
+    context = make_context()
+    storage = Storage.of(context)
+    plan = read_inputs(context, storage, spec, find_files(storage, spec.input, spec.output))
+    with converted_for_now(storage, plan, range(len(files))) as (wider, converted):
+        rows = [row for _, rows in rendered_shards(context, wider, converted, row_source(spec)) for row in rows]
+    assert [row.prompt for row in rows] == [" ".join(row) for row in zip(*columns, strict=True)]
+
+
+def test_a_sampling_value_of_csv_may_be_written_in_any_way(scored: Scored, tmp_path: Path) -> None:
+    (tmp_path / "in.csv").write_text("prompt,heat\na,0.70\nb,1E0\n")
+    table = scored(tmp_path / "in.csv", sampling_columns={"temperature": "heat"})
+    assert table["error"].to_pylist() == [None, None]
+    assert table["heat"].to_pylist() == ["0.70", "1E0"]
+    assert not table.field("heat").metadata
 
 
 def test_a_bad_line_of_csv_costs_its_row_and_says_which_line_it_is(scored: Scored, tmp_path: Path) -> None:
@@ -221,7 +276,7 @@ def test_chats_and_values_of_several_kinds_in_jsonl(scored: Scored, tmp_path: Pa
         ("in.csv", b"", CorruptTable, "empty"),
         ("in.csv", b'"prompt,n\nb,1\n', CorruptTable, "line 1 begins a quote that is not closed"),
         ("in.csv", b"prompt,prompt\na,b\n", SchemaMismatch, "two columns named 'prompt'"),
-        ("in.csv", "prompt\na\n".encode("utf-16"), CorruptTable, "line 1 is not UTF-8"),
+        ("in.csv", "prompt\na\n".encode("utf-16"), OtherEncoding, "looks like utf-16: say so with encoding"),
         ("in.csv", b"text\na\n", MissingColumn, "'prompt'"),
         ("in.jsonl", b'{"text": 1}\n', MissingColumn, "'text'"),
         ("in.jsonl", b"", MissingColumn, "'prompt'"),
@@ -357,3 +412,156 @@ def test_two_runs_of_one_file_that_see_other_columns_in_it_share_no_reader(
     work_off(redis, make)
     assert pq.read_table(tmp_path / "one")["n"].to_pylist() == [1] * 5
     assert pq.read_table(tmp_path / "two")["n"].to_pylist() == [*["1"] * 5, "x"]
+
+
+def test_numbers_that_json_has_not_and_keys_that_stand_twice_are_read_as_documented(runs: Runs, tmp_path: Path) -> None:
+    (tmp_path / "in.jsonl").write_text('{"n": NaN, "list": [Infinity], "twice": 1, "twice": 2}\n')
+    runs.plan(tmp_path / "in.jsonl", template="{n} {list} {twice}", single_file="jsonl")
+    runs.work()
+    table = pq.read_table(tmp_path / "out" / "_parts")
+    assert table["completion"].to_pylist() == ["NAN [NULL] 2"]
+    assert math.isnan(table["n"][0].as_py())
+    row = json.loads((tmp_path / "out" / "output.jsonl").read_text())
+    assert (row["n"], row["list"], row["twice"]) == (None, [None], 2)
+    (tmp_path / "in.csv").write_text("n\nNaN\n")
+    assert runs.score(tmp_path / "in.csv", output=tmp_path / "csv", template="{n} is")["n"].to_pylist() == ["NaN"]
+
+
+WORDS = ["Müller", "plain", "Größe", "café", "“quoted”"]
+
+
+def words(kind: str, count: int = 40) -> str:
+    rows = [WORDS[number % len(WORDS)] for number in range(count)]
+    if kind == "jsonl":
+        return "".join(json.dumps({"prompt": row}, ensure_ascii=False) + "\n" for row in rows)
+    return "\n".join(["prompt,n", *(f"{row},1" for row in rows)]) + "\n"
+
+
+@pytest.mark.parametrize("kind", ["csv", "jsonl"])
+@pytest.mark.parametrize(
+    ("written", "named"),
+    [
+        ("cp1252", "cp1252"),
+        ("utf-16", "utf-16"),
+        ("utf-16-le", "utf-16-le"),
+        ("utf-16-be", "utf-16-be"),
+        ("utf-32", "utf-32"),
+    ],
+)
+def test_a_file_in_another_encoding_is_refused_by_its_name_and_read_when_that_is_said(
+    scored: Scored, make_context: MakeContext, tmp_path: Path, kind: str, written: str, named: str
+) -> None:
+    path = tmp_path / f"in.{kind}"
+    path.write_bytes(words(kind).encode(written))
+    with pytest.raises(OtherEncoding, match=f"looks like {named}: .*--encoding {named}"):
+        score(make_context(), path, tmp_path)
+    assert not (tmp_path / "out").exists()
+    table = scored(path, encoding=named)
+    assert table["prompt"].to_pylist() == [WORDS[number % len(WORDS)] for number in range(40)]
+    assert table["error"].null_count == 40
+
+
+def test_few_lines_of_cp1252_are_enough_and_utf_8_may_be_insisted_on(
+    scored: Scored, make_context: MakeContext, tmp_path: Path
+) -> None:
+    lines = [b"prompt", *[b"plain"] * 60, "Müller".encode("cp1252")]
+    (tmp_path / "in.csv").write_bytes(b"\n".join(lines))
+    with pytest.raises(OtherEncoding, match="looks like cp1252"):
+        score(make_context(), tmp_path / "in.csv", tmp_path)
+    found = scored(tmp_path / "in.csv", encoding="UTF-8", output=tmp_path / "told")["error"].to_pylist()
+    assert found == [None] * 60 + ["line 62 is not UTF-8"]
+    (tmp_path / "in.csv").write_bytes(b"\n".join([*lines, "Größe".encode()]))  # so it is UTF-8, with a bad line
+    found = scored(tmp_path / "in.csv", output=tmp_path / "mixed")["error"].to_pylist()
+    assert found == [None] * 60 + ["line 62 is not UTF-8", None]
+
+
+def test_what_an_encoding_has_not_costs_its_line(scored: Scored, tmp_path: Path) -> None:
+    (tmp_path / "in.csv").write_bytes("prompt\nkäse\n".encode("cp1252") + b"\x81\nb\n")
+    table = scored(tmp_path / "in.csv", encoding="cp1252")
+    assert table["completion"].to_pylist() == ["KÄSE", None, "B"]
+    assert table["error"].to_pylist() == [None, "line 3 is not cp1252", None]
+    (tmp_path / "in.jsonl").write_bytes('{"prompt": "a"}\n'.encode("utf-16-le") + b"\x00\xd8\n\x00")
+    table = scored(tmp_path / "in.jsonl", encoding="utf-16-le", output=tmp_path / "lines")
+    assert table["error"].to_pylist() == [None, "line 2 is not utf-16-le"]
+
+
+@pytest.mark.parametrize("kind", ["csv", "jsonl"])
+@pytest.mark.parametrize(("bad", "rows", "is_refused"), [(3, 20, True), (2, 20, False), (4, 7, False), (11, 101, True)])
+def test_a_file_of_which_more_than_a_tenth_of_the_lines_cannot_be_read_is_refused(
+    scored: Scored, make_context: MakeContext, tmp_path: Path, kind: str, bad: int, rows: int, is_refused: bool
+) -> None:
+    good, broken = ('{"prompt": "a"}', "{") if kind == "jsonl" else ("a,1", "a,b,c")
+    lines = [*(["prompt,n"] if kind == "csv" else []), *[good] * (rows - bad), *[broken] * bad]
+    path = tmp_path / f"in.{kind}"
+    path.write_text("\n".join(lines))
+    if is_refused:
+        first = rows - bad + 1 + (kind == "csv")
+        with pytest.raises(
+            TooManyBadLines, match=f"{bad} of its {rows} rows cannot be read.* the first, line {first},"
+        ):
+            score(make_context(), path, tmp_path)
+    else:
+        assert scored(path)["error"].null_count == rows - bad
+
+
+@pytest.mark.parametrize(("delimiter", "said"), [(";", ";"), ("\t", "\\t"), ("|", "|")])
+def test_another_delimiter_is_named_and_read_when_it_is_said(
+    scored: Scored, make_context: MakeContext, tmp_path: Path, delimiter: str, said: str
+) -> None:
+    rows = [["prompt", "n", "price"], ["a, b", "1", "1,50"], ['"c;|\t"', "2", "2,5"]]
+    (tmp_path / "in.csv").write_text("\n".join(delimiter.join(row) for row in rows))
+    with pytest.raises(OtherDelimiter, match="looks separated by") as raised:
+        score(make_context(), tmp_path / "in.csv", tmp_path)
+    assert f"--delimiter '{said}'" in str(raised.value)
+    table = scored(tmp_path / "in.csv", delimiter=said)
+    assert table["prompt"].to_pylist() == ["a, b", "c;|\t"]
+    assert table["n"].to_pylist() == [1, 2]
+    assert table["price"].to_pylist() == ["1,50", "2,5"]
+
+
+def test_a_line_that_tells_excel_the_delimiter_is_no_row(scored: Scored, tmp_path: Path) -> None:
+    for number, line in enumerate(("sep=;", '"sep=;"\r', "SEP=;")):
+        (tmp_path / "in.csv").write_bytes(f"\ufeff{line}\nprompt;n\nx;1\n".encode())
+        table = scored(tmp_path / "in.csv", output=tmp_path / f"out{number}")
+        assert (table["prompt"].to_pylist(), table["n"].to_pylist()) == (["x"], [1])
+
+
+@pytest.mark.parametrize("template_format", ["fields", "jinja"])
+def test_decimal_commas_are_numbers_in_the_output_and_stand_in_templates_as_in_the_file(
+    scored: Scored, tmp_path: Path, template_format: str
+) -> None:
+    (tmp_path / "in.csv").write_text("half;mixed;zeros;point;heat\n0,5;1;1,50;1.5;0,70\n-2,25;2,5;3;2.5;1\n")
+    names = ("half", "mixed", "zeros", "point")
+    template = " ".join(f"{{{{ {name} }}}}" if template_format == "jinja" else f"{{{name}}}" for name in names)
+    options = {"template": template, "template_format": template_format, "sampling_columns": {"temperature": "heat"}}
+    table = scored(tmp_path / "in.csv", delimiter=";", decimal=",", **options)
+    assert table["error"].to_pylist() == [None, None]
+    assert table["completion"].to_pylist() == ["0,5 1 1,50 1.5", "-2,25 2,5 3 2.5"]
+    assert [table[name].to_pylist() for name in names] == [[0.5, -2.25], [1.0, 2.5], ["1,50", "3"], ["1.5", "2.5"]]
+    assert not any(table.field(name).metadata for name in names)
+
+
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        ({"encoding": "klingon"}, "encoding is 'klingon', expected an encoding of text"),
+        ({"encoding": "base64"}, "encoding is 'base64', expected"),
+        ({"delimiter": ";;"}, "delimiter is ';;', expected one character"),
+        ({"decimal": ";"}, "decimal is ';', expected the point or the comma"),
+    ],
+)
+def test_a_dialect_that_cannot_be_is_refused(
+    make_context: MakeContext, tmp_path: Path, options: dict[str, Any], text: str
+) -> None:
+    (tmp_path / "in.csv").write_text("prompt\na\n")
+    with pytest.raises(InvalidValue, match=text):
+        score(make_context(), tmp_path / "in.csv", tmp_path, **options)
+
+
+def test_a_dialect_is_of_files_of_text_alone(make_context: MakeContext, tmp_path: Path) -> None:
+    write_feather(tmp_path / "in.feather")
+    write_jsonl(tmp_path / "in.jsonl")
+    with pytest.raises(InvalidJob, match=r"encoding is of csv, .* and the input is arrow: leave it out"):
+        score(make_context(), tmp_path / "in.feather", tmp_path, encoding="cp1252")
+    with pytest.raises(InvalidJob, match="delimiter is of csv, tsv files, and the input is jsonl: leave it out"):
+        score(make_context(), tmp_path / "in.jsonl", tmp_path, delimiter=";")

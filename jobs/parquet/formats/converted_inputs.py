@@ -6,9 +6,10 @@ that meet write the same, and one that was made stays.
 
 import os
 import tempfile
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
+from types import MappingProxyType
 from typing import Any
 
 from jobs.errors import NewRowsGone
@@ -21,11 +22,21 @@ from jobs.runs.plans.plan import Plan, PlannedFile
 _TASKS = "jobs.parquet.formats.converter"
 
 
-def scan(storage: Storage, path: str, input_format: str, rows: int | None = None) -> Contents:
-    """Look at a file, through `rows` of one that is no Parquet. Raises as look_at, or SchemaMismatch."""
+def scan(
+    storage: Storage,
+    path: str,
+    input_format: str,
+    rows: int | None = None,
+    dialect: Mapping[str, str] = MappingProxyType({}),
+) -> Contents:
+    """Look at a file, through `rows` of one that is no Parquet. Raises as look_at, or SchemaMismatch.
+
+    dialect: how its text is written, see RunSpec.dialect. Raises OtherEncoding, OtherDelimiter or TooManyBadLines where
+    it is written otherwise.
+    """
     if input_format == PARQUET:
         return look_at(storage, path)
-    return look_at(storage, path, input_format, f"{_TASKS}:scan", rows=rows)
+    return look_at(storage, path, input_format, f"{_TASKS}:scan", rows=rows, dialect=dict(dialect))
 
 
 def convert_inputs(storage: Storage, plan: Plan, files: Iterable[int], execution_id: str) -> int:
@@ -45,7 +56,9 @@ def _convert(storage: Storage, plan: Plan, file: PlannedFile, execution_id: str)
 
     def write(sink: Any) -> None:
         with open_table(storage, source.path, plan.input_format) as ask:
-            for _, body in ask(f"{_TASKS}:convert", {"kinds": plan.columns, "rows": file.rows}):
+            question = {"kinds": plan.columns, "rows": file.rows, "as_json": plan.as_json}
+            question["dialect"] = plan.spec.dialect
+            for _, body in ask(f"{_TASKS}:convert", question):
                 sink.write(body)
         check_unchanged(storage, source, plan.input_format)
 
@@ -56,10 +69,11 @@ def _convert(storage: Storage, plan: Plan, file: PlannedFile, execution_id: str)
 
 @contextmanager
 def converted_for_now(storage: Storage, plan: Plan, files: Iterable[int]) -> Iterator[tuple[Storage, Plan]]:
-    """Lend a plan whose files can be read, and the storage for that, a folder of this machine's."""
-    files = list(files)
-    paths = (plan.rows_path(plan.files[number]) for number in files)
-    if plan.input_format == PARQUET or all(storage.stat(path) is not None for path in paths):
+    """Lend a plan whose files can be read, and the storage for that, a folder of this machine's.
+
+    Nothing is looked for in the output, which a preview has not, and which keeps no inputs behind a run's end.
+    """
+    if plan.input_format == PARQUET:
         yield storage, plan
         return
     with tempfile.TemporaryDirectory(prefix="tokenmill-") as folder:

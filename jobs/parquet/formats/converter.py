@@ -12,10 +12,11 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from jobs.errors import CorruptTable, SchemaMismatch
+from jobs.common.display import brief
+from jobs.errors import CorruptTable, SchemaMismatch, TooManyBadLines
 from jobs.parquet.formats import kinds
-from jobs.parquet.formats.records import Record, csv_records, records
-from jobs.parquet.tables.columns import PROBLEM, PROBLEM_FIELD
+from jobs.parquet.formats.records import Record, TextFile, csv_records, json_records
+from jobs.parquet.tables.columns import AS_JSON, PROBLEM, PROBLEM_FIELD
 from jobs.parquet.tables.row_groups import GROUP_ROWS, grouped
 from jobs.parquet.tables.table_child import Replies, with_file
 from jobs.runs.plans.names import ARROW, HEADED, OPENAI_BATCH
@@ -24,6 +25,8 @@ from jobs.runs.plans.names import ARROW, HEADED, OPENAI_BATCH
 SLICE_ROWS, SLICE_BYTES = 1024, 1 << 21
 
 MAX_COLUMNS = 10_000
+#: A file of which more rows cannot be read is something else than it is taken for; fewer rows say nothing.
+MAX_BAD_SHARE, MIN_JUDGED_ROWS = 0.1, 20
 
 _CODECS = {b"\x1f\x8b": "gzip", b"\x28\xb5\x2f\xfd": "zstd", b"BZh": "bz2"}
 _BATCH_KINDS: Mapping[str, kinds.Kind] = {"custom_id": "text", "request": "json"}
@@ -38,16 +41,21 @@ def scan(question: Mapping[str, Any], source: Any) -> Replies:
         slices = table.slices(question["rows"])
         looked_at = grouped((rows, size, table.look(part)) for rows, size, part in slices)
         groups = [(rows, size) for rows, size, _ in looked_at]
+        table.check_read()
         yield {"kinds": table.kinds, "groups": groups}, table.schema.serialize().to_pybytes()
 
 
 @with_file
 def convert(question: Mapping[str, Any], source: Any) -> Replies:
-    """Reply a Parquet file of so many `rows` in pieces. Of the question, `kinds` are those of all columns."""
+    """Reply a Parquet file of so many `rows` in pieces. Of the question, `kinds` are those of all columns.
+
+    as_json: columns that stand there also as the JSON that each row has.
+    """
     sink = io.BytesIO()
     file = pa.PythonFile(sink, "w")  # which closes the sink when it goes
     with _opened(question, source) as table:
         table.kinds = dict(question["kinds"])
+        table.as_json = tuple(question.get("as_json", ()))
         schema = table.schema
         with pq.ParquetWriter(file, schema) as writer:
             slices = table.slices(question["rows"])
@@ -66,7 +74,7 @@ def _taken(sink: io.BytesIO) -> bytes:
 
 @contextmanager
 def _opened(question: Mapping[str, Any], source: Any) -> Iterator[Any]:
-    path, file_format = question["path"], question["input_format"]
+    path, file_format, dialect = question["path"], question["input_format"], question.get("dialect", {})
     if file_format == ARROW:
         yield _ArrowTable(path, source)
         return
@@ -74,23 +82,29 @@ def _opened(question: Mapping[str, Any], source: Any) -> Iterator[Any]:
     codec = next((codec for mark, codec in _CODECS.items() if head.startswith(mark)), None)
     source.seek(0)
     with pa.input_stream(source, codec) as stream:
-        yield _TextTable(path, file_format, stream)
+        yield _TextTable(TextFile(path, file_format, stream, dialect), dialect.get("decimal", "."))
 
 
 class _TextTable:
-    def __init__(self, path: str, file_format: str, stream: Any) -> None:
-        self._path, self._format = path, file_format
-        self.kinds: dict[str, kinds.Kind] = dict(_BATCH_KINDS) if file_format == OPENAI_BATCH else {}
-        if file_format in HEADED:
-            names, self._records = csv_records(path, file_format, stream)
+    def __init__(self, file: TextFile, decimal: str) -> None:
+        self._file, self._decimal = file, decimal
+        self._path, self._format = file.path, file.format
+        self._rows = self._bad = 0
+        self._first_bad: Record | None = None
+        self.as_json: Sequence[str] = ()
+        self.kinds: dict[str, kinds.Kind] = dict(_BATCH_KINDS) if file.format == OPENAI_BATCH else {}
+        if file.format in HEADED:
+            names, self._records = csv_records(file)
             self.kinds = dict.fromkeys(names, "null")
             self._check_names()
         else:
-            self._records = records(file_format, stream)
+            self._records = json_records(file)
 
     @property
     def schema(self) -> pa.Schema:
-        return pa.schema([*(kinds.arrow_field(name, kind) for name, kind in self.kinds.items()), PROBLEM_FIELD])
+        fields = [kinds.arrow_field(name, kind) for name, kind in self.kinds.items()]
+        beside = [pa.field(AS_JSON + name, pa.string()) for name in self.as_json]
+        return pa.schema([*fields, *beside, PROBLEM_FIELD])
 
     def slices(self, most: int | None) -> Iterator[tuple[int, int, list[Record]]]:
         part: list[Record] = []
@@ -98,11 +112,22 @@ class _TextTable:
         for each in islice(self._records, most):
             part.append(each)
             size += each.size
+            self._rows += 1
+            if each.problem:
+                self._bad += 1
+                self._first_bad = self._first_bad or each
             if len(part) == SLICE_ROWS or size > SLICE_BYTES:
                 yield len(part), size, part
                 part, size = [], 0
         if part:
             yield len(part), size, part
+
+    def check_read(self) -> None:
+        """Raise OtherEncoding or TooManyBadLines where too few of the rows that were read are rows."""
+        self._file.check_encoding()
+        if self._first_bad is not None and self._rows >= MIN_JUDGED_ROWS and self._bad > self._rows * MAX_BAD_SHARE:
+            first = self._first_bad
+            raise TooManyBadLines(self._path, self._bad, self._rows, first.line, first.problem)
 
     def look(self, part: Sequence[Record]) -> None:
         """Take what rows hold into the kinds; those of a batch file are known."""
@@ -112,7 +137,9 @@ class _TextTable:
             rows = [each.value for each in part if each.value is not None]
             for name, known in self.kinds.items():
                 if known != "text":
-                    self.kinds[name] = kinds.merged_texts(known, kinds.kind_of_texts([row[name] for row in rows]))
+                    self.kinds[name] = kinds.merged_texts(
+                        known, kinds.kind_of_texts([row[name] for row in rows], self._decimal)
+                    )
             return
         for each in part:
             for name, value in (each.value or {}).items():
@@ -122,8 +149,8 @@ class _TextTable:
         self._check_names()
 
     def _check_names(self) -> None:
-        if PROBLEM in self.kinds:
-            raise SchemaMismatch(self._path, f"a column is named {PROBLEM!r}")
+        if taken := [name for name in self.kinds if name == PROBLEM or name.startswith(AS_JSON)]:
+            raise SchemaMismatch(self._path, f"a column is named {brief(taken[0])}")
         if len(self.kinds) > MAX_COLUMNS:
             raise CorruptTable(self._path, self._format, f"it names more than {MAX_COLUMNS} columns")
 
@@ -136,12 +163,13 @@ class _TextTable:
             arrays = [make([row.get(name) for row in rows], kind) for name, kind in self.kinds.items()]
         except (ValueError, TypeError, KeyError, OverflowError, pa.ArrowException) as error:
             raise CorruptTable(self._path, self._format, f"its rows changed: {str(error)[:200]}") from error
+        arrays += [kinds.own_json([row.get(name) for row in rows]) for name in self.as_json]
         return pa.RecordBatch.from_arrays([*arrays, pa.array(problems, pa.string())], schema=schema)
 
 
 class _ArrowTable:
     def __init__(self, path: str, source: Any) -> None:
-        self._path, self.kinds = path, dict[str, kinds.Kind]()
+        self._path, self.kinds, self.as_json = path, dict[str, kinds.Kind](), ()
         is_file = source.read_at(6, 0) == b"ARROW1"
         source.seek(0)
         opened: Any = pa.ipc.open_file(source) if is_file else pa.ipc.open_stream(source)
@@ -170,6 +198,9 @@ class _ArrowTable:
         except pa.ArrowException:
             what = f"its column {field.name!r} is of type {field.type}, which Parquet has not"
             raise SchemaMismatch(self._path, what) from None
+
+    def check_read(self) -> None:
+        """Do nothing: each row of such a file is one."""
 
     def look(self, part: pa.RecordBatch) -> None:
         """Do nothing: its schema says what columns hold."""

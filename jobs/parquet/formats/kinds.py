@@ -3,17 +3,20 @@
 A kind is JSON, as the plan keeps it: "null", "bool", "int" (up to 2**53, which a float holds exactly), "long"
 (up to 64 bits), "float", "number" (integers beside floats), "text", {"list": kind}, {"struct": {name: kind}},
 or "json", where values have different kinds: such a column is text, and what is none is written as JSON.
+
+A column of a CSV file has a type only where each value, written as the type writes it, is the text of the file: a
+prompt shows that text, and the output loses none of it. So its floats are "fraction" where none of them is whole, as
+1.5 is and 1.0 is not, and numbers that are written in another way (1.10, 1E5) are "digits", which is text.
 """
 
 import json
-import math
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import pyarrow as pa
 
-from jobs.parquet.tables.columns import NUMBER
+from jobs.parquet.tables.columns import COMMA, COMMA_NUMBER, DIGITS, NUMBER
 
 Kind = str | dict[str, Any]
 
@@ -24,6 +27,8 @@ _SCALARS = {
     "long": pa.int64(),
     "float": pa.float64(),
     "number": pa.float64(),
+    "fraction": pa.float64(),
+    "digits": pa.string(),
     "text": pa.string(),
     "json": pa.string(),
 }
@@ -32,7 +37,17 @@ _NUMBERS = {"int", "float", "number"}
 _EXACT, _INT64 = 1 << 53, 1 << 63
 _INTEGER = re.compile(r"-?(?:0|[1-9][0-9]{0,18})")
 _NUMBER = re.compile(r"-?(?:0|[1-9][0-9]*)(?:\.[0-9]+)?(?:[eE][+-]?[0-9]+)?")
-_TRUTH = {"true", "True", "TRUE", "false", "False", "FALSE"}
+#: How CSV files write truth values that a template shows alike.
+_TRUTH = {"True", "False"}
+#: What two kinds of numbers in a CSV file are together; any others are "digits".
+_TOGETHER: Mapping[frozenset[str], str] = {
+    frozenset({"int", "long"}): "long",
+    frozenset({"int", "fraction"}): "number",
+    frozenset({"int", "number"}): "number",
+    frozenset({"fraction", "number"}): "number",
+    frozenset({"fraction", "float"}): "float",
+}
+_TEXT_NUMBERS = {"int", "long", "fraction", "float", "number", "digits"}
 
 #: Levels of lists and objects, and names in an object, beyond which a column is kept as JSON.
 MAX_DEPTH, MAX_FIELDS = 20, 1000
@@ -60,10 +75,26 @@ def merged(one: Kind, other: Kind) -> Kind:
     return "number" if kinds and kinds <= _NUMBERS else "json"
 
 
+#: What stands before a kind of numbers whose decimals follow a comma.
+COMMA_KIND = "comma "
+
+
+def with_decimal(kind: Kind, decimal: str) -> Kind:
+    """Return the kind of a CSV file's column as its decimals are written."""
+    has_decimals = decimal == "," and kind in ("fraction", "float", "number")
+    return f"{COMMA_KIND}{kind}" if has_decimals else kind
+
+
 def merged_texts(one: Kind, other: Kind) -> Kind:
     """Merge, as `merged`, columns of a CSV file: fields of different kinds are text as they stand."""
-    found = merged(one, other)
-    return "text" if found == "json" else found
+    if one == other or other == "null":
+        return one
+    if one == "null":
+        return other
+    kinds = {one, other} if isinstance(one, str) and isinstance(other, str) else set[str]()
+    if kinds and kinds <= _TEXT_NUMBERS:
+        return _TOGETHER.get(frozenset(kinds), "digits")
+    return "text"
 
 
 def kind_of(value: Any, depth: int = 0) -> Kind:
@@ -84,35 +115,51 @@ def kind_of(value: Any, depth: int = 0) -> Kind:
     return "json" if not fields or "json" in fields.values() else {"struct": fields}
 
 
-def kind_of_texts(texts: Iterable[str]) -> Kind:
-    """Return the kind of a column of a CSV file: numbers without leading zeros and signs, true and false,
-    else text. Empty fields are null."""
-    values = set(texts) - {""}
-    if not values:
-        return "null"
-    if all(map(_INTEGER.fullmatch, values)):
-        most = max(abs(int(value)) for value in values)
-        return "int" if most <= _EXACT else "long" if most < _INT64 else "text"
-    if all(map(_NUMBER.fullmatch, values)) and all(map(_is_exact, values)):
-        return "number" if any(map(_INTEGER.fullmatch, values)) else "float"
-    return "bool" if values <= _TRUTH else "text"
+def kind_of_texts(texts: Iterable[str], decimal: str = ".") -> Kind:
+    """Return the kind of a column of a CSV file, as if it had decimal points. Empty fields are null."""
+    kind: Kind = "null"
+    for text in set(texts) - {""}:
+        kind = merged_texts(kind, _kind_of_text(text, decimal))
+        if kind == "text":
+            break
+    return kind
 
 
-def _is_exact(text: str) -> bool:
-    digits = text.removeprefix("-")
-    if digits.isdigit():
-        return len(digits) <= 16 and int(digits) <= _EXACT
-    return math.isfinite(float(text))
+def _kind_of_text(text: str, decimal: str) -> str:
+    if decimal == ",":
+        text = text.replace(",", ".") if "." not in text else ""
+    if text in _TRUTH:
+        return "bool"
+    if not _NUMBER.fullmatch(text):
+        return "text"
+    if _INTEGER.fullmatch(text) and text != "-0":
+        size = abs(int(text))
+        return "int" if size <= _EXACT else "long" if size < _INT64 else "digits"
+    number = float(text)
+    if repr(number) != text:
+        return "digits"
+    return "float" if number.is_integer() else "fraction"
+
+
+#: What a column's metadata say of how a template writes its values, by kind.
+_WRITTEN = {
+    "number": NUMBER,
+    "digits": DIGITS,
+    "comma float": COMMA,
+    "comma fraction": COMMA,
+    "comma number": COMMA_NUMBER,
+}
 
 
 def arrow_field(name: str, kind: Kind) -> pa.Field:
     """Return a column. Raises KeyError, TypeError or AttributeError for what is no kind."""
-    return pa.field(name, _arrow_type(kind), metadata=NUMBER if kind == "number" else None)
+    metadata = _WRITTEN.get(kind) if isinstance(kind, str) else None
+    return pa.field(name, _arrow_type(kind), metadata=metadata)
 
 
 def _arrow_type(kind: Kind) -> pa.DataType:
     if isinstance(kind, str):
-        return _SCALARS[kind]
+        return _SCALARS[kind.removeprefix(COMMA_KIND)]
     if "list" in kind:
         return pa.list_(_arrow_type(kind["list"]))
     return pa.struct([pa.field(name, _arrow_type(inner)) for name, inner in kind["struct"].items()])
@@ -127,6 +174,19 @@ def json_array(values: Sequence[Any], kind: Kind) -> pa.Array:
     return pa.array(values, _arrow_type(kind))
 
 
+def depends_on_others(kind: Kind) -> bool:
+    """Whether a value of a column of JSON lines is typed by other rows: by keys that they have, and their numbers."""
+    return kind in ("number", "json") or isinstance(kind, dict)
+
+
+def own_json(values: Sequence[Any]) -> pa.Array:
+    """Return values that came of JSON as the JSON that each has."""
+    texts = [None if value is None else json.dumps(value, ensure_ascii=False) for value in values]
+    return pa.array(texts, pa.string())
+
+
 def text_array(texts: Sequence[str | None], kind: Kind) -> pa.Array:
     """Return a column of a CSV file's fields. Raises what pyarrow does where they are of no such kind."""
+    if isinstance(kind, str) and kind.startswith(COMMA_KIND):
+        texts = [text and text.replace(",", ".") for text in texts]
     return pa.array([text or None for text in texts], pa.string()).cast(_arrow_type(kind))

@@ -5,11 +5,13 @@ import io
 import json
 import re
 from collections import Counter, deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import chain
 from typing import Any, NamedTuple
 
 from jobs.common.display import brief, is_unicode
-from jobs.errors import CorruptTable, SchemaMismatch
+from jobs.errors import CorruptTable, OtherDelimiter, SchemaMismatch
+from jobs.parquet.formats.encodings import CHUNK_BYTES, Decoded, EncodingGuess
 from jobs.prompts.batch_lines import custom_id
 from jobs.runs.plans.names import OPENAI_BATCH, TSV
 
@@ -17,7 +19,6 @@ from jobs.runs.plans.names import OPENAI_BATCH, TSV
 MAX_LINE_BYTES = 8 << 20
 
 MAX_LINES = 1 << 16
-CHUNK_BYTES = 1 << 20
 _UTF8_MARK = b"\xef\xbb\xbf"
 _TOO_LONG = f"has more than the limit of {MAX_LINE_BYTES} bytes: shorten it"
 #: How JSON writes half of a surrogate pair, which is no text.
@@ -36,21 +37,46 @@ class Record(NamedTuple):
     problem: str | None = None
 
 
-def records(file_format: str, stream: Any) -> Iterator[Record]:
+class TextFile:
+    """The text of a file. encoding: that was said, else it is UTF-8, and `guess` sees each line."""
+
+    def __init__(self, path: str, file_format: str, stream: Any, dialect: Mapping[str, str]) -> None:
+        self.path, self.format, self._stream = path, file_format, stream
+        self.delimiter, self.encoding = dialect.get("delimiter"), dialect.get("encoding")
+        self.guess = EncodingGuess(path) if self.encoding is None else None
+        self.encoding_name = "UTF-8" if self.encoding in (None, "utf-8") else self.encoding
+
+    def lines(self) -> Iterator[Record]:
+        """Yield lines, as bytes of UTF-8 without their end. Raises OtherEncoding."""
+        stream = self._stream if self.encoding in (None, "utf-8") else Decoded(self._stream, self.encoding)
+        file = io.BufferedReader(stream, CHUNK_BYTES)
+        head = file.peek(CHUNK_BYTES)
+        if self.guess is not None:
+            self.guess.begin(head)
+        if head.startswith(_UTF8_MARK):
+            file.read(len(_UTF8_MARK))
+        for line in _lines(file):
+            if self.guess is not None and line.value is not None:
+                self.guess.see(line.value)
+            yield line
+
+    def check_encoding(self) -> None:
+        """Raise OtherEncoding where the lines that were read look like another one than UTF-8."""
+        if self.guess is not None:
+            self.guess.check()
+
+
+def json_records(file: TextFile) -> Iterator[Record]:
     """Yield the records of a file of JSON lines; blank ones are none."""
-    for line in _lines(stream):
+    for line in file.lines():
         if line.problem or line.value.strip():
-            found = line if line.problem else _json_record(line)
-            if file_format == OPENAI_BATCH and found.value is not None:  # a row of two columns
+            found = line if line.problem else _json_record(line, file.encoding_name)
+            if file.format == OPENAI_BATCH and found.value is not None:  # a row of two columns
                 found = found._replace(value={"custom_id": custom_id(found.value), "request": found.value})
             yield found
 
 
-def _lines(stream: Any) -> Iterator[Record]:
-    """Yield lines, as bytes without their end."""
-    file = io.BufferedReader(stream, CHUNK_BYTES)
-    if file.peek(CHUNK_BYTES).startswith(_UTF8_MARK):
-        file.read(len(_UTF8_MARK))
+def _lines(file: io.BufferedReader) -> Iterator[Record]:
     number = 0
     while text := file.readline(MAX_LINE_BYTES + 1):
         number += 1
@@ -64,13 +90,14 @@ def _lines(stream: Any) -> Iterator[Record]:
         yield Record(number, size, None, _TOO_LONG)
 
 
-def _json_record(line: Record) -> Record:
+def _json_record(line: Record, encoding: str) -> Record:
     try:
         value = json.loads(line.value.decode())
         if _MAY_BE_SURROGATE.search(line.value):
             json.dumps(value, ensure_ascii=False).encode()
     except UnicodeDecodeError as error:
-        problem = f"is not UTF-8: {error.reason} at byte {error.start}"
+        where = f": {error.reason} at byte {error.start}" if encoding == "UTF-8" else ""
+        problem = f"is not {encoding}{where}"
     except UnicodeEncodeError:
         problem = "is not valid Unicode: it holds half of a surrogate pair"
     except RecursionError:
@@ -86,7 +113,7 @@ def _json_record(line: Record) -> Record:
     return line._replace(value=None, problem=problem)
 
 
-def _csv_rows(lines: Iterator[Record], delimiter: str) -> Iterator[Record]:
+def _csv_rows(lines: Iterator[Record], delimiter: str, encoding: str) -> Iterator[Record]:
     """Yield rows, with lists of fields. The lines behind the first one of a row that does not end are read again."""
     again, taken, size, no_end = deque[Record](), list[Record](), 0, ""
 
@@ -107,7 +134,7 @@ def _csv_rows(lines: Iterator[Record], delimiter: str) -> Iterator[Record]:
         size, fields, problem = 0, list[str](), None
         try:
             fields = next(reader)
-            problem = None if is_unicode("".join(fields)) else "is not UTF-8"
+            problem = None if is_unicode("".join(fields)) else f"is not {encoding}"
         except (StopIteration, csv.Error) as error:
             if not taken:
                 return
@@ -120,14 +147,36 @@ def _csv_rows(lines: Iterator[Record], delimiter: str) -> Iterator[Record]:
             yield Record(taken[0].line, size, fields, problem)
 
 
-def csv_records(path: str, file_format: str, stream: Any) -> tuple[list[str], Iterator[Record]]:
-    """Return the columns that the first row names, and the others by these. Raises CorruptTable, SchemaMismatch."""
-    rows = _csv_rows(_lines(stream), "\t" if file_format == TSV else ",")
+#: The first line of CSV that Excel takes for the delimiter, and no reader for a row.
+_SEP_LINE = re.compile(rb'"?sep=(.)"?\r?', re.IGNORECASE)
+#: What fields may be separated by where a header of one column has it.
+_DELIMITERS = {";": "';'", "\t": "'\\t'", "|": "'|'"}
+
+
+def csv_records(file: TextFile) -> tuple[list[str], Iterator[Record]]:
+    """Return the columns that the first row names, and the others by these.
+
+    Raises CorruptTable, SchemaMismatch, OtherEncoding or OtherDelimiter.
+    """
+    path, expected = file.path, "\t" if file.format == TSV else ","
+    lines = file.lines()
+    first = next(lines, None)
+    told = _SEP_LINE.fullmatch(first.value) if first is not None and first.value is not None else None
+    if told is None and first is not None:
+        lines = chain([first], lines)
+    delimiter = file.delimiter or (told[1].decode(errors="replace") if told else expected)
+    rows = _csv_rows(lines, delimiter, file.encoding_name)
     head = next(rows, None)
     if head is None:
         raise CorruptTable(path, "CSV", "it is empty: its first line must name the columns")
     if head.problem:
+        file.check_encoding()
         raise CorruptTable(path, "CSV", f"line {head.line} {head.problem}")
+    if len(head.value) == 1 and file.delimiter is None and told is None:
+        counts = Counter(character for character in head.value[0] if character in _DELIMITERS)
+        for character, _ in counts.most_common(1):
+            shown = _DELIMITERS[character]
+            raise OtherDelimiter(path, brief(head.value[0]), shown, shown, repr(expected))
     if twice := [name for name, count in Counter(head.value).items() if count > 1]:
         raise SchemaMismatch(path, f"it has two columns named {brief(twice[0])}")
     return head.value, (_csv_record(head.value, row) for row in rows)

@@ -1,10 +1,9 @@
 """The one output file of a run that asks for it: all parts' rows in order, when the last part is there."""
 
 import base64
-import csv
-import io
 import math
-from collections.abc import Callable, Generator, Iterator, Sequence, Set
+import re
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence, Set
 from contextlib import closing, contextmanager
 from functools import partial
 from itertools import chain
@@ -33,7 +32,7 @@ def write_output(storage: Storage, plan: Plan, name: str, sink: Any) -> None:
     writers: dict[str, Callable[[Any, pa.Schema, Batches], object]] = {
         PARQUET: write_groups,
         ARROW: _write_arrow,
-        CSV: partial(_write_csv, ours),
+        CSV: partial(write_csv, ours),
         JSONL: partial(_write_jsonl, ours),
         OPENAI_BATCH: partial(_write_batch_lines, plan.run, name != output_names(OPENAI_BATCH)[0]),
     }
@@ -49,7 +48,7 @@ def _write_batch_lines(run: str, of_errors: bool, sink: Any, schema: pa.Schema, 
         found = batch.select(["custom_id", "completion", "error"]).to_pydict().values()
         rows = enumerate(zip(*found, strict=True), first)
         lines = [output_line(run, row, *each) for row, each in rows if (each[-1] is not None) == of_errors]
-        sink.write("".join(f"{line}\n" for line in lines).encode())
+        sink.write(_json_lines(lines))
         first += batch.num_rows
 
 
@@ -110,15 +109,26 @@ def _write_arrow(sink: Any, schema: pa.Schema, batches: Batches) -> None:
 
 def _write_jsonl(ours: Set[str], sink: Any, schema: pa.Schema, batches: Batches) -> None:
     for batch in batches:
-        lines = (f"{to_json(dict(zip(schema.names, row, strict=True)))}\n" for row in _rows(batch, ours))
-        sink.write("".join(lines).encode())
+        sink.write(_json_lines(to_json(dict(zip(schema.names, row, strict=True))) for row in _rows(batch, ours)))
 
 
-def _write_csv(ours: Set[str], sink: Any, schema: pa.Schema, batches: Batches) -> None:
+#: Characters that some readers take for the end of a line, and JSON may write in another way.
+_LINE_ENDS = str.maketrans({"\x85": "\\u0085", "\u2028": "\\u2028", "\u2029": "\\u2029"})
+
+
+def _json_lines(lines: Iterable[str]) -> bytes:
+    return "".join(f"{line.translate(_LINE_ENDS)}\n" for line in lines).encode()
+
+
+def write_csv(ours: Set[str], sink: Any, schema: pa.Schema, batches: Batches) -> None:
+    """Write rows as CSV. What some reader takes for the end of a line stands within quotes. ours: see _rows."""
     for rows in chain([[schema.names]], (_rows(batch, ours) for batch in batches)):
-        text = io.StringIO(newline="")
-        csv.writer(text, lineterminator="\n").writerows(map(_field, row) for row in rows)
-        sink.write(text.getvalue().encode())
+        lines = (",".join(map(_field, row)) or '""' for row in rows)  # a blank line is no row
+        sink.write("".join(f"{line}\n" for line in lines).encode())
+
+
+#: What stands within quotes: also what some reader takes for the end of a line, or for a mark of the file's own.
+_QUOTED = re.compile('[",\n\r\v\f\x1c-\x1e\x85\u2028\u2029\ufeff]|^sep=')
 
 
 def _rows(batch: pa.RecordBatch, ours: Set[str]) -> Iterator[Sequence[Any]]:
@@ -151,7 +161,11 @@ def _field(value: Any) -> str:
         return ""
     if isinstance(value, bool):
         return "true" if value else "false"
-    return value if isinstance(value, str) else to_json(value)
+    text = value if isinstance(value, str) else to_json(value)
+    if not _QUOTED.search(text):
+        return text
+    doubled = text.replace('"', '""')
+    return f'"{doubled}"'
 
 
 def failed_rows(storage: Storage, plan: Plan, shard: int) -> Iterator[tuple[int, str]]:

@@ -12,7 +12,7 @@ from jobs.context.answers import Answer
 from jobs.context.served_model import ServedModel
 from jobs.parquet.asks.kinds import kind_of
 from jobs.parquet.files.storage import Storage
-from jobs.parquet.tables.columns import NUMBER, ROW_NUMBER, ColumnChoice
+from jobs.parquet.tables.columns import OWN_METADATA, ROW_NUMBER, ColumnChoice
 from jobs.parquet.tables.table_child import STATISTICS
 from jobs.parquet.tables.table_reading import look_at
 from jobs.runs.plans.plan import Plan
@@ -57,7 +57,7 @@ def output_schema(schema: pa.Schema, spec: RunSpec, path: str = "", embedding_si
             )
     fields = list(map(schema.field, kept))
     for place, field in enumerate(fields):  # without what templates alone want to know of it
-        metadata = {key: value for key, value in (field.metadata or {}).items() if key not in NUMBER}
+        metadata = {key: value for key, value in (field.metadata or {}).items() if key not in OWN_METADATA}
         fields[place] = field.with_metadata(metadata or None)
     return pa.schema([*fields, *answers], metadata=schema.metadata)
 

@@ -32,7 +32,7 @@ from jobs.parquet.formats.converted_inputs import remove_converted
 from jobs.parquet.outputs.output_file import failed_rows, write_output
 from jobs.parquet.outputs.part import read_part_stats
 from jobs.runs.control import remove_waiting
-from jobs.runs.end_notices import tell_of, tell_shards_failed
+from jobs.runs.end_notices import stop_over_limit, tell_of, tell_shards_failed
 from jobs.runs.plans import names as run_names
 from jobs.runs.plans.names import INPUT, KEYS, PLAN, REUSED, TEMPORARY_PREFIX, output_names, part_name
 from jobs.runs.plans.plan import Plan
@@ -206,9 +206,10 @@ class RunFolder:
         count = self.state.record_part(stats)
         if count.total is None:  # Redis lost our keys: in doubt, the parts themselves are counted
             return self.recount(queue)
-        if count.done >= count.total:
+        if self._stopped_by_errors(queue, is_whole=count.is_whole):
+            return False
+        if count.is_whole:
             return self._finish()
-        self._stop_where_too_many_fail(count.total, queue)
         tell_shards_failed(self.state, count)
         return False
 
@@ -220,18 +221,22 @@ class RunFolder:
                     reasons.add(reason, [row])
         record_reasons(self.state.connection, self.plan.run, stats.shard, reasons)
 
-    def _stop_where_too_many_fail(self, shards: int, queue: str) -> None:
-        if (verdict := self.state.judge()) is None:
-            return
-        reason, submission = verdict
+    def _stopped_by_errors(self, queue: str, *, is_whole: bool) -> bool:
+        """Stop the run where more rows have an error than its submission allows; return whether it is stopped.
+
+        To be asked before a run is ended: a run that was stopped has no end, whichever of its shards comes last.
+        """
+        if self.state.judge(is_whole=is_whole) is None or self.has_success():
+            return False
+        submission = stop_over_limit(self.state, is_whole=is_whole)
+        if submission is None:
+            return False
+        waiting = sorted(set(range(len(self.plan.shards))) - self.state.recorded())
         with suppress(RunResubmitted):  # perhaps with another limit, which judges the next parts
-            # First: a run that is stopped tells nothing.
-            tell_of(self.state, submission, "stopped", reason)
-            self.state.cancel(submission, stopped=reason)
-            waiting = sorted(set(range(shards)) - self.state.recorded())
             for name, is_second in self.plan.queues(queue):
                 ids = [run_names.shard_job_id(self.plan.run, shard, is_second) for shard in waiting]
                 remove_waiting(self.state, submission, name, ids)
+        return True
 
     def recount(self, queue: str) -> bool:
         """Rebuild the run's state from the parts that are there; end the run if none is missing."""
@@ -249,7 +254,9 @@ class RunFolder:
         for stats in islice((each for each in found.values() if each.errors), MAX_PARTS):
             self._record_reasons(stats)
         count = self.state.amend_parts(found, gone, len(self.plan.shards))
-        return count.is_whole and self._finish()
+        if not count.is_whole or self._stopped_by_errors(queue, is_whole=True):
+            return False
+        return self._finish()
 
     def has_success(self) -> bool:
         return self._is_there(run_names.SUCCESS)

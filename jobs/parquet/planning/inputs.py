@@ -17,12 +17,13 @@ from jobs.parquet.asks.scores import content_free
 from jobs.parquet.files.fingerprint import GONE, check_unchanged, file_fingerprint
 from jobs.parquet.files.storage import Storage
 from jobs.parquet.formats.converted_inputs import scan
-from jobs.parquet.formats.kinds import Kind, arrow_field, merged, merged_texts
+from jobs.parquet.formats.kinds import Kind, arrow_field, depends_on_others, merged, merged_texts, with_decimal
 from jobs.parquet.outputs.part import output_schema
 from jobs.parquet.planning.find_files import FoundFile, find_files, partition_columns
 from jobs.parquet.prompts.sources import row_source
 from jobs.parquet.tables.columns import ROW_NUMBER, with_added_fields
-from jobs.runs.plans.names import HEADED, LINES, one_format
+from jobs.runs.plans.dialects import check_dialect
+from jobs.runs.plans.names import HEADED, JSONL, LINES, one_format
 from jobs.runs.plans.plan import AddedColumn, Plan, PlannedFile, Shard, cut_shards
 from jobs.runs.plans.spec import RunSpec
 
@@ -30,7 +31,7 @@ from jobs.runs.plans.spec import RunSpec
 def read_inputs(context: JobContext, storage: Storage, spec: RunSpec, found: Sequence[FoundFile]) -> Plan:
     """Look at each file up to the run's limit; return a new run's plan. Raises InputError, also for columns that make
     no run."""
-    look = _Look(storage, one_format((file.named for file in found), spec.input_format))
+    look = _Look(storage, one_format((file.named for file in found), spec.input_format), spec.dialect)
     left = spec.limit
     for each in found:
         context.check_interrupted()
@@ -50,11 +51,24 @@ def read_inputs(context: JobContext, storage: Storage, spec: RunSpec, found: Seq
         shards=shards,
         added_columns=tuple(columns),
         input_format=look.format,
-        columns=tuple(look.kinds.items()),
+        columns=tuple(look.columns.items()),
+        as_json=_read_as_json(spec, look),
         sizes=tuple(_num_bytes(look.groups[shard.file], shard) for shard in shards),
     )
     _check_columns(spec, with_added_fields(schema, columns), found[0].path)
     return plan
+
+
+def _read_as_json(spec: RunSpec, look: "_Look") -> tuple[str, ...]:
+    """Return the columns of JSON lines of which a prompt takes each row's own JSON, and not what all rows make of it.
+
+    Columns of texts and of pictures are read as they stand.
+    """
+    if look.format != JSONL:
+        return ()
+    as_they_stand = {spec.prompt_column, spec.query_column, spec.document_column, *(spec.image_column or ())}
+    names = [name for name in row_source(spec).columns if name in look.kinds and name not in as_they_stand]
+    return tuple(name for name in names if depends_on_others(look.kinds[name]))
 
 
 def _num_bytes(groups: Sequence[tuple[int, int]], shard: Shard) -> int:
@@ -91,7 +105,7 @@ def check_columns_here(spec: RunSpec) -> None:
         path, file_format = found[0].path, one_format((file.named for file in found), spec.input_format)
         if file_format in LINES - HEADED:
             return
-        look = scan(storage, path, file_format, 0)
+        look = scan(storage, path, file_format, 0, spec.dialect)
         columns, _ = _added_columns(found, look.schema.names, spec.filename_column)
         if file_format not in LINES:
             _check_columns(spec, with_added_fields(look.schema, columns), path)
@@ -102,17 +116,25 @@ def check_columns_here(spec: RunSpec) -> None:
 
 
 class _Look:
-    def __init__(self, storage: Storage, file_format: str) -> None:
-        self._storage, self.format = storage, file_format
+    def __init__(self, storage: Storage, file_format: str, dialect: Mapping[str, str]) -> None:
+        """Begin. Raises InvalidJob for a dialect that files of the format do not have."""
+        check_dialect(dialect, file_format)
+        self._storage, self.format, self._dialect = storage, file_format, dialect
         self.kinds: dict[str, Kind] = {}
         self.files: list[PlannedFile] = []
         self.groups: list[list[tuple[int, int]]] = []
         self._schema: pa.Schema | None = None
 
     @property
+    def columns(self) -> dict[str, Kind]:
+        """Return what columns of text files hold, as the plan keeps it."""
+        decimal = self._dialect.get("decimal", ".")
+        return {name: with_decimal(kind, decimal) for name, kind in self.kinds.items()}
+
+    @property
     def schema(self) -> pa.Schema:
         if self.format in LINES:
-            return pa.schema([arrow_field(name, kind) for name, kind in self.kinds.items()])
+            return pa.schema([arrow_field(name, kind) for name, kind in self.columns.items()])
         return self._schema
 
     def take(self, path: str, most: int | None) -> None:
@@ -120,7 +142,7 @@ class _Look:
         stat = self._storage.stat(path)
         if stat is None:
             raise errors.InputNotFound(path)
-        found = scan(self._storage, path, self.format, most)
+        found = scan(self._storage, path, self.format, most, self._dialect)
         if self.format in LINES:
             self._take_kinds(path, found.kinds)
         else:

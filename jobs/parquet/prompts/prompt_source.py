@@ -110,7 +110,31 @@ def messages_column(column: str) -> ColumnSource:
     def may_be_chat(kind: pa.DataType) -> bool:
         return is_text(kind) or (is_list(kind) and pa.types.is_struct(kind.value_type))
 
-    return ColumnSource([column], _chat, may_be_chat, "a list of structs with role and content, or their JSON")
+    return ChatSource([column], _chat, may_be_chat, "a list of structs with role and content, or their JSON")
+
+
+class ChatSource(ColumnSource):
+    """A column of chats. Structs have each other's keys, with null: what a row has not is not shown to the model."""
+
+    def read(self, rows: pa.RecordBatch) -> Iterator[Any]:
+        kinds = {column: rows.schema.field(column).type for column in self.columns}
+        for values in super().read(rows):
+            if isinstance(values, RowProblem):
+                yield values
+            else:
+                yield {name: without_null_keys(value, kinds[name]) for name, value in values.items()}
+
+
+def without_null_keys(value: Any, kind: pa.DataType) -> Any:
+    """Return a value without the keys of its structs, at all depths, whose value is null. kind: its type."""
+    if pa.types.is_struct(kind) and isinstance(value, dict):
+        there = {key: inner for key, inner in value.items() if inner is not None}
+        return {key: without_null_keys(inner, kind.field(key).type) for key, inner in there.items()}
+    if pa.types.is_map(kind) and isinstance(value, dict):
+        return {key: without_null_keys(inner, kind.item_type) for key, inner in value.items()}
+    if is_list(kind) and isinstance(value, list):
+        return [without_null_keys(each, kind.value_type) for each in value]
+    return value
 
 
 def _chat(messages: Any) -> str | Parts:

@@ -17,7 +17,7 @@ from jobs.parquet.prompts import prompt_source
 from jobs.parquet.prompts.jinja_source import JinjaSource
 from jobs.parquet.prompts.picture_source import PictureSource
 from jobs.parquet.prompts.prompt_source import ColumnSource, PromptSource, Row, checked_text
-from jobs.parquet.tables.columns import PROBLEM, RowProblem, is_list, is_text, python_rows
+from jobs.parquet.tables.columns import PROBLEM, RowProblem, as_asked, has_digits, is_list, is_text, python_rows
 from jobs.prompts.arguments import NOT_TEXT
 from jobs.prompts.messages import OF_VALUES, ChatOptions
 from jobs.prompts.pictures import ReadFile, is_url, loaded
@@ -49,7 +49,8 @@ class RowSampling:
         for name, column in self._by_name.items():
             kind = schema.field(column).type
             inner = kind.value_type if is_list(kind) else kind
-            if not any(is_one(inner) for is_one in _NUMBERS) and (name in NOT_TEXT or not is_text(inner)):
+            is_number = any(is_one(inner) for is_one in _NUMBERS) or has_digits(schema.field(column))
+            if not is_number and (name in NOT_TEXT or not is_text(inner)):
                 raise WrongColumnType(column, kind, f"a value for {name}: a number, as a rule")
 
     def of(self, values: Mapping[str, Any]) -> str:
@@ -57,6 +58,7 @@ class RowSampling:
             name: self._shared.get(name) if values[column] is None else values[column]
             for name, column in self._by_name.items()
         }
+        found = {name: _number(value) if name in NOT_TEXT else value for name, value in found.items()}
         own = json.dumps({name: _plain(value) for name, value in found.items() if value is not None})
         if (problem := self._problem(own)) is not None:
             raise RowProblem(problem)
@@ -74,6 +76,16 @@ class RowSampling:
         except InvalidJob as error:
             return str(error)
         return None
+
+
+def _number(value: Any) -> Any:
+    """Return the number that a CSV file has as a text which its type would write otherwise: 0.70, or 0,7."""
+    if not isinstance(value, str):
+        return value
+    try:
+        return json.loads(value.replace(",", "."))
+    except ValueError:
+        return value
 
 
 def _plain(value: Any) -> Any:
@@ -111,6 +123,7 @@ class RowSource:
 
     def rows(self, batch: pa.RecordBatch, read: ReadFile = str.encode) -> Iterator[Row | RowProblem]:
         """Yield each row of a batch, or why it asks nothing. read: gives the file of a picture's path."""
+        batch = as_asked(batch)
         has_problems = PROBLEM in batch.schema.names
         for start in range(0, batch.num_rows, SLICE_ROWS):
             part = batch.slice(start, SLICE_ROWS)

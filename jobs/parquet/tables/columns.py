@@ -1,5 +1,7 @@
 """A table's columns: their types, which are kept and added, and rows' values in them, as prompts and outputs show."""
 
+import json
+import re
 from collections.abc import Callable, Iterator, Sequence
 from itertools import repeat
 from typing import Any, NamedTuple
@@ -11,6 +13,9 @@ from jobs.runs.plans.plan import AddedColumn
 
 #: Why a line of a file is no row, in a column of its own until the rows are written. A file's of this name is refused.
 PROBLEM = "\0problem"
+#: What the names of columns begin with that stand beside others of JSON lines until the rows are written: they hold
+#: the JSON that each row has. A file's of such a name is refused.
+AS_JSON = "\0json:"
 #: Of a run in an order of its own: which row of the whole input, from 0, a row is.
 ROW_NUMBER = "row_number"
 
@@ -40,11 +45,30 @@ class ColumnChoice(NamedTuple):
 
     def of(self, found: Sequence[str]) -> list[str] | None:
         if self.names is not None:
-            return [name for name in (*self.names, PROBLEM) if name in found]
+            beside = (AS_JSON + name for name in self.names)
+            return [name for name in (*self.names, *beside, PROBLEM) if name in found]
         return [name for name in found if name not in self.without] if self.without else None
 
 
 ALL_COLUMNS = ColumnChoice()
+
+
+def as_asked(batch: pa.RecordBatch) -> pa.RecordBatch:
+    """Return a batch as prompts read it: a column that has each row's own JSON beside it gives way to that."""
+    names = [name for name in batch.schema.names if name.startswith(AS_JSON)]
+    for name in names:
+        column = batch.column(name)
+        batch = batch.drop_columns([name])
+        batch = _replaced(batch, batch.schema.get_field_index(name.removeprefix(AS_JSON)), column)
+    return batch
+
+
+def _replaced(batch: pa.RecordBatch, place: int, column: pa.Array) -> pa.RecordBatch:
+    fields = list(batch.schema)
+    fields[place] = pa.field(fields[place].name, column.type, metadata=JSON)
+    columns = list(batch.columns)
+    columns[place] = column
+    return pa.RecordBatch.from_arrays(columns, schema=pa.schema(fields))
 
 
 def with_added_fields(schema: pa.Schema, columns: Sequence[AddedColumn]) -> pa.Schema:
@@ -103,6 +127,15 @@ MAX_VALUE_BYTES = 6 * MAX_PROMPT_BYTES
 MAX_NESTED_VALUES = 100_000
 #: The metadata of a column that had integers beside floats, all exact as floats: they keep their text.
 NUMBER = {b"tokenmill": b"number"}
+#: The metadata of a text column that has numbers alone, which are not written as their type would write them.
+DIGITS = {b"tokenmill": b"digits"}
+#: The metadata of columns of floats whose decimals follow a comma, and of those that have integers too.
+COMMA, COMMA_NUMBER = {b"tokenmill": b"comma"}, {b"tokenmill": b"comma number"}
+#: The metadata of a text column whose values are JSON, which prompts take as what it says.
+JSON = {b"tokenmill": b"json"}
+#: The key of metadata that say how templates write a column, and are no part of an output.
+_OWN_KEY = b"tokenmill"
+OWN_METADATA = frozenset({_OWN_KEY})
 #: Values are converted together up to so many bytes, and else row by row.
 _TOGETHER_BYTES = 1 << 20
 
@@ -121,10 +154,33 @@ def python_rows(columns: Sequence[str], rows: pa.RecordBatch) -> Iterator[dict[s
         yield problem or dict(zip(columns, row, strict=True))
 
 
+def has_digits(field: pa.Field) -> bool:
+    """Whether a column is text that holds numbers alone."""
+    return DIGITS.items() <= (field.metadata or {}).items()
+
+
 def _as_written(field: pa.Field, values: Iterator[Any]) -> Iterator[Any]:
-    if NUMBER.items() <= (field.metadata or {}).items():
-        return (int(each) if isinstance(each, float) and each.is_integer() else each for each in values)
+    written = (field.metadata or {}).get(_OWN_KEY)
+    if written in (NUMBER[_OWN_KEY], COMMA_NUMBER[_OWN_KEY]):
+        values = (int(each) if isinstance(each, float) and each.is_integer() else each for each in values)
+    if written in (COMMA[_OWN_KEY], COMMA_NUMBER[_OWN_KEY]):
+        return (f"{each}".replace(".", ",") if isinstance(each, float) else each for each in values)
+    if written == JSON[_OWN_KEY]:
+        return (_from_json(field.name, each) if isinstance(each, str) else each for each in values)
     return values
+
+
+_JSON_TEXT = re.compile(r'"(?:[^"\\]|\\.)*"')
+
+
+def _from_json(name: str, text: str) -> Any:
+    """Return what JSON of ours says, unless it holds too many values for Python."""
+    if len(text) > MAX_NESTED_VALUES:
+        marks = _JSON_TEXT.sub("", text)
+        count = sum(map(marks.count, ",[{"))
+        if count > MAX_NESTED_VALUES:
+            return _beyond(name, count, "values", MAX_NESTED_VALUES)
+    return json.loads(text)
 
 
 def row_values(name: str, column: pa.Array, is_ours: bool = False) -> Iterator[Any]:
@@ -174,7 +230,9 @@ def _too_large(name: str, row: pa.Array) -> RowProblem | None:
         size, count = scalar.as_buffer().size if isinstance(scalar, pa.BinaryScalar | pa.StringScalar) else 0, 0
     for found, unit, limit in ((count, "values", MAX_NESTED_VALUES), (size, "bytes", MAX_VALUE_BYTES)):
         if found > limit:
-            return RowProblem(
-                f"column {name!r} has a value of {found} {unit}, more than the limit of {limit}: shorten it"
-            )
+            return _beyond(name, found, unit, limit)
     return None
+
+
+def _beyond(name: str, found: int, unit: str, limit: int) -> RowProblem:
+    return RowProblem(f"column {name!r} has a value of {found} {unit}, more than the limit of {limit}: shorten it")

@@ -15,7 +15,7 @@ from jobs.context import never_interrupted
 from jobs.context.shared_files import CHILDREN
 from jobs.errors import CorruptParquet, ShardTooLarge, TableNotRead
 from jobs.parquet.files.storage import Storage, reading
-from jobs.parquet.tables.columns import ALL_COLUMNS, PROBLEM, ColumnChoice, holds, is_bytes
+from jobs.parquet.tables.columns import ALL_COLUMNS, AS_JSON, PROBLEM, ColumnChoice, holds, is_bytes
 from jobs.runs.plans.plan import Shard
 from sandbox import ChildDied, ChildFailed, ChildOutOfMemory, Limits
 
@@ -74,7 +74,8 @@ def asked_again(path: str, ask: Callable[[], T]) -> T:
 def read_schema(schema: bytes | bytearray) -> pa.Schema:
     """Return the columns of a file that holds something of its own."""
     found = pa.ipc.read_schema(pa.py_buffer(schema))
-    return found.remove(found.names.index(PROBLEM)) if PROBLEM in found.names else found
+    fields = [field for field in found if field.name != PROBLEM and not field.name.startswith(AS_JSON)]
+    return pa.schema(fields, metadata=found.metadata)
 
 
 class TableReading:

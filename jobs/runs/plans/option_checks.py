@@ -38,7 +38,7 @@ def share(name: str, value: Any) -> float:
 
 
 #: What a run of batch files may be given as well.
-_BESIDE_BATCHES = ("input_format", "limit", "model_alias", "only_new", "rows_per_shard")
+_BESIDE_BATCHES = ("encoding", "input_format", "limit", "model_alias", "only_new", "rows_per_shard")
 #: Arguments that such a run has in its normal form, with the values that they have there.
 _OF_BATCHES = {"prompt_column": ("prompt",), "keep": (["custom_id"],), "single_file": (True, "openai-batch")}
 

@@ -85,7 +85,8 @@ class Plan:
     """What a run does.
 
     seed: the source of every row's seed. added_columns: come behind the files'. columns: of text files, which do not
-    say it: names, and what they hold (jobs.parquet.formats.kinds). sizes: bytes of what each shard asks. second: the
+    say it: names, and what they hold (jobs.parquet.formats.kinds). as_json: those that prompts read as the JSON that
+    each row has, as a type would be that of all rows. sizes: bytes of what each shard asks. second: the
     model that rows with low margins are asked again of. input_folder: of what was made of inputs that are no Parquet;
     by default in the output.
     """
@@ -99,6 +100,7 @@ class Plan:
     added_columns: tuple[AddedColumn, ...] = ()
     input_format: str = PARQUET
     columns: tuple[tuple[str, Any], ...] = ()
+    as_json: tuple[str, ...] = ()
     sizes: tuple[int, ...] = ()
     reused: Reused | None = None
     second: PinnedModel | None = None
@@ -201,6 +203,7 @@ class Plan:
                 added_columns=tuple(AddedColumn(**column) for column in content["added_columns"]),
                 input_format=content["input_format"],
                 columns=tuple((name, kind) for name, kind in content["columns"]),
+                as_json=tuple(content.get("as_json", ())),  # earlier plans have none
                 sizes=tuple(content["sizes"]),
                 reused=None if content["reused"] is None else Reused(**content["reused"]),
                 second=PinnedModel(**content["second"]) if content.get("second") else None,

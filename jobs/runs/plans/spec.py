@@ -21,6 +21,7 @@ from jobs.prompts.response_options import LOGPROBS
 from jobs.prompts.template_texts import template_texts
 from jobs.runs.plans import option_checks as checks
 from jobs.runs.plans import prompt_steps
+from jobs.runs.plans.dialects import DIALECT, parse_decimal, parse_delimiter, parse_encoding
 from jobs.runs.plans.names import OPENAI_BATCH, PARTS, SUFFIXES, parse_single_file
 from jobs.runs.plans.paths import real_path, run_path
 
@@ -89,6 +90,9 @@ class RunSpec:
     escalate_to: Annotated[str | None, lambda name, value: check_queue_name(value, name)] = None
     escalate_model: Annotated[str | None, lambda _, value: parse_model(value)] = None
     image_column: Annotated[list[str] | None, checks.image_columns] = None
+    encoding: Annotated[str | None, parse_encoding] = None
+    delimiter: Annotated[str | None, parse_delimiter] = None
+    decimal: Annotated[str | None, parse_decimal] = None
 
     @classmethod
     def from_arguments(cls, input: Any, output: Any, **given: Any) -> Self:
@@ -140,6 +144,12 @@ class RunSpec:
     @property
     def parts_folder(self) -> str:
         return self.output if self.single_file is None else os.path.join(self.output, PARTS)
+
+    @property
+    def dialect(self) -> dict[str, str]:
+        """Return how the input's text is written, where it was said: what of DIALECT has a value."""
+        found = {name: getattr(self, name) for name in DIALECT}
+        return {name: value for name, value in found.items() if value is not None}
 
     @property
     def is_chat(self) -> bool:

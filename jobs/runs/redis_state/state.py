@@ -203,13 +203,17 @@ class RunState:
         RunResubmitted when another one came."""
 
         def mark(pipe: Pipeline) -> None:
-            # By the clock too: of the jobs of a run that Redis lost, nobody knows which submission they are of.
-            number = max(submission, _now_ms())
             pipe.multi()
-            self.take_turn(pipe)
-            self._put(pipe, {"cancelled": 1, "cancelled_submission": number, **reason})
+            self.mark_cancelled(pipe, submission, **reason)
 
         self.as_of(submission, mark)
+
+    def mark_cancelled(self, pipe: Pipeline, submission: int, **reason: str) -> None:
+        """Have `pipe`, which is in a transaction, mark a submission cancelled, and all before it."""
+        # By the clock too: of the jobs of a run that Redis lost, nobody knows which submission they are of.
+        number = max(submission, _now_ms())
+        self.take_turn(pipe)
+        self._put(pipe, {"cancelled": 1, "cancelled_submission": number, **reason})
 
     def as_of(self, submission: int, change: Callable[[Pipeline], T]) -> T:
         """Make a change, as `write` does, while no later submission came. Raises RunResubmitted."""
@@ -234,9 +238,14 @@ class RunState:
     def is_cancelled(self) -> bool:
         return bool(self._redis.hexists(self._key, "cancelled"))
 
-    def judge(self) -> tuple[str, int] | None:
-        """Return why the run is to be stopped, by the parts recorded since it was submitted, and that submission."""
-        fields: Any = self._redis.hmget(self._key, *OF_SUBMISSION[:2], "max_errors", "submission")
+    def judge(self, *, is_whole: bool = False, client: Redis | None = None) -> tuple[str, int] | None:
+        """Return why the run is to be stopped, and the submission that says so; None where it goes on.
+
+        The parts recorded since it was submitted tell. is_whole: each shard has a part, and all of them tell, so that
+        it does not matter which came last. client: whose look it is, such as a pipeline that watches the run.
+        """
+        counted = ("total_rows", "total_errors") if is_whole else OF_SUBMISSION[:2]
+        fields: Any = (client or self._redis).hmget(self._key, *counted, "max_errors", "submission")
         rows, errors, text, submission = fields
         told = ErrorLimit.stored(stored.text(text) if text else None).told(_number(rows), _number(errors))
         if told is None:

@@ -192,3 +192,19 @@ def test_a_frame_comes_back_with_its_types_and_index(runs: Runs) -> None:
     pd.testing.assert_frame_equal(run.table().to_pandas(), frame)
     assert frame["completion"].tolist() == ["B", "A", "C"]
     assert not [key for key in run.table().schema.metadata if key.startswith(b"tokenmill")]
+
+
+def test_a_run_that_was_refused_gives_none_of_the_rows_of_the_run_that_its_folder_holds(
+    runs: Runs, redis: Redis, source: Path
+) -> None:
+    first = jobs.submit(source, runs.output, rows_per_shard=2)
+    runs.work()
+    finish(runs)
+    refused = jobs.submit(source, runs.output, template="Other: {prompt}")
+    with pytest.raises(errors.OutputHoldsAnotherRun):
+        runs.work()
+    redis.delete("rq:queue:bulk")
+    for read in (refused.frame, refused.table, refused.errors, lambda: refused.retry(runs.output.parent / "new")):
+        with pytest.raises(RunNotHere, match=f"there is run {first.id}, not this one"):
+            read()
+    assert first.table().num_rows == 5

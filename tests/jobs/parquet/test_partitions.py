@@ -148,3 +148,14 @@ def test_a_link_that_leads_back_ends_the_search(score: Score, tmp_path: Path) ->
     write(tmp_path / "in" / "k=1" / "x.parquet")
     (tmp_path / "in" / "k=2").symlink_to(tmp_path / "in")
     assert len(score(str(tmp_path / "in"))) == 1
+
+
+@pytest.mark.parametrize("values", [["02139", "90210"], ["-0", "1"], ["1", "01"], ["00", "0"]])
+def test_a_folders_value_whose_text_would_not_come_back_stays_text(
+    score: Score, tmp_path: Path, values: list[str]
+) -> None:
+    for value in values:
+        write(tmp_path / "in" / f"zip={value}" / "x.parquet")
+    table = score(str(tmp_path / "in"), template="{zip}")
+    assert table["zip"].to_pylist() == sorted(values)
+    assert table["completion"].to_pylist() == sorted(values)

@@ -1,10 +1,15 @@
 """A run of which too many rows fail is stopped, says so, and can be resumed."""
 
 from pathlib import Path
+from random import Random
+from uuid import uuid4
 
 import pytest
 from click import ClickException
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 from redis import Redis
+from rq.job import Job
 
 import jobs
 from jobs.cli import status_text
@@ -12,8 +17,8 @@ from jobs.common.keys import run_key
 from jobs.errors import InvalidValue, RunFailed
 from jobs.runs.redis_state.state import RunState
 from jobs.runs.redis_state.submission import ErrorLimit
-from jobs.runs.watching.reading import list_runs
-from jobs.tasks import Request
+from jobs.runs.watching.reading import list_runs, read_snapshot
+from jobs.tasks import OpenTask, Request
 from tests.jobs.answering import FakeCompletion, refuse, shout
 from tests.jobs.conftest import Invoke
 from tests.jobs.local_runs import Runs
@@ -54,7 +59,7 @@ def test_a_run_whose_rows_all_fail_is_stopped_and_named_and_resumed_with_a_highe
     assert f"run {run}: finished" in invoke("status", run).stdout
 
 
-def test_a_finished_run_that_passes_the_limit_says_so_with_exit_status_1(
+def test_a_run_that_passes_the_limit_with_its_last_part_is_stopped_until_the_limit_is_higher(
     runs: Runs, invoke: Invoke, source: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def answer(request: Request) -> FakeCompletion:  # the run's last rows alone fail: nothing is left to stop
@@ -64,8 +69,9 @@ def test_a_finished_run_that_passes_the_limit_says_so_with_exit_status_1(
     for limit, status in (("99", 1), ("99", 1), ("100", 0)):
         options = ("--wait", "--rows-per-shard", 100, "--max-errors", limit)
         result = invoke("submit", source, source.parent / "out", *options)
-        assert "finished" in result.stdout
+        assert ("stopped" if status else "finished") in result.stdout
         assert result.exit_code == status, result.output
+        assert (source.parent / "out" / "_SUCCESS").exists() is not bool(status)
         told = "100 of 500 rows have an error, more than --max-errors 99 allows"
         shown = invoke("status", source.parent / "out").stdout
         assert (told in result.stderr, told in shown) == (bool(status), bool(status))
@@ -122,3 +128,55 @@ def test_a_parts_errors_count_once_however_often_it_is_recorded(redis: Redis, ru
     assert not state.is_cancelled()
     runs.run(second, answer=lambda request: refuse("x"))
     assert state.is_cancelled()
+
+
+@given(
+    bad=st.lists(st.integers(0, 100), min_size=2, max_size=4),
+    limit=st.sampled_from(["5%", "40%", "30", "150"]),
+    order=st.randoms(use_true_random=False),
+    num_open=st.integers(1, 4),
+)
+@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+def test_a_run_beyond_its_limit_never_gets_the_mark_of_its_end_whatever_order_shards_end_in(
+    runs: Runs, redis: Redis, bad: list[int], limit: str, order: Random, num_open: int
+) -> None:
+    """num_open: shards that run at once, and so go on when the run is stopped."""
+    redis.flushdb()
+    output = runs.output.parent / f"out-{uuid4().hex}"
+    fails = [number < count for count in bad for number in range(100)]
+    runs.write([f"{'bad' if fail else 'good'} {row}" for row, fail in enumerate(fails)])
+    run = runs.plan(output=output, rows_per_shard=100, max_errors=limit)["run"]
+
+    def answer(request: Request) -> FakeCompletion:
+        return refuse("x") if str(request.prompt).startswith("bad") else shout(request)
+
+    waiting = runs.jobs
+    order.shuffle(waiting)
+    was_stopped, is_open = False, list[tuple[Job, OpenTask]]()
+    while waiting or is_open:
+        still_queued = {job.id for job in runs.jobs}
+        while waiting and len(is_open) < num_open:
+            job = waiting.pop()
+            if job.id in still_queued:
+                is_open.append((job, runs.answered(job, answer)))
+        if not is_open:
+            break
+        _, task = is_open.pop(order.randrange(len(is_open)))
+        task.result()
+        task.close()
+        was_stopped |= RunState(redis, run).is_cancelled()
+        has_end = (output / "_SUCCESS").exists()
+        assert not (was_stopped and has_end)
+    is_whole = len(list(output.glob("part-*.parquet"))) == len(bad)
+    is_beyond = ErrorLimit.parse(limit).told(len(fails), sum(fails)) is not None
+    if is_beyond:
+        assert was_stopped
+    assert (output / "_SUCCESS").exists() is (is_whole and not was_stopped)
+    state = read_snapshot(redis, run).state
+    assert state == ("stopped" if was_stopped else "finished")
+
+    # With a higher limit it ends.
+    redis.delete("rq:queue:bulk")
+    runs.plan(output=output, rows_per_shard=100, max_errors="100%")
+    runs.work(answer)
+    assert (output / "_SUCCESS").exists()

@@ -200,3 +200,18 @@ def test_the_command_tells_by_its_exit_code(invoke: Invoke, site: Site, answered
     result = invoke("verify", run, "--sample", 3)
     assert (result.exit_code, result.stdout) == (2, "")
     assert "in.parquet" in result.stderr
+
+
+def test_a_run_that_redis_forgot_is_verified_by_its_folder(
+    invoke: Invoke, redis: Redis, site: Site, answered: list[dict[str, Any]]
+) -> None:
+    run = site.run()
+    redis.flushdb()
+    result = invoke("verify", site.output, "--sample", "100%")
+    assert result.exit_code == 0, result.output
+    assert f"run {run}: 10 of 12 rows checked" in result.stdout
+    assert invoke("verify", run).exit_code == 2  # of an id nothing is known
+    (site.output / "_SUCCESS").unlink()
+    result = invoke("verify", site.output)
+    assert result.exit_code == 2
+    assert "cannot be verified: it is not finished, but forgotten" in result.stderr

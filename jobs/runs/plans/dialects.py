@@ -1,0 +1,58 @@
+"""How an input's text is written, where a run says so: its encoding, and of CSV the delimiter and the decimals."""
+
+import codecs
+from collections.abc import Mapping
+from typing import Any
+
+from jobs.errors import InvalidJob, unlike
+from jobs.runs.plans.names import HEADED, LINES
+
+#: Arguments of a run, in the order in which they are told.
+DIALECT = ("encoding", "delimiter", "decimal")
+_TAB = "\t"
+#: How a tab is written where none can be typed.
+_TABS = ("\\t", "tab")
+
+
+def parse_encoding(name: str, value: Any) -> str | None:
+    """Return the name that Python has for an encoding of text."""
+    if value is None:
+        return None
+    try:
+        found = codecs.lookup(value)
+    except (LookupError, TypeError, ValueError):
+        found = None
+    if found is None or not found._is_text_encoding or found.incrementaldecoder is None:
+        raise unlike(name, value, "an encoding of text that Python knows, such as utf-8, cp1252 or utf-16")
+    return found.name
+
+
+def parse_delimiter(name: str, value: Any) -> str | None:
+    """Return the character between two fields of CSV."""
+    if value is None:
+        return None
+    if value in _TABS:
+        return _TAB
+    is_one = isinstance(value, str) and len(value) == 1
+    if not is_one or value == '"' or value.isalnum() or not (value == _TAB or value.isprintable()):
+        raise unlike(name, value, "one character that stands between fields, such as ; or | or \\t")
+    return str(value)
+
+
+def parse_decimal(name: str, value: Any) -> str | None:
+    """Return the character before the decimals of numbers; None for the point, which is the default."""
+    if value in (None, "."):
+        return None
+    if value != ",":
+        raise unlike(name, value, "the point or the comma that stands in numbers, . or ,")
+    return ","
+
+
+def check_dialect(given: Mapping[str, str], input_format: str) -> None:
+    """Raise InvalidJob for what files of a format do not have. given: RunSpec.dialect."""
+    for name in given:
+        formats = LINES if name == "encoding" else HEADED
+        if input_format not in formats:
+            raise InvalidJob(
+                f"{name} is of {', '.join(sorted(formats))} files, and the input is {input_format}: leave it out"
+            )
