@@ -289,11 +289,11 @@ class IoLoop:
     def _keep_leases(self, moment: float) -> None:
         self._renew.period_s = self._poll_rates.renew_s
         if self._renew.due(moment):
-            self._runner.drop(self._store.renew(self._runner.held))
+            self._runner.renew(self._store)
 
     def _show_progress(self, moment: float) -> None:
         if self._progress.due(moment):
-            self._store.show_progress(self._runner.jobs.changed_progress())
+            self._runner.show_progress(self._store)
         self.reporter.tell(moment)
 
     def _show_record(self, moment: float) -> None:

@@ -96,7 +96,7 @@ class Reporter:
             jobs_held=self._runner.num_held,
             jobs_finished=counts.num_finished,
             jobs_failed=counts.num_failed,
-            rows=counts.rows_done + self._runner.jobs.num_rows_done(),
+            rows=counts.rows_done + self._runner.num_rows_done(),
             depth=depth,
         )
 

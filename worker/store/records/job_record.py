@@ -31,7 +31,7 @@ _CALLBACKS = {role: name.encode() for role, name in CALLBACKS.items()}
 DATES = ("created_at", "enqueued_at", "started_at", "ended_at", "last_heartbeat")
 
 _PAYLOAD = (b"data", b"description", b"meta")
-"""What nobody asks for any more once all of a job is in the batch, perhaps but `meta`."""
+"""What nobody asks for any more once all of a job is in the batch."""
 
 _LIGHT_BYTES = 1 << 11
 """A record of no more takes about as much for itself."""
@@ -68,15 +68,14 @@ class JobRecord:
         """Unpack the payload's JSON. Raises TooLarge."""
         return unpack(self.fields[b"data"], self.max_job_bytes)
 
-    def without_payload(self, keeps_meta: bool) -> JobRecord:
+    def without_payload(self) -> JobRecord:
         """Return a copy without the parts that nobody needs any more."""
         kept = dict(self.fields)
         for name in _PAYLOAD:
-            if name != b"meta" or not keeps_meta:
-                kept.pop(name, None)
+            kept.pop(name, None)
         hash_bytes = sum(map(len, kept.values()))
         kept[b"data"] = b""
-        return replace(self, fields=MappingProxyType(kept), hash_bytes=hash_bytes, meta=self.meta if keeps_meta else {})
+        return replace(self, fields=MappingProxyType(kept), hash_bytes=hash_bytes, meta={})
 
     def without_callbacks(self) -> JobRecord:
         """Return the record of a job whose callbacks may not run here."""
