@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 from redis.exceptions import ConnectionError as RedisConnectionError
 
-from jobs.common.display import message_of
+from jobs.common.display import shown_error
 from worker.store.records.claimed_job import ClaimedJob
 
 MAX_IN_A_ROW = 3
@@ -35,7 +35,7 @@ class WorkerFault:
     counts: bool
 
     def __str__(self) -> str:
-        return f"{type(self.error).__name__}: {message_of(self.error)}"
+        return shown_error(self.error)
 
 
 class WorkerFaults:

@@ -126,20 +126,25 @@ class IoLoop:
             self._orders.put(Halt())
 
     def _run(self) -> None:
-        while self._phase is not Phase.GONE:
-            self._take_events()
-            if self._can_open:
-                self._runner.open_claimed()
-            self._runner.feed()
-            moment = self.turned_at = self._clock()
-            self._runner.journals.look(moment)
-            if self._deadlines.due(moment):
-                self._check_deadlines()
-            if self._phase is Phase.DRAINING and moment >= self._drain_by:
-                self._hand_back("TOKENMILL_DRAIN_S is over")
-            if moment >= self._retry_at or self._is_overdue(moment):
-                self._talk_to_redis(moment)
+        while self.turn():
+            pass
         self._say_goodbye()
+
+    def turn(self) -> bool:
+        """Do once what is due; False when it is time to go. The thread calls nothing else."""
+        self._take_events()
+        if self._can_open:
+            self._runner.open_claimed()
+        self._runner.feed()
+        moment = self.turned_at = self._clock()
+        self._runner.journals.look(moment)
+        if self._deadlines.due(moment):
+            self._check_deadlines()
+        if self._phase is Phase.DRAINING and moment >= self._drain_by:
+            self._hand_back("TOKENMILL_DRAIN_S is over")
+        if moment >= self._retry_at or self._is_overdue(moment):
+            self._talk_to_redis(moment)
+        return self._phase is not Phase.GONE
 
     def _take_events(self) -> None:
         """Handle all events; wait one poll period if there are none."""
@@ -265,7 +270,8 @@ class IoLoop:
         faults = self._runner.faults
         while faults.waiting:
             fault = faults.waiting[0]
-            self._runner.give_back_faulty(fault)
+            with self._runner.guard.around(fault.claimed):
+                self._runner.give_back_faulty(fault)
             del faults.waiting[0]
             self._claimer.discount(1)
             self._claimer.pause(self._clock() + PAUSE_S)
@@ -305,7 +311,8 @@ class IoLoop:
         names, period_s = self._queue_names, self._limits.sweep_period_s
         self._runner.take_up_abandoned(names, period_s)
         for claimed, error in self._stock.take_over(names, period_s):
-            self._runner.fail_stock_job(claimed, error)
+            with self._runner.guard.around(claimed):
+                self._runner.fail_stock_job(claimed, error)
 
     # Leave
 

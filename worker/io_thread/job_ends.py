@@ -8,7 +8,7 @@ from typing import Any
 
 from redis.exceptions import RedisError
 
-from jobs.common.display import message_of
+from jobs.common.display import message_of, shown_error
 from jobs.errors import Fault, JobsError, ResultTooLarge, fault_line
 from jobs.runs.plans.names import run_and_shard
 from worker.errors import FileTimeout, JobRefused, JobSetAside
@@ -95,7 +95,7 @@ class JobEnds:
 
         def then(job: HeldJob, _: Any, failure: BaseException | None) -> None:
             if failure is not None:
-                reason = message_of(failure)
+                reason = shown_error(failure)
                 self._log.error("job %s: nobody is told that its run has failed: %s", job.claimed.job_id, reason)
             self._finish(job, outcome, error)
 
@@ -167,9 +167,10 @@ class JobEnds:
         except Exception as error:  # noqa: BLE001  # a user's object may raise anything
             outcome = outcome.unwritable(error)
             self._log.warning(
-                "%s: job %s failed: its code has left values in it that no end can be written with",
+                "%s: job %s failed: its code has left values in it that no end can be written with (%s)",
                 job.claimed.queue_name,
                 job.claimed.job_id,
+                type(error).__name__,
             )
         self.writer.add(job, outcome)
 
@@ -194,18 +195,20 @@ class JobEnds:
             except RedisError:
                 raise
             except Exception as error:  # noqa: BLE001  # what cannot be read today cannot be read tomorrow
-                self._log.error("job %s: its dependents cannot be queued: %s", claimed.job_id, message_of(error))
+                self._log.error("job %s: its dependents cannot be queued: %s", claimed.job_id, shown_error(error))
             if not following:
                 self._store.close(claimed)
             return following
 
         def then(job: HeldJob, following: int, failure: BaseException | None) -> None:
+            if failure is not None:
+                raise failure
             if following:
                 self.queue_dependents(job, outcome, following)
             else:
                 self._announce(job, outcome)
 
-        self._calls.submit(self._pool, job, PoolCall(queue_page, then, again_on=Exception))
+        self._calls.submit(self._pool, job, PoolCall(queue_page, then, again_on=RedisError))
 
     def _announce(self, job: HeldJob, outcome: Outcome | None) -> None:
         """Queue a job's webhooks, once its end is written, and let it go."""

@@ -84,11 +84,10 @@ class JobRunner:
 
     def begin(self, claimed: ClaimedJob, lane: int) -> None:
         """Take up a job that was just claimed; `open_claimed` opens it in its turn."""
-        with self.guard.around(claimed):
-            job = self.jobs.add(claimed, lane)
-            with self.guard.around(job):
-                self._budget.add(job)
-                self.jobs.begin_trace(job)
+        job = self.jobs.add(claimed, lane)
+        with self.guard.around(job):
+            self._budget.add(job)
+            self.jobs.begin_trace(job)
 
     def open_claimed(self) -> None:
         """Open the jobs whose turn it is."""
@@ -130,7 +129,7 @@ class JobRunner:
             return
         job.run_function()
         if not is_post:
-            self._packer.function_started()
+            self._packer.function_started(job)
 
         def hand_over() -> None:
             if job.is_ours:
@@ -149,7 +148,7 @@ class JobRunner:
 
     def _function_ended(self, job: HeldJob, _: Any = None) -> None:
         if job.function_name != POSTING:
-            self._packer.function_ended()
+            self._packer.function_ended(job)
 
     def _open(self, job: HeldJob, task: Task) -> None:
         if task.blocking and self._packer.free_files <= 0:
@@ -375,12 +374,11 @@ class JobRunner:
 
     def _end_at_once(self, claimed: ClaimedJob, end: Callable[[HeldJob], None]) -> None:
         """Take a job only to end it."""
-        with self.guard.around(claimed):
-            job = self.jobs.add(claimed)
-            job.state = JobState.ENDING
-            with self.guard.around(job):
-                self.jobs.begin_trace(job)
-                end(job)
+        job = self.jobs.add(claimed)
+        job.state = JobState.ENDING
+        with self.guard.around(job):
+            self.jobs.begin_trace(job)
+            end(job)
 
     # Errors that nobody foresaw, for the guard
 
@@ -388,9 +386,10 @@ class JobRunner:
         return job in self.jobs
 
     def fail_unforeseen(self, job: HeldJob, error: Exception) -> None:
-        if job.is_ending:
-            self._ends.writer.forget(job)
+        self._ends.writer.forget(job)
+        self._budget.forget(job)
         self._withdraw(job, JobStopped)
+        self._packer.free_places(job)
         self._raised(job, error)
 
     def abandon(self, job: HeldJob) -> None:
@@ -400,6 +399,7 @@ class JobRunner:
             lambda job: job.withdraw(JobStopped),
             self._ends.writer.forget,
             self._budget.forget,
+            self._packer.free_places,
             self._close,
         ]
         if job in self.jobs:
@@ -456,7 +456,8 @@ class JobRunner:
                     self._max_deaths,
                 )
             if each.claimed is not None:
-                self._end_at_once(each.claimed, end)
+                with self.guard.around(each.claimed):
+                    self._end_at_once(each.claimed, end)
 
     def withdraw_unstarted(self) -> list[ClaimedJob]:
         """Let go of jobs that have not begun; the caller gives them back."""

@@ -58,6 +58,7 @@ class HeldJob:
     reason: name of its error, "" if it did not fail.
     was_slow: a call of its ran for long.
     is_overdue: its function was interrupted because of a limit of time.
+    num_requests: of its task, as of the last look; None where the task does not say.
     inspected: requests whose answers the task looks at in a thread, and those.
     unscheduled: requests that were sent and of which no step has scheduled a sequence.
     trace: None if it is not traced.
@@ -86,6 +87,7 @@ class HeldJob:
     reason: str = ""
     was_slow: bool = False
     is_overdue: bool = False
+    num_requests: int | None = None
     next_index: int = 0
     in_engine: int = 0
     unscheduled: set[int] = field(default_factory=set)
@@ -122,6 +124,10 @@ class HeldJob:
         if self.call is not None:
             self.call.interrupt(reason)
         self._awaited = None
+
+    def count_requests(self) -> None:
+        """Note how many requests its task has in all, which changes as they are pulled and delivered."""
+        self.num_requests = self.open_task.num_requests if self.open_task is not None else None
 
     # What is held of it
 
@@ -186,8 +192,7 @@ class HeldJob:
     @property
     def unread(self) -> float:
         """The number of requests left in the stream; infinite if the task does not say."""
-        num_requests = self.open_task.num_requests if self.open_task is not None else None
-        return float("inf") if num_requests is None else num_requests - self.next_index
+        return float("inf") if self.num_requests is None else self.num_requests - self.next_index
 
     @property
     def num_rows_done(self) -> int:

@@ -2,7 +2,7 @@
 
 import logging
 from collections.abc import Callable, Iterable, Sequence
-from typing import Protocol, TypeVar
+from typing import Any, Protocol, TypeVar
 
 from worker.io_thread.held.held_jobs import HeldJob
 from worker.metrics.tally import Tally
@@ -41,6 +41,11 @@ class JobGuard:
         """Return a context in which errors are this job's. A claimed job that is not held has none to fail."""
         return _Guarded(self, job)
 
+    def call(self, job: HeldJob, function: Callable[..., None], *args: Any) -> None:
+        """Call a function about a job, such as an event that a thread has posted."""
+        with self.around(job):
+            function(*args)
+
     def each(self, jobs: Iterable[HeldJob], act: Callable[[HeldJob], None]) -> None:
         """Do something for each job."""
         for job in jobs:
@@ -64,6 +69,8 @@ class JobGuard:
         except Exception as error:  # made again below
             if is_servers(error):
                 raise
+            kind, places = type(error).__name__, frames_of(error)
+            self._log.error("a call for %d jobs is made again one by one: %s, at %s", len(items), kind, places)
         replies: list[Reply] = []
         for item in items:
             with self.around(job_of(item)):
@@ -83,7 +90,7 @@ class JobGuard:
         )
         if not isinstance(job, HeldJob):
             return
-        if self._owner.holds(job) and not job.is_blamed:
+        if not job.is_blamed and self._owner.holds(job):
             job.is_blamed = True
             try:
                 self._owner.fail_unforeseen(job, error)

@@ -3,9 +3,10 @@
 import logging
 import time
 from collections.abc import Callable
+from functools import partial
 from queue import SimpleQueue
 
-from jobs.common.display import message_of
+from jobs.common.display import shown_error
 from worker.engine_thread.orders import Order, SoFar, Tell
 from worker.io_thread.held.held_jobs import HeldJob, HeldJobs, JobState
 from worker.io_thread.held.job_guard import JobGuard
@@ -90,13 +91,13 @@ class Journals:
         write = job.open_task.keep(job.so_far(so_far.samples))
         if write is not None:
             self._writing[job.number] = None
-            self.pool.submit(write, lambda _, error: self._post(lambda: self._written(job, error)), raises=False)
+            written = partial(self._guard.call, job, self._written, job)
+            self.pool.submit(write, lambda _, error: self._post(partial(written, error)), raises=False)
 
     def _written(self, job: HeldJob, error: BaseException | None) -> None:
         later = self._writing.pop(job.number)
-        with self._guard.around(job):
-            if error is not None:
-                reason = message_of(error)
-                self._log.warning("job %s: its journal could not be written: %s", job.claimed.job_id, reason)
-            if later is not None and job in self._streaming():
-                self._enter(job, later)
+        if error is not None:
+            reason = shown_error(error)
+            self._log.warning("job %s: its journal could not be written: %s", job.claimed.job_id, reason)
+        if later is not None and job in self._streaming():
+            self._enter(job, later)

@@ -49,7 +49,7 @@ class Packer:
         self._streams: list[deque[HeldJob]] = [deque() for _ in range(num_lanes)]
         self._in_engine = [0] * num_lanes
         self._opening, self._finishing = set[HeldJob](), set[HeldJob]()
-        self._functions = 0
+        self._functions = set[HeldJob]()
         self._dry: list[HeldJob] = []
         self._left = 0
         self._bursts: deque[int] = deque(maxlen=_BURSTS_REMEMBERED)
@@ -91,24 +91,32 @@ class Packer:
 
     def stream(self, job: HeldJob) -> None:
         """Serve a job's requests after those of the jobs before it on its lane."""
+        job.count_requests()
         self._streams[job.lane].append(job)
 
     def stream_on(self, job: HeldJob) -> None:
         """Serve a job whose stream had ended, before the others of its lane: its prefixes are cached."""
+        job.count_requests()
         self._streams[job.lane].appendleft(job)
 
     @property
     def free_functions(self) -> int:
         """The number of functions that the worker may still take, of any lane."""
-        return self._max_functions - self._functions
+        return self._max_functions - len(self._functions)
 
-    def function_started(self) -> None:
+    def function_started(self, job: HeldJob) -> None:
         """Count a function: it takes a thread, not a slot of the engine."""
-        self._functions += 1
+        self._functions.add(job)
 
-    def function_ended(self) -> None:
+    def function_ended(self, job: HeldJob) -> None:
         """Free the thread."""
-        self._functions -= 1
+        self._functions.discard(job)
+
+    def free_places(self, job: HeldJob) -> None:
+        """Free what a job takes beside the engine, where nothing of it is in a thread."""
+        if job.call is None:
+            for places in (self._opening, self._finishing, self._functions):
+                places.discard(job)
 
     def forget(self, job: HeldJob) -> None:
         """Drop a stopped or lost job's stream and its sequences in the engine."""
@@ -169,6 +177,7 @@ class Packer:
         request = _next_request(job)
         if request is None:
             return None
+        job.count_requests()
         index, wanted = job.next_index, samples_of(request)
         job.next_index += 1
         job.open_requests[index], job.samples[index] = [], wanted

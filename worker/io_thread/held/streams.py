@@ -141,26 +141,26 @@ class Streams:
             index,
             ordered,
             lambda: index in job.inspected,
-            lambda error: self._inspected(job, index, ordered, error),
+            lambda error: self._guard.call(job, self._inspected, job, index, ordered, error),
         )
 
     def _inspected(self, job: HeldJob, index: int, samples: list[Completion], error: BaseException | None) -> None:
         """Take the result of an inspection. error: raised by the task."""
         if index not in job.inspected:
             return  # the job was stopped or lost meanwhile
-        with self._guard.around(job):
-            del job.inspected[index]
-            if error is None:
-                self._deliver(job, index, samples)
-                return
-            self._changed[job.number] = job
-            job.error = error if isinstance(error, Exception) else RuntimeError(message_of(error))
+        del job.inspected[index]
+        if error is None:
+            self._deliver(job, index, samples)
+            return
+        self._changed[job.number] = job
+        job.error = error if isinstance(error, Exception) else RuntimeError(message_of(error))
 
     def _deliver(self, job: HeldJob, index: int, samples: list[Completion]) -> None:
         self._changed[job.number] = job
         assert job.open_task is not None
         try:
             job.open_task.deliver(index, samples)
+            job.count_requests()
             if job.state is JobState.SENT and job.open_task.has_more:
                 job.stream()
                 self._packer.stream_on(job)
