@@ -141,6 +141,13 @@ def _count(text: bytes) -> int:
     return int(text)
 
 
+def _intervals(text: bytes) -> list[Any] | None:
+    intervals = json.loads(text)
+    if not isinstance(intervals, list | None):
+        raise ValueError
+    return intervals
+
+
 def _meta(text: bytes) -> Any:
     try:
         return JSONSerializer.loads(text)
@@ -157,7 +164,11 @@ def _webhooks(text: bytes) -> tuple[Webhook, ...]:
 
 
 _COUNT, _MAX_COUNT = re.compile(rb"-?(0|[1-9][0-9]{0,17})"), 2**53
-_EXPECTED: Mapping[Callable[[bytes], Any], str] = {int: "a whole number", _count: f"a whole number up to {_MAX_COUNT}"}
+_EXPECTED: Mapping[Callable[[bytes], Any], str] = {
+    int: "a whole number",
+    _count: f"a whole number up to {_MAX_COUNT}",
+    _intervals: "a list of seconds",
+}
 
 _PARSERS: Mapping[bytes, Callable[[bytes], Any]] = {
     **dict.fromkeys((b"origin", b"worker_name", b"description", b"group_id", b"rate_limit_key"), bytes.decode),
@@ -171,7 +182,7 @@ _PARSERS: Mapping[bytes, Callable[[bytes], Any]] = {
     **dict.fromkeys((b"allow_dependency_failures", b"enqueue_at_front", b"ttl"), int),
     b"meta": _meta,
     **dict.fromkeys((b"number_of_retries", b"retries_left", b"repeats_left", b"rate_limit_concurrency"), _count),
-    **dict.fromkeys((b"retry_intervals", b"repeat_intervals"), json.loads),
+    **dict.fromkeys((b"retry_intervals", b"repeat_intervals"), _intervals),
     b"enqueue_at_front_on_retry": lambda text: bool(int(text)),
     **dict.fromkeys((name.encode() for name in DATES), lambda text: datetime.fromisoformat(text.decode())),
 }
