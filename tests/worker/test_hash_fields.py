@@ -22,8 +22,8 @@ FIELDS = sorted(
     {*_KEPT, b"created_at", b"sequences", b"tokenmill_kind", b"tokenmill_progress", b"ended_by", b"closed_by"}
 )
 GARBAGE = [
-    b"", b"\xff\xfe", b"{", b"[]", b"{}", b'{"5": 5}', b"null", b'"x"', b"-1", b"1e400", b"9" * 30, b"[[[1]]]", b'["a"]',
-    b"true", pickle.dumps({"owner": "web"}), b"\x00" * 10, b"[null]", b'[{"url": 1}]', b"NaN",
+    b"", b"\xff\xfe", b"{", b"[]", b"{}", b'{"5": 5}', b"null", b'"x"', b"-1", b"1e400", b"9" * 30, b"[[[1]]]",
+    b'["a"]', b"true", pickle.dumps({"owner": "web"}), b"\x00" * 10, b"[null]", b'[{"url": 1}]', b"NaN",
 ]  # fmt: skip
 
 

@@ -10,6 +10,7 @@ from typing import Any
 
 from redis.exceptions import RedisError, ResponseError
 
+from jobs.common.display import shown_error
 from worker.engine_thread.orders import EngineDied, Halt, SoFar, Stepped
 from worker.errors import EngineFailed, FaultySurroundings, IoThreadFailed, TooManyStuckThreads, WorkerError
 from worker.io_thread.claimer import Claimer
@@ -279,9 +280,8 @@ class IoLoop:
                 self._leave_because_of(FaultySurroundings(faults.in_a_row, str(fault)))
 
     def _ride_out(self, moment: float, error: RedisError) -> None:
-        self._log.error(
-            "Redis did not answer (%s: %s); trying again in %.1f s", type(error).__name__, error, self._backoff_s
-        )
+        result = "refused" if isinstance(error, ResponseError) else "did not answer"
+        self._log.error("Redis %s (%s); trying again in %.1f s", result, shown_error(error), self._backoff_s)
         self._runner.tally.redis_failed(error)
         self._retry_at = moment + self._backoff_s
         self._backoff_s = min(self._backoff_s * 2, LAST_BACKOFF_S)

@@ -69,7 +69,8 @@ class Reporter:
         queued, workers = self._record.count()
         self._poll_rates.hear(workers, sum(by_status["started"] for by_status in queued.values()))
         self._note(state, queued)
-        self._record.show(state, job_id, self._counters(), self._runner.tally.shown.point)
+        claimed = {name: by_status["claimed"] for name, by_status in queued.items()}
+        self._record.show(state, job_id, {**self._counters(), "claimed": claimed}, self._runner.tally.shown.point)
 
     def _note(self, state: str, queued: Mapping[str, Mapping[str, int]]) -> None:
         """Keep the numbers for the metrics."""
