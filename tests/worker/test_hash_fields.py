@@ -1,5 +1,6 @@
 """What a producer writes into a job's hash fails that job, or is passed over; its meta comes back as it was."""
 
+import errno
 import json
 import pickle
 import random
@@ -14,6 +15,7 @@ from rq.job import Job, JobStatus
 from rq.serializers import JSONSerializer
 
 from jobs.common.keys import PROGRESS_FIELD
+from tests.worker.fake_engine import FakeEngine
 from tests.worker.stores import claim, failed, release, succeeded, worker_store
 from tests.worker.whole_worker import WholeWorker
 from worker.store.records.job_record import _KEPT
@@ -151,3 +153,40 @@ def test_another_kind_of_value_at_a_jobs_key_harms_no_other_job(queue: Queue, wh
     good = [queue.enqueue("jobs.complete", "a", max_tokens=1) for _ in range(3)]
     work_off(whole, queue)
     assert [job.get_status() for job in good] == [JobStatus.FINISHED] * 3
+
+
+@pytest.mark.parametrize(
+    "error", [OSError(errno.EMFILE, "too many open files"), MemoryError()], ids=["EMFILE", "memory"]
+)
+def test_a_worker_that_lacks_descriptors_or_memory_for_a_request_gives_its_job_back(
+    queue: Queue, whole: WholeWorker, error: Exception, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    prepare, lacking = FakeEngine.prepare, [error]
+
+    def lack(self: FakeEngine, prompt: Any, **options: Any) -> Any:
+        if prompt == "b" and lacking:
+            raise lacking.pop()
+        return prepare(self, prompt, **options)
+
+    monkeypatch.setattr(FakeEngine, "prepare", lack)
+    job = queue.enqueue("jobs.complete", ["a", "b"], max_tokens=2)
+    good = queue.enqueue("jobs.complete", "a", max_tokens=2)
+    work_off(whole, queue)
+    assert not lacking
+    assert good.get_status() == JobStatus.FINISHED
+    result = job.latest_result()
+    assert result is not None
+    assert [choice["text"] for choice in result.return_value["choices"]] == ["echo:a", "echo:b"]
+
+
+def test_what_is_claimed_and_has_not_begun_is_counted(queue: Queue, whole: WholeWorker) -> None:
+    for _ in range(2):
+        queue.enqueue("jobs.complete", "hang")
+    claim(worker_store(queue.connection, "other"))
+    begun = queue.enqueue("jobs.complete", "hang")
+    for _ in range(6):
+        whole.turn()
+    counts = whole.tally.shown.queued["bulk"]
+    assert (counts["queued"], counts["claimed"], counts["started"]) == (0, 2, 1)
+    whole.io.stop_job(begun.id)
+    whole.turn()

@@ -178,6 +178,7 @@ class IoLoop:
             self.reporter.engine_stats = event.stats
             self._runner.streams.started(event.started, event.at)
             self._runner.streams.deliver(event.completions, event.at)
+            self._runner.give_back_unprepared(event.faults)
             if event.progress is not None:
                 self._runner.jobs.progressed(event.progress)
         elif isinstance(event, SoFar):

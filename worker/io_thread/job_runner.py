@@ -209,6 +209,13 @@ class JobRunner:
         fault = self.faults.met(job.claimed, job.function_name, error)
         self._log.error("job %s is given back, the fault is this worker's: %s", job.claimed.job_id, fault)
 
+    def give_back_unprepared(self, faults: Sequence[tuple[str, BaseException]]) -> None:
+        """Give back the jobs of requests, by their ids, that this worker could not prepare."""
+        for request_id, error in faults:
+            job, _ = self.jobs.of_request(request_id)
+            if job is not None and not job.is_ending:
+                self.guard.call(job, self._raised, job, error)
+
     def _call_now(self, function: Callable[[], Any], job: HeldJob, then: Then) -> None:
         try:
             value = function()
