@@ -5,6 +5,7 @@ so that an error pickles and its text can be rebuilt in another process.
 """
 
 import re
+from collections.abc import Sequence
 from typing import Any, ClassVar, Literal
 
 from jobs.common.display import HIDDEN, brief
@@ -33,7 +34,10 @@ class ToldError(Exception):
             cls.message = re.sub(r"{(\w+)", lambda found: f"{{{names.index(found[1])}", text)
 
     def __str__(self) -> str:
-        return self.message.format(*self.args) if self.args else self.message
+        try:
+            return self.message.format(*self.args) if self.args else self.message
+        except (LookupError, ValueError, TypeError):  # made with other arguments than it names
+            return f"{self.message} {self.args!r}"
 
 
 class JobsError(ToldError):
@@ -58,17 +62,23 @@ class InvalidValue(InvalidJob):
 
     def __str__(self) -> str:
         text, *values = self.args
-        return str(text).format(*values)
+        return _filled(str(text), values)
 
     @property
     def log_text(self) -> str:
         text, *values = self.args
-        return str(text).format(*[HIDDEN] * len(values))
+        return _filled(str(text), [HIDDEN] * len(values))
+
+
+def _filled(text: str, values: Sequence[object]) -> str:
+    """Put a value in the place of each {}, from the right; all other braces stay, such as those of an object's JSON."""
+    pieces = text.rsplit("{}", len(values)) if values else [text]
+    shown = [piece + str(value) for piece, value in zip(pieces, values, strict=False)]
+    return "".join([*shown, *pieces[len(shown) :]])
 
 
 def unlike(name: str, value: object, expected: str) -> InvalidValue:
     """Return the error that an argument has another value than expected."""
-    name, expected = (text.replace("{", "{{").replace("}", "}}") for text in (name, expected))
     return InvalidValue(f"{name} is {{}}, expected {expected}", brief(value))
 
 

@@ -176,7 +176,7 @@ class OpenTask(abc.ABC):
         return None
 
     def progress(self) -> dict[str, Any] | None:
-        """Return what job.meta should show, as small JSON; None when the job has no progress to show."""
+        """Return how far the job is, as small JSON, for `PROGRESS_FIELD`; None when it has no progress to show."""
         return None
 
     @abc.abstractmethod

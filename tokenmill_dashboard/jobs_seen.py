@@ -9,6 +9,7 @@ from redis import Redis
 
 from jobs.common import rq_jobs, stored
 from jobs.common.display import printable, safe_name
+from jobs.common.keys import PROGRESS_FIELD
 from jobs.common.rq_jobs import JobStatus
 from jobs.errors import fault_line
 from jobs.runs.watching.reading import error_line
@@ -93,8 +94,9 @@ def read_job(connection: Redis, job_id: str, *, with_arguments: bool = False) ->
         pipe.hmget(key, [*_TEXTS, *_TIMES])
         pipe.hstrlen(key, "data")
         pipe.hstrlen(key, "meta")
+        pipe.hstrlen(key, PROGRESS_FIELD)
         pipe.xrevrange(rq_jobs.results_key(job_id), count=1)
-        fields, data_bytes, meta_bytes, results = pipe.execute()
+        fields, data_bytes, meta_bytes, progress_bytes, results = pipe.execute()
     if not any(each is not None for each in fields):
         return None
     texts = dict(zip(_TEXTS, fields, strict=False))
@@ -102,9 +104,10 @@ def read_job(connection: Redis, job_id: str, *, with_arguments: bool = False) ->
     with connection.pipeline(transaction=False) as pipe:
         pipe.hget(key, "data" if data_bytes <= MAX_PAYLOAD_BYTES else "")
         pipe.hget(key, "meta" if meta_bytes <= MAX_PAYLOAD_BYTES else "")
+        pipe.hget(key, PROGRESS_FIELD if progress_bytes <= MAX_PAYLOAD_BYTES else "")
         pipe.zscore(rq_jobs.QueueKeys(stored.text(texts["origin"] or b"")).failed, job_id)
         pipe.smembers(rq_jobs.relatives_keys(job_id)[0])
-        data, meta, score, dependents = pipe.execute()
+        data, meta, shown, score, dependents = pipe.execute()
     (function, arguments), error, kept = _call(data), _error(results), stored.json_object(meta)
     return JobSeen(
         job_id=job_id,
@@ -115,7 +118,7 @@ def read_job(connection: Redis, job_id: str, *, with_arguments: bool = False) ->
         meta=_json_text(kept) if kept and with_arguments else None,
         progress={
             safe_name(name, 40): number
-            for name, value in list(kept.items())[:20]
+            for name, value in list(stored.json_object(shown).items())[:20]
             if (number := stored.count(value)) is not None
         },
         depends_on=rq_jobs.dependency_ids(connection, job_id)[:MAX_RELATIVES],

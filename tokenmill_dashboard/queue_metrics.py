@@ -13,6 +13,7 @@ from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 from redis import Redis
 
+from jobs.common.workers import claimed_jobs, read_workers
 from jobs.queues import count_queues
 
 #: RQ's statuses by the name under which `count_queues` has them.
@@ -41,7 +42,9 @@ class QueueMetrics(Collector):
             "Scheduled jobs whose time has come and that no worker's scheduler has queued yet.",
             labels=["queue"],
         )
+        claimed = claimed_jobs(read_workers(self._connection))
         for queue in count_queues(self._connection, self._queues):
+            jobs.add_metric([queue.name, "claimed"], claimed.get(queue.name, 0))
             for place, count in queue.counts.items():
                 jobs.add_metric([queue.name, _STATUSES.get(place, place)], count)
             late.add_metric([queue.name], queue.due)

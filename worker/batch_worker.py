@@ -25,6 +25,7 @@ from rq.utils import now, utcformat
 from rq.worker.base import BaseWorker, DequeueStrategy, WorkerStatus
 
 import jobs
+from jobs.common.display import shown_error
 from jobs.common.plain_log import AUTO, VARIABLE, give_up_handlers
 from worker.errors import ForeignJobsPackage, StartupError
 from worker.io_thread.limits import LEASE_MARGIN_S, Limits
@@ -199,7 +200,7 @@ class BatchWorker(BaseWorker):
             try:
                 sign_off()
             except RedisError as error:
-                self.log.error("Worker %s: could not sign off, Redis did not answer: %s", self.name, error)
+                self.log.error("Worker %s: could not sign off in Redis: %s", self.name, shown_error(error))
 
     def _check_start(self, dequeue_strategy: DequeueStrategy) -> WorkerSettings:
         from worker.settings import WorkerSettings

@@ -38,9 +38,10 @@ def info(connection: redis.Redis, /, queues: tuple[str, ...]) -> None:
     for each in read_workers(connection):
         if not (fields := each.registered):
             continue
+        state = "silent" if each.is_silent else fields.get("state", "?")
         job = f", job {fields['current_job']}" if "current_job" in fields else ""
         click.echo(
-            f"worker {safe_name(each.name)}: {fields.get('state', '?')} on {fields.get('queues', '?')}{job}; "
+            f"worker {safe_name(each.name)}: {state} on {fields.get('queues', '?')}{job}; "
             f"{fields.get('successful_job_count', 0)} finished, {fields.get('failed_job_count', 0)} failed; "
             f"last seen {fields.get('last_heartbeat', '?')}"
         )

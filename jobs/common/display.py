@@ -15,6 +15,19 @@ def brief(value: object) -> str:
     return text if len(text) <= MAX_SHOWN_CHARS else f"{text[:MAX_SHOWN_CHARS]}..."
 
 
+def message_of(error: BaseException) -> str:
+    """Return an error's message; one that cannot be made becomes a text that says so."""
+    try:
+        return str(error)
+    except Exception as second:  # noqa: BLE001  # a class of errors may have any methods
+        return f"{type(error).__name__}, whose message cannot be made ({type(second).__name__})"
+
+
+def shown_error(error: BaseException) -> str:
+    """Return an error's name and message."""
+    return f"{type(error).__name__}: {message_of(error)}".removesuffix(": ")
+
+
 #: Most characters of a column's or queue's name, and of a job's id in a message.
 MAX_NAME_CHARS = 255
 #: Most characters that are shown of a longer text, such as a path or an error.

@@ -45,6 +45,8 @@ MODEL_FIELD = "tokenmill_model"
 #: Another one: FUNCTION of a job that calls a function, FILE of a shard. Each kind waits for places of its own.
 KIND_FIELD = "tokenmill_kind"
 FUNCTION, FILE = "function", "file"
+#: Another one: how far a running job is, as JSON. `meta`, where RQ's own clients would look, is the producer's.
+PROGRESS_FIELD = "tokenmill_progress"
 #: A field of our own in a shard's job: the submission of its run that enqueued it, or took it over.
 SUBMISSION_FIELD = "tokenmill_submission"
 #: A run's keys are kept this long after the last write; the files alone are enough to resume it.

@@ -14,7 +14,7 @@ from redis import Redis
 from jobs.common.display import safe_name
 from jobs.common.keys import SILENT_S, WORKER_STATS_TTL_S, loading_key, worker_key
 from jobs.common.rq_jobs import WORKER_PREFIX, WORKERS_KEY
-from jobs.common.stored import json_object, text
+from jobs.common.stored import count, json_object, text
 
 #: Seconds between two points, and how many are kept: an hour's.
 POINT_PERIOD_S, MAX_POINTS = 10.0, 360
@@ -22,6 +22,8 @@ POINT_PERIOD_S, MAX_POINTS = 10.0, 360
 MAX_HELD_NAMED = 20
 #: State of a worker that loads its model: it says so once, then nothing for up to so many seconds.
 LOADING, LOADING_S = "loading", 600.0
+#: Seconds for which a worker that tells nothing more is listed: as long as RQ keeps it, by the default --worker-ttl.
+LISTED_S = 480.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,6 +72,7 @@ class WorkerSample(Point):
 
     state: "idle", "busy", "suspended", "draining" (it finishes what runs), "loading" (its model) or "stopped". queues:
     the most urgent first. held: jobs that it holds, by queue; held_jobs: the oldest of them, MAX_HELD_NAMED at most.
+    claimed: jobs of each of its queues that any worker has taken and not begun.
     """
 
     name: str = ""
@@ -83,6 +86,7 @@ class WorkerSample(Point):
     queues: Sequence[str] = ()
     held: Mapping[str, int] = field(default_factory=dict)
     held_jobs: Sequence[str] = ()
+    claimed: Mapping[str, int] = field(default_factory=dict)
     started_at: float = 0.0
     stuck_threads: int = 0
 
@@ -119,7 +123,7 @@ class Worker:
 
 
 def read_workers(connection: Redis, names: Sequence[str] | None = None) -> list[Worker]:
-    """Return the workers, of `names` or all, that are registered or told something within the hour.
+    """Return the workers, of `names` or all, that are registered or told something within LISTED_S.
 
     RQ's lists of queues' workers are not asked, as producers could then write them. Raises RedisError.
     """
@@ -141,7 +145,7 @@ def read_workers(connection: Redis, names: Sequence[str] | None = None) -> list[
             silent_s = max(0.0, WORKER_STATS_TTL_S - left_ms / 1000) if left_ms >= 0 else 0.0
             own = {"name": name, "silent_s": silent_s, "at": told.get("updated_at", 0.0)}
             sample = WorkerSample.from_object(told, **own)
-        if registered or sample is not None:
+        if registered or (sample is not None and sample.silent_s <= LISTED_S):
             queues = text(registered["queues"]).split(",") if "queues" in registered else []
             shown = {key: safe_name(value) for key, value in registered.items()}
             found.append(Worker(name, queues, shown, sample))
@@ -157,3 +161,13 @@ def served_on(workers: Iterable[Worker], queue: str) -> tuple[int, set[str] | No
     served = [each.sample.models for each in listening if each.sample is not None and not each.is_silent]
     models = {name for names in served if isinstance(names, list) for name in names if isinstance(name, str)}
     return len(listening), models
+
+
+def claimed_jobs(workers: Iterable[Worker]) -> dict[str, int]:
+    """Return how many jobs of each queue are taken and not begun, by the word of the worker that told last."""
+    samples = [each.sample for each in workers if each.sample is not None]
+    found: dict[str, int] = {}
+    for sample in sorted(samples, key=lambda sample: -sample.silent_s):
+        told = sample.claimed if isinstance(sample.claimed, dict) else {}
+        found.update({queue: number for queue, number in told.items() if count(number) is not None})
+    return found

@@ -7,6 +7,7 @@ import json
 from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
+from jobs.common.display import message_of
 from jobs.errors import InvalidJob, JobsError, RequestFailed, unlike
 from jobs.prompts.prompt_task import chat_task, complete_task
 from jobs.prompts.scoring_tasks import embed_task
@@ -52,7 +53,7 @@ def line_task(line: Mapping[str, Any], seed: int, aliases: Collection[str] = ())
 
 
 def failure_text(error: JobsError) -> str:
-    return str(error.args[1]) if isinstance(error, RequestFailed) else str(error)
+    return str(error.args[1]) if isinstance(error, RequestFailed) else message_of(error)
 
 
 def output_line(run: str, row: int, name: str | None, body: str | None, error: str | None) -> str:

@@ -49,7 +49,8 @@ def test_a_failed_job_shows_function_time_and_error_without_the_line_for_program
 
 
 def test_a_job_in_detail_shows_its_arguments_only_when_asked(redis: Redis) -> None:
-    fail(redis, "one", meta=json.dumps({"rows_done": 7, "tokens": "x", "note": "secret words"}))
+    shown = json.dumps({"rows_done": 7, "tokens": "x"})
+    fail(redis, "one", tokenmill_progress=shown, meta=json.dumps({"rows_done": 8, "note": "secret words"}))
     end(redis, "one")
     seen = read_job(redis, "one")
     assert seen is not None

@@ -25,11 +25,22 @@ def test_jobs_of_the_named_queues_are_counted_while_no_worker_runs(redis: Redis,
     redis.zadd("rq:wip:bulk", {"a:b": 1e12})
     found = samples(open_page(queues=("bulk", "never-seen")).get("/metrics").text)
     assert {key[2]: value for key, value in found.items() if key[:2] == ("rq_jobs", "bulk")} == {
-        "queued": 3, "started": 1, "scheduled": 2, "deferred": 0, "finished": 0, "failed": 0,
+        "queued": 3, "claimed": 0, "started": 1, "scheduled": 2, "deferred": 0, "finished": 0, "failed": 0,
     }  # fmt: skip
     assert found["tokenmill_jobs_due", "bulk"] == 1, "of the scheduled ones, that whose time has come"
     assert found["rq_jobs", "never-seen", "queued"] == 0
     assert not any("producers-own" in key for key in found)
+
+
+def test_what_a_worker_has_claimed_and_not_begun_is_counted_by_the_word_of_the_one_that_told_last(
+    redis: Redis, open_page: Open
+) -> None:
+    for name, number, left_s in (("old", 7, 3000), ("new", 2, 3590)):
+        redis.sadd("rq:workers", f"rq:worker:{name}")
+        redis.hset(f"rq:worker:{name}", mapping={"queues": "bulk", "state": "busy"})
+        redis.set(f"tokenmill:worker:{name}", f'{{"claimed": {{"bulk": {number}}}}}', ex=left_s)
+    found = samples(open_page(queues=("bulk",)).get("/metrics").text)
+    assert found["rq_jobs", "bulk", "claimed"] == 2
 
 
 def test_prometheus_sends_the_token_and_gets_the_metrics_alone(open_page: Open) -> None:

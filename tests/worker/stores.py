@@ -1,5 +1,6 @@
 """What a worker does in Redis, step by step and by hand."""
 
+from collections.abc import Sequence
 from typing import Any
 from uuid import uuid4
 
@@ -7,7 +8,7 @@ from redis import Redis
 from rq.utils import now
 
 from worker.store.job_store import JobStore
-from worker.store.records.claimed_job import ClaimedJob, Wanted
+from worker.store.records.claimed_job import ClaimedJob, Mode, Wanted
 from worker.store.records.outcome import Outcome
 from worker.store.records.results import pack
 
@@ -30,6 +31,15 @@ def succeeded(claimed: ClaimedJob, value: Any = 1) -> Outcome:
 
 def failed(claimed: ClaimedJob) -> Outcome:
     return Outcome(claimed, "failed", "ValueError: no", now(), 1.0, retries=True)
+
+
+def release(store: JobStore, held: Sequence[ClaimedJob], mode: Mode, max_deaths: int = 5) -> list[ClaimedJob]:
+    """Put jobs back; return those that the store's worker holds then, to end them."""
+    return [each.claimed for each in store.release(held, mode, max_deaths) if each.claimed is not None]
+
+
+def take_up_abandoned(store: JobStore, queues: Sequence[str]) -> list[ClaimedJob]:
+    return release(store, store.abandoned(queues, 1.0), "abandoned")
 
 
 def end_leases(redis: Redis) -> None:

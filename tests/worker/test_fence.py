@@ -14,7 +14,7 @@ from rq.serializers import JSONSerializer
 
 from tests.rq_workers import leftovers
 from tests.worker.redis_state import state_of
-from tests.worker.stores import claim, end_leases, failed, succeeded, wanted, worker_store
+from tests.worker.stores import claim, end_leases, failed, succeeded, take_up_abandoned, wanted, worker_store
 from worker.store.job_store import Keeping
 from worker.store.records.claimed_job import ClaimedJob
 from worker.store.records.outcome import Outcome
@@ -88,7 +88,7 @@ def test_an_end_that_comes_after_the_job_was_given_to_another_worker_writes_noth
     late, other = worker_store(redis, **options), worker_store(redis, "other", **options)
     outcomes = [end(claimed) for claimed in claim(late)]
     end_leases(redis)
-    other.reclaim_abandoned(["bulk"], 1.0, max_deaths=5)
+    take_up_abandoned(other, ["bulk"])
     taken = claim(other)
     assert len(taken) == len(outcomes)
     before = state_of(redis)
@@ -106,7 +106,7 @@ def test_an_ended_job_whose_worker_died_before_its_dependents_were_seen_to_is_ta
     (held,) = claim(late)
     assert set(late.finish([succeeded(held)])) == {"dependents"}
     end_leases(redis)
-    (found,) = other.reclaim_abandoned(["bulk"], 1.0, max_deaths=5)
+    (found,) = take_up_abandoned(other, ["bulk"])
     assert (found.job_id, found.has_ended) == (first.id, True)
 
 
@@ -120,7 +120,7 @@ def test_a_job_enqueued_again_while_it_is_held_belongs_to_the_newest_execution_a
     Queue(second_queue, connection=redis, serializer=JSONSerializer).enqueue("f", "new", job_id="same")
     new = claim(second, second_queue)
     redis.delete(f"rq:execution:same:{old[0].execution_id}")
-    second.reclaim_abandoned(["bulk", "high"], 1.0, max_deaths=5)
+    take_up_abandoned(second, ["bulk", "high"])
     assert claim(second, second_queue) == [], "it was queued again beside its newest execution"
     assert first.finish([succeeded(old[0], "old")]) == ["lost"]
     assert first.renew(old) == old
@@ -143,5 +143,5 @@ def test_a_lease_that_is_renewed_lives_and_one_that_ran_out_puts_its_job_back_on
     redis.delete(f"rq:execution:{silent.job_id}:{silent.execution_id}")
     for _ in range(2):
         redis.delete("tokenmill:maintenance:bulk")
-        assert other.reclaim_abandoned(["bulk"], 1.0, max_deaths=5) == []
+        assert take_up_abandoned(other, ["bulk"]) == []
     assert bulk.job_ids == [silent.job_id]

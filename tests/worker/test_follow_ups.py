@@ -11,8 +11,10 @@ from engine import Completion
 from jobs.context.checks import Checks
 from jobs.errors import InvalidJob
 from jobs.tasks import OpenTask, Request
+from tests.worker.guards import open_guard
 from worker.engine_thread.orders import Add
-from worker.io_thread.held.held_jobs import Beginnings, HeldJob, HeldJobs, JobState
+from worker.io_thread.held.beginnings import Beginnings
+from worker.io_thread.held.held_jobs import HeldJob, HeldJobs, JobState
 from worker.io_thread.held.packing import Packer
 from worker.io_thread.held.streams import Inspections, Streams
 from worker.metrics.tally import Tally
@@ -60,7 +62,9 @@ class Served:
         self.events = SimpleQueue[Any]()
         self.checks = Checks()
         self.inspections = Inspections(self.events.put, self.checks)
-        self.streams = Streams(self.jobs, self.packer, Beginnings(), self.orders, self.inspections, Tally())
+        guard = open_guard()
+        beginnings = Beginnings(guard)
+        self.streams = Streams(self.jobs, guard, self.packer, beginnings, self.orders, self.inspections, Tally())
 
     def hold(self, task: OpenTask) -> HeldJob:
         record = SimpleNamespace(limit_s=0, meta={})

@@ -9,8 +9,9 @@ from rq import Queue, Retry
 from rq.job import Job, JobStatus
 from rq.serializers import JSONSerializer
 
+from jobs.common.keys import PROGRESS_FIELD
 from tests.rq_workers import leftovers
-from tests.worker.stores import claim, failed, succeeded, worker_store
+from tests.worker.stores import claim, failed, release, succeeded, worker_store
 from worker.store.job_store import JobStore
 from worker.store.records.bounds import parse_call
 
@@ -37,7 +38,8 @@ def test_a_held_job_is_held_and_ended_whatever_its_status_says(
         job.set_status(status)
     assert store.renew(held) == []
     store.show_progress([(held[0], {"rows_done": 1})])
-    assert jobs[0].get_meta() == {"rows_done": 1}
+    assert redis.hget(jobs[0].key, PROGRESS_FIELD) == b'{"rows_done": 1}'
+    assert jobs[0].get_meta() == {}
     assert store.finish([succeeded(held[0]), failed(held[1])]) == ["done", "done"]
     assert bulk.finished_job_registry.get_job_ids() == [jobs[0].id]
     assert bulk.job_ids == [jobs[1].id], "its retry was lost"
@@ -52,7 +54,7 @@ def test_a_job_that_is_given_back_is_queued_whatever_its_status_says(
     job = bulk.enqueue("f")
     held = claim(store)
     job.set_status(status)
-    assert store.release(held, mode, 5) == []
+    assert release(store, held, mode) == []
     assert bulk.job_ids == [job.id]
     assert job.get_status() == JobStatus.QUEUED
     assert leftovers(redis, "bulk") == []
@@ -90,7 +92,7 @@ def test_a_cancelled_job_is_dropped_also_where_a_copy_was_saved_before(
         job.cancel()
     assert store.renew(held[:1]) == held[:1]
     assert store.finish([succeeded(held[1])]) == ["lost"]
-    assert store.release(held[2:], "given_back", 5) == []
+    assert release(store, held[2:], "given_back") == []
     assert bulk.job_ids == []
     assert sorted(bulk.canceled_job_registry.get_job_ids()) == sorted(job.id for job in jobs)
     assert leftovers(redis, "bulk") == []

@@ -7,6 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jobs.tasks import Request
+from tests.worker.guards import open_guard
 from worker.io_thread.held.held_jobs import HeldJob, JobState
 from worker.io_thread.held.packing import Packer
 
@@ -51,7 +52,7 @@ def test_any_history_keeps_the_counts_the_order_and_the_room_of_urgent_lanes(his
             packer.forget(chosen)
             chosen.open_requests.clear()
             chosen.samples.clear()
-        for pulled, index, _ in packer.pull():
+        for pulled, index, _ in packer.pull(open_guard()):
             same_lane = [j for j in jobs if j.lane == pulled.lane and j.number < pulled.number]
             waiting = [j for j in same_lane if j in packer._streams[pulled.lane]]
             assert waiting == [], "a later job was served before an earlier one of its lane"
@@ -72,7 +73,7 @@ def test_any_history_keeps_the_counts_the_order_and_the_room_of_urgent_lanes(his
 def test_a_full_bulk_batch_leaves_the_high_lane_all_its_room() -> None:
     packer = Packer(2, SLOTS, PREFETCH, 4, 2)
     packer.stream(job(0, 1, [1] * 100))
-    assert len(list(packer.pull())) == SLOTS + PREFETCH
+    assert len(list(packer.pull(open_guard()))) == SLOTS + PREFETCH
     assert packer.claim_room(0) == SLOTS + PREFETCH
     assert packer.claim_room(1) == 0
 
@@ -81,14 +82,14 @@ def test_the_next_job_of_a_lane_is_claimed_when_the_last_stream_is_dry() -> None
     packer = Packer(1, SLOTS, PREFETCH, 4, 2)
     long, short = job(0, 0, [1] * (SLOTS + PREFETCH + 1)), job(1, 0, [1])
     packer.stream(long)
-    list(packer.pull())
+    list(packer.pull(open_guard()))
     assert packer.claim_room(0) == 0
     packer.delivered(long, 3)
-    list(packer.pull())
+    list(packer.pull(open_guard()))
     assert long.state is JobState.SENT
     assert packer.claim_room(0) == 4
     packer.stream(short)
-    assert [pulled.number for pulled, *_ in packer.pull()] == [1]
+    assert [pulled.number for pulled, *_ in packer.pull(open_guard())] == [1]
 
 
 def test_the_next_job_is_claimed_before_a_stream_of_known_length_is_dry() -> None:
@@ -96,10 +97,10 @@ def test_the_next_job_is_claimed_before_a_stream_of_known_length_is_dry() -> Non
     packer = Packer(1, SLOTS, PREFETCH, 4, 2)
     shard = job(0, 0, [1] * 30, length=30)
     packer.stream(shard)
-    list(packer.pull())
+    list(packer.pull(open_guard()))
     assert packer.claim_room(0) == 0
     packer.delivered(shard, 12)
-    list(packer.pull())
+    list(packer.pull(open_guard()))
     assert shard.unread < SLOTS
     assert packer.claim_room(0) == SLOTS - shard.unread
     assert packer.claimable_files(0) == 2
@@ -113,7 +114,7 @@ def test_files_whose_parts_wait_to_be_written_keep_further_ones_in_the_queue() -
     for each in answered:
         assert packer.claimable_files(0) == packer.claimable_files(1) == 2
         packer.stream(each)
-        assert len(list(packer.pull())) == 3
+        assert len(list(packer.pull(open_guard()))) == 3
         packer.delivered(each, 3)
         packer.finishing(each)
     assert packer.claimable_files(0) == packer.claimable_files(1) == 0, "9 requests of 3 files"
@@ -122,7 +123,7 @@ def test_files_whose_parts_wait_to_be_written_keep_further_ones_in_the_queue() -
     assert packer.claimable_files(0) == 2, "6 requests are less than a batch"
     large = job(3, 0, [1] * SLOTS, length=SLOTS)
     packer.stream(large)
-    list(packer.pull())
+    list(packer.pull(open_guard()))
     packer.finished(answered[1])
     packer.finished(answered[2])
     packer.finishing(large)

@@ -19,7 +19,12 @@ def job(number: int, lane: int, num_bytes: int) -> HeldJob:
 
 
 def numbers(budget: PayloadBudget) -> list[int]:
-    return [each.number for each in budget.take()]
+    opened = []
+    for each in budget.take():
+        budget.opening(each)
+        budget.opened(each)
+        opened.append(each.number)
+    return opened
 
 
 def test_a_turn_opens_a_mebibyte_of_each_lane_and_the_urgent_one_first() -> None:

@@ -14,6 +14,7 @@ from rq import Retry
 from rq.job import JobStatus
 
 from tests.rq_workers import Workers, leftovers, text_of
+from tests.worker.guards import open_guard
 from worker.io_thread.held.end_writer import EndWriter
 from worker.io_thread.held.held_jobs import HeldJob
 from worker.store.records.outcome import Outcome
@@ -95,7 +96,7 @@ class Ends:
 
     def __init__(self, server: Server, *sizes: int) -> None:
         self.server, self.now, self.replies = server, 0.0, {}  # type: ignore[var-annotated]
-        self.writer = EndWriter(self._written, logging.getLogger("test"), lambda: self.now)
+        self.writer = EndWriter(self._written, open_guard(), logging.getLogger("test"), lambda: self.now)
         for number, size in enumerate(sizes):
             claimed: Any = SimpleNamespace(job_id="abcdef"[number])
             packed = b"x" * size

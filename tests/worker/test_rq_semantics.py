@@ -1,5 +1,6 @@
 """What RQ promises for one job at a time holds for every job of a batch."""
 
+import json
 from datetime import timedelta
 from pathlib import Path
 
@@ -120,7 +121,10 @@ def test_scheduled_jobs_are_enqueued_also_where_a_scheduler_died_with_its_locks(
     assert workers.redis.keys("rq:scheduler*") == []
 
 
-def test_a_running_shard_shows_its_progress_in_its_meta(workers: Workers, tmp_path: Path) -> None:
+def test_a_running_shard_shows_its_progress_in_a_field_of_its_own(workers: Workers, tmp_path: Path) -> None:
+    def shown() -> dict[str, int]:
+        return dict(json.loads(workers.redis.hget(f"rq:job:{run}-00000", "tokenmill_progress") or "{}"))
+
     prompts = ["a", "b", "c", f"file:{tmp_path}/go"]
     pq.write_table(pa.table({"prompt": prompts}), tmp_path / "in.parquet")
     plan = workers.queue("bulk").enqueue(
@@ -128,11 +132,10 @@ def test_a_running_shard_shows_its_progress_in_its_meta(workers: Workers, tmp_pa
     )
     workers.start("--name", "w")
     run = workers.result(plan).return_value["run"]
-    wait_until(lambda: workers.job(f"{run}-00000").get_meta().get("rows_done") == 3)
-    assert workers.job(f"{run}-00000").meta["tokens"] == 6
-    wait_until(lambda: workers.job(f"{run}-00000").get_meta().get("tokens_open", 0) > 2)
-    meta = workers.job(f"{run}-00000").meta
-    assert (meta["prompt_tokens"], meta["prompt_tokens_open"]) == (3, len(prompts[3])), "the open row moves too"
+    wait_until(lambda: shown().get("rows_done") == 3)
+    assert shown()["tokens"] == 6
+    wait_until(lambda: shown().get("tokens_open", 0) > 2)
+    assert (shown()["prompt_tokens"], shown()["prompt_tokens_open"]) == (3, len(prompts[3])), "the open row moves too"
     (tmp_path / "go").touch()
     wait_until(lambda: (tmp_path / "out" / "_SUCCESS").exists())
 

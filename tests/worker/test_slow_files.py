@@ -30,6 +30,7 @@ from jobs.tasks import Completion, OpenTask, Request, Task
 from tests.jobs.answering import MODEL, queued_jobs, score_parquet
 from tests.rq_workers import Workers, leftovers, stats_of, text_of, wait_until
 from tests.slow_files import slow
+from tests.worker.guards import open_guard
 from worker.errors import FileTimeout
 from worker.io_thread.held.held_jobs import SLOW_S, HeldJob
 from worker.io_thread.held.packing import Packer
@@ -93,7 +94,7 @@ class Files:
         self._events: SimpleQueue[Callable[[], None]] = SimpleQueue()
         self.reports: list[tuple[int, Any, BaseException | None]] = []
         log = logging.getLogger("files")
-        self.calls = PoolCalls(self._events.put, lambda job: None, log, self._clock)
+        self.calls = PoolCalls(self._events.put, lambda job: None, open_guard(), log, self._clock)
         self.files = TaskFiles(self.packer, self.calls, LIMIT_S, log, self._clock)
         self._numbers = iter(range(100))
 

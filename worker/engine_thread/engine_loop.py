@@ -94,7 +94,8 @@ class EngineLoop:
             self._report(SoFar(self._engine.samples_so_far()))
 
     def _hand_out(self, finished: list[Completion], started: Sequence[str], began_at: float) -> None:
-        if finished or started or self._refused or began_at - self._reported_at >= STATS_PERIOD_S:
+        faults = self._intake.take_faults()
+        if finished or started or self._refused or faults or began_at - self._reported_at >= STATS_PERIOD_S:
             completions, self._refused = self._refused + finished, []
             self._intake.begun([*started, *(each.request_id for each in finished)])
             self._reported_at = began_at
@@ -103,4 +104,4 @@ class EngineLoop:
             progress = None
             if began_at - self._progress_at >= STATS_PERIOD_S:
                 self._progress_at, progress = began_at, self._engine.progress()
-            self._report(Stepped(completions, stats, started, began_at, progress))
+            self._report(Stepped(completions, stats, started, began_at, progress, faults))

@@ -15,6 +15,7 @@ from itertools import count
 from typing import TYPE_CHECKING, Any
 
 from engine import Completion, EngineError, InvalidRequest, RequestParams, SamplingParams, ScoringParams, request_params
+from jobs.common.exhausted import is_exhausted
 from jobs.tasks import Request
 from worker.engine_thread.orders import Add
 from worker.engine_thread.pictures import decoded, has_pictures
@@ -127,6 +128,7 @@ class Intake:
         self._ahead: dict[str, int] = {}  # lanes of requests with pictures, from their preparation to their start
         self._lanes: dict[int, deque[_Waiting]] = {}
         self._ids: dict[str, _Waiting] = {}
+        self._faults: list[tuple[str, BaseException]] = []
         self._numbers = count()
         self._preparers = _Preparers(THREADS, "tokenmill-prompts", report)
         self._long_preparers = _Preparers(1, "tokenmill-long-prompts", report)
@@ -251,15 +253,26 @@ class Intake:
     def _add(self, waiting: _Waiting) -> list[Completion]:
         request_id, request = waiting.request_id, waiting.request
         if waiting.error is not None:
-            return [_refused(request_id, waiting.error)]
+            return self._refuse(request_id, waiting.error)
         try:
             prompt, params = waiting.prepared or prepared_request(self._engine, request)
             self._engine.add(
                 request_id, prompt, params, lane=waiting.lane, continued=request.continued, resumed=request.resumed
             )
         except Exception as error:  # noqa: BLE001  # what a request may hold is open
-            return [_refused(request_id, error)]
+            return self._refuse(request_id, error)
         return []
+
+    def _refuse(self, request_id: str, error: BaseException) -> list[Completion]:
+        if is_exhausted(error):
+            self._faults.append((request_id, error))
+            return []
+        return [_refused(request_id, error)]
+
+    def take_faults(self) -> list[tuple[str, BaseException]]:
+        """Return the requests, since the last call, that this worker lacked memory, descriptors or disk to prepare."""
+        faults, self._faults = self._faults, []
+        return faults
 
 
 def _refused(request_id: str, error: BaseException) -> Completion:

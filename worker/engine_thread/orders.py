@@ -46,7 +46,8 @@ class Stepped:
     """Report: completions of one or more steps, and the engine's counters after them.
 
     started: ids of requests whose first sequence was scheduled. at: monotonic seconds when the last step began.
-    progress: how far the requests in the batch are, None if not told anew.
+    progress: how far the requests in the batch are, None if not told anew. faults: requests that could not be prepared,
+    by a fault of this worker's.
     """
 
     completions: Sequence[Completion]
@@ -54,6 +55,7 @@ class Stepped:
     started: Sequence[str]
     at: float
     progress: Mapping[str, RequestProgress] | None = None
+    faults: Sequence[tuple[str, BaseException]] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -181,7 +181,8 @@ class Claimer:
                 self._polls[lane].postpone(float("-inf"))
                 self._looks[lane].postpone(self._clock() + POLL_S)
             for job in claim.jobs:
-                self._runner.begin(job, lane)
+                with self._runner.guard.around(job):
+                    self._runner.begin(job, lane)
             self._had[lane] = self._runner.jobs.num_of(lane) if claim.first_left else 0
         self._runner.open_claimed()
         surplus = self._runner.take_surplus()

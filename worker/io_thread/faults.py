@@ -1,10 +1,11 @@
 """Faults of the worker's own surroundings, for which a job is not to blame."""
 
-import errno
 from dataclasses import dataclass
 
 from redis.exceptions import ConnectionError as RedisConnectionError
 
+from jobs.common.display import shown_error
+from jobs.common.exhausted import is_exhausted
 from worker.store.records.claimed_job import ClaimedJob
 
 MAX_IN_A_ROW = 3
@@ -13,16 +14,12 @@ MAX_IN_A_ROW = 3
 PAUSE_S = 1.0
 """How long a worker claims nothing after a fault, so that another one takes the job it has given back."""
 
-_EXHAUSTED = {errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.ENOSPC, errno.EDQUOT}
-
 
 def is_fault(error: BaseException | None) -> bool:
     """Return whether our own code raised this for lack of a module, memory, descriptors or local disk."""
     if isinstance(error, RedisConnectionError):
         return is_fault(error.__cause__ or error.__context__)  # a socket that could not be opened
-    if isinstance(error, OSError):
-        return error.errno in _EXHAUSTED
-    return isinstance(error, ImportError | MemoryError)
+    return isinstance(error, ImportError) or is_exhausted(error)
 
 
 @dataclass(frozen=True)
@@ -34,7 +31,7 @@ class WorkerFault:
     counts: bool
 
     def __str__(self) -> str:
-        return f"{type(self.error).__name__}: {self.error}"
+        return shown_error(self.error)
 
 
 class WorkerFaults:

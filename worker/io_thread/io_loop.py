@@ -10,6 +10,7 @@ from typing import Any
 
 from redis.exceptions import RedisError, ResponseError
 
+from jobs.common.display import shown_error
 from worker.engine_thread.orders import EngineDied, Halt, SoFar, Stepped
 from worker.errors import EngineFailed, FaultySurroundings, IoThreadFailed, TooManyStuckThreads, WorkerError
 from worker.io_thread.claimer import Claimer
@@ -126,20 +127,25 @@ class IoLoop:
             self._orders.put(Halt())
 
     def _run(self) -> None:
-        while self._phase is not Phase.GONE:
-            self._take_events()
-            if self._can_open:
-                self._runner.open_claimed()
-            self._runner.feed()
-            moment = self.turned_at = self._clock()
-            self._runner.journals.look(moment)
-            if self._deadlines.due(moment):
-                self._check_deadlines()
-            if self._phase is Phase.DRAINING and moment >= self._drain_by:
-                self._hand_back("TOKENMILL_DRAIN_S is over")
-            if moment >= self._retry_at or self._is_overdue(moment):
-                self._talk_to_redis(moment)
+        while self.turn():
+            pass
         self._say_goodbye()
+
+    def turn(self) -> bool:
+        """Do once what is due; False when it is time to go. The thread calls nothing else."""
+        self._take_events()
+        if self._can_open:
+            self._runner.open_claimed()
+        self._runner.feed()
+        moment = self.turned_at = self._clock()
+        self._runner.journals.look(moment)
+        if self._deadlines.due(moment):
+            self._check_deadlines()
+        if self._phase is Phase.DRAINING and moment >= self._drain_by:
+            self._hand_back("TOKENMILL_DRAIN_S is over")
+        if moment >= self._retry_at or self._is_overdue(moment):
+            self._talk_to_redis(moment)
+        return self._phase is not Phase.GONE
 
     def _take_events(self) -> None:
         """Handle all events; wait one poll period if there are none."""
@@ -172,6 +178,7 @@ class IoLoop:
             self.reporter.engine_stats = event.stats
             self._runner.streams.started(event.started, event.at)
             self._runner.streams.deliver(event.completions, event.at)
+            self._runner.give_back_unprepared(event.faults)
             if event.progress is not None:
                 self._runner.jobs.progressed(event.progress)
         elif isinstance(event, SoFar):
@@ -265,7 +272,8 @@ class IoLoop:
         faults = self._runner.faults
         while faults.waiting:
             fault = faults.waiting[0]
-            self._runner.give_back_faulty(fault)
+            with self._runner.guard.around(fault.claimed):
+                self._runner.give_back_faulty(fault)
             del faults.waiting[0]
             self._claimer.discount(1)
             self._claimer.pause(self._clock() + PAUSE_S)
@@ -273,9 +281,8 @@ class IoLoop:
                 self._leave_because_of(FaultySurroundings(faults.in_a_row, str(fault)))
 
     def _ride_out(self, moment: float, error: RedisError) -> None:
-        self._log.error(
-            "Redis did not answer (%s: %s); trying again in %.1f s", type(error).__name__, error, self._backoff_s
-        )
+        result = "refused" if isinstance(error, ResponseError) else "did not answer"
+        self._log.error("Redis %s (%s); trying again in %.1f s", result, shown_error(error), self._backoff_s)
         self._runner.tally.redis_failed(error)
         self._retry_at = moment + self._backoff_s
         self._backoff_s = min(self._backoff_s * 2, LAST_BACKOFF_S)
@@ -289,11 +296,11 @@ class IoLoop:
     def _keep_leases(self, moment: float) -> None:
         self._renew.period_s = self._poll_rates.renew_s
         if self._renew.due(moment):
-            self._runner.drop(self._store.renew(self._runner.held))
+            self._runner.renew(self._store)
 
     def _show_progress(self, moment: float) -> None:
         if self._progress.due(moment):
-            self._store.show_progress(self._runner.jobs.changed_progress())
+            self._runner.show_progress(self._store)
         self.reporter.tell(moment)
 
     def _show_record(self, moment: float) -> None:
@@ -305,7 +312,8 @@ class IoLoop:
         names, period_s = self._queue_names, self._limits.sweep_period_s
         self._runner.take_up_abandoned(names, period_s)
         for claimed, error in self._stock.take_over(names, period_s):
-            self._runner.fail_stock_job(claimed, error)
+            with self._runner.guard.around(claimed):
+                self._runner.fail_stock_job(claimed, error)
 
     # Leave
 

@@ -8,11 +8,13 @@ from typing import Any
 
 from redis.exceptions import RedisError
 
+from jobs.common.display import message_of, shown_error
 from jobs.errors import Fault, JobsError, ResultTooLarge, fault_line
 from jobs.runs.plans.names import run_and_shard
 from worker.errors import FileTimeout, JobRefused, JobSetAside
 from worker.io_thread.held.end_writer import EndWriter
 from worker.io_thread.held.held_jobs import HeldJob, JobState
+from worker.io_thread.held.job_guard import JobGuard
 from worker.io_thread.parts import Parts
 from worker.io_thread.pool_calls import PoolCall, PoolCalls
 from worker.store.records.outcome import EndStatus, FinishReply, Outcome
@@ -37,7 +39,7 @@ def log_text(job: HeldJob, error: BaseException) -> str:
     if isinstance(error, ResultTooLarge) or (job.is_ours and isinstance(error, JobsError)):
         text = error.log_text
     elif isinstance(error, _FREE_OF_PROMPTS) or (job.is_ours and isinstance(error, OSError)):
-        text = str(error)
+        text = message_of(error)
     else:
         return name
     return f"{name}: {' '.join(text.split())[:MAX_REASON_CHARS]}"
@@ -51,12 +53,12 @@ whether that was written: not where the job had been cancelled or taken over."""
 class JobEnds:
     """Ends jobs for the I/O thread, which calls every method. Callbacks and dependents have threads."""
 
-    def __init__(self, parts: Parts, calls: PoolCalls, ended: Ended) -> None:
+    def __init__(self, parts: Parts, calls: PoolCalls, guard: JobGuard, ended: Ended) -> None:
         self._callbacks, self._store, self._pool = parts.callbacks, parts.ends_store, parts.enders
         self._calls, self._ended, self._log, self._clock = calls, ended, parts.log, parts.clock
         self._failing = partial(parts.environment.tell_failed, parts.clients.pool)
         self._max_result_bytes = parts.environment.lent.max_result_bytes
-        self.writer = EndWriter(self._written, parts.log, parts.clock)
+        self.writer = EndWriter(self._written, guard, parts.log, parts.clock)
 
     def succeed(self, job: HeldJob, value: Any) -> None:
         """End a job with its value."""
@@ -93,7 +95,8 @@ class JobEnds:
 
         def then(job: HeldJob, _: Any, failure: BaseException | None) -> None:
             if failure is not None:
-                self._log.error("job %s: nobody is told that its run has failed: %s", job.claimed.job_id, failure)
+                reason = shown_error(failure)
+                self._log.error("job %s: nobody is told that its run has failed: %s", job.claimed.job_id, reason)
             self._finish(job, outcome, error)
 
         text = "it was stopped" if error is None else log_text(job, error)
@@ -164,9 +167,10 @@ class JobEnds:
         except Exception as error:  # noqa: BLE001  # a user's object may raise anything
             outcome = outcome.unwritable(error)
             self._log.warning(
-                "%s: job %s failed: its code has left values in it that no end can be written with",
+                "%s: job %s failed: its code has left values in it that no end can be written with (%s)",
                 job.claimed.queue_name,
                 job.claimed.job_id,
+                type(error).__name__,
             )
         self.writer.add(job, outcome)
 
@@ -191,18 +195,20 @@ class JobEnds:
             except RedisError:
                 raise
             except Exception as error:  # noqa: BLE001  # what cannot be read today cannot be read tomorrow
-                self._log.error("job %s: its dependents cannot be queued: %s", claimed.job_id, error)
+                self._log.error("job %s: its dependents cannot be queued: %s", claimed.job_id, shown_error(error))
             if not following:
                 self._store.close(claimed)
             return following
 
         def then(job: HeldJob, following: int, failure: BaseException | None) -> None:
+            if failure is not None:
+                raise failure
             if following:
                 self.queue_dependents(job, outcome, following)
             else:
                 self._announce(job, outcome)
 
-        self._calls.submit(self._pool, job, PoolCall(queue_page, then, again_on=Exception))
+        self._calls.submit(self._pool, job, PoolCall(queue_page, then, again_on=RedisError))
 
     def _announce(self, job: HeldJob, outcome: Outcome | None) -> None:
         """Queue a job's webhooks, once its end is written, and let it go."""

@@ -3,6 +3,7 @@
 import logging
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -14,13 +15,15 @@ from jobs.table import own_function, task_of
 from jobs.tasks import OpenTask, Task
 from worker.errors import JobRefused, JobSetAside
 from worker.io_thread.faults import WorkerFault, WorkerFaults, is_fault
-from worker.io_thread.held.held_jobs import Beginnings, HeldJob, HeldJobs, JobState, ended_job
+from worker.io_thread.held.beginnings import Beginnings
+from worker.io_thread.held.held_jobs import HeldJob, HeldJobs, JobState, ended_job
+from worker.io_thread.held.job_guard import JobGuard
 from worker.io_thread.held.journals import Journals
 from worker.io_thread.held.streams import Inspections, Streams
 from worker.io_thread.job_ends import JobEnds
 from worker.io_thread.parts import Parts
 from worker.io_thread.pool_calls import PoolCall, PoolCalls, PoolThreads, TaskFiles, Then
-from worker.store.job_store import JobStore
+from worker.store.job_store import JobStore, Released
 from worker.store.records.bounds import FunctionCall
 from worker.store.records.claimed_job import ClaimedJob, Mode
 from worker.store.records.outcome import Outcome
@@ -49,19 +52,28 @@ class JobRunner:
         self.log_level = logging.DEBUG
         """Of how many jobs are given back."""
         self.faults, self.tally, self._traces = WorkerFaults(), parts.tally, traces
-        self._calls = PoolCalls(post, self._close, log, clock)
+        self.guard = JobGuard(log, parts.tally, self)
+        self._calls = PoolCalls(post, self._close, self.guard, log, clock)
         self._files = TaskFiles(parts.packer, self._calls, lent.file_timeout_s, log, clock)
         inspections = Inspections(post, lent.checks)
-        self.journals = Journals(self.jobs, parts.limits.journal_s, parts.orders, post, log, clock)
+        self.journals = Journals(self.jobs, self.guard, parts.limits.journal_s, parts.orders, post, log, clock)
         self.threads = PoolThreads(parts, self._files, inspections)
-        self._beginnings = Beginnings(clock)
-        self.streams = Streams(self.jobs, parts.packer, self._beginnings, parts.orders, inspections, parts.tally)
-        self._ends = JobEnds(parts, self._calls, self._ended)
+        self._beginnings = Beginnings(self.guard, clock)
+        self.streams = Streams(
+            self.jobs, self.guard, parts.packer, self._beginnings, parts.orders, inspections, parts.tally
+        )
+        self._ends = JobEnds(parts, self._calls, self.guard, self._ended)
 
     @property
     def num_held(self) -> int:
         """The number of jobs claimed and not yet ended."""
         return len(self.jobs)
+
+    def num_rows_done(self) -> int:
+        """Return the number of rows that held jobs have answered by now."""
+        rows = []
+        self.guard.each(self.jobs, lambda job: rows.append(job.num_rows_done))
+        return sum(rows)
 
     @property
     def held(self) -> list[ClaimedJob]:
@@ -72,12 +84,18 @@ class JobRunner:
 
     def begin(self, claimed: ClaimedJob, lane: int) -> None:
         """Take up a job that was just claimed; `open_claimed` opens it in its turn."""
-        self._budget.add(self.jobs.add(claimed, lane))
+        job = self.jobs.add(claimed, lane)
+        with self.guard.around(job):
+            self._budget.add(job)
+            self.jobs.begin_trace(job)
 
     def open_claimed(self) -> None:
         """Open the jobs whose turn it is."""
         for job in self._budget.take():
-            self._admit(job)
+            with self.guard.around(job):
+                self._budget.opening(job)
+                self._admit(job)
+                self._budget.opened(job)
 
     def _admit(self, job: HeldJob) -> None:
         try:
@@ -111,7 +129,7 @@ class JobRunner:
             return
         job.run_function()
         if not is_post:
-            self._packer.function_started()
+            self._packer.function_started(job)
 
         def hand_over() -> None:
             if job.is_ours:
@@ -130,7 +148,7 @@ class JobRunner:
 
     def _function_ended(self, job: HeldJob, _: Any = None) -> None:
         if job.function_name != POSTING:
-            self._packer.function_ended()
+            self._packer.function_ended(job)
 
     def _open(self, job: HeldJob, task: Task) -> None:
         if task.blocking and self._packer.free_files <= 0:
@@ -191,6 +209,13 @@ class JobRunner:
         fault = self.faults.met(job.claimed, job.function_name, error)
         self._log.error("job %s is given back, the fault is this worker's: %s", job.claimed.job_id, fault)
 
+    def give_back_unprepared(self, faults: Sequence[tuple[str, BaseException]]) -> None:
+        """Give back the jobs of requests, by their ids, that this worker could not prepare."""
+        for request_id, error in faults:
+            job, _ = self.jobs.of_request(request_id)
+            if job is not None and not job.is_ending:
+                self.guard.call(job, self._raised, job, error)
+
     def _call_now(self, function: Callable[[], Any], job: HeldJob, then: Then) -> None:
         try:
             value = function()
@@ -203,22 +228,25 @@ class JobRunner:
 
     def feed(self) -> None:
         """Fill the engine's free room with requests; end the jobs whose last completion is in."""
-        for job in self.streams.feed():
-            if job.error is not None:
-                self._withdraw(job, JobStopped)
-                self._raised(job, job.error)
-                continue
-            if not job.needs_payload:
-                self._drop_payload(job)
-            if job.is_complete:
-                self._collect(job)
+        self.guard.each(self.streams.feed(), self._look_at)
+
+    def _look_at(self, job: HeldJob) -> None:
+        """Do what follows from what the engine did for a job."""
+        if job.error is not None:
+            self._withdraw(job, JobStopped)
+            self._raised(job, job.error)
+            return
+        if not job.needs_payload:
+            self._drop_payload(job)
+        if job.is_complete:
+            self._collect(job)
 
     def _drop_payload(self, job: HeldJob) -> None:
         """Drop the parts of a job that its end does not need: it may run for long."""
         record = job.claimed.record
         if job.is_ours and not self._callbacks.may_see(record):
             if record.is_heavy:
-                job.hold(record.without_payload(keeps_meta=job.is_file))  # which shows its progress there
+                job.hold(record.without_payload())
             self._budget.keep(job, job.claimed.record.hash_bytes)
 
     def _collect(self, job: HeldJob) -> None:
@@ -264,6 +292,29 @@ class JobRunner:
         else:
             opened.close()
 
+    # While they are held
+
+    def renew(self, store: JobStore) -> None:
+        """Extend the leases of all jobs, and drop those that are no longer ours."""
+        jobs = list(self.jobs)
+        self.drop(self.guard.batch(jobs, lambda job: job, lambda some: store.renew([job.claimed for job in some])))
+
+    def show_progress(self, store: JobStore) -> None:
+        """Write the progress of the tasks that have moved since the last call."""
+        changed: list[tuple[HeldJob, dict[str, Any]]] = []
+
+        def look(job: HeldJob) -> None:
+            progress = job.changed_progress()
+            if progress is not None:
+                changed.append((job, progress))
+
+        self.guard.each(self.jobs, look)
+        self.guard.batch(
+            changed,
+            lambda entry: entry[0],
+            lambda entries: store.show_progress([(job.claimed, progress) for job, progress in entries]),
+        )
+
     # Interrupt
 
     def _let_go(self, job: HeldJob) -> None:
@@ -282,45 +333,87 @@ class JobRunner:
         job = self.jobs.find(job_id, execution_id)
         if job is None or job.is_ending:
             return False
-        self._withdraw(job, JobStopped)
-        self._ends.stop(job)
+        with self.guard.around(job):
+            self._withdraw(job, JobStopped)
+            self._ends.stop(job)
         return True
 
     def check_deadlines(self) -> None:
         """Fail overdue jobs, and give up threads that ignore their interrupts."""
-        moment = self._clock()
         self._files.check()
         self.threads.give_up_stuck()
-        for job in self.jobs:
-            if job.is_ending:
-                continue
-            if job.is_ours and job.is_function:
-                self._files.interrupt_silent(job)
-            if job.started_at is None or job.limit_s <= 0 or moment - job.started_at <= job.limit_s:
-                continue
-            reason = timeout_error(job.limit_s)
-            if job.is_function and job.call is not None:  # its thread reports its end
-                if not job.is_overdue:
-                    job.interrupt_function(reason)
-                continue
-            self._withdraw(job, reason)
-            self._ends.fail(job, reason())
+        self.guard.each(self.jobs, partial(self._check_deadline, moment=self._clock()))
+
+    def _check_deadline(self, job: HeldJob, moment: float) -> None:
+        if job.is_ending:
+            return
+        if job.is_ours and job.is_function:
+            self._files.interrupt_silent(job)
+        if job.started_at is None or job.limit_s <= 0 or moment - job.started_at <= job.limit_s:
+            return
+        reason = timeout_error(job.limit_s)
+        if job.is_function and job.call is not None:  # its thread reports its end
+            if not job.is_overdue:
+                job.interrupt_function(reason)
+            return
+        self._withdraw(job, reason)
+        self._ends.fail(job, reason())
 
     def drop(self, lost: Sequence[ClaimedJob]) -> None:
         """Forget jobs that Redis no longer gives to this worker, unless their end is being written."""
-        for job in self.jobs.of_executions({claimed.execution_id for claimed in lost}):
-            if job.is_ending:
-                continue  # finish.lua or RQ's path finds out for itself
-            self._log.warning("job %s was cancelled, deleted or taken over: stopped here", job.claimed.job_id)
-            self.tally.lost()
-            self._withdraw_all([job])
+        self.guard.each(self.jobs.of_executions({claimed.execution_id for claimed in lost}), self._drop)
+
+    def _drop(self, job: HeldJob) -> None:
+        if job.is_ending:
+            return  # finish.lua or RQ's path finds out for itself
+        self._log.warning("job %s was cancelled, deleted or taken over: stopped here", job.claimed.job_id)
+        self.tally.lost()
+        self._withdraw_all([job])
 
     def fail_stock_job(self, claimed: ClaimedJob, error: Exception) -> None:
         """Fail a job that one of RQ's own workers left behind, or retry it where it has retries left."""
+
+        def fail(job: HeldJob) -> None:
+            job.hold(self._admission.with_allowed_callbacks(claimed.record))
+            self._ends.fail(job, error)
+
+        self._end_at_once(claimed, fail)
+
+    def _end_at_once(self, claimed: ClaimedJob, end: Callable[[HeldJob], None]) -> None:
+        """Take a job only to end it."""
         job = self.jobs.add(claimed)
         job.state = JobState.ENDING
-        job.hold(self._admission.with_allowed_callbacks(claimed.record))
-        self._ends.fail(job, error)
+        with self.guard.around(job):
+            self.jobs.begin_trace(job)
+            end(job)
+
+    # Errors that nobody foresaw, for the guard
+
+    def holds(self, job: HeldJob) -> bool:
+        return job in self.jobs
+
+    def fail_unforeseen(self, job: HeldJob, error: Exception) -> None:
+        self._ends.writer.forget(job)
+        self._budget.forget(job)
+        self._withdraw(job, JobStopped)
+        self._packer.free_places(job)
+        self._raised(job, error)
+
+    def abandon(self, job: HeldJob) -> None:
+        steps: list[Callable[[HeldJob], object]] = [
+            self.streams.withdraw,
+            self._beginnings.forget,
+            lambda job: job.withdraw(JobStopped),
+            self._ends.writer.forget,
+            self._budget.forget,
+            self._packer.free_places,
+            self._close,
+        ]
+        if job in self.jobs:
+            self.jobs.remove(job)
+        for step in steps:
+            with suppress(Exception):  # the error that led here is in the log
+                step(job)
 
     # Give back
 
@@ -329,7 +422,7 @@ class JobRunner:
         self._leaving.extend(held)
         if not self._leaving:
             return
-        self._take_over(self._store.release(self._leaving, mode, self._max_deaths))
+        self._take_over(self._release(self._leaving, mode))
         self._log.log(self.log_level, "gave back %d jobs", len(self._leaving))
         self._leaving.clear()
 
@@ -337,22 +430,41 @@ class JobRunner:
         """Put a job back after a fault of this worker's."""
         mode: Mode = "fault" if fault.counts else "given_back"
         last = f", or met a fault, of which the last is {fault}"
-        self._take_over(self._store.release([fault.claimed], mode, self._max_deaths), last)
+        self._take_over(self._release([fault.claimed], mode), last)
 
     def take_up_abandoned(self, queue_names: Sequence[str], period_s: float) -> None:
         """Put back jobs whose worker died; at most one worker looks in each period."""
-        self._take_over(self._store.reclaim_abandoned(queue_names, period_s, self._max_deaths))
+        abandoned = self._store.abandoned(queue_names, period_s)
+        self._take_over(self._release(abandoned, "abandoned"))
 
-    def _take_over(self, found: Sequence[ClaimedJob], last: str = "") -> None:
+    def _release(self, held: Sequence[ClaimedJob], mode: Mode) -> list[Released]:
+        return self.guard.batch(
+            held, lambda claimed: claimed, lambda jobs: self._store.release(jobs, mode, self._max_deaths)
+        )
+
+    def _take_over(self, released: Sequence[Released], last: str = "") -> None:
         """End jobs that took too many workers with them, or queue their dependents. last: the last such fault."""
-        for claimed in found:
-            job = self.jobs.add(claimed)
-            job.state = JobState.ENDING
-            if claimed.has_ended:
+
+        def end(job: HeldJob) -> None:
+            if job.claimed.has_ended:
                 self._ends.queue_dependents(job, None)
-                continue
-            job.hold(claimed.record.without_retries())
+                return
+            job.hold(job.claimed.record.without_retries())
             self._ends.fail(job, JobSetAside(self._max_deaths, last))
+
+        for each in released:
+            if each.deaths:
+                self.tally.taken_over(each.queue_name, each.deaths)
+                self._log.warning(
+                    "%s: job %s is taken over, %d of %d workers have died with it",
+                    each.queue_name,
+                    each.job_id,
+                    each.deaths,
+                    self._max_deaths,
+                )
+            if each.claimed is not None:
+                with self.guard.around(each.claimed):
+                    self._end_at_once(each.claimed, end)
 
     def withdraw_unstarted(self) -> list[ClaimedJob]:
         """Let go of jobs that have not begun; the caller gives them back."""
@@ -375,10 +487,13 @@ class JobRunner:
         return self._withdraw_all(list(filter(may_go, self.jobs)))
 
     def _withdraw_all(self, jobs: Sequence[HeldJob]) -> list[ClaimedJob]:
+        withdrawn = []
         for job in jobs:
-            self._withdraw(job, JobStopped)
-            self._ends.writer.forget(job)
-            self._let_go(job)
-            if job.call is None:
-                self._close(job)
-        return [job.claimed for job in jobs]
+            with self.guard.around(job):
+                self._withdraw(job, JobStopped)
+                self._ends.writer.forget(job)
+                self._let_go(job)
+                if job.call is None:
+                    self._close(job)
+                withdrawn.append(job.claimed)
+        return withdrawn

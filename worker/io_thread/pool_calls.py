@@ -9,18 +9,20 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
 
+from jobs.common.display import shown_error
 from jobs.context import JobContext
 from jobs.context.shared_files import NoRoomYet
 from jobs.tasks import OpenTask, Task
 from worker.errors import FileTimeout
 from worker.io_thread.faults import is_fault
 from worker.io_thread.held.held_jobs import SLOW_S, HeldJob
+from worker.io_thread.held.job_guard import JobGuard
 from worker.io_thread.held.packing import Packer
 from worker.io_thread.held.streams import Inspections
 from worker.io_thread.parts import Parts
 from worker.store.client import OUTAGES
 from worker.threads.functions import FunctionPool
-from worker.threads.interrupts import as_class
+from worker.threads.interrupts import Call, as_class
 
 TRY_AGAIN_S = 0.5
 """Pause before a call that found no memory, or was cut off by an outage, is made again."""
@@ -103,10 +105,11 @@ class PoolCalls:
         self,
         post: Callable[[Callable[[], None]], None],
         unawaited: Callable[[HeldJob], None],
+        guard: JobGuard,
         log: logging.Logger,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._post, self._unawaited, self._log, self._clock = post, unawaited, log, clock
+        self._post, self._unawaited, self._guard, self._log, self._clock = post, unawaited, guard, log, clock
         self._waiting: list[Callable[[], None]] = []
         self._try_again_at = clock()
         self._line = RoomLine(clock)
@@ -114,31 +117,41 @@ class PoolCalls:
     def submit(self, pool: FunctionPool, job: HeldJob, call: PoolCall) -> None:
         """Run a function in a pool; its callbacks run here."""
         place, is_ours = call.place, call.is_ours
+        running: list[Call] = []
         awaited = job.await_call()
 
+        def post(value: Any, error: BaseException | None) -> None:
+            self._post(lambda: report(value, error))
+
         def start() -> None:
-            job.call = pool.submit(
-                call.function, lambda value, error: self._post(lambda: report(value, error)), not is_ours, call.discard
-            )
+            job.call = pool.submit(call.function, post, not is_ours, call.discard)
+            running.append(job.call)
 
         def start_again() -> None:
-            if job.awaits(awaited):
-                start()
-            else:
-                report(None, None)
+            with self._guard.around(job):
+                if job.awaits(awaited):
+                    start()
+                else:
+                    came_back(None, None)
 
         def report(value: Any, error: BaseException | None) -> None:
+            if job.call in running:
+                job.call = None
             if place is not None:
                 self._line.came_back(place)
+            with self._guard.around(job):
+                came_back(value, error)
+
+        def came_back(value: Any, error: BaseException | None) -> None:
             if not job.awaits(awaited):
                 call.came_back(job, value)
                 self._unawaited(job)
                 return
-            job.call = None
             if place is not None and isinstance(error, NoRoomYet):
                 self._line.wait(place, start_again, is_awaited)
             elif isinstance(error, call.again_on) or (is_ours and isinstance(error, OUTAGES) and not is_fault(error)):
-                self._log.error("job %s: not carried out yet (%s); trying again", job.claimed.job_id, error)
+                reason = shown_error(error)
+                self._log.error("job %s: not carried out yet (%s); trying again", job.claimed.job_id, reason)
                 if not self._waiting:
                     self._try_again_at = self._clock() + TRY_AGAIN_S
                 self._waiting.append(start_again)
@@ -262,7 +275,7 @@ class TaskFiles:
         try:
             opened.close()
         except Exception as error:  # noqa: BLE001  # the job has ended
-            self._log.error("job %s: could not remove its temporary files: %s", job_id, error)
+            self._log.error("job %s: could not remove its temporary files: %s", job_id, shown_error(error))
 
     def check(self) -> None:
         """Replace the threads of slow calls, and interrupt those over their limit."""

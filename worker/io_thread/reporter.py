@@ -69,7 +69,8 @@ class Reporter:
         queued, workers = self._record.count()
         self._poll_rates.hear(workers, sum(by_status["started"] for by_status in queued.values()))
         self._note(state, queued)
-        self._record.show(state, job_id, self._counters(), self._runner.tally.shown.point)
+        claimed = {name: by_status["claimed"] for name, by_status in queued.items()}
+        self._record.show(state, job_id, {**self._counters(), "claimed": claimed}, self._runner.tally.shown.point)
 
     def _note(self, state: str, queued: Mapping[str, Mapping[str, int]]) -> None:
         """Keep the numbers for the metrics."""
@@ -96,7 +97,7 @@ class Reporter:
             jobs_held=self._runner.num_held,
             jobs_finished=counts.num_finished,
             jobs_failed=counts.num_failed,
-            rows=counts.rows_done + self._runner.jobs.num_rows_done(),
+            rows=counts.rows_done + self._runner.num_rows_done(),
             depth=depth,
         )
 

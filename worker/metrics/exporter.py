@@ -77,6 +77,12 @@ class _WorkerCollector(Collector):
         yield _COUNTER, "tokenmill_rows", "Rows of finished shards.", labels, dict(counts.rows).items()
         lost = [((), counts.claims_lost)]
         yield _COUNTER, "tokenmill_claims_lost", "Jobs cancelled or taken over while held.", (), lost
+        taken_over = [((queue, str(deaths)), number) for (queue, deaths), number in dict(counts.takeovers).items()]
+        text = "Jobs taken over from dead workers, or after a fault, by how many of these each has had by then."
+        yield _COUNTER, "tokenmill_jobs_taken_over", text, ("queue", "deaths"), taken_over
+        text = "Errors about one job that nobody foresaw: they end that job alone. Each is a bug to report."
+        unforeseen = dict(counts.unforeseen_errors).items()
+        yield _COUNTER, "tokenmill_unforeseen_errors", text, ("queue", "error"), unforeseen
         for name, until, times in (("queue_time", "begin", counts.queue_times), ("latency", "end", counts.latencies)):
             by_queue = [((queue,), histogram) for queue, histogram in dict(times).items()]
             text = f"From a job's enqueueing to its {until}."

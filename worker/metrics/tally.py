@@ -18,6 +18,7 @@ _LONG_S = (0.05, 0.25, 1, 5, 15, 60, 300, 900, 3600, 4 * 3600, 24 * 3600)
 _MAX_REASONS = 40
 """Names of errors that are told apart: a user's function may raise any."""
 _MAX_REASON_CHARS = 60
+_MAX_DEATHS_TOLD = 20
 OTHER = "other"
 
 
@@ -90,6 +91,8 @@ class Tally:
         self.redis_errors: Counter[str] = Counter()
         self.num_finished = self.num_failed = self.rows_done = 0
         self.claims_lost = 0
+        self.takeovers: Counter[tuple[str, int]] = Counter()
+        self.unforeseen_errors: Counter[tuple[str, str]] = Counter()
         self.round_trips = Counter(worker=0, functions=0)
         self.queue_times: dict[str, Histogram] = {}
         self.latencies: dict[str, Histogram] = {}
@@ -132,6 +135,14 @@ class Tally:
     def lost(self) -> None:
         """Count a held job that was cancelled or belongs to another worker by now."""
         self.claims_lost += 1
+
+    def taken_over(self, queue: str, deaths: int) -> None:
+        """Count a job that was taken from a dead worker, or after a fault, by how many of these it has had."""
+        self.takeovers[queue, min(deaths, _MAX_DEATHS_TOLD)] += 1
+
+    def unforeseen(self, queue: str, error: BaseException) -> None:
+        """Count an error that nobody foresaw, about one job of this queue."""
+        self.unforeseen_errors[queue, self._reason(type(error).__name__)] += 1
 
     def redis_failed(self, error: BaseException) -> None:
         """Count a turn of the I/O thread that Redis has refused or not answered."""

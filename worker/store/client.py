@@ -7,7 +7,7 @@ from typing import Any
 from redis import ConnectionPool, Redis
 from redis.backoff import ExponentialBackoff, NoBackoff
 from redis.exceptions import ConnectionError as RedisConnectionError
-from redis.exceptions import ExecAbortError, OutOfMemoryError, ReadOnlyError
+from redis.exceptions import DataError, ExecAbortError, OutOfMemoryError, ReadOnlyError, RedisError, ResponseError
 from redis.exceptions import TimeoutError as RedisTimeoutError
 from redis.retry import Retry
 from rq.connections import get_connection_kwargs
@@ -16,6 +16,15 @@ MIN_REDIS_VERSION = (6, 2, 0)
 
 OUTAGES = (RedisConnectionError, RedisTimeoutError, OutOfMemoryError, ReadOnlyError, ExecAbortError)
 """Errors that say something of the server and nothing of the command: it may be tried again later."""
+
+
+def is_servers(error: BaseException) -> bool:
+    """Whether an error is the server's word, and not what the values or keys of one job have led to."""
+    if isinstance(error, DataError):
+        return False  # redis-py could not write a value
+    if isinstance(error, ResponseError) and "WRONGTYPE" in str(error):
+        return False  # a producer has put another kind of value where a job's keys are
+    return isinstance(error, RedisError)
 
 
 @dataclass(frozen=True)

@@ -1,5 +1,6 @@
 """The jobs of some queues in Redis: how one worker claims, holds and ends them."""
 
+import json
 import logging
 import time
 from base64 import b64encode
@@ -39,6 +40,20 @@ class Keeping:
     result_ttl_s: int = DEFAULT_RESULT_TTL
 
 
+@dataclass(frozen=True)
+class Released:
+    """A job that was taken from its holder.
+
+    deaths: how many workers have died with it, where this release says that one more has; else 0. claimed: the job
+    where this worker holds it now, to end it; None where it is back in its queue or gone.
+    """
+
+    queue_name: str
+    job_id: str
+    deaths: int
+    claimed: ClaimedJob | None
+
+
 FAR_S = 10 * 365 * 86_400
 """Seconds from now to the score of our entries in rq:wip: no stock cleanup reaches them."""
 
@@ -73,7 +88,12 @@ class JobStore:
         self._answered: set[str] = set()
 
     def _restore(self, queue_name: str, reply: Sequence[Any]) -> ClaimedJob:
-        return restore(queue_name, reply, self._worker_name, self._max_job_bytes)
+        """Read what a script says of a job; one that cannot be read can only be failed."""
+        try:
+            return restore(queue_name, reply, self._worker_name, self._max_job_bytes)
+        except Exception as error:  # noqa: BLE001  # a hash may hold anything; it must not stop the others
+            job_id, execution_id = reply[0].decode(errors="replace"), reply[1].decode()
+            return ClaimedJob(job_id, execution_id, queue_name, self._worker_name, damage=error)
 
     def _holder(self) -> dict[str, Any]:
         """Return this worker's part of the scripts' arguments, as the holder of jobs."""
@@ -216,32 +236,28 @@ class JobStore:
         """Let go of an ended job, once its dependents are queued."""
         self._call_many([Call("close", {**claimed.address, **self._holder()})])
 
-    def release(self, held: Sequence[ClaimedJob], mode: Mode, max_deaths: int) -> list[ClaimedJob]:
+    def release(self, held: Sequence[ClaimedJob], mode: Mode, max_deaths: int) -> list[Released]:
         """Put jobs back at the head of their queues.
 
-        Returns the jobs that this worker holds now instead, as they died too often or have ended.
+        Some this worker holds now instead, as they died too often or have ended.
         """
-        # Pushed to the head one by one, the last goes first.
-        places = [
-            {**claimed.address, "left_before": claimed.left_before, "kind": claimed.kind} for claimed in reversed(held)
-        ]
-        return self._release(places, mode, max_deaths)
-
-    def _release(self, places: Sequence[Mapping[str, str]], mode: Mode, max_deaths: int) -> list[ClaimedJob]:
         same = {**self._holder(), "mode": mode, "max_deaths": max_deaths}
+        # Pushed to the head one by one, the last goes first.
+        last_first = list(reversed(held))
+        places = [{**job.address, "left_before": job.left_before, "kind": job.kind} for job in last_first]
         calls = [Call("release", {**place, **same, "new_eid": uuid4().hex}) for place in places]
         replies = self._call_many(calls) if calls else []
-        return [
-            replace(self._restore(place["queue"], reply[1]), has_ended=reply[0] == b"ended")
-            for place, reply in zip(places, replies, strict=True)
-            if reply[0] in (b"exhausted", b"ended")
-        ]
+        return [self._released(job, reply) for job, reply in zip(last_first, replies, strict=True)]
 
-    def reclaim_abandoned(self, queue_names: Sequence[str], period_s: float, max_deaths: int) -> list[ClaimedJob]:
-        """Queue jobs again whose worker died; at most one worker looks at a queue in each period.
+    def _released(self, job: ClaimedJob, reply: Sequence[Any]) -> Released:
+        result, deaths = reply[0], reply[1]
+        claimed = None
+        if result in (b"exhausted", b"ended"):
+            claimed = replace(self._restore(job.queue_name, reply[2]), has_ended=result == b"ended")
+        return Released(job.queue_name, job.job_id, deaths, claimed)
 
-        Returns the jobs that this worker holds now instead, as `release` does.
-        """
+    def abandoned(self, queue_names: Sequence[str], period_s: float) -> list[ClaimedJob]:
+        """Return jobs whose worker died, for `release`; at most one worker looks at a queue in each period."""
         with self._client.pipeline(transaction=False) as pipe:
             for name in queue_names:  # a lock of each: who takes it serves that queue
                 lock = _MAINTENANCE_LOCK % name
@@ -261,12 +277,11 @@ class JobStore:
             for _, job_id, execution_id in found:
                 pipe.ttl(execution_key(job_id, execution_id))
             left_s = pipe.execute() if found else []
-        dead = [
-            {**address(*found_one), "left_before": "", "kind": ""}
-            for found_one, seconds in zip(found, left_s, strict=True)
+        return [
+            ClaimedJob(job_id, execution_id, name, self._worker_name)
+            for (name, job_id, execution_id), seconds in zip(found, left_s, strict=True)
             if seconds < 0
         ]
-        return self._release(dead, "abandoned", max_deaths)
 
     def adopt(self, queue: str, left: Mapping[tuple[str, str], str]) -> list[tuple[ClaimedJob, str]]:
         """Take over jobs that RQ's own workers left behind; return those that this worker holds then.
@@ -280,8 +295,7 @@ class JobStore:
         taken = zip(replies, left.values(), strict=True)
         return [(self._restore(queue, reply[1]), why) for reply, why in taken if reply[0] == b"taken"]
 
-    def show_progress(self, progress: Sequence[tuple[ClaimedJob, dict[str, Any]]]) -> None:
-        """Write `job.meta` of running jobs."""
-        calls = [Call("progress", claimed.address, [JSONSerializer.dumps(meta)]) for claimed, meta in progress]
-        if calls:
-            self._call_many(calls)
+    def show_progress(self, progress: Sequence[tuple[ClaimedJob, Mapping[str, Any]]]) -> list[bool]:
+        """Write how far running jobs are; return for each whether it is still ours."""
+        calls = [Call("progress", claimed.address, [json.dumps(shown)]) for claimed, shown in progress]
+        return [bool(reply) for reply in self._call_many(calls)]

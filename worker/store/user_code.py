@@ -13,6 +13,7 @@ from rq.job_lifecycle import call_exception_handlers
 from rq.utils import import_attribute as import_function
 from rq.webhook import Webhook
 
+from jobs.common.display import shown_error
 from jobs.context.webhooks import DEADLINE_S, call_webhook
 from worker.store.records.job_record import CALLBACKS, JobRecord
 from worker.store.records.outcome import Outcome
@@ -51,7 +52,7 @@ class Webhooks:
 
     def _done(self, job_id: str, status: int | None, error: BaseException | None) -> None:
         if error is not None:
-            self._failed(job_id, f"{type(error).__name__}: {error}")
+            self._failed(job_id, shown_error(error))
         elif status is not None and not 200 <= status < 300:
             self._failed(job_id, f"it answered {status}")
 

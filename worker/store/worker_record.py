@@ -10,9 +10,10 @@ from typing import Any
 from redis import Redis
 from redis.exceptions import RedisError
 
-from jobs.common.keys import RQ, SILENT_S, WORKER_STATS_TTL_S, loading_key, prefixed, samples_key, worker_key
+from jobs.common.keys import RQ, SILENT_S, WORKER_STATS_TTL_S, held_key, loading_key, prefixed, samples_key, worker_key
 from jobs.common.rq_jobs import WORKER_PREFIX, WORKERS_KEY
 from jobs.common.workers import LOADING, MAX_POINTS, Point
+from worker.store.job_store import FAR_S
 
 _REGISTRIES = {"started": "wip", **{name: name for name in ("finished", "failed", "deferred", "scheduled")}}
 """Status -> how RQ's keys call its registry."""
@@ -61,12 +62,16 @@ class WorkerRecord:
                 pipe.llen(f"{RQ}:queue:{name}")
                 for registry in _REGISTRIES.values():
                     pipe.zcard(f"{RQ}:{registry}:{name}")
+                pipe.hlen(held_key(name))
+                pipe.zcount(f"{RQ}:wip:{name}", time.time() + FAR_S / 2, "+inf")  # those of them that have begun
                 pipe.zcount(_FLEET_KEY % name, time.time() - SILENT_S, "+inf")
             replies = iter(pipe.execute())
         counted = {
-            name: {each: int(next(replies)) for each in ("queued", *_REGISTRIES, "workers")}
+            name: {each: int(next(replies)) for each in ("queued", *_REGISTRIES, "claimed", "begun", "workers")}
             for name in self._queue_names
         }
+        for by_status in counted.values():
+            by_status["claimed"] = max(0, by_status["claimed"] - by_status.pop("begun"))
         workers = {name: by_status.pop("workers") for name, by_status in counted.items()}
         return counted, workers
 

@@ -10,7 +10,7 @@ from redis import Redis
 
 from jobs.common import rq_jobs, stored
 from jobs.common.display import MAX_TEXT_CHARS, safe_name
-from jobs.common.keys import RUNS_KEY, SUBMISSION_FIELD, run_key
+from jobs.common.keys import PROGRESS_FIELD, RUNS_KEY, SUBMISSION_FIELD, run_key
 from jobs.common.rq_jobs import JobStatus
 from jobs.common.workers import Worker, read_workers, served_on
 from jobs.errors import FAULT_PREFIX, UnknownRun
@@ -253,13 +253,13 @@ def error_line(error: str) -> str:
 def read_progress(connection: Redis, job_ids: Sequence[str]) -> list[Progress]:
     with connection.pipeline(transaction=False) as pipe:
         for job_id in job_ids:
-            pipe.hmget(rq_jobs.job_key(job_id), "meta", "started_at", "worker_name", "status")
+            pipe.hmget(rq_jobs.job_key(job_id), PROGRESS_FIELD, "started_at", "worker_name", "status")
         replies = pipe.execute(raise_on_error=False)
     return [_progress(*reply) if isinstance(reply, list) else Progress(0, 0) for reply in replies]
 
 
-def _progress(meta: Any, started_at: bytes | None, worker: bytes | None, status: bytes | None) -> Progress:
-    told = stored.json_object(meta)
+def _progress(shown: Any, started_at: bytes | None, worker: bytes | None, status: bytes | None) -> Progress:
+    told = stored.json_object(shown)
     rows, tokens, shard_rows = (stored.count(told.get(name)) or 0 for name in ("rows_done", "tokens", "rows"))
     tokens += stored.count(told.get("tokens_open")) or 0
     return Progress(rows, tokens, shard_rows, stored.moment(started_at), safe_name(worker or b""), status is not None)

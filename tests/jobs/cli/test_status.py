@@ -23,7 +23,7 @@ def test_status_counts_what_is_done_started_queued_and_failed(
     done, started, failed, *_ = runs.jobs
     runs.run(done)
     redis.lrem("rq:queue:bulk", 1, started.id)
-    redis.hset(started.key, mapping={"status": "started", "meta": '{"rows_done": 1, "tokens": 9}'})
+    redis.hset(started.key, mapping={"status": "started", "tokenmill_progress": '{"rows_done": 1, "tokens": 9}'})
     redis.zadd("rq:wip:bulk", {f"{started.id}:abc": 9e12, "other:x": 9e12})
     fail(redis, failed, "jobs.errors.InputChanged: it changed")
     result = invoke("status", run)

@@ -104,7 +104,7 @@ def test_each_run_has_a_line_with_its_state_counts_and_rates(
     runs.run(first)
     first.delete()
     redis.lrem("rq:queue:bulk", 1, started.id)
-    redis.hset(started.key, mapping={"status": "started", "meta": '{"rows_done": 1, "tokens": 9}'})
+    redis.hset(started.key, mapping={"status": "started", "tokenmill_progress": '{"rows_done": 1, "tokens": 9}'})
     redis.zadd("rq:wip:bulk", {f"{started.id}:abc": 9e12})
     fail(redis, failed, "jobs.errors.InputChanged: it changed")
     waiting = invoke("submit", source, tmp_path / "three").stdout.strip()

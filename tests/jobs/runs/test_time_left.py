@@ -65,14 +65,14 @@ def test_a_run_under_way_tells_what_is_left(redis: Redis, runs: Runs, invoke: In
     record = replace(part, started_at=now - 100 * share / 2, ended_at=now)
     redis.hset(f"tokenmill:run:{plan.run}:parts", "0", record.to_record())
     meta = {"rows": 25, "rows_done": 0, "rows_open": 0, "tokens": 0}
-    fields = {"status": "started", "meta": json.dumps(meta), "worker_name": "w-1"}
+    fields = {"status": "started", "tokenmill_progress": json.dumps(meta), "worker_name": "w-1"}
     redis.hset(second.key, mapping={**fields, "started_at": utcformat(datetime.now(UTC))})
     redis.zadd("rq:wip:bulk", {f"{second.id}:abc": 9e12})
     redis.lrem("rq:queue:bulk", 1, second.id)
     add_worker(redis, "w-1")
     left = read_snapshot(redis, plan.run).left_s
     assert left == pytest.approx(100 - 100 * share / 2, rel=0.05)
-    redis.hset(second.key, "meta", json.dumps({**meta, "rows_done": 25}))
+    redis.hset(second.key, "tokenmill_progress", json.dumps({**meta, "rows_done": 25}))
     assert (read_snapshot(redis, plan.run).left_s or 0) < 0.9 * (left or 0)
     redis.set(worker_key("w-1"), '{"state": "busy"}', ex=WORKER_STATS_TTL_S - 2 * SILENT_S)
     silent = read_snapshot(redis, plan.run).left_s

@@ -2,14 +2,17 @@
 
 import logging
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
+from typing import NamedTuple
 
 from redis.exceptions import RedisError
 
 from jobs.errors import fault_line
 from worker.errors import EndNotTaken
 from worker.io_thread.held.held_jobs import HeldJob
+from worker.io_thread.held.job_guard import JobGuard
 from worker.store.client import OUTAGES
 from worker.store.job_store import JobStore
 from worker.store.records.outcome import FinishReply, Outcome
@@ -20,6 +23,18 @@ _TRIES = 3
 _PAUSE_S = 0.25
 _SMALL_BYTES = 1 << 16
 """No server cuts a connection because of less: it is the network, however often."""
+
+
+class _End(NamedTuple):
+    """An end that is not written yet, and how large it is."""
+
+    job: HeldJob
+    outcome: Outcome
+    num_bytes: int
+
+
+def _write(store: JobStore, ends: Sequence[_End]) -> list[tuple[_End, FinishReply]]:
+    return list(zip(ends, store.finish([end.outcome for end in ends]), strict=True))
 
 
 @dataclass
@@ -42,14 +57,16 @@ class EndWriter:
     itself the job ends as failed with that reason instead.
     """
 
-    def __init__(self, written: Written, log: logging.Logger, clock: Callable[[], float] = time.monotonic):
-        self._written, self._log, self._clock = written, log, clock
-        self._waiting: dict[int, tuple[HeldJob, Outcome]] = {}
+    def __init__(
+        self, written: Written, guard: JobGuard, log: logging.Logger, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self._written, self._guard, self._log, self._clock = written, guard, log, clock
+        self._waiting: dict[int, _End] = {}
         self._alone: dict[int, _Alone] = {}
 
     def add(self, job: HeldJob, outcome: Outcome) -> None:
         """Write an end with the next `flush`."""
-        self._waiting[job.number] = (job, outcome)
+        self._waiting[job.number] = _End(job, outcome, outcome.num_bytes)
 
     def forget(self, job: HeldJob) -> None:
         """Drop an end that is not written yet."""
@@ -64,24 +81,27 @@ class EndWriter:
         """Write the ends that wait. After a RedisError, which says something of the server, call it again."""
         for batch in list(self._batches()):
             try:
-                replies = store.finish([outcome for _, outcome in batch])
+                written = self._guard.batch(batch, lambda end: end.job, partial(_write, store))
             except RedisError:
-                self._alone.update((job.number, _Alone()) for job, _ in batch)
+                self._alone.update((end.job.number, _Alone()) for end in batch)
                 raise
-            for (job, outcome), reply in zip(batch, replies, strict=True):
-                self._done(job, outcome, reply)
+            for end, reply in written:
+                with self._guard.around(end.job):
+                    self._done(end.job, end.outcome, reply)
         for number, state in list(self._alone.items()):
             if self._clock() >= state.not_before and number in self._waiting:
-                self._write_alone(store, *self._waiting[number], state)
+                end = self._waiting[number]
+                with self._guard.around(end.job):
+                    self._write_alone(store, end.job, end.outcome, state)
 
-    def _batches(self) -> Iterator[list[tuple[HeldJob, Outcome]]]:
-        batch: list[tuple[HeldJob, Outcome]] = []
+    def _batches(self) -> Iterator[list[_End]]:
+        batch: list[_End] = []
         num_bytes = 0
-        for number, (job, outcome) in self._waiting.items():
+        for number, end in self._waiting.items():
             if number in self._alone:
                 continue
-            batch.append((job, outcome))
-            num_bytes += outcome.num_bytes
+            batch.append(end)
+            num_bytes += end.num_bytes
             if num_bytes >= _BATCH_BYTES:
                 yield batch
                 batch, num_bytes = [], 0
@@ -120,7 +140,7 @@ class EndWriter:
         reason = EndNotTaken(outcome.num_bytes, f"{type(error).__name__}: {error}")
         reason.add_note(fault_line(reason.fault))
         failed = replace(outcome, status="failed", value=printable(reason), packed=None, retries=False)
-        self._waiting[job.number] = (job, failed)
+        self._waiting[job.number] = _End(job, failed, failed.num_bytes)
 
     def _done(self, job: HeldJob, outcome: Outcome, reply: FinishReply) -> None:
         self.forget(job)

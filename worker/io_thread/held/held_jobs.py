@@ -1,11 +1,10 @@
-"""The held jobs of a worker, and what has begun."""
+"""The held jobs of a worker."""
 
 import enum
-import time
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from datetime import UTC, datetime, timedelta
+from datetime import datetime
 from itertools import count
 from typing import Any
 
@@ -14,7 +13,6 @@ from redis import Redis
 from engine import Completion, RequestProgress
 from jobs.tasks import OpenTask, Request
 from worker.metrics.tally import EndedJob
-from worker.store.job_store import JobStore
 from worker.store.records.claimed_job import ClaimedJob
 from worker.store.records.job_record import JobRecord
 from worker.store.records.outcome import Outcome
@@ -60,11 +58,13 @@ class HeldJob:
     reason: name of its error, "" if it did not fail.
     was_slow: a call of its ran for long.
     is_overdue: its function was interrupted because of a limit of time.
+    num_requests: of its task, as of the last look; None where the task does not say.
     inspected: requests whose answers the task looks at in a thread, and those.
     unscheduled: requests that were sent and of which no step has scheduled a sequence.
     trace: None if it is not traced.
     begun: the progress of its requests in the engine.
-    told_progress: the task's last word on its progress; shown_progress: the one in job.meta.
+    told_progress: the task's last word on its progress; shown_progress: the one that Redis has.
+    is_blamed: an error that nobody foresaw was its own; after another one it is let go.
     """
 
     number: int
@@ -87,6 +87,7 @@ class HeldJob:
     reason: str = ""
     was_slow: bool = False
     is_overdue: bool = False
+    num_requests: int | None = None
     next_index: int = 0
     in_engine: int = 0
     unscheduled: set[int] = field(default_factory=set)
@@ -97,6 +98,7 @@ class HeldJob:
     told_progress: dict[str, Any] | None = None
     shown_progress: dict[str, Any] | None = None
     trace: JobTrace | None = None
+    is_blamed: bool = False
     _awaited: object = None
 
     # Transitions
@@ -122,6 +124,10 @@ class HeldJob:
         if self.call is not None:
             self.call.interrupt(reason)
         self._awaited = None
+
+    def count_requests(self) -> None:
+        """Note how many requests its task has in all, which changes as they are pulled and delivered."""
+        self.num_requests = self.open_task.num_requests if self.open_task is not None else None
 
     # What is held of it
 
@@ -186,8 +192,7 @@ class HeldJob:
     @property
     def unread(self) -> float:
         """The number of requests left in the stream; infinite if the task does not say."""
-        num_requests = self.open_task.num_requests if self.open_task is not None else None
-        return float("inf") if num_requests is None else num_requests - self.next_index
+        return float("inf") if self.num_requests is None else self.num_requests - self.next_index
 
     @property
     def num_rows_done(self) -> int:
@@ -203,6 +208,18 @@ class HeldJob:
             "prompt_tokens_ahead": sum(each.prompt_tokens_left for each in on_their_way),
             "tokens_open": sum(each.generation_tokens for each in on_their_way),
         }
+
+    def changed_progress(self) -> dict[str, Any] | None:
+        """Return the progress of a running task that has moved since the last call."""
+        told = self.open_task.progress() if self.open_task is not None else None
+        if told is None or told is self.told_progress:
+            return None
+        self.told_progress = told
+        progress = {**told, **self.tokens_open()}
+        if progress == self.shown_progress:
+            return None
+        self.shown_progress = progress
+        return progress
 
     def so_far(self, samples: Mapping[str, Mapping[int, Sequence[int]]]) -> dict[int, Mapping[int, Sequence[int]]]:
         """Return the tokens of its requests that are not delivered. samples: what the engine has of all."""
@@ -232,11 +249,13 @@ class HeldJobs:
         self._by_lane: Counter[int] = Counter()
 
     def add(self, claimed: ClaimedJob, lane: int = 0) -> HeldJob:
-        trace = self._traces.begin(claimed.execution_id, claimed.record.meta)
-        job = HeldJob(next(self._numbers), claimed, lane, trace=trace)
+        job = HeldJob(next(self._numbers), claimed, lane)
         self._jobs[job.number] = job
         self._by_lane[lane] += 1
         return job
+
+    def begin_trace(self, job: HeldJob) -> None:
+        job.trace = self._traces.begin(job.claimed.execution_id, job.claimed.record.meta)
 
     def remove(self, job: HeldJob) -> None:
         del self._jobs[job.number]
@@ -274,10 +293,6 @@ class HeldJobs:
         """The jobs that have run no code yet."""
         return [job for job in self._jobs.values() if not job.has_begun and not job.is_ending]
 
-    def num_rows_done(self) -> int:
-        """The number of rows that held jobs have answered by now."""
-        return sum(job.num_rows_done for job in self._jobs.values())
-
     def progressed(self, requests: Mapping[str, RequestProgress]) -> None:
         """Note these requests' progress, by their ids; all others in the engine have not begun."""
         for job in self._jobs.values():
@@ -286,20 +301,6 @@ class HeldJobs:
             whose, index = self.of_request(request_id)
             if whose is not None:
                 whose.begun[index] = progress
-
-    def changed_progress(self) -> list[tuple[ClaimedJob, dict[str, Any]]]:
-        """Return `job.meta` of the running tasks that have moved since the last call."""
-        changed = []
-        for job in self._jobs.values():
-            told = job.open_task.progress() if job.open_task is not None else None
-            if told is None or told is job.told_progress:
-                continue
-            job.told_progress, progress = told, {**told, **job.tokens_open()}
-            if progress != job.shown_progress:
-                job.shown_progress = progress
-                meta = job.claimed.record.meta
-                changed.append((job.claimed, {**meta, **progress} if isinstance(meta, dict) else progress))
-        return changed
 
 
 def ended_job(job: HeldJob, outcome: Outcome) -> EndedJob:
@@ -329,52 +330,3 @@ def _moment(stored: bytes) -> float | None:
     except ValueError:
         return None
     return None if moment.tzinfo is None or moment.timestamp() < 0 else moment.timestamp()
-
-
-class Beginnings:
-    """Shows in Redis which jobs have begun, in one call for all of a turn. Used by the I/O thread only."""
-
-    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
-        self._clock = clock
-        self._news: dict[int, HeldJob] = {}
-        self._functions: dict[int, tuple[HeldJob, Callable[[], None]]] = {}
-
-    def began(self, job: HeldJob, moment: float) -> None:
-        """Note that a job has begun at `moment` (monotonic seconds), unless it had before."""
-        if job.started_at is not None:
-            return
-        _start_clock(job, moment, self._clock())
-        self._news[job.number] = job
-
-    def run(self, job: HeldJob, function: Callable[[], None]) -> None:
-        """Call `function`, which hands the job's function to a thread, once Redis shows that it begins."""
-        self._functions[job.number] = (job, function)
-
-    def forget(self, job: HeldJob) -> bool:
-        """Drop a job that is not shown yet. Returns whether its function was not handed over."""
-        self._news.pop(job.number, None)
-        return self._functions.pop(job.number, None) is not None
-
-    def show(self, store: JobStore) -> list[ClaimedJob]:
-        """Write new beginnings, then hand functions over; return lost jobs. After a RedisError call it again."""
-        functions = list(self._functions.values())
-        begun = [(job.claimed, job.began_at or datetime.now(UTC)) for job in self._news.values()]
-        begun += [(job.claimed, datetime.now(UTC)) for job, _ in functions]
-        if not begun:
-            return []
-        lost = store.begin(begun)
-        self._news.clear()
-        gone = {claimed.execution_id for claimed in lost}
-        moment = self._clock()
-        for job, hand_over in functions:
-            if job.claimed.execution_id not in gone:
-                del self._functions[job.number]
-                _start_clock(job, moment, moment)
-                hand_over()
-        return lost
-
-
-def _start_clock(job: HeldJob, moment: float, present: float) -> None:
-    job.started_at = moment
-    job.began_at = datetime.now(UTC) - timedelta(seconds=present - moment)
-    job.limit_s = job.claimed.record.limit_s

@@ -3,10 +3,13 @@
 import logging
 import time
 from collections.abc import Callable
+from functools import partial
 from queue import SimpleQueue
 
+from jobs.common.display import shown_error
 from worker.engine_thread.orders import Order, SoFar, Tell
 from worker.io_thread.held.held_jobs import HeldJob, HeldJobs, JobState
+from worker.io_thread.held.job_guard import JobGuard
 from worker.threads.functions import FunctionPool
 
 THREADS = 2
@@ -28,13 +31,15 @@ class Journals:
     def __init__(
         self,
         jobs: HeldJobs,
+        guard: JobGuard,
         period_s: float,
         orders: SimpleQueue[Order],
         post: Callable[[Callable[[], None]], None],
         log: logging.Logger,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._jobs, self._period_s, self._orders, self._post = jobs, period_s, orders, post
+        self._jobs, self._guard, self._period_s = jobs, guard, period_s
+        self._orders, self._post = orders, post
         self._log, self._clock = log, clock
         self._due_at = clock() + period_s
         self._leave_by: float | None = None
@@ -73,7 +78,8 @@ class Journals:
                 continue  # most prompts end before
             if job.number in self._writing:
                 self._writing[job.number] = so_far
-            else:
+                continue
+            with self._guard.around(job):
                 self._enter(job, so_far)
 
     def _streaming(self) -> list[HeldJob]:
@@ -85,11 +91,13 @@ class Journals:
         write = job.open_task.keep(job.so_far(so_far.samples))
         if write is not None:
             self._writing[job.number] = None
-            self.pool.submit(write, lambda _, error: self._post(lambda: self._written(job, error)), raises=False)
+            written = partial(self._guard.call, job, self._written, job)
+            self.pool.submit(write, lambda _, error: self._post(partial(written, error)), raises=False)
 
     def _written(self, job: HeldJob, error: BaseException | None) -> None:
-        if error is not None:
-            self._log.warning("job %s: its journal could not be written: %s", job.claimed.job_id, error)
         later = self._writing.pop(job.number)
+        if error is not None:
+            reason = shown_error(error)
+            self._log.warning("job %s: its journal could not be written: %s", job.claimed.job_id, reason)
         if later is not None and job in self._streaming():
             self._enter(job, later)

@@ -5,6 +5,7 @@ from collections.abc import Iterator, Sequence
 
 from jobs.tasks import Request
 from worker.io_thread.held.held_jobs import HeldJob, JobState
+from worker.io_thread.held.job_guard import JobGuard
 
 
 def samples_of(request: Request) -> int:
@@ -48,7 +49,7 @@ class Packer:
         self._streams: list[deque[HeldJob]] = [deque() for _ in range(num_lanes)]
         self._in_engine = [0] * num_lanes
         self._opening, self._finishing = set[HeldJob](), set[HeldJob]()
-        self._functions = 0
+        self._functions = set[HeldJob]()
         self._dry: list[HeldJob] = []
         self._left = 0
         self._bursts: deque[int] = deque(maxlen=_BURSTS_REMEMBERED)
@@ -90,24 +91,32 @@ class Packer:
 
     def stream(self, job: HeldJob) -> None:
         """Serve a job's requests after those of the jobs before it on its lane."""
+        job.count_requests()
         self._streams[job.lane].append(job)
 
     def stream_on(self, job: HeldJob) -> None:
         """Serve a job whose stream had ended, before the others of its lane: its prefixes are cached."""
+        job.count_requests()
         self._streams[job.lane].appendleft(job)
 
     @property
     def free_functions(self) -> int:
         """The number of functions that the worker may still take, of any lane."""
-        return self._max_functions - self._functions
+        return self._max_functions - len(self._functions)
 
-    def function_started(self) -> None:
+    def function_started(self, job: HeldJob) -> None:
         """Count a function: it takes a thread, not a slot of the engine."""
-        self._functions += 1
+        self._functions.add(job)
 
-    def function_ended(self) -> None:
+    def function_ended(self, job: HeldJob) -> None:
         """Free the thread."""
-        self._functions -= 1
+        self._functions.discard(job)
+
+    def free_places(self, job: HeldJob) -> None:
+        """Free what a job takes beside the engine, where nothing of it is in a thread."""
+        if job.call is None:
+            for places in (self._opening, self._finishing, self._functions):
+                places.discard(job)
 
     def forget(self, job: HeldJob) -> None:
         """Drop a stopped or lost job's stream and its sequences in the engine."""
@@ -147,7 +156,7 @@ class Packer:
             return self._room(lane)
         return 0
 
-    def pull(self) -> Iterator[tuple[HeldJob, int, Request]]:
+    def pull(self, guard: JobGuard) -> Iterator[tuple[HeldJob, int, Request]]:
         """Yield (job, index, request) to send to the engine now, the most urgent lane first.
 
         Call it after every delivery. A job whose stream ends here is told so, and may then be complete.
@@ -155,18 +164,27 @@ class Packer:
         self._adapt_reserve()
         for lane, streams in enumerate(self._streams):
             while streams and self._room(lane) > 0:
-                job = streams[0]
-                request = _next_request(job)
-                if request is None:
+                job, request = streams[0], None
+                with guard.around(job):
+                    request = self._next_of(job, lane)
+                if request is not None:
+                    yield job, job.next_index - 1, request
+                elif streams and streams[0] is job:
                     self._dry.append(streams.popleft())
-                    continue
-                index, wanted = job.next_index, samples_of(request)
-                job.next_index += 1
-                job.open_requests[index], job.samples[index] = [], wanted
-                job.unscheduled.add(index)
-                job.in_engine += wanted
-                self._in_engine[lane] += wanted
-                yield job, index, request
+
+    def _next_of(self, job: HeldJob, lane: int) -> Request | None:
+        """Take the next request of a job's stream, and count its sequences; None at its end."""
+        request = _next_request(job)
+        if request is None:
+            return None
+        job.count_requests()
+        index, wanted = job.next_index, samples_of(request)
+        job.next_index += 1
+        job.open_requests[index], job.samples[index] = [], wanted
+        job.unscheduled.add(index)
+        job.in_engine += wanted
+        self._in_engine[lane] += wanted
+        return request
 
     def take_dry(self) -> list[HeldJob]:
         """Return jobs whose streams have ended since the last call, well or not."""
@@ -230,16 +248,25 @@ class PayloadBudget:
         return any(waiting and self._held[lane] < self._most for lane, waiting in enumerate(self._waiting))
 
     def take(self) -> Iterator[HeldJob]:
-        """Yield the jobs to open now, the most urgent lane's first; each is opened before the next."""
+        """Yield the jobs to open now, the most urgent lane's first.
+
+        Each is opened before the next, between `opening` and `opened`.
+        """
         for lane, waiting in enumerate(self._waiting):
-            opened = 0
-            while waiting and opened < _TURN_BYTES and self._held[lane] < self._most:
+            num_bytes = 0
+            while waiting and num_bytes < _TURN_BYTES and self._held[lane] < self._most:
                 job = waiting.popleft()
-                self._count(job, job.claimed.record.hash_bytes)
                 yield job
-                opened += job.payload_bytes
-                if job.number in self._bytes:  # else it was let go of at once
-                    self._count(job, job.payload_bytes)
+                num_bytes += job.payload_bytes
+
+    def opening(self, job: HeldJob) -> None:
+        """Count the hash of a job that is opened."""
+        self._count(job, job.claimed.record.hash_bytes)
+
+    def opened(self, job: HeldJob) -> None:
+        """Count its unpacked payload, too, unless it was let go of at once."""
+        if job.number in self._bytes:
+            self._count(job, job.payload_bytes)
 
     def _count(self, job: HeldJob, num_bytes: int) -> None:
         self._bytes[job.number] = self._bytes.get(job.number, 0) + num_bytes

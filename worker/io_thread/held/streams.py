@@ -5,10 +5,13 @@ from queue import SimpleQueue
 from weakref import WeakKeyDictionary
 
 from engine import Completion
+from jobs.common.display import message_of
 from jobs.context.checks import Checks
 from jobs.tasks import OpenTask
 from worker.engine_thread.orders import Abort, Add, Order
-from worker.io_thread.held.held_jobs import Beginnings, HeldJob, HeldJobs, JobState
+from worker.io_thread.held.beginnings import Beginnings
+from worker.io_thread.held.held_jobs import HeldJob, HeldJobs, JobState
+from worker.io_thread.held.job_guard import JobGuard
 from worker.io_thread.held.packing import Packer
 from worker.metrics.tally import Tally
 from worker.threads.functions import FunctionPool
@@ -60,6 +63,7 @@ class Streams:
     def __init__(
         self,
         jobs: HeldJobs,
+        guard: JobGuard,
         packer: Packer,
         beginnings: Beginnings,
         orders: SimpleQueue[Order],
@@ -67,7 +71,8 @@ class Streams:
         tally: Tally,
     ) -> None:
         self._inspections, self._tally = inspections, tally
-        self._jobs, self._packer, self._beginnings, self._orders = jobs, packer, beginnings, orders
+        self._jobs, self._guard = jobs, guard
+        self._packer, self._beginnings, self._orders = packer, beginnings, orders
         self._changed: dict[int, HeldJob] = {}
         self.completion_tokens = 0
         """Handed out since the start."""
@@ -79,8 +84,9 @@ class Streams:
 
     def feed(self) -> Iterator[HeldJob]:
         """Send the engine requests; yield the jobs that have changed, for the caller to look at."""
-        for job, index, request in self._packer.pull():
-            self._orders.put(Add(job.request_id(index), request, job.lane))
+        for job, index, request in self._packer.pull(self._guard):
+            with self._guard.around(job):
+                self._orders.put(Add(job.request_id(index), request, job.lane))
         self._changed.update((job.number, job) for job in self._packer.take_dry())
         changed, self._changed = self._changed, {}
         for job in changed.values():
@@ -91,7 +97,9 @@ class Streams:
         """Note that the first sequences of these requests were scheduled, at `moment` (monotonic seconds)."""
         for request_id in request_ids:
             job, index = self._jobs.of_request(request_id)
-            if job is not None and not job.is_ending:
+            if job is None or job.is_ending:
+                continue
+            with self._guard.around(job):
                 self._beginnings.began(job, moment)
                 job.unscheduled.discard(index)
                 if not job.needs_payload:
@@ -103,16 +111,20 @@ class Streams:
             job, index = self._jobs.of_request(completion.request_id)
             if job is None or index not in job.open_requests:
                 continue  # stopped or lost while the engine was at it
-            self._beginnings.began(job, moment)  # one that was refused was never scheduled
-            self._tally.completed(completion)
-            if job.trace is not None:
-                job.trace.completed(completion)
-            self.completion_tokens += len(completion.token_ids) - completion.num_continued
-            job.unscheduled.discard(index)
-            samples = job.open_requests[index]
-            samples.append(completion)
-            if completion.finish_reason == "error" or len(samples) == job.samples[index]:
-                self._hand_over(job, index, samples)
+            with self._guard.around(job):
+                self._beginnings.began(job, moment)  # one that was refused was never scheduled
+                self._take(job, index, completion)
+
+    def _take(self, job: HeldJob, index: int, completion: Completion) -> None:
+        self._tally.completed(completion)
+        if job.trace is not None:
+            job.trace.completed(completion)
+        self.completion_tokens += len(completion.token_ids) - completion.num_continued
+        job.unscheduled.discard(index)
+        samples = job.open_requests[index]
+        samples.append(completion)
+        if completion.finish_reason == "error" or len(samples) == job.samples[index]:
+            self._hand_over(job, index, samples)
 
     def _hand_over(self, job: HeldJob, index: int, samples: list[Completion]) -> None:
         """Hand over a request with all its samples, or one that failed."""
@@ -129,7 +141,7 @@ class Streams:
             index,
             ordered,
             lambda: index in job.inspected,
-            lambda error: self._inspected(job, index, ordered, error),
+            lambda error: self._guard.call(job, self._inspected, job, index, ordered, error),
         )
 
     def _inspected(self, job: HeldJob, index: int, samples: list[Completion], error: BaseException | None) -> None:
@@ -141,13 +153,14 @@ class Streams:
             self._deliver(job, index, samples)
             return
         self._changed[job.number] = job
-        job.error = error if isinstance(error, Exception) else RuntimeError(str(error))
+        job.error = error if isinstance(error, Exception) else RuntimeError(message_of(error))
 
     def _deliver(self, job: HeldJob, index: int, samples: list[Completion]) -> None:
         self._changed[job.number] = job
         assert job.open_task is not None
         try:
             job.open_task.deliver(index, samples)
+            job.count_requests()
             if job.state is JobState.SENT and job.open_task.has_more:
                 job.stream()
                 self._packer.stream_on(job)

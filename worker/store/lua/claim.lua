@@ -108,7 +108,7 @@ while looked_at < bound and files_left < 200 and not is_full and share > 0 do
   if place == 0 and looked_at > 0 then page = call('LRANGE', waiting, looked_at, looked_at + 99) end
   if not page[place + 1] then break end
   looked_at = looked_at + 1
-  consider(page[place + 1])
+  tried(consider, page[place + 1]) -- else there is no job of RQ's by this id
 end
 
 -- Nothing is written where all that was seen stays: an idle worker looks many times a second.

@@ -1,34 +1,34 @@
 -- Take a job from its holder and put it at the head of its queue, or behind the job `left_before` ('' for none).
 -- mode: 'given_back', 'engine_died', 'fault' or 'abandoned'. kind: 'function' or 'file', where that was found, or ''.
--- Returns {'queued'}; {'alive'} when the lease of an 'abandoned' one still runs; {'gone'} when it is held no longer;
--- {'dropped'} when its job was cancelled, deleted or enqueued again. The caller holds it then, by the execution
--- `new_eid` the first: {'exhausted', claimed} when it has taken max_deaths workers with it, to fail it;
--- {'ended', claimed} when its end is written, to see to its dependents.
+-- Returns {'queued', deaths}; {'alive', 0} when the lease of an 'abandoned' one still runs; {'gone', 0} when it is held
+-- no longer; {'dropped', 0} when its job was cancelled, deleted or enqueued again. The caller holds it then, by the
+-- execution `new_eid` the first: {'exhausted', deaths, claimed} when it has taken max_deaths workers with it, to fail
+-- it; {'ended', 0, claimed} when its end is written, to see to its dependents. deaths: 0 where it is merely given back.
 local queue, id, eid, mode, left_before = args.queue, args.id, args.eid, args.mode, args.left_before
 local job, execution = 'rq:job:' .. id, 'rq:execution:' .. id .. ':' .. eid
 
-if not is_open(queue, id, eid) then return {'gone'} end
-if mode == 'abandoned' and call('TTL', execution) >= 0 then return {'alive'} end -- a lease has an end
+if not is_open(queue, id, eid) then return {'gone', 0} end
+if mode == 'abandoned' and call('TTL', execution) >= 0 then return {'alive', 0} end -- a lease has an end
 local taken_at = holds(queue, id, eid)
 if not taken_at then
   let_go(queue, id, eid)
-  return {'dropped'}
+  return {'dropped', 0}
 end
 local fields = call('HMGET', job, 'ended_by', 'ttl')
 if fields[1] == eid then
   call('HSET', execution, 'id', eid, 'created_at', args.now_ts, 'last_heartbeat', args.now_ts, 'worker_name', args.worker)
   call('EXPIRE', execution, args.lease_s)
-  return {'ended', {id, eid, job_hash(id), 0, '', false}}
+  return {'ended', 0, {id, eid, job_hash(id), 0, '', false}}
 end
 local is_queued = is_queued_again(queue, id, taken_at)
 let_go(queue, id, eid)
-if is_queued then return {'dropped'} end
+if is_queued then return {'dropped', 0} end
 
 local deaths = left_of(id) + (mode == 'given_back' and 0 or 1)
 if mode ~= 'given_back' then call('SET', 'tokenmill:deaths:' .. id, deaths, 'EX', 604800) end
 if mode ~= 'given_back' and deaths >= args.max_deaths then
   call('DEL', 'tokenmill:deaths:' .. id)
-  return {'exhausted', open_execution(queue, id, args.new_eid)}
+  return {'exhausted', deaths, open_execution(queue, id, args.new_eid)}
 end
 call('HSET', job, 'status', 'queued', 'started_at', '', 'worker_name', '')
 if args.kind ~= '' then call('HSET', job, 'tokenmill_kind', args.kind) end
@@ -37,4 +37,4 @@ call('SADD', 'rq:queues', 'rq:queue:' .. queue)
 if left_before == '' or call('LINSERT', 'rq:queue:' .. queue, 'AFTER', left_before, id) < 1 then
   call('LPUSH', 'rq:queue:' .. queue, id)
 end
-return {'queued'}
+return {'queued', mode == 'given_back' and 0 or deaths}

@@ -33,8 +33,9 @@ end
 local lost = {}
 for i, job in ipairs(args.jobs) do
   local queue, id, eid, started_iso = unpack(job)
-  if not renew(queue, id, eid, started_iso) then -- cancelled, deleted, damaged or given to another
-    let_go(queue, id, eid)
+  local could, is_ours = tried(renew, queue, id, eid, started_iso)
+  if not (could and is_ours) then -- cancelled, deleted, damaged or given to another
+    tried(let_go, queue, id, eid)
     lost[#lost + 1] = i
   end
 end

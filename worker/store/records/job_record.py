@@ -31,7 +31,7 @@ _CALLBACKS = {role: name.encode() for role, name in CALLBACKS.items()}
 DATES = ("created_at", "enqueued_at", "started_at", "ended_at", "last_heartbeat")
 
 _PAYLOAD = (b"data", b"description", b"meta")
-"""What nobody asks for any more once all of a job is in the batch, perhaps but `meta`."""
+"""What nobody asks for any more once all of a job is in the batch."""
 
 _LIGHT_BYTES = 1 << 11
 """A record of no more takes about as much for itself."""
@@ -68,15 +68,14 @@ class JobRecord:
         """Unpack the payload's JSON. Raises TooLarge."""
         return unpack(self.fields[b"data"], self.max_job_bytes)
 
-    def without_payload(self, keeps_meta: bool) -> JobRecord:
+    def without_payload(self) -> JobRecord:
         """Return a copy without the parts that nobody needs any more."""
         kept = dict(self.fields)
         for name in _PAYLOAD:
-            if name != b"meta" or not keeps_meta:
-                kept.pop(name, None)
+            kept.pop(name, None)
         hash_bytes = sum(map(len, kept.values()))
         kept[b"data"] = b""
-        return replace(self, fields=MappingProxyType(kept), hash_bytes=hash_bytes, meta=self.meta if keeps_meta else {})
+        return replace(self, fields=MappingProxyType(kept), hash_bytes=hash_bytes, meta={})
 
     def without_callbacks(self) -> JobRecord:
         """Return the record of a job whose callbacks may not run here."""
@@ -142,6 +141,13 @@ def _count(text: bytes) -> int:
     return int(text)
 
 
+def _intervals(text: bytes) -> list[Any] | None:
+    intervals = json.loads(text)
+    if not isinstance(intervals, list | None):
+        raise ValueError
+    return intervals
+
+
 def _meta(text: bytes) -> Any:
     try:
         return JSONSerializer.loads(text)
@@ -158,7 +164,11 @@ def _webhooks(text: bytes) -> tuple[Webhook, ...]:
 
 
 _COUNT, _MAX_COUNT = re.compile(rb"-?(0|[1-9][0-9]{0,17})"), 2**53
-_EXPECTED: Mapping[Callable[[bytes], Any], str] = {int: "a whole number", _count: f"a whole number up to {_MAX_COUNT}"}
+_EXPECTED: Mapping[Callable[[bytes], Any], str] = {
+    int: "a whole number",
+    _count: f"a whole number up to {_MAX_COUNT}",
+    _intervals: "a list of seconds",
+}
 
 _PARSERS: Mapping[bytes, Callable[[bytes], Any]] = {
     **dict.fromkeys((b"origin", b"worker_name", b"description", b"group_id", b"rate_limit_key"), bytes.decode),
@@ -172,7 +182,7 @@ _PARSERS: Mapping[bytes, Callable[[bytes], Any]] = {
     **dict.fromkeys((b"allow_dependency_failures", b"enqueue_at_front", b"ttl"), int),
     b"meta": _meta,
     **dict.fromkeys((b"number_of_retries", b"retries_left", b"repeats_left", b"rate_limit_concurrency"), _count),
-    **dict.fromkeys((b"retry_intervals", b"repeat_intervals"), json.loads),
+    **dict.fromkeys((b"retry_intervals", b"repeat_intervals"), _intervals),
     b"enqueue_at_front_on_retry": lambda text: bool(int(text)),
     **dict.fromkeys((name.encode() for name in DATES), lambda text: datetime.fromisoformat(text.decode())),
 }

@@ -14,6 +14,8 @@ MAX_TRACEBACK_CHARS = 1 << 16
 _HEAD_CHARS = 1 << 14
 """How much of the beginning stays of a longer one; the end says most."""
 
+_MAX_FRAMES = 30
+
 _SMALL_BYTES, _SMALL_VALUES = 1 << 18, 5000
 """A value of no more is packed in less than a few milliseconds."""
 
@@ -37,6 +39,12 @@ def printable(error: BaseException) -> str:
         head, tail = text[:_HEAD_CHARS], text[_HEAD_CHARS + left_out :]
         text = f"{head}\n[{left_out} characters are left out here]\n{tail}"
     return text.encode("utf-8", "backslashreplace").decode()
+
+
+def frames_of(error: BaseException) -> str:
+    """Return where an error was raised, the innermost call first, without its message, which may quote a prompt."""
+    frames = traceback.extract_tb(error.__traceback__)[-_MAX_FRAMES:]
+    return ", ".join(f"{frame.filename}:{frame.lineno} in {frame.name}" for frame in reversed(frames))
 
 
 def is_small(value: Any) -> bool:

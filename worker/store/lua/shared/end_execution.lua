@@ -37,7 +37,7 @@ end
 
 -- What RQ writes of a run, whatever copies of the job were saved while it ran, and one more field.
 local function write_run(name, value)
-  call('DEL', 'tokenmill:journal:' .. id)
+  call('DEL', 'tokenmill:journal:' .. id, 'tokenmill:deaths:' .. id) -- both are of the try that ends here
   call(
     'HSET', job, 'started_at', started_iso, 'ended_at', ended_iso, 'last_heartbeat', ended_iso,
     'worker_name', worker, name, value

@@ -54,6 +54,16 @@ local function is_queued_again(queue, id, taken_at)
     or call('LPOS', 'rq:queue:' .. (fields[2] or queue), id)
 end
 
+-- Call a function about one of several jobs. Returns whether that could be done, and what it returned: not where a key of
+-- that job holds another kind of value than RQ's, which is no reason to stop for the others.
+local function tried(about, ...)
+  local could, reply = pcall(about, ...)
+  if could then return true, reply end
+  local text = type(reply) == 'table' and reply.err or tostring(reply)
+  if not string.find(text, 'WRONGTYPE', 1, true) then error(reply, 0) end
+  return false
+end
+
 -- A job's own ttl bounds its time in the queue.
 local function expire_in_queue(job, ttl)
   local ttl_s = tonumber(ttl or '')

@@ -13,6 +13,7 @@ local function open_execution(queue, id, eid, deaths, journal)
   write_claim(queue, id, eid)
   -- A job's ttl bounds its time in the queue, not its run.
   call('PERSIST', job)
+  call('HDEL', job, 'tokenmill_progress') -- an earlier execution's
   if not deaths then deaths, journal = left_of(id) end
   return {id, eid, job_hash(id), deaths, '', journal}
 end

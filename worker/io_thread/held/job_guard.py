@@ -1,0 +1,125 @@
+"""What an error that nobody foresaw costs: the job that it is about, and no other."""
+
+import logging
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, Protocol, TypeVar
+
+from worker.io_thread.held.held_jobs import HeldJob
+from worker.metrics.tally import Tally
+from worker.store.client import is_servers
+from worker.store.records.claimed_job import ClaimedJob
+from worker.store.records.results import frames_of
+
+Item = TypeVar("Item")
+Reply = TypeVar("Reply")
+
+
+class JobOwner(Protocol):
+    """The one that can end a job, and let go of it."""
+
+    def holds(self, job: HeldJob) -> bool:
+        """Whether the job has not ended here."""
+
+    def fail_unforeseen(self, job: HeldJob, error: Exception) -> None:
+        """Bring the job to its end as failed, with this error."""
+
+    def abandon(self, job: HeldJob) -> None:
+        """Let go of the job, whatever that raises, and write nothing of it: its lease runs out."""
+
+
+class JobGuard:
+    """Surrounds every call of the I/O thread that concerns a job.
+
+    An error in there is the job's, and the thread goes on. The job fails by name; if that raises, too, it is let go,
+    and the end of its lease counts as a death. What the server raises, and what only ends a process, passes through.
+    """
+
+    def __init__(self, log: logging.Logger, tally: Tally, owner: JobOwner) -> None:
+        self._log, self._tally, self._owner = log, tally, owner
+
+    def around(self, job: HeldJob | ClaimedJob) -> "_Guarded":
+        """Return a context in which errors are this job's. A claimed job that is not held has none to fail."""
+        return _Guarded(self, job)
+
+    def call(self, job: HeldJob, function: Callable[..., None], *args: Any) -> None:
+        """Call a function about a job, such as an event that a thread has posted."""
+        with self.around(job):
+            function(*args)
+
+    def each(self, jobs: Iterable[HeldJob], act: Callable[[HeldJob], None]) -> None:
+        """Do something for each job."""
+        for job in jobs:
+            with self.around(job):
+                act(job)
+
+    def batch(
+        self,
+        items: Sequence[Item],
+        job_of: Callable[[Item], HeldJob | ClaimedJob],
+        call: Callable[[Sequence[Item]], Sequence[Reply]],
+    ) -> list[Reply]:
+        """Make one call for many jobs; return its replies.
+
+        If it raises, it is made again for each by itself, to find whose fault that is: no call doubles an effect.
+        """
+        if not items:
+            return []
+        try:
+            return list(call(items))
+        except Exception as error:  # made again below
+            if is_servers(error):
+                raise
+            kind, places = type(error).__name__, frames_of(error)
+            self._log.error("a call for %d jobs is made again one by one: %s, at %s", len(items), kind, places)
+        replies: list[Reply] = []
+        for item in items:
+            with self.around(job_of(item)):
+                replies += call([item])
+        return replies
+
+    def blame(self, job: HeldJob | ClaimedJob, error: Exception) -> None:
+        """Make a job pay for an error."""
+        claimed = job.claimed if isinstance(job, HeldJob) else job
+        self._tally.unforeseen(claimed.queue_name, error)
+        self._log.error(
+            "%s: job %s met an error that nobody foresaw, %s; traceback, the last call first: %s",
+            claimed.queue_name,
+            claimed.job_id,
+            type(error).__name__,
+            frames_of(error),
+        )
+        if not isinstance(job, HeldJob):
+            return
+        if not job.is_blamed and self._owner.holds(job):
+            job.is_blamed = True
+            try:
+                self._owner.fail_unforeseen(job, error)
+                return
+            except Exception as second:  # noqa: BLE001  # the job is let go below
+                self._tally.unforeseen(claimed.queue_name, second)
+                self._log.error(
+                    "%s: job %s could not even be failed, and is let go: %s; traceback, the last call first: %s",
+                    claimed.queue_name,
+                    claimed.job_id,
+                    type(second).__name__,
+                    frames_of(second),
+                )
+        self._owner.abandon(job)
+
+
+class _Guarded:
+    """One use of the guard. A class, as a generator would cost a microsecond for each request and completion."""
+
+    __slots__ = ("_guard", "_job")
+
+    def __init__(self, guard: JobGuard, job: HeldJob | ClaimedJob) -> None:
+        self._guard, self._job = guard, job
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> bool:
+        if not isinstance(error, Exception) or is_servers(error):
+            return False
+        self._guard.blame(self._job, error)
+        return True
