@@ -12,6 +12,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from engine import EngineConfig, MissingWeights, ModelIdentity, model_identity
+from engine.checkpoint.fingerprint import ANSWERS_VERSION
 from tests.engine.checkpoints import shard
 from tests.engine.families import Family, longrope, make_family
 from worker.settings import WorkerSettings
@@ -39,11 +40,23 @@ def test_a_dtype_is_another_model_and_auto_is_the_checkpoints_own(copy: Path) ->
 
 
 @pytest.mark.parametrize(
-    "name", ["config.json", "generation_config.json", "tokenizer_config.json", "chat_template.jinja"]
+    "name",
+    [
+        *("config.json", "generation_config.json", "tokenizer_config.json", "chat_template.jinja"),
+        *("preprocessor_config.json", "processor_config.json", "video_preprocessor_config.json"),
+    ],
 )
-def test_configuration_tokenizer_and_template_count(copy: Path, name: str) -> None:
+def test_configuration_tokenizer_template_and_processor_count(copy: Path, name: str) -> None:
     before, path = fingerprint(copy), copy / name
     path.write_text((path.read_text() if path.exists() else "") + "\n")
+    assert fingerprint(copy) != before
+
+
+def test_a_change_of_the_code_that_changes_answers_is_another_model(
+    copy: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before = fingerprint(copy)
+    monkeypatch.setattr("engine.checkpoint.fingerprint.ANSWERS_VERSION", ANSWERS_VERSION + 1)
     assert fingerprint(copy) != before
 
 
