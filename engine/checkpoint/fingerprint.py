@@ -78,7 +78,8 @@ class ModelIdentity:
 
     fingerprint: 32 hexadecimal digits. dtype: that it computes in, such as "float32" or "float32, int8 weights".
     embedding_size: numbers of an embedding, 0 if it gives none. embedding_prompts: names of prompts for them.
-    classes: labels of its head, () if none. reads_pictures, generates: what an engine has told.
+    classes: labels of its head, () if none. reads_pictures, generates: what an engine has told. clock_formats: see
+    engine.text.chat_templates.read_clock.
     """
 
     fingerprint: str
@@ -88,6 +89,7 @@ class ModelIdentity:
     classes: tuple[str, ...] = ()
     reads_pictures: bool = field(default=True, compare=False)
     generates: bool = field(default=True, compare=False)
+    clock_formats: tuple[str, ...] | None = ()
 
 
 def read_identity(

@@ -5,9 +5,12 @@ import re
 from collections.abc import Callable, Container
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from engine.errors import ConfigError, InvalidPrompt
+
+if TYPE_CHECKING:
+    from jinja2 import nodes
 
 FILE = "chat_template.jinja"
 FOLDER = "additional_chat_templates"
@@ -65,16 +68,50 @@ def _read_templates(folder: Path) -> dict[str, str]:
 
 def read_variables(template: str) -> frozenset[str] | None:
     """Return the variables that a template reads and does not set; None if it cannot be parsed."""
-    from jinja2 import Environment, TemplateError, meta
+    from jinja2 import meta
+
+    tree = _parsed(template)
+    return None if tree is None else frozenset(meta.find_undeclared_variables(tree))
+
+
+def _parsed(template: str) -> "nodes.Template | None":
+    """Parse a template; None if it cannot be."""
+    from jinja2 import Environment, TemplateError
 
     # transformers marks with this tag what an assistant wrote; jinja2 by itself does not know it
     plain = re.sub(r"{%-?\s*(end)?generation\s*-?%}", "", template)
     try:
-        return frozenset(
-            meta.find_undeclared_variables(Environment(extensions=["jinja2.ext.loopcontrols"]).parse(plain))
-        )
+        return Environment(extensions=["jinja2.ext.loopcontrols"]).parse(plain)
     except (TemplateError, RecursionError):
         return None
+
+
+CLOCK = "strftime_now"
+
+
+def read_clock(template: str | None) -> tuple[str, ...] | None:
+    """Return the formats in which a template writes the present time; () if it writes none.
+
+    None if what it writes cannot be named beforehand: a format that it computes, or something random.
+    """
+    from jinja2 import nodes
+
+    tree = None if template is None else _parsed(template)
+    if tree is None:
+        return ()
+    names = [name.name for name in tree.find_all(nodes.Name)]
+    if "lipsum" in names or any(each.name == "random" for each in tree.find_all(nodes.Filter)):
+        return None
+    calls = [call for call in tree.find_all(nodes.Call) if _is_clock(call.node)]
+    tests = [test for test in tree.find_all(nodes.Test) if _is_clock(test.node)]  # "strftime_now is defined"
+    formats = [call.args[0].value for call in calls if len(call.args) == 1 and isinstance(call.args[0], nodes.Const)]
+    if len(formats) < len(calls) or names.count(CLOCK) > len(calls) + len(tests):
+        return None
+    return tuple(sorted(set(map(str, formats))))
+
+
+def _is_clock(node: "nodes.Node") -> bool:
+    return getattr(node, "name", None) == CLOCK
 
 
 def check_variables(given: object, variables: frozenset[str] | None) -> dict[str, Any]:

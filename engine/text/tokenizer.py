@@ -4,6 +4,7 @@ import sys
 from collections.abc import Container, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from datetime import datetime
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
@@ -11,6 +12,7 @@ from typing import Any
 
 from engine.errors import ConfigError, InvalidPrompt, InvalidSampling, PromptTooLong
 from engine.text.chat_templates import (
+    CLOCK,
     TEXT_ALONE,
     Messages,
     check_tools,
@@ -247,11 +249,13 @@ class Tokenizer:
         tools: list[dict[str, Any]] | None = None,
         chat_template_kwargs: dict[str, Any] | None = None,
         kinds: Container[str] = TEXT_ALONE,
+        now: float | None = None,
     ) -> str:
         """Return the text of a conversation, ready for the model's answer.
 
         messages, tools: in OpenAI's shape. kinds: of the messages' parts. chat_template_kwargs: variables of the
-        template. Raises InvalidPrompt for another shape, or if the model's template is missing or refuses them.
+        template. now: Unix seconds that a template gets for the present time. Raises InvalidPrompt for another
+        shape, or if the model's template is missing or refuses them.
         """
         from jinja2 import TemplateError
 
@@ -262,7 +266,8 @@ class Tokenizer:
         as_parts = self._takes_parts if kinds is TEXT_ALONE else None
         messages = for_template(messages, takes_parts=as_parts, kinds=kinds)
         try:
-            return self._render(messages, tools=tools, **variables)
+            clock = {} if now is None else {CLOCK: datetime.fromtimestamp(now).strftime}
+            return self._render(messages, tools=tools, **variables, **clock)
         except (TemplateError, *RENDER_ERRORS) as error:
             raise InvalidPrompt(f"the chat template refused these messages: {error}") from error
 

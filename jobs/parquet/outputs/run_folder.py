@@ -237,9 +237,9 @@ class RunFolder:
         """Rebuild the run's state from the parts that are there; end the run if none is missing."""
         size: dict[str, str | int] = {"rows": self.plan.rows, "shards": len(self.plan.shards)}
         size["sizes"] = json.dumps(self.plan.shares)
-        model = {"model": self.plan.model.fingerprint, "model_text": str(self.plan.model)}
+        model = {"model": self.plan.model.pin, "model_text": str(self.plan.model)}
         if (second := self.plan.second) is not None:
-            model["second_model"], model["second_text"] = second.fingerprint, str(second)
+            model["second_model"], model["second_text"] = second.pin, str(second)
             model["second_queue"], _ = self.plan.queues(queue)[-1]
         self.state.describe({"output": self._path, "queue": queue, **size, **model})
         recorded = self.state.records()  # before the listing: what is in both is certain

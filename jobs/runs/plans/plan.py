@@ -20,7 +20,7 @@ MAX_SHARDS = 100_000
 #: Shards of a run whose shares Redis keeps; those of a larger one count as equal.
 MAX_SHARES = 10_000
 #: Raised when a plan's meaning changes; a plan of another format is refused.
-FORMAT = 6
+FORMAT = 7
 
 
 @dataclass(frozen=True)
@@ -86,8 +86,8 @@ class Plan:
 
     seed: the source of every row's seed. added_columns: come behind the files'. columns: of text files, which do not
     say it: names, and what they hold (jobs.parquet.formats.kinds). sizes: bytes of what each shard asks. second: the
-    model that rows with low margins are asked again of. input_folder: of what was made of inputs that are no Parquet;
-    by default in the output.
+    model that rows with low margins are asked again of. planned_at: Unix seconds, which chats get for the present time.
+    input_folder: of what was made of inputs that are no Parquet; by default in the output.
     """
 
     spec: RunSpec
@@ -102,6 +102,7 @@ class Plan:
     sizes: tuple[int, ...] = ()
     reused: Reused | None = None
     second: PinnedModel | None = None
+    planned_at: float = 0.0
     input_folder: str | None = field(default=None, compare=False)
 
     @property
@@ -204,6 +205,7 @@ class Plan:
                 sizes=tuple(content["sizes"]),
                 reused=None if content["reused"] is None else Reused(**content["reused"]),
                 second=PinnedModel(**content["second"]) if content.get("second") else None,
+                planned_at=content["planned_at"],
             )
         except (KeyError, TypeError, AttributeError) as error:
             raise ValueError(f"a field is missing or wrong: {error}") from None

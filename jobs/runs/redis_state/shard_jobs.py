@@ -124,7 +124,7 @@ def enqueue_shards(
         _ShardQueue(context.connection, name, plan.run, is_second)
         for name, is_second in plan.queues(queue_name)[low is not None :]
     ]
-    fields: dict[Any, Any] = {MODEL_FIELD: plan.model_of(is_second=low is not None).fingerprint, KIND_FIELD: FILE}
+    fields: dict[Any, Any] = {MODEL_FIELD: plan.model_of(is_second=low is not None).pin, KIND_FIELD: FILE}
     again = [] if low is None else [queue_name]
     enqueued = 0
 
