@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from redis import Redis
 
+from jobs.common.keys import FORMAT
+from jobs.common.release import commit
 from jobs.context.served_model import ServedModel, joined_formats
 from jobs.table import ALLOWED_FUNCTIONS
 from worker.engine_thread.engine_loop import EngineLoop
@@ -130,4 +132,6 @@ def _facts(worker_name: str, served: ServedModel) -> dict[str, Any]:
         "dtype": served.dtype,
         "attention_backend": served.attention_backend,
         "version": version("tokenmill"),
+        "commit": commit(),
+        "format": FORMAT,
     }

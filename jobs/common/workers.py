@@ -69,6 +69,8 @@ class WorkerSample(Point):
     by which jobs may ask for its model. fingerprint, max_model_len: as of ServedModel, and clock_formats as one
     text (jobs.context.served_model.joined_formats).
 
+    format: what it reads of plans (jobs.common.keys).
+
     state: "idle", "busy", "suspended", "draining" (it finishes what runs), "loading" (its model) or "stopped". queues:
     the most urgent first. held: jobs that it holds, by queue; held_jobs: the oldest of them, MAX_HELD_NAMED at most.
     """
@@ -84,6 +86,8 @@ class WorkerSample(Point):
     dtype: str = ""
     attention_backend: str = ""
     version: str = ""
+    commit: str = ""
+    format: int = 0
     queues: Sequence[str] = ()
     held: Mapping[str, int] = field(default_factory=dict)
     held_jobs: Sequence[str] = ()

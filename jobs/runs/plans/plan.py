@@ -10,6 +10,7 @@ from hashlib import blake2b
 from itertools import accumulate
 from typing import Any, Literal, NamedTuple, Self
 
+from jobs.common.keys import FORMAT
 from jobs.context.served_model import PinnedModel
 from jobs.errors import InvalidJob
 from jobs.runs.plans.names import INPUT, PARQUET, REUSED, part_name
@@ -19,8 +20,10 @@ from jobs.runs.plans.spec import RunSpec
 MAX_SHARDS = 100_000
 #: Shards of a run whose shares Redis keeps; those of a larger one count as equal.
 MAX_SHARES = 10_000
-#: Raised when a plan's meaning changes; a plan of another format is refused.
-FORMAT = 7
+
+
+class AnotherFormat(ValueError):
+    """Raised with the format of a plan that this version does not read."""
 
 
 @dataclass(frozen=True)
@@ -187,10 +190,12 @@ class Plan:
 
     @classmethod
     def from_text(cls, text: str) -> Self:
-        """Read what `to_text` wrote. Raises ValueError, which covers bad JSON, for anything else."""
+        """Read what `to_text` wrote. Raises AnotherFormat, or ValueError, which covers bad JSON, for anything else."""
         content = json.loads(text)
-        if not isinstance(content, dict) or content.get("format") != FORMAT:
-            raise ValueError(f"it is no plan of a run in format {FORMAT}, which this version reads")
+        if not isinstance(content, dict) or type(content.get("format")) is not int:
+            raise ValueError("it is no plan of a run")
+        if content["format"] != FORMAT:
+            raise AnotherFormat(content["format"])
         try:
             plan = cls(
                 spec=RunSpec(**content["arguments"]),
