@@ -10,10 +10,8 @@ from jobs.common import release
 
 
 def test_a_checkout_tells_its_commit(tmp_path: Path) -> None:
-    for command in (
-        ["init", "-q"],
-        ["-c", "user.name=a", "-c", "user.email=a@b", "commit", "-q", "--allow-empty", "-m", "a"],
-    ):
+    someone = ["-c", "user.name=a", "-c", "user.email=a@b"]
+    for command in (["init", "-q"], [*someone, "commit", "-q", "--allow-empty", "-m", "a"]):
         subprocess.run(["git", "-C", str(tmp_path), *command], check=True)
     expected = subprocess.run(
         ["git", "-C", str(tmp_path), "rev-parse", "HEAD"], check=True, capture_output=True, text=True
