@@ -1,6 +1,7 @@
 """EngineConfig: everything an engine is started with, and the identity of the model that it names."""
 
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass, replace
 
 from engine.checkpoint.fingerprint import ModelIdentity, read_identity
@@ -155,7 +156,8 @@ def model_identity(config: EngineConfig) -> ModelIdentity:
     folder = resolve_model(config.model)
     model = read_model_config(folder)
     identity = read_identity(folder, ", ".join(_modes(config, model)), config.chat_template, config.pooling)
-    identity = replace(identity, clock_formats=read_clock(read_template(folder, config.chat_template)))
+    with suppress(ConfigError):  # a template that is not there: the engine says so
+        identity = replace(identity, clock_formats=read_clock(read_template(folder, config.chat_template)))
     if (classes := read_classes(model)) is not None:
         return replace(identity, classes=classes.labels)
     pooling = read_pooling(folder, model, config.pooling)

@@ -4,6 +4,7 @@ import json
 import re
 from collections.abc import Callable, Container
 from contextlib import suppress
+from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -108,6 +109,20 @@ def read_clock(template: str | None) -> tuple[str, ...] | None:
     if len(formats) < len(calls) or names.count(CLOCK) > len(calls) + len(tests):
         return None
     return tuple(sorted(set(map(str, formats))))
+
+
+def at_time(template: str, now: float) -> str:
+    """Return a template that writes a Unix time for the present one. One whose formats are not known stays as it is.
+
+    A macro stands in for the function, as transformers hands functions to no template.
+    """
+    formats = read_clock(template)
+    if not formats:
+        return template
+    moment = datetime.fromtimestamp(now)
+    texts = json.dumps({each: moment.strftime(each) for each in formats})
+    # What follows the macro is an expression, behind which a line break of the template stays.
+    return f"{{% macro {CLOCK}(format) %}}{{{{ {texts}[format] }}}}{{% endmacro %}}{{{{ '' }}}}{template}"
 
 
 def _is_clock(node: "nodes.Node") -> bool:

@@ -1,10 +1,9 @@
 """Tokenizer: text to token ids and back, and chat templates."""
 
 import sys
-from collections.abc import Container, Iterator
+from collections.abc import Container, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from datetime import datetime
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
@@ -12,9 +11,9 @@ from typing import Any
 
 from engine.errors import ConfigError, InvalidPrompt, InvalidSampling, PromptTooLong
 from engine.text.chat_templates import (
-    CLOCK,
     TEXT_ALONE,
     Messages,
+    at_time,
     check_tools,
     check_variables,
     for_template,
@@ -266,14 +265,17 @@ class Tokenizer:
         as_parts = self._takes_parts if kinds is TEXT_ALONE else None
         messages = for_template(messages, takes_parts=as_parts, kinds=kinds)
         try:
-            clock = {} if now is None else {CLOCK: datetime.fromtimestamp(now).strftime}
-            return self._render(messages, tools=tools, **variables, **clock)
+            template = self.template if now is None else at_time(self.template, now)
+            return self._rendered(template, messages, {"tools": tools, **variables})
         except (TemplateError, *RENDER_ERRORS) as error:
             raise InvalidPrompt(f"the chat template refused these messages: {error}") from error
 
     def _render(self, messages: Messages, **variables: Any) -> str:
+        return self._rendered(self.template, messages, variables)
+
+    def _rendered(self, template: str | None, messages: Messages, variables: Mapping[str, Any]) -> str:
         # a variable may have the name of an argument, such as `tokenize`: then the argument counts
-        options = {"chat_template": self.template, "add_generation_prompt": True, "tokenize": False}
+        options = {"chat_template": template, "add_generation_prompt": True, "tokenize": False}
         text = self._tokenizer.apply_chat_template(messages, **{**variables, **options})
         assert isinstance(text, str)
         return text

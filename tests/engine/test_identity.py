@@ -97,7 +97,7 @@ def test_a_truncated_file_is_refused(copy: Path) -> None:
 
 ORIGINAL = 32
 SUMS = "it changes the order of sums alone, as other rows of a batch do"
-LIMITS = "it bounds lengths: what it cuts says so, what it refuses fails, a prompt cut to fit asked for it"
+LIMITS = "it bounds the length alone, which a run pins beside the fingerprint"
 
 
 #: For each setting values of which no two may have one identity, or why none changes an answer.
@@ -176,6 +176,14 @@ def test_every_setting_of_the_engine_says_whether_it_changes_an_answer(folder: P
 )  # fmt: skip
 def test_what_changes_no_answer_leaves_the_model_what_it_is(folder: Path, values: dict[str, Any]) -> None:
     assert identity(folder, **values) == identity(folder)
+
+
+def test_the_length_that_an_engine_takes_is_pinned_beside_the_fingerprint(folder: Path) -> None:
+    settings = WorkerSettings(model=str(folder))
+    served = [settings.served_model(identity(folder), "", length) for length in (32, 64)]
+    assert served[0].fingerprint == served[1].fingerprint
+    assert served[0].pin != served[1].pin
+    assert served[0].pinned(0.0).pin == served[0].pin in served[0].names
 
 
 def test_every_setting_of_a_worker_reaches_the_engine_or_does_not() -> None:
