@@ -214,7 +214,7 @@ class PlanDamaged(OutputError):
 
 class PlanOfAnotherVersion(OutputError):
     """{path} was planned by {age} version of Tokenmill (format {found}, and this one reads {expected}): run it with
-    workers of that version, or submit with another output and --reuse, which takes the answers that it has"""
+    workers of that version, or submit with another output"""
 
 
 class PartDamaged(OutputError):

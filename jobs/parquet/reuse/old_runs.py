@@ -16,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
-from jobs.errors import CannotReuse, InputNotFound, PartDamaged, PathSwapped, PlanDamaged
+from jobs.errors import CannotReuse, InputNotFound, PartDamaged, PathSwapped, PlanDamaged, PlanOfAnotherVersion
 from jobs.parquet.asks.kinds import kind_of
 from jobs.parquet.asks.row_keys import NO_KEYS, SIZE, Keys, as_keys, model_mark
 from jobs.parquet.files.storage import Storage, reading
@@ -148,6 +148,8 @@ class OldRuns:
                 plan = load_plan(storage, os.path.join(output, PLAN))
             except PlanDamaged as error:
                 raise CannotReuse(output, f"{error.args[0]}: {error.args[1]}") from None
+            except PlanOfAnotherVersion as error:
+                raise CannotReuse(output, f"{error.args[1]} version of Tokenmill has planned it") from None
             run, plan = plan.run, replace(plan, spec=replace(plan.spec, output=output))  # it may have been moved
             self.seed = plan.seed if self.seed is None else self.seed
             self.told.append(ReusedRun(output, run))
