@@ -237,6 +237,11 @@ class PlanDamaged(OutputError):
     """{path} is not this run's plan ({reason}): restore it, or submit with another output"""
 
 
+class PlanOfAnotherVersion(OutputError):
+    """{path} was planned by {age} version of Tokenmill (format {found}, and this one reads {expected}): run it with
+    workers of that version, or submit with another output"""
+
+
 class PartDamaged(OutputError):
     """{path} is not what the run has written ({found}): restore it, or submit into another folder with --reuse
     {output}, which computes only what is lacking; as long as that folder has no _SUCCESS, you may also remove the file

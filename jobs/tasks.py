@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import abc
+import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from hashlib import blake2b
 from typing import Any, ClassVar, Protocol
 
 from jobs.context import JobContext
@@ -33,6 +35,23 @@ class Request:
     kind: str = "generate"
     continued: Sequence[int] = ()
     resumed: Mapping[int, Sequence[int]] = field(default_factory=dict)
+
+    def digest(self, now: str) -> str:
+        """Return a hash of all that decides the answer, given the model.
+
+        now: what a chat template writes of the time.
+        """
+        clock = now if self.messages is not None else ""
+        asked = [self.prompt, self.messages, self.sampling, self.chat_options, self.kind, clock]
+        text = json.dumps(asked, default=_hashed, sort_keys=True)
+        return blake2b(text.encode(), digest_size=16).hexdigest()
+
+
+def _hashed(value: Any) -> Any:
+    """Return what stands for a value that JSON does not have: a picture's bytes, a mapping, a range of ids."""
+    if isinstance(value, bytes):
+        return blake2b(value, digest_size=16).hexdigest()
+    return dict(value) if isinstance(value, Mapping) else list(value)
 
 
 class Logprob(Protocol):

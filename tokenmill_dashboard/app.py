@@ -23,6 +23,7 @@ from starlette.staticfiles import StaticFiles
 from starlette.types import ASGIApp
 
 from jobs.common.display import safe_name
+from jobs.common.release import release_text
 from jobs.doctor.redis_server import troubles
 from tokenmill_dashboard import display
 from tokenmill_dashboard.actions import cancel_job, cancel_run, notice, retry_all, retry_one
@@ -74,7 +75,9 @@ class Dashboard:
         for name in ("number", "rate", "percent", "duration", "moment", "iso"):
             self._templates.filters[name] = getattr(display, name)
         self._templates.filters["safe_name"] = safe_name
-        self._templates.globals.update(share=display.share, form_token=self._form_token, time_left=time_left)
+        self._templates.globals.update(
+            share=display.share, form_token=self._form_token, time_left=time_left, release_text=release_text
+        )
 
     def app(self) -> ASGIApp:
         """Return the application."""

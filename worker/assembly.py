@@ -10,7 +10,9 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from redis import Redis
 
-from jobs.context.served_model import ServedModel
+from jobs.common.keys import FORMAT
+from jobs.common.release import commit
+from jobs.context.served_model import ServedModel, joined_formats
 from jobs.table import ALLOWED_FUNCTIONS
 from worker.engine_thread.engine_loop import EngineLoop
 from worker.io_thread.held.admission import Admission
@@ -69,7 +71,7 @@ def assemble(
     metrics, traces: told of the worker and its jobs, if there are any.
     """
     shield_imports()
-    served = settings.served_model(engine.identity, engine.attention_backend)
+    served = settings.served_model(engine.identity, engine.attention_backend, engine.max_model_len)
     meter = prompt_meter(engine, settings.max_num_seqs, settings.block_size)
     tally, names, log = Tally(), worker.queue_names(), worker.log
     clients = _clients(worker.connection, tally)
@@ -124,7 +126,12 @@ def _facts(worker_name: str, served: ServedModel) -> dict[str, Any]:
         "worker": worker_name,
         "model": served.name,
         "models": served.names,
+        "fingerprint": served.fingerprint,
+        "max_model_len": served.max_model_len,
+        "clock_formats": joined_formats(served.clock_formats),
         "dtype": served.dtype,
         "attention_backend": served.attention_backend,
         "version": version("tokenmill"),
+        "commit": commit(),
+        "format": FORMAT,
     }

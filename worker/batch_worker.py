@@ -160,7 +160,7 @@ class BatchWorker(BaseWorker):
             raise
 
     def _tell_ready(self, engine: Engine, settings: WorkerSettings, seconds: float) -> None:
-        served = settings.served_model(engine.identity, engine.attention_backend)
+        served = settings.served_model(engine.identity, engine.attention_backend, engine.max_model_len)
         self.log.info(
             "Worker %s: model ready after %.1f s: %s, attention backend %s, Tokenmill %s",
             self.name,

@@ -8,6 +8,7 @@ from typing import Any
 from redis import Redis
 
 from engine import InvalidRequest
+from jobs.common.keys import FORMAT
 from jobs.common.rq_jobs import executions_key
 from jobs.context import JobContext, Lease
 from jobs.context.served_model import PromptMeter
@@ -48,7 +49,8 @@ class JobEnvironment:
 
     def _journal(self, claimed: ClaimedJob, connection: Redis) -> JobJournal:
         payload = blake2b(claimed.record.fields[b"data"], digest_size=16).hexdigest()
-        whose = f"1 {claimed.job_id} {payload} {self.lent.model.fingerprint}"
+        created_at = claimed.record.fields.get(b"created_at", b"").decode(errors="replace")
+        whose = f"{FORMAT} {claimed.job_id} {created_at} {payload} {self.lent.model.fingerprint}"
         lease = _lease(claimed)
         return JobJournal(connection, claimed.job_id, whose, claimed.left, (lease.key, lease.member))
 

@@ -227,12 +227,13 @@ class WorkerSettings(BaseSettings):
             return self.served_name
         return next(iter(_folder_names(self.model)), self.model)
 
-    def served_model(self, identity: ModelIdentity, attention_backend: str = "") -> ServedModel:
-        """The served model as jobs are told of it."""
+    def served_model(self, identity: ModelIdentity, attention_backend: str = "", max_model_len: int = 0) -> ServedModel:
+        """The served model as jobs are told of it. max_model_len: the engine's."""
         return ServedModel(
             name=self.model_name,
             fingerprint=identity.fingerprint,
             dtype=identity.dtype,
+            max_model_len=max_model_len,
             attention_backend=attention_backend,
             aliases=(self.model, *_folder_names(self.model)),
             embedding_size=identity.embedding_size,
@@ -241,6 +242,7 @@ class WorkerSettings(BaseSettings):
             control_tokens=identity.control_tokens,
             reads_pictures=identity.reads_pictures,
             generates=identity.generates,
+            clock_formats=identity.clock_formats,
         )
 
     def job_context(self, connection: Redis, model: ServedModel, meter: Callable[[], PromptMeter]) -> JobContext:

@@ -134,7 +134,9 @@ def _context(job: Job, attention_backend: str = "") -> JobContext:
 @functools.cache
 def _lent(connection: Redis, attention_backend: str) -> JobContext:
     settings = _settings()
-    return settings.job_context(connection, settings.served_model(_identity(), attention_backend), _meter)
+    max_model_len = settings.max_model_len or _engine().max_model_len
+    served = settings.served_model(_identity(), attention_backend, max_model_len)
+    return settings.job_context(connection, served, _meter)
 
 
 def _meter() -> PromptMeter:

@@ -12,6 +12,11 @@ from engine.errors import MissingWeights
 
 MAX_HEADER_BYTES = 100 << 20  # no checkpoint has a larger one
 
+#: Raised by one when a change of the code changes answers: of sampling, rendering, tokenizing, stopping or scoring.
+#: Answers of two numbers are of two models: no run mixes them, and none is taken for the other.
+#: `tests/engine/test_answers_version.py` says when.
+ANSWERS_VERSION = 1
+
 
 @dataclass(frozen=True)
 class TensorEntry:
@@ -52,6 +57,7 @@ TEXT_FILES = (
     *("special_tokens_map.json", "added_tokens.json", "vocab.json", "vocab.txt", "merges.txt"),
     *("chat_template.jinja", "chat_template.json"),
     *("modules.json", "sentence_bert_config.json", "config_sentence_transformers.json"),
+    *("preprocessor_config.json", "processor_config.json", "video_preprocessor_config.json"),
 )
 #: Patterns of further files that are read whole.
 MORE_TEXT_FILES = (
@@ -73,6 +79,7 @@ class ModelIdentity:
     fingerprint: 32 hexadecimal digits. dtype: that it computes in, such as "float32" or "float32, int8 weights".
     embedding_size: numbers of an embedding, 0 if it gives none. embedding_prompts: names of prompts for them.
     classes: labels of its head, () if none. control_tokens, reads_pictures, generates: what an engine has told.
+    clock_formats: see engine.text.chat_templates.read_clock.
     """
 
     fingerprint: str
@@ -83,6 +90,7 @@ class ModelIdentity:
     control_tokens: tuple[str, ...] = field(default=(), compare=False)
     reads_pictures: bool = field(default=True, compare=False)
     generates: bool = field(default=True, compare=False)
+    clock_formats: tuple[str, ...] | None = ()
 
 
 def read_identity(
@@ -92,11 +100,12 @@ def read_identity(
 
     dtype: that it computes in and, in words, every other choice that changes answers.
     chat_template, pooling: the name of the one in use, if it was chosen.
-    Two models have the same fingerprint if these, the TEXT_FILES, and the tensors (name, type, shape and values)
-    are the same, however the tensors are divided into files. Of a tensor larger than 64 KiB, 16 samples of 4 KiB
-    are read: another training, merge or rounding shows, an edit of a few values may not.
+    Two models have the same fingerprint if these, ANSWERS_VERSION, the TEXT_FILES, and the tensors (name, type, shape
+    and values) are the same, however the tensors are divided into files. Of a tensor larger than 64 KiB, 16 samples of
+    4 KiB are read: another training, merge or rounding shows, an edit of a few values may not.
     """
     digest = blake2b(dtype.encode(), digest_size=16)
+    _add(digest, b"answers", str(ANSWERS_VERSION).encode())
     more = sorted(str(path.relative_to(folder)) for each in MORE_TEXT_FILES for path in folder.glob(each))
     for name in (*TEXT_FILES, *more):
         if (folder / name).is_file():

@@ -1,6 +1,7 @@
 """EngineConfig: everything an engine is started with, and the identity of the model that it names."""
 
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass, replace
 
 from engine.checkpoint.fingerprint import ModelIdentity, read_identity
@@ -10,6 +11,7 @@ from engine.checkpoint.model_config import ModelConfig, longrope_length, read_mo
 from engine.checkpoint.pooling import MODES, read_pooling
 from engine.errors import ConfigError
 from engine.run.dtype import served_dtype
+from engine.text.chat_templates import read_clock, read_template
 
 KV_CACHE_DTYPES = ("auto", "fp8_e4m3")
 MODEL_PATHS = ("auto", "native", "transformers")
@@ -26,7 +28,8 @@ class EngineConfig:
         it), "float32", "bfloat16" or "float16".
     device: "auto" (cuda if there is a GPU, else cpu) or a torch device string.
     max_model_len: tokens of prompt and completion together; None takes the model's limit, or what the KV
-        pool holds if that is less. A sequence that reaches it ends with "length".
+        pool holds if that is less, rounded down to its four highest binary digits. A sequence that reaches it ends
+        with "length".
     max_num_seqs: sequences that run at once.
     max_num_batched_tokens: tokens computed in one step, decodes and prefill chunks together.
     block_size: tokens per KV block.
@@ -153,6 +156,8 @@ def model_identity(config: EngineConfig) -> ModelIdentity:
     folder = resolve_model(config.model)
     model = read_model_config(folder)
     identity = read_identity(folder, ", ".join(_modes(config, model)), config.chat_template, config.pooling)
+    with suppress(ConfigError):  # a template that is not there: the engine says so
+        identity = replace(identity, clock_formats=read_clock(read_template(folder, config.chat_template)))
     if (classes := read_classes(model)) is not None:
         return replace(identity, classes=classes.labels)
     pooling = read_pooling(folder, model, config.pooling)

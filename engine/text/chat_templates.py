@@ -3,13 +3,17 @@
 import json
 import re
 from collections.abc import Container
+from datetime import datetime
 from functools import lru_cache
 from hashlib import blake2b
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from engine.errors import ConfigError, InvalidPrompt
 from engine.text.template_probe import HELLO, TemplateProbe
+
+if TYPE_CHECKING:
+    from jinja2 import nodes
 
 FILE = "chat_template.jinja"
 FOLDER = "additional_chat_templates"
@@ -92,16 +96,64 @@ def _read_templates(folder: Path) -> dict[str, str]:
 @lru_cache(maxsize=16)
 def read_variables(template: str) -> frozenset[str] | None:
     """Return the variables that a template reads and does not set; None if it cannot be parsed."""
-    from jinja2 import Environment, TemplateError, meta
+    from jinja2 import meta
+
+    tree = _parsed(template)
+    return None if tree is None else frozenset(meta.find_undeclared_variables(tree))
+
+
+def _parsed(template: str) -> "nodes.Template | None":
+    """Parse a template; None if it cannot be."""
+    from jinja2 import Environment, TemplateError
 
     # transformers marks with this tag what an assistant wrote; jinja2 by itself does not know it
     plain = re.sub(r"{%-?\s*(end)?generation\s*-?%}", "", template)
     try:
-        return frozenset(
-            meta.find_undeclared_variables(Environment(extensions=["jinja2.ext.loopcontrols"]).parse(plain))
-        )
+        return Environment(extensions=["jinja2.ext.loopcontrols"]).parse(plain)
     except (TemplateError, RecursionError):
         return None
+
+
+CLOCK = "strftime_now"
+
+
+def read_clock(template: str | None) -> tuple[str, ...] | None:
+    """Return the formats in which a template writes the present time; () if it writes none.
+
+    None if what it writes cannot be named beforehand: a format that it computes, or something random.
+    """
+    from jinja2 import nodes
+
+    tree = None if template is None else _parsed(template)
+    if tree is None:
+        return ()
+    names = [name.name for name in tree.find_all(nodes.Name)]
+    if "lipsum" in names or any(each.name == "random" for each in tree.find_all(nodes.Filter)):
+        return None
+    calls = [call for call in tree.find_all(nodes.Call) if _is_clock(call.node)]
+    tests = [test for test in tree.find_all(nodes.Test) if _is_clock(test.node)]  # "strftime_now is defined"
+    formats = [call.args[0].value for call in calls if len(call.args) == 1 and isinstance(call.args[0], nodes.Const)]
+    if len(formats) < len(calls) or names.count(CLOCK) > len(calls) + len(tests):
+        return None
+    return tuple(sorted(set(map(str, formats))))
+
+
+def at_time(template: str, now: float) -> str:
+    """Return a template that writes a Unix time for the present one. One whose formats are not known stays as it is.
+
+    A macro stands in for the function, as transformers hands functions to no template.
+    """
+    formats = read_clock(template)
+    if not formats:
+        return template
+    moment = datetime.fromtimestamp(now)
+    texts = json.dumps({each: moment.strftime(each) for each in formats})
+    # What follows the macro is an expression, behind which a line break of the template stays.
+    return f"{{% macro {CLOCK}(format) %}}{{{{ {texts}[format] }}}}{{% endmacro %}}{{{{ '' }}}}{template}"
+
+
+def _is_clock(node: "nodes.Node") -> bool:
+    return getattr(node, "name", None) == CLOCK
 
 
 def check_variables(given: object, variables: frozenset[str] | None) -> dict[str, Any]:

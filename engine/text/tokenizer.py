@@ -17,6 +17,7 @@ from engine.text.chat_templates import (
     SYSTEM,
     TEXT_ALONE,
     Messages,
+    at_time,
     check_tools,
     check_variables,
     for_template,
@@ -318,13 +319,14 @@ class Tokenizer:
         chat_template_kwargs: dict[str, Any] | None = None,
         split_special_tokens: bool = True,
         kinds: Container[str] = TEXT_ALONE,
+        now: float | None = None,
     ) -> str:
         """Return the text of a conversation, ready for the model's answer.
 
         messages, tools: in OpenAI's shape. kinds: of the messages' parts. chat_template_kwargs: variables of the
         template. split_special_tokens: what these three hold is text, even if it spells a control token: the text has
-        BREAK in such a place. Raises InvalidPrompt for another shape, or if the model's template is missing or refuses
-        them.
+        BREAK in such a place. now: Unix seconds that a template gets for the present time. Raises InvalidPrompt for
+        another shape, or if the model's template is missing or refuses them.
         """
         from jinja2 import TemplateError
 
@@ -341,7 +343,8 @@ class Tokenizer:
             messages = [self._control.broken_message(message) for message in messages]
             tools, variables = self._control.broken(tools), self._control.broken(variables)
         try:
-            text = self._render(messages, tools=tools, **variables)
+            dated = template if now is None or template is None else at_time(template, now)
+            text = self._render(messages, tools=tools, chat_template=dated, **variables)
         except (TemplateError, *RENDER_ERRORS) as error:
             raise InvalidPrompt(f"the chat template refused these messages: {error}") from error
         self._probe.check(messages, tools, variables)
@@ -367,10 +370,19 @@ class Tokenizer:
         turns = "".join(self._probe.texts(chat) + self._probe.texts([HELLO]))
         return special | {text for text in self.added_tokens.keys() - REASONING_TEXTS if text in turns}
 
-    def _render(self, messages: Messages, *, tools: list[dict[str, Any]] | None = None, **variables: Any) -> str:
-        template = self._tool_template if tools else self.template
+    def _render(
+        self,
+        messages: Messages,
+        *,
+        tools: list[dict[str, Any]] | None = None,
+        chat_template: str | None = None,
+        **variables: Any,
+    ) -> str:
+        """Render a chat, by the model's own template unless another is given."""
+        if chat_template is None:
+            chat_template = self._tool_template if tools else self.template
         # a variable may have the name of an argument, such as `tokenize`: then the argument counts
-        options = {"chat_template": template, "tools": tools, "add_generation_prompt": True, "tokenize": False}
+        options = {"chat_template": chat_template, "tools": tools, "add_generation_prompt": True, "tokenize": False}
         text = self._tokenizer.apply_chat_template(messages, **{**variables, **options})
         assert isinstance(text, str)
         return text

@@ -12,7 +12,7 @@ import redis
 
 from jobs.cli.run_options import input_options, prompt_options, run_arguments
 from jobs.common.display import duration_text, safe_name
-from jobs.common.keys import MODEL_FIELD
+from jobs.common.keys import FORMAT, FORMAT_FIELD, MODEL_FIELD
 from jobs.common.rq_jobs import JobStatus, job_key, job_queue, job_status, last_result, results_key
 from jobs.common.workers import read_workers
 from jobs.errors import TrialFailed
@@ -91,6 +91,7 @@ def try_job(
             how: dict[str, Any] = dict.fromkeys(("timeout", "result_ttl", "failure_ttl"), TIMEOUT_S)
             how |= {"kwargs": dict(arguments), "description": function, "job_id": job_id}
             job_queue(connection, queue).enqueue_call(function, pipeline=pipe, **how)
+            pipe.hset(job_key(job_id), FORMAT_FIELD, str(FORMAT))
             if model is not None:
                 pipe.hset(job_key(job_id), MODEL_FIELD, model)
             pipe.execute()

@@ -11,6 +11,7 @@ import redis
 
 from jobs.cli.status_text import gone_text, rate, status_text, table, tell_failures
 from jobs.common.display import MAX_TEXT_CHARS, duration_text, safe_name
+from jobs.common.release import release_text
 from jobs.common.workers import WorkerSample, read_workers
 from jobs.doctor.redis_server import troubles
 from jobs.errors import UnknownRun
@@ -172,7 +173,7 @@ def runs_table(found: Sequence[RunSnapshot], now: float) -> str:
 def workers_table(found: Sequence[WorkerSample]) -> str:
     if not found:
         return "no worker: start one with `rq worker --worker-class worker.BatchWorker -S json QUEUE`"
-    heads = ("WORKER", "STATE", "MODEL", "DTYPE", "VERSION", "LANES", "HOLDS", *_WORKER_NUMBERS)
+    heads = ("WORKER", "STATE", "MODEL", "FINGERPRINT", "DTYPE", "VERSION", "LANES", "HOLDS", *_WORKER_NUMBERS)
     return table(heads, list(map(_worker_row, found)), _WORKER_NUMBERS)
 
 
@@ -190,8 +191,9 @@ def _worker_row(worker: WorkerSample) -> tuple[str, ...]:
         safe_name(worker.name),
         "silent" if worker.is_silent else worker.state,
         worker.model,
+        worker.fingerprint[:8],
         worker.dtype,
-        worker.version,
+        release_text(worker.version, worker.commit),
         " ".join(worker.queues),
         *now,
         duration_text(worker.silent_s),

@@ -38,7 +38,12 @@ def prefixed(key: str) -> str:
     return f"{RQ if kind == 'rq' else OWN}:{rest}"
 
 
-#: A field in RQ's job hash: how many sequences a job brings, so that one worker does not claim every shard of a run.
+#: Raised by one when the meaning changes of what workers share: plans, the payloads of jobs that Tokenmill enqueues,
+#: journals. A worker leaves what has a higher number to newer ones, and reads no journal or plan of a lower one.
+FORMAT = 7
+#: A field in RQ's job hash: the FORMAT of the version that has enqueued the job; of a producer's own job there is none.
+FORMAT_FIELD = "tokenmill_format"
+#: Another one: how many sequences a job brings, so that one worker does not claim every shard of a run.
 SEQUENCES_FIELD = "sequences"
 #: Another one: the one model that may run the job, by one of ServedModel.names; other workers leave it queued.
 MODEL_FIELD = "tokenmill_model"

@@ -68,7 +68,10 @@ class Point:
 @dataclass(frozen=True, kw_only=True)
 class WorkerSample(Point):
     """How a worker stands. silent_s: since it wrote this, by Redis' clock. started_at: Unix seconds. models: all names
-    by which jobs may ask for its model.
+    by which jobs may ask for its model. fingerprint, max_model_len: as of ServedModel, and clock_formats as one
+    text (jobs.context.served_model.joined_formats).
+
+    format: what it reads of plans (jobs.common.keys).
 
     state: "idle", "busy", "suspended", "draining" (it finishes what runs), "loading" (its model) or "stopped". queues:
     the most urgent first. held: jobs that it holds, by queue; held_jobs: the oldest of them, MAX_HELD_NAMED at most.
@@ -80,9 +83,14 @@ class WorkerSample(Point):
     state: str = ""
     model: str = ""
     models: Sequence[str] = ()
+    fingerprint: str = ""
+    max_model_len: int = 0
+    clock_formats: str = ""
     dtype: str = ""
     attention_backend: str = ""
     version: str = ""
+    commit: str = ""
+    format: int = 0
     queues: Sequence[str] = ()
     held: Mapping[str, int] = field(default_factory=dict)
     held_jobs: Sequence[str] = ()

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 from contextlib import suppress
 from functools import lru_cache
 from hashlib import blake2b
+from pathlib import Path
 from pkgutil import resolve_name
 from typing import Any
 
@@ -35,19 +36,26 @@ def _reply(question: dict[str, Any]) -> dict[str, Any]:
         return {"problem": _cut(str(error))}
     except Exception as error:  # noqa: BLE001  # a schema may be anything, and its library raises what it likes
         return {"problem": _cut(f"check cannot be read ({type(error).__name__}: {error})")}
+    if "function" in json.loads(question["check"]) and _source(check) != _read_source(check):
+        return {"is_stale": True}
     if "version" in question:
-        return {"version": _version(check)}
+        return {"version": _source(check)}
     if "text" not in question:
         return {}
     return {"reason": _reason(check, question["row"], question["text"])}
 
 
-def _version(check: Check) -> str:
-    """Return a hash of a function's source; of an object that is called, of its class."""
+def _read_source(check: Check) -> str:
+    """Return a hash of the file that has a function, or the class of an object that is called."""
     with suppress(OSError, TypeError):
-        source = inspect.getsource(check if inspect.isroutine(check) else type(check))
-        return blake2b(source.encode("utf-8", "surrogatepass"), digest_size=16).hexdigest()
+        path = inspect.getsourcefile(check if inspect.isroutine(check) else type(check))
+        if path is not None:
+            return blake2b(Path(path).read_bytes(), digest_size=16).hexdigest()
     return "unknown"
+
+
+#: The same as it was when this process imported the function, which goes on running that source.
+_source = lru_cache(maxsize=64)(_read_source)
 
 
 def _reason(check: Check, row: Any, text: str) -> str | None:
@@ -91,6 +99,7 @@ def _function(dotted: str) -> Check:
     if not callable(found):
         raise Unusable(f"function of check: {dotted} is a {type(found).__name__}, expected a function")
     check: Check = found
+    _source(check)
     return check
 
 

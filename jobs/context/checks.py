@@ -142,7 +142,7 @@ class Checks:
             raise _useless(error) from None
 
     def version(self, options: RepairOptions) -> str:
-        """Return what a check's function is: another text once its source is another one. Raises InvalidJob."""
+        """Return what a check's function is: another text once its file has changed. Raises InvalidJob."""
         return "" if options.function is None else str(self.prepare(options, version=True)["version"])
 
     def reason(self, options: RepairOptions, row: Any, text: str) -> str | None:
@@ -156,7 +156,9 @@ class Checks:
         return reason
 
     def _ask(self, options: RepairOptions, **answer: Any) -> dict[str, Any]:
-        reply = self._pool.call(lambda child: self._reply(child, options, answer))
+        reply = {"is_stale": True}
+        while "is_stale" in reply:  # of a child whose function's file has changed since it was imported
+            reply = self._pool.call(lambda child: self._reply(child, options, answer))
         if "problem" in reply:
             raise InvalidJob(reply["problem"])
         return reply
@@ -173,6 +175,8 @@ class Checks:
             child.notes.add(options.check_text)
             if answer:
                 reply, _ = child.ask(_TASK, {**question, **answer}, Limits(self._limit_s))
+        if "is_stale" in reply:
+            child.close()
         return reply
 
     def close(self) -> None:

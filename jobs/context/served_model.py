@@ -1,7 +1,9 @@
 """The model that a process serves: its names and identity, and what it tells of prompts."""
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from datetime import datetime
+from secrets import token_hex
 from typing import Any
 
 from jobs.context.values import some_text
@@ -14,15 +16,30 @@ MAX_MODEL_CHARS = 4096
 class PinnedModel:
     """A model whose answers a run holds.
 
-    fingerprint: a text that differs when the weights, the tokenizer, the chat template or the dtype do.
+    fingerprint: a text that differs when the weights, the tokenizer, the chat template or the dtype do. max_model_len:
+    the most tokens of prompt and answer together; 0 if that is not known. clock: what its chat template wrote of the
+    time when the run was planned; "" if it writes none.
     """
 
     name: str
     fingerprint: str
     dtype: str
+    max_model_len: int = field(default=0, kw_only=True)
+    clock: str = field(default="", kw_only=True)
 
     def __str__(self) -> str:
-        return f"{self.name} ({self.dtype}, {self.fingerprint[:8]})"
+        length = f", up to {self.max_model_len} tokens" if self.max_model_len else ""
+        return f"{self.name} ({self.dtype}, {self.fingerprint[:8]}{length})"
+
+    @property
+    def pin(self) -> str:
+        """Name what a worker must serve to answer rows of the run: other workers leave its jobs on their queue."""
+        return f"{self.fingerprint}/{self.max_model_len}" if self.max_model_len else self.fingerprint
+
+    @property
+    def identity(self) -> str:
+        """Name what decides an answer that no limit has cut."""
+        return f"{self.fingerprint} {self.clock}" if self.clock else self.fingerprint
 
 
 @dataclass(frozen=True)
@@ -31,7 +48,8 @@ class ServedModel(PinnedModel):
 
     aliases: what else it may be called. embedding_size: 0 of a model that gives none. embedding_prompts: names of those
     that may stand before a text. classes: labels of its sequence-classification head, none of a model without.
-    control_tokens: texts of tokens that open or end turns; a value in a prompt must not become one.
+    control_tokens: texts of tokens that open or end turns; a value in a prompt must not become one. clock_formats: in
+    which its chat template writes the time; None if what it writes cannot be named beforehand.
     """
 
     attention_backend: str = ""
@@ -42,10 +60,17 @@ class ServedModel(PinnedModel):
     control_tokens: tuple[str, ...] = ()  # until an engine has told, as below
     reads_pictures: bool = True  # as long as no engine has told
     generates: bool = True
+    clock_formats: tuple[str, ...] | None = ()
 
     @property
     def names(self) -> tuple[str, ...]:
-        return tuple(dict.fromkeys((self.fingerprint, self.name, *self.aliases)))
+        return tuple(dict.fromkeys((self.fingerprint, self.name, *self.aliases, self.pin)))
+
+    def pinned(self, now: float) -> PinnedModel:
+        """Return the model as a run that is planned at this Unix time pins it."""
+        clock = clock_text(self.clock_formats, now)
+        length = self.max_model_len
+        return PinnedModel(self.name, self.fingerprint, self.dtype, max_model_len=length, clock=clock)
 
     def check_asked_for(self, name: str | None) -> None:
         if name is not None and name not in self.names:
@@ -57,6 +82,27 @@ class ServedModel(PinnedModel):
             raise InvalidJob(
                 f"the worker serves {self.name!r}, whose head has {len(self.classes)} classes, not a score"
             )
+
+
+def clock_text(formats: Sequence[str] | None, now: float) -> str:
+    """Return what a chat template writes of a Unix time. formats: of ServedModel."""
+    if formats is None:
+        return token_hex(8)
+    return "\n".join(map(datetime.fromtimestamp(now).strftime, formats))
+
+
+_UNNAMED = "?"
+
+
+def joined_formats(formats: Sequence[str] | None) -> str:
+    return _UNNAMED if formats is None else "\n".join(formats)
+
+
+def split_formats(text: str) -> tuple[str, ...] | None:
+    """Return the formats of which `joined_formats` made a text."""
+    if text == _UNNAMED:
+        return None
+    return tuple(text.split("\n")) if text else ()
 
 
 def parse_model(model: object) -> str | None:

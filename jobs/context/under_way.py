@@ -135,16 +135,21 @@ MAX_BYTES = 256 << 10
 
 
 class LeftPrompt(NamedTuple):
-    """How far a prompt was, and for each answer that it had the reason why a check did not take it."""
+    """How far a prompt was, and for each answer that it had the reason why a check did not take it.
+
+    asked: a hash of what the prompt asks, behind which alone its tokens may go on.
+    """
 
     under_way: UnderWay
     reasons: Sequence[str | None]
+    asked: str
 
 
 class JobJournal:
     """What one execution of a job has found, and writes: a line that says whose it is, and one for each prompt.
 
-    whose: job, payload and model. found: the key's value at its claim. lease: a sorted set, and its member of this one.
+    whose: job, when it was created, payload and model. found: the key's value at its claim. lease: a sorted set, and
+    its member of this one.
     """
 
     def __init__(
@@ -158,14 +163,16 @@ class JobJournal:
         whose, *lines = (self._found or b"").decode(errors="replace").split("\n")
         try:
             prompts = list(map(json.loads, lines if whose == self._whose else ()))
-            return {place: LeftPrompt(UnderWay.from_json(was), reasons) for place, was, reasons in prompts}
+            return {
+                place: LeftPrompt(UnderWay.from_json(was), reasons, asked) for place, was, reasons, asked in prompts
+            }
         except (ValueError, TypeError, KeyError, RecursionError):  # damaged: it only saves time
             return {}
 
     def write(self, prompts: Iterable[tuple[int, LeftPrompt]]) -> None:
         contents = self._whose
-        for place, (was, reasons) in prompts:
-            line = json.dumps([place, was.to_json(), reasons])
+        for place, left in prompts:
+            line = json.dumps([place, left.under_way.to_json(), left.reasons, left.asked])
             if len(contents) + len(line) < MAX_BYTES:
                 contents += "\n" + line
         if self._lease is None or self._connection.zscore(*self._lease) is not None:

@@ -5,7 +5,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 from jobs.context import JobContext
 from jobs.context.checks import NO_REPAIRS, RepairOptions, split_repair_options
@@ -27,6 +27,9 @@ PROGRESS_AFTER_S, PROGRESS_EVERY_S = 5.0, 2.0
 
 #: How a result's id begins where that is not its kind; a list has no id.
 ID_PREFIXES = {"text_completion": "cmpl", "chat.completion": "chatcmpl", "classification": "classify", "list": None}
+
+#: Kinds of results that have OpenAI's system_fingerprint: the model's, with all that changes its answers.
+_OF_COMPLETIONS = ("text_completion", "chat.completion")
 
 #: Builds the job's result, but for its id, time and model, of the answers and the job's id; see responses.py.
 Respond = Callable[[Answers, str], dict[str, Any]]
@@ -56,7 +59,7 @@ class _Asked:
     """A prompt of a job. attempts: its way to an answer, where it may be tried again.
 
     num_continued: tokens of an earlier answer that the request under way continues. delivered: where a journal is kept,
-    what its requests got, and why a check did not take it.
+    what its requests got, and why a check did not take it. asked: of LeftPrompt.
     """
 
     place: int
@@ -64,11 +67,13 @@ class _Asked:
     answers: Sequence[Completion] = ()
     num_continued: int = 0
     delivered: list[tuple[Sequence[Completion], str | None]] = field(default_factory=list)
+    asked: str = ""
 
     def left(self, so_far: Mapping[int, Sequence[int]]) -> LeftPrompt:
         """Return what another worker needs to go on. so_far: the tokens of the request that is not delivered."""
         completions = [(number, each) for number, (each, _) in enumerate(self.delivered)]
-        return LeftPrompt(UnderWay(completions, {len(completions): so_far}), [reason for _, reason in self.delivered])
+        reasons = [reason for _, reason in self.delivered]
+        return LeftPrompt(UnderWay(completions, {len(completions): so_far}), reasons, self.asked)
 
 
 class OpenPrompts(OpenTask):
@@ -81,6 +86,7 @@ class OpenPrompts(OpenTask):
         self._shown_at, self._shown = 0.0, dict[str, int]()
         self._num_chars = self._num_tokens = 0
         self._found = {} if context.journal is None else context.journal.read()
+        self._now = context.model.pinned(task.clock()).clock if context.journal is not None else ""
         self._prompts = list(map(_Asked, range(len(task.prompts))))
         asked = [(each, self._begin(each, prompt)) for each, prompt in zip(self._prompts, task.prompts, strict=True)]
         waiting = [(prompt, request) for prompt, request in asked if request is not None]
@@ -97,9 +103,14 @@ class OpenPrompts(OpenTask):
             if prompt.messages is not None:
                 given = {"messages": with_pictures(prompt.messages, lambda _: None)}
             asked.attempts = Attempts(prompt, given, self._repairs, self._context.checks)
-        was, reasons = self._found.get(asked.place, LeftPrompt(UnderWay(), ()))
-        request: Request | None = prompt
-        for (_, completions), reason in zip(was.delivered, reasons, strict=False):
+        if self._context.journal is not None:
+            asked.asked = prompt.digest(self._now)
+        left = self._found.pop(asked.place, None)
+        if left is None or left.asked != asked.asked:  # of another prompt, as a template over new answers makes it
+            return prompt
+        self._found[asked.place] = left
+        was, request = left.under_way, cast("Request | None", prompt)
+        for (_, completions), reason in zip(was.delivered, left.reasons, strict=False):
             if request is not None:
                 if asked.attempts is not None:
                     asked.attempts.check_error = reason
@@ -201,7 +212,9 @@ class OpenPrompts(OpenTask):
         content = self._respond(answers, job_id)
         prefix = ID_PREFIXES.get(content["object"], content["object"])
         named = {} if prefix is None else {"id": f"{prefix}-{job_id}", "created": int(self._clock())}
-        return {**named, "model": self._context.model.name, **content}
+        model = self._context.model
+        told = {"system_fingerprint": model.fingerprint} if content["object"] in _OF_COMPLETIONS else {}
+        return {**named, "model": model.name, **told, **content}
 
 
 def text_requests(

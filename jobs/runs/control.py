@@ -11,7 +11,7 @@ from redis import Redis
 from redis.client import Pipeline
 
 from jobs.common import stored
-from jobs.common.keys import MODEL_FIELD
+from jobs.common.keys import FORMAT, FORMAT_FIELD, MODEL_FIELD
 from jobs.common.rq_jobs import JobStatus, QueueKeys, command_channel, executions_key, job_key, job_queue
 from jobs.errors import PlanningUnderWay, UnknownRun
 from jobs.runs.end_notices import tell_of
@@ -139,6 +139,7 @@ def _enqueue_planning(
         description=f"plan run {plan_job.removesuffix('-plan')}",
         job_id=plan_job,
     )
+    pipe.hset(job_key(plan_job), FORMAT_FIELD, str(FORMAT))
     if submission.model is not None:
         pipe.hset(job_key(plan_job), MODEL_FIELD, submission.model)
 

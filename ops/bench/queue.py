@@ -39,6 +39,7 @@ class InstantEngine:
 
     identity = ModelIdentity("none", "none")
     attention_backend = "none"
+    max_model_len = 0
     has_unfinished = False
 
     def __init__(self) -> None:

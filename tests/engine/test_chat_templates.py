@@ -1,6 +1,9 @@
 """Which chat template is used, and how messages, tools and variables reach it."""
 
 import json
+import shutil
+import time
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
@@ -8,6 +11,7 @@ import pytest
 from transformers import AutoTokenizer
 
 from engine import ConfigError, InvalidPrompt
+from engine.text.chat_templates import read_clock
 from engine.text.tokenizer import Tokenizer
 from tests.engine.text_models import make_text_model
 
@@ -336,3 +340,35 @@ def test_what_the_engine_sets_is_no_variable(model: Path, name: str) -> None:
 def test_options_of_a_wrong_shape_are_refused(model: Path, options: Any) -> None:
     with pytest.raises(InvalidPrompt, match="must be"):
         with_options(model, HERMES, HI, **options)
+
+
+@pytest.mark.parametrize(
+    ("template", "formats"),
+    [
+        ("{{ messages }}", ()),
+        ("{{ strftime_now('%d %b %Y') }}", ("%d %b %Y",)),
+        ("{% if strftime_now is defined %}{{ strftime_now('%Y') }}{{ strftime_now('%d') }}{% endif %}", ("%Y", "%d")),
+        ("{% generation %}{{ strftime_now('%Y') }}{% endgeneration %}", ("%Y",)),
+        ("{% set f = '%Y' %}{{ strftime_now(f) }}", None),
+        ("{% set now = strftime_now %}{{ now('%Y') }}", None),
+        ("{{ messages | random }}", None),
+        ("{{ lipsum() }}", None),
+        ("{{ no template", ()),
+        (None, ()),
+    ],
+)
+def test_the_formats_in_which_a_template_writes_the_time(template: str | None, formats: tuple[str, ...] | None) -> None:
+    assert read_clock(template) == formats
+
+
+def test_a_template_gets_the_time_that_a_request_names(folders: dict[str, Path], tmp_path: Path) -> None:
+    copy = Path(shutil.copytree(folders["gqa1_untied"], tmp_path / "copy"))
+    (copy / "chat_template.jinja").write_text(
+        "\n{% macro day() %}{{ strftime_now('%d') }}{% endmacro %}\n"
+        " {% if strftime_now is defined %}{{ day() }}{% endif %}{{ strftime_now('%Y') | int }}{{ messages[0].content }}"
+    )
+    tokenizer = Tokenizer(copy)
+    messages = [{"role": "user", "content": "a"}]
+    now = time.time()
+    assert tokenizer.chat_text(messages, now=now) == tokenizer.chat_text(messages)
+    assert tokenizer.chat_text(messages, now=datetime(1971, 2, 5).timestamp()) == "\n051971a", "blocks leave no spaces"

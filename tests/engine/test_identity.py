@@ -12,6 +12,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from engine import EngineConfig, MissingWeights, ModelIdentity, model_identity
+from engine.checkpoint.fingerprint import ANSWERS_VERSION
 from tests.engine.checkpoints import shard
 from tests.engine.families import Family, longrope, make_family
 from worker.settings import WorkerSettings
@@ -39,11 +40,23 @@ def test_a_dtype_is_another_model_and_auto_is_the_checkpoints_own(copy: Path) ->
 
 
 @pytest.mark.parametrize(
-    "name", ["config.json", "generation_config.json", "tokenizer_config.json", "chat_template.jinja"]
+    "name",
+    [
+        *("config.json", "generation_config.json", "tokenizer_config.json", "chat_template.jinja"),
+        *("preprocessor_config.json", "processor_config.json", "video_preprocessor_config.json"),
+    ],
 )
-def test_configuration_tokenizer_and_template_count(copy: Path, name: str) -> None:
+def test_configuration_tokenizer_template_and_processor_count(copy: Path, name: str) -> None:
     before, path = fingerprint(copy), copy / name
     path.write_text((path.read_text() if path.exists() else "") + "\n")
+    assert fingerprint(copy) != before
+
+
+def test_a_change_of_the_code_that_changes_answers_is_another_model(
+    copy: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before = fingerprint(copy)
+    monkeypatch.setattr("engine.checkpoint.fingerprint.ANSWERS_VERSION", ANSWERS_VERSION + 1)
     assert fingerprint(copy) != before
 
 
@@ -84,7 +97,7 @@ def test_a_truncated_file_is_refused(copy: Path) -> None:
 
 ORIGINAL = 32
 SUMS = "it changes the order of sums alone, as other rows of a batch do"
-LIMITS = "it bounds lengths: what it cuts says so, what it refuses fails, a prompt cut to fit asked for it"
+LIMITS = "it bounds the length alone, which a run pins beside the fingerprint"
 
 
 #: For each setting values of which no two may have one identity, or why none changes an answer.
@@ -163,6 +176,14 @@ def test_every_setting_of_the_engine_says_whether_it_changes_an_answer(folder: P
 )  # fmt: skip
 def test_what_changes_no_answer_leaves_the_model_what_it_is(folder: Path, values: dict[str, Any]) -> None:
     assert identity(folder, **values) == identity(folder)
+
+
+def test_the_length_that_an_engine_takes_is_pinned_beside_the_fingerprint(folder: Path) -> None:
+    settings = WorkerSettings(model=str(folder))
+    served = [settings.served_model(identity(folder), "", length) for length in (32, 64)]
+    assert served[0].fingerprint == served[1].fingerprint
+    assert served[0].pin != served[1].pin
+    assert served[0].pinned(0.0).pin == served[0].pin in served[0].names
 
 
 def test_every_setting_of_a_worker_reaches_the_engine_or_does_not() -> None:

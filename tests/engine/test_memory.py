@@ -15,6 +15,7 @@ import engine.run.forward.model_runner
 from engine import ConfigError, Engine, EngineConfig, SamplingParams
 from engine.attention.kv_cache import KVCache
 from engine.run.device import SPARE_BYTES, GpuMemory
+from engine.run.forward.memory import coarse_length
 from engine.run.forward.model_runner import ModelRunner
 from tests.engine.graphs import simulate_graphs
 
@@ -137,3 +138,9 @@ def test_what_steps_left_goes_back_to_the_system_when_the_engine_closes(folder: 
     finally:
         gc.enable()
     assert before - resident_bytes() > 60 * MIB
+
+
+def test_a_length_that_the_pool_bounds_is_the_same_with_nearly_as_much_memory() -> None:
+    assert [coarse_length(each) for each in (1, 15, 160, 37_449, 37_400, 32_768, 32_767)] == [
+        *(1, 15, 160, 36_864, 36_864, 32_768, 30_720)
+    ]

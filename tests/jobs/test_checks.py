@@ -1,7 +1,10 @@
 """What looks at an answer: functions, patterns, schemas, in processes of their own."""
 
+import json
 import threading
+from pathlib import Path
 from queue import SimpleQueue
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -9,6 +12,10 @@ import pytest
 from jobs.context import checks as checks_module
 from jobs.context.checks import Checks, RepairOptions
 from jobs.errors import InvalidJob
+from jobs.parquet.asks.batch_lines import BatchLines
+from jobs.parquet.prompts.prompt_source import Row
+from jobs.runs.plans.spec import RunSpec
+from tests.jobs.answering import keyed
 from tests.jobs.checking import DIES, FUNCTION, HANGS, LIMIT_S, RAISES
 
 
@@ -80,3 +87,41 @@ def test_others_are_checked_beside_what_takes_long_to_compile(monkeypatch: pytes
     checks._pool.close(kill=True)
     slow.join()
     assert "ended its process with -9" in str(ended.get())
+
+
+def test_a_function_whose_file_changed_is_read_anew(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(tmp_path))
+    source, options = tmp_path / "own_checks.py", RepairOptions({"function": "own_checks.check"})
+    source.write_text("def check(row, text):\n    return 'first'\n")
+    found = Checks({"own_checks.check"})
+    try:
+        with found._pool.lent() as one, found._pool.lent() as other:  # two that will have the first source
+            for child in (one, other):
+                found._reply(child, options, {})
+        before = found.version(options)
+        assert found.reason(options, {}, "a") == "first"
+        source.write_text("PREFIX = 'the second'\ndef check(row, text):\n    return PREFIX\n")
+        assert [found.reason(options, {}, "a") for _ in range(3)] == ["the second"] * 3
+        changed = found.version(options)
+        assert changed != before
+        source.write_text("PREFIX = 'the third one'\ndef check(row, text):\n    return PREFIX\n")
+        assert found.version(options) not in (before, changed), "what the function reads of its file counts too"
+    finally:
+        found.close()
+
+
+def test_the_key_of_a_batch_line_has_the_version_of_its_function(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    versions = iter(["one", "one", "two"])
+    monkeypatch.setattr(Checks, "version", lambda self, options: next(versions))
+
+    def key(check: object) -> bytes:
+        spec = RunSpec.from_arguments("in.jsonl", "out", input_format="openai-batch")
+        context = SimpleNamespace(checks=Checks())
+        ask = keyed(BatchLines(SimpleNamespace(spec=spec), context), spec)  # type: ignore[arg-type]
+        return ask.key_of(Row(json.dumps({"custom_id": "a", "body": {"prompt": "b", "check": check}})))
+
+    first, same, other = (key({"function": "m.f"}) for _ in range(3))
+    assert first == same != other
+    assert key({"regex": "a"}) == key({"regex": "a"})

@@ -41,6 +41,7 @@ class FakeEngine:
     max_running: int = 0
     identity: ModelIdentity = field(default_factory=lambda: ModelIdentity("fake", "float32"))
     attention_backend: str = "none"
+    max_model_len: int = 0
 
     @property
     def has_unfinished(self) -> bool:

@@ -6,7 +6,7 @@ from redis import Redis
 from rq import Queue
 from rq.suspension import resume, suspend
 
-from jobs.common.keys import KIND_FIELD, MODEL_FIELD
+from jobs.common.keys import FORMAT, FORMAT_FIELD, KIND_FIELD, MODEL_FIELD
 from tests.rq_workers import Workers
 from tests.worker.stores import wanted, worker_store
 from worker.store.records.claimed_job import Claim
@@ -36,6 +36,18 @@ def test_jobs_of_another_model_stay_in_the_queue_in_their_order(redis: Redis, bu
     assert (ids(taken), taken.num_foreign) == (["b", "d"], 3)
     assert bulk.job_ids == ["a", "c", "e"]
     assert ids(take(redis, model="other")) == ["a", "c", "e"]
+
+
+def test_jobs_of_a_newer_version_stay_in_the_queue_and_shards_of_an_older_one(redis: Redis, bulk: Queue) -> None:
+    for number, (format, kind) in enumerate(
+        [(FORMAT + 1, "file"), (FORMAT, "file"), (FORMAT - 1, "file"), (FORMAT + 1, None), (FORMAT - 1, None)]
+    ):
+        enqueue(bulk, f"j{number}", kind=kind)
+        redis.hset(f"rq:job:j{number}", FORMAT_FIELD, format)
+    taken = take(redis, max_files=5)
+    assert ids(taken) == ["j1", "j4"]
+    assert (taken.num_foreign, taken.num_newer) == (3, 2)
+    assert bulk.job_ids == ["j0", "j2", "j3"]
 
 
 def test_known_files_stay_while_their_places_are_taken_and_functions_do_not_count_as_such(

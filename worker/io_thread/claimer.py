@@ -1,8 +1,10 @@
 """Claims jobs: when, for which lanes, and how many, so that each worker gets a fair share."""
 
 from collections.abc import Sequence
+from importlib.metadata import version
 from uuid import uuid4
 
+from jobs.common.keys import FORMAT
 from worker.io_thread.job_runner import JobRunner
 from worker.io_thread.limits import POLL_S, Timer
 from worker.io_thread.parts import Parts
@@ -68,6 +70,7 @@ class Claimer:
         # Jobs held, by lane, when a claim left some to others: with half as many, it looks again.
         self._had = [0] * len(parts.queue_names)
         self._foreign = [0] * len(parts.queue_names)
+        self._warned = frozenset[int]()  # lanes with jobs of a newer version
         self._num_kept = self._turn = 0
         self._suspect_execution, self._isolated_until = "", float("-inf")
         self._polls = [Timer(POLL_S) for _ in parts.queue_names]
@@ -173,6 +176,7 @@ class Claimer:
             if room:
                 self._note_suspension(claim.is_suspended)
             self._foreign[lane] = claim.num_foreign
+            self._note_newer(lane, claim.num_newer)
             self._num_kept += len(claim.jobs)
             poll_s = self._polls[lane].period_s = self._poll_rates.poll_s(lane)
             taken = [job.job_id for job in claim.jobs]
@@ -192,6 +196,16 @@ class Claimer:
         self._runner.give_back(surplus, "given_back")
         self._runner.show_begun(self._store)
         return sum(len(claim.jobs) for claim in claims) - len(surplus)
+
+    def _note_newer(self, lane: int, num_newer: int) -> None:
+        """Warn once when jobs are left to newer versions, until there are none any more."""
+        if num_newer and lane not in self._warned:
+            self._log.warning(
+                "queue %r: %d jobs were planned by a newer version of Tokenmill than this one (%s, format %d), and are "
+                "left to its workers: replace this worker by one of that version",
+                *(self._queue_names[lane], num_newer, version("tokenmill"), FORMAT),
+            )
+        self._warned = self._warned | {lane} if num_newer else self._warned - {lane}
 
     def _note_suspension(self, suspended: bool) -> None:
         if suspended != self.is_suspended:

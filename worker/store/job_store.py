@@ -17,7 +17,7 @@ from rq.serializers import JSONSerializer
 from rq.utils import now, utcformat
 
 from jobs.common.display import brief
-from jobs.common.keys import held_key, prefixed
+from jobs.common.keys import FORMAT, held_key, prefixed
 from jobs.common.rq_jobs import execution_key, job_key
 from worker.store.records.bounds import DEFAULT_MAX_JOB_BYTES, MAX_HASH_FIELDS, max_hash_bytes
 from worker.store.records.claimed_job import CLAIM_BATCH, Claim, ClaimedJob, Mode, Wanted, address, restore
@@ -115,6 +115,7 @@ class JobStore:
             **self._holder(),
             "suspect_deaths": suspect_deaths,
             "models": self._models,
+            "format": FORMAT,
             "done_tokens": list(self._answered),
         }
         calls = [Call("claim", {**vars(each), **same, "most": min(each.most, CLAIM_BATCH)}) for each in wanted]
@@ -131,8 +132,9 @@ class JobStore:
                 num_foreign,
                 first_left.decode(errors="replace"),
                 bool(is_suspended),
+                num_newer,
             )
-            for each, (entries, num_foreign, first_left, is_suspended) in zip(wanted, replies, strict=True)
+            for each, (entries, num_foreign, first_left, is_suspended, num_newer) in zip(wanted, replies, strict=True)
         ]
 
     def renew(self, held: Sequence[ClaimedJob]) -> list[ClaimedJob]:

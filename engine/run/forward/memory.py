@@ -144,4 +144,14 @@ def fit_pool(num_blocks: int, config: EngineConfig, model_len: int) -> int:
             f"{wanted or 'any'} tokens; raise kv_cache_bytes or memory_utilization (or free memory) or "
             "lower max_model_len"
         )
-    return wanted or min(model_len, pool_tokens)
+    return wanted or min(model_len, coarse_length(pool_tokens))
+
+
+def coarse_length(num_tokens: int) -> int:
+    """Round a length down to its four highest binary digits.
+
+    A pool's size follows from the memory that is free at the start. Without this, two workers of one machine, or one
+    before and after a restart, would serve lengths that differ by a few tokens, and so could not share a run.
+    """
+    step = 1 << max(0, num_tokens.bit_length() - 4)
+    return num_tokens - num_tokens % step

@@ -3,6 +3,7 @@
 import abc
 import json
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import pyarrow as pa
@@ -49,13 +50,14 @@ class Ask(abc.ABC):
 
     before: asked before all rows. inspects: whether answers are checked. is_single: each row begins with one request.
     is_tried: preview and dry run may try it. is_compared: `verify` may compare its answers. source: makes rows. keys:
-    name what these ask.
+    name what these ask. now: the Unix time that chats get for the present one, where the model's template writes it.
     """
 
     source: RowSource
     keys: RowKeys
 
     before: Request | None = None
+    now: float | None = None
     inspects = False
     is_single = is_compared = True
     is_tried = False
@@ -75,6 +77,12 @@ class Ask(abc.ABC):
     def key_of(self, row: Row) -> bytes:
         """Return what tells a row's answer, given a model: see RowKeys."""
         return self.keys.of(row)
+
+    def timed(self, request: Request) -> Request:
+        """Return a request with the time of the run, so that its prompt is the same whenever it is asked."""
+        if self.now is None or request.messages is None:
+            return request
+        return replace(request, chat_options={**request.chat_options, "now": self.now})
 
     def is_greedy(self, row: Row) -> bool:
         """Return whether equal rows have equal answers."""

@@ -9,6 +9,7 @@ import pyarrow as pa
 
 from jobs.context import JobContext
 from jobs.context.answers import Answer, failed_answer
+from jobs.context.checks import RepairOptions
 from jobs.errors import JobsError
 from jobs.parquet.asks.ask import OUTPUT_FIELDS, Ask, Asked, row_seed
 from jobs.parquet.prompts.prompt_source import Row
@@ -26,6 +27,7 @@ class BatchLines(Ask):
 
     def __init__(self, plan: Plan, context: JobContext) -> None:
         self._plan, self._context = plan, context
+        self._versions = dict[str, str]()  # of functions that check answers
 
     @staticmethod
     def fields(spec: RunSpec, embedding_size: int) -> list[pa.Field]:
@@ -37,9 +39,24 @@ class BatchLines(Ask):
     def key_of(self, row: Row) -> bytes:
         """Leave out what a line is called."""
         line = json.loads(row.prompt)
+        version = ""
         if isinstance(line, dict):
             line.pop("custom_id", None)
-        return super().key_of(Row(json.dumps(line)))
+            version = self._version_of(line.get("body"))
+        return super().key_of(Row(json.dumps(line), values=version))
+
+    def _version_of(self, body: Any) -> str:
+        """Return the version of the function that checks a line's answer; "" without one, or if it cannot be used."""
+        check = body.get("check") if isinstance(body, dict) else None
+        function = check.get("function") if isinstance(check, dict) else None
+        if not isinstance(function, str):
+            return ""
+        if function not in self._versions:
+            try:
+                self._versions[function] = self._context.checks.version(RepairOptions({"function": function}))
+            except JobsError:  # the line fails by it
+                self._versions[function] = ""
+        return self._versions[function]
 
     def begin(self, row: Row, number: int) -> Asked:
         context = replace(self._context, job_id=f"{self._plan.run}-{number}")

@@ -41,5 +41,7 @@ def ask_of(plan: Plan, context: JobContext) -> Ask:
         Generate: lambda: Generate(spec, plan.seed, context.checks, *prompt),
     }
     ask = makers[kind_of(spec)]()
-    ask.source, ask.keys = source, RowKeys(spec, ask.before, context.checks.version(spec.repairs))
+    ask.source = source
+    ask.now = None if context.model.clock_formats == () else plan.planned_at
+    ask.keys = RowKeys(spec, ask.before, context.checks.version(spec.repairs), plan.model.max_model_len)
     return ask

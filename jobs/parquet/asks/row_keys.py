@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from jobs.context.served_model import PinnedModel
 from jobs.parquet.prompts.prompt_source import Row
 from jobs.runs.plans.names import OPENAI_BATCH
 from jobs.runs.plans.spec import RunSpec
@@ -17,6 +18,8 @@ Keys = npt.NDArray[np.uint64]
 """Keys, (rows, 2): those of rows without an answer to be taken are zeros."""
 
 SIZE = 16
+
+_TRUNCATION = "truncate_prompt_tokens"
 
 #: Arguments of the input, of its way to prompts, and of the output. All others decide the answer.
 _NOT_ASKED = frozenset(
@@ -36,14 +39,21 @@ NO_KEYS: Keys = np.empty((0, 2), np.uint64)
 
 
 class RowKeys:
-    """The keys of a run's rows. before: what is asked before all rows. check: the version of its check's function."""
+    """The keys of a run's rows. before: what is asked before all rows. check: the version of its check's function.
 
-    def __init__(self, spec: RunSpec, before: Request | None, check: str) -> None:
+    max_model_len: of the run's model; it decides where a prompt is cut that `truncate_prompt_tokens` has cut.
+    """
+
+    def __init__(self, spec: RunSpec, before: Request | None, check: str, max_model_len: int = 0) -> None:
+        self._has_lines = spec.input_format == OPENAI_BATCH
         left_out = _NOT_ASKED if spec.prompts else _NOT_ASKED | _OF_PROMPTS
         asked: dict[str, Any] = {name: each for name, each in spec.to_json().items() if name not in left_out}
-        asked |= {"chat": spec.is_chat, "lines": spec.input_format == OPENAI_BATCH, "function": check}
+        asked |= {"chat": spec.is_chat, "lines": self._has_lines, "function": check}
         if before is not None:
             asked["before"] = [before.prompt, before.messages]
+        self._length = f"{_TRUNCATION}={max_model_len}"
+        if _TRUNCATION in spec.sampling:
+            asked["length"] = self._length
         # 0 and 0.0 are the same value; inside a schema or a tool the order of keys decides what is answered.
         asked["sampling"] = dict(sorted(spec.sampling.items()))
         text = json.dumps(json.loads(json.dumps(dict(sorted(asked.items()))), parse_float=_number))
@@ -53,7 +63,10 @@ class RowKeys:
     def of(self, row: Row) -> bytes:
         """Return a row's key; its prompt has the hashes of its pictures."""
         found = blake2b(digest_size=SIZE, key=self.name.encode())
-        for text in (row.prompt, row.sampling, row.values, *(["pictures"] if row.pictures else [])):
+        beside = ["pictures"] if row.pictures else []
+        if _TRUNCATION in row.sampling or (self._has_lines and _TRUNCATION in row.prompt):
+            beside.append(self._length)
+        for text in (row.prompt, row.sampling, row.values, *beside):
             encoded = text.encode("utf-8", "surrogatepass")
             found.update(len(encoded).to_bytes(8, "little"))
             found.update(encoded)
@@ -65,9 +78,9 @@ def row_keys(key_of: Callable[[Row], bytes], rows: Iterable[Row | object]) -> Ke
     return as_keys(b"".join(key_of(row) if isinstance(row, Row) else bytes(SIZE) for row in rows)).copy()
 
 
-def model_mark(fingerprint: str) -> Keys:
+def model_mark(model: PinnedModel) -> Keys:
     """Return what a model adds, by exclusive or, to the keys of rows that it has answered: one key, (1, 2)."""
-    return as_keys(blake2b(fingerprint.encode(), digest_size=SIZE, person=b"model").digest())
+    return as_keys(blake2b(model.identity.encode(), digest_size=SIZE, person=b"model").digest())
 
 
 def as_keys(found: bytes | bytearray) -> Keys:

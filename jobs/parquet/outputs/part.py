@@ -8,6 +8,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from jobs import errors
+from jobs.common.release import commit
 from jobs.context.answers import Answer
 from jobs.context.served_model import ServedModel
 from jobs.parquet.asks.kinds import kind_of
@@ -115,6 +116,7 @@ def part_stats(answers: Sequence[Answer], model: ServedModel, **known: Any) -> P
         dtype=model.dtype,
         attention_backend=model.attention_backend,
         version=version("tokenmill"),
+        commit=commit(),
         prompt_lengths=count_lengths(each.prompt_tokens for each in good),
         completion_lengths=count_lengths(
             each for own in tokens for each in (own if isinstance(own, tuple) else (own,))

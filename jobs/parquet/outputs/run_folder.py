@@ -16,6 +16,7 @@ from functools import partial
 from itertools import islice
 from typing import Any
 
+from jobs.common.keys import FORMAT
 from jobs.errors import (
     InputNotFound,
     OutputHoldsAnotherRun,
@@ -24,6 +25,7 @@ from jobs.errors import (
     PartDamaged,
     PathOutsideRoots,
     PlanDamaged,
+    PlanOfAnotherVersion,
     RunError,
     RunResubmitted,
 )
@@ -35,7 +37,7 @@ from jobs.runs.control import remove_waiting
 from jobs.runs.end_notices import stop_over_limit, tell_of, tell_shards_failed
 from jobs.runs.plans import names as run_names
 from jobs.runs.plans.names import INPUT, KEYS, PLAN, REUSED, TEMPORARY_PREFIX, output_names, part_name
-from jobs.runs.plans.plan import Plan
+from jobs.runs.plans.plan import AnotherFormat, Plan
 from jobs.runs.redis_state.state import MAX_PARTS, RunState, record_reasons, recorded_reasons
 from jobs.runs.statistics.report import report_html
 from jobs.runs.statistics.run_statistics import TOLD, PartStats, Reasons, RunStatistics
@@ -52,11 +54,14 @@ def find_plan(storage: Storage, folder: str) -> Plan | None:
 
 
 def load_plan(storage: Storage, path: str) -> Plan:
-    """Read a plan. Raises PlanDamaged when there is none, or it is not one of ours."""
+    """Read a plan. Raises PlanDamaged when there is none or it is not one of ours, or PlanOfAnotherVersion."""
     try:
         with reading(path), storage.open_input(path) as source:
             written = source.read(min(source.size(), MAX_PLAN_BYTES))
         return Plan.from_text(written.decode())
+    except AnotherFormat as error:
+        age = "a newer" if error.args[0] > FORMAT else "an older"
+        raise PlanOfAnotherVersion(path, age, error.args[0], FORMAT) from None
     except InputNotFound:
         raise PlanDamaged(path, "there is no such file") from None
     except ValueError as error:
@@ -87,7 +92,7 @@ def begin_folder(storage: Storage, folder: str) -> bool:
 
 
 #: What a manifest says of the workers that answered; where they differed, all of it.
-_SERVED = ("model", "fingerprint", "dtype", "attention_backend", "version")
+_SERVED = ("model", "fingerprint", "dtype", "attention_backend", "version", "commit")
 
 
 def manifest_of(plan: Plan, parts: Iterable[PartStats], reasons: Reasons) -> dict[str, Any]:
@@ -242,11 +247,11 @@ class RunFolder:
         """Rebuild the run's state from the parts that are there; end the run if none is missing."""
         size: dict[str, str | int] = {"rows": self.plan.rows, "shards": len(self.plan.shards)}
         size["sizes"] = json.dumps(self.plan.shares)
-        model = {"model": self.plan.model.fingerprint, "model_text": str(self.plan.model)}
+        model = {"model": self.plan.model.pin, "model_text": str(self.plan.model)}
         if (second := self.plan.second) is not None:
-            model["second_model"], model["second_text"] = second.fingerprint, str(second)
+            model["second_model"], model["second_text"] = second.pin, str(second)
             model["second_queue"], _ = self.plan.queues(queue)[-1]
-        self.state.describe({"output": self._path, "queue": queue, **size, **model})
+        self.state.describe({"output": self._path, "queue": queue, "format": FORMAT, **size, **model})
         recorded = self.state.records()  # before the listing: what is in both is certain
         present = self.shards_with_parts()
         found = {shard: self.part_stats(shard) for shard in present - recorded.keys()}

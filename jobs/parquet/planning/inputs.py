@@ -1,6 +1,7 @@
 """A run's input files: what they hold."""
 
 import secrets
+import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -12,7 +13,6 @@ import pyarrow as pa
 from jobs import errors
 from jobs.common.display import brief
 from jobs.context import JobContext
-from jobs.context.served_model import PinnedModel
 from jobs.parquet.asks.scores import content_free
 from jobs.parquet.files.fingerprint import GONE, check_unchanged, file_fingerprint
 from jobs.parquet.files.storage import Storage
@@ -41,11 +41,12 @@ def read_inputs(context: JobContext, storage: Storage, spec: RunSpec, found: Seq
     schema = look.schema
     columns, rows = _added_columns(found, schema.names, spec.filename_column)
     shards = cut_shards([[rows for rows, _ in each] for each in look.groups], spec.rows_per_shard, spec.limit)
-    seed = spec.sampling.get("seed")
+    seed, planned_at = spec.sampling.get("seed"), time.time()
     plan = Plan(
         spec=spec,
         seed=secrets.randbits(63) if seed is None else seed,
-        model=PinnedModel(context.model.name, context.model.fingerprint, context.model.dtype),
+        model=context.model.pinned(planned_at),
+        planned_at=planned_at,
         version=version("tokenmill"),
         files=tuple(replace(file, values=tuple(own)) for file, own in zip(look.files, rows, strict=False)),
         shards=shards,

@@ -106,7 +106,7 @@ def with_reused(context: JobContext, storage: Storage, plan: Plan, submission: S
     spec = plan.spec
     if not submission.reuse:
         return plan
-    old = OldRuns(storage, submission.reuse)
+    old = OldRuns(storage, submission.reuse, plan)
     seed = plan.seed if old.seed is None or "seed" in spec.sampling else old.seed
     plan = replace(plan, seed=seed, reused=Reused(context.execution_id))
     ask = ask_of(plan, context)
@@ -155,9 +155,9 @@ class Matches:
 
 def match(context: JobContext, storage: Storage, plan: Plan, ask: Ask, old: OldRuns, any_model: bool) -> Matches:
     """Look up each row of a plan, whose inputs can be read; the answers of a cascade's second model come first."""
-    marks = model_mark(context.model.fingerprint)
+    marks = model_mark(plan.model)
     if plan.second is not None:
-        marks = np.concatenate([model_mark(plan.second.fingerprint), marks])
+        marks = np.concatenate([model_mark(plan.second), marks])
         firsts = [part.first for part in old.parts]
         fits = np.array([*(_asks_second_too(plan, part.plan) for part in old.parts), False])
     if any_model:
@@ -179,7 +179,7 @@ def match(context: JobContext, storage: Storage, plan: Plan, ask: Ask, old: OldR
 
 def _asks_second_too(plan: Plan, old: Plan) -> bool:
     """Whether a plan asks its second model of each row of which an old one has."""
-    one, other = ([each.model.fingerprint, each.second and each.second.fingerprint] for each in (plan, old))
+    one, other = ([each.model.identity, each.second and each.second.identity] for each in (plan, old))
     return one == other and (old.spec.escalate_below or 0) <= (plan.spec.escalate_below or 0)
 
 

@@ -8,7 +8,7 @@ from typing import Any
 from jobs import errors
 from jobs.common.workers import read_workers
 from jobs.context import JobContext
-from jobs.context.served_model import PinnedModel
+from jobs.context.served_model import PinnedModel, clock_text, split_formats
 from jobs.parquet.files.storage import Storage
 from jobs.parquet.formats.converted_inputs import convert_inputs, remove_converted
 from jobs.parquet.outputs.run_folder import RunFolder, begin_folder, create_plan, find_plan, load_plan
@@ -93,7 +93,7 @@ def _agreed_plan(
         plan = read_inputs(context, storage, spec, found)
         check_served(vars(spec), context.model)
         context.model.check_asked_for(submission.model)
-        plan = replace(plan, second=second_model(context, spec, submission.queue))
+        plan = replace(plan, second=second_model(context, spec, submission.queue, plan.planned_at))
         if (spec.order or submission.reuse) and begin_folder(storage, spec.output):
             files = {shard.file for shard in plan.shards if shard.rows}
             convert_inputs(storage, plan, files, context.execution_id)
@@ -115,17 +115,19 @@ def _agreed_plan(
     return plan
 
 
-def second_model(context: JobContext, spec: RunSpec, queue: str) -> PinnedModel | None:
+def second_model(context: JobContext, spec: RunSpec, queue: str, now: float) -> PinnedModel | None:
     """Return the model that rows with low margins are asked again of, as its workers tell. Raises NoSecondModel."""
     if spec.escalate_below is None:
         return None
-    queue, first, others = spec.escalate_to or queue, context.model, set()
+    queue, first, others = spec.escalate_to or queue, context.model, set[PinnedModel]()
     for each in read_workers(context.connection):
         if (told := each.sample) is None or queue not in each.queues or told.is_silent:
             continue
         names = told.models
         if names and first.fingerprint not in names and (spec.escalate_model or names[0]) in names:
-            others.add(PinnedModel(told.model, names[0], told.dtype))
+            clock = clock_text(split_formats(told.clock_formats), now)
+            length = told.max_model_len
+            others.add(PinnedModel(told.model, names[0], told.dtype, max_model_len=length, clock=clock))
     if len(others) != 1:
         found = ", ".join(sorted(map(str, others))) or "none"
         raise errors.NoSecondModel(queue, found, str(first))

@@ -83,7 +83,7 @@ class SurveyWork(RowsTask):
         with converted_for_now(storage, plan, files) as (storage, plan):
             is_reused = np.zeros(plan.rows, bool)
             if reuse:
-                is_reused = match(context, storage, plan, ask, OldRuns(storage, reuse), any_model).places >= 0
+                is_reused = match(context, storage, plan, ask, OldRuns(storage, reuse, plan), any_model).places >= 0
             for start, rows in rendered_shards(context, storage, plan, ask.source):
                 counts.add(start, rows, is_reused)
             chosen = sorted(counts.asked, key=lambda each: each.row)[:first]
@@ -221,7 +221,7 @@ class _Counts:
             known.rows += len(numbers)
             tokens = known.tokens
         else:
-            (request,) = self._ask.begin(row, numbers[0]).requests
+            (request,) = map(self._ask.timed, self._ask.begin(row, numbers[0]).requests)
             most = request.sampling.get(TRUNCATION)
             options = {**request.chat_options, **({} if most is None else {TRUNCATION: most})}
             try:

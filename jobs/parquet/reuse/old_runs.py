@@ -16,7 +16,8 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
-from jobs.errors import CannotReuse, InputNotFound, PartDamaged, PathSwapped, PlanDamaged
+from jobs.errors import CannotReuse, InputNotFound, PartDamaged, PathSwapped, PlanDamaged, PlanOfAnotherVersion
+from jobs.parquet.asks.kinds import kind_of
 from jobs.parquet.asks.row_keys import NO_KEYS, SIZE, Keys, as_keys, model_mark
 from jobs.parquet.files.storage import Storage, reading
 from jobs.parquet.outputs.part import read_part_stats
@@ -24,8 +25,9 @@ from jobs.parquet.outputs.run_folder import load_plan
 from jobs.parquet.reuse.taken_answers import UNREADABLE
 from jobs.parquet.tables.columns import ColumnChoice
 from jobs.parquet.tables.table_reading import TableReading
-from jobs.runs.plans.names import JOURNAL, KEY, KEYS, PLAN, ROW, SUCCESS, keys_name, part_shards
+from jobs.runs.plans.names import JOURNAL, KEY, KEYS, OPENAI_BATCH, PLAN, ROW, SUCCESS, keys_name, part_shards
 from jobs.runs.plans.plan import Plan
+from jobs.runs.plans.spec import RunSpec
 
 #: Models that may have answered a part's rows, and those of all parts that are looked for.
 MAX_MODELS = MAX_LOOKED_FOR = 64
@@ -134,9 +136,9 @@ class OldPart:
 class OldRuns:
     """The runs that a submission names, as they are now; what comes into them later is not seen."""
 
-    def __init__(self, storage: Storage, outputs: Sequence[str]) -> None:
+    def __init__(self, storage: Storage, outputs: Sequence[str], new: Plan) -> None:
         """Read their keys. Raises PathOutsideRoots, or CannotReuse for a folder that has nothing to take."""
-        self._storage = storage
+        self._storage, self._new = storage, new
         self.told: list[ReusedRun] = []
         self.parts: list[OldPart] = []
         self.seed: int | None = None  # of the first of them
@@ -146,6 +148,8 @@ class OldRuns:
                 plan = load_plan(storage, os.path.join(output, PLAN))
             except PlanDamaged as error:
                 raise CannotReuse(output, f"{error.args[0]}: {error.args[1]}") from None
+            except PlanOfAnotherVersion as error:
+                raise CannotReuse(output, f"{error.args[1]} version of Tokenmill has planned it") from None
             run, plan = plan.run, replace(plan, spec=replace(plan.spec, output=output))  # it may have been moved
             self.seed = plan.seed if self.seed is None else self.seed
             self.told.append(ReusedRun(output, run))
@@ -153,6 +157,9 @@ class OldRuns:
             if storage.stat(os.path.join(output, SUCCESS)) is not None:
                 for shard in set(range(len(plan.shards))) - answered.keys():
                     self.told[-1].pass_over(PartDamaged(plan.part_path(shard), "it is gone"))
+            if (reason := _unlike(plan, new)) is not None:
+                self.told[-1].pass_over(CannotReuse(output, reason))
+                continue
             for shard, journal in sorted(answered.items()):
                 self.parts.append(OldPart(plan, shard, size, self.told[-1], tuple(journal)))
                 size += self.parts[-1].num_rows
@@ -163,7 +170,7 @@ class OldRuns:
             try:
                 if part.journal:
                     self._read_journal(part, own)
-                    marks.append(model_mark(part.plan.model.fingerprint))
+                    marks.append(model_mark(part.plan.model))
                 else:
                     own[:], models = read_keys(storage, part.plan, part.shard, part.told.run)
                     marks.append(models)
@@ -203,7 +210,9 @@ class OldRuns:
             read_part_stats(self._storage, part.plan, part.shard, part.told.run)
         own = pa.schema([each.with_name(f"{prefix}{each.name}") for each in schema])
         read = own.append(pa.field(ROW, pa.int64())) if part.journal else own
-        with closing(TableReading(self._storage, path, ColumnChoice(tuple(read.names)))) as file:
+        telling = () if _lengths(part.plan) == _lengths(self._new) else _tell_cuts(part.plan.spec)
+        telling = tuple(f"{prefix}{name}" for name in telling)
+        with closing(TableReading(self._storage, path, ColumnChoice((*read.names, *telling)))) as file:
             for each in read:
                 place = file.schema.get_field_index(each.name)
                 if place < 0 or file.schema.field(place).type != each.type:
@@ -218,10 +227,50 @@ class OldRuns:
                 order = np.argsort(rows, kind="stable")
                 places = order[np.searchsorted(rows, wanted[begin:end], sorter=order)]
                 found = np.flatnonzero(rows[places] == wanted[begin:end])  # so that none is copied for another row
-                taken = batch.select(own.names).take(pa.array(places[found]))
-                good = np.asarray(taken.column(f"{prefix}error").is_null())
+                chosen = batch.take(pa.array(places[found]))
+                good = np.asarray(chosen.column(f"{prefix}error").is_null())
+                for name in telling:
+                    good &= _is_whole(chosen.column(name))
+                taken = chosen.select(own.names)
                 answers = pa.RecordBatch.from_arrays(taken.columns, schema=schema).filter(pa.array(good))
                 yield begin + found[good], answers
+
+
+def _lengths(plan: Plan) -> set[int]:
+    return {model.max_model_len for model in (plan.model, plan.second) if model is not None}
+
+
+def _unlike(old: Plan, new: Plan) -> str | None:
+    """Say why another length of the model leaves nothing of an old run to take; None if some may be taken."""
+    if _lengths(old) == _lengths(new):
+        return None
+    if max(_lengths(old)) > min(_lengths(new)):
+        return f"its answers were given up to {max(_lengths(old))} tokens, and the model takes {min(_lengths(new))} now"
+    if old.spec.prompts:
+        return "its rows have several prompts, any of which another max_model_len may have cut"
+    return None
+
+
+def _tell_cuts(spec: RunSpec) -> tuple[str, ...]:
+    """Return the columns of a run that tell which answers were cut."""
+    names = [field.name for field in kind_of(spec).fields(spec, 0)]
+    wanted = ("completion", "finish_reason") if spec.input_format == OPENAI_BATCH else ("finish_reason",)
+    return tuple(name for name in wanted if name in names)
+
+
+#: As a response's JSON has it; the quotation marks of texts in it stand behind a backslash.
+_CUT_CHOICE = '"finish_reason": "length"'
+
+
+def _is_whole(column: pa.Array) -> npt.NDArray[np.bool_]:
+    """Whether no answer of a row was cut. column: reasons, lists of reasons, or responses."""
+    return np.array([not _is_cut(value) for value in column.to_pylist()], bool)
+
+
+def _is_cut(value: str | list[str] | None) -> bool:
+    if isinstance(value, list):
+        return "length" in value
+    return value is not None and (value == "length" or _CUT_CHOICE in value)
 
 
 def _answered(storage: Storage, plan: Plan) -> dict[int, list[str]]:

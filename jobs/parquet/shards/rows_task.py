@@ -57,7 +57,7 @@ class RowsTask(OpenTask):
 def check_model(plan: Plan, served: ServedModel, is_second: bool = False) -> None:
     """Raise RunOfAnotherModel. A BatchWorker leaves such a shard on its queue; a stock worker takes any."""
     model = plan.model_of(is_second)
-    if model.fingerprint != served.fingerprint:
+    if model.pin != served.pin:
         raise RunOfAnotherModel(plan.run, str(model), f"{served}, which is served here")
 
 

@@ -93,6 +93,7 @@ class ShardRequests:
                     continue  # of another execution, or of no use any more
                 self._sent.append((group, place, len(request.continued)))
                 self._awaits_before = not group.rows
+                request = self._ask.timed(request)
                 yield replace(request, resumed=group.so_far[place]) if place in group.so_far else request
                 if self._awaits_before:
                     return

@@ -122,7 +122,7 @@ class ShardWork(RowsTask):
         num_low = self._shard.rows
         if self._requests is not None:
             answers = self._requests.answers()
-            own = (self._marks == model_mark(folder.plan.model.fingerprint)).all(axis=1)
+            own = (self._marks == model_mark(folder.plan.model)).all(axis=1)
             margins = np.array([math.inf if each.error else each.column("margin") for each in answers])
             is_low = own & (margins < (folder.plan.spec.escalate_below or 0))
             high = {row: answers[row] for row in np.flatnonzero(~is_low).tolist()}
@@ -187,7 +187,7 @@ class ShardWork(RowsTask):
         if second is None:
             return answers
         names = {
-            model_mark(each.fingerprint).tobytes(): each.name if first.name != second.name else str(each)
+            model_mark(each).tobytes(): each.name if first.name != second.name else str(each)
             for each in (first, second)
         }
         return [
@@ -209,7 +209,7 @@ class ShardWork(RowsTask):
             texts.add(shard_rows(context, plan, self._shard, reader, ask.source))
         rows: list[Row | RowProblem | Answer] = [*texts.gathered()]
         self._keys = row_keys(ask.key_of, rows)
-        mark = model_mark(context.model.fingerprint)
+        mark = model_mark(plan.model_of(self._is_second))
         self._marks = np.repeat(mark, len(rows), axis=0)
         if self._is_second:
             found = kept_answers(self._folder.storage, plan, self._number, self._keys)

@@ -120,7 +120,7 @@ class VerifyWork(RowsTask):
 def _keys_of(storage: Storage, plan: Plan, shard: int, rows: Set[int]) -> dict[int, bytes]:
     """Return the keys of a shard's rows that have one, less the run's model, where others have answered some."""
     (found, marks), first = read_keys(storage, plan, shard, plan.run), plan.first_row(shard)
-    if np.array_equal(marks, mark := model_mark(plan.model.fingerprint)):
+    if np.array_equal(marks, mark := model_mark(plan.model)):
         return {}
     own = found ^ mark
     return {row: own[row - first].tobytes() for row in rows if 0 <= row - first < len(own) and found[row - first].any()}

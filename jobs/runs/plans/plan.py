@@ -10,6 +10,7 @@ from hashlib import blake2b
 from itertools import accumulate
 from typing import Any, Literal, NamedTuple, Self
 
+from jobs.common.keys import FORMAT
 from jobs.context.served_model import PinnedModel
 from jobs.errors import InvalidJob
 from jobs.runs.plans.names import INPUT, PARQUET, REUSED, part_name
@@ -19,8 +20,10 @@ from jobs.runs.plans.spec import RunSpec
 MAX_SHARDS = 100_000
 #: Shards of a run whose shares Redis keeps; those of a larger one count as equal.
 MAX_SHARES = 10_000
-#: Raised when a plan's meaning changes; a plan of another format is refused.
-FORMAT = 6
+
+
+class AnotherFormat(ValueError):
+    """Raised with the format of a plan that this version does not read."""
 
 
 @dataclass(frozen=True)
@@ -86,9 +89,9 @@ class Plan:
 
     seed: the source of every row's seed. added_columns: come behind the files'. columns: of text files, which do not
     say it: names, and what they hold (jobs.parquet.formats.kinds). as_json: those that prompts read as the JSON that
-    each row has, as a type would be that of all rows. sizes: bytes of what each shard asks. second: the
-    model that rows with low margins are asked again of. input_folder: of what was made of inputs that are no Parquet;
-    by default in the output.
+    each row has, as a type would be that of all rows. sizes: bytes of what each shard asks. second: the model that rows
+    with low margins are asked again of. planned_at: Unix seconds, which chats get for the present time. input_folder:
+    of what was made of inputs that are no Parquet; by default in the output.
     """
 
     spec: RunSpec
@@ -104,6 +107,7 @@ class Plan:
     sizes: tuple[int, ...] = ()
     reused: Reused | None = None
     second: PinnedModel | None = None
+    planned_at: float = 0.0
     input_folder: str | None = field(default=None, compare=False)
 
     @property
@@ -188,10 +192,12 @@ class Plan:
 
     @classmethod
     def from_text(cls, text: str) -> Self:
-        """Read what `to_text` wrote. Raises ValueError, which covers bad JSON, for anything else."""
+        """Read what `to_text` wrote. Raises AnotherFormat, or ValueError, which covers bad JSON, for anything else."""
         content = json.loads(text)
-        if not isinstance(content, dict) or content.get("format") != FORMAT:
-            raise ValueError(f"it is no plan of a run in format {FORMAT}, which this version reads")
+        if not isinstance(content, dict) or type(content.get("format")) is not int:
+            raise ValueError("it is no plan of a run")
+        if content["format"] != FORMAT:
+            raise AnotherFormat(content["format"])
         try:
             plan = cls(
                 spec=RunSpec(**content["arguments"]),
@@ -207,6 +213,7 @@ class Plan:
                 sizes=tuple(content["sizes"]),
                 reused=None if content["reused"] is None else Reused(**content["reused"]),
                 second=PinnedModel(**content["second"]) if content.get("second") else None,
+                planned_at=content["planned_at"],
             )
         except (KeyError, TypeError, AttributeError) as error:
             raise ValueError(f"a field is missing or wrong: {error}") from None

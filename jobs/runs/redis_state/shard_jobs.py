@@ -14,7 +14,7 @@ from redis import Redis
 from redis.client import Pipeline
 
 from jobs.common import rq_jobs, stored
-from jobs.common.keys import FILE, KIND_FIELD, MODEL_FIELD, SEQUENCES_FIELD, SUBMISSION_FIELD
+from jobs.common.keys import FILE, FORMAT, FORMAT_FIELD, KIND_FIELD, MODEL_FIELD, SEQUENCES_FIELD, SUBMISSION_FIELD
 from jobs.common.rq_jobs import JobStatus, job_key, job_queue, prepared_job, results_key
 from jobs.context import JobContext
 from jobs.errors import RunCancelled
@@ -124,7 +124,8 @@ def enqueue_shards(
         _ShardQueue(context.connection, name, plan.run, is_second)
         for name, is_second in plan.queues(queue_name)[low is not None :]
     ]
-    fields: dict[Any, Any] = {MODEL_FIELD: plan.model_of(is_second=low is not None).fingerprint, KIND_FIELD: FILE}
+    fields: dict[Any, Any] = {MODEL_FIELD: plan.model_of(is_second=low is not None).pin, KIND_FIELD: FILE}
+    fields[FORMAT_FIELD] = FORMAT
     again = [] if low is None else [queue_name]
     enqueued = 0
 

@@ -20,7 +20,7 @@ from redis import Redis
 from redis.client import Pipeline
 
 from jobs.common import stored
-from jobs.common.keys import RUN_TTL_S, RUNS_KEY, run_folder_key, run_key
+from jobs.common.keys import FORMAT, RUN_TTL_S, RUNS_KEY, run_folder_key, run_key
 from jobs.context import Lease
 from jobs.errors import RunBusy, RunCancelled, RunResubmitted, UnknownRun
 from jobs.runs.redis_state.submission import ASKED_FOR, ErrorLimit, Submission
@@ -173,7 +173,7 @@ class RunState:
         found: Any = pipe.hmget(self._key, "submission", "cancelled_submission")
         number = max(*map(_number, found), _now_ms()) + 1 if anew else _number(found[0])
         model = {} if submission.model is None else {"plan_model": submission.model}
-        limit = {"max_errors": str(submission.limit)}
+        limit = {"max_errors": str(submission.limit), "format": FORMAT}
         facts = {"output": output, "queue": submission.queue, "plan_job": plan_job, "submission": number}
         pipe.multi()
         gone = ("cancelled", "stopped", "plan_model", PLAN_ERROR, *OF_SUBMISSION, *ASKED_FOR)

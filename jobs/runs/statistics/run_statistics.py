@@ -53,6 +53,7 @@ class PartStats:
     tokens_resumed: int = 0
     rows_reused: int = 0
     rows_escalated: int = 0
+    commit: str = ""
 
     @property
     def seconds(self) -> float:

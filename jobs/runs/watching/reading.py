@@ -33,7 +33,7 @@ MAX_ENTRIES = 20_000
 _FACTS = (
     *("output", "queue", "plan_job", "plan_model", "rows", "shards", "model", "model_text", "max_errors"),
     *("second_queue", "second_model", "second_text", "cancelled", "finished", "stopped", "submission"),
-    *("cancelled_submission", "worked_s", PLAN_ERROR),
+    *("cancelled_submission", "worked_s", "format", PLAN_ERROR),
 )
 _TIMES = ("began_at", "ended_at", "worked_s")
 _COUNTS = (*TOTALS, *OF_SUBMISSION)
@@ -135,6 +135,7 @@ class RunLook:
             silent_workers=tuple(sorted({each.worker for each in progress} - _alive(workers))),
             awaited_model=self._awaited(workers, facts["queue"], *needed),
             awaited_second=self._awaited(workers, self.queues[-1], "second_model", "second_text"),
+            planned_by=self._planned_by(workers),
             stopped=_shown(facts, "stopped"),
             too_many_errors=ErrorLimit.stored(facts.get("max_errors")).told(
                 counts["rows"], counts["errors"], is_whole=self.is_finished
@@ -179,6 +180,15 @@ class RunLook:
         _, models = served_on(workers, queue)
         is_awaited = models is not None and needed in self.facts and self.facts[needed] not in models
         return _shown(self.facts, shown) if is_awaited else None
+
+    def _planned_by(self, workers: Collection[Worker]) -> str | None:
+        """Return "newer" or "older" where no worker of the queue reads what the version has planned that did."""
+        on_queue = [each for each in workers if self.facts["queue"] in each.queues and not each.is_silent]
+        formats = {each.sample.format for each in on_queue if each.sample is not None and each.sample.format}
+        own = stored.count(self.facts.get("format"))
+        if not formats or own is None or own in formats:
+            return None
+        return "newer" if own > max(formats) else "older"
 
 
 def read_runs(connection: Redis, runs: Iterable[str], most: int = 0) -> list[RunSnapshot]:

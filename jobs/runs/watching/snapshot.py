@@ -28,9 +28,10 @@ class RunSnapshot:
     gone: queued shards whose job is in Redis no more. claimed: those that a worker holds, which may write the run's
     end. rows_done, tokens: generated ones, of running shards too; other counts are of finished shards. queue_length:
     jobs of any run. awaited_model: the run's, where no worker there serves it; awaited_second: that of a cascade's
-    second_queue. listened: queues that have workers. stopped: why it was cancelled without anyone's word. failed_jobs:
-    without those that an earlier cancel has stopped. Times are Unix seconds. rows_per_s, tokens_per_s: of a finished
-    run over worked_s, for which workers had shards.
+    second_queue. planned_by: "newer" or "older" where it takes another version's workers. listened: queues that have
+    workers. stopped: why it was cancelled without anyone's word. failed_jobs: without those that an earlier cancel has
+    stopped. Times are Unix seconds. rows_per_s, tokens_per_s: of a finished run over worked_s, for which workers had
+    shards.
     """
 
     run: str
@@ -59,6 +60,7 @@ class RunSnapshot:
     silent_workers: tuple[str, ...] = ()
     listened: tuple[str, ...] = ()
     awaited_second: str | None = None
+    planned_by: str | None = None
     second_queue: str | None = None
     model: str | None = None
     submitted_at: float | None = None
@@ -164,7 +166,12 @@ def needs(snapshot: RunSnapshot) -> list[str]:
     if snapshot.awaited_second is not None:
         model = snapshot.awaited_second
         found.append(_not_served(snapshot.second_queue, f"{model}, which is asked again"))
-    if not snapshot.workers:
+    if snapshot.planned_by is not None:
+        found.append(
+            f"it was planned by a {snapshot.planned_by} version of Tokenmill than that of the workers on queue "
+            f"{queue!r}, which leave its jobs there: start one of that version"
+        )
+    elif not snapshot.workers:
         found.append(no_worker_text(queue, snapshot.listened))
     elif snapshot.awaited_model is not None:
         found.append(_not_served(queue, snapshot.awaited_model))

@@ -12,6 +12,7 @@ from jobs.common.keys import journal_key
 from jobs.context import JobContext
 from jobs.context.checks import Checks
 from jobs.context.under_way import MAX_BYTES, JobJournal, KeptCompletion, UnderWay
+from jobs.table import task_of
 from jobs.tasks import OpenTask, Request
 from tests.jobs.answering import FakeCompletion, feed, keep, opened_task, shout
 
@@ -138,3 +139,42 @@ def test_a_kept_completion_has_its_tool_calls() -> None:
         written = json.loads(json.dumps(UnderWay([(0, [kept])]).to_json()))
         assert len(written[0][0][1][0]) == (12 if tool_calls or error else 10)
         assert UnderWay.from_json(written).delivered == [(0, [kept])]
+
+
+@pytest.mark.parametrize(
+    ("before", "now"),
+    [
+        ({"prompt": "the first answer"}, {"prompt": "another answer"}),
+        ({"prompt": ["a", "b"]}, {"prompt": ["b", "a"]}),
+        ({"prompt": "a"}, {"prompt": "a", "temperature": 0.5}),
+    ],
+)
+def test_a_prompt_that_is_another_now_begins_anew(opened: Open, before: dict[str, Any], now: dict[str, Any]) -> None:
+    """The payload may be the same: a template over answers of other jobs makes another prompt of it."""
+    begin(opened(**before), 0)
+    assert all(each.resumed == {} for each in opened(**now).requests())
+    begin(opened(**before), 0)
+    assert all(each.resumed for each in opened(**before).requests())
+
+
+def test_a_chat_begins_anew_once_its_template_writes_another_time(
+    checking: JobContext, redis: Redis, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    context = replace(checking, model=replace(checking.model, clock_formats=("%d %b %Y",)))
+    chat = [{"role": "user", "content": "a"}]
+
+    def resumed(moment: float, name: str, asked: Any) -> list[Any]:
+        found = redis.get(journal_key(checking.job_id))
+        task = task_of(name, (asked,))
+        assert task is not None
+        task = replace(task, clock=lambda: moment)  # type: ignore[type-var]
+        opened = task.open(replace(context, journal=JobJournal(redis, checking.job_id, "it", found)))
+        requests = list(opened.requests())
+        assert keep(opened, {0: {0: [1, 2, 3]}})
+        return [each.resumed for each in requests]
+
+    day = 24 * 3600.0
+    assert [resumed(moment, "jobs.chat", chat) for moment in (0.0, 0.0, day)] == [[{}], [{0: [1, 2, 3]}], [{}]]
+    redis.delete(journal_key(checking.job_id))
+    expected = [[{}], [{0: [1, 2, 3]}], [{0: [1, 2, 3]}]]
+    assert [resumed(moment, "jobs.complete", "a") for moment in (0.0, 0.0, day)] == expected, "it writes no prompt"

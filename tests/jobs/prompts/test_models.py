@@ -9,6 +9,7 @@ import pytest
 from redis import Redis
 
 from jobs.common.keys import MODEL_FIELD, SILENT_S, WORKER_STATS_TTL_S, worker_key
+from jobs.common.release import commit
 from jobs.context import JobContext
 from jobs.context.served_model import ServedModel
 from jobs.errors import ModelNotServed, RunOfAnotherModel
@@ -77,8 +78,10 @@ def test_parts_and_manifest_say_what_answered(runs: Runs, source: Path) -> None:
         assert (said["model"], said["fingerprint"]) == ("m", MODEL.fingerprint)
         assert (said["dtype"], said["attention_backend"]) == ("float32", "none")
         assert said["version"]
+        assert said["commit"] == commit()
     plan = json.loads((runs.output / "_plan.json").read_text())
-    assert plan["model"] == {"name": "m", "fingerprint": MODEL.fingerprint, "dtype": "float32"}
+    pinned = {"name": "m", "fingerprint": MODEL.fingerprint, "dtype": "float32"}
+    assert plan["model"] == {**pinned, "max_model_len": MODEL.max_model_len, "clock": ""}
 
 
 def test_only_the_named_model_plans_a_new_run(runs: Runs, serving_other: MakeContext, source: Path) -> None:

@@ -30,6 +30,7 @@ def test_completion_has_openais_shape(context: JobContext) -> None:
         "id": "cmpl-job-0",
         "object": "text_completion",
         "model": "m",
+        "system_fingerprint": MODEL.fingerprint,
         "choices": [{"index": 0, "text": "HELLO", "finish_reason": "stop", "logprobs": None}],
         "usage": usage,
     }

@@ -29,6 +29,7 @@ class EchoEngine:
     waiting: list[tuple[str, Any, SamplingParams]] = field(default_factory=list)
     max_waiting: int = 0
     attention_backend: str = "none"
+    max_model_len: int = 0
 
     def add(self, request_id: str, prompt: Any, params: SamplingParams, *, lane: int = 0, **_: Any) -> None:
         if not prompt:

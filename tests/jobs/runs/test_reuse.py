@@ -21,6 +21,7 @@ from jobs.parquet.planning import planner
 from jobs.parquet.reuse import old_runs
 from jobs.parquet.reuse.old_runs import OldRuns
 from jobs.parquet.tables import row_groups
+from jobs.runs.plans.names import PLAN
 from jobs.runs.plans.plan import Plan
 from jobs.tasks import Request
 from tests.jobs.answering import FakeCompletion, refuse, run_task, shout
@@ -51,6 +52,10 @@ def old(runs: Runs) -> Path:
     runs.write(["a", "b", None, BAD, "c", "d", "e"])
     runs.score(answer=Asked(), rows_per_shard=3, sampling=GREEDY)
     return runs.output
+
+
+def plan_of(folder: Path) -> Plan:
+    return Plan.from_text((folder / PLAN).read_text())
 
 
 def state_of(folder: Path) -> dict[str, tuple[bytes, int]]:
@@ -210,13 +215,13 @@ def test_keys_of_another_run_or_part_are_damaged_ones_and_few_models_are_looked_
     runs: Runs, old: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     others, storage = runs.output.parent / "others", Storage((str(old.parent),))
-    assert len(OldRuns(storage, [str(old)]).marks) == 1
+    assert len(OldRuns(storage, [str(old)], plan_of(old)).marks) == 1
     runs.score(output=others, answer=Asked(), rows_per_shard=3, sampling=GREEDY)
     first, second, _ = sorted((old / "_keys").iterdir())
     second.write_bytes(first.read_bytes())
     first.write_bytes((others / "_keys" / first.name).read_bytes())
     monkeypatch.setattr(old_runs, "MAX_LOOKED_FOR", 0)
-    found = OldRuns(storage, [str(old)])
+    found = OldRuns(storage, [str(old)], plan_of(old))
     assert [text.partition(": ")[0] for text in found.told[0].passed_over] == [str(first), str(second)]
     assert len(found.marks) == 0
 

@@ -119,7 +119,9 @@ def test_a_function_that_checks_otherwise_now_asks_again(
 
     first = "def check(row, completion):\n    return None\n"
     assert len(run_with(first)) == 2
-    assert run_with(first + "# the same\n", output=tmp_path / "same", reuse=[str(runs.output)]) == []
+    assert run_with(first, output=tmp_path / "same", reuse=[str(runs.output)]) == []
+    changed = run_with("LIMIT = 3\n" + first, output=tmp_path / "beside", reuse=[str(runs.output)])
+    assert len(changed) == 2, "what else its file has may be what it reads"
     other = first.replace("return None", "return None if completion else 'empty'")
     assert len(run_with(other, output=tmp_path / "other", reuse=[str(runs.output)])) == 2
     assert len(run_with(other, first, output=tmp_path / "late", reuse=[str(runs.output)])) == 2

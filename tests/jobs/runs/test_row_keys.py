@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from jobs.context.served_model import PinnedModel
 from jobs.parquet.asks.row_keys import RowKeys, as_keys, model_mark
 from jobs.parquet.prompts.prompt_source import Row
 from jobs.parquet.reuse.old_runs import KnownKeys
@@ -69,7 +70,7 @@ def test_rows_that_ask_otherwise_have_other_keys(rows: list[tuple[str, str, str]
 
 def test_a_key_is_the_same_in_every_process_and_version() -> None:
     assert keys_of().of(ROW).hex() == "96ce01518be388440cb2ffeec57a0364"
-    assert model_mark("fingerprint").tobytes().hex() == "57a72c1ec364dc5be43d42d98cae832c"
+    assert model_mark(PinnedModel("m", "fingerprint", "float32")).tobytes().hex() == "57a72c1ec364dc5be43d42d98cae832c"
 
 
 @given(st.lists(st.integers(0, 3), max_size=30), st.lists(st.integers(0, 5), max_size=30))

@@ -2,7 +2,8 @@
 -- own field `sequences` says. Nothing is claimed where `rq suspend` holds all workers.
 -- To stand in the queue is all that a job needs, as with RQ's own workers. Dropped are jobs that are gone, cancelled
 -- ones, and what this claim or a running execution has taken already and nobody has enqueued again since.
--- Left where they are in the queue, for other workers, are jobs whose field `tokenmill_model` is none of `models`, and
+-- Left where they are in the queue, for other workers, are jobs whose field `tokenmill_model` is none of `models`, those
+-- whose `tokenmill_format` is above `format`, or of shards another one: their plan is another version's to read; and
 -- beyond `max_functions` those whose `tokenmill_kind` is 'function', beyond `max_files` those that are a 'file'.
 -- A job that has taken `suspect_deaths` workers with it is claimed by itself, where `takes_suspects`, so that jobs that
 -- were merely near it are told from it; elsewhere it goes to the end of the queue.
@@ -10,7 +11,8 @@
 -- `num_held` jobs of the queue, has its share of all that waits or is held, among `num_takers` workers. It is rounded
 -- up; of jobs with several sequences only where `rounds_up`, for one shard more may be an hour's work.
 -- Returns {{{job id, execution id, job_hash, deaths, id of the last such job left before it}, ...}, jobs left for other
--- models, id of the first job left for others' shares or '', 1 where work is suspended}. Sent again with the same token
+-- models or versions, id of the first job left for others' shares or '', 1 where work is suspended, jobs left for newer
+-- versions}. Sent again with the same token
 -- it returns the same jobs, less those that were taken from this worker since, and claims no others: with `most` 0,
 -- also no call that is still on its way does. `done_tokens` are of claims that nobody needs any more.
 local queue, limit, token = args.queue, args.most, args.token
@@ -28,20 +30,21 @@ if #earlier > 0 then
       claimed[#claimed + 1] = {id, eid, job_hash(id), deaths, earlier[i + 1], journal}
     end
   end
-  return {claimed, 0, '', 0}
+  return {claimed, 0, '', 0, 0}
 end
 if limit == 0 then
   call('RPUSH', record, '')
   call('EXPIRE', record, 600)
-  return {claimed, 0, '', 0}
+  return {claimed, 0, '', 0, 0}
 end
-if call('EXISTS', 'rq:suspended') == 1 then return {claimed, 0, '', 1} end
+if call('EXISTS', 'rq:suspended') == 1 then return {claimed, 0, '', 1, 0} end
 
 local places = {['function'] = args.max_functions, file = args.max_files}
 local is_served = {}
 for _, name in ipairs(args.models) do is_served[name] = true end
 local waiting = 'rq:queue:' .. queue
 local sequences, left, postponed, num_foreign, is_full = 0, {}, {}, 0, false
+local num_newer = 0
 local last_left, files_left = '', 0
 local page = call('LRANGE', waiting, 0, 99)
 
@@ -66,13 +69,18 @@ end
 -- What becomes of the next id of the queue: a claim, a place among `left` or `postponed`, or nothing.
 local function consider(id)
   local fields = call(
-    'HMGET', 'rq:job:' .. id, 'status', 'enqueued_at', 'sequences', 'tokenmill_model', 'tokenmill_kind'
+    'HMGET', 'rq:job:' .. id, 'status', 'enqueued_at', 'sequences', 'tokenmill_model', 'tokenmill_kind',
+    'tokenmill_format'
   )
   -- A hash without what every enqueueing writes may be one that a late write left of a deleted job.
   if not (fields[1] and fields[2]) and call('HSTRLEN', 'rq:job:' .. id, 'data') == 0 then return end
   local is_cancelled = fields[1] == 'canceled' and call('ZSCORE', 'rq:canceled:' .. queue, id)
   if is_cancelled or is_taken(id, fields[2] or '') then return end
-  local is_foreign = fields[4] and not is_served[fields[4]]
+  local format = tonumber(fields[6] or '') or args.format
+  local is_newer = format > args.format
+  local is_unread = is_newer or (format < args.format and fields[5] == 'file')
+  num_newer = num_newer + (is_newer and 1 or 0)
+  local is_foreign = is_unread or (fields[4] and not is_served[fields[4]])
   local free = places[fields[5] or '']
   if is_foreign or (free and free <= 0) then
     left[#left + 1] = id
@@ -120,4 +128,4 @@ end
 if #claimed > 0 then call('EXPIRE', record, 600) end
 if looked_at == bound and #claimed == 0 then num_foreign = call('LLEN', waiting) end
 if #claimed >= share then first_left = call('LINDEX', waiting, #left) or '' end -- behind `left`, which is back
-return {claimed, num_foreign, first_left, 0}
+return {claimed, num_foreign, first_left, 0, num_newer}

@@ -80,11 +80,13 @@ class Claim:
 
     jobs: list[ClaimedJob]
     num_foreign: int
-    """Jobs that were seen and left in the queue, because they may run on another model only."""
+    """Jobs that were seen and left in the queue, because they may run on another model or version only."""
     first_left: str = ""
     """Id of the first job that was left to other workers, because it is their share; "" for none."""
     is_suspended: bool = False
     """Whether nothing was looked at, because `rq suspend` holds all workers."""
+    num_newer: int = 0
+    """Jobs among those left that a newer version of Tokenmill has planned."""
 
 
 def restore(queue_name: str, reply: Sequence[Any], worker_name: str, max_job_bytes: int) -> ClaimedJob:

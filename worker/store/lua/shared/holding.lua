@@ -35,7 +35,11 @@ local function holds(queue, id, eid)
 end
 
 -- Leave nothing of an execution behind. worker: whose it is, where that is known.
+-- A job's journal goes with the job: once that is deleted or cancelled, nobody goes on with it.
 local function let_go(queue, id, eid, worker)
+  local cancelled_before, cancelled = at_claim(queue, id, eid), call('ZSCORE', 'rq:canceled:' .. queue, id)
+  local is_cancelled = cancelled and cancelled_before and cancelled ~= cancelled_before
+  if is_cancelled or call('HLEN', 'rq:job:' .. id) == 0 then call('DEL', 'tokenmill:journal:' .. id) end
   call('HDEL', 'tokenmill:held:' .. queue, id .. ':' .. eid)
   call('ZREM', 'rq:wip:' .. queue, id .. ':' .. eid)
   local execution = 'rq:execution:' .. id .. ':' .. eid

@@ -1,0 +1,40 @@
+"""Which Tokenmill this is: the installed version, and the commit of the code that runs."""
+
+import json
+import subprocess
+from contextlib import suppress
+from functools import lru_cache
+from importlib.metadata import PackageNotFoundError, distribution
+from pathlib import Path
+
+_PACKAGE = "tokenmill"
+_GIT_LIMIT_S = 10.0
+
+
+@lru_cache(maxsize=1)
+def commit() -> str:
+    """Return the commit that was installed or, in a checkout, that is checked out now; "" if neither is known."""
+    return _installed_commit() or _checked_out_commit(Path(__file__).parents[2])
+
+
+def release_text(version: str, of_commit: str) -> str:
+    """Return a version and its commit as they are shown."""
+    return f"{version} ({of_commit[:8]})" if of_commit else version
+
+
+def _installed_commit() -> str:
+    """Return what pip wrote of the repository that it has installed (PEP 610)."""
+    with suppress(PackageNotFoundError, OSError, ValueError, AttributeError):
+        written = json.loads(distribution(_PACKAGE).read_text("direct_url.json") or "{}")
+        return str(written.get("vcs_info", {}).get("commit_id", ""))
+    return ""
+
+
+def _checked_out_commit(folder: Path) -> str:
+    if not (folder / ".git").exists():  # another project's checkout may be above it
+        return ""
+    with suppress(OSError, subprocess.SubprocessError):
+        command = ["git", "-C", str(folder), "rev-parse", "HEAD"]
+        found = subprocess.run(command, capture_output=True, text=True, timeout=_GIT_LIMIT_S, check=True)
+        return found.stdout.strip()
+    return ""

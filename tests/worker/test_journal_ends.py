@@ -1,0 +1,85 @@
+"""A job's journal goes with the job: with its end, its deletion and its cancellation, and it is no other job's."""
+
+from collections.abc import Callable
+
+import pytest
+from redis import Redis
+from rq import Queue
+from rq.job import Job
+
+from jobs.common.keys import journal_key
+from jobs.context import JobContext
+from jobs.context.served_model import ServedModel
+from jobs.context.under_way import LeftPrompt, UnderWay
+from tests.worker.stores import claim, succeeded, worker_store
+from worker.job_environment import JobEnvironment
+from worker.store.records.claimed_job import ClaimedJob
+
+LEFT = LeftPrompt(UnderWay(so_far={0: {0: [1, 2, 3]}}), (), "what it asks")
+
+
+def written(redis: Redis, claimed: ClaimedJob) -> None:
+    """Write the journal of a held job."""
+    lent = JobContext(redis, "", "", "", (), ServedModel("m", "f", "d"))
+    journal = JobEnvironment(lent).context(claimed, redis).journal
+    assert journal is not None
+    journal.write([(0, LEFT)])
+    assert redis.exists(journal_key(claimed.job_id))
+
+
+def read(redis: Redis, claimed: ClaimedJob) -> int:
+    """Return how many prompts a claim goes on with."""
+    lent = JobContext(redis, "", "", "", (), ServedModel("m", "f", "d"))
+    journal = JobEnvironment(lent).context(claimed, redis).journal
+    assert journal is not None
+    return len(journal.read())
+
+
+@pytest.mark.parametrize("end", [Job.delete, Job.cancel])
+def test_it_goes_once_its_worker_sees_that_the_job_is_gone(
+    redis: Redis, bulk: Queue, end: Callable[[Job], object]
+) -> None:
+    job, store = bulk.enqueue("f"), worker_store(redis)
+    (claimed,) = claim(store)
+    written(redis, claimed)
+    assert store.renew([claimed]) == []
+    assert redis.exists(journal_key(job.id))
+    end(job)
+    assert store.renew([claimed]) == [claimed]
+    assert not redis.exists(journal_key(job.id))
+
+
+def test_it_goes_with_the_end_and_stays_when_the_job_is_given_back(redis: Redis, bulk: Queue) -> None:
+    job, store = bulk.enqueue("f"), worker_store(redis)
+    (claimed,) = claim(store)
+    written(redis, claimed)
+    store.release([claimed], "given_back", 5)
+    (again,) = claim(store)
+    assert read(redis, again) == 1
+    store.finish([succeeded(again)])
+    assert not redis.exists(journal_key(job.id))
+
+
+def test_a_job_that_was_cancelled_and_enqueued_again_keeps_its_own(redis: Redis, bulk: Queue) -> None:
+    job, store = bulk.enqueue("f"), worker_store(redis)
+    job.cancel()
+    bulk.enqueue_job(job)
+    (claimed,) = claim(store)
+    written(redis, claimed)
+    store.release([claimed], "given_back", 5)
+    (again,) = claim(store)
+    assert read(redis, again) == 1
+
+
+def test_another_job_of_the_same_id_and_payload_begins_anew(redis: Redis, bulk: Queue) -> None:
+    store = worker_store(redis)
+    bulk.enqueue("f", job_id="same")
+    (claimed,) = claim(store)
+    written(redis, claimed)
+    left = redis.get(journal_key("same"))
+    redis.delete(*redis.keys("rq:*same*"), *redis.keys("tokenmill:held:*"))
+    bulk.enqueue("f", job_id="same")
+    redis.set(journal_key("same"), left)  # as where nobody has seen that the job was deleted
+    (again,) = claim(store)
+    assert again.left == left
+    assert read(redis, again) == 0
