@@ -17,7 +17,7 @@ from engine.checkpoint.pooling import read_pooling
 from engine.errors import EngineBusy, EngineClosed, InvalidPrompt, InvalidRequest, UnsupportedModel, UnsupportedTask
 from engine.models.load import generates, read_supported
 from engine.run.check_machine import check_support
-from engine.run.completions import Completions, is_complete, scores_of
+from engine.run.completions import Completions, is_complete
 from engine.run.config import EngineConfig, may_read_pictures, model_identity
 from engine.run.device import resolve_device
 from engine.run.dtype import served_dtype
@@ -496,6 +496,4 @@ class Engine:
         siblings.remove(seq)
         if seq.error is not None or not siblings:
             self.abort(seq.request_id)
-        if seq.tree is None:
-            return self._completions.of(seq)
-        return scores_of(seq, seq.tree)
+        return self._completions.of(seq)

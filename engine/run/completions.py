@@ -26,8 +26,10 @@ class Completions:
         self._tokenizer, self._reasoner = tokenizer, reasoner
         self._tool_calls = ToolCallReader(tokenizer)
 
-    def of(self, seq: Sequence) -> Completion:
-        """Make the completion of a finished sequence."""
+    def of(self, seq: Sequence) -> Completion | None:
+        """Make the completion of a finished sequence; None while other branches of its tree are not scored."""
+        if seq.tree is not None:
+            return _scores_of(seq, seq.tree)
         tokenizer, reasoner, reader = self._tokenizer, self._reasoner, self._tool_calls
         assert seq.finish_reason is not None
         token_ids = seq.generated_token_ids  # empty for an embedding or classes
@@ -74,7 +76,7 @@ class Completions:
         )
 
 
-def scores_of(seq: Sequence, tree: ScoreTree) -> Completion | None:
+def _scores_of(seq: Sequence, tree: ScoreTree) -> Completion | None:
     """Make the completion of a scored request; None while the scores of other branches are missing."""
     if seq.error is not None:
         return Completion.refused(seq.request_id, SequenceFailed(seq.error))

@@ -32,7 +32,7 @@ ASKS: dict[str, dict[str, Any]] = {
     "labels": {"labels": ["a", "b"], "calibrate": True, "template": "{prompt}"},
     "embeddings": {"task": "embed", "prompt_column": "prompt"},
 }
-SCORED = SimpleNamespace(logprob=-1.0, decoded_token="x", rank=1)
+SCORED = SimpleNamespace(logprob=-1.0, decoded_token="x", rank=1, partial_bytes=None)
 PROMPTS: list[str | None] = ["a", "bb", "a", None, "ccc", "dddd"]
 
 
