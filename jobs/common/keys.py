@@ -83,6 +83,10 @@ def journal_key(job_id: str) -> str:
     return f"{OWN}:journal:{job_id}"
 
 
+#: The ids of jobs whose journals are kept, so that maintenance finds those of jobs that are gone.
+JOURNALS_KEY = f"{OWN}:journals"
+
+
 def held_key(queue: str) -> str:
     return f"{OWN}:held:{queue}"
 

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple, Self
 
 from redis import Redis
 
-from jobs.common.keys import JOURNAL_TTL_S, journal_key
+from jobs.common.keys import JOURNAL_TTL_S, JOURNALS_KEY, journal_key
 
 
 @dataclass(frozen=True, slots=True)
@@ -155,7 +155,7 @@ class JobJournal:
     def __init__(
         self, connection: Redis, job_id: str, whose: str, found: bytes | None, lease: tuple[str, str] | None = None
     ) -> None:
-        self._connection, self._key, self._whose = connection, journal_key(job_id), whose
+        self._connection, self._job_id, self._whose = connection, job_id, whose
         self._found, self._lease = found, lease
 
     def read(self) -> dict[int, LeftPrompt]:
@@ -176,4 +176,7 @@ class JobJournal:
             if len(contents) + len(line) < MAX_BYTES:
                 contents += "\n" + line
         if self._lease is None or self._connection.zscore(*self._lease) is not None:
-            self._connection.set(self._key, contents, ex=JOURNAL_TTL_S)
+            with self._connection.pipeline(transaction=False) as pipe:
+                pipe.set(journal_key(self._job_id), contents, ex=JOURNAL_TTL_S)
+                pipe.sadd(JOURNALS_KEY, self._job_id)
+                pipe.execute()

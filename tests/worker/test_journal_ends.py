@@ -7,13 +7,14 @@ from redis import Redis
 from rq import Queue
 from rq.job import Job
 
-from jobs.common.keys import journal_key
+from jobs.common.keys import JOURNALS_KEY, journal_key
 from jobs.context import JobContext
 from jobs.context.served_model import ServedModel
 from jobs.context.under_way import LeftPrompt, UnderWay
 from tests.worker.stores import claim, succeeded, worker_store
 from worker.job_environment import JobEnvironment
 from worker.store.records.claimed_job import ClaimedJob
+from worker.store.registries import Registries
 
 LEFT = LeftPrompt(UnderWay(so_far={0: {0: [1, 2, 3]}}), (), "what it asks")
 
@@ -47,6 +48,23 @@ def test_it_goes_once_its_worker_sees_that_the_job_is_gone(
     end(job)
     assert store.renew([claimed]) == [claimed]
     assert not redis.exists(journal_key(job.id))
+
+
+@pytest.mark.parametrize("end", [Job.delete, Job.cancel])
+def test_maintenance_drops_it_where_no_worker_holds_the_job(
+    redis: Redis, bulk: Queue, end: Callable[[Job], object]
+) -> None:
+    ended, waiting = bulk.enqueue("f"), bulk.enqueue("f")
+    store = worker_store(redis)
+    claims = claim(store)
+    for claimed in claims:
+        written(redis, claimed)
+    store.release(claims, "given_back", 5)
+    end(ended)
+    Registries(redis).clean(["bulk"])
+    assert not redis.exists(journal_key(ended.id))
+    assert redis.exists(journal_key(waiting.id))
+    assert redis.smembers(JOURNALS_KEY) == {waiting.id.encode()}
 
 
 def test_it_goes_with_the_end_and_stays_when_the_job_is_given_back(redis: Redis, bulk: Queue) -> None:

@@ -10,7 +10,7 @@ from rq.job import Job
 from rq.utils import now, utcformat
 from rq.worker_registration import REDIS_WORKER_KEYS, WORKERS_BY_QUEUE_KEY
 
-from jobs.common.keys import RQ
+from jobs.common.keys import JOURNALS_KEY, RQ, journal_key
 from jobs.common.rq_jobs import RATE_LIMITS_KEY
 from worker.store.scripts import Call, Scripts
 
@@ -26,7 +26,7 @@ class Registries:
         self._call_many = Scripts(client).call_many
 
     def clean(self, queue_names: Sequence[str]) -> None:
-        """Drop expired entries of finished and failed jobs, gone workers, and members of groups.
+        """Drop expired entries of finished and failed jobs, gone workers, members of groups, and journals left behind.
 
         RQ's own cleanup of started jobs is left out: it would judge by score, and runs callbacks.
         """
@@ -40,6 +40,7 @@ class Registries:
                 self._client.zremrangebyscore(f"{RQ}:{registry}:{name}", 0, self._clock())
             self._drop_gone(WORKERS_BY_QUEUE_KEY % name)
         self._drop_gone(REDIS_WORKER_KEYS)
+        self._drop_journals()
 
     def _drop_gone(self, key: str | bytes, prefix: str = "") -> None:
         """Drop the members of a set whose own keys, which begin with `prefix`, are gone."""
@@ -53,6 +54,19 @@ class Registries:
                 gone = [m for m, exists in zip(chunk, pipe.execute(), strict=True) if not exists]
             if gone:
                 self._client.srem(key, *gone)
+
+    def _drop_journals(self) -> None:
+        """Drop the journals of jobs that were deleted or cancelled while no worker held them."""
+        job_ids: Any = self._client.smembers(JOURNALS_KEY)
+        for job_id in job_ids:
+            journal = journal_key(job_id.decode())
+            with self._client.pipeline(transaction=False) as pipe:
+                pipe.exists(journal)
+                pipe.hget(Job.redis_job_namespace_prefix.encode() + job_id, "status")
+                has_journal, status = pipe.execute()
+            if not has_journal or status in (None, b"canceled"):
+                self._client.delete(journal)
+                self._client.srem(JOURNALS_KEY, job_id)
 
     def queue_left(self, queue_names: Sequence[str]) -> None:
         """Queue jobs that nobody else would: behind a cancelled job's slot, or a killed RQ worker."""
