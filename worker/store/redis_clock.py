@@ -7,7 +7,7 @@ from typing import Any
 from redis import Redis
 
 SKEW_S = 3.0
-"""Seconds that this machine's clock may be off Redis' before a worker warns; time services keep clocks far within it."""
+"""Seconds that this machine may be off Redis' clock before a worker warns; time services keep within far less."""
 
 _MAX_TRIP_S = 1.0
 """A reply that took longer says too little of when it was given."""
