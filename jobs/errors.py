@@ -281,7 +281,7 @@ class KeptAnswersLost(RunError):
 
 
 class RunCancelled(RunError, fault="cancelled"):
-    """run {run} was cancelled: submit it again with the same arguments to resume it"""
+    """run {run} was cancelled: `tokenmill submit` with the same arguments resumes it, to requeue its jobs does not"""
 
 
 class RunResubmitted(RunError):

@@ -6,7 +6,7 @@ runs as whoever reads it.
 
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -14,7 +14,9 @@ from redis import Redis
 from redis.client import Pipeline
 
 from jobs.common import rq_jobs, stored
+from jobs.common.keys import run_key
 from jobs.common.rq_jobs import JobStatus
+from jobs.runs.plans.names import run_and_shard
 from jobs.runs.redis_state.state import transact
 
 PLACES = ("waiting", "executing", "scheduled", "deferred", "finished", "failed")
@@ -58,22 +60,67 @@ CHUNK = 100
 REQUEUE_LIMIT = 10_000
 
 
-def requeue(connection: Redis, queue: str, job_ids: Sequence[str]) -> list[str]:
-    """Put failed jobs back at their queue's end, each at once or not at all; return those that were."""
-    chunks = (job_ids[start : start + CHUNK] for start in range(0, len(job_ids), CHUNK))
-    return [
-        job_id
-        for chunk in chunks
-        for job_id in transact(connection, partial(_requeue, connection, queue, chunk), *map(rq_jobs.job_key, chunk))
-    ]
+@dataclass
+class Requeued:
+    """What came of jobs that were to be put back.
+
+    cancelled: jobs of runs that were cancelled or stopped; they stay failed, as they would only fail again.
+    missing: jobs that are not among the failed ones of their queue, or have no payload any more.
+    """
+
+    done: list[str] = field(default_factory=list)
+    cancelled: list[str] = field(default_factory=list)
+    missing: list[str] = field(default_factory=list)
+
+    def add(self, other: "Requeued") -> None:
+        self.done += other.done
+        self.cancelled += other.cancelled
+        self.missing += other.missing
 
 
-def requeue_all(connection: Redis, queue: str, limit: int) -> tuple[int, list[str]]:
-    """Requeue the oldest `limit` failed jobs at most; return how many those were, and ids that are listed and gone."""
-    found: Any = connection.zrange(rq_jobs.QueueKeys(queue).failed, 0, limit - 1)
-    job_ids = list(map(stored.text, found))
-    done = set(requeue(connection, queue, job_ids))
-    return len(done), [job_id for job_id in job_ids if job_id not in done]
+#: What to do for a run whose jobs are not put back.
+RESUBMIT = "`tokenmill submit` with the same arguments resumes a run that was cancelled or stopped"
+
+
+def requeue(connection: Redis, queue: str, job_ids: Sequence[str]) -> Requeued:
+    """Put failed jobs back at their queue's end, each at once or not at all, but for those of cancelled runs."""
+    found = Requeued()
+    for start in range(0, len(job_ids), CHUNK):
+        found.add(_requeue_chunk(connection, queue, job_ids[start : start + CHUNK]))
+    return found
+
+
+def requeue_all(connection: Redis, queue: str, limit: int) -> Requeued:
+    """Requeue the oldest failed jobs, looking at `limit` at most that are of no cancelled run."""
+    found = Requeued()
+    while (left := limit - len(found.done) - len(found.missing)) > 0:
+        num_passed = len(found.cancelled) + len(found.missing)  # they stay in their places
+        last = num_passed + min(left, CHUNK) - 1
+        page: Any = connection.zrange(rq_jobs.QueueKeys(queue).failed, num_passed, last)
+        if not page:
+            break
+        found.add(_requeue_chunk(connection, queue, list(map(stored.text, page))))
+    return found
+
+
+def _requeue_chunk(connection: Redis, queue: str, job_ids: Sequence[str]) -> Requeued:
+    cancelled = _of_cancelled_runs(connection, job_ids)
+    others = [job_id for job_id in job_ids if job_id not in cancelled]
+    done: list[str] = []
+    if others:
+        done = transact(connection, partial(_requeue, connection, queue, others), *map(rq_jobs.job_key, others))
+    missing = [job_id for job_id in others if job_id not in done]
+    return Requeued(done, [job_id for job_id in job_ids if job_id in cancelled], missing)
+
+
+def _of_cancelled_runs(connection: Redis, job_ids: Sequence[str]) -> set[str]:
+    """Return those of the jobs that are a run's which is cancelled or stopped now."""
+    runs = {job_id: known[0] for job_id in job_ids if (known := run_and_shard(job_id)) is not None}
+    with connection.pipeline(transaction=False) as pipe:
+        for run in runs.values():
+            pipe.hexists(run_key(run), "cancelled")
+        is_cancelled = pipe.execute()
+    return {job_id for job_id, is_its_run in zip(runs, is_cancelled, strict=True) if is_its_run}
 
 
 def _requeue(connection: Redis, queue: str, job_ids: Sequence[str], pipe: Pipeline) -> list[str]:

@@ -81,7 +81,8 @@ class Worker:
         except MemoryError:
             return {"end": "memory"}
         except Exception as error:  # noqa: BLE001  # what strangers wrote raises what it likes
-            return {"end": "raised", "error": f"{type(error).__name__}: {str(error)[:1000]}"}
+            shown = f"{type(error).__name__}: {str(error)[:1000]}"
+            return {"end": "raised", "error": shown, "errno": error.errno if isinstance(error, OSError) else None}
         return {"end": "done"}
 
     def _limit_time(self) -> None:

@@ -10,6 +10,7 @@ from contextlib import suppress
 from typing import Any, NamedTuple
 
 from sandbox import frames
+from sandbox.exhausted import is_exhausted
 
 #: What a child has of the worker's environment: nothing that may be a secret.
 _PASSED = ("HOME", "LANG", "LC_ALL", "LC_CTYPE", "LD_LIBRARY_PATH", "PATH", "TMPDIR", "TZ")
@@ -78,16 +79,25 @@ class Child:
         self.notes: set[str] = set()
         self._imported: set[str] = set()
         self._channel, theirs = socket.socketpair()
-        own = {name: os.environ[name] for name in _PASSED if name in os.environ}
         with theirs:
-            self._process = subprocess.Popen(
-                [sys.executable, "-c", _PROGRAM, json.dumps(sys.path), str(theirs.fileno())],
-                stdin=subprocess.DEVNULL,
-                pass_fds=[theirs.fileno()],
-                env={**own, **_QUIET},
-                # Of a session of its own: what interrupts the worker from its terminal is not meant for it.
-                start_new_session=True,
-            )
+            try:
+                self._process = self._begun(theirs.fileno())
+            except BaseException:
+                self._channel.close()
+                raise
+
+    @staticmethod
+    def _begun(fd: int) -> subprocess.Popen[bytes]:
+        """Begin the process. fd: the socket that is its side."""
+        own = {name: os.environ[name] for name in _PASSED if name in os.environ}
+        return subprocess.Popen(
+            [sys.executable, "-c", _PROGRAM, json.dumps(sys.path), str(fd)],
+            stdin=subprocess.DEVNULL,
+            pass_fds=[fd],
+            env={**own, **_QUIET},
+            # Of a session of its own: what interrupts the worker from its terminal is not meant for it.
+            start_new_session=True,
+        )
 
     @property
     def pid(self) -> int:
@@ -139,8 +149,18 @@ class Child:
         if module not in self._imported:
             limits = Limits(BEGIN_LIMIT_S)
             message, _ = self._told({"task": module, "question": {}, **limits._asdict()}, limits)
+            self._check_import(message)
             self._check_end(message, limits)
             self._imported.add(module)
+
+    def _check_import(self, message: Mapping[str, Any]) -> None:
+        """Raise what the machine lacked for a task's imports, which have no limits and run nothing of strangers."""
+        if message["end"] == "memory":
+            raise MemoryError("a child process found no memory for its imports")
+        if message["end"] == "raised" and message["errno"] is not None:
+            error = OSError(message["errno"], message["error"])
+            if is_exhausted(error):
+                raise error
 
     def _check_end(self, message: Mapping[str, Any], limits: Limits) -> None:
         if message["end"] == "memory":

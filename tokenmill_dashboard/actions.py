@@ -3,7 +3,7 @@
 from redis import Redis
 
 from jobs.errors import RunResubmitted, UnknownRun
-from jobs.queues import REQUEUE_LIMIT, requeue, requeue_all
+from jobs.queues import REQUEUE_LIMIT, RESUBMIT, Requeued, requeue, requeue_all
 from jobs.runs.control import cancel_run as cancel
 from jobs.runs.plans.names import is_run_id
 from tokenmill_dashboard.job_cancel import JobCancel
@@ -12,17 +12,18 @@ from tokenmill_dashboard.job_cancel import cancel_job as cancel_one
 
 def retry_one(connection: Redis, form: dict[str, str]) -> str:
     """Put a failed job back on its queue. form: queue, job_id."""
-    if not requeue(connection, form.get("queue", ""), [form.get("job_id", "")]):
-        return "gone"
-    return "retried-1"
+    return _retried(requeue(connection, form.get("queue", ""), [form.get("job_id", "")]))
 
 
 def retry_all(connection: Redis, form: dict[str, str]) -> str:
     """Put the failed jobs of a queue back, the oldest first, REQUEUE_LIMIT at most. form: queue."""
-    done, _ = requeue_all(connection, form.get("queue", ""), REQUEUE_LIMIT)
-    if not done:
-        return "gone"
-    return f"retried-{done}"
+    return _retried(requeue_all(connection, form.get("queue", ""), REQUEUE_LIMIT))
+
+
+def _retried(found: Requeued) -> str:
+    if found.cancelled:
+        return f"retried-{len(found.done)}-{len(found.cancelled)}"
+    return f"retried-{len(found.done)}" if found.done else "gone"
 
 
 def cancel_run(connection: Redis, form: dict[str, str]) -> str:
@@ -60,8 +61,10 @@ def notice(done: str) -> str:
     """Return the text for an action's word, "" for one that is none. done: a word, and counts behind it."""
     code, *counts = done.split("-")
     numbers = [int(each) if each.isascii() and each.isdigit() and len(each) < 8 else 0 for each in counts]
-    if code == "retried" and len(numbers) == 1:
-        return _RETRIED.format(_jobs(numbers[0]))
+    if code == "retried" and len(numbers) in (1, 2):
+        num_done, num_cancelled = [*numbers, 0][:2]
+        done = _RETRIED.format(_jobs(num_done))
+        return f"{done} {_jobs(num_cancelled)} of cancelled runs stayed: {RESUBMIT}." if num_cancelled else done
     if code == "run" and len(numbers) == 2:
         removed, stopped = numbers
         return (

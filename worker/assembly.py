@@ -27,6 +27,7 @@ from worker.metrics.tally import Tally
 from worker.settings import WorkerSettings
 from worker.store.client import Clients, own_client
 from worker.store.job_store import JobStore, Keeping
+from worker.store.redis_clock import RedisClock
 from worker.store.user_code import Callbacks, Webhooks
 from worker.store.worker_record import WorkerRecord
 from worker.threads.functions import FunctionPool
@@ -74,7 +75,7 @@ def assemble(
     served = settings.served_model(engine.identity, engine.attention_backend, engine.max_model_len)
     meter = prompt_meter(engine, settings.max_num_seqs, settings.block_size)
     tally, names, log = Tally(), worker.queue_names(), worker.log
-    clients = _clients(worker.connection, tally)
+    clients, redis_clock = _clients(worker.connection, tally), RedisClock()
     lent = settings.job_context(clients.pool, served, lambda: meter)
     keeping = Keeping(not worker.disable_default_exception_handler, worker.default_result_ttl)
     hold = worker.name, limits.lease_s, settings.max_job_bytes
@@ -84,8 +85,8 @@ def assemble(
         queue_names=names,
         limits=limits,
         clients=clients,
-        store=JobStore(clients.io, *hold, served.names, keeping),
-        ends_store=JobStore(clients.pool, *hold),
+        store=JobStore(clients.io, *hold, served.names, keeping, redis_clock),
+        ends_store=JobStore(clients.pool, *hold, clock=redis_clock),
         environment=JobEnvironment(lent, settings.function_grace_s, traces or Traces()),
         admission=Admission(ALLOWED_FUNCTIONS | set(settings.allowed_functions)),
         callbacks=Callbacks(worker._exc_handlers, clients.pool, clients.user, webhooks),
@@ -98,11 +99,12 @@ def assemble(
         events=SimpleQueue(),
         tally=tally,
         log=log,
+        redis_clock=redis_clock,
     )
     facts = _facts(worker.name, served)
     io = IoLoop(
         parts,
-        WorkerRecord(clients.io, worker.name, names, worker.beat, facts),
+        WorkerRecord(clients.io, worker.name, names, worker.beat, facts, redis_clock),
         Maintenance(parts, None if limits.burst else worker.scheduler, worker.maintenance_interval),
     )
     loop = EngineLoop(engine, parts.orders, io.post)

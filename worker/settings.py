@@ -19,14 +19,14 @@ from jobs.context.answers import DEFAULT_BYTES, AnswerMemo
 from jobs.context.checks import DEFAULT_LIMIT_S, Checks
 from jobs.context.served_model import MAX_MODEL_CHARS, PromptMeter, ServedModel
 from jobs.context.shared_files import DEFAULT_BYTES as SHARD_BYTES
-from jobs.context.shared_files import ShardBytes
+from jobs.context.shared_files import ShardBytes, SharedFiles
 from jobs.errors import JobsError
 from jobs.installed import check_sampling
 from jobs.runs.plans.paths import STORES, is_stored, run_path
 from jobs.table import ALLOWED_FUNCTIONS
 from worker.errors import SettingsError
 from worker.store.records.bounds import DEFAULT_MAX_HELD_BYTES, DEFAULT_MAX_JOB_BYTES
-from worker.threads.interrupts import check_interrupted
+from worker.threads.interrupts import check_interrupted, current_call
 
 if TYPE_CHECKING:
     from redis import Redis
@@ -255,6 +255,7 @@ class WorkerSettings(BaseSettings):
             self.data_roots,
             model,
             check_sampling,
+            files=SharedFiles(current_call),
             answers=AnswerMemo(self.answer_memo_bytes),
             shard_bytes=ShardBytes(self.max_shard_bytes),
             check_interrupted=check_interrupted,

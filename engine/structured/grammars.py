@@ -17,6 +17,7 @@ from engine.sampling.structured_params import NAME, NAMES, StructuredOutputsPara
 from engine.structured.compiler import STACK_BYTES, Compiler, stacks_of, unusable
 from engine.structured.matcher import Matcher
 from sandbox import Child, ChildFailed, Limits, Pool
+from sandbox.exhausted import is_exhausted
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher
@@ -54,6 +55,8 @@ def _tried(spec: StructuredOutputsParams, children: Pool) -> str:
     except ChildFailed as error:
         raise unusable(spec, f"whose compilation {error}") from None
     except OSError as error:
+        if is_exhausted(error):
+            raise
         raise NotTried(error) from None
     if "refused" in reply:
         raise InvalidSampling(*reply["refused"])
@@ -125,8 +128,9 @@ class Grammars:
         compiler, children = self._start()
         try:
             return compiler.compile(spec, _tried(spec, children))
-        except NotTried:
-            self._forget(spec)
+        except Exception as error:
+            if isinstance(error, NotTried) or is_exhausted(error):
+                self._forget(spec)
             raise
 
     def _forget(self, spec: Any) -> None:

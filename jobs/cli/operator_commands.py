@@ -15,7 +15,7 @@ from jobs.common.display import safe_name
 from jobs.common.workers import read_workers
 from jobs.doctor.findings import Examination, Finding, Level, check_installation, examine, fault
 from jobs.doctor.redis_server import check_permissions, check_server, not_served, reach
-from jobs.queues import REQUEUE_LIMIT, count_queues, queue_names, requeue, requeue_all
+from jobs.queues import REQUEUE_LIMIT, RESUBMIT, count_queues, queue_names, requeue, requeue_all
 
 MAX_SHOWN = 5
 
@@ -59,20 +59,24 @@ def info(connection: redis.Redis, /, queues: tuple[str, ...]) -> None:
 def requeue_command(connection: redis.Redis, /, queue: str, is_all: bool, limit: int, job_ids: tuple[str, ...]) -> None:
     """Put failed jobs back on their queue: those with JOB_IDS, or --all.
 
-    Unlike `rq requeue` it reads no job, so no pickle. Exits with 1 where a named job could not be requeued.
+    Unlike `rq requeue` it reads no job, so no pickle. Jobs of a cancelled run stay: submit it again. Exits with 1 where
+    a named job could not be requeued.
     """
     if bool(job_ids) == is_all:
         raise click.UsageError("name the jobs, or give --all")
-    if not is_all:
-        done = requeue(connection, queue, job_ids)
-        click.echo(f"requeued {len(done)} jobs")
-        if left := [job_id for job_id in job_ids if job_id not in done]:
-            raise click.ClickException(f"not among the failed jobs of {safe_name(queue)}: {_ids(left)}")
-        return
-    num_done, left = requeue_all(connection, queue, limit)
-    click.echo(f"requeued {num_done} jobs")
-    if left:
-        click.echo(f"{len(left)} are listed as failed but gone: {_ids(left)}", err=True)
+    found = requeue_all(connection, queue, limit) if is_all else requeue(connection, queue, job_ids)
+    click.echo(f"requeued {len(found.done)} jobs")
+    left = []
+    if found.cancelled:
+        left.append(f"{len(found.cancelled)} not requeued: {_ids(found.cancelled)}: {RESUBMIT}")
+    if found.missing and is_all:
+        left.append(f"{len(found.missing)} are listed as failed but gone: {_ids(found.missing)}")
+    elif found.missing:
+        left.append(f"not among the failed jobs of {safe_name(queue)}: {_ids(found.missing)}")
+    if left and not is_all:
+        raise click.ClickException("; ".join(left))
+    for line in left:
+        click.echo(line, err=True)
 
 
 def _ids(job_ids: list[str]) -> str:

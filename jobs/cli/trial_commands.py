@@ -23,8 +23,8 @@ from jobs.runs.watching.reading import failure_text
 from jobs.runs.watching.snapshot import WAITING, no_worker_text
 
 MAX_SHOWN_CHARS = 20_000
-#: Seconds between two looks, and until we say that no worker listens.
-POLL_S, PATIENCE_S = 0.05, 3.0
+#: Seconds between two looks at the job, two looks for workers, and until we say that no worker listens.
+POLL_S, WORKERS_EVERY_S, PATIENCE_S = 0.05, 2.0, 3.0
 #: Tokenizing a large file takes a while; RQ's default is 3 minutes.
 TIMEOUT_S = 3600
 
@@ -95,13 +95,16 @@ def try_job(
             if model is not None:
                 pipe.hset(job_key(job_id), MODEL_FIELD, model)
             pipe.execute()
-        heard_at = time.monotonic()
+        heard_at = look_at = time.monotonic()
         while (status := job_status(connection.hget(job_key(job_id), "status"))) in WAITING:
-            listened = {name for each in read_workers(connection) for name in each.queues}
-            if queue in listened:
-                heard_at = time.monotonic()
-            elif time.monotonic() - heard_at > PATIENCE_S:
-                raise TrialFailed(no_worker_text(queue, sorted(listened)))
+            moment = time.monotonic()
+            if moment >= look_at:
+                look_at = moment + WORKERS_EVERY_S
+                listened = {name for each in read_workers(connection) for name in each.queues}
+                if queue in listened:
+                    heard_at = moment
+                elif moment - heard_at > PATIENCE_S:
+                    raise TrialFailed(no_worker_text(queue, sorted(listened)))
             time.sleep(POLL_S)
         if status is not JobStatus.FINISHED:
             raise TrialFailed(failure_text(connection, job_id))

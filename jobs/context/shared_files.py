@@ -5,8 +5,8 @@ from collections import Counter
 from collections.abc import Callable, Container, Hashable, Iterator
 from contextlib import contextmanager
 from typing import Any, TypeVar
-from weakref import WeakValueDictionary
 
+from jobs.context.turns import Caller, Turns, nobody
 from sandbox import Pool
 
 CHILDREN = Pool()
@@ -30,19 +30,22 @@ class NoRoomYet(Exception):
 
 
 class SharedFiles:
-    """Keeps readers of files while shards of them are open, so that an idle worker holds no file. Thread-safe."""
+    """Keeps readers of files while shards of them are open, so that an idle worker holds no file. Thread-safe.
 
-    def __init__(self) -> None:
+    current_call: of a thread that waits for another's turn (Turns).
+    """
+
+    def __init__(self, current_call: Callable[[], Caller | None] = nobody) -> None:
         self._lock = threading.Lock()
         self._plans: dict[Hashable, Any] = {}
-        self._turns = WeakValueDictionary[Hashable, threading.Lock]()  # while somebody has or awaits them
+        self._turns = Turns(current_call)
         self._idle: list[tuple[ReaderKey, Any]] = []  # the one used last comes last
         self._users = Counter[Hashable]()
         self.num_readers = 0
 
     def plan(self, key: Hashable, load: Callable[[], P]) -> P:
         """Return a plan as `load` gave it for the same key, which names one state of one file."""
-        with self._turn(key):  # no two threads read the same file for it
+        with self._turns.at(key):  # no two threads read the same file for it
             plan: P = self._plans.get(key) or load()
             with self._lock:
                 self._plans[key] = plan
@@ -77,7 +80,7 @@ class SharedFiles:
         One of a kind at a time: a shard waits for the one before it. What the body raises closes the reader, and so
         does a shard that was closed meanwhile. Raises NoRoomYet where MAX_READERS are lent.
         """
-        with self._turn(key):
+        with self._turns.at(key):
             reader = self._nearest(key, shard) or self._opened(open_reader)
             try:
                 yield reader
@@ -89,10 +92,6 @@ class SharedFiles:
                     self._idle.append((key, reader))
             if not is_used:
                 self._close(reader)
-
-    def _turn(self, key: Hashable) -> threading.Lock:
-        with self._lock:
-            return self._turns.setdefault(key, threading.Lock())
 
     def _nearest(self, key: ReaderKey, shard: Any) -> Any:
         with self._lock:

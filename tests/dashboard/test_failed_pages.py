@@ -4,7 +4,7 @@ from redis import Redis
 from starlette.testclient import TestClient
 
 from tests.dashboard.test_jobs_seen import end, fail
-from tests.dashboard.test_pages import RUN, act, text_of
+from tests.dashboard.test_pages import RUN, act, put_run, text_of
 
 
 def test_a_link_leads_to_a_jobs_page_and_its_buttons_back_to_it(redis: Redis, page: TestClient) -> None:
@@ -52,3 +52,18 @@ def test_shards_that_a_cancel_stopped_are_told_as_that_and_hide_no_failed_job(re
     last = text_of(page.get("/failed?page=2").text)
     assert "ValueError: tokenmill: cancelled" in last
     assert last.count("stopped by cancel") == 11
+
+
+def test_jobs_of_a_cancelled_run_are_not_put_back(redis: Redis, page: TestClient) -> None:
+    put_run(redis, cancelled=1)
+    shard = f"{RUN}-00000"
+    fail(redis, shard, status="stopped")
+    end(redis, shard, "Job stopped by user, its sequences were aborted.\ntokenmill: cancelled\n")
+    to, text = act(page, f"/jobs/{shard}", "/retry")
+    assert to == f"/jobs/{shard}?done=retried-0-1"
+    assert "0 jobs put back on the queue. 1 job of cancelled runs stayed: `tokenmill submit`" in text
+    fail(redis, "one")
+    end(redis, "one")
+    to, text = act(page, "/failed", "/retry-all")
+    assert to.endswith("done=retried-1-1")
+    assert redis.lrange("rq:queue:bulk", 0, -1) == [b"one"]

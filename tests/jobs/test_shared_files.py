@@ -132,7 +132,7 @@ def test_the_last_shard_of_a_file_closes_it_though_another_files_is_open(
     assert context.files.num_readers == 1
     second.close()
     assert context.files.num_readers == 0
-    assert not context.files._turns
+    assert len(context.files._turns) == 0
 
 
 def test_a_reader_of_a_shard_that_was_closed_meanwhile_is_not_kept(tmp_path: Path) -> None:

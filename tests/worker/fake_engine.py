@@ -165,6 +165,11 @@ class FakeEngineWorker(BatchWorker):
             from worker.store import scheduler
 
             assembly.REDIS_TIMEOUT_S = maintenance._LEFT_PERIOD_S = scheduler._REACQUIRE_S = float(seconds)
+        if seconds := os.environ.get("CLOCK_AHEAD_S"):
+            from tests.faults import clock
+
+            clock.install()
+            clock.jump(float(seconds))
         identity = ModelIdentity(f"fingerprint of {settings.model}", settings.dtype)
         step_s = float(os.environ.get("FAKE_STEP_S", "0.001"))
         return FakeEngine(settings.max_num_seqs, step_s, identity=identity)

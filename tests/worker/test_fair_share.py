@@ -114,7 +114,8 @@ def test_lease_and_sweep_keep_the_promised_time_to_recovery(interval_s: int) -> 
 
 def test_workers_that_are_invented_or_silent_throttle_nobody(redis: Redis) -> None:
     redis.sadd("rq:workers:bulk", *(f"rq:worker:{number}" for number in range(1000)))
-    records = [WorkerRecord(redis, name, ["bulk"], lambda *_: None, {}) for name in ("alive", "too", "silent")]
-    for record, silent_s in zip(records, (0, 5, 60), strict=True):
-        record.show("busy", None, {}, Point(at=time.time() - silent_s))
-    assert records[0].count()[1] == {"bulk": 2}
+    for name, silent_s in (("silent", 60), ("too", 5), ("alive", 0)):
+        moment = time.time() - silent_s
+        record = WorkerRecord(redis, name, ["bulk"], lambda *_: None, {}, lambda moment=moment: moment)  # type: ignore[misc]
+        record.show("busy", None, {}, Point(at=moment))
+    assert record.count()[1] == {"bulk": 2}

@@ -119,6 +119,7 @@ def test_every_query_of_board_and_rules_names_metrics_that_a_worker_serves() -> 
 
 class Turns:
     turned_at, redis_at, why_not_claiming = 0.0, None, None
+    warning = ""
 
 
 def test_a_worker_lives_while_both_its_threads_turn_and_is_ready_while_it_claims() -> None:

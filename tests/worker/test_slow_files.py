@@ -21,7 +21,7 @@ from rq.job import JobStatus
 
 from jobs.context import JobContext
 from jobs.context.served_model import ServedModel
-from jobs.context.shared_files import NoRoomYet, ShardBytes
+from jobs.context.shared_files import NoRoomYet, ShardBytes, SharedFiles
 from jobs.parquet.files.local_files import LocalFiles
 from jobs.parquet.shards.shard_work import ShardWork
 from jobs.runs.plans.names import shard_job_id
@@ -35,6 +35,8 @@ from worker.errors import FileTimeout
 from worker.io_thread.held.held_jobs import SLOW_S, HeldJob
 from worker.io_thread.held.packing import Packer
 from worker.io_thread.pool_calls import MAX_OPENING, THREADS, TRY_AGAIN_S, PoolCalls, TaskFiles
+from worker.settings import WorkerSettings
+from worker.threads.functions import JobStopped
 from worker.threads.interrupts import check_interrupted
 
 LIMIT_S, GRACE_S = 60.0, 5.0
@@ -216,6 +218,88 @@ def test_a_file_that_takes_long_and_gives_signs_of_life_is_opened(files: Files) 
     assert [error for _, _, error in files.reports] == [None]
 
 
+Take = Callable[[SharedFiles, Callable[[], bool]], None]
+
+
+class Turn:
+    """Two files that are opened in turn: the first one goes on while the test says so, the second one waits."""
+
+    def __init__(self, files: Files, monkeypatch: pytest.MonkeyPatch, take: Take) -> None:
+        monkeypatch.setattr("jobs.context.turns.LOOK_S", 0.01)
+        shared = WorkerSettings(model="m").job_context(cast(Any, None), MODEL, cast(Any, None)).files
+        self.files, self.asked, self.goes_on = files, threading.Semaphore(0), threading.Semaphore(0)
+        self.ends = False
+
+        def go_on() -> bool:
+            while not self.ends:
+                check_interrupted()
+                self.asked.release()
+                self.goes_on.acquire()
+            return True
+
+        self.holder = files.open(FileTask(lambda: take(shared, go_on)))
+        assert self.asked.acquire(timeout=30)
+        self.waiter = files.open(FileTask(lambda: take(shared, lambda: True)))
+        wait_until(lambda: self.waiter.call is not None and self.waiter.call.running_s == files.now)
+
+    def show_life(self) -> None:
+        self.goes_on.release()
+        assert self.asked.acquire(timeout=30)
+        wait_until(lambda: self.waiter.call is not None and self.waiter.call.silent_s == 0)
+
+    def end(self) -> None:
+        self.ends = True
+        self.goes_on.release()
+
+
+def with_reader(shared: SharedFiles, read: Callable[[], bool]) -> None:
+    shared.enter("a")
+    with shared.reader(("a",), None, lambda: cast(Any, SimpleNamespace(reaches=lambda shard: True, next_row=0))):
+        read()
+
+
+def with_plan(shared: SharedFiles, load: Callable[[], bool]) -> None:
+    shared.plan("plan", load)
+
+
+@pytest.mark.parametrize("take", [with_reader, with_plan])
+def test_a_file_that_waits_for_anothers_turn_is_alive_as_long_as_that_one(
+    files: Files, monkeypatch: pytest.MonkeyPatch, take: Take
+) -> None:
+    turn = Turn(files, monkeypatch, take)
+    for _ in range(4):
+        assert files.pass_time(0.8 * LIMIT_S) == []
+        turn.show_life()
+    turn.end()
+    files.wait_for_reports(2)
+    assert [error for *_, error in files.reports] == [None, None]
+
+
+def test_a_file_that_waits_for_one_that_hangs_fails_with_it(files: Files, monkeypatch: pytest.MonkeyPatch) -> None:
+    turn = Turn(files, monkeypatch, with_reader)
+    files.pass_time(0.8 * LIMIT_S)
+    turn.show_life()
+    files.pass_time(LIMIT_S + 1)
+    files.wait_for_reports(1)
+    assert files.reports[0][0] == turn.waiter.number
+    files.pass_time(GRACE_S + 1)
+    files.wait_for_reports(2)
+    assert [type(error).__mro__[1] for *_, error in files.reports] == [FileTimeout, FileTimeout]
+    turn.end()
+
+
+def test_a_job_that_is_stopped_while_it_waits_for_anothers_turn_leaves_at_once(
+    files: Files, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    turn = Turn(files, monkeypatch, with_reader)
+    assert turn.waiter.call is not None
+    turn.waiter.call.interrupt(JobStopped)
+    files.wait_for_reports(1)
+    assert isinstance(files.reports[0][2], JobStopped)
+    turn.end()
+    files.wait_for_reports(2)
+
+
 def plan(workers: Workers, folder: Path, name: str, rows: int) -> str:
     """Plan and enqueue a run of one row a shard over a new file; return its id."""
     pq.write_table(pa.table({"prompt": [f"{name}{row}" for row in range(rows)]}), folder / f"{name}.parquet")
@@ -241,7 +325,7 @@ def test_prompts_and_other_files_of_a_lane_go_past_files_that_hang(workers: Work
         assert "FileTimeout: opening its file went on for more than 3 s" in failure
         assert failure.rstrip().endswith("tokenmill: server")
         assert job.get_status() == JobStatus.FAILED
-    wait_until(lambda: stats_of(workers, "w").get("stuck_threads") == 3)
+    wait_until(lambda: stats_of(workers, "w").get("stuck_threads") == 1)  # the others waited for its turn
     assert "shard_work.py" in workers.log(worker) or "open_hanging" in workers.log(worker)
     with (tmp_path / "stuck.parquet.hangs").open("w"):  # the mount is back
         wait_until(lambda: stats_of(workers, "w").get("stuck_threads") == 0)

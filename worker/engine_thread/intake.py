@@ -15,8 +15,8 @@ from itertools import count
 from typing import TYPE_CHECKING, Any
 
 from engine import Completion, EngineError, InvalidRequest, RequestParams, SamplingParams, ScoringParams, request_params
-from jobs.common.exhausted import is_exhausted
 from jobs.tasks import Request
+from sandbox.exhausted import is_exhausted
 from worker.engine_thread.orders import Add
 from worker.engine_thread.pictures import decoded, has_pictures
 from worker.threads.functions import FunctionPool

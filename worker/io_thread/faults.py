@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from redis.exceptions import ConnectionError as RedisConnectionError
 
 from jobs.common.display import shown_error
-from jobs.common.exhausted import is_exhausted
+from sandbox.exhausted import is_exhausted
 from worker.store.records.claimed_job import ClaimedJob
 
 MAX_IN_A_ROW = 3

@@ -53,7 +53,7 @@ class IoLoop:
         self._limits, self._log, self._events, self._clock = limits, parts.log, parts.events, parts.clock
         self._runner = JobRunner(parts)
         self._claimer = Claimer(parts, self._runner)
-        self._stock = StockJobs(parts.clients.io, parts.store)
+        self._stock = StockJobs(parts.clients.io, parts.store, parts.redis_clock)
         self.reporter = Reporter(parts, record, self._runner)
         self._phase = Phase.SERVING
         self._thread = threading.Thread(target=self._guarded_run, name="tokenmill-io", daemon=True)
@@ -113,6 +113,11 @@ class IoLoop:
         if self._phase is not Phase.SERVING:
             return f"it takes no more jobs: {self._phase.value}"
         return "suspended: `rq resume` lets it claim" if self._claimer.is_suspended else None
+
+    @property
+    def warning(self) -> str:
+        """Say what is wrong though it claims; empty if nothing is. For any thread."""
+        return self.reporter.clock_warning
 
     # The loop
 

@@ -15,7 +15,7 @@ class Maintenance:
     """Cleans RQ's registries every `period_s`, queues left jobs, and turns the scheduler, if there is one."""
 
     def __init__(self, parts: Parts, scheduler: Scheduler | None, period_s: float) -> None:
-        self._registries, self._queue_names = Registries(parts.clients.pool), parts.queue_names
+        self._registries, self._queue_names = Registries(parts.clients.pool, parts.redis_clock), parts.queue_names
         self._pool, self._log = parts.enders, parts.log
         self._scheduler, self._schedule = scheduler, Timer(_SCHEDULER_PERIOD_S)
         self._clean = Timer(period_s)

@@ -3,7 +3,7 @@
 import logging
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from queue import SimpleQueue
 from typing import Any
 
@@ -15,6 +15,7 @@ from worker.job_environment import JobEnvironment
 from worker.metrics.tally import Tally
 from worker.store.client import Clients
 from worker.store.job_store import JobStore
+from worker.store.redis_clock import RedisClock
 from worker.store.user_code import Callbacks
 from worker.threads.functions import FunctionPool
 
@@ -46,3 +47,4 @@ class Parts:
     tally: Tally
     log: logging.Logger
     clock: Callable[[], float] = time.monotonic
+    redis_clock: RedisClock = field(default_factory=RedisClock)

@@ -14,6 +14,7 @@ from worker.store.worker_record import WorkerRecord
 
 RECORD_PERIOD_S = 2.0
 LOG_PERIOD_S = 10.0
+CLOCK_PERIOD_S = 10.0
 
 
 class Reporter:
@@ -24,6 +25,9 @@ class Reporter:
         self._max_num_seqs = parts.packer.slots
         self._show, self._tell = Timer(RECORD_PERIOD_S), Timer(LOG_PERIOD_S)
         self._keep = Timer(POINT_PERIOD_S)
+        self._client, self._redis_clock = parts.clients.io, parts.redis_clock
+        self._look = Timer(CLOCK_PERIOD_S)
+        self.clock_warning = ""
         self._shown_busy = False
         self.engine_stats: Mapping[str, Any] = {}
 
@@ -33,6 +37,8 @@ class Reporter:
 
     def show(self, moment: float, is_serving: bool, is_suspended: bool) -> None:
         """Write the worker's record if it is due, or the first job has come or the last one gone."""
+        if self._look.due(moment):
+            self._look_at_clock()
         busy = self._runner.num_held > 0
         if not self._show.due(moment) and busy == self._shown_busy:
             return
@@ -43,6 +49,13 @@ class Reporter:
         self._write(state, held[0].job_id if held else None)
         if self._keep.due(moment):
             self._record.keep(self._runner.tally.shown.point)
+
+    def _look_at_clock(self) -> None:
+        """Ask for Redis' time; warn when this machine's clock begins to differ from it."""
+        self._redis_clock.look(self._client)
+        warned, self.clock_warning = self.clock_warning, self._redis_clock.warning
+        if self.clock_warning and not warned:
+            self._log.warning("%s", self.clock_warning)
 
     def show_stopped(self) -> None:
         """Leave the final statistics behind."""

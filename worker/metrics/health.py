@@ -23,6 +23,8 @@ class WatchedIo(WatchedEngine, Protocol):
 
     @property
     def why_not_claiming(self) -> str | None: ...
+    @property
+    def warning(self) -> str: ...
 
 
 class Health:
@@ -57,3 +59,7 @@ class Health:
         if silent_s > REACHED_S:
             return f"Redis has not answered for {silent_s:.0f} s"
         return self.why_dead() or io.why_not_claiming or ""
+
+    def warning(self) -> str:
+        """Say what a person should mend though the worker takes jobs; empty if nothing is wrong."""
+        return "" if self._loops is None else self._loops[1].warning

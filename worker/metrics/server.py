@@ -100,7 +100,9 @@ class MetricsServer:
             return HTTPStatus.NOT_FOUND, text, b"/metrics, /livez and /readyz are here\n"
         amiss = self.health.why_dead() if path == "/livez" else self.health.why_not_ready()
         status = HTTPStatus.SERVICE_UNAVAILABLE if amiss else HTTPStatus.OK
-        return status, text, f"{amiss or 'ok'}\n".encode()
+        warning = self.health.warning()
+        more = f", but {warning}" if warning and not amiss and path == "/readyz" else ""
+        return status, text, f"{amiss or 'ok'}{more}\n".encode()
 
 
 def _listen(host: str, ports: Sequence[int]) -> socket.socket:

@@ -9,9 +9,10 @@ from redis.exceptions import RedisError
 from rq import Queue
 from rq.scheduler import RQScheduler
 from rq.serializers import JSONSerializer
-from rq.utils import current_timestamp, now, utcformat
+from rq.utils import now, utcformat
 
 from worker.store.client import own_client
+from worker.store.redis_clock import RedisClock
 from worker.store.scripts import Call, Scripts
 from worker.threads.functions import FunctionPool
 
@@ -30,6 +31,7 @@ class Scheduler(RQScheduler):
         client: Any = own_client(connection, _REDIS_TIMEOUT_S)
         self._connection = client
         self._scripts = Scripts(client)
+        self._clock = RedisClock()
         self._pool = FunctionPool(1, "tokenmill-scheduler")
         self._is_turning = False
 
@@ -42,8 +44,9 @@ class Scheduler(RQScheduler):
         return taken is None or (datetime.now() - taken).total_seconds() > _REACQUIRE_S
 
     def enqueue_scheduled_jobs(self) -> None:
-        """Enqueue due jobs. RQ's own way ends at the first job that it cannot read."""
-        moment = {"now_iso": utcformat(now()), "now_ts": str(current_timestamp())}
+        """Enqueue jobs that are due by Redis' clock. RQ's own way ends at the first job that it cannot read."""
+        self._clock.look(self.connection)
+        moment = {"now_iso": utcformat(now()), "now_ts": repr(self._clock())}
         same = {**moment, "registry": "scheduled", "most": _MOST}
         self._scripts.call_many([Call("enqueue_due", {"queue": name, **same}) for name in sorted(self._acquired_locks)])
 

@@ -50,7 +50,10 @@ class WorkerRecord:
         queue_names: Sequence[str],
         beat: Callable[[Redis, str, str | None], None],
         facts: Mapping[str, Any],
+        clock: Callable[[], float] = time.time,
     ) -> None:
+        """clock: Redis', by which workers judge each other."""
+        self._clock = clock
         self._client, self._beat, self._name, self._queue_names = client, beat, worker_name, queue_names
         self._key, self._points_key = worker_key(worker_name), samples_key(worker_name)
         self._facts = {**facts, "queues": list(queue_names), "started_at": time.time()}
@@ -63,8 +66,8 @@ class WorkerRecord:
                 for registry in _REGISTRIES.values():
                     pipe.zcard(f"{RQ}:{registry}:{name}")
                 pipe.hlen(held_key(name))
-                pipe.zcount(f"{RQ}:wip:{name}", time.time() + FAR_S / 2, "+inf")  # those of them that have begun
-                pipe.zcount(_FLEET_KEY % name, time.time() - SILENT_S, "+inf")
+                pipe.zcount(f"{RQ}:wip:{name}", self._clock() + FAR_S / 2, "+inf")  # those of them that have begun
+                pipe.zcount(_FLEET_KEY % name, self._clock() - SILENT_S, "+inf")
             replies = iter(pipe.execute())
         counted = {
             name: {each: int(next(replies)) for each in ("queued", *_REGISTRIES, "claimed", "begun", "workers")}
@@ -78,10 +81,11 @@ class WorkerRecord:
     def show(self, state: str, job_id: str | None, counters: Mapping[str, Any], point: Point) -> None:
         """Write heartbeat, state, one running job and the statistics (kept for an hour)."""
         self._beat(self._client, state, job_id)
+        moment = self._clock()
         with self._client.pipeline(transaction=False) as pipe:
             for name in self._queue_names:
-                pipe.zadd(_FLEET_KEY % name, {self._name: point.at})
-                pipe.zremrangebyscore(_FLEET_KEY % name, "-inf", point.at - WORKER_STATS_TTL_S)
+                pipe.zadd(_FLEET_KEY % name, {self._name: moment})
+                pipe.zremrangebyscore(_FLEET_KEY % name, "-inf", moment - WORKER_STATS_TTL_S)
                 pipe.expire(_FLEET_KEY % name, WORKER_STATS_TTL_S)
             pipe.execute()
         stats = {**self._facts, "state": state, **point.to_object(), **counters, "updated_at": point.at}

@@ -98,6 +98,13 @@ class Call:
             raise self.error
         self._alive_at = self._clock()
 
+    def wait_for(self, holder: "Call | None") -> None:
+        """Raise the work's interrupt, if any; else note that it is as alive as the call whose turn it waits for."""
+        if self.error is not None:
+            raise self.error
+        signs = [self._alive_at, None if holder is None else holder._alive_at]
+        self._alive_at = max((at for at in signs if at is not None), default=None)
+
     def heeded(self) -> None:
         """Forget the last interrupt, which has done its work."""
         with self._lock:

@@ -15,13 +15,14 @@ from jobs.parquet.files.filesystem import Entry, FileStat
 from jobs.parquet.files.local_files import LocalFiles
 from jobs.runs.plans.names import temporary_name
 from jobs.runs.plans.paths import is_stored, run_path
+from sandbox.exhausted import DISK_FULL
 
 try:
     from jobs.parquet.files.object_files import ObjectFiles
 except ImportError:  # obstore is not installed: the extra `cloud` brings it
     ObjectFiles = None  # type: ignore[assignment,misc]
 
-_DISK_FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
+_DISK_FULL = DISK_FULL | {errno.EFBIG}
 _NO_SUCH_FILE = {errno.ENOENT, errno.ENOTDIR, errno.ENAMETOOLONG, errno.ELOOP}
 _NOT_WRITABLE = _NO_SUCH_FILE | {errno.EACCES, errno.EPERM, errno.EROFS, errno.EISDIR, errno.EEXIST}
 

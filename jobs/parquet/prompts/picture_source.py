@@ -18,6 +18,7 @@ from jobs.parquet.prompts.prompt_source import PromptSource
 from jobs.parquet.tables.columns import RowProblem, is_bytes, is_list, is_text
 from jobs.prompts.pictures import MAX_BYTES, Picture, picture_of
 from jobs.tasks import Parts
+from sandbox.exhausted import is_exhausted
 
 #: What a template may call the only column of pictures.
 ALIAS = "image"
@@ -89,6 +90,8 @@ def _pictures(scalar: pa.Scalar) -> list[Picture] | RowProblem:
     try:
         return _pictures_of(scalar.as_py())
     except (InvalidJob, ValueError, pa.ArrowException) as problem:  # such as a path that is not UTF-8
+        if is_exhausted(problem):
+            raise
         return RowProblem(str(problem)[:1000])
 
 

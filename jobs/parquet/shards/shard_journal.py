@@ -28,6 +28,7 @@ from jobs.parquet.reuse.taken_answers import KEY_FIELD, NO_KEY, answers_table, c
 from jobs.parquet.shards.shard_requests import ShardRequests
 from jobs.parquet.tables.table_reading import TableReading
 from jobs.runs.plans.names import KEY, ROW, TOKENS
+from sandbox.exhausted import is_exhausted
 
 _UNDER_WAY = "_under_way"
 _WHOSE = b"whose"
@@ -66,6 +67,8 @@ class ShardJournal:
                 with closing(TableReading(self._storage, path)) as file:
                     self._add(found, path, file)
             except (RunError, OSError, ValueError, TypeError, KeyError, RecursionError) as error:  # it only saves time
+                if is_exhausted(error):
+                    raise
                 _log.warning("the journal %s is passed over: %s", path, error)
         for row in found.answers:
             found.under_way.pop(row, None)

@@ -68,6 +68,13 @@ def test_cancel_stops_the_shards_that_run_and_a_later_submit_resumes(
     assert sorted(path.name for path in output.iterdir()) == kept
     assert "cancelled" in tokenmill(workers, "status", run)
 
+    assert "requeued 0 jobs" in tokenmill(workers, "requeue", "--queue", "bulk", "--all")
+    (one, *_) = [shard for shard, status in enumerate(statuses) if status == JobStatus.STOPPED.encode()]
+    workers.rq("requeue", "-S", "json", "--queue", "bulk", shard_job_id(run, one))
+    requeued = workers.job(shard_job_id(run, one))
+    wait_until(lambda: requeued.get_status() == JobStatus.FAILED)
+    assert "`tokenmill submit` with the same arguments resumes it" in str(workers.result(requeued).exc_string)
+
     written = {shard: (output / part_name(shard)).stat().st_mtime_ns for shard in first}
     for gate in gates:
         gate.touch()

@@ -78,6 +78,24 @@ def test_requeue_all_takes_the_oldest_up_to_its_limit_and_names_those_that_are_g
     assert queue.job_ids == ids[1:]
 
 
+def test_jobs_of_a_cancelled_run_are_not_requeued_and_hide_no_other(redis: Redis, redis_url: str, queue: Queue) -> None:
+    run, other = "0123456789abcdef", "f123456789abcdef"
+    of_run = [f"{run}-{shard:05}" for shard in range(210)]
+    failed_jobs(queue, *of_run, f"{run}-00001-2", f"{run}-plan", f"{other}-00000", "prompt")
+    redis.hset(f"tokenmill:run:{run}", "cancelled", 1)
+    redis.hset(f"tokenmill:run:{other}", "queue", "bulk")
+    one = tokenmill(redis_url, "requeue", "--queue", "bulk", of_run[0], f"{other}-00000")
+    assert one.exit_code == 1
+    assert one.output.startswith("requeued 1 jobs\n")
+    assert f"1 not requeued: {of_run[0]}: `tokenmill submit` with the same arguments resumes a run" in one.output
+    rest = tokenmill(redis_url, "requeue", "--queue", "bulk", "--all", "--limit", "1")
+    assert rest.exit_code == 0
+    assert rest.output.startswith("requeued 1 jobs\n212 not requeued: ")
+    assert queue.job_ids == [f"{other}-00000", "prompt"]
+    redis.hdel(f"tokenmill:run:{run}", "cancelled")  # it was submitted again
+    assert tokenmill(redis_url, "requeue", "--queue", "bulk", of_run[0]).output == "requeued 1 jobs\n"
+
+
 def test_requeue_of_what_has_not_failed_changes_nothing_and_says_so(redis: Redis, redis_url: str, queue: Queue) -> None:
     queue.enqueue("jobs.complete", "a", job_id="waiting")
     before = redis.hgetall("rq:job:waiting")

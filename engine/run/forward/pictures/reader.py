@@ -24,6 +24,7 @@ from engine.schedule.pictures import PromptPictures, SeenPicture
 from engine.text.chat_templates import WITH_PICTURES
 from engine.text.prompts import Picture
 from engine.text.tokenizer import Tokenizer, open_tokenizer
+from sandbox.exhausted import is_exhausted
 
 logger = logging.getLogger(__name__)
 
@@ -156,6 +157,8 @@ class PictureReader:
                 return_text_replacement_offsets=True,
             )  # fmt: skip
         except Exception as error:
+            if is_exhausted(error):
+                raise
             height, width, _ = picture.shape
             words = " ".join(str(error).split())[:MAX_ERROR_CHARS]
             raise InvalidPrompt(
