@@ -1,8 +1,9 @@
 """ControlTokens: keeps what values spell from becoming tokens that open turns, end them or stand for pictures.
 
 A value's spelling of such a token gets BREAK behind its first character, so that neither a template's own text nor the
-tokenizer's search meets it. Once the other ones are found, a second tokenizer reads the text without BREAK: it knows
-the same tokens by names that no text has, and therefore splits as the first one does.
+tokenizer's search meets it; so does a spelling that is begun at its end, which the next value may go on with. Once the
+other tokens are found, a second tokenizer reads the text without BREAK: it knows the same tokens by names that no text
+has, and therefore splits as the first one does.
 """
 
 import json
@@ -26,8 +27,8 @@ class ControlTokens:
     def __init__(self, backend: Any, added: Collection[str], texts: Collection[str], kept: Collection[str]) -> None:
         self._backend, self._added_texts, self._kept_texts = backend, added, kept
         self.texts = frozenset(texts)
-        self._added, self._control = _pattern(added), _pattern(self.texts)
-        self._in_answers = _pattern(self.texts.difference(kept))
+        self._added = _pattern(added)
+        self._control, self._in_answers = _Spellings(self.texts), _Spellings(self.texts.difference(kept))
         self._names = {text: f"\ufdd2{token_hex(8)}.{number}\ufdd2" for number, text in enumerate(self.texts)}
         self._lock = Lock()
         self._literal: Any = None
@@ -38,16 +39,16 @@ class ControlTokens:
 
     def broken(self, value: Any) -> Any:
         """Return a value with BREAK in each control token that one of its texts spells."""
-        return _broken(value, self._control)
+        return self._control.broken(value)
 
     def broken_message(self, message: dict[str, Any]) -> dict[str, Any]:
         """Return a message with BREAK in each control token that one of its texts spells."""
-        pattern = self._in_answers if message["role"] == "assistant" else self._control
-        return {name: _broken(value, pattern) for name, value in message.items()}
+        spellings = self._in_answers if message["role"] == "assistant" else self._control
+        return {name: spellings.broken(value) for name, value in message.items()}
 
     def value_encoding(self, text: str) -> Any:
         """Return the tokenizers.Encoding of a value, without special tokens around it."""
-        backend = self._literal_tokenizer() if self._control.search(text) else self._backend
+        backend = self._literal_tokenizer() if self._control.pattern.search(text) else self._backend
         return backend.encode(text, add_special_tokens=False)
 
     def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
@@ -68,16 +69,32 @@ def _pattern(texts: Collection[str]) -> re.Pattern[str]:
     return re.compile("|".join(map(re.escape, longest_first)) or r"(?!)")
 
 
-def _broken(value: Any, pattern: re.Pattern[str]) -> Any:
-    if isinstance(value, str):
-        while pattern.search(value):  # again for a token within another one
-            value = pattern.sub(lambda match: match[0][0] + BREAK + match[0][1:], value)
+class _Spellings:
+    """Finds what values spell of some tokens: whole ones, and how one begins at a value's end, for the next goes on."""
+
+    def __init__(self, texts: Collection[str]) -> None:
+        self.pattern = _pattern(texts)
+        self._beginnings = {text[:length] for text in texts for length in range(1, len(text))}
+        self._longest = max(map(len, self._beginnings), default=0)
+
+    def broken(self, value: Any) -> Any:
+        """Return a value with BREAK behind the first character of each spelling in its texts."""
+        if isinstance(value, str):
+            while self.pattern.search(value):  # again for a token within another one
+                value = self.pattern.sub(lambda match: match[0][0] + BREAK + match[0][1:], value)
+            return self._broken_end(value)
+        if isinstance(value, dict):
+            return {self.broken(key): self.broken(each) for key, each in value.items()}
+        if isinstance(value, list | tuple):
+            return [self.broken(each) for each in value]
         return value
-    if isinstance(value, dict):
-        return {_broken(key, pattern): _broken(each, pattern) for key, each in value.items()}
-    if isinstance(value, list | tuple):
-        return [_broken(each, pattern) for each in value]
-    return value
+
+    def _broken_end(self, text: str) -> str:
+        broken = text
+        for at in range(len(text) - 1, max(len(text) - self._longest, 0) - 1, -1):
+            if text[at:] in self._beginnings:
+                broken = broken[: at + 1] + BREAK + broken[at + 1 :]
+        return broken
 
 
 def _renamed(backend: Any, names: Mapping[str, str]) -> Any:

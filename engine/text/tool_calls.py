@@ -142,9 +142,11 @@ def _is_unicode(text: str) -> bool:
 
 
 def _value_at(text: str, at: int) -> tuple[Any, int] | None:
-    """Return the JSON value at a place of a text, and where it ends; None if there is none."""
+    """Return the JSON object or list at a place of a text, and where it ends; None if there is none."""
     while at < len(text) and text[at].isspace():
         at += 1
+    if not text.startswith(("{", "["), at):  # whose decoder's error would count the lines of all the text
+        return None
     try:
         return _DECODER.raw_decode(text, at)
     except (ValueError, RecursionError):
@@ -164,7 +166,8 @@ def _json_piece(text: str, value: Any, *, is_marked: bool = True) -> Piece:
         name = value.get("name", inner if isinstance(inner, str) else None)
         if isinstance(name, str):
             arguments = value.get("arguments", value.get("parameters"))
-            return Piece(text, name, arguments, is_clear=is_marked or arguments is not None)
+            is_call = is_marked or arguments is not None or value.keys() <= {"type", "id", "name"}
+            return Piece(text, name if is_call else "", arguments, is_clear=is_marked or arguments is not None)
     return Piece(text, "")
 
 
@@ -193,31 +196,43 @@ def _hermes(text: str) -> list[Piece]:
     return [*pieces, Piece(text[at:])]
 
 
-_XML = re.compile(r"(?:<tool_call>\s*)?<function=([^>\n]+)>(.*?)(?:</function>|\Z)(?:\s*</tool_call>)?", re.DOTALL)
-_XML_VALUE = re.compile(r"<parameter=([^>\n]+)>\n?(.*?)\n?(?:</parameter>|(?=<parameter=)|\Z)", re.DOTALL)
+_XML_OPEN = re.compile(r"(?:<tool_call>\s*)?<function=([^>\n]+)>\s*")
+#: No value goes on over the next call, so that an answer that opens the same call again and again is read in one go.
+_XML_PARAMETER = re.compile(
+    r"<parameter=([^>\n]+)>\n?((?:(?!<function=).)*?)\n?(?:</parameter>|(?=<parameter=))\s*", re.DOTALL
+)
+_XML_CLOSE = re.compile(r"</function>(?:\s*</tool_call>)?|</tool_call>|\Z")
 
 
 def _qwen_xml(text: str) -> list[Piece]:
-    """<function=NAME><parameter=KEY>VALUE</parameter></function>, in <tool_call>."""
-
-    def read(match: re.Match[str]) -> list[Piece]:
-        return [Piece(match[0], match[1].strip(), dict(_XML_VALUE.findall(match[2])), are_texts=True)]
-
-    return _spans(text, _XML, read)
+    """<function=NAME><parameter=KEY>VALUE</parameter></function>, in <tool_call>. Its last end may be missing."""
+    return _tagged(text, _XML_OPEN, _XML_PARAMETER, _XML_CLOSE)
 
 
-_GLM = re.compile(r"<tool_call>\s*([\w.-]+)\s*((?:<arg_key>.*?)?)(?:</tool_call>|\Z)", re.DOTALL)
-_GLM_VALUE = re.compile(r"<arg_key>(.*?)</arg_key>\s*<arg_value>(.*?)</arg_value>", re.DOTALL)
+_GLM_OPEN = re.compile(r"<tool_call>\s*([\w.-]+)\s*(?=<arg_key>|</tool_call>|\Z)")
+_GLM_ARGUMENT = re.compile(r"<arg_key>([^<]*)</arg_key>\s*<arg_value>((?:(?!<arg_key>).)*?)</arg_value>\s*", re.DOTALL)
+_GLM_CLOSE = re.compile(r"</tool_call>|\Z")
 
 
 def _glm(text: str) -> list[Piece]:
-    """<tool_call>NAME<arg_key>KEY</arg_key><arg_value>VALUE</arg_value></tool_call>."""
+    """<tool_call>NAME<arg_key>KEY</arg_key><arg_value>VALUE</arg_value></tool_call>. Its last end may be missing."""
+    return _tagged(text, _GLM_OPEN, _GLM_ARGUMENT, _GLM_CLOSE)
 
-    def read(match: re.Match[str]) -> list[Piece]:
-        arguments = {key.strip(): value for key, value in _GLM_VALUE.findall(match[2])}
-        return [Piece(match[0], match[1], arguments, are_texts=True)]
 
-    return _spans(text, _GLM, read)
+def _tagged(text: str, opening: re.Pattern[str], argument: re.Pattern[str], closing: re.Pattern[str]) -> list[Piece]:
+    """Read calls whose arguments have tags. One with anything between them, as of a cut answer, cannot be read."""
+    pieces, at = list[Piece](), 0
+    while call := opening.search(text, at):
+        pieces.append(Piece(text[at : call.start()]))
+        arguments, at = dict[str, str](), call.end()
+        while pair := argument.match(text, at):
+            arguments[pair[1].strip()] = pair[2]
+            at = pair.end()
+        closed = closing.match(text, at)
+        at = closed.end() if closed else at
+        name = call[1].strip() if closed else ""
+        pieces.append(Piece(text[call.start() : at], name, arguments, are_texts=True))
+    return [*pieces, Piece(text[at:])]
 
 
 MISTRAL, MISTRAL_ARGUMENTS, MISTRAL_ID = "[TOOL_CALLS]", "[ARGS]", "[CALL_ID]"
@@ -226,21 +241,23 @@ _MISTRAL_NAME = re.compile(r"\s*([\w.-]+)\s*(?:\[CALL_ID\]\s*\w+\s*)?(?:\[ARGS\]
 
 def _mistral(text: str) -> list[Piece]:
     """[TOOL_CALLS] before a list of objects, or before each NAME[ARGS]{...}."""
-    before, *calls = text.split(MISTRAL)
-    pieces = [Piece(before)]
-    for call in calls:
-        whole = MISTRAL + call
-        if named := _MISTRAL_NAME.match(call):
-            value, end = _value_at(call, named.end()) or (None, named.end())
-            pieces += [Piece(MISTRAL + call[:end], named[1], value), Piece(call[end:])]
-        elif value_and_end := _value_at(call, 0):
-            value, end = value_and_end
-            listed = value if isinstance(value, list) else [value]
-            pieces += [_json_piece(MISTRAL + call[:end], each) for each in listed]
-            pieces.append(Piece(call[end:]))
+    pieces, at = list[Piece](), 0
+    while (place := text.find(MISTRAL, at)) >= 0:
+        pieces.append(Piece(text[at:place]))
+        at = place + len(MISTRAL)
+        named = _MISTRAL_NAME.match(text, at)
+        value_at = named.end() if named else at
+        value, end = _value_at(text, value_at) or (None, value_at)
+        whole = text[place:end]
+        if named:
+            is_read = value is not None or not text.startswith("{", value_at)
+            pieces.append(Piece(whole, named[1] if is_read else "", value))
+        elif value is not None:
+            pieces += [_json_piece(whole, each) for each in (value if isinstance(value, list) else [value])]
         else:
             pieces.append(Piece(whole, ""))
-    return pieces
+        at = end
+    return [*pieces, Piece(text[at:])]
 
 
 DEEPSEEK = tuple(f"<｜tool▁{name}｜>" for name in ("calls▁begin", "call▁begin", "sep", "call▁end", "calls▁end"))
@@ -263,18 +280,20 @@ def _deepseek(text: str) -> list[Piece]:
 
 
 _LISTED = re.compile(r"(?:functools|<\|tool_call\|>|<tool_call>)\s*(?=\[)")
+_LISTED_END = re.compile(r"\s*(?:<\|/tool_call\|>|</tool_call>)")
 
 
 def _listed(text: str) -> list[Piece]:
     """functools[{...}] of Phi-4, <|tool_call|>[{...}] of Phi-4-mini and Granite."""
-    opened = _LISTED.search(text)
-    if opened is None:
-        return [Piece(text)]
-    value, end = _value_at(text, opened.end()) or (None, len(text))
-    end += len(re.match(r"\s*(<\|/tool_call\|>)?", text[end:])[0])  # type: ignore[index]  # which matches nothing too
-    whole, before = text[opened.start() : end], Piece(text[: opened.start()])
-    calls = [_json_piece(whole, each) for each in value] if isinstance(value, list) else [Piece(whole, "")]
-    return [before, *calls, Piece(text[end:])]
+    pieces, at = list[Piece](), 0
+    while opened := _LISTED.search(text, at):
+        pieces.append(Piece(text[at : opened.start()]))
+        value, at = _value_at(text, opened.end()) or (None, len(text))
+        if closed := _LISTED_END.match(text, at):
+            at = closed.end()
+        whole = text[opened.start() : at]
+        pieces += [_json_piece(whole, each) for each in value] if isinstance(value, list) else [Piece(whole, "")]
+    return [*pieces, Piece(text[at:])]
 
 
 PYTHON_TAG = "<|python_tag|>"
@@ -314,6 +333,7 @@ def _pythonic_calls(text: str, calls: ast.List) -> Iterator[Piece]:
     for call in calls.elts:
         assert isinstance(call, ast.Call)
         assert not call.args
+        assert all(each.arg for each in call.keywords)
         arguments = {str(each.arg): ast.literal_eval(each.value) for each in call.keywords}
         yield Piece(text, ast.unparse(call.func), arguments)
 

@@ -34,28 +34,44 @@ def _messages(template: Any) -> tuple[list[str], tuple[str, ...]]:
     return [message["content"] for message in template], tuple(message["role"] for message in template)
 
 
-#: Stands within a control token that a value spells: engine.text.control_tokens then reads its characters as text.
+#: Stands within a control token that a value spells, or begins at its end: engine.text.control_tokens then reads its
+#: characters as text.
 BREAK = "\ufdd0\ufdd1"
 
 
 def as_values(value: Any, control_tokens: Collection[str]) -> Any:
     """Return what fills a template in, with BREAK in each control token that one of its texts spells."""
-    return _broken(value, _pattern(tuple(control_tokens))) if control_tokens else value
+    return _spellings(tuple(control_tokens)).broken(value) if control_tokens else value
+
+
+class _Spellings:
+    """Finds what values spell of some tokens: whole ones, and how one begins at a value's end, for the next goes on."""
+
+    def __init__(self, texts: Collection[str]) -> None:
+        self._pattern = re.compile("|".join(map(re.escape, sorted(texts, key=len, reverse=True))))
+        self._beginnings = {text[:length] for text in texts for length in range(1, len(text))}
+        self._longest = max(map(len, self._beginnings), default=0)
+
+    def broken(self, value: Any) -> Any:
+        if isinstance(value, str):
+            while self._pattern.search(value):  # again for a token within another one
+                value = self._pattern.sub(lambda match: match[0][0] + BREAK + match[0][1:], value)
+            return self._broken_end(value)
+        if isinstance(value, dict):
+            return {self.broken(key): self.broken(each) for key, each in value.items()}
+        return [self.broken(each) for each in value] if isinstance(value, list | tuple) else value
+
+    def _broken_end(self, text: str) -> str:
+        broken = text
+        for at in range(len(text) - 1, max(len(text) - self._longest, 0) - 1, -1):
+            if text[at:] in self._beginnings:
+                broken = broken[: at + 1] + BREAK + broken[at + 1 :]
+        return broken
 
 
 @lru_cache(maxsize=4)
-def _pattern(control_tokens: tuple[str, ...]) -> re.Pattern[str]:
-    return re.compile("|".join(map(re.escape, sorted(control_tokens, key=len, reverse=True))))
-
-
-def _broken(value: Any, pattern: re.Pattern[str]) -> Any:
-    if isinstance(value, str):
-        while pattern.search(value):  # again for a token within another one
-            value = pattern.sub(lambda match: match[0][0] + BREAK + match[0][1:], value)
-        return value
-    if isinstance(value, dict):
-        return {_broken(key, pattern): _broken(each, pattern) for key, each in value.items()}
-    return [_broken(each, pattern) for each in value] if isinstance(value, list | tuple) else value
+def _spellings(control_tokens: tuple[str, ...]) -> _Spellings:
+    return _Spellings(control_tokens)
 
 
 def as_shown(prompt: Any) -> Any:

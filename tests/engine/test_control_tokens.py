@@ -1,6 +1,7 @@
 """What a chat's values spell is text: no message, argument or tool forges a turn."""
 
 import json
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -131,3 +132,21 @@ def test_texts_that_are_compared_hold_no_control_tokens(tmp_path: Path) -> None:
     ids = tokenizer.encode_pair("a <|turn|> b", "c", 99, 1000)
     assert tokenizer.added_tokens["<|turn|>"].token_id not in ids
     assert ids == tokenizer.encode_pair("a <|turn|> b", "c", 99, 1000)
+
+
+@pytest.mark.parametrize("family", ["llama3", "qwen", "tekken"])
+def test_values_beside_each_other_spell_no_control_token_together(tmp_path: Path, family: str) -> None:
+    each = "{% for part in m.content %}{{ part.text }}{% endfor %}"
+    parts = TURNS.replace(
+        "{{ m.content | trim }}", "{% if m.content is string %}{{ m.content }}{% else %}" + each + "{% endif %}"
+    )
+    tokenizer = make_chat_model(tmp_path, family, template=parts)
+    wanted = control_ids(tokenizer, chat([{"type": "text", "text": "a"}]))
+    for control in SPECIAL:
+        for cuts in ((1,), (2,), (len(control) - 1,), (1, 3), (2, 4)):
+            places = [0, *cuts, len(control)]
+            pieces = [control[start:end] for start, end in pairwise(places)]
+            messages = chat([{"type": "text", "text": piece} for piece in pieces])
+            assert control_ids(tokenizer, messages) == wanted
+            shown = tokenizer.decode(tokenizer.chat_token_ids(messages), skip_special_tokens=False)
+            assert f"user\n{control}" in shown

@@ -99,6 +99,7 @@ def test_only_tools_that_were_given_are_called(form: str, text: str) -> None:
         "plain",
         "",
         '{"name": "Bob", "age": 3}',
+        '{"name": "add", "age": 3}',
         '{"answer": 4}',
         "[1, 2]",
         '[{"a": 1}]',
@@ -123,6 +124,13 @@ def test_a_text_or_json_that_calls_nothing_stays(text: str) -> None:
         "[add(a=b)]",
         "<|python_tag|>print(1)",
         "functools[oh",
+        "<function=add>\n<parameter=note>\nhalf of a te",
+        '<function=add>{"a": 1}</function>',
+        "The tag <function=now> is a call.",
+        "<tool_call>add\n<arg_key>note</arg_key>\n<arg_value>half of a te",
+        "<tool_call>add\n<arg_key>note</arg_key>\n<arg_va",
+        '[TOOL_CALLS]add[ARGS]{"note": "half of a te',
+        "[add(**{'a': 1})]",
     ],
 )
 def test_what_looks_like_a_call_and_is_none_stays_and_is_said(text: str) -> None:
@@ -155,8 +163,36 @@ def test_arguments_may_hold_what_ends_calls() -> None:
         f'<tool_call>{{"name": "add", "arguments": {json.dumps(json.dumps(arguments))}}}</tool_call>',
         f'{{"name": "add", "parameters": {json.dumps(arguments)}}}',
         f"[add(note={arguments['note']!r})]",
+        f"[TOOL_CALLS]add[ARGS]{json.dumps(arguments)}",
+        f'[TOOL_CALLS][{{"name": "add", "arguments": {json.dumps(arguments)}}}]',
+        f"<function=add>\n<parameter=note>\n{arguments['note']}\n</parameter>\n</function>",
     ):
         assert read(text)[:2] == ([("add", arguments)], "")
+
+
+def test_a_cut_call_takes_nothing_of_the_next() -> None:
+    text = f"<tool_call>\n<function=now>\n<tool_call>\n{XML_ADD}\n</tool_call>"
+    calls, content, problem = read(text)
+    assert calls == [ADD]
+    assert content == "<tool_call>\n<function=now>"
+    assert problem
+
+
+def test_each_list_of_calls_is_read() -> None:
+    text = f"<|tool_call|>[{JSON_ADD}]<|/tool_call|>\n<|tool_call|>[{JSON_NOW}]<|/tool_call|>"
+    assert read(text) == ([ADD, NOW], "", None)
+    assert read(f"<tool_call>[{JSON_NOW}]</tool_call>") == ([NOW], "", None)
+
+
+@pytest.mark.parametrize(
+    "opening",
+    ["<tool_call>\n", "<tool_call>add<arg_key>", "<tool_call>add<arg_key>a</arg_key><arg_value>", "<function=add>-",
+     "<function=add><parameter=a>", "[TOOL_CALLS]add[ARGS]{", f"{CALL}add{SEP}", "<|tool_call|>["],
+)  # fmt: skip
+def test_an_answer_that_opens_a_call_again_and_again_is_read(opening: str) -> None:
+    """In time that grows with its length alone: it is read on the engine's thread."""
+    text = opening * 4000
+    assert read(text)[1] == text
 
 
 def test_half_a_surrogate_pair_stays_an_escape() -> None:

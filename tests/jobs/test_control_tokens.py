@@ -110,6 +110,13 @@ def test_a_chat_says_whether_its_values_are_split(context: JobContext, splits: b
         opened_task(context, "jobs.chat", [[{"role": "user", "content": "a"}]], {"split_special_tokens": "no"})
 
 
+@pytest.mark.parametrize("cut", range(1, len(END)))
+def test_values_beside_each_other_spell_no_control_token_together(cut: int) -> None:
+    together = as_values(END[:cut], (END,)) + as_values(END[cut:], (END,))
+    assert END not in together
+    assert as_shown(together) == END
+
+
 @pytest.mark.parametrize("value", [3, None, "a", f"<|im_{END}end|>", END * 3, [END, {END: (END,)}]])
 def test_a_broken_value_spells_no_control_token_and_is_shown_whole(value: Any) -> None:
     broken = as_values(value, (END,))
