@@ -14,6 +14,7 @@ from engine.errors import InvalidSampling
 from engine.sampling.logit_edits import allowed_mask
 from engine.sampling.sampling_params import SamplingParams
 from engine.sampling.structured_params import NAME, NAMES, StructuredOutputsParams
+from engine.structured.byte_tokenizer import tokenizer_of_bytes
 from engine.structured.compiler import STACK_BYTES, Compiler, stacks_of, unusable
 from engine.structured.matcher import Matcher
 from sandbox import Child, ChildFailed, Limits, Pool
@@ -142,10 +143,12 @@ class Grammars:
                 if self._backend is None:
                     raise InvalidSampling(f"{NAME} needs a tokenizer of the tokenizers package; this model has none")
                 known = max(self._backend.get_vocab(with_added_tokens=True).values(), default=-1) + 1
-                vocabulary = {
-                    "tokenizer": self._backend.to_str(),
+                added = self._backend.get_added_tokens_decoder()
+                vocabulary: dict[str, Any] = {
+                    "tokenizer": tokenizer_of_bytes(self._backend.to_str()),
                     "num_tokens": max(known, self._vocab_size),
                     "eos_token_ids": self._eos_token_ids,
+                    "control_tokens": {token.content: token_id for token_id, token in added.items()},
                 }
                 self._started = Compiler(**vocabulary), Pool(partial(_begin, vocabulary))
             return self._started
