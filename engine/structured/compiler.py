@@ -18,7 +18,7 @@ import numpy as np
 from engine.errors import InvalidSampling
 from engine.sampling.parameter_values import brief
 from engine.sampling.structured_params import NAME, StructuredOutputsParams
-from engine.structured.json_schemas import strings_of
+from engine.structured.json_schemas import NotEnforceable, enforceable, strings_of
 from engine.structured.matcher import MAX_MASK_S, SMALL_VOCABULARY, Matcher, Vocabulary, fill_masks
 
 if TYPE_CHECKING:
@@ -30,8 +30,10 @@ _LEAST = {"d": "0-9", "w": "0-9A-Za-z_", "s": r" \t\n\r\x0C\x0B"}
 _MOST = {"d": r"\p{N}\p{Cn}", "w": r"\p{L}\p{M}\p{N}\p{Pc}\p{S}\p{Cf}\p{Cn}", "s": r"\p{Z}\p{Cc}\p{Cf}\p{Cn}"}
 
 
-#: An escape, an opening bracket with what belongs to it, or a single character.
-_PARTS = re.compile(r"\\.|\[\^?\]?|.", re.DOTALL)
+#: An escape, a class of all characters (`[\s\S]`), an opening bracket with what belongs to it, or a single character.
+_PARTS = re.compile(r"\\.|\[\\(?:s\\S|S\\s|d\\D|D\\d|w\\W|W\\w)\]|\[\^?\]?|.", re.DOTALL)
+
+_ALL_CHARACTERS = r"[\x00-\x{10FFFF}]"
 
 
 def portable(pattern: str) -> str:
@@ -41,6 +43,8 @@ def portable(pattern: str) -> str:
     for part in _PARTS.findall(pattern):
         if part[0] == "\\":
             part = _escape(part, negated)
+        elif part.startswith("[\\"):
+            part = _ALL_CHARACTERS
         elif part[0] == "[":
             negated.append((bool(negated) and negated[-1]) != ("^" in part))
             part = part.replace("]", r"\]")  # a bracket that comes first is a character
@@ -200,7 +204,11 @@ def _read(spec: StructuredOutputsParams, control_tokens: Mapping[str, int]) -> s
         schema = json.loads(str(spec.json)) if spec.json is not None else {"type": "object"}
         if schema is False:
             raise _refused(spec, "no text satisfies it")
-        text = json.dumps({} if schema is True else schema, ensure_ascii=False)
+        try:
+            schema = enforceable({} if schema is True else schema)
+        except NotEnforceable as error:
+            raise unusable(spec, str(error)) from None
+        text = json.dumps(schema, ensure_ascii=False)
         return LLMatcher.grammar_from_json_schema(text, overrides=JSON_OPTIONS)  # type: ignore[arg-type]
     if spec.regex is not None:
         return LLMatcher.grammar_from_regex(portable(spec.regex))
