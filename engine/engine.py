@@ -77,6 +77,8 @@ class Engine:
         self.generates = generates(folder, model, path, embeds=pooling is not None)  # it has an LM head
         self.config = config
         self._tokenizer = Tokenizer(folder, config.chat_template)
+        if surplus := self._tokenizer.surplus(model.vocab_size):
+            logger.warning("%s; is it the model's own?", surplus)
         self._live_runner: Runner | None = (start_runner or start_own_runner)(config, model, folder)
         self._looking: PictureQueue | None = None
         if self._reader is not None:

@@ -79,6 +79,9 @@ STACK_BYTES = 16 << 20
 #: Parts of a Lark grammar that may hold anything (a text, a pattern, a comment), and control tokens, the group.
 _LARK_PARTS = re.compile(r'"(?:\\.|[^"\\])*"|/(?:\\.|[^/\\\n])+/|//[^\n]*|(<[^<>\s]+>)')
 
+#: Advice on options of llguidance, at the end of an error.
+_ADVICE = re.compile(r"[.;]? (?:Enable '\w+' option|either increase limits\.).*")
+
 _META = re.compile(r"[\\.+*?()|\[\]{}^$#&~-]")
 _STACK_SIZE = threading.Lock()  # the size is one setting for all threads that are started
 
@@ -224,4 +227,6 @@ def _refused(spec: StructuredOutputsParams, reason: object) -> InvalidSampling:
 
 
 def _short(reason: object) -> str:
-    return " ".join(str(reason).replace("<non-verbose/>", "").split())[:MAX_REASON_CHARS]
+    """Return a reason on one line, without advice on llguidance's own options, which nobody can set here."""
+    line = " ".join(str(reason).replace("<non-verbose/>", "").split())
+    return _ADVICE.sub("", line)[:MAX_REASON_CHARS]

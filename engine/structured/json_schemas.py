@@ -184,7 +184,7 @@ def _check_ends(root: Any) -> None:
     users: defaultdict[str, list[str]] = defaultdict(list)
     for reference, target in targets.items():
         for part in schemas_in(target, root=False):
-            users[part.get("$ref")].append(reference)
+            users[str(part.get("$ref"))].append(reference)
     ending: set[str] = references - targets.keys()
     waiting = list(targets)
     while waiting:
