@@ -16,7 +16,7 @@ from engine.sampling.sampling_params import SamplingParams
 from engine.sampling.structured_params import NAME, NAMES, StructuredOutputsParams
 from engine.structured.byte_tokenizer import tokenizer_of_bytes
 from engine.structured.compiler import STACK_BYTES, Compiler, stacks_of, unusable
-from engine.structured.matcher import Matcher
+from engine.structured.matcher import SMALL_VOCABULARY, Matcher
 from sandbox import Child, ChildFailed, Limits, Pool
 
 if TYPE_CHECKING:
@@ -78,6 +78,21 @@ class Grammars:
         self._known: WeakValueDictionary[StructuredOutputsParams, Future[LLMatcher]] = WeakValueDictionary()
         self._latest: OrderedDict[StructuredOutputsParams, Future[LLMatcher]] = OrderedDict()
 
+    def begin(self) -> Future[None] | None:
+        """Start reading a large vocabulary, here and in a process, so that the first form need not wait for it.
+
+        Return None for a small one, which takes no second. What goes wrong is told to the first form.
+        """
+        if self._backend is None or self._vocab_size < SMALL_VOCABULARY:
+            return None
+        with stacks_of(2 * STACK_BYTES):
+            return self._pool.submit(self._begin_child)
+
+    def _begin_child(self) -> None:
+        _, children = self._start()
+        with children.lent():
+            pass
+
     def prepare(self, params: SamplingParams) -> Future[LLMatcher] | None:
         """Have the grammar compiled, if there is one. The future raises InvalidSampling.
 
@@ -137,7 +152,7 @@ class Grammars:
             self._latest.pop(spec, None)
 
     def _start(self) -> tuple[Compiler, Pool]:
-        """Read the vocabulary in the first call, which takes up to a second. Raises InvalidSampling if it fails."""
+        """Read the vocabulary in the first call, which takes up to ten seconds. Raises InvalidSampling if it fails."""
         with self._starting:
             if self._started is None:
                 if self._backend is None:
