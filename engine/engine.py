@@ -77,7 +77,17 @@ class Engine:
         self.generates = generates(folder, model, path, embeds=pooling is not None)  # it has an LM head
         self.config = config
         self._tokenizer = Tokenizer(folder, config.chat_template)
-        self._live_runner: Runner | None = (start_runner or start_own_runner)(config, model, folder)
+        if surplus := self._tokenizer.surplus(model.vocab_size):
+            logger.warning("%s; is it the model's own?", surplus)
+        self._sequences = NewSequences(self._tokenizer, model.eos_token_ids, model.vocab_size)
+        if self.generates:
+            self._sequences.grammars.begin()  # beside the weights
+        self._live_runner: Runner | None = None
+        try:
+            self._live_runner = (start_runner or start_own_runner)(config, model, folder)
+        except BaseException:
+            self._sequences.grammars.close()
+            raise
         self._looking: PictureQueue | None = None
         if self._reader is not None:
             self._read_pictures(self._reader)
@@ -99,7 +109,6 @@ class Engine:
         self._embedder = Embedder(pooling, model.hidden_size, self._tokenizer, self._prompts)
         self._classifier = Classifier(classes, self._tokenizer, self._prompts)
         self._vocab_size = model.vocab_size
-        self._sequences = NewSequences(self._tokenizer, model.eos_token_ids, model.vocab_size)
         self._completions = Completions(self._tokenizer, self._sequences.reasoner)
         self._unfinished: dict[str, list[Sequence]] = {}
         self._incomplete: list[Sequence] = []  # finished, while their prompt's log probabilities are not all there

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import suppress
 from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -72,9 +73,15 @@ def whole_weights(folder: Path) -> list[TensorEntry]:
 
 
 def _check_text(config: EngineConfig, folder: Path, entries: list[TensorEntry]) -> Iterator[Observation]:
+    from engine.models.load import read_supported
     from engine.text.tokenizer import Tokenizer
 
     tokenizer = Tokenizer(folder, config.chat_template)
+    surplus = None
+    with suppress(ConfigError):  # which `_check_served` tells
+        surplus = tokenizer.surplus(read_supported(folder, config.model_path)[0].vocab_size)
+    if surplus is not None:
+        yield Observation("tokenizer", "warning", surplus, "fetch the model's own tokenizer")
     has = "a chat template" if tokenizer.template is not None else "no chat template: jobs.chat is refused"
     yield Observation("tokenizer", "ok", f"it loads, with {has}")
 

@@ -43,7 +43,8 @@ class NewSequences:
         that cannot go on.
         """
         end_token_ids = frozenset(params.stop_token_ids).union(() if params.ignore_eos else self.eos_token_ids)
-        follows_text = self._tokenizer.has_text(prompt.token_ids)
+        # a form holds for all of the text, with the space before its first word
+        follows_text = self._tokenizer.has_text(prompt.token_ids) or params.structured_outputs is not None
         bad_words = self._tokenizer.bad_words(tuple(params.bad_words or ()))
         edits = RequestEdits.of(params, prompt.token_ids, self._vocab_size, bad_words)
         seqs = [

@@ -9,14 +9,16 @@ import json
 import re
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from engine.errors import InvalidSampling
+from engine.sampling.parameter_values import brief
 from engine.sampling.structured_params import NAME, StructuredOutputsParams
+from engine.structured.json_schemas import NotEnforceable, enforceable, strings_of
 from engine.structured.matcher import MAX_MASK_S, SMALL_VOCABULARY, Matcher, Vocabulary, fill_masks
 
 if TYPE_CHECKING:
@@ -28,8 +30,10 @@ _LEAST = {"d": "0-9", "w": "0-9A-Za-z_", "s": r" \t\n\r\x0C\x0B"}
 _MOST = {"d": r"\p{N}\p{Cn}", "w": r"\p{L}\p{M}\p{N}\p{Pc}\p{S}\p{Cf}\p{Cn}", "s": r"\p{Z}\p{Cc}\p{Cf}\p{Cn}"}
 
 
-#: An escape, an opening bracket with what belongs to it, or a single character.
-_PARTS = re.compile(r"\\.|\[\^?\]?|.", re.DOTALL)
+#: An escape, a class of all characters (`[\s\S]`), an opening bracket with what belongs to it, or a single character.
+_PARTS = re.compile(r"\\.|\[\\(?:s\\S|S\\s|d\\D|D\\d|w\\W|W\\w)\]|\[\^?\]?|.", re.DOTALL)
+
+_ALL_CHARACTERS = r"[\x00-\x{10FFFF}]"
 
 
 def portable(pattern: str) -> str:
@@ -39,6 +43,8 @@ def portable(pattern: str) -> str:
     for part in _PARTS.findall(pattern):
         if part[0] == "\\":
             part = _escape(part, negated)
+        elif part.startswith("[\\"):
+            part = _ALL_CHARACTERS
         elif part[0] == "[":
             negated.append((bool(negated) and negated[-1]) != ("^" in part))
             part = part.replace("]", r"\]")  # a bracket that comes first is a character
@@ -70,6 +76,12 @@ LIMITS: dict[str, Any] = {"initial_lexer_fuel": 500_000, "step_lexer_fuel": 50_0
 #: Bytes of the stack on which a form is tried. The engine then compiles it on a larger one.
 STACK_BYTES = 16 << 20
 
+#: Parts of a Lark grammar that may hold anything (a text, a pattern, a comment), and control tokens, the group.
+_LARK_PARTS = re.compile(r'"(?:\\.|[^"\\])*"|/(?:\\.|[^/\\\n])+/|//[^\n]*|(<[^<>\s]+>)')
+
+#: Advice on options of llguidance, at the end of an error.
+_ADVICE = re.compile(r"[.;]? (?:Enable '\w+' option|either increase limits\.).*")
+
 _META = re.compile(r"[\\.+*?()|\[\]{}^$#&~-]")
 _STACK_SIZE = threading.Lock()  # the size is one setting for all threads that are started
 
@@ -77,13 +89,17 @@ _STACK_SIZE = threading.Lock()  # the size is one setting for all threads that a
 class Compiler:
     """Compiles grammars for one vocabulary."""
 
-    def __init__(self, tokenizer: str, num_tokens: int, eos_token_ids: list[int]) -> None:
-        """Take up to a second to read a vocabulary. Raises InvalidSampling for one that cannot be served.
+    def __init__(
+        self, tokenizer: str, num_tokens: int, eos_token_ids: list[int], control_tokens: Mapping[str, int]
+    ) -> None:
+        """Take up to four seconds to read a vocabulary. Raises InvalidSampling for one that cannot be served.
 
-        tokenizer: the JSON of a `tokenizers.Tokenizer`. eos_token_ids: the ids that end a text.
+        tokenizer: as `tokenizer_of_bytes` writes it. eos_token_ids: the ids that end a text. control_tokens: the ids
+        of tokens that grammars may name, `<tool_call>`.
         """
         from llguidance import LLTokenizer
 
+        self._control_tokens = control_tokens
         try:
             self._tokenizer = LLTokenizer(
                 tokenizer,
@@ -95,6 +111,29 @@ class Compiler:
         except Exception as error:  # whatever it makes of a vocabulary
             raise InvalidSampling(f"{NAME} cannot be served with this model's tokenizer", _short(error)) from error
         self.vocabulary = Vocabulary.of(self._tokenizer)
+
+    def grammar_of(self, spec: StructuredOutputsParams) -> str:
+        """Return the grammar in llguidance's form. Raises InvalidSampling."""
+        try:
+            grammar = _read(spec, self._control_tokens)
+            self._check_writable(spec)
+        except InvalidSampling:
+            raise
+        except Exception as error:  # whatever its readers make of a text
+            raise _refused(spec, error) from error
+        return grammar
+
+    def _check_writable(self, spec: StructuredOutputsParams) -> None:
+        """Raise InvalidSampling for a text of the form's that the vocabulary cannot write."""
+        texts = literals_of(spec)
+        if self._writes("\n".join(texts)):
+            return
+        for text in texts:
+            if not self._writes(text):
+                raise unusable(spec, f"without {brief(text)}, which the model's vocabulary cannot write")
+
+    def _writes(self, text: str) -> bool:
+        return bool(self._tokenizer.decode_bytes(self._tokenizer.tokenize_str(text)) == text.encode())
 
     def compile(self, spec: StructuredOutputsParams, grammar: str) -> LLMatcher:
         """Compile a grammar that `grammar_of` has written. Raises InvalidSampling."""
@@ -120,16 +159,6 @@ class Compiler:
             raise _refused(spec, "its first token takes too long to find")
 
 
-def grammar_of(spec: StructuredOutputsParams) -> str:
-    """Return the grammar in llguidance's form. Raises InvalidSampling."""
-    try:
-        return _read(spec)
-    except InvalidSampling:
-        raise
-    except Exception as error:  # whatever its readers make of a text
-        raise _refused(spec, error) from error
-
-
 def unusable(spec: StructuredOutputsParams, reason: str) -> InvalidSampling:
     """Make the error of a form that cannot be enforced."""
     return InvalidSampling(f"{NAME}.{spec.kind} must be one that can be enforced", f"one {reason}")
@@ -146,7 +175,31 @@ def stacks_of(num_bytes: int) -> Iterator[None]:
             threading.stack_size(before)
 
 
-def _read(spec: StructuredOutputsParams) -> str:
+def literals_of(spec: StructuredOutputsParams) -> list[str]:
+    """List the texts that a form names: choices, a schema's keys and values, letters of a pattern or a grammar."""
+    if spec.choice is not None:
+        return list(spec.choice)
+    if spec.json is not None:
+        return [json.dumps(text, ensure_ascii=False) for text in strings_of(json.loads(str(spec.json)))]
+    source = spec.regex or spec.grammar or ""
+    return sorted({char for char in source if not char.isascii()})
+
+
+def _with_ids(grammar: str, control_tokens: Mapping[str, int]) -> str:
+    """Write a Lark grammar's control tokens, `<tool_call>`, as ids. Raises InvalidSampling for unknown ones."""
+
+    def part(match: re.Match[str]) -> str:
+        name = match[1]
+        if name is None or name.startswith("<["):
+            return match[0]
+        if name not in control_tokens:
+            raise InvalidSampling(f"{NAME}.grammar must name control tokens that the model has", name)
+        return f"<[{control_tokens[name]}]>"
+
+    return _LARK_PARTS.sub(part, grammar)
+
+
+def _read(spec: StructuredOutputsParams, control_tokens: Mapping[str, int]) -> str:
     from llguidance import LLMatcher
     from llguidance.gbnf_to_lark import any_to_lark
 
@@ -154,7 +207,11 @@ def _read(spec: StructuredOutputsParams) -> str:
         schema = json.loads(str(spec.json)) if spec.json is not None else {"type": "object"}
         if schema is False:
             raise _refused(spec, "no text satisfies it")
-        text = json.dumps({} if schema is True else schema, ensure_ascii=False)
+        try:
+            schema = enforceable({} if schema is True else schema)
+        except NotEnforceable as error:
+            raise unusable(spec, str(error)) from None
+        text = json.dumps(schema, ensure_ascii=False)
         return LLMatcher.grammar_from_json_schema(text, overrides=JSON_OPTIONS)  # type: ignore[arg-type]
     if spec.regex is not None:
         return LLMatcher.grammar_from_regex(portable(spec.regex))
@@ -162,7 +219,7 @@ def _read(spec: StructuredOutputsParams) -> str:
         # as one pattern, whose states are made as they are needed, thousands of texts are no problem
         return LLMatcher.grammar_from_regex("|".join(_META.sub(r"\\\g<0>", text) for text in spec.choice))
     assert spec.grammar is not None
-    return LLMatcher.grammar_from_lark(any_to_lark(spec.grammar))
+    return LLMatcher.grammar_from_lark(_with_ids(any_to_lark(spec.grammar), control_tokens))
 
 
 def _refused(spec: StructuredOutputsParams, reason: object) -> InvalidSampling:
@@ -170,4 +227,6 @@ def _refused(spec: StructuredOutputsParams, reason: object) -> InvalidSampling:
 
 
 def _short(reason: object) -> str:
-    return " ".join(str(reason).replace("<non-verbose/>", "").split())[:MAX_REASON_CHARS]
+    """Return a reason on one line, without advice on llguidance's own options, which nobody can set here."""
+    line = " ".join(str(reason).replace("<non-verbose/>", "").split())
+    return _ADVICE.sub("", line)[:MAX_REASON_CHARS]

@@ -14,8 +14,9 @@ from engine.errors import InvalidSampling
 from engine.sampling.logit_edits import allowed_mask
 from engine.sampling.sampling_params import SamplingParams
 from engine.sampling.structured_params import NAME, NAMES, StructuredOutputsParams
+from engine.structured.byte_tokenizer import tokenizer_of_bytes
 from engine.structured.compiler import STACK_BYTES, Compiler, stacks_of, unusable
-from engine.structured.matcher import Matcher
+from engine.structured.matcher import SMALL_VOCABULARY, Matcher
 from sandbox import Child, ChildFailed, Limits, Pool
 from sandbox.exhausted import is_exhausted
 
@@ -80,6 +81,21 @@ class Grammars:
         self._known: WeakValueDictionary[StructuredOutputsParams, Future[LLMatcher]] = WeakValueDictionary()
         self._latest: OrderedDict[StructuredOutputsParams, Future[LLMatcher]] = OrderedDict()
 
+    def begin(self) -> Future[None] | None:
+        """Start reading a large vocabulary, here and in a process, so that the first form need not wait for it.
+
+        Return None for a small one, which takes no second. What goes wrong is told to the first form.
+        """
+        if self._backend is None or self._vocab_size < SMALL_VOCABULARY:
+            return None
+        with stacks_of(2 * STACK_BYTES):
+            return self._pool.submit(self._begin_child)
+
+    def _begin_child(self) -> None:
+        _, children = self._start()
+        with children.lent():
+            pass
+
     def prepare(self, params: SamplingParams) -> Future[LLMatcher] | None:
         """Have the grammar compiled, if there is one. The future raises InvalidSampling.
 
@@ -140,16 +156,18 @@ class Grammars:
             self._latest.pop(spec, None)
 
     def _start(self) -> tuple[Compiler, Pool]:
-        """Read the vocabulary in the first call, which takes up to a second. Raises InvalidSampling if it fails."""
+        """Read the vocabulary in the first call, which takes up to ten seconds. Raises InvalidSampling if it fails."""
         with self._starting:
             if self._started is None:
                 if self._backend is None:
                     raise InvalidSampling(f"{NAME} needs a tokenizer of the tokenizers package; this model has none")
                 known = max(self._backend.get_vocab(with_added_tokens=True).values(), default=-1) + 1
-                vocabulary = {
-                    "tokenizer": self._backend.to_str(),
+                added = self._backend.get_added_tokens_decoder()
+                vocabulary: dict[str, Any] = {
+                    "tokenizer": tokenizer_of_bytes(self._backend.to_str()),
                     "num_tokens": max(known, self._vocab_size),
                     "eos_token_ids": self._eos_token_ids,
+                    "control_tokens": {token.content: token_id for token_id, token in added.items()},
                 }
                 self._started = Compiler(**vocabulary), Pool(partial(_begin, vocabulary))
             return self._started

@@ -6,7 +6,7 @@ from typing import Any
 
 from engine.errors import InvalidSampling
 from engine.sampling.structured_params import StructuredOutputsParams
-from engine.structured.compiler import STACK_BYTES, Compiler, grammar_of, stacks_of
+from engine.structured.compiler import STACK_BYTES, Compiler, stacks_of
 from sandbox.child import Worker, unlimited_memory
 
 #: Bytes of the stack on which a form's masks are tried: less than the threads that take steps have, or llguidance's.
@@ -23,7 +23,7 @@ def read_vocabulary(worker: Worker) -> Iterator[dict[str, Any]]:
         compiler, deep, shallow = Compiler(**worker.question), _thread(STACK_BYTES), _thread(MASK_STACK_BYTES)
 
     def tried(spec: StructuredOutputsParams) -> str:
-        grammar = grammar_of(spec)
+        grammar = compiler.grammar_of(spec)
         compiled = deep.submit(compiler.compile, spec, grammar).result()
         shallow.submit(compiler.try_out, spec, compiled).result()
         return grammar

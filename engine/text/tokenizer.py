@@ -44,6 +44,9 @@ REASONING_TEXTS = frozenset(mark for pair in REASONING_MARKS for mark in pair)
 #: Errors that templates raise besides jinja2's own.
 RENDER_ERRORS = (TypeError, ValueError, LookupError, AttributeError, ArithmeticError, RecursionError)
 
+#: A tool of which templates are tried.
+PROBED_TOOL = {"type": "function", "function": {"name": "f", "description": "f", "parameters": {"type": "object"}}}
+
 #: How a part of a character is decoded.
 INCOMPLETE = "\ufffd"
 
@@ -95,11 +98,29 @@ class Tokenizer:
         self._token_texts: dict[int, TokenText] = {}
         self.template = read_template(folder, chat_template)
         self._tool_template = read_tool_template(folder, chat_template) or self.template
+        self._check_templates(folder)
         self._probe = TemplateProbe(self._render)
         self._takes_parts = False if self.template is None else takes_parts(self._probe)
         self._control = ControlTokens(backend, self.added_tokens, self._control_texts(), REASONING_TEXTS)
         self._takes_short_ids = self._probe.takes_short_ids_alone()
         self._takes_developer = self._probe.shows_role(DEVELOPER) or not self._probe.shows_role(SYSTEM)
+
+    def _check_templates(self, folder: Path) -> None:
+        """Raise ConfigError for a chat template that cannot be read: no chat could be asked."""
+        from jinja2 import TemplateError, TemplateSyntaxError
+
+        for tools in (None, [PROBED_TOOL]):
+            if (self.template if tools is None else self._tool_template) is None:
+                continue
+            try:
+                self._render([HELLO], tools=tools)
+            except TemplateSyntaxError as error:
+                raise ConfigError(
+                    f"{folder}: the chat template cannot be read, line {error.lineno}: {error.message}; mend it, or "
+                    "name another with chat_template"
+                ) from error
+            except (TemplateError, *RENDER_ERRORS):  # of this chat: another one may do
+                continue
 
     def end_token_ids(self, vocab_size: int) -> frozenset[int]:
         """Return the tokenizer's own end token, which ends texts beside those that the configuration names.
@@ -183,6 +204,16 @@ class Tokenizer:
         """The tokens to which its files say to cut texts; a very large number if they name none."""
         length = getattr(self._tokenizer, "model_max_length", None)
         return length if type(length) is int and length > 0 else sys.maxsize
+
+    def surplus(self, vocab_size: int) -> str | None:
+        """Say that it has more tokens than a model of vocab_size has embeddings for; None if it has not."""
+        num_tokens = len(self._tokenizer)
+        if num_tokens <= vocab_size:
+            return None
+        return (
+            f"the tokenizer has {num_tokens} tokens, the model has embeddings for {vocab_size}: prompts with the "
+            "others are refused"
+        )
 
     @property
     def backend(self) -> Any:

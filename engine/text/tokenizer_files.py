@@ -12,6 +12,13 @@ from engine.text.sentencepiece_file import read_sentencepiece
 
 VOCABULARIES = ("tokenizer.json", "tekken.json", "tokenizer.model", "vocab.json", "vocab.txt")
 
+#: Special tokens of tekken files that list none, the earliest ones. Source: mistral-common's Tekkenizer.
+EARLY_TEKKEN = (
+    *("<unk>", "<s>", "</s>", "[INST]", "[/INST]", "[AVAILABLE_TOOLS]", "[/AVAILABLE_TOOLS]", "[TOOL_RESULTS]"),
+    *("[/TOOL_RESULTS]", "[TOOL_CALLS]", "[IMG]", "<pad>", "[IMG_BREAK]", "[IMG_END]", "[PREFIX]", "[MIDDLE]"),
+    *("[SUFFIX]", "[SYSTEM_PROMPT]", "[/SYSTEM_PROMPT]", "[TOOL_CONTENT]"),
+)
+
 TEKKEN_NAMES = {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>", "pad_token": "<pad>"}
 
 
@@ -62,9 +69,8 @@ def read_tekken(path: Path) -> tuple[Any, list[str]]:
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
         config = content["config"]
-        special = [
-            str(token["token_str"]) for token in sorted(content["special_tokens"], key=lambda each: int(each["rank"]))
-        ]
+        listed = sorted(content.get("special_tokens") or (), key=lambda each: int(each["rank"]))
+        special = [str(token["token_str"]) for token in listed] or list(EARLY_TEKKEN)
         num_special = int(config.get("default_num_special_tokens") or len(special))
         special += [f"<SPECIAL_{number}>" for number in range(len(special), num_special)]
         entries = content["vocab"]

@@ -104,3 +104,14 @@ def test_a_process_that_cannot_begin_fails_the_form_and_the_next_one_begins(
         with pytest.raises(InvalidSampling, match=r"no process for it begins.*with 7"):
             forms.matchers(asking(regex="a"), END)
     assert forms.matchers(asking(regex="a"), END)
+
+
+def test_a_large_vocabulary_is_read_before_the_first_form(forms: Grammars, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Here and in the process that tries forms: the first one needs no other."""
+    assert forms.begin() is None
+    monkeypatch.setattr(grammars, "SMALL_VOCABULARY", 1)
+    beginning = forms.begin()
+    assert beginning is not None
+    beginning.result(timeout=60)
+    monkeypatch.setattr(process, "_PROGRAM", "raise SystemExit(7)")
+    assert forms.matchers(asking(regex="a"), END)

@@ -101,6 +101,14 @@ def test_so_with_pieces_of_sentencepiece(sentencepiece_engine: Engine) -> None:
     assert {text for _, text, _, _ in found[1::2]} <= {"Der März", "Der Mai 😀"}
 
 
+def test_a_form_keeps_its_first_space_behind_special_tokens_alone(sentencepiece_engine: Engine) -> None:
+    engine = sentencepiece_engine
+    for text in (" a", "a", "  März"):
+        params = SamplingParams(structured_outputs={"choice": [text]}, max_tokens=20, stop=["never"])
+        (answer,) = engine.generate([engine._tokenizer.prefix], params)
+        assert (answer.text, answer.finish_reason) == (text, "stop")
+
+
 @pytest.mark.parametrize(
     "options", [{"async_scheduling": True}, {"kv_cache_bytes": 1 << 18}, {"max_num_batched_tokens": 10}], ids=str
 )

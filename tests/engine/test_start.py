@@ -1,5 +1,7 @@
 """Which values stop an engine from starting, what it takes where none is given, and where it launches."""
 
+import json
+import shutil
 import subprocess
 import sys
 import threading
@@ -15,6 +17,7 @@ import engine
 from engine import ConfigError, Engine, EngineConfig, SamplingParams
 from engine.attention.torch_backend import TorchBackend
 from engine.cpu_kernels import processor
+from engine.run.check_up import check_up
 from engine.run.forward import model_runner
 from engine.run.forward.memory import allowed_bytes
 from tests.engine.checkpoints import SHAPES, make_checkpoint
@@ -44,6 +47,22 @@ SMALL = {"kv_cache_bytes": 1 << 22}
 def test_a_bad_value_stops_the_start_and_is_named(folder: Path, changes: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         Engine(EngineConfig(**{"model": str(folder), **SMALL, **changes}))
+
+
+def test_a_tokenizer_larger_than_the_embeddings_is_a_warning(
+    folder: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """At the start, and in a check before it."""
+    copy = shutil.copytree(folder, tmp_path / "copy")
+    content = json.loads((copy / "tokenizer.json").read_text())
+    first = max(content["model"]["vocab"].values()) + 1
+    content["model"]["vocab"] |= {f"added{place}": first + place for place in range(900)}
+    (copy / "tokenizer.json").write_text(json.dumps(content))
+    config = EngineConfig(model=str(copy), **SMALL)
+    with Engine(config):
+        assert "prompts with the others are refused" in caplog.text
+    (found,) = (each for each in check_up(config) if each.subject == "tokenizer" and each.grade == "warning")
+    assert "the model has embeddings for" in found.found
 
 
 def test_max_model_len_is_what_the_model_has_and_the_pool_holds(folder: Path, caplog: pytest.LogCaptureFixture) -> None:

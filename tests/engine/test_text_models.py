@@ -78,6 +78,20 @@ def test_a_broken_vocabulary_is_refused_by_name(tmp_path: Path) -> None:
         Tokenizer(folder)
 
 
+def test_a_tekken_file_without_special_tokens_has_the_earliest_ones(tmp_path: Path) -> None:
+    folder = make_text_model(tmp_path, "tekken")
+    content = json.loads((folder / "tekken.json").read_text())
+    del content["special_tokens"]
+    content["config"]["default_num_special_tokens"] += 20
+    content["config"]["default_vocab_size"] += 20
+    (folder / "tekken.json").write_text(json.dumps(content))
+    backend = Tokenizer(folder).backend
+    assert [backend.id_to_token(token_id) for token_id in (1, 2, 9, 19, 20)] == [
+        *("<s>", "</s>", "[TOOL_CALLS]", "[TOOL_CONTENT]", "<SPECIAL_20>")
+    ]
+    assert Tokenizer(folder).encode("[INST]")[:2] == [1, 3]
+
+
 def test_ranked_bytes_are_merged_by_rank(text_models: dict[str, Tokenizer], tmp_path: Path) -> None:
     """As tiktoken does it: of all neighbours those two whose join has the lowest rank."""
     ranks = {token: rank for rank, token in enumerate(byte_ranks(tmp_path))}

@@ -1,0 +1,135 @@
+"""Rewrites a tokenizer for llguidance, so that a text's tokens are its bytes and nothing else.
+
+A model's own tokenizer reads `<tool_call>` as a control token, writes letters in another form of Unicode (NFC), and
+has one spelling, U+2581, for a space and for itself. A grammar forces bytes: with the rewritten tokenizer each text
+becomes tokens that are decoded to just this text. Ids stay as they are.
+"""
+
+import json
+import re
+from collections.abc import Iterator
+from typing import Any
+
+from engine.text.tokenizer_files import byte_alphabet
+
+#: Begins the name of a token that stands for no text. It is a code point that no text has: no character of Unicode's.
+HIDDEN = "\ufdd0"
+
+#: The form by which llguidance takes an added token for a control token.
+_MARKUP = re.compile("<.*>", re.DOTALL)
+
+#: Pre-tokenizers that cut a text and keep all of it.
+_CUTTERS = ("Split", "Digits", "Punctuation", "ByteLevel")
+
+_TO_BYTES = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False}
+
+
+def tokenizer_of_bytes(tokenizer: str) -> str:
+    """Rewrite the JSON of a `tokenizers.Tokenizer`. One that is not decoded byte by byte is left as it is."""
+    content = json.loads(tokenizer)
+    decoders = list(_steps(content["decoder"], "decoders"))
+    kinds = {decoder["type"] for decoder in decoders}
+    if content["model"]["type"] not in ("BPE", "Unigram") or not kinds & {"ByteLevel", "ByteFallback"}:
+        return tokenizer
+    has_byte_pieces = "ByteFallback" in kinds
+    space = _written_space(decoders) if has_byte_pieces else " "
+    for step in ("normalizer", "truncation", "padding", "post_processor"):
+        content[step] = None
+    content["pre_tokenizer"] = None if has_byte_pieces else _cutters(content["pre_tokenizer"])
+    added = {token["id"]: token for token in content["added_tokens"]}
+    names = _names(_texts(content["model"]["vocab"], added), added, space)
+    _rename(content["model"], names, space)
+    content["added_tokens"] = [
+        _added_token(token_id, name)
+        for token_id, name in names.items()
+        if name.startswith(HIDDEN) or (token_id in added and (has_byte_pieces or _is_decoded_as_it_is(name)))
+    ]
+    return json.dumps(content, ensure_ascii=False)
+
+
+def _texts(vocabulary: Any, added: dict[int, Any]) -> dict[int, str]:
+    """Return the texts of tokens by their ids. vocabulary: of BPE by text, of a unigram model in the order of ids."""
+    if isinstance(vocabulary, dict):
+        texts = {token_id: text for text, token_id in vocabulary.items()}
+    else:
+        texts = {token_id: text for token_id, (text, _) in enumerate(vocabulary)}
+    return texts | {token_id: token["content"] for token_id, token in added.items()}
+
+
+def _names(texts: dict[int, str], added: dict[int, Any], space: str) -> dict[int, str]:
+    """Name all ids up to the last one. Control tokens, and ids without a token, get names that no text spells."""
+    names: dict[int, str] = {}
+    taken: set[str] = set()
+    for token_id in range(max(texts, default=-1) + 1):
+        name = texts.get(token_id, HIDDEN).replace(space, " ")
+        token = added.get(token_id)
+        is_control = token is not None and (token["special"] or _MARKUP.fullmatch(token["content"]))
+        if is_control or name == HIDDEN or name in taken:
+            name = f"{HIDDEN}[{token_id}]"
+        taken.add(name)
+        names[token_id] = name
+    return names
+
+
+def _rename(model: dict[str, Any], names: dict[int, str], space: str) -> None:
+    """Give a model's tokens their names."""
+    if model["type"] == "Unigram":
+        scores = [score for _, score in model["vocab"]]
+        scores += [min(scores)] * (len(names) - len(scores))
+        model["vocab"] = [[names[token_id], score] for token_id, score in enumerate(scores)]
+        return
+    if model["unk_token"] in model["vocab"]:
+        model["unk_token"] = names[model["vocab"][model["unk_token"]]]
+    model["dropout"] = None
+    vocabulary = {name: token_id for token_id, name in names.items()}
+    model["vocab"] = vocabulary
+    num_marks = len(model["continuing_subword_prefix"] or "")
+    merges = ([left.replace(space, " "), right.replace(space, " ")] for left, right in model["merges"])
+    model["merges"] = [
+        [left, right]
+        for left, right in merges
+        if left in vocabulary and right in vocabulary and left + right[num_marks:] in vocabulary
+    ]
+
+
+def _added_token(token_id: int, name: str) -> dict[str, Any]:
+    """Write an added token that takes no blanks around it."""
+    flags = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
+    return {"id": token_id, "content": name, "special": name.startswith(HIDDEN), **flags}
+
+
+def _is_decoded_as_it_is(text: str) -> bool:
+    """Whether byte-level decoding leaves a text alone, since not all of its characters stand for bytes."""
+    alphabet = byte_alphabet()
+    return text.isascii() or any(char not in alphabet for char in text)
+
+
+def _written_space(decoders: list[dict[str, Any]]) -> str:
+    """Return what stands for a space in the vocabulary."""
+    for decoder in decoders:
+        if decoder["type"] == "Replace" and decoder["content"] == " " and "String" in decoder["pattern"]:
+            return str(decoder["pattern"]["String"])
+    return " "
+
+
+def _cutters(pre_tokenizer: dict[str, Any] | None) -> dict[str, Any]:
+    """Return the pre-tokenizers that keep all of a text, one of which writes it as bytes."""
+    steps = [
+        {**step, "add_prefix_space": False} if step["type"] == "ByteLevel" else step
+        for step in _steps(pre_tokenizer, "pretokenizers")
+        if step["type"] in _CUTTERS and step.get("behavior") != "Removed"
+    ]
+    if not any(step["type"] == "ByteLevel" for step in steps):
+        steps.append(_TO_BYTES)
+    return {"type": "Sequence", "pretokenizers": steps}
+
+
+def _steps(step: dict[str, Any] | None, key: str) -> Iterator[dict[str, Any]]:
+    """Yield the single steps of a decoder or pre-tokenizer, whose sequence has them under a key."""
+    if step is None:
+        return
+    if step["type"] != "Sequence":
+        yield step
+        return
+    for part in step[key]:
+        yield from _steps(part, key)
