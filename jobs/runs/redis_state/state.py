@@ -247,7 +247,8 @@ class RunState:
         counted = ("total_rows", "total_errors") if is_whole else OF_SUBMISSION[:2]
         fields: Any = (client or self._redis).hmget(self._key, *counted, "max_errors", "submission")
         rows, errors, text, submission = fields
-        told = ErrorLimit.stored(stored.text(text) if text else None).told(_number(rows), _number(errors))
+        limit = ErrorLimit.stored(stored.text(text) if text else None)
+        told = limit.told(_number(rows), _number(errors), is_whole)
         if told is None:
             return None
         reason = f"{told}, then submit another input, or the same again with a higher limit to resume"

@@ -22,7 +22,7 @@ ASKED_FOR = (WEBHOOK, ON_END)
 
 _FUNCTION = re.compile(r"[^\W\d]\w*(\.[^\W\d]\w*)+")
 _LIMIT = re.compile(r"(?P<rows>\d{1,15})|(?P<percent>\d+(\.\d+)?(e-\d+)?)%", re.ASCII)
-#: Fewer finished rows say nothing of a share.
+#: Fewer finished rows say nothing of a share, while others are still to come.
 MIN_JUDGED_ROWS = 100
 
 
@@ -55,7 +55,8 @@ class ErrorLimit:
         if is_whole and 0 < rows == errors and self.share != 1:
             return f"all its {rows} rows have an error, and --max-errors is no 100%: look at column `error`"
         most = self.rows if self.share is None else self.share * rows
-        if most is None or errors <= most or (self.rows is None and rows < MIN_JUDGED_ROWS):
+        says_nothing = self.rows is None and rows < MIN_JUDGED_ROWS and not is_whole
+        if most is None or errors <= most or says_nothing:
             return None
         return (
             f"{errors} of {rows} rows have an error, more than --max-errors {self} allows: look at column "
