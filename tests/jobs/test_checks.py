@@ -9,6 +9,7 @@ import pytest
 from jobs.context import checks as checks_module
 from jobs.context.checks import Checks, RepairOptions
 from jobs.errors import InvalidJob
+from sandbox.recent import MAX_CHARS, MAX_TEXTS
 from tests.jobs.checking import DIES, FUNCTION, HANGS, LIMIT_S, RAISES
 
 
@@ -80,3 +81,18 @@ def test_others_are_checked_beside_what_takes_long_to_compile(monkeypatch: pytes
     checks._pool.close(kill=True)
     slow.join()
     assert "ended its process with -9" in str(ended.get())
+
+
+def test_distinct_checks_are_remembered_up_to_a_bound_and_none_pays_for_those_before_it(checks: Checks) -> None:
+    """Without a bound the child's memory would end some day, at a check that needs little."""
+    first_child = None
+    for number in range(80):
+        check = {"json": {"const": str(number) * 500_000}}
+        assert checks.reason(RepairOptions(check=check), {}, '"1"') is not None
+        (child,) = checks._pool._idle
+        first_child = first_child or child
+        assert child is first_child
+    assert child.notes.num_chars <= MAX_CHARS
+    for number in range(MAX_TEXTS + 10):
+        assert checks.reason(RepairOptions(check={"regex": f"a{number}"}), {}, f"a{number}") is None
+    assert len(child.notes) == MAX_TEXTS
