@@ -165,6 +165,7 @@ REFUSED = [
     ("SET", "tokenmill:journal:another's", "x"),
     ("SADD", "rq:workers:bulk", "rq:worker:invented"),
     ("ZADD", "tokenmill:fleet:bulk", "2000000000", "invented"),
+    ("SET", "tokenmill:served:invented", "{}"),
     ("RENAME", "rq:queue:bulk", "rq:queue:other"),
     ("BLPOP", "rq:queue:bulk", "0.1"),
     ("LCS", "rq:job:a", "rq:job:b"),
