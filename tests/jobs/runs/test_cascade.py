@@ -49,7 +49,7 @@ class Site:
         runs.write(ROWS)
 
     def start_workers(self) -> None:
-        for queue, model in QUEUES.items():
+        for queue in QUEUES:
             add_worker(self.redis, queue)
             self.redis.hset(f"rq:worker:{queue}", "queues", queue)
             self.serve(queue, [queue])
