@@ -19,6 +19,9 @@ tokenmill:served:<name>        string, JSON: what a worker serves, as long as it
 tokenmill:journal:<job>        string: how far a job of prompts is, while it runs (context/under_way.py)
 tokenmill:claim:<token>        list: job ids that one claim has taken, until the next one or for 10 minutes
 tokenmill:removed:<execution>  string: id of a job that ended and was not to be kept, for 2 minutes
+tokenmill:epochs               list: epochs of the last claims, by which workers see that Redis lost some (claim.lua)
+tokenmill:epoch-made           string: an epoch was made within this second
+tokenmill:restored             string: when they saw that, until `tokenmill restore-check --confirm`
 tokenmill:maintenance:<queue>  string: the worker that looks for abandoned jobs of the queue in this period
 tokenmill:maintenance-stock:<queue>  string: the one that looks for jobs that RQ's own workers left there
 
@@ -52,6 +55,8 @@ PROGRESS_FIELD = "tokenmill_progress"
 SUBMISSION_FIELD = "tokenmill_submission"
 #: A run's keys are kept this long after the last write; the files alone are enough to resume it.
 RUN_TTL_S = 30 * 24 * 3600
+#: By the first the workers see that Redis came back with older data; the second one holds all claims since.
+EPOCHS_KEY, RESTORED_KEY = f"{OWN}:epochs", f"{OWN}:restored"
 #: Every run that was submitted within twice that time. Below `tokenmill:run:`, which producers may write.
 RUNS_KEY = f"{OWN}:run:index"
 

@@ -22,6 +22,12 @@ POINT_PERIOD_S, MAX_POINTS = 10.0, 360
 MAX_HELD_NAMED = 20
 #: State of a worker that loads its model: it says so once, then nothing for up to so many seconds.
 LOADING, LOADING_S = "loading", 600.0
+#: State of a worker that claims nothing, because Redis came back with older data than it has seen there.
+RESTORED = "restored"
+RESTORED_TEXT = (
+    "Redis came back with older data, and prompts that were answered since may be queued again: "
+    "`tokenmill restore-check` says what to do"
+)
 #: Seconds for which a worker that tells nothing more is listed: as long as RQ keeps it, by the default --worker-ttl.
 LISTED_S = 480.0
 #: Bounds of a record: characters of a text, entries of a list.
@@ -119,9 +125,9 @@ class WorkerSample(Point):
     """How a worker stands. silent_s: since it wrote this, by Redis' clock. started_at: Unix seconds. models: all names
     by which jobs may ask for its model.
 
-    state: "idle", "busy", "suspended", "draining" (it finishes what runs), "loading" (its model) or "stopped". queues:
-    the most urgent first. held: jobs that it holds, by queue; held_jobs: the oldest of them, MAX_HELD_NAMED at most.
-    claimed: jobs of each of its queues that any worker has taken and not begun.
+    state: "idle", "busy", "suspended", "restored" (see `RESTORED`), "draining" (it finishes what runs), "loading" (its
+    model) or "stopped". queues: the most urgent first. held: jobs that it holds, by queue; held_jobs: the oldest of
+    them, MAX_HELD_NAMED at most. claimed: jobs of each of its queues that any worker has taken and not begun.
     """
 
     name: str = ""
@@ -209,6 +215,12 @@ def served_on(workers: Iterable[Worker], queue: str) -> tuple[int, set[str] | No
     # A killed worker's key lives on for minutes, and what it served with it.
     served = [each.sample.models for each in listening if each.sample is not None and not each.is_silent]
     return len(listening), {name for names in served for name in names}
+
+
+def are_held(workers: Iterable[Worker]) -> bool:
+    """Whether workers say that they claim nothing, because Redis came back with older data."""
+    samples = [worker.sample for worker in workers if worker.sample is not None and not worker.is_silent]
+    return any(sample.state == RESTORED for sample in samples)
 
 
 def claimed_jobs(workers: Iterable[Worker]) -> dict[str, int]:

@@ -161,6 +161,8 @@ REFUSED = [
     ("EVALSHA", "0" * 40, "0"),
     ("SET", "rq:suspended", "1"),
     ("RPUSH", "tokenmill:claim:0", "x"),
+    ("DEL", "tokenmill:restored"),
+    ("LPUSH", "tokenmill:epochs", "1:x"),
     ("SET", "tokenmill:deaths:another's", "4"),
     ("SET", "tokenmill:journal:another's", "x"),
     ("SADD", "rq:workers:bulk", "rq:worker:invented"),
