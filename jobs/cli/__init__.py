@@ -7,7 +7,7 @@ import redis
 
 from jobs import client
 from jobs.cli.folder_commands import errors, report, tail, verify
-from jobs.cli.operator_commands import dashboard, doctor, info, requeue_command
+from jobs.cli.operator_commands import dashboard, doctor, info, requeue_command, restore_check
 from jobs.cli.run_options import check_options, input_options, output_options, prompt_options, run_arguments
 from jobs.cli.status_text import await_plan, errors_told, wait_for_end
 from jobs.cli.trial_commands import MAX_ROWS_READ, dry_run_lines, preview, survey
@@ -98,5 +98,6 @@ def models(model: str | None) -> None:
     click.echo(model_table() if model is None else describe_model(model))
 
 
-for command in (preview, status, runs, workers, errors, tail, verify, report, info, dashboard, doctor, requeue_command):
+_COMMANDS = (preview, status, runs, workers, errors, tail, verify, report, info, dashboard, doctor, requeue_command)
+for command in (*_COMMANDS, restore_check):
     main.add_command(command)

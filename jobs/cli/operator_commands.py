@@ -12,7 +12,9 @@ import redis
 from redis.exceptions import RedisError
 
 from jobs.common.display import safe_name
-from jobs.common.workers import read_workers
+from jobs.common.keys import EPOCHS_KEY, RESTORED_KEY
+from jobs.common.stored import text
+from jobs.common.workers import RESTORED_TEXT, are_held, read_workers
 from jobs.doctor.findings import Examination, Finding, Level, check_installation, examine, fault
 from jobs.doctor.redis_server import check_permissions, check_server, not_served, reach
 from jobs.queues import REQUEUE_LIMIT, RESUBMIT, count_queues, queue_names, requeue, requeue_all
@@ -35,7 +37,8 @@ def info(connection: redis.Redis, /, queues: tuple[str, ...]) -> None:
         if counts.name not in missing:
             places = ", ".join(f"{count} {place}" for place, count in counts.counts.items())
             click.echo(f"queue {safe_name(counts.name)}: {places}")
-    for each in read_workers(connection):
+    listed = read_workers(connection)
+    for each in listed:
         if not (fields := each.registered):
             continue
         state = "silent" if each.is_silent else fields.get("state", "?")
@@ -45,9 +48,34 @@ def info(connection: redis.Redis, /, queues: tuple[str, ...]) -> None:
             f"{fields.get('successful_job_count', 0)} finished, {fields.get('failed_job_count', 0)} failed; "
             f"last seen {fields.get('last_heartbeat', '?')}"
         )
+    if are_held(listed):
+        click.secho(f"no worker claims anything: {RESTORED_TEXT}", fg="red")
     if missing:
         others = f": there are {_ids(known)}" if known else ": there is none"
         raise click.ClickException(f"no queue is named {_ids(missing)}{others}")
+
+
+@click.command("restore-check")
+@click.option("--confirm", is_flag=True, help="Let the workers claim what is queued now.")
+@click.pass_obj
+def restore_check(connection: redis.Redis, /, confirm: bool) -> None:
+    """Say whether workers claim nothing because Redis came back with older data; with --confirm let them go on.
+
+    A prompt that was answered after that data was saved is queued again, and would be answered a second time. Needs the
+    workers' Redis user. Exits with 1 while claims are held.
+    """
+    held_since: Any = connection.get(RESTORED_KEY)
+    if held_since is None:
+        click.echo("claims are not held: no worker has seen Redis come back with older data")
+        return
+    click.echo(f"claims are held since {safe_name(text(held_since))}: Redis came back with older data")
+    for counts in count_queues(connection, queue_names(connection)):
+        if waiting := counts.counts["waiting"]:
+            click.echo(f"queue {safe_name(counts.name)}: {waiting} waiting")
+    if not confirm:
+        raise click.ClickException("cancel the prompts that you have answers of, then give --confirm")
+    connection.delete(RESTORED_KEY, EPOCHS_KEY)
+    click.echo("confirmed: the workers claim what is queued")
 
 
 @click.command("requeue")

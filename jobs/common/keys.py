@@ -15,9 +15,13 @@ Those by which workers tell whose a job is, or whose turn it is, belong to worke
 tokenmill:held:<queue>         hash: `<job>:<execution>` that is claimed -> what was known then (holding.lua)
 tokenmill:deaths:<job>         string: how many workers have died with the job, for a week
 tokenmill:fleet:<queue>        sorted set: name of a worker that serves it -> Unix time of its last sign
+tokenmill:served:<name>        string, JSON: what a worker serves, as long as it lives (common/workers.py)
 tokenmill:journal:<job>        string: how far a job of prompts is, while it runs (context/under_way.py)
 tokenmill:claim:<token>        list: job ids that one claim has taken, until the next one or for 10 minutes
 tokenmill:removed:<execution>  string: id of a job that ended and was not to be kept, for 2 minutes
+tokenmill:epochs               list: epochs of the last claims, by which workers see that Redis lost some (claim.lua)
+tokenmill:epoch-made           string: an epoch was made within this second
+tokenmill:restored             string: when they saw that, until `tokenmill restore-check --confirm`
 tokenmill:maintenance:<queue>  string: the worker that looks for abandoned jobs of the queue in this period
 tokenmill:maintenance-stock:<queue>  string: the one that looks for jobs that RQ's own workers left there
 
@@ -56,6 +60,8 @@ PROGRESS_FIELD = "tokenmill_progress"
 SUBMISSION_FIELD = "tokenmill_submission"
 #: A run's keys are kept this long after the last write; the files alone are enough to resume it.
 RUN_TTL_S = 30 * 24 * 3600
+#: By the first the workers see that Redis came back with older data; the second one holds all claims since.
+EPOCHS_KEY, RESTORED_KEY = f"{OWN}:epochs", f"{OWN}:restored"
 #: Every run that was submitted within twice that time. Below `tokenmill:run:`, which producers may write.
 RUNS_KEY = f"{OWN}:run:index"
 
@@ -73,6 +79,16 @@ def worker_key(name: str) -> str:
 def loading_key(name: str) -> str:
     """Return the key of what a worker says while it loads its model; `worker_key` comes when it serves."""
     return f"{worker_key(name)}:loading"
+
+
+def served_key(name: str) -> str:
+    """Return the key of the model that a worker serves, which producers may not write."""
+    return f"{OWN}:served:{name}"
+
+
+def fleet_key(queue: str) -> str:
+    """Return the key of who serves a queue: by RQ's own list, producers could throttle all of them."""
+    return f"{OWN}:fleet:{queue}"
 
 
 def samples_key(name: str) -> str:

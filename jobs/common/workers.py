@@ -5,14 +5,14 @@ A worker writes its `WorkerSample` to `tokenmill:worker:<name>` every two second
 """
 
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
 from typing import Any, Self
 
 from redis import Redis
 
-from jobs.common.display import safe_name
-from jobs.common.keys import SILENT_S, WORKER_STATS_TTL_S, loading_key, worker_key
+from jobs.common.display import is_unicode, printable, safe_name
+from jobs.common.keys import SILENT_S, WORKER_STATS_TTL_S, fleet_key, loading_key, served_key, worker_key
 from jobs.common.rq_jobs import WORKER_PREFIX, WORKERS_KEY
 from jobs.common.stored import count, json_object, text
 
@@ -22,8 +22,58 @@ POINT_PERIOD_S, MAX_POINTS = 10.0, 360
 MAX_HELD_NAMED = 20
 #: State of a worker that loads its model: it says so once, then nothing for up to so many seconds.
 LOADING, LOADING_S = "loading", 600.0
+#: State of a worker that claims nothing, because Redis came back with older data than it has seen there.
+RESTORED = "restored"
+RESTORED_TEXT = (
+    "Redis came back with older data, and prompts that were answered since may be queued again: "
+    "`tokenmill restore-check` says what to do"
+)
 #: Seconds for which a worker that tells nothing more is listed: as long as RQ keeps it, by the default --worker-ttl.
 LISTED_S = 480.0
+#: Bounds of a record: characters of a text, entries of a list.
+MAX_TEXT_CHARS, MAX_ENTRIES = 4096, 1000
+
+
+def _number(value: object) -> float | None:
+    """Return a number such as seconds or a share, from 0 to 2**53; None for anything else."""
+    if type(value) not in (int, float) or not 0 <= value < 1 << 53:  # type: ignore[operator]
+        return None
+    return float(value)  # type: ignore[arg-type]
+
+
+def _text(value: object) -> str | None:
+    """Return a text fit to be shown; None for anything else."""
+    if not isinstance(value, str) or len(value) > MAX_TEXT_CHARS or not is_unicode(value):
+        return None
+    return printable(value)
+
+
+def _texts(value: object) -> list[str] | None:
+    if not isinstance(value, list) or len(value) > MAX_ENTRIES:
+        return None
+    texts = [_text(entry) for entry in value]
+    return [text for text in texts if text is not None]
+
+
+def _counts(value: object) -> dict[str, int] | None:
+    if not isinstance(value, dict) or len(value) > MAX_ENTRIES:
+        return None
+    counts: dict[str, int] = {}
+    for name, number in value.items():
+        shown, checked = _text(name), count(number)
+        if shown is not None and checked is not None:
+            counts[shown] = checked
+    return counts
+
+
+#: Reads a field of a record by its type; None is of a value that no worker writes.
+_READ: Mapping[Any, Callable[[object], Any]] = {
+    float: _number,
+    int: count,
+    str: _text,
+    Sequence[str]: _texts,
+    Mapping[str, int]: _counts,
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,9 +110,14 @@ class Point:
         return json.dumps(self.to_object(), separators=(",", ":"))
 
     @classmethod
-    def from_object(cls, found: Mapping[str, Any], **more: Any) -> Self:
-        names = {each.name for each in fields(cls)}
-        return cls(**{**{name: value for name, value in found.items() if name in names}, **more})
+    def from_object(cls, stored: Mapping[str, Any], **more: Any) -> Self:
+        """Return what a record says. Producers may write there: a value of another kind counts as missing."""
+        values: dict[str, Any] = {}
+        for each in fields(cls):
+            checked = _READ[each.type](stored.get(each.name))
+            if checked is not None:
+                values[each.name] = checked
+        return cls(**{**values, **more})
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,9 +128,9 @@ class WorkerSample(Point):
 
     format: what it reads of plans (jobs.common.keys).
 
-    state: "idle", "busy", "suspended", "draining" (it finishes what runs), "loading" (its model) or "stopped". queues:
-    the most urgent first. held: jobs that it holds, by queue; held_jobs: the oldest of them, MAX_HELD_NAMED at most.
-    claimed: jobs of each of its queues that any worker has taken and not begun.
+    state: "idle", "busy", "suspended", "restored" (see `RESTORED`), "draining" (it finishes what runs), "loading" (its
+    model) or "stopped". queues: the most urgent first. held: jobs that it holds, by queue; held_jobs: the oldest of
+    them, MAX_HELD_NAMED at most. claimed: jobs of each of its queues that any worker has taken and not begun.
     """
 
     name: str = ""
@@ -151,8 +206,8 @@ def read_workers(connection: Redis, names: Sequence[str] | None = None) -> list[
         sample = None
         if told := json_object(raw):
             silent_s = max(0.0, WORKER_STATS_TTL_S - left_ms / 1000) if left_ms >= 0 else 0.0
-            own = {"name": name, "silent_s": silent_s, "at": told.get("updated_at", 0.0)}
-            sample = WorkerSample.from_object(told, **own)
+            told = {**told, "at": told.get("updated_at")}
+            sample = WorkerSample.from_object(told, name=name, silent_s=silent_s)
         if registered or (sample is not None and sample.silent_s <= LISTED_S):
             queues = text(registered["queues"]).split(",") if "queues" in registered else []
             shown = {key: safe_name(value) for key, value in registered.items()}
@@ -167,8 +222,13 @@ def served_on(workers: Iterable[Worker], queue: str) -> tuple[int, set[str] | No
         return len(listening), None
     # A killed worker's key lives on for minutes, and what it served with it.
     served = [each.sample.models for each in listening if each.sample is not None and not each.is_silent]
-    models = {name for names in served if isinstance(names, list) for name in names if isinstance(name, str)}
-    return len(listening), models
+    return len(listening), {name for names in served for name in names}
+
+
+def are_held(workers: Iterable[Worker]) -> bool:
+    """Whether workers say that they claim nothing, because Redis came back with older data."""
+    samples = [worker.sample for worker in workers if worker.sample is not None and not worker.is_silent]
+    return any(sample.state == RESTORED for sample in samples)
 
 
 def claimed_jobs(workers: Iterable[Worker]) -> dict[str, int]:
@@ -176,6 +236,27 @@ def claimed_jobs(workers: Iterable[Worker]) -> dict[str, int]:
     samples = [each.sample for each in workers if each.sample is not None]
     found: dict[str, int] = {}
     for sample in sorted(samples, key=lambda sample: -sample.silent_s):
-        told = sample.claimed if isinstance(sample.claimed, dict) else {}
-        found.update({queue: number for queue, number in told.items() if count(number) is not None})
+        found.update(sample.claimed)
     return found
+
+
+#: What a worker tells of itself in its `served_key`.
+_SERVED = ("queues", "model", "models", "dtype", "max_model_len", "clock_formats")
+
+
+def read_serving(connection: Redis, queue: str) -> list[WorkerSample]:
+    """Return what the living workers of a queue serve, from keys that only workers may write. Raises RedisError.
+
+    Each sample has the fields of `served_text`.
+    """
+    names: Any = connection.zrange(fleet_key(queue), -MAX_ENTRIES, -1)
+    if not names:
+        return []
+    served: Any = connection.mget([served_key(text(name)) for name in names])
+    samples = [WorkerSample.from_object(json_object(raw)) for raw in served if raw is not None]
+    return [sample for sample in samples if queue in sample.queues]
+
+
+def served_text(facts: Mapping[str, Any]) -> str:
+    """Return what a worker writes to its `served_key`, of the facts of its record."""
+    return json.dumps({name: facts[name] for name in _SERVED if name in facts})

@@ -12,6 +12,7 @@ from pkgutil import resolve_name
 from typing import Any
 
 from sandbox.child import Worker, unlimited_memory
+from sandbox.recent import Recent
 
 #: Characters of a reason: it stands in a prompt, and in a column.
 MAX_REASON_CHARS = 2_000
@@ -75,10 +76,18 @@ def _cut(text: str) -> str:
     return text if len(text) <= MAX_REASON_CHARS else f"{text[:MAX_REASON_CHARS]}..."
 
 
-@lru_cache(maxsize=64)
+_known: Recent[Check] = Recent()
+
+
 def _compiled(text: str) -> Check:
-    ((kind, what),) = json.loads(text).items()
-    return _MAKE[kind](what)
+    """Return a check, compiled unless this child has it from lately."""
+    check = _known.get(text)
+    if check is None:
+        ((kind, what),) = json.loads(text).items()
+        check = _MAKE[kind](what)
+        if _known.put(text, check):
+            re.purge()  # it would keep hundreds of patterns that nothing else holds any more
+    return check
 
 
 def _pattern(pattern: str) -> Check:

@@ -165,14 +165,14 @@ class Checks:
 
     def _reply(self, child: Child, options: RepairOptions, answer: Mapping[str, Any]) -> dict[str, Any]:
         question, reply = {"check": options.check_text}, dict[str, Any]()
-        if options.check_text not in child.notes:
+        if not child.notes.get(options.check_text):
             limit_s = BEGIN_LIMIT_S if options.function else COMPILE_LIMIT_S
             try:
                 reply, _ = child.ask(_TASK, question, Limits(limit_s))
             except (ChildTooSlow, ChildOutOfMemory) as error:
                 raise _useless(error) from None
         if "problem" not in reply:
-            child.notes.add(options.check_text)
+            child.notes.put(options.check_text, True)
             if answer:
                 reply, _ = child.ask(_TASK, {**question, **answer}, Limits(self._limit_s))
         if "is_stale" in reply:

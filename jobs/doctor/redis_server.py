@@ -182,7 +182,7 @@ _PRODUCERS = """
     zremrangebyscore K 0 1; xrevrange K + -; xlen K; xread COUNT 1 STREAMS K 0; info; ping; publish C 1
 """
 _WORKERS = """
-    hincrby K a 1; hincrbyfloat K a 1; sscan K 0; xrange K - +; hsetnx K a 1; lpop K; ltrim K 0 1; mget K
+    hincrby K a 1; hincrbyfloat K a 1; sscan K 0; xrange K - +; hsetnx K a 1; lindex K 0; lpop K; ltrim K 0 1; mget K
     srandmember K; xadd K * a 1; rename K K; evalsha SHA 1 K; script load 1; script exists SHA
     memory usage K; subscribe C; unsubscribe C
 """

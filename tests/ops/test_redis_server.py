@@ -18,7 +18,7 @@ from rq import Queue
 from rq.job import JobStatus
 from rq.worker_registration import REDIS_WORKER_KEYS
 
-from ops.redis_server import FOLDER, socket_in, socket_url, wait_until_ready
+from ops.redis_server import FOLDER, redis_executable, socket_in, socket_url, wait_until_ready
 from tests.rq_workers import ROOT, wait_until
 
 SERVER = (sys.executable, "-m", "ops.redis_server")
@@ -58,6 +58,19 @@ def knock(user: int, folder: Path) -> str:
     """Connect as this user; return what went wrong."""
     command = [sys.executable, "-c", KNOCK.format(user=user), str(socket_in(folder))]
     return subprocess.run(command, capture_output=True, text=True, check=False).stderr
+
+
+def test_the_machines_server_comes_before_that_of_the_environment(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for folder in ("environment", "system"):
+        program = tmp_path / folder / "bin" / "redis-server"
+        program.parent.mkdir(parents=True)
+        program.write_text("#!/bin/sh\n")
+        program.chmod(0o755)
+    monkeypatch.setattr(sys, "prefix", str(tmp_path / "environment"))
+    monkeypatch.setenv("PATH", f"{tmp_path}/environment/bin:{tmp_path}/system/bin")
+    assert redis_executable() == f"{tmp_path}/system/bin/redis-server"
 
 
 def test_no_other_user_of_the_machine_reaches_the_server(short_folder: Path) -> None:

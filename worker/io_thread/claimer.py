@@ -5,10 +5,11 @@ from importlib.metadata import version
 from uuid import uuid4
 
 from jobs.common.keys import FORMAT
+from jobs.common.workers import RESTORED, RESTORED_TEXT
 from worker.io_thread.job_runner import JobRunner
 from worker.io_thread.limits import POLL_S, Timer
 from worker.io_thread.parts import Parts
-from worker.store.records.claimed_job import Wanted
+from worker.store.records.claimed_job import Hold, Wanted
 from worker.store.registries import Registries
 
 FORGET_S = 10.0
@@ -75,8 +76,8 @@ class Claimer:
         self._suspect_execution, self._isolated_until = "", float("-inf")
         self._polls = [Timer(POLL_S) for _ in parts.queue_names]
         self._looks = [Timer(LOOK_S) for _ in parts.queue_names]
-        self.is_suspended = False
-        """Whether `rq suspend` holds all workers, as of the last claim."""
+        self.hold: Hold = ""
+        """Why no worker may claim, as of the last claim."""
         self.idle_since = parts.clock()
         """When the last jobs came, or the last one that was held ended."""
 
@@ -174,7 +175,7 @@ class Claimer:
         for lane, claim, room in zip(lanes, claims, rooms, strict=True):
             del self._tokens[lane]
             if room:
-                self._note_suspension(claim.is_suspended)
+                self._note_hold(claim.hold)
             self._foreign[lane] = claim.num_foreign
             self._note_newer(lane, claim.num_newer)
             self._num_kept += len(claim.jobs)
@@ -207,7 +208,11 @@ class Claimer:
             )
         self._warned = self._warned | {lane} if num_newer else self._warned - {lane}
 
-    def _note_suspension(self, suspended: bool) -> None:
-        if suspended != self.is_suspended:
-            self._log.info("suspended, run `rq resume` to resume" if suspended else "resumed, claiming jobs again")
-            self.is_suspended = suspended
+    def _note_hold(self, hold: Hold) -> None:
+        if hold == self.hold:
+            return
+        self.hold = hold
+        if hold == RESTORED:
+            self._log.error("claiming nothing: %s", RESTORED_TEXT)
+        else:
+            self._log.info("suspended, run `rq resume` to resume" if hold else "resumed, claiming jobs again")

@@ -11,6 +11,7 @@ from typing import Any
 from redis.exceptions import RedisError, ResponseError
 
 from jobs.common.display import shown_error
+from jobs.common.workers import RESTORED, RESTORED_TEXT
 from worker.engine_thread.orders import EngineDied, Halt, SoFar, Stepped
 from worker.errors import EngineFailed, FaultySurroundings, IoThreadFailed, TooManyStuckThreads, WorkerError
 from worker.io_thread.claimer import Claimer
@@ -112,7 +113,8 @@ class IoLoop:
         """Say why it claims nothing, by a person's wish or at its end; None if it claims. For any thread."""
         if self._phase is not Phase.SERVING:
             return f"it takes no more jobs: {self._phase.value}"
-        return "suspended: `rq resume` lets it claim" if self._claimer.is_suspended else None
+        holds = {"": None, "suspended": "suspended: `rq resume` lets it claim", RESTORED: RESTORED_TEXT}
+        return holds[self._claimer.hold]
 
     @property
     def warning(self) -> str:
@@ -309,7 +311,7 @@ class IoLoop:
         self.reporter.tell(moment)
 
     def _show_record(self, moment: float) -> None:
-        self.reporter.show(moment, self._phase is Phase.SERVING, self._claimer.is_suspended)
+        self.reporter.show(moment, self._phase is Phase.SERVING, self._claimer.hold)
 
     def _take_up_abandoned(self, moment: float) -> None:
         if self._phase is not Phase.SERVING or not self._sweep.due(moment):
@@ -336,8 +338,8 @@ class IoLoop:
             self._leave("stopping on request")
         elif self._claimer.has_all_it_may:
             self._leave(f"finished {self._limits.max_jobs} jobs, quitting")
-        elif self._limits.burst and self._claimer.is_suspended:
-            self._leave("suspended in burst mode, quitting; there may be unfinished jobs on the queue")
+        elif self._limits.burst and self._claimer.hold:
+            self._leave(f"{self._claimer.hold} in burst mode, quitting; there may be unfinished jobs on the queue")
         elif self._limits.burst and self._claimer.has_taken_all():
             self._leave("done, quitting")
         elif self._is_idle_for_too_long(moment):

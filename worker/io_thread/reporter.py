@@ -5,11 +5,12 @@ from collections import Counter
 from collections.abc import Mapping
 from typing import Any
 
-from jobs.common.workers import MAX_HELD_NAMED, POINT_PERIOD_S, Point
+from jobs.common.workers import MAX_HELD_NAMED, POINT_PERIOD_S, RESTORED, Point
 from worker.io_thread.job_runner import JobRunner
 from worker.io_thread.limits import Timer
 from worker.io_thread.parts import Parts
 from worker.metrics.tally import Shown
+from worker.store.records.claimed_job import Hold
 from worker.store.worker_record import WorkerRecord
 
 RECORD_PERIOD_S = 2.0
@@ -35,7 +36,7 @@ class Reporter:
         """Show the state with the next `show`, whenever the last was."""
         self._show.postpone(float("-inf"))
 
-    def show(self, moment: float, is_serving: bool, is_suspended: bool) -> None:
+    def show(self, moment: float, is_serving: bool, hold: Hold) -> None:
         """Write the worker's record if it is due, or the first job has come or the last one gone."""
         if self._look.due(moment):
             self._look_at_clock()
@@ -44,8 +45,12 @@ class Reporter:
             return
         self._shown_busy = busy
         held = self._runner.held
-        state = "busy" if held else ("suspended" if is_suspended else "idle")
-        state = state if is_serving else "draining"
+        if not is_serving:
+            state = "draining"
+        elif held and hold != RESTORED:
+            state = "busy"
+        else:
+            state = hold or "idle"
         self._write(state, held[0].job_id if held else None)
         if self._keep.due(moment):
             self._record.keep(self._runner.tally.shown.point)

@@ -84,6 +84,7 @@ class JobStore:
         bounds = {"max_hash_bytes": max_hash_bytes(max_job_bytes), "max_hash_fields": MAX_HASH_FIELDS}
         self._call_many = Scripts(client, bounds).call_many
         self._max_job_bytes, self._keeping = max_job_bytes, keeping
+        self._epoch = ""
         self._unanswered: set[str] = set()
         self._answered: set[str] = set()
 
@@ -117,6 +118,7 @@ class JobStore:
             "models": self._models,
             "format": FORMAT,
             "done_tokens": list(self._answered),
+            "epoch": self._epoch,
         }
         calls = [Call("claim", {**vars(each), **same, "most": min(each.most, CLAIM_BATCH)}) for each in wanted]
         tokens = {each.token for each in wanted}
@@ -126,15 +128,16 @@ class JobStore:
         self._unanswered -= tokens
         # The first sending of a repeated claim may still be on its way: its record expires.
         self._answered = first_sent
+        self._epoch = replies[-1][5].decode()
         return [
             Claim(
                 [self._restore(each.queue, entry) for entry in entries],
                 num_foreign,
                 first_left.decode(errors="replace"),
-                bool(is_suspended),
+                hold.decode(),
                 num_newer,
             )
-            for each, (entries, num_foreign, first_left, is_suspended, num_newer) in zip(wanted, replies, strict=True)
+            for each, (entries, num_foreign, first_left, hold, num_newer, _) in zip(wanted, replies, strict=True)
         ]
 
     def renew(self, held: Sequence[ClaimedJob]) -> list[ClaimedJob]:

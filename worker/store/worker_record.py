@@ -10,16 +10,23 @@ from typing import Any
 from redis import Redis
 from redis.exceptions import RedisError
 
-from jobs.common.keys import RQ, SILENT_S, WORKER_STATS_TTL_S, held_key, loading_key, prefixed, samples_key, worker_key
+from jobs.common.keys import (
+    RQ,
+    SILENT_S,
+    WORKER_STATS_TTL_S,
+    fleet_key,
+    held_key,
+    loading_key,
+    samples_key,
+    served_key,
+    worker_key,
+)
 from jobs.common.rq_jobs import WORKER_PREFIX, WORKERS_KEY
-from jobs.common.workers import LOADING, MAX_POINTS, Point
+from jobs.common.workers import LOADING, MAX_POINTS, Point, served_text
 from worker.store.job_store import FAR_S
 
 _REGISTRIES = {"started": "wip", **{name: name for name in ("finished", "failed", "deferred", "scheduled")}}
 """Status -> how RQ's keys call its registry."""
-
-_FLEET_KEY = prefixed("tokenmill:fleet:%s")
-"""Who serves a queue: by RQ's own list, into which producers may write, they would throttle all of them."""
 
 
 @contextmanager
@@ -67,7 +74,7 @@ class WorkerRecord:
                     pipe.zcard(f"{RQ}:{registry}:{name}")
                 pipe.hlen(held_key(name))
                 pipe.zcount(f"{RQ}:wip:{name}", self._clock() + FAR_S / 2, "+inf")  # those of them that have begun
-                pipe.zcount(_FLEET_KEY % name, self._clock() - SILENT_S, "+inf")
+                pipe.zcount(fleet_key(name), self._clock() - SILENT_S, "+inf")
             replies = iter(pipe.execute())
         counted = {
             name: {each: int(next(replies)) for each in ("queued", *_REGISTRIES, "claimed", "begun", "workers")}
@@ -84,9 +91,10 @@ class WorkerRecord:
         moment = self._clock()
         with self._client.pipeline(transaction=False) as pipe:
             for name in self._queue_names:
-                pipe.zadd(_FLEET_KEY % name, {self._name: moment})
-                pipe.zremrangebyscore(_FLEET_KEY % name, "-inf", moment - WORKER_STATS_TTL_S)
-                pipe.expire(_FLEET_KEY % name, WORKER_STATS_TTL_S)
+                pipe.zadd(fleet_key(name), {self._name: moment})
+                pipe.zremrangebyscore(fleet_key(name), "-inf", moment - WORKER_STATS_TTL_S)
+                pipe.expire(fleet_key(name), WORKER_STATS_TTL_S)
+            pipe.set(served_key(self._name), served_text(self._facts), ex=SILENT_S)
             pipe.execute()
         stats = {**self._facts, "state": state, **point.to_object(), **counters, "updated_at": point.at}
         self._client.set(self._key, json.dumps(stats), ex=WORKER_STATS_TTL_S)

@@ -6,7 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 from jobs import errors
-from jobs.common.workers import read_workers
+from jobs.common.workers import read_serving
 from jobs.context import JobContext
 from jobs.context.served_model import PinnedModel, clock_text, split_formats
 from jobs.parquet.files.storage import Storage
@@ -116,18 +116,19 @@ def _agreed_plan(
 
 
 def second_model(context: JobContext, spec: RunSpec, queue: str, now: float) -> PinnedModel | None:
-    """Return the model that rows with low margins are asked again of, as its workers tell. Raises NoSecondModel."""
+    """Return the model that rows with low margins are asked again of, as its workers tell. Raises NoSecondModel.
+
+    Only workers' own keys count: a producer may invent the records that people look at.
+    """
     if spec.escalate_below is None:
         return None
     queue, first, others = spec.escalate_to or queue, context.model, set[PinnedModel]()
-    for each in read_workers(context.connection):
-        if (told := each.sample) is None or queue not in each.queues or told.is_silent:
-            continue
-        names = told.models
+    for served in read_serving(context.connection, queue):
+        names = served.models
         if names and first.fingerprint not in names and (spec.escalate_model or names[0]) in names:
-            clock = clock_text(split_formats(told.clock_formats), now)
-            length = told.max_model_len
-            others.add(PinnedModel(told.model, names[0], told.dtype, max_model_len=length, clock=clock))
+            clock = clock_text(split_formats(served.clock_formats), now)
+            length = served.max_model_len
+            others.add(PinnedModel(served.model, names[0], served.dtype, max_model_len=length, clock=clock))
     if len(others) != 1:
         found = ", ".join(sorted(map(str, others))) or "none"
         raise errors.NoSecondModel(queue, found, str(first))

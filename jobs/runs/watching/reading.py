@@ -12,7 +12,7 @@ from jobs.common import rq_jobs, stored
 from jobs.common.display import MAX_TEXT_CHARS, safe_name
 from jobs.common.keys import PROGRESS_FIELD, RUNS_KEY, SUBMISSION_FIELD, run_key
 from jobs.common.rq_jobs import JobStatus
-from jobs.common.workers import Worker, read_workers, served_on
+from jobs.common.workers import Worker, are_held, read_workers, served_on
 from jobs.errors import FAULT_PREFIX, UnknownRun
 from jobs.runs.plans.names import run_and_shard, shard_job_id
 from jobs.runs.redis_state.shard_jobs import num_held
@@ -133,6 +133,7 @@ class RunLook:
             queue_length=self.length,
             listened=tuple(sorted({name for each in workers for name in each.queues})),
             silent_workers=tuple(sorted({each.worker for each in progress} - _alive(workers))),
+            is_held=are_held(worker for worker in workers if facts["queue"] in worker.queues),
             awaited_model=self._awaited(workers, facts["queue"], *needed),
             awaited_second=self._awaited(workers, self.queues[-1], "second_model", "second_text"),
             planned_by=self._planned_by(workers),

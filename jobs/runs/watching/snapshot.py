@@ -10,6 +10,7 @@ from jobs.common import stored
 from jobs.common.display import safe_name
 from jobs.common.keys import SILENT_S
 from jobs.common.rq_jobs import JobStatus, QueueKeys
+from jobs.common.workers import RESTORED_TEXT
 from jobs.runs.plans.names import is_run_id, job_shard
 
 WAITING = (JobStatus.QUEUED, JobStatus.STARTED, JobStatus.SCHEDULED, JobStatus.DEFERRED)
@@ -27,11 +28,11 @@ class RunSnapshot:
 
     gone: queued shards whose job is in Redis no more. claimed: those that a worker holds, which may write the run's
     end. rows_done, tokens: generated ones, of running shards too; other counts are of finished shards. queue_length:
-    jobs of any run. awaited_model: the run's, where no worker there serves it; awaited_second: that of a cascade's
-    second_queue. planned_by: "newer" or "older" where it takes another version's workers. listened: queues that have
-    workers. stopped: why it was cancelled without anyone's word. failed_jobs: without those that an earlier cancel has
-    stopped. Times are Unix seconds. rows_per_s, tokens_per_s: of a finished run over worked_s, for which workers had
-    shards.
+    jobs of any run. is_held: no worker claims, because Redis came back with older data. awaited_model: the run's, where
+    no worker there serves it; awaited_second: that of a cascade's second_queue. planned_by: "newer" or "older" where it
+    takes another version's workers. listened: queues that have workers. stopped: why it was cancelled without anyone's
+    word. failed_jobs: without those that an earlier cancel has stopped. Times are Unix seconds. rows_per_s,
+    tokens_per_s: of a finished run over worked_s, for which workers had shards.
     """
 
     run: str
@@ -50,6 +51,7 @@ class RunSnapshot:
     tokens: int
     workers: int
     queue_length: int
+    is_held: bool
     awaited_model: str | None
     stopped: str | None
     too_many_errors: str | None
@@ -192,6 +194,8 @@ def obstacles(connection: Redis, snapshot: RunSnapshot) -> list[str]:
             f"the jobs of {snapshot.gone} of its shards are gone from queue {snapshot.queue!r}, which was "
             "emptied perhaps: submit it again, which enqueues them"
         )
+    if snapshot.is_held:
+        found.append(f"no worker claims anything: {RESTORED_TEXT}")
     found += needs(snapshot)
     is_next = (snapshot.is_planning or snapshot.queued) and snapshot.plan_status != JobStatus.STARTED
     if is_next and snapshot.workers and not snapshot.shards_started:

@@ -26,7 +26,7 @@ def snapshot(**changed: Any) -> RunSnapshot:
     nothing = dict.fromkeys(("plan_job", "plan_status", "awaited_model", "stopped", "too_many_errors"))
     counts = {"rows": 100, "shards": 10, "shards_started": 1, "workers": 1, "queue_length": 9, "failed_jobs": ()}
     zeros = dict.fromkeys(("shards_done", "rows_done", "tokens"), 0)
-    facts = {"run": "r", "output": "/out", "queue": "bulk", "cancelled": False, "finished": False}
+    facts = {"run": "r", "output": "/out", "queue": "bulk", "cancelled": False, "finished": False, "is_held": False}
     return RunSnapshot(**{**nothing, **counts, **zeros, **facts, **changed})  # type: ignore[arg-type]
 
 

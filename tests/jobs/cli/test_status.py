@@ -194,3 +194,14 @@ def test_status_names_the_silent_worker_that_holds_shards_and_says_when_others_t
     text = invoke("status", runs.output).stdout
     assert "worker 'dead', which holds shards of it, has been silent for more than" in text
     assert "'alive'" not in text
+
+
+def test_status_says_that_claims_are_held_where_redis_came_back_with_older_data(
+    runs: Runs, invoke: Invoke, redis: Redis, source: Path
+) -> None:
+    runs.plan(source, rows_per_shard=1)
+    add_worker(redis, "w")
+    for state, is_held in (("idle", False), ("restored", True)):
+        redis.set("tokenmill:worker:w", f'{{"state": "{state}"}}', ex=WORKER_STATS_TTL_S)
+        text = invoke("status", runs.output).stdout
+        assert ("no worker claims anything: Redis came back with older data" in text) == is_held

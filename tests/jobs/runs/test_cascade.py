@@ -14,7 +14,7 @@ import pytest
 from redis import Redis
 
 from jobs.cli.status_text import status_text
-from jobs.common.keys import MODEL_FIELD, worker_key
+from jobs.common.keys import MODEL_FIELD, fleet_key, served_key, worker_key
 from jobs.context import JobContext
 from jobs.context.served_model import ServedModel
 from jobs.errors import InvalidJob, KeptAnswersLost, NoSecondModel, RunCancelled
@@ -49,11 +49,19 @@ class Site:
         runs.write(ROWS)
 
     def start_workers(self) -> None:
-        for queue, model in QUEUES.items():
+        for queue in QUEUES:
             add_worker(self.redis, queue)
             self.redis.hset(f"rq:worker:{queue}", "queues", queue)
-            told = {"model": model.name, "models": model.names, "dtype": model.dtype}
-            self.redis.set(worker_key(queue), json.dumps(told))
+            self.serve(queue, [queue])
+
+    def serve(self, worker: str, queues: list[str]) -> None:
+        """Write what a worker with the model of its name writes while it serves these queues."""
+        model = QUEUES[worker]
+        told = {"model": model.name, "models": model.names, "dtype": model.dtype, "queues": queues}
+        self.redis.set(worker_key(worker), json.dumps(told))
+        self.redis.set(served_key(worker), json.dumps(told))
+        for queue in queues:
+            self.redis.zadd(fleet_key(queue), {worker: 1.0})
 
     def answer(self, queue: str) -> Callable[[Request], FakeCompletion]:
         """Return a queue's answers: the first model's have the margin that the prompt says."""
@@ -265,9 +273,19 @@ def test_another_model_has_to_be_there(site: Site) -> None:
     assert set(site.score(escalate_model="large").column("model").to_pylist()) == {"m", "large", None}
 
 
+def test_an_invented_worker_neither_pins_nor_hinders_a_second_model(site: Site) -> None:
+    for name, queues in (("invented", "large"), ("large", "large")):
+        site.redis.sadd("rq:workers", f"rq:worker:{name}")
+        site.redis.hset(f"rq:worker:{name}", "queues", queues)
+        told = {"model": "evil", "models": ["fingerprint of evil", "evil"], "dtype": "float32", "queues": [queues]}
+        site.redis.set(worker_key(name), json.dumps(told))
+    assert set(site.score().column("model").to_pylist()) == {"m", "large", None}
+
+
 def test_both_models_may_serve_one_queue(site: Site) -> None:
     calm = site.score("calm")
     site.redis.hset("rq:worker:large", "queues", "bulk")
+    site.serve("large", ["bulk"])
     run = site.runs.plan(**{**CASCADE, "escalate_to": None, "escalate_model": "large"})["run"]
     site.work("bulk")
     jobs = queued_jobs(site.redis)

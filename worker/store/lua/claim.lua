@@ -1,5 +1,6 @@
 -- Take jobs of one queue and open their executions, until they bring `most` sequences: one each, or what the job's
--- own field `sequences` says. Nothing is claimed where `rq suspend` holds all workers.
+-- own field `sequences` says. Nothing is claimed where `rq suspend` holds all workers, or where Redis came back with
+-- older data, until a person confirms that.
 -- To stand in the queue is all that a job needs, as with RQ's own workers. Dropped are jobs that are gone, cancelled
 -- ones, and what this claim or a running execution has taken already and nobody has enqueued again since.
 -- Left where they are in the queue, for other workers, are jobs whose field `tokenmill_model` is none of `models`, those
@@ -11,8 +12,8 @@
 -- `num_held` jobs of the queue, has its share of all that waits or is held, among `num_takers` workers. It is rounded
 -- up; of jobs with several sequences only where `rounds_up`, for one shard more may be an hour's work.
 -- Returns {{{job id, execution id, job_hash, deaths, id of the last such job left before it}, ...}, jobs left for other
--- models or versions, id of the first job left for others' shares or '', 1 where work is suspended, jobs left for newer
--- versions}. Sent again with the same token
+-- models or versions, id of the first job left for others' shares or '', why nothing is claimed: '', 'suspended' or
+-- 'restored', jobs left for newer versions, an epoch to send with the next claim, or ''}. Sent again with the same token
 -- it returns the same jobs, less those that were taken from this worker since, and claims no others: with `most` 0,
 -- also no call that is still on its way does. `done_tokens` are of claims that nobody needs any more.
 local queue, limit, token = args.queue, args.most, args.token
@@ -30,14 +31,33 @@ if #earlier > 0 then
       claimed[#claimed + 1] = {id, eid, job_hash(id), deaths, earlier[i + 1], journal}
     end
   end
-  return {claimed, 0, '', 0, 0}
+  return {claimed, 0, '', '', 0, args.epoch}
 end
 if limit == 0 then
   call('RPUSH', record, '')
   call('EXPIRE', record, 600)
-  return {claimed, 0, '', 0, 0}
+  return {claimed, 0, '', '', 0, args.epoch}
 end
-if call('EXISTS', 'rq:suspended') == 1 then return {claimed, 0, '', 1, 0} end
+
+-- Claims of each second leave an epoch, '<number>:<token>', the latest first. A worker remembers one that is some
+-- seconds old, so that Redis has it on its disk. Where it is gone, and older ones are there, Redis came back with data
+-- of before it: a snapshot, or a replica that was far behind. What has ended since stands on its queue again. Numbers
+-- begin with the time, so that none is there that is older where Redis came back empty: then nothing runs twice.
+local epochs, restored = 'tokenmill:epochs', 'tokenmill:restored'
+local function number_of(epoch) return tonumber(string.match(epoch or '', '^%d+')) or 0 end
+local oldest = call('LINDEX', epochs, -1)
+local is_kept = oldest and number_of(oldest) <= number_of(args.epoch)
+if args.epoch ~= '' and is_kept and not call('LPOS', epochs, args.epoch) then
+  call('SET', restored, args.now_iso, 'NX')
+end
+if call('EXISTS', restored) == 1 then return {claimed, 0, '', 'restored', 0, ''} end
+if call('SET', 'tokenmill:epoch-made', '', 'NX', 'PX', 1000) then
+  local number = math.max(number_of(call('LINDEX', epochs, 0)) + 1, math.floor(tonumber(args.now_ts)))
+  call('LPUSH', epochs, string.format('%d:%s', number, token))
+  call('LTRIM', epochs, 0, 599)
+end
+local epoch = call('LINDEX', epochs, 3) or ''
+if call('EXISTS', 'rq:suspended') == 1 then return {claimed, 0, '', 'suspended', 0, epoch} end
 
 local places = {['function'] = args.max_functions, file = args.max_files}
 local is_served = {}
@@ -128,4 +148,4 @@ end
 if #claimed > 0 then call('EXPIRE', record, 600) end
 if looked_at == bound and #claimed == 0 then num_foreign = call('LLEN', waiting) end
 if #claimed >= share then first_left = call('LINDEX', waiting, #left) or '' end -- behind `left`, which is back
-return {claimed, num_foreign, first_left, 0, num_newer}
+return {claimed, num_foreign, first_left, '', num_newer, epoch}

@@ -11,6 +11,9 @@ from worker.store.records.job_record import JobRecord, read_record
 CLAIM_BATCH = 200
 """Sequences' worth of jobs that one claim takes at most."""
 
+Hold = Literal["", "suspended", "restored"]
+"""Why no worker claims: `rq suspend`, or Redis came back with older data and nobody has confirmed it."""
+
 Mode = Literal["given_back", "engine_died", "fault", "abandoned"]
 """Why a job goes back into its queue; all but the first count as a death of its worker."""
 
@@ -83,10 +86,15 @@ class Claim:
     """Jobs that were seen and left in the queue, because they may run on another model or version only."""
     first_left: str = ""
     """Id of the first job that was left to other workers, because it is their share; "" for none."""
-    is_suspended: bool = False
-    """Whether nothing was looked at, because `rq suspend` holds all workers."""
+    hold: Hold = ""
+    """Why nothing was looked at."""
     num_newer: int = 0
     """Jobs among those left that a newer version of Tokenmill has planned."""
+
+    @property
+    def is_suspended(self) -> bool:
+        """Whether `rq suspend` holds all workers."""
+        return self.hold == "suspended"
 
 
 def restore(queue_name: str, reply: Sequence[Any], worker_name: str, max_job_bytes: int) -> ClaimedJob:
