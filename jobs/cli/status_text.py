@@ -134,6 +134,7 @@ def status_text(snapshot: RunSnapshot, num_gone: int = 0) -> str:
         lines += [
             f"rows     {snapshot.rows_done} of {snapshot.rows}, {outcome}",
             *([f"reused   {snapshot.rows_reused} rows of earlier runs"] if snapshot.rows_reused else []),
+            *([f"but      few answers were taken of {snapshot.reuse_differs}"] if snapshot.reuse_differs else []),
             *([f"again    {snapshot.rows_escalated} rows, of the second model"] if snapshot.rows_escalated else []),
             *([f"why      `tokenmill errors {snapshot.run}` lists them by reason"] if snapshot.errors else []),
             f"shards   {snapshot.shards_done} of {snapshot.shards} done, {started}, {_rest(snapshot)}",

@@ -41,5 +41,5 @@ def ask_of(plan: Plan, context: JobContext) -> Ask:
         Generate: lambda: Generate(spec, plan.seed, context.checks, *prompt),
     }
     ask = makers[kind_of(spec)]()
-    ask.source, ask.keys = source, RowKeys(spec, ask.before, context.checks.version(spec.repairs))
+    ask.source, ask.keys = source, RowKeys(spec, ask.before, context.checks.version(spec.repairs), plan.given_seed)
     return ask

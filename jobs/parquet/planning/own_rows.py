@@ -17,7 +17,7 @@ import pyarrow as pa
 from jobs.context import JobContext
 from jobs.parquet.asks.ask import Ask
 from jobs.parquet.asks.kinds import ask_of, kind_of
-from jobs.parquet.asks.row_keys import Keys, model_mark, row_keys
+from jobs.parquet.asks.row_keys import Keys, differences, model_mark, row_keys
 from jobs.parquet.files.storage import Storage, writing
 from jobs.parquet.outputs.part import embedding_size
 from jobs.parquet.prompts.prompt_source import Row
@@ -106,9 +106,8 @@ def with_reused(context: JobContext, storage: Storage, plan: Plan, submission: S
     spec = plan.spec
     if not submission.reuse:
         return plan
-    old = OldRuns(storage, submission.reuse)
-    seed = plan.seed if old.seed is None or "seed" in spec.sampling else old.seed
-    plan = replace(plan, seed=seed, reused=Reused(context.execution_id))
+    old, num_rows = OldRuns(storage, submission.reuse), plan.rows
+    plan = with_seed_of(replace(plan, reused=Reused(context.execution_id)), old)
     ask = ask_of(plan, context)
     look_up = partial(match, context, storage, plan, ask, old, submission.reuse_from_any_model)
     matches = look_up()
@@ -128,8 +127,26 @@ def with_reused(context: JobContext, storage: Storage, plan: Plan, submission: S
                 beside = [pa.array(each, field.type) for each, field in values]
                 taken.add(rows, pa.RecordBatch.from_arrays([*beside, *batch.columns], schema=beside_answers))
             write_taken(storage, plan, taken)
+    if 2 * sum(told.rows for told in old.told) < num_rows:
+        for told, each in zip(old.told, old.plans, strict=True):
+            told.differs = differences(each, plan, any_model=submission.reuse_from_any_model) or [NO_DIFFERENCE]
+    assert plan.reused is not None
     runs = tuple(map(asdict, old.told))
-    return replace(plan, reused=Reused(context.execution_id, ask.keys.name, submission.reuse_from_any_model, runs))
+    told_of = replace(plan.reused, asked=ask.keys.name, any_model=submission.reuse_from_any_model, runs=runs)
+    return replace(plan, reused=told_of)
+
+
+#: Said of an earlier run of which few rows were taken though it asked the same.
+NO_DIFFERENCE = "it asked the same, of other rows or with few answers"
+
+
+def with_seed_of(plan: Plan, old: OldRuns) -> Plan:
+    """Return a plan with the seed of the first earlier run, unless its own arguments have one."""
+    if not old.plans or "seed" in plan.spec.sampling:
+        return plan
+    first = old.plans[0]
+    reused = plan.reused or Reused("")
+    return replace(plan, seed=first.seed, reused=replace(reused, seed=first.given_seed))
 
 
 def remove_reused(storage: Storage, plan: Plan, first: Plan) -> None:

@@ -68,6 +68,8 @@ return {redis.call('HLEN', parts), total, redis.call('SCARD', failed)}
 """
 
 PLAN_ERROR = "plan_error"
+#: Why few answers of earlier runs were taken.
+REUSE_DIFFERS = "reuse_differs"
 #: A run's keys live for RUN_TTL_S from its last part on, which may come long after its submission.
 LISTED_S = 2 * RUN_TTL_S
 

@@ -16,7 +16,7 @@ from jobs.common.workers import Worker, read_workers, served_on
 from jobs.errors import FAULT_PREFIX, UnknownRun
 from jobs.runs.plans.names import run_and_shard, shard_job_id
 from jobs.runs.redis_state.shard_jobs import num_held
-from jobs.runs.redis_state.state import OF_SUBMISSION, PLAN_ERROR, TOTALS, RunState, recorded_reasons
+from jobs.runs.redis_state.state import OF_SUBMISSION, PLAN_ERROR, REUSE_DIFFERS, TOTALS, RunState, recorded_reasons
 from jobs.runs.redis_state.submission import ErrorLimit
 from jobs.runs.statistics.run_statistics import COUNTED, Reason
 from jobs.runs.watching.snapshot import WAITING, RunSnapshot
@@ -33,7 +33,7 @@ MAX_ENTRIES = 20_000
 _FACTS = (
     *("output", "queue", "plan_job", "plan_model", "rows", "shards", "model", "model_text", "max_errors"),
     *("second_queue", "second_model", "second_text", "cancelled", "finished", "stopped", "submission"),
-    *("cancelled_submission", "worked_s", PLAN_ERROR),
+    *("cancelled_submission", "worked_s", PLAN_ERROR, REUSE_DIFFERS),
 )
 _TIMES = ("began_at", "ended_at", "worked_s")
 _COUNTS = (*TOTALS, *OF_SUBMISSION)
@@ -136,6 +136,7 @@ class RunLook:
             awaited_model=self._awaited(workers, facts["queue"], *needed),
             awaited_second=self._awaited(workers, self.queues[-1], "second_model", "second_text"),
             stopped=_shown(facts, "stopped"),
+            reuse_differs=_shown(facts, REUSE_DIFFERS),
             too_many_errors=ErrorLimit.stored(facts.get("max_errors")).told(
                 counts["rows"], counts["errors"], is_whole=self.is_finished
             ),
