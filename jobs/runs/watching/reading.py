@@ -85,6 +85,12 @@ class RunLook:
         is_over = self.is_finished or "cancelled" in self.facts
         return bool(self.shards) and not self.running and not is_over and self.plan_status not in WAITING
 
+    @property
+    def is_stalled(self) -> bool:
+        """Whether shards wait, nobody works on any, and none has failed."""
+        is_over = self.is_finished or "cancelled" in self.facts or bool(self.failed)
+        return bool(self.shards) and not self.progress and not is_over and self.done < (self.shards or 0)
+
     def seek(self, connection: Redis) -> None:
         """Look where the shards' jobs are, of which no queue tells."""
         recorded, planned = RunState(connection, self.run).recorded(), range(self.shards or 0)
@@ -106,7 +112,9 @@ class RunLook:
         began_at, ended_at, worked_s = (stored.seconds(facts.get(name)) for name in _TIMES)
         worked_s, end = (worked_s, ended_at) if self.is_finished else (None, time.time() if progress else ended_at)
         if worked_s:
-            seconds, by_then = worked_s, [counts["rows"], counts["generated_tokens"]]
+            seconds, by_then = worked_s, [counts["rows"] - counts["rows_reused"], counts["generated_tokens"]]
+        elif self.is_stalled:
+            seconds, by_then = 0.0, [0, 0]  # no rate: what once was is not how it goes now
         else:
             seconds = 0.0 if began_at is None or end is None else end - began_at
             by_then = [_number(facts, name) for name in ("judged_rows", "judged_tokens")]
