@@ -455,3 +455,44 @@ def test_another_model_is_named(runs: Runs, old: Path) -> None:
     (difference,) = planned["reused"][0]["differs"]
     assert difference.startswith("model ")
     assert "other" in difference
+
+
+@pytest.mark.parametrize("before", [{"max_tokens": 2}, {}])
+def test_answers_that_ended_by_themselves_are_taken_where_only_max_tokens_grew(
+    runs: Runs, before: dict[str, int]
+) -> None:
+    def cuts(request: Request) -> FakeCompletion:
+        return replace(shout(request), finish_reason="length" if request.prompt == "cut" else "stop")
+
+    runs.write(["a", "cut", "b"])
+    runs.score(answer=cuts, sampling={**GREEDY, **before})
+    rows, asked, manifest = new_run(runs, sampling={**GREEDY, "max_tokens": 1000})
+    assert asked == ["cut"]
+    assert manifest["rows_reused"] == 2
+    assert [row["completion"] for row in rows[:3]] == ["A", "CUT", "B"]
+    third = runs.output.parent / "third"
+    runs.score(output=third, sampling={**GREEDY, "max_tokens": 1000}, reuse=str(runs.output.parent / "new"))
+    assert json.loads((third / "_manifest.json").read_text())["rows_reused"] == 3, "it is found by its new key"
+
+
+def test_answers_of_a_larger_max_tokens_are_not_taken(runs: Runs) -> None:
+    runs.write(["a", "b"])
+    runs.score(sampling={**GREEDY, "max_tokens": 1000})
+    _, asked, manifest = new_run(runs, sampling={**GREEDY, "max_tokens": 2})
+    assert sorted(asked) == ["a", "b"]
+    assert manifest["reused"][0]["differs"] == ["max_tokens 1000 there, 2 here"]
+
+
+def test_cut_rows_are_asked_again_with_more_tokens(runs: Runs, invoke: Invoke) -> None:
+    def cuts(request: Request) -> FakeCompletion:
+        return replace(shout(request), finish_reason="length" if request.prompt == "cut" else "stop")
+
+    runs.write(["a", "cut", "b"])
+    runs.score(answer=cuts, sampling={**GREEDY, "max_tokens": 2})
+    new, asked = runs.output.parent / "new", Asked()
+    assert invoke("errors", runs.output, "--retry", new, "--cut").exit_code == 2
+    shown = invoke("errors", runs.output, "--retry", new, "--cut", "--max-tokens", 9)
+    assert shown.exit_code == 0, shown.output
+    while runs.jobs:
+        runs.work(asked)
+    assert asked.prompts == ["cut"]
