@@ -28,7 +28,7 @@ from jobs.runs.plans.names import SUCCESS
 from jobs.runs.plans.paths import is_stored, real_path, run_path
 from jobs.runs.plans.spec import RunSpec
 from jobs.runs.redis_state.submission import WISHES
-from jobs.runs.watching.follow import End, follow
+from jobs.runs.watching.follow import End, Watch, follow
 from jobs.runs.watching.reading import failure_text, read_planned
 from jobs.runs.watching.snapshot import RunSnapshot
 
@@ -115,14 +115,16 @@ class Run:
     ) -> RunSnapshot:
         """Wait until it has finished; return how it stands then. timeout: seconds. Raises TimeoutError or RunFailed."""
         until = None if timeout is None else clock() + timeout
+        watch = Watch(lambda: read_planned(self._connection, self.id))
 
         def nap(seconds: float) -> None:
             left = seconds if until is None else until - clock()
             if left <= 0:
-                raise TimeoutError(f"run {self.id} has not ended within {timeout} s, and goes on")
+                stands = ", and goes on" if watch.waits_for is None else f": {watch.waits_for}"
+                raise TimeoutError(f"run {self.id} has not ended within {timeout} s{stands}")
             sleep(min(seconds, left))
 
-        followed = follow(lambda: read_planned(self._connection, self.id), nap)
+        followed = follow(watch, nap)
         if (problem := followed.problem) is None:
             return self.status()
         named = [failure_text(self._connection, job_id) for job_id in followed.snapshot.failed_jobs[:1]]

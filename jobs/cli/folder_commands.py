@@ -41,10 +41,22 @@ FOLLOW_EVERY_S = 1.0
 @click.argument("run")
 @click.option("--limit", type=click.IntRange(0), default=20, show_default=True, help="Rows that are listed.")
 @click.option("--retry", metavar="NEW", help="Submit the run again into NEW; only these rows are asked.")
+@click.option("--cut", is_flag=True, help="With --retry and --max-tokens: ask rows again too that ended with `length`.")
+@click.option("--max-tokens", type=click.IntRange(1), help="With --cut: more than the run had.")
 @click.option("--wait", is_flag=True, help="With --retry: show progress until the new run has ended.")
 @json_option
 @click.pass_obj
-def errors(connection: redis.Redis, /, run: str, limit: int, retry: str | None, wait: bool, as_json: bool) -> None:
+def errors(
+    connection: redis.Redis,
+    /,
+    run: str,
+    limit: int,
+    retry: str | None,
+    cut: bool,
+    max_tokens: int | None,
+    wait: bool,
+    as_json: bool,
+) -> None:
     """List a run's rows that have an error, by reason.
 
     RUN is its id or its output folder. Rows are counted from 0, over the whole input and within their file.
@@ -53,10 +65,14 @@ def errors(connection: redis.Redis, /, run: str, limit: int, retry: str | None, 
     """
     if wait and retry is None:
         raise click.UsageError("--wait is for --retry: without it nothing is awaited")
+    if cut and (retry is None or max_tokens is None):
+        raise click.UsageError("--cut is for --retry, and needs --max-tokens: as many as before would cut them again")
+    if max_tokens is not None and not cut:
+        raise click.UsageError("--max-tokens is for --cut: without it only rows with an error are asked")
     found = client.run(run, connection=connection)
     if retry is not None:
         tell = wait_for_end if wait else await_plan
-        tell(connection, retry_run(connection, reader_of(found).plan, retry))
+        tell(connection, retry_run(connection, reader_of(found).plan, retry, max_tokens))
         return
     snapshot = None
     with suppress(UnknownRun):

@@ -16,7 +16,7 @@ from jobs.common.rq_jobs import last_value
 from jobs.doctor.redis_server import NOT_SERVED, not_served
 from jobs.errors import JobsError
 from jobs.runs.statistics.run_statistics import outcome_text
-from jobs.runs.watching.follow import REFUSED_AS_BEFORE, End, follow
+from jobs.runs.watching.follow import REFUSED_AS_BEFORE, End, Watch, follow
 from jobs.runs.watching.reading import failure_text, read_planned
 from jobs.runs.watching.snapshot import REFUSED, RunSnapshot, needs, obstacles, verdict
 
@@ -88,8 +88,9 @@ class Lines:
         if snapshot.state == self._state and now - self._shown_at < LINE_EVERY_S:
             return
         self._state, self._shown_at = snapshot.state, now
-        rows = "" if snapshot.rows is None else f": {snapshot.rows_done} of {snapshot.rows} rows, {_speed(snapshot)}"
-        self.warn(f"{snapshot.state}{rows}")
+        speed = _speed(snapshot)
+        rows = "" if snapshot.rows is None else f": {snapshot.rows_done} of {snapshot.rows} rows"
+        self.warn(f"{snapshot.state}{rows}{', ' if rows and speed else ''}{speed if rows else ''}")
 
     def warn(self, text: str) -> None:
         print(text, file=self._file, flush=True)
@@ -105,9 +106,9 @@ def _has_columns(file: TextIO) -> bool:
 
 
 def _speed(snapshot: RunSnapshot) -> str:
-    speed = f"{snapshot.tokens_per_s or 0:.0f} tok/s"
+    speed = [] if snapshot.tokens_per_s is None else [f"{snapshot.tokens_per_s:.0f} tok/s"]
     failed = len(snapshot.failed_jobs)
-    told = [speed, *([] if snapshot.left_s is None else [f"{duration_text(snapshot.left_s)} left"])]
+    told = [*speed, *([] if snapshot.left_s is None else [f"{duration_text(snapshot.left_s)} left"])]
     return ", ".join([*told, *([f"{failed} shards failed"] if failed else [])])
 
 
@@ -134,6 +135,7 @@ def status_text(snapshot: RunSnapshot, num_gone: int = 0) -> str:
         lines += [
             f"rows     {snapshot.rows_done} of {snapshot.rows}, {outcome}",
             *([f"reused   {snapshot.rows_reused} rows of earlier runs"] if snapshot.rows_reused else []),
+            *([f"but      few answers were taken of {snapshot.reuse_differs}"] if snapshot.reuse_differs else []),
             *([f"again    {snapshot.rows_escalated} rows, of the second model"] if snapshot.rows_escalated else []),
             *([f"why      `tokenmill errors {snapshot.run}` lists them by reason"] if snapshot.errors else []),
             f"shards   {snapshot.shards_done} of {snapshot.shards} done, {started}, {_rest(snapshot)}",
@@ -162,8 +164,9 @@ PLAN_WAIT_S, PLAN_POLL_S = 10.0, 0.1
 def await_plan(connection: redis.Redis, run: str) -> None:
     """Print a run's id once its planning accepts it, or takes long. Exits with 1 if refused, 130 on Ctrl-C."""
     until = time.monotonic() + PLAN_WAIT_S
-    with _left_going(run):
-        while (snapshot := read_planned(connection, run)).is_planning and time.monotonic() < until:
+    watch = Watch(lambda: read_planned(connection, run))
+    with _left_going(run, watch):
+        while (snapshot := watch()).is_planning and time.monotonic() < until:
             if needs(snapshot):
                 break  # nobody is soon to plan it
             time.sleep(PLAN_POLL_S)
@@ -184,12 +187,13 @@ def _tell_if_already_finished(connection: redis.Redis, snapshot: RunSnapshot) ->
 
 
 @contextmanager
-def _left_going(run: str) -> Iterator[None]:
-    """Exit with 130 on Ctrl-C, and say that the run goes on."""
+def _left_going(run: str, watch: Watch) -> Iterator[None]:
+    """Exit with 130 on Ctrl-C, and say that the run goes on, or what it waits for."""
     try:
         yield
     except KeyboardInterrupt:
-        told = f"the run goes on: `tokenmill status {run}` shows it, the same submit with --wait follows it, "
+        stands = "goes on" if watch.waits_for is None else f"was not cancelled, and waits ({watch.waits_for})"
+        told = f"the run {stands}: `tokenmill status {run}` shows it, the same submit with --wait follows it, "
         click.echo(f"{told}`tokenmill cancel {run}` ends it", err=True)
         sys.exit(130)
 
@@ -198,8 +202,9 @@ def wait_for_end(connection: redis.Redis, run: str) -> None:
     """Print a run's id, its progress and how it ended. Exits with 1 if it failed, 130 on Ctrl-C."""
     click.echo(run)
     display = Bar(sys.stderr) if _has_columns(sys.stderr) else Lines(sys.stderr, time.monotonic)
-    with _left_going(run), closing(display):
-        followed = follow(lambda: read_planned(connection, run), time.sleep, display.show, display.warn)
+    watch = Watch(lambda: read_planned(connection, run))
+    with _left_going(run, watch), closing(display):
+        followed = follow(watch, time.sleep, display.show, display.warn)
     click.echo(status_text(followed.snapshot))
     if followed.end is End.FINISHED:
         _tell_if_already_finished(connection, followed.snapshot)

@@ -64,13 +64,19 @@ def submit_run(
     return run
 
 
-def retry_run(connection: Redis, plan: Plan, output: str) -> str:
+def retry_run(connection: Redis, plan: Plan, output: str, max_tokens: int | None = None) -> str:
+    """Submit a run again into another output, where its answers are taken; return the new run's id.
+
+    max_tokens: a larger one, under which rows that ended with `length` are asked again.
+    """
     facts: Mapping[str, str] = {}
     with suppress(UnknownRun):
         facts = RunState(connection, plan.run).facts()
     calls = {name: facts[name] for name in (WEBHOOK, ON_END) if name in facts}
     named = {"output": output, "reuse": [plan.spec.output], "model": plan.model.fingerprint}
     own = {**plan.spec.to_json(), **named, **calls}
+    if max_tokens is not None:
+        own["sampling"] = {**plan.spec.sampling, "max_tokens": max_tokens}
     if plan.reused is not None:
         own["reuse_from_any_model"] = plan.reused.any_model
         own["reuse"] += [each["output"] for each in plan.reused.runs if plan.spec.only_new]

@@ -43,5 +43,6 @@ def ask_of(plan: Plan, context: JobContext) -> Ask:
     ask = makers[kind_of(spec)]()
     ask.source = source
     ask.now = None if context.model.clock_formats == () else plan.planned_at
-    ask.keys = RowKeys(spec, ask.before, context.checks.version(spec.repairs), plan.model.max_model_len)
+    check = context.checks.version(spec.repairs)
+    ask.keys = RowKeys(spec, ask.before, check, plan.model.max_model_len, plan.given_seed)
     return ask

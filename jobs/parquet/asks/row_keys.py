@@ -8,9 +8,11 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from jobs.common.display import brief
 from jobs.context.served_model import PinnedModel
 from jobs.parquet.prompts.prompt_source import Row
 from jobs.runs.plans.names import OPENAI_BATCH
+from jobs.runs.plans.plan import Plan
 from jobs.runs.plans.spec import RunSpec
 from jobs.tasks import Request
 
@@ -39,12 +41,15 @@ NO_KEYS: Keys = np.empty((0, 2), np.uint64)
 
 
 class RowKeys:
-    """The keys of a run's rows. before: what is asked before all rows. check: the version of its check's function.
+    """The keys of a run's rows.
 
-    max_model_len: of the run's model; it decides where a prompt is cut that `truncate_prompt_tokens` has cut.
+    before: what is asked before all rows. check: the version of its check's function. max_model_len: of the run's
+    model; it decides where a prompt is cut that `truncate_prompt_tokens` has cut. seed: Plan.given_seed.
     """
 
-    def __init__(self, spec: RunSpec, before: Request | None, check: str, max_model_len: int = 0) -> None:
+    def __init__(
+        self, spec: RunSpec, before: Request | None, check: str, max_model_len: int = 0, seed: int | None = None
+    ) -> None:
         self._has_lines = spec.input_format == OPENAI_BATCH
         left_out = _NOT_ASKED if spec.prompts else _NOT_ASKED | _OF_PROMPTS
         asked: dict[str, Any] = {name: each for name, each in spec.to_json().items() if name not in left_out}
@@ -55,7 +60,7 @@ class RowKeys:
         if _TRUNCATION in spec.sampling:
             asked["length"] = self._length
         # 0 and 0.0 are the same value; inside a schema or a tool the order of keys decides what is answered.
-        asked["sampling"] = dict(sorted(spec.sampling.items()))
+        asked["sampling"] = dict(sorted(given_sampling(spec, seed).items()))
         text = json.dumps(json.loads(json.dumps(dict(sorted(asked.items()))), parse_float=_number))
         #: Names what is asked of all rows: another text once anything of it is another, a check's function too.
         self.name = blake2b(text.encode("utf-8", "surrogatepass"), digest_size=SIZE).hexdigest()
@@ -71,6 +76,52 @@ class RowKeys:
             found.update(len(encoded).to_bytes(8, "little"))
             found.update(encoded)
         return found.digest()
+
+
+def given_sampling(spec: RunSpec, seed: int | None) -> dict[str, Any]:
+    """Return the sampling values that a run was given. seed: Plan.given_seed."""
+    return dict(spec.sampling) if seed is None else {**spec.sampling, "seed": seed}
+
+
+#: What the same answer does not need: where the input lies, and how the output is cut and shown.
+_OF_FILES = frozenset(
+    [
+        *(
+            "input",
+            "output",
+            "input_format",
+            "limit",
+            "rows_per_shard",
+            "filename_column",
+            "single_file",
+            "keep",
+            "drop",
+        ),
+        *("output_prefix", "only_new", "reused_column", "order", "escalate_to", "escalate_model", "sampling"),
+    ]
+)
+
+
+def differences(old: Plan, new: Plan, *, any_model: bool) -> list[str]:
+    """Say what two runs ask differently, value by value. any_model: whether the model counts not."""
+    found = []
+    models = {each.fingerprint for each in (new.model, new.second) if each is not None}
+    if not any_model and old.model.fingerprint not in models:
+        found.append(f"model {old.model} there, {new.model} here")
+    theirs, ours = _asked(old), _asked(new)
+    for name in sorted(theirs.keys() | ours.keys()):
+        if theirs.get(name) != ours.get(name):
+            found.append(f"{name} {_shown(theirs.get(name))} there, {_shown(ours.get(name))} here")
+    return found
+
+
+def _asked(plan: Plan) -> dict[str, Any]:
+    of_spec = {name: value for name, value in plan.spec.to_json().items() if name not in _OF_FILES}
+    return {**of_spec, **given_sampling(plan.spec, plan.given_seed)}
+
+
+def _shown(value: Any) -> str:
+    return "not given" if value is None else brief(value)
 
 
 def row_keys(key_of: Callable[[Row], bytes], rows: Iterable[Row | object]) -> Keys:

@@ -38,7 +38,7 @@ from jobs.runs.end_notices import stop_over_limit, tell_of, tell_shards_failed
 from jobs.runs.plans import names as run_names
 from jobs.runs.plans.names import INPUT, KEYS, PLAN, REUSED, TEMPORARY_PREFIX, output_names, part_name
 from jobs.runs.plans.plan import AnotherFormat, Plan
-from jobs.runs.redis_state.state import MAX_PARTS, RunState, record_reasons, recorded_reasons
+from jobs.runs.redis_state.state import MAX_PARTS, REUSE_DIFFERS, RunState, record_reasons, recorded_reasons
 from jobs.runs.statistics.report import report_html
 from jobs.runs.statistics.run_statistics import TOLD, PartStats, Reasons, RunStatistics
 
@@ -128,6 +128,13 @@ def manifest_of(plan: Plan, parts: Iterable[PartStats], reasons: Reasons) -> dic
         "inputs": [asdict(file) for file in plan.files],
         "parts": listed,
     }
+
+
+def _reuse_facts(plan: Plan) -> dict[str, str | int]:
+    """Return why less than half of the rows were taken from earlier runs, if there are any and that is so."""
+    runs = [] if plan.reused is None else plan.reused.runs
+    told = [f"{each['output']}: {', '.join(each['differs'])}" for each in runs if each.get("differs")]
+    return {REUSE_DIFFERS: "; ".join(told)} if told else {}
 
 
 _GONE = "it is gone"
@@ -251,7 +258,8 @@ class RunFolder:
         if (second := self.plan.second) is not None:
             model["second_model"], model["second_text"] = second.pin, str(second)
             model["second_queue"], _ = self.plan.queues(queue)[-1]
-        self.state.describe({"output": self._path, "queue": queue, "format": FORMAT, **size, **model})
+        facts: dict[str, str | int] = {"output": self._path, "queue": queue, "format": FORMAT}
+        self.state.describe({**facts, **size, **model, **_reuse_facts(self.plan)})
         recorded = self.state.records()  # before the listing: what is in both is certain
         present = self.shards_with_parts()
         found = {shard: self.part_stats(shard) for shard in present - recorded.keys()}

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from hashlib import blake2b
+from itertools import product
 
 import numpy as np
 import numpy.typing as npt
@@ -16,8 +17,9 @@ import pyarrow as pa
 
 from jobs.context import JobContext
 from jobs.parquet.asks.ask import Ask
+from jobs.parquet.asks.generate import Generate
 from jobs.parquet.asks.kinds import ask_of, kind_of
-from jobs.parquet.asks.row_keys import Keys, model_mark, row_keys
+from jobs.parquet.asks.row_keys import Keys, RowKeys, differences, model_mark, row_keys
 from jobs.parquet.files.storage import Storage, writing
 from jobs.parquet.outputs.part import embedding_size
 from jobs.parquet.prompts.prompt_source import Row
@@ -30,6 +32,8 @@ from jobs.parquet.tables.row_groups import RowBuckets, write_groups
 from jobs.runs.plans.names import kept_name
 from jobs.runs.plans.plan import Plan, Reused, cut_shards
 from jobs.runs.redis_state.submission import Submission
+
+FINISH_REASON = "finish_reason"
 
 
 def with_own_rows(context: JobContext, storage: Storage, plan: Plan, chosen: Places) -> Plan:
@@ -106,14 +110,15 @@ def with_reused(context: JobContext, storage: Storage, plan: Plan, submission: S
     spec = plan.spec
     if not submission.reuse:
         return plan
-    old = OldRuns(storage, submission.reuse, plan)
-    seed = plan.seed if old.seed is None or "seed" in spec.sampling else old.seed
-    plan = replace(plan, seed=seed, reused=Reused(context.execution_id))
+    old, num_rows = OldRuns(storage, submission.reuse, plan), plan.rows
+    plan = with_seed_of(replace(plan, reused=Reused(context.execution_id)), old)
     ask = ask_of(plan, context)
     look_up = partial(match, context, storage, plan, ask, old, submission.reuse_from_any_model)
     matches = look_up()
     if spec.only_new:
-        for _ in answers(old, matches, look_up, pa.schema([pa.field("error", pa.string())])):
+        all_fields = kind_of(spec).fields(spec, embedding_size(spec, context.model))
+        needed = pa.schema([each for each in all_fields if each.name in ("error", FINISH_REASON)])
+        for _ in answers(old, matches, look_up, needed):
             pass  # it leaves of matches those that have no error, and can be read
         fresh = np.flatnonzero(matches.places < 0)
         plan = with_own_rows(context, storage, plan, fresh)
@@ -123,13 +128,31 @@ def with_reused(context: JobContext, storage: Storage, plan: Plan, submission: S
         with RowBuckets(plan.rows) as taken:
             for rows, batch, sources in answers(old, matches, look_up, pa.schema(fields)):
                 marks = [matches.marks[number].tobytes() for number in matches.models[rows]]
-                keys = [each.tobytes() for each in old.keys.all[matches.places[rows]]]
+                keys = [each.tobytes() for each in matches.keys[rows]]
                 values = zip((rows, marks, sources, keys), BESIDE, strict=True)
                 beside = [pa.array(each, field.type) for each, field in values]
                 taken.add(rows, pa.RecordBatch.from_arrays([*beside, *batch.columns], schema=beside_answers))
             write_taken(storage, plan, taken)
+    if 2 * sum(told.rows for told in old.told) < num_rows:
+        for told, each in zip(old.told, old.plans, strict=True):
+            told.differs = differences(each, plan, any_model=submission.reuse_from_any_model) or [NO_DIFFERENCE]
+    assert plan.reused is not None
     runs = tuple(map(asdict, old.told))
-    return replace(plan, reused=Reused(context.execution_id, ask.keys.name, submission.reuse_from_any_model, runs))
+    told_of = replace(plan.reused, asked=ask.keys.name, any_model=submission.reuse_from_any_model, runs=runs)
+    return replace(plan, reused=told_of)
+
+
+#: Said of an earlier run of which few rows were taken though it asked the same.
+NO_DIFFERENCE = "it asked the same, of other rows or with few answers"
+
+
+def with_seed_of(plan: Plan, old: OldRuns) -> Plan:
+    """Return a plan with the seed of the first earlier run, unless its own arguments have one."""
+    if not old.plans or "seed" in plan.spec.sampling:
+        return plan
+    first = old.plans[0]
+    reused = plan.reused or Reused("")
+    return replace(plan, seed=first.seed, reused=replace(reused, seed=first.given_seed))
 
 
 def remove_reused(storage: Storage, plan: Plan, first: Plan) -> None:
@@ -146,11 +169,16 @@ def remove_reused(storage: Storage, plan: Plan, first: Plan) -> None:
 
 @dataclass
 class Matches:
-    """Of each row of a new run the place of the old row with its answer, -1 for none, and which of `marks` that has."""
+    """Of each row of a new run the place of the old row with its answer, -1 for none, and which of `marks` that has.
+
+    keys: of the rows with the model that answered. is_shorter: whether the old row might generate fewer tokens.
+    """
 
     places: Places
     models: npt.NDArray[np.uint16]
     marks: Keys
+    keys: Keys
+    is_shorter: npt.NDArray[np.bool_]
 
 
 def match(context: JobContext, storage: Storage, plan: Plan, ask: Ask, old: OldRuns, any_model: bool) -> Matches:
@@ -162,7 +190,14 @@ def match(context: JobContext, storage: Storage, plan: Plan, ask: Ask, old: OldR
         fits = np.array([*(_asks_second_too(plan, part.plan) for part in old.parts), False])
     if any_model:
         marks = np.concatenate([marks, old.marks])  # its own answers first
-    found = Matches(np.full(plan.rows, -1, np.int64), np.zeros(plan.rows, np.uint16), marks)
+    found = Matches(
+        np.full(plan.rows, -1, np.int64),
+        np.zeros(plan.rows, np.uint16),
+        marks,
+        np.zeros((plan.rows, 2), np.uint64),
+        np.zeros(plan.rows, np.bool_),
+    )
+    shorter = _shorter_asks(plan, old)
     for start, rows in rendered_shards(context, storage, plan, ask.source):
         places, models = found.places[start : start + len(rows)], found.models[start : start + len(rows)]
         keys = row_keys(ask.key_of, rows)
@@ -174,7 +209,46 @@ def match(context: JobContext, storage: Storage, plan: Plan, ask: Ask, old: OldR
                 there[~fits[np.searchsorted(firsts, there, "right") - 1]] = -1
             places[missing] = there
             models[missing] = number
+        for row_keys_of, (number, mark) in product(shorter, enumerate(marks)):
+            missing = np.flatnonzero(asked & (places < 0))
+            keys_there = row_keys(row_keys_of.of, [rows[row] for row in missing])
+            places[missing] = old.keys.find(keys_there ^ mark)
+            models[missing] = number
+            found.is_shorter[start + missing] = places[missing] >= 0
+        found.keys[start : start + len(rows)] = keys ^ marks[models]
     return found
+
+
+#: What the engine generates at most where nothing is said.
+DEFAULT_MAX_TOKENS = 256
+
+
+def _shorter_asks(plan: Plan, old: OldRuns) -> list[RowKeys]:
+    """Return the keys of what old runs asked alike but for a smaller max_tokens: what ended by itself is the same.
+
+    None where a check or several prompts follow from an answer, of which an earlier one may have been cut.
+    """
+    spec = plan.spec
+    if kind_of(spec) is not Generate or spec.repairs.is_asked_for or plan.second is not None:
+        return []
+    limit = spec.sampling.get("max_tokens", DEFAULT_MAX_TOKENS)
+    given = {each.spec.sampling.get("max_tokens") for each in old.plans}
+    found = []
+    for theirs in given:
+        their_limit = DEFAULT_MAX_TOKENS if theirs is None else theirs
+        if type(limit) is not int or type(their_limit) is not int or their_limit >= limit:
+            continue
+        sampling = {name: value for name, value in spec.sampling.items() if name != "max_tokens"}
+        if theirs is not None:
+            sampling["max_tokens"] = theirs
+        found.append(RowKeys(replace(spec, sampling=sampling), None, "", plan.model.max_model_len, plan.given_seed))
+    return found
+
+
+def _has_stopped(batch: pa.RecordBatch) -> npt.NDArray[np.bool_]:
+    """Return which answers ended by themselves, all samples of each."""
+    reasons = batch.column(FINISH_REASON).to_pylist()
+    return np.array([set(each if isinstance(each, list) else [each]) == {"stop"} for each in reasons], np.bool_)
 
 
 def _asks_second_too(plan: Plan, old: Plan) -> bool:
@@ -192,6 +266,10 @@ def answers(
         rows = np.flatnonzero((matches.places >= 0) & ~is_taken)
         rows = rows[np.argsort(matches.places[rows], kind="stable")]
         for part, which, batch in old.answers(matches.places[rows], schema):
+            is_shorter = matches.is_shorter[rows[which]]
+            if is_shorter.any():
+                is_whole = ~is_shorter | _has_stopped(batch)
+                which, batch = which[is_whole], batch.filter(pa.array(is_whole))
             is_taken[rows[which]] = True
             part.told.rows += len(which)
             first = part.plan.first_row(part.shard) - part.first
@@ -203,3 +281,4 @@ def answers(
             return
         again = look_up()
         matches.places[lost], matches.models[lost] = again.places[lost], again.models[lost]
+        matches.keys[lost], matches.is_shorter[lost] = again.keys[lost], again.is_shorter[lost]

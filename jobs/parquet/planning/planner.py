@@ -79,6 +79,7 @@ def plan_run(context: JobContext, storage: Storage, spec: RunSpec, submission: S
         "run_finished": finished,
         "already_finished": finished and had_ended,
         **({"input_bytes": num_bytes} if num_bytes else {}),
+        **({"reused": list(plan.reused.runs)} if plan.reused and plan.reused.runs else {}),
     }
 
 

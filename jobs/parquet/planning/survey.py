@@ -24,7 +24,7 @@ from jobs.parquet.files.storage import Storage
 from jobs.parquet.formats.converted_inputs import converted_for_now
 from jobs.parquet.planning.find_files import find_files
 from jobs.parquet.planning.inputs import read_inputs
-from jobs.parquet.planning.own_rows import match
+from jobs.parquet.planning.own_rows import match, with_seed_of
 from jobs.parquet.prompts.prompt_source import Row
 from jobs.parquet.reuse.old_runs import OldRuns
 from jobs.parquet.shards.rows_task import RowsTask
@@ -77,13 +77,15 @@ class SurveyWork(RowsTask):
         plan = read_inputs(context, storage, spec, found)
         if context.meter is None:
             raise InvalidJob("this process has no engine to count tokens with")
+        old = OldRuns(storage, reuse, plan) if reuse else None
+        plan = plan if old is None else with_seed_of(plan, old)
         meter, ask = context.meter(), ask_of(plan, context)
         self._counts = counts = _Counts(context, ask, meter, plan.rows, max_rows)
         files = {shard.file for shard in plan.shards if shard.rows}
         with converted_for_now(storage, plan, files) as (storage, plan):
             is_reused = np.zeros(plan.rows, bool)
-            if reuse:
-                is_reused = match(context, storage, plan, ask, OldRuns(storage, reuse, plan), any_model).places >= 0
+            if old is not None:
+                is_reused = match(context, storage, plan, ask, old, any_model).places >= 0
             for start, rows in rendered_shards(context, storage, plan, ask.source):
                 counts.add(start, rows, is_reused)
             chosen = sorted(counts.asked, key=lambda each: each.row)[:first]

@@ -106,12 +106,17 @@ _JOURNAL = re.compile(r"_(?:kept\.)?(\d{5,9})\.(?:.*\.)?answers\b", re.ASCII)
 
 @dataclass
 class ReusedRun:
-    """What a new run has of an old one. rows: that were taken. passed_over: files that could not be read, and why."""
+    """What a new run has of an old one.
+
+    rows: that were taken. passed_over: files that could not be read, and why. differs: what it asked otherwise, where
+    less than half of the new run's rows were taken.
+    """
 
     output: str
     run: str
     rows: int = 0
     passed_over: list[str] = field(default_factory=list)
+    differs: list[str] = field(default_factory=list)
 
     def pass_over(self, error: Exception) -> None:
         if len(self.passed_over) < MAX_NAMED:
@@ -141,7 +146,7 @@ class OldRuns:
         self._storage, self._new = storage, new
         self.told: list[ReusedRun] = []
         self.parts: list[OldPart] = []
-        self.seed: int | None = None  # of the first of them
+        self.plans: list[Plan] = []
         size = 0
         for output in dict.fromkeys(storage.resolve(each) for each in outputs):
             try:
@@ -151,7 +156,7 @@ class OldRuns:
             except PlanOfAnotherVersion as error:
                 raise CannotReuse(output, f"{error.args[1]} version of Tokenmill has planned it") from None
             run, plan = plan.run, replace(plan, spec=replace(plan.spec, output=output))  # it may have been moved
-            self.seed = plan.seed if self.seed is None else self.seed
+            self.plans.append(plan)
             self.told.append(ReusedRun(output, run))
             answered = _answered(storage, plan)
             if storage.stat(os.path.join(output, SUCCESS)) is not None:

@@ -61,12 +61,14 @@ class Reused:
     """What planning has taken from earlier runs, into files of this name.
 
     asked: RowKeys.name as planning knew it. any_model: whether answers of other models were taken. runs: see ReusedRun.
+    seed: that the first of them was given, where this run was given none.
     """
 
     name: str
     asked: str = ""
     any_model: bool = False
     runs: tuple[dict[str, Any], ...] = ()
+    seed: int | None = None
 
 
 class Shard(NamedTuple):
@@ -133,6 +135,13 @@ class Plan:
         """Return where answers for a shard's rows are that were taken from earlier runs."""
         assert self.reused is not None
         return os.path.join(self.spec.output, REUSED, f"_{self.reused.name}.{part_name(shard)}")
+
+    @property
+    def given_seed(self) -> int | None:
+        """Return the seed that the run was given, or that the first earlier run was whose answers it takes."""
+        inherited = None if self.reused is None else self.reused.seed
+        found: int | None = self.spec.sampling.get("seed", inherited)
+        return found
 
     def model_of(self, is_second: bool) -> PinnedModel:
         return self.second if is_second and self.second else self.model

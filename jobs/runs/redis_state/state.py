@@ -23,7 +23,7 @@ from jobs.common import stored
 from jobs.common.keys import FORMAT, RUN_TTL_S, RUNS_KEY, run_folder_key, run_key
 from jobs.context import Lease
 from jobs.errors import RunBusy, RunCancelled, RunResubmitted, UnknownRun
-from jobs.runs.redis_state.submission import ASKED_FOR, ErrorLimit, Submission
+from jobs.runs.redis_state.submission import ASKED_FOR, DEFAULT_LIMIT, ErrorLimit, Submission
 from jobs.runs.statistics.run_statistics import COUNTED, PartStats, Reasons
 
 T = TypeVar("T")
@@ -68,6 +68,8 @@ return {redis.call('HLEN', parts), total, redis.call('SCARD', failed)}
 """
 
 PLAN_ERROR = "plan_error"
+#: Why few answers of earlier runs were taken.
+REUSE_DIFFERS = "reuse_differs"
 #: A run's keys live for RUN_TTL_S from its last part on, which may come long after its submission.
 LISTED_S = 2 * RUN_TTL_S
 
@@ -248,7 +250,8 @@ class RunState:
         fields: Any = (client or self._redis).hmget(self._key, *counted, "max_errors", "submission")
         rows, errors, text, submission = fields
         limit = ErrorLimit.stored(stored.text(text) if text else None)
-        told = limit.told(_number(rows), _number(errors), is_whole)
+        # A limit that somebody has set holds for runs of any size; the default one stops no small run.
+        told = limit.told(_number(rows), _number(errors), is_whole and limit != DEFAULT_LIMIT)
         if told is None:
             return None
         reason = f"{told}, then submit another input, or the same again with a higher limit to resume"

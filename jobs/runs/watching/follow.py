@@ -43,6 +43,24 @@ class Followed:
         return REFUSED_AS_BEFORE if self.end is End.PLAN_FAILED and snapshot.finished else self.end.value
 
 
+class Watch:
+    """Looks at a run, and remembers what it waits for. look: reads how the run stands."""
+
+    def __init__(self, look: Callable[[], RunSnapshot]) -> None:
+        self._look = look
+        self.waits_for: str | None = None
+
+    def __call__(self) -> RunSnapshot:
+        try:
+            snapshot = self._look()
+        except (ConnectionError, TimeoutError) as error:
+            self.waits_for = f"no answer from Redis ({error})"
+            raise
+        lacking = needs(snapshot)
+        self.waits_for = lacking[0] if lacking else None
+        return snapshot
+
+
 def follow(
     look: Callable[[], RunSnapshot],
     sleep: Callable[[float], None],
@@ -68,7 +86,7 @@ def follow(
             return Followed(snapshot, End.FORGOTTEN)
         except (ConnectionError, TimeoutError) as error:
             if not is_away:
-                warn(f"no answer from Redis ({error}): the run goes on; still waiting")
+                warn(f"no answer from Redis ({error}); still waiting")
             is_away = True
 
 

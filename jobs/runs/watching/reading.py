@@ -16,7 +16,7 @@ from jobs.common.workers import Worker, are_held, read_workers, served_on
 from jobs.errors import FAULT_PREFIX, UnknownRun
 from jobs.runs.plans.names import run_and_shard, shard_job_id
 from jobs.runs.redis_state.shard_jobs import num_held
-from jobs.runs.redis_state.state import OF_SUBMISSION, PLAN_ERROR, TOTALS, RunState, recorded_reasons
+from jobs.runs.redis_state.state import OF_SUBMISSION, PLAN_ERROR, REUSE_DIFFERS, TOTALS, RunState, recorded_reasons
 from jobs.runs.redis_state.submission import ErrorLimit
 from jobs.runs.statistics.run_statistics import COUNTED, Reason
 from jobs.runs.watching.snapshot import WAITING, RunSnapshot
@@ -33,7 +33,7 @@ MAX_ENTRIES = 20_000
 _FACTS = (
     *("output", "queue", "plan_job", "plan_model", "rows", "shards", "model", "model_text", "max_errors"),
     *("second_queue", "second_model", "second_text", "cancelled", "finished", "stopped", "submission"),
-    *("cancelled_submission", "worked_s", "format", PLAN_ERROR),
+    *("cancelled_submission", "worked_s", "format", PLAN_ERROR, REUSE_DIFFERS),
 )
 _TIMES = ("began_at", "ended_at", "worked_s")
 _COUNTS = (*TOTALS, *OF_SUBMISSION)
@@ -85,6 +85,12 @@ class RunLook:
         is_over = self.is_finished or "cancelled" in self.facts
         return bool(self.shards) and not self.running and not is_over and self.plan_status not in WAITING
 
+    @property
+    def is_stalled(self) -> bool:
+        """Whether shards wait, nobody works on any, and none has failed."""
+        is_over = self.is_finished or "cancelled" in self.facts or bool(self.failed)
+        return bool(self.shards) and not self.progress and not is_over and self.done < (self.shards or 0)
+
     def seek(self, connection: Redis) -> None:
         """Look where the shards' jobs are, of which no queue tells."""
         recorded, planned = RunState(connection, self.run).recorded(), range(self.shards or 0)
@@ -106,7 +112,9 @@ class RunLook:
         began_at, ended_at, worked_s = (stored.seconds(facts.get(name)) for name in _TIMES)
         worked_s, end = (worked_s, ended_at) if self.is_finished else (None, time.time() if progress else ended_at)
         if worked_s:
-            seconds, by_then = worked_s, [counts["rows"], counts["generated_tokens"]]
+            seconds, by_then = worked_s, [counts["rows"] - counts["rows_reused"], counts["generated_tokens"]]
+        elif self.is_stalled:
+            seconds, by_then = 0.0, [0, 0]  # no rate: what once was is not how it goes now
         else:
             seconds = 0.0 if began_at is None or end is None else end - began_at
             by_then = [_number(facts, name) for name in ("judged_rows", "judged_tokens")]
@@ -138,6 +146,7 @@ class RunLook:
             awaited_second=self._awaited(workers, self.queues[-1], "second_model", "second_text"),
             planned_by=self._planned_by(workers),
             stopped=_shown(facts, "stopped"),
+            reuse_differs=_shown(facts, REUSE_DIFFERS),
             too_many_errors=ErrorLimit.stored(facts.get("max_errors")).told(
                 counts["rows"], counts["errors"], is_whole=self.is_finished
             ),

@@ -75,6 +75,7 @@ class RunSnapshot:
     failed_checks: int = 0
     cut: int = 0
     rows_reused: int = 0
+    reuse_differs: str | None = None
     rows_escalated: int = 0
     prompt_tokens: int = 0
     completion_tokens: int = 0

@@ -200,7 +200,7 @@ def test_wait_runs_to_success_and_logs_a_line_for_each_state(
     planning, no_worker, running, finished = result.stderr.splitlines()
     assert planning == "planning"
     assert "no worker listens on queue 'bulk'" in no_worker
-    assert running == "running: 0 of 5 rows, 0 tok/s"
+    assert running == "running: 0 of 5 rows"
     assert finished.startswith("finished: 5 of 5 rows, ")
 
 

@@ -2,6 +2,7 @@
 
 import io
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ from rq.serializers import JSONSerializer
 
 from jobs.cli.status_text import LINE_EVERY_S, Bar, Lines
 from jobs.runs.plans.names import shard_job_id
-from jobs.runs.watching.follow import End, follow
+from jobs.runs.watching.follow import End, Watch, follow
 from jobs.runs.watching.reading import MAX_ENTRIES, read_snapshot
 from jobs.runs.watching.snapshot import RunSnapshot
 from tests.jobs.answering import add_worker, fail
@@ -64,6 +65,19 @@ def test_a_log_gets_a_line_for_each_state_and_every_few_seconds() -> None:
         "running: 20 of 100 rows, 3 tok/s, 50 s left",
         "finished: 100 of 100 rows, 5 tok/s",
     ]
+
+
+def test_a_run_on_which_nobody_works_has_no_rate(runs: Runs, redis: Redis, source: Path) -> None:
+    add_worker(redis, "w")
+    run = runs.plan(source, rows_per_shard=2)["run"]
+    runs.run(runs.jobs[0])
+    stalled = read_snapshot(redis, run)
+    assert (stalled.rows_done, stalled.tokens_per_s, stalled.rows_per_s) == (2, None, None)
+    log = io.StringIO()
+    Lines(log, lambda: 0.0).show(stalled)
+    assert log.getvalue() == "running: 2 of 5 rows\n"
+    runs.work()
+    assert read_snapshot(redis, run).tokens_per_s is not None
 
 
 class WorkersClock:
@@ -140,6 +154,26 @@ def test_following_ends_when_someone_emptied_the_queue(
         assert followed.end is End.STRANDED
 
 
+def test_a_watch_says_what_a_run_waits_for() -> None:
+    looks = [snapshot(), snapshot(workers=0), redis_errors.ConnectionError("refused"), snapshot()]
+
+    def look() -> RunSnapshot:
+        found = looks.pop(0)
+        if isinstance(found, Exception):
+            raise found
+        return found
+
+    watch, told = Watch(look), []
+    while looks:
+        with suppress(redis_errors.ConnectionError):
+            watch()
+        told.append(watch.waits_for)
+    assert told[0] is None
+    assert "no worker listens on queue 'bulk'" in str(told[1])
+    assert told[2] == "no answer from Redis (refused)"
+    assert told[3] is None
+
+
 def test_following_outlives_an_outage_of_redis(runs: Runs, redis: Redis, source: Path) -> None:
     add_worker(redis, "w")
     run = runs.plan(source)["run"]
@@ -162,3 +196,4 @@ def test_following_outlives_an_outage_of_redis(runs: Runs, redis: Redis, source:
     clock, shown = WorkersClock(goes, lambda: None, comes_back), Shown()
     assert follow(look, clock.sleep, shown.show, shown.warn).end is End.FINISHED
     assert ["no answer" in text for text in shown.warnings] == [True]
+    assert "goes on" not in shown.warnings[0]

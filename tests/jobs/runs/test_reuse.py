@@ -409,3 +409,95 @@ def test_a_part_that_was_written_anew_is_not_taken_by_the_places_it_had(runs: Ru
     assert sorted(asked) == ["a", "b"]
     assert [row["completion"] for row in rows] == ["A", "B", "C"]
     assert "part-00000.parquet" in manifest["reused"][0]["passed_over"][0]
+
+
+def test_the_seed_is_that_of_the_first_earlier_run_also_where_that_was_given_one(runs: Runs) -> None:
+    runs.write(["a", "b", "c"])
+    runs.score(sampling={"temperature": 1.0, "seed": 7})
+    _, asked, manifest = new_run(runs, sampling={"temperature": 1.0})
+    assert asked == []
+    assert (manifest["seed"], manifest["rows_reused"], manifest["reused"][0]["differs"]) == (7, 3, [])
+    third = runs.output.parent / "third"  # what it has of the second run it has of the first
+    runs.score(output=third, sampling={"temperature": 1.0}, reuse=str(runs.output.parent / "new"))
+    assert json.loads((third / "_manifest.json").read_text())["rows_reused"] == 3
+    other = runs.plan(output=runs.output.parent / "other", sampling={"temperature": 1.0, "seed": 8}, reuse=str(third))
+    assert other["reused"][0]["differs"] == ["seed 7 there, 8 here"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "differs"),
+    [
+        ({"sampling": {"temperature": 0.5}}, ["temperature 0 there, 0.5 here"]),
+        ({"sampling": {**GREEDY, "top_k": 3}}, ["top_k not given there, 3 here"]),
+        ({"template": "so {prompt}"}, ["template not given there, 'so {prompt}' here"]),
+    ],
+    ids=["sampling", "more", "template"],
+)
+def test_a_run_that_takes_few_answers_says_what_it_asks_differently(
+    runs: Runs, old: Path, invoke: Invoke, arguments: dict[str, Any], differs: list[str]
+) -> None:
+    planned = runs.plan(output=runs.output.parent / "new", reuse=str(old), **{"sampling": GREEDY, **arguments})
+    (told,) = planned["reused"]
+    assert (told["rows"], [each for each in told["differs"] if "prompt_column" not in each]) == (0, differs)
+    shown = invoke("status", planned["run"]).output
+    assert f"but      few answers were taken of {old}: " in shown
+    assert differs[0] in shown
+    runs.work()
+    manifest = json.loads((runs.output.parent / "new" / "_manifest.json").read_text())
+    assert manifest["reused"][0]["differs"] == told["differs"]
+
+
+def test_a_run_of_other_rows_says_that_it_asks_the_same(runs: Runs, old: Path) -> None:
+    runs.write(["x", "y", "a"])
+    _, _, manifest = new_run(runs)
+    assert manifest["reused"][0]["differs"] == ["it asked the same, of other rows or with few answers"]
+
+
+def test_another_model_is_named(runs: Runs, old: Path) -> None:
+    context = runs.context
+    runs.context = lambda: replace(context(), model=replace(context().model, fingerprint="another", name="other"))
+    planned = runs.plan(output=runs.output.parent / "new", sampling=GREEDY, reuse=str(old))
+    (difference,) = planned["reused"][0]["differs"]
+    assert difference.startswith("model ")
+    assert "other" in difference
+
+
+@pytest.mark.parametrize("before", [{"max_tokens": 2}, {}])
+def test_answers_that_ended_by_themselves_are_taken_where_only_max_tokens_grew(
+    runs: Runs, before: dict[str, int]
+) -> None:
+    def cuts(request: Request) -> FakeCompletion:
+        return replace(shout(request), finish_reason="length" if request.prompt == "cut" else "stop")
+
+    runs.write(["a", "cut", "b"])
+    runs.score(answer=cuts, sampling={**GREEDY, **before})
+    rows, asked, manifest = new_run(runs, sampling={**GREEDY, "max_tokens": 1000})
+    assert asked == ["cut"]
+    assert manifest["rows_reused"] == 2
+    assert [row["completion"] for row in rows[:3]] == ["A", "CUT", "B"]
+    third = runs.output.parent / "third"
+    runs.score(output=third, sampling={**GREEDY, "max_tokens": 1000}, reuse=str(runs.output.parent / "new"))
+    assert json.loads((third / "_manifest.json").read_text())["rows_reused"] == 3, "it is found by its new key"
+
+
+def test_answers_of_a_larger_max_tokens_are_not_taken(runs: Runs) -> None:
+    runs.write(["a", "b"])
+    runs.score(sampling={**GREEDY, "max_tokens": 1000})
+    _, asked, manifest = new_run(runs, sampling={**GREEDY, "max_tokens": 2})
+    assert sorted(asked) == ["a", "b"]
+    assert manifest["reused"][0]["differs"] == ["max_tokens 1000 there, 2 here"]
+
+
+def test_cut_rows_are_asked_again_with_more_tokens(runs: Runs, invoke: Invoke) -> None:
+    def cuts(request: Request) -> FakeCompletion:
+        return replace(shout(request), finish_reason="length" if request.prompt == "cut" else "stop")
+
+    runs.write(["a", "cut", "b"])
+    runs.score(answer=cuts, sampling={**GREEDY, "max_tokens": 2})
+    new, asked = runs.output.parent / "new", Asked()
+    assert invoke("errors", runs.output, "--retry", new, "--cut").exit_code == 2
+    shown = invoke("errors", runs.output, "--retry", new, "--cut", "--max-tokens", 9)
+    assert shown.exit_code == 0, shown.output
+    while runs.jobs:
+        runs.work(asked)
+    assert asked.prompts == ["cut"]
