@@ -77,17 +77,9 @@ class Engine:
         self.generates = generates(folder, model, path, embeds=pooling is not None)  # it has an LM head
         self.config = config
         self._tokenizer = Tokenizer(folder, config.chat_template)
-        if surplus := self._tokenizer.surplus(model.vocab_size):
-            logger.warning("%s; is it the model's own?", surplus)
         self._sequences = NewSequences(self._tokenizer, model.eos_token_ids, model.vocab_size)
-        if self.generates:
-            self._sequences.grammars.begin()  # beside the weights
-        self._live_runner: Runner | None = None
-        try:
-            self._live_runner = (start_runner or start_own_runner)(config, model, folder)
-        except BaseException:
-            self._sequences.grammars.close()
-            raise
+        with self._sequences.grammars.begun(self.generates):  # beside the weights
+            self._live_runner: Runner | None = (start_runner or start_own_runner)(config, model, folder)
         self._looking: PictureQueue | None = None
         if self._reader is not None:
             self._read_pictures(self._reader)

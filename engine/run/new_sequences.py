@@ -1,5 +1,6 @@
 """NewSequences: turns a checked request into sequences, one for each of its samples."""
 
+import logging
 from collections.abc import Collection
 
 from engine.sampling.logit_edits import RequestEdits, SequenceEdits
@@ -15,12 +16,16 @@ from engine.text.reasoning import Reasoner
 from engine.text.stop_strings import StopStrings
 from engine.text.tokenizer import Tokenizer
 
+logger = logging.getLogger(__name__)
+
 
 class NewSequences:
     """Makes the sequences of requests. eos_token_ids: the ids that end texts, the tokenizer's own among them."""
 
     def __init__(self, tokenizer: Tokenizer, configured_ends: frozenset[int], vocab_size: int) -> None:
         """configured_ends: the end tokens that the model's configuration names."""
+        if surplus := tokenizer.surplus(vocab_size):
+            logger.warning("%s; is it the model's own?", surplus)
         self._tokenizer = tokenizer
         self._vocab_size = vocab_size
         self.reasoner = Reasoner(tokenizer, vocab_size)

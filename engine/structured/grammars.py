@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
 from functools import partial
 from threading import Lock
 from typing import TYPE_CHECKING, Any
@@ -90,6 +91,17 @@ class Grammars:
             return None
         with stacks_of(2 * STACK_BYTES):
             return self._pool.submit(self._begin_child)
+
+    @contextmanager
+    def begun(self, is_needed: bool) -> Iterator[None]:
+        """Read a large vocabulary, if that is needed, beside what the caller does meanwhile; close if that raises."""
+        if is_needed:
+            self.begin()
+        try:
+            yield
+        except BaseException:
+            self.close()
+            raise
 
     def _begin_child(self) -> None:
         _, children = self._start()

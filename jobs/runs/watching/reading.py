@@ -161,7 +161,9 @@ class RunLook:
         )
 
     def left_s(self, connection: Redis, workers: Collection[Worker]) -> float | None:
-        """Return the time left, by the parts that were done last."""
+        """Return the time left, by the parts that were done last; None while nobody works on the run."""
+        if self.is_stalled:
+            return None
         state, alive = RunState(connection, self.run), _alive(workers)
         told = zip(self.running, self.progress, strict=True)
         running = {shard: each for shard, each in told if each.worker in alive}
