@@ -11,7 +11,7 @@ if not is_open(queue, id, eid) then return {'gone', 0} end
 if mode == 'abandoned' and call('TTL', execution) >= 0 then return {'alive', 0} end -- a lease has an end
 local taken_at = holds(queue, id, eid)
 if not taken_at then
-  let_go(queue, id, eid)
+  let_go_of_lost(queue, id, eid)
   return {'dropped', 0}
 end
 local fields = call('HMGET', job, 'ended_by', 'ttl')

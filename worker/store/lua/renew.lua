@@ -35,7 +35,7 @@ for i, job in ipairs(args.jobs) do
   local queue, id, eid, started_iso = unpack(job)
   local could, is_ours = tried(renew, queue, id, eid, started_iso)
   if not (could and is_ours) then -- cancelled, deleted, damaged or given to another
-    tried(let_go, queue, id, eid)
+    tried(let_go_of_lost, queue, id, eid)
     lost[#lost + 1] = i
   end
 end

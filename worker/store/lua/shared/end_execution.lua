@@ -26,7 +26,7 @@ local function not_held()
     rate_limit_key = fields[2]
     if not is_queued_again(queue, id, taken_at) then return nil end
   end
-  let_go(queue, id, eid, worker)
+  let_go_of_lost(queue, id, eid, worker)
   return was_ended_before() and 'again' or 'lost'
 end
 

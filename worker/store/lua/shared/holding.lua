@@ -35,11 +35,7 @@ local function holds(queue, id, eid)
 end
 
 -- Leave nothing of an execution behind. worker: whose it is, where that is known.
--- A job's journal goes with the job: once that is deleted or cancelled, nobody goes on with it.
 local function let_go(queue, id, eid, worker)
-  local cancelled_before, cancelled = at_claim(queue, id, eid), call('ZSCORE', 'rq:canceled:' .. queue, id)
-  local is_cancelled = cancelled and cancelled_before and cancelled ~= cancelled_before
-  if is_cancelled or call('HLEN', 'rq:job:' .. id) == 0 then call('DEL', 'tokenmill:journal:' .. id) end
   call('HDEL', 'tokenmill:held:' .. queue, id .. ':' .. eid)
   call('ZREM', 'rq:wip:' .. queue, id .. ':' .. eid)
   local execution = 'rq:execution:' .. id .. ':' .. eid
@@ -47,6 +43,15 @@ local function let_go(queue, id, eid, worker)
   if worker then call('SREM', 'rq:worker:' .. worker .. ':executions', id .. ':' .. eid) end
   call('DEL', execution)
   call('ZREM', 'rq:executions:' .. id, eid)
+end
+
+-- Let go of a job that this execution does not hold any more. Its journal goes with it where the job was deleted or
+-- cancelled, as nobody goes on with it then.
+local function let_go_of_lost(queue, id, eid, worker)
+  local cancelled_before, cancelled = at_claim(queue, id, eid), call('ZSCORE', 'rq:canceled:' .. queue, id)
+  local is_cancelled = cancelled and cancelled_before and cancelled ~= cancelled_before
+  if is_cancelled or call('HLEN', 'rq:job:' .. id) == 0 then call('DEL', 'tokenmill:journal:' .. id) end
+  let_go(queue, id, eid, worker)
 end
 
 -- Whether the job stands in a queue once more, because it was enqueued again since it was taken (see `holds`).
