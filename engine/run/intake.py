@@ -22,7 +22,7 @@ Request = tuple[str, Prompt | PreparedPrompt, RequestParams]
 MAX_TREE_TOKENS = 1 << 25
 
 
-#: The most log probabilities that one request may ask for. Each takes 150 bytes until its completion is handed out.
+#: The most log probabilities that one request may ask for. Each takes about 150 bytes until its completion is given.
 MAX_LOGPROB_ENTRIES = 1 << 21
 
 
