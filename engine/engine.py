@@ -336,9 +336,9 @@ class Engine:
     ) -> list[int]:
         """Return the token ids of a conversation by the model's chat template. For any thread.
 
-        truncate_prompt_tokens: of SamplingParams. options: `tools`, `chat_template_kwargs`, and `now`, the Unix
-        seconds that a template gets for the present time. Raises InvalidPrompt if the tokenizer has no template or
-        the template refuses the messages, and PromptTooLong.
+        truncate_prompt_tokens: see SamplingParams. options: `tools`, `chat_template_kwargs`, and `now`, the Unix
+        seconds that the template takes for the present. Raises PromptTooLong, and InvalidPrompt if the tokenizer has no
+        template or the template refuses the messages.
         """
         limit = self.max_model_len - 1 if truncate_prompt_tokens is None else None
         token_ids = self._tokenizer.chat_token_ids(messages, limit=limit, **options)

@@ -156,7 +156,7 @@ class Run:
         return cancel_run(self._connection, self.status().run)
 
     def reader(self, what: str) -> FolderReader:
-        """Return a reader of its folder. Raises RunNotHere where there is no such folder, or another run's."""
+        """Return a reader of its folder. Raises RunNotHere if there is no such folder, or it holds another run."""
         with _needs_pyarrow(what):
             from jobs.parquet.outputs.read_back import FolderReader
         if not is_stored(self.output) and not os.path.isdir(self.output):
@@ -167,7 +167,7 @@ class Run:
         return reader
 
     def _planned_id(self) -> str:
-        """Return the id of the run that was planned for it, which differs where a worker's real paths do."""
+        """Return the id that the run was planned under. It differs from `id` if a worker's real paths do."""
         with suppress(UnknownRun):
             return self.status().run
         return self.id

@@ -62,10 +62,10 @@ REQUEUE_LIMIT = 10_000
 
 @dataclass
 class Requeued:
-    """What came of jobs that were to be put back.
+    """The result of putting failed jobs back.
 
-    cancelled: jobs of runs that were cancelled or stopped; they stay failed, as they would only fail again.
-    missing: jobs that are not among the failed ones of their queue, or have no payload any more.
+    cancelled: jobs of runs that were cancelled or stopped. They stay failed, as they would only fail again.
+    missing: jobs that are not among their queue's failed ones, or whose payload is gone.
     """
 
     done: list[str] = field(default_factory=list)
@@ -78,12 +78,12 @@ class Requeued:
         self.missing += other.missing
 
 
-#: What to do for a run whose jobs are not put back.
+#: Advice for a run whose jobs are not put back.
 RESUBMIT = "`tokenmill submit` with the same arguments resumes a run that was cancelled or stopped"
 
 
 def requeue(connection: Redis, queue: str, job_ids: Sequence[str]) -> Requeued:
-    """Put failed jobs back at their queue's end, each at once or not at all, but for those of cancelled runs."""
+    """Put failed jobs back at their queue's end, but for those of cancelled runs. Each move is atomic."""
     found = Requeued()
     for start in range(0, len(job_ids), CHUNK):
         found.add(_requeue_chunk(connection, queue, job_ids[start : start + CHUNK]))
@@ -91,10 +91,10 @@ def requeue(connection: Redis, queue: str, job_ids: Sequence[str]) -> Requeued:
 
 
 def requeue_all(connection: Redis, queue: str, limit: int) -> Requeued:
-    """Requeue the oldest failed jobs, looking at `limit` at most that are of no cancelled run."""
+    """Requeue the oldest failed jobs, at most `limit`. Jobs of cancelled runs do not count."""
     found = Requeued()
     while (left := limit - len(found.done) - len(found.missing)) > 0:
-        num_passed = len(found.cancelled) + len(found.missing)  # they stay in their places
+        num_passed = len(found.cancelled) + len(found.missing)  # these stay in the list
         last = num_passed + min(left, CHUNK) - 1
         page: Any = connection.zrange(rq_jobs.QueueKeys(queue).failed, num_passed, last)
         if not page:
@@ -114,7 +114,7 @@ def _requeue_chunk(connection: Redis, queue: str, job_ids: Sequence[str]) -> Req
 
 
 def _of_cancelled_runs(connection: Redis, job_ids: Sequence[str]) -> set[str]:
-    """Return those of the jobs that are a run's which is cancelled or stopped now."""
+    """Return the jobs whose run is cancelled or stopped."""
     runs = {job_id: known[0] for job_id in job_ids if (known := run_and_shard(job_id)) is not None}
     with connection.pipeline(transaction=False) as pipe:
         for run in runs.values():

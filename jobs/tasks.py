@@ -37,9 +37,9 @@ class Request:
     resumed: Mapping[int, Sequence[int]] = field(default_factory=dict)
 
     def digest(self, now: str) -> str:
-        """Return a hash of all that decides the answer, given the model.
+        """Return a hash of everything that decides the answer, but for the model.
 
-        now: what a chat template writes of the time.
+        now: the text that the chat template writes for the time.
         """
         clock = now if self.messages is not None else ""
         asked = [self.prompt, self.messages, self.sampling, self.chat_options, self.kind, clock]
@@ -48,7 +48,7 @@ class Request:
 
 
 def _hashed(value: Any) -> Any:
-    """Return what stands for a value that JSON does not have: a picture's bytes, a mapping, a range of ids."""
+    """Return JSON in place of a value that JSON does not have: a picture's bytes, a mapping, a range of ids."""
     if isinstance(value, bytes):
         return blake2b(value, digest_size=16).hexdigest()
     return dict(value) if isinstance(value, Mapping) else list(value)

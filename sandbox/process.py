@@ -73,7 +73,7 @@ Fetch = Callable[[Mapping[str, Any]], bytes]
 class Child:
     """A child for one thread at a time. What raises ChildFailed has ended it.
 
-    notes: texts that it has seen lately, for who asks it.
+    notes: texts that the child has seen lately, noted by its caller.
     """
 
     def __init__(self) -> None:
@@ -89,14 +89,14 @@ class Child:
 
     @staticmethod
     def _begun(fd: int) -> subprocess.Popen[bytes]:
-        """Begin the process. fd: the socket that is its side."""
+        """Begin the process. fd: its end of the socket pair."""
         own = {name: os.environ[name] for name in _PASSED if name in os.environ}
         return subprocess.Popen(
             [sys.executable, "-c", _PROGRAM, json.dumps(sys.path), str(fd)],
             stdin=subprocess.DEVNULL,
             pass_fds=[fd],
             env={**own, **_QUIET},
-            # Of a session of its own: what interrupts the worker from its terminal is not meant for it.
+            # A session of its own: Ctrl-C at the worker's terminal does not reach it.
             start_new_session=True,
         )
 
@@ -155,7 +155,7 @@ class Child:
             self._imported.add(module)
 
     def _check_import(self, message: Mapping[str, Any]) -> None:
-        """Raise what the machine lacked for a task's imports, which have no limits and run nothing of strangers."""
+        """Raise what the machine lacked for a task's imports. These have no limits, and run no stranger's code."""
         if message["end"] == "memory":
             raise MemoryError("a child process found no memory for its imports")
         if message["end"] == "raised" and message["errno"] is not None:

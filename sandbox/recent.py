@@ -1,9 +1,9 @@
-"""A bounded memory of texts, for what a child and its worker know of each other."""
+"""A bounded memory by text, which a child and its worker keep alike."""
 
 from collections import OrderedDict
 from typing import Generic, TypeVar
 
-#: Texts that are remembered at most, and characters of all of them together.
+#: The most texts that are remembered, and the most characters of all together.
 MAX_TEXTS, MAX_CHARS = 64, 2 << 20
 
 V = TypeVar("V")
@@ -12,7 +12,7 @@ V = TypeVar("V")
 class Recent(Generic[V]):
     """Keeps the values that were used last, by their texts.
 
-    Two that are used for the same texts in the same order keep the same ones. The last text is kept, however long.
+    If two memories see the same texts in the same order, they keep the same ones. The last text always stays.
     """
 
     def __init__(self) -> None:
@@ -29,7 +29,7 @@ class Recent(Generic[V]):
         return self._values[text]
 
     def put(self, text: str, value: V) -> bool:
-        """Remember a value; return whether others were forgotten for it."""
+        """Remember a value. Return whether others were forgotten to make room."""
         if text not in self._values:
             self.num_chars += len(text)
         self._values[text] = value

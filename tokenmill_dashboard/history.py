@@ -69,7 +69,7 @@ class History:
         """Add how many jobs wait in each queue; what was known of that moment is replaced."""
         self._step(at).depth = dict(depth)
         newest = int(at // STEP_S)
-        # Beyond now lies what a worker tells whose clock is wrong, or whom somebody invented.
+        # Points in the future come from a worker with a wrong clock, or from an invented worker.
         for number in [number for number in self._steps if not newest - NUM_STEPS < number <= newest + 1]:
             del self._steps[number]
 
@@ -131,7 +131,7 @@ def read_points(connection: Redis, names: Sequence[str]) -> dict[str, list[Point
     with connection.pipeline(transaction=False) as pipe:
         for name in names:
             pipe.lrange(samples_key(name), 0, MAX_POINTS - 1)
-        replies = pipe.execute(raise_on_error=False)  # producers may write there
+        replies = pipe.execute(raise_on_error=False)  # producers may have put another kind of value there
     points: dict[str, list[Point]] = {}
     for name, raws in zip(names, replies, strict=True):
         newest_first = raws if isinstance(raws, list) else []

@@ -228,7 +228,7 @@ class WorkerSettings(BaseSettings):
         return next(iter(_folder_names(self.model)), self.model)
 
     def served_model(self, identity: ModelIdentity, attention_backend: str = "", max_model_len: int = 0) -> ServedModel:
-        """The served model as jobs are told of it. max_model_len: the engine's."""
+        """The served model as jobs see it. max_model_len: the engine's."""
         return ServedModel(
             name=self.model_name,
             fingerprint=identity.fingerprint,

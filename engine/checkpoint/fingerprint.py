@@ -12,9 +12,9 @@ from engine.errors import MissingWeights
 
 MAX_HEADER_BYTES = 100 << 20  # no checkpoint has a larger one
 
-#: Raised by one when a change of the code changes answers: of sampling, rendering, tokenizing, stopping or scoring.
-#: Answers of two numbers are of two models: no run mixes them, and none is taken for the other.
-#: `tests/engine/test_answers_version.py` says when.
+#: Raise this by one when a code change changes answers: in sampling, rendering, tokenizing, stopping or scoring.
+#: Answers of different numbers count as answers of different models: no run mixes them, and `--reuse` takes none.
+#: `tests/engine/test_answers_version.py` says when to raise it.
 ANSWERS_VERSION = 1
 
 
@@ -78,7 +78,7 @@ class ModelIdentity:
 
     fingerprint: 32 hexadecimal digits. dtype: that it computes in, such as "float32" or "float32, int8 weights".
     embedding_size: numbers of an embedding, 0 if it gives none. embedding_prompts: names of prompts for them.
-    classes: labels of its head, () if none. control_tokens, reads_pictures, generates: what an engine has told.
+    classes: labels of its head, () if none. control_tokens, reads_pictures, generates: filled in by an engine.
     clock_formats: see engine.text.chat_templates.read_clock.
     """
 
@@ -100,9 +100,9 @@ def read_identity(
 
     dtype: that it computes in and, in words, every other choice that changes answers.
     chat_template, pooling: the name of the one in use, if it was chosen.
-    Two models have the same fingerprint if these, ANSWERS_VERSION, the TEXT_FILES, and the tensors (name, type, shape
-    and values) are the same, however the tensors are divided into files. Of a tensor larger than 64 KiB, 16 samples of
-    4 KiB are read: another training, merge or rounding shows, an edit of a few values may not.
+    Two models have the same fingerprint if these arguments, ANSWERS_VERSION, the TEXT_FILES and the tensors (name,
+    type, shape and values) are the same. How the tensors are divided into files does not matter. A tensor larger than
+    64 KiB is sampled, 16 times 4 KiB: another training, merge or rounding shows, an edit of a few values may not.
     """
     digest = blake2b(dtype.encode(), digest_size=16)
     _add(digest, b"answers", str(ANSWERS_VERSION).encode())

@@ -128,8 +128,8 @@ def _size(config: Mapping[str, Any], name: str, default: Any = None) -> Any:
 def _longest(config: Mapping[str, Any]) -> Any:
     """Return the tokens of the longest sequence.
 
-    YaRN stretches the length that a checkpoint was trained with, whatever max_position_embeddings says: Qwen3's model
-    card adds rope_scaling and leaves max_position_embeddings as it was. vLLM reads it so too.
+    YaRN stretches the length that a checkpoint was trained with. max_position_embeddings may still have the old length:
+    Qwen3's model card adds rope_scaling and leaves it alone. vLLM reads YaRN in the same way.
     """
     longest = _size(config, "max_position_embeddings", UNLIMITED)
     for name in ("rope_scaling", "rope_parameters"):

@@ -78,7 +78,7 @@ def _check_text(config: EngineConfig, folder: Path, entries: list[TensorEntry]) 
 
     tokenizer = Tokenizer(folder, config.chat_template)
     surplus = None
-    with suppress(ConfigError):  # which `_check_served` tells
+    with suppress(ConfigError):  # `_check_served` reports it
         surplus = tokenizer.surplus(read_supported(folder, config.model_path)[0].vocab_size)
     if surplus is not None:
         yield Observation("tokenizer", "warning", surplus, "fetch the model's own tokenizer")

@@ -20,14 +20,14 @@ def is_complete(seq: Sequence) -> bool:
 
 
 class Completions:
-    """Makes completions of finished sequences: their texts, reasoning and calls of tools."""
+    """Makes completions of finished sequences: their texts, reasoning and tool calls."""
 
     def __init__(self, tokenizer: Tokenizer, reasoner: Reasoner) -> None:
         self._tokenizer, self._reasoner = tokenizer, reasoner
         self._tool_calls = ToolCallReader(tokenizer)
 
     def of(self, seq: Sequence) -> Completion | None:
-        """Make the completion of a finished sequence; None while other branches of its tree are not scored."""
+        """Make the completion of a finished sequence; None until all branches of its tree are scored."""
         if seq.tree is not None:
             return _scores_of(seq, seq.tree)
         tokenizer, reasoner, reader = self._tokenizer, self._reasoner, self._tool_calls

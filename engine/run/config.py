@@ -27,9 +27,9 @@ class EngineConfig:
     dtype: "auto" (the checkpoint's own; on a CPU float32, unless that is bfloat16 and the processor multiplies
         it), "float32", "bfloat16" or "float16".
     device: "auto" (cuda if there is a GPU, else cpu) or a torch device string.
-    max_model_len: tokens of prompt and completion together; None takes the model's limit, or what the KV
-        pool holds if that is less, rounded down to its four highest binary digits. A sequence that reaches it ends
-        with "length".
+    max_model_len: tokens of prompt and completion together. A sequence that reaches it ends with "length". None
+        takes the model's limit. If the KV pool holds less, None takes what the pool holds, rounded down to its
+        four highest binary digits.
     max_num_seqs: sequences that run at once.
     max_num_batched_tokens: tokens computed in one step, decodes and prefill chunks together.
     block_size: tokens per KV block.
@@ -156,7 +156,7 @@ def model_identity(config: EngineConfig) -> ModelIdentity:
     folder = resolve_model(config.model)
     model = read_model_config(folder)
     identity = read_identity(folder, ", ".join(_modes(config, model)), config.chat_template, config.pooling)
-    with suppress(ConfigError):  # a template that is not there: the engine says so
+    with suppress(ConfigError):  # a missing template: the engine reports it
         identity = replace(identity, clock_formats=read_clock(read_template(folder, config.chat_template)))
     if (classes := read_classes(model)) is not None:
         return replace(identity, classes=classes.labels)

@@ -22,12 +22,12 @@ Request = tuple[str, Prompt | PreparedPrompt, RequestParams]
 MAX_TREE_TOKENS = 1 << 25
 
 
-#: The most log probabilities that one request may bring: each takes some 150 bytes until its completion is handed out.
+#: The most log probabilities that one request may ask for. Each takes about 150 bytes until its completion is given.
 MAX_LOGPROB_ENTRIES = 1 << 21
 
 
 def check_logprobs(params: SamplingParams, num_prompt_tokens: int, max_model_len: int) -> None:
-    """Raise InvalidSampling for a request whose log probabilities alone could take the engine's memory."""
+    """Raise InvalidSampling if a request's log probabilities alone could fill the engine's memory."""
     num_entries = 0
     if params.prompt_logprobs is not None:
         num_entries += num_prompt_tokens * (params.prompt_logprobs + 1)

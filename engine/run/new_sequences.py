@@ -20,7 +20,7 @@ logger = logging.getLogger(__name__)
 
 
 class NewSequences:
-    """Makes the sequences of requests. eos_token_ids: the ids that end texts, the tokenizer's own among them."""
+    """Makes the sequences of requests. eos_token_ids: the ids that end texts, including the tokenizer's own."""
 
     def __init__(self, tokenizer: Tokenizer, configured_ends: frozenset[int], vocab_size: int) -> None:
         """configured_ends: the end tokens that the model's configuration names."""
@@ -48,7 +48,7 @@ class NewSequences:
         that cannot go on.
         """
         end_token_ids = frozenset(params.stop_token_ids).union(() if params.ignore_eos else self.eos_token_ids)
-        # a form holds for all of the text, with the space before its first word
+        # the form covers the whole text, so the space before its first word stays
         follows_text = self._tokenizer.has_text(prompt.token_ids) or params.structured_outputs is not None
         bad_words = self._tokenizer.bad_words(tuple(params.bad_words or ()))
         edits = RequestEdits.of(params, prompt.token_ids, self._vocab_size, bad_words)
@@ -113,7 +113,7 @@ class NewSequences:
     ) -> StopStrings | None:
         if not params.stop:
             return None
-        # a form holds for all of the text, from which no reasoning is split
+        # the form covers the whole text, so no reasoning is split from it
         span = None if matcher is not None else self.reasoner.answer_span(params.reasoning_marks, prompt, params.stop)
         text = self._tokenizer.incremental_text(
             follows_text=follows_text,

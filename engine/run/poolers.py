@@ -15,16 +15,16 @@ from engine.text.tokenizer import Tokenizer
 
 
 def _most_tokens(truncate_prompt_tokens: int | None, fitting: int, max_model_len: int) -> int | None:
-    """Return the tokens to which a prompt is cut, None for no cut. fitting: what -1 stands for."""
+    """Return how many tokens a prompt is cut to; None for no cut. fitting: the number that -1 stands for."""
     if truncate_prompt_tokens is None:
         return None
     return fitting if truncate_prompt_tokens == -1 else min(truncate_prompt_tokens, max_model_len)
 
 
 def _pooled_token_ids(prompt: object, most: int | None, tokenizer: Tokenizer, prompts: PromptReader) -> list[int]:
-    """Return the tokens of a prompt that is pooled, its first `most`.
+    """Return the first `most` tokens of a prompt that is pooled.
 
-    A text keeps the special tokens around it. (A prompt that is continued keeps its last tokens instead.)
+    A text keeps the special tokens around it. (Generation keeps a prompt's last tokens instead.)
     Raises InvalidPrompt or PromptTooLong.
     """
     if most is not None:

@@ -87,7 +87,7 @@ def reasoning_marks(marks: object) -> tuple[str, ...]:
 
 
 def tools(values: object) -> tuple[Mapping[str, Any], ...]:
-    """Return tools in their order, each with a function that has a name."""
+    """Return the tools in the order given. Raises InvalidSampling unless each has a function with a name."""
     if not isinstance(values, (list, tuple)):
         raise InvalidSampling("tools must be a list of functions", brief(values))
     for tool in values:

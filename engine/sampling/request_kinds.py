@@ -22,8 +22,8 @@ class PoolingParams:
         dimensions are given.
     prompt_name: the checkpoint's prompt before the text, such as "query"; None takes its default one, if it has one.
         Not for prompts of token ids.
-    truncate_prompt_tokens: read only this number of the first tokens, special ones among them; -1 reads as many as
-        the model takes.
+    truncate_prompt_tokens: read only this many of the first tokens, special ones included; -1 reads as many as the
+        model takes.
     """
 
     n: ClassVar[int] = 1  # completions of such a request
@@ -57,8 +57,8 @@ class ScoringParams:
 
     continuations: texts, or lists of token ids, each behind the prompt.
     score_end: add the probability that the text ends behind each. "auto" is for labels, which are compared with each
-        other: each is scored from the first token at which any of them differ, where a label may have merged with the
-        prompt's end, and the end is added if one is the beginning of another. No two may be the same tokens then.
+        other. All are then scored from the first token at which any of them differ, as a label may merge with the
+        prompt's end. The end is added if one label is the beginning of another. No two may have the same tokens.
     truncate_prompt_tokens: read only this number of the prompt's last tokens; -1 reads as many as fit.
     """
 
@@ -110,8 +110,8 @@ class ClassParams:
     """Ask for a text's classes, of a checkpoint with a head. Raises InvalidSampling for an impossible value.
 
     pair: a second text, such as the document behind a query.
-    truncate_prompt_tokens: read only this number of a single text's first tokens, special ones among them; -1 reads
-        as many as model and tokenizer take. A pair that is too long is always cut.
+    truncate_prompt_tokens: read only this many of a single text's first tokens, special ones included; -1 reads as
+        many as model and tokenizer take. A pair that is too long is always cut.
     """
 
     n: ClassVar[int] = 1

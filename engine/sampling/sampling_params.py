@@ -58,9 +58,9 @@ class SamplingParams:
     ignore_eos: go on past the model's end tokens.
     min_tokens: new tokens before any end token, stop token or stop string may end the completion.
     n: independent samples of the request.
-    logprobs: give each new token's log probability, and those of this number of most likely tokens: 0 to
-        MAX_LOGPROBS; None gives none. They are of the model's own distribution, before temperature and whatever else
-        changes it.
+    logprobs: give the log probabilities of each new token and of this many most likely tokens, 0 to
+        MAX_LOGPROBS. None gives none. They come from the model's own distribution, before temperature and
+        everything else that changes it.
     prompt_logprobs: the same for each token of the prompt but the first. The prefix cache saves none of this
         computing.
     presence_penalty, frequency_penalty: subtracted from the logit of each token that the completion has so
@@ -73,7 +73,7 @@ class SamplingParams:
         by itself, and its last token is not chosen behind its other ones.
     thinking_token_budget: the most tokens of a reasoning span; behind these its end mark is forced.
     separate_reasoning: give what is in a reasoning span apart from the text.
-    tools: in OpenAI's shape, those whose calls are given apart from the text.
+    tools: in OpenAI's shape. Calls of these are given apart from the text.
     echo: give the prompt's text and its tokens too.
     reasoning_marks: two texts, before and behind such a span; () for those of the model's template or special
         tokens.

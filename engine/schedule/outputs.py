@@ -16,7 +16,7 @@ class Logprob:
 
     rank: 1 for the most likely token of the vocabulary; of equally likely ones the lower id comes first.
     decoded_token: the token's text, as it stands behind other text.
-    partial_bytes: the token's bytes if these are a part of a character, for which decoded_token has U+FFFD.
+    partial_bytes: the token's bytes if they are only part of a character; decoded_token then has U+FFFD.
     """
 
     logprob: float
@@ -78,9 +78,8 @@ class Completion:
     class_scores: with ClassParams, each class's probability by its label. A single class has the head's number, which
         for two texts is turned into a probability, unless the checkpoint says otherwise.
     reasoning: with SamplingParams.separate_reasoning, the reasoning span, which `text` then leaves out.
-    tool_calls: with SamplingParams.tools, which of them it calls, as {"name", "arguments": their JSON}; `text` leaves
-        these out.
-    tool_call_error: why something that looks like a call is none, and stays in `text`.
+    tool_calls: with SamplingParams.tools, the calls, as {"name", "arguments": their JSON}. `text` leaves them out.
+    tool_call_error: why something that looks like a call is no call. It stays in `text`.
     prompt_text, prompt_tokens: with SamplingParams.echo, the prompt's text and that of each of its tokens.
     prompt_logprobs: for each token of the prompt; the first one has none.
     num_continued: tokens of token_ids that came with the request; cached ones count in num_cached_tokens.

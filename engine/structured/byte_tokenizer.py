@@ -1,8 +1,8 @@
 """Rewrites a tokenizer for llguidance, so that a text's tokens are its bytes and nothing else.
 
-A model's own tokenizer reads `<tool_call>` as a control token, writes letters in another form of Unicode (NFC), and
-has one spelling, U+2581, for a space and for itself. A grammar forces bytes: with the rewritten tokenizer each text
-becomes tokens that are decoded to just this text. Ids stay as they are.
+A model's own tokenizer reads `<tool_call>` as a control token, rewrites letters in Unicode's normal form (NFC), and
+spells a space and U+2581 alike. A grammar forces bytes, so none of this may happen: the rewritten tokenizer turns a
+text into tokens that decode to exactly this text. Ids stay as they are.
 """
 
 import json
@@ -12,10 +12,10 @@ from typing import Any
 
 from engine.text.tokenizer_files import byte_alphabet
 
-#: Begins the name of a token that stands for no text. It is a code point that no text has: no character of Unicode's.
+#: Begins the name of a token that stands for no text. Unicode has no character at this code point, so no text has it.
 HIDDEN = "\ufdd0"
 
-#: The form by which llguidance takes an added token for a control token.
+#: llguidance takes an added token of this form for a control token.
 _MARKUP = re.compile("<.*>", re.DOTALL)
 
 #: Pre-tokenizers that cut a text and keep all of it.
@@ -25,7 +25,7 @@ _TO_BYTES = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": Tru
 
 
 def tokenizer_of_bytes(tokenizer: str) -> str:
-    """Rewrite the JSON of a `tokenizers.Tokenizer`. One that is not decoded byte by byte is left as it is."""
+    """Rewrite the JSON of a `tokenizers.Tokenizer`. A tokenizer that is not decoded byte by byte stays as it is."""
     content = json.loads(tokenizer)
     decoders = list(_steps(content["decoder"], "decoders"))
     kinds = {decoder["type"] for decoder in decoders}
@@ -48,7 +48,7 @@ def tokenizer_of_bytes(tokenizer: str) -> str:
 
 
 def _texts(vocabulary: Any, added: dict[int, Any]) -> dict[int, str]:
-    """Return the texts of tokens by their ids. vocabulary: of BPE by text, of a unigram model in the order of ids."""
+    """Return the texts of tokens by their ids. vocabulary: ids by text (BPE), or a list by id (unigram)."""
     if isinstance(vocabulary, dict):
         texts = {token_id: text for text, token_id in vocabulary.items()}
     else:
@@ -57,7 +57,7 @@ def _texts(vocabulary: Any, added: dict[int, Any]) -> dict[int, str]:
 
 
 def _names(texts: dict[int, str], added: dict[int, Any], space: str) -> dict[int, str]:
-    """Name all ids up to the last one. Control tokens, and ids without a token, get names that no text spells."""
+    """Name each id up to the last one. Control tokens and ids without a token get names that no text spells."""
     names: dict[int, str] = {}
     taken: set[str] = set()
     for token_id in range(max(texts, default=-1) + 1):
@@ -72,7 +72,7 @@ def _names(texts: dict[int, str], added: dict[int, Any], space: str) -> dict[int
 
 
 def _rename(model: dict[str, Any], names: dict[int, str], space: str) -> None:
-    """Give a model's tokens their names."""
+    """Replace the texts of a model's tokens by their names."""
     if model["type"] == "Unigram":
         scores = [score for _, score in model["vocab"]]
         scores += [min(scores)] * (len(names) - len(scores))
@@ -93,19 +93,19 @@ def _rename(model: dict[str, Any], names: dict[int, str], space: str) -> None:
 
 
 def _added_token(token_id: int, name: str) -> dict[str, Any]:
-    """Write an added token that takes no blanks around it."""
+    """Return an added token that swallows no blanks around it."""
     flags = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
     return {"id": token_id, "content": name, "special": name.startswith(HIDDEN), **flags}
 
 
 def _is_decoded_as_it_is(text: str) -> bool:
-    """Whether byte-level decoding leaves a text alone, since not all of its characters stand for bytes."""
+    """Whether byte-level decoding leaves a text unchanged: it is ASCII, or has a character that stands for no byte."""
     alphabet = byte_alphabet()
     return text.isascii() or any(char not in alphabet for char in text)
 
 
 def _written_space(decoders: list[dict[str, Any]]) -> str:
-    """Return what stands for a space in the vocabulary."""
+    """Return the text that the vocabulary has for a space."""
     for decoder in decoders:
         if decoder["type"] == "Replace" and decoder["content"] == " " and "String" in decoder["pattern"]:
             return str(decoder["pattern"]["String"])
@@ -113,7 +113,7 @@ def _written_space(decoders: list[dict[str, Any]]) -> str:
 
 
 def _cutters(pre_tokenizer: dict[str, Any] | None) -> dict[str, Any]:
-    """Return the pre-tokenizers that keep all of a text, one of which writes it as bytes."""
+    """Return the pre-tokenizers that keep all of a text; one of them writes it as bytes."""
     steps = [
         {**step, "add_prefix_space": False} if step["type"] == "ByteLevel" else step
         for step in _steps(pre_tokenizer, "pretokenizers")
@@ -125,7 +125,7 @@ def _cutters(pre_tokenizer: dict[str, Any] | None) -> dict[str, Any]:
 
 
 def _steps(step: dict[str, Any] | None, key: str) -> Iterator[dict[str, Any]]:
-    """Yield the single steps of a decoder or pre-tokenizer, whose sequence has them under a key."""
+    """Yield the single steps of a decoder or pre-tokenizer. key: where a sequence keeps its steps."""
     if step is None:
         return
     if step["type"] != "Sequence":

@@ -30,7 +30,7 @@ _LEAST = {"d": "0-9", "w": "0-9A-Za-z_", "s": r" \t\n\r\x0C\x0B"}
 _MOST = {"d": r"\p{N}\p{Cn}", "w": r"\p{L}\p{M}\p{N}\p{Pc}\p{S}\p{Cf}\p{Cn}", "s": r"\p{Z}\p{Cc}\p{Cf}\p{Cn}"}
 
 
-#: An escape, a class of all characters (`[\s\S]`), an opening bracket with what belongs to it, or a single character.
+#: An escape, a class of all characters (`[\s\S]`), an opening bracket with its modifiers, or a single character.
 _PARTS = re.compile(r"\\.|\[\\(?:s\\S|S\\s|d\\D|D\\d|w\\W|W\\w)\]|\[\^?\]?|.", re.DOTALL)
 
 _ALL_CHARACTERS = r"[\x00-\x{10FFFF}]"
@@ -76,10 +76,10 @@ LIMITS: dict[str, Any] = {"initial_lexer_fuel": 500_000, "step_lexer_fuel": 50_0
 #: Bytes of the stack on which a form is tried. The engine then compiles it on a larger one.
 STACK_BYTES = 16 << 20
 
-#: Parts of a Lark grammar that may hold anything (a text, a pattern, a comment), and control tokens, the group.
+#: Parts of a Lark grammar that may hold anything: a text, a pattern, a comment. The group matches a control token.
 _LARK_PARTS = re.compile(r'"(?:\\.|[^"\\])*"|/(?:\\.|[^/\\\n])+/|//[^\n]*|(<[^<>\s]+>)')
 
-#: Advice on options of llguidance, at the end of an error.
+#: llguidance's advice on its own options, at the end of an error.
 _ADVICE = re.compile(r"[.;]? (?:Enable '\w+' option|either increase limits\.).*")
 
 _META = re.compile(r"[\\.+*?()|\[\]{}^$#&~-]")
@@ -94,8 +94,8 @@ class Compiler:
     ) -> None:
         """Take up to four seconds to read a vocabulary. Raises InvalidSampling for one that cannot be served.
 
-        tokenizer: as `tokenizer_of_bytes` writes it. eos_token_ids: the ids that end a text. control_tokens: the ids
-        of tokens that grammars may name, `<tool_call>`.
+        tokenizer: as `tokenizer_of_bytes` writes it. eos_token_ids: the ids that end a text. control_tokens: ids of the
+        tokens that grammars may name, such as `<tool_call>`.
         """
         from llguidance import LLTokenizer
 
@@ -119,12 +119,12 @@ class Compiler:
             self._check_writable(spec)
         except InvalidSampling:
             raise
-        except Exception as error:  # whatever its readers make of a text
+        except Exception as error:  # llguidance's readers may raise anything
             raise _refused(spec, error) from error
         return grammar
 
     def _check_writable(self, spec: StructuredOutputsParams) -> None:
-        """Raise InvalidSampling for a text of the form's that the vocabulary cannot write."""
+        """Raise InvalidSampling if the form names a text that the vocabulary cannot write."""
         texts = literals_of(spec)
         if self._writes("\n".join(texts)):
             return
@@ -176,7 +176,7 @@ def stacks_of(num_bytes: int) -> Iterator[None]:
 
 
 def literals_of(spec: StructuredOutputsParams) -> list[str]:
-    """List the texts that a form names: choices, a schema's keys and values, letters of a pattern or a grammar."""
+    """List the texts in a form: choices, a schema's keys and values, or the letters of a pattern or grammar."""
     if spec.choice is not None:
         return list(spec.choice)
     if spec.json is not None:
@@ -186,7 +186,7 @@ def literals_of(spec: StructuredOutputsParams) -> list[str]:
 
 
 def _with_ids(grammar: str, control_tokens: Mapping[str, int]) -> str:
-    """Write a Lark grammar's control tokens, `<tool_call>`, as ids. Raises InvalidSampling for unknown ones."""
+    """Replace control tokens such as `<tool_call>` in a Lark grammar by ids. Raises InvalidSampling if unknown."""
 
     def part(match: re.Match[str]) -> str:
         name = match[1]
@@ -227,6 +227,6 @@ def _refused(spec: StructuredOutputsParams, reason: object) -> InvalidSampling:
 
 
 def _short(reason: object) -> str:
-    """Return a reason on one line, without advice on llguidance's own options, which nobody can set here."""
+    """Return a reason on one line, without advice on llguidance's options: nobody can set them here."""
     line = " ".join(str(reason).replace("<non-verbose/>", "").split())
     return _ADVICE.sub("", line)[:MAX_REASON_CHARS]

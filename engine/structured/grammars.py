@@ -83,9 +83,9 @@ class Grammars:
         self._latest: OrderedDict[StructuredOutputsParams, Future[LLMatcher]] = OrderedDict()
 
     def begin(self) -> Future[None] | None:
-        """Start reading a large vocabulary, here and in a process, so that the first form need not wait for it.
+        """Start to read a large vocabulary, here and in a process, so that the first form need not wait.
 
-        Return None for a small one, which takes no second. What goes wrong is told to the first form.
+        A small one takes less than a second: None is returned. The first form gets the error if reading fails.
         """
         if self._backend is None or self._vocab_size < SMALL_VOCABULARY:
             return None

@@ -1,7 +1,7 @@
-"""Reads JSON schemas for what llguidance would take otherwise: that is written so that it holds, or refused.
+"""Finds what llguidance would misread in a JSON schema, and rewrites it so that it holds, or refuses it.
 
-llguidance reads numbers as floats and integers' bounds as 64 bits, takes no pattern into account for a property that
-is declared, counts a repeated key twice, and begins a value that can never end.
+llguidance reads numbers as floats, and bounds of integers as 64 bits. It ignores patternProperties for a declared
+property, counts a repeated key twice, and begins a value that can never end.
 """
 
 import math
@@ -24,16 +24,16 @@ LARGEST = 2**63 - 1024
 _YEAR = "([1-9][0-9]{3}|0[1-9][0-9]{2}|00[1-9][0-9]|000[1-9])"
 _LEAP_YEAR = "([0-9]{2}(0[48]|[2468][048]|[13579][26])|(0[48]|[2468][048]|[13579][26])00)"
 _DAYS = "((0[13578]|1[02])-31|(0[13-9]|1[0-2])-(29|30)|(0[1-9]|1[0-2])-(0[1-9]|1[0-9]|2[0-8]))"
-#: How a date begins that a calendar has; llguidance's formats allow the year 0000 and each February 29.
+#: The beginning of a date that exists. llguidance's own formats allow the year 0000 and February 29 in any year.
 DATE = f"^({_YEAR}-{_DAYS}|{_LEAP_YEAR}-02-29)"
 
 
 class NotEnforceable(ValueError):
-    """Raised for a schema that llguidance would take otherwise than it is meant, with the reason."""
+    """Raised with the reason when llguidance would misread a schema."""
 
 
 def enforceable(schema: Any) -> Any:
-    """Return the schema as llguidance has to get it. Raises NotEnforceable."""
+    """Return the schema in a form that llguidance enforces. Raises NotEnforceable."""
     schema = deepcopy(schema)
     for part in schemas_in(schema):
         _check_values(part)
@@ -45,7 +45,7 @@ def enforceable(schema: Any) -> Any:
 
 
 def schemas_in(schema: Any, root: Any = None) -> Iterator[dict[str, Any]]:
-    """Yield a schema and all schemas within it. root: where references lead; None to follow them from this schema."""
+    """Yield a schema and all schemas within it. root: of references; None: the schema; False: follow none."""
     root = schema if root is None else root
     waiting, seen = [schema], set()
     while waiting:
@@ -60,7 +60,7 @@ def schemas_in(schema: Any, root: Any = None) -> Iterator[dict[str, Any]]:
 
 
 def strings_of(schema: Any) -> Iterator[str]:
-    """Yield the strings that a schema's texts hold as they are: names of properties, and values of const and enum."""
+    """Yield the strings that an answer may have to spell out: names of properties, and values of const and enum."""
     for part in schemas_in(schema):
         if isinstance(part.get("properties"), dict):
             yield from part["properties"]
@@ -69,7 +69,7 @@ def strings_of(schema: Any) -> Iterator[str]:
 
 
 def _parts(schema: Mapping[str, Any]) -> list[Any]:
-    """List the schemas that stand directly in one."""
+    """List the schemas directly inside a schema."""
     parts = [schema[key] for key in ONE if key in schema]
     for key in MANY:
         if isinstance(schema.get(key), list):
@@ -81,7 +81,7 @@ def _parts(schema: Mapping[str, Any]) -> list[Any]:
 
 
 def _target(root: Any, reference: object) -> Any:
-    """Return the schema that a reference within the document leads to; None if it leads elsewhere."""
+    """Return the schema that a reference points to; None if it is not in this document."""
     if not isinstance(reference, str) or not (reference == "#" or reference.startswith("#/")):
         return None
     part = root
@@ -103,7 +103,7 @@ def _values(schema: Mapping[str, Any]) -> list[Any]:
 
 
 def _leaves(value: Any) -> Iterator[Any]:
-    """Yield the values within a value that hold no others."""
+    """Yield the innermost values of a value: those that hold no others."""
     if isinstance(value, dict):
         value = list(value.values())
     if not isinstance(value, list):
@@ -132,13 +132,13 @@ def _check_values(schema: Mapping[str, Any]) -> None:
 
 
 def _write_bounds(schema: dict[str, Any]) -> None:
-    """Replace bounds that are no floats by the next ones within them: no text passes the schema's own bounds."""
+    """Replace a bound that is no float by the next float inside it, so that no answer breaks the schema's bound."""
     for key in ("minimum", "exclusiveMinimum", "maximum", "exclusiveMaximum"):
         bound = schema.get(key)
         if isinstance(bound, bool) or not isinstance(bound, int | float) or abs(bound) <= EXACT:
             continue
         sign = 1 if key.lower().endswith("maximum") else -1
-        most = min(sign * bound, LARGEST)  # from here on both kinds of bound are the largest value that may be
+        most = min(sign * bound, LARGEST)  # with the sign, a minimum is a maximum too
         if most < -LARGEST:
             raise NotEnforceable(f"whose {key} leaves no integer of 64 bits")
         nearest = float(most)
@@ -162,12 +162,12 @@ def _check_properties(schema: Mapping[str, Any]) -> None:
 def _meets(pattern: str, name: str) -> bool:
     try:
         return re.search(pattern, name) is not None
-    except re.error:  # of another dialect, or none: llguidance says so
+    except re.error:  # another dialect, or no pattern: llguidance reports it
         return False
 
 
 def _write_dates(schema: dict[str, Any]) -> None:
-    """Leave the calendar's dates alone."""
+    """Allow only dates that exist in the calendar."""
     if schema.get("format") not in ("date", "date-time"):
         return
     if "pattern" not in schema:
@@ -178,7 +178,7 @@ def _write_dates(schema: dict[str, Any]) -> None:
 
 
 def _check_ends(root: Any) -> None:
-    """Raise NotEnforceable for a schema that is referred to, and whose values must hold others of it without end."""
+    """Raise NotEnforceable if a value of some schema would have to hold another value of it, without end."""
     references = {part["$ref"] for part in schemas_in(root) if isinstance(part.get("$ref"), str)}
     targets = {reference: target for reference in references if (target := _target(root, reference)) is not None}
     users: defaultdict[str, list[str]] = defaultdict(list)
@@ -197,7 +197,7 @@ def _check_ends(root: Any) -> None:
 
 
 def _can_end(schema: Any, ending: set[str]) -> bool:
-    """Whether a value can end. ending: references to schemas whose values can."""
+    """Whether some value of a schema can end. ending: references to schemas already known to have one."""
     if not isinstance(schema, dict) or "const" in schema or "enum" in schema:
         return True
     if "$ref" in schema and schema["$ref"] not in ending:

@@ -24,7 +24,7 @@ TOOL_USE = "tool_use"
 #: Variables of a template that are not a request's to set.
 RESERVED = frozenset({"messages", "tools", "add_generation_prompt", "raise_exception", "strftime_now"})
 
-#: The roles of instructions: OpenAI's newer name, and the one that most templates read.
+#: The role of instructions: OpenAI's newer name, and the name that most templates read.
 DEVELOPER, SYSTEM = "developer", "system"
 
 #: Kinds of the parts of a message.
@@ -69,9 +69,9 @@ def read_template(folder: Path, name: str | None) -> str | None:
 
 
 def read_tool_template(folder: Path, name: str | None) -> str | None:
-    """Read the template that chats with tools take, as in transformers: TOOL_USE, unless another one is named.
+    """Read the template for chats with tools, as transformers does: TOOL_USE, unless another one is named.
 
-    None if there is none beside that of `read_template`, which has read the same files before.
+    None if these chats take the template that `read_template` has read from the same files.
     """
     return _read_templates(folder).get(TOOL_USE) if name is None else None
 
@@ -103,7 +103,7 @@ def read_variables(template: str) -> frozenset[str] | None:
 
 
 def _parsed(template: str) -> "nodes.Template | None":
-    """Parse a template; None if it cannot be."""
+    """Parse a template; None if it cannot be parsed."""
     from jinja2 import Environment, TemplateError
 
     # transformers marks with this tag what an assistant wrote; jinja2 by itself does not know it
@@ -120,7 +120,7 @@ CLOCK = "strftime_now"
 def read_clock(template: str | None) -> tuple[str, ...] | None:
     """Return the formats in which a template writes the present time; () if it writes none.
 
-    None if what it writes cannot be named beforehand: a format that it computes, or something random.
+    None if nobody can say beforehand what it writes: it computes the format, or writes something random.
     """
     from jinja2 import nodes
 
@@ -139,16 +139,16 @@ def read_clock(template: str | None) -> tuple[str, ...] | None:
 
 
 def at_time(template: str, now: float) -> str:
-    """Return a template that writes a Unix time for the present one. One whose formats are not known stays as it is.
+    """Return a template that writes this Unix time as the present. If its formats are not known, it stays as it is.
 
-    A macro stands in for the function, as transformers hands functions to no template.
+    A macro replaces the function, as transformers hands no functions to templates.
     """
     formats = read_clock(template)
     if not formats:
         return template
     moment = datetime.fromtimestamp(now)
     texts = json.dumps({each: moment.strftime(each) for each in formats})
-    # What follows the macro is an expression, behind which a line break of the template stays.
+    # The empty expression behind the macro keeps a line break with which the template begins.
     return f"{{% macro {CLOCK}(format) %}}{{{{ {texts}[format] }}}}{{% endmacro %}}{{{{ '' }}}}{template}"
 
 
@@ -177,7 +177,7 @@ def check_variables(given: object, variables: frozenset[str] | None) -> dict[str
 
 
 def check_tools(tools: object) -> list[dict[str, Any]] | None:
-    """Return `tools`, None for an empty list. Raises InvalidPrompt unless they are OpenAI's functions."""
+    """Return `tools`; None for an empty list. Raises InvalidPrompt unless they are functions in OpenAI's shape."""
     if tools is None or tools == []:
         return None
     if not isinstance(tools, list):
@@ -197,8 +197,8 @@ def for_template(
     """Return OpenAI's messages as templates expect them, which differ in parts, tool calls and reasoning.
 
     takes_parts: True if the template reads parts as well as texts, False if only texts (parts are joined by line
-    breaks), None if only parts. kinds: of parts. takes_developer: False makes `system` of the role `developer`. Raises
-    InvalidPrompt unless these are messages of such parts.
+    breaks), None if only parts. kinds: the kinds of parts allowed. takes_developer: False turns the role `developer`
+    into `system`. Raises InvalidPrompt unless these are messages of such parts.
     """
     if not isinstance(messages, list) or not messages:
         raise InvalidPrompt(f"messages must be a list of at least one message, got {type(messages).__name__}")
@@ -266,7 +266,7 @@ def _call_for_template(call: Any, i: int) -> dict[str, Any]:
 
 
 def with_short_ids(messages: Messages) -> Messages:
-    """Return messages whose tool calls have ids of nine letters and digits, equal ones for equal ones."""
+    """Return the messages with tool call ids of nine letters and digits. Equal ids stay equal."""
     shortened = []
     for message in messages:
         message = {**message}

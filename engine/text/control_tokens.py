@@ -1,9 +1,10 @@
-"""ControlTokens: keeps what values spell from becoming tokens that open turns, end them or stand for pictures.
+"""ControlTokens: keeps values from forging tokens that open turns, end them or stand for pictures.
 
-A value's spelling of such a token gets BREAK behind its first character, so that neither a template's own text nor the
-tokenizer's search meets it; so does a spelling that is begun at its end, which the next value may go on with. Once the
-other tokens are found, a second tokenizer reads the text without BREAK: it knows the same tokens by names that no text
-has, and therefore splits as the first one does.
+BREAK goes into a value behind the first character of each such token that it spells. A spelling that only begins at the
+value's end gets BREAK too, as the next value may complete it. So neither the template nor the tokenizer sees a token.
+
+Tokens without BREAK are genuine: they are replaced by names that no text has. Then BREAK is taken out, and a second
+tokenizer, which knows the control tokens by these names alone, reads the text. It splits as the first one does.
 """
 
 import json
@@ -13,15 +14,15 @@ from secrets import token_hex
 from threading import Lock
 from typing import Any
 
-#: Of two characters that Unicode keeps for a program's own use. `jobs` writes it into filled templates.
+#: Two characters that Unicode keeps for a program's own use. `jobs` writes it into filled templates too.
 BREAK = "\ufdd0\ufdd1"
 
 
 class ControlTokens:
     """The control tokens of a tokenizer, for any number of threads at once.
 
-    backend: a tokenizers.Tokenizer; None knows none. added: the texts of all added tokens. texts: those that control.
-    kept: those that an assistant's messages may hold.
+    backend: a tokenizers.Tokenizer, or None. added: the texts of all added tokens. texts: those of control tokens.
+    kept: those of control tokens that an assistant's messages may hold.
     """
 
     def __init__(self, backend: Any, added: Collection[str], texts: Collection[str], kept: Collection[str]) -> None:
@@ -34,15 +35,15 @@ class ControlTokens:
         self._literal: Any = None
 
     def with_texts(self, texts: Collection[str]) -> "ControlTokens":
-        """Return the same with more texts that control, added tokens or not."""
+        """Return a copy with more control tokens; their texts need not be added tokens."""
         return ControlTokens(self._backend, self._added_texts, self.texts.union(texts), self._kept_texts)
 
     def broken(self, value: Any) -> Any:
-        """Return a value with BREAK in each control token that one of its texts spells."""
+        """Return a value with BREAK in each control token that it spells, at any depth."""
         return self._control.broken(value)
 
     def broken_message(self, message: dict[str, Any]) -> dict[str, Any]:
-        """Return a message with BREAK in each control token that one of its texts spells."""
+        """Return a message with BREAK in each control token that it spells, but for those an assistant may write."""
         spellings = self._in_answers if message["role"] == "assistant" else self._control
         return {name: spellings.broken(value) for name, value in message.items()}
 
@@ -57,7 +58,7 @@ class ControlTokens:
         return list(self._literal_tokenizer().encode(named, add_special_tokens=add_special_tokens).ids)
 
     def _literal_tokenizer(self) -> Any:
-        """Return the tokenizer that knows control tokens by their names alone; it is made when first needed."""
+        """Return the tokenizer that knows control tokens by their names alone. The first call makes it."""
         with self._lock:
             if self._literal is None:
                 self._literal = _renamed(self._backend, self._names)
@@ -70,7 +71,7 @@ def _pattern(texts: Collection[str]) -> re.Pattern[str]:
 
 
 class _Spellings:
-    """Finds what values spell of some tokens: whole ones, and how one begins at a value's end, for the next goes on."""
+    """Finds tokens that a value spells: whole ones, and one begun at its end, which the next value may complete."""
 
     def __init__(self, texts: Collection[str]) -> None:
         self.pattern = _pattern(texts)
@@ -78,9 +79,9 @@ class _Spellings:
         self._longest = max(map(len, self._beginnings), default=0)
 
     def broken(self, value: Any) -> Any:
-        """Return a value with BREAK behind the first character of each spelling in its texts."""
+        """Return a value with BREAK behind the first character of each spelling."""
         if isinstance(value, str):
-            while self.pattern.search(value):  # again for a token within another one
+            while self.pattern.search(value):  # again, as a token may be within another one
                 value = self.pattern.sub(lambda match: match[0][0] + BREAK + match[0][1:], value)
             return self._broken_end(value)
         if isinstance(value, dict):
@@ -98,7 +99,7 @@ class _Spellings:
 
 
 def _renamed(backend: Any, names: Mapping[str, str]) -> Any:
-    """Return a copy of a tokenizers.Tokenizer with other texts for some of its added tokens, at the same ids."""
+    """Return a copy of a tokenizers.Tokenizer in which some added tokens have other texts. Their ids stay."""
     from tokenizers import Tokenizer
 
     content = json.loads(backend.to_str())

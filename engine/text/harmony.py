@@ -1,4 +1,4 @@
-"""Harmony, the form of gpt-oss's answers: messages in channels for reasoning, calls of tools and the answer."""
+"""Harmony, the form of gpt-oss's answers: messages in channels, for reasoning, tool calls and the answer."""
 
 import re
 from collections.abc import Iterator, Mapping
@@ -8,7 +8,7 @@ START, CHANNEL, CONSTRAIN, MESSAGE = "<|start|>", "<|channel|>", "<|constrain|>"
 END, CALL, RETURN = "<|end|>", "<|call|>", "<|return|>"
 MARKS = (START, CHANNEL, CONSTRAIN, MESSAGE, END, CALL, RETURN)
 
-#: What opens reasoning, and what ends it so that the answer follows.
+#: The text that opens reasoning, and the one that ends it and opens the answer.
 REASONING_START = f"{CHANNEL}analysis{MESSAGE}"
 ANSWER_START = f"{END}{START}assistant{CHANNEL}final{MESSAGE}"
 
@@ -19,7 +19,7 @@ _RECIPIENT = re.compile(r"\bto=([^\s<]+)")
 
 @dataclass(frozen=True)
 class HarmonyMessage:
-    """One message of an answer. recipient: of a call, such as "functions.add"."""
+    """One message of an answer. recipient: whom a call is for, such as "functions.add"; None if it is no call."""
 
     channel: str | None
     recipient: str | None
@@ -31,7 +31,7 @@ class HarmonyMessage:
 
     @property
     def is_reasoning(self) -> bool:
-        """Whether it is for nobody to read, calls of the model's own tools included."""
+        """Whether it is reasoning: text of the analysis channel, or a call there of the model's own tools."""
         return self.channel == "analysis" and not (self.recipient or "").startswith("functions.")
 
 
@@ -41,7 +41,7 @@ def _message(header: str, content: str) -> HarmonyMessage:
 
 
 def read_messages(text: str) -> Iterator[HarmonyMessage]:
-    """Yield the messages of a text with all marks. A text without marks is an answer; a header alone is nothing."""
+    """Yield the messages of a text with its marks. A text without marks is an answer. A header alone yields none."""
     while text:
         header, mark, behind = text.partition(MESSAGE)
         if not mark:
@@ -55,7 +55,7 @@ def read_messages(text: str) -> Iterator[HarmonyMessage]:
 
 
 def split_channels(text: str) -> tuple[str | None, str]:
-    """Split an answer with all marks into its reasoning, or None, and its content with calls of tools behind it."""
+    """Split an answer that has its marks into reasoning (or None) and content. Tool calls follow the content."""
     messages = list(read_messages(text))
     reasoning = [message.content for message in messages if message.is_reasoning]
     answers = [message.content for message in messages if message.is_answer]
@@ -68,7 +68,7 @@ def split_channels(text: str) -> tuple[str | None, str]:
 
 
 def open_header(prompt: str) -> str:
-    """Return the header of the message that a prompt leaves open, which its answer goes on with; "" if none is."""
+    """Return the header of the message that a prompt leaves open for its answer; "" if all are closed."""
     _, mark, message = prompt.rpartition(START)
     if not mark or _ENDS.search(message):
         return ""
@@ -77,7 +77,7 @@ def open_header(prompt: str) -> str:
 
 
 class AnswerChannels:
-    """Tells the answer from reasoning and calls, token by token. marks: texts by token id. header: of `open_header`."""
+    """Tells the answer from reasoning and calls, token by token. marks: texts by token id. header: `open_header`'s."""
 
     def __init__(self, marks: Mapping[int, str], header: str) -> None:
         self._marks = marks
@@ -86,13 +86,13 @@ class AnswerChannels:
         self._take(MESSAGE if header.endswith(MESSAGE) else "")
 
     def answer_part(self, token_id: int, text: str) -> str:
-        """Return what of this token's text belongs to the answer."""
+        """Return the part of this token's text that belongs to the answer."""
         mark = self._marks.get(token_id)
         if mark is not None:
             self._is_plain = False
             self._take(mark)
             return ""
-        if self._is_answer is None and self._is_plain:  # no header follows: it is an answer without channels
+        if self._is_answer is None and self._is_plain:  # no mark came yet: an answer without channels
             return "" if text.strip().startswith("to=") else text
         if self._is_answer is None:
             self._header += text

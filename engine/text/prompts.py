@@ -80,9 +80,10 @@ class Continuations:
 
 @dataclass(frozen=True, slots=True)
 class Continued:
-    """A prompt and its continuations. token_ids: what stands before all of them; tails: behind it, one for each.
+    """A prompt and its continuations.
 
-    num_prompt_tokens: of the prompt by itself.
+    token_ids: the tokens before all continuations. tails: the tokens behind these, a tail for each continuation.
+    num_prompt_tokens: tokens of the prompt by itself.
     """
 
     token_ids: list[int]
@@ -93,12 +94,12 @@ class Continued:
 def from_first_difference(tails: Sequence[Tail]) -> tuple[Tail, ...]:
     """Return tails that are scored from the first token at which any two of them differ.
 
-    A label may merge with the prompt's end into one token, which then tells it from the others: "Sentiment:" and
-    "negative" have ":n". What all labels have in common changes none of their probabilities.
+    A label may merge with the prompt's end into one token, and then this token tells it from the others: "Sentiment:"
+    and "negative" share ":n". Tokens that all labels have in common do not change their probabilities.
     """
     lowest = min(token_ids for token_ids, _ in tails)
     highest = max(token_ids for token_ids, _ in tails)
-    first = num_common(lowest, highest)  # the others lie between these two, so they begin alike too
+    first = num_common(lowest, highest)  # all others sort between these two, so they begin alike too
     return tuple((token_ids, first) for token_ids, _ in tails)
 
 
@@ -185,7 +186,7 @@ class PromptReader:
 
         A text behind a text is tokenized together with it, and the prompt's last spaces are part of it; a text behind
         token ids is tokenized alone. num_ends: end tokens behind each. are_labels: the continuations are compared with
-        each other, so each is scored from the first token at which any of them differ. Raises InvalidPrompt or
+        each other, so all are scored from the first token at which any two differ. Raises InvalidPrompt or
         PromptTooLong.
         """
         before, tails = self._continued(prompt, continuations, truncates=truncate_prompt_tokens is not None)
@@ -204,7 +205,7 @@ class PromptReader:
         if are_labels and len(tails) > 1:
             tails = from_first_difference(tails)
             if not before and tails[0][1] == 0:
-                before = self._tokenizer.prefix  # else nothing would stand before the first token that is scored
+                before = self._tokenizer.prefix  # the first token scored needs a token before it
         if len(before) + longest > whole:
             raise PromptTooLong(
                 f"the prompt and its longest continuation have {len(before) + longest} tokens; this engine "

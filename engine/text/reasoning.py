@@ -14,7 +14,7 @@ from engine.text.chat_templates import REASONING_MARKS
 from engine.text.stop_strings import IncrementalText
 from engine.text.tokenizer import Tokenizer
 
-MAX_HEADER = 64  # tokens at a prompt's end among which the header of a message with a channel may begin
+MAX_HEADER = 64  # tokens of a prompt's end in which the open header of a channel's message is looked for
 MAX_BLANKS = 8  # tokens of spaces and line breaks that a template may write behind a mark
 
 
@@ -138,11 +138,11 @@ class LeadingSpan:
         self._marks = marks
         self._is_open = span is Span.OPEN
         self._is_over = span is Span.CLOSED
-        self._is_behind = False  # the end mark, where line breaks are no part of the answer
+        self._is_behind = False  # the end mark is passed; line breaks there are no part of the answer
         self._held = ""
 
     def answer_part(self, token_id: int, text: str) -> str:
-        """Return what of this token's text belongs to the answer, with text that was held back before it."""
+        """Return the part of this token's text that belongs to the answer, after text that was held back."""
         if self._is_over:
             return text
         self._held += text
@@ -157,7 +157,7 @@ class LeadingSpan:
         return ""
 
     def _before(self, token_id: int) -> str:
-        """Look for the start mark; return text that shows that there is none."""
+        """Look for the start mark. Return the text held back once it shows that there is none."""
         start, begun = self._marks.start, self._held.lstrip()
         if token_id == start.token_id or begun.startswith(start.text):
             self._is_open, self._held = True, begun.removeprefix(start.text)
@@ -207,16 +207,16 @@ class Reasoner:
             )
         if max(marks.end.token_ids) >= self._vocab_size:
             raise InvalidSampling(f"the mark {marks.end.text!r} is no token of this model: give reasoning_marks")
-        skips = marks.start.text != harmony.REASONING_START  # whose marks are seen in the text alone
+        skips = marks.start.text != harmony.REASONING_START  # channel marks show only in text with special tokens
         text = partial(self._tokenizer.incremental_text, follows_text=follows_text, skip_special_tokens=skips)
         return ThinkingBudget(budget, marks, self._span_after(prompt, marks), text)
 
     def answer_span(
         self, named: Sequence[str], prompt: list[int], stop: Sequence[str]
     ) -> LeadingSpan | harmony.AnswerChannels | None:
-        """Return what tells a completion's answer from its reasoning, for stop strings.
+        """Return an object that tells a completion's answer from its reasoning, for stop strings.
 
-        None without marks, or if a stop string holds the end mark itself: then the reasoning is to end the text.
+        None without marks, or if a stop string holds the end mark: then stop strings count in the reasoning too.
         """
         if self._channels and not named:
             return harmony.AnswerChannels(self._channels, self._open_header(prompt))
@@ -256,7 +256,7 @@ class Reasoner:
         return harmony.open_header(self._tokenizer.decode(prompt[-MAX_HEADER:], skip_special_tokens=False))
 
     def _analysis(self) -> Marks:
-        """Return the marks of the reasoning of a model with channels: its end mark opens the answer when forced."""
+        """Return the marks of reasoning for a model with channels. The end mark, when forced, opens the answer too."""
         start = Mark(harmony.REASONING_START, tuple(self._tokenizer.encode_behind(harmony.REASONING_START)))
         return Marks(start, Mark(harmony.END, tuple(self._tokenizer.encode_behind(harmony.ANSWER_START))))
 

@@ -58,7 +58,7 @@ class StopStrings:
 
     min_tokens: a stop string within the first min_tokens tokens does not count.
     include: leave the stop string at the end of the text.
-    answer_part: returns what of a token's text is part of the answer, not of the reasoning before it.
+    answer_part: returns the part of a token's text that belongs to the answer, not to the reasoning before it.
     """
 
     def __init__(
@@ -88,7 +88,7 @@ class StopStrings:
         self._num_chars += len(new_text)
         if self._answer_part is not None:
             part = self._answer_part(token_id, new_text)
-            if new_text and not part:  # a stop string does not go on behind what is no answer
+            if new_text and not part:  # no stop string spans text outside the answer
                 self._tail = ""
             new_text = part
         searched = self._tail + new_text

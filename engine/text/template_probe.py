@@ -1,4 +1,4 @@
-"""TemplateProbe: tells what of a chat its template leaves out, by a twin of the chat whose texts are marks."""
+"""TemplateProbe: finds what a template leaves out of a chat. It renders a twin of the chat with marks for texts."""
 
 import json
 import logging
@@ -14,9 +14,9 @@ logger = logging.getLogger(__name__)
 Messages = list[dict[str, Any]]
 Tools = list[dict[str, Any]]
 
-MAX_SHAPES = 256  # of chats whose twin's text is remembered
+MAX_SHAPES = 256  # shapes of chats whose rendered twin is remembered
 
-#: A message, and a tool, that any template takes.
+#: A message and a tool that any template takes.
 HELLO = {"role": "user", "content": "text"}
 TOOL = {
     "type": "function",
@@ -27,7 +27,7 @@ TAKES_NO_TOOLS = "this model's chat template takes no tools: leave them out, or 
 
 
 class TemplateProbe:
-    """Looks at what a template shows of chats. render: of Tokenizer, which raises whatever the template does."""
+    """Finds what a template shows of chats. render: Tokenizer's; it may raise anything that the template does."""
 
     def __init__(self, render: Callable[..., str]) -> None:
         self._render = render
@@ -35,27 +35,27 @@ class TemplateProbe:
         self._logged: set[str] = set()
 
     def texts(self, messages: Messages) -> list[str]:
-        """Render messages without tools and with one: some templates raise for either."""
+        """Render messages without tools and with one. A text is missing if the template raises."""
         rendered = []
         for tools in (None, [TOOL]):
-            with suppress(Exception):  # whatever a template raises, it shows nothing
+            with suppress(Exception):  # a template may raise anything; then it shows nothing
                 rendered.append(self._render(messages, tools=tools))
         return rendered
 
     def shows_role(self, role: str) -> bool:
-        """Whether a message of this role shows that stands before the user's first."""
+        """Whether the template shows a message of this role before the user's first message."""
         mark = _mark(0)
         return any(mark in text for text in self.texts([{"role": role, "content": mark}, HELLO]))
 
     def takes_short_ids_alone(self) -> bool:
-        """Whether it raises for ids of tool calls that are not of nine letters and digits, as Mistral's does."""
+        """Whether the template takes only tool call ids of nine letters and digits, as Mistral's does."""
         short, usual = (self.texts(_called(call_id)) for call_id in (_mark(0), "call_" + 24 * "0"))
         return bool(short) and not usual
 
     def check(self, messages: Messages, tools: Tools | None, variables: dict[str, Any]) -> None:
         """Raise InvalidPrompt for tools, messages and tool calls that the template leaves out.
 
-        Names, ids, and text beside a call are not refused, as many templates leave them out: a log line tells of each.
+        Many templates leave out names, ids, and text beside a call. These are not refused but logged, once each.
         """
         twin = _Twin(messages, tools)
         try:
@@ -82,14 +82,14 @@ def _called(call_id: str) -> Messages:
 
 
 def _mark(number: int) -> str:
-    """Return a text that no template has, of nine letters and digits, which is what some demand of a call's id."""
+    """Return a text that no template has. Nine letters and digits, as some templates demand of a call's id."""
     return f"Q{number:08}"
 
 
 class _Twin:
     """A chat with marks in place of its texts.
 
-    needed: why the chat is refused if a mark does not show, by mark. optional: what is logged then.
+    needed: by mark, why the chat is refused if the mark does not show. optional: by mark, what is logged then.
     """
 
     def __init__(self, messages: Messages, tools: Tools | None) -> None:
@@ -122,7 +122,7 @@ class _Twin:
         calls = message.get("tool_calls") or ()
         if "content" in message:
             twin["content"] = self._content(message["content"], number, message["role"], has_calls=bool(calls))
-        for name in ("reasoning", "reasoning_content"):  # of earlier turns, which templates leave out on purpose
+        for name in ("reasoning", "reasoning_content"):  # templates leave out earlier turns' reasoning on purpose
             if name in message:
                 twin[name] = self._new_mark()
         if isinstance(message.get("name"), str):

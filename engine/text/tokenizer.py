@@ -38,13 +38,13 @@ MAX_TOKEN_CHARS = 128
 #: Texts of which at least one has ordinary tokens, not byte pieces.
 ANCHORS = ("a", "e", "1", ".")
 
-#: Marks of reasoning that an assistant's message may hold, as templates look for them there.
+#: Marks of reasoning that an assistant's message may hold: templates look for them there.
 REASONING_TEXTS = frozenset(mark for pair in REASONING_MARKS for mark in pair)
 
 #: Errors that templates raise besides jinja2's own.
 RENDER_ERRORS = (TypeError, ValueError, LookupError, AttributeError, ArithmeticError, RecursionError)
 
-#: A tool of which templates are tried.
+#: A tool with which templates are tried.
 PROBED_TOOL = {"type": "function", "function": {"name": "f", "description": "f", "parameters": {"type": "object"}}}
 
 #: How a part of a character is decoded.
@@ -67,7 +67,7 @@ class AddedToken:
 
 @dataclass(frozen=True, slots=True)
 class TokenText:
-    """The text of one token. partial: its bytes, if these are a part of a character; None for other tokens."""
+    """The text of one token. partial: its bytes if they are only part of a character, else None."""
 
     text: str
     partial: bytes | None
@@ -106,7 +106,7 @@ class Tokenizer:
         self._takes_developer = self._probe.shows_role(DEVELOPER) or not self._probe.shows_role(SYSTEM)
 
     def _check_templates(self, folder: Path) -> None:
-        """Raise ConfigError for a chat template that cannot be read: no chat could be asked."""
+        """Raise ConfigError if the chat template cannot be read: every chat would fail."""
         from jinja2 import TemplateError, TemplateSyntaxError
 
         for tools in (None, [PROBED_TOOL]):
@@ -119,7 +119,7 @@ class Tokenizer:
                     f"{folder}: the chat template cannot be read, line {error.lineno}: {error.message}; mend it, or "
                     "name another with chat_template"
                 ) from error
-            except (TemplateError, *RENDER_ERRORS):  # of this chat: another one may do
+            except (TemplateError, *RENDER_ERRORS):  # it refuses this chat; others may work
                 continue
 
     def end_token_ids(self, vocab_size: int) -> frozenset[int]:
@@ -176,7 +176,7 @@ class Tokenizer:
     def encode_pair(self, first: str, second: str, most: int, vocab_size: int) -> list[int]:
         """Encode two texts as one; if they are too long, the longer one is cut first, as in transformers.
 
-        Neither holds control tokens, whatever it spells.
+        A control token that a text spells is read as text.
         If the model tells the two apart, vocab_size is added to the second one's ids. Raises InvalidPrompt.
         """
         if self.backend is None:
@@ -206,7 +206,7 @@ class Tokenizer:
         return length if type(length) is int and length > 0 else sys.maxsize
 
     def surplus(self, vocab_size: int) -> str | None:
-        """Say that it has more tokens than a model of vocab_size has embeddings for; None if it has not."""
+        """Return a warning if the tokenizer has more tokens than the model has embeddings (vocab_size); else None."""
         num_tokens = len(self._tokenizer)
         if num_tokens <= vocab_size:
             return None
@@ -259,15 +259,15 @@ class Tokenizer:
     def with_hidden(
         self, text: str, token_ids: list[int], hidden: Mapping[int, str], follows_text: bool, most: int | None = None
     ) -> str:
-        """Return a completion's text with special tokens that it leaves out, where they stand among its token ids.
+        """Return a completion's text with the special tokens that it leaves out, at their places.
 
-        hidden: their texts. most: the first ones alone; None for all.
+        hidden: their texts by token id. most: put in only this many, the first ones; None for all.
         """
         places = [place for place, token_id in enumerate(token_ids) if token_id in hidden][:most]
         shown, done = "", 0
         for place in places:
             end = len(self.decode(token_ids[:place], follows_text=follows_text))
-            if end > len(text):  # which was cut at a stop string
+            if end > len(text):  # the text was cut at a stop string
                 break
             shown += text[done:end] + hidden[token_ids[place]]
             done = end
@@ -282,7 +282,7 @@ class Tokenizer:
         return text
 
     def token_text(self, token_id: int) -> TokenText:
-        """Return a token's text as it stands behind other text, also a special one's."""
+        """Return a token's text as it stands behind other text. Special tokens have theirs too."""
         known = self._token_texts.get(token_id)
         if known is None:
             text = self.decode([token_id], follows_text=True, skip_special_tokens=False)
@@ -291,7 +291,7 @@ class Tokenizer:
         return known
 
     def _partial_bytes(self, token_id: int) -> bytes | None:
-        """Return the bytes of a token of the vocabulary that are no whole characters; None if they are, or unknown."""
+        """Return a token's bytes if they are not whole characters. None if they are, or are not known."""
         if self.backend is None or token_id in self._added_ids:
             return None
         written = self.backend.id_to_token(token_id)
@@ -355,9 +355,9 @@ class Tokenizer:
         """Return the text of a conversation, ready for the model's answer.
 
         messages, tools: in OpenAI's shape. kinds: of the messages' parts. chat_template_kwargs: variables of the
-        template. split_special_tokens: what these three hold is text, even if it spells a control token: the text has
-        BREAK in such a place. now: Unix seconds that a template gets for the present time. Raises InvalidPrompt for
-        another shape, or if the model's template is missing or refuses them.
+        template. split_special_tokens: a control token that these three spell is text, and the text returned has BREAK
+        there. now: Unix seconds that the template takes for the present. Raises InvalidPrompt for another shape, or if
+        the model's template is missing or refuses them.
         """
         from jinja2 import TemplateError
 
@@ -388,11 +388,11 @@ class Tokenizer:
 
     @property
     def control_tokens(self) -> frozenset[str]:
-        """The texts of tokens that values must not become: special ones, and the marks of the template's turns."""
+        """The texts of tokens that values must not forge: special ones, and the marks of the template's turns."""
         return self._control.texts
 
     def add_control_texts(self, texts: Collection[str]) -> None:
-        """Let these control too: marks of pictures. To be called before there are requests."""
+        """Make the marks of pictures control tokens too. Call it before there are requests."""
         self._control = self._control.with_texts(texts)
 
     def _control_texts(self) -> set[str]:

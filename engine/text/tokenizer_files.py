@@ -12,7 +12,7 @@ from engine.text.sentencepiece_file import read_sentencepiece
 
 VOCABULARIES = ("tokenizer.json", "tekken.json", "tokenizer.model", "vocab.json", "vocab.txt")
 
-#: Special tokens of tekken files that list none, the earliest ones. Source: mistral-common's Tekkenizer.
+#: Special tokens of the earliest tekken files, which list none. Source: mistral-common's Tekkenizer.
 EARLY_TEKKEN = (
     *("<unk>", "<s>", "</s>", "[INST]", "[/INST]", "[AVAILABLE_TOOLS]", "[/AVAILABLE_TOOLS]", "[TOOL_RESULTS]"),
     *("[/TOOL_RESULTS]", "[TOOL_CALLS]", "[IMG]", "<pad>", "[IMG_BREAK]", "[IMG_END]", "[PREFIX]", "[MIDDLE]"),

@@ -1,7 +1,7 @@
-"""Forms in which models write calls of tools, and what an answer calls.
+"""Reads tool calls from answers, in the forms in which models write them.
 
-A form is a row of FORMS: its name, texts by which a model's template or tokens show that it uses it, and its parser. A
-parser cuts an answer into pieces, of which some look like calls.
+Each row of FORMS is a form: its name, its signs and its parser. A model uses a form if its template or tokens have one
+of the signs. A parser cuts an answer into pieces, and some of these look like calls.
 """
 
 import ast
@@ -22,10 +22,11 @@ _DECODER = json.JSONDecoder()
 
 @dataclass(frozen=True)
 class Piece:
-    """A part of an answer. name: of the function that it calls; None if it is text, "" if its call cannot be read.
+    """A part of an answer: text, or something that looks like a call.
 
-    arguments: an object, or its JSON; None if there are none. are_texts: its values are texts, whatever the tool takes.
-    is_clear: it can be nothing but a call, so that it is said why it is none.
+    name: the function that it calls; None for text, "" for a call that cannot be read. arguments: an object, or its
+    JSON; None without any. are_texts: the form writes all values as text, whatever types the tool takes. is_clear: it
+    can be nothing but a call, so the answer says why if it is no valid one.
     """
 
     text: str
@@ -40,7 +41,7 @@ Parser = Callable[[str], list[Piece]]
 
 @dataclass(frozen=True)
 class ToolForm:
-    """A form of calls. signs: of which one is in the template, or is an added token. marks: tokens that it needs."""
+    """A form of calls. signs: one is in the template, or is an added token. marks: tokens that calls consist of."""
 
     name: str
     signs: tuple[str, ...]
@@ -50,9 +51,9 @@ class ToolForm:
 
 @dataclass(frozen=True)
 class ToolCalls:
-    """What an answer calls, as {'name', 'arguments': their JSON}, and its other text.
+    """The calls of an answer, as {'name', 'arguments': their JSON}, and its other text.
 
-    problem: why something that looks like a call is none.
+    problem: why something that looks like a call is no call.
     """
 
     calls: list[dict[str, str]]
@@ -61,7 +62,7 @@ class ToolCalls:
 
 
 def find_form(template: str | None, added_tokens: Iterable[str]) -> ToolForm | None:
-    """Return the form that a model's template writes calls in, or its tokens are made for; None if none shows."""
+    """Return the form in which a model writes calls, by its template or tokens; None if neither shows one."""
     for place in (template or "", frozenset(added_tokens)):
         for form in FORMS:
             if any(sign in place for sign in form.signs):
@@ -72,8 +73,8 @@ def find_form(template: str | None, added_tokens: Iterable[str]) -> ToolForm | N
 def read_tool_calls(text: str, tools: Sequence[Mapping[str, Any]], form: ToolForm | None = None) -> ToolCalls:
     """Return which of these tools an answer calls.
 
-    tools: as in OpenAI's requests. form: the model's, which is tried before the others, as models do not always keep to
-    theirs. What looks like a call and is none of these tools' stays in the content, and the problem says so.
+    tools: as in OpenAI's requests. form: the model's. It is tried first, then the others, as models do not always keep
+    to theirs. What looks like a call but calls none of these tools stays in the content, and the problem says so.
     """
     functions = {tool["function"]["name"]: tool["function"] for tool in tools}
     first_problem = None
@@ -94,7 +95,7 @@ def read_tool_calls(text: str, tools: Sequence[Mapping[str, Any]], form: ToolFor
 
 
 def _call_of(piece: Piece, functions: Mapping[str, Mapping[str, Any]]) -> dict[str, str] | str:
-    """Return a piece's call, or why it is none."""
+    """Return a piece's call, or why it is no call."""
     if not piece.name:
         return "what looks like a call of a tool cannot be read"
     if piece.name not in functions:
@@ -108,14 +109,14 @@ def _call_of(piece: Piece, functions: Mapping[str, Mapping[str, Any]]) -> dict[s
         arguments = _typed(arguments, functions[piece.name].get("parameters"))
     try:
         written = json.dumps(arguments, ensure_ascii=False, allow_nan=False)
-    except (ValueError, TypeError, RecursionError):  # NaN, or a number beyond all that JSON's readers hold
+    except (ValueError, TypeError, RecursionError):  # NaN, or a number too large for JSON's readers
         return f"the arguments of a call of {piece.name[:64]!r} have no JSON"
-    # half of a surrogate pair, which a model may write as an escape, stays one: no file takes it otherwise
+    # A model may write half of a surrogate pair as an escape. It stays an escape, as no file takes it otherwise.
     return {"name": piece.name, "arguments": written if _is_unicode(written) else json.dumps(arguments)}
 
 
 def _typed(arguments: Mapping[str, str], parameters: Any) -> dict[str, Any]:
-    """Return arguments that were written as bare texts with the types that a tool's parameters have."""
+    """Return arguments with the types of the tool's parameters. The model wrote them as bare text."""
     properties = parameters.get("properties") if isinstance(parameters, Mapping) else None
     typed: dict[str, Any] = {}
     for name, text in arguments.items():
@@ -142,10 +143,10 @@ def _is_unicode(text: str) -> bool:
 
 
 def _value_at(text: str, at: int) -> tuple[Any, int] | None:
-    """Return the JSON object or list at a place of a text, and where it ends; None if there is none."""
+    """Return the JSON object or list that begins at this place of a text, and where it ends; None if there is none."""
     while at < len(text) and text[at].isspace():
         at += 1
-    if not text.startswith(("{", "["), at):  # whose decoder's error would count the lines of all the text
+    if not text.startswith(("{", "["), at):  # a decoder's error would count the lines of the whole text
         return None
     try:
         return _DECODER.raw_decode(text, at)
@@ -159,7 +160,7 @@ def _whole_json(text: str) -> Any:
 
 
 def _json_piece(text: str, value: Any, *, is_marked: bool = True) -> Piece:
-    """Return the piece of a JSON object that names a function and its arguments. is_marked: as a call, by a token."""
+    """Return the piece of a JSON object with a function's name and arguments. is_marked: a token marks it a call."""
     if isinstance(value, Mapping):
         inner = value.get("function")
         value = inner if isinstance(inner, Mapping) else value
@@ -172,7 +173,7 @@ def _json_piece(text: str, value: Any, *, is_marked: bool = True) -> Piece:
 
 
 def _spans(text: str, pattern: re.Pattern[str], read: Callable[[re.Match[str]], list[Piece]]) -> list[Piece]:
-    """Cut a text at the matches of a pattern, and read these."""
+    """Cut a text at the matches of a pattern, and read each match."""
     pieces, at = list[Piece](), 0
     for match in pattern.finditer(text):
         pieces += [Piece(text[at : match.start()]), *read(match)]
@@ -185,7 +186,7 @@ _HERMES_END = re.compile(r"\s*(</tool_call>|\Z)")
 
 
 def _hermes(text: str) -> list[Piece]:
-    """<tool_call>{"name": ..., "arguments": {...}}</tool_call>, of which the last end may be missing."""
+    """<tool_call>{"name": ..., "arguments": {...}}</tool_call>. The last end tag may be missing."""
     pieces, at = list[Piece](), 0
     while (place := text.find(HERMES, at)) >= 0:
         pieces.append(Piece(text[at:place]))
@@ -197,7 +198,7 @@ def _hermes(text: str) -> list[Piece]:
 
 
 _XML_OPEN = re.compile(r"(?:<tool_call>\s*)?<function=([^>\n]+)>\s*")
-#: No value goes on over the next call, so that an answer that opens the same call again and again is read in one go.
+#: A value stops at the next call. So reading stays linear in an answer that opens the same call again and again.
 _XML_PARAMETER = re.compile(
     r"<parameter=([^>\n]+)>\n?((?:(?!<function=).)*?)\n?(?:</parameter>|(?=<parameter=))\s*", re.DOTALL
 )
@@ -220,7 +221,7 @@ def _glm(text: str) -> list[Piece]:
 
 
 def _tagged(text: str, opening: re.Pattern[str], argument: re.Pattern[str], closing: re.Pattern[str]) -> list[Piece]:
-    """Read calls whose arguments have tags. One with anything between them, as of a cut answer, cannot be read."""
+    """Read calls whose arguments have tags. A call with other text between its tags was cut, and cannot be read."""
     pieces, at = list[Piece](), 0
     while call := opening.search(text, at):
         pieces.append(Piece(text[at : call.start()]))
@@ -300,7 +301,7 @@ PYTHON_TAG = "<|python_tag|>"
 
 
 def _llama_json(text: str) -> list[Piece]:
-    """One or several objects and nothing else, behind a tag that may also stand behind a text."""
+    """One or several objects and nothing else. If a tag comes before them, text may come before the tag."""
     before, tag, behind = text.rpartition(PYTHON_TAG)
     pieces, at = list[Piece](), 0
     while at < len(behind.rstrip()):
@@ -354,7 +355,7 @@ def _harmony(text: str) -> list[Piece]:
     return _spans(text, _HARMONY, read)
 
 
-#: Rows that find a form by a sign come first where one's sign is within another's texts.
+#: The order counts: a template in an earlier form may hold a later form's sign too.
 FORMS: tuple[ToolForm, ...] = (
     ToolForm("harmony", (harmony.CONSTRAIN,), _harmony, harmony.MARKS),
     ToolForm("deepseek", DEEPSEEK[:2], _deepseek, DEEPSEEK),
@@ -380,12 +381,12 @@ class ToolCallReader:
         self._is_logged = False
 
     def with_marks(self, text: str, token_ids: list[int], follows_text: bool) -> str:
-        """Return a completion's text with the marks of calls, which it leaves out where they are special tokens."""
+        """Return a completion's text with the marks of calls; it leaves them out if they are special tokens."""
         hidden = {token_id: mark for token_id, mark in self._hidden.items() if mark not in text}
         return self._tokenizer.with_hidden(text, token_ids, hidden, follows_text)
 
     def read(self, text: str, tools: Sequence[Mapping[str, Any]]) -> ToolCalls:
-        """Return which of the tools a text calls. The first text of a process with what is no call is a log line."""
+        """Return which of the tools a text calls. The first answer with something that is no call is logged."""
         calls = read_tool_calls(text, tools, self._form)
         if calls.problem is not None and not self._is_logged:
             self._is_logged = True

@@ -245,7 +245,7 @@ left out   {rows_not_compared:,}, which the run has an error for, and {rows_of_o
 def _to_verify(connection: redis.Redis, run: str) -> tuple[str, str, str, str | None]:
     """Return a finished run's queue, its folder as workers name it, its id and model. Raises InvalidJob, UnknownRun.
 
-    Where Redis has forgotten the run, its folder tells.
+    If Redis has forgotten the run, they are read from its folder.
     """
     named, output = named_run(connection, run)
     try:
@@ -277,10 +277,10 @@ def _check_finished(run: str, state: str) -> None:
 def verify(connection: redis.Redis, /, run: str, sample: str, seed: int, queue: str | None, as_json: bool) -> None:
     """Compute rows of a finished run again, and compare.
 
-    RUN is its id or its output folder, which Redis may have forgotten. A worker of the run's queue that serves
-    its model asks a sample of the rows once more and compares texts, reasons and counts of tokens with what the
-    run's parts hold; nothing is written. Exits with 0 where all are equal, 1 where some differ, 2 where that cannot
-    be said. Differences may come from rounding, unless TOKENMILL_DETERMINISTIC=1 was set for both, run and verify.
+    RUN is its id, or its output folder if Redis has forgotten the run. A worker of the run's queue and model asks
+    a sample of the rows once more. It compares texts, reasons and counts of tokens with the run's parts, and writes
+    nothing. Exits with 0 if all are equal, 1 if some differ, 2 if it cannot tell. Differences may come from
+    rounding, unless TOKENMILL_DETERMINISTIC=1 was set for both the run and verify.
     """
     try:
         with errors_told():

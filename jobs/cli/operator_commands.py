@@ -59,9 +59,9 @@ def info(connection: redis.Redis, /, queues: tuple[str, ...]) -> None:
 @click.option("--confirm", is_flag=True, help="Let the workers claim what is queued now.")
 @click.pass_obj
 def restore_check(connection: redis.Redis, /, confirm: bool) -> None:
-    """Say whether workers claim nothing because Redis came back with older data; with --confirm let them go on.
+    """Say whether workers claim nothing because Redis came back with older data. With --confirm they go on.
 
-    A prompt that was answered after that data was saved is queued again, and would be answered a second time. Needs the
+    Prompts that were answered after that data was saved are queued again, and would be answered twice. Needs the
     workers' Redis user. Exits with 1 while claims are held.
     """
     held_since: Any = connection.get(RESTORED_KEY)
@@ -87,8 +87,8 @@ def restore_check(connection: redis.Redis, /, confirm: bool) -> None:
 def requeue_command(connection: redis.Redis, /, queue: str, is_all: bool, limit: int, job_ids: tuple[str, ...]) -> None:
     """Put failed jobs back on their queue: those with JOB_IDS, or --all.
 
-    Unlike `rq requeue` it reads no job, so no pickle. Jobs of a cancelled run stay: submit it again. Exits with 1 where
-    a named job could not be requeued.
+    Unlike `rq requeue` it reads no job, so no pickle. Jobs of a cancelled run stay failed: submit the run again. Exits
+    with 1 if a named job could not be requeued.
     """
     if bool(job_ids) == is_all:
         raise click.UsageError("name the jobs, or give --all")

@@ -188,7 +188,7 @@ def _tell_if_already_finished(connection: redis.Redis, snapshot: RunSnapshot) ->
 
 @contextmanager
 def _left_going(run: str, watch: Watch) -> Iterator[None]:
-    """Exit with 130 on Ctrl-C, and say that the run goes on, or what it waits for."""
+    """On Ctrl-C exit with 130, and say that the run goes on or what it waits for."""
     try:
         yield
     except KeyboardInterrupt:

@@ -23,7 +23,7 @@ from jobs.runs.watching.reading import failure_text
 from jobs.runs.watching.snapshot import WAITING, no_worker_text
 
 MAX_SHOWN_CHARS = 20_000
-#: Seconds between two looks at the job, two looks for workers, and until we say that no worker listens.
+#: Seconds between two looks at the job, between two looks for workers, and until we say that no worker listens.
 POLL_S, WORKERS_EVERY_S, PATIENCE_S = 0.05, 2.0, 3.0
 #: Tokenizing a large file takes a while; RQ's default is 3 minutes.
 TIMEOUT_S = 3600

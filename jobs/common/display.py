@@ -16,10 +16,10 @@ def brief(value: object) -> str:
 
 
 def message_of(error: BaseException) -> str:
-    """Return an error's message; one that cannot be made becomes a text that says so."""
+    """Return an error's message, or a text that says that it cannot be made."""
     try:
         return str(error)
-    except Exception as second:  # noqa: BLE001  # a class of errors may have any methods
+    except Exception as second:  # noqa: BLE001  # an error's class may have any methods
         return f"{type(error).__name__}, whose message cannot be made ({type(second).__name__})"
 
 

@@ -19,9 +19,9 @@ tokenmill:served:<name>        string, JSON: what a worker serves, as long as it
 tokenmill:journal:<job>        string: how far a job of prompts is, while it runs (context/under_way.py)
 tokenmill:claim:<token>        list: job ids that one claim has taken, until the next one or for 10 minutes
 tokenmill:removed:<execution>  string: id of a job that ended and was not to be kept, for 2 minutes
-tokenmill:epochs               list: epochs of the last claims, by which workers see that Redis lost some (claim.lua)
-tokenmill:epoch-made           string: an epoch was made within this second
-tokenmill:restored             string: when they saw that, until `tokenmill restore-check --confirm`
+tokenmill:epochs               list: marks of the last claims; a worker misses one if Redis lost data (claim.lua)
+tokenmill:epoch-made           string: such a mark was made within this second
+tokenmill:restored             string: when a worker saw that, until `tokenmill restore-check --confirm`
 tokenmill:maintenance:<queue>  string: the worker that looks for abandoned jobs of the queue in this period
 tokenmill:maintenance-stock:<queue>  string: the one that looks for jobs that RQ's own workers left there
 
@@ -42,10 +42,10 @@ def prefixed(key: str) -> str:
     return f"{RQ if kind == 'rq' else OWN}:{rest}"
 
 
-#: Raised by one when the meaning changes of what workers share: plans, the payloads of jobs that Tokenmill enqueues,
-#: journals. A worker leaves what has a higher number to newer ones, and reads no journal or plan of a lower one.
+#: Raise this by one when what workers share changes its meaning: plans, journals, and payloads of jobs that Tokenmill
+#: enqueues. A worker leaves work with a higher number to newer ones, and reads no journal or plan with a lower one.
 FORMAT = 7
-#: A field in RQ's job hash: the FORMAT of the version that has enqueued the job; of a producer's own job there is none.
+#: A field in RQ's job hash: the FORMAT of the version that enqueued the job. A producer's own job has none.
 FORMAT_FIELD = "tokenmill_format"
 #: Another one: how many sequences a job brings, so that one worker does not claim every shard of a run.
 SEQUENCES_FIELD = "sequences"
@@ -54,13 +54,13 @@ MODEL_FIELD = "tokenmill_model"
 #: Another one: FUNCTION of a job that calls a function, FILE of a shard. Each kind waits for places of its own.
 KIND_FIELD = "tokenmill_kind"
 FUNCTION, FILE = "function", "file"
-#: Another one: how far a running job is, as JSON. `meta`, where RQ's own clients would look, is the producer's.
+#: Another one: how far a running job is, as JSON. It is not in `meta`, where RQ's clients look: that is the producer's.
 PROGRESS_FIELD = "tokenmill_progress"
 #: A field of our own in a shard's job: the submission of its run that enqueued it, or took it over.
 SUBMISSION_FIELD = "tokenmill_submission"
 #: A run's keys are kept this long after the last write; the files alone are enough to resume it.
 RUN_TTL_S = 30 * 24 * 3600
-#: By the first the workers see that Redis came back with older data; the second one holds all claims since.
+#: The first shows workers that Redis came back with older data. The second one, once set, holds all claims.
 EPOCHS_KEY, RESTORED_KEY = f"{OWN}:epochs", f"{OWN}:restored"
 #: Every run that was submitted within twice that time. Below `tokenmill:run:`, which producers may write.
 RUNS_KEY = f"{OWN}:run:index"
@@ -82,12 +82,12 @@ def loading_key(name: str) -> str:
 
 
 def served_key(name: str) -> str:
-    """Return the key of the model that a worker serves, which producers may not write."""
+    """Return the key of what a worker serves. Producers may not write it."""
     return f"{OWN}:served:{name}"
 
 
 def fleet_key(queue: str) -> str:
-    """Return the key of who serves a queue: by RQ's own list, producers could throttle all of them."""
+    """Return the key of a queue's workers. RQ's own list will not do: by writing it, producers could throttle them."""
     return f"{OWN}:fleet:{queue}"
 
 
@@ -99,7 +99,7 @@ def journal_key(job_id: str) -> str:
     return f"{OWN}:journal:{job_id}"
 
 
-#: The ids of jobs whose journals are kept, so that maintenance finds those of jobs that are gone.
+#: The ids of all jobs with a journal. By these, maintenance finds journals whose jobs are gone.
 JOURNALS_KEY = f"{OWN}:journals"
 
 

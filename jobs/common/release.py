@@ -1,4 +1,4 @@
-"""Which Tokenmill this is: the installed version, and the commit of the code that runs."""
+"""The release that runs: its version, and the commit of its code."""
 
 import json
 import subprocess
@@ -13,17 +13,17 @@ _GIT_LIMIT_S = 10.0
 
 @lru_cache(maxsize=1)
 def commit() -> str:
-    """Return the commit that was installed or, in a checkout, that is checked out now; "" if neither is known."""
+    """Return the commit that was installed, or the one that a checkout has now; "" if neither is known."""
     return _installed_commit() or _checked_out_commit(Path(__file__).parents[2])
 
 
 def release_text(version: str, of_commit: str) -> str:
-    """Return a version and its commit as they are shown."""
+    """Return a version and its commit as one text for people."""
     return f"{version} ({of_commit[:8]})" if of_commit else version
 
 
 def _installed_commit() -> str:
-    """Return what pip wrote of the repository that it has installed (PEP 610)."""
+    """Return what pip noted about the repository that it installed from (PEP 610)."""
     with suppress(PackageNotFoundError, OSError, ValueError, AttributeError):
         written = json.loads(distribution(_PACKAGE).read_text("direct_url.json") or "{}")
         return str(written.get("vcs_info", {}).get("commit_id", ""))
@@ -31,7 +31,7 @@ def _installed_commit() -> str:
 
 
 def _checked_out_commit(folder: Path) -> str:
-    if not (folder / ".git").exists():  # another project's checkout may be above it
+    if not (folder / ".git").exists():  # a folder above may be another project's checkout
         return ""
     with suppress(OSError, subprocess.SubprocessError):
         command = ["git", "-C", str(folder), "rev-parse", "HEAD"]

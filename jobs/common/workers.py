@@ -22,20 +22,20 @@ POINT_PERIOD_S, MAX_POINTS = 10.0, 360
 MAX_HELD_NAMED = 20
 #: State of a worker that loads its model: it says so once, then nothing for up to so many seconds.
 LOADING, LOADING_S = "loading", 600.0
-#: State of a worker that claims nothing, because Redis came back with older data than it has seen there.
+#: The state of a worker that claims nothing because Redis came back with older data.
 RESTORED = "restored"
 RESTORED_TEXT = (
     "Redis came back with older data, and prompts that were answered since may be queued again: "
     "`tokenmill restore-check` says what to do"
 )
-#: Seconds for which a worker that tells nothing more is listed: as long as RQ keeps it, by the default --worker-ttl.
+#: Seconds for which a silent worker is still listed: as long as RQ keeps it with the default --worker-ttl.
 LISTED_S = 480.0
-#: Bounds of a record: characters of a text, entries of a list.
+#: Bounds of a worker's record: characters of a text, entries of a list.
 MAX_TEXT_CHARS, MAX_ENTRIES = 4096, 1000
 
 
 def _number(value: object) -> float | None:
-    """Return a number such as seconds or a share, from 0 to 2**53; None for anything else."""
+    """Return a number, such as seconds or a share, if it is from 0 to 2**53; None for anything else."""
     if type(value) not in (int, float) or not 0 <= value < 1 << 53:  # type: ignore[operator]
         return None
     return float(value)  # type: ignore[arg-type]
@@ -66,7 +66,7 @@ def _counts(value: object) -> dict[str, int] | None:
     return counts
 
 
-#: Reads a field of a record by its type; None is of a value that no worker writes.
+#: Reads a record's field by its type. None stands for a value that no worker writes.
 _READ: Mapping[Any, Callable[[object], Any]] = {
     float: _number,
     int: count,
@@ -111,7 +111,7 @@ class Point:
 
     @classmethod
     def from_object(cls, stored: Mapping[str, Any], **more: Any) -> Self:
-        """Return what a record says. Producers may write there: a value of another kind counts as missing."""
+        """Return what a record says. Producers may write records, so a value of another kind counts as missing."""
         values: dict[str, Any] = {}
         for each in fields(cls):
             checked = _READ[each.type](stored.get(each.name))
@@ -123,10 +123,10 @@ class Point:
 @dataclass(frozen=True, kw_only=True)
 class WorkerSample(Point):
     """How a worker stands. silent_s: since it wrote this, by Redis' clock. started_at: Unix seconds. models: all names
-    by which jobs may ask for its model. fingerprint, max_model_len: as of ServedModel, and clock_formats as one
+    by which jobs may ask for its model. fingerprint, max_model_len: see ServedModel. clock_formats: the same, as one
     text (jobs.context.served_model.joined_formats).
 
-    format: what it reads of plans (jobs.common.keys).
+    format: the format of plans that it reads (FORMAT in jobs.common.keys).
 
     state: "idle", "busy", "suspended", "restored" (see `RESTORED`), "draining" (it finishes what runs), "loading" (its
     model) or "stopped". queues: the most urgent first. held: jobs that it holds, by queue; held_jobs: the oldest of
@@ -186,9 +186,9 @@ class Worker:
 
 
 def read_workers(connection: Redis, names: Sequence[str] | None = None) -> list[Worker]:
-    """Return the workers, of `names` or all, that are registered or told something within LISTED_S.
+    """Return the workers that are registered or wrote a record within LISTED_S: all, or those of `names`.
 
-    RQ's lists of queues' workers are not asked, as producers could then write them. Raises RedisError.
+    Raises RedisError. RQ's lists of each queue's workers are not read: producers would need rights to them.
     """
     names = worker_names(connection) if names is None else names
     with connection.pipeline(transaction=False) as pipe:
@@ -226,13 +226,13 @@ def served_on(workers: Iterable[Worker], queue: str) -> tuple[int, set[str] | No
 
 
 def are_held(workers: Iterable[Worker]) -> bool:
-    """Whether workers say that they claim nothing, because Redis came back with older data."""
+    """Whether the workers claim nothing because Redis came back with older data."""
     samples = [worker.sample for worker in workers if worker.sample is not None and not worker.is_silent]
     return any(sample.state == RESTORED for sample in samples)
 
 
 def claimed_jobs(workers: Iterable[Worker]) -> dict[str, int]:
-    """Return how many jobs of each queue are taken and not begun, by the word of the worker that told last."""
+    """Return how many jobs of each queue are taken and not begun, by the latest worker's record."""
     samples = [each.sample for each in workers if each.sample is not None]
     found: dict[str, int] = {}
     for sample in sorted(samples, key=lambda sample: -sample.silent_s):
@@ -240,14 +240,14 @@ def claimed_jobs(workers: Iterable[Worker]) -> dict[str, int]:
     return found
 
 
-#: What a worker tells of itself in its `served_key`.
+#: The fields that a worker writes to its `served_key`.
 _SERVED = ("queues", "model", "models", "dtype", "max_model_len", "clock_formats")
 
 
 def read_serving(connection: Redis, queue: str) -> list[WorkerSample]:
-    """Return what the living workers of a queue serve, from keys that only workers may write. Raises RedisError.
+    """Return what a queue's living workers serve, from keys that only workers may write. Raises RedisError.
 
-    Each sample has the fields of `served_text`.
+    Each sample has only the fields of `served_text`.
     """
     names: Any = connection.zrange(fleet_key(queue), -MAX_ENTRIES, -1)
     if not names:
@@ -258,5 +258,5 @@ def read_serving(connection: Redis, queue: str) -> list[WorkerSample]:
 
 
 def served_text(facts: Mapping[str, Any]) -> str:
-    """Return what a worker writes to its `served_key`, of the facts of its record."""
+    """Return what a worker writes to its `served_key`: some fields of its record."""
     return json.dumps({name: facts[name] for name in _SERVED if name in facts})

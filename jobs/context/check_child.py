@@ -47,7 +47,7 @@ def _reply(question: dict[str, Any]) -> dict[str, Any]:
 
 
 def _read_source(check: Check) -> str:
-    """Return a hash of the file that has a function, or the class of an object that is called."""
+    """Return a hash of the file that defines a function, or the class of a callable object."""
     with suppress(OSError, TypeError):
         path = inspect.getsourcefile(check if inspect.isroutine(check) else type(check))
         if path is not None:
@@ -55,7 +55,7 @@ def _read_source(check: Check) -> str:
     return "unknown"
 
 
-#: The same as it was when this process imported the function, which goes on running that source.
+#: The file's hash when this process imported the function. The process goes on running that source.
 _source = lru_cache(maxsize=64)(_read_source)
 
 
@@ -80,13 +80,13 @@ _known: Recent[Check] = Recent()
 
 
 def _compiled(text: str) -> Check:
-    """Return a check, compiled unless this child has it from lately."""
+    """Return a compiled check. The child compiles it unless it has it from lately."""
     check = _known.get(text)
     if check is None:
         ((kind, what),) = json.loads(text).items()
         check = _MAKE[kind](what)
         if _known.put(text, check):
-            re.purge()  # it would keep hundreds of patterns that nothing else holds any more
+            re.purge()  # its cache would keep hundreds of patterns that nobody uses any more
     return check
 
 

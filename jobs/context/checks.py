@@ -142,7 +142,7 @@ class Checks:
             raise _useless(error) from None
 
     def version(self, options: RepairOptions) -> str:
-        """Return what a check's function is: another text once its file has changed. Raises InvalidJob."""
+        """Return the version of a check's function. It changes with the function's file. Raises InvalidJob."""
         return "" if options.function is None else str(self.prepare(options, version=True)["version"])
 
     def reason(self, options: RepairOptions, row: Any, text: str) -> str | None:
@@ -157,7 +157,7 @@ class Checks:
 
     def _ask(self, options: RepairOptions, **answer: Any) -> dict[str, Any]:
         reply = {"is_stale": True}
-        while "is_stale" in reply:  # of a child whose function's file has changed since it was imported
+        while "is_stale" in reply:  # the child imported the function before its file changed
             reply = self._pool.call(lambda child: self._reply(child, options, answer))
         if "problem" in reply:
             raise InvalidJob(reply["problem"])

@@ -17,8 +17,8 @@ class PinnedModel:
     """A model whose answers a run holds.
 
     fingerprint: a text that differs when the weights, the tokenizer, the chat template or the dtype do. max_model_len:
-    the most tokens of prompt and answer together; 0 if that is not known. clock: what its chat template wrote of the
-    time when the run was planned; "" if it writes none.
+    the most tokens of prompt and answer together; 0 if that is not known. clock: the date or time that its chat
+    template wrote when the run was planned; "" if it writes none.
     """
 
     name: str
@@ -33,12 +33,12 @@ class PinnedModel:
 
     @property
     def pin(self) -> str:
-        """Name what a worker must serve to answer rows of the run: other workers leave its jobs on their queue."""
+        """Name what a worker must serve to answer the run's rows. Other workers leave its jobs on the queue."""
         return f"{self.fingerprint}/{self.max_model_len}" if self.max_model_len else self.fingerprint
 
     @property
     def identity(self) -> str:
-        """Name what decides an answer that no limit has cut."""
+        """Name the parts of the model that decide an answer, unless its length limit cut it."""
         return f"{self.fingerprint} {self.clock}" if self.clock else self.fingerprint
 
 
@@ -48,8 +48,8 @@ class ServedModel(PinnedModel):
 
     aliases: what else it may be called. embedding_size: 0 of a model that gives none. embedding_prompts: names of those
     that may stand before a text. classes: labels of its sequence-classification head, none of a model without.
-    control_tokens: texts of tokens that open or end turns; a value in a prompt must not become one. clock_formats: in
-    which its chat template writes the time; None if what it writes cannot be named beforehand.
+    control_tokens: texts of tokens that open or end turns; a value in a prompt must not become one. clock_formats: the
+    formats in which its chat template writes the time; None if they cannot be known beforehand.
     """
 
     attention_backend: str = ""
@@ -57,7 +57,7 @@ class ServedModel(PinnedModel):
     embedding_size: int = 0
     embedding_prompts: tuple[str, ...] = ()
     classes: tuple[str, ...] = ()
-    control_tokens: tuple[str, ...] = ()  # until an engine has told, as below
+    control_tokens: tuple[str, ...] = ()  # empty until an engine fills them in, as below
     reads_pictures: bool = True  # as long as no engine has told
     generates: bool = True
     clock_formats: tuple[str, ...] | None = ()
@@ -99,7 +99,7 @@ def joined_formats(formats: Sequence[str] | None) -> str:
 
 
 def split_formats(text: str) -> tuple[str, ...] | None:
-    """Return the formats of which `joined_formats` made a text."""
+    """Return the formats from the text that `joined_formats` made."""
     if text == _UNNAMED:
         return None
     return tuple(text.split("\n")) if text else ()

@@ -32,7 +32,7 @@ class NoRoomYet(Exception):
 class SharedFiles:
     """Keeps readers of files while shards of them are open, so that an idle worker holds no file. Thread-safe.
 
-    current_call: of a thread that waits for another's turn (Turns).
+    current_call: see Turns.
     """
 
     def __init__(self, current_call: Callable[[], Caller | None] = nobody) -> None:
@@ -45,7 +45,7 @@ class SharedFiles:
 
     def plan(self, key: Hashable, load: Callable[[], P]) -> P:
         """Return a plan as `load` gave it for the same key, which names one state of one file."""
-        with self._turns.at(key):  # no two threads read the same file for it
+        with self._turns.at(key):  # one thread reads it, the others wait
             plan: P = self._plans.get(key) or load()
             with self._lock:
                 self._plans[key] = plan

@@ -1,4 +1,4 @@
-"""Turns at what one thread at a time may use. Waiting for a turn is no silence while its holder shows life."""
+"""Turns: lets one thread at a time use a thing. A thread that waits counts as alive while the holder is."""
 
 import threading
 from collections.abc import Callable, Hashable, Iterator
@@ -6,19 +6,19 @@ from contextlib import contextmanager
 from typing import Any, Protocol
 from weakref import WeakValueDictionary
 
-#: Seconds between two looks of a waiting thread at the one that holds the turn.
+#: Seconds between two looks of a waiting thread at the holder of the turn.
 LOOK_S = 0.2
 
 
 class Caller(Protocol):
-    """A call that can be interrupted, and that is interrupted once it shows no life for long."""
+    """A call that can be interrupted, and will be if it shows no sign of life for long."""
 
     def wait_for(self, holder: Any) -> None:
-        """Raise the interrupt, if any; else show as much life as the caller that holds the turn (None: unknown)."""
+        """Raise the interrupt, if any. Else count as alive as the turn's holder is. holder: None if unknown."""
 
 
 def nobody() -> None:
-    """Stand in for the caller where calls are not watched."""
+    """Return no caller: for places where calls are not watched."""
 
 
 class Turns:
@@ -27,14 +27,14 @@ class Turns:
     def __init__(self, current_call: Callable[[], Caller | None] = nobody) -> None:
         self._current_call = current_call
         self._lock = threading.Lock()
-        self._turns = WeakValueDictionary[Hashable, _Turn]()  # while somebody has or awaits them
+        self._turns = WeakValueDictionary[Hashable, _Turn]()  # a turn stays while a thread holds it or waits for it
 
     def __len__(self) -> int:
         return len(self._turns)
 
     @contextmanager
     def at(self, key: Hashable) -> Iterator[None]:
-        """Wait for the turn and hold it. Raises the waiting call's interrupt."""
+        """Wait for the turn, then hold it. Raises the interrupt of the call that waits."""
         caller = self._current_call()
         with self._lock:
             turn = self._turns.setdefault(key, _Turn())
@@ -50,7 +50,7 @@ class Turns:
 
 
 class _Turn:
-    """Is held by one thread at a time. holder: the caller that this thread works for."""
+    """A lock and its holder: the caller that the thread with the lock works for."""
 
     def __init__(self) -> None:
         self.lock = threading.Lock()

@@ -135,9 +135,9 @@ MAX_BYTES = 256 << 10
 
 
 class LeftPrompt(NamedTuple):
-    """How far a prompt was, and for each answer that it had the reason why a check did not take it.
+    """How far a prompt was, and for each answer that it had the reason why a check refused it.
 
-    asked: a hash of what the prompt asks, behind which alone its tokens may go on.
+    asked: a hash of what the prompt asks. Its tokens are continued only if the prompt still asks the same.
     """
 
     under_way: UnderWay
@@ -146,10 +146,10 @@ class LeftPrompt(NamedTuple):
 
 
 class JobJournal:
-    """What one execution of a job has found, and writes: a line that says whose it is, and one for each prompt.
+    """The journal of one execution of a job: a line that says whose it is, and a line for each prompt.
 
-    whose: job, when it was created, payload and model. found: the key's value at its claim. lease: a sorted set, and
-    its member of this one.
+    whose: the job, when it was created, its payload and model. found: the key's value when the job was claimed.
+    lease: a sorted set, and the execution's member in it.
     """
 
     def __init__(

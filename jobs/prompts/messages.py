@@ -110,7 +110,7 @@ def _num_bytes(value: Any) -> int:
         raise InvalidJob("the arguments of a tool call are nested too deeply") from None
 
 
-#: Those that a prompt from a template may have too: its values are text, as a chat's are.
+#: An option that a prompt from a template takes too: its values are text, as a chat's are.
 OF_VALUES = "split_special_tokens"
 NAMES = ("chat_template_kwargs", OF_VALUES, "tool_choice", "tools")
 

@@ -28,7 +28,7 @@ PROGRESS_AFTER_S, PROGRESS_EVERY_S = 5.0, 2.0
 #: How a result's id begins where that is not its kind; a list has no id.
 ID_PREFIXES = {"text_completion": "cmpl", "chat.completion": "chatcmpl", "classification": "classify", "list": None}
 
-#: Kinds of results that have OpenAI's system_fingerprint: the model's, with all that changes its answers.
+#: Kinds of results that have OpenAI's system_fingerprint. It is the model's, and covers all that changes its answers.
 _OF_COMPLETIONS = ("text_completion", "chat.completion")
 
 #: Builds the job's result, but for its id, time and model, of the answers and the job's id; see responses.py.
@@ -58,8 +58,8 @@ class PromptTask(Task):
 class _Asked:
     """A prompt of a job. attempts: its way to an answer, where it may be tried again.
 
-    num_continued: tokens of an earlier answer that the request under way continues. delivered: where a journal is kept,
-    what its requests got, and why a check did not take it. asked: of LeftPrompt.
+    num_continued: tokens of an earlier answer that the request under way continues. delivered: if a journal is kept,
+    what its requests got, and why a check refused it. asked: see LeftPrompt.
     """
 
     place: int
@@ -106,7 +106,7 @@ class OpenPrompts(OpenTask):
         if self._context.journal is not None:
             asked.asked = prompt.digest(self._now)
         left = self._found.pop(asked.place, None)
-        if left is None or left.asked != asked.asked:  # of another prompt, as a template over new answers makes it
+        if left is None or left.asked != asked.asked:  # of another prompt: the template's answers are new
             return prompt
         self._found[asked.place] = left
         was, request = left.under_way, cast("Request | None", prompt)
@@ -226,7 +226,7 @@ def text_requests(
 def _seeded(requests: Sequence[Request | Unusable]) -> list[Request | Unusable]:
     """Give each request of a list its own seed, so that they do not all draw the same random numbers.
 
-    The first one keeps the seed that was sent; the others' follow from it and from their places.
+    The first request keeps the seed that was sent. Each other seed follows from it and the request's place.
     """
     seeded: list[Request | Unusable] = []
     for place, request in enumerate(requests):

@@ -12,7 +12,7 @@ from jobs.tasks import Completion, Logprob
 #: What stands for minus infinity, which JSON has not; vLLM's.
 LOWEST = -9999.0
 
-#: What stands in a text for a part of a character that does not become whole.
+#: Stands in a text for part of a character that never became whole.
 INCOMPLETE = "\ufffd"
 
 TokenLogprobs = Mapping[int, Logprob]
@@ -21,8 +21,8 @@ TokenLogprobs = Mapping[int, Logprob]
 def text_logprobs(sample: Completion, text: str, *, echo: bool, prompt_only: bool) -> dict[str, Any]:
     """Make `logprobs` of a text_completion's choice.
 
-    text: the choice's, in which `text_offset` counts characters. echo: the prompt's tokens come first, of which the
-    first one has no log probability. A token that is a part of a character is shown as OpenAI does: "bytes:\\xe2\\x80".
+    text: the choice's, in which `text_offset` counts characters. echo: the prompt's tokens come first; the first of
+    them has no log probability. A part of a character is shown as OpenAI does: "bytes:\\xe2\\x80".
     """
     tokens: list[str] = []
     places: list[tuple[str, bytes | None]] = []
@@ -49,8 +49,8 @@ def text_logprobs(sample: Completion, text: str, *, echo: bool, prompt_only: boo
 def _text_offsets(text: str, tokens: Iterable[tuple[str, bytes | None]]) -> list[int]:
     """Return where in a text each of its tokens begins, in characters.
 
-    A token that the text leaves out, such as a special one, takes no room; the parts of a character begin where the
-    character does. tokens: the text of each, and its bytes if it is a part of a character.
+    A token that the text leaves out, such as a special one, has length 0. Parts of a character begin where the
+    character does. tokens: the text of each, and its bytes if it is part of a character.
     """
     offsets = []
     offset = 0
@@ -65,11 +65,11 @@ def _text_offsets(text: str, tokens: Iterable[tuple[str, bytes | None]]) -> list
 
 
 def _behind(text: str, offset: int, characters: str) -> int:
-    """Return where a text goes on behind these characters, which it may leave out."""
+    """Return the place in a text behind these characters; the same place if the text leaves them out."""
     if text.startswith(characters, offset):
         return offset + len(characters)
     if offset == 0 and characters.startswith(" ") and text.startswith(characters[1:]):
-        return len(characters) - 1  # sentencepiece puts a space before a text, and takes it away
+        return len(characters) - 1  # sentencepiece adds a space before a text, and takes it away again
     return offset
 
 
@@ -110,7 +110,7 @@ def _shown(each: Logprob) -> float:
 
 
 def _by_text(row: TokenLogprobs) -> dict[str, float]:
-    """Return log probabilities by the token's text, the likeliest first; of equal texts, later ones have the id."""
+    """Return log probabilities by the token's text, likeliest first; by the token's id if the text is taken."""
     by_text: dict[str, float] = {}
     for token_id, entry in sorted(row.items(), key=lambda item: item[1].rank):
         token = _text_token(entry)
@@ -119,14 +119,14 @@ def _by_text(row: TokenLogprobs) -> dict[str, float]:
 
 
 def _text_token(entry: Logprob) -> str:
-    """Return a token as `text_completion` shows it, a part of a character by its bytes."""
+    """Return a token as `text_completion` shows it: by its bytes if it is part of a character."""
     if entry.partial_bytes is None:
         return entry.decoded_token
     return "bytes:" + "".join(f"\\x{byte:02x}" for byte in entry.partial_bytes)
 
 
 def _entry(entry: Logprob) -> dict[str, Any]:
-    """Return a token as `chat.completion` shows it; a part of a character has its bytes, as OpenAI gives them."""
+    """Return a token as `chat.completion` shows it. Part of a character has its own bytes, as OpenAI gives them."""
     if entry.partial_bytes is None:
         token, token_bytes = entry.decoded_token, entry.decoded_token.encode()
     else:
@@ -169,7 +169,7 @@ def text_completion(answers: Answers, job_id: str, options: ResponseOptions = PL
 
 
 def chat_completion(answers: Answers, job_id: str, options: ResponseOptions = PLAIN) -> dict[str, Any]:
-    """Return a `chat.completion`, a choice for each sample."""
+    """Return a `chat.completion` with a choice for each sample."""
     choices = []
     for number, sample in _numbered(answers):
         choice = {"index": number, **_ending(sample)}

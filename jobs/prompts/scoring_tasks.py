@@ -242,7 +242,7 @@ def _ranking(answers: Answers, job_id: str, documents: Sequence[str] | None, top
 
 
 def _rank(result: Mapping[str, Any]) -> tuple[bool, float]:
-    """Order results by falling relevance; those without one come last, however low the others are."""
+    """Order results by falling relevance. Results without one come last, however low the others are."""
     score = result["relevance_score"]
     return (True, 0.0) if score is None else (False, -score)
 

@@ -34,18 +34,18 @@ def _messages(template: Any) -> tuple[list[str], tuple[str, ...]]:
     return [message["content"] for message in template], tuple(message["role"] for message in template)
 
 
-#: Stands within a control token that a value spells, or begins at its end: engine.text.control_tokens then reads its
+#: Goes into a control token that a value spells, or begins at its end. engine.text.control_tokens then reads the
 #: characters as text.
 BREAK = "\ufdd0\ufdd1"
 
 
 def as_values(value: Any, control_tokens: Collection[str]) -> Any:
-    """Return what fills a template in, with BREAK in each control token that one of its texts spells."""
+    """Return the values that fill a template, with BREAK in each control token that they spell."""
     return _spellings(tuple(control_tokens)).broken(value) if control_tokens else value
 
 
 class _Spellings:
-    """Finds what values spell of some tokens: whole ones, and how one begins at a value's end, for the next goes on."""
+    """Finds tokens that a value spells: whole ones, and one begun at its end, which the next value may complete."""
 
     def __init__(self, texts: Collection[str]) -> None:
         self._pattern = re.compile("|".join(map(re.escape, sorted(texts, key=len, reverse=True))))
@@ -54,7 +54,7 @@ class _Spellings:
 
     def broken(self, value: Any) -> Any:
         if isinstance(value, str):
-            while self._pattern.search(value):  # again for a token within another one
+            while self._pattern.search(value):  # again, as a token may be within another one
                 value = self._pattern.sub(lambda match: match[0][0] + BREAK + match[0][1:], value)
             return self._broken_end(value)
         if isinstance(value, dict):
@@ -75,7 +75,7 @@ def _spellings(control_tokens: tuple[str, ...]) -> _Spellings:
 
 
 def as_shown(prompt: Any) -> Any:
-    """Return a prompt as people read it: without BREAK."""
+    """Return a prompt without BREAK, as people read it."""
     return prompt.replace(BREAK, "") if isinstance(prompt, str) else prompt
 
 

@@ -113,9 +113,9 @@ ARGUMENTS = ("prompt_template", "messages_template")
 
 
 def asked_task(make: Callable[[str, Any], Task], *, values_are_text: bool, **given: Any) -> Task:
-    """Return the task of the one argument that says what to ask.
+    """Return the task for the argument, "prompt" or "messages", that says what to ask.
 
-    make: of "prompt" or "messages", and what that is. values_are_text: even where answers spell control tokens.
+    make: makes it from that argument's name and value. values_are_text: control tokens in answers are text.
     """
     found = [name for name, value in given.items() if value is not None]
     if not found:
@@ -146,7 +146,7 @@ def _templated(argument: str, template: Any, make: Callable[[Any], Task], values
                 brief(foreign[0]),
             )
         values: Any = read_dependencies(context)
-        if values_are_text and roles is None:  # of a chat the engine sees to it
+        if values_are_text and roles is None:  # for a chat the engine does that
             values = as_values(values, context.model.control_tokens)
         try:
             texts = found.render(values)

@@ -65,9 +65,9 @@ def submit_run(
 
 
 def retry_run(connection: Redis, plan: Plan, output: str, max_tokens: int | None = None) -> str:
-    """Submit a run again into another output, where its answers are taken; return the new run's id.
+    """Submit a run again into another output, and take its answers there. Return the new run's id.
 
-    max_tokens: a larger one, under which rows that ended with `length` are asked again.
+    max_tokens: a larger limit; rows that ended with `length` are then asked again.
     """
     facts: Mapping[str, str] = {}
     with suppress(UnknownRun):

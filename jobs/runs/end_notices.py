@@ -69,10 +69,10 @@ def tell_of(state: RunState, submission: int, word: str, reason: str | None = No
 
 
 def stop_over_limit(state: RunState, *, is_whole: bool) -> int | None:
-    """Stop a run of which too many rows fail, and enqueue what is asked for then; return its submission.
+    """Stop a run if too many rows fail, and enqueue its notices. Return its submission, or None if the run goes on.
 
-    Returns None where the run goes on. All is one transaction: a shard that ends meanwhile is judged with it, and
-    nobody ends a run that is stopped. is_whole: see RunState.judge.
+    All is one transaction: a shard that ends meanwhile is judged too, and nobody ends a run that is stopped. is_whole:
+    see RunState.judge.
     """
     return transact(state.connection, partial(_stop, state, is_whole), run_key(state.run))
 
@@ -83,7 +83,7 @@ def _stop(state: RunState, is_whole: bool, pipe: Pipeline) -> int | None:
         return None
     reason, submission = verdict
     _tell(state, submission, "stopped", reason, pipe)
-    if not pipe.explicit_transaction:  # nothing was to be told
+    if not pipe.explicit_transaction:  # there is no notice to write
         pipe.multi()
     state.mark_cancelled(pipe, submission, stopped=reason)
     return submission

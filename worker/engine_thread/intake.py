@@ -270,7 +270,7 @@ class Intake:
         return [_refused(request_id, error)]
 
     def take_faults(self) -> list[tuple[str, BaseException]]:
-        """Return the requests, since the last call, that this worker lacked memory, descriptors or disk to prepare."""
+        """Return new requests that this worker lacked memory, descriptors or disk to prepare."""
         faults, self._faults = self._faults, []
         return faults
 

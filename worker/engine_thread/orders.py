@@ -46,8 +46,8 @@ class Stepped:
     """Report: completions of one or more steps, and the engine's counters after them.
 
     started: ids of requests whose first sequence was scheduled. at: monotonic seconds when the last step began.
-    progress: how far the requests in the batch are, None if not told anew. faults: requests that could not be prepared,
-    by a fault of this worker's.
+    progress: how far the requests in the batch are; None if there is no news. faults: requests that could not be
+    prepared because of this worker.
     """
 
     completions: Sequence[Completion]

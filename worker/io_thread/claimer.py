@@ -199,7 +199,7 @@ class Claimer:
         return sum(len(claim.jobs) for claim in claims) - len(surplus)
 
     def _note_newer(self, lane: int, num_newer: int) -> None:
-        """Warn once when jobs are left to newer versions, until there are none any more."""
+        """Warn when jobs are left to newer versions: once, and again after there were none."""
         if num_newer and lane not in self._warned:
             self._log.warning(
                 "queue %r: %d jobs were planned by a newer version of Tokenmill than this one (%s, format %d), and are "

@@ -118,7 +118,7 @@ class IoLoop:
 
     @property
     def warning(self) -> str:
-        """Say what is wrong though it claims; empty if nothing is. For any thread."""
+        """Say what is wrong although the worker claims; empty if nothing is. For any thread."""
         return self.reporter.clock_warning
 
     # The loop
@@ -139,7 +139,7 @@ class IoLoop:
         self._say_goodbye()
 
     def turn(self) -> bool:
-        """Do once what is due; False when it is time to go. The thread calls nothing else."""
+        """Do everything that is due, once. False when it is time to go. The thread only repeats this."""
         self._take_events()
         if self._can_open:
             self._runner.open_claimed()

@@ -70,7 +70,7 @@ class JobRunner:
         return len(self.jobs)
 
     def num_rows_done(self) -> int:
-        """Return the number of rows that held jobs have answered by now."""
+        """Return how many rows the held jobs have answered so far."""
         rows = []
         self.guard.each(self.jobs, lambda job: rows.append(job.num_rows_done))
         return sum(rows)
@@ -210,7 +210,7 @@ class JobRunner:
         self._log.error("job %s is given back, the fault is this worker's: %s", job.claimed.job_id, fault)
 
     def give_back_unprepared(self, faults: Sequence[tuple[str, BaseException]]) -> None:
-        """Give back the jobs of requests, by their ids, that this worker could not prepare."""
+        """Give back the jobs whose requests this worker could not prepare. Takes the requests' ids."""
         for request_id, error in faults:
             job, _ = self.jobs.of_request(request_id)
             if job is not None and not job.is_ending:
@@ -231,7 +231,7 @@ class JobRunner:
         self.guard.each(self.streams.feed(), self._look_at)
 
     def _look_at(self, job: HeldJob) -> None:
-        """Do what follows from what the engine did for a job."""
+        """Handle what the engine did for a job."""
         if job.error is not None:
             self._withdraw(job, JobStopped)
             self._raised(job, job.error)
@@ -295,12 +295,12 @@ class JobRunner:
     # While they are held
 
     def renew(self, store: JobStore) -> None:
-        """Extend the leases of all jobs, and drop those that are no longer ours."""
+        """Extend the leases of all jobs, and drop jobs that are no longer ours."""
         jobs = list(self.jobs)
         self.drop(self.guard.batch(jobs, lambda job: job, lambda some: store.renew([job.claimed for job in some])))
 
     def show_progress(self, store: JobStore) -> None:
-        """Write the progress of the tasks that have moved since the last call."""
+        """Write the progress of tasks that has changed since the last call."""
         changed: list[tuple[HeldJob, dict[str, Any]]] = []
 
         def look(job: HeldJob) -> None:
@@ -352,7 +352,7 @@ class JobRunner:
         if job.started_at is None or job.limit_s <= 0 or moment - job.started_at <= job.limit_s:
             return
         reason = timeout_error(job.limit_s)
-        if job.is_function and job.call is not None:  # its thread reports its end
+        if job.is_function and job.call is not None:  # its thread reports the end itself
             if not job.is_overdue:
                 job.interrupt_function(reason)
             return
@@ -365,7 +365,7 @@ class JobRunner:
 
     def _drop(self, job: HeldJob) -> None:
         if job.is_ending:
-            return  # finish.lua or RQ's path finds out for itself
+            return  # finish.lua, or RQ's own path, finds out when it writes the end
         self._log.warning("job %s was cancelled, deleted or taken over: stopped here", job.claimed.job_id)
         self.tally.lost()
         self._withdraw_all([job])
@@ -380,7 +380,7 @@ class JobRunner:
         self._end_at_once(claimed, fail)
 
     def _end_at_once(self, claimed: ClaimedJob, end: Callable[[HeldJob], None]) -> None:
-        """Take a job only to end it."""
+        """Hold a job only to end it."""
         job = self.jobs.add(claimed)
         job.state = JobState.ENDING
         with self.guard.around(job):

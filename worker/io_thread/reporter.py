@@ -56,7 +56,7 @@ class Reporter:
             self._record.keep(self._runner.tally.shown.point)
 
     def _look_at_clock(self) -> None:
-        """Ask for Redis' time; warn when this machine's clock begins to differ from it."""
+        """Ask for Redis' time. Warn when this machine's clock begins to differ."""
         self._redis_clock.look(self._client)
         warned, self.clock_warning = self.clock_warning, self._redis_clock.warning
         if self.clock_warning and not warned:

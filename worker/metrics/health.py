@@ -61,5 +61,5 @@ class Health:
         return self.why_dead() or io.why_not_claiming or ""
 
     def warning(self) -> str:
-        """Say what a person should mend though the worker takes jobs; empty if nothing is wrong."""
+        """Say what a person should mend although the worker takes jobs; empty if nothing is wrong."""
         return "" if self._loops is None else self._loops[1].warning

@@ -137,7 +137,7 @@ class Tally:
         self.claims_lost += 1
 
     def taken_over(self, queue: str, deaths: int) -> None:
-        """Count a job that was taken from a dead worker, or after a fault, by how many of these it has had."""
+        """Count a job taken over from a dead worker, or after a fault. deaths: how many of these it has had."""
         self.takeovers[queue, min(deaths, _MAX_DEATHS_TOLD)] += 1
 
     def unforeseen(self, queue: str, error: BaseException) -> None:

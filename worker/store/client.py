@@ -19,11 +19,11 @@ OUTAGES = (RedisConnectionError, RedisTimeoutError, OutOfMemoryError, ReadOnlyEr
 
 
 def is_servers(error: BaseException) -> bool:
-    """Whether an error is the server's word, and not what the values or keys of one job have led to."""
+    """Whether the Redis server is to blame for an error, and not the values or keys of one job."""
     if isinstance(error, DataError):
         return False  # redis-py could not write a value
     if isinstance(error, ResponseError) and "WRONGTYPE" in str(error):
-        return False  # a producer has put another kind of value where a job's keys are
+        return False  # a producer has put another kind of value at a job's key
     return isinstance(error, RedisError)
 
 

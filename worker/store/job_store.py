@@ -44,8 +44,8 @@ class Keeping:
 class Released:
     """A job that was taken from its holder.
 
-    deaths: how many workers have died with it, where this release says that one more has; else 0. claimed: the job
-    where this worker holds it now, to end it; None where it is back in its queue or gone.
+    deaths: how many workers have died with it, if this release counts as a death; else 0. claimed: the job, if this
+    worker now holds it to end it; None if it is back in its queue or gone.
     """
 
     queue_name: str
@@ -89,10 +89,10 @@ class JobStore:
         self._answered: set[str] = set()
 
     def _restore(self, queue_name: str, reply: Sequence[Any]) -> ClaimedJob:
-        """Read what a script says of a job; one that cannot be read can only be failed."""
+        """Read a script's reply about a job. A job that cannot be read can only be failed."""
         try:
             return restore(queue_name, reply, self._worker_name, self._max_job_bytes)
-        except Exception as error:  # noqa: BLE001  # a hash may hold anything; it must not stop the others
+        except Exception as error:  # noqa: BLE001  # a hash may hold anything, and must not stop other jobs
             job_id, execution_id = reply[0].decode(errors="replace"), reply[1].decode()
             return ClaimedJob(job_id, execution_id, queue_name, self._worker_name, damage=error)
 
@@ -244,10 +244,10 @@ class JobStore:
     def release(self, held: Sequence[ClaimedJob], mode: Mode, max_deaths: int) -> list[Released]:
         """Put jobs back at the head of their queues.
 
-        Some this worker holds now instead, as they died too often or have ended.
+        Jobs that died too often, or have ended, stay out: this worker holds them now, to end them.
         """
         same = {**self._holder(), "mode": mode, "max_deaths": max_deaths}
-        # Pushed to the head one by one, the last goes first.
+        # Each is pushed to the head, so the last goes first.
         last_first = list(reversed(held))
         places = [{**job.address, "left_before": job.left_before, "kind": job.kind} for job in last_first]
         calls = [Call("release", {**place, **same, "new_eid": uuid4().hex}) for place in places]
@@ -262,7 +262,7 @@ class JobStore:
         return Released(job.queue_name, job.job_id, deaths, claimed)
 
     def abandoned(self, queue_names: Sequence[str], period_s: float) -> list[ClaimedJob]:
-        """Return jobs whose worker died, for `release`; at most one worker looks at a queue in each period."""
+        """Return jobs whose worker died, for `release`. At most one worker looks at a queue in each period."""
         with self._client.pipeline(transaction=False) as pipe:
             for name in queue_names:  # a lock of each: who takes it serves that queue
                 lock = _MAINTENANCE_LOCK % name

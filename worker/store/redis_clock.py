@@ -7,16 +7,17 @@ from typing import Any
 from redis import Redis
 
 SKEW_S = 3.0
-"""Seconds that this machine may be off Redis' clock before a worker warns; time services keep within far less."""
+"""A worker warns if its machine's clock is off Redis' by more seconds. Time services keep within far less."""
 
 _MAX_TRIP_S = 1.0
-"""A reply that took longer says too little of when it was given."""
+"""A reply that took more seconds is ignored: nobody knows when in between Redis gave it."""
 
 
 class RedisClock:
-    """Tells Unix seconds by Redis' clock, by this machine's until `look` has asked. Any thread may read it.
+    """Tells Unix seconds by Redis' clock, or by this machine's until `look` has asked. Any thread may read it.
 
-    ahead_s: this machine's clock, less Redis'. A jump of this machine's clock since then changes nothing.
+    A jump of this machine's clock does not change what it tells. ahead_s: this machine's clock less Redis', as of the
+    last look.
     """
 
     def __init__(self, wall: Callable[[], float] = time.time, steady: Callable[[], float] = time.monotonic) -> None:
@@ -28,7 +29,7 @@ class RedisClock:
         return self._began_at + self._steady()
 
     def look(self, client: Redis) -> None:
-        """Ask Redis for its time. Raises RedisError. INFO tells it to users who may not call TIME."""
+        """Ask Redis for its time, through INFO, as users may lack the right to TIME. Raises RedisError."""
         asked_at = self._steady()
         info: Any = client.info("server")
         answered_at = self._steady()

@@ -26,7 +26,7 @@ class Registries:
         self._call_many = Scripts(client).call_many
 
     def clean(self, queue_names: Sequence[str]) -> None:
-        """Drop expired entries of finished and failed jobs, gone workers, members of groups, and journals left behind.
+        """Drop expired entries of finished and failed jobs, and stale workers, group members and journals.
 
         RQ's own cleanup of started jobs is left out: it would judge by score, and runs callbacks.
         """

@@ -44,7 +44,7 @@ class Scheduler(RQScheduler):
         return taken is None or (datetime.now() - taken).total_seconds() > _REACQUIRE_S
 
     def enqueue_scheduled_jobs(self) -> None:
-        """Enqueue jobs that are due by Redis' clock. RQ's own way ends at the first job that it cannot read."""
+        """Enqueue jobs that are due by Redis' clock. RQ's own code stops at the first job that it cannot read."""
         self._clock.look(self.connection)
         moment = {"now_iso": utcformat(now()), "now_ts": repr(self._clock())}
         same = {**moment, "registry": "scheduled", "most": _MOST}

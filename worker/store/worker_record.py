@@ -59,7 +59,7 @@ class WorkerRecord:
         facts: Mapping[str, Any],
         clock: Callable[[], float] = time.time,
     ) -> None:
-        """clock: Redis', by which workers judge each other."""
+        """clock: Redis' clock, by which workers judge each other."""
         self._clock = clock
         self._client, self._beat, self._name, self._queue_names = client, beat, worker_name, queue_names
         self._key, self._points_key = worker_key(worker_name), samples_key(worker_name)
@@ -73,7 +73,7 @@ class WorkerRecord:
                 for registry in _REGISTRIES.values():
                     pipe.zcard(f"{RQ}:{registry}:{name}")
                 pipe.hlen(held_key(name))
-                pipe.zcount(f"{RQ}:wip:{name}", self._clock() + FAR_S / 2, "+inf")  # those of them that have begun
+                pipe.zcount(f"{RQ}:wip:{name}", self._clock() + FAR_S / 2, "+inf")  # claimed jobs that have begun
                 pipe.zcount(fleet_key(name), self._clock() - SILENT_S, "+inf")
             replies = iter(pipe.execute())
         counted = {

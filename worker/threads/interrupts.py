@@ -99,7 +99,7 @@ class Call:
         self._alive_at = self._clock()
 
     def wait_for(self, holder: "Call | None") -> None:
-        """Raise the work's interrupt, if any; else note that it is as alive as the call whose turn it waits for."""
+        """Raise the work's interrupt, if any. Else count it as alive as the call that holds the turn."""
         if self.error is not None:
             raise self.error
         signs = [self._alive_at, None if holder is None else holder._alive_at]

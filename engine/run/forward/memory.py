@@ -150,8 +150,8 @@ def fit_pool(num_blocks: int, config: EngineConfig, model_len: int) -> int:
 def coarse_length(num_tokens: int) -> int:
     """Round a length down to its four highest binary digits.
 
-    A pool's size follows from the memory that is free at the start. Without this, two workers of one machine, or one
-    before and after a restart, would serve lengths that differ by a few tokens, and so could not share a run.
+    A pool's size depends on the memory that is free at the start, so it differs a little between workers and between
+    restarts. Without rounding, their lengths would differ by a few tokens, and they could not share a run.
     """
     step = 1 << max(0, num_tokens.bit_length() - 4)
     return num_tokens - num_tokens % step

@@ -50,7 +50,7 @@ class Ask(abc.ABC):
 
     before: asked before all rows. inspects: whether answers are checked. is_single: each row begins with one request.
     is_tried: preview and dry run may try it. is_compared: `verify` may compare its answers. source: makes rows. keys:
-    name what these ask. now: the Unix time that chats get for the present one, where the model's template writes it.
+    name what these ask. now: Unix seconds that chats take for the present, if the model's template writes the time.
     """
 
     source: RowSource
@@ -79,7 +79,7 @@ class Ask(abc.ABC):
         return self.keys.of(row)
 
     def timed(self, request: Request) -> Request:
-        """Return a request with the time of the run, so that its prompt is the same whenever it is asked."""
+        """Return a request with the run's time, so that its prompt is the same whenever it is asked."""
         if self.now is None or request.messages is None:
             return request
         return replace(request, chat_options={**request.chat_options, "now": self.now})

@@ -46,7 +46,7 @@ class BatchLines(Ask):
         return super().key_of(Row(json.dumps(line), values=version))
 
     def _version_of(self, body: Any) -> str:
-        """Return the version of the function that checks a line's answer; "" without one, or if it cannot be used."""
+        """Return the version of the function that checks a line's answer; "" if there is none, or it cannot be used."""
         check = body.get("check") if isinstance(body, dict) else None
         function = check.get("function") if isinstance(check, dict) else None
         if not isinstance(function, str):
@@ -54,7 +54,7 @@ class BatchLines(Ask):
         if function not in self._versions:
             try:
                 self._versions[function] = self._context.checks.version(RepairOptions({"function": function}))
-            except JobsError:  # the line fails by it
+            except JobsError:  # the line gets this error when it is asked
                 self._versions[function] = ""
         return self._versions[function]
 

@@ -157,7 +157,7 @@ def _entries(found: Any) -> Any:
 
 
 class Chain(Ask):
-    """What a run asks of each row, one prompt after the other. seed: the run's. control_tokens: of row_source."""
+    """What a run asks of each row, one prompt after the other. seed: the run's. control_tokens: see row_source."""
 
     def __init__(self, spec: RunSpec, seed: int, checks: Checks, control_tokens: Collection[str] = ()) -> None:
         self.steps, self.seed = spec.steps, seed

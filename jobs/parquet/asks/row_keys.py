@@ -43,8 +43,8 @@ NO_KEYS: Keys = np.empty((0, 2), np.uint64)
 class RowKeys:
     """The keys of a run's rows.
 
-    before: what is asked before all rows. check: the version of its check's function. max_model_len: of the run's
-    model; it decides where a prompt is cut that `truncate_prompt_tokens` has cut. seed: Plan.given_seed.
+    before: what is asked before all rows. check: the version of its check's function. max_model_len: the model's
+    length, which decides where `truncate_prompt_tokens` cuts a prompt. seed: Plan.given_seed.
     """
 
     def __init__(
@@ -79,11 +79,11 @@ class RowKeys:
 
 
 def given_sampling(spec: RunSpec, seed: int | None) -> dict[str, Any]:
-    """Return the sampling values that a run was given. seed: Plan.given_seed."""
+    """Return the sampling values that a run was given, with this seed if there is one. seed: Plan.given_seed."""
     return dict(spec.sampling) if seed is None else {**spec.sampling, "seed": seed}
 
 
-#: What the same answer does not need: where the input lies, and how the output is cut and shown.
+#: Arguments that decide no answer: where the input lies, and how the output is cut and shown.
 _OF_FILES = frozenset(
     [
         *(
@@ -103,7 +103,7 @@ _OF_FILES = frozenset(
 
 
 def differences(old: Plan, new: Plan, *, any_model: bool) -> list[str]:
-    """Say what two runs ask differently, value by value. any_model: whether the model counts not."""
+    """Say what two runs ask differently, value by value. any_model: leave out the model."""
     found = []
     models = {each.fingerprint for each in (new.model, new.second) if each is not None}
     if not any_model and old.model.fingerprint not in models:

@@ -29,10 +29,10 @@ def scan(
     rows: int | None = None,
     dialect: Mapping[str, str] = MappingProxyType({}),
 ) -> Contents:
-    """Look at a file, through `rows` of one that is no Parquet. Raises as look_at, or SchemaMismatch.
+    """Look at a file; if it is no Parquet, through its first `rows`.
 
-    dialect: how its text is written, see RunSpec.dialect. Raises OtherEncoding, OtherDelimiter or TooManyBadLines where
-    it is written otherwise.
+    dialect: how its text is written, see RunSpec.dialect. Raises OtherEncoding, OtherDelimiter or TooManyBadLines if
+    the text is written otherwise, SchemaMismatch, or an error of look_at.
     """
     if input_format == PARQUET:
         return look_at(storage, path)
@@ -69,9 +69,9 @@ def _convert(storage: Storage, plan: Plan, file: PlannedFile, execution_id: str)
 
 @contextmanager
 def converted_for_now(storage: Storage, plan: Plan, files: Iterable[int]) -> Iterator[tuple[Storage, Plan]]:
-    """Lend a plan whose files can be read, and the storage for that, a folder of this machine's.
+    """Lend a plan whose files can be read, with storage in a folder of this machine.
 
-    Nothing is looked for in the output, which a preview has not, and which keeps no inputs behind a run's end.
+    The output is not searched: a preview has none, and after a run's end it keeps no inputs.
     """
     if plan.input_format == PARQUET:
         yield storage, plan

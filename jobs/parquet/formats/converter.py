@@ -25,7 +25,7 @@ from jobs.runs.plans.names import ARROW, HEADED, OPENAI_BATCH
 SLICE_ROWS, SLICE_BYTES = 1024, 1 << 21
 
 MAX_COLUMNS = 10_000
-#: A file of which more rows cannot be read is something else than it is taken for; fewer rows say nothing.
+#: If a larger share of rows cannot be read, the file is not what it is taken for. Fewer rows in all say nothing.
 MAX_BAD_SHARE, MIN_JUDGED_ROWS = 0.1, 20
 
 _CODECS = {b"\x1f\x8b": "gzip", b"\x28\xb5\x2f\xfd": "zstd", b"BZh": "bz2"}
@@ -47,9 +47,9 @@ def scan(question: Mapping[str, Any], source: Any) -> Replies:
 
 @with_file
 def convert(question: Mapping[str, Any], source: Any) -> Replies:
-    """Reply a Parquet file of so many `rows` in pieces. Of the question, `kinds` are those of all columns.
+    """Reply with a Parquet file of `rows` rows, in pieces. The question's `kinds` are those of all columns.
 
-    as_json: columns that stand there also as the JSON that each row has.
+    Its `as_json` names columns that the file has twice: the second time as the JSON of each row.
     """
     sink = io.BytesIO()
     file = pa.PythonFile(sink, "w")  # which closes the sink when it goes
@@ -123,7 +123,7 @@ class _TextTable:
             yield len(part), size, part
 
     def check_read(self) -> None:
-        """Raise OtherEncoding or TooManyBadLines where too few of the rows that were read are rows."""
+        """Raise OtherEncoding or TooManyBadLines if too many of the lines read are no rows."""
         self._file.check_encoding()
         if self._first_bad is not None and self._rows >= MIN_JUDGED_ROWS and self._bad > self._rows * MAX_BAD_SHARE:
             first = self._first_bad
@@ -200,7 +200,7 @@ class _ArrowTable:
             raise SchemaMismatch(self._path, what) from None
 
     def check_read(self) -> None:
-        """Do nothing: each row of such a file is one."""
+        """Do nothing: in such a file each row can be read."""
 
     def look(self, part: pa.RecordBatch) -> None:
         """Do nothing: its schema says what columns hold."""

@@ -1,4 +1,4 @@
-"""The encoding of text files: another one than UTF-8 is turned into it, or seen by its bytes and named."""
+"""Text files in other encodings than UTF-8: reads those that are named, and recognizes others by their bytes."""
 
 import codecs
 import io
@@ -8,24 +8,24 @@ from typing import Any
 from jobs.errors import OtherEncoding
 
 CHUNK_BYTES = 1 << 20
-#: Marks with which files of other encodings begin, the longer ones first.
+#: Marks at the beginning of files in other encodings, longer ones first.
 _MARKS = (
     (codecs.BOM_UTF32_LE, "utf-32"),
     (codecs.BOM_UTF32_BE, "utf-32"),
     (codecs.BOM_UTF16_LE, "utf-16"),
     (codecs.BOM_UTF16_BE, "utf-16"),
 )
-#: Bytes that tell whether each second one is zero, as in UTF-16 without a mark.
+#: Bytes to look at: in UTF-16 without a mark most of every second byte are zero there.
 _HEAD_BYTES = 4096
-#: A byte above 127 beside a letter, as cp1252 writes words; bytes that are no text stand anywhere.
+#: A byte above 127 beside a letter, as in words in cp1252. In bytes that are no text it may stand anywhere.
 _IN_WORD = re.compile(rb"[A-Za-z][\x80-\xff]|[\x80-\xff][A-Za-z]")
-#: What a byte becomes that the encoding has not: its line is no UTF-8, and costs its row.
+#: The handler for bytes that the encoding does not have. It makes their line invalid UTF-8, which costs its row.
 _BAD = "tokenmill-bad"
 codecs.register_error(_BAD, lambda error: ("\udcff", getattr(error, "end", 0)))
 
 
 class EncodingGuess:
-    """Sees the lines of a file that should be UTF-8, and says what else it looks like."""
+    """Guesses a file's encoding from its lines if they are not UTF-8."""
 
     def __init__(self, path: str) -> None:
         self._path = path
@@ -52,7 +52,7 @@ class EncodingGuess:
             self._is_cp1252 = self._is_cp1252 or _looks_like_cp1252(line)
 
     def check(self) -> None:
-        """Raise OtherEncoding where no line had letters in UTF-8, and some line had them in cp1252."""
+        """Raise OtherEncoding if some line has letters in cp1252, and no line has any in UTF-8."""
         if self._is_cp1252 and not self._is_utf8:
             raise OtherEncoding(self._path, "cp1252")
 
@@ -66,7 +66,7 @@ def _looks_like_cp1252(line: bytes) -> bool:
 
 
 class Decoded(io.RawIOBase):
-    """A stream of text in some encoding as one of UTF-8. Bytes that the encoding has not are no UTF-8 either."""
+    """Turns a stream in some encoding into UTF-8. Bytes that the encoding does not have become invalid UTF-8."""
 
     def __init__(self, stream: Any, encoding: str) -> None:
         self._stream, self._decoder = stream, codecs.getincrementaldecoder(encoding)(_BAD)

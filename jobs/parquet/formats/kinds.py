@@ -4,9 +4,9 @@ A kind is JSON, as the plan keeps it: "null", "bool", "int" (up to 2**53, which 
 (up to 64 bits), "float", "number" (integers beside floats), "text", {"list": kind}, {"struct": {name: kind}},
 or "json", where values have different kinds: such a column is text, and what is none is written as JSON.
 
-A column of a CSV file has a type only where each value, written as the type writes it, is the text of the file: a
-prompt shows that text, and the output loses none of it. So its floats are "fraction" where none of them is whole, as
-1.5 is and 1.0 is not, and numbers that are written in another way (1.10, 1E5) are "digits", which is text.
+A CSV file's column has a type only if the type writes each value back as the file's text. So prompts show that text,
+and the output loses none of it. Floats are "fraction" if none of them is whole: 1.5, but not 1.0. Numbers written in
+another way (1.10, 1E5) are "digits", which is text.
 """
 
 import json
@@ -37,9 +37,9 @@ _NUMBERS = {"int", "float", "number"}
 _EXACT, _INT64 = 1 << 53, 1 << 63
 _INTEGER = re.compile(r"-?(?:0|[1-9][0-9]{0,18})")
 _NUMBER = re.compile(r"-?(?:0|[1-9][0-9]*)(?:\.[0-9]+)?(?:[eE][+-]?[0-9]+)?")
-#: How CSV files write truth values that a template shows alike.
+#: The truth values of CSV files that a template shows just so.
 _TRUTH = {"True", "False"}
-#: What two kinds of numbers in a CSV file are together; any others are "digits".
+#: The kind of a CSV column with numbers of two kinds; "digits" for pairs that are not here.
 _TOGETHER: Mapping[frozenset[str], str] = {
     frozenset({"int", "long"}): "long",
     frozenset({"int", "fraction"}): "number",
@@ -75,12 +75,12 @@ def merged(one: Kind, other: Kind) -> Kind:
     return "number" if kinds and kinds <= _NUMBERS else "json"
 
 
-#: What stands before a kind of numbers whose decimals follow a comma.
+#: The beginning of a kind's name if a comma stands before the decimals.
 COMMA_KIND = "comma "
 
 
 def with_decimal(kind: Kind, decimal: str) -> Kind:
-    """Return the kind of a CSV file's column as its decimals are written."""
+    """Return the kind of a CSV file's column, with COMMA_KIND if the file writes a comma before decimals."""
     has_decimals = decimal == "," and kind in ("fraction", "float", "number")
     return f"{COMMA_KIND}{kind}" if has_decimals else kind
 
@@ -116,7 +116,7 @@ def kind_of(value: Any, depth: int = 0) -> Kind:
 
 
 def kind_of_texts(texts: Iterable[str], decimal: str = ".") -> Kind:
-    """Return the kind of a column of a CSV file, as if it had decimal points. Empty fields are null."""
+    """Return the kind of a CSV file's column. A decimal comma counts as a point here. Empty fields are null."""
     kind: Kind = "null"
     for text in set(texts) - {""}:
         kind = merged_texts(kind, _kind_of_text(text, decimal))
@@ -141,7 +141,7 @@ def _kind_of_text(text: str, decimal: str) -> str:
     return "float" if number.is_integer() else "fraction"
 
 
-#: What a column's metadata say of how a template writes its values, by kind.
+#: A column's metadata by its kind: how a template writes the values.
 _WRITTEN = {
     "number": NUMBER,
     "digits": DIGITS,
@@ -175,12 +175,12 @@ def json_array(values: Sequence[Any], kind: Kind) -> pa.Array:
 
 
 def depends_on_others(kind: Kind) -> bool:
-    """Whether a value of a column of JSON lines is typed by other rows: by keys that they have, and their numbers."""
+    """Whether other rows can change a value in a column of JSON lines, by their keys or their numbers."""
     return kind in ("number", "json") or isinstance(kind, dict)
 
 
 def own_json(values: Sequence[Any]) -> pa.Array:
-    """Return values that came of JSON as the JSON that each has."""
+    """Return each value as JSON of its own."""
     texts = [None if value is None else json.dumps(value, ensure_ascii=False) for value in values]
     return pa.array(texts, pa.string())
 

@@ -38,7 +38,7 @@ class Record(NamedTuple):
 
 
 class TextFile:
-    """The text of a file. encoding: that was said, else it is UTF-8, and `guess` sees each line."""
+    """The text of a file. encoding: as the run says; without one it is UTF-8, and `guess` sees each line."""
 
     def __init__(self, path: str, file_format: str, stream: Any, dialect: Mapping[str, str]) -> None:
         self.path, self.format, self._stream = path, file_format, stream
@@ -61,7 +61,7 @@ class TextFile:
             yield line
 
     def check_encoding(self) -> None:
-        """Raise OtherEncoding where the lines that were read look like another one than UTF-8."""
+        """Raise OtherEncoding if the lines read look like another encoding than UTF-8."""
         if self.guess is not None:
             self.guess.check()
 
@@ -147,14 +147,14 @@ def _csv_rows(lines: Iterator[Record], delimiter: str, encoding: str) -> Iterato
             yield Record(taken[0].line, size, fields, problem)
 
 
-#: The first line of CSV that Excel takes for the delimiter, and no reader for a row.
+#: A first line of CSV that names the delimiter for Excel. It is no row.
 _SEP_LINE = re.compile(rb'"?sep=(.)"?\r?', re.IGNORECASE)
-#: What fields may be separated by where a header of one column has it.
+#: Likely delimiters, if the header seems to have a single column that contains one.
 _DELIMITERS = {";": "';'", "\t": "'\\t'", "|": "'|'"}
 
 
 def csv_records(file: TextFile) -> tuple[list[str], Iterator[Record]]:
-    """Return the columns that the first row names, and the others by these.
+    """Return the column names in the first row, and the other rows by these names.
 
     Raises CorruptTable, SchemaMismatch, OtherEncoding or OtherDelimiter.
     """

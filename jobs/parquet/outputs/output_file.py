@@ -112,7 +112,7 @@ def _write_jsonl(ours: Set[str], sink: Any, schema: pa.Schema, batches: Batches)
         sink.write(_json_lines(to_json(dict(zip(schema.names, row, strict=True))) for row in _rows(batch, ours)))
 
 
-#: Characters that some readers take for the end of a line, and JSON may write in another way.
+#: Characters that some readers take for the end of a line. JSON can write them as escapes.
 _LINE_ENDS = str.maketrans({"\x85": "\\u0085", "\u2028": "\\u2028", "\u2029": "\\u2029"})
 
 
@@ -121,13 +121,13 @@ def _json_lines(lines: Iterable[str]) -> bytes:
 
 
 def write_csv(ours: Set[str], sink: Any, schema: pa.Schema, batches: Batches) -> None:
-    """Write rows as CSV. What some reader takes for the end of a line stands within quotes. ours: see _rows."""
+    """Write rows as CSV. A field that some reader would take for several lines is quoted. ours: see _rows."""
     for rows in chain([[schema.names]], (_rows(batch, ours) for batch in batches)):
         lines = (",".join(map(_field, row)) or '""' for row in rows)  # a blank line is no row
         sink.write("".join(f"{line}\n" for line in lines).encode())
 
 
-#: What stands within quotes: also what some reader takes for the end of a line, or for a mark of the file's own.
+#: A field with one of these is quoted. Some readers take them for the end of a line, or for a mark of the file.
 _QUOTED = re.compile('[",\n\r\v\f\x1c-\x1e\x85\u2028\u2029\ufeff]|^sep=')
 
 

@@ -54,7 +54,7 @@ def find_plan(storage: Storage, folder: str) -> Plan | None:
 
 
 def load_plan(storage: Storage, path: str) -> Plan:
-    """Read a plan. Raises PlanDamaged when there is none or it is not one of ours, or PlanOfAnotherVersion."""
+    """Read a plan. Raises PlanOfAnotherVersion, or PlanDamaged if there is no plan or it is not one of ours."""
     try:
         with reading(path), storage.open_input(path) as source:
             written = source.read(min(source.size(), MAX_PLAN_BYTES))
@@ -131,7 +131,7 @@ def manifest_of(plan: Plan, parts: Iterable[PartStats], reasons: Reasons) -> dic
 
 
 def _reuse_facts(plan: Plan) -> dict[str, str | int]:
-    """Return why less than half of the rows were taken from earlier runs, if there are any and that is so."""
+    """Return what earlier runs asked differently, for those of which few rows were taken; empty without any."""
     runs = [] if plan.reused is None else plan.reused.runs
     told = [f"{each['output']}: {', '.join(each['differs'])}" for each in runs if each.get("differs")]
     return {REUSE_DIFFERS: "; ".join(told)} if told else {}
@@ -234,9 +234,9 @@ class RunFolder:
         record_reasons(self.state.connection, self.plan.run, stats.shard, reasons)
 
     def _stopped_by_errors(self, queue: str, *, is_whole: bool) -> bool:
-        """Stop the run where more rows have an error than its submission allows; return whether it is stopped.
+        """Stop the run if more rows have an error than its submission allows. Return whether it is stopped.
 
-        To be asked before a run is ended: a run that was stopped has no end, whichever of its shards comes last.
+        Call this before a run is ended: a stopped run gets no end, whichever of its shards comes last.
         """
         if self.state.judge(is_whole=is_whole) is None or self.has_success():
             return False

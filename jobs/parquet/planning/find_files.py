@@ -27,7 +27,7 @@ NULL = "__HIVE_DEFAULT_PARTITION__"
 #: Name and text of each `key=value`, from the outside in; None for a null.
 Keys = tuple[tuple[str, str | None], ...]
 
-#: An integer as its type writes it: 02139 is text, as its zero would not come back.
+#: An integer as int64 writes it. 02139 is text, as its leading zero would be lost.
 _INTEGER = re.compile(r"0|-?[1-9][0-9]{0,19}")
 _INT64 = range(-(1 << 63), 1 << 63)
 
@@ -55,8 +55,8 @@ def folder_key(name: str) -> tuple[str, str | None] | None:
 def partition_columns(files: Sequence[FoundFile], in_files: Sequence[str]) -> tuple[list[AddedColumn], list[list[Any]]]:
     """Return the columns that the folders' names give, and each file's values in them.
 
-    A column whose values are all integers, without leading zeros, is int64, any other string. in_files: the columns
-    of the files, which stay. Raises SchemaMismatch when the files' folders do not have the same keys.
+    A column is int64 if all its values are integers without leading zeros, else string. in_files: the columns of the
+    files, which win. Raises SchemaMismatch when the files' folders do not have the same keys.
     """
     names = files[0].key_names
     for file in files:

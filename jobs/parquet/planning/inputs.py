@@ -61,9 +61,9 @@ def read_inputs(context: JobContext, storage: Storage, spec: RunSpec, found: Seq
 
 
 def _read_as_json(spec: RunSpec, look: "_Look") -> tuple[str, ...]:
-    """Return the columns of JSON lines of which a prompt takes each row's own JSON, and not what all rows make of it.
+    """Return the columns of JSON lines that prompts read as each row's own JSON, not as the type that all rows share.
 
-    Columns of texts and of pictures are read as they stand.
+    Columns of texts and pictures are not among them.
     """
     if look.format != JSONL:
         return ()
@@ -118,7 +118,7 @@ def check_columns_here(spec: RunSpec) -> None:
 
 class _Look:
     def __init__(self, storage: Storage, file_format: str, dialect: Mapping[str, str]) -> None:
-        """Begin. Raises InvalidJob for a dialect that files of the format do not have."""
+        """Raises InvalidJob for a dialect that files of the format do not have."""
         check_dialect(dialect, file_format)
         self._storage, self.format, self._dialect = storage, file_format, dialect
         self.kinds: dict[str, Kind] = {}
@@ -128,7 +128,7 @@ class _Look:
 
     @property
     def columns(self) -> dict[str, Kind]:
-        """Return what columns of text files hold, as the plan keeps it."""
+        """Return the kinds of text files' columns, as the plan keeps them."""
         decimal = self._dialect.get("decimal", ".")
         return {name: with_decimal(kind, decimal) for name, kind in self.kinds.items()}
 

@@ -142,12 +142,12 @@ def with_reused(context: JobContext, storage: Storage, plan: Plan, submission: S
     return replace(plan, reused=told_of)
 
 
-#: Said of an earlier run of which few rows were taken though it asked the same.
+#: Said if few rows were taken from an earlier run, though it asked the same.
 NO_DIFFERENCE = "it asked the same, of other rows or with few answers"
 
 
 def with_seed_of(plan: Plan, old: OldRuns) -> Plan:
-    """Return a plan with the seed of the first earlier run, unless its own arguments have one."""
+    """Return the plan with the first earlier run's seed, unless the new run was given one."""
     if not old.plans or "seed" in plan.spec.sampling:
         return plan
     first = old.plans[0]
@@ -169,9 +169,10 @@ def remove_reused(storage: Storage, plan: Plan, first: Plan) -> None:
 
 @dataclass
 class Matches:
-    """Of each row of a new run the place of the old row with its answer, -1 for none, and which of `marks` that has.
+    """The old rows whose answers a new run may take.
 
-    keys: of the rows with the model that answered. is_shorter: whether the old row might generate fewer tokens.
+    places: for each new row the place of its old row, -1 for none. models: for each new row, which of `marks` (models)
+    answered the old one. keys: the rows' keys with that model. is_shorter: whether max_tokens was smaller then.
     """
 
     places: Places
@@ -182,7 +183,7 @@ class Matches:
 
 
 def match(context: JobContext, storage: Storage, plan: Plan, ask: Ask, old: OldRuns, any_model: bool) -> Matches:
-    """Look up each row of a plan, whose inputs can be read; the answers of a cascade's second model come first."""
+    """Look up each row of a plan, whose inputs can be read. The answers of a cascade's second model come first."""
     marks = model_mark(plan.model)
     if plan.second is not None:
         marks = np.concatenate([model_mark(plan.second), marks])
@@ -219,14 +220,14 @@ def match(context: JobContext, storage: Storage, plan: Plan, ask: Ask, old: OldR
     return found
 
 
-#: What the engine generates at most where nothing is said.
+#: The engine's limit for a request without max_tokens.
 DEFAULT_MAX_TOKENS = 256
 
 
 def _shorter_asks(plan: Plan, old: OldRuns) -> list[RowKeys]:
-    """Return the keys of what old runs asked alike but for a smaller max_tokens: what ended by itself is the same.
+    """Return keys of old runs that differ by a smaller max_tokens alone. Answers that ended by themselves are the same.
 
-    None where a check or several prompts follow from an answer, of which an earlier one may have been cut.
+    Empty for runs with checks or several prompts: these build on an earlier answer, which may have been cut.
     """
     spec = plan.spec
     if kind_of(spec) is not Generate or spec.repairs.is_asked_for or plan.second is not None:
@@ -246,13 +247,13 @@ def _shorter_asks(plan: Plan, old: OldRuns) -> list[RowKeys]:
 
 
 def _has_stopped(batch: pa.RecordBatch) -> npt.NDArray[np.bool_]:
-    """Return which answers ended by themselves, all samples of each."""
+    """Return for each row whether all samples of its answer ended by themselves."""
     reasons = batch.column(FINISH_REASON).to_pylist()
     return np.array([set(each if isinstance(each, list) else [each]) == {"stop"} for each in reasons], np.bool_)
 
 
 def _asks_second_too(plan: Plan, old: Plan) -> bool:
-    """Whether a plan asks its second model of each row of which an old one has."""
+    """Whether a plan asks its second model about each row that an old plan asked it about."""
     one, other = ([each.model.identity, each.second and each.second.identity] for each in (plan, old))
     return one == other and (old.spec.escalate_below or 0) <= (plan.spec.escalate_below or 0)
 

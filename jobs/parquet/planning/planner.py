@@ -117,9 +117,9 @@ def _agreed_plan(
 
 
 def second_model(context: JobContext, spec: RunSpec, queue: str, now: float) -> PinnedModel | None:
-    """Return the model that rows with low margins are asked again of, as its workers tell. Raises NoSecondModel.
+    """Return the second model, which answers rows with low margins again. Raises NoSecondModel.
 
-    Only workers' own keys count: a producer may invent the records that people look at.
+    Its workers say which it is, in keys that only workers write: producers may invent the records that people see.
     """
     if spec.escalate_below is None:
         return None

@@ -22,7 +22,7 @@ _TASK = "jobs.parquet.prompts.jinja_source:render_rows"
 class JinjaSource(PromptSource):
     """A Jinja template over columns, of a text or a chat. Null is `none`, or one of `defaults`.
 
-    control_tokens: of TemplateSource.
+    control_tokens: see TemplateSource.
     """
 
     def __init__(

@@ -114,7 +114,7 @@ def messages_column(column: str) -> ColumnSource:
 
 
 class ChatSource(ColumnSource):
-    """A column of chats. Structs have each other's keys, with null: what a row has not is not shown to the model."""
+    """A column of chats. All rows' structs share their keys; the model sees none that are null in its row."""
 
     def read(self, rows: pa.RecordBatch) -> Iterator[Any]:
         kinds = {column: rows.schema.field(column).type for column in self.columns}
@@ -126,7 +126,7 @@ class ChatSource(ColumnSource):
 
 
 def without_null_keys(value: Any, kind: pa.DataType) -> Any:
-    """Return a value without the keys of its structs, at all depths, whose value is null. kind: its type."""
+    """Return a value without the null fields of its structs, at all depths. kind: its type."""
     if pa.types.is_struct(kind) and isinstance(value, dict):
         there = {key: inner for key, inner in value.items() if inner is not None}
         return {key: without_null_keys(inner, kind.field(key).type) for key, inner in there.items()}
@@ -152,8 +152,8 @@ def _chat(messages: Any) -> str | Parts:
 class TemplateSource(PromptSource):
     """A template over columns; lists, structs and maps stand there as JSON.
 
-    defaults: the text for null, by column. control_tokens: texts that no value may become tokens of; the engine sees to
-    the contents of chats.
+    defaults: the text for null, by column. control_tokens: texts of tokens that no value may forge. For chats the
+    engine takes care of that.
     """
 
     def __init__(

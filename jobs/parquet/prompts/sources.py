@@ -79,7 +79,7 @@ class RowSampling:
 
 
 def _number(value: Any) -> Any:
-    """Return the number that a CSV file has as a text which its type would write otherwise: 0.70, or 0,7."""
+    """Return the number in a text of a CSV file whose type would write it otherwise: 0.70, or 0,7."""
     if not isinstance(value, str):
         return value
     try:
@@ -155,9 +155,9 @@ def row_source(
     check_sampling: Callable[[Mapping[str, Any]], None] = accept_any_sampling,
     control_tokens: Collection[str] = (),
 ) -> RowSource:
-    """Return the source that a run's arguments name, whose rows' sampling values are checked. Raises InvalidJob.
+    """Return the source that a run's arguments name. It checks the rows' sampling values. Raises InvalidJob.
 
-    control_tokens: of the served model; values of rows do not become them, unless the run says so.
+    control_tokens: the served model's. Rows' values cannot forge them, unless the run allows it.
     """
     if spec.input_format == OPENAI_BATCH:
         return RowSource(LineSource())
@@ -183,7 +183,7 @@ def row_source(
 
 
 def _split(chat: ChatOptions, control_tokens: Collection[str]) -> Collection[str]:
-    """Return the control tokens that values may not become."""
+    """Return the control tokens that values may not forge."""
     return control_tokens if chat.get(OF_VALUES, True) else ()
 
 

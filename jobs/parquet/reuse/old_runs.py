@@ -106,9 +106,9 @@ _JOURNAL = re.compile(r"_(?:kept\.)?(\d{5,9})\.(?:.*\.)?answers\b", re.ASCII)
 
 @dataclass
 class ReusedRun:
-    """What a new run has of an old one.
+    """What a new run has taken from an old one.
 
-    rows: that were taken. passed_over: files that could not be read, and why. differs: what it asked otherwise, where
+    rows: how many. passed_over: files that could not be read, and why. differs: what the old run asked differently, if
     less than half of the new run's rows were taken.
     """
 
@@ -246,7 +246,7 @@ def _lengths(plan: Plan) -> set[int]:
 
 
 def _unlike(old: Plan, new: Plan) -> str | None:
-    """Say why another length of the model leaves nothing of an old run to take; None if some may be taken."""
+    """Say why nothing of an old run can be taken because the model's length differs; None if something can."""
     if _lengths(old) == _lengths(new):
         return None
     if max(_lengths(old)) > min(_lengths(new)):
@@ -257,13 +257,13 @@ def _unlike(old: Plan, new: Plan) -> str | None:
 
 
 def _tell_cuts(spec: RunSpec) -> tuple[str, ...]:
-    """Return the columns of a run that tell which answers were cut."""
+    """Return a run's columns that show which answers were cut."""
     names = [field.name for field in kind_of(spec).fields(spec, 0)]
     wanted = ("completion", "finish_reason") if spec.input_format == OPENAI_BATCH else ("finish_reason",)
     return tuple(name for name in wanted if name in names)
 
 
-#: As a response's JSON has it; the quotation marks of texts in it stand behind a backslash.
+#: A finish reason in a response's JSON. Texts in it cannot match, as their quotation marks have a backslash.
 _CUT_CHOICE = '"finish_reason": "length"'
 
 

@@ -13,8 +13,8 @@ from jobs.runs.plans.plan import AddedColumn
 
 #: Why a line of a file is no row, in a column of its own until the rows are written. A file's of this name is refused.
 PROBLEM = "\0problem"
-#: What the names of columns begin with that stand beside others of JSON lines until the rows are written: they hold
-#: the JSON that each row has. A file's of such a name is refused.
+#: The beginning of the names of extra columns, which hold each row's own JSON of a column of JSON lines. They go when
+#: the rows are written. A file with a column of such a name is refused.
 AS_JSON = "\0json:"
 #: Of a run in an order of its own: which row of the whole input, from 0, a row is.
 ROW_NUMBER = "row_number"
@@ -54,7 +54,7 @@ ALL_COLUMNS = ColumnChoice()
 
 
 def as_asked(batch: pa.RecordBatch) -> pa.RecordBatch:
-    """Return a batch as prompts read it: a column that has each row's own JSON beside it gives way to that."""
+    """Return a batch as prompts read it: each row's own JSON replaces a column that has it."""
     names = [name for name in batch.schema.names if name.startswith(AS_JSON)]
     for name in names:
         column = batch.column(name)
@@ -127,13 +127,13 @@ MAX_VALUE_BYTES = 6 * MAX_PROMPT_BYTES
 MAX_NESTED_VALUES = 100_000
 #: The metadata of a column that had integers beside floats, all exact as floats: they keep their text.
 NUMBER = {b"tokenmill": b"number"}
-#: The metadata of a text column that has numbers alone, which are not written as their type would write them.
+#: The metadata of a text column with numbers only, written otherwise than their type would write them.
 DIGITS = {b"tokenmill": b"digits"}
-#: The metadata of columns of floats whose decimals follow a comma, and of those that have integers too.
+#: The metadata of columns of floats with a decimal comma: floats alone, or integers too.
 COMMA, COMMA_NUMBER = {b"tokenmill": b"comma"}, {b"tokenmill": b"comma number"}
-#: The metadata of a text column whose values are JSON, which prompts take as what it says.
+#: The metadata of a text column whose values are JSON. Prompts get the values that the JSON holds.
 JSON = {b"tokenmill": b"json"}
-#: The key of metadata that say how templates write a column, and are no part of an output.
+#: The key of metadata that say how templates write a column. Outputs leave it out.
 _OWN_KEY = b"tokenmill"
 OWN_METADATA = frozenset({_OWN_KEY})
 #: Values are converted together up to so many bytes, and else row by row.
@@ -155,7 +155,7 @@ def python_rows(columns: Sequence[str], rows: pa.RecordBatch) -> Iterator[dict[s
 
 
 def has_digits(field: pa.Field) -> bool:
-    """Whether a column is text that holds numbers alone."""
+    """Whether a text column holds only numbers."""
     return DIGITS.items() <= (field.metadata or {}).items()
 
 
@@ -174,7 +174,7 @@ _JSON_TEXT = re.compile(r'"(?:[^"\\]|\\.)*"')
 
 
 def _from_json(name: str, text: str) -> Any:
-    """Return what JSON of ours says, unless it holds too many values for Python."""
+    """Return the value of JSON that we wrote, or a problem if it holds too many values for Python."""
     if len(text) > MAX_NESTED_VALUES:
         marks = _JSON_TEXT.sub("", text)
         count = sum(map(marks.count, ",[{"))

@@ -1,4 +1,4 @@
-"""How an input's text is written, where a run says so: its encoding, and of CSV the delimiter and the decimals."""
+"""How an input's text is written, if a run says so: the encoding, and for CSV the delimiter and the decimal mark."""
 
 import codecs
 from collections.abc import Mapping
@@ -7,15 +7,15 @@ from typing import Any
 from jobs.errors import InvalidJob, unlike
 from jobs.runs.plans.names import HEADED, LINES
 
-#: Arguments of a run, in the order in which they are told.
+#: Arguments of a run, in the order in which they are shown.
 DIALECT = ("encoding", "delimiter", "decimal")
 _TAB = "\t"
-#: How a tab is written where none can be typed.
+#: A tab as people write it where they cannot type one.
 _TABS = ("\\t", "tab")
 
 
 def parse_encoding(name: str, value: Any) -> str | None:
-    """Return the name that Python has for an encoding of text."""
+    """Return Python's name of a text encoding."""
     if value is None:
         return None
     try:
@@ -28,7 +28,7 @@ def parse_encoding(name: str, value: Any) -> str | None:
 
 
 def parse_delimiter(name: str, value: Any) -> str | None:
-    """Return the character between two fields of CSV."""
+    """Return the character between two CSV fields."""
     if value is None:
         return None
     if value in _TABS:
@@ -40,7 +40,7 @@ def parse_delimiter(name: str, value: Any) -> str | None:
 
 
 def parse_decimal(name: str, value: Any) -> str | None:
-    """Return the character before the decimals of numbers; None for the point, which is the default."""
+    """Return the decimal mark of numbers; None for the point, the default."""
     if value in (None, "."):
         return None
     if value != ",":
@@ -49,7 +49,7 @@ def parse_decimal(name: str, value: Any) -> str | None:
 
 
 def check_dialect(given: Mapping[str, str], input_format: str) -> None:
-    """Raise InvalidJob for what files of a format do not have. given: RunSpec.dialect."""
+    """Raise InvalidJob for an argument that files of this format do not take. given: RunSpec.dialect."""
     for name in given:
         formats = LINES if name == "encoding" else HEADED
         if input_format not in formats:

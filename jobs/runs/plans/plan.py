@@ -23,7 +23,7 @@ MAX_SHARES = 10_000
 
 
 class AnotherFormat(ValueError):
-    """Raised with the format of a plan that this version does not read."""
+    """Raised with a plan's format if this version does not read it."""
 
 
 @dataclass(frozen=True)
@@ -61,7 +61,7 @@ class Reused:
     """What planning has taken from earlier runs, into files of this name.
 
     asked: RowKeys.name as planning knew it. any_model: whether answers of other models were taken. runs: see ReusedRun.
-    seed: that the first of them was given, where this run was given none.
+    seed: the first earlier run's, if this run was given none.
     """
 
     name: str
@@ -89,11 +89,11 @@ class Shard(NamedTuple):
 class Plan:
     """What a run does.
 
-    seed: the source of every row's seed. added_columns: come behind the files'. columns: of text files, which do not
-    say it: names, and what they hold (jobs.parquet.formats.kinds). as_json: those that prompts read as the JSON that
-    each row has, as a type would be that of all rows. sizes: bytes of what each shard asks. second: the model that rows
-    with low margins are asked again of. planned_at: Unix seconds, which chats get for the present time. input_folder:
-    of what was made of inputs that are no Parquet; by default in the output.
+    seed: the source of every row's seed. added_columns: come behind the files'. columns: kinds by name
+    (jobs.parquet.formats.kinds) for text files, which do not say them. as_json: columns that prompts read as each row's
+    own JSON, since a type would be that of all rows. sizes: bytes of what each shard asks. second: the model that
+    answers rows with low margins again. planned_at: Unix seconds, which chats take for the present. input_folder: has
+    the Parquet files made from other inputs; by default it is in the output.
     """
 
     spec: RunSpec
@@ -138,7 +138,7 @@ class Plan:
 
     @property
     def given_seed(self) -> int | None:
-        """Return the seed that the run was given, or that the first earlier run was whose answers it takes."""
+        """Return the seed that this run was given, or else the one that the first earlier run was given."""
         inherited = None if self.reused is None else self.reused.seed
         found: int | None = self.spec.sampling.get("seed", inherited)
         return found
@@ -201,7 +201,7 @@ class Plan:
 
     @classmethod
     def from_text(cls, text: str) -> Self:
-        """Read what `to_text` wrote. Raises AnotherFormat, or ValueError, which covers bad JSON, for anything else."""
+        """Read what `to_text` wrote. Raises AnotherFormat, and ValueError for anything else, bad JSON too."""
         content = json.loads(text)
         if not isinstance(content, dict) or type(content.get("format")) is not int:
             raise ValueError("it is no plan of a run")

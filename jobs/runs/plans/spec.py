@@ -147,7 +147,7 @@ class RunSpec:
 
     @property
     def dialect(self) -> dict[str, str]:
-        """Return how the input's text is written, where it was said: what of DIALECT has a value."""
+        """Return how the input's text is written: the arguments of DIALECT that have a value."""
         found = {name: getattr(self, name) for name in DIALECT}
         return {name: value for name, value in found.items() if value is not None}
 

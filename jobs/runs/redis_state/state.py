@@ -68,7 +68,7 @@ return {redis.call('HLEN', parts), total, redis.call('SCARD', failed)}
 """
 
 PLAN_ERROR = "plan_error"
-#: Why few answers of earlier runs were taken.
+#: The field that says why few answers of earlier runs were taken.
 REUSE_DIFFERS = "reuse_differs"
 #: A run's keys live for RUN_TTL_S from its last part on, which may come long after its submission.
 LISTED_S = 2 * RUN_TTL_S
@@ -212,7 +212,7 @@ class RunState:
 
     def mark_cancelled(self, pipe: Pipeline, submission: int, **reason: str) -> None:
         """Have `pipe`, which is in a transaction, mark a submission cancelled, and all before it."""
-        # By the clock too: of the jobs of a run that Redis lost, nobody knows which submission they are of.
+        # By the clock too: if Redis lost the run, nobody knows to which submission a job belongs.
         number = max(submission, _now_ms())
         self.take_turn(pipe)
         self._put(pipe, {"cancelled": 1, "cancelled_submission": number, **reason})
@@ -241,16 +241,16 @@ class RunState:
         return bool(self._redis.hexists(self._key, "cancelled"))
 
     def judge(self, *, is_whole: bool = False, client: Redis | None = None) -> tuple[str, int] | None:
-        """Return why the run is to be stopped, and the submission that says so; None where it goes on.
+        """Return why the run must stop, and the submission whose limit says so; None if the run goes on.
 
-        The parts recorded since it was submitted tell. is_whole: each shard has a part, and all of them tell, so that
-        it does not matter which came last. client: whose look it is, such as a pipeline that watches the run.
+        Judged are the parts recorded since it was submitted. is_whole: every shard has a part, and all parts are
+        judged, so that it does not matter which came last. client: reads, such as a pipeline that watches the run.
         """
         counted = ("total_rows", "total_errors") if is_whole else OF_SUBMISSION[:2]
         fields: Any = (client or self._redis).hmget(self._key, *counted, "max_errors", "submission")
         rows, errors, text, submission = fields
         limit = ErrorLimit.stored(stored.text(text) if text else None)
-        # A limit that somebody has set holds for runs of any size; the default one stops no small run.
+        # A limit that somebody set holds for runs of any size. The default limit stops no small run.
         told = limit.told(_number(rows), _number(errors), is_whole and limit != DEFAULT_LIMIT)
         if told is None:
             return None

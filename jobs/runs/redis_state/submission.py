@@ -22,7 +22,7 @@ ASKED_FOR = (WEBHOOK, ON_END)
 
 _FUNCTION = re.compile(r"[^\W\d]\w*(\.[^\W\d]\w*)+")
 _LIMIT = re.compile(r"(?P<rows>\d{1,15})|(?P<percent>\d+(\.\d+)?(e-\d+)?)%", re.ASCII)
-#: Fewer finished rows say nothing of a share, while others are still to come.
+#: A share is judged only from this many finished rows on, while more rows are to come.
 MIN_JUDGED_ROWS = 100
 
 

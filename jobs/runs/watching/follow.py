@@ -44,7 +44,7 @@ class Followed:
 
 
 class Watch:
-    """Looks at a run, and remembers what it waits for. look: reads how the run stands."""
+    """Looks at a run, and remembers what the run waits for. look: reads the run's state."""
 
     def __init__(self, look: Callable[[], RunSnapshot]) -> None:
         self._look = look

@@ -114,7 +114,7 @@ class RunLook:
         if worked_s:
             seconds, by_then = worked_s, [counts["rows"] - counts["rows_reused"], counts["generated_tokens"]]
         elif self.is_stalled:
-            seconds, by_then = 0.0, [0, 0]  # no rate: what once was is not how it goes now
+            seconds, by_then = 0.0, [0, 0]  # no rate: an earlier one does not show how it goes now
         else:
             seconds = 0.0 if began_at is None or end is None else end - began_at
             by_then = [_number(facts, name) for name in ("judged_rows", "judged_tokens")]
@@ -194,7 +194,7 @@ class RunLook:
         return _shown(self.facts, shown) if is_awaited else None
 
     def _planned_by(self, workers: Collection[Worker]) -> str | None:
-        """Return "newer" or "older" where no worker of the queue reads what the version has planned that did."""
+        """Return "newer" or "older": the version of the plan, if no worker of the queue reads it; else None."""
         on_queue = [each for each in workers if self.facts["queue"] in each.queues and not each.is_silent]
         formats = {each.sample.format for each in on_queue if each.sample is not None and each.sample.format}
         own = stored.count(self.facts.get("format"))

@@ -28,11 +28,11 @@ class RunSnapshot:
 
     gone: queued shards whose job is in Redis no more. claimed: those that a worker holds, which may write the run's
     end. rows_done, tokens: generated ones, of running shards too; other counts are of finished shards. queue_length:
-    jobs of any run. is_held: no worker claims, because Redis came back with older data. awaited_model: the run's, where
-    no worker there serves it; awaited_second: that of a cascade's second_queue. planned_by: "newer" or "older" where it
-    takes another version's workers. listened: queues that have workers. stopped: why it was cancelled without anyone's
-    word. failed_jobs: without those that an earlier cancel has stopped. Times are Unix seconds. rows_per_s,
-    tokens_per_s: of a finished run over worked_s, for which workers had shards.
+    jobs of any run. is_held: no worker claims, because Redis came back with older data. awaited_model: the run's, if no
+    worker there serves it; awaited_second: the second model, if no worker of second_queue does. planned_by: "newer" or
+    "older" if only workers of such a version can take it. listened: queues that have workers. stopped: why it was
+    cancelled though nobody asked for it. failed_jobs: without those that an earlier cancel has stopped. Times are Unix
+    seconds. rows_per_s, tokens_per_s: for a finished run over worked_s, the time in which workers had shards.
     """
 
     run: str

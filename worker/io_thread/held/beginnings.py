@@ -11,7 +11,7 @@ from worker.store.records.claimed_job import ClaimedJob
 
 
 class Beginnings:
-    """Shows in Redis which jobs have begun, in one call for all of a turn. Used by the I/O thread only."""
+    """Shows in Redis which jobs have begun, all of a turn in one call. Used by the I/O thread only."""
 
     def __init__(self, guard: JobGuard, clock: Callable[[], float] = time.monotonic) -> None:
         self._guard, self._clock = guard, clock
@@ -26,16 +26,16 @@ class Beginnings:
         self._news[job.number] = job
 
     def run(self, job: HeldJob, function: Callable[[], None]) -> None:
-        """Call `function`, which hands the job's function to a thread, once Redis shows that it begins."""
+        """Call `function` once Redis shows that the job begins. It hands the job's function to a thread."""
         self._functions[job.number] = (job, function)
 
     def forget(self, job: HeldJob) -> bool:
-        """Drop a job that is not shown yet. Returns whether its function was not handed over."""
+        """Forget a job. Return whether its function was still to be handed over."""
         self._news.pop(job.number, None)
         return self._functions.pop(job.number, None) is not None
 
     def show(self, store: JobStore) -> list[ClaimedJob]:
-        """Write new beginnings, then hand functions over; return lost jobs. After a RedisError call it again."""
+        """Write new beginnings, then hand functions over. Return lost jobs. Call it again after a RedisError."""
         functions = list(self._functions.values())
         begun = [*self._news.values(), *(job for job, _ in functions)]
         lost = self._guard.batch(begun, lambda job: job, lambda jobs: store.begin(list(map(_beginning_of, jobs))))

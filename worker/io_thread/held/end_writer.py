@@ -26,7 +26,7 @@ _SMALL_BYTES = 1 << 16
 
 
 class _End(NamedTuple):
-    """An end that is not written yet, and how large it is."""
+    """An end that is still to be written, and its size."""
 
     job: HeldJob
     outcome: Outcome

@@ -58,13 +58,13 @@ class HeldJob:
     reason: name of its error, "" if it did not fail.
     was_slow: a call of its ran for long.
     is_overdue: its function was interrupted because of a limit of time.
-    num_requests: of its task, as of the last look; None where the task does not say.
+    num_requests: how many requests its task has, as of the last look; None if the task does not say.
     inspected: requests whose answers the task looks at in a thread, and those.
     unscheduled: requests that were sent and of which no step has scheduled a sequence.
     trace: None if it is not traced.
     begun: the progress of its requests in the engine.
-    told_progress: the task's last word on its progress; shown_progress: the one that Redis has.
-    is_blamed: an error that nobody foresaw was its own; after another one it is let go.
+    told_progress: the progress that the task last reported. shown_progress: the one that Redis has.
+    is_blamed: it has met an error that nobody foresaw. After another one it is let go.
     """
 
     number: int
@@ -126,7 +126,7 @@ class HeldJob:
         self._awaited = None
 
     def count_requests(self) -> None:
-        """Note how many requests its task has in all, which changes as they are pulled and delivered."""
+        """Note how many requests its task has in all. The number changes as they are pulled and delivered."""
         self.num_requests = self.open_task.num_requests if self.open_task is not None else None
 
     # What is held of it
@@ -210,7 +210,7 @@ class HeldJob:
         }
 
     def changed_progress(self) -> dict[str, Any] | None:
-        """Return the progress of a running task that has moved since the last call."""
+        """Return a running task's progress if it has changed since the last call, else None."""
         told = self.open_task.progress() if self.open_task is not None else None
         if told is None or told is self.told_progress:
             return None

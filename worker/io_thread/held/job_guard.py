@@ -1,4 +1,4 @@
-"""What an error that nobody foresaw costs: the job that it is about, and no other."""
+"""JobGuard: an error that nobody foresaw costs the job that it is about, and no other."""
 
 import logging
 from collections.abc import Callable, Iterable, Sequence
@@ -15,30 +15,30 @@ Reply = TypeVar("Reply")
 
 
 class JobOwner(Protocol):
-    """The one that can end a job, and let go of it."""
+    """Ends jobs, and lets go of them."""
 
     def holds(self, job: HeldJob) -> bool:
-        """Whether the job has not ended here."""
+        """Whether the job is still held here."""
 
     def fail_unforeseen(self, job: HeldJob, error: Exception) -> None:
-        """Bring the job to its end as failed, with this error."""
+        """End the job as failed, with this error."""
 
     def abandon(self, job: HeldJob) -> None:
-        """Let go of the job, whatever that raises, and write nothing of it: its lease runs out."""
+        """Let go of the job without writing anything. Its lease runs out. Raises nothing."""
 
 
 class JobGuard:
     """Surrounds every call of the I/O thread that concerns a job.
 
-    An error in there is the job's, and the thread goes on. The job fails by name; if that raises, too, it is let go,
-    and the end of its lease counts as a death. What the server raises, and what only ends a process, passes through.
+    An error in such a call fails the job, and the thread goes on. If failing it raises too, the job is let go, and the
+    end of its lease counts as a death. Errors of the Redis server, and those that end a process, pass through.
     """
 
     def __init__(self, log: logging.Logger, tally: Tally, owner: JobOwner) -> None:
         self._log, self._tally, self._owner = log, tally, owner
 
     def around(self, job: HeldJob | ClaimedJob) -> "_Guarded":
-        """Return a context in which errors are this job's. A claimed job that is not held has none to fail."""
+        """Return a context in which errors are this job's. Errors of a job that is not held are only logged."""
         return _Guarded(self, job)
 
     def call(self, job: HeldJob, function: Callable[..., None], *args: Any) -> None:
@@ -60,13 +60,13 @@ class JobGuard:
     ) -> list[Reply]:
         """Make one call for many jobs; return its replies.
 
-        If it raises, it is made again for each by itself, to find whose fault that is: no call doubles an effect.
+        If it raises, each job gets a call of its own, to find which one is at fault. No call doubles an effect.
         """
         if not items:
             return []
         try:
             return list(call(items))
-        except Exception as error:  # made again below
+        except Exception as error:  # each item is tried by itself below
             if is_servers(error):
                 raise
             kind, places = type(error).__name__, frames_of(error)
@@ -78,7 +78,7 @@ class JobGuard:
         return replies
 
     def blame(self, job: HeldJob | ClaimedJob, error: Exception) -> None:
-        """Make a job pay for an error."""
+        """Fail a job for an error, or let go of it."""
         claimed = job.claimed if isinstance(job, HeldJob) else job
         self._tally.unforeseen(claimed.queue_name, error)
         self._log.error(
@@ -108,7 +108,7 @@ class JobGuard:
 
 
 class _Guarded:
-    """One use of the guard. A class, as a generator would cost a microsecond for each request and completion."""
+    """One use of the guard. It is a class, as a generator would cost a microsecond for each request and completion."""
 
     __slots__ = ("_guard", "_job")
 

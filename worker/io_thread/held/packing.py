@@ -113,7 +113,7 @@ class Packer:
         self._functions.discard(job)
 
     def free_places(self, job: HeldJob) -> None:
-        """Free what a job takes beside the engine, where nothing of it is in a thread."""
+        """Free a job's room outside the engine, unless a thread still works on it."""
         if job.call is None:
             for places in (self._opening, self._finishing, self._functions):
                 places.discard(job)
@@ -173,7 +173,7 @@ class Packer:
                     self._dry.append(streams.popleft())
 
     def _next_of(self, job: HeldJob, lane: int) -> Request | None:
-        """Take the next request of a job's stream, and count its sequences; None at its end."""
+        """Take the next request of a job's stream, and count its sequences. None at the stream's end."""
         request = _next_request(job)
         if request is None:
             return None
@@ -250,7 +250,7 @@ class PayloadBudget:
     def take(self) -> Iterator[HeldJob]:
         """Yield the jobs to open now, the most urgent lane's first.
 
-        Each is opened before the next, between `opening` and `opened`.
+        The caller opens each before it takes the next, and calls `opening` and `opened` around that.
         """
         for lane, waiting in enumerate(self._waiting):
             num_bytes = 0
@@ -260,11 +260,11 @@ class PayloadBudget:
                 num_bytes += job.payload_bytes
 
     def opening(self, job: HeldJob) -> None:
-        """Count the hash of a job that is opened."""
+        """Count the size of a job's hash, before it is opened."""
         self._count(job, job.claimed.record.hash_bytes)
 
     def opened(self, job: HeldJob) -> None:
-        """Count its unpacked payload, too, unless it was let go of at once."""
+        """Count its unpacked payload too, unless the job was let go at once."""
         if job.number in self._bytes:
             self._count(job, job.payload_bytes)
 

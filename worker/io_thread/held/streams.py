@@ -112,7 +112,7 @@ class Streams:
             if job is None or index not in job.open_requests:
                 continue  # stopped or lost while the engine was at it
             with self._guard.around(job):
-                self._beginnings.began(job, moment)  # one that was refused was never scheduled
+                self._beginnings.began(job, moment)  # a refused request was never scheduled
                 self._take(job, index, completion)
 
     def _take(self, job: HeldJob, index: int, completion: Completion) -> None:

@@ -83,13 +83,13 @@ class Claim:
 
     jobs: list[ClaimedJob]
     num_foreign: int
-    """Jobs that were seen and left in the queue, because they may run on another model or version only."""
+    """Jobs that were seen and left in the queue, because only another model or version may run them."""
     first_left: str = ""
     """Id of the first job that was left to other workers, because it is their share; "" for none."""
     hold: Hold = ""
     """Why nothing was looked at."""
     num_newer: int = 0
-    """Jobs among those left that a newer version of Tokenmill has planned."""
+    """Jobs among these that a newer version of Tokenmill planned."""
 
     @property
     def is_suspended(self) -> bool:

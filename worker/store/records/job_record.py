@@ -31,7 +31,7 @@ _CALLBACKS = {role: name.encode() for role, name in CALLBACKS.items()}
 DATES = ("created_at", "enqueued_at", "started_at", "ended_at", "last_heartbeat")
 
 _PAYLOAD = (b"data", b"description", b"meta")
-"""What nobody asks for any more once all of a job is in the batch."""
+"""The fields that nobody reads any more once all of a job is in the batch."""
 
 _LIGHT_BYTES = 1 << 11
 """A record of no more takes about as much for itself."""

@@ -42,7 +42,7 @@ def printable(error: BaseException) -> str:
 
 
 def frames_of(error: BaseException) -> str:
-    """Return where an error was raised, the innermost call first, without its message, which may quote a prompt."""
+    """Return where an error was raised, innermost call first. Its message is left out, as it may quote a prompt."""
     frames = traceback.extract_tb(error.__traceback__)[-_MAX_FRAMES:]
     return ", ".join(f"{frame.filename}:{frame.lineno} in {frame.name}" for frame in reversed(frames))
 

@@ -62,9 +62,9 @@ class PictureReader:
         self._frame = self.mark
 
     def learn_frame(self, tokenizer: Tokenizer) -> None:
-        """Learn what the chat template puts around a picture, and put it around those of prompts without a template.
+        """Learn what the chat template puts around a picture, for pictures in prompts without a template too.
 
-        From then on values that spell a picture's mark are text to this tokenizer.
+        From then on this tokenizer reads a picture's mark in a value as text.
         """
         tokenizer.add_control_texts({self.mark, self._placeholder} - {""})
         parts = [{"type": "text", "text": LEFT}, {"type": "image"}, {"type": "text", "text": RIGHT}]
