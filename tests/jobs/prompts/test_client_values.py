@@ -145,11 +145,29 @@ def test_tools_and_variables_reach_the_template_and_not_the_sampler(context: Job
     assert request_of(context, "jobs.chat", HI, tools=[TOOL], tool_choice="none").chat_options == {}
 
 
+def chosen(name: str) -> dict[str, Any]:
+    return {"type": "function", "function": {"name": name}}
+
+
+def test_a_call_that_is_forced_is_one_of_the_sampling_values_and_of_what_is_asked(context: JobContext) -> None:
+    name = TOOL["function"]["name"]
+    digests = {request_of(context, "jobs.chat", HI, tools=[TOOL]).digest("")}
+    for choice in ("required", chosen(name)):
+        request = request_of(context, "jobs.chat", HI, tools=[TOOL], tool_choice=choice)
+        assert request.sampling["tool_choice"] == choice
+        assert request.chat_options == {"tools": [TOOL]}
+        digests.add(request.digest(""))
+    assert len(digests) == 3
+
+
 @pytest.mark.parametrize(
     ("options", "says"),
     [
         ({"tools": "x"}, "tools is str, expected a list"),
-        ({"tools": [TOOL], "tool_choice": "required"}, "tool_choice is 'required', which is not built"),
+        ({"tool_choice": "required"}, "tool_choice is 'required', and no tools are given"),
+        ({"tools": [TOOL], "tool_choice": "any"}, "tool_choice is 'any', expected 'auto', 'none', 'required' or"),
+        ({"tools": [TOOL], "tool_choice": {"type": "function"}}, "tool_choice is {'type': 'function'}, expected"),
+        ({"tools": [TOOL], "tool_choice": chosen("other")}, "tool_choice names 'other', which is none of the tools"),
         ({"parallel_tool_calls": False}, "parallel_tool_calls is False"),
     ],
 )
