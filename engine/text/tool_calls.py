@@ -430,9 +430,8 @@ class ToolCallReader:
         self._is_logged = False
 
     def with_marks(self, text: str, token_ids: list[int], follows_text: bool) -> str:
-        """Return a completion's text with the marks of calls, which it leaves out where they are special tokens."""
-        hidden = {token_id: mark for token_id, mark in self._hidden.items() if mark not in text}
-        return self._tokenizer.with_hidden(text, token_ids, hidden, follows_text)
+        """Return a text without special tokens with the marks of calls that are such tokens."""
+        return self._tokenizer.with_hidden(text, token_ids, self._hidden, follows_text)
 
     def read(self, text: str, tools: Sequence[Mapping[str, Any]]) -> ToolCalls:
         """Return which of the tools a text calls. The first text of a process with what is no call is a log line."""

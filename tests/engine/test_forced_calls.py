@@ -20,7 +20,7 @@ CITY = {
     "type": "object",
     "properties": {
         "city": {"type": "string", "maxLength": 5},
-        "unit": {"enum": ["C", "</tool_call> [ ```"]},
+        "unit": {"enum": ["C", "</tool_call> [TOOL_CALLS] ```"]},
         "days": {"type": "array", "items": {"$ref": "#/$defs/day"}, "maxItems": 2},
     },
     "required": ["city", "unit"],

@@ -177,6 +177,13 @@ def test_options_of_a_chat_that_cannot_be_are_named(context: JobContext, options
     assert says in str(refused.value)
 
 
+def test_no_call_is_forced_where_labels_are_scored(context: JobContext) -> None:
+    options = {"messages": HI, "labels": ["a", "b"], "tools": [TOOL], "tool_choice": "required"}
+    with pytest.raises(errors.InvalidJob, match=r"tool_choice is 'required', and jobs\.classify generates nothing"):
+        opened_task(context, "jobs.classify", [], options)
+    assert opened_task(context, "jobs.classify", [], {**options, "tool_choice": "none"})
+
+
 def test_a_prompt_that_is_no_chat_takes_no_options_of_one(context: JobContext) -> None:
     options = {"tools": [TOOL]}
     with pytest.raises(errors.InvalidJob, match="tools belongs to a chat"):
