@@ -221,7 +221,7 @@ class Engine:
         return self.prepare(token_ids, truncate_prompt_tokens=truncate_prompt_tokens, scoring=scoring)
 
     def prepare_grammar(self, params: SamplingParams) -> Future[Any] | None:
-        """Start compiling the grammar of structured_outputs, once for equal ones; return None if there is none.
+        """Start compiling the grammar of a text's form, once for equal ones; return None if there is none.
 
         For any thread. Keep the future: once it is done, `add` need not wait for the grammar.
         """

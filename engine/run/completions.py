@@ -42,7 +42,7 @@ class Completions:
             logprobs = as_dicts(known, seq.token_ids[first:], seq.sample_top, tokenizer.token_text)[begin - first :]
         prompt, reasoning, text = seq.token_ids[: seq.num_prompt_tokens], None, seq.text
         has_tools, calls = bool(seq.params.tools) and seq.error is None, None
-        if has_tools:
+        if has_tools and seq.params.skip_special_tokens:
             text = reader.with_marks(text, token_ids, seq.follows_text)
         of_prompt: list[dict[int, Logprob] | None] | None = None
         if seq.params.prompt_logprobs is not None and seq.error is None:

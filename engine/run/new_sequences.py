@@ -10,6 +10,7 @@ from engine.schedule.pooled import PooledStates
 from engine.schedule.prepared_prompt import PreparedPrompt
 from engine.schedule.score_tree import ScoreTree, Targets
 from engine.schedule.sequence import Sequence, SequenceStatus
+from engine.structured.forced_calls import ForcedCalls
 from engine.structured.grammars import Grammars
 from engine.structured.matcher import JumpAhead, Matcher
 from engine.text.reasoning import Reasoner
@@ -30,7 +31,8 @@ class NewSequences:
         self._vocab_size = vocab_size
         self.reasoner = Reasoner(tokenizer, vocab_size)
         self.eos_token_ids = configured_ends | tokenizer.end_token_ids(vocab_size)
-        self.grammars = Grammars(tokenizer.backend, vocab_size, self.eos_token_ids)
+        forced_calls = ForcedCalls(tokenizer, self.eos_token_ids)
+        self.grammars = Grammars(tokenizer.backend, vocab_size, self.eos_token_ids, forced_calls.form)
 
     def make(
         self,
@@ -49,7 +51,7 @@ class NewSequences:
         """
         end_token_ids = frozenset(params.stop_token_ids).union(() if params.ignore_eos else self.eos_token_ids)
         # the form covers the whole text, so the space before its first word stays
-        follows_text = self._tokenizer.has_text(prompt.token_ids) or params.structured_outputs is not None
+        follows_text = self._tokenizer.has_text(prompt.token_ids) or params.has_form
         bad_words = self._tokenizer.bad_words(tuple(params.bad_words or ()))
         edits = RequestEdits.of(params, prompt.token_ids, self._vocab_size, bad_words)
         seqs = [

@@ -97,6 +97,17 @@ def tools(values: object) -> tuple[Mapping[str, Any], ...]:
     return tuple(values)
 
 
+def tool_choice(value: object) -> object:
+    """Return a choice that forces a call of a tool."""
+    if value is None or value == "required":
+        return value
+    function = value.get("function") if isinstance(value, Mapping) and value.get("type") == "function" else None
+    if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
+        wanted = "'required' or {'type': 'function', 'function': {'name': ...}}"
+        raise InvalidSampling(f"tool_choice must be {wanted}", brief(value))
+    return {"type": "function", "function": {"name": function["name"]}}
+
+
 def stop_token_ids(token_ids: object) -> tuple[int, ...]:
     """Return token ids in their order."""
     if not isinstance(token_ids, (list, tuple)):

@@ -74,6 +74,8 @@ class SamplingParams:
     thinking_token_budget: the most tokens of a reasoning span; behind these its end mark is forced.
     separate_reasoning: give what is in a reasoning span apart from the text.
     tools: in OpenAI's shape. Calls of these are given apart from the text.
+    tool_choice: "required" for an answer that is a call of one of the tools, or {"type": "function", "function":
+        {"name": ...}} for a call of that one. It is a form, as structured_outputs are.
     echo: give the prompt's text and its tokens too.
     reasoning_marks: two texts, before and behind such a span; () for those of the model's template or special
         tokens.
@@ -109,6 +111,7 @@ class SamplingParams:
     thinking_token_budget: int | None = integer(None, 0, MAX_COUNT)
     separate_reasoning: bool = False
     tools: Sequence[Mapping[str, Any]] = ()
+    tool_choice: str | Mapping[str, Any] | None = None
     echo: bool = False
     reasoning_marks: Sequence[str] = ()
     include_stop_str_in_output: bool = False
@@ -131,10 +134,18 @@ class SamplingParams:
             raise InvalidSampling(f"min_tokens={self.min_tokens} is above max_tokens={self.max_tokens}")
         for name, read in _READERS.items():
             object.__setattr__(self, name, read(getattr(self, name)))
-        if self.structured_outputs is not None:
+        if self.structured_outputs is not None and self.tool_choice is not None:
+            raise InvalidSampling("structured_outputs and tool_choice each say what all of the text must be: send one")
+        if self.has_form:
             if self.thinking_token_budget is not None:
-                raise InvalidSampling("structured_outputs hold for all of the text: no thinking_token_budget with them")
+                form = "structured_outputs hold" if self.tool_choice is None else "tool_choice holds"
+                raise InvalidSampling(f"{form} for all of the text: no thinking_token_budget with that")
             object.__setattr__(self, "separate_reasoning", False)
+
+    @property
+    def has_form(self) -> bool:
+        """Whether the text must have a form, by structured_outputs or as a call of a tool."""
+        return self.structured_outputs is not None or self.tool_choice is not None
 
     @classmethod
     def from_mapping(cls, mapping: Mapping[str, Any]) -> SamplingParams:
@@ -200,6 +211,7 @@ _READERS: dict[str, Callable[[object], object]] = {
     "allowed_token_ids": parameter_values.allowed_token_ids,
     "logit_bias": parameter_values.logit_bias,
     "tools": parameter_values.tools,
+    "tool_choice": parameter_values.tool_choice,
     "reasoning_marks": parameter_values.reasoning_marks,
     "structured_outputs": structured_outputs,
 }

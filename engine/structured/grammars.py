@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from functools import partial
@@ -68,11 +68,18 @@ def _tried(spec: StructuredOutputsParams, children: Pool) -> str:
 class Grammars:
     """The grammars of a model's tokenizer, for any thread. A new form is first tried in a separate process."""
 
-    def __init__(self, backend: Any, vocab_size: int, eos_token_ids: Iterable[int]) -> None:
+    def __init__(
+        self,
+        backend: Any,
+        vocab_size: int,
+        eos_token_ids: Iterable[int],
+        forced_calls: Callable[[SamplingParams], StructuredOutputsParams] | None = None,
+    ) -> None:
         """backend: the model's `tokenizers.Tokenizer`, None if it has none. vocab_size: of the logits.
 
-        eos_token_ids: ids that end a text, and are no part of it.
+        eos_token_ids: ids that end a text, and are no part of it. forced_calls: says which texts a tool_choice allows.
         """
+        self._forced_calls = forced_calls
         self._backend, self._vocab_size = backend, vocab_size
         self._eos_token_ids = sorted(eos_token_ids)
         self._pool = ThreadPoolExecutor(NUM_THREADS, "grammars")
@@ -109,13 +116,20 @@ class Grammars:
             pass
 
     def prepare(self, params: SamplingParams) -> Future[LLMatcher] | None:
-        """Have the grammar compiled, if there is one. The future raises InvalidSampling.
+        """Have the grammar compiled, if there is one. Raises InvalidSampling, as the future does.
 
         Hold the future until `matchers` is called.
         """
-        spec = params.structured_outputs
-        if not isinstance(spec, StructuredOutputsParams):
-            return None
+        spec = self._form(params)
+        return None if spec is None else self._prepared(spec)
+
+    def _form(self, params: SamplingParams) -> StructuredOutputsParams | None:
+        """Return the form of a request's text. Raises InvalidSampling for a call that cannot be forced."""
+        if params.tool_choice is not None and self._forced_calls is not None:
+            return self._forced_calls(params)
+        return params.structured_outputs if isinstance(params.structured_outputs, StructuredOutputsParams) else None
+
+    def _prepared(self, spec: StructuredOutputsParams) -> Future[LLMatcher]:
         with self._lock:
             found = self._known.get(spec)
             if found is None:
@@ -133,16 +147,18 @@ class Grammars:
 
         end_token_ids: every id that ends the completion.
         """
-        found = self.prepare(params)
-        if found is None:
+        spec = self._form(params)
+        if spec is None:
             return [None] * params.n
         try:
-            compiled = found.result()
-        except InvalidSampling as error:
-            raise InvalidSampling(*error.args) from None  # the future's own error goes to all who ask
+            compiled = self._prepared(spec).result()
+        except InvalidSampling as error:  # the future's own error goes to all who ask
+            if params.tool_choice is not None and error.got is not None:
+                raise InvalidSampling("tool_choice needs tools whose calls can be forced", error.got) from None
+            raise InvalidSampling(*error.args) from None
         assert self._started is not None
         vocabulary, allowed = self._started[0].vocabulary, allowed_mask(params.allowed_token_ids, self._vocab_size)
-        shared = compiled, vocabulary, end_token_ids, allowed, partial(self._forget, params.structured_outputs)
+        shared = compiled, vocabulary, end_token_ids, allowed, partial(self._forget, spec)
         return [Matcher(compiled.deep_copy(), *shared) for _ in range(params.n)]
 
     def close(self) -> None:

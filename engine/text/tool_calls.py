@@ -1,7 +1,8 @@
 """Reads tool calls from answers, in the forms in which models write them.
 
-Each row of FORMS is a form: its name, its signs and its parser. A model uses a form if its template or tokens have one
-of the signs. A parser cuts an answer into pieces, and some of these look like calls.
+Each row of FORMS is a form: its name, its signs, its parser and its writer. A model uses a form if its template or
+tokens have one of the signs. A parser cuts an answer into pieces, and some of these look like calls. A writer gives the
+text around a call's arguments, so that a call can be forced.
 """
 
 import ast
@@ -38,15 +39,23 @@ class Piece:
 
 Parser = Callable[[str], list[Piece]]
 
+#: Returns the texts before and behind the JSON of a call's arguments. It takes a function's name, and what says
+#: whether a text stands in the model's template or is one of its tokens.
+Writer = Callable[[str, Callable[[str], bool]], tuple[str, str]]
+
 
 @dataclass(frozen=True)
 class ToolForm:
-    """A form of calls. signs: one is in the template, or is an added token. marks: tokens that calls consist of."""
+    """A form of calls. signs: one is in the template, or is an added token. marks: tokens that calls consist of.
+
+    write: None if the form's arguments are no JSON, so that no call can be forced.
+    """
 
     name: str
     signs: tuple[str, ...]
     parse: Parser
     marks: tuple[str, ...] = ()
+    write: Writer | None = None
 
 
 @dataclass(frozen=True)
@@ -181,7 +190,12 @@ def _spans(text: str, pattern: re.Pattern[str], read: Callable[[re.Match[str]], 
     return [*pieces, Piece(text[at:])]
 
 
-HERMES = "<tool_call>"
+def _write_object(name: str, key: str = "arguments") -> tuple[str, str]:
+    """Return what stands around the arguments in an object that names a function."""
+    return f'{{"name": {json.dumps(name, ensure_ascii=False)}, "{key}": ', "}"
+
+
+HERMES, HERMES_CLOSE = "<tool_call>", "</tool_call>"
 _HERMES_END = re.compile(r"\s*(</tool_call>|\Z)")
 
 
@@ -195,6 +209,11 @@ def _hermes(text: str) -> list[Piece]:
         at = closed.end() if closed else end
         pieces.append(_json_piece(text[place:at], value if closed else None))
     return [*pieces, Piece(text[at:])]
+
+
+def _write_hermes(name: str, _: Callable[[str], bool]) -> tuple[str, str]:
+    before, behind = _write_object(name)
+    return f"{HERMES}\n{before}", f"{behind}\n{HERMES_CLOSE}"
 
 
 _XML_OPEN = re.compile(r"(?:<tool_call>\s*)?<function=([^>\n]+)>\s*")
@@ -261,6 +280,13 @@ def _mistral(text: str) -> list[Piece]:
     return [*pieces, Piece(text[at:])]
 
 
+def _write_mistral(name: str, shows: Callable[[str], bool]) -> tuple[str, str]:
+    if shows(MISTRAL_ARGUMENTS):
+        return f"{MISTRAL}{name}{MISTRAL_ARGUMENTS}", ""
+    before, behind = _write_object(name)
+    return f"{MISTRAL}[{before}", f"{behind}]"
+
+
 DEEPSEEK = tuple(f"<｜tool▁{name}｜>" for name in ("calls▁begin", "call▁begin", "sep", "call▁end", "calls▁end"))
 _DEEPSEEK = re.compile(
     f"(?:{DEEPSEEK[0]}\\s*)?{DEEPSEEK[1]}(.*?){DEEPSEEK[2]}(.*?)(?:{DEEPSEEK[3]}|\\Z)(?:\\s*{DEEPSEEK[4]})?", re.DOTALL
@@ -280,6 +306,14 @@ def _deepseek(text: str) -> list[Piece]:
     return _spans(text, _DEEPSEEK, read)
 
 
+def _write_deepseek(name: str, shows: Callable[[str], bool]) -> tuple[str, str]:
+    calls_begin, call_begin, separator, call_end, calls_end = DEEPSEEK
+    if shows("```json"):
+        return f"{calls_begin}{call_begin}function{separator}{name}\n```json\n", f"\n```{call_end}{calls_end}"
+    return f"{calls_begin}{call_begin}{name}{separator}", f"{call_end}{calls_end}"
+
+
+FUNCTOOLS, LISTED, LISTED_CLOSE = "functools[", "<|tool_call|>", "<|/tool_call|>"
 _LISTED = re.compile(r"(?:functools|<\|tool_call\|>|<tool_call>)\s*(?=\[)")
 _LISTED_END = re.compile(r"\s*(?:<\|/tool_call\|>|</tool_call>)")
 
@@ -295,6 +329,13 @@ def _listed(text: str) -> list[Piece]:
         whole = text[opened.start() : at]
         pieces += [_json_piece(whole, each) for each in value] if isinstance(value, list) else [Piece(whole, "")]
     return [*pieces, Piece(text[at:])]
+
+
+def _write_listed(name: str, shows: Callable[[str], bool]) -> tuple[str, str]:
+    before, behind = _write_object(name)
+    if shows(FUNCTOOLS):
+        return f"{FUNCTOOLS}{before}", f"{behind}]"
+    return f"{LISTED}[{before}", f"{behind}]{LISTED_CLOSE if shows(LISTED_CLOSE) else ''}"
 
 
 PYTHON_TAG = "<|python_tag|>"
@@ -314,6 +355,10 @@ def _llama_json(text: str) -> list[Piece]:
     if all(piece.name for piece in pieces):
         return [Piece(before), *pieces]
     return [Piece(before), Piece(tag + behind, "")] if tag else [Piece(text)]
+
+
+def _write_llama_json(name: str, _: Callable[[str], bool]) -> tuple[str, str]:
+    return _write_object(name, "parameters")
 
 
 def _llama_pythonic(text: str) -> list[Piece]:
@@ -355,17 +400,22 @@ def _harmony(text: str) -> list[Piece]:
     return _spans(text, _HARMONY, read)
 
 
+def _write_harmony(name: str, _: Callable[[str], bool]) -> tuple[str, str]:
+    header = f"{harmony.CHANNEL}commentary to=functions.{name} {harmony.CONSTRAIN}json{harmony.MESSAGE}"
+    return header, harmony.CALL
+
+
 #: The order counts: a template in an earlier form may hold a later form's sign too.
 FORMS: tuple[ToolForm, ...] = (
-    ToolForm("harmony", (harmony.CONSTRAIN,), _harmony, harmony.MARKS),
-    ToolForm("deepseek", DEEPSEEK[:2], _deepseek, DEEPSEEK),
-    ToolForm("mistral", (MISTRAL,), _mistral, (MISTRAL, MISTRAL_ARGUMENTS, MISTRAL_ID)),
+    ToolForm("harmony", (harmony.CONSTRAIN,), _harmony, harmony.MARKS, _write_harmony),
+    ToolForm("deepseek", DEEPSEEK[:2], _deepseek, DEEPSEEK, _write_deepseek),
+    ToolForm("mistral", (MISTRAL,), _mistral, (MISTRAL, MISTRAL_ARGUMENTS, MISTRAL_ID), _write_mistral),
     ToolForm("qwen xml", ("<function=",), _qwen_xml),
     ToolForm("glm", ("<arg_key>",), _glm),
-    ToolForm("listed", ("functools[", "<|tool_call|>"), _listed, ("<|tool_call|>", "<|/tool_call|>")),
-    ToolForm("hermes", (HERMES,), _hermes, (HERMES, "</tool_call>")),
+    ToolForm("listed", (FUNCTOOLS, LISTED), _listed, (LISTED, LISTED_CLOSE), _write_listed),
+    ToolForm("hermes", (HERMES,), _hermes, (HERMES, HERMES_CLOSE), _write_hermes),
     ToolForm("llama pythonic", ("[func_name1(",), _llama_pythonic, (PYTHON_TAG, "<|python_start|>", "<|python_end|>")),
-    ToolForm("llama json", (PYTHON_TAG, '"parameters":'), _llama_json, (PYTHON_TAG,)),
+    ToolForm("llama json", (PYTHON_TAG, '"parameters":'), _llama_json, (PYTHON_TAG,), _write_llama_json),
 )
 
 
@@ -382,8 +432,7 @@ class ToolCallReader:
 
     def with_marks(self, text: str, token_ids: list[int], follows_text: bool) -> str:
         """Return a completion's text with the marks of calls; it leaves them out if they are special tokens."""
-        hidden = {token_id: mark for token_id, mark in self._hidden.items() if mark not in text}
-        return self._tokenizer.with_hidden(text, token_ids, hidden, follows_text)
+        return self._tokenizer.with_hidden(text, token_ids, self._hidden, follows_text)
 
     def read(self, text: str, tools: Sequence[Mapping[str, Any]]) -> ToolCalls:
         """Return which of the tools a text calls. The first answer with something that is no call is logged."""

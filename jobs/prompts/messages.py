@@ -126,14 +126,34 @@ def split_chat_options(values: Mapping[str, Any]) -> tuple[dict[str, Any], ChatO
     if not isinstance(variables, dict):
         raise InvalidJob(f"chat_template_kwargs is {type(variables).__name__}, expected an object")
     choice = values.get("tool_choice")
-    if choice not in (None, "auto", "none"):
-        raise InvalidValue('tool_choice is {}, which is not built yet: send "auto" or "none"', brief(choice))
+    if forces_call(values):
+        sampling["tool_choice"] = _forced(choice, tools)
     template = {"chat_template_kwargs": variables, "tools": [] if choice == "none" else tools}
     splits = values.get(OF_VALUES)
     if splits is not None and not isinstance(splits, bool):
         raise unlike(OF_VALUES, splits, "true or false")
     options = {name: value for name, value in template.items() if value}
     return sampling, options if splits in (None, True) else {**options, OF_VALUES: False}
+
+
+def forces_call(values: Mapping[str, Any]) -> bool:
+    """Say whether a chat's keyword arguments ask for an answer that is a call of a tool."""
+    return values.get("tool_choice") not in (None, "auto", "none")
+
+
+def _forced(choice: object, tools: list[dict[str, Any]]) -> object:
+    """Return a choice that forces a call of one of these tools. Raises InvalidJob for any other."""
+    if not tools:
+        raise InvalidValue("tool_choice is {}, and no tools are given that it could call", brief(choice))
+    if choice == "required":
+        return choice
+    function = choice.get("function") if isinstance(choice, dict) and choice.get("type") == "function" else None
+    if not isinstance(function, dict) or not isinstance(function.get("name"), str):
+        known = "'auto', 'none', 'required' or {'type': 'function', 'function': {'name': ...}}"
+        raise unlike("tool_choice", choice, known)
+    if all(tool["function"]["name"] != function["name"] for tool in tools):
+        raise InvalidValue("tool_choice names {}, which is none of the tools", brief(function["name"]))
+    return {"type": "function", "function": {"name": function["name"]}}
 
 
 def refuse_chat_options(values: Mapping[str, Any]) -> None:

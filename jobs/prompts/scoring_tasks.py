@@ -23,7 +23,7 @@ from jobs.prompts.arguments import (
 )
 from jobs.prompts.labels import CONTENT_FREE, classify, parse_labels, scoring_of, truncation
 from jobs.prompts.messages import NAMES as CHAT_NAMES
-from jobs.prompts.messages import OF_VALUES, normal_messages, split_chat_options
+from jobs.prompts.messages import OF_VALUES, forces_call, normal_messages, split_chat_options
 from jobs.prompts.pictures import pictured_task, pictures_in
 from jobs.prompts.prompt_task import PromptTask, text_requests
 from jobs.prompts.responses import Answers, usage
@@ -99,6 +99,8 @@ def classify_task(
     asked_for, found = parse_model(model), parse_labels("labels", labels)
     values = scoring_of(found, truncate_prompt_tokens)
     given = {name: options.pop(name, None) for name in ("messages", "prompt_template", "messages_template")}
+    if forces_call(options):
+        raise InvalidValue("tool_choice is {}, and jobs.classify generates nothing", brief(options["tool_choice"]))
     _, template = split_chat_options(options)
 
     def task(kind: str, asked: object) -> Task:

@@ -51,7 +51,8 @@ class _Waiting:
         self.engine, self.number, self.is_dropped = engine, number, False
         self.request_id, self.request, self.lane = add.request_id, add.request, add.lane
         self.size = _size(add.request)
-        self.is_prepared = self.size <= SHORT and not add.request.sampling.get("structured_outputs")
+        has_form = any(add.request.sampling.get(name) for name in ("structured_outputs", "tool_choice"))
+        self.is_prepared = self.size <= SHORT and not has_form
         self.prepared: tuple[PreparedPrompt, RequestParams] | None = None
         self.form: Future[Any] | None = None
         self.error: BaseException | None = None
@@ -62,7 +63,7 @@ class _Waiting:
             return
         try:
             self.prepared = _, params = prepared_request(self.engine, self.request)
-            if isinstance(params, SamplingParams) and params.structured_outputs is not None:
+            if isinstance(params, SamplingParams) and params.has_form:
                 self.form = self.engine.prepare_grammar(params)
         except BaseException as error:  # noqa: BLE001  # the engine's thread looks what it is
             self.error = error.with_traceback(None)  # which would hold on to this request

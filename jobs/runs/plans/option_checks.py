@@ -1,6 +1,6 @@
 """Checks of a run's options: of the smaller ones, each brought into one form, and of what goes together with what."""
 
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 from jobs.common.display import MAX_NAME_CHARS, MAX_SHOWN_CHARS, brief
@@ -9,6 +9,7 @@ from jobs.context.values import column_name
 from jobs.errors import InvalidJob, InvalidValue, check_limit, unlike
 from jobs.prompts.arguments import checked_text
 from jobs.prompts.messages import NAMES as CHAT_NAMES
+from jobs.prompts.messages import forces_call
 from jobs.prompts.response_options import NAMES as RESPONSE_NAMES
 from jobs.runs.plans.names import OPENAI_BATCH
 
@@ -132,10 +133,10 @@ _OF_ANSWERS = ("labels", "calibrate", "check", "check_columns", "continue_on_len
 OF_PROMPTS = ("truncate_prompt_tokens", *CHAT_NAMES)
 
 
-def check_read(values: Iterable[str], what: str, read: Collection[str], whose: str = "sampling") -> None:
+def check_read(values: Mapping[str, Any], what: str, read: Collection[str], whose: str = "sampling") -> None:
     """Raise InvalidValue for a sampling value that says something of an answer. what: the kind of ask."""
     for name in values:
-        if name not in read:
+        if name not in read or (name == "tool_choice" and forces_call(values)):
             raise InvalidValue(f"{whose} has {{}}, and for {what} nothing is generated: leave it out", brief(name))
 
 

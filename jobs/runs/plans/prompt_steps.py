@@ -9,7 +9,7 @@ from jobs.common.display import MAX_NAME_CHARS
 from jobs.errors import InvalidJob, check_limit, unlike
 from jobs.prompts.arguments import parse_sampling
 from jobs.prompts.labels import COLUMNS as LABEL_COLUMNS
-from jobs.prompts.messages import ChatOptions, refuse_chat_options, split_chat_options
+from jobs.prompts.messages import ChatOptions, forces_call, refuse_chat_options, split_chat_options
 from jobs.prompts.response_options import LOGPROBS, run_values
 from jobs.prompts.template_texts import template_texts
 from jobs.runs.plans.names import KEPT_BESIDE
@@ -198,7 +198,9 @@ def make_steps(
             raise InvalidJob(f"{twice[0]} comes from a column, and prompt {name!r} has its own: leave one out")
         if is_scored := has_labels and number == len(prompts):
             check_read(own, "labels", OF_PROMPTS, f"the sampling of prompt {name!r}")
-            sampling = {key: value for key, value in sampling.items() if key in OF_PROMPTS}
+            left_out = ("tool_choice",) if forces_call(sampling) else ()
+            read = [name for name in OF_PROMPTS if name not in left_out]
+            sampling = {key: value for key, value in sampling.items() if key in read}
         values, chat = split_chat_options(run_sampling({**sampling, **own}, rows_per_shard, is_chat=is_chat))
         steps.append(PromptStep(name, template, values, chat, is_scored))
     _check_names(steps)

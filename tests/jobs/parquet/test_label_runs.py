@@ -205,12 +205,25 @@ def test_columns_are_chosen_named_and_written_as_json(score: Score, tmp_path: Pa
         score("clash")
 
 
+FORCED = {"tools": [{"type": "function", "function": {"name": "f"}}], "tool_choice": "required"}
+
+
+def test_a_call_is_forced_of_the_prompts_before_labels(tmp_path: Path) -> None:
+    chats = [{**each, "template": [{"role": "user", "content": each["template"]}]} for each in CHAIN]
+    spec = RunSpec.from_arguments("in", str(tmp_path), labels=LABELS, prompts=chats, sampling=FORCED)
+    first, last = spec.steps
+    assert first.sampling["tool_choice"] == "required"
+    assert "tool_choice" not in last.sampling
+    assert first.chat == last.chat == {"tools": FORCED["tools"]}
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
         ({"labels": ["a"]}, "labels holds 1"),
         ({"labels": ["a", "a"]}, "are both 'a'"),
         ({"labels": ["a", "b"], "sampling": {"max_tokens": 4}}, "nothing is generated"),
+        ({"labels": ["a", "b"], "messages_column": "chat", "sampling": FORCED}, "'tool_choice', and for labels"),
         ({"calibrate": True}, "calibrate is for labels"),
         ({"labels": LABELS, "prompts": CHAIN, "calibrate": True}, "calibrate and prompts do not go together"),
         ({"labels": LABELS, "prompts": [{**CHAIN[1], "sampling": {"top_p": 1}}, CHAIN[0]]}, "names 'short', which"),

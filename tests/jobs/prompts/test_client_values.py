@@ -145,11 +145,29 @@ def test_tools_and_variables_reach_the_template_and_not_the_sampler(context: Job
     assert request_of(context, "jobs.chat", HI, tools=[TOOL], tool_choice="none").chat_options == {}
 
 
+def chosen(name: str) -> dict[str, Any]:
+    return {"type": "function", "function": {"name": name}}
+
+
+def test_a_call_that_is_forced_is_one_of_the_sampling_values_and_of_what_is_asked(context: JobContext) -> None:
+    name = TOOL["function"]["name"]
+    digests = {request_of(context, "jobs.chat", HI, tools=[TOOL]).digest("")}
+    for choice in ("required", chosen(name)):
+        request = request_of(context, "jobs.chat", HI, tools=[TOOL], tool_choice=choice)
+        assert request.sampling["tool_choice"] == choice
+        assert request.chat_options == {"tools": [TOOL]}
+        digests.add(request.digest(""))
+    assert len(digests) == 3
+
+
 @pytest.mark.parametrize(
     ("options", "says"),
     [
         ({"tools": "x"}, "tools is str, expected a list"),
-        ({"tools": [TOOL], "tool_choice": "required"}, "tool_choice is 'required', which is not built"),
+        ({"tool_choice": "required"}, "tool_choice is 'required', and no tools are given"),
+        ({"tools": [TOOL], "tool_choice": "any"}, "tool_choice is 'any', expected 'auto', 'none', 'required' or"),
+        ({"tools": [TOOL], "tool_choice": {"type": "function"}}, "tool_choice is {'type': 'function'}, expected"),
+        ({"tools": [TOOL], "tool_choice": chosen("other")}, "tool_choice names 'other', which is none of the tools"),
         ({"parallel_tool_calls": False}, "parallel_tool_calls is False"),
     ],
 )
@@ -157,6 +175,13 @@ def test_options_of_a_chat_that_cannot_be_are_named(context: JobContext, options
     with pytest.raises(errors.InvalidJob) as refused:
         opened_task(context, "jobs.chat", [HI], options)
     assert says in str(refused.value)
+
+
+def test_no_call_is_forced_where_labels_are_scored(context: JobContext) -> None:
+    options = {"messages": HI, "labels": ["a", "b"], "tools": [TOOL], "tool_choice": "required"}
+    with pytest.raises(errors.InvalidJob, match=r"tool_choice is 'required', and jobs\.classify generates nothing"):
+        opened_task(context, "jobs.classify", [], options)
+    assert opened_task(context, "jobs.classify", [], {**options, "tool_choice": "none"})
 
 
 def test_a_prompt_that_is_no_chat_takes_no_options_of_one(context: JobContext) -> None:

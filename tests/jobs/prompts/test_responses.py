@@ -223,6 +223,24 @@ def test_the_engine_reads_calls_of_the_tools_of_a_chat(context: JobContext, engi
     assert "no such tool" in choice["tool_call_error"]
 
 
+ROOMS = {"type": "object", "properties": {"room": {"enum": ["attic", "hall"]}}, "required": ["room"]}
+LIGHT = {"type": "function", "function": {"name": "light", "parameters": {**ROOMS, "additionalProperties": False}}}
+
+
+@pytest.mark.parametrize("choice", ["required", {"type": "function", "function": {"name": "light"}}])
+def test_a_call_is_forced(context: JobContext, engine: Engine, choice: Any) -> None:
+    options = {"tools": [LIGHT, TOOL] if isinstance(choice, dict) else [LIGHT], "tool_choice": choice, "n": 4}
+    response = answered(context, engine, "jobs.chat", HI, max_tokens=200, seed=1, **options)
+    for made in ChatCompletion.model_validate(response).choices:
+        assert made.finish_reason == "tool_calls"
+        assert not made.message.content
+        assert made.message.tool_calls is not None
+        (call,) = made.message.tool_calls
+        assert call.type == "function"
+        assert call.function.name == "light"
+        assert json.loads(call.function.arguments)["room"] in ("attic", "hall")
+
+
 @pytest.mark.parametrize("options", [{}, {"tools": [TOOL], "tool_choice": "none"}])
 def test_without_tools_a_text_stays_a_text(context: JobContext, engine: Engine, options: dict[str, Any]) -> None:
     options = {"structured_outputs": {"choice": [HERMES]}, "max_tokens": 200, "temperature": 0, **options}
