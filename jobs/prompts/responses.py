@@ -31,12 +31,12 @@ def text_logprobs(sample: Completion, text: str, *, echo: bool, prompt_only: boo
         prompt_rows = sample.prompt_logprobs or [None] * len(sample.prompt_tokens or ())
         for token, row in zip(sample.prompt_tokens or (), prompt_rows, strict=True):
             places.append((token, None if row is None else _own(row).partial_bytes))
-            tokens.append(token if row is None else _text_token(_own(row)))
+            tokens.append(token if row is None else text_token(_own(row)))
             rows.append(row)
     if not prompt_only:
         for row in sample.logprobs or ():
             places.append((_own(row).decoded_token, _own(row).partial_bytes))
-            tokens.append(_text_token(_own(row)))
+            tokens.append(text_token(_own(row)))
             rows.append(row)
     return {
         "tokens": tokens,
@@ -113,12 +113,12 @@ def _by_text(row: TokenLogprobs) -> dict[str, float]:
     """Return log probabilities by the token's text, likeliest first; by the token's id if the text is taken."""
     by_text: dict[str, float] = {}
     for token_id, entry in sorted(row.items(), key=lambda item: item[1].rank):
-        token = _text_token(entry)
+        token = text_token(entry)
         by_text[f"token_id:{token_id}" if token in by_text else token] = _shown(entry)
     return by_text
 
 
-def _text_token(entry: Logprob) -> str:
+def text_token(entry: Logprob) -> str:
     """Return a token as `text_completion` shows it: by its bytes if it is part of a character."""
     if entry.partial_bytes is None:
         return entry.decoded_token

@@ -19,7 +19,7 @@ from jobs.parquet.tables.columns import RowProblem
 from jobs.prompts.attempts import Attempts, hashed_seed, num_generated
 from jobs.prompts.messages import ChatOptions
 from jobs.prompts.response_options import LOGPROBS
-from jobs.prompts.responses import with_ids
+from jobs.prompts.responses import text_token, with_ids
 from jobs.runs.plans.prompt_steps import answer_columns
 from jobs.runs.plans.spec import RunSpec
 from jobs.tasks import Completion, Request
@@ -152,7 +152,7 @@ def logprobs_type(number: str, of_each: bool = False) -> pa.DataType:
 
 def _entries(found: Any) -> Any:
     if isinstance(found, Mapping):
-        return [(token_id, each.decoded_token, each.logprob, each.rank) for token_id, each in found.items()]
+        return [(token_id, text_token(each), each.logprob, each.rank) for token_id, each in found.items()]
     return None if found is None else [_entries(each) for each in found]
 
 

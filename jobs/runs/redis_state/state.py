@@ -251,7 +251,8 @@ class RunState:
         rows, errors, text, submission = fields
         limit = ErrorLimit.stored(stored.text(text) if text else None)
         # A limit that somebody set holds for runs of any size. The default limit stops no small run.
-        told = limit.told(_number(rows), _number(errors), is_whole and limit != DEFAULT_LIMIT)
+        judges_few = is_whole and limit != DEFAULT_LIMIT
+        told = limit.told(_number(rows), _number(errors), judges_few=judges_few)
         if told is None:
             return None
         reason = f"{told}, then submit another input, or the same again with a higher limit to resume"

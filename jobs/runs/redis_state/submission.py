@@ -50,12 +50,12 @@ class ErrorLimit:
             return cls.parse(text)
         return DEFAULT_LIMIT
 
-    def told(self, rows: int, errors: int, is_whole: bool = False) -> str | None:
+    def told(self, rows: int, errors: int, is_whole: bool = False, *, judges_few: bool = False) -> str | None:
         """Say how rows pass the limit, or None. A whole run needs some row to succeed, unless the limit is 100%."""
         if is_whole and 0 < rows == errors and self.share != 1:
             return f"all its {rows} rows have an error, and --max-errors is no 100%: look at column `error`"
         most = self.rows if self.share is None else self.share * rows
-        says_nothing = self.rows is None and rows < MIN_JUDGED_ROWS and not is_whole
+        says_nothing = self.rows is None and rows < MIN_JUDGED_ROWS and not judges_few
         if most is None or errors <= most or says_nothing:
             return None
         return (

@@ -78,7 +78,8 @@ def check_position(
     for each in entries:
         assert each["logprob"] == pytest.approx(known[each["token_id"]].item(), abs=CLOSE)
         assert each["rank"] == pytest.approx(1 + int((known > known[each["token_id"]] + CLOSE).sum()), abs=1)
-        assert each["token"] == tokenizer.decode([each["token_id"]])
+        if not each["token"].startswith("bytes:"):  # a part of a character
+            assert each["token"] == tokenizer.decode([each["token_id"]])
 
 
 def test_columns_have_what_a_job_has_and_transformers_give(

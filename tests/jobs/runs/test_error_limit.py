@@ -94,6 +94,20 @@ def test_the_limit_is_a_number_of_rows_or_a_share(
     assert ErrorLimit.parse(str(ErrorLimit.parse(limit))) == ErrorLimit.parse(limit)
 
 
+def test_a_share_that_was_set_holds_for_a_small_run_when_it_ends(runs: Runs, invoke: Invoke) -> None:
+    """Four of eight rows: the default share judges none so small, which may be a trial."""
+    runs.write([str(number) for number in range(8)])
+
+    def answer(request: Request) -> FakeCompletion:
+        return refuse("x") if int(str(request.prompt)) % 2 else shout(request)
+
+    run = invoke("submit", runs.source, runs.output, "--max-errors", "10%").stdout.strip()
+    for _ in range(2):
+        runs.work(answer)
+    assert f"run {run}: stopped" in invoke("status", run).stdout
+    assert not (runs.output / "_SUCCESS").exists()
+
+
 @pytest.mark.parametrize("limit", ["many", -1, "120%", 0.5, True])
 def test_a_limit_that_is_none_is_refused(limit: object) -> None:
     with pytest.raises(InvalidValue, match=r"max_errors is .*, expected a number of rows, or a share"):
