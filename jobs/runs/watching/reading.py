@@ -162,8 +162,6 @@ class RunLook:
 
     def left_s(self, connection: Redis, workers: Collection[Worker]) -> float | None:
         """Return the time left, by the parts that were done last; None while nobody works on the run."""
-        if self.is_stalled:
-            return None
         state, alive = RunState(connection, self.run), _alive(workers)
         told = zip(self.running, self.progress, strict=True)
         running = {shard: each for shard, each in told if each.worker in alive}
@@ -173,7 +171,8 @@ class RunLook:
         latest = state.parts_of([*ordered[at:], *ordered[:at]][-MAX_LOOKED:])
         shares: Any = connection.hget(run_key(self.run), "sizes")
         rows, done = stored.count(self.facts.get("rows")), PartsDone(recorded, latest, self.counts)
-        return time_left(shares, self.shards, rows, done, running, time.time())
+        left_s = time_left(shares, self.shards, rows, done, running, time.time())
+        return None if self.is_stalled else left_s
 
     def _plan_error(self, connection: Redis) -> str | None:
         facts, status = self.facts, self.plan_status
