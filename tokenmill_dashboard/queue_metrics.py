@@ -42,7 +42,7 @@ class QueueMetrics(Collector):
             "Scheduled jobs whose time has come and that no worker's scheduler has queued yet.",
             labels=["queue"],
         )
-        claimed = claimed_jobs(read_workers(self._connection))
+        claimed = claimed_jobs(read_workers(self._connection)) if self._queues else {}
         for queue in count_queues(self._connection, self._queues):
             jobs.add_metric([queue.name, "claimed"], claimed.get(queue.name, 0))
             for place, count in queue.counts.items():
