@@ -69,18 +69,18 @@ class AnswerMemo:
     def __init__(self, max_bytes: int = DEFAULT_BYTES) -> None:
         self._max_bytes = max_bytes
         self._lock = threading.Lock()
-        self._answers: OrderedDict[bytes, Answer] = OrderedDict()
+        self._answers: OrderedDict[bytes, Any] = OrderedDict()
         self.num_bytes = 0  # which the answers take, as estimated
         self._begun: set[bytes] = set()
 
-    def get(self, key: bytes) -> Answer | None:
+    def get(self, key: bytes) -> Any:
         with self._lock:
             answer = self._answers.get(key)
             if answer is not None:
                 self._answers.move_to_end(key)
             return answer
 
-    def put(self, key: bytes, answer: Answer) -> None:
+    def put(self, key: bytes, answer: Any) -> None:
         """Keep an answer; those that were not used for longest make room."""
         with self._lock:
             if key in self._answers:
