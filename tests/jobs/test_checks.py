@@ -115,11 +115,7 @@ def test_a_function_whose_file_changed_is_read_anew(tmp_path: Path, monkeypatch:
 HELPERS = {
     "beside": ("own.py", "helper.py", "import json\nfrom helper import say"),
     "in a package": ("kit/own.py", "kit/helper.py", "from .helper import say"),
-    "in a subpackage": (
-        "kit/own.py",
-        "kit/parts/helper.py",
-        "def check(r, t):\n    from kit.parts import helper",
-    ),
+    "in a subpackage": ("kit/own.py", "kit/parts/helper.py", "def check(r, t):\n    from kit.parts import helper"),
     "by way of a package": ("kit/own.py", "kit/parts/__init__.py", "import kit.parts as parts"),
     "two steps away": ("own.py", "helper.py", "import between"),
 }
