@@ -9,6 +9,7 @@ import ast
 import json
 import logging
 import re
+from bisect import bisect_left
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -196,11 +197,11 @@ def _write_object(name: str, key: str = "arguments") -> tuple[str, str]:
 
 
 HERMES, HERMES_CLOSE = "<tool_call>", "</tool_call>"
-_HERMES_END = re.compile(r"\s*(</tool_call>|\Z)")
+_HERMES_END = re.compile(r"\s*(</tool_call>|(?=<tool_call>)|\Z)")
 
 
 def _hermes(text: str) -> list[Piece]:
-    """<tool_call>{"name": ..., "arguments": {...}}</tool_call>. The last end tag may be missing."""
+    """<tool_call>{"name": ..., "arguments": {...}}</tool_call>. An end tag may be missing."""
     pieces, at = list[Piece](), 0
     while (place := text.find(HERMES, at)) >= 0:
         pieces.append(Piece(text[at:place]))
@@ -217,37 +218,47 @@ def _write_hermes(name: str, _: Callable[[str], bool]) -> tuple[str, str]:
 
 
 _XML_OPEN = re.compile(r"(?:<tool_call>\s*)?<function=([^>\n]+)>\s*")
-#: A value stops at the next call. So reading stays linear in an answer that opens the same call again and again.
-_XML_PARAMETER = re.compile(
-    r"<parameter=([^>\n]+)>\n?((?:(?!<function=).)*?)\n?(?:</parameter>|(?=<parameter=))\s*", re.DOTALL
-)
+_XML_PARAMETER = re.compile(r"<parameter=([^>\n]+)>\n?")
+#: A value ends at the tag behind which the call goes on or ends, so it may hold such tags itself.
+_XML_VALUE_END = re.compile(r"\n?(?:</parameter>\s*(?=<parameter=|</function>|</tool_call>|\Z)|(?=<parameter=))")
 _XML_CLOSE = re.compile(r"</function>(?:\s*</tool_call>)?|</tool_call>|\Z")
 
 
 def _qwen_xml(text: str) -> list[Piece]:
     """<function=NAME><parameter=KEY>VALUE</parameter></function>, in <tool_call>. Its last end may be missing."""
-    return _tagged(text, _XML_OPEN, _XML_PARAMETER, _XML_CLOSE)
+    return _tagged(text, _XML_OPEN, _XML_PARAMETER, _XML_VALUE_END, _XML_CLOSE)
 
 
 _GLM_OPEN = re.compile(r"<tool_call>\s*([\w.-]+)\s*(?=<arg_key>|</tool_call>|\Z)")
-_GLM_ARGUMENT = re.compile(r"<arg_key>([^<]*)</arg_key>\s*<arg_value>((?:(?!<arg_key>).)*?)</arg_value>\s*", re.DOTALL)
+_GLM_KEY = re.compile(r"<arg_key>([^<]*)</arg_key>\s*<arg_value>")
+_GLM_VALUE_END = re.compile(r"</arg_value>\s*(?=<arg_key>|</tool_call>|\Z)")
 _GLM_CLOSE = re.compile(r"</tool_call>|\Z")
 
 
 def _glm(text: str) -> list[Piece]:
     """<tool_call>NAME<arg_key>KEY</arg_key><arg_value>VALUE</arg_value></tool_call>. Its last end may be missing."""
-    return _tagged(text, _GLM_OPEN, _GLM_ARGUMENT, _GLM_CLOSE)
+    return _tagged(text, _GLM_OPEN, _GLM_KEY, _GLM_VALUE_END, _GLM_CLOSE)
 
 
-def _tagged(text: str, opening: re.Pattern[str], argument: re.Pattern[str], closing: re.Pattern[str]) -> list[Piece]:
+def _tagged(
+    text: str, opening: re.Pattern[str], key: re.Pattern[str], value_end: re.Pattern[str], closing: re.Pattern[str]
+) -> list[Piece]:
     """Read calls whose arguments have tags. A call with other text between its tags was cut, and cannot be read."""
+    ends = [(end.start(), end.end()) for end in value_end.finditer(text)]
     pieces, at = list[Piece](), 0
     while call := opening.search(text, at):
         pieces.append(Piece(text[at : call.start()]))
         arguments, at = dict[str, str](), call.end()
-        while pair := argument.match(text, at):
-            arguments[pair[1].strip()] = pair[2]
-            at = pair.end()
+        while pair := key.match(text, at):
+            place = bisect_left(ends, (pair.end(), 0))
+            if place == len(ends):
+                break
+            start, end = ends[place]
+            value = text[pair.end() : start]
+            if opening.search(value) and "</" not in text[start:end]:  # another call begins before this value ends
+                break
+            arguments[pair[1].strip()] = value
+            at = end
         closed = closing.match(text, at)
         at = closed.end() if closed else at
         name = call[1].strip() if closed else ""

@@ -238,3 +238,36 @@ def test_marks_that_a_text_leaves_out_are_read_of_its_tokens(tmp_path: Path, fam
     assert found.content == "So:"
     cut = reader.with_marks(text[:4], token_ids, False)
     assert cut.replace("[TOOL_CALLS]", "") == text[:4]
+
+
+@pytest.mark.parametrize(
+    ("form", "text", "note"),
+    [
+        ("qwen xml", "<function=add>\n<parameter=note>\n{}\n</parameter>\n</function>", "a </parameter> b <b>"),
+        ("qwen xml", "<function=add><parameter=note>{}</parameter></function>", "see <function=now></function>"),
+        ("glm", "<tool_call>add<arg_key>note</arg_key><arg_value>{}</arg_value></tool_call>", "</arg_value> x"),
+        (
+            "glm",
+            "<tool_call>add<arg_key>note</arg_key><arg_value>{}</arg_value></tool_call>",
+            "<tool_call>now</tool_call>",
+        ),
+        (
+            "hermes",
+            '<tool_call>{{"name": "add", "arguments": {{"note": "{}"}}}}</tool_call>',
+            "<tool_call>x</tool_call>",
+        ),
+    ],
+)
+def test_a_value_that_spells_tags_is_no_call(form: str, text: str, note: str) -> None:
+    calls, content, problem = read(text.format(note))
+    assert (calls, content, problem) == ([("add", {"note": note})], "", None), form
+
+
+def test_an_end_tag_may_be_missing_before_the_next_call() -> None:
+    assert read(f"<tool_call>{JSON_ADD}\n<tool_call>{JSON_NOW}</tool_call>") == ([ADD, NOW], "", None)
+
+
+def test_a_call_behind_one_that_was_cut_is_read() -> None:
+    calls, _, problem = read(f"<function=add>\n<parameter=a>\n7\n{XML_ADD}")
+    assert calls == [ADD]
+    assert problem is not None
