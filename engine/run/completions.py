@@ -52,7 +52,7 @@ class Completions:
             marks = seq.params.reasoning_marks
             reasoning, text = reasoner.split(text, marks, prompt, token_ids, seq.follows_text)
         if has_tools:
-            calls = reader.read(text, seq.params.tools)
+            calls = reader.read(text, seq.params.tools, is_cut=seq.finish_reason == "length")
             text = calls.content
         return Completion(
             request_id=seq.request_id,

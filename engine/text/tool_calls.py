@@ -28,7 +28,7 @@ class Piece:
 
     name: the function that it calls; None for text, "" for a call that cannot be read. arguments: an object, or its
     JSON; None without any. are_texts: the form writes all values as text, whatever types the tool takes. is_clear: it
-    can be nothing but a call, so the answer says why if it is no valid one.
+    can be nothing but a call, so the answer says why if it is no valid one. is_closed: more arguments cannot follow.
     """
 
     text: str
@@ -36,6 +36,7 @@ class Piece:
     arguments: Any = None
     are_texts: bool = False
     is_clear: bool = True
+    is_closed: bool = True
 
 
 Parser = Callable[[str], list[Piece]]
@@ -80,11 +81,14 @@ def find_form(template: str | None, added_tokens: Iterable[str]) -> ToolForm | N
     return None
 
 
-def read_tool_calls(text: str, tools: Sequence[Mapping[str, Any]], form: ToolForm | None = None) -> ToolCalls:
+def read_tool_calls(
+    text: str, tools: Sequence[Mapping[str, Any]], form: ToolForm | None = None, *, is_cut: bool = False
+) -> ToolCalls:
     """Return which of these tools an answer calls.
 
     tools: as in OpenAI's requests. form: the model's. It is tried first, then the others, as models do not always keep
     to theirs. What looks like a call but calls none of these tools stays in the content, and the problem says so.
+    is_cut: the answer reached its length, so a call at its end may lack arguments.
     """
     functions = {tool["function"]["name"]: tool["function"] for tool in tools}
     first_problem = None
@@ -92,7 +96,7 @@ def read_tool_calls(text: str, tools: Sequence[Mapping[str, Any]], form: ToolFor
         pieces = each.parse(text)
         calls, rest, problem = list[dict[str, str]](), list[str](), None
         for piece in pieces:
-            call = None if piece.name is None else _call_of(piece, functions)
+            call = None if piece.name is None else _call_of(piece, functions, is_cut)
             if isinstance(call, dict):
                 calls.append(call)
             else:
@@ -104,12 +108,14 @@ def read_tool_calls(text: str, tools: Sequence[Mapping[str, Any]], form: ToolFor
     return ToolCalls([], text, first_problem)
 
 
-def _call_of(piece: Piece, functions: Mapping[str, Mapping[str, Any]]) -> dict[str, str] | str:
+def _call_of(piece: Piece, functions: Mapping[str, Mapping[str, Any]], is_cut: bool) -> dict[str, str] | str:
     """Return a piece's call, or why it is no call."""
     if not piece.name:
         return "what looks like a call of a tool cannot be read"
     if piece.name not in functions:
         return f"a call of {piece.name[:64]!r} is no call: no such tool was given"
+    if is_cut and not piece.is_closed and (piece.are_texts or not piece.arguments):
+        return f"the answer was cut in a call of {piece.name[:64]!r}"
     arguments = {} if piece.arguments is None else piece.arguments
     if isinstance(arguments, str):
         arguments = _whole_json(arguments) if arguments.strip() else {}
@@ -262,7 +268,8 @@ def _tagged(
         closed = closing.match(text, at)
         at = closed.end() if closed else at
         name = call[1].strip() if closed else ""
-        pieces.append(Piece(text[call.start() : at], name, arguments, are_texts=True))
+        is_closed = closed is not None and bool(closed[0])
+        pieces.append(Piece(text[call.start() : at], name, arguments, are_texts=True, is_closed=is_closed))
     return [*pieces, Piece(text[at:])]
 
 
@@ -282,7 +289,7 @@ def _mistral(text: str) -> list[Piece]:
         whole = text[place:end]
         if named:
             is_read = value is not None or not text.startswith("{", value_at)
-            pieces.append(Piece(whole, named[1] if is_read else "", value))
+            pieces.append(Piece(whole, named[1] if is_read else "", value, is_closed=end < len(text)))
         elif value is not None:
             pieces += [_json_piece(whole, each) for each in (value if isinstance(value, list) else [value])]
         else:
@@ -300,7 +307,8 @@ def _write_mistral(name: str, shows: Callable[[str], bool]) -> tuple[str, str]:
 
 DEEPSEEK = tuple(f"<｜tool▁{name}｜>" for name in ("calls▁begin", "call▁begin", "sep", "call▁end", "calls▁end"))
 _DEEPSEEK = re.compile(
-    f"(?:{DEEPSEEK[0]}\\s*)?{DEEPSEEK[1]}(.*?){DEEPSEEK[2]}(.*?)(?:{DEEPSEEK[3]}|\\Z)(?:\\s*{DEEPSEEK[4]})?", re.DOTALL
+    f"(?:{DEEPSEEK[0]}\\s*)?{DEEPSEEK[1]}(.*?){DEEPSEEK[2]}(.*?)(?P<end>{DEEPSEEK[3]}|\\Z)(?:\\s*{DEEPSEEK[4]})?",
+    re.DOTALL,
 )
 _FENCED = re.compile(r"\s*([^\n`{]+?)\s*```(?:json)?\s*(.*?)\s*(?:```\s*)?\Z", re.DOTALL)
 
@@ -310,9 +318,10 @@ def _deepseek(text: str) -> list[Piece]:
 
     def read(match: re.Match[str]) -> list[Piece]:
         fenced = _FENCED.match(match[2])
+        is_closed = match["end"] != ""
         if match[1].strip() == "function" and fenced:
-            return [Piece(match[0], fenced[1], fenced[2])]
-        return [Piece(match[0], match[1].strip(), match[2])]
+            return [Piece(match[0], fenced[1], fenced[2], is_closed=is_closed)]
+        return [Piece(match[0], match[1].strip(), match[2], is_closed=is_closed)]
 
     return _spans(text, _DEEPSEEK, read)
 
@@ -397,7 +406,7 @@ def _pythonic_calls(text: str, calls: ast.List) -> Iterator[Piece]:
 
 _HARMONY = re.compile(
     r"(?:<\|start\|>assistant)?(?:<\|channel\|>[^<]*?)?\s?\bto=([^\s<]+)[^<]*(?:<\|(?:channel|constrain)\|>[^<]*)*"
-    r"<\|message\|>(.*?)(?:<\|call\|>|(?=<\|start\|>)|\Z)",
+    r"<\|message\|>(.*?)(?:<\|call\|>|(?=<\|start\|>)|(?P<cut>\Z))",
     re.DOTALL,
 )
 
@@ -406,7 +415,8 @@ def _harmony(text: str) -> list[Piece]:
     """A message of gpt-oss to functions.NAME."""
 
     def read(match: re.Match[str]) -> list[Piece]:
-        return [Piece(match[0], match[1].removeprefix("functions."), match[2])]
+        is_closed = match["cut"] is None
+        return [Piece(match[0], match[1].removeprefix("functions."), match[2], is_closed=is_closed)]
 
     return _spans(text, _HARMONY, read)
 
@@ -445,9 +455,12 @@ class ToolCallReader:
         """Return a completion's text with the marks of calls; it leaves them out if they are special tokens."""
         return self._tokenizer.with_hidden(text, token_ids, self._hidden, follows_text)
 
-    def read(self, text: str, tools: Sequence[Mapping[str, Any]]) -> ToolCalls:
-        """Return which of the tools a text calls. The first answer with something that is no call is logged."""
-        calls = read_tool_calls(text, tools, self._form)
+    def read(self, text: str, tools: Sequence[Mapping[str, Any]], *, is_cut: bool = False) -> ToolCalls:
+        """Return which of the tools a text calls. The first answer with something that is no call is logged.
+
+        is_cut: of `read_tool_calls`.
+        """
+        calls = read_tool_calls(text, tools, self._form, is_cut=is_cut)
         if calls.problem is not None and not self._is_logged:
             self._is_logged = True
             logger.warning("an answer keeps in its text what looks like a call of a tool: tool_call_error says why")

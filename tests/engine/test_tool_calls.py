@@ -271,3 +271,31 @@ def test_a_call_behind_one_that_was_cut_is_read() -> None:
     calls, _, problem = read(f"<function=add>\n<parameter=a>\n7\n{XML_ADD}")
     assert calls == [ADD]
     assert problem is not None
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "<|channel|>commentary to=functions.add <|constrain|>json<|message|>",
+        "<function=add>\n",
+        "<function=add><parameter=a>1</parameter>",
+        "<tool_call>add\n",
+        "<tool_call>add<arg_key>a</arg_key><arg_value>1</arg_value>",
+        "[TOOL_CALLS]add",
+        "[TOOL_CALLS]add[ARGS]",
+        f"{BEGIN}{CALL}add{SEP}",
+        f"{BEGIN}{CALL}function{SEP}add\n```json\n",
+    ],
+)
+def test_a_call_that_was_cut_is_no_call(text: str) -> None:
+    """Its arguments may be missing: an answer that ended at its length is told apart from one that the model ended."""
+    assert read_tool_calls(text, TOOLS).calls
+    cut = read_tool_calls(text, TOOLS, is_cut=True)
+    assert (cut.calls, cut.content) == ([], text)
+    assert cut.problem == "the answer was cut in a call of 'add'"
+
+
+@pytest.mark.parametrize(("form", "text"), CASES)
+def test_the_whole_calls_of_an_answer_that_was_cut_are_read(form: str, text: str) -> None:
+    calls = read_tool_calls(text, TOOLS, is_cut=True).calls
+    assert [call["name"] for call in calls][:1] == ["add"], form
