@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from engine.text import harmony
+from engine.text.control_tokens import BREAK
 from engine.text.tokenizer import Tokenizer
 
 logger = logging.getLogger(__name__)
@@ -444,16 +445,12 @@ class ToolCallReader:
     """Reads the calls in completions of one model."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
-        self._tokenizer = tokenizer
         self._form = find_form(tokenizer.tool_template, tokenizer.added_tokens)
         added = tokenizer.added_tokens.items()
         marks = () if self._form is None else self._form.marks
-        self._hidden = {token.token_id: text for text, token in added if token.is_special and text in marks}
+        #: The texts by token id of marks of calls that completions leave out, as they are special tokens.
+        self.hidden_marks = {token.token_id: text for text, token in added if token.is_special and text in marks}
         self._is_logged = False
-
-    def with_marks(self, text: str, token_ids: list[int], follows_text: bool) -> str:
-        """Return a completion's text with the marks of calls; it leaves them out if they are special tokens."""
-        return self._tokenizer.with_hidden(text, token_ids, self._hidden, follows_text)
 
     def read(self, text: str, tools: Sequence[Mapping[str, Any]], *, is_cut: bool = False) -> ToolCalls:
         """Return which of the tools a text calls. The first answer with something that is no call is logged.
@@ -461,6 +458,8 @@ class ToolCallReader:
         is_cut: of `read_tool_calls`.
         """
         calls = read_tool_calls(text, tools, self._form, is_cut=is_cut)
+        for call in calls.calls:
+            call["arguments"] = call["arguments"].replace(BREAK, "")
         if calls.problem is not None and not self._is_logged:
             self._is_logged = True
             logger.warning("an answer keeps in its text what looks like a call of a tool: tool_call_error says why")

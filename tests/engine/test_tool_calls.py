@@ -1,6 +1,7 @@
 """Calls of tools in answers, in the forms in which models write them."""
 
 import json
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -233,10 +234,11 @@ def test_marks_that_a_text_leaves_out_are_read_of_its_tokens(tmp_path: Path, fam
     token_ids = tokenizer.encode_alone('So:[TOOL_CALLS]add[ARGS]{"a": 1}[TOOL_CALLS]now[ARGS]{}')
     text = tokenizer.decode(token_ids)
     assert "[TOOL_CALLS]" not in text
-    found = reader.read(reader.with_marks(text, token_ids, False), TOOLS)
+    marked = partial(tokenizer.with_marks, token_ids=token_ids, marks=reader.hidden_marks, follows_text=False)
+    found = reader.read(marked(text), TOOLS)
     assert [call["name"] for call in found.calls] == ["add", "now"]
     assert found.content == "So:"
-    cut = reader.with_marks(text[:4], token_ids, False)
+    cut = marked(text[:4])
     assert cut.replace("[TOOL_CALLS]", "") == text[:4]
 
 
