@@ -3,7 +3,7 @@
 What follows depends on the prompt, its seed and its answers alone: another worker that begins anew takes the same way.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from hashlib import blake2b
 from typing import Any
@@ -11,6 +11,7 @@ from typing import Any
 from jobs.common.display import brief
 from jobs.context.checks import DEFAULT_MAX_ATTEMPTS, Checks, RepairOptions
 from jobs.errors import InvalidJob, InvalidValue
+from jobs.prompts.template_texts import as_values
 from jobs.tasks import Completion, Logprob, Request
 
 #: Sampling values of a prompt's first request alone.
@@ -23,10 +24,16 @@ class Attempts:
     check_error: why the last answer is not valid, None where it is, or where nothing checks it. error: why an attempt
     failed. num_prompt_tokens, num_cached_tokens, num_generated_tokens: of all attempts together; what an answer that
     goes on has already is of its prompt then. The rest is that of the answer, the prompt's own of the first one.
+
+    control_tokens: texts that answers and reasons behind a text prompt must not forge; a chat's are the engine's to see
+    to.
     """
 
-    def __init__(self, request: Request, row: Any, options: RepairOptions, checks: Checks) -> None:
+    def __init__(
+        self, request: Request, row: Any, options: RepairOptions, checks: Checks, control_tokens: Collection[str] = ()
+    ) -> None:
         self._request, self._row, self._options, self._checks = request, row, options, checks
+        self._control_tokens = control_tokens
         self._seed = request.sampling.get("seed")
         self.attempts = 1
         self.check_error: str | None = None
@@ -99,13 +106,15 @@ class Attempts:
         """Return what asks for another answer than `text`, behind all that was asked and answered."""
         assert self.check_error is not None
         request, is_chat = self._request, self._request.messages is not None
-        behind = self._options.text_behind(self.check_error, is_chat)
         seed = {} if self._seed is None else {"seed": hashed_seed(f"{self._seed}:attempt {self.attempts}")}
         asked = replace(request, sampling=self._sampling(seed))
         if request.messages is not None:
+            behind = self._options.text_behind(self.check_error, is_chat)
             answer = {"role": "assistant", "content": text}
             return replace(asked, messages=[*request.messages, answer, {"role": "user", "content": behind}])
         assert request.prompt is not None
+        text, reason = as_values([text, self.check_error], self._control_tokens)
+        behind = self._options.text_behind(reason, is_chat)
         if isinstance(request.prompt, str):
             return replace(asked, prompt=f"{request.prompt}{text}{behind}")
         return replace(asked, prompt=[*request.prompt, {"type": "text", "text": f"{text}{behind}"}])

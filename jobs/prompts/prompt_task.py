@@ -37,7 +37,10 @@ Respond = Callable[[Answers, str], dict[str, Any]]
 
 @dataclass(frozen=True)
 class PromptTask(Task):
-    """The prompts of one job, in order, and how they are answered. model: None takes whichever is served."""
+    """The prompts of one job, in order, and how they are answered.
+
+    model: None takes whichever is served. values_are_text: control tokens in earlier answers are text.
+    """
 
     prompts: Sequence[Request | Unusable]
     respond: Respond
@@ -45,6 +48,7 @@ class PromptTask(Task):
     sampling: Mapping[str, Any] = field(default_factory=dict)
     repairs: RepairOptions = NO_REPAIRS
     clock: Callable[[], float] = time.time
+    values_are_text: bool = True
 
     def open(self, context: JobContext) -> OpenTask:
         """Raise ModelNotServed for another model, InvalidJob for sampling or a check that cannot be."""
@@ -81,6 +85,7 @@ class OpenPrompts(OpenTask):
 
     def __init__(self, context: JobContext, task: PromptTask) -> None:
         self._context, self._repairs = context, task.repairs
+        self._control_tokens = context.model.control_tokens if task.values_are_text else ()
         self._sampling, self._respond, self._clock = task.sampling, task.respond, task.clock
         self._began_at: float | None = None
         self._shown_at, self._shown = 0.0, dict[str, int]()
@@ -102,7 +107,7 @@ class OpenPrompts(OpenTask):
             given: dict[str, Any] = {"prompt": as_shown(prompt.prompt)}
             if prompt.messages is not None:
                 given = {"messages": with_pictures(prompt.messages, lambda _: None)}
-            asked.attempts = Attempts(prompt, given, self._repairs, self._context.checks)
+            asked.attempts = Attempts(prompt, given, self._repairs, self._context.checks, self._control_tokens)
         if self._context.journal is not None:
             asked.asked = prompt.digest(self._now)
         left = self._found.pop(asked.place, None)
@@ -245,6 +250,7 @@ def complete_task(
     others = parse_sampling(others)
     refuse_chat_options(others)
     others, chat = split_chat_options(others)
+    values_are_text = chat.get(OF_VALUES, True)
     values, options = completion_options(others)
     check_repairs(repairs, values, prompt_only=options.prompt_only)
 
@@ -254,9 +260,10 @@ def complete_task(
         if repairs.check is not None and any(isinstance(each, list) for each in prompts):
             raise InvalidJob("check and a prompt of token ids: its reason is a text: give the prompt as a text")
         respond = partial(text_completion, options=options)
-        return PromptTask(_seeded(text_requests(prompts, values)), respond, asked_for, values, repairs)
+        requests = _seeded(text_requests(prompts, values))
+        return PromptTask(requests, respond, asked_for, values, repairs, values_are_text=values_are_text)
 
-    return asked_task(task, values_are_text=chat.get(OF_VALUES, True), prompt=prompt, prompt_template=prompt_template)
+    return asked_task(task, values_are_text=values_are_text, prompt=prompt, prompt_template=prompt_template)
 
 
 def chat_task(

@@ -17,7 +17,7 @@ from jobs.parquet.prompts.prompt_source import Row
 from jobs.parquet.prompts.sources import StepSource
 from jobs.parquet.tables.columns import RowProblem
 from jobs.prompts.attempts import Attempts, hashed_seed, num_generated
-from jobs.prompts.messages import ChatOptions
+from jobs.prompts.messages import OF_VALUES, ChatOptions
 from jobs.prompts.response_options import LOGPROBS
 from jobs.prompts.responses import text_token, with_ids
 from jobs.runs.plans.prompt_steps import answer_columns
@@ -39,17 +39,28 @@ def answer_field(name: str, spec: RunSpec) -> pa.Field:
 
 
 class Generate(Ask):
-    """Asks for `n` completions of each row, or is one prompt of a Chain. sampling, chat: of its prompt."""
+    """Asks for `n` completions of each row, or is one prompt of a Chain.
+
+    sampling, chat: of its prompt. control_tokens: of Attempts, unless the prompt allows them.
+    """
 
     is_tried = True
 
     def __init__(
-        self, spec: RunSpec, seed: int, checks: Checks, sampling: Mapping[str, Any], chat: ChatOptions, is_chat: bool
+        self,
+        spec: RunSpec,
+        seed: int,
+        checks: Checks,
+        sampling: Mapping[str, Any],
+        chat: ChatOptions,
+        is_chat: bool,
+        control_tokens: Collection[str] = (),
     ) -> None:
         self._values = {name: value for name, value in sampling.items() if name != "seed"}
         self._chat, self._is_chat, self._n = chat, is_chat, spec.n
         self._logprob_type, self._logprob_bytes = spec.logprob_type, 0
         self._seed, self._repairs, self._checks = seed, spec.repairs, checks
+        self._control_tokens = control_tokens if chat.get(OF_VALUES, True) else ()
         self.inspects = spec.repairs.check is not None
 
     @staticmethod
@@ -67,7 +78,8 @@ class Generate(Ask):
         if not self._repairs.is_asked_for:
             return AskedOnce(request, self.answer)
         given = json.loads(row.values) if row.values else None
-        return _Tried(request, Attempts(request, given, self._repairs, self._checks), self.answer)
+        attempts = Attempts(request, given, self._repairs, self._checks, self._control_tokens)
+        return _Tried(request, attempts, self.answer)
 
     def failed(self, reason: str) -> Answer:
         return failed_answer(reason, self._n)
