@@ -21,7 +21,7 @@ from jobs.parquet.formats.kinds import Kind, arrow_field, depends_on_others, mer
 from jobs.parquet.outputs.part import output_schema
 from jobs.parquet.planning.find_files import FoundFile, find_files, partition_columns
 from jobs.parquet.prompts.sources import row_source
-from jobs.parquet.tables.columns import ROW_NUMBER, with_added_fields
+from jobs.parquet.tables.columns import ROW_NUMBER, missing_column, with_added_fields
 from jobs.runs.plans.dialects import check_dialect
 from jobs.runs.plans.names import HEADED, JSONL, LINES, one_format
 from jobs.runs.plans.plan import AddedColumn, Plan, PlannedFile, Shard, cut_shards
@@ -87,7 +87,7 @@ def _check_columns(spec: RunSpec, schema: pa.Schema, path: str) -> None:
         content_free(spec, source)  # raises once, and not in every shard
     for column in source.columns:
         if column not in schema.names:
-            raise errors.MissingColumn(column, path, ", ".join(map(repr, schema.names)))
+            raise missing_column(column, path, schema)
     source.check(schema)
     if spec.order is not None and ROW_NUMBER in schema.names:
         raise errors.ColumnConflict(ROW_NUMBER, "rename it in the input: a run in an order of its own adds it")

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 import pyarrow as pa
 
+from jobs.errors import MissingColumn
 from jobs.prompts.arguments import MAX_PROMPT_BYTES
 from jobs.runs.plans.plan import AddedColumn
 
@@ -51,6 +52,14 @@ class ColumnChoice(NamedTuple):
 
 
 ALL_COLUMNS = ColumnChoice()
+
+
+def missing_column(name: str, path: str, schema: pa.Schema) -> MissingColumn:
+    """Return the error that says that a file lacks a column, and what it has."""
+    there = ", ".join(map(repr, schema.names)) or "no columns"
+    if {"custom_id", "body"} <= set(schema.names):
+        there += " (if these are lines of OpenAI's batches, say --format openai-batch)"
+    return MissingColumn(name, path, there)
 
 
 def as_asked(batch: pa.RecordBatch) -> pa.RecordBatch:
