@@ -88,7 +88,9 @@ class Decoded(io.RawIOBase):
                 text = self._decoder.decode(read, self._is_over)
             except UnicodeError:
                 name = self._encoding
-                reason = f"it has no byte order mark, which encoding {name} needs: say {name}-le or {name}-be if it is one"
+                reason = (
+                    f"it has no byte order mark, which encoding {name} needs: say {name}-le or {name}-be if it is one"
+                )
                 raise CorruptTable(self._path, self._format, reason) from None
             self._left = text.encode("utf-8", "surrogateescape")
         size = min(len(buffer), len(self._left))

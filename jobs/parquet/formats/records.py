@@ -48,7 +48,11 @@ class TextFile:
 
     def lines(self) -> Iterator[Record]:
         """Yield lines, as bytes of UTF-8 without their end. Raises OtherEncoding."""
-        stream = self._stream if self.encoding in (None, "utf-8") else Decoded(self._stream, self.encoding, self.path, self.format)
+        stream = (
+            self._stream
+            if self.encoding in (None, "utf-8")
+            else Decoded(self._stream, self.encoding, self.path, self.format)
+        )
         file = io.BufferedReader(stream, CHUNK_BYTES)
         head = file.peek(CHUNK_BYTES)
         if self.guess is not None:
