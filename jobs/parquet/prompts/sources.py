@@ -17,7 +17,7 @@ from jobs.parquet.prompts import prompt_source
 from jobs.parquet.prompts.jinja_source import JinjaSource
 from jobs.parquet.prompts.picture_source import PictureSource
 from jobs.parquet.prompts.prompt_source import ColumnSource, PromptSource, Row, checked_text, rows_without_null_keys
-from jobs.parquet.tables.columns import PROBLEM, RowProblem, as_asked, has_digits, is_list, is_text, python_rows
+from jobs.parquet.tables.columns import PROBLEM, RowProblem, has_digits, is_list, is_text, python_rows, with_own_json
 from jobs.prompts.arguments import NOT_TEXT
 from jobs.prompts.messages import OF_VALUES, ChatOptions, split_chat_options
 from jobs.prompts.pictures import ReadFile, is_url, loaded
@@ -146,7 +146,7 @@ class RowSource:
 
     def rows(self, batch: pa.RecordBatch, read: ReadFile = str.encode) -> Iterator[Row | RowProblem]:
         """Yield each row of a batch, or why it asks nothing. read: gives the file of a picture's path."""
-        batch = as_asked(batch)
+        batch = with_own_json(batch)
         has_problems = PROBLEM in batch.schema.names
         for start in range(0, batch.num_rows, SLICE_ROWS):
             part = batch.slice(start, SLICE_ROWS)

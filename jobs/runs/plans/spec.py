@@ -22,7 +22,7 @@ from jobs.prompts.template_texts import template_texts
 from jobs.runs.plans import option_checks as checks
 from jobs.runs.plans import prompt_steps
 from jobs.runs.plans.dialects import DIALECT, parse_decimal, parse_delimiter, parse_encoding
-from jobs.runs.plans.names import OPENAI_BATCH, PARTS, SUFFIXES, parse_single_file
+from jobs.runs.plans.names import CSV, JSONL, OPENAI_BATCH, PARTS, SUFFIXES, parse_single_file
 from jobs.runs.plans.paths import real_path, run_path
 
 #: Files are opened one by one to plan a run, and every shard's worker holds the plan that lists them.
@@ -171,6 +171,11 @@ class RunSpec:
     def chat(self) -> tuple[dict[str, Any], ChatOptions]:
         """Sampling values for the engine, and what its rows' chats have beside their messages."""
         return split_chat_options(self.sampling)
+
+    @property
+    def writes_lines(self) -> bool:
+        """Whether the output is one file of CSV or JSON lines, which can hold what the input's lines hold."""
+        return self.single_file in (CSV, JSONL)
 
     @property
     def has_tools(self) -> bool:
