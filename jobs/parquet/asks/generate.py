@@ -17,7 +17,7 @@ from jobs.parquet.prompts.prompt_source import Row
 from jobs.parquet.prompts.sources import StepSource
 from jobs.parquet.tables.columns import RowProblem
 from jobs.prompts.attempts import Attempts, hashed_seed, num_generated
-from jobs.prompts.messages import OF_VALUES, ChatOptions
+from jobs.prompts.messages import OF_VALUES, ChatOptions, split_chat_options
 from jobs.prompts.response_options import LOGPROBS
 from jobs.prompts.responses import text_token, with_ids
 from jobs.runs.plans.prompt_steps import answer_columns
@@ -27,7 +27,7 @@ from jobs.tasks import Completion, Request
 ATTEMPTS = (pa.field("attempts", pa.int64()), pa.field("check_error", pa.string()))
 
 OF_EACH_COMPLETION = frozenset(
-    {"completion", "finish_reason", "completion_tokens", "reasoning", "tool_calls", "logprobs"}
+    {"completion", "finish_reason", "completion_tokens", "reasoning", "tool_calls", "tool_call_error", "logprobs"}
 )
 
 #: Of a shard's rows together, all held until its part is written: some 20 for each token that is named.
@@ -65,7 +65,8 @@ class Generate(Ask):
 
     @staticmethod
     def fields(spec: RunSpec, embedding_size: int) -> list[pa.Field]:
-        fields = [*OUTPUT_FIELDS, *(answer_field(each, spec) for each in answer_columns(*spec.chat)[2:])]
+        own = answer_columns(spec.chat[0], has_tools=spec.has_tools)[2:]
+        fields = [*OUTPUT_FIELDS, *(answer_field(each, spec) for each in own)]
         if spec.n > 1:
             fields = [f.with_type(pa.list_(f.type)) if f.name in OF_EACH_COMPLETION else f for f in fields]
         return [*fields, *(ATTEMPTS if spec.repairs.is_asked_for else ())]
@@ -85,10 +86,13 @@ class Generate(Ask):
         return failed_answer(reason, self._n)
 
     def request(self, row: Row, seed: int) -> Request:
-        values = {**self._values, **row.own_sampling}
+        own = row.own_sampling
+        values, chat = {**self._values, **own}, self._chat
+        if "tools" in own:
+            values, chat = split_chat_options({**values, **chat, **own})
         if values.get("temperature") != 0:
             values = {"seed": seed, **values}
-        return request_of(row, self._is_chat, values, self._chat)
+        return request_of(row, self._is_chat, values, chat)
 
     def answer(self, completions: Sequence[Completion]) -> Answer:
         samples = sorted(completions, key=lambda sample: sample.index)
@@ -96,8 +100,8 @@ class Generate(Ask):
         failed = next((each for each in samples if each.finish_reason == "error"), None)
         if failed is not None:
             return replace(no_answer(failed, self._n), attempts=1)
-        found = [(*_texts_of(each), num_generated(each), each.reasoning) for each in samples]
-        text, reason, calls, tokens, reasoning = found[0] if self._n == 1 else zip(*found, strict=True)
+        found = [(*_texts_of(each), num_generated(each), each.reasoning, each.tool_call_error) for each in samples]
+        text, reason, calls, tokens, reasoning, no_call = found[0] if self._n == 1 else zip(*found, strict=True)
         attempts, problem = (first.attempts, first.check_error) if isinstance(first, Attempts) else (0, None)
         return Answer(
             completion=text,
@@ -108,6 +112,7 @@ class Generate(Ask):
             error=first.error,
             reasoning=reasoning,
             tool_calls=calls,
+            tool_call_error=no_call,
             columns=self._logprobs(samples),
             attempts=attempts,
             check_error=problem,
