@@ -155,7 +155,7 @@ class CorruptTable(InputError):
 
 class OtherEncoding(CorruptTable):
     """{path} is not UTF-8, and looks like {encoding}: say so with encoding (--encoding {encoding}), or write it again
-    as UTF-8; encoding utf-8 reads it as it is, and its lines that are not UTF-8 cost their rows"""
+    as UTF-8"""
 
 
 class OtherDelimiter(CorruptTable):

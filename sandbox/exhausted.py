@@ -11,8 +11,12 @@ DISK_FULL = frozenset([errno.ENOSPC, errno.EDQUOT])
 _NUMBERS = DISK_FULL | {errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EAGAIN}
 
 
+_NO_THREAD = "can't start new thread"
+"""Python tells this lack by its words alone."""
+
+
 def is_exhausted(error: BaseException | None) -> bool:
-    """Return whether an error says that memory, descriptors, processes or local disk ran out."""
+    """Return whether an error says that memory, descriptors, processes, threads or local disk ran out."""
     if isinstance(error, OSError):
         return error.errno in _NUMBERS
-    return isinstance(error, MemoryError)
+    return isinstance(error, MemoryError) or (isinstance(error, RuntimeError) and str(error) == _NO_THREAD)

@@ -50,7 +50,9 @@ class JobEnvironment:
     def _journal(self, claimed: ClaimedJob, connection: Redis) -> JobJournal:
         payload = blake2b(claimed.record.fields[b"data"], digest_size=16).hexdigest()
         created_at = claimed.record.fields.get(b"created_at", b"").decode(errors="replace")
-        whose = f"{FORMAT} {claimed.job_id} {created_at} {payload} {self.lent.model.fingerprint}"
+        # Texts stand for their tokens: the model's identity has its tokenizer and template, its pin the length at which
+        # `truncate_prompt_tokens` cuts.
+        whose = f"{FORMAT} {claimed.job_id} {created_at} {payload} {self.lent.model.pin}"
         lease = _lease(claimed)
         return JobJournal(connection, claimed.job_id, whose, claimed.left, (lease.key, lease.member))
 

@@ -131,15 +131,31 @@ def _longest(config: Mapping[str, Any]) -> Any:
     YaRN stretches the length that a checkpoint was trained with. max_position_embeddings may still have the old length:
     Qwen3's model card adds rope_scaling and leaves it alone. vLLM reads YaRN in the same way.
     """
-    longest = _size(config, "max_position_embeddings", UNLIMITED)
+    longest = written_length(config)
     for name in ("rope_scaling", "rope_parameters"):
-        parameters = config.get(name)
-        if isinstance(parameters, Mapping) and "yarn" in (parameters.get("rope_type"), parameters.get("type")):
-            original = parameters.get("original_max_position_embeddings")
-            factor = parameters.get("factor")
-            if type(original) is int and isinstance(factor, int | float) and math.isfinite(factor):
-                longest = max(longest, int(original * factor))
+        given = config.get(name)
+        if not isinstance(given, Mapping):
+            continue
+        for parameters in (given, *given.values()):  # the values may be parameters for each type of layer
+            if isinstance(parameters, Mapping) and "yarn" in (parameters.get("rope_type"), parameters.get("type")):
+                longest = max(longest, _stretched(config, parameters))
     return longest
+
+
+def _stretched(config: Mapping[str, Any], parameters: Mapping[str, Any]) -> int:
+    """Return the length to which YaRN stretches the original one; 0 if its values are no numbers."""
+    name = "original_max_position_embeddings"
+    original = config.get(name) or parameters.get(name) or written_length(config)
+    factor = parameters.get("factor")
+    if not isinstance(original, int | float) or not isinstance(factor, int | float):
+        return 0
+    stretched = original * factor
+    return int(stretched) if math.isfinite(stretched) else 0
+
+
+def written_length(config: Mapping[str, Any]) -> Any:
+    """Return the length that config.json names, which YaRN may stretch."""
+    return _size(config, "max_position_embeddings", UNLIMITED)
 
 
 def _check_values(read: ModelConfig, path: Path) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from engine.attention.features import AttentionFeatures
-from engine.checkpoint.model_config import MAX_SIZE, ModelConfig, number, optional_number
+from engine.checkpoint.model_config import MAX_SIZE, ModelConfig, number, optional_number, written_length
 from engine.errors import ConfigError, UnsupportedModel
 from engine.layers.gated_delta_net import DeltaHeads
 from engine.layers.moe import Experts
@@ -126,9 +126,8 @@ def _read_rope(
     if kind in ("su", "yarn") and "short_factor" in parameters:
         kind = "longrope"  # what the first Phi-3 checkpoints called it
     if kind in SCALED_FROM_ORIGINAL:
-        if known["original_max_position_embeddings"] is not None:
-            parameters["original_max_position_embeddings"] = known["original_max_position_embeddings"]
-        parameters.setdefault("original_max_position_embeddings", max_positions)
+        name = "original_max_position_embeddings"
+        parameters[name] = known[name] or parameters.get(name) or max_positions
     turning = parameters.get("partial_rotary_factor", known.get("partial_rotary_factor", 1.0))
     if turning != 1.0 and "partial_rotary_factor" not in known:
         raise UnsupportedModel(f"partial_rotary_factor {turning!r} is not supported for this architecture")
@@ -242,7 +241,7 @@ def _read(model: ModelConfig, flags: DecoderFlags) -> DecoderConfig:
     if SLIDING in kinds and not known.get("use_sliding_window", True):
         raise ConfigError("config.json: layer_types has sliding_attention, and use_sliding_window is false")
     windows = {FULL: None, LINEAR: None, SLIDING: size(known, "sliding_window") if SLIDING in kinds else None}
-    ropes = read_ropes(known, model.head_dim, model.max_position_embeddings)
+    ropes = read_ropes(known, model.head_dim, written_length(model.values))
     experts = read_experts(known, flags, model.num_layers, model.intermediate_size)
     eps = number(model.values, "rms_norm_eps")
     delta = read_delta(known, flags, eps)

@@ -7,9 +7,10 @@ from engine.schedule.logprobs import NOT_WANTED, as_dicts, num_top
 from engine.schedule.outputs import Completion, Logprob, RequestMetrics
 from engine.schedule.score_tree import ScoreTree
 from engine.schedule.sequence import Sequence
+from engine.text.control_tokens import BREAK
 from engine.text.reasoning import Reasoner
 from engine.text.tokenizer import Tokenizer
-from engine.text.tool_calls import ToolCallReader
+from engine.text.tool_calls import ToolCallReader, ToolCalls
 
 
 def is_complete(seq: Sequence) -> bool:
@@ -30,7 +31,7 @@ class Completions:
         """Make the completion of a finished sequence; None until all branches of its tree are scored."""
         if seq.tree is not None:
             return _scores_of(seq, seq.tree)
-        tokenizer, reasoner, reader = self._tokenizer, self._reasoner, self._tool_calls
+        tokenizer = self._tokenizer
         assert seq.finish_reason is not None
         token_ids = seq.generated_token_ids  # empty for an embedding or classes
         logprobs = None
@@ -40,20 +41,12 @@ class Completions:
             if seq.num_resumed and seq.targets is not None:
                 known, first = [*seq.scored, *known], int(seq.targets.places[0])
             logprobs = as_dicts(known, seq.token_ids[first:], seq.sample_top, tokenizer.token_text)[begin - first :]
-        prompt, reasoning, text = seq.token_ids[: seq.num_prompt_tokens], None, seq.text
-        has_tools, calls = bool(seq.params.tools) and seq.error is None, None
-        if has_tools and seq.params.skip_special_tokens:
-            text = reader.with_marks(text, token_ids, seq.follows_text)
+        prompt = seq.token_ids[: seq.num_prompt_tokens]
         of_prompt: list[dict[int, Logprob] | None] | None = None
         if seq.params.prompt_logprobs is not None and seq.error is None:
             top = num_top(seq.params.prompt_logprobs)
             of_prompt = [None, *as_dicts(seq.prompt_logprobs, prompt[1:], top, tokenizer.token_text)]
-        if seq.params.separate_reasoning and seq.error is None:
-            marks = seq.params.reasoning_marks
-            reasoning, text = reasoner.split(text, marks, prompt, token_ids, seq.follows_text)
-        if has_tools:
-            calls = reader.read(text, seq.params.tools)
-            text = calls.content
+        reasoning, text, calls = (None, seq.text, None) if seq.error is not None else self._parts_of(seq)
         return Completion(
             request_id=seq.request_id,
             index=seq.index,
@@ -74,6 +67,32 @@ class Completions:
             metrics=RequestMetrics(seq.arrived_at, seq.first_token_at, time.monotonic()),
             **({} if seq.pooled is None or seq.error is not None else {seq.pooled.field: seq.pooled.result()}),
         )
+
+    def _parts_of(self, seq: Sequence) -> tuple[str | None, str, ToolCalls | None]:
+        """Return the reasoning of a completion, its text without that and without calls, and the calls."""
+        params, prompt = seq.params, seq.token_ids[: seq.num_prompt_tokens]
+        reasoning, text, calls = None, seq.text, None
+        spans = self._reasoner.marks(params.reasoning_marks) if params.separate_reasoning else {}
+        marks = spans | (self._tool_calls.hidden_marks if params.tools else {})
+        if marks:
+            text = self._tokenizer.with_marks(
+                text,
+                seq.generated_token_ids,
+                marks,
+                broken=spans.values(),
+                follows_text=seq.follows_text,
+                skip_special_tokens=params.skip_special_tokens,
+                spaces_between_special_tokens=params.spaces_between_special_tokens,
+            )
+        if params.separate_reasoning:
+            reasoning, text = self._reasoner.split(text, params.reasoning_marks, prompt)
+            if params.skip_special_tokens:
+                text = self._reasoner.without_hidden(text, params.reasoning_marks)
+        if params.tools:
+            calls = self._tool_calls.read(text, params.tools, is_cut=seq.finish_reason == "length")
+            text = calls.content
+        reasoning = None if reasoning is None else reasoning.replace(BREAK, "")
+        return reasoning, text.replace(BREAK, ""), calls
 
 
 def _scores_of(seq: Sequence, tree: ScoreTree) -> Completion | None:

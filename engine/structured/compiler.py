@@ -18,7 +18,8 @@ import numpy as np
 from engine.errors import InvalidSampling
 from engine.sampling.parameter_values import brief
 from engine.sampling.structured_params import NAME, StructuredOutputsParams
-from engine.structured.json_schemas import NotEnforceable, enforceable, strings_of
+from engine.structured.endless_schemas import NotEnforceable
+from engine.structured.json_schemas import OPTIONS, enforceable, strings_of
 from engine.structured.matcher import MAX_MASK_S, SMALL_VOCABULARY, Matcher, Vocabulary, fill_masks
 
 if TYPE_CHECKING:
@@ -76,8 +77,9 @@ LIMITS: dict[str, Any] = {"initial_lexer_fuel": 500_000, "step_lexer_fuel": 50_0
 #: Bytes of the stack on which a form is tried. The engine then compiles it on a larger one.
 STACK_BYTES = 16 << 20
 
-#: Parts of a Lark grammar that may hold anything: a text, a pattern, a comment. The group matches a control token.
-_LARK_PARTS = re.compile(r'"(?:\\.|[^"\\])*"|/(?:\\.|[^/\\\n])+/|//[^\n]*|(<[^<>\s]+>)')
+#: Parts of a Lark grammar that may hold anything: a text, a pattern, a comment; then a control token, and the word
+#: before a schema.
+_LARK_PARTS = re.compile(r'"(?:\\.|[^"\\])*"|/(?:\\.|[^/\\\n])+/|//[^\n]*|(?P<token><[^<>\s]+>)|(?P<schema>%json\s*)')
 
 #: llguidance's advice on its own options, at the end of an error.
 _ADVICE = re.compile(r"[.;]? (?:Enable '\w+' option|either increase limits\.).*")
@@ -189,7 +191,7 @@ def _with_ids(grammar: str, control_tokens: Mapping[str, int]) -> str:
     """Replace control tokens such as `<tool_call>` in a Lark grammar by ids. Raises InvalidSampling if unknown."""
 
     def part(match: re.Match[str]) -> str:
-        name = match[1]
+        name = match["token"]
         if name is None or name.startswith("<["):
             return match[0]
         if name not in control_tokens:
@@ -197,6 +199,19 @@ def _with_ids(grammar: str, control_tokens: Mapping[str, int]) -> str:
         return f"<[{control_tokens[name]}]>"
 
     return _LARK_PARTS.sub(part, grammar)
+
+
+def _with_schemas(grammar: str) -> str:
+    """Make the schemas in a Lark grammar ones that llguidance enforces. Raises NotEnforceable."""
+    parts, at = [], 0
+    for match in _LARK_PARTS.finditer(grammar):
+        if match["schema"] is None or match.start() < at:
+            continue
+        schema, end = json.JSONDecoder().raw_decode(grammar, match.end())
+        written = {**enforceable(schema), OPTIONS: JSON_OPTIONS} if isinstance(schema, dict) else schema
+        parts += [grammar[at : match.end()], json.dumps(written, ensure_ascii=False)]
+        at = end
+    return "".join([*parts, grammar[at:]])
 
 
 def _read(spec: StructuredOutputsParams, control_tokens: Mapping[str, int]) -> str:
@@ -219,7 +234,11 @@ def _read(spec: StructuredOutputsParams, control_tokens: Mapping[str, int]) -> s
         # as one pattern, whose states are made as they are needed, thousands of texts are no problem
         return LLMatcher.grammar_from_regex("|".join(_META.sub(r"\\\g<0>", text) for text in spec.choice))
     assert spec.grammar is not None
-    return LLMatcher.grammar_from_lark(_with_ids(any_to_lark(spec.grammar), control_tokens))
+    try:
+        grammar = _with_schemas(any_to_lark(spec.grammar))
+    except NotEnforceable as error:
+        raise unusable(spec, f"with a schema {error}") from None
+    return LLMatcher.grammar_from_lark(_with_ids(grammar, control_tokens))
 
 
 def _refused(spec: StructuredOutputsParams, reason: object) -> InvalidSampling:

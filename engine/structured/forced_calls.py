@@ -9,8 +9,8 @@ from engine.errors import InvalidSampling
 from engine.sampling.parameter_values import brief
 from engine.sampling.sampling_params import SamplingParams
 from engine.sampling.structured_params import StructuredOutputsParams
-from engine.structured.compiler import JSON_OPTIONS
-from engine.structured.json_schemas import NotEnforceable, enforceable
+from engine.structured.endless_schemas import NotEnforceable
+from engine.structured.json_schemas import enforceable
 from engine.text.tokenizer import Tokenizer
 from engine.text.tool_calls import ToolForm, find_form
 
@@ -88,7 +88,6 @@ def _arguments(function: Mapping[str, Any]) -> dict[str, Any]:
     if not isinstance(schema, Mapping) or schema.get("type", "object") != "object":
         raise InvalidSampling(f"tool_choice needs a schema of an object for {whose}", brief(parameters))
     try:
-        schema = enforceable({"type": "object", **schema})
+        return dict(enforceable({"type": "object", **schema}))
     except NotEnforceable as error:
         raise InvalidSampling(f"tool_choice needs a schema that can be enforced for {whose}", f"one {error}") from None
-    return {**schema, "x-guidance": JSON_OPTIONS}

@@ -29,7 +29,7 @@ class ControlTokens:
         self._backend, self._added_texts, self._kept_texts = backend, added, kept
         self.texts = frozenset(texts)
         self._added = _pattern(added)
-        self._control, self._in_answers = _Spellings(self.texts), _Spellings(self.texts.difference(kept))
+        self._control, self._in_answers = Spellings(self.texts), Spellings(self.texts.difference(kept))
         self._names = {text: f"\ufdd2{token_hex(8)}.{number}\ufdd2" for number, text in enumerate(self.texts)}
         self._lock = Lock()
         self._literal: Any = None
@@ -70,7 +70,7 @@ def _pattern(texts: Collection[str]) -> re.Pattern[str]:
     return re.compile("|".join(map(re.escape, longest_first)) or r"(?!)")
 
 
-class _Spellings:
+class Spellings:
     """Finds tokens that a value spells: whole ones, and one begun at its end, which the next value may complete."""
 
     def __init__(self, texts: Collection[str]) -> None:

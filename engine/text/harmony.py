@@ -19,11 +19,15 @@ _RECIPIENT = re.compile(r"\bto=([^\s<]+)")
 
 @dataclass(frozen=True)
 class HarmonyMessage:
-    """One message of an answer. recipient: whom a call is for, such as "functions.add"; None if it is no call."""
+    """One message of an answer.
+
+    recipient: whom a call is for, such as "functions.add"; None if it is no call. is_closed: a mark ends it.
+    """
 
     channel: str | None
     recipient: str | None
     content: str
+    is_closed: bool = True
 
     @property
     def is_answer(self) -> bool:
@@ -35,9 +39,9 @@ class HarmonyMessage:
         return self.channel == "analysis" and not (self.recipient or "").startswith("functions.")
 
 
-def _message(header: str, content: str) -> HarmonyMessage:
+def _message(header: str, content: str, *, is_closed: bool) -> HarmonyMessage:
     channel, recipient = _CHANNEL.search(header), _RECIPIENT.search(header)
-    return HarmonyMessage(channel and channel[1], recipient and recipient[1], content)
+    return HarmonyMessage(channel and channel[1], recipient and recipient[1], content, is_closed)
 
 
 def read_messages(text: str) -> Iterator[HarmonyMessage]:
@@ -50,7 +54,7 @@ def read_messages(text: str) -> Iterator[HarmonyMessage]:
                 yield HarmonyMessage(None, None, plain)
             return
         end = _ENDS.search(behind)
-        yield _message(header, behind[: end.start()] if end else behind)
+        yield _message(header, behind[: end.start()] if end else behind, is_closed=end is not None)
         text = behind[end.end() :] if end else ""
 
 
@@ -60,7 +64,7 @@ def split_channels(text: str) -> tuple[str | None, str]:
     reasoning = [message.content for message in messages if message.is_reasoning]
     answers = [message.content for message in messages if message.is_answer]
     calls = [
-        f"{CHANNEL}commentary to={message.recipient}{MESSAGE}{message.content}{CALL}"
+        f"{CHANNEL}commentary to={message.recipient}{MESSAGE}{message.content}{CALL if message.is_closed else ''}"
         for message in messages
         if not message.is_reasoning and not message.is_answer
     ]
@@ -100,7 +104,7 @@ class AnswerChannels:
 
     def _take(self, mark: str) -> None:
         if mark == MESSAGE:
-            self._is_answer = _message(self._header, "").is_answer
+            self._is_answer = _message(self._header, "", is_closed=False).is_answer
         elif mark in (START, END, CALL, RETURN):
             self._is_answer, self._header = None, ""
         else:

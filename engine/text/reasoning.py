@@ -22,7 +22,8 @@ MAX_BLANKS = 8  # tokens of spaces and line breaks that a template may write beh
 class Mark:
     """A mark's text, and the tokens that write it.
 
-    token_id: the one token that always writes it; None if others may. is_hidden: completions' texts leave it out.
+    token_id: the one token that writes it, while others that spell it are text; None if any tokens may write it.
+    is_hidden: completions' texts leave it out.
     """
 
     text: str
@@ -159,11 +160,12 @@ class LeadingSpan:
     def _before(self, token_id: int) -> str:
         """Look for the start mark. Return the text held back once it shows that there is none."""
         start, begun = self._marks.start, self._held.lstrip()
-        if token_id == start.token_id or begun.startswith(start.text):
+        is_mark = token_id == start.token_id if start.token_id is not None else begun.startswith(start.text)
+        if is_mark:
             self._is_open, self._held = True, begun.removeprefix(start.text)
             self._close(token_id)
             return ""
-        if begun and start.text.startswith(begun):
+        if begun and start.token_id is None and start.text.startswith(begun):
             return ""
         released, self._held = self._held, ""
         self._is_over = bool(begun)
@@ -171,8 +173,12 @@ class LeadingSpan:
 
     def _close(self, token_id: int) -> None:
         end = self._marks.end
-        _, mark, behind = self._held.partition(end.text)
-        if mark or token_id == end.token_id:
+        if end.token_id is None:
+            _, mark, behind = self._held.partition(end.text)
+            is_closed = bool(mark)
+        else:
+            is_closed, behind = token_id == end.token_id, ""
+        if is_closed:
             self._is_open, self._is_behind, self._held = False, True, behind
         else:
             self._held = self._held[-len(end.text) :]
@@ -225,32 +231,35 @@ class Reasoner:
             return None
         return LeadingSpan(marks, self._span_after(prompt, marks))
 
-    def split(
-        self, text: str, named: Sequence[str], prompt: list[int], token_ids: list[int], follows_text: bool
-    ) -> tuple[str | None, str]:
+    def marks(self, named: Sequence[str]) -> dict[int, str]:
+        """Return the texts, by token id, of the marks that are tokens. named: of `budget`."""
+        if self._channels and not named:
+            return self._channels
+        marks = self._marks_of(tuple(named))
+        both = () if marks is None else (marks.start, marks.end)
+        return {mark.token_id: mark.text for mark in both if mark.token_id is not None}
+
+    def split(self, text: str, named: Sequence[str], prompt: list[int]) -> tuple[str | None, str]:
         """Split a completion's text into its reasoning (or None) and the rest.
 
-        token_ids: of the completion. named, follows_text: of `budget`.
+        text: as Tokenizer.with_marks returns it, so that marks which are tokens are told from text that spells them.
+        named: of `budget`.
         """
         if self._channels and not named:
-            return self._split_channels(text, prompt, token_ids, follows_text)
+            header = self._open_header(prompt)
+            if harmony.MESSAGE in text or header.endswith(harmony.MESSAGE):
+                text = header + text
+            return harmony.split_channels(text)
         marks = self._marks_of(tuple(named))
-        if marks is None:
-            return None, text
-        for mark in (marks.end, marks.start):
-            if mark.is_hidden and mark.text not in text and mark.token_id is not None:
-                text = self._tokenizer.with_hidden(text, token_ids, {mark.token_id: mark.text}, follows_text, most=1)
-        return split(text, marks, self._span_after(prompt, marks))
+        return (None, text) if marks is None else split(text, marks, self._span_after(prompt, marks))
 
-    def _split_channels(
-        self, text: str, prompt: list[int], token_ids: list[int], follows_text: bool
-    ) -> tuple[str | None, str]:
-        if not any(mark in text for mark in harmony.MARKS):
-            text = self._tokenizer.with_hidden(text, token_ids, self._channels, follows_text)
-        header = self._open_header(prompt)
-        if harmony.MESSAGE in text or header.endswith(harmony.MESSAGE):
-            text = header + text
-        return harmony.split_channels(text)
+    def without_hidden(self, text: str, named: Sequence[str]) -> str:
+        """Take out marks that completions leave out, once a text is split. named: of `budget`."""
+        marks = None if self._channels and not named else self._marks_of(tuple(named))
+        for mark in () if marks is None else (marks.start, marks.end):
+            if mark.is_hidden:
+                text = text.replace(mark.text, "")
+        return text
 
     def _open_header(self, prompt: list[int]) -> str:
         return harmony.open_header(self._tokenizer.decode(prompt[-MAX_HEADER:], skip_special_tokens=False))
@@ -262,7 +271,10 @@ class Reasoner:
 
     def _span_after(self, prompt: list[int], marks: Marks) -> Span:
         longest = max(len(marks.start.token_ids), len(marks.end.token_ids)) + MAX_BLANKS
-        return span_at_end(self._tokenizer.decode(prompt[-longest:], skip_special_tokens=False), marks)
+        span = span_at_end(self._tokenizer.decode(prompt[-longest:], skip_special_tokens=False), marks)
+        mark = {Span.OPEN: marks.start, Span.CLOSED: marks.end}.get(span)
+        is_spelled = mark is not None and mark.token_id is not None and mark.token_id not in prompt[-longest:]
+        return Span.NONE if is_spelled else span
 
     def _read_marks(self, named: tuple[str, ...]) -> Marks | None:
         texts = named or self._known

@@ -9,11 +9,13 @@ import ast
 import json
 import logging
 import re
+from bisect import bisect_left
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from engine.text import harmony
+from engine.text.control_tokens import BREAK
 from engine.text.tokenizer import Tokenizer
 
 logger = logging.getLogger(__name__)
@@ -27,7 +29,7 @@ class Piece:
 
     name: the function that it calls; None for text, "" for a call that cannot be read. arguments: an object, or its
     JSON; None without any. are_texts: the form writes all values as text, whatever types the tool takes. is_clear: it
-    can be nothing but a call, so the answer says why if it is no valid one.
+    can be nothing but a call, so the answer says why if it is no valid one. is_closed: more arguments cannot follow.
     """
 
     text: str
@@ -35,6 +37,7 @@ class Piece:
     arguments: Any = None
     are_texts: bool = False
     is_clear: bool = True
+    is_closed: bool = True
 
 
 Parser = Callable[[str], list[Piece]]
@@ -79,11 +82,14 @@ def find_form(template: str | None, added_tokens: Iterable[str]) -> ToolForm | N
     return None
 
 
-def read_tool_calls(text: str, tools: Sequence[Mapping[str, Any]], form: ToolForm | None = None) -> ToolCalls:
+def read_tool_calls(
+    text: str, tools: Sequence[Mapping[str, Any]], form: ToolForm | None = None, *, is_cut: bool = False
+) -> ToolCalls:
     """Return which of these tools an answer calls.
 
     tools: as in OpenAI's requests. form: the model's. It is tried first, then the others, as models do not always keep
     to theirs. What looks like a call but calls none of these tools stays in the content, and the problem says so.
+    is_cut: the answer reached its length, so a call at its end may lack arguments.
     """
     functions = {tool["function"]["name"]: tool["function"] for tool in tools}
     first_problem = None
@@ -91,7 +97,7 @@ def read_tool_calls(text: str, tools: Sequence[Mapping[str, Any]], form: ToolFor
         pieces = each.parse(text)
         calls, rest, problem = list[dict[str, str]](), list[str](), None
         for piece in pieces:
-            call = None if piece.name is None else _call_of(piece, functions)
+            call = None if piece.name is None else _call_of(piece, functions, is_cut)
             if isinstance(call, dict):
                 calls.append(call)
             else:
@@ -103,12 +109,14 @@ def read_tool_calls(text: str, tools: Sequence[Mapping[str, Any]], form: ToolFor
     return ToolCalls([], text, first_problem)
 
 
-def _call_of(piece: Piece, functions: Mapping[str, Mapping[str, Any]]) -> dict[str, str] | str:
+def _call_of(piece: Piece, functions: Mapping[str, Mapping[str, Any]], is_cut: bool) -> dict[str, str] | str:
     """Return a piece's call, or why it is no call."""
     if not piece.name:
         return "what looks like a call of a tool cannot be read"
     if piece.name not in functions:
         return f"a call of {piece.name[:64]!r} is no call: no such tool was given"
+    if is_cut and not piece.is_closed and (piece.are_texts or not piece.arguments):
+        return f"the answer was cut in a call of {piece.name[:64]!r}"
     arguments = {} if piece.arguments is None else piece.arguments
     if isinstance(arguments, str):
         arguments = _whole_json(arguments) if arguments.strip() else {}
@@ -196,11 +204,11 @@ def _write_object(name: str, key: str = "arguments") -> tuple[str, str]:
 
 
 HERMES, HERMES_CLOSE = "<tool_call>", "</tool_call>"
-_HERMES_END = re.compile(r"\s*(</tool_call>|\Z)")
+_HERMES_END = re.compile(r"\s*(</tool_call>|(?=<tool_call>)|\Z)")
 
 
 def _hermes(text: str) -> list[Piece]:
-    """<tool_call>{"name": ..., "arguments": {...}}</tool_call>. The last end tag may be missing."""
+    """<tool_call>{"name": ..., "arguments": {...}}</tool_call>. An end tag may be missing."""
     pieces, at = list[Piece](), 0
     while (place := text.find(HERMES, at)) >= 0:
         pieces.append(Piece(text[at:place]))
@@ -217,41 +225,52 @@ def _write_hermes(name: str, _: Callable[[str], bool]) -> tuple[str, str]:
 
 
 _XML_OPEN = re.compile(r"(?:<tool_call>\s*)?<function=([^>\n]+)>\s*")
-#: A value stops at the next call. So reading stays linear in an answer that opens the same call again and again.
-_XML_PARAMETER = re.compile(
-    r"<parameter=([^>\n]+)>\n?((?:(?!<function=).)*?)\n?(?:</parameter>|(?=<parameter=))\s*", re.DOTALL
-)
+_XML_PARAMETER = re.compile(r"<parameter=([^>\n]+)>\n?")
+#: A value ends at the tag behind which the call goes on or ends, so it may hold such tags itself.
+_XML_VALUE_END = re.compile(r"\n?(?:</parameter>\s*(?=<parameter=|</function>|</tool_call>|\Z)|(?=<parameter=))")
 _XML_CLOSE = re.compile(r"</function>(?:\s*</tool_call>)?|</tool_call>|\Z")
 
 
 def _qwen_xml(text: str) -> list[Piece]:
     """<function=NAME><parameter=KEY>VALUE</parameter></function>, in <tool_call>. Its last end may be missing."""
-    return _tagged(text, _XML_OPEN, _XML_PARAMETER, _XML_CLOSE)
+    return _tagged(text, _XML_OPEN, _XML_PARAMETER, _XML_VALUE_END, _XML_CLOSE)
 
 
 _GLM_OPEN = re.compile(r"<tool_call>\s*([\w.-]+)\s*(?=<arg_key>|</tool_call>|\Z)")
-_GLM_ARGUMENT = re.compile(r"<arg_key>([^<]*)</arg_key>\s*<arg_value>((?:(?!<arg_key>).)*?)</arg_value>\s*", re.DOTALL)
+_GLM_KEY = re.compile(r"<arg_key>([^<]*)</arg_key>\s*<arg_value>")
+_GLM_VALUE_END = re.compile(r"</arg_value>\s*(?=<arg_key>|</tool_call>|\Z)")
 _GLM_CLOSE = re.compile(r"</tool_call>|\Z")
 
 
 def _glm(text: str) -> list[Piece]:
     """<tool_call>NAME<arg_key>KEY</arg_key><arg_value>VALUE</arg_value></tool_call>. Its last end may be missing."""
-    return _tagged(text, _GLM_OPEN, _GLM_ARGUMENT, _GLM_CLOSE)
+    return _tagged(text, _GLM_OPEN, _GLM_KEY, _GLM_VALUE_END, _GLM_CLOSE)
 
 
-def _tagged(text: str, opening: re.Pattern[str], argument: re.Pattern[str], closing: re.Pattern[str]) -> list[Piece]:
+def _tagged(
+    text: str, opening: re.Pattern[str], key: re.Pattern[str], value_end: re.Pattern[str], closing: re.Pattern[str]
+) -> list[Piece]:
     """Read calls whose arguments have tags. A call with other text between its tags was cut, and cannot be read."""
+    ends = [(end.start(), end.end()) for end in value_end.finditer(text)]
     pieces, at = list[Piece](), 0
     while call := opening.search(text, at):
         pieces.append(Piece(text[at : call.start()]))
         arguments, at = dict[str, str](), call.end()
-        while pair := argument.match(text, at):
-            arguments[pair[1].strip()] = pair[2]
-            at = pair.end()
+        while pair := key.match(text, at):
+            place = bisect_left(ends, (pair.end(), 0))
+            if place == len(ends):
+                break
+            start, end = ends[place]
+            value = text[pair.end() : start]
+            if opening.search(value) and "</" not in text[start:end]:  # another call begins before this value ends
+                break
+            arguments[pair[1].strip()] = value
+            at = end
         closed = closing.match(text, at)
         at = closed.end() if closed else at
         name = call[1].strip() if closed else ""
-        pieces.append(Piece(text[call.start() : at], name, arguments, are_texts=True))
+        is_closed = closed is not None and bool(closed[0])
+        pieces.append(Piece(text[call.start() : at], name, arguments, are_texts=True, is_closed=is_closed))
     return [*pieces, Piece(text[at:])]
 
 
@@ -271,7 +290,7 @@ def _mistral(text: str) -> list[Piece]:
         whole = text[place:end]
         if named:
             is_read = value is not None or not text.startswith("{", value_at)
-            pieces.append(Piece(whole, named[1] if is_read else "", value))
+            pieces.append(Piece(whole, named[1] if is_read else "", value, is_closed=end < len(text)))
         elif value is not None:
             pieces += [_json_piece(whole, each) for each in (value if isinstance(value, list) else [value])]
         else:
@@ -289,7 +308,8 @@ def _write_mistral(name: str, shows: Callable[[str], bool]) -> tuple[str, str]:
 
 DEEPSEEK = tuple(f"<｜tool▁{name}｜>" for name in ("calls▁begin", "call▁begin", "sep", "call▁end", "calls▁end"))
 _DEEPSEEK = re.compile(
-    f"(?:{DEEPSEEK[0]}\\s*)?{DEEPSEEK[1]}(.*?){DEEPSEEK[2]}(.*?)(?:{DEEPSEEK[3]}|\\Z)(?:\\s*{DEEPSEEK[4]})?", re.DOTALL
+    f"(?:{DEEPSEEK[0]}\\s*)?{DEEPSEEK[1]}(.*?){DEEPSEEK[2]}(.*?)(?P<end>{DEEPSEEK[3]}|\\Z)(?:\\s*{DEEPSEEK[4]})?",
+    re.DOTALL,
 )
 _FENCED = re.compile(r"\s*([^\n`{]+?)\s*```(?:json)?\s*(.*?)\s*(?:```\s*)?\Z", re.DOTALL)
 
@@ -299,9 +319,10 @@ def _deepseek(text: str) -> list[Piece]:
 
     def read(match: re.Match[str]) -> list[Piece]:
         fenced = _FENCED.match(match[2])
+        is_closed = match["end"] != ""
         if match[1].strip() == "function" and fenced:
-            return [Piece(match[0], fenced[1], fenced[2])]
-        return [Piece(match[0], match[1].strip(), match[2])]
+            return [Piece(match[0], fenced[1], fenced[2], is_closed=is_closed)]
+        return [Piece(match[0], match[1].strip(), match[2], is_closed=is_closed)]
 
     return _spans(text, _DEEPSEEK, read)
 
@@ -386,7 +407,7 @@ def _pythonic_calls(text: str, calls: ast.List) -> Iterator[Piece]:
 
 _HARMONY = re.compile(
     r"(?:<\|start\|>assistant)?(?:<\|channel\|>[^<]*?)?\s?\bto=([^\s<]+)[^<]*(?:<\|(?:channel|constrain)\|>[^<]*)*"
-    r"<\|message\|>(.*?)(?:<\|call\|>|(?=<\|start\|>)|\Z)",
+    r"<\|message\|>(.*?)(?:<\|call\|>|(?=<\|start\|>)|(?P<cut>\Z))",
     re.DOTALL,
 )
 
@@ -395,7 +416,8 @@ def _harmony(text: str) -> list[Piece]:
     """A message of gpt-oss to functions.NAME."""
 
     def read(match: re.Match[str]) -> list[Piece]:
-        return [Piece(match[0], match[1].removeprefix("functions."), match[2])]
+        is_closed = match["cut"] is None
+        return [Piece(match[0], match[1].removeprefix("functions."), match[2], is_closed=is_closed)]
 
     return _spans(text, _HARMONY, read)
 
@@ -423,20 +445,21 @@ class ToolCallReader:
     """Reads the calls in completions of one model."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
-        self._tokenizer = tokenizer
         self._form = find_form(tokenizer.tool_template, tokenizer.added_tokens)
         added = tokenizer.added_tokens.items()
         marks = () if self._form is None else self._form.marks
-        self._hidden = {token.token_id: text for text, token in added if token.is_special and text in marks}
+        #: The texts by token id of marks of calls that completions leave out, as they are special tokens.
+        self.hidden_marks = {token.token_id: text for text, token in added if token.is_special and text in marks}
         self._is_logged = False
 
-    def with_marks(self, text: str, token_ids: list[int], follows_text: bool) -> str:
-        """Return a completion's text with the marks of calls; it leaves them out if they are special tokens."""
-        return self._tokenizer.with_hidden(text, token_ids, self._hidden, follows_text)
+    def read(self, text: str, tools: Sequence[Mapping[str, Any]], *, is_cut: bool = False) -> ToolCalls:
+        """Return which of the tools a text calls. The first answer with something that is no call is logged.
 
-    def read(self, text: str, tools: Sequence[Mapping[str, Any]]) -> ToolCalls:
-        """Return which of the tools a text calls. The first answer with something that is no call is logged."""
-        calls = read_tool_calls(text, tools, self._form)
+        is_cut: of `read_tool_calls`.
+        """
+        calls = read_tool_calls(text, tools, self._form, is_cut=is_cut)
+        for call in calls.calls:
+            call["arguments"] = call["arguments"].replace(BREAK, "")
         if calls.problem is not None and not self._is_logged:
             self._is_logged = True
             logger.warning("an answer keeps in its text what looks like a call of a tool: tool_call_error says why")

@@ -27,6 +27,7 @@ class Answer:
     error: str | None
     reasoning: str | tuple[str | None, ...] | None = None
     tool_calls: str | tuple[str | None, ...] | None = None
+    tool_call_error: str | tuple[str | None, ...] | None = None
     columns: Mapping[str, Any] = field(default_factory=lambda: _NONE)
     attempts: int = 0
     check_error: str | None = None
@@ -103,7 +104,7 @@ class AnswerMemo:
 
 
 def _size(answer: Answer) -> int:
-    columns = (answer.completion, answer.reasoning, answer.tool_calls, answer.check_error)
+    columns = (answer.completion, answer.reasoning, answer.tool_calls, answer.tool_call_error, answer.check_error)
     all_columns = (*columns, *answer.columns.values())
     texts = [text for column in all_columns for text in (column if isinstance(column, tuple) else (column,))]
     pairs = sum(isinstance(text, tuple) for text in texts)

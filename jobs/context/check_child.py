@@ -1,4 +1,4 @@
-"""What a child does that checks answers. It imports nothing of the worker's, and of others' what a check needs."""
+"""What a child does that checks answers. It imports no more than a check needs."""
 
 import inspect
 import json
@@ -6,11 +6,11 @@ import re
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from functools import lru_cache
-from hashlib import blake2b
 from pathlib import Path
 from pkgutil import resolve_name
 from typing import Any
 
+from jobs.context.own_sources import hash_of, own_files
 from sandbox.child import Worker, unlimited_memory
 from sandbox.recent import Recent
 
@@ -37,26 +37,30 @@ def _reply(question: dict[str, Any]) -> dict[str, Any]:
         return {"problem": _cut(str(error))}
     except Exception as error:  # noqa: BLE001  # a schema may be anything, and its library raises what it likes
         return {"problem": _cut(f"check cannot be read ({type(error).__name__}: {error})")}
-    if "function" in json.loads(question["check"]) and _source(check) != _read_source(check):
+    if "function" in json.loads(question["check"]) and _version(check) != hash_of(_files(check)):
         return {"is_stale": True}
     if "version" in question:
-        return {"version": _source(check)}
+        return {"version": _version(check)}
     if "text" not in question:
         return {}
     return {"reason": _reason(check, question["row"], question["text"])}
 
 
-def _read_source(check: Check) -> str:
-    """Return a hash of the file that defines a function, or the class of a callable object."""
+@lru_cache(maxsize=64)
+def _files(check: Check) -> list[Path]:
+    """Return the files that define a function, or the class of a callable object, when it was imported."""
+    definition: Any = check if inspect.isroutine(check) else type(check)
     with suppress(OSError, TypeError):
-        path = inspect.getsourcefile(check if inspect.isroutine(check) else type(check))
+        path = inspect.getsourcefile(definition)
         if path is not None:
-            return blake2b(Path(path).read_bytes(), digest_size=16).hexdigest()
-    return "unknown"
+            return own_files(definition.__module__, Path(path).resolve())
+    return []
 
 
-#: The file's hash when this process imported the function. The process goes on running that source.
-_source = lru_cache(maxsize=64)(_read_source)
+@lru_cache(maxsize=64)
+def _version(check: Check) -> str:
+    """Return the hash of these files when this process imported the function: it goes on running them."""
+    return hash_of(_files(check))
 
 
 def _reason(check: Check, row: Any, text: str) -> str | None:
@@ -108,7 +112,7 @@ def _function(dotted: str) -> Check:
     if not callable(found):
         raise Unusable(f"function of check: {dotted} is a {type(found).__name__}, expected a function")
     check: Check = found
-    _source(check)
+    _version(check)
     return check
 
 

@@ -1,6 +1,6 @@
 """What generates an answer: a prompt is asked, and asked again where its answer is refused or was cut."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from hashlib import blake2b
 from typing import Any
@@ -10,6 +10,7 @@ from jobs.context.checks import DEFAULT_MAX_ATTEMPTS, RepairOptions
 from jobs.errors import InvalidJob, InvalidValue
 from jobs.items.item import Check, Item, Samples, asked_once
 from jobs.items.records import PlainCompletion
+from jobs.prompts.template_texts import as_values
 from jobs.tasks import Completion, Logprob, Request
 
 #: Sampling values of a prompt's first request alone.
@@ -49,10 +50,16 @@ def failed(reason: str | None, n: int) -> PromptAnswer:
     return PromptAnswer([sample] * n, [0] * n)
 
 
-def generated(request: Request, repairs: RepairOptions, row: Any = None) -> Item[PromptAnswer]:
-    """Ask a prompt for its completions. row: what a check function gets beside the answer."""
+def generated(
+    request: Request, repairs: RepairOptions, row: Any = None, control_tokens: Collection[str] = ()
+) -> Item[PromptAnswer]:
+    """Ask a prompt for its completions.
+
+    row: what a check function gets beside the answer. control_tokens: texts that answers and reasons behind a text
+    prompt must not forge; the engine sees to those of a chat.
+    """
     if repairs.is_asked_for:
-        return _tried(request, repairs, row)
+        return _tried(request, repairs, row, control_tokens)
     return _sampled(asked_once(request))
 
 
@@ -61,7 +68,7 @@ def _sampled(item: Item[Samples]) -> Item[PromptAnswer]:
     return PromptAnswer(samples, [len(sample.token_ids) for sample in samples])
 
 
-def _tried(request: Request, repairs: RepairOptions, row: Any) -> Item[PromptAnswer]:
+def _tried(request: Request, repairs: RepairOptions, row: Any, control_tokens: Collection[str]) -> Item[PromptAnswer]:
     """Ask until an answer stands; see RepairOptions."""
     tally = _Tally()
     seed = request.sampling.get("seed")
@@ -85,7 +92,15 @@ def _tried(request: Request, repairs: RepairOptions, row: Any) -> Item[PromptAns
         problem = yield Check(repairs, row, completion.text)
         if problem is None or not has_attempts:
             break
-        request = _repaired(request, completion.text, repairs, problem, seed, attempt + 1)
+        sampling = _later_sampling(request)
+        if seed is not None:
+            sampling["seed"] = hashed_seed(f"{seed}:attempt {attempt + 1}")
+        request = replace(request, sampling=sampling)
+        if request.messages is not None:
+            request = _repaired_chat(request, completion.text, repairs.text_behind(problem, is_chat=True))
+        else:
+            answer, reason = as_values([completion.text, problem], control_tokens)
+            request = _repaired_prompt(request, f"{answer}{repairs.text_behind(reason, is_chat=False)}")
         asked = request
     return PromptAnswer([tally.sample()], [tally.num_generated], attempt, problem)
 
@@ -139,22 +154,19 @@ class _Tally:
         )
 
 
-def _repaired(request: Request, answer: str, repairs: RepairOptions, problem: str, seed: Any, attempt: int) -> Request:
-    """Return what asks for another answer, behind all that was asked and answered. attempt: counted from 1."""
-    is_chat = request.messages is not None
-    text_behind = repairs.text_behind(problem, is_chat)
-    sampling = _later_sampling(request)
-    if seed is not None:
-        sampling["seed"] = hashed_seed(f"{seed}:attempt {attempt}")
-    asked = replace(request, sampling=sampling)
-    if request.messages is not None:
-        turns = [{"role": "assistant", "content": answer}, {"role": "user", "content": text_behind}]
-        return replace(asked, messages=[*request.messages, *turns])
+def _repaired_chat(request: Request, answer: str, text_behind: str) -> Request:
+    """Return what asks for another answer, behind all that was asked and answered."""
+    assert request.messages is not None
+    turns = [{"role": "assistant", "content": answer}, {"role": "user", "content": text_behind}]
+    return replace(request, messages=[*request.messages, *turns])
 
+
+def _repaired_prompt(request: Request, text_behind: str) -> Request:
+    """Return a prompt with the answer, and with what asks for another one, behind it."""
     assert request.prompt is not None
     if isinstance(request.prompt, str):
-        return replace(asked, prompt=f"{request.prompt}{answer}{text_behind}")
-    return replace(asked, prompt=[*request.prompt, {"type": "text", "text": f"{answer}{text_behind}"}])
+        return replace(request, prompt=f"{request.prompt}{text_behind}")
+    return replace(request, prompt=[*request.prompt, {"type": "text", "text": text_behind}])
 
 
 def _later_sampling(request: Request) -> dict[str, Any]:

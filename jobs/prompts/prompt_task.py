@@ -1,7 +1,7 @@
 """The task of `jobs.complete` and `jobs.chat`: prompts in the job, answers in its result."""
 
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -40,7 +40,10 @@ Respond = Callable[[Answers, str], dict[str, Any]]
 
 @dataclass(frozen=True)
 class PromptTask(Task):
-    """The prompts of one job, in order, and how they are answered. model: None takes whichever is served."""
+    """The prompts of one job, in order, and how they are answered.
+
+    model: None takes whichever is served. values_are_text: control tokens in earlier answers are text.
+    """
 
     prompts: Sequence[Request | Unusable]
     respond: Respond
@@ -48,6 +51,7 @@ class PromptTask(Task):
     sampling: Mapping[str, Any] = field(default_factory=dict)
     repairs: RepairOptions = NO_REPAIRS
     clock: Callable[[], float] = time.time
+    values_are_text: bool = True
 
     def open(self, context: JobContext) -> OpenTask:
         """Raise ModelNotServed for another model, InvalidJob for sampling or a check that cannot be."""
@@ -60,8 +64,8 @@ class PromptTask(Task):
         context.check_sampling(self.sampling)
         context.checks.admit(self.repairs)
 
-    def item(self, prompt: Request | Unusable) -> Item[PromptAnswer]:
-        """Return what is asked of one prompt."""
+    def item(self, prompt: Request | Unusable, control_tokens: Collection[str] = ()) -> Item[PromptAnswer]:
+        """Return what is asked of one prompt. control_tokens: the model's."""
         if isinstance(prompt, Unusable):
             return _ended(failed(prompt.reason, self.num_samples))
         row: dict[str, Any] = {}
@@ -69,7 +73,8 @@ class PromptTask(Task):
             row = {"messages": with_pictures(prompt.messages, lambda _: None)}
         elif self.repairs.is_asked_for:
             row = {"prompt": as_shown(prompt.prompt)}
-        return self._answered(generated(prompt, self.repairs, row))
+        forbidden = control_tokens if self.values_are_text else ()
+        return self._answered(generated(prompt, self.repairs, row, forbidden))
 
     def _answered(self, item: Item[PromptAnswer]) -> Item[PromptAnswer]:
         """Return an item whose answer is failed in all its samples if it is in one."""
@@ -149,7 +154,7 @@ class OpenPrompts(ItemsTask):
                 answers.append(failed(prompt.reason, task.num_samples))
             else:
                 answers.append(None)
-                entries.append(Entry[PromptAnswer]([place], partial(task.item, prompt)))
+                entries.append(Entry[PromptAnswer]([place], partial(task.item, prompt, context.model.control_tokens)))
         ask = PromptAsk(has_checks=task.repairs.check is not None)
         self.runner = ItemRunner(entries, answers, ask, context.checks, keeps_replies=has_journal)
         self.runner.resume(self._left)
@@ -260,6 +265,7 @@ def complete_task(
     others = parse_sampling(others)
     refuse_chat_options(others)
     others, chat = split_chat_options(others)
+    values_are_text = chat.get(OF_VALUES, True)
     values, options = completion_options(others)
     check_repairs(repairs, values, prompt_only=options.prompt_only)
 
@@ -269,9 +275,10 @@ def complete_task(
         if repairs.check is not None and any(isinstance(each, list) for each in prompts):
             raise InvalidJob("check and a prompt of token ids: its reason is a text: give the prompt as a text")
         respond = partial(text_completion, options=options)
-        return PromptTask(_seeded(text_requests(prompts, values)), respond, asked_for, values, repairs)
+        requests = _seeded(text_requests(prompts, values))
+        return PromptTask(requests, respond, asked_for, values, repairs, values_are_text=values_are_text)
 
-    return asked_task(task, values_are_text=chat.get(OF_VALUES, True), prompt=prompt, prompt_template=prompt_template)
+    return asked_task(task, values_are_text=values_are_text, prompt=prompt, prompt_template=prompt_template)
 
 
 def chat_task(

@@ -210,6 +210,36 @@ def test_yarn_stretches_the_length_that_it_starts_from(tmp_path: Path, key: str,
     assert factor == expected_factor
 
 
+@pytest.mark.parametrize(
+    ("changes", "length"),
+    [
+        ({"rope_scaling": {"type": "yarn", "factor": 4.0}}, 131072),
+        ({"rope_parameters": {"rope_type": "yarn", "factor": 4.0, "rope_theta": 1e6}}, 131072),
+        ({"rope_scaling": {"type": "yarn", "factor": 4, "original_max_position_embeddings": 32768.0}}, 131072),
+        ({"rope_scaling": {"type": "yarn", "factor": 8.0}, "original_max_position_embeddings": 8192}, 65536),
+        ({"rope_scaling": {"type": "yarn", "factor": 2.0}, "original_max_position_embeddings": 8192}, 32768),
+    ],
+    ids=str,
+)
+def test_yarn_starts_from_the_length_that_transformers_takes(
+    tmp_path: Path, changes: dict[str, Any], length: int
+) -> None:
+    """Without an original length it is max_position_embeddings, and the frequencies are computed from it too."""
+    values = {**SIZES, "model_type": "qwen2", "head_dim": 16, "max_position_embeddings": 32768, **changes}
+    model = read_written(tmp_path, "Qwen2ForCausalLM", values)
+    assert model.max_position_embeddings == length
+    [rope] = read_decoder_config(model, decoder_flags("Qwen2ForCausalLM")).ropes
+    expected, _ = ROPE_INIT_FUNCTIONS["yarn"](AutoConfig.for_model(**values), torch.device("cpu"))
+    assert torch.equal(rope.frequencies(length)[0], expected)
+
+
+def test_yarn_of_one_type_of_layers_stretches_the_length(tmp_path: Path) -> None:
+    full = {"rope_type": "yarn", "factor": 4.0, "rope_theta": 1e6, "original_max_position_embeddings": 32768}
+    by_kind = {"full_attention": full, "sliding_attention": {"rope_type": "default", "rope_theta": 1e4}}
+    changes = {"max_position_embeddings": 32768, "rope_parameters": by_kind}
+    assert read_written(tmp_path, "Gemma3ForCausalLM", changes).max_position_embeddings == 131072
+
+
 def test_a_length_that_is_stretched_already_is_stretched_once(tmp_path: Path) -> None:
     yarn = {"rope_type": "yarn", "factor": 40, "original_max_position_embeddings": 4096}
     model = read_written(tmp_path, "Qwen3ForCausalLM", {"max_position_embeddings": 163840, "rope_scaling": yarn})

@@ -94,7 +94,8 @@ def test_a_forced_answer_is_a_call_of_an_offered_tool(
     first = {"harmony": "<|channel|>", "llama json": None}.get(form, tokens[0] if tokens else None)
     names = set()
     for token_ids in answers(tokenizer, tool_choice="required"):
-        found = reader.read(reader.with_marks(tokenizer.decode(token_ids), token_ids, False), TOOLS)
+        text = tokenizer.decode(token_ids)
+        found = reader.read(tokenizer.with_marks(text, token_ids, reader.hidden_marks, follows_text=False), TOOLS)
         assert (len(found.calls), found.content, found.problem) == (1, "", None)
         (call,) = found.calls
         jsonschema.validate(json.loads(call["arguments"]), SCHEMAS[call["name"]])

@@ -153,3 +153,22 @@ def test_a_budget_ends_the_reasoning_and_opens_the_answer(engine: Engine, budget
         [[*prompt, *found.token_ids[: budget + len(forced)]]], replace(GREEDY, max_tokens=24 - budget - len(forced))
     )
     assert found.token_ids[budget + len(forced) :] == rest.token_ids
+
+
+@pytest.mark.parametrize("tools", [(), (ADD,)], ids=["no tools", "tools"])
+def test_text_that_spells_a_mark_is_no_mark(engine: Engine, tools: tuple[Any, ...]) -> None:
+    """An answer may tell of channels and calls; only the tokens themselves are marks."""
+    encode = engine._tokenizer.encode_alone
+    answer = "Say <|end|> or <|channel|>analysis<|message|>x<|end|>, or " + WRITTEN_CALL
+    spelled = [token_id for char in answer for token_id in encode(char)]
+    opening = "<|channel|>analysis<|message|>why<|end|><|start|>assistant<|channel|>final<|message|>"
+    token_ids = [*encode(opening), *spelled]
+    params = SamplingParams(max_tokens=1, tools=tools, separate_reasoning=True, ignore_eos=True)
+    engine.add("spelled", engine.chat_token_ids(HI), params, continued=token_ids)
+    completions = []
+    while engine.has_unfinished:
+        completions += engine.step()
+    (completion,) = completions
+    assert completion.reasoning == "why"
+    assert completion.text.startswith(answer)
+    assert completion.tool_calls is None

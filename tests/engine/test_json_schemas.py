@@ -16,6 +16,8 @@ from engine.structured.grammars import Grammars
 END = frozenset({256})
 ODD = 2**53 + 1
 NODE = {"type": "object", "properties": {"next": {"$ref": "#/$defs/node"}}, "required": ["next"]}
+SELF = {"$ref": "#"}
+ANOTHER = "must hold another one, without end"
 
 
 @pytest.fixture(scope="module")
@@ -67,6 +69,55 @@ def test_no_number_passes_a_bound(forms: Grammars, key: str, kind: str) -> None:
             assert not is_accepted or jsonschema.Draft202012Validator(schema).is_valid(value), (schema, value)
 
 
+@pytest.mark.parametrize("sign", [1, -1])
+def test_a_bound_is_exclusive_where_floats_have_gaps(forms: Grammars, sign: int) -> None:
+    """llguidance would add 1 to a float of 2**53, which changes nothing."""
+    low, high = sorted((sign * 2**53, sign * (2**53 + 4)))
+    schema = {"type": "integer", "exclusiveMinimum": low, "exclusiveMaximum": high, "minimum": low - 7}
+    accepted = [value for value in range(low - 2, high + 3) if accepts(forms, schema, str(value))]
+    assert accepted == [sign * (2**53 + 2)]
+
+
+def test_a_bound_is_kept_beside_a_large_one(forms: Grammars) -> None:
+    schema = {"type": "integer", "minimum": 5, "exclusiveMinimum": -ODD}
+    assert [accepts(forms, schema, text) for text in ("4", "5")] == [False, True]
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [{"multipleOf": 10**9}, {"multipleOf": 2**32 - 1}, {"allOf": [{"multipleOf": 2**16}, {"multipleOf": 2**16 + 1}]}],
+    ids=str,
+)
+def test_a_factor_beyond_32_bits_is_refused(forms: Grammars, schema: Any) -> None:
+    """llguidance took 9 for a multiple of 2**32 - 1."""
+    with pytest.raises(InvalidSampling, match="whose multipleOf has too many digits"):
+        accepts(forms, {"type": "integer", **schema}, "")
+
+
+@pytest.mark.parametrize("factor", [7, 0.01, 2.5, 10**6])
+def test_multiples_are_those_of_the_factor(forms: Grammars, factor: float) -> None:
+    schema = {"type": "number", "multipleOf": factor}
+    assert [accepts(forms, schema, str(value)) for value in (0, 3 * factor, 3.1234567 * factor)] == [True, True, False]
+
+
+@pytest.mark.parametrize("place", ["root", "grammar"])
+def test_options_of_llguidance_in_a_schema_change_nothing(forms: Grammars, place: str) -> None:
+    """With `lenient` it would ignore what it cannot enforce."""
+    schema = {"type": "array", "uniqueItems": True, "x-guidance": {"lenient": True, "item_separator": ";"}}
+    form = {"json": schema} if place == "root" else {"grammar": f"start: %json {json.dumps(schema)}"}
+    with pytest.raises(InvalidSampling, match="uniqueItems"):
+        forms.matchers(SamplingParams(structured_outputs=form), END)
+
+
+@pytest.mark.parametrize(
+    ("schema", "reason"), [({"const": ODD}, "would be rounded"), (NODE | {"properties": {"next": SELF}}, ANOTHER)]
+)
+def test_a_schema_in_a_grammar_is_enforced_as_one_alone(forms: Grammars, schema: Any, reason: str) -> None:
+    grammar = f'start: "%json" a // %json\na: %json {json.dumps(schema)}'
+    with pytest.raises(InvalidSampling, match=reason):
+        forms.matchers(SamplingParams(structured_outputs={"grammar": grammar}), END)
+
+
 def test_bounds_of_64_bits_are_served(forms: Grammars) -> None:
     schema = {"type": "integer", "minimum": -(2**63), "maximum": 2**63 - 1}
     assert all(accepts(forms, schema, text) for text in ("0", "-7", str(10**18)))
@@ -81,8 +132,30 @@ def test_bounds_of_64_bits_are_served(forms: Grammars) -> None:
         ({"$ref": "#/$defs/node", "$defs": {"node": NODE}}, r"#/\$defs/node must hold another"),
         ({"anyOf": [{"type": "null"}, {"$ref": "#/$defs/node"}], "$defs": {"node": NODE}}, "must hold another"),
         ({"type": "array", "minItems": 1, "items": {"$ref": "#"}}, "value of # must hold another"),
-        ({"allOf": [{"$ref": "#"}]}, "must hold another"),
-        ({"$ref": "#/parts/a", "parts": {"a": {"$ref": "#/parts/b"}, "b": {"$ref": "#/parts/a"}}}, "must hold another"),
+        ({"allOf": [{"$ref": "#"}]}, "refers to itself"),
+        ({"anyOf": [{"$ref": "#"}]}, "value of # must hold another"),
+        (
+            {"type": ["object", "array"], "required": ["a"], "properties": {"a": SELF}, "items": SELF, "minItems": 1},
+            ANOTHER,
+        ),
+        ({"type": "object", "required": ["a"], "additionalProperties": SELF}, ANOTHER),
+        ({"type": "object", "required": ["a"], "patternProperties": {"^a": SELF}}, ANOTHER),
+        ({"type": "object", "minProperties": 1, "additionalProperties": SELF}, ANOTHER),
+        ({"type": "object", "minProperties": 1, "properties": {"a": SELF}, "additionalProperties": False}, ANOTHER),
+        ({"type": "object", "allOf": [{"required": ["a"]}, {"properties": {"a": SELF}}]}, ANOTHER),
+        ({"type": "array", "minItems": 2, "items": [{}], "additionalItems": SELF}, ANOTHER),
+        ({"type": "array", "minItems": 1, "allOf": [{"items": SELF}]}, ANOTHER),
+        ({"$ref": "#x", "$defs": {"a b": {**NODE, "$anchor": "x", "properties": {"next": {"$ref": "#x"}}}}}, ANOTHER),
+        ({**NODE, "$id": "http://x/y", "properties": {"next": {"$ref": "y"}}}, ANOTHER),
+        (
+            {
+                **NODE,
+                "properties": {"next": {"$ref": "#/a%20b"}},
+                "a b": {"items": {"$ref": "#"}, "minItems": 1, "type": "array"},
+            },
+            ANOTHER,
+        ),
+        ({"$ref": "#/parts/a", "parts": {"a": {"$ref": "#/parts/b"}, "b": {"$ref": "#/parts/a"}}}, "refers to itself"),
     ],
     ids=str,
 )
@@ -96,6 +169,11 @@ def test_what_would_fail_in_the_middle_is_refused_at_once(forms: Grammars, schem
     [
         ({"type": "object", "properties": {"next": {"$ref": "#"}}, "additionalProperties": False}, '{"next":{}}'),
         ({"type": "array", "items": {"$ref": "#"}}, "[[],[[]]]"),
+        ({"anyOf": [SELF, {"type": "null"}]}, "null"),
+        ({"type": ["object", "null"], "properties": {"a": SELF}, "required": ["a"]}, '{"a":null}'),
+        ({"type": "object", "additionalProperties": SELF}, '{"a":{}}'),
+        ({"oneOf": [{"type": "null"}, {"type": "array", "items": SELF, "minItems": 1}]}, "[null]"),
+        ({"type": "null", "$defs": {"node": NODE}}, "null"),
         (
             {"$ref": "#/$defs/a", "$defs": {"a": {"anyOf": [{"type": "null"}, {"items": {"$ref": "#/$defs/a"}}]}}},
             "null",

@@ -8,11 +8,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tokenizers import AddedToken
 from transformers import PreTrainedTokenizerFast
 
 from engine import Engine, EngineConfig, InvalidSampling, SamplingParams
-from engine.text.reasoning import LeadingSpan, Mark, Marks, Span, span_at_end, split
+from engine.text.control_tokens import BREAK
+from engine.text.reasoning import LeadingSpan, Mark, Marks, Reasoner, Span, span_at_end, split
 from engine.text.stop_strings import IncrementalText, StopStrings
+from engine.text.tokenizer import Tokenizer
+from tests.engine.text_models import make_text_model
 
 THINK = ("<think>", "</think>")
 MARKS = Marks(*(Mark(text, ()) for text in THINK))
@@ -162,7 +166,6 @@ def test_a_stop_string_within_the_reasoning_does_not_end_the_answer(engine: Engi
         (Span.NONE, "\n<think>a.</think>\nb.", ".", "\n<think>a.</think>\nb"),
         (Span.NONE, "<think>a.", ".", None),
         (Span.NONE, "<b>.", ".", "<b>"),
-        (Span.NONE, "<", "<", None),
         (Span.NONE, "<t.", "<t", ""),
         (Span.NONE, "\n\na", "\n\n", ""),
         (Span.NONE, "a <think>b.</think>", ".", "a <think>b"),
@@ -228,6 +231,57 @@ def test_values_that_cannot_be_are_refused(values: dict[str, Any]) -> None:
 )
 def test_a_text_is_parted_at_its_marks(text: str, span: Span, reasoning: str | None, rest: str) -> None:
     assert split(text, MARKS, span) == (reasoning, rest)
+
+
+def test_a_text_that_may_begin_a_mark_of_several_tokens_waits() -> None:
+    marks = Marks(*(Mark(mark, ()) for mark in THINK))
+    decoded = IncrementalText(lambda each: "".join(map(chr, each)))
+    watch = StopStrings(["<"], decoded, min_tokens=0, answer_part=LeadingSpan(marks, Span.NONE).answer_part)
+    assert not watch.add(ord("<"))
+    assert watch.add(ord("b"))
+
+
+#: The prompt's end, the completion, its reasoning and its answer. A spelled mark begins with "!".
+SPELLED = [
+    ("", ["The tag ", "!</think>", " ends it"], None, "The tag </think> ends it"),
+    ("", ["Write ", "!<think>", "x", "!</think>", "."], None, "Write <think>x</think>."),
+    ("", ["<think>", "say ", "!</think>", " it", "</think>", "Yes"], "say </think> it", "Yes"),
+    ("<think>", ["say ", "!</think>", " it", "</think>", "a ", "!</think>"], "say </think> it", "a </think>"),
+    ("", ["<think>", "r", "</think>", "Use ", "!<think>", " and ", "!</think>"], "r", "Use <think> and </think>"),
+    ("!<think>", ["Yes"], None, "Yes"),
+]
+
+
+@pytest.mark.parametrize("is_special", [False, True])
+@pytest.mark.parametrize(("prompt", "pieces", "reasoning", "answer"), SPELLED)
+def test_text_that_spells_a_mark_is_no_mark(
+    tmp_path: Path, prompt: str, pieces: list[str], reasoning: str | None, answer: str, is_special: bool
+) -> None:
+    """Where a mark is a token, only this token counts, for what is split off and for stop strings."""
+    make_text_model(tmp_path, "qwen")
+    made = Tokenizer(tmp_path)._tokenizer
+    made.add_tokens([AddedToken(mark, special=is_special, normalized=False) for mark in THINK])
+    made.save_pretrained(tmp_path)
+    tokenizer = Tokenizer(tmp_path)
+    reasoner = Reasoner(tokenizer, 10_000)
+
+    def ids_of(piece: str) -> list[int]:
+        if piece.startswith("!"):
+            return [token_id for char in piece[1:] for token_id in tokenizer.encode_alone(char)]
+        return tokenizer.encode_alone(piece)
+
+    prompt_ids = ids_of(prompt)
+    token_ids = [token_id for piece in pieces for token_id in ids_of(piece)]
+    marks = reasoner.marks(())
+    text = tokenizer.with_marks(
+        tokenizer.decode(token_ids), token_ids, marks, broken=marks.values(), follows_text=False
+    )
+    parts = [part and part.replace(BREAK, "") for part in reasoner.split(text, (), prompt_ids)]
+    assert parts == [reasoning, answer]
+    span = reasoner.answer_span((), prompt_ids, ["Z"])
+    assert isinstance(span, LeadingSpan)
+    decoded = tokenizer.incremental_text(follows_text=False)
+    assert "".join(span.answer_part(token_id, decoded.add(token_id)) for token_id in token_ids) == answer
 
 
 @pytest.mark.parametrize(

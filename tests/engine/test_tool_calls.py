@@ -1,6 +1,7 @@
 """Calls of tools in answers, in the forms in which models write them."""
 
 import json
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -233,8 +234,70 @@ def test_marks_that_a_text_leaves_out_are_read_of_its_tokens(tmp_path: Path, fam
     token_ids = tokenizer.encode_alone('So:[TOOL_CALLS]add[ARGS]{"a": 1}[TOOL_CALLS]now[ARGS]{}')
     text = tokenizer.decode(token_ids)
     assert "[TOOL_CALLS]" not in text
-    found = reader.read(reader.with_marks(text, token_ids, False), TOOLS)
+    marked = partial(tokenizer.with_marks, token_ids=token_ids, marks=reader.hidden_marks, follows_text=False)
+    found = reader.read(marked(text), TOOLS)
     assert [call["name"] for call in found.calls] == ["add", "now"]
     assert found.content == "So:"
-    cut = reader.with_marks(text[:4], token_ids, False)
+    cut = marked(text[:4])
     assert cut.replace("[TOOL_CALLS]", "") == text[:4]
+
+
+@pytest.mark.parametrize(
+    ("form", "text", "note"),
+    [
+        ("qwen xml", "<function=add>\n<parameter=note>\n{}\n</parameter>\n</function>", "a </parameter> b <b>"),
+        ("qwen xml", "<function=add><parameter=note>{}</parameter></function>", "see <function=now></function>"),
+        ("glm", "<tool_call>add<arg_key>note</arg_key><arg_value>{}</arg_value></tool_call>", "</arg_value> x"),
+        (
+            "glm",
+            "<tool_call>add<arg_key>note</arg_key><arg_value>{}</arg_value></tool_call>",
+            "<tool_call>now</tool_call>",
+        ),
+        (
+            "hermes",
+            '<tool_call>{{"name": "add", "arguments": {{"note": "{}"}}}}</tool_call>',
+            "<tool_call>x</tool_call>",
+        ),
+    ],
+)
+def test_a_value_that_spells_tags_is_no_call(form: str, text: str, note: str) -> None:
+    calls, content, problem = read(text.format(note))
+    assert (calls, content, problem) == ([("add", {"note": note})], "", None), form
+
+
+def test_an_end_tag_may_be_missing_before_the_next_call() -> None:
+    assert read(f"<tool_call>{JSON_ADD}\n<tool_call>{JSON_NOW}</tool_call>") == ([ADD, NOW], "", None)
+
+
+def test_a_call_behind_one_that_was_cut_is_read() -> None:
+    calls, _, problem = read(f"<function=add>\n<parameter=a>\n7\n{XML_ADD}")
+    assert calls == [ADD]
+    assert problem is not None
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "<|channel|>commentary to=functions.add <|constrain|>json<|message|>",
+        "<function=add>\n",
+        "<function=add><parameter=a>1</parameter>",
+        "<tool_call>add\n",
+        "<tool_call>add<arg_key>a</arg_key><arg_value>1</arg_value>",
+        "[TOOL_CALLS]add",
+        "[TOOL_CALLS]add[ARGS]",
+        f"{BEGIN}{CALL}add{SEP}",
+        f"{BEGIN}{CALL}function{SEP}add\n```json\n",
+    ],
+)
+def test_a_call_that_was_cut_is_no_call(text: str) -> None:
+    """Its arguments may be missing: an answer that ended at its length is told apart from one that the model ended."""
+    assert read_tool_calls(text, TOOLS).calls
+    cut = read_tool_calls(text, TOOLS, is_cut=True)
+    assert (cut.calls, cut.content) == ([], text)
+    assert cut.problem == "the answer was cut in a call of 'add'"
+
+
+@pytest.mark.parametrize(("form", "text"), CASES)
+def test_the_whole_calls_of_an_answer_that_was_cut_are_read(form: str, text: str) -> None:
+    calls = read_tool_calls(text, TOOLS, is_cut=True).calls
+    assert [call["name"] for call in calls][:1] == ["add"], form

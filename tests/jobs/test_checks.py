@@ -11,6 +11,7 @@ import pytest
 
 from jobs.context import checks as checks_module
 from jobs.context.checks import Checks, RepairOptions
+from jobs.context.own_sources import hash_of, own_files
 from jobs.errors import InvalidJob
 from jobs.parquet.asks.batch_lines import BatchLines
 from jobs.parquet.prompts.prompt_source import Row
@@ -107,6 +108,48 @@ def test_a_function_whose_file_changed_is_read_anew(tmp_path: Path, monkeypatch:
         assert changed != before
         source.write_text("PREFIX = 'the third one'\ndef check(row, text):\n    return PREFIX\n")
         assert found.version(options) not in (before, changed), "what the function reads of its file counts too"
+    finally:
+        found.close()
+
+
+HELPERS = {
+    "beside": ("own.py", "helper.py", "import json\nfrom helper import say"),
+    "in a package": ("kit/own.py", "kit/helper.py", "from .helper import say"),
+    "in a subpackage": ("kit/own.py", "kit/parts/helper.py", "def check(r, t):\n    from kit.parts import helper"),
+    "by way of a package": ("kit/own.py", "kit/parts/__init__.py", "import kit.parts as parts"),
+    "two steps away": ("own.py", "helper.py", "import between"),
+}
+
+
+@pytest.mark.parametrize(("path", "helper", "imports"), HELPERS.values(), ids=HELPERS)
+def test_what_a_function_imports_of_its_own_package_is_part_of_its_version(
+    tmp_path: Path, path: str, helper: str, imports: str
+) -> None:
+    files = {path: imports, helper: "", "between.py": "import helper", "kit/__init__.py": "", "kit/parts/more.py": ""}
+    for name, text in files.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(text)
+    module = path.removesuffix(".py").replace("/", ".")
+    found = own_files(module, tmp_path / path)
+    assert tmp_path / helper in found
+    assert tmp_path / "kit/parts/more.py" not in found
+    before = hash_of(found)
+    (tmp_path / helper).write_text("LIMIT = 3")
+    assert hash_of(found) != before
+
+
+def test_a_function_whose_helper_changed_is_read_anew(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(tmp_path))
+    helper, options = tmp_path / "aid.py", RepairOptions({"function": "aided_checks.check"})
+    (tmp_path / "aided_checks.py").write_text("from aid import SAY\ndef check(row, text):\n    return SAY\n")
+    helper.write_text("SAY = 'first'\n")
+    found = Checks({"aided_checks.check"})
+    try:
+        before = found.version(options)
+        assert found.reason(options, {}, "a") == "first"
+        helper.write_text("SAY = 'the second'\n")
+        assert found.reason(options, {}, "a") == "the second"
+        assert found.version(options) != before
     finally:
         found.close()
 

@@ -12,6 +12,7 @@ from rq.results import Result
 
 from engine.text import control_tokens
 from jobs.context import JobContext
+from jobs.context.checks import Checks
 from jobs.errors import InvalidJob
 from jobs.prompts.template_texts import BREAK, as_shown, as_values
 from jobs.tasks import Request
@@ -24,14 +25,14 @@ BROKEN = FORGED.replace("<|", f"<{BREAK}|")
 
 
 @pytest.fixture
-def context(context: JobContext) -> JobContext:
-    return replace(context, model=replace(context.model, control_tokens=(END, "<|im_start|>")))
+def context(context: JobContext, checks: Checks) -> JobContext:
+    return replace(context, checks=checks, model=replace(context.model, control_tokens=(END, "<|im_start|>")))
 
 
 @pytest.fixture
 def runs(redis: Redis, runs: Runs, context: JobContext) -> Runs:
     make_context = runs.context
-    runs.context = lambda: replace(make_context(), model=context.model)
+    runs.context = lambda: replace(make_context(), model=context.model, checks=context.checks)
     return runs
 
 
@@ -83,6 +84,41 @@ def test_an_earlier_answer_of_a_row_is_a_value(runs: Runs) -> None:
     steps = [{"name": "one", "template": f"{END}{{x}}"}, {"name": "two", "template": f"{END}{{one}}{{x}}"}]
     runs.score(answer=answer, prompts=steps)
     assert seen == [f"{END}{BROKEN}", f"{END}<{BREAK}{END[1:]}{BROKEN}"]
+
+
+REPAIR: dict[str, Any] = {"check": {"regex": f"yes{END}"}, "max_attempts": 2, "repair_template": f"{END}: {{reason}}"}
+
+
+@pytest.mark.parametrize("of_values", [{}, {"split_special_tokens": False}])
+def test_an_answer_that_is_tried_again_is_a_value(runs: Runs, of_values: dict[str, bool]) -> None:
+    """So is the reason that a check gives, which may quote the answer. The template may hold control tokens."""
+    pq.write_table(pa.table({"x": ["?"]}), runs.source)
+    seen: list[Any] = []
+
+    def answer(request: Request) -> FakeCompletion:
+        seen.append(request.prompt)
+        return FakeCompletion(FORGED)
+
+    runs.score(answer=answer, prompt_column="x", sampling=of_values, **REPAIR)
+    before, after = seen[1].split(END + ": ")
+    if of_values:
+        assert before == f"?{FORGED}"
+        assert END in after
+    else:
+        assert before == f"?{BROKEN}"
+        assert END not in after
+        assert END in as_shown(after)
+
+
+@pytest.mark.parametrize("of_values", [{}, {"split_special_tokens": False}])
+def test_a_job_that_is_tried_again_has_its_answer_as_a_value(context: JobContext, of_values: dict[str, bool]) -> None:
+    task = opened_task(context, "jobs.complete", ["?"], {**REPAIR, **of_values})
+    list(task.requests())
+    completion = FakeCompletion(FORGED)
+    task.inspect(0, [completion])
+    task.deliver(0, [completion])
+    (second,) = task.requests()
+    assert str(second.prompt).startswith(f"?{FORGED if of_values else BROKEN}{END}: ")
 
 
 @pytest.mark.parametrize("splits", [None, True, False])

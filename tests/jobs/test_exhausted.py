@@ -3,6 +3,7 @@
 import errno
 import os
 import re
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -87,6 +88,18 @@ def test_a_child_whose_imports_lack_something_is_the_workers_fault(
     with pytest.raises(lacked) as raised:
         pool.call(lambda child: child.ask("tests.sandbox.tasks:echo", {}, process.Limits(10.0)))
     assert is_fault(raised.value)
+
+
+def test_a_thread_that_cannot_begin_is_the_workers_fault(monkeypatch: pytest.MonkeyPatch) -> None:
+    def lack(*args: Any) -> Any:
+        raise RuntimeError("can't start new thread")  # what Python raises for EAGAIN
+
+    monkeypatch.setattr(threading, "_start_new_thread", lack)
+    monkeypatch.setattr(threading, "_start_joinable_thread", lack, raising=False)  # of Python 3.13
+    with pytest.raises(RuntimeError) as raised:
+        threading.Thread(target=print).start()
+    assert is_fault(raised.value)
+    assert not is_fault(RuntimeError("of a job's own"))
 
 
 def test_a_process_that_is_not_allowed_is_no_lack(monkeypatch: pytest.MonkeyPatch) -> None:

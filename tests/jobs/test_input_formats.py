@@ -279,7 +279,13 @@ def test_chats_and_values_of_several_kinds_in_jsonl(scored: Scored, tmp_path: Pa
         ("in.csv", "prompt\na\n".encode("utf-16"), OtherEncoding, "looks like utf-16: say so with encoding"),
         ("in.csv", b"text\na\n", MissingColumn, "'prompt'"),
         ("in.jsonl", b'{"text": 1}\n', MissingColumn, "'text'"),
-        ("in.jsonl", b"", MissingColumn, "'prompt'"),
+        ("in.jsonl", b"", MissingColumn, "'prompt' in .* it holds no columns"),
+        ("in.jsonl", b'[{"prompt": "a"},\n{"prompt": "b"}]\n', TooManyBadLines, "2 of its 2 rows"),
+        ("in.jsonl", b'{\n "prompt": "a"\n}\n', TooManyBadLines, "line 1, is not JSON: Expecting property name"),
+        ("in.jsonl", b'{"prompt": "a"}\r{"prompt": "b"}\r', TooManyBadLines, "line 1, is not JSON: Extra data"),
+        ("in.jsonl", b'{"custom_id": "a", "method": "POST", "url": "/", "body": {}}', MissingColumn, "openai-batch"),
+        ("in.csv", b"prompt,n\ra,1\rb,2\r", CorruptTable, r"line 1 has a carriage return \(.r\) outside quotes"),
+        ("in.tsv", b"prompt,n\na,1\n", OtherDelimiter, "--delimiter ','"),
         ("in.jsonl.gz", gzip.compress(b'{"prompt": "a"}\n' * 100, mtime=0)[:-20], CorruptTable, "in.jsonl.gz"),
         ("in.arrow", b"ARROW1\0\0 and more of it", CorruptTable, "arrow"),
         ("in.arrow", b"", CorruptTable, "arrow"),
@@ -459,6 +465,15 @@ def test_a_file_in_another_encoding_is_refused_by_its_name_and_read_when_that_is
     table = scored(path, encoding=named)
     assert table["prompt"].to_pylist() == [WORDS[number % len(WORDS)] for number in range(40)]
     assert table["error"].null_count == 40
+
+
+@pytest.mark.parametrize("written", ["utf-16-le", "utf-16-be", "utf-8"])
+def test_an_encoding_that_needs_a_byte_order_mark_says_so_if_there_is_none(
+    make_context: MakeContext, tmp_path: Path, written: str
+) -> None:
+    (tmp_path / "in.csv").write_bytes(words("csv").encode(written))
+    with pytest.raises(CorruptTable, match="no byte order mark, which encoding utf-16 needs: say utf-16-le"):
+        score(make_context(), tmp_path / "in.csv", tmp_path, encoding="utf-16")
 
 
 def test_few_lines_of_cp1252_are_enough_and_utf_8_may_be_insisted_on(

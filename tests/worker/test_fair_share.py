@@ -96,6 +96,7 @@ def test_many_workers_together_ask_no_more_often_than_a_few() -> None:
     assert (poll_rates.poll_s(0), poll_rates.renew_s) == (POLL_S, 2.0)
     poll_rates.hear({"bulk": 300, "other": 3}, num_started=6000)
     assert (poll_rates.poll_s(0), poll_rates.poll_s(1)) == (1.5, POLL_S)
+    assert poll_rates.poll_s(1, num_passed=1_000_000) == pytest.approx(0.15), "the server reads a thousand each time"
     assert poll_rates.renew_s == 6.0
     poll_rates.hear({"bulk": 5000}, num_started=10**6)
     assert (poll_rates.poll_s(0), poll_rates.renew_s) == (LONGEST_POLL_S, LIMITS.lease_s / 4)

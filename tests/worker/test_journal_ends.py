@@ -28,9 +28,9 @@ def written(redis: Redis, claimed: ClaimedJob) -> None:
     assert redis.exists(journal_key(claimed.job_id))
 
 
-def read(redis: Redis, claimed: ClaimedJob) -> int:
+def read(redis: Redis, claimed: ClaimedJob, max_model_len: int = 0) -> int:
     """Return how many prompts a claim goes on with."""
-    lent = JobContext(redis, "", "", "", (), ServedModel("m", "f", "d"))
+    lent = JobContext(redis, "", "", "", (), ServedModel("m", "f", "d", max_model_len=max_model_len))
     journal = JobEnvironment(lent).context(claimed, redis).journal
     assert journal is not None
     return len(journal.read())
@@ -101,3 +101,14 @@ def test_another_job_of_the_same_id_and_payload_begins_anew(redis: Redis, bulk: 
     (again,) = claim(store)
     assert again.left == left
     assert read(redis, again) == 0
+
+
+def test_a_worker_with_another_length_begins_anew(redis: Redis, bulk: Queue) -> None:
+    """`truncate_prompt_tokens` of -1 keeps as much of a prompt as the length allows."""
+    store = worker_store(redis)
+    bulk.enqueue("f")
+    (claimed,) = claim(store)
+    written(redis, claimed)
+    store.release([claimed], "given_back", 5)
+    (again,) = claim(store)
+    assert (read(redis, again), read(redis, again, max_model_len=64)) == (1, 0)

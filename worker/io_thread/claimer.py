@@ -179,7 +179,7 @@ class Claimer:
             self._foreign[lane] = claim.num_foreign
             self._note_newer(lane, claim.num_newer)
             self._num_kept += len(claim.jobs)
-            poll_s = self._polls[lane].period_s = self._poll_rates.poll_s(lane)
+            poll_s = self._polls[lane].period_s = self._poll_rates.poll_s(lane, claim.num_foreign)
             taken = [job.job_id for job in claim.jobs]
             self._shares[lane].left(claim.first_left, moment, poll_s, taken)
             if claim.jobs and not claim.first_left:

@@ -17,6 +17,7 @@ from worker.io_thread.held.held_jobs import HeldJob, JobState
 from worker.io_thread.held.job_guard import JobGuard
 from worker.io_thread.parts import Parts
 from worker.io_thread.pool_calls import PoolCall, PoolCalls
+from worker.store.client import is_servers
 from worker.store.records.outcome import EndStatus, FinishReply, Outcome
 from worker.store.records.results import Raised, is_small, pack, printable
 from worker.store.records.stored_job import JobTimeoutException
@@ -192,9 +193,9 @@ class JobEnds:
             following = 0
             try:
                 following = self._store.queue_dependents(claimed, cursor)
-            except RedisError:
-                raise
-            except Exception as error:  # noqa: BLE001  # what cannot be read today cannot be read tomorrow
+            except Exception as error:  # what cannot be read today cannot be read tomorrow
+                if is_servers(error):
+                    raise
                 self._log.error("job %s: its dependents cannot be queued: %s", claimed.job_id, shown_error(error))
             if not following:
                 self._store.close(claimed)

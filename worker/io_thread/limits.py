@@ -61,6 +61,10 @@ POLL_S, LONGEST_POLL_S = 0.05, 2.0
 LOOKS_PER_S = 200.0
 """Of all the workers of a queue together, once they are more than a few: one of them finds a job as soon."""
 
+PASSED_PER_S, MOST_PASSED = 20_000.0, 1000
+"""Jobs that all these looks together pass over, because only other models or versions may run them; and the most that
+one look passes, see claim.lua."""
+
 RENEWALS_PER_S = 1000.0
 """Of the leases of all the workers of these queues, as far as leases are long enough."""
 
@@ -84,9 +88,13 @@ class PollRates:
         """Return the number of workers that serve the lane's queue, this one among them."""
         return self._num_workers[lane]
 
-    def poll_s(self, lane: int) -> float:
-        """Return the seconds between looks for jobs of a lane with room, after a look that found none."""
-        wished_s = self._num_workers[lane] / LOOKS_PER_S * self._factor
+    def poll_s(self, lane: int, num_passed: int = 0) -> float:
+        """Return the seconds between looks for jobs of a lane with room, after a look that found none.
+
+        num_passed: jobs that it passed over, as others must run them: the server reads them at each look.
+        """
+        look_s = max(1 / LOOKS_PER_S, min(num_passed, MOST_PASSED) / PASSED_PER_S)
+        wished_s = self._num_workers[lane] * look_s * self._factor
         return min(max(POLL_S, wished_s), LONGEST_POLL_S)
 
     @property

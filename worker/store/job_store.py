@@ -58,6 +58,9 @@ FAR_S = 10 * 365 * 86_400
 """Seconds from now to the score of our entries in rq:wip: no stock cleanup reaches them."""
 
 _log = logging.getLogger("rq.worker")
+_NOT_QUEUED = {-1: "it waits for more than 10,000 others", -2: "nobody can read which jobs it waits for"}
+"""Replies of queue_dependent.lua."""
+
 _MAINTENANCE_LOCK = prefixed("tokenmill:maintenance:%s")
 
 
@@ -233,8 +236,9 @@ class JobStore:
         same = {**ended, "now_iso": utcformat(now()), "now_ts": repr(self._clock())}
         ids = [each.decode(errors="replace") for each in members]
         replies = self._call_many([Call("queue_dependent", {"id": each, **same}) for each in ids])
-        for each in (each for each, reply in zip(ids, replies, strict=True) if reply < 0):
-            _log.error("job %s waits for more than 10,000 others: it is not queued", brief(each))
+        for each, reply in zip(ids, replies, strict=True):
+            if reply < 0:
+                _log.error("job %s is not queued: %s", brief(each), _NOT_QUEUED[reply])
         return following
 
     def close(self, claimed: ClaimedJob) -> None:

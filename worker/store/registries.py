@@ -5,6 +5,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from redis import Redis
+from redis.exceptions import ResponseError
 from rq.group import Group
 from rq.job import Job
 from rq.utils import now, utcformat
@@ -12,6 +13,7 @@ from rq.worker_registration import REDIS_WORKER_KEYS, WORKERS_BY_QUEUE_KEY
 
 from jobs.common.keys import JOURNALS_KEY, RQ, journal_key
 from jobs.common.rq_jobs import RATE_LIMITS_KEY
+from worker.store.client import is_servers
 from worker.store.scripts import Call, Scripts
 
 _BATCH = 200
@@ -43,8 +45,13 @@ class Registries:
         self._drop_journals()
 
     def _drop_gone(self, key: str | bytes, prefix: str = "") -> None:
-        """Drop the members of a set whose own keys, which begin with `prefix`, are gone."""
-        found: Any = self._client.smembers(key)
+        """Drop the members of a set whose own keys, which begin with `prefix`, are gone. No set has none."""
+        try:
+            found: Any = self._client.smembers(key)
+        except ResponseError as error:
+            if is_servers(error):
+                raise
+            return
         members = list(found)
         for start in range(0, len(members), _BATCH):
             chunk = members[start : start + _BATCH]
@@ -63,8 +70,9 @@ class Registries:
             with self._client.pipeline(transaction=False) as pipe:
                 pipe.exists(journal)
                 pipe.hget(Job.redis_job_namespace_prefix.encode() + job_id, "status")
-                has_journal, status = pipe.execute()
-            if not has_journal or status in (None, b"canceled"):
+                has_journal, status = pipe.execute(raise_on_error=False)
+            is_gone = isinstance(status, ResponseError) and not is_servers(status)
+            if not has_journal or is_gone or status in (None, b"canceled"):
                 self._client.delete(journal)
                 self._client.srem(JOURNALS_KEY, job_id)
 

@@ -70,7 +70,8 @@ class BatchLines(RowAsk):
             del line
             task.check(context)
             self.has_checks = self.has_checks or task.repairs.check is not None
-            answers = yield from side_by_side([task.item(prompt) for prompt in task.prompts])
+            control_tokens = context.model.control_tokens
+            answers = yield from side_by_side([task.item(prompt, control_tokens) for prompt in task.prompts])
             if sum(num_chars(answer) for answer in answers) > context.max_result_bytes:
                 raise ResultTooLarge(context.max_result_bytes)
             return _answer_of(task.result(answers, context))

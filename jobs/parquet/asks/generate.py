@@ -18,7 +18,7 @@ from jobs.parquet.prompts.prompt_source import Row
 from jobs.parquet.prompts.sources import StepSource
 from jobs.parquet.tables.columns import RowProblem
 from jobs.prompts.generated import PromptAnswer, generated, hashed_seed
-from jobs.prompts.messages import ChatOptions
+from jobs.prompts.messages import OF_VALUES, ChatOptions, split_chat_options
 from jobs.prompts.response_options import LOGPROBS
 from jobs.prompts.responses import text_token, with_ids
 from jobs.runs.plans.prompt_steps import answer_columns
@@ -28,7 +28,7 @@ from jobs.tasks import Completion, Request
 ATTEMPTS = (pa.field("attempts", pa.int64()), pa.field("check_error", pa.string()))
 
 OF_EACH_COMPLETION = frozenset(
-    {"completion", "finish_reason", "completion_tokens", "reasoning", "tool_calls", "logprobs"}
+    {"completion", "finish_reason", "completion_tokens", "reasoning", "tool_calls", "tool_call_error", "logprobs"}
 )
 
 #: Of a shard's rows together, all held until its part is written: some 20 for each token that is named.
@@ -40,21 +40,35 @@ def answer_field(name: str, spec: RunSpec) -> pa.Field:
 
 
 class Generate(RowAsk):
-    """Asks for `n` completions of each row, or is one prompt of a Chain. sampling, chat: of its prompt."""
+    """Asks for `n` completions of each row, or is one prompt of a Chain.
+
+    sampling, chat: of its prompt. control_tokens: texts that answers must not forge behind a text prompt, unless the
+    prompt allows them.
+    """
 
     is_tried = True
 
-    def __init__(self, spec: RunSpec, seed: int, sampling: Mapping[str, Any], chat: ChatOptions, is_chat: bool) -> None:
+    def __init__(
+        self,
+        spec: RunSpec,
+        seed: int,
+        sampling: Mapping[str, Any],
+        chat: ChatOptions,
+        is_chat: bool,
+        control_tokens: Collection[str] = (),
+    ) -> None:
         self._values = {name: value for name, value in sampling.items() if name != "seed"}
         self._chat, self._is_chat, self._n = chat, is_chat, spec.n
         self._logprob_type, self._logprob_bytes = spec.logprob_type, 0
         self._seed = seed
         self._repairs = spec.repairs
+        self._control_tokens = control_tokens if chat.get(OF_VALUES, True) else ()
         self.has_checks = spec.repairs.check is not None
 
     @staticmethod
     def fields(spec: RunSpec, embedding_size: int) -> list[pa.Field]:
-        fields = [*OUTPUT_FIELDS, *(answer_field(each, spec) for each in answer_columns(*spec.chat)[2:])]
+        own = answer_columns(spec.chat[0], has_tools=spec.has_tools)[2:]
+        fields = [*OUTPUT_FIELDS, *(answer_field(each, spec) for each in own)]
         if spec.n > 1:
             fields = [f.with_type(pa.list_(f.type)) if f.name in OF_EACH_COMPLETION else f for f in fields]
         return [*fields, *(ATTEMPTS if spec.repairs.is_asked_for else ())]
@@ -66,7 +80,7 @@ class Generate(RowAsk):
         """Ask a row for its completions."""
         request = self.request(row, row_seed(self._seed, number))
         values = json.loads(row.values) if row.values else None
-        item = generated(request, self._repairs, values)
+        item = generated(request, self._repairs, values, self._control_tokens)
         del request, row
         return self.answer((yield from item))
 
@@ -80,10 +94,14 @@ class Generate(RowAsk):
         return failed_answer(reason, self._n)
 
     def request(self, row: Row, seed: int) -> Request:
-        values = {**self._values, **row.own_sampling}
+        row_values = row.own_sampling
+        values = {**self._values, **row_values}
+        chat = self._chat
+        if "tools" in row_values:
+            values, chat = split_chat_options({**values, **chat, **row_values})
         if values.get("temperature") != 0:
             values = {"seed": seed, **values}
-        return request_of(row, self._is_chat, values, self._chat)
+        return request_of(row, self._is_chat, values, chat)
 
     def answer(self, answer: PromptAnswer) -> Answer:
         """Return a row's answer: of several samples, what each has of its own is a tuple."""
@@ -101,6 +119,7 @@ class Generate(RowAsk):
             reasons.append(reason)
             calls.append(tool_calls)
         reasoning = [sample.reasoning for sample in samples]
+        call_errors = [sample.tool_call_error for sample in samples]
         return Answer(
             completion=self._of_row(texts),
             finish_reason=self._of_row(reasons),
@@ -110,6 +129,7 @@ class Generate(RowAsk):
             error=answer.first.error,
             reasoning=self._of_row(reasoning),
             tool_calls=self._of_row(calls),
+            tool_call_error=self._of_row(call_errors),
             columns=self._logprobs(samples),
             attempts=answer.attempts,
             check_error=answer.check_error,

@@ -38,7 +38,7 @@ def ask_of(plan: Plan, context: JobContext) -> RowAsk:
         Embeddings: lambda: Embeddings(spec),
         Classes: lambda: Classes(spec),
         Relevance: lambda: Relevance(bool(context.model.classes)),
-        Generate: lambda: Generate(spec, plan.seed, *prompt),
+        Generate: lambda: Generate(spec, plan.seed, *prompt, context.model.control_tokens),
     }
     ask = makers[kind_of(spec)]()
     ask.source = source

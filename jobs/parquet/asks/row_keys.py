@@ -108,6 +108,8 @@ def differences(old: Plan, new: Plan, *, any_model: bool) -> list[str]:
     models = {each.fingerprint for each in (new.model, new.second) if each is not None}
     if not any_model and old.model.fingerprint not in models:
         found.append(f"model {old.model} there, {new.model} here")
+    if old.model.max_model_len != new.model.max_model_len:
+        found.append(f"max_model_len {old.model.max_model_len} there, {new.model.max_model_len} here")
     theirs, ours = _asked(old), _asked(new)
     for name in sorted(theirs.keys() | ours.keys()):
         if theirs.get(name) != ours.get(name):

@@ -125,7 +125,8 @@ class _TextTable:
     def check_read(self) -> None:
         """Raise OtherEncoding or TooManyBadLines if too many of the lines read are no rows."""
         self._file.check_encoding()
-        if self._first_bad is not None and self._rows >= MIN_JUDGED_ROWS and self._bad > self._rows * MAX_BAD_SHARE:
+        is_judged = self._rows >= MIN_JUDGED_ROWS or not self.kinds  # without a row, JSON lines have no columns
+        if self._first_bad is not None and is_judged and self._bad > self._rows * MAX_BAD_SHARE:
             first = self._first_bad
             raise TooManyBadLines(self._path, self._bad, self._rows, first.line, first.problem)
 

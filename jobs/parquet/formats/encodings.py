@@ -5,7 +5,7 @@ import io
 import re
 from typing import Any
 
-from jobs.errors import OtherEncoding
+from jobs.errors import CorruptTable, OtherEncoding
 
 CHUNK_BYTES = 1 << 20
 #: Marks at the beginning of files in other encodings, longer ones first.
@@ -66,10 +66,15 @@ def _looks_like_cp1252(line: bytes) -> bool:
 
 
 class Decoded(io.RawIOBase):
-    """Turns a stream in some encoding into UTF-8. Bytes that the encoding does not have become invalid UTF-8."""
+    """Turns a stream in some encoding into UTF-8. Bytes that the encoding does not have become invalid UTF-8.
 
-    def __init__(self, stream: Any, encoding: str) -> None:
+    Reading raises CorruptTable if there is no byte order mark, and the encoding needs one. path, file_format: as the
+    error names them.
+    """
+
+    def __init__(self, stream: Any, encoding: str, path: str, file_format: str) -> None:
         self._stream, self._decoder = stream, codecs.getincrementaldecoder(encoding)(_BAD)
+        self._encoding, self._path, self._format = encoding, path, file_format
         self._left, self._is_over = b"", False
 
     def readable(self) -> bool:
@@ -79,7 +84,14 @@ class Decoded(io.RawIOBase):
         while not self._left and not self._is_over:
             read = self._stream.read(CHUNK_BYTES)
             self._is_over = not read
-            text = self._decoder.decode(read, self._is_over)
+            try:
+                text = self._decoder.decode(read, self._is_over)
+            except UnicodeError:
+                name = self._encoding
+                reason = (
+                    f"it has no byte order mark, which encoding {name} needs: say {name}-le or {name}-be if it is one"
+                )
+                raise CorruptTable(self._path, self._format, reason) from None
             self._left = text.encode("utf-8", "surrogateescape")
         size = min(len(buffer), len(self._left))
         buffer[:size] = self._left[:size]

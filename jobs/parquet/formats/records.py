@@ -48,7 +48,11 @@ class TextFile:
 
     def lines(self) -> Iterator[Record]:
         """Yield lines, as bytes of UTF-8 without their end. Raises OtherEncoding."""
-        stream = self._stream if self.encoding in (None, "utf-8") else Decoded(self._stream, self.encoding)
+        stream = (
+            self._stream
+            if self.encoding in (None, "utf-8")
+            else Decoded(self._stream, self.encoding, self.path, self.format)
+        )
         file = io.BufferedReader(stream, CHUNK_BYTES)
         head = file.peek(CHUNK_BYTES)
         if self.guess is not None:
@@ -139,6 +143,8 @@ def _csv_rows(lines: Iterator[Record], delimiter: str, encoding: str) -> Iterato
             if not taken:
                 return
             problem = f"is not CSV: {str(error)[:200]}"
+            if "new-line character" in problem:
+                problem = "has a carriage return (\\r) outside quotes: end lines with \\n or \\r\\n, or quote the field"
             if isinstance(error, StopIteration) or "unexpected end of data" in problem:
                 problem, size = taken[0].problem or no_end, taken[0].size
                 again.extendleft(reversed(taken[1:]))
@@ -150,7 +156,7 @@ def _csv_rows(lines: Iterator[Record], delimiter: str, encoding: str) -> Iterato
 #: A first line of CSV that names the delimiter for Excel. It is no row.
 _SEP_LINE = re.compile(rb'"?sep=(.)"?\r?', re.IGNORECASE)
 #: Likely delimiters, if the header seems to have a single column that contains one.
-_DELIMITERS = {";": "';'", "\t": "'\\t'", "|": "'|'"}
+_DELIMITERS = {";": "';'", "\t": "'\\t'", "|": "'|'", ",": "','"}
 
 
 def csv_records(file: TextFile) -> tuple[list[str], Iterator[Record]]:
@@ -173,7 +179,7 @@ def csv_records(file: TextFile) -> tuple[list[str], Iterator[Record]]:
         file.check_encoding()
         raise CorruptTable(path, "CSV", f"line {head.line} {head.problem}")
     if len(head.value) == 1 and file.delimiter is None and told is None:
-        counts = Counter(character for character in head.value[0] if character in _DELIMITERS)
+        counts = Counter(character for character in head.value[0] if character in _DELIMITERS.keys() - {expected})
         for character, _ in counts.most_common(1):
             shown = _DELIMITERS[character]
             raise OtherDelimiter(path, brief(head.value[0]), shown, shown, repr(expected))

@@ -15,7 +15,7 @@ from jobs.common.display import to_json
 from jobs.errors import CorruptParquet, PartDamaged, TableNotRead
 from jobs.parquet.files.storage import Storage
 from jobs.parquet.outputs.part import answer_names, without_own_keys
-from jobs.parquet.tables.columns import ALL_COLUMNS, ROW_NUMBER, ColumnChoice, RowProblem, row_values
+from jobs.parquet.tables.columns import ALL_COLUMNS, ROW_NUMBER, ColumnChoice, RowProblem, as_written, row_values
 from jobs.parquet.tables.row_groups import RowBuckets, write_groups
 from jobs.parquet.tables.table_reading import TableReading
 from jobs.prompts.batch_lines import output_line
@@ -137,7 +137,7 @@ def _rows(batch: pa.RecordBatch, ours: Set[str]) -> Iterator[Sequence[Any]]:
     for name, column in zip(batch.schema.names, batch.columns, strict=True):
         if pa.types.is_temporal(column.type) or pa.types.is_decimal(column.type):
             column = column.cast(pa.string())  # which loses nothing, as Python's types do
-        columns.append(row_values(name, column, name in ours))
+        columns.append(as_written(batch.schema.field(name), row_values(name, column, name in ours)))
     for row in zip(*columns, strict=True):
         yield [None if isinstance(value, RowProblem) else _plain(value) for value in row]
 

@@ -13,7 +13,7 @@ from jobs.context.answers import Answer
 from jobs.context.served_model import ServedModel
 from jobs.parquet.asks.kinds import kind_of
 from jobs.parquet.files.storage import Storage
-from jobs.parquet.tables.columns import OWN_METADATA, ROW_NUMBER, ColumnChoice
+from jobs.parquet.tables.columns import JSON, OWN_METADATA, ROW_NUMBER, ColumnChoice, missing_column
 from jobs.parquet.tables.table_child import STATISTICS
 from jobs.parquet.tables.table_reading import look_at
 from jobs.runs.plans.plan import Plan
@@ -44,7 +44,7 @@ def output_schema(schema: pa.Schema, spec: RunSpec, path: str = "", embedding_si
     """Return the output's columns: the input's, then the answers'. Raises ColumnConflict or MissingColumn."""
     for column in (*(spec.keep or ()), *(spec.drop or ())):
         if column not in schema.names:
-            raise errors.MissingColumn(column, path, ", ".join(map(repr, schema.names)))
+            raise missing_column(column, path, schema)
     chosen = columns_kept(spec).of(schema.names)
     kept = [name for name in schema.names if chosen is None or name in chosen]
     pairs = zip(answer_fields(spec, embedding_size), answer_names(spec), strict=True)
@@ -58,7 +58,9 @@ def output_schema(schema: pa.Schema, spec: RunSpec, path: str = "", embedding_si
             )
     fields = list(map(schema.field, kept))
     for place, field in enumerate(fields):  # without what templates alone want to know of it
-        metadata = {key: value for key, value in (field.metadata or {}).items() if key not in OWN_METADATA}
+        metadata = dict(field.metadata or {})
+        if not JSON.items() <= metadata.items():  # which the writer of lines reads
+            metadata = {key: value for key, value in metadata.items() if key not in OWN_METADATA}
         fields[place] = field.with_metadata(metadata or None)
     return pa.schema([*fields, *answers], metadata=schema.metadata)
 

@@ -18,10 +18,10 @@ from jobs.parquet.files.fingerprint import GONE, check_unchanged, file_fingerpri
 from jobs.parquet.files.storage import Storage
 from jobs.parquet.formats.converted_inputs import scan
 from jobs.parquet.formats.kinds import Kind, arrow_field, depends_on_others, merged, merged_texts, with_decimal
-from jobs.parquet.outputs.part import output_schema
+from jobs.parquet.outputs.part import columns_kept, output_schema
 from jobs.parquet.planning.find_files import FoundFile, find_files, partition_columns
 from jobs.parquet.prompts.sources import row_source
-from jobs.parquet.tables.columns import ROW_NUMBER, with_added_fields
+from jobs.parquet.tables.columns import ROW_NUMBER, missing_column, with_added_fields
 from jobs.runs.plans.dialects import check_dialect
 from jobs.runs.plans.names import HEADED, JSONL, LINES, one_format
 from jobs.runs.plans.plan import AddedColumn, Plan, PlannedFile, Shard, cut_shards
@@ -61,14 +61,17 @@ def read_inputs(context: JobContext, storage: Storage, spec: RunSpec, found: Seq
 
 
 def _read_as_json(spec: RunSpec, look: "_Look") -> tuple[str, ...]:
-    """Return the columns of JSON lines that prompts read as each row's own JSON, not as the type that all rows share.
+    """Return the columns of JSON lines that are read as each row's own JSON, not as the type that all rows share.
 
-    Columns of texts and pictures are not among them.
+    They are those of prompts, and those of an output that is lines again. Columns of texts and pictures are not among
+    them.
     """
     if look.format != JSONL:
         return ()
     as_they_stand = {spec.prompt_column, spec.query_column, spec.document_column, *(spec.image_column or ())}
-    names = [name for name in row_source(spec).columns if name in look.kinds and name not in as_they_stand]
+    kept = columns_kept(spec).of([*look.kinds]) if spec.writes_lines else ()
+    read = dict.fromkeys((*row_source(spec).columns, *(look.kinds if kept is None else kept)))
+    names = [name for name in read if name in look.kinds and name not in as_they_stand]
     return tuple(name for name in names if depends_on_others(look.kinds[name]))
 
 
@@ -87,7 +90,7 @@ def _check_columns(spec: RunSpec, schema: pa.Schema, path: str) -> None:
         content_free(spec, source)  # raises once, and not in every shard
     for column in source.columns:
         if column not in schema.names:
-            raise errors.MissingColumn(column, path, ", ".join(map(repr, schema.names)))
+            raise missing_column(column, path, schema)
     source.check(schema)
     if spec.order is not None and ROW_NUMBER in schema.names:
         raise errors.ColumnConflict(ROW_NUMBER, "rename it in the input: a run in an order of its own adds it")

@@ -135,15 +135,20 @@ def with_reused(context: JobContext, storage: Storage, plan: Plan, submission: S
             write_taken(storage, plan, taken)
     if 2 * sum(told.rows for told in old.told) < num_rows:
         for told, each in zip(old.told, old.plans, strict=True):
-            told.differs = differences(each, plan, any_model=submission.reuse_from_any_model) or [NO_DIFFERENCE]
+            told.differs = differences(each, plan, any_model=submission.reuse_from_any_model) or [
+                _NO_DIFFERENCE[bool(plan.spec.repairs.function)]
+            ]
     assert plan.reused is not None
     runs = tuple(map(asdict, old.told))
     told_of = replace(plan.reused, asked=ask.keys.name, any_model=submission.reuse_from_any_model, runs=runs)
     return replace(plan, reused=told_of)
 
 
-#: Said if few rows were taken from an earlier run, though it asked the same.
-NO_DIFFERENCE = "it asked the same, of other rows or with few answers"
+#: Said if few rows were taken from an earlier run, though it asked the same; by whether a function checks them.
+_NO_DIFFERENCE = {
+    False: "it asked the same, of other rows or with few answers",
+    True: "it asked the same, of other rows, with few answers, or with another source of the check function",
+}
 
 
 def with_seed_of(plan: Plan, old: OldRuns) -> Plan:

@@ -117,12 +117,17 @@ class ChatSource(ColumnSource):
     """A column of chats. All rows' structs share their keys; the model sees none that are null in its row."""
 
     def read(self, rows: pa.RecordBatch) -> Iterator[Any]:
-        kinds = {column: rows.schema.field(column).type for column in self.columns}
-        for values in super().read(rows):
-            if isinstance(values, RowProblem):
-                yield values
-            else:
-                yield {name: without_null_keys(value, kinds[name]) for name, value in values.items()}
+        return rows_without_null_keys(self.columns, rows)
+
+
+def rows_without_null_keys(columns: Sequence[str], rows: pa.RecordBatch) -> Iterator[dict[str, Any] | RowProblem]:
+    """Yield the values of each row as python_rows does, without the null fields of structs."""
+    kinds = {column: rows.schema.field(column).type for column in columns}
+    for values in python_rows(columns, rows):
+        if isinstance(values, RowProblem):
+            yield values
+        else:
+            yield {name: without_null_keys(value, kinds[name]) for name, value in values.items()}
 
 
 def without_null_keys(value: Any, kind: pa.DataType) -> Any:

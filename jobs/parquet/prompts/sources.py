@@ -8,7 +8,7 @@ from functools import lru_cache
 from typing import Any
 
 import pyarrow as pa
-from pyarrow.types import is_boolean, is_decimal, is_floating, is_integer, is_null
+from pyarrow.types import is_boolean, is_decimal, is_floating, is_integer, is_null, is_struct
 
 from jobs.common.display import to_json
 from jobs.context import accept_any_sampling
@@ -16,10 +16,10 @@ from jobs.errors import ColumnConflict, InvalidJob, JobsError, WrongColumnType
 from jobs.parquet.prompts import prompt_source
 from jobs.parquet.prompts.jinja_source import JinjaSource
 from jobs.parquet.prompts.picture_source import PictureSource
-from jobs.parquet.prompts.prompt_source import ColumnSource, PromptSource, Row, checked_text
-from jobs.parquet.tables.columns import PROBLEM, RowProblem, as_asked, has_digits, is_list, is_text, python_rows
+from jobs.parquet.prompts.prompt_source import ColumnSource, PromptSource, Row, checked_text, rows_without_null_keys
+from jobs.parquet.tables.columns import PROBLEM, RowProblem, has_digits, is_list, is_text, python_rows, with_own_json
 from jobs.prompts.arguments import NOT_TEXT
-from jobs.prompts.messages import OF_VALUES, ChatOptions
+from jobs.prompts.messages import OF_VALUES, ChatOptions, split_chat_options
 from jobs.prompts.pictures import ReadFile, is_url, loaded
 from jobs.runs.plans.names import OPENAI_BATCH
 from jobs.runs.plans.prompt_steps import PromptStep, Template
@@ -29,6 +29,9 @@ from jobs.runs.plans.spec import RunSpec
 CHECKS_REMEMBERED = 1024
 #: Rows that are Python's at a time: as Python's objects, values take many times what Arrow needs for them.
 SLICE_ROWS = 128
+
+#: The one option of a chat that may come from a column.
+TOOLS = "tools"
 
 _NUMBERS = (is_integer, is_floating, is_decimal, is_boolean, is_null)
 
@@ -48,10 +51,18 @@ class RowSampling:
     def check(self, schema: pa.Schema) -> None:
         for name, column in self._by_name.items():
             kind = schema.field(column).type
+            if name == TOOLS:
+                if not is_text(kind) and not (is_list(kind) and is_struct(kind.value_type)):
+                    raise WrongColumnType(column, kind, "lists of functions as structs, or their JSON")
+                continue
             inner = kind.value_type if is_list(kind) else kind
             is_number = any(is_one(inner) for is_one in _NUMBERS) or has_digits(schema.field(column))
             if not is_number and (name in NOT_TEXT or not is_text(inner)):
                 raise WrongColumnType(column, kind, f"a value for {name}: a number, as a rule")
+
+    def read(self, rows: pa.RecordBatch) -> Iterator[dict[str, Any] | RowProblem]:
+        """Yield the values of each row's columns, or its RowProblem."""
+        return rows_without_null_keys(self.columns, rows)
 
     def of(self, values: Mapping[str, Any]) -> str:
         found = {
@@ -59,23 +70,36 @@ class RowSampling:
             for name, column in self._by_name.items()
         }
         found = {name: _number(value) if name in NOT_TEXT else value for name, value in found.items()}
+        if isinstance(tools := found.get(TOOLS), str):
+            found[TOOLS] = _from_json(self._by_name[TOOLS], tools)
         own = json.dumps({name: _plain(value) for name, value in found.items() if value is not None})
         if (problem := self._problem(own)) is not None:
             raise RowProblem(problem)
         return own
 
+    def _check(self, values: Mapping[str, Any]) -> None:
+        sampling = split_chat_options(values)[0] if TOOLS in values else values
+        self._check_sampling(sampling)
+
     def _find_problem(self, own: str) -> str | None:
         values = json.loads(own)
         for name, value in values.items():
             try:
-                self._check_sampling({name: value})
+                self._check({name: value})
             except InvalidJob as error:
                 return f"column {self._by_name[name]!r}: {error}"
         try:
-            self._check_sampling({**self._sampling, **values})
+            self._check({**self._sampling, **values})
         except InvalidJob as error:
             return str(error)
         return None
+
+
+def _from_json(column: str, text: str) -> Any:
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise RowProblem(f"column {column!r} is not JSON: {error}") from None
 
 
 def _number(value: Any) -> Any:
@@ -112,8 +136,7 @@ class RowSource:
         self._prompts, self._sampling = prompts, sampling
         self._beside, self._write = tuple(beside), write
         own = () if sampling is None else sampling.columns
-        self._read = tuple(dict.fromkeys((*beside, *own)))
-        self.columns = tuple(dict.fromkeys((*prompts.columns, *self._read)))
+        self.columns = tuple(dict.fromkeys((*prompts.columns, *beside, *own)))
 
     def check(self, schema: pa.Schema) -> None:
         self._prompts.check(schema)
@@ -123,23 +146,31 @@ class RowSource:
 
     def rows(self, batch: pa.RecordBatch, read: ReadFile = str.encode) -> Iterator[Row | RowProblem]:
         """Yield each row of a batch, or why it asks nothing. read: gives the file of a picture's path."""
-        batch = as_asked(batch)
+        batch = with_own_json(batch)
         has_problems = PROBLEM in batch.schema.names
         for start in range(0, batch.num_rows, SLICE_ROWS):
             part = batch.slice(start, SLICE_ROWS)
             problems = part.column(PROBLEM).to_pylist() if has_problems else [None] * part.num_rows
-            pairs = zip(self._prompts.read(part), python_rows(self._read, part), strict=True)
-            for problem, (given, values) in zip(problems, pairs, strict=True):
-                yield self._row(given, values, read) if problem is None else RowProblem(problem)
+            of_rows = zip(
+                self._prompts.read(part), self._read_sampling(part), python_rows(self._beside, part), strict=True
+            )
+            for problem, values in zip(problems, of_rows, strict=True):
+                yield self._row(*values, read) if problem is None else RowProblem(problem)
 
-    def _row(self, given: Any, values: Mapping[str, Any] | RowProblem, read: ReadFile) -> Row | RowProblem:
-        for each in (given, values):
+    def _read_sampling(self, rows: pa.RecordBatch) -> Iterator[dict[str, Any] | RowProblem]:
+        return python_rows((), rows) if self._sampling is None else self._sampling.read(rows)
+
+    def _row(
+        self, given: Any, own: dict[str, Any] | RowProblem, values: dict[str, Any] | RowProblem, read: ReadFile
+    ) -> Row | RowProblem:
+        for each in (given, own, values):
             if isinstance(each, RowProblem):
                 return each
-        assert isinstance(values, Mapping)
+        assert isinstance(own, dict)
+        assert isinstance(values, dict)
         try:
             row = self._prompts.row(given, read)
-            sampling = "" if self._sampling is None else self._sampling.of(values)
+            sampling = "" if self._sampling is None else self._sampling.of(own)
         except RowProblem as problem:
             return problem
         except JobsError as problem:  # a picture's

@@ -28,7 +28,7 @@ from jobs.parquet.shards.row_items import row_runner
 from jobs.parquet.shards.rows_task import RowsTask, check_model, trusted_plan
 from jobs.parquet.shards.shard_journal import ShardJournal
 from jobs.parquet.shards.shard_texts import ShardTexts, shard_batches, shard_rows
-from jobs.parquet.tables.columns import ColumnChoice, RowProblem, with_added_fields
+from jobs.parquet.tables.columns import ColumnChoice, RowProblem, schema_with_json, with_added_fields, with_own_json
 from jobs.parquet.tables.table_reading import RowReader
 from jobs.runs.plans.plan import PlannedFile, Shard
 from jobs.runs.plans.spec import check_queue_name
@@ -184,6 +184,8 @@ class ShardWork(RowsTask):
         plan, spec = self._folder.plan, self._folder.plan.spec
         with self._reader(part.columns_kept(spec)) as reader:
             found = with_added_fields(reader.schema, plan.added_columns)
+            if spec.writes_lines:
+                found = schema_with_json(found, plan.as_json)
             schema = part.output_schema(found, spec, self._file.path, part.embedding_size(spec, self._context.model))
             part.write_part(sink, schema, self._batches(reader, answers, schema), stats)
 
@@ -203,6 +205,8 @@ class ShardWork(RowsTask):
     def _batches(self, reader: RowReader, answers: list[Answer], schema: pa.Schema) -> Iterator[pa.Table]:
         start = 0
         for batch in shard_batches(self._context, self._folder.plan, self._shard, reader):
+            if self._folder.plan.spec.writes_lines:
+                batch = with_own_json(batch)
             yield part.with_answers(batch, answers[start : start + batch.num_rows], schema, self._folder.plan.spec)
             start += batch.num_rows
 

@@ -2,12 +2,13 @@
 
 import json
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from itertools import repeat
 from typing import Any, NamedTuple
 
 import pyarrow as pa
 
+from jobs.errors import MissingColumn
 from jobs.prompts.arguments import MAX_PROMPT_BYTES
 from jobs.runs.plans.plan import AddedColumn
 
@@ -53,22 +54,29 @@ class ColumnChoice(NamedTuple):
 ALL_COLUMNS = ColumnChoice()
 
 
-def as_asked(batch: pa.RecordBatch) -> pa.RecordBatch:
-    """Return a batch as prompts read it: each row's own JSON replaces a column that has it."""
-    names = [name for name in batch.schema.names if name.startswith(AS_JSON)]
-    for name in names:
-        column = batch.column(name)
-        batch = batch.drop_columns([name])
-        batch = _replaced(batch, batch.schema.get_field_index(name.removeprefix(AS_JSON)), column)
-    return batch
+def missing_column(name: str, path: str, schema: pa.Schema) -> MissingColumn:
+    """Return the error that says that a file lacks a column, and what it has."""
+    there = ", ".join(map(repr, schema.names)) or "no columns"
+    if {"custom_id", "body"} <= set(schema.names):
+        there += " (if these are lines of OpenAI's batches, say --format openai-batch)"
+    return MissingColumn(name, path, there)
 
 
-def _replaced(batch: pa.RecordBatch, place: int, column: pa.Array) -> pa.RecordBatch:
-    fields = list(batch.schema)
-    fields[place] = pa.field(fields[place].name, column.type, metadata=JSON)
-    columns = list(batch.columns)
-    columns[place] = column
-    return pa.RecordBatch.from_arrays(columns, schema=pa.schema(fields))
+def with_own_json(batch: pa.RecordBatch) -> pa.RecordBatch:
+    """Return a batch in which each row's own JSON replaces a column that has it."""
+    beside = {name.removeprefix(AS_JSON): name for name in batch.schema.names if name.startswith(AS_JSON)}
+    if not beside:
+        return batch
+
+    names = [name for name in batch.schema.names if not name.startswith(AS_JSON)]
+    columns = [batch.column(beside.get(name, name)) for name in names]
+    return pa.RecordBatch.from_arrays(columns, schema=schema_with_json(batch.select(names).schema, beside))
+
+
+def schema_with_json(schema: pa.Schema, names: Collection[str]) -> pa.Schema:
+    """Return a schema in which these columns are texts of JSON."""
+    fields = [pa.field(each.name, pa.string(), metadata=JSON) if each.name in names else each for each in schema]
+    return pa.schema(fields, metadata=schema.metadata)
 
 
 def with_added_fields(schema: pa.Schema, columns: Sequence[AddedColumn]) -> pa.Schema:
@@ -148,7 +156,7 @@ def python_rows(columns: Sequence[str], rows: pa.RecordBatch) -> Iterator[dict[s
     """Yield the values of each row in some columns by name, or why one of them is none."""
     if not columns:
         yield from repeat({}, rows.num_rows)
-    found = [_as_written(rows.field(name), row_values(name, rows.column(name))) for name in columns]
+    found = [as_written(rows.field(name), row_values(name, rows.column(name))) for name in columns]
     for row in zip(*found, strict=True):
         problem = next((value for value in row if isinstance(value, RowProblem)), None)
         yield problem or dict(zip(columns, row, strict=True))
@@ -159,7 +167,8 @@ def has_digits(field: pa.Field) -> bool:
     return DIGITS.items() <= (field.metadata or {}).items()
 
 
-def _as_written(field: pa.Field, values: Iterator[Any]) -> Iterator[Any]:
+def as_written(field: pa.Field, values: Iterator[Any]) -> Iterator[Any]:
+    """Yield a column's values as the file that it comes from writes them."""
     written = (field.metadata or {}).get(_OWN_KEY)
     if written in (NUMBER[_OWN_KEY], COMMA_NUMBER[_OWN_KEY]):
         values = (int(each) if isinstance(each, float) and each.is_integer() else each for each in values)

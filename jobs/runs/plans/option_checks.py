@@ -73,6 +73,8 @@ def sampling_columns(name: str, value: Any) -> dict[str, str]:
             raise InvalidValue(f"{name} has {{}}, expected the name of a sampling value", brief(each))
         if each == "n":
             raise InvalidJob("n cannot come from a column: all rows of a run have as many completions")
+        if each in CHAT_NAMES and each != "tools":
+            raise InvalidJob(f"{each} cannot come from a column: give one for all rows, in sampling")
         if each in RESPONSE_NAMES:
             raise InvalidJob(f"{each} cannot come from a column: the output has the same columns for all rows")
     return {each: column_name(f"the column for {each}", column) for each, column in sorted(value.items())}

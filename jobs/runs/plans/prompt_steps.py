@@ -91,13 +91,14 @@ ROW_COLUMNS = ("prompt_tokens", "completion_tokens", "cached_tokens", "error")
 LONGEST = "_prompt_logprobs"
 
 
-def answer_columns(sampling: Mapping[str, Any], chat: ChatOptions) -> list[str]:
+def answer_columns(sampling: Mapping[str, Any], *, has_tools: bool) -> list[str]:
     """Return the columns that hold what an answer has of its own. Their types: jobs/parquet/asks/ask.py."""
     wanted = {
         "completion": True,
         "finish_reason": True,
         "reasoning": sampling.get("separate_reasoning"),
-        "tool_calls": "tools" in chat,
+        "tool_calls": has_tools,
+        "tool_call_error": has_tools,
         **{name: sampling.get(name) is not None for name in LOGPROBS},
     }
     return [name for name, is_wanted in wanted.items() if is_wanted]
@@ -122,7 +123,7 @@ class PromptStep:
         """Return the columns that hold what comes of it, its answer's first, and what each of them is of an answer."""
         if self.is_scored:
             return {name: name for name in LABEL_COLUMNS}
-        names = answer_columns(self.sampling, self.chat)
+        names = answer_columns(self.sampling, has_tools="tools" in self.chat)
         return {self.name if each == "completion" else f"{self.name}_{each}": each for each in names}
 
 

@@ -22,7 +22,7 @@ from jobs.prompts.template_texts import template_texts
 from jobs.runs.plans import option_checks as checks
 from jobs.runs.plans import prompt_steps
 from jobs.runs.plans.dialects import DIALECT, parse_decimal, parse_delimiter, parse_encoding
-from jobs.runs.plans.names import OPENAI_BATCH, PARTS, SUFFIXES, parse_single_file
+from jobs.runs.plans.names import CSV, JSONL, OPENAI_BATCH, PARTS, SUFFIXES, parse_single_file
 from jobs.runs.plans.paths import real_path, run_path
 
 #: Files are opened one by one to plan a run, and every shard's worker holds the plan that lists them.
@@ -172,6 +172,16 @@ class RunSpec:
         """Sampling values for the engine, and what its rows' chats have beside their messages."""
         return split_chat_options(self.sampling)
 
+    @property
+    def writes_lines(self) -> bool:
+        """Whether the output is one file of CSV or JSON lines, which can hold what the input's lines hold."""
+        return self.single_file in (CSV, JSONL)
+
+    @property
+    def has_tools(self) -> bool:
+        """Whether rows' chats may have tools, those of a column included."""
+        return "tools" in self.chat[1] or "tools" in self.sampling_columns
+
     @cached_property
     def steps(self) -> tuple[prompt_steps.PromptStep, ...]:
         """Return the prompts of each row where they are several, else none. Raises InvalidJob."""
@@ -238,6 +248,11 @@ def _check_together(spec: RunSpec, given: Mapping[str, Any]) -> None:
             spec.task == checks.RERANK,
             "query_column and document_column are for reranking: give task 'rerank' too",
         ),
+        (
+            "tools" in spec.sampling_columns,
+            spec.is_chat and spec.prompts is None,
+            "tools from a column are for chats with one prompt of each row: give messages_column or a chat's template",
+        ),
         (images, spec.task == checks.GENERATE, f"image_column and task {spec.task!r} do not go together"),
         (images, spec.prompts is None, "image_column and prompts do not go together: ask one prompt with a template"),
         (images, not spec.calibrate, "image_column and calibrate do not go together: no picture has no content"),
@@ -264,7 +279,7 @@ def _check_together(spec: RunSpec, given: Mapping[str, Any]) -> None:
     check_repairs(
         spec.repairs,
         spec.sampling,
-        has_tools="tools" in spec.chat[1],
+        has_tools=spec.has_tools,
         has_steps=spec.prompts is not None,
         has_labels=spec.labels is not None,
     )

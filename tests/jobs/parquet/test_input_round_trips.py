@@ -8,6 +8,7 @@ from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
+import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
@@ -23,6 +24,7 @@ from jobs.parquet.tables.columns import PROBLEM
 from jobs.parquet.tables.table_reading import open_table
 from jobs.runs.plans.spec import RunSpec
 from tests.jobs.conftest import MakeContext
+from tests.jobs.local_runs import Runs
 
 TEXTS = st.text(st.characters(codec="utf-8", exclude_characters="\0"), max_size=6)
 VALUES = st.recursive(
@@ -125,6 +127,37 @@ def rendered(context: JobContext, path: Path, options: dict[str, Any]) -> list[s
     with converted_for_now(storage, plan, [0]) as (wider, converted):
         shards = rendered_shards(context, wider, converted, row_source(spec))
         return [row.prompt if isinstance(row, Row) else str(row) for _, rows in shards for row in rows]
+
+
+#: What a column of one type, or Arrow's structs, would write otherwise.
+OBJECTS: list[dict[str, Any]] = [
+    {"prompt": "a", "o": {"n": 24, "none": None}, "l": [1, 2.0], "mixed": 1, "number": 3, "big": 2**70, "e": {}},
+    {"prompt": "b", "o": {"t": 24.0}, "l": [{"x": None}], "mixed": "1", "number": 2.5, "big": 1, "e": {"a": {}}},
+    {"prompt": "c", "o": None, "l": [], "mixed": [True], "number": 4.0, "big": None, "e": {"b": [{"c": "\u2028"}]}},
+]
+
+
+@pytest.mark.parametrize("options", [{}, {"keep": ["o", "mixed"]}, {"drop": ["l", "o"]}, {"template": "{prompt} {o}"}])
+def test_objects_of_json_lines_come_back_in_json_lines_and_csv_as_they_were(
+    runs: Runs, tmp_path: Path, options: dict[str, Any]
+) -> None:
+    source = tmp_path / "in.jsonl"
+    source.write_text("".join(json.dumps(row) + "\n" for row in OBJECTS))
+    wanted = options.get("keep") or [name for name in OBJECTS[0] if name not in options.get("drop", ())]
+    for kind in ("jsonl", "csv"):
+        runs.plan(source, tmp_path / kind, single_file=kind, rows_per_shard=2, sampling={"temperature": 0}, **options)
+        runs.work()
+    lines = (tmp_path / "jsonl" / "output.jsonl").read_text().splitlines()
+    for row, line in zip(OBJECTS, lines, strict=True):
+        back = json.loads(line)
+        assert json.dumps([back[name] for name in wanted]) == json.dumps([row[name] for name in wanted])
+        assert back.keys() >= {"completion", "error"}
+    with (tmp_path / "csv" / "output.csv").open(newline="") as file:
+        for row, back in zip(OBJECTS, csv.DictReader(file), strict=True):
+            for name in wanted:
+                value = row[name]
+                text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+                assert back[name] == ("" if value is None else text)
 
 
 def test_keys_that_only_other_rows_of_a_parquet_file_have_are_not_asked(

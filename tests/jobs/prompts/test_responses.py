@@ -260,20 +260,71 @@ def test_a_run_of_chats_has_columns_for_reasoning_and_calls(runs: Runs, n: int) 
         seen.append(request)
         if "call" in str(request.messages):
             return FakeCompletion("", 0, [1], reasoning="why", tool_calls=[CALL])
-        return FakeCompletion("yes", 0, [1], reasoning="why")
+        return FakeCompletion("yes", 0, [1], reasoning="why", tool_call_error="no such tool")
 
     runs.work(answer)
     assert all(request.chat_options == {"tools": [TOOL]} for request in seen)
     assert all(request.sampling["separate_reasoning"] for request in seen)
-    names = ("completion", "reasoning", "tool_calls", "finish_reason")
+    names = ("completion", "reasoning", "tool_calls", "tool_call_error", "finish_reason")
     called, talked, failed = [
         {name: row[name][0] if n > 1 and row[name] else row[name] for name in names} for row in runs.rows()
     ]
     calls = json.loads(called.pop("tool_calls"))
     assert [call["function"] for call in calls] == [CALL]
-    assert called == {"completion": "", "reasoning": "why", "finish_reason": "tool_calls"}
-    assert talked == {"completion": "yes", "reasoning": "why", "tool_calls": None, "finish_reason": "stop"}
+    assert called == {"completion": "", "reasoning": "why", "tool_call_error": None, "finish_reason": "tool_calls"}
+    text = {"completion": "yes", "reasoning": "why", "finish_reason": "stop"}
+    assert talked == {**text, "tool_calls": None, "tool_call_error": "no such tool"}
     assert (failed["completion"], failed["finish_reason"]) in ((None, "error"), ([None] * n, "error"))
+
+
+#: Of each row one: what another row's has is not in it, and its own null and 24.0 stay.
+TOOLS = [
+    {"type": "function", "function": {"name": "f", "parameters": {"properties": {"day": {"default": 24}}}}},
+    {"type": "function", "function": {"name": "g", "parameters": {"properties": {"t": {"default": 24.5}}}}},
+]
+
+
+@pytest.mark.parametrize("kind", ["jsonl", "parquet", "text"])
+def test_tools_of_a_column_are_each_rows_own(runs: Runs, kind: str) -> None:
+    chat = [{"role": "user", "content": "hi"}]
+    rows = [{"chat": chat, "tools": [tool]} for tool in TOOLS]
+    rows += [{"chat": chat, "tools": None}, {"chat": chat, "tools": [{"type": "function"}]}]
+    source = runs.source.with_name(f"in.{'jsonl' if kind == 'jsonl' else 'parquet'}")
+    if kind == "jsonl":
+        source.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    elif kind == "text":
+        pq.write_table(pa.Table.from_pylist([{**row, "tools": json.dumps(row["tools"])} for row in rows]), source)
+    else:
+        pq.write_table(pa.Table.from_pylist(rows), source)
+    runs.plan(source, messages_column="chat", sampling_columns={"tools": "tools"}, sampling={"temperature": 0})
+    seen = []
+
+    def answer(request: Request) -> FakeCompletion:
+        seen.append(request)
+        return FakeCompletion("", 0, [1], tool_calls=[CALL]) if request.chat_options else FakeCompletion("yes", 0, [1])
+
+    runs.work(answer)
+    of_rows = sorted((request.chat_options for request in seen), key=str)  # rows are asked in an order of their own
+    assert of_rows == [{"tools": [TOOLS[0]]}, {"tools": [TOOLS[1]]}, {}]
+    assert all("tools" not in request.sampling for request in seen)
+    found = runs.rows()
+    assert [row["finish_reason"] for row in found] == ["tool_calls", "tool_calls", "stop", "error"]
+    assert "column 'tools': tool 0" in found[3]["error"]
+
+
+@pytest.mark.parametrize(
+    ("options", "error"),
+    [
+        ({"messages_column": "c", "sampling_columns": {"tool_choice": "t"}}, "tool_choice cannot come from a column"),
+        ({"messages_column": "c", "sampling_columns": {"chat_template_kwargs": "t"}}, "cannot come from a column"),
+        ({"prompt_column": "c", "sampling_columns": {"tools": "t"}}, "tools from a column are for chats"),
+        ({"messages_column": "c", "sampling_columns": {"tools": "t"}, "check": {"regex": "a"}}, "tools"),
+    ],
+)
+def test_what_a_column_cannot_say_of_a_chat_is_refused(runs: Runs, options: dict[str, Any], error: str) -> None:
+    pq.write_table(pa.table({"c": ["a"], "t": ["b"]}), runs.source)
+    with pytest.raises(errors.InvalidJob, match=error):
+        runs.plan(**options)
 
 
 def test_prompt_log_probabilities_by_vllms_name(context: JobContext, engine: Engine) -> None:

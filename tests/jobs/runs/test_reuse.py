@@ -462,6 +462,15 @@ def test_another_model_is_named(runs: Runs, old: Path) -> None:
     assert "other" in difference
 
 
+def test_a_model_of_another_length_is_named(runs: Runs, old: Path) -> None:
+    context = runs.context
+    runs.context = lambda: replace(context(), model=replace(context().model, max_model_len=64))
+    runs.write(["x", "y", "a"])
+    planned = runs.plan(output=runs.output.parent / "new", sampling=GREEDY, reuse=str(old))
+    length = json.loads((old / "_plan.json").read_text())["model"].get("max_model_len", 0)
+    assert planned["reused"][0]["differs"] == [f"max_model_len {length} there, 64 here"]
+
+
 @pytest.mark.parametrize("before", [{"max_tokens": 2}, {}])
 def test_answers_that_ended_by_themselves_are_taken_where_only_max_tokens_grew(
     runs: Runs, before: dict[str, int]

@@ -17,6 +17,6 @@ end
 local due = call('ZRANGEBYSCORE', from, 0, args.now_ts, 'LIMIT', 0, args.most)
 for _, id in ipairs(due) do
   call('ZREM', from, id)
-  take(id)
+  tried(take, id)
 end
 return #due

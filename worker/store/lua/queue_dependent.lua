@@ -1,7 +1,7 @@
 -- Queue a job that waits for an ended one and for nothing else, unless whoever ended another of them has done so.
 -- ended_id, ended_as: the job it waited for, and its status at its end: later a saved copy may have any.
 local id, ended_id, ended_as = args.id, args.ended_id, args.ended_as
-local job = 'rq:job:' .. id
+local job, dependencies = 'rq:job:' .. id, 'rq:job::' .. id .. ':dependencies'
 if call('TYPE', job).ok ~= 'hash' then return 0 end -- gone, or an id that names another key
 if call('HSTRLEN', job, 'origin') > 1024 then return 0 end -- names are short
 local fields = call('HMGET', job, 'origin', 'enqueue_at_front', 'allow_dependency_failures', 'status')
@@ -13,14 +13,16 @@ end
 
 -- As in RQ, what is gone is not waited for.
 local function waits_for_others()
-  for _, other in ipairs(call('SMEMBERS', 'rq:job::' .. id .. ':dependencies')) do
-    local status = other ~= ended_id and redis.pcall('HGET', 'rq:job:' .. other, 'status')
-    if status and not lets_run(status) then return true end
+  for _, other in ipairs(call('SMEMBERS', dependencies)) do
+    local is_job, status = tried(call, 'HGET', 'rq:job:' .. other, 'status')
+    if other ~= ended_id and is_job and status and not lets_run(status) then return true end
   end
   return false
 end
 
-if call('SCARD', 'rq:job::' .. id .. ':dependencies') > 10000 then return -1 end -- they would hold up the server
+local is_set, num_dependencies = tried(call, 'SCARD', dependencies)
+if not is_set then return -2 end
+if num_dependencies > 10000 then return -1 end -- they would hold up the server
 if (queue or '') == '' or not lets_run(ended_as) or waits_for_others() then return 0 end
 call('SREM', 'rq:job:' .. ended_id .. ':dependents', id)
 if fields[4] == 'canceled' and call('ZSCORE', 'rq:canceled:' .. queue, id) then return 0 end

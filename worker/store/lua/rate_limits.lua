@@ -9,7 +9,8 @@ local function needs_slot(id)
 end
 
 for _, id in ipairs(call('ZRANGE', limit .. ':allowed', 0, -1)) do
-  if not needs_slot(id) then call('ZREM', limit .. ':allowed', id) end
+  local is_job, needs = tried(needs_slot, id)
+  if not (is_job and needs) then call('ZREM', limit .. ':allowed', id) end
 end
 let_in(key, args.now_iso)
 if call('EXISTS', limit .. ':allowed', limit .. ':rate_limited') == 0 then

@@ -9,8 +9,11 @@ local removed_by, removed_by_ttl_s = 'tokenmill:removed:' .. eid, 120
 local rate_limit_key -- of a job that `not_held` found held
 
 local function was_ended_before()
-  if call('EXISTS', removed_by) == 1 or call('HGET', job, 'closed_by') == eid then return true end
-  local latest = call('XREVRANGE', results, '+', '-', 'COUNT', 1)[1]
+  if call('EXISTS', removed_by) == 1 then return true end
+  local _, closed_by = tried(call, 'HGET', job, 'closed_by')
+  if closed_by == eid then return true end
+  local is_stream, latest = tried(call, 'XREVRANGE', results, '+', '-', 'COUNT', 1)
+  latest = is_stream and latest[1]
   for i = 1, latest and #latest[2] or 0, 2 do
     if latest[2][i] == 'execution_id' and latest[2][i + 1] == eid then return true end
   end
@@ -48,7 +51,11 @@ end
 -- that this execution has ended it.
 local function add_result()
   if #ARGV > 1 then
-    call('XADD', results, 'MAXLEN', '~', 10, '*', unpack(ARGV, 2))
+    local reply = redis.pcall('XADD', results, 'MAXLEN', '~', 10, '*', unpack(ARGV, 2))
+    if not (type(reply) == 'table' and reply.err) then return end
+    if string.find(reply.err, '^OOM') then error(reply, 0) end
+    call('DEL', results) -- no stream, or one with the last id that there is
+    call('XADD', results, '*', unpack(ARGV, 2))
   else
     call('HSET', job, 'closed_by', eid)
   end
@@ -74,14 +81,14 @@ end
 
 local function remove(keys)
   local group = call('HGET', job, 'group_id')
-  if group then call('SREM', 'rq:group:' .. group, id) end
+  if group then tried(call, 'SREM', 'rq:group:' .. group, id) end
   call('DEL', results, unpack(keys))
   call('SET', removed_by, id, 'EX', removed_by_ttl_s)
 end
 
 -- Free the slot of a job with a rate limit, unless it is queued again: at the 'front' or 'back'.
 local function leave_slot(when)
-  if rate_limit_key and when ~= 'front' and when ~= 'back' then free_slot(rate_limit_key, id, ended_iso) end
+  if rate_limit_key and when ~= 'front' and when ~= 'back' then tried(free_slot, rate_limit_key, id, ended_iso) end
 end
 
 -- Whether the job runs once more by itself: scheduled or deferred again under its id while it ran.

@@ -1,6 +1,17 @@
 local call, args = redis.call, cjson.decode(ARGV[1]) -- bytes come in ARGV[2] and after
 
 -- Shared head of all scripts: who holds a job, and time in the queue.
+
+-- Call a function about one of several jobs. Returns whether that could be done, and what it returned: not where a key of
+-- that job holds another kind of value than RQ's, which is no reason to stop for the others.
+local function tried(about, ...)
+  local could, reply = pcall(about, ...)
+  if could then return true, reply end
+  local text = type(reply) == 'table' and reply.err or tostring(reply)
+  if not string.find(text, 'WRONGTYPE', 1, true) then error(reply, 0) end
+  return false
+end
+
 -- tokenmill:held:<queue> has a field '<job>:<execution>' for each open execution of ours. Its value keeps two
 -- facts of the moment of the claim, '<score>|<enqueued_at>': the job's score in rq:canceled, where a job that
 -- is enqueued again stays listed, and which enqueueing the execution answers.
@@ -24,25 +35,34 @@ local function is_open(queue, id, eid)
   return call('HEXISTS', 'tokenmill:held:' .. queue, id .. ':' .. eid) == 1
 end
 
+-- Whether there is a job: not where its key holds something else.
+local function exists(id)
+  local is_hash, num_fields = tried(call, 'HLEN', 'rq:job:' .. id)
+  return is_hash and num_fields > 0
+end
+
 -- False, or the `enqueued_at` that the execution answers ('' for none).
 local function holds(queue, id, eid)
-  if not call('ZSCORE', 'rq:executions:' .. id, eid) then return false end
+  local _, is_listed = tried(call, 'ZSCORE', 'rq:executions:' .. id, eid)
+  if not is_listed then return false end
   local cancelled_before, taken_at = at_claim(queue, id, eid)
   if not cancelled_before then return false end
   local cancelled = call('ZSCORE', 'rq:canceled:' .. queue, id)
   if cancelled and cancelled ~= cancelled_before then return false end
-  return call('HLEN', 'rq:job:' .. id) > 0 and taken_at
+  return exists(id) and taken_at
 end
 
--- Leave nothing of an execution behind. worker: whose it is, where that is known.
+-- Leave nothing of an execution behind, whatever is at its keys: else it would be let go of again and again. worker:
+-- whose it is, where that is known.
 local function let_go(queue, id, eid, worker)
   call('HDEL', 'tokenmill:held:' .. queue, id .. ':' .. eid)
   call('ZREM', 'rq:wip:' .. queue, id .. ':' .. eid)
   local execution = 'rq:execution:' .. id .. ':' .. eid
-  worker = worker or call('HGET', execution, 'worker_name')
+  local _, holder = tried(call, 'HGET', execution, 'worker_name')
+  worker = worker or holder
   if worker then call('SREM', 'rq:worker:' .. worker .. ':executions', id .. ':' .. eid) end
   call('DEL', execution)
-  call('ZREM', 'rq:executions:' .. id, eid)
+  tried(call, 'ZREM', 'rq:executions:' .. id, eid)
 end
 
 -- Let go of a job that this execution does not hold any more. Its journal goes with it where the job was deleted or
@@ -50,7 +70,7 @@ end
 local function let_go_of_lost(queue, id, eid, worker)
   local cancelled_before, cancelled = at_claim(queue, id, eid), call('ZSCORE', 'rq:canceled:' .. queue, id)
   local is_cancelled = cancelled and cancelled_before and cancelled ~= cancelled_before
-  if is_cancelled or call('HLEN', 'rq:job:' .. id) == 0 then call('DEL', 'tokenmill:journal:' .. id) end
+  if is_cancelled or not exists(id) then call('DEL', 'tokenmill:journal:' .. id) end
   let_go(queue, id, eid, worker)
 end
 
@@ -61,16 +81,6 @@ local function is_queued_again(queue, id, taken_at)
   if taken_at == (fields[1] or '') then return false end
   return call('LPOS', 'rq:queue:' .. queue, id)
     or call('LPOS', 'rq:queue:' .. (fields[2] or queue), id)
-end
-
--- Call a function about one of several jobs. Returns whether that could be done, and what it returned: not where a key of
--- that job holds another kind of value than RQ's, which is no reason to stop for the others.
-local function tried(about, ...)
-  local could, reply = pcall(about, ...)
-  if could then return true, reply end
-  local text = type(reply) == 'table' and reply.err or tostring(reply)
-  if not string.find(text, 'WRONGTYPE', 1, true) then error(reply, 0) end
-  return false
 end
 
 -- A job's own ttl bounds its time in the queue.

@@ -9,8 +9,8 @@ local function let_in(key, now_iso)
     local id, since = first[1], first[2]
     if not id then return end
     local job = 'rq:job:' .. id
-    local fields = call('HMGET', job, 'origin', 'status', 'enqueue_at_front')
-    if fields[1] and fields[2] == 'rate_limited' then
+    local is_job, fields = tried(call, 'HMGET', job, 'origin', 'status', 'enqueue_at_front')
+    if is_job and fields[1] and fields[2] == 'rate_limited' then
       call('ZADD', limit .. ':allowed', since, id)
       call('HSET', job, 'status', 'queued', 'enqueued_at', now_iso)
       call(fields[3] == '1' and 'LPUSH' or 'RPUSH', 'rq:queue:' .. fields[1], id)

@@ -1,0 +1,221 @@
+"""Refuses JSON schemas with values that must hold others without end. Such a row would only stop at its last token.
+
+What holds for a value is read as a rule of a grammar: alternatives, each a list of values that it must hold. A value
+ends if all values of some alternative end.
+"""
+
+import re
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Mapping
+from graphlib import CycleError, TopologicalSorter
+from typing import Any, NamedTuple
+
+from engine.structured.schema_parts import SchemaDocument, listed, named
+
+#: The most values that a schema is read as. The choices of an `anyOf` multiply where several hold together.
+MAX_VALUES = 20_000
+
+TYPES = frozenset({"null", "boolean", "integer", "number", "string", "object", "array"})
+
+
+class NotEnforceable(ValueError):
+    """Raised with the reason when llguidance would misread a schema."""
+
+
+class _Value(NamedTuple):
+    """A value's schemas, which hold together, by id. chosen: lists of choices of which one is among them."""
+
+    schemas: frozenset[int]
+    chosen: frozenset[int] = frozenset()
+
+
+class _Rule(NamedTuple):
+    """alternatives: values that a value must hold, for each way to write it. optional: values that it may hold."""
+
+    alternatives: list[list[_Value]]
+    optional: list[_Value]
+
+
+def check_ends(document: SchemaDocument) -> None:
+    """Raise NotEnforceable if a value may begin that can never end."""
+    if not _has_cycle(document, document.related):
+        return
+    if _has_cycle(document, lambda schema: _together(document, schema)):
+        raise NotEnforceable("in which a schema refers to itself, not to a part of its value")
+    values = _Values(document)
+    first = values.of([document.root])
+    rules: dict[_Value, _Rule] = {}
+    waiting = [first]
+    while waiting:
+        value = waiting.pop()
+        if value in rules:
+            continue
+        if len(rules) == MAX_VALUES:
+            raise NotEnforceable("in which too many choices hold together")
+        rule = rules[value] = values.rule(value)
+        waiting += [part for parts in rule.alternatives for part in parts]
+        waiting += rule.optional
+    endless = rules.keys() - _grown(rules, _can_end) - _grown(rules, _is_impossible)
+    names = sorted(name for name in map(values.name, endless) if name is not None)
+    if names:
+        raise NotEnforceable(f"in which a value of {names[0]} must hold another one, without end")
+
+
+def _has_cycle(document: SchemaDocument, following: Any) -> bool:
+    graph = {id(schema): {id(part) for part in following(schema)} for schema in document.schemas()}
+    try:
+        TopologicalSorter(graph).prepare()
+    except CycleError:
+        return True
+    return False
+
+
+def _together(document: SchemaDocument, schema: Mapping[str, Any]) -> list[Any]:
+    """List the schemas that hold for every value of a schema."""
+    return [*listed(schema, "allOf"), document.target(schema.get("$ref"))]
+
+
+def _grown(rules: Mapping[_Value, _Rule], is_next: Callable[[_Rule, set[_Value]], bool]) -> set[_Value]:
+    """Return the smallest set of values that has each value of which `is_next` is true, given the set."""
+    users = defaultdict(set)
+    for value, rule in rules.items():
+        for parts in rule.alternatives:
+            for part in parts:
+                users[part].add(value)
+    grown: set[_Value] = set()
+    waiting = set(rules)
+    while waiting:
+        value = waiting.pop()
+        if value not in grown and is_next(rules[value], grown):
+            grown.add(value)
+            waiting |= users[value]
+    return grown
+
+
+def _can_end(rule: _Rule, ending: set[_Value]) -> bool:
+    return any(ending.issuperset(parts) for parts in rule.alternatives)
+
+
+def _is_impossible(rule: _Rule, impossible: set[_Value]) -> bool:
+    return not any(impossible.isdisjoint(parts) for parts in rule.alternatives)
+
+
+class _Values:
+    """Makes the rules of a document's values."""
+
+    def __init__(self, document: SchemaDocument) -> None:
+        self._document = document
+        self._schemas: dict[int, Any] = {}
+        references = {str(schema["$ref"]) for schema in document.schemas() if "$ref" in schema}
+        self._names = {id(document.target(reference)): reference for reference in sorted(references)}
+
+    def name(self, value: _Value) -> str | None:
+        """Return the reference to one of a value's schemas; None if nothing refers to them."""
+        return min((self._names[each] for each in value.schemas & self._names.keys()), default=None)
+
+    def of(self, schemas: Iterable[Any], chosen: frozenset[int] = frozenset()) -> _Value:
+        """Make the value for which all these schemas hold."""
+        together = set[int]()
+        waiting = list(schemas)
+        while waiting:
+            schema = waiting.pop()
+            if schema is not False and not isinstance(schema, dict):
+                continue
+            if id(schema) not in together:
+                together.add(id(schema))
+                self._schemas[id(schema)] = schema
+                waiting += _together(self._document, schema) if schema else ()
+        return _Value(frozenset(together), chosen)
+
+    def rule(self, value: _Value) -> _Rule:
+        """Return how a value is written."""
+        schemas = [self._schemas[each] for each in value.schemas]
+        if False in schemas:
+            return _Rule([], [])
+        for schema in schemas:
+            for key in ("anyOf", "oneOf"):
+                choices = listed(schema, key)
+                if choices and id(choices) not in value.chosen:
+                    chosen = value.chosen | {id(choices)}
+                    # a choice that leads back to these choices is the same value again
+                    leads_back = [id(schema) in self.of([choice]).schemas for choice in choices]
+                    ways = [self.of([*schemas, choice], chosen) for choice in choices]
+                    return _Rule([[value if same else way] for way, same in zip(ways, leads_back, strict=True)], [])
+        if any("const" in schema or "enum" in schema for schema in schemas):
+            return _Rule([[]], [])
+        types = set(TYPES)
+        for schema in schemas:
+            types &= _types(schema)
+        alternatives: list[list[_Value]] = [[]] if types - {"object", "array"} else []
+        optional: list[_Value] = []
+        if "object" in types:
+            self._add_object(schemas, alternatives, optional)
+        if "array" in types:
+            self._add_array(schemas, alternatives, optional)
+        return _Rule(alternatives, optional)
+
+    def _add_object(self, schemas: list[Any], alternatives: list[list[_Value]], optional: list[_Value]) -> None:
+        required = {name for schema in schemas for name in listed(schema, "required")}
+        needed = [self._property(schemas, name) for name in required]
+        declared = {name for schema in schemas for name in named(schema, "properties")}
+        more = [self._property(schemas, name) for name in declared - required]
+        more += [self.of([part]) for schema in schemas for part in named(schema, "patternProperties").values()]
+        more.append(self.of([schema["additionalProperties"] for schema in schemas if "additionalProperties" in schema]))
+        optional += more
+        if _largest(schemas, "minProperties") > len(required):
+            alternatives += [[*needed, each] for each in more]
+        else:
+            alternatives.append(needed)
+
+    def _property(self, schemas: list[Any], name: str) -> _Value:
+        parts: list[Any] = []
+        for schema in schemas:
+            properties = named(schema, "properties")
+            patterns = named(schema, "patternProperties")
+            if name in properties:
+                parts.append(properties[name])
+            elif matching := [part for pattern, part in patterns.items() if is_match(pattern, name)]:
+                parts += matching
+            else:
+                parts.append(schema.get("additionalProperties"))
+        return self.of(parts)
+
+    def _add_array(self, schemas: list[Any], alternatives: list[list[_Value]], optional: list[_Value]) -> None:
+        longest = max(len(_first_items(schema)) for schema in schemas) if schemas else 0
+        items = [self._item(schemas, place) for place in range(longest + 1)]
+        optional += items
+        least = _largest(schemas, "minItems")
+        alternatives.append([item for place, item in enumerate(items) if place < least])
+
+    def _item(self, schemas: list[Any], place: int) -> _Value:
+        parts = []
+        for schema in schemas:
+            first = _first_items(schema)
+            rest = schema.get("additionalItems" if isinstance(schema.get("items"), list) else "items")
+            parts.append(first[place] if place < len(first) else rest)
+        return self.of(parts)
+
+
+def _types(schema: Mapping[str, Any]) -> set[str]:
+    """Return the types that a schema allows."""
+    given = schema.get("type", TYPES)
+    types = {given} if isinstance(given, str) else set(given)
+    return types | {"integer"} if "number" in types else types
+
+
+def _first_items(schema: Mapping[str, Any]) -> list[Any]:
+    """Return the schemas of an array's first items."""
+    return listed(schema, "prefixItems") or listed(schema, "items")
+
+
+def _largest(schemas: Iterable[Mapping[str, Any]], key: str) -> float:
+    values = [schema.get(key) for schema in schemas]
+    return max((value for value in values if isinstance(value, int | float)), default=0)
+
+
+def is_match(pattern: str, name: str) -> bool:
+    """Whether a property's name is one of a pattern of patternProperties."""
+    try:
+        return re.search(pattern, name) is not None
+    except re.error:  # another dialect, or no pattern: llguidance reports it
+        return False

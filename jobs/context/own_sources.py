@@ -1,0 +1,75 @@
+"""Finds the files of a person's own that a module imports, to hash them with it."""
+
+import ast
+from collections.abc import Iterator
+from hashlib import blake2b
+from pathlib import Path
+
+MAX_FILES = 1000
+"""Of a larger package the first ones count."""
+
+_INSTALLED = ("site-packages", "dist-packages")
+
+
+def own_files(module: str, path: Path) -> list[Path]:
+    """Return a module's file and all that it imports, directly or not, from its own package.
+
+    A module without a package counts what lies beside it, unless it is installed. Other packages do not count. Only
+    import statements count, wherever in a file they stand.
+    """
+    *packages, _ = module.split(".")
+    if path.name == "__init__.py":
+        packages.append("")
+    root = path.parents[len(packages)]
+    own = module.partition(".")[0] if packages else None
+    if own is None and root.name in _INSTALLED:
+        return [path]
+    found: dict[Path, None] = {}
+    waiting = [path, *_files_of(root, module.split("."), own)]
+    while waiting and len(found) < MAX_FILES:
+        file = waiting.pop()
+        if file not in found:
+            found[file] = None
+            waiting += [each for name in _imports(file, root) for each in _files_of(root, name, own)]
+    return sorted(found)
+
+
+def hash_of(files: list[Path]) -> str:
+    """Return a hash of what files hold now. A missing file has a hash too."""
+    digest = blake2b(digest_size=16)
+    for file in files:
+        try:
+            content = file.read_bytes()
+        except OSError:
+            content = b"missing"
+        digest.update(len(content).to_bytes(8, "little"))
+        digest.update(content)
+    return digest.hexdigest()
+
+
+def _imports(file: Path, root: Path) -> Iterator[list[str]]:
+    """Yield the parts of each name that a file imports; of `from a import b` also a.b, which may be a module."""
+    try:
+        tree = ast.parse(file.read_bytes())
+    except (OSError, SyntaxError, ValueError, RecursionError):  # whoever imports it is told
+        return
+    package = file.parent.relative_to(root).parts
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            yield from (each.name.split(".") for each in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            above = package[: len(package) + 1 - node.level] if node.level else ()
+            parts = [*above, *(node.module.split(".") if node.module else ())]
+            yield from ([*parts, each.name] for each in node.names)
+
+
+def _files_of(root: Path, parts: list[str], own: str | None) -> Iterator[Path]:
+    """Yield the files that importing a name runs: its packages', and its own. own: the only package that counts."""
+    if not parts or own not in (None, parts[0]):
+        return
+    folder = root
+    for part in parts:
+        for file in (folder / f"{part}.py", folder / part / "__init__.py"):
+            if file.is_file():
+                yield file
+        folder = folder / part
