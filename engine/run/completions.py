@@ -8,6 +8,7 @@ from engine.schedule.outputs import Completion, Logprob, RequestMetrics
 from engine.schedule.score_tree import ScoreTree
 from engine.schedule.sequence import Sequence
 from engine.text.control_tokens import BREAK
+from engine.text.marked_text import with_marks
 from engine.text.reasoning import Reasoner
 from engine.text.tokenizer import Tokenizer
 from engine.text.tool_calls import ToolCallReader, ToolCalls
@@ -75,7 +76,8 @@ class Completions:
         spans = self._reasoner.marks(params.reasoning_marks) if params.separate_reasoning else {}
         marks = spans | (self._tool_calls.hidden_marks if params.tools else {})
         if marks:
-            text = self._tokenizer.with_marks(
+            text = with_marks(
+                self._tokenizer,
                 text,
                 seq.generated_token_ids,
                 marks,

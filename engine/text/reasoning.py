@@ -242,7 +242,7 @@ class Reasoner:
     def split(self, text: str, named: Sequence[str], prompt: list[int]) -> tuple[str | None, str]:
         """Split a completion's text into its reasoning (or None) and the rest.
 
-        text: as Tokenizer.with_marks returns it, so that marks which are tokens are told from text that spells them.
+        text: as `with_marks` returns it, so that marks which are tokens are told from text that spells them.
         named: of `budget`.
         """
         if self._channels and not named:

@@ -2,7 +2,7 @@
 
 import re
 import sys
-from collections.abc import Collection, Container, Iterator, Mapping
+from collections.abc import Collection, Container, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -27,7 +27,7 @@ from engine.text.chat_templates import (
     takes_parts,
     with_short_ids,
 )
-from engine.text.control_tokens import BREAK, ControlTokens, Spellings
+from engine.text.control_tokens import BREAK, ControlTokens
 from engine.text.stop_strings import IncrementalText
 from engine.text.template_probe import HELLO, TemplateProbe
 from engine.text.tokenizer_files import byte_alphabet, load_tokenizer
@@ -255,43 +255,6 @@ class Tokenizer:
             cuts[1:1] = [i for i in range(1, len(whole)) if is_added[i - 1] and is_added[i]]
         text = "".join(self._decode(whole[start:end], skip_special_tokens) for start, end in pairwise(cuts))
         return text[len(self._anchor_text) :] if anchor else text
-
-    def with_marks(
-        self,
-        text: str,
-        token_ids: list[int],
-        marks: Mapping[int, str],
-        *,
-        follows_text: bool,
-        broken: Collection[str] = (),
-        skip_special_tokens: bool = True,
-        spaces_between_special_tokens: bool = True,
-    ) -> str:
-        """Return a completion's text with all marks that its tokens write, also those that it leaves out.
-
-        marks: their texts by token id. broken: marks that count as tokens alone. Where other tokens spell one, the text
-        returned has BREAK. The rest are the arguments of `decode` with which the text was made.
-        """
-        decode = partial(
-            self.decode,
-            skip_special_tokens=skip_special_tokens,
-            spaces_between_special_tokens=spaces_between_special_tokens,
-        )
-        in_text = {token_id: decode([token_id], follows_text=True) for token_id in set(token_ids) & marks.keys()}
-        num_spelled = sum(map(text.count, broken))
-        if not in_text and not num_spelled:
-            return text
-        spellings = Spellings(broken)
-        written, done, begin = "", 0, 0
-        for place, token_id in enumerate(token_ids):
-            if token_id not in in_text:
-                continue
-            end = done + len(decode(token_ids[begin:place], follows_text=follows_text or begin > 0))
-            if end > len(text):  # the text was cut at a stop string
-                break
-            written += spellings.broken(text[done:end]) + marks[token_id]
-            done, begin = end + len(in_text[token_id]), place + 1
-        return f"{written}{spellings.broken(text[done:])}"
 
     def _decode(self, token_ids: list[int], skip_special_tokens: bool) -> str:
         with _no_panic():

@@ -11,6 +11,7 @@ import pytest
 from engine import InvalidSampling, SamplingParams
 from engine.structured.forced_calls import ForcedCalls
 from engine.structured.grammars import Grammars
+from engine.text.marked_text import with_marks
 from engine.text.tokenizer import Tokenizer
 from engine.text.tool_calls import DEEPSEEK, FORMS, ToolCallReader
 from tests.engine.test_forced_text import walk
@@ -95,7 +96,7 @@ def test_a_forced_answer_is_a_call_of_an_offered_tool(
     names = set()
     for token_ids in answers(tokenizer, tool_choice="required"):
         text = tokenizer.decode(token_ids)
-        found = reader.read(tokenizer.with_marks(text, token_ids, reader.hidden_marks, follows_text=False), TOOLS)
+        found = reader.read(with_marks(tokenizer, text, token_ids, reader.hidden_marks, follows_text=False), TOOLS)
         assert (len(found.calls), found.content, found.problem) == (1, "", None)
         (call,) = found.calls
         jsonschema.validate(json.loads(call["arguments"]), SCHEMAS[call["name"]])

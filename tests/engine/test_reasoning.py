@@ -12,6 +12,7 @@ from tokenizers import AddedToken
 from transformers import PreTrainedTokenizerFast
 
 from engine import Engine, EngineConfig, InvalidSampling, SamplingParams
+from engine.text import marked_text
 from engine.text.control_tokens import BREAK
 from engine.text.reasoning import LeadingSpan, Mark, Marks, Reasoner, Span, span_at_end, split
 from engine.text.stop_strings import IncrementalText, StopStrings
@@ -273,8 +274,8 @@ def test_text_that_spells_a_mark_is_no_mark(
     prompt_ids = ids_of(prompt)
     token_ids = [token_id for piece in pieces for token_id in ids_of(piece)]
     marks = reasoner.marks(())
-    text = tokenizer.with_marks(
-        tokenizer.decode(token_ids), token_ids, marks, broken=marks.values(), follows_text=False
+    text = marked_text.with_marks(
+        tokenizer, tokenizer.decode(token_ids), token_ids, marks, broken=marks.values(), follows_text=False
     )
     parts = [part and part.replace(BREAK, "") for part in reasoner.split(text, (), prompt_ids)]
     assert parts == [reasoning, answer]

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from engine.text.marked_text import with_marks
 from engine.text.tokenizer import Tokenizer
 from engine.text.tool_calls import ToolCallReader, find_form, read_tool_calls
 from tests.engine.text_models import make_text_model
@@ -234,7 +235,7 @@ def test_marks_that_a_text_leaves_out_are_read_of_its_tokens(tmp_path: Path, fam
     token_ids = tokenizer.encode_alone('So:[TOOL_CALLS]add[ARGS]{"a": 1}[TOOL_CALLS]now[ARGS]{}')
     text = tokenizer.decode(token_ids)
     assert "[TOOL_CALLS]" not in text
-    marked = partial(tokenizer.with_marks, token_ids=token_ids, marks=reader.hidden_marks, follows_text=False)
+    marked = partial(with_marks, tokenizer, token_ids=token_ids, marks=reader.hidden_marks, follows_text=False)
     found = reader.read(marked(text), TOOLS)
     assert [call["name"] for call in found.calls] == ["add", "now"]
     assert found.content == "So:"

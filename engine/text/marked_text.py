@@ -1,0 +1,45 @@
+"""Writes the marks that a completion's tokens stand for into its text, and tells them from text that spells one."""
+
+from collections.abc import Collection, Mapping
+from functools import partial
+
+from engine.text.control_tokens import Spellings
+from engine.text.tokenizer import Tokenizer
+
+
+def with_marks(
+    tokenizer: Tokenizer,
+    text: str,
+    token_ids: list[int],
+    marks: Mapping[int, str],
+    *,
+    follows_text: bool,
+    broken: Collection[str] = (),
+    skip_special_tokens: bool = True,
+    spaces_between_special_tokens: bool = True,
+) -> str:
+    """Return a completion's text with all marks that its tokens write, also those that it leaves out.
+
+    marks: their texts by token id. broken: marks that count as tokens alone. Where other tokens spell one, the text
+    returned has BREAK. The rest are the arguments of `decode` with which the text was made.
+    """
+    decode = partial(
+        tokenizer.decode,
+        skip_special_tokens=skip_special_tokens,
+        spaces_between_special_tokens=spaces_between_special_tokens,
+    )
+    in_text = {token_id: decode([token_id], follows_text=True) for token_id in set(token_ids) & marks.keys()}
+    num_spelled = sum(map(text.count, broken))
+    if not in_text and not num_spelled:
+        return text
+    spellings = Spellings(broken)
+    written, done, begin = "", 0, 0
+    for place, token_id in enumerate(token_ids):
+        if token_id not in in_text:
+            continue
+        end = done + len(decode(token_ids[begin:place], follows_text=follows_text or begin > 0))
+        if end > len(text):  # the text was cut at a stop string
+            break
+        written += spellings.broken(text[done:end]) + marks[token_id]
+        done, begin = end + len(in_text[token_id]), place + 1
+    return f"{written}{spellings.broken(text[done:])}"
