@@ -9,8 +9,9 @@ from typing import TypeVar
 
 from sandbox.process import Child, ChildDied
 
-#: Children that wait for a task; those that end theirs while so many wait are let go.
-MAX_IDLE = 2
+#: Children that wait for a task; those that end theirs while so many wait are let go. Fewer than the files that are read
+#: at once would have each part of a run read by a child that imports pyarrow anew.
+MAX_IDLE = 4
 
 T = TypeVar("T")
 
