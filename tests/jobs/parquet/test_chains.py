@@ -95,10 +95,10 @@ def test_answers_are_those_of_their_rows_whatever_order_they_arrive_in(
         if pending:
             index, request = pending.pop(draw.randrange(len(pending)))
             shard.deliver(index, [FakeCompletion(f"<{request.prompt}>", token_ids=[1])])
-        elif shard.rows_done == len(rows):
+        elif shard.counts.done == len(rows):
             break
     valid = [row for row in rows if row is not None]
-    assert num_asked == 3 * len(set(valid) if temperature == 0 else valid) == shard.generated_tokens
+    assert num_asked == 3 * len(set(valid) if temperature == 0 else valid) == shard.counts.generated_tokens
     assert len(gone) == num_asked // 3
     for row, answer in zip(rows, shard.answers(), strict=True):
         x = f"<{row or ''}1>"

@@ -132,7 +132,7 @@ def test_equal_rows_are_asked_once_and_the_order_of_answers_changes_nothing(prio
             found = dict(answer.column("probabilities"))
             assert list(found.values()) == pytest.approx(expected(text, prior))
         assert [answers[-2].error, answers[-1].error] == ["none", "it is broken"]
-        assert (requests.rows_done, requests.generated_tokens) == (12, 0)
+        assert (requests.counts.done, requests.counts.generated_tokens) == (12, 0)
     first, second = requests_of(texts, prior, memo), requests_of(texts, prior, memo)
     for index, request in enumerate(chain(first.requests(), first.requests())):
         first.deliver(index, [likely(request)])
