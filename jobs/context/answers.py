@@ -16,7 +16,7 @@ class Answer:
     """The output columns of one row, by the names of jobs.parquet.asks.ask.OUTPUT_FIELDS.
 
     Where a row has several completions, what each has of its own is a tuple. tool_calls: JSON. columns: further ones by
-    name; an Arrow array holds one value. attempts, check_error: as of Attempts. reused: the earlier run's row.
+    name; an Arrow array holds one value. attempts, check_error: as of PromptAnswer. reused: the earlier run's row.
     """
 
     completion: str | tuple[str | None, ...] | None

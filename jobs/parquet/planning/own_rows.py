@@ -17,7 +17,7 @@ import pyarrow as pa
 
 from jobs.context import JobContext
 from jobs.parquet.asks.ask import RowAsk
-from jobs.parquet.asks.generate import Generate
+from jobs.parquet.asks.generate import Chain, Generate
 from jobs.parquet.asks.kinds import ask_of, kind_of
 from jobs.parquet.asks.row_keys import Keys, RowKeys, differences, model_mark, row_keys
 from jobs.parquet.files.storage import Storage, writing
@@ -33,7 +33,9 @@ from jobs.runs.plans.names import kept_name
 from jobs.runs.plans.plan import Plan, Reused, cut_shards
 from jobs.runs.redis_state.submission import Submission
 
-FINISH_REASON = "finish_reason"
+FINISH_REASON, ATTEMPTS = "finish_reason", "attempts"
+#: Values of these columns that tell that no answer was cut: reasons, and a single attempt.
+_UNCUT = {"stop", "tool_calls", 1}
 
 
 def with_own_rows(context: JobContext, storage: Storage, plan: Plan, chosen: Places) -> Plan:
@@ -117,7 +119,7 @@ def with_reused(context: JobContext, storage: Storage, plan: Plan, submission: S
     matches = look_up()
     if spec.only_new:
         all_fields = kind_of(spec).fields(spec, embedding_size(spec, context.model))
-        needed = pa.schema([each for each in all_fields if each.name in ("error", FINISH_REASON)])
+        needed = pa.schema([each for each in all_fields if each.name == "error" or _tells_cuts(each.name)])
         for _ in answers(old, matches, look_up, needed):
             pass  # it leaves of matches those that have no error, and can be read
         fresh = np.flatnonzero(matches.places < 0)
@@ -203,7 +205,7 @@ def match(context: JobContext, storage: Storage, plan: Plan, ask: RowAsk, old: O
         np.zeros((plan.rows, 2), np.uint64),
         np.zeros(plan.rows, np.bool_),
     )
-    shorter = _shorter_asks(plan, old)
+    shorter = _shorter_asks(plan, old, context.checks.version(plan.spec.repairs))
     for start, rows in rendered_shards(context, storage, plan, ask.source):
         places, models = found.places[start : start + len(rows)], found.models[start : start + len(rows)]
         keys = row_keys(ask.key_of, rows)
@@ -229,13 +231,13 @@ def match(context: JobContext, storage: Storage, plan: Plan, ask: RowAsk, old: O
 DEFAULT_MAX_TOKENS = 256
 
 
-def _shorter_asks(plan: Plan, old: OldRuns) -> list[RowKeys]:
+def _shorter_asks(plan: Plan, old: OldRuns, check: str) -> list[RowKeys]:
     """Return keys of old runs that differ by a smaller max_tokens alone. Answers that ended by themselves are the same.
 
-    Empty for runs with checks or several prompts: these build on an earlier answer, which may have been cut.
+    check: the version of the check's function. Empty for batch files, whose lines have values of their own.
     """
     spec = plan.spec
-    if kind_of(spec) is not Generate or spec.repairs.is_asked_for or plan.second is not None:
+    if kind_of(spec) not in (Generate, Chain) or plan.second is not None:
         return []
     limit = spec.sampling.get("max_tokens", DEFAULT_MAX_TOKENS)
     given = {each.spec.sampling.get("max_tokens") for each in old.plans}
@@ -247,14 +249,22 @@ def _shorter_asks(plan: Plan, old: OldRuns) -> list[RowKeys]:
         sampling = {name: value for name, value in spec.sampling.items() if name != "max_tokens"}
         if theirs is not None:
             sampling["max_tokens"] = theirs
-        found.append(RowKeys(replace(spec, sampling=sampling), None, "", plan.model.max_model_len, plan.given_seed))
+        found.append(RowKeys(replace(spec, sampling=sampling), None, check, plan.model.max_model_len, plan.given_seed))
     return found
 
 
+def _tells_cuts(column: str) -> bool:
+    """Whether a column of answers tells if one was cut, or if it was asked again because of that."""
+    return column == ATTEMPTS or column.endswith(FINISH_REASON)
+
+
 def _has_stopped(batch: pa.RecordBatch) -> npt.NDArray[np.bool_]:
-    """Return for each row whether all samples of its answer ended by themselves."""
-    reasons = batch.column(FINISH_REASON).to_pylist()
-    return np.array([set(each if isinstance(each, list) else [each]) == {"stop"} for each in reasons], np.bool_)
+    """Return for each row whether all of its answers ended by themselves, each at its first attempt."""
+    has_stopped = np.ones(batch.num_rows, np.bool_)
+    for name in filter(_tells_cuts, batch.schema.names):
+        values = batch.column(name).to_pylist()
+        has_stopped &= [set(each if isinstance(each, list) else [each]) <= _UNCUT for each in values]
+    return has_stopped
 
 
 def _asks_second_too(plan: Plan, old: Plan) -> bool:

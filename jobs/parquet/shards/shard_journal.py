@@ -51,7 +51,7 @@ class ShardJournal:
         """asked: RowKeys.name. keys: of the rows, by which other runs find them."""
         plan = folder.plan
         self._storage, self._folder, self._prefix = folder.storage, folder.journal, f"_{shard:05d}."
-        self._whose = f"1 {plan.run} {shard} {plan.seed} {model.pin} {asked}".encode()
+        self._whose = f"2 {plan.run} {shard} {plan.seed} {model.pin} {asked}".encode()
         self._fields = kind_of(plan.spec).fields(plan.spec, embedding_size(plan.spec, model))
         self._execution_id, self._num_files, self._num_written, self._now = folder.execution_id, 0, 0, ""
         self._keys, self._names = keys, set[str]()

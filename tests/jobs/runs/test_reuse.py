@@ -14,6 +14,7 @@ import pytest
 from redis import Redis
 
 from jobs import client
+from jobs.context.checks import Checks
 from jobs.errors import CannotReuse, ColumnConflict, InvalidJob, OutputHoldsAnotherRun, PathOutsideRoots
 from jobs.parquet.files.storage import Storage
 from jobs.parquet.outputs.read_back import FolderReader
@@ -487,6 +488,40 @@ def test_answers_that_ended_by_themselves_are_taken_where_only_max_tokens_grew(
     third = runs.output.parent / "third"
     runs.score(output=third, sampling={**GREEDY, "max_tokens": 1000}, reuse=str(runs.output.parent / "new"))
     assert json.loads((third / "_manifest.json").read_text())["rows_reused"] == 3, "it is found by its new key"
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        # The second row's first attempt was cut, so that the next one built on it.
+        {"check": {"regex": "[A-Z]+"}, "max_attempts": 2},
+        {"continue_on_length": True, "max_attempts": 2},
+        {"prompts": [{"name": "x", "template": "{prompt}"}, {"name": "y", "template": "{x}!"}]},
+        {"sampling": {**GREEDY, "n": 2}},
+    ],
+)
+@pytest.mark.parametrize("only_new", [False, True])
+def test_of_answers_in_several_attempts_or_prompts_all_must_have_ended_by_themselves(
+    runs: Runs, checks: Checks, options: dict[str, Any], only_new: bool
+) -> None:
+    make_context = runs.context
+    runs.context = lambda: replace(make_context(), checks=checks)
+    asked: list[str] = []
+
+    def cuts(request: Request) -> FakeCompletion:
+        asked.append(str(request.prompt))
+        is_cut = "cut" in str(request.prompt).lower() and not request.continued
+        return replace(shout(request), text="a1" if is_cut else "A", finish_reason="length" if is_cut else "stop")
+
+    runs.write(["a", "cut", "b"])
+    options = {**options, "sampling": {**GREEDY, **options.get("sampling", {})}}
+    shorter = {**options, "sampling": {**options["sampling"], "max_tokens": 2}}
+    runs.score(answer=cuts, **shorter)
+    asked.clear()
+    new = runs.output.parent / "new"
+    runs.score(output=new, answer=cuts, reuse=str(runs.output), only_new=only_new, **options)
+    assert "cut" in asked
+    assert not {"a", "b"} & set(asked)
 
 
 def test_answers_of_a_larger_max_tokens_are_not_taken(runs: Runs) -> None:
