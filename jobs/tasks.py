@@ -128,6 +128,10 @@ class Task(abc.ABC):
     #: True when opening it takes memory for the rows of a file, for which it may have to wait.
     reads_rows: ClassVar[bool] = False
 
+    def made(self, context: JobContext) -> Task:
+        """Return the task itself, once what it is made from has been read. Raises JobsError."""
+        return self
+
     @abc.abstractmethod
     def open(self, context: JobContext) -> OpenTask:
         """Get ready to yield requests. Raises JobsError when the job cannot run, and leaves nothing open."""
@@ -139,8 +143,13 @@ class LateTask(Task):
     def __init__(self, make: Callable[[JobContext], Task], blocking: bool = False) -> None:
         self._make, self.blocking = make, blocking
 
+    def made(self, context: JobContext) -> Task:
+        """Make the task, and what that one is made from."""
+        return self._make(context).made(context)
+
     def open(self, context: JobContext) -> OpenTask:
-        return self._make(context).open(context)
+        """Make the task and open it."""
+        return self.made(context).open(context)
 
 
 class OpenTask(abc.ABC):

@@ -9,8 +9,8 @@ from typing import TypeVar
 
 from sandbox.process import Child, ChildDied
 
-#: Children that wait for a task; those that end theirs while so many wait are let go. Fewer than the files that are read
-#: at once would have each part of a run read by a child that imports pyarrow anew.
+#: Children that wait for a task; those that end theirs while so many wait are let go. With fewer than the files that
+#: are read at once, a child would import pyarrow anew for each part of a run.
 MAX_IDLE = 4
 
 T = TypeVar("T")

@@ -11,8 +11,8 @@ from engine import InvalidRequest
 from jobs.common.keys import FORMAT
 from jobs.common.rq_jobs import executions_key
 from jobs.context import JobContext, Lease
+from jobs.context.job_journal import JobJournal
 from jobs.context.served_model import PromptMeter
-from jobs.context.under_way import JobJournal
 from jobs.errors import InvalidJob
 from jobs.runs.end_notices import tell_failed
 from jobs.tasks import Parts, Prompt

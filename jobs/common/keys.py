@@ -16,7 +16,7 @@ tokenmill:held:<queue>         hash: `<job>:<execution>` that is claimed -> what
 tokenmill:deaths:<job>         string: how many workers have died with the job, for a week
 tokenmill:fleet:<queue>        sorted set: name of a worker that serves it -> Unix time of its last sign
 tokenmill:served:<name>        string, JSON: what a worker serves, as long as it lives (common/workers.py)
-tokenmill:journal:<job>        string: how far a job of prompts is, while it runs (context/under_way.py)
+tokenmill:journal:<job>        string: how far a job of prompts is, while it runs (context/job_journal.py)
 tokenmill:claim:<token>        list: job ids that one claim has taken, until the next one or for 10 minutes
 tokenmill:removed:<execution>  string: id of a job that ended and was not to be kept, for 2 minutes
 tokenmill:epochs               list: marks of the last claims; a worker misses one if Redis lost data (claim.lua)

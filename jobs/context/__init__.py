@@ -8,9 +8,9 @@ from redis import Redis
 
 from jobs.context.answers import AnswerMemo
 from jobs.context.checks import Checks
+from jobs.context.job_journal import JobJournal
 from jobs.context.served_model import PromptMeter, ServedModel
 from jobs.context.shared_files import ShardBytes, SharedFiles
-from jobs.context.under_way import JobJournal
 
 #: Of a job's value, as JSON: Redis takes 512 MB at most, and whoever waits for an answer reads it whole.
 MAX_RESULT_BYTES = 16 << 20

@@ -16,7 +16,7 @@ class Answer:
     """The output columns of one row, by the names of jobs.parquet.asks.ask.OUTPUT_FIELDS.
 
     Where a row has several completions, what each has of its own is a tuple. tool_calls: JSON. columns: further ones by
-    name; an Arrow array holds one value. attempts, check_error: as of Attempts. reused: the earlier run's row.
+    name; an Arrow array holds one value. attempts, check_error: as of PromptAnswer. reused: the earlier run's row.
     """
 
     completion: str | tuple[str | None, ...] | None
@@ -70,18 +70,18 @@ class AnswerMemo:
     def __init__(self, max_bytes: int = DEFAULT_BYTES) -> None:
         self._max_bytes = max_bytes
         self._lock = threading.Lock()
-        self._answers: OrderedDict[bytes, Answer] = OrderedDict()
+        self._answers: OrderedDict[bytes, Any] = OrderedDict()
         self.num_bytes = 0  # which the answers take, as estimated
         self._begun: set[bytes] = set()
 
-    def get(self, key: bytes) -> Answer | None:
+    def get(self, key: bytes) -> Any:
         with self._lock:
             answer = self._answers.get(key)
             if answer is not None:
                 self._answers.move_to_end(key)
             return answer
 
-    def put(self, key: bytes, answer: Answer) -> None:
+    def put(self, key: bytes, answer: Any) -> None:
         """Keep an answer; those that were not used for longest make room."""
         with self._lock:
             if key in self._answers:

@@ -1,26 +1,29 @@
 """The task of `jobs.complete` and `jobs.chat`: prompts in the job, answers in its result."""
 
 import time
-from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any, cast
+from typing import Any
 
 from jobs.context import JobContext
 from jobs.context.checks import NO_REPAIRS, RepairOptions, split_repair_options
 from jobs.context.served_model import parse_model
-from jobs.context.under_way import KeptCompletion, LeftPrompt, UnderWay
 from jobs.errors import InvalidJob, RequestFailed, ResultTooLarge
+from jobs.items.ask import Ask
+from jobs.items.item import Item, Samples
+from jobs.items.items_task import ItemsTask
+from jobs.items.records import Progress
+from jobs.items.runner import Entry, ItemRunner, PromptTokens
 from jobs.prompts.arguments import Prompt, Unusable, check_choices, parse_prompts, parse_sampling
-from jobs.prompts.attempts import Attempts, check_repairs, hashed_seed
+from jobs.prompts.generated import PromptAnswer, check_repairs, failed, generated, hashed_seed
 from jobs.prompts.messages import OF_VALUES, normal_messages, refuse_chat_options, split_chat_options
 from jobs.prompts.pictures import pictured_task, with_pictures
 from jobs.prompts.response_options import chat_response_options, completion_options
 from jobs.prompts.responses import Answers, chat_completion, text_completion
 from jobs.prompts.template_texts import as_shown
 from jobs.prompts.templated_task import asked_task
-from jobs.tasks import Completion, OpenTask, Parts, Request, Task
+from jobs.tasks import OpenTask, Parts, Request, Task
 
 #: A job shows its progress once it has run so long, and then not more often: most are over before.
 PROGRESS_AFTER_S, PROGRESS_EVERY_S = 5.0, 2.0
@@ -52,174 +55,186 @@ class PromptTask(Task):
 
     def open(self, context: JobContext) -> OpenTask:
         """Raise ModelNotServed for another model, InvalidJob for sampling or a check that cannot be."""
+        self.check(context)
+        return OpenPrompts(context, self)
+
+    def check(self, context: JobContext) -> None:
+        """Raise ModelNotServed for another model, InvalidJob for sampling or a check that cannot be."""
         context.model.check_asked_for(self.model)
         context.check_sampling(self.sampling)
         context.checks.admit(self.repairs)
-        return OpenPrompts(context, self)
+
+    def item(self, prompt: Request | Unusable, control_tokens: Collection[str] = ()) -> Item[PromptAnswer]:
+        """Return what is asked of one prompt. control_tokens: the model's."""
+        if isinstance(prompt, Unusable):
+            return _ended(failed(prompt.reason, self.num_samples))
+        row: dict[str, Any] = {}
+        if self.repairs.is_asked_for and prompt.messages is not None:
+            row = {"messages": with_pictures(prompt.messages, lambda _: None)}
+        elif self.repairs.is_asked_for:
+            row = {"prompt": as_shown(prompt.prompt)}
+        forbidden = control_tokens if self.values_are_text else ()
+        return self._answered(generated(prompt, self.repairs, row, forbidden))
+
+    def _answered(self, item: Item[PromptAnswer]) -> Item[PromptAnswer]:
+        """Return an item whose answer is failed in all its samples if it is in one."""
+        answer = yield from item
+        error = next((sample for sample in answer.samples if sample.finish_reason == "error"), None)
+        if error is None or self.repairs.is_asked_for:
+            return answer
+        return failed(error.error, self.num_samples)
+
+    @property
+    def num_samples(self) -> int:
+        """The number of choices of each prompt."""
+        n = self.sampling.get("n", 1)
+        return n if isinstance(n, int) else 1
+
+    def result(self, answers: Answers, context: JobContext) -> dict[str, Any]:
+        """Return OpenAI's response shape. Raises RequestFailed when every prompt failed; else choices tell of that."""
+        if all(answer.is_failed for answer in answers):
+            raise RequestFailed(0, answers[0].first.error)
+        content = self.respond(answers, context.job_id)
+        head: dict[str, Any] = {}
+        prefix = ID_PREFIXES.get(content["object"], content["object"])
+        if prefix is not None:
+            head = {"id": f"{prefix}-{context.job_id}", "created": int(self.clock())}
+        head["model"] = context.model.name
+        if content["object"] in _OF_COMPLETIONS:
+            head["system_fingerprint"] = context.model.fingerprint
+        return {**head, **content}
 
 
-@dataclass
-class _Asked:
-    """A prompt of a job. attempts: its way to an answer, where it may be tried again.
-
-    num_continued: tokens of an earlier answer that the request under way continues. delivered: if a journal is kept,
-    what its requests got, and why a check refused it. asked: see LeftPrompt.
-    """
-
-    place: int
-    attempts: Attempts | None = None
-    answers: Sequence[Completion] = ()
-    num_continued: int = 0
-    delivered: list[tuple[Sequence[Completion], str | None]] = field(default_factory=list)
-    asked: str = ""
-
-    def left(self, so_far: Mapping[int, Sequence[int]]) -> LeftPrompt:
-        """Return what another worker needs to go on. so_far: the tokens of the request that is not delivered."""
-        completions = [(number, each) for number, (each, _) in enumerate(self.delivered)]
-        reasons = [reason for _, reason in self.delivered]
-        return LeftPrompt(UnderWay(completions, {len(completions): so_far}), reasons, self.asked)
+def _ended(answer: PromptAnswer) -> Item[PromptAnswer]:
+    """Return an item that asks nothing."""
+    yield from ()
+    return answer
 
 
-class OpenPrompts(OpenTask):
+def num_chars(answer: PromptAnswer) -> int:
+    """Return how many characters an answer takes in a response, at least."""
+    total = 0
+    for sample in answer.samples:
+        numbers = sample.embedding or sample.class_scores or ()
+        # Base64 has 16 characters for three numbers of an embedding.
+        total += len(sample.text) + len(sample.reasoning or "") + 5 * len(numbers)
+    return total
+
+
+class PromptAsk(Ask[PromptAnswer]):
+    """What a job of prompts asks. has_checks: whether it checks answers."""
+
+    def __init__(self, *, has_checks: bool) -> None:
+        self.has_checks = has_checks
+
+
+class OpenPrompts(ItemsTask):
     """Holds its answers, and its requests until asked for, in memory: a job is no larger than what Redis took."""
 
+    runner: ItemRunner[PromptAnswer]
+
     def __init__(self, context: JobContext, task: PromptTask) -> None:
-        self._context, self._repairs = context, task.repairs
-        self._control_tokens = context.model.control_tokens if task.values_are_text else ()
-        self._sampling, self._respond, self._clock = task.sampling, task.respond, task.clock
+        self._context = context
+        self._task = task
         self._began_at: float | None = None
-        self._shown_at, self._shown = 0.0, dict[str, int]()
-        self._num_chars = self._num_tokens = 0
-        self._found = {} if context.journal is None else context.journal.read()
-        self._now = context.model.pinned(task.clock()).clock if context.journal is not None else ""
-        self._prompts = list(map(_Asked, range(len(task.prompts))))
-        asked = [(each, self._begin(each, prompt)) for each, prompt in zip(self._prompts, task.prompts, strict=True)]
-        waiting = [(prompt, request) for prompt, request in asked if request is not None]
-        self._waiting = deque(sorted(waiting, key=lambda each: each[0].place not in self._found))
-        self._sent: list[_Asked] = []
+        self._shown_at = 0.0
+        self._shown: dict[str, int] = {}
+        self._num_looked_at = 0
+        self._num_chars = 0
+        self._num_tokens = 0
 
-    def _begin(self, asked: _Asked, prompt: Request | Unusable) -> Request | None:
-        """Return what to ask first, or None where there is an answer already."""
-        if isinstance(prompt, Unusable):
-            asked.answers = self._failed(prompt.reason)
-            return None
-        if self._repairs.is_asked_for:
-            given: dict[str, Any] = {"prompt": as_shown(prompt.prompt)}
-            if prompt.messages is not None:
-                given = {"messages": with_pictures(prompt.messages, lambda _: None)}
-            asked.attempts = Attempts(prompt, given, self._repairs, self._context.checks, self._control_tokens)
-        if self._context.journal is not None:
-            asked.asked = prompt.digest(self._now)
-        left = self._found.pop(asked.place, None)
-        if left is None or left.asked != asked.asked:  # of another prompt: the template's answers are new
-            return prompt
-        self._found[asked.place] = left
-        was, request = left.under_way, cast("Request | None", prompt)
-        for (_, completions), reason in zip(was.delivered, left.reasons, strict=False):
-            if request is not None:
-                if asked.attempts is not None:
-                    asked.attempts.check_error = reason
-                request = self._take(asked, completions)
-        return request and replace(request, resumed=was.so_far.get(len(was.delivered), {}))
+        has_journal = context.journal is not None
+        self._digests = self._request_digests() if has_journal else {}
+        self._left = self._left_behind()
 
-    def keep(self, so_far: Mapping[int, Mapping[int, Sequence[int]]]) -> Callable[[], None] | None:
+        entries = []
+        answers: list[PromptAnswer | None] = []
+        for place, prompt in enumerate(task.prompts):
+            if isinstance(prompt, Unusable):
+                answers.append(failed(prompt.reason, task.num_samples))
+            else:
+                answers.append(None)
+                entries.append(Entry[PromptAnswer]([place], partial(task.item, prompt, context.model.control_tokens)))
+        ask = PromptAsk(has_checks=task.repairs.check is not None)
+        self.runner = ItemRunner(entries, answers, ask, context.checks, keeps_replies=has_journal)
+        self.runner.resume(self._left)
+        self._look_at_answers()
+
+    def _request_digests(self) -> dict[int, str]:
+        """Return what names each prompt's request in the journal."""
+        clock = self._context.model.pinned(self._task.clock()).clock
+        requests = enumerate(self._task.prompts)
+        return {place: request.digest(clock) for place, request in requests if isinstance(request, Request)}
+
+    def _left_behind(self) -> dict[int, Progress]:
+        """Return how far another execution came, for each prompt that still asks the same."""
+        if self._context.journal is None:
+            return {}
+        progress_of: dict[int, Progress] = {}
+        try:
+            for place, digest, progress in self._context.journal.read():
+                if digest == self._digests.get(place):
+                    progress_of[place] = Progress.from_json(progress)
+        except (ValueError, TypeError, KeyError):  # damaged: it only saves time
+            return {}
+        return progress_of
+
+    def keep(self, so_far: PromptTokens) -> Callable[[], None] | None:
+        """Return what writes the journal: all prompts that have something, as the key is written whole each time."""
         if self._context.journal is None:
             return None
-        tokens = dict[int, dict[int, Sequence[int]]]()
-        for index, samples in so_far.items():
-            sent = self._sent[index]
-            tokens[sent.place] = {number: each[sent.num_continued :] for number, each in samples.items()}
-        left = dict(self._found)  # of which some may wait for the engine still
-        for prompt in self._prompts:
-            now = prompt.left(tokens.get(prompt.place, {}))
-            if prompt.place not in left or now.under_way.length > left[prompt.place].under_way.length:
-                left[prompt.place] = now
-        kept = [(place, each) for place, each in left.items() if each.under_way.can_be_kept]
-        return partial(self._context.journal.write, kept) if kept else None
+        progress_of = dict(self._left)  # of which some may wait for the engine still
+        for answered in self.runner.answered:
+            progress_of[answered.place] = answered.progress
+        for place, progress in self.runner.under_way(so_far).items():
+            if place not in progress_of or progress.length > progress_of[place].length:
+                progress_of[place] = progress
+
+        records = [
+            (place, self._digests[place], progress.to_json())
+            for place, progress in progress_of.items()
+            if progress.can_be_written
+        ]
+        return partial(self._context.journal.write, records) if records else None
 
     def requests(self) -> Iterator[Request]:
+        """Yield the requests; the job's progress counts from the first one."""
         if self._began_at is None:
-            self._began_at = self._clock()
-        while self._waiting:
-            prompt, request = self._waiting.popleft()
-            prompt.num_continued = len(request.continued)
-            self._sent.append(prompt)
-            yield request
+            self._began_at = self._task.clock()
+        return super().requests()
 
-    @property
-    def has_more(self) -> bool:
-        return bool(self._waiting)
+    def deliver(self, index: int, completions: Samples) -> None:
+        """Take completions. Raises ResultTooLarge once the answers are."""
+        super().deliver(index, completions)
+        self._look_at_answers()
 
-    @property
-    def num_requests(self) -> int:
-        return len(self._sent) + len(self._waiting)
-
-    @property
-    def inspects(self) -> bool:
-        return self._repairs.check is not None
-
-    def inspect(self, index: int, completions: Sequence[Completion]) -> None:
-        attempts = self._sent[index].attempts
-        assert attempts is not None, "inspected without a check"
-        attempts.inspect(completions[0])
-
-    def deliver(self, index: int, completions: Sequence[Completion]) -> None:
-        prompt = self._sent[index]
-        if (request := self._take(prompt, completions)) is not None:
-            self._waiting.appendleft((prompt, request))
-
-    def _take(self, prompt: _Asked, completions: Sequence[Completion]) -> Request | None:
-        """Take what a request got; return the next one, or None once the prompt has its answers."""
-        attempts = prompt.attempts
-        if self._context.journal is not None:
-            prompt.delivered.append((completions, None if attempts is None else attempts.check_error))
-        if attempts is not None:
-            if (following := attempts.deliver(completions[0])) is not None:
-                return following
-            completions = [attempts]
-        for sample in completions:  # at least: base64 has 16 characters for three numbers of an embedding
-            numbers = sample.embedding or sample.class_scores or ()
-            self._num_chars += len(sample.text) + len(sample.reasoning or "") + 5 * len(numbers)
+    def _look_at_answers(self) -> None:
+        for answered in self.runner.answered[self._num_looked_at :]:
+            self._num_looked_at += 1
+            self._num_chars += num_chars(answered.answer)
+            self._num_tokens += sum(len(sample.token_ids) for sample in answered.answer.samples)
         if self._num_chars > self._context.max_result_bytes:
             raise ResultTooLarge(self._context.max_result_bytes)
-        failed = next((sample for sample in completions if sample.finish_reason == "error"), None)
-        samples: Sequence[Completion] = sorted(completions, key=lambda sample: sample.index)
-        if failed is not None and attempts is None:
-            samples = self._failed(failed.error)
-        prompt.attempts, prompt.answers = None, samples
-        self._num_tokens += sum(len(sample.token_ids) for sample in samples)
-        return None
 
     def progress(self) -> dict[str, Any] | None:
+        """Return how many prompts are done, once the job has run for some seconds."""
         if self._began_at is None:
             return None
-        now = self._clock()
+        now = self._task.clock()
         if now - self._began_at < PROGRESS_AFTER_S:
             return None
         if not self._shown or now - self._shown_at >= PROGRESS_EVERY_S:
             self._shown_at = now
-            num_done = sum(1 for prompt in self._prompts if prompt.answers)
-            self._shown = {"prompts": len(self._prompts), "prompts_done": num_done, "tokens": self._num_tokens}
+            self._shown = {
+                "prompts": self.runner.num_places,
+                "prompts_done": self.runner.counts.done,
+                "tokens": self._num_tokens,
+            }
         return self._shown
 
-    def _failed(self, reason: str | None) -> Sequence[Completion]:
-        n = self._sampling.get("n", 1)
-        failed = KeptCompletion(0, (), "", "error", 0, 0, reason or "the engine gave no reason", None)
-        return [failed] * (n if isinstance(n, int) else 1)
-
     def result(self) -> dict[str, Any]:
-        """Return OpenAI's response shape. Raises RequestFailed when every prompt failed; else choices tell of that."""
-        answers = [prompt.answers for prompt in self._prompts]
-        assert all(answers), "result() before every request was delivered"
-        if all(samples[0].finish_reason == "error" for samples in answers):
-            raise RequestFailed(0, answers[0][0].error)
-        job_id = self._context.job_id
-        content = self._respond(answers, job_id)
-        prefix = ID_PREFIXES.get(content["object"], content["object"])
-        named = {} if prefix is None else {"id": f"{prefix}-{job_id}", "created": int(self._clock())}
-        model = self._context.model
-        told = {"system_fingerprint": model.fingerprint} if content["object"] in _OF_COMPLETIONS else {}
-        return {**named, "model": model.name, **told, **content}
+        """Return the job's response. Raises RequestFailed when every prompt failed."""
+        return self._task.result(self.runner.answers(), self._context)
 
 
 def text_requests(

@@ -1,11 +1,11 @@
 """OpenAI's response shapes, built from completions."""
 
 from codecs import getincrementaldecoder
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from hashlib import blake2b
 from typing import Any
 
-from jobs.prompts.attempts import Attempts, num_generated
+from jobs.prompts.generated import PromptAnswer
 from jobs.prompts.response_options import ResponseOptions
 from jobs.tasks import Completion, Logprob
 
@@ -147,21 +147,21 @@ def with_ids(calls: Sequence[Mapping[str, str]], seed: str) -> list[dict[str, An
 
 
 PLAIN = ResponseOptions()
-#: The samples of each request, in request order; samples ordered by their index.
-Answers = Sequence[Sequence[Completion]]
+#: The answer of each prompt, in their order.
+Answers = Sequence[PromptAnswer]
 
 
 def text_completion(answers: Answers, job_id: str, options: ResponseOptions = PLAIN) -> dict[str, Any]:
     """Return a `text_completion`, choices over prompts, then samples; one that failed has the reason in `error`."""
     choices = []
-    for number, sample in _numbered(answers):
+    for number, answer, sample in _numbered(answers):
         text = (sample.prompt_text or "") + ("" if options.prompt_only else sample.text)
         choice = {"index": number, "text": text, **_ending(sample)}
         if sample.error is None and options.num_top is not None:
             choice["logprobs"] = text_logprobs(sample, text, echo=options.echo, prompt_only=options.prompt_only)
         if sample.reasoning is not None:
             choice["reasoning"] = sample.reasoning
-        choices.append(choice | _of_prompt(sample, options))
+        choices.append(choice | _of_prompt(answer, sample, options))
     used = usage(answers)
     if options.prompt_only:
         used |= {"completion_tokens": 0, "total_tokens": used["prompt_tokens"]}
@@ -171,7 +171,7 @@ def text_completion(answers: Answers, job_id: str, options: ResponseOptions = PL
 def chat_completion(answers: Answers, job_id: str, options: ResponseOptions = PLAIN) -> dict[str, Any]:
     """Return a `chat.completion` with a choice for each sample."""
     choices = []
-    for number, sample in _numbered(answers):
+    for number, answer, sample in _numbered(answers):
         choice = {"index": number, **_ending(sample)}
         message: dict[str, Any] = {"role": "assistant", "content": sample.text}
         if sample.reasoning is not None:
@@ -185,21 +185,27 @@ def chat_completion(answers: Answers, job_id: str, options: ResponseOptions = PL
                 choice["finish_reason"] = "tool_calls"
         if sample.logprobs is not None and options.num_top is not None:
             choice["logprobs"] = chat_logprobs(sample.logprobs, options.num_top)
-        choices.append({**choice, "message": message} | _of_prompt(sample, options))
+        choices.append({**choice, "message": message} | _of_prompt(answer, sample, options))
     return {"object": "chat.completion", "choices": choices, "usage": usage(answers)}
 
 
-def _numbered(answers: Answers) -> list[tuple[int, Completion]]:
-    return list(enumerate(sample for samples in answers for sample in samples))
+def _numbered(answers: Answers) -> Iterator[tuple[int, PromptAnswer, Completion]]:
+    """Yield each choice's number, its prompt's answer, and its sample."""
+    number = 0
+    for answer in answers:
+        for sample in answer.samples:
+            yield number, answer, sample
+            number += 1
 
 
-def _of_prompt(sample: Completion, options: ResponseOptions) -> dict[str, Any]:
-    tried: dict[str, Any] = {}
-    if isinstance(sample, Attempts):
-        tried = {"attempts": sample.attempts, "check_error": sample.check_error}
-    if options.echo or sample.prompt_logprobs is None:
-        return tried
-    return {"prompt_logprobs": prompt_logprobs(sample.prompt_logprobs), **tried}
+def _of_prompt(answer: PromptAnswer, sample: Completion, options: ResponseOptions) -> dict[str, Any]:
+    values: dict[str, Any] = {}
+    if sample.prompt_logprobs is not None and not options.echo:
+        values["prompt_logprobs"] = prompt_logprobs(sample.prompt_logprobs)
+    if answer.attempts:
+        values["attempts"] = answer.attempts
+        values["check_error"] = answer.check_error
+    return values
 
 
 def _ending(sample: Completion) -> dict[str, Any]:
@@ -209,11 +215,12 @@ def _ending(sample: Completion) -> dict[str, Any]:
 
 def usage(answers: Answers) -> dict[str, Any]:
     """Count each prompt once, however many samples it has, as OpenAI does."""
-    prompt_tokens = sum(samples[0].num_prompt_tokens for samples in answers)
-    completion_tokens = sum(num_generated(sample) for samples in answers for sample in samples)
+    prompt_tokens = sum(answer.first.num_prompt_tokens for answer in answers)
+    completion_tokens = sum(sum(answer.num_generated) for answer in answers)
+    cached_tokens = sum(answer.first.num_cached_tokens for answer in answers)
     return {
         "prompt_tokens": prompt_tokens,
         "completion_tokens": completion_tokens,
         "total_tokens": prompt_tokens + completion_tokens,
-        "prompt_tokens_details": {"cached_tokens": sum(samples[0].num_cached_tokens for samples in answers)},
+        "prompt_tokens_details": {"cached_tokens": cached_tokens},
     }

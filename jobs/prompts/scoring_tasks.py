@@ -59,7 +59,7 @@ def _embeddings(answers: Answers, job_id: str, *, is_base64: bool) -> dict[str, 
     num_tokens = usage(answers)["prompt_tokens"]
     return {
         "object": "list",
-        "data": [_entry(index, samples[0], is_base64=is_base64) for index, samples in enumerate(answers)],
+        "data": [_entry(index, answer.first, is_base64=is_base64) for index, answer in enumerate(answers)],
         "usage": {"prompt_tokens": num_tokens, "total_tokens": num_tokens},
     }
 
@@ -191,7 +191,7 @@ def best_class(scores: Mapping[str, float]) -> str | None:
 
 
 def _classes(answers: Answers, job_id: str) -> dict[str, Any]:
-    data = [_class_entry(index, samples[0]) for index, samples in enumerate(answers)]
+    data = [_class_entry(index, answer.first) for index, answer in enumerate(answers)]
     return {"object": "list", "data": data, "usage": usage(answers)}
 
 
@@ -206,7 +206,7 @@ def _class_entry(index: int, sample: Completion) -> dict[str, Any]:
 
 
 def _classification(answers: Answers, job_id: str, labels: Sequence[str]) -> dict[str, Any]:
-    logprobs = [_logprobs(number, samples[0]) for number, samples in enumerate(answers)]
+    logprobs = [_logprobs(number, answer.first) for number, answer in enumerate(answers)]
     found = classify(labels, *logprobs)
     if found is None:
         raise RequestFailed(0, "a label has no finite log-likelihood: its probability cannot be told")
@@ -219,7 +219,7 @@ def _classification(answers: Answers, job_id: str, labels: Sequence[str]) -> dic
 
 
 def _loglikelihood(answers: Answers, job_id: str, continuations: Sequence[str | list[int]]) -> dict[str, Any]:
-    likelihoods = answers[0][0].loglikelihoods
+    likelihoods = answers[0].first.loglikelihoods
     assert likelihoods is not None, "an answer without what was asked for"
     return {
         "object": "loglikelihood",
@@ -238,7 +238,7 @@ def _loglikelihood(answers: Answers, job_id: str, continuations: Sequence[str | 
 
 
 def _ranking(answers: Answers, job_id: str, documents: Sequence[str] | None, top_n: int | None) -> dict[str, Any]:
-    results = [_result(number, samples[0], documents) for number, samples in enumerate(answers)]
+    results = [_result(number, answer.first, documents) for number, answer in enumerate(answers)]
     results.sort(key=_rank)
     return {"object": "rerank", "results": results[:top_n], "usage": usage(answers)}
 

@@ -12,13 +12,15 @@ from rq.serializers import JSONSerializer
 
 from jobs import errors
 from jobs.context import JobContext
+from jobs.context.answers import Answer as RowAnswer
 from jobs.context.checks import Checks
 from jobs.context.served_model import ServedModel
-from jobs.parquet.asks.ask import Ask
+from jobs.items.runner import ItemRunner
+from jobs.parquet.asks.ask import RowAsk
 from jobs.parquet.asks.generate import Generate
 from jobs.parquet.asks.row_keys import RowKeys
 from jobs.parquet.prompts.prompt_source import Row
-from jobs.parquet.shards.shard_requests import ShardRequests
+from jobs.parquet.shards.row_items import row_runner
 from jobs.parquet.tables.columns import RowProblem
 from jobs.runs.plans.spec import RunSpec
 from jobs.table import own_function, task_of
@@ -91,18 +93,18 @@ def keep(task: OpenTask, so_far: Mapping[int, Mapping[int, Sequence[int]]]) -> b
     return write is not None
 
 
-def keyed(ask: Ask, spec: RunSpec) -> Ask:
+def keyed(ask: RowAsk, spec: RunSpec) -> RowAsk:
     """Return what is asked with the keys of its rows."""
     ask.keys = RowKeys(spec, ask.before, "")
     return ask
 
 
-def shard_of(prompts: Sequence[str | RowProblem], sampling: Mapping[str, Any], **others: Any) -> ShardRequests:
-    """Ask prompts as a run does, whose seed is 0, from its row 1,000 on. others: as of ShardRequests."""
+def shard_of(prompts: Sequence[str | RowProblem], sampling: Mapping[str, Any], **others: Any) -> ItemRunner[RowAnswer]:
+    """Ask prompts as a run does, whose seed is 0, from its row 1,000 on. others: as of row_runner."""
     spec = RunSpec.from_arguments("in", "out", sampling=dict(sampling))
-    ask = keyed(Generate(spec, 0, Checks(), *spec.chat, spec.is_chat), spec)
+    ask = keyed(Generate(spec, 0, *spec.chat, spec.is_chat), spec)
     rows = [Row(each) if isinstance(each, str) else each for each in prompts]
-    return ShardRequests(rows, ask, lambda row: 1000 + row, **others)
+    return row_runner(rows, ask, Checks(), lambda row: 1000 + row, **others)
 
 
 def run_task(context: JobContext, name: str, *args: Any, answer: Answer = shout, **kwargs: Any) -> Any:

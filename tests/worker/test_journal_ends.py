@@ -10,13 +10,13 @@ from rq.job import Job
 from jobs.common.keys import JOURNALS_KEY, journal_key
 from jobs.context import JobContext
 from jobs.context.served_model import ServedModel
-from jobs.context.under_way import LeftPrompt, UnderWay
+from jobs.items.records import Progress
 from tests.worker.stores import claim, succeeded, worker_store
 from worker.job_environment import JobEnvironment
 from worker.store.records.claimed_job import ClaimedJob
 from worker.store.registries import Registries
 
-LEFT = LeftPrompt(UnderWay(so_far={0: {0: [1, 2, 3]}}), (), "what it asks")
+RECORD = (0, "what it asks", Progress(tokens={0: {0: [1, 2, 3]}}).to_json())
 
 
 def written(redis: Redis, claimed: ClaimedJob) -> None:
@@ -24,7 +24,7 @@ def written(redis: Redis, claimed: ClaimedJob) -> None:
     lent = JobContext(redis, "", "", "", (), ServedModel("m", "f", "d"))
     journal = JobEnvironment(lent).context(claimed, redis).journal
     assert journal is not None
-    journal.write([(0, LEFT)])
+    journal.write([RECORD])
     assert redis.exists(journal_key(claimed.job_id))
 
 

@@ -2,17 +2,20 @@
 
 import abc
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
 import pyarrow as pa
 
 from jobs.context.answers import Answer, failed_answer
+from jobs.items.ask import Ask
+from jobs.items.item import Item
 from jobs.parquet.asks.row_keys import RowKeys
 from jobs.parquet.prompts.prompt_source import Row
 from jobs.parquet.prompts.sources import RowSource
-from jobs.prompts.attempts import hashed_seed
+from jobs.parquet.tables.columns import RowProblem
+from jobs.prompts.generated import hashed_seed
 from jobs.prompts.messages import ChatOptions
 from jobs.prompts.pictures import filled
 from jobs.runs.plans.prompt_steps import ROW_COLUMNS
@@ -32,25 +35,12 @@ OUTPUT_FIELDS = (
 ROW_FIELDS = tuple(field for field in OUTPUT_FIELDS if field.name in ROW_COLUMNS)
 
 
-class Asked(abc.ABC):
-    """A row under way. requests: those with which it begins."""
-
-    requests: Sequence[Request]
-
-    @abc.abstractmethod
-    def then(self, place: int, completions: Sequence[Completion]) -> Answer | Sequence[Request]:
-        """Take all samples of a row's request; return its answer, or what is asked next, once none is awaited."""
-
-    def inspect(self, place: int, completions: Sequence[Completion]) -> None:  # noqa: B027 - most check not
-        """Check what `then` will take, in any thread. Raises JobsError."""
-
-
-class Ask(abc.ABC):
+class RowAsk(Ask[Answer]):
     """What a run asks of each row.
 
-    before: asked before all rows. inspects: whether answers are checked. is_single: each row begins with one request.
     is_tried: preview and dry run may try it. is_compared: `verify` may compare its answers. source: makes rows. keys:
     name what these ask. now: Unix seconds that chats take for the present, if the model's template writes the time.
+    before: what is asked before all rows, for the keys of these.
     """
 
     source: RowSource
@@ -58,8 +48,7 @@ class Ask(abc.ABC):
 
     before: Request | None = None
     now: float | None = None
-    inspects = False
-    is_single = is_compared = True
+    is_compared = True
     is_tried = False
 
     @staticmethod
@@ -68,17 +57,28 @@ class Ask(abc.ABC):
         """Return the columns that a run adds, without its prefix. embedding_size: numbers of each, where it embeds."""
 
     @abc.abstractmethod
-    def begin(self, row: Row, number: int) -> Asked:
-        """Begin to ask a row, which has this number in the run. Raises RowProblem."""
+    def item(self, row: Row, number: int) -> Item[Answer]:
+        """Return what is asked of a row, which has this number in the run. It may raise RowProblem as it goes on."""
+
+    def begin(self, row: Row, number: int) -> Item[Answer]:
+        """Return what is asked of a row; a problem with the row is its answer."""
+        return self._with_problems(self.item(row, number))
+
+    def _with_problems(self, item: Item[Answer]) -> Item[Answer]:
+        try:
+            return (yield from item)
+        except RowProblem as problem:
+            return self.failed(str(problem))
 
     def failed(self, reason: str) -> Answer:
+        """Return the answer of a row that cannot be asked."""
         return failed_answer(reason)
 
     def key_of(self, row: Row) -> bytes:
         """Return what tells a row's answer, given a model: see RowKeys."""
         return self.keys.of(row)
 
-    def timed(self, request: Request) -> Request:
+    def prepared(self, request: Request) -> Request:
         """Return a request with the run's time, so that its prompt is the same whenever it is asked."""
         if self.now is None or request.messages is None:
             return request
@@ -88,18 +88,9 @@ class Ask(abc.ABC):
         """Return whether equal rows have equal answers."""
         return True
 
-    def take_before(self, completions: Sequence[Completion]) -> None:  # noqa: B027 - most ask nothing before
-        """Take the answer to `before`: rows are asked once it is there."""
-
-
-class AskedOnce(Asked):
-    """A row with one request. answer: makes the row's answer of its completions."""
-
-    def __init__(self, request: Request, answer: Callable[[Sequence[Completion]], Answer]) -> None:
-        self.requests, self._answer = [request], answer
-
-    def then(self, place: int, completions: Sequence[Completion]) -> Answer | Sequence[Request]:
-        return self._answer(completions)
+    def is_remembered(self, answer: Answer) -> bool:
+        """Whether the answer is given to equal rows of other shards: not that of a row that failed."""
+        return answer.error is None
 
 
 def request_of(

@@ -1,7 +1,7 @@
 """Rows that are lines of OpenAI's batch files: each is a job of its own, whose response is its answer."""
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -10,17 +10,17 @@ import pyarrow as pa
 from jobs.context import JobContext
 from jobs.context.answers import Answer, failed_answer
 from jobs.context.checks import RepairOptions
-from jobs.errors import JobsError
-from jobs.parquet.asks.ask import OUTPUT_FIELDS, Ask, Asked, row_seed
+from jobs.errors import JobsError, ResultTooLarge
+from jobs.items.item import Item, side_by_side
+from jobs.parquet.asks.ask import OUTPUT_FIELDS, RowAsk, row_seed
 from jobs.parquet.prompts.prompt_source import Row
-from jobs.parquet.tables.columns import RowProblem
 from jobs.prompts.batch_lines import failure_text, line_task
+from jobs.prompts.prompt_task import PromptTask, num_chars
 from jobs.runs.plans.plan import Plan
 from jobs.runs.plans.spec import RunSpec
-from jobs.tasks import Completion, OpenTask, Request
 
 
-class BatchLines(Ask):
+class BatchLines(RowAsk):
     """Asks what each line says: it brings its own sampling values, and may have several prompts."""
 
     is_single = is_compared = False
@@ -58,41 +58,23 @@ class BatchLines(Ask):
                 self._versions[function] = ""
         return self._versions[function]
 
-    def begin(self, row: Row, number: int) -> Asked:
+    def item(self, row: Row, number: int) -> Item[Answer]:
+        """Ask what a line says. What cannot be asked or checked costs its line."""
         context = replace(self._context, job_id=f"{self._plan.run}-{number}")
-        seed, aliases = row_seed(self._plan.seed, number), self._plan.spec.model_alias or ()
+        seed = row_seed(self._plan.seed, number)
+        line = json.loads(row.prompt)
+        del row
         try:
-            line = _Line(line_task(json.loads(row.prompt), seed, aliases).open(context))
-        except JobsError as error:
-            raise RowProblem(failure_text(error)) from error
-        self.inspects = self.inspects or line.inspects
-        return line
-
-
-class _Line(Asked):
-    def __init__(self, task: OpenTask) -> None:
-        self._task, self.inspects = task, task.inspects
-        self.requests = list(task.requests())
-        self._num_awaited = len(self.requests)
-        self._error: JobsError | None = None
-
-    def inspect(self, place: int, completions: Sequence[Completion]) -> None:
-        """See OpenTask. What cannot be checked costs its line."""
-        if self.inspects:
-            try:
-                self._task.inspect(place, completions)
-            except JobsError as error:
-                self._error = error
-
-    def then(self, place: int, completions: Sequence[Completion]) -> Answer | Sequence[Request]:
-        self._num_awaited -= 1
-        try:
-            if self._error is not None:
-                raise self._error
-            self._task.deliver(place, completions)
-            following = list(self._task.requests()) if self._task.has_more else []
-            self._num_awaited += len(following)
-            return following if self._num_awaited else _answer_of(self._task.result())
+            task = line_task(line, seed, self._plan.spec.model_alias or ()).made(context)
+            assert isinstance(task, PromptTask)
+            del line
+            task.check(context)
+            self.has_checks = self.has_checks or task.repairs.check is not None
+            control_tokens = context.model.control_tokens
+            answers = yield from side_by_side([task.item(prompt, control_tokens) for prompt in task.prompts])
+            if sum(num_chars(answer) for answer in answers) > context.max_result_bytes:
+                raise ResultTooLarge(context.max_result_bytes)
+            return _answer_of(task.result(answers, context))
         except JobsError as error:
             return failed_answer(failure_text(error))
 

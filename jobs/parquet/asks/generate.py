@@ -1,7 +1,7 @@
 """Rows whose answers are generated: by one prompt, again where a check does not take the answer, or by several."""
 
 import json
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from functools import cache
 from typing import Any
@@ -9,14 +9,15 @@ from typing import Any
 import pyarrow as pa
 
 from jobs.context.answers import Answer, failed_answer
-from jobs.context.checks import Checks
+from jobs.context.checks import NO_REPAIRS
 from jobs.errors import InvalidJob
-from jobs.parquet.asks.ask import OUTPUT_FIELDS, ROW_FIELDS, Ask, Asked, AskedOnce, no_answer, request_of, row_seed
+from jobs.items.item import Item
+from jobs.parquet.asks.ask import OUTPUT_FIELDS, ROW_FIELDS, RowAsk, no_answer, request_of, row_seed
 from jobs.parquet.asks.scores import LABEL_FIELDS, Labels
 from jobs.parquet.prompts.prompt_source import Row
 from jobs.parquet.prompts.sources import StepSource
 from jobs.parquet.tables.columns import RowProblem
-from jobs.prompts.attempts import Attempts, hashed_seed, num_generated
+from jobs.prompts.generated import PromptAnswer, generated, hashed_seed
 from jobs.prompts.messages import OF_VALUES, ChatOptions, split_chat_options
 from jobs.prompts.response_options import LOGPROBS
 from jobs.prompts.responses import text_token, with_ids
@@ -38,10 +39,11 @@ def answer_field(name: str, spec: RunSpec) -> pa.Field:
     return pa.field(name, logprobs_type(spec.logprob_type) if name in LOGPROBS else pa.string())
 
 
-class Generate(Ask):
+class Generate(RowAsk):
     """Asks for `n` completions of each row, or is one prompt of a Chain.
 
-    sampling, chat: of its prompt. control_tokens: of Attempts, unless the prompt allows them.
+    sampling, chat: of its prompt. control_tokens: texts that answers must not forge behind a text prompt, unless the
+    prompt allows them.
     """
 
     is_tried = True
@@ -50,7 +52,6 @@ class Generate(Ask):
         self,
         spec: RunSpec,
         seed: int,
-        checks: Checks,
         sampling: Mapping[str, Any],
         chat: ChatOptions,
         is_chat: bool,
@@ -59,9 +60,10 @@ class Generate(Ask):
         self._values = {name: value for name, value in sampling.items() if name != "seed"}
         self._chat, self._is_chat, self._n = chat, is_chat, spec.n
         self._logprob_type, self._logprob_bytes = spec.logprob_type, 0
-        self._seed, self._repairs, self._checks = seed, spec.repairs, checks
+        self._seed = seed
+        self._repairs = spec.repairs
         self._control_tokens = control_tokens if chat.get(OF_VALUES, True) else ()
-        self.inspects = spec.repairs.check is not None
+        self.has_checks = spec.repairs.check is not None
 
     @staticmethod
     def fields(spec: RunSpec, embedding_size: int) -> list[pa.Field]:
@@ -74,49 +76,68 @@ class Generate(Ask):
     def is_greedy(self, row: Row) -> bool:
         return row.own_sampling.get("temperature", self._values.get("temperature")) == 0
 
-    def begin(self, row: Row, number: int) -> Asked:
+    def item(self, row: Row, number: int) -> Item[Answer]:
+        """Ask a row for its completions."""
         request = self.request(row, row_seed(self._seed, number))
-        if not self._repairs.is_asked_for:
-            return AskedOnce(request, self.answer)
-        given = json.loads(row.values) if row.values else None
-        attempts = Attempts(request, given, self._repairs, self._checks, self._control_tokens)
-        return _Tried(request, attempts, self.answer)
+        values = json.loads(row.values) if row.values else None
+        item = generated(request, self._repairs, values, self._control_tokens)
+        del request, row
+        return self.answer((yield from item))
+
+    def prompt_item(self, row: Row, seed: int) -> Item[Answer]:
+        """Ask a row's prompt once, as one of a chain."""
+        item = generated(self.request(row, seed), NO_REPAIRS)
+        del row
+        return self.answer((yield from item))
 
     def failed(self, reason: str) -> Answer:
         return failed_answer(reason, self._n)
 
     def request(self, row: Row, seed: int) -> Request:
-        own = row.own_sampling
-        values, chat = {**self._values, **own}, self._chat
-        if "tools" in own:
-            values, chat = split_chat_options({**values, **chat, **own})
+        row_values = row.own_sampling
+        values = {**self._values, **row_values}
+        chat = self._chat
+        if "tools" in row_values:
+            values, chat = split_chat_options({**values, **chat, **row_values})
         if values.get("temperature") != 0:
             values = {"seed": seed, **values}
         return request_of(row, self._is_chat, values, chat)
 
-    def answer(self, completions: Sequence[Completion]) -> Answer:
-        samples = sorted(completions, key=lambda sample: sample.index)
-        first = samples[0]
-        failed = next((each for each in samples if each.finish_reason == "error"), None)
-        if failed is not None:
-            return replace(no_answer(failed, self._n), attempts=1)
-        found = [(*_texts_of(each), num_generated(each), each.reasoning, each.tool_call_error) for each in samples]
-        text, reason, calls, tokens, reasoning, no_call = found[0] if self._n == 1 else zip(*found, strict=True)
-        attempts, problem = (first.attempts, first.check_error) if isinstance(first, Attempts) else (0, None)
+    def answer(self, answer: PromptAnswer) -> Answer:
+        """Return a row's answer: of several samples, what each has of its own is a tuple."""
+        samples = answer.samples
+        error = next((sample for sample in samples if sample.finish_reason == "error"), None)
+        if error is not None:
+            return replace(no_answer(error, self._n), attempts=1)
+
+        texts = []
+        reasons = []
+        calls = []
+        for sample in samples:
+            text, reason, tool_calls = _texts_of(sample)
+            texts.append(text)
+            reasons.append(reason)
+            calls.append(tool_calls)
+        reasoning = [sample.reasoning for sample in samples]
+        call_errors = [sample.tool_call_error for sample in samples]
         return Answer(
-            completion=text,
-            finish_reason=reason,
-            prompt_tokens=first.num_prompt_tokens,
-            completion_tokens=tokens,
-            cached_tokens=first.num_cached_tokens,
-            error=first.error,
-            reasoning=reasoning,
-            tool_calls=calls,
-            tool_call_error=no_call,
+            completion=self._of_row(texts),
+            finish_reason=self._of_row(reasons),
+            prompt_tokens=answer.first.num_prompt_tokens,
+            completion_tokens=self._of_row(answer.num_generated),
+            cached_tokens=answer.first.num_cached_tokens,
+            error=answer.first.error,
+            reasoning=self._of_row(reasoning),
+            tool_calls=self._of_row(calls),
+            tool_call_error=self._of_row(call_errors),
             columns=self._logprobs(samples),
-            attempts=attempts,
-            check_error=problem,
+            attempts=answer.attempts,
+            check_error=answer.check_error,
         )
+
+    def _of_row(self, values: Sequence[Any]) -> Any:
+        """Return the values of a row's samples: one, or a tuple of several."""
+        return values[0] if self._n == 1 else tuple(values)
 
     def _logprobs(self, samples: Sequence[Completion]) -> dict[str, pa.Array]:
         of_texts = [each.logprobs for each in samples]
@@ -136,19 +157,6 @@ class Generate(Ask):
                 "rows_per_shard, or ask for fewer"
             )
         return columns
-
-
-class _Tried(AskedOnce):
-    def __init__(self, request: Request, attempts: Attempts, answer: Callable[[Sequence[Completion]], Answer]) -> None:
-        super().__init__(request, answer)
-        self._attempts = attempts
-
-    def inspect(self, place: int, completions: Sequence[Completion]) -> None:
-        self._attempts.inspect(completions[0])
-
-    def then(self, place: int, completions: Sequence[Completion]) -> Answer | Sequence[Request]:
-        following = self._attempts.deliver(completions[0])
-        return super().then(place, [self._attempts]) if following is None else [following]
 
 
 def _texts_of(sample: Completion) -> tuple[str, str, str | None]:
@@ -173,72 +181,79 @@ def _entries(found: Any) -> Any:
     return None if found is None else [_entries(each) for each in found]
 
 
-class Chain(Ask):
+class Chain(RowAsk):
     """What a run asks of each row, one prompt after the other. seed: the run's. control_tokens: see row_source."""
 
-    def __init__(self, spec: RunSpec, seed: int, checks: Checks, control_tokens: Collection[str] = ()) -> None:
-        self.steps, self.seed = spec.steps, seed
-        self.sources = [StepSource(step, spec.defaults, (), control_tokens) for step in spec.steps]
-        own = [(step, (step.sampling, step.chat, step.is_chat)) for step in spec.steps]
-        self.prompts = [Labels(spec, *of) if step.is_scored else Generate(spec, seed, checks, *of) for step, of in own]
+    def __init__(self, spec: RunSpec, seed: int, control_tokens: Collection[str] = ()) -> None:
+        self._steps = spec.steps
+        self._seed = seed
+        self._sources = [StepSource(step, spec.defaults, (), control_tokens) for step in spec.steps]
+        self._prompts: list[Labels | Generate] = []
+        for step in spec.steps:
+            kind = (step.sampling, step.chat, step.is_chat)
+            self._prompts.append(Labels(spec, *kind) if step.is_scored else Generate(spec, seed, *kind))
 
     @staticmethod
     def fields(spec: RunSpec, embedding_size: int) -> list[pa.Field]:
-        labels = {field.name: field for field in LABEL_FIELDS}
-        columns = [(column, name) for step in spec.steps for column, name in step.columns.items()]
-        own = ((labels.get(name) or answer_field(name, spec)).with_name(column) for column, name in columns)
-        return [*own, *ROW_FIELDS]
+        """Return the columns of each prompt, then those of the row."""
+        label_fields = {field.name: field for field in LABEL_FIELDS}
+        fields = []
+        for step in spec.steps:
+            for column, name in step.columns.items():
+                field = label_fields[name] if name in label_fields else answer_field(name, spec)
+                fields.append(field.with_name(column))
+        return [*fields, *ROW_FIELDS]
 
     def is_greedy(self, row: Row) -> bool:
-        return all(prompt.is_greedy(row) for prompt in self.prompts)
+        """Return whether no prompt draws."""
+        return all(prompt.is_greedy(row) for prompt in self._prompts)
 
-    def begin(self, row: Row, number: int) -> Asked:
-        return _Chained(self, row, row_seed(self.seed, number))
+    def item(self, row: Row, number: int) -> Item[Answer]:
+        """Ask one prompt after the other, each with the answers of the earlier ones, until one has an error."""
+        seed = row_seed(self._seed, number)
+        answers: list[Answer] = []
+        try:
+            for place, prompt in enumerate(self._prompts):
+                if place:
+                    row = self._filled(row, answers)
+                    seed_of_prompt = hashed_seed(f"{seed}:{place}")
+                else:
+                    seed_of_prompt = seed
+                answer = yield from prompt.prompt_item(row, seed_of_prompt)
+                answers.append(answer)
+                if answer.error is not None:
+                    break
+        except RowProblem as problem:
+            return self._answer(answers, str(problem))
+        return self._answer(answers)
+
+    def _filled(self, row: Row, answers: Sequence[Answer]) -> Row:
+        """Return a row with the next prompt. Raises RowProblem."""
+        source = self._sources[len(answers)]
+        values = json.loads(row.values or "{}")
+        for step, answer in zip(self._steps, answers, strict=False):
+            values[step.name] = answer.completion
+        return row._replace(prompt=source.render({name: values[name] for name in source.columns}))
 
     def failed(self, reason: str) -> Answer:
-        return self.answer((), reason)
+        """Return the answer of a row whose first prompt cannot be asked."""
+        return self._answer((), reason)
 
-    def answer(self, answers: Sequence[Answer], problem: str | None = None) -> Answer:
+    def _answer(self, answers: Sequence[Answer], problem: str | None = None) -> Answer:
+        """Return a row's answer from those of its prompts. problem: why the next one cannot be asked."""
         columns: dict[str, Any] = {}
         error = problem
-        for number, step in enumerate(self.steps):
-            found = answers[number] if number < len(answers) else failed_answer("")
-            if found.error:
-                error = f"prompt {step.name!r}: {found.error}"
-            columns |= {column: found.column(name) for column, name in step.columns.items()}
+        for number, step in enumerate(self._steps):
+            answer = answers[number] if number < len(answers) else failed_answer("")
+            if answer.error:
+                error = f"prompt {step.name!r}: {answer.error}"
+            columns |= {column: answer.column(name) for column, name in step.columns.items()}
         return Answer(
             completion=None,
             finish_reason="error" if error is not None else answers[-1].finish_reason,
-            prompt_tokens=sum(each.prompt_tokens for each in answers),
-            completion_tokens=sum(each.all_completion_tokens for each in answers),
-            cached_tokens=sum(each.cached_tokens for each in answers),
+            prompt_tokens=sum(answer.prompt_tokens for answer in answers),
+            completion_tokens=sum(answer.all_completion_tokens for answer in answers),
+            cached_tokens=sum(answer.cached_tokens for answer in answers),
             error=error,
             columns=columns,
         )
-
-
-class _Chained(Asked):
-    def __init__(self, chain: Chain, row: Row, seed: int) -> None:
-        self._chain, self._row, self._seed = chain, row, seed
-        self._answers: list[Answer] = []
-        self.requests = [self._request(row)]
-
-    def then(self, place: int, completions: Sequence[Completion]) -> Answer | Sequence[Request]:
-        self._answers.append(self._chain.prompts[len(self._answers)].answer(completions))
-        if len(self._answers) == len(self._chain.steps) or self._answers[-1].error is not None:
-            return self._chain.answer(self._answers)
-        try:
-            return [self._request(self._next())]
-        except RowProblem as problem:
-            return self._chain.answer(self._answers, str(problem))
-
-    def _next(self) -> Row:
-        source = self._chain.sources[len(self._answers)]
-        known = json.loads(self._row.values or "{}")
-        known |= {step.name: answer.completion for step, answer in zip(self._chain.steps, self._answers, strict=False)}
-        return self._row._replace(prompt=source.render({name: known[name] for name in source.columns}))
-
-    def _request(self, row: Row) -> Request:
-        number = len(self._answers)  # the first prompt has the row's seed
-        seed = hashed_seed(f"{self._seed}:{number}") if number else self._seed
-        return self._chain.prompts[number].request(row, seed)

@@ -10,7 +10,8 @@ import pyarrow as pa
 
 from jobs.context.answers import Answer, failed_answer
 from jobs.errors import InvalidValue
-from jobs.parquet.asks.ask import ROW_FIELDS, Ask, AskedOnce, no_answer, request_of
+from jobs.items.item import Item, Samples, asked_once
+from jobs.parquet.asks.ask import ROW_FIELDS, RowAsk, no_answer, request_of
 from jobs.parquet.prompts.prompt_source import Row
 from jobs.parquet.prompts.sources import RowSource
 from jobs.parquet.tables.columns import RowProblem
@@ -25,7 +26,7 @@ _TYPES = (pa.string(), pa.float64(), pa.map_(pa.string(), pa.float64()), pa.floa
 LABEL_FIELDS = tuple(map(pa.field, COLUMNS, _TYPES))
 
 
-class Scores(Ask):
+class Scores(RowAsk):
     """Asks each row once. kind, _values: of its request. columns: what the output gets beside those of every row."""
 
     kind: ClassVar[str]
@@ -37,14 +38,23 @@ class Scores(Ask):
     def fields(cls, spec: RunSpec, embedding_size: int) -> list[pa.Field]:
         return [*cls.columns, *ROW_FIELDS]
 
-    def begin(self, row: Row, number: int) -> AskedOnce:
-        return AskedOnce(self.request(row), self.answer)
+    def item(self, row: Row, number: int) -> Item[Answer]:
+        """Ask a row once."""
+        return self.prompt_item(row)
 
-    def request(self, row: Row, seed: int = 0) -> Request:
+    def prompt_item(self, row: Row, seed: int = 0) -> Item[Answer]:
+        """Ask a row's prompt once; nothing is drawn, so that no seed matters."""
+        item = asked_once(self.request(row))
+        del row
+        return self.answer((yield from item))
+
+    def request(self, row: Row) -> Request:
+        """Return the request of a row. Raises RowProblem."""
         return request_of(row, False, self._values, kind=self.kind)
 
-    def answer(self, completions: Sequence[Completion]) -> Answer:
-        (completion,) = completions
+    def answer(self, samples: Samples) -> Answer:
+        """Return a row's answer from its one completion."""
+        (completion,) = samples
         prompt, cached = completion.num_prompt_tokens, completion.num_cached_tokens
         found = self.found(completion)
         if isinstance(found, Mapping):
@@ -87,14 +97,18 @@ class Labels(Scores):
         if prior is not None:
             self.before = self.request(prior)
 
-    def take_before(self, completions: Sequence[Completion]) -> None:
-        (completion,) = completions
+    def opening(self) -> Item[None] | None:
+        """Return what asks the row without content, before the others."""
+        return None if self.before is None else self._asked_prior(self.before)
+
+    def _asked_prior(self, before: Request) -> Item[None]:
+        (completion,) = yield from asked_once(before)
         if completion.loglikelihoods is None:
             self._prior_error = f"the prompt without content failed: {completion.error}"
         else:
             self._prior = [each.logprob for each in completion.loglikelihoods]
 
-    def request(self, row: Row, seed: int = 0) -> Request:
+    def request(self, row: Row) -> Request:
         return request_of(row, self._is_chat, self._values, self._chat, self.kind)
 
     def found(self, completion: Completion) -> Mapping[str, Any] | str | None:
@@ -132,7 +146,7 @@ class Relevance(Scores):
     def __init__(self, has_head: bool) -> None:
         self._has_head = has_head
 
-    def request(self, row: Row, seed: int = 0) -> Request:
+    def request(self, row: Row) -> Request:
         query, document = json.loads(row.prompt)
         request = relevance_request(query, document, self._has_head)
         if isinstance(request, Unusable):

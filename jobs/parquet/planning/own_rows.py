@@ -16,7 +16,7 @@ import numpy.typing as npt
 import pyarrow as pa
 
 from jobs.context import JobContext
-from jobs.parquet.asks.ask import Ask
+from jobs.parquet.asks.ask import RowAsk
 from jobs.parquet.asks.generate import Chain, Generate
 from jobs.parquet.asks.kinds import ask_of, kind_of
 from jobs.parquet.asks.row_keys import Keys, RowKeys, differences, model_mark, row_keys
@@ -189,7 +189,7 @@ class Matches:
     is_shorter: npt.NDArray[np.bool_]
 
 
-def match(context: JobContext, storage: Storage, plan: Plan, ask: Ask, old: OldRuns, any_model: bool) -> Matches:
+def match(context: JobContext, storage: Storage, plan: Plan, ask: RowAsk, old: OldRuns, any_model: bool) -> Matches:
     """Look up each row of a plan, whose inputs can be read. The answers of a cascade's second model come first."""
     marks = model_mark(plan.model)
     if plan.second is not None:

@@ -18,7 +18,7 @@ from jobs.context import JobContext
 from jobs.context.answers import Answer
 from jobs.context.served_model import PromptMeter
 from jobs.errors import InvalidJob
-from jobs.parquet.asks.ask import Ask
+from jobs.parquet.asks.ask import RowAsk
 from jobs.parquet.asks.kinds import ask_of, kind_of
 from jobs.parquet.files.storage import Storage
 from jobs.parquet.formats.converted_inputs import converted_for_now
@@ -27,8 +27,8 @@ from jobs.parquet.planning.inputs import read_inputs
 from jobs.parquet.planning.own_rows import match, with_seed_of
 from jobs.parquet.prompts.prompt_source import Row
 from jobs.parquet.reuse.old_runs import OldRuns
+from jobs.parquet.shards.row_items import row_runner
 from jobs.parquet.shards.rows_task import RowsTask
-from jobs.parquet.shards.shard_requests import ShardRequests
 from jobs.parquet.shards.shard_texts import rendered_shards
 from jobs.parquet.tables.columns import RowProblem
 from jobs.prompts.template_texts import as_shown
@@ -100,7 +100,7 @@ class SurveyWork(RowsTask):
                             texts[number] = row
         self._tried = tried = [(each, texts[each.row]) for each in chosen if each.row in texts]
         rows_asked = [row for _, row in tried] if has_answers else []
-        self._requests = ShardRequests(rows_asked, ask, lambda row: tried[row][0].row)
+        self.runner = row_runner(rows_asked, ask, context.checks, lambda row: tried[row][0].row)
         self._sent, self._is_dry = list[Request](), first is None
         self._began_at = self._seconds = self._timed_tokens = 0.0
 
@@ -115,7 +115,7 @@ class SurveyWork(RowsTask):
 
     @property
     def _is_timed_next(self) -> bool:
-        return self._is_dry and not self._began_at and self.asked.rows_done == self.asked.num_rows
+        return self._is_dry and not self._began_at and self.asked.counts.done == self.asked.num_places
 
     @property
     def has_more(self) -> bool:
@@ -145,7 +145,7 @@ class SurveyWork(RowsTask):
             return {**told, "shown": [self._shown(*each, answer) for each, answer in shown]}
         weights = sum(asked.weight for asked, _ in self._tried)  # of all requests, or of those with room for their text
         scale = counts.scale * len(counts.asked) / (weights or 1.0)
-        found = [(self._tried[place][0], tokens * scale, answer) for place, tokens, answer in self.asked.answered]
+        found = [(self._tried[row.place][0], row.num_tokens * scale, row.answer) for row in self.asked.answered]
         generated = sum(asked.weight * tokens for asked, tokens, _ in found)
         completion = sum(asked.weight * tokens * asked.rows for asked, tokens, _ in found)
         low = self._spec.escalate_below or 0
@@ -185,7 +185,7 @@ class Asked:
 class _Counts:
     """Counts of a run's rows: of `total`, every so manyth is looked at, at most `max_rows`."""
 
-    def __init__(self, context: JobContext, ask: Ask, meter: PromptMeter, total: int, max_rows: int | None) -> None:
+    def __init__(self, context: JobContext, ask: RowAsk, meter: PromptMeter, total: int, max_rows: int | None) -> None:
         self._context, self._ask, self._meter, self._total = context, ask, meter, total
         self._every = max(1, -(-total // (max_rows or max(1, total))))
         self.asked: list[Asked] = []
@@ -223,7 +223,7 @@ class _Counts:
             known.rows += len(numbers)
             tokens = known.tokens
         else:
-            (request,) = map(self._ask.timed, self._ask.begin(row, numbers[0]).requests)
+            (request,) = map(self._ask.prepared, self._ask.begin(row, numbers[0]).send(None))  # type: ignore[arg-type]
             most = request.sampling.get(TRUNCATION)
             options = {**request.chat_options, **({} if most is None else {TRUNCATION: most})}
             try:

@@ -1,55 +1,35 @@
-"""A task that asks rows of a run: its requests, their deliveries, and what they hold."""
+"""A task that asks rows of a run, and the plan that it is given."""
 
 import os
-from collections.abc import Iterator, Sequence
 
 from jobs.context import JobContext
+from jobs.context.answers import Answer
 from jobs.context.served_model import ServedModel
 from jobs.errors import PlanDamaged, RunOfAnotherModel, unlike
+from jobs.items.items_task import ItemsTask
+from jobs.items.runner import ItemRunner
 from jobs.parquet.files.storage import Storage
 from jobs.parquet.outputs.run_folder import load_plan
-from jobs.parquet.shards.shard_requests import ShardRequests
 from jobs.parquet.shards.shard_texts import ShardTexts
 from jobs.runs.plans.names import PLAN, is_run_id
 from jobs.runs.plans.plan import Plan
-from jobs.tasks import Completion, OpenTask, Request
 
 
-class RowsTask(OpenTask):
-    """Asks what its subclass has put into `_requests`, or nothing, and lets go of `_texts`."""
+class RowsTask(ItemsTask):
+    """Asks rows, and lets go of their texts at its end."""
 
-    _requests: ShardRequests | None = None
+    runner: ItemRunner[Answer] | None = None
     _texts: ShardTexts | None = None
 
-    def requests(self) -> Iterator[Request]:
-        return iter(()) if self._requests is None else self._requests.requests()
-
     @property
-    def num_requests(self) -> int | None:
-        return 0 if self._requests is None else self._requests.num_requests
-
-    @property
-    def has_more(self) -> bool:
-        return self._requests is not None and self._requests.has_more
-
-    @property
-    def inspects(self) -> bool:
-        return self._requests is not None and self._requests.inspects
-
-    def inspect(self, index: int, completions: Sequence[Completion]) -> None:
-        self.asked.inspect(index, completions)
-
-    def deliver(self, index: int, completions: Sequence[Completion]) -> None:
-        self.asked.deliver(index, completions)
-
-    @property
-    def asked(self) -> ShardRequests:
-        assert self._requests is not None, "nothing was asked"
-        return self._requests
+    def asked(self) -> ItemRunner[Answer]:
+        """Return the runner of a task that asks something."""
+        assert self.runner is not None, "nothing was asked"
+        return self.runner
 
     def close(self) -> None:
-        if self._requests is not None:
-            self._requests.close()
+        """Leave what is not answered to other shards."""
+        super().close()
         if self._texts is not None:
             self._texts.close()
 

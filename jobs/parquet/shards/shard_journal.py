@@ -18,14 +18,14 @@ import pyarrow.parquet as pq
 
 from jobs.context.answers import Answer
 from jobs.context.served_model import ServedModel
-from jobs.context.under_way import UnderWay
 from jobs.errors import RunError
+from jobs.items.records import Progress
+from jobs.items.runner import Answered, ItemRunner, PromptTokens
 from jobs.parquet.asks.kinds import kind_of
 from jobs.parquet.asks.row_keys import Keys
 from jobs.parquet.outputs.part import embedding_size
 from jobs.parquet.outputs.run_folder import RunFolder
 from jobs.parquet.reuse.taken_answers import KEY_FIELD, NO_KEY, answers_table, check_key, read_answers
-from jobs.parquet.shards.shard_requests import ShardRequests
 from jobs.parquet.tables.table_reading import TableReading
 from jobs.runs.plans.names import KEY, ROW, TOKENS
 from sandbox.exhausted import is_exhausted
@@ -41,7 +41,7 @@ class Journalled:
 
     answers: dict[int, Answer] = field(default_factory=dict)
     num_tokens: int = 0
-    under_way: dict[int, UnderWay] = field(default_factory=dict)
+    under_way: dict[int, Progress] = field(default_factory=dict)
 
 
 class ShardJournal:
@@ -51,7 +51,7 @@ class ShardJournal:
         """asked: RowKeys.name. keys: of the rows, by which other runs find them."""
         plan = folder.plan
         self._storage, self._folder, self._prefix = folder.storage, folder.journal, f"_{shard:05d}."
-        self._whose = f"1 {plan.run} {shard} {plan.seed} {model.pin} {asked}".encode()
+        self._whose = f"2 {plan.run} {shard} {plan.seed} {model.pin} {asked}".encode()
         self._fields = kind_of(plan.spec).fields(plan.spec, embedding_size(plan.spec, model))
         self._execution_id, self._num_files, self._num_written, self._now = folder.execution_id, 0, 0, ""
         self._keys, self._names = keys, set[str]()
@@ -80,7 +80,7 @@ class ShardJournal:
         elif _UNDER_WAY in file.schema.names:
             for row, text, key in (each.values() for batch in file.batches for each in batch.to_pylist()):
                 check_key(path, self._keys, row, key)
-                was, known = UnderWay.from_json(json.loads(text)), found.under_way.get(row)
+                was, known = Progress.from_json(json.loads(text)), found.under_way.get(row)
                 if known is None or was.length > known.length:
                     found.under_way[row] = was
         else:
@@ -89,11 +89,10 @@ class ShardJournal:
                 found.num_tokens += 0 if row in found.answers else num_tokens
                 found.answers[row] = answer
 
-    def keep(
-        self, requests: ShardRequests, so_far: Mapping[int, Mapping[int, Sequence[int]]]
-    ) -> Callable[[], None] | None:
+    def keep(self, runner: ItemRunner[Answer], so_far: PromptTokens) -> Callable[[], None] | None:
         """Return what writes down, in any thread, what is new; see OpenTask."""
-        answered, under_way = requests.answered[self._num_written :], requests.under_way(so_far)
+        answered = runner.answered[self._num_written :]
+        under_way = runner.under_way(so_far)
         if not answered and not under_way:
             return None
 
@@ -104,13 +103,15 @@ class ShardJournal:
 
         return write
 
-    def _write(self, answered: Sequence[tuple[int, int, Answer]], under_way: Mapping[int, UnderWay]) -> None:
+    def _write(self, answered: Sequence[Answered[Answer]], under_way: Mapping[int, Progress]) -> None:
         """Write answers first: a row whose answer is there is not under way, whatever else is told of it."""
         if answered:
             own = [pa.field(ROW, pa.int64()), pa.field(TOKENS, pa.int64()), KEY_FIELD]
-            keys = (NO_KEY if each.error else self._keys[row].tobytes() for row, _, each in answered)
-            beside = [(row, tokens, key) for (row, tokens, _), key in zip(answered, keys, strict=True)]
-            self._put("answers", answers_table(own, beside, [each for *_, each in answered], self._fields))
+            beside = []
+            for row in answered:
+                key = NO_KEY if row.answer.error else self._keys[row.place].tobytes()
+                beside.append((row.place, row.num_tokens, key))
+            self._put("answers", answers_table(own, beside, [row.answer for row in answered], self._fields))
             self._num_written += len(answered)
         if under_way:
             texts = [json.dumps(each.to_json()) for each in under_way.values()]

@@ -2,7 +2,7 @@
 
 import math
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any, Self
@@ -14,6 +14,7 @@ from jobs.common.display import brief
 from jobs.context import JobContext
 from jobs.context.answers import Answer
 from jobs.errors import PlanDamaged, RunError
+from jobs.items.runner import Counts, ItemRunner, PromptTokens
 from jobs.parquet.asks.kinds import ask_of
 from jobs.parquet.asks.row_keys import as_keys, model_mark, row_keys
 from jobs.parquet.files.fingerprint import unchanged
@@ -23,9 +24,9 @@ from jobs.parquet.outputs.run_folder import RunFolder
 from jobs.parquet.prompts.prompt_source import Row
 from jobs.parquet.reuse.old_runs import write_keys
 from jobs.parquet.reuse.taken_answers import has_kept, keep_answers, kept_answers, taken_answers
+from jobs.parquet.shards.row_items import row_runner
 from jobs.parquet.shards.rows_task import RowsTask, check_model, trusted_plan
 from jobs.parquet.shards.shard_journal import ShardJournal
-from jobs.parquet.shards.shard_requests import ShardRequests
 from jobs.parquet.shards.shard_texts import ShardTexts, shard_batches, shard_rows
 from jobs.parquet.tables.columns import ColumnChoice, RowProblem, schema_with_json, with_added_fields, with_own_json
 from jobs.parquet.tables.table_reading import RowReader
@@ -41,6 +42,9 @@ class ShardWork(RowsTask):
 
     _journal: ShardJournal | None = None
     _num_escalated = 0
+    _num_unasked = 0
+    _rows_resumed = 0
+    _tokens_resumed = 0
 
     def __init__(self, context: JobContext, folder: RunFolder, shard: int, queue: str | None = None) -> None:
         """Read the rows. queue: the run's, where its second model is asked. Raises RunError or NoRoomYet."""
@@ -57,7 +61,7 @@ class ShardWork(RowsTask):
             self._files.enter(self._file.path)
             self._entered = True
             try:
-                self._requests = self._read_requests()
+                self.runner = self._read_rows()
             except BaseException:
                 self.close()
                 raise
@@ -75,22 +79,23 @@ class ShardWork(RowsTask):
         return cls(context, folder, shard, queue)
 
     def progress(self) -> dict[str, Any]:
-        rows, asked = self._shard.rows, self._requests
+        rows = self._shard.rows
+        counts = Counts(done=rows) if self.runner is None else self.runner.counts
         return {
             "rows": rows,
-            "rows_done": asked.rows_done if asked else rows,
-            "rows_open": asked.rows_open if asked else 0,
-            "prompt_tokens": asked.prompt_tokens if asked else 0,
-            "tokens": asked.generated_tokens if asked else 0,
+            "rows_done": counts.done,
+            "rows_open": counts.open,
+            "prompt_tokens": counts.prompt_tokens,
+            "tokens": counts.generated_tokens,
         }
 
-    def keep(self, so_far: Mapping[int, Mapping[int, Sequence[int]]]) -> Callable[[], None] | None:
+    def keep(self, so_far: PromptTokens) -> Callable[[], None] | None:
         return None if self._journal is None else self._journal.keep(self.asked, so_far)
 
     def result(self) -> dict[str, Any]:
         """Publish the part unless one is there, count it, and end the run if it was the last one. Raises RunError."""
         num_low = self._escalate()
-        stats = self._publish(self._requests) if self._requests and not num_low else None
+        stats = self._publish(self.runner) if self.runner is not None and not num_low else None
         if self._journal is not None:
             self._journal.remove()
         if num_low:
@@ -103,7 +108,7 @@ class ShardWork(RowsTask):
             "shard": stats.shard,
             "rows": stats.rows,
             "errors": stats.errors,
-            "rows_unasked": None if self._requests is None else self._requests.rows_unasked,
+            "rows_unasked": None if self.runner is None else self._num_unasked,
             "run_finished": ended,
             "tokens": stats.completion_tokens,
         }
@@ -120,8 +125,8 @@ class ShardWork(RowsTask):
         if not self._escalates or folder.has_part(number):
             return 0
         num_low = self._shard.rows
-        if self._requests is not None:
-            answers = self._requests.answers()
+        if self.runner is not None:
+            answers = self.runner.answers()
             own = (self._marks == model_mark(folder.plan.model)).all(axis=1)
             margins = np.array([math.inf if each.error else each.column("margin") for each in answers])
             is_low = own & (margins < (folder.plan.spec.escalate_below or 0))
@@ -139,23 +144,23 @@ class ShardWork(RowsTask):
             enqueue_shards(context, self._queue, folder.plan, state, [number], num_low)
         return num_low
 
-    def _publish(self, requests: ShardRequests) -> PartStats | None:
+    def _publish(self, runner: ItemRunner[Answer]) -> PartStats | None:
         """Write and publish the part; return None when the place was taken."""
         folder, number = self._folder, self._number
         if folder.has_part(number):
             return None
-        answers = requests.answers()
+        answers = runner.answers()
         stats = part.part_stats(
             answers,
             self._context.model,
             run=folder.plan.run,
             shard=number,
-            generated_tokens=requests.generated_tokens,
+            generated_tokens=runner.counts.generated_tokens,
             started_at=self._started_at,
             ended_at=time.time(),
             worker=self._context.worker_name,
-            rows_resumed=requests.rows_resumed,
-            tokens_resumed=requests.tokens_resumed,
+            rows_resumed=self._rows_resumed + runner.counts.resumed,
+            tokens_resumed=self._tokens_resumed + runner.counts.resumed_tokens,
             rows_escalated=self._num_escalated,
         )
         keys = self._keys.copy()
@@ -205,7 +210,7 @@ class ShardWork(RowsTask):
             yield part.with_answers(batch, answers[start : start + batch.num_rows], schema, self._folder.plan.spec)
             start += batch.num_rows
 
-    def _read_requests(self) -> ShardRequests:
+    def _read_rows(self) -> ItemRunner[Answer]:
         plan, context = self._folder.plan, self._context
         ask, first_row = ask_of(plan, context), plan.first_row(self._number)
         self._texts = texts = ShardTexts(self._file.path, ask.source.columns, context.shard_bytes)
@@ -226,10 +231,12 @@ class ShardWork(RowsTask):
         left = self._journal.read()
         for row, answer in left.answers.items():
             rows[row] = answer
-        requests = ShardRequests(rows, ask, lambda row: first_row + row, context.answers, texts.let_go)
-        requests.rows_resumed, requests.tokens_resumed = len(left.answers), left.num_tokens
-        requests.resume(left.under_way)
-        return requests
+        runner = row_runner(rows, ask, context.checks, lambda row: first_row + row, context.answers, texts.let_go)
+        self._num_unasked = sum(isinstance(row, RowProblem) for row in rows)
+        self._rows_resumed = len(left.answers)
+        self._tokens_resumed = left.num_tokens
+        runner.resume(left.under_way)
+        return runner
 
     @property
     def _file(self) -> PlannedFile:

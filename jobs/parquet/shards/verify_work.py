@@ -24,8 +24,8 @@ from jobs.parquet.outputs.output_file import part_rows
 from jobs.parquet.outputs.part import read_part_stats
 from jobs.parquet.prompts.prompt_source import Row
 from jobs.parquet.reuse.old_runs import read_keys
+from jobs.parquet.shards.row_items import row_runner
 from jobs.parquet.shards.rows_task import RowsTask, check_model, trusted_plan
-from jobs.parquet.shards.shard_requests import ShardRequests
 from jobs.parquet.shards.shard_texts import ShardTexts, rendered_shards
 from jobs.parquet.tables.columns import holds
 from jobs.runs.plans.plan import Plan
@@ -91,7 +91,7 @@ class VerifyWork(RowsTask):
                         else:
                             texts.add([row])
             numbers = list(self._recorded)
-            self._requests = ShardRequests(texts.gathered(), ask, numbers.__getitem__, let_go=texts.let_go)
+            self.runner = row_runner(texts.gathered(), ask, context.checks, numbers.__getitem__, let_go=texts.let_go)
         except BaseException:
             texts.close()
             raise

@@ -14,7 +14,7 @@ from jobs.context.checks import DEFAULT_MAX_ATTEMPTS, PARSERS, RepairOptions
 from jobs.context.served_model import parse_model
 from jobs.context.values import column_name, one_of, some_text, truth, whole_number
 from jobs.errors import InvalidJob, InvalidValue, check_limit, unlike
-from jobs.prompts.attempts import check_repairs
+from jobs.prompts.generated import check_repairs
 from jobs.prompts.labels import parse_labels
 from jobs.prompts.messages import ChatOptions, split_chat_options
 from jobs.prompts.response_options import LOGPROBS

@@ -16,7 +16,7 @@ from jobs.errors import InvalidJob
 from jobs.parquet.asks.generate import Chain
 from jobs.parquet.prompts.prompt_source import Row
 from jobs.parquet.prompts.sources import row_source
-from jobs.parquet.shards.shard_requests import ShardRequests
+from jobs.parquet.shards.row_items import row_runner
 from jobs.runs.plans.spec import RunSpec
 from jobs.tasks import Request
 from tests.jobs.answering import FakeCompletion, keyed, opened_task, refuse
@@ -80,8 +80,8 @@ def test_answers_are_those_of_their_rows_whatever_order_they_arrive_in(
     spec = RunSpec.from_arguments("in", "out", prompts=prompts, sampling={"temperature": temperature})
     gone: list[Row] = []
     batch = pa.RecordBatch.from_arrays([pa.array(rows, pa.string())], ["text"])
-    ask = keyed(Chain(spec, 0, Checks()), spec)
-    shard = ShardRequests(list(row_source(spec).rows(batch)), ask, lambda row: row, let_go=gone.append)
+    ask = keyed(Chain(spec, 0), spec)
+    shard = row_runner(list(row_source(spec).rows(batch)), ask, Checks(), lambda row: row, let_go=gone.append)
     pending, stream, num_asked = [], shard.requests(), 0
     while True:
         for _ in range(draw.randint(0, 3)):
@@ -95,10 +95,10 @@ def test_answers_are_those_of_their_rows_whatever_order_they_arrive_in(
         if pending:
             index, request = pending.pop(draw.randrange(len(pending)))
             shard.deliver(index, [FakeCompletion(f"<{request.prompt}>", token_ids=[1])])
-        elif shard.rows_done == len(rows):
+        elif shard.counts.done == len(rows):
             break
     valid = [row for row in rows if row is not None]
-    assert num_asked == 3 * len(set(valid) if temperature == 0 else valid) == shard.generated_tokens
+    assert num_asked == 3 * len(set(valid) if temperature == 0 else valid) == shard.counts.generated_tokens
     assert len(gone) == num_asked // 3
     for row, answer in zip(rows, shard.answers(), strict=True):
         x = f"<{row or ''}1>"

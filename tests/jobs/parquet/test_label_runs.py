@@ -14,11 +14,13 @@ import pyarrow.csv
 import pyarrow.parquet as pq
 import pytest
 
-from jobs.context.answers import AnswerMemo
+from jobs.context.answers import Answer, AnswerMemo
+from jobs.context.checks import Checks
 from jobs.errors import ColumnConflict, InvalidJob
+from jobs.items.runner import ItemRunner
 from jobs.parquet.asks.scores import Labels
 from jobs.parquet.prompts.prompt_source import Row
-from jobs.parquet.shards.shard_requests import ShardRequests
+from jobs.parquet.shards.row_items import row_runner
 from jobs.parquet.tables.columns import RowProblem
 from jobs.runs.plans.spec import RunSpec
 from jobs.tasks import Request
@@ -101,11 +103,11 @@ def test_each_row_has_the_probabilities_of_the_labels(score: Score, tmp_path: Pa
     assert [[row[name] for name in ADDED] for row in (rows[1], rows[4])] == [[None] * 4] * 2
 
 
-def requests_of(texts: Sequence[str | RowProblem], prior: str | None, memo: AnswerMemo) -> ShardRequests:
+def requests_of(texts: Sequence[str | RowProblem], prior: str | None, memo: AnswerMemo) -> ItemRunner[Answer]:
     spec = RunSpec.from_arguments("in", "out", labels=LABELS)
     labels = keyed(Labels(spec, *spec.chat, spec.is_chat, None if prior is None else Row(prior)), spec)
     rows = [Row(text) if isinstance(text, str) else text for text in texts]
-    return ShardRequests(rows, labels, lambda row: row, memo)
+    return row_runner(rows, labels, Checks(), lambda row: row, memo)
 
 
 @pytest.mark.parametrize("prior", [None, "N/A"])
@@ -130,7 +132,7 @@ def test_equal_rows_are_asked_once_and_the_order_of_answers_changes_nothing(prio
             found = dict(answer.column("probabilities"))
             assert list(found.values()) == pytest.approx(expected(text, prior))
         assert [answers[-2].error, answers[-1].error] == ["none", "it is broken"]
-        assert (requests.rows_done, requests.generated_tokens) == (12, 0)
+        assert (requests.counts.done, requests.counts.generated_tokens) == (12, 0)
     first, second = requests_of(texts, prior, memo), requests_of(texts, prior, memo)
     for index, request in enumerate(chain(first.requests(), first.requests())):
         first.deliver(index, [likely(request)])

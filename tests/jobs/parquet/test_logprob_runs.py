@@ -18,8 +18,8 @@ from transformers import AutoTokenizer
 
 from jobs.client import run_arguments
 from jobs.context.answers import ENTRY_BYTES, AnswerMemo
-from jobs.context.under_way import KeptLogprob
 from jobs.errors import InvalidJob
+from jobs.items.records import PlainLogprob
 from jobs.parquet.asks import generate
 from jobs.runs.plans.spec import RunSpec
 from jobs.tasks import Request
@@ -193,7 +193,7 @@ def test_a_resumed_run_and_its_failed_rows_have_the_same(score: Score, runs: Run
 
 def logprobs_of(request: Request) -> FakeCompletion:
     """An answer of a hundred tokens, with ten entries each."""
-    rows = [{n: KeptLogprob(-1.5, n, "tok") for n in range(10)}] * 100
+    rows = [{n: PlainLogprob(-1.5, n, "tok") for n in range(10)}] * 100
     found = FakeCompletion("text", token_ids=[1] * 100, num_prompt_tokens=2, logprobs=rows)
     return refuse("it is broken") if request.prompt == "broken" else found
 

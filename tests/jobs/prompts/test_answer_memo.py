@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jobs.context.answers import ENTRY_BYTES, Answer, AnswerMemo
-from jobs.parquet.shards.shard_requests import ShardRequests
+from jobs.items.runner import ItemRunner
 from jobs.tasks import Request
 from tests.jobs.answering import FakeCompletion, refuse, shard_of, shout
 
@@ -19,7 +19,7 @@ def memo() -> AnswerMemo:
     return AnswerMemo()
 
 
-def open_shard(memo: AnswerMemo, prompts: str, sampling: Mapping[str, object] = GREEDY) -> ShardRequests:
+def open_shard(memo: AnswerMemo, prompts: str, sampling: Mapping[str, object] = GREEDY) -> ItemRunner[Answer]:
     return shard_of(prompts, sampling, memo=memo)
 
 
@@ -27,7 +27,7 @@ def pull(requests: Iterator[Request]) -> str:
     return "".join(str(request.prompt) for request in requests)
 
 
-def work(shard: ShardRequests) -> str:
+def work(shard: ItemRunner[Answer]) -> str:
     """Deliver all that a shard asks for; return the prompts it sent."""
     requests = list(shard.requests())
     for index, request in enumerate(requests):
@@ -36,18 +36,18 @@ def work(shard: ShardRequests) -> str:
     return pull(iter(requests))
 
 
-def completions(shard: ShardRequests) -> str:
+def completions(shard: ItemRunner[Answer]) -> str:
     return "".join(str(answer.completion) for answer in shard.answers())
 
 
 def test_a_shard_takes_the_answers_of_earlier_ones_of_its_run(memo: AnswerMemo) -> None:
     first, second = open_shard(memo, "abab"), None
-    assert (work(first), first.generated_tokens) == ("ab", 2)
+    assert (work(first), first.counts.generated_tokens) == ("ab", 2)
     second = open_shard(memo, "bcab")
-    assert (second.num_requests, second.rows_done) == (1, 3), "known when it is opened"
+    assert (second.num_requests, second.counts.done) == (1, 3), "known when it is opened"
     assert work(second) == "c"
     assert completions(second) == "BCAB"
-    assert second.generated_tokens == 1, "what was computed, not what was answered"
+    assert second.counts.generated_tokens == 1, "what was computed, not what was answered"
     assert [answer.completion_tokens for answer in second.answers()] == [1] * 4
 
 

@@ -11,7 +11,8 @@ from redis import Redis
 from jobs.common.keys import journal_key
 from jobs.context import JobContext
 from jobs.context.checks import Checks
-from jobs.context.under_way import MAX_BYTES, JobJournal, KeptCompletion, UnderWay
+from jobs.context.job_journal import MAX_BYTES, JobJournal
+from jobs.items.records import PlainCompletion, Progress
 from jobs.table import task_of
 from jobs.tasks import OpenTask, Request
 from tests.jobs.answering import FakeCompletion, feed, keep, opened_task, shout
@@ -131,14 +132,15 @@ def test_one_pass_is_made_again(opened: Open, name: str, arguments: dict[str, An
     assert not keep(task, {index: {} for index in range(1, len(requests))})
 
 
-def test_a_kept_completion_has_its_tool_calls() -> None:
-    """One without any is written as it was before there were some."""
+def test_a_completion_that_was_written_reads_the_same() -> None:
     calls = [{"name": "add", "arguments": "{}"}]
     for tool_calls, error in ((calls, None), (None, "none"), (None, None)):
-        kept = KeptCompletion(0, [1], "a", "stop", 1, 0, None, "why", tool_calls=tool_calls, tool_call_error=error)
-        written = json.loads(json.dumps(UnderWay([(0, [kept])]).to_json()))
-        assert len(written[0][0][1][0]) == (12 if tool_calls or error else 10)
-        assert UnderWay.from_json(written).delivered == [(0, [kept])]
+        completion = PlainCompletion(
+            token_ids=[1], text="a", num_prompt_tokens=1, reasoning="why", tool_calls=tool_calls, tool_call_error=error
+        )
+        progress = Progress(replies=["a reason", [[completion]], None], received={1: [completion]})
+        written = json.loads(json.dumps(progress.to_json()))
+        assert Progress.from_json(written) == progress
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,7 @@ from jobs.context import JobContext
 from jobs.context.answers import AnswerMemo
 from jobs.context.checks import CHAT_REPAIR, PROMPT_REPAIR, Checks, RepairOptions
 from jobs.errors import InvalidJob
-from jobs.prompts.attempts import Attempts, hashed_seed
+from jobs.prompts.generated import generated, hashed_seed
 from jobs.tasks import Request
 from tests.jobs.answering import FakeCompletion, refuse, run_task
 from tests.jobs.checking import TELLS
@@ -59,11 +59,16 @@ class Given(dict[str, Any]):
 
 def test_an_answer_that_stands_does_not_keep_what_was_asked(checking: JobContext) -> None:
     given = Given(temperature=0)
-    attempts = Attempts(Request("?", None, given), given, RepairOptions({"regex": "x"}), checking.checks)
+    item = generated(Request("?", None, given), RepairOptions({"regex": "x"}), given)
     kept = weakref.ref(given)
     del given
-    assert attempts.deliver(FakeCompletion("x", 0, [1], "stop", 10, 4)) is None
-    assert (attempts.text, attempts.attempts, kept()) == ("x", 1, None)
+    requests = item.send(None)
+    assert isinstance(requests, list)
+    requests.clear()
+    item.send([[FakeCompletion("x", 0, [1], "stop", 10, 4)]])
+    with pytest.raises(StopIteration) as end:
+        item.send(None)
+    assert (end.value.value.first.text, end.value.value.attempts, kept()) == ("x", 1, None)
 
 
 def test_a_chat_goes_on_with_the_answer_and_the_reason_as_messages(checking: JobContext) -> None:

@@ -165,12 +165,12 @@ def test_answers_come_back_in_row_order_whatever_order_they_arrive_in(
     shuffle.shuffle(requests)
     for index, request in requests:
         shard.deliver(index, [FakeCompletion(f"<{request.prompt}>", token_ids=[1])])
-    assert shard.rows_done == len(rows)
+    assert shard.counts.done == len(rows)
     answers = shard.answers()
     assert [answer.completion for answer in answers] == [row if row is None else f"<{row}>" for row in rows]
     valid = [row for row in rows if row is not None]
     if temperature == 0:
-        assert len(requests) == len(set(valid)) == shard.generated_tokens
+        assert len(requests) == len(set(valid)) == shard.counts.generated_tokens
         assert all("seed" not in request.sampling for _, request in requests)
     else:
         seeds = [request.sampling["seed"] for _, request in requests]

@@ -1,0 +1,52 @@
+"""The journal of a job of prompts: a key in Redis that tells how far its prompts are."""
+
+import json
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from redis import Redis
+
+from jobs.common.keys import JOURNAL_TTL_S, JOURNALS_KEY, journal_key
+
+#: Of one job: it is written whole each time, and comes with the job's claim.
+MAX_BYTES = 256 << 10
+
+
+class JobJournal:
+    """The journal of one execution of a job: a line that says whose it is, and a line of JSON for each prompt.
+
+    whose: the job, when it was created, its payload and model. found: the key's value when the job was claimed.
+    lease: a sorted set, and the execution's member in it.
+    """
+
+    def __init__(
+        self, connection: Redis, job_id: str, whose: str, found: bytes | None, lease: tuple[str, str] | None = None
+    ) -> None:
+        self._connection = connection
+        self._job_id = job_id
+        self._whose = whose
+        self._found = found
+        self._lease = lease
+
+    def read(self) -> list[Any]:
+        """Return the prompts' records, as they were written: none of another job or model, or of damaged ones."""
+        whose, *lines = (self._found or b"").decode(errors="replace").split("\n")
+        if whose != self._whose:
+            return []
+        try:
+            return [json.loads(line) for line in lines]
+        except (ValueError, RecursionError):  # it only saves time
+            return []
+
+    def write(self, records: Iterable[Sequence[Any]]) -> None:
+        """Write the records that have room, unless the execution has lost its job."""
+        contents = self._whose
+        for record in records:
+            line = json.dumps(record)
+            if len(contents) + len(line) < MAX_BYTES:
+                contents += "\n" + line
+        if self._lease is None or self._connection.zscore(*self._lease) is not None:
+            with self._connection.pipeline(transaction=False) as pipe:
+                pipe.set(journal_key(self._job_id), contents, ex=JOURNAL_TTL_S)
+                pipe.sadd(JOURNALS_KEY, self._job_id)
+                pipe.execute()

@@ -1,0 +1,89 @@
+"""What an item is: a generator that yields what it needs and returns its answer."""
+
+from collections.abc import Generator, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+from jobs.context.checks import RepairOptions
+from jobs.tasks import Completion, Request
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class Check:
+    """A question to a child process: whether an answer's text is valid.
+
+    The item gets the reason why it is not, or None. It gets InvalidJob where the check can check nothing.
+    row: what a check function gets beside the text.
+    """
+
+    options: RepairOptions
+    row: Any
+    text: str
+
+
+Step = list[Request] | Check
+"""What an item yields.
+
+A list of requests runs side by side. The item then gets a list with the completions of each request, in the order of
+the requests; the completions of one request are ordered by their index. The runner takes the requests out of the list
+as it sends them, so that no prompt is held while the engine is at it.
+"""
+
+Samples = Sequence[Completion]
+"""The completions of one request, ordered by their index."""
+
+Item = Generator[Step, Any, T]
+"""A generator of steps that returns a `T`.
+
+It depends on its prompt, its seed and what it was given, on nothing else. So an item that was interrupted resumes by
+replay: a fresh generator is given the same replies again.
+"""
+
+
+def asked_once(request: Request) -> Item[Samples]:
+    """Ask one request; return its completions."""
+    requests = [request]
+    del request
+    (samples,) = yield requests
+    return samples  # type: ignore[no-any-return]
+
+
+def side_by_side(items: Sequence[Item[T]]) -> Item[list[T]]:
+    """Run several items as one; return their answers in order.
+
+    Each round asks the requests of all items that are not done, and goes on once it has all completions.
+    """
+    answers: dict[int, T] = {}
+    steps: dict[int, Step] = {}
+
+    def advance(number: int, reply: Any) -> None:
+        try:
+            steps[number] = items[number].send(reply)
+        except StopIteration as end:
+            steps.pop(number, None)
+            answers[number] = end.value
+
+    for number in range(len(items)):
+        advance(number, None)
+
+    while steps:
+        for number in sorted(steps):
+            while isinstance(step := steps.get(number), Check):
+                advance(number, (yield step))
+
+        waiting = sorted(steps)
+        if not waiting:
+            break
+        counts = [len(steps[number]) for number in waiting]  # type: ignore[arg-type]
+        requests = [request for number in waiting for request in steps[number]]  # type: ignore[union-attr]
+        for number in waiting:
+            steps[number].clear()  # type: ignore[union-attr]
+        replies = yield requests
+
+        start = 0
+        for number, count in zip(waiting, counts, strict=True):
+            advance(number, replies[start : start + count])
+            start += count
+    return [answers[number] for number in range(len(items))]

@@ -1,0 +1,187 @@
+"""What is written of an item under way, so that another execution goes on where one was."""
+
+from array import array
+from base64 import b64decode, b64encode
+from collections.abc import Mapping, Sequence
+from dataclasses import MISSING, dataclass, field, fields
+from typing import Any, NamedTuple, Self
+
+from jobs.items.item import Samples
+
+Reply = str | None | Sequence[Samples]
+"""What an item was given for a step: the completions of its requests, or the reason that a check gave."""
+
+Tokens = Mapping[int, Sequence[int]]
+"""The tokens that the samples of one request have so far, by their index."""
+
+
+class PlainLogprob(NamedTuple):
+    """A token's log probability; see engine.Logprob."""
+
+    logprob: float
+    rank: int
+    decoded_token: str
+    partial_bytes: bytes | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class PlainCompletion:
+    """A completion as plain values; see engine.Completion."""
+
+    index: int = 0
+    token_ids: Sequence[int] = ()
+    text: str = ""
+    finish_reason: str = "stop"
+    num_prompt_tokens: int = 0
+    num_cached_tokens: int = 0
+    num_continued: int = 0
+    error: str | None = None
+    reasoning: str | None = None
+    logprobs: Any = None
+    prompt_logprobs: Any = None
+    tool_calls: Any = None
+    tool_call_error: str | None = None
+    prompt_text: str | None = None
+    prompt_tokens: Any = None
+    embedding: Any = None
+    loglikelihoods: Any = None
+    class_scores: Any = None
+
+    @classmethod
+    def of(cls, completion: Any, **changes: Any) -> Self:
+        """Copy an engine.Completion, with some values changed."""
+        values = {each.name: getattr(completion, each.name) for each in fields(cls)}
+        return cls(**{**values, **changes})
+
+
+#: Values that are not written: one pass of the engine makes them again.
+_NOT_WRITTEN = ("prompt_text", "prompt_tokens", "embedding", "loglikelihoods", "class_scores")
+
+_DEFAULTS = {each.name: each.default for each in fields(PlainCompletion) if each.default is not MISSING}
+
+
+@dataclass(frozen=True)
+class Progress:
+    """How far an item is: what it was given, and what the engine has for the requests of its present step.
+
+    replies: of the steps before, in order. received: completions of the present step, by the request's place in it.
+    tokens: the same of requests that are not answered yet. num_tokens: tokens that were generated for all completions.
+    """
+
+    replies: Sequence[Reply] = ()
+    received: Mapping[int, Samples] = field(default_factory=dict)
+    tokens: Mapping[int, Tokens] = field(default_factory=dict)
+    num_tokens: int = 0
+
+    @property
+    def length(self) -> tuple[int, int, int]:
+        """Return what tells which of two records of an item is further."""
+        num_tokens = sum(len(sample) for samples in self.tokens.values() for sample in samples.values())
+        return len(self.replies), len(self.received), num_tokens
+
+    @property
+    def can_be_written(self) -> bool:
+        """Whether a record of it saves work, and has no values that are not written."""
+        steps = [reply for reply in self.replies if reply is not None and not isinstance(reply, str)]
+        completions = [each for step in steps for samples in step for each in samples]
+        completions += [each for samples in self.received.values() for each in samples]
+        is_plain = all(getattr(each, name) is None for each in completions for name in _NOT_WRITTEN)
+        return any(self.length) and is_plain
+
+    def to_json(self) -> Any:
+        """Return it as JSON for `from_json`."""
+        return {
+            "replies": [_reply_json(reply) for reply in self.replies],
+            "received": [[place, _samples_json(samples)] for place, samples in self.received.items()],
+            "tokens": [
+                [place, [[index, _packed(token_ids)] for index, token_ids in samples.items()]]
+                for place, samples in self.tokens.items()
+            ],
+            "num_tokens": self.num_tokens,
+        }
+
+    @classmethod
+    def from_json(cls, value: Any) -> Self:
+        """Read what `to_json` returned. Raises ValueError, TypeError or KeyError for anything else."""
+        return cls(
+            replies=[_reply(reply) for reply in value["replies"]],
+            received={int(place): _samples(samples) for place, samples in value["received"]},
+            tokens={
+                int(place): {int(index): _unpacked(packed) for index, packed in samples}
+                for place, samples in value["tokens"]
+            },
+            num_tokens=int(value["num_tokens"]),
+        )
+
+
+#: The progress of an item that was given nothing.
+NOTHING = Progress()
+
+
+def _reply_json(reply: Reply) -> Any:
+    if reply is None or isinstance(reply, str):
+        return reply
+    return [_samples_json(samples) for samples in reply]
+
+
+def _reply(value: Any) -> Reply:
+    if value is None or isinstance(value, str):
+        return value
+    return [_samples(samples) for samples in value]
+
+
+def _samples_json(samples: Samples) -> list[Any]:
+    return [_completion_json(completion) for completion in samples]
+
+
+def _samples(value: Any) -> list[PlainCompletion]:
+    return [_completion(completion) for completion in value]
+
+
+def _completion_json(completion: Any) -> dict[str, Any]:
+    values: dict[str, Any] = {}
+    for name, default in _DEFAULTS.items():
+        value = getattr(completion, name)
+        if value is None or value == default:
+            continue
+        if name == "token_ids":
+            value = _packed(value)
+        elif name in ("logprobs", "prompt_logprobs"):
+            value = _logprobs_json(value)
+        values[name] = value
+    return values
+
+
+def _completion(values: Mapping[str, Any]) -> PlainCompletion:
+    known = dict(values)
+    known["token_ids"] = _unpacked(known.get("token_ids", ""))
+    for name in ("logprobs", "prompt_logprobs"):
+        if name in known:
+            known[name] = _logprobs(known[name])
+    return PlainCompletion(**known)
+
+
+def _logprobs_json(rows: Any) -> list[Any]:
+    return [row and [[token_id, *_logprob_json(entry)] for token_id, entry in row.items()] for row in rows]
+
+
+def _logprob_json(entry: Any) -> list[Any]:
+    partial_hex = None if entry.partial_bytes is None else entry.partial_bytes.hex()
+    return [entry.logprob, entry.rank, entry.decoded_token, partial_hex]
+
+
+def _logprobs(rows: Any) -> list[Any]:
+    return [row and {token_id: _logprob(*entry) for token_id, *entry in row} for row in rows]
+
+
+def _logprob(logprob: float, rank: int, decoded_token: str, partial_hex: str | None) -> PlainLogprob:
+    partial_bytes = None if partial_hex is None else bytes.fromhex(partial_hex)
+    return PlainLogprob(logprob, rank, decoded_token, partial_bytes)
+
+
+def _packed(token_ids: Sequence[int]) -> str:
+    return b64encode(array("i", token_ids).tobytes()).decode()
+
+
+def _unpacked(text: str) -> list[int]:
+    return array("i", b64decode(text)).tolist()

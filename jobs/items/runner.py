@@ -1,0 +1,347 @@
+"""The runner of items: it sends their requests, delivers completions, and has their answers in the end."""
+
+from collections import defaultdict, deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, Generic
+
+from jobs.context.answers import AnswerMemo
+from jobs.context.checks import Checks
+from jobs.items.ask import Ask
+from jobs.items.item import Item, Samples, T
+from jobs.items.records import NOTHING, Progress, Tokens
+from jobs.items.under_way import ItemUnderWay
+from jobs.tasks import Request
+
+PromptTokens = Mapping[int, Tokens]
+"""The tokens of requests that were sent and not delivered, by the request's index."""
+
+
+@dataclass(slots=True, eq=False)
+class Entry(Generic[T]):
+    """One item of a runner, which answers one place or several equal ones.
+
+    places: of the prompts or rows, within the runner. The first one names the item in a journal.
+    make: begins the item. It is called once, when the item's turn comes.
+    memo_key: names the answer in the memo; None for an item whose answer is its own.
+    """
+
+    places: list[int]
+    make: Callable[[], Item[T]] | None
+    memo_key: bytes | None = None
+    item: ItemUnderWay[T] | None = None
+    awaited: set[int] = field(default_factory=set)
+    resumed: Progress = NOTHING
+    delivered: Progress = NOTHING
+    num_tokens: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Sent(Generic[T]):
+    """A request that was sent: its item, the step and the place in the step, and how many tokens it continues."""
+
+    entry: Entry[T]
+    step: int
+    place: int
+    num_continued: int
+
+
+@dataclass(slots=True)
+class Counts:
+    """What a runner has done.
+
+    done, open: places that are answered, and those whose items are under way. resumed: places that another execution
+    had begun, with the tokens that it had generated.
+    """
+
+    done: int = 0
+    open: int = 0
+    resumed: int = 0
+    prompt_tokens: int = 0
+    generated_tokens: int = 0
+    resumed_tokens: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Answered(Generic[T]):
+    """An answer as it came. num_tokens: generated for it and for equal ones, none for the latter."""
+
+    place: int
+    num_tokens: int
+    answer: T
+    progress: Progress
+
+
+class ItemRunner(Generic[T]):
+    """Drives the items of one job. It is made in any thread; then all methods belong to one, but for `inspect`.
+
+    Items are begun in their order, so that shared prefixes meet in the cache. What an item asks next comes before other
+    items. An item whose memo key another job of the process works on comes last. If it has no answer by then, it is
+    computed here too, so that no job waits for another.
+
+    answers: for each place the answer that is there already, or None.
+    keeps_replies: whether `answered` has all that the items were given, for a journal that holds no answers.
+    """
+
+    def __init__(
+        self,
+        entries: Sequence[Entry[T]],
+        answers: list[T | None],
+        ask: Ask[T],
+        checks: Checks,
+        *,
+        memo: AnswerMemo | None = None,
+        keeps_replies: bool = False,
+    ) -> None:
+        self._ask = ask
+        self._checks = checks
+        self._memo = AnswerMemo(0) if memo is None else memo
+        self._keeps_replies = keeps_replies
+        self._answers = answers
+        self.answered: list[Answered[T]] = []
+        self.counts = Counts(done=sum(answer is not None for answer in answers))
+
+        self._sent: list[Sent[T] | None] = []
+        self._following: deque[tuple[Sent[T], Request]] = deque()
+        self._open: dict[int, Entry[T]] = {}
+        self._claimed_keys: set[bytes] = set()
+        self._unsent = deque(entry for entry in entries if not self._take_known(entry))
+
+        self._opening: Entry[Any] | None = None
+        opening = ask.opening() if self._unsent else None
+        if opening is not None:
+            self._opening = Entry([], lambda: opening)
+            self._begin(self._opening)
+
+    @property
+    def num_places(self) -> int:
+        """The number of prompts or rows."""
+        return len(self._answers)
+
+    @property
+    def num_requests(self) -> int | None:
+        """Return how many requests were sent or wait to be; None where items may begin with several."""
+        if self._unsent and not self._ask.is_single:
+            return None
+        return len(self._sent) + len(self._following) + len(self._unsent)
+
+    @property
+    def has_more(self) -> bool:
+        """Whether `requests` would yield some now."""
+        return bool(self._following) or (self._opening is None and bool(self._unsent))
+
+    @property
+    def inspects(self) -> bool:
+        """Whether completions go through `inspect`, in another thread, before they are delivered."""
+        return self._ask.has_checks
+
+    def requests(self) -> Iterator[Request]:
+        """Yield the requests; see OpenTask."""
+        postponed: deque[Entry[T]] = deque()
+        while True:
+            if self._following:
+                sent, request = self._following.popleft()
+                yield self._send(sent, request)
+            elif self._opening is not None:
+                return
+            elif self._unsent:
+                entry = self._unsent.popleft()
+                if self._take_known(entry):
+                    continue
+                if self._claim(entry):
+                    self._begin(entry)
+                else:
+                    postponed.append(entry)
+            elif postponed:
+                entry = postponed.popleft()
+                if not self._take_known(entry):
+                    self._begin(entry)
+            else:
+                return
+
+    def inspect(self, index: int, samples: Samples) -> None:
+        """Have the checks made that follow from the completions of request `index`, in any thread.
+
+        Raises JobsError where a check can check nothing.
+        """
+        sent = self._sent[index]
+        if sent is not None and sent.entry.item is not None:
+            sent.entry.item.receive(sent.step, sent.place, samples)
+
+    def deliver(self, index: int, samples: Samples) -> None:
+        """Take all completions of request `index`, in any order of indices."""
+        sent = self._sent[index]
+        assert sent is not None, "delivered twice"
+        self._sent[index] = None
+        entry = sent.entry
+        item = entry.item
+        assert item is not None
+        self._count(sent, samples)
+
+        item.receive(sent.step, sent.place, samples)
+        entry.awaited.discard(sent.place)
+        if entry.awaited:
+            received = {**entry.delivered.received, sent.place: samples}
+            entry.delivered = Progress(entry.delivered.replies, received)
+        else:
+            self._go_on(entry)
+
+    def resume(self, progress_of: Mapping[int, Progress]) -> None:
+        """Take items up where another execution has left them, before a request is pulled. Raises JobsError.
+
+        progress_of: by the first place of each item.
+        """
+        begun = [entry for entry in self._unsent if entry.places[0] in progress_of]
+        self._unsent = deque(entry for entry in self._unsent if entry.places[0] not in progress_of)
+        for entry in begun:
+            progress = progress_of[entry.places[0]]
+            entry.resumed = progress
+            entry.num_tokens = progress.num_tokens
+            self.counts.resumed += len(entry.places)
+            self.counts.resumed_tokens += progress.num_tokens
+            self._claim(entry)
+            self._begin(entry)
+
+    def under_way(self, tokens_of: PromptTokens) -> dict[int, Progress]:
+        """Return how far the items under way are, by their first places.
+
+        tokens_of: the tokens of requests that were sent and not delivered, with those that they continue.
+        """
+        tokens: defaultdict[int, dict[int, Tokens]] = defaultdict(dict)
+        for index, samples in tokens_of.items():
+            sent = self._sent[index]
+            if sent is not None and sent.entry.places:
+                new_tokens = {number: token_ids[sent.num_continued :] for number, token_ids in samples.items()}
+                tokens[sent.entry.places[0]][sent.place] = new_tokens
+
+        progress_of: dict[int, Progress] = {}
+        for place, entry in self._open.items():
+            progress = entry.delivered
+            progress = Progress(progress.replies, progress.received, tokens.get(place, {}), entry.num_tokens)
+            if progress.can_be_written:
+                progress_of[place] = progress
+        return progress_of
+
+    def answers(self) -> list[T]:
+        """Return the answers in the order of the places, once every request was delivered."""
+        answers = [answer for answer in self._answers if answer is not None]
+        assert len(answers) == self.num_places, "answers() before every request was delivered"
+        return answers
+
+    def close(self) -> None:
+        """Leave to other jobs what was sent and not delivered; may be called more than once."""
+        for memo_key in list(self._claimed_keys):
+            self._release(memo_key)
+
+    # One item
+
+    def _begin(self, entry: Entry[T]) -> None:
+        assert entry.make is not None, "begun twice"
+        make, entry.make = entry.make, None
+        entry.item = ItemUnderWay(make(), self._checks)
+        if entry.places:
+            self.counts.open += len(entry.places)
+            self._open[entry.places[0]] = entry
+        entry.item.begin(list(entry.resumed.replies))
+        if len(entry.item.replies) != len(entry.resumed.replies):
+            entry.resumed = NOTHING
+        self._go_on(entry)
+
+    def _go_on(self, entry: Entry[T]) -> None:
+        """Note the requests of an item's next step, or its answer."""
+        item = entry.item
+        assert item is not None
+        entry.delivered = Progress(tuple(item.replies))
+        if item.is_done:
+            self._end(entry)
+            return
+
+        requests = item.take_requests()
+        entry.awaited = set(range(len(requests)))
+        left, entry.resumed = entry.resumed, NOTHING
+        step = item.num_steps
+        following = []
+        for place in range(len(requests)):
+            request = requests[place]
+            following.append((Sent(entry, step, place, len(request.continued)), request))
+        requests.clear()
+
+        for sent, request in following:
+            if sent.place in left.received:
+                samples = left.received[sent.place]
+                entry.delivered = Progress(entry.delivered.replies, {**entry.delivered.received, sent.place: samples})
+                entry.awaited.discard(sent.place)
+                item.receive(step, sent.place, samples)
+                continue
+            if sent.place in left.tokens:
+                request = replace(request, resumed=left.tokens[sent.place])
+            self._following.append((sent, request))
+        if not entry.awaited:
+            self._go_on(entry)
+
+    def _send(self, sent: Sent[T], request: Request) -> Request:
+        self._sent.append(sent)
+        return self._ask.prepared(request)
+
+    def _count(self, sent: Sent[T], samples: Samples) -> None:
+        if not sent.entry.places:
+            return
+        counts = self.counts
+        counts.prompt_tokens += samples[0].num_prompt_tokens
+        for sample in samples:
+            counts.generated_tokens += len(sample.token_ids) - sample.num_continued
+            counts.resumed_tokens += max(0, sample.num_continued - sent.num_continued)
+            sent.entry.num_tokens += max(0, len(sample.token_ids) - sent.num_continued)
+
+    def _end(self, entry: Entry[T]) -> None:
+        item, entry.item = entry.item, None
+        assert item is not None
+        if not entry.places:
+            self._opening = None
+            return
+
+        assert item.answer is not None, "an item returned no answer"
+        del self._open[entry.places[0]]
+        self.counts.open -= len(entry.places)
+        progress = NOTHING
+        if self._keeps_replies:
+            progress = Progress(tuple(item.replies), num_tokens=entry.num_tokens)
+        self._answer(entry, item.answer, progress)
+        if entry.memo_key is not None:
+            if self._ask.is_remembered(item.answer):
+                self._memo.put(entry.memo_key, item.answer)
+            self._release(entry.memo_key)
+
+    def _answer(self, entry: Entry[T], answer: T, progress: Progress) -> None:
+        num_tokens = entry.num_tokens
+        for place in entry.places:
+            self._answers[place] = answer
+            self.answered.append(Answered(place, num_tokens, answer, progress))
+            num_tokens = 0
+        self.counts.done += len(entry.places)
+
+    # The memo of the process
+
+    def _take_known(self, entry: Entry[T]) -> bool:
+        """Answer an item with what another job has computed; return whether there was such."""
+        answer = None if entry.memo_key is None else self._memo.get(entry.memo_key)
+        if answer is None:
+            return False
+        self._answer(entry, answer, NOTHING)
+        make, entry.make = entry.make, None
+        if make is not None:
+            make().close()
+        return True
+
+    def _claim(self, entry: Entry[T]) -> bool:
+        """Take an item on; return False where another job is at it."""
+        if entry.memo_key is not None:
+            if not self._memo.begin(entry.memo_key):
+                return False
+            self._claimed_keys.add(entry.memo_key)
+        return True
+
+    def _release(self, memo_key: bytes) -> None:
+        if memo_key in self._claimed_keys:
+            self._claimed_keys.discard(memo_key)
+            self._memo.end(memo_key)

@@ -1,0 +1,96 @@
+"""One item under way: its generator, and the step that it waits for."""
+
+import threading
+from typing import Any, Generic
+
+from jobs.context.checks import Checks
+from jobs.errors import JobsError
+from jobs.items.item import Check, Item, Samples, Step, T
+from jobs.items.records import Progress, Reply
+from jobs.tasks import Request
+
+
+class ItemUnderWay(Generic[T]):
+    """Drives one item from step to step.
+
+    `receive` may be called in any thread, and has the item's checks made there. All other methods belong to the thread
+    that sends requests and delivers completions.
+
+    is_done, answer: once the item has returned.
+    """
+
+    def __init__(self, item: Item[T], checks: Checks) -> None:
+        self._item = item
+        self._checks = checks
+        self._lock = threading.Lock()
+        self._requests: list[Request] = []
+        self._num_awaited = 0
+        self._received: dict[int, Samples] = {}
+        self.replies: list[Reply] = []
+        self.num_steps = 0
+        self.is_done = False
+        self.answer: T | None = None
+
+    def begin(self, replies: list[Reply]) -> None:
+        """Go to the first step that is not in `replies`, which an earlier execution has written.
+
+        Raises what the item raises.
+        """
+        step = self._next(None)
+        for reply in replies:
+            if step is None:
+                return
+            self.replies.append(reply)
+            step = self._next(reply)
+        self._make_checks(step)
+
+    def take_requests(self) -> list[Request]:
+        """Return the requests of the present step, once."""
+        requests, self._requests = self._requests, []
+        return requests
+
+    def receive(self, step: int, place: int, samples: Samples) -> None:
+        """Take the completions of a request, by its step's number and its place in it.
+
+        Once all of the step are here, the item goes on to its next requests or its answer. A request that is received
+        again changes nothing. Raises what the item and its checks raise.
+        """
+        with self._lock:
+            if step != self.num_steps or self.is_done or place in self._received:
+                return
+            self._received[place] = sorted(samples, key=lambda sample: sample.index)
+            if len(self._received) < self._num_awaited:
+                return
+            reply = [self._received[number] for number in range(self._num_awaited)]
+            self.replies.append(reply)
+            self._make_checks(self._next(reply))
+
+    def progress(self) -> Progress:
+        """Return what it was given so far, without the tokens of requests that wait."""
+        return Progress(tuple(self.replies), dict(self._received))
+
+    def _make_checks(self, step: Step | None) -> None:
+        while isinstance(step, Check):
+            try:
+                reason = self._checks.reason(step.options, step.row, step.text)
+            except JobsError as error:
+                step = self._next(error)
+            else:
+                self.replies.append(reason)
+                step = self._next(reason)
+
+    def _next(self, reply: Any) -> Step | None:
+        """Give the item a reply, or an error to raise; return its next step, None once it has returned."""
+        self._received = {}
+        try:
+            step = self._item.throw(reply) if isinstance(reply, JobsError) else self._item.send(reply)
+        except StopIteration as end:
+            self.answer = end.value
+            self.is_done = True
+            self._requests = []
+            return None
+        if not isinstance(step, Check):
+            self._requests = step
+            self._num_awaited = len(step)
+            self.num_steps += 1
+        return step

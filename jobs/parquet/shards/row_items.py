@@ -1,0 +1,55 @@
+"""From a shard's rows to the runner that asks them."""
+
+from collections.abc import Callable, Sequence
+from functools import partial
+
+from jobs.context.answers import Answer, AnswerMemo
+from jobs.context.checks import Checks
+from jobs.items.item import Item
+from jobs.items.runner import Entry, ItemRunner
+from jobs.parquet.asks.ask import RowAsk
+from jobs.parquet.prompts.prompt_source import Row
+from jobs.parquet.tables.columns import RowProblem
+
+
+def row_runner(
+    rows: Sequence[Row | RowProblem | Answer],
+    ask: RowAsk,
+    checks: Checks,
+    number_of: Callable[[int], int],
+    memo: AnswerMemo | None = None,
+    let_go: Callable[[Row], None] = lambda row: None,
+) -> ItemRunner[Answer]:
+    """Return the runner of a shard's rows; it has one answer for each row in the end.
+
+    rows: an Answer stands for a row that has one already. number_of: gives a row's number in the run. memo: holds the
+    answers of other shards. let_go: called with each row whose texts are not held here any more.
+    Rows are asked in order of what they ask. Equal rows with equal answers are asked once.
+    """
+
+    def begin(row: Row, place: int) -> Item[Answer]:
+        let_go(row)
+        return ask.begin(row, number_of(place))
+
+    answers: list[Answer | None] = []
+    for row in rows:
+        if isinstance(row, RowProblem):
+            answers.append(ask.failed(str(row)))
+        else:
+            answers.append(None if isinstance(row, Row) else row)
+
+    entry_of: dict[Row, Entry[Answer]] = {}
+    asked: list[tuple[Row, Entry[Answer]]] = []
+    for place, row in enumerate(rows):
+        if not isinstance(row, Row):
+            continue
+        if row in entry_of:
+            entry_of[row].places.append(place)
+            continue
+        entry = Entry[Answer]([place], partial(begin, row, place))
+        if ask.is_greedy(row):
+            entry.memo_key = ask.key_of(row)
+            entry_of[row] = entry
+        asked.append((row, entry))
+    asked.sort(key=lambda pair: pair[0])
+    return ItemRunner([entry for _, entry in asked], answers, ask, checks, memo=memo)

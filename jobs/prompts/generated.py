@@ -1,0 +1,208 @@
+"""What generates an answer: a prompt is asked, and asked again where its answer is refused or was cut."""
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
+from hashlib import blake2b
+from typing import Any
+
+from jobs.common.display import brief
+from jobs.context.checks import DEFAULT_MAX_ATTEMPTS, RepairOptions
+from jobs.errors import InvalidJob, InvalidValue
+from jobs.items.item import Check, Item, Samples, asked_once
+from jobs.items.records import PlainCompletion
+from jobs.prompts.template_texts import as_values
+from jobs.tasks import Completion, Logprob, Request
+
+#: Sampling values of a prompt's first request alone.
+_OF_PROMPT = ("echo", "prompt_logprobs")
+
+
+@dataclass(frozen=True, slots=True)
+class PromptAnswer:
+    """The completions of one prompt.
+
+    samples: by index; a prompt that failed has an error in each. Where there were several attempts, the one sample
+    counts the prompt tokens of all.
+    num_generated: tokens generated for each sample, in all attempts.
+    attempts: how often the prompt was asked; 0 where it is asked only once.
+    check_error: why the answer is not valid; None if it is, or nothing checks it.
+    """
+
+    samples: Samples
+    num_generated: Sequence[int]
+    attempts: int = 0
+    check_error: str | None = None
+
+    @property
+    def first(self) -> Completion:
+        """Return the first sample."""
+        return self.samples[0]
+
+    @property
+    def is_failed(self) -> bool:
+        """Whether there is no answer."""
+        return self.samples[0].finish_reason == "error"
+
+
+def failed(reason: str | None, n: int) -> PromptAnswer:
+    """Return what a prompt came to that failed, as often as it has samples."""
+    sample = PlainCompletion(finish_reason="error", error=reason or "the engine gave no reason")
+    return PromptAnswer([sample] * n, [0] * n)
+
+
+def generated(
+    request: Request, repairs: RepairOptions, row: Any = None, control_tokens: Collection[str] = ()
+) -> Item[PromptAnswer]:
+    """Ask a prompt for its completions.
+
+    row: what a check function gets beside the answer. control_tokens: texts that answers and reasons behind a text
+    prompt must not forge; the engine sees to those of a chat.
+    """
+    if repairs.is_asked_for:
+        return _tried(request, repairs, row, control_tokens)
+    return _sampled(asked_once(request))
+
+
+def _sampled(item: Item[Samples]) -> Item[PromptAnswer]:
+    samples = yield from item
+    return PromptAnswer(samples, [len(sample.token_ids) for sample in samples])
+
+
+def _tried(request: Request, repairs: RepairOptions, row: Any, control_tokens: Collection[str]) -> Item[PromptAnswer]:
+    """Ask until an answer stands; see RepairOptions."""
+    tally = _Tally()
+    seed = request.sampling.get("seed")
+    asked = request
+    problem: str | None = None
+    for attempt in range(1, repairs.max_attempts + 1):
+        ((completion,),) = yield [asked]
+        tally.add(completion, asked.continued)
+        if completion.finish_reason == "error":
+            if asked.continued and tally.answer is not None and repairs.check is not None:
+                problem = yield Check(repairs, row, tally.answer.text)
+            break
+
+        has_attempts = attempt < repairs.max_attempts
+        if repairs.continue_on_length and completion.finish_reason == "length" and has_attempts:
+            asked = replace(request, continued=completion.token_ids, sampling=_later_sampling(request))
+            continue
+
+        if repairs.check is None:
+            break
+        problem = yield Check(repairs, row, completion.text)
+        if problem is None or not has_attempts:
+            break
+        sampling = _later_sampling(request)
+        if seed is not None:
+            sampling["seed"] = hashed_seed(f"{seed}:attempt {attempt + 1}")
+        request = replace(request, sampling=sampling)
+        if request.messages is not None:
+            request = _repaired_chat(request, completion.text, repairs.text_behind(problem, is_chat=True))
+        else:
+            answer, reason = as_values([completion.text, problem], control_tokens)
+            request = _repaired_prompt(request, f"{answer}{repairs.text_behind(reason, is_chat=False)}")
+        asked = request
+    return PromptAnswer([tally.sample()], [tally.num_generated], attempt, problem)
+
+
+class _Tally:
+    """Sums up the attempts of one prompt. answer: the last completion that is one."""
+
+    def __init__(self) -> None:
+        self.answer: Completion | None = None
+        self.num_generated = 0
+        self._first: Completion | None = None
+        self._logprobs: list[Mapping[int, Logprob]] = []
+        self._num_prompt_tokens = 0
+        self._num_cached_tokens = 0
+        self._num_attempts = 0
+        self._error: str | None = None
+
+    def add(self, completion: Completion, continued: Sequence[int]) -> None:
+        """Take the completion of an attempt. continued: tokens of the answer before that it goes on from."""
+        self._num_attempts += 1
+        if self._first is None:
+            self._first = completion
+        self._num_prompt_tokens += completion.num_prompt_tokens + len(continued)
+        self._num_cached_tokens += completion.num_cached_tokens
+        if completion.finish_reason == "error":
+            # The answer before stands. It was refused, unless it was only cut.
+            if self.answer is not None and not continued:
+                reason = completion.error or "the engine gave no reason"
+                self._error = f"attempt {self._num_attempts} failed: {reason}"
+            return
+
+        self.num_generated += len(completion.token_ids) - len(continued)
+        if not continued:
+            self._logprobs = []
+        self._logprobs += completion.logprobs or ()
+        self.answer = completion
+
+    def sample(self) -> Completion:
+        """Return the answer with the counts of all attempts, and with the prompt's values of the first one."""
+        assert self._first is not None
+        answer = self._first if self.answer is None else self.answer
+        return PlainCompletion.of(
+            answer,
+            num_prompt_tokens=self._num_prompt_tokens,
+            num_cached_tokens=self._num_cached_tokens,
+            logprobs=None if answer.logprobs is None else self._logprobs,
+            prompt_logprobs=self._first.prompt_logprobs,
+            prompt_text=self._first.prompt_text,
+            prompt_tokens=self._first.prompt_tokens,
+            error=self._error or answer.error,
+        )
+
+
+def _repaired_chat(request: Request, answer: str, text_behind: str) -> Request:
+    """Return what asks for another answer, behind all that was asked and answered."""
+    assert request.messages is not None
+    turns = [{"role": "assistant", "content": answer}, {"role": "user", "content": text_behind}]
+    return replace(request, messages=[*request.messages, *turns])
+
+
+def _repaired_prompt(request: Request, text_behind: str) -> Request:
+    """Return a prompt with the answer, and with what asks for another one, behind it."""
+    assert request.prompt is not None
+    if isinstance(request.prompt, str):
+        return replace(request, prompt=f"{request.prompt}{text_behind}")
+    return replace(request, prompt=[*request.prompt, {"type": "text", "text": text_behind}])
+
+
+def _later_sampling(request: Request) -> dict[str, Any]:
+    return {name: value for name, value in request.sampling.items() if name not in _OF_PROMPT}
+
+
+def check_repairs(
+    options: RepairOptions,
+    sampling: Mapping[str, Any],
+    *,
+    has_tools: bool = False,
+    prompt_only: bool = False,
+    has_steps: bool = False,
+    has_labels: bool = False,
+) -> None:
+    """Raise InvalidJob for what answers cannot be tried again with. has_steps: rows of a run have several prompts."""
+    if options.repair_template is not None and options.check is None:
+        raise InvalidJob("repair_template asks for a valid answer, and there is no check: give one too")
+    if not options.is_asked_for:
+        if options.max_attempts != DEFAULT_MAX_ATTEMPTS:
+            raise InvalidJob("max_attempts is for answers that are tried again: give a check, or continue_on_length")
+        return
+    name = "continue_on_length" if options.check is None else "check"
+    n = sampling.get("n", 1)
+    if type(n) is int and n > 1:
+        raise InvalidValue(f"{name} and n={{}}: a prompt that is tried again has one answer", brief(n))
+    for is_so, problem in (
+        (prompt_only, f"{name} and max_tokens=0: there is no answer that could be tried again"),
+        (has_tools and options.check, "check and tools: a check is of an answer's text, and a call of a tool has none"),
+        (has_labels, f"{name} and labels: a label is no answer that could be tried again"),
+        (has_steps, f"{name} and prompts: rows of several prompts are asked once: leave one out"),
+    ):
+        if is_so:
+            raise InvalidJob(problem)
+
+
+def hashed_seed(text: str) -> int:
+    """Return a seed that follows from a text; 0 to 2**63 - 1."""
+    return int.from_bytes(blake2b(text.encode(), digest_size=8).digest(), "little") >> 1
