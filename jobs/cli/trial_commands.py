@@ -119,8 +119,13 @@ def try_job(
 
 def _show(row: dict[str, Any]) -> None:
     click.echo(f"row {row['row']}: {row['prompt_tokens']} tokens")
+    if row.get("tools") is not None:
+        click.echo(f"  tools: {_text(row['tools'])}")
     for message in row["prompt"]:
         click.echo(f"  {safe_name(str(message.get('role')))}: {_text(message.get('content'))}")
+        for name, value in message.items():
+            if name not in ("role", "content"):  # such as tool_calls
+                click.echo(f"    {safe_name(str(name))}: {_text(value)}")
     if row.get("error") is not None:
         click.echo(f"  error: {_text(row['error'])}")
     elif row.get("label") is not None:
@@ -130,6 +135,8 @@ def _show(row: dict[str, Any]) -> None:
     elif "completions" in row:
         for reason, text in row["completions"]:
             click.echo(f"  answer ({reason}): {_text(text)}")
+        for calls in row.get("tool_calls") or ():
+            click.echo(f"    tool_calls: {_text(calls)}")
         click.echo(f"  {row['tokens']} tokens")
 
 

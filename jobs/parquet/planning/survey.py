@@ -163,11 +163,15 @@ class SurveyWork(RowsTask):
         if not self._spec.is_chat:
             prompt = [{"role": "prompt", "content": prompt}]
         told: dict[str, Any] = {"row": asked.row, "prompt": prompt, "prompt_tokens": asked.tokens}
+        if "tools" in row.own_sampling:
+            told["tools"] = row.own_sampling["tools"]
         if answer is None:
             return told
         reasons, texts = answer.finish_reason, answer.completion
         completions = list(zip(reasons, texts or (), strict=True)) if isinstance(reasons, tuple) else [(reasons, texts)]
         told |= {name: answer.column(name) for name in ("error", "label", "probabilities")}
+        calls = answer.tool_calls if isinstance(answer.tool_calls, tuple) else (answer.tool_calls,)
+        told["tool_calls"] = [each for each in calls if each is not None]
         return {**told, "completions": completions, "tokens": answer.all_completion_tokens}
 
 

@@ -103,6 +103,20 @@ def test_every_command_works_on_every_format(invoke: Invoke, runs: Runs, tmp_pat
     says("cancel", tmp_path / "third")
 
 
+def test_a_preview_shows_what_a_chat_has_beside_its_texts(invoke: Invoke, tmp_path: Path) -> None:
+    call = {"type": "function", "function": {"name": "weather", "arguments": {"days": 24}}}
+    tool = {"type": "function", "function": {"name": "weather"}}
+    chat = [{"role": "user", "content": "Rome?"}, {"role": "assistant", "content": "", "tool_calls": [call]}]
+    (tmp_path / "in.jsonl").write_text(json.dumps({"chat": chat, "tools": [tool]}) + "\n")
+    options = ("--messages-column", "chat", "--column", "tools=tools", "--no-answers")
+    result = invoke("preview", tmp_path / "in.jsonl", *options)
+    assert result.exit_code == 0, result.output
+    assert f"  tools: {json.dumps([tool])}" in result.stdout
+    assert "  user: Rome?" in result.stdout
+    (shown,) = [line for line in result.stdout.splitlines() if line.startswith("    tool_calls: ")]
+    assert json.loads(shown.partition(": ")[2])[0]["function"]["name"] == "weather"
+
+
 @pytest.mark.parametrize("command", ["preview", "submit", "dry run"])
 def test_every_look_at_a_file_names_its_encoding(invoke: Invoke, tmp_path: Path, command: str) -> None:
     source = tmp_path / "in.csv"
