@@ -22,6 +22,7 @@ from jobs.common.display import brief
 from jobs.errors import InvalidJob, InvalidValue, RunFailed, RunNotHere, UnknownRun, unlike
 from jobs.installed import check_sampling
 from jobs.prompts.arguments import SAMPLING_NAMES
+from jobs.prompts.ways import WAY_OPTIONS
 from jobs.runs.control import DEFAULT_QUEUE, Cancelled, cancel_run, retry_run, submit_run
 from jobs.runs.output import named_run
 from jobs.runs.plans.names import SUCCESS
@@ -210,7 +211,7 @@ def run_arguments(given: Mapping[str, Any]) -> dict[str, Any]:
 
 def _check_names(given: Iterable[str]) -> None:
     of_run = {field.name for field in fields(RunSpec)}
-    known = {*SAMPLING_NAMES, *_OPTIONS, *_CHECKS, *WISHES, *of_run}
+    known = {*SAMPLING_NAMES, *_OPTIONS, *_CHECKS, *WISHES, *WAY_OPTIONS, *of_run} - {"way_options"}
     for name in given:
         if name not in known:
             raise InvalidValue(f"{{}} is no argument of jobs.submit, which has {', '.join(sorted(known))}", brief(name))

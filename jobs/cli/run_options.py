@@ -12,6 +12,7 @@ import click
 from jobs import client
 from jobs.common.display import brief
 from jobs.context.checks import DEFAULT_MAX_ATTEMPTS
+from jobs.prompts.ways import WAY_OPTIONS
 from jobs.runs.plans.names import OUTPUTS, SUFFIXES
 from jobs.runs.plans.option_checks import LOGPROB_TYPES, TASKS
 
@@ -194,6 +195,18 @@ _CHECK = (
     _option("--repair-template", "Text that asks for another answer; the reason stands for {reason} in it."),
 )
 
+#: How a row gets its answer; see jobs/prompts/ways.py.
+_WAYS = tuple(
+    _option(
+        f"--{name.replace('_', '-')}",
+        option.help,
+        multiple=option.is_repeatable,
+        type=option.type,
+        metavar="MODULE:FUNCTION" if name == "tool" else None,
+    )
+    for name, option in WAY_OPTIONS.items()
+)
+
 _OUTPUT = (
     _option("--keep", "Only these columns of the input, such as id,text.", **_COLUMNS),
     _option("--drop", "All columns of the input but these.", **_COLUMNS),
@@ -222,4 +235,4 @@ def _all(options: tuple[Decorator, ...]) -> Decorator:
 
 
 input_options, prompt_options = _all(_INPUT), _all(_PROMPT)
-check_options, output_options = _all(_CHECK), _all(_OUTPUT)
+check_options, output_options = _all((*_CHECK, *_WAYS)), _all(_OUTPUT)

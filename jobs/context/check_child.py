@@ -5,7 +5,8 @@ import json
 import re
 from collections.abc import Callable, Iterator
 from contextlib import suppress
-from functools import lru_cache
+from functools import lru_cache, wraps
+from hashlib import blake2b
 from pathlib import Path
 from pkgutil import resolve_name
 from typing import Any
@@ -37,19 +38,23 @@ def _reply(question: dict[str, Any]) -> dict[str, Any]:
         return {"problem": _cut(str(error))}
     except Exception as error:  # noqa: BLE001  # a schema may be anything, and its library raises what it likes
         return {"problem": _cut(f"check cannot be read ({type(error).__name__}: {error})")}
-    if "function" in json.loads(question["check"]) and _version(check) != hash_of(_files(check)):
+    ((kind, _),) = json.loads(question["check"]).items()
+    if kind in ("function", "tool") and _version(check) != hash_of(_files(check)):
         return {"is_stale": True}
     if "version" in question:
         return {"version": _version(check)}
     if "text" not in question:
         return {}
+    if kind in ("agree_on", "tool"):
+        return {"reason": check(question["row"], question["text"])}
     return {"reason": _reason(check, question["row"], question["text"])}
 
 
 @lru_cache(maxsize=64)
 def _files(check: Check) -> list[Path]:
     """Return the files that define a function, or the class of a callable object, when it was imported."""
-    definition: Any = check if inspect.isroutine(check) else type(check)
+    function: Any = inspect.unwrap(check)
+    definition: Any = function if inspect.isroutine(function) else type(function)
     with suppress(OSError, TypeError):
         path = inspect.getsourcefile(definition)
         if path is not None:
@@ -140,8 +145,74 @@ def _schema(schema: dict[str, Any]) -> Check:
     return check
 
 
+def _agreement(agree_on: str) -> Check:
+    """Make what returns a hash of the part of a text that is compared, None for a text without it."""
+    pattern = None
+    if agree_on != "json" and not agree_on.startswith("/"):
+        try:
+            pattern = re.compile(agree_on)
+        except (re.error, OverflowError, RecursionError) as error:
+            raise Unusable(f"agree_on is no pattern of Python's re: {error}") from None
+
+    def compared(row: Any, text: str) -> str | None:
+        if pattern is not None:
+            match = pattern.search(text)
+            part = None if match is None else match[min(1, pattern.groups)]
+        else:
+            part = _json_part(text, agree_on.removeprefix("json"))
+        return None if part is None else blake2b(part.encode(errors="replace"), digest_size=16).hexdigest()
+
+    return compared
+
+
+def _json_part(text: str, pointer: str) -> str | None:
+    """Return the value at a JSON pointer (RFC 6901) as JSON in one form; None where there is none."""
+    try:
+        value = json.loads(text, parse_constant=_no_constant)
+        for step in pointer.split("/")[1:]:
+            name = step.replace("~1", "/").replace("~0", "~")
+            value = value[int(name)] if isinstance(value, list) else value[name]
+    except (ValueError, KeyError, IndexError, TypeError, RecursionError):
+        return None
+    return json.dumps(value, sort_keys=True)
+
+
+#: Characters of a tool's result, which stands in the chat from then on.
+MAX_RESULT_CHARS = 1 << 20
+
+
+def _tool(dotted: str) -> Check:
+    """Make what calls a function with a tool call's arguments, and returns JSON of its result or its error."""
+    function: Any = _function(dotted)
+
+    @wraps(function)
+    def call(row: Any, text: str) -> str:
+        try:
+            arguments = json.loads(text or "{}")
+        except (ValueError, RecursionError) as error:
+            return json.dumps({"error": f"its arguments are not JSON: {error}"})
+        if not isinstance(arguments, dict):
+            return json.dumps({"error": "its arguments are no JSON object"})
+        try:
+            value = function(**arguments)
+            result = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+        except BaseException as error:  # noqa: BLE001  # a function raises what it likes
+            return json.dumps({"error": _cut(f"it raised {type(error).__name__}: {error}")})
+        if len(result) > MAX_RESULT_CHARS:
+            return json.dumps({"error": f"its result has more than {MAX_RESULT_CHARS} characters"})
+        return json.dumps({"result": result})
+
+    return call
+
+
 def _no_constant(name: str) -> None:
     raise ValueError(f"{name} is no value of JSON")
 
 
-_MAKE: dict[str, Callable[[Any], Check]] = {"function": _function, "json": _schema, "regex": _pattern}
+_MAKE: dict[str, Callable[[Any], Check]] = {
+    "agree_on": _agreement,
+    "function": _function,
+    "json": _schema,
+    "regex": _pattern,
+    "tool": _tool,
+}

@@ -16,6 +16,8 @@ from jobs.errors import InvalidJob, InvalidValue, check_limit, unlike
 from sandbox import Child, ChildFailed, ChildOutOfMemory, ChildTooSlow, Limits, Pool
 
 KINDS = ("function", "json", "regex")
+#: Kinds that no producer names. What of a text is compared with others, and a function that answers a tool's call.
+AGREE_ON, TOOL = "agree_on", "tool"
 DEFAULT_MAX_ATTEMPTS = 3
 MOST_ATTEMPTS = 100
 MAX_CHARS = 1 << 20
@@ -51,7 +53,9 @@ class RepairOptions:
 
     @property
     def function(self) -> str | None:
-        return None if self.check is None else self.check.get("function")
+        """Return the dotted name of the function that is called, if one is."""
+        check = self.check or {}
+        return check.get("function") or check.get(TOOL)
 
     def text_behind(self, reason: str, is_chat: bool) -> str:
         template = self.repair_template or (CHAT_REPAIR if is_chat else PROMPT_REPAIR)
@@ -126,11 +130,12 @@ class Checks:
         self._pool = Pool()
 
     def admit(self, options: RepairOptions) -> None:
+        """Raise InvalidJob for a function that this worker does not allow."""
         name = options.function
         if name is not None and name not in self._allowed:
+            what = "tool" if TOOL in (options.check or {}) else "function of check"
             raise InvalidJob(
-                f"function of check: {name} is not allowed on this worker: its operator lists it in "
-                "TOKENMILL_ALLOWED_FUNCTIONS"
+                f"{what}: {name} is not allowed on this worker: its operator lists it in TOKENMILL_ALLOWED_FUNCTIONS"
             )
 
     def prepare(self, options: RepairOptions, **asked: Any) -> dict[str, Any]:
@@ -146,12 +151,18 @@ class Checks:
         return "" if options.function is None else str(self.prepare(options, version=True)["version"])
 
     def reason(self, options: RepairOptions, row: Any, text: str) -> str | None:
-        """Return why an answer's text is not valid, or None. row: what a function gets. Raises InvalidJob."""
+        """Return why an answer's text is not valid, or None. row: what a function gets. Raises InvalidJob.
+
+        Of AGREE_ON return what stands for the compared part, None without one; of TOOL the JSON of a result or error.
+        """
         self.admit(options)
         try:
             reply = self._ask(options, row=row, text=text)
         except ChildFailed as error:
-            return f"the check {error}"
+            kind = next(iter(options.check or {}))
+            if kind == AGREE_ON:
+                return None
+            return json.dumps({"error": f"it {error}"}) if kind == TOOL else f"the check {error}"
         reason: str | None = reply["reason"]
         return reason
 

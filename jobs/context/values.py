@@ -49,3 +49,10 @@ def some_text(name: str, value: Any, most: int) -> str:
 
 
 column_name = partial(some_text, most=MAX_NAME_CHARS)
+
+
+def share(name: str, value: Any) -> float:
+    """Return a number above 0 and at most 1. Raises InvalidJob."""
+    if type(value) not in (int, float) or not 0 < value <= 1:
+        raise unlike(name, value, "a number above 0, at most 1")
+    return float(value)

@@ -1,7 +1,7 @@
 """What generates an answer: a prompt is asked, and asked again where its answer is refused or was cut."""
 
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from hashlib import blake2b
 from typing import Any
 
@@ -26,12 +26,14 @@ class PromptAnswer:
     num_generated: tokens generated for each sample, in all attempts.
     attempts: how often the prompt was asked; 0 where it is asked only once.
     check_error: why the answer is not valid; None if it is, or nothing checks it.
+    extras: what a way to the answer adds to it, by the names of its columns.
     """
 
     samples: Samples
     num_generated: Sequence[int]
     attempts: int = 0
     check_error: str | None = None
+    extras: Mapping[str, Any] = field(default_factory=dict)
 
     @property
     def first(self) -> Completion:

@@ -23,6 +23,8 @@ from jobs.prompts.response_options import chat_response_options, completion_opti
 from jobs.prompts.responses import Answers, chat_completion, text_completion
 from jobs.prompts.template_texts import as_shown
 from jobs.prompts.templated_task import asked_task
+from jobs.prompts.way import Way
+from jobs.prompts.ways import check_alone, split_way, way_of
 from jobs.tasks import OpenTask, Parts, Request, Task
 
 #: A job shows its progress once it has run so long, and then not more often: most are over before.
@@ -42,7 +44,8 @@ Respond = Callable[[Answers, str], dict[str, Any]]
 class PromptTask(Task):
     """The prompts of one job, in order, and how they are answered.
 
-    model: None takes whichever is served. values_are_text: control tokens in earlier answers are text.
+    model: None takes whichever is served. values_are_text: control tokens in earlier answers are text. way: how each
+    prompt gets its answer, where it is not asked once.
     """
 
     prompts: Sequence[Request | Unusable]
@@ -52,6 +55,7 @@ class PromptTask(Task):
     repairs: RepairOptions = NO_REPAIRS
     clock: Callable[[], float] = time.time
     values_are_text: bool = True
+    way: Way | None = None
 
     def open(self, context: JobContext) -> OpenTask:
         """Raise ModelNotServed for another model, InvalidJob for sampling or a check that cannot be."""
@@ -63,11 +67,20 @@ class PromptTask(Task):
         context.model.check_asked_for(self.model)
         context.check_sampling(self.sampling)
         context.checks.admit(self.repairs)
+        if self.way is not None:
+            self.way.admit(context.checks)
+
+    @property
+    def has_checks(self) -> bool:
+        """Whether a child process looks at answers."""
+        return self.repairs.check is not None or (self.way is not None and self.way.has_checks)
 
     def item(self, prompt: Request | Unusable, control_tokens: Collection[str] = ()) -> Item[PromptAnswer]:
         """Return what is asked of one prompt. control_tokens: the model's."""
         if isinstance(prompt, Unusable):
             return _ended(failed(prompt.reason, self.num_samples))
+        if self.way is not None:
+            return self._answered(self.way.item(prompt))
         row: dict[str, Any] = {}
         if self.repairs.is_asked_for and prompt.messages is not None:
             row = {"messages": with_pictures(prompt.messages, lambda _: None)}
@@ -155,7 +168,7 @@ class OpenPrompts(ItemsTask):
             else:
                 answers.append(None)
                 entries.append(Entry[PromptAnswer]([place], partial(task.item, prompt, context.model.control_tokens)))
-        ask = PromptAsk(has_checks=task.repairs.check is not None)
+        ask = PromptAsk(has_checks=task.has_checks)
         self.runner = ItemRunner(entries, answers, ask, context.checks, keeps_replies=has_journal)
         self.runner.resume(self._left)
         self._look_at_answers()
@@ -257,17 +270,31 @@ def _seeded(requests: Sequence[Request | Unusable]) -> list[Request | Unusable]:
     return seeded
 
 
+def _checked_way(
+    options: Mapping[str, Any], sampling: Mapping[str, Any], repairs: RepairOptions, tools: list[dict[str, Any]]
+) -> Way | None:
+    """Return the way that options ask for. Raises InvalidJob for what it does not go with."""
+    way = way_of(options)
+    if way is None:
+        return None
+    check_alone(way, repairs)
+    way.check(sampling, tools)
+    return way
+
+
 def complete_task(
     prompt: object = None, *, prompt_template: object = None, model: object = None, **sampling: Any
 ) -> Task:
     asked_for = parse_model(model)
     others, repairs = split_repair_options(sampling)
+    others, way_options = split_way(others)
     others = parse_sampling(others)
     refuse_chat_options(others)
     others, chat = split_chat_options(others)
     values_are_text = chat.get(OF_VALUES, True)
     values, options = completion_options(others)
     check_repairs(repairs, values, prompt_only=options.prompt_only)
+    way = _checked_way(way_options, values, repairs, tools=[])
 
     def task(_: str, prompt: object) -> PromptTask:
         prompts = parse_prompts(prompt)
@@ -276,7 +303,7 @@ def complete_task(
             raise InvalidJob("check and a prompt of token ids: its reason is a text: give the prompt as a text")
         respond = partial(text_completion, options=options)
         requests = _seeded(text_requests(prompts, values))
-        return PromptTask(requests, respond, asked_for, values, repairs, values_are_text=values_are_text)
+        return PromptTask(requests, respond, asked_for, values, repairs, values_are_text=values_are_text, way=way)
 
     return asked_task(task, values_are_text=values_are_text, prompt=prompt, prompt_template=prompt_template)
 
@@ -286,13 +313,15 @@ def chat_task(
 ) -> Task:
     asked_for = parse_model(model)
     others, repairs = split_repair_options(options)
+    others, way_options = split_way(others)
     others, chat = split_chat_options(parse_sampling(others))
     values, response = chat_response_options(others)
     check_repairs(repairs, values, has_tools="tools" in chat)
+    way = _checked_way(way_options, values, repairs, tools=chat.get("tools", []))
 
     def task(messages: Parts) -> PromptTask:
         respond = partial(chat_completion, options=response)
-        return PromptTask([Request(None, messages, values, chat)], respond, asked_for, values, repairs)
+        return PromptTask([Request(None, messages, values, chat)], respond, asked_for, values, repairs, way=way)
 
     def parsed(_: str, messages: object) -> Task:
         return pictured_task(normal_messages(messages), task)

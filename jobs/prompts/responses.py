@@ -205,7 +205,7 @@ def _of_prompt(answer: PromptAnswer, sample: Completion, options: ResponseOption
     if answer.attempts:
         values["attempts"] = answer.attempts
         values["check_error"] = answer.check_error
-    return values
+    return {**values, **answer.extras}
 
 
 def _ending(sample: Completion) -> dict[str, Any]:

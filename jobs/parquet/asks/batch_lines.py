@@ -9,7 +9,7 @@ import pyarrow as pa
 
 from jobs.context import JobContext
 from jobs.context.answers import Answer, failed_answer
-from jobs.context.checks import RepairOptions
+from jobs.context.checks import TOOL, RepairOptions
 from jobs.errors import JobsError, ResultTooLarge
 from jobs.items.item import Item, side_by_side
 from jobs.parquet.asks.ask import OUTPUT_FIELDS, RowAsk, row_seed
@@ -46,17 +46,26 @@ class BatchLines(RowAsk):
         return super().key_of(Row(json.dumps(line), values=version))
 
     def _version_of(self, body: Any) -> str:
-        """Return the version of the function that checks a line's answer; "" if there is none, or it cannot be used."""
-        check = body.get("check") if isinstance(body, dict) else None
-        function = check.get("function") if isinstance(check, dict) else None
-        if not isinstance(function, str):
+        """Return the versions of the functions that a line has called; "" for those that cannot be used."""
+        if not isinstance(body, dict):
             return ""
-        if function not in self._versions:
+        questions = [body.get("check")]
+        tools = body.get(TOOL)
+        if isinstance(tools, list):
+            questions += [{TOOL: name.replace(":", ".")} for name in tools if isinstance(name, str)]
+        return "".join(self._function_version(question) for question in questions if isinstance(question, dict))
+
+    def _function_version(self, question: dict[str, Any]) -> str:
+        repairs = RepairOptions(question)
+        name = repairs.function
+        if not isinstance(name, str):
+            return ""
+        if name not in self._versions:
             try:
-                self._versions[function] = self._context.checks.version(RepairOptions({"function": function}))
+                self._versions[name] = self._context.checks.version(repairs)
             except JobsError:  # the line gets this error when it is asked
-                self._versions[function] = ""
-        return self._versions[function]
+                self._versions[name] = ""
+        return self._versions[name]
 
     def item(self, row: Row, number: int) -> Item[Answer]:
         """Ask what a line says. What cannot be asked or checked costs its line."""
@@ -69,7 +78,7 @@ class BatchLines(RowAsk):
             assert isinstance(task, PromptTask)
             del line
             task.check(context)
-            self.has_checks = self.has_checks or task.repairs.check is not None
+            self.has_checks = self.has_checks or task.has_checks
             control_tokens = context.model.control_tokens
             answers = yield from side_by_side([task.item(prompt, control_tokens) for prompt in task.prompts])
             if sum(num_chars(answer) for answer in answers) > context.max_result_bytes:

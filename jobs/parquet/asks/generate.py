@@ -63,7 +63,8 @@ class Generate(RowAsk):
         self._seed = seed
         self._repairs = spec.repairs
         self._control_tokens = control_tokens if chat.get(OF_VALUES, True) else ()
-        self.has_checks = spec.repairs.check is not None
+        self._way = spec.way
+        self.has_checks = spec.repairs.check is not None or (spec.way is not None and spec.way.has_checks)
 
     @staticmethod
     def fields(spec: RunSpec, embedding_size: int) -> list[pa.Field]:
@@ -71,7 +72,11 @@ class Generate(RowAsk):
         fields = [*OUTPUT_FIELDS, *(answer_field(each, spec) for each in own)]
         if spec.n > 1:
             fields = [f.with_type(pa.list_(f.type)) if f.name in OF_EACH_COMPLETION else f for f in fields]
-        return [*fields, *(ATTEMPTS if spec.repairs.is_asked_for else ())]
+        if spec.repairs.is_asked_for:
+            fields += ATTEMPTS
+        if spec.way is not None:
+            fields += [pa.field(name, pa.type_for_alias(kind)) for name, kind in spec.way.columns.items()]
+        return fields
 
     def is_greedy(self, row: Row) -> bool:
         return row.own_sampling.get("temperature", self._values.get("temperature")) == 0
@@ -80,7 +85,10 @@ class Generate(RowAsk):
         """Ask a row for its completions."""
         request = self.request(row, row_seed(self._seed, number))
         values = json.loads(row.values) if row.values else None
-        item = generated(request, self._repairs, values, self._control_tokens)
+        if self._way is not None:
+            item = self._way.item(request)
+        else:
+            item = generated(request, self._repairs, values, self._control_tokens)
         del request, row
         return self.answer((yield from item))
 
@@ -130,7 +138,7 @@ class Generate(RowAsk):
             reasoning=self._of_row(reasoning),
             tool_calls=self._of_row(calls),
             tool_call_error=self._of_row(call_errors),
-            columns=self._logprobs(samples),
+            columns={**self._logprobs(samples), **_plain_columns(answer.extras)},
             attempts=answer.attempts,
             check_error=answer.check_error,
         )
@@ -157,6 +165,14 @@ class Generate(RowAsk):
                 "rows_per_shard, or ask for fewer"
             )
         return columns
+
+
+def _plain_columns(extras: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what a way adds to an answer; lists and objects as JSON."""
+    return {
+        name: json.dumps(value, ensure_ascii=False) if isinstance(value, list | dict) else value
+        for name, value in extras.items()
+    }
 
 
 def _texts_of(sample: Completion) -> tuple[str, str, str | None]:

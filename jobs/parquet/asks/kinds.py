@@ -43,6 +43,6 @@ def ask_of(plan: Plan, context: JobContext) -> RowAsk:
     ask = makers[kind_of(spec)]()
     ask.source = source
     ask.now = None if context.model.clock_formats == () else plan.planned_at
-    check = context.checks.version(spec.repairs)
+    check = spec.functions_version(context.checks)
     ask.keys = RowKeys(spec, ask.before, check, plan.model.max_model_len, plan.given_seed)
     return ask

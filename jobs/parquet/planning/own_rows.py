@@ -205,7 +205,7 @@ def match(context: JobContext, storage: Storage, plan: Plan, ask: RowAsk, old: O
         np.zeros((plan.rows, 2), np.uint64),
         np.zeros(plan.rows, np.bool_),
     )
-    shorter = _shorter_asks(plan, old, context.checks.version(plan.spec.repairs))
+    shorter = _shorter_asks(plan, old, plan.spec.functions_version(context.checks))
     for start, rows in rendered_shards(context, storage, plan, ask.source):
         places, models = found.places[start : start + len(rows)], found.models[start : start + len(rows)]
         keys = row_keys(ask.key_of, rows)
@@ -237,7 +237,7 @@ def _shorter_asks(plan: Plan, old: OldRuns, check: str) -> list[RowKeys]:
     check: the version of the check's function. Empty for batch files, whose lines have values of their own.
     """
     spec = plan.spec
-    if kind_of(spec) not in (Generate, Chain) or plan.second is not None:
+    if kind_of(spec) not in (Generate, Chain) or spec.way is not None or plan.second is not None:
         return []
     limit = spec.sampling.get("max_tokens", DEFAULT_MAX_TOKENS)
     given = {each.spec.sampling.get("max_tokens") for each in old.plans}

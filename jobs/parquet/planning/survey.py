@@ -71,7 +71,7 @@ class SurveyWork(RowsTask):
                 "files, or several prompts, of which you can name one"
             )
         spec.check_sampling(context.check_sampling)
-        context.checks.admit(spec.repairs)
+        spec.admit(context.checks)
         storage = Storage.of(context)
         found = find_files(storage, spec.input, spec.output, spec.input_format)
         plan = read_inputs(context, storage, spec, found)

@@ -56,7 +56,7 @@ class ShardWork(RowsTask):
         folder.state.begin(self._started_at)
         if folder.lacks(shard) and not (self._escalates and has_kept(folder, shard)):
             check_model(folder.plan, context.model, self._is_second)
-            context.checks.admit(folder.plan.spec.repairs)
+            folder.plan.spec.admit(context.checks)
             context.shard_bytes.check_room()
             self._files.enter(self._file.path)
             self._entered = True

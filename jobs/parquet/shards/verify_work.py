@@ -68,7 +68,7 @@ class VerifyWork(RowsTask):
         """Read the rows that are recorded, to ask them as the run has. keys: of rows, as this model would answer them;
         those that have others are left out. Raises RunOfAnotherModel, RunError or NoRoomYet."""
         check_model(plan, context.model)
-        context.checks.admit(plan.spec.repairs)
+        plan.spec.admit(context.checks)
         wanted, ask = self._recorded.keys(), ask_of(plan, context)
         files = {plan.shards[shard].file for shard in plan.shards_of(wanted)}
         self._texts = texts = ShardTexts(plan.spec.output, ask.source.columns, context.shard_bytes, "ask fewer rows")

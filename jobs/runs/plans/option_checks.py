@@ -32,12 +32,6 @@ def image_columns(name: str, value: Any) -> list[str] | None:
     return list(dict.fromkeys(column_name(f"a column of {name}", each) for each in names)) or None
 
 
-def share(name: str, value: Any) -> float:
-    if type(value) not in (int, float) or not 0 < value <= 1:
-        raise unlike(name, value, "a number above 0, at most 1")
-    return float(value)
-
-
 #: What a run of batch files may be given as well.
 _BESIDE_BATCHES = ("encoding", "input_format", "limit", "model_alias", "only_new", "rows_per_shard")
 #: Arguments that such a run has in its normal form, with the values that they have there.

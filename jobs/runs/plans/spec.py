@@ -10,15 +10,17 @@ from hashlib import blake2b
 from typing import Annotated, Any, Self, get_args, get_origin, get_type_hints
 
 from jobs.common.display import MAX_NAME_CHARS, brief
-from jobs.context.checks import DEFAULT_MAX_ATTEMPTS, PARSERS, RepairOptions
+from jobs.context.checks import DEFAULT_MAX_ATTEMPTS, PARSERS, Checks, RepairOptions
 from jobs.context.served_model import parse_model
-from jobs.context.values import column_name, one_of, some_text, truth, whole_number
+from jobs.context.values import column_name, one_of, share, some_text, truth, whole_number
 from jobs.errors import InvalidJob, InvalidValue, check_limit, unlike
 from jobs.prompts.generated import check_repairs
 from jobs.prompts.labels import parse_labels
 from jobs.prompts.messages import ChatOptions, split_chat_options
 from jobs.prompts.response_options import LOGPROBS
 from jobs.prompts.template_texts import template_texts
+from jobs.prompts.way import Way
+from jobs.prompts.ways import WAY_OPTIONS, check_alone, split_way, way_of
 from jobs.runs.plans import option_checks as checks
 from jobs.runs.plans import prompt_steps
 from jobs.runs.plans.dialects import DIALECT, parse_decimal, parse_delimiter, parse_encoding
@@ -76,6 +78,7 @@ class RunSpec:
     max_attempts: Annotated[int, PARSERS["max_attempts"]] = DEFAULT_MAX_ATTEMPTS
     continue_on_length: Annotated[bool, PARSERS["continue_on_length"]] = False
     repair_template: Annotated[str | None, PARSERS["repair_template"]] = None
+    way_options: dict[str, Any] = field(default_factory=dict)
     task: Annotated[str, partial(one_of, known=checks.TASKS)] = checks.GENERATE
     query_column: Annotated[str | None, column_name] = None
     document_column: Annotated[str | None, column_name] = None
@@ -86,7 +89,7 @@ class RunSpec:
     reused_column: Annotated[str | None, column_name] = None
     order: Annotated[str | None, partial(one_of, known=("prefix",))] = None
     logprob_type: Annotated[str, partial(one_of, known=checks.LOGPROB_TYPES)] = checks.LOGPROB_TYPES[0]
-    escalate_below: Annotated[float | None, checks.share] = None
+    escalate_below: Annotated[float | None, share] = None
     escalate_to: Annotated[str | None, lambda name, value: check_queue_name(value, name)] = None
     escalate_model: Annotated[str | None, lambda _, value: parse_model(value)] = None
     image_column: Annotated[list[str] | None, checks.image_columns] = None
@@ -106,12 +109,14 @@ class RunSpec:
         columns the text that stands for null. image_column: one or several columns of pictures. check and the like:
         see RepairOptions. The others: `tokenmill submit`. Raises InvalidJob or UnsupportedScheme.
         """
-        known = [each.name for each in fields(cls)][2:]
+        known = [each.name for each in fields(cls) if each.name not in ("input", "output", "way_options")]
+        known += WAY_OPTIONS
         if unknown := given.keys() - set(known):
             raise InvalidValue(
                 "{} is no argument of jobs.score_parquet; its options are " + ", ".join(known), brief(min(unknown))
             )
         given = {name: value for name, value in given.items() if value is not None}
+        given, way_options = split_way(given)
         sources = _sources(given)
         if given.get("input_format") == OPENAI_BATCH:
             checks.check_batch(given)
@@ -122,6 +127,7 @@ class RunSpec:
             if sources:
                 raise InvalidJob(f"task 'rerank' asks query_column and document_column: leave {sources[0]} out")
         values = {name: _PARSERS[name](name, each) if name in _PARSERS else each for name, each in named.items()}
+        values["way_options"] = way_options
         if sources not in ([], ["prompt_column"]) or "query_column" in named:
             values["prompt_column"] = None
         if sources == [OPENAI_BATCH]:
@@ -195,6 +201,22 @@ class RunSpec:
     def repairs(self) -> RepairOptions:
         """Return what is asked of the answers; check_columns: what a function gets beside the prompt's columns."""
         return RepairOptions(self.check, self.max_attempts, self.continue_on_length, self.repair_template)
+
+    @cached_property
+    def way(self) -> Way | None:
+        """Return how each row gets its answer, where it is not asked once."""
+        return way_of(self.way_options)
+
+    def admit(self, checks: Checks) -> None:
+        """Raise InvalidJob for a function that this worker does not allow."""
+        checks.admit(self.repairs)
+        if self.way is not None:
+            self.way.admit(checks)
+
+    def functions_version(self, checks: Checks) -> str:
+        """Return what changes with the functions that look at answers. Raises InvalidJob."""
+        version = checks.version(self.repairs)
+        return version if self.way is None else f"{version}{self.way.version(checks)}"
 
     def check_sampling(self, check: Callable[[Mapping[str, Any]], None]) -> None:
         """Raise InvalidJob for sampling values that no request could use, and for names that are none."""
@@ -283,6 +305,15 @@ def _check_together(spec: RunSpec, given: Mapping[str, Any]) -> None:
         has_steps=spec.prompts is not None,
         has_labels=spec.labels is not None,
     )
+    if spec.way is not None:
+        name = next(iter(spec.way.options))
+        for other, is_there in (("prompts", spec.prompts), ("labels", spec.labels), ("n", spec.n > 1)):
+            if is_there:
+                raise InvalidJob(f"{name} and {other} do not go together: leave one out")
+        if spec.task != checks.GENERATE or is_batch:
+            raise InvalidJob(f"{name} is for prompts and chats, of which answers are generated")
+        check_alone(spec.way, spec.repairs)
+        spec.way.check(spec.sampling, spec.chat[1].get("tools", []))
 
 
 def check_num_files(found: int) -> None:

@@ -1,0 +1,49 @@
+"""The ways from a prompt to its answer that jobs and runs may ask for, beside checks."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from jobs.context.checks import RepairOptions
+from jobs.errors import InvalidJob
+from jobs.prompts.agreed import Agreement
+from jobs.prompts.tool_use import ToolUse
+from jobs.prompts.way import Way, WayOption
+
+#: A new way is a file, and its class here.
+WAYS: tuple[type[Way], ...] = (Agreement, ToolUse)
+
+WAY_OPTIONS: Mapping[str, WayOption] = {name: option for way in WAYS for name, option in way.options.items()}
+
+
+def split_way(values: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Part keyword arguments into others and the parsed options of ways. Raises InvalidJob."""
+    others = {name: value for name, value in values.items() if name not in WAY_OPTIONS}
+    options = {
+        name: option.parse(name, values[name])
+        for name, option in WAY_OPTIONS.items()
+        if values.get(name) is not None and values[name] != []
+    }
+    return others, options
+
+
+def way_of(options: Mapping[str, Any]) -> Way | None:
+    """Return the way that parsed options ask for, if there are any. Raises InvalidJob for those of two."""
+    ways: list[Way] = []
+    for way in WAYS:
+        values = {name: options[name] for name in way.options if name in options}
+        name = next(iter(way.options))
+        if values and name not in values:
+            raise InvalidJob(f"{next(iter(values))} is for {name}, which is not there: give {name} too")
+        if values:
+            ways.append(way.of(values))
+    if len(ways) > 1:
+        names = " and ".join(next(iter(way.options)) for way in ways)
+        raise InvalidJob(f"{names} do not go together: each says how a prompt gets its answer")
+    return ways[0] if ways else None
+
+
+def check_alone(way: Way, repairs: RepairOptions) -> None:
+    """Raise InvalidJob for a way beside answers that are tried again."""
+    if repairs.is_asked_for:
+        name = "continue_on_length" if repairs.check is None else "check"
+        raise InvalidJob(f"{next(iter(way.options))} and {name} do not go together: leave one out")
