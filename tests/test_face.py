@@ -65,9 +65,9 @@ def test_each_name_is_listed() -> None:
 
 def test_type_checkers_see_the_same_names_from_the_same_packages() -> None:
     tree = ast.parse(Path(tokenmill.__file__).read_text())
-    (block,) = [node for node in tree.body if isinstance(node, ast.If)]
+    (for_type_checkers, _) = [node for node in tree.body if isinstance(node, ast.If)]
     seen = {}
-    for statement in block.body:
+    for statement in for_type_checkers.body:
         assert isinstance(statement, ast.ImportFrom)
         seen |= {alias.name: statement.module for alias in statement.names}
     assert seen == PACKAGE_OF

@@ -46,12 +46,14 @@ _PACKAGE_OF = {
 }
 
 
-def __getattr__(name: str) -> object:
-    """Import a public name from its package. Raises AttributeError for any other."""
-    if name not in _PACKAGE_OF:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    package = importlib.import_module(_PACKAGE_OF[name])
-    return getattr(package, name)
+if not TYPE_CHECKING:  # a type checker that sees `__getattr__` lets misspelled names pass
+
+    def __getattr__(name: str) -> object:
+        """Import a public name from its package. Raises AttributeError for any other."""
+        if name not in _PACKAGE_OF:
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        package = importlib.import_module(_PACKAGE_OF[name])
+        return getattr(package, name)
 
 
 def __dir__() -> list[str]:
