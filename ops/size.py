@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
-PRODUCT = ("engine", "jobs", "worker", "sandbox", "tokenmill_dashboard", "tokenmill_eval")
+PRODUCT = ("engine", "jobs", "worker", "sandbox", "tokenmill")
 CODE = (".py", ".lua", ".sh")
 MANY_PARAMETERS = 8
 
@@ -105,7 +105,7 @@ def folders() -> Iterator[Path]:
 
 
 def num_entries(folder: Path) -> int:
-    return sum(path.name not in ("__pycache__", "__init__.py", "out") for path in folder.iterdir())
+    return sum(path.name not in ("__pycache__", "__init__.py", "out", "py.typed") for path in folder.iterdir())
 
 
 def wide_functions() -> Iterator[str]:

@@ -8,7 +8,7 @@ make_environment dev
 
 # The processes of pytest would each compile the libraries for themselves; mypy leaves a core for it. Some
 # packages hold files that are no Python, of which nobody need hear.
-python -m compileall -qq .venv/lib engine jobs worker sandbox tokenmill_* tests ops &
+python -m compileall -qq .venv/lib engine jobs worker sandbox tokenmill tests ops &
 ruff check .
 ruff format --check .
 mypy

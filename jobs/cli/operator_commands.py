@@ -113,7 +113,7 @@ def _ids(job_ids: list[str]) -> str:
 
 
 #: Imported by name: what these look at needs packages that import this one.
-CHECKS = {"worker": "worker.doctor", "dashboard": "tokenmill_dashboard.doctor"}
+CHECKS = {"worker": "worker.doctor", "dashboard": "tokenmill.dashboard.doctor"}
 
 _COLOURS = {Level.OK: "green", Level.WARNING: "yellow", Level.FAULT: "red"}
 
@@ -168,7 +168,7 @@ def _check_redis(url: str, role: str) -> Iterator[Finding]:
 
 
 #: Imported by name: it is a package of its own, which imports this one.
-SERVE = "tokenmill_dashboard.serve"
+SERVE = "tokenmill.dashboard.serve"
 
 
 @click.command()

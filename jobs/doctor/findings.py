@@ -66,10 +66,15 @@ def _examine(examination: Examination, found: list[Finding]) -> None:
         found.append(fault(examination.subject, text, "mend what the error names, then look again"))
 
 
+#: Variable of RQ's -> the classes that it may name.
+CLASSES = {"RQ_JOB_CLASS": ("rq.job.Job",), "RQ_WORKER_CLASS": ("worker.BatchWorker", "tokenmill.BatchWorker")}
+
+
 def check_installation() -> Iterator[Finding]:
-    for name, expected in (("RQ_JOB_CLASS", "rq.job.Job"), ("RQ_WORKER_CLASS", "worker.BatchWorker")):
-        if (given := os.environ.get(name, expected)) != expected:
-            yield warning("settings", f"{name}={given!r}, expected {expected}", f"unset {name}")
+    for name, expected in CLASSES.items():
+        given = os.environ.get(name)
+        if given is not None and given not in expected:
+            yield warning("settings", f"{name}={given!r}, expected {' or '.join(expected)}", f"unset {name}")
     yield ok("installation", f"Tokenmill {version('tokenmill')}, rq {version('rq')}, redis-py {version('redis')}")
 
 

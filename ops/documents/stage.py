@@ -88,7 +88,7 @@ def _free_port() -> int:
 
 def _make_clone(folder: Path) -> None:
     """The clone's folders, but for what it ignores; commands may write beside them."""
-    for name in ("ops", "jobs", "worker", "engine", "sandbox", "tests", "tokenmill_dashboard", "docs", "mkdocs.yml"):
+    for name in ("ops", "jobs", "worker", "engine", "sandbox", "tests", "tokenmill", "docs", "mkdocs.yml"):
         (folder / name).symlink_to(ROOT / name)
 
 

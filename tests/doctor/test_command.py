@@ -52,6 +52,18 @@ def test_the_dashboard_is_looked_at(redis: Redis, redis_url: str, monkeypatch: p
     assert (result.exit_code, "TOKENMILL_DASHBOARD_TOKEN has 5 characters" in result.stdout) == (1, True)
 
 
+@pytest.mark.parametrize(
+    ("worker_class", "is_warned_of"),
+    [("worker.BatchWorker", False), ("tokenmill.BatchWorker", False), ("rq.SimpleWorker", True)],
+)
+def test_either_name_of_the_worker_may_be_rqs_default(
+    redis: Redis, redis_url: str, monkeypatch: pytest.MonkeyPatch, worker_class: str, is_warned_of: bool
+) -> None:
+    monkeypatch.setenv("RQ_WORKER_CLASS", worker_class)
+    result = run(redis_url, "--role", "producer")
+    assert ("RQ_WORKER_CLASS" in result.stdout) == is_warned_of
+
+
 def test_a_producer_needs_nothing_more_and_a_password_is_never_printed(tmp_path: Path) -> None:
     """As a command, without what only workers install."""
     blocked = dict.fromkeys(("torch", "pyarrow", "pydantic_settings", "dotenv"))

@@ -75,7 +75,7 @@ def test_what_is_copied_is_there_and_not_kept_out() -> None:
     let_in = re.findall(r"^!(.+)$", (FOLDER / "Dockerfile.dockerignore").read_text(), re.MULTILINE)
     assert copied == set(let_in)
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())
-    packages = [each.rstrip("*") for each in project["tool"]["setuptools"]["packages"]["find"]["include"]]
+    packages = [each.removesuffix(".*") for each in project["tool"]["setuptools"]["packages"]["find"]["include"]]
     assert {*packages, project["project"]["readme"], *project["project"]["license-files"]} <= copied
 
 

@@ -12,7 +12,7 @@ from jsonschema import Draft202012Validator
 from redis import Redis
 
 from tests.ops.deployed import DASHBOARD_SETTINGS, DEPLOY, LEAVING_S, assert_is_a_command, assert_settings_exist
-from tokenmill_dashboard.queue_metrics import QueueMetrics
+from tokenmill.dashboard.queue_metrics import QueueMetrics
 from worker.settings import WorkerSettings
 
 FOLDER = DEPLOY / "kubernetes"

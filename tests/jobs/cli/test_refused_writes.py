@@ -9,10 +9,10 @@ import pytest
 from redis import Redis
 from redis.exceptions import RedisError
 
-from tests.dashboard.conftest import Open, open_page  # noqa: F401
 from tests.jobs.conftest import Invoke
 from tests.jobs.local_runs import Runs
 from tests.rq_workers import wait_until
+from tests.tokenmill.dashboard.conftest import Open, open_page  # noqa: F401
 
 
 @contextmanager

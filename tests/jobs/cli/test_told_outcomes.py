@@ -18,12 +18,12 @@ from jobs.context.checks import Checks
 from jobs.errors import InputChanged, RunFailed
 from jobs.runs.end_notices import tell_failed
 from jobs.runs.watching.reading import list_runs, read_planned
-from tests.dashboard.test_pages import text_of
 from tests.jobs.answering import FakeCompletion, fail, queued_jobs
 from tests.jobs.conftest import Invoke
 from tests.jobs.local_runs import Runs
-from tokenmill_dashboard.app import Dashboard, Options
-from tokenmill_dashboard.shards_seen import list_shards
+from tests.tokenmill.dashboard.test_pages import text_of
+from tokenmill.dashboard.app import Dashboard, Options
+from tokenmill.dashboard.shards_seen import list_shards
 
 
 @pytest.fixture

@@ -1,0 +1,60 @@
+"""What the dashboard tells Prometheus of queues, so that workers can be started where none runs."""
+
+from datetime import timedelta
+
+from prometheus_client.parser import text_string_to_metric_families
+from redis import Redis
+from rq import Queue
+
+from tests.tokenmill.dashboard.conftest import TOKEN, Open
+
+
+def samples(text: str) -> dict[tuple[str, ...], float]:
+    """By the metric's name and its labels' values."""
+    found = [sample for family in text_string_to_metric_families(text) for sample in family.samples]
+    return {(sample.name, *sample.labels.values()): sample.value for sample in found}
+
+
+def test_jobs_of_the_named_queues_are_counted_while_no_worker_runs(redis: Redis, open_page: Open) -> None:
+    queue = Queue("bulk", connection=redis, serializer="json")
+    for _ in range(3):
+        queue.enqueue("jobs.complete", "x")
+    queue.enqueue_in(timedelta(hours=1), "jobs.complete", "later")
+    queue.enqueue_in(timedelta(hours=-1), "jobs.complete", "late")
+    Queue("producers-own", connection=redis, serializer="json").enqueue("jobs.complete", "x")
+    redis.zadd("rq:wip:bulk", {"a:b": 1e12})
+    found = samples(open_page(queues=("bulk", "never-seen")).get("/metrics").text)
+    assert {key[2]: value for key, value in found.items() if key[:2] == ("rq_jobs", "bulk")} == {
+        "queued": 3, "claimed": 0, "started": 1, "scheduled": 2, "deferred": 0, "finished": 0, "failed": 0,
+    }  # fmt: skip
+    assert found["tokenmill_jobs_due", "bulk"] == 1, "of the scheduled ones, that whose time has come"
+    assert found["rq_jobs", "never-seen", "queued"] == 0
+    assert not any("producers-own" in key for key in found)
+
+
+def test_what_a_worker_has_claimed_and_not_begun_is_counted_by_the_word_of_the_one_that_told_last(
+    redis: Redis, open_page: Open
+) -> None:
+    for name, number, left_s in (("old", 7, 3000), ("new", 2, 3590)):
+        redis.sadd("rq:workers", f"rq:worker:{name}")
+        redis.hset(f"rq:worker:{name}", mapping={"queues": "bulk", "state": "busy"})
+        redis.set(f"tokenmill:worker:{name}", f'{{"claimed": {{"bulk": {number}}}}}', ex=left_s)
+    found = samples(open_page(queues=("bulk",)).get("/metrics").text)
+    assert found["rq_jobs", "bulk", "claimed"] == 2
+
+
+def test_prometheus_sends_the_token_and_gets_the_metrics_alone(open_page: Open) -> None:
+    page = open_page(queues=("bulk",), token=TOKEN)
+    for wrong in ({}, {"Authorization": "Bearer nonsense"}, {"Authorization": f"Basic {TOKEN}"}):
+        assert page.get("/metrics", headers=wrong).status_code == 401
+    right = {"Authorization": f"Bearer {TOKEN}"}
+    assert page.get("/metrics", headers=right).status_code == 200
+    assert page.get("/series.json", headers=right).status_code == 401
+    assert page.get("/livez").text == "ok\n"
+
+
+def test_no_queue_named_no_metrics_and_no_redis_no_zeros(open_page: Open) -> None:
+    assert open_page().get("/metrics").status_code == 404
+    away = Redis.from_url("unix:///nowhere/s")
+    answer = open_page(away, queues=("bulk",)).get("/metrics")
+    assert (answer.status_code, "rq_jobs" in answer.text) == (503, False)

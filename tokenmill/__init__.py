@@ -1,0 +1,61 @@
+"""Tokenmill's names for Python: the engine, runs over files, the worker's class and the base of each package's errors.
+
+    import tokenmill
+
+    run = tokenmill.submit(frame, "scored", template="Is this review positive? {text}", max_tokens=4)
+
+Each name is imported from its package when it is used. So `import tokenmill` alone loads no torch, pyarrow or rq.
+Jobs keep the names that queues hold, such as "jobs.complete".
+"""
+
+import importlib
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from engine import Completion, Engine, EngineConfig, EngineError, SamplingParams
+    from jobs import JobsError, Run, run, submit
+    from worker import BatchWorker, WorkerError
+
+__all__ = [
+    "BatchWorker",
+    "Completion",
+    "Engine",
+    "EngineConfig",
+    "EngineError",
+    "JobsError",
+    "Run",
+    "SamplingParams",
+    "WorkerError",
+    "run",
+    "submit",
+]
+
+#: Name -> the package that it is imported from.
+_PACKAGE_OF = {
+    "BatchWorker": "worker",
+    "Completion": "engine",
+    "Engine": "engine",
+    "EngineConfig": "engine",
+    "EngineError": "engine",
+    "JobsError": "jobs",
+    "Run": "jobs",
+    "SamplingParams": "engine",
+    "WorkerError": "worker",
+    "run": "jobs",
+    "submit": "jobs",
+}
+
+
+if not TYPE_CHECKING:  # a type checker that sees `__getattr__` lets misspelled names pass
+
+    def __getattr__(name: str) -> object:
+        """Import a public name from its package. Raises AttributeError for any other."""
+        if name not in _PACKAGE_OF:
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        package = importlib.import_module(_PACKAGE_OF[name])
+        return getattr(package, name)
+
+
+def __dir__() -> list[str]:
+    """List the public names too, which nobody may have used yet."""
+    return sorted({*globals(), *__all__})

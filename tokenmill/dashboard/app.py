@@ -1,0 +1,256 @@
+"""The page as an application: what is asked for, and what is answered."""
+
+import asyncio
+import secrets
+import time
+from collections.abc import Awaitable, Callable, Collection, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+from urllib.parse import parse_qs, quote, urlencode
+
+from jinja2 import Environment, PackageLoader, StrictUndefined, select_autoescape
+from redis import Redis
+from redis.exceptions import ConnectionError as RedisConnectionError
+from redis.exceptions import RedisError
+from redis.exceptions import TimeoutError as RedisTimeoutError
+from starlette.applications import Starlette
+from starlette.concurrency import run_in_threadpool
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import HTMLResponse, JSONResponse, PlainTextResponse, RedirectResponse, Response
+from starlette.routing import Mount, Route
+from starlette.staticfiles import StaticFiles
+from starlette.types import ASGIApp
+
+from jobs.common.display import safe_name
+from jobs.common.release import release_text
+from jobs.doctor.redis_server import troubles
+from tokenmill.dashboard import display
+from tokenmill.dashboard.actions import cancel_job, cancel_run, notice, retry_all, retry_one
+from tokenmill.dashboard.guard import METRICS_PATH, SESSION_COOKIE, SESSION_S, Guard, Hosts, Sessions, TriesInTurn
+from tokenmill.dashboard.pages import PAGES, Missing, time_left
+from tokenmill.dashboard.queue_metrics import QueueMetrics
+from tokenmill.dashboard.watcher import Watcher
+
+#: A form's body, and the seconds within which it must have come; ours are far smaller.
+MAX_FORM_BYTES = 1 << 16
+FORM_S = 10.0
+
+Answer = Callable[[Request], Awaitable[Response]]
+
+
+@dataclass(frozen=True)
+class Options:
+    """How the dashboard is shown.
+
+    hosts: further names of it. is_local: it listens on this machine alone. token: what browsers log in with,
+    None where everybody on this machine may look. show_prompts: jobs' arguments are shown. queues: those that
+    /metrics counts; without one there is no /metrics.
+    """
+
+    hosts: Collection[str] = ()
+    is_local: bool = True
+    token: str | None = None
+    show_prompts: bool = False
+    queues: Sequence[str] = ()
+
+
+class Dashboard:
+    """What the answers share. Redis is read in threads, a page at a time."""
+
+    def __init__(self, connection: Redis, options: Options) -> None:
+        self.watcher, self._options = Watcher(connection), options
+        self._sessions = Sessions(options.token) if options.token else None
+        self._tries = TriesInTurn()
+        self._metrics = QueueMetrics(connection, options.queues)
+        # Of this process: a page of an earlier one gets the new one with its next update.
+        self._form_token = secrets.token_urlsafe(32)
+        self._templates = Environment(
+            loader=PackageLoader("tokenmill.dashboard"),
+            autoescape=select_autoescape(default=True, default_for_string=True),
+            undefined=StrictUndefined,
+            trim_blocks=True,
+            lstrip_blocks=True,
+        )
+        for name in ("number", "rate", "percent", "duration", "moment", "iso"):
+            self._templates.filters[name] = getattr(display, name)
+        self._templates.filters["safe_name"] = safe_name
+        self._templates.globals.update(
+            share=display.share, form_token=self._form_token, time_left=time_left, release_text=release_text
+        )
+
+    def app(self) -> ASGIApp:
+        """Return the application."""
+        pages = [Route(path, self._page(name)) for path, name in _PATHS.items()]
+        app = Starlette(
+            routes=[
+                *pages,
+                Route("/series.json", self._series),
+                Route("/livez", self._livez),
+                *([Route(METRICS_PATH, self._tell)] if self._options.queues else []),
+                Route("/retry", self._action(retry_one), methods=["POST"]),
+                Route("/retry-all", self._action(retry_all), methods=["POST"]),
+                Route("/cancel-run", self._action(cancel_run), methods=["POST"]),
+                Route("/cancel-job", self._action(cancel_job), methods=["POST"]),
+                Route("/login", self._show_login, methods=["GET"]),
+                Route("/login", self._log_in, methods=["POST"]),
+                Route("/logout", self._log_out, methods=["POST"]),
+                Mount("/static", StaticFiles(directory=Path(__file__).parent / "static")),
+                Route("/{path:path}", self._page("missing")),
+            ]
+        )
+        return Guard(app, Hosts(self._options.hosts, is_local=self._options.is_local), self._sessions)
+
+    def _page(self, name: str) -> Answer:
+        connection = self.watcher.connection
+
+        async def answer(request: Request) -> Response:
+            def read() -> dict[str, Any]:
+                found = PAGES[name](self.watcher, request, show_prompts=self._options.show_prompts)
+                return {**found, "troubles": [safe_name(each, 500) for each in troubles(connection)]}
+
+            try:
+                facts = await run_in_threadpool(read)
+            except Missing as missing:
+                return self._render(request, "missing.html", 404, text=str(missing))
+            except RedisError as error:
+                return self._away(request, error)
+            return self._render(request, f"{name}.html", 200, **facts)
+
+        return answer
+
+    def _away(self, request: Request, error: RedisError) -> Response:
+        """Say that Redis does not answer. A page that is open stays as it is, and goes on asking."""
+        is_away = isinstance(error, (RedisConnectionError, RedisTimeoutError))
+        problem = "Redis does not answer." if is_away else "Redis refused what the page asked for."
+        detail = f"{type(error).__name__}: {safe_name(str(error), 300)}"
+        response = self._render(request, "away.html", 503, problem=problem, detail=detail)
+        if _is_update(request):
+            response.headers["HX-Reswap"] = "none"
+        return response
+
+    def _render(self, request: Request, template: str, status: int, **facts: Any) -> HTMLResponse:
+        """Answer with a page, or with its inner part where a page that is open updates itself.
+
+        Then always with 200: what it says is in the page, and browsers take note of others as errors.
+        """
+        update = _is_update(request)
+        html = self._templates.get_template(template).render(
+            layout="update.html" if update else "base.html",
+            now=time.time(),
+            path=request.url.path,
+            here=_here(request),
+            has_login=self._sessions is not None,
+            notice=notice(request.query_params.get("done", "")),
+            **{"problem": None, "detail": None, "troubles": (), **facts},
+        )
+        return HTMLResponse(html, 200 if update else status)
+
+    async def _series(self, request: Request) -> Response:
+        return JSONResponse(await run_in_threadpool(self.watcher.series))
+
+    async def _livez(self, request: Request) -> Response:
+        """Whether it answers is all: a new start does not bring Redis back."""
+        return PlainTextResponse("ok\n")
+
+    async def _tell(self, request: Request) -> Response:
+        try:
+            accept = request.headers.get("accept", "")
+            body, kind = await run_in_threadpool(self._metrics.exposition, accept)
+        except RedisError as error:
+            return PlainTextResponse(f"Redis does not answer: {safe_name(str(error), 300)}\n", 503)
+        return Response(body, media_type=kind)
+
+    def _action(self, act: Callable[[Redis, dict[str, str]], str]) -> Answer:
+        """An action of a form that one of our pages of this process has sent, and back to that page."""
+
+        async def answer(request: Request) -> Response:
+            form = await _form(request)
+            if not _same(form.get("form_token", ""), self._form_token):
+                text = "This page is of an earlier dashboard: load it again, then try once more."
+                return self._render(request, "missing.html", 403, text=text)
+            try:
+                done = await run_in_threadpool(act, self.watcher.connection, form)
+            except RedisError as error:
+                return self._away(request, error)
+            back = form.get("back", "/")
+            mark = "&" if "?" in back else "?"
+            return RedirectResponse(f"{back if _is_ours(back) else '/'}{mark}done={done}", 303)
+
+        return answer
+
+    async def _show_login(self, request: Request, wrong: str = "") -> Response:
+        to = request.query_params.get("to", "/")
+        html = self._templates.get_template("login.html").render(wrong=wrong, to=to if _is_ours(to) else "/")
+        return HTMLResponse(html, 403 if wrong else 200)
+
+    async def _log_in(self, request: Request) -> Response:
+        form = await _form(request)
+        if self._sessions is None:
+            return RedirectResponse("/", 303)
+        if not await self._tries.take():
+            text = "Too many wrong tokens were tried: wait a moment, then try again.\n"
+            return PlainTextResponse(text, 429, {"Retry-After": "5"})
+        is_right = self._sessions.is_token(form.get("token", ""))
+        self._tries.note(is_right=is_right)
+        if not is_right:
+            return await self._show_login(request, "That is not the token that the dashboard was started with.")
+        to = form.get("to", "/")
+        response = RedirectResponse(to if _is_ours(to) else "/", 303)
+        response.set_cookie(
+            SESSION_COOKIE,
+            self._sessions.open(time.time()),
+            max_age=SESSION_S,
+            httponly=True,
+            samesite="strict",
+            secure=request.url.scheme == "https",
+        )
+        return response
+
+    async def _log_out(self, request: Request) -> Response:
+        form = await _form(request)
+        response = RedirectResponse("/login" if self._sessions else "/", 303)
+        if _same(form.get("form_token", ""), self._form_token):
+            response.delete_cookie(SESSION_COOKIE)
+        return response
+
+
+#: The paths of the pages, and each page's name in PAGES, which is that of its template.
+_PATHS = {"/": "overview", "/failed": "failed", "/runs/{run}": "run", "/jobs/{job_id}": "job"}
+
+
+def _here(request: Request) -> str:
+    """The page's address, without the word of an action that led to it."""
+    query = urlencode([each for each in request.query_params.multi_items() if each[0] != "done"])
+    return quote(request.url.path) + (f"?{query}" if query else "")
+
+
+def _is_update(request: Request) -> bool:
+    return "hx-request" in request.headers
+
+
+def _is_ours(path: str) -> bool:
+    """Whether a path to go back to is one of this site: browsers take // and /\\ for other hosts."""
+    return path.startswith("/") and not path.startswith(("//", "/\\")) and path.isprintable()
+
+
+def _same(given: str, expected: str) -> bool:
+    return secrets.compare_digest(given.encode(errors="surrogatepass"), expected.encode())
+
+
+async def _form(request: Request) -> dict[str, str]:
+    """Return the fields of a form; none of one that is larger or slower than ours."""
+    body = b""
+    try:
+        async with asyncio.timeout(FORM_S):
+            async for chunk in request.stream():
+                body += chunk
+                if len(body) > MAX_FORM_BYTES:
+                    return {}
+    except (TimeoutError, ClientDisconnect):
+        return {}
+    try:
+        fields = parse_qs(body.decode("ascii"), keep_blank_values=True, max_num_fields=20)
+    except ValueError:
+        return {}
+    return {name: values[0] for name, values in fields.items()}

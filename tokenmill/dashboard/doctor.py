@@ -1,0 +1,24 @@
+"""What `tokenmill doctor --role dashboard` looks at beside Redis. Imported by name."""
+
+import os
+from collections.abc import Iterator
+
+from jobs.doctor.findings import Examination, Finding, fault, missing, ok
+from tokenmill.dashboard.serve import TOKEN_VARIABLE, NotServed, check_token
+
+
+def checks() -> list[Examination]:
+    """Return what is looked at where a dashboard runs."""
+    return [Examination("dashboard", _check)]
+
+
+def _check() -> Iterator[Finding]:
+    yield from missing("dashboard")
+    token = os.environ.get(TOKEN_VARIABLE) or None
+    try:
+        check_token(token, "127.0.0.1")
+    except NotServed as error:
+        yield fault("dashboard", str(error).partition(":")[0], str(error).partition(": ")[2])
+        return
+    who = "browsers log in with a token" if token else "no token is set: it serves 127.0.0.1 only"
+    yield ok("dashboard", who)

@@ -1,0 +1,145 @@
+"""Looks at Redis for everybody who looks at the page, as seldom as that allows."""
+
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from redis import Redis
+
+from jobs.common.workers import Worker, WorkerSample, read_workers, worker_names
+from jobs.queues import QueueCounts, count_queues, queue_names
+from jobs.runs.watching.reading import list_runs
+from jobs.runs.watching.snapshot import RunSnapshot
+from tokenmill.dashboard.history import History, read_points
+from tokenmill.dashboard.jobs_seen import FailedJob, newest_failed
+
+#: A look serves everybody for so long; one that took longer than a fifth of that, for five times as long.
+LOOK_S = 1.0
+LOOK_SHARE = 0.2
+
+#: After so long without a look the last hour is read anew, so that the charts have no gap.
+FORGET_S = 60.0
+
+#: What is looked at, at most. Of more, the page says that there are more.
+MAX_WORKERS, MAX_QUEUES, MAX_RUNS, MAX_FAILED = 1000, 200, 50, 10
+
+#: Workers whose last hour is read in one look: of many, the charts fill within some looks after a start.
+MAX_NEW = 20
+
+
+@dataclass(frozen=True)
+class WorkerRow:
+    """One worker. sample: None of one that tells nothing of itself, such as RQ's own.
+
+    Rates are per second, None where they cannot be told yet.
+    """
+
+    name: str
+    state: str
+    queues: str
+    sample: WorkerSample | None = None
+    generated_per_s: float | None = None
+    prompt_per_s: float | None = None
+
+    @property
+    def is_silent(self) -> bool:
+        return self.state == "silent"
+
+
+@dataclass(frozen=True)
+class Look:
+    """What Redis said at one moment."""
+
+    at: float
+    queues: tuple[QueueCounts, ...] = ()
+    num_queues: int = 0
+    workers: tuple[WorkerRow, ...] = ()
+    num_workers: int = 0
+    runs: tuple[RunSnapshot, ...] = ()
+    failed: tuple[FailedJob, ...] = ()
+
+    def total(self, where: str) -> int:
+        """How many jobs of all queues are there: "waiting", "executing", "failed", ..."""
+        return sum(queue.counts[where] for queue in self.queues)
+
+    def rate(self, name: str) -> float:
+        """A rate of all workers together that tell of themselves now, by its name in WorkerRow."""
+        return sum(getattr(worker, name) or 0.0 for worker in self.workers if not worker.is_silent)
+
+
+class Watcher:
+    """Reads Redis in the calling thread; safe to call from many. clock: Unix seconds."""
+
+    def __init__(self, connection: Redis, clock: Callable[[], float] = time.time) -> None:
+        self.connection, self.clock = connection, clock
+        self._history, self._lock = History(), threading.Lock()
+        self._last: Look | None = None
+        self._serves_until = 0.0
+
+    def look(self) -> Look:
+        """Return how everything stands, as it was LOOK_S ago at most. Raises redis.exceptions.RedisError."""
+        with self._lock:
+            began = time.monotonic()
+            if self._last is None or began >= self._serves_until:
+                self._last = self._look()
+                now = time.monotonic()
+                self._serves_until = now + max(LOOK_S, (now - began) / LOOK_SHARE)
+            return self._last
+
+    def series(self) -> dict[str, Any]:
+        """Return the charts' lines, as they are known from the last look."""
+        with self._lock:
+            return self._history.series(self.clock())
+
+    def _look(self) -> Look:
+        now = self.clock()
+        if self._last is not None and now - self._last.at > FORGET_S:
+            self._history = History()
+        all_queues, all_workers = queue_names(self.connection), worker_names(self.connection)
+        queues = count_queues(self.connection, all_queues[:MAX_QUEUES])
+        names = all_workers[:MAX_WORKERS]
+        workers = read_workers(self.connection, names)
+        self._remember(now, [each.sample for each in workers if each.sample is not None], queues)
+        # Only where there are any: most of the time there is nothing to read.
+        with_failed = [queue.name for queue in queues if queue.counts["failed"]]
+        return Look(
+            at=now,
+            queues=tuple(sorted(queues, key=_busiest)),
+            num_queues=len(all_queues),
+            workers=self._rows(workers),
+            num_workers=len(all_workers),
+            runs=tuple(list_runs(self.connection, MAX_RUNS)),
+            failed=tuple(newest_failed(self.connection, with_failed, MAX_FAILED)) if with_failed else (),
+        )
+
+    def _remember(self, now: float, samples: Sequence[WorkerSample], queues: Sequence[QueueCounts]) -> None:
+        history = self._history
+        new = [sample.name for sample in samples if not history.knows(sample.name)][:MAX_NEW]
+        earlier = read_points(self.connection, new) if new else {}
+        for sample in samples:
+            if not history.knows(sample.name) and sample.name not in earlier:
+                continue  # its turn comes with a later look
+            ahead_s = sample.at - (now - sample.silent_s)  # its clock's, of ours
+            for point in (*earlier.get(sample.name, ()), sample):
+                history.add_point(sample.name, point, point.at - ahead_s)
+        history.forget([sample.name for sample in samples])
+        history.add_depth({queue.name: queue.counts["waiting"] for queue in queues}, now)
+
+    def _rows(self, workers: Sequence[Worker]) -> tuple[WorkerRow, ...]:
+        """Return a row for each worker, those first that somebody should look at."""
+        rows, rate = [], self._history.rate
+        for worker in workers:
+            name, sample, seen = worker.name, worker.sample, worker.registered
+            if sample is None:
+                rows.append(WorkerRow(name, seen.get("state", "unknown"), seen.get("queues", "")))
+                continue
+            state = "silent" if sample.is_silent else sample.state or "unknown"
+            rates = rate(name, "generation_tokens"), rate(name, "prompt_tokens")
+            rows.append(WorkerRow(name, state, ", ".join(sample.queues), sample, *rates))
+        return tuple(sorted(rows, key=lambda row: (not row.is_silent, row.state != "draining", row.name)))
+
+
+def _busiest(queue: QueueCounts) -> tuple[int, str]:
+    return -sum(queue.counts[where] for where in ("waiting", "executing", "failed")), queue.name
