@@ -306,14 +306,19 @@ def _check_together(spec: RunSpec, given: Mapping[str, Any]) -> None:
         has_labels=spec.labels is not None,
     )
     if spec.way is not None:
-        name = next(iter(spec.way.options))
-        for other, is_there in (("prompts", spec.prompts), ("labels", spec.labels), ("n", spec.n > 1)):
-            if is_there:
-                raise InvalidJob(f"{name} and {other} do not go together: leave one out")
-        if spec.task != checks.GENERATE or is_batch:
-            raise InvalidJob(f"{name} is for prompts and chats, of which answers are generated")
-        check_alone(spec.way, spec.repairs)
-        spec.way.check(spec.sampling, spec.chat[1].get("tools", []))
+        _check_way(spec, spec.way, is_batch=is_batch)
+
+
+def _check_way(spec: RunSpec, way: Way, *, is_batch: bool) -> None:
+    """Raise InvalidJob for what a way to the answer does not go with."""
+    name = next(iter(way.options))
+    for other, is_there in (("prompts", spec.prompts), ("labels", spec.labels), ("n", spec.n > 1)):
+        if is_there:
+            raise InvalidJob(f"{name} and {other} do not go together: leave one out")
+    if spec.task != checks.GENERATE or is_batch:
+        raise InvalidJob(f"{name} is for prompts and chats, of which answers are generated")
+    check_alone(way, spec.repairs)
+    way.check(spec.sampling, spec.chat[1].get("tools", []))
 
 
 def check_num_files(found: int) -> None:
