@@ -171,8 +171,12 @@ def test_the_key_of_a_batch_line_has_the_version_of_its_function(
     assert key({"regex": "a"}) == key({"regex": "a"})
 
 
-def test_distinct_checks_are_remembered_up_to_a_bound_and_none_pays_for_those_before_it(checks: Checks) -> None:
+def test_distinct_checks_are_remembered_up_to_a_bound_and_none_pays_for_those_before_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """Without a bound the child's memory would end some day, at a check that needs little."""
+    monkeypatch.setattr("jobs.context.checks.COMPILE_LIMIT_S", 60.0)  # a loaded machine ends no child here
+    checks = Checks(limit_s=60.0)
     first_child = None
     for number in range(80):
         check = {"json": {"const": str(number) * 500_000}}
@@ -184,3 +188,4 @@ def test_distinct_checks_are_remembered_up_to_a_bound_and_none_pays_for_those_be
     for number in range(MAX_TEXTS + 10):
         assert checks.reason(RepairOptions(check={"regex": f"a{number}"}), {}, f"a{number}") is None
     assert len(child.notes) == MAX_TEXTS
+    checks.close()
