@@ -40,10 +40,14 @@ class JobRunner:
     """Owns every job that this worker holds. All methods belong to the I/O thread."""
 
     def __init__(self, parts: Parts) -> None:
-        self._packer = parts.packer
-        self._budget = parts.budget
         log = parts.log
         clock = parts.clock
+        post = parts.events.put
+        traces = parts.environment.traces
+        lent = parts.environment.lent
+
+        self._packer = parts.packer
+        self._budget = parts.budget
         self._admission = parts.admission
         self._environment = parts.environment
         self._callbacks = parts.callbacks
@@ -52,9 +56,6 @@ class JobRunner:
         self._clock = clock
         self._functions = parts.functions
         self._posts = parts.callbacks.webhooks.pool
-        traces = parts.environment.traces
-        lent = parts.environment.lent
-        post = parts.events.put
         self.jobs = HeldJobs(traces)
         self._store = parts.store
         self._max_deaths = parts.limits.max_worker_deaths
