@@ -1,7 +1,7 @@
-"""Child processes for what strangers wrote: started by exec, limited by the operating system, replaced.
+"""Child processes for code and data that strangers wrote.
 
-`Pool` lends them; docs/security.md says what this boundary is for. Importing this loads the standard library
-alone.
+They are started by exec, limited by the operating system, and replaced when they end. `Pool` lends them.
+docs/security.md says what this boundary is for. Importing this package loads only the standard library.
 """
 
 from sandbox.pool import Pool

@@ -1,4 +1,4 @@
-"""The program of a child: it does one task after the other for the worker that started it."""
+"""The program of a child process. It does one task after the other for the worker that started it."""
 
 import faulthandler
 import importlib
@@ -12,60 +12,63 @@ from typing import Any
 
 from sandbox import frames
 
-#: How much later than its worker would end it a child ends by itself: the worker may be gone.
+#: Seconds after the limit of a task at which a child ends by itself, in case its worker is gone.
 _MARGIN_S = 5.0
 
 #: Files that a child may have open.
 MAX_FILES = 256
 
-#: Bytes of one message to a child.
+#: The most bytes of a message to a child.
 _MAX_MESSAGE = 1 << 40
 
 Body = bytes | memoryview
 
 Reply = Mapping[str, Any] | tuple[Mapping[str, Any], Body]
-"""What a task gives its worker: a message, or one with bytes behind it."""
+"""A reply of a task: a message, or a message and the bytes that follow it."""
 
 
 class Worker:
-    """The worker, as a task sees it. question, body: what it asks."""
+    """The worker, as a task in the child sees it. question, body: the message and the bytes of its request."""
 
     def __init__(self, channel: socket.socket) -> None:
         self._channel = channel
-        self._nothing = open(os.devnull, "w")  # noqa: SIM115  # until the process ends
+        self._devnull = open(os.devnull, "w")  # noqa: SIM115  # open until the process ends
         self._limit_s = 0.0
         self.question: dict[str, Any] = {}
         self.body = bytearray()
 
     def fetch(self, message: Mapping[str, Any]) -> bytearray:
-        """Ask the worker for bytes."""
-        return self._say({"fetch": message})[1]
+        """Ask the worker for bytes, and return them."""
+        _, body = self._exchange({"fetch": message})
+        return body
 
     def do_tasks(self) -> None:
-        """Do what is asked until nobody asks any more. Raises EOFError or OSError then."""
-        asked, self.body = frames.receive(self._channel, _MAX_MESSAGE)
+        """Do tasks until the worker is gone. Raises EOFError or OSError then."""
+        request, self.body = frames.receive(self._channel, _MAX_MESSAGE)
         while True:
-            self.question, self._limit_s = asked["question"], asked["seconds"]
-            _limit_memory(asked["memory_bytes"])
+            self.question = request["question"]
+            self._limit_s = request["seconds"]
+            _limit_memory(request["memory_bytes"])
             self._limit_time()
-            end = self._ended(asked["task"])
-            self.question, self.body = {}, bytearray()
-            asked, self.body = self._say(end)
+            end = self._do_task(request["task"])
+            self.question = {}
+            self.body = bytearray()
+            request, self.body = self._exchange(end)
 
-    def _say(self, message: Mapping[str, Any], body: Body = b"") -> tuple[dict[str, Any], bytearray]:
-        """Send something to the worker; return what it says then, for which it may take any time."""
+    def _exchange(self, message: Mapping[str, Any], body: Body = b"") -> tuple[dict[str, Any], bytearray]:
+        """Send a message to the worker and return its next one. The worker may take any time for that."""
         faulthandler.cancel_dump_traceback_later()
         frames.send(self._channel, message, body)
         del message, body
         try:
-            found = frames.receive(self._channel, _MAX_MESSAGE)
-        except MemoryError:  # what is left of the message would be taken for the next one
+            received = frames.receive(self._channel, _MAX_MESSAGE)
+        except MemoryError:  # the rest of the message would be taken for the next one
             os._exit(frames.OUT_OF_MEMORY)
         self._limit_time()
-        return found
+        return received
 
-    def _ended(self, task: str) -> dict[str, Any]:
-        """Do a task; return how it ended."""
+    def _do_task(self, task: str) -> dict[str, Any]:
+        """Do a task, and return how it ended. A task without a function only imports its module."""
         try:
             module, _, function = task.partition(":")
             if not function:
@@ -75,55 +78,60 @@ class Worker:
             do: Callable[[Worker], Iterable[Reply]] = getattr(importlib.import_module(module), function)
             for reply in do(self):
                 message, body = reply if isinstance(reply, tuple) else (reply, b"")
-                said, _ = self._say({"reply": message}, body)
-                if "stop" in said:
+                request, _ = self._exchange({"reply": message}, body)
+                if "stop" in request:
                     break
         except MemoryError:
             return {"end": "memory"}
-        except Exception as error:  # noqa: BLE001  # what strangers wrote raises what it likes
-            shown = f"{type(error).__name__}: {str(error)[:1000]}"
-            return {"end": "raised", "error": shown, "errno": error.errno if isinstance(error, OSError) else None}
+        except Exception as error:  # noqa: BLE001  # strangers' code may raise anything
+            text = f"{type(error).__name__}: {str(error)[:1000]}"
+            error_number = error.errno if isinstance(error, OSError) else None
+            return {"end": "raised", "error": text, "errno": error_number}
         return {"end": "done"}
 
     def _limit_time(self) -> None:
-        faulthandler.dump_traceback_later(self._limit_s + _MARGIN_S, exit=True, file=self._nothing)
+        """Have the system end this process if the next reply takes too long, in time or in CPU time."""
+        faulthandler.dump_traceback_later(self._limit_s + _MARGIN_S, exit=True, file=self._devnull)
         used = resource.getrusage(resource.RUSAGE_SELF)
         seconds = int(used.ru_utime + used.ru_stime + self._limit_s + _MARGIN_S) + 1
         resource.setrlimit(resource.RLIMIT_CPU, (seconds, resource.RLIM_INFINITY))
 
 
 _base_bytes = 0
+"""Bytes of memory that imports take; 0 if the system does not tell. A task's limit counts from there."""
 
 
 @contextmanager
 def unlimited_memory() -> Iterator[None]:
-    """Import within it: what is there behind it is no part of the limit, which counts what comes later."""
+    """Lift the memory limit for imports. Memory that is in use afterwards does not count towards a task's limit."""
     global _base_bytes
-    before, hard = resource.getrlimit(resource.RLIMIT_DATA)
-    resource.setrlimit(resource.RLIMIT_DATA, (hard, hard))
-    base = _base_bytes
+    limit_before, hard_limit = resource.getrlimit(resource.RLIMIT_DATA)
+    resource.setrlimit(resource.RLIMIT_DATA, (hard_limit, hard_limit))
+    base_before = _base_bytes
     try:
         yield
     finally:
         _base_bytes = _data_bytes()
-        more = hard if before == hard else before - base + _base_bytes
-        resource.setrlimit(resource.RLIMIT_DATA, (more, hard))
+        limit = hard_limit if limit_before == hard_limit else limit_before - base_before + _base_bytes
+        resource.setrlimit(resource.RLIMIT_DATA, (limit, hard_limit))
 
 
-def _limit_memory(more_bytes: int) -> None:
+def _limit_memory(task_bytes: int) -> None:
+    """Let this process take `task_bytes` beside what its imports take."""
     _, hard = resource.getrlimit(resource.RLIMIT_DATA)
-    if _base_bytes:  # else the system does not tell, and a limit would end what has begun
-        resource.setrlimit(resource.RLIMIT_DATA, (_base_bytes + more_bytes, hard))
+    if _base_bytes:  # without it, a limit could be below what is in use
+        resource.setrlimit(resource.RLIMIT_DATA, (_base_bytes + task_bytes, hard))
 
 
 def _data_bytes() -> int:
+    """Return the bytes of this process' data; 0 if the system does not tell."""
     with suppress(OSError):
         return int(Path("/proc/self/statm").read_text().split()[5]) * resource.getpagesize()
     return 0
 
 
 def main(fd: int) -> None:
-    """Do tasks through the socket's file descriptor. What they print goes to the worker's log."""
+    """Do tasks that come through the socket `fd`. What they print goes to the worker's log."""
     os.dup2(2, 1)
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)

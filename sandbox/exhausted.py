@@ -1,18 +1,18 @@
-"""Errors of a machine that has run out of something. No row and no job is to blame for them.
+"""Recognizes the errors of a machine that has run out of something. No row and no job is to blame for them.
 
-A child's task that reaches its limits is not meant: those limits are its own.
+The limits of a child's task are another matter, as only that task reaches them.
 """
 
 import errno
 
+#: Error numbers: no room left on the disk, or in the user's quota.
 DISK_FULL = frozenset([errno.ENOSPC, errno.EDQUOT])
 
-#: Error numbers: out of descriptors, memory, processes or local disk.
+#: Error numbers: no descriptors, memory, processes or local disk left.
 _NUMBERS = DISK_FULL | {errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EAGAIN}
 
-
 _NO_THREAD = "can't start new thread"
-"""Python tells this lack by its words alone."""
+"""The message of Python's RuntimeError when a thread cannot be started."""
 
 
 def is_exhausted(error: BaseException | None) -> bool:

@@ -1,4 +1,4 @@
-"""Pool: lends children, and starts others in the place of those that ended."""
+"""Pool: lends child processes, and replaces those that have ended."""
 
 import atexit
 import threading
@@ -9,17 +9,17 @@ from typing import TypeVar
 
 from sandbox.process import Child, ChildDied
 
-#: Children that wait for a task; those that end theirs while so many wait are let go. With fewer than the files that
-#: are read at once, a child would import pyarrow anew for each part of a run.
+#: The most idle children. A child that comes back while as many are idle is ended. With fewer than the files that are
+#: read at once, children would import pyarrow anew for each part of a run.
 MAX_IDLE = 4
 
 T = TypeVar("T")
 
 
 class Pool:
-    """Children that are alike: as many as ask at once. Thread-safe.
+    """Lends child processes of one kind, as many as are needed at once. Thread-safe.
 
-    set_up: called with a child that has just begun.
+    set_up: called with each new child.
     """
 
     def __init__(self, set_up: Callable[[Child], None] | None = None) -> None:
@@ -31,9 +31,9 @@ class Pool:
         _pools.add(self)
 
     def call(self, use: Callable[[Child], T]) -> T:
-        """Return what a use of a child returns; called again with another one where the first one dies.
+        """Call `use` with a child and return its value. If the child dies, call it once more with another one.
 
-        Raises ChildFailed, OSError where none begins, and what `use` raises.
+        Raises ChildFailed, OSError if no child can be started, and the errors of `use`.
         """
         try:
             with self.lent() as child:
@@ -46,8 +46,8 @@ class Pool:
 
     @contextmanager
     def lent(self) -> Iterator[Child]:
-        """Lend a child. What the body raises ends it: its reply would be the next one's."""
-        child, is_new = self._taken()
+        """Lend a child. An error in the body ends it, because its reply would reach the next user."""
+        child, is_new = self._take()
         try:
             if is_new and self._set_up is not None:
                 self._set_up(child)
@@ -57,10 +57,10 @@ class Pool:
                 self._busy.discard(child)
             child.close()
             raise
-        self._keep(child)
+        self._give_back(child)
 
-    def _taken(self) -> tuple[Child, bool]:
-        """Return a child, and whether it has just begun."""
+    def _take(self) -> tuple[Child, bool]:
+        """Return a child, and whether it is new."""
         with self._lock:
             while self._idle:
                 child = self._idle.pop()
@@ -75,7 +75,8 @@ class Pool:
                 child.kill()
         return child, True
 
-    def _keep(self, child: Child) -> None:
+    def _give_back(self, child: Child) -> None:
+        """Keep a child for the next task, or end it if enough children are idle."""
         with self._lock:
             self._busy.discard(child)
             if not self._is_closed and child.is_alive and len(self._idle) < MAX_IDLE:
@@ -84,12 +85,14 @@ class Pool:
         child.close()
 
     def close(self, *, kill: bool = False) -> None:
-        """End the children; those that are at a task once they have replied, or, with `kill`, at once."""
+        """End the children. Busy ones end when their task has replied, or at once with `kill`."""
         with self._lock:
             self._is_closed = True
-            idle, self._idle = self._idle, []
-            for child in self._busy if kill else ():
-                child.kill()
+            idle = self._idle
+            self._idle = []
+            if kill:
+                for child in self._busy:
+                    child.kill()
         for child in idle:
             child.close()
 

@@ -1,4 +1,4 @@
-"""One child process, as its worker has it."""
+"""Child: a child process, as its worker uses it."""
 
 import json
 import os
@@ -13,10 +13,10 @@ from sandbox import frames
 from sandbox.exhausted import is_exhausted
 from sandbox.recent import Recent
 
-#: What a child has of the worker's environment: nothing that may be a secret.
+#: The variables that a child gets from the worker's environment. None may hold a secret.
 _PASSED = ("HOME", "LANG", "LC_ALL", "LC_CTYPE", "LD_LIBRARY_PATH", "PATH", "TMPDIR", "TZ")
 
-#: One thread for each library, and allocators that reserve no more than they use.
+#: Variables for one thread for each library, and for allocators that reserve no more than they use.
 _QUIET = {
     "ARROW_DEFAULT_MEMORY_POOL": "system",
     "ARROW_NUM_THREADS": "1",
@@ -30,50 +30,50 @@ _PROGRAM = (
     "import sys, json; sys.path[:] = json.loads(sys.argv[1]); from sandbox.child import main; main(int(sys.argv[2]))"
 )
 
-#: Seconds that a child may take to begin, or to import what a task needs; and to read what it is sent.
+#: Seconds that a child may take to start, to import a task's module, or to read a message.
 BEGIN_LIMIT_S = 60.0
 
-#: Seconds in which a child ends that has closed its side.
+#: Seconds that a child may take to end after it has closed its side of the socket.
 _END_LIMIT_S = 1.0
 
-#: A message of a child may take so many times what its task may.
+#: A message from a child may have this many times the bytes of its task's memory limit.
 _MESSAGE_TIMES = 2
 
-#: What a task may take beside what its child has imported, where nothing else is said.
+#: The default memory limit of a task, beside what its child has imported.
 MEMORY_BYTES = 128 << 20
 
 
 class Limits(NamedTuple):
-    """What a task may take: seconds for each reply, and bytes of memory."""
+    """The limits of a task: seconds for each reply, and bytes of memory."""
 
     seconds: float
     memory_bytes: int = MEMORY_BYTES
 
 
 class ChildFailed(Exception):
-    """Raised with what became of a task, worded to follow what the task was for: "the check ..."."""
+    """Raised if a task failed. The message says how, as a verb that follows a subject such as "the check"."""
 
 
 class ChildDied(ChildFailed):
-    """Raised where a child has ended, be it by its task or by somebody's signal."""
+    """Raised if a child has ended, by its task or by a signal."""
 
 
 class ChildTooSlow(ChildFailed):
-    """Raised where a task did not reply in time."""
+    """Raised if a task did not reply in time."""
 
 
 class ChildOutOfMemory(ChildFailed):
-    """Raised where a task took more memory than a child may."""
+    """Raised if a task needed more memory than its limit."""
 
 
 Fetch = Callable[[Mapping[str, Any]], bytes]
-"""Gives a task the bytes that it asks its worker for."""
+"""Returns the bytes that a task asks its worker for."""
 
 
 class Child:
-    """A child for one thread at a time. What raises ChildFailed has ended it.
+    """A child process, for one thread at a time. A call that raises ChildFailed has ended it.
 
-    notes: texts that the child has seen lately, noted by its caller.
+    notes: the texts that the child has seen lately, as its caller notes them.
     """
 
     def __init__(self) -> None:
@@ -82,64 +82,66 @@ class Child:
         self._channel, theirs = socket.socketpair()
         with theirs:
             try:
-                self._process = self._begun(theirs.fileno())
+                self._process = self._start(theirs.fileno())
             except BaseException:
                 self._channel.close()
                 raise
 
     @staticmethod
-    def _begun(fd: int) -> subprocess.Popen[bytes]:
-        """Begin the process. fd: its end of the socket pair."""
-        own = {name: os.environ[name] for name in _PASSED if name in os.environ}
+    def _start(fd: int) -> subprocess.Popen[bytes]:
+        """Start the process. fd: its end of the socket pair."""
+        passed = {name: os.environ[name] for name in _PASSED if name in os.environ}
         return subprocess.Popen(
             [sys.executable, "-c", _PROGRAM, json.dumps(sys.path), str(fd)],
             stdin=subprocess.DEVNULL,
             pass_fds=[fd],
-            env={**own, **_QUIET},
-            # A session of its own: Ctrl-C at the worker's terminal does not reach it.
+            env={**passed, **_QUIET},
+            # In a new session, Ctrl-C at the worker's terminal does not reach it.
             start_new_session=True,
         )
 
     @property
     def pid(self) -> int:
+        """The process id."""
         return self._process.pid
 
     @property
     def is_alive(self) -> bool:
+        """Whether the process has not ended."""
         return self._process.poll() is None
 
     def ask(
         self, task: str, question: Mapping[str, Any], limits: Limits, body: bytes = b""
     ) -> tuple[dict[str, Any], bytearray]:
-        """Return the one reply of a task, and the bytes behind it. Raises ChildFailed."""
+        """Return the only reply of a task, and the bytes that follow it. Raises ChildFailed."""
         (reply,) = self.replies(task, question, limits, body)
         return reply
 
     def replies(
         self, task: str, question: Mapping[str, Any], limits: Limits, body: bytes = b"", fetch: Fetch | None = None
     ) -> Generator[tuple[dict[str, Any], bytearray], None, None]:
-        """Yield what a task replies, one by one as asked for; closing the generator ends the task.
+        """Yield the replies of a task, each computed when it is asked for. Closing the generator ends the task.
 
-        task: "module:function". Raises ChildFailed, and what `fetch` raises.
+        task: "module:function". fetch: returns bytes that the task asks for. Raises ChildFailed, and errors of `fetch`.
         """
         is_done = False
         try:
             self._import(task.partition(":")[0])
-            asked = {"task": task, "question": question, **limits._asdict()}
-            message, found = self._told(asked, limits, body)
+            request = {"task": task, "question": question, **limits._asdict()}
+            message, reply_body = self._exchange(request, limits, body)
             while "end" not in message:
                 if "fetch" in message:
                     assert fetch is not None
-                    message, found = self._told({}, limits, fetch(message["fetch"]))
+                    message, reply_body = self._exchange({}, limits, fetch(message["fetch"]))
                     continue
                 try:
-                    yield message["reply"], found
+                    yield message["reply"], reply_body
                 except GeneratorExit:
                     with suppress(ChildFailed):
-                        message, _ = self._told({"stop": True}, limits)
+                        message, _ = self._exchange({"stop": True}, limits)
                         is_done = "end" in message
                     raise
-                message, found = self._told({}, limits)
+                message, reply_body = self._exchange({}, limits)
             self._check_end(message, limits)
             is_done = True
         finally:
@@ -147,15 +149,17 @@ class Child:
                 self.close()
 
     def _import(self, module: str) -> None:
-        if module not in self._imported:
-            limits = Limits(BEGIN_LIMIT_S)
-            message, _ = self._told({"task": module, "question": {}, **limits._asdict()}, limits)
-            self._check_import(message)
-            self._check_end(message, limits)
-            self._imported.add(module)
+        """Have the child import a task's module, unless it has done so before."""
+        if module in self._imported:
+            return
+        limits = Limits(BEGIN_LIMIT_S)
+        message, _ = self._exchange({"task": module, "question": {}, **limits._asdict()}, limits)
+        self._check_import(message)
+        self._check_end(message, limits)
+        self._imported.add(module)
 
     def _check_import(self, message: Mapping[str, Any]) -> None:
-        """Raise what the machine lacked for a task's imports. These have no limits, and run no stranger's code."""
+        """Raise an error if the machine lacked something for imports, which have no limits and run only our code."""
         if message["end"] == "memory":
             raise MemoryError("a child process found no memory for its imports")
         if message["end"] == "raised" and message["errno"] is not None:
@@ -164,13 +168,16 @@ class Child:
                 raise error
 
     def _check_end(self, message: Mapping[str, Any], limits: Limits) -> None:
+        """Raise ChildFailed if a task did not end well."""
         if message["end"] == "memory":
             raise _out_of_memory(limits)
         if message["end"] == "raised":
             raise ChildFailed(f"raised {message['error']}")
 
-    def _told(self, message: Mapping[str, Any], limits: Limits, body: bytes = b"") -> tuple[dict[str, Any], bytearray]:
-        """Say something to the child; return what it says then."""
+    def _exchange(
+        self, message: Mapping[str, Any], limits: Limits, body: bytes = b""
+    ) -> tuple[dict[str, Any], bytearray]:
+        """Send a message to the child and return its next one. Raises ChildFailed."""
         try:
             frames.send(self._channel, message, body, BEGIN_LIMIT_S)
             return frames.receive(self._channel, _MESSAGE_TIMES * limits.memory_bytes, limits.seconds)
@@ -180,7 +187,8 @@ class Child:
             raise self._died(limits) from None
 
     def _died(self, limits: Limits) -> ChildFailed:
-        with suppress(subprocess.TimeoutExpired):  # so that what it ended with is told
+        """Close a child that has closed its side, and return the error that says how it ended."""
+        with suppress(subprocess.TimeoutExpired):  # wait for its exit status
             self._process.wait(_END_LIMIT_S)
         self.close()
         if self._process.returncode == frames.OUT_OF_MEMORY:
@@ -188,11 +196,11 @@ class Child:
         return ChildDied(f"ended its process with {self._process.returncode}")
 
     def kill(self) -> None:
-        """End it, whatever it is at; for any thread."""
+        """Kill the process, whatever it does. For any thread."""
         self._process.kill()
 
     def close(self) -> None:
-        """End it and forget it; may be called more than once."""
+        """Kill the process and free what it took. May be called more than once."""
         self.kill()
         self._process.wait()
         self._channel.close()

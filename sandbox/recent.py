@@ -1,10 +1,13 @@
-"""A bounded memory by text, which a child and its worker keep alike."""
+"""Recent: a bounded memory by text. A child and its worker keep the same texts in theirs."""
 
 from collections import OrderedDict
 from typing import Generic, TypeVar
 
-#: The most texts that are remembered, and the most characters of all together.
-MAX_TEXTS, MAX_CHARS = 64, 2 << 20
+#: The most texts that are remembered.
+MAX_TEXTS = 64
+
+#: The most characters of all of them together.
+MAX_CHARS = 2 << 20
 
 V = TypeVar("V")
 
@@ -23,13 +26,14 @@ class Recent(Generic[V]):
         return len(self._values)
 
     def get(self, text: str) -> V | None:
+        """Return a text's value, and note that it was used; None if the text is not remembered."""
         if text not in self._values:
             return None
         self._values.move_to_end(text)
         return self._values[text]
 
     def put(self, text: str, value: V) -> bool:
-        """Remember a value. Return whether others were forgotten to make room."""
+        """Remember a value. Returns whether other values were forgotten to make room."""
         if text not in self._values:
             self.num_chars += len(text)
         self._values[text] = value

@@ -1,4 +1,4 @@
-"""Builds the parts of one worker; no other module knows all of them."""
+"""Builds the parts of a worker. No other module knows all of them."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from worker.io_thread.pool_calls import MAX_OPENING
 from worker.job_environment import JobEnvironment, prompt_meter
 from worker.metrics.tally import Tally
 from worker.settings import WorkerSettings
-from worker.store.client import Clients, own_client
+from worker.store.client import Clients, new_client
 from worker.store.job_store import JobStore, Keeping
 from worker.store.redis_clock import RedisClock
 from worker.store.user_code import Callbacks, Webhooks
@@ -39,11 +39,13 @@ if TYPE_CHECKING:
     from worker.metrics.server import MetricsServer
 
 REDIS_TIMEOUT_S = 10.0
+"""Seconds that a call to Redis may take."""
+
 WEBHOOK_THREADS = 8
 
 
 class RqWorker(Protocol):
-    """The interface to `BatchWorker`, mostly RQ's own worker, in its words."""
+    """What the assembly needs of `BatchWorker`. Most of it is inherited from RQ's worker and has its names."""
 
     name: str
     log: logging.Logger
@@ -54,9 +56,14 @@ class RqWorker(Protocol):
     _exc_handlers: list[Any]
 
     @property
-    def connection(self) -> Redis: ...
-    def queue_names(self) -> list[str]: ...
-    def beat(self, client: Redis, state: str, job_id: str | None) -> None: ...
+    def connection(self) -> Redis:
+        """The connection that RQ's command has made."""
+
+    def queue_names(self) -> list[str]:
+        """Return the names of the queues in the order of the command line."""
+
+    def beat(self, client: Redis, state: str, job_id: str | None) -> None:
+        """Write RQ's worker hash. job_id: one of the running jobs."""
 
 
 def assemble(
@@ -67,32 +74,39 @@ def assemble(
     metrics: MetricsServer | None = None,
     traces: Traces | None = None,
 ) -> tuple[EngineLoop, IoLoop]:
-    """Build the engine's loop, for the calling thread, and the I/O thread, not yet started.
+    """Build the engine's loop, for the calling thread, and the I/O thread, which is not started yet.
 
-    metrics, traces: told of the worker and its jobs, if there are any.
+    metrics: shows the worker's numbers, if given. traces: traces its jobs, if given.
     """
     shield_imports()
     served = settings.served_model(engine.identity, engine.attention_backend, engine.max_model_len)
     meter = prompt_meter(engine, settings.max_num_seqs, settings.block_size)
-    tally, names, log = Tally(), worker.queue_names(), worker.log
-    clients, redis_clock = _clients(worker.connection, tally), RedisClock()
+    queue_names = worker.queue_names()
+    log = worker.log
+
+    tally = Tally()
+    clients = _clients(worker.connection, tally)
+    redis_clock = RedisClock()
     lent = settings.job_context(clients.pool, served, lambda: meter)
     keeping = Keeping(not worker.disable_default_exception_handler, worker.default_result_ttl)
-    hold = worker.name, limits.lease_s, settings.max_job_bytes
     webhook_pool = FunctionPool(WEBHOOK_THREADS, "tokenmill-webhooks")
     webhooks = Webhooks(webhook_pool, settings.allowed_webhook_hosts, log)
     parts = Parts(
-        queue_names=names,
+        queue_names=queue_names,
         limits=limits,
         clients=clients,
-        store=JobStore(clients.io, *hold, served.names, keeping, redis_clock),
-        ends_store=JobStore(clients.pool, *hold, clock=redis_clock),
+        store=JobStore(
+            clients.io, worker.name, limits.lease_s, settings.max_job_bytes, served.names, keeping, redis_clock
+        ),
+        ends_store=JobStore(clients.pool, worker.name, limits.lease_s, settings.max_job_bytes, clock=redis_clock),
         environment=JobEnvironment(lent, settings.function_grace_s, traces or Traces()),
         admission=Admission(ALLOWED_FUNCTIONS | set(settings.allowed_functions)),
         callbacks=Callbacks(worker._exc_handlers, clients.pool, clients.user, webhooks),
-        packer=Packer(len(names), settings.max_num_seqs, settings.prefetch, settings.function_threads, MAX_OPENING),
-        budget=PayloadBudget(len(names), settings.max_held_bytes),
-        poll_rates=PollRates(names, limits),
+        packer=Packer(
+            len(queue_names), settings.max_num_seqs, settings.prefetch, settings.function_threads, MAX_OPENING
+        ),
+        budget=PayloadBudget(len(queue_names), settings.max_held_bytes),
+        poll_rates=PollRates(queue_names, limits),
         functions=FunctionPool(settings.function_threads, "tokenmill-functions"),
         enders=FunctionPool(settings.function_threads, "tokenmill-ends"),
         orders=SimpleQueue(),
@@ -101,29 +115,31 @@ def assemble(
         log=log,
         redis_clock=redis_clock,
     )
+
     facts = _facts(worker.name, served)
     io = IoLoop(
         parts,
-        WorkerRecord(clients.io, worker.name, names, worker.beat, facts, redis_clock),
+        WorkerRecord(clients.io, worker.name, queue_names, worker.beat, facts, redis_clock),
         Maintenance(parts, None if limits.burst else worker.scheduler, worker.maintenance_interval),
     )
     loop = EngineLoop(engine, parts.orders, io.post)
     if metrics is not None:
-        metrics.serve(facts, names, tally, loop, io)
+        metrics.serve(facts, queue_names, tally, loop, io)
     return loop, io
 
 
 def _clients(connection: Redis, tally: Tally) -> Clients:
-    sent, sent_by_functions = partial(tally.sent, "worker"), partial(tally.sent, "functions")
+    sent = partial(tally.sent, "worker")
+    sent_by_functions = partial(tally.sent, "functions")
     return Clients(
-        io=own_client(connection, REDIS_TIMEOUT_S, sent=sent),
-        pool=own_client(connection, REDIS_TIMEOUT_S, sent=sent),
-        user=own_client(connection, REDIS_TIMEOUT_S, resend=True, sent=sent_by_functions),
+        io=new_client(connection, REDIS_TIMEOUT_S, sent=sent),
+        pool=new_client(connection, REDIS_TIMEOUT_S, sent=sent),
+        user=new_client(connection, REDIS_TIMEOUT_S, resend=True, sent=sent_by_functions),
     )
 
 
 def _facts(worker_name: str, served: ServedModel) -> dict[str, Any]:
-    """Return the facts in the worker's key. models: all names by which jobs may ask for its model."""
+    """Return the constant values of the worker's key in Redis. Jobs may ask for its model by any name in `models`."""
     return {
         "worker": worker_name,
         "model": served.name,

@@ -1,4 +1,4 @@
-"""`rq worker --worker-class worker.BatchWorker`: many jobs at once through one engine."""
+"""BatchWorker: an RQ worker that runs many jobs at once through one engine."""
 
 from __future__ import annotations
 
@@ -51,25 +51,28 @@ if TYPE_CHECKING:
 
 
 _UNSUBSCRIBE_S = 5.0
+"""Seconds that the worker waits for the end of the subscriber's thread."""
+
 _LISTEN_AGAIN_S = 2.0
-"""Pause of the subscriber's thread after an error."""
+"""Seconds that the subscriber's thread waits after an error."""
 
 
 class BatchWorker(BaseWorker):
     """An RQ worker that packs its jobs into one continuous batch.
 
-    The main thread loads and steps the engine and takes the signals; one I/O thread claims and ends jobs; user
-    functions, callbacks and files have threads of their own. The constructor loads nothing, as `rq info` builds
-    workers too. `work()` raises StartupError if it cannot serve; under `rq worker` that is one line and status 1.
+    The main thread loads and steps the engine, and takes the signals. One I/O thread claims and ends jobs. User
+    functions, callbacks and files run in further threads. The constructor loads nothing, because `rq info` builds
+    workers too. `work()` raises StartupError if it cannot serve; under `rq worker` it prints one line and exits with 1.
     """
 
     _io: IoLoop | None = None
     _metrics: MetricsServer | None = None
     _traces: OtelTraces | None = None
-    _cold = _told_early = False
+    _is_cold = False
+    _is_stopped_early = False
 
     def load_engine(self, settings: WorkerSettings) -> Engine:
-        """Load the model; override to serve with another engine."""
+        """Load the model. Override this to serve with another engine."""
         import torch
 
         from engine import Engine
@@ -77,7 +80,7 @@ class BatchWorker(BaseWorker):
         if settings.torch_threads is not None:
             torch.set_num_threads(settings.torch_threads)
         engine = Engine(settings.engine_config())
-        # Objects of now live on: the cycle collector's next look through all of them took 0.2 s in a step.
+        # The objects of now live on. Without this, the cycle collector's next look through them took 0.2 s in a step.
         gc.collect()
         gc.freeze()
         return engine
@@ -93,18 +96,18 @@ class BatchWorker(BaseWorker):
         with_scheduler: bool = False,
         dequeue_strategy: DequeueStrategy = DequeueStrategy.DEFAULT,
     ) -> bool:
-        """Serve the queues until told to stop; the arguments are those of `rq worker`.
+        """Serve the queues until the worker is told to stop. The arguments are those of `rq worker`.
 
-        Returns whether any job was brought to an end. Raises StartupError before the first claim,
-        EngineFailed, IoThreadFailed or TooManyStuckThreads where the worker cannot go on, SystemExit on a
-        cold shutdown.
+        Returns whether any job was brought to an end. Raises StartupError before the first claim; EngineFailed,
+        IoThreadFailed, FaultySurroundings or TooManyStuckThreads if the worker cannot go on; and SystemExit on a cold
+        shutdown.
         """
         leave_out_working_directory()
         from worker.settings import read_variable
 
         formats = date_format, log_format
         try:
-            # `bootstrap` does so too late.
+            # RQ's `bootstrap` would set up the log too late.
             writes_json = start_log(self.name, read_variable(VARIABLE) or AUTO, logging_level, formats)
             settings = self._check_start(dequeue_strategy)
             self._metrics = self._listen(settings)
@@ -138,7 +141,7 @@ class BatchWorker(BaseWorker):
                 self._traces.close()
 
     def _listen(self, settings: WorkerSettings) -> MetricsServer | None:
-        """Serve metrics, if wished for. Raises MetricsNotServed."""
+        """Serve metrics if the settings ask for it. Raises MetricsNotServed."""
         if not settings.metrics_port:
             return None
         from worker.metrics.server import MetricsServer
@@ -152,7 +155,7 @@ class BatchWorker(BaseWorker):
         from engine import ConfigError
 
         try:
-            load_functions(settings.allowed_functions)  # first: what is wrong here a person can mend at once
+            load_functions(settings.allowed_functions)  # first, as a person can mend errors here at once
             load_parts()
             return self.load_engine(settings)
         except (StartupError, ConfigError) as error:
@@ -160,6 +163,7 @@ class BatchWorker(BaseWorker):
             raise
 
     def _tell_ready(self, engine: Engine, settings: WorkerSettings, seconds: float) -> None:
+        """Log what is served. seconds: how long the model took to load."""
         served = settings.served_model(engine.identity, engine.attention_backend, engine.max_model_len)
         self.log.info(
             "Worker %s: model ready after %.1f s: %s, attention backend %s, Tokenmill %s",
@@ -171,7 +175,7 @@ class BatchWorker(BaseWorker):
         )
 
     def _tell_no_start(self, error: Exception) -> None:
-        """Tell a startup error in one line. Raises SystemExit, under RQ's command only."""
+        """Log a startup error in one line. Raises SystemExit under RQ's command, and only there."""
         self._stop_pool(error)
         if called_by_rq_command():
             from worker.settings import with_variables
@@ -180,22 +184,22 @@ class BatchWorker(BaseWorker):
             raise SystemExit(1)
 
     def _stop_pool(self, error: Exception) -> None:
-        """Stop the `rq worker-pool` that started this process, since it would repeat the failure."""
+        """Stop the `rq worker-pool` that started this process, because it would repeat the failure."""
         pool = multiprocessing.parent_process()
         if pool is not None and pool.pid is not None and "WorkerPool" in multiprocessing.current_process().name:
             self.log.error("Worker %s: stopping the pool, none of its workers can start: %s", self.name, error)
             os.kill(pool.pid, signal.SIGTERM)
 
     def _sign_on(self, level: str | None, *formats: str) -> None:
-        """Enter RQ's lists; where the connection is lost meanwhile, once more."""
+        """Enter RQ's lists of workers. If the connection is lost meanwhile, try once more."""
         try:
             self.bootstrap(level, *formats)
         except RedisConnectionError:
-            self.register_death()  # else RQ takes what is there for another worker
+            self.register_death()  # else RQ takes this worker's entry for another worker
             self.bootstrap(level, *formats)
 
     def _sign_off(self) -> None:
-        """Take the worker off RQ's lists; a server that is gone forgets it when its hash expires."""
+        """Take the worker off RQ's lists. If the server does not answer, its entry there expires."""
         for sign_off in (self.register_death, self.unsubscribe):
             try:
                 sign_off()
@@ -203,6 +207,7 @@ class BatchWorker(BaseWorker):
                 self.log.error("Worker %s: could not sign off in Redis: %s", self.name, shown_error(error))
 
     def _check_start(self, dequeue_strategy: DequeueStrategy) -> WorkerSettings:
+        """Return the settings. Raises StartupError if they, or RQ's options, cannot be used."""
         from worker.settings import WorkerSettings
 
         if not getattr(jobs, "__tokenmill__", False):
@@ -227,14 +232,16 @@ class BatchWorker(BaseWorker):
                 f"--queue-class {self.queue_class.__module__}.{self.queue_class.__qualname__} names its keys "
                 "otherwise than RQ: leave it out, and set RQ_KEY_PREFIX for workers and producers alike"
             )
-        found = self.get_redis_server_version()
-        if tuple(found) < MIN_REDIS_VERSION:
-            raise StartupError(f"Redis {'.'.join(map(str, found))} is too old: 6.2 or later is needed")
+        redis_version = self.get_redis_server_version()
+        if tuple(redis_version) < MIN_REDIS_VERSION:
+            version_text = ".".join(map(str, redis_version))
+            raise StartupError(f"Redis {version_text} is too old: 6.2 or later is needed")
         return WorkerSettings.load()
 
     def _serve(
         self, engine: Engine, settings: WorkerSettings, burst: bool, max_jobs: int | None, max_idle_s: int | None
     ) -> bool:
+        """Run both loops until the worker leaves. Returns whether any job was brought to an end."""
         from worker.assembly import assemble
 
         if settings.traces != "off":
@@ -260,38 +267,38 @@ class BatchWorker(BaseWorker):
         io.join()
         if io.failure is not None:
             raise io.failure
-        if self._cold:
+        if self._is_cold:
             raise SystemExit
         return io.jobs_ended > 0
 
     # Signals and commands
 
     def _install_signal_handlers(self) -> None:
-        """First SIGINT or SIGTERM: warm shutdown. A second one, after a second or more: cold."""
+        """Make the first SIGINT or SIGTERM a warm shutdown, and a second one, after a second or more, a cold one."""
         signal.signal(signal.SIGINT, self.request_stop)
         signal.signal(signal.SIGTERM, self.request_stop)
 
     def request_stop(self, signum: int, frame: FrameType | None) -> None:
-        """Take nothing new and finish what runs; while the model loads, leave at once."""
+        """Claim nothing more and finish what runs. While the model loads, leave at once."""
         if self._io is None:
-            self._told_early = True  # what runs in this thread now may keep the error to itself
+            self._is_stopped_early = True  # the code that runs in this thread now may swallow the error
             raise SystemExit
         if self._shutdown_requested_date is None:
             self._stop_requested = self.get_state() == WorkerStatus.BUSY  # as RQ's own workers
             self._shutdown_requested_date = now()
             self._io.shut_down()
         elif now() - self._shutdown_requested_date >= timedelta(seconds=1):
-            # Within the first second it is the same wish, sent twice: by a pool and by the terminal.
-            self._cold = True
+            # Within the first second it is the same request, sent by a pool and by the terminal.
+            self._is_cold = True
             self._io.shut_down(cold=True)
 
     def _heed_early_stop(self) -> None:
-        """Raise SystemExit again if imported code has swallowed it."""
-        if self._told_early:
+        """Raise SystemExit again if code that was being imported has swallowed it."""
+        if self._is_stopped_early:
             raise SystemExit
 
     def handle_payload(self, message: dict[str, Any]) -> None:
-        """Carry out a command from `rq.command`; called in the subscriber's thread."""
+        """Carry out a command from `rq.command`. The subscriber's thread calls this."""
         try:
             payload = json.loads(message["data"])
             command = payload.get("command")
@@ -309,8 +316,8 @@ class BatchWorker(BaseWorker):
             self.log.info("Worker %s: command %r ignored", self.name, command)
 
     def unsubscribe(self) -> None:
-        """End the thread that listens for commands, which RQ's order of calls keeps for a minute."""
-        thread: Any = self.pubsub_thread  # RQ says it is None
+        """End the thread that listens for commands. RQ's own order of calls would keep it for a minute."""
+        thread: Any = self.pubsub_thread  # RQ annotates it as None
         if thread is not None and self.pubsub is not None:
             thread.stop()
             self.pubsub.unsubscribe()  # the answer wakes it up
@@ -318,7 +325,7 @@ class BatchWorker(BaseWorker):
             self.pubsub.close()
 
     def _pubsub_exception_handler(self, exc: Exception, pubsub: Any, pubsub_thread: Any) -> None:
-        """Go on listening after any error: RQ gives up on all but a lost connection."""
+        """Go on listening after any error. RQ goes on only after a lost connection."""
         self.log.error("Worker %s: cannot listen for commands (%s); trying again", self.name, exc)
         time.sleep(_LISTEN_AGAIN_S)
 
@@ -339,7 +346,7 @@ class BatchWorker(BaseWorker):
                 pipe.hset(self.key, "current_job", job_id)
             pipe.expire(self.key, self.worker_ttl + 60)
             pipe.expire(self.executions_key, self.worker_ttl + 60)
-            # Again each time: after an outage longer than that, others have struck the worker off.
+            # Each time anew, because others strike the worker off during a longer outage.
             worker_registration.register(self, pipe)
             pipe.execute()
 
@@ -350,7 +357,9 @@ class BatchWorker(BaseWorker):
         date_format: str = DEFAULT_LOGGING_DATE_FORMAT,
         log_format: str = DEFAULT_LOGGING_FORMAT,
     ) -> None:
+        """Make the scheduler. In burst mode it enqueues due jobs once."""
         level = logging_level or self.log.level
-        self.scheduler = scheduler = Scheduler(self.queues, self.connection, level, (date_format, log_format))
+        scheduler = Scheduler(self.queues, self.connection, level, (date_format, log_format))
+        self.scheduler = scheduler
         if burst:
             scheduler.enqueue_once()

@@ -1,4 +1,4 @@
-"""The checks of a worker's machine, in their order."""
+"""The checks that `tokenmill doctor` makes on a worker's machine."""
 
 import os
 import shutil
@@ -15,7 +15,7 @@ from worker.start import load_functions
 
 
 def checks() -> list[Examination]:
-    """Return the checks of a worker's machine."""
+    """Return the checks of a worker's machine, in their order."""
     return [
         Examination("settings", _check_settings, 60),
         Examination("installation", lambda: missing("worker")),
@@ -41,35 +41,46 @@ def _check_model() -> Iterator[Finding]:
     except (StartupError, ConfigError):
         model = read_variable("TOKENMILL_MODEL")
         if not model:
-            return  # of which the settings' finding speaks
+            return  # the finding about settings says so
         config = EngineConfig(model)
-    for each in check_up(config):
-        yield Finding(Level(each.grade), each.subject, with_variables(each.found), with_variables(each.mend))
+    for result in check_up(config):
+        yield Finding(Level(result.grade), result.subject, with_variables(result.found), with_variables(result.mend))
 
 
 def _check_files() -> Iterator[Finding]:
     return check_places(split_roots(read_variable("TOKENMILL_DATA_ROOTS") or os.getcwd()))
 
 
-#: With less free space no run fits; seconds for a store, of which each request has a quarter.
-MIN_BYTES, STORE_TIMEOUT_S = 64 << 20, 20.0
+#: Free bytes below which no run fits on a disk.
+MIN_BYTES = 64 << 20
+
+#: Seconds for the look at an object store. Each request may take a quarter of it.
+STORE_TIMEOUT_S = 20.0
 
 
 def check_places(roots: Sequence[str]) -> Iterator[Finding]:
-    """Try in each root what a run does there. One that only holds inputs may be closed to a worker."""
-    found = [_look(real_path(run_path(os.path.expanduser(root)))) for root in roots]
-    is_closed = all(each.mend for each in found)
-    yield from (each if is_closed or not each.mend else warning(each.subject, each.found, each.mend) for each in found)
+    """Try in each root what a run does there.
+
+    A root that only holds inputs need not be writable, so a problem is only a warning while another root has none.
+    """
+    findings = [_look(real_path(run_path(os.path.expanduser(root)))) for root in roots]
+    has_good_root = any(not finding.mend for finding in findings)
+    for finding in findings:
+        if finding.mend and has_good_root:
+            yield warning(finding.subject, finding.found, finding.mend)
+        else:
+            yield finding
 
 
 def _look(root: str) -> Finding:
-    from jobs.parquet.files.storage import Storage, writing  # pyarrow, of which another finding says where it lacks
+    """Try to write below a root, and say how that went."""
+    from jobs.parquet.files.storage import Storage, writing  # it needs pyarrow; another finding says if that is missing
 
     if not is_stored(root) and not os.path.isdir(root):
         return fault("files", f"{root} is no folder", f"create it, or correct TOKENMILL_DATA_ROOTS: mkdir -p {root}")
     try:
         with writing(root):
-            Storage((root,), timeout_s=STORE_TIMEOUT_S).make_folder(root)  # a store is tried by that
+            Storage((root,), timeout_s=STORE_TIMEOUT_S).make_folder(root)  # this is the whole test of a store
             if not is_stored(root):
                 with tempfile.TemporaryFile(dir=root) as file:
                     file.write(b"probe")

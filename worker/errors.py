@@ -1,4 +1,4 @@
-"""Errors of the worker."""
+"""The worker's named errors. Docstrings with braces are the errors' messages."""
 
 from typing import ClassVar
 

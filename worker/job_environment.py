@@ -1,4 +1,4 @@
-"""The context and limits of jobs on this worker."""
+"""JobEnvironment: what this worker lends to the jobs that it runs."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -23,10 +23,10 @@ from worker.traces.job_trace import Traces
 
 @dataclass(frozen=True)
 class JobEnvironment:
-    """The same context for all jobs of a worker.
+    """What a worker lends to all its jobs.
 
-    lent: the context of a job, but for its own parts.
-    function_grace_s: seconds from its interrupt to when a thread is given up.
+    lent: a context without the values of a single job.
+    function_grace_s: seconds from a thread's interrupt until the thread is given up.
     """
 
     lent: JobContext
@@ -34,7 +34,7 @@ class JobEnvironment:
     traces: Traces = field(default_factory=Traces)
 
     def context(self, claimed: ClaimedJob, connection: Redis) -> JobContext:
-        """Return the context of one of our own jobs. connection: for the threads in which it works."""
+        """Return the context of one of our own jobs. connection: used by the threads that work for it."""
         return replace(
             self.lent,
             connection=connection,
@@ -48,32 +48,37 @@ class JobEnvironment:
         )
 
     def _journal(self, claimed: ClaimedJob, connection: Redis) -> JobJournal:
-        payload = blake2b(claimed.record.fields[b"data"], digest_size=16).hexdigest()
+        """Return the job's journal. It belongs to the job, its payload and the model."""
+        payload_digest = blake2b(claimed.record.fields[b"data"], digest_size=16).hexdigest()
         created_at = claimed.record.fields.get(b"created_at", b"").decode(errors="replace")
-        # Texts stand for their tokens: the model's identity has its tokenizer and template, its pin the length at which
-        # `truncate_prompt_tokens` cuts.
-        whose = f"{FORMAT} {claimed.job_id} {created_at} {payload} {self.lent.model.pin}"
+        # The payload's texts stand for their tokens, because the model's pin covers its tokenizer, its chat template
+        # and the length at which `truncate_prompt_tokens` cuts.
+        owner = f"{FORMAT} {claimed.job_id} {created_at} {payload_digest} {self.lent.model.pin}"
         lease = _lease(claimed)
-        return JobJournal(connection, claimed.job_id, whose, claimed.left, (lease.key, lease.member))
+        return JobJournal(connection, claimed.job_id, owner, claimed.left, (lease.key, lease.member))
 
     def tell_failed(self, connection: Redis, claimed: ClaimedJob, error: str) -> None:
-        """Tell the receivers of a run's end that it has failed, if it has with this job."""
+        """If a run has failed with this job, tell those who asked to hear of the run's end. error: why."""
         tell_failed(connection, claimed.job_id, _lease(claimed), error)
 
 
 def _lease(claimed: ClaimedJob) -> Lease:
+    """Return the entry in Redis that shows that this worker holds the job."""
     return Lease(executions_key(claimed.job_id), claimed.execution_id)
 
 
 def prompt_meter(engine: Any, max_num_seqs: int, block_size: int) -> PromptMeter:
-    """Return a meter of prompts by the engine, or a stand-in for one."""
+    """Return a meter that counts the tokens of prompts. engine: an Engine, or a stand-in for one."""
 
     def token_ids(prompt: Prompt | None, messages: Parts | None, options: Mapping[str, Any]) -> Sequence[int]:
         try:
-            prepare, given = (engine.prepare, prompt) if messages is None else (engine.prepare_chat, messages)
-            found: Sequence[int] = prepare(decoded(given), **options).token_ids
+            if messages is None:
+                prepared = engine.prepare(decoded(prompt), **options)
+            else:
+                prepared = engine.prepare_chat(decoded(messages), **options)
         except InvalidRequest as error:
             raise InvalidJob(str(error)) from None
-        return found
+        ids: Sequence[int] = prepared.token_ids
+        return ids
 
     return PromptMeter(token_ids, max_num_seqs, block_size)

@@ -1,4 +1,4 @@
-"""The form of a worker's log: RQ's text or a JSON object a line; a program's own logging stays."""
+"""Sets the form of a worker's log: RQ's text, or a JSON object for each line."""
 
 import logging
 import sys
@@ -12,15 +12,16 @@ from jobs.common.plain_log import JSON, PLAIN, VARIABLE, handle_all, is_json
 from jobs.runs.plans.names import run_and_shard
 from worker.errors import SettingsError
 
-#: Loggers that RQ, and we in its way, give handlers.
-_RQS = ("rq.worker", "rq.job", "rq.scheduler", "engine")
+#: Loggers with handlers, which RQ or this module has added.
+_LOGGERS = ("rq.worker", "rq.job", "rq.scheduler", "engine")
 
 
 def start_log(worker: str, wanted: str, level: str | int | None, formats: tuple[str, str]) -> bool:
     """Begin to write this process' log; return whether it is JSON.
 
-    worker: its name, which stands in each line of JSON. wanted: TOKENMILL_LOG_FORMAT. level, formats: `rq worker`'s
-    options for text. Raises SettingsError if JSON is wanted and cannot be had.
+    worker: the worker's name, which is in each line of JSON. wanted: TOKENMILL_LOG_FORMAT. level, formats: the options
+    of `rq worker` for text. If the program has set up its own logging, that stays. Raises SettingsError if JSON is
+    wanted but not possible.
     """
     has_own_text = formats != (DEFAULT_LOGGING_DATE_FORMAT, DEFAULT_LOGGING_FORMAT)
     for name in ("rq.worker", "rq.scheduler"):
@@ -32,12 +33,12 @@ def start_log(worker: str, wanted: str, level: str | int | None, formats: tuple[
     if writes_json:
         writes_json = _write_json(worker, is_asked_for=wanted == JSON)
     level = logging.getLogger("rq.worker").getEffectiveLevel()
-    setup_loghandlers(level, *formats, name="engine")  # how a model is computed
+    setup_loghandlers(level, *formats, name="engine")  # the engine logs how it computes a model
     return writes_json
 
 
 def _write_json(worker: str, is_asked_for: bool) -> bool:
-    """Write JSON from now on; return whether that can be."""
+    """Write JSON from now on. Returns False if structlog is missing."""
     try:
         from jobs.common.json_log import JsonLine
     except ImportError as error:
@@ -45,16 +46,22 @@ def _write_json(worker: str, is_asked_for: bool) -> bool:
             raise SettingsError(f"{VARIABLE}=json needs structlog ({error}): pip install structlog") from None
         logging.getLogger("rq.worker").warning("the log is text, as structlog is not installed")
         return False
-    handle_all(JsonLine({"worker": worker}, _more_of), _RQS)
+    handle_all(JsonLine({"worker": worker}, _run_fields), _LOGGERS)
     return True
 
 
 def _is_configured() -> bool:
-    """Return whether anybody but RQ has said where logs go."""
-    named = [each for name in _RQS for each in logging.getLogger(name).handlers]
-    return bool(logging.getLogger().handlers) or any(type(each) is not ColorizingStreamHandler for each in named)
+    """Return whether anybody but RQ has set handlers."""
+    if logging.getLogger().handlers:
+        return True
+    for name in _LOGGERS:
+        for handler in logging.getLogger(name).handlers:
+            if type(handler) is not ColorizingStreamHandler:
+                return True
+    return False
 
 
-def _more_of(job_id: str) -> Mapping[str, Any]:
-    found = zip(("run", "shard"), run_and_shard(job_id) or (), strict=False)
-    return {name: each for name, each in found if each is not None}
+def _run_fields(job_id: str) -> Mapping[str, Any]:
+    """Return the run and the shard of a job, as far as it has them."""
+    run_shard = zip(("run", "shard"), run_and_shard(job_id) or (), strict=False)
+    return {name: value for name, value in run_shard if value is not None}

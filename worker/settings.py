@@ -1,4 +1,4 @@
-"""The operator's settings: `TOKENMILL_` variables and `.env`, read once when work starts."""
+"""WorkerSettings: the operator's settings, read once from `TOKENMILL_` variables and `.env` when work starts."""
 
 from __future__ import annotations
 
@@ -41,10 +41,10 @@ _OUR_PACKAGES = frozenset({"engine", "jobs", "worker"})
 
 
 class WorkerSettings(BaseSettings):
-    """Settings of one worker process; `load()` reads them.
+    """The settings of a worker process. `load()` reads them.
 
-    Every field is read from `TOKENMILL_<NAME>`. Fields from `model` to `pooling` have the meaning and the default of
-    `engine.EngineConfig`'s. Sizes in bytes may carry a unit: 4GiB, 512MB.
+    Every field is read from `TOKENMILL_<NAME>`. The fields from `model` to `deterministic` have the meanings and the
+    defaults of the fields of `engine.EngineConfig`. Sizes in bytes may have a unit, such as 4GiB or 512MB.
     """
 
     model_config = SettingsConfigDict(
@@ -74,84 +74,84 @@ class WorkerSettings(BaseSettings):
     deterministic: bool = False
 
     served_name: str | None = Field(default=None, min_length=1, max_length=MAX_MODEL_CHARS)
-    """What answers call the model, and jobs may ask for it by, beside the model's own names."""
+    """The name of the model in answers. Jobs may ask for the model by it, and by the model's own names."""
 
     data_roots: Annotated[tuple[str, ...], NoDecode] = Field(default_factory=lambda: (os.getcwd(),))
-    """Folders and prefixes of object stores (s3://bucket/prefix) that confine every file a job reads or
-    writes; `TOKENMILL_DATA_ROOTS`, split at ':'."""
+    """Folders and prefixes of object stores (s3://bucket/prefix), split at ':'. Jobs read and write files only below
+    them."""
 
     allowed_functions: Annotated[tuple[str, ...], NoDecode] = ()
-    """Exact dotted names beside Tokenmill's own that jobs and callbacks may name; split at ','."""
+    """Exact dotted names of functions that jobs and callbacks may call beside Tokenmill's own; split at ','."""
 
     allowed_webhook_hosts: Annotated[tuple[str, ...], NoDecode] = ()
-    """Hosts that webhooks may call, split at ','. A name must lead to public or to listed addresses."""
+    """Hosts that webhooks may call, split at ','. A name must resolve to public or to listed addresses."""
 
     max_job_bytes: ByteSize = Field(default=ByteSize(DEFAULT_MAX_JOB_BYTES), ge=1 << 10)
-    """A job whose payload is larger, unpacked, or holds more lists and objects than one for each 40 bytes of
-    this, is failed without being read."""
+    """The most bytes of a job's unpacked payload. It may hold one list or object for each 40 of these bytes. A job with
+    more is failed without being read."""
 
     max_held_bytes: ByteSize = Field(default=ByteSize(DEFAULT_MAX_HELD_BYTES), ge=1 << 10)
-    """Of hashes and unpacked payloads that the jobs of a lane hold; the next ones wait."""
+    """The most bytes of hashes and unpacked payloads that the open jobs of a lane hold. Further jobs wait."""
 
     max_result_bytes: ByteSize = Field(default=ByteSize(MAX_RESULT_BYTES), ge=1 << 10)
-    """A job whose value is larger, as JSON, fails."""
+    """The most bytes of a job's value as JSON. A job with a larger value fails."""
 
     answer_memo_bytes: ByteSize = Field(default=ByteSize(DEFAULT_BYTES), ge=0)
-    """Memory for the answers of greedy rows, each computed once for all shards of its run; 0 keeps none."""
+    """Memory for answers to greedy rows, so that equal rows of a run are computed once; 0 keeps none."""
 
     max_shard_bytes: ByteSize = Field(default=ByteSize(SHARD_BYTES), ge=1 << 24)
-    """What a shard's prompts may take, and the pages that are decoded at a time; a shard with more fails.
-    While the open shards together hold as much, no further one is opened."""
+    """The most memory for a shard's prompts, and for the pages that are decoded at a time. A shard that needs more
+    fails. While the open shards together hold as much, no further one is opened."""
 
     max_worker_deaths: int = Field(default=5, ge=1)
-    """A job that was running when its worker died this many times is failed."""
+    """The number of workers that may die with a job. After that many the job is failed."""
 
     lease_s: int | None = Field(default=None, ge=2)
-    """Seconds without a sign of life after which a worker's jobs are queued again; by default
-    `--job-monitoring-interval` + 45, so that they are back within the interval + 60."""
+    """Seconds without a sign of life after which a worker's jobs are queued again. The default is
+    `--job-monitoring-interval` + 45, so that they are back in the queue within that interval + 60."""
 
     prefetch: int = Field(default=32, ge=0)
     """Sequences claimed beyond what the engine can run at once, so that a slot never waits for Redis."""
 
     function_threads: int = Field(default=4, ge=1)
-    """Ordinary functions and callbacks that run at the same time beside the engine."""
+    """Users' functions and callbacks that run at the same time."""
 
     function_grace_s: float = Field(default=5, ge=0)
-    """Seconds that a function or callback has to end after its timeout, or after it was stopped; then its
-    thread is given up and another one takes its place."""
+    """Seconds that a function or callback may go on after its timeout, or after it was stopped. Then its thread is
+    given up, and another one takes its place."""
 
     file_timeout_s: float = Field(default=300, gt=0)
-    """Seconds in which a shard must be open, and without a sign of progress in which a run must be planned, a
-    part written: else the job fails, and with the grace above its thread is given up."""
+    """Seconds without a sign of progress after which opening a shard, writing a part or planning a run fails its job.
+    After `function_grace_s` more its thread is given up."""
 
     check_timeout_s: float = Field(default=DEFAULT_LIMIT_S, gt=0)
-    """Seconds that a check of one answer may take; beyond it the answer counts as not valid."""
+    """Seconds that a check of one answer may take. After that the answer counts as not valid."""
 
     drain_s: float | None = Field(default=None, ge=0)
-    """Seconds from the first signal to stop after which what still runs is given back; without one, none."""
+    """Seconds after the first signal to stop after which the jobs that still run are given back; by default never."""
 
     journal_s: float = Field(default=10, ge=0)
-    """Seconds between two times that what open shards and long jobs have computed is written down, so that whoever
-    takes them up next goes on from there; also when the worker is told to stop. 0 for never."""
+    """Seconds between two entries in the journals of open shards and long jobs, from which the next worker goes on.
+    Entries are also written when the worker is told to stop. 0 turns journals off."""
 
     max_stuck_threads: int = Field(default=16, ge=0)
-    """With more threads given up that have not ended, the worker gives back what it holds and exits."""
+    """The most given-up threads that have not ended. With more, the worker gives back its jobs and exits."""
 
     metrics_port: Annotated[range, NoDecode] = range(0)
-    """Where /metrics, /livez and /readyz are served; 0 for nowhere. Of ports such as 9464-9471 the first free
-    one is taken, so that several workers of one machine can have the same settings."""
+    """The port of /metrics, /livez and /readyz; 0 turns them off. From a range such as 9464-9471 the first free port is
+    taken, so that several workers on a machine can have the same settings."""
 
     metrics_host: str = "127.0.0.1"
-    """The address that they are served on."""
+    """The address on which they are served."""
 
     traces: Literal["off", "producers", "all"] = "off"
-    """Which jobs are traced with OpenTelemetry: none, those whose meta has a trace context, or all."""
+    """The jobs that are traced with OpenTelemetry: none, those whose meta has a trace context, or all."""
 
     log_format: Annotated[str, AfterValidator(checked_format)] = AUTO
-    """How the log is written: text, json, or auto: text on a terminal and JSON elsewhere."""
+    """The form of the log: text, json, or auto, which is text on a terminal and JSON elsewhere."""
 
     torch_threads: int | None = Field(default=None, ge=1)
-    """CPU threads of the engine; by default what torch finds, and fewer while others use the processors."""
+    """CPU threads of the engine; by default what torch finds, and fewer while other programs need processors."""
 
     @field_validator("*", mode="before")
     @classmethod
@@ -181,13 +181,15 @@ class WorkerSettings(BaseSettings):
     def _ports(cls, value: Any) -> Any:
         if not isinstance(value, str):
             return value
-        found = _PORTS.fullmatch(value.strip())
-        first, last = (int(found[1]), int(found[2] or found[1])) if found else (-1, -1)
-        if first == last == 0:
-            return range(0)
-        if not 0 < first <= last < 1 << 16:
-            raise ValueError("expected a port from 1 to 65535, or ports from one to a higher one, or 0 for none")
-        return range(first, last + 1)
+        match = _PORTS.fullmatch(value.strip())
+        if match is not None:
+            first = int(match[1])
+            last = int(match[2] or match[1])
+            if first == last == 0:
+                return range(0)
+            if 0 < first <= last < 1 << 16:
+                return range(first, last + 1)
+        raise ValueError("expected a port from 1 to 65535, or ports from one to a higher one, or 0 for none")
 
     @field_validator("allowed_functions", "allowed_webhook_hosts", mode="before")
     @classmethod
@@ -211,7 +213,7 @@ class WorkerSettings(BaseSettings):
 
     @classmethod
     def load(cls) -> WorkerSettings:
-        """Read the environment and `.env`. Raises SettingsError, which names each bad or unknown variable."""
+        """Read the environment and `.env`. Raises SettingsError, whose message names each bad or unknown variable."""
         try:
             _check_names([*os.environ, *dotenv_values(_ENV_FILE)])
             return cls()  # type: ignore[call-arg]  # pydantic-settings fills `model` from the environment
@@ -222,13 +224,13 @@ class WorkerSettings(BaseSettings):
 
     @property
     def model_name(self) -> str:
-        """The model's name in responses and manifests: the setting, the folder's name, or the hub id."""
+        """The model's name in responses and manifests: `served_name`, else the folder's name, else the hub id."""
         if self.served_name is not None:
             return self.served_name
         return next(iter(_folder_names(self.model)), self.model)
 
     def served_model(self, identity: ModelIdentity, attention_backend: str = "", max_model_len: int = 0) -> ServedModel:
-        """The served model as jobs see it. max_model_len: the engine's."""
+        """Return the served model as jobs see it. max_model_len: the engine's."""
         return ServedModel(
             name=self.model_name,
             fingerprint=identity.fingerprint,
@@ -246,12 +248,14 @@ class WorkerSettings(BaseSettings):
         )
 
     def job_context(self, connection: Redis, model: ServedModel, meter: Callable[[], PromptMeter]) -> JobContext:
-        """What this process lends to every job, without a job's own parts."""
-        from jobs.parquet.prompts.picture_source import picture_reader  # Arrow, for who works
+        """Return the context that this process lends to every job, without the values of a single job."""
+        from jobs.parquet.prompts.picture_source import picture_reader  # it imports Arrow, which only a worker needs
 
         return JobContext(
             connection,
-            *("", "", ""),
+            "",
+            "",
+            "",
             self.data_roots,
             model,
             check_sampling,
@@ -269,22 +273,25 @@ class WorkerSettings(BaseSettings):
         )
 
     def engine_config(self) -> EngineConfig:
-        """The engine's part of the settings. Raises engine.ConfigError for a bad combination."""
+        """Return the engine's part of the settings. Raises engine.ConfigError for a bad combination."""
         from engine import EngineConfig
 
         names = {field.name for field in fields(EngineConfig)} & set(WorkerSettings.model_fields)
-        is_free = self.torch_threads is None and "OMP_NUM_THREADS" not in os.environ
-        adapts = is_free and not self.deterministic
+        has_fixed_threads = self.torch_threads is not None or "OMP_NUM_THREADS" in os.environ
+        adapts = not has_fixed_threads and not self.deterministic
         return EngineConfig(**{name: getattr(self, name) for name in names}, adapt_cpu_threads=adapts)
 
 
 def _folder_names(model: str) -> tuple[str, ...]:
-    """Return a checkpoint folder's names beside its path; nothing for a hub id."""
+    """Return the name and the real path of a checkpoint's folder; nothing for a hub id."""
+    if not os.path.isdir(model):
+        return ()
     path = os.path.realpath(model)
-    return (os.path.basename(path), path) if os.path.isdir(model) else ()
+    return os.path.basename(path), path
 
 
 def _root(part: str) -> str:
+    """Return a root's real path, or a store's prefix in its usual form. Raises ValueError for a bad prefix."""
     path = os.path.expanduser(part)
     if not is_stored(path.lower()):
         return os.path.realpath(path)
@@ -296,19 +303,20 @@ def _root(part: str) -> str:
 
 _NAMES = (name if "_" in name else rf"{name}(?==| must\b)" for name in WorkerSettings.model_fields)
 
-#: A setting's name in an engine's message, and not a key of a checkpoint's file.
+#: Finds a setting's name in a message of the engine, but not a key of a checkpoint's file.
 _ENGINE_SETTING = re.compile(rf"(?<!: )\b({'|'.join(_NAMES)})\b")
 
 
 def with_variables(text: str) -> str:
-    """Return an engine's message with the variable's name wherever it names a setting."""
-    return _ENGINE_SETTING.sub(lambda found: f"{_PREFIX}{found[0].upper()}", text)
+    """Return a message of the engine in which variables stand in place of the settings' names."""
+    return _ENGINE_SETTING.sub(lambda match: f"{_PREFIX}{match[0].upper()}", text)
 
 
 def read_variable(name: str) -> str | None:
-    """Return a variable, good or not; None if it is not set, or empty."""
-    if found := os.environ.get(name):
-        return found
+    """Return a variable's value without checking it; None if it is not set or empty."""
+    value = os.environ.get(name)
+    if value:
+        return value
     try:
         return dotenv_values(_ENV_FILE).get(name)
     except (UnicodeDecodeError, OSError):
@@ -316,7 +324,7 @@ def read_variable(name: str) -> str | None:
 
 
 def _check_names(names: Iterable[str]) -> None:
-    """Raise SettingsError for a variable of ours without a field: most are misspelt."""
+    """Raise SettingsError for each TOKENMILL_ variable that is no setting; most are misspelt."""
     known = [_PREFIX + field.upper() for field in WorkerSettings.model_fields]
     unknown = {name.upper() for name in names if name.upper().startswith(_PREFIX)} - set(known)
     lines = []
@@ -329,6 +337,7 @@ def _check_names(names: Iterable[str]) -> None:
 
 
 def _explain(error: ValidationError) -> str:
+    """Say what is wrong with each variable."""
     lines = []
     for problem in error.errors():
         name = _PREFIX + str(problem["loc"][0]).upper()

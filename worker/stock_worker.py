@@ -1,6 +1,6 @@
-"""Runs our jobs inside a stock `rq worker`, one after the other.
+"""Runs our jobs in one of RQ's own workers, one after the other.
 
-RQ forks for each job, which loads the model again: slow, but results never depend on the worker class.
+RQ forks for each job, and each fork loads the model again. That is slow, but results do not depend on the worker class.
 jobs/installed.py finds this module as an entry point.
 """
 
@@ -30,18 +30,21 @@ if TYPE_CHECKING:
     from engine import Completion, Engine, ModelIdentity
     from worker.settings import WorkerSettings
 
-#: Requests in the engine at once: enough for any batch, few enough to keep a shard's stream lazy.
+#: Requests in the engine at once. They fill any batch, and a shard's further requests stay in its lazy stream.
 MAX_PENDING = 256
 
 
 def run_job(function_name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     """Run one of our functions as the current RQ job and return its result. Raises JobsError."""
     with _tried_once():
-        if (function := own_function(function_name)) is not None:
+        function = own_function(function_name)
+        if function is not None:
             return function(_context(_current_job()), *args, **kwargs)
+
         task = task_of(function_name, args, kwargs)
         assert task is not None, function_name
-        job, engine = _current_job(), _engine()
+        job = _current_job()
+        engine = _engine()
         opened = task.open(_context(job, engine.attention_backend))
         try:
             drive(opened, engine)
@@ -52,7 +55,7 @@ def run_job(function_name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) 
 
 @contextmanager
 def _tried_once() -> Iterator[None]:
-    """Take the retries from a job that would fail alike each time."""
+    """Take the retries from a job that would fail in the same way each time."""
     try:
         yield
     except JobsError as error:
@@ -63,20 +66,23 @@ def _tried_once() -> Iterator[None]:
 
 
 def drive(task: OpenTask, engine: Engine) -> None:
-    """Feed an open task's requests to the engine until every one is delivered.
+    """Feed an open task's requests to the engine until all are delivered.
 
-    None stays behind after an error or timeout: a `SimpleWorker` gives the next job the same engine and the same ids.
+    After an error or timeout no request stays in the engine. A `SimpleWorker` gives the next job the same engine, and
+    its requests the same ids.
     """
     from engine import Completion, InvalidRequest
     from worker.engine_thread.intake import prepared_request
 
     samples: dict[int, list[Completion]] = {}  # of the requests inside the engine
-    missing: dict[int, int] = {}
-    numbers, requests = count(), task.requests()
+    num_missing: dict[int, int] = {}
+    numbers = count()
+    requests = task.requests()
     try:
         while True:
             while len(samples) < MAX_PENDING:
-                if (request := next(requests, None)) is None:
+                request = next(requests, None)
+                if request is None:
                     if not task.has_more:
                         break
                     requests = task.requests()
@@ -88,17 +94,19 @@ def drive(task: OpenTask, engine: Engine) -> None:
                 except InvalidRequest as error:
                     _deliver(task, index, [Completion.refused(str(index), error)])
                 else:
-                    samples[index], missing[index] = [], params.n
+                    samples[index] = []
+                    num_missing[index] = params.n
             if not samples:
                 return
+
             for completion in engine.step():
                 index = int(completion.request_id)
                 if index not in samples:
                     continue  # another sample of a request that has failed already
                 samples[index].append(completion)
-                missing[index] -= 1
-                if missing[index] == 0 or completion.finish_reason == "error":
-                    engine.abort(str(index))  # what is left of a request that failed
+                num_missing[index] -= 1
+                if num_missing[index] == 0 or completion.finish_reason == "error":
+                    engine.abort(str(index))  # the remaining samples of a request that failed
                     _deliver(task, index, samples.pop(index))
     finally:
         for index in samples:
@@ -106,6 +114,7 @@ def drive(task: OpenTask, engine: Engine) -> None:
 
 
 def _deliver(task: OpenTask, index: int, completions: Sequence[Completion]) -> None:
+    """Give a task the completions of a request, after an inspection if the task wants one."""
     if task.inspects:
         task.inspect(index, completions)
     task.deliver(index, completions)
@@ -121,7 +130,7 @@ def _current_job() -> Job:
 def _context(job: Job, attention_backend: str = "") -> JobContext:
     return replace(
         _lent(job.connection, attention_backend),
-        # A job that is interrupted leaves nothing taken in these.
+        # These are new for each job, as an interrupted job does not give back what it has taken from them.
         files=SharedFiles(),
         shard_bytes=ShardBytes(_settings().max_shard_bytes),
         queue_name=job.origin,

@@ -1,1 +1,1 @@
-"""The main thread: it steps the engine, with threads of its own for long prompts."""
+"""The main thread: it steps the engine. Further threads prepare long prompts for it."""

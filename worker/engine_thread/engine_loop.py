@@ -1,4 +1,4 @@
-"""The main thread's loop: take orders, step the engine, hand out finished requests."""
+"""The main thread's loop: it takes orders, steps the engine and reports finished requests."""
 
 from __future__ import annotations
 
@@ -16,16 +16,19 @@ if TYPE_CHECKING:
     from engine import Engine
 
 STATS_PERIOD_S = 1.0
+"""Seconds between two reports of the engine's counters while no request finishes."""
+
 SWITCH_INTERVAL_S = 0.0002
-"""How long Python code of another thread may keep the engine's thread from going on after a step. CPython's
-own 5 ms is more than a step takes on a GPU."""
+"""Seconds for which Python code of another thread may keep the engine's thread from going on after a step. CPython's
+default of 5 ms is longer than a step on a GPU."""
+
 WAKE_PERIOD_S = 0.5
-"""An idle main thread wakes up this often to see signals: one sent while the process was stopped may have
-gone to another thread, and then nothing interrupts the wait here."""
+"""Seconds after which an idle main thread wakes up to see signals. A signal that was sent while the process was stopped
+may have gone to another thread, and then nothing interrupts the wait."""
 
 
 class EngineLoop:
-    """Steps one engine by orders. `run()` belongs to the thread that made the engine."""
+    """Steps one engine as orders say. The thread that made the engine calls `run()`."""
 
     def __init__(
         self,
@@ -34,14 +37,20 @@ class EngineLoop:
         report: Callable[[Stepped | SoFar | EngineDied], None],
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._engine, self._orders, self._report, self._clock = engine, orders, report, clock
+        self._engine = engine
+        self._orders = orders
+        self._report = report
+        self._clock = clock
         self._intake = Intake(engine, lambda: orders.put(Look()))
         self._refused: list[Completion] = []
         self._is_stopped = False
-        self._reported_at = self._progress_at = self.turned_at = clock()
+        moment = clock()
+        self._reported_at = moment
+        self._progress_at = moment
+        self.turned_at = moment
 
     def run(self) -> None:
-        """Work until a Halt order. An engine that raises is reported once; then only Halt is awaited."""
+        """Work until a Halt order. If the engine raises, that is reported once, and then only Halt is awaited."""
         sys.setswitchinterval(SWITCH_INTERVAL_S)
         try:
             while self.turn():
@@ -54,10 +63,11 @@ class EngineLoop:
             self._intake.close()
 
     def turn(self) -> bool:
-        """Take the orders that wait, step once, report the finished requests. False after a Halt."""
+        """Take the waiting orders, step once, and report the finished requests. Returns False after a Halt."""
         if not self._take_orders():
             return False
-        began_at = self.turned_at = self._clock()
+        began_at = self._clock()
+        self.turned_at = began_at
         if self._engine.has_unfinished and not self._is_stopped:
             finished = self._engine.step()
             self._hand_out(finished, self._engine.started, began_at)
@@ -66,8 +76,12 @@ class EngineLoop:
         return True
 
     def _take_orders(self) -> bool:
-        """Take all waiting orders, or wait for one if idle, then requests for a turn; False: leave."""
-        wait = self._is_stopped or not (self._engine.has_unfinished or self._refused or self._intake.has_ready)
+        """Take all waiting orders, then admit requests for one turn. Returns False after a Halt.
+
+        With nothing else to do, it waits for an order.
+        """
+        has_work = self._engine.has_unfinished or self._refused or self._intake.has_ready
+        wait = self._is_stopped or not has_work
         while True:
             try:
                 order = self._orders.get(wait, WAKE_PERIOD_S)
@@ -89,19 +103,27 @@ class EngineLoop:
                 self._engine.abort(request_id)
         elif isinstance(order, Tell):
             if order.stops and not self._is_stopped:
-                self._is_stopped, self._reported_at = True, float("-inf")  # the last statistics are told
+                self._is_stopped = True
+                self._reported_at = float("-inf")  # so that the last statistics are reported
                 self._hand_out(self._engine.step(launches=False), self._engine.started, self._clock())
             self._report(SoFar(self._engine.samples_so_far()))
 
     def _hand_out(self, finished: list[Completion], started: Sequence[str], began_at: float) -> None:
+        """Report a step that began at `began_at`, if it has news or the last report is old."""
         faults = self._intake.take_faults()
-        if finished or started or self._refused or faults or began_at - self._reported_at >= STATS_PERIOD_S:
-            completions, self._refused = self._refused + finished, []
-            self._intake.begun([*started, *(each.request_id for each in finished)])
-            self._reported_at = began_at
-            stats = dict(vars(self._engine.stats()))
-            stats["num_waiting"] += len(self._intake)
-            progress = None
-            if began_at - self._progress_at >= STATS_PERIOD_S:
-                self._progress_at, progress = began_at, self._engine.progress()
-            self._report(Stepped(completions, stats, started, began_at, progress, faults))
+        has_news = finished or started or self._refused or faults
+        if not has_news and began_at - self._reported_at < STATS_PERIOD_S:
+            return
+
+        self._reported_at = began_at
+        completions = self._refused + finished
+        self._refused = []
+        self._intake.begun([*started, *(completion.request_id for completion in finished)])
+
+        stats = dict(vars(self._engine.stats()))
+        stats["num_waiting"] += len(self._intake)
+        progress = None
+        if began_at - self._progress_at >= STATS_PERIOD_S:
+            self._progress_at = began_at
+            progress = self._engine.progress()
+        self._report(Stepped(completions, stats, started, began_at, progress, faults))

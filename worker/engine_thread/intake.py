@@ -1,8 +1,8 @@
-"""Requests on their way into the engine: limited work before a step, urgent lanes first.
+"""Intake: takes requests into the engine, urgent lanes first, with limited work before each step.
 
-Tokenizing takes about a microsecond a character. So that no step waits for long, some short prompts are tokenized
-here in each turn, and others in threads. A request whose new form may take seconds to compile is overtaken by
-others of its lane.
+Tokenizing takes about a microsecond a character. So that no step waits for long, each turn tokenizes some short prompts
+in the engine's thread; other threads tokenize the rest. A grammar may take seconds to compile, and other requests of
+its lane overtake a request that waits for one.
 """
 
 from __future__ import annotations
@@ -25,31 +25,46 @@ if TYPE_CHECKING:
     from engine import Engine, PreparedPrompt
 
 SHORT = 2_048
-"""Characters, or token ids, up to which tokenizing takes little more than handing a prompt to a thread."""
+"""The most characters, or token ids, of a short prompt. Handing it to a thread takes as long as tokenizing it."""
+
 LONG = 65_536
-"""Longer prompts have a thread of their own: no other one waits seconds for them."""
+"""Characters beyond which a prompt is long. Long prompts have their own thread, so that no other waits for them."""
+
 TURN = 65_536
-"""Characters of short prompts that a turn tokenizes: more than a step computes, in some 50 ms."""
+"""Characters of short prompts that one turn tokenizes, in some 50 ms. A step does not compute as many."""
+
 OVERHEAD = 64
-"""What a prompt, or a message of a chat, takes beside its characters, in the time of as many."""
+"""The work for a prompt, or for a message of a chat, beside its characters; counted in characters."""
+
 PICTURE = 8_192
-"""What a picture takes to be decoded, in the same measure."""
+"""The work for decoding a picture, counted in characters."""
+
 PICTURES_AHEAD = 8
-"""Requests of a lane whose pictures are prepared and that do not run yet: each may hold some hundred megabytes. The
-others are the bytes of files, and the texts behind them go on."""
+"""The most requests of a lane with decoded pictures that do not run yet. Each may hold some hundred megabytes. Further
+requests hold the bytes of their files, and do not delay the texts behind them."""
+
 THREADS = 2
+
 TURNS = 20
-"""A lane that waits to be tokenized gets one turn in so many, as in the engine's scheduler."""
+"""A waiting lower lane is tokenized in one turn of 20, as it is served in the engine's scheduler."""
+
 LEAVE_S = 1.0
-"""How long a worker that leaves waits for the thread that is in the middle of a prompt."""
+"""Seconds that a leaving worker waits for threads that prepare a prompt."""
 
 
 class _Waiting:
-    """One request until it is in the engine. number: its place among all. form: its grammar's future."""
+    """A request that is not in the engine yet.
+
+    number: its place among all requests. size: its work, counted in characters. form: the future of its grammar.
+    """
 
     def __init__(self, engine: Engine, add: Add, number: int) -> None:
-        self.engine, self.number, self.is_dropped = engine, number, False
-        self.request_id, self.request, self.lane = add.request_id, add.request, add.lane
+        self.engine = engine
+        self.number = number
+        self.is_dropped = False
+        self.request_id = add.request_id
+        self.request = add.request
+        self.lane = add.lane
         self.size = _size(add.request)
         has_form = any(add.request.sampling.get(name) for name in ("structured_outputs", "tool_choice"))
         self.is_prepared = self.size <= SHORT and not has_form
@@ -58,15 +73,16 @@ class _Waiting:
         self.error: BaseException | None = None
 
     def prepare(self) -> None:
-        """Prepare the request in a thread: all work that takes time with the length of the prompt."""
+        """Prepare the request in a thread. This is all work that grows with the length of the prompt."""
         if self.is_dropped:
             return
         try:
-            self.prepared = _, params = prepared_request(self.engine, self.request)
+            self.prepared = prepared_request(self.engine, self.request)
+            _, params = self.prepared
             if isinstance(params, SamplingParams) and params.has_form:
                 self.form = self.engine.prepare_grammar(params)
-        except BaseException as error:  # noqa: BLE001  # the engine's thread looks what it is
-            self.error = error.with_traceback(None)  # which would hold on to this request
+        except BaseException as error:  # noqa: BLE001  # the engine's thread decides by its type
+            self.error = error.with_traceback(None)  # a traceback would keep this request in memory
         self.is_prepared = True
 
     @property
@@ -76,8 +92,10 @@ class _Waiting:
 
 
 def prepared_request(engine: Engine, request: Request) -> tuple[PreparedPrompt, RequestParams]:
-    """Return the prompt of a request, prepared, and its sampling. Raises InvalidRequest, or a chat template's error."""
-    sampling, prompt, options = request.sampling, request.prompt, dict[str, Any]()
+    """Return a request's prepared prompt and its parameters. Raises InvalidRequest, or any error of a chat template."""
+    sampling = request.sampling
+    prompt = request.prompt
+    options = dict[str, Any]()
     if request.kind == "generate" and request.chat_options.get("tools"):
         sampling = {**sampling, "tools": request.chat_options["tools"]}
     params = request_params(request.kind, sampling)
@@ -93,40 +111,43 @@ def prepared_request(engine: Engine, request: Request) -> tuple[PreparedPrompt, 
 
 
 class _Preparers(FunctionPool):
-    """Threads that prepare requests, those of urgent lanes first. report: called in them for each.
+    """Threads that prepare requests, urgent lanes first. report: called in a thread after each request.
 
-    A lane's requests are TURNS times as far apart as those of the lane before it (start-time fair queueing,
-    Goyal et al. 1996), from where the threads are when they come.
+    The requests of a lane are TURNS times as far apart in the order as those of the next more urgent lane. This is
+    start-time fair queueing (Goyal et al. 1996).
     """
 
     def __init__(self, threads: int, name: str, report: Callable[[], None]) -> None:
         super().__init__(threads, name)
-        self._report, self._now, self._next = report, 0, dict[int, int]()
+        self._report = report
+        self._virtual_time = 0
+        self._next_order = dict[int, int]()
 
     def submit_request(self, waiting: _Waiting) -> None:
-        """Prepare it when it is its turn."""
-        order = max(self._now, self._next.get(waiting.lane, 0))
-        self._next[waiting.lane] = order + TURNS**waiting.lane
+        """Prepare a request when its turn has come."""
+        order = max(self._virtual_time, self._next_order.get(waiting.lane, 0))
+        self._next_order[waiting.lane] = order + TURNS**waiting.lane
 
         def prepare() -> None:
-            self._now = max(self._now, order)
+            self._virtual_time = max(self._virtual_time, order)
             waiting.prepare()
 
         self.submit(prepare, lambda *_: self._report(), raises=False, order=order)
 
 
 class Intake:
-    """Owns the requests that wait for the engine, which takes those of a lane in order.
+    """Owns the requests that wait for the engine. Those of a lane enter it in order.
 
     All methods belong to the engine's thread. report: called in other threads when a prompt is prepared.
     """
 
     def __init__(self, engine: Engine, report: Callable[[], None]) -> None:
-        self._engine, self._report = engine, report
-        self._compiling: set[_Waiting] = set()  # which are in no lane meanwhile
-        self._compiled: deque[_Waiting] = deque()  # by other threads
-        self._pictured = defaultdict[int, deque[_Waiting]](deque)  # by lane; in none of those below
-        self._ahead: dict[str, int] = {}  # lanes of requests with pictures, from their preparation to their start
+        self._engine = engine
+        self._report = report
+        self._compiling: set[_Waiting] = set()  # requests whose grammars are compiled; they are in no lane
+        self._compiled: deque[_Waiting] = deque()  # requests whose grammars are ready; other threads append
+        self._pictured = defaultdict[int, deque[_Waiting]](deque)  # requests with undecoded pictures, by lane
+        self._ahead: dict[str, int] = {}  # the lanes of requests whose pictures are decoded and that do not run yet
         self._lanes: dict[int, deque[_Waiting]] = {}
         self._ids: dict[str, _Waiting] = {}
         self._faults: list[tuple[str, BaseException]] = []
@@ -136,7 +157,10 @@ class Intake:
 
     def __len__(self) -> int:
         """Return the number of waiting requests."""
-        return sum(map(len, (*self._lanes.values(), *self._pictured.values(), self._compiling)))
+        num_waiting = len(self._compiling)
+        for queue in (*self._lanes.values(), *self._pictured.values()):
+            num_waiting += len(queue)
+        return num_waiting
 
     @property
     def has_ready(self) -> bool:
@@ -147,7 +171,8 @@ class Intake:
         """Queue a request in its lane."""
         waiting = _Waiting(self._engine, add, next(self._numbers))
         self._ids[add.request_id] = waiting
-        if has_pictures(add.request.prompt if add.request.messages is None else add.request.messages):
+        prompt = add.request.prompt if add.request.messages is None else add.request.messages
+        if has_pictures(prompt):
             self._pictured[add.lane].append(waiting)
             self.begun(())
         else:
@@ -155,11 +180,14 @@ class Intake:
             self._prepare(waiting)
 
     def _prepare(self, waiting: _Waiting) -> None:
-        if not waiting.is_prepared:
-            (self._long_preparers if waiting.size > LONG else self._preparers).submit_request(waiting)
+        """Have a thread prepare a request that is not short."""
+        if waiting.is_prepared:
+            return
+        preparers = self._long_preparers if waiting.size > LONG else self._preparers
+        preparers.submit_request(waiting)
 
     def begun(self, request_ids: Iterable[str]) -> None:
-        """Note which requests run or have ended; have the pictures of others prepared in their place."""
+        """Note which requests run or have ended. The next requests with pictures are prepared in their place."""
         for request_id in request_ids:
             self._ahead.pop(request_id, None)
         counts = Counter(self._ahead.values())
@@ -171,34 +199,39 @@ class Intake:
                 self._prepare(waiting)
 
     def drop(self, request_ids: Collection[str]) -> None:
-        """Forget requests; unknown ids are left alone."""
-        dropped = {waiting for id_ in request_ids if (waiting := self._ids.pop(id_, None)) is not None}
-        for waiting in dropped:
-            waiting.is_dropped = True
+        """Forget requests. Unknown ids are ignored."""
+        dropped = set()
+        for request_id in request_ids:
+            waiting = self._ids.pop(request_id, None)
+            if waiting is not None:
+                waiting.is_dropped = True
+                dropped.add(waiting)
+
         lanes = {waiting.lane for waiting in dropped}
         for lane in lanes & self._pictured.keys():
-            self._pictured[lane] = deque(each for each in self._pictured[lane] if each not in dropped)
+            self._pictured[lane] = deque(waiting for waiting in self._pictured[lane] if waiting not in dropped)
         for lane in lanes & self._lanes.keys():
-            self._lanes[lane] = deque(each for each in self._lanes[lane] if each not in dropped)
+            self._lanes[lane] = deque(waiting for waiting in self._lanes[lane] if waiting not in dropped)
             self._forget_if_empty(lane)
         self._compiling -= dropped
         self.begun(request_ids)
 
     def admit(self) -> list[Completion]:
-        """Give the engine the requests that are ready, for one turn's work; return the refused ones.
+        """Give the engine the requests that are ready, up to one turn's work. Returns the refused ones.
 
-        They enter in the order they came, also across lanes: the engine's scheduler relies on it for a lane's share.
+        They enter in the order in which they came, also across lanes. The engine's scheduler relies on that for a
+        lane's share.
         """
         self._take_back()
         refused: list[Completion] = []
         for waiting in sorted(self._choose(), key=lambda waiting: waiting.number):
             self._ids.pop(waiting.request_id, None)
             refused += self._add(waiting)
-        self.begun([each.request_id for each in refused])
+        self.begun([completion.request_id for completion in refused])
         return refused
 
     def _choose(self) -> Iterator[_Waiting]:
-        """Take a turn's work from the lanes, urgent ones first, and at least one request from each."""
+        """Yield a turn's work from the lanes, urgent ones first, and at least one request of each lane."""
         left = TURN
         for lane in sorted(self._lanes):
             for waiting in self._ready(self._lanes[lane]):
@@ -209,7 +242,7 @@ class Intake:
             self._forget_if_empty(lane)
 
     def _ready(self, queue: deque[_Waiting]) -> Iterator[_Waiting]:
-        """Take the first requests of a lane, up to one that is still in a thread."""
+        """Yield the first requests of a lane, up to one that a thread still prepares."""
         while queue and queue[0].is_prepared:
             waiting = queue.popleft()
             if waiting.is_ready:
@@ -218,7 +251,7 @@ class Intake:
                 self._set_aside(waiting)
 
     def _set_aside(self, waiting: _Waiting) -> None:
-        """Keep a request out of its lane until its form is compiled."""
+        """Keep a request out of its lane until its grammar is compiled."""
 
         def tell(_: Future[Any]) -> None:
             self._compiled.append(waiting)
@@ -229,7 +262,7 @@ class Intake:
         waiting.form.add_done_callback(tell)
 
     def _take_back(self) -> None:
-        """Return to their lanes, each at its place, the requests whose forms are compiled."""
+        """Put the requests whose grammars are compiled back into their lanes."""
         while self._compiled:
             waiting = self._compiled.popleft()
             if waiting in self._compiling:
@@ -237,11 +270,12 @@ class Intake:
                 self._put_back(waiting)
 
     def _put_back(self, waiting: _Waiting) -> None:
-        others = self._lanes.get(waiting.lane, ())
-        self._lanes[waiting.lane] = deque(sorted([waiting, *others], key=lambda each: each.number))
+        """Put a request into its lane, at its place in the order of arrival."""
+        queue = self._lanes.get(waiting.lane, ())
+        self._lanes[waiting.lane] = deque(sorted([waiting, *queue], key=lambda request: request.number))
 
     def close(self) -> None:
-        """Drop the waiting requests; wait briefly for the threads."""
+        """Drop the waiting requests, and wait briefly for the threads."""
         self.drop(list(self._ids))
         until = time.monotonic() + LEAVE_S
         for pool in (self._preparers, self._long_preparers):
@@ -252,7 +286,9 @@ class Intake:
             del self._lanes[lane]
 
     def _add(self, waiting: _Waiting) -> list[Completion]:
-        request_id, request = waiting.request_id, waiting.request
+        """Give the engine a request. Returns its end if it is refused, else nothing."""
+        request_id = waiting.request_id
+        request = waiting.request
         if waiting.error is not None:
             return self._refuse(request_id, waiting.error)
         try:
@@ -260,24 +296,26 @@ class Intake:
             self._engine.add(
                 request_id, prompt, params, lane=waiting.lane, continued=request.continued, resumed=request.resumed
             )
-        except Exception as error:  # noqa: BLE001  # what a request may hold is open
+        except Exception as error:  # noqa: BLE001  # a request may hold anything
             return self._refuse(request_id, error)
         return []
 
     def _refuse(self, request_id: str, error: BaseException) -> list[Completion]:
+        """Return the end of a refused request, or nothing if this worker is at fault."""
         if is_exhausted(error):
             self._faults.append((request_id, error))
             return []
         return [_refused(request_id, error)]
 
     def take_faults(self) -> list[tuple[str, BaseException]]:
-        """Return new requests that this worker lacked memory, descriptors or disk to prepare."""
-        faults, self._faults = self._faults, []
+        """Return the new requests that this worker could not prepare for lack of memory, descriptors or disk."""
+        faults = self._faults
+        self._faults = []
         return faults
 
 
 def _refused(request_id: str, error: BaseException) -> Completion:
-    """Return the end of a refused request; raise an error that is the engine's fault."""
+    """Return the end of a refused request. Raises `error` if the engine is at fault."""
     if isinstance(error, InvalidRequest):
         return Completion.refused(request_id, error)
     if isinstance(error, EngineError) or not isinstance(error, Exception):
@@ -286,28 +324,35 @@ def _refused(request_id: str, error: BaseException) -> Completion:
 
 
 def _size(request: Request) -> int:
-    """Count characters or token ids; a chat adds its rendering, a scored prompt its continuations."""
-    continuations = 0 if request.kind == "generate" else _chars(list(request.sampling.values()))
-    continuations += len(request.continued) + sum(map(len, request.resumed.values()))
+    """Return the work for a request, counted in characters or token ids.
+
+    A chat's options count too, as do a scored prompt's continuations and the tokens of a resumed answer.
+    """
+    size = len(request.continued)
+    for token_ids in request.resumed.values():
+        size += len(token_ids)
+    if request.kind != "generate":
+        size += _chars(list(request.sampling.values()))
     if request.messages is None:
-        return _chars(request.prompt or "") + continuations
-    return _chars(request.messages) + _chars(request.chat_options) + continuations
+        return size + _chars(request.prompt or "")
+    return size + _chars(request.messages) + _chars(request.chat_options)
 
 
 def _chars(value: object) -> int:
-    """Count the characters of all texts in it, however deep, token ids, and some for each object and picture."""
-    size, left = 0, [value]
-    while left:
-        each = left.pop()
-        if isinstance(each, str):
-            size += len(each)
-        elif isinstance(each, bytes):
+    """Count the characters and token ids in a value at any depth; PICTURE for a picture, OVERHEAD for an object."""
+    size = 0
+    values = [value]
+    while values:
+        item = values.pop()
+        if isinstance(item, str):
+            size += len(item)
+        elif isinstance(item, bytes):
             size += PICTURE
-        elif isinstance(each, list) and each and isinstance(each[0], int):
-            size += len(each)
-        elif isinstance(each, Mapping):
+        elif isinstance(item, list) and item and isinstance(item[0], int):
+            size += len(item)
+        elif isinstance(item, Mapping):
             size += OVERHEAD
-            left += each.values()
-        elif isinstance(each, list):
-            left += each
+            values += item.values()
+        elif isinstance(item, list):
+            values += item
     return size

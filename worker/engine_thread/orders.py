@@ -1,4 +1,4 @@
-"""Orders to the main thread's loop, and its reports: plain data in two queues."""
+"""The orders to the main thread's loop, and its reports. They are plain data in two queues."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -19,19 +19,19 @@ class Add:
 
 @dataclass(frozen=True, slots=True)
 class Abort:
-    """Order: drop requests; nothing more is reported of them."""
+    """Order: drop requests. Nothing more is reported about them."""
 
     request_ids: Sequence[str]
 
 
 @dataclass(frozen=True, slots=True)
 class Look:
-    """Order: a thread of the loop's own has prepared a prompt."""
+    """Order: look at the intake, as a thread has prepared a prompt."""
 
 
 @dataclass(frozen=True, slots=True)
 class Tell:
-    """Order: tell the tokens so far of all requests. stops: and take no further step."""
+    """Order: report the tokens so far of all requests. stops: take no further step after that."""
 
     stops: bool = False
 
@@ -45,9 +45,10 @@ class Halt:
 class Stepped:
     """Report: completions of one or more steps, and the engine's counters after them.
 
-    started: ids of requests whose first sequence was scheduled. at: monotonic seconds when the last step began.
-    progress: how far the requests in the batch are; None if there is no news. faults: requests that could not be
-    prepared because of this worker.
+    started: the ids of requests whose first sequence was scheduled.
+    at: monotonic seconds when the last step began.
+    progress: how far the requests in the batch are; None if that is not reported this time.
+    faults: the ids of requests that this worker could not prepare, with the errors.
     """
 
     completions: Sequence[Completion]
@@ -60,14 +61,14 @@ class Stepped:
 
 @dataclass(frozen=True, slots=True)
 class SoFar:
-    """Report: the tokens of requests that are not completed, by their samples' indices."""
+    """Report: the token ids so far of all requests in the engine, by request id and sample index."""
 
     samples: Mapping[str, Mapping[int, Sequence[int]]]
 
 
 @dataclass(frozen=True, slots=True)
 class EngineDied:
-    """Report: a step raised; no request in the engine will be completed."""
+    """Report: the engine raised. No request in it will be completed."""
 
     error: BaseException
 

@@ -1,6 +1,6 @@
-"""Pictures of a prompt as the engine takes them: arrays, decoded just before they are prepared.
+"""Decodes the pictures of a prompt into arrays, just before the prompt is prepared.
 
-A request holds the bytes of their files until then: as pixels they take many times as much.
+Until then a request holds the bytes of their files. As pixels they take many times as much memory.
 """
 
 from typing import Any
@@ -14,25 +14,31 @@ from jobs.prompts.pictures import MAX_PIXELS, decode, filled, pictures_in
 
 
 def has_pictures(value: Any) -> bool:
-    """Return whether a prompt or messages hold any."""
-    return isinstance(value, list) and bool(value) and isinstance(value[0], dict) and bool(pictures_in(value))
+    """Return whether a prompt, or messages, hold pictures."""
+    if not isinstance(value, list) or not value or not isinstance(value[0], dict):
+        return False
+    return bool(pictures_in(value))
 
 
 def decoded(value: Any) -> Any:
-    """Return messages, or the parts of a prompt, with arrays as their pictures; any other prompt as it is.
+    """Return messages, or the parts of a prompt, with their pictures as arrays. Any other prompt stays as it is.
 
-    An array: [height, width, 3] of uint8. Raises InvalidRequest for what is no picture, or more pixels than a prompt
-    may have.
+    An array has the shape [height, width, 3] and the type uint8. Raises InvalidRequest if a file is no picture, or if
+    the pictures have more pixels than a prompt may have.
     """
     if not has_pictures(value):
         return value
-    arrays, left = list[npt.NDArray[np.uint8]](), MAX_PIXELS
+    arrays = list[npt.NDArray[np.uint8]]()
+    pixels_left = MAX_PIXELS
     for number, file in enumerate(pictures_in(value), 1):
         try:
-            height, width, pixels = decode(file, f"picture {number}", left)
+            height, width, pixels = decode(file, f"picture {number}", pixels_left)
         except InvalidJob as error:
             raise InvalidRequest(str(error)) from None
         arrays.append(np.frombuffer(pixels, np.uint8).reshape(height, width, 3))
-        left -= height * width
-    found = filled(value, arrays)
-    return found if "role" in found[0] else [each.get("text", each.get("image")) for each in found]
+        pixels_left -= height * width
+
+    parts = filled(value, arrays)
+    if "role" in parts[0]:  # the messages of a chat
+        return parts
+    return [part.get("text", part.get("image")) for part in parts]

@@ -9,14 +9,14 @@ from sandbox.exhausted import is_exhausted
 from worker.store.records.claimed_job import ClaimedJob
 
 MAX_IN_A_ROW = 3
-"""So many faults with jobs of one function, none of which ended well in between, and the worker leaves."""
+"""Faults with jobs of one function after which the worker leaves, if no such job ended well in between."""
 
 PAUSE_S = 1.0
-"""How long a worker claims nothing after a fault, so that another one takes the job it has given back."""
+"""Seconds for which a worker claims nothing after a fault, so that another one takes the job it gave back."""
 
 
 def is_fault(error: BaseException | None) -> bool:
-    """Return whether our own code raised this for lack of a module, memory, descriptors or local disk."""
+    """Return whether our own code raised this because it lacks a module, memory, descriptors or local disk."""
     if isinstance(error, RedisConnectionError):
         return is_fault(error.__cause__ or error.__context__)  # a socket that could not be opened
     return isinstance(error, ImportError) or is_exhausted(error)
@@ -24,7 +24,7 @@ def is_fault(error: BaseException | None) -> bool:
 
 @dataclass(frozen=True)
 class WorkerFault:
-    """A job's fault. counts: whether it is held against the job too."""
+    """A fault that this worker met with a job. counts: whether it is held against the job too."""
 
     claimed: ClaimedJob
     error: BaseException
@@ -35,29 +35,29 @@ class WorkerFault:
 
 
 class WorkerFaults:
-    """The faults that a worker has met, by function, since a job of that function ended well.
+    """The faults of a worker, by function, since a job of that function last ended well.
 
-    Each job counts once: several in a row speak against the worker, a repeated one against the job.
+    Faults of several jobs in a row speak against the worker. A second fault with the same job speaks against the job.
     """
 
     def __init__(self) -> None:
-        self._rows: dict[str | None, list[str]] = {}
+        self._job_ids: dict[str | None, list[str]] = {}  # by function
         self.waiting: list[WorkerFault] = []
-        """Those whose jobs are to be given back."""
+        """The faults whose jobs are still to be given back."""
 
     @property
     def in_a_row(self) -> int:
         """The highest number of faults with jobs of one function."""
-        return max(map(len, self._rows.values()), default=0)
+        return max(map(len, self._job_ids.values()), default=0)
 
     def met(self, claimed: ClaimedJob, function_name: str | None, error: BaseException) -> WorkerFault:
-        """Note a fault."""
-        row = self._rows.setdefault(function_name, [])
-        fault = WorkerFault(claimed, error, counts=claimed.job_id not in row)
-        row.append(claimed.job_id)
+        """Note a fault that this worker met with a job."""
+        job_ids = self._job_ids.setdefault(function_name, [])
+        fault = WorkerFault(claimed, error, counts=claimed.job_id not in job_ids)
+        job_ids.append(claimed.job_id)
         self.waiting.append(fault)
         return fault
 
     def passed(self, function_name: str | None) -> None:
         """Note that a job of this function ended well."""
-        self._rows.pop(function_name, None)
+        self._job_ids.pop(function_name, None)

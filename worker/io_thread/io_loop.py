@@ -1,4 +1,4 @@
-"""The I/O thread: claim, leases, deadlines, stop and cancel, and finish. It alone talks to Redis for jobs."""
+"""The I/O thread's loop: it claims jobs, renews leases, checks deadlines, stops jobs and writes their ends."""
 
 import enum
 import logging
@@ -28,30 +28,43 @@ from worker.store.worker_record import WorkerRecord
 
 PROGRESS_PERIOD_S = 0.5
 DEADLINE_PERIOD_S = 0.25
-FIRST_BACKOFF_S, LAST_BACKOFF_S = 0.1, 5.0
+
+FIRST_BACKOFF_S = 0.1
+"""Seconds before the first new try after an outage of Redis; each further pause is twice as long."""
+
+LAST_BACKOFF_S = 5.0
+"""Seconds of the longest such pause."""
+
 LEAVING_S = 1.0
-"""How long a worker that gives back what runs waits for ends and parts that are being written."""
+"""Seconds that a worker that gives back its jobs waits for ends and parts that are being written."""
 
 CLOSING_S = 0.5
-"""How long any worker waits at its end for threads: for the files of jobs that ended, and for what it interrupted."""
+"""Seconds that a worker waits at its end for threads that close files or were interrupted."""
 
 
 class Phase(enum.Enum):
-    """The worker's attitude to new jobs."""
+    """What the worker does with new jobs and with those it holds."""
 
     SERVING = "serving"
-    DRAINING = "draining"  # warm shutdown: finish what runs, take nothing new
+    DRAINING = "draining"  # warm shutdown: finish what runs, claim nothing new
     LEAVING = "leaving"  # give back what runs
     GONE = "gone"
 
 
 class IoLoop:
-    """One thread that moves jobs between Redis and the engine's orders. `post` is safe from any thread or signal."""
+    """The one thread that moves jobs between Redis and the engine. `post` may be called by any thread or signal."""
 
     def __init__(self, parts: Parts, record: WorkerRecord, maintenance: Maintenance) -> None:
-        self._queue_names, self._store, limits = parts.queue_names, parts.store, parts.limits
-        self._poll_rates, self._budget, self._orders = parts.poll_rates, parts.budget, parts.orders
-        self._limits, self._log, self._events, self._clock = limits, parts.log, parts.events, parts.clock
+        self._queue_names = parts.queue_names
+        self._store = parts.store
+        limits = parts.limits
+        self._poll_rates = parts.poll_rates
+        self._budget = parts.budget
+        self._orders = parts.orders
+        self._limits = limits
+        self._log = parts.log
+        self._events = parts.events
+        self._clock = parts.clock
         self._runner = JobRunner(parts)
         self._claimer = Claimer(parts, self._runner)
         self._stock = StockJobs(parts.clients.io, parts.store, parts.redis_clock)
@@ -60,7 +73,8 @@ class IoLoop:
         self._thread = threading.Thread(target=self._guarded_run, name="tokenmill-io", daemon=True)
         self._backoff_s = FIRST_BACKOFF_S
         self._retry_at = float("-inf")
-        self._drain_by = self._leave_by = float("inf")
+        self._drain_by = float("inf")
+        self._leave_by = float("inf")
         self._release_mode: Mode = "given_back"
         self._renew = Timer(limits.renew_period_s)
         self._progress = Timer(PROGRESS_PERIOD_S)
@@ -68,7 +82,7 @@ class IoLoop:
         self._sweep = Timer(limits.sweep_period_s)
         self._duties = (
             self._settle,
-            self._show_record,  # before a first claim: it hears of the other workers there
+            self._show_record,  # before the first claim: it counts the other workers
             self._take_or_give,
             self._keep_leases,
             self._show_progress,
@@ -78,14 +92,17 @@ class IoLoop:
         self.turned_at = parts.clock()
         self.redis_at: float | None = None
         self.failure: WorkerError | None = None
-        """Why the worker leaves by itself; what it holds is given back, unless this thread has raised."""
+        """Why the worker leaves by itself. Its jobs are given back, unless this thread has raised."""
 
     def post(self, event: Any) -> None:
-        """Tell the thread something: Stepped, SoFar, EngineDied, or a call to make."""
+        """Post an event to the thread: Stepped, SoFar, EngineDied, or a call to make."""
         self._events.put(event)
 
     def stop_job(self, job_id: str, execution_id: str | None = None) -> None:
-        """Stop a job on a person's word; with an execution's id, only while that one runs it. For any thread."""
+        """Stop a job because a person asked for it. For any thread.
+
+        execution_id: if given, the job is stopped only while this execution runs it.
+        """
 
         def stop() -> None:
             if not self._runner.stop(job_id, execution_id):
@@ -94,13 +111,18 @@ class IoLoop:
         self.post(stop)
 
     def shut_down(self, cold: bool = False) -> None:
-        """Finish what runs and leave; `cold`: give it back. For any thread or signal."""
-        self.post(partial(self._hand_back, "told to stop again") if cold else self._start_draining)
+        """Finish what runs, then leave. With `cold`, give back what runs. For any thread or signal."""
+        if cold:
+            self.post(partial(self._hand_back, "told to stop again"))
+        else:
+            self.post(self._start_draining)
 
     def start(self) -> None:
+        """Start the thread."""
         self._thread.start()
 
     def join(self) -> None:
+        """Wait until the thread has ended."""
         self._thread.join()
 
     @property
@@ -110,7 +132,7 @@ class IoLoop:
 
     @property
     def why_not_claiming(self) -> str | None:
-        """Say why it claims nothing, by a person's wish or at its end; None if it claims. For any thread."""
+        """Why the worker claims nothing, such as `rq suspend`; None if it claims. For any thread."""
         if self._phase is not Phase.SERVING:
             return f"it takes no more jobs: {self._phase.value}"
         holds = {"": None, "suspended": "suspended: `rq resume` lets it claim", RESTORED: RESTORED_TEXT}
@@ -118,7 +140,7 @@ class IoLoop:
 
     @property
     def warning(self) -> str:
-        """Say what is wrong although the worker claims; empty if nothing is. For any thread."""
+        """What is wrong although the worker claims jobs; empty if nothing is. For any thread."""
         return self.reporter.clock_warning
 
     # The loop
@@ -139,23 +161,26 @@ class IoLoop:
         self._say_goodbye()
 
     def turn(self) -> bool:
-        """Do everything that is due, once. False when it is time to go. The thread only repeats this."""
+        """Do once everything that is due. Returns False when it is time to leave. The thread only repeats this."""
         self._take_events()
         if self._can_open:
             self._runner.open_claimed()
         self._runner.feed()
-        moment = self.turned_at = self._clock()
+
+        moment = self._clock()
+        self.turned_at = moment
         self._runner.journals.look(moment)
         if self._deadlines.due(moment):
             self._check_deadlines()
         if self._phase is Phase.DRAINING and moment >= self._drain_by:
             self._hand_back("TOKENMILL_DRAIN_S is over")
+
         if moment >= self._retry_at or self._is_overdue(moment):
             self._talk_to_redis(moment)
         return self._phase is not Phase.GONE
 
     def _take_events(self) -> None:
-        """Handle all events; wait one poll period if there are none."""
+        """Handle all events that wait. Without any, wait for one for a poll period."""
         try:
             event = self._events.get(timeout=0 if self._can_open else POLL_S)
             while True:
@@ -170,9 +195,10 @@ class IoLoop:
 
     def _check_deadlines(self) -> None:
         self._runner.check_deadlines()
-        stuck, most = self._runner.threads.num_stuck, self._limits.max_stuck_threads
-        if stuck > most:
-            self._leave_because_of(TooManyStuckThreads(stuck, most))
+        num_stuck = self._runner.threads.num_stuck
+        max_stuck = self._limits.max_stuck_threads
+        if num_stuck > max_stuck:
+            self._leave_because_of(TooManyStuckThreads(num_stuck, max_stuck))
 
     def _leave_because_of(self, failure: WorkerError) -> None:
         if self._phase is not Phase.LEAVING:
@@ -189,32 +215,40 @@ class IoLoop:
             if event.progress is not None:
                 self._runner.jobs.progressed(event.progress)
         elif isinstance(event, SoFar):
-            self._runner.journals.told(event)
+            self._runner.journals.write(event)
         elif isinstance(event, EngineDied):
-            self._release_mode = "engine_died"
-            name = type(event.error).__name__
-            failure = EngineFailed(f"the engine raised {name}: {event.error}; its jobs were given back")
-            failure.__cause__ = event.error
-            self._log.error("the engine failed: %s", event.error)
-            self.failure = self.failure or failure
-            self._start_leaving()
+            self._engine_died(event.error)
         else:
             event()
+
+    def _engine_died(self, error: BaseException) -> None:
+        """Leave because the engine raised. Its jobs are given back."""
+        self._release_mode = "engine_died"
+        self._log.error("the engine failed: %s", error)
+        if self.failure is None:
+            name = type(error).__name__
+            self.failure = EngineFailed(f"the engine raised {name}: {error}; its jobs were given back")
+            self.failure.__cause__ = error
+        self._start_leaving()
 
     def _start_draining(self) -> None:
         if self._phase is not Phase.SERVING:
             return
         self._phase = Phase.DRAINING
-        drain_s, unstarted = self._limits.drain_s, len(self._runner.jobs.unstarted())
-        rest = "at a second signal" if drain_s is None else f"after {drain_s:g} s or at a second signal"
+        num_unstarted = len(self._runner.jobs.unstarted())
+        drain_s = self._limits.drain_s
+        if drain_s is None:
+            given_back_when = "at a second signal"
+        else:
+            given_back_when = f"after {drain_s:g} s or at a second signal"
+            self._drain_by = self._clock() + drain_s
         self._log.info(
             "stopping: %d jobs that have begun are finished, %d that have not are given back now, nothing "
             "more is claimed; what still runs is given back %s",
-            self._runner.num_held - unstarted,
-            unstarted,
-            rest,
+            self._runner.num_held - num_unstarted,
+            num_unstarted,
+            given_back_when,
         )
-        self._drain_by = self._clock() + (float("inf") if drain_s is None else drain_s)
         self._runner.log_level = logging.INFO
         self.reporter.show_soon()
 
@@ -232,19 +266,23 @@ class IoLoop:
                 self._runner.journals.leave(self._clock())
 
     def _talk_to_redis(self, moment: float) -> None:
-        """Carry out all duties that need the server. An outage delays them; the engine goes on."""
+        """Carry out all duties that need Redis. An outage delays them, and the engine goes on meanwhile."""
         try:
-            failures = [self._failure_of(duty, moment) for duty in self._duties]
-            if not any(failures):
-                failures.append(self._failure_of(self._leave_if_done, moment))
-            if failure := next(filter(None, failures), None):
-                raise failure
-            self._backoff_s, self.redis_at = FIRST_BACKOFF_S, moment
+            refusals = []
+            for duty in self._duties:
+                refusal = self._refusal_of(duty, moment)
+                if refusal is not None:
+                    refusals.append(refusal)
+            if refusals:
+                raise refusals[0]
+            self._leave_if_done(moment)
+            self._backoff_s = FIRST_BACKOFF_S
+            self.redis_at = moment
         except RedisError as error:
             self._ride_out(moment, error)
 
-    def _failure_of(self, duty: Callable[[float], None], moment: float) -> RedisError | None:
-        """Carry out a duty; return the error of one that Redis refused, so that others go on."""
+    def _refusal_of(self, duty: Callable[[float], None], moment: float) -> RedisError | None:
+        """Carry out a duty. Returns Redis' error if it refused a command; an outage is raised."""
         try:
             duty(moment)
         except OUTAGES:
@@ -264,7 +302,7 @@ class IoLoop:
             self._claimer.claim(moment)
 
     def _settle(self, _: float) -> None:
-        """Complete the work of earlier turns: ends to write, claims without a reply, jobs to release."""
+        """Complete the work of earlier turns: write ends, repeat claims without a reply, give jobs back."""
         self._runner.flush(self._store)
         if self._phase is not Phase.LEAVING:
             self._runner.show_begun(self._store)
@@ -275,7 +313,7 @@ class IoLoop:
         self._give_back_faulty()
 
     def _give_back_faulty(self) -> None:
-        """Put jobs back after a fault of this worker's; leave after several in a row."""
+        """Give back the jobs that met a fault of this worker. Leave after several faults in a row."""
         faults = self._runner.faults
         while faults.waiting:
             fault = faults.waiting[0]
@@ -293,7 +331,7 @@ class IoLoop:
         self._runner.tally.redis_failed(error)
         self._retry_at = moment + self._backoff_s
         self._backoff_s = min(self._backoff_s * 2, LAST_BACKOFF_S)
-        # Leases ran out meanwhile also of workers that live: they get the time to renew them.
+        # Leases of living workers ran out during the outage too. They get the time to renew them.
         self._sweep.postpone(moment + self._limits.lease_s)
         if self._is_overdue(moment):
             self._leave("left without giving back what ran: other workers take it up when its leases end")
@@ -316,7 +354,8 @@ class IoLoop:
     def _take_up_abandoned(self, moment: float) -> None:
         if self._phase is not Phase.SERVING or not self._sweep.due(moment):
             return
-        names, period_s = self._queue_names, self._limits.sweep_period_s
+        names = self._queue_names
+        period_s = self._limits.sweep_period_s
         self._runner.take_up_abandoned(names, period_s)
         for claimed, error in self._stock.take_over(names, period_s):
             with self._runner.guard.around(claimed):
@@ -325,7 +364,7 @@ class IoLoop:
     # Leave
 
     def _is_overdue(self, moment: float) -> bool:
-        """Whether a worker that gives back what runs waits for nothing any more."""
+        """Whether this worker gives back its jobs and need not wait for anything any more."""
         return moment >= self._leave_by and not self._runner.journals.is_awaited(moment)
 
     def _leave_if_done(self, moment: float) -> None:

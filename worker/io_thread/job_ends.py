@@ -1,4 +1,4 @@
-"""Ends jobs: callback, then the writing in a batch with others, then dependents and webhooks."""
+"""Ends jobs: calls callbacks, has the end written, then queues dependents and sends webhooks."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -23,19 +23,24 @@ from worker.store.records.results import Raised, is_small, pack, printable
 from worker.store.records.stored_job import JobTimeoutException
 
 MAX_REASON_CHARS = 400
+"""The most characters of an error's message in the log."""
+
 _FREE_OF_PROMPTS = (FileTimeout, JobRefused, JobSetAside, JobTimeoutException)
+"""Errors whose messages never quote a prompt."""
+
 _FAULT_KNOWN = (JobRefused, JobSetAside, ResultTooLarge)
+"""Errors that say whose fault they are, in a user's function too."""
 
 
 def fault_of(job: HeldJob, error: BaseException) -> Fault | None:
-    """Return whose fault a failure is; None for a user's function, which ends as in RQ."""
+    """Return whose fault a failure is. None for a user's function, which ends as in RQ."""
     if isinstance(error, _FAULT_KNOWN) or (job.is_ours and isinstance(error, JobsError)):
         return error.fault
     return "server" if job.is_ours else None
 
 
 def log_text(job: HeldJob, error: BaseException) -> str:
-    """Say in one line why a job failed, without a prompt: a foreign error may quote one."""
+    """Say in one line why a job failed. A foreign error shows its name only, as its message may quote a prompt."""
     name = type(error).__name__
     if isinstance(error, ResultTooLarge) or (job.is_ours and isinstance(error, JobsError)):
         text = error.log_text
@@ -47,16 +52,22 @@ def log_text(job: HeldJob, error: BaseException) -> str:
 
 
 Ended = Callable[[HeldJob, Outcome | None, bool], None]
-"""Told when nothing is left to do for a job: how it ended, None where another worker has counted that; and
-whether that was written: not where the job had been cancelled or taken over."""
+"""Called when nothing is left to do for a job, with the job, its outcome, and whether its end was written.
+
+The outcome is None if another worker has counted it. An end is not written if the job was cancelled or taken over."""
 
 
 class JobEnds:
-    """Ends jobs for the I/O thread, which calls every method. Callbacks and dependents have threads."""
+    """Ends jobs. The I/O thread calls every method; callbacks and dependents run in pool threads."""
 
     def __init__(self, parts: Parts, calls: PoolCalls, guard: JobGuard, ended: Ended) -> None:
-        self._callbacks, self._store, self._pool = parts.callbacks, parts.ends_store, parts.enders
-        self._calls, self._ended, self._log, self._clock = calls, ended, parts.log, parts.clock
+        self._callbacks = parts.callbacks
+        self._store = parts.ends_store
+        self._pool = parts.enders
+        self._calls = calls
+        self._ended = ended
+        self._log = parts.log
+        self._clock = parts.clock
         self._failing = partial(parts.environment.tell_failed, parts.clients.pool)
         self._max_result_bytes = parts.environment.lent.max_result_bytes
         self.writer = EndWriter(self._written, guard, parts.log, parts.clock)
@@ -66,8 +77,12 @@ class JobEnds:
         self._end(job, "finished", value)
 
     def fail(self, job: HeldJob, error: BaseException, text: str | None = None) -> None:
-        """End a job with its error, at once if another try would end alike. text: user code's traceback."""
-        fault, job.reason = fault_of(job, error), type(error).__name__
+        """End a job with its error. It is not retried if another try would fail in the same way.
+
+        text: the traceback that user code left; by default that of `error`.
+        """
+        fault = fault_of(job, error)
+        job.reason = type(error).__name__
         self._log.warning("%s: job %s failed: %s", job.claimed.queue_name, job.claimed.job_id, log_text(job, error))
         if fault is not None and fault_line(fault) not in getattr(error, "__notes__", ()):
             error.add_note(fault_line(fault))
@@ -76,23 +91,24 @@ class JobEnds:
         self._end(job, "failed", text, error, retries=fault in (None, "server"))
 
     def stop(self, job: HeldJob) -> None:
-        """End a job on a person's word."""
+        """End a job that a person has stopped."""
         self._end(job, "stopped", f"Job stopped by user, its sequences were aborted.\n{fault_line('cancelled')}")
 
     def _end(
         self, job: HeldJob, status: EndStatus, value: Any, error: BaseException | None = None, retries: bool = False
     ) -> None:
-        """Bring a job to its end: first the user's callbacks, then the writing."""
+        """End a job. A run that fails with it is told first, then callbacks are called, then the end is written."""
         job.state = JobState.ENDING
         working_s = self._clock() - job.started_at if job.started_at is not None else 0.0
         outcome = Outcome(job.claimed, status, value, datetime.now(UTC), working_s, job.began_at, retries=retries)
-        if status != "finished" and outcome.is_final and run_and_shard(job.claimed.job_id):
+        is_shard = run_and_shard(job.claimed.job_id) is not None
+        if status != "finished" and outcome.is_final and is_shard:
             self._tell_run(job, outcome, error)
         else:
             self._finish(job, outcome, error)
 
     def _tell_run(self, job: HeldJob, outcome: Outcome, error: BaseException | None) -> None:
-        """Tell the run first: if this worker dies before the end is written, the next one tells again."""
+        """Tell the run before the end is written. If this worker dies in between, the next one tells it again."""
 
         def then(job: HeldJob, _: Any, failure: BaseException | None) -> None:
             if failure is not None:
@@ -105,7 +121,8 @@ class JobEnds:
         self._calls.submit(self._pool, job, PoolCall(failing, then, is_ours=True))
 
     def _finish(self, job: HeldJob, outcome: Outcome, error: BaseException | None) -> None:
-        value, status = outcome.value, outcome.status
+        value = outcome.value
+        status = outcome.status
         if self._callbacks.has_callback(outcome, job.user_job):
             self._call_back(job, outcome, error)
         elif status != "finished" or (job.is_ours and is_small(value)):
@@ -113,11 +130,11 @@ class JobEnds:
                 self._write(job, self._packed(outcome, known_small=True))
             except ResultTooLarge as too_large:
                 self.fail(job, too_large)
-        else:  # in a thread: it may be large, or hold objects whose methods are user code
+        else:  # in a thread, because it may be large or hold objects whose methods are user code
             self._calls.submit(self._pool, job, PoolCall(partial(self._packed, outcome), self._then_write))
 
     def _packed(self, outcome: Outcome, known_small: bool = False) -> Outcome:
-        """Return the outcome with its packed value. known_small: see `pack`. Raises ResultTooLarge."""
+        """Return the outcome with its value packed. known_small: see `pack`. Raises ResultTooLarge."""
         if outcome.status != "finished" or outcome.wish is not None:
             return outcome
         return replace(outcome, packed=pack(outcome.value, self._max_result_bytes, known_small))
@@ -129,11 +146,12 @@ class JobEnds:
             self._write(job, outcome)
 
     def _call_back(self, job: HeldJob, outcome: Outcome, error: BaseException | None) -> None:
-        exc_info = (type(error), error, error.__traceback__) if error is not None else (None, None, None)
+        """Call the user's callback in a thread, then have the end written."""
+        exc_info = (None, None, None) if error is None else (type(error), error, error.__traceback__)
         rq_job = job.for_user_code(self._callbacks.user_client)
 
         def call_back() -> Outcome | Raised | None:
-            """Call the callback; None if the job is not ours any more."""
+            """Call the callback. Returns None if this worker no longer holds the job."""
             if self._store.begin([(outcome.claimed, outcome.started_at or outcome.ended_at)]):
                 return None
             try:
@@ -142,33 +160,35 @@ class JobEnds:
                 return Raised(failure, printable(failure))
             return self._packed(outcome)
 
-        def then(job: HeldJob, came: Any, failure: BaseException | None) -> None:
+        def then(job: HeldJob, reply: Any, failure: BaseException | None) -> None:
             if failure is not None:
                 self._callback_raised(job, outcome, failure, None)
-            elif isinstance(came, Raised):
-                self._callback_raised(job, outcome, came.error, came.text)
-            elif came is not None:
-                self._write(job, came)
+            elif isinstance(reply, Raised):
+                self._callback_raised(job, outcome, reply.error, reply.text)
+            elif reply is not None:
+                self._write(job, reply)
             else:
                 self._ended(job, outcome, False)
 
-        # An error of Redis is our own call's, and no reason to fail the job.
+        # Only our own call raises errors of Redis. They are no reason to fail the job.
         self._calls.submit(self._pool, job, PoolCall(call_back, then, again_on=RedisError))
 
     def _callback_raised(self, job: HeldJob, outcome: Outcome, failure: BaseException, text: str | None) -> None:
-        """Fail the job after a success callback's error, as RQ does; others only give it their text."""
+        """Fail a job whose success callback raised, as RQ does. After another callback only its text changes."""
         if outcome.status == "finished":
             self.fail(job, failure, text)
         else:
-            self._write(job, replace(outcome, value=printable(failure) if text is None else text))
+            text = printable(failure) if text is None else text
+            self._write(job, replace(outcome, value=text))
 
     def _write(self, job: HeldJob, outcome: Outcome) -> None:
+        """Have the end written, with what the user's code has changed in its copy of the job."""
         try:
             outcome = outcome.as_left_by(job.user_job)
         except Exception as error:  # noqa: BLE001  # a user's object may raise anything
             outcome = outcome.unwritable(error)
             self._log.warning(
-                "%s: job %s failed: its code has left values in it that no end can be written with (%s)",
+                "%s: job %s failed: its code left values in the job that its end cannot be written with (%s)",
                 job.claimed.queue_name,
                 job.claimed.job_id,
                 type(error).__name__,
@@ -176,6 +196,7 @@ class JobEnds:
         self.writer.add(job, outcome)
 
     def _written(self, job: HeldJob, outcome: Outcome, reply: FinishReply) -> None:
+        """Go on after the server's reply to an end."""
         if reply == "dependents":
             self.queue_dependents(job, outcome)
         elif reply in ("lost", "refused"):
@@ -186,33 +207,36 @@ class JobEnds:
             self._announce(job, outcome)
 
     def queue_dependents(self, job: HeldJob, outcome: Outcome | None, cursor: int = 0) -> None:
-        """Queue the dependents of a job whose end is written, page by page between other jobs', then close it."""
+        """Queue the dependents of a job whose end is written, a page at a time; then close the job.
+
+        cursor: the page, 0 for the first.
+        """
         claimed = job.claimed
 
         def queue_page() -> int:
-            following = 0
+            next_cursor = 0
             try:
-                following = self._store.queue_dependents(claimed, cursor)
+                next_cursor = self._store.queue_dependents(claimed, cursor)
             except Exception as error:  # what cannot be read today cannot be read tomorrow
                 if is_servers(error):
                     raise
                 self._log.error("job %s: its dependents cannot be queued: %s", claimed.job_id, shown_error(error))
-            if not following:
+            if not next_cursor:
                 self._store.close(claimed)
-            return following
+            return next_cursor
 
-        def then(job: HeldJob, following: int, failure: BaseException | None) -> None:
+        def then(job: HeldJob, next_cursor: int, failure: BaseException | None) -> None:
             if failure is not None:
                 raise failure
-            if following:
-                self.queue_dependents(job, outcome, following)
+            if next_cursor:
+                self.queue_dependents(job, outcome, next_cursor)
             else:
                 self._announce(job, outcome)
 
         self._calls.submit(self._pool, job, PoolCall(queue_page, then, again_on=RedisError))
 
     def _announce(self, job: HeldJob, outcome: Outcome | None) -> None:
-        """Queue a job's webhooks, once its end is written, and let it go."""
+        """Queue the webhooks of a job whose end is written, then let the job go."""
         webhooks = job.claimed.record.webhooks if job.user_job is None else job.user_job.webhooks
         if outcome is None or not webhooks:
             self._ended(job, outcome, True)

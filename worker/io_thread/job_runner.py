@@ -1,4 +1,4 @@
-"""The life of claimed jobs: admit, open, stream, deliver, and stop each one."""
+"""The life of claimed jobs: the runner admits, opens, streams, ends and gives back each one."""
 
 import logging
 import time
@@ -33,25 +33,39 @@ from worker.store.user_code import perform
 from worker.threads.functions import JobStopped
 
 MAX_POSTS = 64
-"""Ends of runs that may wait to be told; further ones are for other workers."""
+"""Notices of ended runs that may wait on this worker; other workers post further ones."""
 
 
 class JobRunner:
     """Owns every job that this worker holds. All methods belong to the I/O thread."""
 
     def __init__(self, parts: Parts) -> None:
-        self._packer, self._budget, log, clock = parts.packer, parts.budget, parts.log, parts.clock
-        self._admission, self._environment = parts.admission, parts.environment
+        log = parts.log
+        clock = parts.clock
+        post = parts.events.put
+        traces = parts.environment.traces
+        lent = parts.environment.lent
+
+        self._packer = parts.packer
+        self._budget = parts.budget
+        self._admission = parts.admission
+        self._environment = parts.environment
         self._callbacks = parts.callbacks
-        self._clients, self._log, self._clock = parts.clients, log, clock
-        self._functions, self._posts = parts.functions, parts.callbacks.webhooks.pool
-        traces, lent, post = parts.environment.traces, parts.environment.lent, parts.events.put
+        self._clients = parts.clients
+        self._log = log
+        self._clock = clock
+        self._functions = parts.functions
+        self._posts = parts.callbacks.webhooks.pool
         self.jobs = HeldJobs(traces)
-        self._store, self._max_deaths = parts.store, parts.limits.max_worker_deaths
-        self._surplus, self._leaving = list[ClaimedJob](), list[ClaimedJob]()
+        self._store = parts.store
+        self._max_deaths = parts.limits.max_worker_deaths
+        self._surplus = list[ClaimedJob]()  # claimed beyond what this worker can run
+        self._leaving = list[ClaimedJob]()  # to be given back once Redis answers
         self.log_level = logging.DEBUG
-        """Of how many jobs are given back."""
-        self.faults, self.tally, self._traces = WorkerFaults(), parts.tally, traces
+        """The level of log lines that say how many jobs were given back."""
+        self.faults = WorkerFaults()
+        self.tally = parts.tally
+        self._traces = traces
         self.guard = JobGuard(log, parts.tally, self)
         self._calls = PoolCalls(post, self._close, self.guard, log, clock)
         self._files = TaskFiles(parts.packer, self._calls, lent.file_timeout_s, log, clock)
@@ -71,19 +85,21 @@ class JobRunner:
 
     def num_rows_done(self) -> int:
         """Return how many rows the held jobs have answered so far."""
-        rows = []
-        self.guard.each(self.jobs, lambda job: rows.append(job.num_rows_done))
-        return sum(rows)
+        num_rows = 0
+        for job in self.jobs:
+            with self.guard.around(job):
+                num_rows += job.num_rows_done
+        return num_rows
 
     @property
     def held(self) -> list[ClaimedJob]:
-        """The jobs to renew, oldest first."""
+        """The held jobs, oldest first."""
         return [job.claimed for job in self.jobs]
 
     # Begin
 
     def begin(self, claimed: ClaimedJob, lane: int) -> None:
-        """Take up a job that was just claimed; `open_claimed` opens it in its turn."""
+        """Take up a job that was just claimed. `open_claimed` opens it in its turn."""
         job = self.jobs.add(claimed, lane)
         with self.guard.around(job):
             self._budget.add(job)
@@ -98,9 +114,11 @@ class JobRunner:
                 self._budget.opened(job)
 
     def _admit(self, job: HeldJob) -> None:
+        """Read the job's call, then run its function or open its task. A job that may not run here is failed."""
         try:
             call = self._admitted(job)
-            job.function_name, job.is_ours = call.name, call.name in OWN_NAMES
+            job.function_name = call.name
+            job.is_ours = call.name in OWN_NAMES
             task = task_of(call.name, call.args, call.kwargs)
         except JobRefused as error:
             job.hold(job.claimed.record.without_hooks())
@@ -121,11 +139,12 @@ class JobRunner:
         return self._admission.admit(job.claimed, payload)
 
     def _run_function(self, job: HeldJob, call: FunctionCall) -> None:
-        """Run a function in a thread, once Redis shows that it begins."""
+        """Run a function in a thread, once Redis shows that it has begun."""
         is_post = job.function_name == POSTING
-        has_place = self._posts.num_waiting < MAX_POSTS if is_post else self._packer.free_functions > 0
+        has_free_thread = self._packer.free_functions > 0
+        has_place = self._posts.num_waiting < MAX_POSTS if is_post else has_free_thread
         if not has_place:
-            self._leave_to_others(job, FUNCTION)
+            self._leave_unopened(job, FUNCTION)
             return
         job.run_function()
         if not is_post:
@@ -133,26 +152,31 @@ class JobRunner:
 
         def hand_over() -> None:
             if job.is_ours:
-                made = PoolCall(self._own_call(job, call), self._own_valued, self._function_ended, is_ours=True)
+                function = self._bound_function(job, call)
+                pool_call = PoolCall(function, self._our_code_returned, self._function_ended, is_ours=True)
             else:
                 user_job = job.for_user_code(self._clients.user)
-                made = PoolCall(partial(perform, user_job), self._valued, self._function_ended)
-            self._calls.submit(self._posts if is_post else self._functions, job, made)
+                pool_call = PoolCall(partial(perform, user_job), self._user_function_returned, self._function_ended)
+            self._calls.submit(self._posts if is_post else self._functions, job, pool_call)
 
         self._beginnings.run(job, hand_over)
 
-    def _own_call(self, job: HeldJob, call: FunctionCall) -> Callable[[], Any]:
-        own = own_function(call.name)
-        assert own is not None, call.name
-        return partial(own, self._environment.context(job.claimed, self._clients.pool), *call.args, **call.kwargs)
+    def _bound_function(self, job: HeldJob, call: FunctionCall) -> Callable[[], Any]:
+        """Return one of our own functions with its context and arguments."""
+        function = own_function(call.name)
+        assert function is not None, call.name
+        context = self._environment.context(job.claimed, self._clients.pool)
+        return partial(function, context, *call.args, **call.kwargs)
 
     def _function_ended(self, job: HeldJob, _: Any = None) -> None:
+        """Free the function's place."""
         if job.function_name != POSTING:
             self._packer.function_ended(job)
 
     def _open(self, job: HeldJob, task: Task) -> None:
+        """Open a task, in a thread if it reads files."""
         if task.blocking and self._packer.free_files <= 0:
-            self._leave_to_others(job, FILE)
+            self._leave_unopened(job, FILE)
             return
         job.open(is_file=task.blocking)
         context = self._environment.context(job.claimed, self._clients.pool)
@@ -161,16 +185,19 @@ class JobRunner:
         else:
             self._call_now(lambda: task.open(context), job, self._opened)
 
-    def _leave_to_others(self, job: HeldJob, kind: str) -> None:
+    def _leave_unopened(self, job: HeldJob, kind: str) -> None:
+        """Give a job back unopened. kind: FUNCTION or FILE, by which the next claims pass it over."""
         self._let_go(job)
         self._surplus.append(replace(job.claimed, kind=kind))
 
     def take_surplus(self) -> list[ClaimedJob]:
-        """Return functions and files beyond the threads' number; they are marked, and left by the next claims."""
-        surplus, self._surplus = self._surplus, []
+        """Return the functions and files for which this worker has no thread. The next claims leave them."""
+        surplus = self._surplus
+        self._surplus = []
         return surplus
 
     def _opened(self, job: HeldJob, opened: OpenTask, error: BaseException | None) -> None:
+        """Stream the requests of a task that is open now, or fail its job."""
         if error is not None:
             self._raised(job, error)
             return
@@ -180,10 +207,10 @@ class JobRunner:
             self._drop_payload(job)
 
     def show_begun(self, store: JobStore) -> None:
-        """Show in Redis which jobs have begun, and hand functions over. After a RedisError call it again."""
+        """Show in Redis which jobs have begun, then hand functions to threads. After a RedisError call it again."""
         self.drop(self._beginnings.show(store))
 
-    def _valued(self, job: HeldJob, value: Any, error: BaseException | None) -> None:
+    def _user_function_returned(self, job: HeldJob, value: Any, error: BaseException | None) -> None:
         """Take the value or error of a user's function."""
         if error is not None:
             self._ends.fail(job, error)
@@ -192,8 +219,8 @@ class JobRunner:
         else:
             self._ends.succeed(job, value)
 
-    def _own_valued(self, job: HeldJob, value: Any, error: BaseException | None) -> None:
-        """Take the value or error of a job of our own."""
+    def _our_code_returned(self, job: HeldJob, value: Any, error: BaseException | None) -> None:
+        """Take the value or error of our own code: a function, or a task's result."""
         if error is not None:
             self._raised(job, error)
         else:
@@ -201,7 +228,7 @@ class JobRunner:
             self._ends.succeed(job, value)
 
     def _raised(self, job: HeldJob, error: BaseException) -> None:
-        """Fail a job whose own code raised, or give it back if the fault is this worker's."""
+        """Fail a job in which our code raised, or give it back if the fault is this worker's."""
         if not is_fault(error):
             self._ends.fail(job, error)
             return
@@ -210,13 +237,14 @@ class JobRunner:
         self._log.error("job %s is given back, the fault is this worker's: %s", job.claimed.job_id, fault)
 
     def give_back_unprepared(self, faults: Sequence[tuple[str, BaseException]]) -> None:
-        """Give back the jobs whose requests this worker could not prepare. Takes the requests' ids."""
+        """Give back the jobs whose requests this worker could not prepare. faults: request ids and errors."""
         for request_id, error in faults:
             job, _ = self.jobs.of_request(request_id)
             if job is not None and not job.is_ending:
                 self.guard.call(job, self._raised, job, error)
 
     def _call_now(self, function: Callable[[], Any], job: HeldJob, then: Then) -> None:
+        """Call a function in this thread, then `then` with its value or error."""
         try:
             value = function()
         except Exception as error:  # noqa: BLE001  # whatever a job raises is that job's failure
@@ -227,11 +255,11 @@ class JobRunner:
     # Stream and deliver
 
     def feed(self) -> None:
-        """Fill the engine's free room with requests; end the jobs whose last completion is in."""
-        self.guard.each(self.streams.feed(), self._look_at)
+        """Fill the engine's free room with requests, and end the jobs whose last completion is here."""
+        self.guard.for_each(self.streams.feed(), self._advance)
 
-    def _look_at(self, job: HeldJob) -> None:
-        """Handle what the engine did for a job."""
+    def _advance(self, job: HeldJob) -> None:
+        """Go on with a job whose requests have changed: fail it, drop its payload, or collect its value."""
         if job.error is not None:
             self._withdraw(job, JobStopped)
             self._raised(job, job.error)
@@ -242,7 +270,7 @@ class JobRunner:
             self._collect(job)
 
     def _drop_payload(self, job: HeldJob) -> None:
-        """Drop the parts of a job that its end does not need: it may run for long."""
+        """Drop what a job's end does not need from memory, as the job may run for long."""
         record = job.claimed.record
         if job.is_ours and not self._callbacks.may_see(record):
             if record.is_heavy:
@@ -250,24 +278,24 @@ class JobRunner:
             self._budget.keep(job, job.claimed.record.hash_bytes)
 
     def _collect(self, job: HeldJob) -> None:
-        """Ask the task for the job's value, once every completion is in."""
+        """Ask the task for the job's value, now that every completion is here."""
         assert job.open_task is not None
-        self._beginnings.began(job, self._clock())  # where no request of it needed the engine
+        self._beginnings.began(job, self._clock())  # unless a request has begun it
         job.state = JobState.COLLECTING
         if job.is_file:
-            self._files.finish(job, self._own_valued)
+            self._files.finish(job, self._our_code_returned)
         else:
-            self._call_now(job.open_task.result, job, self._own_valued)
+            self._call_now(job.open_task.result, job, self._our_code_returned)
 
     # End
 
     def flush(self, store: JobStore) -> None:
-        """Write the ends that wait, in one round trip. After a RedisError call it again."""
+        """Write the ends that wait, in batches. After a RedisError call it again."""
         self._calls.try_again()
         self._ends.writer.flush(store)
 
     def _ended(self, job: HeldJob, outcome: Outcome | None, written: bool) -> None:
-        """Forget a job. outcome: None if another worker has counted its end."""
+        """Forget a job and count its end. outcome: None if another worker has counted it."""
         if job not in self.jobs:
             return
         self._let_go(job)
@@ -284,7 +312,9 @@ class JobRunner:
         self._close(job)
 
     def _close(self, job: HeldJob) -> None:
-        opened, job.open_task = job.open_task, None
+        """Close the job's task, if it is open."""
+        opened = job.open_task
+        job.open_task = None
         if opened is None:
             return
         if job.is_file:
@@ -296,28 +326,31 @@ class JobRunner:
 
     def renew(self, store: JobStore) -> None:
         """Extend the leases of all jobs, and drop jobs that are no longer ours."""
-        jobs = list(self.jobs)
-        self.drop(self.guard.batch(jobs, lambda job: job, lambda some: store.renew([job.claimed for job in some])))
+
+        def renew(jobs: Sequence[HeldJob]) -> Sequence[ClaimedJob]:
+            return store.renew([job.claimed for job in jobs])
+
+        lost = self.guard.batch(list(self.jobs), lambda job: job, renew)
+        self.drop(lost)
 
     def show_progress(self, store: JobStore) -> None:
-        """Write the progress of tasks that has changed since the last call."""
+        """Write the progress of those tasks whose progress has changed since the last call."""
         changed: list[tuple[HeldJob, dict[str, Any]]] = []
+        for job in self.jobs:
+            with self.guard.around(job):
+                progress = job.changed_progress()
+                if progress is not None:
+                    changed.append((job, progress))
 
-        def look(job: HeldJob) -> None:
-            progress = job.changed_progress()
-            if progress is not None:
-                changed.append((job, progress))
+        def show(entries: Sequence[tuple[HeldJob, dict[str, Any]]]) -> Sequence[bool]:
+            return store.show_progress([(job.claimed, progress) for job, progress in entries])
 
-        self.guard.each(self.jobs, look)
-        self.guard.batch(
-            changed,
-            lambda entry: entry[0],
-            lambda entries: store.show_progress([(job.claimed, progress) for job, progress in entries]),
-        )
+        self.guard.batch(changed, lambda entry: entry[0], show)
 
     # Interrupt
 
     def _let_go(self, job: HeldJob) -> None:
+        """Hold a job no longer."""
         self.jobs.remove(job)
         self._budget.forget(job)
 
@@ -329,7 +362,10 @@ class JobRunner:
         job.withdraw(error)
 
     def stop(self, job_id: str, execution_id: str | None = None) -> bool:
-        """Stop one running job on a person's word; False if it is not running here. execution_id: if one is meant."""
+        """Stop one running job because a person asked for it. Returns False if it does not run here.
+
+        execution_id: if given, the job is stopped only while this execution runs it.
+        """
         job = self.jobs.find(job_id, execution_id)
         if job is None or job.is_ending:
             return False
@@ -342,9 +378,10 @@ class JobRunner:
         """Fail overdue jobs, and give up threads that ignore their interrupts."""
         self._files.check()
         self.threads.give_up_stuck()
-        self.guard.each(self.jobs, partial(self._check_deadline, moment=self._clock()))
+        self.guard.for_each(self.jobs, partial(self._check_deadline, moment=self._clock()))
 
     def _check_deadline(self, job: HeldJob, moment: float) -> None:
+        """Interrupt or fail a job that has run for longer than its limit."""
         if job.is_ending:
             return
         if job.is_ours and job.is_function:
@@ -352,7 +389,7 @@ class JobRunner:
         if job.started_at is None or job.limit_s <= 0 or moment - job.started_at <= job.limit_s:
             return
         reason = timeout_error(job.limit_s)
-        if job.is_function and job.call is not None:  # its thread reports the end itself
+        if job.is_function and job.call is not None:  # its thread reports the end
             if not job.is_overdue:
                 job.interrupt_function(reason)
             return
@@ -360,18 +397,19 @@ class JobRunner:
         self._ends.fail(job, reason())
 
     def drop(self, lost: Sequence[ClaimedJob]) -> None:
-        """Forget jobs that Redis no longer gives to this worker, unless their end is being written."""
-        self.guard.each(self.jobs.of_executions({claimed.execution_id for claimed in lost}), self._drop)
+        """Forget jobs that this worker has lost in Redis, unless their end is being written."""
+        execution_ids = {claimed.execution_id for claimed in lost}
+        self.guard.for_each(self.jobs.of_executions(execution_ids), self._drop)
 
     def _drop(self, job: HeldJob) -> None:
         if job.is_ending:
-            return  # finish.lua, or RQ's own path, finds out when it writes the end
+            return  # finish.lua notices the loss when it writes the end
         self._log.warning("job %s was cancelled, deleted or taken over: stopped here", job.claimed.job_id)
         self.tally.lost()
         self._withdraw_all([job])
 
     def fail_stock_job(self, claimed: ClaimedJob, error: Exception) -> None:
-        """Fail a job that one of RQ's own workers left behind, or retry it where it has retries left."""
+        """Fail a job that one of RQ's own workers left behind, or retry it if it has retries left."""
 
         def fail(job: HeldJob) -> None:
             job.hold(self._admission.with_allowed_callbacks(claimed.record))
@@ -387,12 +425,14 @@ class JobRunner:
             self.jobs.begin_trace(job)
             end(job)
 
-    # Errors that nobody foresaw, for the guard
+    # For the guard: errors that nobody foresaw
 
     def holds(self, job: HeldJob) -> bool:
+        """Whether the job is still held here."""
         return job in self.jobs
 
     def fail_unforeseen(self, job: HeldJob, error: Exception) -> None:
+        """End the job as failed after an error that nobody foresaw."""
         self._ends.writer.forget(job)
         self._budget.forget(job)
         self._withdraw(job, JobStopped)
@@ -400,6 +440,7 @@ class JobRunner:
         self._raised(job, error)
 
     def abandon(self, job: HeldJob) -> None:
+        """Let go of the job without writing anything. Raises nothing; the job's lease runs out."""
         steps: list[Callable[[HeldJob], object]] = [
             self.streams.withdraw,
             self._beginnings.forget,
@@ -418,7 +459,7 @@ class JobRunner:
     # Give back
 
     def give_back(self, held: Sequence[ClaimedJob], mode: Mode) -> None:
-        """Put jobs back into their queues, or keep them for the next call while Redis does not answer."""
+        """Put jobs back into their queues. While Redis does not answer, they wait for the next call."""
         self._leaving.extend(held)
         if not self._leaving:
             return
@@ -429,21 +470,24 @@ class JobRunner:
     def give_back_faulty(self, fault: WorkerFault) -> None:
         """Put a job back after a fault of this worker's."""
         mode: Mode = "fault" if fault.counts else "given_back"
-        last = f", or met a fault, of which the last is {fault}"
-        self._take_over(self._release([fault.claimed], mode), last)
+        self._take_over(self._release([fault.claimed], mode), f", or met a fault, of which the last is {fault}")
 
     def take_up_abandoned(self, queue_names: Sequence[str], period_s: float) -> None:
-        """Put back jobs whose worker died; at most one worker looks in each period."""
+        """Put back the jobs of dead workers. At most one worker looks for them in each period."""
         abandoned = self._store.abandoned(queue_names, period_s)
         self._take_over(self._release(abandoned, "abandoned"))
 
     def _release(self, held: Sequence[ClaimedJob], mode: Mode) -> list[Released]:
-        return self.guard.batch(
-            held, lambda claimed: claimed, lambda jobs: self._store.release(jobs, mode, self._max_deaths)
-        )
+        def release(jobs: Sequence[ClaimedJob]) -> Sequence[Released]:
+            return self._store.release(jobs, mode, self._max_deaths)
+
+        return self.guard.batch(held, lambda claimed: claimed, release)
 
     def _take_over(self, released: Sequence[Released], last: str = "") -> None:
-        """End jobs that took too many workers with them, or queue their dependents. last: the last such fault."""
+        """End the released jobs that this worker holds now: fail them, or queue their dependents.
+
+        last: words about the last fault, for the error of a job that killed too many workers.
+        """
 
         def end(job: HeldJob) -> None:
             if job.claimed.has_ended:
@@ -452,41 +496,44 @@ class JobRunner:
             job.hold(job.claimed.record.without_retries())
             self._ends.fail(job, JobSetAside(self._max_deaths, last))
 
-        for each in released:
-            if each.deaths:
-                self.tally.taken_over(each.queue_name, each.deaths)
+        for job in released:
+            if job.deaths:
+                self.tally.taken_over(job.queue_name, job.deaths)
                 self._log.warning(
                     "%s: job %s is taken over, %d of %d workers have died with it",
-                    each.queue_name,
-                    each.job_id,
-                    each.deaths,
+                    job.queue_name,
+                    job.job_id,
+                    job.deaths,
                     self._max_deaths,
                 )
-            if each.claimed is not None:
-                with self.guard.around(each.claimed):
-                    self._end_at_once(each.claimed, end)
+            if job.claimed is not None:
+                with self.guard.around(job.claimed):
+                    self._end_at_once(job.claimed, end)
 
     def withdraw_unstarted(self) -> list[ClaimedJob]:
-        """Let go of jobs that have not begun; the caller gives them back."""
+        """Let go of the jobs that have not begun. The caller gives them back."""
         return self._withdraw_all(self.jobs.unstarted())
 
     def withdraw_suspects(self, suspect_deaths: float) -> list[ClaimedJob]:
-        """Let go of jobs that should run by themselves and have not begun; the caller gives them back."""
-        return self._withdraw_all([job for job in self.jobs.unstarted() if job.claimed.deaths >= suspect_deaths])
+        """Let go of the suspects that have not begun. The caller gives them back."""
+        suspects = [job for job in self.jobs.unstarted() if job.claimed.deaths >= suspect_deaths]
+        return self._withdraw_all(suspects)
 
     def withdraw_everything(self, parts_too: bool) -> list[ClaimedJob]:
-        """Let go of every job whose end is not already on its way; the caller gives them back.
+        """Let go of every job whose end is not being written yet. The caller gives them back.
 
-        parts_too: also of jobs whose part is being written, which a store may refuse for long.
+        parts_too: also let go of jobs whose part is being written; a store may refuse one for long.
         """
 
         def may_go(job: HeldJob) -> bool:
-            has_part = job.state is JobState.COLLECTING
-            return not job.is_ending or (parts_too and has_part) or self._ends.writer.is_waiting(job)
+            if not job.is_ending or self._ends.writer.is_waiting(job):
+                return True
+            return parts_too and job.state is JobState.COLLECTING
 
         return self._withdraw_all(list(filter(may_go, self.jobs)))
 
     def _withdraw_all(self, jobs: Sequence[HeldJob]) -> list[ClaimedJob]:
+        """Let go of jobs and of all work for them. Returns them for the caller to give back."""
         withdrawn = []
         for job in jobs:
             with self.guard.around(job):

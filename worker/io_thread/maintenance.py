@@ -1,4 +1,4 @@
-"""A worker's occasional duties for all workers."""
+"""The occasional duties that a worker does for all workers."""
 
 from typing import Any
 
@@ -12,12 +12,15 @@ _LEFT_PERIOD_S = 10.0
 
 
 class Maintenance:
-    """Cleans RQ's registries every `period_s`, queues left jobs, and turns the scheduler, if there is one."""
+    """Cleans RQ's registries every `period_s`, queues jobs left behind, and turns the scheduler, if there is one."""
 
     def __init__(self, parts: Parts, scheduler: Scheduler | None, period_s: float) -> None:
-        self._registries, self._queue_names = Registries(parts.clients.pool, parts.redis_clock), parts.queue_names
-        self._pool, self._log = parts.enders, parts.log
-        self._scheduler, self._schedule = scheduler, Timer(_SCHEDULER_PERIOD_S)
+        self._registries = Registries(parts.clients.pool, parts.redis_clock)
+        self._queue_names = parts.queue_names
+        self._pool = parts.enders
+        self._log = parts.log
+        self._scheduler = scheduler
+        self._schedule = Timer(_SCHEDULER_PERIOD_S)
         self._clean = Timer(period_s)
         self._queue_left = Timer(_LEFT_PERIOD_S)
 

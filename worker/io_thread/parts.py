@@ -24,9 +24,10 @@ from worker.threads.functions import FunctionPool
 class Parts:
     """The shared parts, made by `assembly.py`.
 
-    store: the I/O thread's. ends_store: for the threads of `enders`. functions: runs users' functions and planning.
-    enders: runs callbacks and queues dependents, which must not wait for those.
-    orders: for the engine's thread. events: calls and reports for the I/O thread.
+    store: used by the I/O thread. ends_store: used by the threads of `enders`.
+    functions: the threads for users' functions and planning.
+    enders: the threads for callbacks and dependents, which must not wait for functions.
+    orders: read by the engine's thread. events: calls and reports, read by the I/O thread.
     """
 
     queue_names: Sequence[str]

@@ -1,4 +1,4 @@
-"""Makes jobs' blocking calls in thread pools: again after an outage, in line for memory, within time limits."""
+"""Makes the blocking calls of jobs in thread pools: within time limits, in line for memory, again after an outage."""
 
 from __future__ import annotations
 
@@ -25,36 +25,41 @@ from worker.threads.functions import FunctionPool
 from worker.threads.interrupts import Call, as_class
 
 TRY_AGAIN_S = 0.5
-"""Pause before a call that found no memory, or was cut off by an outage, is made again."""
+"""Seconds before a call that found no memory, or was cut off by an outage, is made again."""
 
 
 class Place(NamedTuple):
-    """A call's place in line: writing parts, which frees memory, before opening files; then the oldest job."""
+    """A call's place in line. Writing a part frees memory, so it comes before opening a file; then the oldest job."""
 
     opens: bool
     job_number: int
 
 
 class RoomLine:
-    """The line of calls that take memory. Once it is short, only the first is tried until it gets through.
+    """The line of calls that take memory. Once memory is short, only the first call is tried until it succeeds.
 
-    Calls that run at once might each hold the memory that the others wait for, for ever. Used by the I/O thread only.
+    Calls that run at once could each hold the memory that the others wait for, for ever. Used by the I/O thread only.
     """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
-        self._clock, self._again_at = clock, clock()
+        self._clock = clock
+        self._again_at = clock()
         self._waiting: dict[Place, tuple[Callable[[], None], Callable[[], bool]]] = {}
         self._tried: Place | None = None
 
     def begin(self, place: Place, start: Callable[[], None], is_awaited: Callable[[], bool]) -> None:
-        """Make a call (`start`) now, in its turn, or at once if `is_awaited` says that nobody waits for it."""
-        if any(each < place for each in self._waiting) or (self._tried is not None and self._tried < place):
+        """Make a call now, or in its turn if calls before it wait.
+
+        start: makes the call. is_awaited: whether its job still waits for it; if not, it is made without a turn.
+        """
+        waits_behind_a_try = self._tried is not None and self._tried < place
+        if waits_behind_a_try or any(waiting < place for waiting in self._waiting):
             self._waiting[place] = start, is_awaited
         else:
             start()
 
     def wait(self, place: Place, start: Callable[[], None], is_awaited: Callable[[], bool]) -> None:
-        """Make a call again that has found no room. Arguments as of `begin`."""
+        """Make a call that found no room again in its turn. Arguments: see `begin`."""
         self.came_back(place)
         self._waiting[place] = start, is_awaited
         self._again_at = self._clock() + TRY_AGAIN_S
@@ -72,21 +77,24 @@ class RoomLine:
                 start()
         if self._waiting and self._tried is None and self._clock() >= self._again_at:
             self._tried = min(self._waiting)
-            self._waiting.pop(self._tried)[0]()
+            start, _ = self._waiting.pop(self._tried)
+            start()
 
 
 Then = Callable[[HeldJob, Any, BaseException | None], None]
-"""Takes the value that a call came back with, or what it raised."""
+"""Takes a job and the value that its call returned, or None and the error that it raised."""
 
 
 @dataclass(frozen=True)
 class PoolCall:
-    """A function for a pool, and the I/O thread's calls when it came back.
+    """A function for a pool, and what the I/O thread does when it has returned or raised.
 
-    then: follows unless the job was withdrawn. came_back: called before it, with the value or None after an
-    error. is_ours: our own function, which asks whether it is interrupted and may be run again: an outage only delays
-    it. again_on: further errors after which it is run again. discard: see FunctionPool.submit. place: in the RoomLine,
-    for a function of ours that takes memory.
+    then: called unless the job was withdrawn meanwhile.
+    came_back: called before `then`, and also if the job was withdrawn; with the value, or None after an error.
+    is_ours: our own function. It asks whether it is interrupted, and may be run again: an outage only delays it.
+    again_on: further errors after which it is run again.
+    discard: see FunctionPool.submit.
+    place: its place in the RoomLine, if it takes memory.
     """
 
     function: Callable[[], Any]
@@ -99,7 +107,10 @@ class PoolCall:
 
 
 class PoolCalls:
-    """Runs a job's blocking parts in pools, for the I/O thread. unawaited: takes jobs withdrawn meanwhile."""
+    """Runs the blocking calls of jobs in pools, for the I/O thread.
+
+    unawaited: called with a job that was withdrawn before its call came back.
+    """
 
     def __init__(
         self,
@@ -109,16 +120,21 @@ class PoolCalls:
         log: logging.Logger,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._post, self._unawaited, self._guard, self._log, self._clock = post, unawaited, guard, log, clock
+        self._post = post
+        self._unawaited = unawaited
+        self._guard = guard
+        self._log = log
+        self._clock = clock
         self._waiting: list[Callable[[], None]] = []
         self._try_again_at = clock()
         self._line = RoomLine(clock)
 
     def submit(self, pool: FunctionPool, job: HeldJob, call: PoolCall) -> None:
-        """Run a function in a pool; its callbacks run here."""
-        place, is_ours = call.place, call.is_ours
+        """Run a function in a pool. Its `came_back` and `then` are called in the I/O thread."""
+        place = call.place
+        is_ours = call.is_ours
         running: list[Call] = []
-        awaited = job.await_call()
+        call_key = job.await_call()
 
         def post(value: Any, error: BaseException | None) -> None:
             self._post(lambda: report(value, error))
@@ -129,7 +145,7 @@ class PoolCalls:
 
         def start_again() -> None:
             with self._guard.around(job):
-                if job.awaits(awaited):
+                if job.awaits(call_key):
                     start()
                 else:
                     came_back(None, None)
@@ -143,7 +159,7 @@ class PoolCalls:
                 came_back(value, error)
 
         def came_back(value: Any, error: BaseException | None) -> None:
-            if not job.awaits(awaited):
+            if not job.awaits(call_key):
                 call.came_back(job, value)
                 self._unawaited(job)
                 return
@@ -160,7 +176,7 @@ class PoolCalls:
                 call.then(job, value, error)
 
         def is_awaited() -> bool:
-            return job.awaits(awaited)
+            return job.awaits(call_key)
 
         if place is None:
             start()
@@ -168,31 +184,37 @@ class PoolCalls:
             self._line.begin(place, start_again, is_awaited)
 
     def try_again(self) -> None:
-        """Start waiting calls, once their pause is over."""
+        """Start the waiting calls, once their pause is over."""
         self._line.try_again()
         if self._waiting and self._clock() >= self._try_again_at:
-            again, self._waiting = self._waiting, []
-            for submit in again:
-                submit()
+            due = self._waiting
+            self._waiting = []
+            for start in due:
+                start()
 
 
 class PoolThreads:
-    """The pools of files, functions, callbacks, webhooks and inspections. Used by the I/O thread only."""
+    """All thread pools of a worker but those of the engine's thread. Used by the I/O thread only."""
 
     def __init__(self, parts: Parts, files: TaskFiles, inspections: Inspections) -> None:
-        self._webhooks, self._inspections = parts.callbacks.webhooks, inspections
-        self._awaited = *files.pools, parts.functions, parts.enders
-        self._pools = *self._awaited, self._webhooks.pool
-        self._grace_s, self._log = parts.environment.function_grace_s, parts.log
+        self._webhooks = parts.callbacks.webhooks
+        self._inspections = inspections
+        self._awaited_pools = (*files.pools, parts.functions, parts.enders)
+        self._pools = (*self._awaited_pools, self._webhooks.pool)
+        self._grace_s = parts.environment.function_grace_s
+        self._log = parts.log
 
     @property
     def num_stuck(self) -> int:
-        """The number of given-up threads that go on in code that cannot be interrupted."""
+        """The number of given-up threads whose code goes on because it cannot be interrupted."""
         return sum(pool.num_stuck for pool in self._pools)
 
     def give_up_stuck(self) -> None:
         """Give up the threads that do not heed their interrupts."""
-        for place in [place for pool in self._pools for place in pool.give_up_stuck(self._grace_s)]:
+        places = []
+        for pool in self._pools:
+            places += pool.give_up_stuck(self._grace_s)
+        for place in places:
             self._log.error(
                 "%s goes on %g s after its interrupt: given up, another thread takes its place (%d stuck)",
                 place,
@@ -201,28 +223,28 @@ class PoolThreads:
             )
 
     def close(self, timeout_s: float) -> None:
-        """End the threads; wait for what they close, and for what was interrupted, at most `timeout_s`."""
-        for pool in self._awaited:
+        """End the threads. Wait at most `timeout_s` for files to be closed and for interrupted calls."""
+        for pool in self._awaited_pools:
             pool.end()
         self._inspections.end()
         until = time.monotonic() + timeout_s
-        for pool in self._awaited:
+        for pool in self._awaited_pools:
             pool.join(max(0.0, until - time.monotonic()))
         self._webhooks.close()
 
 
 THREADS = 2
-"""That open files, and that write and close them, while none is slow."""
+"""Threads that open files, and as many that write and close them, while no call is slow."""
 
 MAX_OPENING = 6
-"""Files that a worker opens at once: all but two of them may hang before it takes no further ones."""
+"""Files that a worker opens at once. Four of them may hang while the other two go on."""
 
 
 class TaskFiles:
     """Makes the blocking calls of tasks. All methods belong to the I/O thread.
 
-    limit_s: seconds without a sign of life for opening a file, writing a part, closing a task and planning, which may
-    take long as a whole.
+    limit_s: seconds without a sign of life after which opening a file, writing a part, closing a task or planning is
+    interrupted. As a whole, each may take longer.
     """
 
     def __init__(
@@ -233,7 +255,9 @@ class TaskFiles:
         log: logging.Logger,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._packer, self._calls, self._limit_s = packer, calls, limit_s
+        self._packer = packer
+        self._calls = calls
+        self._limit_s = limit_s
         self._log = log
         self._openers = FunctionPool(THREADS, "tokenmill-files", clock)
         self._writers = FunctionPool(THREADS, "tokenmill-parts", clock)
@@ -243,7 +267,7 @@ class TaskFiles:
         self._not_written = as_class(FileTimeout("writing its part went on without a sign of life", limit_s))
 
     def open(self, job: HeldJob, task: Task, context: JobContext, then: Then) -> None:
-        """Open a job's task, which becomes the job's `open_task`, then call `then`."""
+        """Open a job's task, note it as the job's `open_task`, then call `then`."""
         self._packer.opening(job)
         call = PoolCall(
             lambda: task.open(context),
@@ -262,8 +286,13 @@ class TaskFiles:
     def finish(self, job: HeldJob, then: Then) -> None:
         """Ask a job's open task for its result, then call `then` with it."""
         self._packer.finishing(job)
-        place = Place(opens=False, job_number=job.number)
-        call = PoolCall(lambda: _result_of(job), then, lambda job, _: self._packer.finished(job), True, place=place)
+        call = PoolCall(
+            lambda: _result_of(job),
+            then,
+            lambda job, _: self._packer.finished(job),
+            is_ours=True,
+            place=Place(opens=False, job_number=job.number),
+        )
         self._calls.submit(self._writers, job, call)
 
     def close(self, job_id: str, opened: OpenTask) -> None:
@@ -271,27 +300,27 @@ class TaskFiles:
         self._writers.submit(partial(self._close, job_id, opened), lambda _, error: None, raises=False)
 
     def _close(self, job_id: str, opened: OpenTask) -> None:
-        """Close a task in a thread, be it one that was opened after its job had ended."""
+        """Close a task, in a thread. It may have been opened after its job ended."""
         try:
             opened.close()
         except Exception as error:  # noqa: BLE001  # the job has ended
             self._log.error("job %s: could not remove its temporary files: %s", job_id, shown_error(error))
 
     def check(self) -> None:
-        """Replace the threads of slow calls, and interrupt those over their limit."""
+        """Replace the threads of slow calls, and interrupt the calls over their limit."""
         for pool in self.pools:
             pool.relieve(SLOW_S, MAX_OPENING)
         self._openers.interrupt_silent(self._limit_s, self._not_open)
         self._writers.interrupt_silent(self._limit_s, self._not_written)
 
     def interrupt_silent(self, planning: HeldJob) -> None:
-        """Interrupt a planning that gives no sign of life, whatever the job's own timeout."""
+        """Interrupt a planning that gives no sign of life. The job's own timeout does not matter for that."""
         call = planning.call
         if call is not None and call.error is None and call.silent_s > self._limit_s:
             planning.interrupt_function(self._not_planned)
 
 
 def _result_of(job: HeldJob) -> Any:
-    """Return a call's result without keeping its callbacks, which would hold a closed shard in memory."""
+    """Return the result of a job's task. Holding `open_task.result` in a call would keep a closed shard in memory."""
     assert job.open_task is not None
     return job.open_task.result()

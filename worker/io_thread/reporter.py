@@ -1,4 +1,4 @@
-"""Shows the worker while it works: in Redis, and in its log."""
+"""Shows a working worker in Redis and in its log."""
 
 import time
 from collections import Counter
@@ -14,36 +14,51 @@ from worker.store.records.claimed_job import Hold
 from worker.store.worker_record import WorkerRecord
 
 RECORD_PERIOD_S = 2.0
+"""Seconds between two writings of the worker's record in Redis."""
+
 LOG_PERIOD_S = 10.0
+"""Seconds between two lines of throughput in the log."""
+
 CLOCK_PERIOD_S = 10.0
+"""Seconds between two looks at Redis' clock."""
 
 
 class Reporter:
-    """Shows state and statistics every few seconds. engine_stats: set by the I/O loop after each step."""
+    """Shows the worker's state and statistics every few seconds.
+
+    engine_stats: the engine's counters, set by the I/O loop after each step.
+    """
 
     def __init__(self, parts: Parts, record: WorkerRecord, runner: JobRunner) -> None:
-        self._record, self._poll_rates, self._runner, self._log = record, parts.poll_rates, runner, parts.log
+        self._record = record
+        self._poll_rates = parts.poll_rates
+        self._runner = runner
+        self._log = parts.log
         self._max_num_seqs = parts.packer.slots
-        self._show, self._tell = Timer(RECORD_PERIOD_S), Timer(LOG_PERIOD_S)
-        self._keep = Timer(POINT_PERIOD_S)
-        self._client, self._redis_clock = parts.clients.io, parts.redis_clock
-        self._look = Timer(CLOCK_PERIOD_S)
+        self._record_timer = Timer(RECORD_PERIOD_S)
+        self._log_timer = Timer(LOG_PERIOD_S)
+        self._point_timer = Timer(POINT_PERIOD_S)
+        self._client = parts.clients.io
+        self._redis_clock = parts.redis_clock
+        self._clock_timer = Timer(CLOCK_PERIOD_S)
         self.clock_warning = ""
-        self._shown_busy = False
+        self._was_busy = False
         self.engine_stats: Mapping[str, Any] = {}
 
     def show_soon(self) -> None:
-        """Show the state with the next `show`, whenever the last was."""
-        self._show.postpone(float("-inf"))
+        """Let the next `show` write the record, even if it is not due."""
+        self._record_timer.postpone(float("-inf"))
 
     def show(self, moment: float, is_serving: bool, hold: Hold) -> None:
-        """Write the worker's record if it is due, or the first job has come or the last one gone."""
-        if self._look.due(moment):
+        """Write the worker's record if it is due, or if the worker has become busy or idle."""
+        if self._clock_timer.due(moment):
             self._look_at_clock()
-        busy = self._runner.num_held > 0
-        if not self._show.due(moment) and busy == self._shown_busy:
+
+        is_busy = self._runner.num_held > 0
+        if not self._record_timer.due(moment) and is_busy == self._was_busy:
             return
-        self._shown_busy = busy
+        self._was_busy = is_busy
+
         held = self._runner.held
         if not is_serving:
             state = "draining"
@@ -52,14 +67,16 @@ class Reporter:
         else:
             state = hold or "idle"
         self._write(state, held[0].job_id if held else None)
-        if self._keep.due(moment):
+
+        if self._point_timer.due(moment):
             self._record.keep(self._runner.tally.shown.point)
 
     def _look_at_clock(self) -> None:
-        """Ask for Redis' time. Warn when this machine's clock begins to differ."""
+        """Ask Redis for its time. Warn when this machine's clock begins to differ."""
         self._redis_clock.look(self._client)
-        warned, self.clock_warning = self.clock_warning, self._redis_clock.warning
-        if self.clock_warning and not warned:
+        last_warning = self.clock_warning
+        self.clock_warning = self._redis_clock.warning
+        if self.clock_warning and not last_warning:
             self._log.warning("%s", self.clock_warning)
 
     def show_stopped(self) -> None:
@@ -68,8 +85,8 @@ class Reporter:
         self._record.keep(self._runner.tally.shown.point)
 
     def tell(self, moment: float) -> None:
-        """Log the throughput if jobs are held and it is due."""
-        if not self._runner.num_held or not self._tell.due(moment):
+        """Log the throughput if it is due and jobs are held."""
+        if not self._runner.num_held or not self._log_timer.due(moment):
             return
         counts = self._runner.tally
         self._log.info(
@@ -83,15 +100,19 @@ class Reporter:
         )
 
     def _write(self, state: str, job_id: str | None) -> None:
-        self._note(state, self._runner.tally.shown.queued)  # whether Redis answers or not
+        """Note the numbers for the metrics, and write them to Redis. job_id: one of the held jobs."""
+        self._note(state, self._runner.tally.shown.queued)  # now, in case Redis does not answer below
         queued, workers = self._record.count()
-        self._poll_rates.hear(workers, sum(by_status["started"] for by_status in queued.values()))
+        num_started = sum(by_status["started"] for by_status in queued.values())
+        self._poll_rates.hear(workers, num_started)
         self._note(state, queued)
+
         claimed = {name: by_status["claimed"] for name, by_status in queued.items()}
-        self._record.show(state, job_id, {**self._counters(), "claimed": claimed}, self._runner.tally.shown.point)
+        counters = {**self._counters(), "claimed": claimed}
+        self._record.show(state, job_id, counters, self._runner.tally.shown.point)
 
     def _note(self, state: str, queued: Mapping[str, Mapping[str, int]]) -> None:
-        """Keep the numbers for the metrics."""
+        """Note the numbers for the metrics. queued: jobs by queue and status."""
         point = self._point({name: by_status["queued"] for name, by_status in queued.items()})
         kinds = Counter(
             (job.claimed.queue_name, "function" if job.is_function else "engine") for job in self._runner.jobs
@@ -99,19 +120,22 @@ class Reporter:
         self._runner.tally.shown = Shown(state, point, queued, kinds, self.engine_stats)
 
     def _point(self, depth: Mapping[str, int]) -> Point:
-        stats, counts = self.engine_stats, self._runner.tally
+        """Return the statistics of this moment. depth: the queued jobs by queue."""
+        stats = self.engine_stats
+        counts = self._runner.tally
+        cached_tokens = stats.get("cached_tokens", 0)
         num_blocks = stats.get("num_blocks", 0)
-        cached = stats.get("cached_tokens", 0)
+        kv_cache_usage = 1 - stats.get("free_blocks", 0) / num_blocks if num_blocks else 0.0
         return Point(
             at=time.time(),
-            prompt_tokens=stats.get("prefill_tokens", 0) + cached,
-            cached_tokens=cached,
+            prompt_tokens=stats.get("prefill_tokens", 0) + cached_tokens,
+            cached_tokens=cached_tokens,
             generation_tokens=stats.get("generation_tokens", 0),
             num_requests_running=stats.get("num_running", 0),
             num_requests_waiting=stats.get("num_waiting", 0),
             max_num_seqs=self._max_num_seqs,
             num_preemptions=stats.get("num_preemptions", 0),
-            kv_cache_usage=1 - stats.get("free_blocks", 0) / num_blocks if num_blocks else 0.0,
+            kv_cache_usage=kv_cache_usage,
             jobs_held=self._runner.num_held,
             jobs_finished=counts.num_finished,
             jobs_failed=counts.num_failed,
@@ -120,7 +144,7 @@ class Reporter:
         )
 
     def _counters(self) -> dict[str, Any]:
-        """Return the sample's counters beside a point."""
+        """Return the statistics that are shown beside a point."""
         held = self._runner.held
         return {
             **self.engine_stats,

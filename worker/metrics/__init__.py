@@ -1,1 +1,1 @@
-"""The worker's HTTP endpoints, /metrics, /livez and /readyz: a request reads plain values and asks nobody."""
+"""The worker's HTTP endpoints: /metrics, /livez and /readyz. A request only reads values in memory."""

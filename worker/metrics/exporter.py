@@ -1,7 +1,7 @@
 """Writes a worker's numbers in Prometheus' format.
 
-The engine's names follow vLLM's, with `tokenmill_` in place of `vllm:` (promtool refuses a colon), and the queues'
-names rq-exporter's. Label values are bounded in number.
+The engine's metrics have vLLM's names, with `tokenmill_` in place of `vllm:`, because promtool refuses a colon. The
+queues' metrics have rq-exporter's names. The number of label values is bounded.
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -16,62 +16,77 @@ from prometheus_client.registry import Collector
 from jobs.common.display import safe_name
 from worker.metrics.tally import Histogram, Tally
 
-_GAUGE, _COUNTER, _HISTOGRAM = GaugeMetricFamily, CounterMetricFamily, HistogramMetricFamily
+_GAUGE = GaugeMetricFamily
+_COUNTER = CounterMetricFamily
+_HISTOGRAM = HistogramMetricFamily
 
-#: A metric's kind, name, help and labels, and numbers or a Histogram by the labels' values.
-_Told = tuple[Any, str, str, Sequence[str], Iterable[tuple[Sequence[str], Any]]]
+#: A metric: its kind, name, help and labels, then label values with a number or a Histogram for each.
+_Metric = tuple[Any, str, str, Sequence[str], Iterable[tuple[Sequence[str], Any]]]
 
 _QUEUE_HELP = "Jobs of a queue by status. Every worker of a queue tells the same: take the maximum."
 
 
 class Exporter:
-    """Writes the exposition. For any thread."""
+    """Writes all metrics in Prometheus' format. For any thread."""
 
     def __init__(self) -> None:
         self._registry = CollectorRegistry()
         ProcessCollector(registry=self._registry)
 
     def serve(self, facts: Mapping[str, Any], queue_names: Sequence[str], counts: Tally) -> None:
-        """Show a worker's numbers, now that the model is loaded. facts: as in its key."""
+        """Show a worker's numbers from now on, as its model is loaded. facts: those of its key in Redis."""
         self._registry.register(_WorkerCollector(facts, queue_names, counts))
 
     def exposition(self, accept: str) -> tuple[bytes, str]:
-        """Return all numbers, and their content type. accept: the header of the request."""
+        """Return all numbers and their content type. accept: the request's header of that name."""
         encode, content_type = choose_encoder(accept)
         return encode(self._registry), content_type
 
 
 class _WorkerCollector(Collector):
     def __init__(self, facts: Mapping[str, Any], queue_names: Sequence[str], counts: Tally) -> None:
-        self._facts, self._queue_names, self._counts = facts, queue_names, counts
+        self._facts = facts
+        self._queue_names = queue_names
+        self._counts = counts
         self._model = safe_name(str(facts.get("model", "")))
 
     def collect(self) -> Iterator[Metric]:
-        """Make each metric that the methods below tell of."""
-        for kind, name, text, labels, rows in (*self._of_queues(), *self._of_jobs(), *self._of_engine()):
+        """Yield a metric family for each metric of the methods below."""
+        metrics = (*self._queue_metrics(), *self._job_metrics(), *self._engine_metrics())
+        for kind, name, text, labels, rows in metrics:
             family = kind(name, text, labels=labels)
-            for values, told in rows:
-                family.add_metric(
-                    values, *((told.cumulative(), told.total) if isinstance(told, Histogram) else (told,))
-                )
+            for label_values, value in rows:
+                if isinstance(value, Histogram):
+                    family.add_metric(label_values, value.cumulative(), value.total)
+                else:
+                    family.add_metric(label_values, value)
             yield family
 
-    def _of_queues(self) -> Iterator[_Told]:
-        facts, shown = self._facts, self._counts.shown
-        name, queues = safe_name(str(facts.get("worker", ""))), ",".join(self._queue_names)
+    def _queue_metrics(self) -> Iterator[_Metric]:
+        facts = self._facts
+        shown = self._counts.shown
+        name = safe_name(str(facts.get("worker", "")))
+        queues = ",".join(self._queue_names)
         here = [((name, shown.state, queues), 1)]
         yield _GAUGE, "rq_workers", "Workers, this one.", ("name", "state", "queues"), here
-        of_model = ("dtype", "attention_backend", "version")
-        served = [((name, self._model, *(str(facts.get(each, "")) for each in of_model)), 1)]
-        labels = ("name", "model_name", *of_model)
+        fact_names = ("dtype", "attention_backend", "version")
+        fact_values = [str(facts.get(fact_name, "")) for fact_name in fact_names]
+        served = [((name, self._model, *fact_values), 1)]
+        labels = ("name", "model_name", *fact_names)
         yield _GAUGE, "tokenmill_worker_info", "What the worker serves.", labels, served
-        jobs = [((queue, status), n) for queue, by_status in shown.queued.items() for status, n in by_status.items()]
+        jobs = []
+        for queue, by_status in shown.queued.items():
+            for status, number in by_status.items():
+                jobs.append(((queue, status), number))
         yield _GAUGE, "rq_jobs", _QUEUE_HELP, ("queue", "status"), jobs
 
-    def _of_jobs(self) -> Iterator[_Told]:
-        counts, labels = self._counts, ("queue", "outcome", "reason")
-        kinds = [(queue, kind) for queue in self._queue_names for kind in ("engine", "function")]
-        held = [(each, counts.shown.held.get(each, 0)) for each in kinds]
+    def _job_metrics(self) -> Iterator[_Metric]:
+        counts = self._counts
+        labels = ("queue", "outcome", "reason")
+        held = []
+        for queue in self._queue_names:
+            for kind in ("engine", "function"):
+                held.append(((queue, kind), counts.shown.held.get((queue, kind), 0)))
         yield _GAUGE, "tokenmill_jobs_held", "Jobs claimed here and not ended.", ("queue", "kind"), held
         yield _COUNTER, "tokenmill_jobs", "Jobs ended here.", labels, dict(counts.jobs).items()
         yield _COUNTER, "tokenmill_rows", "Rows of finished shards.", labels, dict(counts.rows).items()
@@ -92,10 +107,12 @@ class _WorkerCollector(Collector):
         errors = [((error,), number) for error, number in {"ConnectionError": 0, **counts.redis_errors}.items()]
         yield _COUNTER, "tokenmill_redis_errors", "Turns of the I/O thread that Redis ended.", ("error",), errors
 
-    def _of_engine(self) -> Iterator[_Told]:
-        counts, point, stats = self._counts, self._counts.shown.point, self._counts.shown.engine_stats
+    def _engine_metrics(self) -> Iterator[_Metric]:
+        counts = self._counts
+        point = self._counts.shown.point
+        stats = self._counts.shown.engine_stats
         arrival = "From a request's arrival in the engine to its"
-        told: list[tuple[Any, str, str, Any]] = [
+        metrics: list[tuple[Any, str, str, Any]] = [
             (_GAUGE, "num_requests_running", "Sequences in the batch.", point.num_requests_running),
             (_GAUGE, "num_requests_waiting", "Sequences that wait in the engine.", point.num_requests_waiting),
             (_GAUGE, "max_num_seqs", "Sequences that the batch has room for.", point.max_num_seqs),
@@ -109,11 +126,13 @@ class _WorkerCollector(Collector):
             (_HISTOGRAM, "time_to_first_token_seconds", f"{arrival} first token.", counts.first_token),
             (_HISTOGRAM, "e2e_request_latency_seconds", f"{arrival} end.", counts.e2e),
         ]
-        if sizes := stats.get("batch_sizes", ()):
-            of_steps = Histogram([1 << i for i in range(len(sizes) - 1)])
-            of_steps.counts, of_steps.total = list(sizes), stats.get("num_scheduled", 0)
-            told.append((_HISTOGRAM, "iteration_requests", "Sequences of a step.", of_steps))
-        for kind, name, text, value in told:
+        sizes = stats.get("batch_sizes", ())
+        if sizes:
+            batch_sizes = Histogram([1 << i for i in range(len(sizes) - 1)])
+            batch_sizes.counts = list(sizes)
+            batch_sizes.total = stats.get("num_scheduled", 0)
+            metrics.append((_HISTOGRAM, "iteration_requests", "Sequences of a step.", batch_sizes))
+        for kind, name, text, value in metrics:
             yield kind, f"tokenmill_{name}", text, ("model_name",), [((self._model,), value)]
         seconds = [((self._model, part), value) for part, value in stats.get("step_seconds", {}).items()]
         yield _COUNTER, "tokenmill_step_seconds", "Time of steps by part.", ("model_name", "part"), seconds

@@ -1,45 +1,49 @@
-"""Whether a worker lives, and whether it is ready for jobs."""
+"""Health: whether a worker lives, and whether it is ready for jobs."""
 
 import time
 from collections.abc import Callable
 from typing import Protocol
 
 LIVE_S = 180.0
-"""A thread that has not turned for so long hangs: the longest steps, of a large model on a CPU, take less."""
+"""Seconds without a turn after which a thread counts as hanging. The longest steps, on a CPU, take less."""
+
 REACHED_S = 15.0
-"""Redis counts as reachable for so long after the I/O thread's last turn without an error of it."""
+"""Seconds for which Redis counts as reachable after a turn of the I/O thread without an error of Redis."""
 
 
 class WatchedEngine(Protocol):
-    """The main thread's loop, as health sees it. turned_at: monotonic seconds."""
+    """What Health needs of the main thread's loop. turned_at: monotonic seconds of its last turn."""
 
     turned_at: float
 
 
 class WatchedIo(WatchedEngine, Protocol):
-    """The I/O thread, as health sees it. redis_at: when all its duties last came through; None before."""
+    """What Health needs of the I/O thread. redis_at: monotonic seconds when all its duties last succeeded, or None."""
 
     redis_at: float | None
 
     @property
-    def why_not_claiming(self) -> str | None: ...
+    def why_not_claiming(self) -> str | None:
+        """Why the worker claims nothing; None if it claims."""
+
     @property
-    def warning(self) -> str: ...
+    def warning(self) -> str:
+        """What is wrong although the worker claims jobs; empty if nothing is."""
 
 
 class Health:
-    """Says why a worker is unhealthy; an empty text if it is not. For any thread."""
+    """Says why a worker is unhealthy; the text is empty if it is healthy. For any thread."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
         self._loops: tuple[WatchedEngine, WatchedIo] | None = None
 
     def serve(self, engine: WatchedEngine, io: WatchedIo) -> None:
-        """Watch these two loops, now that the model is loaded."""
+        """Watch these two loops from now on, as the model is loaded."""
         self._loops = engine, io
 
     def why_dead(self) -> str:
-        """Say why only a new start helps; a worker that still loads its model lives."""
+        """Say why only a restart helps; empty if none is needed. A worker that still loads its model lives."""
         if self._loops is None:
             return ""
         for name, loop in zip(("engine", "I/O"), self._loops, strict=True):
@@ -49,7 +53,7 @@ class Health:
         return ""
 
     def why_not_ready(self) -> str:
-        """Say why it takes no jobs now."""
+        """Say why the worker takes no jobs now; empty if it takes them."""
         if self._loops is None:
             return "the model is not loaded yet"
         _, io = self._loops

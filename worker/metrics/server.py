@@ -1,4 +1,4 @@
-"""The HTTP endpoint of a worker: /metrics, /livez and /readyz."""
+"""MetricsServer: serves a worker's /metrics, /livez and /readyz over HTTP."""
 
 import asyncio
 import socket
@@ -14,21 +14,25 @@ from worker.metrics.health import Health, WatchedEngine, WatchedIo
 from worker.metrics.tally import Tally
 
 REQUEST_S = 5.0
-"""Seconds for one request with its answer; then its connection is closed."""
+"""Seconds for a request and its answer; then the connection is closed."""
+
 MAX_REQUESTS = 256
-"""Connections at a time. A further one takes the place of the oldest: one that hangs keeps nobody out.
-The loop accepts 100 at once, so that a new one is read long before it is the oldest."""
+"""Connections at a time. A further one takes the place of the oldest, so that hanging ones keep nobody out. The loop
+accepts 100 at once, so that a new connection is read long before it is the oldest."""
+
 _MAX_HEAD_BYTES = 16 << 10
 
 
 class MetricsServer:
-    """Listens from the start on the first free of `ports`; one thread serves all. Raises MetricsNotServed."""
+    """Serves HTTP in one thread, on the first free port of `ports`. The constructor raises MetricsNotServed."""
 
     def __init__(self, host: str, ports: Sequence[int]) -> None:
-        self.health, self._exporter = Health(), Exporter()
+        self.health = Health()
+        self._exporter = Exporter()
         self._listener = _listen(host, ports)
         self._open: dict[asyncio.StreamWriter, None] = {}
-        self._loop, self._ended = asyncio.new_event_loop(), asyncio.Event()
+        self._loop = asyncio.new_event_loop()
+        self._ended = asyncio.Event()
         self._thread = threading.Thread(
             target=self._loop.run_until_complete, args=(self._serve(),), name="tokenmill-metrics", daemon=True
         )
@@ -36,18 +40,18 @@ class MetricsServer:
 
     @property
     def port(self) -> int:
-        """The port in use."""
+        """The port on which it listens."""
         return int(self._listener.getsockname()[1])
 
     def serve(
         self, facts: Mapping[str, Any], queue_names: Sequence[str], counts: Tally, engine: WatchedEngine, io: WatchedIo
     ) -> None:
-        """Tell of a worker from now on: the model is loaded. facts: as in its key."""
+        """Serve a worker's numbers from now on, as its model is loaded. facts: those of its key in Redis."""
         self._exporter.serve(facts, queue_names, counts)
         self.health.serve(engine, io)
 
     def close(self) -> None:
-        """Stop listening. Requests under way are not waited for."""
+        """Stop listening. Requests under way are cut off."""
         self._loop.call_soon_threadsafe(self._ended.set)
         self._thread.join()
         self._loop.close()
@@ -55,7 +59,7 @@ class MetricsServer:
     async def _serve(self) -> None:
         server = await asyncio.start_server(self._connected, sock=self._listener, limit=_MAX_HEAD_BYTES)
         await self._ended.wait()
-        # A server that closes leaves those unclosed whom it has accepted and not begun with: it accepts no more first.
+        # A closing server leaves connections open that it has accepted but not begun to serve. So accept no more first.
         self._loop.remove_reader(self._listener)
         while len(asyncio.all_tasks()) > 1:  # one for each accepted connection, begun or not
             for writer in self._open:
@@ -70,7 +74,7 @@ class MetricsServer:
             oldest.transport.abort()
         self._open[writer] = None
         try:
-            with suppress(OSError, EOFError, ValueError, asyncio.LimitOverrunError):  # the client's concern
+            with suppress(OSError, EOFError, ValueError, asyncio.LimitOverrunError):  # the client is to blame
                 async with asyncio.timeout(REQUEST_S):
                     await self._answer(reader, writer)
         finally:
@@ -81,14 +85,16 @@ class MetricsServer:
         lines = (await reader.readuntil(b"\r\n\r\n")).decode("latin-1").split("\r\n")
         method, target, _ = lines[0].split(" ")
         headers = {name.lower(): value.strip() for name, _, value in (line.partition(":") for line in lines)}
-        status, kind, body = HTTPStatus.METHOD_NOT_ALLOWED, "text/plain", b"GET only\n"
+        status = HTTPStatus.METHOD_NOT_ALLOWED
+        kind = "text/plain"
+        body = b"GET only\n"
         if method == "GET":
             status, kind, body = self.answer(target.partition("?")[0], headers.get("accept", ""))
         head = f"HTTP/1.1 {status.value} {status.phrase}\r\nContent-Type: {kind}\r\n"
         writer.write(f"{head}Content-Length: {len(body)}\r\nConnection: close\r\n\r\n".encode() + body)
         writer.write_eof()
         await writer.drain()
-        await reader.read()  # until the client has read it and closes
+        await reader.read()  # until the client has read the answer and closes
 
     def answer(self, path: str, accept: str) -> tuple[HTTPStatus, str, bytes]:
         """Return status, content type and body for a path."""
@@ -98,11 +104,13 @@ class MetricsServer:
             return HTTPStatus.OK, kind, body
         if path not in ("/livez", "/readyz"):
             return HTTPStatus.NOT_FOUND, text, b"/metrics, /livez and /readyz are here\n"
-        amiss = self.health.why_dead() if path == "/livez" else self.health.why_not_ready()
-        status = HTTPStatus.SERVICE_UNAVAILABLE if amiss else HTTPStatus.OK
+        problem = self.health.why_dead() if path == "/livez" else self.health.why_not_ready()
+        if problem:
+            return HTTPStatus.SERVICE_UNAVAILABLE, text, f"{problem}\n".encode()
         warning = self.health.warning()
-        more = f", but {warning}" if warning and not amiss and path == "/readyz" else ""
-        return status, text, f"{amiss or 'ok'}{more}\n".encode()
+        if warning and path == "/readyz":
+            return HTTPStatus.OK, text, f"ok, but {warning}\n".encode()
+        return HTTPStatus.OK, text, b"ok\n"
 
 
 def _listen(host: str, ports: Sequence[int]) -> socket.socket:
@@ -113,5 +121,5 @@ def _listen(host: str, ports: Sequence[int]) -> socket.socket:
             return socket.create_server(address[:2], family=family, backlog=1024)
         except (OSError, UnicodeError) as error:
             reason = error
-    named = f"{ports[0]}-{ports[-1]}" if len(ports) > 1 else str(ports[0])
-    raise MetricsNotServed(host, named, reason)
+    port_text = f"{ports[0]}-{ports[-1]}" if len(ports) > 1 else str(ports[0])
+    raise MetricsNotServed(host, port_text, reason)

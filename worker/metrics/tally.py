@@ -1,4 +1,4 @@
-"""Counts events of a worker's threads for its metrics."""
+"""Tally: counts the events of a worker for its metrics."""
 
 import threading
 from bisect import bisect_left
@@ -11,25 +11,30 @@ from engine import Completion
 from jobs.common.display import safe_name
 from jobs.common.workers import Point
 
-#: Seconds: as vLLM's, and longer ones for batches.
+#: Bounds of histograms, in seconds: those of vLLM, and longer ones for batches.
 _SHORT_S = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 20, 40, 80, 160, 640)
 _LONG_S = (0.05, 0.25, 1, 5, 15, 60, 300, 900, 3600, 4 * 3600, 24 * 3600)
 
 _MAX_REASONS = 40
-"""Names of errors that are told apart: a user's function may raise any."""
+"""The most names of errors that are counted separately, because a user's function may raise any."""
+
 _MAX_REASON_CHARS = 60
-_MAX_DEATHS_TOLD = 20
+
+_MAX_DEATHS = 20
+"""Deaths above which jobs that were taken over are counted together."""
+
 OTHER = "other"
+"""Stands for all further names of errors."""
 
 
 @dataclass(frozen=True)
 class EndedJob:
     """A job that has ended on this worker.
 
-    outcome: "finished", "failed" or "stopped"; reason: the error's name, or "".
-    function: its name, or "refused"; is_function: it needed no engine.
-    enqueued_at, began_at, ended_at: Unix seconds, the first as producers wrote it; None if not known.
-    rows, row_errors: of a finished shard. rows_unasked: errors without a prompt; None if not known.
+    function: the name of its function, or "refused". is_function: whether it ran without the engine.
+    outcome: "finished", "failed" or "stopped". reason: the name of its error, or "".
+    enqueued_at, began_at, ended_at: Unix seconds, the first as the producer wrote it; None if not known.
+    rows, row_errors: those of a finished shard. rows_unasked: its row errors without a request; None if not known.
     """
 
     queue: str
@@ -47,10 +52,12 @@ class EndedJob:
 
 
 class Histogram:
-    """Counts values up to each of `bounds`, in order, and above. Written by one thread."""
+    """Counts values by the first of the ascending `bounds` that they do not exceed. Only one thread writes it."""
 
     def __init__(self, bounds: Sequence[float]) -> None:
-        self.bounds, self.counts, self.total = bounds, [0] * (len(bounds) + 1), 0.0
+        self.bounds = bounds
+        self.counts = [0] * (len(bounds) + 1)
+        self.total = 0.0
 
     def observe(self, value: float) -> None:
         """Count a value."""
@@ -59,18 +66,22 @@ class Histogram:
 
     def cumulative(self) -> list[tuple[str, float]]:
         """Return each bound, as Prometheus writes it, and how many values were no larger."""
-        counts, found, below = list(self.counts), [], 0
-        for bound, number in zip((*(f"{float(each)}" for each in self.bounds), "+Inf"), counts, strict=True):
-            below += number
-            found.append((bound, float(below)))
-        return found
+        bounds = [str(float(bound)) for bound in self.bounds]
+        counts = list(self.counts)
+        total = 0
+        cumulative = []
+        for bound, number in zip([*bounds, "+Inf"], counts, strict=True):
+            total += number
+            cumulative.append((bound, float(total)))
+        return cumulative
 
 
 @dataclass(frozen=True)
 class Shown:
     """A worker's last statistics.
 
-    queued: by queue and status. held: by queue and kind, "function" or "engine". engine_stats: the engine's counters.
+    queued: jobs by queue and status. held: held jobs by queue and kind, "function" or "engine".
+    engine_stats: the engine's counters.
     """
 
     state: str
@@ -81,7 +92,7 @@ class Shown:
 
 
 class Tally:
-    """Counts events. The I/O thread writes all but commands to Redis; other threads may read."""
+    """Counts events. Only the I/O thread writes, except for `sent`. Any thread may read."""
 
     def __init__(self) -> None:
         self.shown = Shown("starting")
@@ -89,19 +100,22 @@ class Tally:
         self.rows: Counter[tuple[str, str, str]] = Counter()
         self.requests: Counter[str] = Counter()
         self.redis_errors: Counter[str] = Counter()
-        self.num_finished = self.num_failed = self.rows_done = 0
+        self.num_finished = 0
+        self.num_failed = 0
+        self.rows_done = 0
         self.claims_lost = 0
         self.takeovers: Counter[tuple[str, int]] = Counter()
         self.unforeseen_errors: Counter[tuple[str, str]] = Counter()
         self.round_trips = Counter(worker=0, functions=0)
         self.queue_times: dict[str, Histogram] = {}
         self.latencies: dict[str, Histogram] = {}
-        self.first_token, self.e2e = Histogram(_SHORT_S), Histogram(_SHORT_S)
+        self.first_token = Histogram(_SHORT_S)
+        self.e2e = Histogram(_SHORT_S)
         self._reasons: set[str] = set()
         self._lock = threading.Lock()
 
     def job_ended(self, job: EndedJob, rows_done: int = 0) -> None:
-        """Count a job that has ended. rows_done: of its file, answered here."""
+        """Count a job that has ended. rows_done: the rows of its file that were answered here."""
         if job.outcome == "finished":
             self.num_finished += 1
             self.rows_done += rows_done
@@ -116,6 +130,7 @@ class Tally:
                 self._observe(self.queue_times, job.queue, job.began_at - job.enqueued_at)
 
     def _count_rows(self, job: EndedJob) -> None:
+        """Count the rows of a finished shard by what became of them."""
         self.rows[job.queue, "answered", ""] += job.rows - job.row_errors
         if job.rows_unasked is None:
             self.rows[job.queue, "error", ""] += job.row_errors
@@ -127,18 +142,20 @@ class Tally:
     def completed(self, completion: Completion) -> None:
         """Count a sample of a request that the engine has finished."""
         self.requests[completion.finish_reason] += 1
-        if (told := completion.metrics) is not None:
-            self.e2e.observe(told.finished_time - told.arrival_time)
-            if told.first_token_time is not None:
-                self.first_token.observe(told.first_token_time - told.arrival_time)
+        times = completion.metrics
+        if times is None:
+            return
+        self.e2e.observe(times.finished_time - times.arrival_time)
+        if times.first_token_time is not None:
+            self.first_token.observe(times.first_token_time - times.arrival_time)
 
     def lost(self) -> None:
-        """Count a held job that was cancelled or belongs to another worker by now."""
+        """Count a held job that was cancelled or taken over by another worker."""
         self.claims_lost += 1
 
     def taken_over(self, queue: str, deaths: int) -> None:
-        """Count a job taken over from a dead worker, or after a fault. deaths: how many of these it has had."""
-        self.takeovers[queue, min(deaths, _MAX_DEATHS_TOLD)] += 1
+        """Count a job that was taken over from a dead worker, or after a fault. deaths: how many it has had."""
+        self.takeovers[queue, min(deaths, _MAX_DEATHS)] += 1
 
     def unforeseen(self, queue: str, error: BaseException) -> None:
         """Count an error that nobody foresaw, about one job of this queue."""
@@ -149,17 +166,18 @@ class Tally:
         self.redis_errors[type(error).__name__] += 1
 
     def sent(self, client: str) -> None:
-        """Count a command, or pipeline of them, that the "worker" or users' "functions" send; in any thread."""
+        """Count a command or pipeline to Redis. For any thread. client: "worker", or "functions" for user code."""
         with self._lock:
             self.round_trips[client] += 1
 
     def _observe(self, histograms: dict[str, Histogram], queue: str, seconds: float) -> None:
-        """Observe seconds, 0 if another machine's clock makes them negative."""
+        """Observe seconds of a queue. Another machine's clock may make them negative, which counts as 0."""
         if queue not in histograms:
             histograms[queue] = Histogram(_LONG_S)
         histograms[queue].observe(max(0.0, seconds))
 
     def _reason(self, reason: str) -> str:
+        """Return an error's name as a label, or OTHER if there are too many names."""
         reason = safe_name(reason, _MAX_REASON_CHARS)
         if reason and reason not in self._reasons:
             if len(self._reasons) >= _MAX_REASONS:

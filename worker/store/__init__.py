@@ -1,5 +1,5 @@
-"""RQ's keys, hashes and private behaviour: jobs as this worker claims, holds and ends them.
+"""RQ's keys, hashes and private behaviour: how this worker claims, holds and ends jobs in Redis.
 
-Another release of RQ changes this package and `worker/batch_worker.py` alone. The scripts in `lua/` derive keys from
-job ids, so they need a server that is not sharded. Redis 6.2 or later.
+A new release of RQ changes only this package and `worker/batch_worker.py`. The scripts in `lua/` derive keys from job
+ids, so the server may not be a cluster. It must be Redis 6.2 or later.
 """

@@ -1,4 +1,4 @@
-"""Connections to Redis, and its errors that speak of the server alone."""
+"""Connections to Redis, and which of its errors the server is to blame for."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -15,50 +15,52 @@ from rq.connections import get_connection_kwargs
 MIN_REDIS_VERSION = (6, 2, 0)
 
 OUTAGES = (RedisConnectionError, RedisTimeoutError, OutOfMemoryError, ReadOnlyError, ExecAbortError)
-"""Errors that say something of the server and nothing of the command: it may be tried again later."""
+"""Errors of the server, not of the command. The command may be tried again later."""
 
 
 def is_servers(error: BaseException) -> bool:
     """Whether the Redis server is to blame for an error, and not the values or keys of one job."""
     if isinstance(error, DataError):
-        return False  # redis-py could not write a value
+        return False  # redis-py cannot encode a value
     if isinstance(error, ResponseError) and "WRONGTYPE" in str(error):
-        return False  # a producer has put another kind of value at a job's key
+        return False  # somebody has put another kind of value at a job's key
     return isinstance(error, RedisError)
 
 
 @dataclass(frozen=True)
 class Clients:
-    """One worker's clients: for the I/O thread, for our own code in pools, and for user code."""
+    """The Redis clients of a worker: for the I/O thread, for our own code in pools, and for user code."""
 
     io: Redis
     pool: Redis
     user: Redis
 
 
-def own_client(
+def new_client(
     connection: Redis, socket_timeout_s: float, resend: bool = False, sent: Callable[[], None] | None = None
 ) -> Redis:
-    """Make a client with a pool of its own to the same server.
+    """Make a client to the same server, with its own connection pool.
 
-    resend: send a command again whose reply was lost, as redis-py does for user code with a stock worker; our own
-    callers know which commands bear it. sent: called for each command, or pipeline of them.
+    resend: send a command again if its reply was lost, as redis-py does for user code in a stock worker. Our own
+    callers decide that for each command. sent: called for each command or pipeline that is sent.
     """
-    pool = connection.connection_pool
+    retry = Retry(ExponentialBackoff(cap=2.0, base=0.1), 10) if resend else Retry(NoBackoff(), 0)
     kwargs = get_connection_kwargs(connection)
     kwargs.pop("retry", None)
-    retry = Retry(ExponentialBackoff(cap=2.0, base=0.1), 10) if resend else Retry(NoBackoff(), 0)
     kwargs.update(socket_timeout=socket_timeout_s, retry=retry, retry_on_error=[])
-    kind = pool.connection_class if sent is None else _telling(pool.connection_class, sent)
-    return Redis(connection_pool=ConnectionPool(connection_class=kind, **kwargs))
+
+    connection_class = connection.connection_pool.connection_class
+    if sent is not None:
+        connection_class = _counted(connection_class, sent)
+    return Redis(connection_pool=ConnectionPool(connection_class=connection_class, **kwargs))
 
 
-def _telling(kind: type[Any], sent: Callable[[], None]) -> type[Any]:
-    """Return a class of connections like this one that calls `sent`."""
+def _counted(connection_class: type[Any], sent: Callable[[], None]) -> type[Any]:
+    """Return a class of connections like this one that calls `sent` for each command or pipeline."""
 
-    class Telling(kind):  # type: ignore[misc]  # one of redis-py's
+    class Counted(connection_class):  # type: ignore[misc]  # one of redis-py's
         def send_packed_command(self, *args: Any, **options: Any) -> Any:
             sent()
             return super().send_packed_command(*args, **options)
 
-    return Telling
+    return Counted

@@ -1,4 +1,4 @@
-"""The clock that all workers and RQ's registries share: Redis' own."""
+"""Redis' own clock, which all workers and RQ's registries share."""
 
 import time
 from collections.abc import Callable
@@ -7,40 +7,41 @@ from typing import Any
 from redis import Redis
 
 SKEW_S = 3.0
-"""A worker warns if its machine's clock is off Redis' by more seconds. Time services keep within far less."""
+"""Seconds between this machine's clock and Redis' beyond which a worker warns. Time services keep far below it."""
 
 _MAX_TRIP_S = 1.0
-"""A reply that took more seconds is ignored: nobody knows when in between Redis gave it."""
+"""Seconds after which a reply is ignored, because nobody knows when Redis gave it."""
 
 
 class RedisClock:
-    """Tells Unix seconds by Redis' clock, or by this machine's until `look` has asked. Any thread may read it.
+    """Returns Unix seconds by Redis' clock; until the first `look`, by this machine's. Any thread may call it.
 
-    A jump of this machine's clock does not change what it tells. ahead_s: this machine's clock less Redis', as of the
-    last look.
+    A jump of this machine's clock does not change its time.
+    ahead_s: the seconds by which this machine's clock was ahead of Redis' at the last look.
     """
 
     def __init__(self, wall: Callable[[], float] = time.time, steady: Callable[[], float] = time.monotonic) -> None:
-        self._wall, self._steady = wall, steady
-        self._began_at = wall() - steady()  # by Redis' clock, when `steady` stood at 0
+        self._wall = wall
+        self._steady = steady
+        self._began_at = wall() - steady()  # the time by Redis' clock when `steady` was 0
         self.ahead_s = 0.0
 
     def __call__(self) -> float:
         return self._began_at + self._steady()
 
     def look(self, client: Redis) -> None:
-        """Ask Redis for its time, through INFO, as users may lack the right to TIME. Raises RedisError."""
+        """Ask Redis for its time. INFO is used, as a user may lack the right to TIME. Raises RedisError."""
         asked_at = self._steady()
         info: Any = client.info("server")
         answered_at = self._steady()
-        told_us = info.get("server_time_usec")
-        if told_us is not None and answered_at - asked_at <= _MAX_TRIP_S:
-            self._began_at = told_us / 1e6 - (asked_at + answered_at) / 2
+        redis_time_us = info.get("server_time_usec")
+        if redis_time_us is not None and answered_at - asked_at <= _MAX_TRIP_S:
+            self._began_at = redis_time_us / 1e6 - (asked_at + answered_at) / 2
             self.ahead_s = self._wall() - self()
 
     @property
     def warning(self) -> str:
-        """What is wrong with this machine's clock; empty within SKEW_S."""
+        """What is wrong with this machine's clock; empty while it differs by at most SKEW_S."""
         if abs(self.ahead_s) <= SKEW_S:
             return ""
         side = "ahead of" if self.ahead_s > 0 else "behind"

@@ -1,4 +1,4 @@
-"""The shared state of all workers beside jobs: queues, registries and rate limits."""
+"""The state that all workers share beside jobs: queues, registries and rate limits."""
 
 import time
 from collections.abc import Callable, Sequence
@@ -17,20 +17,21 @@ from worker.store.client import is_servers
 from worker.store.scripts import Call, Scripts
 
 _BATCH = 200
-"""Members of a set, or rate limits, that are looked at in one round trip."""
+"""Members of a set, or rate limits, that are read in one round trip."""
 
 
 class Registries:
     """Counts and cleans registries. Not thread-safe; raises redis.exceptions.RedisError."""
 
     def __init__(self, client: Redis, clock: Callable[[], float] = time.time) -> None:
-        self._client, self._clock = client, clock
+        self._client = client
+        self._clock = clock
         self._call_many = Scripts(client).call_many
 
     def clean(self, queue_names: Sequence[str]) -> None:
         """Drop expired entries of finished and failed jobs, and stale workers, group members and journals.
 
-        RQ's own cleanup of started jobs is left out: it would judge by score, and runs callbacks.
+        RQ's own cleanup of started jobs is left out, because it judges by score and runs callbacks.
         """
         groups: Any = self._client.smembers(Group.REDIS_GROUP_KEY)
         for name in groups:
@@ -45,20 +46,23 @@ class Registries:
         self._drop_journals()
 
     def _drop_gone(self, key: str | bytes, prefix: str = "") -> None:
-        """Drop the members of a set whose own keys, which begin with `prefix`, are gone. No set has none."""
+        """Drop the members of a set whose keys are gone. prefix: what a member's key begins with.
+
+        A key that holds something other than a set is left alone.
+        """
         try:
-            found: Any = self._client.smembers(key)
+            members: Any = list(self._client.smembers(key))
         except ResponseError as error:
             if is_servers(error):
                 raise
             return
-        members = list(found)
         for start in range(0, len(members), _BATCH):
             chunk = members[start : start + _BATCH]
             with self._client.pipeline(transaction=False) as pipe:
                 for member in chunk:
                     pipe.exists(prefix.encode() + member)
-                gone = [m for m, exists in zip(chunk, pipe.execute(), strict=True) if not exists]
+                replies = pipe.execute()
+            gone = [member for member, exists in zip(chunk, replies, strict=True) if not exists]
             if gone:
                 self._client.srem(key, *gone)
 
@@ -71,22 +75,22 @@ class Registries:
                 pipe.exists(journal)
                 pipe.hget(Job.redis_job_namespace_prefix.encode() + job_id, "status")
                 has_journal, status = pipe.execute(raise_on_error=False)
-            is_gone = isinstance(status, ResponseError) and not is_servers(status)
-            if not has_journal or is_gone or status in (None, b"canceled"):
+            is_no_hash = isinstance(status, ResponseError) and not is_servers(status)
+            if not has_journal or is_no_hash or status in (None, b"canceled"):
                 self._client.delete(journal)
                 self._client.srem(JOURNALS_KEY, job_id)
 
     def queue_left(self, queue_names: Sequence[str]) -> None:
-        """Queue jobs that nobody else would: behind a cancelled job's slot, or a killed RQ worker."""
+        """Queue the jobs that nobody else would: those that a cancelled job or a killed RQ worker held up."""
         moment = {"now_iso": utcformat(now()), "now_ts": repr(self._clock())}
-        same = {**moment, "registry": "ready", "most": _BATCH}
-        calls = [Call("enqueue_due", {"queue": name, **same}) for name in queue_names]
+        common = {**moment, "registry": "ready", "most": _BATCH}
+        calls = [Call("enqueue_due", {"queue": name, **common}) for name in queue_names]
         keys: Any = self._client.srandmember(RATE_LIMITS_KEY, _BATCH)
         calls += [Call("rate_limits", {"key": key.decode(), **moment}) for key in keys]
         self._call_many(calls)
 
     def count_queued(self, queue_names: Sequence[str]) -> int:
-        """Count jobs that wait in these queues."""
+        """Count the jobs that wait in these queues."""
         with self._client.pipeline(transaction=False) as pipe:
             for name in queue_names:
                 pipe.llen(f"{RQ}:queue:{name}")

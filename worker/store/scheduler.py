@@ -1,4 +1,4 @@
-"""RQ's scheduler, which a worker turns once a second in a thread."""
+"""RQ's scheduler, which a worker runs once a second in a thread."""
 
 from collections.abc import Sequence
 from datetime import datetime
@@ -11,24 +11,27 @@ from rq.scheduler import RQScheduler
 from rq.serializers import JSONSerializer
 from rq.utils import now, utcformat
 
-from worker.store.client import own_client
+from worker.store.client import new_client
 from worker.store.redis_clock import RedisClock
 from worker.store.scripts import Call, Scripts
 from worker.threads.functions import FunctionPool
 
 _REDIS_TIMEOUT_S = 10.0
+
 _REACQUIRE_S = 10.0
-_MOST = 1000
-"""Scheduled jobs that are enqueued in each round: as many as RQ takes."""
+"""Seconds between two tries to get missing locks."""
+
+_BATCH = 1000
+"""Scheduled jobs that are enqueued in each turn, as many as RQ takes."""
 
 
 class Scheduler(RQScheduler):
-    """RQ's scheduler in a thread. Without the locks it tries again, and takes over from a dead one."""
+    """RQ's scheduler in a thread. It tries for missing locks again, and so takes over from a dead scheduler."""
 
     def __init__(self, queues: Sequence[Queue], connection: Redis, level: int | str, formats: tuple[str, str]) -> None:
-        """formats: of dates and lines in the log, as `rq worker` takes them."""
+        """level, formats: of the log; the formats of dates and lines, as `rq worker` takes them."""
         super().__init__(queues, connection, 1, level, *formats, serializer=JSONSerializer)
-        client: Any = own_client(connection, _REDIS_TIMEOUT_S)
+        client: Any = new_client(connection, _REDIS_TIMEOUT_S)
         self._connection = client
         self._scripts = Scripts(client)
         self._clock = RedisClock()
@@ -37,21 +40,21 @@ class Scheduler(RQScheduler):
 
     @property
     def should_reacquire_locks(self) -> bool:
-        """Whether to try for missing locks: RQ waits for minutes."""
-        taken: Any = self.lock_acquisition_time
+        """Whether to try for missing locks now. RQ would wait for minutes."""
+        last_try: Any = self.lock_acquisition_time
         if self._queue_names == self.acquired_locks:
             return False
-        return taken is None or (datetime.now() - taken).total_seconds() > _REACQUIRE_S
+        return last_try is None or (datetime.now() - last_try).total_seconds() > _REACQUIRE_S
 
     def enqueue_scheduled_jobs(self) -> None:
-        """Enqueue jobs that are due by Redis' clock. RQ's own code stops at the first job that it cannot read."""
+        """Enqueue the jobs that are due by Redis' clock. RQ's own code would stop at a job that it cannot read."""
         self._clock.look(self.connection)
-        moment = {"now_iso": utcformat(now()), "now_ts": repr(self._clock())}
-        same = {**moment, "registry": "scheduled", "most": _MOST}
-        self._scripts.call_many([Call("enqueue_due", {"queue": name, **same}) for name in sorted(self._acquired_locks)])
+        common = {"now_iso": utcformat(now()), "now_ts": repr(self._clock()), "registry": "scheduled", "most": _BATCH}
+        calls = [Call("enqueue_due", {"queue": name, **common}) for name in sorted(self._acquired_locks)]
+        self._scripts.call_many(calls)
 
     def turn(self) -> None:
-        """Keep the locks and enqueue due jobs, in a thread, unless the last turn goes on."""
+        """Keep the locks and enqueue due jobs, in a thread. Does nothing while the last turn goes on."""
         if not self._is_turning:
             self._is_turning = True
             self._pool.submit(self._turn, self._turned)
@@ -67,11 +70,11 @@ class Scheduler(RQScheduler):
     def _turned(self, _: None, error: BaseException | None) -> None:
         self._is_turning = False
         if error is not None:
-            self.pid = 0  # its hash may have expired: written anew
+            self.pid = 0  # its hash may have expired, and is written anew in the next turn
             self.log.error("the scheduler failed (%s); trying again", error)
 
     def enqueue_once(self) -> None:
-        """Enqueue due jobs of queues without a scheduler, and keep no lock."""
+        """Enqueue the due jobs of queues that have no scheduler, and keep no lock."""
         try:
             self.acquire_locks()
             self.enqueue_scheduled_jobs()
@@ -79,7 +82,7 @@ class Scheduler(RQScheduler):
             self.stop()
 
     def stop(self) -> None:
-        """Give the locks back; those that an outage leaves behind expire within a minute."""
+        """Give the locks back. During an outage they stay, and expire within a minute."""
         self._pool.close(_REDIS_TIMEOUT_S)
         try:
             super().stop()

@@ -1,4 +1,4 @@
-"""Loads the scripts of `lua/` into Redis and runs them, many in one round trip."""
+"""Loads the scripts in `lua/` into Redis, and runs many of them in one round trip."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -24,27 +24,29 @@ _SCRIPTS = {
     "adopt": ["shared/job_hash", "shared/open_execution"],
     "enqueue_due": ["shared/rate_limit"],
 }
-"""Each script, and the shared heads that it has after `_HEAD`."""
+"""Each script, and the shared files that stand before it, after `_HEAD`."""
 
 _HEAD = "shared/holding"
 
 
 @cache
 def _sources() -> Mapping[str, str]:
+    """Return the whole text of each script."""
     folder = resources.files("worker.store") / "lua"
-    return {
-        name: _with_prefix("".join((folder / f"{part}.lua").read_text() for part in (_HEAD, *heads, name)))
-        for name, heads in _SCRIPTS.items()
-    }
+    sources = {}
+    for name, heads in _SCRIPTS.items():
+        parts = [(folder / f"{part}.lua").read_text() for part in (_HEAD, *heads, name)]
+        sources[name] = _with_prefix("".join(parts))
+    return sources
 
 
 def _with_prefix(text: str) -> str:
-    """Put the prefix into a script's keys. RQ allows no prefix that would end a string."""
+    """Put the prefixes into a script's keys. RQ allows no prefix that would end a string in Lua."""
     return text.replace("'rq:", f"'{RQ}:").replace("'tokenmill:", f"'{OWN}:")
 
 
 class Call(NamedTuple):
-    """A call of a script: its arguments by name, and bytes as they are."""
+    """A call of a script. args: its arguments by name, sent as JSON. raw: further arguments, sent as they are."""
 
     script: str
     args: Mapping[str, Any]
@@ -52,7 +54,7 @@ class Call(NamedTuple):
 
 
 class Scripts:
-    """The scripts on one server. Not thread-safe. bounds: numbers that scripts name."""
+    """Runs the scripts on one server. Not thread-safe. bounds: numbers by the names that scripts use."""
 
     def __init__(self, client: Redis, bounds: Mapping[str, int] | None = None) -> None:
         self._client = client
@@ -60,7 +62,7 @@ class Scripts:
         self._shas: dict[str, str] = {}
 
     def call_many(self, calls: Sequence[Call]) -> list[Any]:
-        """Run scripts in one round trip; load the scripts where they are missing."""
+        """Run scripts in one round trip. Scripts that the server lacks are loaded first."""
         if not self._shas:
             self._load()
         replies: dict[int, Any] = {}

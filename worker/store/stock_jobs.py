@@ -1,4 +1,4 @@
-"""Jobs left behind by killed workers of RQ's own, so that both kinds can share queues."""
+"""Takes over jobs that killed workers of RQ's own left behind, so that both kinds of workers can share queues."""
 
 import time
 from collections.abc import Callable, Sequence
@@ -15,68 +15,79 @@ from worker.store.job_store import JobStore
 from worker.store.records.claimed_job import ClaimedJob
 
 _LOCK = prefixed("tokenmill:maintenance-stock:%s")
-_MOST = 1000
-"""Jobs looked at in each period: the rest has its turn in the next ones."""
+
+_MAX_JOBS = 1000
+"""Jobs that are looked at in one period. Later ones have their turn in the next periods."""
 
 _STUCK_S = 60
-"""Once seen in an intermediate queue a job is left there this long, as RQ does."""
+"""Seconds after which a job in an intermediate queue counts as left behind, as with RQ."""
 
 _SEEN_TTL_S = 24 * 3600
+"""Seconds for which it is remembered when a job was first seen there."""
 
 
 class StockJobs:
-    """Finds and takes over jobs by RQ's own signs, one by one, each in one step.
+    """Finds abandoned jobs by RQ's own signs, and takes each over in one step.
 
-    A started job is left behind if its score in rq:wip has passed: no heartbeat for a minute. One in an intermediate
-    queue is if it stays there for a minute without an execution. RQ's cleanup lock on the queue is taken first: no
-    job ends twice.
+    A started job is abandoned if its score in rq:wip has passed, which means no heartbeat for a minute. A job in an
+    intermediate queue is abandoned if it stays there for a minute without an execution. RQ's cleanup lock on the queue
+    is taken first, so that no job ends twice.
     """
 
     def __init__(self, client: Redis, store: JobStore, clock: Callable[[], float] = time.time) -> None:
-        self._client, self._store, self._clock = client, store, clock
+        self._client = client
+        self._store = store
+        self._clock = clock
 
     def take_over(self, queue_names: Sequence[str], period_s: float) -> list[tuple[ClaimedJob, AbandonedJobError]]:
-        """Take over jobs left behind; at most one worker looks at a queue in each period.
+        """Take over abandoned jobs. At most one worker looks at a queue in each period.
 
-        Returns the jobs, which this worker holds then, and why each fails.
+        Returns the jobs, which this worker holds now, and why each fails.
         """
         taken = []
         for name in queue_names:
             if not self._client.set(_LOCK % name, 1, nx=True, px=int(period_s * 1000)):
                 continue
-            left = self._started(name) | self._intermediate(name)
+            left = self._abandoned_started(name) | self._abandoned_intermediate(name)
             queue = Queue(name, connection=self._client, serializer=JSONSerializer)
             if left and queue.acquire_maintenance_lock():
                 try:
                     taken += self._store.adopt(name, left)
                 finally:
                     queue.release_maintenance_lock()
-        return [(claimed, AbandonedJobError(why)) for claimed, why in taken]
+        return [(claimed, AbandonedJobError(reason)) for claimed, reason in taken]
 
-    def _started(self, queue: str) -> dict[tuple[str, str], str]:
-        members: Any = self._client.zrangebyscore(QueueKeys(queue).started, 0, self._clock(), 0, _MOST)
-        ids = [member.decode(errors="replace").rpartition(":") for member in members]
-        return {(job_id, execution_id): "the worker that ran it is gone" for job_id, _, execution_id in ids}
+    def _abandoned_started(self, queue: str) -> dict[tuple[str, str], str]:
+        """Return why started jobs are abandoned, by job id and execution id."""
+        members: Any = self._client.zrangebyscore(QueueKeys(queue).started, 0, self._clock(), 0, _MAX_JOBS)
+        reasons = {}
+        for member in members:
+            job_id, _, execution_id = member.decode(errors="replace").rpartition(":")
+            reasons[job_id, execution_id] = "the worker that ran it is gone"
+        return reasons
 
-    def _intermediate(self, queue: str) -> dict[tuple[str, str], str]:
-        key, moment = QueueKeys(queue).popped, self._clock()
-        found: Any = self._client.lrange(key, 0, _MOST - 1)
-        ids = [job_id.decode(errors="replace") for job_id in found]
+    def _abandoned_intermediate(self, queue: str) -> dict[tuple[str, str], str]:
+        """Return why jobs in the intermediate queue are abandoned, by job id and ''."""
+        key = QueueKeys(queue).popped
+        moment = self._clock()
+        members: Any = self._client.lrange(key, 0, _MAX_JOBS - 1)
+        job_ids = [member.decode(errors="replace") for member in members]
         with self._client.pipeline(transaction=False) as pipe:
-            for job_id in ids:
+            for job_id in job_ids:
                 pipe.zcard(executions_key(job_id))
                 pipe.set(f"{key}:first_seen:{job_id}", moment, nx=True, ex=_SEEN_TTL_S)
                 pipe.get(f"{key}:first_seen:{job_id}")
-            seen = pipe.execute()
-        return {
-            (job_id, ""): "it was stuck in the intermediate queue: its worker is gone"
-            for job_id, executions, first in zip(ids, seen[::3], seen[2::3], strict=True)
-            if not executions and moment - _seconds(first, moment) > _STUCK_S
-        }
+            replies = iter(pipe.execute())
+
+        reasons = {}
+        for job_id, num_executions, _, first_seen in zip(job_ids, replies, replies, replies, strict=True):
+            if not num_executions and moment - _seconds(first_seen, moment) > _STUCK_S:
+                reasons[job_id, ""] = "it was stuck in the intermediate queue: its worker is gone"
+        return reasons
 
 
 def _seconds(text: Any, otherwise: float) -> float:
-    """Return the moment in a key; `otherwise` if a producer has written no number."""
+    """Return the Unix seconds in a key's value; `otherwise` if somebody has written no number."""
     try:
         return float(text)
     except ValueError:

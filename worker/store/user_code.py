@@ -1,4 +1,4 @@
-"""The user's code of a job, called as RQ calls it: its function, callbacks and webhooks."""
+"""Calls a job's function, callbacks and webhooks as RQ does."""
 
 import json
 import logging
@@ -24,17 +24,19 @@ from worker.threads.functions import FunctionPool
 __all__ = ["Callbacks", "Webhooks", "import_function", "perform"]
 
 MAX_WAITING = 1000
-"""Calls that may wait for a thread. A further one is dropped, so that slow hosts cannot fill memory."""
+"""Calls of webhooks that may wait for a thread. Further ones are dropped, so that slow hosts cannot fill memory."""
 
 
 class Webhooks:
-    """Sends webhooks in threads, logging errors as RQ does. hosts: allowed ones, see `call_webhook`."""
+    """Sends webhooks in threads, and logs errors as RQ does. hosts: those that are allowed, see `call_webhook`."""
 
     def __init__(self, pool: FunctionPool, hosts: Collection[str], log: logging.Logger) -> None:
-        self.pool, self._hosts, self._log = pool, hosts, log
+        self.pool = pool
+        self._hosts = hosts
+        self._log = log
 
     def send(self, job: Job, status: str, exc_string: str | None = None) -> None:
-        """Queue a job's calls for this status; return at once. exc_string: why it failed."""
+        """Queue the calls of a job's webhooks for this status, and return at once. exc_string: why the job failed."""
         for webhook in job.webhooks:
             if webhook.job_status != status:
                 continue
@@ -45,9 +47,11 @@ class Webhooks:
             self.pool.submit(call, partial(self._done, job.id), raises=False)
 
     def _call(self, webhook: Webhook, payload: dict[str, Any]) -> int:
-        headers, body = dict(webhook.headers or {}), None
+        headers = dict(webhook.headers or {})
+        body = None
         if webhook.method == "POST":
-            headers, body = {"Content-Type": "application/json", **headers}, json.dumps(payload).encode()
+            headers = {"Content-Type": "application/json", **headers}
+            body = json.dumps(payload).encode()
         return call_webhook(webhook.url, self._hosts, method=webhook.method, headers=headers, body=body)
 
     def _done(self, job_id: str, status: int | None, error: BaseException | None) -> None:
@@ -60,27 +64,29 @@ class Webhooks:
         self._log.warning("job %s: a webhook was not sent: %s", job_id, reason)
 
     def close(self) -> None:
-        """Wait for the calls under way as long as they may take; waiting ones are lost."""
+        """Wait until the calls under way have ended or timed out. Calls that still wait are lost."""
         self.pool.close(DEADLINE_S)
         if self.pool.num_waiting:
             self._log.warning("webhooks: some were not sent, as the worker leaves")
 
 
 class Callbacks:
-    """The user's code around the end of a job, in a pool thread with its client, and webhooks."""
+    """Calls the user's code at the end of a job, in a pool thread with its own client, and sends webhooks."""
 
     def __init__(
         self, exception_handlers: Sequence[Callable[..., Any]], client: Redis, user_client: Redis, webhooks: Webhooks
     ) -> None:
-        self._exception_handlers, self._client = exception_handlers, client
-        self.user_client, self.webhooks = user_client, webhooks
+        self._exception_handlers = exception_handlers
+        self._client = client
+        self.user_client = user_client
+        self.webhooks = webhooks
 
     def may_see(self, record: JobRecord) -> bool:
-        """Whether user code gets the job, however it ends."""
+        """Whether user code may get the job when it ends."""
         return bool(record.callbacks or self._exception_handlers)
 
     def has_callback(self, outcome: Outcome, job: Job | None) -> bool:
-        """Whether user code is called when the job ends like this. job: its code's copy, if it had one."""
+        """Whether user code is called for this end. job: the copy that the user's code has had, if any."""
         callbacks = outcome.claimed.record.callbacks if job is None else _callbacks_of(job)
         if outcome.wish is not None:
             return False
@@ -91,11 +97,12 @@ class Callbacks:
         return bool("failure callback" in callbacks or self._exception_handlers)
 
     def call_back(self, outcome: Outcome, job: Job, exc_info: Any) -> None:
-        """Call the user's code for this end; raises its errors. exc_info: as of sys.exc_info()."""
+        """Call the user's code for this end. Raises its errors. exc_info: the job's error, as from sys.exc_info()."""
         job.connection = self.user_client
         job.ended_at = outcome.ended_at
         if outcome.status == "finished":
-            job._status, job._result = JobStatus.FINISHED, outcome.value
+            job._status = JobStatus.FINISHED
+            job._result = outcome.value
             execute_success_callback(job, ThreadDeathPenalty, outcome.value)
         elif outcome.status == "stopped":
             execute_stopped_callback(job, ThreadDeathPenalty)
@@ -104,19 +111,21 @@ class Callbacks:
             self._handle_failure(job, exc_info)
 
     def _handle_failure(self, job: Job, exc_info: Any) -> None:
-        """Call the failure callback, then the worker's exception handlers, even after an error."""
+        """Call the failure callback, then the worker's exception handlers, even if the callback raises."""
         failure: BaseException | None = None
         try:
             execute_failure_callback(job, ThreadDeathPenalty, *exc_info)
         except BaseException as error:  # noqa: BLE001  # raised again below
-            failure, exc_info = error, (type(error), error, error.__traceback__)
+            failure = error
+            exc_info = (type(error), error, error.__traceback__)
         call_exception_handlers(self._exception_handlers, job, *exc_info)
         if failure is not None:
             raise failure
 
     def send_webhooks(self, outcome: Outcome, job: Job) -> None:
-        """Tell the hosts that the job has ended; returns before they are told."""
-        job.connection, job.ended_at = self._client, outcome.ended_at
+        """Queue the webhooks for this end, and return at once."""
+        job.connection = self._client
+        job.ended_at = outcome.ended_at
         if outcome.wish is not None:
             if not outcome.policy.grants(outcome.wish):
                 self.webhooks.send(job, JobStatus.FAILED, exc_string="")
@@ -127,13 +136,17 @@ class Callbacks:
 
 
 def _callbacks_of(job: Job) -> dict[str, str]:
-    """Return the callbacks in a job's copy, which its code may have changed."""
-    named = {role: getattr(job, f"_{field}") for role, field in CALLBACKS.items()}
-    return {role: name for role, name in named.items() if name}
+    """Return the names of a copy's callbacks by role. The user's code may have changed them."""
+    callbacks = {}
+    for role, field in CALLBACKS.items():
+        name = getattr(job, f"_{field}")
+        if name:
+            callbacks[role] = name
+    return callbacks
 
 
 def perform(job: Job) -> Any:
-    """Call a job's function. Returns a Raised for its errors, its interrupts too."""
+    """Call a job's function. Returns its value, or a Raised for an error or interrupt."""
     try:
         return job.perform()
     except BaseException as error:  # noqa: BLE001  # user code raises what it likes

@@ -25,19 +25,34 @@ from jobs.common.rq_jobs import WORKER_PREFIX, WORKERS_KEY
 from jobs.common.workers import LOADING, MAX_POINTS, Point, served_text
 from worker.store.job_store import FAR_S
 
-_REGISTRIES = {"started": "wip", **{name: name for name in ("finished", "failed", "deferred", "scheduled")}}
-"""Status -> how RQ's keys call its registry."""
+_REGISTRIES = {
+    "started": "wip",
+    "finished": "finished",
+    "failed": "failed",
+    "deferred": "deferred",
+    "scheduled": "scheduled",
+}
+"""The registry of each status, as RQ's keys name it."""
 
 
 @contextmanager
 def shown_loading(client: Redis, worker_name: str, queue_names: Sequence[str], model: str) -> Iterator[None]:
-    """Show that a worker loads its model, until `WorkerRecord` takes over."""
-    key, member, began = loading_key(worker_name), f"{WORKER_PREFIX}{worker_name}", time.time()
-    facts = {"worker": worker_name, "state": LOADING, "model": model, "version": version("tokenmill")}
-    told = json.dumps({**facts, "queues": list(queue_names), "started_at": began, "updated_at": began})
+    """Show in Redis that a worker loads its model, until `WorkerRecord` takes over."""
+    key = loading_key(worker_name)
+    member = f"{WORKER_PREFIX}{worker_name}"
+    began_at = time.time()
+    facts = {
+        "worker": worker_name,
+        "state": LOADING,
+        "model": model,
+        "version": version("tokenmill"),
+        "queues": list(queue_names),
+        "started_at": began_at,
+        "updated_at": began_at,
+    }
     with client.pipeline(transaction=False) as pipe:
         pipe.sadd(WORKERS_KEY, member)
-        pipe.set(key, told, ex=WORKER_STATS_TTL_S)
+        pipe.set(key, json.dumps(facts), ex=WORKER_STATS_TTL_S)
         pipe.execute(raise_on_error=False)
     try:
         yield
@@ -48,7 +63,7 @@ def shown_loading(client: Redis, worker_name: str, queue_names: Sequence[str], m
 
 
 class WorkerRecord:
-    """The worker's record in Redis: RQ's worker hash, our statistics, and an hour of points."""
+    """Writes a worker's record in Redis: RQ's worker hash, our statistics, and the points of the last hour."""
 
     def __init__(
         self,
@@ -59,14 +74,18 @@ class WorkerRecord:
         facts: Mapping[str, Any],
         clock: Callable[[], float] = time.time,
     ) -> None:
-        """clock: Redis' clock, by which workers judge each other."""
+        """beat: writes RQ's worker hash. facts: values that never change. clock: Unix seconds by Redis' clock."""
         self._clock = clock
-        self._client, self._beat, self._name, self._queue_names = client, beat, worker_name, queue_names
-        self._key, self._points_key = worker_key(worker_name), samples_key(worker_name)
+        self._client = client
+        self._beat = beat
+        self._name = worker_name
+        self._queue_names = queue_names
+        self._key = worker_key(worker_name)
+        self._points_key = samples_key(worker_name)
         self._facts = {**facts, "queues": list(queue_names), "started_at": time.time()}
 
     def count(self) -> tuple[dict[str, dict[str, int]], dict[str, int]]:
-        """Count the jobs of each of the worker's queues by status, and the workers that lately reported to serve it."""
+        """Count the jobs of the worker's queues, by queue and status, and the workers that lately served each queue."""
         with self._client.pipeline(transaction=False) as pipe:
             for name in self._queue_names:
                 pipe.llen(f"{RQ}:queue:{name}")
@@ -76,17 +95,19 @@ class WorkerRecord:
                 pipe.zcount(f"{RQ}:wip:{name}", self._clock() + FAR_S / 2, "+inf")  # claimed jobs that have begun
                 pipe.zcount(fleet_key(name), self._clock() - SILENT_S, "+inf")
             replies = iter(pipe.execute())
-        counted = {
-            name: {each: int(next(replies)) for each in ("queued", *_REGISTRIES, "claimed", "begun", "workers")}
-            for name in self._queue_names
-        }
-        for by_status in counted.values():
-            by_status["claimed"] = max(0, by_status["claimed"] - by_status.pop("begun"))
-        workers = {name: by_status.pop("workers") for name, by_status in counted.items()}
-        return counted, workers
+
+        jobs: dict[str, dict[str, int]] = {}
+        workers: dict[str, int] = {}
+        for name in self._queue_names:
+            jobs[name] = {status: int(next(replies)) for status in ("queued", *_REGISTRIES)}
+            num_held = int(next(replies))
+            num_begun = int(next(replies))
+            jobs[name]["claimed"] = max(0, num_held - num_begun)
+            workers[name] = int(next(replies))
+        return jobs, workers
 
     def show(self, state: str, job_id: str | None, counters: Mapping[str, Any], point: Point) -> None:
-        """Write heartbeat, state, one running job and the statistics (kept for an hour)."""
+        """Write the heartbeat, the state, one running job, and the statistics, which are kept for an hour."""
         self._beat(self._client, state, job_id)
         moment = self._clock()
         with self._client.pipeline(transaction=False) as pipe:
@@ -100,7 +121,7 @@ class WorkerRecord:
         self._client.set(self._key, json.dumps(stats), ex=WORKER_STATS_TTL_S)
 
     def keep(self, point: Point) -> None:
-        """Add a point to those of the last hour."""
+        """Add a point to the points of the last hour."""
         with self._client.pipeline(transaction=False) as pipe:
             pipe.lpush(self._points_key, point.to_text())
             pipe.ltrim(self._points_key, 0, MAX_POINTS - 1)

@@ -1,1 +1,1 @@
-"""Threads for calls that may block, and how a call is interrupted or given up."""
+"""Threads for calls that may block; such a call can be interrupted or given up."""

@@ -1,4 +1,4 @@
-"""Threads for everything that may block: user functions, callbacks, and the files of Parquet runs."""
+"""FunctionPool: threads for everything that may block, such as user functions, callbacks and the files of runs."""
 
 import threading
 import time
@@ -15,13 +15,15 @@ class JobStopped(Exception):
 
 
 class FunctionPool:
-    """Daemon threads that run calls in their order, and never hold up the worker's exit.
+    """Daemon threads that run calls in their order and never hold up the worker's exit.
 
-    A thread whose call ignores its interrupt can be given up: another takes its place, and it ends after its call.
+    A thread whose call ignores its interrupt can be given up. Another thread takes its place, and the old one ends
+    after its call.
     """
 
     def __init__(self, threads: int, name: str, clock: Callable[[], float] = time.monotonic) -> None:
-        self._name, self._clock = name, clock
+        self._name = name
+        self._clock = clock
         self._calls: PriorityQueue[tuple[float, int, Call | None]] = PriorityQueue()
         self._lock = threading.Lock()
         self._running: dict[threading.Thread, Call] = {}
@@ -50,17 +52,21 @@ class FunctionPool:
 
     def _serve(self) -> None:
         thread = threading.current_thread()
-        while (call := self._calls.get()[-1]) is not None:
+        while True:
+            _, _, call = self._calls.get()
+            if call is None:
+                return
             self._running[thread] = call
             goes_on = call.run()
-            del self._running[thread], call
+            del self._running[thread]
+            del call  # while this thread waits, it holds nothing that the call has used
             if not goes_on or self._was_relieved(thread):
-                with self._lock:  # not before it was counted
+                with self._lock:  # `give_up_stuck` counts the thread as stuck under this lock
                     self._stuck.discard(thread)
                 return
 
     def _was_relieved(self, thread: threading.Thread) -> bool:
-        """Whether another thread has this one's place, so that this ends after its call."""
+        """Whether another thread has taken this one's place, so that this one ends."""
         with self._lock:
             if thread not in self._relieved:
                 return False
@@ -68,15 +74,15 @@ class FunctionPool:
             self._threads.remove(thread)
             return True
 
-    def relieve(self, slow_s: float, most: int) -> None:
-        """Replace each thread whose call goes on for more than `slow_s`, up to `most` threads.
+    def relieve(self, slow_s: float, max_threads: int) -> None:
+        """Start another thread for each call that runs for more than `slow_s`, up to `max_threads` threads.
 
-        A read of a hanging mount cannot be interrupted. The thread ends with it.
+        A read from a hanging mount cannot be interrupted. Its thread ends after the call.
         """
         for thread, call in list(self._running.items()):
             with self._lock:
                 is_slow = thread not in self._relieved and call.running_s > slow_s
-                if not is_slow or len(self._threads) >= most:
+                if not is_slow or len(self._threads) >= max_threads:
                     continue
                 self._relieved.add(thread)
             self._add_thread()
@@ -95,20 +101,22 @@ class FunctionPool:
         discard: Callable[[Any], None] | None = None,
         order: float = 0,
     ) -> Call:
-        """Run `function()` in a thread, then `done(value, error)`, there too unless it is given up.
+        """Run `function()` in a thread, then `done(value, error)` in the same thread.
 
-        raises: False for our own code, which asks for errors from outside (interrupts.py).
-        discard: takes, in the thread, the late value of a call that was given up.
-        order: smaller ones go first, equal ones as they come.
+        If the call is given up, `done` is called by the thread that gives it up.
+        raises: whether errors from outside are raised in the call; False for our own code, which asks for them.
+        discard: called in the thread with the late value of a call that was given up.
+        order: calls with a smaller one go first. Calls with the same order run in the order of submission.
         """
         call = Call(function, done, raises, self._clock, discard)
         self._calls.put((order, next(self._numbers), call))
         return call
 
     def give_up_stuck(self, grace_s: float) -> list[str]:
-        """Replace the threads whose calls go on more than `grace_s` after their interrupt.
+        """Replace the threads whose calls go on for more than `grace_s` after their interrupt.
 
-        Reports each such call as ended; returns where they hang. One thread calls this and `close`.
+        Each such call is reported as ended. Returns the lines of code at which they hang. The same thread must call
+        this and `close`.
         """
         places = []
         for thread, call in list(self._running.items()):
@@ -124,17 +132,17 @@ class FunctionPool:
         return places
 
     def end(self) -> None:
-        """Let the threads end after all calls given so far."""
+        """Let the threads end after all calls that were submitted so far."""
         for _ in list(self._threads):
             self._calls.put((float("inf"), next(self._numbers), None))
 
     def join(self, timeout_s: float) -> None:
-        """Wait for the threads to end, except stuck ones, at most `timeout_s`."""
+        """Wait at most `timeout_s` until all threads but stuck ones have ended."""
         until = time.monotonic() + timeout_s
         for thread in list(self._threads):
             thread.join(max(0.0, until - time.monotonic()))
 
     def close(self, timeout_s: float) -> None:
-        """End the threads after all calls given so far; wait at most `timeout_s`."""
+        """End the threads after all calls that were submitted so far. Waits at most `timeout_s`."""
         self.end()
         self.join(timeout_s)

@@ -1,4 +1,4 @@
-"""Calls in threads, and errors raised into them from outside, which wait only while they import."""
+"""Calls in threads, and errors that are raised in them from outside. Only an import delays such an error."""
 
 import ctypes
 import os
@@ -10,7 +10,7 @@ from functools import wraps
 from typing import Any
 
 _IMPORT_WAIT_S = 30.0
-"""How long an import waits for another thread's: one that hangs must not hold up every function for ever."""
+"""Seconds that an import waits for another thread's import. One that hangs must not hold up every function for ever."""
 
 _importlib: Any = sys.modules["_frozen_importlib"]
 _current = threading.local()
@@ -23,7 +23,7 @@ def _raise_in(thread_id: int, error: type[BaseException] | None) -> None:
 
 
 def as_class(error: Exception) -> type[Exception]:
-    """Return a class whose instances are like this error: only classes can be raised in another thread."""
+    """Return a class whose instances are like this error, because only classes can be raised in another thread."""
     kind = type(error)
 
     def __init__(self: Exception) -> None:
@@ -34,15 +34,16 @@ def as_class(error: Exception) -> type[Exception]:
 
 
 class ThreadGivenUp(BaseException):
-    """Raised inside a function that ignored its interrupt: no `except Exception` holds it up."""
+    """Raised inside a function that ignored its interrupt. No `except Exception` catches it."""
 
 
 class Call:
-    """One call in a thread of a pool: it runs once, hands its outcome to `done` once, and can be interrupted.
+    """A call in a thread of a pool. It runs once, hands its outcome to `done` once, and can be interrupted.
 
-    An error from outside comes at the thread's next bytecode; during an import, which it could leave half done to other
-    threads, it waits for the end. `raises` False is for our own code, which is not safe from that: it asks, with
-    `check_interrupted`. discard: takes the late value of a call that was given up.
+    An error from outside is raised at the thread's next bytecode. During an import it waits for the import's end,
+    because other threads would get a half-imported module.
+    raises: False for our own code, which is not safe from such errors. It calls `check_interrupted` instead.
+    discard: called with the late value of a call that was given up.
     """
 
     def __init__(
@@ -53,8 +54,11 @@ class Call:
         clock: Callable[[], float] = time.monotonic,
         discard: Callable[[Any], None] | None = None,
     ) -> None:
-        self._function, self._done, self._discard = function, done, discard
-        self._raises, self._clock = raises, clock
+        self._function = function
+        self._done = done
+        self._discard = discard
+        self._raises = raises
+        self._clock = clock
         self._lock = threading.Lock()
         self._thread_id: int | None = None
         self.error: type[BaseException] | None = None
@@ -67,16 +71,16 @@ class Call:
 
     @property
     def running_s(self) -> float:
-        """Seconds since the work began; 0 before."""
+        """Seconds since the call began; 0 before."""
         return 0.0 if self._began_at is None else self._clock() - self._began_at
 
     @property
     def silent_s(self) -> float:
-        """Seconds since the work last asked whether it is interrupted; 0 before it begins."""
+        """Seconds since the call last asked whether it is interrupted; 0 before it begins."""
         return 0.0 if self._alive_at is None else self._clock() - self._alive_at
 
     def interrupt(self, error: type[BaseException]) -> None:
-        """Raise `error` in the work, or as soon as it starts or asks. Safe from any thread; void after its end."""
+        """Raise `error` in the call, or once it begins or asks. For any thread. Does nothing after the call's end."""
         with self._lock:
             self.error = error
             if self._thread_id is not None and self._interrupted_at is None:
@@ -84,7 +88,7 @@ class Call:
             self._raise(error)
 
     def _raise(self, error: type[BaseException]) -> None:
-        """Raise an error in the thread now or after its import; the caller holds the lock."""
+        """Raise an error in the thread now, or after its import. The caller holds the lock."""
         if not self._raises or self._thread_id is None:
             return
         if self._importing:
@@ -93,27 +97,31 @@ class Call:
             _raise_in(self._thread_id, error)
 
     def check(self) -> None:
-        """Raise the work's interrupt, if any; else note that it is alive."""
+        """Raise the call's interrupt, if any; else note a sign of life."""
         if self.error is not None:
             raise self.error
         self._alive_at = self._clock()
 
     def wait_for(self, holder: "Call | None") -> None:
-        """Raise the work's interrupt, if any. Else count it as alive as the call that holds the turn."""
+        """Raise the call's interrupt, if any; else count signs of life of the call that it waits for as its own."""
         if self.error is not None:
             raise self.error
-        signs = [self._alive_at, None if holder is None else holder._alive_at]
-        self._alive_at = max((at for at in signs if at is not None), default=None)
+        holder_alive_at = None if holder is None else holder._alive_at
+        if holder_alive_at is None:
+            return
+        if self._alive_at is None or holder_alive_at > self._alive_at:
+            self._alive_at = holder_alive_at
 
     def heeded(self) -> None:
-        """Forget the last interrupt, which has done its work."""
+        """Forget the last interrupt, as the call has obeyed it."""
         with self._lock:
-            self.error = self._interrupted_at = None
+            self.error = None
+            self._interrupted_at = None
 
     def give_up(self, grace_s: float) -> str | None:
-        """Report the call as ended by its interrupt, if it goes on more than `grace_s` after it.
+        """Report the call as ended by its interrupt, if it goes on for more than `grace_s` after it.
 
-        Returns the place in which it hangs, and its thread is lost; None for any other call.
+        Returns the line of code at which the call hangs; its thread is lost then. Returns None for any other call.
         """
         with self._lock:
             if self._thread_id is None or self._interrupted_at is None or self._given_up:
@@ -128,8 +136,9 @@ class Call:
         return place
 
     def run(self) -> bool:
-        """Run the function in this thread and report its outcome. False: the thread was given up."""
-        value, failure = None, None
+        """Run the function in this thread and report its outcome. Returns False if the thread was given up."""
+        value = None
+        failure = None
         try:
             value = self._call()
         except BaseException as error:  # noqa: BLE001  # user code raises what it likes; `done` reports it
@@ -140,7 +149,7 @@ class Call:
             elif failure is None and self._discard is not None:
                 self._discard(value)
         finally:
-            failure = None  # its traceback holds this frame: together they would keep what the call has used
+            failure = None  # its traceback holds this frame, and both would keep alive what the call has used
         return not self._given_up
 
     def _call(self) -> Any:
@@ -155,30 +164,32 @@ class Call:
         finally:
             _current.call = None
             with self._lock:
-                # In this order: from here on nobody raises; what was raised comes at the call, if it has not
-                # come before, or is taken back by it, and does not hit what the thread does next.
+                # The order matters. Without a thread id nobody raises an error any more. An error that was raised and
+                # has not come yet comes at the call below, or is taken back by it. So it never hits what the thread
+                # does next.
                 self._thread_id = None
                 _raise_in(threading.get_ident(), None)
 
     def import_whole(self, load: Callable[[], Any]) -> Any:
-        """Import by `load` and return its value; errors from outside wait for its end."""
-        if self._importing:  # a module that this one imports
+        """Call `load`, which imports, and return its value. Errors from outside wait for its end."""
+        if self._importing:  # a module that is imported by the module under way
             return load()
         try:
             with self._lock:
                 self._importing = True
-            # An error raised before comes now, at the latest with the call's first bytecode.
+            # An error that was raised before comes at the first bytecode of this call at the latest.
             return _one_at_a_time(load)
         finally:
             with self._lock:
                 self._importing = False
-                error, self._waiting = self._waiting, None
+                error = self._waiting
+                self._waiting = None
             if error is not None:
                 raise error
 
 
 def current_call() -> Call | None:
-    """Return this thread's call, None in a thread that nobody interrupts."""
+    """Return this thread's call; None in a thread that cannot be interrupted."""
     return getattr(_current, "call", None)
 
 
@@ -190,7 +201,7 @@ def check_interrupted() -> None:
 
 
 def _place(thread_id: int) -> str:
-    """Return the line of Python at which a thread is, or is in a C function."""
+    """Return the line of Python at which a thread is, or from which it has called a C function."""
     frame = sys._current_frames().get(thread_id)
     if frame is None:
         return "an unknown place"
@@ -199,7 +210,7 @@ def _place(thread_id: int) -> str:
 
 
 def _one_at_a_time(load: Callable[[], Any]) -> Any:
-    """Import in one interruptible thread at a time: breaking deadlocks, Python hands out half a module."""
+    """Import in one interruptible thread at a time. To break a deadlock, Python would hand out half a module."""
     is_ours = _one_import.acquire(timeout=_IMPORT_WAIT_S)
     try:
         return load()
@@ -209,11 +220,11 @@ def _one_at_a_time(load: Callable[[], Any]) -> Any:
 
 
 def shield_imports() -> None:
-    """Let errors from outside wait while an interruptible thread imports. For the whole process, once.
+    """Let errors from outside wait while an interruptible thread imports. It holds for the whole process.
 
-    It replaces the two functions of importlib that CPython looks up for every import of a module that is not whole. A
-    finder or loader would come too late and leave too soon: importlib locks before it asks one, and ties a module to
-    its package after.
+    It replaces the two functions of importlib that CPython calls for every import of a module that is not complete. A
+    finder or loader would not do: importlib takes its lock before it calls one, and adds the module to its package
+    after that.
     """
     for name in ("_find_and_load", "_lock_unlock_module"):
         import_ = getattr(_importlib, name)
@@ -233,6 +244,6 @@ def _shielded(import_: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _is_whole(name: str) -> bool:
-    """Whether a module is loaded and executed to its end; importlib looks the same way."""
+    """Whether a module is loaded and executed to its end. importlib decides it in the same way."""
     module = sys.modules.get(name)
     return module is not None and not getattr(getattr(module, "__spec__", None), "_initializing", False)

@@ -1,4 +1,4 @@
-"""A job's trace while it runs, and a tracer that does nothing."""
+"""JobTrace: a job's trace while it runs; and Traces, which traces nothing."""
 
 import time
 from collections.abc import Mapping
@@ -9,15 +9,17 @@ from engine import Completion
 from worker.metrics.tally import EndedJob
 
 NO_CARRIER: Mapping[str, str] = {}
+"""The trace context of a job that is not traced."""
 
 
 @dataclass
 class JobTrace:
-    """The notes on a traced job, while this worker holds it. Times are Unix seconds.
+    """What is noted about a traced job while this worker holds it. Times are Unix seconds.
 
-    ids: what its tracer knows it by.
-    first_token_at: of the first of its completions; finished_at: of the last; None if there was none.
-    prompt_tokens: of each request once, also if it has several samples.
+    ids: the tracer's ids of the job.
+    first_token_at: the time of the first token of all completions. finished_at: the time of the last completion. Each
+    is None without one.
+    prompt_tokens: the tokens of all prompts; each request counts once, even with several samples.
     """
 
     ids: Any
@@ -36,22 +38,24 @@ class JobTrace:
         if completion.index == 0:
             self.prompt_tokens += completion.num_prompt_tokens
             self.cached_tokens += completion.num_cached_tokens
+
         self.finished_at = time.time()
-        if (told := completion.metrics) is not None and told.first_token_time is not None:
-            first = self.finished_at - (time.monotonic() - told.first_token_time)
-            self.first_token_at = min(first, self.first_token_at or first)
+        times = completion.metrics
+        if times is not None and times.first_token_time is not None:
+            first_token_at = self.finished_at - (time.monotonic() - times.first_token_time)
+            self.first_token_at = min(first_token_at, self.first_token_at or first_token_at)
 
 
 class Traces:
-    """Traces no job: for a worker without traces."""
+    """Traces no job; for a worker without traces."""
 
     def begin(self, execution_id: str, meta: Any) -> JobTrace | None:
-        """Begin the trace of a claimed job, if it has one. meta: the job's, written by anybody."""
+        """Begin the trace of a claimed job. Returns None if the job is not traced. meta: the job's, of any type."""
         return None
 
     def carrier(self, execution_id: str, meta: Any) -> Mapping[str, str]:
-        """Return the trace context for the jobs that a job enqueues."""
+        """Return the trace context for jobs that this job enqueues."""
         return NO_CARRIER
 
     def ended(self, trace: JobTrace, job: EndedJob, written_at: float) -> None:
-        """Note that Redis has taken a traced job's end at `written_at`, in Unix seconds."""
+        """Note that a traced job's end was written to Redis at `written_at` (Unix seconds)."""

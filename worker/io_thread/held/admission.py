@@ -1,4 +1,4 @@
-"""Admits jobs: JSON payloads that call functions on an exact list."""
+"""Admits jobs whose JSON payloads call functions on an exact list."""
 
 from collections.abc import Collection
 from difflib import get_close_matches
@@ -9,21 +9,21 @@ from worker.store.records.claimed_job import ClaimedJob
 from worker.store.records.job_record import JobRecord
 
 MAX_ID_CHARS = 255
-"""An id is in the names of a dozen keys, in the answer and in the log."""
+"""The most characters of a job's id, which is in the names of a dozen keys, in the answer and in the log."""
 
 
 class Admission:
-    """Decides by exact name, before any import.
+    """Decides by its exact name whether a function may run here, before anything is imported.
 
     A pattern such as `jobs.*` would let `jobs.os.system` through, because RQ resolves a name attribute by attribute.
-    Callbacks need the same list, and a job may not carry an object to call.
+    Callbacks must be on the same list, and a job may not bring an object whose method is called.
     """
 
     def __init__(self, allowed: Collection[str]) -> None:
         self._allowed = frozenset(allowed)
 
     def admit(self, claimed: ClaimedJob, payload: bytes) -> FunctionCall:
-        """Return the job's call. payload: its own. Raises BadPayload, TooLarge or NotAllowed."""
+        """Return the job's call. payload: the job's, unpacked. Raises BadPayload, TooLarge or NotAllowed."""
         if len(claimed.job_id) > MAX_ID_CHARS:
             raise TooLarge(
                 f"the job's id has {len(claimed.job_id)} characters, more than the limit of {MAX_ID_CHARS}: "
@@ -38,11 +38,12 @@ class Admission:
         return call
 
     def with_allowed_callbacks(self, record: JobRecord) -> JobRecord:
-        """Return the record, without callbacks if one of them may not run here."""
+        """Return the record. If one of its callbacks may not run here, the record has none."""
         if any(name not in self._allowed for name in record.callbacks.values()):
             return record.without_callbacks()
         return record
 
     def _nearest(self, name: str) -> str:
+        """Return a hint with the allowed name that is most like this one; "" if none is."""
         near = get_close_matches(name[:MAX_ID_CHARS], self._allowed, n=1, cutoff=0.8)
         return f"; did you mean {near[0]!r}?" if near else ""

@@ -1,4 +1,4 @@
-"""Writes the ends of jobs: in batches, then one by one those of a batch that failed."""
+"""Writes the ends of jobs in batches. The ends of a batch that failed are written one by one."""
 
 import logging
 import time
@@ -19,10 +19,16 @@ from worker.store.records.outcome import FinishReply, Outcome
 from worker.store.records.results import printable
 
 _BATCH_BYTES = 8 << 20
-_TRIES = 3
+"""Bytes of values after which a batch is full."""
+
+_MAX_REFUSALS = 3
+"""Refusals of an end by a server that takes others; then the job fails instead."""
+
 _PAUSE_S = 0.25
+"""Seconds before an end is written by itself again."""
+
 _SMALL_BYTES = 1 << 16
-"""No server cuts a connection because of less: it is the network, however often."""
+"""No server cuts a connection because of a smaller end. If a connection is cut then, the network is to blame."""
 
 
 class _End(NamedTuple):
@@ -39,28 +45,36 @@ def _write(store: JobStore, ends: Sequence[_End]) -> list[tuple[_End, FinishRepl
 
 @dataclass
 class _Alone:
-    """An end that is written by itself. tries: how often a server that takes others refused it."""
+    """The state of an end that is written by itself.
 
-    tries: int = 0
+    num_refusals: how often a server that takes other ends has refused it.
+    not_before: monotonic seconds of the next try.
+    is_replaced: whether a failure stands in place of the job's own end.
+    """
+
+    num_refusals: int = 0
     not_before: float = float("-inf")
     is_replaced: bool = False
 
 
 Written = Callable[[HeldJob, Outcome, FinishReply], None]
-"""Told the server's reply to an end."""
+"""Called with the server's reply to a job's end."""
 
 
 class EndWriter:
     """Holds ends until the server has taken them. Used by the I/O thread only.
 
-    An end that the server refuses while it takes others, perhaps as too large, holds up no other: after a few tries by
-    itself the job ends as failed with that reason instead.
+    The server may refuse one end while it takes others, perhaps because it is too large. Such an end holds up no
+    other: after a few tries by itself the job fails with that reason instead.
     """
 
     def __init__(
         self, written: Written, guard: JobGuard, log: logging.Logger, clock: Callable[[], float] = time.monotonic
     ) -> None:
-        self._written, self._guard, self._log, self._clock = written, guard, log, clock
+        self._written = written
+        self._guard = guard
+        self._log = log
+        self._clock = clock
         self._waiting: dict[int, _End] = {}
         self._alone: dict[int, _Alone] = {}
 
@@ -78,16 +92,18 @@ class EndWriter:
         return job.number in self._waiting
 
     def flush(self, store: JobStore) -> None:
-        """Write the ends that wait. After a RedisError, which says something of the server, call it again."""
+        """Write the ends that wait. After a RedisError, an error of the server, call it again."""
         for batch in list(self._batches()):
             try:
                 written = self._guard.batch(batch, lambda end: end.job, partial(_write, store))
             except RedisError:
-                self._alone.update((end.job.number, _Alone()) for end in batch)
+                for end in batch:
+                    self._alone[end.job.number] = _Alone()
                 raise
             for end, reply in written:
                 with self._guard.around(end.job):
                     self._done(end.job, end.outcome, reply)
+
         for number, state in list(self._alone.items()):
             if self._clock() >= state.not_before and number in self._waiting:
                 end = self._waiting[number]
@@ -95,6 +111,7 @@ class EndWriter:
                     self._write_alone(store, end.job, end.outcome, state)
 
     def _batches(self) -> Iterator[list[_End]]:
+        """Yield the waiting ends in batches, without those that are written by themselves."""
         batch: list[_End] = []
         num_bytes = 0
         for number, end in self._waiting.items():
@@ -104,22 +121,24 @@ class EndWriter:
             num_bytes += end.num_bytes
             if num_bytes >= _BATCH_BYTES:
                 yield batch
-                batch, num_bytes = [], 0
+                batch = []
+                num_bytes = 0
         if batch:
             yield batch
 
     def _write_alone(self, store: JobStore, job: HeldJob, outcome: Outcome, state: _Alone) -> None:
+        """Write one end by itself. If only this end is refused, count that, and give up after a few times."""
         try:
             [reply] = store.finish([outcome])
         except RedisError as error:
-            is_lost = store.renew([outcome.claimed])  # raises where the server takes no other write either
+            is_lost = store.renew([outcome.claimed])  # raises if the server takes no other write either
             if is_lost:
                 self._done(job, outcome, "lost")
                 return
             state.not_before = self._clock() + _PAUSE_S
             if isinstance(error, OUTAGES) and outcome.num_bytes < _SMALL_BYTES:
                 return
-            state.tries += 1
+            state.num_refusals += 1
             self._log.error(
                 "job %s: Redis does not take its end of %d bytes (%s: %s)",
                 job.claimed.job_id,
@@ -127,16 +146,18 @@ class EndWriter:
                 type(error).__name__,
                 error,
             )
-            if state.tries >= _TRIES:
+            if state.num_refusals >= _MAX_REFUSALS:
                 self._give_up(job, outcome, error, state)
         else:
             self._done(job, outcome, reply)
 
     def _give_up(self, job: HeldJob, outcome: Outcome, error: RedisError, state: _Alone) -> None:
+        """Put a failure in place of an end that the server refuses. Drop the end if that is refused too."""
         if state.is_replaced:
             self._done(job, outcome, "refused")
             return
-        state.tries, state.is_replaced = 0, True
+        state.num_refusals = 0
+        state.is_replaced = True
         reason = EndNotTaken(outcome.num_bytes, f"{type(error).__name__}: {error}")
         reason.add_note(fault_line(reason.fault))
         failed = replace(outcome, status="failed", value=printable(reason), packed=None, retries=False)

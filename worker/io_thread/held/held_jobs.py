@@ -1,4 +1,4 @@
-"""The held jobs of a worker."""
+"""HeldJob and HeldJobs: the jobs that this worker holds, with their states."""
 
 import enum
 from collections import Counter
@@ -21,50 +21,55 @@ from worker.threads.interrupts import Call
 from worker.traces.job_trace import JobTrace, Traces
 
 SLOW_S = 2.0
-"""A call that goes on so long holds up no other: it has a thread more, and its lane takes the next file."""
+"""Seconds after which a call is slow. Another thread is started then, and its lane claims the next file."""
 
 
 class JobState(enum.Enum):
     """The state of a held job; ARCHITECTURE.md shows what follows what."""
 
-    CLAIMED = "claimed"  # nobody has looked into its payload
-    OPENING = "opening"  # its task reads what it needs, a file perhaps
-    STREAMING = "streaming"  # its requests go to the engine as there is room
-    SENT = "sent"  # all there are by now; completions are awaited
-    FUNCTION = "function"  # it waits to be shown as begun, then runs in a thread
-    COLLECTING = "collecting"  # its value is made of the completions
-    ENDING = "ending"  # its end is worked out or written; nothing may interrupt that
-    WITHDRAWN = "withdrawn"  # engine and threads have no more to do with it
+    CLAIMED = "claimed"  # its payload has not been read
+    OPENING = "opening"  # its task is being opened and may read files
+    STREAMING = "streaming"  # its requests go to the engine as room comes free
+    SENT = "sent"  # all its requests are with the engine; completions are awaited
+    FUNCTION = "function"  # a function that waits to be shown as begun, then runs in a thread
+    COLLECTING = "collecting"  # its value is made from the completions
+    ENDING = "ending"  # its end is computed or written; nothing may interrupt that
+    WITHDRAWN = "withdrawn"  # neither the engine nor a thread works on it any more
 
 
 @dataclass(eq=False)
 class HeldJob:
     """A claimed job and its state. Written by the I/O thread only.
 
-    number: names it in request ids, `<number>.<index>`.
-    lane: place of its queue on the command line; 0 is the most urgent.
-    is_ours: Tokenmill's own code runs it, and no function of the user's.
-    is_file: opening its task, and asking for its result, takes time.
-    is_function: a thread runs it, and it has no task.
+    number: its name in request ids, `<number>.<index>`.
+    lane: the place of its queue on the command line; 0 is the most urgent.
+    is_ours: Tokenmill's own code runs it, not a user's function.
+    is_file: its task reads and writes files, so opening it and asking for its result take time.
+    is_function: a function, which runs in a thread and has no task.
     open_task: yields its requests and takes their completions; None before it is open and after its end.
-    requests: still to be sent to the engine.
+    requests: the stream of requests that are still to be sent to the engine.
     error: raised by its stream of requests, or by the delivery of a completion.
-    call: its call in a thread now.
+    call: the call that a thread makes for it now.
     started_at: monotonic seconds when its first sequence was scheduled or its function began; None before.
     began_at: the same moment as a date.
-    limit_s: the job's timeout at that moment; 0 or less for none.
-    payload_bytes, function_name: known once its payload was unpacked and read.
+    limit_s: the job's timeout as of that moment; 0 or less for none.
+    payload_bytes, function_name: known once its payload has been unpacked and read.
     user_job: the copy for the user's code, which may leave anything in it.
-    reason: name of its error, "" if it did not fail.
-    was_slow: a call of its ran for long.
-    is_overdue: its function was interrupted because of a limit of time.
-    num_requests: how many requests its task has, as of the last look; None if the task does not say.
-    inspected: requests whose answers the task looks at in a thread, and those.
-    unscheduled: requests that were sent and of which no step has scheduled a sequence.
-    trace: None if it is not traced.
-    begun: the progress of its requests in the engine.
-    told_progress: the progress that the task last reported. shown_progress: the one that Redis has.
-    is_blamed: it has met an error that nobody foresaw. After another one it is let go.
+    reason: the name of its error; "" if it did not fail.
+    was_slow: one of its calls has been slow, see SLOW_S.
+    is_overdue: its function was interrupted because it ran too long.
+    num_requests: the requests of its task, as last counted; None if the task does not say.
+    next_index: the index of its next request.
+    in_engine: its sequences in the engine.
+    unscheduled: the indices of requests whose sequences no step has scheduled yet.
+    open_requests: the completions so far of each request in the engine, by index.
+    inspected: the answers that the task inspects in a thread, by their requests' indices.
+    samples: the number of sequences of each request in the engine, by index.
+    begun: the progress of its requests that run in the engine, by index.
+    reported_progress: the progress that the task last reported.
+    shown_progress: the progress that Redis has.
+    trace: None if the job is not traced.
+    is_blamed: it has met an error that nobody foresaw. After another one the job is let go.
     """
 
     number: int
@@ -95,7 +100,7 @@ class HeldJob:
     inspected: dict[int, list[Completion]] = field(default_factory=dict)
     samples: dict[int, int] = field(default_factory=dict)
     begun: dict[int, RequestProgress] = field(default_factory=dict)
-    told_progress: dict[str, Any] | None = None
+    reported_progress: dict[str, Any] | None = None
     shown_progress: dict[str, Any] | None = None
     trace: JobTrace | None = None
     is_blamed: bool = False
@@ -105,19 +110,22 @@ class HeldJob:
 
     def open(self, is_file: bool) -> None:
         """Note that its task is being opened."""
-        self.state, self.is_file = JobState.OPENING, is_file
+        self.state = JobState.OPENING
+        self.is_file = is_file
 
     def stream(self) -> None:
-        """Note that its task is open, or has more requests after all."""
+        """Note that its task is open, or has further requests after all were sent."""
         assert self.open_task is not None
-        self.state, self.requests = JobState.STREAMING, self.open_task.requests()
+        self.state = JobState.STREAMING
+        self.requests = self.open_task.requests()
 
     def run_function(self) -> None:
-        """Note that it is a function, and has a thread."""
-        self.state, self.is_function = JobState.FUNCTION, True
+        """Note that it is a function, which gets a thread."""
+        self.state = JobState.FUNCTION
+        self.is_function = True
 
     def withdraw(self, reason: type[BaseException]) -> None:
-        """Await nothing more of the engine or a thread, which is interrupted with `reason`."""
+        """Await nothing more from the engine or a thread. A thread's call is interrupted with `reason`."""
         self.state = JobState.WITHDRAWN
         self.open_requests.clear()
         self.inspected.clear()
@@ -126,57 +134,58 @@ class HeldJob:
         self._awaited = None
 
     def count_requests(self) -> None:
-        """Note how many requests its task has in all. The number changes as they are pulled and delivered."""
-        self.num_requests = self.open_task.num_requests if self.open_task is not None else None
+        """Note how many requests its task has. The number may change as requests are pulled and delivered."""
+        self.num_requests = None if self.open_task is None else self.open_task.num_requests
 
-    # What is held of it
+    # Its record and copies
 
     def hold(self, record: JobRecord) -> None:
-        """Hold this part of its hash from now on."""
+        """Hold this record of its hash from now on."""
         if record is not self.claimed.record:
             self.claimed = replace(self.claimed, record=record)
 
     def for_user_code(self, client: Redis) -> StoredJob:
-        """Return its copy for the user's code, the same one each time."""
+        """Return the copy for the user's code, the same one each time."""
         if self.user_job is None:
             self.user_job = job_of(self.claimed, client, self.function_name)
             if self.began_at is not None:
                 self.user_job.show_started(self.claimed.worker_name, self.began_at)
         return self.user_job
 
-    # A thread's call
+    # The call in a thread
 
     def await_call(self) -> object:
-        """Note that a thread got a call; return the call's key for `awaits`."""
+        """Note that a thread makes a call for this job. Returns the call's key for `awaits`."""
         self._awaited = object()
         return self._awaited
 
-    def awaits(self, call: object) -> bool:
-        """Whether the call with this key of `await_call` is still the last."""
-        return self._awaited is call
+    def awaits(self, call_key: object) -> bool:
+        """Whether the job still waits for the call with this key of `await_call`."""
+        return self._awaited is call_key
 
     def interrupt_function(self, reason: type[BaseException]) -> None:
-        """Interrupt an overdue function; the thread reports its end."""
+        """Interrupt an overdue function. Its thread reports the end."""
         assert self.call is not None
         self.is_overdue = True
         self.call.interrupt(reason)
 
-    # What follows from it
+    # Derived state
 
     @property
     def is_ending(self) -> bool:
-        """Whether its value or its end is in work, which nothing may stop."""
+        """Whether its value is being collected or its end written, which nothing may stop."""
         return self.state in (JobState.COLLECTING, JobState.ENDING)
 
     @property
     def is_slow(self) -> bool:
-        """Whether a call of its has run for long."""
-        self.was_slow = self.was_slow or (self.call is not None and self.call.running_s > SLOW_S)
+        """Whether one of its calls is slow or has been."""
+        if self.call is not None and self.call.running_s > SLOW_S:
+            self.was_slow = True
         return self.was_slow
 
     @property
     def has_begun(self) -> bool:
-        """Whether its time runs."""
+        """Whether its first sequence was scheduled, or its function began: its time limit runs."""
         return self.started_at is not None
 
     @property
@@ -186,48 +195,65 @@ class HeldJob:
 
     @property
     def needs_payload(self) -> bool:
-        """Whether any of its payload is still on its way to the batch."""
+        """Whether some of its requests have not been scheduled yet, so that their payload is still needed."""
         return self.state is not JobState.SENT or bool(self.unscheduled)
 
     @property
     def unread(self) -> float:
         """The number of requests left in the stream; infinite if the task does not say."""
-        return float("inf") if self.num_requests is None else self.num_requests - self.next_index
+        if self.num_requests is None:
+            return float("inf")
+        return self.num_requests - self.next_index
 
     @property
     def num_rows_done(self) -> int:
-        """The number of answered rows of its file; 0 without one, or once closed."""
-        progress = self.open_task.progress() if self.is_file and self.open_task is not None else None
-        return 0 if progress is None else int(progress.get("rows_done", 0))
+        """The number of answered rows of its file; 0 without a file, or once it is closed."""
+        if not self.is_file or self.open_task is None:
+            return 0
+        progress = self.open_task.progress()
+        if progress is None:
+            return 0
+        return int(progress.get("rows_done", 0))
 
     def tokens_open(self) -> dict[str, int]:
-        """The tokens of its open requests: of prompts, computed and not yet, and of answers."""
-        on_their_way = [each for index, each in self.begun.items() if index in self.open_requests]
+        """Return the tokens of its open requests: in prompts, not yet computed in prompts, and in answers."""
+        running = [progress for index, progress in self.begun.items() if index in self.open_requests]
         return {
-            "prompt_tokens_open": sum(each.prompt_tokens for each in on_their_way),
-            "prompt_tokens_ahead": sum(each.prompt_tokens_left for each in on_their_way),
-            "tokens_open": sum(each.generation_tokens for each in on_their_way),
+            "prompt_tokens_open": sum(progress.prompt_tokens for progress in running),
+            "prompt_tokens_ahead": sum(progress.prompt_tokens_left for progress in running),
+            "tokens_open": sum(progress.generation_tokens for progress in running),
         }
 
     def changed_progress(self) -> dict[str, Any] | None:
-        """Return a running task's progress if it has changed since the last call, else None."""
-        told = self.open_task.progress() if self.open_task is not None else None
-        if told is None or told is self.told_progress:
+        """Return the progress of the job's task if it has changed since the last call, else None."""
+        if self.open_task is None:
             return None
-        self.told_progress = told
-        progress = {**told, **self.tokens_open()}
+        reported = self.open_task.progress()
+        if reported is None or reported is self.reported_progress:
+            return None
+        self.reported_progress = reported
+
+        progress = {**reported, **self.tokens_open()}
         if progress == self.shown_progress:
             return None
         self.shown_progress = progress
         return progress
 
-    def so_far(self, samples: Mapping[str, Mapping[int, Sequence[int]]]) -> dict[int, Mapping[int, Sequence[int]]]:
-        """Return the tokens of its requests that are not delivered. samples: what the engine has of all."""
-        found: dict[int, Mapping[int, Sequence[int]]] = {}
-        for index, completed in (*self.open_requests.items(), *self.inspected.items()):
-            own = {each.index: each.token_ids for each in completed if each.finish_reason != "error"}
-            found[index] = {**samples.get(self.request_id(index), {}), **own}
-        return found
+    def undelivered_tokens(
+        self, running: Mapping[str, Mapping[int, Sequence[int]]]
+    ) -> dict[int, Mapping[int, Sequence[int]]]:
+        """Return the token ids of its requests that were not delivered, by request index and sample index.
+
+        running: the token ids of all sequences in the engine, by request id and sample index.
+        """
+        tokens: dict[int, Mapping[int, Sequence[int]]] = {}
+        for index, completions in (*self.open_requests.items(), *self.inspected.items()):
+            completed = {}
+            for completion in completions:
+                if completion.finish_reason != "error":
+                    completed[completion.index] = completion.token_ids
+            tokens[index] = {**running.get(self.request_id(index), {}), **completed}
+        return tokens
 
     @property
     def request_ids(self) -> list[str]:
@@ -249,15 +275,18 @@ class HeldJobs:
         self._by_lane: Counter[int] = Counter()
 
     def add(self, claimed: ClaimedJob, lane: int = 0) -> HeldJob:
+        """Hold a job from now on."""
         job = HeldJob(next(self._numbers), claimed, lane)
         self._jobs[job.number] = job
         self._by_lane[lane] += 1
         return job
 
     def begin_trace(self, job: HeldJob) -> None:
+        """Begin the job's trace, if it is traced."""
         job.trace = self._traces.begin(job.claimed.execution_id, job.claimed.record.meta)
 
     def remove(self, job: HeldJob) -> None:
+        """Hold a job no longer. Raises KeyError if it is not held."""
         del self._jobs[job.number]
         self._by_lane[job.lane] -= 1
 
@@ -276,37 +305,41 @@ class HeldJobs:
         return job.number in self._jobs
 
     def of_request(self, request_id: str) -> tuple[HeldJob | None, int]:
-        """Return the job of a request, None if it is no longer held, and the request's index."""
+        """Return the job of a request and the request's index. The job is None if it is no longer held."""
         number, _, index = request_id.partition(".")
         return self._jobs.get(int(number)), int(index)
 
     def find(self, job_id: str, execution_id: str | None) -> HeldJob | None:
-        """Find a job of this id, of which there may be two; by execution_id unless that is None."""
-        found = (job for job in self._jobs.values() if job.claimed.job_id == job_id)
-        return next((job for job in found if execution_id in (None, job.claimed.execution_id)), None)
+        """Return the oldest job with this id and, if given, this execution. Two executions of a job may be held."""
+        for job in self._jobs.values():
+            if job.claimed.job_id == job_id and execution_id in (None, job.claimed.execution_id):
+                return job
+        return None
 
     def of_executions(self, execution_ids: Collection[str]) -> list[HeldJob]:
         """Return the jobs of these executions."""
         return [job for job in self._jobs.values() if job.claimed.execution_id in execution_ids]
 
     def unstarted(self) -> list[HeldJob]:
-        """The jobs that have run no code yet."""
+        """Return the jobs that have not begun."""
         return [job for job in self._jobs.values() if not job.has_begun and not job.is_ending]
 
     def progressed(self, requests: Mapping[str, RequestProgress]) -> None:
-        """Note these requests' progress, by their ids; all others in the engine have not begun."""
+        """Note the progress of the requests that run in the engine, by their ids."""
         for job in self._jobs.values():
             job.begun = {}
         for request_id, progress in requests.items():
-            whose, index = self.of_request(request_id)
-            if whose is not None:
-                whose.begun[index] = progress
+            request_job, index = self.of_request(request_id)
+            if request_job is not None:
+                request_job.begun[index] = progress
 
 
 def ended_job(job: HeldJob, outcome: Outcome) -> EndedJob:
-    """Return a job that has ended so, for metrics and traces."""
-    shard = outcome.value if job.is_file and isinstance(outcome.value, dict) else {}
-    rows, errors, unasked = (shard.get(name) for name in ("rows", "errors", "rows_unasked"))
+    """Describe a job that has ended with this outcome, for metrics and traces."""
+    summary = outcome.value if job.is_file and isinstance(outcome.value, dict) else {}
+    rows = summary.get("rows")
+    row_errors = summary.get("errors")
+    rows_unasked = summary.get("rows_unasked")
     return EndedJob(
         queue=job.claimed.queue_name,
         job_id=job.claimed.job_id,
@@ -318,15 +351,17 @@ def ended_job(job: HeldJob, outcome: Outcome) -> EndedJob:
         began_at=None if job.began_at is None else job.began_at.timestamp(),
         ended_at=outcome.ended_at.timestamp(),
         rows=rows if isinstance(rows, int) else 0,
-        row_errors=errors if isinstance(errors, int) else 0,
-        rows_unasked=unasked if isinstance(unasked, int) else None,
+        row_errors=row_errors if isinstance(row_errors, int) else 0,
+        rows_unasked=rows_unasked if isinstance(rows_unasked, int) else None,
     )
 
 
 def _moment(stored: bytes) -> float | None:
-    """Return the Unix seconds of RQ's date; None for anything else, or before 1970."""
+    """Return the Unix seconds of a date in RQ's form; None for anything else, or a date before 1970."""
     try:
         moment = datetime.fromisoformat(stored.decode())
     except ValueError:
         return None
-    return None if moment.tzinfo is None or moment.timestamp() < 0 else moment.timestamp()
+    if moment.tzinfo is None or moment.timestamp() < 0:
+        return None
+    return moment.timestamp()

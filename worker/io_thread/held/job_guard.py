@@ -1,4 +1,4 @@
-"""JobGuard: an error that nobody foresaw costs the job that it is about, and no other."""
+"""JobGuard: an error that nobody foresaw costs only the job that it is about."""
 
 import logging
 from collections.abc import Callable, Iterable, Sequence
@@ -30,15 +30,18 @@ class JobOwner(Protocol):
 class JobGuard:
     """Surrounds every call of the I/O thread that concerns a job.
 
-    An error in such a call fails the job, and the thread goes on. If failing it raises too, the job is let go, and the
-    end of its lease counts as a death. Errors of the Redis server, and those that end a process, pass through.
+    An error in such a call fails the job, and the thread goes on. If failing it raises too, the job is let go. Its
+    lease then runs out, which counts as a worker's death. Errors of the Redis server, and those that end a process,
+    pass through.
     """
 
     def __init__(self, log: logging.Logger, tally: Tally, owner: JobOwner) -> None:
-        self._log, self._tally, self._owner = log, tally, owner
+        self._log = log
+        self._tally = tally
+        self._owner = owner
 
     def around(self, job: HeldJob | ClaimedJob) -> "_Guarded":
-        """Return a context in which errors are this job's. Errors of a job that is not held are only logged."""
+        """Return a context that handles errors about this job. For a ClaimedJob they are only logged."""
         return _Guarded(self, job)
 
     def call(self, job: HeldJob, function: Callable[..., None], *args: Any) -> None:
@@ -46,8 +49,8 @@ class JobGuard:
         with self.around(job):
             function(*args)
 
-    def each(self, jobs: Iterable[HeldJob], act: Callable[[HeldJob], None]) -> None:
-        """Do something for each job."""
+    def for_each(self, jobs: Iterable[HeldJob], act: Callable[[HeldJob], None]) -> None:
+        """Call `act` for each job, each guarded by itself."""
         for job in jobs:
             with self.around(job):
                 act(job)
@@ -58,19 +61,23 @@ class JobGuard:
         job_of: Callable[[Item], HeldJob | ClaimedJob],
         call: Callable[[Sequence[Item]], Sequence[Reply]],
     ) -> list[Reply]:
-        """Make one call for many jobs; return its replies.
+        """Make one call for many jobs, and return its replies.
 
-        If it raises, each job gets a call of its own, to find which one is at fault. No call doubles an effect.
+        If it raises, it is made again for each job by itself, to find the job at fault. No call doubles an effect.
         """
         if not items:
             return []
         try:
             return list(call(items))
-        except Exception as error:  # each item is tried by itself below
+        except Exception as error:  # the call is made for each item by itself below
             if is_servers(error):
                 raise
-            kind, places = type(error).__name__, frames_of(error)
-            self._log.error("a call for %d jobs is made again one by one: %s, at %s", len(items), kind, places)
+            self._log.error(
+                "a call for %d jobs is made again one by one: %s, at %s",
+                len(items),
+                type(error).__name__,
+                frames_of(error),
+            )
         replies: list[Reply] = []
         for item in items:
             with self.around(job_of(item)):
@@ -78,7 +85,7 @@ class JobGuard:
         return replies
 
     def blame(self, job: HeldJob | ClaimedJob, error: Exception) -> None:
-        """Fail a job for an error, or let go of it."""
+        """Fail a job because of an error. If that is not possible, let go of the job."""
         claimed = job.claimed if isinstance(job, HeldJob) else job
         self._tally.unforeseen(claimed.queue_name, error)
         self._log.error(
@@ -108,12 +115,13 @@ class JobGuard:
 
 
 class _Guarded:
-    """One use of the guard. It is a class, as a generator would cost a microsecond for each request and completion."""
+    """One use of the guard. A generator would cost a microsecond more for each request and completion."""
 
     __slots__ = ("_guard", "_job")
 
     def __init__(self, guard: JobGuard, job: HeldJob | ClaimedJob) -> None:
-        self._guard, self._job = guard, job
+        self._guard = guard
+        self._job = job
 
     def __enter__(self) -> None:
         pass

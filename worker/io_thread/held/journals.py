@@ -1,4 +1,4 @@
-"""Has held jobs write down what they have computed, so that whoever takes one up next goes on from there."""
+"""Has held jobs write down what they have computed, so that the next execution goes on from there."""
 
 import logging
 import time
@@ -13,19 +13,21 @@ from worker.io_thread.held.job_guard import JobGuard
 from worker.threads.functions import FunctionPool
 
 THREADS = 2
-"""That write journals; a store that does not answer takes one of them."""
+"""Threads that write journals. A store that does not answer blocks one of them."""
 
-STEP_S, LEAVE_S = 4.0, 1.0
-"""How long a worker that leaves waits for the engine's step, which it has to anyway, and then for its journals."""
+STEP_S = 4.0
+"""Seconds that a leaving worker waits for the end of the engine's step, which it has to wait for anyway."""
 
+LEAVE_S = 1.0
+"""Seconds that it then waits for its journals."""
 
-_STATES = (JobState.STREAMING, JobState.SENT, JobState.COLLECTING)
+_STATES_WITH_JOURNAL = (JobState.STREAMING, JobState.SENT, JobState.COLLECTING)
 
 
 class Journals:
-    """The journals of the jobs that stream. All methods belong to the I/O thread, to which `post` queues calls.
+    """The journals of the jobs that stream. All methods belong to the I/O thread.
 
-    period_s: between two entries; 0 for none.
+    period_s: seconds between two entries of a job; 0 for no journals. post: queues a call for the I/O thread.
     """
 
     def __init__(
@@ -38,66 +40,82 @@ class Journals:
         log: logging.Logger,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._jobs, self._guard, self._period_s = jobs, guard, period_s
-        self._orders, self._post = orders, post
-        self._log, self._clock = log, clock
+        self._jobs = jobs
+        self._guard = guard
+        self._period_s = period_s
+        self._orders = orders
+        self._post = post
+        self._log = log
+        self._clock = clock
         self._due_at = clock() + period_s
         self._leave_by: float | None = None
-        self._num_asked = 0
-        self._writing: dict[int, SoFar | None] = {}  # what has been told meanwhile
+        self._num_unanswered = 0
+        self._writing: dict[int, SoFar | None] = {}  # by job number: the report that came during the writing
         self.pool = FunctionPool(THREADS, "tokenmill-journals") if period_s else None
 
     def look(self, moment: float) -> None:
-        """Ask the engine for the tokens so far, once a period is over."""
-        if self.pool is None or self._leave_by is not None or moment < self._due_at or self._num_asked:
+        """Ask the engine for the tokens so far, if a period is over."""
+        if self.pool is None or self._leave_by is not None:
+            return
+        if moment < self._due_at or self._num_unanswered > 0:
             return
         self._due_at = moment + self._period_s
         if self._streaming():
-            self._num_asked += 1
+            self._num_unanswered += 1
             self._orders.put(Tell())
 
     def leave(self, moment: float) -> None:
         """Stop the engine, and have the last entries written."""
         if self.pool is not None and self._leave_by is None and self._streaming():
             self._leave_by = moment + STEP_S
-            self._num_asked += 1
+            self._num_unanswered += 1
             self._orders.put(Tell(stops=True))
 
     def is_awaited(self, moment: float) -> bool:
-        """Whether a worker that leaves has entries to write before its jobs are given back."""
-        return self._leave_by is not None and moment < self._leave_by and (self._num_asked > 0 or bool(self._writing))
+        """Whether a leaving worker must wait for entries before its jobs are given back."""
+        if self._leave_by is None or moment >= self._leave_by:
+            return False
+        return self._num_unanswered > 0 or bool(self._writing)
 
-    def told(self, so_far: SoFar) -> None:
-        """Take what the engine tells; have each job write its entry."""
-        self._num_asked -= 1
+    def write(self, report: SoFar) -> None:
+        """Have each streaming job write an entry with the tokens that the engine reports."""
+        self._num_unanswered -= 1
         moment = self._clock()
-        if self._leave_by is not None and not self._num_asked:
+        if self._leave_by is not None and not self._num_unanswered:
             self._leave_by = moment + LEAVE_S
         for job in self._streaming():
-            if self._leave_by is None and not job.is_file and moment - (job.started_at or moment) < self._period_s:
-                continue  # most prompts end before
+            running_s = moment - (job.started_at or moment)
+            if self._leave_by is None and not job.is_file and running_s < self._period_s:
+                continue  # most prompts end before their first entry
             if job.number in self._writing:
-                self._writing[job.number] = so_far
+                self._writing[job.number] = report
                 continue
             with self._guard.around(job):
-                self._enter(job, so_far)
+                self._enter(job, report)
 
     def _streaming(self) -> list[HeldJob]:
-        return [job for job in self._jobs if job.has_begun and job.open_task is not None and job.state in _STATES]
+        return [
+            job
+            for job in self._jobs
+            if job.has_begun and job.open_task is not None and job.state in _STATES_WITH_JOURNAL
+        ]
 
-    def _enter(self, job: HeldJob, so_far: SoFar) -> None:
+    def _enter(self, job: HeldJob, report: SoFar) -> None:
+        """Have a thread write a job's entry."""
         assert self.pool is not None
         assert job.open_task is not None
-        write = job.open_task.keep(job.so_far(so_far.samples))
-        if write is not None:
-            self._writing[job.number] = None
-            written = partial(self._guard.call, job, self._written, job)
-            self.pool.submit(write, lambda _, error: self._post(partial(written, error)), raises=False)
+        write = job.open_task.keep(job.undelivered_tokens(report.samples))
+        if write is None:
+            return
+        self._writing[job.number] = None
+        written = partial(self._guard.call, job, self._written, job)
+        self.pool.submit(write, lambda _, error: self._post(partial(written, error)), raises=False)
 
     def _written(self, job: HeldJob, error: BaseException | None) -> None:
-        later = self._writing.pop(job.number)
+        """Note that an entry is written, and write the next one if a report came meanwhile."""
+        next_report = self._writing.pop(job.number)
         if error is not None:
             reason = shown_error(error)
             self._log.warning("job %s: its journal could not be written: %s", job.claimed.job_id, reason)
-        if later is not None and job in self._streaming():
-            self._enter(job, later)
+        if next_report is not None and job in self._streaming():
+            self._enter(job, next_report)

@@ -1,4 +1,4 @@
-"""Chooses the next job's prompt for the engine, and when a lane should claim and open more jobs."""
+"""Chooses the next prompts for the engine, and decides when a lane claims and opens more jobs."""
 
 from collections import deque
 from collections.abc import Iterator, Sequence
@@ -9,13 +9,13 @@ from worker.io_thread.held.job_guard import JobGuard
 
 
 def samples_of(request: Request) -> int:
-    """Return a request's sequences in the batch; a value the engine will refuse counts as one."""
+    """Return a request's number of sequences. A value that the engine will refuse counts as one."""
     n = request.sampling.get("n", 1)
     return n if type(n) is int and n > 0 else 1
 
 
 def _next_request(job: HeldJob) -> Request | None:
-    """Advance a job's stream; None when it has ended, well or not."""
+    """Return the next request of a job's stream; None when the stream has ended or raised."""
     assert job.requests is not None
     try:
         return next(job.requests)
@@ -26,33 +26,38 @@ def _next_request(job: HeldJob) -> Request | None:
     return None
 
 
-_BURSTS_REMEMBERED = 16
-"""Refills over which the largest number of sequences that left together is kept in mind."""
+_REFILLS_REMEMBERED = 16
+"""Refills over which the largest number of sequences that left together is remembered."""
 
 
 class Packer:
     """Streams the prompts of claimed jobs into the engine, across jobs and lanes.
 
-    The engine gets a little more than it can run, so that a freed slot is filled in the next step; the rest stays in
-    the jobs' lazy streams. That reserve is `prefetch` sequences, or twice what lately left the engine between refills,
-    since completions of equal length end together. It is refilled when half of it is gone. Within a lane jobs are
-    served in the order in which their tasks were open. A lane counts only itself and more urgent lanes: a full bulk
-    batch never holds back a high prompt. Every lane may keep `prefetch` sequences in the engine; its scheduler gives a
-    waiting lower lane its share.
+    The engine gets a few more sequences than it can run, so that a freed slot is filled in the next step. All further
+    requests stay in the jobs' lazy streams. The reserve is `prefetch` sequences, or twice the number that lately left
+    the engine between refills, because completions of equal length end together. It is refilled when half of it is
+    gone.
+
+    Within a lane, jobs are served in the order in which their tasks were opened. A lane counts only its own sequences
+    and those of more urgent lanes, so a full bulk batch never holds back an urgent prompt. Every lane may have
+    `prefetch` sequences in the engine, whose scheduler gives a waiting lower lane its share.
     """
 
     def __init__(self, num_lanes: int, slots: int, prefetch: int, max_functions: int, max_files: int) -> None:
-        """max_functions, max_files: run and opened at the same time, at most."""
+        """slots: sequences that the engine runs at once. max_functions, max_files: run and opened at the same time."""
         self.slots = slots
-        self._floor = self._reserve = max(1, prefetch)
-        self._max_functions, self._max_files = max_functions, max_files
+        self._min_reserve = max(1, prefetch)
+        self._reserve = self._min_reserve
+        self._max_functions = max_functions
+        self._max_files = max_files
         self._streams: list[deque[HeldJob]] = [deque() for _ in range(num_lanes)]
         self._in_engine = [0] * num_lanes
-        self._opening, self._finishing = set[HeldJob](), set[HeldJob]()
+        self._opening = set[HeldJob]()
+        self._finishing = set[HeldJob]()
         self._functions = set[HeldJob]()
-        self._dry: list[HeldJob] = []
-        self._left = 0
-        self._bursts: deque[int] = deque(maxlen=_BURSTS_REMEMBERED)
+        self._ended_streams: list[HeldJob] = []
+        self._num_left = 0
+        self._departures: deque[int] = deque(maxlen=_REFILLS_REMEMBERED)
 
     def opening(self, job: HeldJob) -> None:
         """Note that a file of unknown size is being opened."""
@@ -68,7 +73,7 @@ class Packer:
         return self._max_files - len(self._opening)
 
     def finishing(self, job: HeldJob) -> None:
-        """Note that all answers of this file are held until its part is written."""
+        """Note that all answers of this file are here. They are held until its part is written."""
         self._finishing.add(job)
 
     def finished(self, job: HeldJob) -> None:
@@ -77,25 +82,28 @@ class Packer:
 
     @property
     def _is_behind(self) -> bool:
-        """Return whether parts are written more slowly than they are answered, which would fill the memory."""
+        """Whether parts are written more slowly than rows are answered, which would fill the memory."""
         num_requests = sum(max(1, job.next_index) for job in self._finishing)
         return len(self._finishing) >= self._max_files and num_requests >= self.slots
 
     def claimable_files(self, lane: int) -> int:
-        """Return how many files the lane may claim: none while a file of unknown size opens, which may fill the batch.
+        """Return how many files the lane may claim.
 
-        A slow one is not waited for. None either while answered ones wait to be written.
+        It may claim none while one of its files is being opened, because that file may fill the batch; a file that
+        opens slowly is not waited for. It may claim none either while too many answered files wait to be written.
         """
-        waits = any(job.lane == lane and not job.is_slow for job in self._opening)
-        return 0 if waits or self._is_behind else max(0, self.free_files)
+        is_opening = any(job.lane == lane and not job.is_slow for job in self._opening)
+        if is_opening or self._is_behind:
+            return 0
+        return max(0, self.free_files)
 
     def stream(self, job: HeldJob) -> None:
-        """Serve a job's requests after those of the jobs before it on its lane."""
+        """Serve a job's requests after the other jobs of its lane."""
         job.count_requests()
         self._streams[job.lane].append(job)
 
     def stream_on(self, job: HeldJob) -> None:
-        """Serve a job whose stream had ended, before the others of its lane: its prefixes are cached."""
+        """Serve a job with further requests before the other jobs of its lane, because its prefixes are cached."""
         job.count_requests()
         self._streams[job.lane].appendleft(job)
 
@@ -105,37 +113,37 @@ class Packer:
         return self._max_functions - len(self._functions)
 
     def function_started(self, job: HeldJob) -> None:
-        """Count a function: it takes a thread, not a slot of the engine."""
+        """Count a function. It takes a thread and no slot of the engine."""
         self._functions.add(job)
 
     def function_ended(self, job: HeldJob) -> None:
-        """Free the thread."""
+        """Count a function's thread as free."""
         self._functions.discard(job)
 
     def free_places(self, job: HeldJob) -> None:
-        """Free a job's room outside the engine, unless a thread still works on it."""
+        """Free a job's places outside the engine, unless a thread still works on it."""
         if job.call is None:
             for places in (self._opening, self._finishing, self._functions):
                 places.discard(job)
 
     def forget(self, job: HeldJob) -> None:
-        """Drop a stopped or lost job's stream and its sequences in the engine."""
+        """Drop the stream of a stopped or lost job, and stop counting its sequences."""
         if job in self._streams[job.lane]:
             self._streams[job.lane].remove(job)
         self._in_engine[job.lane] -= job.in_engine
         job.in_engine = 0
 
-    def delivered(self, job: HeldJob, sequences: int) -> None:
+    def delivered(self, job: HeldJob, num_sequences: int) -> None:
         """Count sequences of a job that have left the engine."""
-        self._left += sequences
-        self._in_engine[job.lane] -= sequences
-        job.in_engine -= sequences
+        self._num_left += num_sequences
+        self._in_engine[job.lane] -= num_sequences
+        job.in_engine -= num_sequences
 
     def claim_room(self, lane: int) -> int:
         """Return how many more sequences' worth of jobs the lane should claim now.
 
-        Opening a file takes many steps, so the next one is claimed when less than one batch is left. Functions and
-        unopened files take no room.
+        Opening a file takes many steps, so the next one is claimed when less than one batch of requests is left.
+        Functions and unopened files take no room.
         """
         unread = sum(job.unread for job in self._streams[lane])
         if unread == 0:
@@ -145,60 +153,68 @@ class Packer:
         return 0
 
     def _room(self, lane: int) -> int:
-        return max(self._shared_room(lane), self._floor - self._in_engine[lane], 0)
+        """Return how many further sequences of the lane the engine may get."""
+        return max(self._shared_room(lane), self._min_reserve - self._in_engine[lane], 0)
 
     def _shared_room(self, lane: int) -> int:
+        """Return the room that the lane shares with more urgent lanes."""
         return self.slots + self._reserve - sum(self._in_engine[: lane + 1])
 
     def _refill(self, lane: int) -> int:
-        """Return the lane's room, once half of the reserve, or of its own places, is free."""
-        if 2 * self._shared_room(lane) >= self._reserve or 2 * self._in_engine[lane] <= self._floor:
-            return self._room(lane)
-        return 0
+        """Return the lane's room once half of the reserve, or half of the lane's own places, is free; else 0."""
+        is_reserve_low = 2 * self._shared_room(lane) >= self._reserve
+        is_lane_low = 2 * self._in_engine[lane] <= self._min_reserve
+        return self._room(lane) if is_reserve_low or is_lane_low else 0
 
     def pull(self, guard: JobGuard) -> Iterator[tuple[HeldJob, int, Request]]:
         """Yield (job, index, request) to send to the engine now, the most urgent lane first.
 
-        Call it after every delivery. A job whose stream ends here is told so, and may then be complete.
+        Call it after every delivery. A job whose stream ends here becomes SENT, and may then be complete.
         """
         self._adapt_reserve()
         for lane, streams in enumerate(self._streams):
             while streams and self._room(lane) > 0:
-                job, request = streams[0], None
+                job = streams[0]
+                request = None
                 with guard.around(job):
                     request = self._next_of(job, lane)
                 if request is not None:
                     yield job, job.next_index - 1, request
                 elif streams and streams[0] is job:
-                    self._dry.append(streams.popleft())
+                    self._ended_streams.append(streams.popleft())
 
     def _next_of(self, job: HeldJob, lane: int) -> Request | None:
-        """Take the next request of a job's stream, and count its sequences. None at the stream's end."""
+        """Take the next request of a job's stream and count its sequences. Returns None at the stream's end."""
         request = _next_request(job)
         if request is None:
             return None
         job.count_requests()
-        index, wanted = job.next_index, samples_of(request)
+        index = job.next_index
+        num_samples = samples_of(request)
         job.next_index += 1
-        job.open_requests[index], job.samples[index] = [], wanted
+        job.open_requests[index] = []
+        job.samples[index] = num_samples
         job.unscheduled.add(index)
-        job.in_engine += wanted
-        self._in_engine[lane] += wanted
+        job.in_engine += num_samples
+        self._in_engine[lane] += num_samples
         return request
 
-    def take_dry(self) -> list[HeldJob]:
-        """Return jobs whose streams have ended since the last call, well or not."""
-        dry, self._dry = self._dry, []
-        return dry
+    def take_ended_streams(self) -> list[HeldJob]:
+        """Return the jobs whose streams have ended or raised since the last call."""
+        jobs = self._ended_streams
+        self._ended_streams = []
+        return jobs
 
     def _adapt_reserve(self) -> None:
-        if not any(self._in_engine):  # idle: what comes next may be for other workers
-            self._bursts.clear()
-            self._left, self._reserve = 0, self._floor
-        elif self._left:
-            self._bursts.append(self._left)
-            self._left = 0
-            self._reserve = max(self._floor, min(self.slots, 2 * max(self._bursts)))
+        """Adapt the reserve to the number of sequences that have left the engine since the last refill."""
+        if not any(self._in_engine):  # an idle worker leaves the next jobs to other workers too
+            self._departures.clear()
+            self._num_left = 0
+            self._reserve = self._min_reserve
+        elif self._num_left:
+            self._departures.append(self._num_left)
+            self._num_left = 0
+            self._reserve = max(self._min_reserve, min(self.slots, 2 * max(self._departures)))
 
     @property
     def in_engine(self) -> Sequence[int]:
@@ -207,45 +223,48 @@ class Packer:
 
 
 _TURN_BYTES = 1 << 20
-"""Of payloads that are unpacked and parsed for a lane in one turn of the I/O thread, and one more."""
+"""Bytes of payloads after which no further one is unpacked for a lane in the same turn of the I/O thread."""
 
 
 class PayloadBudget:
     """Decides when a claimed job's payload is unpacked. Used by the I/O thread only.
 
-    max_held_bytes: of hashes and unpacked payloads that the open jobs of a lane hold; the next one waits, packed, for
-    room. A lane without open jobs always opens one.
+    max_held_bytes: bytes of hashes and unpacked payloads that the open jobs of a lane may hold. Beyond it the next job
+    waits, packed. A lane without open jobs always opens one.
     """
 
     def __init__(self, num_lanes: int, max_held_bytes: int) -> None:
-        self._most = max_held_bytes
+        self._max_held_bytes = max_held_bytes
         self._waiting: list[deque[HeldJob]] = [deque() for _ in range(num_lanes)]
-        self._held = [0] * num_lanes
-        self._bytes: dict[int, int] = {}
+        self._held_bytes = [0] * num_lanes
+        self._job_bytes: dict[int, int] = {}
 
     def add(self, job: HeldJob) -> None:
-        """Count a claimed job."""
+        """Take a claimed job, to be opened in its turn."""
         self._waiting[job.lane].append(job)
 
     def forget(self, job: HeldJob) -> None:
         """Drop a job that has ended or left this worker."""
-        self._held[job.lane] -= self._bytes.pop(job.number, 0)
+        self._held_bytes[job.lane] -= self._job_bytes.pop(job.number, 0)
         if job in self._waiting[job.lane]:
             self._waiting[job.lane].remove(job)
 
     def keep(self, job: HeldJob, num_bytes: int) -> None:
-        """Count only so many bytes of an open job."""
-        if job.number in self._bytes:
-            self._count(job, num_bytes - self._bytes[job.number])
+        """Count an open job as `num_bytes` from now on."""
+        if job.number in self._job_bytes:
+            self._count(job, num_bytes - self._job_bytes[job.number])
 
     def has_room(self, lane: int) -> bool:
         """Whether a lane may claim more jobs."""
-        return not self._waiting[lane] and self._held[lane] < self._most
+        return not self._waiting[lane] and self._held_bytes[lane] < self._max_held_bytes
 
     @property
     def can_open(self) -> bool:
         """Whether `take` would yield a job."""
-        return any(waiting and self._held[lane] < self._most for lane, waiting in enumerate(self._waiting))
+        for lane, waiting in enumerate(self._waiting):
+            if waiting and self._held_bytes[lane] < self._max_held_bytes:
+                return True
+        return False
 
     def take(self) -> Iterator[HeldJob]:
         """Yield the jobs to open now, the most urgent lane's first.
@@ -254,20 +273,20 @@ class PayloadBudget:
         """
         for lane, waiting in enumerate(self._waiting):
             num_bytes = 0
-            while waiting and num_bytes < _TURN_BYTES and self._held[lane] < self._most:
+            while waiting and num_bytes < _TURN_BYTES and self._held_bytes[lane] < self._max_held_bytes:
                 job = waiting.popleft()
                 yield job
                 num_bytes += job.payload_bytes
 
     def opening(self, job: HeldJob) -> None:
-        """Count the size of a job's hash, before it is opened."""
+        """Count the bytes of a job's hash, before the job is opened."""
         self._count(job, job.claimed.record.hash_bytes)
 
     def opened(self, job: HeldJob) -> None:
-        """Count its unpacked payload too, unless the job was let go at once."""
-        if job.number in self._bytes:
+        """Count the job's unpacked payload too, unless the job was let go while it was opened."""
+        if job.number in self._job_bytes:
             self._count(job, job.payload_bytes)
 
     def _count(self, job: HeldJob, num_bytes: int) -> None:
-        self._bytes[job.number] = self._bytes.get(job.number, 0) + num_bytes
-        self._held[job.lane] += num_bytes
+        self._job_bytes[job.number] = self._job_bytes.get(job.number, 0) + num_bytes
+        self._held_bytes[job.lane] += num_bytes

@@ -17,21 +17,22 @@ from worker.metrics.tally import Tally
 from worker.threads.functions import FunctionPool
 
 THREADS = 2
-"""So many answers are looked at at once; each thread waits for a process of its own."""
+"""Answers that are inspected at once. Each thread waits for a child process of its own."""
 
 
 class Inspections:
-    """Calls `OpenTask.inspect` in threads, from which `post` queues calls; its methods belong to the I/O thread.
+    """Calls `OpenTask.inspect` in threads. Its methods belong to the I/O thread.
 
-    Tasks take turns, so that long checks of one delay another's by one check only. checks: given to tasks; each call
-    ends within its limit of time.
+    Tasks take turns, so the long checks of one task delay those of another by one check only.
+    post: queues a call for the I/O thread. checks: what tasks check answers with; each check has a time limit.
     """
 
     def __init__(self, post: Callable[[Callable[[], None]], None], checks: Checks) -> None:
-        self._post, self._checks = post, checks
+        self._post = post
+        self._checks = checks
         self._pool = FunctionPool(THREADS, "tokenmill-checks")
-        self._turn = 0  # of the inspection that has begun last
-        self._turns: WeakKeyDictionary[OpenTask, int] = WeakKeyDictionary()  # of each task's last one
+        self._turn = 0  # the turn of the inspection that began last
+        self._turns: WeakKeyDictionary[OpenTask, int] = WeakKeyDictionary()  # the last turn of each task
 
     def submit(
         self,
@@ -41,8 +42,12 @@ class Inspections:
         is_wanted: Callable[[], bool],
         then: Callable[[BaseException | None], None],
     ) -> None:
-        """Have a task inspect an answer, unless `is_wanted` says no in its turn; then call `then` with its error."""
-        turn = self._turns[task] = 1 + max(self._turn, self._turns.get(task, 0))
+        """Have a task inspect an answer, then call `then` with its error or None.
+
+        is_wanted: whether the inspection is still needed, asked when its turn has come.
+        """
+        turn = 1 + max(self._turn, self._turns.get(task, 0))
+        self._turns[task] = turn
 
         def inspect() -> None:
             self._turn = turn
@@ -52,13 +57,13 @@ class Inspections:
         self._pool.submit(inspect, lambda _, error: self._post(lambda: then(error)), raises=False, order=turn)
 
     def end(self) -> None:
-        """Let threads and processes end after their present work."""
+        """Let the threads and processes end after their current work."""
         self._pool.end()
         self._checks.close()
 
 
 class Streams:
-    """Routes requests and completions by `<number>.<index>`. Used by the I/O thread only."""
+    """Routes requests and completions by their ids, `<number>.<index>`. Used by the I/O thread only."""
 
     def __init__(
         self,
@@ -70,12 +75,16 @@ class Streams:
         inspections: Inspections,
         tally: Tally,
     ) -> None:
-        self._inspections, self._tally = inspections, tally
-        self._jobs, self._guard = jobs, guard
-        self._packer, self._beginnings, self._orders = packer, beginnings, orders
+        self._inspections = inspections
+        self._tally = tally
+        self._jobs = jobs
+        self._guard = guard
+        self._packer = packer
+        self._beginnings = beginnings
+        self._orders = orders
         self._changed: dict[int, HeldJob] = {}
         self.completion_tokens = 0
-        """Handed out since the start."""
+        """Tokens of answers since the worker's start."""
 
     def open(self, job: HeldJob) -> None:
         """Serve a job whose task is open."""
@@ -83,12 +92,15 @@ class Streams:
         self._packer.stream(job)
 
     def feed(self) -> Iterator[HeldJob]:
-        """Send the engine requests; yield the jobs that have changed, for the caller to look at."""
+        """Send requests to the engine. Yields the jobs that have changed since the last call."""
         for job, index, request in self._packer.pull(self._guard):
             with self._guard.around(job):
                 self._orders.put(Add(job.request_id(index), request, job.lane))
-        self._changed.update((job.number, job) for job in self._packer.take_dry())
-        changed, self._changed = self._changed, {}
+        for job in self._packer.take_ended_streams():
+            self._changed[job.number] = job
+
+        changed = self._changed
+        self._changed = {}
         for job in changed.values():
             if job in self._jobs and not job.is_ending:
                 yield job
@@ -106,16 +118,17 @@ class Streams:
                     self._changed[job.number] = job
 
     def deliver(self, completions: Iterable[Completion], moment: float) -> None:
-        """Route the completions of the step of `moment` to their jobs."""
+        """Give completions to their jobs. moment: monotonic seconds when their step began."""
         for completion in completions:
             job, index = self._jobs.of_request(completion.request_id)
             if job is None or index not in job.open_requests:
-                continue  # stopped or lost while the engine was at it
+                continue  # the job was stopped or lost meanwhile
             with self._guard.around(job):
                 self._beginnings.began(job, moment)  # a refused request was never scheduled
                 self._take(job, index, completion)
 
     def _take(self, job: HeldJob, index: int, completion: Completion) -> None:
+        """Take a completion. The last one of a request hands the request over."""
         self._tally.completed(completion)
         if job.trace is not None:
             job.trace.completed(completion)
@@ -127,7 +140,7 @@ class Streams:
             self._hand_over(job, index, samples)
 
     def _hand_over(self, job: HeldJob, index: int, samples: list[Completion]) -> None:
-        """Hand over a request with all its samples, or one that failed."""
+        """Give a request's samples to its task, after an inspection if the task wants one."""
         self._packer.delivered(job, job.samples.pop(index))
         del job.open_requests[index]
         ordered = sorted(samples, key=lambda sample: sample.index)
@@ -145,7 +158,7 @@ class Streams:
         )
 
     def _inspected(self, job: HeldJob, index: int, samples: list[Completion], error: BaseException | None) -> None:
-        """Take the result of an inspection. error: raised by the task."""
+        """Deliver an inspected answer, or fail its job. error: raised by the task."""
         if index not in job.inspected:
             return  # the job was stopped or lost meanwhile
         del job.inspected[index]
@@ -156,6 +169,7 @@ class Streams:
         job.error = error if isinstance(error, Exception) else RuntimeError(message_of(error))
 
     def _deliver(self, job: HeldJob, index: int, samples: list[Completion]) -> None:
+        """Give an answer to the job's task, and stream its further requests."""
         self._changed[job.number] = job
         assert job.open_task is not None
         try:
@@ -168,7 +182,7 @@ class Streams:
             job.error = error
 
     def withdraw(self, job: HeldJob) -> None:
-        """Take a job's requests back from the engine, and send no more."""
+        """Take a job's requests back from the engine, and send no further ones."""
         if job.request_ids:
             self._orders.put(Abort(job.request_ids))
         self._packer.forget(job)

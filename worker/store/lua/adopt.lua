@@ -1,7 +1,9 @@
--- Take over a job that one of RQ's own workers left behind: the caller holds it then, as `new_eid`, to end it.
--- eid is '' for a job in the intermediate queue.
--- Returns {'taken', claimed}; {'alive'} where its worker has shown a sign of life since the caller looked; {'dropped'}
--- where it has ended, waits elsewhere, or is gone: then nothing but the trace of its worker was removed.
+-- Take over a job that one of RQ's own workers left behind. The caller then holds it by the execution `new_eid`, to
+-- end it. eid is '' for a job in the intermediate queue.
+-- Returns
+--   {'taken', claimed};
+--   {'alive'} if the job's worker has shown a sign of life since the caller looked;
+--   {'dropped'} if the job has ended, waits elsewhere, or is gone. Only the trace of its worker is removed then.
 local queue, id, eid = args.queue, args.id, args.eid
 local job, wip, member = 'rq:job:' .. id, 'rq:wip:' .. queue, id .. ':' .. eid
 local intermediate = 'rq:queue:' .. queue .. ':intermediate'
@@ -15,7 +17,7 @@ else
   let_go(queue, id, eid)
 end
 
--- Where a job of each status is listed that needs nobody: a saved copy may have brought any status back.
+-- A saved copy may have brought any status back. A job needs nobody only if the registry of its status lists it.
 local registries = {
   finished = 'rq:finished:', failed = 'rq:failed:', stopped = 'rq:failed:', canceled = 'rq:canceled:',
   scheduled = 'rq:scheduled:', deferred = 'rq:deferred:', ready_to_enqueue = 'rq:ready:'

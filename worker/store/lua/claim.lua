@@ -1,21 +1,35 @@
--- Take jobs of one queue and open their executions, until they bring `most` sequences: one each, or what the job's
--- own field `sequences` says. Nothing is claimed where `rq suspend` holds all workers, or where Redis came back with
+-- Take jobs of one queue and open their executions, until they bring `most` sequences: one for each job, or what the
+-- job's field `sequences` says. Nothing is claimed while `rq suspend` holds all workers, or after Redis came back with
 -- older data, until a person confirms that.
--- To stand in the queue is all that a job needs, as with RQ's own workers. Dropped are jobs that are gone, cancelled
--- ones, and what this claim or a running execution has taken already and nobody has enqueued again since.
--- Left where they are in the queue, for other workers, are jobs whose field `tokenmill_model` is none of `models`, those
--- whose `tokenmill_format` is above `format`, or of shards another one: their plan is another version's to read; and
--- beyond `max_functions` those whose `tokenmill_kind` is 'function', beyond `max_files` those that are a 'file'.
--- A job that has taken `suspect_deaths` workers with it is claimed by itself, where `takes_suspects`, so that jobs that
--- were merely near it are told from it; elsewhere it goes to the end of the queue.
--- It ends, too, once the hashes of what it has taken have `max_hash_bytes`, and where this worker, which holds
--- `num_held` jobs of the queue, has its share of all that waits or is held, among `num_takers` workers. It is rounded
--- up; of jobs with several sequences only where `rounds_up`, for one shard more may be an hour's work.
--- Returns {{{job id, execution id, job_hash, deaths, id of the last such job left before it}, ...}, jobs left for other
--- models or versions, id of the first job left for others' shares or '', why nothing is claimed: '', 'suspended' or
--- 'restored', jobs left for newer versions, an epoch to send with the next claim, or ''}. Sent again with the same token
--- it returns the same jobs, less those that were taken from this worker since, and claims no others: with `most` 0,
--- also no call that is still on its way does. `done_tokens` are of claims that nobody needs any more.
+--
+-- As with RQ's own workers, a job only has to stand in the queue. Jobs that are gone or cancelled are dropped from it,
+-- and jobs that this claim or a running execution has taken and nobody has enqueued again since.
+--
+-- These jobs stay where they are in the queue, for other workers:
+--   jobs whose field `tokenmill_model` is not among `models`;
+--   jobs whose `tokenmill_format` is above `format`, and shards with any other format, as only the version that wrote
+--   their plan can read it;
+--   jobs whose `tokenmill_kind` is 'function' beyond `max_functions`, or 'file' beyond `max_files`.
+--
+-- A suspect is a job with which `suspect_deaths` workers have died. It is claimed alone, and only if `takes_suspects`,
+-- so that jobs that were merely held beside it are told from it. Otherwise it goes to the end of the queue.
+--
+-- A claim also ends once the hashes that it has read have `max_hash_bytes`, or once this worker has its share. The
+-- share is that of `num_takers` workers in all jobs that wait or are held; this worker holds `num_held` of them. It is
+-- rounded up. For jobs with several sequences it is rounded up only if `rounds_up`, as one shard more may be an hour's
+-- work.
+--
+-- Returns {
+--   {{job id, execution id, job_hash, deaths, id of the last job left before it for lack of a place, journal}, ...},
+--   number of jobs left for other models or versions,
+--   id of the first job left to other workers as their share, or '',
+--   why nothing is claimed: '', 'suspended' or 'restored',
+--   number of jobs left for newer versions,
+--   an epoch to send with the next claim, or ''
+-- }.
+-- Sent again with the same token, it returns the same jobs, without those that were taken from this worker since, and
+-- claims no others. With `most` 0, no earlier call with this token that is still on its way claims anything either.
+-- `done_tokens` are the tokens of claims that nobody will send again.
 local queue, limit, token = args.queue, args.most, args.token
 local num_takers, num_held = args.num_takers, args.num_held
 local record = 'tokenmill:claim:' .. token
@@ -39,10 +53,11 @@ if limit == 0 then
   return {claimed, 0, '', '', 0, args.epoch}
 end
 
--- Claims of each second leave an epoch, '<number>:<token>', the latest first. A worker remembers one that is some
--- seconds old, so that Redis has it on its disk. Where it is gone, and older ones are there, Redis came back with data
--- of before it: a snapshot, or a replica that was far behind. What has ended since stands on its queue again. Numbers
--- begin with the time, so that none is there that is older where Redis came back empty: then nothing runs twice.
+-- The claims of each second leave an epoch, '<number>:<token>'; the latest is first in the list. A worker remembers an
+-- epoch that is some seconds old, so that Redis has it on its disk. If that epoch is gone while older ones are there,
+-- Redis came back with older data: a snapshot, or a replica that was far behind. Jobs that have ended since then stand
+-- in their queues again. Numbers begin with the time. So if Redis came back empty, no older epoch is there, and nothing
+-- would run twice.
 local epochs, restored = 'tokenmill:epochs', 'tokenmill:restored'
 local function number_of(epoch) return tonumber(string.match(epoch or '', '^%d+')) or 0 end
 local oldest = call('LINDEX', epochs, -1)
@@ -68,8 +83,8 @@ local num_newer = 0
 local last_left, files_left = '', 0
 local page = call('LRANGE', waiting, 0, 99)
 
--- How many jobs this worker may take beside those that it holds, and how many while they have several sequences.
--- Asked for only where some wait.
+-- How many jobs this worker may take beside those that it holds, and how many of those with several sequences.
+-- Computed only if jobs wait.
 local share, large_share, first_left = 1000000, 1000000, ''
 if num_takers > 1 and page[1] then
   local all = call('LLEN', waiting) + call('HLEN', 'tokenmill:held:' .. queue)
@@ -77,7 +92,7 @@ if num_takers > 1 and page[1] then
   large_share = args.rounds_up and share or math.max(math.floor(all / num_takers), 1) - num_held
 end
 
--- Whether an execution has taken the job at its latest enqueueing, and is not over.
+-- Whether an execution that is not over has taken the job since it was last enqueued.
 local function is_taken(id, enqueued_at)
   for _, eid in ipairs(call('ZREVRANGE', 'rq:executions:' .. id, 0, 99)) do
     local _, taken_at = at_claim(queue, id, eid)
@@ -86,13 +101,13 @@ local function is_taken(id, enqueued_at)
   return false
 end
 
--- What becomes of the next id of the queue: a claim, a place among `left` or `postponed`, or nothing.
+-- Decide about the next id of the queue: claim it, put it into `left` or `postponed`, or drop it.
 local function consider(id)
   local fields = call(
     'HMGET', 'rq:job:' .. id, 'status', 'enqueued_at', 'sequences', 'tokenmill_model', 'tokenmill_kind',
     'tokenmill_format'
   )
-  -- A hash without what every enqueueing writes may be one that a late write left of a deleted job.
+  -- A hash without the fields that every enqueueing writes may be what a late write left of a deleted job.
   if not (fields[1] and fields[2]) and call('HSTRLEN', 'rq:job:' .. id, 'data') == 0 then return end
   local is_cancelled = fields[1] == 'canceled' and call('ZSCORE', 'rq:canceled:' .. queue, id)
   if is_cancelled or is_taken(id, fields[2] or '') then return end
@@ -128,18 +143,18 @@ local function consider(id)
   end
 end
 
--- Bounded, so that a queue of a million deleted jobs, or of another model's, does not stop the server for
--- the others: jobs behind more than 1,000 of these wait until they are gone, and behind 200 files.
+-- The look is bounded, so that a queue of a million deleted or foreign jobs does not stop the server for everybody.
+-- Jobs behind more than 1,000 of these, or behind 200 files, wait until those are gone.
 local looked_at, bound = 0, limit + 1000
 while looked_at < bound and files_left < 200 and not is_full and share > 0 do
   local place = looked_at % 100
   if place == 0 and looked_at > 0 then page = call('LRANGE', waiting, looked_at, looked_at + 99) end
   if not page[place + 1] then break end
   looked_at = looked_at + 1
-  tried(consider, page[place + 1]) -- else there is no job of RQ's by this id
+  tried(consider, page[place + 1]) -- fails if the key of this id holds no job
 end
 
--- Nothing is written where all that was seen stays: an idle worker looks many times a second.
+-- Nothing is written if all jobs that were seen stay, because an idle worker looks many times a second.
 if looked_at > #left then
   call('LPOP', waiting, looked_at)
   for i = #left, 1, -1 do call('LPUSH', waiting, left[i]) end
@@ -147,5 +162,5 @@ if looked_at > #left then
 end
 if #claimed > 0 then call('EXPIRE', record, 600) end
 if looked_at == bound and #claimed == 0 then num_foreign = call('LLEN', waiting) end
-if #claimed >= share then first_left = call('LINDEX', waiting, #left) or '' end -- behind `left`, which is back
+if #claimed >= share then first_left = call('LINDEX', waiting, #left) or '' end -- behind `left`, which was put back
 return {claimed, num_foreign, first_left, '', num_newer, epoch}

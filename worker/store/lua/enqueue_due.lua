@@ -1,6 +1,6 @@
--- Put the jobs of one queue on it that wait no longer, `most` at most: those of the registry 'scheduled' whose time has
--- come, or those of 'ready', whose dependencies are met, where whoever should have done so is gone. A job that nobody
--- can read is put there too, for a worker to fail it by name. Returns how many were taken from the registry.
+-- Put at most `most` jobs of one registry on their queue: jobs in 'scheduled' whose time has come, or jobs in 'ready',
+-- whose dependencies are met but whose worker died before it queued them. A job that cannot be read is queued too, so
+-- that a worker fails it by name. Returns how many jobs were taken from the registry.
 local registry, queue = args.registry, args.queue
 local from = 'rq:' .. registry .. ':' .. queue
 

@@ -1,8 +1,12 @@
 -- Write everything that RQ writes when a job ends, if this execution still holds the job.
--- status: 'finished', 'failed' or 'stopped'. ttl: seconds for which it is kept, '' as long as it was. score: its
--- place in the registry, '' for none. next_run: '' or as put_back takes it, then with `repeats_left`, '' for none.
--- Returns 'done'; 'dependents' when jobs wait for this one, which stays held until close.lua; 'again' when this very
--- call was carried out before; 'lost' when the job was given up, cancelled, deleted or enqueued again.
+-- status: 'finished', 'failed' or 'stopped'. ttl: seconds for which the job is kept; '' leaves its time to live alone.
+-- score: its score in the registry, '' for no entry. next_run: when it runs again, as put_back takes it, '' for never.
+-- repeats_left: the repeats that remain then, '' for none.
+-- Returns
+--   'done';
+--   'dependents' if jobs wait for this one, which stays held until close.lua;
+--   'again' if this very call was carried out before;
+--   'lost' if the job was given up, cancelled, deleted or enqueued again.
 local status, ttl, score, next_run, repeats_left = args.status, args.ttl, args.score, args.next_run, args.repeats_left
 
 local reply = not_held()

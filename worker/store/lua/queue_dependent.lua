@@ -1,5 +1,6 @@
--- Queue a job that waits for an ended one and for nothing else, unless whoever ended another of them has done so.
--- ended_id, ended_as: the job it waited for, and its status at its end: later a saved copy may have any.
+-- Queue a job that waits for an ended job and for nothing else, unless another worker has queued it already.
+-- ended_id: the job it waited for. ended_as: that job's status at its end; a copy that is saved later may change it.
+-- Returns 1 if the job was queued, 0 if not, -1 if it waits for too many jobs, -2 if its dependencies cannot be read.
 local id, ended_id, ended_as = args.id, args.ended_id, args.ended_as
 local job, dependencies = 'rq:job:' .. id, 'rq:job::' .. id .. ':dependencies'
 if call('TYPE', job).ok ~= 'hash' then return 0 end -- gone, or an id that names another key
@@ -11,7 +12,7 @@ local function lets_run(status)
   return status == 'finished' or (bears_failures and status == 'failed')
 end
 
--- As in RQ, what is gone is not waited for.
+-- As in RQ, a job does not wait for jobs that are gone.
 local function waits_for_others()
   for _, other in ipairs(call('SMEMBERS', dependencies)) do
     local is_job, status = tried(call, 'HGET', 'rq:job:' .. other, 'status')
@@ -26,7 +27,7 @@ if num_dependencies > 10000 then return -1 end -- they would hold up the server
 if (queue or '') == '' or not lets_run(ended_as) or waits_for_others() then return 0 end
 call('SREM', 'rq:job:' .. ended_id .. ':dependents', id)
 if fields[4] == 'canceled' and call('ZSCORE', 'rq:canceled:' .. queue, id) then return 0 end
--- Who takes it from there has its turn: its status may be that of a copy that somebody saved.
+-- Only the call that removes it from the registry queues it. Its status may come from a saved copy.
 if call('ZREM', 'rq:deferred:' .. queue, id) == 0 then return 0 end
 enqueue(queue, id, (tonumber(fields[2] or '') or 0) ~= 0, args.now_iso, args.now_ts)
 return 1

@@ -1,4 +1,4 @@
--- Free the slots of one rate limit whose jobs were cancelled or deleted, and forget an empty limit.
+-- Free the slots of cancelled and deleted jobs in one rate limit, and forget the limit if it is empty.
 local key = args.key
 local limit = 'rq:rl:' .. key
 

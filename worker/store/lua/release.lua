@@ -1,14 +1,18 @@
 -- Take a job from its holder and put it at the head of its queue, or behind the job `left_before` ('' for none).
--- mode: 'given_back', 'engine_died', 'fault' or 'abandoned'. kind: 'function' or 'file', where that was found, or ''.
--- Returns {'queued', deaths}; {'alive', 0} when the lease of an 'abandoned' one still runs; {'gone', 0} when it is held
--- no longer; {'dropped', 0} when its job was cancelled, deleted or enqueued again. The caller holds it then, by the
--- execution `new_eid` the first: {'exhausted', deaths, claimed} when it has taken max_deaths workers with it, to fail
--- it; {'ended', 0, claimed} when its end is written, to see to its dependents. deaths: 0 where it is merely given back.
+-- mode: 'given_back', 'engine_died', 'fault' or 'abandoned'. kind: 'function', 'file', or '' if that is not known.
+-- Returns
+--   {'queued', deaths}; deaths is 0 if the job is merely given back;
+--   {'alive', 0} if the job is 'abandoned' but its lease still runs;
+--   {'gone', 0} if its holder has let go of it;
+--   {'dropped', 0} if the job was cancelled, deleted or enqueued again;
+--   {'exhausted', deaths, claimed} if max_deaths workers have died with it. The caller holds it now, by the execution
+--   `new_eid`, to fail it;
+--   {'ended', 0, claimed} if its end is written. The caller holds it now, by the same execution, to queue dependents.
 local queue, id, eid, mode, left_before = args.queue, args.id, args.eid, args.mode, args.left_before
 local job, execution = 'rq:job:' .. id, 'rq:execution:' .. id .. ':' .. eid
 
 if not is_open(queue, id, eid) then return {'gone', 0} end
-if mode == 'abandoned' and call('TTL', execution) >= 0 then return {'alive', 0} end -- a lease has an end
+if mode == 'abandoned' and call('TTL', execution) >= 0 then return {'alive', 0} end -- the lease still runs
 local taken_at = holds(queue, id, eid)
 if not taken_at then
   let_go_of_lost(queue, id, eid)

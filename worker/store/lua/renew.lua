@@ -1,14 +1,14 @@
--- Extend the leases of the jobs that a worker holds, show which have begun, and tell which it holds no longer.
--- jobs: {queue, job id, execution id, when it began ('' where that is not news)} for each.
--- Returns the positions (from 1) of the lost ones. A lease that ran out unnoticed is taken up again:
--- while the execution holds the job nobody else has it.
+-- Extend the leases of the jobs that a worker holds, and show which of them have begun.
+-- jobs: {queue, job id, execution id, when it began, or '' if Redis shows that already} for each job.
+-- Returns the positions (from 1) of the jobs that the worker no longer holds. A lease that ran out unnoticed begins
+-- again: nobody else has the job while the execution holds it.
 local worker, now_iso, now_ts, lease_s = args.worker, args.now_iso, args.now_ts, args.lease_s
 local begun = {}
 
--- As RQ shows a job that runs. The score in rq:wip lies years ahead, where no stock cleanup reaches.
+-- Show a job as running, as RQ does. Its score in rq:wip lies years ahead, where no stock cleanup reaches.
 local function show_begun(queue, id, eid, started_iso)
   local job = 'rq:job:' .. id
-  if call('HGET', job, 'ended_by') == eid then return end -- held up on its way, until after the end
+  if call('HGET', job, 'ended_by') == eid then return end -- this call was delayed until after the job's end
   call('ZADD', 'rq:wip:' .. queue, args.far_score, id .. ':' .. eid)
   begun[#begun + 1] = id .. ':' .. eid
   call(
@@ -34,7 +34,7 @@ local lost = {}
 for i, job in ipairs(args.jobs) do
   local queue, id, eid, started_iso = unpack(job)
   local could, is_ours = tried(renew, queue, id, eid, started_iso)
-  if not (could and is_ours) then -- cancelled, deleted, damaged or given to another
+  if not (could and is_ours) then -- cancelled, deleted, damaged or held by another worker
     tried(let_go_of_lost, queue, id, eid)
     lost[#lost + 1] = i
   end

@@ -1,7 +1,7 @@
--- Queue or schedule a failed job again, as RQ does for one with retries left, if this execution still holds it.
--- when: as put_back takes it. counter: the field that counts tries, and `tries` its new value. ttl: seconds for which
--- results are kept, '' as long as they were. at_front: whether it goes to the front then, also later.
--- Returns as finish.lua does; such a job has not ended, so its dependents wait on.
+-- Queue or schedule a failed job again, as RQ does for a job with retries left, if this execution still holds it.
+-- when: as put_back takes it. counter: the field that counts tries. tries: its new value. ttl: seconds for which
+-- results are kept; '' leaves their time to live alone. at_front: whether the job goes to the front, now or when due.
+-- Returns as finish.lua does. The job has not ended, so its dependents go on waiting.
 local reply = not_held()
 if reply then return reply end
 

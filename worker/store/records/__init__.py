@@ -1,1 +1,1 @@
-"""A job in RQ's hash, and how it is read and written."""
+"""Reads and writes the jobs in RQ's hashes."""

@@ -1,4 +1,4 @@
-"""A held job: the arguments and reply of a claim, read for RQ's `Job`."""
+"""ClaimedJob: a held job, and the arguments and the reply of a claim."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -9,13 +9,13 @@ from worker.store.records.bounds import MAX_HASH_FIELDS, max_hash_bytes
 from worker.store.records.job_record import JobRecord, read_record
 
 CLAIM_BATCH = 200
-"""Sequences' worth of jobs that one claim takes at most."""
+"""The most sequences' worth of jobs that one claim takes."""
 
 Hold = Literal["", "suspended", "restored"]
-"""Why no worker claims: `rq suspend`, or Redis came back with older data and nobody has confirmed it."""
+"""Why no worker claims: `rq suspend`, or Redis came back with older data that nobody has confirmed; else ""."""
 
 Mode = Literal["given_back", "engine_died", "fault", "abandoned"]
-"""Why a job goes back into its queue; all but the first count as a death of its worker."""
+"""Why a job goes back into its queue. All but the first count as a death of its worker."""
 
 
 def address(queue: str, job_id: str, execution_id: str) -> dict[str, str]:
@@ -25,7 +25,7 @@ def address(queue: str, job_id: str, execution_id: str) -> dict[str, str]:
 
 @dataclass(frozen=True)
 class ClaimedJob:
-    """A job this worker holds: its record, and the one execution that may finish it."""
+    """A job that this worker holds: its record, and the one execution that may end it."""
 
     job_id: str
     execution_id: str
@@ -33,17 +33,17 @@ class ClaimedJob:
     worker_name: str
     record: JobRecord = field(default_factory=JobRecord)
     damage: Exception | None = None
-    """What reading the job's hash raised; the job can only be failed."""
+    """The error of reading the job's hash. Such a job can only be failed."""
     has_ended: bool = False
-    """Whether its end is written, and only its dependents may wait still."""
+    """Whether its end is written, so that only its dependents may still wait."""
     deaths: int = 0
     """How many workers have died with it."""
     left_before: str = ""
-    """Id of the last job that its claim left in the queue before it, for want of a place."""
+    """The id of the last job that its claim left in the queue before this one, for lack of a place; "" for none."""
     left: bytes | None = None
-    """The journal that an execution has left of it."""
+    """The journal that an earlier execution has left; None for none."""
     kind: str = ""
-    """FUNCTION or FILE for one that was found to be such and has no place on this worker."""
+    """FUNCTION or FILE for a job that this worker has no thread for; else ""."""
 
     def check_hash(self) -> None:
         """Raise JobRefused if the job's hash could not be read."""
@@ -55,15 +55,19 @@ class ClaimedJob:
 
     @property
     def address(self) -> dict[str, str]:
+        """The job's address for the scripts."""
         return address(self.queue_name, self.job_id, self.execution_id)
 
 
 @dataclass(frozen=True)
 class Wanted:
-    """A claim on one queue: at most how many sequences' worth of jobs, functions and files.
+    """A request to claim jobs of one queue.
 
-    The token has 24 hex digits. num_takers: workers that divide the queue; num_held: jobs of it that this worker holds;
-    rounds_up: its share of jobs with several sequences is rounded up. A suspect may come to an idle worker.
+    most: the most sequences' worth of jobs. max_functions, max_files: the most of these among them.
+    token: 24 hex digits. A claim that is sent again with the same token takes nothing twice.
+    takes_suspects: whether a suspect may be claimed, see claim.lua.
+    num_takers: workers that divide the queue. num_held: jobs of the queue that this worker holds.
+    rounds_up: whether this worker's share of jobs with several sequences is rounded up.
     """
 
     queue: str
@@ -83,13 +87,13 @@ class Claim:
 
     jobs: list[ClaimedJob]
     num_foreign: int
-    """Jobs that were seen and left in the queue, because only another model or version may run them."""
+    """Jobs that were left in the queue because only another model or version may run them."""
     first_left: str = ""
-    """Id of the first job that was left to other workers, because it is their share; "" for none."""
+    """The id of the first job that was left to other workers as their share; "" for none."""
     hold: Hold = ""
-    """Why nothing was looked at."""
+    """Why nothing was claimed; "" if claims are allowed."""
     num_newer: int = 0
-    """Jobs among these that a newer version of Tokenmill planned."""
+    """How many of the `num_foreign` jobs a newer version of Tokenmill planned."""
 
     @property
     def is_suspended(self) -> bool:
@@ -98,24 +102,31 @@ class Claim:
 
 
 def restore(queue_name: str, reply: Sequence[Any], worker_name: str, max_job_bytes: int) -> ClaimedJob:
-    """Read open_execution.lua's reply, in a claim with the job left before this one. max_job_bytes: unpacked."""
-    job_id, execution_id, fields, deaths = (reply[0].decode(errors="replace"), reply[1].decode(), reply[2], reply[3])
-    left_before, left = reply[4].decode(errors="replace"), reply[5]
+    """Read a reply of open_execution.lua. max_job_bytes: the most bytes of a payload, unpacked."""
+    job_id, execution_id, fields, deaths, left_before, journal = reply
     record = JobRecord()
     damage: Exception | None = None
     try:
         values = _values(fields, max_job_bytes)
-    except Exception as error:  # noqa: BLE001  # a hash may hold anything; it must not stop the others
+    except Exception as error:  # noqa: BLE001  # a hash may hold anything, and must not stop other jobs
         damage = error
     else:
         record, damage = read_record(values, max_job_bytes)
     return ClaimedJob(
-        job_id, execution_id, queue_name, worker_name, record, damage, deaths=deaths, left_before=left_before, left=left
+        job_id.decode(errors="replace"),
+        execution_id.decode(),
+        queue_name,
+        worker_name,
+        record,
+        damage,
+        deaths=deaths,
+        left_before=left_before.decode(errors="replace"),
+        left=journal,
     )
 
 
 def _values(fields: Any, max_job_bytes: int) -> dict[bytes, bytes]:
-    """Return the hash of job_hash.lua. Raises TooLarge if that returned its size instead."""
+    """Return the hash that job_hash.lua read. Raises TooLarge if it returned the size of the hash instead."""
     if isinstance(fields, int):
         limit = max_hash_bytes(max_job_bytes)
         if fields <= limit:

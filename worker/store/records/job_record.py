@@ -1,4 +1,4 @@
-"""JobRecord: the immutable content of a job's hash when it was claimed."""
+"""JobRecord: the content of a job's hash when it was claimed."""
 
 from __future__ import annotations
 
@@ -24,24 +24,24 @@ CALLBACKS = {
     "failure callback": "failure_callback_name",
     "stopped callback": "stopped_callback_name",
 }
-"""Role of each callback of a job -> the field that names it."""
+"""The field that names each callback of a job, by the callback's role."""
 
 _CALLBACKS = {role: name.encode() for role, name in CALLBACKS.items()}
 
 DATES = ("created_at", "enqueued_at", "started_at", "ended_at", "last_heartbeat")
 
 _PAYLOAD = (b"data", b"description", b"meta")
-"""The fields that nobody reads any more once all of a job is in the batch."""
+"""The fields that nobody reads any more once all requests of a job are in the batch."""
 
 _LIGHT_BYTES = 1 << 11
-"""A record of no more takes about as much for itself."""
+"""Bytes of a hash up to which a smaller copy of its record saves no memory."""
 
 
 @dataclass(frozen=True)
 class JobRecord:
-    """A hash's fields within bounds, as they stand in Redis, and the worker's reading of them.
+    """The fields of a job's hash as they stand in Redis, and the values that this worker has read from them.
 
-    hash_bytes: held bytes of the hash, packed. timeout_s: None if the job does not say.
+    hash_bytes: the bytes of the hash that are held, packed. timeout_s: None if the job does not say.
     """
 
     fields: Mapping[bytes, bytes] = field(default_factory=lambda: MappingProxyType({b"data": b""}))
@@ -49,7 +49,7 @@ class JobRecord:
     hash_bytes: int = 0
     policy: Policy = field(default_factory=Policy)
     callbacks: Mapping[str, str] = field(default_factory=lambda: MappingProxyType({}))
-    """Role -> dotted name."""
+    """Dotted names by role."""
     webhooks: tuple[Webhook, ...] = ()
     timeout_s: float | None = None
     meta: Any = field(default_factory=dict)
@@ -69,33 +69,31 @@ class JobRecord:
         return unpack(self.fields[b"data"], self.max_job_bytes)
 
     def without_payload(self) -> JobRecord:
-        """Return a copy without the parts that nobody needs any more."""
-        kept = dict(self.fields)
-        for name in _PAYLOAD:
-            kept.pop(name, None)
-        hash_bytes = sum(map(len, kept.values()))
-        kept[b"data"] = b""
-        return replace(self, fields=MappingProxyType(kept), hash_bytes=hash_bytes, meta={})
+        """Return a copy without the fields that nobody reads any more."""
+        fields = {name: value for name, value in self.fields.items() if name not in _PAYLOAD}
+        hash_bytes = sum(map(len, fields.values()))
+        fields[b"data"] = b""
+        return replace(self, fields=MappingProxyType(fields), hash_bytes=hash_bytes, meta={})
 
     def without_callbacks(self) -> JobRecord:
-        """Return the record of a job whose callbacks may not run here."""
+        """Return a copy for a job whose callbacks may not run here."""
         return replace(self, callbacks=MappingProxyType({}))
 
     def without_hooks(self) -> JobRecord:
-        """Return the record of a refused job: no callbacks, webhooks or retries."""
+        """Return a copy for a refused job, without callbacks, webhooks and retries."""
         return replace(self.without_callbacks().without_retries(), webhooks=())
 
     def without_retries(self) -> JobRecord:
-        """Return the record of a job that would fail alike each time."""
+        """Return a copy for a job that would fail in the same way each time."""
         return replace(self, policy=replace(self.policy, retries_left=None))
 
 
 def read_record(values: Mapping[bytes, bytes], max_job_bytes: int) -> tuple[JobRecord, Exception | None]:
-    """Read a job's hash as RQ does, but for the payload, which stays packed.
+    """Read a job's hash as RQ does. The payload stays packed.
 
-    Returns the readable part, and the error of the rest: TooLarge, or RQ's own for a damaged field.
+    Returns the fields that could be read, and the error of the first one that could not: TooLarge, or RQ's own error.
     """
-    found: dict[bytes, Any] = {}
+    parsed: dict[bytes, Any] = {}
     damage = None
     try:
         if b"data" not in values:
@@ -106,36 +104,37 @@ def read_record(values: Mapping[bytes, bytes], max_job_bytes: int) -> tuple[JobR
         for name, parse in _PARSERS.items():
             text = values.get(name)
             if text or (text is not None and name in _NEVER_EMPTY):
-                found[name] = _parsed(name, text, parse)
-        _policy(found).check()
+                parsed[name] = _parsed(name, text, parse)
+        _policy(parsed).check()
     except Exception as error:  # noqa: BLE001  # a hash may hold anything
         damage = error
     record = JobRecord(
-        fields=MappingProxyType({name: value for name, value in values.items() if name in _KEPT}),
+        fields=MappingProxyType({name: value for name, value in values.items() if name in _HELD_FIELDS}),
         max_job_bytes=max_job_bytes,
         hash_bytes=sum(map(len, values.values())),
-        policy=_policy(found),
-        callbacks=MappingProxyType({role: found[name] for role, name in _CALLBACKS.items() if name in found}),
-        webhooks=found.get(b"webhooks", ()),
-        timeout_s=found.get(b"timeout"),
-        meta=found.get(b"meta", {}),
+        policy=_policy(parsed),
+        callbacks=MappingProxyType({role: parsed[name] for role, name in _CALLBACKS.items() if name in parsed}),
+        webhooks=parsed.get(b"webhooks", ()),
+        timeout_s=parsed.get(b"timeout"),
+        meta=parsed.get(b"meta", {}),
     )
     return record, damage
 
 
 def _parsed(name: bytes, text: bytes, parse: Callable[[bytes], Any]) -> Any:
+    """Parse a field. Raises ValueError, with the field's name, if its text is not as expected."""
     try:
         return parse(text)
     except ValueError as error:
         raise ValueError(f"{name.decode()} is {text[:40]!r}, expected {_EXPECTED.get(parse, error)}") from None
 
 
-def _policy(found: Mapping[bytes, Any]) -> Policy:
-    return Policy(**{name.decode(): found[name] for name in _POLICY if name in found})
+def _policy(parsed: Mapping[bytes, Any]) -> Policy:
+    return Policy(**{name.decode(): parsed[name] for name in _POLICY if name in parsed})
 
 
 def _count(text: bytes) -> int:
-    """Read a count that scripts add to: Redis would refuse a sum that it cannot write."""
+    """Parse a count to which scripts add. Raises ValueError if Redis might refuse the sum."""
     if not _COUNT.fullmatch(text) or abs(int(text)) > _MAX_COUNT:
         raise ValueError
     return int(text)
@@ -163,7 +162,9 @@ def _webhooks(text: bytes) -> tuple[Webhook, ...]:
         return ()
 
 
-_COUNT, _MAX_COUNT = re.compile(rb"-?(0|[1-9][0-9]{0,17})"), 2**53
+_COUNT = re.compile(rb"-?(0|[1-9][0-9]{0,17})")
+_MAX_COUNT = 2**53
+
 _EXPECTED: Mapping[Callable[[bytes], Any], str] = {
     int: "a whole number",
     _count: f"a whole number up to {_MAX_COUNT}",
@@ -186,8 +187,8 @@ _PARSERS: Mapping[bytes, Callable[[bytes], Any]] = {
     b"enqueue_at_front_on_retry": lambda text: bool(int(text)),
     **dict.fromkeys((name.encode() for name in DATES), lambda text: datetime.fromisoformat(text.decode())),
 }
-"""What RQ's `Job` reads, in its order, but the payload and the fields in which old versions kept a job's end."""
+"""The fields that RQ's `Job` reads, in its order, without the payload and old versions' fields of a job's end."""
 
 _NEVER_EMPTY = {b"enqueue_at_front", *(name for name in _PARSERS if name.endswith(b"_callback_timeout"))}
-_POLICY = tuple(each.name.encode() for each in fields(Policy))
-_KEPT = frozenset((b"data", *_PARSERS))
+_POLICY = tuple(policy_field.name.encode() for policy_field in fields(Policy))
+_HELD_FIELDS = frozenset((b"data", *_PARSERS))

@@ -1,4 +1,4 @@
-"""The next step of an ended job: it runs again, at once or later, or stays ended."""
+"""Decides what follows when a job ends: it runs again, at once or later, or it stays ended."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from rq.job import Job
 from rq.job import Retry as RetryWish
 
 _MAX_TTL_S = 10 * 365 * 86_400
-"""Redis refuses larger ones, in the middle of a script."""
+"""The longest time to live. Redis refuses longer ones in the middle of a script."""
 
 
 @dataclass(frozen=True)
 class Policy:
-    """The job's own wishes about running again and being kept, in RQ's names and meanings."""
+    """A job's own settings about running again and being kept, with RQ's names and meanings."""
 
     result_ttl: int | None = None
     failure_ttl: int | None = None
@@ -29,33 +29,34 @@ class Policy:
 
     @classmethod
     def of(cls, job: Job) -> Policy:
-        """Read a job's copy, in which its user's code may have left anything."""
-        return cls(**{each.name: getattr(job, each.name) for each in fields(cls)})
+        """Read the policy from a job's copy, in which the user's code may have left anything."""
+        return cls(**{field.name: getattr(job, field.name) for field in fields(cls)})
 
     def put_on(self, job: Job) -> None:
-        """Write it into a copy of the job, for the user's code to see and to change."""
-        for each in fields(self):
-            setattr(job, each.name, getattr(self, each.name))
+        """Write the policy into a copy of the job, for the user's code to read and change."""
+        for field in fields(self):
+            setattr(job, field.name, getattr(self, field.name))
 
     @property
     def has_retries(self) -> bool:
-        """Whether the job may fail once more and run again."""
+        """Whether the job runs again after a failure."""
         return self.retries_left is not None and self.retries_left > 0
 
     @property
     def retry_wait_s(self) -> int:
-        """Return how many seconds the next try waits: the interval of its number, else the first interval."""
+        """The seconds that the next try waits: the interval of its number, or the first one if there are too few."""
         if self.retry_intervals is None:
             return 0
         assert self.retries_left
-        return _seconds(self.retry_intervals[max(len(self.retry_intervals) - self.retries_left, 0)])
+        position = max(len(self.retry_intervals) - self.retries_left, 0)
+        return _seconds(self.retry_intervals[position])
 
     def grants(self, wish: RetryWish) -> bool:
-        """Whether a job that returned a `Retry` runs again."""
+        """Whether a job that returned this `Retry` runs again."""
         return (self.number_of_retries or 0) < wish.max
 
     def check(self) -> None:
-        """Raise an error unless all values have the right kind."""
+        """Raise an error if a value is not of the right kind."""
         if self.has_retries:
             _ = self.retry_wait_s
         if self.repeats_left and self.repeats_left > 0:
@@ -69,9 +70,11 @@ class Policy:
 class NextStep:
     """What becomes of an ended job.
 
-    kept_s: seconds that it is kept, of one that is retried its earlier results; negative without end, None as it was.
-    wait_s: after which it runs again; None for never. counter: the hash's field that counts that, and `count` its new
-    value. at_front: whether it goes to the front then.
+    kept_s: seconds for which the job is kept; for a job that is retried, its earlier results. Negative means for ever,
+    None means that the time to live stays as it is.
+    wait_s: seconds after which the job runs again; None for never.
+    counter: the hash's field that counts the runs. count: its new value.
+    at_front: whether the job goes to the front of its queue.
     """
 
     kept_s: int | None
@@ -91,8 +94,8 @@ def next_step(
 ) -> NextStep:
     """Return the next step of a job that has finished, failed or was stopped.
 
-    wish: the `Retry` that it returned. may_retry: a failed job may take a retry of its own. default_result_ttl_s:
-    seconds for results of jobs that do not say. Raises any error of a damaged policy.
+    wish: the `Retry` that the job returned. may_retry: whether a failed job may use one of its retries.
+    default_result_ttl_s: seconds for results of jobs that do not say. Raises any error if the policy is damaged.
     """
     kept_after_failure_s = None if policy.failure_ttl is None else _bounded_ttl(policy.failure_ttl)
     if wish is not None and policy.grants(wish):
@@ -105,17 +108,19 @@ def next_step(
         at_front = bool(policy.enqueue_at_front_on_retry)
         left = policy.retries_left - 1
         return NextStep(kept_after_failure_s, policy.retry_wait_s, "retries_left", left, at_front)
+
     if wish is not None or not is_finished:
         return NextStep(DEFAULT_FAILURE_TTL if kept_after_failure_s is None else kept_after_failure_s)
+
     kept_s = _bounded_ttl(default_result_ttl_s if policy.result_ttl is None else policy.result_ttl)
     if not policy.repeats_left or policy.repeats_left < 0:
         return NextStep(kept_s)
-    left, intervals = policy.repeats_left - 1, policy.repeat_intervals
-    return NextStep(kept_s, _seconds(intervals[0]) if intervals else 0, "repeats_left", left)
+    wait_s = _seconds(policy.repeat_intervals[0]) if policy.repeat_intervals else 0
+    return NextStep(kept_s, wait_s, "repeats_left", policy.repeats_left - 1)
 
 
 def _seconds(interval_s: Any) -> int:
-    """Return the seconds until a job runs again, capped for Redis. Raises for anything but a number."""
+    """Return seconds from 0 up to the most that Redis takes. Raises an error for anything but a number."""
     return max(0, min(int(interval_s), _MAX_TTL_S))
 
 

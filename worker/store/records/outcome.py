@@ -1,4 +1,4 @@
-"""Outcome: a job's end, for the store."""
+"""Outcome: how a job ended, for the store to write."""
 
 from __future__ import annotations
 
@@ -15,37 +15,40 @@ from worker.store.records.results import printable
 
 EndStatus = Literal["finished", "failed", "stopped"]
 FinishReply = Literal["done", "again", "lost", "dependents", "refused"]
-"""See finish.lua; "refused": the server takes this end in no form."""
+"""See finish.lua. "refused" means that the server takes this end in no form."""
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """A job's end, for `JobStore.finish`."""
+    """How a job ended, for `JobStore.finish`."""
 
     claimed: ClaimedJob
     status: EndStatus
     value: Any
-    """The return value of a finished job, the traceback text of another one."""
+    """The return value of a finished job, or the traceback of a failed or stopped one."""
     ended_at: datetime
     working_s: float
     started_at: datetime | None = None
-    """None for one that ended before it began."""
+    """None for a job that ended before it began."""
     retries: bool = False
-    """Whether a failed job that has retries left takes one."""
+    """Whether a failed job with retries left uses one."""
     packed: bytes | None = None
-    """The value's JSON, once it is to be written; None for a None, too."""
+    """The value as JSON, once it is packed. None also stands for the value None."""
     changed_policy: Policy | None = None
-    """Where the user's code had a copy of the job: what that says by now."""
+    """The policy in the user code's copy of the job; None if there is no copy."""
 
     @property
     def num_bytes(self) -> int:
-        """The known bytes of the value."""
-        text = self.value if isinstance(self.value, str) and self.status != "finished" else ""
-        return len(text if self.packed is None else self.packed)
+        """The bytes of the packed value or traceback; 0 while a value is not packed."""
+        if self.packed is not None:
+            return len(self.packed)
+        if self.status != "finished" and isinstance(self.value, str):
+            return len(self.value)
+        return 0
 
     @property
     def is_final(self) -> bool:
-        """Whether the job has no further try after a failure or stop like this."""
+        """Whether this is the last try of a job that failed or was stopped."""
         return not (self.retries and self.policy.has_retries)
 
     @property
@@ -55,11 +58,11 @@ class Outcome:
 
     @property
     def policy(self) -> Policy:
-        """The job's own wishes about running again and being kept."""
+        """The job's own settings about running again and being kept."""
         return self.claimed.record.policy if self.changed_policy is None else self.changed_policy
 
     def next_step(self, default_result_ttl_s: int) -> NextStep:
-        """Return the job's next step. default_result_ttl_s: see next_step.py."""
+        """Return what becomes of the job now. default_result_ttl_s: see next_step.py."""
         return next_step(
             self.policy,
             is_finished=self.status == "finished",
@@ -69,18 +72,18 @@ class Outcome:
         )
 
     def as_left_by(self, job: Job | None) -> Outcome:
-        """Return the outcome with the policy in the user code's copy of the job, if it had one.
+        """Return the outcome with the policy of the user code's copy of the job, if there is one.
 
-        Raises any error of values that no end can be written with, such as a text for `result_ttl`.
+        Raises any error if its values cannot be used to write an end, such as a text for `result_ttl`.
         """
         if job is None and self.claimed.damage is None:
-            return self  # as it was read, and checked then
+            return self  # the policy was checked when it was read
         outcome = self if job is None else replace(self, changed_policy=Policy.of(job))
         outcome.policy.check()
         outcome.next_step(0)
         return outcome
 
     def unwritable(self, error: Exception) -> Outcome:
-        """Return the outcome of a job failed by an error of `as_left_by`, as with RQ's own worker."""
+        """Return the outcome of a job that fails with an error of `as_left_by`, as with RQ's own worker."""
         text = printable(error)
         return replace(self, status="failed", value=text, retries=False, packed=None, changed_policy=Policy())

@@ -1,4 +1,4 @@
-"""A held job as RQ's `Job`, for the user's code, and its time limit."""
+"""StoredJob: a held job as RQ's `Job`, for the user's code; and the time limits of that code."""
 
 import threading
 from contextlib import suppress
@@ -16,28 +16,29 @@ from worker.store.records.claimed_job import ClaimedJob
 from worker.store.records.job_record import CALLBACKS, DATES
 from worker.threads.interrupts import as_class, current_call
 
-_HERE: Any = object()
-"""Stands in RQ's `_data` for a payload that is packed."""
+_PACKED: Any = object()
+"""Stands in RQ's `_data` for a payload that is still packed."""
 
 
 __all__ = ["JobTimeoutException", "StoredJob", "ThreadDeathPenalty", "job_of", "timeout_error"]
 
 
 class StoredJob(Job):
-    """RQ's job, whose payload is unpacked when asked for: TooLarge beyond max_bytes."""
+    """RQ's job with a payload that is unpacked when it is read. Raises TooLarge then if it has more than max_bytes."""
 
     max_bytes = DEFAULT_MAX_JOB_BYTES
     _packed = b""
 
     @property
     def data(self) -> bytes:
-        """The payload's JSON, as RQ gives it: unpacked anew each time, since it may be large."""
-        if self._data is not _HERE:
+        """The payload's JSON. It is unpacked anew each time, because it may be large."""
+        if self._data is not _PACKED:
             return Job.data.fget(self)  # type: ignore[attr-defined, no-any-return]
         return unpack(self._packed, self.max_bytes)
 
     @data.setter
     def data(self, value: bytes) -> None:
+        """Replace the payload's JSON."""
         Job.data.fset(self, value)  # type: ignore[attr-defined]
 
     def _deserialize_data(self) -> None:
@@ -49,33 +50,35 @@ class StoredJob(Job):
             raise DeserializationError from error
 
     def restore(self, raw_data: Any) -> None:
-        """Read a job's fields as RQ does, but faster with dates, and leave the payload packed."""
+        """Read a job's fields as RQ does, but read dates faster and leave the payload packed."""
         values: dict[bytes, bytes] = dict(raw_data)
         packed = values.pop(b"data")
         dates = {name: values.pop(name.encode(), None) for name in DATES}
         super().restore({**values, b"data": b""})
-        self._data, self._packed = _HERE, packed
+        self._data = _PACKED
+        self._packed = packed
         for name, value in dates.items():
             if value:
                 setattr(self, name, datetime.fromisoformat(value.decode()))
 
     def show_started(self, worker_name: str, began_at: datetime) -> None:
-        """Note that it runs, in this copy, as RQ does."""
-        self._status, self.worker_name = JobStatus.STARTED, worker_name
+        """Show the job as running in this copy, as RQ does."""
+        self._status = JobStatus.STARTED
+        self.worker_name = worker_name
         self.started_at = self.last_heartbeat = began_at
 
 
 def job_of(claimed: ClaimedJob, client: Redis, func_name: str | None = None) -> StoredJob:
-    """Build the readable part of a claim's job, without later removals.
+    """Build the job of a claim, as far as its hash can be read.
 
-    func_name: its function, if known; the payload may be dropped then.
+    func_name: the name of its function, if known. The payload may have been dropped then.
     """
     record = claimed.record
     job = StoredJob(connection=client)
     job.serializer = JSONSerializer
     job.max_bytes = record.max_job_bytes
-    job._id = claimed.job_id  # unchecked: an id that RQ's client would refuse is still a job to end
-    with suppress(Exception):  # what is damaged was told when the record was read
+    job._id = claimed.job_id  # unchecked, because a job whose id RQ's client would refuse must be ended too
+    with suppress(Exception):  # its damage was noted when the record was read
         job.restore(record.fields)
     if func_name is not None:
         job._func_name = func_name
@@ -89,21 +92,23 @@ def job_of(claimed: ClaimedJob, client: Redis, func_name: str | None = None) -> 
 class ThreadDeathPenalty(TimerDeathPenalty):
     """RQ's time limit for callbacks, for the threads of a pool.
 
-    RQ's own writes its message into a class that threads share, and its timer may hit the thread's next work.
+    RQ's own class keeps its message in a class that all threads share, and its timer may interrupt a later call.
     """
 
     def __init__(self, timeout: float, exception: type[Exception] = JobTimeoutException, **kwargs: Any) -> None:
         super().__init__(timeout, type(exception.__name__, (exception,), {}), **kwargs)
-        self._call, self._lock, self._is_over = current_call(), threading.Lock(), False
+        self._call = current_call()
+        self._lock = threading.Lock()
+        self._is_over = False
 
     def handle_death_penalty(self) -> None:
-        """Interrupt the call, unless it is over; called by the timer's thread."""
+        """Interrupt the call, unless it is over. The timer's thread calls this."""
         with self._lock:
             if self._call is not None and not self._is_over:
                 self._call.interrupt(self._exception)
 
     def cancel_death_penalty(self) -> None:
-        """Let the rest of the call run. RQ's caller swallows a limit's error here."""
+        """End the time limit, and let the rest of the call run. RQ's caller swallows the limit's error here."""
         try:
             with self._lock:
                 self._is_over = True
@@ -114,5 +119,5 @@ class ThreadDeathPenalty(TimerDeathPenalty):
 
 
 def timeout_error(timeout_s: float) -> type[Exception]:
-    """Return the error of a job over its timeout."""
+    """Return the error to raise in a job that is over its timeout."""
     return as_class(JobTimeoutException(f"Task exceeded maximum timeout value ({timeout_s:g} seconds)"))

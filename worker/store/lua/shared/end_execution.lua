@@ -1,12 +1,12 @@
--- Shared head of finish.lua, retry.lua and close.lua: the fence, and what they write alike.
--- Each has these arguments beside its own, and what `add_result` takes after them.
+-- Shared head of finish.lua, retry.lua and close.lua: the check that the execution holds the job, and common writes.
+-- Each script has these arguments beside its own, and then those of `add_result`.
 local queue, id, eid, worker = args.queue, args.id, args.eid, args.worker
 local ended_iso, started_iso = args.ended_iso, args.started_iso
 local job = 'rq:job:' .. id
 local results = 'rq:results:' .. id
--- Kept for a while in the place of a job that was not to be kept, for a caller whose reply was lost.
+-- Kept for a while after a job was deleted at its end, for a caller whose reply was lost.
 local removed_by, removed_by_ttl_s = 'tokenmill:removed:' .. eid, 120
-local rate_limit_key -- of a job that `not_held` found held
+local rate_limit_key -- set by `not_held` if the job is held
 
 local function was_ended_before()
   if call('EXISTS', removed_by) == 1 then return true end
@@ -20,7 +20,7 @@ local function was_ended_before()
   return false
 end
 
--- The reply where this execution does not hold the job to end it; then nothing of ours is left behind.
+-- The reply if this execution does not hold the job; nothing of the execution is left behind then. Else nil.
 local function not_held()
   local taken_at = holds(queue, id, eid)
   if taken_at then
@@ -38,23 +38,23 @@ local function count(counter)
   call('HINCRBYFLOAT', 'rq:worker:' .. worker, 'total_working_time', args.working_s)
 end
 
--- What RQ writes of a run, whatever copies of the job were saved while it ran, and one more field.
+-- Write what RQ writes about a run, and one more field. Copies of the job may have been saved while it ran.
 local function write_run(name, value)
-  call('DEL', 'tokenmill:journal:' .. id, 'tokenmill:deaths:' .. id) -- both are of the try that ends here
+  call('DEL', 'tokenmill:journal:' .. id, 'tokenmill:deaths:' .. id) -- they belong to the try that ends here
   call(
     'HSET', job, 'started_at', started_iso, 'ended_at', ended_iso, 'last_heartbeat', ended_iso,
     'worker_name', worker, name, value
   )
 end
 
--- Add an entry of the fields and values in ARGV to rq:results; where there are none, the job's own field tells
--- that this execution has ended it.
+-- Add an entry with the fields and values in ARGV to rq:results. If there are none, a field of the job says that this
+-- execution has ended it.
 local function add_result()
   if #ARGV > 1 then
     local reply = redis.pcall('XADD', results, 'MAXLEN', '~', 10, '*', unpack(ARGV, 2))
     if not (type(reply) == 'table' and reply.err) then return end
     if string.find(reply.err, '^OOM') then error(reply, 0) end
-    call('DEL', results) -- no stream, or one with the last id that there is
+    call('DEL', results) -- it is no stream, or its last id is the highest possible one
     call('XADD', results, '*', unpack(ARGV, 2))
   else
     call('HSET', job, 'closed_by', eid)
@@ -65,7 +65,7 @@ local function expire_results(ttl)
   if ttl == '-1' then call('PERSIST', results) elseif ttl ~= '' then call('EXPIRE', results, ttl) end
 end
 
--- Queue the job again, at the 'front' or 'back', or schedule it for a Unix time in seconds.
+-- Queue the job again if `when` is 'front' or 'back', or schedule it for `when` in Unix seconds.
 local function put_back(when)
   call('SADD', 'rq:queues', 'rq:queue:' .. queue)
   call('HSET', job, 'closed_by', eid)
@@ -86,24 +86,24 @@ local function remove(keys)
   call('SET', removed_by, id, 'EX', removed_by_ttl_s)
 end
 
--- Free the slot of a job with a rate limit, unless it is queued again: at the 'front' or 'back'.
+-- Free the slot of a job with a rate limit, unless the job is queued again at the 'front' or 'back'.
 local function leave_slot(when)
   if rate_limit_key and when ~= 'front' and when ~= 'back' then tried(free_slot, rate_limit_key, id, ended_iso) end
 end
 
--- Whether the job runs once more by itself: scheduled or deferred again under its id while it ran.
+-- Whether the job runs once more because it was scheduled or deferred under its id while it ran.
 local function runs_later()
   local origin = call('HGET', job, 'origin') or queue
   return call('ZSCORE', 'rq:scheduled:' .. origin, id) or call('ZSCORE', 'rq:deferred:' .. origin, id)
 end
 
--- What becomes of an ended job: `next_run` says when it runs again ('' never), then with `repeats_left`, else
--- ttl how long it is kept, and with it the key of its dependents, where it has any.
+-- Settle what becomes of an ended job. If `next_run` is not '', the job runs again then, with `repeats_left`. Otherwise
+-- it is kept for `ttl` seconds, and so is the key `dependents`, if given.
 local function settle(ttl, next_run, repeats_left, dependents)
   local keys = {job, 'rq:job::' .. id .. ':dependencies', dependents}
   if next_run ~= '' then
     call('HSET', job, 'repeats_left', repeats_left)
-    local intervals = call('HGET', job, 'repeat_intervals') -- each serves once, the last one for all that follow
+    local intervals = call('HGET', job, 'repeat_intervals') -- each serves once, the last one ever after
     if intervals then call('HSET', job, 'repeat_intervals', (string.gsub(intervals, '^%s*%[[^,%]]*,%s*', '['))) end
     expire_results(ttl)
     put_back(next_run)

@@ -1,9 +1,9 @@
-local call, args = redis.call, cjson.decode(ARGV[1]) -- bytes come in ARGV[2] and after
+local call, args = redis.call, cjson.decode(ARGV[1]) -- raw bytes follow from ARGV[2] on
 
 -- Shared head of all scripts: who holds a job, and time in the queue.
 
--- Call a function about one of several jobs. Returns whether that could be done, and what it returned: not where a key of
--- that job holds another kind of value than RQ's, which is no reason to stop for the others.
+-- Call a function about one of several jobs. Returns true and the function's reply, or false if a key of that job holds
+-- another kind of value than RQ writes. That is no reason to stop for the other jobs.
 local function tried(about, ...)
   local could, reply = pcall(about, ...)
   if could then return true, reply end
@@ -12,12 +12,12 @@ local function tried(about, ...)
   return false
 end
 
--- tokenmill:held:<queue> has a field '<job>:<execution>' for each open execution of ours. Its value keeps two
--- facts of the moment of the claim, '<score>|<enqueued_at>': the job's score in rq:canceled, where a job that
--- is enqueued again stays listed, and which enqueueing the execution answers.
--- An execution holds its job while that hash and the job's own registry list it, and the job exists and was
--- not cancelled since. Enqueued again under the same id, a job belongs to the newest execution alone.
--- The job's hash decides nothing: anyone's job.save() rewrites it, with a copy of any age.
+-- tokenmill:held:<queue> has a field '<job>:<execution>' for each open execution of ours. Its value keeps two facts of
+-- the moment of the claim, '<score>|<enqueued_at>'. The first is the job's score in rq:canceled, where a cancelled job
+-- stays listed when it is enqueued again. The second says which enqueueing the execution serves.
+-- An execution holds its job while this hash and the job's own registry list it, and the job exists and was not
+-- cancelled since. A job that was enqueued again under its id belongs to the newest execution alone.
+-- The job's hash decides nothing, because anyone's job.save() rewrites it with a copy of any age.
 local function at_claim(queue, id, eid)
   local value = call('HGET', 'tokenmill:held:' .. queue, id .. ':' .. eid)
   if not value then return nil end
@@ -35,13 +35,13 @@ local function is_open(queue, id, eid)
   return call('HEXISTS', 'tokenmill:held:' .. queue, id .. ':' .. eid) == 1
 end
 
--- Whether there is a job: not where its key holds something else.
+-- Whether there is a job. A key that holds something else is no job.
 local function exists(id)
   local is_hash, num_fields = tried(call, 'HLEN', 'rq:job:' .. id)
   return is_hash and num_fields > 0
 end
 
--- False, or the `enqueued_at` that the execution answers ('' for none).
+-- False if the execution does not hold the job; else the `enqueued_at` that it serves, '' for none.
 local function holds(queue, id, eid)
   local _, is_listed = tried(call, 'ZSCORE', 'rq:executions:' .. id, eid)
   if not is_listed then return false end
@@ -52,8 +52,8 @@ local function holds(queue, id, eid)
   return exists(id) and taken_at
 end
 
--- Leave nothing of an execution behind, whatever is at its keys: else it would be let go of again and again. worker:
--- whose it is, where that is known.
+-- Leave nothing of an execution behind, whatever its keys hold. Otherwise workers would let go of it again and again.
+-- worker: the execution's worker, if known.
 local function let_go(queue, id, eid, worker)
   call('HDEL', 'tokenmill:held:' .. queue, id .. ':' .. eid)
   call('ZREM', 'rq:wip:' .. queue, id .. ':' .. eid)
@@ -65,8 +65,8 @@ local function let_go(queue, id, eid, worker)
   tried(call, 'ZREM', 'rq:executions:' .. id, eid)
 end
 
--- Let go of a job that this execution does not hold any more. Its journal goes with it where the job was deleted or
--- cancelled, as nobody goes on with it then.
+-- Let go of a job that this execution does not hold any more. If the job was deleted or cancelled, its journal is
+-- deleted too, as nobody goes on with it.
 local function let_go_of_lost(queue, id, eid, worker)
   local cancelled_before, cancelled = at_claim(queue, id, eid), call('ZSCORE', 'rq:canceled:' .. queue, id)
   local is_cancelled = cancelled and cancelled_before and cancelled ~= cancelled_before
@@ -74,8 +74,8 @@ local function let_go_of_lost(queue, id, eid, worker)
   let_go(queue, id, eid, worker)
 end
 
--- Whether the job stands in a queue once more, because it was enqueued again since it was taken (see `holds`).
--- Looked for only where its `enqueued_at` is another one: the queue may be long.
+-- Whether the job stands in a queue once more, because it was enqueued again after it was taken (see `holds`).
+-- The queue may be long, so it is searched only if the job's `enqueued_at` has changed.
 local function is_queued_again(queue, id, taken_at)
   local fields = call('HMGET', 'rq:job:' .. id, 'enqueued_at', 'origin')
   if taken_at == (fields[1] or '') then return false end

@@ -1,10 +1,10 @@
--- Shared head: what a job's hash holds, for a worker to read; the memory it takes, a number, where that is
--- beyond `max_hash_bytes`, or the fields are more than `max_hash_fields`: such a hash leaves the server with none of it.
+-- Shared head: `job_hash` returns a job's hash for a worker to read. If the hash takes more than `max_hash_bytes` of
+-- memory, or has more than `max_hash_fields` fields, it returns only the bytes of memory, as a number.
 local bytes_read = 0
 
--- How many workers have died with a job, and what an earlier execution has left of one of prompts, or false.
--- tokenmill:deaths:<job> is a string, until the job is set aside or nobody has died with it for a week. In the job's
--- hash it would be its producer's word.
+-- How many workers have died with a job, and the journal that an earlier execution of it has left, or false.
+-- The key tokenmill:deaths:<job> stays until the job is set aside, or no worker has died with it for a week. A field of
+-- the job's hash could not be trusted, as producers write there.
 local function left_of(id)
   local deaths, journal = unpack(call('MGET', 'tokenmill:deaths:' .. id, 'tokenmill:journal:' .. id))
   bytes_read = bytes_read + (journal and #journal or 0)

@@ -1,10 +1,10 @@
 -- Shared head of claim.lua and release.lua: `open_execution` makes this worker the holder of a job.
--- The lease is the time to live of the execution hash; only release.lua acts on its end. The job looks as
--- it did in the queue until it begins (renew.lua).
--- deaths, journal: as of left_of, which is asked where they are not given.
+-- The lease is the time to live of the execution hash; only release.lua acts on its end. Until the job begins
+-- (renew.lua), it looks as it did in the queue.
+-- deaths, journal: what left_of returns. It is called if they are not given.
 local function open_execution(queue, id, eid, deaths, journal)
   local job, execution, executions = 'rq:job:' .. id, 'rq:execution:' .. id .. ':' .. eid, 'rq:executions:' .. id
-  -- Enqueued again while it was held: the earlier execution holds it no longer (see holding.lua).
+  -- If the job was enqueued again while it was held, the earlier execution holds it no longer (see holding.lua).
   call('DEL', executions)
   call('HSET', execution, 'id', eid, 'job_id', id, 'created_at', args.now_ts,
     'last_heartbeat', args.now_ts, 'worker_name', args.worker)
@@ -13,7 +13,7 @@ local function open_execution(queue, id, eid, deaths, journal)
   write_claim(queue, id, eid)
   -- A job's ttl bounds its time in the queue, not its run.
   call('PERSIST', job)
-  call('HDEL', job, 'tokenmill_progress') -- an earlier execution's
+  call('HDEL', job, 'tokenmill_progress') -- it belongs to an earlier execution
   if not deaths then deaths, journal = left_of(id) end
   return {id, eid, job_hash(id), deaths, '', journal}
 end

@@ -1,6 +1,6 @@
--- Shared head: rate limits, and putting on a queue what waited elsewhere.
--- Of the jobs with one key at most `concurrency` are in rq:rl:<key>:allowed, from when they are queued until they
--- end; the others wait in rq:rl:<key>:rate_limited, with that status and in no queue.
+-- Shared head: rate limits, and queueing of jobs that waited elsewhere.
+-- At most `concurrency` jobs with one key are in rq:rl:<key>:allowed, from when they are queued until they end. The
+-- other jobs with this key wait in rq:rl:<key>:rate_limited, with that status and in no queue.
 local function let_in(key, now_iso)
   local limit = 'rq:rl:' .. key
   local concurrency = tonumber(call('HGET', limit, 'concurrency') or '') or 0
@@ -18,7 +18,7 @@ local function let_in(key, now_iso)
   end
 end
 
--- Put a job on its queue; one with a rate limit waits for its slot before. at_front: whether it is put first.
+-- Put a job on its queue. A job with a rate limit waits for a slot first. at_front: whether it goes to the front.
 local function enqueue(queue, id, at_front, now_iso, now_ts)
   local job = 'rq:job:' .. id
   local fields = call('HMGET', job, 'ttl', 'rate_limit_key', 'rate_limit_concurrency')
