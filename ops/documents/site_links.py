@@ -1,8 +1,8 @@
 """A hook of mkdocs: pages link to files of the clone as GitHub reads them, and the site follows or says so.
 
-Results, changes, architecture and the packages' READMEs lie outside docs/ and are pages too. A link to another file of the clone
-loses its target in the site, which has no such file, and keeps its text. One to a file that is not there is a
-warning, for which `mkdocs build --strict` fails.
+Results, changes, architecture and the packages' READMEs lie outside docs/ and are pages too. A link to another file
+of the clone loses its target in the site, which has no such file, and keeps its text. One to a file that is not there
+is a warning, for which `mkdocs build --strict` fails.
 """
 
 import logging
