@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[1]
-PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/*.md"), *ROOT.glob("ops/demo/*.md")])
+PACKAGE_PAGES = sorted(ROOT.glob("*/README.md"))
+PAGES = sorted([*ROOT.glob("*.md"), *PACKAGE_PAGES, *ROOT.glob("docs/*.md"), *ROOT.glob("ops/demo/*.md")])
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
@@ -20,9 +21,17 @@ def test_each_link_leads_somewhere(page: Path) -> None:
 
 def test_a_link_to_a_file_of_code_is_called_as_the_file_is() -> None:
     """Else a page goes on naming a file that was merged into another."""
-    text = (ROOT / "ARCHITECTURE.md").read_text()
+    text = "\n".join(page.read_text() for page in (ROOT / "ARCHITECTURE.md", *PACKAGE_PAGES))
     links = re.findall(r"\[`([^`]+\.(?:py|lua))`\]\(([^)#]+)\)", text)
     assert [link for link in links if Path(link[0]).name != Path(link[1]).name] == []
+
+
+def test_the_map_stays_small_and_its_rows_short() -> None:
+    """What is to be looked up for a change stands in the packages' READMEs, and a row is read at a glance."""
+    assert len((ROOT / "ARCHITECTURE.md").read_bytes()) <= 12 * 1024
+    assert {page.parent.name for page in PACKAGE_PAGES} >= {"engine", "jobs", "worker", "sandbox"}
+    rows = [line for page in PACKAGE_PAGES for line in page.read_text().splitlines() if line.startswith("|")]
+    assert [row for row in rows if len(row) > 250] == []
 
 
 @cache

@@ -1,8 +1,8 @@
 """A hook of mkdocs: pages link to files of the clone as GitHub reads them, and the site follows or says so.
 
-Results, changes and architecture lie outside docs/ and are pages too. A link to another file of the clone
-loses its target in the site, which has no such file, and keeps its text. One to a file that is not there is a
-warning, for which `mkdocs build --strict` fails.
+Results, changes, architecture and the packages' READMEs lie outside docs/ and are pages too. A link to another file
+of the clone loses its target in the site, which has no such file, and keeps its text. One to a file that is not there
+is a warning, for which `mkdocs build --strict` fails.
 """
 
 import logging
@@ -15,7 +15,8 @@ from mkdocs.structure.files import File, Files
 from mkdocs.structure.pages import Page
 
 _ROOT = Path(__file__).parents[2]
-_BESIDE = ("RESULTS.md", "CHANGELOG.md", "ARCHITECTURE.md")
+_PACKAGES = ("engine", "jobs", "worker", "sandbox", "tokenmill_dashboard", "tokenmill_eval")
+_BESIDE = ("RESULTS.md", "CHANGELOG.md", "ARCHITECTURE.md", *(f"{name}/README.md" for name in _PACKAGES))
 """Pages outside docs/, which have the same name in the site."""
 
 _LINK = re.compile(r"\[(?P<text>(?:[^\[\]]|\[[^\]]*\])*)\]\((?P<target>(?!\w+:|#)[^)\s#]+)(?P<anchor>#[^)\s]*)?\)")

@@ -276,7 +276,7 @@ def test_the_command_prints_what_is_served() -> None:
     assert "pictures where the start finds them exact:\n  Aria" in result.output
     for page, words in (
         ("README.md", "{} architectures (["),
-        ("README.md", "{} architectures, CPUs"),
+        ("docs/index.md", "{} architectures, CPUs"),
         ("docs/models.md", "`tokenmill models` lists"),
     ):
         assert words.format(len(served_architectures())) in (ROOT / page).read_text()
