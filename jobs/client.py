@@ -22,7 +22,7 @@ from jobs.common.display import brief
 from jobs.errors import InvalidJob, InvalidValue, RunFailed, RunNotHere, UnknownRun, unlike
 from jobs.installed import check_sampling
 from jobs.prompts.arguments import SAMPLING_NAMES
-from jobs.prompts.ways import WAY_OPTIONS
+from jobs.prompts.ways.table import WAY_OPTIONS
 from jobs.runs.control import DEFAULT_QUEUE, Cancelled, cancel_run, retry_run, submit_run
 from jobs.runs.output import named_run
 from jobs.runs.plans.names import SUCCESS

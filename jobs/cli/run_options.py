@@ -12,7 +12,7 @@ import click
 from jobs import client
 from jobs.common.display import brief
 from jobs.context.checks import DEFAULT_MAX_ATTEMPTS
-from jobs.prompts.ways import WAY_OPTIONS
+from jobs.prompts.ways.table import WAY_OPTIONS
 from jobs.runs.plans.names import OUTPUTS, SUFFIXES
 from jobs.runs.plans.option_checks import LOGPROB_TYPES, TASKS
 
@@ -195,7 +195,7 @@ _CHECK = (
     _option("--repair-template", "Text that asks for another answer; the reason stands for {reason} in it."),
 )
 
-#: How a row gets its answer; see jobs/prompts/ways.py.
+#: How a row gets its answer; see jobs/prompts/ways/table.py.
 _WAYS = tuple(
     _option(
         f"--{name.replace('_', '-')}",

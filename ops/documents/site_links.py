@@ -15,7 +15,7 @@ from mkdocs.structure.files import File, Files
 from mkdocs.structure.pages import Page
 
 _ROOT = Path(__file__).parents[2]
-_PACKAGES = ("engine", "jobs", "worker", "sandbox", "tokenmill_dashboard", "tokenmill_eval")
+_PACKAGES = ("engine", "jobs", "worker", "sandbox", "tokenmill/dashboard", "tokenmill/eval")
 _BESIDE = ("RESULTS.md", "CHANGELOG.md", "ARCHITECTURE.md", *(f"{name}/README.md" for name in _PACKAGES))
 """Pages outside docs/, which have the same name in the site."""
 

@@ -15,7 +15,7 @@ from jobs.context.checks import Checks
 from jobs.errors import InvalidJob
 from jobs.items.records import PlainCompletion
 from jobs.items.under_way import ItemUnderWay
-from jobs.prompts.agreed import ROUND, Agreement
+from jobs.prompts.ways.agreed import ROUND, Agreement
 from jobs.tasks import Request
 from tests.jobs.answering import FakeCompletion, feed, opened_task
 from tests.jobs.local_runs import Runs

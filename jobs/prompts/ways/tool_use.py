@@ -15,7 +15,7 @@ from jobs.items.records import PlainCompletion
 from jobs.prompts.generated import PromptAnswer, hashed_seed
 from jobs.prompts.messages import normal_messages
 from jobs.prompts.responses import with_ids
-from jobs.prompts.way import Way, WayOption
+from jobs.prompts.ways.way import Way, WayOption
 from jobs.tasks import Completion, Request
 
 DEFAULT_MAX_TURNS, MOST_TURNS, MOST_TOOLS = 8, 100, 64

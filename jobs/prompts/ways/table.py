@@ -5,9 +5,9 @@ from typing import Any
 
 from jobs.context.checks import RepairOptions
 from jobs.errors import InvalidJob
-from jobs.prompts.agreed import Agreement
-from jobs.prompts.tool_use import ToolUse
-from jobs.prompts.way import Way, WayOption
+from jobs.prompts.ways.agreed import Agreement
+from jobs.prompts.ways.tool_use import ToolUse
+from jobs.prompts.ways.way import Way, WayOption
 
 #: A new way is a file, and its class here.
 WAYS: tuple[type[Way], ...] = (Agreement, ToolUse)

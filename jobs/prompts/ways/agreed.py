@@ -15,7 +15,7 @@ from jobs.errors import InvalidJob
 from jobs.items.item import Check, Item
 from jobs.items.records import PlainCompletion
 from jobs.prompts.generated import PromptAnswer, hashed_seed
-from jobs.prompts.way import Way, WayOption
+from jobs.prompts.ways.way import Way, WayOption
 from jobs.tasks import Completion, Request
 
 #: Samples that run side by side; they share the prompt's prefill.

@@ -1,0 +1,1 @@
+"""Figures of the project's size and shape."""
