@@ -18,10 +18,10 @@ from jobs.common.keys import PROGRESS_FIELD
 from tests.worker.fake_engine import FakeEngine
 from tests.worker.stores import claim, failed, release, succeeded, worker_store
 from tests.worker.whole_worker import WholeWorker
-from worker.store.records.job_record import _KEPT
+from worker.store.records.job_record import _HELD_FIELDS
 
 FIELDS = sorted(
-    {*_KEPT, b"created_at", b"sequences", b"tokenmill_kind", b"tokenmill_progress", b"ended_by", b"closed_by"}
+    {*_HELD_FIELDS, b"created_at", b"sequences", b"tokenmill_kind", b"tokenmill_progress", b"ended_by", b"closed_by"}
 )
 GARBAGE = [
     b"", b"\xff\xfe", b"{", b"[]", b"{}", b'{"5": 5}', b"null", b'"x"', b"-1", b"1e400", b"9" * 30, b"[[[1]]]",

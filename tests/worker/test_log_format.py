@@ -9,7 +9,7 @@ from jobs.common.json_log import MAX_EXCEPTION_CHARS, JsonLine
 from jobs.common.plain_log import MAX_ARGUMENT_CHARS, PlainLine
 from jobs.runs.plans.names import plan_job_id, run_and_shard, shard_job_id
 from tests.rq_workers import Workers
-from worker.logs import _more_of
+from worker.logs import _run_fields
 
 RUN = "0123456789abcdef"
 
@@ -21,7 +21,7 @@ def written(name: str, *arguments: Any, plain: bool = True, **options: Any) -> d
     )
     if plain:
         assert PlainLine().filter(record)
-    line = JsonLine({"worker": "w"}, _more_of).format(record)
+    line = JsonLine({"worker": "w"}, _run_fields).format(record)
     assert line.isascii()
     assert line.isprintable()
     return dict(json.loads(line))

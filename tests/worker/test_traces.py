@@ -175,7 +175,7 @@ def test_where_all_are_traced_a_job_begins_a_trace_and_its_children_are_of_it(
     assert shard is not None
     assert shard.ids.parent is not None
     above = shard.ids.parent.trace_id, shard.ids.parent.span_id
-    assert above == (own.ids.own.trace_id, own.ids.own.span_id)
+    assert above == (own.ids.span.trace_id, own.ids.span.span_id)
     [root] = [span for span in sent(every, collector, {}) if span.name == "jobs.chat"]
     assert root.parent_span_id == b""
     monkeypatch.setenv("OTEL_TRACES_SAMPLER", "always_off")

@@ -31,7 +31,7 @@ LONG = 65_536
 """Characters beyond which a prompt is long. Long prompts have their own thread, so that no other waits for them."""
 
 TURN = 65_536
-"""Characters of short prompts that one turn tokenizes, in some 50 ms. A step does not compute as many."""
+"""Characters of short prompts that one turn tokenizes, in some 50 ms. That is more than one step computes."""
 
 OVERHEAD = 64
 """The work for a prompt, or for a message of a chat, beside its characters; counted in characters."""

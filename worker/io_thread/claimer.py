@@ -196,7 +196,7 @@ class Claimer:
         if self._runner.num_held > 1:  # a job of another lane came with one that should run alone
             surplus += self._runner.withdraw_suspects(self._limits.suspect_deaths)
         self._num_claimed -= len(surplus)
-        self._runner.give_back(surplus, "given_back")
+        self._runner.releases.give_back(surplus, "given_back")
         self._runner.show_begun(self._store)
         return num_claimed - len(surplus)
 

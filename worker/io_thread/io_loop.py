@@ -249,7 +249,7 @@ class IoLoop:
             num_unstarted,
             given_back_when,
         )
-        self._runner.log_level = logging.INFO
+        self._runner.releases.log_level = logging.INFO
         self.reporter.show_soon()
 
     def _hand_back(self, why: str) -> None:
@@ -260,7 +260,7 @@ class IoLoop:
     def _start_leaving(self) -> None:
         if self._phase is not Phase.LEAVING:
             self._phase = Phase.LEAVING
-            self._runner.log_level = logging.INFO
+            self._runner.releases.log_level = logging.INFO
             self._leave_by = self._clock() + LEAVING_S
             if self._release_mode != "engine_died":
                 self._runner.journals.leave(self._clock())
@@ -295,9 +295,9 @@ class IoLoop:
         if self._phase is Phase.LEAVING:
             if not self._runner.journals.is_awaited(moment):
                 held = self._runner.withdraw_everything(self._is_overdue(moment))
-                self._runner.give_back(held, self._release_mode)
+                self._runner.releases.give_back(held, self._release_mode)
         elif self._phase is Phase.DRAINING:
-            self._runner.give_back(self._runner.withdraw_unstarted(), "given_back")
+            self._runner.releases.give_back(self._runner.withdraw_unstarted(), "given_back")
         else:
             self._claimer.claim(moment)
 
@@ -309,7 +309,7 @@ class IoLoop:
         self._claimer.take_up_unanswered()
         surplus = self._runner.take_surplus()
         self._claimer.discount(len(surplus))
-        self._runner.give_back(surplus, "given_back")
+        self._runner.releases.give_back(surplus, "given_back")
         self._give_back_faulty()
 
     def _give_back_faulty(self) -> None:
@@ -318,7 +318,7 @@ class IoLoop:
         while faults.waiting:
             fault = faults.waiting[0]
             with self._runner.guard.around(fault.claimed):
-                self._runner.give_back_faulty(fault)
+                self._runner.releases.give_back_faulty(fault)
             del faults.waiting[0]
             self._claimer.discount(1)
             self._claimer.pause(self._clock() + PAUSE_S)
@@ -356,7 +356,7 @@ class IoLoop:
             return
         names = self._queue_names
         period_s = self._limits.sweep_period_s
-        self._runner.take_up_abandoned(names, period_s)
+        self._runner.releases.take_up_abandoned(names, period_s)
         for claimed, error in self._stock.take_over(names, period_s):
             with self._runner.guard.around(claimed):
                 self._runner.fail_stock_job(claimed, error)

@@ -1,6 +1,5 @@
 """The life of claimed jobs: the runner admits, opens, streams, ends and gives back each one."""
 
-import logging
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -13,8 +12,8 @@ from jobs.runs.end_notices import POSTING
 from jobs.table import ALLOWED_FUNCTIONS as OWN_NAMES
 from jobs.table import own_function, task_of
 from jobs.tasks import OpenTask, Task
-from worker.errors import JobRefused, JobSetAside
-from worker.io_thread.faults import WorkerFault, WorkerFaults, is_fault
+from worker.errors import JobRefused
+from worker.io_thread.faults import WorkerFaults, is_fault
 from worker.io_thread.held.beginnings import Beginnings
 from worker.io_thread.held.held_jobs import HeldJob, HeldJobs, JobState, ended_job
 from worker.io_thread.held.job_guard import JobGuard
@@ -23,9 +22,10 @@ from worker.io_thread.held.streams import Inspections, Streams
 from worker.io_thread.job_ends import JobEnds
 from worker.io_thread.parts import Parts
 from worker.io_thread.pool_calls import PoolCall, PoolCalls, PoolThreads, TaskFiles, Then
-from worker.store.job_store import JobStore, Released
+from worker.io_thread.releases import Releases
+from worker.store.job_store import JobStore
 from worker.store.records.bounds import FunctionCall
-from worker.store.records.claimed_job import ClaimedJob, Mode
+from worker.store.records.claimed_job import ClaimedJob
 from worker.store.records.outcome import Outcome
 from worker.store.records.results import Raised
 from worker.store.records.stored_job import timeout_error
@@ -57,12 +57,7 @@ class JobRunner:
         self._functions = parts.functions
         self._posts = parts.callbacks.webhooks.pool
         self.jobs = HeldJobs(traces)
-        self._store = parts.store
-        self._max_deaths = parts.limits.max_worker_deaths
         self._surplus = list[ClaimedJob]()  # claimed beyond what this worker can run
-        self._leaving = list[ClaimedJob]()  # to be given back once Redis answers
-        self.log_level = logging.DEBUG
-        """The level of log lines that say how many jobs were given back."""
         self.faults = WorkerFaults()
         self.tally = parts.tally
         self._traces = traces
@@ -77,6 +72,7 @@ class JobRunner:
             self.jobs, self.guard, parts.packer, self._beginnings, parts.orders, inspections, parts.tally
         )
         self._ends = JobEnds(parts, self._calls, self.guard, self._ended)
+        self.releases = Releases(parts, self.guard, self._ends, self._end_at_once)
 
     @property
     def num_held(self) -> int:
@@ -457,58 +453,6 @@ class JobRunner:
                 step(job)
 
     # Give back
-
-    def give_back(self, held: Sequence[ClaimedJob], mode: Mode) -> None:
-        """Put jobs back into their queues. While Redis does not answer, they wait for the next call."""
-        self._leaving.extend(held)
-        if not self._leaving:
-            return
-        self._take_over(self._release(self._leaving, mode))
-        self._log.log(self.log_level, "gave back %d jobs", len(self._leaving))
-        self._leaving.clear()
-
-    def give_back_faulty(self, fault: WorkerFault) -> None:
-        """Put a job back after a fault of this worker's."""
-        mode: Mode = "fault" if fault.counts else "given_back"
-        self._take_over(self._release([fault.claimed], mode), f", or met a fault, of which the last is {fault}")
-
-    def take_up_abandoned(self, queue_names: Sequence[str], period_s: float) -> None:
-        """Put back the jobs of dead workers. At most one worker looks for them in each period."""
-        abandoned = self._store.abandoned(queue_names, period_s)
-        self._take_over(self._release(abandoned, "abandoned"))
-
-    def _release(self, held: Sequence[ClaimedJob], mode: Mode) -> list[Released]:
-        def release(jobs: Sequence[ClaimedJob]) -> Sequence[Released]:
-            return self._store.release(jobs, mode, self._max_deaths)
-
-        return self.guard.batch(held, lambda claimed: claimed, release)
-
-    def _take_over(self, released: Sequence[Released], last: str = "") -> None:
-        """End the released jobs that this worker holds now: fail them, or queue their dependents.
-
-        last: words about the last fault, for the error of a job that killed too many workers.
-        """
-
-        def end(job: HeldJob) -> None:
-            if job.claimed.has_ended:
-                self._ends.queue_dependents(job, None)
-                return
-            job.hold(job.claimed.record.without_retries())
-            self._ends.fail(job, JobSetAside(self._max_deaths, last))
-
-        for job in released:
-            if job.deaths:
-                self.tally.taken_over(job.queue_name, job.deaths)
-                self._log.warning(
-                    "%s: job %s is taken over, %d of %d workers have died with it",
-                    job.queue_name,
-                    job.job_id,
-                    job.deaths,
-                    self._max_deaths,
-                )
-            if job.claimed is not None:
-                with self.guard.around(job.claimed):
-                    self._end_at_once(job.claimed, end)
 
     def withdraw_unstarted(self) -> list[ClaimedJob]:
         """Let go of the jobs that have not begun. The caller gives them back."""

@@ -1,0 +1,93 @@
+"""Releases: gives jobs back to their queues, and ends those that may not run again."""
+
+import logging
+from collections.abc import Callable, Sequence
+
+from worker.errors import JobSetAside
+from worker.io_thread.faults import WorkerFault
+from worker.io_thread.held.held_jobs import HeldJob
+from worker.io_thread.held.job_guard import JobGuard
+from worker.io_thread.job_ends import JobEnds
+from worker.io_thread.parts import Parts
+from worker.store.job_store import Released
+from worker.store.records.claimed_job import ClaimedJob, Mode
+
+
+class Releases:
+    """Gives jobs back to their queues: this worker's, and those of dead workers. Used by the I/O thread only.
+
+    A job with which too many workers have died is ended instead.
+    end_at_once: holds a job only to end it, by the function that it is given.
+    """
+
+    def __init__(
+        self,
+        parts: Parts,
+        guard: JobGuard,
+        ends: JobEnds,
+        end_at_once: Callable[[ClaimedJob, Callable[[HeldJob], None]], None],
+    ) -> None:
+        self._store = parts.store
+        self._tally = parts.tally
+        self._log = parts.log
+        self._max_deaths = parts.limits.max_worker_deaths
+        self._guard = guard
+        self._ends = ends
+        self._end_at_once = end_at_once
+        self._waiting = list[ClaimedJob]()  # to be given back once Redis answers
+        self.log_level = logging.DEBUG
+        """The level of log lines that say how many jobs were given back."""
+
+    def give_back(self, held: Sequence[ClaimedJob], mode: Mode) -> None:
+        """Put jobs back into their queues. While Redis does not answer, they wait for the next call."""
+        self._waiting.extend(held)
+        if not self._waiting:
+            return
+        self._take_over(self._release(self._waiting, mode))
+        self._log.log(self.log_level, "gave back %d jobs", len(self._waiting))
+        self._waiting.clear()
+
+    def give_back_faulty(self, fault: WorkerFault) -> None:
+        """Put a job back after a fault of this worker's."""
+        mode: Mode = "fault" if fault.counts else "given_back"
+        self._take_over(self._release([fault.claimed], mode), f", or met a fault, of which the last is {fault}")
+
+    def take_up_abandoned(self, queue_names: Sequence[str], period_s: float) -> None:
+        """Put back the jobs of dead workers. At most one worker looks for them in each period."""
+        abandoned = self._store.abandoned(queue_names, period_s)
+        self._take_over(self._release(abandoned, "abandoned"))
+
+    def _release(self, held: Sequence[ClaimedJob], mode: Mode) -> list[Released]:
+        """Release jobs in one call, or one by one if that raises."""
+
+        def release(jobs: Sequence[ClaimedJob]) -> Sequence[Released]:
+            return self._store.release(jobs, mode, self._max_deaths)
+
+        return self._guard.batch(held, lambda claimed: claimed, release)
+
+    def _take_over(self, released: Sequence[Released], last: str = "") -> None:
+        """End the released jobs that this worker holds now: fail them, or queue their dependents.
+
+        last: words about the last fault, for the error of a job that killed too many workers.
+        """
+
+        def end(job: HeldJob) -> None:
+            if job.claimed.has_ended:
+                self._ends.queue_dependents(job, None)
+                return
+            job.hold(job.claimed.record.without_retries())
+            self._ends.fail(job, JobSetAside(self._max_deaths, last))
+
+        for job in released:
+            if job.deaths:
+                self._tally.taken_over(job.queue_name, job.deaths)
+                self._log.warning(
+                    "%s: job %s is taken over, %d of %d workers have died with it",
+                    job.queue_name,
+                    job.job_id,
+                    job.deaths,
+                    self._max_deaths,
+                )
+            if job.claimed is not None:
+                with self._guard.around(job.claimed):
+                    self._end_at_once(job.claimed, end)
