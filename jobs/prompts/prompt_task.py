@@ -23,8 +23,8 @@ from jobs.prompts.response_options import chat_response_options, completion_opti
 from jobs.prompts.responses import Answers, chat_completion, text_completion
 from jobs.prompts.template_texts import as_shown
 from jobs.prompts.templated_task import asked_task
-from jobs.prompts.ways.way import Way
 from jobs.prompts.ways.table import check_alone, split_way, way_of
+from jobs.prompts.ways.way import Way
 from jobs.tasks import OpenTask, Parts, Request, Task
 
 #: A job shows its progress once it has run so long, and then not more often: most are over before.

@@ -53,11 +53,11 @@ class TokenmillLM(TemplateLM):
         think_end_token: str | int | None = None,
         enable_thinking: bool | None = None,
         chat_template_args: dict[str, Any] | None = None,
-        batch_size: object = None,
-        max_batch_size: object = None,
         **arguments: Any,
     ) -> None:
         super().__init__()
+        for name in ("batch_size", "max_batch_size"):
+            arguments.pop(name, None)
         config = engine_config(pretrained, model, max_length, arguments)
         if enable_thinking and think_end_token is None:
             raise ConfigError("enable_thinking=True needs think_end_token, behind which an answer begins")

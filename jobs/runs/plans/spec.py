@@ -19,8 +19,8 @@ from jobs.prompts.labels import parse_labels
 from jobs.prompts.messages import ChatOptions, split_chat_options
 from jobs.prompts.response_options import LOGPROBS
 from jobs.prompts.template_texts import template_texts
-from jobs.prompts.ways.way import Way
 from jobs.prompts.ways.table import WAY_OPTIONS, check_alone, split_way, way_of
+from jobs.prompts.ways.way import Way
 from jobs.runs.plans import option_checks as checks
 from jobs.runs.plans import prompt_steps
 from jobs.runs.plans.dialects import DIALECT, parse_decimal, parse_delimiter, parse_encoding
