@@ -2,7 +2,7 @@
 
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any, Generic
 
 from jobs.context.answers import AnswerMemo
@@ -24,13 +24,15 @@ class Entry(Generic[T]):
     places: of the prompts or rows, within the runner. The first one names the item in a journal.
     make: begins the item. It is called once, when the item's turn comes.
     memo_key: names the answer in the memo; None for an item whose answer is its own.
+    num_awaited: requests of the present step that are not delivered yet.
+    resumed: where another execution left the item, until it has come there. delivered: how far it is now.
     """
 
     places: list[int]
     make: Callable[[], Item[T]] | None
     memo_key: bytes | None = None
     item: ItemUnderWay[T] | None = None
-    awaited: set[int] = field(default_factory=set)
+    num_awaited: int = 0
     resumed: Progress = NOTHING
     delivered: Progress = NOTHING
     num_tokens: int = 0
@@ -179,8 +181,8 @@ class ItemRunner(Generic[T]):
         self._count(sent, samples)
 
         item.receive(sent.step, sent.place, samples)
-        entry.awaited.discard(sent.place)
-        if entry.awaited:
+        entry.num_awaited -= 1
+        if entry.num_awaited:
             received = {**entry.delivered.received, sent.place: samples}
             entry.delivered = Progress(entry.delivered.replies, received)
         else:
@@ -257,7 +259,7 @@ class ItemRunner(Generic[T]):
             return
 
         requests = item.take_requests()
-        entry.awaited = set(range(len(requests)))
+        entry.num_awaited = len(requests)
         left, entry.resumed = entry.resumed, NOTHING
         step = item.num_steps
         following = []
@@ -270,13 +272,13 @@ class ItemRunner(Generic[T]):
             if sent.place in left.received:
                 samples = left.received[sent.place]
                 entry.delivered = Progress(entry.delivered.replies, {**entry.delivered.received, sent.place: samples})
-                entry.awaited.discard(sent.place)
+                entry.num_awaited -= 1
                 item.receive(step, sent.place, samples)
                 continue
             if sent.place in left.tokens:
                 request = replace(request, resumed=left.tokens[sent.place])
             self._following.append((sent, request))
-        if not entry.awaited:
+        if not entry.num_awaited:
             self._go_on(entry)
 
     def _send(self, sent: Sent[T], request: Request) -> Request:
