@@ -40,7 +40,7 @@ from jobs.runs.plans.names import INPUT, KEYS, PLAN, REUSED, TEMPORARY_PREFIX, o
 from jobs.runs.plans.plan import AnotherFormat, Plan
 from jobs.runs.redis_state.state import MAX_PARTS, REUSE_DIFFERS, RunState, record_reasons, recorded_reasons
 from jobs.runs.statistics.report import report_html
-from jobs.runs.statistics.run_statistics import TOLD, PartStats, Reasons, RunStatistics
+from jobs.runs.statistics.run_statistics import IN_MANIFEST, PartStats, Reasons, RunStatistics
 
 MAX_PLAN_BYTES = 256 << 20
 
@@ -97,7 +97,7 @@ _SERVED = ("model", "fingerprint", "dtype", "attention_backend", "version", "com
 
 def manifest_of(plan: Plan, parts: Iterable[PartStats], reasons: Reasons) -> dict[str, Any]:
     """Sum up a finished run. parts: in order. `seconds` runs from the first shard's start to the last's end."""
-    counts = dict.fromkeys(TOLD, 0)
+    counts = dict.fromkeys(IN_MANIFEST, 0)
     started_at, ended_at = math.inf, -math.inf
     served: dict[str, set[str]] = {name: set() for name in _SERVED}
     if plan.second is not None:  # of whose workers parts are that the first one has begun
@@ -106,7 +106,7 @@ def manifest_of(plan: Plan, parts: Iterable[PartStats], reasons: Reasons) -> dic
     listed, statistics = list[dict[str, Any]](), RunStatistics()
     for each in parts:
         statistics.add(each)
-        for name in TOLD:
+        for name in IN_MANIFEST:
             counts[name] += getattr(each, name)
         started_at, ended_at = min(started_at, each.started_at), max(ended_at, each.ended_at)
         for name in _SERVED:
