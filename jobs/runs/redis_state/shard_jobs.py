@@ -183,8 +183,8 @@ def enqueue_shards(
         queues[0].queue.enqueue_many([prepare(shard, job_id) for shard, job_id in new_jobs.items()], pipeline=pipe)
         for shard, job_id in new_jobs.items():
             num_sequences = plan.shards[shard].rows * plan.spec.n if low is None else low
-            own_fields = {SEQUENCES_FIELD: num_sequences, SUBMISSION_FIELD: submission}
-            pipe.hset(job_key(job_id), mapping={**fields, **own_fields})
+            shard_fields: dict[Any, Any] = {SEQUENCES_FIELD: num_sequences, SUBMISSION_FIELD: submission}
+            pipe.hset(job_key(job_id), mapping={**fields, **shard_fields})
         return len(new_jobs)
 
     for start in range(0, len(shards), CHUNK):

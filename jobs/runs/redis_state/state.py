@@ -74,7 +74,7 @@ return {redis.call('HLEN', parts), total, redis.call('SCARD', failed)}
 PLAN_ERROR = "plan_error"
 #: The field that says why few answers of earlier runs were taken.
 REUSE_DIFFERS = "reuse_differs"
-#: How long a run is listed from its submission on. Its keys live for RUN_TTL_S after its last part, which may come late.
+#: How long a run is listed from its submission on. Its last part may come late, and its keys live on after that.
 LISTED_S = 2 * RUN_TTL_S
 
 
@@ -191,10 +191,9 @@ class RunState:
         a planning is under way, which keeps its submission's number.
         """
         numbers: Any = pipe.hmget(self._key, "submission", "cancelled_submission")
+        number = _number(numbers[0])
         if anew:
             number = max(*map(_number, numbers), _now_ms()) + 1
-        else:
-            number = _number(numbers[0])
 
         facts: dict[str, str | int] = {
             "output": output,
