@@ -253,9 +253,6 @@ class RunLook:
 
     def left_s(self, connection: Redis, workers: Collection[Worker]) -> float | None:
         """Return the seconds left, judged by the parts that were done last; None while nobody works on the run."""
-        if self.is_stalled:
-            return None
-
         state = RunState(connection, self.run)
         alive = _alive(workers)
         running: dict[int, Progress] = {}
@@ -274,7 +271,8 @@ class RunLook:
         shares: Any = connection.hget(run_key(self.run), "sizes")
         rows = stored.count(self.facts.get("rows"))
         parts = PartsDone(recorded, latest, self.counts)
-        return time_left(shares, self.shards, rows, parts, running, time.time())
+        left_s = time_left(shares, self.shards, rows, parts, running, time.time())
+        return None if self.is_stalled else left_s
 
     def _plan_error(self, connection: Redis) -> str | None:
         facts = self.facts
