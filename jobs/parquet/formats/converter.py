@@ -196,10 +196,14 @@ class _ArrowTable:
         self.kinds: dict[str, kinds.Kind] = {}
         is_file = source.read_at(6, 0) == b"ARROW1"
         source.seek(0)
-        opened: Any = pa.ipc.open_file(source) if is_file else pa.ipc.open_stream(source)
-        self._batches = iter(opened)
+        opened: Any
+        self._batches: Iterator[pa.RecordBatch]
         if is_file:
+            opened = pa.ipc.open_file(source)
             self._batches = map(opened.get_batch, range(opened.num_record_batches))
+        else:
+            opened = pa.ipc.open_stream(source)
+            self._batches = iter(opened)
         fields = [field.with_type(_plain_type(field.type)) for field in opened.schema]
         self.schema = pa.schema(fields, metadata=opened.schema.metadata)
         for field in self.schema:
