@@ -66,6 +66,7 @@ class InvalidValue(InvalidJob):
 
     @property
     def log_text(self) -> str:
+        """Return the message without the values."""
         text, *values = self.args
         return _filled(str(text), [HIDDEN] * len(values))
 

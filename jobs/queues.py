@@ -32,11 +32,13 @@ class QueueCounts:
 
 
 def queue_names(connection: Redis) -> list[str]:
+    """Return the names of all queues, sorted."""
     keys: Any = connection.smembers(rq_jobs.QUEUES_KEY)
     return sorted(stored.text(key).removeprefix(rq_jobs.QUEUE_PREFIX) for key in keys)
 
 
 def count_queues(connection: Redis, names: Sequence[str]) -> list[QueueCounts]:
+    """Count the jobs of some queues, in one round trip."""
     moment, size = time.time(), len(PLACES) + 1
     with connection.pipeline(transaction=False) as pipe:
         for keys in map(rq_jobs.QueueKeys, names):
@@ -73,6 +75,7 @@ class Requeued:
     missing: list[str] = field(default_factory=list)
 
     def add(self, other: "Requeued") -> None:
+        """Add the counts of another one."""
         self.done += other.done
         self.cancelled += other.cancelled
         self.missing += other.missing

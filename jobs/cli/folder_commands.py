@@ -165,7 +165,7 @@ def _errors_json(run: str, reasons: Reasons, rows: list[FailedRow], failed_check
         "errors": reasons.rows,
         "failed_checks": failed_checks,
         "cut": cut,
-        "reasons": reasons.told(MAX_REASONS),
+        "reasons": reasons.to_objects(MAX_REASONS),
         "rows": [vars(each) for each in rows],
     }
     return json.dumps(content, ensure_ascii=False)

@@ -1,4 +1,4 @@
-"""What is printed of a run: its state, its progress while it is awaited, tables, and errors."""
+"""Prints a run's state, its progress while a user waits, tables, and errors."""
 
 import os
 import sys
@@ -29,17 +29,20 @@ def errors_told() -> Iterator[None]:
         yield
         return
     except JobsError as error:
-        text, cause = f"{type(error).__name__}: {error}", error
+        text = f"{type(error).__name__}: {error}"
+        cause = error
     except NOT_SERVED as error:
-        found = not_served(click.get_current_context().find_root().params["url"], error)
-        text, cause = f"{found.found}: {found.mend}", error
+        finding = not_served(click.get_current_context().find_root().params["url"], error)
+        text = f"{finding.found}: {finding.mend}"
+        cause = error
     except redis.exceptions.RedisError as error:
-        text, cause = f"Redis refused ({type(error).__name__}): {error}", error
+        text = f"Redis refused ({type(error).__name__}): {error}"
+        cause = error
     raise click.ClickException(safe_name(text, MAX_TEXT_CHARS)) from cause
 
 
 def table(heads: Sequence[str], rows: Sequence[Sequence[str]], numbers: Sequence[str] = ()) -> str:
-    """Return lines of columns. numbers: heads of the columns that stand to the right."""
+    """Return lines of columns. numbers: the heads of columns that are aligned to the right."""
     lines = [heads, *rows]
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
     cells = [f"{{:{'>' if head in numbers else '<'}{width}}}" for head, width in zip(heads, widths, strict=True)]
@@ -47,52 +50,68 @@ def table(heads: Sequence[str], rows: Sequence[Sequence[str]], numbers: Sequence
 
 
 def rate(value: float | None) -> str:
+    """Return a rate as a table shows it; "-" if there is none."""
     if value is None:
         return "-"
     return f"{value:.0f}" if value >= 10 else f"{value:.1f}"
 
 
 LINE_EVERY_S = 10.0
-#: tqdm's own guess counts rows, and rows that are still to come may be longer.
+#: Leaves out tqdm's own estimate of the time left: it counts rows, and later rows may be longer.
 BAR_FORMAT = "{desc}: {percentage:3.0f}%|{bar}| {n_fmt}/{total_fmt} [{elapsed}{postfix}]"
 
 
 class Bar:
+    """Shows a run's progress as a bar on a terminal."""
+
     def __init__(self, file: TextIO) -> None:
         self._file = file
         self._bar = tqdm(unit="row", total=0, dynamic_ncols=True, desc="planning", file=file, bar_format=BAR_FORMAT)
 
     def show(self, snapshot: RunSnapshot) -> None:
+        """Show a run's progress."""
         if snapshot.rows is not None:
-            self._bar.total, self._bar.n = snapshot.rows, snapshot.rows_done
+            self._bar.total = snapshot.rows
+            self._bar.n = snapshot.rows_done
         self._bar.set_description_str(snapshot.state, refresh=False)
         self._bar.set_postfix_str(_speed(snapshot), refresh=False)
         self._bar.refresh()
 
     def warn(self, text: str) -> None:
+        """Print a line above the bar."""
         tqdm.write(text, file=self._file)
 
     def close(self) -> None:
+        """End the bar."""
         self._bar.close()
 
 
 class Lines:
-    """A line when the run's state changes, and one every LINE_EVERY_S in between. clock: seconds."""
+    """Prints a line when a run's state changes, and one every LINE_EVERY_S in between. clock: in seconds."""
 
     def __init__(self, file: TextIO, clock: Callable[[], float]) -> None:
-        self._file, self._clock = file, clock
-        self._state, self._shown_at = "", 0.0
+        self._file = file
+        self._clock = clock
+        self._state = ""
+        self._shown_at = 0.0
 
     def show(self, snapshot: RunSnapshot) -> None:
+        """Print a run's progress, unless it was printed shortly before."""
         now = self._clock()
         if snapshot.state == self._state and now - self._shown_at < LINE_EVERY_S:
             return
-        self._state, self._shown_at = snapshot.state, now
-        speed = _speed(snapshot)
-        rows = "" if snapshot.rows is None else f": {snapshot.rows_done} of {snapshot.rows} rows"
-        self.warn(f"{snapshot.state}{rows}{', ' if rows and speed else ''}{speed if rows else ''}")
+        self._state = snapshot.state
+        self._shown_at = now
+        line = snapshot.state
+        if snapshot.rows is not None:
+            line += f": {snapshot.rows_done} of {snapshot.rows} rows"
+            speed = _speed(snapshot)
+            if speed:
+                line += f", {speed}"
+        self.warn(line)
 
     def warn(self, text: str) -> None:
+        """Print a line."""
         print(text, file=self._file, flush=True)
 
     def close(self) -> None:
@@ -106,17 +125,21 @@ def _has_columns(file: TextIO) -> bool:
 
 
 def _speed(snapshot: RunSnapshot) -> str:
-    speed = [] if snapshot.tokens_per_s is None else [f"{snapshot.tokens_per_s:.0f} tok/s"]
-    failed = len(snapshot.failed_jobs)
-    told = [*speed, *([] if snapshot.left_s is None else [f"{duration_text(snapshot.left_s)} left"])]
-    return ", ".join([*told, *([f"{failed} shards failed"] if failed else [])])
+    texts = []
+    if snapshot.tokens_per_s is not None:
+        texts.append(f"{snapshot.tokens_per_s:.0f} tok/s")
+    if snapshot.left_s is not None:
+        texts.append(f"{duration_text(snapshot.left_s)} left")
+    if snapshot.failed_jobs:
+        texts.append(f"{len(snapshot.failed_jobs)} shards failed")
+    return ", ".join(texts)
 
 
 MAX_SHOWN = 5
 
 
 def tell_failures(connection: redis.Redis, snapshot: RunSnapshot) -> None:
-    """Print why planning and the first failed shards failed; nothing of a cancelled run, whose shards were stopped."""
+    """Print why planning and the first failed shards failed. Prints nothing for a cancelled run."""
     if snapshot.cancelled:
         return
     if snapshot.plan_error is not None:
@@ -128,26 +151,34 @@ def tell_failures(connection: redis.Redis, snapshot: RunSnapshot) -> None:
 
 
 def status_text(snapshot: RunSnapshot, num_gone: int = 0) -> str:
+    """Return a run's status in lines. num_gone: how many parts of a finished run are gone."""
     lines = [f"run {snapshot.run}: {'incomplete' if num_gone else snapshot.state}", f"output   {snapshot.output}"]
     if snapshot.rows is not None:
-        started = f"{snapshot.shards_started} started"
         outcome = outcome_text(snapshot.errors, snapshot.failed_checks, snapshot.cut)
-        lines += [
-            f"rows     {snapshot.rows_done} of {snapshot.rows}, {outcome}",
-            *([f"reused   {snapshot.rows_reused} rows of earlier runs"] if snapshot.rows_reused else []),
-            *([f"but      few answers were taken of {snapshot.reuse_differs}"] if snapshot.reuse_differs else []),
-            *([f"again    {snapshot.rows_escalated} rows, of the second model"] if snapshot.rows_escalated else []),
-            *([f"why      `tokenmill errors {snapshot.run}` lists them by reason"] if snapshot.errors else []),
-            f"shards   {snapshot.shards_done} of {snapshot.shards} done, {started}, {_rest(snapshot)}",
-            f"tokens   {snapshot.tokens} generated",
-            *([] if snapshot.left_s is None else [f"left     {duration_text(snapshot.left_s)}"]),
-        ]
+        lines.append(f"rows     {snapshot.rows_done} of {snapshot.rows}, {outcome}")
+        if snapshot.rows_reused:
+            lines.append(f"reused   {snapshot.rows_reused} rows of earlier runs")
+        if snapshot.reuse_differs:
+            lines.append(f"but      few answers were taken of {snapshot.reuse_differs}")
+        if snapshot.rows_escalated:
+            lines.append(f"again    {snapshot.rows_escalated} rows, of the second model")
+        if snapshot.errors:
+            lines.append(f"why      `tokenmill errors {snapshot.run}` lists them by reason")
+        shards = f"{snapshot.shards_done} of {snapshot.shards} done, {snapshot.shards_started} started"
+        lines.append(f"shards   {shards}, {_rest(snapshot)}")
+        lines.append(f"tokens   {snapshot.tokens} generated")
+        if snapshot.left_s is not None:
+            lines.append(f"left     {duration_text(snapshot.left_s)}")
     return "\n".join([*lines, *verdict(snapshot), *gone_text(num_gone, snapshot.output)])
 
 
 def gone_text(num_gone: int, folder: str) -> list[str]:
-    told = f"but      {num_gone} parts are gone: submit into another folder with --reuse {folder}, which computes them"
-    return [told] if num_gone else []
+    """Return the line that says that parts are gone, if any are."""
+    if not num_gone:
+        return []
+    return [
+        f"but      {num_gone} parts are gone: submit into another folder with --reuse {folder}, which computes them"
+    ]
 
 
 def _rest(snapshot: RunSnapshot) -> str:
@@ -157,8 +188,10 @@ def _rest(snapshot: RunSnapshot) -> str:
     return f"{snapshot.queued} queued, {len(snapshot.failed_jobs)} failed{gone}"
 
 
-#: How long `submit` waits for its planning to accept the run, and between two looks.
-PLAN_WAIT_S, PLAN_POLL_S = 10.0, 0.1
+#: How long `submit` waits for planning to accept the run.
+PLAN_WAIT_S = 10.0
+#: The pause between two looks at it.
+PLAN_POLL_S = 0.1
 
 
 def await_plan(connection: redis.Redis, run: str) -> None:
@@ -168,7 +201,7 @@ def await_plan(connection: redis.Redis, run: str) -> None:
     with _left_going(run, watch):
         while (snapshot := watch()).is_planning and time.monotonic() < until:
             if needs(snapshot):
-                break  # nobody is soon to plan it
+                break  # no worker will plan it soon
             time.sleep(PLAN_POLL_S)
     if snapshot.plan_status in REFUSED:
         tell_failures(connection, snapshot)

@@ -1,4 +1,4 @@
-"""`tokenmill preview` and `tokenmill submit --dry-run`: each enqueues a job, waits for its result, and removes it."""
+"""Runs `tokenmill preview` and `tokenmill submit --dry-run`. Both enqueue a job, await its result, and remove it."""
 
 import json
 import sys
@@ -23,12 +23,16 @@ from jobs.runs.watching.reading import failure_text
 from jobs.runs.watching.snapshot import WAITING, no_worker_text
 
 MAX_SHOWN_CHARS = 20_000
-#: Seconds between two looks at the job, between two looks for workers, and until we say that no worker listens.
-POLL_S, WORKERS_EVERY_S, PATIENCE_S = 0.05, 2.0, 3.0
+#: Seconds between two looks at the job.
+POLL_S = 0.05
+#: Seconds between two looks for workers.
+WORKERS_EVERY_S = 2.0
+#: Seconds until we say that no worker listens.
+PATIENCE_S = 3.0
 #: Tokenizing a large file takes a while; RQ's default is 3 minutes.
 TIMEOUT_S = 3600
 
-#: Of a larger run a dry run looks at a share of the rows: the worker holds all their requests in memory.
+#: The most rows that a dry run looks at. The worker holds the requests of all of them in memory.
 MAX_ROWS_READ = 1_000_000
 
 
@@ -52,6 +56,7 @@ def preview(connection: redis.Redis, /, rows: int, queue: str, no_answers: bool,
 
 
 def dry_run_lines(found: dict[str, Any], price_per_hour: float | None) -> list[str]:
+    """Return what a dry run has found, in lines. price_per_hour: of a worker's machine, in any currency."""
     share = "" if found["rows_read"] == found["num_rows"] else f", as {found['rows_read']:,} of them tell"
     reused = f"; {found['rows_reused']:,.0f} are answered by earlier runs" if found["rows_reused"] else ""
     tried, failed, seconds = found["num_tried"], found["num_failed"], found["seconds"]
@@ -75,16 +80,21 @@ def dry_run_lines(found: dict[str, Any], price_per_hour: float | None) -> list[s
 
 
 def survey(connection: redis.Redis, queue: str, options: dict[str, Any], **how: Any) -> dict[str, Any]:
-    submission, own = Submission.split(queue, run_arguments({"output": "/dev/null", **options}))
-    reuse = {"reuse": list(submission.reuse), "reuse_from_any_model": submission.reuse_from_any_model}
-    asked = {**RunSpec.from_arguments(**own).to_json(), **how, **reuse}
-    return try_job(connection, queue, "jobs.survey_parquet", asked, submission.model)
+    """Have a worker look at a run; return the result of jobs.survey_parquet. how: its arguments beside the run's."""
+    submission, arguments = Submission.split(queue, run_arguments({"output": "/dev/null", **options}))
+    survey_arguments = {
+        **RunSpec.from_arguments(**arguments).to_json(),
+        **how,
+        "reuse": list(submission.reuse),
+        "reuse_from_any_model": submission.reuse_from_any_model,
+    }
+    return try_job(connection, queue, "jobs.survey_parquet", survey_arguments, submission.model)
 
 
 def try_job(
     connection: redis.Redis, queue: str, function: str, arguments: Mapping[str, Any], model: str | None = None
 ) -> dict[str, Any]:
-    """Return a job's result. Raises TrialFailed, also where no worker listens on its queue."""
+    """Enqueue a job and return its result. Raises TrialFailed, also if no worker listens on its queue."""
     job_id = f"trial-{uuid4().hex}"
     try:
         with connection.pipeline() as pipe:
@@ -100,7 +110,7 @@ def try_job(
             moment = time.monotonic()
             if moment >= look_at:
                 look_at = moment + WORKERS_EVERY_S
-                listened = {name for each in read_workers(connection) for name in each.queues}
+                listened = {name for worker in read_workers(connection) for name in worker.queues}
                 if queue in listened:
                     heard_at = moment
                 elif moment - heard_at > PATIENCE_S:
@@ -147,9 +157,10 @@ def _text(value: Any) -> str:
 
 
 def _reasons(found: dict[str, Any]) -> list[str]:
-    told = []
-    for each in found["reasons"]:
-        first, rows = f"row {each['examples'][0]}", each["rows"]
+    lines = []
+    for reason in found["reasons"]:
+        first = f"row {reason['examples'][0]}"
+        rows = reason["rows"]
         failing = f"{first} would fail" if rows == 1 else f"{rows:,} rows read would fail, {first} the first"
-        told.append(f"{failing}: {safe_name(each['text'])}")
-    return told
+        lines.append(f"{failing}: {safe_name(reason['text'])}")
+    return lines

@@ -101,14 +101,26 @@ def status(connection: redis.Redis, /, run: str | None, as_json: bool, watch: bo
 
 
 def tell_troubles(connection: redis.Redis) -> None:
-    for each in troubles(connection):
-        click.secho(f"Redis: {safe_name(each, MAX_TEXT_CHARS)}", fg="red", err=True)
+    """Print why Redis takes no jobs or may lose them."""
+    for trouble in troubles(connection):
+        click.secho(f"Redis: {safe_name(trouble, MAX_TEXT_CHARS)}", fg="red", err=True)
 
 
 def output_json(output: RunOutput) -> str:
-    plan, told = output.plan, {"run": output.plan.run, "state": output.state, "output": output.folder}
-    counts = {"rows": plan.rows, "errors": output.errors, "shards": len(plan.shards), "shards_done": output.parts}
-    return json.dumps({**told, "model": str(plan.model), **counts})
+    """Return as JSON what an output folder tells of its run, without Redis."""
+    plan = output.plan
+    return json.dumps(
+        {
+            "run": plan.run,
+            "state": output.state,
+            "output": output.folder,
+            "model": str(plan.model),
+            "rows": plan.rows,
+            "errors": output.errors,
+            "shards": len(plan.shards),
+            "shards_done": output.parts,
+        }
+    )
 
 
 def _output_text(output: RunOutput) -> str:
@@ -129,12 +141,12 @@ def _runs_in_short(connection: redis.Redis, as_json: bool) -> str:
     found = list_runs(connection)
     if as_json:
         return json.dumps([each.to_object() for each in found])
-    ended = [each for each in found if not each.is_active][:MAX_ENDED]
-    return runs_table([each for each in found if each.is_active or each in ended], time.time())
+    ended = [run for run in found if not run.is_active][:MAX_ENDED]
+    return runs_table([run for run in found if run.is_active or run in ended], time.time())
 
 
 def show_or_watch(show: Callable[[], str], watch: bool, sleep: Callable[[float], None] = time.sleep) -> None:
-    """Print what `show` returns, with `watch` again and again: in its place on a terminal."""
+    """Print the text that `show` returns. watch: do so again and again, on a terminal in the same place."""
     click.echo(show())
     is_terminal = sys.stdout.isatty()
     with suppress(KeyboardInterrupt):
@@ -150,6 +162,7 @@ def show_or_watch(show: Callable[[], str], watch: bool, sleep: Callable[[float],
 
 
 def runs_table(found: Sequence[RunSnapshot], now: float) -> str:
+    """Return a table of runs. now: Unix seconds."""
     if not found:
         return "no run: `tokenmill submit FILE OUT` makes one"
     heads = ("RUN", "STATE", *_RUN_NUMBERS, "OUTPUT")
@@ -171,6 +184,7 @@ def runs_table(found: Sequence[RunSnapshot], now: float) -> str:
 
 
 def workers_table(found: Sequence[WorkerSample]) -> str:
+    """Return a table of workers."""
     if not found:
         return "no worker: start one with `rq worker --worker-class worker.BatchWorker -S json QUEUE`"
     heads = ("WORKER", "STATE", "MODEL", "FINGERPRINT", "DTYPE", "VERSION", "LANES", "HOLDS", *_WORKER_NUMBERS)
@@ -185,7 +199,7 @@ def _worker_row(worker: WorkerSample) -> tuple[str, ...]:
         str(worker.num_requests_waiting),
         f"{worker.kv_cache_usage:.0%}",
     )
-    if worker.is_silent:  # what it told last is long past: others have its jobs, or will
+    if worker.is_silent:  # its last sample is outdated: other workers have its jobs, or will have them
         now = ("-",) * len(now)
     return (
         safe_name(worker.name),

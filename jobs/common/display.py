@@ -1,4 +1,4 @@
-"""Values as messages and prompts may show them: arguments hold prompts, and names are what others wrote."""
+"""Makes values safe to show: arguments may hold prompts, and names may be anything that somebody wrote."""
 
 import datetime
 import json
@@ -11,6 +11,7 @@ HIDDEN = "..."
 
 
 def brief(value: object) -> str:
+    """Return a value's repr, cut after MAX_SHOWN_CHARS."""
     text = repr(value)
     return text if len(text) <= MAX_SHOWN_CHARS else f"{text[:MAX_SHOWN_CHARS]}..."
 
@@ -35,18 +36,20 @@ MAX_TEXT_CHARS = 2000
 
 
 def printable(text: str | bytes, kept: str = "") -> str:
-    """Return text with each character escaped that a terminal may obey or not show, but those in `kept`."""
+    """Return text in which characters are escaped that a terminal may obey or not show. kept: not escaped."""
     if isinstance(text, bytes):
         text = text.decode(errors="backslashreplace")
     if text.isprintable():
         return text
-    return "".join(
-        each if each.isprintable() or each in kept else each.encode("unicode_escape").decode() for each in text
-    )
+    shown = ""
+    for character in text:
+        is_shown = character.isprintable() or character in kept
+        shown += character if is_shown else character.encode("unicode_escape").decode()
+    return shown
 
 
 def is_unicode(text: str) -> bool:
-    """Whether a text is one that files and Redis take: half of a surrogate pair is none."""
+    """Whether files and Redis can hold a text. They cannot if it has half of a surrogate pair."""
     try:
         text.encode()
     except UnicodeEncodeError:
@@ -55,12 +58,13 @@ def is_unicode(text: str) -> bool:
 
 
 def safe_name(name: str | bytes, most: int = MAX_NAME_CHARS) -> str:
-    """Return what others chose as a message may show it: printable, and cut after `most` characters."""
+    """Return a text that somebody chose as a message may show it: printable, and cut after `most` characters."""
     cut = name[:most]
     return printable(cut) if len(cut) == len(name) else f"{printable(cut)}..."
 
 
 def duration_text(seconds: float) -> str:
+    """Return a duration in its two largest units, such as "2 h 5 min"."""
     whole = max(0, round(seconds))
     for unit, size, smaller, part in (("d", 86400, "h", 3600), ("h", 3600, "min", 60), ("min", 60, "s", 1)):
         if whole >= size:
@@ -69,7 +73,7 @@ def duration_text(seconds: float) -> str:
 
 
 def to_json(value: Any, indent: int | None = None) -> str:
-    """Return a list or dict as JSON: times as ISO 8601, exact decimals as numbers, what JSON has not as null."""
+    """Return a list or dict as JSON. Times become ISO 8601, exact decimals numbers, and infinite numbers null."""
     try:
         return json.dumps(value, ensure_ascii=False, allow_nan=False, default=_written, indent=indent)
     except ValueError:
@@ -89,7 +93,7 @@ def _finite(value: Any) -> Any:
     if isinstance(value, float) and not math.isfinite(value):
         return None
     if isinstance(value, list):
-        return [_finite(each) for each in value]
+        return [_finite(item) for item in value]
     if isinstance(value, dict):
-        return {key: _finite(each) for key, each in value.items()}
+        return {key: _finite(item) for key, item in value.items()}
     return value

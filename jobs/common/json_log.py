@@ -29,6 +29,7 @@ class JsonLine(logging.Formatter):
         self._bound, self._more_of = dict(bound), more_of
 
     def format(self, record: logging.LogRecord) -> str:
+        """Return a record as a line of JSON."""
         fields: dict[str, Any] = {
             "timestamp": datetime.fromtimestamp(record.created, UTC).isoformat(timespec="microseconds"),
             "level": record.levelname.lower(),

@@ -51,33 +51,37 @@ FORMAT_FIELD = "tokenmill_format"
 SEQUENCES_FIELD = "sequences"
 #: Another one: the one model that may run the job, by one of ServedModel.names; other workers leave it queued.
 MODEL_FIELD = "tokenmill_model"
-#: Another one: FUNCTION of a job that calls a function, FILE of a shard. Each kind waits for places of its own.
+#: Another one: FUNCTION for a job that calls a function, FILE for a shard. Each kind waits for places of its own.
 KIND_FIELD = "tokenmill_kind"
-FUNCTION, FILE = "function", "file"
-#: Another one: how far a running job is, as JSON. It is not in `meta`, where RQ's clients look: that is the producer's.
+FUNCTION = "function"
+FILE = "file"
+#: Another one: the progress of a running job, as JSON. It is not in `meta`, which belongs to the producer.
 PROGRESS_FIELD = "tokenmill_progress"
 #: A field of our own in a shard's job: the submission of its run that enqueued it, or took it over.
 SUBMISSION_FIELD = "tokenmill_submission"
 #: A run's keys are kept this long after the last write; the files alone are enough to resume it.
 RUN_TTL_S = 30 * 24 * 3600
-#: The first shows workers that Redis came back with older data. The second one, once set, holds all claims.
-EPOCHS_KEY, RESTORED_KEY = f"{OWN}:epochs", f"{OWN}:restored"
-#: Every run that was submitted within twice that time. Below `tokenmill:run:`, which producers may write.
+#: By this key workers see that Redis came back with older data.
+EPOCHS_KEY = f"{OWN}:epochs"
+#: While this key is set, workers claim nothing.
+RESTORED_KEY = f"{OWN}:restored"
+#: Every run that was submitted within twice RUN_TTL_S. It is below `tokenmill:run:`, which producers may write.
 RUNS_KEY = f"{OWN}:run:index"
 
 WORKER_STATS_TTL_S = 3600
-#: The journal of a job of prompts is kept so long, for the worker that goes on after another's death.
+#: How long the journal of a job of prompts is kept, for a worker that goes on after another one's death.
 JOURNAL_TTL_S = 24 * 3600
-#: A worker writes its sample every two seconds; one that has not for so long is frozen, cut off or dead.
+#: A worker writes its sample every two seconds. After this long without one, it is frozen, cut off or dead.
 SILENT_S = 10
 
 
 def worker_key(name: str) -> str:
+    """Return the key of a worker's sample."""
     return f"{OWN}:worker:{name}"
 
 
 def loading_key(name: str) -> str:
-    """Return the key of what a worker says while it loads its model; `worker_key` comes when it serves."""
+    """Return the key of a worker's sample while it loads its model. `worker_key` follows when it serves."""
     return f"{worker_key(name)}:loading"
 
 
@@ -92,10 +96,12 @@ def fleet_key(queue: str) -> str:
 
 
 def samples_key(name: str) -> str:
+    """Return the key of a worker's points of the last hour."""
     return f"{OWN}:samples:{name}"
 
 
 def journal_key(job_id: str) -> str:
+    """Return the key of the journal of a job of prompts."""
     return f"{OWN}:journal:{job_id}"
 
 
@@ -104,14 +110,16 @@ JOURNALS_KEY = f"{OWN}:journals"
 
 
 def held_key(queue: str) -> str:
+    """Return the key of the jobs of a queue that workers have claimed."""
     return f"{OWN}:held:{queue}"
 
 
 def run_key(run: str, kind: str = "") -> str:
-    """Return the key of a run's hash, or of what else of it is kept: its "parts", "errors", "failed" or "turn"."""
+    """Return the key of a run's hash. kind: "parts", "errors", "failed" or "turn" for another key of the run."""
     return f"{OWN}:run:{run}:{kind}" if kind else f"{OWN}:run:{run}"
 
 
 def run_folder_key(folder: str) -> str:
+    """Return the key of the run that was last submitted for an output folder."""
     path = folder.encode("utf-8", "surrogatepass")
     return run_key("folder", blake2b(path, digest_size=16).hexdigest())

@@ -1,4 +1,4 @@
-"""The log: its formats, and each record on one line that a terminal shows as it is."""
+"""Writes the log: chooses its format, and puts each record on one line that is safe for a terminal."""
 
 import logging
 import re
@@ -13,37 +13,43 @@ MAX_ARGUMENT_CHARS = 1000
 """Most characters of each value in a message: a job's id is logged before its length is checked."""
 
 _COLOUR = re.compile(r"\x1b\[(?:0[1-6]|3\d(?:;01)?|39;49;00)m")
-"""What RQ puts around names on a terminal. A producer may too, so none is shown."""
+"""The colours that RQ puts around names on a terminal. They are removed, because a producer may write them too."""
 
 #: The attribute of a log record that names its job.
 JOB_ID = "job_id"
 
-_JOB, _VALUE = re.compile(r"\b[Jj]ob %s"), re.compile(r"%[a-z.0-9]")
+_JOB = re.compile(r"\b[Jj]ob %s")
+_VALUE = re.compile(r"%[a-z.0-9]")
 
 
 class PlainLine(logging.Filter):
-    """Cuts the values of a record's message, escapes what is not printable, and notes of which job a record is."""
+    """Cuts the values of a record's message, escapes characters that are not printable, and notes the record's job."""
 
     def filter(self, record: logging.LogRecord) -> bool:
+        """Change a record; return True."""
         if isinstance(record.args, tuple):
             record.args = tuple(map(_cut, record.args))
             place = _place_of_job(record.msg)
             if place is not None and place < len(record.args):
                 setattr(record, JOB_ID, printable(str(record.args[place])))
-        record.msg, record.args = printable(_COLOUR.sub("", record.getMessage())), None
+        record.msg = printable(_COLOUR.sub("", record.getMessage()))
+        record.args = None
         return True
 
 
-#: What all loggers have: one that is added again changes nothing.
+#: The filter of all loggers. Adding it to a logger again changes nothing.
 PLAIN = PlainLine()
 
 
 @lru_cache(maxsize=256)
 def _place_of_job(message: object) -> int | None:
-    """Return which of a message's values is a job's id: the first behind "job", as in all of ours and of RQ's."""
-    if not isinstance(message, str) or (found := _JOB.search(message)) is None:
+    """Return which of a message's values is a job's id: the one behind "job", as in all messages of ours and RQ's."""
+    if not isinstance(message, str):
         return None
-    return len(_VALUE.findall(message, 0, found.start()))
+    match = _JOB.search(message)
+    if match is None:
+        return None
+    return len(_VALUE.findall(message, 0, match.start()))
 
 
 def _cut(value: Any) -> Any:
@@ -54,25 +60,33 @@ def _cut(value: Any) -> Any:
 
 
 VARIABLE = "TOKENMILL_LOG_FORMAT"
-AUTO, TEXT, JSON = "auto", "text", "json"
+AUTO = "auto"
+TEXT = "text"
+JSON = "json"
 
 
 def checked_format(value: str) -> str:
+    """Return a log format. Raises ValueError for another text."""
     if value not in (AUTO, TEXT, JSON):
         raise ValueError("expected text, json, or auto: text on a terminal, JSON elsewhere")
     return value
 
 
 def is_json(wanted: str, stream: TextIO) -> bool:
+    """Whether a stream's log is JSON. wanted: a log format."""
     return wanted == JSON or (wanted == AUTO and not stream.isatty())
 
 
 def handle_all(formatter: logging.Formatter, named: Iterable[str] = ()) -> None:
-    """Write the records of all loggers, errors to stderr, the rest to stdout. named: those whose own handlers go."""
-    below, above = logging.StreamHandler(sys.stdout), logging.StreamHandler(sys.stderr)
-    below.addFilter(lambda record: record.levelno < logging.ERROR)
-    above.setLevel(logging.ERROR)
-    for handler in (below, above):
+    """Write the records of all loggers: errors to stderr, the rest to stdout.
+
+    named: loggers that lose their own handlers.
+    """
+    to_stdout = logging.StreamHandler(sys.stdout)
+    to_stdout.addFilter(lambda record: record.levelno < logging.ERROR)
+    to_stderr = logging.StreamHandler(sys.stderr)
+    to_stderr.setLevel(logging.ERROR)
+    for handler in (to_stdout, to_stderr):
         handler.setFormatter(formatter)
         logging.getLogger().addHandler(handler)
     for name in named:
@@ -81,6 +95,7 @@ def handle_all(formatter: logging.Formatter, named: Iterable[str] = ()) -> None:
 
 
 def give_up_handlers(name: str) -> None:
+    """Have a logger leave its records to the root logger's handlers."""
     logger = logging.getLogger(name)
     logger.propagate = True
     logger.handlers.clear()

@@ -1,7 +1,7 @@
-"""RQ's queues and jobs: the one module of this package, beside the stock worker's, that imports rq.
+"""Enqueues jobs and names RQ's keys. Beside the stock worker's module, only this one imports rq.
 
-It enqueues, and names the keys where others look. They read RQ's keys as they are: its own accessors clean up
-on the way, which only workers should do, and unpack whatever anybody wrote.
+RQ's keys are read directly, because RQ's own accessors also clean up, which only workers should do, and unpack anything
+that somebody wrote.
 """
 
 import json
@@ -27,23 +27,26 @@ from rq.worker_registration import REDIS_WORKER_KEYS
 from jobs.common import stored
 from jobs.common.keys import RQ
 
-#: A set of the keys of all queues, and what such a key begins with.
-QUEUES_KEY, QUEUE_PREFIX = Queue.redis_queues_keys, Queue.redis_queue_namespace_prefix
-#: A set of the keys of all workers, and what such a key begins with.
-WORKERS_KEY, WORKER_PREFIX = REDIS_WORKER_KEYS, BaseWorker.redis_worker_namespace_prefix
+#: A set of the keys of all queues, and the beginning of such a key.
+QUEUES_KEY = Queue.redis_queues_keys
+QUEUE_PREFIX = Queue.redis_queue_namespace_prefix
+#: A set of the keys of all workers, and the beginning of such a key.
+WORKERS_KEY = REDIS_WORKER_KEYS
+WORKER_PREFIX = BaseWorker.redis_worker_namespace_prefix
 
 RATE_LIMITS_KEY = RateLimitRegistry.rl_keys_key
 JOB_PREFIX = Job.redis_job_namespace_prefix
 #: How a job ended, in the entries of `results_key`.
 ResultType = Result.Type
-#: What stands there for a value that JSON has not.
+#: The text in such an entry for a value that JSON cannot hold.
 NO_JSON_VALUE = UNSERIALIZABLE_RETURN_VALUE_PAYLOAD
 
 
 class QueueKeys:
-    """The keys of a queue: a list of job ids, one of those that a worker of RQ's is taking, and sorted sets.
+    """The keys of a queue.
 
-    In `started` stand `<job>:<execution>`, in the others job ids.
+    waiting: a list of job ids. popped: a list of the ids that RQ's own workers are taking. All others are sorted sets:
+    `started` of `<job>:<execution>`, the rest of job ids.
     """
 
     def __init__(self, name: str) -> None:
@@ -59,14 +62,17 @@ class QueueKeys:
 
 
 def job_key(job_id: str) -> str:
+    """Return the key of a job's hash."""
     return Job.key_for(job_id)
 
 
 def relatives_keys(job_id: str) -> tuple[str, str]:
+    """Return the keys of a job's dependents and of its dependencies."""
     return Job.dependents_key_for(job_id), f"{JOB_PREFIX}:{job_id}:dependencies"
 
 
 def dependency_ids(connection: Redis, job_id: str) -> list[str]:
+    """Return the ids of the jobs that a job depends on."""
     raw: Any = connection.hget(job_key(job_id), "dependency_ids")
     ids: list[str] = json.loads(raw or b"[]")
     return ids
@@ -78,6 +84,7 @@ def executions_key(job_id: str) -> str:
 
 
 def execution_key(job_id: str, execution_id: str) -> str:
+    """Return the key of an execution's hash."""
     return f"{RQ}:execution:{job_id}:{execution_id}"
 
 
@@ -87,27 +94,32 @@ def rate_limit_key(limit: str) -> str:
 
 
 def rate_limited_key(limit: str) -> str:
+    """Return the key of the jobs that wait because of a rate limit."""
     return f"{rate_limit_key(limit)}:rate_limited"
 
 
 def results_key(job_id: str) -> str:
+    """Return the key of the stream of a job's results."""
     return f"{RQ}:results:{job_id}"
 
 
 def result_type(entry: Mapping[bytes, bytes]) -> ResultType | None:
-    """Return how an entry of that stream says that its job ended; None for what says nothing."""
-    return next((each for each in ResultType if b"%d" % each.value == entry.get(b"type")), None)
+    """Return how a job ended, by an entry of its results; None if the entry does not say it."""
+    return next((kind for kind in ResultType if b"%d" % kind.value == entry.get(b"type")), None)
 
 
 def command_channel(worker: str) -> str:
+    """Return the channel on which a worker takes commands."""
     return PUBSUB_CHANNEL_TEMPLATE % worker
 
 
 def job_status(raw: object) -> JobStatus | None:
-    return next((each for each in JobStatus if each.encode() == raw), None)
+    """Return a stored status; None for anything else."""
+    return next((status for status in JobStatus if status.encode() == raw), None)
 
 
 def time_text() -> str:
+    """Return the present time as RQ writes it."""
     return utcformat(now())
 
 
@@ -117,25 +129,27 @@ def job_queue(connection: Redis, name: str) -> Queue:
 
 
 prepared_job = Queue.prepare_data
-#: Of an error's text, unpacked; a worker writes far less.
+#: The most bytes of an error's text, unpacked. A worker writes far less.
 MAX_ERROR_BYTES = 1 << 20
 
 
 def error_text(entry: Mapping[bytes, bytes]) -> str:
+    """Return the error in an entry of a job's results; "" if there is none."""
     return stored.text(stored.unpacked(_decoded(entry, b"exc_string"), MAX_ERROR_BYTES) or b"")
 
 
 def last_value(connection: Redis, job_id: str) -> dict[str, Any]:
-    """Return the object that a job returned last; {} where it returned none that can be read."""
+    """Return the JSON object that a job returned last; {} if it returned no such object."""
     return stored.json_object(last_result(connection, job_id))
 
 
 def last_result(connection: Redis, job_id: str) -> bytes:
-    """Return the JSON of what a job returned last, of any size; b"" where it returned nothing."""
+    """Return the JSON that a job returned last, of any size; b"" if it returned nothing."""
     return _decoded(last_entry(connection, job_id), b"return_value")
 
 
 def last_entry(connection: Redis, job_id: str) -> Mapping[bytes, bytes]:
+    """Return the last entry of a job's results; {} if there is none."""
     entries: Any = connection.xrevrange(results_key(job_id), count=1)
     return entries[0][1] if entries else {}
 

@@ -1,4 +1,4 @@
-"""Reads values out of Redis, where producers may write anything: what cannot be right counts as missing."""
+"""Reads values from Redis, where producers may write anything. A value that cannot be right counts as missing."""
 
 import json
 import zlib
@@ -6,7 +6,7 @@ from contextlib import suppress
 from datetime import datetime
 from typing import Any
 
-#: Ours are far smaller; a larger one is not read.
+#: A larger JSON object is not read. Ours are far smaller.
 MAX_OBJECT_BYTES = 1 << 20
 
 
@@ -16,24 +16,25 @@ def text(raw: bytes) -> str:
 
 
 def unpacked(packed: bytes, most: int) -> bytes | None:
-    """Return what RQ packs, or takes as it stands; None beyond `most` bytes, and no more is unpacked."""
-    inflater, found = zlib.decompressobj(), packed
+    """Return bytes that RQ may have packed; None if they are more than `most`. No more than that is unpacked."""
+    inflater = zlib.decompressobj()
+    content = packed
     with suppress(zlib.error):
         inflated = inflater.decompress(packed, most + 1)
-        if inflater.eof or len(inflated) > most:  # else RQ takes it as it stands
-            found = inflated
-    return found if len(found) <= most else None
+        if inflater.eof or len(inflated) > most:  # else they are not packed, and RQ takes them as they are
+            content = inflated
+    return content if len(content) <= most else None
 
 
 def json_object(raw: object) -> dict[str, Any]:
-    """Return a stored JSON object, {} for anything else: none, another type, an error of Redis."""
+    """Return a stored JSON object; {} for anything else, such as None, another type or an error of Redis."""
     if not isinstance(raw, bytes) or len(raw) > MAX_OBJECT_BYTES:
         return {}
     try:
-        found = json.loads(raw)
+        value = json.loads(raw)
     except (ValueError, RecursionError):
         return {}
-    return found if isinstance(found, dict) else {}
+    return value if isinstance(value, dict) else {}
 
 
 def count(value: object) -> int | None:
@@ -44,18 +45,18 @@ def count(value: object) -> int | None:
 
 
 def seconds(text: str | None) -> float | None:
-    """Return a stored time; None for what is none."""
+    """Return a stored time; None for anything else."""
     try:
-        found = float(text or "")
+        value = float(text or "")
     except ValueError:
         return None
-    return found if 0 <= found < 1 << 63 else None
+    return value if 0 <= value < 1 << 63 else None
 
 
 def moment(raw: object) -> float | None:
-    """Return a time as RQ writes it in Unix seconds; None for what is none."""
+    """Return a time that RQ wrote, in Unix seconds; None for anything else."""
     try:
-        found = datetime.fromisoformat(text(raw) if isinstance(raw, bytes) else "").timestamp()
+        value = datetime.fromisoformat(text(raw) if isinstance(raw, bytes) else "").timestamp()
     except (ValueError, OverflowError, OSError):
         return None
-    return found if found >= 0 else None
+    return value if value >= 0 else None

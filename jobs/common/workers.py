@@ -1,4 +1,4 @@
-"""Workers as they show themselves: how each stands now, points of an hour for charts, RQ's registration.
+"""Reads what workers say of themselves: how each stands now, points of the last hour, and RQ's registration.
 
 A worker writes its `WorkerSample` to `tokenmill:worker:<name>` every two seconds, and a `Point` to the list
 `tokenmill:samples:<name>`, the latest first, every ten. Names follow vLLM's metrics.
@@ -16,22 +16,28 @@ from jobs.common.keys import SILENT_S, WORKER_STATS_TTL_S, fleet_key, loading_ke
 from jobs.common.rq_jobs import WORKER_PREFIX, WORKERS_KEY
 from jobs.common.stored import count, json_object, text
 
-#: Seconds between two points, and how many are kept: an hour's.
-POINT_PERIOD_S, MAX_POINTS = 10.0, 360
-#: Jobs that a sample names, the oldest of those that its worker holds.
+#: Seconds between two points.
+POINT_PERIOD_S = 10.0
+#: How many points are kept: those of an hour.
+MAX_POINTS = 360
+#: The most jobs that a sample names. They are the oldest ones that the worker holds.
 MAX_HELD_NAMED = 20
-#: State of a worker that loads its model: it says so once, then nothing for up to so many seconds.
-LOADING, LOADING_S = "loading", 600.0
+#: The state of a worker that loads its model.
+LOADING = "loading"
+#: How long such a worker may say nothing else.
+LOADING_S = 600.0
 #: The state of a worker that claims nothing because Redis came back with older data.
 RESTORED = "restored"
 RESTORED_TEXT = (
     "Redis came back with older data, and prompts that were answered since may be queued again: "
     "`tokenmill restore-check` says what to do"
 )
-#: Seconds for which a silent worker is still listed: as long as RQ keeps it with the default --worker-ttl.
+#: How long a silent worker is still listed: as long as RQ keeps it with the default --worker-ttl.
 LISTED_S = 480.0
-#: Bounds of a worker's record: characters of a text, entries of a list.
-MAX_TEXT_CHARS, MAX_ENTRIES = 4096, 1000
+#: The most characters of a text in a worker's record.
+MAX_TEXT_CHARS = 4096
+#: The most entries of a list in a worker's record.
+MAX_ENTRIES = 1000
 
 
 def _number(value: object) -> float | None:
@@ -78,10 +84,11 @@ _READ: Mapping[Any, Callable[[object], Any]] = {
 
 @dataclass(frozen=True, kw_only=True)
 class Point:
-    """One moment of one worker, `at` Unix seconds by its clock. Counts are since its start.
+    """One moment of one worker. Counts are since its start.
 
-    prompt_tokens: computed or cached. num_requests_running: sequences in the batch. kv_cache_usage: 0 to 1. jobs_held:
-    claimed and not ended. rows: of files, answered. depth: jobs that wait in each of its queues, the most urgent first.
+    at: Unix seconds by the worker's clock. prompt_tokens: computed or cached. num_requests_running: sequences in the
+    batch. kv_cache_usage: 0 to 1. jobs_held: claimed and not ended. rows: answered rows of files. depth: the waiting
+    jobs of each of its queues, the most urgent queue first.
     """
 
     at: float = 0.0
@@ -101,36 +108,41 @@ class Point:
 
     @property
     def batch_fill(self) -> float:
+        """Return the share of the batch that is filled, from 0 to 1."""
         return min(1.0, self.num_requests_running / self.max_num_seqs) if self.max_num_seqs else 0.0
 
     def to_object(self) -> dict[str, Any]:
+        """Return the fields as JSON has them."""
         return asdict(self)
 
     def to_text(self) -> str:
+        """Return the fields as JSON text."""
         return json.dumps(self.to_object(), separators=(",", ":"))
 
     @classmethod
     def from_object(cls, stored: Mapping[str, Any], **more: Any) -> Self:
-        """Return what a record says. Producers may write records, so a value of another kind counts as missing."""
+        """Read a record. Producers may write records too, so a value of another type counts as missing."""
         values: dict[str, Any] = {}
-        for each in fields(cls):
-            checked = _READ[each.type](stored.get(each.name))
-            if checked is not None:
-                values[each.name] = checked
+        for record_field in fields(cls):
+            read = _READ[record_field.type]
+            value = read(stored.get(record_field.name))
+            if value is not None:
+                values[record_field.name] = value
         return cls(**{**values, **more})
 
 
 @dataclass(frozen=True, kw_only=True)
 class WorkerSample(Point):
-    """How a worker stands. silent_s: since it wrote this, by Redis' clock. started_at: Unix seconds. models: all names
-    by which jobs may ask for its model. fingerprint, max_model_len: see ServedModel. clock_formats: the same, as one
-    text (jobs.context.served_model.joined_formats).
+    """How a worker stands now.
 
-    format: the format of plans that it reads (FORMAT in jobs.common.keys).
-
+    silent_s: the seconds since it wrote this, by Redis' clock. started_at: Unix seconds.
     state: "idle", "busy", "suspended", "restored" (see `RESTORED`), "draining" (it finishes what runs), "loading" (its
-    model) or "stopped". queues: the most urgent first. held: jobs that it holds, by queue; held_jobs: the oldest of
-    them, MAX_HELD_NAMED at most. claimed: jobs of each of its queues that any worker has taken and not begun.
+    model) or "stopped".
+    models: all names by which jobs may ask for its model. fingerprint, max_model_len: see ServedModel.
+    clock_formats: see ServedModel, as one text (jobs.context.served_model.joined_formats).
+    format: the format of plans that it reads (FORMAT in jobs.common.keys).
+    queues: the most urgent first. held: how many jobs it holds, by queue. held_jobs: the oldest of these jobs, at most
+    MAX_HELD_NAMED. claimed: for each of its queues, the jobs that any worker has taken and not begun.
     """
 
     name: str = ""
@@ -155,14 +167,14 @@ class WorkerSample(Point):
 
     @property
     def is_silent(self) -> bool:
-        """Whether it has told nothing for so long that it is frozen, cut off or dead."""
+        """Whether it has written nothing for so long that it must be frozen, cut off or dead."""
         return self.silent_s > (LOADING_S if self.state == LOADING else SILENT_S)
 
 
 def worker_names(connection: Redis) -> list[str]:
-    """Return the names of registered workers, RQ's own and for minutes killed ones among them, in order."""
-    found: Any = connection.smembers(WORKERS_KEY)
-    return sorted(text(key).removeprefix(WORKER_PREFIX) for key in found)
+    """Return the names of registered workers, sorted. RQ's own workers and recently killed ones are among them."""
+    keys: Any = connection.smembers(WORKERS_KEY)
+    return sorted(text(key).removeprefix(WORKER_PREFIX) for key in keys)
 
 
 _FIELDS = ("state", "queues", "current_job", "successful_job_count", "failed_job_count", "last_heartbeat")
@@ -170,9 +182,10 @@ _FIELDS = ("state", "queues", "current_job", "successful_job_count", "failed_job
 
 @dataclass(frozen=True)
 class Worker:
-    """A worker in Redis. registered: RQ's fields, as they may be shown; {} once those of a killed one have expired.
+    """A worker in Redis.
 
-    queues: that it serves. sample: what it wrote last; None for a worker of RQ's own, which writes none.
+    queues: the queues that it serves. registered: RQ's fields, safe to show; {} once those of a killed worker have
+    expired. sample: the last one that it wrote; None for one of RQ's own workers, which write none.
     """
 
     name: str
@@ -182,13 +195,15 @@ class Worker:
 
     @property
     def is_silent(self) -> bool:
+        """Whether it must be frozen, cut off or dead. One of RQ's own workers is never silent."""
         return self.sample is not None and self.sample.is_silent
 
 
 def read_workers(connection: Redis, names: Sequence[str] | None = None) -> list[Worker]:
-    """Return the workers that are registered or wrote a record within LISTED_S: all, or those of `names`.
+    """Return the workers that are registered or wrote a sample within LISTED_S. Raises RedisError.
 
-    Raises RedisError. RQ's lists of each queue's workers are not read: producers would need rights to them.
+    names: only these workers; all by default. RQ's lists of each queue's workers are not read, because producers would
+    need rights to them.
     """
     names = worker_names(connection) if names is None else names
     with connection.pipeline(transaction=False) as pipe:
@@ -197,32 +212,49 @@ def read_workers(connection: Redis, names: Sequence[str] | None = None) -> list[
             for key in (worker_key(name), loading_key(name)):
                 pipe.get(key)
                 pipe.pttl(key)
-        replies = pipe.execute(raise_on_error=False)  # producers may write there
-    found = []
-    for name, fields_, *told_twice in zip(names, *(replies[i::5] for i in range(5)), strict=True):
-        values = fields_ if isinstance(fields_, list) else [None] * len(_FIELDS)
+        # Producers may write to these keys too. So a reply may be an error, and costs that worker alone.
+        replies = iter(pipe.execute(raise_on_error=False))
+
+    workers = []
+    for name in names:
+        registration = next(replies)
+        serving = (next(replies), next(replies))
+        loading = (next(replies), next(replies))
+        values = registration if isinstance(registration, list) else [None] * len(_FIELDS)
         registered = {key: value for key, value in zip(_FIELDS, values, strict=True) if value}
-        raw, left_ms = told_twice[:2] if told_twice[0] is not None else told_twice[2:]
-        sample = None
-        if told := json_object(raw):
-            silent_s = max(0.0, WORKER_STATS_TTL_S - left_ms / 1000) if left_ms >= 0 else 0.0
-            told = {**told, "at": told.get("updated_at")}
-            sample = WorkerSample.from_object(told, name=name, silent_s=silent_s)
+        sample = _sample(name, *(serving if serving[0] is not None else loading))
         if registered or (sample is not None and sample.silent_s <= LISTED_S):
             queues = text(registered["queues"]).split(",") if "queues" in registered else []
             shown = {key: safe_name(value) for key, value in registered.items()}
-            found.append(Worker(name, queues, shown, sample))
-    return found
+            workers.append(Worker(name, queues, shown, sample))
+    return workers
+
+
+def _sample(name: str, raw: Any, left_ms: Any) -> WorkerSample | None:
+    """Return a worker's sample; None if it has none. left_ms: how long its key lives, which tells its age."""
+    record = json_object(raw)
+    if not record:
+        return None
+    silent_s = 0.0
+    if left_ms >= 0:
+        silent_s = max(0.0, WORKER_STATS_TTL_S - left_ms / 1000)
+    record["at"] = record.get("updated_at")
+    return WorkerSample.from_object(record, name=name, silent_s=silent_s)
 
 
 def served_on(workers: Iterable[Worker], queue: str) -> tuple[int, set[str] | None]:
-    """Return how many workers listen on a queue, and the names of the models they serve, if all say that."""
-    listening = [each for each in workers if queue in each.queues]
-    if any(each.sample is None for each in listening):
-        return len(listening), None
-    # A killed worker's key lives on for minutes, and what it served with it.
-    served = [each.sample.models for each in listening if each.sample is not None and not each.is_silent]
-    return len(listening), {name for names in served for name in names}
+    """Return how many workers listen on a queue, and the names of the models that they serve.
+
+    The names are None if a worker does not say what it serves.
+    """
+    listening = [worker for worker in workers if queue in worker.queues]
+    models: set[str] = set()
+    for worker in listening:
+        if worker.sample is None:
+            return len(listening), None
+        if not worker.is_silent:  # a killed worker's sample lives on for minutes
+            models.update(worker.sample.models)
+    return len(listening), models
 
 
 def are_held(workers: Iterable[Worker]) -> bool:
@@ -232,12 +264,12 @@ def are_held(workers: Iterable[Worker]) -> bool:
 
 
 def claimed_jobs(workers: Iterable[Worker]) -> dict[str, int]:
-    """Return how many jobs of each queue are taken and not begun, by the latest worker's record."""
-    samples = [each.sample for each in workers if each.sample is not None]
-    found: dict[str, int] = {}
+    """Return how many jobs of each queue are taken and not begun. The latest sample counts."""
+    samples = [worker.sample for worker in workers if worker.sample is not None]
+    claimed: dict[str, int] = {}
     for sample in sorted(samples, key=lambda sample: -sample.silent_s):
-        found.update(sample.claimed)
-    return found
+        claimed.update(sample.claimed)
+    return claimed
 
 
 #: The fields that a worker writes to its `served_key`.
@@ -247,7 +279,7 @@ _SERVED = ("queues", "model", "models", "dtype", "max_model_len", "clock_formats
 def read_serving(connection: Redis, queue: str) -> list[WorkerSample]:
     """Return what a queue's living workers serve, from keys that only workers may write. Raises RedisError.
 
-    Each sample has only the fields of `served_text`.
+    The samples have no fields but those of `served_text`.
     """
     names: Any = connection.zrange(fleet_key(queue), -MAX_ENTRIES, -1)
     if not names:
@@ -258,5 +290,5 @@ def read_serving(connection: Redis, queue: str) -> list[WorkerSample]:
 
 
 def served_text(facts: Mapping[str, Any]) -> str:
-    """Return what a worker writes to its `served_key`: some fields of its record."""
+    """Return the text of a worker's `served_key`: some fields of its sample."""
     return json.dumps({name: facts[name] for name in _SERVED if name in facts})

@@ -1,4 +1,4 @@
-"""What a running job gets from the process that runs it."""
+"""Gives a running job what it needs from the process that runs it."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -12,7 +12,7 @@ from jobs.context.job_journal import JobJournal
 from jobs.context.served_model import PromptMeter, ServedModel
 from jobs.context.shared_files import ShardBytes, SharedFiles
 
-#: Of a job's value, as JSON: Redis takes 512 MB at most, and whoever waits for an answer reads it whole.
+#: The most bytes of a job's result, as JSON. Redis takes at most 512 MB, and a waiting client reads it whole.
 MAX_RESULT_BYTES = 16 << 20
 
 
@@ -26,7 +26,7 @@ def never_interrupted() -> None:
 
 @dataclass(frozen=True)
 class Lease:
-    """What tells in Redis that an execution still holds its job: `member` is in the sorted set `key`."""
+    """The mark in Redis that an execution still holds its job: `member` is in the sorted set `key`."""
 
     key: str
     member: str
@@ -36,13 +36,16 @@ class Lease:
 class JobContext:
     """What the process that runs a job lends to it.
 
-    connection: owned by the thread that calls. data_roots: absolute real paths, and paths in object stores.
-    check_sampling: raises InvalidJob for sampling values that no request could use. files, answers, shard_bytes: shared
-    by the shards of this process. check_interrupted: raises where the job was stopped, taken over or is late; long work
-    calls it. lease: refuses writes once the job was taken over; None where nobody takes it. file_timeout_s: within
-    which a file's store must have answered. meter: loads an engine where there is none yet; None where prompts cannot
-    be looked at. trace: W3C's trace context, for the meta of jobs that this one enqueues. journal: of a job of prompts;
-    None where none is kept.
+    connection: owned by the thread that calls.
+    data_roots: absolute real paths, and paths in object stores.
+    check_sampling: raises InvalidJob for sampling values that no request could use.
+    files, answers, shard_bytes: shared by the shards of this process.
+    check_interrupted: raises if the job was stopped or taken over, or is late. Long work calls it.
+    lease: refuses writes once the job was taken over; None if nobody can take it over.
+    file_timeout_s: the time in which a file's store must answer.
+    meter: returns a PromptMeter, and loads an engine if there is none; None if prompts cannot be counted here.
+    trace: W3C's trace context, for the meta of jobs that this one enqueues.
+    journal: of a job of prompts; None if none is kept.
     """
 
     connection: Redis

@@ -1,4 +1,4 @@
-"""The journal of a job of prompts: a key in Redis that tells how far its prompts are."""
+"""Keeps the journal of a job of prompts: a key in Redis with the progress of its prompts."""
 
 import json
 from collections.abc import Iterable, Sequence
@@ -8,7 +8,7 @@ from redis import Redis
 
 from jobs.common.keys import JOURNAL_TTL_S, JOURNALS_KEY, journal_key
 
-#: Of one job: it is written whole each time, and comes with the job's claim.
+#: The most bytes of one job's journal. It is written whole each time, and read with the job's claim.
 MAX_BYTES = 256 << 10
 
 
@@ -29,7 +29,7 @@ class JobJournal:
         self._lease = lease
 
     def read(self) -> list[Any]:
-        """Return the prompts' records, as they were written: none of another job or model, or of damaged ones."""
+        """Return the prompts' records as they were written. Empty if it is damaged, or another job's."""
         whose, *lines = (self._found or b"").decode(errors="replace").split("\n")
         if whose != self._whose:
             return []

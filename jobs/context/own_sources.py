@@ -1,4 +1,4 @@
-"""Finds the files of a person's own that a module imports, to hash them with it."""
+"""Finds the files that a user's module imports from its own package, so that they are hashed with it."""
 
 import ast
 from collections.abc import Iterator
@@ -6,7 +6,7 @@ from hashlib import blake2b
 from pathlib import Path
 
 MAX_FILES = 1000
-"""Of a larger package the first ones count."""
+"""The most files that count. Of a larger package, only the first ones found do."""
 
 _INSTALLED = ("site-packages", "dist-packages")
 

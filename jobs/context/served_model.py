@@ -1,4 +1,4 @@
-"""The model that a process serves: its names and identity, and what it tells of prompts."""
+"""Describes the model that a process serves: its names, its identity, and how it reads prompts."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -46,10 +46,10 @@ class PinnedModel:
 class ServedModel(PinnedModel):
     """One model as one process serves it.
 
-    aliases: what else it may be called. embedding_size: 0 of a model that gives none. embedding_prompts: names of those
-    that may stand before a text. classes: labels of its sequence-classification head, none of a model without.
-    control_tokens: texts of tokens that open or end turns; a value in a prompt must not become one. clock_formats: the
-    formats in which its chat template writes the time; None if they cannot be known beforehand.
+    aliases: its other names. embedding_size: 0 for a model without embeddings. embedding_prompts: the names of prompts
+    that may stand before a text. classes: the labels of its sequence-classification head; empty without one.
+    control_tokens: the texts of tokens that open or end turns; a value in a prompt must not become one. clock_formats:
+    the formats in which its chat template writes the time; None if they cannot be known beforehand.
     """
 
     attention_backend: str = ""
@@ -58,12 +58,13 @@ class ServedModel(PinnedModel):
     embedding_prompts: tuple[str, ...] = ()
     classes: tuple[str, ...] = ()
     control_tokens: tuple[str, ...] = ()  # empty until an engine fills them in, as below
-    reads_pictures: bool = True  # as long as no engine has told
+    reads_pictures: bool = True  # until an engine says otherwise
     generates: bool = True
     clock_formats: tuple[str, ...] | None = ()
 
     @property
     def names(self) -> tuple[str, ...]:
+        """Return all names by which a job may ask for the model."""
         return tuple(dict.fromkeys((self.fingerprint, self.name, *self.aliases, self.pin)))
 
     def pinned(self, now: float) -> PinnedModel:
@@ -73,11 +74,12 @@ class ServedModel(PinnedModel):
         return PinnedModel(self.name, self.fingerprint, self.dtype, max_model_len=length, clock=clock)
 
     def check_asked_for(self, name: str | None) -> None:
+        """Raise ModelNotServed if a job asks for another model. name: None for any model."""
         if name is not None and name not in self.names:
             raise ModelNotServed(name, self.name)
 
     def check_ranks(self) -> None:
-        """Raise InvalidJob for a head of several classes, none of which says how well a document answers."""
+        """Raise InvalidJob if the model's head has several classes: none of them scores a document."""
         if len(self.classes) > 1:
             raise InvalidJob(
                 f"the worker serves {self.name!r}, whose head has {len(self.classes)} classes, not a score"
@@ -85,7 +87,10 @@ class ServedModel(PinnedModel):
 
 
 def clock_text(formats: Sequence[str] | None, now: float) -> str:
-    """Return what a chat template writes of a Unix time. formats: of ServedModel."""
+    """Return the texts that a chat template writes for a Unix time. formats: see ServedModel.clock_formats.
+
+    If the formats are not known, the text is random, so that it equals no other.
+    """
     if formats is None:
         return token_hex(8)
     return "\n".join(map(datetime.fromtimestamp(now).strftime, formats))
@@ -95,6 +100,7 @@ _UNNAMED = "?"
 
 
 def joined_formats(formats: Sequence[str] | None) -> str:
+    """Return the formats of a model's clock as one text."""
     return _UNNAMED if formats is None else "\n".join(formats)
 
 
@@ -106,17 +112,17 @@ def split_formats(text: str) -> tuple[str, ...] | None:
 
 
 def parse_model(model: object) -> str | None:
-    """Return the model that a job's argument asks for. Raises InvalidJob for what can be no name."""
+    """Return the model that a job's argument asks for. Raises InvalidJob if it can be no name."""
     return None if model is None else some_text("model", model, MAX_MODEL_CHARS)
 
 
 @dataclass(frozen=True)
 class PromptMeter:
-    """What the engine of a process makes of prompts.
+    """Counts the tokens of prompts as the engine of a process would.
 
-    token_ids: those of a prompt, or of a chat's messages with its options (as in tasks.Request), in any thread; raises
-    InvalidJob with the reason for which the engine would refuse it. block_size: tokens that the prefix cache shares at
-    once.
+    token_ids: returns the tokens of a prompt, or of a chat's messages with its options (see tasks.Request), in any
+    thread. It raises InvalidJob if the engine would refuse the prompt. block_size: the tokens of a block, the unit of
+    the prefix cache.
     """
 
     token_ids: Callable[[Any, list[dict[str, Any]] | None, Mapping[str, Any]], Sequence[int]]

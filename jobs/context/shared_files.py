@@ -1,4 +1,4 @@
-"""What the jobs of one process share: children, plans, open readers, and the memory that shards take."""
+"""Shared by the jobs of one process: children, plans, open readers, and the memory that shards take."""
 
 import threading
 from collections import Counter
@@ -11,22 +11,22 @@ from sandbox import Pool
 
 CHILDREN = Pool()
 DECODERS = Pool()
-"""Children that only decode pictures, whose readers are in C: they see nothing else."""
+"""Children that only decode pictures. The decoders are written in C, so these children get nothing else to read."""
 
 
-#: A run's shards come one after the other: more plans than this are not in use at once.
+#: The most plans that are kept. A run's shards come one after the other, so no more are in use at once.
 MAX_PLANS = 4
-#: Files that are read at once: each has a child of its own, and holds a decoded page of each column.
+#: The most files that are read at once. Each has its own child, and holds a decoded page of each column.
 MAX_READERS = 4
 
 P = TypeVar("P")
 R = TypeVar("R")
-#: The path of a file, then what names its state, and columns.
+#: The path of a file, then values that name its state, and its columns.
 ReaderKey = tuple[Hashable, ...]
 
 
 class NoRoomYet(Exception):
-    """Raised where a shard must wait until others have let go of memory: begin again later."""
+    """Raised if a shard must wait until other shards have released memory. Begin it again later."""
 
 
 class SharedFiles:
@@ -44,8 +44,8 @@ class SharedFiles:
         self.num_readers = 0
 
     def plan(self, key: Hashable, load: Callable[[], P]) -> P:
-        """Return a plan as `load` gave it for the same key, which names one state of one file."""
-        with self._turns.at(key):  # one thread reads it, the others wait
+        """Return a file's plan, which is loaded once. key: names one state of one file."""
+        with self._turns.at(key):  # one thread loads it, other threads wait
             plan: P = self._plans.get(key) or load()
             with self._lock:
                 self._plans[key] = plan
@@ -62,51 +62,61 @@ class SharedFiles:
         """Note that a shard is closed; the last one closes the file's readers."""
         with self._lock:
             self._users[path] -= 1
-            self._users += Counter()  # those of none go
+            self._users += Counter()  # drops files without users
         self.close_idle(self._users)
 
     def close_idle(self, but: Container[Hashable] = ()) -> None:
-        """Close the readers that nobody uses, but those of some files."""
+        """Close the readers that nobody uses. but: files whose readers stay open."""
+        unused = []
         with self._lock:
-            unused = [each for each in self._idle if each[0][0] not in but]
-            self._idle = [each for each in self._idle if each not in unused]
-        for _, reader in unused:
+            still_idle = []
+            for key, reader in self._idle:
+                if key[0] in but:
+                    still_idle.append((key, reader))
+                else:
+                    unused.append(reader)
+            self._idle = still_idle
+        for reader in unused:
             self._close(reader)
 
     @contextmanager
     def reader(self, key: ReaderKey, shard: Any, open_reader: Callable[[], R]) -> Iterator[R]:
         """Lend a RowReader (jobs/parquet/tables) that has not passed a shard: the nearest one, or a new one.
 
-        One of a kind at a time: a shard waits for the one before it. What the body raises closes the reader, and so
-        does a shard that was closed meanwhile. Raises NoRoomYet where MAX_READERS are lent.
+        Only one reader of a key is lent at a time, so a shard waits for the one before it. The reader is closed if the
+        body raises, or if the file's last shard was closed meanwhile. Raises NoRoomYet if MAX_READERS are lent.
         """
         with self._turns.at(key):
             reader = self._nearest(key, shard) or self._opened(open_reader)
             try:
                 yield reader
-            except BaseException:  # it may have read what is not the planned file
+            except BaseException:  # it may have read a file that is not the planned one
                 self._close(reader)
                 raise
             with self._lock:
-                if is_used := key[0] in self._users:
+                is_used = key[0] in self._users
+                if is_used:
                     self._idle.append((key, reader))
             if not is_used:
                 self._close(reader)
 
     def _nearest(self, key: ReaderKey, shard: Any) -> Any:
+        """Take the idle reader of a key that is nearest to a shard; None if there is none."""
         with self._lock:
-            alike = [each for each in self._idle if each[0] == key and each[1].reaches(shard)]
-            found = max(alike, key=lambda each: each[1].next_row, default=None)
-            if found is None:
+            candidates = [entry for entry in self._idle if entry[0] == key and entry[1].reaches(shard)]
+            if not candidates:
                 return None
-            self._idle.remove(found)
-            return found[1]
+            nearest = max(candidates, key=lambda entry: entry[1].next_row)
+            self._idle.remove(nearest)
+            return nearest[1]
 
     def _opened(self, open_reader: Callable[[], R]) -> R:
         with self._lock:
             if self.num_readers >= MAX_READERS and not self._idle:
                 raise NoRoomYet
-            unused = self._idle.pop(0)[1] if self.num_readers >= MAX_READERS else None
+            unused = None
+            if self.num_readers >= MAX_READERS:
+                _, unused = self._idle.pop(0)
             self.num_readers += 1
         try:
             if unused is not None:
@@ -125,14 +135,15 @@ class SharedFiles:
 
 #: Room for 250,000 prompts of 1 KB in a shard.
 DEFAULT_BYTES = 256 << 20
-#: No further shard begins once open ones hold this part of the limit (1 / BEGIN_SHARE): the rest is theirs.
+#: No further shard begins once open shards hold 1 / BEGIN_SHARE of the limit. The rest is left for these.
 BEGIN_SHARE = 2
 
 
 class ShardBytes:
-    """Counts the bytes of prompts that open shards hold (held), at most `limit` together. Thread-safe.
+    """Counts the bytes of prompts that all open shards hold. Thread-safe.
 
-    Who would be beyond it waits, and holds nothing meanwhile. Alone, nobody waits: a file's own bounds hold then.
+    limit: how many they may hold together. A shard that would exceed it waits, and holds nothing meanwhile. A shard
+    that is alone never waits: a file has its own bounds.
     """
 
     def __init__(self, limit: int = DEFAULT_BYTES) -> None:
@@ -141,17 +152,18 @@ class ShardBytes:
         self.held = 0
 
     def check_room(self) -> None:
-        """Raise NoRoomYet while the open shards hold so many prompts that a further one might not fit."""
+        """Raise NoRoomYet if the open shards hold so much that a further one might not fit."""
         if self.held >= self.limit // BEGIN_SHARE:
             raise NoRoomYet
 
     def hold(self, num_bytes: int, own: int = 0) -> None:
-        """Count bytes of prompts; own: what the caller holds already. Raises NoRoomYet."""
+        """Count bytes of prompts that a shard takes. own: the bytes that it holds already. Raises NoRoomYet."""
         with self._lock:
             if self.held > own and self.held + num_bytes > self.limit:
                 raise NoRoomYet
             self.held += num_bytes
 
     def let_go(self, num_bytes: int) -> None:
+        """Count bytes of prompts that a shard holds no more."""
         with self._lock:
             self.held -= num_bytes

@@ -1,4 +1,4 @@
-"""Checks of single values that anybody may have given, each by its argument's name. Raise InvalidJob."""
+"""Checks single values of untrusted arguments. Each check raises InvalidJob, which names the argument."""
 
 from collections.abc import Sequence
 from functools import partial
@@ -9,12 +9,14 @@ from jobs.errors import InvalidJob, InvalidValue, unlike
 
 
 def truth(name: str, value: Any) -> bool:
+    """Return a truth value; None counts as False."""
     if value is not None and not isinstance(value, bool):
         raise unlike(name, value, f"true or false: write {name}:=true")
     return bool(value)
 
 
 def whole_number(name: str, value: Any, most: int | None = None) -> int:
+    """Return an integer from 1 on. most: the largest one that is allowed."""
     if isinstance(value, str):
         raise InvalidValue(
             f"{name} arrived as the text {{}}: write {name}:={{}}", brief(value), value[:MAX_SHOWN_CHARS]
@@ -26,13 +28,14 @@ def whole_number(name: str, value: Any, most: int | None = None) -> int:
 
 
 def one_of(name: str, value: Any, known: Sequence[str]) -> str:
+    """Return one of the known words."""
     if value not in known:
         raise unlike(name, value, " or ".join(map(repr, known)))
     return str(value)
 
 
 def listed(name: str, value: Any, what: str, least: int, most: int) -> Sequence[Any]:
-    """Return a list, of which there are neither too few nor too many."""
+    """Return a list of `least` to `most` values. what: names the list in the error for another type."""
     if not isinstance(value, list | tuple):
         raise unlike(name, value, what)
     if not least <= len(value) <= most:
@@ -41,6 +44,7 @@ def listed(name: str, value: Any, what: str, least: int, most: int) -> Sequence[
 
 
 def some_text(name: str, value: Any, most: int) -> str:
+    """Return a text of 1 to `most` characters that is valid Unicode."""
     if not isinstance(value, str) or not 0 < len(value) <= most:
         raise unlike(name, value, f"a text of 1 to {most} characters")
     if not is_unicode(value):

@@ -19,7 +19,7 @@ from jobs.errors import InvalidJob, InvalidValue
 DEADLINE_S = 10.0
 
 MAX_URL_CHARS = 2000
-#: Headers that this module sets itself: with others' values a request could end elsewhere than it seems to.
+#: Headers that only this module sets. With other values, a request could end elsewhere than it seems to.
 _OWN_HEADERS = frozenset({"host", "content-length", "transfer-encoding", "connection"})
 
 

@@ -45,7 +45,7 @@ class Examination(NamedTuple):
 
 
 def examine(examinations: Iterable[Examination]) -> Iterator[Finding]:
-    """Carry them out one after the other; what does not end in its time, or ends by an error, is a fault."""
+    """Carry examinations out one after the other. One that takes too long, or raises, is a fault."""
     for each in examinations:
         found: list[Finding] = []
         # A call of the system that hangs, on a network mount for example, cannot be ended: it is left behind.
@@ -71,6 +71,7 @@ CLASSES = {"RQ_JOB_CLASS": ("rq.job.Job",), "RQ_WORKER_CLASS": ("worker.BatchWor
 
 
 def check_installation() -> Iterator[Finding]:
+    """Check RQ's settings, and name the versions that are installed."""
     for name, expected in CLASSES.items():
         given = os.environ.get(name)
         if given is not None and given not in expected:
@@ -83,6 +84,7 @@ OPTIONAL = frozenset({"hiredis", "numba", "opentelemetry-exporter-otlp-proto-htt
 
 
 def missing(extra: str) -> Iterator[Finding]:
+    """Name the packages of an extra that are not installed."""
     for each in requires("tokenmill") or ():
         requirement, _, condition = each.partition(";")
         name = re.split(r"[\[<>=!~ ]", "hiredis" if "[hiredis]" in requirement else requirement)[0]

@@ -1,4 +1,4 @@
-"""Checks of Redis: whether it answers, loses nothing, and lets its user do what a role needs."""
+"""Checks Redis: whether it answers, whether it can lose jobs, and whether its user may do what a role needs."""
 
 import re
 import time
@@ -19,13 +19,13 @@ from jobs.common.keys import RQ, prefixed
 from jobs.doctor.findings import Finding, fault, ok, warning
 
 TIMEOUT_S = 3.0
-#: By which a client is not served, whatever it asks for.
+#: Errors that mean that a client is not served at all.
 NOT_SERVED = (RedisConnectionError, RedisTimeoutError, NoPermissionError)
 
 
 @dataclass(frozen=True)
 class Server:
-    """A server that answers. config: what this user may read. ahead_s: its clock, less ours."""
+    """A server that answers. config: the settings that this user may read. ahead_s: its clock minus ours."""
 
     client: Redis
     user: str
@@ -37,6 +37,7 @@ class Server:
 
 
 def reach(url: str) -> Server:
+    """Return the server of a URL. Raises RedisError."""
     wait = {"socket_timeout": TIMEOUT_S, "socket_connect_timeout": TIMEOUT_S}
     client = Redis.from_url(url, retry=Retry(NoBackoff(), 0), **wait)
     took_s = []
@@ -53,6 +54,7 @@ def reach(url: str) -> Server:
 
 
 def not_served(url: str, error: RedisError) -> Finding:
+    """Return the fault that explains why a server does not serve us."""
     user, address = _user_and_address(url)
     found = f"refuses to serve user {user!r}"
     mend = "correct user and password in RQ_REDIS_URL (percent-encode @, /, : and #), or the user's rules"
@@ -77,13 +79,18 @@ def _user_and_address(url: str) -> tuple[str, str]:
     return unquote(parts.username or "default"), address
 
 
-#: A round trip, for which a worker's claims wait; seconds that two clocks may differ; share of the memory in use.
-SLOW_S, MAX_SKEW_S, FULL = 0.01, 1.0, 0.9
+#: A round trip that takes longer is slow. A worker's claims wait for it.
+SLOW_S = 0.01
+#: Seconds by which two clocks may differ.
+MAX_SKEW_S = 1.0
+#: Above this share, the memory is nearly full.
+FULL = 0.9
 
 _LOG = "see Redis' log and the free space of its folder (redis-cli CONFIG GET dir)"
 
 
 def check_server(server: Server) -> Iterator[Finding]:
+    """Check a server's version, speed, durability, memory and clock."""
     text = server.info["redis_version"]
     answers = f"{server.address} answers in {server.latency_s * 1000:.2f} ms, version {text}"
     if tuple(map(int, re.findall(r"\d+", text)[:2])) < (6, 2):
@@ -190,6 +197,7 @@ _WORDS = {"K": prefixed("rq:job:a"), "C": prefixed("rq:pubsub:a"), "SHA": "0" * 
 
 
 def commands_of(role: Role) -> list[tuple[str, ...]]:
+    """Return the commands that a role needs, as words with arguments."""
     text = _PRODUCERS + (_WORKERS if role == "worker" else "")
     listed = [each.split() for each in text.replace("\n", ";").split(";")]
     return [tuple(_WORDS.get(word, word) for word in words) for words in listed if words]

@@ -42,6 +42,7 @@ class Unusable:
 
 
 def text_problem(text: object, what: str = "prompt") -> str | None:
+    """Say why a value can be no prompt's text; None if it can. what: the value's name."""
     if not isinstance(text, str):
         return f"{what} is {type(text).__name__}, expected a string"
     if not is_unicode(text):
@@ -52,7 +53,9 @@ def text_problem(text: object, what: str = "prompt") -> str | None:
 
 
 def checked_text(text: Any, what: str) -> str:
-    if problem := text_problem(text, what):
+    """Return a text. Raises InvalidJob for a value that can be no prompt's text."""
+    problem = text_problem(text, what)
+    if problem:
         raise InvalidJob(problem)
     return str(text)
 

@@ -26,8 +26,9 @@ ERROR_CODE = "invalid_request"
 
 
 def custom_id(line: Any) -> str | None:
-    found = line.get("custom_id") if isinstance(line, dict) else None
-    return found if isinstance(found, str) and found else None
+    """Return the custom_id of a line; None if it has none."""
+    value = line.get("custom_id") if isinstance(line, dict) else None
+    return value if isinstance(value, str) and value else None
 
 
 def line_task(line: Mapping[str, Any], seed: int, aliases: Collection[str] = ()) -> Task:
@@ -53,6 +54,7 @@ def line_task(line: Mapping[str, Any], seed: int, aliases: Collection[str] = ())
 
 
 def failure_text(error: JobsError) -> str:
+    """Return the reason of an error as a line's answer shows it."""
     return str(error.args[1]) if isinstance(error, RequestFailed) else message_of(error)
 
 

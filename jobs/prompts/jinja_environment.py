@@ -92,6 +92,7 @@ def _compiled(text: str) -> tuple[jinja2.Template, frozenset[str]]:
 
 
 def render(texts: Sequence[str], values: Mapping[str, Any]) -> list[str]:
+    """Render templates with the same values. Raises TemplateProblem."""
     try:
         rendered = [_compiled(text)[0].render(values) for text in texts]
     except TemplateProblem:

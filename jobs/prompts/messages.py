@@ -157,6 +157,7 @@ def _forced(choice: object, tools: list[dict[str, Any]]) -> object:
 
 
 def refuse_chat_options(values: Mapping[str, Any]) -> None:
+    """Raise InvalidJob for an option that only chats have."""
     for name in NAMES:
         if name != OF_VALUES and values.get(name) is not None:
             raise InvalidJob(f"{name} belongs to a chat, and a prompt that is a text passes no template")

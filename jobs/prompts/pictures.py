@@ -57,14 +57,16 @@ def with_pictures(value: Parts, of: Callable[[Any], Any]) -> Parts:
 
 
 def pictures_in(value: Parts) -> list[Any]:
-    found = list[Any]()
-    with_pictures(value, found.append)
-    return found
+    """Return the pictures of messages or parts, in order."""
+    pictures: list[Any] = []
+    with_pictures(value, pictures.append)
+    return pictures
 
 
 def filled(value: Parts, pictures: Sequence[Any]) -> Parts:
-    others = iter(pictures)
-    return with_pictures(value, lambda _: next(others))
+    """Return messages or parts with other pictures in the place of theirs, in order."""
+    replacements = iter(pictures)
+    return with_pictures(value, lambda _: next(replacements))
 
 
 def loaded(pictures: Iterable[Picture], read: ReadFile) -> list[bytes]:

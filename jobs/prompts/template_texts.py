@@ -99,6 +99,7 @@ class JinjaTexts:
         self.names = frozenset(found["names"])
 
     def render(self, values: Mapping[str, Any]) -> list[str]:
+        """Have a child render the texts. Raises as the child does."""
         return list(_asked(texts=self.texts, values=values)["texts"])
 
 

@@ -1,4 +1,4 @@
-"""Submits and cancels runs: what the command line does, without the terminal."""
+"""Submits, retries and cancels runs. The command line calls these functions."""
 
 import json
 from collections.abc import Callable, Mapping, Sequence
@@ -34,6 +34,8 @@ CHUNK = 500
 
 @dataclass(frozen=True)
 class Cancelled:
+    """What a cancel has done. removed: jobs taken from a queue. stopped: running jobs that were told to stop."""
+
     removed: int
     stopped: int
 
@@ -45,13 +47,14 @@ def submit_run(
 
     check_run: raises what the planning would. Raises InvalidJob or UnsupportedScheme before anything is enqueued.
     """
-    submission, own = Submission.split(queue_name, arguments)
-    spec = RunSpec.from_arguments(**own)
+    submission, run_arguments = Submission.split(queue_name, arguments)
+    spec = RunSpec.from_arguments(**run_arguments)
     check_run(spec)
     run = spec.run
-    plan_job, state = plan_job_id(run), RunState(connection, run)
-    # The output as it was named: which real path it has is for the worker to say.
-    planning = {**spec.to_json(), "output": run_path(own["output"]), **submission.to_arguments()}
+    plan_job = plan_job_id(run)
+    state = RunState(connection, run)
+    # The output is passed on as it was named: its real path may be another one on the worker's machine.
+    planning = {**spec.to_json(), "output": run_path(run_arguments["output"]), **submission.to_arguments()}
 
     def enter(pipe: Pipeline) -> None:
         is_held = not state.is_cancelled() and _is_held(connection, run, plan_job, submission.model)
@@ -59,41 +62,48 @@ def submit_run(
         if not is_held:
             _enqueue_planning(pipe, connection, submission, plan_job, planning)
 
-    popped = QueueKeys(queue_name).popped  # all at once: one that nobody plans would wait
+    # The submission and its planning job are one write: a submission without a job would wait for ever.
+    popped = QueueKeys(queue_name).popped
     state.write(enter, job_key(plan_job), executions_key(plan_job), popped)
     return run
 
 
 def retry_run(connection: Redis, plan: Plan, output: str, max_tokens: int | None = None) -> str:
-    """Submit a run again into another output, and take its answers there. Return the new run's id.
+    """Submit a run again with another output, which takes the old one's answers. Return the new run's id.
 
-    max_tokens: a larger limit; rows that ended with `length` are then asked again.
+    max_tokens: a larger limit. Rows that ended with `length` are then asked again.
     """
     facts: Mapping[str, str] = {}
     with suppress(UnknownRun):
         facts = RunState(connection, plan.run).facts()
-    calls = {name: facts[name] for name in (WEBHOOK, ON_END) if name in facts}
-    named = {"output": output, "reuse": [plan.spec.output], "model": plan.model.fingerprint}
-    own = {**plan.spec.to_json(), **named, **calls}
+    reuse = [plan.spec.output]
+    if plan.reused is not None and plan.spec.only_new:
+        reuse += [run["output"] for run in plan.reused.runs]
+
+    arguments = {**plan.spec.to_json(), "output": output, "reuse": reuse, "model": plan.model.fingerprint}
+    for name in (WEBHOOK, ON_END):
+        if name in facts:
+            arguments[name] = facts[name]
     if max_tokens is not None:
-        own["sampling"] = {**plan.spec.sampling, "max_tokens": max_tokens}
+        arguments["sampling"] = {**plan.spec.sampling, "max_tokens": max_tokens}
     if plan.reused is not None:
-        own["reuse_from_any_model"] = plan.reused.any_model
-        own["reuse"] += [each["output"] for each in plan.reused.runs if plan.spec.only_new]
-    return submit_run(connection, facts.get("queue", DEFAULT_QUEUE), **own)
+        arguments["reuse_from_any_model"] = plan.reused.any_model
+    return submit_run(connection, facts.get("queue", DEFAULT_QUEUE), **arguments)
 
 
 def cancel_run(connection: Redis, run: str) -> Cancelled:
-    """Mark a run cancelled, take its jobs from the queue, stop those that run, and tell whom its submission wants told.
+    """Mark a run cancelled, take its jobs from the queue, stop running ones, and enqueue its notices.
 
-    Raises UnknownRun, or RunResubmitted where that has happened before all its jobs were told.
+    Raises UnknownRun, or RunResubmitted if another submission came before all jobs were told.
     """
     state = RunState(connection, run)
     submission = int(state.facts().get("submission", 0))
-    state.cancel(submission)  # a planner has enqueued before, or will see the mark
-    facts, done = state.facts(), state.recorded()
+    state.cancel(submission)  # a planner has enqueued its jobs before this, or it will see the mark
+    facts = state.facts()
+    done = state.recorded()
     shards = [shard for shard in range(int(facts.get("shards", 0))) if shard not in done]
-    removed = stopped = 0
+    removed = 0
+    stopped = 0
     for field, is_second in (("queue", False), ("second_queue", True)):
         if field not in facts:
             continue
@@ -109,8 +119,13 @@ def cancel_run(connection: Redis, run: str) -> Cancelled:
 
 
 def _is_nearer_to_end(connection: Redis, queue_key: str, job_ids: Sequence[str]) -> bool:
-    """Whether these stand in the second half of the queue, as one of them tells: LREM may search from either end."""
-    for job_id in (job_ids[len(job_ids) // 2], job_ids[-1]) if job_ids else ():
+    """Whether the jobs are in the second half of the queue. LREM may search from either end.
+
+    The place of one job is looked up: the middle one, or else the last one.
+    """
+    if not job_ids:
+        return False
+    for job_id in (job_ids[len(job_ids) // 2], job_ids[-1]):
         place: Any = connection.lpos(queue_key, job_id)
         if place is not None:
             return 2 * int(place) > connection.llen(queue_key)
@@ -118,10 +133,13 @@ def _is_nearer_to_end(connection: Redis, queue_key: str, job_ids: Sequence[str])
 
 
 def remove_waiting(state: RunState, submission: int, queue_name: str, job_ids: Sequence[str]) -> int:
-    """Take those of the jobs from their queue that wait on it; return how many. Raises RunResubmitted."""
-    queue_key, removed = QueueKeys(queue_name).waiting, 0
-    if from_end := _is_nearer_to_end(state.connection, queue_key, job_ids):
+    """Take waiting jobs from their queue; return how many. Raises RunResubmitted."""
+    queue_key = QueueKeys(queue_name).waiting
+    from_end = _is_nearer_to_end(state.connection, queue_key, job_ids)
+    if from_end:
         job_ids = job_ids[::-1]
+
+    removed = 0
     for start in range(0, len(job_ids), CHUNK):
         chunk = job_ids[start : start + CHUNK]
         taken = state.as_of(submission, partial(_take, queue_key, chunk, from_end))
@@ -151,21 +169,25 @@ def _enqueue_planning(
 
 
 def _is_held(connection: Redis, run: str, plan_job: str, model: str | None) -> bool:
-    """Whether a worker has the planning already. Raises PlanningUnderWay where that is for another model."""
-    for job in read_earlier(connection, [plan_job]):
-        is_popped = connection.lpos(QueueKeys(job.origin).popped, plan_job) is not None
-        if job.status is not JobStatus.STARTED and not job.executions and not is_popped:
-            return False
-        asked_for: Any = connection.hget(job_key(plan_job), MODEL_FIELD)
-        if (asked_for and stored.text(asked_for)) != model:
-            name = "whichever plans it" if asked_for is None else repr(stored.text(asked_for))
-            raise PlanningUnderWay(run, f"for model {name}")
-        return True
-    return False
+    """Whether a worker has the planning already. Raises PlanningUnderWay if it plans for another model."""
+    jobs = read_earlier(connection, [plan_job])
+    if not jobs:
+        return False
+    job = jobs[0]
+    is_popped = connection.lpos(QueueKeys(job.origin).popped, plan_job) is not None
+    if job.status is not JobStatus.STARTED and not job.executions and not is_popped:
+        return False
+
+    model_field: Any = connection.hget(job_key(plan_job), MODEL_FIELD)
+    planned_for = stored.text(model_field) if model_field else model_field
+    if planned_for != model:
+        name = "whichever plans it" if planned_for is None else repr(stored.text(model_field))
+        raise PlanningUnderWay(run, f"for model {name}")
+    return True
 
 
 def _take(queue_key: str, job_ids: Sequence[str], from_end: bool, pipe: Pipeline) -> list[str]:
-    """Take those of the jobs from the queue that are still on it: what LREM took, no worker can claim."""
+    """Take jobs from the queue; return those that were still on it. No worker can claim these any more."""
     pipe.multi()
     for job_id in job_ids:
         pipe.lrem(queue_key, -1 if from_end else 1, job_id)
@@ -179,10 +201,10 @@ def _delete(job_ids: Sequence[str], pipe: Pipeline) -> None:
 
 
 def stop_held(connection: Redis, job_ids: Sequence[str], pipe: Pipeline) -> int:
-    """Tell the workers that hold some of the jobs to stop them; return how many those are."""
-    held = read_holders(connection, job_ids)
+    """Tell the workers that hold any of the jobs to stop them; return how many jobs are held."""
+    holders = read_holders(connection, job_ids)
     pipe.multi()
-    for job_id, execution_id, worker in held:
+    for job_id, execution_id, worker in holders:
         command = {"command": "stop-execution", "job_id": job_id, "execution_id": execution_id}
         pipe.publish(command_channel(worker), json.dumps(command))
-    return len({job_id for job_id, *_ in held})
+    return len({job_id for job_id, _, _ in holders})

@@ -1,8 +1,8 @@
-"""Tells of a run's end: an HTTP call, or a function of the user's, as jobs on the run's queue.
+"""Sends notices of a run's end: an HTTP call or a user's function, each a job on the run's queue.
 
-Each submission that asks for it is told of once its run has finished, was stopped, cancelled, or has failed.
-The jobs are enqueued before the shard's job ends that ended the run, in one transaction with a mark: after a
-worker that was killed in between the shard runs again, which enqueues them.
+A submission that asks for notices gets them once: when its run has finished, failed, or was stopped or cancelled. They
+are enqueued before the job ends that ended the run, in one transaction with a mark. If a worker is killed in between,
+the shard runs again and enqueues them.
 """
 
 import json
@@ -26,21 +26,24 @@ from jobs.runs.redis_state.state import PLAN_ERROR, PartCount, RunState, transac
 from jobs.runs.redis_state.submission import ASKED_FOR, ON_END, TOLD, TOLD_FAILED, WEBHOOK, ErrorLimit
 
 POSTING = "jobs.post_run_end"
-#: As RQ's default for jobs, then days to look at what became of them.
-TIMEOUT_S, RESULT_TTL_S, FAILURE_TTL_S = 180, 24 * 3600, 7 * 24 * 3600
-#: Tries of a job that failed, each at the end of its queue.
+#: RQ's default for jobs.
+TIMEOUT_S = 180
+#: How long a person can look up what became of a notice.
+RESULT_TTL_S = 24 * 3600
+FAILURE_TTL_S = 7 * 24 * 3600
+#: How often a failed notice is tried again, each time from the end of its queue.
 RETRIES = 3
 
 
 def tell_failed(connection: Redis, job_id: str, lease: Lease, error: str) -> None:
-    """Enqueue what is asked for where a run ends with this job, which is about to fail for good.
+    """Enqueue a run's notices if the run ends with this job, which is about to fail for good.
 
-    To be called before the job's end is written. lease: of the execution that writes it. error: in one line.
+    Call this before the job's end is written. lease: of the execution that writes it. error: one line.
     """
-    found = run_and_shard(job_id)
-    if found is None:
+    run_shard = run_and_shard(job_id)
+    if run_shard is None:
         return
-    run, shard = found
+    run, shard = run_shard
     with suppress(RunBusy, UnknownRun):
         state = RunState(connection, run, lease)
         facts = state.facts()
@@ -58,21 +61,21 @@ def tell_failed(connection: Redis, job_id: str, lease: Lease, error: str) -> Non
 
 
 def tell_shards_failed(state: RunState, count: PartCount, more: str = "") -> None:
-    """Enqueue what is asked for where nothing of the run is left to run, and shards of it have failed."""
+    """Enqueue a run's notices if shards have failed and nothing is left to run. more: put behind the reason."""
     if count.total is not None and count.failed > 0 and count.done + count.failed >= count.total:
         tell_of(state, state.submission(), "failed", f"{count.failed} of {count.total} shards failed{more}")
 
 
 def tell_of(state: RunState, submission: int, word: str, reason: str | None = None) -> None:
-    """Enqueue what a submission asks for, unless it was told of, in one transaction. word: how it ended."""
+    """Enqueue a submission's notices, once, in one transaction. word: how the run ended."""
     transact(state.connection, partial(_tell, state, submission, word, reason), run_key(state.run))
 
 
 def stop_over_limit(state: RunState, *, is_whole: bool) -> int | None:
     """Stop a run if too many rows fail, and enqueue its notices. Return its submission, or None if the run goes on.
 
-    All is one transaction: a shard that ends meanwhile is judged too, and nobody ends a run that is stopped. is_whole:
-    see RunState.judge.
+    All this is one transaction: a shard that ends meanwhile is judged too, and no worker ends a run that is stopped.
+    is_whole: see RunState.judge.
     """
     return transact(state.connection, partial(_stop, state, is_whole), run_key(state.run))
 
@@ -83,42 +86,50 @@ def _stop(state: RunState, is_whole: bool, pipe: Pipeline) -> int | None:
         return None
     reason, submission = verdict
     _tell(state, submission, "stopped", reason, pipe)
-    if not pipe.explicit_transaction:  # there is no notice to write
+    if not pipe.explicit_transaction:  # no notice was enqueued
         pipe.multi()
     state.mark_cancelled(pipe, submission, stopped=reason)
     return submission
 
 
 def _tell(state: RunState, submission: int, word: str, reason: str | None, pipe: Pipeline) -> None:
-    found: Any = pipe.hgetall(run_key(state.run))
-    known = {stored.text(name): stored.text(value) for name, value in found.items()}
-    last, is_end = known.get("submission"), word != "failed"  # else it goes on where something is enqueued by hand
-    if "queue" not in known or str(submission) != last or known.get(TOLD) == last:
+    fields: Any = pipe.hgetall(run_key(state.run))
+    facts = {stored.text(name): stored.text(value) for name, value in fields.items()}
+    last = facts.get("submission")
+    if "queue" not in facts or str(submission) != last or facts.get(TOLD) == last:
         return
-    if not known.keys() & set(ASKED_FOR) or (not is_end and (known.get(TOLD_FAILED) == last or "cancelled" in known)):
+    if not facts.keys() & set(ASKED_FOR):
         return
-    rows_done, errors = (stored.count(known.get(name)) or 0 for name in ("total_rows", "total_errors"))
+    # A failed run may go on, if a person enqueues its jobs again. So a failure has a mark of its own.
+    is_end = word != "failed"
+    if not is_end and (facts.get(TOLD_FAILED) == last or "cancelled" in facts):
+        return
+
+    rows_done = stored.count(facts.get("total_rows")) or 0
+    errors = stored.count(facts.get("total_errors")) or 0
     if word == "finished" and 0 < rows_done == errors:
-        reason = ErrorLimit.stored(known.get("max_errors")).told(rows_done, errors, is_whole=True)
+        reason = ErrorLimit.stored(facts.get("max_errors")).told(rows_done, errors, is_whole=True)
         word = "finished" if reason is None else "failed"
     content = {
         "run": state.run,
         "state": word,
-        "output": known.get("output"),
-        "rows": stored.count(known.get("rows")),
+        "output": facts.get("output"),
+        "rows": stored.count(facts.get("rows")),
         "rows_done": rows_done,
         "errors": errors,
-        "shards": stored.count(known.get("shards")),
+        "shards": stored.count(facts.get("shards")),
         "reason": reason,
     }
-    calls: dict[str, tuple[Any, ...]] = {}
-    if WEBHOOK in known:
-        calls["webhook"] = POSTING, known[WEBHOOK], content
-    if ON_END in known:
-        calls["end"] = known[ON_END], content
+
+    notices: list[tuple[str, str, list[Any]]] = []  # kind, function and its arguments
+    if WEBHOOK in facts:
+        notices.append(("webhook", POSTING, [facts[WEBHOOK], content]))
+    if ON_END in facts:
+        notices.append(("end", facts[ON_END], [content]))
+
     pipe.multi()
-    for kind, (function, *arguments) in calls.items():
-        job_queue(state.connection, known["queue"]).enqueue_call(
+    for kind, function, arguments in notices:
+        job_queue(state.connection, facts["queue"]).enqueue_call(
             function,
             pipeline=pipe,
             args=arguments,
@@ -134,16 +145,17 @@ def _tell(state: RunState, submission: int, word: str, reason: str | None, pipe:
 
 PAUSES_S = (1.0, 2.0, 4.0, 8.0)
 MAX_BODY_BYTES = 64 << 10
-#: Answers after which another call may go better.
+#: HTTP statuses below 500 after which another try may succeed.
 _PASSING = frozenset({408, 425, 429})
 
 _HEADERS = {"Content-Type": "application/json", "User-Agent": "tokenmill"}
 
 
 def post_run_end(context: JobContext, webhook: str, content: dict[str, Any]) -> dict[str, Any]:
-    """POST what is told of a run's end to a URL whose host this worker may call; return the answer's status.
+    """POST a notice to a URL whose host this worker may call; return the answer's status.
 
-    Tried again where nobody answers, or with 408, 425, 429 or 5xx. Raises WebhookFailed, InvalidJob or WebhookRefused.
+    It is tried again if nobody answers, or if the status is 408, 425, 429 or 5xx. Raises WebhookFailed, InvalidJob or
+    WebhookRefused.
     """
     check_host(webhook, context.webhook_hosts)
     body = json.dumps(content).encode() if isinstance(content, dict) else b""

@@ -1,4 +1,4 @@
-"""Which run a folder is the output of, and what it tells without Redis. Needs no pyarrow."""
+"""Reads from an output folder which run it belongs to, and how that stands, without Redis. Needs no pyarrow."""
 
 import json
 import os
@@ -19,8 +19,11 @@ from jobs.runs.plans.plan import Plan
 
 @dataclass(frozen=True)
 class RunOutput:
-    """A planned run's folder. state: "finished", "incomplete" where parts are gone since, or "forgotten" by Redis.
-    errors: rows with one, None until the end."""
+    """The output folder of a planned run.
+
+    parts: how many there are. state: "finished", "incomplete" if parts of a finished run are gone, or "forgotten" if
+    only Redis could say more. errors: rows with an error; None until the run has ended.
+    """
 
     plan: Plan
     folder: str
@@ -30,17 +33,23 @@ class RunOutput:
 
     @property
     def num_gone(self) -> int:
+        """Return how many parts of a finished run are gone."""
         return len(self.plan.shards) - self.parts if self.state == "incomplete" else 0
 
 
 def named_run(connection: Redis, name: str) -> tuple[str, RunOutput | None]:
-    """Return the run that an id or a folder names, and what the folder holds. Raises UnknownRun, PlanDamaged."""
+    """Return the run that an id or a folder names, and what the folder holds. Raises UnknownRun, PlanDamaged.
+
+    The second value is None for an id, and for a folder that this machine cannot read.
+    """
     if is_run_id(name):
         return name, None
-    if (output := _read_output(name)) is not None:
+    output = _read_output(name)
+    if output is not None:
         return output.plan.run, output
-    found: Any = connection.get(run_folder_key(real_path(run_path(name))))
-    run = stored.text(found or b"")
+
+    run_bytes: Any = connection.get(run_folder_key(real_path(run_path(name))))
+    run = stored.text(run_bytes or b"")
     if not is_run_id(run):
         raise UnknownRun(name)
     return run, None
@@ -48,9 +57,10 @@ def named_run(connection: Redis, name: str) -> tuple[str, RunOutput | None]:
 
 def output_here(folder: str, run: str) -> RunOutput | None:
     """Return a run's output as this machine sees it; None if the folder is elsewhere or another run's."""
-    with suppress(JobsError):  # Redis' writers name it
+    with suppress(JobsError):  # Redis names the folder, and anybody who writes there may name a wrong one
         output = _read_output(folder)
-        return output if output is not None and output.plan.run == run else None
+        if output is not None and output.plan.run == run:
+            return output
     return None
 
 
@@ -61,16 +71,19 @@ def _read_output(name: str) -> RunOutput | None:
         return None
     try:
         plan = Plan.from_text(Path(path).read_text("utf-8"))
-        parts = os.path.join(folder, PARTS if plan.spec.single_file else "")  # it may lie elsewhere on this machine
-        names = os.listdir(parts) if os.path.isdir(parts) else []
+        # The folder as this machine names it: the plan's own path may be another machine's.
+        parts_folder = os.path.join(folder, PARTS if plan.spec.single_file else "")
+        names = os.listdir(parts_folder) if os.path.isdir(parts_folder) else []
     except ValueError as error:
         raise PlanDamaged(path, str(error)) from error
     except OSError:
         return None
-    num_parts, state = len(part_shards(names)), "forgotten"
+
+    num_parts = len(part_shards(names))
+    state = "forgotten"
     if os.path.isfile(os.path.join(folder, SUCCESS)):
         state = "incomplete" if num_parts < len(plan.shards) else "finished"
     errors = None
-    with suppress(OSError, ValueError, KeyError, TypeError):  # it may be none, or not there yet
+    with suppress(OSError, ValueError, KeyError, TypeError):  # there is no manifest yet, or it is damaged
         errors = int(json.loads(Path(folder, MANIFEST).read_text("utf-8"))["errors"])
     return RunOutput(plan, folder, num_parts, state, errors)

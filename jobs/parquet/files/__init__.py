@@ -1,1 +1,1 @@
-"""Where files lie: a disk below data roots, or an object store."""
+"""Reaches a run's files, on a disk or in an object store."""

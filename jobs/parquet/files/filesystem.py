@@ -1,4 +1,4 @@
-"""Files that lie anywhere: what is told of one, what reads as one, and what such a place can fail with."""
+"""Shared by local files and object stores: a file's state, an entry of a folder, errors, and a file that is fetched."""
 
 import io
 from collections.abc import Callable
@@ -10,7 +10,7 @@ from jobs.errors import OutputError, RunError
 
 @dataclass(frozen=True)
 class FileStat:
-    """What tells one state of a file from another: bytes, modification time in ns, and its store's name for it."""
+    """The state of a file. size: in bytes. mtime_ns: Unix time. etag: the store's name for this state."""
 
     size: int
     mtime_ns: int
@@ -18,7 +18,7 @@ class FileStat:
 
 
 class Entry(NamedTuple):
-    """One name in a folder. is_folder: or a link to one."""
+    """One name in a folder. is_folder: whether it is a folder, or a link to one."""
 
     name: str
     is_folder: bool
@@ -31,7 +31,7 @@ class NotExclusive(OutputError, fault="server"):
 
 
 class StoreError(RunError, fault="server"):
-    """Base of what an object store may do to a run."""
+    """Base of the errors of an object store."""
 
 
 class StoreRefused(StoreError):
@@ -58,30 +58,43 @@ FETCH_BYTES = 1 << 20
 
 
 class FetchedFile(io.RawIOBase):
-    """A Python file over bytes that are fetched. fetch: returns those from one place to another. size: of all."""
+    """A Python file whose bytes are fetched when they are read.
+
+    fetch: returns the bytes from one place up to another. size: of the whole file.
+    """
 
     def __init__(self, fetch: Callable[[int, int], bytes | bytearray], size: int) -> None:
-        self._fetch, self._size, self._at = fetch, size, 0
+        self._fetch = fetch
+        self._size = size
+        self._at = 0
 
     def readable(self) -> bool:
+        """Return True."""
         return True
 
     def seekable(self) -> bool:
+        """Return True."""
         return True
 
     def seek(self, place: int, whence: int = 0) -> int:
+        """Go to a place; return it, counted from the beginning."""
         self._at = place + (0, self._at, self._size)[whence]
         return self._at
 
     def readinto(self, buffer: Any) -> int:
-        start, end = self._at, min(self._size, self._at + len(buffer))
-        while self._at < end and (part := self._fetch(self._at, min(end, self._at + FETCH_BYTES))):
+        """Read bytes into a buffer; return how many."""
+        start = self._at
+        end = min(self._size, start + len(buffer))
+        while self._at < end:
+            part = self._fetch(self._at, min(end, self._at + FETCH_BYTES))
+            if not part:
+                break
             place = self._at - start
             buffer[place : place + len(part)] = part
             self._at += len(part)
         return self._at - start
 
     def read(self, size: int | None = -1) -> bytes:
-        """Read so many bytes; those that a file only claims to have are not made room for."""
+        """Read up to `size` bytes. No memory is taken for bytes that the file does not have."""
         left = max(0, self._size - self._at)
         return super().read(left if size is None or size < 0 else min(size, left)) or b""

@@ -1,4 +1,4 @@
-"""What tells an input file from another one, and whether it is still the planned one."""
+"""Tells an input file from another one, and whether it is still the planned one."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -9,7 +9,7 @@ from jobs.parquet.files.storage import Storage, reading
 from jobs.runs.plans.names import PARQUET
 from jobs.runs.plans.plan import Plan, PlannedFile
 
-#: Read besides the footer: a file of at most so many bytes whole, of a larger one as many in samples.
+#: A file of at most this many bytes is read whole. Of a larger one, as many bytes are read in samples.
 WHOLE_BYTES = 1 << 16
 NUM_SAMPLES = 4
 
@@ -19,10 +19,10 @@ _TAIL = 8  # bytes at a file's end: the footer's length, and Parquet's mark
 
 
 def file_fingerprint(storage: Storage, path: str, input_format: str = PARQUET) -> str:
-    """Return 32 hexadecimal digits that depend on a file's contents alone, not on its times.
+    """Return 32 hexadecimal digits that depend only on a file's contents, not on its times.
 
-    Of a Parquet file beyond 64 KiB only the footer and 4 samples of 16 KiB are read: an edit in place that keeps sizes
-    and statistics, outside of the samples, is not found. Raises CorruptParquet or InputNotFound.
+    If a Parquet file is larger than 64 KiB, only the footer and 4 samples of 16 KiB are read. So an edit in place is
+    not noticed if it keeps sizes and statistics and is outside the samples. Raises CorruptParquet or InputNotFound.
     """
     digest = blake2b(digest_size=16)
     with reading(path), storage.open_input(path) as file:
@@ -49,8 +49,12 @@ def file_fingerprint(storage: Storage, path: str, input_format: str = PARQUET) -
 
 @contextmanager
 def unchanged(storage: Storage, plan: Plan, file: PlannedFile) -> Iterator[None]:
-    """Raise InputChanged for another file than planned, before or after the body; see ConvertedInputGone."""
-    if (path := plan.rows_path(file)) != file.path:
+    """Raise InputChanged if the file is not the planned one before or after the body.
+
+    Raises ConvertedInputGone if a file that was made of the input is gone.
+    """
+    path = plan.rows_path(file)
+    if path != file.path:
         if storage.stat(path) is None:
             raise ConvertedInputGone(path, file.path)
         yield
@@ -58,12 +62,12 @@ def unchanged(storage: Storage, plan: Plan, file: PlannedFile) -> Iterator[None]
     check_unchanged(storage, file)
     try:
         yield
-    finally:  # a file that was replaced meanwhile explains whatever else went wrong
+    finally:  # if the file was replaced meanwhile, that explains any other error
         check_unchanged(storage, file)
 
 
 def check_unchanged(storage: Storage, file: PlannedFile, input_format: str = PARQUET) -> None:
-    """Raise InputChanged for another file than planned; its fingerprint decides where time or ETag alone differ."""
+    """Raise InputChanged if a file is not the planned one. If only its time or ETag differ, its fingerprint decides."""
     stat = storage.stat(file.path)
     if stat is None:
         raise InputChanged(file.path, GONE)

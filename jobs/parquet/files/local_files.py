@@ -1,7 +1,7 @@
-"""Files on this machine's disks and mounts, below the data roots.
+"""Reaches files on this machine's disks and mounts, below the data roots.
 
-A path is looked up and checked once. Whoever may write below the roots can put a link in the place of any of
-its folders afterwards: so each of them is opened by its name in the one before, and a link is refused.
+A path is resolved and checked once. Afterwards, somebody who may write below the roots can put a link in the place of
+one of its folders. So each folder is opened by its name in the one above, and links are refused.
 """
 
 import ctypes
@@ -19,14 +19,14 @@ from jobs.errors import InputNotFound, PathOutsideRoots, PathSwapped
 from jobs.parquet.files.filesystem import Entry, FileStat, NotExclusive
 from jobs.runs.plans.paths import run_path
 
-#: Opens a folder that may be entered, be it readable or not.
+#: Opens a folder that may be entered, even if it may not be read.
 _FOLDER = getattr(os, "O_PATH", os.O_RDONLY) | os.O_DIRECTORY
-#: Opens a file that nothing had the name of.
+#: Opens a new file. Fails if the name is taken.
 _NEW = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW
 
 
 def root_of(path: str, roots: Sequence[str], given: str = "") -> str:
-    """Return the root that a path lies below. given: what it was called. Raises PathOutsideRoots."""
+    """Return the root that a path is below. Raises PathOutsideRoots. given: the path as the user named it."""
     for root in roots:
         if path == root or path.startswith(root.rstrip("/") + "/"):
             return root
@@ -35,9 +35,9 @@ def root_of(path: str, roots: Sequence[str], given: str = "") -> str:
 
 @contextmanager
 def _entered(path: str, roots: Sequence[str], *, create: bool = False) -> Iterator[int]:
-    """Lend the descriptor of a folder, for calls with `dir_fd`: it stays the same whatever its path comes to name.
+    """Lend the descriptor of a folder, for calls with `dir_fd`. It is this folder even if its path is replaced.
 
-    create: make what is missing. Raises PathOutsideRoots, PathSwapped where a link is met, or OSError.
+    create: make missing folders. Raises PathOutsideRoots, OSError, or PathSwapped if there is a link on the way.
     """
     path = os.path.normpath(path)
     root = root_of(path, roots)
@@ -58,7 +58,7 @@ def _entered(path: str, roots: Sequence[str], *, create: bool = False) -> Iterat
 
 @contextmanager
 def _links_refused(name: str, folder: int, path: str) -> Iterator[None]:
-    """Raise PathSwapped for what the body raises where `name`, in an entered folder, is a link. path: for the error."""
+    """Raise PathSwapped for an OSError of the body if `name` is a link in the entered folder. path: for the error."""
     try:
         yield
     except OSError:
@@ -72,7 +72,7 @@ _RENAME_NOREPLACE = 1
 
 
 def rename_exclusively(source: str, target: str, folder: int) -> None:
-    """Rename a file by renameat2, never over another. Raises FileExistsError, or OSError where the system cannot."""
+    """Rename a file with renameat2, which never replaces another. Raises FileExistsError, OSError if it is missing."""
     try:
         rename = ctypes.CDLL(None, use_errno=True).renameat2
     except AttributeError:
@@ -83,24 +83,26 @@ def rename_exclusively(source: str, target: str, folder: int) -> None:
         raise OSError(number, os.strerror(number), target)
 
 
-#: How filesystems say that they have no links, or no rename that replaces nothing.
+#: The errors by which filesystems say that they have no hard links, or no rename that replaces nothing.
 _NOT_BUILT = {errno.EPERM, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL}
 
 
 class LocalFiles:
-    """Local files; see Storage. None is reached by a link: one that came in its place since is PathSwapped."""
+    """Local files; its methods are those of Storage. No file is reached by a link: that raises PathSwapped."""
 
     def __init__(self, roots: Sequence[str], check_interrupted: Callable[[], None] = never_interrupted) -> None:
-        """check_interrupted: called before what may take time, and before any of it is done."""
+        """Take the roots. check_interrupted: called before anything that may take time."""
         self.check_interrupted = check_interrupted
         self._roots = tuple(os.path.realpath(root) for root in roots)
 
     def resolve(self, path: str) -> str:
+        """Return a path without links. Raises PathOutsideRoots."""
         real = os.path.realpath(run_path(path))
         root_of(real, self._roots, path)
         return real
 
     def stat(self, path: str) -> FileStat | None:
+        """Return the state of a regular file, None for anything else."""
         self.check_interrupted()
         try:
             with self._parent(path) as (folder, name):
@@ -110,33 +112,42 @@ class LocalFiles:
         return FileStat(info.st_size, info.st_mtime_ns) if stat.S_ISREG(info.st_mode) else None
 
     def look(self, path: str) -> Entry | None:
+        """Return the entry with this path; None if there is none."""
         if not os.path.lexists(path):
             return None
         return Entry(os.path.basename(path), os.path.isdir(path), os.path.islink(path))
 
     @contextmanager
     def scan(self, folder: str) -> Iterator[Iterator[Entry]]:
+        """Lend the entries of a folder, in any order."""
         self.check_interrupted()
         with (
             _entered(folder, self._roots) as descriptor,
             _opened(".", os.O_RDONLY, descriptor) as listed,
             os.scandir(listed) as entries,
         ):
-            yield (Entry(each.name, _leads_to_folder(each), each.is_symlink()) for each in entries)
+            yield (Entry(entry.name, _leads_to_folder(entry), entry.is_symlink()) for entry in entries)
 
     def written_at(self, folder: str) -> dict[str, int]:
+        """Return when each of a folder's files was written, in nanoseconds of Unix time, by name."""
         with self.scan(folder) as entries:
             names = [entry.name for entry in entries]
-        stats = {name: self.stat(os.path.join(folder, name)) for name in names}
-        return {name: found.mtime_ns for name, found in stats.items() if found is not None}
+        written_at = {}
+        for name in names:
+            state = self.stat(os.path.join(folder, name))
+            if state is not None:
+                written_at[name] = state.mtime_ns
+        return written_at
 
     def make_folder(self, path: str) -> None:
+        """Make a folder, and missing ones above it."""
         with _entered(path, self._roots, create=True):
             pass
 
     def open_input(self, path: str) -> Any:
+        """Open a file for pyarrow to read. Raises InputNotFound if it is no regular file."""
         self.check_interrupted()
-        flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK  # or a FIFO would block here
+        flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK  # without the last one, a FIFO would block here
         with self._parent(path) as (folder, name), _links_refused(name, folder, path):
             descriptor = os.open(name, flags, dir_fd=folder)
         if not stat.S_ISREG(os.fstat(descriptor).st_mode):
@@ -145,6 +156,7 @@ class LocalFiles:
         return pa.PythonFile(os.fdopen(descriptor, "rb"), mode="r")
 
     def open_output(self, path: str) -> Any:
+        """Open a new file for pyarrow to write. A file of this name is removed."""
         self.check_interrupted()
         with self._parent(path) as (folder, name):
             with suppress(FileNotFoundError):
@@ -153,27 +165,32 @@ class LocalFiles:
         return pa.PythonFile(os.fdopen(descriptor, "wb"), mode="w")
 
     def create(self, path: str) -> None:
+        """Make an empty file. Raises FileExistsError."""
         with self._parent(path) as (folder, name):
             os.close(os.open(name, _NEW, mode=0o666, dir_fd=folder))
             _sync(".", folder)
             self._check_in_place(folder, path)
 
     def publish(self, temporary: str, target: str) -> None:
-        """Publish once the contents are on the disk; raise PathSwapped, and undo it, where its folder was moved."""
+        """Give a temporary file its name once its contents are on the disk. Raises FileExistsError.
+
+        If the folder was moved meanwhile, this is undone and PathSwapped raised.
+        """
         with self._parent(target) as (folder, name):
-            written = os.path.basename(temporary)
-            _sync(written, folder)
-            _put_exclusively(written, name, folder)
+            temporary_name = os.path.basename(temporary)
+            _sync(temporary_name, folder)
+            _put_exclusively(temporary_name, name, folder)
             _sync(".", folder)
             try:
                 self._check_in_place(folder, target)
             except PathSwapped:
-                for placed in (name, written):
+                for file_name in (name, temporary_name):
                     with suppress(FileNotFoundError):
-                        os.unlink(placed, dir_fd=folder)
+                        os.unlink(file_name, dir_fd=folder)
                 raise
 
     def remove(self, path: str) -> None:
+        """Remove a file, or a folder if it is empty."""
         with self._parent(path) as (folder, name):
             try:
                 os.unlink(name, dir_fd=folder)
@@ -187,8 +204,8 @@ class LocalFiles:
             yield folder, os.path.basename(path)
 
     def _check_in_place(self, folder: int, path: str) -> None:
-        with suppress(OSError), self._parent(path) as (found, _):
-            if os.path.sameopenfile(found, folder):
+        with suppress(OSError), self._parent(path) as (folder_now, _):
+            if os.path.sameopenfile(folder_now, folder):
                 return
         raise PathSwapped(path, "its folder was moved away")
 
@@ -203,7 +220,7 @@ def _opened(name: str, flags: int, folder: int) -> Iterator[int]:
 
 
 def _put_exclusively(written: str, name: str, folder: int) -> None:
-    """Give a file a name that nothing has. Raises FileExistsError, or NotExclusive."""
+    """Give a file a new name. Raises FileExistsError if that is taken, or NotExclusive."""
     try:
         os.link(written, name, src_dir_fd=folder, dst_dir_fd=folder, follow_symlinks=False)
     except OSError as error:

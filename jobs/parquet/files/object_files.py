@@ -1,8 +1,7 @@
-"""Files in object stores: S3 and what speaks its protocol, Google Cloud Storage, Azure Blob Storage.
+"""Reaches files in object stores: S3 and stores with its protocol, Google Cloud Storage, Azure Blob Storage.
 
-A store has no folders, links or renames. What takes their place: an object is put there whole or not at all;
-`publish` is a copy within the store that fails where its target is, one request, whenever a worker that was frozen
-sends it.
+A store has no folders, links or renames. An object is put there whole or not at all. `publish` is a copy within the
+store that fails if its target is there. It is one request, so a worker that was frozen cannot overwrite anything.
 """
 
 import io
@@ -10,6 +9,7 @@ import os
 import secrets
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
+from functools import partial
 from typing import Any, TypeVar
 
 import obstore
@@ -27,19 +27,25 @@ from sandbox import ChildFailed, Limits, Pool
 
 T = TypeVar("T")
 _TASK = "jobs.parquet.files.object_requests:list_prefix"
-#: What a listing may take: some thousand bytes for each object.
+#: The memory that a listing may take: some thousand bytes for each object.
 MEMORY_BYTES = 512 << 20
 
 _VARIABLES = ("AWS_", "GOOGLE_", "AZURE_")
-#: Of their own: these children, alone of all, hold a store's credentials, as obstore asks the store itself.
+#: Children for listings only. They hold a store's credentials, because obstore asks the store itself; no others do.
 _pool = Pool()
 
 
 def listed(kind: str, folder: str, timeout_s: float) -> Any:
-    """Return what a listing of a kind tells of a prefix. Raises what obstore does, and StoreRefused without an end."""
-    question: dict[str, Any] = dict(zip(("scheme", "bucket", "key"), _split(folder), strict=True))
-    variables = {name: value for name, value in os.environ.items() if name.startswith(_VARIABLES)}
-    question |= {"kind": kind, "timeout_s": timeout_s, "environment": variables}
+    """Return the listing of a prefix, see object_requests.listing. Raises as obstore does, or StoreRefused."""
+    scheme, bucket, key = _split(folder)
+    question = {
+        "scheme": scheme,
+        "bucket": bucket,
+        "key": key,
+        "kind": kind,
+        "timeout_s": timeout_s,
+        "environment": {name: value for name, value in os.environ.items() if name.startswith(_VARIABLES)},
+    }
     try:
         reply, _ = _pool.call(lambda child: child.ask(_TASK, question, Limits(timeout_s, MEMORY_BYTES)))
     except ChildFailed as error:
@@ -51,52 +57,63 @@ def listed(kind: str, folder: str, timeout_s: float) -> Any:
 
 MAX_COPY_BYTES = 5 << 30
 BLOCK_BYTES = 1 << 18
-#: Uploaded at once; a smaller object goes in one request. A store takes at most 10,000 such parts of one.
+#: How much is uploaded in one request. A smaller object is one request; a store takes at most 10,000 for one object.
 CHUNK_BYTES = 8 << 20
 
 _CONCURRENCY = 2
-#: The buckets that have shown that they keep what is there. Shared by all threads.
+#: The buckets that have shown that they do not overwrite objects. Shared by all threads.
 _fit: set[tuple[str, str]] = set()
 
 
 class ObjectFiles:
-    """Objects below the data roots that are prefixes in stores; see Storage for its methods."""
+    """Objects below data roots that are prefixes in stores. Its methods are those of Storage."""
 
     def __init__(
         self, roots: Sequence[str], check_interrupted: Callable[[], None] = never_interrupted, timeout_s: float = 300.0
     ) -> None:
-        self._roots, self._timeout_s = tuple(roots), timeout_s
+        self._roots = tuple(roots)
+        self._timeout_s = timeout_s
         self._check_interrupted = check_interrupted
 
     def resolve(self, path: str) -> str:
+        """Return the one form of a path. Raises PathOutsideRoots."""
         path = run_path(path)
         self._place(path)
         return path
 
     def stat(self, path: str) -> FileStat | None:
-        found = self._head(path)
-        return found and FileStat(found["size"], int(found["last_modified"].timestamp() * 1e9), found["e_tag"] or "")
+        """Return the state of an object; None if there is none."""
+        head = self._head(path)
+        if head is None:
+            return None
+        mtime_ns = int(head["last_modified"].timestamp() * 1e9)
+        return FileStat(head["size"], mtime_ns, head["e_tag"] or "")
 
     def look(self, path: str) -> Entry | None:
-        key, name = self._place(path)[1], os.path.basename(path)
+        """Return the object or the prefix of a path; None if there is neither."""
+        _, key = self._place(path)
+        name = os.path.basename(path)
         if key and self._head(path) is not None:
             return Entry(name, False, False)
-        return Entry(name, True, False) if not key or self._list("has_any", path) else None
+        is_prefix = not key or self._list("has_any", path)
+        return Entry(name, True, False) if is_prefix else None
 
     @contextmanager
     def scan(self, folder: str) -> Iterator[Iterator[Entry]]:
-        """Lend what a prefix holds; an object that is a prefix of others counts as a folder."""
-        key, found = self._place(folder)[1], self._list("level", folder)
-        folders = {os.path.basename(prefix) for prefix in found["folders"]}
-        files = {os.path.basename(path) for path in found["objects"] if path != key}
+        """Lend the entries of a prefix. An object that is also a prefix of others counts as a folder."""
+        _, key = self._place(folder)
+        level = self._list("level", folder)
+        folders = {os.path.basename(prefix) for prefix in level["folders"]}
+        files = {os.path.basename(path) for path in level["objects"] if path != key}
         yield (Entry(name, name in folders, False) for name in folders | files)
 
     def written_at(self, folder: str) -> dict[str, int]:
+        """Return when each of a prefix's objects was written, in nanoseconds of Unix time, by name."""
         objects = self._list("level", folder)["objects"]
         return {os.path.basename(path): written_at for path, written_at in objects.items()}
 
     def make_folder(self, path: str) -> None:
-        """Nothing is to be made. Raises StoreUnfit where two workers could overwrite each other's parts."""
+        """Check that two workers cannot overwrite each other's parts; else raise StoreUnfit. Nothing is made."""
         store, key = self._place(path)
         place = _split(path)[:2]
         if place in _fit:
@@ -113,57 +130,63 @@ class ObjectFiles:
             else:
                 raise StoreUnfit(path, "overwrites what is there (it heeds no If-None-Match)")
         finally:
-            for each in (name, f"{name}.tmp"):
+            for probe in (name, f"{name}.tmp"):
                 with suppress(FileNotFoundError):
-                    self._make(path, lambda each=each: obstore.delete(store, each))  # type: ignore[misc]
+                    self._make(path, partial(obstore.delete, store, probe))
 
     def open_input(self, path: str) -> Any:
+        """Open an object for pyarrow to read, in one state of it. Raises InputNotFound."""
         store, key = self._place(path)
-        found = self._head(path)
-        if found is None:
+        head = self._head(path)
+        if head is None:
             raise InputNotFound(path)
-        own = {"if_match": found["e_tag"]} if found["e_tag"] else {}
+        same_state = {"if_match": head["e_tag"]} if head["e_tag"] else {}
 
         def fetch(start: int, end: int) -> bytes:
-            options: Any = {"range": (start, end), **own}
+            options: Any = {"range": (start, end), **same_state}
             return self._make(path, lambda: bytes(obstore.get(store, key, options=options).bytes()))
 
-        return pa.PythonFile(io.BufferedReader(FetchedFile(fetch, found["size"]), BLOCK_BYTES), mode="r")
+        return pa.PythonFile(io.BufferedReader(FetchedFile(fetch, head["size"]), BLOCK_BYTES), mode="r")
 
     @contextmanager
     def open_output(self, path: str) -> Iterator[Any]:
-        """Lend an object that is written. It is there, whole, once the body has ended; never where that raises."""
+        """Lend an object that is written. It is there, whole, once the body has ended; never if the body raises."""
         store, key = self._place(path, self._timeout_s)
         upload = obstore.open_writer(store, key, buffer_size=CHUNK_BYTES, max_concurrency=_CONCURRENCY)
         try:
             yield pa.PythonFile(_Writer(path, upload, self._check_interrupted), "w")
             make_request(path, upload.close, self._check_interrupted)
         except BaseException as error:
-            with suppress(exceptions.BaseError, OSError, ValueError):  # what was raised says more
+            with suppress(exceptions.BaseError, OSError, ValueError):  # the first error says more
                 upload.__exit__(type(error), error, error.__traceback__)
             raise
 
     def create(self, path: str) -> None:
+        """Make an empty object. Raises FileExistsError."""
         store, key = self._place(path)
         self._make(path, lambda: obstore.put(store, key, b"", mode="create"))
 
     def publish(self, temporary: str, target: str) -> None:
-        """Publish; a FileExistsError may be of this very copy, if its reply was lost: what counts is there."""
+        """Copy a temporary object to its name. Raises FileExistsError if that is taken.
+
+        If a reply was lost, the copy is sent again and finds itself in place. That raises FileExistsError too.
+        """
         store, key = self._place(target)
-        source = self._place(os.path.join(os.path.dirname(target), os.path.basename(temporary)))[1]
-        found = self._head(temporary)
-        if found is None or found["size"] <= MAX_COPY_BYTES:
-            self._make(target, lambda: obstore.copy(store, source, key, overwrite=False))
+        _, source_key = self._place(os.path.join(os.path.dirname(target), os.path.basename(temporary)))
+        head = self._head(temporary)
+        if head is None or head["size"] <= MAX_COPY_BYTES:
+            self._make(target, lambda: obstore.copy(store, source_key, key, overwrite=False))
         elif self._head(target) is not None:
             raise FileExistsError(target)
-        else:  # of two that look at once, the second replaces what the first has put
+        else:  # here a second worker that looked at the same time replaces the first one's object
             with self.open_input(temporary) as whole, self.open_output(target) as sink:
                 while chunk := whole.read(CHUNK_BYTES):
                     sink.write(chunk)
 
     def remove(self, path: str) -> None:
+        """Remove an object."""
         store, key = self._place(path)
-        if self._head(path) is not None:  # or a bucket with versions would note that it is gone
+        if self._head(path) is not None:  # a bucket with versions would note a removal that removes nothing
             self._make(path, lambda: obstore.delete(store, key))
 
     def _head(self, path: str) -> Any:
@@ -172,7 +195,7 @@ class ObjectFiles:
             return self._make(path, lambda: obstore.head(store, key))
         except FileNotFoundError:
             return None
-        except StoreRefused:  # the reply to a HEAD has no text; another one says why
+        except StoreRefused:  # the reply to a HEAD has no text; the reply to a GET says why
             self._make(path, lambda: obstore.get_range(store, key, start=0, length=1))
             raise
 
@@ -196,13 +219,15 @@ def _split(path: str) -> tuple[str, str, str]:
 
 
 class _Writer:
-    """What pyarrow needs of a Python file that it writes; of its requests obstore alone makes some again."""
+    """The methods of a Python file that pyarrow needs to write one. Only obstore sends its requests again."""
 
     closed = False
 
     def __init__(self, path: str, upload: Any, check_interrupted: Callable[[], None]) -> None:
         """upload: obstore's writer, which puts an object of one chunk in one request. path: for the errors."""
-        self._path, self._upload, self._check_interrupted = path, upload, check_interrupted
+        self._path = path
+        self._upload = upload
+        self._check_interrupted = check_interrupted
 
     def write(self, data: Any) -> int:
         make_request(self._path, lambda: self._upload.write(bytes(data)), self._check_interrupted)

@@ -1,4 +1,7 @@
-"""Requests to an object store, tried again while it does not serve. A child lists: obstore keeps all of a listing."""
+"""Sends requests to an object store, and again while it does not serve.
+
+Listings are made in a child process, because obstore keeps all of a listing in memory.
+"""
 
 import errno
 import logging
@@ -20,12 +23,18 @@ from jobs.parquet.files.filesystem import BucketNotFound, StoreRefused, StoreUnr
 from sandbox.child import Worker
 
 T = TypeVar("T")
-#: Of the time that a store has: until which tries begin.
+#: The share of a store's time in which a new try may begin.
 _SHARE = 0.5
-#: Seconds: of obstore's own tries, where we can ask anew; between ours; and of one request at most.
-TRIES_S, FIRST_WAIT_S, MAX_WAIT_S, REQUEST_S = 5.0, 0.2, 5.0, 30.0
-#: Of what a store says its code alone is told, and of another reply nothing.
-_CODE, _STATUS = re.compile(r"<Code>(\w{1,64})</Code>"), re.compile(r"status code: (\d{3})")
+#: The seconds for obstore's own tries, if we can ask again.
+TRIES_S = 5.0
+#: The pause before our first new try. It doubles up to MAX_WAIT_S.
+FIRST_WAIT_S = 0.2
+MAX_WAIT_S = 5.0
+#: The most seconds of one request.
+REQUEST_S = 30.0
+#: Only the code or the status of a store's reply is shown, never its text.
+_CODE = re.compile(r"<Code>(\w{1,64})</Code>")
+_STATUS = re.compile(r"status code: (\d{3})")
 _BEFORE_A_REPLY = re.compile(r".*?(status code: \d{3}[ \w]*|error response|invalid \w+ response)")
 _NO_BUCKET = {"NoSuchBucket", "ContainerNotFound"}
 _TRY_AGAIN = {"408", "425", "429"}
@@ -36,7 +45,10 @@ _log = logging.getLogger("rq.worker")
 
 @lru_cache(maxsize=64)
 def opened_store(scheme: str, bucket: str, timeout_s: float, tries_s: float = TRIES_S) -> Any:
-    """Return a client of a bucket for all threads. timeout_s: in which it has to serve. tries_s: of obstore's own."""
+    """Return a client of a bucket, for all threads.
+
+    timeout_s: in which the store has to serve. tries_s: for obstore's own tries.
+    """
     share = timedelta(seconds=timeout_s * _SHARE)
     options: Any = {
         "retry_config": {"max_retries": 100, "retry_timeout": min(share, timedelta(seconds=tries_s))},
@@ -58,36 +70,40 @@ def _endpoint(scheme: str) -> str:
 def make_request(
     path: str, request: Callable[[], T], check_interrupted: Callable[[], None] = never_interrupted, timeout_s: float = 0
 ) -> T:
-    """Return what a request does; it is made again until it is answered, at most for a share of `timeout_s`.
+    """Make a request, again and again until it is answered, for at most a share of `timeout_s`; return the answer.
 
-    Raises FileNotFoundError, FileExistsError, PathSwapped where an object is not the one that was looked at,
-    StoreRefused, BucketNotFound, StoreUnreachable, or what check_interrupted does.
+    Raises FileNotFoundError, FileExistsError, PathSwapped if an object is not the one that was looked at,
+    StoreRefused, BucketNotFound, StoreUnreachable, or what check_interrupted raises.
     """
-    begun, wait_s, is_told = time.monotonic(), FIRST_WAIT_S, False
+    began_at = time.monotonic()
+    wait_s = FIRST_WAIT_S
+    has_warned = False
     while True:
         check_interrupted()
         try:
-            found = request()
+            answer = request()
         except (exceptions.BaseError, FileNotFoundError, ValueError) as error:
             reason = _reason_to_try_again(path, error)
-            seconds = time.monotonic() - begun
+            seconds = time.monotonic() - began_at
             if seconds + wait_s > timeout_s * _SHARE:
                 raise StoreUnreachable(path, seconds, reason) from None
-            if seconds > TRIES_S and not is_told:
-                is_told = True
+            if seconds > TRIES_S and not has_warned:
+                has_warned = True
                 _log.warning("the store of %s has not served it for %.0f s (%s): trying again", path, seconds, reason)
         else:
-            if (seconds := time.monotonic() - begun) > TRIES_S:
+            seconds = time.monotonic() - began_at
+            if seconds > TRIES_S:
                 _log.warning("the store of %s has served it after %.0f s", path, seconds)
-            return found
+            return answer
         time.sleep(wait_s)
         wait_s = min(2 * wait_s, MAX_WAIT_S)
 
 
 def _reason_to_try_again(path: str, error: Exception) -> str:
-    """Return why the store has not served; raise an error of ours where another try would end alike."""
+    """Return why the store has not served. If another try would end the same way, raise an error of ours."""
     text = str(error)
-    code, status = _found(_CODE, text), _found(_STATUS, text)
+    code = _found(_CODE, text)
+    status = _found(_STATUS, text)
     first = text.split("\n")[0]
     before = _BEFORE_A_REPLY.match(first)
     reason = (code or (before[0] if before else first))[:_REASON_CHARS]
@@ -115,7 +131,7 @@ _environment: dict[str, str] = {}
 
 
 def list_prefix(worker: Worker) -> Iterator[dict[str, Any]]:
-    """List a prefix as a question says, by the variables of the worker that it brings."""
+    """List a prefix, in a child. The question brings the worker's environment variables for stores."""
     global _environment
     question = worker.question
     if question["environment"] != _environment:
@@ -132,9 +148,15 @@ def list_prefix(worker: Worker) -> Iterator[dict[str, Any]]:
 
 
 def listing(store: Any, kind: str, key: str) -> Any:
-    """Return whether a prefix "has_any" object; of its "level" folders, objects, and when these were written, in ns."""
+    """Return a listing of a prefix.
+
+    kind: "has_any" for whether there is any object; "level" for its folders, and its objects with the nanoseconds of
+    Unix time at which they were written.
+    """
     if kind == "has_any":
         return next(iter(obstore.list(store, key or None, chunk_size=1)), None) is not None
-    found = obstore.list_with_delimiter(store, key or None)
-    objects = {each["path"]: int(each["last_modified"].timestamp() * 1e9) for each in found["objects"]}
-    return {"folders": list(found["common_prefixes"]), "objects": objects}
+    level = obstore.list_with_delimiter(store, key or None)
+    objects = {}
+    for entry in level["objects"]:
+        objects[entry["path"]] = int(entry["last_modified"].timestamp() * 1e9)
+    return {"folders": list(level["common_prefixes"]), "objects": objects}

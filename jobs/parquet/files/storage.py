@@ -1,4 +1,4 @@
-"""The few file operations that a run needs, below the data roots, and names for what goes wrong with them."""
+"""Offers the few file operations that a run needs, below the data roots, and names their errors."""
 
 import errno
 import os
@@ -28,10 +28,11 @@ _NOT_WRITABLE = _NO_SUCH_FILE | {errno.EACCES, errno.EPERM, errno.EROFS, errno.E
 
 
 class Storage:
-    """All the places where a run's files may lie: each path leads to local files, or to objects.
+    """Local files and objects in stores, by their paths.
 
-    Methods take paths that `resolve` has returned, or names in such a folder, else raise PathOutsideRoots. What two
-    executions may do at once rests on `publish` and `create`, of which the first one alone changes anything.
+    Methods take paths that `resolve` has returned, or names in such a folder; they raise PathOutsideRoots for others.
+    Two executions may work in a folder at once, because only the first `publish` or `create` of a path changes
+    anything.
     """
 
     def __init__(
@@ -41,10 +42,15 @@ class Storage:
         timeout_s: float = 300.0,
         shard_bytes: int = DEFAULT_BYTES,
     ) -> None:
-        """Take roots of files, and of objects as of run_path. check_interrupted: called before what takes time.
-        shard_bytes: of one shard's prompts; whatever reads a table takes a share of as many."""
-        self.check_interrupted, self.shard_bytes = check_interrupted, shard_bytes
-        self._roots, self._timeout_s = tuple(roots), timeout_s
+        """Take roots of files and of objects, as run_path returns them.
+
+        check_interrupted: called before anything that takes time. timeout_s: in which a store has to serve.
+        shard_bytes: the limit of one shard's prompts. A reader of tables may take a share of it.
+        """
+        self.check_interrupted = check_interrupted
+        self.shard_bytes = shard_bytes
+        self._roots = tuple(roots)
+        self._timeout_s = timeout_s
         self._local = LocalFiles([root for root in roots if not is_stored(root)], check_interrupted)
         stored = [root for root in roots if is_stored(root)]
         self._stored: ObjectFiles | None = None
@@ -53,9 +59,11 @@ class Storage:
 
     @classmethod
     def of(cls, context: JobContext) -> Self:
+        """Return the storage of a job."""
         return cls(context.data_roots, context.check_interrupted, context.file_timeout_s, context.shard_bytes.limit)
 
     def with_root(self, root: str) -> Self:
+        """Return a storage with one more root."""
         return type(self)((*self._roots, root), self.check_interrupted, self._timeout_s, self.shard_bytes)
 
     def _of(self, path: str) -> LocalFiles | ObjectFiles:
@@ -66,7 +74,7 @@ class Storage:
         return self._stored
 
     def resolve(self, path: str) -> str:
-        """Return the one name of what a path leads to. Raises PathOutsideRoots."""
+        """Return the one name of a file or folder, without links. Raises PathOutsideRoots."""
         return self._of(path).resolve(path)
 
     def stat(self, path: str) -> FileStat | None:
@@ -74,41 +82,43 @@ class Storage:
         return self._of(path).stat(path)
 
     def look(self, path: str) -> Entry | None:
-        """Return what has this path, a link as what it leads to; None where nothing has."""
+        """Return the entry with this path; None if there is none."""
         return self._of(path).look(path)
 
     def is_folder(self, path: str) -> bool:
-        found = self.look(path)
-        return found is not None and found.is_folder
+        """Whether the path is that of a folder."""
+        entry = self.look(path)
+        return entry is not None and entry.is_folder
 
     def scan(self, folder: str) -> AbstractContextManager[Iterator[Entry]]:
-        """Lend what a folder holds, in any order, read from it little by little."""
+        """Lend the entries of a folder, in any order. They are read little by little."""
         return self._of(folder).scan(folder)
 
     def names(self, folder: str) -> list[str]:
-        """Return what a folder holds, sorted; nothing of one that is not there."""
+        """Return the names in a folder, sorted; none if there is no such folder."""
         with suppress(FileNotFoundError), self.scan(folder) as entries:
             return sorted(entry.name for entry in entries)
         return []
 
     def written_at(self, folder: str) -> dict[str, int]:
+        """Return when each of a folder's files was written, in nanoseconds of Unix time, by name."""
         return self._of(folder).written_at(folder)
 
     def make_folder(self, path: str) -> None:
-        """Make a folder, and what is missing above it. Raises as `writing` does."""
+        """Make a folder, and missing ones above it. Raises as `writing` does."""
         with writing(path):
             self._of(path).make_folder(path)
 
     def open_input(self, path: str) -> Any:
-        """Open a file as pyarrow reads it, at any place. Raises InputNotFound for anything else."""
+        """Open a file for pyarrow, which reads at any place. Raises InputNotFound if it is no regular file."""
         return self._of(path).open_input(path)
 
     def open_output(self, path: str) -> Any:
-        """Open a new file for pyarrow to write; what had its name is removed."""
+        """Open a new file for pyarrow to write. A file of this name is removed."""
         return self._of(path).open_output(path)
 
     def create(self, path: str) -> None:
-        """Make an empty file, unless something has its name."""
+        """Make an empty file, unless its name is taken."""
         with suppress(FileExistsError):
             self._of(path).create(path)
 
@@ -119,14 +129,14 @@ class Storage:
         except FileExistsError:
             return False
         except FileNotFoundError:
-            # Whoever finished the run removed leftovers, this file among them; that needs a published target.
+            # Another execution has ended the run, and removed this file as a leftover. Then the target is there.
             if self.stat(target) is None:
                 raise
             return False
         return True
 
     def put(self, path: str, execution_id: str, write: Callable[[Any], object]) -> bool:
-        """Have a file written and put in place, whole, or not at all; return False if the place was taken."""
+        """Have a file written and put in its place, whole or not at all; return False if the place was taken."""
         folder, name = os.path.split(path)
         temporary = os.path.join(folder, temporary_name(execution_id, name))
         with writing(path):
@@ -138,15 +148,16 @@ class Storage:
                 self.remove(temporary)
 
     def remove(self, path: str) -> None:
-        """Remove a file, or a folder if nothing is in it; do nothing where there is none."""
+        """Remove a file, or a folder if it is empty. Do nothing if there is none."""
         with suppress(FileNotFoundError):
             self._of(path).remove(path)
 
 
 @contextmanager
 def reading(path: str, file_format: str | None = None) -> Iterator[None]:
-    """Name the file in what goes wrong while it is read. Raises InputNotFound, CorruptParquet or, where a
-    file_format is given, CorruptTable. A lack of memory passes as it is.
+    """Turn errors of reading a file into errors that name it. A lack of memory passes as it is.
+
+    Raises InputNotFound, or CorruptParquet; with a file_format, CorruptTable.
     """
     try:
         yield
@@ -163,7 +174,7 @@ def reading(path: str, file_format: str | None = None) -> Iterator[None]:
 
 @contextmanager
 def writing(path: str) -> Iterator[None]:
-    """Name the file in what goes wrong while it is written. Raises DiskFull or OutputNotWritable."""
+    """Turn errors of writing a file into errors that name it. Raises DiskFull or OutputNotWritable."""
     try:
         yield
     except OSError as error:

@@ -1,1 +1,1 @@
-"""Tables in other formats than Parquet: lines of text (CSV, TSV, JSONL) and Arrow's own files."""
+"""Reads tables in formats other than Parquet: lines of text (CSV, TSV, JSONL) and Arrow's own files."""

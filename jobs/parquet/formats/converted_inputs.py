@@ -1,7 +1,7 @@
-"""A run's inputs that are no Parquet: what they hold, and the Parquet files that planning makes of them.
+"""Converts inputs that are no Parquet: planning makes a Parquet file of each.
 
-Those lie in `_input/` beside the plan until the run ends. Each has a name that tells its contents: planners
-that meet write the same, and one that was made stays.
+These files are in `_input/` beside the plan until the run ends. Their names depend on their contents. So two planners
+at once write the same file, and one that is there stays.
 """
 
 import os
@@ -29,10 +29,11 @@ def scan(
     rows: int | None = None,
     dialect: Mapping[str, str] = MappingProxyType({}),
 ) -> Contents:
-    """Look at a file; if it is no Parquet, through its first `rows`.
+    """Return what a file holds.
 
-    dialect: how its text is written, see RunSpec.dialect. Raises OtherEncoding, OtherDelimiter or TooManyBadLines if
-    the text is written otherwise, SchemaMismatch, or an error of look_at.
+    rows: how many rows to look at, unless it is Parquet; None for all. dialect: how its text is written, see
+    RunSpec.dialect. Raises OtherEncoding, OtherDelimiter or TooManyBadLines if the text is written otherwise,
+    SchemaMismatch, or an error of look_at.
     """
     if input_format == PARQUET:
         return look_at(storage, path)
@@ -40,24 +41,36 @@ def scan(
 
 
 def convert_inputs(storage: Storage, plan: Plan, files: Iterable[int], execution_id: str) -> int:
-    """Make the Parquet files of inputs that have none; return their bytes. Raises InputError or OutputError."""
-    wanted = {plan.rows_path(plan.files[number]): plan.files[number] for number in files}
-    wanted = {path: file for path, file in wanted.items() if path != file.path}
-    for path, file in wanted.items():
+    """Make the Parquet files of inputs that are no Parquet; return their bytes. Raises InputError or OutputError.
+
+    files: numbers of the plan's files.
+    """
+    num_bytes = 0
+    converted_paths = set()
+    for number in files:
+        file = plan.files[number]
+        path = plan.rows_path(file)
+        if path == file.path or path in converted_paths:
+            continue
+        converted_paths.add(path)
         if storage.stat(path) is None:
             if file.kept:
                 raise NewRowsGone(path, file.path, plan.spec.output)
             _convert(storage, plan, file, execution_id)
-    return sum(stat.size for stat in map(storage.stat, wanted) if stat is not None)
+    for path in converted_paths:
+        stat = storage.stat(path)
+        if stat is not None:
+            num_bytes += stat.size
+    return num_bytes
 
 
 def _convert(storage: Storage, plan: Plan, file: PlannedFile, execution_id: str) -> None:
-    source, target = replace(file, path=storage.resolve(file.path)), plan.rows_path(file)
+    source = replace(file, path=storage.resolve(file.path))
+    target = plan.rows_path(file)
 
     def write(sink: Any) -> None:
+        question = {"kinds": plan.columns, "rows": file.rows, "as_json": plan.as_json, "dialect": plan.spec.dialect}
         with open_table(storage, source.path, plan.input_format) as ask:
-            question = {"kinds": plan.columns, "rows": file.rows, "as_json": plan.as_json}
-            question["dialect"] = plan.spec.dialect
             for _, body in ask(f"{_TASKS}:convert", question):
                 sink.write(body)
         check_unchanged(storage, source, plan.input_format)
@@ -69,23 +82,25 @@ def _convert(storage: Storage, plan: Plan, file: PlannedFile, execution_id: str)
 
 @contextmanager
 def converted_for_now(storage: Storage, plan: Plan, files: Iterable[int]) -> Iterator[tuple[Storage, Plan]]:
-    """Lend a plan whose files can be read, with storage in a folder of this machine.
+    """Lend a plan whose files can be read, and a storage that reads them. Converted files are in a temporary folder.
 
-    The output is not searched: a preview has none, and after a run's end it keeps no inputs.
+    Converted files in the output are not used: a preview has no output, and a finished run keeps none.
     """
     if plan.input_format == PARQUET:
         yield storage, plan
         return
     with tempfile.TemporaryDirectory(prefix="tokenmill-") as folder:
         folder = os.path.realpath(folder)
-        wider, own = storage.with_root(folder), replace(plan, input_folder=folder)
-        convert_inputs(wider, own, files, "own")
-        yield wider, own
+        storage_with_folder = storage.with_root(folder)
+        plan_with_folder = replace(plan, input_folder=folder)
+        convert_inputs(storage_with_folder, plan_with_folder, files, "own")
+        yield storage_with_folder, plan_with_folder
 
 
 def remove_converted(storage: Storage, plan: Plan) -> None:
-    """Remove what planning has put beside a run's plan, and the journals. Raises OutputNotWritable."""
-    for folder in (plan.converted_folder, *(os.path.join(plan.spec.output, name) for name in (REUSED, JOURNAL))):
+    """Remove the files that planning has put beside a run's plan, and the journals. Raises OutputNotWritable."""
+    output = plan.spec.output
+    for folder in (plan.converted_folder, os.path.join(output, REUSED), os.path.join(output, JOURNAL)):
         with writing(folder):
             for name in storage.names(folder):
                 storage.remove(os.path.join(folder, name))

@@ -1,6 +1,6 @@
-"""What a child does that turns a run's files into Parquet: it looks for the columns of one, then writes it.
+"""Turns a run's files into Parquet, in a child process: it finds out a file's columns, then writes it.
 
-Text says what a column holds only when all of it was read: there are two passes over the same groups of rows.
+A text file's columns are known only when all of it was read. So there are two passes over the same groups of rows.
 """
 
 import io
@@ -21,22 +21,25 @@ from jobs.parquet.tables.row_groups import GROUP_ROWS, grouped
 from jobs.parquet.tables.table_child import Replies, with_file
 from jobs.runs.plans.names import ARROW, HEADED, OPENAI_BATCH
 
-#: Rows and bytes that are Python's at a time.
-SLICE_ROWS, SLICE_BYTES = 1024, 1 << 21
+#: The most rows and bytes that are Python objects at a time.
+SLICE_ROWS = 1024
+SLICE_BYTES = 1 << 21
 
 MAX_COLUMNS = 10_000
-#: If a larger share of rows cannot be read, the file is not what it is taken for. Fewer rows in all say nothing.
-MAX_BAD_SHARE, MIN_JUDGED_ROWS = 0.1, 20
+#: If a larger share of rows cannot be read, the file has another format than it is taken for.
+MAX_BAD_SHARE = 0.1
+#: Fewer rows than these in all say nothing about the format.
+MIN_JUDGED_ROWS = 20
 
 _CODECS = {b"\x1f\x8b": "gzip", b"\x28\xb5\x2f\xfd": "zstd", b"BZh": "bz2"}
 _BATCH_KINDS: Mapping[str, kinds.Kind] = {"custom_id": "text", "request": "json"}
-#: Types of Arrow's that Parquet has not, and what takes their place.
+#: Arrow types that Parquet does not have, and the types that take their place.
 _PLAIN = {pa.string_view(): pa.string(), pa.binary_view(): pa.binary()}
 
 
 @with_file
 def scan(question: Mapping[str, Any], source: Any) -> Replies:
-    """Tell kinds, schema, rows and bytes of a file's groups."""
+    """Reply with a file's schema, its columns' kinds, and the rows and bytes of its groups."""
     with _opened(question, source) as table:
         slices = table.slices(question["rows"])
         looked_at = grouped((rows, size, table.look(part)) for rows, size, part in slices)
@@ -47,34 +50,38 @@ def scan(question: Mapping[str, Any], source: Any) -> Replies:
 
 @with_file
 def convert(question: Mapping[str, Any], source: Any) -> Replies:
-    """Reply with a Parquet file of `rows` rows, in pieces. The question's `kinds` are those of all columns.
+    """Reply with a Parquet file of `rows` rows, in pieces.
 
-    Its `as_json` names columns that the file has twice: the second time as the JSON of each row.
+    The question has `kinds`, those of all columns, and `as_json`, the columns that the file gets twice: the second time
+    as each row's own JSON.
     """
     sink = io.BytesIO()
-    file = pa.PythonFile(sink, "w")  # which closes the sink when it goes
+    file = pa.PythonFile(sink, "w")  # it must live as long as the sink, which it closes
     with _opened(question, source) as table:
-        table.kinds = dict(question["kinds"])
-        table.as_json = tuple(question.get("as_json", ()))
+        table.use_columns(dict(question["kinds"]), tuple(question.get("as_json", ())))
         schema = table.schema
         with pq.ParquetWriter(file, schema) as writer:
             slices = table.slices(question["rows"])
             for _, _, batches in grouped((rows, size, table.batch(part, schema)) for rows, size, part in slices):
                 writer.write_table(pa.Table.from_batches(batches, schema))
-                yield {}, _taken(sink)
-    yield {}, _taken(sink)
+                yield {}, _emptied(sink)
+    yield {}, _emptied(sink)
 
 
-def _taken(sink: io.BytesIO) -> bytes:
-    found = sink.getvalue()
+def _emptied(sink: io.BytesIO) -> bytes:
+    """Return what was written to a sink, and empty it."""
+    content = sink.getvalue()
     sink.seek(0)
     sink.truncate()
-    return found
+    return content
 
 
 @contextmanager
 def _opened(question: Mapping[str, Any], source: Any) -> Iterator[Any]:
-    path, file_format, dialect = question["path"], question["input_format"], question.get("dialect", {})
+    """Lend the table of a question's file."""
+    path = question["path"]
+    file_format = question["input_format"]
+    dialect = question.get("dialect", {})
     if file_format == ARROW:
         yield _ArrowTable(path, source)
         return
@@ -86,10 +93,15 @@ def _opened(question: Mapping[str, Any], source: Any) -> Iterator[Any]:
 
 
 class _TextTable:
+    """The rows of a text file, and the kinds of its columns as far as they are known."""
+
     def __init__(self, file: TextFile, decimal: str) -> None:
-        self._file, self._decimal = file, decimal
-        self._path, self._format = file.path, file.format
-        self._rows = self._bad = 0
+        self._file = file
+        self._decimal = decimal
+        self._path = file.path
+        self._format = file.format
+        self._num_rows = 0
+        self._num_bad = 0
         self._first_bad: Record | None = None
         self.as_json: Sequence[str] = ()
         self.kinds: dict[str, kinds.Kind] = dict(_BATCH_KINDS) if file.format == OPENAI_BATCH else {}
@@ -100,66 +112,74 @@ class _TextTable:
         else:
             self._records = json_records(file)
 
+    def use_columns(self, column_kinds: dict[str, kinds.Kind], as_json: Sequence[str]) -> None:
+        """Take the columns' kinds as planned. as_json: columns that are also written as each row's own JSON."""
+        self.kinds = column_kinds
+        self.as_json = as_json
+
     @property
     def schema(self) -> pa.Schema:
+        """Return the schema of the Parquet file."""
         fields = [kinds.arrow_field(name, kind) for name, kind in self.kinds.items()]
         beside = [pa.field(AS_JSON + name, pa.string()) for name in self.as_json]
         return pa.schema([*fields, *beside, PROBLEM_FIELD])
 
     def slices(self, most: int | None) -> Iterator[tuple[int, int, list[Record]]]:
+        """Yield slices of the first `most` rows: how many, their bytes, and the rows."""
         part: list[Record] = []
         size = 0
-        for each in islice(self._records, most):
-            part.append(each)
-            size += each.size
-            self._rows += 1
-            if each.problem:
-                self._bad += 1
-                self._first_bad = self._first_bad or each
+        for record in islice(self._records, most):
+            part.append(record)
+            size += record.size
+            self._num_rows += 1
+            if record.problem:
+                self._num_bad += 1
+                self._first_bad = self._first_bad or record
             if len(part) == SLICE_ROWS or size > SLICE_BYTES:
                 yield len(part), size, part
-                part, size = [], 0
+                part = []
+                size = 0
         if part:
             yield len(part), size, part
 
     def check_read(self) -> None:
-        """Raise OtherEncoding or TooManyBadLines if too many of the lines read are no rows."""
+        """Raise OtherEncoding, or TooManyBadLines if too many of the lines read are no rows."""
         self._file.check_encoding()
-        is_judged = self._rows >= MIN_JUDGED_ROWS or not self.kinds  # without a row, JSON lines have no columns
-        if self._first_bad is not None and is_judged and self._bad > self._rows * MAX_BAD_SHARE:
+        is_judged = self._num_rows >= MIN_JUDGED_ROWS or not self.kinds  # JSON lines without a row have no columns
+        if self._first_bad is not None and is_judged and self._num_bad > self._num_rows * MAX_BAD_SHARE:
             first = self._first_bad
-            raise TooManyBadLines(self._path, self._bad, self._rows, first.line, first.problem)
+            raise TooManyBadLines(self._path, self._num_bad, self._num_rows, first.line, first.problem)
 
     def look(self, part: Sequence[Record]) -> None:
-        """Take what rows hold into the kinds; those of a batch file are known."""
+        """Merge the kinds of some rows' values into those of the columns. A batch file's kinds are known."""
         if self._format == OPENAI_BATCH:
             return
         if self._format in HEADED:
-            rows = [each.value for each in part if each.value is not None]
+            rows = [record.value for record in part if record.value is not None]
             for name, known in self.kinds.items():
                 if known != "text":
-                    self.kinds[name] = kinds.merged_texts(
-                        known, kinds.kind_of_texts([row[name] for row in rows], self._decimal)
-                    )
+                    kind = kinds.kind_of_texts([row[name] for row in rows], self._decimal)
+                    self.kinds[name] = kinds.merged_texts(known, kind)
             return
-        for each in part:
-            for name, value in (each.value or {}).items():
+        for record in part:
+            for name, value in (record.value or {}).items():
                 known = self.kinds.get(name, "null")
                 if known != "json" and not (known == "text" and isinstance(value, str)):
                     self.kinds[name] = kinds.merged(known, kinds.kind_of(value))
         self._check_names()
 
     def _check_names(self) -> None:
-        if taken := [name for name in self.kinds if name == PROBLEM or name.startswith(AS_JSON)]:
-            raise SchemaMismatch(self._path, f"a column is named {brief(taken[0])}")
+        for name in self.kinds:
+            if name == PROBLEM or name.startswith(AS_JSON):
+                raise SchemaMismatch(self._path, f"a column is named {brief(name)}")
         if len(self.kinds) > MAX_COLUMNS:
             raise CorruptTable(self._path, self._format, f"it names more than {MAX_COLUMNS} columns")
 
     def batch(self, part: Sequence[Record], schema: pa.Schema) -> pa.RecordBatch:
-        """Return rows with their problems. Raises CorruptTable where they are not as they were looked at."""
-        problems = [each.problem and f"line {each.line} {each.problem}" for each in part]
+        """Return rows with their problems. Raises CorruptTable if they do not have the columns' kinds any more."""
+        problems = [record.problem and f"line {record.line} {record.problem}" for record in part]
         make = kinds.text_array if self._format in HEADED else kinds.json_array
-        rows = [each.value or {} for each in part]
+        rows = [record.value or {} for record in part]
         try:
             arrays = [make([row.get(name) for row in rows], kind) for name, kind in self.kinds.items()]
         except (ValueError, TypeError, KeyError, OverflowError, pa.ArrowException) as error:
@@ -169,44 +189,62 @@ class _TextTable:
 
 
 class _ArrowTable:
+    """The rows of one of Arrow's files. Its schema says what the columns hold, so it has no kinds."""
+
     def __init__(self, path: str, source: Any) -> None:
-        self._path, self.kinds, self.as_json = path, dict[str, kinds.Kind](), ()
+        self._path = path
+        self.kinds: dict[str, kinds.Kind] = {}
         is_file = source.read_at(6, 0) == b"ARROW1"
         source.seek(0)
-        opened: Any = pa.ipc.open_file(source) if is_file else pa.ipc.open_stream(source)
-        self._batches = map(opened.get_batch, range(opened.num_record_batches)) if is_file else iter(opened)
+        opened: Any
+        self._batches: Iterator[pa.RecordBatch]
+        if is_file:
+            opened = pa.ipc.open_file(source)
+            self._batches = map(opened.get_batch, range(opened.num_record_batches))
+        else:
+            opened = pa.ipc.open_stream(source)
+            self._batches = iter(opened)
         fields = [field.with_type(_plain_type(field.type)) for field in opened.schema]
         self.schema = pa.schema(fields, metadata=opened.schema.metadata)
         for field in self.schema:
             self._try(field)
 
+    def use_columns(self, column_kinds: dict[str, kinds.Kind], as_json: Sequence[str]) -> None:
+        """Do nothing: the schema says what the columns hold."""
+
     def slices(self, most: int | None) -> Iterator[tuple[int, int, pa.RecordBatch]]:
+        """Yield slices of the first `most` rows: how many, their bytes, and the rows."""
+        rows_left = most
         for batch in self._batches:
             batch.validate(full=True)  # offsets and indices of a file may lead anywhere
-            rows = max(1, min(GROUP_ROWS, batch.num_rows * SLICE_BYTES // max(1, batch.nbytes)))
-            batch = batch.slice(0, most)
-            for start in range(0, batch.num_rows, rows):
-                part = batch.slice(start, rows)
+            slice_rows = max(1, min(GROUP_ROWS, batch.num_rows * SLICE_BYTES // max(1, batch.nbytes)))
+            batch = batch.slice(0, rows_left)
+            for start in range(0, batch.num_rows, slice_rows):
+                part = batch.slice(start, slice_rows)
                 yield part.num_rows, part.nbytes, part
-            if most is not None and (most := most - batch.num_rows) <= 0:
-                return
+            if rows_left is not None:
+                rows_left -= batch.num_rows
+                if rows_left <= 0:
+                    return
 
     def _try(self, field: pa.Field) -> None:
-        """Raise SchemaMismatch for a type that Parquet has not."""
+        """Raise SchemaMismatch for a type that Parquet does not have."""
+        file = io.BytesIO()
         try:
-            pq.write_table(pa.table({field.name: pa.nulls(1, field.type)}), file := io.BytesIO())
+            pq.write_table(pa.table({field.name: pa.nulls(1, field.type)}), file)
             pq.read_table(file)
         except pa.ArrowException:
-            what = f"its column {field.name!r} is of type {field.type}, which Parquet has not"
-            raise SchemaMismatch(self._path, what) from None
+            problem = f"its column {field.name!r} is of type {field.type}, which Parquet has not"
+            raise SchemaMismatch(self._path, problem) from None
 
     def check_read(self) -> None:
-        """Do nothing: in such a file each row can be read."""
+        """Do nothing: each row of such a file can be read."""
 
     def look(self, part: pa.RecordBatch) -> None:
-        """Do nothing: its schema says what columns hold."""
+        """Do nothing: the schema says what the columns hold."""
 
     def batch(self, part: pa.RecordBatch, schema: pa.Schema) -> pa.RecordBatch:
+        """Return rows with the types of `schema`."""
         arrays = [column.cast(field.type) for column, field in zip(part.columns, schema, strict=True)]
         return pa.RecordBatch.from_arrays(arrays, schema=schema)
 

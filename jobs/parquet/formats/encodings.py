@@ -1,4 +1,4 @@
-"""Text files in other encodings than UTF-8: reads those that are named, and recognizes others by their bytes."""
+"""Reads text files in encodings other than UTF-8, and recognizes such files if no encoding was named."""
 
 import codecs
 import io
@@ -15,7 +15,7 @@ _MARKS = (
     (codecs.BOM_UTF16_LE, "utf-16"),
     (codecs.BOM_UTF16_BE, "utf-16"),
 )
-#: Bytes to look at: in UTF-16 without a mark most of every second byte are zero there.
+#: How many bytes to look at. In UTF-16 without a mark, most of every second byte are zero there.
 _HEAD_BYTES = 4096
 #: A byte above 127 beside a letter, as in words in cp1252. In bytes that are no text it may stand anywhere.
 _IN_WORD = re.compile(rb"[A-Za-z][\x80-\xff]|[\x80-\xff][A-Za-z]")
@@ -43,6 +43,7 @@ class EncodingGuess:
                 raise OtherEncoding(self._path, encoding)
 
     def see(self, line: bytes) -> None:
+        """Look at one line."""
         if self._is_utf8 or line.isascii():
             return
         try:
@@ -68,19 +69,25 @@ def _looks_like_cp1252(line: bytes) -> bool:
 class Decoded(io.RawIOBase):
     """Turns a stream in some encoding into UTF-8. Bytes that the encoding does not have become invalid UTF-8.
 
-    Reading raises CorruptTable if there is no byte order mark, and the encoding needs one. path, file_format: as the
-    error names them.
+    Reading raises CorruptTable if the encoding needs a byte order mark and there is none. path, file_format: named in
+    the error.
     """
 
     def __init__(self, stream: Any, encoding: str, path: str, file_format: str) -> None:
-        self._stream, self._decoder = stream, codecs.getincrementaldecoder(encoding)(_BAD)
-        self._encoding, self._path, self._format = encoding, path, file_format
-        self._left, self._is_over = b"", False
+        self._stream = stream
+        self._decoder = codecs.getincrementaldecoder(encoding)(_BAD)
+        self._encoding = encoding
+        self._path = path
+        self._format = file_format
+        self._left = b""
+        self._is_over = False
 
     def readable(self) -> bool:
+        """Return True."""
         return True
 
     def readinto(self, buffer: Any) -> int:
+        """Read UTF-8 into a buffer; return how many bytes."""
         while not self._left and not self._is_over:
             read = self._stream.read(CHUNK_BYTES)
             self._is_over = not read

@@ -1,8 +1,8 @@
-"""What columns of text files hold, the same for all files of a run.
+"""Names what the columns of text files hold: their kinds, which are the same for all files of a run.
 
-A kind is JSON, as the plan keeps it: "null", "bool", "int" (up to 2**53, which a float holds exactly), "long"
-(up to 64 bits), "float", "number" (integers beside floats), "text", {"list": kind}, {"struct": {name: kind}},
-or "json", where values have different kinds: such a column is text, and what is none is written as JSON.
+A kind is JSON, as the plan keeps it: "null", "bool", "int" (up to 2**53, which a float holds exactly), "long" (up to 64
+bits), "float", "number" (integers beside floats), "text", {"list": kind}, {"struct": {name: kind}}, or "json" if the
+values have different kinds. A "json" column is text; values that are no text are written there as JSON.
 
 A CSV file's column has a type only if the type writes each value back as the file's text. So prompts show that text,
 and the output loses none of it. Floats are "fraction" if none of them is whole: 1.5, but not 1.0. Numbers written in
@@ -21,7 +21,7 @@ from jobs.parquet.tables.columns import COMMA, COMMA_NUMBER, DIGITS, NUMBER
 Kind = str | dict[str, Any]
 
 _SCALARS = {
-    "null": pa.string(),  # what only ever was null; also a prompt that is never there has a type
+    "null": pa.string(),  # a column that only has nulls needs a type too: it may be one of prompts
     "bool": pa.bool_(),
     "int": pa.int64(),
     "long": pa.int64(),
@@ -34,12 +34,13 @@ _SCALARS = {
 }
 _OF_TYPE: Mapping[type, str] = {type(None): "null", bool: "bool", str: "text", float: "float"}
 _NUMBERS = {"int", "float", "number"}
-_EXACT, _INT64 = 1 << 53, 1 << 63
+_EXACT = 1 << 53
+_INT64 = 1 << 63
 _INTEGER = re.compile(r"-?(?:0|[1-9][0-9]{0,18})")
 _NUMBER = re.compile(r"-?(?:0|[1-9][0-9]*)(?:\.[0-9]+)?(?:[eE][+-]?[0-9]+)?")
-#: The truth values of CSV files that a template shows just so.
+#: The truth values of CSV files that a template writes back as they stand.
 _TRUTH = {"True", "False"}
-#: The kind of a CSV column with numbers of two kinds; "digits" for pairs that are not here.
+#: The kind of a CSV column with numbers of two kinds. Pairs that are not here make "digits".
 _TOGETHER: Mapping[frozenset[str], str] = {
     frozenset({"int", "long"}): "long",
     frozenset({"int", "fraction"}): "number",
@@ -49,12 +50,14 @@ _TOGETHER: Mapping[frozenset[str], str] = {
 }
 _TEXT_NUMBERS = {"int", "long", "fraction", "float", "number", "digits"}
 
-#: Levels of lists and objects, and names in an object, beyond which a column is kept as JSON.
-MAX_DEPTH, MAX_FIELDS = 20, 1000
+#: A column with more levels of lists and objects is kept as JSON.
+MAX_DEPTH = 20
+#: A column with more names in an object is kept as JSON.
+MAX_FIELDS = 1000
 
 
 def merged(one: Kind, other: Kind) -> Kind:
-    """Return the kind of a column that holds values of both; "json" stands within no other kind."""
+    """Return the kind of a column that holds values of both kinds. No other kind contains "json"."""
     if one == other or other == "null":
         return one
     if one == "null":
@@ -75,18 +78,18 @@ def merged(one: Kind, other: Kind) -> Kind:
     return "number" if kinds and kinds <= _NUMBERS else "json"
 
 
-#: The beginning of a kind's name if a comma stands before the decimals.
+#: The beginning of a kind's name if numbers have a decimal comma.
 COMMA_KIND = "comma "
 
 
 def with_decimal(kind: Kind, decimal: str) -> Kind:
-    """Return the kind of a CSV file's column, with COMMA_KIND if the file writes a comma before decimals."""
+    """Return the kind of a CSV file's column, with COMMA_KIND if the file's decimal mark is a comma."""
     has_decimals = decimal == "," and kind in ("fraction", "float", "number")
     return f"{COMMA_KIND}{kind}" if has_decimals else kind
 
 
 def merged_texts(one: Kind, other: Kind) -> Kind:
-    """Merge, as `merged`, columns of a CSV file: fields of different kinds are text as they stand."""
+    """Return the kind of a CSV file's column that holds fields of both kinds. Different kinds make "text"."""
     if one == other or other == "null":
         return one
     if one == "null":
@@ -98,25 +101,37 @@ def merged_texts(one: Kind, other: Kind) -> Kind:
 
 
 def kind_of(value: Any, depth: int = 0) -> Kind:
-    if known := _OF_TYPE.get(type(value)):
-        return known
+    """Return the kind of a value from JSON. depth: of the lists and objects that hold it."""
+    scalar_kind = _OF_TYPE.get(type(value))
+    if scalar_kind is not None:
+        return scalar_kind
     if isinstance(value, int):
-        return "int" if abs(value) <= _EXACT else "long" if abs(value) < _INT64 else "json"
+        return _kind_of_integer(value, too_large="json")
     if depth == MAX_DEPTH:
         return "json"
     if isinstance(value, list):
         inner: Kind = "null"
         for item in value:
-            found = kind_of(item, depth + 1)
-            if found == "json" or ((inner := merged(inner, found)) == "json"):
+            item_kind = kind_of(item, depth + 1)
+            if item_kind == "json":
+                return "json"
+            inner = merged(inner, item_kind)
+            if inner == "json":
                 return "json"
         return {"list": inner}
     fields = {name: kind_of(item, depth + 1) for name, item in value.items()}
     return "json" if not fields or "json" in fields.values() else {"struct": fields}
 
 
+def _kind_of_integer(value: int, too_large: str) -> str:
+    size = abs(value)
+    if size <= _EXACT:
+        return "int"
+    return "long" if size < _INT64 else too_large
+
+
 def kind_of_texts(texts: Iterable[str], decimal: str = ".") -> Kind:
-    """Return the kind of a CSV file's column. A decimal comma counts as a point here. Empty fields are null."""
+    """Return the kind of a CSV file's column. A decimal comma counts as a point here, and an empty field as null."""
     kind: Kind = "null"
     for text in set(texts) - {""}:
         kind = merged_texts(kind, _kind_of_text(text, decimal))
@@ -133,15 +148,14 @@ def _kind_of_text(text: str, decimal: str) -> str:
     if not _NUMBER.fullmatch(text):
         return "text"
     if _INTEGER.fullmatch(text) and text != "-0":
-        size = abs(int(text))
-        return "int" if size <= _EXACT else "long" if size < _INT64 else "digits"
+        return _kind_of_integer(int(text), too_large="digits")
     number = float(text)
     if repr(number) != text:
         return "digits"
     return "float" if number.is_integer() else "fraction"
 
 
-#: A column's metadata by its kind: how a template writes the values.
+#: The metadata of a column, by its kind. They say how a template writes the values.
 _WRITTEN = {
     "number": NUMBER,
     "digits": DIGITS,
@@ -152,7 +166,7 @@ _WRITTEN = {
 
 
 def arrow_field(name: str, kind: Kind) -> pa.Field:
-    """Return a column. Raises KeyError, TypeError or AttributeError for what is no kind."""
+    """Return the Arrow field of a column. Raises KeyError, TypeError or AttributeError if it is no kind."""
     metadata = _WRITTEN.get(kind) if isinstance(kind, str) else None
     return pa.field(name, _arrow_type(kind), metadata=metadata)
 
@@ -166,27 +180,28 @@ def _arrow_type(kind: Kind) -> pa.DataType:
 
 
 def json_array(values: Sequence[Any], kind: Kind) -> pa.Array:
-    """Return a column of values that came of JSON. Raises what pyarrow does where they are of another kind."""
+    """Return a column of values from JSON. Raises what pyarrow does if they have another kind."""
     if kind == "json":
-        values = [
-            each if each is None or isinstance(each, str) else json.dumps(each, ensure_ascii=False) for each in values
-        ]
+        values = [value if isinstance(value, str) else _json_text(value) for value in values]
     return pa.array(values, _arrow_type(kind))
 
 
+def _json_text(value: Any) -> str | None:
+    return None if value is None else json.dumps(value, ensure_ascii=False)
+
+
 def depends_on_others(kind: Kind) -> bool:
-    """Whether other rows can change a value in a column of JSON lines, by their keys or their numbers."""
+    """Whether a value in a column of this kind looks different because of other rows' keys or numbers."""
     return kind in ("number", "json") or isinstance(kind, dict)
 
 
 def own_json(values: Sequence[Any]) -> pa.Array:
-    """Return each value as JSON of its own."""
-    texts = [None if value is None else json.dumps(value, ensure_ascii=False) for value in values]
-    return pa.array(texts, pa.string())
+    """Return a column with the JSON of each value."""
+    return pa.array(list(map(_json_text, values)), pa.string())
 
 
 def text_array(texts: Sequence[str | None], kind: Kind) -> pa.Array:
-    """Return a column of a CSV file's fields. Raises what pyarrow does where they are of no such kind."""
+    """Return a column of a CSV file's fields. Raises what pyarrow does if they have another kind."""
     if isinstance(kind, str) and kind.startswith(COMMA_KIND):
         texts = [text and text.replace(",", ".") for text in texts]
     return pa.array([text or None for text in texts], pa.string()).cast(_arrow_type(kind))

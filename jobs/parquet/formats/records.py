@@ -1,4 +1,4 @@
-"""The rows of CSV and JSONL files, one by one: each is a record, or a problem that costs it alone."""
+"""Reads the rows of CSV and JSONL files one by one. A line that is no row costs only that row."""
 
 import csv
 import io
@@ -15,21 +15,25 @@ from jobs.parquet.formats.encodings import CHUNK_BYTES, Decoded, EncodingGuess
 from jobs.prompts.batch_lines import custom_id
 from jobs.runs.plans.names import OPENAI_BATCH, TSV
 
-#: Bytes of one line, or row of CSV: room for a prompt of the largest size, however its letters are written.
+#: The most bytes of a line, or of a row of CSV: room for the longest prompt, even if every letter is escaped.
 MAX_LINE_BYTES = 8 << 20
 
 MAX_LINES = 1 << 16
 _UTF8_MARK = b"\xef\xbb\xbf"
 _TOO_LONG = f"has more than the limit of {MAX_LINE_BYTES} bytes: shorten it"
-#: How JSON writes half of a surrogate pair, which is no text.
+#: How JSON writes half of a surrogate pair. Alone, it is no text.
 _MAY_BE_SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
 
-#: The csv module has one limit for a process. No field of ours is longer than its row, which is bounded.
+# The csv module has one limit for the process. A field is never longer than its row, which is bounded.
 csv.field_size_limit(2 * MAX_LINE_BYTES)
 
 
 class Record(NamedTuple):
-    """A row of a file. line: its first, from 1. size: in bytes. value: by columns, None where `problem` says why."""
+    """A row of a file.
+
+    line: the number of its first line, from 1. size: in bytes. value: the row, by columns; None if it has a problem.
+    problem: why it is no row.
+    """
 
     line: int
     size: int
@@ -38,21 +42,25 @@ class Record(NamedTuple):
 
 
 class TextFile:
-    """The text of a file. encoding: as the run says; without one it is UTF-8, and `guess` sees each line."""
+    """The text of a file.
+
+    encoding: as the run says. Without one, the text is read as UTF-8, and `guess` looks at each line.
+    """
 
     def __init__(self, path: str, file_format: str, stream: Any, dialect: Mapping[str, str]) -> None:
-        self.path, self.format, self._stream = path, file_format, stream
-        self.delimiter, self.encoding = dialect.get("delimiter"), dialect.get("encoding")
+        self.path = path
+        self.format = file_format
+        self._stream = stream
+        self.delimiter = dialect.get("delimiter")
+        self.encoding = dialect.get("encoding")
         self.guess = EncodingGuess(path) if self.encoding is None else None
         self.encoding_name = "UTF-8" if self.encoding in (None, "utf-8") else self.encoding
 
     def lines(self) -> Iterator[Record]:
-        """Yield lines, as bytes of UTF-8 without their end. Raises OtherEncoding."""
-        stream = (
-            self._stream
-            if self.encoding in (None, "utf-8")
-            else Decoded(self._stream, self.encoding, self.path, self.format)
-        )
+        """Yield the lines, as bytes of UTF-8 without their end. Raises OtherEncoding."""
+        stream = self._stream
+        if self.encoding is not None and self.encoding != "utf-8":
+            stream = Decoded(self._stream, self.encoding, self.path, self.format)
         file = io.BufferedReader(stream, CHUNK_BYTES)
         head = file.peek(CHUNK_BYTES)
         if self.guess is not None:
@@ -71,13 +79,18 @@ class TextFile:
 
 
 def json_records(file: TextFile) -> Iterator[Record]:
-    """Yield the records of a file of JSON lines; blank ones are none."""
+    """Yield the records of a file of JSON lines. Blank lines are none. A line of a batch file has two columns."""
     for line in file.lines():
-        if line.problem or line.value.strip():
-            found = line if line.problem else _json_record(line, file.encoding_name)
-            if file.format == OPENAI_BATCH and found.value is not None:  # a row of two columns
-                found = found._replace(value={"custom_id": custom_id(found.value), "request": found.value})
-            yield found
+        if line.problem:
+            yield line
+            continue
+        if not line.value.strip():
+            continue
+        record = _json_record(line, file.encoding_name)
+        if file.format == OPENAI_BATCH and record.value is not None:
+            columns = {"custom_id": custom_id(record.value), "request": record.value}
+            record = record._replace(value=columns)
+        yield record
 
 
 def _lines(file: io.BufferedReader) -> Iterator[Record]:
@@ -118,13 +131,23 @@ def _json_record(line: Record, encoding: str) -> Record:
 
 
 def _csv_rows(lines: Iterator[Record], delimiter: str, encoding: str) -> Iterator[Record]:
-    """Yield rows, with lists of fields. The lines behind the first one of a row that does not end are read again."""
-    again, taken, size, no_end = deque[Record](), list[Record](), 0, ""
+    """Yield rows whose values are lists of fields.
+
+    If a row does not end, because a quote is not closed, only its first line is lost: the lines behind that one are
+    read again.
+    """
+    again: deque[Record] = deque()  # lines to be read before others
+    taken: list[Record] = []  # the lines of the current row
+    size = 0
+    no_end = ""
 
     def texts() -> Iterator[str]:
         nonlocal size, no_end
         no_end = "begins a quote that is not closed"
-        while (line := again.popleft() if again else next(lines, None)) is not None:
+        while True:
+            line = again.popleft() if again else next(lines, None)
+            if line is None:
+                return
             taken.append(line)
             size += line.size
             if line.problem or size > MAX_LINE_BYTES + 1 or len(taken) > MAX_LINES:
@@ -135,7 +158,9 @@ def _csv_rows(lines: Iterator[Record], delimiter: str, encoding: str) -> Iterato
     reader = csv.reader(texts(), delimiter=delimiter, strict=True)
     while True:
         taken.clear()
-        size, fields, problem = 0, list[str](), None
+        size = 0
+        fields: list[str] = []
+        problem = None
         try:
             fields = next(reader)
             problem = None if is_unicode("".join(fields)) else f"is not {encoding}"
@@ -146,10 +171,11 @@ def _csv_rows(lines: Iterator[Record], delimiter: str, encoding: str) -> Iterato
             if "new-line character" in problem:
                 problem = "has a carriage return (\\r) outside quotes: end lines with \\n or \\r\\n, or quote the field"
             if isinstance(error, StopIteration) or "unexpected end of data" in problem:
-                problem, size = taken[0].problem or no_end, taken[0].size
+                problem = taken[0].problem or no_end
+                size = taken[0].size
                 again.extendleft(reversed(taken[1:]))
                 reader = csv.reader(texts(), delimiter=delimiter, strict=True)
-        if fields or problem:  # or it is a blank line
+        if fields or problem:  # else it is a blank line
             yield Record(taken[0].line, size, fields, problem)
 
 
@@ -160,17 +186,25 @@ _DELIMITERS = {";": "';'", "\t": "'\\t'", "|": "'|'", ",": "','"}
 
 
 def csv_records(file: TextFile) -> tuple[list[str], Iterator[Record]]:
-    """Return the column names in the first row, and the other rows by these names.
+    """Return the names of the columns, from the first row, and the other rows by these names.
 
     Raises CorruptTable, SchemaMismatch, OtherEncoding or OtherDelimiter.
     """
-    path, expected = file.path, "\t" if file.format == TSV else ","
+    path = file.path
+    usual_delimiter = "\t" if file.format == TSV else ","
     lines = file.lines()
     first = next(lines, None)
-    told = _SEP_LINE.fullmatch(first.value) if first is not None and first.value is not None else None
-    if told is None and first is not None:
+    sep_line = None
+    if first is not None and first.value is not None:
+        sep_line = _SEP_LINE.fullmatch(first.value)
+    if sep_line is None and first is not None:
         lines = chain([first], lines)
-    delimiter = file.delimiter or (told[1].decode(errors="replace") if told else expected)
+
+    delimiter = usual_delimiter
+    if file.delimiter:
+        delimiter = file.delimiter
+    elif sep_line:
+        delimiter = sep_line[1].decode(errors="replace")
     rows = _csv_rows(lines, delimiter, file.encoding_name)
     head = next(rows, None)
     if head is None:
@@ -178,13 +212,16 @@ def csv_records(file: TextFile) -> tuple[list[str], Iterator[Record]]:
     if head.problem:
         file.check_encoding()
         raise CorruptTable(path, "CSV", f"line {head.line} {head.problem}")
-    if len(head.value) == 1 and file.delimiter is None and told is None:
-        counts = Counter(character for character in head.value[0] if character in _DELIMITERS.keys() - {expected})
-        for character, _ in counts.most_common(1):
-            shown = _DELIMITERS[character]
-            raise OtherDelimiter(path, brief(head.value[0]), shown, shown, repr(expected))
-    if twice := [name for name, count in Counter(head.value).items() if count > 1]:
-        raise SchemaMismatch(path, f"it has two columns named {brief(twice[0])}")
+    if len(head.value) == 1 and file.delimiter is None and sep_line is None:
+        candidates = _DELIMITERS.keys() - {usual_delimiter}
+        counts = Counter(character for character in head.value[0] if character in candidates)
+        if counts:
+            ((commonest, _),) = counts.most_common(1)
+            shown = _DELIMITERS[commonest]
+            raise OtherDelimiter(path, brief(head.value[0]), shown, shown, repr(usual_delimiter))
+    for name, count in Counter(head.value).items():
+        if count > 1:
+            raise SchemaMismatch(path, f"it has two columns named {brief(name)}")
     return head.value, (_csv_record(head.value, row) for row in rows)
 
 
@@ -192,4 +229,5 @@ def _csv_record(names: Sequence[str], row: Record) -> Record:
     problem = row.problem
     if problem is None and len(row.value) != len(names):
         problem = f"has {len(row.value)} fields, and the header {len(names)}"
-    return Record(row.line, row.size, None if problem else dict(zip(names, row.value, strict=True)), problem)
+    value = None if problem else dict(zip(names, row.value, strict=True))
+    return Record(row.line, row.size, value, problem)

@@ -1,1 +1,1 @@
-"""A run's folder: plan, parts, the output file, what is read back of them."""
+"""Writes and reads a run's folder: its plan, its parts and its output file."""

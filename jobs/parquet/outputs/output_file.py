@@ -1,4 +1,4 @@
-"""The one output file of a run that asks for it: all parts' rows in order, when the last part is there."""
+"""Writes the output of a run that asks for one file: all parts' rows in order, once the last part is there."""
 
 import base64
 import math
@@ -26,15 +26,19 @@ Batches = Iterator[pa.RecordBatch]
 
 
 def write_output(storage: Storage, plan: Plan, name: str, sink: Any) -> None:
-    """Write the rows of all parts into one file; `name` says which of a batch's two. Raises PartDamaged."""
+    """Write the rows of all parts into one file. Raises PartDamaged.
+
+    name: of the file. An OpenAI batch has two, one of them for errors.
+    """
     assert plan.spec.single_file is not None
-    ours = frozenset(answer_names(plan.spec))
+    answers = frozenset(answer_names(plan.spec))
+    is_error_file = name != output_names(OPENAI_BATCH)[0]
     writers: dict[str, Callable[[Any, pa.Schema, Batches], object]] = {
         PARQUET: write_groups,
         ARROW: _write_arrow,
-        CSV: partial(write_csv, ours),
-        JSONL: partial(_write_jsonl, ours),
-        OPENAI_BATCH: partial(_write_batch_lines, plan.run, name != output_names(OPENAI_BATCH)[0]),
+        CSV: partial(write_csv, answers),
+        JSONL: partial(_write_jsonl, answers),
+        OPENAI_BATCH: partial(_write_batch_lines, plan.run, is_error_file),
     }
     with open_part(storage, plan, 0) as part:
         schema = without_own_keys(part.schema)
@@ -42,14 +46,17 @@ def write_output(storage: Storage, plan: Plan, name: str, sink: Any) -> None:
         writers[plan.spec.single_file](sink, schema, batches)
 
 
-def _write_batch_lines(run: str, of_errors: bool, sink: Any, schema: pa.Schema, batches: Batches) -> None:
-    first = 0
+def _write_batch_lines(run: str, is_error_file: bool, sink: Any, schema: pa.Schema, batches: Batches) -> None:
+    """Write the lines of an OpenAI batch's output: those with an error, or those without."""
+    number = 0
     for batch in batches:
-        found = batch.select(["custom_id", "completion", "error"]).to_pydict().values()
-        rows = enumerate(zip(*found, strict=True), first)
-        lines = [output_line(run, row, *each) for row, each in rows if (each[-1] is not None) == of_errors]
+        lines = []
+        for row in batch.select(["custom_id", "completion", "error"]).to_pylist():
+            has_error = row["error"] is not None
+            if has_error == is_error_file:
+                lines.append(output_line(run, number, row["custom_id"], row["completion"], row["error"]))
+            number += 1
         sink.write(_json_lines(lines))
-        first += batch.num_rows
 
 
 def _part_rows(storage: Storage, plan: Plan) -> Generator[pa.RecordBatch, None, None]:
@@ -73,7 +80,7 @@ def _rows_in_order(storage: Storage, plan: Plan) -> Generator[pa.RecordBatch, No
 
 @contextmanager
 def open_part(storage: Storage, plan: Plan, shard: int, columns: ColumnChoice = ALL_COLUMNS) -> Iterator[TableReading]:
-    """Lend a part to be read once. Raises PartDamaged, also for what the body cannot read."""
+    """Lend a part to be read once. Raises PartDamaged, also while its batches are read."""
     path = plan.part_path(shard)
     try:
         with closing(TableReading(storage, path, columns)) as reading:
@@ -88,7 +95,8 @@ def part_rows(
     """Yield the rows of a part, with their numbers in the run. only: these rows. Raises PartDamaged."""
     start = plan.first_row(shard)
     with open_part(storage, plan, shard, ColumnChoice(tuple(columns))) as file:
-        if absent := set(columns) - set(file.schema.names):
+        absent = set(columns) - set(file.schema.names)
+        if absent:
             raise PartDamaged(plan.part_path(shard), f"it has no column {min(absent)!r}")
         for batch in file.batches:
             storage.check_interrupted()
@@ -107,9 +115,10 @@ def _write_arrow(sink: Any, schema: pa.Schema, batches: Batches) -> None:
             writer.write_batch(batch)
 
 
-def _write_jsonl(ours: Set[str], sink: Any, schema: pa.Schema, batches: Batches) -> None:
+def _write_jsonl(answers: Set[str], sink: Any, schema: pa.Schema, batches: Batches) -> None:
     for batch in batches:
-        sink.write(_json_lines(to_json(dict(zip(schema.names, row, strict=True))) for row in _rows(batch, ours)))
+        objects = (dict(zip(schema.names, row, strict=True)) for row in _rows(batch, answers))
+        sink.write(_json_lines(map(to_json, objects)))
 
 
 #: Characters that some readers take for the end of a line. JSON can write them as escapes.
@@ -120,10 +129,11 @@ def _json_lines(lines: Iterable[str]) -> bytes:
     return "".join(f"{line.translate(_LINE_ENDS)}\n" for line in lines).encode()
 
 
-def write_csv(ours: Set[str], sink: Any, schema: pa.Schema, batches: Batches) -> None:
-    """Write rows as CSV. A field that some reader would take for several lines is quoted. ours: see _rows."""
-    for rows in chain([[schema.names]], (_rows(batch, ours) for batch in batches)):
-        lines = (",".join(map(_field, row)) or '""' for row in rows)  # a blank line is no row
+def write_csv(answers: Set[str], sink: Any, schema: pa.Schema, batches: Batches) -> None:
+    """Write rows as CSV. Fields that some readers would take for several lines are quoted. answers: see _rows."""
+    header = [schema.names]
+    for rows in chain([header], (_rows(batch, answers) for batch in batches)):
+        lines = (",".join(map(_field, row)) or '""' for row in rows)  # a blank line would be no row
         sink.write("".join(f"{line}\n" for line in lines).encode())
 
 
@@ -131,13 +141,16 @@ def write_csv(ours: Set[str], sink: Any, schema: pa.Schema, batches: Batches) ->
 _QUOTED = re.compile('[",\n\r\v\f\x1c-\x1e\x85\u2028\u2029\ufeff]|^sep=')
 
 
-def _rows(batch: pa.RecordBatch, ours: Set[str]) -> Iterator[Sequence[Any]]:
-    """Yield a batch's rows as JSON has values: what Python cannot hold is null. ours: columns of any length."""
+def _rows(batch: pa.RecordBatch, answers: Set[str]) -> Iterator[Sequence[Any]]:
+    """Yield a batch's rows with values as JSON has them. A value that Python cannot hold is null.
+
+    answers: the columns of answers. Their values may be of any length.
+    """
     columns = []
     for name, column in zip(batch.schema.names, batch.columns, strict=True):
         if pa.types.is_temporal(column.type) or pa.types.is_decimal(column.type):
-            column = column.cast(pa.string())  # which loses nothing, as Python's types do
-        columns.append(as_written(batch.schema.field(name), row_values(name, column, name in ours)))
+            column = column.cast(pa.string())  # it loses nothing; Python's types would
+        columns.append(as_written(batch.schema.field(name), row_values(name, column, name in answers)))
     for row in zip(*columns, strict=True):
         yield [None if isinstance(value, RowProblem) else _plain(value) for value in row]
 
@@ -169,6 +182,7 @@ def _field(value: Any) -> str:
 
 
 def failed_rows(storage: Storage, plan: Plan, shard: int) -> Iterator[tuple[int, str]]:
+    """Yield the rows of a part that have an error: their numbers in the run, and the errors. Raises PartDamaged."""
     name = f"{plan.spec.output_prefix}error"
     for row, values in part_rows(storage, plan, shard, [name]):
         if values[name] is not None:

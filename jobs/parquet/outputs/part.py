@@ -1,4 +1,4 @@
-"""A part: the output file of one shard, with statistics in its footer."""
+"""Writes and reads parts. A part is the output file of one shard, with statistics in its footer."""
 
 from collections.abc import Iterable, Sequence
 from importlib.metadata import version
@@ -20,79 +20,108 @@ from jobs.runs.plans.plan import Plan
 from jobs.runs.plans.spec import RunSpec
 from jobs.runs.statistics.run_statistics import PartStats, count_lengths
 
-#: Which row of an earlier run a row's answer was taken from, in the column that the run names.
+#: An answer's field that names the row of an earlier run from which it was taken. The run names its column.
 REUSED = "reused"
-#: The name of the model that answered, in a run that asks two.
+#: An answer's field that names the model that answered, in a run that asks two.
 MODEL = "model"
 
 
 def without_own_keys(schema: pa.Schema) -> pa.Schema:
-    metadata = {key: each for key, each in (schema.metadata or {}).items() if key != STATISTICS}
+    """Return a part's schema without the statistics in its metadata."""
+    metadata = {key: value for key, value in (schema.metadata or {}).items() if key != STATISTICS}
     return schema.with_metadata(metadata or None)
 
 
 def columns_kept(spec: RunSpec) -> ColumnChoice:
-    ours = tuple(filter(None, (spec.filename_column, ROW_NUMBER if spec.order else None)))
-    return ColumnChoice(None if spec.keep is None else (*spec.keep, *ours), tuple(spec.drop or ()))
+    """Return which of the input's columns the output has."""
+    dropped = tuple(spec.drop or ())
+    if spec.keep is None:
+        return ColumnChoice(None, dropped)
+    kept = list(spec.keep)
+    if spec.filename_column:
+        kept.append(spec.filename_column)
+    if spec.order:
+        kept.append(ROW_NUMBER)
+    return ColumnChoice(tuple(kept), dropped)
 
 
 def embedding_size(spec: RunSpec, model: ServedModel) -> int:
+    """Return the number of dimensions of the embeddings that a run asks of a model."""
     return spec.dimensions or model.embedding_size
 
 
 def output_schema(schema: pa.Schema, spec: RunSpec, path: str = "", embedding_size: int = 0) -> pa.Schema:
-    """Return the output's columns: the input's, then the answers'. Raises ColumnConflict or MissingColumn."""
+    """Return the output's columns: those kept of the input, then the answers'. Raises ColumnConflict, MissingColumn.
+
+    schema: of the input. path: its first file, for errors.
+    """
     for column in (*(spec.keep or ()), *(spec.drop or ())):
         if column not in schema.names:
             raise missing_column(column, path, schema)
     chosen = columns_kept(spec).of(schema.names)
     kept = [name for name in schema.names if chosen is None or name in chosen]
-    pairs = zip(answer_fields(spec, embedding_size), answer_names(spec), strict=True)
-    answers = [field.with_name(name) for field, name in pairs]
-    for number, field in enumerate(answers):
-        if field.name in kept or field.name in (each.name for each in answers[:number]):
+    taken_names = set(kept)
+    answers = []
+    for field, name in zip(answer_fields(spec, embedding_size), answer_names(spec), strict=True):
+        if name in taken_names:
             raise errors.ColumnConflict(
-                field.name,
+                name,
                 "rename it in the input, in its folders, or as filename_column, leave it out with `drop`, or "
                 "give the added columns another output_prefix",
             )
-    fields = list(map(schema.field, kept))
-    for place, field in enumerate(fields):  # without what templates alone want to know of it
-        metadata = dict(field.metadata or {})
-        if not JSON.items() <= metadata.items():  # which the writer of lines reads
-            metadata = {key: value for key, value in metadata.items() if key not in OWN_METADATA}
-        fields[place] = field.with_metadata(metadata or None)
+        taken_names.add(name)
+        answers.append(field.with_name(name))
+
+    fields = [_output_field(schema.field(name)) for name in kept]
     return pa.schema([*fields, *answers], metadata=schema.metadata)
 
 
+def _output_field(field: pa.Field) -> pa.Field:
+    """Return a field without the metadata that only templates read. The writer of lines needs those of JSON."""
+    metadata = dict(field.metadata or {})
+    if not JSON.items() <= metadata.items():
+        metadata = {key: value for key, value in metadata.items() if key not in OWN_METADATA}
+    return field.with_metadata(metadata or None)
+
+
 def answer_fields(spec: RunSpec, embedding_size: int = 0) -> list[pa.Field]:
-    more = [name for name, is_there in ((REUSED, spec.reused_column), (MODEL, spec.escalate_below)) if is_there]
-    return [*kind_of(spec).fields(spec, embedding_size), *(pa.field(name, pa.string()) for name in more)]
+    """Return the fields of a run's answers, by their names in Answer."""
+    fields = list(kind_of(spec).fields(spec, embedding_size))
+    if spec.reused_column:
+        fields.append(pa.field(REUSED, pa.string()))
+    if spec.escalate_below:
+        fields.append(pa.field(MODEL, pa.string()))
+    return fields
 
 
 def answer_names(spec: RunSpec) -> list[str]:
-    """Return the columns of answer_fields as the output names them."""
-    names = [field.name for field in answer_fields(spec)]
-    return [spec.reused_column or "" if name == REUSED else spec.output_prefix + name for name in names]
+    """Return the output's columns of answer_fields."""
+    names = []
+    for field in answer_fields(spec):
+        names.append(spec.reused_column or "" if field.name == REUSED else spec.output_prefix + field.name)
+    return names
 
 
 def with_answers(batch: pa.RecordBatch, answers: list[Answer], schema: pa.Schema, spec: RunSpec) -> pa.Table:
-    """Return the kept columns of a batch with the answers of its rows behind them, by what output_schema returned."""
-    names = [field.name for field in answer_fields(spec)]
-    kept, types = schema.names[: -len(names)], schema.types[-len(names) :]
-    added = [answer_column(answers, *each) for each in zip(names, types, strict=True)]
-    return pa.Table.from_arrays([*map(batch.column, kept), *added], schema=schema)
+    """Return the kept columns of a batch, and behind them its rows' answers. schema: see output_schema."""
+    answer_parts = [field.name for field in answer_fields(spec)]
+    num_kept = len(schema) - len(answer_parts)
+    columns: list[Any] = [batch.column(name) for name in schema.names[:num_kept]]
+    for name, kind in zip(answer_parts, schema.types[num_kept:], strict=True):
+        columns.append(answer_column(answers, name, kind))
+    return pa.Table.from_arrays(columns, schema=schema)
 
 
 def answer_column(answers: Sequence[Answer], name: str, kind: pa.DataType) -> pa.ChunkedArray:
-    """Return what answers have by a name; of arrays that hold a value each, without a copy."""
+    """Return a column of one field of answers. Values that are arrays of one value each are not copied."""
     values = [answer.column(name) for answer in answers]
-    if any(isinstance(each, pa.Array) for each in values):
-        return pa.chunked_array([pa.nulls(1, kind) if each is None else each for each in values], kind)
+    if any(isinstance(value, pa.Array) for value in values):
+        return pa.chunked_array([pa.nulls(1, kind) if value is None else value for value in values], kind)
     return pa.chunked_array([pa.array(values, kind)])
 
 
 def write_part(sink: Any, schema: pa.Schema, batches: Iterable[pa.RecordBatch | pa.Table], stats: PartStats) -> None:
+    """Write a part as Parquet, with its statistics in the footer."""
     with pq.ParquetWriter(sink, schema, write_page_checksum=True) as writer:
         for batch in batches:
             writer.write(batch)
@@ -102,7 +131,10 @@ def write_part(sink: Any, schema: pa.Schema, batches: Iterable[pa.RecordBatch | 
 def part_stats(answers: Sequence[Answer], model: ServedModel, **known: Any) -> PartStats:
     """Sum up the answers of a shard's rows. known: other fields of PartStats."""
     good = [answer for answer in answers if answer.error is None]
-    tokens = [each.completion_tokens for each in good]
+    completion_lengths: list[int] = []
+    for answer in good:
+        tokens = answer.completion_tokens
+        completion_lengths += tokens if isinstance(tokens, tuple) else (tokens,)
     return PartStats(
         **known,
         rows=len(answers),
@@ -119,30 +151,33 @@ def part_stats(answers: Sequence[Answer], model: ServedModel, **known: Any) -> P
         attention_backend=model.attention_backend,
         version=version("tokenmill"),
         commit=commit(),
-        prompt_lengths=count_lengths(each.prompt_tokens for each in good),
-        completion_lengths=count_lengths(
-            each for own in tokens for each in (own if isinstance(own, tuple) else (own,))
-        ),
+        prompt_lengths=count_lengths(answer.prompt_tokens for answer in good),
+        completion_lengths=count_lengths(completion_lengths),
     )
 
 
 def read_part_stats(storage: Storage, plan: Plan, shard: int, run: str | None = None) -> PartStats:
-    """Read a part's statistics from its footer. run: that wrote it, where its folder was moved. Raises PartDamaged."""
-    path, rows, run = plan.part_path(shard), plan.shards[shard].rows, run or plan.run
+    """Read a part's statistics from its footer. Raises PartDamaged.
+
+    run: the run that wrote it, if that is not the plan's because the folder was moved.
+    """
+    path = plan.part_path(shard)
+    expected_rows = plan.shards[shard].rows
+    expected_run = run or plan.run
     try:
-        found = look_at(storage, path)
+        contents = look_at(storage, path)
     except (errors.CorruptParquet, errors.TableNotRead) as error:
         raise errors.PartDamaged(path, f"not readable as Parquet: {error.args[1]}") from error
-    except (errors.InputNotFound, errors.PathSwapped):  # its name is there
+    except (errors.InputNotFound, errors.PathSwapped):  # the folder lists its name
         raise errors.PartDamaged(path, "it is a link, or no regular file") from None
-    if not found.statistics:
+    if not contents.statistics:
         raise errors.PartDamaged(path, "Tokenmill did not write it")
     try:
-        stats = PartStats.from_text(found.statistics)
+        stats = PartStats.from_text(contents.statistics)
     except ValueError as error:
         raise errors.PartDamaged(path, f"its statistics are unreadable: {error}") from None
-    if (stats.run, stats.shard) != (run, shard):
+    if (stats.run, stats.shard) != (expected_run, shard):
         raise errors.PartDamaged(path, f"it belongs to shard {stats.shard} of run {stats.run}")
-    if found.rows != rows or stats.rows != rows:
-        raise errors.PartDamaged(path, f"it has {found.rows} rows, expected {rows}")
+    if contents.rows != expected_rows or stats.rows != expected_rows:
+        raise errors.PartDamaged(path, f"it has {contents.rows} rows, expected {expected_rows}")
     return stats

@@ -1,4 +1,4 @@
-"""What a run's folder, on a disk or in a store, holds for whoever looks at it: rows, failed and new ones."""
+"""Reads a run's folder, on a disk or in a store, for a person who looks at it: its rows, errors and answers."""
 
 import os
 from array import array
@@ -23,7 +23,7 @@ from jobs.runs.statistics.run_statistics import Reasons
 
 @dataclass(frozen=True)
 class FailedRow:
-    """A row with an error. row: counted over the whole input from 0; file_row: within its file."""
+    """A row with an error. row: its number in the run, from 0. file_row: its number within its file."""
 
     row: int
     file: str
@@ -40,7 +40,7 @@ class FolderReader:
     def __init__(self, folder: str) -> None:
         """Open the run in this real path. Raises PlanDamaged, StoreError, or ImportError without obstore."""
         if is_stored(folder):
-            from jobs.parquet.files import object_files  # noqa: F401  # raises what the storage lets pass
+            from jobs.parquet.files import object_files  # noqa: F401  # raises ImportError; Storage passes over it
         self._folder = folder
         self._storage = Storage((folder,), timeout_s=STORE_TIMEOUT_S)
         plan = load_plan(self._storage, os.path.join(folder, PLAN))
@@ -49,30 +49,36 @@ class FolderReader:
 
     @property
     def has_ended(self) -> bool:
+        """Whether the run has ended."""
         return self._storage.stat(os.path.join(self._folder, SUCCESS)) is not None
 
     def text(self, name: str) -> str:
+        """Return the text of one of the folder's files."""
         path = os.path.join(self._folder, name)
         with reading(path, "text"), self._storage.open_input(path) as source:
             return str(source.read().decode())
 
     def shards(self) -> list[int]:
+        """Return the shards that have a part, in order."""
         return sorted(self.parts())
 
     def parts(self) -> dict[int, int]:
+        """Return when each part was written, in nanoseconds of Unix time, by shard."""
         try:
-            written = self._storage.written_at(self.plan.spec.parts_folder)
+            written_at = self._storage.written_at(self.plan.spec.parts_folder)
         except FileNotFoundError:  # the folder of the parts is made with the first one
             return {}
-        return {shard: written[name] for shard, name in part_shards(written).items() if shard < len(self.plan.shards)}
+        names = part_shards(written_at)
+        return {shard: written_at[name] for shard, name in names.items() if shard < len(self.plan.shards)}
 
     @property
     def answer_columns(self) -> list[str]:
-        """Return the output's columns that hold answers, and why there is none; nothing of single tokens."""
+        """Return the output's columns of answers and errors, without those of tokens."""
         return [name for name in answer_names(self.plan.spec) if not name.endswith(("_tokens", "logprobs"))]
 
     @property
     def prompt_columns(self) -> list[str]:
+        """Return the output's columns that the prompts were made of, without pictures."""
         spec = self.plan.spec
         left_out = {*(spec.image_column or ()), *(spec.drop or ())}
         columns = (name for name in row_source(spec).columns if name not in left_out)
@@ -86,28 +92,42 @@ class FolderReader:
                 rows = pa.Table.from_batches(file.batches, file.schema)
                 tables.append(rows.combine_chunks())
         schema = without_own_keys(tables[0].schema)
-        return pa.concat_tables(each.cast(schema) for each in tables)
+        return pa.concat_tables(table.cast(schema) for table in tables)
 
     def errors(self, limit: int) -> tuple[Reasons, list[FailedRow]]:
         """Return why rows have errors, and the first `limit` of these rows. Raises PartDamaged."""
-        reasons, found = Reasons(), list[FailedRow]()
-        firsts = [0, *accumulate(file.rows for file in self.plan.files)]
-        rows: Sequence[int] = range(self.plan.rows)  # of the whole input, as planning may have chosen them
-        if self.plan.files[0].kept and self.plan.reused is not None:
-            path = os.path.join(self._folder, kept_name(self.plan.reused.name))
-            with self._storage.open_input(path) as source:
-                rows = array("q", source.read())
+        reasons = Reasons()
+        failed: list[FailedRow] = []
+        first_rows = [0, *accumulate(file.rows for file in self.plan.files)]
+        input_rows = self._input_rows()
         for shard in self.shards():
             for row, reason in failed_rows(self._storage, self.plan, shard):
                 reasons.add(reason, [row])
-                if len(found) < limit:
-                    file = bisect_right(firsts, rows[row]) - 1
-                    found.append(FailedRow(row, self.plan.files[file].path, rows[row] - firsts[file], reason))
-        return reasons, found
+                if len(failed) < limit:
+                    input_row = input_rows[row]
+                    file = bisect_right(first_rows, input_row) - 1
+                    file_row = input_row - first_rows[file]
+                    failed.append(FailedRow(row, self.plan.files[file].path, file_row, reason))
+        return reasons, failed
+
+    def _input_rows(self) -> Sequence[int]:
+        """Return the number of each of the run's rows in the whole input, where planning has chosen rows too."""
+        if not self.plan.files[0].kept or self.plan.reused is None:
+            return range(self.plan.rows)
+        path = os.path.join(self._folder, kept_name(self.plan.reused.name))
+        with self._storage.open_input(path) as source:
+            return array("q", source.read())
 
     def bad_answers(self) -> tuple[int, int]:
-        found = [read_part_stats(self._storage, self.plan, shard, self.planned_run) for shard in self.shards()]
-        return sum(part.failed_checks for part in found), sum(part.cut for part in found)
+        """Return how many answers failed their check, and how many were cut at their limit of tokens."""
+        failed_checks = 0
+        cut = 0
+        for shard in self.shards():
+            part = read_part_stats(self._storage, self.plan, shard, self.planned_run)
+            failed_checks += part.failed_checks
+            cut += part.cut
+        return failed_checks, cut
 
     def answers(self, shard: int, columns: list[str]) -> Iterator[dict[str, Any]]:
+        """Yield a part's rows, with their numbers and the values of some columns."""
         return ({"row": row, **values} for row, values in part_rows(self._storage, self.plan, shard, columns))

@@ -1,9 +1,9 @@
-"""A planned run on disk: its plan, its parts, and the end that is made of them.
+"""Keeps a planned run on disk: its plan, its parts, and the files that are written at its end.
 
-Nothing here replaces a file, or takes a part away. What an execution has written gets its place by `Storage.publish`,
-of which the first one succeeds: whoever was frozen, for any time, changes nothing that is there. The mark of the end
-comes last, and once it is there nobody writes into the folder. Two that end a run at once make the same of the same
-parts, so either's files will do; so does what one of them made before it was killed.
+Nothing here replaces a file or removes a part. `Storage.publish` puts a file in its place, and only the first call for
+a place succeeds. So an execution that was frozen, for any time, changes nothing that is there. The mark of the end is
+written last, and nothing is written into the folder after it. Two executions that end a run at once make equal files of
+the same parts; so does one that goes on after another was killed.
 """
 
 import json
@@ -13,7 +13,6 @@ from collections.abc import Callable, Iterable
 from contextlib import suppress
 from dataclasses import asdict
 from functools import partial
-from itertools import islice
 from typing import Any
 
 from jobs.common.keys import FORMAT
@@ -40,12 +39,13 @@ from jobs.runs.plans.names import INPUT, KEYS, PLAN, REUSED, TEMPORARY_PREFIX, o
 from jobs.runs.plans.plan import AnotherFormat, Plan
 from jobs.runs.redis_state.state import MAX_PARTS, REUSE_DIFFERS, RunState, record_reasons, recorded_reasons
 from jobs.runs.statistics.report import report_html
-from jobs.runs.statistics.run_statistics import TOLD, PartStats, Reasons, RunStatistics
+from jobs.runs.statistics.run_statistics import IN_MANIFEST, PartStats, Reasons, RunStatistics
 
 MAX_PLAN_BYTES = 256 << 20
 
 
 def find_plan(storage: Storage, folder: str) -> Plan | None:
+    """Return the plan in a folder, or None. Raises as load_plan does."""
     path = os.path.join(folder, PLAN)
     with writing(path):
         if storage.stat(path) is None:
@@ -57,8 +57,8 @@ def load_plan(storage: Storage, path: str) -> Plan:
     """Read a plan. Raises PlanOfAnotherVersion, or PlanDamaged if there is no plan or it is not one of ours."""
     try:
         with reading(path), storage.open_input(path) as source:
-            written = source.read(min(source.size(), MAX_PLAN_BYTES))
-        return Plan.from_text(written.decode())
+            content = source.read(min(source.size(), MAX_PLAN_BYTES))
+        return Plan.from_text(content.decode())
     except AnotherFormat as error:
         age = "a newer" if error.args[0] > FORMAT else "an older"
         raise PlanOfAnotherVersion(path, age, error.args[0], FORMAT) from None
@@ -70,20 +70,28 @@ def load_plan(storage: Storage, path: str) -> Plan:
 
 def create_plan(storage: Storage, plan: Plan, execution_id: str) -> bool:
     """Write a plan; return False when another planner was first. Raises as begin_folder and Storage.put do."""
-    path, text = os.path.join(plan.spec.output, PLAN), plan.to_text().encode()
-    return begin_folder(storage, plan.spec.output) and storage.put(path, execution_id, lambda sink: sink.write(text))
+    path = os.path.join(plan.spec.output, PLAN)
+    text = plan.to_text().encode()
+    if not begin_folder(storage, plan.spec.output):
+        return False
+    return storage.put(path, execution_id, lambda sink: sink.write(text))
 
 
 def begin_folder(storage: Storage, folder: str) -> bool:
-    names = folder.split("/")
+    """Make a new run's folder; return False if it has a plan already.
+
+    Raises OutputHoldsAnotherRun or OutputHoldsForeignFiles.
+    """
+    segments = folder.split("/")
     with suppress(PathOutsideRoots):
-        for above in ("/".join(names[:end]) for end in range(len(names) - 1, 0, -1)):
+        for end in range(len(segments) - 1, 0, -1):
+            above = "/".join(segments[:end])
             if storage.stat(os.path.join(above, PLAN)) is not None:
                 raise OutputHoldsAnotherRun(above, f"{folder} lies in its folder")
     with writing(folder):
         storage.make_folder(folder)
         names = storage.names(folder)
-    if PLAN in names:  # and perhaps parts already, of shards that the other planner enqueued
+    if PLAN in names:  # there may be parts too: another planner has enqueued their shards
         return False
     for name in names:
         if not name.startswith((TEMPORARY_PREFIX, INPUT, KEYS, REUSED)):
@@ -91,27 +99,30 @@ def begin_folder(storage: Storage, folder: str) -> bool:
     return True
 
 
-#: What a manifest says of the workers that answered; where they differed, all of it.
+#: Fields of PartStats about the workers that answered. A manifest has all values that parts have.
 _SERVED = ("model", "fingerprint", "dtype", "attention_backend", "version", "commit")
 
 
 def manifest_of(plan: Plan, parts: Iterable[PartStats], reasons: Reasons) -> dict[str, Any]:
-    """Sum up a finished run. parts: in order. `seconds` runs from the first shard's start to the last's end."""
-    counts = dict.fromkeys(TOLD, 0)
-    started_at, ended_at = math.inf, -math.inf
+    """Sum up a finished run. parts: in order. `seconds` runs from the first shard's start to the last one's end."""
+    counts = dict.fromkeys(IN_MANIFEST, 0)
+    started_at = math.inf
+    ended_at = -math.inf
     served: dict[str, set[str]] = {name: set() for name in _SERVED}
-    if plan.second is not None:  # of whose workers parts are that the first one has begun
+    if plan.second is not None:  # parts only name the second model's worker, which has written them
         first = plan.model
         served |= {"model": {first.name}, "fingerprint": {first.fingerprint}, "dtype": {first.dtype}}
-    listed, statistics = list[dict[str, Any]](), RunStatistics()
-    for each in parts:
-        statistics.add(each)
-        for name in TOLD:
-            counts[name] += getattr(each, name)
-        started_at, ended_at = min(started_at, each.started_at), max(ended_at, each.ended_at)
+    listed_parts: list[dict[str, Any]] = []
+    statistics = RunStatistics()
+    for part in parts:
+        statistics.add(part)
+        for name in IN_MANIFEST:
+            counts[name] += getattr(part, name)
+        started_at = min(started_at, part.started_at)
+        ended_at = max(ended_at, part.ended_at)
         for name in _SERVED:
-            served[name].add(getattr(each, name))
-        listed.append({"name": part_name(each.shard), "rows": each.rows, "errors": each.errors})
+            served[name].add(getattr(part, name))
+        listed_parts.append({"name": part_name(part.shard), "rows": part.rows, "errors": part.errors})
     return {
         "run": plan.run,
         **counts,
@@ -126,15 +137,19 @@ def manifest_of(plan: Plan, parts: Iterable[PartStats], reasons: Reasons) -> dic
         **({"output": output_names(plan.spec.single_file)} if plan.spec.single_file else {}),
         **({"reused": plan.reused.runs} if plan.reused else {}),
         "inputs": [asdict(file) for file in plan.files],
-        "parts": listed,
+        "parts": listed_parts,
     }
 
 
 def _reuse_facts(plan: Plan) -> dict[str, str | int]:
-    """Return what earlier runs asked differently, for those of which few rows were taken; empty without any."""
-    runs = [] if plan.reused is None else plan.reused.runs
-    told = [f"{each['output']}: {', '.join(each['differs'])}" for each in runs if each.get("differs")]
-    return {REUSE_DIFFERS: "; ".join(told)} if told else {}
+    """Return the fact that says how earlier runs differ from which few rows were taken; empty if there are none."""
+    if plan.reused is None:
+        return {}
+    texts = []
+    for run in plan.reused.runs:
+        if run.get("differs"):
+            texts.append(f"{run['output']}: {', '.join(run['differs'])}")
+    return {REUSE_DIFFERS: "; ".join(texts)} if texts else {}
 
 
 _GONE = "it is gone"
@@ -147,67 +162,75 @@ class RunFolder:
         self.plan = plan
         self.state = state
         self.storage = storage
-        self._path, self._parts_path = plan.spec.output, plan.spec.parts_folder
-        self.execution_id, self.journal = execution_id, self.path(run_names.JOURNAL)
+        self.execution_id = execution_id
+        self._path = plan.spec.output
+        self._parts_path = plan.spec.parts_folder
+        self.journal = self.path(run_names.JOURNAL)
         self._outputs = run_names.output_names(plan.spec.single_file)
-        self._of_all_parts = (*self._outputs, run_names.REPORT, run_names.MANIFEST)
+        self._end_files = (*self._outputs, run_names.REPORT, run_names.MANIFEST)
 
     def path(self, name: str) -> str:
+        """Return the path of a name in the folder."""
         return os.path.join(self._path, name)
 
     def put_part(self, shard: int, write: Callable[[Any], object]) -> bool:
-        """Have a part written and put it in its place: see Storage.put. The parts may have a folder of their own."""
+        """Have a part written and put in its place, see Storage.put. The parts may have a folder of their own."""
         if self._parts_path != self._path:
             self.storage.make_folder(self._parts_path)
         return self.storage.put(self.plan.part_path(shard), self.execution_id, write)
 
     def make_journal_folder(self) -> None:
+        """Make the folder of journals, unless the run has ended."""
         with writing(self.journal):
             self.storage.make_folder(self.journal)
-            if self.has_success():  # it has ended since
+            if self.has_success():  # the run has ended meanwhile
                 self.storage.remove(self.journal)
 
     def has_part(self, shard: int) -> bool:
+        """Whether a shard's part is there."""
         return self.storage.stat(self.plan.part_path(shard)) is not None
 
     def lacks(self, shard: int) -> bool:
-        """Whether a shard is still to be computed. Raises PartDamaged where the run has ended without its part."""
+        """Whether a shard is still to be computed. Raises PartDamaged if the run has ended without its part."""
         if self.has_part(shard):
             return False
-        if self.has_success() and not self.has_part(shard):  # else it came, and the end, since the first look
+        # Look again: the part, and then the end, may have come after the first look.
+        if self.has_success() and not self.has_part(shard):
             raise PartDamaged(self.plan.part_path(shard), _GONE)
         return True
 
     def shards_with_parts(self) -> set[int]:
-        """Return the shards whose part is there. Raises PartDamaged for a part that no shard has."""
+        """Return the shards whose part is there. Raises PartDamaged for a part of a shard that the run has not."""
         names = self.storage.names(self._parts_path)
-        found = run_names.part_shards(names).keys()
-        if found and max(found) >= len(self.plan.shards):
-            raise PartDamaged(self.plan.part_path(max(found)), f"this run has {len(self.plan.shards)} shards")
-        return set(found)
+        shards = set(run_names.part_shards(names))
+        if shards and max(shards) >= len(self.plan.shards):
+            raise PartDamaged(self.plan.part_path(max(shards)), f"this run has {len(self.plan.shards)} shards")
+        return shards
 
     def part_stats(self, shard: int) -> PartStats:
+        """Return a part's statistics. Raises PartDamaged."""
         return read_part_stats(self.storage, self.plan, shard)
 
     def missing_shards(self, check_interrupted: Callable[[], None]) -> list[int]:
-        """Look into every part; return the shards that have none. check_interrupted: called before each.
+        """Look into every part; return the shards that have none. check_interrupted: called before each look.
 
-        Where one was taken away before the run's end, what was made of all parts goes. Raises PartDamaged, where the
-        run has ended also for a part or an output file that is gone.
+        If a part was removed before the run's end, the files that are made of all parts are removed too. Raises
+        PartDamaged; if the run has ended, also for a part or an output file that is gone.
         """
         has_ended = self.has_success()
-        made = list(filter(self._is_there, self._of_all_parts))
-        found = self.shards_with_parts()  # later: what is made of all parts was there after them
-        for shard in sorted(found):
+        # These are looked for before the parts: if one is there, all parts were there earlier.
+        end_files = list(filter(self._is_there, self._end_files))
+        present = self.shards_with_parts()
+        for shard in sorted(present):
             check_interrupted()
             self.part_stats(shard)
-        missing = sorted(set(range(len(self.plan.shards))) - found)
+        missing = sorted(set(range(len(self.plan.shards))) - present)
         if has_ended:
             for path in (*map(self.plan.part_path, missing), *map(self.path, self._outputs)):
                 if self.storage.stat(path) is None:
                     raise PartDamaged(path, _GONE)
         elif missing:
-            for path in map(self.path, made):
+            for path in map(self.path, end_files):
                 with writing(path):
                     self.storage.remove(path)
         return missing
@@ -216,7 +239,7 @@ class RunFolder:
         """Count a published part and end the run if it was the last; return whether the run has ended."""
         self._record_reasons(stats)
         count = self.state.record_part(stats)
-        if count.total is None:  # Redis lost our keys: in doubt, the parts themselves are counted
+        if count.total is None:  # Redis has lost our keys, so the parts themselves are counted
             return self.recount(queue)
         if self._stopped_by_errors(queue, is_whole=count.is_whole):
             return False
@@ -228,7 +251,7 @@ class RunFolder:
     def _record_reasons(self, stats: PartStats) -> None:
         reasons = Reasons()
         if stats.errors:
-            with suppress(RunError):  # whoever ends the run looks at each part, and says what is wrong with it
+            with suppress(RunError):  # the end of the run looks at each part, and raises then
                 for row, reason in failed_rows(self.storage, self.plan, stats.shard):
                     reasons.add(reason, [row])
         record_reasons(self.state.connection, self.plan.run, stats.shard, reasons)
@@ -244,27 +267,38 @@ class RunFolder:
         if submission is None:
             return False
         waiting = sorted(set(range(len(self.plan.shards))) - self.state.recorded())
-        with suppress(RunResubmitted):  # perhaps with another limit, which judges the next parts
+        with suppress(RunResubmitted):  # the new submission may have another limit, which judges the next parts
             for name, is_second in self.plan.queues(queue):
                 ids = [run_names.shard_job_id(self.plan.run, shard, is_second) for shard in waiting]
                 remove_waiting(self.state, submission, name, ids)
         return True
 
     def recount(self, queue: str) -> bool:
-        """Rebuild the run's state from the parts that are there; end the run if none is missing."""
-        size: dict[str, str | int] = {"rows": self.plan.rows, "shards": len(self.plan.shards)}
-        size["sizes"] = json.dumps(self.plan.shares)
-        model = {"model": self.plan.model.pin, "model_text": str(self.plan.model)}
-        if (second := self.plan.second) is not None:
-            model["second_model"], model["second_text"] = second.pin, str(second)
-            model["second_queue"], _ = self.plan.queues(queue)[-1]
-        facts: dict[str, str | int] = {"output": self._path, "queue": queue, "format": FORMAT}
-        self.state.describe({**facts, **size, **model, **_reuse_facts(self.plan)})
-        recorded = self.state.records()  # before the listing: what is in both is certain
+        """Rebuild the run's state from the parts that are there. End the run if none is missing; return whether."""
+        facts: dict[str, str | int] = {
+            "output": self._path,
+            "queue": queue,
+            "format": FORMAT,
+            "rows": self.plan.rows,
+            "shards": len(self.plan.shards),
+            "sizes": json.dumps(self.plan.shares),
+            "model": self.plan.model.pin,
+            "model_text": str(self.plan.model),
+        }
+        second = self.plan.second
+        if second is not None:
+            second_queue, _ = self.plan.queues(queue)[-1]
+            facts["second_model"] = second.pin
+            facts["second_text"] = str(second)
+            facts["second_queue"] = second_queue
+        self.state.describe({**facts, **_reuse_facts(self.plan)})
+
+        recorded = self.state.records()  # read before the listing: a part that is in both is certainly there
         present = self.shards_with_parts()
         found = {shard: self.part_stats(shard) for shard in present - recorded.keys()}
         gone = {shard: record for shard, record in recorded.items() if shard not in present}
-        for stats in islice((each for each in found.values() if each.errors), MAX_PARTS):
+        with_errors = [stats for stats in found.values() if stats.errors]
+        for stats in with_errors[:MAX_PARTS]:
             self._record_reasons(stats)
         count = self.state.amend_parts(found, gone, len(self.plan.shards))
         if not count.is_whole or self._stopped_by_errors(queue, is_whole=True):
@@ -272,6 +306,7 @@ class RunFolder:
         return self._finish()
 
     def has_success(self) -> bool:
+        """Whether the run has ended."""
         return self._is_there(run_names.SUCCESS)
 
     def _finish(self) -> bool:
@@ -286,20 +321,20 @@ class RunFolder:
         return True
 
     def _write_end(self) -> dict[str, Any]:
-        """Put the output files, if any, and what is told of the run in place, then the mark; return the manifest."""
+        """Write the output files, the report, the manifest, and at last the mark of the end; return the manifest."""
         reasons = recorded_reasons(self.state.connection, self.plan.run)
         summary = manifest_of(self.plan, map(self.part_stats, range(len(self.plan.shards))), reasons)
         manifest = json.dumps(summary, indent=2)
         report = report_html(json.loads(manifest))
-        write: dict[str, Callable[[Any], object]] = {
+        writers: dict[str, Callable[[Any], object]] = {
             **{name: partial(write_output, self.storage, self.plan, name) for name in self._outputs},
             run_names.REPORT: lambda sink: sink.write(report.encode()),
             run_names.MANIFEST: lambda sink: sink.write(manifest.encode()),
         }
         with writing(self._path):
-            for name in self._of_all_parts:
+            for name in self._end_files:
                 if not self._is_there(name):
-                    self.storage.put(self.path(name), self.execution_id, write[name])
+                    self.storage.put(self.path(name), self.execution_id, writers[name])
                     self._check_is_there(name)
             remove_converted(self.storage, self.plan)
             self._remove_leftovers()
@@ -315,9 +350,13 @@ class RunFolder:
             raise OutputNotWritable(self.path(name), "what has this name is no file")
 
     def _remove_leftovers(self) -> None:
-        """Remove what other plannings chose, and temporary files: who still runs finds its own in place."""
-        own = os.path.basename(run_names.kept_name(self.plan.reused.name if self.plan.reused else ""))
+        """Remove temporary files, and files with rows that other plannings chose.
+
+        An execution that still runs finds its part in place, and needs its temporary file no more.
+        """
+        chosen_rows = os.path.basename(run_names.kept_name(self.plan.reused.name if self.plan.reused else ""))
         for folder in {self._path, self._parts_path, self.path(run_names.KEYS)}:
             for name in self.storage.names(folder):
-                if name.startswith((run_names.TEMPORARY_PREFIX, run_names.ROWS_PREFIX)) and name != own:
+                is_leftover = name.startswith((run_names.TEMPORARY_PREFIX, run_names.ROWS_PREFIX))
+                if is_leftover and name != chosen_rows:
                     self.storage.remove(os.path.join(folder, name))

@@ -1,1 +1,1 @@
-"""How a run is planned: files found, looked at, and cut into shards."""
+"""Plans a run: finds its files, looks at them, and cuts them into shards."""

@@ -1,4 +1,4 @@
-"""Which files a run's input names, and the columns that folders named `key=value` give them."""
+"""Finds the files that a run's input names, and the columns that folders named `key=value` give them."""
 
 import fnmatch
 import os
@@ -8,7 +8,6 @@ from collections.abc import Iterator, Sequence
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass, replace
 from glob import has_magic
-from itertools import takewhile
 from typing import Any, NamedTuple
 from urllib.parse import unquote
 
@@ -20,21 +19,24 @@ from jobs.runs.plans.paths import run_path
 from jobs.runs.plans.plan import AddedColumn
 from jobs.runs.plans.spec import check_num_files
 
-#: Names that one search may meet, in all folders together: some seconds on a local disk.
+#: The most names that one search may meet, in all folders together. A local disk lists them in some seconds.
 MAX_NAMES = 1_000_000
-#: How Hive, and whoever writes as it does, spells a null in a folder's name.
+#: How Hive, and programs that follow it, spell a null in a folder's name.
 NULL = "__HIVE_DEFAULT_PARTITION__"
-#: Name and text of each `key=value`, from the outside in; None for a null.
+#: The name and the text of each `key=value`, from the outermost folder in. The text is None for a null.
 Keys = tuple[tuple[str, str | None], ...]
 
-#: An integer as int64 writes it. 02139 is text, as its leading zero would be lost.
+#: An integer as int64 writes it. 02139 is text, because its leading zero would be lost.
 _INTEGER = re.compile(r"0|-?[1-9][0-9]{0,19}")
 _INT64 = range(-(1 << 63), 1 << 63)
 
 
 @dataclass(frozen=True)
 class FoundFile:
-    """A file's real path, the path by which it was found, whose suffix tells its format, and what its folders say."""
+    """A file that a search has found.
+
+    path: its real path. named: the path by which it was found; its suffix tells the format. keys: of its folders.
+    """
 
     path: str
     named: str
@@ -42,10 +44,12 @@ class FoundFile:
 
     @property
     def key_names(self) -> list[str]:
+        """Return the names of the columns that the file's folders give."""
         return [name for name, _ in self.keys]
 
 
 def folder_key(name: str) -> tuple[str, str | None] | None:
+    """Return the key and the value of a folder named `key=value`; None for any other name."""
     key, equals, value = name.partition("=")
     if not key or not equals:
         return None
@@ -55,8 +59,9 @@ def folder_key(name: str) -> tuple[str, str | None] | None:
 def partition_columns(files: Sequence[FoundFile], in_files: Sequence[str]) -> tuple[list[AddedColumn], list[list[Any]]]:
     """Return the columns that the folders' names give, and each file's values in them.
 
-    A column is int64 if all its values are integers without leading zeros, else string. in_files: the columns of the
-    files, which win. Raises SchemaMismatch when the files' folders do not have the same keys.
+    A column is int64 if all its values are integers without leading zeros, else string. in_files: the files' own
+    columns, which come before a folder's key of the same name. Raises SchemaMismatch if the keys of the files' folders
+    differ.
     """
     names = files[0].key_names
     for file in files:
@@ -70,8 +75,8 @@ def partition_columns(files: Sequence[FoundFile], in_files: Sequence[str]) -> tu
         if name in in_files:
             continue
         texts = [file.keys[place][1] for file in files]
-        there = [text for text in texts if text is not None]
-        is_integer = any(there) and all(_INTEGER.fullmatch(text) and int(text) in _INT64 for text in there)
+        values = [text for text in texts if text is not None]
+        is_integer = any(values) and all(_INTEGER.fullmatch(text) and int(text) in _INT64 for text in values)
         columns.append(AddedColumn(name, "int64" if is_integer else "string"))
         for row, text in zip(rows, texts, strict=True):
             row.append(int(text) if is_integer and text is not None else text)
@@ -79,7 +84,10 @@ def partition_columns(files: Sequence[FoundFile], in_files: Sequence[str]) -> tu
 
 
 class Folder(NamedTuple):
-    """A folder that a search goes through: its path as found, the real one, and the folder in which it was found."""
+    """A folder that a search goes through.
+
+    named: the path by which it was found. path: its real path. above: the folder in which it was found.
+    """
 
     named: str
     path: str
@@ -96,35 +104,55 @@ class Folder(NamedTuple):
         return Folder(os.path.join(self.named, entry.name), path or os.path.join(self.path, entry.name), self)
 
 
-class Found(NamedTuple):
+class FoundEntry(NamedTuple):
+    """An entry of a folder that a search has gone through."""
+
     folder: Folder
     entry: Entry
 
     @property
     def named(self) -> str:
+        """Return the path by which it was found."""
         return os.path.join(self.folder.named, self.entry.name)
 
     def real_path(self, storage: Storage) -> str:
-        """Raises PathOutsideRoots, or InvalidValue for a name that is not UTF-8."""
+        """Return its real path. Raises PathOutsideRoots, or InvalidValue for a name that is not UTF-8."""
         path = os.path.join(self.folder.path, self.entry.name)
         return storage.resolve(path) if self.entry.is_link else run_path(path)
 
 
+class _FolderFiles(NamedTuple):
+    """What a search has found in one folder.
+
+    files: files of the folder and of its key=value folders. nested: files of its other folders, which are no input.
+    """
+
+    files: list[FoundEntry]
+    nested: list[FoundEntry]
+
+
 class Search:
-    """One search. output: of the run. wanted: the format of files in folders, None for what they have."""
+    """One search for input files.
+
+    output: the run's output folder, which is left out. wanted: the format of files in folders; None for any one format.
+    """
 
     def __init__(self, storage: Storage, output: str = "", wanted: str | None = None) -> None:
-        self.storage, self._output, self._wanted = storage, output, wanted
+        self.storage = storage
+        self._output = output
+        self._wanted = wanted
         self._num_names = 0
 
     def expand(self, item: str) -> tuple[str, list[FoundFile]]:
-        """Return the folder that is searched for an item, and its files."""
+        """Return the folder that is searched for an item, and the item's files."""
         if has_magic(item) and self.storage.look(item) is None:
-            return "/".join(item.split("/")[: _first_glob_segment(item)]) or "/", list(self._matched_files(item))
+            folder = "/".join(item.split("/")[: _first_glob_segment(item)]) or "/"
+            return folder, list(self._matched_files(item))
         path = self.storage.resolve(item)
         if self.storage.is_folder(path):
             return item, self._folder_files(item, path)
-        return os.path.dirname(item), [FoundFile(path, item)] if self.storage.stat(path) is not None else []
+        is_file = self.storage.stat(path) is not None
+        return os.path.dirname(item), [FoundFile(path, item)] if is_file else []
 
     def _matched_files(self, pattern: str) -> Iterator[FoundFile]:
         searched = pattern.split("/")[_first_glob_segment(pattern) :]
@@ -132,77 +160,99 @@ class Search:
             path = match.real_path(self.storage)
             if not match.entry.is_folder:
                 yield FoundFile(path, match.named)
-            elif "**" not in searched and path != self._output:  # which finds a folder's files by itself
+            elif "**" not in searched and path != self._output:  # ** itself finds a folder's files
                 yield from self._folder_files(match.named, path)
 
     def _folder_files(self, named: str, path: str) -> list[FoundFile]:
         """Return a folder's files of one format, key=value folders included. Raises MixedFormats, NestedFolders."""
-        seen, nested = list[Found](), list[Found]()
-        waiting = [(Folder(named, path), seen)]
+        files, nested = self._walked(Folder(named, path))
+        # A folder's own files come before those of its folders.
+        files.sort(key=lambda file: file.named.split("/"))
+        wanted = self._wanted or _format_of([file.named for file in files])
+        nested_names = [file.named for file in nested if is_named(file.named, wanted)]
+        if nested_names:
+            first = min(nested_names)
+            raise NestedFolders(path, os.path.relpath(first, named), os.path.splitext(first)[1])
+
+        wanted_files = [file for file in files if is_named(file.named, wanted)]
+        return [FoundFile(file.real_path(self.storage), file.named) for file in wanted_files]
+
+    def _walked(self, top: Folder) -> _FolderFiles:
+        """Go through a folder and all folders below it."""
+        found = _FolderFiles([], [])
+        waiting = [(top, False)]  # folders, each with whether it is nested
         while waiting:
-            folder, files = waiting.pop()
-            for entry in self.entries(folder.path, or_none=files is nested):
+            folder, is_nested = waiting.pop()
+            for entry in self.entries(folder.path, or_none=is_nested):
                 if _is_hidden(entry.name):
                     continue
                 if not entry.is_folder:
                     if is_named(entry.name, self._wanted):
-                        files.append(Found(folder, entry))
+                        files = found.nested if is_nested else found.files
+                        files.append(FoundEntry(folder, entry))
                     continue
-                has_key = files is seen and folder_key(entry.name) is not None
-                child = folder.child(entry, self.storage) if has_key or not entry.is_link else None
+
+                is_key_folder = not is_nested and folder_key(entry.name) is not None
+                if entry.is_link and not is_key_folder:
+                    continue
+                child = folder.child(entry, self.storage)
                 if child is not None and child.path != self._output:
-                    waiting.append((child, seen if has_key else nested))
-        seen.sort(key=lambda each: each.named.split("/"))  # a folder's files before those of the folders behind it
-        wanted = self._wanted or _format_of([each.named for each in seen])
-        if first := min((each.named for each in nested if is_named(each.named, wanted)), default=None):
-            raise NestedFolders(path, os.path.relpath(first, named), os.path.splitext(first)[1])
-        wanted_files = (each for each in seen if is_named(each.named, wanted))
-        return [FoundFile(each.real_path(self.storage), each.named) for each in wanted_files]
+                    waiting.append((child, not is_key_folder))
+        return found
 
     def entries(self, folder: str, *, or_none: bool = False) -> list[Entry]:
-        """Return what a folder holds. or_none: nothing where it cannot be read. Raises SearchTooLong, or OSError."""
-        found = []
+        """Return what a folder holds. Raises SearchTooLong, or OSError.
+
+        or_none: a folder that cannot be read holds nothing.
+        """
+        entries = []
         with suppress(OSError) if or_none else nullcontext(), self.storage.scan(folder) as listing:
-            for each in listing:
+            for entry in listing:
                 self.storage.check_interrupted()
                 self._num_names += 1
                 if self._num_names > MAX_NAMES:
                     raise SearchTooLong(MAX_NAMES, folder)
-                found.append(each)
-        return found
+                entries.append(entry)
+        return entries
 
-    def matches(self, pattern: str, names_hidden: bool) -> list[Found]:
-        """Return what a glob names, by name; hidden names only where it spells one out.
+    def matches(self, pattern: str, names_hidden: bool) -> list[FoundEntry]:
+        """Return the files and folders that a glob matches, sorted by name.
 
-        As in `glob`, but each folder is gone through once, also by links. A folder that cannot be read holds nothing.
-        Raises SearchTooLong, or PathOutsideRoots where the pattern leads outside, or a link that it goes through.
+        This works like `glob`, but each folder is gone through once, even if links lead to it. A folder that cannot be
+        read holds nothing. names_hidden: whether the pattern spells out a hidden name, and so matches hidden ones.
+        Raises SearchTooLong, or PathOutsideRoots if the pattern, or a link that it goes through, leads outside.
         """
         first = _first_glob_segment(pattern)
         segments = pattern.split("/")[first:]
         top = "/".join(pattern.split("/")[:first]) or "/"
-        found = []
+        matches = []
+        # Each folder waits with the places of the segments that its entries may match.
         waiting = [(Folder(top, self.storage.resolve(top)), _with_skipped({0}, segments))]
         while waiting:
             folder, places = waiting.pop()
             for entry in self._candidates(folder, [segments[place] for place in places]):
-                hits = {place for place in places if _matches(segments[place], entry.name)}
-                if not hits or (_is_hidden(entry.name) and not names_hidden):
+                matched = {place for place in places if _matches(segments[place], entry.name)}
+                if not matched or (_is_hidden(entry.name) and not names_hidden):
                     continue
-                if len(segments) - 1 in hits:
-                    found.append(Found(folder, entry))
-                below = _with_skipped({p if segments[p] == "**" else p + 1 for p in hits}, segments)
-                child = folder.child(entry, self.storage) if below and entry.is_folder else None
+                if len(segments) - 1 in matched:
+                    matches.append(FoundEntry(folder, entry))
+                if not entry.is_folder:
+                    continue
+
+                next_places = {place if segments[place] == "**" else place + 1 for place in matched}
+                places_below = _with_skipped(next_places, segments)
+                child = folder.child(entry, self.storage) if places_below else None
                 if child is not None:
-                    waiting.append((child, below))
-        return sorted(found, key=lambda each: each.named)
+                    waiting.append((child, places_below))
+        return sorted(matches, key=lambda match: match.named)
 
     def _candidates(self, folder: Folder, segments: Sequence[str]) -> list[Entry]:
-        """Return what of a folder may match: it is not listed where its names are known."""
+        """Return the entries of a folder that may match. It is listed only if a segment is a pattern."""
         if any(map(has_magic, segments)):
             return self.entries(folder.path, or_none=True)
         self.storage.check_interrupted()
         looks = [self.storage.look(os.path.join(folder.path, segment)) for segment in segments]
-        return [found for found in looks if found is not None]
+        return [entry for entry in looks if entry is not None]
 
 
 def _matches(segment: str, name: str) -> bool:
@@ -215,7 +265,7 @@ def _matches(segment: str, name: str) -> bool:
 
 
 def _with_skipped(places: set[int], segments: Sequence[str]) -> frozenset[int]:
-    """Return the segments that may match next, also behind `**`, which stands for no folder too."""
+    """Return the places of the segments that may match next. `**` may be skipped: it also stands for no folder."""
     reached: set[int] = set()
     for place in places:
         while place < len(segments):
@@ -231,13 +281,15 @@ def find_files(
 ) -> list[FoundFile]:
     """Return the files that a run reads, in order. Files below the output are never input.
 
-    input_format: of the files in folders. Without it, a folder gives its *.parquet, or the files of the one other
-    format that it has, and those of its folders named key=value. A glob gives what it matches, files and, unless it
-    holds **, folders. Both come sorted, without hidden names (unless a glob spells one out). Several inputs have the
-    key=value of the folders below the one that holds them all. Raises InputError, InvalidJob, or SchemaMismatch for too
-    many columns.
+    A folder gives its *.parquet files, or else those of the one other format that it has; input_format names another
+    format. Folders named key=value below it are included. A glob gives the files that it matches, and the files of
+    matched folders, unless it holds **. Both come sorted, without hidden names, unless a glob spells one out. If there
+    are several inputs, keys are taken from the folders below the one that holds them all. Raises InputError,
+    InvalidJob, or SchemaMismatch for too many columns.
     """
-    search, searched, found = Search(storage, output, input_format), list[list[str]](), list[FoundFile]()
+    search = Search(storage, output, input_format)
+    searched_folders: list[list[str]] = []
+    found: list[FoundFile] = []
     for item in inputs:
         storage.check_interrupted()
         with reading(item):
@@ -246,17 +298,23 @@ def find_files(
         if not files:
             raise InputNotFound(item)
         found += files
-        searched.append(folder.rstrip("/").split("/"))
+        searched_folders.append(folder.rstrip("/").split("/"))
         check_num_files(len(found))
-    twice = [path for path, count in Counter(file.path for file in found).items() if count > 1]
-    if twice:
-        raise InvalidJob(f"the input names {twice[0]} twice: name each file once")
-    shared = len(list(takewhile(lambda names: len(set(names)) == 1, zip(*searched, strict=False))))
-    return [replace(file, keys=_keys(file.named.split("/")[shared:-1])) for file in found]
+
+    for path, count in Counter(file.path for file in found).items():
+        if count > 1:
+            raise InvalidJob(f"the input names {path} twice: name each file once")
+
+    num_shared = 0  # leading segments that all searched folders have
+    for segments in zip(*searched_folders, strict=False):
+        if len(set(segments)) > 1:
+            break
+        num_shared += 1
+    return [replace(file, keys=_keys(file.named.split("/")[num_shared:-1])) for file in found]
 
 
 def _format_of(names: Sequence[str]) -> str | None:
-    """Return the format of a folder's files: Parquet where it has some, else its one; None for no file."""
+    """Return the format of a folder's files: Parquet if it has any, else its one format; None for no file."""
     if any(named_format(name) == PARQUET for name in names):
         return PARQUET
     return one_format(names, None) if names else None

@@ -1,4 +1,4 @@
-"""A run's input files: what they hold."""
+"""Looks at a run's input files, and makes a plan of what they hold."""
 
 import secrets
 import time
@@ -29,26 +29,37 @@ from jobs.runs.plans.spec import RunSpec
 
 
 def read_inputs(context: JobContext, storage: Storage, spec: RunSpec, found: Sequence[FoundFile]) -> Plan:
-    """Look at each file up to the run's limit; return a new run's plan. Raises InputError, also for columns that make
-    no run."""
-    look = _Look(storage, one_format((file.named for file in found), spec.input_format), spec.dialect)
-    left = spec.limit
-    for each in found:
+    """Look at the files, up to the run's limit of rows; return a new run's plan.
+
+    Raises InputError, also for columns that make no run.
+    """
+    file_format = one_format((file.named for file in found), spec.input_format)
+    look = _Look(storage, file_format, spec.dialect)
+    rows_left = spec.limit
+    for file in found:
         context.check_interrupted()
-        look.take(each.path, left)
-        if left is not None and (left := left - look.files[-1].rows) <= 0:
-            break
+        look.take(file.path, rows_left)
+        if rows_left is not None:
+            rows_left -= look.files[-1].rows
+            if rows_left <= 0:
+                break
+
     schema = look.schema
-    columns, rows = _added_columns(found, schema.names, spec.filename_column)
-    shards = cut_shards([[rows for rows, _ in each] for each in look.groups], spec.rows_per_shard, spec.limit)
-    seed, planned_at = spec.sampling.get("seed"), time.time()
+    columns, added_values = _added_columns(found, schema.names, spec.filename_column)
+    planned_files = []
+    for planned_file, values in zip(look.files, added_values, strict=False):  # files beyond the limit are left out
+        planned_files.append(replace(planned_file, values=tuple(values)))
+    row_groups = [[rows for rows, _ in groups] for groups in look.groups]
+    shards = cut_shards(row_groups, spec.rows_per_shard, spec.limit)
+    seed = spec.sampling.get("seed")
+    planned_at = time.time()
     plan = Plan(
         spec=spec,
         seed=secrets.randbits(63) if seed is None else seed,
         model=context.model.pinned(planned_at),
         planned_at=planned_at,
         version=version("tokenmill"),
-        files=tuple(replace(file, values=tuple(own)) for file, own in zip(look.files, rows, strict=False)),
+        files=tuple(planned_files),
         shards=shards,
         added_columns=tuple(columns),
         input_format=look.format,
@@ -63,20 +74,29 @@ def read_inputs(context: JobContext, storage: Storage, spec: RunSpec, found: Seq
 def _read_as_json(spec: RunSpec, look: "_Look") -> tuple[str, ...]:
     """Return the columns of JSON lines that are read as each row's own JSON, not as the type that all rows share.
 
-    They are those of prompts, and those of an output that is lines again. Columns of texts and pictures are not among
-    them.
+    They are the columns of prompts, and the kept columns if the output is lines again. Columns that hold whole prompts
+    or pictures are not among them.
     """
     if look.format != JSONL:
         return ()
-    as_they_stand = {spec.prompt_column, spec.query_column, spec.document_column, *(spec.image_column or ())}
-    kept = columns_kept(spec).of([*look.kinds]) if spec.writes_lines else ()
-    read = dict.fromkeys((*row_source(spec).columns, *(look.kinds if kept is None else kept)))
-    names = [name for name in read if name in look.kinds and name not in as_they_stand]
-    return tuple(name for name in names if depends_on_others(look.kinds[name]))
+    never_json = {spec.prompt_column, spec.query_column, spec.document_column, *(spec.image_column or ())}
+    written: Sequence[str] = ()
+    if spec.writes_lines:
+        all_columns = list(look.kinds)
+        chosen = columns_kept(spec).of(all_columns)
+        written = all_columns if chosen is None else chosen
+
+    as_json = []
+    for name in dict.fromkeys((*row_source(spec).columns, *written)):
+        if name in look.kinds and name not in never_json and depends_on_others(look.kinds[name]):
+            as_json.append(name)
+    return tuple(as_json)
 
 
 def _num_bytes(groups: Sequence[tuple[int, int]], shard: Shard) -> int:
-    num_bytes, start = 0.0, -shard.skip
+    """Return the bytes of a shard's rows. groups: the rows and bytes of each of its file's row groups."""
+    num_bytes = 0.0
+    start = -shard.skip  # the next group's first row, counted from the shard's
     for rows, size in groups[shard.first_group : shard.first_group + shard.num_groups]:
         num_bytes += size * (min(start + rows, shard.rows) - max(start, 0)) / rows if rows else 0
         start += rows
@@ -84,10 +104,10 @@ def _num_bytes(groups: Sequence[tuple[int, int]], shard: Shard) -> int:
 
 
 def _check_columns(spec: RunSpec, schema: pa.Schema, path: str) -> None:
-    """Raise MissingColumn, WrongColumnType or ColumnConflict for columns, added ones included, that make no run."""
+    """Raise MissingColumn, WrongColumnType or ColumnConflict if the columns make no run. schema: with added ones."""
     source = row_source(spec)
     if spec.calibrate:
-        content_free(spec, source)  # raises once, and not in every shard
+        content_free(spec, source)  # so that it raises here once, and not in every shard
     for column in source.columns:
         if column not in schema.names:
             raise missing_column(column, path, schema)
@@ -97,33 +117,44 @@ def _check_columns(spec: RunSpec, schema: pa.Schema, path: str) -> None:
     output_schema(schema, spec, path)
 
 
-_OF_COLUMNS = (errors.ColumnConflict, errors.MissingColumn, errors.WrongColumnType)
-_TOLD_HERE = (*_OF_COLUMNS, errors.MixedFormats, errors.SearchTooLong)
+#: Errors of planning that a submit raises at once.
+_RAISED_HERE = (
+    errors.ColumnConflict,
+    errors.MissingColumn,
+    errors.WrongColumnType,
+    errors.MixedFormats,
+    errors.SearchTooLong,
+)
 
 
 def check_columns_here(spec: RunSpec) -> None:
-    """Raise what planning would, as far as the input's first file is on this machine and shows it."""
+    """Raise errors that planning would raise, as far as the input's first file shows them on this machine."""
     try:
         storage = Storage(("/",))
         found = find_files(storage, spec.input, spec.output, spec.input_format)
-        path, file_format = found[0].path, one_format((file.named for file in found), spec.input_format)
+        path = found[0].path
+        file_format = one_format((file.named for file in found), spec.input_format)
         if file_format in LINES - HEADED:
             return
         look = scan(storage, path, file_format, 0, spec.dialect)
         columns, _ = _added_columns(found, look.schema.names, spec.filename_column)
         if file_format not in LINES:
             _check_columns(spec, with_added_fields(look.schema, columns), path)
-    except _TOLD_HERE:
+    except _RAISED_HERE:
         raise
-    except (errors.InputError, OSError):  # the planning says so, if it finds the same
+    except (errors.InputError, OSError):  # planning will report it, if it finds the same
         return
 
 
 class _Look:
+    """What has been seen of the input files so far."""
+
     def __init__(self, storage: Storage, file_format: str, dialect: Mapping[str, str]) -> None:
         """Raises InvalidJob for a dialect that files of the format do not have."""
         check_dialect(dialect, file_format)
-        self._storage, self.format, self._dialect = storage, file_format, dialect
+        self._storage = storage
+        self.format = file_format
+        self._dialect = dialect
         self.kinds: dict[str, Kind] = {}
         self.files: list[PlannedFile] = []
         self.groups: list[list[tuple[int, int]]] = []
@@ -131,35 +162,39 @@ class _Look:
 
     @property
     def columns(self) -> dict[str, Kind]:
-        """Return the kinds of text files' columns, as the plan keeps them."""
+        """Return the kinds of a text file's columns, as the plan keeps them."""
         decimal = self._dialect.get("decimal", ".")
         return {name: with_decimal(kind, decimal) for name, kind in self.kinds.items()}
 
     @property
     def schema(self) -> pa.Schema:
+        """Return the columns that all files seen have."""
         if self.format in LINES:
             return pa.schema([arrow_field(name, kind) for name, kind in self.columns.items()])
         return self._schema
 
     def take(self, path: str, most: int | None) -> None:
-        """Look at a file in one state of it. most: rows, of no Parquet. Raises InputNotFound, InputBeingWritten."""
+        """Look at a file. Raises InputNotFound, or InputBeingWritten if it changes meanwhile.
+
+        most: how many rows to look at, unless it is Parquet; None for all.
+        """
         stat = self._storage.stat(path)
         if stat is None:
             raise errors.InputNotFound(path)
-        found = scan(self._storage, path, self.format, most, self._dialect)
+        contents = scan(self._storage, path, self.format, most, self._dialect)
         if self.format in LINES:
-            self._take_kinds(path, found.kinds)
+            self._take_kinds(path, contents.kinds)
         else:
-            self._check_schema(path, found.schema)
+            self._check_schema(path, contents.schema)
         fingerprint = file_fingerprint(self._storage, path, self.format)
         if self._storage.stat(path) != stat:
             raise errors.InputBeingWritten(path)
-        rows = sum(rows for rows, _ in found.groups)
-        self.files.append(PlannedFile(path, stat.size, stat.mtime_ns, rows, fingerprint, etag=stat.etag))
-        self.groups.append(found.groups)
+        num_rows = sum(rows for rows, _ in contents.groups)
+        self.files.append(PlannedFile(path, stat.size, stat.mtime_ns, num_rows, fingerprint, etag=stat.etag))
+        self.groups.append(contents.groups)
 
     def _take_kinds(self, path: str, kinds: Mapping[str, Kind]) -> None:
-        """Merge what columns hold. CSV files have the same header; objects any of the names that one has."""
+        """Merge a file's kinds into those of earlier files. CSV files must have the same header."""
         is_headed = self.format in HEADED
         if is_headed and self.kinds and list(kinds) != list(self.kinds):
             what = f"its header is {brief(list(kinds))}, the first file's {brief(list(self.kinds))}"
@@ -169,9 +204,12 @@ class _Look:
             self.kinds[name] = merge(self.kinds.get(name, "null"), kind)
 
     def _check_schema(self, path: str, schema: pa.Schema) -> None:
-        if twice := [name for name, count in Counter(schema.names).items() if count > 1]:
-            raise errors.SchemaMismatch(path, f"it has two columns named {twice[0]!r}")
-        self._schema = schema if self._schema is None else self._schema
+        """Raise SchemaMismatch if a file's columns are not those of the first file."""
+        for name, count in Counter(schema.names).items():
+            if count > 1:
+                raise errors.SchemaMismatch(path, f"it has two columns named {name!r}")
+        if self._schema is None:
+            self._schema = schema
         if not schema.equals(self._schema):
             raise errors.SchemaMismatch(path, f"its columns are {_columns(schema, self._schema)}")
 
@@ -179,30 +217,40 @@ class _Look:
 def _added_columns(
     found: Sequence[FoundFile], names: Sequence[str], filename_column: str | None
 ) -> tuple[list[AddedColumn], list[list[Any]]]:
-    columns, rows = partition_columns(found, names)
+    """Return the columns that a run adds to its input, and each file's values in them. Raises ColumnConflict.
+
+    names: the files' own columns.
+    """
+    columns, values_by_file = partition_columns(found, names)
     if filename_column is not None:
         if filename_column in (*names, *(column.name for column in columns)):
             raise errors.ColumnConflict(filename_column, "give filename_column another name")
         columns.append(AddedColumn(filename_column, "string"))
-        rows = [[*values, each.path] for values, each in zip(rows, found, strict=True)]
-    return columns, rows
+        for values, file in zip(values_by_file, found, strict=True):
+            values.append(file.path)
+    return columns, values_by_file
 
 
 def _columns(schema: pa.Schema, first: pa.Schema) -> str:
-    ours, theirs = (
-        {f"{field.name}: {field.type}{'' if field.nullable else ' not null'}" for field in each}
-        for each in (schema, first)
-    )
-    extra, missing = sorted(ours - theirs), sorted(theirs - ours)
+    """Say how a file's columns differ from the first file's."""
+    columns = set(map(_column_text, schema))
+    first_columns = set(map(_column_text, first))
+    extra = sorted(columns - first_columns)
+    missing = sorted(first_columns - columns)
     return f"not the first file's (more: {extra or 'none'}; missing: {missing or 'none'}; order counts too)"
 
 
+def _column_text(field: pa.Field) -> str:
+    return f"{field.name}: {field.type}{'' if field.nullable else ' not null'}"
+
+
 def check_as_planned(storage: Storage, plan: Plan, found: Sequence[FoundFile]) -> None:
-    """Raise InputChanged for the first file that is not as planned. found: those that there are now."""
-    limit, planned = plan.spec.limit, {file.path: file for file in plan.files}
+    """Raise InputChanged for the first file that is not as planned. found: the files that are there now."""
+    limit = plan.spec.limit
+    planned = {file.path: file for file in plan.files}
     now = [file.path for file in found]
     if limit is not None and sum(file.rows for file in plan.files) >= limit:
-        now = now[: len(planned)]  # those behind it are left out
+        now = now[: len(planned)]  # the run does not read the files behind its limit
     for path in [*now, *planned]:
         if path not in planned:
             raise errors.InputChanged(path, "it is new")

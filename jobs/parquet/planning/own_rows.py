@@ -1,11 +1,12 @@
-"""A run's own rows, where it does not ask its input's as they come: new ones alone, or sorted ones.
+"""Chooses the rows that a run asks, if these are not all rows of its input in their order.
 
-Planning writes them beside the plan; from there on the run knows these alone, as rows of its first file. Which rows of
-the input they are lies beside the keys, for whoever is told of a row that failed. Of earlier runs it takes answers.
+A run may ask only new rows, or rows in an order of its own. Planning writes them beside the plan, and from there on the
+run knows these alone, as the rows of its first file. Their numbers in the input are written beside the keys, so that a
+failed row can be found. A run that reuses earlier ones gets their answers here.
 """
 
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from hashlib import blake2b
@@ -33,41 +34,47 @@ from jobs.runs.plans.names import kept_name
 from jobs.runs.plans.plan import Plan, Reused, cut_shards
 from jobs.runs.redis_state.submission import Submission
 
-FINISH_REASON, ATTEMPTS = "finish_reason", "attempts"
-#: Values of these columns that tell that no answer was cut: reasons, and a single attempt.
+FINISH_REASON = "finish_reason"
+ATTEMPTS = "attempts"
+#: Values of these columns that show that no answer was cut: finish reasons, and a single attempt.
 _UNCUT = {"stop", "tool_calls", 1}
 
 
 def with_own_rows(context: JobContext, storage: Storage, plan: Plan, chosen: Places) -> Plan:
-    """Write rows of the input, whose numbers are `chosen`; return the plan of these. Raises InputError, OutputError."""
+    """Write some rows of the input as the run's own; return the plan that asks these. Raises InputError, OutputError.
+
+    chosen: the rows' numbers in the input, in the run's order.
+    """
     assert plan.reused is not None
-    before, name = plan, kept_name(plan.reused.name)
-    first, *others = plan.files
+    first, *other_files = plan.files
     first = replace(first, kept=len(chosen))
-    plan = replace(plan, files=(first, *(replace(file, kept=0) for file in others)))
-    groups = list[int]()
+    new_plan = replace(plan, files=(first, *(replace(file, kept=0) for file in other_files)))
+    groups: list[int] = []
     if len(chosen):
-        target, places = plan.rows_path(first), os.path.join(plan.spec.output, name)
-        for path in (target, places):
+        rows_path = new_plan.rows_path(first)
+        numbers_path = os.path.join(plan.spec.output, kept_name(plan.reused.name))
+        for path in (rows_path, numbers_path):
             storage.make_folder(os.path.dirname(path))
-        with writing(target), storage.open_output(target) as sink:
-            groups = write_groups(sink, None, _chosen_rows(context, storage, before, chosen))
-        with writing(places), storage.open_output(places) as sink:
+        with writing(rows_path), storage.open_output(rows_path) as sink:
+            groups = write_groups(sink, None, _chosen_rows(context, storage, plan, chosen))
+        with writing(numbers_path), storage.open_output(numbers_path) as sink:
             sink.write(chosen.astype("<i8").tobytes())
-    return replace(plan, shards=cut_shards([groups], plan.spec.rows_per_shard), sizes=())
+    return replace(new_plan, shards=cut_shards([groups], plan.spec.rows_per_shard), sizes=())
 
 
 def _chosen_rows(context: JobContext, storage: Storage, plan: Plan, chosen: Places) -> Iterator[pa.RecordBatch]:
-    """Yield rows of the input in the order of their numbers in `chosen`; shards that have none of them are not read."""
-    places = np.full(plan.rows, -1, np.int64)
+    """Yield rows of the input in the order of their numbers in `chosen`. Shards without any of them are not read."""
+    places = np.full(plan.rows, -1, np.int64)  # each row's place among those chosen
     places[chosen] = np.arange(len(chosen))
-    firsts = [plan.first_row(shard) for shard in range(len(plan.shards))]
-    shards = np.unique(np.searchsorted(firsts, chosen, "right") - 1).tolist()
+    first_rows = [plan.first_row(shard) for shard in range(len(plan.shards))]
+    shards = np.unique(np.searchsorted(first_rows, chosen, "right") - 1).tolist()
     with RowBuckets(len(chosen)) as buckets:
-        for number, reader in shard_readers(storage, plan, shards):
-            start = firsts[number]
-            for batch in shard_batches(context, plan, plan.shards[number], reader):
-                numbers = np.arange(start, start := start + batch.num_rows)
+        for shard, reader in shard_readers(storage, plan, shards):
+            start = first_rows[shard]
+            for batch in shard_batches(context, plan, plan.shards[shard], reader):
+                end = start + batch.num_rows
+                numbers = np.arange(start, end)
+                start = end
                 if plan.spec.order is not None:
                     batch = batch.append_column(ROW_NUMBER, pa.array(numbers))
                 is_chosen = places[numbers] >= 0
@@ -77,12 +84,15 @@ def _chosen_rows(context: JobContext, storage: Storage, plan: Plan, chosen: Plac
             yield from table.to_batches()
 
 
-#: Rows whose prompts are alike in so many characters come together; and of these, those that are alike in more.
+#: Rows are grouped by the first 64 characters of their prompts, within a group by the first 256, and so on.
 BEGINNINGS = (64, 256, 1024, 4096, 16384)
 
 
 def in_order(context: JobContext, storage: Storage, plan: Plan) -> Plan:
-    """Write a run's rows in the order that it asks for, where it does; return the plan of these."""
+    """Write a run's rows in the order that it asks for; return the plan that asks them so.
+
+    Returns the plan as it is if the run keeps the input's order.
+    """
     spec = plan.spec
     if spec.order is None:
         return plan
@@ -90,63 +100,82 @@ def in_order(context: JobContext, storage: Storage, plan: Plan) -> Plan:
     source = row_source(spec, context.check_sampling, context.model.control_tokens)
     for start, rows in rendered_shards(context, storage, plan, source):
         for number, row in enumerate(rows, start):
-            keys[number] = _key(row)
+            keys[number] = _order_key(row)
     order = np.lexsort(keys.T[::-1])
     return with_own_rows(context, storage, replace(plan, reused=Reused(context.execution_id)), order)
 
 
-def _key(row: Row | RowProblem) -> list[int]:
+def _order_key(row: Row | RowProblem) -> list[int]:
+    """Return the numbers by which rows are sorted: long answers first, then equal beginnings of prompts together."""
     if isinstance(row, RowProblem):
         return [0] * (1 + len(BEGINNINGS))
-    longest = row.own_sampling.get("max_tokens")
-    size = longest.bit_length() if isinstance(longest, int) else 0
-    found = (blake2b(row.prompt[:length].encode("utf-8", "surrogatepass"), digest_size=8) for length in BEGINNINGS)
-    return [64 - min(size, 63), *(int.from_bytes(each.digest(), "little") for each in found)]
+    max_tokens = row.own_sampling.get("max_tokens")
+    size = max_tokens.bit_length() if isinstance(max_tokens, int) else 0
+    key = [64 - min(size, 63)]
+    for length in BEGINNINGS:
+        beginning = row.prompt[:length].encode("utf-8", "surrogatepass")
+        digest = blake2b(beginning, digest_size=8).digest()
+        key.append(int.from_bytes(digest, "little"))
+    return key
 
 
 def with_reused(context: JobContext, storage: Storage, plan: Plan, submission: Submission) -> Plan:
-    """Take what the runs that a submission names have answered; return the plan that says so.
+    """Take the answers of the earlier runs that a submission names; return the plan that says so.
 
-    Its seed is the first one's, unless its arguments have one. Raises CannotReuse, InputError or OutputError.
+    Its seed is the first earlier run's, unless its arguments have one. Raises CannotReuse, InputError or OutputError.
     """
-    spec = plan.spec
     if not submission.reuse:
         return plan
-    old, num_rows = OldRuns(storage, submission.reuse, plan), plan.rows
+    num_rows = plan.rows
+    any_model = submission.reuse_from_any_model
+    old = OldRuns(storage, submission.reuse, plan)
     plan = with_seed_of(replace(plan, reused=Reused(context.execution_id)), old)
     ask = ask_of(plan, context)
-    look_up = partial(match, context, storage, plan, ask, old, submission.reuse_from_any_model)
-    matches = look_up()
-    if spec.only_new:
-        all_fields = kind_of(spec).fields(spec, embedding_size(spec, context.model))
-        needed = pa.schema([each for each in all_fields if each.name == "error" or _tells_cuts(each.name)])
-        for _ in answers(old, matches, look_up, needed):
-            pass  # it leaves of matches those that have no error, and can be read
-        fresh = np.flatnonzero(matches.places < 0)
-        plan = with_own_rows(context, storage, plan, fresh)
+    look_up = partial(match, context, storage, plan, ask, old, any_model)
+    fields = kind_of(plan.spec).fields(plan.spec, embedding_size(plan.spec, context.model))
+    if plan.spec.only_new:
+        plan = with_own_rows(context, storage, plan, _new_rows(old, look_up, fields))
     else:
-        fields = kind_of(spec).fields(spec, embedding_size(spec, context.model))
-        beside_answers = pa.schema([*BESIDE, *fields])
-        with RowBuckets(plan.rows) as taken:
-            for rows, batch, sources in answers(old, matches, look_up, pa.schema(fields)):
-                marks = [matches.marks[number].tobytes() for number in matches.models[rows]]
-                keys = [each.tobytes() for each in matches.keys[rows]]
-                values = zip((rows, marks, sources, keys), BESIDE, strict=True)
-                beside = [pa.array(each, field.type) for each, field in values]
-                taken.add(rows, pa.RecordBatch.from_arrays([*beside, *batch.columns], schema=beside_answers))
-            write_taken(storage, plan, taken)
-    if 2 * sum(told.rows for told in old.told) < num_rows:
-        for told, each in zip(old.told, old.plans, strict=True):
-            told.differs = differences(each, plan, any_model=submission.reuse_from_any_model) or [
-                _NO_DIFFERENCE[bool(plan.spec.repairs.function)]
-            ]
+        _write_taken_answers(storage, plan, old, look_up, fields)
+
+    if 2 * sum(run.rows for run in old.told) < num_rows:
+        no_difference = _NO_DIFFERENCE[bool(plan.spec.repairs.function)]
+        for run, old_plan in zip(old.told, old.plans, strict=True):
+            run.differs = differences(old_plan, plan, any_model=any_model) or [no_difference]
+
     assert plan.reused is not None
     runs = tuple(map(asdict, old.told))
-    told_of = replace(plan.reused, asked=ask.keys.name, any_model=submission.reuse_from_any_model, runs=runs)
-    return replace(plan, reused=told_of)
+    reused = replace(plan.reused, asked=ask.keys.name, any_model=any_model, runs=runs)
+    return replace(plan, reused=reused)
 
 
-#: Said if few rows were taken from an earlier run, though it asked the same; by whether a function checks them.
+def _new_rows(old: OldRuns, look_up: Callable[[], "Matches"], fields: Sequence[pa.Field]) -> Places:
+    """Return the numbers of the rows that no earlier run has answered. fields: of answers."""
+    matches = look_up()
+    needed = [field for field in fields if field.name == "error" or _tells_cuts(field.name)]
+    for _ in answers(old, matches, look_up, pa.schema(needed)):
+        pass  # reading them takes from `matches` the rows with an error, and those that cannot be read
+    return np.flatnonzero(matches.places < 0)
+
+
+def _write_taken_answers(
+    storage: Storage, plan: Plan, old: OldRuns, look_up: Callable[[], "Matches"], fields: Sequence[pa.Field]
+) -> None:
+    """Write the answers of earlier runs beside the plan, for each shard. fields: of answers."""
+    matches = look_up()
+    schema = pa.schema([*BESIDE, *fields])
+    with RowBuckets(plan.rows) as taken:
+        for rows, batch, sources in answers(old, matches, look_up, pa.schema(fields)):
+            marks = [matches.marks[number].tobytes() for number in matches.models[rows]]
+            keys = [key.tobytes() for key in matches.keys[rows]]
+            columns = []
+            for values, field in zip((rows, marks, sources, keys), BESIDE, strict=True):
+                columns.append(pa.array(values, field.type))
+            taken.add(rows, pa.RecordBatch.from_arrays([*columns, *batch.columns], schema=schema))
+        write_taken(storage, plan, taken)
+
+
+#: What is said if few rows were taken from an earlier run although it asked the same. Key: a function checks answers.
 _NO_DIFFERENCE = {
     False: "it asked the same, of other rows or with few answers",
     True: "it asked the same, of other rows, with few answers, or with another source of the check function",
@@ -163,9 +192,11 @@ def with_seed_of(plan: Plan, old: OldRuns) -> Plan:
 
 
 def remove_reused(storage: Storage, plan: Plan, first: Plan) -> None:
-    """Remove what was written for a plan where `first` is in its place. The two are one if a reply was lost."""
-    if plan.reused is None or (first.reused is not None and first.reused.name == plan.reused.name):
+    """Remove what was written for a plan that came second. first: the plan that is in place."""
+    if plan.reused is None:
         return
+    if first.reused is not None and first.reused.name == plan.reused.name:
+        return  # it is this very plan, and the reply to its writing was lost
     paths = list(map(plan.reused_path, range(len(plan.shards))))
     if plan.files[0].kept:
         paths += [plan.rows_path(plan.files[0]), os.path.join(plan.spec.output, kept_name(plan.reused.name))]
@@ -178,8 +209,11 @@ def remove_reused(storage: Storage, plan: Plan, first: Plan) -> None:
 class Matches:
     """The old rows whose answers a new run may take.
 
-    places: for each new row the place of its old row, -1 for none. models: for each new row, which of `marks` (models)
-    answered the old one. keys: the rows' keys with that model. is_shorter: whether max_tokens was smaller then.
+    places: for each new row, the place of its old row among all old rows; -1 for none.
+    models: for each new row, the number in `marks` of the model that answered the old row.
+    marks: of the models whose answers may be taken.
+    keys: the new rows' keys with that model.
+    is_shorter: for each new row, whether the old row had a smaller max_tokens.
     """
 
     places: Places
@@ -190,41 +224,51 @@ class Matches:
 
 
 def match(context: JobContext, storage: Storage, plan: Plan, ask: RowAsk, old: OldRuns, any_model: bool) -> Matches:
-    """Look up each row of a plan, whose inputs can be read. The answers of a cascade's second model come first."""
+    """Look up each row of a plan in the old runs. The plan's inputs must be readable.
+
+    Answers of a cascade's second model are looked for first, then those of the first model, then of any other.
+    """
     marks = model_mark(plan.model)
     if plan.second is not None:
         marks = np.concatenate([model_mark(plan.second), marks])
-        firsts = [part.first for part in old.parts]
-        fits = np.array([*(_asks_second_too(plan, part.plan) for part in old.parts), False])
+        first_places = [part.first for part in old.parts]
+        asks_second_too = np.array([*(_asks_second_too(plan, part.plan) for part in old.parts), False])
     if any_model:
-        marks = np.concatenate([marks, old.marks])  # its own answers first
-    found = Matches(
-        np.full(plan.rows, -1, np.int64),
-        np.zeros(plan.rows, np.uint16),
-        marks,
-        np.zeros((plan.rows, 2), np.uint64),
-        np.zeros(plan.rows, np.bool_),
+        marks = np.concatenate([marks, old.marks])
+    matches = Matches(
+        places=np.full(plan.rows, -1, np.int64),
+        models=np.zeros(plan.rows, np.uint16),
+        marks=marks,
+        keys=np.zeros((plan.rows, 2), np.uint64),
+        is_shorter=np.zeros(plan.rows, np.bool_),
     )
-    shorter = _shorter_asks(plan, old, plan.spec.functions_version(context.checks))
+    shorter_asks = _shorter_asks(plan, old, plan.spec.functions_version(context.checks))
     for start, rows in rendered_shards(context, storage, plan, ask.source):
-        places, models = found.places[start : start + len(rows)], found.models[start : start + len(rows)]
+        end = start + len(rows)
+        places = matches.places[start:end]  # views: what is written here is written to `matches`
+        models = matches.models[start:end]
         keys = row_keys(ask.key_of, rows)
-        asked: npt.NDArray[np.bool_] = np.any(keys, axis=1)
+        has_key: npt.NDArray[np.bool_] = np.any(keys, axis=1)
+
         for number, mark in enumerate(marks):
-            missing = np.flatnonzero(asked & (places < 0))
-            there = old.keys.find(keys[missing] ^ mark)
-            if plan.second is not None and not number:
-                there[~fits[np.searchsorted(firsts, there, "right") - 1]] = -1
-            places[missing] = there
+            missing = np.flatnonzero(has_key & (places < 0))
+            old_places = old.keys.find(keys[missing] ^ mark)
+            is_second = plan.second is not None and number == 0
+            if is_second:  # only from runs that would have asked the second model about the same rows
+                part_numbers = np.searchsorted(first_places, old_places, "right") - 1
+                old_places[~asks_second_too[part_numbers]] = -1
+            places[missing] = old_places
             models[missing] = number
-        for row_keys_of, (number, mark) in product(shorter, enumerate(marks)):
-            missing = np.flatnonzero(asked & (places < 0))
-            keys_there = row_keys(row_keys_of.of, [rows[row] for row in missing])
-            places[missing] = old.keys.find(keys_there ^ mark)
+
+        for shorter_ask, (number, mark) in product(shorter_asks, enumerate(marks)):
+            missing = np.flatnonzero(has_key & (places < 0))
+            shorter_keys = row_keys(shorter_ask.of, [rows[row] for row in missing])
+            places[missing] = old.keys.find(shorter_keys ^ mark)
             models[missing] = number
-            found.is_shorter[start + missing] = places[missing] >= 0
-        found.keys[start : start + len(rows)] = keys ^ marks[models]
-    return found
+            matches.is_shorter[start + missing] = places[missing] >= 0
+
+        matches.keys[start:end] = keys ^ marks[models]
+    return matches
 
 
 #: The engine's limit for a request without max_tokens.
@@ -232,29 +276,30 @@ DEFAULT_MAX_TOKENS = 256
 
 
 def _shorter_asks(plan: Plan, old: OldRuns, check: str) -> list[RowKeys]:
-    """Return keys of old runs that differ by a smaller max_tokens alone. Answers that ended by themselves are the same.
+    """Return the keys of old runs that differ from the plan only by a smaller max_tokens.
 
-    check: the version of the check's function. Empty for batch files, whose lines have values of their own.
+    Their answers that ended by themselves would be the same now. Empty for batch files, whose lines have values of
+    their own. check: the version of the check's function.
     """
     spec = plan.spec
     if kind_of(spec) not in (Generate, Chain) or spec.way is not None or plan.second is not None:
         return []
     limit = spec.sampling.get("max_tokens", DEFAULT_MAX_TOKENS)
-    given = {each.spec.sampling.get("max_tokens") for each in old.plans}
-    found = []
-    for theirs in given:
-        their_limit = DEFAULT_MAX_TOKENS if theirs is None else theirs
-        if type(limit) is not int or type(their_limit) is not int or their_limit >= limit:
+    asks = []
+    for old_value in {old_plan.spec.sampling.get("max_tokens") for old_plan in old.plans}:
+        old_limit = DEFAULT_MAX_TOKENS if old_value is None else old_value
+        if type(limit) is not int or type(old_limit) is not int or old_limit >= limit:
             continue
         sampling = {name: value for name, value in spec.sampling.items() if name != "max_tokens"}
-        if theirs is not None:
-            sampling["max_tokens"] = theirs
-        found.append(RowKeys(replace(spec, sampling=sampling), None, check, plan.model.max_model_len, plan.given_seed))
-    return found
+        if old_value is not None:
+            sampling["max_tokens"] = old_value
+        shorter_spec = replace(spec, sampling=sampling)
+        asks.append(RowKeys(shorter_spec, None, check, plan.model.max_model_len, plan.given_seed))
+    return asks
 
 
 def _tells_cuts(column: str) -> bool:
-    """Whether a column of answers tells if one was cut, or if it was asked again because of that."""
+    """Whether a column shows that an answer was cut, or that it was asked again because of that."""
     return column == ATTEMPTS or column.endswith(FINISH_REASON)
 
 
@@ -262,39 +307,57 @@ def _has_stopped(batch: pa.RecordBatch) -> npt.NDArray[np.bool_]:
     """Return for each row whether all of its answers ended by themselves, each at its first attempt."""
     has_stopped = np.ones(batch.num_rows, np.bool_)
     for name in filter(_tells_cuts, batch.schema.names):
-        values = batch.column(name).to_pylist()
-        has_stopped &= [set(each if isinstance(each, list) else [each]) <= _UNCUT for each in values]
+        for row, value in enumerate(batch.column(name).to_pylist()):
+            values = value if isinstance(value, list) else [value]
+            if not set(values) <= _UNCUT:
+                has_stopped[row] = False
     return has_stopped
 
 
 def _asks_second_too(plan: Plan, old: Plan) -> bool:
     """Whether a plan asks its second model about each row that an old plan asked it about."""
-    one, other = ([each.model.identity, each.second and each.second.identity] for each in (plan, old))
-    return one == other and (old.spec.escalate_below or 0) <= (plan.spec.escalate_below or 0)
+    if _identities(plan) != _identities(old):
+        return False
+    return (old.spec.escalate_below or 0) <= (plan.spec.escalate_below or 0)
+
+
+def _identities(plan: Plan) -> list[object]:
+    """Return what tells a plan's models from others."""
+    return [plan.model.identity, None if plan.second is None else plan.second.identity]
 
 
 def answers(
     old: OldRuns, matches: Matches, look_up: Callable[[], Matches], schema: pa.Schema
 ) -> Iterator[tuple[Places, pa.RecordBatch, list[str]]]:
-    """Yield new rows, their answers by the names of `schema`, and which old rows; damaged ones are looked up again."""
+    """Yield new rows, their answers as columns of `schema`, and the names of the old rows.
+
+    A row whose old answer cannot be read is looked up again, once for each old run. Rows that stay without an answer
+    are taken from `matches`.
+    """
     is_taken = np.zeros(len(matches.places), bool)
     for run in old.told:
         rows = np.flatnonzero((matches.places >= 0) & ~is_taken)
         rows = rows[np.argsort(matches.places[rows], kind="stable")]
         for part, which, batch in old.answers(matches.places[rows], schema):
-            is_shorter = matches.is_shorter[rows[which]]
+            taken_rows = rows[which]
+            is_shorter = matches.is_shorter[taken_rows]
             if is_shorter.any():
-                is_whole = ~is_shorter | _has_stopped(batch)
-                which, batch = which[is_whole], batch.filter(pa.array(is_whole))
-            is_taken[rows[which]] = True
-            part.told.rows += len(which)
-            first = part.plan.first_row(part.shard) - part.first
-            yield rows[which], batch, [f"{part.told.output}#{place + first}" for place in matches.places[rows[which]]]
+                is_usable = ~is_shorter | _has_stopped(batch)
+                taken_rows = taken_rows[is_usable]
+                batch = batch.filter(pa.array(is_usable))
+            is_taken[taken_rows] = True
+            part.told.rows += len(taken_rows)
+            to_row_number = part.plan.first_row(part.shard) - part.first
+            sources = [f"{part.told.output}#{place + to_row_number}" for place in matches.places[taken_rows]]
+            yield taken_rows, batch, sources
+
         lost = rows[~is_taken[rows]]
         old.keys.forget(matches.places[lost])
         matches.places[lost] = -1
         if not len(lost) or run is old.told[-1]:
             return
         again = look_up()
-        matches.places[lost], matches.models[lost] = again.places[lost], again.models[lost]
-        matches.keys[lost], matches.is_shorter[lost] = again.keys[lost], again.is_shorter[lost]
+        matches.places[lost] = again.places[lost]
+        matches.models[lost] = again.models[lost]
+        matches.keys[lost] = again.keys[lost]
+        matches.is_shorter[lost] = again.is_shorter[lost]

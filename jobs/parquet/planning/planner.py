@@ -1,4 +1,4 @@
-"""Plans a run, or resumes one: what `jobs.score_parquet` does inside a worker."""
+"""Plans a run or resumes one, as `jobs.score_parquet` does inside a worker."""
 
 import os
 from collections.abc import Sequence
@@ -33,16 +33,18 @@ def score_parquet(
     template: str | list[dict[str, str]] | None = None,
     **arguments: Any,
 ) -> dict[str, Any]:
-    """Plan a run and enqueue its shards; called again with the same arguments, resume it.
+    """Plan a run and enqueue its shards. Called again with the same arguments, resume it.
 
-    What is asked: see RunSpec.from_arguments; model, reuse, webhook, max_errors and the like: see Submission. queue:
-    for the shards; by default the queue this job came from. Returns the run's id and counts. Raises RunError or
-    InvalidJob, before any shard is enqueued unless it is RunBusy.
+    Returns the run's id and counts. For the arguments, see RunSpec.from_arguments and Submission. queue: for the
+    shards; by default the queue that this job came from. Raises RunError or InvalidJob, and unless it is RunBusy,
+    before any shard is enqueued.
     """
     queue = arguments.pop("queue", None)
-    submission, own = Submission.split(context.queue_name if queue is None else queue, arguments)
-    own |= {"prompt_column": prompt_column, "messages_column": messages_column, "template": template}
-    spec = RunSpec.from_arguments(input, output, **own)
+    if queue is None:
+        queue = context.queue_name
+    submission, run_arguments = Submission.split(queue, arguments)
+    run_arguments |= {"prompt_column": prompt_column, "messages_column": messages_column, "template": template}
+    spec = RunSpec.from_arguments(input, output, **run_arguments)
     spec.check_sampling(context.check_sampling)
     context.checks.prepare(spec.repairs)
     spec.admit(context.checks)
@@ -53,24 +55,27 @@ def score_parquet(
 def plan_run(context: JobContext, storage: Storage, spec: RunSpec, submission: Submission) -> dict[str, Any]:
     """Plan or resume the run of a checked spec. Raises RunError, or ModelNotServed for a new run."""
     storage.resolve(spec.output)
-    state, queue = RunState(context.connection, spec.run, context.lease), submission.queue
+    queue = submission.queue
+    state = RunState(context.connection, spec.run, context.lease)
     state.open_submission(context.job_id, spec.output, submission)
     found = find_files(storage, spec.input, spec.output, spec.input_format)
     plan = _agreed_plan(context, storage, found, spec, submission)
     folder = RunFolder(storage, plan, state, context.execution_id)
-    had_ended, num_bytes = folder.has_success(), 0
+    had_ended = folder.has_success()
     missing = folder.missing_shards(context.check_interrupted)
+    converted_bytes = 0
     if missing:
         state.unmark_finished(folder.has_success)
         context.check_interrupted()
-        asked_of = {plan.shards[shard].file for shard in missing}
-        num_bytes = convert_inputs(storage, plan, asked_of, context.execution_id)
-        if num_bytes and folder.has_success():  # others have ended the run meanwhile
+        files = {plan.shards[shard].file for shard in missing}
+        converted_bytes = convert_inputs(storage, plan, files, context.execution_id)
+        if converted_bytes and folder.has_success():  # workers have ended the run meanwhile
             remove_converted(storage, plan)
         folder.make_journal_folder()
-    finished = folder.recount(queue)  # before any shard runs: from here on the last one knows it is
+
+    finished = folder.recount(queue)  # before any shard runs, so that the last one knows that it is the last
     enqueued = 0 if finished else enqueue_shards(context, queue, plan, state, missing)
-    return {
+    result = {
         "run": plan.run,
         "output": spec.output,
         "rows": plan.rows,
@@ -79,15 +84,18 @@ def plan_run(context: JobContext, storage: Storage, spec: RunSpec, submission: S
         "shards_enqueued": enqueued,
         "run_finished": finished,
         "already_finished": finished and had_ended,
-        **({"input_bytes": num_bytes} if num_bytes else {}),
-        **({"reused": list(plan.reused.runs)} if plan.reused and plan.reused.runs else {}),
     }
+    if converted_bytes:
+        result["input_bytes"] = converted_bytes
+    if plan.reused and plan.reused.runs:
+        result["reused"] = list(plan.reused.runs)
+    return result
 
 
 def _agreed_plan(
     context: JobContext, storage: Storage, found: Sequence[FoundFile], spec: RunSpec, submission: Submission
 ) -> Plan:
-    """Write the plan of a new run; or return the one that is there, where the files found are those planned."""
+    """Write the plan of a new run, or return the plan that is there if the files found are as planned."""
     plan = find_plan(storage, spec.output)
     if plan is None:
         if spec.only_new and not submission.reuse:
@@ -102,36 +110,52 @@ def _agreed_plan(
             plan = with_reused(context, storage, in_order(context, storage, plan), submission)
         if create_plan(storage, plan, context.execution_id):
             return plan
-        own, plan = plan, load_plan(storage, os.path.join(spec.output, PLAN))
-        remove_reused(storage, own, plan)
-        if storage.stat(os.path.join(spec.output, SUCCESS)) is not None:  # others have planned and ended it
-            remove_converted(storage, own)
+
+        # Another planner was first. Its plan counts, and what was written for this one goes.
+        plan_not_taken = plan
+        plan = load_plan(storage, os.path.join(spec.output, PLAN))
+        remove_reused(storage, plan_not_taken, plan)
+        if storage.stat(os.path.join(spec.output, SUCCESS)) is not None:  # the run has even ended since
+            remove_converted(storage, plan_not_taken)
+
     if plan.run != spec.run:
         raise errors.OutputHoldsAnotherRun(spec.output, f"different {', '.join(plan.spec.differences(spec))}")
-    names = {plan.model.name, plan.model.fingerprint}
+    model_names = {plan.model.name, plan.model.fingerprint}
     if plan.model.fingerprint == context.model.fingerprint:
-        names.update(context.model.names)
-    if submission.model is not None and submission.model not in names:
+        model_names.update(context.model.names)
+    if submission.model is not None and submission.model not in model_names:
         raise errors.RunOfAnotherModel(plan.run, str(plan.model), repr(submission.model))
     check_as_planned(storage, plan, found)
     return plan
 
 
 def second_model(context: JobContext, spec: RunSpec, queue: str, now: float) -> PinnedModel | None:
-    """Return the second model, which answers rows with low margins again. Raises NoSecondModel.
+    """Return a cascade's second model, which answers rows with low margins again. Raises NoSecondModel.
 
-    Its workers say which it is, in keys that only workers write: producers may invent the records that people see.
+    It is the one other model that workers of the queue serve. This is read from keys that only workers can write:
+    producers could forge the records that people see.
     """
     if spec.escalate_below is None:
         return None
-    queue, first, others = spec.escalate_to or queue, context.model, set[PinnedModel]()
+    queue = spec.escalate_to or queue
+    first = context.model
+    candidates: set[PinnedModel] = set()
     for served in read_serving(context.connection, queue):
         names = served.models
-        if names and first.fingerprint not in names and (spec.escalate_model or names[0]) in names:
-            clock = clock_text(split_formats(served.clock_formats), now)
-            length = served.max_model_len
-            others.add(PinnedModel(served.model, names[0], served.dtype, max_model_len=length, clock=clock))
-    if len(others) != 1:
-        found = ", ".join(sorted(map(str, others))) or "none"
+        if not names or first.fingerprint in names:
+            continue
+        if spec.escalate_model and spec.escalate_model not in names:
+            continue
+        candidate = PinnedModel(
+            served.model,
+            names[0],
+            served.dtype,
+            max_model_len=served.max_model_len,
+            clock=clock_text(split_formats(served.clock_formats), now),
+        )
+        candidates.add(candidate)
+
+    if len(candidates) != 1:
+        found = ", ".join(sorted(map(str, candidates))) or "none"
         raise errors.NoSecondModel(queue, found, str(first))
-    return others.pop()
+    return candidates.pop()

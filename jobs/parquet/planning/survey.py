@@ -1,4 +1,4 @@
-"""A look at a run before it is one: all prompts are counted, some are answered, and a batch of these is timed."""
+"""Looks at a run before it is submitted: counts all prompts, has some answered, and times a batch of these."""
 
 from __future__ import annotations
 
@@ -36,17 +36,20 @@ from jobs.runs.plans.spec import RunSpec
 from jobs.runs.statistics.run_statistics import Reasons
 from jobs.tasks import Completion, Request
 
-#: Requests that a dry run has answered: a full batch of the worker's, within these.
-MIN_TRIED, MAX_TRIED = 64, 256
-#: Of the prompts that are answered, in characters, for the result's limit; of pictures so many bytes are one.
-MAX_PICKED_CHARS, PICTURE_SHARE = 4 << 20, 32
+#: A dry run has a full batch of the worker's answered, but no fewer and no more requests than these.
+MIN_TRIED = 64
+MAX_TRIED = 256
+#: The most characters of the prompts that are answered. A result has a limit too.
+MAX_PICKED_CHARS = 4 << 20
+#: This many bytes of a picture count as one character.
+PICTURE_SHARE = 32
 TRUNCATION = "truncate_prompt_tokens"
 
 MAX_REASONS = 5
 
 
 class SurveyWork(RowsTask):
-    """A look at what a run would ask, between open and close; nothing is written."""
+    """A task that looks at what a run would ask. Nothing is written."""
 
     def __init__(
         self,
@@ -59,12 +62,15 @@ class SurveyWork(RowsTask):
     ) -> None:
         """Read the run's rows and count their tokens. Raises RunError or InvalidJob.
 
-        first: so many of its first rows are shown; None for a dry run, for which rows that stand for all are answered
-        and timed. max_rows: of a larger run about so many are looked at, evenly. reuse: as of Submission. arguments:
-        reuse_from_any_model; answers, False for none; others as of RunSpec.from_arguments.
+        first: how many of the first rows to show. None for a dry run: then requests that stand for all are answered and
+        timed. max_rows: the most rows to look at, spread evenly over the run. reuse: see Submission. arguments:
+        reuse_from_any_model; answers, which is False for a preview without answers; all others: see
+        RunSpec.from_arguments.
         """
-        any_model, has_answers = arguments.pop("reuse_from_any_model", False), arguments.pop("answers", True)
-        self._spec = spec = RunSpec.from_arguments(input, arguments.pop("output", os.devnull), **arguments)
+        any_model = arguments.pop("reuse_from_any_model", False)
+        has_answers = arguments.pop("answers", True)
+        output = arguments.pop("output", os.devnull)
+        self._spec = spec = RunSpec.from_arguments(input, output, **arguments)
         if not kind_of(spec).is_tried:
             raise InvalidJob(
                 "a preview or dry run looks at answers of one prompt a row: not at embeddings, lines of openai-batch "
@@ -78,8 +84,10 @@ class SurveyWork(RowsTask):
         if context.meter is None:
             raise InvalidJob("this process has no engine to count tokens with")
         old = OldRuns(storage, reuse, plan) if reuse else None
-        plan = plan if old is None else with_seed_of(plan, old)
-        meter, ask = context.meter(), ask_of(plan, context)
+        if old is not None:
+            plan = with_seed_of(plan, old)
+        meter = context.meter()
+        ask = ask_of(plan, context)
         self._counts = counts = _Counts(context, ask, meter, plan.rows, max_rows)
         files = {shard.file for shard in plan.shards if shard.rows}
         with converted_for_now(storage, plan, files) as (storage, plan):
@@ -88,30 +96,47 @@ class SurveyWork(RowsTask):
                 is_reused = match(context, storage, plan, ask, old, any_model).places >= 0
             for start, rows in rendered_shards(context, storage, plan, ask.source):
                 counts.add(start, rows, is_reused)
-            chosen = sorted(counts.asked, key=lambda each: each.row)[:first]
+
+            chosen = sorted(counts.requests, key=lambda request: request.row)[:first]
             if first is None:
                 chosen = pick_requests(chosen, max(MIN_TRIED, min(meter.max_num_seqs, MAX_TRIED)))
-            wanted, texts, left = {each.row for each in chosen}, dict[int, Row](), MAX_PICKED_CHARS
+            wanted = {request.row for request in chosen}
+            chosen_rows: dict[int, Row] = {}
+            chars_left = MAX_PICKED_CHARS
             for start, rows in rendered_shards(context, storage, plan, ask.source, wanted):
                 for number, row in enumerate(rows, start):
                     if number in wanted and isinstance(row, Row):
-                        left -= len(row.prompt) + row.picture_bytes // PICTURE_SHARE
-                        if left >= 0:
-                            texts[number] = row
-        self._tried = tried = [(each, texts[each.row]) for each in chosen if each.row in texts]
-        rows_asked = [row for _, row in tried] if has_answers else []
-        self.runner = row_runner(rows_asked, ask, context.checks, lambda row: tried[row][0].row)
-        self._sent, self._is_dry = list[Request](), first is None
-        self._began_at = self._seconds = self._timed_tokens = 0.0
+                        chars_left -= len(row.prompt) + row.picture_bytes // PICTURE_SHARE
+                        if chars_left >= 0:
+                            chosen_rows[number] = row
+
+        #: The requests that are answered or shown, with their rows. Those whose text had no room are left out.
+        self._tried: list[tuple[PlannedRequest, Row]] = []
+        for planned in chosen:
+            if planned.row in chosen_rows:
+                self._tried.append((planned, chosen_rows[planned.row]))
+        answered_rows = [row for _, row in self._tried] if has_answers else []
+        self.runner = row_runner(answered_rows, ask, context.checks, lambda place: self._tried[place][0].row)
+        self._is_dry = first is None
+        self._sent: list[Request] = []
+        #: When the timed batch was sent, on the monotonic clock; 0 before that.
+        self._began_at = 0.0
+        self._seconds = 0.0
+        self._timed_tokens = 0.0
 
     def requests(self) -> Iterator[Request]:
-        """Yield what the rows ask; in a dry run then the same once more, behind a text that no cache has yet."""
+        """Yield what the rows ask. A dry run then asks the same once more, to time it.
+
+        Prompts of the timed batch have a text before them that is in no cache.
+        """
         for request in super().requests():
             self._sent.append(request)
             yield request
         if self._is_timed_next:
-            self._began_at, beginning = time.monotonic(), token_hex(2)
-            yield from (_begun(request, beginning) for request in self._sent)
+            self._began_at = time.monotonic()
+            beginning = token_hex(2)
+            for request in self._sent:
+                yield _with_beginning(request, beginning)
 
     @property
     def _is_timed_next(self) -> bool:
@@ -119,65 +144,98 @@ class SurveyWork(RowsTask):
 
     @property
     def has_more(self) -> bool:
+        """Whether `requests` may yield more."""
         return super().has_more or self._is_timed_next
 
     @property
     def num_requests(self) -> int | None:
+        """Return the number of requests; None if it is not known yet."""
         return None if self._is_dry else super().num_requests
 
     def inspect(self, index: int, completions: Sequence[Completion]) -> None:
+        """Check the answer of a request, unless it is of the timed batch."""
         if index < len(self._sent):
             super().inspect(index, completions)
 
     def deliver(self, index: int, completions: Sequence[Completion]) -> None:
+        """Take the answer of a request; of the timed batch, only its tokens and the time."""
         if index < len(self._sent):
             super().deliver(index, completions)
             return
-        self._timed_tokens += completions[0].num_prompt_tokens + sum(len(each.token_ids) for each in completions)
+        num_generated = sum(len(completion.token_ids) for completion in completions)
+        self._timed_tokens += completions[0].num_prompt_tokens + num_generated
         self._seconds = time.monotonic() - self._began_at
 
     def result(self) -> dict[str, Any]:
-        counts, answers = self._counts, self.asked.answers()
-        told = {**counts.told(), "num_tried": len(answers)}
-        told["num_failed"] = sum(each.error is not None for each in answers)
+        """Return counts, and the shown rows or the estimates of a dry run."""
+        answers = self.asked.answers()
+        result = self._counts.to_object()
+        result["num_tried"] = len(answers)
+        result["num_failed"] = sum(answer.error is not None for answer in answers)
         if not self._is_dry:
-            shown = zip(self._tried, answers or repeat(None), strict=False)  # none were wanted
-            return {**told, "shown": [self._shown(*each, answer) for each, answer in shown]}
-        weights = sum(asked.weight for asked, _ in self._tried)  # of all requests, or of those with room for their text
-        scale = counts.scale * len(counts.asked) / (weights or 1.0)
-        found = [(self._tried[row.place][0], row.num_tokens * scale, row.answer) for row in self.asked.answered]
-        generated = sum(asked.weight * tokens for asked, tokens, _ in found)
-        completion = sum(asked.weight * tokens * asked.rows for asked, tokens, _ in found)
-        low = self._spec.escalate_below or 0
-        again = sum(
-            asked.weight * asked.rows * scale
-            for asked, _, answer in found
-            if answer.error is None and (answer.column("margin") or 0) < low
-        )
-        seconds = self._seconds / max(1, self._timed_tokens) * (counts.request_tokens * counts.scale + generated)
-        told |= {"generated_tokens": generated, "completion_tokens": completion, "rows_escalated": again}
-        return {**told, "seconds": seconds}
+            shown = []
+            for (planned, row), answer in zip(self._tried, answers or repeat(None), strict=False):
+                shown.append(self._shown(planned, row, answer))
+            return {**result, "shown": shown}
+        return {**result, **self._estimates()}
 
-    def _shown(self, asked: Asked, row: Row, answer: Answer | None) -> dict[str, Any]:
-        prompt: Any = json.loads(row.prompt) if self._spec.is_chat or row.pictures else as_shown(row.prompt)
+    def _estimates(self) -> dict[str, float]:
+        """Return what the whole run would take, judged by the requests that were answered."""
+        counts = self._counts
+        # The tried requests stand for all requests, or for as many of them as had room for their text.
+        weights = sum(planned.weight for planned, _ in self._tried)
+        scale = counts.scale * len(counts.requests) / (weights or 1.0)
+        low = self._spec.escalate_below or 0
+        generated = 0.0
+        completion = 0.0
+        escalated = 0.0
+        for answered in self.asked.answered:
+            planned, _ = self._tried[answered.place]
+            answer = answered.answer
+            tokens = answered.num_tokens * scale
+            generated += planned.weight * tokens
+            completion += planned.weight * tokens * planned.rows
+            if answer.error is None and (answer.column("margin") or 0) < low:
+                escalated += planned.weight * planned.rows * scale
+
+        seconds_per_token = self._seconds / max(1, self._timed_tokens)
+        return {
+            "generated_tokens": generated,
+            "completion_tokens": completion,
+            "rows_escalated": escalated,
+            "seconds": seconds_per_token * (counts.request_tokens * counts.scale + generated),
+        }
+
+    def _shown(self, planned: PlannedRequest, row: Row, answer: Answer | None) -> dict[str, Any]:
+        """Return a row as a preview shows it. answer: None if answers were not wanted."""
+        is_json = self._spec.is_chat or row.pictures
+        prompt: Any = json.loads(row.prompt) if is_json else as_shown(row.prompt)
         if not self._spec.is_chat:
             prompt = [{"role": "prompt", "content": prompt}]
-        told: dict[str, Any] = {"row": asked.row, "prompt": prompt, "prompt_tokens": asked.tokens}
+        shown: dict[str, Any] = {"row": planned.row, "prompt": prompt, "prompt_tokens": planned.tokens}
         if "tools" in row.own_sampling:
-            told["tools"] = row.own_sampling["tools"]
+            shown["tools"] = row.own_sampling["tools"]
         if answer is None:
-            return told
-        reasons, texts = answer.finish_reason, answer.completion
-        completions = list(zip(reasons, texts or (), strict=True)) if isinstance(reasons, tuple) else [(reasons, texts)]
-        told |= {name: answer.column(name) for name in ("error", "label", "probabilities")}
+            return shown
+
+        reasons = answer.finish_reason
+        completions: list[Any] = [(reasons, answer.completion)]
+        if isinstance(reasons, tuple):
+            completions = list(zip(reasons, answer.completion or (), strict=True))
+        for name in ("error", "label", "probabilities"):
+            shown[name] = answer.column(name)
         calls = answer.tool_calls if isinstance(answer.tool_calls, tuple) else (answer.tool_calls,)
-        told["tool_calls"] = [each for each in calls if each is not None]
-        return {**told, "completions": completions, "tokens": answer.all_completion_tokens}
+        shown["tool_calls"] = [call for call in calls if call is not None]
+        return {**shown, "completions": completions, "tokens": answer.all_completion_tokens}
 
 
 @dataclass(slots=True)
-class Asked:
-    """A request for `rows` rows from `row` on, which stands for `weight` such. tokens: of its prompt."""
+class PlannedRequest:
+    """A request that a run would send.
+
+    row: the first row that it answers. tokens: of its prompt. limit: the row's own max_tokens, 0 for none. rows: how
+    many equal rows it answers. weight: how many such requests it stands for.
+    """
 
     row: int
     tokens: int
@@ -187,88 +245,117 @@ class Asked:
 
 
 class _Counts:
-    """Counts of a run's rows: of `total`, every so manyth is looked at, at most `max_rows`."""
+    """Counts what the rows of a run ask. Of a large run it looks at some rows, evenly spread.
+
+    total: the run's rows. max_rows: about how many to look at; None for all.
+    """
 
     def __init__(self, context: JobContext, ask: RowAsk, meter: PromptMeter, total: int, max_rows: int | None) -> None:
-        self._context, self._ask, self._meter, self._total = context, ask, meter, total
-        self._every = max(1, -(-total // (max_rows or max(1, total))))
-        self.asked: list[Asked] = []
-        self._known: dict[bytes, Asked] = {}
-        self._found = dict.fromkeys(("rows_reused", "rows_repeated", "prompt_tokens", "cached_tokens"), 0)
+        self._context = context
+        self._ask = ask
+        self._meter = meter
+        self._total = total
+        self._step = max(1, -(-total // (max_rows or max(1, total))))  # every row that this divides is looked at
+        self.requests: list[PlannedRequest] = []
+        self.request_tokens = 0
+        self._by_key: dict[bytes, PlannedRequest] = {}
+        self._counts = {"rows_reused": 0, "rows_repeated": 0, "prompt_tokens": 0, "cached_tokens": 0}
         self._reasons = Reasons()
-        self._before: Sequence[int] = ()
-        self._rows = self.request_tokens = 0
+        self._previous_tokens: Sequence[int] = ()
+        self._rows_read = 0
 
     @property
     def scale(self) -> float:
-        return self._total / max(1, self._rows)
+        """Return how many rows of the run each row stands for that was looked at."""
+        return self._total / max(1, self._rows_read)
 
     def add(self, start: int, rows: Sequence[Row | RowProblem], is_reused: npt.NDArray[np.bool_]) -> None:
-        """Take the rows of a shard, the first of which has the number `start`: in the order in which they are asked."""
-        alike: dict[Row, list[int]] = {}
-        for number in range(start + -start % self._every, start + len(rows), self._every):
+        """Count the rows of a shard, in the order in which they would be asked. start: the first one's number."""
+        equal_rows: dict[Row, list[int]] = {}
+        first = start + -start % self._step
+        for number in range(first, start + len(rows), self._step):
             row = rows[number - start]
-            self._rows += 1
+            self._rows_read += 1
             if is_reused[number]:
-                self._found["rows_reused"] += 1
+                self._counts["rows_reused"] += 1
             elif isinstance(row, RowProblem):
                 self._reasons.add(str(row), [number])
             else:
-                alike.setdefault(row, []).append(number)
-        for row in sorted(alike):
+                equal_rows.setdefault(row, []).append(number)
+        for row in sorted(equal_rows):
             self._context.check_interrupted()
-            self._ask_for(row, alike[row])
+            self._add_equal(row, equal_rows[row])
 
-    def _ask_for(self, row: Row, numbers: list[int]) -> None:
-        """Count equal rows; those with equal answers are one request, in other shards too."""
-        key, is_greedy = self._ask.key_of(row), self._ask.is_greedy(row)
-        known = self._known.get(key)
+    def _add_equal(self, row: Row, numbers: list[int]) -> None:
+        """Count equal rows. If their answers are equal, they are one request, with equal rows of other shards."""
+        key = self._ask.key_of(row)
+        is_greedy = self._ask.is_greedy(row)
+        known = self._by_key.get(key)
         if known is not None and is_greedy:
             known.rows += len(numbers)
             tokens = known.tokens
         else:
-            (request,) = map(self._ask.prepared, self._ask.begin(row, numbers[0]).send(None))  # type: ignore[arg-type]
-            most = request.sampling.get(TRUNCATION)
-            options = {**request.chat_options, **({} if most is None else {TRUNCATION: most})}
             try:
-                token_ids = self._meter.token_ids(request.prompt, request.messages, options)
+                token_ids = self._token_ids(row, numbers[0])
             except InvalidJob as error:
                 self._reasons.add(str(error), numbers)
                 return
-            tokens, limit = len(token_ids), row.own_sampling.get("max_tokens", 0)
-            for each in [numbers] if is_greedy else [[number] for number in numbers]:
-                self.asked.append(Asked(each[0], tokens, limit, len(each)))
-                self._known.setdefault(key, self.asked[-1])
+            tokens = len(token_ids)
+            limit = row.own_sampling.get("max_tokens", 0)
+            requests = [PlannedRequest(number, tokens, limit, 1) for number in numbers]
+            if is_greedy:
+                requests = [PlannedRequest(numbers[0], tokens, limit, len(numbers))]
+            for request in requests:
+                self.requests.append(request)
+                self._by_key.setdefault(key, request)
                 self.request_tokens += tokens
-                self._found["cached_tokens"] += _shared(self._before, token_ids, self._meter.block_size)
-                self._before = token_ids
-        self._found["rows_repeated"] += len(numbers) - (known is None)
-        self._found["prompt_tokens"] += len(numbers) * tokens
+                shared = _num_shared(self._previous_tokens, token_ids, self._meter.block_size)
+                self._counts["cached_tokens"] += shared
+                self._previous_tokens = token_ids
+        self._counts["rows_repeated"] += len(numbers) - (known is None)
+        self._counts["prompt_tokens"] += len(numbers) * tokens
 
-    def told(self) -> dict[str, Any]:
-        found = {**self._found, "rows_failing": self._reasons.rows, "requests": len(self.asked)}
-        reasons = [vars(each) for each in self._reasons.commonest(MAX_REASONS)]
-        told = {"num_rows": self._total, "rows_read": self._rows, "reasons": reasons}
-        return told | {name: count * self.scale for name, count in found.items()}
+    def _token_ids(self, row: Row, number: int) -> Sequence[int]:
+        """Return the tokens of a row's prompt. Raises InvalidJob."""
+        requests = self._ask.begin(row, number).send(None)
+        (request,) = map(self._ask.prepared, requests)  # type: ignore[arg-type]
+        options = dict(request.chat_options)
+        most = request.sampling.get(TRUNCATION)
+        if most is not None:
+            options[TRUNCATION] = most
+        return self._meter.token_ids(request.prompt, request.messages, options)
+
+    def to_object(self) -> dict[str, Any]:
+        """Return the counts, scaled to the whole run, and the commonest reasons of errors."""
+        scaled = {**self._counts, "rows_failing": self._reasons.rows, "requests": len(self.requests)}
+        return {
+            "num_rows": self._total,
+            "rows_read": self._rows_read,
+            "reasons": [vars(reason) for reason in self._reasons.commonest(MAX_REASONS)],
+            **{name: count * self.scale for name, count in scaled.items()},
+        }
 
 
-def _begun(request: Request, beginning: str) -> Request:
+def _with_beginning(request: Request, beginning: str) -> Request:
+    """Return a request with a text before its prompt, or before its first message."""
     if request.messages is None:
         return replace(request, prompt=_behind(beginning, request.prompt))
-    first, *others = request.messages
-    return replace(request, messages=[{**first, "content": _behind(beginning, first.get("content") or "")}, *others])
+    first, *later = request.messages
+    content = _behind(beginning, first.get("content") or "")
+    return replace(request, messages=[{**first, "content": content}, *later])
 
 
 def _behind(beginning: str, content: Any) -> Any:
     return beginning + content if isinstance(content, str) else [{"type": "text", "text": beginning}, *content]
 
 
-def pick_requests(requests: Sequence[Asked], count: int) -> list[Asked]:
-    """Choose at most `count` requests, large ones likelier, and note for how many each stands."""
-    order = sorted(requests, key=lambda each: (each.limit, each.tokens, each.row))
+def pick_requests(requests: Sequence[PlannedRequest], count: int) -> list[PlannedRequest]:
+    """Choose at most `count` requests, large ones more likely, and note how many requests each stands for."""
+    order = sorted(requests, key=lambda request: (request.limit, request.tokens, request.row))
     if len(order) <= count:
         return order
-    columns = np.array([(1, each.tokens, each.limit, each.rows) for each in order], np.float64)
+    features = [(1, request.tokens, request.limit, request.rows) for request in order]
+    columns = np.array(features, np.float64)
     sizes = (columns / np.maximum(columns.mean(axis=0), 1e-9)).sum(axis=1)
     sizes *= count / sizes.sum()
     times = np.diff(np.floor(np.cumsum(sizes) + 0.5), prepend=0)
@@ -277,9 +364,14 @@ def pick_requests(requests: Sequence[Asked], count: int) -> list[Asked]:
     return [order[place] for place in np.flatnonzero(times)]
 
 
-def _shared(before: Sequence[int], token_ids: Sequence[int], block_size: int) -> int:
-    """Return how many tokens of a prompt the one before leaves in the prefix cache; the last is computed."""
+def _num_shared(previous: Sequence[int], token_ids: Sequence[int], block_size: int) -> int:
+    """Return how many tokens of a prompt are cached after the previous prompt. Only whole blocks are.
+
+    The last token is never taken from the cache.
+    """
     shared = 0
-    while (end := shared + block_size) < len(token_ids) and before[shared:end] == token_ids[shared:end]:
+    end = block_size
+    while end < len(token_ids) and previous[shared:end] == token_ids[shared:end]:
         shared = end
+        end += block_size
     return shared

@@ -1,1 +1,1 @@
-"""What a row asks: its prompt or messages, and its own sampling values."""
+"""Makes of each row what it asks: its prompt or messages, and its own sampling values."""

@@ -1,4 +1,4 @@
-"""Prompts from Jinja templates over a row's columns, which children render."""
+"""Makes prompts from Jinja templates over a row's columns. Child processes render them."""
 
 from collections.abc import Collection, Iterator, Mapping
 from types import MappingProxyType
@@ -20,9 +20,10 @@ _TASK = "jobs.parquet.prompts.jinja_source:render_rows"
 
 
 class JinjaSource(PromptSource):
-    """A Jinja template over columns, of a text or a chat. Null is `none`, or one of `defaults`.
+    """A Jinja template over columns, for a text or a chat.
 
-    control_tokens: see TemplateSource.
+    defaults: the text for null, by column; without one, null is `none`. needs_column: whether a template without any
+    column is refused. control_tokens: see TemplateSource.
     """
 
     def __init__(
@@ -34,7 +35,8 @@ class JinjaSource(PromptSource):
         control_tokens: Collection[str] = (),
     ) -> None:
         texts, self._roles = template_texts(template)
-        self._template, self._defaults = JinjaTexts(texts), dict(defaults)
+        self._template = JinjaTexts(texts)
+        self._defaults = dict(defaults)
         self._control_tokens = list(control_tokens) if self._roles is None else []
         self.columns = tuple(sorted(self._template.names))
         if needs_column and not self.columns:
@@ -45,31 +47,38 @@ class JinjaSource(PromptSource):
         check_defaults(defaults, self.columns)
 
     def read(self, rows: pa.RecordBatch) -> Iterator[list[str] | RowProblem]:
-        """Yield rows' texts; a child that fails is asked again, row by row: what it fails with then is the row's."""
-        done, singly = 0, False
+        """Yield each row's texts, or its problem.
+
+        If a child fails, rows are rendered one by one from there on, and a second failure costs its row.
+        """
+        done = 0
+        one_by_one = False
         while done < rows.num_rows:
             try:
-                for found in self._asked(rows.slice(done, 1 if singly else None)):
+                for outcome in self._rendered(rows.slice(done, 1 if one_by_one else None)):
                     done += 1
-                    yield RowProblem(found) if isinstance(found, str) else found
+                    yield RowProblem(outcome) if isinstance(outcome, str) else outcome
             except ChildFailed as error:
-                if singly:
+                if one_by_one:
                     done += 1
                     yield RowProblem(f"the template {error}")
-                singly = True
+                one_by_one = True
 
-    def _asked(self, rows: pa.RecordBatch) -> Iterator[list[str] | str]:
+    def _rendered(self, rows: pa.RecordBatch) -> Iterator[list[str] | str]:
+        """Have a child render rows; yield each one's texts, or its problem."""
         question = {
             "texts": self._template.texts,
             "columns": self.columns,
             "defaults": self._defaults,
             "control_tokens": self._control_tokens,
         }
+        body = bytes(packed(rows.select(self.columns)))
         with CHILDREN.lent() as child:
-            for message, _ in child.replies(_TASK, question, Limits(LIMIT_S), bytes(packed(rows.select(self.columns)))):
+            for message, _ in child.replies(_TASK, question, Limits(LIMIT_S), body):
                 yield from message["rows"]
 
     def render(self, values: list[str]) -> str:
+        """Return the prompt, or a chat as JSON, of a row's rendered texts. Raises RowProblem."""
         if self._roles is None:
             return checked_text(values[0])
         pairs = zip(self._roles, values, strict=True)
@@ -80,19 +89,20 @@ _TOGETHER_CHARS = 1 << 20
 
 
 def render_rows(worker: Worker) -> Iterator[dict[str, Any]]:
-    """Render a batch in Arrow's stream format; reply rows' `texts`, or why there is none. defaults: stand for null."""
+    """Render a batch in Arrow's stream format, in a child. Replies have each row's texts, or why it has none."""
     question = worker.question
     (batch,) = pa.ipc.open_stream(pa.py_buffer(worker.body))
-    found: list[list[str] | str] = []
+    outcomes: list[list[str] | str] = []
     chars = 0
     for values in python_rows(question["columns"], batch):
         outcome = _outcome(question, values)
-        found.append(outcome)
+        outcomes.append(outcome)
         chars += sum(map(len, outcome))
         if chars > _TOGETHER_CHARS:
-            yield {"rows": found}
-            found, chars = [], 0
-    yield {"rows": found}
+            yield {"rows": outcomes}
+            outcomes = []
+            chars = 0
+    yield {"rows": outcomes}
 
 
 def _outcome(question: dict[str, Any], values: dict[str, Any] | RowProblem) -> list[str] | str:

@@ -1,10 +1,9 @@
-"""Prompts with pictures of columns, which may lie in files."""
+"""Puts the pictures of columns into prompts. Pictures may be in files."""
 
 import json
 import os
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from itertools import chain
 from secrets import token_hex
 from typing import Any
 
@@ -25,58 +24,88 @@ ALIAS = "image"
 
 
 class PictureSource(PromptSource):
-    """The prompts of another source with pictures: where a template names their columns, else before the text."""
+    """The prompts of another source, with pictures. They stand where a template names their columns, else first.
+
+    A template gets a random mark in the place of each column of pictures, and the pictures replace the marks.
+    """
 
     def __init__(self, prompts: PromptSource, columns: Sequence[str], *, has_template: bool, is_chat: bool) -> None:
-        self._prompts, self._pictures, self._is_chat = prompts, tuple(columns), is_chat
-        names = {**({ALIAS: columns[0]} if len(columns) == 1 else {}), **{name: name for name in columns}}
-        #: The columns of pictures by their names in the template, which gets marks that no text of a row has.
-        self._named = {name: names[name] for name in prompts.columns if has_template and name in names}
+        self._prompts = prompts
+        self._pictures = tuple(columns)
+        self._is_chat = is_chat
+        #: The columns of pictures, by their names in the template.
+        self._template_names: dict[str, str] = {}
+        if has_template:
+            for name in prompts.columns:
+                if name in columns:
+                    self._template_names[name] = name
+                elif name == ALIAS and len(columns) == 1:
+                    self._template_names[name] = columns[0]
         self._marks = {column: token_hex(16) for column in columns}
         self._pattern = re.compile(f"({'|'.join(self._marks.values())})")
-        self.columns = tuple(dict.fromkeys((*(n for n in prompts.columns if n not in self._named), *columns)))
+        text_columns = [name for name in prompts.columns if name not in self._template_names]
+        self.columns = tuple(dict.fromkeys((*text_columns, *columns)))
 
     def check(self, schema: pa.Schema) -> None:
+        """Raise WrongColumnType if a column can be no picture, or if the other source cannot read its columns."""
         for name in self._pictures:
-            if not _may_be_picture(kind := schema.field(name).type):
+            kind = schema.field(name).type
+            if not _may_be_picture(kind):
                 raise WrongColumnType(name, kind, "bytes, paths, structs of bytes and path, or lists of these")
-        named = {name: pa.field(name, pa.string()) for name in self._named}
-        self._prompts.check(pa.schema([named.get(name) or schema.field(name) for name in self._prompts.columns]))
+        fields = []
+        for name in self._prompts.columns:
+            is_mark = name in self._template_names
+            fields.append(pa.field(name, pa.string()) if is_mark else schema.field(name))
+        self._prompts.check(pa.schema(fields))
 
     def read(self, rows: pa.RecordBatch) -> Iterator[Any]:
-        """Yield what the other source reads of a row, and its pictures by their marks."""
-        found = {name: list(map(_pictures, rows.column(name))) for name in self._pictures}
-        marked = rows.select([name for name in self._prompts.columns if name not in self._named])
-        for name, column in self._named.items():
-            marks = [self._marks[column] if each else "" for each in found[column]]
+        """Yield what the other source reads of each row, and the row's pictures by their marks."""
+        by_column = {name: list(map(_pictures, rows.column(name))) for name in self._pictures}
+        marked = rows.select([name for name in self._prompts.columns if name not in self._template_names])
+        for name, column in self._template_names.items():
+            marks = [self._marks[column] if pictures else "" for pictures in by_column[column]]
             marked = marked.append_column(pa.field(name, pa.string()), pa.array(marks, pa.string()))
-        for given, pictures in zip(self._prompts.read(marked), zip(*found.values(), strict=True), strict=True):
-            problem = next((each for each in (given, *pictures) if isinstance(each, RowProblem)), None)
-            yield problem or (given, dict(zip(self._marks.values(), pictures, strict=True)))
+
+        pictures_of_rows = zip(*by_column.values(), strict=True)
+        for values, pictures in zip(self._prompts.read(marked), pictures_of_rows, strict=True):
+            problem = next((value for value in (values, *pictures) if isinstance(value, RowProblem)), None)
+            yield problem or (values, dict(zip(self._marks.values(), pictures, strict=True)))
 
     def render(self, values: tuple[Any, Mapping[str, list[Picture]]]) -> str | Parts:
-        given, pictures = values
-        made = self._prompts.render(given)
+        """Return the prompt of a row, with its pictures as parts. Raises RowProblem."""
+        prompt_values, pictures = values
+        prompt = self._prompts.render(prompt_values)
         if not any(pictures.values()):
-            return made
-        placed = {self._marks[column] for column in self._named.values()}
-        first = [part for mark, each in pictures.items() if mark not in placed for part in _parts(each)]
-        messages: Any = [{"role": "user", "content": made}]
+            return prompt
+
+        messages: Any = [{"role": "user", "content": prompt}]
         if self._is_chat:
-            messages = json.loads(made) if isinstance(made, str) else made
+            messages = json.loads(prompt) if isinstance(prompt, str) else prompt
         for message in messages:
-            if isinstance(message["content"], str) and self._pattern.search(message["content"]):
-                pieces = self._pattern.split(message["content"])
-                parts = (_parts(pictures[each]) if each in pictures else _text(each) for each in pieces)
-                message["content"] = list(chain(*parts))
+            content = message["content"]
+            if isinstance(content, str) and self._pattern.search(content):
+                message["content"] = self._with_pictures(content, pictures)
+
+        marks_in_template = {self._marks[column] for column in self._template_names.values()}
+        first: Parts = []
+        for mark, pictures_of_column in pictures.items():
+            if mark not in marks_in_template:
+                first += _parts(pictures_of_column)
         if first:
             _put_first(messages, first)
-        found: str | Parts = messages if self._is_chat else messages[0]["content"]
-        return found
+        rendered: str | Parts = messages if self._is_chat else messages[0]["content"]
+        return rendered
+
+    def _with_pictures(self, content: str, pictures: Mapping[str, list[Picture]]) -> Parts:
+        """Return a text as parts, with pictures in the place of their marks."""
+        parts: Parts = []
+        for piece in self._pattern.split(content):
+            parts += _parts(pictures[piece]) if piece in pictures else _text(piece)
+        return parts
 
 
 def _may_be_picture(kind: pa.DataType) -> bool:
-    """Whether values are bytes, paths, or structs of these, as Hugging Face's Image is, or lists."""
+    """Whether values are bytes, paths, structs of these as Hugging Face's Image is, or lists of any of them."""
     if is_list(kind):
         return _may_be_picture(kind.value_type)
     if pa.types.is_struct(kind):
@@ -99,14 +128,14 @@ def _pictures_of(value: Any) -> list[Picture]:
     if isinstance(value, dict):
         return _pictures_of(value.get("path") if value.get("bytes") is None else value["bytes"])
     if isinstance(value, list):
-        return [picture for each in value for picture in _pictures_of(each)]
+        return [picture for item in value for picture in _pictures_of(item)]
     if isinstance(value, str):
         return [picture_of(value, "a picture")]
     return [] if value is None else [value]
 
 
 def _parts(pictures: Sequence[Picture]) -> Parts:
-    return [{"type": "image", "image": each} for each in pictures]
+    return [{"type": "image", "image": picture} for picture in pictures]
 
 
 def _text(text: str) -> Parts:
@@ -114,7 +143,8 @@ def _text(text: str) -> Parts:
 
 
 def _put_first(messages: Parts, pictures: Parts) -> None:
-    message = next((each for each in reversed(messages) if each["role"] == "user"), None)
+    """Put pictures before the text of the last message of the user's. Raises RowProblem if there is none."""
+    message = next((message for message in reversed(messages) if message["role"] == "user"), None)
     if message is None:
         raise RowProblem("there is no message of the user's that could hold the picture")
     content = message["content"]
@@ -122,7 +152,10 @@ def _put_first(messages: Parts, pictures: Parts) -> None:
 
 
 def picture_reader(context: JobContext, folder: str | None = "") -> Callable[[str], bytes]:
-    """Return what reads the file of a path or URI. folder: of relative paths; None where rows have several."""
+    """Return a function that reads the file of a path or URI.
+
+    folder: relative paths start there. None if rows have several folders: then relative paths are refused.
+    """
     storage = Storage.of(context)
 
     def read(path: str) -> bytes:
@@ -132,7 +165,8 @@ def picture_reader(context: JobContext, folder: str | None = "") -> Callable[[st
         path = storage.resolve(os.path.join(folder or "", path) if is_relative else path)
         try:
             with reading(path), storage.open_input(path) as file:
-                if (size := file.size()) > MAX_BYTES:
+                size = file.size()
+                if size > MAX_BYTES:
                     raise InvalidValue(f"{{}} has {size} bytes, more than the limit of {MAX_BYTES}", brief(path))
                 return bytes(file.read())
         except (InputNotFound, PathSwapped, PermissionError):

@@ -1,4 +1,4 @@
-"""How rows of a file become what is asked: a prompt, and what stands beside it."""
+"""Turns the rows of a file into prompts, with the values that stand beside them."""
 
 import abc
 import json
@@ -24,11 +24,11 @@ TEXT_FORMS = "text, a number, a truth value, a time, or lists, structs and maps 
 
 
 class Row(NamedTuple):
-    """What a row asks. Equal rows ask the same, and those that are neighbours in order share a prefix.
+    """What a row asks. Equal rows ask the same. In sorted order, neighbours share a prefix.
 
-    prompt: a text, or the JSON of a chat's messages, or of its parts where there are pictures, by hashes. sampling: its
-    own values; values: of columns that its check or later prompts read; both as JSON, "" for none. pictures: bytes of
-    files.
+    prompt: a text, or the JSON of a chat's messages; with pictures, the JSON of messages or parts, which name the
+    pictures by hashes. sampling: the row's own sampling values as JSON, "" for none. values: those of columns that its
+    check or later prompts read, as JSON, "" for none. pictures: the bytes of files.
     """
 
     prompt: str
@@ -38,60 +38,76 @@ class Row(NamedTuple):
 
     @property
     def own_sampling(self) -> dict[str, Any]:
+        """Return the row's own sampling values."""
         return dict(json.loads(self.sampling)) if self.sampling else {}
 
     @property
     def num_bytes(self) -> int:
+        """Return about how much memory the row takes."""
         return sys.getsizeof(self.prompt) + len(self.sampling) + len(self.values) + self.picture_bytes
 
     @property
     def picture_bytes(self) -> int:
+        """Return how many bytes the pictures have."""
         return sum(map(len, self.pictures))
 
 
 class PromptSource(abc.ABC):
-    """Renders rows to prompts: texts, or the JSON of a chat's messages. columns: of the input, that are read."""
+    """Renders rows to prompts: texts, or the JSON of a chat's messages. columns: the input's columns that it reads."""
 
     columns: tuple[str, ...]
 
     def check(self, schema: pa.Schema) -> None:
-        """Raise WrongColumnType when a column of the schema can never be rendered."""
+        """Raise WrongColumnType if a column of the schema can never be rendered."""
         check_texts(schema, self.columns)
 
     def read(self, rows: pa.RecordBatch) -> Iterator[Any]:
-        """Yield what the prompt of each row is made of, or its RowProblem."""
+        """Yield the values that each row's prompt is made of, or its RowProblem."""
         return python_rows(self.columns, rows)
 
     @abc.abstractmethod
     def render(self, values: Any) -> str | Parts:
-        """Return the prompt of one row; one with pictures as messages or parts. Raises RowProblem."""
+        """Return the prompt of one row; with pictures, its messages or parts. Raises RowProblem."""
 
     def row(self, values: Any, read: ReadFile) -> Row:
-        """Return what a row asks. Raises RowProblem, and of pictures InvalidJob, or what `read` does for a path."""
+        """Return what a row asks. Raises RowProblem. For pictures, raises InvalidJob, or what `read` raises."""
         prompt = self.render(values)
         if isinstance(prompt, str):
             return Row(prompt)
         pictures = loaded(pictures_in(prompt), read)
-        hashes = [blake2b(each, digest_size=16).hexdigest() for each in pictures]
+        hashes = [blake2b(picture, digest_size=16).hexdigest() for picture in pictures]
         return Row(json.dumps(filled(prompt, hashes)), pictures=tuple(pictures))
 
 
 class ColumnSource(PromptSource):
-    """Columns whose values are prompts. of: makes one, or raises RowProblem. expected: the types that it takes."""
+    """Columns whose values are prompts.
+
+    prompt_of: makes a prompt of a row's values, or raises RowProblem. fits: whether a column may have this type.
+    expected: names the types that fit, for errors.
+    """
 
     def __init__(
-        self, columns: Sequence[str], of: Callable[..., str | Parts], fits: Callable[[pa.DataType], bool], expected: str
+        self,
+        columns: Sequence[str],
+        prompt_of: Callable[..., str | Parts],
+        fits: Callable[[pa.DataType], bool],
+        expected: str,
     ) -> None:
         self.columns = tuple(columns)
-        self._of, self._fits, self._expected = of, fits, expected
+        self._prompt_of = prompt_of
+        self._fits = fits
+        self._expected = expected
 
     def check(self, schema: pa.Schema) -> None:
+        """Raise WrongColumnType if a column has no type that fits."""
         for column in self.columns:
-            if not self._fits(kind := schema.field(column).type):
+            kind = schema.field(column).type
+            if not self._fits(kind):
                 raise WrongColumnType(column, kind, self._expected)
 
     def render(self, values: Mapping[str, Any]) -> str | Parts:
-        return self._of(*(values[column] for column in self.columns))
+        """Return the prompt of one row. Raises RowProblem."""
+        return self._prompt_of(*(values[column] for column in self.columns))
 
 
 def prompt_pair(*columns: str) -> ColumnSource:
@@ -114,9 +130,10 @@ def messages_column(column: str) -> ColumnSource:
 
 
 class ChatSource(ColumnSource):
-    """A column of chats. All rows' structs share their keys; the model sees none that are null in its row."""
+    """A column of chats. All rows' structs have the same keys; those that are null in a row are left out."""
 
     def read(self, rows: pa.RecordBatch) -> Iterator[Any]:
+        """Yield each row's messages, or its RowProblem."""
         return rows_without_null_keys(self.columns, rows)
 
 
@@ -133,12 +150,15 @@ def rows_without_null_keys(columns: Sequence[str], rows: pa.RecordBatch) -> Iter
 def without_null_keys(value: Any, kind: pa.DataType) -> Any:
     """Return a value without the null fields of its structs, at all depths. kind: its type."""
     if pa.types.is_struct(kind) and isinstance(value, dict):
-        there = {key: inner for key, inner in value.items() if inner is not None}
-        return {key: without_null_keys(inner, kind.field(key).type) for key, inner in there.items()}
+        cleaned = {}
+        for key, inner in value.items():
+            if inner is not None:
+                cleaned[key] = without_null_keys(inner, kind.field(key).type)
+        return cleaned
     if pa.types.is_map(kind) and isinstance(value, dict):
         return {key: without_null_keys(inner, kind.item_type) for key, inner in value.items()}
     if is_list(kind) and isinstance(value, list):
-        return [without_null_keys(each, kind.value_type) for each in value]
+        return [without_null_keys(item, kind.value_type) for item in value]
     return value
 
 
@@ -150,15 +170,15 @@ def _chat(messages: Any) -> str | Parts:
             messages = json.loads(messages)
         except (ValueError, RecursionError) as error:
             raise RowProblem(f"messages are not JSON: {error}") from None
-    found = _normal(messages)
-    return found if pictures_in(found) else json.dumps(found)
+    normal = _normal(messages)
+    return normal if pictures_in(normal) else json.dumps(normal)
 
 
 class TemplateSource(PromptSource):
-    """A template over columns; lists, structs and maps stand there as JSON.
+    """A template over columns. Lists, structs and maps are written as JSON.
 
-    defaults: the text for null, by column. control_tokens: texts of tokens that no value may forge. For chats the
-    engine takes care of that.
+    defaults: the text for null, by column. control_tokens: the texts of tokens that no value may forge. In chats the
+    engine prevents that.
     """
 
     def __init__(
@@ -168,13 +188,16 @@ class TemplateSource(PromptSource):
         control_tokens: Collection[str] = (),
     ) -> None:
         self.columns = template.columns
-        self._template, self._defaults = template, defaults
+        self._template = template
+        self._defaults = defaults
         self._control_tokens = control_tokens if template.roles is None else ()
         check_defaults(defaults, self.columns)
 
     def render(self, values: Mapping[str, Any]) -> str:
+        """Return the prompt, or a chat as JSON, of one row. Raises RowProblem."""
         values = {column: self._text(column, values[column]) for column in self.columns}
-        if (chars := self._template.filled_chars(values)) > MAX_PROMPT_BYTES:
+        chars = self._template.filled_chars(values)
+        if chars > MAX_PROMPT_BYTES:
             raise RowProblem(
                 f"prompt has {chars} characters, more than the limit of {MAX_PROMPT_BYTES} bytes: shorten it"
             )
@@ -190,14 +213,18 @@ class TemplateSource(PromptSource):
 
 
 def written_as_texts(values: Mapping[str, Any]) -> str:
-    texts = {
-        name: to_json(value) if isinstance(value, list | dict) else None if value is None else f"{value}"
-        for name, value in values.items()
-    }
+    """Return values as JSON of the texts that a template would show."""
+    texts: dict[str, str | None] = {}
+    for name, value in values.items():
+        if isinstance(value, list | dict):
+            texts[name] = to_json(value)
+        else:
+            texts[name] = None if value is None else f"{value}"
     return json.dumps(texts, ensure_ascii=False)
 
 
 def check_defaults(defaults: Mapping[str, str], columns: Sequence[str]) -> None:
+    """Raise InvalidValue for a default of a column that the template does not name."""
     for column in defaults:
         if column not in columns:
             raise InvalidValue(
@@ -206,22 +233,26 @@ def check_defaults(defaults: Mapping[str, str], columns: Sequence[str]) -> None:
 
 
 def check_texts(schema: pa.Schema, columns: Sequence[str]) -> None:
+    """Raise WrongColumnType for a column that holds bytes."""
     for column in columns:
-        if holds(kind := schema.field(column).type, is_bytes):
+        kind = schema.field(column).type
+        if holds(kind, is_bytes):
             raise WrongColumnType(column, kind, TEXT_FORMS)
 
 
 def checked_text(text: Any, what: str = "prompt") -> str:
+    """Return a text that can be a prompt. Raises RowProblem, which names the text as `what`."""
     if text is None or text == "":
         raise RowProblem(f"{what} is {'null' if text is None else 'empty'}")
-    if problem := text_problem(text, what):
+    problem = text_problem(text, what)
+    if problem:
         raise RowProblem(problem)
     assert isinstance(text, str)
     return text
 
 
 def checked_chat(messages: Any) -> str:
-    """Return the JSON of a chat, in one order of keys, so that equal chats are equal texts."""
+    """Return the JSON of a chat. Its keys have one order, so that equal chats are equal texts. Raises RowProblem."""
     return json.dumps(_normal(messages))
 
 

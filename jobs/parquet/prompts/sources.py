@@ -1,4 +1,4 @@
-"""Which source of rows a run's arguments name, and the sampling values that each row brings in columns of its own."""
+"""Makes the source of rows that a run's arguments name, and reads each row's own sampling values from columns."""
 
 import json
 from base64 import b64encode
@@ -25,9 +25,9 @@ from jobs.runs.plans.names import OPENAI_BATCH
 from jobs.runs.plans.prompt_steps import PromptStep, Template
 from jobs.runs.plans.spec import RunSpec
 
-#: Sets of values whose check is remembered: rows of few kinds are common.
+#: How many sets of values have their check remembered. Often, many rows have the same values.
 CHECKS_REMEMBERED = 1024
-#: Rows that are Python's at a time: as Python's objects, values take many times what Arrow needs for them.
+#: How many rows are Python objects at a time. As such, values take many times the memory that Arrow needs.
 SLICE_ROWS = 128
 
 #: The one option of a chat that may come from a column.
@@ -37,18 +37,25 @@ _NUMBERS = (is_integer, is_floating, is_decimal, is_boolean, is_null)
 
 
 class RowSampling:
-    """Sampling values from columns `by_name`; null leaves the run's. check: raises InvalidJob for impossible ones."""
+    """Reads rows' sampling values from columns. Null stands for the run's value.
+
+    by_name: the columns, by the names of the values. sampling: the run's values. check: raises InvalidJob for
+    impossible values.
+    """
 
     def __init__(
         self, by_name: Mapping[str, str], sampling: Mapping[str, Any], check: Callable[[Mapping[str, Any]], None]
     ) -> None:
         self.columns = tuple(by_name.values())
-        self._by_name, self._sampling, self._check_sampling = dict(by_name), dict(sampling), check
-        # What null stands for is written out, so that equal values are equal texts; a run's seed is no row's.
+        self._by_name = dict(by_name)
+        self._sampling = dict(sampling)
+        self._check_sampling = check
+        # The run's value is written out for null, so that equal values are equal texts. A run's seed is no row's.
         self._shared = {name: value for name, value in sampling.items() if name != "seed"}
         self._problem = lru_cache(CHECKS_REMEMBERED)(self._find_problem)
 
     def check(self, schema: pa.Schema) -> None:
+        """Raise WrongColumnType if a column can never hold its value."""
         for name, column in self._by_name.items():
             kind = schema.field(column).type
             if name == TOOLS:
@@ -56,7 +63,7 @@ class RowSampling:
                     raise WrongColumnType(column, kind, "lists of functions as structs, or their JSON")
                 continue
             inner = kind.value_type if is_list(kind) else kind
-            is_number = any(is_one(inner) for is_one in _NUMBERS) or has_digits(schema.field(column))
+            is_number = any(is_kind(inner) for is_kind in _NUMBERS) or has_digits(schema.field(column))
             if not is_number and (name in NOT_TEXT or not is_text(inner)):
                 raise WrongColumnType(column, kind, f"a value for {name}: a number, as a rule")
 
@@ -65,24 +72,29 @@ class RowSampling:
         return rows_without_null_keys(self.columns, rows)
 
     def of(self, values: Mapping[str, Any]) -> str:
-        found = {
-            name: self._shared.get(name) if values[column] is None else values[column]
-            for name, column in self._by_name.items()
-        }
-        found = {name: _number(value) if name in NOT_TEXT else value for name, value in found.items()}
-        if isinstance(tools := found.get(TOOLS), str):
-            found[TOOLS] = _from_json(self._by_name[TOOLS], tools)
-        own = json.dumps({name: _plain(value) for name, value in found.items() if value is not None})
-        if (problem := self._problem(own)) is not None:
+        """Return a row's sampling values as JSON. Raises RowProblem. values: of its columns."""
+        sampling = {}
+        for name, column in self._by_name.items():
+            value = self._shared.get(name) if values[column] is None else values[column]
+            if name in NOT_TEXT:
+                value = _number(value)
+            if name == TOOLS and isinstance(value, str):
+                value = _from_json(column, value)
+            if value is not None:
+                sampling[name] = _plain(value)
+        text = json.dumps(sampling)
+        problem = self._problem(text)
+        if problem is not None:
             raise RowProblem(problem)
-        return own
+        return text
 
     def _check(self, values: Mapping[str, Any]) -> None:
         sampling = split_chat_options(values)[0] if TOOLS in values else values
         self._check_sampling(sampling)
 
-    def _find_problem(self, own: str) -> str | None:
-        values = json.loads(own)
+    def _find_problem(self, text: str) -> str | None:
+        """Return why a row's values, as JSON, are impossible; None if they are not."""
+        values = json.loads(text)
         for name, value in values.items():
             try:
                 self._check({name: value})
@@ -103,7 +115,7 @@ def _from_json(column: str, text: str) -> Any:
 
 
 def _number(value: Any) -> Any:
-    """Return the number in a text of a CSV file whose type would write it otherwise: 0.70, or 0,7."""
+    """Return the number in a text of a CSV file, such as 0.70 or 0,7, which is no column of numbers."""
     if not isinstance(value, str):
         return value
     try:
@@ -113,9 +125,9 @@ def _number(value: Any) -> Any:
 
 
 def _plain(value: Any) -> Any:
-    """Return a value as JSON has it: pandas makes integers beside a null floating point numbers."""
+    """Return a value as JSON has it. Whole floats become integers: pandas writes integers beside a null as floats."""
     if isinstance(value, list):
-        return [_plain(each) for each in value]
+        return [_plain(item) for item in value]
     if isinstance(value, float) and value.is_integer():
         return int(value)
     if isinstance(value, Decimal) and value.is_finite():
@@ -124,7 +136,11 @@ def _plain(value: Any) -> Any:
 
 
 class RowSource:
-    """Makes rows of prompts, with the sampling values and the values of columns `beside` them."""
+    """Makes rows of a table's batches.
+
+    sampling: reads the rows' own sampling values. beside: columns whose values stand beside the prompt. write: makes
+    text of these values.
+    """
 
     def __init__(
         self,
@@ -133,52 +149,66 @@ class RowSource:
         beside: Sequence[str] = (),
         write: Callable[[Mapping[str, Any]], str] = to_json,
     ) -> None:
-        self._prompts, self._sampling = prompts, sampling
-        self._beside, self._write = tuple(beside), write
-        own = () if sampling is None else sampling.columns
-        self.columns = tuple(dict.fromkeys((*prompts.columns, *beside, *own)))
+        self._prompts = prompts
+        self._sampling = sampling
+        self._beside = tuple(beside)
+        self._write = write
+        sampling_columns = () if sampling is None else sampling.columns
+        self.columns = tuple(dict.fromkeys((*prompts.columns, *beside, *sampling_columns)))
 
     def check(self, schema: pa.Schema) -> None:
+        """Raise WrongColumnType or ColumnConflict if the columns of a schema can never be read."""
         self._prompts.check(schema)
         prompt_source.check_texts(schema, self._beside)
         if self._sampling is not None:
             self._sampling.check(schema)
 
     def rows(self, batch: pa.RecordBatch, read: ReadFile = str.encode) -> Iterator[Row | RowProblem]:
-        """Yield each row of a batch, or why it asks nothing. read: gives the file of a picture's path."""
+        """Yield each row of a batch, or the problem for which it asks nothing. read: returns the file of a path."""
         batch = with_own_json(batch)
         has_problems = PROBLEM in batch.schema.names
         for start in range(0, batch.num_rows, SLICE_ROWS):
             part = batch.slice(start, SLICE_ROWS)
             problems = part.column(PROBLEM).to_pylist() if has_problems else [None] * part.num_rows
-            of_rows = zip(
-                self._prompts.read(part), self._read_sampling(part), python_rows(self._beside, part), strict=True
+            columns = zip(
+                problems,
+                self._prompts.read(part),
+                self._read_sampling(part),
+                python_rows(self._beside, part),
+                strict=True,
             )
-            for problem, values in zip(problems, of_rows, strict=True):
-                yield self._row(*values, read) if problem is None else RowProblem(problem)
+            for problem, prompt_values, sampling_values, beside in columns:
+                if problem is not None:
+                    yield RowProblem(problem)
+                else:
+                    yield self._row(prompt_values, sampling_values, beside, read)
 
     def _read_sampling(self, rows: pa.RecordBatch) -> Iterator[dict[str, Any] | RowProblem]:
         return python_rows((), rows) if self._sampling is None else self._sampling.read(rows)
 
     def _row(
-        self, given: Any, own: dict[str, Any] | RowProblem, values: dict[str, Any] | RowProblem, read: ReadFile
+        self,
+        prompt_values: Any,
+        sampling_values: dict[str, Any] | RowProblem,
+        beside: dict[str, Any] | RowProblem,
+        read: ReadFile,
     ) -> Row | RowProblem:
-        for each in (given, own, values):
-            if isinstance(each, RowProblem):
-                return each
-        assert isinstance(own, dict)
-        assert isinstance(values, dict)
+        for values in (prompt_values, sampling_values, beside):
+            if isinstance(values, RowProblem):
+                return values
+        assert isinstance(sampling_values, dict)
+        assert isinstance(beside, dict)
         try:
-            row = self._prompts.row(given, read)
-            sampling = "" if self._sampling is None else self._sampling.of(own)
+            row = self._prompts.row(prompt_values, read)
+            sampling = "" if self._sampling is None else self._sampling.of(sampling_values)
         except RowProblem as problem:
             return problem
-        except JobsError as problem:  # a picture's
+        except JobsError as problem:  # from a picture
             if problem.fault == "server":
                 raise
             return RowProblem(str(problem))
-        beside = self._write({name: values[name] for name in self._beside}) if self._beside else ""
-        return row._replace(sampling=sampling, values=beside)
+        beside_text = self._write({name: beside[name] for name in self._beside}) if self._beside else ""
+        return row._replace(sampling=sampling, values=beside_text)
 
 
 def row_source(
@@ -196,21 +226,31 @@ def row_source(
     if spec.sampling_columns:
         sampling = RowSampling(spec.sampling_columns, spec.chat[0], check_sampling)
     if spec.steps:
-        (first, *others), names = spec.steps, [step.name for step in spec.steps]
-        named = dict.fromkeys(column for step in others for column in step.template.columns)
-        later = [column for column in named if column not in names]
-        prompt_source.check_defaults(spec.defaults, (*first.template.columns, *later))
-        prompt = StepSource(first, spec.defaults, names, control_tokens)
-        return RowSource(prompt, sampling, later, prompt_source.written_as_texts)
-    prompts, pictures = _prompts(spec, _split(spec.chat[1], control_tokens)), spec.image_column or ()
+        return _step_source(spec, sampling, control_tokens)
+
+    prompts = _prompts(spec, _split(spec.chat[1], control_tokens))
+    pictures = spec.image_column or ()
     if pictures:
-        kind = {"has_template": spec.template is not None, "is_chat": spec.is_chat}
-        prompts = PictureSource(prompts, pictures, **kind)
+        has_template = spec.template is not None
+        prompts = PictureSource(prompts, pictures, has_template=has_template, is_chat=spec.is_chat)
     if spec.repairs.function is None:
         return RowSource(prompts, sampling)
-    texts = (column for column in prompts.columns if column not in pictures)
-    given = dict.fromkeys((*texts, *spec.sampling_columns.values(), *(spec.check_columns or ())))
-    return RowSource(prompts, sampling, tuple(given))
+    text_columns = [column for column in prompts.columns if column not in pictures]
+    check_columns = (*text_columns, *spec.sampling_columns.values(), *(spec.check_columns or ()))
+    return RowSource(prompts, sampling, tuple(dict.fromkeys(check_columns)))
+
+
+def _step_source(spec: RunSpec, sampling: RowSampling | None, control_tokens: Collection[str]) -> RowSource:
+    """Return the source of rows with several prompts. Columns of later prompts stand beside the first one."""
+    first, *later_steps = spec.steps
+    step_names = [step.name for step in spec.steps]
+    later_columns: dict[str, None] = {}
+    for step in later_steps:
+        later_columns.update(dict.fromkeys(step.template.columns))
+    beside = [column for column in later_columns if column not in step_names]
+    prompt_source.check_defaults(spec.defaults, (*first.template.columns, *beside))
+    prompts = StepSource(first, spec.defaults, step_names, control_tokens)
+    return RowSource(prompts, sampling, beside, prompt_source.written_as_texts)
 
 
 def _split(chat: ChatOptions, control_tokens: Collection[str]) -> Collection[str]:
@@ -234,7 +274,10 @@ def _prompts(spec: RunSpec, control_tokens: Collection[str]) -> prompt_source.Pr
 
 
 class StepSource(prompt_source.TemplateSource):
-    """One of a row's prompts, which a problem of it names. defaults: of all of them. taken: names for no column."""
+    """One of a row's prompts. Its problems name the prompt.
+
+    defaults: of all the row's prompts. taken: names that no column of the input may have.
+    """
 
     def __init__(
         self,
@@ -243,17 +286,20 @@ class StepSource(prompt_source.TemplateSource):
         taken: Sequence[str] = (),
         control_tokens: Collection[str] = (),
     ) -> None:
-        own = {name: defaults[name] for name in step.template.columns if name in defaults}
-        super().__init__(step.template, own, _split(step.chat, control_tokens))
-        self._name, self._taken = step.name, taken
+        step_defaults = {name: defaults[name] for name in step.template.columns if name in defaults}
+        super().__init__(step.template, step_defaults, _split(step.chat, control_tokens))
+        self._name = step.name
+        self._taken = taken
 
     def check(self, schema: pa.Schema) -> None:
+        """Raise ColumnConflict or WrongColumnType if the prompt cannot be made of a schema's columns."""
         for name in self._taken:
             if name in schema.names:
                 raise ColumnConflict(name, "give the prompt of this name another one, or rename the column")
         super().check(schema)
 
     def render(self, values: Mapping[str, Any]) -> str:
+        """Return the prompt of one row. Raises RowProblem."""
         try:
             return super().render(values)
         except RowProblem as problem:
@@ -261,31 +307,44 @@ class StepSource(prompt_source.TemplateSource):
 
 
 class LineSource(PromptSource):
-    """Each line is its own JSON, which may be longer than a prompt; a picture's path in it becomes a data: URL."""
+    """Lines of a batch file. Each is its own JSON, which may be longer than a prompt.
+
+    The path of a picture becomes a data: URL.
+    """
 
     columns = ("request",)
 
     def render(self, values: Mapping[str, Any]) -> str:
+        """Return a line. Raises RowProblem if it has no request."""
         if values["request"] is None:
             raise RowProblem("there is no request")
         return str(values["request"])
 
     def row(self, values: Mapping[str, Any], read: ReadFile) -> Row:
-        text, paths = self.render(values), list[dict[str, Any]]()
+        """Return a line with its pictures. Raises RowProblem or InvalidJob, or what `read` raises."""
+        text = self.render(values)
         if "image_url" not in text:
             return Row(text)
 
-        def note(part: dict[str, Any]) -> dict[str, Any]:
-            found = part.get("image_url")
-            shown = part["image_url"] = {"url": found} if isinstance(found, str) else found
-            if isinstance(shown, dict) and isinstance(url := shown.get("url"), str) and not is_url(url):
-                paths.append(shown)
+        with_path: list[dict[str, Any]] = []  # objects of the line whose `url` is the path of a file
+
+        def note_path(part: dict[str, Any]) -> dict[str, Any]:
+            if part.get("type") != "image_url":
+                return part
+            image: Any = part.get("image_url")
+            if isinstance(image, str):
+                image = {"url": image}
+            part["image_url"] = image
+            url = image.get("url") if isinstance(image, dict) else None
+            if isinstance(url, str) and not is_url(url):
+                with_path.append(image)
             return part
 
         try:
-            line = json.loads(text, object_hook=lambda each: note(each) if each.get("type") == "image_url" else each)
+            line = json.loads(text, object_hook=note_path)
         except (ValueError, RecursionError):
-            return Row(text)  # what is wrong with it is told once it is asked
-        for shown, file in zip(paths, loaded([each["url"] for each in paths], read), strict=True):
-            shown["url"] = f"data:image/file;base64,{b64encode(file).decode()}"
-        return Row(json.dumps(line) if paths else text)
+            return Row(text)  # the ask reports what is wrong with it
+        files = loaded([image["url"] for image in with_path], read)
+        for image, file in zip(with_path, files, strict=True):
+            image["url"] = f"data:image/file;base64,{b64encode(file).decode()}"
+        return Row(json.dumps(line) if with_path else text)

@@ -1,8 +1,8 @@
-"""Earlier runs whose answers a new run takes: the keys of their rows, an index of these, and answers part by part.
+"""Reads earlier runs whose answers a new run takes: the keys of their rows, and their answers part by part.
 
-A key file lies beside the parts, one for each. Its layout is fixed, little-endian: a digest of run, shard and what
-follows, the number of the models that answered as 64 bits, their marks (jobs.parquet.asks.row_keys), and 16 bytes for
-each row.
+Each part has a file of keys. Its layout is fixed and little-endian: a digest of the run, the shard and all that
+follows; the number of models that answered, in 64 bits; their marks (jobs.parquet.asks.row_keys); and 16 bytes for each
+row.
 """
 
 import os
@@ -29,77 +29,110 @@ from jobs.runs.plans.names import JOURNAL, KEY, KEYS, OPENAI_BATCH, PLAN, ROW, S
 from jobs.runs.plans.plan import Plan
 from jobs.runs.plans.spec import RunSpec
 
-#: Models that may have answered a part's rows, and those of all parts that are looked for.
-MAX_MODELS = MAX_LOOKED_FOR = 64
+#: The most models that may have answered a part's rows.
+MAX_MODELS = 64
+#: The most models, of all old parts, whose answers are looked for.
+MAX_LOOKED_FOR = 64
+
+_DIGEST_BYTES = 16
+_COUNT_BYTES = 8
 
 
 def write_keys(storage: Storage, plan: Plan, shard: int, keys: Keys, marks: Keys, execution_id: str) -> None:
-    """Put a part's keys in place, unless there. keys: zeros for no answer. marks: of each row's model."""
-    keys, marks = np.where(keys.any(axis=1, keepdims=True), keys ^ marks, 0), np.unique(marks, axis=0)
+    """Write the keys of a part's rows, unless they are there.
+
+    keys: without a model; zeros for a row without an answer. marks: for each row, its model's mark.
+    """
+    has_answer = keys.any(axis=1, keepdims=True)
+    keys_with_model = np.where(has_answer, keys ^ marks, 0)
+    models = np.unique(marks, axis=0)
+    body = len(models).to_bytes(_COUNT_BYTES, "little") + models.tobytes() + keys_with_model.tobytes()
     path = os.path.join(plan.spec.output, keys_name(shard))
-    body = len(marks).to_bytes(8, "little") + marks.tobytes() + keys.tobytes()
     storage.make_folder(os.path.dirname(path))
     storage.put(path, execution_id, lambda sink: sink.write(_digest(plan.run, shard, body) + body))
 
 
 def read_keys(storage: Storage, plan: Plan, shard: int, run: str) -> tuple[Keys, Keys]:
-    """Return a part's keys, and the marks of the models in them. run: that wrote them. Raises PartDamaged."""
-    path, rows = os.path.join(plan.spec.output, keys_name(shard)), plan.shards[shard].rows
+    """Return the keys of a part's rows, and the marks of the models in them. Raises PartDamaged.
+
+    run: the run that wrote them.
+    """
+    path = os.path.join(plan.spec.output, keys_name(shard))
+    num_rows = plan.shards[shard].rows
+    most_bytes = _DIGEST_BYTES + _COUNT_BYTES + (MAX_MODELS + num_rows) * SIZE
     try:
         with reading(path), storage.open_input(path) as source:
-            found = bytes(source.read(24 + (MAX_MODELS + rows) * SIZE))
+            content = bytes(source.read(most_bytes))
     except (InputNotFound, PathSwapped):
         raise PartDamaged(path, "there is no such file") from None
-    digest, body = found[:16], found[16:]
-    if digest != _digest(run, shard, body) or len(body) % SIZE != 8:
+
+    digest = content[:_DIGEST_BYTES]
+    body = content[_DIGEST_BYTES:]
+    if digest != _digest(run, shard, body) or len(body) % SIZE != _COUNT_BYTES:
         raise PartDamaged(path, "it holds no keys, or others than were written for it")
-    num_marks, keys = int.from_bytes(body[:8], "little"), as_keys(body[8:])
-    if len(keys) != num_marks + rows:
-        raise PartDamaged(path, f"it has the keys of {len(keys) - num_marks} rows, expected {rows}")
-    return keys[num_marks:], keys[:num_marks]
+    num_marks = int.from_bytes(body[:_COUNT_BYTES], "little")
+    marks_and_keys = as_keys(body[_COUNT_BYTES:])
+    if len(marks_and_keys) != num_marks + num_rows:
+        raise PartDamaged(path, f"it has the keys of {len(marks_and_keys) - num_marks} rows, expected {num_rows}")
+    return marks_and_keys[num_marks:], marks_and_keys[:num_marks]
 
 
 def _digest(run: str, shard: int, body: bytes) -> bytes:
-    return blake2b(body, digest_size=16, key=f"{run} {shard}".encode(), person=b"tokenmill keys").digest()
+    key = f"{run} {shard}".encode()
+    return blake2b(body, digest_size=_DIGEST_BYTES, key=key, person=b"tokenmill keys").digest()
 
 
-#: Of so many equal keys each is found in its turn; of more, the first of them.
+#: Equal keys are found in turn, but only this many of them.
 MAX_EQUAL = 1000
 
 Places = npt.NDArray[np.int64]
 
 
 class KnownKeys:
-    """Finds keys among others, in at most 32 bytes for each of these. keys: the others; zeros are never found."""
+    """An index that finds keys among known ones. It takes at most 32 bytes for each of these.
+
+    keys: the known ones. A key of zeros is never found.
+    """
 
     def __init__(self, keys: Keys) -> None:
-        self.all, self._second = keys, keys[:, 1]
+        self.all = keys
+        self._second_halves = keys[:, 1]
         self._order = np.argsort(keys[:, 0], kind="stable").astype(np.uint32)
-        self._first, self._taken = keys[self._order, 0], np.zeros(len(keys), np.uint32)
+        self._first_halves = keys[self._order, 0]  # ascending
+        self._num_taken = np.zeros(len(keys), np.uint32)  # by the place of the first of equal keys
 
     def forget(self, places: Places) -> None:
-        self._second[places] = 0
+        """Find the keys at these places no more."""
+        self._second_halves[places] = 0
 
     def find(self, keys: Keys) -> Places:
-        """Return the place of each key among the known ones, -1 where it is not.
+        """Return the place of each key among the known ones; -1 for an unknown key.
 
-        Equal ones are given out in their order: rows that ask the same keep answers of their own.
+        Equal known keys are found in turn, so that rows that ask the same get different answers.
         """
-        first = np.ascontiguousarray(keys[:, 0])
-        lows, highs = (np.searchsorted(self._first, first, side) for side in ("left", "right"))
+        first_halves = np.ascontiguousarray(keys[:, 0])
+        lows = np.searchsorted(self._first_halves, first_halves, "left")
+        highs = np.searchsorted(self._first_halves, first_halves, "right")
+        num_candidates = highs - lows
+        is_key = keys.any(axis=1)
         found = np.full(len(keys), -1, np.int64)
-        single = (highs - lows == 1) & keys.any(axis=1)
-        places = self._order[lows[single]].astype(np.int64)
-        found[single] = np.where(self._second[places] == keys[single, 1], places, -1)
-        for row in np.flatnonzero((highs - lows > 1) & keys.any(axis=1)):
-            equal = self._order[lows[row] : min(highs[row], lows[row] + MAX_EQUAL)]
-            equal = equal[self._second[equal] == keys[row, 1]]
+
+        has_one = (num_candidates == 1) & is_key
+        places = self._order[lows[has_one]].astype(np.int64)
+        found[has_one] = np.where(self._second_halves[places] == keys[has_one, 1], places, -1)
+
+        for row in np.flatnonzero((num_candidates > 1) & is_key):
+            end = min(highs[row], lows[row] + MAX_EQUAL)
+            candidates = self._order[lows[row] : end]
+            equal = candidates[self._second_halves[candidates] == keys[row, 1]]
             if len(equal):
-                found[row] = equal[self._taken[equal[0]] % len(equal)]
-                self._taken[equal[0]] += 1
+                turn = self._num_taken[equal[0]] % len(equal)
+                found[row] = equal[turn]
+                self._num_taken[equal[0]] += 1
         return found
 
 
+#: The most files of an earlier run that are named because they could not be read.
 MAX_NAMED = 10
 _JOURNAL = re.compile(r"_(?:kept\.)?(\d{5,9})\.(?:.*\.)?answers\b", re.ASCII)
 
@@ -108,8 +141,8 @@ _JOURNAL = re.compile(r"_(?:kept\.)?(\d{5,9})\.(?:.*\.)?answers\b", re.ASCII)
 class ReusedRun:
     """What a new run has taken from an old one.
 
-    rows: how many. passed_over: files that could not be read, and why. differs: what the old run asked differently, if
-    less than half of the new run's rows were taken.
+    rows: how many were taken. passed_over: files that could not be read, and why. differs: what the old run asked
+    differently, if less than half of the new run's rows were taken.
     """
 
     output: str
@@ -119,13 +152,19 @@ class ReusedRun:
     differs: list[str] = field(default_factory=list)
 
     def pass_over(self, error: Exception) -> None:
+        """Note a file that could not be read. error: its arguments are the path and, if known, the reason."""
         if len(self.passed_over) < MAX_NAMED:
-            self.passed_over.append(": ".join(map(str, (*error.args, "it is gone")[:2])))
+            path_and_reason = (*error.args, "it is gone")[:2]
+            self.passed_over.append(": ".join(map(str, path_and_reason)))
 
 
 @dataclass(frozen=True)
 class OldPart:
-    """A part with keys; of a shard that has none its journal. first: the place of its first row among all old rows."""
+    """The answers of one shard of an old run.
+
+    first: the place of its first row among all old rows. told: what is noted of its run. journal: the files of answers
+    of a shard that has no part; empty for a part.
+    """
 
     plan: Plan
     shard: int
@@ -135,122 +174,185 @@ class OldPart:
 
     @property
     def num_rows(self) -> int:
+        """Return the number of rows of the shard."""
         return self.plan.shards[self.shard].rows
 
 
 class OldRuns:
-    """The runs that a submission names, as they are now; what comes into them later is not seen."""
+    """The runs that a submission names, as they are now. Answers that come later are not seen.
+
+    told: what is noted of each run. parts: their shards that have answers. plans: of each run. keys: an index of all
+    old rows. marks: the models that have answered.
+    """
 
     def __init__(self, storage: Storage, outputs: Sequence[str], new: Plan) -> None:
-        """Read their keys. Raises PathOutsideRoots, or CannotReuse for a folder that has nothing to take."""
-        self._storage, self._new = storage, new
+        """Read the runs' keys. Raises PathOutsideRoots, or CannotReuse for a folder that has nothing to take."""
+        self._storage = storage
+        self._new = new
         self.told: list[ReusedRun] = []
         self.parts: list[OldPart] = []
         self.plans: list[Plan] = []
-        size = 0
-        for output in dict.fromkeys(storage.resolve(each) for each in outputs):
-            try:
-                plan = load_plan(storage, os.path.join(output, PLAN))
-            except PlanDamaged as error:
-                raise CannotReuse(output, f"{error.args[0]}: {error.args[1]}") from None
-            except PlanOfAnotherVersion as error:
-                raise CannotReuse(output, f"{error.args[1]} version of Tokenmill has planned it") from None
-            run, plan = plan.run, replace(plan, spec=replace(plan.spec, output=output))  # it may have been moved
-            self.plans.append(plan)
-            self.told.append(ReusedRun(output, run))
-            answered = _answered(storage, plan)
-            if storage.stat(os.path.join(output, SUCCESS)) is not None:
-                for shard in set(range(len(plan.shards))) - answered.keys():
-                    self.told[-1].pass_over(PartDamaged(plan.part_path(shard), "it is gone"))
-            if (reason := _unlike(plan, new)) is not None:
-                self.told[-1].pass_over(CannotReuse(output, reason))
-                continue
-            for shard, journal in sorted(answered.items()):
-                self.parts.append(OldPart(plan, shard, size, self.told[-1], tuple(journal)))
-                size += self.parts[-1].num_rows
-        keys, marks = np.zeros((size, 2), np.uint64), [NO_KEYS]
+        for output in dict.fromkeys(map(storage.resolve, outputs)):
+            self._add_run(output)
+
+        num_rows = sum(part.num_rows for part in self.parts)
+        keys = np.zeros((num_rows, 2), np.uint64)
+        marks = [NO_KEYS]
         for part in self.parts:
             storage.check_interrupted()
-            own = keys[part.first : part.first + part.num_rows]
+            part_keys = keys[part.first : part.first + part.num_rows]
             try:
                 if part.journal:
-                    self._read_journal(part, own)
+                    self._read_journal(part, part_keys)
                     marks.append(model_mark(part.plan.model))
                 else:
-                    own[:], models = read_keys(storage, part.plan, part.shard, part.told.run)
+                    part_keys[:], models = read_keys(storage, part.plan, part.shard, part.told.run)
                     marks.append(models)
             except PartDamaged as error:
                 part.told.pass_over(error)
-        self.keys, self.marks = KnownKeys(keys), np.unique(np.concatenate(marks), axis=0)[:MAX_LOOKED_FOR]
+        self.keys = KnownKeys(keys)
+        self.marks = np.unique(np.concatenate(marks), axis=0)[:MAX_LOOKED_FOR]
+
+    def _add_run(self, output: str) -> None:
+        """Add the run of a folder, and the shards of it that have answers. Raises CannotReuse."""
+        storage = self._storage
+        try:
+            written_plan = load_plan(storage, os.path.join(output, PLAN))
+        except PlanDamaged as error:
+            raise CannotReuse(output, f"{error.args[0]}: {error.args[1]}") from None
+        except PlanOfAnotherVersion as error:
+            raise CannotReuse(output, f"{error.args[1]} version of Tokenmill has planned it") from None
+
+        run = ReusedRun(output, written_plan.run)
+        plan = replace(written_plan, spec=replace(written_plan.spec, output=output))  # the folder may have been moved
+        self.plans.append(plan)
+        self.told.append(run)
+        answered = _answered(storage, plan)
+        if storage.stat(os.path.join(output, SUCCESS)) is not None:
+            for shard in set(range(len(plan.shards))) - answered.keys():
+                run.pass_over(PartDamaged(plan.part_path(shard), "it is gone"))
+        reason = _unlike(plan, self._new)
+        if reason is not None:
+            run.pass_over(CannotReuse(output, reason))
+            return
+
+        for shard, journal in sorted(answered.items()):
+            first = self.parts[-1].first + self.parts[-1].num_rows if self.parts else 0
+            self.parts.append(OldPart(plan, shard, first, run, tuple(journal)))
 
     def _read_journal(self, part: OldPart, keys: Keys) -> None:
+        """Read the keys of a shard's journal into `keys`, by row. A file that has none is passed over."""
         for path in part.journal:
             try:
                 with closing(TableReading(self._storage, path, ColumnChoice((ROW, KEY)))) as file:
                     for batch in file.batches:
-                        keys[batch.column(ROW).fill_null(-1)] = as_keys(b"".join(batch.column(KEY).to_pylist()))
-            except (*UNREADABLE, ArithmeticError, LookupError, TypeError, ValueError) as error:
-                part.told.pass_over(error if isinstance(error, UNREADABLE) else PartDamaged(path, "it has no keys"))
+                        rows = batch.column(ROW).fill_null(-1)
+                        keys[rows] = as_keys(b"".join(batch.column(KEY).to_pylist()))
+            except UNREADABLE as error:
+                part.told.pass_over(error)
+            except (ArithmeticError, LookupError, TypeError, ValueError):
+                part.told.pass_over(PartDamaged(path, "it has no keys"))
 
     def answers(self, places: Places, schema: pa.Schema) -> Iterator[tuple[OldPart, Places, pa.RecordBatch]]:
-        """Yield the answers at places, which ascend, part by part: which of the places, and their columns, by the names
-        of `schema`, a new run's. Rows with an error, and files that are damaged or lack a column, are left out."""
+        """Yield the answers at these places, part by part: the part, indices into `places`, and the answers.
+
+        places: among all old rows, ascending. schema: the columns of a new run's answers. Rows with an error are left
+        out, and so are files that are damaged or lack a column.
+        """
         for part in self.parts:
             begin, end = np.searchsorted(places, [part.first, part.first + part.num_rows])
-            wanted, is_open = places[begin:end] - part.first, np.ones(end - begin, bool)
-            for path in (part.journal or [part.plan.part_path(part.shard)]) if begin < end else ():
+            if begin == end:
+                continue
+            wanted = places[begin:end] - part.first
+            is_open = np.ones(len(wanted), bool)
+            paths = part.journal or [part.plan.part_path(part.shard)]
+            for path in paths:
                 try:
-                    for found, batch in self._of_file(part, path, wanted, schema):
-                        new = is_open[found]
+                    for found, batch in self._answers_in_file(part, path, wanted, schema):
+                        is_new = is_open[found]
                         is_open[found] = False
-                        yield part, begin + found[new], batch.filter(pa.array(new))
+                        yield part, begin + found[is_new], batch.filter(pa.array(is_new))
                 except UNREADABLE as error:
                     part.told.pass_over(error)
 
-    def _of_file(
+    def _answers_in_file(
         self, part: OldPart, path: str, wanted: Places, schema: pa.Schema
     ) -> Iterator[tuple[Places, pa.RecordBatch]]:
-        prefix = "" if part.journal else part.plan.spec.output_prefix
-        if not part.journal:  # its rows are those of the keys
-            read_part_stats(self._storage, part.plan, part.shard, part.told.run)
-        own = pa.schema([each.with_name(f"{prefix}{each.name}") for each in schema])
-        read = own.append(pa.field(ROW, pa.int64())) if part.journal else own
-        telling = () if _lengths(part.plan) == _lengths(self._new) else _tell_cuts(part.plan.spec)
-        telling = tuple(f"{prefix}{name}" for name in telling)
-        with closing(TableReading(self._storage, path, ColumnChoice((*read.names, *telling)))) as file:
-            for each in read:
-                place = file.schema.get_field_index(each.name)
-                if place < 0 or file.schema.field(place).type != each.type:
-                    raise PartDamaged(path, f"it has no column {each.name!r} of {each.type}")
+        """Yield the answers that a file has for wanted rows: indices into `wanted`, and the answers.
+
+        wanted: rows of the shard, ascending. Raises PartDamaged.
+        """
+        prefix = ""
+        if not part.journal:
+            prefix = part.plan.spec.output_prefix
+            read_part_stats(self._storage, part.plan, part.shard, part.told.run)  # its rows are those of the keys
+        answer_schema = pa.schema([field.with_name(f"{prefix}{field.name}") for field in schema])
+        read = answer_schema.append(pa.field(ROW, pa.int64())) if part.journal else answer_schema
+        cut_columns: list[str] = []
+        if _lengths(part.plan) != _lengths(self._new):
+            cut_columns = [f"{prefix}{name}" for name in _tell_cuts(part.plan.spec)]
+
+        with closing(TableReading(self._storage, path, ColumnChoice((*read.names, *cut_columns)))) as file:
+            _check_fields(path, file.schema, read)
             start = 0
             for batch in file.batches:
                 self._storage.check_interrupted()
-                rows: Places = np.arange(start, start := start + batch.num_rows)
+                end = start + batch.num_rows
+                rows: Places = np.arange(start, end)
+                start = end
                 if part.journal:
                     rows = np.asarray(batch.column(ROW).fill_null(-1))
-                begin, end = np.searchsorted(wanted, [rows.min(initial=part.num_rows), rows.max(initial=-1) + 1])
-                order = np.argsort(rows, kind="stable")
-                places = order[np.searchsorted(rows, wanted[begin:end], sorter=order)]
-                found = np.flatnonzero(rows[places] == wanted[begin:end])  # so that none is copied for another row
-                chosen = batch.take(pa.array(places[found]))
-                good = np.asarray(chosen.column(f"{prefix}error").is_null())
-                for name in telling:
-                    good &= _is_whole(chosen.column(name))
-                taken = chosen.select(own.names)
-                answers = pa.RecordBatch.from_arrays(taken.columns, schema=schema).filter(pa.array(good))
-                yield begin + found[good], answers
+                first, last = _wanted_range(wanted, rows, part.num_rows)
+                places, found = _places_of(wanted[first:last], rows)
+                chosen = batch.take(pa.array(places))
+                is_good = np.asarray(chosen.column(f"{prefix}error").is_null())
+                for name in cut_columns:
+                    is_good &= _is_whole(chosen.column(name))
+                columns = chosen.select(answer_schema.names).columns
+                answers = pa.RecordBatch.from_arrays(columns, schema=schema)
+                yield first + found[is_good], answers.filter(pa.array(is_good))
+
+
+def _check_fields(path: str, schema: pa.Schema, wanted: pa.Schema) -> None:
+    """Raise PartDamaged if a file lacks a column, or has it with another type."""
+    for column in wanted:
+        place = schema.get_field_index(column.name)
+        if place < 0 or schema.field(place).type != column.type:
+            raise PartDamaged(path, f"it has no column {column.name!r} of {column.type}")
+
+
+def _wanted_range(wanted: Places, rows: Places, num_rows: int) -> tuple[int, int]:
+    """Return where the wanted rows begin and end that may be among `rows`, the rows of a batch."""
+    lowest = rows.min(initial=num_rows)
+    highest = rows.max(initial=-1)
+    first, last = np.searchsorted(wanted, [lowest, highest + 1])
+    return int(first), int(last)
+
+
+def _places_of(wanted: Places, rows: Places) -> tuple[Places, Places]:
+    """Return the places in `rows` of wanted rows, and the indices into `wanted` of those that are there.
+
+    Only equal numbers count, so that no row gets the answer of another.
+    """
+    order = np.argsort(rows, kind="stable")
+    places = order[np.searchsorted(rows, wanted, sorter=order)]
+    found = np.flatnonzero(rows[places] == wanted)
+    return places[found], found
 
 
 def _lengths(plan: Plan) -> set[int]:
+    """Return the longest sequences that a plan's models take."""
     return {model.max_model_len for model in (plan.model, plan.second) if model is not None}
 
 
 def _unlike(old: Plan, new: Plan) -> str | None:
-    """Say why nothing of an old run can be taken because the model's length differs; None if something can."""
+    """Say why no answer of an old run can be taken because the model's length differs; None if some can."""
     if _lengths(old) == _lengths(new):
         return None
-    if max(_lengths(old)) > min(_lengths(new)):
-        return f"its answers were given up to {max(_lengths(old))} tokens, and the model takes {min(_lengths(new))} now"
+    longest_old = max(_lengths(old))
+    shortest_new = min(_lengths(new))
+    if longest_old > shortest_new:
+        return f"its answers were given up to {longest_old} tokens, and the model takes {shortest_new} now"
     if old.spec.prompts:
         return "its rows have several prompts, any of which another max_model_len may have cut"
     return None
@@ -259,16 +361,18 @@ def _unlike(old: Plan, new: Plan) -> str | None:
 def _tell_cuts(spec: RunSpec) -> tuple[str, ...]:
     """Return a run's columns that show which answers were cut."""
     names = [field.name for field in kind_of(spec).fields(spec, 0)]
-    wanted = ("completion", "finish_reason") if spec.input_format == OPENAI_BATCH else ("finish_reason",)
+    wanted = ["finish_reason"]
+    if spec.input_format == OPENAI_BATCH:
+        wanted.insert(0, "completion")
     return tuple(name for name in wanted if name in names)
 
 
-#: A finish reason in a response's JSON. Texts in it cannot match, as their quotation marks have a backslash.
+#: A finish reason in a response's JSON. Texts in it cannot match, because their quotation marks have a backslash.
 _CUT_CHOICE = '"finish_reason": "length"'
 
 
 def _is_whole(column: pa.Array) -> npt.NDArray[np.bool_]:
-    """Whether no answer of a row was cut. column: reasons, lists of reasons, or responses."""
+    """Return for each row whether none of its answers was cut. column: finish reasons, lists of these, or responses."""
     return np.array([not _is_cut(value) for value in column.to_pylist()], bool)
 
 
@@ -279,12 +383,19 @@ def _is_cut(value: str | list[str] | None) -> bool:
 
 
 def _answered(storage: Storage, plan: Plan) -> dict[int, list[str]]:
-    found: dict[int, list[str]] = {}
-    for name in storage.names(folder := os.path.join(plan.spec.output, JOURNAL)):
-        if (match := _JOURNAL.match(name)) is not None:
-            found.setdefault(int(match[1]), []).append(os.path.join(folder, name))
+    """Return the shards that have answers, each with the files of its journal; with none if it has a part.
+
+    Raises CannotReuse for parts without keys.
+    """
+    journals: dict[int, list[str]] = {}
+    folder = os.path.join(plan.spec.output, JOURNAL)
+    for name in storage.names(folder):
+        match = _JOURNAL.match(name)
+        if match is not None:
+            journals.setdefault(int(match[1]), []).append(os.path.join(folder, name))
     shards = part_shards(storage.names(plan.spec.parts_folder))
     if shards and not storage.names(os.path.join(plan.spec.output, KEYS)):
         raise CannotReuse(plan.spec.output, f"it has parts, and no {KEYS}/ to find their rows by")
-    found |= {shard: [] for shard in shards}
-    return {shard: journal for shard, journal in found.items() if shard < len(plan.shards)}
+    for shard in shards:
+        journals[shard] = []
+    return {shard: paths for shard, paths in journals.items() if shard < len(plan.shards)}

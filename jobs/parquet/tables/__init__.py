@@ -1,1 +1,1 @@
-"""Tables as they are read, in child processes, and the values of their columns."""
+"""Reads tables, in child processes, and turns their columns into Python's values."""

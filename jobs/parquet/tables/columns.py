@@ -1,4 +1,4 @@
-"""A table's columns: their types, which are kept and added, and rows' values in them, as prompts and outputs show."""
+"""Handles a table's columns: which are kept and added, their types, and their values as prompts show them."""
 
 import json
 import re
@@ -12,12 +12,12 @@ from jobs.errors import MissingColumn
 from jobs.prompts.arguments import MAX_PROMPT_BYTES
 from jobs.runs.plans.plan import AddedColumn
 
-#: Why a line of a file is no row, in a column of its own until the rows are written. A file's of this name is refused.
+#: A column that says why a line of a file is no row. Outputs leave it out. A file with such a column is refused.
 PROBLEM = "\0problem"
-#: The beginning of the names of extra columns, which hold each row's own JSON of a column of JSON lines. They go when
-#: the rows are written. A file with a column of such a name is refused.
+#: The beginning of the names of extra columns, which hold a column of JSON lines as each row's own JSON. Outputs leave
+#: them out. A file with a column of such a name is refused.
 AS_JSON = "\0json:"
-#: Of a run in an order of its own: which row of the whole input, from 0, a row is.
+#: A column that a run in an order of its own adds: the row's number in the whole input, from 0.
 ROW_NUMBER = "row_number"
 
 PROBLEM_FIELD = pa.field(PROBLEM, pa.string())
@@ -26,83 +26,105 @@ _BYTES = (pa.types.is_binary, pa.types.is_large_binary, pa.types.is_fixed_size_b
 
 
 def is_text(kind: pa.DataType) -> bool:
-    """Whether values are texts; a column of nulls alone may be meant as one."""
-    return is_text(kind.value_type) if pa.types.is_dictionary(kind) else any(is_one(kind) for is_one in _TEXTS)
+    """Whether values are texts. A column that only has nulls counts as one."""
+    if pa.types.is_dictionary(kind):
+        return is_text(kind.value_type)
+    return any(is_kind(kind) for is_kind in _TEXTS)
 
 
 def is_bytes(kind: pa.DataType) -> bool:
-    return is_bytes(kind.value_type) if pa.types.is_dictionary(kind) else any(is_one(kind) for is_one in _BYTES)
+    """Whether values are bytes."""
+    if pa.types.is_dictionary(kind):
+        return is_bytes(kind.value_type)
+    return any(is_kind(kind) for is_kind in _BYTES)
 
 
 def is_list(kind: pa.DataType) -> bool:
+    """Whether values are lists."""
     return bool(pa.types.is_list(kind) or pa.types.is_large_list(kind) or pa.types.is_fixed_size_list(kind))
 
 
 class ColumnChoice(NamedTuple):
-    """Columns by name, or (`names` is None) all of a file but some. What the file has not is passed over."""
+    """A choice of a file's columns. Names that the file does not have are passed over.
+
+    names: the columns to read; None for all but those in `without`.
+    """
 
     names: Sequence[str] | None = None
     without: Sequence[str] = ()
 
-    def of(self, found: Sequence[str]) -> list[str] | None:
+    def of(self, columns: Sequence[str]) -> list[str] | None:
+        """Return which of a file's columns are chosen; None for all of them."""
         if self.names is not None:
-            beside = (AS_JSON + name for name in self.names)
-            return [name for name in (*self.names, *beside, PROBLEM) if name in found]
-        return [name for name in found if name not in self.without] if self.without else None
+            as_json = [AS_JSON + name for name in self.names]
+            return [name for name in (*self.names, *as_json, PROBLEM) if name in columns]
+        if not self.without:
+            return None
+        return [name for name in columns if name not in self.without]
 
 
 ALL_COLUMNS = ColumnChoice()
 
 
 def missing_column(name: str, path: str, schema: pa.Schema) -> MissingColumn:
-    """Return the error that says that a file lacks a column, and what it has."""
-    there = ", ".join(map(repr, schema.names)) or "no columns"
+    """Return the error for a column that a file lacks. It says which columns the file has."""
+    columns = ", ".join(map(repr, schema.names)) or "no columns"
     if {"custom_id", "body"} <= set(schema.names):
-        there += " (if these are lines of OpenAI's batches, say --format openai-batch)"
-    return MissingColumn(name, path, there)
+        columns += " (if these are lines of OpenAI's batches, say --format openai-batch)"
+    return MissingColumn(name, path, columns)
 
 
 def with_own_json(batch: pa.RecordBatch) -> pa.RecordBatch:
-    """Return a batch in which each row's own JSON replaces a column that has it."""
-    beside = {name.removeprefix(AS_JSON): name for name in batch.schema.names if name.startswith(AS_JSON)}
-    if not beside:
+    """Return a batch in which columns are replaced by their extra columns of each row's own JSON."""
+    json_columns: dict[str, str] = {}  # the extra column, by the column that it replaces
+    names = []
+    for name in batch.schema.names:
+        if name.startswith(AS_JSON):
+            json_columns[name.removeprefix(AS_JSON)] = name
+        else:
+            names.append(name)
+    if not json_columns:
         return batch
 
-    names = [name for name in batch.schema.names if not name.startswith(AS_JSON)]
-    columns = [batch.column(beside.get(name, name)) for name in names]
-    return pa.RecordBatch.from_arrays(columns, schema=schema_with_json(batch.select(names).schema, beside))
+    columns = [batch.column(json_columns.get(name, name)) for name in names]
+    schema = schema_with_json(batch.select(names).schema, json_columns)
+    return pa.RecordBatch.from_arrays(columns, schema=schema)
 
 
 def schema_with_json(schema: pa.Schema, names: Collection[str]) -> pa.Schema:
-    """Return a schema in which these columns are texts of JSON."""
-    fields = [pa.field(each.name, pa.string(), metadata=JSON) if each.name in names else each for each in schema]
+    """Return a schema in which the named columns are texts of JSON."""
+    fields = []
+    for field in schema:
+        is_json = field.name in names
+        fields.append(pa.field(field.name, pa.string(), metadata=JSON) if is_json else field)
     return pa.schema(fields, metadata=schema.metadata)
 
 
 def with_added_fields(schema: pa.Schema, columns: Sequence[AddedColumn]) -> pa.Schema:
-    """Return a file's schema and metadata with the added columns behind its own, unless planning has written them."""
+    """Return a file's schema with the added columns behind its own, unless planning has written them there."""
     fields = [pa.field(column.name, column.type) for column in columns if column.name not in schema.names]
     return pa.schema([*schema, *fields], metadata=schema.metadata)
 
 
 def with_added_values(batch: pa.RecordBatch, columns: Sequence[AddedColumn], values: Sequence[Any]) -> pa.RecordBatch:
+    """Return a batch with the added columns, which have one value each; see with_added_fields."""
     schema = with_added_fields(batch.schema, columns)
-    if len(schema) == batch.num_columns:  # which may have rows and no column
+    if len(schema) == batch.num_columns:  # a batch without any column keeps its number of rows only as it is
         return batch
-    added = [
-        pa.repeat(pa.scalar(value, column.type), batch.num_rows)
-        for column, value in zip(columns, values, strict=True)
-        if column.name not in batch.schema.names
-    ]
-    return pa.RecordBatch.from_arrays([*batch.columns, *added], schema=schema)
+    arrays = list(batch.columns)
+    for column, value in zip(columns, values, strict=True):
+        if column.name not in batch.schema.names:
+            arrays.append(pa.repeat(pa.scalar(value, column.type), batch.num_rows))
+    return pa.RecordBatch.from_arrays(arrays, schema=schema)
 
 
 def num_values(column: pa.Array) -> int:
-    """Return how many values a column's lists, structs and maps hold at all depths: each takes memory in Python."""
+    """Return how many values a column's lists, structs and maps hold at all depths. Each takes memory in Python."""
     if pa.types.is_struct(column.type):
-        return sum(len(column) + num_values(each) for each in column.flatten())
+        return sum(len(column) + num_values(inner) for inner in column.flatten())
     if pa.types.is_map(column.type):
-        first, end = int(column.offsets[0].as_py()), int(column.offsets[-1].as_py())
+        first = int(column.offsets[0].as_py())
+        end = int(column.offsets[-1].as_py())
         return 2 * (end - first) + num_values(column.items.slice(first, end - first))
     if is_list(column.type):
         values = column.flatten()
@@ -110,56 +132,61 @@ def num_values(column: pa.Array) -> int:
     return 0
 
 
-def holds(kind: pa.DataType, is_one: Callable[[pa.DataType], bool]) -> bool:
-    """Whether values are of a kind, such as `is_bytes`, or have some of it in them."""
-    inner = range(kind.num_fields) if pa.types.is_nested(kind) else ()
-    return is_one(kind) or any(holds(kind.field(number).type, is_one) for number in inner)
+def holds(kind: pa.DataType, is_kind: Callable[[pa.DataType], bool]) -> bool:
+    """Whether values are of a kind, or have values of it within them. is_kind: such as `is_bytes`."""
+    if is_kind(kind):
+        return True
+    if not pa.types.is_nested(kind):
+        return False
+    return any(holds(kind.field(number).type, is_kind) for number in range(kind.num_fields))
 
 
 def with_dicts(value: Any, kind: pa.DataType) -> Any:
-    """Return a value as Arrow gives it with dicts for its maps, in which of equal keys the last one counts."""
+    """Return one of Arrow's values with dicts for its maps. Of equal keys, the last one counts."""
     if isinstance(value, list) and pa.types.is_map(kind):
         return {f"{key}": with_dicts(item, kind.item_type) for key, item in value}
     if isinstance(value, list):
-        return [with_dicts(each, kind.value_type) for each in value]
+        return [with_dicts(item, kind.value_type) for item in value]
     if isinstance(value, dict):
-        return {kind.field(name).name: with_dicts(each, kind.field(name).type) for name, each in value.items()}
+        return {kind.field(name).name: with_dicts(item, kind.field(name).type) for name, item in value.items()}
     return value
 
 
 #: What Arrow raises for a value that Python's types cannot hold, such as text that is not UTF-8 or a date after 9999.
 _NO_PYTHON_VALUE = (ValueError, OverflowError, KeyError, pa.ArrowException)
-#: The largest value of which a prompt could be made: a chat's JSON may write a character in six.
+#: The most bytes of a value in a prompt. The JSON of a chat may write one character as six.
 MAX_VALUE_BYTES = 6 * MAX_PROMPT_BYTES
-#: Values within a list, struct or map, at all depths: as Python's, each takes a hundred bytes.
+#: The most values within a list, struct or map, at all depths. As a Python object, each takes about a hundred bytes.
 MAX_NESTED_VALUES = 100_000
-#: The metadata of a column that had integers beside floats, all exact as floats: they keep their text.
+#: The metadata of a column of floats that had integers too, all exact as floats. Templates write these as integers.
 NUMBER = {b"tokenmill": b"number"}
-#: The metadata of a text column with numbers only, written otherwise than their type would write them.
+#: The metadata of a text column that only has numbers, in another form than their type would write them.
 DIGITS = {b"tokenmill": b"digits"}
-#: The metadata of columns of floats with a decimal comma: floats alone, or integers too.
-COMMA, COMMA_NUMBER = {b"tokenmill": b"comma"}, {b"tokenmill": b"comma number"}
+#: The metadata of a column of floats with a decimal comma.
+COMMA = {b"tokenmill": b"comma"}
+#: The metadata of a column of floats with a decimal comma that had integers too.
+COMMA_NUMBER = {b"tokenmill": b"comma number"}
 #: The metadata of a text column whose values are JSON. Prompts get the values that the JSON holds.
 JSON = {b"tokenmill": b"json"}
-#: The key of metadata that say how templates write a column. Outputs leave it out.
+#: The key of the metadata that say how templates write a column. Outputs leave it out.
 _OWN_KEY = b"tokenmill"
 OWN_METADATA = frozenset({_OWN_KEY})
-#: Values are converted together up to so many bytes, and else row by row.
+#: Columns of at most this many bytes are converted at once, larger ones row by row.
 _TOGETHER_BYTES = 1 << 20
 
 
 class RowProblem(Exception):
-    """Raised when a row cannot be a prompt; the text goes into the row's `error` and the rest goes on."""
+    """Raised when a row cannot be a prompt. Its text goes into the row's `error`, and other rows go on."""
 
 
 def python_rows(columns: Sequence[str], rows: pa.RecordBatch) -> Iterator[dict[str, Any] | RowProblem]:
-    """Yield the values of each row in some columns by name, or why one of them is none."""
+    """Yield each row's values by column, or its problem if one of the values cannot be read."""
     if not columns:
         yield from repeat({}, rows.num_rows)
-    found = [as_written(rows.field(name), row_values(name, rows.column(name))) for name in columns]
-    for row in zip(*found, strict=True):
-        problem = next((value for value in row if isinstance(value, RowProblem)), None)
-        yield problem or dict(zip(columns, row, strict=True))
+    values_by_column = [as_written(rows.field(name), row_values(name, rows.column(name))) for name in columns]
+    for values in zip(*values_by_column, strict=True):
+        problem = next((value for value in values if isinstance(value, RowProblem)), None)
+        yield problem or dict(zip(columns, values, strict=True))
 
 
 def has_digits(field: pa.Field) -> bool:
@@ -168,15 +195,23 @@ def has_digits(field: pa.Field) -> bool:
 
 
 def as_written(field: pa.Field, values: Iterator[Any]) -> Iterator[Any]:
-    """Yield a column's values as the file that it comes from writes them."""
-    written = (field.metadata or {}).get(_OWN_KEY)
-    if written in (NUMBER[_OWN_KEY], COMMA_NUMBER[_OWN_KEY]):
-        values = (int(each) if isinstance(each, float) and each.is_integer() else each for each in values)
-    if written in (COMMA[_OWN_KEY], COMMA_NUMBER[_OWN_KEY]):
-        return (f"{each}".replace(".", ",") if isinstance(each, float) else each for each in values)
-    if written == JSON[_OWN_KEY]:
-        return (_from_json(field.name, each) if isinstance(each, str) else each for each in values)
+    """Yield a column's values as its file writes them."""
+    form = (field.metadata or {}).get(_OWN_KEY)
+    if form in (NUMBER[_OWN_KEY], COMMA_NUMBER[_OWN_KEY]):
+        values = map(_whole_as_integer, values)
+    if form in (COMMA[_OWN_KEY], COMMA_NUMBER[_OWN_KEY]):
+        return map(_with_comma, values)
+    if form == JSON[_OWN_KEY]:
+        return (_from_json(field.name, value) if isinstance(value, str) else value for value in values)
     return values
+
+
+def _whole_as_integer(value: Any) -> Any:
+    return int(value) if isinstance(value, float) and value.is_integer() else value
+
+
+def _with_comma(value: Any) -> Any:
+    return f"{value}".replace(".", ",") if isinstance(value, float) else value
 
 
 _JSON_TEXT = re.compile(r'"(?:[^"\\]|\\.)*"')
@@ -185,19 +220,22 @@ _JSON_TEXT = re.compile(r'"(?:[^"\\]|\\.)*"')
 def _from_json(name: str, text: str) -> Any:
     """Return the value of JSON that we wrote, or a problem if it holds too many values for Python."""
     if len(text) > MAX_NESTED_VALUES:
-        marks = _JSON_TEXT.sub("", text)
-        count = sum(map(marks.count, ",[{"))
+        without_texts = _JSON_TEXT.sub("", text)
+        count = sum(map(without_texts.count, ",[{"))
         if count > MAX_NESTED_VALUES:
             return _beyond(name, count, "values", MAX_NESTED_VALUES)
     return json.loads(text)
 
 
 def row_values(name: str, column: pa.Array, is_ours: bool = False) -> Iterator[Any]:
-    """Return each row's value, or its RowProblem; maps are dicts. is_ours: computed ones may be larger than prompts."""
-    values = (each.as_py() for each in column) if is_ours else _python_values(name, column)
+    """Return each row's value, or its RowProblem. Maps become dicts.
+
+    is_ours: the values are answers, which may be larger than a prompt.
+    """
+    values = (scalar.as_py() for scalar in column) if is_ours else _python_values(name, column)
     if not holds(column.type, pa.types.is_map):
         return values
-    return (each if isinstance(each, RowProblem) else with_dicts(each, column.type) for each in values)
+    return (value if isinstance(value, RowProblem) else with_dicts(value, column.type) for value in values)
 
 
 def _python_values(name: str, column: pa.Array) -> Iterator[Any]:
@@ -233,15 +271,19 @@ def _too_large(name: str, row: pa.Array) -> RowProblem | None:
         scalar = scalar.value
     if not scalar.is_valid:
         return None
+    num_bytes = 0
+    count = 0
     if pa.types.is_nested(row.type):
-        size, count = _num_bytes(row), num_values(row)
-    else:
-        size, count = scalar.as_buffer().size if isinstance(scalar, pa.BinaryScalar | pa.StringScalar) else 0, 0
-    for found, unit, limit in ((count, "values", MAX_NESTED_VALUES), (size, "bytes", MAX_VALUE_BYTES)):
-        if found > limit:
-            return _beyond(name, found, unit, limit)
+        num_bytes = _num_bytes(row)
+        count = num_values(row)
+    elif isinstance(scalar, pa.BinaryScalar | pa.StringScalar):
+        num_bytes = scalar.as_buffer().size
+    if count > MAX_NESTED_VALUES:
+        return _beyond(name, count, "values", MAX_NESTED_VALUES)
+    if num_bytes > MAX_VALUE_BYTES:
+        return _beyond(name, num_bytes, "bytes", MAX_VALUE_BYTES)
     return None
 
 
-def _beyond(name: str, found: int, unit: str, limit: int) -> RowProblem:
-    return RowProblem(f"column {name!r} has a value of {found} {unit}, more than the limit of {limit}: shorten it")
+def _beyond(name: str, size: int, unit: str, limit: int) -> RowProblem:
+    return RowProblem(f"column {name!r} has a value of {size} {unit}, more than the limit of {limit}: shorten it")

@@ -1,4 +1,4 @@
-"""A table of Python's (pandas, polars, Arrow) as a file that workers read."""
+"""Writes a table that is in memory (pandas, polars, Arrow) as a file that workers read."""
 
 import os
 from collections.abc import Callable
@@ -12,7 +12,7 @@ import pyarrow.parquet as pq
 
 from jobs.errors import InvalidJob, unlike
 
-#: Rows of a row group: what a reader of one shard has to pass is bounded by it.
+#: The rows of a row group. A reader of one shard has to pass at most this many rows before it.
 GROUP_ROWS = 10_000
 
 _VIEWS: dict[Callable[[pa.DataType], bool], pa.DataType] = {
@@ -22,7 +22,10 @@ _VIEWS: dict[Callable[[pa.DataType], bool], pa.DataType] = {
 
 
 def write_given_table(given: Any, folder: str) -> str:
-    """Write a table into a folder as a Parquet file named by its contents, so that the same table resumes its run."""
+    """Write a table into a folder as Parquet; return the file's path. Raises InvalidJob.
+
+    The file is named by its contents, so that the same table resumes its run.
+    """
     table = _arrow_table(given)
     os.makedirs(folder, exist_ok=True)
     temporary = os.path.join(folder, f"_tmp.{uuid4().hex}.parquet.tmp")
@@ -48,7 +51,7 @@ def _arrow_table(given: Any) -> pa.Table:
         raise InvalidJob(f"the table has no form in Arrow: {str(error)[:200]}") from error
     for place, field in enumerate(table.schema):
         for is_view, plain in _VIEWS.items():
-            if is_view(field.type):  # which Parquet files of pyarrow's have not
+            if is_view(field.type):  # pyarrow's Parquet files have no such type
                 table = table.set_column(place, field.with_type(plain), table.column(place).cast(plain))
     return table
 

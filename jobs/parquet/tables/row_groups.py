@@ -1,6 +1,7 @@
-"""Rows put together: into row groups of a size, as a footer of many takes longer to read than its rows, or sorted.
+"""Puts rows together into row groups of a size, and sorts rows.
 
-They are sorted on this machine's disk, some neighbours at a time in memory.
+Row groups are not too small, because a footer of many takes longer to read than its rows. Rows are sorted on this
+machine's disk, a few at a time in memory.
 """
 
 import os
@@ -16,14 +17,17 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 T = TypeVar("T")
-#: Rows and bytes after which a row group ends; so many bytes have the batches that a worker gets, too.
-GROUP_ROWS, GROUP_BYTES = 1 << 16, 1 << 23
+#: A row group ends after this many rows.
+GROUP_ROWS = 1 << 16
+#: A row group ends after this many bytes. The batches that a worker gets have at most as many.
+GROUP_BYTES = 1 << 23
 
 
 def write_groups(sink: Any, schema: pa.Schema | None, batches: Iterable[pa.RecordBatch]) -> list[int]:
-    """Write rows as Parquet; return how many each row group has. schema: is needed where there may be no row."""
-    cut = ((piece.num_rows, piece.nbytes, piece) for batch in batches for piece in pieces(batch))
-    tables, groups = (pa.Table.from_batches(each) for _, _, each in grouped(cut)), list[int]()
+    """Write rows as Parquet; return the number of rows of each row group. schema: needed if there may be no rows."""
+    slices = ((piece.num_rows, piece.nbytes, piece) for batch in batches for piece in pieces(batch))
+    tables = (pa.Table.from_batches(group) for _, _, group in grouped(slices))
+    groups: list[int] = []
     first = list(islice(tables, 1))
     with pq.ParquetWriter(sink, schema or first[0].schema) as writer:
         for table in chain(first, tables):
@@ -33,16 +37,21 @@ def write_groups(sink: Any, schema: pa.Schema | None, batches: Iterable[pa.Recor
 
 
 def grouped(slices: Iterable[tuple[int, int, T]]) -> Iterator[tuple[int, int, list[T]]]:
-    """Put slices, each behind its rows and bytes, together to row groups; yield these likewise."""
-    rows, size, taken = 0, 0, list[T]()
-    for own_rows, own_size, each in slices:
-        taken.append(each)
-        rows, size = rows + own_rows, size + own_size
-        if rows >= GROUP_ROWS or size >= GROUP_BYTES:
-            yield rows, size, taken
-            rows, size, taken = 0, 0, []
-    if taken:
-        yield rows, size, taken
+    """Put slices together to row groups. Both come as (rows, bytes, content)."""
+    group_rows = 0
+    group_bytes = 0
+    group: list[T] = []
+    for slice_rows, slice_bytes, content in slices:
+        group.append(content)
+        group_rows += slice_rows
+        group_bytes += slice_bytes
+        if group_rows >= GROUP_ROWS or group_bytes >= GROUP_BYTES:
+            yield group_rows, group_bytes, group
+            group_rows = 0
+            group_bytes = 0
+            group = []
+    if group:
+        yield group_rows, group_bytes, group
 
 
 def packed(batch: pa.RecordBatch) -> memoryview:
@@ -54,58 +63,79 @@ def packed(batch: pa.RecordBatch) -> memoryview:
 
 
 def pieces(batch: pa.RecordBatch) -> Iterator[pa.RecordBatch]:
-    """Cut a batch into pieces of GROUP_BYTES, where they have more than one row."""
+    """Cut a batch into pieces of at most GROUP_BYTES. A row that has more is a piece of its own."""
     rows = max(1, batch.num_rows * GROUP_BYTES // max(GROUP_BYTES, batch.nbytes))
     return (batch.slice(start, rows) for start in range(0, batch.num_rows, rows))
 
 
-BUCKET_ROWS, MAX_BUCKETS = 1 << 12, 256
-#: Rows and bytes that are handed to the files at once, and rows that are read at once.
-BATCH_ROWS, BATCH_BYTES, READ_ROWS = 1 << 16, 1 << 25, 1 << 14
+#: The fewest rows of a bucket.
+BUCKET_ROWS = 1 << 12
+MAX_BUCKETS = 256
+#: Rows and bytes that are collected before they are written to the buckets' files.
+BATCH_ROWS = 1 << 16
+BATCH_BYTES = 1 << 25
+#: The most rows that are read from a bucket at once.
+READ_ROWS = 1 << 14
 
 _PLACE = pa.field("\0place", pa.int64())
 
 
 class RowBuckets(ExitStack):
-    """Takes rows in any order, and yields them by their places. Used in a `with` block."""
+    """Takes rows in any order, and yields them in the order of their places. To be used in a `with` block.
+
+    Rows with near places are in one bucket, which is a file. rows: the highest place that may come, plus one.
+    """
 
     def __init__(self, rows: int) -> None:
         super().__init__()
-        self._size = max(BUCKET_ROWS, -(-rows // MAX_BUCKETS))
-        self._waiting, self._rows, self._bytes = list[pa.RecordBatch](), 0, 0
+        self._bucket_rows = max(BUCKET_ROWS, -(-rows // MAX_BUCKETS))
+        self._waiting: list[pa.RecordBatch] = []
+        self._waiting_rows = 0
+        self._waiting_bytes = 0
         self._streams: dict[int, tuple[str, Any]] = {}
         self._folder = self.enter_context(tempfile.TemporaryDirectory(prefix="tokenmill-"))
 
     def add(self, places: npt.NDArray[np.int64], batch: pa.RecordBatch) -> None:
+        """Take rows with their places."""
         schema = batch.schema.append(_PLACE)
-        self._waiting.append(pa.RecordBatch.from_arrays([*batch.columns, pa.array(places)], schema=schema))
-        self._rows, self._bytes = self._rows + batch.num_rows, self._bytes + int(batch.nbytes)
-        if self._rows > BATCH_ROWS or self._bytes > BATCH_BYTES:
+        with_places = pa.RecordBatch.from_arrays([*batch.columns, pa.array(places)], schema=schema)
+        self._waiting.append(with_places)
+        self._waiting_rows += batch.num_rows
+        self._waiting_bytes += int(batch.nbytes)
+        if self._waiting_rows > BATCH_ROWS or self._waiting_bytes > BATCH_BYTES:
             self._flush()
 
     def sorted(self) -> Iterator[pa.Table]:
+        """Yield all rows in the order of their places. This can be done once."""
         self._flush()
         for _, (path, stream) in sorted(self._streams.items()):
             stream.close()
             with pa.memory_map(path) as source:
                 table = pa.ipc.open_stream(source).read_all()
                 ranks = np.argsort(np.argsort(table[_PLACE.name].to_numpy()))
-                rows = min(READ_ROWS, max(1, len(ranks) * BATCH_BYTES // max(1, table.nbytes)))
-                for start in range(0, len(ranks), rows):
-                    # Few at a time: a column is put together before it is put in order, and holds 2 GiB of text then.
-                    is_next = (ranks >= start) & (ranks < start + rows)
-                    some = table if is_next.all() else table.filter(pa.array(is_next))
-                    yield some.take(np.argsort(some[_PLACE.name].to_numpy())).drop_columns([_PLACE.name])
+                num_rows = min(READ_ROWS, max(1, len(ranks) * BATCH_BYTES // max(1, table.nbytes)))
+                for start in range(0, len(ranks), num_rows):
+                    # A few rows at a time: `take` joins a column's chunks, and a joined column holds at most
+                    # 2 GiB of text.
+                    is_next = (ranks >= start) & (ranks < start + num_rows)
+                    next_rows = table if is_next.all() else table.filter(pa.array(is_next))
+                    order = np.argsort(next_rows[_PLACE.name].to_numpy())
+                    yield next_rows.take(order).drop_columns([_PLACE.name])
             os.remove(path)
 
     def _flush(self) -> None:
+        """Write the waiting rows to the buckets' files."""
         if not self._waiting:
             return
         table = pa.Table.from_batches(self._waiting)
-        self._waiting, self._rows, self._bytes = [], 0, 0
-        buckets = table[_PLACE.name].to_numpy() // self._size
+        self._waiting = []
+        self._waiting_rows = 0
+        self._waiting_bytes = 0
+        buckets = table[_PLACE.name].to_numpy() // self._bucket_rows
         for bucket in map(int, np.unique(buckets)):
             if bucket not in self._streams:
                 path = os.path.join(self._folder, str(bucket))
-                self._streams[bucket] = path, self.enter_context(pa.ipc.new_stream(path, table.schema))
-            self._streams[bucket][1].write_table(table.filter(pa.array(buckets == bucket)))
+                stream = self.enter_context(pa.ipc.new_stream(path, table.schema))
+                self._streams[bucket] = (path, stream)
+            _, stream = self._streams[bucket]
+            stream.write_table(table.filter(pa.array(buckets == bucket)))

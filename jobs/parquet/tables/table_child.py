@@ -1,6 +1,6 @@
-"""What a child does that reads Parquet: it tells what a file holds, and decodes its rows."""
+"""Reads Parquet in a child process: says what a file holds, and decodes its rows."""
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import pyarrow as pa
@@ -13,15 +13,16 @@ from jobs.parquet.tables.columns import ColumnChoice
 from jobs.parquet.tables.row_groups import GROUP_BYTES, packed, pieces
 from sandbox.child import Body, Worker
 
-#: Bytes read at once of all columns: without a limit pyarrow holds a row group's compressed columns.
+#: The bytes of all columns that are read at once. Without a limit, pyarrow holds a row group's compressed columns.
 READ_BYTES = 1 << 24
 
+#: The key of a part's statistics in the metadata of its footer.
 STATISTICS = b"tokenmill"
 Replies = Iterator[tuple[dict[str, Any], Body]]
 
 
 def with_file(task: Callable[[Mapping[str, Any], Any], Replies]) -> Callable[[Worker], Replies]:
-    """Give a child's task its question and the open file. What is wrong with the file is a reply."""
+    """Make a child's task of a function that takes the question and the open file. An error of ours is a reply."""
 
     def do(worker: Worker) -> Replies:
         question = worker.question
@@ -37,29 +38,42 @@ def with_file(task: Callable[[Mapping[str, Any], Any], Replies]) -> Callable[[Wo
 
 @with_file
 def look(question: Mapping[str, Any], source: Any) -> Replies:
+    """Reply with a Parquet file's schema, its row groups, and the statistics that a part has."""
     with _parquet_file(source) as file:
         footer = file.metadata
         groups = [footer.row_group(number) for number in range(footer.num_row_groups)]
         if any(group.num_rows < 0 for group in groups):
             raise CorruptParquet(question["path"], "a row group has less than no row")
-        chunks = (group.column(number) for group in groups for number in range(group.num_columns))
-        told = (footer.metadata or {}).get(STATISTICS, b"")
-        if told and question["size"] < footer.serialized_size + sum(chunk.total_compressed_size for chunk in chunks):
+        statistics = (footer.metadata or {}).get(STATISTICS, b"")
+        if statistics and question["size"] < footer.serialized_size + _compressed_bytes(groups):
             raise CorruptParquet(question["path"], "bytes before its footer are gone")
-        found = {
+        contents = {
             "groups": [(group.num_rows, group.total_byte_size) for group in groups],
             "rows": footer.num_rows,
-            "statistics": told.decode(errors="replace"),
+            "statistics": statistics.decode(errors="replace"),
         }
-        yield found, file.schema_arrow.serialize().to_pybytes()
+        yield contents, file.schema_arrow.serialize().to_pybytes()
+
+
+def _compressed_bytes(groups: Sequence[Any]) -> int:
+    """Return the bytes that row groups take in their file."""
+    num_bytes = 0
+    for group in groups:
+        for number in range(group.num_columns):
+            num_bytes += group.column(number).total_compressed_size
+    return num_bytes
 
 
 @with_file
 def read(question: Mapping[str, Any], source: Any) -> Replies:
-    """Reply a Parquet file's schema, then from a group on batches of `columns`, without the `skip` rows had before."""
+    """Reply with a Parquet file's schema, then with batches of its `columns`, from a row group on.
+
+    The first `skip` rows are left out: an earlier child has sent them.
+    """
     with _parquet_file(source) as file:
         yield {}, file.schema_arrow.serialize().to_pybytes()
-        columns, skip = ColumnChoice(*question["columns"]).of(file.schema_arrow.names), question["skip"]
+        columns = ColumnChoice(*question["columns"]).of(file.schema_arrow.names)
+        skip = question["skip"]
         groups = range(question["first_group"], file.metadata.num_row_groups)
         sizes = ((group.total_byte_size, group.num_rows) for group in map(file.metadata.row_group, groups))
         row_bytes = max((size / max(1, rows) for size, rows in sizes), default=1.0)

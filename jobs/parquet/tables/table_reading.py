@@ -1,6 +1,6 @@
-"""Files of strangers as children read them: the worker gives them the bytes, and gets Arrow's.
+"""Reads files that are not trusted, in child processes. The worker gives a child the bytes, and gets Arrow batches.
 
-Of an input file a reader gives the rows in order, a shard's worth at a time.
+A RowReader gives an input file's rows in order, a shard's worth at a time.
 """
 
 from collections.abc import Callable, Generator, Iterator, Mapping
@@ -19,25 +19,35 @@ from jobs.parquet.tables.columns import ALL_COLUMNS, AS_JSON, PROBLEM, ColumnCho
 from jobs.runs.plans.plan import Shard
 from sandbox import ChildDied, ChildFailed, ChildOutOfMemory, Limits
 
-#: Seconds in which a child has to reply with a batch, or ask for bytes.
+#: The seconds in which a child has to reply with a batch, or ask for bytes.
 LIMIT_S = 30.0
-#: Of TOKENMILL_MAX_SHARD_BYTES a child may take; of what is no Parquet, as a record batch of Arrow's comes whole; of
-#: files of pictures, whose pages are large; and it may at least.
-CHILD_SHARE, FORMAT_SHARE, BYTES_SHARE, MIN_BYTES = 3 / 8, 3 / 4, 6, 64 << 20
-#: Rows of a batch: at first, and where so many have taken too much memory.
+
+# How much memory a child may take, as a share of TOKENMILL_MAX_SHARD_BYTES.
+#: A child that reads Parquet.
+CHILD_SHARE = 3 / 8
+#: A child that reads another format. One of Arrow's record batches has to be held whole.
+FORMAT_SHARE = 3 / 4
+#: A child that reads columns of bytes, such as pictures, whose pages are large.
+BYTES_SHARE = 6
+#: Every child may take this many bytes.
+MIN_BYTES = 64 << 20
+
+#: The rows of a batch: at first, and after as many have taken too much memory.
 BATCH_ROWS = (4096, 32, 1)
 
-_LOOK, _READ = "jobs.parquet.tables.table_child:look", "jobs.parquet.tables.table_child:read"
+_LOOK = "jobs.parquet.tables.table_child:look"
+_READ = "jobs.parquet.tables.table_child:read"
 T = TypeVar("T")
-#: Has a child do a task with an open file; yields what it replies. Raises what is wrong with the file, and ChildFailed.
+#: Has a child do a task with an open file, and yields its replies. Raises the file's error, or ChildFailed.
 Ask = Callable[[str, Mapping[str, Any]], Iterator[tuple[dict[str, Any], bytearray]]]
 
 
 @dataclass(frozen=True)
 class Contents:
-    """What a look at a file tells: rows and bytes of each of its row groups, as they are or will be.
+    """What a file holds.
 
-    statistics: what a part says of itself. kinds: of a text file's columns.
+    groups: the rows and bytes of each of its row groups; of a file that is no Parquet, as they will be. statistics: of
+    a part, as JSON. kinds: of a text file's columns.
     """
 
     schema: pa.Schema
@@ -50,18 +60,21 @@ class Contents:
 def look_at(
     storage: Storage, path: str, input_format: str | None = None, task: str = _LOOK, **question: Any
 ) -> Contents:
-    """Return what a file holds, as a task tells. Raises CorruptParquet or CorruptTable, TableNotRead, InputNotFound."""
+    """Return what a file holds. Raises CorruptParquet or CorruptTable, TableNotRead, InputNotFound.
+
+    task: what a child does to find out.
+    """
 
     def look() -> Contents:
         with open_table(storage, path, input_format) as ask:
-            ((found, schema),) = ask(task, question)
-        return Contents(read_schema(schema), **found)
+            ((contents, schema),) = ask(task, question)
+        return Contents(read_schema(schema), **contents)
 
     return asked_again(path, look)
 
 
 def asked_again(path: str, ask: Callable[[], T]) -> T:
-    """Return what is asked of a child, of another one where the first one was killed. Raises TableNotRead."""
+    """Return what a child replies. If the child is killed, another one is asked once. Raises TableNotRead."""
     try:
         try:
             return ask()
@@ -72,17 +85,17 @@ def asked_again(path: str, ask: Callable[[], T]) -> T:
 
 
 def read_schema(schema: bytes | bytearray) -> pa.Schema:
-    """Return the columns of a file that holds something of its own."""
-    found = pa.ipc.read_schema(pa.py_buffer(schema))
-    fields = [field for field in found if field.name != PROBLEM and not field.name.startswith(AS_JSON)]
-    return pa.schema(fields, metadata=found.metadata)
+    """Return a file's schema without the columns that only we use."""
+    whole = pa.ipc.read_schema(pa.py_buffer(schema))
+    fields = [field for field in whole if field.name != PROBLEM and not field.name.startswith(AS_JSON)]
+    return pa.schema(fields, metadata=whole.metadata)
 
 
 class TableReading:
-    """One pass over a file from a group of its rows to the end. Raises as look_at.
+    """One pass over a file, from a row group to the end. Raises as look_at.
 
-    schema: of the whole file. batches: its rows, once. columns: a name that is not there is passed over. A child that
-    was killed is replaced once, and one that takes too much memory is asked for fewer rows at a time.
+    schema: of the whole file. batches: the chosen columns of its rows, once. A child that was killed is replaced once.
+    One that takes too much memory is asked for fewer rows at a time.
     """
 
     def __init__(self, storage: Storage, path: str, columns: ColumnChoice = ALL_COLUMNS, first_group: int = 0) -> None:
@@ -90,13 +103,19 @@ class TableReading:
         self.schema: pa.Schema = next(self.batches)
 
     def close(self) -> None:
+        """End the pass, and give the child back."""
         self.batches.close()
 
 
 def _read(storage: Storage, path: str, columns: ColumnChoice, first_group: int) -> Generator[Any, None, None]:
-    schema, rows_done, sizes, was_replaced, share = None, 0, list(BATCH_ROWS), False, CHILD_SHARE
+    """Yield a file's schema, then its batches."""
+    schema = None
+    rows_done = 0
+    batch_rows = list(BATCH_ROWS)
+    was_replaced = False
+    share: float = CHILD_SHARE
     while True:
-        question = {"columns": columns, "first_group": first_group, "skip": rows_done, "rows": sizes[0]}
+        question = {"columns": columns, "first_group": first_group, "skip": rows_done, "rows": batch_rows[0]}
         try:
             with open_table(storage, path, share=share) as ask:
                 replies = ask(_READ, question)
@@ -114,13 +133,14 @@ def _read(storage: Storage, path: str, columns: ColumnChoice, first_group: int) 
                 was_replaced = True
             elif isinstance(error, ChildOutOfMemory) and share < BYTES_SHARE and _has_bytes(schema, columns):
                 share = BYTES_SHARE
-            elif isinstance(error, ChildOutOfMemory) and len(sizes) > 1:
-                del sizes[0]
+            elif isinstance(error, ChildOutOfMemory) and len(batch_rows) > 1:
+                del batch_rows[0]
             else:
                 raise TableNotRead(path, str(error)) from None
 
 
 def _has_bytes(schema: pa.Schema | None, columns: ColumnChoice) -> bool:
+    """Whether a chosen column holds bytes."""
     if schema is None:
         return False
     names = columns.of(schema.names) or schema.names
@@ -131,20 +151,24 @@ def _has_bytes(schema: pa.Schema | None, columns: ColumnChoice) -> bool:
 def open_table(
     storage: Storage, path: str, input_format: str | None = None, share: float | None = None
 ) -> Iterator[Ask]:
-    """Open a file, and lend a child, of a share of a shard's bytes, that is given the file's."""
-    share = share or (FORMAT_SHARE if input_format else CHILD_SHARE)
+    """Open a file, and lend a function that has a child do a task with it.
+
+    share: of a shard's bytes that the child may take; by default the format's.
+    """
+    if share is None:
+        share = FORMAT_SHARE if input_format else CHILD_SHARE
     limits = Limits(LIMIT_S, max(MIN_BYTES, int(storage.shard_bytes * share)))
     stack = ExitStack()
 
     def fetch(wanted: Mapping[str, Any]) -> bytes:
         storage.check_interrupted()
         with reading(path, input_format):
-            found: bytes = source.read_at(wanted["size"], wanted["at"])
-        return found
+            content: bytes = source.read_at(wanted["size"], wanted["at"])
+        return content
 
     def ask(task: str, question: Mapping[str, Any]) -> Iterator[tuple[dict[str, Any], bytearray]]:
-        own = {"path": path, "input_format": input_format, "size": size}
-        replies = child.replies(task, {**own, **question}, limits, fetch=fetch)
+        about_file = {"path": path, "input_format": input_format, "size": size}
+        replies = child.replies(task, {**about_file, **question}, limits, fetch=fetch)
         stack.callback(replies.close)
         for message, body in replies:
             if "error" in message:
@@ -159,22 +183,24 @@ def open_table(
         child = stack.enter_context(CHILDREN.lent())
         yield ask
     finally:
-        stack.close()  # whatever was raised: a child whose task is stopped serves the next one
+        stack.close()  # it stops the child's task, whatever was raised, so that the child serves the next one
 
 
-#: Times its limit that the rows of a shard may stand for in all, batch after batch: each costs time and disk.
+#: The rows of a shard may have this many times the limit of its bytes in all: they are read batch after batch.
 SHARD_TIMES = 16
 
 
 class RowReader(TableReading):
-    """One pass over a file, from the row group of some shard to the end: Parquet cannot be entered in its middle.
+    """One pass over a file, from the first row group of a shard to the end.
 
-    So one that goes on where the last shard ended decodes each row once.
+    A row group of Parquet cannot be entered in its middle. So a reader is kept for the shards that follow: it goes on
+    where the last shard ended, and each row is decoded once.
     """
 
     def __init__(self, storage: Storage, path: str, first: Shard, columns: ColumnChoice = ALL_COLUMNS) -> None:
         super().__init__(storage, path, columns, first.first_group)
-        self._path, self._limit = path, SHARD_TIMES * storage.shard_bytes
+        self._path = path
+        self._limit = SHARD_TIMES * storage.shard_bytes
         self._left: pa.RecordBatch | None = None
         #: The row that comes next, counted within the file.
         self.next_row = first.start - first.skip
@@ -184,23 +210,27 @@ class RowReader(TableReading):
         return shard.start - shard.skip <= self.next_row <= shard.start
 
     def read(self, shard: Shard, check_interrupted: Callable[[], None] = never_interrupted) -> Iterator[pa.RecordBatch]:
-        """Yield the rows of a shard that lies ahead, of a text file with their problems. Raises ShardTooLarge."""
-        end, shard_bytes = shard.start + shard.rows, 0
+        """Yield the rows of a shard that lies ahead. Rows of a text file come with their problems.
+
+        Raises ShardTooLarge.
+        """
+        end = shard.start + shard.rows
+        shard_bytes = 0
         while self.next_row < end:
             check_interrupted()
             batch = next(self.batches, None) if self._left is None else self._left
             if batch is None:
                 raise CorruptParquet(self._path, f"{end - self.next_row} rows fewer than its footer says")
-            taken = min(batch.num_rows, end - self.next_row)
-            ahead = min(taken, max(0, shard.start - self.next_row))
-            self._left = batch.slice(taken) if taken < batch.num_rows else None
-            self.next_row += taken
-            if taken > ahead:
-                batch = batch.slice(ahead, taken - ahead)
+            num_passed = min(batch.num_rows, end - self.next_row)
+            num_before = min(num_passed, max(0, shard.start - self.next_row))  # rows that come before the shard
+            self._left = batch.slice(num_passed) if num_passed < batch.num_rows else None
+            self.next_row += num_passed
+            if num_passed > num_before:
+                batch = batch.slice(num_before, num_passed - num_before)
                 shard_bytes += batch.nbytes
                 if shard_bytes > self._limit:
                     widest = max(batch.schema.names, key=lambda name: batch.column(name).nbytes)
-                    what = f"its rows stand for {shard_bytes} bytes and more, most of column {widest!r}"
+                    size = f"its rows stand for {shard_bytes} bytes and more, most of column {widest!r}"
                     remedy = "submit with a smaller rows_per_shard"
-                    raise ShardTooLarge(self._path, what, self._limit, f"{SHARD_TIMES} times ", remedy)
+                    raise ShardTooLarge(self._path, size, self._limit, f"{SHARD_TIMES} times ", remedy)
                 yield batch

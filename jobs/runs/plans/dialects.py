@@ -1,4 +1,4 @@
-"""How an input's text is written, if a run says so: the encoding, and for CSV the delimiter and the decimal mark."""
+"""Reads how an input's text is written, if a run says so: its encoding, and CSV's delimiter and decimal mark."""
 
 import codecs
 from collections.abc import Mapping
@@ -10,7 +10,7 @@ from jobs.runs.plans.names import HEADED, LINES
 #: Arguments of a run, in the order in which they are shown.
 DIALECT = ("encoding", "delimiter", "decimal")
 _TAB = "\t"
-#: A tab as people write it where they cannot type one.
+#: A tab as people write it when they cannot type one.
 _TABS = ("\\t", "tab")
 
 
@@ -19,12 +19,12 @@ def parse_encoding(name: str, value: Any) -> str | None:
     if value is None:
         return None
     try:
-        found = codecs.lookup(value)
+        codec = codecs.lookup(value)
     except (LookupError, TypeError, ValueError):
-        found = None
-    if found is None or not found._is_text_encoding or found.incrementaldecoder is None:
+        codec = None
+    if codec is None or not codec._is_text_encoding or codec.incrementaldecoder is None:
         raise unlike(name, value, "an encoding of text that Python knows, such as utf-8, cp1252 or utf-16")
-    return found.name
+    return codec.name
 
 
 def parse_delimiter(name: str, value: Any) -> str | None:
@@ -33,8 +33,8 @@ def parse_delimiter(name: str, value: Any) -> str | None:
         return None
     if value in _TABS:
         return _TAB
-    is_one = isinstance(value, str) and len(value) == 1
-    if not is_one or value == '"' or value.isalnum() or not (value == _TAB or value.isprintable()):
+    is_character = isinstance(value, str) and len(value) == 1
+    if not is_character or value == '"' or value.isalnum() or not (value == _TAB or value.isprintable()):
         raise unlike(name, value, "one character that stands between fields, such as ; or | or \\t")
     return str(value)
 
@@ -48,9 +48,9 @@ def parse_decimal(name: str, value: Any) -> str | None:
     return ","
 
 
-def check_dialect(given: Mapping[str, str], input_format: str) -> None:
-    """Raise InvalidJob for an argument that files of this format do not take. given: RunSpec.dialect."""
-    for name in given:
+def check_dialect(dialect: Mapping[str, str], input_format: str) -> None:
+    """Raise InvalidJob for an argument that files of this format do not take. dialect: see RunSpec.dialect."""
+    for name in dialect:
         formats = LINES if name == "encoding" else HEADED
         if input_format not in formats:
             raise InvalidJob(

@@ -1,4 +1,4 @@
-"""The names of a run's files and jobs, and the formats that files' names tell. Needs no pyarrow."""
+"""Names a run's files and jobs, and tells a file's format from its name. Needs no pyarrow."""
 
 import re
 from collections.abc import Iterable
@@ -6,11 +6,15 @@ from typing import Any
 
 from jobs.errors import MixedFormats, unlike
 
-PARQUET, CSV, TSV, JSONL, ARROW = "parquet", "csv", "tsv", "jsonl", "arrow"
-#: OpenAI's batch files: JSONL by their names, so they are asked for.
+PARQUET = "parquet"
+CSV = "csv"
+TSV = "tsv"
+JSONL = "jsonl"
+ARROW = "arrow"
+#: OpenAI's batch files. Their names are those of JSONL, so a run must ask for this format.
 OPENAI_BATCH = "openai-batch"
 
-#: How the names of a format's files end; in folders only such files are input.
+#: The endings of file names, by format. In folders, only such files are input.
 SUFFIXES = {
     PARQUET: (".parquet",),
     CSV: (".csv",),
@@ -23,13 +27,16 @@ SUFFIXES = {
 #: Formats whose files are lines of text: they have no types and no index of their own.
 LINES = frozenset({CSV, TSV, JSONL, OPENAI_BATCH})
 
+#: Formats whose first line names the columns.
 HEADED = frozenset({CSV, TSV})
+#: Formats of an output that is one file.
 OUTPUTS = (PARQUET, CSV, JSONL, ARROW)
-#: What may follow the suffix of such a file, which is compressed then.
+#: Endings of compressed files of lines, after the format's own.
 COMPRESSED = (".gz", ".zst", ".bz2")
 
 
 def parse_single_file(name: str, value: Any) -> str | None:
+    """Return the format of an output that is one file; None if the output is parts. Raises InvalidValue."""
     if value is False:
         return None
     if value is True:
@@ -40,108 +47,141 @@ def parse_single_file(name: str, value: Any) -> str | None:
 
 
 def named_format(name: str) -> str | None:
+    """Return the format that a file's name tells; None if it tells none."""
     name = name.lower()
     for suffix in COMPRESSED:
         if name.endswith(suffix):
-            found = named_format(name.removesuffix(suffix))
-            return found if found in LINES else None
-    return next((each for each, suffixes in SUFFIXES.items() if name.endswith(suffixes)), None)
+            uncompressed = named_format(name.removesuffix(suffix))
+            return uncompressed if uncompressed in LINES else None
+    for file_format, suffixes in SUFFIXES.items():
+        if name.endswith(suffixes):
+            return file_format
+    return None
 
 
 def is_named(name: str, wanted: str | None) -> bool:
-    found = named_format(name)
-    wanted = JSONL if wanted == OPENAI_BATCH else wanted
-    return found is not None if wanted is None else found == wanted
+    """Whether a file's name tells the wanted format; with None, whether it tells any."""
+    file_format = named_format(name)
+    if wanted is None:
+        return file_format is not None
+    return file_format == (JSONL if wanted == OPENAI_BATCH else wanted)
 
 
 def one_format(names: Iterable[str], wanted: str | None) -> str:
-    """Return the format wanted of a run's files, or that their names tell, else Parquet. Raises MixedFormats."""
+    """Return the wanted format, or else the one that the files' names tell, or else Parquet. Raises MixedFormats."""
     if wanted is not None:
         return wanted
-    found: dict[str, str] = {}
+    first_names: dict[str, str] = {}  # the first file's name, by format
     for name in names:
-        found.setdefault(named_format(name) or PARQUET, name)
-    if len(found) > 1:
-        (first, of_first), (other, of_other), *_ = found.items()
-        raise MixedFormats(of_other, other, of_first, first)
-    return next(iter(found), PARQUET)
+        first_names.setdefault(named_format(name) or PARQUET, name)
+    if len(first_names) > 1:
+        (first_format, first_name), (other_format, other_name), *_ = first_names.items()
+        raise MixedFormats(other_name, other_format, first_name, first_format)
+    return next(iter(first_names), PARQUET)
 
 
+# Names of files and folders in an output. Programs that read a folder of Parquet skip names with a leading _.
 PLAN = "_plan.json"
 MANIFEST = "_manifest.json"
-#: As the manifest, by a name that readers of a folder of Parquet pass by.
 REPORT = "_report.html"
-
+#: Written last, when every row is there.
 SUCCESS = "_SUCCESS"
 TEMPORARY_PREFIX = "_tmp."
-#: Where the parts lie of a run whose output is one file: a name that readers of folders pass by.
+#: The folder of the parts, if the output is one file.
 PARTS = "_parts"
-#: Where open shards keep what they have computed, until the run ends.
+#: The folder where open shards keep what they have computed, until the run ends.
 JOURNAL = "_journal"
-
+#: The folder of Parquet files that were made from other inputs.
 INPUT = "_input"
-#: Where the keys of the parts' rows lie. Its files begin with _ too: polars reads others in such a folder.
-KEYS, ROWS_PREFIX = "_keys", "_rows-"
-
+#: The folder of the keys of the parts' rows. Its files begin with _ too: polars reads any others in it.
+KEYS = "_keys"
+ROWS_PREFIX = "_rows-"
+#: The folder of answers that were taken from earlier runs.
 REUSED = "_reused"
-#: Columns beside answers that are kept: the row in its shard, its model's mark, which old row it was, its key with that
-#: mark, and in a journal the tokens generated for it and equal rows, with the first.
-ROW, MODEL, SOURCE, KEY, TOKENS = KEPT_BESIDE = ("_row", "_model", "_source", "_key", "_tokens")
+
+# Columns beside answers in journals and in files of taken answers.
+#: The row's place in its shard.
+ROW = "_row"
+#: The mark of the model that answered.
+MODEL = "_model"
+#: The old row that the answer was taken from.
+SOURCE = "_source"
+#: The row's key with that model's mark.
+KEY = "_key"
+#: In a journal, the tokens generated for this row and its equal rows. They stand with the first of these.
+TOKENS = "_tokens"
+KEPT_BESIDE = (ROW, MODEL, SOURCE, KEY, TOKENS)
 _RUN_ID = re.compile(r"[0-9a-f]{16}")
 _JOB = re.compile(r"([0-9a-f]{16})-(?:plan|(\d+)(?:-2)?)", re.ASCII)
 _PART = re.compile(r"part-(\d{5,})\.parquet")
 
 
 def is_run_id(value: object) -> bool:
+    """Whether a value has the form of a run's id."""
     return isinstance(value, str) and _RUN_ID.fullmatch(value) is not None
 
 
 def part_name(shard: int) -> str:
+    """Return the file name of a shard's part."""
     return f"part-{shard:05d}.parquet"
 
 
 def keys_name(shard: int) -> str:
+    """Return the name, below the run's folder, of the file with the keys of a part's rows."""
     return f"{KEYS}/_part-{shard:05d}.bin"
 
 
 def kept_name(execution_id: str) -> str:
-    """Return the name, below the run's folder, of the file that says which rows of an input a planning has chosen."""
+    """Return the name, below the run's folder, of the file with the numbers of the rows that planning has chosen."""
     return f"{KEYS}/{ROWS_PREFIX}00000.{execution_id}.bin"
 
 
 def output_names(single_file: str | None) -> tuple[str, ...]:
-    """Return the names of what is written of all parts, in a format; none for a run whose output is parts."""
+    """Return the names of the files that hold all parts' rows, in a format; none if the output is parts."""
     if single_file == OPENAI_BATCH:
         return ("output.jsonl", "errors.jsonl")
     return () if single_file is None else (f"output.{single_file}",)
 
 
 def part_shards(names: Iterable[str]) -> dict[int, str]:
-    """Return the shards whose parts are among some names, with these."""
-    found = [(int(match[1]), name) for name in names if (match := _PART.fullmatch(name))]
-    return {shard: name for shard, name in found if part_name(shard) == name}
+    """Return the names that are those of parts, by shard."""
+    parts = {}
+    for name in names:
+        match = _PART.fullmatch(name)
+        if match and part_name(int(match[1])) == name:
+            parts[int(match[1])] = name
+    return parts
 
 
 def temporary_name(execution_id: str, name: str) -> str:
-    """Return the name, matched by no reader's `*.parquet`, of what one execution writes before it is published."""
+    """Return the name under which one execution writes a file before it is published. No `*.parquet` matches it."""
     return f"{TEMPORARY_PREFIX}{execution_id}.{name}.tmp"
 
 
 def shard_job_id(run: str, shard: int, is_second: bool = False) -> str:
-    """Return the id of a shard's job, in the letters that RQ allows. is_second: asks the second model of a cascade."""
+    """Return the id of a shard's job, of characters that RQ allows. is_second: it asks a cascade's second model."""
     return f"{run}-{shard:05d}{'-2' if is_second else ''}"
 
 
 def plan_job_id(run: str) -> str:
+    """Return the id of a run's planning job."""
     return f"{run}-plan"
 
 
 def run_and_shard(job_id: str) -> tuple[str, int | None] | None:
-    """Return the run and the shard that a job's id tells, no shard of a planning's; None for a job of no run."""
+    """Return the run and the shard that a job's id names; None if it is no run's job.
+
+    The shard is None for a planning job.
+    """
     match = _JOB.fullmatch(job_id)
-    return (match[1], int(match[2]) if match[2] else None) if match else None
+    if match is None:
+        return None
+    return match[1], int(match[2]) if match[2] else None
 
 
 def job_shard(run: str, job_id: str) -> int | None:
-    found = run_and_shard(job_id)
-    return found[1] if found is not None and found[0] == run else None
+    """Return the shard whose job this is; None if it is no shard's job of this run."""
+    run_shard = run_and_shard(job_id)
+    if run_shard is None or run_shard[0] != run:
+        return None
+    return run_shard[1]

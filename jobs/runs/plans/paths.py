@@ -1,4 +1,4 @@
-"""Paths as a job may write them, before anything is looked up on a disk or in a store."""
+"""Reads paths as a job may write them, before anything is looked up on a disk or in a store."""
 
 import os
 import re
@@ -7,7 +7,7 @@ from urllib.parse import unquote
 from jobs.common.display import brief, is_unicode
 from jobs.errors import InvalidJob, InvalidValue, UnsupportedScheme
 
-#: Schemes of object stores: Amazon S3 and what speaks its protocol, Google Cloud Storage, Azure Blob Storage.
+#: Schemes of object stores: Amazon S3 and stores with its protocol, Google Cloud Storage, Azure Blob Storage.
 STORES = ("s3", "gs", "az")
 
 _URI = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*)://([^/?#]*)([^?#]*)(.*)", re.DOTALL)
@@ -15,16 +15,21 @@ _BUCKET = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 
 
 def run_path(path: object) -> str:
-    """Return where a run's file or folder lies: a local path or file:// URI as an absolute path, relative to
-    the working directory, or scheme://bucket/key of an object store without a slash at its end.
+    """Return the full path of a run's file or folder.
 
-    Raises UnsupportedScheme for other URIs, InvalidJob for what is no path at all.
+    A local path or file:// URI becomes an absolute path, relative to the working directory. The path of an object store
+    becomes scheme://bucket/key, without a slash at its end. Raises UnsupportedScheme for other URIs, and InvalidJob for
+    anything that is no path.
     """
     if not isinstance(path, str) or not path:
         raise InvalidValue("{} is no path: expected a non-empty string", brief(path))
-    if uri := _URI.fullmatch(path):
-        scheme, host, inner = uri[1].lower(), uri[2].rpartition("@")[2], uri[3]
-        # Without user, password and query: they may hold a store's keys, and these, not encoded, a slash.
+    uri = _URI.fullmatch(path)
+    if uri is not None:
+        scheme = uri[1].lower()
+        host = uri[2].rpartition("@")[2]
+        inner = uri[3]
+        # Errors show neither user, password nor query: these may hold a store's keys. A key that is not
+        # encoded may hold a slash, so the search for @ goes beyond the host.
         safe = f"{scheme}://{(uri[2] + uri[3]).rpartition('@')[2]}"
         if scheme in STORES:
             return _stored_path(scheme, uri, safe)
@@ -38,15 +43,17 @@ def run_path(path: object) -> str:
 
 
 def is_stored(path: str) -> bool:
+    """Whether the path is one of an object store."""
     return path.partition("://")[0] in STORES
 
 
 def real_path(path: str) -> str:
+    """Return a local path without links; a store's path as it is."""
     return path if is_stored(path) else os.path.realpath(path)
 
 
 def _stored_path(scheme: str, uri: "re.Match[str]", safe: str) -> str:
-    """Raises InvalidJob for what names no object, without showing what may be a secret."""
+    """Return the path of an object. Raises InvalidJob, with `safe`, if it names none. safe: without secrets."""
     if not _BUCKET.fullmatch(uri[2]) or uri[4]:
         raise InvalidJob(
             f"{safe} is no object's path: write {scheme}://bucket/key, without user, password, '?' and '#'; "

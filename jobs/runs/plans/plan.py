@@ -1,4 +1,4 @@
-"""The plan of a run: its input files and shards, written once beside the output."""
+"""The plan of a run: its input files and shards. It is written once, beside the output."""
 
 import json
 import os
@@ -18,17 +18,17 @@ from jobs.runs.plans.spec import RunSpec
 
 #: Each shard is a job in Redis, a file in the output and a line in the plan.
 MAX_SHARDS = 100_000
-#: Shards of a run whose shares Redis keeps; those of a larger one count as equal.
+#: Redis keeps the shares of at most this many shards. In a run with more, all shards count as equal.
 MAX_SHARES = 10_000
 
 
 class AnotherFormat(ValueError):
-    """Raised with a plan's format if this version does not read it."""
+    """Raised, with the plan's format, if this version cannot read it."""
 
 
 @dataclass(frozen=True)
 class AddedColumn:
-    """A column that stands in no file: of folders named `key=value`, or of the files' paths."""
+    """A column that no file has. Its values come from folders named `key=value`, or are the files' paths."""
 
     name: str
     type: Literal["int64", "string"]
@@ -36,10 +36,10 @@ class AddedColumn:
 
 @dataclass(frozen=True)
 class PlannedFile:
-    """An input file as it was planned, with its size in bytes and its values in the plan's added columns.
+    """An input file as it was planned.
 
-    mtime_ns (Unix), etag: a file that has others now is looked at more closely. kept: rows of it that the run asks, if
-    not all.
+    size: in bytes. mtime_ns (Unix), etag: if the file has others now, it is looked at more closely. values: in the
+    plan's added columns. kept: how many of its rows the run asks, if not all.
     """
 
     path: str
@@ -52,16 +52,17 @@ class PlannedFile:
     kept: int | None = field(default=None, compare=False)
 
     @property
-    def own_rows(self) -> int:
+    def num_asked(self) -> int:
+        """Return how many of its rows the run asks."""
         return self.rows if self.kept is None else self.kept
 
 
 @dataclass(frozen=True)
 class Reused:
-    """What planning has taken from earlier runs, into files of this name.
+    """What planning has taken from earlier runs.
 
-    asked: RowKeys.name as planning knew it. any_model: whether answers of other models were taken. runs: see ReusedRun.
-    seed: the first earlier run's, if this run was given none.
+    name: stands in the names of the files that hold it. asked: RowKeys.name as planning knew it. any_model: whether
+    answers of other models were taken. runs: see ReusedRun. seed: the first earlier run's, if this run was given none.
     """
 
     name: str
@@ -72,9 +73,10 @@ class Reused:
 
 
 class Shard(NamedTuple):
-    """A range of rows of one file, from its first row `start`.
+    """A range of rows of one file.
 
-    first_group, num_groups: the row groups that hold the range. skip: rows of the first group before it.
+    start: its first row's place in the file. first_group, num_groups: the row groups that hold the range. skip: rows of
+    the first group that come before the range.
     """
 
     file: int
@@ -89,11 +91,14 @@ class Shard(NamedTuple):
 class Plan:
     """What a run does.
 
-    seed: the source of every row's seed. added_columns: come behind the files'. columns: kinds by name
-    (jobs.parquet.formats.kinds) for text files, which do not say them. as_json: columns that prompts read as each row's
-    own JSON, since a type would be that of all rows. sizes: bytes of what each shard asks. second: the model that
-    answers rows with low margins again. planned_at: Unix seconds, which chats take for the present. input_folder: has
-    the Parquet files made from other inputs; by default it is in the output.
+    seed: the source of every row's seed.
+    added_columns: columns that come after the files' own.
+    columns: for text files, which have no types, each column's kind (jobs.parquet.formats.kinds).
+    as_json: columns that prompts read as each row's own JSON, because a type would be that of all rows.
+    sizes: for each shard, the bytes of the rows that it asks.
+    second: the model that answers rows with low margins again.
+    planned_at: Unix seconds. Chats take it for the present.
+    input_folder: holds the Parquet files made from other inputs. By default it is in the output.
     """
 
     spec: RunSpec
@@ -114,25 +119,28 @@ class Plan:
 
     @property
     def run(self) -> str:
+        """Return the run's id."""
         return self.spec.run
 
     @property
     def rows(self) -> int:
-        found = sum(file.own_rows for file in self.files)
-        return found if self.spec.limit is None else min(found, self.spec.limit)
+        """Return how many rows the run asks."""
+        num_rows = sum(file.num_asked for file in self.files)
+        return num_rows if self.spec.limit is None else min(num_rows, self.spec.limit)
 
     @property
     def shares(self) -> list[int]:
-        """Each shard's share of the run's rows and bytes, in billionths; none of a very large run."""
+        """Return each shard's share of the run's rows and bytes, in billionths. Empty for a very large run."""
         if len(self.sizes) != len(self.shards) or len(self.shards) > MAX_SHARES:
             return []
         return work_shares([shard.rows for shard in self.shards], self.sizes)
 
     def part_path(self, shard: int) -> str:
+        """Return where a shard's part is."""
         return os.path.join(self.spec.parts_folder, part_name(shard))
 
     def reused_path(self, shard: int) -> str:
-        """Return where answers for a shard's rows are that were taken from earlier runs."""
+        """Return the file with a shard's answers that were taken from earlier runs."""
         assert self.reused is not None
         return os.path.join(self.spec.output, REUSED, f"_{self.reused.name}.{part_name(shard)}")
 
@@ -140,22 +148,30 @@ class Plan:
     def given_seed(self) -> int | None:
         """Return the seed that this run was given, or else the one that the first earlier run was given."""
         inherited = None if self.reused is None else self.reused.seed
-        found: int | None = self.spec.sampling.get("seed", inherited)
-        return found
+        seed: int | None = self.spec.sampling.get("seed", inherited)
+        return seed
 
     def model_of(self, is_second: bool) -> PinnedModel:
+        """Return the model that a job asks. is_second: the job asks a cascade's second model."""
         return self.second if is_second and self.second else self.model
 
     def queues(self, queue: str) -> list[tuple[str, bool]]:
-        """Return the queues of a shard's jobs in turn, and which asks the second model. queue: the run's."""
-        return [(queue, False), *([(self.spec.escalate_to or queue, True)] if self.second else [])]
+        """Return the queues of a shard's jobs, in turn, each with whether its job asks the second model.
+
+        queue: the run's.
+        """
+        queues = [(queue, False)]
+        if self.second:
+            queues.append((self.spec.escalate_to or queue, True))
+        return queues
 
     @property
     def converted_folder(self) -> str:
+        """Return the folder of the Parquet files that were made from other inputs."""
         return self.input_folder or os.path.join(self.spec.output, INPUT)
 
     def rows_path(self, file: PlannedFile) -> str:
-        """Return the Parquet file with the rows of an input, where it keeps any: itself, or what was made of it."""
+        """Return the Parquet file that holds an input's rows: the input itself, or the file made from it."""
         if self.input_format == PARQUET and not file.kept:
             return file.path
         text = json.dumps([file.fingerprint, file.rows, self.columns])
@@ -166,42 +182,43 @@ class Plan:
         return os.path.join(self.converted_folder, name)
 
     def first_row(self, shard: int) -> int:
+        """Return the number of a shard's first row, over the whole input."""
         planned = self.shards[shard]
         return self._first_rows[planned.file] + planned.start
 
     def shards_of(self, rows: Set[int]) -> list[int]:
+        """Return the shards that hold these rows, in ascending order."""
         starts = [self.first_row(shard) for shard in range(len(self.shards))]
         return sorted({bisect_right(starts, row) - 1 for row in rows})
 
     @cached_property
     def _first_rows(self) -> list[int]:
-        """Return the number of each file's first row; each of ten thousand shards asks for one."""
-        return [0, *accumulate(file.own_rows for file in self.files)]
+        """Return the number of each file's first row. Cached, as each of ten thousand shards needs one."""
+        return [0, *accumulate(file.num_asked for file in self.files)]
 
     @property
     def _digest(self) -> str:
-        """Name the numbers by which rows are found: a changed one would show nowhere else."""
-        found = blake2b(digest_size=8)
-        for each in (self.seed, *(file.own_rows for file in self.files), *self.shards):
-            found.update(json.dumps(each).encode())
-        return found.hexdigest()
+        """Return a digest of the numbers by which rows are found. Nothing else would show that one has changed."""
+        digest = blake2b(digest_size=8)
+        for value in (self.seed, *(file.num_asked for file in self.files), *self.shards):
+            digest.update(json.dumps(value).encode())
+        return digest.hexdigest()
 
     def to_text(self) -> str:
-        content = {
-            "format": FORMAT,
-            "run": self.run,
-            "arguments": self.spec.to_json(),
-            **{each.name: getattr(self, each.name) for each in fields(self) if each.name not in _NOT_AS_IT_IS},
-            "shard_fields": Shard._fields,
-            "digest": self._digest,
-        }
-        # One by one: at once, ten thousand shards would leave 10 MiB of small strings in the worker's heap.
+        """Return the plan as JSON."""
+        content: dict[str, Any] = {"format": FORMAT, "run": self.run, "arguments": self.spec.to_json()}
+        for plan_field in fields(self):
+            if plan_field.name not in _WRITTEN_OTHERWISE:
+                content[plan_field.name] = getattr(self, plan_field.name)
+        content["shard_fields"] = Shard._fields
+        content["digest"] = self._digest
+        # Shards are written one by one: ten thousand at once would leave 10 MiB of small strings in the heap.
         shards = ", ".join(map(json.dumps, self.shards))
         return f'{json.dumps(content, default=asdict)[:-1]}, "shards": [{shards}]}}'
 
     @classmethod
     def from_text(cls, text: str) -> Self:
-        """Read what `to_text` wrote. Raises AnotherFormat, and ValueError for anything else, bad JSON too."""
+        """Read what `to_text` wrote. Raises AnotherFormat, or ValueError for anything else."""
         content = json.loads(text)
         if not isinstance(content, dict) or type(content.get("format")) is not int:
             raise ValueError("it is no plan of a run")
@@ -213,7 +230,7 @@ class Plan:
                 seed=content["seed"],
                 model=PinnedModel(**content["model"]),
                 version=content["version"],
-                files=tuple(PlannedFile(**{**file, "values": tuple(file["values"])}) for file in content["files"]),
+                files=tuple(_planned_file(file) for file in content["files"]),
                 shards=tuple(map(Shard._make, content["shards"])),
                 added_columns=tuple(AddedColumn(**column) for column in content["added_columns"]),
                 input_format=content["input_format"],
@@ -228,36 +245,49 @@ class Plan:
             raise ValueError(f"a field is missing or wrong: {error}") from None
         if plan.run != content.get("run"):
             raise ValueError("its arguments do not give its run id")
-        if content.get("digest", own := plan._digest) != own:  # earlier plans have none
+        if "digest" in content and content["digest"] != plan._digest:  # earlier plans have none
             raise ValueError("numbers of rows are not as they were written")
         return plan
 
 
-_NOT_AS_IT_IS = ("spec", "shards", "input_folder")
+def _planned_file(content: dict[str, Any]) -> PlannedFile:
+    return PlannedFile(**{**content, "values": tuple(content["values"])})
+
+
+#: Fields of Plan that `to_text` writes in another form, or not at all.
+_WRITTEN_OTHERWISE = ("spec", "shards", "input_folder")
 
 
 def work_shares(rows: Sequence[int], sizes: Sequence[int]) -> list[int]:
-    """Return what Plan.shares does, for shards of so many rows and bytes."""
-    scale, all_rows, all_bytes = 10**9, sum(rows) or 1, sum(sizes) or 1
-    return [round(scale * (a / all_rows + b / all_bytes)) for a, b in zip(rows, sizes, strict=True)]
+    """Return Plan.shares. rows, sizes: each shard's number of rows and of bytes."""
+    scale = 10**9
+    all_rows = sum(rows) or 1
+    all_bytes = sum(sizes) or 1
+    shares = []
+    for num_rows, num_bytes in zip(rows, sizes, strict=True):
+        shares.append(round(scale * (num_rows / all_rows + num_bytes / all_bytes)))
+    return shares
 
 
-#: Towards a run's end a shard holds the rows that are left divided by this, so that workers end together; at least so
-#: many as keep a worker's batch filled.
+#: Towards a run's end, a shard holds this fraction of the rows that are left, so that all workers end together.
 TAIL_SHARE = 8
+#: The fewest rows of such a shard: enough to keep a worker's batch filled.
 MIN_TAIL_ROWS = 128
 
 
 def cut_shards(row_groups: Sequence[Sequence[int]], rows_per_shard: int, limit: int | None = None) -> tuple[Shard, ...]:
     """Cut files into shards of at most `rows_per_shard` rows, each within one file, in row order.
 
-    The last ones of a run of more than TAIL_SHARE shards are smaller. row_groups: for each file the row count of each
-    of its row groups. limit: of them all, only so many rows. No row at all gives one empty shard, so that every run has
-    a part and readers find the schema. Raises InvalidJob beyond MAX_SHARDS.
+    In a run of more than TAIL_SHARE shards, the last ones are smaller. A run without rows gets one empty shard, so that
+    it has a part and readers find the schema. row_groups: for each file, the rows of each of its row groups. limit: the
+    most rows to take, from the first one on. Raises InvalidJob beyond MAX_SHARDS.
     """
     rows = sum(map(sum, row_groups))
-    rows = rows if limit is None else min(rows, limit)
-    shards = list(_cut(row_groups, rows_per_shard, rows)) if rows // rows_per_shard <= MAX_SHARDS else None
+    if limit is not None:
+        rows = min(rows, limit)
+    shards = None
+    if rows // rows_per_shard <= MAX_SHARDS:
+        shards = list(_cut(row_groups, rows_per_shard, rows))
     if shards is None or len(shards) > MAX_SHARDS:
         raise InvalidJob(
             f"{rows} rows in {len(row_groups)} files make more than {MAX_SHARDS} shards of at most "
@@ -267,19 +297,23 @@ def cut_shards(row_groups: Sequence[Sequence[int]], rows_per_shard: int, limit: 
 
 
 def _cut(row_groups: Sequence[Sequence[int]], most: int, left: int) -> Iterator[Shard]:
-    """Yield shards of at most so many rows, for the first ones of the files. left: how many of those."""
-    least = most if left <= TAIL_SHARE * most else max(most // TAIL_SHARE, min(most, MIN_TAIL_ROWS))
+    """Yield shards of at most `most` rows, which hold the files' first `left` rows."""
+    least = most
+    if left > TAIL_SHARE * most:
+        least = max(most // TAIL_SHARE, min(most, MIN_TAIL_ROWS))
     for number, groups in enumerate(row_groups):
-        ends, start = list(accumulate(groups)), 0
+        ends = list(accumulate(groups))
+        start = 0
         while left and ends and start < ends[-1]:
             wanted = min(most, max(least, left // TAIL_SHARE))
             rows = min(wanted, ends[-1] - start, left)
             yield _shard(number, ends, start, rows)
-            start, left = start + rows, left - rows
+            start += rows
+            left -= rows
 
 
 def _shard(file: int, ends: Sequence[int], start: int, rows: int) -> Shard:
-    """Find the row groups of one range. ends: for each row group, the row after its last."""
+    """Return the shard of one range of rows. ends: for each row group, the row after its last one."""
     first = bisect_right(ends, start)
     last = bisect_left(ends, start + rows)
     group_start = ends[first - 1] if first else 0

@@ -1,4 +1,4 @@
-"""Several prompts of each row, one after the other, each a template over columns and earlier answers."""
+"""Lets each row have several prompts, one after the other. Their templates name columns and earlier answers."""
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
@@ -15,7 +15,7 @@ from jobs.prompts.template_texts import template_texts
 from jobs.runs.plans.names import KEPT_BESIDE
 from jobs.runs.plans.option_checks import OF_PROMPTS, check_read, check_shard
 
-#: Literals and values that a shard's prompts are put together from: some seconds of a thread.
+#: The most literals and values that a shard's prompts are made of. A thread joins them in some seconds.
 MAX_SHARD_PIECES = 20_000_000
 #: A text cut into (literal, column that follows it or None).
 Pieces = tuple[tuple[str, str | None], ...]
@@ -25,8 +25,8 @@ Pieces = tuple[tuple[str, str | None], ...]
 class Template:
     """A text, or a chat whose message contents are such texts.
 
-    Only plain column names may stand in braces: no attribute, index, conversion or format, because the template is part
-    of a job and a job is not trusted. A value is never parsed again, so braces in the data are harmless.
+    Braces may hold plain column names only: no attribute, index, conversion or format. The template is part of a job,
+    and jobs are not trusted. A value is never parsed again, so braces in the data are harmless.
     """
 
     texts: tuple[Pieces, ...]
@@ -43,32 +43,41 @@ class Template:
 
     @property
     def columns(self) -> tuple[str, ...]:
+        """Return the columns that the template names, each once."""
         return tuple(dict.fromkeys(column for text in self.texts for _, column in text if column is not None))
 
     def check_cost(self, rows: int) -> None:
-        """Raise InvalidJob where the prompts of a shard of so many rows take more than MAX_SHARD_PIECES."""
+        """Raise InvalidJob if the prompts of a shard with `rows` rows take more than MAX_SHARD_PIECES."""
         check_shard(sum(map(len, self.texts)), "pieces of the template", rows, MAX_SHARD_PIECES)
 
     def filled_chars(self, values: Mapping[str, object]) -> int:
-        """Return how many characters `fill` would build: a few long values may stand there many times."""
-        sizes: dict[str | None, int] = {None: 0, **{column: len(f"{value}") for column, value in values.items()}}
+        """Return how many characters `fill` would build. They may be many: a long value may stand there often."""
+        sizes: dict[str | None, int] = {None: 0}
+        for column, value in values.items():
+            sizes[column] = len(f"{value}")
         return sum(len(literal) + sizes[column] for text in self.texts for literal, column in text)
 
     def fill(self, values: Mapping[str, object]) -> str | list[dict[str, str]]:
-        parts: dict[str | None, str] = {column: f"{value}" for column, value in values.items()}
-        parts[None] = ""
-        filled = ["".join([part for literal, name in text for part in (literal, parts[name])]) for text in self.texts]
+        """Return the prompt, or the messages of a chat, with the values in place of their columns' names."""
+        value_texts: dict[str | None, str] = {column: f"{value}" for column, value in values.items()}
+        value_texts[None] = ""
+        filled = []
+        for text in self.texts:
+            filled.append("".join([literal + value_texts[column] for literal, column in text]))
         if self.roles is None:
             return filled[0]
         return [{"role": role, "content": text} for role, text in zip(self.roles, filled, strict=True)]
 
 
-#: What to do about braces that are no field's.
+#: What to do about braces that hold no column name.
 BRACES = "write {{ and }} for braces of text, or, for Jinja's, say template_format 'jinja' (--template-format jinja)"
 
 
 def _parse_text(text: str, what: str) -> Pieces:
-    """Cut a text at its braces. what: its name in errors, which say where to look and repeat none of it."""
+    """Cut a text at its braces.
+
+    what: the text's name in errors. They say where to look and repeat nothing of the text.
+    """
     pieces: list[tuple[str, str | None]] = []
     try:
         for literal, column, form, conversion in Formatter().parse(text):
@@ -83,16 +92,17 @@ def _parse_text(text: str, what: str) -> Pieces:
     return tuple(pieces)
 
 
-#: Prompts of a row; each is a turn in the batch.
+#: The most prompts of a row. Each one is a turn in the batch.
 MAX_STEPS = 20
 
+#: Columns that a row has once, however many prompts it has.
 ROW_COLUMNS = ("prompt_tokens", "completion_tokens", "cached_tokens", "error")
-#: What the longest name of a column of a prompt's ends with.
+#: The longest ending of a prompt's column, after the prompt's name.
 LONGEST = "_prompt_logprobs"
 
 
 def answer_columns(sampling: Mapping[str, Any], *, has_tools: bool) -> list[str]:
-    """Return the columns that hold what an answer has of its own. Their types: jobs/parquet/asks/ask.py."""
+    """Return the columns of one answer. Their types are in jobs/parquet/asks/ask.py."""
     wanted = {
         "completion": True,
         "finish_reason": True,
@@ -106,7 +116,10 @@ def answer_columns(sampling: Mapping[str, Any], *, has_tools: bool) -> list[str]
 
 @dataclass(frozen=True)
 class PromptStep:
-    """One of a row's prompts. sampling: all of its values, those of the run included. is_scored: against labels."""
+    """One of a row's prompts.
+
+    sampling: all of its values, those of the run included. is_scored: whether it is scored against labels.
+    """
 
     name: str
     template: Template
@@ -116,15 +129,19 @@ class PromptStep:
 
     @property
     def is_chat(self) -> bool:
+        """Whether the template is a chat."""
         return self.template.roles is not None
 
     @property
     def columns(self) -> dict[str, str]:
-        """Return the columns that hold what comes of it, its answer's first, and what each of them is of an answer."""
+        """Return the prompt's columns, each with the answer's column that it holds. The completion is first."""
         if self.is_scored:
             return {name: name for name in LABEL_COLUMNS}
-        names = answer_columns(self.sampling, has_tools="tools" in self.chat)
-        return {self.name if each == "completion" else f"{self.name}_{each}": each for each in names}
+        columns = {}
+        for answer_column in answer_columns(self.sampling, has_tools="tools" in self.chat):
+            column = self.name if answer_column == "completion" else f"{self.name}_{answer_column}"
+            columns[column] = answer_column
+        return columns
 
 
 def parse_prompts(name: str, value: Any) -> list[dict[str, Any]]:
@@ -132,25 +149,31 @@ def parse_prompts(name: str, value: Any) -> list[dict[str, Any]]:
     if not isinstance(value, list) or not value:
         raise unlike(name, value, 'a list such as [{"name": "summary", "template": "..."}, ...]')
     check_limit(len(value), MAX_STEPS, "prompts has {} entries")
-    return [_parse_prompt(each, number) for number, each in enumerate(value)]
+    return [_parse_prompt(prompt, number) for number, prompt in enumerate(value)]
 
 
 def _parse_prompt(value: Any, number: int) -> dict[str, Any]:
     if not isinstance(value, dict) or not {"name", "template"} <= value.keys() <= {"name", "template", "sampling"}:
         raise unlike(f"prompts[{number}]", value, "an object of name, template and, if at all, sampling")
-    name, sampling = value["name"], value.get("sampling")
+    name = value["name"]
     longest = MAX_NAME_CHARS - len(LONGEST)
     if not isinstance(name, str) or not name.isidentifier() or len(name) > longest:
-        raise unlike(
-            f"the name of prompts[{number}]", name, f"a word of letters, digits and _, at most {longest} characters"
-        )
+        expected = f"a word of letters, digits and _, at most {longest} characters"
+        raise unlike(f"the name of prompts[{number}]", name, expected)
+
     template_texts(value["template"])
+
+    sampling = value.get("sampling")
     if sampling is not None and not isinstance(sampling, dict):
         raise unlike(f"the sampling of prompt {name!r}", sampling, "a mapping")
     for key in ("n", "seed"):
         if (sampling or {}).get(key) is not None:
             raise InvalidJob(f"prompt {name!r} has {key} of its own, which is one for all prompts of a run")
-    return {"name": name, "template": value["template"], **({"sampling": sampling} if sampling else {})}
+
+    prompt = {"name": name, "template": value["template"]}
+    if sampling:
+        prompt["sampling"] = sampling
+    return prompt
 
 
 #: A shard's prompts and answers are held in memory until its part is written.
@@ -158,7 +181,10 @@ MAX_ROWS_PER_SHARD = 1_000_000
 
 
 def run_sampling(value: Any, rows_per_shard: int, *, is_chat: bool) -> dict[str, Any]:
-    """Return sampling values of a run's rows, without what asks for nothing; 0 and 0.0 are one. Raises InvalidJob."""
+    """Return the sampling values of a run's rows, checked, without those that ask for nothing. Raises InvalidJob.
+
+    Equal values have one form, so that equal runs have one id: 0.0 becomes 0.
+    """
     if not isinstance(value, dict):
         raise unlike("sampling", value, "a mapping: on the command line write sampling:='{\"max_tokens\": 64}'")
     sampling = parse_sampling(value)
@@ -166,14 +192,16 @@ def run_sampling(value: Any, rows_per_shard: int, *, is_chat: bool) -> dict[str,
         split_chat_options(sampling)
     else:
         refuse_chat_options(sampling)
-    sampling = {
-        name: int(value) if isinstance(value, float) and value.is_integer() and abs(value) < 2**53 else value
-        for name, value in run_values(sampling).items()
-    }
+
+    sampling = dict(run_values(sampling))
+    for name, number in sampling.items():
+        if isinstance(number, float) and number.is_integer() and abs(number) < 2**53:
+            sampling[name] = int(number)
+
     n = sampling.get("n", 1)
     if isinstance(n, int):
         check_shard(n, "completions of a row", rows_per_shard, MAX_ROWS_PER_SHARD)
-    if isinstance(sampling.get("logit_bias"), dict):  # its keys as in the plan, which is JSON
+    if isinstance(sampling.get("logit_bias"), dict):  # the plan is JSON, where keys are texts
         sampling["logit_bias"] = {str(key): bias for key, bias in sampling["logit_bias"].items()}
     return sampling
 
@@ -185,31 +213,42 @@ def make_steps(
     rows_per_shard: int,
     has_labels: bool = False,
 ) -> tuple[PromptStep, ...]:
-    """Return the prompts of a run, checked. from_columns: sampling values that each row brings. Raises InvalidJob."""
+    """Return the prompts of a run, checked. Raises InvalidJob.
+
+    from_columns: names of sampling values that come from columns. has_labels: the last prompt is scored against labels.
+    """
     steps = []
     if sampling.get("n", 1) != 1:
         raise InvalidJob("n is one where a row has several prompts: an answer of several fills in none")
     for number, prompt in enumerate(prompts, 1):
-        template, name = Template.parse(prompt["template"]), prompt["name"]
+        name = prompt["name"]
+        template = Template.parse(prompt["template"])
         template.check_cost(rows_per_shard)
         is_chat = template.roles is not None
-        # By the names that the run's have.
-        own = run_sampling(prompt.get("sampling") or {}, rows_per_shard, is_chat=is_chat)
-        if twice := sorted(own.keys() & from_columns):
-            raise InvalidJob(f"{twice[0]} comes from a column, and prompt {name!r} has its own: leave one out")
-        if is_scored := has_labels and number == len(prompts):
-            check_read(own, "labels", OF_PROMPTS, f"the sampling of prompt {name!r}")
-            left_out = ("tool_choice",) if forces_call(sampling) else ()
-            read = [name for name in OF_PROMPTS if name not in left_out]
-            sampling = {key: value for key, value in sampling.items() if key in read}
-        values, chat = split_chat_options(run_sampling({**sampling, **own}, rows_per_shard, is_chat=is_chat))
+
+        # Read by itself first, so that its names are those that the run's values have.
+        prompt_sampling = run_sampling(prompt.get("sampling") or {}, rows_per_shard, is_chat=is_chat)
+        in_both = sorted(prompt_sampling.keys() & from_columns)
+        if in_both:
+            raise InvalidJob(f"{in_both[0]} comes from a column, and prompt {name!r} has its own: leave one out")
+
+        is_scored = has_labels and number == len(prompts)
+        if is_scored:
+            check_read(prompt_sampling, "labels", OF_PROMPTS, f"the sampling of prompt {name!r}")
+            read_by_scoring = set(OF_PROMPTS)
+            if forces_call(sampling):
+                read_by_scoring.discard("tool_choice")
+            sampling = {key: value for key, value in sampling.items() if key in read_by_scoring}
+
+        merged = run_sampling({**sampling, **prompt_sampling}, rows_per_shard, is_chat=is_chat)
+        values, chat = split_chat_options(merged)
         steps.append(PromptStep(name, template, values, chat, is_scored))
     _check_names(steps)
     return tuple(steps)
 
 
 def _check_names(steps: Sequence[PromptStep]) -> None:
-    """Raise InvalidJob where two columns would have one name, or a template names an answer not there yet."""
+    """Raise InvalidJob if two columns would have one name, or a template names an answer that is not there yet."""
     taken = {*ROW_COLUMNS, *KEPT_BESIDE, "reused", "check_error"}
     for step in steps:
         for column in step.columns:
@@ -217,14 +256,14 @@ def _check_names(steps: Sequence[PromptStep]) -> None:
                 raise InvalidJob(f"prompt {step.name!r} has a column {column!r}, which is there already: rename it")
             taken.add(column)
     for number, step in enumerate(steps):
-        named = step.template.columns
-        if not named:
+        columns = step.template.columns
+        if not columns:
             raise InvalidJob(
                 f"the template of prompt {step.name!r} names no column and no earlier prompt, so that every "
                 "row would ask the same: write {column} where a row's value goes"
             )
         for later in steps[number:]:
-            if later.name in named:
+            if later.name in columns:
                 raise InvalidJob(
                     f"the template of prompt {step.name!r} names {later.name!r}, which has no answer yet "
                     "there: name columns and earlier prompts"

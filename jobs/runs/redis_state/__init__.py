@@ -1,1 +1,1 @@
-"""A run's keys in Redis."""
+"""Keeps a run's keys in Redis."""

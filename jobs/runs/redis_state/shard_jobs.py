@@ -1,6 +1,6 @@
-"""A run's jobs: looked at, found where workers hold them, and enqueued, each once however often a run is planned.
+"""Reads and enqueues a run's jobs. Each is enqueued once, however often the run is planned.
 
-RQ's executions tell who holds a job: one that waits inside a worker still says "queued".
+RQ's executions tell who holds a job. The status does not: a job that waits inside a worker still says "queued".
 """
 
 import os
@@ -25,7 +25,10 @@ from jobs.runs.redis_state.state import RunState
 
 @dataclass(frozen=True)
 class EarlierJob:
-    """A job as its hash tells of it. status: None for an unknown one. submission: of its run, that has enqueued it."""
+    """A job as its hash describes it.
+
+    status: None if it is unknown. submission: the number of the run's submission that enqueued the job.
+    """
 
     id: str
     status: JobStatus | None
@@ -35,7 +38,7 @@ class EarlierJob:
     in_queue: bool = False
 
     def delete(self, pipe: Pipeline, from_queue: bool = True) -> None:
-        """Delete it as RQ's `Job.delete` does. from_queue: also take it off its queue."""
+        """Delete the job as RQ's `Job.delete` does. from_queue: also take it off its queue."""
         keys = rq_jobs.QueueKeys(self.origin)
         if from_queue:
             pipe.lrem(keys.waiting, 1, self.id)
@@ -48,7 +51,7 @@ class EarlierJob:
 
 
 def read_earlier(connection: Redis, job_ids: Sequence[str], queue: rq_jobs.QueueKeys | None = None) -> list[EarlierJob]:
-    """Return those of the jobs that Redis has, all of one moment. queue: where they are looked for as well."""
+    """Return those jobs that Redis has, all as of one moment. queue: where they are looked for as well."""
     keys = () if queue is None else (queue.waiting, queue.popped)
     with connection.pipeline() as pipe:
         for key in keys:
@@ -57,56 +60,68 @@ def read_earlier(connection: Redis, job_ids: Sequence[str], queue: rq_jobs.Queue
             pipe.exists(rq_jobs.job_key(job_id))
             pipe.hmget(rq_jobs.job_key(job_id), "status", "origin", SUBMISSION_FIELD)
             pipe.zrange(rq_jobs.executions_key(job_id), 0, -1)
-        replies = pipe.execute()
-    in_queue = {stored.text(job_id) for ids in replies[: len(keys)] for job_id in ids}
-    del replies[: len(keys)]
-    return [
-        EarlierJob(
-            job_id,
-            rq_jobs.job_status(status),
-            stored.text(origin or b""),
-            tuple(map(stored.text, executions)),
-            stored.count(stored.text(submission or b"")) or 0,
-            job_id in in_queue,
+        replies = iter(pipe.execute())
+
+    in_queue: set[str] = set()
+    for _ in keys:
+        in_queue.update(map(stored.text, next(replies)))
+
+    jobs = []
+    for job_id in job_ids:
+        is_there = next(replies)
+        status, origin, submission = next(replies)
+        executions = next(replies)
+        if not is_there:
+            continue
+        job = EarlierJob(
+            id=job_id,
+            status=rq_jobs.job_status(status),
+            origin=stored.text(origin or b""),
+            executions=tuple(map(stored.text, executions)),
+            submission=stored.count(stored.text(submission or b"")) or 0,
+            in_queue=job_id in in_queue,
         )
-        for job_id, is_there, (status, origin, submission), executions in zip(
-            job_ids, replies[::3], replies[1::3], replies[2::3], strict=True
-        )
-        if is_there
-    ]
+        jobs.append(job)
+    return jobs
 
 
 _CHUNK = 1000
 
 
 def read_holders(connection: Redis, job_ids: Sequence[str]) -> list[tuple[str, str, str]]:
-    """Return the executions that hold some of the jobs: job, execution and the worker's name."""
+    """Return the executions that hold any of the jobs, each as job id, execution id and worker name."""
     with connection.pipeline(transaction=False) as pipe:
         for job_id in job_ids:
             pipe.zrange(rq_jobs.executions_key(job_id), 0, -1)
-        held = [
-            (job_id, stored.text(execution))
-            for job_id, executions in zip(job_ids, pipe.execute(), strict=True)
-            for execution in executions
-        ]
+        executions_by_job = zip(job_ids, pipe.execute(), strict=True)
+        held = [(job_id, stored.text(entry)) for job_id, entries in executions_by_job for entry in entries]
+
         for job_id, execution in held:
             pipe.hget(rq_jobs.execution_key(job_id, execution), "worker_name")
-        return [(*each, stored.text(name)) for each, name in zip(held, pipe.execute(), strict=True) if name]
+        worker_names = pipe.execute()
+
+    holders = []
+    for (job_id, execution), name in zip(held, worker_names, strict=True):
+        if name:
+            holders.append((job_id, execution, stored.text(name)))
+    return holders
 
 
 def num_held(connection: Redis, job_ids: Iterable[str]) -> int:
-    left, found = iter(job_ids), 0
-    while chunk := [rq_jobs.executions_key(job_id) for job_id in islice(left, _CHUNK)]:
-        found += int(connection.exists(*chunk))
-    return found
+    """Return how many of the jobs a worker holds."""
+    remaining = iter(job_ids)
+    count = 0
+    while chunk := [rq_jobs.executions_key(job_id) for job_id in islice(remaining, _CHUNK)]:
+        count += int(connection.exists(*chunk))
+    return count
 
 
-#: A run's own record is its parts; RQ's results only help while someone looks.
+#: How long RQ keeps the jobs' results. They only help while someone looks: a run's own record is its parts.
 RESULT_TTL_S = 24 * 3600
 FAILURE_TTL_S = 7 * 24 * 3600
-#: Jobs enqueued in one transaction, so that other clients of Redis never wait long, and memory stays flat.
+#: Jobs enqueued in one transaction. Small, so that other clients of Redis never wait long and memory stays flat.
 CHUNK = 100
-#: Entries of a queue that are read at once: Redis is busy with them for about a millisecond.
+#: Entries of a queue that are read at once. They keep Redis busy for about a millisecond.
 PAGE = 5000
 
 _ALIVE = {JobStatus.QUEUED, JobStatus.STARTED, JobStatus.SCHEDULED, JobStatus.DEFERRED, JobStatus.CREATED}
@@ -117,26 +132,31 @@ def enqueue_shards(
 ) -> int:
     """Enqueue shards that no live job works on; return how many. Raises RunBusy, RunCancelled.
 
-    low: rows that the second model of a cascade is asked of each shard; None for the first model's jobs.
+    low: for jobs of a cascade's second model, how many rows of each shard it is asked; None for the first model's jobs.
     """
-    # The queue of this model's jobs and, behind the first model's, that of the second's.
-    queues = [
-        _ShardQueue(context.connection, name, plan.run, is_second)
-        for name, is_second in plan.queues(queue_name)[low is not None :]
-    ]
-    fields: dict[Any, Any] = {MODEL_FIELD: plan.model_of(is_second=low is not None).pin, KIND_FIELD: FILE}
-    fields[FORMAT_FIELD] = FORMAT
-    again = [] if low is None else [queue_name]
+    for_second = low is not None
+    # A shard is at work if the second model's job is alive. So the first model looks at both queues.
+    phases = plan.queues(queue_name)
+    if for_second:
+        phases = phases[1:]
+    queues = [_ShardQueue(context.connection, name, plan.run, is_second) for name, is_second in phases]
+    fields: dict[Any, Any] = {
+        MODEL_FIELD: plan.model_of(is_second=for_second).pin,
+        KIND_FIELD: FILE,
+        FORMAT_FIELD: FORMAT,
+    }
+    # The first model's job of a cascade leaves no result: it is gone once the second one's is there.
+    result_ttl_s = 0 if plan.second and not for_second else RESULT_TTL_S
     enqueued = 0
 
     def prepare(shard: int, job_id: str) -> Any:
         return prepared_job(
             "jobs.score_shard",
-            args=(plan.run, os.path.join(plan.spec.output, PLAN), shard, *again),
+            args=(plan.run, os.path.join(plan.spec.output, PLAN), shard, *([queue_name] if for_second else [])),
             timeout=-1,
-            result_ttl=0 if plan.second and not again else RESULT_TTL_S,  # it is gone once the second is there
+            result_ttl=result_ttl_s,
             failure_ttl=FAILURE_TTL_S,
-            description=f"shard {shard} of run {plan.run}{', again' if again else ''}",
+            description=f"shard {shard} of run {plan.run}{', again' if for_second else ''}",
             job_id=job_id,
             meta=dict(context.trace) or None,
         )
@@ -144,53 +164,65 @@ def enqueue_shards(
     def enqueue(chunk: Sequence[int], pipe: Pipeline) -> int:
         if state.is_cancelled():
             raise RunCancelled(plan.run)
-        submission, cancelled = state.submission(), state.submission("cancelled_submission")
-        found = [each for queue in queues for each in queue.look(chunk, cancelled)]
-        alive = {job_shard(plan.run, job.id) for job, is_alive in found if is_alive}
-        waiting = {shard: shard_job_id(plan.run, shard, low is not None) for shard in chunk if shard not in alive}
+        submission = state.submission()
+        cancelled = state.submission("cancelled_submission")
+        earlier = [job_look for queue in queues for job_look in queue.look(chunk, cancelled)]
+        alive = {job_shard(plan.run, job.id) for job, is_alive in earlier if is_alive}
+        new_jobs = {shard: shard_job_id(plan.run, shard, for_second) for shard in chunk if shard not in alive}
+
         pipe.multi()
         state.take_turn(pipe)
-        for job, is_alive in found:
+        for job, is_alive in earlier:
             if not is_alive:
                 job.delete(pipe, from_queue=job.origin != queues[0].queue.name)
                 pipe.delete(results_key(job.id))
-            elif 0 < cancelled >= job.submission:  # it is the newest submission's from now on
+            elif 0 < cancelled >= job.submission:  # from now on it belongs to the newest submission
                 pipe.hset(job_key(job.id), SUBMISSION_FIELD, str(submission))
-        if waiting:  # also of one that is stopped while this is prepared
-            pipe.zrem(queues[0].keys.failed, *waiting.values())
-        queues[0].queue.enqueue_many([prepare(shard, job_id) for shard, job_id in waiting.items()], pipeline=pipe)
-        for shard, job_id in waiting.items():
-            rows = plan.shards[shard].rows * plan.spec.n if low is None else low
-            pipe.hset(job_key(job_id), mapping={**fields, SEQUENCES_FIELD: rows, SUBMISSION_FIELD: submission})
-        return len(waiting)
+        if new_jobs:  # a job may have been stopped, and so have failed, while this was prepared
+            pipe.zrem(queues[0].keys.failed, *new_jobs.values())
+        queues[0].queue.enqueue_many([prepare(shard, job_id) for shard, job_id in new_jobs.items()], pipeline=pipe)
+        for shard, job_id in new_jobs.items():
+            num_sequences = plan.shards[shard].rows * plan.spec.n if low is None else low
+            shard_fields: dict[Any, Any] = {SEQUENCES_FIELD: num_sequences, SUBMISSION_FIELD: submission}
+            pipe.hset(job_key(job_id), mapping={**fields, **shard_fields})
+        return len(new_jobs)
 
     for start in range(0, len(shards), CHUNK):
         context.check_interrupted()
-        # Or not at all: two planners never write at once.
+        # A chunk is written while no other planner writes, or not at all.
         enqueued += state.write(partial(enqueue, shards[start : start + CHUNK]))
     return enqueued
 
 
 class _ShardQueue:
-    """A run's jobs on a queue, of one model. Which stand there is read once; for others all is looked at again."""
+    """The jobs that a run has on one queue, for one model.
+
+    The queue is read once. It is read again only for jobs that say "queued" and were not on it.
+    """
 
     def __init__(self, connection: Redis, name: str, run: str, is_second: bool) -> None:
-        self.queue, self.keys = job_queue(connection, name), rq_jobs.QueueKeys(name)
-        self._connection, self._run, self._is_second = connection, run, is_second
+        self.queue = job_queue(connection, name)
+        self.keys = rq_jobs.QueueKeys(name)
+        self._connection = connection
+        self._run = run
+        self._is_second = is_second
 
     def look(self, shards: Sequence[int], cancelled: int) -> list[tuple[EarlierJob, bool]]:
-        """Return the shards' jobs that there are, and whether each will bring its shard to an end."""
+        """Return the jobs that the shards have, each with whether it will bring its shard to an end.
+
+        cancelled: the number of the last cancelled submission, 0 for none.
+        """
         ids = [shard_job_id(self._run, shard, self._is_second) for shard in shards]
         jobs = read_earlier(self._connection, ids)
         queued = {job.id for job in jobs if job.status == JobStatus.QUEUED and not job.executions}
-        if queued and not queued <= self._found:
+        if queued and not queued <= self._on_queue:
             jobs = read_earlier(self._connection, ids, self.keys)
         else:
             jobs = [replace(job, in_queue=job.id in queued) for job in jobs]
         return [(job, self._is_alive(job, cancelled)) for job in jobs]
 
     def _is_alive(self, job: EarlierJob, cancelled: int) -> bool:
-        if 0 < cancelled >= job.submission:  # one that is held since before a cancel ends without its part
+        if 0 < cancelled >= job.submission:  # a job held since before a cancel ends without its part
             return job.status == JobStatus.QUEUED and job.in_queue and not job.executions
         if job.executions:
             return True
@@ -199,12 +231,13 @@ class _ShardQueue:
         return job.status in _ALIVE and not is_lost
 
     @cached_property
-    def _found(self) -> set[str]:
-        """Return the run's jobs that were on the queue, or taken from it by a worker of RQ's own."""
-        found: set[str] = set()
+    def _on_queue(self) -> set[str]:
+        """Return the run's jobs that were on the queue, or just taken from it by a worker of RQ's own."""
+        on_queue: set[str] = set()
         for key in (self.keys.waiting, self.keys.popped):
             start = 0
             while page := cast("list[bytes]", self._connection.lrange(key, start, start + PAGE - 1)):
                 start += PAGE
-                found.update(each for each in map(stored.text, page) if job_shard(self._run, each) is not None)
-        return found
+                job_ids = map(stored.text, page)
+                on_queue.update(job_id for job_id in job_ids if job_shard(self._run, job_id) is not None)
+        return on_queue

@@ -1,11 +1,13 @@
-"""A run's state in Redis: what the CLI shows, and the count that tells the last shard that it is the last.
+"""Keeps a run's state in Redis: what the CLI shows, and the count by which the last shard knows that it is the last.
 
-Nothing here is needed to resume: parts on disk are the truth, and the planner rebuilds these keys from them.
+Nothing here is needed to resume. Parts on disk are the truth, and the planner rebuilds these keys from them.
 
-Whoever writes here may have been frozen since it looked, for any time. So each write that rests on a look is
-one transaction, which is carried out only while what was looked at is as it was: nobody planned, submitted or
-cancelled the run meanwhile (submitting, enqueueing), the job is held (what a planner writes), no other submission
-came (cancelling), no part was recorded since (counting).
+A writer may have been frozen, for any time, since it read. So each write that depends on a read is one transaction. It
+is carried out only if what was read is still true:
+- submitting, enqueueing: nobody planned, submitted or cancelled the run meanwhile;
+- writes of a planner: its job is still held;
+- cancelling: no other submission came;
+- counting: no part was recorded since.
 """
 
 import json
@@ -30,27 +32,29 @@ T = TypeVar("T")
 
 
 def transact(client: Redis, change: Callable[[Pipeline], T], *watched: str) -> T:
-    """Return what `change` returns of a pipeline that watches these keys; it is called again where one has changed.
+    """Call `change` with a pipeline that watches these keys, and return its result.
 
-    No scripts: producers make transactions too, and may run none (`ops/redis-users.acl`). change: reads, calls `multi`,
-    and queues commands, or executes them where it wants their replies.
+    It is called again if a watched key has changed. change: reads, calls `multi`, and queues commands; it may execute
+    them if it needs their replies. This is no script because producers make transactions too, and may not run scripts
+    (`ops/redis-users.acl`).
     """
-    found: Any = client.transaction(change, *watched, value_from_callable=True)  # type: ignore[arg-type]
-    return cast("T", found)
+    result: Any = client.transaction(change, *watched, value_from_callable=True)  # type: ignore[arg-type]
+    return cast("T", result)
 
 
-#: Of a part as many kinds of reasons are kept, and of a run those of as many parts.
-MAX_OF_PART, MAX_PARTS = 5, 1000
-#: Fields of a run's hash: what its parts have together.
+#: The most reasons that are kept for a part, and the most parts of a run whose reasons are kept.
+MAX_OF_PART = 5
+MAX_PARTS = 1000
+#: Fields of a run's hash: the totals of its parts.
 TOTALS = tuple(f"total_{name}" for name in COUNTED)
-#: Fields of the last submission: rows, those with an error and generated tokens of parts recorded since, when work on
-#: it began and its last part ended.
+#: Fields of a run's hash about its last submission. The parts recorded since have this many rows, rows with an error
+#: and generated tokens; work began at this time, and the last part ended at this time.
 OF_SUBMISSION = ("judged_rows", "judged_errors", "judged_tokens", "began_at", "ended_at")
 
 _TOTAL = b"total"
 
-#: Records a part that is not recorded, and counts it, in one step: many shards end at once, and workers are killed.
-#: Where Redis lost what the parts before it have together there is no total, and whoever is told so counts them all.
+#: Records a part, unless it is recorded, and counts it. It is one step because many shards end at once, and workers
+#: are killed. If Redis has lost the totals of earlier parts, it returns no total; the caller then counts all parts.
 _RECORD = """
 local args, parts, run, failed = cjson.decode(ARGV[1]), KEYS[1], KEYS[2], KEYS[3]
 local total = redis.call('HEXISTS', run, args.newest) == 1 and redis.call('HGET', parts, 'total')
@@ -70,29 +74,30 @@ return {redis.call('HLEN', parts), total, redis.call('SCARD', failed)}
 PLAN_ERROR = "plan_error"
 #: The field that says why few answers of earlier runs were taken.
 REUSE_DIFFERS = "reuse_differs"
-#: A run's keys live for RUN_TTL_S from its last part on, which may come long after its submission.
+#: How long a run is listed from its submission on. Its last part may come late, and its keys live on after that.
 LISTED_S = 2 * RUN_TTL_S
 
 
 def record_reasons(connection: Redis, run: str, shard: int, reasons: Reasons) -> None:
-    """Keep a part's reasons; without any, forget what was kept of an earlier one."""
+    """Keep the reasons of a part's errors. If it has none, forget those of an earlier part of this shard."""
     key = run_key(run, "errors")
     with connection.pipeline() as pipe:
         pipe.hdel(key, str(shard))
         pipe.hlen(key)
         _, length = pipe.execute()
         if reasons.rows and length < MAX_PARTS:
-            kept = [[each.text, each.rows, each.examples] for each in reasons.commonest(MAX_OF_PART)]
-            pipe.hset(key, str(shard), json.dumps(kept))
+            commonest = reasons.commonest(MAX_OF_PART)
+            records = [[reason.text, reason.rows, reason.examples] for reason in commonest]
+            pipe.hset(key, str(shard), json.dumps(records))
             pipe.expire(key, RUN_TTL_S)
             pipe.execute()
 
 
 def recorded_reasons(connection: Redis, run: str) -> Reasons:
-    """Return what is kept of a run's parts: of more than MAX_PARTS with errors not of all."""
-    found: Any = connection.hgetall(run_key(run, "errors"))
+    """Return the reasons that are kept of a run's parts. If more than MAX_PARTS have errors, some are missing."""
+    records: Any = connection.hgetall(run_key(run, "errors"))
     reasons = Reasons()
-    for record in islice(found.values(), 2 * MAX_PARTS):
+    for record in islice(records.values(), 2 * MAX_PARTS):
         for text, count, rows in json.loads(record):
             reasons.add(text, rows, count)
     return reasons
@@ -100,7 +105,11 @@ def recorded_reasons(connection: Redis, run: str) -> Reasons:
 
 @dataclass(frozen=True)
 class PartCount:
-    """Shards with a recorded part, all shards, None when Redis lost them, and those failed for good."""
+    """How many of a run's shards are done.
+
+    done: shards with a recorded part. total: all shards, None if Redis has lost the number. failed: shards that have
+    failed for good.
+    """
 
     done: int
     total: int | None
@@ -108,7 +117,7 @@ class PartCount:
 
     @classmethod
     def of(cls, length: int, total: bytes | None, failed: int) -> Self:
-        """Return what the keys say. length: of the parts' hash."""
+        """Return the count from what Redis replied. length: of the parts' hash, which also holds the total."""
         return cls(length, None, failed) if total is None else cls(length - 1, int(total), failed)
 
     @property
@@ -118,91 +127,118 @@ class PartCount:
 
 
 class RunState:
-    """The keys of one run. lease: of the job that writes what a planner writes, where it may lose it."""
+    """Reads and writes the keys of one run.
+
+    lease: of the job that writes. With it, what a planner writes is written only while the job is held.
+    """
 
     def __init__(self, connection: Redis, run: str, lease: Lease | None = None) -> None:
-        self.connection = self._redis = connection
-        self.run, self._lease = run, lease
-        self._key, self._parts_key, self._failed_key = run_key(run), run_key(run, "parts"), run_key(run, "failed")
+        self.connection = connection
+        self.run = run
+        self._redis = connection
+        self._lease = lease
+        self._key = run_key(run)
+        self._parts_key = run_key(run, "parts")
+        self._failed_key = run_key(run, "failed")
         self._turn_key = run_key(run, "turn")
         self._record = connection.register_script(_RECORD)
 
     def describe(self, facts: Mapping[str, str | int]) -> None:
-        """Store facts of the plan, or why there is none, for when its job is gone. Raises RunBusy."""
+        """Store facts of the plan, or why there is none. They outlive the planning job. Raises RunBusy."""
+        outdated = [] if PLAN_ERROR in facts else [PLAN_ERROR]
 
         def write(pipe: Pipeline) -> None:
             pipe.multi()
-            self._put(pipe, facts, *(() if PLAN_ERROR in facts else (PLAN_ERROR,)))
+            self._put(pipe, facts, *outdated)
             self._list(pipe)
 
         self._change(write)
 
     def _list(self, pipe: Pipeline) -> None:
-        """Have `pipe` put the run first in the index, which drops those of long ago: it only lists."""
+        """Have `pipe` put the run first in the list of runs, and drop runs of long ago from it."""
         now_ms = _now_ms()
         pipe.zadd(RUNS_KEY, {self.run: now_ms})
         pipe.zremrangebyscore(RUNS_KEY, "-inf", now_ms - LISTED_S * 1000)
         pipe.expire(RUNS_KEY, LISTED_S)
 
     def _put(self, pipe: Pipeline, facts: Mapping[Any, Any], *gone: str) -> None:
-        """Have `pipe` take some fields out of the run's hash, and write others."""
+        """Have `pipe` remove the fields `gone` from the run's hash, and write `facts`."""
         if gone:
             pipe.hdel(self._key, *gone)
         pipe.hset(self._key, mapping=dict(facts))
         pipe.expire(self._key, RUN_TTL_S)
 
     def facts(self) -> dict[str, str]:
-        """Return what `describe` stored, and the marks of its end. Raises UnknownRun where Redis has lost it."""
-        found = cast("dict[bytes, bytes]", self._redis.hgetall(self._key))
-        facts = {stored.text(key): stored.text(value) for key, value in found.items()}
+        """Return what `describe` stored, and the marks of the run's end. Raises UnknownRun if Redis has lost it."""
+        fields = cast("dict[bytes, bytes]", self._redis.hgetall(self._key))
+        facts = {stored.text(key): stored.text(value) for key, value in fields.items()}
         if not facts.keys() >= {"output", "queue"}:
             raise UnknownRun(self.run)
         return facts
 
     def submission(self, which: str = "submission") -> int:
-        """Return the number of the last submission, greater than all before or cancelled; 0 for none.
+        """Return the number of the last submission, 0 for none. It is greater than any earlier one.
 
-        which: "cancelled_submission" is the last one that was cancelled: its jobs, and those before, are told to stop.
+        which: "cancelled_submission" for the last one that was cancelled. Jobs of it and of earlier ones are to stop.
         """
-        found: Any = self._redis.hget(self._key, which)
-        return _number(found)
+        number: Any = self._redis.hget(self._key, which)
+        return _number(number)
 
     def submit(self, pipe: Pipeline, plan_job: str, output: str, submission: Submission, anew: bool = True) -> None:
-        """Take back a cancellation or a stop: a new planning job submits the run. anew: False where one is under way.
+        """Submit the run with a planning job. Takes back a cancellation or a stop, but leaves a mark of its end.
 
-        Leaves `pipe`, which watches the run's key or its turn, in a transaction that is to be executed. An end stays.
+        `pipe` watches the run's key or its turn. It is left in a transaction that is yet to be executed. anew: False if
+        a planning is under way, which keeps its submission's number.
         """
-        found: Any = pipe.hmget(self._key, "submission", "cancelled_submission")
-        number = max(*map(_number, found), _now_ms()) + 1 if anew else _number(found[0])
-        model = {} if submission.model is None else {"plan_model": submission.model}
-        limit = {"max_errors": str(submission.limit), "format": FORMAT}
-        facts = {"output": output, "queue": submission.queue, "plan_job": plan_job, "submission": number}
+        numbers: Any = pipe.hmget(self._key, "submission", "cancelled_submission")
+        number = _number(numbers[0])
+        if anew:
+            number = max(*map(_number, numbers), _now_ms()) + 1
+
+        facts: dict[str, str | int] = {
+            "output": output,
+            "queue": submission.queue,
+            "plan_job": plan_job,
+            "submission": number,
+            "max_errors": str(submission.limit),
+            "format": FORMAT,
+            **submission.calls,
+        }
+        if submission.model is not None:
+            facts["plan_model"] = submission.model
+        outdated = ("cancelled", "stopped", "plan_model", PLAN_ERROR, *OF_SUBMISSION, *ASKED_FOR)
+
         pipe.multi()
-        gone = ("cancelled", "stopped", "plan_model", PLAN_ERROR, *OF_SUBMISSION, *ASKED_FOR)
-        self._put(pipe, {**facts, **model, **limit, **submission.calls}, *gone)
+        self._put(pipe, facts, *outdated)
         pipe.delete(self._failed_key)
         self.take_turn(pipe)
         pipe.set(run_folder_key(output), self.run, ex=RUN_TTL_S)
         self._list(pipe)
 
     def open_submission(self, plan_job: str, output: str, submission: Submission) -> None:
-        """Submit the run with its planning job, unless that did. Raises RunBusy, or RunCancelled where it was since."""
+        """Submit the run with its planning job, if that was enqueued without a submission.
+
+        Raises RunBusy, or RunCancelled if the job's submission was cancelled.
+        """
 
         def enter(pipe: Pipeline) -> None:
-            found: Any = pipe.hmget(self._key, "plan_job", "cancelled")
-            if found[0] != plan_job.encode():
+            fields: Any = pipe.hmget(self._key, "plan_job", "cancelled")
+            known_plan_job, cancelled = fields
+            if known_plan_job != plan_job.encode():
                 self.submit(pipe, plan_job, output, submission)
-            elif found[1] is not None:
+            elif cancelled is not None:
                 pipe.multi()
-                pipe.hdel(self._key, "plan_job")  # one that is enqueued once more is a new submission
+                pipe.hdel(self._key, "plan_job")  # if the job is enqueued once more, that is a new submission
                 pipe.execute()
                 raise RunCancelled(self.run)
 
         self._change(enter, self._key)
 
     def cancel(self, submission: int, **reason: str) -> None:
-        """Mark a submission cancelled, and all before it. reason: `stopped`, where a person did not. Raises
-        RunResubmitted when another one came."""
+        """Mark a submission and all earlier ones cancelled. Raises RunResubmitted if another one came.
+
+        reason: `stopped`, with the reason, if no person cancelled it.
+        """
 
         def mark(pipe: Pipeline) -> None:
             pipe.multi()
@@ -211,8 +247,8 @@ class RunState:
         self.as_of(submission, mark)
 
     def mark_cancelled(self, pipe: Pipeline, submission: int, **reason: str) -> None:
-        """Have `pipe`, which is in a transaction, mark a submission cancelled, and all before it."""
-        # By the clock too: if Redis lost the run, nobody knows to which submission a job belongs.
+        """Have `pipe`, which is in a transaction, mark a submission and all earlier ones cancelled."""
+        # The clock counts too: if Redis lost the run, nobody knows to which submission a job belongs.
         number = max(submission, _now_ms())
         self.take_turn(pipe)
         self._put(pipe, {"cancelled": 1, "cancelled_submission": number, **reason})
@@ -221,15 +257,15 @@ class RunState:
         """Make a change, as `write` does, while no later submission came. Raises RunResubmitted."""
 
         def checked(pipe: Pipeline) -> T:
-            found: Any = pipe.hget(self._key, "submission")
-            if _number(found) != submission:
+            number: Any = pipe.hget(self._key, "submission")
+            if _number(number) != submission:
                 raise RunResubmitted(self.run)
             return change(pipe)
 
         return transact(self._redis, checked, self._key)
 
     def begin(self, moment: float) -> None:
-        """Note when work on the submission began, if nobody has. Raises RunCancelled."""
+        """Note when work on the submission began, unless that is noted. Raises RunCancelled."""
         with self._redis.pipeline() as pipe:
             pipe.hexists(self._key, "cancelled")
             pipe.hsetnx(self._key, "began_at", str(moment))
@@ -238,28 +274,31 @@ class RunState:
             raise RunCancelled(self.run)
 
     def is_cancelled(self) -> bool:
+        """Whether the last submission was cancelled or stopped."""
         return bool(self._redis.hexists(self._key, "cancelled"))
 
     def judge(self, *, is_whole: bool = False, client: Redis | None = None) -> tuple[str, int] | None:
         """Return why the run must stop, and the submission whose limit says so; None if the run goes on.
 
-        Judged are the parts recorded since it was submitted. is_whole: every shard has a part, and all parts are
-        judged, so that it does not matter which came last. client: reads, such as a pipeline that watches the run.
+        The parts recorded since the submission are judged. is_whole: every shard has a part. Then all parts are judged,
+        so that it does not matter which came last. client: what to read with, such as a pipeline that watches the run.
         """
-        counted = ("total_rows", "total_errors") if is_whole else OF_SUBMISSION[:2]
-        fields: Any = (client or self._redis).hmget(self._key, *counted, "max_errors", "submission")
+        rows_field = "total_rows" if is_whole else "judged_rows"
+        errors_field = "total_errors" if is_whole else "judged_errors"
+        client = client or self._redis
+        fields: Any = client.hmget(self._key, rows_field, errors_field, "max_errors", "submission")
         rows, errors, text, submission = fields
         limit = ErrorLimit.stored(stored.text(text) if text else None)
         # A limit that somebody set holds for runs of any size. The default limit stops no small run.
         judges_few = is_whole and limit != DEFAULT_LIMIT
-        told = limit.told(_number(rows), _number(errors), judges_few=judges_few)
-        if told is None:
+        excess = limit.told(_number(rows), _number(errors), judges_few=judges_few)
+        if excess is None:
             return None
-        reason = f"{told}, then submit another input, or the same again with a higher limit to resume"
+        reason = f"{excess}, then submit another input, or the same again with a higher limit to resume"
         return reason, _number(submission)
 
     def record_failed(self, shard: int) -> PartCount:
-        """Record that a shard without a part has failed for good. Raises RunBusy where the lease is lost."""
+        """Record that a shard without a part has failed for good. Raises RunBusy if the lease is lost."""
 
         def record(pipe: Pipeline) -> PartCount:
             has_part = pipe.hexists(self._parts_key, str(shard))
@@ -275,18 +314,19 @@ class RunState:
         return self._change(record, self._parts_key)
 
     def mark_finished(self, manifest: Mapping[str, Any]) -> None:
-        """Note the run's end. manifest: what it says of all parts; {} where others have written it."""
-        facts = {f"total_{name}": manifest[name] for name in COUNTED if manifest}
+        """Note the run's end. manifest: the one just written; {} if another worker has written it."""
+        facts: dict[str, Any] = {"finished": 1}
         if manifest:
+            facts |= {f"total_{name}": manifest[name] for name in COUNTED}
             facts["worked_s"] = str(manifest["statistics"]["working_seconds"])
         with self._redis.pipeline() as pipe:
-            self._put(pipe, {"finished": 1, **facts})
+            self._put(pipe, facts)
             pipe.execute()
 
     def unmark_finished(self, has_ended: Callable[[], bool]) -> None:
-        """Take a mark away that the folder does not bear out, such as an earlier folder's. Raises RunBusy.
+        """Remove the mark of the run's end if the folder has none, as after it was deleted. Raises RunBusy.
 
-        has_ended: looks there. Whoever ends the run meanwhile sets the mark behind that look, and it stays.
+        has_ended: looks into the folder. A worker that ends the run after that look sets the mark again.
         """
 
         def unmark(pipe: Pipeline) -> None:
@@ -298,34 +338,44 @@ class RunState:
 
     def record_part(self, stats: PartStats) -> PartCount:
         """Record a finished shard, unless it is recorded, and add it to the run's totals."""
-        since = (stats.rows, stats.errors, stats.generated_tokens)
-        told = {
+        arguments = {
             "shard": str(stats.shard),
             "record": stats.to_record(),
-            "counts": {**_counts(stats), **dict(zip(OF_SUBMISSION, since, strict=False))},
+            "counts": {
+                **_counts(stats),
+                "judged_rows": stats.rows,
+                "judged_errors": stats.errors,
+                "judged_tokens": stats.generated_tokens,
+            },
             "newest": TOTALS[-1],
             "ended_at": str(stats.ended_at),
             "ttl_s": RUN_TTL_S,
         }
-        found: Any = self._record(keys=(self._parts_key, self._key, self._failed_key), args=[json.dumps(told)])
-        return PartCount.of(*found)
+        keys = (self._parts_key, self._key, self._failed_key)
+        reply: Any = self._record(keys=keys, args=[json.dumps(arguments)])
+        return PartCount.of(*reply)
 
     def amend_parts(self, found: Mapping[int, PartStats], gone: Mapping[int, bytes], total: int) -> PartCount:
-        """Add parts that a listing found and drop those `gone` whose record is as before the listing."""
+        """Record the parts that a listing found, and drop those that it did not find.
 
-        names = [str(shard) for shard in (*found, *gone)]
+        gone: the records of parts that are to be dropped. One that has changed since the listing stays.
+        """
+        shards = [*found, *gone]
 
         def amend(pipe: Pipeline) -> PartCount:
-            is_lost = self._is_lost(pipe)  # then all that is there is among those found
-            now: Any = pipe.hmget(self._parts_key, names) if names and not is_lost else []
-            there = dict(zip((*found, *gone), now, strict=False))
-            new = [each for shard, each in found.items() if there.get(shard) is None]
-            dropped = [shard for shard, record in gone.items() if there.get(shard) == record]
+            is_lost = self._is_lost(pipe)  # then nothing is recorded but parts among those found
+            current: dict[int, bytes | None] = {}
+            if shards and not is_lost:
+                records_now: Any = pipe.hmget(self._parts_key, [str(shard) for shard in shards])
+                current = dict(zip(shards, records_now, strict=True))
+            new = [stats for shard, stats in found.items() if current.get(shard) is None]
+            dropped = [shard for shard, record in gone.items() if current.get(shard) == record]
             counts = Counter(dict.fromkeys(TOTALS, 0))
-            for each in new:
-                counts.update(_counts(each))
+            for stats in new:
+                counts.update(_counts(stats))
             for shard in dropped:
                 counts.subtract(_counts(PartStats.from_text(gone[shard])))
+
             pipe.multi()
             if is_lost:
                 pipe.delete(self._parts_key)
@@ -334,7 +384,7 @@ class RunState:
                 pipe.hdel(self._parts_key, *map(str, dropped))
             for name, count in counts.items():
                 pipe.hincrby(self._key, name, count)
-            records: dict[Any, Any] = {str(each.shard): each.to_record() for each in new}
+            records: dict[Any, Any] = {str(stats.shard): stats.to_record() for stats in new}
             pipe.hset(self._parts_key, mapping={_TOTAL: total, **records})
             pipe.expire(self._parts_key, RUN_TTL_S)
             pipe.hlen(self._parts_key)
@@ -344,33 +394,47 @@ class RunState:
         return self._change(amend, self._parts_key)
 
     def records(self) -> dict[int, bytes]:
-        """Return what is kept of each part; nothing once Redis has lost the run, whatever was recorded since."""
-        found = cast("dict[bytes, bytes]", {} if self._is_lost(self._redis) else self._redis.hgetall(self._parts_key))
-        return {int(field): record for field, record in found.items() if field.isdigit()}
+        """Return the record of each part. Empty if Redis has lost the run, even if parts were recorded since."""
+        if self._is_lost(self._redis):
+            return {}
+        fields = cast("dict[bytes, bytes]", self._redis.hgetall(self._parts_key))
+        return {int(field): record for field, record in fields.items() if field.isdigit()}
 
     def _is_lost(self, client: Redis) -> bool:
-        """Whether Redis has lost how many parts there are, or what these have together, or others have written that."""
-        found: Any = [client.hget(self._parts_key, _TOTAL), *cast("list[Any]", client.hmget(self._key, TOTALS))]
-        return any(stored.count(stored.text(each or b"")) is None for each in found)
+        """Whether Redis has lost the number of parts or their totals, or has something else in their place."""
+        counts: Any = [client.hget(self._parts_key, _TOTAL)]
+        counts += cast("list[Any]", client.hmget(self._key, TOTALS))
+        return any(stored.count(stored.text(count or b"")) is None for count in counts)
 
     def recorded(self) -> set[int]:
         """Return the shards that have a part."""
-        return {int(field) for field in cast("list[bytes]", self._redis.hkeys(self._parts_key)) if field.isdigit()}
+        fields = cast("list[bytes]", self._redis.hkeys(self._parts_key))
+        return {int(field) for field in fields if field.isdigit()}
 
     def parts_of(self, shards: Sequence[int]) -> dict[int, PartStats]:
-        found: Any = self._redis.hmget(self._parts_key, [str(shard) for shard in shards]) if shards else []
-        return {shard: PartStats.from_text(each) for shard, each in zip(shards, found, strict=True) if each is not None}
+        """Return the statistics of those shards that have a part."""
+        if not shards:
+            return {}
+        records: Any = self._redis.hmget(self._parts_key, [str(shard) for shard in shards])
+        parts = {}
+        for shard, record in zip(shards, records, strict=True):
+            if record is not None:
+                parts[shard] = PartStats.from_text(record)
+        return parts
 
     def write(self, change: Callable[[Pipeline], T], *watched: str) -> T:
-        """Make a change with no planner, submission or cancel between it and its looks. Raises RunBusy."""
+        """Make a change that no planner, submission or cancel comes between. Raises RunBusy.
+
+        `change` is called again if one came after it read.
+        """
         return self._change(change, self._turn_key, *watched)
 
     def take_turn(self, pipe: Pipeline) -> None:
-        """Have others who `write` look again once `pipe` is executed."""
+        """Have others that `write` at the same time start over once `pipe` is executed."""
         pipe.set(self._turn_key, "", ex=RUN_TTL_S)
 
     def _change(self, change: Callable[[Pipeline], T], *watched: str) -> T:
-        """Make a change while the job is held that the lease is of, where there is one."""
+        """Make a change; if there is a lease, only while its job is held."""
         lease = self._lease
         if lease is None:
             return transact(self._redis, change, *watched)

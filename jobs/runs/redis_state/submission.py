@@ -1,4 +1,4 @@
-"""What a submission wishes beside its run's arguments: whom to tell, and how many errors stop it."""
+"""Holds what a submission says beside its run's arguments: whom to tell of the end, and how many errors stop it."""
 
 from __future__ import annotations
 
@@ -16,18 +16,24 @@ from jobs.errors import InvalidValue, unlike
 from jobs.runs.plans.paths import run_path
 from jobs.runs.plans.spec import check_queue_name
 
-#: Fields of a run's hash: what the last submission asks for, and the last ones of which an end or a failure was told.
-WEBHOOK, ON_END, TOLD, TOLD_FAILED = "webhook", "on_end", "told_submission", "told_failed_submission"
+#: Fields of a run's hash that hold the notices which the last submission asks for.
+WEBHOOK = "webhook"
+ON_END = "on_end"
 ASKED_FOR = (WEBHOOK, ON_END)
+#: Fields of a run's hash that hold the last submission for which notices of an end, or of a failure, were enqueued.
+TOLD = "told_submission"
+TOLD_FAILED = "told_failed_submission"
 
 _FUNCTION = re.compile(r"[^\W\d]\w*(\.[^\W\d]\w*)+")
 _LIMIT = re.compile(r"(?P<rows>\d{1,15})|(?P<percent>\d+(\.\d+)?(e-\d+)?)%", re.ASCII)
-#: A share is judged only from this many finished rows on, while more rows are to come.
+#: While more rows are to come, a share is judged only from this many finished rows on.
 MIN_JUDGED_ROWS = 100
 
 
 @dataclass(frozen=True)
 class ErrorLimit:
+    """How many rows of a run may have an error before it is stopped: a number of rows, or a share of them."""
+
     rows: int | None = None
     share: float | None = None
 
@@ -36,22 +42,28 @@ class ErrorLimit:
         """Read a number of rows, a share like "5%", or None for the default. Raises InvalidValue."""
         if value is None:
             return DEFAULT_LIMIT
-        found = _LIMIT.fullmatch(str(value).strip()) if type(value) in (int, str) else None
-        if found and found["rows"]:
-            return cls(rows=int(found["rows"]))
-        if found and (share := float(found["percent"]) / 100) <= 1:
-            return cls(share=share)
+        match = _LIMIT.fullmatch(str(value).strip()) if type(value) in (int, str) else None
+        if match and match["rows"]:
+            return cls(rows=int(match["rows"]))
+        if match:
+            share = float(match["percent"]) / 100
+            if share <= 1:
+                return cls(share=share)
         raise unlike("max_errors", value, "a number of rows, or a share of them like '5%'")
 
     @classmethod
     def stored(cls, text: str | None) -> ErrorLimit:
-        """Return a run's limit as Redis has it, the default for what is none."""
+        """Return the limit that Redis has of a run, or the default if the text is no limit."""
         with suppress(InvalidValue):
             return cls.parse(text)
         return DEFAULT_LIMIT
 
     def told(self, rows: int, errors: int, is_whole: bool = False, *, judges_few: bool = False) -> str | None:
-        """Say how rows pass the limit, or None. A whole run needs some row to succeed, unless the limit is 100%."""
+        """Say that too many rows have an error, or return None if the limit allows them.
+
+        A whole run needs at least one row without an error, unless its limit is 100%. judges_few: whether a share is
+        also judged by fewer than MIN_JUDGED_ROWS rows.
+        """
         if is_whole and 0 < rows == errors and self.share != 1:
             return f"all its {rows} rows have an error, and --max-errors is no 100%: look at column `error`"
         most = self.rows if self.share is None else self.share * rows
@@ -67,11 +79,11 @@ class ErrorLimit:
         return str(self.rows) if self.share is None else f"{self.share * 100:g}%"
 
 
-#: A run of which nearly every row fails is one with a wrong column, template or model.
+#: If nearly every row fails, the run has a wrong column, template or model.
 DEFAULT_LIMIT = ErrorLimit(share=0.9)
 
 _ANY_MODEL = "reuse_from_any_model"
-#: Arguments of jobs.score_parquet that are a submission's, but for its queue.
+#: Arguments of jobs.score_parquet that belong to a submission and not to its run. The queue is one more.
 WISHES = ("model", "max_errors", WEBHOOK, ON_END, "reuse", _ANY_MODEL)
 
 
@@ -79,9 +91,10 @@ WISHES = ("model", "max_errors", WEBHOOK, ON_END, "reuse", _ANY_MODEL)
 class Submission:
     """What one submission of a run says beside the run's arguments.
 
-    model: the only one whose worker may plan the run, or resume it. limit: beyond it the run is stopped. webhook,
-    on_end: a URL, and a function's dotted name, that are told of its end. reuse: outputs of earlier runs, whose answers
-    it takes.
+    model: only workers that serve it may plan the run or resume it; None for any model.
+    limit: how many errors stop the run.
+    webhook, on_end: a URL, and a function's dotted name, that are called at the run's end.
+    reuse: outputs of earlier runs whose answers are taken.
     """
 
     queue: str
@@ -94,23 +107,42 @@ class Submission:
 
     @classmethod
     def split(cls, queue: str, arguments: Mapping[str, Any]) -> tuple[Submission, dict[str, Any]]:
-        """Part the arguments of jobs.score_parquet into those of a submission and the run's own. Raises InvalidJob."""
+        """Split arguments of jobs.score_parquet into a submission and the run's arguments. Raises InvalidJob."""
         check_queue_name(queue)
-        own = dict(arguments)
-        given = {name: own.pop(name, None) for name in WISHES}
-        model, limit = parse_model(given["model"]), ErrorLimit.parse(given["max_errors"])
-        if given[WEBHOOK] is not None:
-            host_of(given[WEBHOOK])
-        reuse, any_model = [] if given["reuse"] is None else given["reuse"], truth(_ANY_MODEL, given[_ANY_MODEL])
-        outputs = tuple(map(run_path, reuse if isinstance(reuse, list | tuple) else [reuse]))
-        return cls(queue, model, limit, given[WEBHOOK], _function(given[ON_END]), outputs, any_model), own
+        run_arguments = dict(arguments)
+        wishes = {name: run_arguments.pop(name, None) for name in WISHES}
+        model = parse_model(wishes["model"])
+        limit = ErrorLimit.parse(wishes["max_errors"])
+        if wishes[WEBHOOK] is not None:
+            host_of(wishes[WEBHOOK])
+
+        reuse = [] if wishes["reuse"] is None else wishes["reuse"]
+        any_model = truth(_ANY_MODEL, wishes[_ANY_MODEL])
+        if not isinstance(reuse, list | tuple):
+            reuse = [reuse]
+        submission = cls(
+            queue=queue,
+            model=model,
+            limit=limit,
+            webhook=wishes[WEBHOOK],
+            reuse=tuple(map(run_path, reuse)),
+            on_end=_function(wishes[ON_END]),
+            reuse_from_any_model=any_model,
+        )
+        return submission, run_arguments
 
     @property
     def calls(self) -> dict[str, str]:
-        return {name: call for name in ASKED_FOR if (call := getattr(self, name)) is not None}
+        """Return the webhook and the function to call at the run's end, by the name of their argument."""
+        calls = {}
+        if self.webhook is not None:
+            calls[WEBHOOK] = self.webhook
+        if self.on_end is not None:
+            calls[ON_END] = self.on_end
+        return calls
 
     def check_calls(self, hosts: Collection[str], functions: Collection[str]) -> None:
-        """Raise InvalidJob for what this worker may not call. hosts, functions: those that it may."""
+        """Raise InvalidJob for a call that this worker may not make. hosts, functions: those that it may call."""
         if self.webhook is not None:
             check_host(self.webhook, hosts)
         if self.on_end is not None and self.on_end not in functions:
@@ -120,13 +152,22 @@ class Submission:
             )
 
     def to_arguments(self) -> dict[str, Any]:
-        limit = None if self.limit == DEFAULT_LIMIT else str(self.limit)
-        named = {"queue": self.queue, "model": self.model, "max_errors": limit, "reuse": list(self.reuse)}
-        given = {**named, _ANY_MODEL: self.reuse_from_any_model, **self.calls}
-        return {name: value for name, value in given.items() if value}
+        """Return the arguments of jobs.score_parquet that make this submission, without empty ones."""
+        arguments = {
+            "queue": self.queue,
+            "model": self.model,
+            "max_errors": None if self.limit == DEFAULT_LIMIT else str(self.limit),
+            "reuse": list(self.reuse),
+            _ANY_MODEL: self.reuse_from_any_model,
+            **self.calls,
+        }
+        return {name: value for name, value in arguments.items() if value}
 
 
 def _function(name: Any) -> str | None:
-    if name is None or (isinstance(name, str) and len(name) <= MAX_URL_CHARS and _FUNCTION.fullmatch(name)):
+    """Return a function's dotted name, or None. Raises InvalidValue."""
+    if name is None:
+        return None
+    if isinstance(name, str) and len(name) <= MAX_URL_CHARS and _FUNCTION.fullmatch(name):
         return name
     raise unlike("on_end", name, "a function as module.name, which workers must allow (TOKENMILL_ALLOWED_FUNCTIONS)")

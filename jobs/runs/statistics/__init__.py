@@ -1,1 +1,1 @@
-"""What is counted of parts and told of a run."""
+"""Statistics of parts and runs, and the report made of them."""

@@ -1,4 +1,4 @@
-"""A finished run as one page, made of its manifest alone: no script, and nothing is fetched from anywhere."""
+"""Makes a page about a finished run from its manifest alone. The page has no script and fetches nothing."""
 
 import time
 from collections.abc import Mapping, Sequence
@@ -38,13 +38,21 @@ _PAGE = """<!doctype html>
 </html>
 """
 
-_WIDTH, _HEIGHT, _LEFT, _BELOW = 640, 190, 64, 26
+#: A chart's size in the units of its SVG, with the room left of the bars and below them.
+_WIDTH = 640
+_HEIGHT = 190
+_LEFT = 64
+_BELOW = 26
 
 
 def report_html(manifest: Mapping[str, Any], price_per_hour: float | None = None) -> str:
-    """Return the page, which shows no prompts or answers. price_per_hour: of a worker's machine, in any money."""
+    """Return the page. It shows no prompts or answers.
+
+    price_per_hour: what a worker's machine costs, in any currency.
+    """
     statistics = manifest["statistics"]
-    rows, errors = manifest["rows"], manifest["errors"]
+    rows = manifest["rows"]
+    errors = manifest["errors"]
     outcome = outcome_text(errors, manifest.get("failed_checks", 0), manifest.get("cut", 0))
     is_good = outcome == outcome_text(0, 0, 0)
     state = "none with an error" if is_good else f'<span class="bad">{outcome}</span>'
@@ -67,33 +75,40 @@ def report_html(manifest: Mapping[str, Any], price_per_hour: float | None = None
 
 
 def _figures(manifest: Mapping[str, Any], statistics: Mapping[str, Any], price: float | None) -> str:
-    seconds, spent = statistics["working_seconds"], statistics["worker_seconds"]
-    prompts, cached = manifest["prompt_tokens"], manifest["cached_tokens"]
+    seconds = statistics["working_seconds"]
+    worker_seconds = statistics["worker_seconds"]
+    prompt_tokens = manifest["prompt_tokens"]
+    cached_tokens = manifest["cached_tokens"]
     figures = [
         ("Time", duration_text(seconds)),
         ("Rows a second", _number(manifest["rows"] / seconds) if seconds > 0 else "-"),
-        ("Prompt tokens", f"{prompts:,}"),
-        ("Of these cached", f"{cached / prompts:.1%}" if prompts else "-"),
+        ("Prompt tokens", f"{prompt_tokens:,}"),
+        ("Of these cached", f"{cached_tokens / prompt_tokens:.1%}" if prompt_tokens else "-"),
         ("Answer tokens", f"{manifest['completion_tokens']:,}"),
         ("Tokens a second", _number(manifest["generated_tokens"] / seconds) if seconds > 0 else "-"),
-        ("Time of workers", duration_text(spent)),
+        ("Time of workers", duration_text(worker_seconds)),
     ]
-    more = (("Rows reused", "rows_reused"), ("Asked again", "rows_escalated"), ("Tokens resumed", "tokens_resumed"))
-    figures += [(name, f"{manifest[key]:,}") for name, key in more if manifest.get(key)]
+    shown_if_any = {"Rows reused": "rows_reused", "Asked again": "rows_escalated", "Tokens resumed": "tokens_resumed"}
+    for name, key in shown_if_any.items():
+        if manifest.get(key):
+            figures.append((name, f"{manifest[key]:,}"))
     if price is not None:
-        figures.append((f"Cost at {price:g} an hour", f"{spent / 3600 * price:,.2f}"))
+        figures.append((f"Cost at {price:g} an hour", f"{worker_seconds / 3600 * price:,.2f}"))
     cells = "".join(f"<div><dt>{_text(name)}</dt><dd>{_text(value)}</dd></div>" for name, value in figures)
     notes = [
         "Answer tokens are those of the output's rows. Tokens a second, and those of workers, were generated:"
         " equal prompts are answered once, and an answer that was asked for again counts each time."
     ]
-    if (idle := manifest["seconds"] - seconds) >= 1:
-        notes.insert(0, f"Time and chart leave out {duration_text(idle)} during which no worker had a shard.")
+    idle_s = manifest["seconds"] - seconds
+    if idle_s >= 1:
+        idle = duration_text(idle_s)
+        notes.insert(0, f"Time and chart leave out {idle} during which no worker had a shard.")
     return f"<dl>{cells}</dl><p class=soft>{_text(' '.join(notes))}</p>"
 
 
 def _throughput(timeline: Mapping[str, Any]) -> str:
-    width, tokens = timeline["bin_s"], timeline["tokens"]
+    width = timeline["bin_s"]
+    tokens = timeline["tokens"]
     if width <= 0 or not any(tokens):
         return ""
     marks = [duration_text(width * place) for place in range(len(tokens))]
@@ -104,54 +119,67 @@ def _throughput(timeline: Mapping[str, Any]) -> str:
 def _lengths(title: str, lengths: Mapping[str, int]) -> str:
     if not lengths:
         return ""
-    known = {int(bound): count for bound, count in lengths.items()}
-    # Ranges without rows are drawn too: few long answers stand apart from the others.
-    bounds = [bound for bound in BOUNDS if min(known) <= bound <= max(known)]
-    chart = _chart(title, [known.get(bound, 0) for bound in bounds], [f"{bound:,}" for bound in bounds])
+    counts = {int(bound): count for bound, count in lengths.items()}
+    # Ranges without rows are drawn too, so that a few long answers stand apart from the others.
+    bounds = [bound for bound in BOUNDS if min(counts) <= bound <= max(counts)]
+    chart = _chart(title, [counts.get(bound, 0) for bound in bounds], [f"{bound:,}" for bound in bounds])
     return f"<section>{chart}<p class=soft>Rows by most tokens of each range.</p></section>"
 
 
 def _chart(title: str, values: Sequence[float], marks: Sequence[str]) -> str:
-    most, height, step = max(values), _HEIGHT - _BELOW, (_WIDTH - _LEFT) / len(values)
-    shapes = [f'<text x="{_LEFT - 6}" y="12" text-anchor="end">{_number(most)}</text>']
+    """Draw bars. marks: the text below each bar, of which at most seven are drawn."""
+    highest = max(values)
+    bars_height = _HEIGHT - _BELOW
+    step = (_WIDTH - _LEFT) / len(values)
+    bars_per_mark = max(1, -(-len(values) // 7))
+    shapes = [f'<text x="{_LEFT - 6}" y="12" text-anchor="end">{_number(highest)}</text>']
     for place, (value, mark) in enumerate(zip(values, marks, strict=True)):
-        tall, left = height * value / most if most else 0.0, _LEFT + place * step
-        size = f'width="{0.9 * step:.1f}" height="{tall:.1f}"'
-        shapes.append(f'<rect x="{left:.1f}" y="{height - tall:.1f}" {size}/>')
-        if place % max(1, -(-len(values) // 7)) == 0:
+        left = _LEFT + place * step
+        bar_height = bars_height * value / highest if highest else 0.0
+        size = f'width="{0.9 * step:.1f}" height="{bar_height:.1f}"'
+        shapes.append(f'<rect x="{left:.1f}" y="{bars_height - bar_height:.1f}" {size}/>')
+        if place % bars_per_mark == 0:
             shapes.append(f'<text x="{left:.1f}" y="{_HEIGHT - 8}">{_text(mark)}</text>')
-    svg = f'<svg viewBox="0 0 {_WIDTH} {_HEIGHT}" role="img" aria-label="{_text(title)}">{"".join(shapes)}</svg>'
-    return f"<h2>{_text(title)}</h2>{svg}"
+
+    attributes = f'viewBox="0 0 {_WIDTH} {_HEIGHT}" role="img" aria-label="{_text(title)}"'
+    return f"<h2>{_text(title)}</h2><svg {attributes}>{''.join(shapes)}</svg>"
 
 
-def _table(title: str, heads: Sequence[str], rows: Sequence[Sequence[Any]], rest: int, of_rest: str) -> str:
-    """Return a table and how many more there are, nothing without rows."""
+def _table(title: str, heads: Sequence[str], rows: Sequence[Sequence[Any]], num_more: int, more_of: str) -> str:
+    """Return a table, and below it how many rows it leaves out. Empty if there are no rows."""
     if not rows:
         return ""
-    cells = (
-        "".join(f"<td class=n>{each:,}</td>" if isinstance(each, int) else f"<td>{_text(each)}</td>" for each in row)
-        for row in rows
-    )
-    body = "".join(f"<tr>{row}</tr>" for row in cells)
-    head = "".join(f"<th>{each}</th>" for each in heads)
-    more = f"<p class=soft>And {rest:,} more {of_rest}.</p>" if rest > 0 else ""
+    head = "".join(f"<th>{text}</th>" for text in heads)
+    body = ""
+    for row in rows:
+        body += f"<tr>{''.join(map(_cell, row))}</tr>"
+    more = f"<p class=soft>And {num_more:,} more {more_of}.</p>" if num_more > 0 else ""
     return f"<h2>{title}</h2><table><tr>{head}</tr>{body}</table>{more}"
 
 
+def _cell(value: Any) -> str:
+    return f"<td class=n>{value:,}</td>" if isinstance(value, int) else f"<td>{_text(value)}</td>"
+
+
 def _errors(errors: int, reasons: Sequence[Mapping[str, Any]]) -> str:
-    rows = [(each["rows"], each["reason"], ", ".join(map(str, each["examples"]))) for each in reasons]
-    rest = errors - sum(each["rows"] for each in reasons)
+    rows = []
+    num_listed = 0
+    for reason in reasons:
+        examples = ", ".join(map(str, reason["examples"]))
+        rows.append((reason["rows"], reason["reason"], examples))
+        num_listed += reason["rows"]
     heads = ("Rows", "Reason", "Such as row")
-    return _table("Rows with an error", heads, rows, rest, "rows, whose reasons are not listed")
+    num_more = errors - num_listed
+    return _table("Rows with an error", heads, rows, num_more, "rows, whose reasons are not listed")
 
 
 def _workers(statistics: Mapping[str, Any]) -> str:
     workers = statistics["workers"]
-    counts = ("rows", "errors", "generated_tokens")
-    rows = [
-        (each["name"] or "not told", *(each[name] for name in counts), duration_text(each["seconds"]))
-        for each in workers
-    ]
+    rows = []
+    for worker in workers:
+        name = worker["name"] or "not told"
+        counts = (worker["rows"], worker["errors"], worker["generated_tokens"])
+        rows.append((name, *counts, duration_text(worker["seconds"])))
     heads = ("Name", "Rows", "Errors", "Tokens", "Time")
     return _table("Workers", heads, rows, statistics["num_workers"] - len(workers), "workers")
 

@@ -1,4 +1,4 @@
-"""What is counted of a run: of each part, why rows have errors, and in the manifest of all parts together."""
+"""Counts what a run has done: for each part, by the reasons of errors, and for all parts in the manifest."""
 
 import json
 import re
@@ -10,23 +10,35 @@ from itertools import accumulate
 from math import fsum
 from typing import Any, NamedTuple, Self
 
-#: What is summed up over the parts while a run goes on.
+#: Fields of PartStats that are summed up over the parts while a run goes on.
 COUNTED = (
-    *("rows", "errors", "prompt_tokens", "completion_tokens", "cached_tokens", "generated_tokens"),
-    *("failed_checks", "cut", "rows_reused", "rows_escalated"),
+    "rows",
+    "errors",
+    "prompt_tokens",
+    "completion_tokens",
+    "cached_tokens",
+    "generated_tokens",
+    "failed_checks",
+    "cut",
+    "rows_reused",
+    "rows_escalated",
 )
 
-TOLD = (*COUNTED, "rows_resumed", "tokens_resumed")
+#: Fields of PartStats whose sums stand in the manifest.
+IN_MANIFEST = (*COUNTED, "rows_resumed", "tokens_resumed")
 
 
 @dataclass(frozen=True)
 class PartStats:
     """Counts of one part.
 
-    prompt_tokens, completion_tokens, cached_tokens: sums of the output's columns. generated_tokens: that its execution
-    has computed, equal prompts counted once. rows_resumed, tokens_resumed: of earlier executions. started_at, ended_at:
-    Unix seconds. failed_checks, cut: rows without an error whose answer fails its check, or ended at its limit of
-    tokens. prompt_lengths, completion_lengths: in tokens, as count_lengths returns them.
+    prompt_tokens, completion_tokens, cached_tokens: sums of the output's columns.
+    generated_tokens: tokens that the part's execution computed. Equal prompts count once.
+    rows_resumed, tokens_resumed: what earlier executions of the shard had computed.
+    started_at, ended_at: Unix seconds.
+    failed_checks: rows without an error whose answer fails its check.
+    cut: rows without an error whose answer ended at its limit of tokens.
+    prompt_lengths, completion_lengths: in tokens, as count_lengths returns them.
     """
 
     run: str
@@ -57,19 +69,21 @@ class PartStats:
 
     @property
     def seconds(self) -> float:
+        """Return how long the execution took that wrote the part."""
         return max(0.0, self.ended_at - self.started_at)
 
     def to_text(self) -> str:
+        """Return the statistics as JSON."""
         return json.dumps(asdict(self))
 
     def to_record(self) -> str:
-        """Return what Redis keeps of it: whoever looks at a run reads this of each of its parts."""
+        """Return the short JSON that Redis keeps: a look at a run reads it for every part."""
         return replace(self, prompt_lengths={}, completion_lengths={}).to_text()
 
     @classmethod
     def from_text(cls, text: str | bytes) -> Self:
-        """Read what `to_text` or `to_record` wrote, here or in another version. Raises ValueError for anything else."""
-        known = {each.name for each in fields(cls)}
+        """Read what `to_text` or `to_record` wrote, in this or another version. Raises ValueError."""
+        known = {known_field.name for known_field in fields(cls)}
         try:
             return cls(**{name: value for name, value in json.loads(text).items() if name in known})
         except TypeError as error:
@@ -77,14 +91,17 @@ class PartStats:
 
 
 def outcome_text(errors: int, failed_checks: int, cut: int, rows: str = "") -> str:
-    """Say how many rows have no good answer, and why. rows: what stands behind the first number."""
-    told = [f"{errors} {rows}with an error"]
-    told += [f"{failed_checks} failed their check"] if failed_checks else []
-    return ", ".join([*told, *([f"{cut} cut at their limit of tokens"] if cut else [])])
+    """Say how many rows have no good answer, and why. rows: a word to put behind the first number."""
+    texts = [f"{errors} {rows}with an error"]
+    if failed_checks:
+        texts.append(f"{failed_checks} failed their check")
+    if cut:
+        texts.append(f"{cut} cut at their limit of tokens")
+    return ", ".join(texts)
 
 
 MAX_REASON_CHARS = 200
-#: Kinds that are told apart; rows of further ones are counted together.
+#: The most kinds of reasons that are told apart. Rows of all further kinds are counted together.
 MAX_KINDS = 1000
 OTHERS = "other reasons"
 
@@ -93,7 +110,10 @@ MAX_EXAMPLES = 3
 
 @dataclass
 class Reason:
-    """Rows with one error: the first one's text, how many, and the first ones' numbers over the whole input."""
+    """Rows that have the same error.
+
+    text: the first row's error. rows: how many there are. examples: numbers of the first rows, over the whole input.
+    """
 
     text: str
     rows: int = 0
@@ -101,46 +121,61 @@ class Reason:
 
 
 class Reasons:
-    """Counts rows by reason; texts that differ in their numbers alone are one reason."""
+    """Counts rows by the reason of their error. Texts that differ only in numbers are one reason."""
 
     def __init__(self) -> None:
-        self._found: dict[str, Reason] = {}
+        self._by_kind: dict[str, Reason] = {}
 
     @property
     def rows(self) -> int:
-        return sum(reason.rows for reason in self._found.values())
+        """Return the number of rows with an error."""
+        return sum(reason.rows for reason in self._by_kind.values())
 
     def add(self, text: str, rows: Sequence[int], count: int | None = None) -> None:
-        """Count rows of one reason. rows: ascending numbers; count: how many, where not all are named."""
+        """Count rows with one reason.
+
+        rows: ascending row numbers. count: the number of rows, if `rows` does not name all of them.
+        """
         text = text[:MAX_REASON_CHARS]
         kind = re.sub(r"\d+", "0", text)
-        if kind not in self._found and len(self._found) >= MAX_KINDS:
+        if kind not in self._by_kind and len(self._by_kind) >= MAX_KINDS:
             kind = text = OTHERS
-        reason = self._found.setdefault(kind, Reason(text))
+        reason = self._by_kind.setdefault(kind, Reason(text))
         if rows and reason.examples and rows[0] < reason.examples[0]:
             reason.text = text
         reason.rows += len(rows) if count is None else count
         reason.examples = sorted([*reason.examples, *rows[:MAX_EXAMPLES]])[:MAX_EXAMPLES]
 
     def commonest(self, most: int) -> list[Reason]:
-        """Return at most so many, the commonest first; of equal ones that with the first row."""
-        return sorted(self._found.values(), key=lambda each: (-each.rows, each.examples))[:most]
+        """Return at most `most` reasons, the commonest first. Among equals, the one with the first row comes first."""
+        ordered = sorted(self._by_kind.values(), key=lambda reason: (-reason.rows, reason.examples))
+        return ordered[:most]
 
-    def told(self, most: int) -> list[dict[str, Any]]:
-        return [{"reason": each.text, "rows": each.rows, "examples": each.examples} for each in self.commonest(most)]
+    def to_objects(self, most: int) -> list[dict[str, Any]]:
+        """Return the commonest reasons as JSON shows them."""
+        objects = []
+        for reason in self.commonest(most):
+            objects.append({"reason": reason.text, "rows": reason.rows, "examples": reason.examples})
+        return objects
 
 
-#: The most tokens of each range: 0, 1, 2, 3, 4, 6, 8, 12, 16, 24 and so on.
+#: The upper bounds of the ranges in which lengths are counted: 0, 1, 2, 3, 4, 6, 8, 12, 16, 24 and so on.
 BOUNDS = (0, 1, 2, 3, *(half << power for power in range(1, 30) for half in (2, 3)))
 
 
 def count_lengths(lengths: Iterable[int]) -> dict[str, int]:
-    found = Counter(BOUNDS[min(bisect_left(BOUNDS, length), len(BOUNDS) - 1)] for length in lengths)
-    return {str(bound): found[bound] for bound in sorted(found)}
+    """Count lengths by the range of BOUNDS that they fall into. The keys are the ranges' upper bounds."""
+    counts: Counter[int] = Counter()
+    for length in lengths:
+        place = min(bisect_left(BOUNDS, length), len(BOUNDS) - 1)
+        counts[BOUNDS[place]] += 1
+    return {str(bound): counts[bound] for bound in sorted(counts)}
 
 
-#: Points of the time line, workers and reasons that are told.
-MAX_BINS, MAX_WORKERS, MAX_REASONS = 120, 200, 20
+#: The most points of the time line, workers and reasons in a manifest.
+MAX_BINS = 120
+MAX_WORKERS = 200
+MAX_REASONS = 20
 
 
 def _lasted(spans: Iterable[tuple[float, float]]) -> float:
@@ -148,14 +183,15 @@ def _lasted(spans: Iterable[tuple[float, float]]) -> float:
 
 
 def _merged(spans: Iterable[tuple[float, float]]) -> list[tuple[float, float]]:
-    """Return the times that the spans cover, in order, none of which touches another."""
-    found: list[tuple[float, float]] = []
+    """Return the times that the spans cover, in order. No two of them touch."""
+    merged: list[tuple[float, float]] = []
     for start, end in sorted(spans):
-        if not found or start > found[-1][1]:
-            found.append((start, max(start, end)))
-        else:
-            found[-1] = found[-1][0], max(found[-1][1], end)
-    return found
+        if not merged or start > merged[-1][1]:
+            merged.append((start, max(start, end)))
+            continue
+        last_start, last_end = merged[-1]
+        merged[-1] = (last_start, max(last_end, end))
+    return merged
 
 
 class _Part(NamedTuple):
@@ -168,59 +204,81 @@ class _Part(NamedTuple):
 
 
 class RunStatistics:
+    """Adds up the statistics of a run's parts for its manifest."""
+
     def __init__(self) -> None:
-        self._parts: dict[str, list[_Part]] = {}  # of each worker
-        self._prompts: Counter[int] = Counter()
-        self._completions: Counter[int] = Counter()
+        self._parts_by_worker: dict[str, list[_Part]] = {}
+        self._prompt_lengths: Counter[int] = Counter()
+        self._completion_lengths: Counter[int] = Counter()
 
     def add(self, part: PartStats) -> None:
-        counts = part.rows, part.errors, part.generated_tokens
-        added = _Part(part.worker, part.started_at, part.ended_at, *counts)
-        self._parts.setdefault(part.worker, []).append(added)
-        self._prompts.update({int(bound): count for bound, count in part.prompt_lengths.items()})
-        self._completions.update({int(bound): count for bound, count in part.completion_lengths.items()})
+        """Add one part."""
+        added = _Part(
+            worker=part.worker,
+            start=part.started_at,
+            end=part.ended_at,
+            rows=part.rows,
+            errors=part.errors,
+            tokens=part.generated_tokens,
+        )
+        self._parts_by_worker.setdefault(part.worker, []).append(added)
+        for bound, count in part.prompt_lengths.items():
+            self._prompt_lengths[int(bound)] += count
+        for bound, count in part.completion_lengths.items():
+            self._completion_lengths[int(bound)] += count
 
     def to_object(self, reasons: Reasons) -> dict[str, Any]:
-        """Return it as the manifest has it; times are those in which any worker had a shard."""
-        parts = [part for found in self._parts.values() for part in found]
-        busy = _merged((part.start, part.end) for part in parts)
-        workers: list[dict[str, Any]] = [
-            {
-                "name": name,
-                "rows": sum(part.rows for part in found),
-                "errors": sum(part.errors for part in found),
-                "generated_tokens": sum(part.tokens for part in found),
-                "seconds": _lasted(_merged((part.start, part.end) for part in found)),
-            }
-            for name, found in self._parts.items()
-        ]
+        """Return the statistics as the manifest has them. Times in which no worker had a shard are left out."""
+        all_parts: list[_Part] = []
+        workers: list[dict[str, Any]] = []
+        for name, parts in self._parts_by_worker.items():
+            all_parts += parts
+            workers.append(
+                {
+                    "name": name,
+                    "rows": sum(part.rows for part in parts),
+                    "errors": sum(part.errors for part in parts),
+                    "generated_tokens": sum(part.tokens for part in parts),
+                    "seconds": _lasted(_merged((part.start, part.end) for part in parts)),
+                }
+            )
+
+        busy = _merged((part.start, part.end) for part in all_parts)
         return {
             "working_seconds": _lasted(busy),
-            "timeline": _timeline(parts, busy),
-            "prompt_lengths": {str(bound): self._prompts[bound] for bound in sorted(self._prompts)},
-            "completion_lengths": {str(bound): self._completions[bound] for bound in sorted(self._completions)},
-            "workers": sorted(workers, key=lambda each: -each["rows"])[:MAX_WORKERS],
+            "timeline": _timeline(all_parts, busy),
+            "prompt_lengths": _by_bound(self._prompt_lengths),
+            "completion_lengths": _by_bound(self._completion_lengths),
+            "workers": sorted(workers, key=lambda worker: -worker["rows"])[:MAX_WORKERS],
             "num_workers": len(workers),
-            "worker_seconds": sum(each["seconds"] for each in workers),
-            "reasons": reasons.told(MAX_REASONS),
+            "worker_seconds": sum(worker["seconds"] for worker in workers),
+            "reasons": reasons.to_objects(MAX_REASONS),
         }
 
 
+def _by_bound(lengths: Counter[int]) -> dict[str, int]:
+    return {str(bound): lengths[bound] for bound in sorted(lengths)}
+
+
 def _timeline(parts: Sequence[_Part], busy: Sequence[tuple[float, float]]) -> dict[str, Any]:
-    """Return the tokens of each of some equal stretches of the busy times."""
-    worked = [0.0, *accumulate(end - start for start, end in busy)]  # before each of the busy times
+    """Return the tokens that were generated in each of some equal stretches of the busy times."""
+    worked_before = [0.0, *accumulate(end - start for start, end in busy)]  # seconds, by busy time
     starts = [start for start, _ in busy]
     tokens = [0.0] * min(MAX_BINS, 3 * len(parts))
-    width = worked[-1] / max(1, len(tokens))
+    width = worked_before[-1] / max(1, len(tokens))
     if width <= 0:
         return {"bin_s": 0.0, "tokens": [sum(part.tokens for part in parts)] if parts else []}
+
+    last_bin = len(tokens) - 1
     for part in parts:
         place = bisect_right(starts, part.start) - 1
-        began = worked[place] + part.start - starts[place]
+        began = worked_before[place] + part.start - starts[place]
         ended = began + max(0.0, part.end - part.start)
-        first, last = (min(len(tokens) - 1, int(each / width)) for each in (began, ended))
+        first = min(last_bin, int(began / width))
+        last = min(last_bin, int(ended / width))
         for place in range(first, last + 1):
-            left, right = place * width, (place + 1) * width
+            left = place * width
+            right = (place + 1) * width
             share = (min(ended, right) - max(began, left)) / (ended - began) if last > first else 1.0
             tokens[place] += part.tokens * share
-    return {"bin_s": width, "tokens": [round(each, 1) for each in tokens]}
+    return {"bin_s": width, "tokens": [round(count, 1) for count in tokens]}

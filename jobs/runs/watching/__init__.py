@@ -1,1 +1,1 @@
-"""A run as it is seen from outside: progress, what holds it up, time left."""
+"""Shows a run from outside: its progress, what holds it up, and the time left."""

@@ -9,11 +9,13 @@ from redis.exceptions import ConnectionError, TimeoutError
 from jobs.errors import UnknownRun
 from jobs.runs.watching.snapshot import REFUSED, RunSnapshot, needs
 
-#: Between two looks at Redis.
+#: The pause between two looks at Redis.
 POLL_S = 0.5
 
 
 class End(enum.Enum):
+    """How a run ended. The value is the sentence that a user is shown."""
+
     FINISHED = "it is finished"
     CANCELLED = "it was cancelled: submit it again to resume it"
     PLAN_FAILED = "planning failed: repair what is named above, then submit again"
@@ -34,17 +36,25 @@ class Followed:
 
     @property
     def problem(self) -> str | None:
-        """Say what is wrong with how the run ended; None for nothing."""
+        """Say what went wrong, or return None if the run ended well."""
         snapshot = self.snapshot
         if self.end is End.FINISHED:
-            return None if snapshot.too_many_errors is None else f"it is finished, but {snapshot.too_many_errors}"
+            if snapshot.too_many_errors is None:
+                return None
+            return f"it is finished, but {snapshot.too_many_errors}"
+
         if self.end is End.CANCELLED and snapshot.stopped is not None:
             return f"it was stopped: {snapshot.stopped}"
-        return REFUSED_AS_BEFORE if self.end is End.PLAN_FAILED and snapshot.finished else self.end.value
+        if self.end is End.PLAN_FAILED and snapshot.finished:
+            return REFUSED_AS_BEFORE
+        return str(self.end.value)
 
 
 class Watch:
-    """Looks at a run, and remembers what the run waits for. look: reads the run's state."""
+    """Looks at a run and remembers what the run waits for.
+
+    look: reads the run's state.
+    """
 
     def __init__(self, look: Callable[[], RunSnapshot]) -> None:
         self._look = look
@@ -56,8 +66,8 @@ class Watch:
         except (ConnectionError, TimeoutError) as error:
             self.waits_for = f"no answer from Redis ({error})"
             raise
-        lacking = needs(snapshot)
-        self.waits_for = lacking[0] if lacking else None
+        unmet_needs = needs(snapshot)
+        self.waits_for = unmet_needs[0] if unmet_needs else None
         return snapshot
 
 
@@ -67,39 +77,55 @@ def follow(
     show: Callable[[RunSnapshot], None] = lambda snapshot: None,
     warn: Callable[[str], None] = lambda text: None,
 ) -> Followed:
-    """Look at a run until it ends, whoever is away. Raises what the first look raises."""
-    previous = snapshot = look()
-    told, is_away = list[str](), False
+    """Look at a run until it ends, and sit out times when Redis or the workers are away.
+
+    Raises what the first look raises.
+    """
+    snapshot = look()
+    previous = snapshot
+    warned_needs: list[str] = []
+    is_redis_away = False
+
     while True:
         show(snapshot)
-        if end := _end(snapshot, previous):
+        end = _end(snapshot, previous)
+        if end is not None:
             return Followed(snapshot, end)
-        lacking = needs(snapshot)
-        for each in lacking:
-            if each not in told:
-                warn(f"{each}; still waiting")
-        told = lacking
+
+        unmet_needs = needs(snapshot)
+        for need in unmet_needs:
+            if need not in warned_needs:
+                warn(f"{need}; still waiting")
+        warned_needs = unmet_needs
+
         sleep(POLL_S)
         try:
-            previous, snapshot, is_away = snapshot, look(), False
+            latest = look()
         except UnknownRun:
             return Followed(snapshot, End.FORGOTTEN)
         except (ConnectionError, TimeoutError) as error:
-            if not is_away:
+            if not is_redis_away:
                 warn(f"no answer from Redis ({error}); still waiting")
-            is_away = True
+            is_redis_away = True
+        else:
+            previous = snapshot
+            snapshot = latest
+            is_redis_away = False
 
 
 def _end(snapshot: RunSnapshot, previous: RunSnapshot) -> End | None:
     if snapshot.cancelled and not snapshot.finished:
         return End.CANCELLED
     if snapshot.plan_status in REFUSED:
-        return End.PLAN_FAILED  # also of a run that had finished: this submission was refused
+        return End.PLAN_FAILED  # even if the run had finished: this submission was refused
     if snapshot.finished and not snapshot.is_planning:
         return End.FINISHED
     if not snapshot.is_idle:
         return None
     if snapshot.failed_jobs:
         return End.SHARDS_FAILED
-    # A look is not one instant: the last shard may have ended between two of its reads.
-    return End.STRANDED if snapshot is not previous and previous.is_idle else None
+
+    # A look is not one instant: the last shard may have ended between two of its reads. So a run is
+    # stranded only when two looks in a row found it idle.
+    is_second_look = snapshot is not previous
+    return End.STRANDED if is_second_look and previous.is_idle else None

@@ -1,10 +1,10 @@
-"""Reads runs: what Redis has of them at one moment, in a few round trips however many those are."""
+"""Reads the state of runs from Redis, in a few round trips however many runs there are."""
 
 import time
 from bisect import bisect
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 from redis import Redis
 
@@ -22,66 +22,126 @@ from jobs.runs.statistics.run_statistics import COUNTED, Reason
 from jobs.runs.watching.snapshot import WAITING, RunSnapshot
 from jobs.runs.watching.time_left import PartsDone, Progress, time_left
 
-#: Shards of a run whose jobs are sought where none runs, and done ones by which the time left is told.
-MAX_SOUGHT = MAX_LOOKED = 1000
+#: The most shards whose jobs are looked for one by one when none is seen to run.
+MAX_SOUGHT = 1000
+#: The most finished shards from which the time left is estimated.
+MAX_LOOKED = 1000
 
 MAX_RUNS = 200
 MAX_REASONS = 20
-#: For a list, entries that are read of a queue's registry of running or failed jobs.
+#: The most entries that a list of runs reads from a queue's registry of running or failed jobs.
 MAX_ENTRIES = 20_000
 
 _FACTS = (
-    *("output", "queue", "plan_job", "plan_model", "rows", "shards", "model", "model_text", "max_errors"),
-    *("second_queue", "second_model", "second_text", "cancelled", "finished", "stopped", "submission"),
-    *("cancelled_submission", "worked_s", "format", PLAN_ERROR, REUSE_DIFFERS),
+    "output",
+    "queue",
+    "plan_job",
+    "plan_model",
+    "rows",
+    "shards",
+    "model",
+    "model_text",
+    "max_errors",
+    "second_queue",
+    "second_model",
+    "second_text",
+    "cancelled",
+    "finished",
+    "stopped",
+    "submission",
+    "cancelled_submission",
+    "worked_s",
+    "format",
+    PLAN_ERROR,
+    REUSE_DIFFERS,
 )
-_TIMES = ("began_at", "ended_at", "worked_s")
 _COUNTS = (*TOTALS, *OF_SUBMISSION)
 
 
-class RunLook:
-    """What one look has seen of a run so far. done: how many shards have a part. stopped: failed jobs of a cancel."""
+class QueueLook(NamedTuple):
+    """The jobs of one queue at one moment.
 
-    done = claimed = gone = 0
+    length: the number of waiting jobs, of any run. started, failed: the ids of shards' jobs, by run and shard.
+    """
+
+    length: int
+    started: Mapping[str, Mapping[int, str]]
+    failed: Mapping[str, Mapping[int, str]]
+
+
+class RunLook:
+    """What one look has seen of a run so far.
+
+    done: the number of shards that have a part. claimed: jobs of the run that a worker holds. gone: shards without a
+    part whose job is in Redis no more. stopped: failed jobs that an earlier cancel has stopped.
+    """
+
+    done = 0
+    claimed = 0
+    gone = 0
     progress: Sequence[Progress] = ()
     stopped: Collection[str] = ()
 
     def __init__(self, run: str, facts: dict[str, str], plan_status: JobStatus | None) -> None:
-        self.run, self.facts, self.plan_status = run, facts, plan_status
-        self.queues = list(dict.fromkeys((facts["queue"], facts.get("second_queue", facts["queue"]))))
-        self.shards, self.is_finished = stored.count(facts.get("shards")), "finished" in facts
+        self.run = run
+        self.facts = facts
+        self.plan_status = plan_status
+        self.queues = [facts["queue"]]
+        second_queue = facts.get("second_queue", facts["queue"])
+        if second_queue not in self.queues:
+            self.queues.append(second_queue)
+        self.shards = stored.count(facts.get("shards"))
+        self.is_finished = "finished" in facts
 
-    def see_queues(self, queues: Mapping[str, Sequence[Any]]) -> None:
-        """See how many jobs of anybody's wait, and the shards' jobs that are held, or have failed."""
-        lengths, started, failed = zip(*(queues[name] for name in self.queues), strict=True)
-        self.length = sum(lengths)
-        self.started, self.failed = (
-            {shard: job for each in jobs for shard, job in each.get(self.run, {}).items()} for jobs in (started, failed)
-        )
+    def see_queues(self, queues: Mapping[str, QueueLook]) -> None:
+        """Take from the run's queues how many jobs wait, and which of its own jobs run or have failed."""
+        self.length = 0
+        self.started: dict[int, str] = {}
+        self.failed: dict[int, str] = {}
+        for name in self.queues:
+            queue = queues[name]
+            self.length += queue.length
+            self.started.update(queue.started.get(self.run, {}))
+            self.failed.update(queue.failed.get(self.run, {}))
 
     def see_parts(self, counts: Mapping[str, str], num_parts: int, with_part: Collection[int]) -> None:
-        """Leave out jobs of shards with a part, which were another execution's. with_part: of those with jobs."""
+        """Leave out the jobs of shards that have a part: another execution wrote it.
+
+        with_part: the shards with a part, among those that have a running or failed job.
+        """
         self.facts |= counts
         self.counts = {name: _number(counts, f"total_{name}") for name in COUNTED}
         self.done = num_parts
-        # A failed job of a shard with a part may have failed to end a run that is whole.
-        is_unended = num_parts >= (self.shards or 1) and not self.is_finished and not self.started
         self.running = {shard: job for shard, job in self.started.items() if shard not in with_part}
-        others = self.running if is_unended else {*self.running, *with_part}
-        self.failed = {shard: self.failed[shard] for shard in sorted(self.failed.keys() - others)}
+
+        # Once every shard has a part, a job may still have failed while it ended the run.
+        is_unended = num_parts >= (self.shards or 1) and not self.is_finished and not self.started
+        superseded = set(self.running)
+        if not is_unended:
+            superseded.update(with_part)
+        self.failed = {shard: self.failed[shard] for shard in sorted(self.failed.keys() - superseded)}
 
     def see_stopped(self, connection: Redis) -> None:
-        """See which failed jobs an earlier cancel has stopped."""
-        cancelled, failed = _number(self.facts, "cancelled_submission"), list(self.failed.values())
+        """Find out which failed jobs an earlier cancel has stopped."""
+        cancelled = _number(self.facts, "cancelled_submission")
+        if not cancelled:
+            self.stopped = set()
+            return
+
+        failed = list(self.failed.values())
         with connection.pipeline(transaction=False) as pipe:
-            for job_id in failed if cancelled else ():
+            for job_id in failed:
                 pipe.hget(rq_jobs.job_key(job_id), SUBMISSION_FIELD)
-            numbers = [stored.count(stored.text(each or b"")) or 0 for each in pipe.execute()]
-        self.stopped = {job_id for job_id, number in zip(failed, numbers, strict=False) if number <= cancelled}
+            replies = pipe.execute()
+        self.stopped = set()
+        for job_id, reply in zip(failed, replies, strict=True):
+            submission = stored.count(stored.text(reply or b"")) or 0
+            if submission <= cancelled:
+                self.stopped.add(job_id)
 
     @property
     def is_still(self) -> bool:
-        """Whether no shard of the planned run is seen to run, though the run goes on."""
+        """Whether no shard is seen to run, although the run is planned and not over."""
         is_over = self.is_finished or "cancelled" in self.facts
         return bool(self.shards) and not self.running and not is_over and self.plan_status not in WAITING
 
@@ -92,32 +152,63 @@ class RunLook:
         return bool(self.shards) and not self.progress and not is_over and self.done < (self.shards or 0)
 
     def seek(self, connection: Redis) -> None:
-        """Look where the shards' jobs are, of which no queue tells."""
-        recorded, planned = RunState(connection, self.run).recorded(), range(self.shards or 0)
-        rest = [shard for shard in planned if shard not in recorded]
-        kinds = (False, True) if "second_queue" in self.facts else (False,)
+        """Look for the jobs of unfinished shards one by one: a worker holds them, or they are gone."""
+        recorded = RunState(connection, self.run).recorded()
+        planned = range(self.shards or 0)
+        unfinished = [shard for shard in planned if shard not in recorded]
         if not self.length:
-            jobs = (shard_job_id(self.run, shard, kind) for shard in rest or planned for kind in kinds)
-            self.claimed = num_held(connection, jobs)
+            held_ids = (job_id for shard in unfinished or planned for job_id in self._job_ids(shard))
+            self.claimed = num_held(connection, held_ids)
+
+        sought = [shard for shard in unfinished if shard not in self.failed]
         with connection.pipeline(transaction=False) as pipe:
-            for shard in [each for each in rest if each not in self.failed][:MAX_SOUGHT]:
-                pipe.exists(*(rq_jobs.job_key(shard_job_id(self.run, shard, kind)) for kind in kinds))
-            self.gone = pipe.execute().count(0) + len(self.stopped)
+            for shard in sought[:MAX_SOUGHT]:
+                pipe.exists(*map(rq_jobs.job_key, self._job_ids(shard)))
+            num_existing = pipe.execute()
+        self.gone = num_existing.count(0) + len(self.stopped)
+
+    def _job_ids(self, shard: int) -> list[str]:
+        """Return the ids of a shard's jobs: one, or two in a cascade."""
+        job_ids = [shard_job_id(self.run, shard)]
+        if "second_queue" in self.facts:
+            job_ids.append(shard_job_id(self.run, shard, is_second=True))
+        return job_ids
 
     def snapshot(self, connection: Redis, workers: Collection[Worker]) -> RunSnapshot:
-        facts, progress, counts = self.facts, self.progress, self.counts
-        needed = ("plan_model", "plan_model") if self.plan_status in WAITING else ("model", "model_text")
+        """Return the run's progress, once queues, parts and stopped jobs have been seen."""
+        facts = self.facts
+        progress = self.progress
+        counts = self.counts
+        needed = ("model", "model_text")
+        if self.plan_status in WAITING:
+            needed = ("plan_model", "plan_model")
+
         rows = stored.count(facts.get("rows"))
-        rows_done, tokens = (sum(getattr(each, name) for each in progress) for name in ("rows", "tokens"))
-        began_at, ended_at, worked_s = (stored.seconds(facts.get(name)) for name in _TIMES)
-        worked_s, end = (worked_s, ended_at) if self.is_finished else (None, time.time() if progress else ended_at)
+        rows_under_way = sum(shard.rows for shard in progress)
+        rows_done = counts["rows"] + rows_under_way
+        if rows is not None:
+            rows_done = min(rows_done, rows)
+        tokens_under_way = sum(shard.tokens for shard in progress)
+
+        began_at = stored.seconds(facts.get("began_at"))
+        ended_at = stored.seconds(facts.get("ended_at"))
+        worked_s = stored.seconds(facts.get("worked_s")) if self.is_finished else None
+        measured_until = time.time() if progress and not self.is_finished else ended_at
+
+        # Rates count what was done within `seconds`.
+        seconds = 0.0
+        rows_in_time = 0
+        tokens_in_time = 0
         if worked_s:
-            seconds, by_then = worked_s, [counts["rows"] - counts["rows_reused"], counts["generated_tokens"]]
-        elif self.is_stalled:
-            seconds, by_then = 0.0, [0, 0]  # no rate: an earlier one does not show how it goes now
-        else:
-            seconds = 0.0 if began_at is None or end is None else end - began_at
-            by_then = [_number(facts, name) for name in ("judged_rows", "judged_tokens")]
+            seconds = worked_s
+            rows_in_time = counts["rows"] - counts["rows_reused"]
+            tokens_in_time = counts["generated_tokens"]
+        elif not self.is_stalled:  # else there is no rate: an earlier one does not show how it goes now
+            if began_at is not None and measured_until is not None:
+                seconds = measured_until - began_at
+            rows_in_time = _number(facts, "judged_rows")
+            tokens_in_time = _number(facts, "judged_tokens")
+
         return RunSnapshot(
             run=self.run,
             output=safe_name(facts["output"], MAX_TEXT_CHARS),
@@ -129,8 +220,8 @@ class RunLook:
             plan_status=self.plan_status,
             plan_error=self._plan_error(connection),
             rows=rows,
-            rows_done=counts["rows"] + rows_done if rows is None else min(counts["rows"] + rows_done, rows),
-            tokens=counts["generated_tokens"] + tokens,
+            rows_done=rows_done,
+            tokens=counts["generated_tokens"] + tokens_under_way,
             shards=self.shards,
             shards_done=self.done,
             shards_started=len(progress),
@@ -139,8 +230,8 @@ class RunLook:
             failed_jobs=tuple(job for job in self.failed.values() if job not in self.stopped),
             workers=served_on(workers, facts["queue"])[0],
             queue_length=self.length,
-            listened=tuple(sorted({name for each in workers for name in each.queues})),
-            silent_workers=tuple(sorted({each.worker for each in progress} - _alive(workers))),
+            listened=tuple(sorted({name for worker in workers for name in worker.queues})),
+            silent_workers=tuple(sorted({shard.worker for shard in progress} - _alive(workers))),
             is_held=are_held(worker for worker in workers if facts["queue"] in worker.queues),
             awaited_model=self._awaited(workers, facts["queue"], *needed),
             awaited_second=self._awaited(workers, self.queues[-1], "second_model", "second_text"),
@@ -151,31 +242,41 @@ class RunLook:
                 counts["rows"], counts["errors"], is_whole=self.is_finished
             ),
             model=_shown(facts, "model_text"),
-            submitted_at=_number(facts, "submission") / 1000 or None,  # its number is when it came
+            submitted_at=_number(facts, "submission") / 1000 or None,  # a submission's number is its time
             began_at=began_at,
             ended_at=ended_at,
             worked_s=worked_s,
-            rows_per_s=(by_then[0] + rows_done) / seconds if seconds > 0 else None,
-            tokens_per_s=(by_then[1] + tokens) / seconds if seconds > 0 else None,
+            rows_per_s=(rows_in_time + rows_under_way) / seconds if seconds > 0 else None,
+            tokens_per_s=(tokens_in_time + tokens_under_way) / seconds if seconds > 0 else None,
             **{name: counts[name] for name in COUNTED if name not in ("rows", "generated_tokens")},
         )
 
     def left_s(self, connection: Redis, workers: Collection[Worker]) -> float | None:
-        """Return the time left, by the parts that were done last; None while nobody works on the run."""
-        state, alive = RunState(connection, self.run), _alive(workers)
-        told = zip(self.running, self.progress, strict=True)
-        running = {shard: each for shard, each in told if each.worker in alive}
+        """Return the seconds left, judged by the parts that were done last; None while nobody works on the run."""
+        state = RunState(connection, self.run)
+        alive = _alive(workers)
+        running: dict[int, Progress] = {}
+        for shard, progress in zip(self.running, self.progress, strict=True):
+            if progress.worker in alive:
+                running[shard] = progress
+
+        # Shards are started in the order of their numbers. So the parts that were done last are those
+        # before the shards under way; parts behind these come from an earlier pass, and count as older.
         recorded = state.recorded()
-        ordered = sorted(recorded)  # the last ones, as far as numbers tell, are those before the ones under way
-        at = bisect(ordered, max(self.running, default=-1))
-        latest = state.parts_of([*ordered[at:], *ordered[:at]][-MAX_LOOKED:])
+        ordered = sorted(recorded)
+        split = bisect(ordered, max(self.running, default=-1))
+        oldest_first = [*ordered[split:], *ordered[:split]]
+        latest = state.parts_of(oldest_first[-MAX_LOOKED:])
+
         shares: Any = connection.hget(run_key(self.run), "sizes")
-        rows, done = stored.count(self.facts.get("rows")), PartsDone(recorded, latest, self.counts)
-        left_s = time_left(shares, self.shards, rows, done, running, time.time())
+        rows = stored.count(self.facts.get("rows"))
+        parts = PartsDone(recorded, latest, self.counts)
+        left_s = time_left(shares, self.shards, rows, parts, running, time.time())
         return None if self.is_stalled else left_s
 
     def _plan_error(self, connection: Redis) -> str | None:
-        facts, status = self.facts, self.plan_status
+        facts = self.facts
+        status = self.plan_status
         if status in (JobStatus.STOPPED, JobStatus.CANCELED):
             return "it was stopped"
         if status is JobStatus.FAILED:
@@ -187,58 +288,71 @@ class RunLook:
         return None
 
     def _awaited(self, workers: Collection[Worker], queue: str, needed: str, shown: str) -> str | None:
-        """Return a model, as it is shown, that is needed and that no worker of the queue serves."""
+        """Return the model that the run needs, as it is shown, if no worker of the queue serves it; else None.
+
+        needed, shown: the facts that hold the model's identity and its text.
+        """
         _, models = served_on(workers, queue)
         is_awaited = models is not None and needed in self.facts and self.facts[needed] not in models
         return _shown(self.facts, shown) if is_awaited else None
 
     def _planned_by(self, workers: Collection[Worker]) -> str | None:
-        """Return "newer" or "older": the version of the plan, if no worker of the queue reads it; else None."""
-        on_queue = [each for each in workers if self.facts["queue"] in each.queues and not each.is_silent]
-        formats = {each.sample.format for each in on_queue if each.sample is not None and each.sample.format}
-        own = stored.count(self.facts.get("format"))
-        if not formats or own is None or own in formats:
+        """Return "newer" or "older" if no worker of the queue can read the plan's version; else None."""
+        readable_formats = set()
+        for worker in workers:
+            is_listening = self.facts["queue"] in worker.queues and not worker.is_silent
+            if is_listening and worker.sample is not None and worker.sample.format:
+                readable_formats.add(worker.sample.format)
+
+        plan_format = stored.count(self.facts.get("format"))
+        if not readable_formats or plan_format is None or plan_format in readable_formats:
             return None
-        return "newer" if own > max(formats) else "older"
+        return "newer" if plan_format > max(readable_formats) else "older"
 
 
 def read_runs(connection: Redis, runs: Iterable[str], most: int = 0) -> list[RunSnapshot]:
-    """Return how those of the runs stand that Redis knows.
+    """Return the progress of those runs that Redis knows.
 
-    most: of a list, entries that are read of a queue's registry. 0: all are, and of each run it is told how long it
-    goes on, and which of its jobs are gone though others are on its queue.
+    most: the most entries that are read from a queue's registry, for a list of runs. With 0 all entries are read, and
+    each run is looked at more closely: how long it goes on, and which of its jobs are gone.
     """
     looks = begin_looks(connection, runs)
-    workers = [each for each in read_workers(connection) if each.queues]
+    workers = [worker for worker in read_workers(connection) if worker.queues]
     busy = {name for look in looks if not look.is_finished for name in look.queues}
     names = {name for look in looks for name in look.queues}
     queues = {name: read_queue(connection, name, most if name in busy else 1) for name in names}
     for look in looks:
         look.see_queues(queues)
-    _read_parts(connection, looks)  # afterwards: what ends in between is done, and not nowhere
-    found = []
+    # Parts are read after the queues: a shard that ends in between is then seen as done, and not as lost.
+    _read_parts(connection, looks)
+
+    snapshots = []
     for look in looks:
         look.progress = read_progress(connection, list(look.running.values()))
         look.see_stopped(connection)
-        left = 0 if look.shards is None else look.shards - look.done - len(look.failed)
-        if look.is_still and (not most or left > look.length):
+        num_left = 0 if look.shards is None else look.shards - look.done - len(look.failed)
+        if look.is_still and (not most or num_left > look.length):
             look.seek(connection)
         snapshot = look.snapshot(connection, workers)
         if not most and snapshot.state == "running":
             snapshot = replace(snapshot, left_s=look.left_s(connection, workers))
-        found.append(snapshot)
-    return found
+        snapshots.append(snapshot)
+    return snapshots
 
 
 def read_snapshot(connection: Redis, run: str) -> RunSnapshot:
     """Read a run's progress. Raises UnknownRun when this Redis has no such run."""
-    for found in read_runs(connection, [run]):
-        return found
-    raise UnknownRun(run)
+    snapshots = read_runs(connection, [run])
+    if not snapshots:
+        raise UnknownRun(run)
+    return snapshots[0]
 
 
 def read_planned(connection: Redis, run: str) -> RunSnapshot:
-    """Read a run's progress, or that of the run planned for it where the worker's real paths differ."""
+    """Read a run's progress. If the worker planned it under another id, read that run instead.
+
+    The id is made of the output's path, and the worker may see another real path than the client.
+    """
     snapshot = read_snapshot(connection, run)
     if snapshot.shards is None and snapshot.plan_job is not None and not snapshot.is_planning:
         planned = rq_jobs.last_value(connection, snapshot.plan_job).get("run", run)
@@ -248,30 +362,34 @@ def read_planned(connection: Redis, run: str) -> RunSnapshot:
 
 
 def list_runs(connection: Redis, limit: int = MAX_RUNS, states: Collection[str] = ()) -> list[RunSnapshot]:
-    """Return at most `limit` runs in these states, any for (), the last submitted first. Raises RedisError."""
+    """Return at most `limit` runs, the last submitted first. Raises RedisError.
+
+    states: only runs in these states; all runs if it is empty.
+    """
     newest: Any = connection.zrevrange(RUNS_KEY, 0, limit - 1)
-    found = read_runs(connection, map(stored.text, newest), MAX_ENTRIES)
-    return [each for each in found if not states or each.state in states]
+    snapshots = read_runs(connection, map(stored.text, newest), MAX_ENTRIES)
+    return [snapshot for snapshot in snapshots if not states or snapshot.state in states]
 
 
 def run_reasons(connection: Redis, run: str) -> list[Reason]:
-    """Return why rows of a run have an error, the commonest first, at most MAX_REASONS kinds, fit to be shown."""
-    found = recorded_reasons(connection, run).commonest(MAX_REASONS)
-    return [replace(each, text=safe_name(each.text, MAX_TEXT_CHARS)) for each in found]
+    """Return why rows of a run have an error: at most MAX_REASONS, the commonest first, safe to show."""
+    reasons = recorded_reasons(connection, run).commonest(MAX_REASONS)
+    return [replace(reason, text=safe_name(reason.text, MAX_TEXT_CHARS)) for reason in reasons]
 
 
 def failure_text(connection: Redis, job_id: str) -> str:
-    """Return the last line of a failed job's error, before the line that classes it, or that it left none."""
+    """Return the last line of a failed job's error, or a sentence that says it left none."""
     return error_line(rq_jobs.error_text(rq_jobs.last_entry(connection, job_id))) or "it left no error"
 
 
 def error_line(error: str) -> str:
-    """Return the last line of an error as it may be shown, before the line that classes it; "" for none."""
-    lines = [each for each in error.strip().splitlines() if not each.startswith(FAULT_PREFIX)]
+    """Return the last line of an error, safe to show, without the line that classes it; "" if there is none."""
+    lines = [line for line in error.strip().splitlines() if not line.startswith(FAULT_PREFIX)]
     return safe_name(lines[-1], MAX_TEXT_CHARS) if lines else ""
 
 
 def read_progress(connection: Redis, job_ids: Sequence[str]) -> list[Progress]:
+    """Return what each job says of its progress, in the order of the ids."""
     with connection.pipeline(transaction=False) as pipe:
         for job_id in job_ids:
             pipe.hmget(rq_jobs.job_key(job_id), PROGRESS_FIELD, "started_at", "worker_name", "status")
@@ -279,30 +397,51 @@ def read_progress(connection: Redis, job_ids: Sequence[str]) -> list[Progress]:
     return [_progress(*reply) if isinstance(reply, list) else Progress(0, 0) for reply in replies]
 
 
-def _progress(shown: Any, started_at: bytes | None, worker: bytes | None, status: bytes | None) -> Progress:
-    told = stored.json_object(shown)
-    rows, tokens, shard_rows = (stored.count(told.get(name)) or 0 for name in ("rows_done", "tokens", "rows"))
-    tokens += stored.count(told.get("tokens_open")) or 0
-    return Progress(rows, tokens, shard_rows, stored.moment(started_at), safe_name(worker or b""), status is not None)
+def _progress(meta: Any, started_at: bytes | None, worker: bytes | None, status: bytes | None) -> Progress:
+    shown = stored.json_object(meta)
+    tokens = stored.count(shown.get("tokens")) or 0
+    tokens_open = stored.count(shown.get("tokens_open")) or 0
+    return Progress(
+        rows=stored.count(shown.get("rows_done")) or 0,
+        tokens=tokens + tokens_open,
+        shard_rows=stored.count(shown.get("rows")) or 0,
+        started_at=stored.moment(started_at),
+        worker=safe_name(worker or b""),
+        has_job=status is not None,
+    )
 
 
 def begin_looks(connection: Redis, runs: Iterable[str]) -> list[RunLook]:
-    """Begin a look at each run of which more is left than its id."""
-    names = list(runs)
+    """Begin a look at each run that Redis knows. A run without an output and a queue is left out."""
+    run_ids = list(runs)
+    known: dict[str, dict[str, str]] = {}
     with connection.pipeline(transaction=False) as pipe:
-        for run in names:
+        for run in run_ids:
             pipe.hmget(run_key(run), _FACTS)
-        replies = zip(names, pipe.execute(raise_on_error=False), strict=True)  # producers may write there
-        told = {run: _texts(_FACTS, values) for run, values in replies if isinstance(values, list)}
-        found = {run: facts for run, facts in told.items() if facts.keys() >= {"output", "queue"}}
-        for facts in found.values():
+        # Producers may write to these keys too. So a reply may be an error, and costs that run alone.
+        replies = pipe.execute(raise_on_error=False)
+        for run, values in zip(run_ids, replies, strict=True):
+            if not isinstance(values, list):
+                continue
+            facts = _texts(_FACTS, values)
+            if facts.keys() >= {"output", "queue"}:
+                known[run] = facts
+
+        for facts in known.values():
             pipe.hget(rq_jobs.job_key(facts.get("plan_job", "")), "status")
-        statuses = map(rq_jobs.job_status, pipe.execute(raise_on_error=False))
-    return [RunLook(run, facts, status) for (run, facts), status in zip(found.items(), statuses, strict=True)]
+        statuses = pipe.execute(raise_on_error=False)
+
+    looks = []
+    for (run, facts), status in zip(known.items(), statuses, strict=True):
+        looks.append(RunLook(run, facts, rq_jobs.job_status(status)))
+    return looks
 
 
-def read_queue(connection: Redis, name: str, most: int) -> tuple[int, dict[str, Any], dict[str, Any]]:
-    """Look at a queue in the order in which jobs move on, so none is missed: how many wait, are held, have failed."""
+def read_queue(connection: Redis, name: str, most: int) -> QueueLook:
+    """Read a queue's waiting, running and failed jobs.
+
+    They are read in the order in which jobs move on, so that none is missed. most: the most entries of a registry.
+    """
     keys = rq_jobs.QueueKeys(name)
     with connection.pipeline(transaction=False) as pipe:
         pipe.llen(keys.waiting)
@@ -310,36 +449,42 @@ def read_queue(connection: Redis, name: str, most: int) -> tuple[int, dict[str, 
         pipe.zrange(keys.started, 0, most - 1)
         pipe.zrevrange(keys.failed, 0, most - 1)
         waiting, popped, started, failed = pipe.execute()
-    return waiting + popped, _jobs_by_run(started), _jobs_by_run(failed)
+    return QueueLook(waiting + popped, _jobs_by_run(started), _jobs_by_run(failed))
 
 
 def _read_parts(connection: Redis, looks: Sequence[RunLook]) -> None:
-    asked: list[list[Any]] = [["total", *{*look.started, *look.failed}] for look in looks]
+    """Have each look see its run's counts, how many parts there are, and which shards with a job have one."""
+    shards_with_jobs = [list({*look.started, *look.failed}) for look in looks]
     with connection.pipeline(transaction=False) as pipe:
-        for look, fields in zip(looks, asked, strict=True):
+        for look, shards in zip(looks, shards_with_jobs, strict=True):
+            parts_key = run_key(look.run, "parts")
             pipe.hmget(run_key(look.run), _COUNTS)
-            pipe.hlen(run_key(look.run, "parts"))
-            pipe.hmget(run_key(look.run, "parts"), fields)
-        replies = pipe.execute()
-    for look, (_, *shards), counts, length, parts in zip(looks, asked, *(replies[i::3] for i in range(3)), strict=True):
-        has_total, *records = (each is not None for each in parts)
-        with_part = {int(shard) for shard, there in zip(shards, records, strict=True) if there}
-        look.see_parts(_texts(_COUNTS, counts), length - has_total, with_part)
+            pipe.hlen(parts_key)
+            pipe.hmget(parts_key, ["total", *map(str, shards)])
+        replies = iter(pipe.execute())
+
+    for look, shards in zip(looks, shards_with_jobs, strict=True):
+        counts = next(replies)
+        num_fields = next(replies)
+        total, *records = next(replies)
+        with_part = {shard for shard, record in zip(shards, records, strict=True) if record is not None}
+        num_parts = num_fields if total is None else num_fields - 1
+        look.see_parts(_texts(_COUNTS, counts), num_parts, with_part)
 
 
 def _jobs_by_run(entries: Iterable[bytes]) -> dict[str, dict[int, str]]:
-    """Return of a registry's entries, `<job>` or `<job>:<execution>`, each run's shards and their jobs' ids."""
-    found: dict[str, dict[int, str]] = {}
+    """Return the ids of shards' jobs in a registry, by run and shard. An entry is `<job>` or `<job>:<execution>`."""
+    jobs: dict[str, dict[int, str]] = {}
     for entry in entries:
         job_id = stored.text(entry).partition(":")[0]
         run, shard = run_and_shard(job_id) or ("", None)
         if shard is not None:
-            found.setdefault(run, {})[shard] = job_id
-    return found
+            jobs.setdefault(run, {})[shard] = job_id
+    return jobs
 
 
 def _alive(workers: Collection[Worker]) -> set[str]:
-    return {each.name for each in workers if not each.is_silent}
+    return {worker.name for worker in workers if not worker.is_silent}
 
 
 def _texts(names: Sequence[str], values: Sequence[bytes | None]) -> dict[str, str]:

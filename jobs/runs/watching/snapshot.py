@@ -1,4 +1,4 @@
-"""How a run stands at one moment, as a word and in sentences: what it lacks to go on, and what comes before it."""
+"""Says how a run stands at one moment: its state as a word, and in sentences what it needs and what is ahead of it."""
 
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
@@ -18,21 +18,26 @@ WAITING = (JobStatus.QUEUED, JobStatus.STARTED, JobStatus.SCHEDULED, JobStatus.D
 REFUSED = (JobStatus.FAILED, JobStatus.STOPPED, JobStatus.CANCELED)
 #: The words of `RunSnapshot.state`.
 STATES = ("planning", "not planned", "running", "ending", "finished", "failed", "cancelled", "stopped")
-#: How much of a queue is looked through for the run's first job.
+#: The most jobs of a queue that are looked through for the run's first one.
 MAX_AHEAD = 1000
 
 
 @dataclass(frozen=True)
 class RunSnapshot:
-    """A run's progress. Texts but the queue's name are as they may be shown. rows, shards, model: None until planned.
+    """A run's progress. Texts are safe to show, except the queue's name. Times are Unix seconds.
 
-    gone: queued shards whose job is in Redis no more. claimed: those that a worker holds, which may write the run's
-    end. rows_done, tokens: generated ones, of running shards too; other counts are of finished shards. queue_length:
-    jobs of any run. is_held: no worker claims, because Redis came back with older data. awaited_model: the run's, if no
-    worker there serves it; awaited_second: the second model, if no worker of second_queue does. planned_by: "newer" or
-    "older" if only workers of such a version can take it. listened: queues that have workers. stopped: why it was
-    cancelled though nobody asked for it. failed_jobs: without those that an earlier cancel has stopped. Times are Unix
-    seconds. rows_per_s, tokens_per_s: for a finished run over worked_s, the time in which workers had shards.
+    rows, shards, model: None until the run is planned.
+    rows_done, tokens: include running shards. All other counts are of finished shards.
+    gone: shards without a part whose job is in Redis no more.
+    claimed: shards that a worker holds. One of them may be about to write the run's end.
+    queue_length: the waiting jobs of any run.
+    is_held: whether workers claim nothing because Redis came back with older data.
+    awaited_model, awaited_second: the run's model, and its second one, if no worker of its queue serves it.
+    planned_by: "newer" or "older" if only workers of such a version can take the run.
+    listened: the queues that have workers.
+    stopped: why the run was cancelled, if no person did it.
+    failed_jobs: leaves out jobs that an earlier cancel has stopped.
+    worked_s: the time in which workers had shards. Rates of a finished run are over this time.
     """
 
     run: str
@@ -82,55 +87,65 @@ class RunSnapshot:
     cached_tokens: int = 0
 
     def to_object(self) -> dict[str, Any]:
+        """Return the snapshot as JSON shows it."""
         return {**asdict(self), "state": self.state, "shards_failed": self.shards_failed}
 
     @property
     def is_active(self) -> bool:
+        """Whether the run is being planned, computed or ended."""
         return self.state in ("planning", "running", "ending")
 
     @property
     def shards_failed(self) -> int:
+        """Return the number of failed shards; 0 for a cancelled run."""
         return 0 if self.cancelled else len(self.failed_jobs)
 
     @property
     def shards_left(self) -> int:
-        """Return how many shards nobody computes until the run is submitted again."""
+        """Return the number of shards that nobody computes until the run is submitted again."""
         if self.state not in ("cancelled", "stopped"):
             return 0
         return max(0, (self.shards or 0) - self.shards_done - self.shards_started)
 
     @property
     def queued(self) -> int:
+        """Return the number of shards that wait for a worker."""
         taken = self.shards_done + self.shards_started + len(self.failed_jobs) + self.gone
         return max(0, (self.shards or 0) - taken)
 
     @property
     def plan_failed(self) -> bool:
-        """Whether the last submission's planning has failed, or is gone before it planned anything."""
+        """Whether the last submission's planning has failed, or was lost before it planned anything."""
         if self.plan_status is not None:
             return self.plan_status in REFUSED
         return self.plan_error is not None or self.shards is None
 
     @property
     def all_failed(self) -> bool:
-        """Whether the run has finished, and each of its rows with an error that the limit does not allow."""
+        """Whether the run has finished with an error in every row, and its limit does not allow that."""
         return self.finished and self.too_many_errors is not None and 0 < self.errors == self.rows
 
     @property
     def is_planning(self) -> bool:
+        """Whether a planning job waits or runs."""
         return self.plan_status in WAITING
 
     @property
     def is_idle(self) -> bool:
+        """Whether no job of the run waits or runs."""
         if self.is_planning or self.shards_started or self.claimed:
             return False
         if self.shards is None:
-            return self.plan_status is None  # someone deleted its planning
-        # On an empty queue no shard waits. Of a run that is whole the shard may wait that was to end it.
-        return not ((self.queued or self.shards_done >= self.shards) and self.queue_length)
+            return self.plan_status is None  # someone deleted the planning job
+        if not self.queue_length:
+            return True
+        # If every shard has a part, the job that was to end the run may still wait.
+        may_wait = self.queued > 0 or self.shards_done >= self.shards
+        return not may_wait
 
     @property
     def state(self) -> str:
+        """Return the run's state, one of STATES."""
         if self.finished and not self.is_planning:
             return "failed" if self.all_failed else "finished"
         if self.cancelled:
@@ -148,64 +163,73 @@ class RunSnapshot:
 
 
 def verdict(snapshot: RunSnapshot) -> list[str]:
-    """Say why a run is not as its submitter wishes: refused, stopped, or with too many errors."""
-    told, error = [], snapshot.plan_error
+    """Say why a run was refused, was stopped, or has too many errors. Empty if nothing is wrong."""
+    lines = []
+    error = snapshot.plan_error
     if error is not None and snapshot.finished:
-        told.append(f"but      the last submit was refused: {error}; the run is finished as before")
+        lines.append(f"but      the last submit was refused: {error}; the run is finished as before")
     elif error is not None and not snapshot.cancelled:
-        told.append(f"because  its planning failed: {error}")
+        lines.append(f"because  its planning failed: {error}")
+
     if snapshot.finished and not snapshot.is_planning:
-        return told if snapshot.too_many_errors is None else [*told, f"but      {snapshot.too_many_errors}"]
-    return told if snapshot.stopped is None else [*told, f"because  {snapshot.stopped}"]
+        if snapshot.too_many_errors is not None:
+            lines.append(f"but      {snapshot.too_many_errors}")
+    elif snapshot.stopped is not None:
+        lines.append(f"because  {snapshot.stopped}")
+    return lines
 
 
 def needs(snapshot: RunSnapshot) -> list[str]:
-    """Say what a run lacks that nobody but a person brings: workers, and those that serve its models."""
-    # A shard that was started waits too, once the worker that had it is gone.
-    waits = snapshot.is_planning or snapshot.queued > 0 or snapshot.shards_started > 0
-    if not waits or snapshot.cancelled or (snapshot.finished and not snapshot.is_planning):
+    """Say what a person must provide before a run can go on: workers, and workers that serve its models."""
+    # A started shard waits too: the worker that had it may be gone.
+    is_waiting = snapshot.is_planning or snapshot.queued > 0 or snapshot.shards_started > 0
+    if not is_waiting or snapshot.cancelled or (snapshot.finished and not snapshot.is_planning):
         return []
-    found, queue = [], snapshot.queue
+
+    sentences = []
+    queue = snapshot.queue
     if snapshot.awaited_second is not None:
-        model = snapshot.awaited_second
-        found.append(_not_served(snapshot.second_queue, f"{model}, which is asked again"))
+        model = f"{snapshot.awaited_second}, which is asked again"
+        sentences.append(_not_served(snapshot.second_queue, model))
     if snapshot.planned_by is not None:
-        found.append(
+        sentences.append(
             f"it was planned by a {snapshot.planned_by} version of Tokenmill than that of the workers on queue "
             f"{queue!r}, which leave its jobs there: start one of that version"
         )
     elif not snapshot.workers:
-        found.append(no_worker_text(queue, snapshot.listened))
+        sentences.append(no_worker_text(queue, snapshot.listened))
     elif snapshot.awaited_model is not None:
-        found.append(_not_served(queue, snapshot.awaited_model))
-    return found
+        sentences.append(_not_served(queue, snapshot.awaited_model))
+    return sentences
 
 
 def obstacles(connection: Redis, snapshot: RunSnapshot) -> list[str]:
-    """Say what holds a run up: what it needs, workers that are gone, jobs that are gone, or that come first."""
+    """Say what holds a run up: what it needs, workers or jobs that are gone, and jobs ahead of it."""
     if snapshot.cancelled or (snapshot.finished and not snapshot.is_planning):
         return []
-    found = [
+
+    sentences = [
         f"worker {name!r}, which holds shards of it, has been silent for more than {SILENT_S} s: others take "
         "them over when its leases run out"
         for name in snapshot.silent_workers
     ]
     if snapshot.gone:
-        found.append(
+        sentences.append(
             f"the jobs of {snapshot.gone} of its shards are gone from queue {snapshot.queue!r}, which was "
             "emptied perhaps: submit it again, which enqueues them"
         )
     if snapshot.is_held:
-        found.append(f"no worker claims anything: {RESTORED_TEXT}")
-    found += needs(snapshot)
-    is_next = (snapshot.is_planning or snapshot.queued) and snapshot.plan_status != JobStatus.STARTED
-    if is_next and snapshot.workers and not snapshot.shards_started:
-        found += _others_first(connection, snapshot)
-    return found
+        sentences.append(f"no worker claims anything: {RESTORED_TEXT}")
+    sentences += needs(snapshot)
+    is_queued = (snapshot.is_planning or snapshot.queued) and snapshot.plan_status != JobStatus.STARTED
+    if is_queued and snapshot.workers and not snapshot.shards_started:
+        sentences += _jobs_ahead(connection, snapshot)
+    return sentences
 
 
-def no_worker_text(queue: str, others: Sequence[str]) -> str:
-    listening = f" (workers listen on {', '.join(map(repr, others))})" if others else ""
+def no_worker_text(queue: str, listened: Sequence[str]) -> str:
+    """Say that a queue has no worker, and how to start one. listened: the queues that have workers."""
+    listening = f" (workers listen on {', '.join(map(repr, listened))})" if listened else ""
     return (
         f"no worker listens on queue {queue!r}{listening}: start one with "
         f"`rq worker --worker-class worker.BatchWorker -S json {safe_name(queue)}`"
@@ -216,24 +240,27 @@ def _not_served(queue: str | None, model: str) -> str:
     return f"no worker on queue {queue!r} serves model {model}: start one there"
 
 
-def _others_first(connection: Redis, snapshot: RunSnapshot) -> list[str]:
+def _jobs_ahead(connection: Redis, snapshot: RunSnapshot) -> list[str]:
+    """Say how many jobs wait or run before the run's first job; nothing if there are none."""
     keys = QueueKeys(snapshot.queue)
     with connection.pipeline(transaction=False) as pipe:
         pipe.lrange(keys.waiting, 0, MAX_AHEAD - 1)
         pipe.zrange(keys.started, 0, -1)
         waiting, started = pipe.execute()
-    ids = [stored.text(each) for each in waiting]
-    ours = (
-        place
-        for place, job_id in enumerate(ids)
-        if job_id == snapshot.plan_job or job_shard(snapshot.run, job_id) is not None
-    )
-    ahead = ids[: next(ours, 0 if snapshot.second_queue else len(ids))]
+    waiting_ids = list(map(stored.text, waiting))
+    # A run with a second queue may have its jobs there: then nothing is known to be ahead.
+    num_ahead = 0 if snapshot.second_queue else len(waiting_ids)
+    for place, job_id in enumerate(waiting_ids):
+        if job_id == snapshot.plan_job or job_shard(snapshot.run, job_id) is not None:
+            num_ahead = place
+            break
+    ahead = waiting_ids[:num_ahead]
     running = [stored.text(entry).partition(":")[0] for entry in started]
     if not ahead and not running:
         return []
-    count = f"{len(ahead)}{' or more' if len(ahead) == MAX_AHEAD else ''}"
-    names = (job_id.partition("-")[0] for job_id in (*running, *ahead))
-    runs = list(dict.fromkeys(name for name in names if is_run_id(name)))
+
+    count = f"{num_ahead} or more" if num_ahead == MAX_AHEAD else str(num_ahead)
+    prefixes = (job_id.partition("-")[0] for job_id in (*running, *ahead))
+    runs = list(dict.fromkeys(prefix for prefix in prefixes if is_run_id(prefix)))
     of_runs = f", of run {', '.join(runs)} among others" if runs else ""
     return [f"it is behind {count} waiting and {len(running)} running jobs on queue {snapshot.queue!r}{of_runs}"]

@@ -1,4 +1,4 @@
-"""How long a run goes on: what is left of its rows and bytes, at the rate at which they were done lately."""
+"""Estimates how long a run goes on: the rows and bytes that are left, at the rate of the work done lately."""
 
 import json
 from collections.abc import Collection, Mapping, Sequence
@@ -7,13 +7,16 @@ from math import exp, expm1, fsum
 
 from jobs.runs.statistics.run_statistics import PartStats
 
-#: A worker that has ended a shard so many seconds ago is about to begin another.
+#: A worker that ended a shard less than this long ago counts as busy: it is about to begin another one.
 LATELY_S = 2.0
 
 
 @dataclass(frozen=True)
 class Progress:
-    """What a shard's job says of itself: answered rows, generated tokens, all rows, when it began; if it is there."""
+    """What a shard's job says of its progress.
+
+    rows: answered so far, of shard_rows. tokens: generated so far. has_job: whether Redis has the job.
+    """
 
     rows: int
     tokens: int
@@ -25,7 +28,10 @@ class Progress:
 
 @dataclass(frozen=True)
 class PartsDone:
-    """The shards that have a part, what is known of the last ones, and what all have together."""
+    """The parts of a run that are done.
+
+    shards: all that have a part. latest: the statistics of those done last. counts: totals of all parts.
+    """
 
     shards: Collection[int]
     latest: Mapping[int, PartStats]
@@ -34,7 +40,7 @@ class PartsDone:
 
 @dataclass(frozen=True)
 class Span:
-    """What a worker did of a shard between two moments, in Unix seconds. work: in shares of the run."""
+    """Work that a worker did on a shard between two moments, in Unix seconds. work: in shares of the run."""
 
     worker: str
     began_at: float
@@ -50,59 +56,87 @@ def time_left(
     running: Mapping[int, Progress],
     now: float,
 ) -> float | None:
-    """Return the seconds left to a run by its shards' stored shares, its parts and running shards; None if unknown."""
+    """Return the seconds that a run goes on; None if that is unknown.
+
+    shares_text: each shard's share of the run, as Redis keeps it. running: the shards under way.
+    """
     if not shards or rows is None:
         return None
     work = json.loads(shares_text or "[]")
     if len(work) < shards:
         work = [1] * shards  # as if all were equal
-    spans = [
-        Span(part.worker, part.started_at, part.ended_at, work[shard] * _share(vars(part)))
-        for shard, part in parts.latest.items()
-        if shard < shards
-    ]
-    new, new_later = _new_shares(parts.counts["rows"], _share(parts.counts), rows)
+
+    spans = []
+    for shard, part in parts.latest.items():
+        if shard < shards:
+            generated = work[shard] * _generated_share(vars(part))
+            spans.append(Span(part.worker, part.started_at, part.ended_at, generated))
+
+    new_now, new_later = _new_shares(parts.counts["rows"], _generated_share(parts.counts), rows)
     left = [work[shard] for shard in range(shards) if shard not in parts.shards and shard not in running]
-    for shard, told in running.items():
-        if told.started_at is not None and shard < shards:
-            done = min(1.0, told.rows / max(1, told.shard_rows))
-            spans.append(Span(told.worker, told.started_at, now, work[shard] * done * new))
+    for shard, progress in running.items():
+        if progress.started_at is not None and shard < shards:
+            done = min(1.0, progress.rows / max(1, progress.shard_rows))
+            spans.append(Span(progress.worker, progress.started_at, now, work[shard] * done * new_now))
             left.append(work[shard] * (1 - done))
     return seconds_left(spans, fsum(left) * new_later, now)
 
 
 def seconds_left(spans: Sequence[Span], work: float, now: float) -> float | None:
-    """Return how long the workers that are at it take for `work`, at the rate of the last half of the run."""
-    first = min((each.began_at for each in spans), default=now)
+    """Return how long the busy workers take for `work`, at the rate of the run's last half; None if none is busy."""
+    first = min((span.began_at for span in spans), default=now)
     rate = _rate(spans, (first + now) / 2) or _rate(spans, first)
-    workers = {each.worker for each in spans if now - each.ended_at < LATELY_S}
-    return work / rate / len(workers) if rate and workers else 0.0 if work <= 0 else None
+    workers = {span.worker for span in spans if now - span.ended_at < LATELY_S}
+    if rate and workers:
+        return work / rate / len(workers)
+    return 0.0 if work <= 0 else None
 
 
 def _rate(spans: Sequence[Span], since: float) -> float:
-    """Return the work of one worker in a second, while it had shards; 0 where there was none."""
-    work, busy_s, until = 0.0, 0.0, dict[str, float]()
-    for each in sorted(spans, key=lambda each: each.began_at):
-        began_at, ended_at = max(since, each.began_at), max(since, each.ended_at)
-        lasted_s = each.ended_at - each.began_at
-        work += each.work * max(0.0, ended_at - began_at) / lasted_s if lasted_s > 0 else 0.0
-        busy_s += max(0.0, ended_at - max(began_at, until.get(each.worker, began_at)))
-        until[each.worker] = max(ended_at, until.get(each.worker, ended_at))
+    """Return the work that one worker does in a second while it has shards; 0 if no work was done."""
+    work = 0.0
+    busy_s = 0.0
+    busy_until: dict[str, float] = {}
+    for span in sorted(spans, key=lambda span: span.began_at):
+        began_at = max(since, span.began_at)
+        ended_at = max(since, span.ended_at)
+        lasted_s = span.ended_at - span.began_at
+        if lasted_s > 0:
+            work += span.work * max(0.0, ended_at - began_at) / lasted_s
+
+        # A worker may have several shards at once: the time that they share counts once.
+        counted_until = busy_until.get(span.worker, began_at)
+        busy_s += max(0.0, ended_at - max(began_at, counted_until))
+        busy_until[span.worker] = max(ended_at, busy_until.get(span.worker, ended_at))
     return work / busy_s if busy_s > 0 else 0.0
 
 
 def _new_shares(rows: int, share: float, all_rows: int) -> tuple[float, float]:
-    """Return which share of the next rows, and of all left, is new: of x rows of n texts n * (1 - exp(-x / n))."""
+    """Return the share of rows with a new text: among the next rows, and among all that are left.
+
+    Equal texts are computed once. If rows are drawn from n texts, x rows hold n * (1 - exp(-x / n))
+    different ones. n is chosen so that this gives the `share` of the rows so far.
+    """
     if share >= 1 or not 0 < rows < all_rows:
         return 1.0, 1.0
-    low, high = 0.0, 1 / max(share, 1e-9)  # of x / n
+
+    # Bisect for x / n.
+    low = 0.0
+    high = 1 / max(share, 1e-9)
     for _ in range(60):
         middle = (low + high) / 2
-        low, high = (middle, high) if -expm1(-middle) > share * middle else (low, middle)
+        if -expm1(-middle) > share * middle:
+            low = middle
+        else:
+            high = middle
+
     more = low * (all_rows - rows) / rows
-    return exp(-low), exp(-low) * -expm1(-more) / more if more > 0 else 1.0
+    new_now = exp(-low)
+    new_later = new_now * -expm1(-more) / more if more > 0 else 1.0
+    return new_now, new_later
 
 
-def _share(counts: Mapping[str, int]) -> float:
+def _generated_share(counts: Mapping[str, int]) -> float:
+    """Return the share of the answers' tokens that was generated, and not copied from an equal row."""
     tokens = counts["completion_tokens"]
     return min(1.0, counts["generated_tokens"] / tokens) if tokens else 1.0
