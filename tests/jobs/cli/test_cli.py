@@ -9,6 +9,7 @@ from redis import Redis
 
 from jobs import cli
 from jobs.cli import status_text
+from jobs.common.release import commit
 from tests.jobs.answering import fail, queued_jobs
 from tests.jobs.conftest import Invoke
 from tests.jobs.local_runs import Runs
@@ -193,6 +194,7 @@ def test_a_bad_url_is_refused_without_its_password(url: str) -> None:
 def test_wait_runs_to_success_and_logs_a_line_for_each_state(
     runs: Runs, invoke: Invoke, source: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    commit()  # it waits for git, and must not do so with the sleep below
     monkeypatch.setattr(status_text.time, "sleep", lambda seconds: runs.work())
     result = invoke("submit", source, runs.output, "--wait", "--rows-per-shard", 2)
     assert result.exit_code == 0, result.output
