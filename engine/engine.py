@@ -14,7 +14,14 @@ from engine.checkpoint.fingerprint import ModelIdentity
 from engine.checkpoint.folder import resolve_model
 from engine.checkpoint.heads import read_classes
 from engine.checkpoint.pooling import read_pooling
-from engine.errors import EngineBusy, EngineClosed, InvalidPrompt, InvalidRequest, UnsupportedModel, UnsupportedTask
+from engine.errors import (
+    EngineBusy,
+    EngineClosed,
+    InvalidPrompt,
+    InvalidRequest,
+    UnsupportedModel,
+    UnsupportedTask,
+)
 from engine.models.load import generates, read_supported
 from engine.run.check_machine import check_support
 from engine.run.completions import Completions, is_complete
@@ -26,7 +33,15 @@ from engine.run.forward.model_runner import ModelRunner
 from engine.run.forward.pictures.reader import PictureReader, find_reader
 from engine.run.forward.pictures.waiting import PictureQueue
 from engine.run.forward.runner import Runner
-from engine.run.intake import Request, Scores, Seeds, check_logprobs, check_request, numbered, prepare_scores
+from engine.run.intake import (
+    Request,
+    Scores,
+    Seeds,
+    check_logprobs,
+    check_request,
+    numbered,
+    prepare_scores,
+)
 from engine.run.new_sequences import NewSequences
 from engine.run.poolers import Classifier, Embedder
 from engine.run.stepper import Stepper
@@ -74,12 +89,16 @@ class Engine:
             )
         classes = read_classes(model)
         pooling = read_pooling(folder, model, config.pooling) if classes is None else None
-        self.generates = generates(folder, model, path, embeds=pooling is not None)  # it has an LM head
+        self.generates = generates(
+            folder, model, path, embeds=pooling is not None
+        )  # it has an LM head
         self.config = config
         self._tokenizer = Tokenizer(folder, config.chat_template)
         self._sequences = NewSequences(self._tokenizer, model.eos_token_ids, model.vocab_size)
         with self._sequences.grammars.begun(self.generates):  # beside the weights
-            self._live_runner: Runner | None = (start_runner or start_own_runner)(config, model, folder)
+            self._live_runner: Runner | None = (start_runner or start_own_runner)(
+                config, model, folder
+            )
         self._looking: PictureQueue | None = None
         if self._reader is not None:
             self._read_pictures(self._reader)
@@ -103,7 +122,9 @@ class Engine:
         self._vocab_size = model.vocab_size
         self._completions = Completions(self._tokenizer, self._sequences.reasoner)
         self._unfinished: dict[str, list[Sequence]] = {}
-        self._incomplete: list[Sequence] = []  # finished, while their prompt's log probabilities are not all there
+        self._incomplete: list[
+            Sequence
+        ] = []  # finished, while their prompt's log probabilities are not all there
         self._seeds = Seeds(config.seed, from_prompts=config.deterministic)
         on_gpu = resolve_device(config.device).type == "cuda"
         self._stepper = Stepper(
@@ -138,7 +159,9 @@ class Engine:
             logger.info("it reads pictures, each in the place of %r", reader.mark)
         except UnsupportedModel as error:
             self._reader = None
-            logger.warning("it is served for text alone: %s; model_path='native' may be faster", error)
+            logger.warning(
+                "it is served for text alone: %s; model_path='native' may be faster", error
+            )
 
     @property
     def model_name(self) -> str:
@@ -150,7 +173,12 @@ class Engine:
         """The model's fingerprint and the dtype it computes in; reads samples of the weights."""
         found = model_identity(self.config)
         tokens = tuple(sorted(self._tokenizer.control_tokens))
-        return replace(found, control_tokens=tokens, reads_pictures=self.reads_pictures, generates=self.generates)
+        return replace(
+            found,
+            control_tokens=tokens,
+            reads_pictures=self.reads_pictures,
+            generates=self.generates,
+        )
 
     @property
     def attention_backend(self) -> str:
@@ -195,7 +223,9 @@ class Engine:
             self._check_generates()
             prepared = self._prepare_scores(prompt, scoring)
         else:
-            token_ids = self._prompts.token_ids(prompt, truncate_prompt_tokens=truncate_prompt_tokens)
+            token_ids = self._prompts.token_ids(
+                prompt, truncate_prompt_tokens=truncate_prompt_tokens
+            )
             prepared = PreparedPrompt(token_ids, self._scheduler.blocks.keys_of(token_ids))
         if self._reader is not None:
             self._reader.check_ids(prepared.token_ids)
@@ -216,9 +246,15 @@ class Engine:
         if pictures := pictures_of(messages):
             reader = self._reader_for(truncate_prompt_tokens)
             text = self._tokenizer.chat_text(messages, kinds=WITH_PICTURES, **options)
-            return self._with_pictures(*reader.read(text, pictures, self._tokenizer.encode_alone), scoring)
-        token_ids = self.chat_token_ids(messages, truncate_prompt_tokens=truncate_prompt_tokens, **options)
-        return self.prepare(token_ids, truncate_prompt_tokens=truncate_prompt_tokens, scoring=scoring)
+            return self._with_pictures(
+                *reader.read(text, pictures, self._tokenizer.encode_alone), scoring
+            )
+        token_ids = self.chat_token_ids(
+            messages, truncate_prompt_tokens=truncate_prompt_tokens, **options
+        )
+        return self.prepare(
+            token_ids, truncate_prompt_tokens=truncate_prompt_tokens, scoring=scoring
+        )
 
     def prepare_grammar(self, params: SamplingParams) -> Future[Any] | None:
         """Start compiling the grammar of a text's form, once for equal ones; return None if there is none.
@@ -253,7 +289,11 @@ class Engine:
         self._open_runner()
         check_request(request_id, lane, self._unfinished)
         if isinstance(params, PoolingParams | ClassParams):
-            ready = prompt if isinstance(prompt, PreparedPrompt) else self.prepare(prompt, pooling=params)
+            ready = (
+                prompt
+                if isinstance(prompt, PreparedPrompt)
+                else self.prepare(prompt, pooling=params)
+            )
             num_tokens = len(ready.token_ids)
             if isinstance(params, ClassParams):
                 states = self._classifier.states(params, num_tokens)
@@ -268,7 +308,9 @@ class Engine:
             self._prompts.check_continued(ready.token_ids, continued)
             check_logprobs(params, len(ready.token_ids), self.max_model_len)
             seed = params.seed if params.seed is not None else self._seeds.draw(ready.token_ids)
-            seqs = self._sequences.make(request_id, ready, params, lane=lane, seed=seed, continued=continued)
+            seqs = self._sequences.make(
+                request_id, ready, params, lane=lane, seed=seed, continued=continued
+            )
             if resumed:
                 seqs = self._resumed(seqs, resumed) or self._sequences.make(
                     request_id, ready, params, lane=lane, seed=seed, continued=continued
@@ -276,7 +318,11 @@ class Engine:
         for seq in seqs:
             if seq.finish_reason is not None:
                 self._stepper.finish(seq)
-            elif self._looking is not None and seq.pictures is not None and seq.status is not SequenceStatus.HELD:
+            elif (
+                self._looking is not None
+                and seq.pictures is not None
+                and seq.status is not SequenceStatus.HELD
+            ):
                 self._looking.add(seq)
             elif seq.status is not SequenceStatus.HELD:
                 self._scheduler.add(seq)
@@ -317,7 +363,11 @@ class Engine:
     def stats(self) -> EngineStats:
         """Return the counters since the start, and the current state."""
         stats = self._stepper.engine_stats()
-        return stats if not self._looking else replace(stats, num_waiting=stats.num_waiting + len(self._looking))
+        return (
+            stats
+            if not self._looking
+            else replace(stats, num_waiting=stats.num_waiting + len(self._looking))
+        )
 
     def progress(self) -> dict[str, RequestProgress]:
         """Return how far each running request is. Costs about a microsecond a request."""
@@ -332,7 +382,11 @@ class Engine:
         }
 
     def chat_token_ids(
-        self, messages: list[dict[str, Any]], *, truncate_prompt_tokens: int | None = None, **options: Any
+        self,
+        messages: list[dict[str, Any]],
+        *,
+        truncate_prompt_tokens: int | None = None,
+        **options: Any,
     ) -> list[int]:
         """Return the token ids of a conversation by the model's chat template. For any thread.
 
@@ -360,21 +414,31 @@ class Engine:
         total = len(prompts) if isinstance(prompts, (list, tuple)) else None
         done = self._run(numbered(prompts, params), total, use_tqdm=use_tqdm)
         in_order = (done[str(i)] for i in range(len(done)))
-        return [completion for group in in_order for completion in sorted(group, key=lambda c: c.index)]
+        return [
+            completion for group in in_order for completion in sorted(group, key=lambda c: c.index)
+        ]
 
-    def loglikelihood(self, pairs: Iterable[tuple[Prompt, Prompt]], *, use_tqdm: bool = False) -> list[LogLikelihood]:
+    def loglikelihood(
+        self, pairs: Iterable[tuple[Prompt, Prompt]], *, use_tqdm: bool = False
+    ) -> list[LogLikelihood]:
         """Score each continuation behind its context, by prefill alone; prefixes are computed once.
 
         A pair is two texts, split into tokens as lm-evaluation-harness does it, or two lists of token ids. An empty
         context stands for the token that begins a text, or else the one that ends it; an empty continuation is
         certain. Raises InvalidRequest or a subclass before any pair is scored, ScoringFailed, and EngineBusy.
         """
-        scores = Scores(pairs, self._prompts, lambda prompt, params: self.prepare(prompt, scoring=params))
+        scores = Scores(
+            pairs, self._prompts, lambda prompt, params: self.prepare(prompt, scoring=params)
+        )
         requests = list(scores.requests())
         return scores.results(self._run(iter(requests), len(requests), use_tqdm=use_tqdm))
 
     def embed(
-        self, prompts: Iterable[Prompt], params: PoolingParams | None = None, *, use_tqdm: bool = False
+        self,
+        prompts: Iterable[Prompt],
+        params: PoolingParams | None = None,
+        *,
+        use_tqdm: bool = False,
     ) -> list[Completion]:
         """Embed all prompts by prefill alone; return their completions, which have an `embedding`, in order.
 
@@ -384,11 +448,15 @@ class Engine:
         self._embedder.check(params := params or PoolingParams())
         return self.generate(prompts, params, use_tqdm=use_tqdm)
 
-    def _run(self, requests: Iterator[Request], total: int | None, *, use_tqdm: bool) -> dict[str, list[Completion]]:
+    def _run(
+        self, requests: Iterator[Request], total: int | None, *, use_tqdm: bool
+    ) -> dict[str, list[Completion]]:
         """Complete all requests; return the completions by request id. If it raises, the rest are aborted."""
         self._open_runner()
         if self._unfinished:
-            raise EngineBusy(f"{len(self._unfinished)} requests are unfinished; step() until they are, or abort them")
+            raise EngineBusy(
+                f"{len(self._unfinished)} requests are unfinished; step() until they are, or abort them"
+            )
         done: dict[str, list[Completion]] = {}
         num_tokens = 0
         try:
@@ -408,14 +476,20 @@ class Engine:
                 self.abort(request_id)
         return done
 
-    def _reader_for(self, truncate_prompt_tokens: int | None, pooling: object = None) -> PictureReader:
+    def _reader_for(
+        self, truncate_prompt_tokens: int | None, pooling: object = None
+    ) -> PictureReader:
         """Return the picture reader. Raises UnsupportedTask or InvalidPrompt if such a request cannot have pictures."""
         if self._reader is None:
             raise UnsupportedTask("this model reads no pictures: it is served for text alone")
         if pooling is not None:
-            raise UnsupportedTask("prompts with pictures are not embedded or classified by a head: that is not built")
+            raise UnsupportedTask(
+                "prompts with pictures are not embedded or classified by a head: that is not built"
+            )
         if truncate_prompt_tokens is not None:
-            raise InvalidPrompt("truncate_prompt_tokens: prompts with pictures are not cut; leave it out")
+            raise InvalidPrompt(
+                "truncate_prompt_tokens: prompts with pictures are not cut; leave it out"
+            )
         return self._reader
 
     def _with_pictures(
@@ -423,17 +497,23 @@ class Engine:
     ) -> PreparedPrompt:
         keys = self._scheduler.blocks.keys_of(pictures.key_ids)
         if scoring is not None:
-            return replace(self._prepare_scores(token_ids, scoring), block_keys=keys, pictures=pictures)
+            return replace(
+                self._prepare_scores(token_ids, scoring), block_keys=keys, pictures=pictures
+            )
         return PreparedPrompt(self._prompts.token_ids(token_ids), keys, pictures=pictures)
 
-    def _prepare_pooled(self, prompt: Prompt, params: PoolingParams | ClassParams) -> PreparedPrompt:
+    def _prepare_pooled(
+        self, prompt: Prompt, params: PoolingParams | ClassParams
+    ) -> PreparedPrompt:
         if isinstance(params, ClassParams):
             token_ids = self._classifier.token_ids(prompt, params)
             states = self._classifier.states(params, len(token_ids))
         else:
             token_ids = self._embedder.token_ids(prompt, params)
             states = self._embedder.states(params, len(token_ids))
-        return PreparedPrompt(token_ids, [] if states.needs_all else self._scheduler.blocks.keys_of(token_ids))
+        return PreparedPrompt(
+            token_ids, [] if states.needs_all else self._scheduler.blocks.keys_of(token_ids)
+        )
 
     def _prepare_scores(self, prompt: Prompt, scoring: ScoringParams) -> PreparedPrompt:
         ends = tuple(sorted(self._sequences.eos_token_ids))
@@ -447,13 +527,18 @@ class Engine:
     def _ready(self, prompt: Prompt | PreparedPrompt, params: RequestParams) -> PreparedPrompt:
         """Prepare and truncate a prompt, unless that is done already. Raises what `add` raises."""
         self._check_generates()
-        scoring, most = params if isinstance(params, ScoringParams) else None, params.truncate_prompt_tokens
+        scoring, most = (
+            params if isinstance(params, ScoringParams) else None,
+            params.truncate_prompt_tokens,
+        )
         if isinstance(prompt, PreparedPrompt):
             is_short = most is None or most == -1 or len(prompt.token_ids) <= most
             if is_short if scoring is None else prompt.continued is not None:
                 return prompt
             if prompt.pictures is not None:
-                raise InvalidPrompt("a prompt with pictures is neither cut nor scored once it is prepared")
+                raise InvalidPrompt(
+                    "a prompt with pictures is neither cut nor scored once it is prepared"
+                )
             prompt = prompt.token_ids
         return self.prepare(prompt, truncate_prompt_tokens=most, scoring=scoring)
 
@@ -463,14 +548,20 @@ class Engine:
                 "this checkpoint has no LM head: it embeds or classifies, it cannot generate or score"
             )
 
-    def _resumed(self, seqs: list[Sequence], resumed: Mapping[int, Collection[int]]) -> list[Sequence]:
+    def _resumed(
+        self, seqs: list[Sequence], resumed: Mapping[int, Collection[int]]
+    ) -> list[Sequence]:
         """Give sequences the tokens that they had elsewhere; return [] if one cannot have had them."""
         try:
             for index, token_ids in resumed.items():
                 self._prompts.check_ids(token_ids)
                 seqs[index].resume(token_ids, self.max_model_len)
         except (InvalidRequest, IndexError) as error:
-            logger.warning("request %s begins anew, it cannot go on where it was: %s", seqs[0].request_id, error)
+            logger.warning(
+                "request %s begins anew, it cannot go on where it was: %s",
+                seqs[0].request_id,
+                error,
+            )
             return []
         return seqs
 

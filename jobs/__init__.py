@@ -66,7 +66,9 @@ def chat(messages: list[dict[str, Any]] | None = None, **options: Any) -> dict[s
     return run_job("jobs.chat", (messages,), options)
 
 
-def classify(prompt: str | list[int] | None = None, labels: list[str] | None = None, **options: Any) -> dict[str, Any]:
+def classify(
+    prompt: str | list[int] | None = None, labels: list[str] | None = None, **options: Any
+) -> dict[str, Any]:
     """Give the exact probability of each label behind a prompt or a chat, by one prefill.
 
     Returns `{"object": "classification", "label", "probabilities": {label: p}, "usage", "model", ...}`.
@@ -96,7 +98,9 @@ def loglikelihood(
     return run_job("jobs.loglikelihood", (prompt, continuations), options)
 
 
-def rerank(query: str, documents: list[str] | list[dict[str, str]], **options: Any) -> dict[str, Any]:
+def rerank(
+    query: str, documents: list[str] | list[dict[str, str]], **options: Any
+) -> dict[str, Any]:
     """Sort documents by how well they answer a query, with a cross-encoder or a model such as Qwen3-Reranker.
 
     Returns `{"object": "rerank", "results": [{"index", "relevance_score", "document"}], "usage", "model"}`.
@@ -114,7 +118,9 @@ def embed(input: str | list[Any], **options: Any) -> dict[str, Any]:
     return run_job("jobs.embed", (input,), options)
 
 
-def score_parquet(input: str | list[str], output: str, *more: Any, **options: Any) -> dict[str, Any]:
+def score_parquet(
+    input: str | list[str], output: str, *more: Any, **options: Any
+) -> dict[str, Any]:
     """Plan a Parquet run and enqueue its shards, or resume it, by the arguments of RunSpec and Submission."""
     return run_job("jobs.score_parquet", (input, output, *more), options)
 

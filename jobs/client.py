@@ -69,7 +69,9 @@ def submit(
     target = os.fspath(output)
     paths = _paths(input)
     if paths is None:
-        folder = f"{run_path(target)}{INPUT_SUFFIX}" if input_folder is None else os.fspath(input_folder)
+        folder = (
+            f"{run_path(target)}{INPUT_SUFFIX}" if input_folder is None else os.fspath(input_folder)
+        )
         if is_stored(run_path(folder)):
             raise InvalidJob(
                 "a table is written by this program, which has no keys of the object store: name an "
@@ -79,7 +81,9 @@ def submit(
             from jobs.parquet.tables.given_table import write_given_table
         paths = [write_given_table(input, run_path(folder))]
     elif input_folder is not None:
-        raise InvalidJob("input_folder is where a table is written, and the input names files: leave it out")
+        raise InvalidJob(
+            "input_folder is where a table is written, and the input names files: leave it out"
+        )
     run = submit_run(client, queue, check_run=check_here, input=paths, output=target, **named)
     return Run(run, client, run_path(target))
 
@@ -128,15 +132,23 @@ class Run:
         followed = follow(watch, nap)
         if (problem := followed.problem) is None:
             return self.status()
-        named = [failure_text(self._connection, job_id) for job_id in followed.snapshot.failed_jobs[:1]]
-        because = [each for each in (followed.snapshot.plan_error, *named) if followed.end is not End.FINISHED and each]
+        named = [
+            failure_text(self._connection, job_id) for job_id in followed.snapshot.failed_jobs[:1]
+        ]
+        because = [
+            each
+            for each in (followed.snapshot.plan_error, *named)
+            if followed.end is not End.FINISHED and each
+        ]
         raise RunFailed(self.id, "; ".join([*because, problem]))
 
     def table(self) -> Any:
         """Return its rows as a pyarrow Table, in the input's order. Raises RunNotHere before its end; StoreError."""
         reader = self.reader("table()")
         if not reader.has_ended:
-            raise RunNotHere(self.id, f"there is no {SUCCESS} yet, the mark of its end,", self.output)
+            raise RunNotHere(
+                self.id, f"there is no {SUCCESS} yet, the mark of its end,", self.output
+            )
         return reader.table()
 
     def frame(self) -> Any:
@@ -161,10 +173,14 @@ class Run:
         with _needs_pyarrow(what):
             from jobs.parquet.outputs.read_back import FolderReader
         if not is_stored(self.output) and not os.path.isdir(self.output):
-            raise RunNotHere(self.id, "there is no such folder on this machine, nothing can be read", self.output)
+            raise RunNotHere(
+                self.id, "there is no such folder on this machine, nothing can be read", self.output
+            )
         reader = FolderReader(real_path(self.output))
         if reader.planned_run not in (self.id, self._planned_id()):
-            raise RunNotHere(self.id, f"there is run {reader.planned_run}, not this one,", self.output)
+            raise RunNotHere(
+                self.id, f"there is run {reader.planned_run}, not this one,", self.output
+            )
         return reader
 
     def _planned_id(self) -> str:
@@ -190,7 +206,9 @@ def _connection(given: Redis | None) -> Redis:
     try:
         return Redis.from_url(os.environ.get("RQ_REDIS_URL", "redis://localhost:6379"))
     except ValueError:  # its text may hold the password
-        raise InvalidJob("RQ_REDIS_URL is no Redis URL: expected redis://, rediss:// or unix://") from None
+        raise InvalidJob(
+            "RQ_REDIS_URL is no Redis URL: expected redis://, rediss:// or unix://"
+        ) from None
 
 
 def run_arguments(given: Mapping[str, Any]) -> dict[str, Any]:
@@ -214,7 +232,10 @@ def _check_names(given: Iterable[str]) -> None:
     known = {*SAMPLING_NAMES, *_OPTIONS, *_CHECKS, *WISHES, *WAY_OPTIONS, *of_run} - {"way_options"}
     for name in given:
         if name not in known:
-            raise InvalidValue(f"{{}} is no argument of jobs.submit, which has {', '.join(sorted(known))}", brief(name))
+            raise InvalidValue(
+                f"{{}} is no argument of jobs.submit, which has {', '.join(sorted(known))}",
+                brief(name),
+            )
 
 
 def _add(named: dict[str, Any], argument: str, value: Any) -> None:

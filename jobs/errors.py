@@ -86,7 +86,9 @@ def unlike(name: str, value: object, expected: str) -> InvalidValue:
 def check_limit(found: int, limit: int, what: str, remedy: str = "") -> None:
     """Raise InvalidJob for more than may be. what: a sentence with {} for how many there are."""
     if found > limit:
-        raise InvalidJob(f"{what.format(found)}, more than the limit of {limit}{remedy and ': '}{remedy}")
+        raise InvalidJob(
+            f"{what.format(found)}, more than the limit of {limit}{remedy and ': '}{remedy}"
+        )
 
 
 class ModelNotServed(InvalidJob):

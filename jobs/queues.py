@@ -46,7 +46,9 @@ def count_queues(connection: Redis, names: Sequence[str]) -> list[QueueCounts]:
             pipe.zcard(keys.started)
             pipe.zcard(keys.scheduled)
             pipe.zcard(keys.deferred)
-            pipe.zcount(keys.finished, moment, "+inf")  # expired results stay until a worker cleans up
+            pipe.zcount(
+                keys.finished, moment, "+inf"
+            )  # expired results stay until a worker cleans up
             pipe.zcard(keys.failed)
             pipe.zcount(keys.scheduled, "-inf", moment)
         found = pipe.execute()
@@ -111,7 +113,9 @@ def _requeue_chunk(connection: Redis, queue: str, job_ids: Sequence[str]) -> Req
     others = [job_id for job_id in job_ids if job_id not in cancelled]
     done: list[str] = []
     if others:
-        done = transact(connection, partial(_requeue, connection, queue, others), *map(rq_jobs.job_key, others))
+        done = transact(
+            connection, partial(_requeue, connection, queue, others), *map(rq_jobs.job_key, others)
+        )
     missing = [job_id for job_id in others if job_id not in done]
     return Requeued(done, [job_id for job_id in job_ids if job_id in cancelled], missing)
 
@@ -138,7 +142,9 @@ def _requeue(connection: Redis, queue: str, job_ids: Sequence[str], pipe: Pipeli
         _, *found = reads.execute()
     failed = {
         job_id: fields
-        for job_id, score, has_data, fields in zip(job_ids, found[::3], found[1::3], found[2::3], strict=True)
+        for job_id, score, has_data, fields in zip(
+            job_ids, found[::3], found[1::3], found[2::3], strict=True
+        )
         if score is not None and has_data
     }
     if not failed:
@@ -151,7 +157,12 @@ def _requeue(connection: Redis, queue: str, job_ids: Sequence[str], pipe: Pipeli
 
 
 def _queue_again(
-    pipe: Pipeline, queue: str, job_id: str, ttl_s: bytes | None, limit: str, concurrency: bytes | None
+    pipe: Pipeline,
+    queue: str,
+    job_id: str,
+    ttl_s: bytes | None,
+    limit: str,
+    concurrency: bytes | None,
 ) -> None:
     """Write what RQ writes when it requeues a job. One with a rate limit is let in by a worker."""
     key = rq_jobs.job_key(job_id)
@@ -163,7 +174,9 @@ def _queue_again(
         pipe.hset(rq_jobs.rate_limit_key(limit), "concurrency", concurrency)
         pipe.zadd(rq_jobs.rate_limited_key(limit), {job_id: time.time()})
     else:
-        pipe.hset(key, mapping={"status": JobStatus.QUEUED.value, "enqueued_at": rq_jobs.time_text()})
+        pipe.hset(
+            key, mapping={"status": JobStatus.QUEUED.value, "enqueued_at": rq_jobs.time_text()}
+        )
         pipe.rpush(rq_jobs.QueueKeys(queue).waiting, job_id)
     pipe.hdel(key, "exc_info")
     if ttl_s:

@@ -13,7 +13,13 @@ from typing import Any
 from jobs.context import JobContext
 from jobs.errors import InvalidJob
 from jobs.prompts.prompt_task import chat_task, complete_task
-from jobs.prompts.scoring_tasks import classify_task, classify_text_task, embed_task, loglikelihood_task, rerank_task
+from jobs.prompts.scoring_tasks import (
+    classify_task,
+    classify_text_task,
+    embed_task,
+    loglikelihood_task,
+    rerank_task,
+)
 from jobs.tasks import OpenTask, Task
 
 
@@ -53,17 +59,23 @@ _ENGINE_JOBS: Mapping[str, Callable[..., Task]] = {
 }
 
 
-def task_of(function_name: str, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None) -> Task | None:
+def task_of(
+    function_name: str, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+) -> Task | None:
     """Return the task of an engine job, None for another, importing no more than this core. Raises InvalidJob."""
     factory = _ENGINE_JOBS.get(function_name)
     if factory is None:
         return None
     if not isinstance(args, (list, tuple)) or not isinstance(kwargs or {}, dict):
-        raise InvalidJob(f"{function_name}: the job holds no list of arguments and mapping of keyword arguments")
+        raise InvalidJob(
+            f"{function_name}: the job holds no list of arguments and mapping of keyword arguments"
+        )
     try:
         return factory(*args, **(kwargs or {}))
     except TypeError:
-        _check_binding(function_name, factory, args, kwargs)  # only now: it takes longer than all the rest
+        _check_binding(
+            function_name, factory, args, kwargs
+        )  # only now: it takes longer than all the rest
         raise
 
 
@@ -86,7 +98,11 @@ def _check_binding(
         signature.bind(*args, **(kwargs or {}))
     except TypeError as error:
         all_of = signature.parameters.values()
-        taken = ["..." if each.kind is each.VAR_KEYWORD else each.name for each in all_of if each.name != "context"]
+        taken = [
+            "..." if each.kind is each.VAR_KEYWORD else each.name
+            for each in all_of
+            if each.name != "context"
+        ]
         raise InvalidJob(f"{name}: {str(error)[:200]}; it takes {', '.join(taken)}") from None
 
 

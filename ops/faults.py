@@ -22,11 +22,15 @@ def main() -> int:
     """Run rounds of every scenario until the kills or the minutes are reached; print the table after each."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--kills", type=int, default=2000, help="SIGKILLs of workers")
-    parser.add_argument("--minutes", type=float, default=60.0, help="start no new round after this time")
+    parser.add_argument(
+        "--minutes", type=float, default=60.0, help="start no new round after this time"
+    )
     parser.add_argument("--seed", type=int, default=int(time.time()))
     parser.add_argument("--only", choices=SCENARIOS, help="one scenario again and again")
     parser.add_argument("--count", type=int, default=20, help="faults in each turn of --only")
-    parser.add_argument("--secure", action="store_true", help="workers come over TLS, as ops/redis-users.acl's user")
+    parser.add_argument(
+        "--secure", action="store_true", help="workers come over TLS, as ops/redis-users.acl's user"
+    )
     options = parser.parse_args()
     signal.signal(signal.SIGTERM, _leave)
     evidence = Path(gettempdir()) / f"tokenmill-faults-{options.seed}"

@@ -80,19 +80,25 @@ def hold_private(folder: Path) -> None:
     except OSError as error:
         sys.exit(f"{folder} cannot hold Redis' socket ({error.strerror}): remove it, or use --dir")
     if os.fstat(held).st_uid != os.getuid():
-        sys.exit(f"{folder} belongs to another user, and Redis' socket would lie in it: remove it, or use --dir")
+        sys.exit(
+            f"{folder} belongs to another user, and Redis' socket would lie in it: remove it, or use --dir"
+        )
     os.fchmod(held, 0o700)
     try:
         fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
-        sys.exit(f"a Redis runs in {folder} already: use it, stop it, or name another folder with --dir")
+        sys.exit(
+            f"a Redis runs in {folder} already: use it, stop it, or name another folder with --dir"
+        )
     os.set_inheritable(held, True)
 
 
 def server_command(folder: Path, socket: Path) -> list[str]:
     """Arguments of a server that keeps every acknowledged write and listens on a unix socket only."""
     if len(os.fsencode(socket)) > MAX_SOCKET_BYTES:
-        sys.exit(f"{socket} is longer than a socket's path may be ({MAX_SOCKET_BYTES} bytes): name another folder")
+        sys.exit(
+            f"{socket} is longer than a socket's path may be ({MAX_SOCKET_BYTES} bytes): name another folder"
+        )
     listen = ["--port", "0", "--unixsocket", str(socket), "--unixsocketperm", "700"]
     durable = ["--appendonly", "yes", "--appendfsync", "always", "--save", ""]
     # RQ keeps each job's results in a stream of its own, and Redis gives a stream 4 KiB from the start.
@@ -109,7 +115,9 @@ def wait_until_ready(url: str, timeout_s: float = WAIT_S) -> None:
                 client.ping()
             except RedisError as error:
                 if time.monotonic() > deadline:
-                    sys.exit(f"no Redis after {timeout_s:g} s: {error}")  # the URL may hold a password
+                    sys.exit(
+                        f"no Redis after {timeout_s:g} s: {error}"
+                    )  # the URL may hold a password
                 time.sleep(0.02)
             else:
                 return
@@ -126,7 +134,9 @@ def serve(command: list[str], url: str) -> int:
     signal.pthread_sigmask(signal.SIG_BLOCK, watched)
     # In a session of its own, out of the reach of what is sent to all processes of a terminal or of honcho's.
     # It inherits the lock on its folder.
-    server = subprocess.Popen(command, start_new_session=True, close_fds=False, preexec_fn=_enter_server)
+    server = subprocess.Popen(
+        command, start_new_session=True, close_fds=False, preexec_fn=_enter_server
+    )
     while server.poll() is None and signal.sigwait(watched) not in _STOPS:
         pass
     if server.poll() is None:

@@ -60,7 +60,9 @@ PROMPTS = [
 
 def environment(redis_url: str) -> dict[str, str]:
     """What every process of the demo sees: no setting of the user's own but the model."""
-    kept = {key: value for key, value in os.environ.items() if not key.startswith(("TOKENMILL_", "RQ_"))}
+    kept = {
+        key: value for key, value in os.environ.items() if not key.startswith(("TOKENMILL_", "RQ_"))
+    }
     settings = {
         "TOKENMILL_MODEL": MODEL,
         "TOKENMILL_DATA_ROOTS": str(ROOT / "ops"),
@@ -78,7 +80,9 @@ def running(
 ) -> Iterator[subprocess.Popen[bytes]]:
     """Run a process beside ours; end it, gently first, when the block ends."""
     with log.open("wb") as output:
-        process = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT, cwd=cwd, env=env)
+        process = subprocess.Popen(
+            command, stdout=output, stderr=subprocess.STDOUT, cwd=cwd, env=env
+        )
     try:
         yield process
     finally:
@@ -110,13 +114,17 @@ def enqueue(number: int, text: str, env: dict[str, str]) -> str:
     else:
         call = ["jobs.complete", f"prompt={text}"]
     command = ["rq", "enqueue", "--quiet", "-S", "json", "-q", "prompts", "--job-id", job_id]
-    subprocess.run([*command, *call, "max_tokens:=16", "temperature:=0"], check=True, env=env, cwd=ROOT)
+    subprocess.run(
+        [*command, *call, "max_tokens:=16", "temperature:=0"], check=True, env=env, cwd=ROOT
+    )
     return job_id
 
 
 def answer(redis: Redis, job_id: str) -> str:
     """Wait for one answer."""
-    result = Job.fetch(job_id, connection=redis, serializer=JSONSerializer).latest_result(timeout=ANSWER_S)
+    result = Job.fetch(job_id, connection=redis, serializer=JSONSerializer).latest_result(
+        timeout=ANSWER_S
+    )
     if result is None:
         sys.exit(f"job {job_id} has no answer after {ANSWER_S} s")
     if result.return_value is None:
@@ -130,7 +138,9 @@ def ask_prompts(redis: Redis, env: dict[str, str]) -> None:
     function = "jobs.chat" if IS_DEMO_MODEL else "jobs.complete"
     print(f"\n20 prompts with `rq enqueue -S json -q prompts {function} ...`:\n")
     with ThreadPoolExecutor(4) as shells:
-        job_ids = list(shells.map(lambda number: enqueue(number, PROMPTS[number], env), range(len(PROMPTS))))
+        job_ids = list(
+            shells.map(lambda number: enqueue(number, PROMPTS[number], env), range(len(PROMPTS)))
+        )
     for text, job_id in zip(PROMPTS, job_ids, strict=True):
         print(f"  {text:<34} {answer(redis, job_id)!r}")
 
@@ -159,8 +169,12 @@ def report(redis: Redis) -> None:
         right = pc.sum(pc.equal(table["completion"], table["truth"])).as_py()
         print(f"accuracy            {right / table.num_rows:.2%} of the true answers, exactly")
     print(f"rows/s              {table.num_rows / seconds:,.0f}")
-    print(f"tokens/s            {completion_tokens / seconds:,.0f} written, {prompt_tokens / seconds:,.0f} read")
-    print(f"prefix cache        {cached_tokens / max(1, prompt_tokens):.1%} of prompt tokens came from it")
+    print(
+        f"tokens/s            {completion_tokens / seconds:,.0f} written, {prompt_tokens / seconds:,.0f} read"
+    )
+    print(
+        f"prefix cache        {cached_tokens / max(1, prompt_tokens):.1%} of prompt tokens came from it"
+    )
     print(f"most sequences      {stats.get('max_running')} at once in the batch")
     print(f"output              {OUT.relative_to(ROOT)}")
 
@@ -173,7 +187,16 @@ def main() -> None:
         url = f"unix://{socket}"
         env = environment(url)
         log = Path(folder) / "worker.log"
-        worker = ["rq", "worker", "--worker-class", "worker.BatchWorker", "-S", "json", "--name", WORKER]
+        worker = [
+            "rq",
+            "worker",
+            "--worker-class",
+            "worker.BatchWorker",
+            "-S",
+            "json",
+            "--name",
+            WORKER,
+        ]
         with running(server_command(Path(folder), socket), Path(folder) / "redis.log"):
             wait_until_ready(url)
             with (

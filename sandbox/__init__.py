@@ -8,4 +8,13 @@ from sandbox.pool import Pool
 from sandbox.process import Child, ChildDied, ChildFailed, ChildOutOfMemory, ChildTooSlow, Limits
 from sandbox.recent import Recent
 
-__all__ = ["Child", "ChildDied", "ChildFailed", "ChildOutOfMemory", "ChildTooSlow", "Limits", "Pool", "Recent"]
+__all__ = [
+    "Child",
+    "ChildDied",
+    "ChildFailed",
+    "ChildOutOfMemory",
+    "ChildTooSlow",
+    "Limits",
+    "Pool",
+    "Recent",
+]

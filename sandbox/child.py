@@ -55,7 +55,9 @@ class Worker:
             self.body = bytearray()
             request, self.body = self._exchange(end)
 
-    def _exchange(self, message: Mapping[str, Any], body: Body = b"") -> tuple[dict[str, Any], bytearray]:
+    def _exchange(
+        self, message: Mapping[str, Any], body: Body = b""
+    ) -> tuple[dict[str, Any], bytearray]:
         """Send a message to the worker and return its next one. The worker may take any time for that."""
         faulthandler.cancel_dump_traceback_later()
         frames.send(self._channel, message, body)
@@ -75,7 +77,9 @@ class Worker:
                 with unlimited_memory():
                     importlib.import_module(module)
                 return {"end": "done"}
-            do: Callable[[Worker], Iterable[Reply]] = getattr(importlib.import_module(module), function)
+            do: Callable[[Worker], Iterable[Reply]] = getattr(
+                importlib.import_module(module), function
+            )
             for reply in do(self):
                 message, body = reply if isinstance(reply, tuple) else (reply, b"")
                 request, _ = self._exchange({"reply": message}, body)
@@ -112,7 +116,9 @@ def unlimited_memory() -> Iterator[None]:
         yield
     finally:
         _base_bytes = _data_bytes()
-        limit = hard_limit if limit_before == hard_limit else limit_before - base_before + _base_bytes
+        limit = (
+            hard_limit if limit_before == hard_limit else limit_before - base_before + _base_bytes
+        )
         resource.setrlimit(resource.RLIMIT_DATA, (limit, hard_limit))
 
 

@@ -19,4 +19,6 @@ def is_exhausted(error: BaseException | None) -> bool:
     """Return whether an error says that memory, descriptors, processes, threads or local disk ran out."""
     if isinstance(error, OSError):
         return error.errno in _NUMBERS
-    return isinstance(error, MemoryError) or (isinstance(error, RuntimeError) and str(error) == _NO_THREAD)
+    return isinstance(error, MemoryError) or (
+        isinstance(error, RuntimeError) and str(error) == _NO_THREAD
+    )

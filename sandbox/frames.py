@@ -21,7 +21,10 @@ class TooLate(Exception):
 
 
 def send(
-    channel: socket.socket, message: Mapping[str, Any], body: bytes | memoryview = b"", limit_s: float | None = None
+    channel: socket.socket,
+    message: Mapping[str, Any],
+    body: bytes | memoryview = b"",
+    limit_s: float | None = None,
 ) -> None:
     """Send a message and the bytes that follow it. Raises OSError if the other side does not read.
 
@@ -34,7 +37,9 @@ def send(
         channel.sendall(body)
 
 
-def receive(channel: socket.socket, max_bytes: int, limit_s: float | None = None) -> tuple[dict[str, Any], bytearray]:
+def receive(
+    channel: socket.socket, max_bytes: int, limit_s: float | None = None
+) -> tuple[dict[str, Any], bytearray]:
     """Return the next message and the bytes that follow it.
 
     max_bytes: the most bytes of both together. Raises TooLate after limit_s seconds, EOFError if the other side has

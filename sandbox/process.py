@@ -27,7 +27,8 @@ _QUIET = {
 }
 
 _PROGRAM = (
-    "import sys, json; sys.path[:] = json.loads(sys.argv[1]); from sandbox.child import main; main(int(sys.argv[2]))"
+    "import sys, json; sys.path[:] = json.loads(sys.argv[1]); "
+    "from sandbox.child import main; main(int(sys.argv[2]))"
 )
 
 #: Seconds that a child may take to start, to import a task's module, or to read a message.
@@ -118,7 +119,12 @@ class Child:
         return reply
 
     def replies(
-        self, task: str, question: Mapping[str, Any], limits: Limits, body: bytes = b"", fetch: Fetch | None = None
+        self,
+        task: str,
+        question: Mapping[str, Any],
+        limits: Limits,
+        body: bytes = b"",
+        fetch: Fetch | None = None,
     ) -> Generator[tuple[dict[str, Any], bytearray], None, None]:
         """Yield the replies of a task, each computed when it is asked for. Closing the generator ends the task.
 
@@ -180,7 +186,9 @@ class Child:
         """Send a message to the child and return its next one. Raises ChildFailed."""
         try:
             frames.send(self._channel, message, body, BEGIN_LIMIT_S)
-            return frames.receive(self._channel, _MESSAGE_TIMES * limits.memory_bytes, limits.seconds)
+            return frames.receive(
+                self._channel, _MESSAGE_TIMES * limits.memory_bytes, limits.seconds
+            )
         except frames.TooLate:
             raise ChildTooSlow(f"went on for more than {limits.seconds:g} s") from None
         except (EOFError, OSError):

@@ -39,7 +39,9 @@ class Recent(Generic[V]):
         self._values[text] = value
         self._values.move_to_end(text)
         has_forgotten = False
-        while len(self._values) > MAX_TEXTS or (self.num_chars > MAX_CHARS and len(self._values) > 1):
+        while len(self._values) > MAX_TEXTS or (
+            self.num_chars > MAX_CHARS and len(self._values) > 1
+        ):
             oldest, _ = self._values.popitem(last=False)
             self.num_chars -= len(oldest)
             has_forgotten = True

@@ -14,7 +14,9 @@ if TYPE_CHECKING:
     from redis import Redis  # a GPU machine, where tests of the engine run, need not have it
 
 # The same cases in every run, and no verdict by the clock: a busy machine is slow.
-settings.register_profile("tokenmill", derandomize=True, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.register_profile(
+    "tokenmill", derandomize=True, deadline=None, suppress_health_check=[HealthCheck.too_slow]
+)
 settings.load_profile("tokenmill")
 
 if not torch.cuda.is_available():
@@ -71,7 +73,11 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     places: dict[str, tuple[float, bool]] = {}
     for computes in (False, True):
         files = [file for file in found if file.startswith(COMPUTING) == computes]
-        files.sort(key=lambda file: next((i for i, name in enumerate(LONGEST) if file.startswith(name)), 99))
+        files.sort(
+            key=lambda file: next(
+                (i for i, name in enumerate(LONGEST) if file.startswith(name)), 99
+            )
+        )
         places |= {file: (i / len(files), computes) for i, file in enumerate(files)}
     items.sort(key=lambda item: places[_file(item)])
 

@@ -69,7 +69,9 @@ class ForkedProcess:
 class ForkedModule(ForkedProcess):
     """`python -m MODULE` in such a process."""
 
-    def __init__(self, module: str, arguments: Sequence[str], env: Mapping[str, str], cwd: Path, output: Path) -> None:
+    def __init__(
+        self, module: str, arguments: Sequence[str], env: Mapping[str, str], cwd: Path, output: Path
+    ) -> None:
         """output: the file that gets what it prints."""
         output.touch()
         super().__init__(_run, module, [*arguments], dict(env), cwd, output)
@@ -95,6 +97,10 @@ def _run(module: str, arguments: list[str], env: dict[str, str], cwd: Path, outp
     os.environ.update(env)
     os.chdir(cwd)
     named = env.get("PYTHONPATH", "").split(os.pathsep)
-    sys.path[:] = [str(cwd), *filter(None, named), *(path for path in sys.path if path not in ("", *named))]
+    sys.path[:] = [
+        str(cwd),
+        *filter(None, named),
+        *(path for path in sys.path if path not in ("", *named)),
+    ]
     sys.argv[1:] = arguments
     runpy.run_module(module, run_name="__main__", alter_sys=True)

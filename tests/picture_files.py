@@ -11,7 +11,9 @@ from PIL import Image
 RED, BLUE = (255, 0, 0), (0, 0, 255)
 
 
-def picture(color: tuple[int, ...] = RED, size: tuple[int, int] = (4, 2), kind: str = "PNG", **how: Any) -> bytes:
+def picture(
+    color: tuple[int, ...] = RED, size: tuple[int, int] = (4, 2), kind: str = "PNG", **how: Any
+) -> bytes:
     """Return a file of one color."""
     file, mode = io.BytesIO(), "RGBA" if len(color) == 4 else "RGB"
     Image.new(mode, size, color).save(file, kind, **how)
@@ -26,11 +28,15 @@ def bomb(width: int = 50_000, height: int = 50_000) -> bytes:
     """Return a PNG of few bytes that stands for many pixels."""
 
     def chunk(name: bytes, body: bytes) -> bytes:
-        return struct.pack(">I", len(body)) + name + body + struct.pack(">I", zlib.crc32(name + body))
+        return (
+            struct.pack(">I", len(body)) + name + body + struct.pack(">I", zlib.crc32(name + body))
+        )
 
     header = struct.pack(">IIBBBBB", width, height, 8, 2, 0, 0, 0)
     pixels = zlib.compress(bytes(1 << 20))
-    return b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", header) + chunk(b"IDAT", pixels) + chunk(b"IEND", b"")
+    return (
+        b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", header) + chunk(b"IDAT", pixels) + chunk(b"IEND", b"")
+    )
 
 
 def broken() -> list[bytes]:

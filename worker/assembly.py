@@ -96,14 +96,26 @@ def assemble(
         limits=limits,
         clients=clients,
         store=JobStore(
-            clients.io, worker.name, limits.lease_s, settings.max_job_bytes, served.names, keeping, redis_clock
+            clients.io,
+            worker.name,
+            limits.lease_s,
+            settings.max_job_bytes,
+            served.names,
+            keeping,
+            redis_clock,
         ),
-        ends_store=JobStore(clients.pool, worker.name, limits.lease_s, settings.max_job_bytes, clock=redis_clock),
+        ends_store=JobStore(
+            clients.pool, worker.name, limits.lease_s, settings.max_job_bytes, clock=redis_clock
+        ),
         environment=JobEnvironment(lent, settings.function_grace_s, traces or Traces()),
         admission=Admission(ALLOWED_FUNCTIONS | set(settings.allowed_functions)),
         callbacks=Callbacks(worker._exc_handlers, clients.pool, clients.user, webhooks),
         packer=Packer(
-            len(queue_names), settings.max_num_seqs, settings.prefetch, settings.function_threads, MAX_OPENING
+            len(queue_names),
+            settings.max_num_seqs,
+            settings.prefetch,
+            settings.function_threads,
+            MAX_OPENING,
         ),
         budget=PayloadBudget(len(queue_names), settings.max_held_bytes),
         poll_rates=PollRates(queue_names, limits),

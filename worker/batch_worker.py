@@ -108,7 +108,9 @@ class BatchWorker(BaseWorker):
         formats = date_format, log_format
         try:
             # RQ's `bootstrap` would set up the log too late.
-            writes_json = start_log(self.name, read_variable(VARIABLE) or AUTO, logging_level, formats)
+            writes_json = start_log(
+                self.name, read_variable(VARIABLE) or AUTO, logging_level, formats
+            )
             settings = self._check_start(dequeue_strategy)
             self._metrics = self._listen(settings)
         except StartupError as error:
@@ -121,7 +123,9 @@ class BatchWorker(BaseWorker):
             self._start_scheduler(burst, logging_level, date_format, log_format)
         try:
             started = time.monotonic()
-            loading = shown_loading(self.connection, self.name, self.queue_names(), settings.model_name)
+            loading = shown_loading(
+                self.connection, self.name, self.queue_names(), settings.model_name
+            )
             with loading, closing(self._load(settings)) as engine:
                 if writes_json:
                     give_up_handlers("transformers")  # its import makes one
@@ -147,7 +151,12 @@ class BatchWorker(BaseWorker):
         from worker.metrics.server import MetricsServer
 
         server = MetricsServer(settings.metrics_host, settings.metrics_port)
-        self.log.info("Worker %s: metrics at http://%s:%d/metrics", self.name, settings.metrics_host, server.port)
+        self.log.info(
+            "Worker %s: metrics at http://%s:%d/metrics",
+            self.name,
+            settings.metrics_host,
+            server.port,
+        )
         return server
 
     def _load(self, settings: WorkerSettings) -> Engine:
@@ -155,7 +164,9 @@ class BatchWorker(BaseWorker):
         from engine import ConfigError
 
         try:
-            load_functions(settings.allowed_functions)  # first, as a person can mend errors here at once
+            load_functions(
+                settings.allowed_functions
+            )  # first, as a person can mend errors here at once
             load_parts()
             return self.load_engine(settings)
         except (StartupError, ConfigError) as error:
@@ -164,7 +175,9 @@ class BatchWorker(BaseWorker):
 
     def _tell_ready(self, engine: Engine, settings: WorkerSettings, seconds: float) -> None:
         """Log what is served. seconds: how long the model took to load."""
-        served = settings.served_model(engine.identity, engine.attention_backend, engine.max_model_len)
+        served = settings.served_model(
+            engine.identity, engine.attention_backend, engine.max_model_len
+        )
         self.log.info(
             "Worker %s: model ready after %.1f s: %s, attention backend %s, Tokenmill %s",
             self.name,
@@ -186,8 +199,14 @@ class BatchWorker(BaseWorker):
     def _stop_pool(self, error: Exception) -> None:
         """Stop the `rq worker-pool` that started this process, because it would repeat the failure."""
         pool = multiprocessing.parent_process()
-        if pool is not None and pool.pid is not None and "WorkerPool" in multiprocessing.current_process().name:
-            self.log.error("Worker %s: stopping the pool, none of its workers can start: %s", self.name, error)
+        if (
+            pool is not None
+            and pool.pid is not None
+            and "WorkerPool" in multiprocessing.current_process().name
+        ):
+            self.log.error(
+                "Worker %s: stopping the pool, none of its workers can start: %s", self.name, error
+            )
             os.kill(pool.pid, signal.SIGTERM)
 
     def _sign_on(self, level: str | None, *formats: str) -> None:
@@ -204,7 +223,9 @@ class BatchWorker(BaseWorker):
             try:
                 sign_off()
             except RedisError as error:
-                self.log.error("Worker %s: could not sign off in Redis: %s", self.name, shown_error(error))
+                self.log.error(
+                    "Worker %s: could not sign off in Redis: %s", self.name, shown_error(error)
+                )
 
     def _check_start(self, dequeue_strategy: DequeueStrategy) -> WorkerSettings:
         """Return the settings. Raises StartupError if they, or RQ's options, cannot be used."""
@@ -239,7 +260,12 @@ class BatchWorker(BaseWorker):
         return WorkerSettings.load()
 
     def _serve(
-        self, engine: Engine, settings: WorkerSettings, burst: bool, max_jobs: int | None, max_idle_s: int | None
+        self,
+        engine: Engine,
+        settings: WorkerSettings,
+        burst: bool,
+        max_jobs: int | None,
+        max_idle_s: int | None,
     ) -> bool:
         """Run both loops until the worker leaves. Returns whether any job was brought to an end."""
         from worker.assembly import assemble
@@ -248,7 +274,9 @@ class BatchWorker(BaseWorker):
             from worker.traces.otel import OtelTraces
 
             begins = settings.traces == "all"
-            self._traces = OtelTraces(self.name, settings.model_name, version("tokenmill"), begins=begins)
+            self._traces = OtelTraces(
+                self.name, settings.model_name, version("tokenmill"), begins=begins
+            )
         limits = Limits(
             burst,
             max_jobs,
@@ -281,7 +309,9 @@ class BatchWorker(BaseWorker):
     def request_stop(self, signum: int, frame: FrameType | None) -> None:
         """Claim nothing more and finish what runs. While the model loads, leave at once."""
         if self._io is None:
-            self._is_stopped_early = True  # the code that runs in this thread now may swallow the error
+            self._is_stopped_early = (
+                True  # the code that runs in this thread now may swallow the error
+            )
             raise SystemExit
         if self._shutdown_requested_date is None:
             self._stop_requested = self.get_state() == WorkerStatus.BUSY  # as RQ's own workers
@@ -335,7 +365,11 @@ class BatchWorker(BaseWorker):
         """Write RQ's worker hash: heartbeat, state, and one of the running jobs."""
         self.last_heartbeat = now()
         self._state = state
-        fields = {**self.serialize(), "last_heartbeat": utcformat(self.last_heartbeat), "state": state}
+        fields = {
+            **self.serialize(),
+            "last_heartbeat": utcformat(self.last_heartbeat),
+            "state": state,
+        }
         if self._shutdown_requested_date is not None:
             fields["shutdown_requested_date"] = utcformat(self._shutdown_requested_date)
         with client.pipeline(transaction=False) as pipe:

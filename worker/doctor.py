@@ -44,7 +44,12 @@ def _check_model() -> Iterator[Finding]:
             return  # the finding about settings says so
         config = EngineConfig(model)
     for result in check_up(config):
-        yield Finding(Level(result.grade), result.subject, with_variables(result.found), with_variables(result.mend))
+        yield Finding(
+            Level(result.grade),
+            result.subject,
+            with_variables(result.found),
+            with_variables(result.mend),
+        )
 
 
 def _check_files() -> Iterator[Finding]:
@@ -74,18 +79,29 @@ def check_places(roots: Sequence[str]) -> Iterator[Finding]:
 
 def _look(root: str) -> Finding:
     """Try to write below a root, and say how that went."""
-    from jobs.parquet.files.storage import Storage, writing  # it needs pyarrow; another finding says if that is missing
+    from jobs.parquet.files.storage import (
+        Storage,
+        writing,
+    )  # it needs pyarrow; another finding says if that is missing
 
     if not is_stored(root) and not os.path.isdir(root):
-        return fault("files", f"{root} is no folder", f"create it, or correct TOKENMILL_DATA_ROOTS: mkdir -p {root}")
+        return fault(
+            "files",
+            f"{root} is no folder",
+            f"create it, or correct TOKENMILL_DATA_ROOTS: mkdir -p {root}",
+        )
     try:
         with writing(root):
-            Storage((root,), timeout_s=STORE_TIMEOUT_S).make_folder(root)  # this is the whole test of a store
+            Storage((root,), timeout_s=STORE_TIMEOUT_S).make_folder(
+                root
+            )  # this is the whole test of a store
             if not is_stored(root):
                 with tempfile.TemporaryFile(dir=root) as file:
                     file.write(b"probe")
     except (DiskFull, OutputNotWritable) as error:
-        mend = "give this user the right to write there (chown, chmod, no `ro` mount), or free space"
+        mend = (
+            "give this user the right to write there (chown, chmod, no `ro` mount), or free space"
+        )
         return fault("files", f"{root} cannot be written to ({error.args[1]})", mend)
     except JobsError as error:
         return told("files", str(error))

@@ -55,7 +55,9 @@ class JobEnvironment:
         # and the length at which `truncate_prompt_tokens` cuts.
         owner = f"{FORMAT} {claimed.job_id} {created_at} {payload_digest} {self.lent.model.pin}"
         lease = _lease(claimed)
-        return JobJournal(connection, claimed.job_id, owner, claimed.left, (lease.key, lease.member))
+        return JobJournal(
+            connection, claimed.job_id, owner, claimed.left, (lease.key, lease.member)
+        )
 
     def tell_failed(self, connection: Redis, claimed: ClaimedJob, error: str) -> None:
         """If a run has failed with this job, tell those who asked to hear of the run's end. error: why."""
@@ -70,7 +72,9 @@ def _lease(claimed: ClaimedJob) -> Lease:
 def prompt_meter(engine: Any, max_num_seqs: int, block_size: int) -> PromptMeter:
     """Return a meter that counts the tokens of prompts. engine: an Engine, or a stand-in for one."""
 
-    def token_ids(prompt: Prompt | None, messages: Parts | None, options: Mapping[str, Any]) -> Sequence[int]:
+    def token_ids(
+        prompt: Prompt | None, messages: Parts | None, options: Mapping[str, Any]
+    ) -> Sequence[int]:
         try:
             if messages is None:
                 prepared = engine.prepare(decoded(prompt), **options)

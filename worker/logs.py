@@ -28,7 +28,9 @@ def start_log(worker: str, wanted: str, level: str | int | None, formats: tuple[
         setup_loghandlers(level, *formats, name=name)
         logging.getLogger(name).addFilter(PLAIN)
     if wanted == JSON and has_own_text:
-        raise SettingsError(f"{VARIABLE}=json, and --log-format or --date-format is for text: leave one of them out")
+        raise SettingsError(
+            f"{VARIABLE}=json, and --log-format or --date-format is for text: leave one of them out"
+        )
     writes_json = not has_own_text and is_json(wanted, sys.stdout) and not _is_configured()
     if writes_json:
         writes_json = _write_json(worker, is_asked_for=wanted == JSON)
@@ -43,7 +45,9 @@ def _write_json(worker: str, is_asked_for: bool) -> bool:
         from jobs.common.json_log import JsonLine
     except ImportError as error:
         if is_asked_for:
-            raise SettingsError(f"{VARIABLE}=json needs structlog ({error}): pip install structlog") from None
+            raise SettingsError(
+                f"{VARIABLE}=json needs structlog ({error}): pip install structlog"
+            ) from None
         logging.getLogger("rq.worker").warning("the log is text, as structlog is not installed")
         return False
     handle_all(JsonLine({"worker": worker}, _run_fields), _LOGGERS)

@@ -10,7 +10,14 @@ from difflib import get_close_matches
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from dotenv import dotenv_values
-from pydantic import AfterValidator, ByteSize, Field, ValidationError, ValidationInfo, field_validator
+from pydantic import (
+    AfterValidator,
+    ByteSize,
+    Field,
+    ValidationError,
+    ValidationInfo,
+    field_validator,
+)
 from pydantic_settings import BaseSettings, NoDecode, SettingsConfigDict
 
 from jobs.common.plain_log import AUTO, checked_format
@@ -170,7 +177,9 @@ class WorkerSettings(BaseSettings):
     @classmethod
     def _roots_exist(cls, value: tuple[str, ...]) -> tuple[str, ...]:
         if not value:
-            raise ValueError("names no folder: list at least one, or unset it for the working directory")
+            raise ValueError(
+                "names no folder: list at least one, or unset it for the working directory"
+            )
         for root in value:
             if not is_stored(root) and not os.path.isdir(root):
                 raise ValueError(f"{root!r} is not a folder")
@@ -189,7 +198,9 @@ class WorkerSettings(BaseSettings):
                 return range(0)
             if 0 < first <= last < 1 << 16:
                 return range(first, last + 1)
-        raise ValueError("expected a port from 1 to 65535, or ports from one to a higher one, or 0 for none")
+        raise ValueError(
+            "expected a port from 1 to 65535, or ports from one to a higher one, or 0 for none"
+        )
 
     @field_validator("allowed_functions", "allowed_webhook_hosts", mode="before")
     @classmethod
@@ -220,7 +231,9 @@ class WorkerSettings(BaseSettings):
         except ValidationError as error:
             raise SettingsError(_explain(error)) from error
         except (UnicodeDecodeError, OSError) as error:
-            raise SettingsError(f".env cannot be read ({error}): write it in UTF-8, or remove it") from error
+            raise SettingsError(
+                f".env cannot be read ({error}): write it in UTF-8, or remove it"
+            ) from error
 
     @property
     def model_name(self) -> str:
@@ -229,7 +242,9 @@ class WorkerSettings(BaseSettings):
             return self.served_name
         return next(iter(_folder_names(self.model)), self.model)
 
-    def served_model(self, identity: ModelIdentity, attention_backend: str = "", max_model_len: int = 0) -> ServedModel:
+    def served_model(
+        self, identity: ModelIdentity, attention_backend: str = "", max_model_len: int = 0
+    ) -> ServedModel:
         """Return the served model as jobs see it. max_model_len: the engine's."""
         return ServedModel(
             name=self.model_name,
@@ -247,9 +262,13 @@ class WorkerSettings(BaseSettings):
             clock_formats=identity.clock_formats,
         )
 
-    def job_context(self, connection: Redis, model: ServedModel, meter: Callable[[], PromptMeter]) -> JobContext:
+    def job_context(
+        self, connection: Redis, model: ServedModel, meter: Callable[[], PromptMeter]
+    ) -> JobContext:
         """Return the context that this process lends to every job, without the values of a single job."""
-        from jobs.parquet.prompts.picture_source import picture_reader  # it imports Arrow, which only a worker needs
+        from jobs.parquet.prompts.picture_source import (
+            picture_reader,
+        )  # it imports Arrow, which only a worker needs
 
         return JobContext(
             connection,
@@ -279,7 +298,9 @@ class WorkerSettings(BaseSettings):
         names = {field.name for field in fields(EngineConfig)} & set(WorkerSettings.model_fields)
         has_fixed_threads = self.torch_threads is not None or "OMP_NUM_THREADS" in os.environ
         adapts = not has_fixed_threads and not self.deterministic
-        return EngineConfig(**{name: getattr(self, name) for name in names}, adapt_cpu_threads=adapts)
+        return EngineConfig(
+            **{name: getattr(self, name) for name in names}, adapt_cpu_threads=adapts
+        )
 
 
 def _folder_names(model: str) -> tuple[str, ...]:
@@ -344,12 +365,20 @@ def _explain(error: ValidationError) -> str:
         if problem["type"] == "missing":
             lines.append(f"{name} is not set: name a model folder or a hub id")
         elif problem["type"].startswith("byte_size"):
-            lines.append(f"{name}={problem['input']!r}: expected a size such as 4194304, 512MB or 4GiB")
+            lines.append(
+                f"{name}={problem['input']!r}: expected a size such as 4194304, 512MB or 4GiB"
+            )
         else:
-            lines.append(f"{name}={problem['input']!r}: {problem['msg'].removeprefix('Value error, ')}")
+            lines.append(
+                f"{name}={problem['input']!r}: {problem['msg'].removeprefix('Value error, ')}"
+            )
     return "; ".join(lines)
 
 
 def split_roots(text: str) -> list[str]:
     """Split a list of folders and object stores at ':', but not within the '://' of a store."""
-    return [root for root in re.split(rf":(?!//)|(?<!\b(?:{'|'.join(STORES)})):", text, flags=re.I) if root]
+    return [
+        root
+        for root in re.split(rf":(?!//)|(?<!\b(?:{'|'.join(STORES)})):", text, flags=re.I)
+        if root
+    ]

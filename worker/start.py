@@ -32,7 +32,9 @@ def spin_briefly(environment: MutableMapping[str, str]) -> None:
 def called_by_rq_command() -> bool:
     """Whether `rq worker` or `rq worker-pool` has called this code. These commands print the traceback of any error."""
     context = click.get_current_context(silent=True)
-    return context is not None and getattr(context.command.callback, "__module__", "").startswith("rq.cli")
+    return context is not None and getattr(context.command.callback, "__module__", "").startswith(
+        "rq.cli"
+    )
 
 
 class RedisErrorsInOneLine(logging.Filter):
@@ -55,7 +57,10 @@ def leave_out_working_directory() -> None:
     """
     if not called_by_rq_command():
         return
-    has_no_path = click.get_current_context().get_parameter_source("path") in (None, ParameterSource.DEFAULT)
+    has_no_path = click.get_current_context().get_parameter_source("path") in (
+        None,
+        ParameterSource.DEFAULT,
+    )
     if "." in sys.path and has_no_path:
         last_place = len(sys.path) - 1 - sys.path[::-1].index(".")
         del sys.path[last_place]
@@ -85,7 +90,9 @@ def share_freed_memory() -> None:
     The operator's settings (ARROW_DEFAULT_MEMORY_POOL, MALLOC_ARENA_MAX, MALLOC_MMAP_THRESHOLD_) stay. A C library
     without mallopt is left alone. Source: mallopt(3).
     """
-    os.environ.setdefault("ARROW_DEFAULT_MEMORY_POOL", "system")  # read by pyarrow when it is loaded
+    os.environ.setdefault(
+        "ARROW_DEFAULT_MEMORY_POOL", "system"
+    )  # read by pyarrow when it is loaded
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     if mallopt is None:
         return
@@ -105,7 +112,9 @@ def load_parts() -> None:
             importlib.import_module(name)
         import pyarrow
 
-        pyarrow.array([None])  # pyarrow looks for pandas, and imports it, when it makes its first array
+        pyarrow.array(
+            [None]
+        )  # pyarrow looks for pandas, and imports it, when it makes its first array
     except ImportError as error:
         raise StartupError(
             f"a part of the worker cannot be imported ({error}): install it anew, pip install 'tokenmill[worker]'"
@@ -120,7 +129,9 @@ def load_functions(names: Iterable[str]) -> None:
         except Exception as error:
             raise FunctionNotFound(name, _reason(name, error)) from error
         if not callable(function):
-            raise FunctionNotFound(name, TypeError(f"it is a {type(function).__name__}, expected a function"))
+            raise FunctionNotFound(
+                name, TypeError(f"it is a {type(function).__name__}, expected a function")
+            )
 
 
 def _reason(name: str, error: Exception) -> Exception:

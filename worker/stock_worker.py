@@ -90,7 +90,13 @@ def drive(task: OpenTask, engine: Engine) -> None:
                 index = next(numbers)
                 try:
                     prompt, params = prepared_request(engine, request)
-                    engine.add(str(index), prompt, params, continued=request.continued, resumed=request.resumed)
+                    engine.add(
+                        str(index),
+                        prompt,
+                        params,
+                        continued=request.continued,
+                        resumed=request.resumed,
+                    )
                 except InvalidRequest as error:
                     _deliver(task, index, [Completion.refused(str(index), error)])
                 else:
@@ -123,7 +129,9 @@ def _deliver(task: OpenTask, index: int, completions: Sequence[Completion]) -> N
 def _current_job() -> Job:
     job = get_current_job()
     if job is None:
-        raise InvalidJob("no RQ job is running: enqueue this function, or use engine.generate in Python")
+        raise InvalidJob(
+            "no RQ job is running: enqueue this function, or use engine.generate in Python"
+        )
     return job
 
 

@@ -45,7 +45,9 @@ def load_backend(
         )
     if chosen not in BACKENDS:
         known = ", ".join(map(repr, ("auto", *sorted(BACKENDS))))
-        raise ConfigError(f"attention_backend={chosen!r} is no attention backend; use one of {known}")
+        raise ConfigError(
+            f"attention_backend={chosen!r} is no attention backend; use one of {known}"
+        )
     if chosen in ("triton", "flash_attn") and find_spec("triton") is None:
         raise ConfigError(
             f"attention_backend={chosen!r} needs the package triton, which is not installed here: "
@@ -79,7 +81,9 @@ def _choose(device: torch.device, dtype: torch.dtype, kv_cache_dtype: str) -> st
         if kv_cache_dtype != "auto":
             problem = f"it keeps no keys and values in {kv_cache_dtype}"
         if problem:
-            logger.info("attention_backend='auto' takes 'torch', which is slower than 'cpu': %s", problem)
+            logger.info(
+                "attention_backend='auto' takes 'torch', which is slower than 'cpu': %s", problem
+            )
         return "torch" if problem else "cpu"
     if device.type != "cuda":
         return "torch"

@@ -59,13 +59,17 @@ class KernelBackend(ABC):
     def __init__(self, device: torch.device) -> None:
         """device: one that `check` lets through."""
 
-    def prepare(self, dtype: torch.dtype, run: Callable[[], Tensor], *, repeats: bool = True) -> Tensor:
+    def prepare(
+        self, dtype: torch.dtype, run: Callable[[], Tensor], *, repeats: bool = True
+    ) -> Tensor:
         """Return the logits that `run` computes, twice if it `repeats`; compile its kernels, and the sampler's."""
         return run()
 
     def check_features(self, features: AttentionFeatures) -> None:
         """Raise AttentionRefused unless it can compute such an attention."""
-        if self.max_head_dim is not None and (features.head_dim > self.max_head_dim or features.head_dim % 2):
+        if self.max_head_dim is not None and (
+            features.head_dim > self.max_head_dim or features.head_dim % 2
+        ):
             raise AttentionRefused(
                 f"attention_backend={self.name!r} takes heads of an even size up to {self.max_head_dim}, this "
                 f"model has {features.head_dim}; use attention_backend='torch'"
@@ -78,7 +82,11 @@ class KernelBackend(ABC):
 
     @abstractmethod
     def build_metadata(
-        self, block_tables: NDArray[np.int32], context_lens: Lens, query_lens: Lens, beside: Arrays = ()
+        self,
+        block_tables: NDArray[np.int32],
+        context_lens: Lens,
+        query_lens: Lens,
+        beside: Arrays = (),
     ) -> tuple[AttentionMetadata, list[Tensor]]:
         """Prepare one step, once for all layers, and upload the arrays `beside`, in one transfer if it can.
 
@@ -86,11 +94,15 @@ class KernelBackend(ABC):
         sequence has once this step is computed.  query_lens: [seqs], how many of them are in this step.
         """
 
-    def fill_pending(self, token_ids: Tensor, rows: Tensor, sampled: Tensor, places: Tensor) -> None:
+    def fill_pending(
+        self, token_ids: Tensor, rows: Tensor, sampled: Tensor, places: Tensor
+    ) -> None:
         """Put sampled[places] into rows of token_ids, -1 as 0: [tokens], [pending], [any], [pending] int64."""
         token_ids[rows] = sampled[places].clamp_(min=0)
 
-    def store(self, keys: Tensor, values: Tensor, cache: LayerKVCache, slot_mapping: Tensor) -> None:
+    def store(
+        self, keys: Tensor, values: Tensor, cache: LayerKVCache, slot_mapping: Tensor
+    ) -> None:
         """Write the step's keys and values to their slots: see LayerKVCache.write."""
         cache.write(keys, values, slot_mapping)
 
@@ -137,7 +149,12 @@ class CapturableBackend(KernelBackend):
 
     @abstractmethod
     def decode_metadata(
-        self, rows: Tensor, context_lens: Tensor, block_tables: Tensor, max_context_len: int, order: Tensor | None
+        self,
+        rows: Tensor,
+        context_lens: Tensor,
+        block_tables: Tensor,
+        max_context_len: int,
+        order: Tensor | None,
     ) -> AttentionMetadata:
         """Return metadata of decode steps of len(rows) sequences, over tensors that are refilled for each step.
 

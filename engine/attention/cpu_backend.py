@@ -81,13 +81,23 @@ class CpuBackend(KernelBackend):
 
     def __init__(self, device: torch.device) -> None:
         # numba is optional and takes a moment to import, and whether this backend serves is asked without it
-        from engine.cpu_kernels import cpu_sampler, decode_attention, elementwise, logit_masks, prefill_attention
+        from engine.cpu_kernels import (
+            cpu_sampler,
+            decode_attention,
+            elementwise,
+            logit_masks,
+            prefill_attention,
+        )
         from engine.cpu_kernels.delta_net import delta_net
         from engine.cpu_kernels.kernel import run_compiled
 
         self._device = device
         self._decoding, self._prefilling = decode_attention, prefill_attention
-        self._logit_masks, self._sampler, self._run_compiled = logit_masks, cpu_sampler, run_compiled
+        self._logit_masks, self._sampler, self._run_compiled = (
+            logit_masks,
+            cpu_sampler,
+            run_compiled,
+        )
         self.layer_kernels = LayerKernels(
             elementwise.add_rms_norm,
             elementwise.norm_rotate_and_store,
@@ -103,7 +113,9 @@ class CpuBackend(KernelBackend):
     def fp8_problem(cls, device: torch.device) -> str | None:
         return "it keeps them in the model's dtype only"
 
-    def prepare(self, dtype: torch.dtype, run: Callable[[], Tensor], *, repeats: bool = True) -> Tensor:
+    def prepare(
+        self, dtype: torch.dtype, run: Callable[[], Tensor], *, repeats: bool = True
+    ) -> Tensor:
         def both() -> Tensor:
             self._sampler.kernel_for(dtype)
             return run()
@@ -114,7 +126,9 @@ class CpuBackend(KernelBackend):
         """Edit logits as the base class does, bit by bit; a compiled kernel applies masks first."""
         if not len(edits.masked):
             return super().edit(logits, edits, sampled)
-        self._logit_masks.mask_rows(logits, *map(torch.from_numpy, (edits.rows, edits.masked, edits.token_masks)))
+        self._logit_masks.mask_rows(
+            logits, *map(torch.from_numpy, (edits.rows, edits.masked, edits.token_masks))
+        )
         others = edits.without_masks()
         return logits if others is None else super().edit(logits, others, sampled)
 
@@ -124,9 +138,15 @@ class CpuBackend(KernelBackend):
         return found if chosen is None else chosen.copy_(found)
 
     def build_metadata(
-        self, block_tables: NDArray[np.int32], context_lens: Lens, query_lens: Lens, beside: Arrays = ()
+        self,
+        block_tables: NDArray[np.int32],
+        context_lens: Lens,
+        query_lens: Lens,
+        beside: Arrays = (),
     ) -> tuple[CpuMetadata, list[Tensor]]:
-        return CpuMetadata(np.ascontiguousarray(block_tables), context_lens, query_lens), upload(beside, self._device)
+        return CpuMetadata(np.ascontiguousarray(block_tables), context_lens, query_lens), upload(
+            beside, self._device
+        )
 
     def forward(
         self,
@@ -142,14 +162,20 @@ class CpuBackend(KernelBackend):
         shares = features.window is None and features.chunk is None
         group = query.shape[1] // cache.keys.shape[2]
         if (group, shares) not in metadata.parts:
-            metadata.parts[group, shares] = self._split(metadata, group, cache.keys.shape[1], shares=shares)
+            metadata.parts[group, shares] = self._split(
+                metadata, group, cache.keys.shape[1], shares=shares
+            )
         parts = metadata.parts[group, shares]
         kind = features.options() | {"sinks": sinks, "slopes": slopes, "state": None}
         prefill_attention = self._prefilling.prefill_attention
         tables = torch.from_numpy(metadata.block_tables)
         if parts.shared is not None:
-            kind["state"] = query.new_empty(self._prefilling.state_shape(query), dtype=torch.float32)
-            prefill_attention(query, cache.keys, cache.values, tables, parts.shared, out, keeps_state=True, **kind)
+            kind["state"] = query.new_empty(
+                self._prefilling.state_shape(query), dtype=torch.float32
+            )
+            prefill_attention(
+                query, cache.keys, cache.values, tables, parts.shared, out, keeps_state=True, **kind
+            )
         prefill_attention(query, cache.keys, cache.values, tables, parts.prefill, out, **kind)
         self._decoding.decode_attention(query, cache.keys, cache.values, parts.decode, out, **kind)
         return out
@@ -162,7 +188,9 @@ class CpuBackend(KernelBackend):
             prefixes = find_shared_prefixes(
                 step.block_tables,
                 step.context_lens - lens,
-                np.where(lens * group < 4 * prefilling.TASK_LANES, lens, 0),  # others fill tasks by themselves
+                np.where(
+                    lens * group < 4 * prefilling.TASK_LANES, lens, 0
+                ),  # others fill tasks by themselves
                 block_size,
                 tile=prefilling.TILE,
                 least_queries=-(-prefilling.LANES // group),
@@ -179,7 +207,12 @@ class CpuBackend(KernelBackend):
         chosen = np.flatnonzero(lens >= self.least_prefill)
         of_chosen = (each[chosen] for each in (starts, lens, step.context_lens))
         shared = prefilling.tasks_of_prefixes(prefixes, starts, lens, step.context_lens, group)
-        of_decodes = (starts[decodes] + places[order], context_lens[order], step.block_tables[decodes], begins[decodes])
+        of_decodes = (
+            starts[decodes] + places[order],
+            context_lens[order],
+            step.block_tables[decodes],
+            begins[decodes],
+        )
         rows, lens_seen, tables, firsts = map(torch.from_numpy, of_decodes)
         return Parts(
             shared,

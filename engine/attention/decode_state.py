@@ -39,7 +39,9 @@ class DecodeState:
 
     def first(self, num_rows: int) -> DecodeState:
         """Return the first rows, in the same memory."""
-        cut: dict[str, Any] = {name: each[:num_rows] for name, each in vars(self).items() if isinstance(each, Tensor)}
+        cut: dict[str, Any] = {
+            name: each[:num_rows] for name, each in vars(self).items() if isinstance(each, Tensor)
+        }
         sampling = SamplingRows(*(each[:num_rows] for each in vars(self.sampling).values()))
         return replace(self, **cut, sampling=sampling)
 

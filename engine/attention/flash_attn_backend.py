@@ -62,7 +62,10 @@ class FlashAttnBackend(TritonBackend):
         super().__init__(device)
         from flash_attn import flash_attn_varlen_func, flash_attn_with_kvcache
 
-        self._attend_decodes, self._attend_prefills = flash_attn_with_kvcache, flash_attn_varlen_func
+        self._attend_decodes, self._attend_prefills = (
+            flash_attn_with_kvcache,
+            flash_attn_varlen_func,
+        )
 
     def check_features(self, features: AttentionFeatures) -> None:
         super().check_features(features)
@@ -74,7 +77,11 @@ class FlashAttnBackend(TritonBackend):
                 )
 
     def build_metadata(
-        self, block_tables: NDArray[np.int32], context_lens: Lens, query_lens: Lens, beside: Arrays = ()
+        self,
+        block_tables: NDArray[np.int32],
+        context_lens: Lens,
+        query_lens: Lens,
+        beside: Arrays = (),
     ) -> tuple[AttentionMetadata, list[Tensor]]:
         decodes, starts = query_lens == 1, np.cumsum(query_lens) - query_lens
         queries, contexts = query_lens[~decodes], context_lens[~decodes]
@@ -83,8 +90,12 @@ class FlashAttnBackend(TritonBackend):
             np.flatnonzero(np.repeat(~decodes, query_lens)),
             np.cumsum(np.append(0, queries)), np.cumsum(np.append(0, contexts)), block_tables[~decodes],
         ]  # fmt: skip
-        uploaded = upload_aligned([*(array.astype(np.int32, copy=False) for array in own), *beside], self._device)
-        rows, lens, tables, prefill_rows, query_starts, context_starts, prefill_tables = uploaded[: len(own)]
+        uploaded = upload_aligned(
+            [*(array.astype(np.int32, copy=False) for array in own), *beside], self._device
+        )
+        rows, lens, tables, prefill_rows, query_starts, context_starts, prefill_tables = uploaded[
+            : len(own)
+        ]
         prefill = {
             "cu_seqlens_q": query_starts,
             "cu_seqlens_k": context_starts,
@@ -97,10 +108,17 @@ class FlashAttnBackend(TritonBackend):
         return metadata, uploaded[len(own) :]
 
     def decode_metadata(
-        self, rows: Tensor, context_lens: Tensor, block_tables: Tensor, max_context_len: int, order: Tensor | None
+        self,
+        rows: Tensor,
+        context_lens: Tensor,
+        block_tables: Tensor,
+        max_context_len: int,
+        order: Tensor | None,
     ) -> AttentionMetadata:
         """Build decode metadata without an order: the library has its own."""
-        return FlashMetadata(DecodeRows(rows, context_lens, block_tables, max_context_len), None, {})
+        return FlashMetadata(
+            DecodeRows(rows, context_lens, block_tables, max_context_len), None, {}
+        )
 
     def forward(
         self,
@@ -125,7 +143,12 @@ class FlashAttnBackend(TritonBackend):
             """[decodes, heads, head_dim], one row for each sequence."""
             lens, tables = metadata.decode.context_lens, metadata.decode.block_tables
             attended: Tensor = self._attend_decodes(
-                rows.unsqueeze(1), cache.keys, cache.values, cache_seqlens=lens, block_table=tables, **kind
+                rows.unsqueeze(1),
+                cache.keys,
+                cache.values,
+                cache_seqlens=lens,
+                block_table=tables,
+                **kind,
             )
             return attended.squeeze(1)
 
@@ -133,7 +156,9 @@ class FlashAttnBackend(TritonBackend):
         if rows is None:
             return attend_decodes(query)
         out = torch.empty(query.shape, dtype=query.dtype, device=query.device)
-        out[rows] = self._attend_prefills(query[rows], cache.keys, cache.values, **metadata.prefill, **kind)
+        out[rows] = self._attend_prefills(
+            query[rows], cache.keys, cache.values, **metadata.prefill, **kind
+        )
         if len(metadata.decode.rows):
             out[metadata.decode.rows] = attend_decodes(query[metadata.decode.rows])
         return out

@@ -69,11 +69,15 @@ class Indexers:
         for span in metadata.spans:
             pieces = [*span.pieces(max(1, SCORES_AT_ONCE // span.context_len))]
             for self._span in reversed(pieces):  # each stores its keys for those after it
-                given, more = tree_map(partial(_part, self._span, metadata.spans[-1].end), (args, options))
+                given, more = tree_map(
+                    partial(_part, self._span, metadata.spans[-1].end), (args, options)
+                )
                 chosen.append(compute(*given, **more))
         self._span = None
         width = max(each.shape[-1] for each in chosen)
-        self.chosen = torch.cat([F.pad(each, (0, width - each.shape[-1]), value=NONE) for each in chosen], dim=-2)
+        self.chosen = torch.cat(
+            [F.pad(each, (0, width - each.shape[-1]), value=NONE) for each in chosen], dim=-2
+        )
         return self.chosen
 
 

@@ -35,7 +35,9 @@ class LayerKVCache(NamedTuple):
         slot_mapping: [tokens] int64, block_id * block_size + offset, each at most once.
         """
         if self.scales is not None:
-            keys, values = (quantize(x, own) for x, own in zip((keys, values), self.scales, strict=True))
+            keys, values = (
+                quantize(x, own) for x, own in zip((keys, values), self.scales, strict=True)
+            )
         self.keys.flatten(0, 1)[slot_mapping] = keys
         self.values.flatten(0, 1)[slot_mapping] = values
 
@@ -56,11 +58,16 @@ class KVCache:
         device: torch.device,
         scales: Sequence[Scales] | None = None,
     ) -> None:
-        shapes = [(2, num_blocks, block_size, layer.num_kv_heads, layer.head_dim) for layer in layers]
+        shapes = [
+            (2, num_blocks, block_size, layer.num_kv_heads, layer.head_dim) for layer in layers
+        ]
         self.pool = zeros(sum(map(math.prod, shapes)), dtype, device)
         parts = torch.split(self.pool, [math.prod(shape) for shape in shapes])
         both = [part.view(shape) for part, shape in zip(parts, shapes, strict=True)]
-        self.layers = [LayerKVCache(pair[0], pair[1], scales[i] if scales else None) for i, pair in enumerate(both)]
+        self.layers = [
+            LayerKVCache(pair[0], pair[1], scales[i] if scales else None)
+            for i, pair in enumerate(both)
+        ]
         self._groups = _alike(self.pool, shapes)
         self.block_size = block_size
         self.states: StatePool | None = None
@@ -74,7 +81,9 @@ class KVCache:
     @property
     def num_bytes(self) -> int:
         """Return the bytes of keys, values, index keys and states."""
-        return self.pool.nbytes + sum(each.num_bytes for each in (self.states, self.index) if each is not None)
+        return self.pool.nbytes + sum(
+            each.num_bytes for each in (self.states, self.index) if each is not None
+        )
 
     def copy(self, sources: Tensor, targets: Tensor) -> None:
         """Copy slots to others in all layers. sources, targets: [slots] int64; no slot is in both."""
@@ -126,7 +135,10 @@ def measure_scales(cache: KVCache) -> list[Scales]:
 
 
 def block_bytes(
-    layers: Sequence[AttentionFeatures], block_size: int, dtype: torch.dtype, index_keys: Sequence[StateShape] = ()
+    layers: Sequence[AttentionFeatures],
+    block_size: int,
+    dtype: torch.dtype,
+    index_keys: Sequence[StateShape] = (),
 ) -> int:
     """Return the bytes of one block: keys and values of all layers in this dtype, index keys in their own."""
     token_bytes = sum(2 * layer.num_kv_heads * layer.head_dim for layer in layers) * dtype.itemsize

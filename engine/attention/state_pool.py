@@ -32,7 +32,9 @@ class StatePool:
     def __init__(self, states: Sequence[StateShape], num_rows: int, device: torch.device) -> None:
         self.layers: dict[int, list[tuple[StateShape, Tensor]]] = {}
         for state in states:
-            tensor = zeros(num_rows * math.prod(state.shape), state.dtype, device).view(num_rows, *state.shape)
+            tensor = zeros(num_rows * math.prod(state.shape), state.dtype, device).view(
+                num_rows, *state.shape
+            )
             self.layers.setdefault(state.layer, []).append((state, tensor))
         self._tensors = [tensor for layer in self.layers.values() for _, tensor in layer]
 

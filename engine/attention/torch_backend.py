@@ -67,7 +67,11 @@ class TorchBackend(KernelBackend):
         self._device = device
 
     def build_metadata(
-        self, block_tables: NDArray[np.int32], context_lens: Lens, query_lens: Lens, beside: Arrays = ()
+        self,
+        block_tables: NDArray[np.int32],
+        context_lens: Lens,
+        query_lens: Lens,
+        beside: Arrays = (),
     ) -> tuple[TorchMetadata, list[Tensor]]:
         tables = torch.from_numpy(block_tables).to(self._device)
         ends = np.cumsum(query_lens)
@@ -92,9 +96,13 @@ class TorchBackend(KernelBackend):
             for piece in _cut(span, features, explicit=explicit or metadata.chosen is not None):
                 rows = slice(piece.start, piece.end)
                 if metadata.chosen is None:
-                    keys, values, mask = _seen(piece, cache, features, query.dtype, always_mask=explicit)
+                    keys, values, mask = _seen(
+                        piece, cache, features, query.dtype, always_mask=explicit
+                    )
                 else:
-                    keys, values, mask = _chosen(piece, cache, features, query.dtype, metadata.chosen[:, rows].long())
+                    keys, values, mask = _chosen(
+                        piece, cache, features, query.dtype, metadata.chosen[:, rows].long()
+                    )
                 output[rows] = attend(query[rows], keys, values, mask, features)
         return output
 
@@ -109,7 +117,12 @@ def _cut(span: Span, features: AttentionFeatures, *, explicit: bool) -> Iterator
 
 
 def _seen(
-    span: Span, cache: LayerKVCache, features: AttentionFeatures, dtype: torch.dtype, *, always_mask: bool
+    span: Span,
+    cache: LayerKVCache,
+    features: AttentionFeatures,
+    dtype: torch.dtype,
+    *,
+    always_mask: bool,
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """Return the keys and values that the rows see, [kv_heads, seen, dim], and a mask [rows, seen] bool if needed."""
     num_rows, end, block_size = span.end - span.start, span.context_len, cache.keys.shape[1]
@@ -117,7 +130,9 @@ def _seen(
     skipped = first // block_size
     blocks = span.block_ids[skipped : -(-end // block_size)]
     within = slice(first - skipped * block_size, end - skipped * block_size)
-    keys, values = _heads([pool.index_select(0, blocks).flatten(0, 1)[within] for pool in cache[:2]], cache, dtype)
+    keys, values = _heads(
+        [pool.index_select(0, blocks).flatten(0, 1)[within] for pool in cache[:2]], cache, dtype
+    )
     mask = None
     if num_rows > 1 and (always_mask or num_rows < end or _first_seen(end - 1, features)):
         rows = torch.arange(end - num_rows, end, device=keys.device).unsqueeze(1)
@@ -166,7 +181,9 @@ def _first_seen(token: int, features: AttentionFeatures) -> int:
     return first if features.chunk is None else max(first, token // features.chunk * features.chunk)
 
 
-def _attend(query: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None, features: AttentionFeatures) -> Tensor:
+def _attend(
+    query: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None, features: AttentionFeatures
+) -> Tensor:
     """Attend with query [tokens, heads, dim] and the keys, values and mask of `_seen`."""
     output = F.scaled_dot_product_attention(
         query.transpose(0, 1).unsqueeze(0),

@@ -37,7 +37,9 @@ from engine.sampling.sampling_rows import SamplingRows
 
 MIN_CAPABILITY = (8, 0)  # the first with bfloat16 and asynchronous copies
 FP8_CAPABILITY = (8, 9)  # the first for which Triton compiles float8_e4m3fn
-INTERPRETER_PROCESSORS = 8  # stands in for a GPU's multiprocessors, so that tests see few splits and many
+INTERPRETER_PROCESSORS = (
+    8  # stands in for a GPU's multiprocessors, so that tests see few splits and many
+)
 
 
 @dataclass(frozen=True)
@@ -94,11 +96,17 @@ class TritonBackend(CapturableBackend):
         if device.type == "cuda":
             self._num_processors = torch.cuda.get_device_properties(device).multi_processor_count
 
-    def store(self, keys: Tensor, values: Tensor, cache: LayerKVCache, slot_mapping: Tensor) -> None:
+    def store(
+        self, keys: Tensor, values: Tensor, cache: LayerKVCache, slot_mapping: Tensor
+    ) -> None:
         store_kv(keys, values, cache, slot_mapping)
 
     def build_metadata(
-        self, block_tables: NDArray[np.int32], context_lens: Lens, query_lens: Lens, beside: Arrays = ()
+        self,
+        block_tables: NDArray[np.int32],
+        context_lens: Lens,
+        query_lens: Lens,
+        beside: Arrays = (),
     ) -> tuple[AttentionMetadata, list[Tensor]]:
         """Build the step's metadata and upload it with `beside` in one transfer."""
         decodes = np.flatnonzero(query_lens == 1)
@@ -121,10 +129,14 @@ class TritonBackend(CapturableBackend):
         decode = DecodeRows(rows, lens, tables, int(context_lens[decodes].max(initial=0)))
         return TritonMetadata(decode, PrefillTiles(*prefill_parts)), uploaded[len(own) :]
 
-    def fill_pending(self, token_ids: Tensor, rows: Tensor, sampled: Tensor, places: Tensor) -> None:
+    def fill_pending(
+        self, token_ids: Tensor, rows: Tensor, sampled: Tensor, places: Tensor
+    ) -> None:
         fill_pending(token_ids, rows, sampled, places)
 
-    def prepare(self, dtype: torch.dtype, run: Callable[[], Tensor], *, repeats: bool = True) -> Tensor:
+    def prepare(
+        self, dtype: torch.dtype, run: Callable[[], Tensor], *, repeats: bool = True
+    ) -> Tensor:
         zeros = torch.zeros(1, dtype=torch.int64, device=self._device)
         fill_pending(torch.zeros_like(zeros), zeros, zeros, zeros)
         return run()
@@ -140,7 +152,12 @@ class TritonBackend(CapturableBackend):
         )  # fmt: skip
 
     def decode_metadata(
-        self, rows: Tensor, context_lens: Tensor, block_tables: Tensor, max_context_len: int, order: Tensor | None
+        self,
+        rows: Tensor,
+        context_lens: Tensor,
+        block_tables: Tensor,
+        max_context_len: int,
+        order: Tensor | None,
     ) -> AttentionMetadata:
         decode = DecodeRows(rows, context_lens, block_tables, max_context_len, order)
         return TritonMetadata(decode, PrefillTiles(*5 * [rows[:0]]))

@@ -38,7 +38,9 @@ def check_file(path: Path) -> list[TensorEntry]:
                 raise ValueError(f"its header has {size} bytes")
             header = json.loads(file.read(size))
         entries = [
-            TensorEntry(name, each["dtype"], each["shape"], *(8 + size + at for at in each["data_offsets"]))
+            TensorEntry(
+                name, each["dtype"], each["shape"], *(8 + size + at for at in each["data_offsets"])
+            )
             for name, each in header.items()
             if name != "__metadata__"
         ]
@@ -46,7 +48,9 @@ def check_file(path: Path) -> list[TensorEntry]:
         if found < wanted:
             raise ValueError(f"it has {found} bytes, and its header names {wanted}")
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise MissingWeights(f"{path} is no complete safetensors file ({error}); fetch it again") from error
+        raise MissingWeights(
+            f"{path} is no complete safetensors file ({error}); fetch it again"
+        ) from error
     return entries
 
 
@@ -106,7 +110,9 @@ def read_identity(
     """
     digest = blake2b(dtype.encode(), digest_size=16)
     _add(digest, b"answers", str(ANSWERS_VERSION).encode())
-    more = sorted(str(path.relative_to(folder)) for each in MORE_TEXT_FILES for path in folder.glob(each))
+    more = sorted(
+        str(path.relative_to(folder)) for each in MORE_TEXT_FILES for path in folder.glob(each)
+    )
     for name in (*TEXT_FILES, *more):
         if (folder / name).is_file():
             _add(digest, name.encode(), (folder / name).read_bytes())

@@ -18,7 +18,9 @@ def resolve_model(model: str) -> Path:
     path = Path(model).expanduser()
     if path.is_dir():
         if not (path / "config.json").is_file():
-            raise ModelNotFound(f"{path} holds no config.json; give a folder in Hugging Face layout")
+            raise ModelNotFound(
+                f"{path} holds no config.json; give a folder in Hugging Face layout"
+            )
         return path
     _refuse_path(model)
     from huggingface_hub import snapshot_download
@@ -36,7 +38,9 @@ def resolve_model(model: str) -> Path:
 def _refuse_path(model: str) -> None:
     """Raise ModelNotFound for a path: it is no hub id."""
     if model.startswith(("/", ".", "~")) or model.count("/") > 1 or "\\" in model:
-        raise ModelNotFound(f"there is no folder {model!r}; give an existing one or a hub id like 'Qwen/Qwen3-0.6B'")
+        raise ModelNotFound(
+            f"there is no folder {model!r}; give an existing one or a hub id like 'Qwen/Qwen3-0.6B'"
+        )
 
 
 def find_here(model: str) -> Path | None:
@@ -55,7 +59,9 @@ def find_here(model: str) -> Path | None:
 def list_weight_files(folder: Path) -> list[Path]:
     """List the safetensors files of a checkpoint. Raises MissingWeights, naming a missing shard."""
     if (folder / WHOLE).is_file():
-        return [folder / WHOLE]  # it goes before an index, as in transformers: other files are a second copy
+        return [
+            folder / WHOLE
+        ]  # it goes before an index, as in transformers: other files are a second copy
     index = folder / INDEX
     if index.is_file():
         names = sorted(set(_read_places(index).values()))
@@ -68,7 +74,9 @@ def list_weight_files(folder: Path) -> list[Path]:
         return [folder / name for name in names]
     files = sorted(path for path in folder.glob("*.safetensors") if path.is_file())
     if not files:
-        raise MissingWeights(f"{folder} holds no .safetensors file; other weight formats are not read")
+        raise MissingWeights(
+            f"{folder} holds no .safetensors file; other weight formats are not read"
+        )
     return files
 
 
@@ -83,6 +91,12 @@ def _read_places(index: Path) -> dict[str, str]:
     """Read each tensor's file from an index. Raises ConfigError, for files in other folders too."""
     places: dict[str, str] = read_json(index).get("weight_map", {})
     for name in places.values() if isinstance(places, dict) else [places]:
-        if not isinstance(name, str) or Path(name).name != name or not name.endswith(".safetensors"):
-            raise ConfigError(f"weight_map in {index} must name .safetensors files beside it, got {brief(name)}")
+        if (
+            not isinstance(name, str)
+            or Path(name).name != name
+            or not name.endswith(".safetensors")
+        ):
+            raise ConfigError(
+                f"weight_map in {index} must name .safetensors files beside it, got {brief(name)}"
+            )
     return places

@@ -30,7 +30,9 @@ class Classes:
 
 def reads_in_one_pass(architecture: str) -> bool:
     """Whether a model of this name, if it is no native decoder, reads texts in one pass, without a KV cache."""
-    return architecture.endswith((CLASSIFIES, *BODY_ENDS)) and not architecture.endswith("HeadModel")
+    return architecture.endswith((CLASSIFIES, *BODY_ENDS)) and not architecture.endswith(
+        "HeadModel"
+    )
 
 
 def read_classes(model: ModelConfig) -> Classes | None:
@@ -39,7 +41,9 @@ def read_classes(model: ModelConfig) -> Classes | None:
         return None
     given, number = model.values.get("id2label"), model.values.get("num_labels") or 2
     if type(number) is not int or not 0 < number <= MAX_LABELS:
-        raise ConfigError(f"config.json: num_labels must be between 1 and {MAX_LABELS}, got {brief(number)}")
+        raise ConfigError(
+            f"config.json: num_labels must be between 1 and {MAX_LABELS}, got {brief(number)}"
+        )
     labels = _labels(given) if given else tuple(f"LABEL_{i}" for i in range(number))
     if labels is None or len(set(labels)) != len(labels):
         raise ConfigError(
@@ -48,7 +52,9 @@ def read_classes(model: ModelConfig) -> Classes | None:
         )
     problem = model.values.get("problem_type")
     if problem == "regression" and len(labels) > 1:
-        raise UnsupportedModel(f"{model.architecture} gives {len(labels)} numbers of regression: one is supported")
+        raise UnsupportedModel(
+            f"{model.architecture} gives {len(labels)} numbers of regression: one is supported"
+        )
     own = model.values.get("sentence_transformers")
     activation = own.get("activation_fn") if isinstance(own, Mapping) else None
     activation = activation or model.values.get("sbert_ce_default_activation_function")
@@ -69,4 +75,8 @@ def _labels(given: Any) -> tuple[str, ...] | None:
 
 def _is_name(label: Any) -> bool:
     """Whether it is a text that JSON and Parquet hold: no lone surrogates."""
-    return isinstance(label, str) and len(label) <= MAX_LABEL_CHARS and label == label.encode(errors="ignore").decode()
+    return (
+        isinstance(label, str)
+        and len(label) <= MAX_LABEL_CHARS
+        and label == label.encode(errors="ignore").decode()
+    )

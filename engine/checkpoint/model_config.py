@@ -80,7 +80,9 @@ def read_model_config(folder: Path) -> ModelConfig:
     generation = read_json(generation_file) if generation_file.is_file() else {}
     whole, named = None, config.get("architectures") or [UNNAMED]
     if not isinstance(named, list):
-        raise ConfigError(f"{path} holds a value of a wrong kind: architectures must be a list, got {brief(named)}")
+        raise ConfigError(
+            f"{path} holds a value of a wrong kind: architectures must be a list, got {brief(named)}"
+        )
     if reads_more_than_text(config):
         whole = named[0]
         config = read_text_values(folder, config)
@@ -91,13 +93,18 @@ def read_model_config(folder: Path) -> ModelConfig:
             vocab_size=config["vocab_size"],
             hidden_size=(hidden := _size(config, "hidden_size")),
             intermediate_size=_size(config, "intermediate_size", 4 * hidden),
-            num_layers=_size(config, "num_hidden_layers", len(config.get("layers_block_type") or ()) or None),
-            num_heads=(heads := _size(config, "num_attention_heads", 1)),  # a model without attention has none
+            num_layers=_size(
+                config, "num_hidden_layers", len(config.get("layers_block_type") or ()) or None
+            ),
+            num_heads=(
+                heads := _size(config, "num_attention_heads", 1)
+            ),  # a model without attention has none
             num_kv_heads=_size(config, "num_key_value_heads", heads),
             head_dim=config.get("head_dim") or hidden // heads,
             max_position_embeddings=_longest(config),
             dtype=config.get("dtype") or config.get("torch_dtype") or "float32",
-            eos_token_ids=_token_ids(generation.get("eos_token_id")) or _token_ids(config.get("eos_token_id")),
+            eos_token_ids=_token_ids(generation.get("eos_token_id"))
+            or _token_ids(config.get("eos_token_id")),
             quantization=read_quantization(config),
             values=config,
             whole=whole,
@@ -109,7 +116,9 @@ def read_model_config(folder: Path) -> ModelConfig:
             "model is none"
         ) from error
     except (TypeError, ValueError, AttributeError, ArithmeticError, LookupError) as error:
-        raise ConfigError(f"{path} or {generation_file} holds a value of a wrong kind: {error}") from error
+        raise ConfigError(
+            f"{path} or {generation_file} holds a value of a wrong kind: {error}"
+        ) from error
     _check_values(read, path)
     return read
 
@@ -119,7 +128,9 @@ def _size(config: Mapping[str, Any], name: str, default: Any = None) -> Any:
     for key in NAMES[name]:
         found = config.get(key)
         if found is not None:
-            return max(found) if isinstance(found, list) and found else found  # a list has one for each layer
+            return (
+                max(found) if isinstance(found, list) and found else found
+            )  # a list has one for each layer
     if default is None:
         raise KeyError(name)
     return default
@@ -136,8 +147,14 @@ def _longest(config: Mapping[str, Any]) -> Any:
         given = config.get(name)
         if not isinstance(given, Mapping):
             continue
-        for parameters in (given, *given.values()):  # the values may be parameters for each type of layer
-            if isinstance(parameters, Mapping) and "yarn" in (parameters.get("rope_type"), parameters.get("type")):
+        for parameters in (
+            given,
+            *given.values(),
+        ):  # the values may be parameters for each type of layer
+            if isinstance(parameters, Mapping) and "yarn" in (
+                parameters.get("rope_type"),
+                parameters.get("type"),
+            ):
                 longest = max(longest, _stretched(config, parameters))
     return longest
 
@@ -164,7 +181,9 @@ def _check_values(read: ModelConfig, path: Path) -> None:
         value = getattr(read, field.name)
         most = MAX_LAYERS if field.name == "num_layers" else MAX_SIZE - 1
         if field.type is int and (type(value) is not int or not 0 < value <= most):
-            raise ConfigError(f"{path}: {field.name} must be between 1 and {most}, got {brief(value)}")
+            raise ConfigError(
+                f"{path}: {field.name} must be between 1 and {most}, got {brief(value)}"
+            )
         if field.type is str and type(value) is not str:
             raise ConfigError(f"{path}: {field.name} must be a text, got {brief(value)}")
     for token_id in read.eos_token_ids:
@@ -202,10 +221,14 @@ def read_json_value(path: Path) -> Any:
     """Read JSON of any kind. Raises MissingWeights if the file is absent, ConfigError if it is no JSON."""
     try:
         if path.stat().st_size > MAX_JSON_BYTES:
-            raise ConfigError(f"{path} has {path.stat().st_size} bytes, more than any checkpoint's; fetch it again")
+            raise ConfigError(
+                f"{path} has {path.stat().st_size} bytes, more than any checkpoint's; fetch it again"
+            )
         return json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError as error:
-        raise MissingWeights(f"{path} is missing; the model folder is incomplete, fetch it again") from error
+        raise MissingWeights(
+            f"{path} is missing; the model folder is incomplete, fetch it again"
+        ) from error
     except (OSError, ValueError, RecursionError) as error:
         raise ConfigError(f"{path} cannot be read as JSON: {error}") from error
 

@@ -89,7 +89,9 @@ def read_pooling(folder: Path, model: ModelConfig, wanted: str | None = None) ->
                 f"{SUPPORTED}, in this order"
             )
     if modes is None:
-        raise UnsupportedModel(f"{folder / MODULES} has no Pooling; embeddings are computed of {SUPPORTED}")
+        raise UnsupportedModel(
+            f"{folder / MODULES} has no Pooling; embeddings are computed of {SUPPORTED}"
+        )
     prompts, default_prompt = _read_prompts(folder)
     modes = modes if wanted is None else (wanted,)
     longest = _read_max_seq_length(folder) or model.max_position_embeddings
@@ -104,9 +106,18 @@ def _modules(folder: Path) -> list[tuple[str, str]]:
         raise ConfigError(f"{folder / MODULES} must hold a list of modules, found {brief(found)}")
     modules = []
     for module in found:
-        kind, path = (module.get(key) if isinstance(module, dict) else None for key in ("type", "path"))
-        if not isinstance(kind, str) or not isinstance(path, str) or ".." in path or path.startswith("/"):
-            raise ConfigError(f"{folder / MODULES} must name each module's type and its folder here: {brief(module)}")
+        kind, path = (
+            module.get(key) if isinstance(module, dict) else None for key in ("type", "path")
+        )
+        if (
+            not isinstance(kind, str)
+            or not isinstance(path, str)
+            or ".." in path
+            or path.startswith("/")
+        ):
+            raise ConfigError(
+                f"{folder / MODULES} must name each module's type and its folder here: {brief(module)}"
+            )
         # modules of other packages keep their whole names: their code may do anything
         modules.append((kind.rpartition(".")[2] if kind.startswith(PACKAGE) else kind, path))
     return modules
@@ -119,18 +130,27 @@ def _read_modes(path: Path, hidden_size: int) -> tuple[str, ...]:
         modes = [mode for key, mode in OLD_SWITCHES.items() if values.get(key)] or ["mean"]
     modes = [modes] if isinstance(modes, str) else modes
     if not isinstance(modes, list) or not modes or not all(mode in MODES for mode in modes):
-        raise UnsupportedModel(f"{path}: pooling_mode {brief(modes)}; supported are {', '.join(MODES)}")
+        raise UnsupportedModel(
+            f"{path}: pooling_mode {brief(modes)}; supported are {', '.join(MODES)}"
+        )
     size = values.get("embedding_dimension", values.get("word_embedding_dimension", hidden_size))
     if size != hidden_size:
-        raise ConfigError(f"{path} pools vectors of {brief(size)} numbers, the model's have {hidden_size}")
+        raise ConfigError(
+            f"{path} pools vectors of {brief(size)} numbers, the model's have {hidden_size}"
+        )
     if values.get("include_prompt", True) is not True:
-        raise UnsupportedModel(f"{path}: include_prompt must be true: prompts are pooled with their texts")
+        raise UnsupportedModel(
+            f"{path}: include_prompt must be true: prompts are pooled with their texts"
+        )
     return tuple(modes)
 
 
 def _read_dense(folder: Path) -> Dense:
     values = read_json(folder / "config.json")
-    size, activation = values.get("out_features"), str(values.get("activation_function")).rpartition(".")[2]
+    size, activation = (
+        values.get("out_features"),
+        str(values.get("activation_function")).rpartition(".")[2],
+    )
     if type(size) is not int or size < 1 or activation not in ACTIVATIONS:
         raise UnsupportedModel(
             f"{folder}: out_features {brief(size)} and activation_function {brief(activation)}; supported are "
@@ -144,7 +164,9 @@ def _read_max_seq_length(folder: Path) -> int | None:
     values = read_json(path) if path.is_file() else {}
     for key, known in (("do_lower_case", False), ("transformer_task", "feature-extraction")):
         if values.get(key, known) != known:
-            raise UnsupportedModel(f"{path}: {key} {brief(values[key])} is not supported, {known!r} is")
+            raise UnsupportedModel(
+                f"{path}: {key} {brief(values[key])} is not supported, {known!r} is"
+            )
     if "message" in (values.get("modality_config") or {}):
         raise UnsupportedModel(
             f"{path}: modality_config puts texts into the chat template; supported are texts as they stand"
@@ -167,5 +189,7 @@ def _read_prompts(folder: Path) -> tuple[dict[str, str], str | None]:
         raise ConfigError(f"{path}: prompts must be texts by name, got {brief(prompts)}")
     default = values.get("default_prompt_name")
     if default is not None and default not in prompts:
-        raise ConfigError(f"{path}: default_prompt_name {brief(default)} is none of {', '.join(prompts)}")
+        raise ConfigError(
+            f"{path}: default_prompt_name {brief(default)} is none of {', '.join(prompts)}"
+        )
     return prompts, default

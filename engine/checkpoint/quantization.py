@@ -77,12 +77,16 @@ def read_quantization(config: Mapping[str, Any]) -> Quantization | None:
     try:
         method = values.get("quant_method")
         if method not in READERS:
-            raise UnsupportedModel(f"quantized weights of quant_method {method!r} are not supported; {SUPPORTED}")
+            raise UnsupportedModel(
+                f"quantized weights of quant_method {method!r} are not supported; {SUPPORTED}"
+            )
         return Quantization(method, READERS[method](values))
     except KeyError as error:
         raise ConfigError(f"quantization_config in config.json has no {error.args[0]!r}") from error
     except (TypeError, ValueError, AttributeError, re.error) as error:
-        raise ConfigError(f"quantization_config in config.json holds a value of a wrong kind: {error}") from error
+        raise ConfigError(
+            f"quantization_config in config.json holds a value of a wrong kind: {error}"
+        ) from error
 
 
 def _read_fp8(values: Mapping[str, Any]) -> tuple[Scheme, ...]:
@@ -111,7 +115,9 @@ def _read_gptq(values: Mapping[str, Any]) -> tuple[Scheme, ...]:
     _refuse_unless(values, "is_marlin_format", (None, False))
     for pattern, changes in (values.get("dynamic") or {}).items():
         if changes and not pattern.startswith("-:"):  # "-:" leaves modules as they are
-            raise UnsupportedModel(f"quantization_config: dynamic {brief(pattern)} is not supported; {SUPPORTED}")
+            raise UnsupportedModel(
+                f"quantization_config: dynamic {brief(pattern)} is not supported; {SUPPORTED}"
+            )
     layout = values.get("checkpoint_format") or values.get("format") or "gptq"
     shift, groups = int(layout == "gptq"), bool(values.get("desc_act"))
     scheme = Scheme("gptq", "int", values["bits"], (1, _group_size(values)), zero_points=True)
@@ -122,9 +128,13 @@ def _read_compressed_tensors(values: Mapping[str, Any]) -> tuple[Scheme, ...]:
     for key in ("sparsity_config", "transform_config"):
         given = values.get(key) or {}
         if given.get("format", "dense") != "dense" or given.get("config_groups"):
-            raise UnsupportedModel(f"quantization_config: {key} {brief(values[key])} is not supported; {SUPPORTED}")
+            raise UnsupportedModel(
+                f"quantization_config: {key} {brief(values[key])} is not supported; {SUPPORTED}"
+            )
     groups = [group for group in values["config_groups"].values() if group.get("weights")]
-    return tuple(_read_group(group, group.get("format") or values.get("format")) for group in groups)
+    return tuple(
+        _read_group(group, group.get("format") or values.get("format")) for group in groups
+    )
 
 
 def _read_group(group: Mapping[str, Any], form: str | None) -> Scheme:
@@ -135,7 +145,9 @@ def _read_group(group: Mapping[str, Any], form: str | None) -> Scheme:
     kind, bits, strategy = weights.get("type", "int"), weights["num_bits"], weights.get("strategy")
     strategies = STRATEGIES.get((layout, kind, bits))
     if strategies is None:
-        raise UnsupportedModel(f"{kind}{bits} weights in format {form!r} are not supported; {SUPPORTED}")
+        raise UnsupportedModel(
+            f"{kind}{bits} weights in format {form!r} are not supported; {SUPPORTED}"
+        )
     _refuse_unless(weights, "strategy", strategies)
     _refuse_unless(weights, "dynamic", (None, False))
     block = {
@@ -162,7 +174,9 @@ def _refuse_unless(values: Mapping[str, Any], key: str, allowed: Collection[Any]
     value = values.get(key)
     if value not in allowed:
         named = ", ".join(repr(each) for each in allowed if each is not None)
-        raise UnsupportedModel(f"quantization_config: {key} {brief(value)} is not supported; supported: {named}")
+        raise UnsupportedModel(
+            f"quantization_config: {key} {brief(value)} is not supported; supported: {named}"
+        )
 
 
 def _block(sizes: Any) -> tuple[int | None, int | None]:

@@ -14,7 +14,9 @@ from engine.checkpoint.quantization import Quantization, Scheme
 from engine.checkpoint.weights import CheckpointTensor
 from engine.errors import DamagedWeights, MissingWeights, WeightMismatch
 
-AT_ONCE = 1 << 20  # weights that are unpacked together: their temporaries stay in the processor's cache
+AT_ONCE = (
+    1 << 20
+)  # weights that are unpacked together: their temporaries stay in the processor's cache
 
 
 class QuantizedTensor(CheckpointTensor):
@@ -50,7 +52,9 @@ class QuantizedTensor(CheckpointTensor):
         zero_points = self._zero_points
         if not isinstance(zero_points, int):
             zeros = zero_points.part().float().reshape(self._num_scales)
-        groups = [torch.arange(size) // block for size, block in zip(self.shape, self._block, strict=True)]
+        groups = [
+            torch.arange(size) // block for size, block in zip(self.shape, self._block, strict=True)
+        ]
         if self._group_of_column is not None:
             groups[1] = self._group_of_column.whole().long()
             if ((groups[1] < 0) | (groups[1] >= self._num_scales[1])).any():
@@ -93,7 +97,9 @@ def _damaged(tensor: CheckpointTensor, problem: str) -> DamagedWeights:
 LOW_BITS = {4: 0x11111111, 8: 0x01010101}
 
 
-def unpack(words: Tensor, bits: int, dim: int, *, interleaved: bool = False, shift: int = 0) -> Tensor:
+def unpack(
+    words: Tensor, bits: int, dim: int, *, interleaved: bool = False, shift: int = 0
+) -> Tensor:
     """Unpack words [rows, columns] int32, each of 32 / bits numbers of 4 or 8 bits along `dim`, into uint8.
 
     The first number has the lowest bits. interleaved: AWQ's order, where a word's lower half has the even ones of
@@ -134,7 +140,9 @@ class PackedIntegers:
 
     def part(self, *ranges: slice) -> Tensor:
         """Return these rows and columns, uint8; all of them without a range."""
-        numbers = unpack(self.words.whole(), self.bits, self.dim, interleaved=self.interleaved, shift=self.shift)
+        numbers = unpack(
+            self.words.whole(), self.bits, self.dim, interleaved=self.interleaved, shift=self.shift
+        )
         numbers = numbers.t() if self.transposed else numbers
         return numbers[: self.shape[0], : self.shape[1]][ranges]
 
@@ -204,7 +212,9 @@ class Parts:
         """Return a part that is a matrix. Raises MissingWeights or WeightMismatch, as `get` does."""
         tensor = self.get(part, (dtype,))
         if len(tensor.shape) != 2 or 0 in tensor.shape:
-            raise WeightMismatch(f"{tensor.name!r} in {tensor.path} has shape {list(tensor.shape)}, no matrix's")
+            raise WeightMismatch(
+                f"{tensor.name!r} in {tensor.path} has shape {list(tensor.shape)}, no matrix's"
+            )
         return tensor
 
     def get(self, part: str, dtypes: tuple[str, ...], *shapes: tuple[int, ...]) -> CheckpointTensor:
@@ -228,7 +238,9 @@ class Parts:
         return tensor
 
 
-def unpacked(tensors: Mapping[str, CheckpointTensor], quantization: Quantization | None) -> dict[str, CheckpointTensor]:
+def unpacked(
+    tensors: Mapping[str, CheckpointTensor], quantization: Quantization | None
+) -> dict[str, CheckpointTensor]:
     """Return all tensors by the names that they have in an unquantized checkpoint.
 
     Raises MissingWeights or WeightMismatch for a part that is missing, or has another shape or dtype.
@@ -275,11 +287,15 @@ def _open_packed(parts: Parts, scheme: Scheme) -> CheckpointTensor:
     size = 32 // scheme.bits
     words = parts.matrix("weight_packed", "I32")
     if words.shape != (rows, -(-columns // size)):
-        raise _damaged(shape, f"is {[rows, columns]}, which words of shape {list(words.shape)} are not")
+        raise _damaged(
+            shape, f"is {[rows, columns]}, which words of shape {list(words.shape)} are not"
+        )
     num_scales = count_scales((rows, columns), scheme.block)
     zero_points: Codes | int = 1 << (scheme.bits - 1)
     if scheme.zero_points or parts.holds("weight_zero_point"):
-        stored = parts.get("weight_zero_point", ("I32",), (-(-num_scales[0] // size), num_scales[1]))
+        stored = parts.get(
+            "weight_zero_point", ("I32",), (-(-num_scales[0] // size), num_scales[1])
+        )
         zero_points = PackedIntegers(stored, num_scales, scheme.bits, dim=0)
     return QuantizedTensor(
         f"{parts.module}.weight",
@@ -302,18 +318,30 @@ def _open_transposed(parts: Parts, scheme: Scheme) -> CheckpointTensor:
     zero_points = parts.get("qzeros", ("I32",), (num_scales[1], rows // size))
     return QuantizedTensor(
         f"{parts.module}.weight",
-        PackedIntegers(words, (rows, columns), scheme.bits, dim=dim, transposed=True, interleaved=is_awq),
+        PackedIntegers(
+            words, (rows, columns), scheme.bits, dim=dim, transposed=True, interleaved=is_awq
+        ),
         scheme.block,
         parts.get("scales", FLOATS, (num_scales[1], rows)),
         transposed=True,
         zero_points=PackedIntegers(
-            zero_points, num_scales, scheme.bits, dim=1, transposed=True, interleaved=is_awq, shift=scheme.zero_shift
+            zero_points,
+            num_scales,
+            scheme.bits,
+            dim=1,
+            transposed=True,
+            interleaved=is_awq,
+            shift=scheme.zero_shift,
         ),
-        group_of_column=_group_of_column(parts, "g_idx", columns, scheme) if scheme.layout == "gptq" else None,
+        group_of_column=_group_of_column(parts, "g_idx", columns, scheme)
+        if scheme.layout == "gptq"
+        else None,
     )
 
 
-def _group_of_column(parts: Parts, part: str, columns: int, scheme: Scheme) -> CheckpointTensor | None:
+def _group_of_column(
+    parts: Parts, part: str, columns: int, scheme: Scheme
+) -> CheckpointTensor | None:
     if not scheme.column_groups and not parts.holds(part):
         return None
     return parts.get(part, ("I32", "I64"), (columns,))

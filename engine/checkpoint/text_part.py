@@ -33,17 +33,29 @@ FIXED = {"qwen3_vl_moe_text": {"norm_topk_prob": True}}
 IMAGE_KEYS = ("mrope_section", "mrope_interleaved")
 
 #: Prefixes of the text part's tensors, older layouts included, each with the prefix in a text model.
-PREFIXES = {"language_model.model.": "model.", "language_model.lm_head.": "lm_head.", "model.language_model.": "model."}
+PREFIXES = {
+    "language_model.model.": "model.",
+    "language_model.lm_head.": "lm_head.",
+    "model.language_model.": "model.",
+}
 
 #: Prefixes of other parts' tensors, with or without "model." before.
-OTHER_PARTS = ("vision_tower.", "vision_model.", "visual.", "multi_modal_projector.", "image_newline")
+OTHER_PARTS = (
+    "vision_tower.",
+    "vision_model.",
+    "visual.",
+    "multi_modal_projector.",
+    "image_newline",
+)
 
 T = TypeVar("T")
 
 
 def reads_more_than_text(config: Mapping[str, Any]) -> bool:
     """Whether config.json is about a model that has parts for images or sound."""
-    return any(isinstance(config.get(f"{part}_config"), dict) for part in ("text", "vision", "audio"))
+    return any(
+        isinstance(config.get(f"{part}_config"), dict) for part in ("text", "vision", "audio")
+    )
 
 
 def read_text_values(folder: Path, config: Mapping[str, Any]) -> dict[str, Any]:
@@ -54,7 +66,9 @@ def read_text_values(folder: Path, config: Mapping[str, Any]) -> dict[str, Any]:
     from transformers import AutoConfig
 
     try:
-        read: Any = AutoConfig.from_pretrained(str(folder), local_files_only=True, trust_remote_code=False)
+        read: Any = AutoConfig.from_pretrained(
+            str(folder), local_files_only=True, trust_remote_code=False
+        )
         text = read.get_text_config(decoder=True)
         values: dict[str, Any] = text.to_dict()
         tied = getattr(read, "tie_word_embeddings", values.get("tie_word_embeddings", False))
@@ -63,7 +77,11 @@ def read_text_values(folder: Path, config: Mapping[str, Any]) -> dict[str, Any]:
     named = config.get("architectures")
     native = TEXT_ARCHITECTURES.get(values["model_type"]) if named and named[0] in NATIVE else None
     rope = values.get("rope_parameters") or {}
-    outer = {key: config[key] for key in ("quantization_config", "eos_token_id") if config.get(key) is not None}
+    outer = {
+        key: config[key]
+        for key in ("quantization_config", "eos_token_id")
+        if config.get(key) is not None
+    }
     return {
         **values,
         **outer,

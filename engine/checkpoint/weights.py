@@ -47,5 +47,7 @@ def open_tensors(files: Sequence[Path]) -> Iterator[dict[str, CheckpointTensor]]
                 for name in file.keys():  # noqa: SIM118 - the file object is no mapping
                     tensors[name] = CheckpointTensor(file, name, path)
             except SafetensorError as error:
-                raise MissingWeights(f"{path} is no complete safetensors file ({error}); fetch it again") from error
+                raise MissingWeights(
+                    f"{path} is no complete safetensors file ({error}); fetch it again"
+                ) from error
         yield tensors

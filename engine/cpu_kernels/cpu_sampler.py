@@ -23,7 +23,9 @@ TILE = 128  # tokens whose highest key, and whose sum, are kept together
 INFINITY = 0x7F800000  # its bits, and so its key
 LOWEST_KEY = -(2**31) + 1  # below all
 RANGE_BITS = 18  # of an exponent: ranges of a factor of 2^(1/32)
-EVERY = np.int64(-1)  # of the ranges; not a constant, of which Numba would compile a variant of its own
+EVERY = np.int64(
+    -1
+)  # of the ranges; not a constant, of which Numba would compile a variant of its own
 NUM_RANGES = (-int(weight_constants.LOWEST_EXPONENT) >> RANGE_BITS) + 1
 LOG2_E_STEPS = np.float32(weight_constants.LOG2_E_STEPS)
 LEAST_TEMPERATURE = np.float32(weight_constants.LEAST_TEMPERATURE)
@@ -47,7 +49,9 @@ def choose_tokens(logits: Tensor, values: Sequence[Tensor]) -> Tensor:
     chosen = torch.empty(num_rows, dtype=torch.int64)
     words = _scratch_words(vocab_size)
     scratch = torch.empty(min(num_rows, torch.get_num_threads()) * words, dtype=torch.int64)
-    kernel_for(logits.dtype)(num_rows, logits, logits.stride(0), vocab_size, *values, chosen, scratch, words)
+    kernel_for(logits.dtype)(
+        num_rows, logits, logits.stride(0), vocab_size, *values, chosen, scratch, words
+    )
     return chosen
 
 
@@ -155,7 +159,11 @@ def _sum_ranges(
         elif number:
             for i in range(len(logits)):
                 if places[i] == wanted and amounts[i] > 0:
-                    found[0][total], found[1][total], found[2][total] = first + i, keys[i], amounts[i]
+                    found[0][total], found[1][total], found[2][total] = (
+                        first + i,
+                        keys[i],
+                        amounts[i],
+                    )
                     total += 1
     return total
 
@@ -258,7 +266,9 @@ def kernel_for(dtype: torch.dtype) -> Kernel:
                             continue
                         for i in range(NUM_RANGES):
                             ranges[i] = 0
-                        total = _sum_ranges(row, maxima, ranges, tile_of, found, EVERY, scale, cut, counts, element)
+                        total = _sum_ranges(
+                            row, maxima, ranges, tile_of, found, EVERY, scale, cut, counts, element
+                        )
                         goal = np.int64(top_k[task]) if counts else _share(total, top_p[task])
                         if goal < total:
                             above, wanted = 0, 0
@@ -266,11 +276,22 @@ def kernel_for(dtype: torch.dtype) -> Kernel:
                                 above += ranges[wanted]
                                 wanted += 1
                             number = _sum_ranges(
-                                row, maxima, ranges, tile_of, found, wanted, scale, cut, counts, element
+                                row,
+                                maxima,
+                                ranges,
+                                tile_of,
+                                found,
+                                wanted,
+                                scale,
+                                cut,
+                                counts,
+                                element,
                             )
                             cut = _cut_at(found, number, above, goal)
                     total = _sum_tiles(row, maxima, sums, scale, cut, element)
-                    word = _philox(np.uint64(seed[task]), np.uint64(position[task]), np.uint64(index[task]))
+                    word = _philox(
+                        np.uint64(seed[task]), np.uint64(position[task]), np.uint64(index[task])
+                    )
                     chosen[task] = _reached_at(row, sums, _target(total, word), scale, cut, element)
             task = next_task(parameters)
 

@@ -77,7 +77,13 @@ def decode_attention(
 
 @helper(error_model="numpy")
 def _next_address(
-    table: Any, index: Any, first_block: Any, num_blocks: Any, pool: Any, other_pool: Any, block_bytes: Any
+    table: Any,
+    index: Any,
+    first_block: Any,
+    num_blocks: Any,
+    pool: Any,
+    other_pool: Any,
+    block_bytes: Any,
 ) -> Any:
     """Return the address of the block after block `index`; after the last one, of the other pool's first."""
     if index + 1 < num_blocks:
@@ -99,7 +105,13 @@ def _lower(scores: Any, slope: Any) -> None:
 
 @cache
 def _kernel(
-    head_dim: int, group: int, limited: bool, has_cap: bool, has_sinks: bool, has_slopes: bool, dtype: torch.dtype
+    head_dim: int,
+    group: int,
+    limited: bool,
+    has_cap: bool,
+    has_sinks: bool,
+    has_slopes: bool,
+    dtype: torch.dtype,
 ) -> Kernel:
     """A task is a sequence or some of its KV heads; prefetching the next block was 1.5 times faster."""
     rows, element = rows_at_once(group, head_dim), ELEMENTS[dtype]
@@ -122,7 +134,9 @@ def _kernel(
         token_bytes = kv_heads * head_bytes
         block_bytes = block_size * token_bytes
         score_bytes = most_seen * FLOAT_BYTES
-        scores = parameters[15] + worker_number(parameters) * kv_heads * group * (score_bytes + sum_bytes)
+        scores = parameters[15] + worker_number(parameters) * kv_heads * group * (
+            score_bytes + sum_bytes
+        )
         sums = scores + kv_heads * group * score_bytes
         task = next_task(parameters)
         while task >= 0:
@@ -152,7 +166,9 @@ def _kernel(
                         )  # fmt: skip
             for head in range(first * group, (first + heads_of_part) * group):
                 weighted = carray(pointer_to(sums + head * sum_bytes, float32), (head_dim,))
-                weights = carray(pointer_to(scores + head * score_bytes, float32), (context_len - begin,))
+                weights = carray(
+                    pointer_to(scores + head * score_bytes, float32), (context_len - begin,)
+                )
                 if has_cap:
                     _cap(weights, scale, soft_cap)
                 if has_slopes:
@@ -161,7 +177,9 @@ def _kernel(
                 state = carray(pointer_to(parameters[22], float32), (head_dim + 2,))
                 others, others_highest = np.float32(0), LEAST
                 if begin > 0 and not limited:
-                    place = (seq_rows[seq] * kv_heads * group + head) * (sum_bytes + 2 * FLOAT_BYTES)
+                    place = (seq_rows[seq] * kv_heads * group + head) * (
+                        sum_bytes + 2 * FLOAT_BYTES
+                    )
                     state = carray(pointer_to(parameters[22] + place, float32), (head_dim + 2,))
                     others, others_highest = state[head_dim + 1], state[head_dim] / softmax_scale
                 elif has_sinks:

@@ -14,7 +14,16 @@ from numba import carray, int64
 from torch import Tensor
 
 from engine.cpu_kernels.kernel import ELEMENTS, Kernel, next_task, worker_number
-from engine.cpu_kernels.scalars import FLOAT32, FLOAT_BYTES, float_of, helper, narrow, pointer_to, row_pointer, wide
+from engine.cpu_kernels.scalars import (
+    FLOAT32,
+    FLOAT_BYTES,
+    float_of,
+    helper,
+    narrow,
+    pointer_to,
+    row_pointer,
+    wide,
+)
 from engine.cpu_kernels.softmax import ONE, exp_of_negative, sigmoid
 from engine.cpu_kernels.vectors import score_tokens
 
@@ -24,7 +33,9 @@ ROWS = 16  # of a state, for values, which stay in the nearest cache from one pa
 ZERO = np.float32(0)
 
 
-def delta_net(x: Tensor, memory: Sequence[Tensor], parts: Any, weights: Sequence[Tensor], heads: Any) -> Tensor:
+def delta_net(
+    x: Tensor, memory: Sequence[Tensor], parts: Any, weights: Sequence[Tensor], heads: Any
+) -> Tensor:
     """Compute as `mix` of engine.layers.gated_delta_net; decodes by themselves, other parts one after the other."""
     num_heads, group, value_dim = heads.num_heads, heads.group, heads.value_dim
     out = x.new_empty(len(x), num_heads * group * value_dim)
@@ -41,7 +52,9 @@ def delta_net(x: Tensor, memory: Sequence[Tensor], parts: Any, weights: Sequence
 
 
 @helper(error_model="numpy")
-def _copy(memory: Any, source: Any, target: Any, size: Any, num_heads: Any, head: Any, element: Any) -> None:
+def _copy(
+    memory: Any, source: Any, target: Any, size: Any, num_heads: Any, head: Any, element: Any
+) -> None:
     """Copy a head's numbers of row `source` of a memory into row `target`, zeros for -1."""
     to = carray(row_pointer(memory, target * num_heads + head, size, element), (size,))
     if source < 0:
@@ -96,7 +109,9 @@ def _correct(rows: Any, key: Any, values: Any, answers: Any, out: Any, factors: 
 
 
 @cache
-def _kernel(group: int, key_dim: int, value_dim: int, kernel_size: int, dtype: torch.dtype) -> Kernel:
+def _kernel(
+    group: int, key_dim: int, value_dim: int, kernel_size: int, dtype: torch.dtype
+) -> Kernel:
     """A task is a head of keys with its values, of a decode or of all other parts."""
     element, steps, row_bytes = ELEMENTS[dtype], kernel_size - 1, key_dim * FLOAT_BYTES
     num_values = group * value_dim
@@ -106,7 +121,12 @@ def _kernel(group: int, key_dim: int, value_dim: int, kernel_size: int, dtype: t
     scale, value_size = np.float32(key_dim**-0.5), np.float32(value_dim)
 
     def mix(parameters: Any) -> None:
-        seen, states, num_decodes, num_parts = parameters[4], parameters[5], parameters[7], parameters[8]
+        seen, states, num_decodes, num_parts = (
+            parameters[4],
+            parameters[5],
+            parameters[7],
+            parameters[8],
+        )
         parts = pointer_to(parameters[6], int64)
         norm = pointer_to(parameters[12], FLOAT32)
         eps, num_heads = np.float32(float_of(parameters[13])), parameters[17]
@@ -123,7 +143,11 @@ def _kernel(group: int, key_dim: int, value_dim: int, kernel_size: int, dtype: t
             decays = carray(row_pointer(parameters[10], head, group, FLOAT32), (group,))
             biases = carray(row_pointer(parameters[11], head, group, FLOAT32), (group,))
             for part in range(chain, chain + 1 if chain < num_decodes else num_parts):
-                first, target, saved = part * FIELDS, parts[part * FIELDS + 3], parts[part * FIELDS + 4]
+                first, target, saved = (
+                    part * FIELDS,
+                    parts[part * FIELDS + 3],
+                    parts[part * FIELDS + 4],
+                )
                 _copy(seen, parts[first + 2], target, seen_size, num_heads, head, element)
                 _copy(states, parts[first + 2], target, state_size, num_heads, head, FLOAT32)
                 place = target * num_heads + head
@@ -132,7 +156,9 @@ def _kernel(group: int, key_dim: int, value_dim: int, kernel_size: int, dtype: t
                     row = token * num_heads + head
                     x = carray(row_pointer(parameters[3], row, num_rows, element), (num_rows,))
                     gates, rates = x[num_channels:], x[num_channels + num_values :]
-                    out = carray(row_pointer(parameters[14], row, num_values, element), (num_values,))
+                    out = carray(
+                        row_pointer(parameters[14], row, num_values, element), (num_values,)
+                    )
                     _convolve(x, before, weights, convolved, steps)
                     query_scale = scale / np.sqrt(_product(query, query) + NORM_EPS)
                     key_scale = ONE / np.sqrt(_product(key, key) + NORM_EPS)
@@ -142,8 +168,14 @@ def _kernel(group: int, key_dim: int, value_dim: int, kernel_size: int, dtype: t
                     both = _product(query, key)
                     for own in range(group):
                         step_size = wide(rates[group + own]) + biases[own]
-                        softplus = max(step_size, ZERO) + np.float32(math.log1p(exp_of_negative(-abs(step_size))))
-                        factors = (exp_of_negative(decays[own] * softplus), sigmoid(wide(rates[own])), both)
+                        softplus = max(step_size, ZERO) + np.float32(
+                            math.log1p(exp_of_negative(-abs(step_size)))
+                        )
+                        factors = (
+                            exp_of_negative(decays[own] * softplus),
+                            sigmoid(wide(rates[own])),
+                            both,
+                        )
                         for d in range(0, value_dim, ROWS):
                             length = min(ROWS, value_dim - d)
                             begin = own * value_dim + d
@@ -159,7 +191,9 @@ def _kernel(group: int, key_dim: int, value_dim: int, kernel_size: int, dtype: t
                         for d in range(value_dim):
                             gate = wide(gates[own * value_dim + d])
                             normed = found[d] * factor * norm[d]
-                            out[own * value_dim + d] = narrow(normed * gate * sigmoid(gate), element)
+                            out[own * value_dim + d] = narrow(
+                                normed * gate * sigmoid(gate), element
+                            )
                 if saved >= 0:
                     _copy(seen, target, saved, seen_size, num_heads, head, element)
                     _copy(states, target, saved, state_size, num_heads, head, FLOAT32)

@@ -27,13 +27,17 @@ from engine.cpu_kernels.scalars import (
 )
 from engine.cpu_kernels.softmax import sigmoid
 
-GELU_LINEAR = np.float32(2 * (2 / np.pi) ** 0.5)  # gelu's tanh is of sqrt(2 / pi) * (x + 0.044715 x^3)
+GELU_LINEAR = np.float32(
+    2 * (2 / np.pi) ** 0.5
+)  # gelu's tanh is of sqrt(2 / pi) * (x + 0.044715 x^3)
 GELU_CUBIC = np.float32(0.044715 * 2 * (2 / np.pi) ** 0.5)
 SMALLEST, LARGEST, ZERO = np.float32(2.0**-100), np.float32(127), 128  # as in engine.layers.linear
 ROWS_PER_TASK = 8  # so many rows of 512 floats take about 2 us, what it costs to wake a thread
 
 
-Cache = tuple[Tensor, Tensor, object]  # LayerKVCache: keys, values, [blocks, block, kv_heads, head_dim]
+Cache = tuple[
+    Tensor, Tensor, object
+]  # LayerKVCache: keys, values, [blocks, block, kv_heads, head_dim]
 
 
 def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
@@ -75,7 +79,9 @@ def norm_rotate_and_store(
     cos, sin = rotation
     query_norm, key_norm = (0, 0) if norms is None else norms
     out = query.new_empty(query.shape)
-    kernel = _turn_kernel(norms is not None, query.dtype, cos.dtype, (cos if norms is None else norms[0]).dtype)
+    kernel = _turn_kernel(
+        norms is not None, query.dtype, cos.dtype, (cos if norms is None else norms[0]).dtype
+    )
     kernel(
         _num_tasks(num_tokens), num_tokens, num_heads, key.shape[1], head_dim, cos.shape[-1],
         query, query.stride(0), key, key.stride(0), value, value.stride(0), cos, sin, cos.stride(0),
@@ -89,7 +95,9 @@ def quantize_rows(x: Tensor) -> tuple[Tensor, Tensor]:
     num_tokens, dim = x.shape
     levels = torch.empty(num_tokens, dim, dtype=torch.uint8)
     scales = torch.empty(num_tokens, 1)
-    _quantize_kernel(x.dtype)(_num_tasks(num_tokens), num_tokens, x, x.stride(0), levels, scales, dim)
+    _quantize_kernel(x.dtype)(
+        _num_tasks(num_tokens), num_tokens, x, x.stride(0), levels, scales, dim
+    )
     return levels, scales
 
 
@@ -98,7 +106,13 @@ def _gate(gate_up: Tensor, *, kind: str) -> Tensor:
     num_tokens, width = gate_up.shape
     out = gate_up.new_empty(num_tokens, width // 2)
     _gate_kernel(kind, gate_up.dtype)(
-        _num_tasks(num_tokens), num_tokens, gate_up, gate_up[:, width // 2 :], width, out, width // 2
+        _num_tasks(num_tokens),
+        num_tokens,
+        gate_up,
+        gate_up[:, width // 2 :],
+        width,
+        out,
+        width // 2,
     )
     return out
 
@@ -138,7 +152,9 @@ def _inverse_rms(row: Any, eps: Any) -> Any:
 
 
 @helper(error_model="numpy")
-def _turn(x: Any, out: Any, weight: Any, cos: Any, sin: Any, factor: Any, normed: Any, element: Any) -> None:
+def _turn(
+    x: Any, out: Any, weight: Any, cos: Any, sin: Any, factor: Any, normed: Any, element: Any
+) -> None:
     """Normalise a head by its factor, and rotate as many of its numbers as there are cosines."""
     rotary_dim = len(cos)
     half = rotary_dim // 2
@@ -157,11 +173,22 @@ def _turn(x: Any, out: Any, weight: Any, cos: Any, sin: Any, factor: Any, normed
 
 
 @cache
-def _turn_kernel(normed: bool, dtype: torch.dtype, angle_dtype: torch.dtype, weight_dtype: torch.dtype) -> Kernel:
-    element, angle_element, weight_element = ELEMENTS[dtype], ELEMENTS[angle_dtype], ELEMENTS[weight_dtype]
+def _turn_kernel(
+    normed: bool, dtype: torch.dtype, angle_dtype: torch.dtype, weight_dtype: torch.dtype
+) -> Kernel:
+    element, angle_element, weight_element = (
+        ELEMENTS[dtype],
+        ELEMENTS[angle_dtype],
+        ELEMENTS[weight_dtype],
+    )
 
     def turn(parameters: Any) -> None:
-        num_rows, num_heads, kv_heads, head_dim = parameters[3], parameters[4], parameters[5], parameters[6]
+        num_rows, num_heads, kv_heads, head_dim = (
+            parameters[3],
+            parameters[4],
+            parameters[5],
+            parameters[6],
+        )
         rotary_dim, eps = parameters[7], np.float32(float_of(parameters[19]))
         key_len = kv_heads * head_dim
         slots = pointer_to(parameters[23], int64)
@@ -182,7 +209,9 @@ def _turn_kernel(normed: bool, dtype: torch.dtype, angle_dtype: torch.dtype, wei
                     keys = _row(parameters[10], i, parameters[11], key_len, element)
                     for head in range(kv_heads):
                         x = keys[head * head_dim : (head + 1) * head_dim]
-                        out = _row(parameters[21], slots[i] * kv_heads + head, head_dim, head_dim, element)
+                        out = _row(
+                            parameters[21], slots[i] * kv_heads + head, head_dim, head_dim, element
+                        )
                         factor = _inverse_rms(x, eps) if normed else np.float32(1)
                         _turn(x, out, key_weight, cos, sin, factor, normed, element)
                     value = _row(parameters[12], i, parameters[13], key_len, element)

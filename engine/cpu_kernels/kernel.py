@@ -131,7 +131,9 @@ def _compile_in_children(functions: list[Callable[[Any], None]]) -> None:
     os.close(numbers)
     children: list[int] = []
     try:
-        with global_compiler_lock:  # else children inherit it from a thread that compiles, and wait for good
+        with (
+            global_compiler_lock
+        ):  # else children inherit it from a thread that compiles, and wait for good
             for _ in range(min(len(functions), torch.get_num_threads())):
                 child = os.fork()
                 if not child:
@@ -242,7 +244,10 @@ def _checksum(folder: Path) -> str:
 
 def cache_root() -> Path:
     """Return the folder of compiled code: Numba's own setting, or one of the user's cache folder."""
-    return Path(numba.config.CACHE_DIR or Path(AppDirs("tokenmill", appauthor=False).user_cache_dir) / "kernels")
+    return Path(
+        numba.config.CACHE_DIR
+        or Path(AppDirs("tokenmill", appauthor=False).user_cache_dir) / "kernels"
+    )
 
 
 def _digest(function: Callable[[Any], None]) -> str:
@@ -267,7 +272,9 @@ def _run_in_team() -> Callable[[Any, Any, int], None]:
         start.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_uint, ctypes.c_uint)
         start.restype = None
         return lambda entry, parameters, num_threads: start(entry, parameters, num_threads, 0)
-    logger.info("torch's OpenMP runtime is not libgomp here: CPU kernels run on threads of their own")
+    logger.info(
+        "torch's OpenMP runtime is not libgomp here: CPU kernels run on threads of their own"
+    )
     pool = ThreadPoolExecutor(thread_name_prefix="cpu-kernel")  # ctypes releases the GIL
 
     def run(entry: Any, parameters: Any, num_threads: int) -> None:
@@ -287,6 +294,8 @@ def _torch_libgomp() -> ctypes.CDLL | None:
         return None
     paths = {Path(line.split(maxsplit=5)[5]) for line in lines if "libgomp" in line}
     folder = Path(torch.__file__).parent
-    own = [path for path in paths if path.is_relative_to(folder) or path.parent.name == "torch.libs"]
+    own = [
+        path for path in paths if path.is_relative_to(folder) or path.parent.name == "torch.libs"
+    ]
     found = own or list(paths)
     return ctypes.CDLL(str(found[0])) if len(found) == 1 else None

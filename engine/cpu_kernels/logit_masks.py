@@ -39,7 +39,9 @@ def _kernel(dtype: torch.dtype) -> Kernel:
         while task >= 0:
             row = rows[masked[2 * task]]
             logits = carray(row_pointer(parameters[3], row, parameters[4], element), (vocab,))
-            words = carray(row_pointer(parameters[8], masked[2 * task + 1], num_words, int32), (num_words,))
+            words = carray(
+                row_pointer(parameters[8], masked[2 * task + 1], num_words, int32), (num_words,)
+            )
             for place in range(-(-vocab // WORD)):
                 word = words[place] if place < num_words else np.int32(0)
                 if word != -1:

@@ -11,7 +11,14 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from engine.cpu_kernels.kernel import ELEMENTS, Kernel, next_task, worker_number
-from engine.cpu_kernels.scalars import FLOAT_BYTES, float_of, helper, narrow, pointer_to, row_pointer
+from engine.cpu_kernels.scalars import (
+    FLOAT_BYTES,
+    float_of,
+    helper,
+    narrow,
+    pointer_to,
+    row_pointer,
+)
 from engine.cpu_kernels.shared_prefix import SharedPrefix
 from engine.cpu_kernels.softmax import LEAST, tanh
 from engine.cpu_kernels.vectors import (
@@ -67,7 +74,9 @@ def tasks_of_sequences(
     starts: [seqs], the first row of each in the query.  tables: [seqs], each one's block table.
     reach: tokens behind its own that a query sees as well; a window has them in it.
     """
-    rows = np.repeat(starts - (np.cumsum(query_lens) - query_lens), query_lens) + np.arange(query_lens.sum())
+    rows = np.repeat(starts - (np.cumsum(query_lens) - query_lens), query_lens) + np.arange(
+        query_lens.sum()
+    )
     lens_before = context_lens - query_lens
     positions = rows + np.repeat(lens_before - starts, query_lens)
     counts = -(-query_lens * group // TASK_LANES)
@@ -78,7 +87,15 @@ def tasks_of_sequences(
         seqs, firsts = seqs[order], firsts[order]
     counts = np.minimum(TASK_LANES, query_lens[seqs] * group - firsts)
     firsts = firsts + (np.cumsum(query_lens) - query_lens)[seqs] * group
-    parts = (rows, positions + reach, tables[seqs], firsts, counts, begins[seqs], context_lens[seqs])
+    parts = (
+        rows,
+        positions + reach,
+        tables[seqs],
+        firsts,
+        counts,
+        begins[seqs],
+        context_lens[seqs],
+    )
     return PrefillTasks(*map(torch.from_numpy, parts))
 
 
@@ -106,7 +123,9 @@ def tasks_of_prefixes(
             np.minimum(TASK_LANES, len(rows) * group - firsts), every * 0, every * prefix.num_tokens,
         ))  # fmt: skip
         num_rows += len(rows)
-    return PrefillTasks(*(torch.from_numpy(np.concatenate(part)) for part in zip(*parts, strict=True)))
+    return PrefillTasks(
+        *(torch.from_numpy(np.concatenate(part)) for part in zip(*parts, strict=True))
+    )
 
 
 def state_shape(query: Tensor) -> tuple[int, int, int]:
@@ -143,7 +162,9 @@ def prefill_attention(
     num_heads, head_dim = query.shape[1:]
     _, block_size, num_kv_heads, _ = key_cache.shape
     query = query.contiguous()
-    kernel = _kernel(head_dim, soft_cap is not None, sinks is not None, slopes is not None, query.dtype)
+    kernel = _kernel(
+        head_dim, soft_cap is not None, sinks is not None, slopes is not None, query.dtype
+    )
     kernel(
         len(tasks.table) * num_kv_heads, query, key_cache, value_cache, out, tasks.rows, tasks.positions,
         block_tables, block_tables.shape[1], tasks.table, tasks.first, tasks.count, tasks.begin, tasks.end,
@@ -201,13 +222,21 @@ def _gather(
 @helper(error_model="numpy")
 def _transpose(source: Any, num_rows: Any, num_columns: Any, target: Any) -> None:
     """Write a matrix of words of four bytes with its columns as rows."""
-    whole = num_rows // LONGEST_VECTOR * LONGEST_VECTOR, num_columns // LONGEST_VECTOR * LONGEST_VECTOR
+    whole = (
+        num_rows // LONGEST_VECTOR * LONGEST_VECTOR,
+        num_columns // LONGEST_VECTOR * LONGEST_VECTOR,
+    )
     row_bytes, column_bytes = num_columns * FLOAT_BYTES, num_rows * FLOAT_BYTES
     for i in range(0, whole[0], LONGEST_VECTOR):
         for j in range(0, whole[1], LONGEST_VECTOR):
             here = source + i * row_bytes + j * FLOAT_BYTES
-            transpose_square(here, row_bytes, target + j * column_bytes + i * FLOAT_BYTES, column_bytes)
-    numbers, turned = _words(source, 0, num_rows * num_columns), _words(target, 0, num_rows * num_columns)
+            transpose_square(
+                here, row_bytes, target + j * column_bytes + i * FLOAT_BYTES, column_bytes
+            )
+    numbers, turned = (
+        _words(source, 0, num_rows * num_columns),
+        _words(target, 0, num_rows * num_columns),
+    )
     for i in range(num_rows):
         for j in range(whole[1] if i < whole[0] else 0, num_columns):
             turned[j * num_rows + i] = numbers[i * num_columns + j]
@@ -239,7 +268,9 @@ def _lower(scores: Any, start: Any, owns: Any, slopes: Any) -> None:
 
 
 @cache
-def _kernel(head_dim: int, has_cap: bool, has_sinks: bool, has_slopes: bool, dtype: torch.dtype) -> Kernel:
+def _kernel(
+    head_dim: int, has_cap: bool, has_sinks: bool, has_slopes: bool, dtype: torch.dtype
+) -> Kernel:
     """A task is BLOCKS * LANES queries of one KV head, over the same tiles of keys and values.
 
     Matrices are transposed, a query a lane. Words are float32, or two adjacent numbers in bfloat16.
@@ -270,7 +301,9 @@ def _kernel(head_dim: int, has_cap: bool, has_sinks: bool, has_slopes: bool, dty
         scores_at = scratch + BLOCKS * block_bytes
         keys_at = scores_at + TILE * lane_bytes
         values_at = keys_at + TILE * row_bytes
-        raw_at = values_at + (per_word - 1) * TILE * row_bytes  # before they are interleaved, if they are
+        raw_at = (
+            values_at + (per_word - 1) * TILE * row_bytes
+        )  # before they are interleaved, if they are
         scale_at = raw_at + TILE * row_bytes
         scales = _floats(scale_at, 0, LANES)
         for i in range(LANES):
@@ -280,7 +313,9 @@ def _kernel(head_dim: int, has_cap: bool, has_sinks: bool, has_slopes: bool, dty
             kv_head, task = task % kv_heads, task // kv_heads
             first, num_lanes = firsts[task], counts[task]
             num_blocks = (num_lanes + LANES - 1) // LANES
-            table = carray(pointer_to(parameters[9] + tables[task] * table_len * 4, int32), (table_len,))
+            table = carray(
+                pointer_to(parameters[9] + tables[task] * table_len * 4, int32), (table_len,)
+            )
             begin, end = np.int64(NO_LIMIT), np.int64(0)
             for block in range(num_blocks):
                 queries_at = scratch + block * block_bytes
@@ -303,8 +338,14 @@ def _kernel(head_dim: int, has_cap: bool, has_sinks: bool, has_slopes: bool, dty
                         lane_slopes[i] = slopes[head]
                     highest[i] = sinks[head] if has_sinks else LEAST
                     totals[i] = np.float32(1) if has_sinks else np.float32(0)
-                    copy_words(parameters[3] + place * row_bytes, sums_at + i * row_bytes, literally(head_words))
-                    if block * LANES + i + 1 < num_lanes:  # those that are too many repeat the last query
+                    copy_words(
+                        parameters[3] + place * row_bytes,
+                        sums_at + i * row_bytes,
+                        literally(head_words),
+                    )
+                    if (
+                        block * LANES + i + 1 < num_lanes
+                    ):  # those that are too many repeat the last query
                         member += 1
                         if member == group:
                             row, member = row + 1, 0
@@ -319,8 +360,30 @@ def _kernel(head_dim: int, has_cap: bool, has_sinks: bool, has_slopes: bool, dty
                         highest[i], totals[i] = state[head_dim], state[head_dim + 1]
                 begin, end = min(begin, np.int64(lows[0])), max(end, np.int64(highs[LANES - 1]) + 1)
             for start in range(begin // TILE * TILE, end, TILE):
-                _gather(keys_at, parameters[4], table, block_size, kv_heads, kv_head, start, begin, end, head_words)
-                _gather(raw_at, parameters[5], table, block_size, kv_heads, kv_head, start, begin, end, head_words)
+                _gather(
+                    keys_at,
+                    parameters[4],
+                    table,
+                    block_size,
+                    kv_heads,
+                    kv_head,
+                    start,
+                    begin,
+                    end,
+                    head_words,
+                )
+                _gather(
+                    raw_at,
+                    parameters[5],
+                    table,
+                    block_size,
+                    kv_heads,
+                    kv_head,
+                    start,
+                    begin,
+                    end,
+                    head_words,
+                )
                 if per_word == 2:
                     for t in range(0, TILE, 2):
                         raw = raw_at + t * row_bytes
@@ -340,7 +403,12 @@ def _kernel(head_dim: int, has_cap: bool, has_sinks: bool, has_slopes: bool, dty
                     if has_cap:
                         _cap(scores_at, soft_cap)
                     if has_slopes:
-                        _lower(scores_at, start, _words(state_at, 5, LANES), _floats(state_at, 6, LANES))
+                        _lower(
+                            scores_at,
+                            start,
+                            _words(state_at, 5, LANES),
+                            _floats(state_at, 6, LANES),
+                        )
                     if start + TILE > highs[0] + 1 or start < lows[LANES - 1]:
                         _hide(scores_at, start, lows, highs)
                     soften(scores_at, state_at, num_tokens, VECTORS, element)

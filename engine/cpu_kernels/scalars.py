@@ -28,7 +28,9 @@ def helper(**options: Any) -> Callable[[Callable[..., Any]], Any]:
     calls it: none does.
     """
     wrappers = {"no_cpython_wrapper": True, "no_cfunc_wrapper": True}
-    compiled: Callable[[Callable[..., Any]], Any] = njit(**wrappers, forceinline="fastmath" in options, **options)
+    compiled: Callable[[Callable[..., Any]], Any] = njit(
+        **wrappers, forceinline="fastmath" in options, **options
+    )
     return compiled
 
 
@@ -123,5 +125,7 @@ def narrow(typing: Any, number: Any, element: Any) -> Any:
 
 def widen(builder: Any, bits: Any, wide_bits: Any, floats: Any) -> Any:
     """Emit bfloat16 as float32: the bits become the upper half. Scalars or vectors, of these LLVM types."""
-    shift = wide_bits(16) if isinstance(wide_bits, ir.IntType) else wide_bits([16] * wide_bits.count)
+    shift = (
+        wide_bits(16) if isinstance(wide_bits, ir.IntType) else wide_bits([16] * wide_bits.count)
+    )
     return builder.bitcast(builder.shl(builder.zext(bits, wide_bits), shift), floats)

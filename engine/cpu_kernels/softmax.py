@@ -9,7 +9,14 @@ from engine.cpu_kernels.scalars import F32, FLOAT32, I32, emitted, helper
 LOWEST = -86.0  # exp of less is no normal float32 any more
 LOG2_E = 1.44269504
 LN2 = (0.693359375, -2.12194440e-4)  # in two parts, so that a multiple of the first is exact
-EXP_POWERS = (0.0083124777, 0.041890551, 0.16667116, 0.49999228, 1.0, 1.0)  # least error from -ln(2) / 2 to that
+EXP_POWERS = (
+    0.0083124777,
+    0.041890551,
+    0.16667116,
+    0.49999228,
+    1.0,
+    1.0,
+)  # least error from -ln(2) / 2 to that
 LEAST = np.float32(-3.4e38)
 ONE = np.float32(1.0)
 
@@ -26,7 +33,9 @@ def emit_exp(builder: Any, x: Any, floats: Any, integers: Any) -> Any:
     lowest = floats(LOWEST)
     x = builder.select(builder.fcmp_ordered(">", lowest, x), lowest, x)  # NaN stays
     bits = integers(0).type
-    whole = builder.fptosi(multiply_add(x, floats(LOG2_E), floats(-0.5)), bits)  # the nearest: this cuts towards 0
+    whole = builder.fptosi(
+        multiply_add(x, floats(LOG2_E), floats(-0.5)), bits
+    )  # the nearest: this cuts towards 0
     n, rest = builder.sitofp(whole, x.type), x
     for part in LN2:
         rest = multiply_add(n, floats(-part), rest)

@@ -23,7 +23,15 @@ def score_tokens(logits: Tensor, token_ids: Tensor, rows: Tensor) -> tuple[Tenso
     logprobs, ranks = torch.empty(len(token_ids)), torch.empty(len(token_ids), dtype=torch.int64)
     totals = torch.empty(len(logits))
     _kernel(logits.dtype)(
-        len(logits), logits, logits.stride(0), logits.shape[1], firsts, token_ids, logprobs, ranks, totals
+        len(logits),
+        logits,
+        logits.stride(0),
+        logits.shape[1],
+        firsts,
+        token_ids,
+        logprobs,
+        ranks,
+        totals,
     )
     return logprobs, ranks, totals
 
@@ -68,7 +76,9 @@ def _kernel(dtype: torch.dtype) -> Kernel:
         totals = pointer_to(parameters[10], float32)
         task = next_task(parameters)
         while task >= 0:
-            logits = carray(row_pointer(parameters[3], task, parameters[4], element), (parameters[5],))
+            logits = carray(
+                row_pointer(parameters[3], task, parameters[4], element), (parameters[5],)
+            )
             highest = _highest(logits)
             totals[task] = highest + np.log(_sum_of_weights(logits, highest))
             for i in range(firsts[task], firsts[task + 1]):

@@ -25,7 +25,9 @@ def exponent(builder: Any, logit: Any, highest: Any, rate: Any) -> Any:
     """Return the exponents of `weigh` of engine/sampling/draws.py, int32. No logit is above highest."""
     steps = builder.fmul(builder.fsub(logit, highest), rate)
     least = F32(LOWEST_EXPONENT)
-    return builder.fptosi(builder.select(builder.fcmp_ordered(">", steps, least), steps, least), I32)
+    return builder.fptosi(
+        builder.select(builder.fcmp_ordered(">", steps, least), steps, least), I32
+    )
 
 
 @emitted(types.int64(types.int32))

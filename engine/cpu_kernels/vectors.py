@@ -15,7 +15,9 @@ from engine.cpu_kernels.softmax import LEAST, emit_exp
 
 CACHE_LINE = 64
 LONGEST_VECTOR = 16  # floats: 64 bytes, one AVX-512 register; LLVM splits it where there is none
-FEATURES = get_host_cpu_features() if numba.config.CPU_FEATURES is None else numba.config.CPU_FEATURES
+FEATURES = (
+    get_host_cpu_features() if numba.config.CPU_FEATURES is None else numba.config.CPU_FEATURES
+)
 DOT_PAIRS = "llvm.x86.avx512bf16.dpbf16ps.512" if "+avx512bf16" in FEATURES else None
 ACCUMULATORS = 16  # vectors kept in registers, of the 32 (AVX-512) or 16 there are
 
@@ -41,7 +43,10 @@ def score_tokens(
         emit = _Emitter(builder, head_dim.literal_value, element.dtype)
         query, key, key_step, tokens, ahead, score, score_step = args[:7]
         held = [
-            [emit.load(query, emit.row_bytes * r + emit.vector_bytes * i) for i in range(emit.num_vectors)]
+            [
+                emit.load(query, emit.row_bytes * r + emit.vector_bytes * i)
+                for i in range(emit.num_vectors)
+            ]
             for r in range(rows.literal_value)
         ]
 
@@ -49,13 +54,18 @@ def score_tokens(
             here = builder.add(key, builder.mul(token, key_step))
             emit.prefetch(builder.add(ahead, builder.mul(token, I64(emit.row_bytes))))
             loaded = [emit.load(here, emit.vector_bytes * i) for i in range(emit.num_vectors)]
-            return [functools.reduce(emit.add_product, zip(row, loaded, strict=True), None) for row in held]
+            return [
+                functools.reduce(emit.add_product, zip(row, loaded, strict=True), None)
+                for row in held
+            ]
 
         def store(first: Any, sums: list[Any]) -> None:
             for r, total in enumerate(sums):
                 place = builder.add(score, builder.mul(I64(r), score_step))
                 place = builder.add(place, builder.mul(first, I64(FLOAT_BYTES)))
-                builder.store(total, builder.inttoptr(place, total.type.as_pointer())).align = FLOAT_BYTES
+                builder.store(
+                    total, builder.inttoptr(place, total.type.as_pointer())
+                ).align = FLOAT_BYTES
 
         done = I64(0)
         if emit.sums_four:
@@ -93,7 +103,9 @@ def add_weighted(
             return [emit.load(here, emit.vector_bytes * i) for i in range(emit.num_vectors)]
 
         factors = weight, weight_step, I64(FLOAT_BYTES)
-        sums.accumulate(output, rows.literal_value, tokens, load, factors, lambda at, _: sums.load(output, at))
+        sums.accumulate(
+            output, rows.literal_value, tokens, load, factors, lambda at, _: sums.load(output, at)
+        )
         return context.get_dummy_value()
 
     return _void(7, rows, head_dim, element), generate
@@ -127,14 +139,18 @@ def add_outer_products(
             return [emit.load_pairs(here, at) if pairs else emit.load(here, at) for at in offsets]
 
         after = None if adds_up else scales
-        emit.accumulate(total, rows.literal_value, steps, load, (factor, row_step, k_step), before, after)
+        emit.accumulate(
+            total, rows.literal_value, steps, load, (factor, row_step, k_step), before, after
+        )
         return context.get_dummy_value()
 
     return _void(7, adds, rows, num_vectors, element), generate
 
 
 @intrinsic(prefer_literal=True)  # type: ignore[untyped-decorator]
-def soften(typing: Any, scores: Any, state: Any, tokens: Any, num_vectors: Any, element: Any) -> Any:
+def soften(
+    typing: Any, scores: Any, state: Any, tokens: Any, num_vectors: Any, element: Any
+) -> Any:
     """Replace scores[token] by softmax numerators; as pairs of two tokens' bfloat16 if that is the element.
 
     scores: `tokens` rows of `num_vectors` vectors of LONGEST_VECTOR float32, an even number of rows.
@@ -207,14 +223,18 @@ def interleave(typing: Any, first: Any, second: Any, target: Any, length: Any) -
 
 
 @intrinsic  # type: ignore[untyped-decorator]
-def transpose_square(typing: Any, source: Any, source_step: Any, target: Any, target_step: Any) -> Any:
+def transpose_square(
+    typing: Any, source: Any, source_step: Any, target: Any, target_step: Any
+) -> Any:
     """Write LONGEST_VECTOR rows of as many floats as columns. Steps: bytes between two rows."""
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         emit = _Emitter(builder, LONGEST_VECTOR, FLOAT32)
         size, lanes = LONGEST_VECTOR, ir.VectorType(I32, LONGEST_VECTOR)
         source, source_step, target, target_step = args
-        rows = [emit.load(builder.add(source, builder.mul(I64(i), source_step)), 0) for i in range(size)]
+        rows = [
+            emit.load(builder.add(source, builder.mul(I64(i), source_step)), 0) for i in range(size)
+        ]
         apart = size // 2
         while apart:  # blocks off the diagonal change places, ever smaller ones
             upper = [lane if not lane & apart else lane + size - apart for lane in range(size)]
@@ -222,7 +242,9 @@ def transpose_square(typing: Any, source: Any, source_step: Any, target: Any, ta
             for i in range(size):
                 if not i & apart:
                     pair = rows[i], rows[i + apart]
-                    rows[i], rows[i + apart] = (builder.shuffle_vector(*pair, lanes(each)) for each in (upper, lower))
+                    rows[i], rows[i + apart] = (
+                        builder.shuffle_vector(*pair, lanes(each)) for each in (upper, lower)
+                    )
             apart //= 2
         for i, row in enumerate(rows):
             emit.store(row, builder.add(target, builder.mul(I64(i), target_step)), 0)
@@ -281,7 +303,9 @@ class _Emitter:
         function = cgutils.get_or_insert_function(self._builder.module, kind, "llvm.prefetch.p0")
         for offset in range(0, self.row_bytes, CACHE_LINE):
             line = self._builder.inttoptr(self._builder.add(address, I64(offset)), byte)
-            self._builder.call(function, (line, flag(0), flag(2), flag(1)))  # to read, into L2, data
+            self._builder.call(
+                function, (line, flag(0), flag(2), flag(1))
+            )  # to read, into L2, data
 
     def splat(self, number: Any) -> Any:
         nothing = ir.VectorType(number.type, self._length)(ir.Undefined)
@@ -290,14 +314,18 @@ class _Emitter:
 
     def multiply_add(self, a: Any, b: Any, c: Any) -> Any:
         product = self._builder.fmul(a, b, flags=("contract",))
-        return self._builder.fadd(product, c, flags=("contract",))  # one instruction where there is one
+        return self._builder.fadd(
+            product, c, flags=("contract",)
+        )  # one instruction where there is one
 
     def add_dot(self, a: Any, b: Any, c: Any) -> Any:
         """c + the products of two pairs of bfloat16, in one instruction where there is one. a, b: words."""
         builder = self._builder
         if DOT_PAIRS is not None and self._length == LONGEST_VECTOR:
             kind = ir.FunctionType(self._type, [self._type, self._words, self._words])
-            return builder.call(cgutils.get_or_insert_function(builder.module, kind, DOT_PAIRS), (c, a, b))
+            return builder.call(
+                cgutils.get_or_insert_function(builder.module, kind, DOT_PAIRS), (c, a, b)
+            )
         for split in (self._low_half, self._high_half):
             c = self.multiply_add(split(a), split(b), c)
         return c
@@ -332,10 +360,19 @@ class _Emitter:
         return self._builder.bitcast(self._builder.shl(words, self._splat_int(16)), self._type)
 
     def _high_half(self, words: Any) -> Any:
-        return self._builder.bitcast(self._builder.and_(words, self._splat_int(-0x10000)), self._type)
+        return self._builder.bitcast(
+            self._builder.and_(words, self._splat_int(-0x10000)), self._type
+        )
 
     def accumulate(
-        self, sums: Any, rows: int, steps: Any, load: Any, factors: Any, before: Any, after: Any = None
+        self,
+        sums: Any,
+        rows: int,
+        steps: Any,
+        load: Any,
+        factors: Any,
+        before: Any,
+        after: Any = None,
     ) -> None:
         """Add to each row of sums, for k below `steps`, the vectors load(k) times the row's factor of k.
 
@@ -344,9 +381,15 @@ class _Emitter:
         the vector): what a vector of sums begins with.  after: vectors that multiply the results, None for none.
         """
         builder, (factor, row_step, k_step) = self._builder, factors
-        offsets = [[self.row_bytes * r + self.vector_bytes * i for i in range(self.num_vectors)] for r in range(rows)]
+        offsets = [
+            [self.row_bytes * r + self.vector_bytes * i for i in range(self.num_vectors)]
+            for r in range(rows)
+        ]
         # LLVM turns these stack slots into registers
-        slots = [[cgutils.alloca_once_value(builder, before(at, i)) for i, at in enumerate(row)] for row in offsets]
+        slots = [
+            [cgutils.alloca_once_value(builder, before(at, i)) for i, at in enumerate(row)]
+            for row in offsets
+        ]
         with cgutils.for_range(builder, steps) as loop:
             loaded = load(loop.index)
             place = builder.add(factor, builder.mul(loop.index, k_step))
@@ -382,7 +425,9 @@ class _Emitter:
         def halved(a: Any, b: Any, part: int) -> Any:
             starts = range(0, 2 * self._length, part)
             lower = [start + i for start in starts for i in range(part // 2)]
-            return builder.fadd(shuffle(a, b, lower), shuffle(a, b, [lane + part // 2 for lane in lower]))
+            return builder.fadd(
+                shuffle(a, b, lower), shuffle(a, b, [lane + part // 2 for lane in lower])
+            )
 
         pairs = [halved(vectors[i], vectors[i + 1], self._length) for i in (0, 2)]
         total = halved(pairs[0], pairs[1], self._length // 2)

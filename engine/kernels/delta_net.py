@@ -13,11 +13,24 @@ FIELDS = tl.constexpr(5)  # of a part
 
 
 @triton.jit
-def load_token(new, kept, at, start, end, source, inside, ROW: tl.constexpr, KEPT: tl.constexpr, STEPS: tl.constexpr):
+def load_token(
+    new,
+    kept,
+    at,
+    start,
+    end,
+    source,
+    inside,
+    ROW: tl.constexpr,
+    KEPT: tl.constexpr,
+    STEPS: tl.constexpr,
+):
     """Load channels of the batch's token `at`, or, before the part, of one that was kept."""
     found = tl.load(new + at * ROW, mask=inside & (at >= start) & (at < end), other=0.0)
     is_kept = inside & (at < start) & (source >= 0)
-    return tl.where(at >= start, found, tl.load(kept + (at - start + STEPS) * KEPT, mask=is_kept, other=0.0))
+    return tl.where(
+        at >= start, found, tl.load(kept + (at - start + STEPS) * KEPT, mask=is_kept, other=0.0)
+    )
 
 
 @triton.jit(do_not_specialize=["num_decodes", "num_parts"])
@@ -41,13 +54,30 @@ def convolve_kernel(
             token = tokens + ahead
             total = tl.zeros([TOKENS, TILE], tl.float32)
             for step in tl.static_range(STEPS + 1):
-                x = load_token(new, before, token - STEPS + step, start, end, source, inside, ROW, CHANNELS, STEPS)
+                x = load_token(
+                    new,
+                    before,
+                    token - STEPS + step,
+                    start,
+                    end,
+                    source,
+                    inside,
+                    ROW,
+                    CHANNELS,
+                    STEPS,
+                )
                 weight = tl.load(weights + step * CHANNELS, mask=inside, other=0.0)
                 total += weight * x.to(tl.float32)
             total = total / (1 + tl.exp(-total))
-            tl.store(out_ptr + (token * NUM_HEADS + head) * CHANNELS + channel, total, mask=inside & (token < end))
+            tl.store(
+                out_ptr + (token * NUM_HEADS + head) * CHANNELS + channel,
+                total,
+                mask=inside & (token < end),
+            )
         for step in tl.static_range(STEPS):
-            x = load_token(new, before, end - STEPS + step, start, end, source, inside, ROW, CHANNELS, STEPS)
+            x = load_token(
+                new, before, end - STEPS + step, start, end, source, inside, ROW, CHANNELS, STEPS
+            )
             for field in tl.static_range(3, 5):  # the row behind the part, and a snapshot's
                 row = tl.load(first + field)
                 after = seen_ptr + ((row * NUM_HEADS + head) * STEPS + step) * CHANNELS + channel
@@ -86,14 +116,20 @@ def correct_kernel(
             key *= tl.rsqrt(tl.sum(key * key, 0) + NORM_EPS)
             rate = tl.load(x + GROUP * VALUE + own).to(tl.float32)
             step = tl.load(x + GROUP * VALUE + GROUP + own).to(tl.float32) + bias
-            state *= tl.exp(decay_rate * (tl.maximum(step, 0.0) + tl.log(1 + tl.exp(-tl.abs(step)))))
+            state *= tl.exp(
+                decay_rate * (tl.maximum(step, 0.0) + tl.log(1 + tl.exp(-tl.abs(step))))
+            )
             added = (value - tl.sum(state * key[None, :], 1)) / (1 + tl.exp(-rate))
             state += added[:, None] * key[None, :]
             found = tl.sum(state * query[None, :], 1)
             found *= tl.rsqrt(tl.sum(found * found, 0) / VALUE + eps) * norm
             gate = tl.load(x + own * VALUE + d, mask=d < VALUE, other=0.0).to(tl.float32)
             out = out_ptr + (token * NUM_HEADS * GROUP + value_head) * VALUE + d
-            tl.store(out, (found * gate / (1 + tl.exp(-gate))).to(out_ptr.dtype.element_ty), mask=d < VALUE)
+            tl.store(
+                out,
+                (found * gate / (1 + tl.exp(-gate))).to(out_ptr.dtype.element_ty),
+                mask=d < VALUE,
+            )
         for field in tl.static_range(3, 5):
             row = tl.load(first + field)
             after = states_ptr + (row * NUM_HEADS * GROUP + value_head) * VALUE * KEY
@@ -101,7 +137,9 @@ def correct_kernel(
         tl.debug_barrier()
 
 
-def delta_net(x: Tensor, memory: Sequence[Tensor], parts: Any, weights: Sequence[Tensor], heads: Any) -> Tensor:
+def delta_net(
+    x: Tensor, memory: Sequence[Tensor], parts: Any, weights: Sequence[Tensor], heads: Any
+) -> Tensor:
     """Compute as `mix` of engine.layers.gated_delta_net; decodes by themselves, other parts one after the other."""
     num_heads, channels = heads.num_heads, heads.num_channels
     seen, states = memory
@@ -116,7 +154,10 @@ def delta_net(x: Tensor, memory: Sequence[Tensor], parts: Any, weights: Sequence
         NUM_HEADS=num_heads, ROWS=sum(heads.rows.values()), CHANNELS=channels, STEPS=heads.kernel_size - 1, TILE=tile,
         TOKENS=8, num_warps=max(1, tile // 32),
     )  # fmt: skip
-    key_pad, value_pad = triton.next_power_of_2(heads.key_dim), triton.next_power_of_2(heads.value_dim)
+    key_pad, value_pad = (
+        triton.next_power_of_2(heads.key_dim),
+        triton.next_power_of_2(heads.value_dim),
+    )
     correct_kernel[(num_chains, num_heads * heads.group)](
         x, convolved, states, parts.table, decay, bias, norm, out, *counts, heads.eps,
         NUM_HEADS=num_heads, GROUP=heads.group, KEY=heads.key_dim, VALUE=heads.value_dim, KEY_PAD=key_pad,

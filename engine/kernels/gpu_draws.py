@@ -42,7 +42,9 @@ def load_tile(row_ptr, tile, VOCAB: tl.constexpr, TILE: tl.constexpr):
     """Load a tile's token ids and logits, float32; minus infinity past the vocabulary's end."""
     ids = tile * TILE + tl.arange(0, TILE)
     logits = tl.load(row_ptr + ids, mask=ids < VOCAB, other=float("-inf"))
-    if logits.dtype == tl.bfloat16:  # by its bits: the interpreter converts the smallest numbers wrongly
+    if (
+        logits.dtype == tl.bfloat16
+    ):  # by its bits: the interpreter converts the smallest numbers wrongly
         bits = logits.to(tl.int16, bitcast=True).to(tl.int32) << 16
         return ids, bits.to(tl.float32, bitcast=True)
     return ids, logits.to(tl.float32)
@@ -55,7 +57,9 @@ def weigh(logits, highest, rate, least):
     mantissas = ((exponents & MANTISSA) | ONE).to(tl.float32, bitcast=True)
     powers = (mantissas * C5 + C4) * mantissas + C3
     powers = ((powers * mantissas + C2) * mantissas + C1) * mantissas + C0
-    powers = (powers.to(tl.int32, bitcast=True) + (exponents & EXPONENT)).to(tl.float32, bitcast=True)
+    powers = (powers.to(tl.int32, bitcast=True) + (exponents & EXPONENT)).to(
+        tl.float32, bitcast=True
+    )
     weights = powers.to(tl.int64)
     return tl.where(weights < least, 0, weights)
 
@@ -64,6 +68,8 @@ def weigh(logits, highest, rate, least):
 def target(total, seed, position, sample_index):
     """Return the goal of a row's draw: `target` of engine/sampling/draws.py."""
     low, high = position.to(tl.int32), (position >> 32).to(tl.int32)
-    word, _, _, _ = tl.philox(seed, low, high, sample_index.to(tl.int32), tl.zeros([], tl.int32), 10)
+    word, _, _, _ = tl.philox(
+        seed, low, high, sample_index.to(tl.int32), tl.zeros([], tl.int32), 10
+    )
     odd = 2 * word.to(tl.int64) + 1
     return (odd * (total >> 30) + ((odd * (total & 0x3FFFFFFF)) >> 30)) >> 3

@@ -66,10 +66,14 @@ def penalize(
         tokens = tl.load(counted_ptr + at.to(tl.int64) * 2, mask=at < end, other=-1)
         counts = tl.load(counted_ptr + at.to(tl.int64) * 2 + 1, mask=at < end, other=0)
         stands_for_last = (tokens < 0) & (at < end) & (last >= 0) & (has_own == 0)
-        counts = tl.where(stands_for_last, 1, counts + ((tokens == last) & (tokens >= 0)).to(tl.int32))
+        counts = tl.where(
+            stands_for_last, 1, counts + ((tokens == last) & (tokens >= 0)).to(tl.int32)
+        )
         tokens = tl.where(stands_for_last, last, tokens)
         logits = tl.load(out_row_ptr + tokens, mask=tokens >= 0, other=0.0).to(tl.float32)
-        logits = tl.where(logits < 0, logits * repetition, tl.div_rn(logits, repetition + tl.zeros_like(logits)))
+        logits = tl.where(
+            logits < 0, logits * repetition, tl.div_rn(logits, repetition + tl.zeros_like(logits))
+        )
         logits = logits - frequency * counts.to(tl.float32) - presence * (counts > 0).to(tl.float32)
         tl.store(out_row_ptr + tokens, logits, mask=tokens >= 0)
 
@@ -122,7 +126,9 @@ def edit_kernel(
             for begin in range(tl.load(line + BIASED), end, TILE):
                 at = begin + tl.arange(0, TILE)
                 tokens = tl.load(biased_ptr + at * 2 + 1, mask=at < end, other=0)
-                biases = tl.load(of_packed(packed_ptr, biases_at, tl.float32) + at, mask=at < end, other=0.0)
+                biases = tl.load(
+                    of_packed(packed_ptr, biases_at, tl.float32) + at, mask=at < end, other=0.0
+                )
                 logits = tl.load(out_row_ptr + tokens, mask=at < end, other=0.0)
                 tl.store(out_row_ptr + tokens, logits + biases, mask=at < end)
             tl.debug_barrier()
@@ -175,6 +181,15 @@ def _arrays(num_rows: int, edits: Any) -> tuple[list[NDArray[Any]], int]:
     ends = np.cumsum(edits.num_counted)
     table[edits.penalized, COUNTED.value] = ends - edits.num_counted
     table[edits.penalized, COUNTED.value + 1] = ends
-    arrays = [place_of_row, table, penalties, edits.token_masks, edits.banned, behind, edits.biased, edits.biases]
+    arrays = [
+        place_of_row,
+        table,
+        penalties,
+        edits.token_masks,
+        edits.banned,
+        behind,
+        edits.biased,
+        edits.biases,
+    ]
     arrays.append(edits.counted)
     return arrays, edits.token_masks.shape[1]

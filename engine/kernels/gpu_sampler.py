@@ -79,9 +79,15 @@ def find_threshold(
                 sums2 += tl.where(keys >= key2, amounts, 0)
                 sums3 += tl.where(keys >= key3, amounts, 0)
         sum1, sum2, sum3 = tl.sum(sums1, 0), tl.sum(sums2, 0), tl.sum(sums3, 0)
-        above = tl.where(sum1 < goal, sum1, tl.where(sum2 < goal, sum2, tl.where(sum3 < goal, sum3, above)))
-        high = tl.where(sum1 < goal, first, tl.where(sum2 < goal, second, tl.where(sum3 < goal, third, high)))
-        low = tl.where(sum3 >= goal, third, tl.where(sum2 >= goal, second, tl.where(sum1 >= goal, first, low)))
+        above = tl.where(
+            sum1 < goal, sum1, tl.where(sum2 < goal, sum2, tl.where(sum3 < goal, sum3, above))
+        )
+        high = tl.where(
+            sum1 < goal, first, tl.where(sum2 < goal, second, tl.where(sum3 < goal, third, high))
+        )
+        low = tl.where(
+            sum3 >= goal, third, tl.where(sum2 >= goal, second, tl.where(sum1 >= goal, first, low))
+        )
     return low.to(tl.int32), above
 
 
@@ -170,7 +176,9 @@ def choose_token_kernel(
     if (highest_key < (INFINITY >> SPARE)) & (highest_key > -(INFINITY >> SPARE)):
         if temperature > 0:
             highest = logit_of(highest_key, SPARE)
-            rate = tl.div_rn(tl.full([], LOG2_E_STEPS, tl.float32), tl.maximum(temperature, LEAST_TEMPERATURE))
+            rate = tl.div_rn(
+                tl.full([], LOG2_E_STEPS, tl.float32), tl.maximum(temperature, LEAST_TEMPERATURE)
+            )
             least = (tl.load(min_p_ptr + row) * WHOLE).to(tl.int64)
             top_k, top_p = tl.load(top_k_ptr + row), tl.load(top_p_ptr + row)
             lowest = tl.full([], float("-inf"), tl.float32)
@@ -181,7 +189,9 @@ def choose_token_kernel(
                     row_ptr, maxima_ptr, highest_key, highest, rate, least, goal, True,
                     VOCAB, TILES, TILE, SPARE,
                 )  # fmt: skip
-                last_id = last_id_of_equals(row_ptr, maxima_ptr, key, goal - above, VOCAB, TILES, TILE, SPARE)
+                last_id = last_id_of_equals(
+                    row_ptr, maxima_ptr, key, goal - above, VOCAB, TILES, TILE, SPARE
+                )
                 lowest = logit_of(key, SPARE)
             sums = sum_tiles(
                 row_ptr, maxima_ptr, highest, rate, least, lowest, last_id,
@@ -196,7 +206,9 @@ def choose_token_kernel(
                 lowest = logit_of(key, SPARE)
                 weight = weigh(lowest, highest, rate, least)
                 room = (goal - above + weight - 1) // weight
-                last_id = last_id_of_equals(row_ptr, maxima_ptr, key, room, VOCAB, TILES, TILE, SPARE)
+                last_id = last_id_of_equals(
+                    row_ptr, maxima_ptr, key, room, VOCAB, TILES, TILE, SPARE
+                )
                 sums = sum_tiles(
                     row_ptr, maxima_ptr, highest, rate, least, lowest, last_id,
                 VOCAB, TILES, TILES_PAD, TILE, SPARE,
@@ -235,10 +247,17 @@ def choose_tokens(
         return chosen
     num_tiles = triton.cdiv(vocab_size, tile)
     maxima = torch.empty((num_rows, num_tiles), dtype=torch.int32, device=logits.device)
-    sizes = {"VOCAB": vocab_size, "TILES": num_tiles, "TILE": tile, "SPARE": SPARE_BITS[logits.dtype]}
+    sizes = {
+        "VOCAB": vocab_size,
+        "TILES": num_tiles,
+        "TILE": tile,
+        "SPARE": SPARE_BITS[logits.dtype],
+    }
     # 8 logits, 16 bytes of bfloat16, for each thread
     warps = min(max(tile // 256, 1), MAX_WARPS)
-    tile_maxima_kernel[(num_rows, num_tiles)](maxima, logits, logits.stride(0), **sizes, num_warps=warps // 4 or 1)
+    tile_maxima_kernel[(num_rows, num_tiles)](
+        maxima, logits, logits.stride(0), **sizes, num_warps=warps // 4 or 1
+    )
     choose_token_kernel[(num_rows,)](
         chosen, logits, maxima, *values, logits.stride(0),
         **sizes, TILES_PAD=triton.next_power_of_2(num_tiles), num_warps=warps,

@@ -16,7 +16,9 @@ def rms_norm_kernel(
     column = tl.arange(0, DIM_PAD)
     inside = (row < num_rows)[:, None] & (column < DIM)[None, :]
     places = row[:, None] * DIM + column[None, :]
-    x = tl.load(x_ptr + row[:, None] * row_stride + column[None, :], mask=inside, other=0.0).to(tl.float32)
+    x = tl.load(x_ptr + row[:, None] * row_stride + column[None, :], mask=inside, other=0.0).to(
+        tl.float32
+    )
     if residual_ptr is not None:
         x += tl.load(residual_ptr + places, mask=inside, other=0.0).to(tl.float32)
         # the norm is of the sum as it is stored, so that both results tell of the same numbers
@@ -48,7 +50,9 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     return _norm(x.flatten(0, -2), None, None, weight, eps).view(x.shape)
 
 
-def _norm(x: Tensor, residual: Tensor | None, total: Tensor | None, weight: Tensor, eps: float) -> Tensor:
+def _norm(
+    x: Tensor, residual: Tensor | None, total: Tensor | None, weight: Tensor, eps: float
+) -> Tensor:
     num_rows, dim = x.shape
     dim_pad = triton.next_power_of_2(dim)
     rows = max(1, 1024 // dim_pad)

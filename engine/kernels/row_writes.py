@@ -70,7 +70,9 @@ def write_rows_kernel(
 
 
 def write_rows(
-    memory: tuple[Tensor, Tensor, Tensor, Tensor], writes: Sequence[NDArray[Any]], sampled: Tensor | None
+    memory: tuple[Tensor, Tensor, Tensor, Tensor],
+    writes: Sequence[NDArray[Any]],
+    sampled: Tensor | None,
 ) -> None:
     """Write rows in one launch, by RowMemory and RowWrites of engine/attention/decode_state.py."""
     wide, narrow, block_tables, _ = memory

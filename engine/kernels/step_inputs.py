@@ -24,7 +24,9 @@ def advance_kernel(
     is_real = next_position >= 0
     position = tl.maximum(next_position, 0)
     token_id = tl.load(next_token_ids_ptr + row, mask=is_real, other=0)
-    block = tl.load(block_tables_ptr + row * table_stride + position // BLOCK_SIZE, mask=is_real, other=0)
+    block = tl.load(
+        block_tables_ptr + row * table_stride + position // BLOCK_SIZE, mask=is_real, other=0
+    )
     slot = block.to(tl.int64) * BLOCK_SIZE + position % BLOCK_SIZE
     tl.store(token_ids_ptr + row, tl.maximum(token_id, 0), mask=inside)
     tl.store(positions_ptr + row, position, mask=inside)
@@ -35,7 +37,12 @@ def advance_kernel(
 
 
 def advance_rows(
-    next_token_ids: Tensor, next_positions: Tensor, block_tables: Tensor, outputs: Sequence[Tensor], *, block_size: int
+    next_token_ids: Tensor,
+    next_positions: Tensor,
+    block_tables: Tensor,
+    outputs: Sequence[Tensor],
+    *,
+    block_size: int,
 ) -> None:
     """Advance all rows in one launch; shapes and dtypes are DecodeState's. outputs: in the kernel's order."""
     num_rows = len(next_positions)
@@ -61,4 +68,6 @@ def fill_pending_kernel(
 
 def fill_pending(token_ids: Tensor, rows: Tensor, sampled: Tensor, places: Tensor) -> None:
     """Fill pending rows in one launch; shapes and dtypes are those of KernelBackend.fill_pending."""
-    fill_pending_kernel[(triton.cdiv(len(rows), TILE),)](token_ids, rows, sampled, places, len(rows), TILE=TILE)
+    fill_pending_kernel[(triton.cdiv(len(rows), TILE),)](
+        token_ids, rows, sampled, places, len(rows), TILE=TILE
+    )

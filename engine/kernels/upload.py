@@ -46,7 +46,9 @@ def pack(arrays: Arrays, *, pin_memory: bool) -> Tensor:
 def unpack(packed: Tensor, arrays: Arrays) -> list[Tensor]:
     """Return views of the arrays that `pack` packed, or of arrays of their sizes."""
     return [
-        packed[start : start + array.nbytes].view(torch.from_numpy(array[:0]).dtype).view(array.shape)
+        packed[start : start + array.nbytes]
+        .view(torch.from_numpy(array[:0]).dtype)
+        .view(array.shape)
         for start, array in zip(starts(array.nbytes for array in arrays), arrays, strict=False)
     ]
 

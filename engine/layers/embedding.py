@@ -13,12 +13,16 @@ from engine.layers.row_tiles import TiledProduct
 class VocabParallelEmbedding(WeightedModule):
     """The embedding, weight [this rank's vocabulary, hidden]; zeros pad the share of a rank that has fewer rows."""
 
-    def __init__(self, vocab_size: int, hidden_size: int, tp: TensorParallel, *, dtype: torch.dtype) -> None:
+    def __init__(
+        self, vocab_size: int, hidden_size: int, tp: TensorParallel, *, dtype: torch.dtype
+    ) -> None:
         super().__init__()
         self.tp = tp
         self.rows = tp.share_padded(vocab_size)
         num_rows = tp.padded_length(vocab_size)
-        self.weight = nn.Parameter(torch.empty(num_rows, hidden_size, dtype=dtype), requires_grad=False)
+        self.weight = nn.Parameter(
+            torch.empty(num_rows, hidden_size, dtype=dtype), requires_grad=False
+        )
 
     def forward(self, token_ids: Tensor) -> Tensor:
         """Embed token_ids: [tokens] int64 -> [tokens, hidden]; each row comes from the rank that holds its id."""
@@ -47,7 +51,9 @@ class ParallelLMHead(VocabParallelEmbedding):
     instead: multiplies in place of the weight in a deterministic engine.
     """
 
-    def __init__(self, vocab_size: int, hidden_size: int, tp: TensorParallel, *, dtype: torch.dtype) -> None:
+    def __init__(
+        self, vocab_size: int, hidden_size: int, tp: TensorParallel, *, dtype: torch.dtype
+    ) -> None:
         super().__init__(vocab_size, hidden_size, tp, dtype=dtype)
         self.instead: TiledProduct | None = None
 

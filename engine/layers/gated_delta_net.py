@@ -44,7 +44,14 @@ class DeltaHeads:
     def rows(self) -> dict[str, int]:
         """Return how many numbers each projection has for a head: q, k and v are convolved."""
         values = self.group * self.value_dim
-        return {"q": self.key_dim, "k": self.key_dim, "v": values, "z": values, "b": self.group, "a": self.group}
+        return {
+            "q": self.key_dim,
+            "k": self.key_dim,
+            "v": values,
+            "z": values,
+            "b": self.group,
+            "a": self.group,
+        }
 
     @property
     def num_channels(self) -> int:
@@ -65,14 +72,18 @@ class DeltaHeads:
         ]
 
 
-def fill_heads(place: Tensor, tensor: CheckpointTensor, sizes: Sequence[int], heads: Share, *, together: bool) -> None:
+def fill_heads(
+    place: Tensor, tensor: CheckpointTensor, sizes: Sequence[int], heads: Share, *, together: bool
+) -> None:
     """Copy this rank's heads out of a tensor that holds several matrices. Raises WeightMismatch.
 
     place: [heads, rows, ...].  sizes: each matrix's rows for a head.  together: the tensor has them head by head.
     """
     period, rest = sum(sizes), tensor.shape[1:]
     if tensor.shape[:1] != (heads.total * period,):
-        raise WeightMismatch(f"shape {list(tensor.shape)} found, {heads.total * period} rows expected")
+        raise WeightMismatch(
+            f"shape {list(tensor.shape)} found, {heads.total * period} rows expected"
+        )
     found, begin = [], 0
     for size in [period] if together else sizes:
         rows = tensor.read(0, begin + heads.start * size, heads.length * size)
@@ -84,8 +95,12 @@ def fill_heads(place: Tensor, tensor: CheckpointTensor, sizes: Sequence[int], he
 class DeltaProjection(ReplicatedLinear):
     """All projections of the input, this rank's heads one after the other, with the numbers of DeltaHeads.rows each."""
 
-    def __init__(self, in_features: int, heads: DeltaHeads, share: Share, *, dtype: torch.dtype) -> None:
-        super().__init__(in_features, share.length * sum(heads.rows.values()), bias=False, dtype=dtype)
+    def __init__(
+        self, in_features: int, heads: DeltaHeads, share: Share, *, dtype: torch.dtype
+    ) -> None:
+        super().__init__(
+            in_features, share.length * sum(heads.rows.values()), bias=False, dtype=dtype
+        )
         self.heads, self.share = heads, share
         self.shards = ("qkvz", "ba") if heads.interleaved else ("qkv", "z", "b", "a")
 
@@ -95,7 +110,9 @@ class DeltaProjection(ReplicatedLinear):
         rows = self.heads.rows
         sizes = [rows[each] for each in shard]
         start = sum(list(rows.values())[: list(rows).index(shard[0])])
-        place = self.weight.view(self.share.length, -1, self.in_features)[:, start : start + sum(sizes)]
+        place = self.weight.view(self.share.length, -1, self.in_features)[
+            :, start : start + sum(sizes)
+        ]
         fill_heads(place, tensor, sizes, self.share, together=self.heads.interleaved)
 
 
@@ -159,7 +176,13 @@ class GatedDeltaNet(WeightedModule):
         self.weights = (conv, -self.A_log.exp(), self.dt_bias.data, self.norm.weight.data)
 
 
-def mix(x: Tensor, memory: Sequence[Tensor], parts: StateParts, weights: Sequence[Tensor], heads: DeltaHeads) -> Tensor:
+def mix(
+    x: Tensor,
+    memory: Sequence[Tensor],
+    parts: StateParts,
+    weights: Sequence[Tensor],
+    heads: DeltaHeads,
+) -> Tensor:
     """Compute what is between the two products: x [tokens, heads * rows] -> [tokens, heads * group * value_dim].
 
     memory: the states in the pool, [rows, *shape] each; they are advanced by all parts of the batch.
@@ -175,7 +198,10 @@ def mix(x: Tensor, memory: Sequence[Tensor], parts: StateParts, weights: Sequenc
         for kept, values in zip(memory, after, strict=True):
             kept.index_copy_(0, parts.decodes, values)
     for part in parts.others:
-        before = [kept[part.source, None] if part.source >= 0 else torch.zeros_like(kept[:1]) for kept in memory]
+        before = [
+            kept[part.source, None] if part.source >= 0 else torch.zeros_like(kept[:1])
+            for kept in memory
+        ]
         mixed, after = _advance(x[None, part.start : part.end], before, weights, heads)
         out[part.start : part.end] = mixed[0]
         for row in (part.target, part.saved) if part.saved >= 0 else (part.target,):
@@ -184,7 +210,9 @@ def mix(x: Tensor, memory: Sequence[Tensor], parts: StateParts, weights: Sequenc
     return out
 
 
-def _advance(x: Tensor, before: Sequence[Tensor], weights: Sequence[Tensor], heads: DeltaHeads) -> tuple[Tensor, Any]:
+def _advance(
+    x: Tensor, before: Sequence[Tensor], weights: Sequence[Tensor], heads: DeltaHeads
+) -> tuple[Tensor, Any]:
     """Compute x [sequences, tokens, heads, rows] from the states `before` -> (output, the states after)."""
     x = x.transpose(1, 2)  # head by head from here on
     mixed, z, b, a = torch.split(x, [heads.num_channels, *list(heads.rows.values())[3:]], dim=-1)
@@ -198,7 +226,9 @@ def _advance(x: Tensor, before: Sequence[Tensor], weights: Sequence[Tensor], hea
     def of_group(rows: Tensor) -> Tensor:
         return rows.reshape(*x.shape[:3], heads.group, -1).transpose(2, 3)
 
-    query, key = (rows * torch.rsqrt(rows.square().sum(-1, keepdim=True) + NORM_EPS) for rows in (query, key))
+    query, key = (
+        rows * torch.rsqrt(rows.square().sum(-1, keepdim=True) + NORM_EPS) for rows in (query, key)
+    )
     query = query * heads.key_dim**-0.5
     decay = decay[:, None] * F.softplus(a.float() + dt_bias[:, None])
     rate, decay = b.float().sigmoid().mT[..., None], decay.mT[..., None]
@@ -221,11 +251,15 @@ def _chunk(
     query, key, values, rate, decay: [..., tokens, numbers]; the last is a logarithm.
     """
     total = decay.cumsum(-2)
-    is_later = torch.ones(total.shape[-2], total.shape[-2], dtype=torch.bool, device=key.device).triu(1)
+    is_later = torch.ones(
+        total.shape[-2], total.shape[-2], dtype=torch.bool, device=key.device
+    ).triu(1)
     faded = (total - total.mT).masked_fill(is_later, -torch.inf).exp()
     corrected = key * rate
     wanted = values * rate - (corrected * total.exp()) @ state
-    added = torch.linalg.solve_triangular((corrected @ key.mT) * faded, wanted, upper=False, unitriangular=True)
+    added = torch.linalg.solve_triangular(
+        (corrected @ key.mT) * faded, wanted, upper=False, unitriangular=True
+    )
     out = (query * total.exp()) @ state + ((query @ key.mT) * faded) @ added
     last = total[..., -1:, :]
     return out, state * last.exp() + (key * (last - total).exp()).mT @ added

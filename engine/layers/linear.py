@@ -55,7 +55,11 @@ logger = logging.getLogger(__name__)
 
 def pack_weight(weight: nn.Parameter) -> nn.Parameter:
     """Return the weight [out, in] as `linear` is fastest with it: packed by oneDNN, or as it is."""
-    if weight.device.type != "cpu" or weight.dtype not in PACKED_DTYPES or not _can_pack(weight.dtype):
+    if (
+        weight.device.type != "cpu"
+        or weight.dtype not in PACKED_DTYPES
+        or not _can_pack(weight.dtype)
+    ):
         return weight
     return nn.Parameter(_pack(weight.data), requires_grad=False)
 
@@ -85,7 +89,11 @@ def _can_pack(dtype: torch.dtype) -> bool:
         return bool((linear(ones, _pack(ones)) == 8).all())
     except (AttributeError, RuntimeError, TypeError) as error:
         dtype_name = str(dtype).removeprefix("torch.")
-        logger.warning("oneDNN's packed linear layers of %s are not used, which is slower: %r", dtype_name, error)
+        logger.warning(
+            "oneDNN's packed linear layers of %s are not used, which is slower: %r",
+            dtype_name,
+            error,
+        )
         return False
 
 
@@ -95,7 +103,9 @@ def _is_x86() -> bool:
 
 LARGEST = 127
 ZERO = 128  # of activations, which oneDNN multiplies as bytes from 1 to 255
-SMALLEST_MAGNITUDE = 2.0**-100  # so that a row of zeros has a scale too, by which 127 can be divided
+SMALLEST_MAGNITUDE = (
+    2.0**-100
+)  # so that a row of zeros has a scale too, by which 127 can be divided
 FLAGS = frozenset({"avx512_vnni", "avx_vnni", "amx_int8"})
 
 QuantizeRows = Callable[[Tensor], tuple[Tensor, Tensor]]
@@ -125,7 +135,9 @@ class Int8Product(nn.Module):
         """Quantize a weight [out, in], float32 or bfloat16, which is not kept."""
         super().__init__()
         levels, scales = quantize_weight(weight)
-        self.packed = nn.Parameter(torch.ops.onednn.qlinear_prepack(levels, None), requires_grad=False)
+        self.packed = nn.Parameter(
+            torch.ops.onednn.qlinear_prepack(levels, None), requires_grad=False
+        )
         self.scales = nn.Parameter(scales, requires_grad=False)
         self.zeros = torch.zeros(len(scales), dtype=torch.int32)  # of weights, as the op wants them
         self.quantize = quantize
@@ -155,7 +167,9 @@ def check_int8() -> None:
     try:
         product = Int8Product(ones, quantize_rows)(ones, None)
     except (AttributeError, RuntimeError, TypeError) as error:
-        raise ConfigError(f"{told}: torch {torch.__version__} has no such product ({error!r})") from error
+        raise ConfigError(
+            f"{told}: torch {torch.__version__} has no such product ({error!r})"
+        ) from error
     if not torch.allclose(product, torch.tensor(8.0)):
         raise ConfigError(f"{told}: torch {torch.__version__} gives another product than it should")
 
@@ -166,11 +180,19 @@ class ReplicatedLinear(WeightedModule):
     instead: multiplies in place of the weight: Int8Product, or TiledProduct in a deterministic engine.
     """
 
-    def __init__(self, in_features: int, out_features: int, *, bias: bool, dtype: torch.dtype) -> None:
+    def __init__(
+        self, in_features: int, out_features: int, *, bias: bool, dtype: torch.dtype
+    ) -> None:
         super().__init__()
         self.in_features, self.out_features = in_features, out_features
-        self.weight = nn.Parameter(torch.empty(out_features, in_features, dtype=dtype), requires_grad=False)
-        self.bias = nn.Parameter(torch.empty(out_features, dtype=dtype), requires_grad=False) if bias else None
+        self.weight = nn.Parameter(
+            torch.empty(out_features, in_features, dtype=dtype), requires_grad=False
+        )
+        self.bias = (
+            nn.Parameter(torch.empty(out_features, dtype=dtype), requires_grad=False)
+            if bias
+            else None
+        )
         self.instead: Int8Product | TiledProduct | None = None
 
     def forward(self, x: Tensor) -> Tensor:
@@ -198,8 +220,12 @@ class ColumnParallelLinear(ReplicatedLinear):
     rows: by shard name, this rank's share of each of the matrices that are stacked here and take the same input.
     """
 
-    def __init__(self, in_features: int, rows: dict[str, Share], *, bias: bool, dtype: torch.dtype) -> None:
-        super().__init__(in_features, sum(share.length for share in rows.values()), bias=bias, dtype=dtype)
+    def __init__(
+        self, in_features: int, rows: dict[str, Share], *, bias: bool, dtype: torch.dtype
+    ) -> None:
+        super().__init__(
+            in_features, sum(share.length for share in rows.values()), bias=bias, dtype=dtype
+        )
         self.rows = rows
         self.shards = tuple(rows)
 
@@ -207,7 +233,9 @@ class ColumnParallelLinear(ReplicatedLinear):
         """Copy this rank's rows of `tensor` into the rows of `shard`; if that is None, `tensor` stacks all shards."""
         total = sum(share.total for share in self.rows.values())
         if shard is None and tensor.shape[:1] != (total,):
-            raise WeightMismatch(f"shape {list(tensor.shape)} found, {total} entries in dimension 0 expected")
+            raise WeightMismatch(
+                f"shape {list(tensor.shape)} found, {total} entries in dimension 0 expected"
+            )
         start = stacked = 0
         for other, share in self.rows.items():
             place = self.get_parameter(name)[start : start + share.length]
@@ -262,7 +290,13 @@ class RowParallelLinear(ReplicatedLinear):
     """Input features split over the ranks: this rank's part of x -> y whole, summed over the ranks."""
 
     def __init__(
-        self, in_features: int, out_features: int, tp: TensorParallel, *, bias: bool, dtype: torch.dtype
+        self,
+        in_features: int,
+        out_features: int,
+        tp: TensorParallel,
+        *,
+        bias: bool,
+        dtype: torch.dtype,
     ) -> None:
         columns = tp.share(in_features, "input features")
         super().__init__(columns.length, out_features, bias=bias, dtype=dtype)
@@ -275,4 +309,7 @@ class RowParallelLinear(ReplicatedLinear):
 
     def load(self, name: str, tensor: CheckpointTensor, shard: str | None) -> None:
         """Copy this rank's columns of `tensor`, or the whole bias, into parameter `name`."""
-        fill(self.get_parameter(name), self.columns.read(tensor, 1) if name == "weight" else tensor.whole())
+        fill(
+            self.get_parameter(name),
+            self.columns.read(tensor, 1) if name == "weight" else tensor.whole(),
+        )

@@ -31,7 +31,9 @@ class ExpertGroups:
     ends: Tensor
 
     @classmethod
-    def of(cls, chosen: Tensor, num_experts: int, kernels: ExpertKernels | None = None) -> ExpertGroups:
+    def of(
+        cls, chosen: Tensor, num_experts: int, kernels: ExpertKernels | None = None
+    ) -> ExpertGroups:
         """Sort chosen: [tokens, experts of a token] int64, without reading it on the host."""
         if kernels is not None:
             return cls(*kernels.group(chosen, num_experts))
@@ -70,13 +72,21 @@ class GroupedLinear(nn.Module):
         if self.product is not None:
             return self.product(x, self.weight, bias, groups.ends)
         products = [
-            linear(x[start:end], self.weights[i], None if bias is None else bias[i]) for i, start, end in groups.spans
+            linear(x[start:end], self.weights[i], None if bias is None else bias[i])
+            for i, start, end in groups.spans
         ]
         return torch.cat(products) if products else x.new_empty(0, self.weights[0].shape[0])
 
 
 #: An expert's matrices in a checkpoint that has each by itself: Qwen's names and Mixtral's.
-MATRICES = {"gate_proj": "gate", "up_proj": "up", "down_proj": "down", "w1": "gate", "w3": "up", "w2": "down"}
+MATRICES = {
+    "gate_proj": "gate",
+    "up_proj": "up",
+    "down_proj": "down",
+    "w1": "gate",
+    "w3": "up",
+    "w2": "down",
+}
 EXPERT_MATRIX = re.compile(rf"(0|[1-9]\d{{0,5}})\.({'|'.join(MATRICES)})\.weight")
 
 
@@ -139,7 +149,9 @@ class ExpertMLPs(WeightedModule):
         rows = 2 * self.columns.length
 
         def parameter(*shape: int) -> nn.Parameter:
-            return nn.Parameter(torch.empty(experts.num_experts, *shape, dtype=dtype), requires_grad=False)
+            return nn.Parameter(
+                torch.empty(experts.num_experts, *shape, dtype=dtype), requires_grad=False
+            )
 
         self.gate_up_proj = parameter(rows, hidden_size)
         self.down_proj = parameter(hidden_size, self.columns.length)
@@ -157,7 +169,9 @@ class ExpertMLPs(WeightedModule):
         bias = self.down_proj_bias if self.tp.rank == 0 else None
         rows = self.down(self.activation(rows), bias, groups)
         # gathers, multiplies and adds in one pass, in float32; separate ops took 2 to 9 times as long
-        sums = F.embedding_bag(groups.places, rows, mode="sum", per_sample_weights=weights.to(rows.dtype))
+        sums = F.embedding_bag(
+            groups.places, rows, mode="sum", per_sample_weights=weights.to(rows.dtype)
+        )
         return self.tp.all_reduce(sums)
 
     def place_of(self, name: str) -> tuple[str, str | None] | None:
@@ -186,14 +200,22 @@ class ExpertMLPs(WeightedModule):
             expert, _, part = shard.partition(".")
             start = self.columns.length if part == "up" else 0
             dim = 1 if part == "down" else 0
-            fill(place[int(expert)].narrow(dim, start, self.columns.length), self.columns.read(tensor, dim))
+            fill(
+                place[int(expert)].narrow(dim, start, self.columns.length),
+                self.columns.read(tensor, dim),
+            )
             return
         shape = self._stored_shape(name)
         turned = (*shape[:1], *shape[:0:-1])  # as gpt-oss and Qwen3-VL-MoE have matrices
-        if tensor.shape != (turned if self.experts.interleaved else shape) and tensor.shape != turned:
+        if (
+            tensor.shape != (turned if self.experts.interleaved else shape)
+            and tensor.shape != turned
+        ):
             raise WeightMismatch(f"shape {list(tensor.shape)} found, {list(shape)} expected")
         is_turned = self.experts.interleaved or tensor.shape != shape
-        for i in range(self.experts.num_experts):  # one at a time: all of them together may be gigabytes
+        for i in range(
+            self.experts.num_experts
+        ):  # one at a time: all of them together may be gigabytes
             whole = tensor.part(slice(i, i + 1))[0]
             place[i].copy_(self._own_share(name, whole.t() if is_turned else whole))
 
@@ -205,7 +227,9 @@ class ExpertMLPs(WeightedModule):
 
     def _stored_shape(self, name: str) -> tuple[int, ...]:
         experts, hidden = self.experts.num_experts, self.down_proj.shape[1]
-        rows, columns = (hidden, self.columns.total) if "down" in name else (2 * self.columns.total, hidden)
+        rows, columns = (
+            (hidden, self.columns.total) if "down" in name else (2 * self.columns.total, hidden)
+        )
         return (experts, rows) if name.endswith("bias") else (experts, rows, columns)
 
     def _own_share(self, name: str, whole: Tensor) -> Tensor:
@@ -240,14 +264,18 @@ class SparseMLP(nn.Module):
         self.num_chosen, self.normalised = experts.num_chosen, experts.normalised
         fused = None if kernels is None else kernels.experts
         self.choose = choose_experts if fused is None else fused.choose
-        self.gate = ReplicatedLinear(hidden_size, experts.num_experts, bias=experts.bias, dtype=dtype)
+        self.gate = ReplicatedLinear(
+            hidden_size, experts.num_experts, bias=experts.bias, dtype=dtype
+        )
         self.experts = ExpertMLPs(experts, hidden_size, tp, dtype=dtype, kernels=kernels)
 
     def forward(self, hidden: Tensor) -> Tensor:
         """Send hidden [tokens, hidden] through the chosen experts -> [tokens, hidden]."""
         if len(hidden) == 0:  # the last block of a step in which no row samples
             return hidden
-        weights, chosen = self.choose(self.gate(hidden), self.num_chosen, normalised=self.normalised)
+        weights, chosen = self.choose(
+            self.gate(hidden), self.num_chosen, normalised=self.normalised
+        )
         output: Tensor = self.experts(hidden, weights, chosen)
         if self.shared_expert is not None:
             output += self.shared_expert_gate(hidden).sigmoid() * self.shared_expert(hidden)

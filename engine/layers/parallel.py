@@ -25,7 +25,9 @@ class Share:
     def read(self, tensor: CheckpointTensor, dim: int) -> Tensor:
         """Read this part of a checkpoint's tensor, and no more. Raises WeightMismatch for another size."""
         if dim >= len(tensor.shape) or tensor.shape[dim] != self.total:
-            raise WeightMismatch(f"shape {list(tensor.shape)} found, {self.total} entries in dimension {dim} expected")
+            raise WeightMismatch(
+                f"shape {list(tensor.shape)} found, {self.total} entries in dimension {dim} expected"
+            )
         return tensor.read(dim, self.start, self.length)
 
 

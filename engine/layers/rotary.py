@@ -65,7 +65,10 @@ class Rope:
 
 
 def _powers(rope: Rope, theta: float) -> Tensor:
-    exponents = torch.arange(0, rope.rotary_dim, 2, dtype=torch.int64, device="cpu").float() / rope.rotary_dim
+    exponents = (
+        torch.arange(0, rope.rotary_dim, 2, dtype=torch.int64, device="cpu").float()
+        / rope.rotary_dim
+    )
     powers: Tensor = theta**exponents
     return powers
 
@@ -99,10 +102,14 @@ def _yarn(rope: Rope, longest: int) -> tuple[Tensor, float]:
     if rope.parameters.get("truncate", True):
         low, high = math.floor(low), math.ceil(high)
     low, high = max(low, 0), min(high, dim - 1)
-    ramp = (torch.arange(dim // 2, dtype=torch.float32, device="cpu") - low) / (high - low if high != low else 0.001)
+    ramp = (torch.arange(dim // 2, dtype=torch.float32, device="cpu") - low) / (
+        high - low if high != low else 0.001
+    )
     kept = 1 - ramp.clamp(0, 1)
     powers = _powers(rope, rope.theta)
-    return 1.0 / (factor * powers) * (1 - kept) + 1.0 / powers * kept, _yarn_attention_factor(rope, factor)
+    return 1.0 / (factor * powers) * (1 - kept) + 1.0 / powers * kept, _yarn_attention_factor(
+        rope, factor
+    )
 
 
 def _yarn_attention_factor(rope: Rope, factor: float) -> float:
@@ -122,7 +129,9 @@ def _longrope(rope: Rope, longest: int) -> tuple[Tensor, float]:
     factor = rope.optional("factor") or rope.max_positions / original
     attention_factor = rope.optional("attention_factor")
     if attention_factor is None:
-        attention_factor = 1.0 if factor <= 1.0 else math.sqrt(1 + math.log(factor) / math.log(original))
+        attention_factor = (
+            1.0 if factor <= 1.0 else math.sqrt(1 + math.log(factor) / math.log(original))
+        )
     factors = {name: rope.factors(name) for name in ("short_factor", "long_factor")}
     chosen = factors["long_factor" if longest > original else "short_factor"]
     return 1.0 / (chosen * _powers(rope, rope.theta)), attention_factor
@@ -164,14 +173,18 @@ class RotaryEmbedding(nn.Module):
 
     table: Tensor
 
-    def __init__(self, rope: Rope, max_positions: int, *, dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(
+        self, rope: Rope, max_positions: int, *, dtype: torch.dtype, device: torch.device
+    ) -> None:
         """max_positions: tokens that no sequence exceeds."""
         super().__init__()
         frequencies, factor = rope.frequencies(max_positions)
         positions = torch.arange(max_positions, dtype=torch.float32, device=device)
         angles = torch.outer(positions, frequencies.to(device))
         angles = torch.cat((angles, angles), dim=-1)
-        self.table = torch.stack((angles.cos().mul_(factor), angles.sin().mul_(factor)), dim=1).to(dtype)
+        self.table = torch.stack((angles.cos().mul_(factor), angles.sin().mul_(factor)), dim=1).to(
+            dtype
+        )
 
     def forward(self, positions: Tensor) -> tuple[Tensor, Tensor]:
         """Return cosines and sines of positions, [tokens] int64: each [tokens, 1, dim], for many layers."""

@@ -46,7 +46,9 @@ def cut_rows(num_rows: int, tiles: Sequence[int]) -> Iterator[tuple[int, int]]:
         start += size
 
 
-def find_tiles(product: Product, in_features: int, dtype: torch.dtype, bias: Tensor | None) -> list[int]:
+def find_tiles(
+    product: Product, in_features: int, dtype: torch.dtype, bias: Tensor | None
+) -> list[int]:
     """Find, by random rows, those of TILES in which a row has the same bits in every place as in the smallest.
 
     Rounding to bfloat16 hides most differences between sums; with a bias that subtracts a row's product they show.

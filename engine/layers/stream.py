@@ -21,7 +21,13 @@ class RMSNorm(WeightedModule):
     """
 
     def __init__(
-        self, dim: int, eps: float, *, dtype: torch.dtype, kernels: LayerKernels | None = None, offset: float = 0.0
+        self,
+        dim: int,
+        eps: float,
+        *,
+        dtype: torch.dtype,
+        kernels: LayerKernels | None = None,
+        offset: float = 0.0,
     ) -> None:
         super().__init__()
         self.kernels = kernels
@@ -61,7 +67,13 @@ class ParallelRMSNorm(RMSNorm):
     """
 
     def __init__(
-        self, share: Share, eps: float, tp: TensorParallel, *, dtype: torch.dtype, kernels: LayerKernels | None = None
+        self,
+        share: Share,
+        eps: float,
+        tp: TensorParallel,
+        *,
+        dtype: torch.dtype,
+        kernels: LayerKernels | None = None,
     ) -> None:
         super().__init__(share.length, eps, dtype=dtype, kernels=kernels)
         self.share = share

@@ -15,18 +15,29 @@ from engine.attention.kv_cache import KVCache
 from engine.attention.torch_backend import TorchMetadata
 from engine.errors import UnsupportedModel
 
-PLACE = "tokenmill_attention"  # the attribute of a module that holds what answers its attention calls
+PLACE = (
+    "tokenmill_attention"  # the attribute of a module that holds what answers its attention calls
+)
 NUM_RECORDED_TOKENS = 8
 FAR = 1 << 20  # a position beyond every window and chunk
 
 # Options that change attention and are built, and options that do not change it.
 BUILT = frozenset({"alibi", "block_indices", "indices", "sliding_window", "softcap", "s_aux"})
 IDLE = frozenset(
-    {"cache_position", "logits_to_keep", "past_key_values", "position_ids", "return_dict", "use_cache"}
+    {
+        "cache_position",
+        "logits_to_keep",
+        "past_key_values",
+        "position_ids",
+        "return_dict",
+        "use_cache",
+    }
     | {"output_attentions", "output_hidden_states", "output_router_logits"}
 )
 
-MaskSpan = tuple[int | None, int | None]  # window and chunk of a mask, as AttentionFeatures have them
+MaskSpan = tuple[
+    int | None, int | None
+]  # window and chunk of a mask, as AttentionFeatures have them
 MaskFunction = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 
 
@@ -64,11 +75,15 @@ def answer(
     call = AttentionCall(module, query, key, value, attention_mask, scaling, options)
     answers: Callable[[AttentionCall], Tensor] | None = module.__dict__.get(PLACE)
     if answers is None:
-        raise UnsupportedModel(f"{type(module).__name__} attends where it did not when the model was loaded")
+        raise UnsupportedModel(
+            f"{type(module).__name__} attends where it did not when the model was loaded"
+        )
     return answers(call), None
 
 
-def describe_mask(*, mask_function: MaskFunction, device: torch.device | str = "cpu", **_: Any) -> Tensor:
+def describe_mask(
+    *, mask_function: MaskFunction, device: torch.device | str = "cpu", **_: Any
+) -> Tensor:
     """Make a mask for the recorded tokens, [1, 1, tokens, tokens], with its reach as `.span`.
 
     For a mask that is neither causal, nor a window, nor chunks, `.span` is an UnsupportedModel, raised if it is used.
@@ -80,10 +95,14 @@ def describe_mask(*, mask_function: MaskFunction, device: torch.device | str = "
         return seen.expand(1, 1, len(queries), len(keys))
 
     def first_seen(query: int) -> int:
-        row = sees(torch.tensor([query], device=device), torch.arange(query + 2, device=device)).flatten()
+        row = sees(
+            torch.tensor([query], device=device), torch.arange(query + 2, device=device)
+        ).flatten()
         first = int(row.int().argmax())
         if row[-1] or not row[first:-1].all():
-            raise UnsupportedModel("its mask shows a query what comes after it, or leaves gaps before it")
+            raise UnsupportedModel(
+                "its mask shows a query what comes after it, or leaves gaps before it"
+            )
         return first
 
     tokens = torch.arange(NUM_RECORDED_TOKENS, device=device)
@@ -100,14 +119,19 @@ def describe_mask(*, mask_function: MaskFunction, device: torch.device | str = "
 class _AllTokensAlike(TorchFunctionMode):
     """Looks up the last token's value for tokens behind it: masks may look up which tokens are of one image."""
 
-    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_function__(
+        self, function: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
         if (
             function is Tensor.__getitem__
             and isinstance(args[1], tuple)
             and all(isinstance(i, Tensor) for i in args[1])
         ):
             looked_up, places = args
-            args = looked_up, tuple(i.clamp(max=n - 1) for i, n in zip(places, looked_up.shape, strict=False))
+            args = (
+                looked_up,
+                tuple(i.clamp(max=n - 1) for i, n in zip(places, looked_up.shape, strict=False)),
+            )
         return function(*args, **(kwargs or {}))
 
 
@@ -128,15 +152,21 @@ def features_of(call: AttentionCall, max_positions: int) -> AttentionFeatures:
         raise UnsupportedModel("its attention is not causal")
     sinks = call.options.get("s_aux")
     if sinks is not None and sinks.shape != call.query.shape[1:2]:
-        raise UnsupportedModel(f"its sinks are of shape {list(sinks.shape)}; one for each head is built")
+        raise UnsupportedModel(
+            f"its sinks are of shape {list(sinks.shape)}; one for each head is built"
+        )
     bias = call.options.get("alibi")
     if bias is not None and bias.numel() != call.query.shape[1] * bias.shape[-1]:
-        raise UnsupportedModel(f"its bias is of shape {list(bias.shape)}; a slope for each head is built")
+        raise UnsupportedModel(
+            f"its bias is of shape {list(bias.shape)}; a slope for each head is built"
+        )
     head_dim = call.query.shape[-1]
     is_indexed = chosen_by(call) is not None
     window, chunk = (span if span and span < max_positions else None for span in _span_of(call))
     if is_indexed and (window or chunk or bias is not None):
-        raise UnsupportedModel("an index chooses tokens within a window, a chunk or beside slopes, which is not built")
+        raise UnsupportedModel(
+            "an index chooses tokens within a window, a chunk or beside slopes, which is not built"
+        )
     return AttentionFeatures(
         num_heads=call.query.shape[1],
         num_kv_heads=call.key.shape[1],
@@ -161,9 +191,13 @@ def chosen_by(call: AttentionCall) -> Tensor | None:
 
 
 def _refuse_unbuilt(call: AttentionCall) -> None:
-    said = {name for name, value in call.options.items() if value is not None and value is not False}
+    said = {
+        name for name, value in call.options.items() if value is not None and value is not False
+    }
     if unknown := said - BUILT - IDLE - {"is_causal"}:
-        raise UnsupportedModel(f"its attention takes {', '.join(sorted(unknown))}, which is not built")
+        raise UnsupportedModel(
+            f"its attention takes {', '.join(sorted(unknown))}, which is not built"
+        )
 
 
 def _span_of(call: AttentionCall) -> MaskSpan:
@@ -175,7 +209,9 @@ def _span_of(call: AttentionCall) -> MaskSpan:
     window = call.options.get("sliding_window")
     if call.mask is not None and not call.mask.is_meta:
         seen = call.mask if call.mask.dtype == torch.bool else call.mask == 0
-        ones = torch.ones(call.query.shape[2], call.key.shape[2], dtype=torch.bool, device=seen.device)
+        ones = torch.ones(
+            call.query.shape[2], call.key.shape[2], dtype=torch.bool, device=seen.device
+        )
         expected = ones.tril() & ones.triu(1 - (window or len(ones)))
         if seen.shape[-2:] != expected.shape or not (seen == expected).all():
             raise UnsupportedModel("it builds an attention mask or bias of its own")
@@ -243,13 +279,21 @@ class PagedAttention:
 
     def __call__(self, call: AttentionCall) -> Tensor:
         index, self._next = self._next, self._next + 1
-        if self._pass is None or index >= len(self._modules) or call.module is not self._modules[index]:
-            raise UnsupportedModel("its layers attend in another order than when the model was loaded")
+        if (
+            self._pass is None
+            or index >= len(self._modules)
+            or call.module is not self._modules[index]
+        ):
+            raise UnsupportedModel(
+                "its layers attend in another order than when the model was loaded"
+            )
         _refuse_unbuilt(call)  # some options come only with long sequences
         batch, cache = self._pass
         features, layer_cache = self.features[index], cache.layers[index]
         head_dim = features.head_dim
-        query, key, value = (_rows(x, head_dim, self._dtype) for x in (call.query, call.key, call.value))
+        query, key, value = (
+            _rows(x, head_dim, self._dtype) for x in (call.query, call.key, call.value)
+        )
         if len(key) != len(batch.slot_mapping):
             raise UnsupportedModel("it attends to other keys than one of each token")
         sinks = call.options.get("s_aux")
@@ -257,12 +301,18 @@ class PagedAttention:
         self._backend.store(key, value, layer_cache, batch.slot_mapping)
         metadata = batch.attention
         if batch.pictures is not None and batch.pictures.attention is not None:
-            metadata = metadata if self.only_windows and features.window is None else batch.pictures.attention
+            metadata = (
+                metadata
+                if self.only_windows and features.window is None
+                else batch.pictures.attention
+            )
         chosen = chosen_by(call) if self._chosen is None else self._chosen()
         if chosen is not None:
             assert isinstance(metadata, TorchMetadata), "no other backend takes such features"
             metadata = replace(metadata, chosen=chosen)
-        attended = self._backend.forward(query, layer_cache, metadata, features, sinks, self._slopes[index])
+        attended = self._backend.forward(
+            query, layer_cache, metadata, features, sinks, self._slopes[index]
+        )
         heads = attended.view(1, len(query), -1, head_dim)[..., : call.value.shape[-1]]
         answered: Tensor = heads.to(call.value.dtype).contiguous()
         return answered

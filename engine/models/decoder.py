@@ -11,7 +11,13 @@ from engine.attention.kv_cache import KVCache, LayerKVCache
 from engine.checkpoint.weights import CheckpointTensor
 from engine.layers.embedding import ParallelLMHead, VocabParallelEmbedding
 from engine.layers.gated_delta_net import GatedDeltaNet
-from engine.layers.linear import ColumnParallelLinear, QKVParallelLinear, RowParallelLinear, WeightedModule, fill
+from engine.layers.linear import (
+    ColumnParallelLinear,
+    QKVParallelLinear,
+    RowParallelLinear,
+    WeightedModule,
+    fill,
+)
 from engine.layers.moe import SparseMLP
 from engine.layers.parallel import Share, TensorParallel
 from engine.layers.rotary import RotaryEmbedding, apply_rotary
@@ -34,7 +40,11 @@ class DecoderParts:
 
     def norm(self, features: int | Share) -> RMSNorm:
         """Build a norm over a number of features, or over features that are split over the ranks."""
-        flags, eps, kernels = self.config.flags, self.config.rms_norm_eps, self.backend.layer_kernels
+        flags, eps, kernels = (
+            self.config.flags,
+            self.config.rms_norm_eps,
+            self.backend.layer_kernels,
+        )
         dtype = torch.float32 if flags.float32_norms else self.dtype
         if isinstance(features, Share):
             return ParallelRMSNorm(features, eps, self.tp, dtype=dtype, kernels=kernels)
@@ -59,7 +69,11 @@ class DecoderAttention(WeightedModule):
             gated=config.flags.gated_attention,
         )
         self.o_proj = RowParallelLinear(
-            sizes.num_heads * sizes.head_dim, sizes.hidden_size, tp, bias=config.output_bias, dtype=dtype
+            sizes.num_heads * sizes.head_dim,
+            sizes.hidden_size,
+            tp,
+            bias=config.output_bias,
+            dtype=dtype,
         )
         if config.flags.qk_norm == "head":
             self.q_norm, self.k_norm = parts.norm(sizes.head_dim), parts.norm(sizes.head_dim)
@@ -91,7 +105,9 @@ class DecoderAttention(WeightedModule):
             query = self.q_norm(query.flatten(1)).view(query.shape)
             key = self.k_norm(key.flatten(1)).view(key.shape)
         query = self._norm_rotate_and_store(query, key, value, rotations[self.rope], batch, cache)
-        attended = self.backend.forward(query, cache, batch.attention, self.features, self.sinks).flatten(1)
+        attended = self.backend.forward(
+            query, cache, batch.attention, self.features, self.sinks
+        ).flatten(1)
         if rows is not None:
             attended, total = attended[rows], total[rows]
         if gate is not None:
@@ -105,7 +121,13 @@ class DecoderAttention(WeightedModule):
         fill(self.get_parameter(name), self.heads.read(tensor, 0))
 
     def _norm_rotate_and_store(
-        self, query: Tensor, key: Tensor, value: Tensor, rotation: Rotation, batch: ForwardBatch, cache: LayerKVCache
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        rotation: Rotation,
+        batch: ForwardBatch,
+        cache: LayerKVCache,
     ) -> Tensor:
         """Store keys and values in the cache; return the queries."""
         each_head = self.qk_norm == "head"
@@ -150,7 +172,9 @@ class DecoderLayer(WeightedModule):
         if layer.delta is None:
             self.self_attn = DecoderAttention(parts, layer)
         else:
-            self.self_attn = GatedDeltaNet(layer.delta, size, parts.tp, dtype=parts.dtype, kernels=kernels)
+            self.self_attn = GatedDeltaNet(
+                layer.delta, size, parts.tp, dtype=parts.dtype, kernels=kernels
+            )
         self.mlp: DecoderMLP | SparseMLP
         if layer.experts is None:
             self.mlp = DecoderMLP(parts)
@@ -193,7 +217,9 @@ class DecoderModel(nn.Module):
     def __init__(self, parts: DecoderParts) -> None:
         super().__init__()
         config, sizes = parts.config, parts.config.sizes
-        self.embed_tokens = VocabParallelEmbedding(sizes.vocab_size, sizes.hidden_size, parts.tp, dtype=parts.dtype)
+        self.embed_tokens = VocabParallelEmbedding(
+            sizes.vocab_size, sizes.hidden_size, parts.tp, dtype=parts.dtype
+        )
         # rounded to the embeddings' dtype, which moves it by up to 0.4 % in bfloat16
         scale = torch.tensor(sizes.hidden_size**0.5, dtype=parts.dtype, device="cpu").item()
         self.embedding_scale = scale if config.flags.scaled_embeddings else None
@@ -202,7 +228,11 @@ class DecoderModel(nn.Module):
         self.with_states = [i for i, layer in enumerate(config.layers) if layer.delta is not None]
 
     def forward(
-        self, batch: ForwardBatch, cache: KVCache, rotations: Sequence[Rotation], rows: Tensor | None = None
+        self,
+        batch: ForwardBatch,
+        cache: KVCache,
+        rotations: Sequence[Rotation],
+        rows: Tensor | None = None,
     ) -> Tensor:
         """Return the final hidden states [tokens, hidden], or of `rows` alone: the last block skips the others."""
         hidden = self.embed_tokens(batch.token_ids)
@@ -229,7 +259,9 @@ class DecoderForCausalLM(CausalModel):
         config, sizes = parts.config, parts.config.sizes
         self.rotaries = nn.ModuleList(rotaries)
         self.model = DecoderModel(parts)
-        self.lm_head = ParallelLMHead(sizes.vocab_size, sizes.hidden_size, parts.tp, dtype=parts.dtype)
+        self.lm_head = ParallelLMHead(
+            sizes.vocab_size, sizes.hidden_size, parts.tp, dtype=parts.dtype
+        )
         self.tied = config.tie_word_embeddings
         self.logit_soft_cap = config.logit_soft_cap
         self.attention_layers, self.states, self.index_keys = config.kept(parts.tp, parts.dtype)

@@ -10,7 +10,13 @@ from typing import Any
 import torch
 
 from engine.attention.features import AttentionFeatures
-from engine.checkpoint.model_config import MAX_SIZE, ModelConfig, number, optional_number, written_length
+from engine.checkpoint.model_config import (
+    MAX_SIZE,
+    ModelConfig,
+    number,
+    optional_number,
+    written_length,
+)
 from engine.errors import ConfigError, UnsupportedModel
 from engine.layers.gated_delta_net import DeltaHeads
 from engine.layers.moe import Experts
@@ -25,7 +31,9 @@ def size(values: Mapping[str, Any], name: str) -> int:
     """Return a size. Raises ConfigError for an impossible one, KeyError if it is absent."""
     value = values[name]
     if type(value) is not int or not 0 < value < MAX_SIZE:
-        raise ConfigError(f"config.json: {name} must be between 1 and {MAX_SIZE - 1}, got {brief(value)}")
+        raise ConfigError(
+            f"config.json: {name} must be between 1 and {MAX_SIZE - 1}, got {brief(value)}"
+        )
     return value
 
 
@@ -47,16 +55,26 @@ def read_experts(
     if "num_experts_per_tok" not in known:
         return [None] * num_layers
     if known["hidden_act"] != "silu":
-        raise UnsupportedModel(f"experts with hidden_act {known['hidden_act']!r} are not supported natively")
+        raise UnsupportedModel(
+            f"experts with hidden_act {known['hidden_act']!r} are not supported natively"
+        )
     experts = Experts(
-        num_experts=size(known, "num_experts" if known["num_local_experts"] is None else "num_local_experts"),
+        num_experts=size(
+            known, "num_experts" if known["num_local_experts"] is None else "num_local_experts"
+        ),
         num_chosen=size(known, "num_experts_per_tok"),
-        intermediate_size=size({"moe_intermediate_size": intermediate_size, **known}, "moe_intermediate_size"),
+        intermediate_size=size(
+            {"moe_intermediate_size": intermediate_size, **known}, "moe_intermediate_size"
+        ),
         normalised="norm_topk_prob" not in known or truth(known, "norm_topk_prob"),
         bias=flags.expert_bias,
-        swiglu=(number(known, "swiglu_alpha"), number(known, "swiglu_limit")) if "swiglu_alpha" in known else None,
+        swiglu=(number(known, "swiglu_alpha"), number(known, "swiglu_limit"))
+        if "swiglu_alpha" in known
+        else None,
         interleaved=flags.interleaved_experts,
-        shared_size=size(known, "shared_expert_intermediate_size") if "shared_expert_intermediate_size" in known else 0,
+        shared_size=size(known, "shared_expert_intermediate_size")
+        if "shared_expert_intermediate_size" in known
+        else 0,
     )
     if experts.num_chosen > experts.num_experts:
         raise ConfigError(
@@ -69,7 +87,9 @@ def _sparse_layers(known: Mapping[str, Any], num_layers: int) -> list[bool]:
     """Return which layers have experts: every decoder_sparse_step-th one, except mlp_only_layers."""
     step = size({"decoder_sparse_step": 1, **known}, "decoder_sparse_step")
     dense = known.get("mlp_only_layers") or []
-    if not isinstance(dense, list) or not all(type(i) is int and 0 <= i < num_layers for i in dense):
+    if not isinstance(dense, list) or not all(
+        type(i) is int and 0 <= i < num_layers for i in dense
+    ):
         raise ConfigError(
             f"config.json: mlp_only_layers must hold numbers of the {num_layers} layers, got {brief(dense)}"
         )
@@ -81,18 +101,31 @@ def read_delta(known: Mapping[str, Any], flags: DecoderFlags, eps: float) -> Del
     if "linear_num_key_heads" not in known:
         return None
     if known["hidden_act"] != "silu":
-        raise UnsupportedModel(f"delta nets with hidden_act {known['hidden_act']!r} are not supported natively")
-    num_heads, num_values = size(known, "linear_num_key_heads"), size(known, "linear_num_value_heads")
+        raise UnsupportedModel(
+            f"delta nets with hidden_act {known['hidden_act']!r} are not supported natively"
+        )
+    num_heads, num_values = (
+        size(known, "linear_num_key_heads"),
+        size(known, "linear_num_value_heads"),
+    )
     if num_values % num_heads:
-        raise ConfigError(f"config.json: {num_values} heads of values cannot share {num_heads} of keys")
+        raise ConfigError(
+            f"config.json: {num_values} heads of values cannot share {num_heads} of keys"
+        )
     key_dim, value_dim, kernel_size = (
         size(known, f"linear_{name}_dim") for name in ("key_head", "value_head", "conv_kernel")
     )
     interleaved = flags.interleaved_delta
-    return DeltaHeads(num_heads, num_values // num_heads, key_dim, value_dim, kernel_size, eps, interleaved)
+    return DeltaHeads(
+        num_heads, num_values // num_heads, key_dim, value_dim, kernel_size, eps, interleaved
+    )
 
 
-SCALED_FROM_ORIGINAL = ("llama3", "yarn", "longrope")  # kinds that go by the length before it was stretched
+SCALED_FROM_ORIGINAL = (
+    "llama3",
+    "yarn",
+    "longrope",
+)  # kinds that go by the length before it was stretched
 
 
 def read_ropes(known: Mapping[str, Any], head_dim: int, max_positions: int) -> tuple[Rope, ...]:
@@ -104,13 +137,17 @@ def read_ropes(known: Mapping[str, Any], head_dim: int, max_positions: int) -> t
     theta = number(known, "rope_theta")
     if "rope_local_base_freq" not in known:
         if any(isinstance(value, Mapping) for value in parameters.values()):
-            raise UnsupportedModel("rope parameters by layer type are not supported for this architecture")
+            raise UnsupportedModel(
+                "rope parameters by layer type are not supported for this architecture"
+            )
         return (_read_rope(known, parameters, theta, head_dim, max_positions),)
     by_kind = known["rope_parameters"] or {}
     full = {**(by_kind.get("full_attention") or {}), **(known["rope_scaling"] or {})}
     sliding = by_kind.get("sliding_attention") or {}
     if by_kind and not (full and sliding):
-        raise ConfigError("config.json: rope_parameters must have full_attention and sliding_attention")
+        raise ConfigError(
+            "config.json: rope_parameters must have full_attention and sliding_attention"
+        )
     thetas = (theta, number(known, "rope_local_base_freq"))
     return tuple(
         _read_rope(known, given, own, head_dim, max_positions)
@@ -119,7 +156,11 @@ def read_ropes(known: Mapping[str, Any], head_dim: int, max_positions: int) -> t
 
 
 def _read_rope(
-    known: Mapping[str, Any], given: Mapping[str, Any], theta: float, head_dim: int, max_positions: int
+    known: Mapping[str, Any],
+    given: Mapping[str, Any],
+    theta: float,
+    head_dim: int,
+    max_positions: int,
 ) -> Rope:
     parameters = dict(given)
     kind = parameters.get("rope_type") or parameters.get("type") or "default"
@@ -130,7 +171,9 @@ def _read_rope(
         parameters[name] = known[name] or parameters.get(name) or max_positions
     turning = parameters.get("partial_rotary_factor", known.get("partial_rotary_factor", 1.0))
     if turning != 1.0 and "partial_rotary_factor" not in known:
-        raise UnsupportedModel(f"partial_rotary_factor {turning!r} is not supported for this architecture")
+        raise UnsupportedModel(
+            f"partial_rotary_factor {turning!r} is not supported for this architecture"
+        )
     rotary_dim = int(head_dim * turning)
     if rotary_dim % 2 or not 0 < rotary_dim <= head_dim:
         raise ConfigError(
@@ -196,7 +239,11 @@ class DecoderConfig:
     def kept(self, tp: TensorParallel, dtype: torch.dtype) -> Kept:
         """Return what one rank keeps of a sequence: keys and values by attention layer, states. dtype: the model's."""
         features = [self.attention(layer, tp) for layer in self.layers if layer.delta is None]
-        each = [(i, layer.delta.share(tp)) for i, layer in enumerate(self.layers) if layer.delta is not None]
+        each = [
+            (i, layer.delta.share(tp))
+            for i, layer in enumerate(self.layers)
+            if layer.delta is not None
+        ]
         return Kept(features, [state for i, heads in each for state in heads.states(i, dtype)])
 
     def attention(self, layer: LayerConfig, tp: TensorParallel) -> AttentionFeatures:
@@ -236,11 +283,19 @@ def read_decoder_config(model: ModelConfig, flags: DecoderFlags) -> DecoderConfi
 def _read(model: ModelConfig, flags: DecoderFlags) -> DecoderConfig:
     _refuse_unbuilt(model, flags)
     keys = {**COMMON_KEYS, **flags.keys}
-    known = {key: model.values.get(key, default) for key, default in keys.items()} | dict(flags.fixed)
+    known = {key: model.values.get(key, default) for key, default in keys.items()} | dict(
+        flags.fixed
+    )
     kinds = _layer_kinds(known, model.num_layers)
     if SLIDING in kinds and not known.get("use_sliding_window", True):
-        raise ConfigError("config.json: layer_types has sliding_attention, and use_sliding_window is false")
-    windows = {FULL: None, LINEAR: None, SLIDING: size(known, "sliding_window") if SLIDING in kinds else None}
+        raise ConfigError(
+            "config.json: layer_types has sliding_attention, and use_sliding_window is false"
+        )
+    windows = {
+        FULL: None,
+        LINEAR: None,
+        SLIDING: size(known, "sliding_window") if SLIDING in kinds else None,
+    }
     ropes = read_ropes(known, model.head_dim, written_length(model.values))
     experts = read_experts(known, flags, model.num_layers, model.intermediate_size)
     eps = number(model.values, "rms_norm_eps")
@@ -248,14 +303,18 @@ def _read(model: ModelConfig, flags: DecoderFlags) -> DecoderConfig:
     attention_bias = truth(known, "attention_bias")
     name = "hidden_activation" if "hidden_activation" in known else "hidden_act"
     if known[name] not in ACTIVATIONS:
-        raise UnsupportedModel(f"{name} {known[name]!r} is not supported natively; supported: {', '.join(ACTIVATIONS)}")
+        raise UnsupportedModel(
+            f"{name} {known[name]!r} is not supported natively; supported: {', '.join(ACTIVATIONS)}"
+        )
     return DecoderConfig(
         flags=flags,
         sizes=model,
         rms_norm_eps=eps,
         activation=known[name],
         qkv_bias=flags.qkv_bias or attention_bias,
-        output_bias=truth(known, "attention_out_bias") if "attention_out_bias" in known else attention_bias,
+        output_bias=truth(known, "attention_out_bias")
+        if "attention_out_bias" in known
+        else attention_bias,
         mlp_bias=truth(known, "mlp_bias"),
         attention_scale=(optional_number(known, "query_pre_attn_scalar") or model.head_dim) ** -0.5,
         attention_soft_cap=optional_number(known, "attn_logit_softcapping"),
@@ -263,7 +322,12 @@ def _read(model: ModelConfig, flags: DecoderFlags) -> DecoderConfig:
         tie_word_embeddings=truth(known, "tie_word_embeddings"),
         ropes=ropes,
         layers=tuple(
-            LayerConfig(windows[kind], int(kind == SLIDING and len(ropes) > 1), each, delta if kind == LINEAR else None)
+            LayerConfig(
+                windows[kind],
+                int(kind == SLIDING and len(ropes) > 1),
+                each,
+                delta if kind == LINEAR else None,
+            )
             for kind, each in zip(kinds, experts, strict=True)
         ),
     )
@@ -274,10 +338,14 @@ def _layer_kinds(known: Mapping[str, Any], num_layers: int) -> list[str]:
     if known.get("layer_types"):
         kinds = list(known["layer_types"])
         if len(kinds) != num_layers:
-            raise ConfigError(f"config.json: layer_types has {len(kinds)} entries for {num_layers} layers")
+            raise ConfigError(
+                f"config.json: layer_types has {len(kinds)} entries for {num_layers} layers"
+            )
         known_kinds = {FULL, LINEAR if "linear_num_key_heads" in known else SLIDING}
         if unknown := sorted(set(map(str, kinds)) - known_kinds):
-            raise UnsupportedModel(f"layers of type {', '.join(unknown)} are not supported natively")
+            raise UnsupportedModel(
+                f"layers of type {', '.join(unknown)} are not supported natively"
+            )
         return kinds
     for key in PATTERNS.keys() & known.keys():
         return [PATTERNS[key] if (i + 1) % size(known, key) else FULL for i in range(num_layers)]
@@ -295,8 +363,12 @@ def _refuse_unbuilt(model: ModelConfig, flags: DecoderFlags) -> None:
             f"config.json names {model.architecture} and the model_type {found!r}; it is native as {flags.model_type!r}"
         )
     if others := [key for key in flags.refused if values.get(key) is not None]:
-        raise UnsupportedModel(f"{model.architecture} with {others[0]} in config.json is not native")
+        raise UnsupportedModel(
+            f"{model.architecture} with {others[0]} in config.json is not native"
+        )
     if values.get("use_bidirectional_attention") or values.get("is_causal") is False:
         raise UnsupportedModel("this model attends to later tokens too, which no completion can")
     if model.num_heads % model.num_kv_heads:
-        raise ConfigError(f"config.json: {model.num_heads} attention heads cannot share {model.num_kv_heads} KV heads")
+        raise ConfigError(
+            f"config.json: {model.num_heads} attention heads cannot share {model.num_kv_heads} KV heads"
+        )

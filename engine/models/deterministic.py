@@ -14,7 +14,9 @@ from engine.layers.row_tiles import Product, TiledProduct, find_tiles
 from engine.models.decoder import DecoderForCausalLM
 from engine.models.decoder_config import DecoderConfig
 
-MOST_RANKS = 2  # a + b is b + a; the order in which more are added depends on their place in a message
+MOST_RANKS = (
+    2  # a + b is b + a; the order in which more are added depends on their place in a message
+)
 
 
 def check_deterministic(name: str, decoder: DecoderConfig | None, tp: TensorParallel) -> None:
@@ -24,7 +26,9 @@ def check_deterministic(name: str, decoder: DecoderConfig | None, tp: TensorPara
     """
     problem = None
     if decoder is None:
-        problem = f"{name} runs through transformers, whose layers are torch's own; use a native model"
+        problem = (
+            f"{name} runs through transformers, whose layers are torch's own; use a native model"
+        )
     elif any(layer.experts for layer in decoder.layers):
         problem = f"{name} is a mixture of experts, and it is built for dense models"
     elif tp.size > MOST_RANKS:

@@ -43,7 +43,9 @@ class PackedLinear(nn.Module):
             return F.linear(x, self.weight, self.bias)
         rows = x.reshape(-1, x.shape[-1])
         name, kind = self.activation
-        product: Tensor = torch.ops.mkldnn._linear_pointwise(rows, self.weight, self.bias, name, [], kind)
+        product: Tensor = torch.ops.mkldnn._linear_pointwise(
+            rows, self.weight, self.bias, name, [], kind
+        )
         return product.view(*x.shape[:-1], len(self.weight))
 
 
@@ -51,7 +53,11 @@ class ColumnShare(PackedLinear):
     """This rank's output features; with `gather` those of all ranks, on "all" or, for an LM head, on the "first"."""
 
     def __init__(
-        self, whole: nn.Linear, share: Share, tp: TensorParallel, gather: Literal["all", "first"] | None
+        self,
+        whole: nn.Linear,
+        share: Share,
+        tp: TensorParallel,
+        gather: Literal["all", "first"] | None,
     ) -> None:
         bias = None if whole.bias is None else _part(whole.bias, share, 0)
         super().__init__(_part(whole.weight, share, 0), bias)
@@ -61,7 +67,9 @@ class ColumnShare(PackedLinear):
         """Multiply x [..., in] -> [..., this rank's out], or all."""
         part, share = super().forward(x), self.share
         if self.gather == "all":
-            return self.tp.all_reduce(F.pad(part, (share.start, share.total - share.start - share.length)))
+            return self.tp.all_reduce(
+                F.pad(part, (share.start, share.total - share.start - share.length))
+            )
         if self.gather == "first":
             padded = F.pad(part, (0, self.tp.padded_length(share.total) - share.length))
             return self.tp.gather(padded)[..., : share.total]
@@ -112,7 +120,9 @@ def pack_linears(model: nn.Module, called: Collection[nn.Module]) -> dict[nn.Mod
     return packed
 
 
-def fuse_linears(calls: Iterable[LayerCall], packed: Mapping[nn.Module, PackedLinear]) -> list[tuple[nn.Module, str]]:
+def fuse_linears(
+    calls: Iterable[LayerCall], packed: Mapping[nn.Module, PackedLinear]
+) -> list[tuple[nn.Module, str]]:
     """Have oneDNN compute what follows a product before it writes it: an activation, or the sum that a norm takes.
 
     calls: of a forward pass before layers were packed.  Returns modules and their new attributes, for undoing it.
@@ -121,13 +131,17 @@ def fuse_linears(calls: Iterable[LayerCall], packed: Mapping[nn.Module, PackedLi
     makers = {id(output): packed[module] for module, _, output in calls if module in packed}
     for module, args, output in calls:
         maker = makers.get(id(args[0])) if len(args) == 1 else None
-        layers: list[Any] = [child for child in module.children() if not isinstance(child, nn.Dropout)]
+        layers: list[Any] = [
+            child for child in module.children() if not isinstance(child, nn.Dropout)
+        ]
         if maker is not None and maker.weight.is_mkldnn and not layers:
             for names, compute in ACTIVATIONS.items():
                 if _gives(compute, args, output):
                     maker.activation, module.forward = names, nn.Identity().forward
                     changed += (maker, "activation"), (module, "forward")
-        elif [type(layer) for layer in layers] == [PackedLinear, nn.LayerNorm] and layers[0].weight.is_mkldnn:
+        elif [type(layer) for layer in layers] == [PackedLinear, nn.LayerNorm] and layers[
+            0
+        ].weight.is_mkldnn:
             fused = partial(_norm_of_sum, *layers)
             if _gives(fused, args, output):
                 module.forward = fused
@@ -135,9 +149,13 @@ def fuse_linears(calls: Iterable[LayerCall], packed: Mapping[nn.Module, PackedLi
     return changed
 
 
-def _norm_of_sum(product: PackedLinear, norm: Callable[[Tensor], Tensor], x: Tensor, other: Tensor) -> Tensor:
+def _norm_of_sum(
+    product: PackedLinear, norm: Callable[[Tensor], Tensor], x: Tensor, other: Tensor
+) -> Tensor:
     rows, others = x.flatten(0, -2), other.flatten(0, -2)
-    total: Tensor = torch.ops.mkldnn._linear_pointwise.binary(rows, others, product.weight, product.bias, "add")
+    total: Tensor = torch.ops.mkldnn._linear_pointwise.binary(
+        rows, others, product.weight, product.bias, "add"
+    )
     return norm(total.view(other.shape))
 
 
@@ -160,7 +178,9 @@ def split_by_plan(model: Any, tp: TensorParallel) -> None:
             "set tensor_parallel_size=1"
         )
     head = model.get_output_embeddings()
-    names = [name for name, _ in model.named_modules()] + [name for name, _ in model.named_parameters()]
+    names = [name for name, _ in model.named_modules()] + [
+        name for name, _ in model.named_parameters()
+    ]
     for name in names:
         style = plan.get(re.sub(r"\.\d+(?=\.|$)", ".*", name))
         if style is not None and style not in WHOLE:
@@ -169,7 +189,9 @@ def split_by_plan(model: Any, tp: TensorParallel) -> None:
             _replace(model, name, _split(module, style, name, tp, is_head=module is head))
 
 
-def _split(module: nn.Module, style: str, name: str, tp: TensorParallel, *, is_head: bool) -> nn.Module:
+def _split(
+    module: nn.Module, style: str, name: str, tp: TensorParallel, *, is_head: bool
+) -> nn.Module:
     """Return this rank's share of a module, as the plan's style says."""
     if isinstance(module, nn.Embedding) and style == "embedding_rowwise":
         if type(module) is not nn.Embedding:

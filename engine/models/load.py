@@ -11,7 +11,12 @@ import torch
 
 from engine.checkpoint.folder import list_weight_files
 from engine.checkpoint.heads import CLASSIFIES, reads_in_one_pass
-from engine.checkpoint.model_config import ModelConfig, longrope_length, read_json, read_model_config
+from engine.checkpoint.model_config import (
+    ModelConfig,
+    longrope_length,
+    read_json,
+    read_model_config,
+)
 from engine.checkpoint.weights import open_tensors
 from engine.errors import ConfigError, UnsupportedModel
 from engine.layers.linear import Int8Product, check_int8, quantize_rows
@@ -62,7 +67,9 @@ def generates(folder: Path, model: ModelConfig, path: ModelPath, *, embeds: bool
 
 
 def _has_lm_head(folder: Path, model: ModelConfig, path: ModelPath) -> bool:
-    has_head = path.decoder is None or (path.decoder.tie_word_embeddings and model.architecture not in BODIES)
+    has_head = path.decoder is None or (
+        path.decoder.tie_word_embeddings and model.architecture not in BODIES
+    )
     if not has_head:
         with open_tensors(list_weight_files(folder)) as tensors:  # it may be quantized
             names = own_names(tensors, is_text_part=model.is_text_part)
@@ -83,7 +90,11 @@ class ModelPath:
 
     def __str__(self) -> str:
         """Return "runs ...", for a log."""
-        return "runs natively" if self.decoder is not None else f"runs through transformers: {self.reason}"
+        return (
+            "runs natively"
+            if self.decoder is not None
+            else f"runs through transformers: {self.reason}"
+        )
 
 
 def choose_path(model: ModelConfig, wanted: str) -> ModelPath:
@@ -93,7 +104,9 @@ def choose_path(model: ModelConfig, wanted: str) -> ModelPath:
     """
     is_single_pass = reads_in_one_pass(model.whole or model.architecture)
     if is_single_pass and model.whole is not None:
-        raise UnsupportedModel(f"{model.whole} has no LM head, and reads more than text: that is not built")
+        raise UnsupportedModel(
+            f"{model.whole} has no LM head, and reads more than text: that is not built"
+        )
     if model.reads_pictures:
         return ModelPath(None, "it reads pictures", is_single_pass)
     if wanted == "transformers":
@@ -104,7 +117,9 @@ def choose_path(model: ModelConfig, wanted: str) -> ModelPath:
         if wanted == "native":
             hint = "model_path='native' is set, 'auto' tries transformers"
             raise UnsupportedModel(f"{error}; {hint}") from error
-        return ModelPath(None, "it reads texts in one pass" if is_single_pass else str(error), is_single_pass)
+        return ModelPath(
+            None, "it reads texts in one pass" if is_single_pass else str(error), is_single_pass
+        )
     return ModelPath(decoder, f"{model.architecture} is native")
 
 
@@ -141,11 +156,14 @@ def load_model(
         )  # fmt: skip
     rotation_dtype = torch.float32 if decoder.flags.float32_rotation else place.dtype
     rotaries = [
-        RotaryEmbedding(rope, place.max_positions, dtype=rotation_dtype, device=place.device) for rope in decoder.ropes
+        RotaryEmbedding(rope, place.max_positions, dtype=rotation_dtype, device=place.device)
+        for rope in decoder.ropes
     ]
     kernels = place.backend.layer_kernels
     with torch.device("meta"):
-        model = DecoderForCausalLM(DecoderParts(decoder, place.tp, place.backend, place.dtype), rotaries)
+        model = DecoderForCausalLM(
+            DecoderParts(decoder, place.tp, place.backend, place.dtype), rotaries
+        )
     load_weights(
         model,
         folder,

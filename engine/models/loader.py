@@ -43,7 +43,9 @@ def own_names(tensors: Mapping[str, T], *, is_text_part: bool) -> dict[str, T]:
         return text_tensors(tensors)
     if "embed_tokens.weight" not in tensors:
         return dict(tensors)
-    return {name if name.startswith("lm_head.") else BODY + name: each for name, each in tensors.items()}
+    return {
+        name if name.startswith("lm_head.") else BODY + name: each for name, each in tensors.items()
+    }
 
 
 def load_weights(
@@ -63,7 +65,9 @@ def load_weights(
     # what to_empty does, but to_empty imports sympy for tensors on the meta device, in a third of a second
     model._apply(lambda tensor: torch.empty(tensor.shape, dtype=tensor.dtype, device=device))  # type: ignore[no-untyped-call]
     model.tie_weights()
-    modules = {name: module for name, module in model.named_modules() if isinstance(module, WeightedModule)}
+    modules = {
+        name: module for name, module in model.named_modules() if isinstance(module, WeightedModule)
+    }
     missing = {
         (f"{name}.{parameter}", shard)
         for name, module in modules.items()
@@ -82,14 +86,18 @@ def load_weights(
     if missing:
         names = sorted(f"{name} ({shard})" if shard else name for name, shard in missing)
         listed = ", ".join(names[:8]) + (", ..." if len(names) > 8 else "")
-        raise MissingWeights(f"{folder} lacks {len(names)} tensors the model needs: {listed}; fetch it again")
+        raise MissingWeights(
+            f"{folder} lacks {len(names)} tensors the model needs: {listed}; fetch it again"
+        )
     for module in modules.values():
         if quantize_rows is not None and isinstance(module, ReplicatedLinear):
             module.quantize(quantize_rows)
         module.finish_loading()
 
 
-def _load_tensor(modules: dict[str, WeightedModule], name: str, tensor: CheckpointTensor) -> list[Place]:
+def _load_tensor(
+    modules: dict[str, WeightedModule], name: str, tensor: CheckpointTensor
+) -> list[Place]:
     """Load one tensor; return the places filled."""
     found = _find_place(modules, name)
     if found is None:
@@ -102,12 +110,16 @@ def _load_tensor(modules: dict[str, WeightedModule], name: str, tensor: Checkpoi
     try:
         module.load(parameter, tensor, shard)
     except WeightMismatch as error:
-        raise WeightMismatch(f"{name!r} in {tensor.path} does not fit config.json: {error}") from error
+        raise WeightMismatch(
+            f"{name!r} in {tensor.path} does not fit config.json: {error}"
+        ) from error
     shards = module.shards_of(parameter) if shard is None else (shard,)
     return [(f"{module_name}.{parameter}", each) for each in shards]
 
 
-def _find_place(modules: dict[str, WeightedModule], name: str) -> tuple[str, str, str | None] | None:
+def _find_place(
+    modules: dict[str, WeightedModule], name: str
+) -> tuple[str, str, str | None] | None:
     """Find a tensor's module, parameter and shard; None for a tensor that no module has."""
     parts = [RENAMED.get(part, part) for part in name.split(".")]
     for end in range(len(parts) - 1, 0, -1):  # the innermost module first

@@ -46,7 +46,9 @@ class StateCache(Cache):
         self.index_keys: dict[int, StateShape] = {}
         self.all_index_keys: Callable[[Tensor, int], Tensor] | None = None
 
-    def update(self, key_states: Tensor, value_states: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
+    def update(
+        self, key_states: Tensor, value_states: Tensor, *_: Any, **__: Any
+    ) -> tuple[Tensor, Tensor]:
         return key_states, value_states
 
     def update_indexer(self, indexer_key_states: Tensor, layer_idx: int) -> Tensor:
@@ -54,7 +56,9 @@ class StateCache(Cache):
         if self._running:
             self.indexers[self._running[-1]] = None
         if self.all_index_keys is None:
-            self.index_keys[layer_idx] = StateShape(layer_idx, "index_keys", 0, tuple(keys.shape[2:]), keys.dtype)
+            self.index_keys[layer_idx] = StateShape(
+                layer_idx, "index_keys", 0, tuple(keys.shape[2:]), keys.dtype
+            )
         else:
             keys = self.all_index_keys(keys, layer_idx)
         self.layers[layer_idx].keys = keys.new_empty(*keys.shape[:2], 0)
@@ -192,7 +196,9 @@ class Mixers:
             if self._step is None:
                 return compute(*args, **options)
             parts, pool = self._step
-            num_rows = next(len(x[0]) for x in tree_flatten((args, options))[0] if isinstance(x, Tensor))
+            num_rows = next(
+                len(x[0]) for x in tree_flatten((args, options))[0] if isinstance(x, Tensor)
+            )
             rows = _Rows(num_rows)
             num_decodes = len(parts.decodes)
             if num_decodes:
@@ -206,7 +212,9 @@ class Mixers:
 
         mixer.forward = forward
 
-    def _compute_part(self, compute: Any, pool: StatePool, part: StatePart, rows: "_Rows", given: Any) -> None:
+    def _compute_part(
+        self, compute: Any, pool: StatePool, part: StatePart, rows: "_Rows", given: Any
+    ) -> None:
         self._fill(pool, part.source)
         args, options = rows.cut(given, part.start, part.end)
         rows.take(compute(*args, **options), part.start, part.end)
@@ -219,7 +227,11 @@ class Mixers:
 
         def fill(index: int, layer: Any) -> None:
             for state, stored in pool.layers.get(index, ()):
-                values = stored[rows : rows + 1].clone() if isinstance(rows, int) else stored.index_select(0, rows)
+                values = (
+                    stored[rows : rows + 1].clone()
+                    if isinstance(rows, int)
+                    else stored.index_select(0, rows)
+                )
                 getattr(layer, state.name)[state.place] = values
                 getattr(layer, f"is_{state.name}_initialized")[state.place] = True
                 layer.has_previous_state[state.place] = True
@@ -274,7 +286,9 @@ class _Rows:
 
     def joined(self) -> Any:
         """Return the output of all rows, with whatever else the last part returned."""
-        return tree_unflatten([self._wholes.get(place, x) for place, x in enumerate(self._last)], self._form)
+        return tree_unflatten(
+            [self._wholes.get(place, x) for place, x in enumerate(self._last)], self._form
+        )
 
 
 def _with_scan(mixer: nn.Module, cache: StateCache) -> Callable[..., Any]:

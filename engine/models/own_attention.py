@@ -22,7 +22,11 @@ def put_in_place(model: nn.Module) -> None:
 
 def plainest(model: nn.Module) -> str:
     """Return which attention of transformers to compare with: not Falcon's "eager", which adds its slopes twice."""
-    return "sdpa" if any(type(module).__name__ == "FalconAttention" for module in model.modules()) else "eager"
+    return (
+        "sdpa"
+        if any(type(module).__name__ == "FalconAttention" for module in model.modules())
+        else "eager"
+    )
 
 
 def _replace(module: Any, ours: Callable[..., Any]) -> None:
@@ -32,7 +36,9 @@ def _replace(module: Any, ours: Callable[..., Any]) -> None:
     )
 
 
-def _bloom(module: Any, hidden: Tensor, residual: Tensor, alibi: Tensor, attention_mask: Tensor, **_: Any) -> Any:
+def _bloom(
+    module: Any, hidden: Tensor, residual: Tensor, alibi: Tensor, attention_mask: Tensor, **_: Any
+) -> Any:
     query, key, value = module._reshape(module.query_key_value(hidden))
     options = {"scaling": module.inv_norm_factor, "alibi": alibi * module.beta}
     attended, _weights = answer(module, query, key, value, attention_mask, **options)
@@ -40,12 +46,18 @@ def _bloom(module: Any, hidden: Tensor, residual: Tensor, alibi: Tensor, attenti
 
 
 def _mpt(
-    module: Any, hidden: Tensor, position_bias: Tensor | None, attention_mask: Tensor | None = None, **_: Any
+    module: Any,
+    hidden: Tensor,
+    position_bias: Tensor | None,
+    attention_mask: Tensor | None = None,
+    **_: Any,
 ) -> Any:
     mixed = module.Wqkv(hidden)
     if module.clip_qkv:
         mixed = mixed.clamp(-module.clip_qkv, module.clip_qkv)
-    query, key, value = (part.unflatten(2, (module.n_heads, -1)).transpose(1, 2) for part in mixed.chunk(3, dim=2))
+    query, key, value = (
+        part.unflatten(2, (module.n_heads, -1)).transpose(1, 2) for part in mixed.chunk(3, dim=2)
+    )
     options = {"scaling": module.softmax_scale, "alibi": position_bias}
     attended, _weights = answer(module, query, key, value, attention_mask, **options)
     return module.out_proj(attended.flatten(2)), None
@@ -71,8 +83,14 @@ def _falcon(
         if attention_mask is not None:  # it holds the slopes too
             attention_mask = attention_mask > torch.finfo(attention_mask.dtype).min
     options = {"scaling": module.inv_norm_factor, "alibi": alibi}
-    attended, _weights = answer(module, query, key[:, ::repeated], value[:, ::repeated], attention_mask, **options)
+    attended, _weights = answer(
+        module, query, key[:, ::repeated], value[:, ::repeated], attention_mask, **options
+    )
     return module.dense(attended.flatten(2)), None
 
 
-FORWARDS: dict[str, Callable[..., Any]] = {"BloomAttention": _bloom, "FalconAttention": _falcon, "MptAttention": _mpt}
+FORWARDS: dict[str, Callable[..., Any]] = {
+    "BloomAttention": _bloom,
+    "FalconAttention": _falcon,
+    "MptAttention": _mpt,
+}

@@ -13,7 +13,9 @@ from torch.overrides import TorchFunctionMode
 from engine.errors import UnsupportedModel
 from engine.models.attention_calls import NUM_RECORDED_TOKENS, AttentionCall
 
-ROUNDING = 0.01  # by which the results of two equal passes may differ: GPUs may add in another order
+ROUNDING = (
+    0.01  # by which the results of two equal passes may differ: GPUs may add in another order
+)
 FIRST_COUNTS = (0, 1)  # with which a count of rows begins
 
 
@@ -24,12 +26,16 @@ class _EachResult(TorchFunctionMode):
         super().__init__()
         self._change = change
 
-    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_function__(
+        self, function: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
         return self._change(function, function(*args, **(kwargs or {})))
 
 
 @contextmanager
-def counting(modules: Collection[nn.Module], num_tokens: int, shift: int) -> Iterator[dict[nn.Module, Any]]:
+def counting(
+    modules: Collection[nn.Module], num_tokens: int, shift: int
+) -> Iterator[dict[nn.Module, Any]]:
     """Find which of the modules count num_tokens rows within the block, and by which function of torch.
 
     shift: is added to the first count of each. Positions that the model is given must be far from such counts.
@@ -38,7 +44,12 @@ def counting(modules: Collection[nn.Module], num_tokens: int, shift: int) -> Ite
     running: list[nn.Module] = []
 
     def note(function: Any, made: Any) -> Any:
-        if not running or running[-1] in found or not isinstance(made, Tensor) or made.shape[-1:] != (num_tokens,):
+        if (
+            not running
+            or running[-1] in found
+            or not isinstance(made, Tensor)
+            or made.shape[-1:] != (num_tokens,)
+        ):
             return made
         if made.numel() != num_tokens or made.dtype == torch.bool or made.is_meta:
             return made
@@ -123,7 +134,9 @@ def find_positions(
         return 0, _counting_parts(body, near, max_positions, record)
     begin = next((n for n in FIRST_COUNTS if near.equals(record(n))), None)
     if begin is None:
-        raise UnsupportedModel("its positions are no count of all tokens (RoBERTa and its kin leave out padding)")
+        raise UnsupportedModel(
+            "its positions are no count of all tokens (RoBERTa and its kin leave out padding)"
+        )
     first = max_positions - NUM_RECORDED_TOKENS
     if first <= max(FIRST_COUNTS):
         return begin, ()
@@ -148,5 +161,7 @@ def _counting_parts(
     with counting(near.called, NUM_RECORDED_TOKENS, shift=shift) as found:
         shifted = record(None)
     if near.equals(shifted) or set(found.values()) != {torch.arange}:
-        raise UnsupportedModel(f"{type(body).__name__} takes no position_ids: it counts tokens by itself")
+        raise UnsupportedModel(
+            f"{type(body).__name__} takes no position_ids: it counts tokens by itself"
+        )
     return found

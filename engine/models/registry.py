@@ -21,7 +21,12 @@ class Norms(NamedTuple):
 
 BEFORE = Norms("input_layernorm", None, "post_attention_layernorm", None)
 AFTER = Norms(None, "post_attention_layernorm", None, "post_feedforward_layernorm")
-AROUND = Norms("input_layernorm", "post_attention_layernorm", "pre_feedforward_layernorm", "post_feedforward_layernorm")
+AROUND = Norms(
+    "input_layernorm",
+    "post_attention_layernorm",
+    "pre_feedforward_layernorm",
+    "post_feedforward_layernorm",
+)
 
 
 @dataclass(frozen=True)
@@ -65,7 +70,12 @@ class DecoderFlags:
     interleaved_delta: bool = False
 
 
-QWEN_WINDOWS = {"layer_types": None, "use_sliding_window": False, "sliding_window": 4096, "max_window_layers": 28}
+QWEN_WINDOWS = {
+    "layer_types": None,
+    "use_sliding_window": False,
+    "sliding_window": 4096,
+    "max_window_layers": 28,
+}
 GEMMA = {
     "attention_bias": False,
     "hidden_activation": "gelu_pytorch_tanh",
@@ -93,19 +103,38 @@ SHARED_EXPERT = {
     "shared_expert_intermediate_size": 512,
 }
 QWEN3_5 = DecoderFlags(
-    "qwen3_5_text", keys=DELTA, norm_offset=1.0, float32_norms=True, qk_norm="head", gated_attention=True
+    "qwen3_5_text",
+    keys=DELTA,
+    norm_offset=1.0,
+    float32_norms=True,
+    qk_norm="head",
+    gated_attention=True,
 )
 
 ARCHITECTURES = {
     "LlamaForCausalLM": DecoderFlags("llama", keys={"attention_bias": False, "mlp_bias": False}),
-    "MistralForCausalLM": DecoderFlags("mistral", keys={"sliding_window": 4096}, refused=("layer_types",)),
+    "MistralForCausalLM": DecoderFlags(
+        "mistral", keys={"sliding_window": 4096}, refused=("layer_types",)
+    ),
     "Qwen2ForCausalLM": DecoderFlags("qwen2", keys=QWEN_WINDOWS, qkv_bias=True),
-    "Qwen3ForCausalLM": DecoderFlags("qwen3", keys={"attention_bias": False, **QWEN_WINDOWS}, qk_norm="head"),
+    "Qwen3ForCausalLM": DecoderFlags(
+        "qwen3", keys={"attention_bias": False, **QWEN_WINDOWS}, qk_norm="head"
+    ),
     "Phi3ForCausalLM": DecoderFlags(
-        "phi3", keys={"original_max_position_embeddings": 4096, "partial_rotary_factor": 1.0, "sliding_window": None}
+        "phi3",
+        keys={
+            "original_max_position_embeddings": 4096,
+            "partial_rotary_factor": 1.0,
+            "sliding_window": None,
+        },
     ),
     "Olmo2ForCausalLM": DecoderFlags(
-        "olmo2", keys={"attention_bias": False}, norms=AFTER, float32_norms=True, float32_rotation=True, qk_norm="whole"
+        "olmo2",
+        keys={"attention_bias": False},
+        norms=AFTER,
+        float32_norms=True,
+        float32_rotation=True,
+        qk_norm="whole",
     ),
     "Gemma2ForCausalLM": DecoderFlags(
         "gemma2",
@@ -136,7 +165,12 @@ ARCHITECTURES = {
     ),
     "MixtralForCausalLM": DecoderFlags(
         "mixtral",
-        keys={"num_experts_per_tok": 2, "num_local_experts": 8, "rope_theta": 1_000_000.0, "sliding_window": None},
+        keys={
+            "num_experts_per_tok": 2,
+            "num_local_experts": 8,
+            "rope_theta": 1_000_000.0,
+            "sliding_window": None,
+        },
     ),
     "Qwen3MoeForCausalLM": DecoderFlags(
         "qwen3_moe",
@@ -163,7 +197,13 @@ ARCHITECTURES = {
     "Qwen3NextForCausalLM": replace(
         QWEN3_5,
         model_type="qwen3_next",
-        keys={**DELTA, **SHARED_EXPERT, "decoder_sparse_step": 1, "mlp_only_layers": None, "norm_topk_prob": True},
+        keys={
+            **DELTA,
+            **SHARED_EXPERT,
+            "decoder_sparse_step": 1,
+            "mlp_only_layers": None,
+            "norm_topk_prob": True,
+        },
         interleaved_delta=True,
     ),
     "GptOssForCausalLM": DecoderFlags(

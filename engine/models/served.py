@@ -37,7 +37,12 @@ TRANSFORMERS = (
 
 #: Asked for text alone: `python -m ops.models` compares each with transformers. Some are native.
 WITH_IMAGES = (
-    *("EvollaForProteinText2Text", "FuyuForCausalLM", "Mistral4ForCausalLM", "Phi4MultimodalForCausalLM"),
+    *(
+        "EvollaForProteinText2Text",
+        "FuyuForCausalLM",
+        "Mistral4ForCausalLM",
+        "Phi4MultimodalForCausalLM",
+    ),
     *_ending(
         "ForConditionalGeneration",
         """
@@ -109,8 +114,14 @@ def model_table() -> str:
     """List in lines the architectures served natively, served through transformers, and refused, with reasons."""
     through = served_architectures() - frozenset(ARCHITECTURES)
     lines = ["Natively:", *_wrapped(ARCHITECTURES), ""]
-    lines += ["Through transformers (others are tried, and probed when the engine starts):", *_wrapped(through)]
-    lines += ["", "The text of models that read images or sound too, and pictures where the start finds them exact:"]
+    lines += [
+        "Through transformers (others are tried, and probed when the engine starts):",
+        *_wrapped(through),
+    ]
+    lines += [
+        "",
+        "The text of models that read images or sound too, and pictures where the start finds them exact:",
+    ]
     lines += _wrapped(WITH_IMAGES)
     lines += ["", "Encoders and heads for classification: `tokenmill models FOLDER` tells of one."]
     lines += ["", "Refused, each with the nearest that is served:"]
@@ -124,7 +135,9 @@ def _wrapped(names: Iterable[str], indent: int = 2) -> list[str]:
     """Write the names in alphabetical order, in lines broken after commas."""
     text = ", ".join(name.replace(" ", "\0") for name in sorted(names, key=str.lower))
     space = " " * indent
-    lines = textwrap.wrap(text, WIDTH, initial_indent=space, subsequent_indent=space, break_on_hyphens=False)
+    lines = textwrap.wrap(
+        text, WIDTH, initial_indent=space, subsequent_indent=space, break_on_hyphens=False
+    )
     return [line.replace("\0", " ") for line in lines]
 
 

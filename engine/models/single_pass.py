@@ -35,7 +35,9 @@ PACKED = "tokenmill_packed"  # our attention's name among transformers'
 RULES = "tokenmill_rules"  # the same, with masks that know their rule
 NUM_RECORDED_TOKENS = 8
 MAX_PADDED = 1.15  # the most rows that are computed for each row of text
-MAX_BYTES = 25 << 20  # of a tensor on a CPU: malloc fetches those over 32 MiB anew, a page at a time
+MAX_BYTES = (
+    25 << 20
+)  # of a tensor on a CPU: malloc fetches those over 32 MiB anew, a page at a time
 NUM_LOOKED_UP = 256  # tokens about which a rule is asked at once: it makes int64 of each pair
 UNUSED = ("pooler.", "prediction", "lm_head", "cls.")  # parts that no embedding needs
 
@@ -49,13 +51,17 @@ def single_pass_class(architecture: str) -> Any:
 
     kind: Any = getattr(transformers, architecture, None)
     if kind is None or architecture.startswith("Auto"):
-        raise UnsupportedModel(f"{architecture} is no model of transformers {transformers.__version__}")
+        raise UnsupportedModel(
+            f"{architecture} is no model of transformers {transformers.__version__}"
+        )
     if not architecture.endswith((CLASSIFIES, "Model")):
         kind = transformers.AutoModel  # for a language model: it leaves the head out
     return kind
 
 
-def load_single_pass(architecture: str, folder: Path, device: torch.device, dtype: torch.dtype) -> "SinglePass":
+def load_single_pass(
+    architecture: str, folder: Path, device: torch.device, dtype: torch.dtype
+) -> "SinglePass":
     """Read transformers' model. Raises UnsupportedModel, MissingWeights or WeightMismatch."""
     import transformers
     from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
@@ -79,9 +85,15 @@ def load_single_pass(architecture: str, folder: Path, device: torch.device, dtyp
                 output_loading_info=True,
             )
     except Exception as error:  # whatever transformers makes of what is in the files
-        problem = f"transformers {transformers.__version__} cannot load {architecture}: {quoted(error)}"
+        problem = (
+            f"transformers {transformers.__version__} cannot load {architecture}: {quoted(error)}"
+        )
         raise UnsupportedModel(problem) from error
-    missing = [name for name in report["missing_keys"] if classifies or not any(part in name for part in UNUSED)]
+    missing = [
+        name
+        for name in report["missing_keys"]
+        if classifies or not any(part in name for part in UNUSED)
+    ]
     _check_filled(folder, {**report, "missing_keys": missing, "unexpected_keys": []})
     model.requires_grad_(False).eval().to(device)
     return SinglePass(model, classifies=classifies)
@@ -100,12 +112,16 @@ class SinglePass:
         self._pad = model.config.pad_token_id
         arguments = inspect.signature(model.forward).parameters
         #: Whether it tells a second text's tokens from the first's. GPT-2 takes types, and has none.
-        self.has_types = "token_type_ids" in arguments and getattr(model.config, "type_vocab_size", 0) > 1
+        self.has_types = (
+            "token_type_ids" in arguments and getattr(model.config, "type_vocab_size", 0) > 1
+        )
         self.max_positions: int | None = None
         self._body = model
         self._known: Tensor | None = None  # padded states for the body to return uncomputed
         self._first_position = 0
-        widths = [module.out_features for module in model.modules() if isinstance(module, nn.Linear)]
+        widths = [
+            module.out_features for module in model.modules() if isinstance(module, nn.Linear)
+        ]
         self._most_tokens = MAX_BYTES // (max(widths, default=1) * model.dtype.itemsize)
         self._look_at_positions()
         self._attention: PackedAttention | None = None
@@ -141,12 +157,18 @@ class SinglePass:
             return self._in_groups(texts, lambda group: self._padded([texts[i] for i in group]))
         lengths = [len(text) for text in texts]
         most = self._most_tokens if texts[0].device.type == "cpu" else sum(lengths)
-        hidden = torch.cat([self._packed(texts[begin:end], self._attention) for begin, end in _parts(lengths, most)])
+        hidden = torch.cat(
+            [
+                self._packed(texts[begin:end], self._attention)
+                for begin, end in _parts(lengths, most)
+            ]
+        )
         if not self.classifies:
             return hidden
         states = torch.tensor_split(hidden, list(accumulate(lengths))[:-1])
         return self._in_groups(
-            texts, lambda group: self._classify([texts[i] for i in group], [states[i] for i in group])
+            texts,
+            lambda group: self._classify([texts[i] for i in group], [states[i] for i in group]),
         )
 
     def _packed(self, texts: Sequence[Tensor], attention: "PackedAttention") -> Tensor:
@@ -158,7 +180,9 @@ class SinglePass:
         attention.begin([len(text) for text in (*texts, padding) if len(text)])
         positions = [torch.arange(len(text), device=row.device) for text in texts] + [padding]
         shifted = torch.cat(positions)[None] + self._first_position
-        hidden: Tensor = self._body(position_ids=shifted, **self._inputs(row[None])).last_hidden_state[0]
+        hidden: Tensor = self._body(
+            position_ids=shifted, **self._inputs(row[None])
+        ).last_hidden_state[0]
         return hidden[:num_tokens]
 
     @torch.inference_mode()
@@ -176,7 +200,9 @@ class SinglePass:
         """Compute texts of like lengths together, by their places."""
         found: list[Tensor] = [torch.empty(0)] * len(texts)
         groups: Iterable[list[int]] = _of_like_lengths([len(text) for text in texts])
-        if self.classifies and self._pad is None:  # the head looks for the last token before padding
+        if (
+            self.classifies and self._pad is None
+        ):  # the head looks for the last token before padding
             groups = ([place] for place in range(len(texts)))
         for group in groups:
             computed = compute(group)
@@ -215,11 +241,14 @@ class SinglePass:
 
     def _look_at_positions(self) -> None:
         """Find the table of positions, and the place in it of a text's first token."""
-        tokens = torch.arange(1, NUM_RECORDED_TOKENS + 1, device=self.model.device)[None] + (self._pad or 0)
+        tokens = torch.arange(1, NUM_RECORDED_TOKENS + 1, device=self.model.device)[None] + (
+            self._pad or 0
+        )
         seen: list[tuple[nn.Embedding, Tensor]] = []
         tables = [module for module in self.model.modules() if isinstance(module, nn.Embedding)]
         hooks = [
-            table.register_forward_pre_hook(lambda table, given: seen.append((table, given[0]))) for table in tables
+            table.register_forward_pre_hook(lambda table, given: seen.append((table, given[0])))
+            for table in tables
         ]
         try:
             self.model(input_ids=tokens % self._vocab_size)
@@ -247,7 +276,9 @@ class SinglePass:
 
         def record(call: AttentionCall) -> Tensor:
             calls.append(call)
-            return call.value.transpose(1, 2).repeat_interleave(call.query.shape[1] // call.value.shape[1], dim=2)
+            return call.value.transpose(1, 2).repeat_interleave(
+                call.query.shape[1] // call.value.shape[1], dim=2
+            )
 
         def keep(module: nn.Module, args: Any, output: Any) -> None:
             layer_calls.append((module, args, output))
@@ -269,13 +300,18 @@ class SinglePass:
             for module in self.model.modules():
                 module.__dict__.pop(PLACE, None)
         if len(calls) < self.model.config.num_hidden_layers or not bodies:
-            raise UnsupportedModel("not all of its layers attend through transformers' attention interface")
+            raise UnsupportedModel(
+                "not all of its layers attend through transformers' attention interface"
+            )
         self._body, whole = bodies[-1]  # the outermost ends last
         if "position_ids" not in inspect.signature(self._body.forward).parameters:
             raise UnsupportedModel("it counts positions by itself")
         attention = PackedAttention(calls)
         self._attend_by(PACKED)
-        self._layers = layer_calls, pack_linears(self.model, {module for module, _, _ in layer_calls})
+        self._layers = (
+            layer_calls,
+            pack_linears(self.model, {module for module, _, _ in layer_calls}),
+        )
         if self.classifies:  # the innermost that gives the same states: poolers come behind it
             states = whole.last_hidden_state
             same = (each for each in bodies if torch.equal(each[1].last_hidden_state, states))
@@ -306,7 +342,9 @@ class PackedAttention:
         self._lengths: list[int] = []
         self._rules = {call.module: _rule_of(call) for call in calls}
         self._sights: dict[Rule | None, Sight] = {}
-        self._tasks: dict[tuple[int, int], tuple[PrefillTasks, Tensor]] = {}  # and block tables, by group and reach
+        self._tasks: dict[
+            tuple[int, int], tuple[PrefillTasks, Tensor]
+        ] = {}  # and block tables, by group and reach
         for module in self._rules:
             module.__dict__[PLACE] = self
 
@@ -321,10 +359,17 @@ class PackedAttention:
             return self._by_kernel(call, *sight.reach)
         parts = []
         for start, end in pairwise(accumulate(self._lengths, initial=0)):
-            query, key, value = (each[:, :, start:end] for each in (call.query, call.key, call.value))
+            query, key, value = (
+                each[:, :, start:end] for each in (call.query, call.key, call.value)
+            )
             mask = None if sight.mask is None else sight.mask[..., : end - start, : end - start]
             attended = F.scaled_dot_product_attention(
-                query, key, value, attn_mask=mask, scale=call.scaling, enable_gqa=query.shape[1] != key.shape[1]
+                query,
+                key,
+                value,
+                attn_mask=mask,
+                scale=call.scaling,
+                enable_gqa=query.shape[1] != key.shape[1],
             )
             parts.append(attended)
         return torch.cat(parts, dim=2).transpose(1, 2).contiguous()
@@ -333,13 +378,17 @@ class PackedAttention:
         longest = max(self._lengths)
         found = self._sights.get(rule)
         if found is None or found.length < longest:
-            found = self._sights[rule] = Sight.of(rule, -(-longest // NUM_LOOKED_UP) * NUM_LOOKED_UP, device)
+            found = self._sights[rule] = Sight.of(
+                rule, -(-longest // NUM_LOOKED_UP) * NUM_LOOKED_UP, device
+            )
         return found
 
     def _by_kernel(self, call: AttentionCall, before: int, after: int) -> Tensor:
         from engine.cpu_kernels import prefill_attention as kernel  # numba is optional
 
-        query, key, value = (each[0].transpose(0, 1).contiguous() for each in (call.query, call.key, call.value))
+        query, key, value = (
+            each[0].transpose(0, 1).contiguous() for each in (call.query, call.key, call.value)
+        )
         kind = query.shape[1] // key.shape[1], after
         if kind not in self._tasks:
             lengths = np.array(self._lengths)
@@ -353,7 +402,14 @@ class PackedAttention:
         out = torch.empty_like(query)
         scale = query.shape[-1] ** -0.5 if call.scaling is None else float(call.scaling)
         kernel.prefill_attention(
-            query, key[:, None], value[:, None], block_tables, tasks, out, scale=scale, window=before + 1 + after
+            query,
+            key[:, None],
+            value[:, None],
+            block_tables,
+            tasks,
+            out,
+            scale=scale,
+            window=before + 1 + after,
         )
         return out[None]
 
@@ -374,7 +430,10 @@ class Sight:
     def of(cls, rule: Rule | None, length: int, device: torch.device) -> "Sight":
         if rule is None:
             return cls(sys.maxsize, None, (FAR, FAR))
-        zero, places = torch.zeros(1, 1, 1, 1, dtype=torch.long, device=device), torch.arange(length, device=device)
+        zero, places = (
+            torch.zeros(1, 1, 1, 1, dtype=torch.long, device=device),
+            torch.arange(length, device=device),
+        )
         seen = torch.empty(1, 1, length, length, dtype=torch.bool, device=device)
         for part in torch.split(places, NUM_LOOKED_UP):
             seen[:, :, part] = rule(zero, zero, part.view(1, 1, -1, 1), places.view(1, 1, 1, -1))
@@ -399,7 +458,9 @@ def _has_kernel(call: AttentionCall) -> bool:
     )
 
 
-def _keep_rule(*, q_length: int, kv_length: int, mask_function: Rule, device: Any = "cpu", **_: Any) -> Tensor:
+def _keep_rule(
+    *, q_length: int, kv_length: int, mask_function: Rule, device: Any = "cpu", **_: Any
+) -> Tensor:
     """Make a mask that knows its rule."""
     mask = torch.ones(1, 1, int(q_length), int(kv_length), dtype=torch.bool, device=device)
     mask.rule = mask_function  # type: ignore[attr-defined]  # it travels through the model's code

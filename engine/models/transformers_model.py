@@ -43,10 +43,14 @@ if TYPE_CHECKING:
     from engine.models.mixers import Mixers
 
 PAGED = "tokenmill"  # our attention's name among transformers'
-UNMASKED = "tokenmill_unmasked"  # the same, for classes that need a mask: they get one that hides nothing
+UNMASKED = (
+    "tokenmill_unmasked"  # the same, for classes that need a mask: they get one that hides nothing
+)
 RECORDED = "tokenmill_recorded"  # the same, with masks, which say how far a layer looks back
 CACHES = ("past_key_values", "cache_params")  # the arguments by which models take a cache
-MIN_VERSION = 5  # of transformers; masks of older ones cannot be asked about positions beyond the tokens
+MIN_VERSION = (
+    5  # of transformers; masks of older ones cannot be asked about positions beyond the tokens
+)
 TRACED = torch.bfloat16  # a dtype in which all products work for tensors without values
 TEXT_PART = "model.language_model."  # how the names of its tensors begin
 MAX_NAMES = 8  # of tensors in an error
@@ -58,7 +62,12 @@ class TransformersModel(CausalModel):
     may_wait = True
 
     def __init__(
-        self, model: Any, body: "Body", attention: PagedAttention, mixers: "Mixers | None", first_position: int
+        self,
+        model: Any,
+        body: "Body",
+        attention: PagedAttention,
+        mixers: "Mixers | None",
+        first_position: int,
     ) -> None:
         """Keep the model, its body, the attention that answers both, and the mixers that keep states."""
         super().__init__()
@@ -71,7 +80,10 @@ class TransformersModel(CausalModel):
         if mixers is not None:
             self.states, self.index_keys = mixers.states, mixers.index_keys
         beyond = getattr(model.config.get_text_config(decoder=True), "index_topk", None) or 0
-        self.probe_lengths = max(150, beyond + 100), 40  # some architectures compress what lies 128 tokens back
+        self.probe_lengths = (
+            max(150, beyond + 100),
+            40,
+        )  # some architectures compress what lies 128 tokens back
 
     def hidden_states(self, batch: ForwardBatch, cache: KVCache) -> Tensor:
         """Return the body's output for all rows."""
@@ -103,7 +115,9 @@ class TransformersModel(CausalModel):
         if self._mixers is not None:
             self._mixers.end()
         with _attending(self.model, plainest(self.model)), _problems_named():
-            logits: Tensor = self.model(input_ids=token_ids[None], use_cache=False, **inputs).logits[0]
+            logits: Tensor = self.model(
+                input_ids=token_ids[None], use_cache=False, **inputs
+            ).logits[0]
         return logits.float()
 
 
@@ -117,7 +131,12 @@ class Body:
 
     def __init__(self, model: Any, body: nn.Module, output: Any) -> None:
         """output: one of the body's."""
-        self._model, self.module, self.compute, self._output_type = model, body, body.forward, type(output)
+        self._model, self.module, self.compute, self._output_type = (
+            model,
+            body,
+            body.forward,
+            type(output),
+        )
         self.hidden_size: int = output.last_hidden_state.shape[-1]
         self.takes_positions = takes_positions(body)
         self._given: Tensor | None = None
@@ -155,7 +174,9 @@ def load_transformers_model(config: ModelConfig, folder: Path, place: ModelPlace
         put_in_place(model)
         return _with_paged_attention(config, model, place)
     except UnsupportedModel as error:
-        raise UnsupportedModel(f"{name} does not run through transformers: {error}; {nearest(name)}") from error
+        raise UnsupportedModel(
+            f"{name} does not run through transformers: {error}; {nearest(name)}"
+        ) from error
 
 
 def class_of(architecture: str) -> Any:
@@ -189,9 +210,15 @@ def kept_by(config: ModelConfig, folder: Path, dtype: torch.dtype) -> Kept | Non
             _drop_other_parts(model)
             put_in_place(model)
             cache, argument = StateCache(), _name_of_cache(model)
-            calls = _record(model, torch.device("meta"), more={argument: cache} if argument else {}).calls
+            calls = _record(
+                model, torch.device("meta"), more={argument: cache} if argument else {}
+            ).calls
             layers = [features_of(call, config.max_position_embeddings) for call in calls]
-            return Kept(layers, _in_dtype(cache.shapes(), dtype), _in_dtype(cache.index_keys.values(), dtype))
+            return Kept(
+                layers,
+                _in_dtype(cache.shapes(), dtype),
+                _in_dtype(cache.index_keys.values(), dtype),
+            )
     except Exception:  # noqa: BLE001 - whatever a model makes of tensors without values
         return None
 
@@ -206,7 +233,9 @@ def _read(kind: Any, config: ModelConfig, folder: Path, dtype: torch.dtype) -> A
 
     list_weight_files(folder)
     if int(transformers.__version__.partition(".")[0]) < MIN_VERSION:
-        raise UnsupportedModel(f"that takes version {MIN_VERSION} or later, here is {transformers.__version__}")
+        raise UnsupportedModel(
+            f"that takes version {MIN_VERSION} or later, here is {transformers.__version__}"
+        )
     _register()
     try:
         with _quiet_transformers():
@@ -228,7 +257,9 @@ def _read(kind: Any, config: ModelConfig, folder: Path, dtype: torch.dtype) -> A
     except ConfigError:  # of quantized weights
         raise
     except SafetensorError as error:
-        raise MissingWeights(f"{folder} holds no complete safetensors files ({error}); fetch it again") from error
+        raise MissingWeights(
+            f"{folder} holds no complete safetensors files ({error}); fetch it again"
+        ) from error
     except Exception as error:  # whatever transformers makes of what is in the files
         problem = f"transformers {transformers.__version__} cannot load it: {quoted(error)}"
         raise UnsupportedModel(problem) from error
@@ -248,7 +279,9 @@ def _read_text(path: str | None, options: dict[str, Any]) -> tuple[Any, dict[str
     options |= {"config": values, "key_mapping": {f"^{TEXT_PART}": "model."}}
     model, report = kind.from_pretrained(path, **options)
     of_text = tuple(f"model.{name}." for name, _ in model.base_model.named_children())
-    report["unexpected_keys"] = [name for name in report["unexpected_keys"] if name.startswith(of_text)]
+    report["unexpected_keys"] = [
+        name for name in report["unexpected_keys"] if name.startswith(of_text)
+    ]
     return model, report
 
 
@@ -268,13 +301,17 @@ def _values_for(kind: Any, folder: Path) -> Any:
     from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForMultimodalLM
 
     try:
-        values: Any = AutoConfig.from_pretrained(str(folder), local_files_only=True, trust_remote_code=False)
+        values: Any = AutoConfig.from_pretrained(
+            str(folder), local_files_only=True, trust_remote_code=False
+        )
         text = values.get_text_config(decoder=True)
     except Exception as error:  # whatever it makes of what is in the file
         problem = f"transformers cannot read config.json of this {kind.__name__}: {quoted(error)}"
         raise UnsupportedModel(problem) from error
     known: Any = (AutoModelForCausalLM._model_mapping, AutoModelForMultimodalLM._model_mapping)
-    if isinstance(values, kind.config_class) or any(each.get(type(values), None) is kind for each in known):
+    if isinstance(values, kind.config_class) or any(
+        each.get(type(values), None) is kind for each in known
+    ):
         return values
     if isinstance(text, kind.config_class):
         return text  # of a whole model, for its text part's class
@@ -282,13 +319,17 @@ def _values_for(kind: Any, folder: Path) -> Any:
     raise UnsupportedModel(f"{kind.__name__} takes a {expected}, config.json is a {found}")
 
 
-def _source(kind: Any, config: ModelConfig, folder: Path, dtype: torch.dtype) -> tuple[str | None, dict[str, Any]]:
+def _source(
+    kind: Any, config: ModelConfig, folder: Path, dtype: torch.dtype
+) -> tuple[str | None, dict[str, Any]]:
     """Return the path to read, with options. Quantized weights are unpacked instead."""
     values = _values_for(kind, folder)
     if config.quantization is None:
         return str(folder), {"config": values}
     if hasattr(values, "quantization_config"):
-        del values.quantization_config  # else transformers would unpack them, by packages that are not here
+        del (
+            values.quantization_config
+        )  # else transformers would unpack them, by packages that are not here
     with open_tensors(list_weight_files(folder)) as stored:
         state = {
             name: tensor.whole() if type(tensor) is CheckpointTensor else tensor.whole().to(dtype)
@@ -301,12 +342,22 @@ def _check_filled(folder: Path, report: dict[str, Any]) -> None:
     """Raise MissingWeights or WeightMismatch unless each tensor had its place, and each place its tensor."""
     for kind, problem, names in (
         (MissingWeights, "lacks tensors that the model needs", report["missing_keys"]),
-        (WeightMismatch, "holds tensors of another shape than config.json says", report["mismatched_keys"]),
-        (WeightMismatch, "holds tensors for which this model has no place", report["unexpected_keys"]),
+        (
+            WeightMismatch,
+            "holds tensors of another shape than config.json says",
+            report["mismatched_keys"],
+        ),
+        (
+            WeightMismatch,
+            "holds tensors for which this model has no place",
+            report["unexpected_keys"],
+        ),
     ):
         if names:
             listed = ", ".join(sorted(map(str, names))[:MAX_NAMES])
-            raise kind(f"{folder} {problem}: {listed}{', ...' if len(names) > MAX_NAMES else ''}; fetch it again")
+            raise kind(
+                f"{folder} {problem}: {listed}{', ...' if len(names) > MAX_NAMES else ''}; fetch it again"
+            )
 
 
 def _drop_other_parts(model: Any, *, keeps_images: bool = False) -> None:
@@ -414,7 +465,9 @@ def _with_paged_attention(config: ModelConfig, model: Any, place: ModelPlace) ->
     record_body = partial(_record, body, place.device)
     first, counting_modules = find_positions(body, recorded, place.max_positions, record_body)
     chosen = mixers.chosen if mixers is not None and mixers.index_keys and not are_told else None
-    attention = PagedAttention(recorded.calls, place.backend, place.max_positions, place.dtype, chosen)
+    attention = PagedAttention(
+        recorded.calls, place.backend, place.max_positions, place.dtype, chosen
+    )
     for module in counting_modules:
         tell_positions(module, lambda: attention.positions)
     pack_linears(model, recorded.called)
@@ -425,7 +478,9 @@ def _with_paged_attention(config: ModelConfig, model: Any, place: ModelPlace) ->
 
 
 def _name_of_cache(model: Any) -> str | None:
-    return next((name for name in CACHES if name in inspect.signature(model.forward).parameters), None)
+    return next(
+        (name for name in CACHES if name in inspect.signature(model.forward).parameters), None
+    )
 
 
 def _find_mixers(model: Any, place: ModelPlace) -> "Mixers | None":
@@ -451,7 +506,9 @@ def _find_mixers(model: Any, place: ModelPlace) -> "Mixers | None":
     return Mixers(cache, argument)
 
 
-def _record(part: Any, device: torch.device, first: int | None = None, more: dict[str, Any] | None = None) -> Recorded:
+def _record(
+    part: Any, device: torch.device, first: int | None = None, more: dict[str, Any] | None = None
+) -> Recorded:
     """Run the model, or a part of it, once without attention.
 
     first: position of the first token, None to give no positions.  more: further arguments.
@@ -477,7 +534,10 @@ def _record(part: Any, device: torch.device, first: int | None = None, more: dic
         told["position_ids"] = tokens - 1 + first
     tokens[0, 1] = getattr(part.config.get_text_config(decoder=True), "pad_token_id", None) or 0
     try:
-        with _attending(part, UNMASKED if tokens.is_meta else RECORDED), _problems_named():  # masks have values
+        with (
+            _attending(part, UNMASKED if tokens.is_meta else RECORDED),
+            _problems_named(),
+        ):  # masks have values
             part(input_ids=tokens, use_cache=False, **told)
     finally:
         for hook in hooks:

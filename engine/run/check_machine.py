@@ -77,12 +77,17 @@ def _check_cpu_kernels() -> Observation:
     except ImportError as error:
         found = f"Numba does not import ({error}): torch computes attention, slower"
         return Observation(
-            "kernels", "warning", found, "pip install --upgrade numba, to a version that knows this numpy"
+            "kernels",
+            "warning",
+            found,
+            "pip install --upgrade numba, to a version that knows this numpy",
         )
     return _kept(cache_root(), exposure)
 
 
-def _kept(folder: Path, exposure: Callable[[Path], str | None] = lambda folder: None) -> Observation:
+def _kept(
+    folder: Path, exposure: Callable[[Path], str | None] = lambda folder: None
+) -> Observation:
     """Check whether compiled kernels can be kept in a folder. exposure: says how others could write into one."""
     there = next(each for each in (folder, *folder.parents) if each.exists())
     problem = exposure(there.resolve())
@@ -90,7 +95,9 @@ def _kept(folder: Path, exposure: Callable[[Path], str | None] = lambda folder: 
         problem = f"{there} cannot be written to"
     if problem is None:
         return Observation("kernels", "ok", f"compiled kernels are kept in {folder}")
-    mend = f"correct that, or set XDG_CACHE_HOME to a folder of this user; {folder} holds nothing else"
+    mend = (
+        f"correct that, or set XDG_CACHE_HOME to a folder of this user; {folder} holds nothing else"
+    )
     return Observation("kernels", "warning", f"kernels are compiled at each start: {problem}", mend)
 
 
@@ -98,12 +105,18 @@ def _check_shared_memory(folder: Path = SHARED_MEMORY) -> Iterator[Observation]:
     try:
         found = os.statvfs(folder)
     except OSError as error:
-        yield Observation("memory", "warning", f"{folder} is missing ({error.strerror})", f"mount {folder}")
+        yield Observation(
+            "memory", "warning", f"{folder} is missing ({error.strerror})", f"mount {folder}"
+        )
         return
     free_bytes = found.f_bavail * found.f_frsize
     if free_bytes < MIN_SHARED_BYTES:
-        found_text = f"{folder} has {free_bytes / 2**20:.0f} MiB free, which ranks exchange tensors in"
-        yield Observation("memory", "warning", found_text, "start the container with --shm-size=1g or more")
+        found_text = (
+            f"{folder} has {free_bytes / 2**20:.0f} MiB free, which ranks exchange tensors in"
+        )
+        yield Observation(
+            "memory", "warning", found_text, "start the container with --shm-size=1g or more"
+        )
 
 
 def check_support(config: EngineConfig, checkpoint_dtype: str) -> None:
@@ -112,7 +125,9 @@ def check_support(config: EngineConfig, checkpoint_dtype: str) -> None:
     The backend is checked in deterministic mode, or if it is named and there is one rank: ranks check their own GPU.
     """
     device = resolve_device(config.device)
-    dtype: torch.dtype = getattr(torch, served_dtype(config.dtype, checkpoint_dtype, config.device).name)
+    dtype: torch.dtype = getattr(
+        torch, served_dtype(config.dtype, checkpoint_dtype, config.device).name
+    )
     is_named = config.attention_backend != "auto" and config.tensor_parallel_size == 1
     if is_named or config.deterministic:
         load_backend(

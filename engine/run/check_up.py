@@ -47,14 +47,20 @@ def check_up(config: EngineConfig) -> Iterator[Observation]:
 
 def _check_folder(config: EngineConfig, folder: Path) -> Iterator[Observation]:
     entries: list[TensorEntry] = []  # of all tensors, once the files are found whole
-    for subject, check in (("model", _check_weights), ("tokenizer", _check_text), ("model", _check_served)):
+    for subject, check in (
+        ("model", _check_weights),
+        ("tokenizer", _check_text),
+        ("model", _check_served),
+    ):
         try:
             yield from check(config, folder, entries)
         except ConfigError as error:
             yield fault_of(subject, error)
 
 
-def _check_weights(config: EngineConfig, folder: Path, entries: list[TensorEntry]) -> Iterator[Observation]:
+def _check_weights(
+    config: EngineConfig, folder: Path, entries: list[TensorEntry]
+) -> Iterator[Observation]:
     entries += whole_weights(folder)
     yield Observation("model", "ok", f"{folder}: {len(entries)} tensors, every file is whole")
 
@@ -68,11 +74,15 @@ def whole_weights(folder: Path) -> list[TensorEntry]:
     held = {name: {entry.name for entry in entries} for name, entries in files.items()}
     for tensor, name in named_places(folder).items():
         if name in held and tensor not in held[name]:
-            raise MissingWeights(f"{folder / name} lacks {tensor}, which the index names there; fetch it again")
+            raise MissingWeights(
+                f"{folder / name} lacks {tensor}, which the index names there; fetch it again"
+            )
     return [entry for entries in files.values() for entry in entries]
 
 
-def _check_text(config: EngineConfig, folder: Path, entries: list[TensorEntry]) -> Iterator[Observation]:
+def _check_text(
+    config: EngineConfig, folder: Path, entries: list[TensorEntry]
+) -> Iterator[Observation]:
     from engine.models.load import read_supported
     from engine.text.tokenizer import Tokenizer
 
@@ -82,11 +92,17 @@ def _check_text(config: EngineConfig, folder: Path, entries: list[TensorEntry]) 
         surplus = tokenizer.surplus(read_supported(folder, config.model_path)[0].vocab_size)
     if surplus is not None:
         yield Observation("tokenizer", "warning", surplus, "fetch the model's own tokenizer")
-    has = "a chat template" if tokenizer.template is not None else "no chat template: jobs.chat is refused"
+    has = (
+        "a chat template"
+        if tokenizer.template is not None
+        else "no chat template: jobs.chat is refused"
+    )
     yield Observation("tokenizer", "ok", f"it loads, with {has}")
 
 
-def _check_served(config: EngineConfig, folder: Path, entries: list[TensorEntry]) -> Iterator[Observation]:
+def _check_served(
+    config: EngineConfig, folder: Path, entries: list[TensorEntry]
+) -> Iterator[Observation]:
     from engine.checkpoint.heads import read_classes
     from engine.checkpoint.pooling import read_pooling
     from engine.models.load import generates, read_supported
@@ -109,15 +125,21 @@ def _check_served(config: EngineConfig, folder: Path, entries: list[TensorEntry]
     if path.is_single_pass:
         single_pass_class(model.architecture)
         refuse_options(config, model.architecture)
-        yield Observation("model", "ok", f"{model.whole or model.architecture} {path}, in {dtype.name}")
+        yield Observation(
+            "model", "ok", f"{model.whole or model.architecture} {path}, in {dtype.name}"
+        )
         return
     if path.decoder is None:
         class_of(model.whole or model.architecture)
     if path.decoder is None and model.architecture not in served_architectures():
         found = f"{model.architecture} {path}; it was not compared with transformers' own answers"
-        yield Observation("model", "warning", found, "look at its answers; `tokenmill models` lists what was")
+        yield Observation(
+            "model", "warning", found, "look at its answers; `tokenmill models` lists what was"
+        )
     else:
-        yield Observation("model", "ok", f"{model.whole or model.architecture} {path}, in {dtype.name}")
+        yield Observation(
+            "model", "ok", f"{model.whole or model.architecture} {path}, in {dtype.name}"
+        )
     if entries:
         sizes = _pool_sizes(config, model, path, folder, dtype.name)
         yield from _check_memory(config, model, entries, DTYPE_BYTES[dtype.name], sizes)
@@ -138,7 +160,9 @@ def _pool_sizes(
     if path.decoder is None:
         found = kept_by(model, folder, getattr(torch, dtype))
     else:
-        found = path.decoder.kept(TensorParallel(0, config.tensor_parallel_size), getattr(torch, dtype))
+        found = path.decoder.kept(
+            TensorParallel(0, config.tensor_parallel_size), getattr(torch, dtype)
+        )
     if found is None:
         return None
     kv_dtype = getattr(torch, dtype) if config.kv_cache_dtype == "auto" else FP8
@@ -147,10 +171,20 @@ def _pool_sizes(
 
 
 def _check_memory(
-    config: EngineConfig, model: ModelConfig, entries: list[TensorEntry], dtype_bytes: int, sizes: PoolSizes | None
+    config: EngineConfig,
+    model: ModelConfig,
+    entries: list[TensorEntry],
+    dtype_bytes: int,
+    sizes: PoolSizes | None,
 ) -> Iterator[Observation]:
     from engine.run.check_machine import free_memory
-    from engine.run.forward.memory import PoolSizes, check_pool_bytes, default_cpu_kv_cache_bytes, divide_pool, fit_pool
+    from engine.run.forward.memory import (
+        PoolSizes,
+        check_pool_bytes,
+        default_cpu_kv_cache_bytes,
+        divide_pool,
+        fit_pool,
+    )
 
     ranks = config.tensor_parallel_size
     weights = weight_bytes(config, model, entries, dtype_bytes) // ranks
@@ -164,7 +198,9 @@ def _check_memory(
     check_pool_bytes(config, left, f"{memory} beside the weights")
     default = left if "GPU" in owner else default_cpu_kv_cache_bytes(ranks)
     sizes = sizes or PoolSizes(_block_bytes(config, model, dtype_bytes), 0)
-    most_tokens = min(config.max_model_len or model.max_position_embeddings, model.max_position_embeddings)
+    most_tokens = min(
+        config.max_model_len or model.max_position_embeddings, model.max_position_embeddings
+    )
     num_blocks, states = divide_pool(sizes, config, left, default, most_tokens)
     longest = fit_pool(num_blocks, config, model.max_position_embeddings)
     beside = "" if states is None else f", {states} of {sizes.state / 2**20:.1f} MiB each"
@@ -180,7 +216,9 @@ def _check_memory(
         yield Observation("memory", "warning", found, mend)
 
 
-def weight_bytes(config: EngineConfig, model: ModelConfig, entries: list[TensorEntry], dtype_bytes: int) -> int:
+def weight_bytes(
+    config: EngineConfig, model: ModelConfig, entries: list[TensorEntry], dtype_bytes: int
+) -> int:
     """Return the bytes that the weights take at least; quantized ones that are unpacked when read take more."""
     from engine.models.loader import GUESSING
 

@@ -41,13 +41,20 @@ class Completions:
             known = seq.logprobs
             if seq.num_resumed and seq.targets is not None:
                 known, first = [*seq.scored, *known], int(seq.targets.places[0])
-            logprobs = as_dicts(known, seq.token_ids[first:], seq.sample_top, tokenizer.token_text)[begin - first :]
+            logprobs = as_dicts(known, seq.token_ids[first:], seq.sample_top, tokenizer.token_text)[
+                begin - first :
+            ]
         prompt = seq.token_ids[: seq.num_prompt_tokens]
         of_prompt: list[dict[int, Logprob] | None] | None = None
         if seq.params.prompt_logprobs is not None and seq.error is None:
             top = num_top(seq.params.prompt_logprobs)
-            of_prompt = [None, *as_dicts(seq.prompt_logprobs, prompt[1:], top, tokenizer.token_text)]
-        reasoning, text, calls = (None, seq.text, None) if seq.error is not None else self._parts_of(seq)
+            of_prompt = [
+                None,
+                *as_dicts(seq.prompt_logprobs, prompt[1:], top, tokenizer.token_text),
+            ]
+        reasoning, text, calls = (
+            (None, seq.text, None) if seq.error is not None else self._parts_of(seq)
+        )
         return Completion(
             request_id=seq.request_id,
             index=seq.index,
@@ -55,7 +62,9 @@ class Completions:
             text=text,
             finish_reason=seq.finish_reason,
             num_prompt_tokens=seq.num_prompt_tokens,
-            num_cached_tokens=min(seq.num_cached_tokens or 0, seq.num_prompt_tokens + seq.num_continued),
+            num_cached_tokens=min(
+                seq.num_cached_tokens or 0, seq.num_prompt_tokens + seq.num_continued
+            ),
             logprobs=logprobs,
             error=None if seq.error is None else str(SequenceFailed(seq.error)),
             prompt_logprobs=of_prompt,
@@ -63,10 +72,16 @@ class Completions:
             tool_calls=calls.calls if calls is not None and calls.calls else None,
             tool_call_error=None if calls is None else calls.problem,
             prompt_text=tokenizer.decode(prompt) if seq.params.echo else None,
-            prompt_tokens=[tokenizer.token_text(token_id).text for token_id in prompt] if seq.params.echo else None,
+            prompt_tokens=[tokenizer.token_text(token_id).text for token_id in prompt]
+            if seq.params.echo
+            else None,
             num_continued=seq.num_continued + seq.num_resumed,
             metrics=RequestMetrics(seq.arrived_at, seq.first_token_at, time.monotonic()),
-            **({} if seq.pooled is None or seq.error is not None else {seq.pooled.field: seq.pooled.result()}),
+            **(
+                {}
+                if seq.pooled is None or seq.error is not None
+                else {seq.pooled.field: seq.pooled.result()}
+            ),
         )
 
     def _parts_of(self, seq: Sequence) -> tuple[str | None, str, ToolCalls | None]:

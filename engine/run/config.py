@@ -16,7 +16,9 @@ from engine.text.chat_templates import read_clock, read_template
 KV_CACHE_DTYPES = ("auto", "fp8_e4m3")
 MODEL_PATHS = ("auto", "native", "transformers")
 QUANTIZATIONS = (None, "int8")
-NUM_MEASURED_TOKENS = 512  # on which the scales of an FP8 cache are measured, or on fewer if these do not fit
+NUM_MEASURED_TOKENS = (
+    512  # on which the scales of an FP8 cache are measured, or on fewer if these do not fit
+)
 
 
 @dataclass(frozen=True)
@@ -96,33 +98,50 @@ class EngineConfig:
     def __post_init__(self) -> None:
         if not isinstance(self.model, str) or not self.model:
             raise ConfigError(f"model must be a folder or a hub id, got {self.model!r}")
-        for name in ("max_num_seqs", "max_num_batched_tokens", "block_size", "tensor_parallel_size"):
+        for name in (
+            "max_num_seqs",
+            "max_num_batched_tokens",
+            "block_size",
+            "tensor_parallel_size",
+        ):
             _check_positive(name, getattr(self, name))
         for name in ("max_model_len", "kv_cache_bytes"):
             if getattr(self, name) is not None:
                 _check_positive(name, getattr(self, name))
         if self.model_path not in MODEL_PATHS:
-            raise ConfigError(f"model_path={self.model_path!r} must be 'auto', 'native' or 'transformers'")
+            raise ConfigError(
+                f"model_path={self.model_path!r} must be 'auto', 'native' or 'transformers'"
+            )
         if self.quantization not in QUANTIZATIONS:
-            raise ConfigError(f"quantization={self.quantization!r} is not known: use 'int8' or leave it unset")
+            raise ConfigError(
+                f"quantization={self.quantization!r} is not known: use 'int8' or leave it unset"
+            )
         if self.quantization is not None and self.tensor_parallel_size > 1:
             raise ConfigError(
                 f"quantization={self.quantization!r} is not built for tensor_parallel_size="
                 f"{self.tensor_parallel_size}; leave one of them out"
             )
         if self.kv_cache_dtype not in KV_CACHE_DTYPES:
-            raise ConfigError(f"kv_cache_dtype={self.kv_cache_dtype!r} must be 'auto' or 'fp8_e4m3'")
+            raise ConfigError(
+                f"kv_cache_dtype={self.kv_cache_dtype!r} must be 'auto' or 'fp8_e4m3'"
+            )
         if self.max_model_len == 1:
             raise ConfigError("max_model_len=1 leaves no room for a new token; give at least 2")
         template = self.chat_template
         if template is not None and (not isinstance(template, str) or not template):
-            raise ConfigError(f"chat_template must be the name of a template or None, got {template!r}")
+            raise ConfigError(
+                f"chat_template must be the name of a template or None, got {template!r}"
+            )
         if self.pooling is not None and self.pooling not in MODES:
-            raise ConfigError(f"pooling={self.pooling!r} is not known: use one of {', '.join(MODES)}, or None")
+            raise ConfigError(
+                f"pooling={self.pooling!r} is not known: use one of {', '.join(MODES)}, or None"
+            )
         if not isinstance(self.seed, int) or isinstance(self.seed, bool):
             raise ConfigError(f"seed must be an integer, got {self.seed!r}")
         if self.async_scheduling is not None and not isinstance(self.async_scheduling, bool):
-            raise ConfigError(f"async_scheduling must be true, false or None, got {self.async_scheduling!r}")
+            raise ConfigError(
+                f"async_scheduling must be true, false or None, got {self.async_scheduling!r}"
+            )
         if not isinstance(self.deterministic, bool):
             raise ConfigError(f"deterministic must be true or false, got {self.deterministic!r}")
         if self.deterministic and self.adapt_cpu_threads:
@@ -131,7 +150,9 @@ class EngineConfig:
                 "deterministic=True keeps it; leave one of them out"
             )
         if not 0.0 < self.memory_utilization <= 1.0:
-            raise ConfigError(f"memory_utilization must be above 0 and at most 1, got {self.memory_utilization!r}")
+            raise ConfigError(
+                f"memory_utilization must be above 0 and at most 1, got {self.memory_utilization!r}"
+            )
         if self.max_num_batched_tokens <= self.max_num_seqs:
             raise ConfigError(
                 f"max_num_batched_tokens={self.max_num_batched_tokens} must exceed "
@@ -155,9 +176,13 @@ def model_identity(config: EngineConfig) -> ModelIdentity:
     """
     folder = resolve_model(config.model)
     model = read_model_config(folder)
-    identity = read_identity(folder, ", ".join(_modes(config, model)), config.chat_template, config.pooling)
+    identity = read_identity(
+        folder, ", ".join(_modes(config, model)), config.chat_template, config.pooling
+    )
     with suppress(ConfigError):  # a missing template: the engine reports it
-        identity = replace(identity, clock_formats=read_clock(read_template(folder, config.chat_template)))
+        identity = replace(
+            identity, clock_formats=read_clock(read_template(folder, config.chat_template))
+        )
     if (classes := read_classes(model)) is not None:
         return replace(identity, classes=classes.labels)
     pooling = read_pooling(folder, model, config.pooling)
@@ -170,7 +195,9 @@ def model_identity(config: EngineConfig) -> ModelIdentity:
 def _modes(config: EngineConfig, model: ModelConfig) -> Iterator[str]:
     """Name, in words, the settings that change answers, so that all answers of a run come from the same ones."""
     yield served_dtype(config.dtype, model.dtype, config.device).name
-    longest = min(config.max_model_len or model.max_position_embeddings, model.max_position_embeddings)
+    longest = min(
+        config.max_model_len or model.max_position_embeddings, model.max_position_embeddings
+    )
     if config.quantization is not None:
         yield f"{config.quantization} weights"
     if config.kv_cache_dtype != "auto":

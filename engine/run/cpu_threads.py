@@ -80,7 +80,9 @@ class CpuThreads:
         self._most = self._current = torch.get_num_threads()
         self._before = self._read_time()
         self._quota = read_processor_quota()
-        logger.info("CPU threads: at most %d, fewer while other processes use the processors", self._most)
+        logger.info(
+            "CPU threads: at most %d, fewer while other processes use the processors", self._most
+        )
 
     def adapt(self) -> None:
         """About once a second, set the threads by the processors that were free and the limits of cgroups."""
@@ -93,7 +95,9 @@ class CpuThreads:
         free = (now.own - before.own + now.idle - before.idle) / (now.passed - before.passed)
         wanted = choose_threads(min(free, self._quota), self._current, self._most)
         if wanted != self._current:
-            logger.debug("%.1f processors are free: %d threads instead of %d", free, wanted, self._current)
+            logger.debug(
+                "%.1f processors are free: %d threads instead of %d", free, wanted, self._current
+            )
             torch.set_num_threads(wanted)
             self._current = wanted
 
@@ -126,4 +130,8 @@ def read_processor_time(proc: Path = PROC) -> ProcessorTime | None:
         return None
     rows = [fields for fields in map(str.split, lines) if fields and fields[0] in allowed]
     idle = sum(int(fields[4]) + int(fields[5]) for fields in rows)  # idle, and waiting for disks
-    return ProcessorTime(time.monotonic(), time.process_time(), idle / ticks, allowed) if rows else None
+    return (
+        ProcessorTime(time.monotonic(), time.process_time(), idle / ticks, allowed)
+        if rows
+        else None
+    )

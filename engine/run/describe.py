@@ -64,26 +64,40 @@ def _lines(folder: Path) -> Iterator[tuple[str, str]]:
     way = "through transformers" if path.decoder is None else "natively"
     yield "model", f"{name} runs {way}, in {dtype}{new}"
     open_tokenizer(folder)
-    yield "text", f"a vocabulary of {model.vocab_size:,} tokens, {_template(read_template(folder, None))}"
+    yield (
+        "text",
+        f"a vocabulary of {model.vocab_size:,} tokens, {_template(read_template(folder, None))}",
+    )
     if reader is not None:
-        yield "pictures", "its processor is here: a start compares two with transformers' own code, and says so"
+        yield (
+            "pictures",
+            "its processor is here: a start compares two with transformers' own code, and says so",
+        )
     elif model.whole is not None:
         yield "pictures", "not read: its text alone is served"
     entries = whole_weights(folder)
     if model.num_layers > len(entries):  # refused here, before a model of that many layers is made
-        raise WeightMismatch(f"{folder}: config.json names {model.num_layers} layers, the files {len(entries)} tensors")
+        raise WeightMismatch(
+            f"{folder}: config.json names {model.num_layers} layers, the files {len(entries)} tensors"
+        )
     weights = weight_bytes(config, model, entries, DTYPE_BYTES[dtype])
     yield "weights", f"{weights / MIB:,.1f} MiB in {len(entries)} tensors"
     if path.is_single_pass:
         classes, pooling = read_classes(model), read_pooling(folder, model)
-        embeds = "embeddings" if pooling else "embeddings if TOKENMILL_POOLING says how: modules.json is not here"
+        embeds = (
+            "embeddings"
+            if pooling
+            else "embeddings if TOKENMILL_POOLING says how: modules.json is not here"
+        )
         yield "gives", embeds if classes is None else _scores(classes.labels)
         yield "state", "none: each text is read in one pass, without a KV cache"
         return
     if path.decoder is None:
         kept = kept_by(model, folder, getattr(torch, dtype))
     else:
-        kept = path.decoder.within(model.max_position_embeddings).kept(TensorParallel(), getattr(torch, dtype))
+        kept = path.decoder.within(model.max_position_embeddings).kept(
+            TensorParallel(), getattr(torch, dtype)
+        )
     if kept is None:
         yield "attention", "only its weights can tell, or it is refused at the start"
         return
@@ -92,7 +106,10 @@ def _lines(folder: Path) -> Iterator[tuple[str, str]]:
     if experts := _experts(model):
         yield "experts", experts
     token = block_bytes(kept.layers, 1, getattr(torch, dtype), kept.index_keys)
-    yield "KV cache", f"{token:,} bytes a token, sequences of up to {model.max_position_embeddings:,} tokens"
+    yield (
+        "KV cache",
+        f"{token:,} bytes a token, sequences of up to {model.max_position_embeddings:,} tokens",
+    )
     state = sum(prod(each.shape) * each.dtype.itemsize for each in kept.states)
     yield "state", f"{state:,} bytes a sequence" if state else "none beside the KV cache"
 
@@ -103,12 +120,18 @@ def _template(source: str | None) -> str:
 
     if source is None:
         return "no chat template: chats are refused"
-    return "a chat template" + (" that cannot be parsed: chats are refused" if read_variables(source) is None else "")
+    return "a chat template" + (
+        " that cannot be parsed: chats are refused" if read_variables(source) is None else ""
+    )
 
 
 def _scores(labels: Sequence[str]) -> str:
     """Describe what a head gives: the probability of each class, or one number if there is a single class."""
-    return f"classes: {', '.join(labels)}" if len(labels) > 1 else "a score: of a text, or of a document for a query"
+    return (
+        f"classes: {', '.join(labels)}"
+        if len(labels) > 1
+        else "a score: of a text, or of a document for a query"
+    )
 
 
 def _kind(layer: AttentionFeatures) -> str:
@@ -127,5 +150,7 @@ def _kind(layer: AttentionFeatures) -> str:
 
 def _experts(model: ModelConfig) -> str:
     """Describe the experts, by the names of config.json; "" if it names none."""
-    chosen, experts = (next(filter(None, map(model.values.get, names)), None) for names in (CHOSEN, EXPERTS))
+    chosen, experts = (
+        next(filter(None, map(model.values.get, names)), None) for names in (CHOSEN, EXPERTS)
+    )
     return f"{chosen} of {experts} for each token" if chosen and experts else ""

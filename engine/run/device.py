@@ -36,9 +36,13 @@ def resolve_device(name: str) -> torch.device:
     try:
         device = torch.device(name)
     except RuntimeError as error:
-        raise ConfigError(f"device={name!r} is no torch device; use 'auto', 'cpu' or 'cuda'") from error
+        raise ConfigError(
+            f"device={name!r} is no torch device; use 'auto', 'cpu' or 'cuda'"
+        ) from error
     if device.type == "cuda" and not torch.cuda.is_available():
-        raise ConfigError(f"device={name!r}, but torch finds no CUDA device here; use 'cpu' or fix the driver")
+        raise ConfigError(
+            f"device={name!r}, but torch finds no CUDA device here; use 'cpu' or fix the driver"
+        )
     if device.type not in ("cpu", "cuda"):
         raise ConfigError(f"device={name!r} is not supported; use 'auto', 'cpu' or 'cuda'")
     return device
@@ -63,10 +67,14 @@ def sign_of_gpu() -> str:
     if file := next(DEVICES.glob("nvidia[0-9]*"), None):
         return str(file)
     try:  # under WSL this is the only sign
-        listed = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True, timeout=10, check=False)
+        listed = subprocess.run(
+            ["nvidia-smi", "-L"], capture_output=True, text=True, timeout=10, check=False
+        )
     except (OSError, subprocess.TimeoutExpired):
         return ""
-    return f"nvidia-smi: {listed.stdout.splitlines()[0]}" if listed.stdout.startswith("GPU ") else ""
+    return (
+        f"nvidia-smi: {listed.stdout.splitlines()[0]}" if listed.stdout.startswith("GPU ") else ""
+    )
 
 
 def _problem_of_torch() -> str:

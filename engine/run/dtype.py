@@ -34,7 +34,9 @@ def served_dtype(wanted: str, checkpoint_dtype: str, device: str) -> ServedDtype
     if name == "float16":
         lacking = "on CPUs there are kernels for float32 and bfloat16 only"
     if wanted == "auto":
-        return ServedDtype("float32", f"dtype='auto' takes float32 rather than the checkpoint's {name}: {lacking}")
+        return ServedDtype(
+            "float32", f"dtype='auto' takes float32 rather than the checkpoint's {name}: {lacking}"
+        )
     return ServedDtype(name, f"dtype={name!r} is slower than 'float32' here: {lacking}")
 
 

@@ -8,7 +8,13 @@ from hashlib import blake2b
 from itertools import zip_longest
 from typing import Any
 
-from engine.errors import DuplicateRequest, InvalidPrompt, InvalidRequest, InvalidSampling, ScoringFailed
+from engine.errors import (
+    DuplicateRequest,
+    InvalidPrompt,
+    InvalidRequest,
+    InvalidSampling,
+    ScoringFailed,
+)
 from engine.sampling.request_kinds import RequestParams, ScoringParams
 from engine.sampling.sampling_params import SamplingParams
 from engine.schedule.outputs import Completion, LogLikelihood
@@ -46,12 +52,16 @@ def check_request(request_id: object, lane: object, unfinished: Container[str]) 
     if not isinstance(request_id, str):
         raise InvalidRequest(f"a request id must be a string, got {request_id!r}")
     if request_id in unfinished:
-        raise DuplicateRequest(f"request {request_id!r} is unfinished; use another id, or abort it first")
+        raise DuplicateRequest(
+            f"request {request_id!r} is unfinished; use another id, or abort it first"
+        )
     if isinstance(lane, bool) or not isinstance(lane, int) or lane < 0:
         raise InvalidRequest(f"lane must be an integer of 0 or more, got {lane!r}")
 
 
-def numbered(prompts: Iterable[Prompt], params: RequestParams | Iterable[RequestParams] | None) -> Iterator[Request]:
+def numbered(
+    prompts: Iterable[Prompt], params: RequestParams | Iterable[RequestParams] | None
+) -> Iterator[Request]:
     """Number the prompts and give each its params. Raises InvalidRequest if their numbers differ."""
     if isinstance(prompts, str):
         raise InvalidPrompt("prompts must be an iterable of prompts; put a single one into a list")
@@ -62,7 +72,9 @@ def numbered(prompts: Iterable[Prompt], params: RequestParams | Iterable[Request
     missing: Any = object()
     for i, (prompt, own) in enumerate(zip_longest(prompts, params, fillvalue=missing)):
         if prompt is missing or own is missing:
-            raise InvalidRequest(f"there are not as many prompts as params: one of them ended after {i}")
+            raise InvalidRequest(
+                f"there are not as many prompts as params: one of them ended after {i}"
+            )
         yield str(i), prompt, own
 
 
@@ -87,10 +99,14 @@ def prepare_scores(
         places: dict[Tail, int] = {}
         for place, tail in enumerate(tails):
             if (other := places.setdefault(tail, place)) != place:
-                raise InvalidPrompt(f"continuations {other} and {place} are the same tokens: one of them is enough")
+                raise InvalidPrompt(
+                    f"continuations {other} and {place} are the same tokens: one of them is enough"
+                )
         ends = ends_needed(tails)
     if ends and not end_token_ids:
-        raise InvalidPrompt("no token ends this model's texts, so none can be scored behind a continuation")
+        raise InvalidPrompt(
+            "no token ends this model's texts, so none can be scored behind a continuation"
+        )
     shape = shape_of(tails, end_token_ids if ends else ())
     num_tokens = sum(len(token_ids) + len(branch.token_ids) for branch in shape.branches)
     if num_tokens > MAX_TREE_TOKENS:
@@ -113,10 +129,14 @@ class Scores:
         """Prepare all pairs. Raises InvalidRequest or a subclass for the first that cannot be scored."""
         groups: dict[Context, list[Context]] = {}
         places: dict[Context, int] = {}  # the first pair of each context
-        self._asked: list[tuple[Context, int] | None] = []  # of each pair: its context, and which continuation of it
+        self._asked: list[
+            tuple[Context, int] | None
+        ] = []  # of each pair: its context, and which continuation of it
         for place, pair in enumerate(pairs):
             if not isinstance(pair, (list, tuple)) or len(pair) != 2:
-                raise InvalidRequest(f"pair {place} must be a context and a continuation, got {type(pair).__name__}")
+                raise InvalidRequest(
+                    f"pair {place} must be a context and a continuation, got {type(pair).__name__}"
+                )
             with _naming(place):
                 continuation, context = prompts.pair(*pair)
             group = groups.setdefault(context, []) if continuation else []

@@ -23,7 +23,9 @@ logger = logging.getLogger(__name__)
 class NewSequences:
     """Makes the sequences of requests. eos_token_ids: the ids that end texts, including the tokenizer's own."""
 
-    def __init__(self, tokenizer: Tokenizer, configured_ends: frozenset[int], vocab_size: int) -> None:
+    def __init__(
+        self, tokenizer: Tokenizer, configured_ends: frozenset[int], vocab_size: int
+    ) -> None:
         """configured_ends: the end tokens that the model's configuration names."""
         if surplus := tokenizer.surplus(vocab_size):
             logger.warning("%s; is it the model's own?", surplus)
@@ -32,7 +34,9 @@ class NewSequences:
         self.reasoner = Reasoner(tokenizer, vocab_size)
         self.eos_token_ids = configured_ends | tokenizer.end_token_ids(vocab_size)
         forced_calls = ForcedCalls(tokenizer, self.eos_token_ids)
-        self.grammars = Grammars(tokenizer.backend, vocab_size, self.eos_token_ids, forced_calls.form)
+        self.grammars = Grammars(
+            tokenizer.backend, vocab_size, self.eos_token_ids, forced_calls.form
+        )
 
     def make(
         self,
@@ -49,7 +53,9 @@ class NewSequences:
         Raises InvalidSampling for values that this tokenizer cannot follow, InvalidRequest for a `continued` completion
         that cannot go on.
         """
-        end_token_ids = frozenset(params.stop_token_ids).union(() if params.ignore_eos else self.eos_token_ids)
+        end_token_ids = frozenset(params.stop_token_ids).union(
+            () if params.ignore_eos else self.eos_token_ids
+        )
         # the form covers the whole text, so the space before its first word stays
         follows_text = self._tokenizer.has_text(prompt.token_ids) or params.has_form
         bad_words = self._tokenizer.bad_words(tuple(params.bad_words or ()))
@@ -67,7 +73,10 @@ class NewSequences:
                 stop_strings=self._stop_strings(params, prompt.token_ids, follows_text, matcher),
                 edits=None if edits is None else SequenceEdits(edits),
                 forcing=self.reasoner.budget(
-                    params.thinking_token_budget, params.reasoning_marks, prompt.token_ids, follows_text
+                    params.thinking_token_budget,
+                    params.reasoning_marks,
+                    prompt.token_ids,
+                    follows_text,
                 )
                 or JumpAhead.of(matcher, params),
                 matcher=matcher,
@@ -82,10 +91,21 @@ class NewSequences:
                 seq.go_on_behind(token_id)
         return seqs
 
-    def pooled(self, request_id: str, prompt: PreparedPrompt, pooled: PooledStates, *, lane: int) -> list[Sequence]:
+    def pooled(
+        self, request_id: str, prompt: PreparedPrompt, pooled: PooledStates, *, lane: int
+    ) -> list[Sequence]:
         """Make the sequence whose hidden states are pooled."""
         keys = prompt.block_keys
-        return [Sequence(request_id, prompt.token_ids, NO_NEW_TOKEN, lane=lane, block_keys=keys, pooled=pooled)]
+        return [
+            Sequence(
+                request_id,
+                prompt.token_ids,
+                NO_NEW_TOKEN,
+                lane=lane,
+                block_keys=keys,
+                pooled=pooled,
+            )
+        ]
 
     def branches(self, request_id: str, prompt: PreparedPrompt, *, lane: int) -> list[Sequence]:
         """Make the sequences that score a prompt's continuations; each but the first is held until its parent ends."""
@@ -116,7 +136,11 @@ class NewSequences:
         if not params.stop:
             return None
         # the form covers the whole text, so no reasoning is split from it
-        span = None if matcher is not None else self.reasoner.answer_span(params.reasoning_marks, prompt, params.stop)
+        span = (
+            None
+            if matcher is not None
+            else self.reasoner.answer_span(params.reasoning_marks, prompt, params.stop)
+        )
         text = self._tokenizer.incremental_text(
             follows_text=follows_text,
             skip_special_tokens=params.skip_special_tokens,

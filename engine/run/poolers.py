@@ -6,7 +6,13 @@ from engine.checkpoint.folder import list_weight_files
 from engine.checkpoint.heads import Classes
 from engine.checkpoint.pooling import Dense, Pooling
 from engine.checkpoint.weights import open_tensors
-from engine.errors import InvalidPrompt, InvalidSampling, MissingWeights, UnsupportedTask, WeightMismatch
+from engine.errors import (
+    InvalidPrompt,
+    InvalidSampling,
+    MissingWeights,
+    UnsupportedTask,
+    WeightMismatch,
+)
 from engine.sampling.parameter_values import brief
 from engine.sampling.request_kinds import ClassParams, PoolingParams
 from engine.schedule.pooled import ClassStates, PooledStates, Vector
@@ -14,14 +20,18 @@ from engine.text.prompts import Prompt, PromptReader
 from engine.text.tokenizer import Tokenizer
 
 
-def _most_tokens(truncate_prompt_tokens: int | None, fitting: int, max_model_len: int) -> int | None:
+def _most_tokens(
+    truncate_prompt_tokens: int | None, fitting: int, max_model_len: int
+) -> int | None:
     """Return how many tokens a prompt is cut to; None for no cut. fitting: the number that -1 stands for."""
     if truncate_prompt_tokens is None:
         return None
     return fitting if truncate_prompt_tokens == -1 else min(truncate_prompt_tokens, max_model_len)
 
 
-def _pooled_token_ids(prompt: object, most: int | None, tokenizer: Tokenizer, prompts: PromptReader) -> list[int]:
+def _pooled_token_ids(
+    prompt: object, most: int | None, tokenizer: Tokenizer, prompts: PromptReader
+) -> list[int]:
     """Return the first `most` tokens of a prompt that is pooled.
 
     A text keeps the special tokens around it. (Generation keeps a prompt's last tokens instead.)
@@ -38,14 +48,18 @@ def _pooled_token_ids(prompt: object, most: int | None, tokenizer: Tokenizer, pr
 class Embedder:
     """Prepares requests for embeddings. pooling: None if the checkpoint has none; every request is then refused."""
 
-    def __init__(self, pooling: Pooling | None, hidden_size: int, tokenizer: Tokenizer, prompts: PromptReader) -> None:
+    def __init__(
+        self, pooling: Pooling | None, hidden_size: int, tokenizer: Tokenizer, prompts: PromptReader
+    ) -> None:
         self._pooling, self._tokenizer, self._prompts = pooling, tokenizer, prompts
         self.num_dimensions = 0 if pooling is None else pooling.size(hidden_size)
         self._dense = [] if pooling is None else [_DenseLayer(each) for each in pooling.dense]
         size = 0 if pooling is None else hidden_size * len(pooling.modes)
         for layer in self._dense:
             if layer.num_inputs != size:
-                raise WeightMismatch(f"modules.json: a Dense layer takes {layer.num_inputs} numbers, and gets {size}")
+                raise WeightMismatch(
+                    f"modules.json: a Dense layer takes {layer.num_inputs} numbers, and gets {size}"
+                )
             size = layer.num_outputs
 
     def token_ids(self, prompt: Prompt, params: PoolingParams) -> list[int]:
@@ -110,11 +124,15 @@ class _DenseLayer:
                 raise MissingWeights(f"{dense.folder} has no linear.weight; fetch it again")
             self._weight: Vector = tensors["linear.weight"].whole().float().numpy()
             has_bias = "linear.bias" in tensors
-            self._bias: Vector | float = tensors["linear.bias"].whole().float().numpy() if has_bias else 0.0
+            self._bias: Vector | float = (
+                tensors["linear.bias"].whole().float().numpy() if has_bias else 0.0
+            )
         self._activation = dense.activation
         self.num_outputs, self.num_inputs = self._weight.shape
         if self.num_outputs != dense.out_features:
-            raise WeightMismatch(f"{dense.folder}: {self.num_outputs} features, {dense.out_features} by config.json")
+            raise WeightMismatch(
+                f"{dense.folder}: {self.num_outputs} features, {dense.out_features} by config.json"
+            )
 
     def __call__(self, pooled: Vector) -> Vector:
         numbers: Vector = self._weight @ pooled + self._bias
@@ -126,7 +144,9 @@ class _DenseLayer:
 class Classifier:
     """Prepares requests for classes. classes: None if the checkpoint has no head; every request is then refused."""
 
-    def __init__(self, classes: Classes | None, tokenizer: Tokenizer, prompts: PromptReader) -> None:
+    def __init__(
+        self, classes: Classes | None, tokenizer: Tokenizer, prompts: PromptReader
+    ) -> None:
         self._classes, self._tokenizer, self._prompts = classes, tokenizer, prompts
 
     def token_ids(self, prompt: Prompt, params: ClassParams) -> list[int]:
@@ -136,7 +156,9 @@ class Classifier:
         if params.pair is not None:
             if not isinstance(prompt, str):
                 raise InvalidSampling("pair is for texts: behind token ids no text is put")
-            token_ids = self._tokenizer.encode_pair(prompt, params.pair, longest, self._prompts.vocab_size)
+            token_ids = self._tokenizer.encode_pair(
+                prompt, params.pair, longest, self._prompts.vocab_size
+            )
             if not token_ids:
                 raise InvalidPrompt("both texts are empty; they need at least one token")
             return token_ids
@@ -149,5 +171,7 @@ class Classifier:
 
     def _check(self) -> Classes:
         if self._classes is None:
-            raise UnsupportedTask("this checkpoint has no sequence-classification head; serve one that has")
+            raise UnsupportedTask(
+                "this checkpoint has no sequence-classification head; serve one that has"
+            )
         return self._classes

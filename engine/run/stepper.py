@@ -76,7 +76,9 @@ class StepStats:
     @property
     def seconds(self) -> dict[str, float]:
         """Return the seconds spent in each part."""
-        return {name: part.seconds for name, part in vars(self).items() if isinstance(part, Stopwatch)}
+        return {
+            name: part.seconds for name, part in vars(self).items() if isinstance(part, Stopwatch)
+        }
 
 
 class Stepper:
@@ -85,14 +87,18 @@ class Stepper:
     overlaps: launch a step before the tokens of the one before are there; there are no drafts then.
     """
 
-    def __init__(self, scheduler: Scheduler, runner: Runner, tokenizer: Tokenizer, *, overlaps: bool) -> None:
+    def __init__(
+        self, scheduler: Scheduler, runner: Runner, tokenizer: Tokenizer, *, overlaps: bool
+    ) -> None:
         self.overlaps = overlaps
         self.stats = StepStats()
         self._scheduler, self._runner, self._tokenizer = scheduler, runner, tokenizer
         self.drafts: Drafts | None = None if overlaps else Drafts()
         self._pending: deque[PendingTokens] = deque()  # of launched steps, the oldest first
         self._finished: list[Sequence] = []
-        self._suspects: dict[Sequence, int] = {}  # with the tokens each had when steps in flight were withdrawn
+        self._suspects: dict[
+            Sequence, int
+        ] = {}  # with the tokens each had when steps in flight were withdrawn
         self._num_unexplained = 0
 
     @property
@@ -266,7 +272,9 @@ class Stepper:
                 f"{self._num_unexplained} steps in a row raised, and no sequence alone: {error!r}"
             ) from error
         logger.warning("a step raised %s: looking for the sequence to blame", type(error).__name__)
-        self._suspects = {seq: seq.num_tokens for step in self._scheduler.in_flight for seq in step.seqs}
+        self._suspects = {
+            seq: seq.num_tokens for step in self._scheduler.in_flight for seq in step.seqs
+        }
         self._pending.clear()
         self._scheduler.withdraw()
 
@@ -292,7 +300,9 @@ class Stepper:
         try:
             self._launch(self._scheduler.schedule_control(control)).wait()
         except Exception as own_error:  # noqa: BLE001 - it says what is broken
-            raise StepFailed(f"a step failed: {error!r}; one of the engine's own failed too: {own_error!r}") from error
+            raise StepFailed(
+                f"a step failed: {error!r}; one of the engine's own failed too: {own_error!r}"
+            ) from error
         finally:
             self._scheduler.release_control(control)
         self._scheduler.abort(seq)

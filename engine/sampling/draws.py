@@ -50,7 +50,9 @@ SHIFT = np.uint64(32)
 ROUNDS = 10
 
 
-def philox4x32(counter: tuple[Words, Words, Words, Words], key: tuple[Words, Words]) -> tuple[Words, ...]:
+def philox4x32(
+    counter: tuple[Words, Words, Words, Words], key: tuple[Words, Words]
+) -> tuple[Words, ...]:
     """Run ten rounds over arrays of counters and keys; return the four output words of each."""
     c0, c1, c2, c3 = counter
     k0, k1 = key
@@ -73,7 +75,8 @@ def first_words(seed: Words, position: Words, sample_index: Words) -> Words:
 def random_words(rows: SamplingRows) -> Tensor:
     """Return each row's word of Philox: [rows] int64 on their device."""
     seed, position, sample_index = (
-        column.cpu().numpy().view(np.uint64) for column in (rows.seed, rows.position, rows.sample_index)
+        column.cpu().numpy().view(np.uint64)
+        for column in (rows.seed, rows.position, rows.sample_index)
     )
     words = first_words(seed, position, sample_index).view(np.int64)
     return torch.from_numpy(words).to(rows.seed.device)

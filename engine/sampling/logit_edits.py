@@ -90,7 +90,9 @@ class EditParts:
         index, _ = self.masks.setdefault(id(mask), (len(self.masks), mask))
         self.masked.append((place, index))
 
-    def penalize(self, place: int, penalties: tuple[float, float, float], counted: NDArray[np.int32]) -> None:
+    def penalize(
+        self, place: int, penalties: tuple[float, float, float], counted: NDArray[np.int32]
+    ) -> None:
         """Penalize the tokens of a place. counted: [tokens, 2], a token and how often it is there."""
         self.counted.append(counted)
         self.penalized.append(place)
@@ -150,14 +152,18 @@ class BadWords:
         self._single = np.array([word[0] for word in words if len(word) == 1], np.int64)
         self._double = np.array([word for word in words if len(word) == 2], np.int64).reshape(-1, 2)
         self._by_known: dict[int, list[TokenIds]] = {}  # by the token before the last
-        self._by_second: dict[int, list[TokenIds]] = {}  # of three tokens or more, by the one before that
+        self._by_second: dict[
+            int, list[TokenIds]
+        ] = {}  # of three tokens or more, by the one before that
         for word in words:
             if len(word) > 1:
                 self._by_known.setdefault(word[-2], []).append(word)
             if len(word) > 2:
                 self._by_second.setdefault(word[-3], []).append(word)
 
-    def banned(self, token_ids: Sequence[int], start: int, *, is_pending: bool) -> NDArray[np.int64]:
+    def banned(
+        self, token_ids: Sequence[int], start: int, *, is_pending: bool
+    ) -> NDArray[np.int64]:
         """Return [bans] token ids that may not come next, whatever is pending. The completion begins at `start`."""
         if is_pending:
             return self._single
@@ -233,13 +239,21 @@ class RequestEdits:
 
     @classmethod
     def of(
-        cls, params: SamplingParams, prompt_token_ids: Sequence[int], vocab_size: int, bad_words: Iterable[TokenIds]
+        cls,
+        params: SamplingParams,
+        prompt_token_ids: Sequence[int],
+        vocab_size: int,
+        bad_words: Iterable[TokenIds],
     ) -> RequestEdits | None:
         """Return a request's edits, None if it has none. Under a grammar, its masks see to the allowed tokens."""
         penalties = (params.presence_penalty, params.frequency_penalty, params.repetition_penalty)
         has_penalties = penalties != (0, 0, 1)
         words = [word for word in bad_words if max(word) < vocab_size]  # others are never chosen
-        allowed = allowed_mask(params.allowed_token_ids, vocab_size) if params.structured_outputs is None else None
+        allowed = (
+            allowed_mask(params.allowed_token_ids, vocab_size)
+            if params.structured_outputs is None
+            else None
+        )
         bias = params.logit_bias
         if not (has_penalties or words or allowed is not None or bias):
             return None
@@ -264,7 +278,12 @@ class SequenceEdits:
         self._counts: TokenCounts | None = None
 
     def write(
-        self, parts: EditParts, place: int, token_ids: Sequence[int], start: int, pending_sample: int | None
+        self,
+        parts: EditParts,
+        place: int,
+        token_ids: Sequence[int],
+        start: int,
+        pending_sample: int | None,
     ) -> None:
         """Write the edits for the next token into `parts`.
 
@@ -280,7 +299,9 @@ class SequenceEdits:
             banned = request.bad_words.banned(token_ids, start, is_pending=is_pending)
             parts.banned.append((place, banned))
             if is_pending:
-                parts.banned_behind.append((place, request.bad_words.banned_behind(token_ids, start)))
+                parts.banned_behind.append(
+                    (place, request.bad_words.banned_behind(token_ids, start))
+                )
         if len(request.biased):
             parts.biased.append((place, request.biased))
             parts.biases.append(request.biases)

@@ -30,7 +30,9 @@ class Range:
             hint = " and no text: write it without quotes" if isinstance(value, str) else ""
             raise InvalidSampling(f"{name} must be {kind}{hint}", brief(value))
         if not self.low <= value <= self.high:  # NaN is in no range
-            raise InvalidSampling(f"{name} must be between {self.low} and {self.high}", brief(value))
+            raise InvalidSampling(
+                f"{name} must be between {self.low} and {self.high}", brief(value)
+            )
 
 
 TOKEN_ID = Range(0, MAX_COUNT, integer=True)
@@ -56,7 +58,9 @@ def check_unicode(what: str, text: str) -> None:
     try:
         text.encode()
     except UnicodeEncodeError:
-        raise InvalidSampling(f"{what} is no valid Unicode: it holds half of a surrogate pair") from None
+        raise InvalidSampling(
+            f"{what} is no valid Unicode: it holds half of a surrogate pair"
+        ) from None
 
 
 class TokenBias(dict[int, float]):
@@ -81,7 +85,8 @@ def reasoning_marks(marks: object) -> tuple[str, ...]:
     for text in texts:
         if len(text) > MAX_MARK_CHARS or text != text.strip() or "\ufffd" in text:
             raise InvalidSampling(
-                f"a reasoning mark must have 1 to {MAX_MARK_CHARS} characters, without blanks around them", brief(text)
+                f"a reasoning mark must have 1 to {MAX_MARK_CHARS} characters, without blanks around them",
+                brief(text),
             )
     return texts
 
@@ -101,7 +106,11 @@ def tool_choice(value: object) -> object:
     """Return a choice that forces a call of a tool."""
     if value is None or value == "required":
         return value
-    function = value.get("function") if isinstance(value, Mapping) and value.get("type") == "function" else None
+    function = (
+        value.get("function")
+        if isinstance(value, Mapping) and value.get("type") == "function"
+        else None
+    )
     if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
         wanted = "'required' or {'type': 'function', 'function': {'name': ...}}"
         raise InvalidSampling(f"tool_choice must be {wanted}", brief(value))
@@ -113,7 +122,9 @@ def stop_token_ids(token_ids: object) -> tuple[int, ...]:
     if not isinstance(token_ids, (list, tuple)):
         raise InvalidSampling("stop_token_ids must be a list of token ids", brief(token_ids))
     if len(token_ids) > MAX_STOPS:
-        raise InvalidSampling(f"stop_token_ids holds {len(token_ids)} ids; at most {MAX_STOPS} are allowed")
+        raise InvalidSampling(
+            f"stop_token_ids holds {len(token_ids)} ids; at most {MAX_STOPS} are allowed"
+        )
     for token_id in token_ids:
         TOKEN_ID.check("stop_token_ids", token_id)
     return tuple(token_ids)
@@ -133,7 +144,9 @@ def allowed_token_ids(token_ids: object) -> tuple[int, ...] | None:
     if not isinstance(token_ids, (list, tuple, range)):
         raise InvalidSampling("allowed_token_ids must be a list of token ids", brief(token_ids))
     if not token_ids:
-        raise InvalidSampling("allowed_token_ids is empty, so that no token could be chosen; leave it out")
+        raise InvalidSampling(
+            "allowed_token_ids is empty, so that no token could be chosen; leave it out"
+        )
     for token_id in token_ids:  # perhaps all of a vocabulary: no call for each
         if type(token_id) is not int or not 0 <= token_id <= MAX_COUNT:
             TOKEN_ID.check("allowed_token_ids", token_id)
@@ -166,13 +179,17 @@ def _token_id(key: object) -> int:
     return key
 
 
-def _texts(texts: object, name: str, what: str, most: int, *, kind: str = "a list of strings") -> tuple[str, ...]:
+def _texts(
+    texts: object, name: str, what: str, most: int, *, kind: str = "a list of strings"
+) -> tuple[str, ...]:
     if not isinstance(texts, (list, tuple)) or not all(isinstance(text, str) for text in texts):
         raise InvalidSampling(f"{name} must be {kind}", brief(texts))
     if len(texts) > most:
         raise InvalidSampling(f"{name} holds {len(texts)} strings; at most {most} are allowed")
     for text in texts:
         if not 0 < len(text) <= MAX_STOP_CHARS:
-            raise InvalidSampling(f"{what} must have 1 to {MAX_STOP_CHARS} characters, got {len(text)}")
+            raise InvalidSampling(
+                f"{what} must have 1 to {MAX_STOP_CHARS} characters, got {len(text)}"
+            )
         check_unicode(what, text)
     return tuple(texts)

@@ -70,7 +70,9 @@ class ScoringParams:
     def __post_init__(self) -> None:
         if isinstance(self.continuations, str) or not isinstance(self.continuations, (list, tuple)):
             kind = type(self.continuations).__name__
-            raise InvalidSampling(f"continuations must be a list of texts or of lists of token ids, got {kind}")
+            raise InvalidSampling(
+                f"continuations must be a list of texts or of lists of token ids, got {kind}"
+            )
         if not self.continuations:
             raise InvalidSampling("continuations is empty: nothing is asked for")
         read = tuple(_read(number, each) for number, each in enumerate(self.continuations))

@@ -72,7 +72,9 @@ def draw(logits: Tensor, highest: Tensor, rows: SamplingRows) -> Tensor:
     return (ends <= target(ends[:, -1:], random_words(rows).unsqueeze(1))).sum(-1)
 
 
-def cut(weights: Tensor, logits: Tensor, rows: SamplingRows, num_candidates: int = NUCLEUS_GUESS) -> Tensor:
+def cut(
+    weights: Tensor, logits: Tensor, rows: SamplingRows, num_candidates: int = NUCLEUS_GUESS
+) -> Tensor:
     """Return the weights, 0 where top_k and top_p cut them off.
 
     Only the num_candidates or top_k highest logits are looked at, unless a nucleus may be wider.

@@ -128,18 +128,28 @@ class SamplingParams:
         for name in _SWITCHES:
             check_switch(name, getattr(self, name))
         if self.top_p == 0:
-            raise InvalidSampling("top_p must be above 0; for the likeliest token alone set temperature=0")
+            raise InvalidSampling(
+                "top_p must be above 0; for the likeliest token alone set temperature=0"
+            )
         check_truncation(self.truncate_prompt_tokens)
         if self.min_tokens > self.max_tokens:
-            raise InvalidSampling(f"min_tokens={self.min_tokens} is above max_tokens={self.max_tokens}")
+            raise InvalidSampling(
+                f"min_tokens={self.min_tokens} is above max_tokens={self.max_tokens}"
+            )
         for name, read in _READERS.items():
             object.__setattr__(self, name, read(getattr(self, name)))
         if self.structured_outputs is not None and self.tool_choice is not None:
-            raise InvalidSampling("structured_outputs and tool_choice each say what all of the text must be: send one")
+            raise InvalidSampling(
+                "structured_outputs and tool_choice each say what all of the text must be: send one"
+            )
         if self.has_form:
             if self.thinking_token_budget is not None:
-                form = "structured_outputs hold" if self.tool_choice is None else "tool_choice holds"
-                raise InvalidSampling(f"{form} for all of the text: no thinking_token_budget with that")
+                form = (
+                    "structured_outputs hold" if self.tool_choice is None else "tool_choice holds"
+                )
+                raise InvalidSampling(
+                    f"{form} for all of the text: no thinking_token_budget with that"
+                )
             object.__setattr__(self, "separate_reasoning", False)
 
     @property
@@ -159,7 +169,9 @@ class SamplingParams:
                 problem = "is not built yet" if name in NOT_BUILT else "is no sampling parameter"
                 near = get_close_matches(str(name)[:MAX_NAME_CHARS].lower(), _NAMES, n=1)
                 hint = f"did you mean {near[0]}? " if near and name not in NOT_BUILT else ""
-                raise InvalidSampling(f"{brief(name)} {problem}; {hint}accepted are {', '.join(_NAMES)}")
+                raise InvalidSampling(
+                    f"{brief(name)} {problem}; {hint}accepted are {', '.join(_NAMES)}"
+                )
         values = {name: value for name, value in mapping.items() if value is not None}
         if not _is_plain(values):  # numbers of numpy, for example, which marshal takes for bytes
             return cls(**values)
@@ -173,7 +185,11 @@ class SamplingParams:
 def _is_plain(value: object) -> bool:
     if isinstance(value, dict):
         return all(map(_is_plain, value.values()))
-    return all(map(_is_plain, value)) if isinstance(value, list | tuple) else type(value) in (bool, int, float, str)
+    return (
+        all(map(_is_plain, value))
+        if isinstance(value, list | tuple)
+        else type(value) in (bool, int, float, str)
+    )
 
 
 def check_truncation(truncate_prompt_tokens: int | None) -> None:
@@ -181,7 +197,9 @@ def check_truncation(truncate_prompt_tokens: int | None) -> None:
     if truncate_prompt_tokens is not None:
         RANGES["truncate_prompt_tokens"].check("truncate_prompt_tokens", truncate_prompt_tokens)
         if truncate_prompt_tokens == 0:
-            raise InvalidSampling("truncate_prompt_tokens=0 leaves nothing of the prompt; -1 is what fits")
+            raise InvalidSampling(
+                "truncate_prompt_tokens=0 leaves nothing of the prompt; -1 is what fits"
+            )
 
 
 def check_params(params: object, vocab_size: int) -> None:
@@ -191,7 +209,9 @@ def check_params(params: object, vocab_size: int) -> None:
     for name in ("stop_token_ids", "allowed_token_ids", "logit_bias"):
         token_ids = getattr(params, name)
         if token_ids and (highest := max(token_ids)) >= vocab_size:
-            raise InvalidSampling(f"token id {highest} of {name} is outside the vocabulary of {vocab_size}")
+            raise InvalidSampling(
+                f"token id {highest} of {name} is outside the vocabulary of {vocab_size}"
+            )
 
 
 _NAMES = tuple(sorted(each.name for each in fields(SamplingParams)))
@@ -203,7 +223,9 @@ COLUMNS: dict[str, str] = {
     each.name: each.metadata["dtype"] for each in fields(SamplingParams) if "dtype" in each.metadata
 }
 _SWITCHES = tuple(each.name for each in fields(SamplingParams) if isinstance(each.default, bool))
-_OPTIONAL = frozenset(name for name in RANGES if SamplingParams.__dataclass_fields__[name].default is None)
+_OPTIONAL = frozenset(
+    name for name in RANGES if SamplingParams.__dataclass_fields__[name].default is None
+)
 _READERS: dict[str, Callable[[object], object]] = {
     "stop": parameter_values.stop_strings,
     "stop_token_ids": parameter_values.stop_token_ids,

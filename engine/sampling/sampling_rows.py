@@ -36,7 +36,10 @@ class SamplingRows:
 
 def sampling_columns(batch: SamplingBatch) -> list[NDArray[Any]]:
     """Return the fields of SamplingRows on the host, in their order."""
-    columns = [batch.position if each.name == "position" else batch.values[each.name] for each in fields(SamplingRows)]
+    columns = [
+        batch.position if each.name == "position" else batch.values[each.name]
+        for each in fields(SamplingRows)
+    ]
     # contiguous, where those of a row lay together: kernels read them so, on a CPU too
     columns = [np.ascontiguousarray(column) for column in columns]
     return [column.view(np.int64) if column.dtype == np.uint64 else column for column in columns]

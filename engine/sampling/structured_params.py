@@ -29,7 +29,9 @@ class StructuredOutputsParams:
 
     def __post_init__(self) -> None:
         if self.json_object is not None and not isinstance(self.json_object, bool):
-            raise InvalidSampling(f"{NAME}.json_object must be true or false", brief(self.json_object))
+            raise InvalidSampling(
+                f"{NAME}.json_object must be true or false", brief(self.json_object)
+            )
         if not self.json_object:
             object.__setattr__(self, "json_object", None)
         given = [name for name in NAMES if getattr(self, name) is not None]
@@ -57,10 +59,14 @@ def structured_outputs(value: object) -> StructuredOutputsParams | None:
     if value is None or isinstance(value, StructuredOutputsParams):
         return value
     if not isinstance(value, Mapping):
-        raise InvalidSampling(f"{NAME} must be an object such as {{'regex': '[0-9]+'}}", brief(value))
+        raise InvalidSampling(
+            f"{NAME} must be an object such as {{'regex': '[0-9]+'}}", brief(value)
+        )
     for name in value:
         if name not in NAMES:
-            raise InvalidSampling(f"{NAME} has a name that is none of {', '.join(NAMES)}", brief(name))
+            raise InvalidSampling(
+                f"{NAME} has a name that is none of {', '.join(NAMES)}", brief(name)
+            )
     return StructuredOutputsParams(**value)
 
 
@@ -84,7 +90,9 @@ def _schema(schema: object) -> str:
 
 def _choices(choices: object) -> tuple[str, ...]:
     if not isinstance(choices, list | tuple) or not choices:
-        raise InvalidSampling(f"{NAME}.choice must be a list of strings, one at least", brief(choices))
+        raise InvalidSampling(
+            f"{NAME}.choice must be a list of strings, one at least", brief(choices)
+        )
     for text in choices:
         _check_text("choice", text)
     if sum(map(len, choices)) > MAX_BYTES:
@@ -97,4 +105,6 @@ def _check_text(name: str, text: object) -> None:
         raise InvalidSampling(f"{NAME}.{name} must be text", brief(text))
     check_unicode(f"{NAME}.{name}", text)
     if (size := len(text.encode())) > MAX_BYTES:
-        raise InvalidSampling(f"{NAME}.{name} has {size} bytes, more than {MAX_BYTES}: make it smaller")
+        raise InvalidSampling(
+            f"{NAME}.{name} has {size} bytes, more than {MAX_BYTES}: make it smaller"
+        )

@@ -73,7 +73,9 @@ def num_equal(some: list[BlockKey], others: list[BlockKey]) -> int:
 ROOT = 0  # parent hash and parent content id of a sequence's first block
 LEAST_KEPT = 256  # tokens worth a snapshot: it cuts a step's rows in two, and mixers may pad each part to 64 or more
 NUM_LOOKED_AT = 8  # waiting sequences that are compared
-LEAST_SHARE = 8  # a tail is copied if it is at least 1 / LEAST_SHARE of the tokens to be computed without it
+LEAST_SHARE = (
+    8  # a tail is copied if it is at least 1 / LEAST_SHARE of the tokens to be computed without it
+)
 
 
 @dataclass(frozen=True)
@@ -105,7 +107,15 @@ class Block:
     finds the block under it. `is_listed`: its first `tokens` are among the tails.
     """
 
-    __slots__ = ("block_id", "content_id", "hash", "is_listed", "parent_content_id", "ref_count", "tokens")
+    __slots__ = (
+        "block_id",
+        "content_id",
+        "hash",
+        "is_listed",
+        "parent_content_id",
+        "ref_count",
+        "tokens",
+    )
 
     def __init__(self, block_id: int) -> None:
         self.block_id = block_id
@@ -206,7 +216,9 @@ class BlockManager:
             found.append(block.block_id)
         return found
 
-    def begin_states(self, seq: Sequence, cached: list[int], waiting: Iterable[Sequence], moves: StateMoves) -> None:
+    def begin_states(
+        self, seq: Sequence, cached: list[int], waiting: Iterable[Sequence], moves: StateMoves
+    ) -> None:
         """Have a sequence that is being admitted begin at the snapshot behind `cached`; choose where to make its own.
 
         That is behind what others share (cached blocks without a snapshot, the longest prefix of one of the next
@@ -215,12 +227,16 @@ class BlockManager:
         assert self.snapshots is not None
         moves.sources[seq] = self.snapshots.use(self._content_id(cached[-1])) if cached else NO_ROW
         next_ones = islice(waiting, 1, 1 + NUM_LOOKED_AT)
-        shared = max((num_equal(seq.block_keys, other.block_keys) for other in next_ones), default=0)
+        shared = max(
+            (num_equal(seq.block_keys, other.block_keys) for other in next_ones), default=0
+        )
         ways = [n for n in (seq.num_prompt_tokens, seq.num_tokens) if n >= LEAST_KEPT]
         ways += [] if seq.tree is None else [seq.tree.num_prompt_tokens]
         wanted = {len(self._find_blocks(seq)), shared, *((n - 1) // self.block_size for n in ways)}
         last = (seq.num_tokens - 1) // self.block_size  # its last token is computed in any case
-        seq.state_cuts = [n * self.block_size for n in sorted({min(n, last) for n in wanted}) if n > len(cached)]
+        seq.state_cuts = [
+            n * self.block_size for n in sorted({min(n, last) for n in wanted}) if n > len(cached)
+        ]
 
     def save_states(self, seq: Sequence, num_tokens: int, moves: StateMoves) -> None:
         """Note the snapshots to make of a sequence: the step computes its first num_tokens, which are published."""
@@ -232,7 +248,11 @@ class BlockManager:
                 continue  # these blocks are not published: nobody else can hit them
             content_id = self._content_id(seq.block_table[last])
             is_found = self._by_hash[seq.block_keys[last].hash].content_id == content_id
-            if not is_found or content_id in self.snapshots or (row := self.snapshots.take(content_id)) == NO_ROW:
+            if (
+                not is_found
+                or content_id in self.snapshots
+                or (row := self.snapshots.take(content_id)) == NO_ROW
+            ):
                 continue
             moves.saves.setdefault(seq, []).append((end, row))
             moves.kept.append(content_id)
@@ -252,7 +272,9 @@ class BlockManager:
             return None
         parent = self._blocks[cached[-1]].content_id if cached else ROOT
         assert parent is not None
-        block_id, num_tokens = self._tails.find(parent, array("i", seq.key_ids[start:end]).tobytes())
+        block_id, num_tokens = self._tails.find(
+            parent, array("i", seq.key_ids[start:end]).tobytes()
+        )
         if not num_tokens or num_tokens * LEAST_SHARE < seq.num_tokens - start:
             return None
         return Tail(block_id, num_tokens)
@@ -270,14 +292,18 @@ class BlockManager:
             del held[block_id]
         return sum(1 for block_id, n in held.items() if self._blocks[block_id].ref_count == n)
 
-    def allocate(self, seq: Sequence, cached: list[int], tail: Tail | None = None) -> BlockCopy | None:
+    def allocate(
+        self, seq: Sequence, cached: list[int], tail: Tail | None = None
+    ) -> BlockCopy | None:
         """Give `seq` blocks for all its tokens, the first ones being `cached`; return the copy to make.
 
         The source of `tail` is held until `let_go_sources`. Raises OutOfBlocks, having changed nothing.
         """
         num_blocks = self.num_blocks_for(seq.num_tokens)
         if num_blocks >= len(self._free) and (missing := self.num_missing(seq, cached, tail)) > 0:
-            raise OutOfBlocks(f"{seq!r} needs {missing} more blocks than the {len(self._free)} free ones")
+            raise OutOfBlocks(
+                f"{seq!r} needs {missing} more blocks than the {len(self._free)} free ones"
+            )
         for block_id in cached if tail is None else [*cached, tail.block_id]:
             block = self._blocks[block_id]
             if block.ref_count == 0:
@@ -294,7 +320,9 @@ class BlockManager:
     def launched(self, published: Iterable[Block]) -> None:
         """Let the first tokens of these blocks be copied: the step that computes them is launched."""
         for block in published:
-            is_known = block.content_id is not None and block.hash is None  # another block has this content
+            is_known = (
+                block.content_id is not None and block.hash is None
+            )  # another block has this content
             if not block.is_listed and not is_known:
                 self._tails.add(block.parent_content_id, block.tokens, block.block_id)
                 block.is_listed = True
@@ -323,7 +351,11 @@ class BlockManager:
     def publish(self, seq: Sequence, num_tokens: int) -> list[Block]:
         """Let the blocks that the first `num_tokens` tokens fill be hit; return those that could not be so far."""
         num_full = num_tokens // self.block_size
-        if not self.enable_prefix_caching or not seq.shares_blocks or num_full == seq.num_published_blocks:
+        if (
+            not self.enable_prefix_caching
+            or not seq.shares_blocks
+            or num_full == seq.num_published_blocks
+        ):
             return []
         self.extend_keys(seq)
         first, parent = seq.num_published_blocks, ROOT
@@ -342,7 +374,12 @@ class BlockManager:
     def publish_tail(self, seq: Sequence) -> list[Block]:
         """Return the last block of `seq` for `launched` to list, if it is not full and no other holds its tokens."""
         num_full, num_tokens = divmod(len(seq.token_ids), self.block_size)
-        if not self.enable_prefix_caching or not seq.shares_blocks or not num_tokens or self.snapshots is not None:
+        if (
+            not self.enable_prefix_caching
+            or not seq.shares_blocks
+            or not num_tokens
+            or self.snapshots is not None
+        ):
             return []
         block = self._blocks[seq.block_table[num_full]]
         parent = self._blocks[seq.block_table[num_full - 1]].content_id if num_full else ROOT

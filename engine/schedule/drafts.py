@@ -14,14 +14,20 @@ from engine.schedule.sequence import Sequence
 
 NUM_LAST = 3  # tokens by which a place is found again
 MOST = 8  # tokens of a draft
-MAX_ANSWERED = 1 << 16  # tokens of the newer answers that are looked up; as many tokens of older answers stay
+MAX_ANSWERED = (
+    1 << 16
+)  # tokens of the newer answers that are looked up; as many tokens of older answers stay
 TOKEN_BYTES = 4
-MAX_SKIPPED = 8  # places in a text whose bytes are those of other tokens: a stranger's may be full of them
+MAX_SKIPPED = (
+    8  # places in a text whose bytes are those of other tokens: a stranger's may be full of them
+)
 LEAST_GAIN = 0.02  # that drafts must promise, as a share of the tokens of a step without
 RETRY_STEPS = 256  # each 256th step tries all guesses, whatever they promise
 PLAIN_STEPS = 32  # each 32nd step has no drafts, to learn how long a step takes without
 FORGETTING = 0.9  # the weight of an observation beside the next one
-GROWTH = 1.01  # of a size's least seconds with each step: measurements are disturbed, and contexts grow
+GROWTH = (
+    1.01  # of a size's least seconds with each step: measurements are disturbed, and contexts grow
+)
 STEPS_OF_DOUBLE = 4  # sizes whose seconds are kept apart, between a number of rows and its double
 
 
@@ -33,25 +39,33 @@ class Drafts:
 
     def __init__(self) -> None:
         self._answered: tuple[Answers, Answers] = Answers(), Answers()  # the newer, and the older
-        self._seconds: dict[int, tuple[float, float]] = {}  # by size of step: rows and least seconds
+        self._seconds: dict[
+            int, tuple[float, float]
+        ] = {}  # by size of step: rows and least seconds
         self._right, self._tried = 1.0, 2.0
         self._num_steps = 0
 
-    def choose(self, seqs: list[Sequence], token_ids: Iterable[NDArray[np.int32]], most: int) -> list[list[int]]:
+    def choose(
+        self, seqs: list[Sequence], token_ids: Iterable[NDArray[np.int32]], most: int
+    ) -> list[list[int]]:
         """Return guesses for each sequence, at most `most` in all. token_ids: [tokens], the known ones of each."""
         self._num_steps += 1
         if self._num_steps % PLAIN_STEPS == 1:
             return [[] for _ in seqs]
         costs = self._costs(len(seqs), most)
         tries_all = self._num_steps % RETRY_STEPS == 0
-        cheapest = 0.0 if tries_all else float((costs[1:] / np.arange(1, most + 1)).min(initial=np.inf))
+        cheapest = (
+            0.0 if tries_all else float((costs[1:] / np.arange(1, most + 1)).min(initial=np.inf))
+        )
         shares = np.array([self._share(seq) for seq in seqs])
         guesses = [
             self._guess(seq, ids) if share > cheapest else []
             for seq, ids, share in zip(seqs, token_ids, shares.tolist(), strict=True)
         ]
         lens = np.array([len(own) for own in guesses])
-        likely = shares[:, None] ** np.arange(1, MOST + 1)  # probability that a guess and all before it are right
+        likely = shares[:, None] ** np.arange(
+            1, MOST + 1
+        )  # probability that a guess and all before it are right
         likely[np.arange(MOST) >= lens[:, None]] = 0
         in_order = np.sort(likely[likely > 0])[::-1][:most]
         gains = np.cumsum(in_order) - costs[1 : len(in_order) + 1]

@@ -23,7 +23,9 @@ class SlotGroup:
         """Return the members for which `wanted`, [seqs] bool, is true."""
         if wanted.all():
             return self
-        return SlotGroup([self.seqs[i] for i in np.flatnonzero(wanted).tolist()], self.slots[wanted])
+        return SlotGroup(
+            [self.seqs[i] for i in np.flatnonzero(wanted).tolist()], self.slots[wanted]
+        )
 
 
 class RunningList:
@@ -52,7 +54,8 @@ class RunningList:
             for seq in self._seqs:
                 by_lane.setdefault(seq.lane, []).append(seq)
             self._lanes = {
-                lane: SlotGroup(seqs, np.array([seq.slot for seq in seqs], np.int64)) for lane, seqs in by_lane.items()
+                lane: SlotGroup(seqs, np.array([seq.slot for seq in seqs], np.int64))
+                for lane, seqs in by_lane.items()
             }
         return self._lanes
 

@@ -46,7 +46,10 @@ class RowLogprobs:
 
 
 def as_dicts(
-    known: Sequence[RowLogprobs], token_ids: Sequence[int], num_top: int, text_of: Callable[[int], TokenText]
+    known: Sequence[RowLogprobs],
+    token_ids: Sequence[int],
+    num_top: int,
+    text_of: Callable[[int], TokenText],
 ) -> list[dict[int, Logprob]]:
     """Return log probabilities by token id for each token: its own first, then the likeliest ones.
 
@@ -56,10 +59,14 @@ def as_dicts(
     for part in known:
         starts, ends = part.starts[:-1].tolist(), part.starts[1:].tolist()
         own = zip(part.logprobs.tolist(), part.ranks.tolist(), starts, ends, strict=True)
-        for token_id, (logprob, rank, start, end) in zip(token_ids[len(dicts) :], own, strict=False):
+        for token_id, (logprob, rank, start, end) in zip(
+            token_ids[len(dicts) :], own, strict=False
+        ):
             top = slice(start, min(end, start + num_top))
             found = {token_id: _logprob(logprob, rank, text_of(token_id))}
-            likeliest = zip((-part.top_logprobs[top]).tolist(), part.top_ids[top].tolist(), strict=True)
+            likeliest = zip(
+                (-part.top_logprobs[top]).tolist(), part.top_ids[top].tolist(), strict=True
+            )
             for place, (negative, other) in enumerate(sorted(likeliest), start=1):
                 if other != token_id:
                     found[other] = _logprob(-negative, place, text_of(other))

@@ -40,9 +40,17 @@ class LogLikelihood:
     greedy_tokens: tuple[bool, ...] = ()
 
     @classmethod
-    def of(cls, token_logprobs: tuple[float, ...], greedy_tokens: tuple[bool, ...]) -> LogLikelihood:
+    def of(
+        cls, token_logprobs: tuple[float, ...], greedy_tokens: tuple[bool, ...]
+    ) -> LogLikelihood:
         """Sum up these tokens' log probabilities."""
-        return cls(fsum(token_logprobs), len(token_logprobs), all(greedy_tokens), token_logprobs, greedy_tokens)
+        return cls(
+            fsum(token_logprobs),
+            len(token_logprobs),
+            all(greedy_tokens),
+            token_logprobs,
+            greedy_tokens,
+        )
 
 
 @dataclass(frozen=True, slots=True)

@@ -50,9 +50,13 @@ class PromptPictures:
     @property
     def shift(self) -> int:
         """How much higher the positions of tokens behind the prompt are than their places."""
-        return 0 if self.positions is None else int(self.positions.max()) + 1 - self.positions.shape[1]
+        return (
+            0 if self.positions is None else int(self.positions.max()) + 1 - self.positions.shape[1]
+        )
 
-    def within(self, start: int, end: int) -> tuple[NDArray[np.int64], list[Part], NDArray[np.int64]]:
+    def within(
+        self, start: int, end: int
+    ) -> tuple[NDArray[np.int64], list[Part], NDArray[np.int64]]:
         """Return the placeholders among the tokens from start to end, their parts of features, and the blocks."""
         low, high = np.searchsorted(self.rows, (start, end)).tolist()
         parts, first = [], 0

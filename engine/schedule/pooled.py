@@ -32,7 +32,12 @@ class PooledStates:
 
         project: turns the pooled states into the vector that is cut and normalised.
         """
-        self._modes, self._dimensions, self._normalize, self._project = modes, dimensions, normalize, project
+        self._modes, self._dimensions, self._normalize, self._project = (
+            modes,
+            dimensions,
+            normalize,
+            project,
+        )
         self._first = num_tokens - 1 if modes == ("lasttoken",) else 0
         self._end = 1 if modes == ("cls",) else num_tokens
         self.next = self._first
@@ -86,7 +91,8 @@ class PooledStates:
             "weightedmean": self._num_rows * (self._num_rows + 1) / 2,
         }
         parts = [
-            vector / np.float32(weights.get(mode, 1)) for mode, vector in zip(self._modes, self._vectors, strict=True)
+            vector / np.float32(weights.get(mode, 1))
+            for mode, vector in zip(self._modes, self._vectors, strict=True)
         ]
         pooled = np.concatenate(parts)
         whole = (pooled if self._project is None else self._project(pooled))[: self._dimensions]

@@ -58,7 +58,10 @@ class ScheduledBatch:
     def add_guesses(self, guesses: list[list[int]], drafts: Drafts) -> None:
         """Compute guesses behind the last tokens of `decodes`. guesses: of each of them, [] for none."""
         is_drafted = np.array([bool(own) for own in guesses])
-        self.drafted = [Drafted(self.decodes[i], guesses[i], drafts) for i in np.flatnonzero(is_drafted).tolist()]
+        self.drafted = [
+            Drafted(self.decodes[i], guesses[i], drafts)
+            for i in np.flatnonzero(is_drafted).tolist()
+        ]
         self.decodes = [self.decodes[i] for i in np.flatnonzero(~is_drafted).tolist()]
         self.decode_slots = self.decode_slots[~is_drafted]
         self.num_tokens += sum(map(len, guesses))
@@ -89,7 +92,10 @@ class ScheduledBatch:
                 states=self.states,
                 num_decode_tokens=len(self.decodes[decodes]),
             )
-            for decodes, prefills in ((slice(middle), slice(cut)), (slice(middle, None), slice(cut, None)))
+            for decodes, prefills in (
+                (slice(middle), slice(cut)),
+                (slice(middle, None), slice(cut, None)),
+            )
         )
         own = {block_id for seq in first.seqs for block_id in seq.block_table}
         for copy in self.copies:
@@ -119,7 +125,10 @@ class ScheduledBatch:
     def samples(self) -> NDArray[np.bool_]:
         """[seqs] bool, whether each samples its next token, and no more behind guesses."""
         samples = np.zeros(len(self.seqs), np.bool_)
-        samples[: len(self.decodes) + len(self.prefills)] = [*[True] * len(self.decodes), *self.prefill_samples]
+        samples[: len(self.decodes) + len(self.prefills)] = [
+            *[True] * len(self.decodes),
+            *self.prefill_samples,
+        ]
         return samples
 
     @cached_property

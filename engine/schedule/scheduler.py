@@ -55,7 +55,9 @@ class Scheduler:
 
         in_one_step: a sequence's tokens are computed in one step, never in chunks.
         """
-        assert max_model_len <= block_manager.num_blocks * block_manager.block_size, "one sequence fits into the pool"
+        assert max_model_len <= block_manager.num_blocks * block_manager.block_size, (
+            "one sequence fits into the pool"
+        )
         self.blocks = block_manager
         self.max_num_seqs = max_num_seqs
         self.max_model_len = max_model_len
@@ -64,13 +66,19 @@ class Scheduler:
         self.running = RunningList()
         self._gate = AdmissionGate(batches=batches_admissions)
         self._num_arrivals = 0
-        self.in_flight: deque[ScheduledBatch] = deque()  # scheduled and not received, the oldest first
-        self.first_scheduled: list[str] = []  # request ids, as sequences are first admitted; the engine empties it
+        self.in_flight: deque[ScheduledBatch] = (
+            deque()
+        )  # scheduled and not received, the oldest first
+        self.first_scheduled: list[
+            str
+        ] = []  # request ids, as sequences are first admitted; the engine empties it
         self.max_running = self.num_preemptions = 0
         self.prefill_tokens = self.cached_tokens = self.decode_tokens = self.generation_tokens = 0
         self.max_num_batched_tokens = max_num_batched_tokens
         self._in_one_step = in_one_step
-        self._overtakes: Counter[int] = Counter()  # by lane: admissions that overtook it since it last moved up
+        self._overtakes: Counter[int] = (
+            Counter()
+        )  # by lane: admissions that overtook it since it last moved up
 
     @property
     def num_waiting(self) -> int:
@@ -124,7 +132,9 @@ class Scheduler:
             assert wanted is not None
             wanted.next += count
         ordinary = slice(len(batch.seqs) - len(batch.drafted))
-        self.slots.advance(batch.slots[ordinary], batch.num_new_tokens[ordinary], batch.samples[ordinary])
+        self.slots.advance(
+            batch.slots[ordinary], batch.num_new_tokens[ordinary], batch.samples[ordinary]
+        )
         batch.generations = self.slots.generations[batch.sampling_slots]
         for seq in batch.decodes:
             seq.num_computed_tokens += 1
@@ -134,7 +144,9 @@ class Scheduler:
             seq.num_tokens += samples
             if seq.num_computed_tokens == seq.num_tokens:
                 batch.ending.append(seq)
-        at_end = self.slots.num_tokens[batch.sampling_slots] >= self.slots.max_len[batch.sampling_slots]
+        at_end = (
+            self.slots.num_tokens[batch.sampling_slots] >= self.slots.max_len[batch.sampling_slots]
+        )
         ending = [batch.sampling[i] for i in np.flatnonzero(at_end).tolist()] + batch.ending
         if ending:
             self.running.remove(ending)
@@ -166,11 +178,17 @@ class Scheduler:
         self.slots.add_known(slots[is_held], ordinary[is_held])
         num_guesses = batch.num_guessed - len(batch.drafted)
         self.prefill_tokens += batch.num_tokens - num_guesses - batch.num_decode_tokens
-        gone = () if is_held.all() else [seq for seq in batch.decodes if seq.status is SequenceStatus.FINISHED]
+        gone = (
+            ()
+            if is_held.all()
+            else [seq for seq in batch.decodes if seq.status is SequenceStatus.FINISHED]
+        )
         self.decode_tokens += batch.num_decode_tokens
         self.decode_tokens -= sum(len(seq.token_ids) > seq.num_prompt_tokens for seq in gone)
         finished, num_dropped = [], 0
-        for seq, token_id, is_plain in zip(batch.sampling, ordinary.tolist(), goes_on.tolist(), strict=True):
+        for seq, token_id, is_plain in zip(
+            batch.sampling, ordinary.tolist(), goes_on.tolist(), strict=True
+        ):
             if is_plain:
                 seq.token_ids.append(token_id)
             elif seq.num_stale:
@@ -249,7 +267,10 @@ class Scheduler:
         for i in np.flatnonzero(may_fill).tolist():
             self._publish(decodes.seqs[i], decodes.seqs[i].num_tokens, batch)
         for seq in group.select(in_prefill).seqs if in_prefill.any() else ():
-            if seq.status is SequenceStatus.RUNNING and (budget := self._prefill_budget(seq.lane, batch)) > 0:
+            if (
+                seq.status is SequenceStatus.RUNNING
+                and (budget := self._prefill_budget(seq.lane, batch)) > 0
+            ):
                 self._schedule_chunk(seq, budget, batch)
 
     def _grow_all(self, group: SlotGroup) -> SlotGroup:
@@ -261,17 +282,24 @@ class Scheduler:
                 self._grow(group.seqs[i])
         if self.num_preemptions == num_preemptions:
             return group
-        return group.select(np.array([s.status is SequenceStatus.RUNNING for s in group.seqs], np.bool_))
+        return group.select(
+            np.array([s.status is SequenceStatus.RUNNING for s in group.seqs], np.bool_)
+        )
 
     def _draft(self, batch: ScheduledBatch, drafts: Drafts) -> None:
         """Add guesses to the decodes, as far as there are blocks and token budget for them."""
         slots, size = self.slots, self.blocks.block_size
         may_draft = slots.may_draft(batch.decode_slots)
-        most = min(max(self.max_num_seqs, MAX_SAMPLED), self.max_num_batched_tokens) - batch.num_tokens
+        most = (
+            min(max(self.max_num_seqs, MAX_SAMPLED), self.max_num_batched_tokens) - batch.num_tokens
+        )
         if most <= 0 or not may_draft.any():
             return
         group = SlotGroup(batch.decodes, batch.decode_slots).select(may_draft)
-        known = (slots.token_ids[slot, : seq.num_tokens] for seq, slot in zip(group.seqs, group.slots, strict=True))
+        known = (
+            slots.token_ids[slot, : seq.num_tokens]
+            for seq, slot in zip(group.seqs, group.slots, strict=True)
+        )
         chosen = iter(drafts.choose(group.seqs, known, most))
         guesses = [next(chosen) if may else [] for may in may_draft.tolist()]
         for seq, own in zip(batch.decodes, guesses, strict=True):
@@ -345,15 +373,22 @@ class Scheduler:
         """Return how many tokens this lane may prefill: one is kept for each decode of less urgent lanes."""
         reserved = 0
         if self.running and self.running.last.lane > lane:
-            reserved = sum(seq.lane > lane and seq.num_tokens - seq.num_computed_tokens == 1 for seq in self.running)
+            reserved = sum(
+                seq.lane > lane and seq.num_tokens - seq.num_computed_tokens == 1
+                for seq in self.running
+            )
         return self.max_num_batched_tokens - batch.num_tokens - reserved
 
     def _admit(self, lane: int, batch: ScheduledBatch) -> None:
         """Admit the lane's waiting sequences in order while they fit."""
         self._move_up_overtaken(lane)
-        while (queue := self.waiting.get(lane)) and (budget := self._prefill_budget(lane, batch)) > 0:
+        while (queue := self.waiting.get(lane)) and (
+            budget := self._prefill_budget(lane, batch)
+        ) > 0:
             seq = queue[0]
-            if seq.num_pending_tokens:  # preempted just now: it waits for its token of the running step
+            if (
+                seq.num_pending_tokens
+            ):  # preempted just now: it waits for its token of the running step
                 return
             if self._in_one_step and seq.num_tokens > budget:
                 return
@@ -395,9 +430,13 @@ class Scheduler:
         victims = [other for other in self.running if other.lane > seq.lane]
         if self.slots.num_free and missing <= 0:
             size = self.blocks.block_size
-            num_growing = sum(other.max_len > len(other.block_table) * size for other in self.running)
+            num_growing = sum(
+                other.max_len > len(other.block_table) * size for other in self.running
+            )
             return bool(victims) or -missing >= num_growing
-        if not victims or (missing > 0 and self.blocks.num_freed_by(victims, keep=cached) < missing):
+        if not victims or (
+            missing > 0 and self.blocks.num_freed_by(victims, keep=cached) < missing
+        ):
             return False
         while not self.slots.num_free or self.blocks.num_missing(seq, cached) > 0:
             self._preempt()
@@ -434,7 +473,9 @@ class Scheduler:
 
     def _move_up_overtaken(self, lane: int) -> None:
         """Move the first sequences of lanes overtaken too often up into `lane`, by order of arrival."""
-        for other in [other for other, n in self._overtakes.items() if other > lane and n >= MAX_OVERTAKES]:
+        for other in [
+            other for other, n in self._overtakes.items() if other > lane and n >= MAX_OVERTAKES
+        ]:
             del self._overtakes[other]
             for seq in [seq for seq in self._mid_prefill() if seq.lane == other]:
                 self.running.move(seq, lane)
@@ -451,7 +492,9 @@ class Scheduler:
         num_computed = seq.num_computed_tokens
         ends = seq.ends_with(token_id) if seq.forcing is None else learn(seq, token_id, self.slots)
         goes_back = seq.num_computed_tokens < num_computed and self.blocks.snapshots is not None
-        if goes_back and seq.status is SequenceStatus.RUNNING and not ends:  # a state cannot go back: compute it again
+        if (
+            goes_back and seq.status is SequenceStatus.RUNNING and not ends
+        ):  # a state cannot go back: compute it again
             self.running.remove([seq])
             self._release(seq)
             self._wait_again(seq)

@@ -121,7 +121,10 @@ class _Nodes:
                 )
                 for (way, parent), own in zip(branches, targets, strict=True)
             ),
-            tuple(tuple(tuple(found[each] for each in entry) for entry in entries) for entries in scored),
+            tuple(
+                tuple(tuple(found[each] for each in entry) for entry in entries)
+                for entries in scored
+            ),
         )
 
     def _add(self, way: tuple[int, ...], branch: int) -> int | None:
@@ -169,8 +172,12 @@ class ScoreTree:
 
     def _of(self, entries: tuple[tuple[tuple[int, int], ...], ...]) -> LogLikelihood:
         known = self._known
-        logprobs = (_either([known[branch][0][place] for branch, place in entry]) for entry in entries)
-        is_greedy = (any(known[branch][1][place] == 1 for branch, place in entry) for entry in entries)
+        logprobs = (
+            _either([known[branch][0][place] for branch, place in entry]) for entry in entries
+        )
+        is_greedy = (
+            any(known[branch][1][place] == 1 for branch, place in entry) for entry in entries
+        )
         return LogLikelihood.of(tuple(logprobs), tuple(is_greedy))
 
 
@@ -179,4 +186,8 @@ def _either(logprobs: list[float]) -> float:
     if len(logprobs) == 1:
         return logprobs[0]
     highest = max(logprobs)
-    return highest + log(sum(exp(each - highest) for each in logprobs)) if highest > -np.inf else highest
+    return (
+        highest + log(sum(exp(each - highest) for each in logprobs))
+        if highest > -np.inf
+        else highest
+    )

@@ -26,7 +26,9 @@ from engine.text.stop_strings import StopStrings
 class SequenceStatus(Enum):
     """The state of a sequence. Only the scheduler changes it."""
 
-    HELD = auto()  # until its pictures are computed, or the sequence that computes its first tokens is finished
+    HELD = (
+        auto()
+    )  # until its pictures are computed, or the sequence that computes its first tokens is finished
     WAITING = auto()
     RUNNING = auto()
     ENDING = auto()  # its last token is being computed; it holds neither slot nor blocks any more
@@ -138,9 +140,13 @@ class Sequence:
         try:
             ends = self.append(token_id) is not None
         except Exception as error:
-            raise InvalidRequest(f"the completion cannot go on behind token {token_id}: {error}") from error
+            raise InvalidRequest(
+                f"the completion cannot go on behind token {token_id}: {error}"
+            ) from error
         if ends:
-            raise InvalidRequest("the completion cannot go on: it has ended with the tokens that it has")
+            raise InvalidRequest(
+                "the completion cannot go on: it has ended with the tokens that it has"
+            )
         self.num_continued += 1
         self.num_tokens += 1
 
@@ -227,7 +233,9 @@ class Sequence:
         if self.matcher is not None:
             self.matcher.accept(token_id)
         if token_id < 0:
-            raise NoToken("no token could be chosen: the model's logits are no finite numbers, or all banned")
+            raise NoToken(
+                "no token could be chosen: the model's logits are no finite numbers, or all banned"
+            )
         self.token_ids.append(token_id)
         num_known = len(self.token_ids)
         text_stops = self.stop_strings is not None and self.stop_strings.add(token_id)
@@ -248,9 +256,13 @@ class Sequence:
         """End a sequence that is scored or pooled, once all its rows are there."""
         self.finish_reason = "stop"
         if self.pooled is not None and not self.pooled.is_finite:
-            self.fail(NoToken("no embedding can be told: the model's hidden states are no finite numbers"))
+            self.fail(
+                NoToken("no embedding can be told: the model's hidden states are no finite numbers")
+            )
         if any(np.isnan(part.logprobs).any() for part in self.prompt_logprobs):
-            self.fail(NoToken("no log probability can be told: the model's logits are no finite numbers"))
+            self.fail(
+                NoToken("no log probability can be told: the model's logits are no finite numbers")
+            )
 
     def ends_with(self, token_id: int) -> bool:
         """Learn the first pending token; return whether the sequence ends with it, or by an error."""

@@ -69,7 +69,9 @@ class SlotTable:
 
     def assign(self, seq: Sequence) -> None:
         """Give `seq` a slot and write its whole state; it has its blocks, and no pending token."""
-        assert not seq.num_pending_tokens, f"{seq!r} has a token that no slot remembers the place of"
+        assert not seq.num_pending_tokens, (
+            f"{seq!r} has a token that no slot remembers the place of"
+        )
         slot = seq.slot = self._free.pop()
         self.num_wanting += seq.sample_top != NOT_WANTED
         self.num_with_pictures += seq.pictures is not None
@@ -81,10 +83,14 @@ class SlotTable:
         self.max_len[slot] = seq.max_len
         ends = list(seq.stop_token_ids)
         if (num_more := len(ends) - self.end_token_ids.shape[1]) > 0:
-            self.end_token_ids = np.pad(self.end_token_ids, ((0, 0), (0, num_more)), constant_values=NO_TOKEN)
+            self.end_token_ids = np.pad(
+                self.end_token_ids, ((0, 0), (0, num_more)), constant_values=NO_TOKEN
+            )
         self.end_token_ids[slot] = NO_TOKEN
         self.end_token_ids[slot, : len(ends)] = ends
-        self.is_watched[slot] = any(each is not None for each in (seq.stop_strings, seq.forcing, seq.matcher))
+        self.is_watched[slot] = any(
+            each is not None for each in (seq.stop_strings, seq.forcing, seq.matcher)
+        )
         self.sample_top[slot] = seq.sample_top
         samples_forced = seq.forcing is not None and seq.sample_top != NOT_WANTED
         self.is_edited[slot] = seq.matcher is not None or seq.edits is not None or samples_forced
@@ -96,8 +102,12 @@ class SlotTable:
     def rewrite(self, seq: Sequence) -> None:
         """Write all tokens of `seq`, none of them pending, as after others were forced than sampled."""
         slot = seq.slot
-        keys = seq.block_keys if seq.pictures is None else []  # those of pictures lack the placeholders
-        packed = np.frombuffer(b"".join([key.tokens for key in keys]), np.int32)  # a tenth of a list's time
+        keys = (
+            seq.block_keys if seq.pictures is None else []
+        )  # those of pictures lack the placeholders
+        packed = np.frombuffer(
+            b"".join([key.tokens for key in keys]), np.int32
+        )  # a tenth of a list's time
         self.token_ids[slot, : len(packed)] = packed
         self.token_ids[slot, len(packed) : seq.num_tokens] = seq.token_ids[len(packed) :]
         self.num_tokens[slot] = self.num_known[slot] = seq.num_tokens
@@ -108,7 +118,9 @@ class SlotTable:
     def in_prefill(self, slots: NDArray[np.int64]) -> NDArray[np.bool_]:
         """Return [slots] bool: whether tokens of the prompt are to be computed, or several, as behind forced ones."""
         computed = self.num_computed[slots]
-        in_prefill: NDArray[np.bool_] = (computed < self.num_prompt[slots]) | (computed < self.num_tokens[slots] - 1)
+        in_prefill: NDArray[np.bool_] = (computed < self.num_prompt[slots]) | (
+            computed < self.num_tokens[slots] - 1
+        )
         return in_prefill
 
     def release(self, seq: Sequence) -> None:
@@ -122,7 +134,12 @@ class SlotTable:
         self.num_wanting -= seq.sample_top != NOT_WANTED
         seq.slot = -1
 
-    def advance(self, slots: NDArray[np.int64], num_new_tokens: NDArray[np.int64], samples: NDArray[np.bool_]) -> None:
+    def advance(
+        self,
+        slots: NDArray[np.int64],
+        num_new_tokens: NDArray[np.int64],
+        samples: NDArray[np.bool_],
+    ) -> None:
         """Count the tokens of a launched step for these slots, and a pending one if it samples."""
         self.num_computed[slots] += num_new_tokens
         sampling = slots[samples]
@@ -154,5 +171,7 @@ class SlotTable:
         """
         is_end_token = (self.end_token_ids[slots] == token_ids[:, None]).any(axis=1)
         is_last = self.num_known[slots] + 1 >= self.max_len[slots]
-        may_end: NDArray[np.bool_] = is_end_token | is_last | self.is_watched[slots] | (token_ids < 0)
+        may_end: NDArray[np.bool_] = (
+            is_end_token | is_last | self.is_watched[slots] | (token_ids < 0)
+        )
         return may_end

@@ -25,7 +25,9 @@ class Snapshots:
     def __init__(self, first_row: int, num_rows: int) -> None:
         self.rows = range(first_row, first_row + num_rows)
         self._free = list(reversed(self.rows))
-        self._rows: OrderedDict[int, int] = OrderedDict()  # by content id, least recently used first
+        self._rows: OrderedDict[int, int] = (
+            OrderedDict()
+        )  # by content id, least recently used first
 
     def __contains__(self, content_id: int) -> bool:
         return content_id in self._rows
@@ -45,7 +47,9 @@ class Snapshots:
 
     def drop(self, content_ids: Iterable[int]) -> None:
         """Forget the snapshots of these contents, if there are any."""
-        self._free += [self._rows.pop(content_id) for content_id in content_ids if content_id in self._rows]
+        self._free += [
+            self._rows.pop(content_id) for content_id in content_ids if content_id in self._rows
+        ]
 
 
 @dataclass
@@ -70,9 +74,15 @@ class StateMoves:
         others = list(self._cut(first, prefills))
         return np.concatenate((decodes, np.array(others, np.int64).reshape(-1, 5)))
 
-    def _cut(self, row: int, prefills: Iterable[tuple[Sequence, int, bool]]) -> Iterator[tuple[int, ...]]:
+    def _cut(
+        self, row: int, prefills: Iterable[tuple[Sequence, int, bool]]
+    ) -> Iterator[tuple[int, ...]]:
         for seq, num_new, _ in prefills:
-            source, begin, end = self.sources.get(seq, seq.slot), seq.num_computed_tokens, row + num_new
+            source, begin, end = (
+                self.sources.get(seq, seq.slot),
+                seq.num_computed_tokens,
+                row + num_new,
+            )
             for num_tokens, saved in self.saves.get(seq, ()):
                 middle = row + num_tokens - begin
                 yield row, middle, source, seq.slot, saved

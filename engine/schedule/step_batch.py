@@ -30,7 +30,9 @@ def _find_wanted(batch: ScheduledBatch) -> dict[str, NDArray[np.int64]]:
     for seq, num_new, _ in batch.each_prefill():
         end, shift = seq.num_computed_tokens + num_new, first_row - seq.num_computed_tokens
         first_row += num_new
-        if seq.targets is not None and len(places := seq.targets.places[found := seq.targets.until(end)]):
+        if seq.targets is not None and len(
+            places := seq.targets.places[found := seq.targets.until(end)]
+        ):
             batch.scored.append((seq, len(places)))
             tops = np.full_like(places, seq.targets.num_top)
             scored.append((places - 1 + shift, seq.targets.token_ids[found], tops))
@@ -121,7 +123,9 @@ def _is_sampled(seq: Sequence) -> bool:
 CERTAIN: NDArray[np.float32] = np.array([1e9], np.float32)
 
 
-def build_logit_edits(batch: ScheduledBatch, slots: SlotTable) -> tuple[LogitEdits | None, Callable[[], None] | None]:
+def build_logit_edits(
+    batch: ScheduledBatch, slots: SlotTable
+) -> tuple[LogitEdits | None, Callable[[], None] | None]:
     """Collect the edits of the sequences that sample, and a call that computes their masks later."""
     sampling = batch.sampling_slots
     early = np.flatnonzero(slots.num_tokens[sampling] < slots.min_len[sampling])
@@ -141,11 +145,15 @@ def build_logit_edits(batch: ScheduledBatch, slots: SlotTable) -> tuple[LogitEdi
             pending_sample = int(slots.sample_place[seq.slot]) if seq.num_pending_tokens else None
             seq.edits.write(parts, place, seq.token_ids, seq.num_prompt_tokens, pending_sample)
         if seq.matcher is not None and only is None:
-            assert not seq.num_pending_tokens, f"{seq!r}: a grammar goes on from tokens that are known"
+            assert not seq.num_pending_tokens, (
+                f"{seq!r}: a grammar goes on from tokens that are known"
+            )
             parts.later.append(place)
             matchers.append(seq.matcher)
     end_token_ids = slots.end_token_ids[sampling[early]]
-    for place, row, own in zip(np.searchsorted(rows, early).tolist(), early.tolist(), end_token_ids, strict=True):
+    for place, row, own in zip(
+        np.searchsorted(rows, early).tolist(), early.tolist(), end_token_ids, strict=True
+    ):
         if sampled_as(batch.sampling[row]) is None:
             parts.banned.append((place, own[own != NO_TOKEN]))
     row = len(sampling)
@@ -239,12 +247,16 @@ def build_step_batch(batch: ScheduledBatch, slots: SlotTable) -> StepBatch:
     max_blocks = -(-int(context_lens.max()) // slots.block_size)
     copy_from, copy_to = _copied_slots(batch, slots.block_size)
     moves = batch.states
-    is_pending = (context_lens > slots.num_known[rows]) & (np.arange(len(rows)) < len(rows) - len(batch.drafted))
+    is_pending = (context_lens > slots.num_known[rows]) & (
+        np.arange(len(rows)) < len(rows) - len(batch.drafted)
+    )
     return StepBatch(
         token_ids=slots.token_ids[token_rows, positions].astype(np.int64),
         positions=positions,
         slot_mapping=blocks.astype(np.int64) * slots.block_size + positions % slots.block_size,
-        sample_rows=np.concatenate((ends[batch.samples] - 1, np.arange(ends[-1] - batch.num_guessed, ends[-1]))),
+        sample_rows=np.concatenate(
+            (ends[batch.samples] - 1, np.arange(ends[-1] - batch.num_guessed, ends[-1]))
+        ),
         block_tables=slots.block_tables[:, :max_blocks].take(rows, axis=0),
         context_lens=context_lens,
         query_lens=num_new,
@@ -255,13 +267,19 @@ def build_step_batch(batch: ScheduledBatch, slots: SlotTable) -> StepBatch:
         sample_tops=_sample_tops(batch, slots),
         copy_from=copy_from,
         copy_to=copy_to,
-        **({} if moves is None else {"state_parts": moves.parts(batch.decode_slots, batch.each_prefill())}),
+        **(
+            {}
+            if moves is None
+            else {"state_parts": moves.parts(batch.decode_slots, batch.each_prefill())}
+        ),
         pictures=_find_pictures(batch, slots, positions) if slots.num_with_pictures else None,
         **_find_wanted(batch),
     )
 
 
-def _find_pictures(batch: ScheduledBatch, slots: SlotTable, places: NDArray[np.int64]) -> StepPictures | None:
+def _find_pictures(
+    batch: ScheduledBatch, slots: SlotTable, places: NDArray[np.int64]
+) -> StepPictures | None:
     """Find the pictures of a step's tokens, and the positions of all tokens if they have three each."""
     rows, parts, blocks = [NOTHING], list[Part](), [np.zeros((0, 2), np.int64)]
     shifts = np.repeat(slots.shift[batch.slots], batch.num_new_tokens)
@@ -286,13 +304,19 @@ def _find_pictures(batch: ScheduledBatch, slots: SlotTable, places: NDArray[np.i
     return StepPictures(np.concatenate(rows), parts, positions, np.concatenate(blocks))
 
 
-def _copied_slots(batch: ScheduledBatch, block_size: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+def _copied_slots(
+    batch: ScheduledBatch, block_size: int
+) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
     if not batch.copies:
         return NOTHING, NOTHING
-    copies = np.array([(copy.source, copy.target, copy.num_tokens) for copy in batch.copies], np.int64)
+    copies = np.array(
+        [(copy.source, copy.target, copy.num_tokens) for copy in batch.copies], np.int64
+    )
     counts = copies[:, 2]
     offsets = np.arange(counts.sum()) - np.repeat(np.cumsum(counts) - counts, counts)
-    sources, targets = (np.repeat(blocks, counts) * block_size + offsets for blocks in copies[:, :2].T)
+    sources, targets = (
+        np.repeat(blocks, counts) * block_size + offsets for blocks in copies[:, :2].T
+    )
     return sources, targets
 
 

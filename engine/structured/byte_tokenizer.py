@@ -21,7 +21,12 @@ _MARKUP = re.compile("<.*>", re.DOTALL)
 #: Pre-tokenizers that cut a text and keep all of it.
 _CUTTERS = ("Split", "Digits", "Punctuation", "ByteLevel")
 
-_TO_BYTES = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False}
+_TO_BYTES = {
+    "type": "ByteLevel",
+    "add_prefix_space": False,
+    "trim_offsets": True,
+    "use_regex": False,
+}
 
 
 def tokenizer_of_bytes(tokenizer: str) -> str:
@@ -29,7 +34,10 @@ def tokenizer_of_bytes(tokenizer: str) -> str:
     content = json.loads(tokenizer)
     decoders = list(_steps(content["decoder"], "decoders"))
     kinds = {decoder["type"] for decoder in decoders}
-    if content["model"]["type"] not in ("BPE", "Unigram") or not kinds & {"ByteLevel", "ByteFallback"}:
+    if content["model"]["type"] not in ("BPE", "Unigram") or not kinds & {
+        "ByteLevel",
+        "ByteFallback",
+    }:
         return tokenizer
     has_byte_pieces = "ByteFallback" in kinds
     space = _written_space(decoders) if has_byte_pieces else " "
@@ -42,7 +50,8 @@ def tokenizer_of_bytes(tokenizer: str) -> str:
     content["added_tokens"] = [
         _added_token(token_id, name)
         for token_id, name in names.items()
-        if name.startswith(HIDDEN) or (token_id in added and (has_byte_pieces or _is_decoded_as_it_is(name)))
+        if name.startswith(HIDDEN)
+        or (token_id in added and (has_byte_pieces or _is_decoded_as_it_is(name)))
     ]
     return json.dumps(content, ensure_ascii=False)
 
@@ -84,7 +93,9 @@ def _rename(model: dict[str, Any], names: dict[int, str], space: str) -> None:
     vocabulary = {name: token_id for token_id, name in names.items()}
     model["vocab"] = vocabulary
     num_marks = len(model["continuing_subword_prefix"] or "")
-    merges = ([left.replace(space, " "), right.replace(space, " ")] for left, right in model["merges"])
+    merges = (
+        [left.replace(space, " "), right.replace(space, " ")] for left, right in model["merges"]
+    )
     model["merges"] = [
         [left, right]
         for left, right in merges
@@ -107,7 +118,11 @@ def _is_decoded_as_it_is(text: str) -> bool:
 def _written_space(decoders: list[dict[str, Any]]) -> str:
     """Return the text that the vocabulary has for a space."""
     for decoder in decoders:
-        if decoder["type"] == "Replace" and decoder["content"] == " " and "String" in decoder["pattern"]:
+        if (
+            decoder["type"] == "Replace"
+            and decoder["content"] == " "
+            and "String" in decoder["pattern"]
+        ):
             return str(decoder["pattern"]["String"])
     return " "
 

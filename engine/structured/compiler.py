@@ -28,7 +28,11 @@ if TYPE_CHECKING:
 
 #: For each class, the characters that every dialect has in it, and a superset of those that any dialect has.
 _LEAST = {"d": "0-9", "w": "0-9A-Za-z_", "s": r" \t\n\r\x0C\x0B"}
-_MOST = {"d": r"\p{N}\p{Cn}", "w": r"\p{L}\p{M}\p{N}\p{Pc}\p{S}\p{Cf}\p{Cn}", "s": r"\p{Z}\p{Cc}\p{Cf}\p{Cn}"}
+_MOST = {
+    "d": r"\p{N}\p{Cn}",
+    "w": r"\p{L}\p{M}\p{N}\p{Pc}\p{S}\p{Cf}\p{Cn}",
+    "s": r"\p{Z}\p{Cc}\p{Cf}\p{Cn}",
+}
 
 
 #: An escape, a class of all characters (`[\s\S]`), an opening bracket with its modifiers, or a single character.
@@ -72,14 +76,20 @@ MAX_REASON_CHARS = 300
 JSON_OPTIONS = {"whitespace_pattern": r" |\n {0,32}"}
 
 #: Limits of a grammar: about a second and 40 MB; the defaults allow 3 s and 500 MB.
-LIMITS: dict[str, Any] = {"initial_lexer_fuel": 500_000, "step_lexer_fuel": 50_000, "max_lexer_states": 20_000}
+LIMITS: dict[str, Any] = {
+    "initial_lexer_fuel": 500_000,
+    "step_lexer_fuel": 50_000,
+    "max_lexer_states": 20_000,
+}
 
 #: Bytes of the stack on which a form is tried. The engine then compiles it on a larger one.
 STACK_BYTES = 16 << 20
 
 #: Parts of a Lark grammar that may hold anything: a text, a pattern, a comment; then a control token, and the word
 #: before a schema.
-_LARK_PARTS = re.compile(r'"(?:\\.|[^"\\])*"|/(?:\\.|[^/\\\n])+/|//[^\n]*|(?P<token><[^<>\s]+>)|(?P<schema>%json\s*)')
+_LARK_PARTS = re.compile(
+    r'"(?:\\.|[^"\\])*"|/(?:\\.|[^/\\\n])+/|//[^\n]*|(?P<token><[^<>\s]+>)|(?P<schema>%json\s*)'
+)
 
 #: llguidance's advice on its own options, at the end of an error.
 _ADVICE = re.compile(r"[.;]? (?:Enable '\w+' option|either increase limits\.).*")
@@ -92,7 +102,11 @@ class Compiler:
     """Compiles grammars for one vocabulary."""
 
     def __init__(
-        self, tokenizer: str, num_tokens: int, eos_token_ids: list[int], control_tokens: Mapping[str, int]
+        self,
+        tokenizer: str,
+        num_tokens: int,
+        eos_token_ids: list[int],
+        control_tokens: Mapping[str, int],
     ) -> None:
         """Take up to four seconds to read a vocabulary. Raises InvalidSampling for one that cannot be served.
 
@@ -111,7 +125,9 @@ class Compiler:
                 slices=[] if num_tokens < SMALL_VOCABULARY else None,
             )
         except Exception as error:  # whatever it makes of a vocabulary
-            raise InvalidSampling(f"{NAME} cannot be served with this model's tokenizer", _short(error)) from error
+            raise InvalidSampling(
+                f"{NAME} cannot be served with this model's tokenizer", _short(error)
+            ) from error
         self.vocabulary = Vocabulary.of(self._tokenizer)
 
     def grammar_of(self, spec: StructuredOutputsParams) -> str:
@@ -132,10 +148,14 @@ class Compiler:
             return
         for text in texts:
             if not self._writes(text):
-                raise unusable(spec, f"without {brief(text)}, which the model's vocabulary cannot write")
+                raise unusable(
+                    spec, f"without {brief(text)}, which the model's vocabulary cannot write"
+                )
 
     def _writes(self, text: str) -> bool:
-        return bool(self._tokenizer.decode_bytes(self._tokenizer.tokenize_str(text)) == text.encode())
+        return bool(
+            self._tokenizer.decode_bytes(self._tokenizer.tokenize_str(text)) == text.encode()
+        )
 
     def compile(self, spec: StructuredOutputsParams, grammar: str) -> LLMatcher:
         """Compile a grammar that `grammar_of` has written. Raises InvalidSampling."""
@@ -182,7 +202,9 @@ def literals_of(spec: StructuredOutputsParams) -> list[str]:
     if spec.choice is not None:
         return list(spec.choice)
     if spec.json is not None:
-        return [json.dumps(text, ensure_ascii=False) for text in strings_of(json.loads(str(spec.json)))]
+        return [
+            json.dumps(text, ensure_ascii=False) for text in strings_of(json.loads(str(spec.json)))
+        ]
     source = spec.regex or spec.grammar or ""
     return sorted({char for char in source if not char.isascii()})
 
@@ -195,7 +217,9 @@ def _with_ids(grammar: str, control_tokens: Mapping[str, int]) -> str:
         if name is None or name.startswith("<["):
             return match[0]
         if name not in control_tokens:
-            raise InvalidSampling(f"{NAME}.grammar must name control tokens that the model has", name)
+            raise InvalidSampling(
+                f"{NAME}.grammar must name control tokens that the model has", name
+            )
         return f"<[{control_tokens[name]}]>"
 
     return _LARK_PARTS.sub(part, grammar)
@@ -208,7 +232,9 @@ def _with_schemas(grammar: str) -> str:
         if match["schema"] is None or match.start() < at:
             continue
         schema, end = json.JSONDecoder().raw_decode(grammar, match.end())
-        written = {**enforceable(schema), OPTIONS: JSON_OPTIONS} if isinstance(schema, dict) else schema
+        written = (
+            {**enforceable(schema), OPTIONS: JSON_OPTIONS} if isinstance(schema, dict) else schema
+        )
         parts += [grammar[at : match.end()], json.dumps(written, ensure_ascii=False)]
         at = end
     return "".join([*parts, grammar[at:]])
@@ -232,7 +258,9 @@ def _read(spec: StructuredOutputsParams, control_tokens: Mapping[str, int]) -> s
         return LLMatcher.grammar_from_regex(portable(spec.regex))
     if spec.choice is not None:
         # as one pattern, whose states are made as they are needed, thousands of texts are no problem
-        return LLMatcher.grammar_from_regex("|".join(_META.sub(r"\\\g<0>", text) for text in spec.choice))
+        return LLMatcher.grammar_from_regex(
+            "|".join(_META.sub(r"\\\g<0>", text) for text in spec.choice)
+        )
     assert spec.grammar is not None
     try:
         grammar = _with_schemas(any_to_lark(spec.grammar))

@@ -75,7 +75,9 @@ def _together(document: SchemaDocument, schema: Mapping[str, Any]) -> list[Any]:
     return [*listed(schema, "allOf"), document.target(schema.get("$ref"))]
 
 
-def _grown(rules: Mapping[_Value, _Rule], is_next: Callable[[_Rule, set[_Value]], bool]) -> set[_Value]:
+def _grown(
+    rules: Mapping[_Value, _Rule], is_next: Callable[[_Rule, set[_Value]], bool]
+) -> set[_Value]:
     """Return the smallest set of values that has each value of which `is_next` is true, given the set."""
     users = defaultdict(set)
     for value, rule in rules.items():
@@ -107,7 +109,9 @@ class _Values:
         self._document = document
         self._schemas: dict[int, Any] = {}
         references = {str(schema["$ref"]) for schema in document.schemas() if "$ref" in schema}
-        self._names = {id(document.target(reference)): reference for reference in sorted(references)}
+        self._names = {
+            id(document.target(reference)): reference for reference in sorted(references)
+        }
 
     def name(self, value: _Value) -> str | None:
         """Return the reference to one of a value's schemas; None if nothing refers to them."""
@@ -140,7 +144,13 @@ class _Values:
                     # a choice that leads back to these choices is the same value again
                     leads_back = [id(schema) in self.of([choice]).schemas for choice in choices]
                     ways = [self.of([*schemas, choice], chosen) for choice in choices]
-                    return _Rule([[value if same else way] for way, same in zip(ways, leads_back, strict=True)], [])
+                    return _Rule(
+                        [
+                            [value if same else way]
+                            for way, same in zip(ways, leads_back, strict=True)
+                        ],
+                        [],
+                    )
         if any("const" in schema or "enum" in schema for schema in schemas):
             return _Rule([[]], [])
         types = set(TYPES)
@@ -154,13 +164,27 @@ class _Values:
             self._add_array(schemas, alternatives, optional)
         return _Rule(alternatives, optional)
 
-    def _add_object(self, schemas: list[Any], alternatives: list[list[_Value]], optional: list[_Value]) -> None:
+    def _add_object(
+        self, schemas: list[Any], alternatives: list[list[_Value]], optional: list[_Value]
+    ) -> None:
         required = {name for schema in schemas for name in listed(schema, "required")}
         needed = [self._property(schemas, name) for name in required]
         declared = {name for schema in schemas for name in named(schema, "properties")}
         more = [self._property(schemas, name) for name in declared - required]
-        more += [self.of([part]) for schema in schemas for part in named(schema, "patternProperties").values()]
-        more.append(self.of([schema["additionalProperties"] for schema in schemas if "additionalProperties" in schema]))
+        more += [
+            self.of([part])
+            for schema in schemas
+            for part in named(schema, "patternProperties").values()
+        ]
+        more.append(
+            self.of(
+                [
+                    schema["additionalProperties"]
+                    for schema in schemas
+                    if "additionalProperties" in schema
+                ]
+            )
+        )
         optional += more
         if _largest(schemas, "minProperties") > len(required):
             alternatives += [[*needed, each] for each in more]
@@ -174,13 +198,17 @@ class _Values:
             patterns = named(schema, "patternProperties")
             if name in properties:
                 parts.append(properties[name])
-            elif matching := [part for pattern, part in patterns.items() if is_match(pattern, name)]:
+            elif matching := [
+                part for pattern, part in patterns.items() if is_match(pattern, name)
+            ]:
                 parts += matching
             else:
                 parts.append(schema.get("additionalProperties"))
         return self.of(parts)
 
-    def _add_array(self, schemas: list[Any], alternatives: list[list[_Value]], optional: list[_Value]) -> None:
+    def _add_array(
+        self, schemas: list[Any], alternatives: list[list[_Value]], optional: list[_Value]
+    ) -> None:
         longest = max(len(_first_items(schema)) for schema in schemas) if schemas else 0
         items = [self._item(schemas, place) for place in range(longest + 1)]
         optional += items
@@ -191,7 +219,9 @@ class _Values:
         parts = []
         for schema in schemas:
             first = _first_items(schema)
-            rest = schema.get("additionalItems" if isinstance(schema.get("items"), list) else "items")
+            rest = schema.get(
+                "additionalItems" if isinstance(schema.get("items"), list) else "items"
+            )
             parts.append(first[place] if place < len(first) else rest)
         return self.of(parts)
 

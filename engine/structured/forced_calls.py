@@ -35,9 +35,14 @@ class ForcedCalls:
         form = self._form
         if form is None or form.write is None:
             name = "is not known" if form is None else f"({form.name}) cannot be forced"
-            raise InvalidSampling(f"tool_choice cannot be served: this model's form of tool calls {name}")
+            raise InvalidSampling(
+                f"tool_choice cannot be served: this model's form of tool calls {name}"
+            )
         functions = _chosen(params)
-        rules = [f"call_{number}: {self._rule(form, function)}" for number, function in enumerate(functions)]
+        rules = [
+            f"call_{number}: {self._rule(form, function)}"
+            for number, function in enumerate(functions)
+        ]
         start = " | ".join(f"call_{number}" for number in range(len(functions)))
         return StructuredOutputsParams(grammar="\n".join([f"start: {start}", *rules]))
 
@@ -45,11 +50,15 @@ class ForcedCalls:
         """Return the rule of a function's calls."""
         assert form.write is not None
         if not _NAME.fullmatch(function["name"]):
-            wanted = "tool_choice needs tools whose names hold letters, digits, '_', '-' and '.' alone"
+            wanted = (
+                "tool_choice needs tools whose names hold letters, digits, '_', '-' and '.' alone"
+            )
             raise InvalidSampling(wanted, brief(function["name"]))
         before, behind = form.write(function["name"], self._shows)
         arguments = json.dumps(_arguments(function), ensure_ascii=False)
-        return " ".join([*self._terms(before, form), f"%json {arguments}", *self._terms(behind, form)])
+        return " ".join(
+            [*self._terms(before, form), f"%json {arguments}", *self._terms(behind, form)]
+        )
 
     def _shows(self, text: str) -> bool:
         return text in self._template or text in self._added_tokens
@@ -69,7 +78,9 @@ class ForcedCalls:
 
 def _chosen(params: SamplingParams) -> list[Mapping[str, Any]]:
     """Return the functions of which one must be called."""
-    functions: dict[str, Mapping[str, Any]] = {tool["function"]["name"]: tool["function"] for tool in params.tools}
+    functions: dict[str, Mapping[str, Any]] = {
+        tool["function"]["name"]: tool["function"] for tool in params.tools
+    }
     if not functions:
         raise InvalidSampling("tool_choice needs tools that it could call", "none")
     if not isinstance(params.tool_choice, Mapping):
@@ -86,8 +97,12 @@ def _arguments(function: Mapping[str, Any]) -> dict[str, Any]:
     whose = f"the parameters of tool {brief(function['name'])}"
     schema = _NOTHING if parameters is None else parameters
     if not isinstance(schema, Mapping) or schema.get("type", "object") != "object":
-        raise InvalidSampling(f"tool_choice needs a schema of an object for {whose}", brief(parameters))
+        raise InvalidSampling(
+            f"tool_choice needs a schema of an object for {whose}", brief(parameters)
+        )
     try:
         return dict(enforceable({"type": "object", **schema}))
     except NotEnforceable as error:
-        raise InvalidSampling(f"tool_choice needs a schema that can be enforced for {whose}", f"one {error}") from None
+        raise InvalidSampling(
+            f"tool_choice needs a schema that can be enforced for {whose}", f"one {error}"
+        ) from None

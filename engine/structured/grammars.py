@@ -53,7 +53,9 @@ def _tried(spec: StructuredOutputsParams, children: Pool) -> str:
     """Return the grammar of a form that compiled in a child. Raises InvalidSampling, or NotTried."""
     form = {name: value for name in NAMES if (value := getattr(spec, name)) is not None}
     try:
-        reply, _ = children.call(lambda child: child.ask(_FORM, form, Limits(LIMIT_S, MEMORY_BYTES)))
+        reply, _ = children.call(
+            lambda child: child.ask(_FORM, form, Limits(LIMIT_S, MEMORY_BYTES))
+        )
     except ChildFailed as error:
         raise unusable(spec, f"whose compilation {error}") from None
     except OSError as error:
@@ -85,8 +87,12 @@ class Grammars:
         self._pool = ThreadPoolExecutor(NUM_THREADS, "grammars")
         self._starting = Lock()
         self._started: tuple[Compiler, Pool] | None = None  # processes: one for each thread
-        self._lock = Lock()  # of the two below; the engine's thread takes it, so nothing slow is done under it
-        self._known: WeakValueDictionary[StructuredOutputsParams, Future[LLMatcher]] = WeakValueDictionary()
+        self._lock = (
+            Lock()
+        )  # of the two below; the engine's thread takes it, so nothing slow is done under it
+        self._known: WeakValueDictionary[StructuredOutputsParams, Future[LLMatcher]] = (
+            WeakValueDictionary()
+        )
         self._latest: OrderedDict[StructuredOutputsParams, Future[LLMatcher]] = OrderedDict()
 
     def begin(self) -> Future[None] | None:
@@ -127,7 +133,11 @@ class Grammars:
         """Return the form of a request's text. Raises InvalidSampling for a call that cannot be forced."""
         if params.tool_choice is not None and self._forced_calls is not None:
             return self._forced_calls(params)
-        return params.structured_outputs if isinstance(params.structured_outputs, StructuredOutputsParams) else None
+        return (
+            params.structured_outputs
+            if isinstance(params.structured_outputs, StructuredOutputsParams)
+            else None
+        )
 
     def _prepared(self, spec: StructuredOutputsParams) -> Future[LLMatcher]:
         with self._lock:
@@ -142,7 +152,9 @@ class Grammars:
                 self._latest.popitem(last=False)
         return found
 
-    def matchers(self, params: SamplingParams, end_token_ids: frozenset[int]) -> Sequence[Matcher | None]:
+    def matchers(
+        self, params: SamplingParams, end_token_ids: frozenset[int]
+    ) -> Sequence[Matcher | None]:
         """Return a matcher for each completion of a request, or None for free text. Raises InvalidSampling.
 
         end_token_ids: every id that ends the completion.
@@ -154,10 +166,15 @@ class Grammars:
             compiled = self._prepared(spec).result()
         except InvalidSampling as error:  # the future's own error goes to all who ask
             if params.tool_choice is not None and error.got is not None:
-                raise InvalidSampling("tool_choice needs tools whose calls can be forced", error.got) from None
+                raise InvalidSampling(
+                    "tool_choice needs tools whose calls can be forced", error.got
+                ) from None
             raise InvalidSampling(*error.args) from None
         assert self._started is not None
-        vocabulary, allowed = self._started[0].vocabulary, allowed_mask(params.allowed_token_ids, self._vocab_size)
+        vocabulary, allowed = (
+            self._started[0].vocabulary,
+            allowed_mask(params.allowed_token_ids, self._vocab_size),
+        )
         shared = compiled, vocabulary, end_token_ids, allowed, partial(self._forget, spec)
         return [Matcher(compiled.deep_copy(), *shared) for _ in range(params.n)]
 
@@ -188,14 +205,20 @@ class Grammars:
         with self._starting:
             if self._started is None:
                 if self._backend is None:
-                    raise InvalidSampling(f"{NAME} needs a tokenizer of the tokenizers package; this model has none")
-                known = max(self._backend.get_vocab(with_added_tokens=True).values(), default=-1) + 1
+                    raise InvalidSampling(
+                        f"{NAME} needs a tokenizer of the tokenizers package; this model has none"
+                    )
+                known = (
+                    max(self._backend.get_vocab(with_added_tokens=True).values(), default=-1) + 1
+                )
                 added = self._backend.get_added_tokens_decoder()
                 vocabulary: dict[str, Any] = {
                     "tokenizer": tokenizer_of_bytes(self._backend.to_str()),
                     "num_tokens": max(known, self._vocab_size),
                     "eos_token_ids": self._eos_token_ids,
-                    "control_tokens": {token.content: token_id for token_id, token in added.items()},
+                    "control_tokens": {
+                        token.content: token_id for token_id, token in added.items()
+                    },
                 }
                 self._started = Compiler(**vocabulary), Pool(partial(_begin, vocabulary))
             return self._started

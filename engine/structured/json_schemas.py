@@ -85,13 +85,21 @@ def _strings(value: Any) -> Iterator[str]:
 def _check_values(schema: Mapping[str, Any]) -> None:
     for value in _values(schema):
         for leaf in _leaves(value):
-            if isinstance(leaf, int) and abs(leaf) > EXACT and (abs(leaf) > LARGEST or int(float(leaf)) != leaf):
+            if (
+                isinstance(leaf, int)
+                and abs(leaf) > EXACT
+                and (abs(leaf) > LARGEST or int(float(leaf)) != leaf)
+            ):
                 raise NotEnforceable(f"whose integer {leaf} would be rounded: write it as a string")
 
 
 def _check_factors(schema: Mapping[str, Any], document: SchemaDocument) -> None:
     """Raise NotEnforceable for multiples that llguidance would get wrong."""
-    factors = {abs(Fraction(repr(part["multipleOf"]))) for part in _with_choices(schema, document) if _has_factor(part)}
+    factors = {
+        abs(Fraction(repr(part["multipleOf"])))
+        for part in _with_choices(schema, document)
+        if _has_factor(part)
+    }
     if not factors:
         return
     denominator = math.lcm(*(factor.denominator for factor in factors))
@@ -103,7 +111,9 @@ def _has_factor(schema: Mapping[str, Any]) -> bool:
     return _is_number(schema.get("multipleOf")) and math.isfinite(schema["multipleOf"])
 
 
-def _with_choices(schema: Mapping[str, Any], document: SchemaDocument) -> Iterator[Mapping[str, Any]]:
+def _with_choices(
+    schema: Mapping[str, Any], document: SchemaDocument
+) -> Iterator[Mapping[str, Any]]:
     """Yield a schema, and all that may hold for the same value."""
 
     def for_same_value(part: Mapping[str, Any]) -> list[Any]:
@@ -118,7 +128,10 @@ def _write_bounds(schema: dict[str, Any]) -> None:
 
     An exclusive bound becomes the next integer's, as llguidance would add 1 to a float.
     """
-    for sign, key, exclusive in ((-1, "minimum", "exclusiveMinimum"), (1, "maximum", "exclusiveMaximum")):
+    for sign, key, exclusive in (
+        (-1, "minimum", "exclusiveMinimum"),
+        (1, "maximum", "exclusiveMaximum"),
+    ):
         for name in (key, exclusive):
             bound = schema.get(name)
             if not _is_number(bound) or abs(bound) < EXACT:
@@ -149,11 +162,15 @@ def _check_properties(schema: Mapping[str, Any]) -> None:
         for name in properties:
             for pattern in patterns:
                 if is_match(pattern, name):
-                    raise NotEnforceable(f"whose property {name!r} is one of patternProperties {pattern!r} too")
+                    raise NotEnforceable(
+                        f"whose property {name!r} is one of patternProperties {pattern!r} too"
+                    )
     least, required = schema.get("minProperties"), schema.get("required")
     num_required = len(set(required)) if isinstance(required, list) else 0
     if isinstance(least, int | float) and least > num_required + 1:
-        raise NotEnforceable("whose minProperties one key, written more than once, would meet: require its properties")
+        raise NotEnforceable(
+            "whose minProperties one key, written more than once, would meet: require its properties"
+        )
 
 
 def _write_dates(schema: dict[str, Any]) -> None:

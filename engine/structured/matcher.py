@@ -21,7 +21,9 @@ if TYPE_CHECKING:
     from llguidance import LLExecutor, LLMatcher, LLTokenizer
 
 
-SMALL_VOCABULARY = 32_768  # masks of fewer tokens take some microseconds each: less than to wake threads
+SMALL_VOCABULARY = (
+    32_768  # masks of fewer tokens take some microseconds each: less than to wake threads
+)
 MAX_THREADS = 4
 
 
@@ -47,7 +49,10 @@ class Vocabulary:
         """Make the vocabulary of a tokenizer."""
         from llguidance import LLExecutor
 
-        num_words, is_small = -(-tokenizer.vocab_size // WORD), tokenizer.vocab_size < SMALL_VOCABULARY
+        num_words, is_small = (
+            -(-tokenizer.vocab_size // WORD),
+            tokenizer.vocab_size < SMALL_VOCABULARY,
+        )
         special = (i for i in range(tokenizer.vocab_size) if tokenizer.is_special_token(i))
         eos_mask = token_mask(tokenizer.eos_tokens, num_words * WORD)
         eos_words = np.flatnonzero(eos_mask)
@@ -105,7 +110,9 @@ class Matcher:
 
         Raises GrammarFailed for a token that cannot stand there, a negative id, or any token once it has failed.
         """
-        if token_id < 0 or self.error is not None:  # a guessed token's mask was made before the error
+        if (
+            token_id < 0 or self.error is not None
+        ):  # a guessed token's mask was made before the error
             raise GrammarFailed(self.error or "no token is left that it allows")
         if token_id in self._ends:
             return
@@ -137,7 +144,9 @@ class Matcher:
         """Return how many of these tokens, one behind another, may come next; one that ends the text does not count."""
         if self.is_suspect:
             return 0
-        return self.machine.validate_tokens(list(takewhile(lambda token_id: token_id not in self._ends, guesses)))
+        return self.machine.validate_tokens(
+            list(takewhile(lambda token_id: token_id not in self._ends, guesses))
+        )
 
     def along(self, guesses: list[int]) -> list[Matcher]:
         """Return this matcher, and one behind each of these tokens; all of them must be possible."""
@@ -157,7 +166,9 @@ class Matcher:
 MAX_MASK_S = 2.0  # for one token: a grammar that takes longer would hold up all other rows
 
 
-def fill_masks(matchers: Sequence[Matcher], masks: NDArray[np.int32], *, one_by_one: bool = False) -> None:
+def fill_masks(
+    matchers: Sequence[Matcher], masks: NDArray[np.int32], *, one_by_one: bool = False
+) -> None:
     """Write each matcher's mask of the tokens that may come next: [matchers, num_words] int32, contiguous.
 
     End tokens are in a mask if the text may end. If it leaves no token, `accept` of the missing one raises.
@@ -182,7 +193,9 @@ def fill_masks(matchers: Sequence[Matcher], masks: NDArray[np.int32], *, one_by_
     for row in np.flatnonzero(has_eos).tolist():
         if matchers[row].may_end:
             masks[row] |= matchers[row].end_mask
-        elif error := matchers[row].machine_error():  # after an error llguidance allows only the end
+        elif error := matchers[
+            row
+        ].machine_error():  # after an error llguidance allows only the end
             matchers[row].fail(error)
     for row, matcher in enumerate(matchers):
         if matcher.error is not None:
@@ -200,7 +213,9 @@ def fill_step_masks(matchers: Sequence[Matcher], masks: NDArray[np.int32]) -> No
             matcher.is_suspect = True
 
 
-MIN_TOKENS = 2  # a single token is left to the mask: as a chunk it would cost the step more than it saves
+MIN_TOKENS = (
+    2  # a single token is left to the mask: as a chunk it would cost the step more than it saves
+)
 
 
 class JumpAhead:

@@ -5,7 +5,17 @@ from typing import Any
 from urllib.parse import unquote, urldefrag, urljoin
 
 #: Keywords whose value is a schema, a list of schemas, or schemas by name.
-ONE = ("additionalProperties", "items", "contains", "not", "if", "then", "else", "propertyNames", "additionalItems")
+ONE = (
+    "additionalProperties",
+    "items",
+    "contains",
+    "not",
+    "if",
+    "then",
+    "else",
+    "propertyNames",
+    "additionalItems",
+)
 MANY = ("allOf", "anyOf", "oneOf", "prefixItems", "items")
 NAMED = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas")
 
@@ -84,7 +94,9 @@ def named(schema: Mapping[str, Any], key: str) -> dict[str, Any]:
     return value if isinstance(value, dict) else {}
 
 
-def walk(schemas: list[Any], following: Callable[[dict[str, Any]], list[Any]]) -> Iterator[dict[str, Any]]:
+def walk(
+    schemas: list[Any], following: Callable[[dict[str, Any]], list[Any]]
+) -> Iterator[dict[str, Any]]:
     """Yield schemas that are objects, once each, and those that follow them."""
     waiting, seen = [*schemas], set[int]()
     while waiting:

@@ -18,7 +18,9 @@ from engine.layers.parallel import TensorParallel
 
 LOOPBACK = "127.0.0.1"
 LOOPBACK_INTERFACE = "lo0" if sys.platform == "darwin" else "lo"
-TIMEOUT = timedelta(minutes=30)  # the driver notices a rank that ends long before, and ends the others
+TIMEOUT = timedelta(
+    minutes=30
+)  # the driver notices a rank that ends long before, and ends the others
 
 
 @dataclass(frozen=True)
@@ -60,7 +62,9 @@ def open_store() -> TCPStore:
     """
     listener = socket.create_server((LOOPBACK, 0))
     port = listener.getsockname()[1]
-    return TCPStore(LOOPBACK, port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach())
+    return TCPStore(
+        LOOPBACK, port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach()
+    )
 
 
 def join_ranks(rank: int, size: int, port: int, device: torch.device) -> ProcessGroupParallel:

@@ -61,7 +61,9 @@ def decode(body: bytes | bytearray) -> Message:
     kind, facts, forms = json.loads(body[:at])
     arrays: list[Array] = []
     for dtype, shape in forms:
-        arrays.append(np.ndarray(shape, DTYPES[dtype], body, at).copy())  # aligned, wherever it began
+        arrays.append(
+            np.ndarray(shape, DTYPES[dtype], body, at).copy()
+        )  # aligned, wherever it began
         at += arrays[-1].nbytes
     return Message(Kind(kind), facts, arrays)
 
@@ -90,7 +92,11 @@ Tokens = tuple[NDArray[np.int64], RowLogprobs | None, NDArray[np.float32] | None
 def pack_tokens(tokens: Tokens) -> list[Array]:
     """Return the arrays of TOKENS: token ids, pooled states, maybe empty, and log probabilities."""
     token_ids, logprobs, pooled = tokens
-    return [token_ids, np.zeros((0, 0), np.float32) if pooled is None else pooled, *_arrays(logprobs)]
+    return [
+        token_ids,
+        np.zeros((0, 0), np.float32) if pooled is None else pooled,
+        *_arrays(logprobs),
+    ]
 
 
 def unpack_tokens(arrays: list[Array]) -> Tokens:

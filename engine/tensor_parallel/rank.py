@@ -40,7 +40,9 @@ def main(descriptor: int) -> NoReturn:
     except Exception as error:  # noqa: BLE001  # the driver turns whatever it was into one error
         _give_up(channel, error)
     torch.distributed.destroy_process_group()
-    os._exit(0)  # Python's own clean-up of torch takes a second and frees nothing that the end does not
+    os._exit(
+        0
+    )  # Python's own clean-up of torch takes a second and frees nothing that the end does not
 
 
 def _start(order: dict[str, Any]) -> ModelRunner:
@@ -56,7 +58,9 @@ def _start(order: dict[str, Any]) -> ModelRunner:
 
 def _serve(channel: Channel, runner: ModelRunner, rank: int) -> None:
     answers: SimpleQueue[PendingTokens | None] = SimpleQueue()
-    sender = threading.Thread(target=_send_all, args=(channel, answers), name="rank-answers", daemon=True)
+    sender = threading.Thread(
+        target=_send_all, args=(channel, answers), name="rank-answers", daemon=True
+    )
     sender.start()
     while (message := channel.receive()).kind is Kind.STEP:
         tokens = runner.launch(*unpack_step(message.arrays))

@@ -34,7 +34,15 @@ from engine.run.forward.single_pass_runner import SinglePassRunner
 from engine.sampling.sampling_batch import SamplingBatch
 from engine.schedule.step_batch import StepBatch
 from engine.tensor_parallel.collectives import open_store
-from engine.tensor_parallel.messages import Channel, Kind, Message, Tokens, encode, pack_step, unpack_tokens
+from engine.tensor_parallel.messages import (
+    Channel,
+    Kind,
+    Message,
+    Tokens,
+    encode,
+    pack_step,
+    unpack_tokens,
+)
 
 # multiprocessing's spawn would run the caller's main module again in each rank and pickle what it sends
 BOOTSTRAP = (
@@ -149,10 +157,14 @@ class RankGroup:
             self._store = open_store()
             for rank in range(len(devices)):
                 self._ranks.append(RankProcess(rank, step_timeout_s))
-                self._selector.register(self._ranks[rank].channel, selectors.EVENT_READ, self._ranks[rank])
+                self._selector.register(
+                    self._ranks[rank].channel, selectors.EVENT_READ, self._ranks[rank]
+                )
             self.backend_name: str
             self.has_graphs: bool
-            size, self.backend_name, self.has_graphs = self._start(config, folder, devices, start_timeout_s)
+            size, self.backend_name, self.has_graphs = self._start(
+                config, folder, devices, start_timeout_s
+            )
             states = size.pop("states")
             self.pool_size = PoolSize(**size, states=None if states is None else StateRows(*states))
         except BaseException:
@@ -200,7 +212,9 @@ class RankGroup:
             rank.wait(max(0.0, deadline - time.monotonic()))
         self._kill()
 
-    def _start(self, config: EngineConfig, folder: Path, devices: list[str], timeout_s: float) -> Any:
+    def _start(
+        self, config: EngineConfig, folder: Path, devices: list[str], timeout_s: float
+    ) -> Any:
         """Send START to each rank, and wait until all have loaded. Returns rank 0's facts."""
         assert self._store is not None
         order = {
@@ -240,12 +254,16 @@ class RankGroup:
         received: dict[int, Message] = {}
         while missing := waited_for - received.keys():
             if time.monotonic() > deadline:
-                raise RankFailed(min(missing), f"no answer in {timeout_s:.0f} s, or a rank it waits for hangs")
+                raise RankFailed(
+                    min(missing), f"no answer in {timeout_s:.0f} s, or a rank it waits for hangs"
+                )
             for rank in self._readable(deadline):
                 found = self._read(rank)
                 if isinstance(found, EngineError):
                     raise self._blame(found)
-                assert found.kind is kind, f"rank {rank.rank} sent {found.kind.name} for {kind.name}"
+                assert found.kind is kind, (
+                    f"rank {rank.rank} sent {found.kind.name} for {kind.name}"
+                )
                 received[rank.rank] = found
         return received
 
@@ -270,7 +288,11 @@ class RankGroup:
     def _blame(self, found: EngineError) -> EngineError:
         """Return the error of the rank that failed first: a broken collective may only be a victim."""
         deadline = time.monotonic() + BLAME_TIMEOUT_S
-        while isinstance(found, RankIsVictim) and self._selector.get_map() and time.monotonic() < deadline:
+        while (
+            isinstance(found, RankIsVictim)
+            and self._selector.get_map()
+            and time.monotonic() < deadline
+        ):
             for rank in self._readable(deadline):
                 other = self._read(rank)
                 if isinstance(other, EngineError) and not isinstance(other, RankIsVictim):
@@ -305,7 +327,9 @@ def rank_devices(config: EngineConfig) -> list[str]:
             "and choose them with CUDA_VISIBLE_DEVICES"
         )
     if torch.cuda.device_count() < size:
-        raise ConfigError(f"tensor_parallel_size={size} needs {size} GPUs, torch finds {torch.cuda.device_count()}")
+        raise ConfigError(
+            f"tensor_parallel_size={size} needs {size} GPUs, torch finds {torch.cuda.device_count()}"
+        )
     return [f"cuda:{rank}" for rank in range(size)]
 
 

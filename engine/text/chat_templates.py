@@ -22,7 +22,9 @@ DEFAULT = "default"
 TOOL_USE = "tool_use"
 
 #: Variables of a template that are not a request's to set.
-RESERVED = frozenset({"messages", "tools", "add_generation_prompt", "raise_exception", "strftime_now"})
+RESERVED = frozenset(
+    {"messages", "tools", "add_generation_prompt", "raise_exception", "strftime_now"}
+)
 
 #: The role of instructions: OpenAI's newer name, and the name that most templates read.
 DEVELOPER, SYSTEM = "developer", "system"
@@ -65,7 +67,9 @@ def read_template(folder: Path, name: str | None) -> str | None:
         return templates[DEFAULT]
     if len(templates) < 2:
         return next(iter(templates.values()), None)
-    raise ConfigError(f"chat_template must name one of several templates, none of them the default: {there_are}")
+    raise ConfigError(
+        f"chat_template must name one of several templates, none of them the default: {there_are}"
+    )
 
 
 def read_tool_template(folder: Path, name: str | None) -> str | None:
@@ -78,12 +82,16 @@ def read_tool_template(folder: Path, name: str | None) -> str | None:
 
 def _read_templates(folder: Path) -> dict[str, str]:
     """Read all templates by name: from files of their own, else tokenizer_config.json, else PROCESSORS_FILE."""
-    found = {path.stem: path.read_text(encoding="utf-8") for path in (folder / FOLDER).glob("*.jinja")}
+    found = {
+        path.stem: path.read_text(encoding="utf-8") for path in (folder / FOLDER).glob("*.jinja")
+    }
     if (folder / FILE).is_file():
         found[DEFAULT] = (folder / FILE).read_text(encoding="utf-8")
     for name in ("tokenizer_config.json", PROCESSORS_FILE):
         if not found and (folder / name).is_file():
-            content = json.loads((folder / name).read_text(encoding="utf-8")).get("chat_template") or {}
+            content = (
+                json.loads((folder / name).read_text(encoding="utf-8")).get("chat_template") or {}
+            )
             if isinstance(content, str):
                 found = {DEFAULT: content}
             else:
@@ -131,8 +139,14 @@ def read_clock(template: str | None) -> tuple[str, ...] | None:
     if "lipsum" in names or any(each.name == "random" for each in tree.find_all(nodes.Filter)):
         return None
     calls = [call for call in tree.find_all(nodes.Call) if _is_clock(call.node)]
-    tests = [test for test in tree.find_all(nodes.Test) if _is_clock(test.node)]  # "strftime_now is defined"
-    formats = [call.args[0].value for call in calls if len(call.args) == 1 and isinstance(call.args[0], nodes.Const)]
+    tests = [
+        test for test in tree.find_all(nodes.Test) if _is_clock(test.node)
+    ]  # "strftime_now is defined"
+    formats = [
+        call.args[0].value
+        for call in calls
+        if len(call.args) == 1 and isinstance(call.args[0], nodes.Const)
+    ]
     if len(formats) < len(calls) or names.count(CLOCK) > len(calls) + len(tests):
         return None
     return tuple(sorted(set(map(str, formats))))
@@ -164,10 +178,14 @@ def check_variables(given: object, variables: frozenset[str] | None) -> dict[str
     if given is None:
         return {}
     if not isinstance(given, dict) or not all(isinstance(name, str) for name in given):
-        raise InvalidPrompt(f"chat_template_kwargs must be an object of names, got {type(given).__name__}")
+        raise InvalidPrompt(
+            f"chat_template_kwargs must be an object of names, got {type(given).__name__}"
+        )
     for name in given:
         if name in RESERVED:
-            raise InvalidPrompt(f"chat_template_kwargs may not hold {name!r}, which the engine sets")
+            raise InvalidPrompt(
+                f"chat_template_kwargs may not hold {name!r}, which the engine sets"
+            )
         if variables is not None and name not in variables:
             known = ", ".join(sorted(variables - RESERVED)) or "none"
             raise InvalidPrompt(
@@ -183,7 +201,11 @@ def check_tools(tools: object) -> list[dict[str, Any]] | None:
     if not isinstance(tools, list):
         raise InvalidPrompt(f"tools must be a list of functions, got {type(tools).__name__}")
     for i, tool in enumerate(tools):
-        function = tool.get("function") if isinstance(tool, dict) and tool.get("type") == "function" else None
+        function = (
+            tool.get("function")
+            if isinstance(tool, dict) and tool.get("type") == "function"
+            else None
+        )
         if not isinstance(function, dict) or not isinstance(function.get("name"), str):
             raise InvalidPrompt(
                 f"tool {i} must be {{'type': 'function', 'function': {{'name': ..., 'parameters': ...}}}}"
@@ -192,7 +214,11 @@ def check_tools(tools: object) -> list[dict[str, Any]] | None:
 
 
 def for_template(
-    messages: object, *, takes_parts: bool | None, kinds: Container[str] = TEXT_ALONE, takes_developer: bool = True
+    messages: object,
+    *,
+    takes_parts: bool | None,
+    kinds: Container[str] = TEXT_ALONE,
+    takes_developer: bool = True,
 ) -> Messages:
     """Return OpenAI's messages as templates expect them, which differ in parts, tool calls and reasoning.
 
@@ -201,8 +227,13 @@ def for_template(
     into `system`. Raises InvalidPrompt unless these are messages of such parts.
     """
     if not isinstance(messages, list) or not messages:
-        raise InvalidPrompt(f"messages must be a list of at least one message, got {type(messages).__name__}")
-    ready = [_for_template(message, i, takes_parts=takes_parts, kinds=kinds) for i, message in enumerate(messages)]
+        raise InvalidPrompt(
+            f"messages must be a list of at least one message, got {type(messages).__name__}"
+        )
+    ready = [
+        _for_template(message, i, takes_parts=takes_parts, kinds=kinds)
+        for i, message in enumerate(messages)
+    ]
     for message in ready:
         if message["role"] == DEVELOPER and not takes_developer:
             message["role"] = SYSTEM
@@ -221,7 +252,9 @@ def _check_part(part: object, i: int, kinds: Container[str]) -> None:
         raise InvalidPrompt(f"a part of message {i} of the type 'text' must hold its text")
 
 
-def _for_template(given: object, i: int, *, takes_parts: bool | None, kinds: Container[str]) -> dict[str, Any]:
+def _for_template(
+    given: object, i: int, *, takes_parts: bool | None, kinds: Container[str]
+) -> dict[str, Any]:
     if not isinstance(given, dict) or not isinstance(given.get("role"), str):
         raise InvalidPrompt(f"message {i} must be an object with a role and a content")
     message: dict[str, Any] = {key: value for key, value in given.items() if value is not None}
@@ -231,7 +264,9 @@ def _for_template(given: object, i: int, *, takes_parts: bool | None, kinds: Con
         if takes_parts is False:
             message["content"] = "\n".join(part["text"] for part in content)
         else:  # a template does not get the pictures themselves
-            message["content"] = [part if part["type"] == "text" else {"type": part["type"]} for part in content]
+            message["content"] = [
+                part if part["type"] == "text" else {"type": part["type"]} for part in content
+            ]
     elif takes_parts is None and isinstance(content, str):
         message["content"] = [{"type": "text", "text": content}]
     if "reasoning" in message:
@@ -261,7 +296,9 @@ def _call_for_template(call: Any, i: int) -> dict[str, Any]:
         except (ValueError, RecursionError):
             arguments = None
     if not isinstance(arguments, dict):
-        raise InvalidPrompt(f"the arguments of a tool call of message {i} must be an object, or its JSON")
+        raise InvalidPrompt(
+            f"the arguments of a tool call of message {i} must be an object, or its JSON"
+        )
     return {**call, "type": "function", "function": {**function, "arguments": arguments}}
 
 
@@ -275,7 +312,8 @@ def with_short_ids(messages: Messages) -> Messages:
         if "tool_calls" in message:
             calls = message["tool_calls"]
             message["tool_calls"] = [
-                {**call, "id": _short_id(call["id"])} if isinstance(call.get("id"), str) else call for call in calls
+                {**call, "id": _short_id(call["id"])} if isinstance(call.get("id"), str) else call
+                for call in calls
             ]
         shortened.append(message)
     return shortened

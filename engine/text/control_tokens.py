@@ -25,18 +25,27 @@ class ControlTokens:
     kept: those of control tokens that an assistant's messages may hold.
     """
 
-    def __init__(self, backend: Any, added: Collection[str], texts: Collection[str], kept: Collection[str]) -> None:
+    def __init__(
+        self, backend: Any, added: Collection[str], texts: Collection[str], kept: Collection[str]
+    ) -> None:
         self._backend, self._added_texts, self._kept_texts = backend, added, kept
         self.texts = frozenset(texts)
         self._added = _pattern(added)
-        self._control, self._in_answers = Spellings(self.texts), Spellings(self.texts.difference(kept))
-        self._names = {text: f"\ufdd2{token_hex(8)}.{number}\ufdd2" for number, text in enumerate(self.texts)}
+        self._control, self._in_answers = (
+            Spellings(self.texts),
+            Spellings(self.texts.difference(kept)),
+        )
+        self._names = {
+            text: f"\ufdd2{token_hex(8)}.{number}\ufdd2" for number, text in enumerate(self.texts)
+        }
         self._lock = Lock()
         self._literal: Any = None
 
     def with_texts(self, texts: Collection[str]) -> "ControlTokens":
         """Return a copy with more control tokens; their texts need not be added tokens."""
-        return ControlTokens(self._backend, self._added_texts, self.texts.union(texts), self._kept_texts)
+        return ControlTokens(
+            self._backend, self._added_texts, self.texts.union(texts), self._kept_texts
+        )
 
     def broken(self, value: Any) -> Any:
         """Return a value with BREAK in each control token that it spells, at any depth."""
@@ -54,8 +63,12 @@ class ControlTokens:
 
     def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
         """Return the token ids of a text that may hold BREAK."""
-        named = self._added.sub(lambda match: self._names.get(match[0], match[0]), text).replace(BREAK, "")
-        return list(self._literal_tokenizer().encode(named, add_special_tokens=add_special_tokens).ids)
+        named = self._added.sub(lambda match: self._names.get(match[0], match[0]), text).replace(
+            BREAK, ""
+        )
+        return list(
+            self._literal_tokenizer().encode(named, add_special_tokens=add_special_tokens).ids
+        )
 
     def _literal_tokenizer(self) -> Any:
         """Return the tokenizer that knows control tokens by their names alone. The first call makes it."""

@@ -96,7 +96,9 @@ class AnswerChannels:
             self._is_plain = False
             self._take(mark)
             return ""
-        if self._is_answer is None and self._is_plain:  # no mark came yet: an answer without channels
+        if (
+            self._is_answer is None and self._is_plain
+        ):  # no mark came yet: an answer without channels
             return "" if text.strip().startswith("to=") else text
         if self._is_answer is None:
             self._header += text

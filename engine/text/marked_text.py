@@ -28,7 +28,10 @@ def with_marks(
         skip_special_tokens=skip_special_tokens,
         spaces_between_special_tokens=spaces_between_special_tokens,
     )
-    in_text = {token_id: decode([token_id], follows_text=True) for token_id in set(token_ids) & marks.keys()}
+    in_text = {
+        token_id: decode([token_id], follows_text=True)
+        for token_id in set(token_ids) & marks.keys()
+    }
     num_spelled = sum(map(text.count, broken))
     if not in_text and not num_spelled:
         return text

@@ -17,7 +17,9 @@ MAX_CHARS = 65_536  # of continuations that are remembered
 Texts = tuple[str, ...]
 Tail = tuple[tuple[int, ...], int]
 """Tokens behind what all continuations of a prompt share, and which of them is the first to be scored."""
-Tails = tuple[list[int], tuple[Tail, ...]]  # tokens, and tails behind them; a remembered word's tails begin with it
+Tails = tuple[
+    list[int], tuple[Tail, ...]
+]  # tokens, and tails behind them; a remembered word's tails begin with it
 UNLIKE: Tails = ([], ())
 
 
@@ -45,7 +47,9 @@ class Continuations:
         for word in _last_words(prompt):
             found = self._remembered.get((word, texts))
             if found is None:
-                found = self._remember((word, texts), self._with_word(prompt, token_ids, word, texts))
+                found = self._remember(
+                    (word, texts), self._with_word(prompt, token_ids, word, texts)
+                )
             own, tails = found
             if own and token_ids[-len(own) :] == own:
                 return token_ids[: -len(own)], tails
@@ -99,7 +103,9 @@ def from_first_difference(tails: Sequence[Tail]) -> tuple[Tail, ...]:
     """
     lowest = min(token_ids for token_ids, _ in tails)
     highest = max(token_ids for token_ids, _ in tails)
-    first = num_common(lowest, highest)  # all others sort between these two, so they begin alike too
+    first = num_common(
+        lowest, highest
+    )  # all others sort between these two, so they begin alike too
     return tuple((token_ids, first) for token_ids, _ in tails)
 
 
@@ -127,9 +133,18 @@ SCORED_ROOM = -1  # one token more than max_model_len fits: the last one is scor
 
 def pictures_in(prompt: object) -> list[Picture]:
     """Return the pictures among a prompt's parts. Raises InvalidPrompt for one of another shape."""
-    found = [part for part in prompt if isinstance(part, np.ndarray)] if isinstance(prompt, (list, tuple)) else []
+    found = (
+        [part for part in prompt if isinstance(part, np.ndarray)]
+        if isinstance(prompt, (list, tuple))
+        else []
+    )
     for picture in found:
-        if picture.dtype != np.uint8 or picture.ndim != 3 or picture.shape[2] != 3 or not picture.size:
+        if (
+            picture.dtype != np.uint8
+            or picture.ndim != 3
+            or picture.shape[2] != 3
+            or not picture.size
+        ):
             raise InvalidPrompt(
                 f"a picture must be an array [height, width, 3] of uint8, got {list(picture.shape)} of {picture.dtype}"
             )
@@ -141,7 +156,13 @@ def pictures_of(messages: object) -> list[Picture]:
     listed = messages if isinstance(messages, list) else []
     contents = [message.get("content") for message in listed if isinstance(message, dict)]
     parts = [part for content in contents if isinstance(content, list) for part in content]
-    return pictures_in([part.get("image") for part in parts if isinstance(part, dict) and part.get("type") == "image"])
+    return pictures_in(
+        [
+            part.get("image")
+            for part in parts
+            if isinstance(part, dict) and part.get("type") == "image"
+        ]
+    )
 
 
 class PromptReader:
@@ -189,11 +210,15 @@ class PromptReader:
         each other, so all are scored from the first token at which any two differ. Raises InvalidPrompt or
         PromptTooLong.
         """
-        before, tails = self._continued(prompt, continuations, truncates=truncate_prompt_tokens is not None)
+        before, tails = self._continued(
+            prompt, continuations, truncates=truncate_prompt_tokens is not None
+        )
         if not are_labels or len(tails) == 1:
             for number, (own, first) in enumerate(tails):
                 if len(own) <= first:
-                    raise InvalidPrompt(f"continuation {number} has no token of its own behind the prompt")
+                    raise InvalidPrompt(
+                        f"continuation {number} has no token of its own behind the prompt"
+                    )
         longest = max(len(token_ids) for token_ids, _ in tails) + num_ends
         whole = self.max_model_len - SCORED_ROOM
         if truncate_prompt_tokens is not None:
@@ -223,18 +248,24 @@ class PromptReader:
             most = -1 if truncates else None
             before = self.token_ids(prompt, truncate_prompt_tokens=most, room=SCORED_ROOM)
             alone = iter(self._continuations.alone(texts))
-            tails = (next(alone) if isinstance(each, str) else (tuple(each), 0) for each in continuations)
+            tails = (
+                next(alone) if isinstance(each, str) else (tuple(each), 0) for each in continuations
+            )
             return before, tuple(tails)
         text = prompt.rstrip()
         texts = tuple(prompt[len(text) :] + each for each in texts)
         if text:
-            token_ids = self._tokenizer.encode(text, limit=None if truncates else self.max_model_len)
+            token_ids = self._tokenizer.encode(
+                text, limit=None if truncates else self.max_model_len
+            )
             return self._continuations.behind(text, token_ids, texts)
         prefix = self._tokenizer.prefix
         alone = iter(self._continuations.alone(texts))
         return prefix, tuple((ids[1:] if ids[:1] == tuple(prefix) else ids, 0) for ids, _ in alone)
 
-    def token_ids(self, prompt: object, *, truncate_prompt_tokens: int | None = None, room: int = 1) -> list[int]:
+    def token_ids(
+        self, prompt: object, *, truncate_prompt_tokens: int | None = None, room: int = 1
+    ) -> list[int]:
         """Return the token ids of a text, or a checked copy of given ones. Raises InvalidPrompt or PromptTooLong.
 
         truncate_prompt_tokens: of SamplingParams. room: tokens of max_model_len that are kept for new ones.
@@ -248,7 +279,9 @@ class PromptReader:
         elif isinstance(prompt, (list, tuple)):
             token_ids = list(prompt)
         else:
-            raise InvalidPrompt(f"a prompt must be a string or a list of token ids, got {type(prompt).__name__}")
+            raise InvalidPrompt(
+                f"a prompt must be a string or a list of token ids, got {type(prompt).__name__}"
+            )
         if not token_ids:
             raise InvalidPrompt("the prompt is empty; it needs at least one token")
         token_ids = self.truncated(token_ids, truncate_prompt_tokens, room)
@@ -264,7 +297,9 @@ class PromptReader:
     def _check_length(self, what: str, num_tokens: int, room: int) -> None:
         most = self.max_model_len - room
         if num_tokens > most:
-            part = {1: ", less one new token", SCORED_ROOM: ", and one that is scored alone"}.get(room, "")
+            part = {1: ", less one new token", SCORED_ROOM: ", and one that is scored alone"}.get(
+                room, ""
+            )
             raise PromptTooLong(
                 f"{what} {num_tokens} tokens; this engine takes {most} (max_model_len={self.max_model_len}, which "
                 f"model and KV pool bound{part}): shorten it, or cut it by truncate_prompt_tokens where that is taken"
@@ -276,9 +311,13 @@ class PromptReader:
             if type(token_id) is not int:  # a bool is an int to isinstance
                 raise InvalidPrompt(f"token ids must be integers, got {token_id!r}")
             if not 0 <= token_id < self.vocab_size:
-                raise InvalidPrompt(f"token id {token_id} is outside the vocabulary of {self.vocab_size}")
+                raise InvalidPrompt(
+                    f"token id {token_id} is outside the vocabulary of {self.vocab_size}"
+                )
 
-    def truncated(self, token_ids: list[int], truncate_prompt_tokens: int | None, room: int = 1) -> list[int]:
+    def truncated(
+        self, token_ids: list[int], truncate_prompt_tokens: int | None, room: int = 1
+    ) -> list[int]:
         """Return the last truncate_prompt_tokens tokens; for None all, for -1 as many as leave `room`."""
         if truncate_prompt_tokens is None:
             return token_ids

@@ -14,7 +14,9 @@ from engine.text.chat_templates import REASONING_MARKS
 from engine.text.stop_strings import IncrementalText
 from engine.text.tokenizer import Tokenizer
 
-MAX_HEADER = 64  # tokens of a prompt's end in which the open header of a channel's message is looked for
+MAX_HEADER = (
+    64  # tokens of a prompt's end in which the open header of a channel's message is looked for
+)
 MAX_BLANKS = 8  # tokens of spaces and line breaks that a template may write behind a mark
 
 
@@ -96,7 +98,9 @@ class ThinkingBudget:
     budget: the most tokens between the marks. text: makes the text of tokens, needed if a mark is no single token.
     """
 
-    def __init__(self, budget: int, marks: Marks, span: Span, text: Callable[[], IncrementalText]) -> None:
+    def __init__(
+        self, budget: int, marks: Marks, span: Span, text: Callable[[], IncrementalText]
+    ) -> None:
         self._budget, self._marks = budget, marks
         needs_text = marks.start.token_id is None or marks.end.token_id is None
         self._text = text() if needs_text else None
@@ -139,7 +143,9 @@ class LeadingSpan:
         self._marks = marks
         self._is_open = span is Span.OPEN
         self._is_over = span is Span.CLOSED
-        self._is_behind = False  # the end mark is passed; line breaks there are no part of the answer
+        self._is_behind = (
+            False  # the end mark is passed; line breaks there are no part of the answer
+        )
         self._held = ""
 
     def answer_part(self, token_id: int, text: str) -> str:
@@ -160,7 +166,11 @@ class LeadingSpan:
     def _before(self, token_id: int) -> str:
         """Look for the start mark. Return the text held back once it shows that there is none."""
         start, begun = self._marks.start, self._held.lstrip()
-        is_mark = token_id == start.token_id if start.token_id is not None else begun.startswith(start.text)
+        is_mark = (
+            token_id == start.token_id
+            if start.token_id is not None
+            else begun.startswith(start.text)
+        )
         if is_mark:
             self._is_open, self._held = True, begun.removeprefix(start.text)
             self._close(token_id)
@@ -192,7 +202,11 @@ class Reasoner:
         self._known = find_known(tokenizer.added_tokens, tokenizer.template)
         added = tokenizer.added_tokens
         has_channels = harmony.CHANNEL in added and harmony.MESSAGE in added
-        self._channels = {added[mark].token_id: mark for mark in harmony.MARKS if mark in added} if has_channels else {}
+        self._channels = (
+            {added[mark].token_id: mark for mark in harmony.MARKS if mark in added}
+            if has_channels
+            else {}
+        )
         self._marks_of = lru_cache(maxsize=64)(self._read_marks)
 
     def budget(
@@ -212,9 +226,15 @@ class Reasoner:
                 "special tokens name none: give reasoning_marks"
             )
         if max(marks.end.token_ids) >= self._vocab_size:
-            raise InvalidSampling(f"the mark {marks.end.text!r} is no token of this model: give reasoning_marks")
-        skips = marks.start.text != harmony.REASONING_START  # channel marks show only in text with special tokens
-        text = partial(self._tokenizer.incremental_text, follows_text=follows_text, skip_special_tokens=skips)
+            raise InvalidSampling(
+                f"the mark {marks.end.text!r} is no token of this model: give reasoning_marks"
+            )
+        skips = (
+            marks.start.text != harmony.REASONING_START
+        )  # channel marks show only in text with special tokens
+        text = partial(
+            self._tokenizer.incremental_text, follows_text=follows_text, skip_special_tokens=skips
+        )
         return ThinkingBudget(budget, marks, self._span_after(prompt, marks), text)
 
     def answer_span(
@@ -251,7 +271,9 @@ class Reasoner:
                 text = header + text
             return harmony.split_channels(text)
         marks = self._marks_of(tuple(named))
-        return (None, text) if marks is None else split(text, marks, self._span_after(prompt, marks))
+        return (
+            (None, text) if marks is None else split(text, marks, self._span_after(prompt, marks))
+        )
 
     def without_hidden(self, text: str, named: Sequence[str]) -> str:
         """Take out marks that completions leave out, once a text is split. named: of `budget`."""
@@ -262,18 +284,30 @@ class Reasoner:
         return text
 
     def _open_header(self, prompt: list[int]) -> str:
-        return harmony.open_header(self._tokenizer.decode(prompt[-MAX_HEADER:], skip_special_tokens=False))
+        return harmony.open_header(
+            self._tokenizer.decode(prompt[-MAX_HEADER:], skip_special_tokens=False)
+        )
 
     def _analysis(self) -> Marks:
         """Return the marks of reasoning for a model with channels. The end mark, when forced, opens the answer too."""
-        start = Mark(harmony.REASONING_START, tuple(self._tokenizer.encode_behind(harmony.REASONING_START)))
-        return Marks(start, Mark(harmony.END, tuple(self._tokenizer.encode_behind(harmony.ANSWER_START))))
+        start = Mark(
+            harmony.REASONING_START, tuple(self._tokenizer.encode_behind(harmony.REASONING_START))
+        )
+        return Marks(
+            start, Mark(harmony.END, tuple(self._tokenizer.encode_behind(harmony.ANSWER_START)))
+        )
 
     def _span_after(self, prompt: list[int], marks: Marks) -> Span:
         longest = max(len(marks.start.token_ids), len(marks.end.token_ids)) + MAX_BLANKS
-        span = span_at_end(self._tokenizer.decode(prompt[-longest:], skip_special_tokens=False), marks)
+        span = span_at_end(
+            self._tokenizer.decode(prompt[-longest:], skip_special_tokens=False), marks
+        )
         mark = {Span.OPEN: marks.start, Span.CLOSED: marks.end}.get(span)
-        is_spelled = mark is not None and mark.token_id is not None and mark.token_id not in prompt[-longest:]
+        is_spelled = (
+            mark is not None
+            and mark.token_id is not None
+            and mark.token_id not in prompt[-longest:]
+        )
         return Span.NONE if is_spelled else span
 
     def _read_marks(self, named: tuple[str, ...]) -> Marks | None:

@@ -40,22 +40,29 @@ def read_sentencepiece(path: Path) -> tuple[Any, dict[str, str]]:
         "it leaves spaces as they are": not normalizer.get(5, 1),
         "it changes the text that it decodes": parts.get(5, {}).get(2),
         "it has unused pieces": UNUSED in kinds,
-        "it has symbols of its own and puts a space before a text": has_prefix and USER_DEFINED in kinds,
+        "it has symbols of its own and puts a space before a text": has_prefix
+        and USER_DEFINED in kinds,
     }
     for reason, applies in refusals.items():
         if applies:
-            raise ConfigError(f"{path} cannot be read: {reason}; add the model's tokenizer.json to the folder")
+            raise ConfigError(
+                f"{path} cannot be read: {reason}; add the model's tokenizer.json to the folder"
+            )
     ids = {
         "unk_token": trainer.get(40, 0),
         "bos_token": trainer.get(41, 1),
         "eos_token": trainer.get(42, 2),
         "pad_token": trainer.get(43, -1),
     }
-    names = {name: pieces[i][0] for name, i in ids.items() if 0 <= i < len(pieces)}  # -1 is read as 2 ** 64 - 1
+    names = {
+        name: pieces[i][0] for name, i in ids.items() if 0 <= i < len(pieces)
+    }  # -1 is read as 2 ** 64 - 1
     return _build(pieces, trainer, normalizer), names
 
 
-def _build(pieces: list[tuple[str, float, int]], trainer: dict[int, Any], normalizer: dict[int, Any]) -> Any:
+def _build(
+    pieces: list[tuple[str, float, int]], trainer: dict[int, Any], normalizer: dict[int, Any]
+) -> Any:
     """Build the tokenizer; text between special tokens gets a space before each part, as in Llama 2's."""
     from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers
 

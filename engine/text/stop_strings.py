@@ -75,7 +75,9 @@ class StopStrings:
         self._stop, self._include = stop, include
         self._text = text
         self._num_ignored = min_tokens
-        self._overlap = max(map(len, stop)) - 1  # characters before new text in which a match may begin
+        self._overlap = (
+            max(map(len, stop)) - 1
+        )  # characters before new text in which a match may begin
         self._pieces: list[str] = []
         self._tail = ""
         self._num_chars = 0  # of all pieces
@@ -105,7 +107,9 @@ class StopStrings:
 
     def _find(self, searched: str, num_old: int) -> list[tuple[int, int]]:
         """Return where stop strings begin, and their lengths, beyond the first num_old characters, in order."""
-        found = ((searched.find(text, max(0, num_old - len(text) + 1)), len(text)) for text in self._stop)
+        found = (
+            (searched.find(text, max(0, num_old - len(text) + 1)), len(text)) for text in self._stop
+        )
         return sorted((each for each in found if each[0] >= 0), key=itemgetter(0))
 
     @property

@@ -20,7 +20,11 @@ MAX_SHAPES = 256  # shapes of chats whose rendered twin is remembered
 HELLO = {"role": "user", "content": "text"}
 TOOL = {
     "type": "function",
-    "function": {"name": "tool", "description": "text", "parameters": {"type": "object", "properties": {}}},
+    "function": {
+        "name": "tool",
+        "description": "text",
+        "parameters": {"type": "object", "properties": {}},
+    },
 }
 
 TAKES_NO_TOOLS = "this model's chat template takes no tools: leave them out, or name another one"
@@ -68,7 +72,10 @@ class TemplateProbe:
         for mark, subject in twin.optional.items():
             if mark not in text and subject not in self._logged:
                 self._logged.add(subject)
-                logger.warning("this model's chat template does not read %s: left out here and from now on", subject)
+                logger.warning(
+                    "this model's chat template does not read %s: left out here and from now on",
+                    subject,
+                )
 
     def _render_twin(self, key: str) -> str:
         messages, tools, variables = json.loads(key)
@@ -76,7 +83,11 @@ class TemplateProbe:
 
 
 def _called(call_id: str) -> Messages:
-    call = {"id": call_id, "type": "function", "function": {"name": "tool", "arguments": {"text": "text"}}}
+    call = {
+        "id": call_id,
+        "type": "function",
+        "function": {"name": "tool", "arguments": {"text": "text"}},
+    }
     answer = {"role": "tool", "content": "text", "tool_call_id": call_id, "name": "tool"}
     return [HELLO, {"role": "assistant", "content": "", "tool_calls": [call]}, answer]
 
@@ -121,8 +132,13 @@ class _Twin:
         twin = {**message}
         calls = message.get("tool_calls") or ()
         if "content" in message:
-            twin["content"] = self._content(message["content"], number, message["role"], has_calls=bool(calls))
-        for name in ("reasoning", "reasoning_content"):  # templates leave out earlier turns' reasoning on purpose
+            twin["content"] = self._content(
+                message["content"], number, message["role"], has_calls=bool(calls)
+            )
+        for name in (
+            "reasoning",
+            "reasoning_content",
+        ):  # templates leave out earlier turns' reasoning on purpose
             if name in message:
                 twin[name] = self._new_mark()
         if isinstance(message.get("name"), str):
@@ -162,7 +178,10 @@ class _Twin:
         )
         function = call["function"]
         arguments = {self._need(problem): self._need(problem) for _ in function["arguments"]}
-        twin = {**call, "function": {**function, "name": self._need(problem), "arguments": arguments}}
+        twin = {
+            **call,
+            "function": {**function, "name": self._need(problem), "arguments": arguments},
+        }
         if isinstance(call.get("id"), str):
             twin["id"] = self._id(call["id"])
         return twin

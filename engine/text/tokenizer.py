@@ -42,10 +42,20 @@ ANCHORS = ("a", "e", "1", ".")
 REASONING_TEXTS = frozenset(mark for pair in REASONING_MARKS for mark in pair)
 
 #: Errors that templates raise besides jinja2's own.
-RENDER_ERRORS = (TypeError, ValueError, LookupError, AttributeError, ArithmeticError, RecursionError)
+RENDER_ERRORS = (
+    TypeError,
+    ValueError,
+    LookupError,
+    AttributeError,
+    ArithmeticError,
+    RecursionError,
+)
 
 #: A tool with which templates are tried.
-PROBED_TOOL = {"type": "function", "function": {"name": "f", "description": "f", "parameters": {"type": "object"}}}
+PROBED_TOOL = {
+    "type": "function",
+    "function": {"name": "f", "description": "f", "parameters": {"type": "object"}},
+}
 
 #: How a part of a character is decoded.
 INCOMPLETE = "\ufffd"
@@ -90,8 +100,12 @@ class Tokenizer:
             backend.no_padding()
         added = {} if backend is None else backend.get_added_tokens_decoder()
         self._added_ids = frozenset(added)
-        self._special_ids = frozenset(token_id for token_id, token in added.items() if token.special)
-        self.added_tokens = {token.content: AddedToken(id_, token.special) for id_, token in added.items()}
+        self._special_ids = frozenset(
+            token_id for token_id, token in added.items() if token.special
+        )
+        self.added_tokens = {
+            token.content: AddedToken(id_, token.special) for id_, token in added.items()
+        }
         self._bos = (self._tokenizer.bos_token, self._tokenizer.bos_token_id)
         self._anchor, self._anchor_text = self._find_anchor(backend)
         self._num_open = 1 if _decodes_bytes(backend) else BYTE_PIECES_OPEN
@@ -101,9 +115,13 @@ class Tokenizer:
         self._check_templates(folder)
         self._probe = TemplateProbe(self._render)
         self._takes_parts = False if self.template is None else takes_parts(self._probe)
-        self._control = ControlTokens(backend, self.added_tokens, self._control_texts(), REASONING_TEXTS)
+        self._control = ControlTokens(
+            backend, self.added_tokens, self._control_texts(), REASONING_TEXTS
+        )
         self._takes_short_ids = self._probe.takes_short_ids_alone()
-        self._takes_developer = self._probe.shows_role(DEVELOPER) or not self._probe.shows_role(SYSTEM)
+        self._takes_developer = self._probe.shows_role(DEVELOPER) or not self._probe.shows_role(
+            SYSTEM
+        )
 
     def _check_templates(self, folder: Path) -> None:
         """Raise ConfigError if the chat template cannot be read: every chat would fail."""
@@ -140,7 +158,9 @@ class Tokenizer:
         """
         token_id = self._bos[1] if self._bos[1] is not None else self._tokenizer.eos_token_id
         if token_id is None:
-            raise InvalidPrompt("this tokenizer has no token to stand for an empty context; give one")
+            raise InvalidPrompt(
+                "this tokenizer has no token to stand for an empty context; give one"
+            )
         return [token_id]
 
     def encode_alone(self, text: str, *, limit: int | None = None) -> list[int]:
@@ -170,7 +190,11 @@ class Tokenizer:
         if (start := next(starts, None)) is None:  # the special tokens are not around the text
             return whole[:most]
         num_kept = max(0, most - num_added)
-        cut = own[len(own) - num_kept :] if self._tokenizer.truncation_side == "left" else own[:num_kept]
+        cut = (
+            own[len(own) - num_kept :]
+            if self._tokenizer.truncation_side == "left"
+            else own[:num_kept]
+        )
         return whole[:start] + cut + whole[start + len(own) :]
 
     def encode_pair(self, first: str, second: str, most: int, vocab_size: int) -> list[int]:
@@ -180,7 +204,9 @@ class Tokenizer:
         If the model tells the two apart, vocab_size is added to the second one's ids. Raises InvalidPrompt.
         """
         if self.backend is None:
-            raise InvalidPrompt("this tokenizer takes no pairs of texts: it is not one of the tokenizers library")
+            raise InvalidPrompt(
+                "this tokenizer takes no pairs of texts: it is not one of the tokenizers library"
+            )
         for text in (first, second):
             _check_unicode(text)
         with _no_panic():
@@ -197,7 +223,9 @@ class Tokenizer:
         whole = self.backend.post_process(*both)
         if "token_type_ids" not in self._tokenizer.model_input_names:
             return list(whole.ids)
-        return [token + vocab_size * kind for token, kind in zip(whole.ids, whole.type_ids, strict=True)]
+        return [
+            token + vocab_size * kind for token, kind in zip(whole.ids, whole.type_ids, strict=True)
+        ]
 
     @property
     def max_length(self) -> int:
@@ -228,7 +256,9 @@ class Tokenizer:
         every: list[tuple[int, ...]] = []
         for word in words:
             bare = word.lstrip()
-            ways = dict.fromkeys(tuple(self.encode_alone(text)) for text in ((bare, " " + bare) if bare else (word,)))
+            ways = dict.fromkeys(
+                tuple(self.encode_alone(text)) for text in ((bare, " " + bare) if bare else (word,))
+            )
             ways.pop((), None)
             if not ways:
                 raise InvalidSampling("a bad word has no tokens; leave it out", repr(word))
@@ -253,13 +283,17 @@ class Tokenizer:
         if not skip_special_tokens and not spaces_between_special_tokens:
             is_added = [token_id in self._added_ids for token_id in whole]
             cuts[1:1] = [i for i in range(1, len(whole)) if is_added[i - 1] and is_added[i]]
-        text = "".join(self._decode(whole[start:end], skip_special_tokens) for start, end in pairwise(cuts))
+        text = "".join(
+            self._decode(whole[start:end], skip_special_tokens) for start, end in pairwise(cuts)
+        )
         return text[len(self._anchor_text) :] if anchor else text
 
     def _decode(self, token_ids: list[int], skip_special_tokens: bool) -> str:
         with _no_panic():
             text = self._tokenizer.decode(
-                token_ids, skip_special_tokens=skip_special_tokens, clean_up_tokenization_spaces=False
+                token_ids,
+                skip_special_tokens=skip_special_tokens,
+                clean_up_tokenization_spaces=False,
             )
         assert isinstance(text, str)
         return text
@@ -292,7 +326,11 @@ class Tokenizer:
         return None
 
     def incremental_text(
-        self, *, follows_text: bool, skip_special_tokens: bool = True, spaces_between_special_tokens: bool = True
+        self,
+        *,
+        follows_text: bool,
+        skip_special_tokens: bool = True,
+        spaces_between_special_tokens: bool = True,
     ) -> IncrementalText:
         """Make the text of tokens that come one by one. The arguments are those of `decode`."""
         decode = partial(
@@ -321,7 +359,9 @@ class Tokenizer:
         """Whether any of the tokens is not special."""
         return any(token_id not in self._special_ids for token_id in token_ids)
 
-    def chat_token_ids(self, messages: Messages, *, limit: int | None = None, **options: Any) -> list[int]:
+    def chat_token_ids(
+        self, messages: Messages, *, limit: int | None = None, **options: Any
+    ) -> list[int]:
         """Return a conversation's token ids. limit: of `encode`. options: of `chat_text`. Raises what both raise."""
         return self.encode_alone(self.chat_text(messages, **options), limit=limit)
 
@@ -345,12 +385,16 @@ class Tokenizer:
         from jinja2 import TemplateError
 
         if self.template is None:
-            raise InvalidPrompt("this model's tokenizer has no chat template; send a plain prompt instead")
+            raise InvalidPrompt(
+                "this model's tokenizer has no chat template; send a plain prompt instead"
+            )
         tools = check_tools(tools)
         template = self._tool_template if tools else self.template
         variables = check_variables(chat_template_kwargs, read_variables(template))
         as_parts = self._takes_parts if kinds is TEXT_ALONE else None
-        messages = for_template(messages, takes_parts=as_parts, kinds=kinds, takes_developer=self._takes_developer)
+        messages = for_template(
+            messages, takes_parts=as_parts, kinds=kinds, takes_developer=self._takes_developer
+        )
         if self._takes_short_ids:
             messages = with_short_ids(messages)
         if split_special_tokens:
@@ -382,7 +426,9 @@ class Tokenizer:
         special = {text for text, token in self.added_tokens.items() if token.is_special}
         chat = [HELLO, {"role": "assistant", "content": "text"}, HELLO]
         turns = "".join(self._probe.texts(chat) + self._probe.texts([HELLO]))
-        return special | {text for text in self.added_tokens.keys() - REASONING_TEXTS if text in turns}
+        return special | {
+            text for text in self.added_tokens.keys() - REASONING_TEXTS if text in turns
+        }
 
     def _render(
         self,
@@ -396,7 +442,12 @@ class Tokenizer:
         if chat_template is None:
             chat_template = self._tool_template if tools else self.template
         # a variable may have the name of an argument, such as `tokenize`: then the argument counts
-        options = {"chat_template": chat_template, "tools": tools, "add_generation_prompt": True, "tokenize": False}
+        options = {
+            "chat_template": chat_template,
+            "tools": tools,
+            "add_generation_prompt": True,
+            "tokenize": False,
+        }
         text = self._tokenizer.apply_chat_template(messages, **{**variables, **options})
         assert isinstance(text, str)
         return text
@@ -424,7 +475,9 @@ class Tokenizer:
                 return self._control.encode(text, add_special_tokens=add_special_tokens)
         # verbose=False: a text beyond the model's length is our error to name, not a warning to print
         with _no_panic():
-            return list(self._tokenizer.encode(text, add_special_tokens=add_special_tokens, verbose=False))
+            return list(
+                self._tokenizer.encode(text, add_special_tokens=add_special_tokens, verbose=False)
+            )
 
 
 def _check_unicode(text: str) -> None:
@@ -447,7 +500,9 @@ def open_tokenizer(folder: Path) -> Any:
         with _no_panic():
             found = load_tokenizer(folder)
         if not isinstance(length := getattr(found, "model_max_length", 0), int | float):
-            raise ConfigError(f"{folder}: the tokenizer's model_max_length is no number but a {type(length).__name__}")
+            raise ConfigError(
+                f"{folder}: the tokenizer's model_max_length is no number but a {type(length).__name__}"
+            )
         return found
     except ConfigError:
         raise

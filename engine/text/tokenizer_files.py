@@ -14,8 +14,26 @@ VOCABULARIES = ("tokenizer.json", "tekken.json", "tokenizer.model", "vocab.json"
 
 #: Special tokens of the earliest tekken files, which list none. Source: mistral-common's Tekkenizer.
 EARLY_TEKKEN = (
-    *("<unk>", "<s>", "</s>", "[INST]", "[/INST]", "[AVAILABLE_TOOLS]", "[/AVAILABLE_TOOLS]", "[TOOL_RESULTS]"),
-    *("[/TOOL_RESULTS]", "[TOOL_CALLS]", "[IMG]", "<pad>", "[IMG_BREAK]", "[IMG_END]", "[PREFIX]", "[MIDDLE]"),
+    *(
+        "<unk>",
+        "<s>",
+        "</s>",
+        "[INST]",
+        "[/INST]",
+        "[AVAILABLE_TOOLS]",
+        "[/AVAILABLE_TOOLS]",
+        "[TOOL_RESULTS]",
+    ),
+    *(
+        "[/TOOL_RESULTS]",
+        "[TOOL_CALLS]",
+        "[IMG]",
+        "<pad>",
+        "[IMG_BREAK]",
+        "[IMG_END]",
+        "[PREFIX]",
+        "[MIDDLE]",
+    ),
     *("[SUFFIX]", "[SYSTEM_PROMPT]", "[/SYSTEM_PROMPT]", "[TOOL_CONTENT]"),
 )
 
@@ -32,7 +50,9 @@ def load_tokenizer(folder: Path) -> Any:
 
     if not any((folder / name).is_file() for name in VOCABULARIES):
         # transformers 5 would make an empty tokenizer of the model's class
-        raise ConfigError(f"{folder} holds none of {', '.join(VOCABULARIES)}; add the model's tokenizer")
+        raise ConfigError(
+            f"{folder} holds none of {', '.join(VOCABULARIES)}; add the model's tokenizer"
+        )
     # trust_remote_code: left unset, it makes transformers ask on the terminal if there is code in the folder
     options: dict[str, Any] = {"local_files_only": True, "trust_remote_code": False}
     if (folder / "tokenizer.json").is_file():
@@ -41,7 +61,9 @@ def load_tokenizer(folder: Path) -> Any:
         return _of_tekken(folder / "tekken.json")
     if (folder / "tokenizer.model").is_file():
         return _of_sentencepiece(folder)
-    from transformers import AutoTokenizer  # late: it lists all models' modules, which takes a third of a second
+    from transformers import (
+        AutoTokenizer,
+    )  # late: it lists all models' modules, which takes a third of a second
 
     return AutoTokenizer.from_pretrained(str(folder), **options)
 
@@ -104,7 +126,9 @@ def _build_tekken(ranks: dict[bytes, int], split: str, special: list[str]) -> An
         ]
     )
     tokenizer.decoder = decoders.ByteLevel()
-    tokenizer.add_special_tokens([AddedToken(text, normalized=False, special=True) for text in special])
+    tokenizer.add_special_tokens(
+        [AddedToken(text, normalized=False, special=True) for text in special]
+    )
     return tokenizer
 
 
@@ -112,7 +136,9 @@ def byte_alphabet() -> dict[str, int]:
     """Return, by character, the byte that byte-level BPE writes as it; printable ones are written as themselves."""
     printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
     others = [byte for byte in range(256) if byte not in printable]
-    return {chr(byte): byte for byte in printable} | {chr(256 + i): byte for i, byte in enumerate(others)}
+    return {chr(byte): byte for byte in printable} | {
+        chr(256 + i): byte for i, byte in enumerate(others)
+    }
 
 
 def _of_sentencepiece(folder: Path) -> Any:

@@ -83,7 +83,11 @@ def find_form(template: str | None, added_tokens: Iterable[str]) -> ToolForm | N
 
 
 def read_tool_calls(
-    text: str, tools: Sequence[Mapping[str, Any]], form: ToolForm | None = None, *, is_cut: bool = False
+    text: str,
+    tools: Sequence[Mapping[str, Any]],
+    form: ToolForm | None = None,
+    *,
+    is_cut: bool = False,
 ) -> ToolCalls:
     """Return which of these tools an answer calls.
 
@@ -109,7 +113,9 @@ def read_tool_calls(
     return ToolCalls([], text, first_problem)
 
 
-def _call_of(piece: Piece, functions: Mapping[str, Mapping[str, Any]], is_cut: bool) -> dict[str, str] | str:
+def _call_of(
+    piece: Piece, functions: Mapping[str, Mapping[str, Any]], is_cut: bool
+) -> dict[str, str] | str:
     """Return a piece's call, or why it is no call."""
     if not piece.name:
         return "what looks like a call of a tool cannot be read"
@@ -129,7 +135,10 @@ def _call_of(piece: Piece, functions: Mapping[str, Mapping[str, Any]], is_cut: b
     except (ValueError, TypeError, RecursionError):  # NaN, or a number too large for JSON's readers
         return f"the arguments of a call of {piece.name[:64]!r} have no JSON"
     # A model may write half of a surrogate pair as an escape. It stays an escape, as no file takes it otherwise.
-    return {"name": piece.name, "arguments": written if _is_unicode(written) else json.dumps(arguments)}
+    return {
+        "name": piece.name,
+        "arguments": written if _is_unicode(written) else json.dumps(arguments),
+    }
 
 
 def _typed(arguments: Mapping[str, str], parameters: Any) -> dict[str, Any]:
@@ -140,7 +149,9 @@ def _typed(arguments: Mapping[str, str], parameters: Any) -> dict[str, Any]:
         schema = properties.get(name) if isinstance(properties, Mapping) else None
         kind = schema.get("type") if isinstance(schema, Mapping) else None
         value = None if kind == "string" else _value_of(text)
-        typed[name] = text if kind == "string" or (value is None and text.strip() != "null") else value
+        typed[name] = (
+            text if kind == "string" or (value is None and text.strip() != "null") else value
+        )
     return typed
 
 
@@ -163,7 +174,9 @@ def _value_at(text: str, at: int) -> tuple[Any, int] | None:
     """Return the JSON object or list that begins at this place of a text, and where it ends; None if there is none."""
     while at < len(text) and text[at].isspace():
         at += 1
-    if not text.startswith(("{", "["), at):  # a decoder's error would count the lines of the whole text
+    if not text.startswith(
+        ("{", "["), at
+    ):  # a decoder's error would count the lines of the whole text
         return None
     try:
         return _DECODER.raw_decode(text, at)
@@ -185,11 +198,18 @@ def _json_piece(text: str, value: Any, *, is_marked: bool = True) -> Piece:
         if isinstance(name, str):
             arguments = value.get("arguments", value.get("parameters"))
             is_call = is_marked or arguments is not None or value.keys() <= {"type", "id", "name"}
-            return Piece(text, name if is_call else "", arguments, is_clear=is_marked or arguments is not None)
+            return Piece(
+                text,
+                name if is_call else "",
+                arguments,
+                is_clear=is_marked or arguments is not None,
+            )
     return Piece(text, "")
 
 
-def _spans(text: str, pattern: re.Pattern[str], read: Callable[[re.Match[str]], list[Piece]]) -> list[Piece]:
+def _spans(
+    text: str, pattern: re.Pattern[str], read: Callable[[re.Match[str]], list[Piece]]
+) -> list[Piece]:
     """Cut a text at the matches of a pattern, and read each match."""
     pieces, at = list[Piece](), 0
     for match in pattern.finditer(text):
@@ -227,7 +247,9 @@ def _write_hermes(name: str, _: Callable[[str], bool]) -> tuple[str, str]:
 _XML_OPEN = re.compile(r"(?:<tool_call>\s*)?<function=([^>\n]+)>\s*")
 _XML_PARAMETER = re.compile(r"<parameter=([^>\n]+)>\n?")
 #: A value ends at the tag behind which the call goes on or ends, so it may hold such tags itself.
-_XML_VALUE_END = re.compile(r"\n?(?:</parameter>\s*(?=<parameter=|</function>|</tool_call>|\Z)|(?=<parameter=))")
+_XML_VALUE_END = re.compile(
+    r"\n?(?:</parameter>\s*(?=<parameter=|</function>|</tool_call>|\Z)|(?=<parameter=))"
+)
 _XML_CLOSE = re.compile(r"</function>(?:\s*</tool_call>)?|</tool_call>|\Z")
 
 
@@ -248,7 +270,11 @@ def _glm(text: str) -> list[Piece]:
 
 
 def _tagged(
-    text: str, opening: re.Pattern[str], key: re.Pattern[str], value_end: re.Pattern[str], closing: re.Pattern[str]
+    text: str,
+    opening: re.Pattern[str],
+    key: re.Pattern[str],
+    value_end: re.Pattern[str],
+    closing: re.Pattern[str],
 ) -> list[Piece]:
     """Read calls whose arguments have tags. A call with other text between its tags was cut, and cannot be read."""
     ends = [(end.start(), end.end()) for end in value_end.finditer(text)]
@@ -262,7 +288,9 @@ def _tagged(
                 break
             start, end = ends[place]
             value = text[pair.end() : start]
-            if opening.search(value) and "</" not in text[start:end]:  # another call begins before this value ends
+            if (
+                opening.search(value) and "</" not in text[start:end]
+            ):  # another call begins before this value ends
                 break
             arguments[pair[1].strip()] = value
             at = end
@@ -270,12 +298,16 @@ def _tagged(
         at = closed.end() if closed else at
         name = call[1].strip() if closed else ""
         is_closed = closed is not None and bool(closed[0])
-        pieces.append(Piece(text[call.start() : at], name, arguments, are_texts=True, is_closed=is_closed))
+        pieces.append(
+            Piece(text[call.start() : at], name, arguments, are_texts=True, is_closed=is_closed)
+        )
     return [*pieces, Piece(text[at:])]
 
 
 MISTRAL, MISTRAL_ARGUMENTS, MISTRAL_ID = "[TOOL_CALLS]", "[ARGS]", "[CALL_ID]"
-_MISTRAL_NAME = re.compile(r"\s*([\w.-]+)\s*(?:\[CALL_ID\]\s*\w+\s*)?(?:\[ARGS\])?\s*(?=\{|\[TOOL_CALLS\]|\Z)")
+_MISTRAL_NAME = re.compile(
+    r"\s*([\w.-]+)\s*(?:\[CALL_ID\]\s*\w+\s*)?(?:\[ARGS\])?\s*(?=\{|\[TOOL_CALLS\]|\Z)"
+)
 
 
 def _mistral(text: str) -> list[Piece]:
@@ -290,9 +322,13 @@ def _mistral(text: str) -> list[Piece]:
         whole = text[place:end]
         if named:
             is_read = value is not None or not text.startswith("{", value_at)
-            pieces.append(Piece(whole, named[1] if is_read else "", value, is_closed=end < len(text)))
+            pieces.append(
+                Piece(whole, named[1] if is_read else "", value, is_closed=end < len(text))
+            )
         elif value is not None:
-            pieces += [_json_piece(whole, each) for each in (value if isinstance(value, list) else [value])]
+            pieces += [
+                _json_piece(whole, each) for each in (value if isinstance(value, list) else [value])
+            ]
         else:
             pieces.append(Piece(whole, ""))
         at = end
@@ -306,7 +342,9 @@ def _write_mistral(name: str, shows: Callable[[str], bool]) -> tuple[str, str]:
     return f"{MISTRAL}[{before}", f"{behind}]"
 
 
-DEEPSEEK = tuple(f"<｜tool▁{name}｜>" for name in ("calls▁begin", "call▁begin", "sep", "call▁end", "calls▁end"))
+DEEPSEEK = tuple(
+    f"<｜tool▁{name}｜>" for name in ("calls▁begin", "call▁begin", "sep", "call▁end", "calls▁end")
+)
 _DEEPSEEK = re.compile(
     f"(?:{DEEPSEEK[0]}\\s*)?{DEEPSEEK[1]}(.*?){DEEPSEEK[2]}(.*?)(?P<end>{DEEPSEEK[3]}|\\Z)(?:\\s*{DEEPSEEK[4]})?",
     re.DOTALL,
@@ -330,7 +368,10 @@ def _deepseek(text: str) -> list[Piece]:
 def _write_deepseek(name: str, shows: Callable[[str], bool]) -> tuple[str, str]:
     calls_begin, call_begin, separator, call_end, calls_end = DEEPSEEK
     if shows("```json"):
-        return f"{calls_begin}{call_begin}function{separator}{name}\n```json\n", f"\n```{call_end}{calls_end}"
+        return (
+            f"{calls_begin}{call_begin}function{separator}{name}\n```json\n",
+            f"\n```{call_end}{calls_end}",
+        )
     return f"{calls_begin}{call_begin}{name}{separator}", f"{call_end}{calls_end}"
 
 
@@ -348,7 +389,11 @@ def _listed(text: str) -> list[Piece]:
         if closed := _LISTED_END.match(text, at):
             at = closed.end()
         whole = text[opened.start() : at]
-        pieces += [_json_piece(whole, each) for each in value] if isinstance(value, list) else [Piece(whole, "")]
+        pieces += (
+            [_json_piece(whole, each) for each in value]
+            if isinstance(value, list)
+            else [Piece(whole, "")]
+        )
     return [*pieces, Piece(text[at:])]
 
 
@@ -384,7 +429,13 @@ def _write_llama_json(name: str, _: Callable[[str], bool]) -> tuple[str, str]:
 
 def _llama_pythonic(text: str) -> list[Piece]:
     """[NAME(KEY=VALUE), ...] with Python's literals, and nothing else."""
-    bare = text.strip().removeprefix(PYTHON_TAG).removeprefix("<|python_start|>").removesuffix("<|python_end|>").strip()
+    bare = (
+        text.strip()
+        .removeprefix(PYTHON_TAG)
+        .removeprefix("<|python_start|>")
+        .removesuffix("<|python_end|>")
+        .strip()
+    )
     if not re.match(r"\[\s*[A-Za-z_][\w.]*\s*\(", bare):
         return [Piece(text)]
     try:
@@ -423,7 +474,9 @@ def _harmony(text: str) -> list[Piece]:
 
 
 def _write_harmony(name: str, _: Callable[[str], bool]) -> tuple[str, str]:
-    header = f"{harmony.CHANNEL}commentary to=functions.{name} {harmony.CONSTRAIN}json{harmony.MESSAGE}"
+    header = (
+        f"{harmony.CHANNEL}commentary to=functions.{name} {harmony.CONSTRAIN}json{harmony.MESSAGE}"
+    )
     return header, harmony.CALL
 
 
@@ -431,13 +484,22 @@ def _write_harmony(name: str, _: Callable[[str], bool]) -> tuple[str, str]:
 FORMS: tuple[ToolForm, ...] = (
     ToolForm("harmony", (harmony.CONSTRAIN,), _harmony, harmony.MARKS, _write_harmony),
     ToolForm("deepseek", DEEPSEEK[:2], _deepseek, DEEPSEEK, _write_deepseek),
-    ToolForm("mistral", (MISTRAL,), _mistral, (MISTRAL, MISTRAL_ARGUMENTS, MISTRAL_ID), _write_mistral),
+    ToolForm(
+        "mistral", (MISTRAL,), _mistral, (MISTRAL, MISTRAL_ARGUMENTS, MISTRAL_ID), _write_mistral
+    ),
     ToolForm("qwen xml", ("<function=",), _qwen_xml),
     ToolForm("glm", ("<arg_key>",), _glm),
     ToolForm("listed", (FUNCTOOLS, LISTED), _listed, (LISTED, LISTED_CLOSE), _write_listed),
     ToolForm("hermes", (HERMES,), _hermes, (HERMES, HERMES_CLOSE), _write_hermes),
-    ToolForm("llama pythonic", ("[func_name1(",), _llama_pythonic, (PYTHON_TAG, "<|python_start|>", "<|python_end|>")),
-    ToolForm("llama json", (PYTHON_TAG, '"parameters":'), _llama_json, (PYTHON_TAG,), _write_llama_json),
+    ToolForm(
+        "llama pythonic",
+        ("[func_name1(",),
+        _llama_pythonic,
+        (PYTHON_TAG, "<|python_start|>", "<|python_end|>"),
+    ),
+    ToolForm(
+        "llama json", (PYTHON_TAG, '"parameters":'), _llama_json, (PYTHON_TAG,), _write_llama_json
+    ),
 )
 
 
@@ -449,10 +511,14 @@ class ToolCallReader:
         added = tokenizer.added_tokens.items()
         marks = () if self._form is None else self._form.marks
         #: The texts by token id of marks of calls that completions leave out, as they are special tokens.
-        self.hidden_marks = {token.token_id: text for text, token in added if token.is_special and text in marks}
+        self.hidden_marks = {
+            token.token_id: text for text, token in added if token.is_special and text in marks
+        }
         self._is_logged = False
 
-    def read(self, text: str, tools: Sequence[Mapping[str, Any]], *, is_cut: bool = False) -> ToolCalls:
+    def read(
+        self, text: str, tools: Sequence[Mapping[str, Any]], *, is_cut: bool = False
+    ) -> ToolCalls:
         """Return which of the tools a text calls. The first answer with something that is no call is logged.
 
         is_cut: of `read_tool_calls`.
@@ -462,5 +528,7 @@ class ToolCallReader:
             call["arguments"] = call["arguments"].replace(BREAK, "")
         if calls.problem is not None and not self._is_logged:
             self._is_logged = True
-            logger.warning("an answer keeps in its text what looks like a call of a tool: tool_call_error says why")
+            logger.warning(
+                "an answer keeps in its text what looks like a call of a tool: tool_call_error says why"
+            )
         return calls

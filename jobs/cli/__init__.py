@@ -8,7 +8,13 @@ import redis
 from jobs import client
 from jobs.cli.folder_commands import errors, report, tail, verify
 from jobs.cli.operator_commands import dashboard, doctor, info, requeue_command, restore_check
-from jobs.cli.run_options import check_options, input_options, output_options, prompt_options, run_arguments
+from jobs.cli.run_options import (
+    check_options,
+    input_options,
+    output_options,
+    prompt_options,
+    run_arguments,
+)
 from jobs.cli.status_text import await_plan, errors_told, wait_for_end
 from jobs.cli.trial_commands import MAX_ROWS_READ, dry_run_lines, preview, survey
 from jobs.cli.watch_commands import runs, status, workers
@@ -45,9 +51,17 @@ def main(context: click.Context, url: str) -> None:
 
 
 @main.command()
-@click.option("--wait", is_flag=True, help="Show progress until the run ends; exit with 1 if it fails.")
-@click.option("--dry-run", is_flag=True, help="Say what the run would take, from all prompts and some answers.")
-@click.option("--price-per-hour", type=float, help="What a worker's machine costs, for the dry run's sum.")
+@click.option(
+    "--wait", is_flag=True, help="Show progress until the run ends; exit with 1 if it fails."
+)
+@click.option(
+    "--dry-run",
+    is_flag=True,
+    help="Say what the run would take, from all prompts and some answers.",
+)
+@click.option(
+    "--price-per-hour", type=float, help="What a worker's machine costs, for the dry run's sum."
+)
 @input_options
 @click.argument("output", metavar="OUT")
 @prompt_options
@@ -55,7 +69,13 @@ def main(context: click.Context, url: str) -> None:
 @output_options
 @click.pass_obj
 def submit(
-    connection: redis.Redis, /, wait: bool, queue: str, dry_run: bool, price_per_hour: float | None, **options: Any
+    connection: redis.Redis,
+    /,
+    wait: bool,
+    queue: str,
+    dry_run: bool,
+    price_per_hour: float | None,
+    **options: Any,
 ) -> None:
     """Score the rows of files into a folder.
 
@@ -98,6 +118,19 @@ def models(model: str | None) -> None:
     click.echo(model_table() if model is None else describe_model(model))
 
 
-_COMMANDS = (preview, status, runs, workers, errors, tail, verify, report, info, dashboard, doctor, requeue_command)
+_COMMANDS = (
+    preview,
+    status,
+    runs,
+    workers,
+    errors,
+    tail,
+    verify,
+    report,
+    info,
+    dashboard,
+    doctor,
+    requeue_command,
+)
 for command in (*_COMMANDS, restore_check):
     main.add_command(command)

@@ -39,11 +39,21 @@ FOLLOW_EVERY_S = 1.0
 
 @click.command()
 @click.argument("run")
-@click.option("--limit", type=click.IntRange(0), default=20, show_default=True, help="Rows that are listed.")
-@click.option("--retry", metavar="NEW", help="Submit the run again into NEW; only these rows are asked.")
-@click.option("--cut", is_flag=True, help="With --retry and --max-tokens: ask rows again too that ended with `length`.")
+@click.option(
+    "--limit", type=click.IntRange(0), default=20, show_default=True, help="Rows that are listed."
+)
+@click.option(
+    "--retry", metavar="NEW", help="Submit the run again into NEW; only these rows are asked."
+)
+@click.option(
+    "--cut",
+    is_flag=True,
+    help="With --retry and --max-tokens: ask rows again too that ended with `length`.",
+)
 @click.option("--max-tokens", type=click.IntRange(1), help="With --cut: more than the run had.")
-@click.option("--wait", is_flag=True, help="With --retry: show progress until the new run has ended.")
+@click.option(
+    "--wait", is_flag=True, help="With --retry: show progress until the new run has ended."
+)
 @json_option
 @click.pass_obj
 def errors(
@@ -66,9 +76,13 @@ def errors(
     if wait and retry is None:
         raise click.UsageError("--wait is for --retry: without it nothing is awaited")
     if cut and (retry is None or max_tokens is None):
-        raise click.UsageError("--cut is for --retry, and needs --max-tokens: as many as before would cut them again")
+        raise click.UsageError(
+            "--cut is for --retry, and needs --max-tokens: as many as before would cut them again"
+        )
     if max_tokens is not None and not cut:
-        raise click.UsageError("--max-tokens is for --cut: without it only rows with an error are asked")
+        raise click.UsageError(
+            "--max-tokens is for --cut: without it only rows with an error are asked"
+        )
     found = client.run(run, connection=connection)
     if retry is not None:
         tell = wait_for_end if wait else await_plan
@@ -78,7 +92,9 @@ def errors(
     with suppress(UnknownRun):
         snapshot = found.status()
     if snapshot is not None and snapshot.plan_error is not None and snapshot.shards is None:
-        raise click.ClickException(f"run {found.id} has no rows: its planning failed: {snapshot.plan_error}")
+        raise click.ClickException(
+            f"run {found.id} has no rows: its planning failed: {snapshot.plan_error}"
+        )
     note = ""
     rows: list[FailedRow] = []
     try:
@@ -96,12 +112,21 @@ def errors(
 
 @click.command()
 @click.argument("run")
-@click.option("--lines", "-n", type=click.IntRange(0), default=10, show_default=True, help="Answers at first.")
-@click.option("--follow", "-f", is_flag=True, help="Go on with each part that is published, until the run ends.")
+@click.option(
+    "--lines", "-n", type=click.IntRange(0), default=10, show_default=True, help="Answers at first."
+)
+@click.option(
+    "--follow",
+    "-f",
+    is_flag=True,
+    help="Go on with each part that is published, until the run ends.",
+)
 @click.option("--prompts", is_flag=True, help="Show the columns too that the prompts are made of.")
 @json_option
 @click.pass_obj
-def tail(connection: redis.Redis, /, run: str, lines: int, follow: bool, prompts: bool, as_json: bool) -> None:
+def tail(
+    connection: redis.Redis, /, run: str, lines: int, follow: bool, prompts: bool, as_json: bool
+) -> None:
     """Show the answers of a run that were published last, which come by the shard.
 
     RUN is its id or its output folder, on this machine or in a store whose keys are in the environment.
@@ -119,7 +144,9 @@ def tail(connection: redis.Redis, /, run: str, lines: int, follow: bool, prompts
         _follow(connection, reader, told, lambda shard: show(reader.answers(shard, columns)))
 
 
-def _follow(connection: redis.Redis, reader: FolderReader, told: set[int], show: Callable[[int], None]) -> None:
+def _follow(
+    connection: redis.Redis, reader: FolderReader, told: set[int], show: Callable[[int], None]
+) -> None:
     try:
         while True:
             is_over = reader.has_ended or _has_ended(connection, reader.plan.run)
@@ -159,7 +186,9 @@ def reader_of(found: client.Run) -> FolderReader:
         raise RunNotHere(found.id, f"nothing can be read ({error})", found.output) from None
 
 
-def _errors_json(run: str, reasons: Reasons, rows: list[FailedRow], failed_checks: int, cut: int) -> str:
+def _errors_json(
+    run: str, reasons: Reasons, rows: list[FailedRow], failed_checks: int, cut: int
+) -> str:
     content = {
         "run": run,
         "errors": reasons.rows,
@@ -171,7 +200,9 @@ def _errors_json(run: str, reasons: Reasons, rows: list[FailedRow], failed_check
     return json.dumps(content, ensure_ascii=False)
 
 
-def _errors_text(run: str, reasons: Reasons, rows: list[FailedRow], failed_checks: int, cut: int) -> str:
+def _errors_text(
+    run: str, reasons: Reasons, rows: list[FailedRow], failed_checks: int, cut: int
+) -> str:
     outcome = outcome_text(reasons.rows, failed_checks, cut, rows="rows ")
     if not reasons.rows:
         return f"run {run}: {outcome if failed_checks or cut else 'no row has an error'}"
@@ -182,7 +213,12 @@ def _errors_text(run: str, reasons: Reasons, rows: list[FailedRow], failed_check
     lines = [f"run {run}: {outcome}", table(("ROWS", "SUCH AS", "REASON"), found, ("ROWS",))]
     if rows:
         listed = [
-            (str(each.row), safe_name(each.file, MAX_TEXT_CHARS), str(each.file_row), safe_name(each.reason))
+            (
+                str(each.row),
+                safe_name(each.file, MAX_TEXT_CHARS),
+                str(each.file_row),
+                safe_name(each.reason),
+            )
             for each in rows
         ]
         heads = ("ROW", "FILE", "ITS ROW", "REASON")
@@ -205,9 +241,15 @@ def _row_text(row: dict[str, Any], prefix: str) -> str:
 @click.command()
 @click.argument("run")
 @click.option("--price-per-hour", type=click.FloatRange(0), help="What a worker's machine costs.")
-@click.option("--out", type=click.Path(dir_okay=False), help="Write the page into this file, not in the run's folder.")
+@click.option(
+    "--out",
+    type=click.Path(dir_okay=False),
+    help="Write the page into this file, not in the run's folder.",
+)
 @click.pass_obj
-def report(connection: redis.Redis, /, run: str, price_per_hour: float | None, out: str | None) -> None:
+def report(
+    connection: redis.Redis, /, run: str, price_per_hour: float | None, out: str | None
+) -> None:
     """Print where a finished run's page is, or write it anew elsewhere.
 
     RUN is its id or its output folder, on this machine or in a store whose keys are in the environment.
@@ -217,18 +259,26 @@ def report(connection: redis.Redis, /, run: str, price_per_hour: float | None, o
     found = client.run(run, connection=connection)
     folder, name = found.output, REPORT if out is None else MANIFEST
     try:  # a folder's page needs no pyarrow, which producers may lack
-        text = reader_of(found).text(name) if is_stored(folder) else Path(folder, name).read_text("utf-8")
+        text = (
+            reader_of(found).text(name)
+            if is_stored(folder)
+            else Path(folder, name).read_text("utf-8")
+        )
     except (OSError, InputNotFound) as error:
         raise InvalidJob(f"{error}: a run has a report when it is finished") from None
     if out is None:
         click.echo(os.path.join(folder, REPORT))
         return
     if Path(out).resolve().is_relative_to(Path(folder).resolve()):
-        raise InvalidJob(f"{out} lies in the folder of a finished run, which stays as it is: name a file elsewhere")
+        raise InvalidJob(
+            f"{out} lies in the folder of a finished run, which stays as it is: name a file elsewhere"
+        )
     try:
         page = report_html(json.loads(text), price_per_hour)
     except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise InvalidJob(f"{folder} has no manifest of this version of Tokenmill: {error}") from None
+        raise InvalidJob(
+            f"{folder} has no manifest of this version of Tokenmill: {error}"
+        ) from None
     Path(out).write_text(page, encoding="utf-8")
     click.echo(out)
 
@@ -257,7 +307,9 @@ def _to_verify(connection: redis.Redis, run: str) -> tuple[str, str, str, str | 
         return DEFAULT_QUEUE, output.plan.spec.output, named, output.plan.model.fingerprint
     _check_finished(planned.run, planned.state)
     if planned.workers and planned.awaited_model is not None:
-        raise InvalidJob(f"run {planned.run} cannot be verified: none serves its model {planned.awaited_model}")
+        raise InvalidJob(
+            f"run {planned.run} cannot be verified: none serves its model {planned.awaited_model}"
+        )
     facts = RunState(connection, planned.run).facts()
     return planned.queue, facts["output"], planned.run, facts.get("model")
 
@@ -269,12 +321,23 @@ def _check_finished(run: str, state: str) -> None:
 
 @click.command()
 @click.argument("run")
-@click.option("--sample", default="1%", show_default=True, help="How many: a share of the rows, or a number.")
-@click.option("--seed", type=int, default=0, show_default=True, help="Another one takes other rows.")
-@click.option("--queue", help=f"Whose workers do it; by default the run's own, {DEFAULT_QUEUE} where Redis forgot it.")
-@click.option("--json", "as_json", is_flag=True, help="Print what was found as JSON, long values whole.")
+@click.option(
+    "--sample", default="1%", show_default=True, help="How many: a share of the rows, or a number."
+)
+@click.option(
+    "--seed", type=int, default=0, show_default=True, help="Another one takes other rows."
+)
+@click.option(
+    "--queue",
+    help=f"Whose workers do it; by default the run's own, {DEFAULT_QUEUE} where Redis forgot it.",
+)
+@click.option(
+    "--json", "as_json", is_flag=True, help="Print what was found as JSON, long values whole."
+)
 @click.pass_obj
-def verify(connection: redis.Redis, /, run: str, sample: str, seed: int, queue: str | None, as_json: bool) -> None:
+def verify(
+    connection: redis.Redis, /, run: str, sample: str, seed: int, queue: str | None, as_json: bool
+) -> None:
     """Compute rows of a finished run again, and compare.
 
     RUN is its id, or its output folder if Redis has forgotten the run. A worker of the run's queue and model asks
@@ -285,7 +348,12 @@ def verify(connection: redis.Redis, /, run: str, sample: str, seed: int, queue: 
     try:
         with errors_told():
             own_queue, folder, named, model = _to_verify(connection, run)
-            arguments = {"run": named, "plan": os.path.join(folder, PLAN), "sample": sample, "seed": seed}
+            arguments = {
+                "run": named,
+                "plan": os.path.join(folder, PLAN),
+                "sample": sample,
+                "seed": seed,
+            }
             found = try_job(connection, queue or own_queue, "jobs.verify_rows", arguments, model)
     except click.ClickException as error:
         error.show()

@@ -32,7 +32,9 @@ def info(connection: redis.Redis, /, queues: tuple[str, ...]) -> None:
     """
     known = queue_names(connection)
     seen = count_queues(connection, queues or known)
-    missing = [each.name for each in seen if each.name not in known and not any(each.counts.values())]
+    missing = [
+        each.name for each in seen if each.name not in known and not any(each.counts.values())
+    ]
     for counts in seen:
         if counts.name not in missing:
             places = ", ".join(f"{count} {place}" for place, count in counts.counts.items())
@@ -68,23 +70,33 @@ def restore_check(connection: redis.Redis, /, confirm: bool) -> None:
     if held_since is None:
         click.echo("claims are not held: no worker has seen Redis come back with older data")
         return
-    click.echo(f"claims are held since {safe_name(text(held_since))}: Redis came back with older data")
+    click.echo(
+        f"claims are held since {safe_name(text(held_since))}: Redis came back with older data"
+    )
     for counts in count_queues(connection, queue_names(connection)):
         if waiting := counts.counts["waiting"]:
             click.echo(f"queue {safe_name(counts.name)}: {waiting} waiting")
     if not confirm:
-        raise click.ClickException("cancel the prompts that you have answers of, then give --confirm")
+        raise click.ClickException(
+            "cancel the prompts that you have answers of, then give --confirm"
+        )
     connection.delete(RESTORED_KEY, EPOCHS_KEY)
     click.echo("confirmed: the workers claim what is queued")
 
 
 @click.command("requeue")
 @click.option("--queue", required=True, help="The queue whose failed jobs are meant.")
-@click.option("--all", "is_all", is_flag=True, help="All failed jobs of the queue, the oldest first.")
-@click.option("--limit", type=click.IntRange(1), default=REQUEUE_LIMIT, show_default=True, help="With --all.")
+@click.option(
+    "--all", "is_all", is_flag=True, help="All failed jobs of the queue, the oldest first."
+)
+@click.option(
+    "--limit", type=click.IntRange(1), default=REQUEUE_LIMIT, show_default=True, help="With --all."
+)
 @click.argument("job_ids", nargs=-1)
 @click.pass_obj
-def requeue_command(connection: redis.Redis, /, queue: str, is_all: bool, limit: int, job_ids: tuple[str, ...]) -> None:
+def requeue_command(
+    connection: redis.Redis, /, queue: str, is_all: bool, limit: int, job_ids: tuple[str, ...]
+) -> None:
     """Put failed jobs back on their queue: those with JOB_IDS, or --all.
 
     Unlike `rq requeue` it reads no job, so no pickle. Jobs of a cancelled run stay failed: submit the run again. Exits
@@ -119,7 +131,11 @@ _COLOURS = {Level.OK: "green", Level.WARNING: "yellow", Level.FAULT: "red"}
 
 
 @click.command()
-@click.option("--role", type=click.Choice(["worker", "producer", "dashboard"]), help="What runs here and is looked at.")
+@click.option(
+    "--role",
+    type=click.Choice(["worker", "producer", "dashboard"]),
+    help="What runs here and is looked at.",
+)
 @click.option("--json", "as_json", is_flag=True, help="Print the findings as JSON.")
 @click.pass_context
 def doctor(context: click.Context, /, role: str | None, as_json: bool) -> None:
@@ -129,7 +145,9 @@ def doctor(context: click.Context, /, role: str | None, as_json: bool) -> None:
     installed, also at model, memory, GPU and data roots. Exits with 1 where there is a fault, with 0 otherwise.
     """
     url = context.find_root().params["url"]
-    role = role or ("worker" if find_spec("torch") and find_spec("pydantic_settings") else "producer")
+    role = role or (
+        "worker" if find_spec("torch") and find_spec("pydantic_settings") else "producer"
+    )
     found = []
     for each in examine(_examinations(url, role)):
         found.append(each)
@@ -137,9 +155,16 @@ def doctor(context: click.Context, /, role: str | None, as_json: bool) -> None:
             level, subject, text, mend = each
             click.echo(f"{click.style(f'{level:8}', fg=_COLOURS[level])} {subject:13} {text}")
             click.echo(f"{'':22} -> {mend}\n" if mend else "", nl=False)
-    faults, warnings = (sum(each.level is level for each in found) for level in (Level.FAULT, Level.WARNING))
+    faults, warnings = (
+        sum(each.level is level for each in found) for level in (Level.FAULT, Level.WARNING)
+    )
     if as_json:
-        told = {"version": version("tokenmill"), "role": role, "faults": faults, "warnings": warnings}
+        told = {
+            "version": version("tokenmill"),
+            "role": role,
+            "faults": faults,
+            "warnings": warnings,
+        }
         click.echo(json.dumps({**told, "findings": [each._asdict() for each in found]}, indent=2))
     else:
         click.echo(f"{faults} faults, {warnings} warnings, {len(found) - faults - warnings} ok")
@@ -152,7 +177,11 @@ def _examinations(url: str, role: str) -> Iterator[Examination]:
     try:
         yield from importlib.import_module(CHECKS[role]).checks() if role in CHECKS else ()
     except ImportError as error:
-        found = fault("installation", f"the {role} cannot be imported ({error})", f"pip install 'tokenmill[{role}]'")
+        found = fault(
+            "installation",
+            f"the {role} cannot be imported ({error})",
+            f"pip install 'tokenmill[{role}]'",
+        )
         yield Examination("installation", lambda: [found])
 
 
@@ -174,9 +203,21 @@ SERVE = "tokenmill.dashboard.serve"
 @click.command()
 @click.option("--bind", default="127.0.0.1", show_default=True, help="Address to listen on.")
 @click.option("--port", type=click.IntRange(0, 65535), default=9181, show_default=True)
-@click.option("--host", "hosts", multiple=True, metavar="NAME", help="A name, or name:port, of a proxy before it.")
+@click.option(
+    "--host",
+    "hosts",
+    multiple=True,
+    metavar="NAME",
+    help="A name, or name:port, of a proxy before it.",
+)
 @click.option("--show-prompts", is_flag=True, help="Show jobs' arguments, which hold prompts.")
-@click.option("--queue", "queues", multiple=True, metavar="NAME", help="A queue for /metrics, which needs one.")
+@click.option(
+    "--queue",
+    "queues",
+    multiple=True,
+    metavar="NAME",
+    help="A queue for /metrics, which needs one.",
+)
 @click.pass_context
 def dashboard(context: click.Context, /, **options: Any) -> None:
     """Show what waits, runs and fails in a browser.
@@ -186,7 +227,9 @@ def dashboard(context: click.Context, /, **options: Any) -> None:
     try:
         found: Any = importlib.import_module(SERVE)
     except ModuleNotFoundError as error:
-        raise click.ClickException(f"{error.name} is not installed: pip install 'tokenmill[dashboard]'") from None
+        raise click.ClickException(
+            f"{error.name} is not installed: pip install 'tokenmill[dashboard]'"
+        ) from None
     try:
         found.serve(context.find_root().params["url"], **options)
     except found.NotServed as refused:

@@ -41,7 +41,9 @@ PROMPT_OPTIONS = (
 )
 
 
-def assignments(context: click.Context, parameter: click.Parameter, texts: tuple[str, ...]) -> dict[str, str] | None:
+def assignments(
+    context: click.Context, parameter: click.Parameter, texts: tuple[str, ...]
+) -> dict[str, str] | None:
     """Return the texts of a repeatable option NAME=TEXT, by name."""
     found: dict[str, str] = {}
     for text in texts:
@@ -54,17 +56,25 @@ def assignments(context: click.Context, parameter: click.Parameter, texts: tuple
     return found or None
 
 
-def column_list(context: click.Context, parameter: click.Parameter, texts: tuple[str, ...]) -> list[str] | None:
+def column_list(
+    context: click.Context, parameter: click.Parameter, texts: tuple[str, ...]
+) -> list[str] | None:
     """Return the columns of a repeatable option whose values are separated by commas."""
     if not texts:
         return None
     try:
-        return [name for row in csv.reader(texts, strict=True, skipinitialspace=True) for name in row]
+        return [
+            name for row in csv.reader(texts, strict=True, skipinitialspace=True) for name in row
+        ]
     except csv.Error as error:
-        raise click.BadParameter(f"{error}: separate them by commas, those with commas in quotation marks") from None
+        raise click.BadParameter(
+            f"{error}: separate them by commas, those with commas in quotation marks"
+        ) from None
 
 
-def label_list(context: click.Context, parameter: click.Parameter, text: str | None) -> list[Any] | None:
+def label_list(
+    context: click.Context, parameter: click.Parameter, text: str | None
+) -> list[Any] | None:
     """Return labels from a text separated by commas, as columns are, or from a JSON list."""
     if text is None or text.lstrip().startswith("["):
         found: list[Any] | None = json_value(list)(context, parameter, text)
@@ -79,18 +89,26 @@ def run_arguments(options: dict[str, Any]) -> dict[str, Any]:
         raise click.UsageError(f"{' and '.join(asked)} each say what to ask: give one of them")
     # An option that was not given is None, or () if it may be repeated; an empty list was given.
     said = {name: value for name, value in options.items() if value is not None and value != ()}
-    given: dict[str, Any] = {name: list(v) if isinstance(v, tuple) else v for name, v in said.items()}
+    given: dict[str, Any] = {
+        name: list(v) if isinstance(v, tuple) else v for name, v in said.items()
+    }
     given["input"] = given.pop("files")
     if os.path.isfile(output := given["output"]):
-        raise click.UsageError(f"OUT is the file {output}: name a new or empty folder behind the inputs")
+        raise click.UsageError(
+            f"OUT is the file {output}: name a new or empty folder behind the inputs"
+        )
     if "output_format" in given and not given["single_file"]:
         raise click.UsageError("--output-format is that of one output file: add --single-file")
     if (path := given.pop("template_file", None)) is not None:
-        given["template"] = _read("--template-file", path).removesuffix("\n").removesuffix("\r")  # which editors add
+        given["template"] = (
+            _read("--template-file", path).removesuffix("\n").removesuffix("\r")
+        )  # which editors add
         if path.endswith(JINJA_SUFFIXES):
             given.setdefault("template_format", "jinja")
     if (prompts := given.pop("prompt", None)) is not None:
-        given["prompts"] = [{"name": name, "template": template} for name, template in prompts.items()]
+        given["prompts"] = [
+            {"name": name, "template": template} for name, template in prompts.items()
+        ]
     return client.run_arguments(given)
 
 
@@ -131,12 +149,35 @@ _FORMAT_HELP = "Format of the FILEs, where their names do not tell it; openai-ba
 _INPUT = (
     click.argument("files", metavar="FILE...", nargs=-1, required=True),
     _option("--queue", "Whose workers do it.", default="bulk", show_default=True),
-    _option("--model-alias", "A model that batch files name, for the served one; * for any.", **_TEXTS, metavar="NAME"),
+    _option(
+        "--model-alias",
+        "A model that batch files name, for the served one; * for any.",
+        **_TEXTS,
+        metavar="NAME",
+    ),
     _option("--filename-column", "Add a column of this name that holds each row's file."),
-    click.option("--input-format", "--format", "input_format", type=click.Choice(list(SUFFIXES)), help=_FORMAT_HELP),
-    _option("--encoding", "Of CSV and JSONL, such as cp1252 or utf-16; UTF-8 by default.", metavar="NAME"),
-    _option("--delimiter", "Between fields of CSV, such as ';'; a comma by default.", metavar="CHARACTER"),
-    _option("--decimal", "Before the decimals of numbers in CSV; a point by default.", type=click.Choice([".", ","])),
+    click.option(
+        "--input-format",
+        "--format",
+        "input_format",
+        type=click.Choice(list(SUFFIXES)),
+        help=_FORMAT_HELP,
+    ),
+    _option(
+        "--encoding",
+        "Of CSV and JSONL, such as cp1252 or utf-16; UTF-8 by default.",
+        metavar="NAME",
+    ),
+    _option(
+        "--delimiter",
+        "Between fields of CSV, such as ';'; a comma by default.",
+        metavar="CHARACTER",
+    ),
+    _option(
+        "--decimal",
+        "Before the decimals of numbers in CSV; a point by default.",
+        type=click.Choice([".", ","]),
+    ),
 )
 
 _PROMPT_HELP = "One of several prompts of each row, which may name earlier ones; its answer is the column NAME."
@@ -144,55 +185,144 @@ _PROMPT_HELP = "One of several prompts of each row, which may name earlier ones;
 _PROMPT = (
     _option("--prompt-column", "Text to complete as it stands; by default the column `prompt`."),
     _option("--messages-column", "Chats instead: lists of role and content, or their JSON."),
-    _option("--image-column", "Pictures, of bytes or paths; {NAME} places them in a template.", **_TEXTS),
+    _option(
+        "--image-column", "Pictures, of bytes or paths; {NAME} places them in a template.", **_TEXTS
+    ),
     _option("--template", "A prompt text instead, with {column} where a row's value goes."),
-    _option("--template-file", "The same from a file, without its last line break.", type=click.Path()),
-    _option("--messages-template", "A chat instead, as JSON: a list of messages with {column}.", **_JSON_LIST),
+    _option(
+        "--template-file", "The same from a file, without its last line break.", type=click.Path()
+    ),
+    _option(
+        "--messages-template",
+        "A chat instead, as JSON: a list of messages with {column}.",
+        **_JSON_LIST,
+    ),
     _option("--prompt", _PROMPT_HELP, metavar="NAME=TEMPLATE", **_NAMED),
     _option("--prompts", "The same as JSON: a list of name, template and sampling.", **_JSON_LIST),
-    _option("--sampling", "Any sampling values, as JSON. An option wins.", **_JSON_OBJECT, default="{}"),
+    _option(
+        "--sampling", "Any sampling values, as JSON. An option wins.", **_JSON_OBJECT, default="{}"
+    ),
     _option("--max-tokens", "Tokens of a completion at most; 256 by default.", type=int),
     _option("--temperature", "1 by default; 0 takes the likeliest token.", type=float),
-    _option("--top-p", "Only the likeliest tokens that together have this probability.", type=float),
+    _option(
+        "--top-p", "Only the likeliest tokens that together have this probability.", type=float
+    ),
     _option("--top-k", "Only so many of the likeliest tokens.", type=int),
-    _option("--min-p", "Only tokens with this share of the likeliest one's probability.", type=float),
+    _option(
+        "--min-p", "Only tokens with this share of the likeliest one's probability.", type=float
+    ),
     _option("--seed", "The run's; each row's own follows from it and the row's number.", type=int),
     _option("--n", "Completions of each row; from 2 on the output has lists of them.", type=int),
-    _option("--logprobs", "A column of log probabilities: of each token and so many likeliest, 0 to 20.", type=int),
+    _option(
+        "--logprobs",
+        "A column of log probabilities: of each token and so many likeliest, 0 to 20.",
+        type=int,
+    ),
     _option("--prompt-logprobs", "The same of each token of the prompt.", type=int),
     _option("--presence-penalty", "Off the logit of each token there is, -2 to 2.", type=float),
     _option("--frequency-penalty", "The same, as often as the token is there.", type=float),
-    _option("--repetition-penalty", "Divides the logit of each token of prompt and completion.", type=float),
+    _option(
+        "--repetition-penalty",
+        "Divides the logit of each token of prompt and completion.",
+        type=float,
+    ),
     _option("--logit-bias", 'What to add to logits, as JSON: {"token id": 2.5}.', **_JSON_OBJECT),
     _option("--allowed-token-ids", "No other tokens, as JSON: [1, 2].", **_JSON_LIST),
     _option("--bad-words", "A text that no completion has; may be given again.", **_TEXTS),
-    _option("--structured-outputs", 'What completions must be, as JSON: {"json": SCHEMA}.', **_JSON_OBJECT),
+    _option(
+        "--structured-outputs",
+        'What completions must be, as JSON: {"json": SCHEMA}.',
+        **_JSON_OBJECT,
+    ),
     _option("--stop", "Text that ends a completion; may be given more than once.", **_TEXTS),
-    _option("--include-stop-str-in-output", "Leave the text of --stop in a completion.", is_flag=True, default=None),
-    _switch("skip-special-tokens", "Leave special tokens out of a completion's text, as is done by default, or in."),
-    _switch("spaces-between-special-tokens", "With them in, leave the spaces between two, as by default, or do not."),
-    _option("--truncate-prompt-tokens", "Read only so many last tokens of a prompt; -1: what fits.", type=int),
-    _option("--labels", "Give each of these labels' probability: yes,no or a JSON list.", callback=label_list),
-    _option("--calibrate", "Subtract what each of --labels has behind the prompt with N/A for columns.", is_flag=True),
-    _option("--task", "What each row gives: an answer, its embedding, classes or relevance.", type=click.Choice(TASKS)),
+    _option(
+        "--include-stop-str-in-output",
+        "Leave the text of --stop in a completion.",
+        is_flag=True,
+        default=None,
+    ),
+    _switch(
+        "skip-special-tokens",
+        "Leave special tokens out of a completion's text, as is done by default, or in.",
+    ),
+    _switch(
+        "spaces-between-special-tokens",
+        "With them in, leave the spaces between two, as by default, or do not.",
+    ),
+    _option(
+        "--truncate-prompt-tokens",
+        "Read only so many last tokens of a prompt; -1: what fits.",
+        type=int,
+    ),
+    _option(
+        "--labels",
+        "Give each of these labels' probability: yes,no or a JSON list.",
+        callback=label_list,
+    ),
+    _option(
+        "--calibrate",
+        "Subtract what each of --labels has behind the prompt with N/A for columns.",
+        is_flag=True,
+    ),
+    _option(
+        "--task",
+        "What each row gives: an answer, its embedding, classes or relevance.",
+        type=click.Choice(TASKS),
+    ),
     _option("--query-column", "Of rerank; by default the column `query`."),
     _option("--document-column", "What is to answer it; by default `document`."),
-    _option("--dimensions", "Of each embedding the first so many numbers, brought to length 1.", type=int),
+    _option(
+        "--dimensions",
+        "Of each embedding the first so many numbers, brought to length 1.",
+        type=int,
+    ),
     _option("--prompt-name", "Which of the checkpoint's prompts stands before a text to embed."),
-    _option("--template-format", "How templates are written.", type=click.Choice(["fields", "jinja"])),
-    _option("--default", "Text for null in the template, else its row is an error.", metavar="COLUMN=TEXT", **_NAMED),
-    _option("--column", "A row's own value, as max_tokens=limit; null: the run's.", metavar="NAME=COLUMN", **_NAMED),
-    _option("--model", "Only a worker that serves this model, by name, path or hub id, plans the run."),
+    _option(
+        "--template-format", "How templates are written.", type=click.Choice(["fields", "jinja"])
+    ),
+    _option(
+        "--default",
+        "Text for null in the template, else its row is an error.",
+        metavar="COLUMN=TEXT",
+        **_NAMED,
+    ),
+    _option(
+        "--column",
+        "A row's own value, as max_tokens=limit; null: the run's.",
+        metavar="NAME=COLUMN",
+        **_NAMED,
+    ),
+    _option(
+        "--model", "Only a worker that serves this model, by name, path or hub id, plans the run."
+    ),
 )
 
 _CHECK = (
-    _option("--check-schema", "Answers must be JSON of this JSON schema.", metavar="JSON|FILE", callback=schema),
+    _option(
+        "--check-schema",
+        "Answers must be JSON of this JSON schema.",
+        metavar="JSON|FILE",
+        callback=schema,
+    ),
     _option("--check-regex", "Answers must match this pattern of Python's re, whole."),
-    _option("--check-function", "A function(row, completion) -> None or the reason.", metavar="MODULE.NAME"),
+    _option(
+        "--check-function",
+        "A function(row, completion) -> None or the reason.",
+        metavar="MODULE.NAME",
+    ),
     _option("--check-columns", "What its row has beside the prompt's columns.", **_COLUMNS),
-    _option("--max-attempts", f"Answers of a row at most; {DEFAULT_MAX_ATTEMPTS} by default.", type=int),
-    _option("--continue-on-length", "Let an answer that --max-tokens has cut go on, as an attempt.", is_flag=True),
-    _option("--repair-template", "Text that asks for another answer; the reason stands for {reason} in it."),
+    _option(
+        "--max-attempts", f"Answers of a row at most; {DEFAULT_MAX_ATTEMPTS} by default.", type=int
+    ),
+    _option(
+        "--continue-on-length",
+        "Let an answer that --max-tokens has cut go on, as an attempt.",
+        is_flag=True,
+    ),
+    _option(
+        "--repair-template",
+        "Text that asks for another answer; the reason stands for {reason} in it.",
+    ),
 )
 
 #: How a row gets its answer; see jobs/prompts/ways/table.py.
@@ -211,21 +341,51 @@ _OUTPUT = (
     _option("--keep", "Only these columns of the input, such as id,text.", **_COLUMNS),
     _option("--drop", "All columns of the input but these.", **_COLUMNS),
     _option("--output-prefix", "Text before the names of the columns that are added.", default=""),
-    _option("--logprob-type", "How log probabilities are written.", type=click.Choice(LOGPROB_TYPES)),
-    _option("--escalate-below", "Ask rows whose labels have a lower margin again of a larger model.", type=float),
-    _option("--escalate-to", "Queue whose workers serve that; by default the run's own.", metavar="QUEUE"),
+    _option(
+        "--logprob-type", "How log probabilities are written.", type=click.Choice(LOGPROB_TYPES)
+    ),
+    _option(
+        "--escalate-below",
+        "Ask rows whose labels have a lower margin again of a larger model.",
+        type=float,
+    ),
+    _option(
+        "--escalate-to",
+        "Queue whose workers serve that; by default the run's own.",
+        metavar="QUEUE",
+    ),
     _option("--escalate-model", "Name of that model, where the queue has several.", metavar="NAME"),
     _option("--limit", "Score so many rows, the first ones, and no more.", type=int),
-    _option("--max-errors", "Stop when more rows have an error: a number, or a share like 5%; by default 90%."),
-    _option("--reuse", "Take the answers of an earlier run, by its output.", metavar="OLD", **_TEXTS),
+    _option(
+        "--max-errors",
+        "Stop when more rows have an error: a number, or a share like 5%; by default 90%.",
+    ),
+    _option(
+        "--reuse", "Take the answers of an earlier run, by its output.", metavar="OLD", **_TEXTS
+    ),
     _option("--reuse-from-any-model", "Take those of other models too.", is_flag=True),
     _option("--only-new", "Leave rows out that --reuse has answered.", is_flag=True),
-    _option("--reused-column", "Name of a column that says which row of an earlier run an answer is from."),
-    _option("--order", "Compute rows that share a beginning together; parts keep that.", type=click.Choice(["prefix"])),
-    _option("--webhook", "Gets a POST once the run ends; workers must allow its host.", metavar="URL"),
+    _option(
+        "--reused-column",
+        "Name of a column that says which row of an earlier run an answer is from.",
+    ),
+    _option(
+        "--order",
+        "Compute rows that share a beginning together; parts keep that.",
+        type=click.Choice(["prefix"]),
+    ),
+    _option(
+        "--webhook", "Gets a POST once the run ends; workers must allow its host.", metavar="URL"
+    ),
     _option("--on-end", "A function that runs then; workers must allow it.", metavar="MODULE.NAME"),
-    _option("--single-file", "In the end, write all rows into one file, OUT/output.parquet.", is_flag=True),
-    _option("--output-format", "Format of that file; Parquet by default.", type=click.Choice(OUTPUTS)),
+    _option(
+        "--single-file",
+        "In the end, write all rows into one file, OUT/output.parquet.",
+        is_flag=True,
+    ),
+    _option(
+        "--output-format", "Format of that file; Parquet by default.", type=click.Choice(OUTPUTS)
+    ),
     _option("--rows-per-shard", "Rows of a part.", type=int, default=1000, show_default=True),
 )
 

@@ -45,7 +45,10 @@ def table(heads: Sequence[str], rows: Sequence[Sequence[str]], numbers: Sequence
     """Return lines of columns. numbers: the heads of columns that are aligned to the right."""
     lines = [heads, *rows]
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
-    cells = [f"{{:{'>' if head in numbers else '<'}{width}}}" for head, width in zip(heads, widths, strict=True)]
+    cells = [
+        f"{{:{'>' if head in numbers else '<'}{width}}}"
+        for head, width in zip(heads, widths, strict=True)
+    ]
     return "\n".join("  ".join(cells).format(*line).rstrip() for line in lines)
 
 
@@ -66,7 +69,14 @@ class Bar:
 
     def __init__(self, file: TextIO) -> None:
         self._file = file
-        self._bar = tqdm(unit="row", total=0, dynamic_ncols=True, desc="planning", file=file, bar_format=BAR_FORMAT)
+        self._bar = tqdm(
+            unit="row",
+            total=0,
+            dynamic_ncols=True,
+            desc="planning",
+            file=file,
+            bar_format=BAR_FORMAT,
+        )
 
     def show(self, snapshot: RunSnapshot) -> None:
         """Show a run's progress."""
@@ -152,7 +162,10 @@ def tell_failures(connection: redis.Redis, snapshot: RunSnapshot) -> None:
 
 def status_text(snapshot: RunSnapshot, num_gone: int = 0) -> str:
     """Return a run's status in lines. num_gone: how many parts of a finished run are gone."""
-    lines = [f"run {snapshot.run}: {'incomplete' if num_gone else snapshot.state}", f"output   {snapshot.output}"]
+    lines = [
+        f"run {snapshot.run}: {'incomplete' if num_gone else snapshot.state}",
+        f"output   {snapshot.output}",
+    ]
     if snapshot.rows is not None:
         outcome = outcome_text(snapshot.errors, snapshot.failed_checks, snapshot.cut)
         lines.append(f"rows     {snapshot.rows_done} of {snapshot.rows}, {outcome}")
@@ -164,7 +177,9 @@ def status_text(snapshot: RunSnapshot, num_gone: int = 0) -> str:
             lines.append(f"again    {snapshot.rows_escalated} rows, of the second model")
         if snapshot.errors:
             lines.append(f"why      `tokenmill errors {snapshot.run}` lists them by reason")
-        shards = f"{snapshot.shards_done} of {snapshot.shards} done, {snapshot.shards_started} started"
+        shards = (
+            f"{snapshot.shards_done} of {snapshot.shards} done, {snapshot.shards_started} started"
+        )
         lines.append(f"shards   {shards}, {_rest(snapshot)}")
         lines.append(f"tokens   {snapshot.tokens} generated")
         if snapshot.left_s is not None:
@@ -183,7 +198,9 @@ def gone_text(num_gone: int, folder: str) -> list[str]:
 
 def _rest(snapshot: RunSnapshot) -> str:
     if snapshot.cancelled or (snapshot.plan_failed and snapshot.is_idle):
-        return f"{snapshot.queued + len(snapshot.failed_jobs) + snapshot.gone} left for another submit"
+        return (
+            f"{snapshot.queued + len(snapshot.failed_jobs) + snapshot.gone} left for another submit"
+        )
     gone = f", {snapshot.gone} whose jobs are gone" if snapshot.gone else ""
     return f"{snapshot.queued} queued, {len(snapshot.failed_jobs)} failed{gone}"
 
@@ -205,7 +222,9 @@ def await_plan(connection: redis.Redis, run: str) -> None:
             time.sleep(PLAN_POLL_S)
     if snapshot.plan_status in REFUSED:
         tell_failures(connection, snapshot)
-        raise click.ClickException(REFUSED_AS_BEFORE if snapshot.finished else End.PLAN_FAILED.value)
+        raise click.ClickException(
+            REFUSED_AS_BEFORE if snapshot.finished else End.PLAN_FAILED.value
+        )
     click.echo(run)
     for line in [*verdict(snapshot), *obstacles(connection, snapshot)]:
         click.echo(line, err=True)
@@ -225,7 +244,11 @@ def _left_going(run: str, watch: Watch) -> Iterator[None]:
     try:
         yield
     except KeyboardInterrupt:
-        stands = "goes on" if watch.waits_for is None else f"was not cancelled, and waits ({watch.waits_for})"
+        stands = (
+            "goes on"
+            if watch.waits_for is None
+            else f"was not cancelled, and waits ({watch.waits_for})"
+        )
         told = f"the run {stands}: `tokenmill status {run}` shows it, the same submit with --wait follows it, "
         click.echo(f"{told}`tokenmill cancel {run}` ends it", err=True)
         sys.exit(130)

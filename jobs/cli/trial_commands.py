@@ -37,17 +37,23 @@ MAX_ROWS_READ = 1_000_000
 
 
 @click.command()
-@click.option("--rows", type=click.IntRange(1, 1000), default=3, show_default=True, help="How many.")
+@click.option(
+    "--rows", type=click.IntRange(1, 1000), default=3, show_default=True, help="How many."
+)
 @click.option("--no-answers", is_flag=True, help="Prompts and their tokens alone.")
 @input_options
 @prompt_options
 @click.pass_obj
-def preview(connection: redis.Redis, /, rows: int, queue: str, no_answers: bool, **options: Any) -> None:
+def preview(
+    connection: redis.Redis, /, rows: int, queue: str, no_answers: bool, **options: Any
+) -> None:
     """Show prompts and answers of a run's first rows.
 
     A worker of the queue renders the prompts, counts their tokens and answers them; nothing is written.
     """
-    found = survey(connection, queue, {**options, "limit": rows}, first=rows, answers=not no_answers)
+    found = survey(
+        connection, queue, {**options, "limit": rows}, first=rows, answers=not no_answers
+    )
     for each in found["shown"]:
         _show(each)
     for line in _reasons(found):
@@ -57,8 +63,16 @@ def preview(connection: redis.Redis, /, rows: int, queue: str, no_answers: bool,
 
 def dry_run_lines(found: dict[str, Any], price_per_hour: float | None) -> list[str]:
     """Return what a dry run has found, in lines. price_per_hour: of a worker's machine, in any currency."""
-    share = "" if found["rows_read"] == found["num_rows"] else f", as {found['rows_read']:,} of them tell"
-    reused = f"; {found['rows_reused']:,.0f} are answered by earlier runs" if found["rows_reused"] else ""
+    share = (
+        ""
+        if found["rows_read"] == found["num_rows"]
+        else f", as {found['rows_read']:,} of them tell"
+    )
+    reused = (
+        f"; {found['rows_reused']:,.0f} are answered by earlier runs"
+        if found["rows_reused"]
+        else ""
+    )
     tried, failed, seconds = found["num_tried"], found["num_failed"], found["seconds"]
     lines = [
         f"rows     {found['num_rows']:,}, of which {found['rows_failing']:,.0f} would fail{reused}{share}",
@@ -71,17 +85,25 @@ def dry_run_lines(found: dict[str, Any], price_per_hour: float | None) -> list[s
         f"time     about {duration_text(seconds)} on one worker like this one, alone with the run",
     ]
     if again := found.get("rows_escalated"):
-        lines.append(f"again    {again:,.0f} rows, of the second model: neither time nor cost has these")
+        lines.append(
+            f"again    {again:,.0f} rows, of the second model: neither time nor cost has these"
+        )
     if failed:
         lines.append(f"but      {failed} of the {tried} rows that were tried failed")
     if price_per_hour is not None:
-        lines.append(f"cost     about {seconds / 3600 * price_per_hour:,.2f} at {price_per_hour:g} an hour")
+        lines.append(
+            f"cost     about {seconds / 3600 * price_per_hour:,.2f} at {price_per_hour:g} an hour"
+        )
     return lines
 
 
-def survey(connection: redis.Redis, queue: str, options: dict[str, Any], **how: Any) -> dict[str, Any]:
+def survey(
+    connection: redis.Redis, queue: str, options: dict[str, Any], **how: Any
+) -> dict[str, Any]:
     """Have a worker look at a run; return the result of jobs.survey_parquet. how: its arguments beside the run's."""
-    submission, arguments = Submission.split(queue, run_arguments({"output": "/dev/null", **options}))
+    submission, arguments = Submission.split(
+        queue, run_arguments({"output": "/dev/null", **options})
+    )
     survey_arguments = {
         **RunSpec.from_arguments(**arguments).to_json(),
         **how,
@@ -92,7 +114,11 @@ def survey(connection: redis.Redis, queue: str, options: dict[str, Any], **how: 
 
 
 def try_job(
-    connection: redis.Redis, queue: str, function: str, arguments: Mapping[str, Any], model: str | None = None
+    connection: redis.Redis,
+    queue: str,
+    function: str,
+    arguments: Mapping[str, Any],
+    model: str | None = None,
 ) -> dict[str, Any]:
     """Enqueue a job and return its result. Raises TrialFailed, also if no worker listens on its queue."""
     job_id = f"trial-{uuid4().hex}"
@@ -161,6 +187,10 @@ def _reasons(found: dict[str, Any]) -> list[str]:
     for reason in found["reasons"]:
         first = f"row {reason['examples'][0]}"
         rows = reason["rows"]
-        failing = f"{first} would fail" if rows == 1 else f"{rows:,} rows read would fail, {first} the first"
+        failing = (
+            f"{first} would fail"
+            if rows == 1
+            else f"{rows:,} rows read would fail, {first} the first"
+        )
         lines.append(f"{failing}: {safe_name(reason['text'])}")
     return lines

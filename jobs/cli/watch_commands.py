@@ -23,13 +23,21 @@ WATCH_EVERY_S = 2.0
 MAX_ENDED = 10
 MAX_PATH_CHARS = 60
 json_option = click.option("--json", "as_json", is_flag=True, help="Print JSON, for programs.")
-watch_option = click.option("--watch", is_flag=True, help="Show it anew every two seconds, until Ctrl-C.")
+watch_option = click.option(
+    "--watch", is_flag=True, help="Show it anew every two seconds, until Ctrl-C."
+)
 _RUN_NUMBERS = ("ROWS", "ERRORS", "SHARDS", "ROWS/S", "TOK/S", "SUBMITTED")
 _WORKER_NUMBERS = ("BATCH", "WAITING", "KV", "SEEN")
 
 
 @click.command()
-@click.option("--state", "states", multiple=True, type=click.Choice(STATES), help="Only runs in this state, or these.")
+@click.option(
+    "--state",
+    "states",
+    multiple=True,
+    type=click.Choice(STATES),
+    help="Only runs in this state, or these.",
+)
 @click.option("--limit", type=click.IntRange(1, 10_000), default=MAX_RUNS, show_default=True)
 @json_option
 @click.pass_obj
@@ -40,7 +48,11 @@ def runs(connection: redis.Redis, /, states: tuple[str, ...], limit: int, as_jso
     """
     tell_troubles(connection)
     found = list_runs(connection, limit, states)
-    click.echo(json.dumps([each.to_object() for each in found]) if as_json else runs_table(found, time.time()))
+    click.echo(
+        json.dumps([each.to_object() for each in found])
+        if as_json
+        else runs_table(found, time.time())
+    )
 
 
 @click.command()
@@ -59,7 +71,10 @@ def workers(connection: redis.Redis, /, as_json: bool, watch: bool) -> None:
         if not as_json:
             return workers_table(found)
         return json.dumps(
-            [{**each.to_object(), "silent": each.is_silent, "draining": each.state == "draining"} for each in found]
+            [
+                {**each.to_object(), "silent": each.is_silent, "draining": each.state == "draining"}
+                for each in found
+            ]
         )
 
     show_or_watch(show, watch)
@@ -131,7 +146,11 @@ def _output_text(output: RunOutput) -> str:
         f"rows     {output.plan.rows}{errors}",
         f"shards   {output.parts} of {len(output.plan.shards)} done",
         *gone_text(output.num_gone, output.folder),
-        *(["this Redis does not know it any more: submit it again"] if output.state == "forgotten" else []),
+        *(
+            ["this Redis does not know it any more: submit it again"]
+            if output.state == "forgotten"
+            else []
+        ),
     ]
     return "\n".join(lines)
 
@@ -145,7 +164,9 @@ def _runs_in_short(connection: redis.Redis, as_json: bool) -> str:
     return runs_table([run for run in found if run.is_active or run in ended], time.time())
 
 
-def show_or_watch(show: Callable[[], str], watch: bool, sleep: Callable[[float], None] = time.sleep) -> None:
+def show_or_watch(
+    show: Callable[[], str], watch: bool, sleep: Callable[[float], None] = time.sleep
+) -> None:
     """Print the text that `show` returns. watch: do so again and again, on a terminal in the same place."""
     click.echo(show())
     is_terminal = sys.stdout.isatty()
@@ -176,7 +197,9 @@ def runs_table(found: Sequence[RunSnapshot], now: float) -> str:
             rate(run.rows_per_s),
             rate(run.tokens_per_s),
             "-" if run.submitted_at is None else duration_text(now - run.submitted_at),
-            run.output if len(run.output) <= MAX_PATH_CHARS else f"...{run.output[3 - MAX_PATH_CHARS :]}",
+            run.output
+            if len(run.output) <= MAX_PATH_CHARS
+            else f"...{run.output[3 - MAX_PATH_CHARS :]}",
         )
         for run in found
     ]
@@ -186,8 +209,20 @@ def runs_table(found: Sequence[RunSnapshot], now: float) -> str:
 def workers_table(found: Sequence[WorkerSample]) -> str:
     """Return a table of workers."""
     if not found:
-        return "no worker: start one with `rq worker --worker-class worker.BatchWorker -S json QUEUE`"
-    heads = ("WORKER", "STATE", "MODEL", "FINGERPRINT", "DTYPE", "VERSION", "LANES", "HOLDS", *_WORKER_NUMBERS)
+        return (
+            "no worker: start one with `rq worker --worker-class worker.BatchWorker -S json QUEUE`"
+        )
+    heads = (
+        "WORKER",
+        "STATE",
+        "MODEL",
+        "FINGERPRINT",
+        "DTYPE",
+        "VERSION",
+        "LANES",
+        "HOLDS",
+        *_WORKER_NUMBERS,
+    )
     return table(heads, list(map(_worker_row, found)), _WORKER_NUMBERS)
 
 
@@ -199,7 +234,9 @@ def _worker_row(worker: WorkerSample) -> tuple[str, ...]:
         str(worker.num_requests_waiting),
         f"{worker.kv_cache_usage:.0%}",
     )
-    if worker.is_silent:  # its last sample is outdated: other workers have its jobs, or will have them
+    if (
+        worker.is_silent
+    ):  # its last sample is outdated: other workers have its jobs, or will have them
         now = ("-",) * len(now)
     return (
         safe_name(worker.name),

@@ -66,7 +66,11 @@ def safe_name(name: str | bytes, most: int = MAX_NAME_CHARS) -> str:
 def duration_text(seconds: float) -> str:
     """Return a duration in its two largest units, such as "2 h 5 min"."""
     whole = max(0, round(seconds))
-    for unit, size, smaller, part in (("d", 86400, "h", 3600), ("h", 3600, "min", 60), ("min", 60, "s", 1)):
+    for unit, size, smaller, part in (
+        ("d", 86400, "h", 3600),
+        ("h", 3600, "min", 60),
+        ("min", 60, "s", 1),
+    ):
         if whole >= size:
             return f"{whole // size} {unit} {whole % size // part} {smaller}"
     return f"{whole} s"
@@ -75,9 +79,13 @@ def duration_text(seconds: float) -> str:
 def to_json(value: Any, indent: int | None = None) -> str:
     """Return a list or dict as JSON. Times become ISO 8601, exact decimals numbers, and infinite numbers null."""
     try:
-        return json.dumps(value, ensure_ascii=False, allow_nan=False, default=_written, indent=indent)
+        return json.dumps(
+            value, ensure_ascii=False, allow_nan=False, default=_written, indent=indent
+        )
     except ValueError:
-        return json.dumps(_finite(value), ensure_ascii=False, allow_nan=False, default=_written, indent=indent)
+        return json.dumps(
+            _finite(value), ensure_ascii=False, allow_nan=False, default=_written, indent=indent
+        )
 
 
 def _written(value: Any) -> Any:

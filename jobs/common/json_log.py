@@ -24,14 +24,18 @@ class JsonLine(logging.Formatter):
     bound: fields of every line. more_of: what else a job's id tells.
     """
 
-    def __init__(self, bound: Mapping[str, str], more_of: Callable[[str], Mapping[str, Any]] | None = None) -> None:
+    def __init__(
+        self, bound: Mapping[str, str], more_of: Callable[[str], Mapping[str, Any]] | None = None
+    ) -> None:
         super().__init__()
         self._bound, self._more_of = dict(bound), more_of
 
     def format(self, record: logging.LogRecord) -> str:
         """Return a record as a line of JSON."""
         fields: dict[str, Any] = {
-            "timestamp": datetime.fromtimestamp(record.created, UTC).isoformat(timespec="microseconds"),
+            "timestamp": datetime.fromtimestamp(record.created, UTC).isoformat(
+                timespec="microseconds"
+            ),
             "level": record.levelname.lower(),
             "logger": record.name,
             "event": record.getMessage(),
@@ -44,5 +48,7 @@ class JsonLine(logging.Formatter):
                 fields.update(self._more_of(job_id))
         if record.exc_info and record.exc_info[0] is not None:
             told = _transform(record.exc_info)
-            fields["exception"] = [{**each, "exc_value": str(each["exc_value"])[:MAX_EXCEPTION_CHARS]} for each in told]
+            fields["exception"] = [
+                {**each, "exc_value": str(each["exc_value"])[:MAX_EXCEPTION_CHARS]} for each in told
+            ]
         return _json(fields)

@@ -35,6 +35,8 @@ def _checked_out_commit(folder: Path) -> str:
         return ""
     with suppress(OSError, subprocess.SubprocessError):
         command = ["git", "-C", str(folder), "rev-parse", "HEAD"]
-        found = subprocess.run(command, capture_output=True, text=True, timeout=_GIT_LIMIT_S, check=True)
+        found = subprocess.run(
+            command, capture_output=True, text=True, timeout=_GIT_LIMIT_S, check=True
+        )
         return found.stdout.strip()
     return ""

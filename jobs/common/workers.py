@@ -12,7 +12,14 @@ from typing import Any, Self
 from redis import Redis
 
 from jobs.common.display import is_unicode, printable, safe_name
-from jobs.common.keys import SILENT_S, WORKER_STATS_TTL_S, fleet_key, loading_key, served_key, worker_key
+from jobs.common.keys import (
+    SILENT_S,
+    WORKER_STATS_TTL_S,
+    fleet_key,
+    loading_key,
+    served_key,
+    worker_key,
+)
 from jobs.common.rq_jobs import WORKER_PREFIX, WORKERS_KEY
 from jobs.common.stored import count, json_object, text
 
@@ -177,7 +184,14 @@ def worker_names(connection: Redis) -> list[str]:
     return sorted(text(key).removeprefix(WORKER_PREFIX) for key in keys)
 
 
-_FIELDS = ("state", "queues", "current_job", "successful_job_count", "failed_job_count", "last_heartbeat")
+_FIELDS = (
+    "state",
+    "queues",
+    "current_job",
+    "successful_job_count",
+    "failed_job_count",
+    "last_heartbeat",
+)
 
 
 @dataclass(frozen=True)
@@ -259,7 +273,9 @@ def served_on(workers: Iterable[Worker], queue: str) -> tuple[int, set[str] | No
 
 def are_held(workers: Iterable[Worker]) -> bool:
     """Whether the workers claim nothing because Redis came back with older data."""
-    samples = [worker.sample for worker in workers if worker.sample is not None and not worker.is_silent]
+    samples = [
+        worker.sample for worker in workers if worker.sample is not None and not worker.is_silent
+    ]
     return any(sample.state == RESTORED for sample in samples)
 
 

@@ -51,7 +51,9 @@ class Answer:
         return tokens if isinstance(tokens, int) else sum(tokens)
 
 
-def failed_answer(reason: str, n: int = 1, prompt_tokens: int = 0, cached_tokens: int = 0) -> Answer:
+def failed_answer(
+    reason: str, n: int = 1, prompt_tokens: int = 0, cached_tokens: int = 0
+) -> Answer:
     if n == 1:
         return Answer(None, "error", prompt_tokens, 0, cached_tokens, reason)
     return Answer((None,) * n, ("error",) * n, prompt_tokens, (0,) * n, cached_tokens, reason)
@@ -104,10 +106,24 @@ class AnswerMemo:
 
 
 def _size(answer: Answer) -> int:
-    columns = (answer.completion, answer.reasoning, answer.tool_calls, answer.tool_call_error, answer.check_error)
+    columns = (
+        answer.completion,
+        answer.reasoning,
+        answer.tool_calls,
+        answer.tool_call_error,
+        answer.check_error,
+    )
     all_columns = (*columns, *answer.columns.values())
-    texts = [text for column in all_columns for text in (column if isinstance(column, tuple) else (column,))]
+    texts = [
+        text
+        for column in all_columns
+        for text in (column if isinstance(column, tuple) else (column,))
+    ]
     pairs = sum(isinstance(text, tuple) for text in texts)
     num_completions = len(answer.completion) if isinstance(answer.completion, tuple) else 1
-    text_bytes = sum(sys.getsizeof(text) for text in texts if isinstance(text, Sized) and not isinstance(text, tuple))
+    text_bytes = sum(
+        sys.getsizeof(text)
+        for text in texts
+        if isinstance(text, Sized) and not isinstance(text, tuple)
+    )
     return ENTRY_BYTES * num_completions + PAIR_BYTES * pairs + text_bytes

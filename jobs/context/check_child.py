@@ -76,7 +76,9 @@ def _reason(check: Check, row: Any, text: str) -> str | None:
     if reason is None:
         return None
     if not isinstance(reason, str):
-        reason = f"the check returned {type(reason).__name__}, expected None or the reason as a text"
+        reason = (
+            f"the check returned {type(reason).__name__}, expected None or the reason as a text"
+        )
     return _cut(reason) or "the check gave no reason"
 
 
@@ -111,11 +113,17 @@ def _pattern(pattern: str) -> Check:
 def _function(dotted: str) -> Check:
     try:
         with unlimited_memory():
-            found = resolve_name(":".join(dotted.rsplit(".", 1)))  # a module may have a submodule of that name
+            found = resolve_name(
+                ":".join(dotted.rsplit(".", 1))
+            )  # a module may have a submodule of that name
     except BaseException as error:  # a module raises what it likes
-        raise Unusable(f"function of check: {dotted} cannot be imported ({type(error).__name__}: {error})") from error
+        raise Unusable(
+            f"function of check: {dotted} cannot be imported ({type(error).__name__}: {error})"
+        ) from error
     if not callable(found):
-        raise Unusable(f"function of check: {dotted} is a {type(found).__name__}, expected a function")
+        raise Unusable(
+            f"function of check: {dotted} is a {type(found).__name__}, expected a function"
+        )
     check: Check = found
     _version(check)
     return check
@@ -131,7 +139,9 @@ def _schema(schema: dict[str, Any]) -> Check:
     try:
         kind.check_schema(schema)
     except SchemaError as error:
-        raise Unusable(f"json of check is no JSON schema: {error.json_path}: {error.message}") from None
+        raise Unusable(
+            f"json of check is no JSON schema: {error.json_path}: {error.message}"
+        ) from None
     validator = kind(schema, registry=REGISTRY)  # which looks nothing up outside
 
     def check(row: Any, text: str) -> str | None:
@@ -160,7 +170,11 @@ def _agreement(agree_on: str) -> Check:
             part = None if match is None else match[min(1, pattern.groups)]
         else:
             part = _json_part(text, agree_on.removeprefix("json"))
-        return None if part is None else blake2b(part.encode(errors="replace"), digest_size=16).hexdigest()
+        return (
+            None
+            if part is None
+            else blake2b(part.encode(errors="replace"), digest_size=16).hexdigest()
+        )
 
     return compared
 

@@ -68,7 +68,11 @@ NO_REPAIRS = RepairOptions()
 def split_repair_options(values: Mapping[str, Any]) -> tuple[dict[str, Any], RepairOptions]:
     """Part keyword arguments into others and what is asked of the answers. Raises InvalidJob."""
     others = {name: value for name, value in values.items() if name not in PARSERS}
-    given = {name: parse(name, values[name]) for name, parse in PARSERS.items() if values.get(name) is not None}
+    given = {
+        name: parse(name, values[name])
+        for name, parse in PARSERS.items()
+        if values.get(name) is not None
+    }
     return others, RepairOptions(**given)
 
 
@@ -82,7 +86,8 @@ def _check(name: str, value: Any) -> dict[str, Any]:
     text = some_text(f"{kind} of check", what, MAX_CHARS)
     if kind == "function" and (len(text) > MAX_NAME_CHARS or "." not in text.strip(".")):
         raise InvalidValue(
-            "function of check is {}, which names no function in a module: write module.function", brief(text)
+            "function of check is {}, which names no function in a module: write module.function",
+            brief(text),
         )
     return {kind: text}
 
@@ -102,7 +107,9 @@ def _schema(value: Any) -> dict[str, Any]:
 
 def _repair_template(name: str, value: Any) -> str:
     text = some_text(name, value, MAX_REPAIR_CHARS)
-    check_limit(text.count(REASON), MAX_REASONS, f"{name} has {{{REASON}}} {{}} times", "once is enough")
+    check_limit(
+        text.count(REASON), MAX_REASONS, f"{name} has {{{REASON}}} {{}} times", "once is enough"
+    )
     return text
 
 
@@ -148,7 +155,9 @@ class Checks:
 
     def version(self, options: RepairOptions) -> str:
         """Return the version of a check's function. It changes with the function's file. Raises InvalidJob."""
-        return "" if options.function is None else str(self.prepare(options, version=True)["version"])
+        return (
+            "" if options.function is None else str(self.prepare(options, version=True)["version"])
+        )
 
     def reason(self, options: RepairOptions, row: Any, text: str) -> str | None:
         """Return why an answer's text is not valid, or None. row: what a function gets. Raises InvalidJob.
@@ -174,7 +183,9 @@ class Checks:
             raise InvalidJob(reply["problem"])
         return reply
 
-    def _reply(self, child: Child, options: RepairOptions, answer: Mapping[str, Any]) -> dict[str, Any]:
+    def _reply(
+        self, child: Child, options: RepairOptions, answer: Mapping[str, Any]
+    ) -> dict[str, Any]:
         question, reply = {"check": options.check_text}, dict[str, Any]()
         if not child.notes.get(options.check_text):
             limit_s = BEGIN_LIMIT_S if options.function else COMPILE_LIMIT_S

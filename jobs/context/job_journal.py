@@ -20,7 +20,12 @@ class JobJournal:
     """
 
     def __init__(
-        self, connection: Redis, job_id: str, whose: str, found: bytes | None, lease: tuple[str, str] | None = None
+        self,
+        connection: Redis,
+        job_id: str,
+        whose: str,
+        found: bytes | None,
+        lease: tuple[str, str] | None = None,
     ) -> None:
         self._connection = connection
         self._job_id = job_id

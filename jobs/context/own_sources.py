@@ -30,7 +30,9 @@ def own_files(module: str, path: Path) -> list[Path]:
         file = waiting.pop()
         if file not in found:
             found[file] = None
-            waiting += [each for name in _imports(file, root) for each in _files_of(root, name, own)]
+            waiting += [
+                each for name in _imports(file, root) for each in _files_of(root, name, own)
+            ]
     return sorted(found)
 
 

@@ -34,7 +34,9 @@ class PinnedModel:
     @property
     def pin(self) -> str:
         """Name what a worker must serve to answer the run's rows. Other workers leave its jobs on the queue."""
-        return f"{self.fingerprint}/{self.max_model_len}" if self.max_model_len else self.fingerprint
+        return (
+            f"{self.fingerprint}/{self.max_model_len}" if self.max_model_len else self.fingerprint
+        )
 
     @property
     def identity(self) -> str:
@@ -71,7 +73,9 @@ class ServedModel(PinnedModel):
         """Return the model as a run that is planned at this Unix time pins it."""
         clock = clock_text(self.clock_formats, now)
         length = self.max_model_len
-        return PinnedModel(self.name, self.fingerprint, self.dtype, max_model_len=length, clock=clock)
+        return PinnedModel(
+            self.name, self.fingerprint, self.dtype, max_model_len=length, clock=clock
+        )
 
     def check_asked_for(self, name: str | None) -> None:
         """Raise ModelNotServed if a job asks for another model. name: None for any model."""

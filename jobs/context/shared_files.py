@@ -103,7 +103,9 @@ class SharedFiles:
     def _nearest(self, key: ReaderKey, shard: Any) -> Any:
         """Take the idle reader of a key that is nearest to a shard; None if there is none."""
         with self._lock:
-            candidates = [entry for entry in self._idle if entry[0] == key and entry[1].reaches(shard)]
+            candidates = [
+                entry for entry in self._idle if entry[0] == key and entry[1].reaches(shard)
+            ]
             if not candidates:
                 return None
             nearest = max(candidates, key=lambda entry: entry[1].next_row)

@@ -19,7 +19,9 @@ def whole_number(name: str, value: Any, most: int | None = None) -> int:
     """Return an integer from 1 on. most: the largest one that is allowed."""
     if isinstance(value, str):
         raise InvalidValue(
-            f"{name} arrived as the text {{}}: write {name}:={{}}", brief(value), value[:MAX_SHOWN_CHARS]
+            f"{name} arrived as the text {{}}: write {name}:={{}}",
+            brief(value),
+            value[:MAX_SHOWN_CHARS],
         )
     if type(value) is not int or value < 1 or (most and value > most):
         until = "on" if most is None else f"to {most}"

@@ -53,7 +53,9 @@ def call_webhook(
     """
     check_host(url, hosts)
     parts = _parsed(url)
-    given = {name: value for name, value in (headers or {}).items() if name.lower() not in _OWN_HEADERS}
+    given = {
+        name: value for name, value in (headers or {}).items() if name.lower() not in _OWN_HEADERS
+    }
     target = (parts.path or "/") + (f"?{parts.query}" if parts.query else "")
     until = time.monotonic() + DEADLINE_S
     sock = _connected(_allowed_addresses(parts, hosts, resolve))
@@ -92,7 +94,9 @@ def _parsed(url: Any) -> SplitResult:
             parts = urlsplit(url)
             if parts.scheme in ("http", "https") and parts.hostname and parts.port != 0:
                 if "@" in parts.netloc:  # which no call could be made with
-                    raise InvalidJob("webhook: a URL with user or password, expected one such as https://host/path")
+                    raise InvalidJob(
+                        "webhook: a URL with user or password, expected one such as https://host/path"
+                    )
                 return parts
     raise InvalidValue("webhook is {}, expected a URL such as https://host/path", brief(url))
 
@@ -102,7 +106,9 @@ def _allowed_addresses(
 ) -> list[tuple[str, int]]:
     """Look the host up, and return each address that may be called, with its port. Raises InvalidJob."""
     port = parts.port or (443 if parts.scheme == "https" else 80)
-    found = [(str(each[4][0]), port) for each in resolve(parts.hostname, port, type=socket.SOCK_STREAM)]
+    found = [
+        (str(each[4][0]), port) for each in resolve(parts.hostname, port, type=socket.SOCK_STREAM)
+    ]
     allowed = [each for each in found if _may_call(each[0], hosts)]
     if not allowed:
         raise InvalidJob(

@@ -53,7 +53,14 @@ def examine(examinations: Iterable[Examination]) -> Iterator[Finding]:
         thread.start()
         thread.join(each.limit_s)
         if thread.is_alive():
-            found = [*found, fault(each.subject, f"no answer within {each.limit_s:g} s", "find out what it waits for")]
+            found = [
+                *found,
+                fault(
+                    each.subject,
+                    f"no answer within {each.limit_s:g} s",
+                    "find out what it waits for",
+                ),
+            ]
         yield from found
 
 
@@ -67,7 +74,10 @@ def _examine(examination: Examination, found: list[Finding]) -> None:
 
 
 #: Variable of RQ's -> the classes that it may name.
-CLASSES = {"RQ_JOB_CLASS": ("rq.job.Job",), "RQ_WORKER_CLASS": ("worker.BatchWorker", "tokenmill.BatchWorker")}
+CLASSES = {
+    "RQ_JOB_CLASS": ("rq.job.Job",),
+    "RQ_WORKER_CLASS": ("worker.BatchWorker", "tokenmill.BatchWorker"),
+}
 
 
 def check_installation() -> Iterator[Finding]:
@@ -75,12 +85,19 @@ def check_installation() -> Iterator[Finding]:
     for name, expected in CLASSES.items():
         given = os.environ.get(name)
         if given is not None and given not in expected:
-            yield warning("settings", f"{name}={given!r}, expected {' or '.join(expected)}", f"unset {name}")
-    yield ok("installation", f"Tokenmill {version('tokenmill')}, rq {version('rq')}, redis-py {version('redis')}")
+            yield warning(
+                "settings", f"{name}={given!r}, expected {' or '.join(expected)}", f"unset {name}"
+            )
+    yield ok(
+        "installation",
+        f"Tokenmill {version('tokenmill')}, rq {version('rq')}, redis-py {version('redis')}",
+    )
 
 
 #: Packages without which a worker or dashboard runs too, slower or with less to see.
-OPTIONAL = frozenset({"hiredis", "numba", "opentelemetry-exporter-otlp-proto-http", "opentelemetry-sdk"})
+OPTIONAL = frozenset(
+    {"hiredis", "numba", "opentelemetry-exporter-otlp-proto-http", "opentelemetry-sdk"}
+)
 
 
 def missing(extra: str) -> Iterator[Finding]:
@@ -92,4 +109,6 @@ def missing(extra: str) -> Iterator[Finding]:
             version(name if extra in condition else "rq")
         except PackageNotFoundError:
             weigh = warning if name in OPTIONAL else fault
-            yield weigh("installation", f"{name} is not installed", f"pip install 'tokenmill[{extra}]'")
+            yield weigh(
+                "installation", f"{name} is not installed", f"pip install 'tokenmill[{extra}]'"
+            )

@@ -10,7 +10,13 @@ from urllib.parse import unquote, urlsplit
 
 from redis import Redis
 from redis.backoff import NoBackoff
-from redis.exceptions import AuthenticationError, BusyLoadingError, NoPermissionError, RedisError, ResponseError
+from redis.exceptions import (
+    AuthenticationError,
+    BusyLoadingError,
+    NoPermissionError,
+    RedisError,
+    ResponseError,
+)
 from redis.exceptions import ConnectionError as RedisConnectionError
 from redis.exceptions import TimeoutError as RedisTimeoutError
 from redis.retry import Retry
@@ -59,7 +65,10 @@ def not_served(url: str, error: RedisError) -> Finding:
     found = f"refuses to serve user {user!r}"
     mend = "correct user and password in RQ_REDIS_URL (percent-encode @, /, : and #), or the user's rules"
     if isinstance(error, BusyLoadingError):
-        found, mend = "does not serve yet", "wait: it reads what it has kept on its disk, and serves once that is done"
+        found, mend = (
+            "does not serve yet",
+            "wait: it reads what it has kept on its disk, and serves once that is done",
+        )
     elif isinstance(error, NOT_SERVED[:2]) and not isinstance(error, AuthenticationError):
         found = "does not answer"
         mend = "start Redis, or name it with --url or RQ_REDIS_URL (rediss:// where it speaks TLS)"
@@ -104,7 +113,9 @@ def check_server(server: Server) -> Iterator[Finding]:
     yield from _faults(server.info)
     if abs(server.ahead_s) > MAX_SKEW_S:
         found = f"the clock of Redis is {server.ahead_s:+.1f} s from this machine's"
-        yield warning("clock", found, "run a time service on both machines (timedatectl set-ntp true)")
+        yield warning(
+            "clock", found, "run a time service on both machines (timedatectl set-ntp true)"
+        )
 
 
 def troubles(connection: Redis) -> list[str]:
@@ -120,7 +131,10 @@ def _faults(info: Mapping[str, Any]) -> Iterator[Finding]:
     written = ("aof_last_write_status", "aof_last_bgrewrite_status", "rdb_last_bgsave_status")
     failed = ", ".join(name for name in written if info.get(name, "ok") != "ok")
     policy = info.get("maxmemory_policy", "noeviction")
-    used, most = info.get("used_memory", 0), info.get("maxmemory") or info.get("total_system_memory", 0)
+    used, most = (
+        info.get("used_memory", 0),
+        info.get("maxmemory") or info.get("total_system_memory", 0),
+    )
     if info.get("role") == "slave":
         mend = f"name its master, {info.get('master_host')}:{info.get('master_port')}"
         yield fault("redis", "this is a replica, which takes no jobs", mend)
@@ -128,9 +142,15 @@ def _faults(info: Mapping[str, Any]) -> Iterator[Finding]:
         found = "min-replicas-to-write asks for replicas, and there is none: Redis refuses to write"
         yield fault("redis", found, f"start its replicas, or {_set('min-replicas-to-write', 0)}")
     if info.get("cluster_enabled"):
-        yield fault("redis", "this is a Redis cluster, which RQ cannot use", "use a Redis that is no cluster")
+        yield fault(
+            "redis",
+            "this is a Redis cluster, which RQ cannot use",
+            "use a Redis that is no cluster",
+        )
     if failed:
-        yield fault("durability", f"Redis could not write to its disk the last time ({failed})", _LOG)
+        yield fault(
+            "durability", f"Redis could not write to its disk the last time ({failed})", _LOG
+        )
     if policy != "noeviction":
         found = f"maxmemory-policy is {policy}: with its memory full, Redis throws away jobs and answers"
         yield fault("redis memory", found, _set("maxmemory-policy", "noeviction"))
@@ -152,7 +172,10 @@ def _durability(server: Server) -> Iterator[Finding]:
         found = "appendfsync is no: a crash loses what was not on disk"
         yield warning("durability", found, _set("appendfsync", "everysec"))
     else:
-        yield ok("durability", f"every change is in the append-only file (appendfsync {fsync or 'unknown'})")
+        yield ok(
+            "durability",
+            f"every change is in the append-only file (appendfsync {fsync or 'unknown'})",
+        )
     # As the default user Redis 7 to 8 replays the file, also where nobody may be that user.
     client: Any = server.client
     written = (("SET", prefixed("rq:job:a"), "1"), ("XADD", prefixed("tokenmill:a"), "*", "a", "1"))
@@ -160,7 +183,9 @@ def _durability(server: Server) -> Iterator[Finding]:
         replies = [client.execute_command("ACL", "DRYRUN", "default", *words) for words in written]
         if server.info.get("aof_enabled") and any(each not in (b"OK", "OK") for each in replies):
             found = "the default user has no rights: a restart drops every transaction of the file"
-            mend = "ACL SETUSER default off ~* &* +@all, and so in its file, before the next restart"
+            mend = (
+                "ACL SETUSER default off ~* &* +@all, and so in its file, before the next restart"
+            )
             yield fault("durability", found, mend)
 
 
@@ -214,7 +239,9 @@ def check_permissions(server: Server, role: Role) -> Iterator[Finding]:
         elif " channel" in refusal:
             rules[f"&{RQ}:pubsub:*"] = None
         elif refusal:
-            rules[f"+{words[0]}|{words[1]}" if words[0] in ("script", "memory") else f"+{words[0]}"] = None
+            rules[
+                f"+{words[0]}|{words[1]}" if words[0] in ("script", "memory") else f"+{words[0]}"
+            ] = None
     if not rules:
         yield ok("permissions", f"user {server.user!r} may do all that a {role} needs")
         return
@@ -223,7 +250,9 @@ def check_permissions(server: Server, role: Role) -> Iterator[Finding]:
     yield fault("permissions", f"user {server.user!r} lacks what a {role} needs: {lacks}", mend)
 
 
-def _refusals(client: Redis, commands: Sequence[Sequence[str]]) -> Iterator[tuple[Sequence[str], str]]:
+def _refusals(
+    client: Redis, commands: Sequence[Sequence[str]]
+) -> Iterator[tuple[Sequence[str], str]]:
     """Yield how the server refuses commands to this user, "" where it does not; none is carried out."""
     connection: Any = client.connection_pool.get_connection()
     try:
@@ -242,6 +271,8 @@ def _refusals(client: Redis, commands: Sequence[Sequence[str]]) -> Iterator[tupl
 def _reply(connection: Any) -> str:
     try:
         connection.read_response()
-    except ResponseError as error:  # others than this one are of a command that a version has otherwise
+    except (
+        ResponseError
+    ) as error:  # others than this one are of a command that a version has otherwise
         return str(error) if isinstance(error, NoPermissionError) else ""
     return ""

@@ -57,7 +57,9 @@ class PlainCompletion:
 #: Values that are not written: one pass of the engine makes them again.
 _NOT_WRITTEN = ("prompt_text", "prompt_tokens", "embedding", "loglikelihoods", "class_scores")
 
-_DEFAULTS = {each.name: each.default for each in fields(PlainCompletion) if each.default is not MISSING}
+_DEFAULTS = {
+    each.name: each.default for each in fields(PlainCompletion) if each.default is not MISSING
+}
 
 
 @dataclass(frozen=True)
@@ -76,13 +78,17 @@ class Progress:
     @property
     def length(self) -> tuple[int, int, int]:
         """Return what tells which of two records of an item is further."""
-        num_tokens = sum(len(sample) for samples in self.tokens.values() for sample in samples.values())
+        num_tokens = sum(
+            len(sample) for samples in self.tokens.values() for sample in samples.values()
+        )
         return len(self.replies), len(self.received), num_tokens
 
     @property
     def can_be_written(self) -> bool:
         """Whether a record of it saves work, and has no values that are not written."""
-        steps = [reply for reply in self.replies if reply is not None and not isinstance(reply, str)]
+        steps = [
+            reply for reply in self.replies if reply is not None and not isinstance(reply, str)
+        ]
         completions = [each for step in steps for samples in step for each in samples]
         completions += [each for samples in self.received.values() for each in samples]
         is_plain = all(getattr(each, name) is None for each in completions for name in _NOT_WRITTEN)
@@ -92,7 +98,9 @@ class Progress:
         """Return it as JSON for `from_json`."""
         return {
             "replies": [_reply_json(reply) for reply in self.replies],
-            "received": [[place, _samples_json(samples)] for place, samples in self.received.items()],
+            "received": [
+                [place, _samples_json(samples)] for place, samples in self.received.items()
+            ],
             "tokens": [
                 [place, [[index, _packed(token_ids)] for index, token_ids in samples.items()]]
                 for place, samples in self.tokens.items()
@@ -162,7 +170,10 @@ def _completion(values: Mapping[str, Any]) -> PlainCompletion:
 
 
 def _logprobs_json(rows: Any) -> list[Any]:
-    return [row and [[token_id, *_logprob_json(entry)] for token_id, entry in row.items()] for row in rows]
+    return [
+        row and [[token_id, *_logprob_json(entry)] for token_id, entry in row.items()]
+        for row in rows
+    ]
 
 
 def _logprob_json(entry: Any) -> list[Any]:
@@ -174,7 +185,9 @@ def _logprobs(rows: Any) -> list[Any]:
     return [row and {token_id: _logprob(*entry) for token_id, *entry in row} for row in rows]
 
 
-def _logprob(logprob: float, rank: int, decoded_token: str, partial_hex: str | None) -> PlainLogprob:
+def _logprob(
+    logprob: float, rank: int, decoded_token: str, partial_hex: str | None
+) -> PlainLogprob:
     partial_bytes = None if partial_hex is None else bytes.fromhex(partial_hex)
     return PlainLogprob(logprob, rank, decoded_token, partial_bytes)
 

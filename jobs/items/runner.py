@@ -213,13 +213,17 @@ class ItemRunner(Generic[T]):
         for index, samples in tokens_of.items():
             sent = self._sent[index]
             if sent is not None and sent.entry.places:
-                new_tokens = {number: token_ids[sent.num_continued :] for number, token_ids in samples.items()}
+                new_tokens = {
+                    number: token_ids[sent.num_continued :] for number, token_ids in samples.items()
+                }
                 tokens[sent.entry.places[0]][sent.place] = new_tokens
 
         progress_of: dict[int, Progress] = {}
         for place, entry in self._open.items():
             progress = entry.delivered
-            progress = Progress(progress.replies, progress.received, tokens.get(place, {}), entry.num_tokens)
+            progress = Progress(
+                progress.replies, progress.received, tokens.get(place, {}), entry.num_tokens
+            )
             if progress.can_be_written:
                 progress_of[place] = progress
         return progress_of
@@ -271,7 +275,9 @@ class ItemRunner(Generic[T]):
         for sent, request in following:
             if sent.place in left.received:
                 samples = left.received[sent.place]
-                entry.delivered = Progress(entry.delivered.replies, {**entry.delivered.received, sent.place: samples})
+                entry.delivered = Progress(
+                    entry.delivered.replies, {**entry.delivered.received, sent.place: samples}
+                )
                 entry.num_awaited -= 1
                 item.receive(step, sent.place, samples)
                 continue

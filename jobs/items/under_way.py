@@ -83,7 +83,9 @@ class ItemUnderWay(Generic[T]):
         """Give the item a reply, or an error to raise; return its next step, None once it has returned."""
         self._received = {}
         try:
-            step = self._item.throw(reply) if isinstance(reply, JobsError) else self._item.send(reply)
+            step = (
+                self._item.throw(reply) if isinstance(reply, JobsError) else self._item.send(reply)
+            )
         except StopIteration as end:
             self.answer = end.value
             self.is_done = True

@@ -20,12 +20,32 @@ MAX_CHOICES = 10_000
 
 #: Sampling values that are never text: text here means that `=` was written where `:=` was meant.
 NOT_TEXT = frozenset(
-    {"max_tokens", "max_completion_tokens", "min_tokens", "temperature", "top_p", "top_k", "min_p", "seed"}
+    {
+        "max_tokens",
+        "max_completion_tokens",
+        "min_tokens",
+        "temperature",
+        "top_p",
+        "top_k",
+        "min_p",
+        "seed",
+    }
     | {"n", "stop_token_ids", "ignore_eos", "logprobs", "presence_penalty", "frequency_penalty"}
     | {"prompt_logprobs", "top_logprobs", "echo", "thinking_token_budget", "separate_reasoning"}
-    | {"repetition_penalty", "logit_bias", "allowed_token_ids", "bad_words", "truncate_prompt_tokens"}
+    | {
+        "repetition_penalty",
+        "logit_bias",
+        "allowed_token_ids",
+        "bad_words",
+        "truncate_prompt_tokens",
+    }
     | {"split_special_tokens"}
-    | {"include_stop_str_in_output", "skip_special_tokens", "spaces_between_special_tokens", "structured_outputs"}
+    | {
+        "include_stop_str_in_output",
+        "skip_special_tokens",
+        "spaces_between_special_tokens",
+        "structured_outputs",
+    }
 )
 
 #: Those of a run that may stand beside its other arguments, as on the command line.
@@ -48,7 +68,9 @@ def text_problem(text: object, what: str = "prompt") -> str | None:
     if not is_unicode(text):
         return f"{what} is not valid Unicode: it holds half of a surrogate pair"
     if (num_bytes := len(text.encode())) > MAX_PROMPT_BYTES:
-        return f"{what} has {num_bytes} bytes, more than the limit of {MAX_PROMPT_BYTES}: shorten it"
+        return (
+            f"{what} has {num_bytes} bytes, more than the limit of {MAX_PROMPT_BYTES}: shorten it"
+        )
     return None
 
 
@@ -69,7 +91,9 @@ def parse_prompts(prompt: object) -> list[Prompt | Unusable]:
         return [one_prompt(prompt, "prompt")]
     if not prompt:
         raise InvalidJob("prompt is an empty list, expected at least one prompt")
-    check_limit(len(prompt), MAX_PROMPTS, "the job holds {} prompts", "split it, or score a Parquet file")
+    check_limit(
+        len(prompt), MAX_PROMPTS, "the job holds {} prompts", "split it, or score a Parquet file"
+    )
     prompts: list[Prompt | Unusable] = []
     for number, item in enumerate(prompt):
         try:
@@ -88,7 +112,9 @@ def one_prompt(prompt: object, what: str) -> Prompt:
         check_limit(len(prompt), MAX_PROMPT_BYTES, f"{what} has {{}} token ids", "shorten it")
         return list(prompt)
     if not isinstance(prompt, str):
-        raise InvalidJob(f"{what} is {type(prompt).__name__}, expected a string or a non-empty list of token ids")
+        raise InvalidJob(
+            f"{what} is {type(prompt).__name__}, expected a string or a non-empty list of token ids"
+        )
     return checked_text(prompt, what)
 
 
@@ -103,7 +129,9 @@ def parse_sampling(sampling: Mapping[str, Any]) -> dict[str, Any]:
                 brief(value),
                 value[:MAX_SHOWN_CHARS],
             )
-    return without_neutral({name: v for name, v in sampling.items() if v is not None or name not in SAMPLING_NAMES})
+    return without_neutral(
+        {name: v for name, v in sampling.items() if v is not None or name not in SAMPLING_NAMES}
+    )
 
 
 def check_choices(num_prompts: int, sampling: Mapping[str, Any]) -> None:
@@ -115,13 +143,18 @@ def check_choices(num_prompts: int, sampling: Mapping[str, Any]) -> None:
 
 
 def _are_token_ids(items: list[Any]) -> bool:
-    return set(map(type, items)) == {int}  # bool is not among them; a loop would take longer than the rest
+    return set(map(type, items)) == {
+        int
+    }  # bool is not among them; a loop would take longer than the rest
 
 
 #: Names that are not built, with the values at which they would change nothing; null always is one.
 NEUTRAL: Mapping[str, tuple[Any, ...]] = {
     **dict.fromkeys(("add_generation_prompt", "detokenize", "parallel_tool_calls"), (True,)),
-    **dict.fromkeys(("continue_final_message", "return_token_ids", "store", "stream", "use_beam_search"), (False,)),
+    **dict.fromkeys(
+        ("continue_final_message", "return_token_ids", "store", "stream", "use_beam_search"),
+        (False,),
+    ),
     **dict.fromkeys(("audio", "guided_decoding", "prediction", "reasoning_effort"), ()),
     **dict.fromkeys(("stream_options", "web_search_options"), ()),
     **dict.fromkeys(("best_of", "length_penalty"), (1,)),
@@ -144,12 +177,20 @@ def without_neutral(values: Mapping[str, Any]) -> dict[str, Any]:
         if name not in NEUTRAL and name not in SAID_OF_IT:
             kept[name] = value
         elif name in NEUTRAL and value is not None and not _is_neutral(name, value, values):
-            neutral = " or ".join(map(json.dumps, (None, *NEUTRAL[name]))).replace("{", "{{").replace("}", "}}")
-            raise InvalidValue(f"{name} is {{}}, not built yet: leave it out, or send {neutral}", brief(value))
+            neutral = (
+                " or ".join(map(json.dumps, (None, *NEUTRAL[name])))
+                .replace("{", "{{")
+                .replace("}", "}}")
+            )
+            raise InvalidValue(
+                f"{name} is {{}}, not built yet: leave it out, or send {neutral}", brief(value)
+            )
     newer = kept.pop("max_completion_tokens", None)
     if newer is not None:
         if kept.get("max_tokens") not in (None, newer):
-            raise InvalidJob("max_tokens and max_completion_tokens are one value, and differ: send one of them")
+            raise InvalidJob(
+                "max_tokens and max_completion_tokens are one value, and differ: send one of them"
+            )
         kept["max_tokens"] = newer
     return with_structured_outputs(kept)
 
@@ -157,4 +198,7 @@ def without_neutral(values: Mapping[str, Any]) -> dict[str, Any]:
 def _is_neutral(name: str, value: Any, values: Mapping[str, Any]) -> bool:
     if name == "best_of" and type(value) is int and value == values.get("n"):
         return True
-    return any(value == each and isinstance(value, bool) is isinstance(each, bool) for each in NEUTRAL[name])
+    return any(
+        value == each and isinstance(value, bool) is isinstance(each, bool)
+        for each in NEUTRAL[name]
+    )

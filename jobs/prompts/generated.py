@@ -70,7 +70,9 @@ def _sampled(item: Item[Samples]) -> Item[PromptAnswer]:
     return PromptAnswer(samples, [len(sample.token_ids) for sample in samples])
 
 
-def _tried(request: Request, repairs: RepairOptions, row: Any, control_tokens: Collection[str]) -> Item[PromptAnswer]:
+def _tried(
+    request: Request, repairs: RepairOptions, row: Any, control_tokens: Collection[str]
+) -> Item[PromptAnswer]:
     """Ask until an answer stands; see RepairOptions."""
     tally = _Tally()
     seed = request.sampling.get("seed")
@@ -86,7 +88,9 @@ def _tried(request: Request, repairs: RepairOptions, row: Any, control_tokens: C
 
         has_attempts = attempt < repairs.max_attempts
         if repairs.continue_on_length and completion.finish_reason == "length" and has_attempts:
-            asked = replace(request, continued=completion.token_ids, sampling=_later_sampling(request))
+            asked = replace(
+                request, continued=completion.token_ids, sampling=_later_sampling(request)
+            )
             continue
 
         if repairs.check is None:
@@ -99,10 +103,14 @@ def _tried(request: Request, repairs: RepairOptions, row: Any, control_tokens: C
             sampling["seed"] = hashed_seed(f"{seed}:attempt {attempt + 1}")
         request = replace(request, sampling=sampling)
         if request.messages is not None:
-            request = _repaired_chat(request, completion.text, repairs.text_behind(problem, is_chat=True))
+            request = _repaired_chat(
+                request, completion.text, repairs.text_behind(problem, is_chat=True)
+            )
         else:
             answer, reason = as_values([completion.text, problem], control_tokens)
-            request = _repaired_prompt(request, f"{answer}{repairs.text_behind(reason, is_chat=False)}")
+            request = _repaired_prompt(
+                request, f"{answer}{repairs.text_behind(reason, is_chat=False)}"
+            )
         asked = request
     return PromptAnswer([tally.sample()], [tally.num_generated], attempt, problem)
 
@@ -186,18 +194,27 @@ def check_repairs(
 ) -> None:
     """Raise InvalidJob for what answers cannot be tried again with. has_steps: rows of a run have several prompts."""
     if options.repair_template is not None and options.check is None:
-        raise InvalidJob("repair_template asks for a valid answer, and there is no check: give one too")
+        raise InvalidJob(
+            "repair_template asks for a valid answer, and there is no check: give one too"
+        )
     if not options.is_asked_for:
         if options.max_attempts != DEFAULT_MAX_ATTEMPTS:
-            raise InvalidJob("max_attempts is for answers that are tried again: give a check, or continue_on_length")
+            raise InvalidJob(
+                "max_attempts is for answers that are tried again: give a check, or continue_on_length"
+            )
         return
     name = "continue_on_length" if options.check is None else "check"
     n = sampling.get("n", 1)
     if type(n) is int and n > 1:
-        raise InvalidValue(f"{name} and n={{}}: a prompt that is tried again has one answer", brief(n))
+        raise InvalidValue(
+            f"{name} and n={{}}: a prompt that is tried again has one answer", brief(n)
+        )
     for is_so, problem in (
         (prompt_only, f"{name} and max_tokens=0: there is no answer that could be tried again"),
-        (has_tools and options.check, "check and tools: a check is of an answer's text, and a call of a tool has none"),
+        (
+            has_tools and options.check,
+            "check and tools: a check is of an answer's text, and a call of a tool has none",
+        ),
         (has_labels, f"{name} and labels: a label is no answer that could be tried again"),
         (has_steps, f"{name} and prompts: rows of several prompts are asked once: leave one out"),
     ):

@@ -17,7 +17,17 @@ from jobs.prompts.arguments import MAX_PROMPT_BYTES
 from jobs.prompts.template_texts import TemplateProblem
 from sandbox.child import Worker
 
-_WRITTEN = (str, int, float, Decimal, datetime.date, datetime.time, datetime.timedelta, jinja2.Undefined, UUID)
+_WRITTEN = (
+    str,
+    int,
+    float,
+    Decimal,
+    datetime.date,
+    datetime.time,
+    datetime.timedelta,
+    jinja2.Undefined,
+    UUID,
+)
 #: What reads other templates.
 _UNSERVED = (nodes.Include, nodes.Import, nodes.FromImport, nodes.Extends, nodes.Block)
 #: What gives another text each time.
@@ -78,9 +88,13 @@ class _Environment(ImmutableSandboxedEnvironment):
             found.visit(tree)
             return self.from_string(tree), frozenset(found.undeclared_identifiers)
         except jinja2.TemplateSyntaxError as error:
-            raise TemplateProblem(f"the template, line {error.lineno}: {{}}", str(error.message)[:200]) from None
+            raise TemplateProblem(
+                f"the template, line {error.lineno}: {{}}", str(error.message)[:200]
+            ) from None
         except (SyntaxError, RecursionError, MemoryError, ValueError):
-            raise TemplateProblem("the template is nested too deeply, or holds what Python cannot compile") from None
+            raise TemplateProblem(
+                "the template is nested too deeply, or holds what Python cannot compile"
+            ) from None
 
 
 _environment = _Environment()

@@ -33,13 +33,19 @@ def parse_labels(name: str, labels: object) -> list[str]:
         if not checked_text(label, f"label {number}"):
             raise InvalidJob(f"label {number} is empty: no token stands for it")
         if (first := found.index(label)) != number:
-            raise InvalidValue(f"labels {first} and {number} are both {{}}: name each once", brief(label))
+            raise InvalidValue(
+                f"labels {first} and {number} are both {{}}: name each once", brief(label)
+            )
     return list(found)
 
 
 def scoring_of(labels: Sequence[str], truncate_prompt_tokens: object = None) -> dict[str, Any]:
     """Return the values of a request that scores labels; see engine.ScoringParams."""
-    return {"continuations": list(labels), "score_end": "auto", **truncation(truncate_prompt_tokens)}
+    return {
+        "continuations": list(labels),
+        "score_end": "auto",
+        **truncation(truncate_prompt_tokens),
+    }
 
 
 def truncation(value: object) -> dict[str, int]:

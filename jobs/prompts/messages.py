@@ -46,10 +46,15 @@ def _message(message: object, number: int) -> dict[str, Any]:
         content = [_part(part, number) for part in content]
     else:
         content = checked_text(content, f"content of message {number}")
-    normal: dict[str, Any] = {"role": checked_text(message["role"], f"role of message {number}"), "content": content}
+    normal: dict[str, Any] = {
+        "role": checked_text(message["role"], f"role of message {number}"),
+        "content": content,
+    }
     if calls is not None:
         if not isinstance(calls, list):
-            raise InvalidJob(f"tool_calls of message {number} is {type(calls).__name__}, expected a list")
+            raise InvalidJob(
+                f"tool_calls of message {number} is {type(calls).__name__}, expected a list"
+            )
         normal["tool_calls"] = [_call(call, number) for call in calls]
     for key in TEXTS:
         if key in given:
@@ -58,8 +63,16 @@ def _message(message: object, number: int) -> dict[str, Any]:
 
 
 def _part(part: object, number: int) -> dict[str, Any]:
-    given = {key: value for key, value in part.items() if value is not None} if isinstance(part, dict) else {}
-    if given.keys() == {"type", "image"} and given["type"] == "image" and isinstance(given["image"], bytes):
+    given = (
+        {key: value for key, value in part.items() if value is not None}
+        if isinstance(part, dict)
+        else {}
+    )
+    if (
+        given.keys() == {"type", "image"}
+        and given["type"] == "image"
+        and isinstance(given["image"], bytes)
+    ):
         return given  # which no JSON holds: it was parsed before
     if given.get("type") == "image_url":
         return {"type": "image", "image": _picture(given, number)}
@@ -77,15 +90,23 @@ def _picture(given: dict[str, Any], number: int) -> Picture:
     shown = found if isinstance(found, dict) else {"url": found}
     is_known = given.keys() == {"type", "image_url"} and shown.keys() <= {"url", "detail"}
     if not is_known or not isinstance(url := shown.get("url"), str):
-        raise InvalidJob(f"a picture of message {number} must be {{'type': 'image_url', 'image_url': {{'url': ...}}}}")
+        raise InvalidJob(
+            f"a picture of message {number} must be {{'type': 'image_url', 'image_url': {{'url': ...}}}}"
+        )
     if shown.get("detail") not in (None, "auto", "high"):
-        raise unlike(f"detail of a picture of message {number}", shown["detail"], "'auto' or 'high'")
+        raise unlike(
+            f"detail of a picture of message {number}", shown["detail"], "'auto' or 'high'"
+        )
     return picture_of(url, f"a picture of message {number}")
 
 
 def _call(call: Any, number: int) -> dict[str, Any]:
     function = call.get("function") if isinstance(call, dict) else None
-    if not isinstance(function, dict) or "name" not in function or call.get("type", "function") != "function":
+    if (
+        not isinstance(function, dict)
+        or "name" not in function
+        or call.get("type", "function") != "function"
+    ):
         raise InvalidJob(
             f"a tool call of message {number} must be {{'id', 'type': 'function', 'function': {{'name', 'arguments'}}}}"
         )
@@ -93,7 +114,10 @@ def _call(call: Any, number: int) -> dict[str, Any]:
     arguments = {} if function.get("arguments") is None else function["arguments"]
     if not isinstance(arguments, dict):
         arguments = checked_text(arguments, f"the arguments of a {what}")
-    normal = {"type": "function", "function": {"name": checked_text(function["name"], what), "arguments": arguments}}
+    normal = {
+        "type": "function",
+        "function": {"name": checked_text(function["name"], what), "arguments": arguments},
+    }
     if call.get("id") is not None:
         normal["id"] = checked_text(call["id"], f"the id of a {what}")
     return normal
@@ -144,15 +168,23 @@ def forces_call(values: Mapping[str, Any]) -> bool:
 def _forced(choice: object, tools: list[dict[str, Any]]) -> object:
     """Return a choice that forces a call of one of these tools. Raises InvalidJob for any other."""
     if not tools:
-        raise InvalidValue("tool_choice is {}, and no tools are given that it could call", brief(choice))
+        raise InvalidValue(
+            "tool_choice is {}, and no tools are given that it could call", brief(choice)
+        )
     if choice == "required":
         return choice
-    function = choice.get("function") if isinstance(choice, dict) and choice.get("type") == "function" else None
+    function = (
+        choice.get("function")
+        if isinstance(choice, dict) and choice.get("type") == "function"
+        else None
+    )
     if not isinstance(function, dict) or not isinstance(function.get("name"), str):
         known = "'auto', 'none', 'required' or {'type': 'function', 'function': {'name': ...}}"
         raise unlike("tool_choice", choice, known)
     if all(tool["function"]["name"] != function["name"] for tool in tools):
-        raise InvalidValue("tool_choice names {}, which is none of the tools", brief(function["name"]))
+        raise InvalidValue(
+            "tool_choice names {}, which is none of the tools", brief(function["name"])
+        )
     return {"type": "function", "function": {"name": function["name"]}}
 
 
@@ -160,14 +192,28 @@ def refuse_chat_options(values: Mapping[str, Any]) -> None:
     """Raise InvalidJob for an option that only chats have."""
     for name in NAMES:
         if name != OF_VALUES and values.get(name) is not None:
-            raise InvalidJob(f"{name} belongs to a chat, and a prompt that is a text passes no template")
+            raise InvalidJob(
+                f"{name} belongs to a chat, and a prompt that is a text passes no template"
+            )
 
 
 def _tools(tools: object) -> list[dict[str, Any]]:
     if not isinstance(tools, list):
         raise InvalidJob(f"tools is {type(tools).__name__}, expected a list of functions")
     for number, tool in enumerate(tools):
-        function = tool.get("function") if isinstance(tool, dict) and tool.get("type") == "function" else None
-        if not isinstance(function, dict) or not isinstance(function.get("name"), str) or not function["name"]:
-            raise unlike(f"tool {number}", tool, "an object of type 'function' with a 'function' that has a name")
+        function = (
+            tool.get("function")
+            if isinstance(tool, dict) and tool.get("type") == "function"
+            else None
+        )
+        if (
+            not isinstance(function, dict)
+            or not isinstance(function.get("name"), str)
+            or not function["name"]
+        ):
+            raise unlike(
+                f"tool {number}",
+                tool,
+                "an object of type 'function' with a 'function' that has a name",
+            )
     return tools

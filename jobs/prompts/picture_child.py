@@ -13,7 +13,9 @@ _FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF")
 
 Image.init()  # imports all formats' readers, within no task's limits
 Image.MAX_IMAGE_PIXELS = None  # the worker says how many
-os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # what is odd about a file is no matter for the worker's log
+os.dup2(
+    os.open(os.devnull, os.O_WRONLY), 2
+)  # what is odd about a file is no matter for the worker's log
 
 
 def decode(worker: Worker) -> Iterator[tuple[dict[str, Any], Body]]:
@@ -38,7 +40,9 @@ def _decoded(file: bytearray, most: int) -> Image.Image | str:
     if picture.width * picture.height > most:
         return f"has {picture.width} x {picture.height} pixels, more than the {most} that its prompt has left"
     picture = ImageOps.exif_transpose(picture)
-    if picture.mode.startswith("I;16"):  # Pillow would make all but the darkest of 65,536 greys white
+    if picture.mode.startswith(
+        "I;16"
+    ):  # Pillow would make all but the darkest of 65,536 greys white
         picture = picture.convert("I").point(lambda value: value / 257).convert("L")
     if picture.mode in ("I", "F"):
         return "has pixels of 32 bits, and does not tell which is white: write it in 8 or 16 bits"

@@ -37,7 +37,9 @@ def picture_of(url: str, what: str) -> Picture:
             raise InvalidJob(f"{what} is no base64: {error}") from None
     is_data = url[:5].lower() == "data:"
     if is_url(url) and not is_data:  # not shown: it may hold keys
-        raise InvalidJob(f"{what} has a URL of the web, and none is fetched: give a data: URL, or a path")
+        raise InvalidJob(
+            f"{what} has a URL of the web, and none is fetched: give a data: URL, or a path"
+        )
     if is_data or not 0 < len(url) <= MAX_PATH_CHARS:
         expected = f"data:image/...;base64,... or a path of at most {MAX_PATH_CHARS} characters"
         raise InvalidValue(f"{what} is {{}}, expected {expected}", brief(url))
@@ -76,7 +78,9 @@ def loaded(pictures: Iterable[Picture], read: ReadFile) -> list[bytes]:
         found.append(read(picture) if isinstance(picture, str) else picture)
         size += len(found[-1])
         if size > MAX_BYTES:
-            raise InvalidJob(f"the prompt's pictures have more than {MAX_BYTES} bytes: make them smaller")
+            raise InvalidJob(
+                f"the prompt's pictures have more than {MAX_BYTES} bytes: make them smaller"
+            )
         if len(found) > MAX_PICTURES:
             raise InvalidJob(f"the prompt has more than {MAX_PICTURES} pictures: leave some out")
     return found
@@ -90,7 +94,9 @@ def decode(file: bytes, what: str, most: int) -> tuple[int, int, bytearray]:
     """Return the height, width and RGB of a picture of `most` pixels, from a child. Raises InvalidJob."""
     try:
         found, pixels = DECODERS.call(
-            lambda child: child.ask("jobs.prompts.picture_child:decode", {"most": most}, LIMITS, file)
+            lambda child: child.ask(
+                "jobs.prompts.picture_child:decode", {"most": most}, LIMITS, file
+            )
         )
     except ChildFailed as error:
         raise InvalidJob(f"decoding {what} {error}") from None

@@ -17,7 +17,12 @@ from jobs.items.records import Progress
 from jobs.items.runner import Entry, ItemRunner, PromptTokens
 from jobs.prompts.arguments import Prompt, Unusable, check_choices, parse_prompts, parse_sampling
 from jobs.prompts.generated import PromptAnswer, check_repairs, failed, generated, hashed_seed
-from jobs.prompts.messages import OF_VALUES, normal_messages, refuse_chat_options, split_chat_options
+from jobs.prompts.messages import (
+    OF_VALUES,
+    normal_messages,
+    refuse_chat_options,
+    split_chat_options,
+)
 from jobs.prompts.pictures import pictured_task, with_pictures
 from jobs.prompts.response_options import chat_response_options, completion_options
 from jobs.prompts.responses import Answers, chat_completion, text_completion
@@ -31,7 +36,12 @@ from jobs.tasks import OpenTask, Parts, Request, Task
 PROGRESS_AFTER_S, PROGRESS_EVERY_S = 5.0, 2.0
 
 #: How a result's id begins where that is not its kind; a list has no id.
-ID_PREFIXES = {"text_completion": "cmpl", "chat.completion": "chatcmpl", "classification": "classify", "list": None}
+ID_PREFIXES = {
+    "text_completion": "cmpl",
+    "chat.completion": "chatcmpl",
+    "classification": "classify",
+    "list": None,
+}
 
 #: Kinds of results that have OpenAI's system_fingerprint. It is the model's, and covers all that changes its answers.
 _OF_COMPLETIONS = ("text_completion", "chat.completion")
@@ -75,7 +85,9 @@ class PromptTask(Task):
         """Whether a child process looks at answers."""
         return self.repairs.check is not None or (self.way is not None and self.way.has_checks)
 
-    def item(self, prompt: Request | Unusable, control_tokens: Collection[str] = ()) -> Item[PromptAnswer]:
+    def item(
+        self, prompt: Request | Unusable, control_tokens: Collection[str] = ()
+    ) -> Item[PromptAnswer]:
         """Return what is asked of one prompt. control_tokens: the model's."""
         if isinstance(prompt, Unusable):
             return _ended(failed(prompt.reason, self.num_samples))
@@ -167,7 +179,11 @@ class OpenPrompts(ItemsTask):
                 answers.append(failed(prompt.reason, task.num_samples))
             else:
                 answers.append(None)
-                entries.append(Entry[PromptAnswer]([place], partial(task.item, prompt, context.model.control_tokens)))
+                entries.append(
+                    Entry[PromptAnswer](
+                        [place], partial(task.item, prompt, context.model.control_tokens)
+                    )
+                )
         ask = PromptAsk(has_checks=task.has_checks)
         self.runner = ItemRunner(entries, answers, ask, context.checks, keeps_replies=has_journal)
         self.runner.resume(self._left)
@@ -177,7 +193,11 @@ class OpenPrompts(ItemsTask):
         """Return what names each prompt's request in the journal."""
         clock = self._context.model.pinned(self._task.clock()).clock
         requests = enumerate(self._task.prompts)
-        return {place: request.digest(clock) for place, request in requests if isinstance(request, Request)}
+        return {
+            place: request.digest(clock)
+            for place, request in requests
+            if isinstance(request, Request)
+        }
 
     def _left_behind(self) -> dict[int, Progress]:
         """Return how far another execution came, for each prompt that still asks the same."""
@@ -253,7 +273,10 @@ class OpenPrompts(ItemsTask):
 def text_requests(
     prompts: Sequence[Prompt | Unusable], values: Mapping[str, Any], kind: str = "generate"
 ) -> list[Request | Unusable]:
-    return [each if isinstance(each, Unusable) else Request(each, None, values, kind=kind) for each in prompts]
+    return [
+        each if isinstance(each, Unusable) else Request(each, None, values, kind=kind)
+        for each in prompts
+    ]
 
 
 def _seeded(requests: Sequence[Request | Unusable]) -> list[Request | Unusable]:
@@ -271,7 +294,10 @@ def _seeded(requests: Sequence[Request | Unusable]) -> list[Request | Unusable]:
 
 
 def _checked_way(
-    options: Mapping[str, Any], sampling: Mapping[str, Any], repairs: RepairOptions, tools: list[dict[str, Any]]
+    options: Mapping[str, Any],
+    sampling: Mapping[str, Any],
+    repairs: RepairOptions,
+    tools: list[dict[str, Any]],
 ) -> Way | None:
     """Return the way that options ask for. Raises InvalidJob for what it does not go with."""
     way = way_of(options)
@@ -300,16 +326,26 @@ def complete_task(
         prompts = parse_prompts(prompt)
         check_choices(len(prompts), values)
         if repairs.check is not None and any(isinstance(each, list) for each in prompts):
-            raise InvalidJob("check and a prompt of token ids: its reason is a text: give the prompt as a text")
+            raise InvalidJob(
+                "check and a prompt of token ids: its reason is a text: give the prompt as a text"
+            )
         respond = partial(text_completion, options=options)
         requests = _seeded(text_requests(prompts, values))
-        return PromptTask(requests, respond, asked_for, values, repairs, values_are_text=values_are_text, way=way)
+        return PromptTask(
+            requests, respond, asked_for, values, repairs, values_are_text=values_are_text, way=way
+        )
 
-    return asked_task(task, values_are_text=values_are_text, prompt=prompt, prompt_template=prompt_template)
+    return asked_task(
+        task, values_are_text=values_are_text, prompt=prompt, prompt_template=prompt_template
+    )
 
 
 def chat_task(
-    messages: object = None, *, messages_template: object = None, model: object = None, **options: Any
+    messages: object = None,
+    *,
+    messages_template: object = None,
+    model: object = None,
+    **options: Any,
 ) -> Task:
     asked_for = parse_model(model)
     others, repairs = split_repair_options(options)
@@ -321,9 +357,13 @@ def chat_task(
 
     def task(messages: Parts) -> PromptTask:
         respond = partial(chat_completion, options=response)
-        return PromptTask([Request(None, messages, values, chat)], respond, asked_for, values, repairs, way=way)
+        return PromptTask(
+            [Request(None, messages, values, chat)], respond, asked_for, values, repairs, way=way
+        )
 
     def parsed(_: str, messages: object) -> Task:
         return pictured_task(normal_messages(messages), task)
 
-    return asked_task(parsed, values_are_text=True, messages=messages, messages_template=messages_template)
+    return asked_task(
+        parsed, values_are_text=True, messages=messages, messages_template=messages_template
+    )

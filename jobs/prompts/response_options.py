@@ -45,7 +45,9 @@ def completion_options(values: Mapping[str, Any]) -> tuple[dict[str, Any], Respo
 
 def chat_response_options(values: Mapping[str, Any]) -> tuple[dict[str, Any], ResponseOptions]:
     """Return the same of a chat's. Its reasoning is given apart unless `separate_reasoning` is false."""
-    sampling = {name: value for name, value in values.items() if name not in ("echo", "top_logprobs")}
+    sampling = {
+        name: value for name, value in values.items() if name not in ("echo", "top_logprobs")
+    }
     if values.get("echo"):
         raise InvalidJob("echo belongs to jobs.complete: a chat's response holds the answer alone")
     sampling.setdefault("separate_reasoning", True)
@@ -87,11 +89,17 @@ def with_structured_outputs(values: Mapping[str, Any]) -> dict[str, Any]:
     if kind == "json_schema":
         described = asked.get("json_schema")
         if not isinstance(described, dict):
-            raise unlike("json_schema of response_format", described, '{"name": ..., "schema": ...}')
+            raise unlike(
+                "json_schema of response_format", described, '{"name": ..., "schema": ...}'
+            )
         if (schema := described.get("schema")) is not None:
             wanted = {"json": schema}
     elif kind != "json_object":
-        raise unlike("response_format", asked, "an object whose type is text, json_object or json_schema")
+        raise unlike(
+            "response_format", asked, "an object whose type is text, json_object or json_schema"
+        )
     if kept.get("structured_outputs") is not None:
-        raise InvalidJob("response_format and structured_outputs each say what the text must be: send one")
+        raise InvalidJob(
+            "response_format and structured_outputs each say what the text must be: send one"
+        )
     return {**kept, "structured_outputs": wanted}

@@ -18,7 +18,9 @@ INCOMPLETE = "\ufffd"
 TokenLogprobs = Mapping[int, Logprob]
 
 
-def text_logprobs(sample: Completion, text: str, *, echo: bool, prompt_only: bool) -> dict[str, Any]:
+def text_logprobs(
+    sample: Completion, text: str, *, echo: bool, prompt_only: bool
+) -> dict[str, Any]:
     """Make `logprobs` of a text_completion's choice.
 
     text: the choice's, in which `text_offset` counts characters. echo: the prompt's tokens come first; the first of
@@ -60,7 +62,9 @@ def _text_offsets(text: str, tokens: Iterable[tuple[str, bytes | None]]) -> list
             offset += len(INCOMPLETE)
             decoder.reset()
         offsets.append(offset)
-        offset = _behind(text, offset, token if partial_bytes is None else decoder.decode(partial_bytes))
+        offset = _behind(
+            text, offset, token if partial_bytes is None else decoder.decode(partial_bytes)
+        )
     return offsets
 
 
@@ -69,7 +73,9 @@ def _behind(text: str, offset: int, characters: str) -> int:
     if text.startswith(characters, offset):
         return offset + len(characters)
     if offset == 0 and characters.startswith(" ") and text.startswith(characters[1:]):
-        return len(characters) - 1  # sentencepiece adds a space before a text, and takes it away again
+        return (
+            len(characters) - 1
+        )  # sentencepiece adds a space before a text, and takes it away again
     return offset
 
 
@@ -79,7 +85,9 @@ def chat_logprobs(rows: Sequence[TokenLogprobs], num_top: int) -> dict[str, Any]
             {
                 **_entry(_own(row)),
                 "top_logprobs": [
-                    _entry(each) for each in sorted(row.values(), key=lambda each: each.rank) if each.rank <= num_top
+                    _entry(each)
+                    for each in sorted(row.values(), key=lambda each: each.rank)
+                    if each.rank <= num_top
                 ],
             }
             for row in rows
@@ -94,7 +102,11 @@ def prompt_logprobs(rows: Sequence[TokenLogprobs | None]) -> list[dict[str, Any]
         None
         if row is None
         else {
-            str(token_id): {"logprob": _shown(each), "rank": each.rank, "decoded_token": each.decoded_token}
+            str(token_id): {
+                "logprob": _shown(each),
+                "rank": each.rank,
+                "decoded_token": each.decoded_token,
+            }
             for token_id, each in row.items()
         }
         for row in rows
@@ -130,7 +142,10 @@ def _entry(entry: Logprob) -> dict[str, Any]:
     if entry.partial_bytes is None:
         token, token_bytes = entry.decoded_token, entry.decoded_token.encode()
     else:
-        token, token_bytes = entry.partial_bytes.decode(errors="backslashreplace"), entry.partial_bytes
+        token, token_bytes = (
+            entry.partial_bytes.decode(errors="backslashreplace"),
+            entry.partial_bytes,
+        )
     return {"token": token, "logprob": _shown(entry), "bytes": list(token_bytes)}
 
 
@@ -151,14 +166,18 @@ PLAIN = ResponseOptions()
 Answers = Sequence[PromptAnswer]
 
 
-def text_completion(answers: Answers, job_id: str, options: ResponseOptions = PLAIN) -> dict[str, Any]:
+def text_completion(
+    answers: Answers, job_id: str, options: ResponseOptions = PLAIN
+) -> dict[str, Any]:
     """Return a `text_completion`, choices over prompts, then samples; one that failed has the reason in `error`."""
     choices = []
     for number, answer, sample in _numbered(answers):
         text = (sample.prompt_text or "") + ("" if options.prompt_only else sample.text)
         choice = {"index": number, "text": text, **_ending(sample)}
         if sample.error is None and options.num_top is not None:
-            choice["logprobs"] = text_logprobs(sample, text, echo=options.echo, prompt_only=options.prompt_only)
+            choice["logprobs"] = text_logprobs(
+                sample, text, echo=options.echo, prompt_only=options.prompt_only
+            )
         if sample.reasoning is not None:
             choice["reasoning"] = sample.reasoning
         choices.append(choice | _of_prompt(answer, sample, options))
@@ -168,7 +187,9 @@ def text_completion(answers: Answers, job_id: str, options: ResponseOptions = PL
     return {"object": "text_completion", "choices": choices, "usage": used}
 
 
-def chat_completion(answers: Answers, job_id: str, options: ResponseOptions = PLAIN) -> dict[str, Any]:
+def chat_completion(
+    answers: Answers, job_id: str, options: ResponseOptions = PLAIN
+) -> dict[str, Any]:
     """Return a `chat.completion` with a choice for each sample."""
     choices = []
     for number, answer, sample in _numbered(answers):
@@ -198,7 +219,9 @@ def _numbered(answers: Answers) -> Iterator[tuple[int, PromptAnswer, Completion]
             number += 1
 
 
-def _of_prompt(answer: PromptAnswer, sample: Completion, options: ResponseOptions) -> dict[str, Any]:
+def _of_prompt(
+    answer: PromptAnswer, sample: Completion, options: ResponseOptions
+) -> dict[str, Any]:
     values: dict[str, Any] = {}
     if sample.prompt_logprobs is not None and not options.echo:
         values["prompt_logprobs"] = prompt_logprobs(sample.prompt_logprobs)

@@ -39,19 +39,27 @@ _POOLING: Mapping[str, Callable[[str, Any], Any]] = {
 }
 
 
-def embed_task(input: object, *, encoding_format: object = None, model: object = None, **others: Any) -> PromptTask:
+def embed_task(
+    input: object, *, encoding_format: object = None, model: object = None, **others: Any
+) -> PromptTask:
     asked_for = parse_model(model)
     given = {name: others.pop(name, None) for name in (*_POOLING, "truncate_prompt_tokens")}
     for name in without_neutral(others):
         raise InvalidValue("{} is no argument of jobs.embed", brief(name))
-    encoding = ENCODINGS[0] if encoding_format is None else one_of("encoding_format", encoding_format, ENCODINGS)
+    encoding = (
+        ENCODINGS[0]
+        if encoding_format is None
+        else one_of("encoding_format", encoding_format, ENCODINGS)
+    )
     requests = text_requests(parse_prompts(input), pooling_values(**given), kind="embed")
     return PromptTask(requests, partial(_embeddings, is_base64=encoding == "base64"), asked_for)
 
 
 def pooling_values(*, truncate_prompt_tokens: object = None, **given: Any) -> dict[str, Any]:
     """Return the values of a request for an embedding; see engine.PoolingParams. Raises InvalidJob."""
-    values = {name: _POOLING[name](name, value) for name, value in given.items() if value is not None}
+    values = {
+        name: _POOLING[name](name, value) for name, value in given.items() if value is not None
+    }
     return {**values, **truncation(truncate_prompt_tokens)}
 
 
@@ -59,7 +67,9 @@ def _embeddings(answers: Answers, job_id: str, *, is_base64: bool) -> dict[str, 
     num_tokens = usage(answers)["prompt_tokens"]
     return {
         "object": "list",
-        "data": [_entry(index, answer.first, is_base64=is_base64) for index, answer in enumerate(answers)],
+        "data": [
+            _entry(index, answer.first, is_base64=is_base64) for index, answer in enumerate(answers)
+        ],
         "usage": {"prompt_tokens": num_tokens, "total_tokens": num_tokens},
     }
 
@@ -67,7 +77,11 @@ def _embeddings(answers: Answers, job_id: str, *, is_base64: bool) -> dict[str, 
 def _entry(index: int, sample: Completion, *, is_base64: bool) -> dict[str, Any]:
     numbers = sample.embedding or ()
     # nine digits are all that a float32 has, and half of what is written otherwise
-    shown_numbers = b64encode(array("f", numbers)).decode() if is_base64 else [float(f"{x:.9g}") for x in numbers]
+    shown_numbers = (
+        b64encode(array("f", numbers)).decode()
+        if is_base64
+        else [float(f"{x:.9g}") for x in numbers]
+    )
     entry = {"object": "embedding", "index": index, "embedding": shown_numbers}
     return entry if sample.error is None else {**entry, "error": sample.error}
 
@@ -98,9 +112,14 @@ def classify_task(
 ) -> Task:
     asked_for, found = parse_model(model), parse_labels("labels", labels)
     values = scoring_of(found, truncate_prompt_tokens)
-    given = {name: options.pop(name, None) for name in ("messages", "prompt_template", "messages_template")}
+    given = {
+        name: options.pop(name, None)
+        for name in ("messages", "prompt_template", "messages_template")
+    }
     if forces_call(options):
-        raise InvalidValue("tool_choice is {}, and jobs.classify generates nothing", brief(options["tool_choice"]))
+        raise InvalidValue(
+            "tool_choice is {}, and jobs.classify generates nothing", brief(options["tool_choice"])
+        )
     _, template = split_chat_options(options)
 
     def task(kind: str, asked: object) -> Task:
@@ -115,9 +134,13 @@ def classify_task(
             if is_chat:
                 requests = [Request(None, each, values, template, kind="score") for each in both]
             else:
-                requests = [Request(one_prompt(each, "prompt"), None, values, kind="score") for each in both]
+                requests = [
+                    Request(one_prompt(each, "prompt"), None, values, kind="score") for each in both
+                ]
             if len(requests) > 1 and any(pictures_in(each.messages or []) for each in requests):
-                raise InvalidJob("calibrate and pictures do not go together: no picture has no content")
+                raise InvalidJob(
+                    "calibrate and pictures do not go together: no picture has no content"
+                )
             return PromptTask(requests, partial(_classification, labels=found), asked_for)
 
         return pictured_task(normal_messages(asked), made) if is_chat else made(asked)
@@ -126,7 +149,11 @@ def classify_task(
 
 
 def loglikelihood_task(
-    prompt: object, continuations: object, *, truncate_prompt_tokens: object = None, model: object = None
+    prompt: object,
+    continuations: object,
+    *,
+    truncate_prompt_tokens: object = None,
+    model: object = None,
 ) -> PromptTask:
     asked_for, found = parse_model(model), _continuations(continuations)
     values = {"continuations": found, **truncation(truncate_prompt_tokens)}
@@ -156,7 +183,9 @@ def rerank_task(
 
     def task(context: JobContext) -> PromptTask:
         context.model.check_ranks()
-        requests = [relevance_request(asked, text, bool(context.model.classes), told) for text in texts]
+        requests = [
+            relevance_request(asked, text, bool(context.model.classes), told) for text in texts
+        ]
         return PromptTask(requests, partial(_ranking, documents=shown, top_n=most), asked_for)
 
     return LateTask(task)
@@ -180,9 +209,13 @@ def relevance(sample: Completion) -> float | None:
     return None if found is None else found.probabilities["yes"]
 
 
-def classify_text_task(input: object, *, truncate_prompt_tokens: object = None, model: object = None) -> Task:
+def classify_text_task(
+    input: object, *, truncate_prompt_tokens: object = None, model: object = None
+) -> Task:
     asked_for = parse_model(model)
-    requests = text_requests(parse_prompts(input), truncation(truncate_prompt_tokens), kind="classify")
+    requests = text_requests(
+        parse_prompts(input), truncation(truncate_prompt_tokens), kind="classify"
+    )
     return PromptTask(requests, _classes, asked_for)
 
 
@@ -209,7 +242,9 @@ def _classification(answers: Answers, job_id: str, labels: Sequence[str]) -> dic
     logprobs = [_logprobs(number, answer.first) for number, answer in enumerate(answers)]
     found = classify(labels, *logprobs)
     if found is None:
-        raise RequestFailed(0, "a label has no finite log-likelihood: its probability cannot be told")
+        raise RequestFailed(
+            0, "a label has no finite log-likelihood: its probability cannot be told"
+        )
     return {
         "object": "classification",
         "label": found.label,
@@ -218,7 +253,9 @@ def _classification(answers: Answers, job_id: str, labels: Sequence[str]) -> dic
     }
 
 
-def _loglikelihood(answers: Answers, job_id: str, continuations: Sequence[str | list[int]]) -> dict[str, Any]:
+def _loglikelihood(
+    answers: Answers, job_id: str, continuations: Sequence[str | list[int]]
+) -> dict[str, Any]:
     likelihoods = answers[0].first.loglikelihoods
     assert likelihoods is not None, "an answer without what was asked for"
     return {
@@ -237,7 +274,9 @@ def _loglikelihood(answers: Answers, job_id: str, continuations: Sequence[str | 
     }
 
 
-def _ranking(answers: Answers, job_id: str, documents: Sequence[str] | None, top_n: int | None) -> dict[str, Any]:
+def _ranking(
+    answers: Answers, job_id: str, documents: Sequence[str] | None, top_n: int | None
+) -> dict[str, Any]:
     results = [_result(number, answer.first, documents) for number, answer in enumerate(answers)]
     results.sort(key=_rank)
     return {"object": "rerank", "results": results[:top_n], "usage": usage(answers)}
@@ -256,7 +295,9 @@ def _result(number: int, sample: Completion, documents: Sequence[str] | None) ->
     if sample.error is not None:
         return {**result, "error": sample.error}
     score = relevance(sample)
-    return {**result, "error": NO_RELEVANCE} if score is None else {**result, "relevance_score": score}
+    return (
+        {**result, "error": NO_RELEVANCE} if score is None else {**result, "relevance_score": score}
+    )
 
 
 def _logprobs(number: int, sample: Completion) -> list[float]:
@@ -267,9 +308,13 @@ def _logprobs(number: int, sample: Completion) -> list[float]:
 
 def _continuations(continuations: object) -> list[str | list[int]]:
     found: list[str | list[int]] = []
-    for number, each in enumerate(listed("continuations", continuations, "a list of texts", 1, MAX_CHOICES)):
+    for number, each in enumerate(
+        listed("continuations", continuations, "a list of texts", 1, MAX_CHOICES)
+    ):
         if not each or not isinstance(each, str | list):
-            raise unlike(f"continuation {number}", each, "a text or a list of token ids, and not empty")
+            raise unlike(
+                f"continuation {number}", each, "a text or a list of token ids, and not empty"
+            )
         found.append(one_prompt(each, f"continuation {number}"))
     return found
 
@@ -288,7 +333,9 @@ def _content_free(asked: Any, calibrate: object, *, is_chat: bool) -> object:
 
 def _documents(documents: object) -> list[str]:
     texts = []
-    for number, each in enumerate(listed("documents", documents, "a list of texts", 1, MAX_PROMPTS)):
+    for number, each in enumerate(
+        listed("documents", documents, "a list of texts", 1, MAX_PROMPTS)
+    ):
         text = each["text"] if isinstance(each, dict) and each.keys() == {"text"} else each
         texts.append(checked_text(text, f"document {number}"))
     return texts

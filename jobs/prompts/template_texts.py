@@ -17,21 +17,30 @@ MAX_TEMPLATE_MESSAGES = 100
 def template_texts(template: Any) -> tuple[list[str], tuple[str, ...] | None]:
     """Return the texts of a template of any kind and, for a chat, their roles. Raises InvalidJob."""
     texts, roles = ([template], ()) if isinstance(template, str) else _messages(template)
-    chars, remedy = sum(map(len, (*texts, *roles))), "shorten it, or write the long part into a column"
+    chars, remedy = (
+        sum(map(len, (*texts, *roles))),
+        "shorten it, or write the long part into a column",
+    )
     check_limit(chars, MAX_TEMPLATE_CHARS, "the template has {} characters", remedy)
     return texts, roles or None
 
 
 def _messages(template: Any) -> tuple[list[str], tuple[str, ...]]:
     if not isinstance(template, list) or not template:
-        raise InvalidJob("template must be a text or a non-empty list of {'role': ..., 'content': ...}")
+        raise InvalidJob(
+            "template must be a text or a non-empty list of {'role': ..., 'content': ...}"
+        )
     check_limit(len(template), MAX_TEMPLATE_MESSAGES, "the template has {} messages", "shorten it")
     for number, message in enumerate(template):
         if not isinstance(message, dict) or message.keys() != {"role", "content"}:
-            raise InvalidJob(f"message {number} of the template must hold exactly 'role' and 'content'")
+            raise InvalidJob(
+                f"message {number} of the template must hold exactly 'role' and 'content'"
+            )
         if not all(isinstance(value, str) for value in message.values()):
             raise InvalidJob(f"message {number} of the template: role and content must be strings")
-    return [message["content"] for message in template], tuple(message["role"] for message in template)
+    return [message["content"] for message in template], tuple(
+        message["role"] for message in template
+    )
 
 
 #: Goes into a control token that a value spells, or begins at its end. engine.text.control_tokens then reads the

@@ -7,7 +7,14 @@ from functools import partial
 from typing import Any
 
 from jobs.common.display import brief, safe_name
-from jobs.common.rq_jobs import NO_JSON_VALUE, ResultType, dependency_ids, job_key, result_type, results_key
+from jobs.common.rq_jobs import (
+    NO_JSON_VALUE,
+    ResultType,
+    dependency_ids,
+    job_key,
+    result_type,
+    results_key,
+)
 from jobs.common.stored import text
 from jobs.context import JobContext
 from jobs.errors import AnswerMissing, InvalidJob, InvalidValue, check_limit
@@ -54,7 +61,9 @@ def answer_of(value: Any) -> Any:
     if value.get("object") == "classification":
         return value.get("label")
     choices = value.get("choices")
-    if value.get("object") not in ("text_completion", "chat.completion") or not isinstance(choices, list):
+    if value.get("object") not in ("text_completion", "chat.completion") or not isinstance(
+        choices, list
+    ):
         return value
     texts = [_text_of(choice) for choice in choices]
     return texts[0] if len(texts) == 1 else texts
@@ -100,10 +109,13 @@ def _parsed(job_id: str, packed: bytes | None) -> Any:
         value = json.loads(b64decode(packed))
     except (ValueError, RecursionError):
         raise AnswerMissing(
-            safe_name(job_id), "its result is no JSON: enqueue it on a queue with RQ's JSON serializer"
+            safe_name(job_id),
+            "its result is no JSON: enqueue it on a queue with RQ's JSON serializer",
         ) from None
     if value == NO_JSON_VALUE:
-        raise AnswerMissing(safe_name(job_id), "what it returned has no JSON: return texts, lists and dicts")
+        raise AnswerMissing(
+            safe_name(job_id), "what it returned has no JSON: return texts, lists and dicts"
+        )
     return value
 
 
@@ -128,14 +140,20 @@ def asked_task(make: Callable[[str, Any], Task], *, values_are_text: bool, **giv
     (name,) = found
     kind = name.removesuffix("_template")
     return (
-        make(kind, given[name]) if name == kind else _templated(name, given[name], partial(make, kind), values_are_text)
+        make(kind, given[name])
+        if name == kind
+        else _templated(name, given[name], partial(make, kind), values_are_text)
     )
 
 
-def _templated(argument: str, template: Any, make: Callable[[Any], Task], values_are_text: bool) -> Task:
+def _templated(
+    argument: str, template: Any, make: Callable[[Any], Task], values_are_text: bool
+) -> Task:
     sources, roles = template_texts(template)
     if (roles is None) is not (argument == ARGUMENTS[0]):
-        raise InvalidJob(f"{argument} is a {type(template).__name__}: a prompt's is a text, a chat's a list")
+        raise InvalidJob(
+            f"{argument} is a {type(template).__name__}: a prompt's is a text, a chat's a list"
+        )
 
     def filled(context: JobContext) -> Task:
         found = JinjaTexts(sources)
@@ -154,7 +172,9 @@ def _templated(argument: str, template: Any, make: Callable[[Any], Task], values
             raise InvalidValue(f"{argument}: {{}}", str(problem)) from None
         if roles is None:
             return make(texts[0])
-        return make([{"role": role, "content": text} for role, text in zip(roles, texts, strict=True)])
+        return make(
+            [{"role": role, "content": text} for role, text in zip(roles, texts, strict=True)]
+        )
 
     return LateTask(filled, blocking=True)
 
@@ -163,4 +183,6 @@ def refuse_template(values: dict[str, Any]) -> None:
     """Raise InvalidJob where something asks for a template that is no job and depends on none."""
     for name in ARGUMENTS:
         if values.get(name) is not None:
-            raise InvalidJob(f"{name} stands for answers of jobs that a job depends on, and this is no job")
+            raise InvalidJob(
+                f"{name} stands for answers of jobs that a job depends on, and this is no job"
+            )

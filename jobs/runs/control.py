@@ -12,7 +12,14 @@ from redis.client import Pipeline
 
 from jobs.common import stored
 from jobs.common.keys import FORMAT, FORMAT_FIELD, MODEL_FIELD
-from jobs.common.rq_jobs import JobStatus, QueueKeys, command_channel, executions_key, job_key, job_queue
+from jobs.common.rq_jobs import (
+    JobStatus,
+    QueueKeys,
+    command_channel,
+    executions_key,
+    job_key,
+    job_queue,
+)
 from jobs.errors import PlanningUnderWay, UnknownRun
 from jobs.runs.end_notices import tell_of
 from jobs.runs.plans.names import plan_job_id, shard_job_id
@@ -41,7 +48,10 @@ class Cancelled:
 
 
 def submit_run(
-    connection: Redis, queue_name: str, check_run: Callable[[RunSpec], None] = lambda spec: None, **arguments: Any
+    connection: Redis,
+    queue_name: str,
+    check_run: Callable[[RunSpec], None] = lambda spec: None,
+    **arguments: Any,
 ) -> str:
     """Enqueue the planning of a run unless it is already under way; return the run's id.
 
@@ -54,7 +64,11 @@ def submit_run(
     plan_job = plan_job_id(run)
     state = RunState(connection, run)
     # The output is passed on as it was named: its real path may be another one on the worker's machine.
-    planning = {**spec.to_json(), "output": run_path(run_arguments["output"]), **submission.to_arguments()}
+    planning = {
+        **spec.to_json(),
+        "output": run_path(run_arguments["output"]),
+        **submission.to_arguments(),
+    }
 
     def enter(pipe: Pipeline) -> None:
         is_held = not state.is_cancelled() and _is_held(connection, run, plan_job, submission.model)
@@ -80,7 +94,12 @@ def retry_run(connection: Redis, plan: Plan, output: str, max_tokens: int | None
     if plan.reused is not None and plan.spec.only_new:
         reuse += [run["output"] for run in plan.reused.runs]
 
-    arguments = {**plan.spec.to_json(), "output": output, "reuse": reuse, "model": plan.model.fingerprint}
+    arguments = {
+        **plan.spec.to_json(),
+        "output": output,
+        "reuse": reuse,
+        "model": plan.model.fingerprint,
+    }
     for name in (WEBHOOK, ON_END):
         if name in facts:
             arguments[name] = facts[name]
@@ -112,7 +131,9 @@ def cancel_run(connection: Redis, run: str) -> Cancelled:
             ids.append(facts["plan_job"])
         removed += remove_waiting(state, submission, facts[field], ids)
         for start in range(0, len(ids), CHUNK):
-            stopped += state.as_of(submission, partial(stop_held, connection, ids[start : start + CHUNK]))
+            stopped += state.as_of(
+                submission, partial(stop_held, connection, ids[start : start + CHUNK])
+            )
     if removed or stopped or "finished" not in facts:
         tell_of(state, submission, "cancelled")
     return Cancelled(removed, stopped)
@@ -132,7 +153,9 @@ def _is_nearer_to_end(connection: Redis, queue_key: str, job_ids: Sequence[str])
     return False
 
 
-def remove_waiting(state: RunState, submission: int, queue_name: str, job_ids: Sequence[str]) -> int:
+def remove_waiting(
+    state: RunState, submission: int, queue_name: str, job_ids: Sequence[str]
+) -> int:
     """Take waiting jobs from their queue; return how many. Raises RunResubmitted."""
     queue_key = QueueKeys(queue_name).waiting
     from_end = _is_nearer_to_end(state.connection, queue_key, job_ids)
@@ -149,7 +172,11 @@ def remove_waiting(state: RunState, submission: int, queue_name: str, job_ids: S
 
 
 def _enqueue_planning(
-    pipe: Pipeline, connection: Redis, submission: Submission, plan_job: str, arguments: dict[str, Any]
+    pipe: Pipeline,
+    connection: Redis,
+    submission: Submission,
+    plan_job: str,
+    arguments: dict[str, Any],
 ) -> None:
     for earlier in read_earlier(connection, [plan_job]):
         earlier.delete(pipe)

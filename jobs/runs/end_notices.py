@@ -23,7 +23,14 @@ from jobs.context.webhooks import call_webhook, check_host
 from jobs.errors import RunBusy, UnknownRun, WebhookFailed, WebhookRefused, unlike
 from jobs.runs.plans.names import run_and_shard
 from jobs.runs.redis_state.state import PLAN_ERROR, PartCount, RunState, transact
-from jobs.runs.redis_state.submission import ASKED_FOR, ON_END, TOLD, TOLD_FAILED, WEBHOOK, ErrorLimit
+from jobs.runs.redis_state.submission import (
+    ASKED_FOR,
+    ON_END,
+    TOLD,
+    TOLD_FAILED,
+    WEBHOOK,
+    ErrorLimit,
+)
 
 POSTING = "jobs.post_run_end"
 #: RQ's default for jobs.
@@ -63,7 +70,12 @@ def tell_failed(connection: Redis, job_id: str, lease: Lease, error: str) -> Non
 def tell_shards_failed(state: RunState, count: PartCount, more: str = "") -> None:
     """Enqueue a run's notices if shards have failed and nothing is left to run. more: put behind the reason."""
     if count.total is not None and count.failed > 0 and count.done + count.failed >= count.total:
-        tell_of(state, state.submission(), "failed", f"{count.failed} of {count.total} shards failed{more}")
+        tell_of(
+            state,
+            state.submission(),
+            "failed",
+            f"{count.failed} of {count.total} shards failed{more}",
+        )
 
 
 def tell_of(state: RunState, submission: int, word: str, reason: str | None = None) -> None:

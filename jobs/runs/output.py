@@ -57,7 +57,9 @@ def named_run(connection: Redis, name: str) -> tuple[str, RunOutput | None]:
 
 def output_here(folder: str, run: str) -> RunOutput | None:
     """Return a run's output as this machine sees it; None if the folder is elsewhere or another run's."""
-    with suppress(JobsError):  # Redis names the folder, and anybody who writes there may name a wrong one
+    with suppress(
+        JobsError
+    ):  # Redis names the folder, and anybody who writes there may name a wrong one
         output = _read_output(folder)
         if output is not None and output.plan.run == run:
             return output
@@ -84,6 +86,8 @@ def _read_output(name: str) -> RunOutput | None:
     if os.path.isfile(os.path.join(folder, SUCCESS)):
         state = "incomplete" if num_parts < len(plan.shards) else "finished"
     errors = None
-    with suppress(OSError, ValueError, KeyError, TypeError):  # there is no manifest yet, or it is damaged
+    with suppress(
+        OSError, ValueError, KeyError, TypeError
+    ):  # there is no manifest yet, or it is damaged
         errors = int(json.loads(Path(folder, MANIFEST).read_text("utf-8"))["errors"])
     return RunOutput(plan, folder, num_parts, state, errors)

@@ -15,16 +15,26 @@ from ops.bench.workload import parse_options, run
 
 
 def generate(
-    engine: Engine, prompts: list[list[int]], lengths: list[int], *, temperature: float = 0.0, top_p: float = 1.0
+    engine: Engine,
+    prompts: list[list[int]],
+    lengths: list[int],
+    *,
+    temperature: float = 0.0,
+    top_p: float = 1.0,
 ) -> list[list[int]]:
     """Complete all prompts, each to its full length; return their tokens."""
-    params = [SamplingParams(max_tokens=n, temperature=temperature, top_p=top_p, ignore_eos=True) for n in lengths]
+    params = [
+        SamplingParams(max_tokens=n, temperature=temperature, top_p=top_p, ignore_eos=True)
+        for n in lengths
+    ]
     return [completion.token_ids for completion in engine.generate(prompts, params)]
 
 
 def main() -> None:
     """Measure once and print a RESULT line, or take turns."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+    )
     parser.add_argument("--kv-cache-bytes", type=int)
     options = parse_options(parser)
     torch.set_num_threads(options.threads)
@@ -32,7 +42,12 @@ def main() -> None:
     with Engine(config) as engine:
         gc.collect()
         gc.freeze()  # as a worker does
-        run(options, "tokenmill", partial(generate, engine), lambda: {"stats": asdict(engine.stats())})
+        run(
+            options,
+            "tokenmill",
+            partial(generate, engine),
+            lambda: {"stats": asdict(engine.stats())},
+        )
 
 
 if __name__ == "__main__":

@@ -99,7 +99,9 @@ def floor_of(workload: Workload, shape: Shape, ceilings: Ceilings, itemsize: int
         reads += steps * len(prompt) + steps * (steps + 1) // 2
     sizes = dict(tensor_sizes(shape))
     weights = sum(a * b for a, b in (size for size in sizes.values() if len(size) == 2))
-    linear = weights - shape.vocab_size * shape.hidden_size  # the head sees one token of each prompt
+    linear = (
+        weights - shape.vocab_size * shape.hidden_size
+    )  # the head sees one token of each prompt
     num_tokens = sum(map(len, workload.prompts))
     pairs = sum(len(prompt) * (len(prompt) + 1) // 2 for prompt in workload.prompts)
     attention = 4 * shape.num_layers * shape.num_heads * shape.head_dim * pairs

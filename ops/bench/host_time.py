@@ -24,7 +24,9 @@ from engine.sampling.sampling_batch import SamplingBatch
 from engine.schedule.step_batch import StepBatch
 from ops.bench.report import print_machine, print_table, spread
 
-MODEL = Path(__file__).resolve().parents[1] / "demo" / "model"  # for its tokenizer; no weight is read
+MODEL = (
+    Path(__file__).resolve().parents[1] / "demo" / "model"
+)  # for its tokenizer; no weight is read
 BLOCK_SIZE, TOKEN = 16, 11
 TURNS = 5
 STEPS = 2 * BLOCK_SIZE  # in each turn: two blocks for each sequence, whenever it needs them
@@ -70,7 +72,9 @@ def start_engine(prompts: list[list[int]], *, overlap: bool) -> Engine:
     config = EngineConfig(
         str(MODEL),
         max_num_seqs=len(prompts),
-        max_num_batched_tokens=sum(map(len, prompts)),  # all prompts at once: then every step decodes all
+        max_num_batched_tokens=sum(
+            map(len, prompts)
+        ),  # all prompts at once: then every step decodes all
         block_size=BLOCK_SIZE,
         async_scheduling=overlap,
     )
@@ -97,7 +101,10 @@ def median_ms(step: Callable[[], object], num_steps: int) -> float:
 def measure(num_seqs: int, context: int) -> dict[str, list[float]]:
     """Median milliseconds per step of each turn, without overlap and with it, in turns."""
     prompts = make_prompts(num_seqs, context)
-    with start_engine(prompts, overlap=False) as plain, start_engine(prompts, overlap=True) as overlapping:
+    with (
+        start_engine(prompts, overlap=False) as plain,
+        start_engine(prompts, overlap=True) as overlapping,
+    ):
         engines = {"engine": plain, "engine, overlap": overlapping}
         times: dict[str, list[float]] = {name: [] for name in engines}
         for turn in range(TURNS + 1):
@@ -111,7 +118,9 @@ def measure(num_seqs: int, context: int) -> dict[str, list[float]]:
 
 def main() -> None:
     """Measure all cases; print a table."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+    )
     parser.add_argument("--cases", nargs="+", default=CASES, help="sequences x context")
     cases = [tuple(map(int, case.split("x"))) for case in parser.parse_args().cases]
     torch.set_num_threads(1)

@@ -106,7 +106,14 @@ def _tokens(rng: random.Random, count: int, vocab_size: int = PROMPT_TOKENS) -> 
 
 
 def _mixed(
-    name: str, model: str, num_seqs: int, prompts: Span, answers: Span, *, seed: int, vocab_size: int = PROMPT_TOKENS
+    name: str,
+    model: str,
+    num_seqs: int,
+    prompts: Span,
+    answers: Span,
+    *,
+    seed: int,
+    vocab_size: int = PROMPT_TOKENS,
 ) -> Workload:
     """Prompts and answers of lengths within the spans."""
     rng = random.Random(seed)
@@ -130,7 +137,9 @@ WORKLOADS: dict[str, Workload] = {
         _shared("W4", 256, 896, (16, 64), (1, 4)),
         _mixed("W5", "q54m", 48, (16, 64), (200, 400), seed=104),
         # nano-vLLM's benchmark, token for token
-        _mixed("mixed256", "q06b", 256, (100, 1024), (100, 1024), seed=0, vocab_size=PROMPT_TOKENS + 1),
+        _mixed(
+            "mixed256", "q06b", 256, (100, 1024), (100, 1024), seed=0, vocab_size=PROMPT_TOKENS + 1
+        ),
     )
 }
 
@@ -138,7 +147,12 @@ WORKLOADS: dict[str, Workload] = {
 def save_tokenizer(folder: Path, shape: Shape) -> None:
     """Byte-level BPE of 256 bytes and one merge; the other ids are names that no text gives."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    names = [*alphabet, "th", *(f"token{i}" for i in range(len(alphabet) + 1, shape.vocab_size - 1)), END]
+    names = [
+        *alphabet,
+        "th",
+        *(f"token{i}" for i in range(len(alphabet) + 1, shape.vocab_size - 1)),
+        END,
+    ]
     vocab = {name: i for i, name in enumerate(names)}
     tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=[("t", "h")]))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)

@@ -39,9 +39,13 @@ def generate(model: Any, prompts: list[list[int]], lengths: list[int]) -> list[l
 
 def main() -> None:
     """Measure once and print a RESULT line, or take turns."""
-    options = parse_options(argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter))
+    options = parse_options(
+        argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    )
     torch.set_num_threads(options.threads)
-    model: Any = AutoModelForCausalLM.from_pretrained(options.model, dtype=getattr(torch, options.dtype))
+    model: Any = AutoModelForCausalLM.from_pretrained(
+        options.model, dtype=getattr(torch, options.dtype)
+    )
     model.generation_config.eos_token_id = None  # to the full length
     run(options, "transformers", partial(generate, model))
 

@@ -60,7 +60,9 @@ class Peer:
     def run(self, workload: Path, shift: int, **more: bool) -> dict[str, Any]:
         """Let it run a workload; return its RESULT. Raises RuntimeError if it ends instead."""
         assert self._process.stdin is not None
-        self._process.stdin.write(json.dumps({"workload": str(workload), "shift": shift, **more}) + "\n")
+        self._process.stdin.write(
+            json.dumps({"workload": str(workload), "shift": shift, **more}) + "\n"
+        )
         self._process.stdin.flush()
         result: dict[str, Any] = json.loads(self._line_after("RESULT "))
         self.peak_mib = max(self.peak_mib, tree_rss_mib(psutil.Process(self.pid)))
@@ -100,7 +102,9 @@ def started(name: str, command: str, log: Path) -> Iterator[Peer]:
             yield Peer(name, process, log)
         finally:
             try:
-                process.communicate(timeout=END_S)  # closes its input, and reads what it still prints
+                process.communicate(
+                    timeout=END_S
+                )  # closes its input, and reads what it still prints
             except subprocess.TimeoutExpired:
                 os.killpg(process.pid, signal.SIGKILL)
                 process.communicate()
@@ -128,7 +132,11 @@ def summarize(records: list[dict[str, Any]], peak_mib: Mapping[str, float]) -> l
         if not ours.startswith(OURS) or other.startswith(OURS):
             continue
         pairs = list(zip(runs[ours], runs[other], strict=True))
-        same = [a == b for own, peer in pairs for a, b in zip(own["outputs"], peer["outputs"], strict=True)]
+        same = [
+            a == b
+            for own, peer in pairs
+            for a, b in zip(own["outputs"], peer["outputs"], strict=True)
+        ]
         rows.append(
             [
                 f"{ours} / {other}",
@@ -145,12 +153,16 @@ def summarize(records: list[dict[str, Any]], peak_mib: Mapping[str, float]) -> l
 def read_peers(path: Path) -> dict[str, str]:
     """Names and commands. Raises OSError, and ValueError for a file that is no such object of JSON."""
     found = json.loads(path.read_text())
-    if not isinstance(found, dict) or not all(isinstance(command, str) for command in found.values()):
+    if not isinstance(found, dict) or not all(
+        isinstance(command, str) for command in found.values()
+    ):
         raise ValueError('expected an object of names and commands, {"name": "command", ...}')
     return found
 
 
-def run_all(commands: Mapping[str, str], model: Path, paths: Sequence[Path], options: argparse.Namespace) -> None:
+def run_all(
+    commands: Mapping[str, str], model: Path, paths: Sequence[Path], options: argparse.Namespace
+) -> None:
     """Start the commands by their names; print a table for each workload. Raises RuntimeError if one ends."""
     with ExitStack() as stack:
         peers = []
@@ -162,7 +174,9 @@ def run_all(commands: Mapping[str, str], model: Path, paths: Sequence[Path], opt
             peers[-1].wait_until_ready()
         for path in paths:
             records = take_turns(peers, path.resolve(), options.rounds)
-            print(f"\n{path.stem}: {Workload.read(path)}; {options.rounds} rounds, {options.threads} threads")
+            print(
+                f"\n{path.stem}: {Workload.read(path)}; {options.rounds} rounds, {options.threads} threads"
+            )
             print_table(
                 ["", "tok/s", "theirs", "ours / theirs", "MiB, ours / theirs", "same output"],
                 summarize(records, {peer.name: peer.peak_mib for peer in peers}),
@@ -176,9 +190,15 @@ def run_all(commands: Mapping[str, str], model: Path, paths: Sequence[Path], opt
 
 def main() -> None:
     """Start all, let them take turns on each workload, print a table for each."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
-    parser.add_argument("--folder", type=Path, default=OUT, help="of the checkpoint, workloads and logs")
-    parser.add_argument("--workloads", nargs="+", default=["W1", "W2"], choices=WORKLOADS, help="of one model")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+    )
+    parser.add_argument(
+        "--folder", type=Path, default=OUT, help="of the checkpoint, workloads and logs"
+    )
+    parser.add_argument(
+        "--workloads", nargs="+", default=["W1", "W2"], choices=WORKLOADS, help="of one model"
+    )
     parser.add_argument("--dtypes", nargs="+", default=["float32"], help="those of ours")
     parser.add_argument("--kv-cache-bytes", type=int, default=2**30, help="of ours")
     parser.add_argument("--peers", type=Path, help="JSON: names and commands")
@@ -195,7 +215,9 @@ def main() -> None:
     paths = [options.folder / f"{name}.json" for name in options.workloads]
     for name, path in zip(options.workloads, paths, strict=True):
         WORKLOADS[name].write(path)
-    ours = f"{PYTHON} -m ops.bench.engine {RUNNER} --kv-cache-bytes {options.kv_cache_bytes} --dtype"
+    ours = (
+        f"{PYTHON} -m ops.bench.engine {RUNNER} --kv-cache-bytes {options.kv_cache_bytes} --dtype"
+    )
     print_machine()
     try:
         run_all({**{f"{OURS} {dtype}": f"{ours} {dtype}" for dtype in options.dtypes}, **others},

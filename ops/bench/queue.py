@@ -20,7 +20,14 @@ from redis import Redis
 from rq import Queue, SimpleWorker, Worker
 from rq.serializers import JSONSerializer
 
-from engine import Completion, EngineStats, ModelIdentity, RequestParams, RequestProgress, SamplingParams
+from engine import (
+    Completion,
+    EngineStats,
+    ModelIdentity,
+    RequestParams,
+    RequestProgress,
+    SamplingParams,
+)
 from tests.redis_server import running_redis_server
 from worker import BatchWorker
 from worker.settings import WorkerSettings
@@ -47,7 +54,15 @@ class InstantEngine:
         self.started: list[str] = []
         self._steps = 0
 
-    def add(self, request_id: str, prompt: str | list[int], params: RequestParams, *, lane: int = 0, **_: Any) -> None:
+    def add(
+        self,
+        request_id: str,
+        prompt: str | list[int],
+        params: RequestParams,
+        *,
+        lane: int = 0,
+        **_: Any,
+    ) -> None:
         self._waiting.append(request_id)
         self.has_unfinished = True
 
@@ -96,7 +111,9 @@ KINDS: dict[str, tuple[type[Any], str]] = {
 
 def serve(kind: str, url: str) -> None:
     """Work off the queue in this process; print what it took as JSON."""
-    worker = KINDS[kind][0](["bench"], connection=Redis.from_url(url), serializer=JSONSerializer, prepare_for_work=True)
+    worker = KINDS[kind][0](
+        ["bench"], connection=Redis.from_url(url), serializer=JSONSerializer, prepare_for_work=True
+    )
     started, cpu = time.perf_counter(), _cpu_s()
     worker.work(burst=True, logging_level="WARNING")
     seconds = time.perf_counter() - started
@@ -122,9 +139,15 @@ def measure(kind: str, url: str, jobs: int) -> dict[str, float]:
                 ]
             )
         command = [sys.executable, "-m", "ops.bench.queue", "--serve", kind, "--url", url]
-        environment = {**os.environ, "TOKENMILL_MODEL": "none", "TOKENMILL_MAX_NUM_SEQS": str(BATCH)}
+        environment = {
+            **os.environ,
+            "TOKENMILL_MODEL": "none",
+            "TOKENMILL_MAX_NUM_SEQS": str(BATCH),
+        }
         before = redis.info("stats")["total_commands_processed"]
-        done = subprocess.run(command, env=environment, stdout=subprocess.PIPE, text=True, check=True)
+        done = subprocess.run(
+            command, env=environment, stdout=subprocess.PIPE, text=True, check=True
+        )
         commands = redis.info("stats")["total_commands_processed"] - before
         assert redis.zcard("rq:finished:bench") == jobs, f"{kind} did not finish its jobs"
     found = json.loads(done.stdout.splitlines()[-1])
@@ -138,7 +161,9 @@ def measure(kind: str, url: str, jobs: int) -> dict[str, float]:
 def main() -> None:
     """Run the rounds; print each worker's median figures and the ratios within rounds."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0] if __doc__ else None)
-    parser.add_argument("--jobs", type=int, default=10_000, help="for BatchWorker; the others get fewer")
+    parser.add_argument(
+        "--jobs", type=int, default=10_000, help="for BatchWorker; the others get fewer"
+    )
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--serve", choices=KINDS, help=argparse.SUPPRESS)
     parser.add_argument("--url", help=argparse.SUPPRESS)
@@ -153,11 +178,15 @@ def main() -> None:
             for _ in range(options.rounds)
         ]
     for kind in KINDS:
-        medians = {name: statistics.median(each[kind][name] for each in rounds) for name in rounds[0][kind]}
+        medians = {
+            name: statistics.median(each[kind][name] for each in rounds) for name in rounds[0][kind]
+        }
         print(f"{kind:<13}" + "".join(f"{value:10.2f} {name}" for name, value in medians.items()))
     for kind in ("SimpleWorker", "Worker"):
         ratios = [each["BatchWorker"]["jobs/s"] / each[kind]["jobs/s"] for each in rounds]
-        print(f"BatchWorker / {kind}: {', '.join(f'{ratio:.1f}' for ratio in ratios)} times the jobs/s")
+        print(
+            f"BatchWorker / {kind}: {', '.join(f'{ratio:.1f}' for ratio in ratios)} times the jobs/s"
+        )
 
 
 if __name__ == "__main__":

@@ -49,12 +49,18 @@ def small(workload: Workload, num_seqs: int, shortened: int, vocab_size: int) ->
         [token % vocab_size for token in prompt[: max(1, len(prompt) // shortened)]]
         for prompt in workload.prompts[:num_seqs]
     ]
-    return replace(workload, prompts=prompts, lengths=[max(2, n // shortened) for n in workload.lengths[:num_seqs]])
+    return replace(
+        workload,
+        prompts=prompts,
+        lengths=[max(2, n // shortened) for n in workload.lengths[:num_seqs]],
+    )
 
 
 def with_other_tokens(workload: Workload, turn: int, vocab_size: int) -> list[list[int]]:
     """Prompts of the same lengths that share no block with those of another turn."""
-    return [[(token + 101 * turn + 1) % vocab_size for token in prompt] for prompt in workload.prompts]
+    return [
+        [(token + 101 * turn + 1) % vocab_size for token in prompt] for prompt in workload.prompts
+    ]
 
 
 def time_run(engine: Engine, prompts: list[list[int]], lengths: list[int], sampling: str) -> Record:
@@ -92,14 +98,18 @@ def run_variant(
     """
     vocab_size = json.loads((model / "config.json").read_text())["vocab_size"]
     limit = min(10_000, vocab_size - 1)
-    config = EngineConfig(str(model), max_num_seqs=len(workload.prompts), **VARIANTS[name], **settings)
+    config = EngineConfig(
+        str(model), max_num_seqs=len(workload.prompts), **VARIANTS[name], **settings
+    )
     started = time.perf_counter()
     with Engine(config) as engine:
         start_s = time.perf_counter() - started
         few = with_other_tokens(workload, 1000 + turn, limit)[:8]
         for sampling in ways:
             generate(engine, few, [2] * len(few), **SAMPLING[sampling])
-        print(f"{name}: ready after {time.perf_counter() - started:.1f} s, {start_s:.1f} s of it to start")
+        print(
+            f"{name}: ready after {time.perf_counter() - started:.1f} s, {start_s:.1f} s of it to start"
+        )
         for i, sampling in enumerate(() if warms_alone else ways):
             prompts = with_other_tokens(workload, len(ways) * turn + i, limit)
             found = time_run(engine, prompts, workload.lengths, sampling)
@@ -116,7 +126,11 @@ def print_results(records: list[Record], floor: Floor) -> None:
     rows = []
     for name, sampling in dict.fromkeys(map(_kind, records)):
         own = [r for r in records if _kind(r) == (name, sampling)]
-        ratios = [r["tok_s"] / default[turn, sampling] for r in own if (turn := r["turn"], sampling) in default]
+        ratios = [
+            r["tok_s"] / default[turn, sampling]
+            for r in own
+            if (turn := r["turn"], sampling) in default
+        ]
         rows.append(
             [
                 f"{name}, {sampling}",
@@ -138,15 +152,25 @@ def _kind(record: Record) -> tuple[str, str]:
 
 def parse_options() -> argparse.Namespace:
     """What the command line asks for."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+    )
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--seconds", type=float, default=1e9, help="start no new engine after this time")
+    parser.add_argument(
+        "--seconds", type=float, default=1e9, help="start no new engine after this time"
+    )
     parser.add_argument("--variants", nargs="+", choices=VARIANTS, default=list(VARIANTS))
     parser.add_argument("--sampling", nargs="+", choices=SAMPLING, default=list(SAMPLING))
-    parser.add_argument("--warm-up-alone", action="store_true", help="compile what each variant launches")
-    parser.add_argument("--model", type=Path, help="where its checkpoint is, or is to be made and left")
+    parser.add_argument(
+        "--warm-up-alone", action="store_true", help="compile what each variant launches"
+    )
+    parser.add_argument(
+        "--model", type=Path, help="where its checkpoint is, or is to be made and left"
+    )
     parser.add_argument("--json", type=Path, help="written anew after each run")
-    parser.add_argument("--dry-run", action="store_true", help="a tiny model and a few sequences, on a CPU")
+    parser.add_argument(
+        "--dry-run", action="store_true", help="a tiny model and a few sequences, on a CPU"
+    )
     return parser.parse_args()
 
 
@@ -160,7 +184,9 @@ def run_turns(
             if time.monotonic() - started > options.seconds:
                 print(f"the time is up: {options.rounds} rounds were meant")
                 return
-            yield from run_variant(variant, model, workload, turn, options.sampling, options.warm_up_alone, **settings)
+            yield from run_variant(
+                variant, model, workload, turn, options.sampling, options.warm_up_alone, **settings
+            )
 
 
 def main() -> None:
@@ -169,7 +195,11 @@ def main() -> None:
     device = torch.device("cpu" if options.dry_run else "cuda")
     name, dtype = ("tiny", torch.float32) if options.dry_run else ("q06b", torch.bfloat16)
     shape, workload = SHAPES[name], WORKLOADS["mixed256"]
-    settings: dict[str, Any] = {"device": device.type, "attention_backend": "triton", "max_model_len": 4096}
+    settings: dict[str, Any] = {
+        "device": device.type,
+        "attention_backend": "triton",
+        "max_model_len": 4096,
+    }
     if options.dry_run:
         workload = small(workload, 2, 400, shape.vocab_size)
         settings |= {"max_model_len": 64, "kv_cache_bytes": 2**20}
@@ -178,7 +208,9 @@ def main() -> None:
     floor = floor_of(workload, shape, ceilings, dtype.itemsize)
     num_tokens = sum(workload.lengths)
     print(f"{workload}; {ceilings}")
-    print(f"floor {floor.seconds:.2f} s, {num_tokens / floor.seconds:,.0f} tok/s: {floor}", flush=True)
+    print(
+        f"floor {floor.seconds:.2f} s, {num_tokens / floor.seconds:,.0f} tok/s: {floor}", flush=True
+    )
     found = {"ceilings": asdict(ceilings), "floor_s": floor.seconds, "out_tokens": num_tokens}
     records: list[Record] = []
     with tempfile.TemporaryDirectory() as folder, graphs_on_cpu(wanted=options.dry_run):

@@ -43,12 +43,16 @@ class Workload:
         """Read a workload's file."""
         found = json.loads(path.read_text())
         prompts = [seq["prompt"] for seq in found["seqs"]]
-        return cls(found["name"], found["model"], prompts, [seq["max_tokens"] for seq in found["seqs"]])
+        return cls(
+            found["name"], found["model"], prompts, [seq["max_tokens"] for seq in found["seqs"]]
+        )
 
     def shifted(self, shift: int) -> Workload:
         """The same with other token ids, no more of them than before."""
         vocab_size = 1 + max(map(max, self.prompts))
-        prompts = [[(token_id + shift) % vocab_size for token_id in prompt] for prompt in self.prompts]
+        prompts = [
+            [(token_id + shift) % vocab_size for token_id in prompt] for prompt in self.prompts
+        ]
         return replace(self, prompts=prompts)
 
     def write(self, path: Path) -> None:
@@ -80,7 +84,12 @@ def measure(generate: Generate, workload: Workload) -> dict[str, Any]:
     }
 
 
-def run(options: argparse.Namespace, peer: str, generate: Generate, more: Callable[[], dict[str, Any]] = dict) -> None:
+def run(
+    options: argparse.Namespace,
+    peer: str,
+    generate: Generate,
+    more: Callable[[], dict[str, Any]] = dict,
+) -> None:
     """Do what the options ask: report one workload, with what `more` tells after it, or take turns."""
     if options.turns:
         take_turns(generate)
@@ -110,7 +119,9 @@ def parse_options(parser: argparse.ArgumentParser) -> argparse.Namespace:
     """What every runner of a workload takes."""
     parser.add_argument("--model", required=True)
     parser.add_argument("--workload", type=Path)
-    parser.add_argument("--turns", action="store_true", help="take the workloads from ops.bench.peers")
+    parser.add_argument(
+        "--turns", action="store_true", help="take the workloads from ops.bench.peers"
+    )
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--dtype", default="float32")
     parser.add_argument("--out", type=Path, help="where to write the result with all output tokens")
@@ -124,4 +135,7 @@ def report(result: dict[str, Any], out: Path | None) -> None:
     """Print a RESULT line, and write it with the output tokens."""
     if out is not None:
         out.write_text(json.dumps(result))
-    print("RESULT " + json.dumps({key: value for key, value in result.items() if key != "outputs"}), flush=True)
+    print(
+        "RESULT " + json.dumps({key: value for key, value in result.items() if key != "outputs"}),
+        flush=True,
+    )

@@ -29,7 +29,18 @@ DIGITS_SHARE = 0.3  # of the texts with a day, possible or not
 HELD_OUT_SEED = 2025
 TRAINING_SEED = 7
 SHORTEST_MISSPELT = 6  # letters; shorter names are one letter away from each other (juni, juli)
-DIGIT_STYLES = ("ymd", "ymd", "slash", "slash", "slash", "dmy-dot", "dmy-dot", "dmy-dash", "compact", "stamp")
+DIGIT_STYLES = (
+    "ymd",
+    "ymd",
+    "slash",
+    "slash",
+    "slash",
+    "dmy-dot",
+    "dmy-dot",
+    "dmy-dash",
+    "compact",
+    "stamp",
+)
 
 
 @dataclass(frozen=True)
@@ -67,7 +78,9 @@ def held_out_examples(count: int, seed: int = HELD_OUT_SEED) -> list[Example]:
     return list(examples.values())
 
 
-def training_examples(held_out: Collection[Example], seed: int = TRAINING_SEED) -> Iterator[Example]:
+def training_examples(
+    held_out: Collection[Example], seed: int = TRAINING_SEED
+) -> Iterator[Example]:
     """Yield examples without end, none with the text of a held-out one, compared by `text_key`."""
     rng, banned = random.Random(seed), {text_key(example.text) for example in held_out}
     while True:
@@ -130,7 +143,11 @@ def write_year(rng: random.Random, day: Day, with_apostrophe: bool = True) -> st
 def write_digits(rng: random.Random, day: Day) -> tuple[str, str]:
     """Write the day in digits; the first item names the order and separator."""
     width = rng.choice((1, 2))
-    d, m, y = f"{day.day:0{width}d}", f"{day.month:0{width}d}", write_year(rng, day, with_apostrophe=False)
+    d, m, y = (
+        f"{day.day:0{width}d}",
+        f"{day.month:0{width}d}",
+        write_year(rng, day, with_apostrophe=False),
+    )
     style = rng.choice(DIGIT_STYLES)
     if style == "ymd":
         separator = rng.choice("--/.")
@@ -145,7 +162,10 @@ def write_digits(rng: random.Random, day: Day) -> tuple[str, str]:
         return style, f"{d}-{m}-{y}"
     if style == "compact":
         return style, str(day).replace("-", "")
-    return style, f"{day}{rng.choice('T ')}{clock_time(rng)}:{rng.randrange(60):02d}{rng.choice(('Z', ''))}"
+    return (
+        style,
+        f"{day}{rng.choice('T ')}{clock_time(rng)}:{rng.randrange(60):02d}{rng.choice(('Z', ''))}",
+    )
 
 
 def write_words(rng: random.Random, day: Day, language_name: str) -> str:
@@ -189,9 +209,9 @@ def add_weekday(rng: random.Random, core: str, language: Language) -> str:
     if rng.random() >= 0.2:
         return core
     weekday = rng.choice(language.weekdays)
-    return rng.choice(("{w}, {c}", "{w} {c}", "{w}, {c}", "{c} ({w})", "{w}. {c}", "{c}, {w}")).format(
-        w=weekday, c=core
-    )
+    return rng.choice(
+        ("{w}, {c}", "{w} {c}", "{w}, {c}", "{c} ({w})", "{w}. {c}", "{c}, {w}")
+    ).format(w=weekday, c=core)
 
 
 def surround(rng: random.Random, core: str, language: Language) -> str:
@@ -253,7 +273,9 @@ def add_noise(rng: random.Random, text: str) -> str:
     elif case < 0.2:
         text = text.upper()
     if rng.random() < 0.12:
-        text = "".join(char for char in unicodedata.normalize("NFD", text) if not unicodedata.combining(char))
+        text = "".join(
+            char for char in unicodedata.normalize("NFD", text) if not unicodedata.combining(char)
+        )
     if rng.random() < 0.1:
         text = text.replace(",", "")
     if rng.random() < 0.03:

@@ -23,7 +23,9 @@ def generate_answers(folder: Path, prompts: Sequence[str], dtype: torch.dtype) -
     for length, group in itertools.groupby(by_length, key=lambda row: len(token_ids[row])):
         rows = list(group)
         batch = torch.tensor([token_ids[r] for r in rows])
-        output = model.generate(batch, attention_mask=torch.ones_like(batch), max_new_tokens=LONGEST_ANSWER)
+        output = model.generate(
+            batch, attention_mask=torch.ones_like(batch), max_new_tokens=LONGEST_ANSWER
+        )
         texts = tokenizer.batch_decode(output[:, length:], skip_special_tokens=True)
         for row, text in zip(rows, texts, strict=True):
             answers[row] = text
@@ -33,6 +35,8 @@ def generate_answers(folder: Path, prompts: Sequence[str], dtype: torch.dtype) -
 def report(examples: Sequence[Example], answers: Sequence[str], title: str) -> str:
     """Accuracy by exact match, with the first mistakes."""
     wrong = [(e, a) for e, a in zip(examples, answers, strict=True) if a != e.truth]
-    lines = [f"{title}: {1 - len(wrong) / len(examples):.2%} of {len(examples)} held-out rows are right"]
+    lines = [
+        f"{title}: {1 - len(wrong) / len(examples):.2%} of {len(examples)} held-out rows are right"
+    ]
     lines += [f"  {e.text!r}: {a!r}, true {e.truth!r}" for e, a in wrong[:20]]
     return "\n".join(lines)

@@ -80,4 +80,6 @@ def save_tokenizer(tokenizer: Tokenizer, folder: Path) -> None:
         "model_max_length": MAX_LENGTH,
         "chat_template": CHAT_TEMPLATE,
     }
-    (folder / "tokenizer_config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+    (folder / "tokenizer_config.json").write_text(
+        json.dumps(config, indent=2) + "\n", encoding="utf-8"
+    )

@@ -78,7 +78,9 @@ def _make_tokenizer() -> Any:
 
 def main() -> None:
     """Write one checkpoint."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+    )
     parser.add_argument("--family", required=True, help="a model_type of transformers")
     parser.add_argument("--dtype", choices=DTYPES, default="float32", help="of the weights")
     parser.add_argument("folder", type=Path, help="where it is written")

@@ -78,7 +78,10 @@ def main() -> int:
     examples = training_examples(held_out)
     tokenizer = learn_tokenizer(examples)
     model = Qwen3ForCausalLM(model_config(tokenizer))
-    print(f"{sum(p.numel() for p in model.parameters()):,} parameters, {options.threads} threads", flush=True)
+    print(
+        f"{sum(p.numel() for p in model.parameters()):,} parameters, {options.threads} threads",
+        flush=True,
+    )
     fit(model, tokenizer, examples, recipe)
     options.out.mkdir(parents=True, exist_ok=True)
     save_model(model, tokenizer, options.out / "model")
@@ -95,10 +98,18 @@ def main() -> int:
 
 def parse_options() -> argparse.Namespace:
     """Read the command line; the defaults are what the committed model was made with."""
-    parser = argparse.ArgumentParser(description="Train the demo model and write its held-out rows.")
-    parser.add_argument("--threads", type=int, default=1, help="torch threads; the committed model had 1")
-    parser.add_argument("--steps", type=int, default=Recipe.steps, help="updates, for a shorter trial run")
-    parser.add_argument("--out", type=Path, default=HERE, help="folder for model/ and dates.parquet")
+    parser = argparse.ArgumentParser(
+        description="Train the demo model and write its held-out rows."
+    )
+    parser.add_argument(
+        "--threads", type=int, default=1, help="torch threads; the committed model had 1"
+    )
+    parser.add_argument(
+        "--steps", type=int, default=Recipe.steps, help="updates, for a shorter trial run"
+    )
+    parser.add_argument(
+        "--out", type=Path, default=HERE, help="folder for model/ and dates.parquet"
+    )
     return parser.parse_args()
 
 
@@ -127,11 +138,15 @@ def model_config(tokenizer: Tokenizer) -> Qwen3Config:
     )
 
 
-def fit(model: Qwen3ForCausalLM, tokenizer: Tokenizer, examples: Iterator[Example], recipe: Recipe) -> None:
+def fit(
+    model: Qwen3ForCausalLM, tokenizer: Tokenizer, examples: Iterator[Example], recipe: Recipe
+) -> None:
     """Train in float32 with AdamW, warm-up and cosine decay; the loss is on the answers' tokens alone."""
     prefix = torch.tensor([tokenizer.encode(CHAT_PREFIX).ids])
     optimizer = make_optimizer(model, recipe)
-    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: learning_rate_factor(step, recipe))
+    schedule = torch.optim.lr_scheduler.LambdaLR(
+        optimizer, lambda step: learning_rate_factor(step, recipe)
+    )
     num_bare = round(recipe.batch_size * recipe.bare_share)
     chat = batches(tokenizer, examples, CHAT_PROMPT, recipe.batch_size - num_bare, recipe.seed)
     bare = batches(tokenizer, examples, BARE_PROMPT, num_bare, recipe.seed)
@@ -173,7 +188,9 @@ def batches(
     """Yield batches of examples in the prompt's format, rows of similar length together, batches shuffled."""
     rng = random.Random(seed)
     while True:
-        stretch = sorted(itertools.islice(examples, batch_size * BUCKET_BATCHES), key=lambda e: len(e.text))
+        stretch = sorted(
+            itertools.islice(examples, batch_size * BUCKET_BATCHES), key=lambda e: len(e.text)
+        )
         starts = list(range(0, len(stretch), batch_size))
         rng.shuffle(starts)
         for start in starts:
@@ -186,7 +203,9 @@ def make_batch(tokenizer: Tokenizer, examples: Sequence[Example], prompt: str) -
     prompts = tokenizer.encode_batch([prompt.format(text=e.text) for e in examples])
     answers = tokenizer.encode_batch([e.truth + IM_END for e in examples])
     rows = [(p.ids, a.ids) for p, a in zip(prompts, answers, strict=True)]
-    length = max(len(p) + len(a) for p, a in rows) - 1  # the last answer token is a target, never an input
+    length = (
+        max(len(p) + len(a) for p, a in rows) - 1
+    )  # the last answer token is a target, never an input
     token_ids = torch.full((len(rows), length), tokenizer.token_to_id(END_OF_TEXT))
     targets = torch.full((len(rows), length), -100)
     for row, (p, a) in enumerate(rows):
@@ -205,20 +224,26 @@ def answer_logits(model: Qwen3ForCausalLM, batch: Batch, prefix: Tensor | None) 
     if prefix is not None:
         cache = model.model(prefix, use_cache=True).past_key_values
         cache.batch_repeat_interleave(len(batch.token_ids))
-    hidden = model.model(batch.token_ids, past_key_values=cache, use_cache=cache is not None).last_hidden_state
+    hidden = model.model(
+        batch.token_ids, past_key_values=cache, use_cache=cache is not None
+    ).last_hidden_state
     return model.lm_head(hidden[batch.targets != -100])
 
 
 def answer_loss(model: Qwen3ForCausalLM, batch: Batch, prefix: Tensor | None = None) -> Tensor:
     """Mean cross-entropy over the answers' tokens."""
-    return F.cross_entropy(answer_logits(model, batch, prefix), batch.targets[batch.targets != -100])
+    return F.cross_entropy(
+        answer_logits(model, batch, prefix), batch.targets[batch.targets != -100]
+    )
 
 
 def save_model(model: Qwen3ForCausalLM, tokenizer: Tokenizer, folder: Path) -> None:
     """Write a Hugging Face folder, weights rounded to bfloat16; `model` itself is rounded too."""
     folder.mkdir(exist_ok=True)
     stops = [tokenizer.token_to_id(IM_END), tokenizer.token_to_id(END_OF_TEXT)]
-    model.generation_config = GenerationConfig(eos_token_id=stops, pad_token_id=stops[1], do_sample=False)
+    model.generation_config = GenerationConfig(
+        eos_token_id=stops, pad_token_id=stops[1], do_sample=False
+    )
     model.to(torch.bfloat16).save_pretrained(folder)
     (folder / "model.safetensors").chmod(0o644)  # it is written for its owner alone
     save_tokenizer(tokenizer, folder)
@@ -231,7 +256,9 @@ def write_rows(examples: Sequence[Example], path: Path) -> None:
         {
             "id": pa.array(range(len(examples)), pa.int64()),
             "text": pa.array([e.text for e in examples], pa.string()),
-            "messages": pa.array([[{"role": "user", "content": e.text}] for e in examples], pa.list_(message)),
+            "messages": pa.array(
+                [[{"role": "user", "content": e.text}] for e in examples], pa.list_(message)
+            ),
             "truth": pa.array([e.truth for e in examples], pa.string()),
             "style": pa.array([e.style for e in examples], pa.string()),
         }

@@ -18,7 +18,9 @@ from ops.documents.stage import Stage, running_stage
 
 @click.command()
 @click.argument("pages", nargs=-1, type=click.Path(exists=True, path_type=Path))
-@click.option("--list", "only_list", is_flag=True, help="Run nothing: check, and list what would not run.")
+@click.option(
+    "--list", "only_list", is_flag=True, help="Run nothing: check, and list what would not run."
+)
 def main(pages: tuple[Path, ...], only_list: bool) -> None:
     """Run the commands of these pages, by default of all."""
     found = {page: commands(page.resolve()) for page in pages or PAGES}
@@ -27,7 +29,9 @@ def main(pages: tuple[Path, ...], only_list: bool) -> None:
         with running_stage() as stage:
             for page, blocks in found.items():
                 failures += run_page(stage, page, blocks)
-    for block in (block for blocks in found.values() for block in blocks if block.not_run is not None):
+    for block in (
+        block for blocks in found.values() for block in blocks if block.not_run is not None
+    ):
         print(f"not run  {block.place}: {block.not_run}")
     for failure in failures:
         print(f"\n{failure}")

@@ -20,7 +20,9 @@ RUN = ("sh", "python")
 SHOWN = ("text", "json", "yaml", "ini", "promql")
 """Languages of blocks that are commands, and of those that are none."""
 
-_FENCE = re.compile(r"^(?P<indent> *)```(?P<info>[^\n`]*)\n(?P<body>.*?)^(?P=indent)```$", re.MULTILINE | re.DOTALL)
+_FENCE = re.compile(
+    r"^(?P<indent> *)```(?P<info>[^\n`]*)\n(?P<body>.*?)^(?P=indent)```$", re.MULTILINE | re.DOTALL
+)
 _COMMENTS = re.compile(r"(?:<!-- .*? -->\s*)+\Z", re.DOTALL)
 _COMMENT = re.compile(r"<!-- (.*?) -->", re.DOTALL)
 

@@ -28,7 +28,9 @@ def check_syntax(block: Block) -> None:
         except SyntaxError as error:
             raise BadSyntax(f"{block.place}: {error}") from error
         return
-    done = subprocess.run(["bash", "-n", "-c", block.body], capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        ["bash", "-n", "-c", block.body], capture_output=True, text=True, check=False
+    )
     if done.returncode:
         raise BadSyntax(f"{block.place}: {done.stderr}")
 

@@ -103,7 +103,9 @@ class PageRunner:
                 os.killpg(process.pid, signal.SIGKILL)
                 raise BlockFailed(f"{place} did not end within {BLOCK_S:.0f} s") from None
         if process.returncode != status:
-            raise BlockFailed(f"{place} exited with {process.returncode}, not {status}:\n{command}\n{printed}{told}")
+            raise BlockFailed(
+                f"{place} exited with {process.returncode}, not {status}:\n{command}\n{printed}{told}"
+            )
         return printed
 
     def _start_and_stop(self, block: Block, text: str) -> None:
@@ -143,7 +145,9 @@ class PageRunner:
         self._python.stdin.flush()
         answer = self._python.stdout.readline()
         clock.cancel()
-        status, printed = json.loads(answer) if answer else (1, f"it ended, or hung for {BLOCK_S:.0f} s")
+        status, printed = (
+            json.loads(answer) if answer else (1, f"it ended, or hung for {BLOCK_S:.0f} s")
+        )
         if status != block.status:
             raise BlockFailed(f"{block.place} failed:\n{block.body}\n{printed}")
         return str(printed)

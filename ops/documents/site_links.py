@@ -16,10 +16,17 @@ from mkdocs.structure.pages import Page
 
 _ROOT = Path(__file__).parents[2]
 _PACKAGES = ("engine", "jobs", "worker", "sandbox", "tokenmill/dashboard", "tokenmill/eval")
-_BESIDE = ("RESULTS.md", "CHANGELOG.md", "ARCHITECTURE.md", *(f"{name}/README.md" for name in _PACKAGES))
+_BESIDE = (
+    "RESULTS.md",
+    "CHANGELOG.md",
+    "ARCHITECTURE.md",
+    *(f"{name}/README.md" for name in _PACKAGES),
+)
 """Pages outside docs/, which have the same name in the site."""
 
-_LINK = re.compile(r"\[(?P<text>(?:[^\[\]]|\[[^\]]*\])*)\]\((?P<target>(?!\w+:|#)[^)\s#]+)(?P<anchor>#[^)\s]*)?\)")
+_LINK = re.compile(
+    r"\[(?P<text>(?:[^\[\]]|\[[^\]]*\])*)\]\((?P<target>(?!\w+:|#)[^)\s#]+)(?P<anchor>#[^)\s]*)?\)"
+)
 
 log = logging.getLogger("mkdocs.hooks.site_links")
 

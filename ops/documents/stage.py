@@ -29,8 +29,18 @@ _DEMO_MODEL = ROOT / "ops" / "demo" / "model"
 _POOLING = {
     "modules.json": [
         {"idx": 0, "name": "0", "path": "", "type": "sentence_transformers.models.Transformer"},
-        {"idx": 1, "name": "1", "path": "1_Pooling", "type": "sentence_transformers.models.Pooling"},
-        {"idx": 2, "name": "2", "path": "2_Normalize", "type": "sentence_transformers.models.Normalize"},
+        {
+            "idx": 1,
+            "name": "1",
+            "path": "1_Pooling",
+            "type": "sentence_transformers.models.Pooling",
+        },
+        {
+            "idx": 2,
+            "name": "2",
+            "path": "2_Normalize",
+            "type": "sentence_transformers.models.Normalize",
+        },
     ],
     "1_Pooling/config.json": {"word_embedding_dimension": 128, "pooling_mode_lasttoken": True},
     "config_sentence_transformers.json": {"prompts": {"query": "Query: "}},
@@ -70,12 +80,30 @@ class Stage:
 def running_stage() -> Iterator[Stage]:
     """A stage with a worker on the queues `prompts` and `bulk`; all is ended and removed behind it."""
     # On a port, as redis-cli's `-u` takes no unix socket.
-    with tempfile.TemporaryDirectory(prefix="pages-") as folder, running_redis_server(_free_port()) as url:
+    with (
+        tempfile.TemporaryDirectory(prefix="pages-") as folder,
+        running_redis_server(_free_port()) as url,
+    ):
         stage = Stage(Path(folder), url)
-        command = ["rq", "worker", "--worker-class", "worker.BatchWorker", "-S", "json", "--name", "pages"]
+        command = [
+            "rq",
+            "worker",
+            "--worker-class",
+            "worker.BatchWorker",
+            "-S",
+            "json",
+            "--name",
+            "pages",
+        ]
         command += ["--with-scheduler", "prompts", "bulk"]
-        log, env = stage.folder / "worker.log", {**stage.environment, "TOKENMILL_MODEL": str(stage.model)}
-        with running(command, log, cwd=stage.folder, env=env) as process, Redis.from_url(url) as redis:
+        log, env = (
+            stage.folder / "worker.log",
+            {**stage.environment, "TOKENMILL_MODEL": str(stage.model)},
+        )
+        with (
+            running(command, log, cwd=stage.folder, env=env) as process,
+            Redis.from_url(url) as redis,
+        ):
             wait_for_worker(redis, "pages", process, log)
             yield stage
 
@@ -88,7 +116,17 @@ def _free_port() -> int:
 
 def _make_clone(folder: Path) -> None:
     """The clone's folders, but for what it ignores; commands may write beside them."""
-    for name in ("ops", "jobs", "worker", "engine", "sandbox", "tests", "tokenmill", "docs", "mkdocs.yml"):
+    for name in (
+        "ops",
+        "jobs",
+        "worker",
+        "engine",
+        "sandbox",
+        "tests",
+        "tokenmill",
+        "docs",
+        "mkdocs.yml",
+    ):
         (folder / name).symlink_to(ROOT / name)
 
 
@@ -109,13 +147,19 @@ def _make_inputs(folder: Path) -> None:
         "prompt": [f"Date {number}: " for number in range(40)],
         "comments": [[{"text": "I agree"}] * (number % 3) for number in range(40)],
     }
-    pq.write_table(pa.table({name: list(values) for name, values in reviews.items()}), folder / "reviews.parquet")
+    pq.write_table(
+        pa.table({name: list(values) for name, values in reviews.items()}),
+        folder / "reviews.parquet",
+    )
     requests = [
         {
             "custom_id": f"request-{number}",
             "method": "POST",
             "url": "/v1/chat/completions",
-            "body": {"messages": [{"role": "user", "content": f"{number} March 1987"}], "max_tokens": 12},
+            "body": {
+                "messages": [{"role": "user", "content": f"{number} March 1987"}],
+                "max_tokens": 12,
+            },
         }
         for number in range(1, 6)
     ]

@@ -72,7 +72,9 @@ def compared(folder: Path, names: Mapping[str, str], model_type: str, *, six_mod
 
 def reference_of(folder: Path, kind: Any, asked: list[list[int]] | None = None) -> Reference:
     """A class of transformers as it is, whichever it is."""
-    return Reference(folder, asked or prompts(), num_new_tokens=NUM_NEW_TOKENS, use_cache=False, kind=kind)
+    return Reference(
+        folder, asked or prompts(), num_new_tokens=NUM_NEW_TOKENS, use_cache=False, kind=kind
+    )
 
 
 def differences_of(reference: Reference, *, six_modes: bool) -> tuple[str, list[str]]:
@@ -80,23 +82,35 @@ def differences_of(reference: Reference, *, six_modes: bool) -> tuple[str, list[
     with Engine(config_of(reference.folder, "whole", block_bytes=1 << 16)) as built:
         runner = built._open_runner()
         assert isinstance(runner, ModelRunner)
-        way = "natively" if type(runner.model).__name__.startswith("Decoder") else "through transformers"
-        size = block_bytes(runner.model.attention_layers, BLOCK_SIZE, torch.float32, runner.model.index_keys)
+        way = (
+            "natively"
+            if type(runner.model).__name__.startswith("Decoder")
+            else "through transformers"
+        )
+        size = block_bytes(
+            runner.model.attention_layers, BLOCK_SIZE, torch.float32, runner.model.index_keys
+        )
     found = [
         f"{mode}: {difference}"
         for mode, changes in (SIX if six_modes else {"all": MODES["all"]}).items()
         for difference in run(reference, "whole", block_bytes=size, **changes)[0][:1]
     ]
     if six_modes:
-        shorter = [prompt[: 1 + len(prompt) // (2 + i % 3)] for i, prompt in enumerate(prompts()[::-1])]
+        shorter = [
+            prompt[: 1 + len(prompt) // (2 + i % 3)] for i, prompt in enumerate(prompts()[::-1])
+        ]
         others = reference_of(reference.folder, reference.kind, shorter)
-        found += [f"other lengths: {each}" for each in run(others, "whole", block_bytes=size)[0][:1]]
+        found += [
+            f"other lengths: {each}" for each in run(others, "whole", block_bytes=size)[0][:1]
+        ]
     return way, found
 
 
 if __name__ == "__main__":
     logging.disable(logging.WARNING)
-    resource.setrlimit(resource.RLIMIT_AS, (12 << 30, 12 << 30))  # some classes cannot be made small
+    resource.setrlimit(
+        resource.RLIMIT_AS, (12 << 30, 12 << 30)
+    )  # some classes cannot be made small
     torch.set_num_threads(1)
     set_verbosity_error()  # type: ignore[no-untyped-call]  # transformers leaves them untyped
     disable_progress_bar()  # type: ignore[no-untyped-call]

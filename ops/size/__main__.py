@@ -49,7 +49,9 @@ def main() -> int:
     if len(sys.argv) > 1:
         print(f"{int(sys.argv[1]):>8,} seconds took the suite")
 
-    print("\nfor 1,000 lines    comprehensions  tuple assignments  walrus  beyond 100 characters  documented")
+    print(
+        "\nfor 1,000 lines    comprehensions  tuple assignments  walrus  beyond 100 characters  documented"
+    )
     for folder in PRODUCT:
         show_row(folder, shares(figures_of(path for path in files(folder) if path.suffix == ".py")))
     for peer, figures in PEERS.items():
@@ -84,14 +86,18 @@ def all_problems() -> Iterator[str]:
         yield f"{place} has {num_parameters} parameters, more than {MAX_PARAMETERS}: give some of them a type"
 
     # Which imports may be, and that none go in a circle, is said once, in pyproject.toml.
-    imports = subprocess.run(["lint-imports", "--no-logo", "--no-cache"], cwd=ROOT, capture_output=True, text=True)
+    imports = subprocess.run(
+        ["lint-imports", "--no-logo", "--no-cache"], cwd=ROOT, capture_output=True, text=True
+    )
     if imports.returncode:
         yield f"an import leads up, or in a circle:\n{imports.stdout}"
 
 
 def files(folder: str) -> Iterator[Path]:
     """Yield the code of a folder."""
-    return (path for path in sorted((ROOT / folder).rglob("*")) if path.suffix in CODE and is_ours(path))
+    return (
+        path for path in sorted((ROOT / folder).rglob("*")) if path.suffix in CODE and is_ours(path)
+    )
 
 
 def is_ours(path: Path) -> bool:
@@ -130,7 +136,9 @@ def wide_functions() -> Iterator[tuple[str, int]]:
     """Yield the functions with too many parameters, kernels aside, and how many they have."""
     for top in PRODUCT:
         for path in files(top):
-            if path.suffix != ".py" or any("kernels" in part for part in path.relative_to(ROOT).parts):
+            if path.suffix != ".py" or any(
+                "kernels" in part for part in path.relative_to(ROOT).parts
+            ):
                 continue
             for node in ast.walk(ast.parse(path.read_text())):
                 if not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):

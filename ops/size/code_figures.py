@@ -68,12 +68,23 @@ def _assigns_tuple(node: ast.AST) -> bool:
 def _code_lines(text: str, tree: ast.Module) -> set[int]:
     """Return the numbers of the lines that hold code."""
     lines: set[int] = set()
-    skipped = (tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER)
+    skipped = (
+        tokenize.COMMENT,
+        tokenize.NL,
+        tokenize.NEWLINE,
+        tokenize.INDENT,
+        tokenize.DEDENT,
+        tokenize.ENDMARKER,
+    )
     for token in tokenize.generate_tokens(io.StringIO(text).readline):
         if token.type not in skipped:
             lines.update(range(token.start[0], token.end[0] + 1))
     for node in ast.walk(tree):
-        if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str):
+        if (
+            isinstance(node, ast.Expr)
+            and isinstance(node.value, ast.Constant)
+            and isinstance(node.value.value, str)
+        ):
             assert node.end_lineno is not None
             lines.difference_update(range(node.lineno, node.end_lineno + 1))
     return lines

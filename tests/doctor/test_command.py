@@ -30,7 +30,16 @@ def test_a_worker_whose_set_up_is_right_has_no_fault(
     assert [each for each in told["findings"] if each["level"] == "fault"] == []
     assert (result.exit_code, told["faults"], told["role"]) == (0, 0, "worker")
     subjects = {each["subject"] for each in told["findings"]}
-    assert subjects >= {"redis", "permissions", "settings", "installation", "model", "memory", "gpu", "files"}
+    assert subjects >= {
+        "redis",
+        "permissions",
+        "settings",
+        "installation",
+        "model",
+        "memory",
+        "gpu",
+        "files",
+    }
     assert subjects >= {"kernels", "tokenizer"}
     assert list(tmp_path.iterdir()) == []
     assert redis.dbsize() == 0
@@ -45,11 +54,16 @@ def test_a_worker_whose_set_up_is_right_has_no_fault(
     assert "-> redis-cli CONFIG SET maxmemory-policy noeviction" in result.stdout
 
 
-def test_the_dashboard_is_looked_at(redis: Redis, redis_url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_dashboard_is_looked_at(
+    redis: Redis, redis_url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     assert run(redis_url, "--role", "dashboard").exit_code == 0
     monkeypatch.setenv("TOKENMILL_DASHBOARD_TOKEN", "short")
     result = run(redis_url, "--role", "dashboard")
-    assert (result.exit_code, "TOKENMILL_DASHBOARD_TOKEN has 5 characters" in result.stdout) == (1, True)
+    assert (result.exit_code, "TOKENMILL_DASHBOARD_TOKEN has 5 characters" in result.stdout) == (
+        1,
+        True,
+    )
 
 
 @pytest.mark.parametrize(
@@ -57,7 +71,11 @@ def test_the_dashboard_is_looked_at(redis: Redis, redis_url: str, monkeypatch: p
     [("worker.BatchWorker", False), ("tokenmill.BatchWorker", False), ("rq.SimpleWorker", True)],
 )
 def test_either_name_of_the_worker_may_be_rqs_default(
-    redis: Redis, redis_url: str, monkeypatch: pytest.MonkeyPatch, worker_class: str, is_warned_of: bool
+    redis: Redis,
+    redis_url: str,
+    monkeypatch: pytest.MonkeyPatch,
+    worker_class: str,
+    is_warned_of: bool,
 ) -> None:
     monkeypatch.setenv("RQ_WORKER_CLASS", worker_class)
     result = run(redis_url, "--role", "producer")
@@ -70,7 +88,11 @@ def test_a_producer_needs_nothing_more_and_a_password_is_never_printed(tmp_path:
     code = f"import sys; sys.modules.update({blocked}); from jobs.cli import main; main()"
     done = subprocess.run(
         [sys.executable, "-c", code, "doctor", "--role", "producer"],
-        env={**os.environ, "RQ_REDIS_URL": "redis://me:s%2Fecret@127.0.0.1:1/0", "PYTHONPATH": str(ROOT)},
+        env={
+            **os.environ,
+            "RQ_REDIS_URL": "redis://me:s%2Fecret@127.0.0.1:1/0",
+            "PYTHONPATH": str(ROOT),
+        },
         cwd=tmp_path,
         capture_output=True,
         text=True,

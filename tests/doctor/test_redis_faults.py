@@ -10,7 +10,14 @@ from redis.exceptions import RedisError
 
 from jobs.doctor import redis_server
 from jobs.doctor.findings import Finding, Level
-from jobs.doctor.redis_server import Role, Server, check_permissions, check_server, not_served, reach
+from jobs.doctor.redis_server import (
+    Role,
+    Server,
+    check_permissions,
+    check_server,
+    not_served,
+    reach,
+)
 from tests.doctor.conftest import set_up
 from tests.rq_workers import ROOT
 
@@ -50,10 +57,30 @@ def quick(url: str) -> Server:
 @pytest.mark.parametrize(
     ("settings", "level", "found", "mend"),
     [
-        ({"maxmemory-policy": "allkeys-lru"}, Level.FAULT, "throws away jobs", "maxmemory-policy noeviction"),
-        ({"appendonly": "no"}, Level.FAULT, "neither append-only file nor snapshots", "appendonly yes"),
-        ({"appendonly": "no", "save": "3600 1"}, Level.WARNING, "at most snapshots (save 3600 1)", "appendonly"),
-        ({"maxmemory": "800kb"}, Level.FAULT, "soon no job can be enqueued", "CONFIG SET maxmemory"),
+        (
+            {"maxmemory-policy": "allkeys-lru"},
+            Level.FAULT,
+            "throws away jobs",
+            "maxmemory-policy noeviction",
+        ),
+        (
+            {"appendonly": "no"},
+            Level.FAULT,
+            "neither append-only file nor snapshots",
+            "appendonly yes",
+        ),
+        (
+            {"appendonly": "no", "save": "3600 1"},
+            Level.WARNING,
+            "at most snapshots (save 3600 1)",
+            "appendonly",
+        ),
+        (
+            {"maxmemory": "800kb"},
+            Level.FAULT,
+            "soon no job can be enqueued",
+            "CONFIG SET maxmemory",
+        ),
     ],
     ids=lambda value: next(iter(value.values())) if isinstance(value, dict) else "",
 )
@@ -76,14 +103,18 @@ def test_settings_by_which_jobs_are_lost_are_found(
     ],
     ids=str,
 )
-def test_a_server_that_cannot_serve_is_found(redis: Redis, redis_url: str, info: dict[str, object], found: str) -> None:
+def test_a_server_that_cannot_serve_is_found(
+    redis: Redis, redis_url: str, info: dict[str, object], found: str
+) -> None:
     server = quick(redis_url)
     (finding,) = bad(check_server(replace(server, info={**server.info, **info})))
     assert found in finding.found
     assert finding.mend
 
 
-def test_a_server_that_is_not_there_or_never_answers_is_told_soon(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_server_that_is_not_there_or_never_answers_is_told_soon(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(redis_server, "TIMEOUT_S", 0.1)
     with socket.create_server(("127.0.0.1", 0)) as silent:
         port = silent.getsockname()[1]
@@ -133,7 +164,9 @@ def test_a_missing_rule_is_named_with_the_command_that_adds_it(
     assert redis.dbsize() == 0
 
 
-def test_a_default_user_without_rights_is_found_by_the_worker_before_a_restart(redis: Redis, redis_url: str) -> None:
+def test_a_default_user_without_rights_is_found_by_the_worker_before_a_restart(
+    redis: Redis, redis_url: str
+) -> None:
     url = as_user(redis, redis_url, "worker", rules_of("worker"))
     redis.execute_command("ACL", "SETUSER", "default", "-xadd")
     found = bad(check_server(quick(url)))

@@ -58,11 +58,31 @@ def of_architecture(name: str) -> Callable[[Path], None]:
 @pytest.mark.parametrize(
     ("spoil", "subject", "found", "mend"),
     [
-        (lambda folder: (folder / "model-2.safetensors").unlink(), "model", "model-2.safe", "fetch them again"),
+        (
+            lambda folder: (folder / "model-2.safetensors").unlink(),
+            "model",
+            "model-2.safe",
+            "fetch them again",
+        ),
         (cut_short, "model", "bytes, and its header names", "fetch it again"),
-        (of_architecture("RwkvForCausalLM"), "model", "a state that transformers keeps", "Mamba2ForCausalLM"),
-        (lambda folder: (folder / "config.json").write_text("{"), "model", "cannot be read as JSON", ""),
-        (lambda folder: (folder / "tokenizer.json").write_text("{"), "tokenizer", "cannot be loaded", ""),
+        (
+            of_architecture("RwkvForCausalLM"),
+            "model",
+            "a state that transformers keeps",
+            "Mamba2ForCausalLM",
+        ),
+        (
+            lambda folder: (folder / "config.json").write_text("{"),
+            "model",
+            "cannot be read as JSON",
+            "",
+        ),
+        (
+            lambda folder: (folder / "tokenizer.json").write_text("{"),
+            "tokenizer",
+            "cannot be loaded",
+            "",
+        ),
     ],
     ids=["shard", "truncated", "refused", "config", "tokenizer"],
 )
@@ -80,7 +100,11 @@ def test_a_broken_model_is_found(
     ("options", "found", "mend"),
     [
         ({"kv_cache_bytes": 1 << 50}, "is more than the", "lower it"),
-        ({"kv_cache_bytes": 1 << 16, "max_model_len": 500}, "too few for one sequence of 500", "raise kv_cache"),
+        (
+            {"kv_cache_bytes": 1 << 16, "max_model_len": 500},
+            "too few for one sequence of 500",
+            "raise kv_cache",
+        ),
         ({"max_model_len": 10**6}, "more than the model's 512 positions", "lower it"),
         ({"device": "cuda"}, "torch finds no CUDA device", "use 'cpu'"),
     ],
@@ -108,7 +132,10 @@ def test_a_root_that_takes_no_part_is_found_and_a_good_one_left_as_it_was(tmp_pa
     ("variables", "found"),
     [
         ({"TOKENMILL_MAX_NUM_SEQ": "4"}, "did you mean TOKENMILL_MAX_NUM_SEQS?"),
-        ({"TOKENMILL_MAX_NUM_BATCHED_TOKENS": "8"}, "TOKENMILL_MAX_NUM_BATCHED_TOKENS=8 must exceed"),
+        (
+            {"TOKENMILL_MAX_NUM_BATCHED_TOKENS": "8"},
+            "TOKENMILL_MAX_NUM_BATCHED_TOKENS=8 must exceed",
+        ),
         ({"TOKENMILL_DATA_ROOTS": "/nowhere"}, "'/nowhere' is not a folder"),
         ({"TOKENMILL_ALLOWED_FUNCTIONS": "nowhere.at_all"}, "nowhere.at_all"),
     ],
@@ -133,7 +160,11 @@ def test_a_check_that_hangs_or_fails_hides_no_other() -> None:
     def fails() -> Iterator[Finding]:
         raise OSError("no such device")
 
-    found = list(examine([Examination("a", hangs, 0.05), Examination("b", fails, 5), Examination("c", list, 5)]))
+    found = list(
+        examine(
+            [Examination("a", hangs, 0.05), Examination("b", fails, 5), Examination("c", list, 5)]
+        )
+    )
     assert [each.level for each in found] == [Level.OK, Level.FAULT, Level.FAULT]
     assert "no answer within 0.05 s" in found[1].found
     assert "OSError: no such device" in found[2].found

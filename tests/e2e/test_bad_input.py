@@ -46,7 +46,11 @@ def test_bad_jobs_fail_by_name_and_a_file_with_bad_rows_is_scored(workers: RealW
     jobs = bad_prompts(workers)
     fine = workers.queue("bulk").enqueue("jobs.chat", messages[0], **GREEDY)
     workers.queue("bulk").enqueue(
-        "jobs.score_parquet", str(good), str(workers.folder / "out"), messages_column="messages", sampling=GREEDY
+        "jobs.score_parquet",
+        str(good),
+        str(workers.folder / "out"),
+        messages_column="messages",
+        sampling=GREEDY,
     )
     log = workers.burst(TOKENMILL_MODEL=str(templates.parent), TOKENMILL_CHAT_TEMPLATE="strict")
 

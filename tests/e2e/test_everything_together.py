@@ -17,7 +17,14 @@ from tests.rq_workers import leftovers, stats_of
 
 GREEDY: dict[str, Any] = {"max_tokens": 12, "temperature": 0}
 ROWS = 300
-GENERATED = ["completion", "finish_reason", "prompt_tokens", "completion_tokens", "cached_tokens", "error"]
+GENERATED = [
+    "completion",
+    "finish_reason",
+    "prompt_tokens",
+    "completion_tokens",
+    "cached_tokens",
+    "error",
+]
 
 
 @pytest.fixture(scope="session")

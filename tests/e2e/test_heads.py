@@ -40,12 +40,18 @@ def test_texts_are_classified_in_a_job_and_in_a_run(workers: RealWorkers, tmp_pa
     ]
     pq.write_table(pa.table({"prompt": [*TEXTS, None]}), tmp_path / "in.parquet")
     *rows, null = scored(workers, tmp_path, task="classify", rows_per_shard=2)
-    assert [dict(row["probabilities"]) for row in rows] == [each["probabilities"] for each in found["data"]]
-    assert [(row["label"], row["score"]) for row in rows] == [(each["label"], each["score"]) for each in found["data"]]
+    assert [dict(row["probabilities"]) for row in rows] == [
+        each["probabilities"] for each in found["data"]
+    ]
+    assert [(row["label"], row["score"]) for row in rows] == [
+        (each["label"], each["score"]) for each in found["data"]
+    ]
     assert (null["label"], null["score"]) == (None, None)
 
 
-def test_documents_are_ranked_by_a_cross_encoder_in_a_job_and_in_a_run(workers: RealWorkers, tmp_path: Path) -> None:
+def test_documents_are_ranked_by_a_cross_encoder_in_a_job_and_in_a_run(
+    workers: RealWorkers, tmp_path: Path
+) -> None:
     model = write_encoder(tmp_path / "model", "xlm-roberta", 1)
     workers.start(queues=("bulk",), TOKENMILL_MODEL=str(model))
     query = words(5, seed=1)
@@ -54,7 +60,9 @@ def test_documents_are_ranked_by_a_cross_encoder_in_a_job_and_in_a_run(workers: 
     by_index = {each["index"]: each["relevance_score"] for each in found["results"]}
     assert [by_index[place] for place in range(len(TEXTS))] == pytest.approx(expected, abs=1e-5)
     assert found["results"][0]["relevance_score"] == max(by_index.values())
-    pq.write_table(pa.table({"query": [query] * len(TEXTS), "text": TEXTS}), tmp_path / "in.parquet")
+    pq.write_table(
+        pa.table({"query": [query] * len(TEXTS), "text": TEXTS}), tmp_path / "in.parquet"
+    )
     rows = scored(workers, tmp_path, task="rerank", document_column="text", rows_per_shard=2)
     assert [row["score"] for row in rows] == pytest.approx(expected, abs=1e-5)
 

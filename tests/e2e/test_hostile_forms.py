@@ -13,7 +13,9 @@ GREEDY: dict[str, Any] = {"max_tokens": 4, "temperature": 0}
 
 
 @pytest.mark.long
-def test_hostile_forms_fail_by_name_and_prompts_beside_them_wait_for_none(workers: RealWorkers) -> None:
+def test_hostile_forms_fail_by_name_and_prompts_beside_them_wait_for_none(
+    workers: RealWorkers,
+) -> None:
     """Urgent ones, and those of their own lane; in an order in which the forms come first."""
     hostile = [
         {"grammar": chain(8_000, "r")},
@@ -24,19 +26,27 @@ def test_hostile_forms_fail_by_name_and_prompts_beside_them_wait_for_none(worker
     ]
     bulk, high = workers.queue("bulk"), workers.queue("high")
     process = workers.start()
-    workers.result(bulk.enqueue("jobs.complete", "warm", structured_outputs={"regex": "a"}, **GREEDY))
-    attacks = [bulk.enqueue("jobs.complete", "a", structured_outputs=form, **GREEDY) for form in hostile]
+    workers.result(
+        bulk.enqueue("jobs.complete", "warm", structured_outputs={"regex": "a"}, **GREEDY)
+    )
+    attacks = [
+        bulk.enqueue("jobs.complete", "a", structured_outputs=form, **GREEDY) for form in hostile
+    ]
     waits = []
     for number in range(20):
         queue = (bulk, high)[number % 2]
         sent = time.monotonic()
         workers.result(queue.enqueue("jobs.complete", f"hello {number}", **GREEDY))
         waits.append(time.monotonic() - sent)
-    assert max(waits) < 10  # some tens of milliseconds each on a machine that has nothing else to do
+    assert (
+        max(waits) < 10
+    )  # some tens of milliseconds each on a machine that has nothing else to do
     for job, form in zip(attacks, hostile, strict=True):
         workers.result(job)
         assert job.get_status(refresh=True) == JobStatus.FAILED
         assert f"structured_outputs.{next(iter(form))}" in str(job.latest_result().exc_string)
-    again = bulk.enqueue("jobs.complete", "a", structured_outputs={"choice": ["yes", "no"]}, **GREEDY)
+    again = bulk.enqueue(
+        "jobs.complete", "a", structured_outputs={"choice": ["yes", "no"]}, **GREEDY
+    )
     assert workers.result(again).return_value["choices"][0]["text"] in ("yes", "no")
     assert process.poll() is None

@@ -24,12 +24,16 @@ def write_bombs(folder: Path) -> dict[str, str]:
     table = pa.table({"prompt": ["a"], "other": ["x" * (300 * MIB)]})
     pq.write_table(table, folder / "page.parquet", compression="zstd", use_dictionary=False)
     nulls = pa.ListArray.from_arrays([0, 40_000_000], pa.nulls(40_000_000, pa.int64()))
-    pq.write_table(pa.table({"prompt": ["a"], "other": nulls}), folder / "nulls.parquet", compression="zstd")
+    pq.write_table(
+        pa.table({"prompt": ["a"], "other": nulls}), folder / "nulls.parquet", compression="zstd"
+    )
     with (folder / "footer.parquet").open("wb") as file:  # a hole, but for its ends
         file.write(b"PAR1")
         file.seek((3 << 30) - 8)
         file.write((2 << 30).to_bytes(4, "little") + b"PAR1")
-    (folder / "names.jsonl").write_text("".join(f'{{"prompt": "a", "{n}": 1}}\n' for n in range(20_000)))
+    (folder / "names.jsonl").write_text(
+        "".join(f'{{"prompt": "a", "{n}": 1}}\n' for n in range(20_000))
+    )
     batch = pa.record_batch({"prompt": ["x" * (300 * MIB)]})
     options = pa.ipc.IpcWriteOptions(compression="zstd")
     with pa.ipc.new_stream(folder / "batch.arrow", batch.schema, options=options) as stream:
@@ -61,7 +65,9 @@ def tree_bytes(pid: int) -> int:
 def test_bombs_fail_by_name_and_take_little_memory(workers: RealWorkers) -> None:
     folder, bulk = workers.folder, workers.queue("bulk")
     errors = write_bombs(folder)
-    (folder / "lines.jsonl.gz").write_bytes(gzip.compress(b'{"prompt": "4 May"}\n' + bytes(64 * MIB)))
+    (folder / "lines.jsonl.gz").write_bytes(
+        gzip.compress(b'{"prompt": "4 May"}\n' + bytes(64 * MIB))
+    )
     pq.write_table(pa.table({"prompt": ["4 May"]}), folder / "one.parquet")
     process = workers.start()
     workers.result(bulk.enqueue("jobs.complete", "warm", **GREEDY), 300)
@@ -81,12 +87,17 @@ def test_bombs_fail_by_name_and_take_little_memory(workers: RealWorkers) -> None
     template = "{{ prompt }}{{ '%(k)99999999d' % {'k': 1} * 9 }}"
     runs = {name: score(name, f"out-{name}") for name in errors}
     lines = score("lines.jsonl.gz", "lines")
-    jinja = score("one.parquet", "jinja", template=template, template_format="jinja", max_errors="100%")
+    jinja = score(
+        "one.parquet", "jinja", template=template, template_format="jinja", max_errors="100%"
+    )
     schema = score("one.parquet", "schema", check={"json": {"allOf": [True] * 170_000}})
     for job in (*runs.values(), lines, jinja, schema):
         workers.result(job, 300)
     planned = (runs["page.parquet"], runs["nulls.parquet"], lines, jinja)
-    shards = [Job.fetch(f"{each.return_value()['run']}-00000", workers.redis, serializer="json") for each in planned]
+    shards = [
+        Job.fetch(f"{each.return_value()['run']}-00000", workers.redis, serializer="json")
+        for each in planned
+    ]
     for job in shards:
         workers.result(job, 300)
     fine = workers.result(bulk.enqueue("jobs.complete", "hello", **GREEDY))

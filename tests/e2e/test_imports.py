@@ -15,7 +15,19 @@ from tests.e2e.conftest import RealWorkers
 from tests.rq_workers import ROOT
 from worker import BatchWorker
 
-OURS = {"jobs", "worker", "engine", "rq", "redis", "pyarrow", "pandas", "numpy", "torch", "transformers", "tests"}
+OURS = {
+    "jobs",
+    "worker",
+    "engine",
+    "rq",
+    "redis",
+    "pyarrow",
+    "pandas",
+    "numpy",
+    "torch",
+    "transformers",
+    "tests",
+}
 F = "tests.worker.functions."
 
 
@@ -34,13 +46,17 @@ class ImportWatcher(BatchWorker):
 
 @pytest.mark.long
 @pytest.mark.usefixtures("new_interpreters")
-def test_a_worker_imports_nothing_of_ours_once_it_serves(workers: RealWorkers, tmp_path: Path) -> None:
+def test_a_worker_imports_nothing_of_ours_once_it_serves(
+    workers: RealWorkers, tmp_path: Path
+) -> None:
     queue = workers.queue("bulk")
     source = tmp_path / "in.parquet"
     messages = [[{"role": "user", "content": "March 3rd"}]] * 4
     pq.write_table(pa.table({"prompt": ["a", "b", None, "d"], "messages": messages}), source)
     jobs = [
-        queue.enqueue("jobs.complete", "a", max_tokens=2, temperature=0.7, top_p=0.9, top_k=4, stop=["x"]),
+        queue.enqueue(
+            "jobs.complete", "a", max_tokens=2, temperature=0.7, top_p=0.9, top_k=4, stop=["x"]
+        ),
         queue.enqueue("jobs.chat", messages[0], max_tokens=2),
         queue.enqueue(F + "add", 1, 2, on_success=Callback(F + "on_success")),
     ]
@@ -56,8 +72,12 @@ def test_a_worker_imports_nothing_of_ours_once_it_serves(workers: RealWorkers, t
     queue.enqueue(F + "add", 1, 2, depends_on=jobs[0])
     late = tmp_path / "late.json"
     watcher = f"{__name__}.{ImportWatcher.__name__}"
-    log = workers.burst("--with-scheduler", worker_class=watcher, LATE_IMPORTS=str(late), PYTHONPATH=str(ROOT))
+    log = workers.burst(
+        "--with-scheduler", worker_class=watcher, LATE_IMPORTS=str(late), PYTHONPATH=str(ROOT)
+    )
     assert all(job.get_status() == "finished" for job in jobs), log
-    assert all((tmp_path / name / "_SUCCESS").exists() for name in ("column", "messages", "template"))
+    assert all(
+        (tmp_path / name / "_SUCCESS").exists() for name in ("column", "messages", "template")
+    )
     imported = json.loads(late.read_text())
     assert [name for name in imported if name.split(".")[0] in OURS] == []

@@ -18,7 +18,10 @@ DRAWN: dict[str, Any] = {"max_tokens": 160, "temperature": 4.0, "seed": 7, "igno
 ASKS: dict[str, dict[str, Any]] = {
     "two samples": {"prompt_column": "text", "sampling": {**DRAWN, "n": 2}},
     "a chain": {
-        "prompts": [{"name": "first", "template": "{text}"}, {"name": "second", "template": "{first} and {text}"}],
+        "prompts": [
+            {"name": "first", "template": "{text}"},
+            {"name": "second", "template": "{first} and {text}"},
+        ],
         "sampling": {**DRAWN, "max_tokens": 60},
     },
 }
@@ -31,14 +34,18 @@ def start(workers: RealWorkers, name: str, **settings: str) -> Process:
 
 def submit(workers: RealWorkers, output: Path, ask: dict[str, Any]) -> None:
     source = output.parent / "in.parquet"
-    table = pa.table({"id": range(ROWS), "text": [f"On day {row} of the year " for row in range(ROWS)]})
+    table = pa.table(
+        {"id": range(ROWS), "text": [f"On day {row} of the year " for row in range(ROWS)]}
+    )
     pq.write_table(table, source)
     workers.queue("bulk").enqueue("jobs.score_parquet", str(source), str(output), **ask)
 
 
 def answers(output: Path) -> list[dict[str, Any]]:
     found: list[dict[str, Any]] = pq.read_table(output).to_pylist()
-    return [{name: value for name, value in row.items() if name != "cached_tokens"} for row in found]
+    return [
+        {name: value for name, value in row.items() if name != "cached_tokens"} for row in found
+    ]
 
 
 def entries(output: Path) -> set[str]:
@@ -65,7 +72,9 @@ def stop(process: Process, number: signal.Signals) -> None:
         pytest.param("a chain", signal.SIGTERM, marks=pytest.mark.long),
     ],
 )
-def test_it_goes_on_where_it_was(workers: RealWorkers, tmp_path: Path, ask: str, number: signal.Signals) -> None:
+def test_it_goes_on_where_it_was(
+    workers: RealWorkers, tmp_path: Path, ask: str, number: signal.Signals
+) -> None:
     calm, output = tmp_path / "undisturbed", tmp_path / "out"
     submit(workers, calm, ASKS[ask])
     process = start(workers, "calm", TOKENMILL_JOURNAL_S="0")
@@ -88,11 +97,15 @@ def test_it_goes_on_where_it_was(workers: RealWorkers, tmp_path: Path, ask: str,
     assert min(found["rows_resumed"], found["tokens_resumed"]) > 0
     assert not (output / "_journal").exists()
     if number == signal.SIGTERM:  # nothing was computed twice
-        computed = [stats_of(workers, name)["generation_tokens"] for name in ("first", "second", "last")]
+        computed = [
+            stats_of(workers, name)["generation_tokens"] for name in ("first", "second", "last")
+        ]
         assert sum(computed) == stats_of(workers, "calm")["generation_tokens"]
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, pytest.param(signal.SIGKILL, marks=pytest.mark.long)])
+@pytest.mark.parametrize(
+    "number", [signal.SIGTERM, pytest.param(signal.SIGKILL, marks=pytest.mark.long)]
+)
 def test_a_long_answer_goes_on_where_it_was(workers: RealWorkers, number: signal.Signals) -> None:
     asked: dict[str, Any] = {**DRAWN, "n": 2, "max_tokens": 400}
     queue = workers.queue("bulk")
@@ -107,7 +120,9 @@ def test_a_long_answer_goes_on_where_it_was(workers: RealWorkers, number: signal
     stop(process, number)
     start(workers, "last")
     found = workers.result(job).return_value
-    assert [each["text"] for each in found["choices"]] == [each["text"] for each in expected["choices"]]
+    assert [each["text"] for each in found["choices"]] == [
+        each["text"] for each in expected["choices"]
+    ]
     assert found["usage"]["completion_tokens"] == expected["usage"]["completion_tokens"]
     assert not workers.redis.exists(key)
     stop(workers.processes[-1], signal.SIGTERM)
@@ -115,4 +130,7 @@ def test_a_long_answer_goes_on_where_it_was(workers: RealWorkers, number: signal
         computed = [stats_of(workers, name)["generation_tokens"] for name in ("first", "last")]
         assert sum(computed) == stats_of(workers, "calm")["generation_tokens"]
     else:
-        assert stats_of(workers, "last")["generation_tokens"] < stats_of(workers, "calm")["generation_tokens"]
+        assert (
+            stats_of(workers, "last")["generation_tokens"]
+            < stats_of(workers, "calm")["generation_tokens"]
+        )

@@ -26,7 +26,9 @@ NUM_TOKENS = 6
 
 @pytest.fixture(scope="module")
 def reference(tmp_path_factory: pytest.TempPathFactory) -> PictureReference:
-    return PictureReference(make_with_pictures(tmp_path_factory.mktemp("model"), "qwen2_vl"), "qwen2_vl")
+    return PictureReference(
+        make_with_pictures(tmp_path_factory.mktemp("model"), "qwen2_vl"), "qwen2_vl"
+    )
 
 
 def png(array: np.ndarray[Any, Any]) -> bytes:
@@ -52,7 +54,9 @@ def write_datasets(path: Path, prompts: list[str], files: list[bytes]) -> None:
         pq.write_table(table.replace_schema_metadata(metadata), path)
     else:
         kinds = datasets.Features({"prompt": datasets.Value("string"), "image": datasets.Image()})
-        datasets.Dataset.from_dict({"prompt": prompts, "image": images}, features=kinds).to_parquet(path)
+        datasets.Dataset.from_dict({"prompt": prompts, "image": images}, features=kinds).to_parquet(
+            path
+        )
 
 
 def said(reference: PictureReference, *parts: Any) -> str | None:
@@ -63,7 +67,9 @@ def said(reference: PictureReference, *parts: Any) -> str | None:
 
 
 def start(workers: RealWorkers, reference: PictureReference) -> None:
-    workers.start(queues=("bulk",), TOKENMILL_MODEL=str(reference.folder), TOKENMILL_DTYPE="float32")
+    workers.start(
+        queues=("bulk",), TOKENMILL_MODEL=str(reference.folder), TOKENMILL_DTYPE="float32"
+    )
     wait_until(lambda: workers.redis.scard("rq:workers:bulk") == 1)
 
 
@@ -86,7 +92,10 @@ def test_a_broken_picture_costs_its_row_and_no_other(
     workers: RealWorkers, reference: PictureReference, tmp_path: Path, write: Any, num_rows: int
 ) -> None:
     pictures = [picture(number, 40 + number % 30, 60) for number in range(num_rows)]
-    files, prompts = list(map(png, pictures)), [f"what is {number % 7}?" for number in range(num_rows)]
+    files, prompts = (
+        list(map(png, pictures)),
+        [f"what is {number % 7}?" for number in range(num_rows)],
+    )
     bad = dict(zip(range(1, num_rows, num_rows // 10), broken(), strict=True))
     write(tmp_path / "in.parquet", prompts, [bad.get(row, file) for row, file in enumerate(files)])
     start(workers, reference)
@@ -96,7 +105,16 @@ def test_a_broken_picture_costs_its_row_and_no_other(
     tried = run(workers, "submit", tmp_path / "in.parquet", tmp_path / "out", "--dry-run", *options)
     assert f"{num_rows}, of which 10 would fail" in tried
     began = time.monotonic()
-    run(workers, "submit", tmp_path / "in.parquet", tmp_path / "out", "--wait", "--rows-per-shard", 100, *options)
+    run(
+        workers,
+        "submit",
+        tmp_path / "in.parquet",
+        tmp_path / "out",
+        "--wait",
+        "--rows-per-shard",
+        100,
+        *options,
+    )
     print(f"{num_rows / (time.monotonic() - began):.1f} rows/s")
     rows = pq.read_table(tmp_path / "out").to_pylist()
     assert [row for row, each in enumerate(rows) if each["error"] is not None] == list(bad)
@@ -109,16 +127,21 @@ def test_a_broken_picture_costs_its_row_and_no_other(
     assert len({row["completion"] for row in rows if row["error"] is None}) > 3
 
 
-def test_chats_and_labels_see_their_pictures(workers: RealWorkers, reference: PictureReference, tmp_path: Path) -> None:
+def test_chats_and_labels_see_their_pictures(
+    workers: RealWorkers, reference: PictureReference, tmp_path: Path
+) -> None:
     start(workers, reference)
     queue, files = workers.queue("bulk"), [png(picture(number)) for number in range(2)]
     (tmp_path / "one.png").write_bytes(files[1])
     urls = [data_url(files[0]), data_url(files[1]), str(tmp_path / "one.png")]
     chats = [
-        [{"type": "image_url", "image_url": {"url": url}}, {"type": "text", "text": " what is it?"}] for url in urls
+        [{"type": "image_url", "image_url": {"url": url}}, {"type": "text", "text": " what is it?"}]
+        for url in urls
     ]
     jobs = [
-        queue.enqueue("jobs.chat", [{"role": "user", "content": chat}], temperature=0, max_tokens=NUM_TOKENS)
+        queue.enqueue(
+            "jobs.chat", [{"role": "user", "content": chat}], temperature=0, max_tokens=NUM_TOKENS
+        )
         for chat in chats
     ]
     answers = [workers.result(job).return_value["choices"][0]["message"]["content"] for job in jobs]

@@ -40,7 +40,9 @@ def test_preview_shows_prompts_tokens_and_the_answers_that_the_run_gives_and_ver
     wait_until(lambda: workers.redis.scard("rq:workers:bulk") == 1)
     shown = run(workers, "preview", source, "--rows", 2, *options)
     assert shown.exit_code == 0, shown.stderr
-    estimated = run(workers, "submit", source, tmp_path / "out", "--dry-run", "--price-per-hour", 2, *options)
+    estimated = run(
+        workers, "submit", source, tmp_path / "out", "--dry-run", "--price-per-hour", 2, *options
+    )
     assert estimated.exit_code == 0, estimated.stderr
     assert not (tmp_path / "out").exists()
     assert workers.redis.keys("rq:job:*") == [], "what was tried is taken away"

@@ -23,7 +23,10 @@ def test_a_stock_worker_runs_complete_and_chat(workers: RealWorkers) -> None:
     subprocess.run(command, env=workers.environment(), cwd=workers.folder, check=True, timeout=280)
     assert complete.return_value()["choices"][0]["text"] == "1987-03-03"
     assert complete.return_value()["object"] == "text_completion"
-    assert chat.return_value()["choices"][0]["message"] == {"role": "assistant", "content": "1987-03-03"}
+    assert chat.return_value()["choices"][0]["message"] == {
+        "role": "assistant",
+        "content": "1987-03-03",
+    }
     assert chat.return_value()["usage"]["completion_tokens"] == 11
     assert bad.get_status() == JobStatus.FAILED
     assert "max_tokens:=4" in str(workers.result(bad).exc_string)

@@ -34,12 +34,19 @@ def wait_until_ready(workers: RealWorkers, name: str) -> None:
     wait_until(lambda: stats_of(workers, name), timeout_s=60)
 
 
-def test_answers_are_those_of_one_rank_and_a_warm_shutdown_leaves_nothing(workers: RealWorkers) -> None:
+def test_answers_are_those_of_one_rank_and_a_warm_shutdown_leaves_nothing(
+    workers: RealWorkers,
+) -> None:
     """The signal reaches the ranks too, as from a supervisor that tells a whole group: it is not theirs."""
     queue = workers.queue("bulk")
     for prefix in ("one", "two"):
-        jobs = [queue.enqueue("jobs.complete", p, job_id=f"{prefix}{i}", **GREEDY) for i, p in enumerate(prompts(24))]
-        jobs.append(queue.enqueue("jobs.complete", "The", job_id=f"{prefix}24", max_tokens=30, seed=7, n=2))
+        jobs = [
+            queue.enqueue("jobs.complete", p, job_id=f"{prefix}{i}", **GREEDY)
+            for i, p in enumerate(prompts(24))
+        ]
+        jobs.append(
+            queue.enqueue("jobs.complete", "The", job_id=f"{prefix}24", max_tokens=30, seed=7, n=2)
+        )
         if prefix == "one":
             workers.burst("--name", "one", TOKENMILL_DTYPE="float32")
     worker = workers.start("--name", "two", **TWO_RANKS)
@@ -49,7 +56,9 @@ def test_answers_are_those_of_one_rank_and_a_warm_shutdown_leaves_nothing(worker
     for i in range(25):
         answer = workers.result(workers.job(f"two{i}"), timeout_s=60).return_value
         expected = workers.job(f"one{i}").return_value()
-        assert [choice["text"] for choice in answer["choices"]] == [c["text"] for c in expected["choices"]]
+        assert [choice["text"] for choice in answer["choices"]] == [
+            c["text"] for c in expected["choices"]
+        ]
         assert answer["usage"]["completion_tokens"] == expected["usage"]["completion_tokens"]
 
     last = queue.enqueue("jobs.complete", "The", max_tokens=300, temperature=0, ignore_eos=True)
@@ -69,7 +78,10 @@ def test_a_killed_rank_ends_its_worker_and_loses_no_job(workers: RealWorkers) ->
     worker = workers.start("--name", "two", **TWO_RANKS)
     wait_until_ready(workers, "two")
     ranks = ranks_of(worker)
-    jobs = [queue.enqueue("jobs.complete", p, max_tokens=200, temperature=0, ignore_eos=True) for p in prompts(6)]
+    jobs = [
+        queue.enqueue("jobs.complete", p, max_tokens=200, temperature=0, ignore_eos=True)
+        for p in prompts(6)
+    ]
     wait_until(lambda: jobs[0].get_status() == JobStatus.STARTED)
     ranks[1].kill()
     assert worker.wait(timeout=30) != 0

@@ -59,7 +59,9 @@ def test_each_leaves_the_runs_of_the_other_on_the_queue(
 
     wait_until(is_told)
     if planner == "newer":
-        wait_until(lambda: "6 jobs were planned by a newer version of Tokenmill" in workers.log(left))
+        wait_until(
+            lambda: "6 jobs were planned by a newer version of Tokenmill" in workers.log(left)
+        )
     left.terminate()
     assert left.wait(timeout=60) == 0
     assert workers.queue("bulk").count == 6

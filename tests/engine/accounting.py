@@ -29,4 +29,8 @@ def check_blocks(blocks: BlockManager, sequences: Iterable[Sequence]) -> None:
     for parent, entries in blocks._tails._behind.items():
         for tokens, block_id in entries:
             block = blocks._blocks[block_id]
-            assert (block.is_listed, block.parent_content_id, block.tokens) == (True, parent, tokens)
+            assert (block.is_listed, block.parent_content_id, block.tokens) == (
+                True,
+                parent,
+                tokens,
+            )

@@ -61,7 +61,12 @@ HALVES = {
     },
 }
 NO_ENCODER = {"is_decoder": True, "initializer_range": 1.5}
-ROPES = {"rope_parameters": {"full_attention": rope(theta=2_000.0), "sliding_attention": rope(theta=100.0)}}
+ROPES = {
+    "rope_parameters": {
+        "full_attention": rope(theta=2_000.0),
+        "sliding_attention": rope(theta=100.0),
+    }
+}
 
 
 def as_they_are(names: str) -> dict[str, dict[str, Any]]:
@@ -80,7 +85,9 @@ SERVED: dict[str, dict[str, Any]] = {
     vaultgemma
     """),
     **dict.fromkeys(("bert", "bert-generation", "ernie", "roc_bert"), NO_ENCODER),
-    **dict.fromkeys(("bart", "blenderbot", "blenderbot-small", "marian", "mbart", "pegasus", "whisper"), HALVES),
+    **dict.fromkeys(
+        ("bart", "blenderbot", "blenderbot-small", "marian", "mbart", "pegasus", "whisper"), HALVES
+    ),
     "axk1": LATENT,
     "cohere_compass_text": ROPES,
     "cwm": {"bos_token_id": 1},
@@ -157,12 +164,20 @@ WITH_STATES: dict[str, dict[str, Any]] = {
         "n_groups": 2,
         "chunk_size": 32,
     },
-    "minimax": {"layer_types": ["linear_attention", "full_attention", "linear_attention"], "block_size": 32},
+    "minimax": {
+        "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+        "block_size": 32,
+    },
     "olmo_hybrid": {"layer_types": ["linear_attention", "full_attention", "linear_attention"]},
     "qwen3_5_moe_text": DELTA,
     "qwen3_5_text": DELTA,
     "qwen3_next": DELTA,
-    "zamba": {"mamba_dt_rank": 4, "mamba_d_state": 16, "attn_layer_offset": 1, "attn_layer_period": 3},
+    "zamba": {
+        "mamba_dt_rank": 4,
+        "mamba_d_state": 16,
+        "attn_layer_offset": 1,
+        "attn_layer_period": 3,
+    },
     "zamba2": {
         "layers_block_type": ["linear_attention", "hybrid", "linear_attention"],
         "mamba_d_state": 16,
@@ -196,7 +211,11 @@ INDEXED: dict[str, dict[str, Any]] = {
 WITH_INDEX_AND_IMAGES: dict[str, dict[str, Any]] = {
     "dots3_note": {
         "text_config": INDEXED["dots3_note_text"],
-        "vision_config": {"mlp_layer_types": ["dense", "dense"], "adapter_in_dim": 32, "adapter_out_dim": 48},
+        "vision_config": {
+            "mlp_layer_types": ["dense", "dense"],
+            "adapter_in_dim": 32,
+            "adapter_out_dim": 48,
+        },
         "audio_config": {"adapter_input_size": 32, "adapter_out_dim": 48},
     },
     "glm5_next": {
@@ -252,7 +271,9 @@ def class_name(name: str) -> str:
 def make_architecture(folder: Path, name: str, **values: Any) -> Path:
     """Write a random float32 checkpoint with its tokenizer and further `values`; return its folder."""
     torch.manual_seed(len(name))
-    return write_random(AutoModelForCausalLM.from_config(_config_for(BY_NAME[name], values)), folder)
+    return write_random(
+        AutoModelForCausalLM.from_config(_config_for(BY_NAME[name], values)), folder
+    )
 
 
 def _config_for(family: Family, more: dict[str, Any]) -> PreTrainedConfig:
@@ -282,7 +303,10 @@ class ArchitectureRuns:
 
     def __init__(self, folder: Path, name: str) -> None:
         self.reference = Reference(
-            make_architecture(folder, name), prompts(), num_new_tokens=NUM_NEW_TOKENS, use_cache=False
+            make_architecture(folder, name),
+            prompts(),
+            num_new_tokens=NUM_NEW_TOKENS,
+            use_cache=False,
         )
 
     def run(self, mode: str = "all", backend: str = "torch") -> tuple[list[str], EngineStats]:
@@ -293,7 +317,9 @@ class ArchitectureRuns:
     @cached_property
     def _block_bytes(self) -> int:
         """Of one rank that has all: what the layers are is known when the model is loaded."""
-        config = config_of(self.reference.folder, "whole", model_path="transformers", block_bytes=1 << 16)
+        config = config_of(
+            self.reference.folder, "whole", model_path="transformers", block_bytes=1 << 16
+        )
         with Engine(config) as built:
             runner = built._open_runner()
             assert isinstance(runner, ModelRunner)

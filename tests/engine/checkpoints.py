@@ -43,9 +43,33 @@ class Shape:
 SHAPES = [
     Shape("gqa1_untied", num_heads=4, num_kv_heads=4, rope_theta=500.0, rms_norm_eps=1e-3, seed=1),
     Shape("gqa2_tied_hub", hidden_size=40, num_layers=3, tied=True, rope_theta=1_000_000.0, seed=2),
-    Shape("gqa4_tied", num_heads=4, num_kv_heads=1, tied=True, rope_theta=2_000.0, rms_norm_eps=1e-2, seed=3),
-    Shape("gqa2_sharded", hidden_size=56, num_layers=4, num_heads=6, num_kv_heads=3, rope_theta=50.0, seed=4),
-    Shape("gqa2_bias", hidden_size=72, num_heads=4, num_kv_heads=2, attention_bias=True, rope_theta=300.0, seed=5),
+    Shape(
+        "gqa4_tied",
+        num_heads=4,
+        num_kv_heads=1,
+        tied=True,
+        rope_theta=2_000.0,
+        rms_norm_eps=1e-2,
+        seed=3,
+    ),
+    Shape(
+        "gqa2_sharded",
+        hidden_size=56,
+        num_layers=4,
+        num_heads=6,
+        num_kv_heads=3,
+        rope_theta=50.0,
+        seed=4,
+    ),
+    Shape(
+        "gqa2_bias",
+        hidden_size=72,
+        num_heads=4,
+        num_kv_heads=2,
+        attention_bias=True,
+        rope_theta=300.0,
+        seed=5,
+    ),
 ]
 
 
@@ -66,7 +90,9 @@ def make_tokenizer() -> PreTrainedTokenizerFast:
         show_progress=False,
     )
     tokenizer.train_from_iterator(TEXTS, trainer)
-    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<|im_end|>", pad_token="<|endoftext|>")
+    fast = PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, eos_token="<|im_end|>", pad_token="<|endoftext|>"
+    )
     fast.chat_template = CHAT_TEMPLATE
     return fast
 
@@ -129,7 +155,9 @@ def write_as_the_hub_does(folder: Path) -> None:
     config.pop("layer_types", None)
     config["torch_dtype"] = "bfloat16"
     (folder / "config.json").write_text(json.dumps(config))
-    tensors = {name: tensor.bfloat16() for name, tensor in load_file(folder / "model.safetensors").items()}
+    tensors = {
+        name: tensor.bfloat16() for name, tensor in load_file(folder / "model.safetensors").items()
+    }
     tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"].clone()
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
 

@@ -20,7 +20,9 @@ from tests.engine.reference import Reference
 
 ON_GPU = torch.cuda.is_available()
 #: Where a GPU is, batches lie there, and these give them to a CPU's kernels, or to a library's stand-in.
-collect_ignore = ["test_cpu_backend.py", "test_shared_prefix.py", "test_flash_attn_backend.py"] if ON_GPU else []
+collect_ignore = (
+    ["test_cpu_backend.py", "test_shared_prefix.py", "test_flash_attn_backend.py"] if ON_GPU else []
+)
 #: What an engine says of what another machine is needed for than one with a single GPU.
 OTHER_MACHINE = re.compile("does not run on device='cuda'|needs device='cpu'|needs 2 GPUs")
 
@@ -42,7 +44,10 @@ pytest_runtest_call = pytest_runtest_setup
 @pytest.fixture(scope="session", autouse=True)
 def _share_of_the_gpu() -> Iterator[None]:
     """Processes of tests divide a GPU: an engine that takes what is free would leave the others nothing."""
-    measure, processes = torch.cuda.mem_get_info, int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
+    measure, processes = (
+        torch.cuda.mem_get_info,
+        int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1")),
+    )
 
     def share(device: torch.device | None = None) -> tuple[int, int]:
         free, total = measure(device)
@@ -83,7 +88,9 @@ def forked_ranks() -> Iterator[None]:
 
 
 @pytest.fixture(scope="session")
-def folders(tmp_path_factory: pytest.TempPathFactory, _quiet_single_thread: None) -> dict[str, Path]:
+def folders(
+    tmp_path_factory: pytest.TempPathFactory, _quiet_single_thread: None
+) -> dict[str, Path]:
     """One checkpoint folder for each shape, by name; one as the hub writes it, one in shards."""
     root = tmp_path_factory.mktemp("checkpoints")
     made = {shape.name: make_checkpoint(root / shape.name, shape) for shape in SHAPES}
@@ -105,7 +112,11 @@ def truth(references: dict[str, Reference]) -> Callable[[tuple[int, ...]], torch
     @cache
     def compute(token_ids: tuple[int, ...]) -> torch.Tensor:
         with torch.inference_mode():
-            logits = references["gqa2_tied_hub"].model(torch.tensor([token_ids]), use_cache=False).logits[0]
+            logits = (
+                references["gqa2_tied_hub"]
+                .model(torch.tensor([token_ids]), use_cache=False)
+                .logits[0]
+            )
         return logits.float().log_softmax(-1)
 
     return compute
@@ -118,7 +129,9 @@ def folder(folders: dict[str, Path]) -> Path:
 
 
 @pytest.fixture(scope="session")
-def architecture(tmp_path_factory: pytest.TempPathFactory, _quiet_single_thread: None) -> Architectures:
+def architecture(
+    tmp_path_factory: pytest.TempPathFactory, _quiet_single_thread: None
+) -> Architectures:
     """An architecture's checkpoint and reference, made when it is first asked for."""
     made: dict[str, ArchitectureRuns] = {}
 

@@ -45,20 +45,30 @@ def _write_tokenizer(folder: Path, post_processor: TemplateProcessing) -> None:
 
 def like_qwen3_embedding(folder: Path, hidden_size: int = 40) -> Path:
     """The last token's state, which is of an end token that the tokenizer adds; names without "model."."""
-    shape = Shape("embedding", hidden_size=hidden_size, num_layers=3, tied=True, max_positions=128, seed=6)
+    shape = Shape(
+        "embedding", hidden_size=hidden_size, num_layers=3, tied=True, max_positions=128, seed=6
+    )
     make_checkpoint(folder, shape)
     path = folder / "model.safetensors"
     tensors = {name.removeprefix("model."): each for name, each in load_file(path).items()}
     save_file(tensors, path, metadata={"format": "pt"})
-    _write_tokenizer(folder, TemplateProcessing(single="$A <|endoftext|>", special_tokens=[("<|endoftext|>", 0)]))
-    last_token = {"pooling_mode_mean_tokens": False, "pooling_mode_lasttoken": True, "include_prompt": True}
+    _write_tokenizer(
+        folder, TemplateProcessing(single="$A <|endoftext|>", special_tokens=[("<|endoftext|>", 0)])
+    )
+    last_token = {
+        "pooling_mode_mean_tokens": False,
+        "pooling_mode_lasttoken": True,
+        "include_prompt": True,
+    }
     write_modules(folder, last_token, "Normalize", size=hidden_size)
     prompts = {"prompts": {"query": QUERY, "document": ""}, "default_prompt_name": None}
     (folder / "config_sentence_transformers.json").write_text(json.dumps(prompts))
     return folder
 
 
-def llama_body(folder: Path, mode: str | list[str] = "mean", max_seq_length: int = 32, hidden_size: int = 48) -> Path:
+def llama_body(
+    folder: Path, mode: str | list[str] = "mean", max_seq_length: int = 32, hidden_size: int = 48
+) -> Path:
     """A LlamaModel without any LM head; texts begin with a token, are cut, and not normalised."""
     torch.manual_seed(7)
     config = LlamaConfig(
@@ -106,7 +116,9 @@ class Truth:
 
     def token_ids(self, text: str, max_length: int) -> list[int]:
         """As sentence-transformers has a text tokenized."""
-        found: list[int] = self._tokenizer(text, truncation=True, max_length=max_length)["input_ids"]
+        found: list[int] = self._tokenizer(text, truncation=True, max_length=max_length)[
+            "input_ids"
+        ]
         return found
 
     @torch.inference_mode()

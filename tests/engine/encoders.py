@@ -50,7 +50,11 @@ def write_encoder(folder: Path, model_type: str, num_labels: int = 0, **values: 
     """Write a model, with a head of so many labels, or else with the mean of its states as embedding."""
     kind = CONFIG_MAPPING[model_type]
     known = kind()
-    given = {name: value for name, value in {**SIZES, **values}.items() if hasattr(known, name) or name in values}
+    given = {
+        name: value
+        for name, value in {**SIZES, **values}.items()
+        if hasattr(known, name) or name in values
+    }
     config = kind(**given)
     torch.manual_seed(len(model_type))
     if num_labels:
@@ -73,10 +77,14 @@ def write_encoder(folder: Path, model_type: str, num_labels: int = 0, **values: 
 
 def _write_tokenizer(folder: Path, *, has_types: bool) -> None:
     names = [*SPECIAL, *(f"w{number}" for number in range(VOCAB_SIZE - len(SPECIAL)))]
-    tokenizer = Tokenizer(WordLevel({name: number for number, name in enumerate(names)}, unk_token="[UNK]"))
+    tokenizer = Tokenizer(
+        WordLevel({name: number for number, name in enumerate(names)}, unk_token="[UNK]")
+    )
     tokenizer.pre_tokenizer = Whitespace()
     tokenizer.post_processor = TemplateProcessing(
-        single="[CLS] $A [SEP]", pair="[CLS] $A [SEP] $B:1 [SEP]:1", special_tokens=[("[CLS]", 1), ("[SEP]", 2)]
+        single="[CLS] $A [SEP]",
+        pair="[CLS] $A [SEP] $B:1 [SEP]:1",
+        special_tokens=[("[CLS]", 1), ("[SEP]", 2)],
     )
     inputs = ["input_ids", *(["token_type_ids"] if has_types else []), "attention_mask"]
     PreTrainedTokenizerFast(
@@ -100,9 +108,13 @@ class Alone:
         kind: Any = AutoModelForSequenceClassification if has_head else AutoModel
         self._model = kind.from_pretrained(str(folder), dtype="float32").eval()
 
-    def __call__(self, text: str, pair: str | None = None, *, most: int | None = None) -> torch.Tensor:
+    def __call__(
+        self, text: str, pair: str | None = None, *, most: int | None = None
+    ) -> torch.Tensor:
         """Return a head's numbers, [labels], or the mean of the states, [hidden]. most: tokens to which it is cut."""
-        return self._numbers(**self._tokenizer(text, pair, truncation=True, max_length=most, return_tensors="pt"))
+        return self._numbers(
+            **self._tokenizer(text, pair, truncation=True, max_length=most, return_tensors="pt")
+        )
 
     def of_ids(self, token_ids: torch.Tensor) -> torch.Tensor:
         """Return the same for token ids, [1, tokens]."""

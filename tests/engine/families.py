@@ -43,9 +43,20 @@ def rope(rope_type: str = "default", theta: float = 500.0, **parameters: Any) ->
     return {"rope_type": rope_type, "rope_theta": theta, **parameters}
 
 
-LLAMA3 = rope("llama3", factor=4.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=64)
+LLAMA3 = rope(
+    "llama3",
+    factor=4.0,
+    low_freq_factor=1.0,
+    high_freq_factor=4.0,
+    original_max_position_embeddings=64,
+)
 YARN = rope("yarn", factor=4.0, original_max_position_embeddings=64, beta_fast=8.0)
-EXPERTS = {"rope_parameters": rope(), "num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 32}
+EXPERTS = {
+    "rope_parameters": rope(),
+    "num_experts": 8,
+    "num_experts_per_tok": 3,
+    "moe_intermediate_size": 32,
+}
 DELTA = {
     "rope_parameters": rope(partial_rotary_factor=0.5),
     "linear_num_key_heads": 2,
@@ -78,14 +89,25 @@ def longrope(original: int, **values: Any) -> dict[str, Any]:
         short_factor=[1.0 + i / 4 for i in range(num_pairs)],
         long_factor=[2.0 + i / 2 for i in range(num_pairs)],
     )
-    return {"hidden_size": 64, "original_max_position_embeddings": original, "rope_parameters": parameters, **values}
+    return {
+        "hidden_size": 64,
+        "original_max_position_embeddings": original,
+        "rope_parameters": parameters,
+        **values,
+    }
 
 
 FAMILIES = [
     Family("llama2", "llama", {"rope_parameters": rope(), "num_key_value_heads": 4}),
-    Family("llama3", "llama", {"rope_parameters": LLAMA3, "attention_bias": True, "mlp_bias": True}),
+    Family(
+        "llama3", "llama", {"rope_parameters": LLAMA3, "attention_bias": True, "mlp_bias": True}
+    ),
     Family("mistral", "mistral", {"rope_parameters": rope(), "sliding_window": 20}),
-    Family("mistral_full", "mistral", {"rope_parameters": rope("dynamic", factor=2.0), "sliding_window": None}),
+    Family(
+        "mistral_full",
+        "mistral",
+        {"rope_parameters": rope("dynamic", factor=2.0), "sliding_window": None},
+    ),
     Family("qwen2", "qwen2", {"rope_parameters": YARN}),
     Family(
         "qwen2_windows",
@@ -97,25 +119,46 @@ FAMILIES = [
             "max_window_layers": 1,
         },
     ),
-    Family("qwen3", "qwen3", {"rope_parameters": rope(), "attention_bias": True, "tie_word_embeddings": True}),
+    Family(
+        "qwen3",
+        "qwen3",
+        {"rope_parameters": rope(), "attention_bias": True, "tie_word_embeddings": True},
+    ),
     Family("phi3", "phi3", {"rope_parameters": rope(), "sliding_window": 24}),
     Family("phi3_longrope", "phi3", longrope(original=256, partial_rotary_factor=0.75)),
     Family("phi3_longrope_beyond", "phi3", longrope(original=9)),
     Family("olmo2", "olmo2", {"rope_parameters": rope()}),
-    Family("gemma2", "gemma2", {**GEMMA, "attn_logit_softcapping": 4.0, "final_logit_softcapping": 3.0}),
+    Family(
+        "gemma2", "gemma2", {**GEMMA, "attn_logit_softcapping": 4.0, "final_logit_softcapping": 3.0}
+    ),
     Family("gemma3", "gemma3_text", {**GEMMA, **GEMMA3_LAYERS}),
-    Family("seed_oss", "seed_oss", {"rope_parameters": rope(), "attention_bias": True, "mlp_bias": True}),
+    Family(
+        "seed_oss",
+        "seed_oss",
+        {"rope_parameters": rope(), "attention_bias": True, "mlp_bias": True},
+    ),
     Family("mixtral", "mixtral", {"rope_parameters": rope(), "num_local_experts": 5}),
     Family(
         "mixtral_window",
         "mixtral",
-        {"rope_parameters": rope(), "num_local_experts": 4, "num_experts_per_tok": 3, "sliding_window": 20},
+        {
+            "rope_parameters": rope(),
+            "num_local_experts": 4,
+            "num_experts_per_tok": 3,
+            "sliding_window": 20,
+        },
     ),
     Family("qwen3_moe", "qwen3_moe", {**EXPERTS, "norm_topk_prob": True}),
     Family(
         "qwen3_moe_mixed",
         "qwen3_moe",
-        {**EXPERTS, "attention_bias": True, "mlp_only_layers": [1], "decoder_sparse_step": 2, "num_hidden_layers": 4},
+        {
+            **EXPERTS,
+            "attention_bias": True,
+            "mlp_only_layers": [1],
+            "decoder_sparse_step": 2,
+            "num_hidden_layers": 4,
+        },
     ),
     Family("qwen3_5", "qwen3_5_text", {**DELTA, **LINEAR_LAST}),
     Family(
@@ -131,7 +174,11 @@ FAMILIES = [
         },
     ),
     Family("qwen3_5_moe", "qwen3_5_moe_text", {**DELTA, **LINEAR_LAST, **SHARED_EXPERT}),
-    Family("qwen3_next", "qwen3_next", {**DELTA, **LINEAR_LAST, **SHARED_EXPERT, "mlp_only_layers": [0]}),
+    Family(
+        "qwen3_next",
+        "qwen3_next",
+        {**DELTA, **LINEAR_LAST, **SHARED_EXPERT, "mlp_only_layers": [0]},
+    ),
     Family(
         "gpt_oss",
         "gpt_oss",

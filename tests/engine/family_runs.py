@@ -34,7 +34,9 @@ def prompts() -> list[list[int]]:
 
 def reference_of(folder: Path, family: Family) -> Reference:
     """Make the family's checkpoint there; transformers' answers, from no cache, come when asked for."""
-    return Reference(make_family(folder, family), prompts(), num_new_tokens=NUM_NEW_TOKENS, use_cache=False)
+    return Reference(
+        make_family(folder, family), prompts(), num_new_tokens=NUM_NEW_TOKENS, use_cache=False
+    )
 
 
 def config_of(
@@ -50,7 +52,9 @@ def config_of(
     changes = {"max_num_seqs": 32, "max_num_batched_tokens": 2048, **MODES[mode], **settings}
     model = read_model_config(folder)
     ranks = changes.get("tensor_parallel_size", 1)
-    num_layers = model.num_layers - (model.values.get("layer_types") or []).count("linear_attention")
+    num_layers = model.num_layers - (model.values.get("layer_types") or []).count(
+        "linear_attention"
+    )
     layer_bytes = 2 * BLOCK_SIZE * max(1, model.num_kv_heads // ranks) * model.head_dim * 4
     return EngineConfig(
         str(folder),
@@ -58,7 +62,8 @@ def config_of(
         max_model_len=max_model_len,
         attention_backend=backend,
         block_size=BLOCK_SIZE,
-        kv_cache_bytes=changes.pop("pool_blocks", 300) * (block_bytes or max(1, num_layers) * layer_bytes),
+        kv_cache_bytes=changes.pop("pool_blocks", 300)
+        * (block_bytes or max(1, num_layers) * layer_bytes),
         **changes,
     )
 

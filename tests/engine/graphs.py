@@ -50,7 +50,9 @@ def advance(state: DecodeState) -> None:
     """Begin a step in plain torch, which the kernels are compared with."""
     is_real = state.next_positions != PADDING
     position = state.next_positions.clamp(min=0)
-    blocks = state.block_tables.gather(1, (position // state.block_size).unsqueeze(1)).squeeze(1).long()
+    blocks = (
+        state.block_tables.gather(1, (position // state.block_size).unsqueeze(1)).squeeze(1).long()
+    )
     slots = blocks * state.block_size + position % state.block_size
     state.token_ids.copy_(torch.where(is_real, state.next_token_ids.clamp(min=0), 0))
     state.positions.copy_(position)
@@ -62,7 +64,9 @@ def advance(state: DecodeState) -> None:
 
 def write_rows(memory: RowMemory, writes: RowWrites, sampled: Tensor | None) -> None:
     """Write the changes in plain torch."""
-    rows, wide, narrow, sampled_at, table_places, block_ids, order = upload(writes, memory.wide.device)
+    rows, wide, narrow, sampled_at, table_places, block_ids, order = upload(
+        writes, memory.wide.device
+    )
     memory.block_tables.view(-1).index_copy_(0, table_places, block_ids)
     if len(order):
         memory.order.copy_(order)
@@ -85,13 +89,20 @@ class ReplayedTorch(TorchBackend, CapturableBackend):
         advance(state)
 
     def decode_metadata(
-        self, rows: Tensor, context_lens: Tensor, block_tables: Tensor, max_context_len: int, order: Tensor | None
+        self,
+        rows: Tensor,
+        context_lens: Tensor,
+        block_tables: Tensor,
+        max_context_len: int,
+        order: Tensor | None,
     ) -> StaticDecodes:
         assert rows.tolist() == list(range(len(context_lens)))
         assert order is not None
         return StaticDecodes(context_lens, block_tables, order)
 
-    def store(self, keys: Tensor, values: Tensor, cache: LayerKVCache, slot_mapping: Tensor) -> None:
+    def store(
+        self, keys: Tensor, values: Tensor, cache: LayerKVCache, slot_mapping: Tensor
+    ) -> None:
         kept = slot_mapping >= 0
         super().store(keys[kept], values[kept], cache, slot_mapping[kept])
 
@@ -126,10 +137,14 @@ def simulate_graphs(monkeypatch: pytest.MonkeyPatch) -> SimulatedCapture:
     capture = SimulatedCapture()
     load = engine.run.forward.model_runner.load_backend
 
-    def load_capturable(name: str, device: torch.device, *rest: Any, **options: Any) -> CapturableBackend:
+    def load_capturable(
+        name: str, device: torch.device, *rest: Any, **options: Any
+    ) -> CapturableBackend:
         backend = load(name, device, *rest, **options)
         return backend if isinstance(backend, CapturableBackend) else ReplayedTorch(device)
 
     monkeypatch.setattr(engine.run.forward.model_runner, "load_backend", load_capturable)
-    monkeypatch.setattr(engine.run.forward.model_runner, "choose_capture", lambda *args, **options: capture)
+    monkeypatch.setattr(
+        engine.run.forward.model_runner, "choose_capture", lambda *args, **options: capture
+    )
     return capture

@@ -25,7 +25,10 @@ def opened_files(folder: Path) -> Iterator[set[str]]:
             assert number >= 0, os.strerror(ctypes.get_errno())
             folders[number] = each
         yield found
-        found |= {str((folders[number] / name).relative_to(folder)) for number, name in _events(descriptor)}
+        found |= {
+            str((folders[number] / name).relative_to(folder))
+            for number, name in _events(descriptor)
+        }
     finally:
         os.close(descriptor)
 

@@ -75,7 +75,9 @@ class PagedBatch:
     def expected(self) -> Tensor:
         """[tokens, heads, head_dim] float64; zeros for padding."""
         out, start = torch.zeros(self.query.shape, dtype=torch.float64), 0
-        for i, (context_len, query_len) in enumerate(zip(self.context_lens, self.query_lens, strict=True)):
+        for i, (context_len, query_len) in enumerate(
+            zip(self.context_lens, self.query_lens, strict=True)
+        ):
             rows = self.query[start : start + query_len].cpu().double()
             if context_len:
                 pools, scales = (self.key_cache, self.value_cache), self.scales or (None, None)
@@ -133,7 +135,9 @@ def attend(
         scores = soft_cap * torch.tanh(scores / soft_cap)
     if slopes is not None:
         key = torch.arange(len(keys))
-        scores = scores - slopes.double()[:, None, None] * (key[len(keys) - len(query) :, None] - key)
+        scores = scores - slopes.double()[:, None, None] * (
+            key[len(keys) - len(query) :, None] - key
+        )
     scores = scores.masked_fill(hidden(len(query), len(keys), window, chunk), -torch.inf)
     if sinks is not None:
         scores = torch.cat((scores, sinks[:, None, None].expand(-1, len(query), 1)), -1)
@@ -152,7 +156,9 @@ def hidden(num_queries: int, context_len: int, window: int | None, chunk: int | 
     return out
 
 
-def _first_visible(num_queries: int, context_len: int, window: int | None, chunk: int | None) -> int:
+def _first_visible(
+    num_queries: int, context_len: int, window: int | None, chunk: int | None
+) -> int:
     """The first token of the context that a query sees; 0 for a padding row."""
     if not context_len:
         return 0
@@ -212,7 +218,14 @@ def make_batch(
     )
 
 
-def attend_by(backend: KernelBackend, batch: PagedBatch, metadata: AttentionMetadata | None = None) -> Tensor:
+def attend_by(
+    backend: KernelBackend, batch: PagedBatch, metadata: AttentionMetadata | None = None
+) -> Tensor:
     """A layer's attention over the batch, by metadata of its own unless given."""
-    metadata = metadata or backend.build_metadata(batch.block_tables, batch.context_lens, batch.query_lens)[0]
-    return backend.forward(batch.query, batch.cache, metadata, batch.features, batch.sinks, batch.slopes)
+    metadata = (
+        metadata
+        or backend.build_metadata(batch.block_tables, batch.context_lens, batch.query_lens)[0]
+    )
+    return backend.forward(
+        batch.query, batch.cache, metadata, batch.features, batch.sinks, batch.slopes
+    )

@@ -44,7 +44,11 @@ class Model:
 MODELS: dict[str, Model] = {
     "llava": Model(
         {"size": {"shortest_edge": 28}, "crop_size": SQUARE},
-        {"patch_size": 14, "vision_feature_select_strategy": "default", "num_additional_image_tokens": 1},
+        {
+            "patch_size": 14,
+            "vision_feature_select_strategy": "default",
+            "num_additional_image_tokens": 1,
+        },
     ),
     "qwen2_vl": Model(PIXELS, {}, {"vision_config": {"hidden_size": 48, "embed_dim": 32}}),
     "qwen2_5_vl": Model(PIXELS),
@@ -66,13 +70,19 @@ VISION = {
 }
 CUT = {"size": {"shortest_edge": 28}, "crop_size": SQUARE}
 TILES = {"size": {"longest_edge": 112}, "max_image_size": {"longest_edge": 28}}
-OF_CLIP = {"patch_size": 14, "vision_feature_select_strategy": "default", "num_additional_image_tokens": 1}
+OF_CLIP = {
+    "patch_size": 14,
+    "vision_feature_select_strategy": "default",
+    "num_additional_image_tokens": 1,
+}
 GRID = {"image_grid_pinpoints": [[28, 56], [56, 28], [56, 56]]}
 LONG = {"text_config": {"max_position_embeddings": 2048}}
 MODELS |= {
     "step3p7": Model({}, {}, LONG),
     "got_ocr2": Model(
-        {"size": {"height": 1024, "width": 1024}}, {}, {**LONG, "vision_config": {"image_size": 1024, "patch_size": 16}}
+        {"size": {"height": 1024, "width": 1024}},
+        {},
+        {**LONG, "vision_config": {"image_size": 1024, "patch_size": 16}},
     ),
     "gemma4_unified": Model(
         {"max_soft_tokens": 70},
@@ -101,19 +111,29 @@ MODELS |= {
         {"size_conversion": {"980": 4}},
         {"projector_patch_to_query_dict": {"4900": 4}, "vision_config": {"image_size": 980}},
     ),
-    "aya_vision": Model({**ONE, "max_patches": 4}, {"patch_size": 14, "img_size": 28, "downsample_factor": 2}),
+    "aya_vision": Model(
+        {**ONE, "max_patches": 4}, {"patch_size": 14, "img_size": 28, "downsample_factor": 2}
+    ),
     "cohere2_vision": Model({**ONE, "patch_size": 1}),
     "cosmos3_edge": Model({**PIXELS, "patch_size": 14}),
     "deepseek_vl": Model(ONE, {"num_image_tokens": 4}),
-    "gemma3": Model(ONE, {"image_seq_length": 4}, {"text_config": {**GEMMA3_LAYERS, "sliding_window": 100}}),
-    "hunyuan_vl": Model({**PIXELS, "patch_size": 14}, frame="<image_start_token>{}<image_end_token>"),
+    "gemma3": Model(
+        ONE, {"image_seq_length": 4}, {"text_config": {**GEMMA3_LAYERS, "sliding_window": 100}}
+    ),
+    "hunyuan_vl": Model(
+        {**PIXELS, "patch_size": 14}, frame="<image_start_token>{}<image_end_token>"
+    ),
     "idefics2": Model({"size": {"shortest_edge": 28, "longest_edge": 56}}, {"image_seq_len": 4}),
     "idefics3": Model(TILES, {"image_seq_len": 1}),
     "internvl": Model(
-        ONE, {"image_seq_length": 1}, {"vision_config": {"image_size": [28, 28], "patch_size": [14, 14]}}
+        ONE,
+        {"image_seq_length": 1},
+        {"vision_config": {"image_size": [28, 28], "patch_size": [14, 14]}},
     ),
     "janus": Model(ONE, {"num_image_tokens": 4}),
-    "kimi_k25": Model({"size": {"max_height": 56, "max_width": 56}}, {}, {"projection_hidden_size": 32}),
+    "kimi_k25": Model(
+        {"size": {"max_height": 56, "max_width": 56}}, {}, {"projection_hidden_size": 32}
+    ),
     "lfm2_vl": Model(
         {
             "tile_size": 28,
@@ -129,8 +149,16 @@ MODELS |= {
         {"max_soft_tokens": 70},
         {},
         {
-            "text_config": {**SERVED["gemma4_text"], "sliding_window": 400, "use_bidirectional_attention": "vision"},
-            "vision_config": {**VISION, "model_type": "gemma4_vision", "position_embedding_size": 64},
+            "text_config": {
+                **SERVED["gemma4_text"],
+                "sliding_window": 400,
+                "use_bidirectional_attention": "vision",
+            },
+            "vision_config": {
+                **VISION,
+                "model_type": "gemma4_vision",
+                "position_embedding_size": 64,
+            },
         },
     ),
     "lighton_ocr": Model(
@@ -154,13 +182,24 @@ MODELS |= {
     "paddleocr_vl": Model(PIXELS),
     "perception_lm": Model({**ONE, "tile_size": 28}, {"patch_size": 14, "pooling_ratio": 2}),
     "qianfan_ocr": Model(
-        ONE, {"image_seq_length": 1}, {"vision_config": {"image_size": [28, 28], "patch_size": [14, 14]}}
+        ONE,
+        {"image_seq_length": 1},
+        {"vision_config": {"image_size": [28, 28], "patch_size": [14, 14]}},
     ),
     "smolvlm": Model(TILES, {"image_seq_len": 1}),
     "video_llava": Model(CUT, OF_CLIP),
     "vipllava": Model(CUT, OF_CLIP, {"vision_feature_layers": [0, 1]}),
     **dict.fromkeys(
-        ("glm46v", "glm4v", "glm4v_moe", "glm_ocr", "exaone4_5", "cohere_compass", "video_llama_3", "lfm3_vl"),
+        (
+            "glm46v",
+            "glm4v",
+            "glm4v_moe",
+            "glm_ocr",
+            "exaone4_5",
+            "cohere_compass",
+            "video_llama_3",
+            "lfm3_vl",
+        ),
         Model(PIXELS),
     ),
     **dict.fromkeys(("hyperclovax_vision_v2", "minimax_m3_vl"), Model(PIXELS)),
@@ -210,7 +249,9 @@ def make_with_pictures(folder: Path, model_type: str) -> Path:
     tokenizer = _tokenizer_for(kind)
     tokenizer.save_pretrained(folder)
     processor: Any = IMAGE_PROCESSOR_MAPPING_NAMES[like]
-    processor = getattr(transformers, processor.get("pil") or processor["torchvision"])(**model.of_images)
+    processor = getattr(transformers, processor.get("pil") or processor["torchvision"])(
+        **model.of_images
+    )
     processor.save_pretrained(folder)
     values = {"processor_class": kind.__name__, **model.of_processor}
     (folder / "processor_config.json").write_text(json.dumps(values))
@@ -219,16 +260,24 @@ def make_with_pictures(folder: Path, model_type: str) -> Path:
     from PIL import Image
 
     framed = model.frame.format(marked(opened))
-    made = opened(text=[framed], images=[Image.fromarray(picture(0, 100, 100))], return_tensors="pt")
+    made = opened(
+        text=[framed], images=[Image.fromarray(picture(0, 100, 100))], return_tensors="pt"
+    )
     found = [int(each) for each in made["input_ids"][0]]
     special = Counter(each for each in found if each >= len(make_tokenizer()))
     said = [getattr(each, "image_token_id", None) for each in (tokenizer, opened)]
-    opened.image_token_id = next((each for each in said if each in found), special.most_common(1)[0][0])
+    opened.image_token_id = next(
+        (each for each in said if each in found), special.most_common(1)[0][0]
+    )
     ids = {
         name + end: token_id
         for name in TOKEN_NAMES
         for end in ("_id", "_index")
-        if isinstance(token_id := getattr(opened, f"{name}_id", None) or getattr(tokenizer, f"{name}_id", None), int)
+        if isinstance(
+            token_id := getattr(opened, f"{name}_id", None)
+            or getattr(tokenizer, f"{name}_id", None),
+            int,
+        )
     }
     known = CONFIG_MAPPING[model_type]()
     for ours, theirs in (("vision_start", "vision_bos"), ("vision_end", "vision_eos")):
@@ -253,11 +302,17 @@ def _tokenizer_for(kind: Any) -> Any:
     tokenizer = make_tokenizer()
     names = {*re.findall(r"tokenizer(?:\.|, \")(\w+_token)\b", source)} - PLAIN
     texts = sorted({*re.findall(r"\"(<[^\" {]{1,40}>|\[[A-Z_]+\])\"", source)})
-    texts += [text for name, text in vars(kind).items() if name.endswith("_TOKEN") and text not in texts]
-    tokenizer.add_special_tokens({"additional_special_tokens": texts + [f"<{name}>" for name in sorted(names)]})
+    texts += [
+        text for name, text in vars(kind).items() if name.endswith("_TOKEN") and text not in texts
+    ]
+    tokenizer.add_special_tokens(
+        {"additional_special_tokens": texts + [f"<{name}>" for name in sorted(names)]}
+    )
     named = {name: f"<{name}>" for name in sorted(names)}
     ends = {"eos_token": "<|im_end|>", "pad_token": "<|endoftext|>"}
-    return PreTrainedTokenizerFast(tokenizer_object=tokenizer.backend_tokenizer, extra_special_tokens=named, **ends)
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer.backend_tokenizer, extra_special_tokens=named, **ends
+    )
 
 
 def prompts() -> list[Parts]:
@@ -284,8 +339,17 @@ def compared(folder: Path, model_type: str) -> str:
         reference = PictureReference(make_with_pictures(folder, model_type), model_type)
     except Exception as error:  # noqa: BLE001 - whatever it is, the next model has its turn
         return f"not made ({type(error).__name__})"
-    most = MODELS.get(model_type, Model()).of_config.get("text_config", {}).get("max_position_embeddings", 512)
-    changes = {"max_num_batched_tokens": 200, "max_num_seqs": 6, "max_model_len": most, "block_bytes": 1 << 16}
+    most = (
+        MODELS.get(model_type, Model())
+        .of_config.get("text_config", {})
+        .get("max_position_embeddings", 512)
+    )
+    changes = {
+        "max_num_batched_tokens": 200,
+        "max_num_seqs": 6,
+        "max_model_len": most,
+        "block_bytes": 1 << 16,
+    }
     try:
         with Engine(config_of(folder, "whole", **changes)) as engine:
             if not engine.reads_pictures:
@@ -303,7 +367,11 @@ class PictureReference:
 
     def __init__(self, folder: Path, model_type: str) -> None:
         self.folder = folder
-        self.model = getattr(transformers, WITH_IMAGES[model_type]).from_pretrained(folder, dtype=torch.float32).eval()
+        self.model = (
+            getattr(transformers, WITH_IMAGES[model_type])
+            .from_pretrained(folder, dtype=torch.float32)
+            .eval()
+        )
         self.processor = open_processor(folder)
         self.frame = MODELS.get(model_type, Model()).frame.format(marked(self.processor))
 
@@ -313,7 +381,11 @@ class PictureReference:
 
         text = "".join(part if isinstance(part, str) else self.frame for part in parts)
         pictures = [Image.fromarray(part) for part in parts if not isinstance(part, str)]
-        more = {"return_mm_token_type_ids": True} if hasattr(self.model.base_model, "get_rope_index") else {}
+        more = (
+            {"return_mm_token_type_ids": True}
+            if hasattr(self.model.base_model, "get_rope_index")
+            else {}
+        )
         if not pictures:  # which some processors want
             return dict(self.processor.tokenizer([text], return_tensors="pt"))
         return dict(self.processor(text=[text], images=pictures, return_tensors="pt", **more))
@@ -326,11 +398,15 @@ class PictureReference:
     def unexplained(self, completions: list[Completion]) -> list[str]:
         """Differences from the answers, save where the two best logits tie within TIE."""
         found = []
-        for i, ((answer, margins), completion) in enumerate(zip(self.answers, completions, strict=True)):
+        for i, ((answer, margins), completion) in enumerate(
+            zip(self.answers, completions, strict=True)
+        ):
             pairs = zip(answer, completion.token_ids, strict=False)
             at = next((j for j, (wanted, got) in enumerate(pairs) if wanted != got), None)
             if completion.error or (at is not None and margins[at] > TIE):
-                found.append(f"prompt {i}, token {at}: {completion.error or completion.token_ids} for {answer}")
+                found.append(
+                    f"prompt {i}, token {at}: {completion.error or completion.token_ids} for {answer}"
+                )
         return found
 
     @torch.inference_mode()

@@ -47,15 +47,21 @@ def fp8(weight: Tensor, block: tuple[int | None, int | None], name: str, shape: 
     codes = (weight / spread).to(torch.float8_e4m3fn).float()
     meant = codes * spread
     error = weight.abs() / 16 + scale.max() * 2**-10
-    stored = {"matrix": scale, "exponents": scale, "column": scale[:, :1], "scalar": scale[0, 0], "one": scale[0]}[
-        shape
-    ]
+    stored = {
+        "matrix": scale,
+        "exponents": scale,
+        "column": scale[:, :1],
+        "scalar": scale[0, 0],
+        "one": scale[0],
+    }[shape]
     dtype = torch.float8_e8m0fnu if shape == "exponents" else torch.float32
     parts = {"weight": codes.to(torch.float8_e4m3fn), name: stored.to(dtype, copy=True)}
     return Quantized(parts, meant, error)
 
 
-def int_codes(weight: Tensor, group: int, bits: int, zero_points: bool) -> tuple[Tensor, Tensor, Tensor]:
+def int_codes(
+    weight: Tensor, group: int, bits: int, zero_points: bool
+) -> tuple[Tensor, Tensor, Tensor]:
     """(codes [out, in] from 0 up, zero points and scales [out, groups]); scales as float16 holds them."""
     parts = weight.view(len(weight), -1, group)
     top = 2**bits - 1
@@ -104,10 +110,14 @@ def awq(weight: Tensor) -> Quantized:
     return Quantized(parts, meant(codes, zeros, scales, group_of), scales[:, group_of])
 
 
-def gptq(weight: Tensor, bits: int = 4, *, less_one: bool = True, act_order: bool = False) -> Quantized:
+def gptq(
+    weight: Tensor, bits: int = 4, *, less_one: bool = True, act_order: bool = False
+) -> Quantized:
     """act_order: the columns are quantized in another order, and g_idx says which group each is in."""
     columns = weight.shape[1]
-    order = torch.randperm(columns, generator=torch.Generator().manual_seed(7)) if act_order else None
+    order = (
+        torch.randperm(columns, generator=torch.Generator().manual_seed(7)) if act_order else None
+    )
     ordered = weight if order is None else weight[:, order]
     codes, zeros, scales = int_codes(ordered, GROUP, bits, zero_points=True)
     group_of = [i // GROUP for i in range(columns)]
@@ -117,7 +127,9 @@ def gptq(weight: Tensor, bits: int = 4, *, less_one: bool = True, act_order: boo
     stored = pack_columns(zeros.t(), bits)
     if less_one:
         ones = word([1] * (32 // bits), bits)
-        stored = torch.tensor([[wrap(value - ones) for value in row] for row in stored.tolist()], dtype=torch.int32)
+        stored = torch.tensor(
+            [[wrap(value - ones) for value in row] for row in stored.tolist()], dtype=torch.int32
+        )
     parts = {
         "qweight": pack_columns(codes, bits).t().contiguous(),
         "qzeros": stored,
@@ -137,7 +149,10 @@ def int8(weight: Tensor, *, per_tensor: bool = False, zero_points: bool = False)
     flat = weight.reshape(1, -1) if per_tensor else weight
     codes, zeros, scales = int_codes(flat, flat.shape[1], 8, zero_points)
     group_of = [0] * flat.shape[1]
-    parts = {"weight": (codes - 128).to(torch.int8).view(weight.shape), "weight_scale": scales.view(-1)}
+    parts = {
+        "weight": (codes - 128).to(torch.int8).view(weight.shape),
+        "weight_scale": scales.view(-1),
+    }
     if not per_tensor:
         parts["weight_scale"] = scales
     if zero_points:
@@ -146,7 +161,9 @@ def int8(weight: Tensor, *, per_tensor: bool = False, zero_points: bool = False)
     return Quantized(parts, unpacked, scales[:, group_of].view(weight.shape))
 
 
-def packed(weight: Tensor, bits: int = 4, *, group: int | None = GROUP, zero_points: bool = False) -> Quantized:
+def packed(
+    weight: Tensor, bits: int = 4, *, group: int | None = GROUP, zero_points: bool = False
+) -> Quantized:
     """compressed-tensors' pack-quantized."""
     group = group or weight.shape[1]
     codes, zeros, scales = int_codes(weight, group, bits, zero_points)
@@ -191,10 +208,21 @@ def group(weights: dict[str, Any], form: str, **more: Any) -> dict[str, Any]:
 
 def of_group(bits: int, size: int | None = GROUP, symmetric: bool = True) -> dict[str, Any]:
     strategy = "channel" if size is None else "group"
-    return {"num_bits": bits, "type": "int", "strategy": strategy, "group_size": size, "symmetric": symmetric}
+    return {
+        "num_bits": bits,
+        "type": "int",
+        "strategy": strategy,
+        "group_size": size,
+        "symmetric": symmetric,
+    }
 
 
-FP8_BLOCKS = {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic", "weight_block_size": list(BLOCK)}
+FP8_BLOCKS = {
+    "quant_method": "fp8",
+    "fmt": "e4m3",
+    "activation_scheme": "dynamic",
+    "weight_block_size": list(BLOCK),
+}
 FLOAT = {"num_bits": 8, "type": "float", "symmetric": True, "dynamic": False}
 INT = {"num_bits": 8, "type": "int", "symmetric": True}
 ACTIVATIONS = {"num_bits": 8, "type": "float", "strategy": "token", "dynamic": True}
@@ -202,10 +230,12 @@ GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": GROUP, "desc_act": Fals
 FORMATS = {
     "fp8_blocks": Format(FP8_BLOCKS, lambda w: fp8(w, BLOCK, "weight_scale_inv", "matrix")),
     "fp8_exponents": Format(
-        FP8_BLOCKS | {"scale_fmt": "ue8m0"}, lambda w: fp8(w, BLOCK, "weight_scale_inv", "exponents")
+        FP8_BLOCKS | {"scale_fmt": "ue8m0"},
+        lambda w: fp8(w, BLOCK, "weight_scale_inv", "exponents"),
     ),
     "fp8_tensor": Format(
-        {"quant_method": "fp8", "activation_scheme": "static"}, lambda w: fp8(w, (None, None), "weight_scale", "scalar")
+        {"quant_method": "fp8", "activation_scheme": "static"},
+        lambda w: fp8(w, (None, None), "weight_scale", "scalar"),
     ),
     "ct_fp8_tensor": Format(
         group(FLOAT | {"strategy": "tensor"}, "float-quantized", input_activations=ACTIVATIONS),
@@ -220,16 +250,30 @@ FORMATS = {
         lambda w: fp8(w, BLOCK, "weight_scale", "matrix"),
     ),
     "ct_int8_channel": Format(group(INT | {"strategy": "channel"}, "int-quantized"), int8),
-    "ct_int8_tensor": Format(group(INT | {"strategy": "tensor"}, "int-quantized"), lambda w: int8(w, per_tensor=True)),
+    "ct_int8_tensor": Format(
+        group(INT | {"strategy": "tensor"}, "int-quantized"), lambda w: int8(w, per_tensor=True)
+    ),
     "ct_int8_asymmetric": Format(
-        group(INT | {"strategy": "channel", "symmetric": False}, "int-quantized"), lambda w: int8(w, zero_points=True)
+        group(INT | {"strategy": "channel", "symmetric": False}, "int-quantized"),
+        lambda w: int8(w, zero_points=True),
     ),
     "ct_packed4": Format(group(of_group(4), "pack-quantized"), packed),
     "ct_packed4_asymmetric": Format(
         group(of_group(4, symmetric=False), "pack-quantized"), lambda w: packed(w, zero_points=True)
     ),
-    "ct_packed8_channel": Format(group(of_group(8, None), "pack-quantized"), lambda w: packed(w, 8, group=None)),
-    "awq": Format({"quant_method": "awq", "bits": 4, "group_size": GROUP, "zero_point": True, "version": "gemm"}, awq),
+    "ct_packed8_channel": Format(
+        group(of_group(8, None), "pack-quantized"), lambda w: packed(w, 8, group=None)
+    ),
+    "awq": Format(
+        {
+            "quant_method": "awq",
+            "bits": 4,
+            "group_size": GROUP,
+            "zero_point": True,
+            "version": "gemm",
+        },
+        awq,
+    ),
     "gptq": Format(GPTQ, gptq),
     "gptq_act_order": Format(GPTQ | {"desc_act": True}, lambda w: gptq(w, act_order=True)),
     "gptq_v2": Format(GPTQ | {"checkpoint_format": "gptq_v2"}, lambda w: gptq(w, less_one=False)),
@@ -267,14 +311,29 @@ def quantize_checkpoint(
 def quantize_experts(original: Path, target: Path) -> QuantizedCheckpoint:
     """gpt-oss' experts in MXFP4."""
     tensors = load_file(original / "model.safetensors")
-    made = {name: mxfp4(weight) for name, weight in tensors.items() if name.endswith(("gate_up_proj", "down_proj"))}
-    parts = {f"{name}_{part}": tensor for name, quantized in made.items() for part, tensor in quantized.parts.items()}
-    config = {"quant_method": "mxfp4", "modules_to_not_convert": ["model.layers.*.self_attn", "lm_head"]}
+    made = {
+        name: mxfp4(weight)
+        for name, weight in tensors.items()
+        if name.endswith(("gate_up_proj", "down_proj"))
+    }
+    parts = {
+        f"{name}_{part}": tensor
+        for name, quantized in made.items()
+        for part, tensor in quantized.parts.items()
+    }
+    config = {
+        "quant_method": "mxfp4",
+        "modules_to_not_convert": ["model.layers.*.self_attn", "lm_head"],
+    }
     return write(original, target, made, parts, config)
 
 
 def write(
-    original: Path, target: Path, made: dict[str, Quantized], parts: dict[str, Tensor], config: dict[str, Any]
+    original: Path,
+    target: Path,
+    made: dict[str, Quantized],
+    parts: dict[str, Tensor],
+    config: dict[str, Any],
 ) -> QuantizedCheckpoint:
     """made: the quantized weights by name. parts: what the files hold in their place."""
     tensors = load_file(original / "model.safetensors")
@@ -282,12 +341,16 @@ def write(
     for name, quantized in made.items():
         assert ((quantized.weight - tensors[name]).abs() <= quantized.largest_error).all(), name
     contents = {
-        target / "quantized": {name: tensor for name, tensor in tensors.items() if name not in made} | parts,
+        target / "quantized": {name: tensor for name, tensor in tensors.items() if name not in made}
+        | parts,
         target / "unpacked": tensors | {name: quantized.weight for name, quantized in made.items()},
     }
     for folder, content in contents.items():
         shutil.copytree(original, folder)
-        save_file({name: tensor.contiguous() for name, tensor in content.items()}, folder / "model.safetensors")
+        save_file(
+            {name: tensor.contiguous() for name, tensor in content.items()},
+            folder / "model.safetensors",
+        )
     file = target / "quantized" / "config.json"
     file.write_text(json.dumps(json.loads(file.read_text()) | {"quantization_config": config}))
     return QuantizedCheckpoint(target / "quantized", target / "unpacked", original)

@@ -19,9 +19,12 @@ def mixed_prompts(seed: int) -> list[list[int]]:
     """Prompts of 1 to 170 tokens, some behind common prefixes that end inside and at the end of a block."""
     rng = random.Random(seed)
     prefixes = [[rng.randrange(3, 500) for _ in range(length)] for length in (0, 0, 21, 48)]
-    lengths = [1, 2, 15, 16, 17, 32, 33, 120] + [rng.randrange(1, 70) for _ in range(NUM_PROMPTS - 8)]
+    lengths = [1, 2, 15, 16, 17, 32, 33, 120] + [
+        rng.randrange(1, 70) for _ in range(NUM_PROMPTS - 8)
+    ]
     return [
-        prefixes[i % len(prefixes)] + [rng.randrange(3, 500) for _ in range(length)] for i, length in enumerate(lengths)
+        prefixes[i % len(prefixes)] + [rng.randrange(3, 500) for _ in range(length)]
+        for i, length in enumerate(lengths)
     ]
 
 
@@ -70,12 +73,18 @@ class Reference:
         """Differences from the answers, save where the reference's two best logits tie within TIE."""
         assert len(completions) == len(self.prompts)
         found = []
-        for i, (prompt, answer, completion) in enumerate(zip(self.prompts, self.answers, completions, strict=True)):
+        for i, (prompt, answer, completion) in enumerate(
+            zip(self.prompts, self.answers, completions, strict=True)
+        ):
             got = completion.token_ids
             if got == answer:
                 continue
-            at = next((j for j, (a, b) in enumerate(zip(answer, got, strict=False)) if a != b), len(got))
+            at = next(
+                (j for j, (a, b) in enumerate(zip(answer, got, strict=False)) if a != b), len(got)
+            )
             best, second = self.logits(prompt + answer[:at]).topk(2).values.tolist()
             if len(got) != len(answer) or best - second > TIE:
-                found.append(f"prompt {i}, token {at}: {got[at : at + 3]} for {answer[at : at + 3]}")
+                found.append(
+                    f"prompt {i}, token {at}: {got[at : at + 3]} for {answer[at : at + 3]}"
+                )
         return found

@@ -49,13 +49,19 @@ def equal(rng: np.random.Generator, vocab_size: int) -> Logits:
 
 def banned(rng: np.random.Generator, vocab_size: int) -> Logits:
     """Some of minus infinity, at times all but a few."""
-    return np.where(rng.random(vocab_size) < rng.choice([0.1, 0.9, 0.999]), -np.inf, normal(rng, vocab_size))
+    return np.where(
+        rng.random(vocab_size) < rng.choice([0.1, 0.9, 0.999]), -np.inf, normal(rng, vocab_size)
+    )
 
 
 def one_hot(rng: np.random.Generator, vocab_size: int) -> Logits:
     """One token, far above the others or alone; often at a tile's edge."""
     logits = np.full(vocab_size, rng.choice([-np.inf, -100.0, 0.0]), np.float32)
-    edges = [0, vocab_size - 1, *(at for tile in TILES for at in (tile - 1, tile) if at < vocab_size)]
+    edges = [
+        0,
+        vocab_size - 1,
+        *(at for tile in TILES for at in (tile - 1, tile) if at < vocab_size),
+    ]
     logits[rng.choice([*edges, int(rng.integers(vocab_size))])] = rng.choice([0.5, 60.0])
     return logits
 
@@ -147,7 +153,9 @@ def by_triton(device: torch.device, **options: Any) -> Choose:
 
     def choose(logits: Tensor, rows: SamplingRows) -> Tensor:
         columns = [getattr(rows, each.name).to(device) for each in fields(rows)]
-        with np.errstate(over="ignore"):  # in the interpreter: what is far below the highest goes to -inf
+        with np.errstate(
+            over="ignore"
+        ):  # in the interpreter: what is far below the highest goes to -inf
             return choose_tokens(logits.to(device), columns, **options).cpu()
 
     return choose

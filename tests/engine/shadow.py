@@ -41,7 +41,9 @@ class ShadowDevice:
         self.states = np.full(num_states, GARBAGE)  # each the id of the prefix behind which it is
         self.pool = np.full((num_blocks, block_size), GARBAGE)
         self.sampled = np.zeros(0, np.int64)  # by the step computed last
-        self.logprobs: RowLogprobs | None = None  # that it wanted: a rank for each prefix, for each token itself
+        self.logprobs: RowLogprobs | None = (
+            None  # that it wanted: a rank for each prefix, for each token itself
+        )
         self._prefix_ids: dict[tuple[int, int], int] = {}
         self._prefixes: list[tuple[int, ...]] = [()]
 
@@ -50,7 +52,10 @@ class ShadowDevice:
         token_ids = step.token_ids.copy()
         token_ids[step.pending_rows] = self.sampled[step.pending_samples]
         pool, block_size = self.pool.reshape(-1), self.pool.shape[1]
-        assert not set(step.copy_from.tolist()) & {*step.copy_to.tolist(), *step.slot_mapping.tolist()}
+        assert not set(step.copy_from.tolist()) & {
+            *step.copy_to.tolist(),
+            *step.slot_mapping.tolist(),
+        }
         pool[step.copy_to] = pool[step.copy_from]
         places = (step.block_tables[:, :, None] * block_size + np.arange(block_size)).reshape(
             len(step.block_tables), -1
@@ -79,7 +84,9 @@ class ShadowDevice:
         for place, token_id in enumerate(only):
             samples[place] = samples[place] if token_id is None else token_id
         self.sampled = np.array(samples, np.int64)
-        self.logprobs = self._logprobs(step, np.array(prefix_of_row)) if step.wants_logprobs else None
+        self.logprobs = (
+            self._logprobs(step, np.array(prefix_of_row)) if step.wants_logprobs else None
+        )
         return self.sampled
 
     def _compute_states(self, step: StepBatch, prefix_of_row: list[int]) -> None:
@@ -98,10 +105,14 @@ class ShadowDevice:
             written = [part.target, *([part.saved] if part.saved >= 0 else [])]
             self._advance(prefix_of_row, part.start, part.end, part.source, written)
 
-    def _advance(self, prefix_of_row: list[int], start: int, end: int, source: int, written: list[int]) -> None:
+    def _advance(
+        self, prefix_of_row: list[int], start: int, end: int, source: int, written: list[int]
+    ) -> None:
         state = 0 if source < 0 else int(self.states[source])
         for prefix_id in prefix_of_row[start + 1 : end + 1]:
-            assert self._prefixes[state] == self._prefixes[prefix_id][:-1], "its state is another prefix's"
+            assert self._prefixes[state] == self._prefixes[prefix_id][:-1], (
+                "its state is another prefix's"
+            )
             state = prefix_id
         self.states[written] = state
 
@@ -192,10 +203,14 @@ class ShadowEngine:
         self.num_overruns = 0  # computed tokens that were dropped
         self.num_preempted_pending = 0
         self.num_copied = 0
-        self._launched: deque[Arrived] = deque()  # what each step in flight has sampled, and says of tokens
+        self._launched: deque[Arrived] = (
+            deque()
+        )  # what each step in flight has sampled, and says of tokens
         self._num_added = 0
 
-    def add(self, prompt: list[int], *, lane: int = 0, max_tokens: int = 4, **params: int | None) -> Sequence:
+    def add(
+        self, prompt: list[int], *, lane: int = 0, max_tokens: int = 4, **params: int | None
+    ) -> Sequence:
         params = SamplingParams(max_tokens=max_tokens, **params)
         seq = Sequence(
             str(self._num_added),
@@ -211,7 +226,9 @@ class ShadowEngine:
         return seq
 
     def score(self, prompt: list[int], score_from: int, *, lane: int = 0) -> Sequence:
-        targets = Targets(np.arange(score_from, len(prompt)), np.array(prompt[score_from:], np.int64))
+        targets = Targets(
+            np.arange(score_from, len(prompt)), np.array(prompt[score_from:], np.int64)
+        )
         seq = Sequence(str(self._num_added), prompt[:-1], NO_NEW_TOKEN, lane=lane, targets=targets)
         self._num_added += 1
         self.scheduler.add(seq)
@@ -228,7 +245,9 @@ class ShadowEngine:
         waiting = [seq for seq in self.unfinished if seq.status is SequenceStatus.WAITING]
         must_run = self._must_run()
         batch = self.scheduler.schedule(None if self._launched else self.drafts)
-        self.admitted += [seq for seq in batch.prefills if seq in waiting]  # in the order of their admission
+        self.admitted += [
+            seq for seq in batch.prefills if seq in waiting
+        ]  # in the order of their admission
         preempted = [seq for seq in self.unfinished if seq.status is SequenceStatus.WAITING]
         self.num_preempted_pending += any(seq.num_pending_tokens for seq in preempted)
         self._check_batch(batch)
@@ -282,7 +301,9 @@ class ShadowEngine:
             assert slots.num_computed[seq.slot] == seq.num_computed_tokens < seq.num_tokens
         for seq in self.unfinished:
             assert seq.num_pending_tokens in ((0, 1) if self._launched else (0,))
-            assert seq.status is SequenceStatus.RUNNING or not (seq.block_table or seq.num_computed_tokens)
+            assert seq.status is SequenceStatus.RUNNING or not (
+                seq.block_table or seq.num_computed_tokens
+            )
             if seq.generates:
                 assert (seq.status is SequenceStatus.ENDING) == (seq.num_tokens == seq.max_len)
 

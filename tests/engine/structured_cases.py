@@ -9,7 +9,20 @@ from typing import Any
 
 from engine import Completion, Engine, SamplingParams
 
-WORDS = ("a", "name", "größe", "名前", "x-y", "a b", 'q"q', "back\\slash", "😀", "é", "__proto__", "1")
+WORDS = (
+    "a",
+    "name",
+    "größe",
+    "名前",
+    "x-y",
+    "a b",
+    'q"q',
+    "back\\slash",
+    "😀",
+    "é",
+    "__proto__",
+    "1",
+)
 MAX_TOKENS = 160
 
 
@@ -44,21 +57,32 @@ def _of_regex(pattern: str) -> Case:
 
 def plain_schema(draw: random.Random, depth: int = 0) -> dict[str, Any]:
     """Types, bounds, enums, arrays and objects, all of them satisfiable."""
-    kind = draw.choice(["integer", "number", "string", "boolean", "null", "enum", "array", "object", "anyOf"])
+    kind = draw.choice(
+        ["integer", "number", "string", "boolean", "null", "enum", "array", "object", "anyOf"]
+    )
     if depth > 2 and kind in ("array", "object", "anyOf"):
         kind = "integer"
     if kind in ("integer", "number"):
         low = draw.randint(-1000, 1000)
-        return draw.choice([{"type": kind, "minimum": low, "maximum": low + draw.randint(1, 500)}, {"type": kind}])
+        return draw.choice(
+            [{"type": kind, "minimum": low, "maximum": low + draw.randint(1, 500)}, {"type": kind}]
+        )
     if kind == "string":
         least = draw.randint(0, 4)
         return {"type": "string", "minLength": least, "maxLength": least + draw.randint(0, 6)}
     if kind == "enum":
-        return {"enum": draw.sample([*WORDS, 1, -2.5, None, True, [1], {"a": 1}], draw.randint(1, 5))}
+        return {
+            "enum": draw.sample([*WORDS, 1, -2.5, None, True, [1], {"a": 1}], draw.randint(1, 5))
+        }
     if kind == "array":
         least = draw.randint(0, 2)
         items = plain_schema(draw, depth + 1)
-        return {"type": "array", "items": items, "minItems": least, "maxItems": least + draw.randint(0, 3)}
+        return {
+            "type": "array",
+            "items": items,
+            "minItems": least,
+            "maxItems": least + draw.randint(0, 3),
+        }
     if kind == "anyOf":
         return {"anyOf": [plain_schema(draw, depth + 1) for _ in range(draw.randint(1, 3))]}
     if kind == "object":
@@ -76,7 +100,10 @@ NODE = {
     "type": "object",
     "required": ["v"],
     "additionalProperties": False,
-    "properties": {"v": {"type": "boolean"}, "next": {"anyOf": [{"$ref": "#/$defs/n"}, {"type": "null"}]}},
+    "properties": {
+        "v": {"type": "boolean"},
+        "next": {"anyOf": [{"$ref": "#/$defs/n"}, {"type": "null"}]},
+    },
 }
 #: Recursive, with bounds, unsatisfiable, with what no grammar enforces, large, with references to nothing.
 NASTY_SCHEMAS: tuple[Any, ...] = (
@@ -100,10 +127,34 @@ NASTY_SCHEMAS: tuple[Any, ...] = (
 )
 PATTERNS = (r"\d{2}(yes|no)", r"[a-f]+x?é", r"\w{1,5}-\s", r"[^\n]{3}\.(ab)*c")
 NASTY_PATTERNS = (
-    *(r"\W{4}", r"[^\W\d]{4}", "😀{2,3}[é-ü]", r"(a{1000}){1000}", r"(?=a)b", r"(a)\1", "(", "[]", "", "^ab$"),
-    *(r"(x+x+)+y", "(a|b|ab)*c", r"[\]\\^-]{3}", "(?i)straße", r"a{1,1000000}", r"\u00e9\x41", "$^"),
+    *(
+        r"\W{4}",
+        r"[^\W\d]{4}",
+        "😀{2,3}[é-ü]",
+        r"(a{1000}){1000}",
+        r"(?=a)b",
+        r"(a)\1",
+        "(",
+        "[]",
+        "",
+        "^ab$",
+    ),
+    *(
+        r"(x+x+)+y",
+        "(a|b|ab)*c",
+        r"[\]\\^-]{3}",
+        "(?i)straße",
+        r"a{1,1000000}",
+        r"\u00e9\x41",
+        "$^",
+    ),
 )
-CHOICES = (["a", "ab", "abc"], ["", "x"], ["a\nb", "*", ".+", "$"], [f"x-y/{i}" for i in range(2000)])
+CHOICES = (
+    ["a", "ab", "abc"],
+    ["", "x"],
+    ["a\nb", "*", ".+", "$"],
+    [f"x-y/{i}" for i in range(2000)],
+)
 #: Each with a pattern for the same texts; for those that are none, or have none, nothing is right.
 GRAMMARS = (
     ('start: "a" | "b" start', "b*a"),
@@ -138,17 +189,23 @@ NASTY: list[Callable[[random.Random], Case]] = [
 def problem(case: Case, completion: Completion) -> str | None:
     """What is wrong with a row's answer, None if nothing is."""
     if completion.finish_reason == "stop":
-        return None if case.is_right(completion.text) else f"{completion.text!r} does not satisfy it"
+        return (
+            None if case.is_right(completion.text) else f"{completion.text!r} does not satisfy it"
+        )
     if completion.finish_reason == "error":
         return None if completion.error else "it failed without a reason"
-    return None if completion.finish_reason == "length" else f"it ended by {completion.finish_reason}"
+    return (
+        None if completion.finish_reason == "length" else f"it ended by {completion.finish_reason}"
+    )
 
 
 def run(engine: Engine, cases: list[Case]) -> tuple[int, list[str]]:
     """Complete a row for each, and free ones among them; return how many ended whole, and what is wrong."""
     heats = (0, 1, 3, 1e6)
     asked = [
-        SamplingParams(structured_outputs=case.spec, max_tokens=MAX_TOKENS, temperature=heats[i % 4], seed=i)
+        SamplingParams(
+            structured_outputs=case.spec, max_tokens=MAX_TOKENS, temperature=heats[i % 4], seed=i
+        )
         for i, case in enumerate(cases)
     ]
     free = [SamplingParams(max_tokens=24, temperature=1, seed=i) for i in range(len(cases) // 10)]

@@ -35,7 +35,9 @@ def load(name: str) -> KernelBackend:
         from engine.attention.triton_backend import TritonBackend
 
         return TritonBackend(DEVICE)
-    pytest.importorskip("numba", reason="numba is not installed, so the CPU kernels cannot be compiled")
+    pytest.importorskip(
+        "numba", reason="numba is not installed, so the CPU kernels cannot be compiled"
+    )
     if DEVICE.type != "cpu":
         pytest.skip("the batches are on the GPU here")
     from engine.attention.cpu_backend import CpuBackend
@@ -64,7 +66,13 @@ def test_each_feature_equals_float64(backend: KernelBackend, features: dict[str,
 
 @pytest.mark.parametrize(
     ("head_dim", "group", "kv_heads"),
-    [(40, 5, 1), *(pytest.param(*sizes, marks=pytest.mark.long) for sizes in [(16, 1, 3), (128, 3, 2), (256, 1, 1)])],
+    [
+        (40, 5, 1),
+        *(
+            pytest.param(*sizes, marks=pytest.mark.long)
+            for sizes in [(16, 1, 3), (128, 3, 2), (256, 1, 1)]
+        ),
+    ],
 )
 def test_all_features_at_once_with_heads_of_any_size(
     backend: KernelBackend, head_dim: int, group: int, kv_heads: int
@@ -92,7 +100,12 @@ drawn_features = st.fixed_dictionaries(
 @settings(max_examples=12, deadline=None)
 @given(sequences, drawn_features, st.sampled_from([4, 16, 32]), st.booleans(), st.integers(0, 99))
 def test_random_steps_equal_float64(
-    name: str, lens: list[tuple[int, int]], features: dict[str, Any], block_size: int, half: bool, seed: int
+    name: str,
+    lens: list[tuple[int, int]],
+    features: dict[str, Any],
+    block_size: int,
+    half: bool,
+    seed: int,
 ) -> None:
     """In any order; for the compiled kernels also padding, and half of the time bfloat16 on two threads."""
     dtype = torch.float32
@@ -102,7 +115,9 @@ def test_random_steps_equal_float64(
         dtype = torch.bfloat16
         torch.set_num_threads(2)
     contexts, queries = [context for _, context in lens], [query for query, _ in lens]
-    batch = make_batch(contexts, queries, head_dim=32, block_size=block_size, dtype=dtype, seed=seed, **features)
+    batch = make_batch(
+        contexts, queries, head_dim=32, block_size=block_size, dtype=dtype, seed=seed, **features
+    )
     # prompts' weights are rounded to bfloat16, those of fewer tokens are not
     tolerance = TOLERANCE[dtype if max(queries) >= CpuBackend.least_prefill else torch.float32]
     try:

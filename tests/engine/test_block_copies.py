@@ -26,10 +26,14 @@ def test_slots_are_copied_in_all_layers(dtype: torch.dtype, heads: list[tuple[in
     cache = KVCache(layers, num_blocks=3, block_size=4, dtype=dtype, device=torch.device("cpu"))
     raw = cache.pool.view(torch.uint8)
     raw.copy_(torch.randint(0, 100, raw.shape, generator=torch.Generator().manual_seed(0)))
-    before = [side.float().flatten(0, 1) for layer in cache.layers for side in (layer.keys, layer.values)]
+    before = [
+        side.float().flatten(0, 1) for layer in cache.layers for side in (layer.keys, layer.values)
+    ]
     sources, targets = [1, 2, 0, 1], [9, 10, 5, 6]
     cache.copy(torch.tensor(sources), torch.tensor(targets))
-    after = [side.float().flatten(0, 1) for layer in cache.layers for side in (layer.keys, layer.values)]
+    after = [
+        side.float().flatten(0, 1) for layer in cache.layers for side in (layer.keys, layer.values)
+    ]
     for old, new in zip(before, after, strict=True):
         expected = old.clone()
         expected[targets] = old[sources]
@@ -42,7 +46,9 @@ def answers(engine: Engine, prompts: list[list[int]]) -> list[list[int]]:
 
 @pytest.mark.parametrize("overlap", [False, True])
 @pytest.mark.parametrize("dtype", ["auto", "fp8_e4m3"])
-def test_answers_are_those_without_prefix_caching(folders: dict[str, Path], overlap: bool, dtype: str) -> None:
+def test_answers_are_those_without_prefix_caching(
+    folders: dict[str, Path], overlap: bool, dtype: str
+) -> None:
     """Behind the first one each of the others computes one token, and not six."""
     prompts = [[*PROMPT, 20 + i] for i in range(4)]
     values = {"async_scheduling": overlap, "kv_cache_dtype": dtype, "attention_backend": "torch"}
@@ -55,7 +61,9 @@ def test_answers_are_those_without_prefix_caching(folders: dict[str, Path], over
         assert engine.stats().prefill_tokens == 22 + 3 * 1 + 1 + 1
 
 
-def test_a_step_that_is_repeated_copies_the_same(folders: dict[str, Path], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_step_that_is_repeated_copies_the_same(
+    folders: dict[str, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """It raises behind all it has written, then by halves; one raises alone and fails, the others go on."""
     launch = ModelRunner.launch
 
@@ -67,7 +75,9 @@ def test_a_step_that_is_repeated_copies_the_same(folders: dict[str, Path], monke
 
     monkeypatch.setattr(ModelRunner, "launch", breaking)
     reference = Reference(
-        folders[NAME], [[*PROMPT, 20 + i] for i in range(6) if i != 3], num_new_tokens=GREEDY.max_tokens
+        folders[NAME],
+        [[*PROMPT, 20 + i] for i in range(6) if i != 3],
+        num_new_tokens=GREEDY.max_tokens,
     )
     with Engine(config(folders[NAME], max_num_seqs=8)) as engine:
         done = engine.generate([[*PROMPT, 20 + i] for i in range(6)], GREEDY)

@@ -36,7 +36,10 @@ from engine.schedule.step_batch import StepBatch
 from tests.engine.families import BY_NAME, make_family
 from tests.engine.graphs import SimulatedCapture, simulate_graphs
 
-pytestmark = [pytest.mark.long, pytest.mark.skipif(not INTERPRETED, reason="about CPUs: here the kernels run on a GPU")]
+pytestmark = [
+    pytest.mark.long,
+    pytest.mark.skipif(not INTERPRETED, reason="about CPUs: here the kernels run on a GPU"),
+]
 
 
 def mixed_step(rng: random.Random, num_blocks: int) -> StepBatch:
@@ -51,14 +54,22 @@ def decode_step(rng: random.Random, num_blocks: int, number: int) -> StepBatch:
     num_seqs = 1 + number % 9
     context_lens = [1 + int(2 ** rng.uniform(0, 12)) for _ in range(num_seqs)]
     seqs = np.arange(num_seqs)
-    return replace(make_step([1] * num_seqs, context_lens, 16, num_blocks), slots=seqs, generations=9 * number + seqs)
+    return replace(
+        make_step([1] * num_seqs, context_lens, 16, num_blocks),
+        slots=seqs,
+        generations=9 * number + seqs,
+    )
 
 
 @pytest.fixture(scope="module")
-def checkpoints(folders: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+def checkpoints(
+    folders: dict[str, Path], tmp_path_factory: pytest.TempPathFactory
+) -> dict[str, Path]:
     """Dense ones, and of the families with experts."""
     experts = ("qwen3_moe", "gpt_oss")
-    return folders | {name: make_family(tmp_path_factory.mktemp(name), BY_NAME[name]) for name in experts}
+    return folders | {
+        name: make_family(tmp_path_factory.mktemp(name), BY_NAME[name]) for name in experts
+    }
 
 
 @pytest.mark.parametrize("name", ["gqa4_tied", "qwen3_moe"])
@@ -73,7 +84,9 @@ def test_start_compiles_every_kernel_that_steps_use(
         kv_cache_bytes=1 << 21,
     )  # fmt: skip
     monkeypatch.setattr(ModelRunner, "_longest", 6000)
-    monkeypatch.setattr(ModelRunner, "_probe", lambda self: None)  # launches are recorded, nothing is computed
+    monkeypatch.setattr(
+        ModelRunner, "_probe", lambda self: None
+    )  # launches are recorded, nothing is computed
     folder = checkpoints[name]
     runner = ModelRunner(limits, read_model_config(folder), folder, TensorParallel())
     runner._graphs = None  # those are of its own, shorter sequences
@@ -125,8 +138,12 @@ def model_without_values(folder: Path, backend: TritonBackend) -> DecoderForCaus
     model_config, meta = read_model_config(folder), torch.device("meta")
     config = read_decoder_config(model_config, decoder_flags(model_config.architecture))
     with meta:
-        rotaries = [RotaryEmbedding(rope, 200, dtype=torch.bfloat16, device=meta) for rope in config.ropes]
-        model = DecoderForCausalLM(DecoderParts(config, TensorParallel(), backend, torch.bfloat16), rotaries)
+        rotaries = [
+            RotaryEmbedding(rope, 200, dtype=torch.bfloat16, device=meta) for rope in config.ropes
+        ]
+        model = DecoderForCausalLM(
+            DecoderParts(config, TensorParallel(), backend, torch.bfloat16), rotaries
+        )
         for module in model.modules():
             if isinstance(module, WeightedModule):
                 module.finish_loading()
@@ -137,7 +154,9 @@ def model_without_values(folder: Path, backend: TritonBackend) -> DecoderForCaus
 def record_without_values(model: CausalModel, backend: TritonBackend) -> None:
     """Capture the decode steps of a model on the meta device."""
     meta = torch.device("meta")
-    cache = KVCache(model.attention_layers, num_blocks=3, block_size=16, dtype=torch.bfloat16, device=meta)
+    cache = KVCache(
+        model.attention_layers, num_blocks=3, block_size=16, dtype=torch.bfloat16, device=meta
+    )
     mode, capture = NoHostReads(), SimulatedCapture()
 
     def record(run: Any) -> Any:
@@ -149,7 +168,9 @@ def record_without_values(model: CausalModel, backend: TritonBackend) -> None:
     assert mode.num_operations > 10 * capture.num_captured
 
 
-def capture_steps(model: CausalModel, cache: KVCache, backend: TritonBackend, capture: Capture) -> DecodeGraphs:
+def capture_steps(
+    model: CausalModel, cache: KVCache, backend: TritonBackend, capture: Capture
+) -> DecodeGraphs:
     """The graphs of such a model, up to nine rows."""
     return DecodeGraphs(
         lambda batch: model.hidden_states(batch, cache),
@@ -177,7 +198,9 @@ def record_launches(monkeypatch: pytest.MonkeyPatch) -> set[Variant]:
     def run(kernel: Any, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> None:
         given = dict(zip(kernel.arg_names, args, strict=False)) | kwargs
         kept = set(kernel.kwargs.get("do_not_specialize") or ())
-        seen.add((kernel.fn.__name__, tuple((name, _kind(v, name in kept)) for name, v in given.items())))
+        seen.add(
+            (kernel.fn.__name__, tuple((name, _kind(v, name in kept)) for name, v in given.items()))
+        )
         for name in INDICES.get(kernel.fn.__name__, ()):
             given[name].zero_()
 

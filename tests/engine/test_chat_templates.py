@@ -44,7 +44,11 @@ def write_templates(folder: Path, where: str, *names: str) -> None:
     if where == "files":
         (folder / "additional_chat_templates").mkdir()
         for name in names:
-            file = "chat_template.jinja" if name == "default" else f"additional_chat_templates/{name}.jinja"
+            file = (
+                "chat_template.jinja"
+                if name == "default"
+                else f"additional_chat_templates/{name}.jinja"
+            )
             (folder / file).write_text(turns(name))
     else:
         config["chat_template"] = [{"name": name, "template": turns(name)} for name in names]
@@ -60,9 +64,13 @@ def rendered(folder: Path, name: str | None = None, messages: list[dict[str, Any
 def test_the_default_template_is_used_and_others_by_their_names(model: Path, where: str) -> None:
     write_templates(model, where, "rag", "default", "tool_use")
     theirs = AutoTokenizer.from_pretrained(model).apply_chat_template(HI, tokenize=False)
-    assert rendered(model) == rendered(model, "default") == theirs == "<|begin_of_text|>[default hi]"
+    assert (
+        rendered(model) == rendered(model, "default") == theirs == "<|begin_of_text|>[default hi]"
+    )
     assert rendered(model, "rag") == "<|begin_of_text|>[rag hi]"
-    with pytest.raises(ConfigError, match=r"'default_' is no template.*has 'default', 'rag', 'tool_use'"):
+    with pytest.raises(
+        ConfigError, match=r"'default_' is no template.*has 'default', 'rag', 'tool_use'"
+    ):
         Tokenizer(model, "default_")
 
 
@@ -85,13 +93,19 @@ def test_a_file_of_its_own_goes_before_the_others(model: Path) -> None:
         ("tokenizer_config.json", b'{"chat_template": 7}'),
     ],
 )
-def test_templates_that_cannot_be_read_are_told_at_start(model: Path, file: str, content: bytes) -> None:
+def test_templates_that_cannot_be_read_are_told_at_start(
+    model: Path, file: str, content: bytes
+) -> None:
     (model / file).write_bytes(content)
-    with pytest.raises(ConfigError, match=r"chat templates in .* cannot be read|tokenizer in .* cannot be loaded"):
+    with pytest.raises(
+        ConfigError, match=r"chat templates in .* cannot be read|tokenizer in .* cannot be loaded"
+    ):
         Tokenizer(model)
 
 
-@pytest.mark.parametrize("file", ["chat_template.jinja", "additional_chat_templates/tool_use.jinja"])
+@pytest.mark.parametrize(
+    "file", ["chat_template.jinja", "additional_chat_templates/tool_use.jinja"]
+)
 def test_a_template_with_a_syntax_error_is_told_at_start(model: Path, file: str) -> None:
     (model / file).parent.mkdir(exist_ok=True)
     (model / "chat_template.jinja").write_text(turns("default"))
@@ -122,9 +136,14 @@ def parts(*texts: str) -> list[dict[str, Any]]:
 def test_parts_of_text_reach_a_template_as_it_takes_them(model: Path) -> None:
     """One that reads parts gets them, one that reads texts gets one text, a line for each part."""
     (model / "chat_template.jinja").write_text(QWEN_VL)
-    assert rendered(model, messages=parts("a", "b")) == "<|im_start|>user\nab<|im_end|>\n<|im_start|>assistant\n"
+    assert (
+        rendered(model, messages=parts("a", "b"))
+        == "<|im_start|>user\nab<|im_end|>\n<|im_start|>assistant\n"
+    )
     (model / "chat_template.jinja").write_text(GEMMA_2)
-    assert rendered(model, messages=parts("a")) == rendered(model, messages=[{"role": "user", "content": "a"}])
+    assert rendered(model, messages=parts("a")) == rendered(
+        model, messages=[{"role": "user", "content": "a"}]
+    )
     assert "a\nb<end_of_turn>" in rendered(model, messages=parts("a", "b"))
 
 
@@ -138,7 +157,10 @@ def test_what_is_no_text_is_refused_by_its_name(model: Path, template: str, kind
         rendered(model, messages=messages)
 
 
-TOOL = {"type": "function", "function": {"name": "add", "description": "sum", "parameters": {"type": "object"}}}
+TOOL = {
+    "type": "function",
+    "function": {"name": "add", "description": "sum", "parameters": {"type": "object"}},
+}
 
 
 #: As Qwen's and Hermes' templates write tools and calls.
@@ -172,15 +194,28 @@ def called(arguments: Any, *, times: int = 1) -> dict[str, Any]:
 
 
 def test_tools_and_variables_are_the_templates(model: Path) -> None:
-    found = with_options(model, HERMES, HI, tools=[TOOL], chat_template_kwargs={"enable_thinking": False})
+    found = with_options(
+        model, HERMES, HI, tools=[TOOL], chat_template_kwargs={"enable_thinking": False}
+    )
     theirs = AutoTokenizer.from_pretrained(model).apply_chat_template(
-        HI, tools=[TOOL], chat_template=HERMES, add_generation_prompt=True, tokenize=False, enable_thinking=False
+        HI,
+        tools=[TOOL],
+        chat_template=HERMES,
+        add_generation_prompt=True,
+        tokenize=False,
+        enable_thinking=False,
     )
     assert found == theirs
     assert '<tools>{"type": "function"' in found
     assert found.endswith("<|user|>hi<|assistant|><think></think>")
-    assert with_options(model, HERMES, HI, tools=[], chat_template_kwargs={}) == "<|user|>hi<|assistant|>"
-    assert with_options(model, HERMES, HI, tools=None, chat_template_kwargs=None) == "<|user|>hi<|assistant|>"
+    assert (
+        with_options(model, HERMES, HI, tools=[], chat_template_kwargs={})
+        == "<|user|>hi<|assistant|>"
+    )
+    assert (
+        with_options(model, HERMES, HI, tools=None, chat_template_kwargs=None)
+        == "<|user|>hi<|assistant|>"
+    )
 
 
 def test_arguments_of_a_call_are_an_object_to_the_template(model: Path) -> None:
@@ -207,14 +242,18 @@ def test_the_reasoning_of_an_earlier_turn_has_the_name_that_templates_read(model
 
 @pytest.mark.parametrize("arguments", ["{", "[1]", "7", 7, "[" * 100_000])
 def test_arguments_that_are_no_object_are_refused(model: Path, arguments: Any) -> None:
-    with pytest.raises(InvalidPrompt, match="arguments of a tool call of message 1 must be an object"):
+    with pytest.raises(
+        InvalidPrompt, match="arguments of a tool call of message 1 must be an object"
+    ):
         with_options(model, HERMES, [*HI, called(arguments)])
 
 
 def test_what_a_template_does_not_read_is_refused_by_name(model: Path) -> None:
     with pytest.raises(InvalidPrompt, match="chat template takes no tools"):
         with_options(model, LLAMA, HI, tools=[TOOL])
-    with pytest.raises(InvalidPrompt, match=r"reads no variable 'enable_thinkng'.*it reads enable_thinking"):
+    with pytest.raises(
+        InvalidPrompt, match=r"reads no variable 'enable_thinkng'.*it reads enable_thinking"
+    ):
         with_options(model, HERMES, HI, chat_template_kwargs={"enable_thinkng": True})
 
 
@@ -229,18 +268,23 @@ FIRST_SYSTEM = (
     "{% endfor %}"
 )
 RAISES = KNOWN_ROLES.replace(
-    "{% endif %}{% endfor %}", "{% else %}{{ raise_exception('no ' + m.role) }}{% endif %}{% endfor %}"
+    "{% endif %}{% endfor %}",
+    "{% else %}{{ raise_exception('no ' + m.role) }}{% endif %}{% endfor %}",
 )
 ANY_ROLE = "{% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %}"
 NO_SYSTEM = (
-    "{% for m in messages %}{% if m.role != 'system' and m.role != 'developer' %}{{ m.content }}{% endif %}{% endfor %}"
+    "{% for m in messages %}{% if m.role != 'system' and m.role != 'developer' %}"
+    "{{ m.content }}{% endif %}{% endfor %}"
 )
 #: As Hermes' and Command R's for tools: it raises where there are none.
 NEEDS_TOOLS = "{% if not tools %}{{ raise_exception('no tools') }}{% endif %}" + HERMES
 
 
 def chat(*turns: str) -> list[dict[str, Any]]:
-    return [{"role": role, "content": content} for role, _, content in (turn.partition(":") for turn in turns)]
+    return [
+        {"role": role, "content": content}
+        for role, _, content in (turn.partition(":") for turn in turns)
+    ]
 
 
 @pytest.mark.parametrize(
@@ -264,8 +308,16 @@ def test_a_developers_message_is_a_systems_where_the_template_reads_no_other(
         (NO_SYSTEM, chat("developer:be brief", "user:hi"), "message 0, of the role 'developer'"),
         (NO_SYSTEM, chat("system:be brief", "user:hi"), "message 0, of the role 'system'"),
         (KNOWN_ROLES, chat("user:hi", "critic:no"), "message 1, of the role 'critic'"),
-        (FIRST_SYSTEM, chat("user:hi", "system:be brief", "user:ho"), "message 1, of the role 'system'"),
-        (FIRST_SYSTEM, chat("system:a", "developer:b", "user:hi"), "message 1, of the role 'system'"),
+        (
+            FIRST_SYSTEM,
+            chat("user:hi", "system:be brief", "user:ho"),
+            "message 1, of the role 'system'",
+        ),
+        (
+            FIRST_SYSTEM,
+            chat("system:a", "developer:b", "user:hi"),
+            "message 1, of the role 'system'",
+        ),
         (KNOWN_ROLES, chat("user:hi", "tool:3"), "message 1, of the role 'tool'"),
         (RAISES, chat("user:hi", "tool:3"), "refused these messages: no tool"),
     ],
@@ -282,7 +334,9 @@ def test_tool_calls_that_the_template_leaves_out_are_refused(model: Path) -> Non
     for template in (KNOWN_ROLES, ANY_ROLE, only_name):
         with pytest.raises(InvalidPrompt, match="leaves out the tool calls of message 1"):
             with_options(model, template, [*HI, called('{"a": 1}')])
-    assert '"name": "add", }' in with_options(model, only_name, [*HI, called("{}")]), "there are no arguments to show"
+    assert '"name": "add", }' in with_options(model, only_name, [*HI, called("{}")]), (
+        "there are no arguments to show"
+    )
 
 
 def test_a_template_that_raises_without_tools_takes_them(model: Path) -> None:
@@ -296,11 +350,15 @@ def test_chats_with_tools_take_the_template_for_them(model: Path) -> None:
     """As in transformers: the one named "tool_use", unless the engine is to use another."""
     named = {"default": ANY_ROLE, "tool_use": NEEDS_TOOLS}
     config = json.loads((model / "tokenizer_config.json").read_text())
-    config["chat_template"] = [{"name": name, "template": template} for name, template in named.items()]
+    config["chat_template"] = [
+        {"name": name, "template": template} for name, template in named.items()
+    ]
     (model / "tokenizer_config.json").write_text(json.dumps(config))
     assert Tokenizer(model).chat_text(HI) == "[user]hi"
     assert "<tools>" in Tokenizer(model).chat_text(HI, tools=[TOOL])
-    assert "</think>" in Tokenizer(model).chat_text(HI, tools=[TOOL], chat_template_kwargs={"enable_thinking": False})
+    assert "</think>" in Tokenizer(model).chat_text(
+        HI, tools=[TOOL], chat_template_kwargs={"enable_thinking": False}
+    )
     with pytest.raises(InvalidPrompt, match="takes no tools"):
         Tokenizer(model, "default").chat_text(HI, tools=[TOOL])
 
@@ -318,20 +376,30 @@ def test_ids_of_calls_are_shortened_where_the_template_demands_it(model: Path) -
     kept = [*HI, called("{}"), answer]
     kept[1]["tool_calls"][0]["id"] = kept[2]["tool_call_id"] = "abcdefgh1"
     assert with_options(model, strict, kept).count("abcdefgh1") == 2
-    assert "call_1" in with_options(model, strict.replace("!= 9", "== 0"), [*HI, called("{}"), answer])
+    assert "call_1" in with_options(
+        model, strict.replace("!= 9", "== 0"), [*HI, called("{}"), answer]
+    )
 
 
-def test_names_and_ids_that_no_template_reads_are_told_once(model: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_names_and_ids_that_no_template_reads_are_told_once(
+    model: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     (model / "chat_template.jinja").write_text(LLAMA)
     tokenizer = Tokenizer(model)
     answer = {"role": "tool", "content": "3", "tool_call_id": "call_1", "name": "add"}
     for _ in range(2):
         tokenizer.chat_text([*HI, called("{}") | {"content": "so"}, answer])
-    told = [record.getMessage() for record in caplog.records if "does not read" in record.getMessage()]
+    told = [
+        record.getMessage() for record in caplog.records if "does not read" in record.getMessage()
+    ]
     assert len(told) == 3
-    assert all(any(subject in line for line in told) for subject in ("`name`", "ids", "text beside"))
+    assert all(
+        any(subject in line for line in told) for subject in ("`name`", "ids", "text beside")
+    )
     caplog.clear()
-    (model / "chat_template.jinja").write_text(LLAMA.replace("m.content + ''", "[m.content, m.name, m.tool_call_id]"))
+    (model / "chat_template.jinja").write_text(
+        LLAMA.replace("m.content + ''", "[m.content, m.name, m.tool_call_id]")
+    )
     Tokenizer(model).chat_text([*HI, {**answer}])
     assert not caplog.records
 
@@ -343,7 +411,13 @@ def test_what_the_engine_sets_is_no_variable(model: Path, name: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "options", [{"tools": {}}, {"tools": [{}]}, {"tools": [{"type": "function"}]}, {"chat_template_kwargs": []}]
+    "options",
+    [
+        {"tools": {}},
+        {"tools": [{}]},
+        {"tools": [{"type": "function"}]},
+        {"chat_template_kwargs": []},
+    ],
 )
 def test_options_of_a_wrong_shape_are_refused(model: Path, options: Any) -> None:
     with pytest.raises(InvalidPrompt, match="must be"):
@@ -355,7 +429,10 @@ def test_options_of_a_wrong_shape_are_refused(model: Path, options: Any) -> None
     [
         ("{{ messages }}", ()),
         ("{{ strftime_now('%d %b %Y') }}", ("%d %b %Y",)),
-        ("{% if strftime_now is defined %}{{ strftime_now('%Y') }}{{ strftime_now('%d') }}{% endif %}", ("%Y", "%d")),
+        (
+            "{% if strftime_now is defined %}{{ strftime_now('%Y') }}{{ strftime_now('%d') }}{% endif %}",
+            ("%Y", "%d"),
+        ),
         ("{% generation %}{{ strftime_now('%Y') }}{% endgeneration %}", ("%Y",)),
         ("{% set f = '%Y' %}{{ strftime_now(f) }}", None),
         ("{% set now = strftime_now %}{{ now('%Y') }}", None),
@@ -365,11 +442,15 @@ def test_options_of_a_wrong_shape_are_refused(model: Path, options: Any) -> None
         (None, ()),
     ],
 )
-def test_the_formats_in_which_a_template_writes_the_time(template: str | None, formats: tuple[str, ...] | None) -> None:
+def test_the_formats_in_which_a_template_writes_the_time(
+    template: str | None, formats: tuple[str, ...] | None
+) -> None:
     assert read_clock(template) == formats
 
 
-def test_a_template_gets_the_time_that_a_request_names(folders: dict[str, Path], tmp_path: Path) -> None:
+def test_a_template_gets_the_time_that_a_request_names(
+    folders: dict[str, Path], tmp_path: Path
+) -> None:
     copy = Path(shutil.copytree(folders["gqa1_untied"], tmp_path / "copy"))
     (copy / "chat_template.jinja").write_text(
         "\n{% macro day() %}{{ strftime_now('%d') }}{% endmacro %}\n"
@@ -379,4 +460,6 @@ def test_a_template_gets_the_time_that_a_request_names(folders: dict[str, Path],
     messages = [{"role": "user", "content": "a"}]
     now = time.time()
     assert tokenizer.chat_text(messages, now=now) == tokenizer.chat_text(messages)
-    assert tokenizer.chat_text(messages, now=datetime(1971, 2, 5).timestamp()) == "\n051971a", "blocks leave no spaces"
+    assert tokenizer.chat_text(messages, now=datetime(1971, 2, 5).timestamp()) == "\n051971a", (
+        "blocks leave no spaces"
+    )

@@ -7,16 +7,28 @@ from typing import Any
 
 import pytest
 
-from engine import Completion, Engine, EngineConfig, InvalidPrompt, InvalidRequest, PromptTooLong, SamplingParams
+from engine import (
+    Completion,
+    Engine,
+    EngineConfig,
+    InvalidPrompt,
+    InvalidRequest,
+    PromptTooLong,
+    SamplingParams,
+)
 
 PROMPT = [5, 9, 33, 7, 101, 2, 60, 18, 44]
 DRAWN = SamplingParams(max_tokens=24, temperature=1.5, seed=7, ignore_eos=True)
 WISHES = {
     "greedy": replace(DRAWN, temperature=0.0),
-    "penalties": replace(DRAWN, presence_penalty=1.0, frequency_penalty=0.5, repetition_penalty=1.3),
+    "penalties": replace(
+        DRAWN, presence_penalty=1.0, frequency_penalty=0.5, repetition_penalty=1.3
+    ),
     "bad words": replace(DRAWN, bad_words=["a", "th"], logit_bias={9: 3.0}),
     "least tokens": replace(DRAWN, ignore_eos=False, stop_token_ids=list(range(60)), min_tokens=12),
-    "reasoning": replace(DRAWN, thinking_token_budget=3, reasoning_marks=("e", "qqxq"), separate_reasoning=True),
+    "reasoning": replace(
+        DRAWN, thinking_token_budget=3, reasoning_marks=("e", "qqxq"), separate_reasoning=True
+    ),
     "log probabilities": replace(DRAWN, logprobs=2),
     "pattern": replace(DRAWN, structured_outputs={"regex": "[ab]{3,30}"}),
 }
@@ -56,13 +68,17 @@ RESUMED = {
 }
 
 
-def steps(engine: Engine, params: SamplingParams, resumed: Mapping[int, list[int]]) -> Iterator[list[Completion]]:
+def steps(
+    engine: Engine, params: SamplingParams, resumed: Mapping[int, list[int]]
+) -> Iterator[list[Completion]]:
     engine.add("it", PROMPT, params, resumed=resumed)
     while engine.has_unfinished:
         yield engine.step()
 
 
-def finished(engine: Engine, params: SamplingParams, resumed: Mapping[int, list[int]]) -> list[Completion]:
+def finished(
+    engine: Engine, params: SamplingParams, resumed: Mapping[int, list[int]]
+) -> list[Completion]:
     done = [each for found in steps(engine, params, resumed) for each in found]
     return sorted(done, key=lambda each: each.index)
 
@@ -79,8 +95,12 @@ def test_a_request_goes_on_wherever_it_was(engine: Engine, wish: str) -> None:
     assert any(cuts[0]) or len(cuts) > 1
     for so_far in cuts:
         again = finished(engine, params, so_far)
-        for each in again:  # the last token is computed anew where its log probability is wanted, or the prompt's
-            is_scored = params.logprobs is not None or (each.index == 0 and params.prompt_logprobs is not None)
+        for each in (
+            again
+        ):  # the last token is computed anew where its log probability is wanted, or the prompt's
+            is_scored = params.logprobs is not None or (
+                each.index == 0 and params.prompt_logprobs is not None
+            )
             assert each.num_continued == max(0, len(so_far[each.index]) - is_scored)
         assert [replace(each, num_continued=0, num_cached_tokens=0) for each in again] == [
             replace(each, num_cached_tokens=0) for each in whole
@@ -105,11 +125,16 @@ def test_a_completion_as_long_as_the_model_takes_has_ended(engine: Engine) -> No
     assert len(PROMPT) + len(whole.token_ids) == engine.max_model_len
     for length in (len(whole.token_ids) - 1, len(whole.token_ids)):
         (again,) = finished(engine, params, {0: whole.token_ids[:length]})
-        assert (again.token_ids, again.text, again.finish_reason) == (whole.token_ids, whole.text, "length")
+        assert (again.token_ids, again.text, again.finish_reason) == (
+            whole.token_ids,
+            whole.text,
+            "length",
+        )
 
 
 @pytest.mark.parametrize(
-    "resumed", [{0: [1 << 30]}, {0: [-1]}, {1: [4]}, {0: [9, 5]}, {0: [5] * 25}, {0: [5] * (1 << 16)}]
+    "resumed",
+    [{0: [1 << 30]}, {0: [-1]}, {1: [4]}, {0: [9, 5]}, {0: [5] * 25}, {0: [5] * (1 << 16)}],
 )
 def test_what_it_cannot_have_had_is_left_out(engine: Engine, resumed: dict[int, list[int]]) -> None:
     params = replace(DRAWN, stop_token_ids=[9])
@@ -122,7 +147,9 @@ def cut(completion: Completion, length: int) -> list[int]:
 
 
 @pytest.mark.parametrize("wish", WISHES)
-def test_a_completion_that_goes_on_is_the_one_of_more_tokens_at_once(engine: Engine, wish: str) -> None:
+def test_a_completion_that_goes_on_is_the_one_of_more_tokens_at_once(
+    engine: Engine, wish: str
+) -> None:
     params = WISHES[wish]
     whole = run(engine, ("whole", params, []))["whole"]
     assert whole.num_continued == 0
@@ -132,7 +159,11 @@ def test_a_completion_that_goes_on_is_the_one_of_more_tokens_at_once(engine: Eng
     found = run(
         engine,
         *[
-            (str(length), replace(params, max_tokens=params.max_tokens - length), cut(whole, length))
+            (
+                str(length),
+                replace(params, max_tokens=params.max_tokens - length),
+                cut(whole, length),
+            )
             for length in lengths
         ],
     )
@@ -144,7 +175,9 @@ def test_a_completion_that_goes_on_is_the_one_of_more_tokens_at_once(engine: Eng
         assert (more.num_prompt_tokens, more.num_continued) == (len(PROMPT), length)
         if whole.logprobs is not None:
             assert more.logprobs is not None
-            assert [list(each) for each in more.logprobs] == [list(each) for each in whole.logprobs[length:]]
+            assert [list(each) for each in more.logprobs] == [
+                list(each) for each in whole.logprobs[length:]
+            ]
 
 
 def test_what_it_has_already_comes_from_the_cache(engine: Engine) -> None:

@@ -44,7 +44,9 @@ def backend() -> CpuBackend:
 
 
 @both_dtypes
-@pytest.mark.parametrize("features", [{}, {"window": 70}, {"has_sinks": True, "soft_cap": 1.5}], ids=str)
+@pytest.mark.parametrize(
+    "features", [{}, {"window": 70}, {"has_sinks": True, "soft_cap": 1.5}], ids=str
+)
 def test_a_prompt_gets_the_same_bits_in_chunks(
     backend: CpuBackend, features: dict[str, Any], dtype: torch.dtype
 ) -> None:
@@ -74,7 +76,9 @@ def count_task(parameters: Any) -> None:
 
 
 @pytest.mark.parametrize("own_threads", [False, True])
-def test_each_task_runs_once(own_threads: bool, two_threads: None, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_each_task_runs_once(
+    own_threads: bool, two_threads: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """On torch's OpenMP team, and on threads of our own where that is not libgomp."""
     if own_threads:
         monkeypatch.setattr(kernel_module, "_torch_libgomp", lambda: None)
@@ -177,9 +181,14 @@ def test_what_may_not_be_repeated_runs_once(backend: CpuBackend, forked: list[in
 def test_dot_products_of_pairs_are_one_instruction_where_code_is_compiled_for_it() -> None:
     """Whatever the processor has: LLVM ends the process that asks for an instruction of another one."""
     code = "from engine.cpu_kernels.vectors import DOT_PAIRS; print(DOT_PAIRS)"
-    for features, found in (("+avx512f,+avx512bf16", "llvm.x86.avx512bf16.dpbf16ps.512"), ("+avx2", "None")):
+    for features, found in (
+        ("+avx512f,+avx512bf16", "llvm.x86.avx512bf16.dpbf16ps.512"),
+        ("+avx2", "None"),
+    ):
         environ = {**os.environ, "NUMBA_CPU_FEATURES": features}
-        told = subprocess.run([sys.executable, "-c", code], env=environ, capture_output=True, text=True, timeout=60)
+        told = subprocess.run(
+            [sys.executable, "-c", code], env=environ, capture_output=True, text=True, timeout=60
+        )
         assert told.stdout.strip() == found
 
 
@@ -204,7 +213,9 @@ def test_another_dtype_stays_with_torch(caplog: pytest.LogCaptureFixture) -> Non
     with caplog.at_level(logging.INFO):
         assert isinstance(load_backend("auto", CPU, torch.float16), TorchBackend)
     assert "take float32 and bfloat16, not float16" in caplog.text
-    with pytest.raises(ConfigError, match=r"attention_backend='cpu' cannot be used: .* set dtype='float32'"):
+    with pytest.raises(
+        ConfigError, match=r"attention_backend='cpu' cannot be used: .* set dtype='float32'"
+    ):
         load_backend("cpu", CPU, torch.float16)
 
 
@@ -265,10 +276,17 @@ print(totals.view(torch.int32).long().cumsum(0).cumsum(0)[-1].item())
 """
 
 
-def test_code_from_the_cache_gives_the_bits_that_it_gave_where_it_was_compiled(tmp_path: Path) -> None:
+def test_code_from_the_cache_gives_the_bits_that_it_gave_where_it_was_compiled(
+    tmp_path: Path,
+) -> None:
     """Of sums in any order a linker could take another copy in each of both."""
-    command, where = [sys.executable, "-c", SCORES], {**os.environ, "NUMBA_CACHE_DIR": str(tmp_path)}
-    compiled, read = (subprocess.run(command, env=where, stdout=subprocess.PIPE, check=True) for _ in range(2))
+    command, where = (
+        [sys.executable, "-c", SCORES],
+        {**os.environ, "NUMBA_CACHE_DIR": str(tmp_path)},
+    )
+    compiled, read = (
+        subprocess.run(command, env=where, stdout=subprocess.PIPE, check=True) for _ in range(2)
+    )
     assert list(tmp_path.iterdir())
     assert compiled.stdout == read.stdout
 

@@ -40,7 +40,9 @@ def compare(logits: Tensor, **values: Any) -> Tensor:
 
 
 def test_a_sample_of_random_rows() -> None:
-    assert [line for case in cases(seed=78, num_rows=150) for line in differences(case, by_numba())] == []
+    assert [
+        line for case in cases(seed=78, num_rows=150) for line in differences(case, by_numba())
+    ] == []
 
 
 @both_dtypes
@@ -63,7 +65,9 @@ def test_what_is_no_distribution_has_no_token(dtype: torch.dtype) -> None:
     rows.append(torch.full((300,), -torch.inf, dtype=dtype))
     for temperature in (0.0, 1.0):
         for cut in ({}, {"top_k": 5}, {"top_p": 0.5}):
-            assert compare(torch.stack(rows), temperature=temperature, **cut).tolist() == [-1] * len(rows)
+            assert compare(torch.stack(rows), temperature=temperature, **cut).tolist() == [
+                -1
+            ] * len(rows)
 
 
 @both_dtypes
@@ -89,10 +93,17 @@ def weigh_all(logits: Any, rate: Any, out: Any, keys: Any) -> None:
 def test_weights_are_equal_bit_by_bit_and_keys_in_order() -> None:
     """Over all exponents, next to their edges and where the weight ends."""
     exact = -torch.linspace(0, 42, 2**15, dtype=torch.float64)
-    near = (-torch.arange(43.0).double()[:, None] + torch.linspace(-1e-6, 1e-6, 101).double()).flatten()
-    logits = torch.cat((exact, near.clamp(max=0), torch.tensor([-torch.inf, -1e38, -1e-45, -0.0]))).float()
+    near = (
+        -torch.arange(43.0).double()[:, None] + torch.linspace(-1e-6, 1e-6, 101).double()
+    ).flatten()
+    logits = torch.cat(
+        (exact, near.clamp(max=0), torch.tensor([-torch.inf, -1e38, -1e-45, -0.0]))
+    ).float()
     rate = float(2**FRACTION_BITS)
-    found, keys = torch.empty(len(logits), dtype=torch.int64), torch.empty(len(logits), dtype=torch.int32)
+    found, keys = (
+        torch.empty(len(logits), dtype=torch.int64),
+        torch.empty(len(logits), dtype=torch.int32),
+    )
     weigh_all(logits.numpy(), np.float32(rate), found.numpy(), keys.numpy())
     highest = torch.zeros(1)
     assert torch.equal(found, draws.weigh(logits, highest, highest + rate))

@@ -11,7 +11,13 @@ import torch
 from engine import Engine, EngineConfig, SamplingParams
 from engine.layers.linear import linear, pack_weight
 from engine.run import cpu_threads
-from engine.run.cpu_threads import CpuThreads, ProcessorTime, choose_threads, read_processor_quota, read_processor_time
+from engine.run.cpu_threads import (
+    CpuThreads,
+    ProcessorTime,
+    choose_threads,
+    read_processor_quota,
+    read_processor_time,
+)
 
 
 @pytest.mark.parametrize(
@@ -24,7 +30,9 @@ from engine.run.cpu_threads import CpuThreads, ProcessorTime, choose_threads, re
         (15.8, 13, 16, 16),
     ],
 )
-def test_there_are_as_many_threads_as_free_processors(free: float, current: int, most: int, chosen: int) -> None:
+def test_there_are_as_many_threads_as_free_processors(
+    free: float, current: int, most: int, chosen: int
+) -> None:
     assert choose_threads(free, current, most) == chosen
 
 
@@ -39,9 +47,16 @@ def test_free_is_what_was_idle_and_what_this_process_used(two_threads: None) -> 
         assert torch.get_num_threads() == expected
 
 
-def test_only_processors_that_this_process_may_use_count(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_only_processors_that_this_process_may_use_count(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """user nice system idle iowait, in ticks; the first line is the sum of all."""
-    lines = ["cpu  9 9 9 9000 900 0", "cpu0 1 1 1 100 10 0", "cpu1 1 1 1 2000 0 0", "cpu11 1 1 1 400 0 0"]
+    lines = [
+        "cpu  9 9 9 9000 900 0",
+        "cpu0 1 1 1 100 10 0",
+        "cpu1 1 1 1 2000 0 0",
+        "cpu11 1 1 1 400 0 0",
+    ]
     (tmp_path / "stat").write_text("\n".join([*lines, "intr 5 5", "ctxt 7", ""]))
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {0, 11})
     found = read_processor_time(tmp_path)
@@ -56,7 +71,11 @@ def test_only_processors_that_this_process_may_use_count(tmp_path: Path, monkeyp
     [
         ("0::/pod/box", {"pod/box/cpu.max": "max 100000", "pod/cpu.max": "150000 100000"}, 1.5),
         ("0::/pod", {"pod/cpu.max": "400000 100000", "cpu.max": "50000 100000"}, 0.5),
-        ("4:cpu,cpuacct:/b", {"cpu/b/cpu.cfs_quota_us": "200000", "cpu/b/cpu.cfs_period_us": "100000"}, 2),
+        (
+            "4:cpu,cpuacct:/b",
+            {"cpu/b/cpu.cfs_quota_us": "200000", "cpu/b/cpu.cfs_period_us": "100000"},
+            2,
+        ),
         ("0::/", {}, math.inf),
     ],
 )
@@ -77,8 +96,12 @@ def test_a_quota_of_processor_time_is_read(
 def test_an_engine_that_may_takes_fewer_threads_on_a_busy_machine(
     folder: Path, two_threads: None, monkeypatch: pytest.MonkeyPatch, adapts: bool, left: int
 ) -> None:
-    passed = iter(range(0, 10_000, 2))  # seconds in which neither this process computes nor anyone idles
-    monkeypatch.setattr(cpu_threads, "read_processor_time", lambda: ProcessorTime(next(passed), 0, 0))
+    passed = iter(
+        range(0, 10_000, 2)
+    )  # seconds in which neither this process computes nor anyone idles
+    monkeypatch.setattr(
+        cpu_threads, "read_processor_time", lambda: ProcessorTime(next(passed), 0, 0)
+    )
     config = EngineConfig(str(folder), device="cpu", kv_cache_bytes=2**20, adapt_cpu_threads=adapts)
     with Engine(config) as engine:
         engine.generate([[1, 2, 3]], SamplingParams(max_tokens=2))

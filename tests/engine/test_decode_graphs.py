@@ -30,7 +30,9 @@ def test_ladder_of_sizes_is_dense_enough_and_ends_at_the_largest_batch() -> None
     assert len(batch_sizes(256)) < 30
 
 
-def test_closing_the_engine_frees_the_pool_that_the_graphs_read(folder: Path, capture: SimulatedCapture) -> None:
+def test_closing_the_engine_frees_the_pool_that_the_graphs_read(
+    folder: Path, capture: SimulatedCapture
+) -> None:
     """No cycle keeps it: a new engine can take the memory at once."""
     built = Engine(EngineConfig(str(folder), kv_cache_bytes=1 << 20, max_num_seqs=4))
     pool = weakref.ref(built._open_runner().cache)  # type: ignore[union-attr]

@@ -140,7 +140,11 @@ def test_the_same_model_is_read(name: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("architecture", "changes", "named"),
     [
-        ("MistralForCausalLM", {"model_type": "mistral", "layer_types": ["full_attention"] * 7}, "layer_types"),
+        (
+            "MistralForCausalLM",
+            {"model_type": "mistral", "layer_types": ["full_attention"] * 7},
+            "layer_types",
+        ),
         ("LlamaForCausalLM", {"model_type": "mistral"}, "model_type 'mistral'"),
     ],
 )
@@ -160,15 +164,31 @@ def read_written(folder: Path, architecture: str, changes: dict[str, Any]) -> Mo
 
 
 ORIGINAL = {"original_max_position_embeddings": 1024}
-FACTORS = {"short_factor": [1.0 + i / 10 for i in range(24)], "long_factor": [1.5 + i / 3 for i in range(24)]}
+FACTORS = {
+    "short_factor": [1.0 + i / 10 for i in range(24)],
+    "long_factor": [1.5 + i / 3 for i in range(24)],
+}
 CASES: list[dict[str, Any]] = [
     {"rope_type": "linear", "factor": 8.0},
     {"rope_type": "dynamic", "factor": 3.0},
     {"rope_type": "yarn", "factor": 4.0, **ORIGINAL},
-    {"rope_type": "yarn", "factor": 40, "mscale": 1.2, "mscale_all_dim": 0.8, "beta_fast": 8, **ORIGINAL},
+    {
+        "rope_type": "yarn",
+        "factor": 40,
+        "mscale": 1.2,
+        "mscale_all_dim": 0.8,
+        "beta_fast": 8,
+        **ORIGINAL,
+    },
     {"rope_type": "yarn", "factor": 2.5, "attention_factor": 1.5, "truncate": False, **ORIGINAL},
     {"rope_type": "longrope", "factor": 2.0, "attention_factor": 1.25, **FACTORS, **ORIGINAL},
-    {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, **ORIGINAL},
+    {
+        "rope_type": "llama3",
+        "factor": 8.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        **ORIGINAL,
+    },
 ]
 
 
@@ -182,7 +202,9 @@ def test_frequencies_equal_transformers(case: dict[str, Any], theta: float, long
         max_position_embeddings=4096,
         rope_parameters={**case, "rope_theta": theta},
     )
-    expected, expected_factor = ROPE_INIT_FUNCTIONS[case["rope_type"]](config, torch.device("cpu"), longest)
+    expected, expected_factor = ROPE_INIT_FUNCTIONS[case["rope_type"]](
+        config, torch.device("cpu"), longest
+    )
     frequencies, factor = Rope(case["rope_type"], 48, theta, 4096, case).frequencies(longest)
     assert torch.equal(frequencies, expected)
     assert factor == expected_factor
@@ -190,7 +212,9 @@ def test_frequencies_equal_transformers(case: dict[str, Any], theta: float, long
 
 @pytest.mark.parametrize("key", ["rope_scaling", "rope_parameters"])
 @pytest.mark.parametrize("kind_name", ["rope_type", "type"])
-def test_yarn_stretches_the_length_that_it_starts_from(tmp_path: Path, key: str, kind_name: str) -> None:
+def test_yarn_stretches_the_length_that_it_starts_from(
+    tmp_path: Path, key: str, kind_name: str
+) -> None:
     """Qwen3's recipe leaves max_position_embeddings at 40,960, and means 131,072."""
     yarn = {kind_name: "yarn", "factor": 4.0, "original_max_position_embeddings": 32768}
     values = {
@@ -204,7 +228,9 @@ def test_yarn_stretches_the_length_that_it_starts_from(tmp_path: Path, key: str,
     model = read_written(tmp_path, "Qwen3ForCausalLM", values)
     assert model.max_position_embeddings == 131072
     [rope] = read_decoder_config(model, decoder_flags("Qwen3ForCausalLM")).ropes
-    expected, expected_factor = ROPE_INIT_FUNCTIONS["yarn"](AutoConfig.for_model(**values), torch.device("cpu"))
+    expected, expected_factor = ROPE_INIT_FUNCTIONS["yarn"](
+        AutoConfig.for_model(**values), torch.device("cpu")
+    )
     frequencies, factor = rope.frequencies(131072)
     assert torch.equal(frequencies, expected)
     assert factor == expected_factor
@@ -215,9 +241,30 @@ def test_yarn_stretches_the_length_that_it_starts_from(tmp_path: Path, key: str,
     [
         ({"rope_scaling": {"type": "yarn", "factor": 4.0}}, 131072),
         ({"rope_parameters": {"rope_type": "yarn", "factor": 4.0, "rope_theta": 1e6}}, 131072),
-        ({"rope_scaling": {"type": "yarn", "factor": 4, "original_max_position_embeddings": 32768.0}}, 131072),
-        ({"rope_scaling": {"type": "yarn", "factor": 8.0}, "original_max_position_embeddings": 8192}, 65536),
-        ({"rope_scaling": {"type": "yarn", "factor": 2.0}, "original_max_position_embeddings": 8192}, 32768),
+        (
+            {
+                "rope_scaling": {
+                    "type": "yarn",
+                    "factor": 4,
+                    "original_max_position_embeddings": 32768.0,
+                }
+            },
+            131072,
+        ),
+        (
+            {
+                "rope_scaling": {"type": "yarn", "factor": 8.0},
+                "original_max_position_embeddings": 8192,
+            },
+            65536,
+        ),
+        (
+            {
+                "rope_scaling": {"type": "yarn", "factor": 2.0},
+                "original_max_position_embeddings": 8192,
+            },
+            32768,
+        ),
     ],
     ids=str,
 )
@@ -225,7 +272,13 @@ def test_yarn_starts_from_the_length_that_transformers_takes(
     tmp_path: Path, changes: dict[str, Any], length: int
 ) -> None:
     """Without an original length it is max_position_embeddings, and the frequencies are computed from it too."""
-    values = {**SIZES, "model_type": "qwen2", "head_dim": 16, "max_position_embeddings": 32768, **changes}
+    values = {
+        **SIZES,
+        "model_type": "qwen2",
+        "head_dim": 16,
+        "max_position_embeddings": 32768,
+        **changes,
+    }
     model = read_written(tmp_path, "Qwen2ForCausalLM", values)
     assert model.max_position_embeddings == length
     [rope] = read_decoder_config(model, decoder_flags("Qwen2ForCausalLM")).ropes
@@ -234,15 +287,25 @@ def test_yarn_starts_from_the_length_that_transformers_takes(
 
 
 def test_yarn_of_one_type_of_layers_stretches_the_length(tmp_path: Path) -> None:
-    full = {"rope_type": "yarn", "factor": 4.0, "rope_theta": 1e6, "original_max_position_embeddings": 32768}
-    by_kind = {"full_attention": full, "sliding_attention": {"rope_type": "default", "rope_theta": 1e4}}
+    full = {
+        "rope_type": "yarn",
+        "factor": 4.0,
+        "rope_theta": 1e6,
+        "original_max_position_embeddings": 32768,
+    }
+    by_kind = {
+        "full_attention": full,
+        "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
+    }
     changes = {"max_position_embeddings": 32768, "rope_parameters": by_kind}
     assert read_written(tmp_path, "Gemma3ForCausalLM", changes).max_position_embeddings == 131072
 
 
 def test_a_length_that_is_stretched_already_is_stretched_once(tmp_path: Path) -> None:
     yarn = {"rope_type": "yarn", "factor": 40, "original_max_position_embeddings": 4096}
-    model = read_written(tmp_path, "Qwen3ForCausalLM", {"max_position_embeddings": 163840, "rope_scaling": yarn})
+    model = read_written(
+        tmp_path, "Qwen3ForCausalLM", {"max_position_embeddings": 163840, "rope_scaling": yarn}
+    )
     assert model.max_position_embeddings == 163840
 
 
@@ -256,7 +319,11 @@ def test_a_part_of_each_head_turns() -> None:
     """As transformers turns it, Phi-3's partial rotation, with the magnitude of the longrope kind."""
     from transformers.models.phi3.modeling_phi3 import Phi3RotaryEmbedding, apply_rotary_pos_emb
 
-    parameters = {"rope_type": "longrope", "short_factor": [1.0, 1.5, 2.0], "long_factor": [2.0, 3.0, 4.0]}
+    parameters = {
+        "rope_type": "longrope",
+        "short_factor": [1.0, 1.5, 2.0],
+        "long_factor": [2.0, 3.0, 4.0],
+    }
     config = Phi3Config(
         hidden_size=32,
         num_attention_heads=4,
@@ -269,8 +336,13 @@ def test_a_part_of_each_head_turns() -> None:
     query, key = torch.randn(2, 40, 4, 8, generator=torch.Generator().manual_seed(0))
     positions = torch.arange(40)
     expected = apply_rotary_pos_emb(
-        query[None], key[None], *Phi3RotaryEmbedding(config)(query, positions[None]), unsqueeze_dim=2
+        query[None],
+        key[None],
+        *Phi3RotaryEmbedding(config)(query, positions[None]),
+        unsqueeze_dim=2,
     )
     rotary = RotaryEmbedding(rope, 64, dtype=torch.float32, device=torch.device("cpu"))
     for heads, turned in zip((query, key), expected, strict=True):
-        torch.testing.assert_close(apply_rotary(heads, *rotary(positions)), turned[0], rtol=0, atol=1e-6)
+        torch.testing.assert_close(
+            apply_rotary(heads, *rotary(positions)), turned[0], rtol=0, atol=1e-6
+        )

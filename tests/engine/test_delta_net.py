@@ -21,7 +21,11 @@ from tests.engine.paged import DEVICE
 
 CPU = torch.device("cpu")
 #: The first two are those of the families, for which kernels are compiled anyway.
-SHAPES = [DeltaHeads(2, 2, 16, 12, 4, 1e-6), DeltaHeads(3, 1, 16, 12, 3, 1e-5), DeltaHeads(1, 4, 32, 40, 2, 1e-6)]
+SHAPES = [
+    DeltaHeads(2, 2, 16, 12, 4, 1e-6),
+    DeltaHeads(3, 1, 16, 12, 3, 1e-5),
+    DeltaHeads(1, 4, 32, 40, 2, 1e-6),
+]
 #: Two decodes; then a prompt with a snapshot, whose row another begins at; and a decode that makes a snapshot.
 PARTS = [
     (0, 1, 3, 3, -1),
@@ -43,7 +47,9 @@ Mix = Callable[..., Tensor]
 
 
 def numba() -> Mix:
-    pytest.importorskip("numba", reason="numba is not installed, so the CPU kernels cannot be compiled")
+    pytest.importorskip(
+        "numba", reason="numba is not installed, so the CPU kernels cannot be compiled"
+    )
     from engine.cpu_kernels.delta_net import delta_net
 
     return delta_net
@@ -59,7 +65,9 @@ def triton() -> Mix:
 class Case:
     """A layer's weights, states and input. Row 4 of the states is NaN, which nothing reads."""
 
-    def __init__(self, heads: DeltaHeads, dtype: torch.dtype = torch.float32, num_tokens: int = 160) -> None:
+    def __init__(
+        self, heads: DeltaHeads, dtype: torch.dtype = torch.float32, num_tokens: int = 160
+    ) -> None:
         generator = torch.Generator().manual_seed(0)
 
         def draw(*shape: int) -> Tensor:
@@ -78,11 +86,16 @@ class Case:
         for kept in self.memory:
             kept[4] = torch.nan
 
-    def run(self, how: Mix, parts: list[tuple[int, ...]], **changes: Any) -> tuple[Tensor, list[Tensor]]:
+    def run(
+        self, how: Mix, parts: list[tuple[int, ...]], **changes: Any
+    ) -> tuple[Tensor, list[Tensor]]:
         """Return the output, and the states after."""
         device = DEVICE if how.__module__ == "engine.kernels.delta_net" else CPU
         memory = [kept.clone().to(device) for kept in self.memory]
-        given, weights = changes.get("x", self.x).to(device), tuple(weight.to(device) for weight in self.weights)
+        given, weights = (
+            changes.get("x", self.x).to(device),
+            tuple(weight.to(device) for weight in self.weights),
+        )
         output = how(given, memory, state_parts(np.array(parts), device), weights, self.heads)
         return output.to(CPU), [kept.to(CPU) for kept in memory]
 
@@ -125,7 +138,15 @@ def test_nothing_of_a_sequence_reaches_another() -> None:
     (clean, _), (found, states) = case.run(numba(), PARTS), spoilt.run(numba(), PARTS)
     assert torch.equal(found[2:150], clean[2:150])
     assert torch.equal(found[0], clean[0])
-    assert [bool(states[1][row].isnan().any()) for row in range(7)] == [True, False, True, False, True, False, True]
+    assert [bool(states[1][row].isnan().any()) for row in range(7)] == [
+        True,
+        False,
+        True,
+        False,
+        True,
+        False,
+        True,
+    ]
 
 
 SIZES = {
@@ -158,7 +179,9 @@ def read(folder: Path, **changes: Any) -> Any:
         ({"layer_types": ["full_attention", *["linear_attention"] * 5]}, [0]),
     ],
 )
-def test_layers_are_delta_nets_but_every_fourth(tmp_path: Path, changes: dict[str, Any], attending: list[int]) -> None:
+def test_layers_are_delta_nets_but_every_fourth(
+    tmp_path: Path, changes: dict[str, Any], attending: list[int]
+) -> None:
     """Or as config.json says."""
     decoder = read(tmp_path, **changes)
     assert [i for i, layer in enumerate(decoder.layers) if layer.delta is None] == attending
@@ -171,9 +194,17 @@ def test_layers_are_delta_nets_but_every_fourth(tmp_path: Path, changes: dict[st
 @pytest.mark.parametrize(
     ("changes", "error", "words"),
     [
-        ({"hidden_act": "gelu_pytorch_tanh"}, UnsupportedModel, "delta nets with hidden_act 'gelu_pytorch_tanh'"),
+        (
+            {"hidden_act": "gelu_pytorch_tanh"},
+            UnsupportedModel,
+            "delta nets with hidden_act 'gelu_pytorch_tanh'",
+        ),
         ({"linear_num_value_heads": 24}, ConfigError, "24 heads of values cannot share 16 of keys"),
-        ({"layer_types": ["sliding_attention"] * 6}, UnsupportedModel, "layers of type sliding_attention"),
+        (
+            {"layer_types": ["sliding_attention"] * 6},
+            UnsupportedModel,
+            "layers of type sliding_attention",
+        ),
         ({"linear_key_head_dim": "wide"}, ConfigError, "linear_key_head_dim must be"),
     ],
 )
@@ -185,5 +216,9 @@ def test_what_no_delta_net_can_have_is_named(
 
 
 def test_ranks_that_cannot_share_the_heads_are_named(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="tensor_parallel_size=3: 16 key heads of a delta net cannot be shared"):
-        read(tmp_path, num_attention_heads=6, num_key_value_heads=3).kept(TensorParallel(0, 3), torch.float32)
+    with pytest.raises(
+        ConfigError, match="tensor_parallel_size=3: 16 key heads of a delta net cannot be shared"
+    ):
+        read(tmp_path, num_attention_heads=6, num_key_value_heads=3).kept(
+            TensorParallel(0, 3), torch.float32
+        )

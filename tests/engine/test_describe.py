@@ -27,10 +27,20 @@ def described(folder: Path) -> Result:
     [
         ("bloom", ["through transformers", "3 of 3 layers: 4 heads over 4 of .*slopes"]),
         ("gemma2", ["natively", r"2 of 3 layers: .* a window of 20 tokens, a soft cap"]),
-        ("kimi_k25", ["through transformers", "pictures +not read", "of 24 numbers", "2 of 4 for each token"]),
+        (
+            "kimi_k25",
+            [
+                "through transformers",
+                "pictures +not read",
+                "of 24 numbers",
+                "2 of 4 for each token",
+            ],
+        ),
     ],
 )
-def test_a_served_model_is_described_as_it_will_be(name: str, lines: list[str], tmp_path: Path) -> None:
+def test_a_served_model_is_described_as_it_will_be(
+    name: str, lines: list[str], tmp_path: Path
+) -> None:
     make(tmp_path, WITH_IMAGES if name in WITH_IMAGES else CAUSAL, name)
     with Engine(small(tmp_path)) as built:
         runner = built._open_runner()
@@ -58,20 +68,47 @@ def changed(**values: Any) -> Callable[[Path], Any]:
     return change
 
 
-CODE = {"model_type": "evil", "auto_map": {"AutoConfig": "evil.C", "AutoModelForCausalLM": "evil.M"}}
+CODE = {
+    "model_type": "evil",
+    "auto_map": {"AutoConfig": "evil.C", "AutoModelForCausalLM": "evil.M"},
+}
 
 
 @pytest.mark.parametrize(
     ("spoil", "error"),
     [
-        (changed(architectures=["EvilForCausalLM"], **CODE), "UnsupportedModel: EvilForCausalLM is no model of"),
-        (changed(architectures=["GPT2LMHeadModel"], **CODE), "UnsupportedModel: .* read config.json of this GPT2LM"),
-        (changed(architectures=["GenerationMixin"]), "UnsupportedModel: GenerationMixin is no model"),
-        (changed(architectures=["GPT2LMHeadModel"]), "UnsupportedModel: GPT2LMHeadModel takes a GPT2Config"),
-        (changed(num_hidden_layers=2**30), "ConfigError: .*num_layers must be between 1 and 10000, got 1073741824"),
-        (changed(num_hidden_layers=99, layer_types=None), "WeightMismatch: .* 99 layers, the files 46 tensors"),
-        (lambda folder: (folder / "config.json").write_text("{"), "ConfigError: .* cannot be read as JSON"),
-        (lambda folder: (folder / "tokenizer.json").write_text("{}"), "ConfigError: the tokenizer in .* cannot be"),
+        (
+            changed(architectures=["EvilForCausalLM"], **CODE),
+            "UnsupportedModel: EvilForCausalLM is no model of",
+        ),
+        (
+            changed(architectures=["GPT2LMHeadModel"], **CODE),
+            "UnsupportedModel: .* read config.json of this GPT2LM",
+        ),
+        (
+            changed(architectures=["GenerationMixin"]),
+            "UnsupportedModel: GenerationMixin is no model",
+        ),
+        (
+            changed(architectures=["GPT2LMHeadModel"]),
+            "UnsupportedModel: GPT2LMHeadModel takes a GPT2Config",
+        ),
+        (
+            changed(num_hidden_layers=2**30),
+            "ConfigError: .*num_layers must be between 1 and 10000, got 1073741824",
+        ),
+        (
+            changed(num_hidden_layers=99, layer_types=None),
+            "WeightMismatch: .* 99 layers, the files 46 tensors",
+        ),
+        (
+            lambda folder: (folder / "config.json").write_text("{"),
+            "ConfigError: .* cannot be read as JSON",
+        ),
+        (
+            lambda folder: (folder / "tokenizer.json").write_text("{}"),
+            "ConfigError: the tokenizer in .* cannot be",
+        ),
         (
             lambda folder: (folder / "model.safetensors").write_bytes(b"\xff" * 99),
             "MissingWeights: .*model.safetensors",
@@ -79,7 +116,9 @@ CODE = {"model_type": "evil", "auto_map": {"AutoConfig": "evil.C", "AutoModelFor
         (shutil.rmtree, "ModelNotFound"),
     ],
 )
-def test_what_is_wrong_with_a_folder_is_named(spoil: Callable[[Path], Any], error: str, tmp_path: Path) -> None:
+def test_what_is_wrong_with_a_folder_is_named(
+    spoil: Callable[[Path], Any], error: str, tmp_path: Path
+) -> None:
     folder = Path(shutil.copytree("ops/demo/model", tmp_path / "model"))
     spoil(folder)
     result = described(folder)
@@ -91,6 +130,9 @@ def test_what_is_wrong_with_a_folder_is_named(spoil: Callable[[Path], Any], erro
 def test_a_template_is_parsed_and_not_rendered(tmp_path: Path) -> None:
     folder = Path(shutil.copytree("ops/demo/model", tmp_path / "model"))
     loop = "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}"
-    for template, words in (loop, "a chat template\n"), ("{% for %}", "a chat template that cannot be parsed"):
+    for template, words in (
+        (loop, "a chat template\n"),
+        ("{% for %}", "a chat template that cannot be parsed"),
+    ):
         (folder / "chat_template.jinja").write_text(template)
         assert words in described(folder).output

@@ -25,9 +25,15 @@ def requests() -> list[tuple[list[int], SamplingParams]]:
     """64 prompts of which some share a prefix, each with its own seed."""
     rng = random.Random(5)
     prefix = [rng.randrange(3, 500) for _ in range(20)]
-    prompts = [prefix * (i % 2) + [rng.randrange(3, 500) for _ in range(rng.randrange(1, 40))] for i in range(64)]
+    prompts = [
+        prefix * (i % 2) + [rng.randrange(3, 500) for _ in range(rng.randrange(1, 40))]
+        for i in range(64)
+    ]
     params = SamplingParams(max_tokens=16, ignore_eos=True)
-    return [(prompt, replace(params, seed=1000 + i, **MIXES[i % len(MIXES)])) for i, prompt in enumerate(prompts)]
+    return [
+        (prompt, replace(params, seed=1000 + i, **MIXES[i % len(MIXES)]))
+        for i, prompt in enumerate(prompts)
+    ]
 
 
 def config(folders: dict[str, Path], *, pool_blocks: int = 2000, **changes: Any) -> EngineConfig:
@@ -37,10 +43,16 @@ def config(folders: dict[str, Path], *, pool_blocks: int = 2000, **changes: Any)
     return EngineConfig(str(folders[SHAPE.name]), **{**values, **changes})
 
 
-def run(config: EngineConfig, requests: list[tuple[list[int], SamplingParams]]) -> tuple[list[Any], EngineStats]:
+def run(
+    config: EngineConfig, requests: list[tuple[list[int], SamplingParams]]
+) -> tuple[list[Any], EngineStats]:
     with Engine(config) as engine:
-        completions = engine.generate([prompt for prompt, _ in requests], [params for _, params in requests])
-        return [(completion.index, completion.token_ids) for completion in completions], engine.stats()
+        completions = engine.generate(
+            [prompt for prompt, _ in requests], [params for _, params in requests]
+        )
+        return [
+            (completion.index, completion.token_ids) for completion in completions
+        ], engine.stats()
 
 
 @pytest.fixture(scope="module")
@@ -48,7 +60,10 @@ def alone(folders: dict[str, Path]) -> list[list[tuple[int, list[int]]]]:
     """Each request on its own, nothing cached."""
     with Engine(config(folders, enable_prefix_caching=False)) as engine:
         return [
-            [(completion.index, completion.token_ids) for completion in engine.generate([prompt], params)]
+            [
+                (completion.index, completion.token_ids)
+                for completion in engine.generate([prompt], params)
+            ]
             for prompt, params in requests()
         ]
 
@@ -67,7 +82,9 @@ def test_the_same_in_a_batch_of_64(folders: dict[str, Path], alone: Any) -> None
 
 
 @pytest.mark.parametrize("overlap", [False, True])
-def test_the_same_after_preemption_and_chunked_prefill(folders: dict[str, Path], alone: Any, overlap: bool) -> None:
+def test_the_same_after_preemption_and_chunked_prefill(
+    folders: dict[str, Path], alone: Any, overlap: bool
+) -> None:
     """A small pool and a small budget: sequences are thrown out half-way and computed again."""
     limits = {"pool_blocks": 18, "max_num_seqs": 16, "max_num_batched_tokens": 37}
     small = config(folders, **limits, async_scheduling=overlap)
@@ -97,7 +114,9 @@ def test_the_same_from_graphs(
 @pytest.mark.long
 def test_the_same_with_the_cpu_backend(folders: dict[str, Path]) -> None:
     """Alone, in a batch of 64 that shares prefixes, and in a pool so small that sequences are preempted."""
-    pytest.importorskip("numba", reason="numba is not installed, so the CPU kernels cannot be compiled")
+    pytest.importorskip(
+        "numba", reason="numba is not installed, so the CPU kernels cannot be compiled"
+    )
     with Engine(config(folders, enable_prefix_caching=False, attention_backend="cpu")) as engine:
         expected = [
             (completion.index, completion.token_ids)

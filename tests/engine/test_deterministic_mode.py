@@ -12,7 +12,15 @@ import pytest
 import torch
 from torch import Tensor
 
-from engine import Completion, Engine, EngineConfig, EngineStats, NotDeterministic, SamplingParams, ScoringParams
+from engine import (
+    Completion,
+    Engine,
+    EngineConfig,
+    EngineStats,
+    NotDeterministic,
+    SamplingParams,
+    ScoringParams,
+)
 from engine.layers.embedding import ParallelLMHead
 from engine.layers.linear import ReplicatedLinear, linear, pack_weight
 from engine.layers.parallel import TensorParallel
@@ -53,7 +61,9 @@ def test_bits_depend_on_the_request_alone(folders: dict[str, Path], dtype: str) 
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_bits_of_a_model_with_states_depend_on_the_request_alone(tmp_path: Path, dtype: str) -> None:
+def test_bits_of_a_model_with_states_depend_on_the_request_alone(
+    tmp_path: Path, dtype: str
+) -> None:
     """States are computed alike in chunks, from snapshots and token by token."""
     folder = make_family(tmp_path, next(family for family in FAMILIES if family.name == "qwen3_5"))
     settings, requests = config(folder, dtype=dtype), make_requests(24)
@@ -73,9 +83,13 @@ def test_every_product_of_the_model_is_tiled(folders: dict[str, Path]) -> None:
     for is_deterministic in (True, False):
         with Engine(config(folders[SHAPE.name], deterministic=is_deterministic)) as engine:
             model = engine._open_runner().model  # type: ignore[attr-defined]
-            products = [m for m in model.modules() if isinstance(m, (ReplicatedLinear, ParallelLMHead))]
+            products = [
+                m for m in model.modules() if isinstance(m, (ReplicatedLinear, ParallelLMHead))
+            ]
             assert len(products) == 4 * SHAPE.num_layers + 1
-            assert {isinstance(product.instead, TiledProduct) for product in products} == {is_deterministic}
+            assert {isinstance(product.instead, TiledProduct) for product in products} == {
+                is_deterministic
+            }
 
 
 def test_a_request_without_a_seed_draws_one_from_its_prompt(folders: dict[str, Path]) -> None:
@@ -123,7 +137,11 @@ def test_more_ranks_than_two_are_refused(folder: Path) -> None:
 def test_a_tiled_product_gives_each_row_the_same_bits(dtype: torch.dtype) -> None:
     """2,048 inputs, of which oneDNN sums a single row in another order."""
     generator = torch.Generator().manual_seed(1)
-    weight = pack_weight(torch.nn.Parameter(torch.randn(33, 2048, generator=generator).to(dtype), requires_grad=False))
+    weight = pack_weight(
+        torch.nn.Parameter(
+            torch.randn(33, 2048, generator=generator).to(dtype), requires_grad=False
+        )
+    )
     x = torch.randn(300, 2048, generator=generator).to(dtype)
     bias = torch.randn(33, generator=generator).to(dtype)
 
@@ -150,7 +168,9 @@ def test_sums_that_differ_below_the_rounding_are_found() -> None:
 
 
 Request = tuple[list[int], SamplingParams | ScoringParams]
-Bits = tuple[object, ...]  # all that a completion says, so that two are equal when all their bits are
+Bits = tuple[
+    object, ...
+]  # all that a completion says, so that two are equal when all their bits are
 MIXES: list[dict[str, Any]] = [
     {"temperature": 0.0, "logprobs": 5}, {"temperature": 0.8, "logprobs": 0},
     {"temperature": 1.3, "top_k": 20, "frequency_penalty": 0.5, "min_tokens": 4, "logprobs": 1},
@@ -162,7 +182,9 @@ MIXES: list[dict[str, Any]] = [
 def make_requests(number: int) -> list[Request]:
     """Prompts of 1 to 260 tokens, of which many begin alike, some of them scored alone; each with a seed."""
     rng = random.Random(3)
-    prefixes = [[rng.randrange(3, VOCAB_SIZE) for _ in range(length)] for length in (0, 30, 70, 190)]
+    prefixes = [
+        [rng.randrange(3, VOCAB_SIZE) for _ in range(length)] for length in (0, 30, 70, 190)
+    ]
     requests: list[Request] = []
     for i in range(number):
         tail = [rng.randrange(3, VOCAB_SIZE) for _ in range(rng.randrange(1, 70))]
@@ -190,7 +212,9 @@ def bits_of(completion: Completion) -> Bits:
     )
 
 
-def run_all(config: EngineConfig, requests: Sequence[Request]) -> tuple[list[list[Bits]], EngineStats]:
+def run_all(
+    config: EngineConfig, requests: Sequence[Request]
+) -> tuple[list[list[Bits]], EngineStats]:
     """Each request's completions, all in the engine at once, in any order; a fifth comes later and thrusts some out."""
     found: list[list[Bits]] = [[] for _ in requests]
     order = random.Random(4).sample(range(len(requests)), len(requests))

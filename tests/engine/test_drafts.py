@@ -52,7 +52,9 @@ def test_what_followed_the_same_tokens_is_guessed() -> None:
 
 def test_tokens_are_found_whole() -> None:
     """Not at bytes that two tokens have together."""
-    text = np.frombuffer(b"\0" + np.array([900, 901, 902], np.int32).tobytes() + b"\0\0\0", np.int32)
+    text = np.frombuffer(
+        b"\0" + np.array([900, 901, 902], np.int32).tobytes() + b"\0\0\0", np.int32
+    )
     drafts = Drafts()
     assert after(drafts, 2, [sequence([*text.tolist(), 900, 901, 902])]) == [[]]
 
@@ -97,9 +99,16 @@ class Known(Drafts):
     def __init__(self, answers: list[Completion], share: float, least: int = 1) -> None:
         super().__init__()
         self.num_guesses = self.num_right = 0
-        self._answers, self._share, self._least, self._random = answers, share, least, random.Random(7)
+        self._answers, self._share, self._least, self._random = (
+            answers,
+            share,
+            least,
+            random.Random(7),
+        )
 
-    def choose(self, seqs: list[Sequence], token_ids: Iterable[NDArray[np.int32]], most: int) -> list[list[int]]:
+    def choose(
+        self, seqs: list[Sequence], token_ids: Iterable[NDArray[np.int32]], most: int
+    ) -> list[list[int]]:
         return [self._made(seq) for seq in seqs]
 
     def count(self, seq: Sequence, num_guesses: int, num_right: int) -> None:
@@ -108,9 +117,14 @@ class Known(Drafts):
 
     def _made(self, seq: Sequence) -> list[int]:
         start = len(seq.token_ids) - seq.num_prompt_tokens
-        rest = self._answers[int(seq.request_id)].token_ids[start : start + self._random.randrange(self._least, 6)]
+        rest = self._answers[int(seq.request_id)].token_ids[
+            start : start + self._random.randrange(self._least, 6)
+        ]
         draws = [self._random.random() < self._share for _ in rest]
-        guesses = [token if right else (token + 1) % VOCAB_SIZE for token, right in zip(rest, draws, strict=True)]
+        guesses = [
+            token if right else (token + 1) % VOCAB_SIZE
+            for token, right in zip(rest, draws, strict=True)
+        ]
         return guesses[: seq.max_len - len(seq.token_ids) - 1]
 
 
@@ -133,7 +147,9 @@ def answer(config: EngineConfig, drafts: Drafts | None) -> tuple[list[Completion
         engine._stepper.drafts = drafts
         for i in range(12):
             prompt = [rng.randrange(3, VOCAB_SIZE) for _ in range(rng.randrange(1, 60))]
-            params = SamplingParams(max_tokens=30, temperature=(i % 3) * 0.7, seed=i, ignore_eos=i % 2 == 0)
+            params = SamplingParams(
+                max_tokens=30, temperature=(i % 3) * 0.7, seed=i, ignore_eos=i % 2 == 0
+            )
             engine.add(str(i), prompt, replace(params, **MIXED.get(i, {"min_tokens": 5})))
         done: list[Completion] = []
         while engine.has_unfinished:
@@ -142,7 +158,9 @@ def answer(config: EngineConfig, drafts: Drafts | None) -> tuple[list[Completion
 
 
 @pytest.mark.parametrize("share", [0.0, 0.7, 1.0])
-def test_a_model_gives_the_same_tokens_with_any_guesses(folders: dict[str, Path], share: float) -> None:
+def test_a_model_gives_the_same_tokens_with_any_guesses(
+    folders: dict[str, Path], share: float
+) -> None:
     """Bit by bit in deterministic mode: greedy and drawn, rows with a grammar, penalties or log probabilities too."""
     shape = next(shape for shape in SHAPES if shape.name == "gqa2_bias")
     config = EngineConfig(
@@ -153,7 +171,8 @@ def test_a_model_gives_the_same_tokens_with_any_guesses(folders: dict[str, Path]
     drafts = Known(plain, share)
     guessed, stats = answer(config, drafts)
     assert guessed == [
-        replace(own, num_cached_tokens=each.num_cached_tokens) for own, each in zip(plain, guessed, strict=True)
+        replace(own, num_cached_tokens=each.num_cached_tokens)
+        for own, each in zip(plain, guessed, strict=True)
     ]
     assert drafts.num_guesses > 20
     assert stats.generation_tokens == plain_stats.generation_tokens
@@ -161,7 +180,11 @@ def test_a_model_gives_the_same_tokens_with_any_guesses(folders: dict[str, Path]
 
 
 def small(folders: dict[str, Path]) -> Engine:
-    return Engine(EngineConfig(str(folders["gqa2_bias"]), device="cpu", max_num_seqs=40, kv_cache_bytes=1 << 22))
+    return Engine(
+        EngineConfig(
+            str(folders["gqa2_bias"]), device="cpu", max_num_seqs=40, kv_cache_bytes=1 << 22
+        )
+    )
 
 
 def test_an_answer_that_was_guessed_is_found_again(folders: dict[str, Path]) -> None:
@@ -173,7 +196,9 @@ def test_an_answer_that_was_guessed_is_found_again(folders: dict[str, Path]) -> 
         engine._stepper.drafts = drafts = Known(plain, 1.0, least=5)
         assert engine.generate([[5, 6]], params)[0].token_ids == plain[0].token_ids
         assert drafts.num_right > 0
-        (later,) = engine.generate([[5, 6, *plain[0].token_ids[:50], 3]], SamplingParams(max_tokens=1))
+        (later,) = engine.generate(
+            [[5, 6, *plain[0].token_ids[:50], 3]], SamplingParams(max_tokens=1)
+        )
     assert later.num_cached_tokens >= 48
 
 
@@ -187,7 +212,12 @@ def test_guesses_end_where_a_grammar_does(folders: dict[str, Path]) -> None:
         assert matcher is not None
         assert matcher.num_possible([a, b, b, a]) == 3
         assert matcher.num_possible([a, mark, min(ends)]) == 2
-        assert [each.must_end for each in matcher.along([a, b, mark])] == [False, False, False, True]
+        assert [each.must_end for each in matcher.along([a, b, mark])] == [
+            False,
+            False,
+            False,
+            True,
+        ]
         assert not matcher.may_end
         matcher.is_suspect = True
         assert matcher.num_possible([a]) == 0
@@ -202,7 +232,10 @@ def test_a_grammar_that_fails_within_guesses_ends_its_row_there(
         self.error = next(errors)
         return []
 
-    params, failed = SamplingParams(temperature=0.0, structured_outputs={"regex": "[ab]{30}"}), list[Completion]()
+    params, failed = (
+        SamplingParams(temperature=0.0, structured_outputs={"regex": "[ab]{30}"}),
+        list[Completion](),
+    )
     with small(folders) as engine:
         plain = engine.generate([[5, 6]], params)
         monkeypatch.setattr(Matcher, "forced", forced)

@@ -75,7 +75,9 @@ def of_last_token(truth: Truth, text: str, dimensions: int | None = None) -> lis
 
 
 @pytest.mark.parametrize("overlap", [False, True])
-def test_every_way_of_pooling_is_as_sentence_transformers_defines_it(all_modes: Path, overlap: bool) -> None:
+def test_every_way_of_pooling_is_as_sentence_transformers_defines_it(
+    all_modes: Path, overlap: bool
+) -> None:
     """In chunks, several at once, texts that are cut among them; their vectors stand side by side."""
     truth = Truth(all_modes)
     with Engine(config(all_modes, async_scheduling=overlap)) as engine:
@@ -103,33 +105,45 @@ def test_the_last_tokens_state_shares_prefixes(embedding: Engine, truth: Truth) 
 
 
 @pytest.mark.parametrize(("pooling", "num_keys"), [("lasttoken", 2), ("mean", 0)])
-def test_keys_of_shared_blocks_are_made_with_the_prompt(folder: Path, pooling: str, num_keys: int) -> None:
+def test_keys_of_shared_blocks_are_made_with_the_prompt(
+    folder: Path, pooling: str, num_keys: int
+) -> None:
     """Beside the engine's thread, which waits for none."""
     with Engine(config(folder, pooling=pooling, block_size=16)) as engine:
-        assert len(engine.prepare([5] * 31 + [6] * 8, pooling=PoolingParams()).block_keys) == num_keys
+        assert (
+            len(engine.prepare([5] * 31 + [6] * 8, pooling=PoolingParams()).block_keys) == num_keys
+        )
 
 
-def test_as_many_tokens_as_fit_are_all_that_the_model_takes(embedding: Engine, truth: Truth) -> None:
+def test_as_many_tokens_as_fit_are_all_that_the_model_takes(
+    embedding: Engine, truth: Truth
+) -> None:
     """No new token needs room behind them."""
     text, token_ids = "The quick brown fox " * 60, list(range(3, 203))
     params = PoolingParams(truncate_prompt_tokens=-1)
     of_text, of_ids = embedding.embed([text, token_ids], params)
     assert (of_text.num_prompt_tokens, of_ids.num_prompt_tokens) == (128, 128)
     assert of_text.embedding == pytest.approx(of_last_token(truth, text), abs=1e-5)
-    assert of_ids.embedding == pytest.approx(normalized(truth.pooled(token_ids[:128], "lasttoken")), abs=1e-5)
+    assert of_ids.embedding == pytest.approx(
+        normalized(truth.pooled(token_ids[:128], "lasttoken")), abs=1e-5
+    )
 
 
 def test_dimensions_cut_and_normalise(embedding: Engine, truth: Truth) -> None:
     (cut,) = embedding.embed(["a b c"], PoolingParams(dimensions=7))
     assert cut.embedding == pytest.approx(of_last_token(truth, "a b c", 7), abs=1e-5)
     (raw,) = embedding.embed(["a b c"], PoolingParams(normalize=False))
-    assert raw.embedding == pytest.approx(truth.pooled(truth.token_ids("a b c", 128), "lasttoken").tolist(), abs=1e-5)
+    assert raw.embedding == pytest.approx(
+        truth.pooled(truth.token_ids("a b c", 128), "lasttoken").tolist(), abs=1e-5
+    )
     (whole,) = embedding.embed(["a b c"], PoolingParams(dimensions=40))
     assert whole.embedding == embedding.embed(["a b c"])[0].embedding
 
 
 def test_a_bad_text_fails_alone(embedding: Engine) -> None:
-    long, surrogate, empty, good, exact = embedding.embed([list(range(3, 132)), "\ud800", [], "a", list(range(3, 131))])
+    long, surrogate, empty, good, exact = embedding.embed(
+        [list(range(3, 132)), "\ud800", [], "a", list(range(3, 131))]
+    )
     assert long.error is not None
     assert "129 tokens; this engine takes 128" in long.error
     assert "which model and KV pool bound): shorten it" in long.error
@@ -164,7 +178,10 @@ def test_without_an_lm_head_nothing_is_generated(all_modes: Path) -> None:
 
 
 def test_a_checkpoint_without_pooling_embeds_when_told_how(folder: Path) -> None:
-    with Engine(config(folder)) as engine, pytest.raises(UnsupportedTask, match="no pooling configuration"):
+    with (
+        Engine(config(folder)) as engine,
+        pytest.raises(UnsupportedTask, match="no pooling configuration"),
+    ):
         engine.embed(["a"])
     with Engine(config(folder, pooling="mean")) as engine:
         (found,) = engine.embed([[5, 6, 7]])
@@ -186,9 +203,21 @@ def changed(folder: Path, to: Path, name: str, **values: Any) -> Path:
 @pytest.mark.parametrize(
     ("name", "values", "problem"),
     [
-        ("1_Pooling/config.json", {"pooling_mode": "attention"}, "'attention'.*supported are cls, lasttoken"),
-        ("1_Pooling/config.json", {"word_embedding_dimension": 8}, "pools vectors of 8 numbers, .* have 48"),
-        ("sentence_bert_config.json", {"do_lower_case": True}, "do_lower_case True is not supported"),
+        (
+            "1_Pooling/config.json",
+            {"pooling_mode": "attention"},
+            "'attention'.*supported are cls, lasttoken",
+        ),
+        (
+            "1_Pooling/config.json",
+            {"word_embedding_dimension": 8},
+            "pools vectors of 8 numbers, .* have 48",
+        ),
+        (
+            "sentence_bert_config.json",
+            {"do_lower_case": True},
+            "do_lower_case True is not supported",
+        ),
         ("config_sentence_transformers.json", {"default_prompt_name": "q"}, "'q' is none of"),
     ],
 )
@@ -205,18 +234,24 @@ def test_it_is_openais_list_in_either_encoding(embedding: Engine, asked: Any) ->
     expected = [each.embedding for each in embedding.embed(prompts)]
     found = run(embedding, "jobs.embed", asked)
     read = CreateEmbeddingResponse.model_validate(found, strict=True)
-    assert [each.embedding for each in read.data] == [pytest.approx(each, abs=1e-5) for each in expected]
+    assert [each.embedding for each in read.data] == [
+        pytest.approx(each, abs=1e-5) for each in expected
+    ]
     assert [each.index for each in read.data] == list(range(len(prompts)))
     assert (read.object, read.model, read.data[0].object) == ("list", "m", "embedding")
     num_tokens = sum(each.num_prompt_tokens for each in embedding.embed(prompts))
     assert read.usage.prompt_tokens == read.usage.total_tokens == num_tokens
-    packed_ones = run(embedding, "jobs.embed", input=asked, encoding_format="base64", user="someone")["data"]
+    packed_ones = run(
+        embedding, "jobs.embed", input=asked, encoding_format="base64", user="someone"
+    )["data"]
     decoded = [np.frombuffer(b64decode(each["embedding"]), "<f4").tolist() for each in packed_ones]
     assert decoded == [pytest.approx(each, abs=1e-5) for each in expected]
 
 
 def test_one_that_fails_says_why_and_all_fail_the_job(embedding: Engine) -> None:
-    good, long, surrogate = run(embedding, "jobs.embed", ["a", list(range(3, 203)), "\ud800"])["data"]
+    good, long, surrogate = run(embedding, "jobs.embed", ["a", list(range(3, 203)), "\ud800"])[
+        "data"
+    ]
     assert len(good["embedding"]) == 40
     assert "error" not in good
     assert (long["embedding"], surrogate["embedding"]) == ([], [])

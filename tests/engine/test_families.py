@@ -52,7 +52,9 @@ CASES = [
 def test_greedy_tokens_equal_transformers(name: str, backend: str, family: References) -> None:
     """With chunks of 24 tokens, the prefix cache, and preemptions, all at once."""
     if backend == "cpu":
-        pytest.importorskip("numba", reason="numba is not installed, so the CPU kernels cannot be compiled")
+        pytest.importorskip(
+            "numba", reason="numba is not installed, so the CPU kernels cannot be compiled"
+        )
     differences, stats = run(family(name), backend=backend)
     assert differences == []
     assert stats.cached_tokens > 0
@@ -85,7 +87,9 @@ def test_the_triton_backend_computes_delta_nets(tmp_path: Path) -> None:
     assert run(reference, "chunks", "triton")[0] == []
 
 
-@pytest.mark.parametrize(("max_model_len", "windows"), [(170, [20] * 3), (21, [20] * 3), (20, [None] * 3)])
+@pytest.mark.parametrize(
+    ("max_model_len", "windows"), [(170, [20] * 3), (21, [20] * 3), (20, [None] * 3)]
+)
 def test_a_window_that_holds_every_sequence_is_none(
     max_model_len: int, windows: list[int | None], family: References
 ) -> None:
@@ -108,7 +112,9 @@ def test_each_rank_reads_its_rows_of_stacked_tensors(rank: int, family: Referenc
 
 
 def described_weights(folder: Path) -> str:
-    (line,) = (line for line in describe_model(str(folder)).splitlines() if line.startswith("weights"))
+    (line,) = (
+        line for line in describe_model(str(folder)).splitlines() if line.startswith("weights")
+    )
     return line.split(" in ")[0]
 
 
@@ -126,7 +132,12 @@ def test_tensors_that_nothing_reads_are_passed_over(family: References, tmp_path
 
 @pytest.mark.usefixtures("forked_ranks")
 @pytest.mark.parametrize(
-    "name", ["olmo2", "qwen3_5", *(pytest.param(name, marks=pytest.mark.long) for name in ("gpt_oss", "qwen3_next"))]
+    "name",
+    [
+        "olmo2",
+        "qwen3_5",
+        *(pytest.param(name, marks=pytest.mark.long) for name in ("gpt_oss", "qwen3_next")),
+    ],
 )
 def test_two_ranks_give_the_same_tokens(name: str, family: References) -> None:
     """Norms over the heads of all ranks; experts."""
@@ -136,7 +147,10 @@ def test_two_ranks_give_the_same_tokens(name: str, family: References) -> None:
 
 def test_every_native_architecture_is_compared() -> None:
     classes = AutoModelForCausalLM._model_mapping
-    compared = {classes[type(AutoConfig.for_model(family.model_type))].__name__ for family in BY_NAME.values()}
+    compared = {
+        classes[type(AutoConfig.for_model(family.model_type))].__name__
+        for family in BY_NAME.values()
+    }
     assert set(ARCHITECTURES) == compared
 
 
@@ -174,7 +188,9 @@ def shortfalls(reference: Reference, answers: list[list[int]]) -> Tensor:
 
 
 def engine_answers(reference: Reference, **settings: Any) -> list[list[int]]:
-    pytest.importorskip("numba", reason="numba is not installed, so the CPU kernels cannot be compiled")
+    pytest.importorskip(
+        "numba", reason="numba is not installed, so the CPU kernels cannot be compiled"
+    )
     config = config_of(reference.folder, backend="cpu", **settings)
     config = replace(config, dtype="bfloat16", kv_cache_bytes=config.kv_cache_bytes // 2)
     with Engine(config) as built:
@@ -192,10 +208,15 @@ def is_near(found: Tensor, *, has_experts: bool = False) -> bool:
     "name",
     [
         "gqa4_tied",  # Qwen 3; the others have soft caps and windows, sinks, experts
-        *(pytest.param(name, marks=pytest.mark.long) for name in ("gemma2", "mistral", "gpt_oss", "qwen3_moe")),
+        *(
+            pytest.param(name, marks=pytest.mark.long)
+            for name in ("gemma2", "mistral", "gpt_oss", "qwen3_moe")
+        ),
     ],
 )
-def test_bfloat16_chooses_as_float32_does(name: str, references: dict[str, Reference], family: References) -> None:
+def test_bfloat16_chooses_as_float32_does(
+    name: str, references: dict[str, Reference], family: References
+) -> None:
     """Logits of bfloat16 move with the batch, so that a token's float32 logit is held against the best
     one. In chunks of 24 tokens, behind cached prefixes, with preemptions, all at once."""
     reference = family(name) if name in BY_NAME else Reference(references[name].folder, prompts())

@@ -57,9 +57,15 @@ def answer(
     assert q.stride(-1) == block_table.stride(-1) == 1
     assert len(block_table) == len(query_lens) == len(context_lens)
     assert window_size == (-1, -1) or (window_size[0] >= 0 and window_size[1] == 0)
-    kind = {"window": window_size[0] + 1 or None, "soft_cap": softcap or None, "slopes": alibi_slopes}
+    kind = {
+        "window": window_size[0] + 1 or None,
+        "soft_cap": softcap or None,
+        "slopes": alibi_slopes,
+    }
     out = []
-    for rows, table, length in zip(q.split(query_lens), block_table.long(), context_lens, strict=True):
+    for rows, table, length in zip(
+        q.split(query_lens), block_table.long(), context_lens, strict=True
+    ):
         # zeros for the blocks that no query sees
         context = [cache[table].flatten(0, 1)[:length].double().nan_to_num() for cache in caches]
         attended = attend(rows.double(), *context, softmax_scale, **kind) if length else 0 * rows
@@ -71,7 +77,9 @@ def answer(
 def backend(monkeypatch: pytest.MonkeyPatch) -> FlashAttnBackend:
     if not ON_GPU:
         library = ModuleType("flash_attn")
-        vars(library).update(flash_attn_with_kvcache=with_kvcache, flash_attn_varlen_func=varlen_func)
+        vars(library).update(
+            flash_attn_with_kvcache=with_kvcache, flash_attn_varlen_func=varlen_func
+        )
         monkeypatch.setitem(sys.modules, "flash_attn", library)
     return FlashAttnBackend(DEVICE)
 
@@ -79,17 +87,38 @@ def backend(monkeypatch: pytest.MonkeyPatch) -> FlashAttnBackend:
 decodes = st.integers(0, 600).map(lambda context: (1, context))
 prompts = st.integers(2, 300).map(lambda query: (query, query))
 chunks = st.tuples(st.integers(2, 40), st.integers(1, 300)).map(lambda pair: (pair[0], sum(pair)))
-steps = st.one_of(st.lists(decodes, min_size=1), st.lists(st.one_of(decodes, prompts, chunks), min_size=1))
+steps = st.one_of(
+    st.lists(decodes, min_size=1), st.lists(st.one_of(decodes, prompts, chunks), min_size=1)
+)
 
 
-@settings(max_examples=30, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(steps, st.sampled_from([None, 1, 100, 300]), st.sampled_from([None, 1.5]), st.booleans(), st.integers(0, 99))
+@settings(
+    max_examples=30, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
+@given(
+    steps,
+    st.sampled_from([None, 1, 100, 300]),
+    st.sampled_from([None, 1.5]),
+    st.booleans(),
+    st.integers(0, 99),
+)
 def test_random_steps_equal_float64(
-    backend: FlashAttnBackend, lens: list[tuple[int, int]], window: int, cap: float, sloped: bool, seed: int
+    backend: FlashAttnBackend,
+    lens: list[tuple[int, int]],
+    window: int,
+    cap: float,
+    sloped: bool,
+    seed: int,
 ) -> None:
     """Decodes, padding, prompts and chunks in any order; decodes alone also as they are recorded."""
     queries, contexts = ([each[side] for each in lens[:6]] for side in (0, 1))
-    kind = {"block_size": 256, "dtype": torch.bfloat16, "seed": seed, "window": window, "soft_cap": cap}
+    kind = {
+        "block_size": 256,
+        "dtype": torch.bfloat16,
+        "seed": seed,
+        "window": window,
+        "soft_cap": cap,
+    }
     kind["has_slopes"] = sloped
     batch = make_batch(contexts, queries, **kind)
     assert batch.error(attend_by(backend, batch)) < TOLERANCE[torch.bfloat16]
@@ -108,9 +137,13 @@ def test_sinks_chunks_and_other_blocks_are_refused_at_start(
     config = EngineConfig(folder, "bfloat16", attention_backend="flash_attn", model_path=model_path)
     with pytest.raises(ConfigError, match="of a multiple of 256 tokens, not block_size=16"):
         Engine(config)
-    with pytest.raises(AttentionRefused, match=r"'flash_attn' knows no attention sinks, .*'triton'"):
+    with pytest.raises(
+        AttentionRefused, match=r"'flash_attn' knows no attention sinks, .*'triton'"
+    ):
         Engine(replace(config, block_size=512))
-    with pytest.raises(AttentionRefused, match=r"'flash_attn' knows no attention chunks, .*'triton'"):
+    with pytest.raises(
+        AttentionRefused, match=r"'flash_attn' knows no attention chunks, .*'triton'"
+    ):
         backend.check_features(AttentionFeatures(2, 2, 64, 1.0, chunk=64))
 
 
@@ -122,7 +155,9 @@ def test_what_it_needs_is_said_at_start(monkeypatch: pytest.MonkeyPatch) -> None
     assert isinstance(load(torch.float16), FlashAttnBackend)
     with pytest.raises(ConfigError, match="in float16 and bfloat16, not in float32; set dtype"):
         load(torch.float32)
-    with pytest.raises(ConfigError, match=r"'flash_attn' cannot keep keys and values in .*='fp8_e4m3'"):
+    with pytest.raises(
+        ConfigError, match=r"'flash_attn' cannot keep keys and values in .*='fp8_e4m3'"
+    ):
         load(torch.bfloat16, "fp8_e4m3")
     monkeypatch.setitem(sys.modules, "flash_attn", None)
     with pytest.raises(ConfigError, match="flash_attn cannot be imported; pip install flash-attn"):

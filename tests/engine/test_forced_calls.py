@@ -28,7 +28,10 @@ CITY = {
     "additionalProperties": False,
     "$defs": {"day": {"type": "integer", "minimum": 1, "maximum": 31}},
 }
-WEATHER = {"type": "function", "function": {"name": "get_weather", "parameters": CITY, "description": "start: x ::= y"}}
+WEATHER = {
+    "type": "function",
+    "function": {"name": "get_weather", "parameters": CITY, "description": "start: x ::= y"},
+}
 NOW = {"type": "function", "function": {"name": "time-of.day"}}
 TOOLS = [WEATHER, NOW]
 SCHEMAS: dict[str, Any] = {"get_weather": CITY, "time-of.day": {"const": {}}}
@@ -54,7 +57,9 @@ MODELS: dict[str, tuple[str, str, list[str]]] = {
 ENDS = "<|call|>"  # which ends gpt-oss's answers
 
 
-def make_tokenizer(folder: Path, family: str, template: str, tokens: list[str], *, is_special: bool) -> Tokenizer:
+def make_tokenizer(
+    folder: Path, family: str, template: str, tokens: list[str], *, is_special: bool
+) -> Tokenizer:
     make_text_model(folder, family)
     made = Tokenizer(folder)._tokenizer
     if is_special:
@@ -69,8 +74,15 @@ def make_tokenizer(folder: Path, family: str, template: str, tokens: list[str], 
 def answers(tokenizer: Tokenizer, **values: Any) -> list[list[int]]:
     """Return completions whose tokens are drawn from all that a choice allows, or forced where they can be."""
     end = next(iter(tokenizer.end_token_ids(len(tokenizer.backend.get_vocab()))))
-    ends = frozenset({end, *(token.token_id for text, token in tokenizer.added_tokens.items() if text == ENDS)})
-    forms = Grammars(tokenizer.backend, tokenizer.backend.get_vocab_size(), ends, ForcedCalls(tokenizer, ends).form)
+    ends = frozenset(
+        {end, *(token.token_id for text, token in tokenizer.added_tokens.items() if text == ENDS)}
+    )
+    forms = Grammars(
+        tokenizer.backend,
+        tokenizer.backend.get_vocab_size(),
+        ends,
+        ForcedCalls(tokenizer, ends).form,
+    )
     try:
         matchers = forms.matchers(SamplingParams(n=16, tools=TOOLS, **values), ends)
         return [
@@ -96,7 +108,9 @@ def test_a_forced_answer_is_a_call_of_an_offered_tool(
     names = set()
     for token_ids in answers(tokenizer, tool_choice="required"):
         text = tokenizer.decode(token_ids)
-        found = reader.read(with_marks(tokenizer, text, token_ids, reader.hidden_marks, follows_text=False), TOOLS)
+        found = reader.read(
+            with_marks(tokenizer, text, token_ids, reader.hidden_marks, follows_text=False), TOOLS
+        )
         assert (len(found.calls), found.content, found.problem) == (1, "", None)
         (call,) = found.calls
         jsonschema.validate(json.loads(call["arguments"]), SCHEMAS[call["name"]])
@@ -115,10 +129,14 @@ def test_one_function_can_be_chosen(tmp_path: Path) -> None:
         assert text == '<tool_call>{"name":"time-of.day","arguments":{}}</tool_call>'
 
 
-@pytest.mark.parametrize("form", [form for form in FORMS if form.write is None], ids=lambda form: form.name)
+@pytest.mark.parametrize(
+    "form", [form for form in FORMS if form.write is None], ids=lambda form: form.name
+)
 def test_a_form_whose_arguments_are_no_json_is_refused_by_name(tmp_path: Path, form: Any) -> None:
     tokenizer = make_tokenizer(tmp_path, "qwen", form.signs[0], [], is_special=False)
-    with pytest.raises(InvalidSampling, match=rf"form of tool calls \({form.name}\) cannot be forced"):
+    with pytest.raises(
+        InvalidSampling, match=rf"form of tool calls \({form.name}\) cannot be forced"
+    ):
         answers(tokenizer, tool_choice="required")
 
 
@@ -136,18 +154,34 @@ def function(**fields: Any) -> dict[str, Any]:
     ("values", "says"),
     [
         ({"tools": ()}, "tool_choice needs tools"),
-        (function() | {"tool_choice": {"type": "function", "function": {"name": "g"}}}, "must name one of the tools"),
+        (
+            function() | {"tool_choice": {"type": "function", "function": {"name": "g"}}},
+            "must name one of the tools",
+        ),
         (function(name="a b"), "whose names hold letters"),
-        (function(parameters={"type": "string"}), "a schema of an object for the parameters of tool 'f'"),
-        (function(parameters={"properties": {"a": {"const": 2**53 + 1}}}), "can be enforced for .* tool 'f'"),
-        (function(parameters={"properties": {"a": {"pattern": "("}}}), "tool_choice needs tools whose calls"),
+        (
+            function(parameters={"type": "string"}),
+            "a schema of an object for the parameters of tool 'f'",
+        ),
+        (
+            function(parameters={"properties": {"a": {"const": 2**53 + 1}}}),
+            "can be enforced for .* tool 'f'",
+        ),
+        (
+            function(parameters={"properties": {"a": {"pattern": "("}}}),
+            "tool_choice needs tools whose calls",
+        ),
     ],
 )
-def test_a_call_that_cannot_be_forced_is_refused_by_name(tmp_path: Path, values: dict[str, Any], says: str) -> None:
+def test_a_call_that_cannot_be_forced_is_refused_by_name(
+    tmp_path: Path, values: dict[str, Any], says: str
+) -> None:
     _, template, tokens = MODELS["hermes"]
     tokenizer = make_tokenizer(tmp_path, "qwen", template, tokens, is_special=False)
     end = frozenset({0})
-    forms = Grammars(tokenizer.backend, tokenizer.backend.get_vocab_size(), end, ForcedCalls(tokenizer, end).form)
+    forms = Grammars(
+        tokenizer.backend, tokenizer.backend.get_vocab_size(), end, ForcedCalls(tokenizer, end).form
+    )
     with pytest.raises(InvalidSampling, match=says):
         forms.matchers(SamplingParams(**{"tool_choice": "required", **values}), end)
     forms.close()
@@ -158,7 +192,10 @@ def test_a_call_that_cannot_be_forced_is_refused_by_name(tmp_path: Path, values:
     [
         ({"tool_choice": "auto"}, "tool_choice must be 'required' or"),
         ({"tool_choice": {"type": "function"}}, "tool_choice must be 'required' or"),
-        ({"tool_choice": "required", "structured_outputs": {"regex": "a"}}, "structured_outputs and tool_choice"),
+        (
+            {"tool_choice": "required", "structured_outputs": {"regex": "a"}},
+            "structured_outputs and tool_choice",
+        ),
         ({"tool_choice": "required", "thinking_token_budget": 3}, "no thinking_token_budget"),
     ],
 )

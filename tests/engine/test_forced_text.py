@@ -11,7 +11,15 @@ from typing import Any
 import numpy as np
 import pytest
 import sentencepiece
-from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
+from tokenizers import (
+    AddedToken,
+    Tokenizer,
+    decoders,
+    models,
+    normalizers,
+    pre_tokenizers,
+    trainers,
+)
 
 from engine import InvalidSampling, SamplingParams
 from engine.structured.grammars import Grammars
@@ -22,9 +30,36 @@ from tests.engine.text_models import LINES, make_text_model
 CONTROL = ("<|im_end|>", "[TOOL_CALLS]", "[INST]")
 ADDED = ("<tool_call>", "<think>", "<b>", "    ", "é", "\u2581\u2581")
 TEXTS = (
-    *("<tool_call>x", "a<think>b", "[TOOL_CALLS]", "<b>", "x<b>bold</b>", "<|im_end|>", "[INST] x", "<s>", "<unk>"),
-    *("xe\u0301y", "\u1112\u1161\u11ab", "\ufb01 \u212b \u00bd", "é", "日本 😀", "\U0001f468\u200d\U0001f469"),
-    *("\u2581", "a\u2581b", "\u2581\u2581 x", "     y", "\n\n\t x", " lead", "trail ", "\u00a0x\u3000", "\x00\x01"),
+    *(
+        "<tool_call>x",
+        "a<think>b",
+        "[TOOL_CALLS]",
+        "<b>",
+        "x<b>bold</b>",
+        "<|im_end|>",
+        "[INST] x",
+        "<s>",
+        "<unk>",
+    ),
+    *(
+        "xe\u0301y",
+        "\u1112\u1161\u11ab",
+        "\ufb01 \u212b \u00bd",
+        "é",
+        "日本 😀",
+        "\U0001f468\u200d\U0001f469",
+    ),
+    *(
+        "\u2581",
+        "a\u2581b",
+        "\u2581\u2581 x",
+        "     y",
+        "\n\n\t x",
+        " lead",
+        "trail ",
+        "\u00a0x\u3000",
+        "\x00\x01",
+    ),
 )
 
 
@@ -35,7 +70,9 @@ def byte_level() -> Tokenizer:
     made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=True)
     made.decoder = decoders.ByteLevel()
     alphabet = pre_tokenizers.ByteLevel.alphabet()
-    made.train_from_iterator(LINES, trainers.BpeTrainer(vocab_size=420, initial_alphabet=alphabet, show_progress=False))
+    made.train_from_iterator(
+        LINES, trainers.BpeTrainer(vocab_size=420, initial_alphabet=alphabet, show_progress=False)
+    )
     return with_added(made)
 
 
@@ -55,7 +92,9 @@ def sentencepiece_unigram(tmp_path: Path) -> Tokenizer:
 
 
 def of_family(tmp_path: Path, family: str) -> Tokenizer:
-    return with_added(Tokenizer.from_file(str(make_text_model(tmp_path, family) / "tokenizer.json")))
+    return with_added(
+        Tokenizer.from_file(str(make_text_model(tmp_path, family) / "tokenizer.json"))
+    )
 
 
 def with_added(made: Tokenizer) -> Tokenizer:
@@ -68,7 +107,11 @@ def with_added(made: Tokenizer) -> Tokenizer:
 def tokenizer(request: pytest.FixtureRequest, tmp_path: Path) -> Tokenizer:
     if request.param == "bytes":
         return byte_level()
-    return sentencepiece_unigram(tmp_path) if request.param == "unigram" else of_family(tmp_path, request.param)
+    return (
+        sentencepiece_unigram(tmp_path)
+        if request.param == "unigram"
+        else of_family(tmp_path, request.param)
+    )
 
 
 def forms_of(text: str) -> Iterator[tuple[dict[str, Any], set[str]]]:
@@ -109,12 +152,16 @@ def test_a_forced_text_is_written_as_it_is(tokenizer: Tokenizer) -> None:
     draw = random.Random(5)
     for text in TEXTS:
         for form, allowed in forms_of(text):
-            (matcher, other) = forms.matchers(SamplingParams(n=2, structured_outputs=form), frozenset({end}))
+            (matcher, other) = forms.matchers(
+                SamplingParams(n=2, structured_outputs=form), frozenset({end})
+            )
             assert matcher is not None
             assert other is not None
             for each, jumps in ((matcher, True), (other, False)):
                 token_ids = walk(each, draw, jumps=jumps)
-                written = tokenizer.decode(before + token_ids).removeprefix(tokenizer.decode(before))
+                written = tokenizer.decode(before + token_ids).removeprefix(
+                    tokenizer.decode(before)
+                )
                 written = json.dumps(json.loads(written)) if "json" in form else written
                 assert written in allowed, form
     forms.close()
@@ -126,20 +173,29 @@ def test_a_control_token_stands_where_a_grammar_names_it(tmp_path: Path) -> None
     end, call = tokenizer.token_to_id(CONTROL[0]), tokenizer.token_to_id("<tool_call>")
     forms = Grammars(tokenizer, tokenizer.get_vocab_size(), {end})
     grammar = 'start: <tool_call> "<tool_call>" /[<b>]/ // <nothing>'
-    (matcher,) = forms.matchers(SamplingParams(structured_outputs={"grammar": grammar}), frozenset({end}))
+    (matcher,) = forms.matchers(
+        SamplingParams(structured_outputs={"grammar": grammar}), frozenset({end})
+    )
     assert matcher is not None
     token_ids = walk(matcher, random.Random(1), jumps=True)
     assert token_ids[0] == call
     assert call not in token_ids[1:]
     assert tokenizer.decode(token_ids[1:])[:-1] == "<tool_call>"
     with pytest.raises(InvalidSampling, match=r"control tokens that the model has.*<nothing>"):
-        forms.matchers(SamplingParams(structured_outputs={"grammar": "start: <nothing>"}), frozenset({end}))
+        forms.matchers(
+            SamplingParams(structured_outputs={"grammar": "start: <nothing>"}), frozenset({end})
+        )
     forms.close()
 
 
 @pytest.mark.parametrize(
     "form",
-    [{"choice": ["a", "é"]}, {"regex": "aé+"}, {"grammar": 'start: "é"'}, {"json": {"const": ["é"]}}],
+    [
+        {"choice": ["a", "é"]},
+        {"regex": "aé+"},
+        {"grammar": 'start: "é"'},
+        {"json": {"const": ["é"]}},
+    ],
     ids=lambda form: next(iter(form)),
 )
 def test_what_the_vocabulary_cannot_write_is_refused_by_name(form: dict[str, Any]) -> None:
@@ -148,7 +204,9 @@ def test_what_the_vocabulary_cannot_write_is_refused_by_name(form: dict[str, Any
     made.decoder = decoders.ByteLevel()
     end = made.add_special_tokens(["</s>"]) and made.token_to_id("</s>")
     forms = Grammars(made, made.get_vocab_size(), {end})
-    with pytest.raises(InvalidSampling, match=r"without .*é.*, which the model's vocabulary cannot write"):
+    with pytest.raises(
+        InvalidSampling, match=r"without .*é.*, which the model's vocabulary cannot write"
+    ):
         forms.matchers(SamplingParams(structured_outputs=form), frozenset({end}))
     assert forms.matchers(SamplingParams(structured_outputs={"choice": ["ab"]}), frozenset({end}))
     forms.close()

@@ -50,7 +50,9 @@ def forms() -> Iterator[Grammars]:
     ids=["rules", "terminals", "references", "allOf"],
 )
 def test_a_form_that_overruns_a_stack_fails_alone(forms: Grammars, form: dict[str, Any]) -> None:
-    with pytest.raises(InvalidSampling, match=rf"structured_outputs.{next(iter(form))} must be one that can"):
+    with pytest.raises(
+        InvalidSampling, match=rf"structured_outputs.{next(iter(form))} must be one that can"
+    ):
         forms.matchers(asking(**form), END)
     assert forms.matchers(asking(choice=["yes", "no"]), END)
 
@@ -59,14 +61,18 @@ def slow_form() -> SamplingParams:
     return asking(grammar="start: " + " | ".join(f'"x{place} y"' for place in range(80_000)))
 
 
-def test_a_form_that_takes_too_long_is_given_up(forms: Grammars, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_form_that_takes_too_long_is_given_up(
+    forms: Grammars, monkeypatch: pytest.MonkeyPatch
+) -> None:
     forms.matchers(asking(regex="a"), END)
     monkeypatch.setattr(grammars, "LIMIT_S", 0.2)
     with pytest.raises(InvalidSampling, match=r"whose compilation went on for more than 0\.2 s"):
         forms.matchers(slow_form(), END)
 
 
-def test_a_form_is_compiled_beside_another_that_takes_long(forms: Grammars, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_form_is_compiled_beside_another_that_takes_long(
+    forms: Grammars, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(grammars, "LIMIT_S", 600.0)
     slow, other = forms.prepare(slow_form()), forms.prepare(asking(regex="b"))
     assert slow is not None
@@ -106,7 +112,9 @@ def test_a_process_that_cannot_begin_fails_the_form_and_the_next_one_begins(
     assert forms.matchers(asking(regex="a"), END)
 
 
-def test_a_large_vocabulary_is_read_before_the_first_form(forms: Grammars, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_large_vocabulary_is_read_before_the_first_form(
+    forms: Grammars, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Here and in the process that tries forms: the first one needs no other."""
     assert forms.begin() is None
     monkeypatch.setattr(grammars, "SMALL_VOCABULARY", 1)

@@ -55,13 +55,17 @@ def shortened(references: dict[str, Reference]) -> dict[str, Reference]:
     few = {name: copy(reference) for name, reference in references.items()}
     for reference in few.values():
         reference.prompts = [reference.prompts[i] for i in (0, 2, 7, 8)]
-        reference.answers = [reference._generate(prompt)[:NUM_NEW_TOKENS] for prompt in reference.prompts]
+        reference.answers = [
+            reference._generate(prompt)[:NUM_NEW_TOKENS] for prompt in reference.prompts
+        ]
     return few
 
 
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("mode", MODES)
-def test_greedy_tokens_equal_transformers(way: str, mode: str, shortened: dict[str, Reference]) -> None:
+def test_greedy_tokens_equal_transformers(
+    way: str, mode: str, shortened: dict[str, Reference]
+) -> None:
     """The checkpoint whose four heads share one KV head, in float32."""
     reference, shape = shortened["gqa4_tied"], BY_NAME["gqa4_tied"]
     with Engine(config(reference.folder, shape, **WAYS[way], **MODES[mode])) as engine:
@@ -71,7 +75,9 @@ def test_greedy_tokens_equal_transformers(way: str, mode: str, shortened: dict[s
 
 
 @pytest.mark.parametrize("name", BY_NAME)
-def test_every_checkpoint_gives_transformers_tokens(name: str, shortened: dict[str, Reference]) -> None:
+def test_every_checkpoint_gives_transformers_tokens(
+    name: str, shortened: dict[str, Reference]
+) -> None:
     """The default way: graphs, overlap and prefix cache."""
     reference = shortened[name]
     with Engine(config(reference.folder, BY_NAME[name])) as engine:
@@ -107,7 +113,9 @@ def test_seeded_tokens_are_the_same_in_every_way_and_batch(folders: dict[str, Pa
 
 def test_bfloat16_heads_of_128_follow_float32(tmp_path: Path) -> None:
     """Qwen3-0.6B's head shape in its own dtype: the first tokens, where float32 is sure of them."""
-    shape = Shape("wide", hidden_size=256, num_heads=4, num_kv_heads=2, head_dim=128, tied=True, seed=7)
+    shape = Shape(
+        "wide", hidden_size=256, num_heads=4, num_kv_heads=2, head_dim=128, tied=True, seed=7
+    )
     reference = Reference(make_checkpoint(tmp_path / "wide", shape))
     reference.prompts = reference.prompts[: 3 if ON_CPU else 40]
     half = config(reference.folder, shape, dtype="bfloat16")

@@ -47,7 +47,9 @@ GREEDY = SamplingParams(max_tokens=24, temperature=0.0, ignore_eos=True)
         ("<|channel|>analysis to=python<|message|>1+1<|call|>", "1+1", ""),
     ],
 )
-def test_channels_part_reasoning_calls_and_answer(text: str, reasoning: str | None, rest: str) -> None:
+def test_channels_part_reasoning_calls_and_answer(
+    text: str, reasoning: str | None, rest: str
+) -> None:
     assert split_channels(text) == (reasoning, rest)
     if text.startswith("<|channel|>") and harmony.MESSAGE in text:
         assert split_channels("assistant" + text) == (reasoning, rest)
@@ -74,7 +76,9 @@ def engine(folders: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -
     tokenizer.add_special_tokens({"additional_special_tokens": list(harmony.MARKS)})
     tokenizer.chat_template = TEMPLATE
     tokenizer.save_pretrained(folder)
-    with Engine(EngineConfig(str(folder), dtype="float32", kv_cache_bytes=1 << 22, block_size=4)) as built:
+    with Engine(
+        EngineConfig(str(folder), dtype="float32", kv_cache_bytes=1 << 22, block_size=4)
+    ) as built:
         yield built
 
 
@@ -85,7 +89,11 @@ def completed(engine: Engine, text: str, **options: Any) -> Any:
     prompt = engine.chat_token_ids(HI)
     end_id = tokenizer.added_tokens[harmony.RETURN].token_id
     params = SamplingParams(
-        max_tokens=1, temperature=0.0, allowed_token_ids=[end_id], stop_token_ids=[end_id], **options
+        max_tokens=1,
+        temperature=0.0,
+        allowed_token_ids=[end_id],
+        stop_token_ids=[end_id],
+        **options,
     )
     engine.add("a", prompt, params, continued=known)
     while engine.has_unfinished:
@@ -128,14 +136,23 @@ def test_an_engine_reads_calls_in_channels(engine: Engine, separate: bool) -> No
         ("<|channel|>analysis<|message|>final", "final", None),
     ],
 )
-def test_stop_strings_count_in_the_answer_alone(engine: Engine, text: str, stop: str, wanted: str | None) -> None:
+def test_stop_strings_count_in_the_answer_alone(
+    engine: Engine, text: str, stop: str, wanted: str | None
+) -> None:
     tokenizer = engine._tokenizer
-    span = Reasoner(tokenizer, engine._sequences._vocab_size).answer_span((), engine.chat_token_ids(HI), [stop])
+    span = Reasoner(tokenizer, engine._sequences._vocab_size).answer_span(
+        (), engine.chat_token_ids(HI), [stop]
+    )
     assert span is not None
     watch = StopStrings(
-        [stop], tokenizer.incremental_text(follows_text=True), min_tokens=0, answer_part=span.answer_part
+        [stop],
+        tokenizer.incremental_text(follows_text=True),
+        min_tokens=0,
+        answer_part=span.answer_part,
     )
-    assert any(watch.add(token_id) for token_id in tokenizer.encode_alone(text)) == (wanted is not None)
+    assert any(watch.add(token_id) for token_id in tokenizer.encode_alone(text)) == (
+        wanted is not None
+    )
     assert watch.text == wanted
 
 
@@ -150,7 +167,8 @@ def test_a_budget_ends_the_reasoning_and_opens_the_answer(engine: Engine, budget
     (free,) = engine.generate([prompt], replace(GREEDY, max_tokens=max(budget, 1)))
     assert found.token_ids[:budget] == free.token_ids[:budget]
     (rest,) = engine.generate(
-        [[*prompt, *found.token_ids[: budget + len(forced)]]], replace(GREEDY, max_tokens=24 - budget - len(forced))
+        [[*prompt, *found.token_ids[: budget + len(forced)]]],
+        replace(GREEDY, max_tokens=24 - budget - len(forced)),
     )
     assert found.token_ids[budget + len(forced) :] == rest.token_ids
 
@@ -161,7 +179,9 @@ def test_text_that_spells_a_mark_is_no_mark(engine: Engine, tools: tuple[Any, ..
     encode = engine._tokenizer.encode_alone
     answer = "Say <|end|> or <|channel|>analysis<|message|>x<|end|>, or " + WRITTEN_CALL
     spelled = [token_id for char in answer for token_id in encode(char)]
-    opening = "<|channel|>analysis<|message|>why<|end|><|start|>assistant<|channel|>final<|message|>"
+    opening = (
+        "<|channel|>analysis<|message|>why<|end|><|start|>assistant<|channel|>final<|message|>"
+    )
     token_ids = [*encode(opening), *spelled]
     params = SamplingParams(max_tokens=1, tools=tools, separate_reasoning=True, ignore_eos=True)
     engine.add("spelled", engine.chat_token_ids(HI), params, continued=token_ids)

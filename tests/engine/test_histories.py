@@ -23,14 +23,23 @@ def random_history(seed: int) -> list[Operation]:
     """A history whose mix of operations is drawn too; hypothesis alone draws too few long ones."""
     rng = random.Random(seed)
     kinds = ["add", "step", "fail", "abort"]
-    weights = [rng.uniform(0.5, 3), rng.uniform(0.5, 3), rng.choice([0, 0.1, 0.5]), rng.choice([0, 0.1, 0.5])]
+    weights = [
+        rng.uniform(0.5, 3),
+        rng.uniform(0.5, 3),
+        rng.choice([0, 0.1, 0.5]),
+        rng.choice([0, 0.1, 0.5]),
+    ]
     prefix = random_tokens(rng, rng.randrange(20))
     history: list[Operation] = []
     for kind in rng.choices(kinds, weights, k=rng.randrange(5, 40)):
         if kind == "add":
-            prompt = prefix[: rng.choice([0, 0, 99, rng.randrange(20)])] + random_tokens(rng, rng.randrange(1, 12))
+            prompt = prefix[: rng.choice([0, 0, 99, rng.randrange(20)])] + random_tokens(
+                rng, rng.randrange(1, 12)
+            )
             lane, max_tokens = rng.choice([0, 0, 1, 2]), rng.randrange(1, 24)
-            wanted = {name: rng.choice([None, None, 0, 2]) for name in ("logprobs", "prompt_logprobs")}
+            wanted = {
+                name: rng.choice([None, None, 0, 2]) for name in ("logprobs", "prompt_logprobs")
+            }
             history.append((kind, prompt, lane, max_tokens, wanted))
             if len(prompt) > 1 and rng.random() < 0.3:
                 history[-1] = ("score", prompt, lane, rng.randrange(1, len(prompt)))
@@ -88,7 +97,9 @@ def play(history: list[Operation], sizes: dict[str, Any], **options: Any) -> Sha
             assert seq.finish_reason == "stop"
             ranks = [rank for part in seq.prompt_logprobs for rank in part.ranks.tolist()]
             assert ranks == shadow.device.prefixes(prompt)[score_from - 1 : -1]
-            token_ids = [token_id for part in seq.prompt_logprobs for token_id in part.logprobs.tolist()]
+            token_ids = [
+                token_id for part in seq.prompt_logprobs for token_id in part.logprobs.tolist()
+            ]
             assert token_ids == prompt[score_from:]
     return shadow
 
@@ -135,7 +146,8 @@ def test_histories_without_prefix_caching(history: list[Operation], sizes: dict[
 
 
 @pytest.mark.parametrize(
-    "hash_function", [lambda parent, tokens: 7, lambda parent, tokens: hash_block(parent, tokens) % 3]
+    "hash_function",
+    [lambda parent, tokens: 7, lambda parent, tokens: hash_block(parent, tokens) % 3],
 )
 def test_histories_with_colliding_hashes(hash_function: Callable[[int, bytes], int]) -> None:
     """Every hash equal, or one of three: a hit still never returns another prefix's KV."""
@@ -159,7 +171,9 @@ class Rule:
         if draw % 3:
             return []
         # 0, which ends a sequence, is seldom one of them
-        return [1 + (draw >> place) % (NUM_TOKENS - 1) if draw % 37 else 0 for place in range(draw % 5)]
+        return [
+            1 + (draw >> place) % (NUM_TOKENS - 1) if draw % 37 else 0 for place in range(draw % 5)
+        ]
 
     def after(self, token_id: int, num_left: int) -> list[int]:
         self._token_ids.append(token_id)
@@ -168,7 +182,9 @@ class Rule:
 
 @settings(THOROUGH, max_examples=50)
 @given(HISTORIES, SIZES)
-def test_forced_tokens_stand_where_they_must_in_every_history(history: list[Operation], sizes: dict[str, Any]) -> None:
+def test_forced_tokens_stand_where_they_must_in_every_history(
+    history: list[Operation], sizes: dict[str, Any]
+) -> None:
     """Preempted, withdrawn, in chunks, with a step in flight: the same tokens, right keys and values."""
     play(history, sizes, make_forcing=Rule)
 
@@ -181,15 +197,24 @@ class Guesses(Drafts):
         self.num_right = 0
         self._device, self._share, self._random = device, share, random.Random(3)
 
-    def choose(self, seqs: list[Sequence], token_ids: Iterable[NDArray[np.int32]], most: int) -> list[list[int]]:
-        assert all(seq.token_ids == known.tolist() for seq, known in zip(seqs, token_ids, strict=True))
-        return [self._made(list(seq.token_ids), min(6, seq.max_len - len(seq.token_ids) - 1)) for seq in seqs]
+    def choose(
+        self, seqs: list[Sequence], token_ids: Iterable[NDArray[np.int32]], most: int
+    ) -> list[list[int]]:
+        assert all(
+            seq.token_ids == known.tolist() for seq, known in zip(seqs, token_ids, strict=True)
+        )
+        return [
+            self._made(list(seq.token_ids), min(6, seq.max_len - len(seq.token_ids) - 1))
+            for seq in seqs
+        ]
 
     def _made(self, token_ids: list[int], most: int) -> list[int]:
         num_known = len(token_ids)
         for _ in range(self._random.randrange(7) if most > 0 else 0):
             right = self._device.next_token(token_ids)
-            token_ids.append(right if self._random.random() < self._share else (right + 1) % NUM_TOKENS)
+            token_ids.append(
+                right if self._random.random() < self._share else (right + 1) % NUM_TOKENS
+            )
         return token_ids[num_known : num_known + most]
 
     def count(self, seq: Sequence, num_guesses: int, num_right: int) -> None:
@@ -197,7 +222,9 @@ class Guesses(Drafts):
         self.num_right += num_right
 
 
-@pytest.mark.parametrize(("share", "wishes"), [(0.0, {}), (0.6, {}), (1.0, {}), (0.8, {"make_forcing": Rule})])
+@pytest.mark.parametrize(
+    ("share", "wishes"), [(0.0, {}), (0.6, {}), (1.0, {}), (0.8, {"make_forcing": Rule})]
+)
 def test_guesses_change_no_token_of_any_history(share: float, wishes: dict[str, Any]) -> None:
     """Adversarial, random and perfect ones; with lanes, preemption, stops, failures and aborts."""
     num_right = 0
@@ -206,7 +233,12 @@ def test_guesses_change_no_token_of_any_history(share: float, wishes: dict[str, 
     @given(HISTORIES, SIZES)
     def histories(history: list[Operation], sizes: dict[str, Any]) -> None:
         nonlocal num_right
-        shadow = play(history, sizes | {"overlap": False}, make_drafts=lambda device: Guesses(device, share), **wishes)
+        shadow = play(
+            history,
+            sizes | {"overlap": False},
+            make_drafts=lambda device: Guesses(device, share),
+            **wishes,
+        )
         assert isinstance(shadow.drafts, Guesses)
         num_right += shadow.drafts.num_right
 

@@ -27,7 +27,9 @@ def fingerprint(folder: Path, dtype: str = "auto") -> str:
     return model_identity(EngineConfig(str(folder), dtype=dtype)).fingerprint
 
 
-def test_a_copy_in_another_folder_or_in_shards_is_the_same_model(folders: dict[str, Path], copy: Path) -> None:
+def test_a_copy_in_another_folder_or_in_shards_is_the_same_model(
+    folders: dict[str, Path], copy: Path
+) -> None:
     original = fingerprint(folders["gqa1_untied"])
     assert fingerprint(copy) == original
     shard(copy)
@@ -113,7 +115,8 @@ SETTINGS: dict[str, list[dict[str, Any]] | str] = {
     ],
     "max_num_seqs": SUMS,
     "max_num_batched_tokens": [
-        {"max_num_batched_tokens": number, "max_num_seqs": 8, "kv_cache_dtype": "fp8_e4m3"} for number in (40, 41)
+        {"max_num_batched_tokens": number, "max_num_seqs": 8, "kv_cache_dtype": "fp8_e4m3"}
+        for number in (40, 41)
     ],
     "block_size": SUMS,
     "kv_cache_bytes": LIMITS,
@@ -126,7 +129,10 @@ SETTINGS: dict[str, list[dict[str, Any]] | str] = {
     "quantization": [{}, {"quantization": "int8"}],
     "enforce_eager": SUMS,
     "async_scheduling": "a step's work is the same whenever it is scheduled",
-    "seed": [{"deterministic": True}, {"deterministic": True, "seed": 1}],  # else seeds are drawn by chance
+    "seed": [
+        {"deterministic": True},
+        {"deterministic": True, "seed": 1},
+    ],  # else seeds are drawn by chance
     "chat_template": [{}, {"chat_template": "tool_use"}],
     "deterministic": [{}, {"deterministic": True}],
     "adapt_cpu_threads": SUMS,
@@ -174,7 +180,9 @@ def test_every_setting_of_the_engine_says_whether_it_changes_an_answer(folder: P
     ],
     ids=str,
 )  # fmt: skip
-def test_what_changes_no_answer_leaves_the_model_what_it_is(folder: Path, values: dict[str, Any]) -> None:
+def test_what_changes_no_answer_leaves_the_model_what_it_is(
+    folder: Path, values: dict[str, Any]
+) -> None:
     assert identity(folder, **values) == identity(folder)
 
 

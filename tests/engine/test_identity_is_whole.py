@@ -116,5 +116,7 @@ def test_a_file_that_is_left_out_is_noticed(
     folder = tmp_path / "model"
     folder.mkdir()
     folder = make(folder) or folder
-    monkeypatch.setattr(fingerprint, "TEXT_FILES", [each for each in fingerprint.TEXT_FILES if each != name])
+    monkeypatch.setattr(
+        fingerprint, "TEXT_FILES", [each for each in fingerprint.TEXT_FILES if each != name]
+    )
     assert not_in_the_identity(folder, use) == {name}

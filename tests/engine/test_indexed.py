@@ -12,7 +12,14 @@ from torch import Tensor
 
 import engine.attention.indexers
 import engine.attention.torch_backend
-from engine import AttentionRefused, Engine, NotDeterministic, SamplingParams, UnsupportedModel, check_up
+from engine import (
+    AttentionRefused,
+    Engine,
+    NotDeterministic,
+    SamplingParams,
+    UnsupportedModel,
+    check_up,
+)
 from engine.attention.features import AttentionFeatures
 from engine.attention.kv_cache import FP8, KVCache
 from engine.attention.state_pool import StatePool, StateShape
@@ -70,7 +77,9 @@ def test_hits_that_end_inside_a_block_bring_their_index_keys(
 @pytest.mark.parametrize("dtype", ["auto", "fp8_e4m3"])
 def test_index_keys_are_counted(folder: Path, dtype: str) -> None:
     """In their own dtype, whatever keys and values are in; as foretold without weights."""
-    with Engine(small(folder, dtype="float32", kv_cache_dtype=dtype, attention_backend="torch")) as built:
+    with Engine(
+        small(folder, dtype="float32", kv_cache_dtype=dtype, attention_backend="torch")
+    ) as built:
         runner = built._open_runner()
         assert isinstance(runner, ModelRunner)
         cache, size = runner.cache, runner.pool_size
@@ -83,7 +92,13 @@ def test_index_keys_are_counted(folder: Path, dtype: str) -> None:
 
 
 def test_index_keys_are_copied_with_their_slots() -> None:
-    cache = KVCache([AttentionFeatures(2, 1, 4, 1.0)], num_blocks=3, block_size=4, dtype=torch.float32, device=CPU)
+    cache = KVCache(
+        [AttentionFeatures(2, 1, 4, 1.0)],
+        num_blocks=3,
+        block_size=4,
+        dtype=torch.float32,
+        device=CPU,
+    )
     shapes = [StateShape(layer, "index_keys", 0, (3,), torch.bfloat16) for layer in (0, 2)]
     cache.index = StatePool(shapes, 12, CPU)
     rows = torch.arange(12)
@@ -91,15 +106,23 @@ def test_index_keys_are_copied_with_their_slots() -> None:
     before = cache.index.read(rows)
     cache.copy(torch.tensor([1, 2]), torch.tensor([9, 10]))
     moved = torch.tensor([0, 1, 2, 3, 4, 5, 6, 7, 8, 1, 2, 11])
-    assert all(torch.equal(new, old[moved]) for old, new in zip(before, cache.index.read(rows), strict=True))
+    assert all(
+        torch.equal(new, old[moved])
+        for old, new in zip(before, cache.index.read(rows), strict=True)
+    )
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, FP8])
 @pytest.mark.parametrize("num_groups", [1, 2])
 @pytest.mark.parametrize("sinks", [None, torch.tensor([0.5, -1.0, 2.0, 0.0])])
-def test_a_query_sees_its_chosen_tokens_alone(dtype: torch.dtype, num_groups: int, sinks: Tensor | None) -> None:
+def test_a_query_sees_its_chosen_tokens_alone(
+    dtype: torch.dtype, num_groups: int, sinks: Tensor | None
+) -> None:
     """For all heads or each KV head, of one row or many; never what comes after it."""
-    rng, features = torch.Generator().manual_seed(1), AttentionFeatures(4, 2, 8, 0.3, is_indexed=True)
+    rng, features = (
+        torch.Generator().manual_seed(1),
+        AttentionFeatures(4, 2, 8, 0.3, is_indexed=True),
+    )
     backend = TorchBackend(CPU)
     for context_len, query_len in ((1, 1), (9, 1), (30, 1), (30, 7), (17, 17)):
         cache = KVCache(
@@ -112,7 +135,9 @@ def test_a_query_sees_its_chosen_tokens_alone(dtype: torch.dtype, num_groups: in
         layer.write(*torch.randn(2, context_len, 2, 8, generator=rng), slots)
         stored = [pool.flatten(0, 1)[slots].float() for pool in (layer.keys, layer.values)]
         if layer.scales is not None:
-            stored = [each * scale[:, None] for each, scale in zip(stored, layer.scales, strict=True)]
+            stored = [
+                each * scale[:, None] for each, scale in zip(stored, layer.scales, strict=True)
+            ]
         query = torch.randn(query_len, 4, 8, generator=rng)
         places = torch.arange(context_len - query_len, context_len)
         chosen = torch.full((num_groups, query_len, 7), -1)
@@ -127,7 +152,9 @@ def test_a_query_sees_its_chosen_tokens_alone(dtype: torch.dtype, num_groups: in
         found = backend.forward(query, layer, replace(metadata, chosen=chosen), features, sinks)
         for row, place in enumerate(places.tolist()):
             for head in range(4):
-                own = sorted({int(i) for i in chosen[head // 2 % num_groups, row] if 0 <= i <= place})
+                own = sorted(
+                    {int(i) for i in chosen[head // 2 % num_groups, row] if 0 <= i <= place}
+                )
                 keys, values = (each[own, head // 2][:, None].double() for each in stored)
                 sink = None if sinks is None else sinks[head : head + 1].double()
                 rows = query[row, head][None, None].double()
@@ -135,7 +162,9 @@ def test_a_query_sees_its_chosen_tokens_alone(dtype: torch.dtype, num_groups: in
                 assert torch.allclose(found[row, head].double(), expected, atol=1e-5)
 
 
-def test_other_tokens_than_the_chosen_are_found_at_start(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_other_tokens_than_the_chosen_are_found_at_start(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """By comparing the model with itself as transformers runs it, beyond the index's tokens."""
     choose = engine.attention.torch_backend._chosen
 
@@ -144,14 +173,22 @@ def test_other_tokens_than_the_chosen_are_found_at_start(folder: Path, monkeypat
         return choose(span, cache, features, dtype, every.expand(*tokens.shape[:2], -1))
 
     monkeypatch.setattr(engine.attention.torch_backend, "_chosen", all_tokens)
-    with pytest.raises(UnsupportedModel, match="attends otherwise here than by transformers' own code"):
+    with pytest.raises(
+        UnsupportedModel, match="attends otherwise here than by transformers' own code"
+    ):
         Engine(small(folder))
 
 
 def test_what_is_not_built_is_refused(folder: Path) -> None:
-    with pytest.raises(AttentionRefused, match=r"tokens that an index chooses.* use attention_backend='torch'"):
+    with pytest.raises(
+        AttentionRefused, match=r"tokens that an index chooses.* use attention_backend='torch'"
+    ):
         Engine(small(folder, attention_backend="cpu"))
-    with pytest.raises((AttentionRefused, NotDeterministic), match=re.compile("index|deterministic")):
+    with pytest.raises(
+        (AttentionRefused, NotDeterministic), match=re.compile("index|deterministic")
+    ):
         Engine(small(folder, deterministic=True, dtype="float32"))
-    with pytest.raises(UnsupportedModel, match=r"tensor_parallel_size=2: .*set tensor_parallel_size=1"):
+    with pytest.raises(
+        UnsupportedModel, match=r"tensor_parallel_size=2: .*set tensor_parallel_size=1"
+    ):
         ModelRunner(small(folder), read_model_config(folder), folder, TensorParallel(0, 2))

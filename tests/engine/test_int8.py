@@ -15,7 +15,8 @@ from engine.layers.linear import ZERO, Int8Product, quantize_rows, quantize_weig
 
 DTYPES = (torch.float32, torch.bfloat16)
 needs_int8 = pytest.mark.skipif(
-    linear.FLAGS.isdisjoint(processor_flags()), reason="this processor does not sum products of int8 in 32 bits"
+    linear.FLAGS.isdisjoint(processor_flags()),
+    reason="this processor does not sum products of int8 in 32 bits",
 )
 
 
@@ -46,7 +47,9 @@ def test_each_row_is_rounded_by_its_own_scale(shape: tuple[int, int], dtype: tor
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("shape", [(1, 1), (7, 48), (65, 257)])
-def test_the_compiled_kernel_gives_the_same_bits(shape: tuple[int, int], dtype: torch.dtype) -> None:
+def test_the_compiled_kernel_gives_the_same_bits(
+    shape: tuple[int, int], dtype: torch.dtype
+) -> None:
     """Also of rows that lie apart, of zeros, of halves between two levels, and of NaN and infinity."""
     kernels = load_backend("cpu", torch.device("cpu"), dtype).layer_kernels
     assert kernels is not None
@@ -65,7 +68,9 @@ def test_the_compiled_kernel_gives_the_same_bits(shape: tuple[int, int], dtype: 
 @needs_int8
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("biased", [False, True])
-@pytest.mark.parametrize(("rows", "shape"), [(0, (8, 4)), (1, (1, 16)), (9, (130, 257)), (70, (17, 5))])
+@pytest.mark.parametrize(
+    ("rows", "shape"), [(0, (8, 4)), (1, (1, 16)), (9, (130, 257)), (70, (17, 5))]
+)
 def test_a_product_is_that_of_the_rounded_numbers(
     rows: int, shape: tuple[int, int], biased: bool, dtype: torch.dtype
 ) -> None:
@@ -93,7 +98,9 @@ def test_a_product_is_that_of_the_rounded_numbers(
 def test_an_engine_quantizes_every_linear_layer_and_says_so(
     folder: Path, dtype: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    config = EngineConfig(str(folder), dtype=dtype, device="cpu", kv_cache_bytes=2**20, quantization="int8")
+    config = EngineConfig(
+        str(folder), dtype=dtype, device="cpu", kv_cache_bytes=2**20, quantization="int8"
+    )
     with caplog.at_level(logging.INFO), Engine(config) as engine:
         model = engine._open_runner().model
         # a tied head has a copy of its own only where this processor packs it
@@ -102,17 +109,28 @@ def test_an_engine_quantizes_every_linear_layer_and_says_so(
         num_layers = len(model.model.layers)
         completions = engine.generate([[5, 6, 7]] * 3, SamplingParams(max_tokens=4, temperature=0))
     assert f"int8: the weights of {4 * num_layers} linear layers" in caplog.text
-    assert {name for name in left if not name.endswith("instead")} == {"lm_head", "model.embed_tokens"}
+    assert {name for name in left if not name.endswith("instead")} == {
+        "lm_head",
+        "model.embed_tokens",
+    }
     assert len({tuple(completion.token_ids) for completion in completions}) == 1
 
 
 @pytest.mark.parametrize(
     ("settings", "says"),
     [
-        ({"quantization": "int4"}, "quantization='int4' is not known: use 'int8' or leave it unset"),
-        ({"quantization": "int8", "tensor_parallel_size": 2}, "not built for tensor_parallel_size=2"),
+        (
+            {"quantization": "int4"},
+            "quantization='int4' is not known: use 'int8' or leave it unset",
+        ),
+        (
+            {"quantization": "int8", "tensor_parallel_size": 2},
+            "not built for tensor_parallel_size=2",
+        ),
     ],
 )
-def test_what_no_engine_has_is_refused_by_the_configuration(settings: dict[str, object], says: str) -> None:
+def test_what_no_engine_has_is_refused_by_the_configuration(
+    settings: dict[str, object], says: str
+) -> None:
     with pytest.raises(ConfigError, match=says):
         EngineConfig("m", **settings)  # type: ignore[arg-type]

@@ -73,7 +73,9 @@ def in_sample(monkeypatch: pytest.MonkeyPatch, *, step: int = 4) -> None:
     """At the sequence's fourth token, as the sampler sees it."""
     sample = KernelBackend.sample
 
-    def poisoned(backend: KernelBackend, logits: Tensor, rows: SamplingRows, chosen: Tensor) -> Tensor:
+    def poisoned(
+        backend: KernelBackend, logits: Tensor, rows: SamplingRows, chosen: Tensor
+    ) -> Tensor:
         if (rows.position[rows.seed == POISON] == len(PREFIX) + 3 + step).any():
             raise Poisoned("a part of the prompt")
         return sample(backend, logits, rows, chosen)
@@ -97,7 +99,9 @@ def in_logits(monkeypatch: pytest.MonkeyPatch) -> None:
     """As NaN, which a model in half precision gives for some prompts."""
     sample = KernelBackend.sample
 
-    def poisoned(backend: KernelBackend, logits: Tensor, rows: SamplingRows, chosen: Tensor) -> Tensor:
+    def poisoned(
+        backend: KernelBackend, logits: Tensor, rows: SamplingRows, chosen: Tensor
+    ) -> Tensor:
         logits[rows.seed == POISON] = torch.nan
         return sample(backend, logits, rows, chosen)
 
@@ -116,7 +120,9 @@ def test_a_sequence_that_makes_a_step_raise_fails_alone(
     with monkeypatch.context() as patch, caplog.at_level(logging.DEBUG):
         poison(patch)
         done = run(built)
-    errors = {key: completion for key, completion in done.items() if completion.finish_reason == "error"}
+    errors = {
+        key: completion for key, completion in done.items() if completion.finish_reason == "error"
+    }
     assert [key[0] for key in errors] == ["6"]
     error = next(iter(errors.values())).error or ""
     assert "cannot go on with this request" in error
@@ -160,7 +166,9 @@ def test_a_fault_of_the_device_fails_the_engine_after_few_tries(
 ) -> None:
     """No request is blamed, nothing is lost: once the fault is gone, all end as if it had not been."""
     runner = FaultyRunner(num_blocks=200)
-    with start(folder, runner, overlap=overlap, max_num_seqs=32, max_num_batched_tokens=200) as built:
+    with start(
+        folder, runner, overlap=overlap, max_num_seqs=32, max_num_batched_tokens=200
+    ) as built:
         fill(built, 32)
         for _ in range(num_good_steps):
             assert built.step() == []
@@ -178,11 +186,17 @@ def test_a_fault_of_the_device_fails_the_engine_after_few_tries(
             assert done[str(i)].token_ids == expected(runner, [1 + i % 2] * (1 + i % 7), STOPPING)
 
 
-@pytest.mark.parametrize("fault", [MemoryError(), torch.OutOfMemoryError("full"), RankFailed(1, "gone")])
+@pytest.mark.parametrize(
+    "fault", [MemoryError(), torch.OutOfMemoryError("full"), RankFailed(1, "gone")]
+)
 @pytest.mark.parametrize("overlap", [False, True])
-def test_what_no_sequence_can_cause_is_not_looked_for(folder: Path, fault: Exception, overlap: bool) -> None:
+def test_what_no_sequence_can_cause_is_not_looked_for(
+    folder: Path, fault: Exception, overlap: bool
+) -> None:
     runner = FaultyRunner(num_blocks=200)
-    with start(folder, runner, overlap=overlap, max_num_seqs=32, max_num_batched_tokens=200) as built:
+    with start(
+        folder, runner, overlap=overlap, max_num_seqs=32, max_num_batched_tokens=200
+    ) as built:
         fill(built, 32)
         runner.fault, runner.is_hit = fault, lambda step, sampling: True
         with pytest.raises(RankFailed if isinstance(fault, RankFailed) else StepFailed):
@@ -190,7 +204,9 @@ def test_what_no_sequence_can_cause_is_not_looked_for(folder: Path, fault: Excep
         assert runner.num_launches == 1
 
 
-def test_a_panic_of_the_tokenizer_is_an_error_like_any_other(built: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_panic_of_the_tokenizer_is_an_error_like_any_other(
+    built: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Rust's panics come as BaseException, which nobody up to the worker's main thread would catch."""
     panic = type("PanicException", (BaseException,), {"__module__": "pyo3_runtime"})
 
@@ -220,7 +236,9 @@ class PoisonedRunner(FaultyRunner):
     def launch(self, step: StepBatch, sampling: SamplingBatch) -> PendingTokens:
         hit = WORD in step.token_ids or any(
             position == self._at_sample.get(seed)
-            for seed, position in zip(sampling.values["seed"].tolist(), sampling.position.tolist(), strict=True)
+            for seed, position in zip(
+                sampling.values["seed"].tolist(), sampling.position.tolist(), strict=True
+            )
         )
         if hit and self._at_wait:
             return Raising(self.fault)
@@ -240,7 +258,9 @@ class Raising(PendingTokens):
 
 @settings(max_examples=40, deadline=None, suppress_health_check=list(HealthCheck))
 @given(seed=st.integers(0, 2**32), overlap=st.booleans(), at_wait=st.booleans())
-def test_random_histories_with_poisoned_sequences(folder: Path, seed: int, overlap: bool, at_wait: bool) -> None:
+def test_random_histories_with_poisoned_sequences(
+    folder: Path, seed: int, overlap: bool, at_wait: bool
+) -> None:
     """In a pool that is too small, with shared prefixes, lanes, aborts: every other gets its own tokens."""
     rng = random.Random(seed)
     at_sample: dict[int, int] = {}
@@ -251,8 +271,12 @@ def test_random_histories_with_poisoned_sequences(folder: Path, seed: int, overl
     done: list[Completion] = []
     with start(folder, runner, overlap=overlap) as built:
         for i in range(rng.randrange(3, 14)):
-            prompt = prefix[: rng.choice([0, 9, 9])] + [rng.randrange(1, 3) for _ in range(rng.randrange(1, 9))]
-            params = replace(STOPPING, max_tokens=rng.randrange(1, 24), n=rng.choice([1, 1, 2]), seed=1 + i)
+            prompt = prefix[: rng.choice([0, 9, 9])] + [
+                rng.randrange(1, 3) for _ in range(rng.randrange(1, 9))
+            ]
+            params = replace(
+                STOPPING, max_tokens=rng.randrange(1, 24), n=rng.choice([1, 1, 2]), seed=1 + i
+            )
             # seeds from 1: the control has 0
             kind = rng.choice(["good", "good", "good", "word", "sample"])
             if kind == "word":
@@ -283,6 +307,8 @@ def test_random_histories_with_poisoned_sequences(folder: Path, seed: int, overl
         else:
             assert {tuple(c.token_ids) for c in own} == {tuple(expected(runner, prompt, params))}
             assert len(own) == params.n
-    overran = at_sample.keys() - {1 + int(key) for key in poisoned}  # raised behind their last token, or not
+    overran = at_sample.keys() - {
+        1 + int(key) for key in poisoned
+    }  # raised behind their last token, or not
     bound = (2 * log2(8) + 3) * (len(poisoned) + len(overran))
     assert runner.num_faults <= bound

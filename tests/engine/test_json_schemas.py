@@ -24,7 +24,9 @@ ANOTHER = "must hold another one, without end"
 def forms() -> Iterator[Grammars]:
     """A vocabulary of single bytes."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    made = Tokenizer(models.BPE({char: place for place, char in enumerate([*alphabet, "<end>"])}, []))
+    made = Tokenizer(
+        models.BPE({char: place for place, char in enumerate([*alphabet, "<end>"])}, [])
+    )
     made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     made.decoder = decoders.ByteLevel()
     made.add_special_tokens(["<end>"])
@@ -41,7 +43,13 @@ def accepts(forms: Grammars, schema: Any, text: str) -> bool:
 
 @pytest.mark.parametrize(
     "schema",
-    [{"const": ODD}, {"enum": [1, -ODD]}, {"const": {"id": [ODD]}}, {"const": 2**63}, {"items": {"const": 2**64 - 1}}],
+    [
+        {"const": ODD},
+        {"enum": [1, -ODD]},
+        {"const": {"id": [ODD]}},
+        {"const": 2**63},
+        {"items": {"const": 2**64 - 1}},
+    ],
     ids=str,
 )
 def test_an_integer_that_would_be_rounded_is_refused(forms: Grammars, schema: Any) -> None:
@@ -51,7 +59,11 @@ def test_an_integer_that_would_be_rounded_is_refused(forms: Grammars, schema: An
 
 @pytest.mark.parametrize("exact", [2**53, 2**53 + 2, 2**62, -(2**53)])
 def test_an_integer_that_is_exact_is_written_with_its_digits(forms: Grammars, exact: int) -> None:
-    assert [accepts(forms, {"const": exact}, str(exact + step)) for step in (-1, 0, 1)] == [False, True, False]
+    assert [accepts(forms, {"const": exact}, str(exact + step)) for step in (-1, 0, 1)] == [
+        False,
+        True,
+        False,
+    ]
 
 
 @pytest.mark.parametrize("kind", ["integer", "number"])
@@ -59,21 +71,37 @@ def test_an_integer_that_is_exact_is_written_with_its_digits(forms: Grammars, ex
 def test_no_number_passes_a_bound(forms: Grammars, key: str, kind: str) -> None:
     """However large it is; a bound that leaves nothing is refused."""
     draw = random.Random(3)
-    for bound in (ODD, -ODD, 2**63 - 1, -(2**63), 2**64 - 1, 10**30, *(draw.randrange(2**54, 2**63) for _ in range(4))):
+    for bound in (
+        ODD,
+        -ODD,
+        2**63 - 1,
+        -(2**63),
+        2**64 - 1,
+        10**30,
+        *(draw.randrange(2**54, 2**63) for _ in range(4)),
+    ):
         schema = {"type": kind, key: bound}
         for value in (bound + step for step in range(-3, 4)):
             try:
                 is_accepted = accepts(forms, schema, str(value))
             except InvalidSampling:
                 continue
-            assert not is_accepted or jsonschema.Draft202012Validator(schema).is_valid(value), (schema, value)
+            assert not is_accepted or jsonschema.Draft202012Validator(schema).is_valid(value), (
+                schema,
+                value,
+            )
 
 
 @pytest.mark.parametrize("sign", [1, -1])
 def test_a_bound_is_exclusive_where_floats_have_gaps(forms: Grammars, sign: int) -> None:
     """llguidance would add 1 to a float of 2**53, which changes nothing."""
     low, high = sorted((sign * 2**53, sign * (2**53 + 4)))
-    schema = {"type": "integer", "exclusiveMinimum": low, "exclusiveMaximum": high, "minimum": low - 7}
+    schema = {
+        "type": "integer",
+        "exclusiveMinimum": low,
+        "exclusiveMaximum": high,
+        "minimum": low - 7,
+    }
     accepted = [value for value in range(low - 2, high + 3) if accepts(forms, schema, str(value))]
     assert accepted == [sign * (2**53 + 2)]
 
@@ -85,7 +113,11 @@ def test_a_bound_is_kept_beside_a_large_one(forms: Grammars) -> None:
 
 @pytest.mark.parametrize(
     "schema",
-    [{"multipleOf": 10**9}, {"multipleOf": 2**32 - 1}, {"allOf": [{"multipleOf": 2**16}, {"multipleOf": 2**16 + 1}]}],
+    [
+        {"multipleOf": 10**9},
+        {"multipleOf": 2**32 - 1},
+        {"allOf": [{"multipleOf": 2**16}, {"multipleOf": 2**16 + 1}]},
+    ],
     ids=str,
 )
 def test_a_factor_beyond_32_bits_is_refused(forms: Grammars, schema: Any) -> None:
@@ -97,22 +129,33 @@ def test_a_factor_beyond_32_bits_is_refused(forms: Grammars, schema: Any) -> Non
 @pytest.mark.parametrize("factor", [7, 0.01, 2.5, 10**6])
 def test_multiples_are_those_of_the_factor(forms: Grammars, factor: float) -> None:
     schema = {"type": "number", "multipleOf": factor}
-    assert [accepts(forms, schema, str(value)) for value in (0, 3 * factor, 3.1234567 * factor)] == [True, True, False]
+    assert [
+        accepts(forms, schema, str(value)) for value in (0, 3 * factor, 3.1234567 * factor)
+    ] == [True, True, False]
 
 
 @pytest.mark.parametrize("place", ["root", "grammar"])
 def test_options_of_llguidance_in_a_schema_change_nothing(forms: Grammars, place: str) -> None:
     """With `lenient` it would ignore what it cannot enforce."""
-    schema = {"type": "array", "uniqueItems": True, "x-guidance": {"lenient": True, "item_separator": ";"}}
-    form = {"json": schema} if place == "root" else {"grammar": f"start: %json {json.dumps(schema)}"}
+    schema = {
+        "type": "array",
+        "uniqueItems": True,
+        "x-guidance": {"lenient": True, "item_separator": ";"},
+    }
+    form = (
+        {"json": schema} if place == "root" else {"grammar": f"start: %json {json.dumps(schema)}"}
+    )
     with pytest.raises(InvalidSampling, match="uniqueItems"):
         forms.matchers(SamplingParams(structured_outputs=form), END)
 
 
 @pytest.mark.parametrize(
-    ("schema", "reason"), [({"const": ODD}, "would be rounded"), (NODE | {"properties": {"next": SELF}}, ANOTHER)]
+    ("schema", "reason"),
+    [({"const": ODD}, "would be rounded"), (NODE | {"properties": {"next": SELF}}, ANOTHER)],
 )
-def test_a_schema_in_a_grammar_is_enforced_as_one_alone(forms: Grammars, schema: Any, reason: str) -> None:
+def test_a_schema_in_a_grammar_is_enforced_as_one_alone(
+    forms: Grammars, schema: Any, reason: str
+) -> None:
     grammar = f'start: "%json" a // %json\na: %json {json.dumps(schema)}'
     with pytest.raises(InvalidSampling, match=reason):
         forms.matchers(SamplingParams(structured_outputs={"grammar": grammar}), END)
@@ -127,25 +170,54 @@ def test_bounds_of_64_bits_are_served(forms: Grammars) -> None:
 @pytest.mark.parametrize(
     ("schema", "reason"),
     [
-        ({"type": "object", "properties": {"x1": {}}, "patternProperties": {"^x": {}}}, "property 'x1'"),
-        ({"type": "object", "additionalProperties": {"type": "null"}, "minProperties": 2}, "minProperties"),
+        (
+            {"type": "object", "properties": {"x1": {}}, "patternProperties": {"^x": {}}},
+            "property 'x1'",
+        ),
+        (
+            {"type": "object", "additionalProperties": {"type": "null"}, "minProperties": 2},
+            "minProperties",
+        ),
         ({"$ref": "#/$defs/node", "$defs": {"node": NODE}}, r"#/\$defs/node must hold another"),
-        ({"anyOf": [{"type": "null"}, {"$ref": "#/$defs/node"}], "$defs": {"node": NODE}}, "must hold another"),
+        (
+            {"anyOf": [{"type": "null"}, {"$ref": "#/$defs/node"}], "$defs": {"node": NODE}},
+            "must hold another",
+        ),
         ({"type": "array", "minItems": 1, "items": {"$ref": "#"}}, "value of # must hold another"),
         ({"allOf": [{"$ref": "#"}]}, "refers to itself"),
         ({"anyOf": [{"$ref": "#"}]}, "value of # must hold another"),
         (
-            {"type": ["object", "array"], "required": ["a"], "properties": {"a": SELF}, "items": SELF, "minItems": 1},
+            {
+                "type": ["object", "array"],
+                "required": ["a"],
+                "properties": {"a": SELF},
+                "items": SELF,
+                "minItems": 1,
+            },
             ANOTHER,
         ),
         ({"type": "object", "required": ["a"], "additionalProperties": SELF}, ANOTHER),
         ({"type": "object", "required": ["a"], "patternProperties": {"^a": SELF}}, ANOTHER),
         ({"type": "object", "minProperties": 1, "additionalProperties": SELF}, ANOTHER),
-        ({"type": "object", "minProperties": 1, "properties": {"a": SELF}, "additionalProperties": False}, ANOTHER),
+        (
+            {
+                "type": "object",
+                "minProperties": 1,
+                "properties": {"a": SELF},
+                "additionalProperties": False,
+            },
+            ANOTHER,
+        ),
         ({"type": "object", "allOf": [{"required": ["a"]}, {"properties": {"a": SELF}}]}, ANOTHER),
         ({"type": "array", "minItems": 2, "items": [{}], "additionalItems": SELF}, ANOTHER),
         ({"type": "array", "minItems": 1, "allOf": [{"items": SELF}]}, ANOTHER),
-        ({"$ref": "#x", "$defs": {"a b": {**NODE, "$anchor": "x", "properties": {"next": {"$ref": "#x"}}}}}, ANOTHER),
+        (
+            {
+                "$ref": "#x",
+                "$defs": {"a b": {**NODE, "$anchor": "x", "properties": {"next": {"$ref": "#x"}}}},
+            },
+            ANOTHER,
+        ),
         ({**NODE, "$id": "http://x/y", "properties": {"next": {"$ref": "y"}}}, ANOTHER),
         (
             {
@@ -155,11 +227,19 @@ def test_bounds_of_64_bits_are_served(forms: Grammars) -> None:
             },
             ANOTHER,
         ),
-        ({"$ref": "#/parts/a", "parts": {"a": {"$ref": "#/parts/b"}, "b": {"$ref": "#/parts/a"}}}, "refers to itself"),
+        (
+            {
+                "$ref": "#/parts/a",
+                "parts": {"a": {"$ref": "#/parts/b"}, "b": {"$ref": "#/parts/a"}},
+            },
+            "refers to itself",
+        ),
     ],
     ids=str,
 )
-def test_what_would_fail_in_the_middle_is_refused_at_once(forms: Grammars, schema: Any, reason: str) -> None:
+def test_what_would_fail_in_the_middle_is_refused_at_once(
+    forms: Grammars, schema: Any, reason: str
+) -> None:
     with pytest.raises(InvalidSampling, match=reason):
         accepts(forms, schema, "")
 
@@ -167,7 +247,14 @@ def test_what_would_fail_in_the_middle_is_refused_at_once(forms: Grammars, schem
 @pytest.mark.parametrize(
     ("schema", "text"),
     [
-        ({"type": "object", "properties": {"next": {"$ref": "#"}}, "additionalProperties": False}, '{"next":{}}'),
+        (
+            {
+                "type": "object",
+                "properties": {"next": {"$ref": "#"}},
+                "additionalProperties": False,
+            },
+            '{"next":{}}',
+        ),
         ({"type": "array", "items": {"$ref": "#"}}, "[[],[[]]]"),
         ({"anyOf": [SELF, {"type": "null"}]}, "null"),
         ({"type": ["object", "null"], "properties": {"a": SELF}, "required": ["a"]}, '{"a":null}'),
@@ -175,10 +262,20 @@ def test_what_would_fail_in_the_middle_is_refused_at_once(forms: Grammars, schem
         ({"oneOf": [{"type": "null"}, {"type": "array", "items": SELF, "minItems": 1}]}, "[null]"),
         ({"type": "null", "$defs": {"node": NODE}}, "null"),
         (
-            {"$ref": "#/$defs/a", "$defs": {"a": {"anyOf": [{"type": "null"}, {"items": {"$ref": "#/$defs/a"}}]}}},
+            {
+                "$ref": "#/$defs/a",
+                "$defs": {"a": {"anyOf": [{"type": "null"}, {"items": {"$ref": "#/$defs/a"}}]}},
+            },
             "null",
         ),
-        ({"type": "object", "properties": {"y": {}}, "patternProperties": {"^x": {"type": "null"}}}, '{"x1":null}'),
+        (
+            {
+                "type": "object",
+                "properties": {"y": {}},
+                "patternProperties": {"^x": {"type": "null"}},
+            },
+            '{"x1":null}',
+        ),
         ({"type": "object", "required": ["a"], "minProperties": 2}, '{"a":1,"b":2}'),
     ],
     ids=str,
@@ -191,7 +288,10 @@ def test_what_ends_is_served(forms: Grammars, schema: Any, text: str) -> None:
 def test_dates_are_those_of_a_calendar(forms: Grammars, name: str, time: str) -> None:
     draw = random.Random(7)
     days = [
-        (year, month, day) for year in (0, 1900, 2000, 2023, 2024) for month in (2, 4, 12) for day in (28, 29, 30, 31)
+        (year, month, day)
+        for year in (0, 1900, 2000, 2023, 2024)
+        for month in (2, 4, 12)
+        for day in (28, 29, 30, 31)
     ]
     days += [(draw.randrange(10_000), draw.randrange(14), draw.randrange(33)) for _ in range(60)]
     schema = {"type": "string", "format": name, "pattern": "^[0-9]"}

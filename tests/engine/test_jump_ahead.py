@@ -54,11 +54,15 @@ def sentencepiece_engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[E
         yield engine
 
 
-def answers(engine: Engine, rows: list[SamplingParams], *, jumps: bool = True) -> tuple[list[Any], int]:
+def answers(
+    engine: Engine, rows: list[SamplingParams], *, jumps: bool = True
+) -> tuple[list[Any], int]:
     """Tokens, ends and errors of each row, and the passes that they took."""
     before = engine.stats().num_steps
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("engine.structured.grammars.LIMIT_S", 60.0)  # a loaded machine refuses no form here
+        patch.setattr(
+            "engine.structured.grammars.LIMIT_S", 60.0
+        )  # a loaded machine refuses no form here
         if not jumps:
             patch.setattr(Matcher, "forced", lambda self: [])
             patch.setattr(engine._stepper, "drafts", None)
@@ -70,18 +74,32 @@ def answers(engine: Engine, rows: list[SamplingParams], *, jumps: bool = True) -
 @settings(max_examples=12)
 @given(
     st.lists(
-        st.tuples(st.sampled_from([{"json": SCHEMA}, *CASES]), st.sampled_from([0, 1.0, 1e6]), st.integers(0, 99)),
+        st.tuples(
+            st.sampled_from([{"json": SCHEMA}, *CASES]),
+            st.sampled_from([0, 1.0, 1e6]),
+            st.integers(0, 99),
+        ),
         min_size=1,
         max_size=6,
     ),
-    st.sampled_from([{}, {"min_tokens": 3}, {"presence_penalty": 1.0}, {"stop": ["1", '"']}, {"max_tokens": 9}]),
+    st.sampled_from(
+        [{}, {"min_tokens": 3}, {"presence_penalty": 1.0}, {"stop": ["1", '"']}, {"max_tokens": 9}]
+    ),
 )
 def test_tokens_are_those_without_it(
     engine: Engine, rows: list[tuple[dict[str, Any], float, int]], values: dict[str, Any]
 ) -> None:
     """Greedy and drawn, in batches of other grammars, with whatever else a request asks for."""
     params = [
-        SamplingParams(**{"max_tokens": 40, "structured_outputs": spec, "temperature": heat, "seed": seed, **values})
+        SamplingParams(
+            **{
+                "max_tokens": 40,
+                "structured_outputs": spec,
+                "temperature": heat,
+                "seed": seed,
+                **values,
+            }
+        )
         for spec, heat, seed in rows
     ]
     assert answers(engine, params)[0] == answers(engine, params, jumps=False)[0]
@@ -102,20 +120,30 @@ def test_so_with_pieces_of_sentencepiece(sentencepiece_engine: Engine) -> None:
     assert {text for _, text, _, _ in found[1::2]} <= {"Der März", "Der Mai 😀"}
 
 
-def test_a_form_keeps_its_first_space_behind_special_tokens_alone(sentencepiece_engine: Engine) -> None:
+def test_a_form_keeps_its_first_space_behind_special_tokens_alone(
+    sentencepiece_engine: Engine,
+) -> None:
     engine = sentencepiece_engine
     for text in (" a", "a", "  März"):
-        params = SamplingParams(structured_outputs={"choice": [text]}, max_tokens=20, stop=["never"])
+        params = SamplingParams(
+            structured_outputs={"choice": [text]}, max_tokens=20, stop=["never"]
+        )
         (answer,) = engine.generate([engine._tokenizer.prefix], params)
         assert (answer.text, answer.finish_reason) == (text, "stop")
 
 
 @pytest.mark.parametrize(
-    "options", [{"async_scheduling": True}, {"kv_cache_bytes": 1 << 18}, {"max_num_batched_tokens": 10}], ids=str
+    "options",
+    [{"async_scheduling": True}, {"kv_cache_bytes": 1 << 18}, {"max_num_batched_tokens": 10}],
+    ids=str,
 )
-def test_so_with_steps_in_flight_preemption_and_chunks(folder: Path, options: dict[str, Any]) -> None:
+def test_so_with_steps_in_flight_preemption_and_chunks(
+    folder: Path, options: dict[str, Any]
+) -> None:
     rows = [
-        SamplingParams(structured_outputs={"json": SCHEMA}, max_tokens=90, seed=seed, temperature=seed % 3)
+        SamplingParams(
+            structured_outputs={"json": SCHEMA}, max_tokens=90, seed=seed, temperature=seed % 3
+        )
         for seed in range(12)
     ]
     with engine_of(folder, max_model_len=128, **options) as engine:

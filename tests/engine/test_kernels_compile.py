@@ -60,6 +60,8 @@ def test_every_kernel_that_is_launched_has_a_line() -> None:
         node.func.value.id
         for path in (ROOT / "engine/kernels").rglob("*.py")
         for node in ast.walk(ast.parse(path.read_text()))
-        if isinstance(node, ast.Call) and isinstance(node.func, ast.Subscript) and isinstance(node.func.value, ast.Name)
+        if isinstance(node, ast.Call)
+        and isinstance(node.func, ast.Subscript)
+        and isinstance(node.func.value, ast.Name)
     }
     assert launched == set(KERNELS)

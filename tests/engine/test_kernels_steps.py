@@ -73,7 +73,9 @@ def writes(rng: np.random.Generator, num_rows: int, written: int, num_blocks: in
     ],
 )  # fmt: skip
 @pytest.mark.parametrize("in_memory", [True, False])
-def test_it_equals_the_reference(num_rows: int, written: int, num_blocks: int, in_memory: bool) -> None:
+def test_it_equals_the_reference(
+    num_rows: int, written: int, num_blocks: int, in_memory: bool
+) -> None:
     """Of as many rows and entries as a program takes at once, of fewer and of more; the rest stays as it is.
 
     in_memory: what was sampled lies in the rows that are written, as it does between two steps of graphs.
@@ -128,7 +130,9 @@ def test_a_step_begins_as_by_the_reference(num_rows: int, block_size: int) -> No
         advance(expected)
         for each in fields(DecodeState):
             if isinstance(getattr(found, each.name), torch.Tensor):
-                assert torch.equal(getattr(found, each.name), getattr(expected, each.name)), each.name
+                assert torch.equal(getattr(found, each.name), getattr(expected, each.name)), (
+                    each.name
+                )
         assert torch.equal(found.sampling.position, expected.sampling.position)
         for state in (found, expected):
             state.next_positions.clamp_(max=40 * block_size - 1)
@@ -154,12 +158,18 @@ def test_the_kernel_fills_the_rows_that_the_reference_fills(num_pending: int) ->
     places = torch.randperm(num_pending + 5, generator=numbers)[:num_pending]
     expected, found = token_ids.clone(), token_ids.clone().to(DEVICE)
     TorchBackend(torch.device("cpu")).fill_pending(expected, rows, sampled, places)
-    TritonBackend(DEVICE).fill_pending(found, rows.to(DEVICE), sampled.to(DEVICE), places.to(DEVICE))
+    TritonBackend(DEVICE).fill_pending(
+        found, rows.to(DEVICE), sampled.to(DEVICE), places.to(DEVICE)
+    )
     assert torch.equal(found.cpu(), expected)
 
 
 def test_a_sample_of_random_rows() -> None:
-    assert [line for case in cases(seed=77, num_rows=40) for line in differences(case, by_triton(DEVICE))] == []
+    assert [
+        line
+        for case in cases(seed=77, num_rows=40)
+        for line in differences(case, by_triton(DEVICE))
+    ] == []
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
@@ -180,7 +190,9 @@ def weigh_kernel(out_ptr, logits_ptr, rate, SIZE: tl.constexpr):
 def test_weights_are_equal_bit_by_bit() -> None:
     """Over all exponents, next to their edges and where the weight ends."""
     exact = -torch.linspace(0, 42, 2**15, dtype=torch.float64)
-    near = (-torch.arange(43.0).double()[:, None] + torch.linspace(-1e-6, 1e-6, 101).double()).flatten()
+    near = (
+        -torch.arange(43.0).double()[:, None] + torch.linspace(-1e-6, 1e-6, 101).double()
+    ).flatten()
     logits = torch.cat((exact, near.clamp(max=0))).float()
     logits = torch.nn.functional.pad(logits, (0, 2**16 - len(logits)), value=-torch.inf).to(DEVICE)
     rate = float(2**FRACTION_BITS)
@@ -196,11 +208,16 @@ TILE = 128  # so that rows, and entries of a kind, are more than one
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
-def make_edits(rng: np.random.Generator, num_rows: int, vocab: int, adds: bool) -> tuple[LogitEdits, Tensor]:
+def make_edits(
+    rng: np.random.Generator, num_rows: int, vocab: int, adds: bool
+) -> tuple[LogitEdits, Tensor]:
     """Edits of some rows, and the tokens that are pending; few tokens, so that one has several kinds."""
     rows = np.sort(rng.permutation(num_rows)[: rng.integers(1, num_rows + 1)])
     parts, few = EditParts(), rng.integers(2, vocab + 1)
-    masks = [token_mask(rng.integers(0, few, 40).tolist(), size) for size in (vocab, max(vocab // 2, few))]
+    masks = [
+        token_mask(rng.integers(0, few, 40).tolist(), size)
+        for size in (vocab, max(vocab // 2, few))
+    ]
     sampled = torch.from_numpy(rng.integers(0, few, len(rows)))
 
     def tokens(most: int) -> np.ndarray:
@@ -225,7 +242,9 @@ def make_edits(rng: np.random.Generator, num_rows: int, vocab: int, adds: bool) 
             if is_pending:
                 entries = np.concatenate((entries, np.array([[-1, 0]], np.int32)))
             presence, frequency = rng.choice((0.0, 0.3, -1.7, 2.0), 2).tolist()
-            parts.penalize(place, (presence, frequency, float(rng.choice((1.0, 0.4, 1.7)))), entries)
+            parts.penalize(
+                place, (presence, frequency, float(rng.choice((1.0, 0.4, 1.7)))), entries
+            )
     for place in range(len(rows)):  # as those of min_tokens, behind all others
         parts.banned.append((place, tokens(4).astype(np.int64)))
     return parts.joined(rows), sampled
@@ -250,7 +269,9 @@ def assert_same_bits(logits: Tensor, edits: LogitEdits, sampled: Tensor | None) 
 def test_the_bits_are_those_of_the_reference(seed: int, dtype: torch.dtype, adds: bool) -> None:
     rng = np.random.default_rng(seed)
     vocab, num_rows = int(rng.choice(VOCABS)), int(rng.integers(1, 4))
-    logits = torch.randn(num_rows, vocab, generator=torch.Generator().manual_seed(seed)).mul(4).to(dtype)
+    logits = (
+        torch.randn(num_rows, vocab, generator=torch.Generator().manual_seed(seed)).mul(4).to(dtype)
+    )
     logits[rng.integers(num_rows), rng.integers(vocab)] = -torch.inf
     edits, sampled = make_edits(rng, num_rows, vocab, adds)
     assert_same_bits(logits, edits, sampled)

@@ -52,11 +52,16 @@ def new_tokens(num_tokens: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_numbers_are_rounded_to_the_nearest_and_saturate(dtype: torch.dtype, backend: KernelBackend) -> None:
+def test_numbers_are_rounded_to_the_nearest_and_saturate(
+    dtype: torch.dtype, backend: KernelBackend
+) -> None:
     """Never to NaN, which FP8 has in place of infinity; a NaN stays one. Padding goes nowhere."""
     keys, values = new_tokens(9, dtype)
     keys[3, 0, 5] = torch.nan
-    scales = tuple(2.0 ** torch.tensor(each, dtype=torch.float32, device=DEVICE) for each in ([0, 0, -3], [2, -5, 0]))
+    scales = tuple(
+        2.0 ** torch.tensor(each, dtype=torch.float32, device=DEVICE)
+        for each in ([0, 0, -3], [2, -5, 0])
+    )
     pools = [torch.zeros((2, 8, 3, 16), dtype=torch.uint8, device=DEVICE).view(FP8) for _ in "kv"]
     slots = torch.tensor([15, 2, 3, 9, 8, 0, 1, 4, 12], device=DEVICE)
     backend.store(keys, values, LayerKVCache(pools[0], pools[1], scales), slots)
@@ -76,7 +81,10 @@ def test_numbers_are_rounded_to_the_nearest_and_saturate(dtype: torch.dtype, bac
     ("shape", "features"),
     [
         ({"head_dim": 64, "group": 1, "kv_heads": 3}, {}),
-        ({"head_dim": 80, "group": 3, "block_size": 32}, {"window": 40, "has_sinks": True, "has_slopes": True}),
+        (
+            {"head_dim": 80, "group": 3, "block_size": 32},
+            {"window": 40, "has_sinks": True, "has_slopes": True},
+        ),
         ({"head_dim": 128, "group": 2, "block_size": 48}, {"soft_cap": 2.0, "chunk": 64}),
     ],
     ids=str,
@@ -88,7 +96,9 @@ def test_attention_equals_float64_over_what_is_stored(
     contexts, queries = [130, 1, 700, 90, 40], [1, 1, 1, 70, 40]
     batch = make_batch(contexts, queries, dtype=dtype, **shape, **features).as_fp8()
     metadata, _ = backend.build_metadata(batch.block_tables, batch.context_lens, batch.query_lens)
-    out = backend.forward(batch.query, batch.cache, metadata, batch.features, batch.sinks, batch.slopes)
+    out = backend.forward(
+        batch.query, batch.cache, metadata, batch.features, batch.sinks, batch.slopes
+    )
     assert batch.error(out) < 1.5 * TOLERANCE[dtype]
 
 
@@ -98,7 +108,9 @@ def layers(count: int) -> list[AttentionFeatures]:
 
 def test_scales_leave_room_for_eight_times_the_largest() -> None:
     """Of each head, of keys and of values; a head of zeros has 1."""
-    cache = KVCache(layers(2), num_blocks=3, block_size=4, dtype=torch.bfloat16, device=CPU, scales=None)
+    cache = KVCache(
+        layers(2), num_blocks=3, block_size=4, dtype=torch.bfloat16, device=CPU, scales=None
+    )
     cache.layers[0].keys[1, 2, 0, 7] = -56.0  # 8 * 56 is the largest of FP8
     cache.layers[0].keys[2, 0, 1, 1] = 56.5
     cache.layers[1].values[0, 0, 1, 3] = 1e-3
@@ -135,7 +147,9 @@ def logits_of(folder: Path, prompt: list[int], **changes: Any) -> tuple[Tensor, 
 
 
 @pytest.mark.long
-def test_logits_stay_close_and_the_pool_holds_four_times_as_much_of_float32(folders: dict[str, Path]) -> None:
+def test_logits_stay_close_and_the_pool_holds_four_times_as_much_of_float32(
+    folders: dict[str, Path],
+) -> None:
     """Beside the spread of the logits; not at all as close with one head's scales for another."""
     folder = folders[SHAPE.name]
     reference = Reference(folder)

@@ -21,7 +21,12 @@ from worker.stock_worker import drive
 
 TOKENIZER = make_tokenizer()
 END = TOKENIZER.eos_token_id
-ROOMY = {"kv_cache_bytes": None, "max_num_seqs": 16, "max_num_batched_tokens": 512, "max_model_len": 400}
+ROOMY = {
+    "kv_cache_bytes": None,
+    "max_num_seqs": 16,
+    "max_num_batched_tokens": 512,
+    "max_model_len": 400,
+}
 CONTEXT = JobContext(None, "q", "j", "e", (), MODEL)  # type: ignore[arg-type]
 
 
@@ -76,7 +81,17 @@ def finish(engine: Engine) -> dict[str, Any]:
     return done
 
 
-NASTY = [[7], [8], [8, 9], [8, 9, 10, 11, 12, 13], [8, 9, 10, 12], [14, 15], [14, 16, 17], [18] * 6, [8, 10]]
+NASTY = [
+    [7],
+    [8],
+    [8, 9],
+    [8, 9, 10, 11, 12, 13],
+    [8, 9, 10, 12],
+    [14, 15],
+    [14, 16, 17],
+    [18] * 6,
+    [8, 10],
+]
 APART = [[7], [8, 9], [8, 10, 11], [14, 15, 16, 17, 18, 19], [14, 15, 16, 20], [8, 10, 12]]
 
 
@@ -87,12 +102,16 @@ def test_probabilities_are_those_of_transformers(
 ) -> None:
     """In mixed batches, preempted, in chunks; an end is scored where one label begins another."""
     rng = random.Random(8)
-    prompts = [[rng.randrange(20, 500) for _ in range(length)] for length in (1, 15, 16, 17, 50, 64)]
+    prompts = [
+        [rng.randrange(20, 500) for _ in range(length)] for length in (1, 15, 16, 17, 50, 64)
+    ]
     end = [END] if labels is NASTY else []
     done = {}
     with Engine(config(folders[NAME], async_scheduling=overlap)) as engine:
         for number, prompt in enumerate(prompts):
-            engine.add(str(number), prompt, ScoringParams(labels, score_end="auto"), lane=number % 2)
+            engine.add(
+                str(number), prompt, ScoringParams(labels, score_end="auto"), lane=number % 2
+            )
             done |= {each.request_id: each for each in engine.step()}
         done |= finish(engine)
         assert engine.stats().free_blocks == engine.stats().num_blocks
@@ -104,7 +123,9 @@ def test_probabilities_are_those_of_transformers(
         expected = [likelihood(truth, prompt, [*label, *end]) for label in labels]
         found = [each.logprob for each in completion.loglikelihoods]
         assert softmax(found) == pytest.approx(softmax(expected), abs=1e-5)
-        assert [each.num_tokens for each in completion.loglikelihoods] == [len(label) + len(end) for label in labels]
+        assert [each.num_tokens for each in completion.loglikelihoods] == [
+            len(label) + len(end) for label in labels
+        ]
 
 
 @pytest.mark.parametrize("length", [5, 16, 40])
@@ -112,13 +133,19 @@ def test_a_prompt_and_its_labels_are_computed_once(roomy: Engine, length: int) -
     """Labels of one token cost nothing beside the prompt; others no more than their tree."""
     rng = random.Random(length)
     computed, tree = 0, 0
-    for labels in ([[7], [8], [9], [10]], NASTY, [[rng.randrange(500) for _ in range(3)] for _ in range(20)]):
+    for labels in (
+        [[7], [8], [9], [10]],
+        NASTY,
+        [[rng.randrange(500) for _ in range(3)] for _ in range(20)],
+    ):
         prompt = [rng.randrange(3, 500) for _ in range(length)]
         before = roomy.stats().prefill_tokens
         roomy.add("a", prompt, ScoringParams(labels))
         finish(roomy)
         computed += roomy.stats().prefill_tokens - before
-        tree += length + len({tuple(label[: i + 1]) for label in labels for i in range(len(label) - 1)})
+        tree += length + len(
+            {tuple(label[: i + 1]) for label in labels for i in range(len(label) - 1)}
+        )
         if len(labels) == 4:
             assert computed == length, "of labels of one token the prompt alone is computed"
     assert computed <= 1.05 * tree
@@ -164,17 +191,22 @@ def test_a_label_that_merges_with_the_prompts_end_has_the_probability_of_the_who
     assert found["usage"]["prompt_tokens"] == len(prompt_ids)
 
 
-def test_a_classification_of_a_chat_follows_its_generation_prompt(roomy: Engine, truth: Any) -> None:
+def test_a_classification_of_a_chat_follows_its_generation_prompt(
+    roomy: Engine, truth: Any
+) -> None:
     messages = [{"role": "user", "content": "The quick brown fox"}]
     labels = ["yes", "no", "no no"]
     found = run(roomy, "jobs.classify", messages=messages, labels=labels, calibrate=True)
 
     def ids(messages: list[dict[str, str]]) -> list[int]:
-        return TOKENIZER.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
+        return TOKENIZER.apply_chat_template(
+            messages, add_generation_prompt=True, return_dict=False
+        )
 
     free = [{"role": "user", "content": "N/A"}]
     own, prior = (
-        [likelihood(truth, ids(each), [*encoded(label), END]) for label in labels] for each in (messages, free)
+        [likelihood(truth, ids(each), [*encoded(label), END]) for label in labels]
+        for each in (messages, free)
     )
     expected = softmax([a - b for a, b in zip(own, prior, strict=True)])
     assert list(found["probabilities"].values()) == pytest.approx(expected, abs=1e-5)
@@ -188,15 +220,22 @@ def test_a_ranking_sorts_documents_by_the_probability_of_yes(roomy: Engine, trut
     scores = {}
     for index, document in enumerate(documents[:3]):
         prompt = RERANK_PROMPT.format(instruction="find it", query="the fox", document=document)
-        likelihoods = [likelihood(truth, encoded(prompt), encoded(answer)) for answer in ("yes", "no")]
+        likelihoods = [
+            likelihood(truth, encoded(prompt), encoded(answer)) for answer in ("yes", "no")
+        ]
         scores[index] = softmax(likelihoods)[0]
-    assert [each["index"] for each in found["results"]] == [*sorted(scores, key=scores.get, reverse=True), 3]
+    assert [each["index"] for each in found["results"]] == [
+        *sorted(scores, key=scores.get, reverse=True),
+        3,
+    ]
     for each in found["results"][:3]:
         assert each["relevance_score"] == pytest.approx(scores[each["index"]], abs=1e-5)
         assert each["document"] == {"text": documents[each["index"]]}
     assert found["results"][3]["relevance_score"] is None
     assert "takes 401" in found["results"][3]["error"]
-    bare = run(roomy, "jobs.rerank", "the fox", [{"text": "a"}, "b"], top_n=1, return_documents=False)
+    bare = run(
+        roomy, "jobs.rerank", "the fox", [{"text": "a"}, "b"], top_n=1, return_documents=False
+    )
     assert [set(each) for each in bare["results"]] == [{"index", "relevance_score"}]
 
 
@@ -250,19 +289,45 @@ CHAT = [{"role": "user", "content": "a"}]
         ("classify", {"prompt": "a", "labels": []}, "labels holds 0, expected 2 to 1000"),
         ("classify", {"prompt": "a", "labels": ["a", ""]}, "label 1 is empty"),
         ("classify", {"prompt": "a", "labels": ["a", "\ud800"]}, "surrogate"),
-        ("classify", {"prompt": "a", "messages": CHAT, "labels": ["a", "b"]}, "each say what to ask"),
-        ("classify", {"prompt": ["a", "b"], "labels": ["a", "b"]}, "prompt is list, expected a string or"),
-        ("classify", {"prompt": "a", "labels": ["a", "b"], "max_tokens": 5}, "'max_tokens' is no argument"),
-        ("classify", {"messages": CHAT, "labels": ["a", "b"], "calibrate": "a"}, "messages without content"),
+        (
+            "classify",
+            {"prompt": "a", "messages": CHAT, "labels": ["a", "b"]},
+            "each say what to ask",
+        ),
+        (
+            "classify",
+            {"prompt": ["a", "b"], "labels": ["a", "b"]},
+            "prompt is list, expected a string or",
+        ),
+        (
+            "classify",
+            {"prompt": "a", "labels": ["a", "b"], "max_tokens": 5},
+            "'max_tokens' is no argument",
+        ),
+        (
+            "classify",
+            {"messages": CHAT, "labels": ["a", "b"], "calibrate": "a"},
+            "messages without content",
+        ),
         ("loglikelihood", {"prompt": "a", "continuations": "b"}, "expected a list"),
         ("loglikelihood", {"prompt": "a", "continuations": []}, "holds 0"),
         ("loglikelihood", {"prompt": "a", "continuations": [5]}, "continuation 0 is 5"),
         ("rerank", {"query": "a", "documents": "b"}, "documents is 'b'"),
         ("rerank", {"query": 5, "documents": ["b"]}, "query is int"),
-        ("rerank", {"query": "a", "documents": ["b"], "return_documents": "no"}, "return_documents is 'no'"),
-        ("rerank", {"query": "a", "documents": ["b"] * 500, "instruction": "é" * 80_000}, "bytes in all"),
+        (
+            "rerank",
+            {"query": "a", "documents": ["b"], "return_documents": "no"},
+            "return_documents is 'no'",
+        ),
+        (
+            "rerank",
+            {"query": "a", "documents": ["b"] * 500, "instruction": "é" * 80_000},
+            "bytes in all",
+        ),
     ],
 )
-def test_a_job_of_what_cannot_be_is_refused_by_name(name: str, arguments: dict[str, Any], message: str) -> None:
+def test_a_job_of_what_cannot_be_is_refused_by_name(
+    name: str, arguments: dict[str, Any], message: str
+) -> None:
     with pytest.raises(InvalidJob, match=message):
         opened_task(CONTEXT, f"jobs.{name}", (), arguments)

@@ -31,7 +31,9 @@ def test_an_urgent_sequence_takes_a_slot_from_the_latest_bulk_one(overlap: bool)
 
 def test_an_urgent_sequence_takes_the_blocks_of_bulk_ones(overlap: bool) -> None:
     """Slots are free: from the next step on it is in every one until it is done."""
-    shadow = ShadowEngine(overlap=overlap, max_num_seqs=8, num_blocks=12, max_num_batched_tokens=100)
+    shadow = ShadowEngine(
+        overlap=overlap, max_num_seqs=8, num_blocks=12, max_num_batched_tokens=100
+    )
     unending(shadow)
     bulk = [shadow.add([1, 2, i % 2 + 1] * 4, lane=1, max_tokens=20) for i in range(4)]
     for _ in range(3):
@@ -61,7 +63,9 @@ def test_a_sequence_is_told_as_started_in_its_first_step_alone(overlap: bool) ->
 
 def test_sequences_of_one_lane_are_admitted_in_order(overlap: bool) -> None:
     """First in, first out within a lane, also when a later one would fit and the first does not yet."""
-    shadow = ShadowEngine(overlap=overlap, num_blocks=10, max_num_seqs=4, max_num_batched_tokens=100)
+    shadow = ShadowEngine(
+        overlap=overlap, num_blocks=10, max_num_seqs=4, max_num_batched_tokens=100
+    )
     seqs = [shadow.add([1 + i % 2] * n, max_tokens=3) for i, n in enumerate((20, 25, 3, 30, 2, 9))]
     shadow.drain()
     first_admissions = sorted(set(shadow.admitted), key=shadow.admitted.index)
@@ -70,7 +74,9 @@ def test_sequences_of_one_lane_are_admitted_in_order(overlap: bool) -> None:
 
 def test_a_waiting_lane_gets_one_admission_in_twenty(overlap: bool) -> None:
     """Urgent sequences wait in any number: each run of twenty admissions holds one of the bulk lane."""
-    shadow = ShadowEngine(overlap=overlap, num_blocks=100, max_num_seqs=4, max_num_batched_tokens=200)
+    shadow = ShadowEngine(
+        overlap=overlap, num_blocks=100, max_num_seqs=4, max_num_batched_tokens=200
+    )
     bulk = {shadow.add([2, 2, 1, 2], lane=1, max_tokens=2) for _ in range(10)}
     for _ in range(300):
         shadow.add([1, 2], lane=0, max_tokens=2)
@@ -103,7 +109,9 @@ def test_bulk_sequences_finish_under_an_endless_urgent_flood(overlap: bool) -> N
 NUM_SLOTS = 40
 
 
-def full(*, overlap: bool, batches: bool = True, num_waiting: int = 40, max_tokens: int = 90) -> ShadowEngine:
+def full(
+    *, overlap: bool, batches: bool = True, num_waiting: int = 40, max_tokens: int = 90
+) -> ShadowEngine:
     """All slots held by sequences of lane 1 that end at different times, and more that wait."""
     shadow = ShadowEngine(
         overlap=overlap, batches_admissions=batches, num_blocks=500, max_num_seqs=NUM_SLOTS,

@@ -14,15 +14,23 @@ from engine.layers.rotary import apply_rotary
 from engine.layers.stream import ClampedSwigluAndMul
 from tests.engine.paged import DEVICE
 
-CPU_CLOSE = {torch.float32: {"rtol": 4e-6, "atol": 4e-6}, torch.bfloat16: {"rtol": 2**-8 + 4e-6, "atol": 4e-6}}
-GPU_CLOSE = {torch.float32: {"rtol": 4e-6, "atol": 4e-6}, torch.bfloat16: {"rtol": 4e-2, "atol": 4e-2}}
+CPU_CLOSE = {
+    torch.float32: {"rtol": 4e-6, "atol": 4e-6},
+    torch.bfloat16: {"rtol": 2**-8 + 4e-6, "atol": 4e-6},
+}
+GPU_CLOSE = {
+    torch.float32: {"rtol": 4e-6, "atol": 4e-6},
+    torch.bfloat16: {"rtol": 4e-2, "atol": 4e-2},
+}
 UNTOUCHED = 77.0
 
 both_dtypes = pytest.mark.parametrize("dtype", CPU_CLOSE, ids=str)
 
 
 def numba_kernels() -> SimpleNamespace:
-    pytest.importorskip("numba", reason="numba is not installed, so the CPU kernels cannot be compiled")
+    pytest.importorskip(
+        "numba", reason="numba is not installed, so the CPU kernels cannot be compiled"
+    )
     from engine.cpu_kernels import elementwise
 
     return SimpleNamespace(**vars(elementwise), device=torch.device("cpu"), close=CPU_CLOSE)
@@ -47,15 +55,23 @@ def kernels(request: pytest.FixtureRequest) -> Iterator[SimpleNamespace]:
     torch.set_num_threads(1)
 
 
-def random(kernels: SimpleNamespace, *shape: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> Tensor:
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(dtype).to(kernels.device)
+def random(
+    kernels: SimpleNamespace, *shape: int, seed: int = 0, dtype: torch.dtype = torch.float32
+) -> Tensor:
+    return (
+        torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+        .to(dtype)
+        .to(kernels.device)
+    )
 
 
 def norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + eps) * weight
 
 
-def rotation_of(kernels: SimpleNamespace, num_tokens: int, dim: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+def rotation_of(
+    kernels: SimpleNamespace, num_tokens: int, dim: int, dtype: torch.dtype
+) -> tuple[Tensor, Tensor]:
     """Cosines and sines [tokens, 1, dim], cut out of one table as RotaryEmbedding does it."""
     angles = (random(kernels, num_tokens, 1, dim // 2, seed=9) * 1000).repeat(1, 1, 2)
     cos, sin = torch.stack((angles.cos(), angles.sin()), 1).to(dtype).unbind(1)
@@ -64,7 +80,9 @@ def rotation_of(kernels: SimpleNamespace, num_tokens: int, dim: int, dtype: torc
 
 @both_dtypes
 @pytest.mark.parametrize(("num_tokens", "dim"), [(1, 48), (33, 40), (7, 1)])
-def test_add_rms_norm(kernels: SimpleNamespace, num_tokens: int, dim: int, dtype: torch.dtype) -> None:
+def test_add_rms_norm(
+    kernels: SimpleNamespace, num_tokens: int, dim: int, dtype: torch.dtype
+) -> None:
     """The norm is of the sum as it is rounded; a model may keep its norms' weights in float32."""
     x = random(kernels, num_tokens, dim, dtype=dtype)
     residual = random(kernels, num_tokens, dim, seed=1, dtype=dtype)
@@ -92,7 +110,8 @@ def test_rms_norm(kernels: SimpleNamespace, dim: int, dtype: torch.dtype) -> Non
 @both_dtypes
 @pytest.mark.parametrize("has_norms", [True, False])
 @pytest.mark.parametrize(
-    ("heads", "kv_heads", "head_dim", "rotary_dim"), [(4, 2, 16, 16), (5, 1, 96, 96), (5, 2, 80, 32)]
+    ("heads", "kv_heads", "head_dim", "rotary_dim"),
+    [(4, 2, 16, 16), (5, 1, 96, 96), (5, 2, 80, 32)],
 )
 def test_norm_rotate_and_store(
     kernels: SimpleNamespace,
@@ -112,19 +131,27 @@ def test_norm_rotate_and_store(
     slots[2::5] = -1
     kept = slots >= 0
     # a block before the first, for what a slot of -1 would hit
-    pools = [torch.full((7, 4, kv_heads, head_dim), UNTOUCHED, dtype=dtype, device=kernels.device) for _ in "kv"]
+    pools = [
+        torch.full((7, 4, kv_heads, head_dim), UNTOUCHED, dtype=dtype, device=kernels.device)
+        for _ in "kv"
+    ]
     turned = kernels.norm_rotate_and_store(
         query, key, value, rotation, tuple(weights) if has_norms else None, 1e-5,
         (*(pool[1:] for pool in pools), None), slots,
     )  # fmt: skip
     assert turned.is_contiguous()
     keys, values = (pool[1:].flatten(0, 1) for pool in pools)
-    for got, x, weight, rows in ((turned, query, weights[0], slice(None)), (keys[slots[kept]], key, weights[1], kept)):
+    for got, x, weight, rows in (
+        (turned, query, weights[0], slice(None)),
+        (keys[slots[kept]], key, weights[1], kept),
+    ):
         wide = norm(x.double(), weight.double(), 1e-5) if has_norms else x.double()
         expected = apply_rotary(wide, *(part.double() for part in rotation))[rows]
         torch.testing.assert_close(got.double(), expected, **kernels.close[dtype])
     assert torch.equal(values[slots[kept]], value[kept])
-    others = torch.ones(24, dtype=torch.bool, device=kernels.device).index_fill_(0, slots[kept], False)
+    others = torch.ones(24, dtype=torch.bool, device=kernels.device).index_fill_(
+        0, slots[kept], False
+    )
     for pool, stored in zip(pools, (keys, values), strict=True):
         assert (stored[others] == UNTOUCHED).all()
         assert (pool[0] == UNTOUCHED).all()
@@ -132,7 +159,9 @@ def test_norm_rotate_and_store(
 
 @both_dtypes
 @pytest.mark.parametrize(("num_tokens", "dim"), [(1, 96), (40, 33)])
-def test_gate_and_mul(kernels: SimpleNamespace, num_tokens: int, dim: int, dtype: torch.dtype) -> None:
+def test_gate_and_mul(
+    kernels: SimpleNamespace, num_tokens: int, dim: int, dtype: torch.dtype
+) -> None:
     """From gates that shut, over the range that counts, to gates wide open."""
     gate_up = random(kernels, num_tokens, 2 * dim, dtype=dtype) * 4
     gate_up[0, :6] = torch.tensor([-1e9, -200.0, -88.0, 88.0, 200.0, 1e9])
@@ -164,7 +193,9 @@ def test_store_kv_skips_padding_and_touches_nothing_else(dtype: torch.dtype) -> 
     slots = torch.randperm(42, generator=torch.Generator().manual_seed(1))[:21].to(kernels.device)
     slots[slots == 41] = -1
     slots[::4] = -1
-    caches = [torch.full((6, 7, 2, 24), UNTOUCHED, dtype=dtype, device=kernels.device) for _ in "kv"]
+    caches = [
+        torch.full((6, 7, 2, 24), UNTOUCHED, dtype=dtype, device=kernels.device) for _ in "kv"
+    ]
     kernels.store_kv(keys, values, (*caches, None), slots)
     for given, cache in zip((keys, values), caches, strict=True):
         expected = torch.full((42, 2, 24), UNTOUCHED, dtype=dtype, device=kernels.device)

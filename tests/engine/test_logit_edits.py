@@ -12,7 +12,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
-from transformers import NoBadWordsLogitsProcessor, RepetitionPenaltyLogitsProcessor, SequenceBiasLogitsProcessor
+from transformers import (
+    NoBadWordsLogitsProcessor,
+    RepetitionPenaltyLogitsProcessor,
+    SequenceBiasLogitsProcessor,
+)
 
 from engine import Engine, EngineConfig, SamplingParams
 from engine.sampling.edit_logits import edit_logits
@@ -26,7 +30,9 @@ FEW = 6  # tokens of which completions are made, so that they repeat
 Words = list[tuple[int, ...]]
 
 
-def edited(logits: Tensor, params: SamplingParams, words: Words, prompt: list[int], generated: list[int]) -> Tensor:
+def edited(
+    logits: Tensor, params: SamplingParams, words: Words, prompt: list[int], generated: list[int]
+) -> Tensor:
     """Logits [vocabulary] as transformers' processors change them, in vLLM's order; what it has none for is
     computed directly."""
     ids, scores = torch.tensor([prompt + generated]), logits.float()[None].clone()
@@ -62,7 +68,9 @@ class Row:
             return False
         edits, start = SequenceEdits(request), len(self.prompt)
         known = self.prompt + self.generated[: len(self.generated) - self.is_pending]
-        edits.write(EditParts(), 0, known[: start + self.num_seen], start, 0 if self.is_pending else None)
+        edits.write(
+            EditParts(), 0, known[: start + self.num_seen], start, 0 if self.is_pending else None
+        )
         edits.write(parts, place, known, start, pending_sample if self.is_pending else None)
         return True
 
@@ -87,7 +95,8 @@ PARAMS = st.builds(
     presence_penalty=PENALTIES,
     frequency_penalty=PENALTIES,
     repetition_penalty=st.sampled_from([1.0, 1.0, 0.4, 1.7]),
-    logit_bias=st.none() | st.dictionaries(st.integers(0, VOCAB - 1), st.floats(-100, 100, width=16)),
+    logit_bias=st.none()
+    | st.dictionaries(st.integers(0, VOCAB - 1), st.floats(-100, 100, width=16)),
     allowed_token_ids=st.none() | st.lists(st.integers(0, VOCAB - 1), min_size=1),
 )
 TOKENS = st.integers(0, FEW - 1)
@@ -109,7 +118,9 @@ def row_strategy(draw: st.DrawFn) -> Row:
 
 @given(rows=st.lists(row_strategy(), min_size=1, max_size=6), seed=st.integers(0, 99))
 @settings(max_examples=60, deadline=None, derandomize=True)
-def test_every_row_gets_its_own_edits_whatever_its_neighbours_are(rows: list[Row], seed: int) -> None:
+def test_every_row_gets_its_own_edits_whatever_its_neighbours_are(
+    rows: list[Row], seed: int
+) -> None:
     """As transformers' processors make them; and to the bit the same as alone, in bfloat16 too."""
     logits = torch.randn(len(rows), VOCAB, generator=torch.Generator().manual_seed(seed)) * 4
     together = edit_rows(logits.clone(), rows)
@@ -169,7 +180,11 @@ def requests() -> list[tuple[list[int], SamplingParams]]:
 def words_of(params: SamplingParams) -> Words:
     """As a word is at the beginning of a text, and behind a space."""
     encode = make_tokenizer().encode
-    return [tuple(encode(text)) for word in params.bad_words or () for text in (word, " " + word.lstrip())]
+    return [
+        tuple(encode(text))
+        for word in params.bad_words or ()
+        for text in (word, " " + word.lstrip())
+    ]
 
 
 @pytest.fixture(scope="module")

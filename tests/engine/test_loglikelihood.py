@@ -9,7 +9,15 @@ import pytest
 import torch
 from torch import Tensor
 
-from engine import Engine, InvalidPrompt, InvalidRequest, LogLikelihood, PromptTooLong, SamplingParams, ScoringFailed
+from engine import (
+    Engine,
+    InvalidPrompt,
+    InvalidRequest,
+    LogLikelihood,
+    PromptTooLong,
+    SamplingParams,
+    ScoringFailed,
+)
 from tests.engine.accounting import check_accounting
 from tests.engine.test_labels import TOKENIZER, encoded
 from tests.engine.test_logprobs import NAME, config
@@ -41,9 +49,14 @@ def check(found: LogLikelihood, truth: Truth, context: list[int], continuation: 
 def random_pairs(num_pairs: int) -> list[tuple[list[int], list[int]]]:
     """Few contexts, shared by many; continuations of one to seven tokens, and of more than a chunk."""
     rng = random.Random(4)
-    contexts = [[rng.randrange(3, 500) for _ in range(length)] for length in (1, 15, 16, 17, 40, 61)]
+    contexts = [
+        [rng.randrange(3, 500) for _ in range(length)] for length in (1, 15, 16, 17, 40, 61)
+    ]
     lengths = [1, 2, 3, 7, 30]
-    return [(rng.choice(contexts), [rng.randrange(3, 500) for _ in range(lengths[i % 5])]) for i in range(num_pairs)]
+    return [
+        (rng.choice(contexts), [rng.randrange(3, 500) for _ in range(lengths[i % 5])])
+        for i in range(num_pairs)
+    ]
 
 
 @pytest.mark.parametrize("overlap", [False, True])
@@ -62,9 +75,13 @@ def test_it_is_the_sum_of_the_continuations_log_probabilities(
 
 def test_what_greedy_generation_gives_is_greedy(small: Engine) -> None:
     prompt = [5, 6, 7, 8]
-    (completion,) = small.generate([prompt], SamplingParams(max_tokens=5, temperature=0, ignore_eos=True))
+    (completion,) = small.generate(
+        [prompt], SamplingParams(max_tokens=5, temperature=0, ignore_eos=True)
+    )
     other = [*completion.token_ids[:-1], (completion.token_ids[-1] + 1) % 500]
-    found = small.loglikelihood([(prompt, completion.token_ids), (prompt, other), (prompt, other[:4])])
+    found = small.loglikelihood(
+        [(prompt, completion.token_ids), (prompt, other), (prompt, other[:4])]
+    )
     assert [each.is_greedy for each in found] == [True, False, True]
 
 
@@ -92,7 +109,9 @@ def test_an_empty_context_is_the_token_that_ends_texts_where_none_begins_them(
 ) -> None:
     (found,) = small.loglikelihood([(context, "brown fox")])
     check(found, truth, [TOKENIZER.eos_token_id], encoded(context + "brown fox"))
-    assert small.loglikelihood([([], encoded("brown fox"))])[0].num_tokens == len(encoded("brown fox"))
+    assert small.loglikelihood([([], encoded("brown fox"))])[0].num_tokens == len(
+        encoded("brown fox")
+    )
     (given,) = small.loglikelihood([("", "<|im_end|>brown fox")])
     assert given == small.loglikelihood([("", "brown fox")])[0], "it is not put there twice"
 
@@ -107,13 +126,17 @@ def test_an_empty_context_is_the_token_that_ends_texts_where_none_begins_them(
         (("a " * 100_000, "b"), PromptTooLong, "characters"),
     ],
 )
-def test_a_bad_pair_is_named(small: Engine, pair: Any, error: type[Exception], message: str) -> None:
+def test_a_bad_pair_is_named(
+    small: Engine, pair: Any, error: type[Exception], message: str
+) -> None:
     with pytest.raises(error, match=message):
         small.loglikelihood([("a", " b"), pair])
     assert not small.has_unfinished
 
 
-def test_logits_that_are_no_numbers_fail_that_pair(folders: dict[str, Path], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_logits_that_are_no_numbers_fail_that_pair(
+    folders: dict[str, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
     with Engine(config(folders[NAME])) as engine:
         runner = engine._live_runner
         logits = type(runner.model).logits

@@ -46,7 +46,9 @@ def mixed_requests() -> list[Asked]:
     shared = [rng.randrange(3, 500) for _ in range(37)]
     asked = []
     for i, top in enumerate([None, 0, 1, 5, 20, 3, None, 20, 2, 0, 20, 4]):
-        prompt = shared[: rng.choice([0, 16, 37])] + [rng.randrange(3, 500) for _ in range(1 + 7 * (i % 5))]
+        prompt = shared[: rng.choice([0, 16, 37])] + [
+            rng.randrange(3, 500) for _ in range(1 + 7 * (i % 5))
+        ]
         params = SamplingParams(
             max_tokens=4 + 5 * (i % 3),
             temperature=[0.0, 0.7, 1.3][i % 3],
@@ -118,7 +120,9 @@ def check(completions: list[Completion], asked: list[Asked], truth: Any) -> None
             assert completion.prompt_logprobs[0] is None
             assert len(completion.prompt_logprobs) == len(prompt)
             for at in range(1, len(prompt)):
-                check_entry(completion.prompt_logprobs[at], prompt[at], rows[at - 1], params.prompt_logprobs)
+                check_entry(
+                    completion.prompt_logprobs[at], prompt[at], rows[at - 1], params.prompt_logprobs
+                )
 
 
 @pytest.mark.parametrize("overlap", [False, True])
@@ -140,7 +144,9 @@ def test_they_are_those_of_the_models_own_distribution(
 def test_tokens_are_the_same_with_and_without(small: Engine) -> None:
     """Asking for log probabilities changes nothing else."""
     asked = mixed_requests()
-    plain = [(prompt, replace(params, logprobs=None, prompt_logprobs=None)) for prompt, params in asked]
+    plain = [
+        (prompt, replace(params, logprobs=None, prompt_logprobs=None)) for prompt, params in asked
+    ]
     with_them, without = generate(small, asked), generate(small, plain)
     assert [each.token_ids for each in with_them] == [each.token_ids for each in without]
     assert [each.text for each in with_them] == [each.text for each in without]
@@ -165,7 +171,9 @@ def test_other_values_are_refused(name: str, value: Any) -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_the_cpu_kernel_says_what_torch_does_of_several_tokens_a_row(dtype: torch.dtype) -> None:
     """Of equal logits too, of rows that lie apart, at both ends of the vocabulary, and beside numbers that are none."""
-    pytest.importorskip("numba", reason="numba is not installed, so the CPU kernels cannot be compiled")
+    pytest.importorskip(
+        "numba", reason="numba is not installed, so the CPU kernels cannot be compiled"
+    )
     from engine.cpu_kernels.token_scores import score_tokens
 
     generator = torch.Generator().manual_seed(5)
@@ -175,7 +183,9 @@ def test_the_cpu_kernel_says_what_torch_does_of_several_tokens_a_row(dtype: torc
     rows = torch.searchsorted(rows, torch.arange(int(rows[-1])), right=True)
     token_ids = torch.randint(307, (len(rows),), generator=generator)
     token_ids[0], token_ids[-1], token_ids[rows == 5] = 0, 306, 1
-    found, expected = (score(logits, token_ids, rows) for score in (score_tokens, row_logprobs.score_tokens))
+    found, expected = (
+        score(logits, token_ids, rows) for score in (score_tokens, row_logprobs.score_tokens)
+    )
     is_told = (rows != 3) & (rows != 4)
     assert found[0][~is_told].isnan().all()
     assert (found[0] - expected[0])[is_told].abs().max() < CLOSE
@@ -199,6 +209,8 @@ def test_a_request_whose_log_probabilities_take_the_engines_memory_is_refused(
     (whole, _) = small.generate([list(range(5, 13))], params)
     assert whole.error is None
     monkeypatch.setattr(intake, "MAX_LOGPROB_ENTRIES", 61)
-    with pytest.raises(InvalidSampling, match="may have 62 log probabilities, more than the limit of 61"):
+    with pytest.raises(
+        InvalidSampling, match="may have 62 log probabilities, more than the limit of 61"
+    ):
         small.add("a", list(range(5, 13)), params)
     assert not small.has_unfinished

@@ -52,7 +52,9 @@ class FakeGpu(GpuMemory):
         self.taken -= num_bytes
 
 
-def start_on(gpu: FakeGpu, monkeypatch: pytest.MonkeyPatch, *, graph_bytes: list[int], step_bytes: int) -> None:
+def start_on(
+    gpu: FakeGpu, monkeypatch: pytest.MonkeyPatch, *, graph_bytes: list[int], step_bytes: int
+) -> None:
     """Let engines start as on this GPU. graph_bytes: of graphs captured for measuring, and of those captured then."""
     simulate_graphs(monkeypatch)
     make_cache, capture, launch = KVCache.__init__, ModelRunner._capture_graphs, ModelRunner.launch
@@ -85,7 +87,9 @@ def config(folder: Path, **changes: Any) -> EngineConfig:
     return EngineConfig(str(folder), **values | changes)
 
 
-def test_an_engine_takes_what_is_left_and_serves_within_it(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_engine_takes_what_is_left_and_serves_within_it(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """200 MiB: 30 of others, 32 of a step, 20 of graphs, the spare; the pool is the rest, to a block."""
     gpu = FakeGpu(400 * MIB, taken=30 * MIB)
     start_on(gpu, monkeypatch, graph_bytes=[20 * MIB] * 2, step_bytes=MIB // 2)
@@ -103,15 +107,28 @@ def test_an_engine_takes_what_is_left_and_serves_within_it(folder: Path, monkeyp
 @pytest.mark.parametrize(
     ("taken", "changes", "message"),
     [
-        (160, {}, "holds 0 blocks.* raise kv_cache_bytes or memory_utilization .* lower max_model_len"),
-        (30, {"kv_cache_bytes": 55 * MIB}, f"kv_cache_bytes={55 * MIB} .* {54 * MIB} bytes left of memory_uti"),
+        (
+            160,
+            {},
+            "holds 0 blocks.* raise kv_cache_bytes or memory_utilization .* lower max_model_len",
+        ),
+        (
+            30,
+            {"kv_cache_bytes": 55 * MIB},
+            f"kv_cache_bytes={55 * MIB} .* {54 * MIB} bytes left of memory_uti",
+        ),
     ],
 )
 def test_a_pool_that_does_not_fit_stops_the_start(
     taken: int, changes: dict[str, Any], message: str, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Also one that is asked for in bytes."""
-    start_on(FakeGpu(400 * MIB, taken * MIB), monkeypatch, graph_bytes=[20 * MIB] * 2, step_bytes=MIB // 2)
+    start_on(
+        FakeGpu(400 * MIB, taken * MIB),
+        monkeypatch,
+        graph_bytes=[20 * MIB] * 2,
+        step_bytes=MIB // 2,
+    )
     with pytest.raises(ConfigError, match=message):
         Engine(config(folder, **changes))
 
@@ -120,7 +137,9 @@ def resident_bytes() -> int:
     return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
 
-@pytest.mark.skipif(not hasattr(ctypes.CDLL(None), "malloc_trim"), reason="the C library is not glibc")
+@pytest.mark.skipif(
+    not hasattr(ctypes.CDLL(None), "malloc_trim"), reason="the C library is not glibc"
+)
 def test_what_steps_left_goes_back_to_the_system_when_the_engine_closes(folder: Path) -> None:
     """It stays with the process until then; model and pool go at once, without a collection."""
     built = Engine(EngineConfig(str(folder), kv_cache_bytes=1 << 22))

@@ -77,7 +77,9 @@ def test_a_hub_id_goes_to_the_hub(monkeypatch: pytest.MonkeyPatch, tmp_path: Pat
 def test_a_missing_shard_is_named(folders: dict[str, Path], tmp_path: Path) -> None:
     folder = Path(shutil.copytree(folders["gqa2_sharded"], tmp_path / "model"))
     (folder / "model-00002-of-00003.safetensors").unlink()
-    with pytest.raises(MissingWeights, match=r"1 of 3 .* missing: model-00002-of-00003\.safetensors"):
+    with pytest.raises(
+        MissingWeights, match=r"1 of 3 .* missing: model-00002-of-00003\.safetensors"
+    ):
         Engine(EngineConfig(str(folder), **SMALL))
 
 
@@ -103,14 +105,19 @@ def test_an_lm_head_of_its_own_is_not_tied_away(copy: Path) -> None:
 
 def test_a_missing_tensor_is_named(copy: Path) -> None:
     change_weights(copy, **{"model.layers.1.self_attn.k_proj.weight": None, "lm_head.weight": None})
-    with pytest.raises(MissingWeights, match=r"2 tensors .*lm_head.weight, model.layers.1.self_attn.qkv_proj.weight"):
+    with pytest.raises(
+        MissingWeights,
+        match=r"2 tensors .*lm_head.weight, model.layers.1.self_attn.qkv_proj.weight",
+    ):
         Engine(EngineConfig(str(copy), **SMALL))
 
 
 def test_a_tensor_of_another_shape_is_named(copy: Path) -> None:
     """Also one that would broadcast."""
     change_weights(copy, **{"model.norm.weight": torch.ones(1)})
-    with pytest.raises(WeightMismatch, match=r"'model.norm.weight' .* shape \[1\] found, \[48\] expected"):
+    with pytest.raises(
+        WeightMismatch, match=r"'model.norm.weight' .* shape \[1\] found, \[48\] expected"
+    ):
         Engine(EngineConfig(str(copy), **SMALL))
 
 
@@ -134,14 +141,22 @@ def test_other_weight_formats_and_broken_files_are_not_read(copy: Path) -> None:
     ("changes", "message"),
     [
         ({"architectures": ["RwkvForCausalLM"]}, "RwkvForCausalLM has a state .* Mamba2ForCaus"),
-        ({"architectures": ["OtherForCausalLM"]}, "'OtherForCausalLM' is not native; native are .*Qwen3"),
-        ({"quantization_config": {"quant_method": "hqq"}}, "'hqq' are not supported; supported are fp8"),
+        (
+            {"architectures": ["OtherForCausalLM"]},
+            "'OtherForCausalLM' is not native; native are .*Qwen3",
+        ),
+        (
+            {"quantization_config": {"quant_method": "hqq"}},
+            "'hqq' are not supported; supported are fp8",
+        ),
         ({"layer_types": ["full_attention", "linear_attention"]}, "type linear_attention"),
         ({"is_causal": False}, "attends to later tokens"),
         ({"rope_parameters": {"rope_type": "proportional"}}, "rope type 'proportional'"),
     ],
 )
-def test_a_model_that_is_not_supported_is_named(copy: Path, changes: dict[str, Any], message: str) -> None:
+def test_a_model_that_is_not_supported_is_named(
+    copy: Path, changes: dict[str, Any], message: str
+) -> None:
     """Natively; most of these run through transformers otherwise."""
     change_config(copy, **changes)
     with pytest.raises(UnsupportedModel, match=message):
@@ -165,7 +180,9 @@ def test_a_folder_without_a_tokenizer_says_so(copy: Path, content: str | None) -
     (copy / "tokenizer.json").unlink()
     if content is not None:
         (copy / "tokenizer.json").write_text(content)
-    with pytest.raises(ConfigError, match=r"holds none of tokenizer\.json|tokenizer in .* cannot be loaded"):
+    with pytest.raises(
+        ConfigError, match=r"holds none of tokenizer\.json|tokenizer in .* cannot be loaded"
+    ):
         Engine(EngineConfig(str(copy), **SMALL))
 
 
@@ -176,17 +193,33 @@ def test_a_folder_without_a_tokenizer_says_so(copy: Path, content: str | None) -
         ("config.json", {"num_attention_heads": 0, "head_dim": None}, "config.json"),
         ("config.json", {"rms_norm_eps": [1]}, "rms_norm_eps must be a number above 0"),
         ("config.json", {"architectures": 7}, "value of a wrong kind"),
-        ("config.json", {"layer_types": ["full_attention"]}, "layer_types has 1 entries for 3 layers"),
+        (
+            "config.json",
+            {"layer_types": ["full_attention"]},
+            "layer_types has 1 entries for 3 layers",
+        ),
         (
             "config.json",
             {"use_sliding_window": True, "max_window_layers": 0, "sliding_window": 0},
             "sliding_window must be between 1 and",
         ),
-        ("config.json", {"rope_parameters": {"rope_type": "linear"}}, "config.json has no 'factor'"),
-        ("config.json", {"rope_scaling": {"type": "linear", "factor": "2"}}, "factor must be a number above 0"),
+        (
+            "config.json",
+            {"rope_parameters": {"rope_type": "linear"}},
+            "config.json has no 'factor'",
+        ),
+        (
+            "config.json",
+            {"rope_scaling": {"type": "linear", "factor": "2"}},
+            "factor must be a number above 0",
+        ),
         ("config.json", {"quantization_config": [1]}, "value of a wrong kind"),
         ("generation_config.json", {"eos_token_id": [[1]]}, "value of a wrong kind"),
-        ("model.safetensors.index.json", {"weight_map": {"a": "../b"}}, "files beside it, got '../b"),
+        (
+            "model.safetensors.index.json",
+            {"weight_map": {"a": "../b"}},
+            "files beside it, got '../b",
+        ),
     ],
 )
 def test_a_hostile_model_folder_is_refused_by_name(
@@ -203,7 +236,9 @@ def test_a_hostile_model_folder_is_refused_by_name(
 
 
 @pytest.mark.parametrize("name", ["config.json", "generation_config.json"])
-def test_a_file_that_is_far_too_large_or_deep_is_refused_by_name(folder: Path, tmp_path: Path, name: str) -> None:
+def test_a_file_that_is_far_too_large_or_deep_is_refused_by_name(
+    folder: Path, tmp_path: Path, name: str
+) -> None:
     made = tmp_path / "model"
     shutil.copytree(folder, made)
     (made / name).write_text("[" * 200_000)

@@ -81,16 +81,26 @@ def make_linear(weight: Tensor, kernels: LayerKernels | None) -> GroupedLinear:
     ],
 )
 def test_grouped_products_equal_float64(
-    counts: list[int], in_features: int, out_features: int, dtype: torch.dtype, kernels: LayerKernels | None
+    counts: list[int],
+    in_features: int,
+    out_features: int,
+    dtype: torch.dtype,
+    kernels: LayerKernels | None,
 ) -> None:
     """Experts with no row, one, and more than a tile; sizes no multiple of a tile; with bias and without."""
-    x, weight = (random(n, in_features, dtype=dtype) for n in (sum(counts), len(counts) * out_features))
+    x, weight = (
+        random(n, in_features, dtype=dtype) for n in (sum(counts), len(counts) * out_features)
+    )
     weight = weight.view(len(counts), out_features, in_features) / in_features**0.5
     bias = random(len(counts), out_features, seed=1, dtype=dtype)
     linear = make_linear(weight, kernels)
-    tolerance = 1e-5 if dtype == torch.float32 else 5e-2  # the interpreter rounds bfloat16 towards zero
+    tolerance = (
+        1e-5 if dtype == torch.float32 else 5e-2
+    )  # the interpreter rounds bfloat16 towards zero
     for b in (None, bias):
-        wide = [rows.double() @ w.double().T for rows, w in zip(x.split(counts), weight, strict=True)]
+        wide = [
+            rows.double() @ w.double().T for rows, w in zip(x.split(counts), weight, strict=True)
+        ]
         if b is not None:
             wide = [product + row.double() for product, row in zip(wide, b, strict=True)]
         got = products(linear, x, b, counts)
@@ -112,7 +122,10 @@ def transformers_block(variant: str) -> nn.Module:
         kind = GptOssMLP
     else:
         config = Qwen3MoeConfig(
-            **sizes, moe_intermediate_size=COLUMNS, num_experts=NUM_EXPERTS, norm_topk_prob=VARIANTS[variant].normalised
+            **sizes,
+            moe_intermediate_size=COLUMNS,
+            num_experts=NUM_EXPERTS,
+            norm_topk_prob=VARIANTS[variant].normalised,
         )
         kind = Qwen3MoeSparseMoeBlock
     config._experts_implementation = "eager"
@@ -120,7 +133,9 @@ def transformers_block(variant: str) -> nn.Module:
     with torch.no_grad():
         for i, parameter in enumerate(block.parameters()):
             parameter.copy_(random(*parameter.shape, seed=i))
-        (block.router if hasattr(block, "router") else block.gate).weight *= 0.2  # no expert outweighs all
+        (
+            block.router if hasattr(block, "router") else block.gate
+        ).weight *= 0.2  # no expert outweighs all
     return block
 
 
@@ -130,7 +145,9 @@ def expected_output(block: nn.Module, x: Tensor) -> Tensor:
     return (output[0] if isinstance(output, tuple) else output).view_as(x)
 
 
-def make(experts: Experts, block: nn.Module, folder: Path, kernels: LayerKernels | None) -> SparseMLP:
+def make(
+    experts: Experts, block: nn.Module, folder: Path, kernels: LayerKernels | None
+) -> SparseMLP:
     """Our layer with transformers' weights, through a file, as a checkpoint's tensors come."""
     mlp = SparseMLP(experts, HIDDEN, TensorParallel(), dtype=torch.float32, kernels=kernels)
     router = block.router if hasattr(block, "router") else block.gate
@@ -148,7 +165,9 @@ def make(experts: Experts, block: nn.Module, folder: Path, kernels: LayerKernels
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
-def test_a_layer_equals_transformers(variant: str, kernels: LayerKernels | None, tmp_path: Path) -> None:
+def test_a_layer_equals_transformers(
+    variant: str, kernels: LayerKernels | None, tmp_path: Path
+) -> None:
     """From one token, whose other experts have none, to more than a tile for each; outputs of 100s."""
     block = transformers_block(variant)
     mlp = make(VARIANTS[variant], block, tmp_path, kernels)
@@ -162,7 +181,9 @@ def test_a_layer_equals_transformers(variant: str, kernels: LayerKernels | None,
 @pytest.mark.parametrize("num_experts", [4, 12, 130])
 def test_weights_are_a_softmax_in_float32(num_experts: int, kernels: LayerKernels | None) -> None:
     """Of the highest scores, highest first."""
-    scores = (random(9, num_experts).argsort(-1).bfloat16() / 8).to(device_of(kernels))  # no two alike
+    scores = (random(9, num_experts).argsort(-1).bfloat16() / 8).to(
+        device_of(kernels)
+    )  # no two alike
     probabilities = scores.double().softmax(-1)
     choose = choose_experts if kernels is None else kernels.experts.choose
     for normalised in (True, False):
@@ -182,7 +203,11 @@ def test_many_choices_are_grouped_as_torch_sorts_them() -> None:
 
     for num_tokens, num_chosen, num_experts in ((TILE, 2, 3), (1, 1, 1), (TILE // 4 + 1, 8, 150)):
         generator = torch.Generator().manual_seed(num_tokens)
-        chosen = torch.rand(num_tokens, num_experts, generator=generator).topk(num_chosen).indices.to(DEVICE)
+        chosen = (
+            torch.rand(num_tokens, num_experts, generator=generator)
+            .topk(num_chosen)
+            .indices.to(DEVICE)
+        )
         chosen[chosen == num_experts - 2] = 0
         sorted_by_torch = ExpertGroups.of(chosen, num_experts)
         fused = ExpertGroups(*group_by_expert(chosen, num_experts))

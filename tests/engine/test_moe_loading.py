@@ -21,7 +21,10 @@ from tests.engine.families import BY_NAME, make_family
 from tests.engine.family_runs import config_of, reference_of, run
 
 Tensors = dict[str, Tensor]
-QWEN_EXPERTS, MIXTRAL_EXPERTS = "model.layers.0.mlp.experts", "model.layers.0.block_sparse_moe.experts"
+QWEN_EXPERTS, MIXTRAL_EXPERTS = (
+    "model.layers.0.mlp.experts",
+    "model.layers.0.block_sparse_moe.experts",
+)
 
 
 def rewrite(folder: Path, change: Callable[[Tensors], Tensors]) -> None:
@@ -60,7 +63,9 @@ def test_experts_in_one_tensor_give_the_same_tokens(name: str, tmp_path: Path) -
     assert run(reference)[0] == []
 
 
-def test_a_rank_reads_only_its_share_of_the_experts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_rank_reads_only_its_share_of_the_experts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     folder, read_whole = make_family(tmp_path, BY_NAME["gpt_oss"]), set()
     whole = CheckpointTensor.whole
 
@@ -70,7 +75,11 @@ def test_a_rank_reads_only_its_share_of_the_experts(tmp_path: Path, monkeypatch:
 
     monkeypatch.setattr(CheckpointTensor, "whole", recorded)
     ModelRunner(config_of(folder), read_model_config(folder), folder, TensorParallel(1, 2))
-    norms = {"input_layernorm.weight", "post_attention_layernorm.weight", "weight"}  # the last: the model's
+    norms = {
+        "input_layernorm.weight",
+        "post_attention_layernorm.weight",
+        "weight",
+    }  # the last: the model's
     others = {"mlp.router.weight", "mlp.router.bias", "self_attn.o_proj.bias"}
     assert {name.split(".", 3)[-1] for name in read_whole} == norms | others
 
@@ -79,8 +88,16 @@ def test_a_rank_reads_only_its_share_of_the_experts(tmp_path: Path, monkeypatch:
     ("name", "values", "said"),
     [
         ("qwen3_moe", {"num_experts_per_tok": 9}, "a token cannot go through 9 of 8 experts"),
-        ("qwen3_moe", {"mlp_only_layers": [3]}, r"mlp_only_layers must hold numbers of the 3 layers, got \[3\]"),
-        ("mixtral", {"hidden_act": "gelu_pytorch_tanh"}, "experts with hidden_act 'gelu_pytorch_tanh' are not"),
+        (
+            "qwen3_moe",
+            {"mlp_only_layers": [3]},
+            r"mlp_only_layers must hold numbers of the 3 layers, got \[3\]",
+        ),
+        (
+            "mixtral",
+            {"hidden_act": "gelu_pytorch_tanh"},
+            "experts with hidden_act 'gelu_pytorch_tanh' are not",
+        ),
         ("gpt_oss", {"swiglu_limit": None}, "swiglu_limit must be a number above 0, got None"),
     ],
 )
@@ -120,6 +137,8 @@ def test_a_missing_tensor_is_named(name: str, missing: str, said: str, tmp_path:
     ],
 )
 def test_a_tensor_without_a_place_is_named(name: str, extra: str, tmp_path: Path) -> None:
-    rewrite(make_family(tmp_path, BY_NAME[name]), lambda tensors: tensors | {extra: torch.ones(2, 2)})
+    rewrite(
+        make_family(tmp_path, BY_NAME[name]), lambda tensors: tensors | {extra: torch.ones(2, 2)}
+    )
     with pytest.raises(WeightMismatch, match=f"holds '{extra}', for which this model has no place"):
         Engine(config_of(tmp_path))

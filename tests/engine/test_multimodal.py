@@ -31,7 +31,9 @@ def write_in_the_other_layout(folder: Path) -> None:
             renamed[re.sub(r"^lm_head", "language_model.lm_head", new)] = tensor
             continue
         new = re.sub(r"^language_model\.lm_head", "lm_head", name)
-        new = re.sub(r"^language_model\.model\.|^model\.(?=layers|embed|norm)", "model.language_model.", new)
+        new = re.sub(
+            r"^language_model\.model\.|^model\.(?=layers|embed|norm)", "model.language_model.", new
+        )
         renamed[re.sub(r"^(vision_tower|multi_modal|visual)", r"model.\1", new)] = tensor
     assert renamed.keys() != tensors.keys()
     save_file(renamed, folder / "model.safetensors", metadata={"format": "pt"})
@@ -42,7 +44,9 @@ def write_as_the_hub_has_qwen2_5_vl(folder: Path) -> None:
     config = json.loads((folder / "config.json").read_text())
     text = config.pop("text_config")
     parameters = text.pop("rope_parameters")
-    config |= {key: value for key, value in text.items() if key not in ("model_type", "layer_types")}
+    config |= {
+        key: value for key, value in text.items() if key not in ("model_type", "layer_types")
+    }
     config |= {
         "rope_theta": parameters["rope_theta"],
         "rope_scaling": {"type": "mrope", "mrope_section": parameters["mrope_section"]},
@@ -91,14 +95,19 @@ def test_greedy_tokens_equal_the_whole_models(reference: Reference) -> None:
     write_in_the_other_layout(reference.folder)
     assert run(reference, "whole")[0] == []
     config = json.loads((reference.folder / "config.json").read_text())
-    (reference.folder / "config.json").write_text(json.dumps({**config, "tie_word_embeddings": True}))
+    (reference.folder / "config.json").write_text(
+        json.dumps({**config, "tie_word_embeddings": True})
+    )
     assert run(reference, "whole")[0] == []
 
 
 @pytest.mark.parametrize(
-    ("name", "rewrite"), [("qwen2_5_vl", write_as_the_hub_has_qwen2_5_vl), ("gemma3", write_as_the_hub_has_gemma3)]
+    ("name", "rewrite"),
+    [("qwen2_5_vl", write_as_the_hub_has_qwen2_5_vl), ("gemma3", write_as_the_hub_has_gemma3)],
 )
-def test_an_older_file_is_read_alike(tmp_path: Path, name: str, rewrite: Callable[[Path], None]) -> None:
+def test_an_older_file_is_read_alike(
+    tmp_path: Path, name: str, rewrite: Callable[[Path], None]
+) -> None:
     reference = make_reference(tmp_path / "model", name)
     assert reference.answers
     rewrite(reference.folder)
@@ -108,10 +117,18 @@ def test_an_older_file_is_read_alike(tmp_path: Path, name: str, rewrite: Callabl
 @pytest.mark.parametrize(
     ("change", "error", "words"),
     [
-        ({"architectures": ["MllamaForConditionalGeneration"]}, UnsupportedModel, "MllamaForC.* takes a MllamaC"),
+        (
+            {"architectures": ["MllamaForConditionalGeneration"]},
+            UnsupportedModel,
+            "MllamaForC.* takes a MllamaC",
+        ),
         ({"architectures": ["Mistral3Model"]}, UnsupportedModel, "Mistral3Model has no LM head"),
         ({"text_config": {"model_type": "evil"}}, ConfigError, r"config\.json cannot be read"),
-        ({"model_type": "evil", "auto_map": {"AutoConfig": "evil.T"}}, ConfigError, "cannot be read"),
+        (
+            {"model_type": "evil", "auto_map": {"AutoConfig": "evil.T"}},
+            ConfigError,
+            "cannot be read",
+        ),
     ],
 )
 def test_what_is_not_served_is_refused_by_name(
@@ -130,10 +147,19 @@ def test_the_text_is_served_where_a_part_for_images_cannot_be_made(tmp_path: Pat
     reference = ArchitectureRuns(tmp_path, "gemma3n_text").reference
     assert reference.answers
     tensors = load_file(tmp_path / "model.safetensors")
-    named = {name.replace("model.", "model.language_model.", 1): tensor for name, tensor in tensors.items()}
-    save_file({**named, "model.vision_tower.x": torch.ones(1)}, tmp_path / "model.safetensors", {"format": "pt"})
+    named = {
+        name.replace("model.", "model.language_model.", 1): tensor
+        for name, tensor in tensors.items()
+    }
+    save_file(
+        {**named, "model.vision_tower.x": torch.ones(1)},
+        tmp_path / "model.safetensors",
+        {"format": "pt"},
+    )
     text = json.loads((tmp_path / "config.json").read_text())
-    whole = Gemma3nConfig(text_config=text, architectures=["Gemma3nForConditionalGeneration"], dtype="float32")
+    whole = Gemma3nConfig(
+        text_config=text, architectures=["Gemma3nForConditionalGeneration"], dtype="float32"
+    )
     whole.save_pretrained(tmp_path)
     assert run(reference, "whole", block_bytes=1 << 16)[0] == []
 

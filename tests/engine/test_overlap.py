@@ -56,7 +56,9 @@ class LateRunner:
     def wait(self, number: int) -> None:
         self.calls.append(("wait", number))
         if self._last_step is not None and number < self._last_step:
-            assert self._num_launched > number + 1, f"step {number} is waited for before the next launch"
+            assert self._num_launched > number + 1, (
+                f"step {number} is waited for before the next launch"
+            )
 
     def close(self) -> None:
         self.calls.append(("close", 0))
@@ -104,7 +106,9 @@ def stopping_prompts() -> list[list[int]]:
     return [[rng.randrange(1, 3) for _ in range(1 + i % 9)] for i in range(12)]
 
 
-def test_a_step_is_launched_before_the_tokens_of_the_one_before_are_waited_for(folder: Path) -> None:
+def test_a_step_is_launched_before_the_tokens_of_the_one_before_are_waited_for(
+    folder: Path,
+) -> None:
     """Six tokens are six steps. The engine that waits first fails this very test."""
     runner = LateRunner(last_step=5)
     with start(folder, runner) as built:
@@ -140,7 +144,9 @@ def test_it_is_off_on_a_cpu_unless_asked_for(folder: Path, monkeypatch: pytest.M
     assert overlaps(device="cuda", tensor_parallel_size=2)
 
 
-def test_the_token_computed_past_a_stop_is_dropped(folder: Path, stopping_prompts: list[list[int]]) -> None:
+def test_the_token_computed_past_a_stop_is_dropped(
+    folder: Path, stopping_prompts: list[list[int]]
+) -> None:
     """It is in no completion and no count, and what it wrote harms nobody. An end by length has none."""
     rows, stats = [], []
     for overlap in (False, True):

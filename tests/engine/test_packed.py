@@ -21,16 +21,22 @@ both_dtypes = pytest.mark.parametrize(
         pytest.param(
             torch.bfloat16,
             marks=pytest.mark.skipif(
-                not linear_layers._can_pack(torch.bfloat16), reason="this processor does not multiply bfloat16"
+                not linear_layers._can_pack(torch.bfloat16),
+                reason="this processor does not multiply bfloat16",
             ),
         ),
     ],
     ids=str,
 )
-CLOSE = {torch.float32: {"rtol": 1e-5, "atol": 2e-4}, torch.bfloat16: {"rtol": 2**-8 + 1e-5, "atol": 2e-4}}
+CLOSE = {
+    torch.float32: {"rtol": 1e-5, "atol": 2e-4},
+    torch.bfloat16: {"rtol": 2**-8 + 1e-5, "atol": 2e-4},
+}
 
 
-def random_weight(out_features: int, in_features: int, dtype: torch.dtype = torch.float32) -> nn.Parameter:
+def random_weight(
+    out_features: int, in_features: int, dtype: torch.dtype = torch.float32
+) -> nn.Parameter:
     generator = torch.Generator().manual_seed(out_features)
     weight = torch.randn(out_features, in_features, generator=generator)
     return nn.Parameter(weight.to(dtype), requires_grad=False)
@@ -40,7 +46,9 @@ def random_weight(out_features: int, in_features: int, dtype: torch.dtype = torc
 @both_dtypes
 @pytest.mark.parametrize("shape", [(17, 5), (130, 257)])
 @pytest.mark.parametrize("rows", [0, 1, 9, 70])
-def test_a_packed_weight_gives_the_same_product(shape: tuple[int, int], rows: int, dtype: torch.dtype) -> None:
+def test_a_packed_weight_gives_the_same_product(
+    shape: tuple[int, int], rows: int, dtype: torch.dtype
+) -> None:
     """Odd sizes, no row at all, bias or none, and rows with gaps between them; rounded once."""
     weight, bias = random_weight(*shape, dtype), torch.randn(shape[0]).to(dtype)
     x = torch.randn(rows, shape[1] + 3).to(dtype)[:, 3:]
@@ -66,7 +74,9 @@ def test_a_row_has_the_same_bits_in_every_batch(dtype: torch.dtype) -> None:
 
 @needs_packing
 @both_dtypes
-def test_the_engine_packs_every_linear_layer_and_keeps_no_raw_copy(folder: Path, dtype: torch.dtype) -> None:
+def test_the_engine_packs_every_linear_layer_and_keeps_no_raw_copy(
+    folder: Path, dtype: torch.dtype
+) -> None:
     """Tied here: the embedding keeps its table, the head packs its own."""
     name = str(dtype).removeprefix("torch.")
     with Engine(EngineConfig(str(folder), dtype=name, kv_cache_bytes=2**20)) as engine:

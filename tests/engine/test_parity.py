@@ -34,7 +34,9 @@ def config(folder: Path, shape: Shape, *, pool_blocks: int = 600, **changes: Any
     return EngineConfig(str(folder), **{**values, **changes})
 
 
-def generate(reference: Reference, shape: Shape, mode: dict[str, Any]) -> tuple[list[str], EngineStats]:
+def generate(
+    reference: Reference, shape: Shape, mode: dict[str, Any]
+) -> tuple[list[str], EngineStats]:
     """Run all prompts; return the differences that no tie explains, and the stats."""
     with Engine(config(reference.folder, shape, **mode)) as built:
         completions = built.generate(reference.prompts, GREEDY)
@@ -51,7 +53,9 @@ GRID = [
 
 
 @pytest.mark.parametrize(("name", "mode"), GRID)
-def test_greedy_tokens_equal_transformers(name: str, mode: str, references: dict[str, Reference]) -> None:
+def test_greedy_tokens_equal_transformers(
+    name: str, mode: str, references: dict[str, Reference]
+) -> None:
     """Every token of every prompt, and the mode did what its name says."""
     reference, settings = references[name], MODES[mode]
     differences, stats = generate(reference, BY_NAME[name], settings)
@@ -73,9 +77,13 @@ def test_greedy_tokens_equal_transformers(name: str, mode: str, references: dict
         *(pytest.param(*each, marks=pytest.mark.long) for each in sorted(EACH_ONCE)),
     ],
 )
-def test_the_cpu_backend_gives_the_same_tokens(name: str, mode: str, references: dict[str, Reference]) -> None:
+def test_the_cpu_backend_gives_the_same_tokens(
+    name: str, mode: str, references: dict[str, Reference]
+) -> None:
     """Every checkpoint; one of them in every mode."""
-    pytest.importorskip("numba", reason="numba is not installed, so the CPU kernels cannot be compiled")
+    pytest.importorskip(
+        "numba", reason="numba is not installed, so the CPU kernels cannot be compiled"
+    )
     settings = {**MODES[mode], "attention_backend": "cpu"}
     differences, stats = generate(references[name], BY_NAME[name], settings)
     assert differences == []

@@ -34,7 +34,9 @@ def references(tmp_path_factory: pytest.TempPathFactory) -> References:
 
     def reference(name: str) -> PictureReference:
         if name not in made:
-            made[name] = PictureReference(make_with_pictures(tmp_path_factory.mktemp(name), name), name)
+            made[name] = PictureReference(
+                make_with_pictures(tmp_path_factory.mktemp(name), name), name
+            )
         return made[name]
 
     return reference
@@ -56,7 +58,9 @@ SHORT = ("llava", "qwen3_vl", "gemma3")
 def test_greedy_tokens_equal_transformers(references: References, name: str, mode: str) -> None:
     reference = references(name)
     block_bytes = 4096 if name == "qwen3_5" else None  # of its only layer with a KV cache
-    with Engine(config_of(reference.folder, "whole", block_bytes=block_bytes, **SIX[mode])) as engine:
+    with Engine(
+        config_of(reference.folder, "whole", block_bytes=block_bytes, **SIX[mode])
+    ) as engine:
         assert engine.reads_pictures
         completions = engine.generate(prompts(), GREEDY)
         stats = engine.stats()
@@ -69,13 +73,16 @@ def test_a_prefix_is_found_behind_the_same_picture_alone(references: References)
     text = "a text that is long enough to fill some blocks of the cache by itself"
     with Engine(config_of(references("llava").folder, "whole")) as engine:
         first, same, other = (
-            engine.generate([[picture(seed), text]], GREEDY)[0].num_cached_tokens for seed in (1, 1, 2)
+            engine.generate([[picture(seed), text]], GREEDY)[0].num_cached_tokens
+            for seed in (1, 1, 2)
         )
     assert (first, other) == (0, 0)
     assert same > 16
 
 
-def test_equal_pictures_are_looked_at_once(references: References, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_equal_pictures_are_looked_at_once(
+    references: References, monkeypatch: pytest.MonkeyPatch
+) -> None:
     with Engine(config_of(references("llava").folder, "whole")) as engine:
         assert engine._looking is not None
         tower, seen = engine._looking._tower, []
@@ -107,7 +114,9 @@ def test_texts_go_on_and_a_broken_picture_costs_its_request(
         assert "this one is broken" in str(found[1].error)
         engine.add("late", [picture(9), "x"], GREEDY)
         engine.add("text", "text", GREEDY)
-        monkeypatch.setattr("engine.run.forward.pictures.waiting.MAX_READY", 0)  # as if none could be looked at yet
+        monkeypatch.setattr(
+            "engine.run.forward.pictures.waiting.MAX_READY", 0
+        )  # as if none could be looked at yet
         while not (done := engine.step()):
             pass
         assert [each.request_id for each in done] == ["text"]
@@ -121,25 +130,35 @@ def test_texts_go_on_and_a_broken_picture_costs_its_request(
 def test_a_chat_with_pictures_is_the_prompt_that_its_template_makes(references: References) -> None:
     with Engine(config_of(references("qwen3_vl").folder, "whole")) as engine:
         parts = [{"type": "image", "image": picture(1)}, {"type": "text", "text": "what is it?"}]
-        chat = engine.prepare_chat([{"role": "system", "content": "be brief"}, {"role": "user", "content": parts}])
+        chat = engine.prepare_chat(
+            [{"role": "system", "content": "be brief"}, {"role": "user", "content": parts}]
+        )
         before = "<|im_start|>system\nbe brief<|im_end|>\n<|im_start|>user\n"
         behind = "what is it?<|im_end|>\n<|im_start|>assistant\n"
         plain = engine.prepare([before, picture(1), behind])
         assert chat.token_ids == plain.token_ids
         assert chat.block_keys == plain.block_keys
-        assert engine.prepare_chat([{"role": "user", "content": "hi"}]).token_ids == engine.chat_token_ids(
+        assert engine.prepare_chat(
             [{"role": "user", "content": "hi"}]
-        )
+        ).token_ids == engine.chat_token_ids([{"role": "user", "content": "hi"}])
 
 
 @pytest.mark.parametrize(
     ("prompt", "options", "words"),
     [
         (["a", picture(1)], {"truncate_prompt_tokens": 5}, "are not cut"),
-        (["a", picture(1)], {"scoring": ScoringParams(["b"], truncate_prompt_tokens=5)}, "are not cut"),
+        (
+            ["a", picture(1)],
+            {"scoring": ScoringParams(["b"], truncate_prompt_tokens=5)},
+            "are not cut",
+        ),
         (["a <image_token>", picture(1)], {}, "2 in the text, 1 came"),
         ("a <image_token> b", {}, "stands for a picture, and none came"),
-        ("a <image_token> b", {"scoring": ScoringParams(["b"])}, "stands for a picture, and none came"),
+        (
+            "a <image_token> b",
+            {"scoring": ScoringParams(["b"])},
+            "stands for a picture, and none came",
+        ),
         ([picture(1).astype("float32")], {}, r"uint8, got \[40, 60, 3\] of float32"),
         ([picture(1)[..., 0]], {}, r"\[height, width, 3\]"),
         ([picture(1), 5], {}, "texts and pictures, got int"),
@@ -148,18 +167,25 @@ def test_a_chat_with_pictures_is_the_prompt_that_its_template_makes(references: 
 def test_impossible_prompts_are_refused(
     references: References, prompt: Any, options: dict[str, Any], words: str
 ) -> None:
-    with Engine(config_of(references("llava").folder, "whole")) as engine, pytest.raises(InvalidPrompt, match=words):
+    with (
+        Engine(config_of(references("llava").folder, "whole")) as engine,
+        pytest.raises(InvalidPrompt, match=words),
+    ):
         engine.prepare(prompt, **options)
 
 
-def test_a_model_without_its_processor_reads_text_alone(references: References, tmp_path: Path) -> None:
+def test_a_model_without_its_processor_reads_text_alone(
+    references: References, tmp_path: Path
+) -> None:
     reference = references("llava")
     with Engine(config_of(reference.folder, "whole", model_path="native")) as engine:
         assert not engine.reads_pictures
         with pytest.raises(UnsupportedTask, match="reads no pictures"):
             engine.prepare(["a", picture(1)])
         with pytest.raises(UnsupportedTask, match="reads no pictures"):
-            engine.prepare_chat([{"role": "user", "content": [{"type": "image", "image": picture(1)}]}])
+            engine.prepare_chat(
+                [{"role": "user", "content": [{"type": "image", "image": picture(1)}]}]
+            )
 
 
 def test_continuations_are_scored_behind_pictures(references: References) -> None:
@@ -170,8 +196,14 @@ def test_continuations_are_scored_behind_pictures(references: References) -> Non
         assert scores is not None
         tokens = [engine.prepare(text).token_ids for text in ("a", "e")]
     with torch.inference_mode():
-        expected = reference.model(**reference.inputs(prompt), use_cache=False).logits[0, -1].log_softmax(-1)
-    assert [each.logprob for each in scores] == pytest.approx([float(expected[i]) for (i,) in tokens], abs=1e-4)
+        expected = (
+            reference.model(**reference.inputs(prompt), use_cache=False)
+            .logits[0, -1]
+            .log_softmax(-1)
+        )
+    assert [each.logprob for each in scores] == pytest.approx(
+        [float(expected[i]) for (i,) in tokens], abs=1e-4
+    )
 
 
 def test_a_generated_placeholder_stands_for_no_picture(references: References) -> None:
@@ -179,7 +211,9 @@ def test_a_generated_placeholder_stands_for_no_picture(references: References) -
     reference = references("qwen3_vl")
     with Engine(config_of(reference.folder, "chunks")) as engine:
         assert engine._reader is not None
-        biased = SamplingParams(max_tokens=6, temperature=0.0, logit_bias={engine._reader.placeholder_id: 100.0})
+        biased = SamplingParams(
+            max_tokens=6, temperature=0.0, logit_bias={engine._reader.placeholder_id: 100.0}
+        )
         many = [["a ", picture(seed), " b ", picture(seed + 1)] for seed in range(9)]
         alone = engine.generate(many[:1], biased)[0]
         together = engine.generate(many, [biased, *[GREEDY] * 8])
@@ -191,7 +225,9 @@ def test_a_cut_completion_goes_on_behind_pictures(references: References) -> Non
     reference = references("qwen3_vl")
     answer = reference.answers[0][0]
     with Engine(config_of(reference.folder, "all")) as engine:
-        engine.add("cut", prompts()[0], replace(GREEDY, max_tokens=len(answer) - 5), continued=answer[:5])
+        engine.add(
+            "cut", prompts()[0], replace(GREEDY, max_tokens=len(answer) - 5), continued=answer[:5]
+        )
         while not (done := engine.step()):
             pass
     assert done[0].token_ids == answer
@@ -205,7 +241,11 @@ def test_a_hostile_processor_runs_nothing_and_fetches_nothing(
     path = folder / "processor_config.json"
     values = json.loads(path.read_text())
     elsewhere = {"audio_tokenizer_class": "DacModel", "audio_tokenizer_name_or_path": "../evil"}
-    path.write_text(json.dumps({**values, "audio_tokenizer": elsewhere, "auto_map": {"AutoProcessor": "evil.Evil"}}))
+    path.write_text(
+        json.dumps(
+            {**values, "audio_tokenizer": elsewhere, "auto_map": {"AutoProcessor": "evil.Evil"}}
+        )
+    )
     with Engine(config_of(folder, "whole")) as engine:
         assert engine.reads_pictures
     assert any(each.found.startswith("LlavaFor") for each in check_up(config_of(folder, "whole")))
@@ -215,7 +255,9 @@ def test_a_hostile_processor_runs_nothing_and_fetches_nothing(
     assert "LlavaForConditionalGeneration is served for text alone" in caplog.text
 
 
-def test_pictures_that_see_each_other_are_refused_where_that_is_not_exact(references: References) -> None:
+def test_pictures_that_see_each_other_are_refused_where_that_is_not_exact(
+    references: References,
+) -> None:
     with Engine(config_of(references("gemma3").folder, "whole")) as engine:
         with pytest.raises(InvalidPrompt, match=r"ends at token \d+: .* windows of 100 tokens"):
             engine.prepare(["0123456789" * 11, picture(1)])
@@ -228,15 +270,26 @@ def test_no_prefix_is_found_that_ends_inside_a_picture(references: References) -
     with Engine(config_of(references("gemma3").folder, "whole")) as engine:
         prepared = engine.prepare(parts).pictures
         assert prepared is not None
-        assert [[first < end < last for first, last in prepared.blocks] for end in (16, 32)] == [[1, 0], [0, 1]]
-        found = [engine.generate([each], GREEDY)[0].num_cached_tokens for each in ([*parts[:-1], "."], parts, parts)]
+        assert [[first < end < last for first, last in prepared.blocks] for end in (16, 32)] == [
+            [1, 0],
+            [0, 1],
+        ]
+        found = [
+            engine.generate([each], GREEDY)[0].num_cached_tokens
+            for each in ([*parts[:-1], "."], parts, parts)
+        ]
         assert found == [0, 0, 48]
 
 
 def test_an_urgent_picture_does_not_wait_for_those_of_other_lanes(references: References) -> None:
     with Engine(config_of(references("llava").folder, "whole", max_num_seqs=1)) as engine:
         for number in range(40):
-            engine.add(f"{number}", ["a", picture(number)], SamplingParams(max_tokens=40, ignore_eos=True), lane=1)
+            engine.add(
+                f"{number}",
+                ["a", picture(number)],
+                SamplingParams(max_tokens=40, ignore_eos=True),
+                lane=1,
+            )
         for _ in range(20):
             engine.step()
         engine.add("urgent", ["b", picture(99)], GREEDY, lane=0)
@@ -251,7 +304,9 @@ def test_the_compiled_kernels_see_pictures_whole_too(references: References) -> 
         assert reference.unexplained(engine.generate(prompts(), GREEDY)) == []
 
 
-def test_a_template_that_reads_parts_alone_gets_texts_as_parts(references: References, tmp_path: Path) -> None:
+def test_a_template_that_reads_parts_alone_gets_texts_as_parts(
+    references: References, tmp_path: Path
+) -> None:
     """As LLaVA's, which leaves out what is no part."""
     folder = tmp_path / "model"
     shutil.copytree(references("llava").folder, folder)
@@ -261,4 +316,9 @@ def test_a_template_that_reads_parts_alone_gets_texts_as_parts(references: Refer
         "{{ part['text'] }}{% endfor %}{% endfor %}"
     )
     tokenizer = Tokenizer(folder)
-    assert tokenizer.chat_text([{"role": "user", "content": "hi"}, {"role": "user", "content": " you"}]) == "hi you"
+    assert (
+        tokenizer.chat_text(
+            [{"role": "user", "content": "hi"}, {"role": "user", "content": " you"}]
+        )
+        == "hi you"
+    )

@@ -34,13 +34,21 @@ def test_token_ids_are_the_same_in_many_threads_at_once(folder: Path, tmp_path: 
     cut = tmp_path / "model"
     shutil.copytree(folder, cut)
     content = json.loads((cut / "tokenizer.json").read_text())
-    content["truncation"] = {"direction": "Right", "max_length": 8, "strategy": "LongestFirst", "stride": 0}
+    content["truncation"] = {
+        "direction": "Right",
+        "max_length": 8,
+        "strategy": "LongestFirst",
+        "stride": 0,
+    }
     (cut / "tokenizer.json").write_text(json.dumps(content))
     plain, shared = Tokenizer(folder), Tokenizer(cut)
     assert shared._tokenizer.backend_tokenizer.truncation is None
     texts = make_texts(40)
     chats = [[{"role": "user", "content": text}] for text in texts]
-    expected = [(plain.encode(text), plain.chat_token_ids(chat)) for text, chat in zip(texts, chats, strict=True)]
+    expected = [
+        (plain.encode(text), plain.chat_token_ids(chat))
+        for text, chat in zip(texts, chats, strict=True)
+    ]
     at_once = threading.Barrier(THREADS)
 
     def tokenize_all(number: int) -> bool:

@@ -30,7 +30,13 @@ from engine.checkpoint.quantization import Quantization, read_quantization
 from engine.checkpoint.quantized import unpacked
 from engine.checkpoint.weights import CheckpointTensor, open_tensors
 from tests.engine.families import BY_NAME, make_family
-from tests.engine.quantizers import FORMATS, QuantizedCheckpoint, mxfp4, quantize_checkpoint, quantize_experts
+from tests.engine.quantizers import (
+    FORMATS,
+    QuantizedCheckpoint,
+    mxfp4,
+    quantize_checkpoint,
+    quantize_experts,
+)
 
 GREEDY = SamplingParams(max_tokens=12, temperature=0.0, ignore_eos=True)
 PROMPTS = [[5, 9, 300, 7], [411], list(range(40, 90))]
@@ -91,7 +97,11 @@ KINDS = ("fp8_blocks", "ct_int8_channel", "ct_packed4", "awq", "gptq_act_order")
 
 
 @pytest.mark.parametrize(
-    "name", [*KINDS, *(pytest.param(name, marks=pytest.mark.long) for name in FORMATS if name not in KINDS)]
+    "name",
+    [
+        *KINDS,
+        *(pytest.param(name, marks=pytest.mark.long) for name in FORMATS if name not in KINDS),
+    ],
 )
 def test_a_quantized_checkpoint_answers_as_its_unpacked_weights(
     checkpoints: Callable[[str], QuantizedCheckpoint], name: str
@@ -103,7 +113,10 @@ def test_a_quantized_checkpoint_answers_as_its_unpacked_weights(
     assert torch.equal(logits, expected_logits)
     assert tokens == expected_tokens
     before, _ = answers(made.original)
-    weights, original = (load_file(made.unpacked / "model.safetensors"), load_file(made.original / "model.safetensors"))
+    weights, original = (
+        load_file(made.unpacked / "model.safetensors"),
+        load_file(made.original / "model.safetensors"),
+    )
     names = [each for each in original if each.endswith("_proj.weight")]
     rounding = max(relative(weights[each] - original[each], original[each]) for each in names)
     assert 0 < rounding < 0.2
@@ -122,7 +135,15 @@ def test_any_part_of_a_weight_is_what_the_whole_has_there(
         weight = tensors[f"{MODULE}.weight"]
         assert weight.shape == tuple(expected.shape) == (48, 96)
         assert torch.equal(weight.whole(), expected)
-        for dim, start, length in [(0, 0, 24), (0, 24, 24), (0, 3, 17), (1, 48, 48), (1, 5, 1), (1, 30, 66), (1, 0, 0)]:
+        for dim, start, length in [
+            (0, 0, 24),
+            (0, 24, 24),
+            (0, 3, 17),
+            (1, 48, 48),
+            (1, 5, 1),
+            (1, 30, 66),
+            (1, 0, 0),
+        ]:
             assert torch.equal(weight.read(dim, start, length), expected.narrow(dim, start, length))
 
 
@@ -135,7 +156,12 @@ def test_weights_of_other_families_may_be_quantized(family: str, name: str, tmp_
 
 
 def test_a_gpt_oss_in_mxfp4_answers_as_its_unpacked_weights(tmp_path: Path) -> None:
-    sizes = {"hidden_size": 64, "intermediate_size": 32, "num_local_experts": 3, "num_hidden_layers": 2}
+    sizes = {
+        "hidden_size": 64,
+        "intermediate_size": 32,
+        "num_local_experts": 3,
+        "num_hidden_layers": 2,
+    }
     family = replace(BY_NAME["gpt_oss"], values={**BY_NAME["gpt_oss"].values, **sizes})
     made = quantize_experts(make_family(tmp_path / "original", family), tmp_path)
     logits, tokens = answers(made.folder)
@@ -153,15 +179,21 @@ def test_two_ranks_answer_as_one(checkpoints: Callable[[str], QuantizedCheckpoin
     assert [completion.token_ids for completion in completions] == answers(made.folder)[1]
 
 
-def test_a_head_may_be_quantized_and_layers_may_be_left_as_they_are(folders: dict[str, Path], tmp_path: Path) -> None:
+def test_a_head_may_be_quantized_and_layers_may_be_left_as_they_are(
+    folders: dict[str, Path], tmp_path: Path
+) -> None:
     """What is quantized is seen in the files, so that no list of modules has to be understood."""
     for linear in ("lm_head", "layers.1.self_attn.o_proj"):
-        made = quantize_checkpoint(folders["gqa1_untied"], tmp_path / linear, FORMATS["awq"], linear)
+        made = quantize_checkpoint(
+            folders["gqa1_untied"], tmp_path / linear, FORMATS["awq"], linear
+        )
         assert torch.equal(answers(made.folder)[0], answers(made.unpacked)[0])
 
 
 def test_what_belongs_to_activations_and_to_the_cache_is_passed_over(
-    checkpoints: Callable[[str], QuantizedCheckpoint], tmp_path: Path, caplog: pytest.LogCaptureFixture
+    checkpoints: Callable[[str], QuantizedCheckpoint],
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     """And a bias of zeros, which AutoGPTQ writes for layers without one."""
     made = checkpoints("ct_fp8_channel")
@@ -175,7 +207,9 @@ def test_what_belongs_to_activations_and_to_the_cache_is_passed_over(
     with caplog.at_level(logging.INFO, "engine"):
         assert answers(folder)[1] == answers(made.folder)[1]
     assert "compressed-tensors: float8) are unpacked to float32" in caplog.text
-    with pytest.raises(WeightMismatch, match=r"down_proj\.bias', for which this model has no place"):
+    with pytest.raises(
+        WeightMismatch, match=r"down_proj\.bias', for which this model has no place"
+    ):
         Engine(config(changed(made.folder, tmp_path, **{f"{MODULE}.bias": torch.ones(48)})))
 
 
@@ -225,7 +259,9 @@ def test_a_damaged_tensor_is_named(
 ) -> None:
     made = checkpoints(name)
     tensor = load_file(made.folder / "model.safetensors")[f"{MODULE}.{part}"]
-    folder = changed(made.folder, tmp_path, **{f"{MODULE}.{part}": None if damage is None else damage(tensor)})
+    folder = changed(
+        made.folder, tmp_path, **{f"{MODULE}.{part}": None if damage is None else damage(tensor)}
+    )
     with pytest.raises(kind, match=message) as raised:
         Engine(config(folder))
     assert f"'{MODULE}.{part}'" in str(raised.value)
@@ -246,7 +282,9 @@ def test_experts_in_mxfp4_are_unpacked_exactly(tmp_path: Path) -> None:
         assert found.shape == (3, 64, 6)
         assert torch.equal(found.whole().float(), made.weight)
         for dim, start, length in [(0, 1, 2), (1, 32, 32), (1, 7, 40), (2, 3, 2)]:
-            assert torch.equal(found.read(dim, start, length).float(), made.weight.narrow(dim, start, length))
+            assert torch.equal(
+                found.read(dim, start, length).float(), made.weight.narrow(dim, start, length)
+            )
         some = slice(1, 2), slice(5, 44), slice(2, 6)
         assert torch.equal(found.part(*some).float(), made.weight[some])
     made.parts["scales"][1, 2, 0] = 255
@@ -263,15 +301,29 @@ AWQ = {"quant_method": "awq", "bits": 4, "group_size": 128}
 
 
 def ct(form: str = "pack-quantized", **weights: Any) -> dict[str, Any]:
-    values = {"num_bits": 4, "type": "int", "strategy": "group", "group_size": 32, "symmetric": True, **weights}
+    values = {
+        "num_bits": 4,
+        "type": "int",
+        "strategy": "group",
+        "group_size": 32,
+        "symmetric": True,
+        **weights,
+    }
     group = {"targets": ["Linear"], "weights": values}
-    return {"quant_method": "compressed-tensors", "format": form, "config_groups": {"group_0": group}}
+    return {
+        "quant_method": "compressed-tensors",
+        "format": form,
+        "config_groups": {"group_0": group},
+    }
 
 
 @pytest.mark.parametrize(
     ("quantization_config", "message"),
     [
-        ({"quant_method": "bitsandbytes", "load_in_4bit": True}, "'bitsandbytes' are not supported"),
+        (
+            {"quant_method": "bitsandbytes", "load_in_4bit": True},
+            "'bitsandbytes' are not supported",
+        ),
         ({"quant_method": "fp8", "fmt": "e5m2"}, "fmt 'e5m2'"),
         (GPTQ | {"bits": 3}, "bits 3 is not supported; supported: 4, 8"),
         (GPTQ | {"checkpoint_format": "marlin"}, "checkpoint_format 'marlin'"),
@@ -279,10 +331,15 @@ def ct(form: str = "pack-quantized", **weights: Any) -> dict[str, Any]:
         (ct("marlin-24"), "'marlin-24'"),
         (ct(num_bits=3), "int3 weights in format 'pack-quantized'"),
         (ct() | {"sparsity_config": {"format": "sparse-24-bitmask"}}, "sparsity_config"),
-        (ct() | {"transform_config": {"config_groups": {"R1": {"type": "hadamard"}}}}, "transform_config"),
+        (
+            ct() | {"transform_config": {"config_groups": {"R1": {"type": "hadamard"}}}},
+            "transform_config",
+        ),
     ],
 )
-def test_what_is_not_built_is_refused_by_name(quantization_config: dict[str, Any], message: str) -> None:
+def test_what_is_not_built_is_refused_by_name(
+    quantization_config: dict[str, Any], message: str
+) -> None:
     with pytest.raises(UnsupportedModel, match=message):
         read_quantization({"quantization_config": quantization_config})
 
@@ -304,8 +361,14 @@ def test_values_of_a_wrong_kind_are_named(quantization_config: Any) -> None:
 def test_groups_of_modules_are_found_by_name_before_pattern_before_class() -> None:
     groups = {
         "a": {"targets": ["Linear"], "weights": ct()["config_groups"]["group_0"]["weights"]},
-        "b": {"targets": ["re:.*down_proj$"], "weights": ct(group_size=64)["config_groups"]["group_0"]["weights"]},
-        "c": {"targets": ["lm_head"], "weights": ct(group_size=8)["config_groups"]["group_0"]["weights"]},
+        "b": {
+            "targets": ["re:.*down_proj$"],
+            "weights": ct(group_size=64)["config_groups"]["group_0"]["weights"],
+        },
+        "c": {
+            "targets": ["lm_head"],
+            "weights": ct(group_size=8)["config_groups"]["group_0"]["weights"],
+        },
     }
     quantization = read_quantization({"quantization_config": ct() | {"config_groups": groups}})
     assert isinstance(quantization, Quantization)

@@ -38,7 +38,9 @@ def test_a_rank_reads_only_its_share_of_the_checkpoint(
         return weights[tensor.name]
 
     monkeypatch.setattr(CheckpointTensor, "whole", whole)
-    runner = ModelRunner(config(folder, shape), read_model_config(folder), folder, TensorParallel(rank, size))
+    runner = ModelRunner(
+        config(folder, shape), read_model_config(folder), folder, TensorParallel(rank, size)
+    )
     assert all("norm" in name or name.endswith("o_proj.bias") for name in read_whole)
     parameters = {
         name: parameter.to_dense() if parameter.is_mkldnn else parameter.cpu()
@@ -49,8 +51,13 @@ def test_a_rank_reads_only_its_share_of_the_checkpoint(
     for kind in ("weight", "bias"):
         query = weights[f"{prefix}.q_proj.{kind}"].split(features)[rank]
         heads = 2 // size or 1
-        others = [weights[f"{prefix}.{name}_proj.{kind}"][16 * kv_head : 16 * (kv_head + heads)] for name in "kv"]
-        torch.testing.assert_close(parameters[f"{prefix}.qkv_proj.{kind}"], torch.cat((query, *others)))
+        others = [
+            weights[f"{prefix}.{name}_proj.{kind}"][16 * kv_head : 16 * (kv_head + heads)]
+            for name in "kv"
+        ]
+        torch.testing.assert_close(
+            parameters[f"{prefix}.qkv_proj.{kind}"], torch.cat((query, *others))
+        )
     columns = weights[f"{prefix}.o_proj.weight"].split(features, dim=1)[rank]
     torch.testing.assert_close(parameters[f"{prefix}.o_proj.weight"], columns)
     rows = weights["lm_head.weight"].split(512 // size)[rank]
@@ -61,7 +68,9 @@ def test_sizes_that_cannot_work_are_named_before_a_rank_starts(
     folders: dict[str, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(rank_group, "RankProcess", None)
-    with pytest.raises(ConfigError, match="tensor_parallel_size=2: 3 KV heads cannot be shared by 2 ranks"):
+    with pytest.raises(
+        ConfigError, match="tensor_parallel_size=2: 3 KV heads cannot be shared by 2 ranks"
+    ):
         Engine(config(folders["gqa2_sharded"], SHAPE_OF["gqa2_sharded"]))
     monkeypatch.setattr("torch.cuda.is_available", lambda: True)
     monkeypatch.setattr("torch.cuda.device_count", lambda: 2)

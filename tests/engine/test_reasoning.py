@@ -85,7 +85,9 @@ def by_hand(engine: Engine, prompt: list[int], params: SamplingParams) -> list[i
 
 @pytest.mark.parametrize("budget", [0, 2])
 @pytest.mark.parametrize("params", [GREEDY, DRAWN], ids=["greedy", "drawn"])
-def test_a_span_that_the_template_opens_has_so_many_tokens(engine: Engine, params: SamplingParams, budget: int) -> None:
+def test_a_span_that_the_template_opens_has_so_many_tokens(
+    engine: Engine, params: SamplingParams, budget: int
+) -> None:
     end_id = engine._tokenizer.added_tokens[THINK[1]].token_id
     prompt = engine.chat_token_ids([{"role": "user", "content": "hi"}])
     params = replace(params, thinking_token_budget=budget)
@@ -97,24 +99,33 @@ def test_a_span_that_the_template_opens_has_so_many_tokens(engine: Engine, param
 
 @pytest.mark.parametrize("overlap", [False, True])
 @pytest.mark.parametrize("budget", [0, 1])
-def test_an_end_mark_of_several_tokens_is_forced_whole(folder: Path, budget: int, overlap: bool) -> None:
+def test_an_end_mark_of_several_tokens_is_forced_whole(
+    folder: Path, budget: int, overlap: bool
+) -> None:
     with start(folder, async_scheduling=overlap) as engine:
-        params = replace(GREEDY, thinking_token_budget=budget, reasoning_marks=THINK, separate_reasoning=True)
+        params = replace(
+            GREEDY, thinking_token_budget=budget, reasoning_marks=THINK, separate_reasoning=True
+        )
         mark = engine._tokenizer.encode_behind(THINK[1])
         assert len(mark) > 1
         (completion,) = engine.generate(["Hello <think>\n"], params)
         assert completion.token_ids[budget : budget + len(mark)] == mark
         assert (
             completion.token_ids[:budget]
-            == engine.generate(["Hello <think>\n"], replace(GREEDY, max_tokens=max(budget, 1)))[0].token_ids[:budget]
+            == engine.generate(["Hello <think>\n"], replace(GREEDY, max_tokens=max(budget, 1)))[
+                0
+            ].token_ids[:budget]
         )
         whole = engine._tokenizer.decode(completion.token_ids, follows_text=True)
         inner, _, after = whole.partition(THINK[1])
         assert (completion.reasoning, completion.text) == (inner.strip("\n"), after.lstrip("\n"))
         behind = engine.generate(
-            [[*engine.prepare("Hello <think>\n").token_ids, *completion.token_ids[:-5]]], replace(GREEDY, max_tokens=5)
+            [[*engine.prepare("Hello <think>\n").token_ids, *completion.token_ids[:-5]]],
+            replace(GREEDY, max_tokens=5),
         )
-        assert behind[0].token_ids == completion.token_ids[-5:], "keys and values are those of the forced tokens"
+        assert behind[0].token_ids == completion.token_ids[-5:], (
+            "keys and values are those of the forced tokens"
+        )
 
 
 @pytest.mark.parametrize("overlap", [False, True])
@@ -132,7 +143,9 @@ def test_a_forced_token_may_be_the_last(
 ) -> None:
     with start(model, async_scheduling=overlap) as engine:
         if "stop_token_ids" in changes:
-            changes = changes | {"stop_token_ids": [engine._tokenizer.added_tokens[THINK[1]].token_id]}
+            changes = changes | {
+                "stop_token_ids": [engine._tokenizer.added_tokens[THINK[1]].token_id]
+            }
         prompt = engine.chat_token_ids([{"role": "user", "content": "hi"}])
         params = replace(GREEDY, max_tokens=6, thinking_token_budget=0)
         for each in (params, replace(params, thinking_token_budget=1)):
@@ -144,7 +157,9 @@ def test_a_forced_token_may_be_the_last(
 
 
 @pytest.mark.parametrize("separate", [True, False])
-def test_a_stop_string_within_the_reasoning_does_not_end_the_answer(engine: Engine, separate: bool) -> None:
+def test_a_stop_string_within_the_reasoning_does_not_end_the_answer(
+    engine: Engine, separate: bool
+) -> None:
     prompt = engine.chat_token_ids([{"role": "user", "content": "hi"}])
     params = replace(DRAWN, thinking_token_budget=6, separate_reasoning=True)
     (whole,) = engine.generate([prompt], params)
@@ -181,9 +196,13 @@ def test_stop_strings_count_from_where_the_answer_begins(
     shown = {1: "", 2: ""} if kind == "a hidden token" else {1: THINK[0], 2: THINK[1]}
     marks = Marks(*(Mark(mark, (), ids.get(mark)) for mark in THINK))
     decoded = IncrementalText(lambda each: "".join(shown.get(token, chr(token)) for token in each))
-    watch = StopStrings([stop], decoded, min_tokens=0, answer_part=LeadingSpan(marks, span).answer_part)
+    watch = StopStrings(
+        [stop], decoded, min_tokens=0, answer_part=LeadingSpan(marks, span).answer_part
+    )
     pieces = re.split("(</?think>)", text) if ids else [text]
-    tokens = [token for piece in pieces for token in ([ids[piece]] if piece in ids else map(ord, piece))]
+    tokens = [
+        token for piece in pieces for token in ([ids[piece]] if piece in ids else map(ord, piece))
+    ]
     assert any(watch.add(token) for token in tokens) == (wanted is not None)
     if wanted is not None and kind == "a hidden token":
         wanted = re.sub("</?think>", "", wanted)
@@ -192,7 +211,9 @@ def test_stop_strings_count_from_where_the_answer_begins(
 
 def test_a_model_without_marks_refuses_a_budget_by_name(folder: Path) -> None:
     with start(folder) as engine:
-        with pytest.raises(InvalidSampling, match=r"thinking_token_budget needs the marks.*give reasoning_marks"):
+        with pytest.raises(
+            InvalidSampling, match=r"thinking_token_budget needs the marks.*give reasoning_marks"
+        ):
             engine.add("a", [1], replace(GREEDY, thinking_token_budget=1))
         assert not engine.has_unfinished
         (plain,) = engine.generate([[1, 2]], replace(GREEDY, separate_reasoning=True))
@@ -230,14 +251,18 @@ def test_values_that_cannot_be_are_refused(values: dict[str, Any]) -> None:
         ("it is </think>", Span.CLOSED, None, "it is </think>"),
     ],
 )
-def test_a_text_is_parted_at_its_marks(text: str, span: Span, reasoning: str | None, rest: str) -> None:
+def test_a_text_is_parted_at_its_marks(
+    text: str, span: Span, reasoning: str | None, rest: str
+) -> None:
     assert split(text, MARKS, span) == (reasoning, rest)
 
 
 def test_a_text_that_may_begin_a_mark_of_several_tokens_waits() -> None:
     marks = Marks(*(Mark(mark, ()) for mark in THINK))
     decoded = IncrementalText(lambda each: "".join(map(chr, each)))
-    watch = StopStrings(["<"], decoded, min_tokens=0, answer_part=LeadingSpan(marks, Span.NONE).answer_part)
+    watch = StopStrings(
+        ["<"], decoded, min_tokens=0, answer_part=LeadingSpan(marks, Span.NONE).answer_part
+    )
     assert not watch.add(ord("<"))
     assert watch.add(ord("b"))
 
@@ -247,8 +272,18 @@ SPELLED = [
     ("", ["The tag ", "!</think>", " ends it"], None, "The tag </think> ends it"),
     ("", ["Write ", "!<think>", "x", "!</think>", "."], None, "Write <think>x</think>."),
     ("", ["<think>", "say ", "!</think>", " it", "</think>", "Yes"], "say </think> it", "Yes"),
-    ("<think>", ["say ", "!</think>", " it", "</think>", "a ", "!</think>"], "say </think> it", "a </think>"),
-    ("", ["<think>", "r", "</think>", "Use ", "!<think>", " and ", "!</think>"], "r", "Use <think> and </think>"),
+    (
+        "<think>",
+        ["say ", "!</think>", " it", "</think>", "a ", "!</think>"],
+        "say </think> it",
+        "a </think>",
+    ),
+    (
+        "",
+        ["<think>", "r", "</think>", "Use ", "!<think>", " and ", "!</think>"],
+        "r",
+        "Use <think> and </think>",
+    ),
     ("!<think>", ["Yes"], None, "Yes"),
 ]
 
@@ -256,7 +291,12 @@ SPELLED = [
 @pytest.mark.parametrize("is_special", [False, True])
 @pytest.mark.parametrize(("prompt", "pieces", "reasoning", "answer"), SPELLED)
 def test_text_that_spells_a_mark_is_no_mark(
-    tmp_path: Path, prompt: str, pieces: list[str], reasoning: str | None, answer: str, is_special: bool
+    tmp_path: Path,
+    prompt: str,
+    pieces: list[str],
+    reasoning: str | None,
+    answer: str,
+    is_special: bool,
 ) -> None:
     """Where a mark is a token, only this token counts, for what is split off and for stop strings."""
     make_text_model(tmp_path, "qwen")
@@ -275,14 +315,22 @@ def test_text_that_spells_a_mark_is_no_mark(
     token_ids = [token_id for piece in pieces for token_id in ids_of(piece)]
     marks = reasoner.marks(())
     text = marked_text.with_marks(
-        tokenizer, tokenizer.decode(token_ids), token_ids, marks, broken=marks.values(), follows_text=False
+        tokenizer,
+        tokenizer.decode(token_ids),
+        token_ids,
+        marks,
+        broken=marks.values(),
+        follows_text=False,
     )
     parts = [part and part.replace(BREAK, "") for part in reasoner.split(text, (), prompt_ids)]
     assert parts == [reasoning, answer]
     span = reasoner.answer_span((), prompt_ids, ["Z"])
     assert isinstance(span, LeadingSpan)
     decoded = tokenizer.incremental_text(follows_text=False)
-    assert "".join(span.answer_part(token_id, decoded.add(token_id)) for token_id in token_ids) == answer
+    assert (
+        "".join(span.answer_part(token_id, decoded.add(token_id)) for token_id in token_ids)
+        == answer
+    )
 
 
 @pytest.mark.parametrize(
@@ -300,7 +348,9 @@ def test_a_prompts_end_says_whether_the_span_is_open(prompt: str, span: Span) ->
 
 @pytest.mark.parametrize("overlap", [False, True])
 @pytest.mark.parametrize("marks", [(), ("<brood>", "</brood>")], ids=["one token", "several"])
-def test_forced_tokens_have_their_own_log_probabilities(model: Path, overlap: bool, marks: tuple[str, ...]) -> None:
+def test_forced_tokens_have_their_own_log_probabilities(
+    model: Path, overlap: bool, marks: tuple[str, ...]
+) -> None:
     """Those that the model gives them, the last token's too; with bans, biases and penalties beside them."""
     changes: list[dict[str, Any]] = [
         {}, {"max_tokens": 3}, {"temperature": 0.0}, {"presence_penalty": 1.0}, {"logit_bias": {7: -100.0}},
@@ -311,7 +361,13 @@ def test_forced_tokens_have_their_own_log_probabilities(model: Path, overlap: bo
         prompt = engine.prepare(f"some text {(marks or THINK)[0]}").token_ids
         for budget in (0, 1, 4):
             params = [
-                replace(DRAWN, max_tokens=12, logprobs=2, thinking_token_budget=budget, reasoning_marks=marks)
+                replace(
+                    DRAWN,
+                    max_tokens=12,
+                    logprobs=2,
+                    thinking_token_budget=budget,
+                    reasoning_marks=marks,
+                )
             ] * len(changes)
             params = [replace(each, **change) for each, change in zip(params, changes, strict=True)]
             for completion in engine.generate([prompt] * len(params), params):
@@ -320,11 +376,18 @@ def test_forced_tokens_have_their_own_log_probabilities(model: Path, overlap: bo
                 assert completion.logprobs is not None
                 assert len(completion.logprobs) == len(completion.token_ids)
                 whole = [*prompt, *completion.token_ids]
-                (scored,) = engine.generate([whole], replace(GREEDY, max_tokens=1, prompt_logprobs=2))
+                (scored,) = engine.generate(
+                    [whole], replace(GREEDY, max_tokens=1, prompt_logprobs=2)
+                )
                 assert scored.prompt_logprobs is not None
                 for token_id, found, wanted in zip(
-                    completion.token_ids, completion.logprobs, scored.prompt_logprobs[len(prompt) :], strict=True
+                    completion.token_ids,
+                    completion.logprobs,
+                    scored.prompt_logprobs[len(prompt) :],
+                    strict=True,
                 ):
                     assert wanted is not None
-                    assert found[token_id].logprob == pytest.approx(wanted[token_id].logprob, abs=1e-4)
+                    assert found[token_id].logprob == pytest.approx(
+                        wanted[token_id].logprob, abs=1e-4
+                    )
                     assert found[token_id].rank == wanted[token_id].rank

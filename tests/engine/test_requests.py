@@ -34,7 +34,9 @@ PROMPT = [5, 6, 7, 8]
 
 @pytest.fixture(scope="module")
 def shared(folders: dict[str, Path]) -> Iterator[Engine]:
-    config = EngineConfig(str(folders["gqa2_tied_hub"]), dtype="float32", kv_cache_bytes=1 << 22, max_num_seqs=8)
+    config = EngineConfig(
+        str(folders["gqa2_tied_hub"]), dtype="float32", kv_cache_bytes=1 << 22, max_num_seqs=8
+    )
     with Engine(config) as built:
         yield built
         assert not built.has_unfinished
@@ -42,7 +44,9 @@ def shared(folders: dict[str, Path]) -> Iterator[Engine]:
         assert built.stats().free_blocks == built.stats().num_blocks
 
 
-def complete(engine: Engine, prompt: Any = PROMPT, params: SamplingParams = GREEDY, **changes: Any) -> Completion:
+def complete(
+    engine: Engine, prompt: Any = PROMPT, params: SamplingParams = GREEDY, **changes: Any
+) -> Completion:
     (completion,) = engine.generate([prompt], replace(params, **changes))
     return completion
 
@@ -60,7 +64,9 @@ def complete(engine: Engine, prompt: Any = PROMPT, params: SamplingParams = GREE
         ("x" * 1_000_000, PromptTooLong, "1000000 characters"),
     ],
 )
-def test_a_bad_prompt_fails_alone(shared: Engine, prompt: Any, error: type[Exception], message: str) -> None:
+def test_a_bad_prompt_fails_alone(
+    shared: Engine, prompt: Any, error: type[Exception], message: str
+) -> None:
     """`add` raises and changes nothing; `generate` answers with an error and completes the neighbours."""
     with pytest.raises(error, match=message):
         shared.add("bad", prompt, GREEDY)
@@ -71,7 +77,9 @@ def test_a_bad_prompt_fails_alone(shared: Engine, prompt: Any, error: type[Excep
     assert before.token_ids == after.token_ids == complete(shared).token_ids
 
 
-WIDTHS = sorted({sign * 2**bits + off for bits in range(0, 81, 4) for sign in (1, -1) for off in (-1, 0, 1)})
+WIDTHS = sorted(
+    {sign * 2**bits + off for bits in range(0, 81, 4) for sign in (1, -1) for off in (-1, 0, 1)}
+)
 
 
 @pytest.mark.parametrize("name", [*RANGES, "stop_token_ids"])
@@ -98,7 +106,11 @@ def test_a_number_of_any_width_is_refused_by_name_or_used(shared: Engine, name: 
     assert neighbour.token_ids == complete(shared).token_ids
     assert len(completions) == sum(params.n for params in accepted)
     refused = {completion.error for completion in completions} - {None}
-    outside = {f"token id {w} of stop_token_ids is outside the vocabulary of 512" for w in WIDTHS if 512 <= w <= high}
+    outside = {
+        f"token id {w} of stop_token_ids is outside the vocabulary of 512"
+        for w in WIDTHS
+        if 512 <= w <= high
+    }
     assert refused == (outside if name == "stop_token_ids" else set())
 
 
@@ -122,7 +134,9 @@ def test_abort_frees_all_samples_and_returns_nothing_more(shared: Engine) -> Non
     shared.abort("never added")
     while shared.has_unfinished:
         done += shared.step()
-    assert [(completion.request_id, completion.token_ids) for completion in done] == [("stays", expected)]
+    assert [(completion.request_id, completion.token_ids) for completion in done] == [
+        ("stays", expected)
+    ]
     assert shared.step() == []
 
 
@@ -168,7 +182,9 @@ def test_stop_tokens_end_a_completion_and_stay_in_its_ids(shared: Engine) -> Non
     assert len(late.token_ids) > 8
 
 
-def test_end_tokens_come_from_the_generation_config(folders: dict[str, Path], tmp_path: Path) -> None:
+def test_end_tokens_come_from_the_generation_config(
+    folders: dict[str, Path], tmp_path: Path
+) -> None:
     """A list there wins over config.json; its sampling defaults are not used."""
     source = folders["gqa2_bias"]
     with Engine(EngineConfig(str(source), kv_cache_bytes=1 << 22)) as built:
@@ -181,7 +197,10 @@ def test_end_tokens_come_from_the_generation_config(folders: dict[str, Path], tm
     )
     with Engine(EngineConfig(str(tmp_path), kv_cache_bytes=1 << 22)) as built:
         stopped = complete(built, ignore_eos=False)
-        assert (stopped.token_ids, stopped.finish_reason) == (free[: free.index(free[3]) + 1], "stop")
+        assert (stopped.token_ids, stopped.finish_reason) == (
+            free[: free.index(free[3]) + 1],
+            "stop",
+        )
         assert complete(built).token_ids == free
 
 
@@ -236,7 +255,11 @@ def test_a_closed_engine_says_so(folder: Path) -> None:
     built.close()
     built.close()
     assert not built.has_unfinished
-    for call in (lambda: built.add("b", PROMPT, GREEDY), built.step, lambda: built.generate([PROMPT], GREEDY)):
+    for call in (
+        lambda: built.add("b", PROMPT, GREEDY),
+        built.step,
+        lambda: built.generate([PROMPT], GREEDY),
+    ):
         with pytest.raises(EngineClosed):
             call()
 
@@ -256,7 +279,10 @@ def test_a_closed_engine_says_so(folder: Path) -> None:
         ({"frequency_penalty": "1"}, "frequency_penalty must be a number and no text"),
         ({"logit_bias": {"a": 1}}, "a key of logit_bias must be a token id, got 'a'"),
         ({"logit_bias": {True: 1}}, "a key of logit_bias must be a token id, got True"),
-        ({"logit_bias": {"5": 100.5}}, "a bias of logit_bias must be between -100 and 100, got 100.5"),
+        (
+            {"logit_bias": {"5": 100.5}},
+            "a bias of logit_bias must be between -100 and 100, got 100.5",
+        ),
         ({"allowed_token_ids": []}, "allowed_token_ids is empty"),
         ({"allowed_token_ids": "12"}, "allowed_token_ids must be a list of token ids"),
         ({"skip_special_tokens": 1}, "skip_special_tokens must be true or false, got 1"),
@@ -268,8 +294,14 @@ def test_a_closed_engine_says_so(folder: Path) -> None:
         ({"truncate_prompt_tokens": 0}, "truncate_prompt_tokens=0 leaves nothing"),
         ({"stop": "\ud800"}, "a stop string is no valid Unicode"),
         ({"min_tokens": False}, "min_tokens must be an integer, got False"),
-        ({"stop": {"secret": "x" * 1000}}, "stop must be a string or a list of strings, got .{0,60}$"),
-        ({"max_token": 5}, r"'max_token' is no sampling parameter; did you mean max_tokens\? accepted are"),
+        (
+            {"stop": {"secret": "x" * 1000}},
+            "stop must be a string or a list of strings, got .{0,60}$",
+        ),
+        (
+            {"max_token": 5},
+            r"'max_token' is no sampling parameter; did you mean max_tokens\? accepted are",
+        ),
     ],
 )
 def test_bad_sampling_values_are_refused_by_name(values: dict[str, Any], message: str) -> None:
@@ -278,7 +310,9 @@ def test_bad_sampling_values_are_refused_by_name(values: dict[str, Any], message
 
 
 def test_sampling_values_are_taken_as_they_come_from_json() -> None:
-    params = SamplingParams.from_mapping({"stop": "x", "stop_token_ids": [3], "temperature": 0, "top_k": 0})
+    params = SamplingParams.from_mapping(
+        {"stop": "x", "stop_token_ids": [3], "temperature": 0, "top_k": 0}
+    )
     assert params == SamplingParams(stop=("x",), stop_token_ids=(3,), temperature=0, top_k=0)
     assert hash(params) == hash(pickle.loads(pickle.dumps(params)))
     assert SamplingParams(stop=["a", "b"]).stop == ("a", "b")

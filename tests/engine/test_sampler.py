@@ -26,7 +26,9 @@ def sampling_rows(n: int, **values: Any) -> SamplingRows:
 
 
 def uniforms(rows: SamplingRows) -> list[float]:
-    columns = (column.numpy().view(np.uint64) for column in (rows.seed, rows.position, rows.sample_index))
+    columns = (
+        column.numpy().view(np.uint64) for column in (rows.seed, rows.position, rows.sample_index)
+    )
     return ((first_words(*columns) + 0.5) / 2**32).tolist()
 
 
@@ -81,7 +83,9 @@ def reference_choice(
 )
 def test_philox_matches_random123(counter: Any, key: Any, expected: Any) -> None:
     """The known-answer vectors that Random123 publishes for Philox4x32-10."""
-    words = philox4x32(*(tuple(np.array([word], np.uint64) for word in words) for words in (counter, key)))
+    words = philox4x32(
+        *(tuple(np.array([word], np.uint64) for word in words) for words in (counter, key))
+    )
     assert tuple(int(word[0]) for word in words) == expected
 
 
@@ -115,7 +119,12 @@ def test_choices_equal_a_float64_reference(vocab_size: int, ties: bool) -> None:
         logits = np.round(logits)
     temperature, top_k, top_p, min_p = (np.array(column) for column in zip(*mixes, strict=True))
     rows = sampling_rows(
-        len(mixes), temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p, seed=np.arange(len(mixes))
+        len(mixes),
+        temperature=temperature,
+        top_k=top_k,
+        top_p=top_p,
+        min_p=min_p,
+        seed=np.arange(len(mixes)),
     )
     u = uniforms(rows)
     chosen = sample(torch.from_numpy(logits), rows)

@@ -22,7 +22,9 @@ BLOCK = 16
 def sharing(shared: list[int], own: list[int], queries: list[int], **options: Any) -> PagedBatch:
     """Sequences with so many of the blocks of the first, the longest one, and so many tokens of their own."""
     contexts = [blocks * BLOCK + tokens for blocks, tokens in zip(shared, own, strict=True)]
-    limits = {name: options.pop(name, None) for name in ("window", "chunk")}  # no blocks are NaN for these
+    limits = {
+        name: options.pop(name, None) for name in ("window", "chunk")
+    }  # no blocks are NaN for these
     batch = make_batch(contexts, queries, block_size=BLOCK, **options)
     tables = batch.block_tables.copy()
     for seq, blocks in enumerate(shared):
@@ -33,11 +35,15 @@ def sharing(shared: list[int], own: list[int], queries: list[int], **options: An
 def attend(batch: PagedBatch) -> tuple[torch.Tensor, CpuMetadata]:
     backend = CpuBackend(torch.device("cpu"))
     metadata, _ = backend.build_metadata(batch.block_tables, batch.context_lens, batch.query_lens)
-    return backend.forward(batch.query, batch.cache, metadata, batch.features, batch.sinks, batch.slopes), metadata
+    return backend.forward(
+        batch.query, batch.cache, metadata, batch.features, batch.sinks, batch.slopes
+    ), metadata
 
 
 members = st.tuples(
-    st.sampled_from([0, 3, 4, 9, 14, 14, 14]), st.integers(1, 90), st.sampled_from([1, 1, 1, 2, 15, 40])
+    st.sampled_from([0, 3, 4, 9, 14, 14, 14]),
+    st.integers(1, 90),
+    st.sampled_from([1, 1, 1, 2, 15, 40]),
 )
 
 
@@ -45,7 +51,14 @@ members = st.tuples(
 @settings(max_examples=10, deadline=None)
 @given(
     st.lists(members, min_size=8, max_size=20),
-    st.sampled_from([{}, {"has_sinks": True, "soft_cap": 1.5, "has_slopes": True}, {"window": 150}, {"chunk": 64}]),
+    st.sampled_from(
+        [
+            {},
+            {"has_sinks": True, "soft_cap": 1.5, "has_slopes": True},
+            {"window": 150},
+            {"chunk": 64},
+        ]
+    ),
     st.integers(0, 99),
 )
 def test_random_prefixes_equal_float64(
@@ -53,15 +66,26 @@ def test_random_prefixes_equal_float64(
 ) -> None:
     """Decodes, short and long chunks, behind as much of the prefix as each has, in layers of any kind."""
     seqs = [(14, 20, 1), *((shared, max(own, query), query) for shared, own, query in seqs)]
-    batch = sharing(*map(list, zip(*seqs, strict=True)), head_dim=32, group=8, dtype=dtype, seed=seed, **features)
+    batch = sharing(
+        *map(list, zip(*seqs, strict=True)),
+        head_dim=32,
+        group=8,
+        dtype=dtype,
+        seed=seed,
+        **features,
+    )
     assert batch.error_beyond_rounding(attend(batch)[0]) < TOLERANCE[batch.query.dtype]
 
 
-@pytest.mark.parametrize(("features", "shares"), [({}, True), ({"has_sinks": True}, True), ({"window": 99}, False)])
+@pytest.mark.parametrize(
+    ("features", "shares"), [({}, True), ({"has_sinks": True}, True), ({"window": 99}, False)]
+)
 def test_the_prefix_is_read_once(features: dict[str, Any], shares: bool) -> None:
     """Where no layer hides its first tokens from a query."""
     count = 16
-    batch = sharing([12] * count, list(range(1, count + 1)), [1] * count, head_dim=32, group=8, **features)
+    batch = sharing(
+        [12] * count, list(range(1, count + 1)), [1] * count, head_dim=32, group=8, **features
+    )
     output, metadata = attend(batch)
     (parts,) = metadata.parts.values()
     assert batch.error_beyond_rounding(output) < TOLERANCE[batch.query.dtype]
@@ -71,11 +95,15 @@ def test_the_prefix_is_read_once(features: dict[str, Any], shares: bool) -> None
         assert set(parts.decode.begins.tolist()) == {12 * BLOCK}
 
 
-tables = st.lists(st.tuples(st.integers(0, 2), st.integers(0, 12), st.integers(0, 9)), min_size=1, max_size=30)
+tables = st.lists(
+    st.tuples(st.integers(0, 2), st.integers(0, 12), st.integers(0, 9)), min_size=1, max_size=30
+)
 
 
 @given(tables, st.integers(0, 12))
-def test_prefixes_hold_what_their_members_share(rows: list[tuple[int, int, int]], least_queries: int) -> None:
+def test_prefixes_hold_what_their_members_share(
+    rows: list[tuple[int, int, int]], least_queries: int
+) -> None:
     """rows: which prefix, how many of its blocks, and queries."""
     block_tables = np.array(
         [
@@ -84,9 +112,13 @@ def test_prefixes_hold_what_their_members_share(rows: list[tuple[int, int, int]]
         ],
         np.int32,
     )
-    lens_before = np.array([max(0, blocks * BLOCK + 30 - 40 * (seq % 3)) for seq, (_, blocks, _) in enumerate(rows)])
+    lens_before = np.array(
+        [max(0, blocks * BLOCK + 30 - 40 * (seq % 3)) for seq, (_, blocks, _) in enumerate(rows)]
+    )
     query_lens = np.array([queries for *_, queries in rows])
-    found = find_shared_prefixes(block_tables, lens_before, query_lens, BLOCK, tile=TILE, least_queries=least_queries)
+    found = find_shared_prefixes(
+        block_tables, lens_before, query_lens, BLOCK, tile=TILE, least_queries=least_queries
+    )
     seen = [seq for prefix in found for seq in prefix.seqs]
     assert len(set(seen)) == len(seen)
     for prefix in found:

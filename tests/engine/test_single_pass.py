@@ -33,11 +33,18 @@ from tests.engine.embedding_models import write_modules
 from tests.engine.encoders import MAX_LENGTH, VOCAB_SIZE, Alone, words, write_encoder
 
 TEXTS = [words(length, seed) for seed, length in enumerate((1, 3, 90, 10, 40, 7, 25, 60, 2, 120))]
-PAIRS = [(words(3), words(30)), (words(70), words(80)), (words(100), words(2)), (words(5), words(200))]
+PAIRS = [
+    (words(3), words(30)),
+    (words(70), words(80)),
+    (words(100), words(2)),
+    (words(5), words(200)),
+]
 
 #: By model type, whether the texts of a step are one row, or padded.
 MODELS = {
-    **dict.fromkeys(("bert", "roberta", "modernbert", "distilbert", "albert", "electra", "xlm-roberta"), True),
+    **dict.fromkeys(
+        ("bert", "roberta", "modernbert", "distilbert", "albert", "electra", "xlm-roberta"), True
+    ),
     **dict.fromkeys(("nomic_bert", "jina_embeddings_v3", "gte", "eurobert", "camembert"), True),
     **dict.fromkeys(("mpnet", "deberta-v2"), False),
 }
@@ -50,7 +57,9 @@ def config(folder: Path, **options: Any) -> EngineConfig:
 
 
 def scores(expected: torch.Tensor) -> Any:
-    return pytest.approx({f"class {number}": each for number, each in enumerate(expected.tolist())}, abs=1e-5)
+    return pytest.approx(
+        {f"class {number}": each for number, each in enumerate(expected.tolist())}, abs=1e-5
+    )
 
 
 def model_of(engine: Engine) -> SinglePass:
@@ -60,7 +69,9 @@ def model_of(engine: Engine) -> SinglePass:
 
 
 @pytest.mark.parametrize("model_type", MODELS)
-def test_embeddings_of_an_encoder_are_as_each_text_alone_has_them(tmp_path: Path, model_type: str) -> None:
+def test_embeddings_of_an_encoder_are_as_each_text_alone_has_them(
+    tmp_path: Path, model_type: str
+) -> None:
     folder = write_encoder(tmp_path, model_type)
     alone = Alone(folder)
     with Engine(config(folder)) as engine:
@@ -95,7 +106,9 @@ def test_activations_and_sums_are_computed_with_the_products_before_them(tmp_pat
     with Engine(config(write_encoder(tmp_path, "bert", hidden_act="gelu_new"))) as engine:
         model = model_of(engine)
         assert len(model._fused) == 3 * (2 + 2)
-        assert {module.activation for module, name in model._fused if name == "activation"} == {("gelu", "tanh")}
+        assert {module.activation for module, name in model._fused if name == "activation"} == {
+            ("gelu", "tanh")
+        }
         fused = model([text])
         model.pad()
         assert torch.allclose(fused, model.alone(text), atol=1e-5)
@@ -125,7 +138,9 @@ def test_products_have_few_numbers_of_rows(tmp_path: Path) -> None:
     seen = set()
     with Engine(config(write_encoder(tmp_path, "bert", max_position_embeddings=600))) as engine:
         model = model_of(engine)
-        model.model.embeddings.register_forward_hook(lambda module, args, output: seen.add(output.shape[1]))
+        model.model.embeddings.register_forward_hook(
+            lambda module, args, output: seen.add(output.shape[1])
+        )
         for length in range(1, 600, 7):
             assert len(model([torch.arange(length) % VOCAB_SIZE])) == length
     assert seen <= {*range(8, 520, 8), 576, 640}
@@ -143,7 +158,9 @@ def test_heads_of_an_odd_size_in_bfloat16_are_attended_to_by_torch(tmp_path: Pat
 def test_what_a_long_text_sees_is_asked_for_in_pieces() -> None:
     pairs: list[int] = []
 
-    def rule(batch: torch.Tensor, head: torch.Tensor, query: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
+    def rule(
+        batch: torch.Tensor, head: torch.Tensor, query: torch.Tensor, key: torch.Tensor
+    ) -> torch.Tensor:
         pairs.append((query - key).numel())
         return (query - key).abs() <= 7
 
@@ -157,7 +174,9 @@ def test_what_a_long_text_sees_is_asked_for_in_pieces() -> None:
 
 @pytest.mark.parametrize("num_labels", [1, 3])
 @pytest.mark.parametrize("model_type", [*MODELS, *DECODERS])
-def test_classes_are_as_each_text_alone_has_them(tmp_path: Path, model_type: str, num_labels: int) -> None:
+def test_classes_are_as_each_text_alone_has_them(
+    tmp_path: Path, model_type: str, num_labels: int
+) -> None:
     folder = write_encoder(tmp_path, model_type, num_labels)
     alone = Alone(folder)
     with Engine(config(folder)) as engine:
@@ -169,11 +188,15 @@ def test_classes_are_as_each_text_alone_has_them(tmp_path: Path, model_type: str
 
 
 @pytest.mark.parametrize("model_type", ["bert", "xlm-roberta", "modernbert", "deberta-v2"])
-def test_two_texts_are_cut_and_told_apart_as_a_cross_encoder_does_it(tmp_path: Path, model_type: str) -> None:
+def test_two_texts_are_cut_and_told_apart_as_a_cross_encoder_does_it(
+    tmp_path: Path, model_type: str
+) -> None:
     folder = write_encoder(tmp_path, model_type, 1)
     alone = Alone(folder)
     with Engine(config(folder)) as engine:
-        found = engine.generate([query for query, _ in PAIRS], [ClassParams(pair=text) for _, text in PAIRS])
+        found = engine.generate(
+            [query for query, _ in PAIRS], [ClassParams(pair=text) for _, text in PAIRS]
+        )
     assert [each.num_prompt_tokens for each in found] == [36, MAX_LENGTH, 105, MAX_LENGTH]
     for pair, completion in zip(PAIRS, found, strict=True):
         assert completion.class_scores == scores(alone(*pair).sigmoid())
@@ -192,7 +215,12 @@ def test_a_text_is_cut_only_where_that_is_asked_for(tmp_path: Path) -> None:
     long = words(200)
     with Engine(config(folder)) as engine:
         refused, cut, short = engine.generate(
-            [long] * 3, [ClassParams(), ClassParams(truncate_prompt_tokens=-1), ClassParams(truncate_prompt_tokens=20)]
+            [long] * 3,
+            [
+                ClassParams(),
+                ClassParams(truncate_prompt_tokens=-1),
+                ClassParams(truncate_prompt_tokens=20),
+            ],
         )
         with pytest.raises(PromptTooLong):
             engine.add("long", long, ClassParams())
@@ -202,7 +230,9 @@ def test_a_text_is_cut_only_where_that_is_asked_for(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("most", [2, 3, 20, -1])
-def test_a_text_that_is_embedded_loses_its_end_and_keeps_what_stands_around_it(tmp_path: Path, most: int) -> None:
+def test_a_text_that_is_embedded_loses_its_end_and_keeps_what_stands_around_it(
+    tmp_path: Path, most: int
+) -> None:
     """[CLS], [SEP] and the checkpoint's own prompt stay, as transformers cuts; a chat loses its beginning instead."""
     folder = write_encoder(tmp_path, "bert")
     prompt = "w1 w2 "
@@ -217,7 +247,9 @@ def test_a_text_that_is_embedded_loses_its_end_and_keeps_what_stands_around_it(t
     num_of_text = min(num_tokens, MAX_LENGTH)
     assert (of_text.num_prompt_tokens, of_ids.num_prompt_tokens) == (num_of_text, num_tokens)
     alone = Alone(folder)
-    assert of_text.embedding == pytest.approx(alone(prompt + long, most=num_of_text).tolist(), abs=1e-5)
+    assert of_text.embedding == pytest.approx(
+        alone(prompt + long, most=num_of_text).tolist(), abs=1e-5
+    )
     expected_ids = torch.tensor([list(range(5, 205))[:num_tokens]])
     assert of_ids.embedding == pytest.approx(alone.of_ids(expected_ids).tolist(), abs=1e-5)
 
@@ -241,14 +273,18 @@ def test_layers_behind_the_pooling_are_computed(tmp_path: Path, activation: str)
     dense.mkdir()
     name = f"torch.nn.modules.activation.{activation}"
     (dense / "config.json").write_text(
-        json.dumps({"in_features": 48, "out_features": 16, "bias": True, "activation_function": name})
+        json.dumps(
+            {"in_features": 48, "out_features": 16, "bias": True, "activation_function": name}
+        )
     )
     save_file({"linear.weight": weight, "linear.bias": bias}, dense / "model.safetensors")
     assert model_identity(config(folder)).embedding_size == 16
     with Engine(config(folder)) as engine:
         (found,) = engine.embed(TEXTS[:1])
     projected = weight @ Alone(folder)(TEXTS[0]) + bias
-    expected = torch.nn.functional.normalize(projected.tanh() if activation == "Tanh" else projected, dim=0)
+    expected = torch.nn.functional.normalize(
+        projected.tanh() if activation == "Tanh" else projected, dim=0
+    )
     assert found.embedding == pytest.approx(expected.tolist(), abs=1e-5)
     (dense / "model.safetensors").unlink()
     with pytest.raises(MissingWeights):
@@ -279,13 +315,20 @@ def test_a_head_of_more_classes_than_are_named_is_refused(tmp_path: Path) -> Non
 def test_a_model_whose_answers_padding_changes_is_refused(tmp_path: Path) -> None:
     """FNet mixes all places of a row, padding too."""
     folder = write_encoder(tmp_path, "fnet", 2)
-    with pytest.raises(UnsupportedModel, match=r"FNetForSequenceClassification .* mixes the texts of one batch"):
+    with pytest.raises(
+        UnsupportedModel, match=r"FNetForSequenceClassification .* mixes the texts of one batch"
+    ):
         Engine(config(folder))
 
 
 def test_a_text_that_would_change_the_rotation_of_others_is_refused(tmp_path: Path) -> None:
     factors = {"short_factor": [1.0] * 6, "long_factor": [4.0] * 6}
-    rope = {"rope_type": "longrope", "rope_theta": 500.0, "original_max_position_embeddings": 64, **factors}
+    rope = {
+        "rope_type": "longrope",
+        "rope_theta": 500.0,
+        "original_max_position_embeddings": 64,
+        **factors,
+    }
     values = {"rope_parameters": rope, "original_max_position_embeddings": 64}
     folder = write_encoder(tmp_path, "phi3", 2, **values)
     with pytest.raises(UnsupportedModel, match="set max_model_len=64"):
@@ -329,7 +372,11 @@ def test_what_a_checkpoint_has_no_part_for_is_refused(tmp_path: Path) -> None:
     body = write_encoder(tmp_path / "body", "bert")
     with Engine(config(body)) as engine, pytest.raises(UnsupportedTask):
         engine.add("other", "w1", ClassParams())
-    for option in ({"deterministic": True}, {"quantization": "int8"}, {"kv_cache_dtype": "fp8_e4m3"}):
+    for option in (
+        {"deterministic": True},
+        {"quantization": "int8"},
+        {"kv_cache_dtype": "fp8_e4m3"},
+    ):
         with pytest.raises(ConfigError, match=next(iter(option))):
             Engine(config(head, **option))
     (body / "modules.json").unlink()

@@ -15,7 +15,9 @@ PREFIX = [1, 2, 2, 1] * 3
 
 @THOROUGH
 @given(HISTORIES, SIZES, st.sampled_from([0, 1, 2, 9]))
-def test_histories_with_states(history: list[Operation], sizes: dict[str, Any], num_snapshots: int) -> None:
+def test_histories_with_states(
+    history: list[Operation], sizes: dict[str, Any], num_snapshots: int
+) -> None:
     """Preempted, withdrawn, aborted at any step: each row is computed from the state of all before it."""
     shadow = play(history, sizes, num_snapshots=num_snapshots)
     assert num_snapshots or not shadow.scheduler.cached_tokens
@@ -23,20 +25,26 @@ def test_histories_with_states(history: list[Operation], sizes: dict[str, Any], 
 
 @settings(THOROUGH, max_examples=50)
 @given(HISTORIES, SIZES)
-def test_histories_with_states_and_forced_tokens(history: list[Operation], sizes: dict[str, Any]) -> None:
+def test_histories_with_states_and_forced_tokens(
+    history: list[Operation], sizes: dict[str, Any]
+) -> None:
     """A state has no way back: where a sampled token is dropped, the sequence is computed anew."""
     play(history, sizes, num_snapshots=3, make_forcing=Rule)
 
 
 @settings(THOROUGH, max_examples=40)
 @given(HISTORIES, SIZES)
-def test_histories_with_states_and_colliding_hashes(history: list[Operation], sizes: dict[str, Any]) -> None:
+def test_histories_with_states_and_colliding_hashes(
+    history: list[Operation], sizes: dict[str, Any]
+) -> None:
     play(history, sizes, num_snapshots=3, hash_block=lambda parent, tokens: 7)
 
 
 @settings(THOROUGH, max_examples=20)
 @given(HISTORIES, SIZES)
-def test_without_prefix_caching_no_snapshot_is_made(history: list[Operation], sizes: dict[str, Any]) -> None:
+def test_without_prefix_caching_no_snapshot_is_made(
+    history: list[Operation], sizes: dict[str, Any]
+) -> None:
     shadow = play(history, sizes, num_snapshots=3, enable_prefix_caching=False)
     assert len(shadow.blocks.snapshots._free) == 3
 

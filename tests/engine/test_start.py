@@ -30,7 +30,10 @@ SMALL = {"kv_cache_bytes": 1 << 22}
     ("changes", "message"),
     [
         ({"max_model_len": 513}, "max_model_len=513 is more than the model's 512"),
-        ({"max_model_len": 400, "kv_cache_bytes": 1 << 17}, "raise kv_cache_bytes .* or lower max_model_len"),
+        (
+            {"max_model_len": 400, "kv_cache_bytes": 1 << 17},
+            "raise kv_cache_bytes .* or lower max_model_len",
+        ),
         ({"max_num_seqs": 0}, "max_num_seqs must be a positive integer"),
         ({"max_num_batched_tokens": 256}, "must exceed max_num_seqs=256"),
         ({"memory_utilization": 0.0}, "memory_utilization"),
@@ -39,12 +42,17 @@ SMALL = {"kv_cache_bytes": 1 << 22}
         ({"dtype": "int8"}, "supported are 'auto', 'float32', 'bfloat16', 'float16'"),
         ({"device": "meta"}, "not supported"),
         ({"attention_backend": "flash_attn"}, "does not run on device='cpu'; use 'auto'"),
-        ({"attention_backend": "xformers"}, "no attention backend; use one of 'auto', 'cpu', 'flash_attn', "),
+        (
+            {"attention_backend": "xformers"},
+            "no attention backend; use one of 'auto', 'cpu', 'flash_attn', ",
+        ),
         ({"seed": "a"}, "seed"),
         ({"model": ""}, "model must be"),
     ],
 )
-def test_a_bad_value_stops_the_start_and_is_named(folder: Path, changes: dict[str, Any], message: str) -> None:
+def test_a_bad_value_stops_the_start_and_is_named(
+    folder: Path, changes: dict[str, Any], message: str
+) -> None:
     with pytest.raises(ConfigError, match=message):
         Engine(EngineConfig(**{"model": str(folder), **SMALL, **changes}))
 
@@ -61,11 +69,15 @@ def test_a_tokenizer_larger_than_the_embeddings_is_a_warning(
     config = EngineConfig(model=str(copy), **SMALL)
     with Engine(config):
         assert "prompts with the others are refused" in caplog.text
-    (found,) = (each for each in check_up(config) if each.subject == "tokenizer" and each.grade == "warning")
+    (found,) = (
+        each for each in check_up(config) if each.subject == "tokenizer" and each.grade == "warning"
+    )
     assert "the model has embeddings for" in found.found
 
 
-def test_max_model_len_is_what_the_model_has_and_the_pool_holds(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_max_model_len_is_what_the_model_has_and_the_pool_holds(
+    folder: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     """And it is logged."""
     with (
         caplog.at_level("INFO", logger="engine"),
@@ -73,7 +85,9 @@ def test_max_model_len_is_what_the_model_has_and_the_pool_holds(folder: Path, ca
     ):
         num_blocks = (1 << 17) // (3 * 2 * 16 * 2 * 16 * 4)
         assert built.max_model_len == num_blocks * 16 < 512
-        (completion,) = built.generate([[5] * 20], SamplingParams(max_tokens=2000, temperature=0, ignore_eos=True))
+        (completion,) = built.generate(
+            [[5] * 20], SamplingParams(max_tokens=2000, temperature=0, ignore_eos=True)
+        )
         assert completion.finish_reason == "length"
         assert completion.num_prompt_tokens + len(completion.token_ids) == built.max_model_len
     assert f"sequences of up to {num_blocks * 16} tokens" in caplog.text
@@ -87,9 +101,27 @@ BFLOAT16_CPU = frozenset({"avx512f", "avx512_bf16"})
     [
         ("gqa1_untied", "auto", frozenset(), "float32", None),
         ("gqa2_tied_hub", "auto", BFLOAT16_CPU, "bfloat16", None),
-        ("gqa2_tied_hub", "auto", frozenset({"avx512f"}), "float32", "takes float32 rather than the check"),
-        ("gqa2_tied_hub", "bfloat16", frozenset({"avx512f"}), "bfloat16", "slower than 'float32' here"),
-        ("gqa1_untied", "float16", BFLOAT16_CPU, "float16", "on CPUs there are kernels for float32"),
+        (
+            "gqa2_tied_hub",
+            "auto",
+            frozenset({"avx512f"}),
+            "float32",
+            "takes float32 rather than the check",
+        ),
+        (
+            "gqa2_tied_hub",
+            "bfloat16",
+            frozenset({"avx512f"}),
+            "bfloat16",
+            "slower than 'float32' here",
+        ),
+        (
+            "gqa1_untied",
+            "float16",
+            BFLOAT16_CPU,
+            "float16",
+            "on CPUs there are kernels for float32",
+        ),
     ],
 )
 def test_dtype_auto_is_the_checkpoints_unless_this_cpu_would_convert_it(
@@ -108,7 +140,9 @@ def test_dtype_auto_is_the_checkpoints_unless_this_cpu_would_convert_it(
         assert built._open_runner().dtype == getattr(torch, served)
         assert built.identity.dtype == served
         assert len(built.generate([[5, 6]], SamplingParams(max_tokens=3))) == 1
-    said_so = [record.getMessage() for record in caplog.records if record.getMessage().startswith("dtype=")]
+    said_so = [
+        record.getMessage() for record in caplog.records if record.getMessage().startswith("dtype=")
+    ]
     assert len(said_so) == (said is not None)
     assert (said or "") in "".join(said_so)
 
@@ -139,7 +173,9 @@ def test_what_takes_long_to_import_is_imported_when_it_is_needed(folder: Path) -
         "engine.Engine(engine.EngineConfig(sys.argv[1], kv_cache_bytes=1 << 22));"
         "heavy = {'sympy', 'transformers.models.auto'} & set(sys.modules); assert not heavy, heavy"
     )
-    subprocess.run([sys.executable, "-c", code, str(folder)], check=True, cwd=PACKAGE.parent, timeout=120)
+    subprocess.run(
+        [sys.executable, "-c", code, str(folder)], check=True, cwd=PACKAGE.parent, timeout=120
+    )
 
 
 class FakeCuda:
@@ -172,9 +208,13 @@ def test_an_engine_launches_on_its_own_device_from_another_thread_than_its_maker
     monkeypatch.setattr(model_runner, "on_device", cuda.on_device)
     monkeypatch.setattr(TorchBackend, "forward", launch)
     folder = make_checkpoint(tmp_path / "model", SHAPES[0])
-    config = EngineConfig(str(folder), attention_backend="torch", device="cpu", kv_cache_bytes=1 << 22)
+    config = EngineConfig(
+        str(folder), attention_backend="torch", device="cpu", kv_cache_bytes=1 << 22
+    )
     with Engine(config) as engine:
-        used = threading.Thread(target=engine.generate, args=(["hello"], SamplingParams(max_tokens=3)), name="another")
+        used = threading.Thread(
+            target=engine.generate, args=(["hello"], SamplingParams(max_tokens=3)), name="another"
+        )
         used.start()
         used.join()
     assert cuda.seen == {(threading.current_thread().name, "cpu"), ("another", "cpu")}

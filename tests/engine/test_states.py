@@ -37,7 +37,13 @@ def folder(request: pytest.FixtureRequest, architecture: Architectures) -> Path:
 
 
 def start(folder: Path, **changes: Any) -> Engine:
-    values = {"dtype": "float32", "max_num_seqs": 8, "max_num_batched_tokens": 60, "max_model_len": 200, **changes}
+    values = {
+        "dtype": "float32",
+        "max_num_seqs": 8,
+        "max_num_batched_tokens": 60,
+        "max_model_len": 200,
+        **changes,
+    }
     backend = "auto" if folder.name.startswith(NATIVE) else "torch"
     return Engine(small(folder, attention_backend=backend, **values))
 
@@ -59,7 +65,9 @@ def test_prompts_of_any_length_get_transformers_tokens(folder: Path) -> None:
         assert built.stats().cached_tokens > 200
 
 
-def test_a_sequence_that_makes_a_step_raise_fails_alone(built: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_sequence_that_makes_a_step_raise_fails_alone(
+    built: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """In the last mixer, behind those that have changed all states; in its prompt, and at its fourth token."""
     clean = run(built)
     runner = built._open_runner()
@@ -90,7 +98,9 @@ def test_a_sequence_that_makes_a_step_raise_fails_alone(built: Engine, monkeypat
         patch.setattr(last, name, raises)
         patch.setattr(runner, "launch", watched)
         done = run(built)
-    assert {key[0] for key, completion in done.items() if completion.finish_reason == "error"} == {"6"}
+    assert {key[0] for key, completion in done.items() if completion.finish_reason == "error"} == {
+        "6"
+    }
     for key, completion in clean.items():
         assert key[0] == "6" or done[key].token_ids == completion.token_ids
     assert run(built) == run(built), "the engine is as good as new"
@@ -99,7 +109,10 @@ def test_a_sequence_that_makes_a_step_raise_fails_alone(built: Engine, monkeypat
 def test_who_gives_way_to_urgent_requests_goes_on_with_its_own_tokens(folder: Path) -> None:
     """Its state is computed anew, from a snapshot where one is left."""
     with start(folder, max_num_seqs=2) as built:
-        wanted = [completion.token_ids for completion in built.generate([tokens for _, tokens, _ in prompts()], GREEDY)]
+        wanted = [
+            completion.token_ids
+            for completion in built.generate([tokens for _, tokens, _ in prompts()], GREEDY)
+        ]
     with start(folder, max_num_seqs=2) as built:
         done: list[Any] = []
         for lane, (request_id, tokens, _) in zip([2, 2, 1, 1, 0, 0] * 3, prompts(), strict=False):
@@ -109,7 +122,9 @@ def test_who_gives_way_to_urgent_requests_goes_on_with_its_own_tokens(folder: Pa
         while built.has_unfinished:
             done += built.step()
         assert built.stats().num_preemptions > 1
-        assert [each.token_ids for each in sorted(done, key=lambda each: int(each.request_id))] == wanted
+        assert [
+            each.token_ids for each in sorted(done, key=lambda each: int(each.request_id))
+        ] == wanted
 
 
 def test_samples_share_their_prompt(built: Engine) -> None:
@@ -120,7 +135,9 @@ def test_samples_share_their_prompt(built: Engine) -> None:
     together = built.generate([prompt], params)
     assert built.stats().cached_tokens - before >= 3 * (len(prompt) // 16 * 16)
     with start(Path(built.config.model), enable_prefix_caching=False, max_num_seqs=1) as other:
-        assert [c.token_ids for c in other.generate([prompt], params)] == [c.token_ids for c in together]
+        assert [c.token_ids for c in other.generate([prompt], params)] == [
+            c.token_ids for c in together
+        ]
     assert len({tuple(completion.token_ids) for completion in together}) == 4
 
 
@@ -131,10 +148,18 @@ def test_scores_and_log_probabilities_are_transformers(built: Engine) -> None:
     context = [rng.randrange(3, 500) for _ in range(37)]
     tails = [[5, 6, 7], [5, 6, 8, 9], [5], [11, 12]]
     with torch.inference_mode():
-        for tail, found in zip(tails, built.loglikelihood([(context, tail) for tail in tails]), strict=True):
-            logits = reference.model(torch.tensor([context + tail]), use_cache=False).logits[0].log_softmax(-1)
+        for tail, found in zip(
+            tails, built.loglikelihood([(context, tail) for tail in tails]), strict=True
+        ):
+            logits = (
+                reference.model(torch.tensor([context + tail]), use_cache=False)
+                .logits[0]
+                .log_softmax(-1)
+            )
             rows = logits[len(context) - 1 : -1]
-            assert found.logprob == pytest.approx(float(rows[range(len(tail)), tail].sum()), abs=1e-3)
+            assert found.logprob == pytest.approx(
+                float(rows[range(len(tail)), tail].sum()), abs=1e-3
+            )
     (plain,) = built.generate([context], GREEDY)
     (told,) = built.generate([context], replace(GREEDY, logprobs=2, prompt_logprobs=1))
     assert told.token_ids == plain.token_ids
@@ -154,7 +179,10 @@ def test_a_cut_completion_goes_on(built: Engine) -> None:
 def test_forced_tokens_change_no_others(built: Engine) -> None:
     """A grammar that forces tokens gives the same text whether they are jumped over or sampled."""
     params = replace(
-        GREEDY, ignore_eos=False, max_tokens=40, structured_outputs={"regex": "(yes|no), said the (cat|dog)"}
+        GREEDY,
+        ignore_eos=False,
+        max_tokens=40,
+        structured_outputs={"regex": "(yes|no), said the (cat|dog)"},
     )
     texts = [built.generate([[7] * n], params)[0].text for n in (3, 40)]
     told = [built.generate([[7] * n], replace(params, logprobs=0))[0].text for n in (3, 40)]
@@ -162,7 +190,9 @@ def test_forced_tokens_change_no_others(built: Engine) -> None:
     assert all("said the" in text for text in texts)
 
 
-def test_memory_is_divided_among_sequences_and_snapshots(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_memory_is_divided_among_sequences_and_snapshots(
+    folder: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     """The start says how many of each; too little for one sequence is an error."""
     caplog.set_level("INFO", logger="engine")
     with start(folder, max_num_seqs=5) as built:
@@ -172,7 +202,10 @@ def test_memory_is_divided_among_sequences_and_snapshots(folder: Path, caplog: p
         row = runner.cache.states.num_bytes // 10
         num_tokens = runner.pool_size.num_blocks * built.config.block_size
         (foretold,) = (each.found for each in check_up(built.config) if each.subject == "memory")
-        assert re.search(f" {num_tokens} tokens in all, .*, states of 5 sequences and 5 snapshots of 0.0 MiB", foretold)
+        assert re.search(
+            f" {num_tokens} tokens in all, .*, states of 5 sequences and 5 snapshots of 0.0 MiB",
+            foretold,
+        )
     with start(folder, max_num_seqs=5, enable_prefix_caching=False):
         assert "5 sequences and 0 snapshots" in caplog.text
     fit_states = engine.run.forward.memory.fit_states
@@ -180,14 +213,18 @@ def test_memory_is_divided_among_sequences_and_snapshots(folder: Path, caplog: p
     kept = config.kv_cache_bytes
     assert fit_states(row, config, kept + 9 * row, 1 << 30) == (7, 2)
     unstated = replace(config, kv_cache_bytes=None)
-    assert sum(fit_states(row, unstated, 1 << 40, 19 * row) or ()) == 9, "half of what both take, however much is free"
+    assert sum(fit_states(row, unstated, 1 << 40, 19 * row) or ()) == 9, (
+        "half of what both take, however much is free"
+    )
     with pytest.raises(ConfigError, match=f"the state of one sequence takes {row} bytes"):
         fit_states(row, config, kept + row - 1, 1 << 30)
 
 
 @pytest.mark.parametrize("folder", ["lfm2"], indirect=True)
 def test_ranks_divide_no_states_of_transformers(folder: Path) -> None:
-    with pytest.raises(UnsupportedModel, match=r"tensor_parallel_size=2: .*set tensor_parallel_size=1"):
+    with pytest.raises(
+        UnsupportedModel, match=r"tensor_parallel_size=2: .*set tensor_parallel_size=1"
+    ):
         ModelRunner(small(folder), read_model_config(folder), folder, TensorParallel(0, 2))
 
 
@@ -201,7 +238,12 @@ def test_a_scan_goes_on_where_another_ended() -> None:
         return torch.randn(*shape, generator=generator)
 
     hidden, dt, z, b, c = draw(1, 6, 9), draw(1, 6, 9), draw(1, 6, 9), draw(1, 4, 9), draw(1, 4, 9)
-    options = {"D": draw(6), "delta_bias": draw(6), "delta_softplus": True, "return_last_state": True}
+    options = {
+        "D": draw(6),
+        "delta_bias": draw(6),
+        "delta_softplus": True,
+        "return_last_state": True,
+    }
     a = -draw(6, 4).exp()
     whole, last = mamba_selective_scan(hidden, dt, a, b, c, z=z, **options)
     state, parts = torch.zeros(1, 6, 4), []
@@ -214,7 +256,9 @@ def test_a_scan_goes_on_where_another_ended() -> None:
 
 
 @pytest.mark.parametrize("folder", ["lfm2", "jamba", "mamba2"], indirect=True)
-def test_a_state_that_no_cache_sees_is_refused(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_state_that_no_cache_sees_is_refused(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A model of which one mixer is not found answers as if it forgot."""
     note = StateCache._note
 

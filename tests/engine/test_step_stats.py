@@ -10,13 +10,22 @@ from tests.engine.test_logprobs import NAME, config
 
 
 @pytest.mark.parametrize("overlap", [False, True])
-def test_generated_tokens_steps_and_times_are_those_of_the_completions(folders: dict[str, Path], overlap: bool) -> None:
+def test_generated_tokens_steps_and_times_are_those_of_the_completions(
+    folders: dict[str, Path], overlap: bool
+) -> None:
     """Also where the pool is too small, and sequences are preempted and end in the middle of a step."""
     began = time.monotonic()
-    values = {"kv_cache_bytes": 48 << 10, "max_num_seqs": 4, "max_model_len": 48, "async_scheduling": overlap}
+    values = {
+        "kv_cache_bytes": 48 << 10,
+        "max_num_seqs": 4,
+        "max_model_len": 48,
+        "async_scheduling": overlap,
+    }
     with Engine(config(folders[NAME], attention_backend="torch", **values)) as engine:
         prompts = [[11 + i, 12, 13] for i in range(6)]
-        params = [SamplingParams(max_tokens=18 + 4 * i, temperature=0, ignore_eos=i > 2) for i in range(6)]
+        params = [
+            SamplingParams(max_tokens=18 + 4 * i, temperature=0, ignore_eos=i > 2) for i in range(6)
+        ]
         completions = engine.generate(prompts, params)
         stats = engine.stats()
     assert stats.generation_tokens == sum(len(each.token_ids) for each in completions)
@@ -24,13 +33,25 @@ def test_generated_tokens_steps_and_times_are_those_of_the_completions(folders: 
     assert sum(stats.batch_sizes) == stats.num_steps
     assert sum(stats.batch_sizes[3:]) == 0, "no step had more than four sequences"
     assert stats.num_steps <= stats.num_scheduled <= 4 * stats.num_steps
-    assert set(stats.step_seconds) == {"schedule", "prepare", "launch", "wait", "update", "detokenize"}
+    assert set(stats.step_seconds) == {
+        "schedule",
+        "prepare",
+        "launch",
+        "wait",
+        "update",
+        "detokenize",
+    }
     assert all(seconds > 0 for seconds in stats.step_seconds.values())
     assert sum(stats.step_seconds.values()) < time.monotonic() - began
     for each in completions:
         assert each.metrics is not None
         assert each.metrics.first_token_time is not None
-        assert began < each.metrics.arrival_time < each.metrics.first_token_time <= each.metrics.finished_time
+        assert (
+            began
+            < each.metrics.arrival_time
+            < each.metrics.first_token_time
+            <= each.metrics.finished_time
+        )
 
 
 def test_a_long_prompt_and_two_samples_tell_how_far_they_are(folders: dict[str, Path]) -> None:
@@ -62,7 +83,9 @@ def test_a_chunk_that_leaves_one_token_of_a_prompt_hides_no_first_token(
 ) -> None:
     values = {"max_num_seqs": 4, "max_num_batched_tokens": 16, "async_scheduling": overlap}
     with Engine(config(folders[NAME], attention_backend="torch", **values)) as engine:
-        (found,) = engine.generate([list(range(3, 36))], SamplingParams(max_tokens=3, ignore_eos=True))
+        (found,) = engine.generate(
+            [list(range(3, 36))], SamplingParams(max_tokens=3, ignore_eos=True)
+        )
         stats = engine.stats()
     assert found.metrics is not None
     assert found.metrics.first_token_time is not None

@@ -22,7 +22,10 @@ from tests.engine.structured_cases import generate, run
 
 OBJECT = {
     "type": "object",
-    "properties": {"a": {"type": "integer", "maximum": 99, "minimum": 0}, "b": {"enum": ["é", "x"]}},
+    "properties": {
+        "a": {"type": "integer", "maximum": 99, "minimum": 0},
+        "b": {"enum": ["é", "x"]},
+    },
     "required": ["a", "b"],
     "additionalProperties": False,
 }
@@ -34,7 +37,12 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def engine_of(folder: Path, **options: Any) -> Engine:
-    values: dict[str, Any] = {"max_num_seqs": 8, "kv_cache_bytes": 1 << 22, "dtype": "float32", **options}
+    values: dict[str, Any] = {
+        "max_num_seqs": 8,
+        "kv_cache_bytes": 1 << 22,
+        "dtype": "float32",
+        **options,
+    }
     return Engine(EngineConfig(model=str(folder), **values))
 
 
@@ -95,7 +103,9 @@ def test_it_holds_beside_any_other_value(engine: Engine, values: dict[str, Any])
 
 def test_a_stop_string_ends_it_only_where_the_text_is_whole(engine: Engine) -> None:
     """ "b" stands first where the text before it is none of the grammar."""
-    for text, reason in texts(engine, {"regex": "(ab)?a{2}b.*"}, stop=["b"], temperature=1e6, num_rows=8):
+    for text, reason in texts(
+        engine, {"regex": "(ab)?a{2}b.*"}, stop=["b"], temperature=1e6, num_rows=8
+    ):
         assert reason == "length" or re.fullmatch("(ab)?a{2}b.*", text), text
 
 
@@ -110,7 +120,10 @@ def test_the_length_may_end_it_anywhere_and_says_so(engine: Engine) -> None:
     [
         ({"json": {"type": "integer", "minimum": 2, "maximum": 1}}, "Unsatisfiable"),
         ({"json": False}, "no text satisfies it"),
-        ({"json": {"oneOf": [{"type": "integer"}, {"minimum": 1}]}}, "oneOf constraints are not supported$"),
+        (
+            {"json": {"oneOf": [{"type": "integer"}, {"minimum": 1}]}},
+            "oneOf constraints are not supported$",
+        ),
         ({"json": {"$ref": "https://example.com/x"}}, "not present"),
         ({"regex": "(a"}, "unclosed group"),
         ({"regex": "(?=a)a"}, "look-around"),
@@ -122,7 +135,9 @@ def test_the_length_may_end_it_anywhere_and_says_so(engine: Engine) -> None:
         ("a+", "must be an object"),
     ],
 )
-def test_what_cannot_be_enforced_is_refused_with_its_reason(engine: Engine, spec: Any, says: str) -> None:
+def test_what_cannot_be_enforced_is_refused_with_its_reason(
+    engine: Engine, spec: Any, says: str
+) -> None:
     with pytest.raises(InvalidSampling, match=says):
         engine.add("1", "hello", SamplingParams(structured_outputs=spec))
     assert not engine.has_unfinished
@@ -130,7 +145,9 @@ def test_what_cannot_be_enforced_is_refused_with_its_reason(engine: Engine, spec
 
 def test_one_that_fails_while_it_runs_costs_its_row_alone(engine: Engine) -> None:
     rows = [{"regex": "a"}, {"regex": "(a{1000}){1000}"}, {"regex": "b"}]
-    one, failed, other = engine.generate(["hello"] * 3, [SamplingParams(structured_outputs=spec) for spec in rows])
+    one, failed, other = engine.generate(
+        ["hello"] * 3, [SamplingParams(structured_outputs=spec) for spec in rows]
+    )
     assert (one.text, other.text) == ("a", "b")
     assert failed.finish_reason == "error"
     assert failed.error
@@ -162,7 +179,8 @@ def test_blanks_are_bounded(engine: Engine) -> None:
     blanks = engine._tokenizer.encode_alone(" ") + engine._tokenizer.encode_alone("\n")
     bias = dict.fromkeys(blanks, 100.0)
     (answer,) = engine.generate(
-        ["hello"], SamplingParams(structured_outputs={"json": OBJECT}, logit_bias=bias, max_tokens=400)
+        ["hello"],
+        SamplingParams(structured_outputs={"json": OBJECT}, logit_bias=bias, max_tokens=400),
     )
     assert answer.finish_reason == "stop"
     assert json.loads(answer.text)
@@ -191,7 +209,8 @@ def test_it_says_the_same_however_it_is_computed(
         {"json_object": True},
     ]
     rows = [
-        SamplingParams(structured_outputs=spec, seed=i, max_tokens=30, temperature=1.0) for i, spec in enumerate(specs)
+        SamplingParams(structured_outputs=spec, seed=i, max_tokens=30, temperature=1.0)
+        for i, spec in enumerate(specs)
     ]
     prompts = [f"this is prompt number {i}, of some length" for i in range(len(rows))]
     expected = [each.token_ids for each in engine.generate(prompts, rows)]
@@ -205,10 +224,16 @@ def test_it_says_the_same_however_it_is_computed(
 @pytest.mark.usefixtures("two_threads")
 def test_a_cpu_masks_logits_as_the_reference_does(dtype: torch.dtype) -> None:
     """Vocabularies of no whole words, masks that are shorter and longer than those, rows that lie apart."""
-    pytest.importorskip("numba", reason="numba is not installed, so the CPU kernels cannot be compiled")
+    pytest.importorskip(
+        "numba", reason="numba is not installed, so the CPU kernels cannot be compiled"
+    )
     from engine.attention.cpu_backend import CpuBackend
 
-    backend, rng, rows = CpuBackend(torch.device("cpu")), np.random.default_rng(3), np.array([0, 2, 3, 5, 8])
+    backend, rng, rows = (
+        CpuBackend(torch.device("cpu")),
+        np.random.default_rng(3),
+        np.array([0, 2, 3, 5, 8]),
+    )
     for vocab, longest in ((1, 1), (31, 90), (32, 32), (33, 33), (70, 32), (300, 320)):
         for kind in ("masks alone", "banned", "biased"):
             parts = EditParts()
@@ -259,18 +284,31 @@ class Executor:
 
 
 @pytest.mark.parametrize("large", [False, True])
-def test_a_row_whose_mask_takes_too_long_fails_alone(large: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_row_whose_mask_takes_too_long_fails_alone(
+    large: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Masks of a large vocabulary are timed together: there it is found in the step after that."""
     clock = [0.0]
     monkeypatch.setattr(matcher.time, "monotonic", lambda: clock[0])
     executor: Any = Executor() if large else None
     eos_words, eos_bits = np.array([0]), np.array([1], np.int32)
     vocabulary = Vocabulary(
-        2, eos_words, eos_bits, frozenset([0]), lambda text: [], is_canonical=True, executor=executor
+        2,
+        eos_words,
+        eos_bits,
+        frozenset([0]),
+        lambda text: [],
+        is_canonical=True,
+        executor=executor,
     )
     rows: list[Any] = [
         Matcher(machine, machine, vocabulary, frozenset(), None)  # type: ignore[arg-type]
-        for machine in (Machine(clock, 0.1), Machine(clock, 3.0), Machine(clock, 1.5), Machine(clock, 0.1))
+        for machine in (
+            Machine(clock, 0.1),
+            Machine(clock, 3.0),
+            Machine(clock, 1.5),
+            Machine(clock, 0.1),
+        )
     ]
     for step in range(2 if large else 1):
         assert not any(row.error for row in rows), step

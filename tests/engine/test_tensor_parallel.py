@@ -18,14 +18,28 @@ from safetensors.torch import load_file, save_file
 
 from engine import Completion, Engine, MissingWeights, RankFailed, SamplingParams
 from engine.tensor_parallel import rank_group
-from engine.tensor_parallel.messages import LENGTH_BYTES, Kind, decode, encode, pack_step, unpack_step
+from engine.tensor_parallel.messages import (
+    LENGTH_BYTES,
+    Kind,
+    decode,
+    encode,
+    pack_step,
+    unpack_step,
+)
 from engine.tensor_parallel.rank_group import RankProcess
 from tests.engine.checkpoints import Shape, make_checkpoint, pool_bytes
 from tests.engine.reference import NUM_NEW_TOKENS, Reference
 from tests.engine.test_determinism import requests as seeded_requests
 from tests.engine.test_logprobs import check as check_logprobs
 from tests.engine.test_logprobs import generate, mixed_requests
-from tests.engine.two_ranks import GREEDY, SHAPE_OF, check_nothing_is_left, compare, config, ranks_of
+from tests.engine.two_ranks import (
+    GREEDY,
+    SHAPE_OF,
+    check_nothing_is_left,
+    compare,
+    config,
+    ranks_of,
+)
 
 pytestmark = [pytest.mark.long, pytest.mark.usefixtures("forked_ranks")]
 
@@ -90,9 +104,13 @@ def test_two_kv_heads_and_tied_embeddings_give_transformers_tokens(
     assert stats.num_blocks == 600, "the pool is counted per rank, with half of the KV heads"
 
 
-def test_one_kv_head_on_both_ranks_and_preemption_give_transformers_tokens(references: dict[str, Reference]) -> None:
+def test_one_kv_head_on_both_ranks_and_preemption_give_transformers_tokens(
+    references: dict[str, Reference],
+) -> None:
     reference, shape = references["gqa4_tied"], SHAPE_OF["gqa4_tied"]
-    with Engine(config(reference.folder, shape, pool_blocks=14, max_num_batched_tokens=33)) as built:
+    with Engine(
+        config(reference.folder, shape, pool_blocks=14, max_num_batched_tokens=33)
+    ) as built:
         stats = compare(reference, built)
         assert stats.num_preemptions > 0
         assert stats.cached_tokens > 0
@@ -109,7 +127,9 @@ def test_an_odd_vocabulary_biases_and_a_prompt_beyond_any_buffer(odd: Path) -> N
         (two,) = built.generate([long], few)
         assert two.num_prompt_tokens == LONG
     bytes_alone = pool_bytes(ODD, 1000)
-    with Engine(config(odd, ODD, **large, tensor_parallel_size=1, kv_cache_bytes=bytes_alone)) as built:
+    with Engine(
+        config(odd, ODD, **large, tensor_parallel_size=1, kv_cache_bytes=bytes_alone)
+    ) as built:
         (one,) = built.generate([long], few)
     assert two.token_ids == one.token_ids
 
@@ -124,8 +144,15 @@ def test_seeded_sampling_is_that_of_one_rank(shared: Engine) -> None:
         params.append(replace(GREEDY, max_tokens=6, min_tokens=4, stop_token_ids=ends))
         prompts += prompts[:3]
         params += [
-            replace(GREEDY, presence_penalty=1.0, repetition_penalty=1.5, allowed_token_ids=range(0, 512, 3)),
-            SamplingParams(max_tokens=12, seed=4, frequency_penalty=2.0, logit_bias={9: 5, 99: 5}, n=2),
+            replace(
+                GREEDY,
+                presence_penalty=1.0,
+                repetition_penalty=1.5,
+                allowed_token_ids=range(0, 512, 3),
+            ),
+            SamplingParams(
+                max_tokens=12, seed=4, frequency_penalty=2.0, logit_bias={9: 5, 99: 5}, n=2
+            ),
             replace(GREEDY, bad_words=["a", "the", "lazy dog"]),
         ]
         expected = alone.generate(prompts, params)
@@ -138,7 +165,9 @@ def test_seeded_sampling_is_that_of_one_rank(shared: Engine) -> None:
 # What happens to a rank
 
 
-def test_a_rank_killed_in_a_step_takes_its_engine_down_and_no_other(doomed: Engine, shared: Engine) -> None:
+def test_a_rank_killed_in_a_step_takes_its_engine_down_and_no_other(
+    doomed: Engine, shared: Engine
+) -> None:
     """It is frozen first, so that the step is under way when it dies; the other engine goes on."""
     victim = psutil.Process(ranks_of(doomed).pids[1])
     assert ranks_of(doomed)._store.port != ranks_of(shared)._store.port  # type: ignore[union-attr]
@@ -183,7 +212,9 @@ NAME = "gqa2_tied_hub"
 def requests() -> list[tuple[list[int], SamplingParams]]:
     """Drawn and greedy ones, ends by length, by stop token and by bans, and shared prefixes."""
     prompts = [[5, 6, 7 + i % 3] * (1 + i % 4) for i in range(9)]
-    greedy = [replace(GREEDY, max_tokens=1 + 18 * (i % 3), stop_token_ids=(i, 300 + i)) for i in range(9)]
+    greedy = [
+        replace(GREEDY, max_tokens=1 + 18 * (i % 3), stop_token_ids=(i, 300 + i)) for i in range(9)
+    ]
     return [*seeded_requests()[:6], *zip(prompts, greedy, strict=True)]
 
 
@@ -225,19 +256,25 @@ def test_overlapping_ranks_give_the_tokens_of_ranks_that_wait(folders: dict[str,
     assert {each["request_id"] for each in answers[0]} == {each[0] for each in asked} - {"1"}
 
 
-def test_missing_weights_are_the_error_one_process_would_raise(folders: dict[str, Path], tmp_path: Path) -> None:
+def test_missing_weights_are_the_error_one_process_would_raise(
+    folders: dict[str, Path], tmp_path: Path
+) -> None:
     """And no rank is left, whichever of them said so first."""
     folder = Path(shutil.copytree(folders["gqa1_untied"], tmp_path / "model"))
     tensors = load_file(folder / "model.safetensors")
     del tensors["model.norm.weight"]
     save_file(tensors, folder / "model.safetensors")
     before = psutil.Process().children(recursive=True)
-    with pytest.raises(MissingWeights, match=r"rank [01]: .* lacks 1 tensors .* model\.norm\.weight"):
+    with pytest.raises(
+        MissingWeights, match=r"rank [01]: .* lacks 1 tensors .* model\.norm\.weight"
+    ):
         Engine(config(folder, SHAPE_OF["gqa1_untied"]))
     assert psutil.Process().children(recursive=True) == before
 
 
-def test_a_rank_that_dies_while_it_starts_is_named(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_rank_that_dies_while_it_starts_is_named(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     class Stillborn(RankProcess):
         def __init__(self, rank: int, timeout_s: float) -> None:
             super().__init__(rank, timeout_s)

@@ -16,10 +16,29 @@ from engine.text.stop_strings import StopStrings
 from engine.text.tokenizer import Tokenizer
 from tests.engine.text_models import FAMILIES, byte_ranks, make_text_model, train_sentencepiece
 
-BITS = ["the", " ", "  ", "   ", "quick", "März", "日本", "\n", "\n\n", "\t", "🎉", "1987", "\u2581", "e\u0301", "ﬁ"]
+BITS = [
+    "the",
+    " ",
+    "  ",
+    "   ",
+    "quick",
+    "März",
+    "日本",
+    "\n",
+    "\n\n",
+    "\t",
+    "🎉",
+    "1987",
+    "\u2581",
+    "e\u0301",
+    "ﬁ",
+]
 SENTENCEPIECE = {
     "llama": {},
-    "gemma": {"add_dummy_prefix": False, "user_defined_symbols": ["<turn>", "\n\n", "\u2581\u2581"]},
+    "gemma": {
+        "add_dummy_prefix": False,
+        "user_defined_symbols": ["<turn>", "\n\n", "\u2581\u2581"],
+    },
     "normalizing": {"normalization_rule_name": "nmt_nfkc", "remove_extra_whitespaces": True},
     "without bytes": {"byte_fallback": False},
     "unigram": {"model_type": "unigram"},
@@ -28,7 +47,10 @@ SENTENCEPIECE = {
 
 def make_texts(count: int, *more: str) -> list[str]:
     rng = random.Random(3)
-    return ["", *("".join(rng.choices([*BITS, *more], k=rng.randrange(1, 14))) for _ in range(count))]
+    return [
+        "",
+        *("".join(rng.choices([*BITS, *more], k=rng.randrange(1, 14))) for _ in range(count)),
+    ]
 
 
 @pytest.fixture(scope="module")
@@ -42,7 +64,10 @@ def test_tokens_of_a_sentencepiece_file_are_those_of_the_library(tmp_path: Path,
     """Runs of spaces, spaces at the beginning, byte pieces, symbols and the names of byte pieces included."""
     path = tmp_path / "tokenizer.model"
     train_sentencepiece(path, **SENTENCEPIECE[name])
-    ours, theirs = read_sentencepiece(path)[0], sentencepiece.SentencePieceProcessor(model_file=str(path))
+    ours, theirs = (
+        read_sentencepiece(path)[0],
+        sentencepiece.SentencePieceProcessor(model_file=str(path)),
+    )
     more = () if name == "unigram" else ("<0x41>", "<turn>")
     for text in make_texts(400, *more):
         ids = theirs.encode(text)
@@ -58,7 +83,9 @@ def test_what_stands_beside_a_sentencepiece_file_counts(tmp_path: Path) -> None:
     assert tokenizer.encode("a<|end|>")[::2] == [420, 420]
     assert tokenizer.encode("a")[-1] == 2
     make_text_model(folder, "sentencepiece", added_tokens_decoder={"421": {"content": "<|end|>"}})
-    with pytest.raises(ConfigError, match=r"gives the id 421 to '<\|end\|>', the vocabulary gives it 420"):
+    with pytest.raises(
+        ConfigError, match=r"gives the id 421 to '<\|end\|>', the vocabulary gives it 420"
+    ):
         Tokenizer(folder)
 
 
@@ -67,9 +94,15 @@ def test_a_broken_vocabulary_is_refused_by_name(tmp_path: Path) -> None:
     folder = make_text_model(tmp_path / "llama", "sentencepiece")
     whole = (folder / "tokenizer.model").read_bytes()
     cuts = [1, 2, 3, 7, 100, *range(len(whole) // 2, len(whole) // 2 + 20)]
-    for broken in (*(whole[:cut] for cut in cuts), b"PK\x03\x04 no vocabulary", b"IQ== 0\nIg== 1\n"):
+    for broken in (
+        *(whole[:cut] for cut in cuts),
+        b"PK\x03\x04 no vocabulary",
+        b"IQ== 0\nIg== 1\n",
+    ):
         (folder / "tokenizer.model").write_bytes(broken)
-        with pytest.raises(ConfigError, match=r"tokenizer\.model is no complete SentencePiece model"):
+        with pytest.raises(
+            ConfigError, match=r"tokenizer\.model is no complete SentencePiece model"
+        ):
             Tokenizer(folder)
     folder = make_text_model(tmp_path / "tekken", "tekken")
     content = json.loads((folder / "tekken.json").read_text())
@@ -120,7 +153,9 @@ def merge(parts: list[bytes], ranks: dict[bytes, int]) -> list[bytes]:
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_a_text_begins_with_one_token_for_its_beginning(text_models: dict[str, Tokenizer], family: str) -> None:
+def test_a_text_begins_with_one_token_for_its_beginning(
+    text_models: dict[str, Tokenizer], family: str
+) -> None:
     """None where the family has none; one also where the text brings its own."""
     tokenizer = text_models[family]
     bos, bos_id = tokenizer._bos
@@ -142,9 +177,13 @@ def unlike(tokenizer: Tokenizer) -> list[str]:
         at = rng.randrange(len(token_ids) + 1)
         parts = tokenizer.decode(token_ids[:at])
         if not parts.endswith("\ufffd"):
-            parts += tokenizer.decode(token_ids[at:], follows_text=tokenizer.has_text(token_ids[:at]))
+            parts += tokenizer.decode(
+                token_ids[at:], follows_text=tokenizer.has_text(token_ids[:at])
+            )
             found += [text] if parts != whole else []
-        watch = StopStrings(["never there"], tokenizer.incremental_text(follows_text=False), min_tokens=0)
+        watch = StopStrings(
+            ["never there"], tokenizer.incremental_text(follows_text=False), min_tokens=0
+        )
         for token_id in token_ids:
             watch.add(token_id)
         found += [text] if "".join(watch._pieces) != whole else []
@@ -152,13 +191,17 @@ def unlike(tokenizer: Tokenizer) -> list[str]:
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_text_in_parts_is_the_text_of_the_whole(text_models: dict[str, Tokenizer], family: str) -> None:
+def test_text_in_parts_is_the_text_of_the_whole(
+    text_models: dict[str, Tokenizer], family: str
+) -> None:
     """No space is lost or added where a completion begins, nor between tokens that come one by one."""
     assert unlike(text_models[family]) == []
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma", "mistral"])
-def test_a_stop_string_of_byte_pieces_ends_the_text_at_once(text_models: dict[str, Tokenizer], family: str) -> None:
+def test_a_stop_string_of_byte_pieces_ends_the_text_at_once(
+    text_models: dict[str, Tokenizer], family: str
+) -> None:
     """A line's end, and a character of several bytes, with one beside it that is not complete."""
     tokenizer = text_models[family]
     for stop in ("\n", "本", "日本", "🎉"):
@@ -172,7 +215,9 @@ def test_a_stop_string_of_byte_pieces_ends_the_text_at_once(text_models: dict[st
 
 
 @pytest.mark.parametrize("family", ["llama", "mistral", "llama3"])
-def test_a_completion_goes_on_where_its_prompt_ends(folder: Path, tmp_path: Path, family: str) -> None:
+def test_a_completion_goes_on_where_its_prompt_ends(
+    folder: Path, tmp_path: Path, family: str
+) -> None:
     """With the space that its first token stands for; cut at a stop string as its text is; and not where
     nothing but special tokens is before it."""
     copy = Path(shutil.copytree(folder, tmp_path / "copy"))

@@ -21,7 +21,9 @@ HI = [{"role": "user", "content": "hi"}]
 @pytest.fixture(scope="module")
 def shared(folders: dict[str, Path]) -> Iterator[Engine]:
     with Engine(
-        EngineConfig(str(folders["gqa2_tied_hub"]), dtype="float32", kv_cache_bytes=1 << 21, max_model_len=64)
+        EngineConfig(
+            str(folders["gqa2_tied_hub"]), dtype="float32", kv_cache_bytes=1 << 21, max_model_len=64
+        )
     ) as built:
         yield built
 
@@ -50,7 +52,9 @@ def test_special_tokens_are_left_in_the_text_on_wish(shared: Engine) -> None:
     assert visible.text == tokenizer.decode(ids, skip_special_tokens=False)
     assert "<|endoftext|><|im_end|>" in visible.text
     ended = replace(forced(ids), skip_special_tokens=False, ignore_eos=False)
-    assert complete(shared, [5, 6], ended).text.endswith("<|im_end|>"), "the end token is a token too"
+    assert complete(shared, [5, 6], ended).text.endswith("<|im_end|>"), (
+        "the end token is a token too"
+    )
 
 
 def word_tokenizer(folder: Path) -> Tokenizer:
@@ -107,7 +111,9 @@ def test_what_is_too_long_fits_when_it_is_truncated(shared: Engine) -> None:
             completion = complete(shared, prompt, wanted)
             assert completion.finish_reason == "length"
             assert completion.num_prompt_tokens == (most if fits == -1 else fits)
-        assert len(shared.chat_token_ids(long_chat, truncate_prompt_tokens=fits)) == (most if fits == -1 else fits)
+        assert len(shared.chat_token_ids(long_chat, truncate_prompt_tokens=fits)) == (
+            most if fits == -1 else fits
+        )
     for limit in (None, most + 1):
         with pytest.raises(PromptTooLong):
             shared.prepare(long_ids, truncate_prompt_tokens=limit)

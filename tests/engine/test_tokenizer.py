@@ -14,7 +14,9 @@ from engine.text.tokenizer import Tokenizer
 from tests.engine.checkpoints import make_tokenizer
 
 
-def test_a_prompt_that_cannot_fit_is_not_tokenized(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_prompt_that_cannot_fit_is_not_tokenized(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """As text and as a chat; one that just fits is."""
     rng = random.Random(0)
     text = "".join(rng.choice("abcdefghij ") for _ in range(200_000))
@@ -104,7 +106,9 @@ def test_stop_strings_across_tokens_and_window() -> None:
     """A stop string spread over many tokens, the earliest of several, and one that is complete too early."""
 
     def first_end(text: str, stop: tuple[str, ...], min_tokens: int = 0) -> tuple[int, str | None]:
-        watch = StopStrings(stop, IncrementalText(lambda ids: "".join(map(chr, ids))), min_tokens=min_tokens)
+        watch = StopStrings(
+            stop, IncrementalText(lambda ids: "".join(map(chr, ids))), min_tokens=min_tokens
+        )
         for i, char in enumerate(text):
             if watch.add(ord(char)):
                 return i + 1, watch.text

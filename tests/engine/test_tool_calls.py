@@ -15,10 +15,16 @@ from tests.engine.text_models import make_text_model
 
 def tool(name: str, **types: Any) -> dict[str, Any]:
     properties = {key: {"type": kind} for key, kind in types.items()}
-    return {"type": "function", "function": {"name": name, "parameters": {"type": "object", "properties": properties}}}
+    return {
+        "type": "function",
+        "function": {"name": name, "parameters": {"type": "object", "properties": properties}},
+    }
 
 
-TOOLS = [tool("add", a="integer", b="number", note="string", rows="array", is_on="boolean"), tool("now")]
+TOOLS = [
+    tool("add", a="integer", b="number", note="string", rows="array", is_on="boolean"),
+    tool("now"),
+]
 ADD = ("add", {"a": 1})
 NOW = ("now", {})
 BEGIN, CALL, SEP, END_CALL, END = (
@@ -75,9 +81,15 @@ CASES = [(form, text) for form, texts in FORMS.items() for text in texts]
 BARE = {*FORMS["llama json"], *FORMS["llama pythonic"]} - {FORMS["llama json"][1]}
 
 
-def read(text: str, tools: list[dict[str, Any]] = TOOLS) -> tuple[list[tuple[str, Any]], str, str | None]:
+def read(
+    text: str, tools: list[dict[str, Any]] = TOOLS
+) -> tuple[list[tuple[str, Any]], str, str | None]:
     found = read_tool_calls(text, tools)
-    return [(call["name"], json.loads(call["arguments"])) for call in found.calls], found.content, found.problem
+    return (
+        [(call["name"], json.loads(call["arguments"])) for call in found.calls],
+        found.content,
+        found.problem,
+    )
 
 
 @pytest.mark.parametrize(("form", "text"), CASES)
@@ -154,7 +166,10 @@ def test_values_that_are_bare_texts_have_the_types_of_the_tool() -> None:
     typed = {"a": 3, "b": 1.5, "note": "3", "rows": [1], "is_on": True, "more": "x y"}
     xml = "".join(f"<parameter={key}>\n{value}\n</parameter>\n" for key, value in values.items())
     assert read(f"<function=add>\n{xml}</function>")[0] == [("add", typed)]
-    glm = "".join(f"<arg_key>{key}</arg_key>\n<arg_value>{value}</arg_value>\n" for key, value in values.items())
+    glm = "".join(
+        f"<arg_key>{key}</arg_key>\n<arg_value>{value}</arg_value>\n"
+        for key, value in values.items()
+    )
     assert read(f"<tool_call>add\n{glm}</tool_call>")[0] == [("add", typed)]
 
 
@@ -218,7 +233,10 @@ def test_half_a_surrogate_pair_stays_an_escape() -> None:
     ],
 )
 def test_a_models_form_is_found_by_its_template_or_its_tokens(sign: str, form: str | None) -> None:
-    for template, tokens in ((f"a {sign} b", []), (None, [sign[:12] if sign == "[TOOL_CALLS]" else sign])):
+    for template, tokens in (
+        (f"a {sign} b", []),
+        (None, [sign[:12] if sign == "[TOOL_CALLS]" else sign]),
+    ):
         found = find_form(template, tokens)
         if template is not None or sign in ("[TOOL_CALLS]", BEGIN, ""):
             assert (None if found is None else found.name) == form
@@ -235,7 +253,9 @@ def test_marks_that_a_text_leaves_out_are_read_of_its_tokens(tmp_path: Path, fam
     token_ids = tokenizer.encode_alone('So:[TOOL_CALLS]add[ARGS]{"a": 1}[TOOL_CALLS]now[ARGS]{}')
     text = tokenizer.decode(token_ids)
     assert "[TOOL_CALLS]" not in text
-    marked = partial(with_marks, tokenizer, token_ids=token_ids, marks=reader.hidden_marks, follows_text=False)
+    marked = partial(
+        with_marks, tokenizer, token_ids=token_ids, marks=reader.hidden_marks, follows_text=False
+    )
     found = reader.read(marked(text), TOOLS)
     assert [call["name"] for call in found.calls] == ["add", "now"]
     assert found.content == "So:"
@@ -246,9 +266,21 @@ def test_marks_that_a_text_leaves_out_are_read_of_its_tokens(tmp_path: Path, fam
 @pytest.mark.parametrize(
     ("form", "text", "note"),
     [
-        ("qwen xml", "<function=add>\n<parameter=note>\n{}\n</parameter>\n</function>", "a </parameter> b <b>"),
-        ("qwen xml", "<function=add><parameter=note>{}</parameter></function>", "see <function=now></function>"),
-        ("glm", "<tool_call>add<arg_key>note</arg_key><arg_value>{}</arg_value></tool_call>", "</arg_value> x"),
+        (
+            "qwen xml",
+            "<function=add>\n<parameter=note>\n{}\n</parameter>\n</function>",
+            "a </parameter> b <b>",
+        ),
+        (
+            "qwen xml",
+            "<function=add><parameter=note>{}</parameter></function>",
+            "see <function=now></function>",
+        ),
+        (
+            "glm",
+            "<tool_call>add<arg_key>note</arg_key><arg_value>{}</arg_value></tool_call>",
+            "</arg_value> x",
+        ),
         (
             "glm",
             "<tool_call>add<arg_key>note</arg_key><arg_value>{}</arg_value></tool_call>",
@@ -267,7 +299,11 @@ def test_a_value_that_spells_tags_is_no_call(form: str, text: str, note: str) ->
 
 
 def test_an_end_tag_may_be_missing_before_the_next_call() -> None:
-    assert read(f"<tool_call>{JSON_ADD}\n<tool_call>{JSON_NOW}</tool_call>") == ([ADD, NOW], "", None)
+    assert read(f"<tool_call>{JSON_ADD}\n<tool_call>{JSON_NOW}</tool_call>") == (
+        [ADD, NOW],
+        "",
+        None,
+    )
 
 
 def test_a_call_behind_one_that_was_cut_is_read() -> None:

@@ -16,7 +16,14 @@ from transformers.models.llama4 import modeling_llama4
 
 import engine.models.attention_calls
 import engine.models.transformers_model
-from engine import AttentionRefused, ConfigError, Engine, MissingWeights, UnsupportedModel, WeightMismatch
+from engine import (
+    AttentionRefused,
+    ConfigError,
+    Engine,
+    MissingWeights,
+    UnsupportedModel,
+    WeightMismatch,
+)
 from engine.checkpoint.model_config import read_model_config
 from engine.layers.parallel import TensorParallel
 from engine.models import served
@@ -41,7 +48,17 @@ from tests.engine.reference import Reference
 
 #: Each for something that the others lack: slopes in place of positions, values narrower than keys, a soft cap with
 #: windows, other names in config.json, chunks, a window that the mask alone tells of.
-SAMPLE = ["bloom", "deepseek_v3", "gemma2", "gpt2", "jamba", "llama4_text", "mamba2", "qwen2_moe", "qwen3_5_text"]
+SAMPLE = [
+    "bloom",
+    "deepseek_v3",
+    "gemma2",
+    "gpt2",
+    "jamba",
+    "llama4_text",
+    "mamba2",
+    "qwen2_moe",
+    "qwen3_5_text",
+]
 MIXING = ["gptj", "recurrent_gemma", "qwen4_exp_text"]
 
 
@@ -57,20 +74,28 @@ def change_config(folder: Path, **changes: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    "name", [*SAMPLE, *(pytest.param(name, marks=pytest.mark.long) for name in SERVED if name not in SAMPLE)]
+    "name",
+    [
+        *SAMPLE,
+        *(pytest.param(name, marks=pytest.mark.long) for name in SERVED if name not in SAMPLE),
+    ],
 )
 def test_greedy_tokens_equal_transformers(name: str, architecture: Architectures) -> None:
     """With chunks of 24 tokens, the prefix cache, and preemptions, all at once."""
     differences, stats = architecture(name).run()
     assert differences == []
     assert stats.cached_tokens > 0
-    assert stats.num_preemptions > 0 or "max_position_embeddings" in WITH_STATES.get(name, ())  # without KV
+    assert stats.num_preemptions > 0 or "max_position_embeddings" in WITH_STATES.get(
+        name, ()
+    )  # without KV
     answers = architecture(name).reference.answers
     assert sum(len(set(answer)) for answer in answers) > NUM_NEW_TOKENS / 4 * len(answers)
 
 
 def test_the_cpu_backend_gives_the_same_tokens(architecture: Architectures) -> None:
-    pytest.importorskip("numba", reason="numba is not installed, so the CPU kernels cannot be compiled")
+    pytest.importorskip(
+        "numba", reason="numba is not installed, so the CPU kernels cannot be compiled"
+    )
     assert architecture("deepseek_v3").run(backend="cpu")[0] == []
 
 
@@ -88,9 +113,13 @@ def test_what_is_left_out_of_a_layers_attention_is_found_at_start(
 ) -> None:
     """By comparing the model with itself as transformers runs it."""
     call_type = engine.models.attention_calls.AttentionCall
-    monkeypatch.setattr(engine.models.attention_calls, "AttentionCall", lambda *args: change(call_type(*args)))
+    monkeypatch.setattr(
+        engine.models.attention_calls, "AttentionCall", lambda *args: change(call_type(*args))
+    )
     folder = architecture(name).reference.folder
-    with pytest.raises(UnsupportedModel, match="attends otherwise here than by transformers' own code"):
+    with pytest.raises(
+        UnsupportedModel, match="attends otherwise here than by transformers' own code"
+    ):
         Engine(small(folder, model_path="transformers"))
 
 
@@ -98,7 +127,9 @@ def test_what_is_left_out_of_a_layers_attention_is_found_at_start(
 def test_models_that_mix_rows_are_refused_by_name(name: str, tmp_path: Path) -> None:
     """At sight by the table, and where that is passed over, by what the model does."""
     folder = make_architecture(tmp_path / "model", name)
-    with pytest.raises(UnsupportedModel, match=rf"{class_name(name)} .*the nearest that is served: \w+"):
+    with pytest.raises(
+        UnsupportedModel, match=rf"{class_name(name)} .*the nearest that is served: \w+"
+    ):
         Engine(small(folder))
     add_sizes(folder)
     for dtype in ("float32", "bfloat16"):
@@ -109,7 +140,9 @@ def test_models_that_mix_rows_are_refused_by_name(name: str, tmp_path: Path) -> 
 
 def test_a_mask_that_no_layer_takes_refuses_nothing(tmp_path: Path) -> None:
     """Without its windows, which is how it comes, Qwen2-MoE makes a mask for windows of no tokens."""
-    Engine(small(make_architecture(tmp_path / "model", "qwen2_moe", use_sliding_window=False))).close()
+    Engine(
+        small(make_architecture(tmp_path / "model", "qwen2_moe", use_sliding_window=False))
+    ).close()
 
 
 @pytest.mark.parametrize(
@@ -129,9 +162,13 @@ def test_a_model_on_no_list_is_refused_by_name(
         Engine(small(folder))
 
 
-def test_a_count_that_matters_only_far_from_the_start_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_count_that_matters_only_far_from_the_start_is_found(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Beyond any probe's length: one by torch.arange is told positions, another refuses the model."""
-    folder = make_architecture(tmp_path / "model", "llama4_text", floor_scale=200, attention_chunk_size=64)
+    folder = make_architecture(
+        tmp_path / "model", "llama4_text", floor_scale=200, attention_chunk_size=64
+    )
     asked = [[7 * i % 500 + 3 for i in range(length)] for length in (290, 12, 240)]
     reference = Reference(folder, asked, num_new_tokens=NUM_NEW_TOKENS, use_cache=False)
     assert run(reference, "chunks", max_model_len=400)[0] == []
@@ -149,7 +186,9 @@ def test_a_count_that_matters_only_far_from_the_start_is_found(tmp_path: Path, m
         Engine(small(folder, max_model_len=400))
 
 
-def test_a_state_beside_the_cache_is_found(architecture: Architectures, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_state_beside_the_cache_is_found(
+    architecture: Architectures, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A layer that adds what its first row was in the step before forgets nothing within a step."""
     last: dict[str, Tensor] = {}
 
@@ -168,12 +207,24 @@ def test_a_state_beside_the_cache_is_found(architecture: Architectures, monkeypa
 @pytest.mark.parametrize(
     ("changes", "error", "message"),
     [
-        ({"architectures": None}, UnsupportedModel, "none named is no model of transformers .* that generates text"),
-        ({"model_type": "gpt9"}, UnsupportedModel, "cannot read config.json of this GPT2LMHeadModel: .*gpt9"),
+        (
+            {"architectures": None},
+            UnsupportedModel,
+            "none named is no model of transformers .* that generates text",
+        ),
+        (
+            {"model_type": "gpt9"},
+            UnsupportedModel,
+            "cannot read config.json of this GPT2LMHeadModel: .*gpt9",
+        ),
         ({"n_embd": 96}, WeightMismatch, r"another shape than config.json says: .*transformer\."),
         ({"n_layer": 4}, MissingWeights, r"lacks tensors .*transformer\.h\.3"),
         ({"n_layer": 2}, WeightMismatch, r"no place: transformer\.h\.2"),
-        ({"quantization_config": {"quant_method": "hqq"}}, UnsupportedModel, "'hqq' are not supported"),
+        (
+            {"quantization_config": {"quant_method": "hqq"}},
+            UnsupportedModel,
+            "'hqq' are not supported",
+        ),
     ],
 )
 def test_a_checkpoint_that_does_not_fit_is_named(
@@ -205,30 +256,46 @@ def test_the_way_is_chosen_and_logged(
     caplog.set_level("INFO", logger="engine")
     for folder, changes, line in (
         (native, {}, "Qwen3ForCausalLM runs natively"),
-        (native, {"model_path": "transformers"}, "Qwen3ForCausalLM runs through transformers: model_path="),
-        (foreign, {}, "GPT2LMHeadModel runs through transformers: architecture 'GPT2LMHeadModel' is not nat"),
+        (
+            native,
+            {"model_path": "transformers"},
+            "Qwen3ForCausalLM runs through transformers: model_path=",
+        ),
+        (
+            foreign,
+            {},
+            "GPT2LMHeadModel runs through transformers: architecture 'GPT2LMHeadModel' is not nat",
+        ),
     ):
         caplog.clear()
         Engine(small(folder, **changes)).close()
         assert line in caplog.text
     with pytest.raises(UnsupportedModel, match=r"not native.* 'auto' tries transformers"):
         Engine(small(foreign, model_path="native"))
-    with pytest.raises(ConfigError, match="model_path='fast' must be 'auto', 'native' or 'transformers'"):
+    with pytest.raises(
+        ConfigError, match="model_path='fast' must be 'auto', 'native' or 'transformers'"
+    ):
         small(foreign, model_path="fast")
 
 
-def test_auto_takes_another_backend_where_a_layer_is_refused(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_auto_takes_another_backend_where_a_layer_is_refused(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     """An explicit one is an error."""
     pytest.importorskip("numba", reason="numba is not installed, so 'auto' takes torch anyway")
     folder = make_architecture(tmp_path / "model", "gemma", head_dim=272)
     with Engine(small(folder, max_model_len=20, model_path="transformers")) as built:
         assert built.attention_backend == "torch"
     assert "attention_backend='auto' takes 'torch'" in caplog.text
-    with pytest.raises(AttentionRefused, match="heads of an even size up to 256, this model has 272"):
+    with pytest.raises(
+        AttentionRefused, match="heads of an even size up to 256, this model has 272"
+    ):
         Engine(small(folder, model_path="transformers", attention_backend="cpu"))
 
 
-def test_decode_steps_are_captured(architecture: Architectures, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_decode_steps_are_captured(
+    architecture: Architectures, monkeypatch: pytest.MonkeyPatch
+) -> None:
     capture = simulate_graphs(monkeypatch)
     assert architecture("gemma2").run("chunks")[0] == []
     assert capture.replayed
@@ -241,11 +308,17 @@ def test_ranks_share_a_model_over_gloo(architecture: Architectures) -> None:
 
 
 @pytest.mark.long
-@pytest.mark.parametrize(("name", "message"), [("gpt2", "no plan for splitting GPT2"), ("qwen2_moe", "moe_tp")])
-def test_a_split_that_is_not_built_is_refused(name: str, message: str, architecture: Architectures) -> None:
+@pytest.mark.parametrize(
+    ("name", "message"), [("gpt2", "no plan for splitting GPT2"), ("qwen2_moe", "moe_tp")]
+)
+def test_a_split_that_is_not_built_is_refused(
+    name: str, message: str, architecture: Architectures
+) -> None:
     folder = architecture(name).reference.folder
     config = small(folder, model_path="transformers")
-    with pytest.raises(UnsupportedModel, match=rf"tensor_parallel_size=2: .*{message}.* set tensor_parallel_s"):
+    with pytest.raises(
+        UnsupportedModel, match=rf"tensor_parallel_size=2: .*{message}.* set tensor_parallel_s"
+    ):
         ModelRunner(config, read_model_config(folder), folder, TensorParallel(0, 2))
 
 

@@ -64,12 +64,16 @@ def test_without_triton_the_error_names_what_to_install(monkeypatch: pytest.Monk
         load_backend("triton", torch.device("cpu"))
 
 
-@pytest.mark.parametrize(("capability", "serves"), [((8, 0), False), ((8, 9), True), ((9, 0), True)])
+@pytest.mark.parametrize(
+    ("capability", "serves"), [((8, 0), False), ((8, 9), True), ((9, 0), True)]
+)
 def test_fp8_is_refused_where_triton_cannot_compile_it(
     capability: tuple[int, int], serves: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Before anything is loaded: an A100 would raise Triton's own error at the first launch."""
-    properties = SimpleNamespace(major=capability[0], minor=capability[1], name="a GPU", multi_processor_count=8)
+    properties = SimpleNamespace(
+        major=capability[0], minor=capability[1], name="a GPU", multi_processor_count=8
+    )
     monkeypatch.setattr(triton_backend, "INTERPRETED", False)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
     monkeypatch.setattr(engine.attention, "find_spec", lambda name: True)
@@ -78,5 +82,7 @@ def test_fp8_is_refused_where_triton_cannot_compile_it(
     if serves:
         load_backend("triton", cuda, torch.bfloat16, "fp8_e4m3")
         return
-    with pytest.raises(ConfigError, match=r"kv_cache_dtype='fp8_e4m3': .* 8.9, a GPU has 8.0; use 'torch'"):
+    with pytest.raises(
+        ConfigError, match=r"kv_cache_dtype='fp8_e4m3': .* 8.9, a GPU has 8.0; use 'torch'"
+    ):
         load_backend("auto", cuda, torch.bfloat16, "fp8_e4m3")

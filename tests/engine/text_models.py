@@ -7,7 +7,17 @@ from pathlib import Path
 from typing import Any
 
 import sentencepiece
-from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
+from tokenizers import (
+    AddedToken,
+    Regex,
+    Tokenizer,
+    decoders,
+    models,
+    normalizers,
+    pre_tokenizers,
+    processors,
+    trainers,
+)
 
 from engine.text.tokenizer_files import byte_alphabet
 from tests.engine.checkpoints import TEXTS
@@ -17,7 +27,11 @@ LLAMA_3_SPLIT = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*"
     r"|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
-SPLITS = {"llama3": LLAMA_3_SPLIT, "qwen": LLAMA_3_SPLIT.replace("{1,3}", ""), "gpt_oss": r"\p{N}{1,3}|\s*\S+|\s+"}
+SPLITS = {
+    "llama3": LLAMA_3_SPLIT,
+    "qwen": LLAMA_3_SPLIT.replace("{1,3}", ""),
+    "gpt_oss": r"\p{N}{1,3}|\s*\S+|\s+",
+}
 LLAMA_NAMES = {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>"}
 GEMMA_NAMES = {"bos_token": "<bos>", "eos_token": "<eos>", "unk_token": "<unk>"}
 SPACE = "\u2581"
@@ -37,7 +51,9 @@ def train_sentencepiece(path: Path, **options: Any) -> None:
         "hard_vocab_limit": False,
         "minloglevel": 3,
     }
-    sentencepiece.SentencePieceTrainer.train(sentence_iterator=iter(LINES), model_writer=content, **llama | options)
+    sentencepiece.SentencePieceTrainer.train(
+        sentence_iterator=iter(LINES), model_writer=content, **llama | options
+    )
     path.write_bytes(content.getvalue())
 
 
@@ -65,29 +81,44 @@ def _mistral(folder: Path) -> dict[str, Any]:
 
 def _gemma(folder: Path) -> dict[str, Any]:
     """No space before a text; turns are marked."""
-    return _pieces(folder, GEMMA_NAMES, normalizer=normalizers.Replace(" ", SPACE), has_prefix=False)
+    return _pieces(
+        folder, GEMMA_NAMES, normalizer=normalizers.Replace(" ", SPACE), has_prefix=False
+    )
 
 
 def _pieces(
-    folder: Path, names: dict[str, str], *, normalizer: Any = None, splits: Any = None, has_prefix: bool = True
+    folder: Path,
+    names: dict[str, str],
+    *,
+    normalizer: Any = None,
+    splits: Any = None,
+    has_prefix: bool = True,
 ) -> dict[str, Any]:
     """As converted from SentencePiece: pieces of characters, and one for each byte."""
     made = Tokenizer(models.BPE(byte_fallback=True, fuse_unk=True, unk_token="<unk>"))
     if splits is not None:
         made.pre_tokenizer = splits
     strip = [decoders.Strip(" ", 1, 0)] if has_prefix else []
-    made.decoder = decoders.Sequence([decoders.Replace(SPACE, " "), decoders.ByteFallback(), decoders.Fuse(), *strip])
+    made.decoder = decoders.Sequence(
+        [decoders.Replace(SPACE, " "), decoders.ByteFallback(), decoders.Fuse(), *strip]
+    )
     special = [*names.values(), *(f"<0x{byte:02X}>" for byte in range(256))]
     trainer = trainers.BpeTrainer(vocab_size=420, special_tokens=special, show_progress=False)
     lines = [line[:9] if splits is not None else line[:9].replace(" ", SPACE) for line in LINES]
     made.train_from_iterator(lines, trainer)
-    content = json.loads(made.to_str())  # byte pieces are special to the trainer, and to nobody else
-    content["added_tokens"] = [token for token in content["added_tokens"] if token["content"][:3] != "<0x"]
+    content = json.loads(
+        made.to_str()
+    )  # byte pieces are special to the trainer, and to nobody else
+    content["added_tokens"] = [
+        token for token in content["added_tokens"] if token["content"][:3] != "<0x"
+    ]
     made = Tokenizer.from_str(json.dumps(content))
     if normalizer is not None:
         made.normalizer = normalizer
     if names is GEMMA_NAMES:
-        made.add_special_tokens([AddedToken(text, normalized=False) for text in ("<start_of_turn>", "<end_of_turn>")])
+        made.add_special_tokens(
+            [AddedToken(text, normalized=False) for text in ("<start_of_turn>", "<end_of_turn>")]
+        )
     _begin_with(made, names["bos_token"])
     made.save(str(folder / "tokenizer.json"))
     return {**names, "tokenizer_class": "LlamaTokenizerFast"}
@@ -96,7 +127,10 @@ def _pieces(
 def _sentencepiece(folder: Path) -> dict[str, Any]:
     """A tokenizer.model alone, and a token that stands beside it."""
     train_sentencepiece(folder / "tokenizer.model")
-    return {"tokenizer_class": "LlamaTokenizer", "added_tokens_decoder": {"420": {"content": "<|end|>"}}}
+    return {
+        "tokenizer_class": "LlamaTokenizer",
+        "added_tokens_decoder": {"420": {"content": "<|end|>"}},
+    }
 
 
 def _byte_level(folder: Path, split: str, special: list[str], bos: str | None) -> dict[str, Any]:
@@ -110,12 +144,18 @@ def _byte_level(folder: Path, split: str, special: list[str], bos: str | None) -
     )
     made.decoder = decoders.ByteLevel()
     alphabet = pre_tokenizers.ByteLevel.alphabet()
-    made.train_from_iterator(LINES, trainers.BpeTrainer(vocab_size=420, initial_alphabet=alphabet, show_progress=False))
+    made.train_from_iterator(
+        LINES, trainers.BpeTrainer(vocab_size=420, initial_alphabet=alphabet, show_progress=False)
+    )
     made.add_special_tokens([AddedToken(text, normalized=False) for text in special])
     if bos is not None:
         _begin_with(made, bos)
     made.save(str(folder / "tokenizer.json"))
-    return {"bos_token": bos, "eos_token": special[-1], "tokenizer_class": "PreTrainedTokenizerFast"}
+    return {
+        "bos_token": bos,
+        "eos_token": special[-1],
+        "tokenizer_class": "PreTrainedTokenizerFast",
+    }
 
 
 def _llama3(folder: Path) -> dict[str, Any]:
@@ -124,11 +164,15 @@ def _llama3(folder: Path) -> dict[str, Any]:
 
 
 def _qwen(folder: Path) -> dict[str, Any]:
-    return _byte_level(folder, SPLITS["qwen"], ["<|endoftext|>", "<|im_start|>", "<|im_end|>"], None)
+    return _byte_level(
+        folder, SPLITS["qwen"], ["<|endoftext|>", "<|im_start|>", "<|im_end|>"], None
+    )
 
 
 def _gpt_oss(folder: Path) -> dict[str, Any]:
-    return _byte_level(folder, SPLITS["gpt_oss"], ["<|startoftext|>", "<|channel|>", "<|return|>"], None)
+    return _byte_level(
+        folder, SPLITS["gpt_oss"], ["<|startoftext|>", "<|channel|>", "<|return|>"], None
+    )
 
 
 def byte_ranks(folder: Path) -> list[bytes]:
@@ -149,7 +193,10 @@ def _tekken(folder: Path) -> dict[str, Any]:
             "default_vocab_size": len(ranks) + 10,
             "default_num_special_tokens": 10,
         },
-        "vocab": [{"rank": rank, "token_bytes": base64.b64encode(token).decode()} for rank, token in enumerate(ranks)],
+        "vocab": [
+            {"rank": rank, "token_bytes": base64.b64encode(token).decode()}
+            for rank, token in enumerate(ranks)
+        ],
         "special_tokens": [{"rank": rank, "token_str": text} for rank, text in enumerate(special)],
     }
     (folder / "tekken.json").write_text(json.dumps(content))

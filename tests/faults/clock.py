@@ -29,9 +29,12 @@ def install() -> None:
         true_stamp: lambda: int(true_time() + _offset_s[0]),
     }
     for function in _functions():
-        if function.__defaults__ and any(_is_key(value, shifted) for value in function.__defaults__):
+        if function.__defaults__ and any(
+            _is_key(value, shifted) for value in function.__defaults__
+        ):
             function.__defaults__ = tuple(
-                shifted[value] if _is_key(value, shifted) else value for value in function.__defaults__
+                shifted[value] if _is_key(value, shifted) else value
+                for value in function.__defaults__
             )
         keywords = function.__kwdefaults__ or {}
         for name, value in keywords.items():

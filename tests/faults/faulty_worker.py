@@ -119,7 +119,9 @@ def serve(plan: WorkerPlan) -> None:
         TOKENMILL_PREFETCH=str(PREFETCH),
         TOKENMILL_MAX_WORKER_DEATHS="1000000",
         TOKENMILL_DATA_ROOTS=str(plan.folder),
-        TOKENMILL_ALLOWED_FUNCTIONS=",".join(f"tests.worker.functions.{name}" for name in FUNCTIONS),
+        TOKENMILL_ALLOWED_FUNCTIONS=",".join(
+            f"tests.worker.functions.{name}" for name in FUNCTIONS
+        ),
         FAKE_STEP_S="0.02",
     )
     _before(JobRunner, "begin", plan.has_work.touch)
@@ -130,7 +132,10 @@ def serve(plan: WorkerPlan) -> None:
     if plan.answers is not None:
         _count_answers(plan.answers)
     worker = FakeEngineWorker(
-        ["high", "bulk"], name=plan.name, connection=Redis.from_url(plan.url), serializer=JSONSerializer
+        ["high", "bulk"],
+        name=plan.name,
+        connection=Redis.from_url(plan.url),
+        serializer=JSONSerializer,
     )
     worker.work(logging_level="INFO")
 

@@ -29,7 +29,9 @@ STUCK_S = 45.0
 class Harness:
     """One Redis, workers that come and go, and the ledger; `evidence` keeps logs and Redis of a finding."""
 
-    def __init__(self, folder: Path, seed: int, evidence: Path | None = None, is_secure: bool = False) -> None:
+    def __init__(
+        self, folder: Path, seed: int, evidence: Path | None = None, is_secure: bool = False
+    ) -> None:
         self.rng = random.Random(seed)
         self.folder, self._evidence = folder, evidence
         for name in ("data", "marks", "logs", "redis"):
@@ -127,7 +129,9 @@ class Harness:
     def random_strike(self, action: Action, steps: list[str] | None = None) -> Strike:
         """A strike at one of the steps, before or after one of its first passages."""
         step = self.rng.choice(steps or list(STEPS))
-        nth = self.rng.choice((1, 1, 1, 2, 3, 5)) * (20 if step in ("command sent", "engine step") else 1)
+        nth = self.rng.choice((1, 1, 1, 2, 3, 5)) * (
+            20 if step in ("command sent", "engine step") else 1
+        )
         return Strike(step, self.rng.random() < 0.5, nth, action)
 
     # Work
@@ -157,7 +161,9 @@ class Harness:
             time.sleep(0.1)
             if resume and self.ledger.is_idle():
                 self.ledger.resume_failed_runs()
-            if (now := self.ledger.state()) != state:  # a loaded machine is slow, and that is no loss
+            if (
+                now := self.ledger.state()
+            ) != state:  # a loaded machine is slow, and that is no loss
                 state, deadline = now, time.monotonic() + STUCK_S
             elif time.monotonic() > deadline:
                 self.wrong(f"nothing has moved for {STUCK_S} s: {state}")
@@ -197,7 +203,9 @@ class Harness:
     def table(self) -> str:
         """Faults by kind, then what the audits found."""
         lines = [f"{count:6d}  {kind}" for kind, count in sorted(self.faults.items())]
-        lines.append(f"{sum(self.faults.values()):6d}  faults in all, {self.num_kills} of them SIGKILLs\n")
+        lines.append(
+            f"{sum(self.faults.values()):6d}  faults in all, {self.num_kills} of them SIGKILLs\n"
+        )
         lines.append(
             f"{'scenario':<24}{'jobs':>8}{'rows':>8}{'delivered':>11}{'redone':>8}"
             f"{'lost':>6}{'doubled':>9}{'orphaned':>10}{'wrong':>7}"
@@ -232,11 +240,16 @@ def _everything_in(redis: Redis) -> Iterator[tuple[str, str]]:
         b"none": lambda key: "expired meanwhile",
     }
     for key in sorted(redis.scan_iter(count=1000)):
-        yield key.decode("utf-8", "backslashreplace"), json.dumps(repr(readers[redis.type(key)](key)))
+        yield (
+            key.decode("utf-8", "backslashreplace"),
+            json.dumps(repr(readers[redis.type(key)](key))),
+        )
 
 
 @contextmanager
-def harness(folder: Path, seed: int, evidence: Path | None = None, is_secure: bool = False) -> Iterator[Harness]:
+def harness(
+    folder: Path, seed: int, evidence: Path | None = None, is_secure: bool = False
+) -> Iterator[Harness]:
     """A harness that leaves no process and no mount behind."""
     running = Harness(folder, seed, evidence, is_secure)
     try:

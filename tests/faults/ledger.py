@@ -130,7 +130,9 @@ class Ledger:
 
     def state(self) -> tuple[int, ...]:
         """Counts of what waits, runs, has ended and is written: they stand still where nothing goes on."""
-        registries = [f"rq:{kind}:{name}" for kind in ("wip", "finished", "failed") for name in QUEUES]
+        registries = [
+            f"rq:{kind}:{name}" for kind in ("wip", "finished", "failed") for name in QUEUES
+        ]
         parts = sum(len(run.parts()) for run in self._runs)
         return self.backlog(), *(self._redis.zcard(key) for key in registries), parts
 
@@ -143,7 +145,9 @@ class Ledger:
             for _ in range(count):
                 self._count += 1
                 number, name = self._count, self._rng.choice(QUEUES)
-                self._ask(number, Queue(name, connection=self._redis, serializer=JSONSerializer), pipe)
+                self._ask(
+                    number, Queue(name, connection=self._redis, serializer=JSONSerializer), pipe
+                )
             pipe.execute()
         return list(self._expected)
 
@@ -168,14 +172,20 @@ class Ledger:
             job.repeats_left, job.repeat_intervals = REPEATS, [0]
             expected = Expected(expected.answer, REPEATS + 1)
         self._expected[job.id] = expected
-        if kind in (2, 7, 8):  # before its parent: RQ forgets a child that comes after it has failed
+        if kind in (
+            2,
+            7,
+            8,
+        ):  # before its parent: RQ forgets a child that comes after it has failed
             self._ask_child(job, queue, f"after {number}")
         queue.enqueue_job(job, pipeline=pipe)
 
     def _ask_child(self, parent: Job, queue: Queue, prompt: str) -> None:
         parent.save()
         after = Dependency([parent], allow_failure=True)
-        child = queue.enqueue("jobs.complete", prompt, max_tokens=2, depends_on=after, result_ttl=-1, job_timeout=-1)
+        child = queue.enqueue(
+            "jobs.complete", prompt, max_tokens=2, depends_on=after, result_ttl=-1, job_timeout=-1
+        )
         self._expected[child.id] = Expected(f"echo:{prompt}")
 
     def ask_run(
@@ -262,7 +272,9 @@ class Ledger:
         listed: Counter[str] = Counter()
         for name in QUEUES:
             for registry in ("finished", "failed"):
-                listed.update(i.decode() for i in self._redis.zrange(f"rq:{registry}:{name}", 0, -1))
+                listed.update(
+                    i.decode() for i in self._redis.zrange(f"rq:{registry}:{name}", 0, -1)
+                )
         return listed
 
     def _audit_jobs(self, found: Findings) -> None:
@@ -279,14 +291,21 @@ class Ledger:
             found.jobs += 1
             found.redone += int(deaths or 0)
             results = [
-                Result.restore(job_id, i.decode(), fields_, self._redis, JSONSerializer) for i, fields_ in entries
+                Result.restore(job_id, i.decode(), fields_, self._redis, JSONSerializer)
+                for i, fields_ in entries
             ]
             ends = [result for result in results if result.type in _ENDS]
-            what = f"{job_id} ({expected}): {len(ends)} ends, {status}, listed {listed[job_id]} times"
+            what = (
+                f"{job_id} ({expected}): {len(ends)} ends, {status}, listed {listed[job_id]} times"
+            )
             if len(ends) > expected.times or listed[job_id] > 1:
                 found.doubled += 1
                 found.details.append(f"doubled {what}")
-            elif len(ends) < expected.times or not listed[job_id] or _answer(ends[-1]) != expected.answer:
+            elif (
+                len(ends) < expected.times
+                or not listed[job_id]
+                or _answer(ends[-1]) != expected.answer
+            ):
                 found.lost += 1
                 why = [(result.exc_string or "").strip()[-200:] for result in ends]
                 found.details.append(f"lost {what}, {why}")
@@ -319,12 +338,18 @@ class Ledger:
 
     def _audit_told(self, run: Run, found: Findings) -> None:
         """What was told of a run's end must be true, and must have been told."""
-        told = [json.loads(text) for text in self._redis.lrange(f"tokenmill:told:{run.output}", 0, -1)]
+        told = [
+            json.loads(text) for text in self._redis.lrange(f"tokenmill:told:{run.output}", 0, -1)
+        ]
         finished = [each for each in told if each["state"] == "finished"]
         true = {"rows": run.rows, "rows_done": run.rows, "errors": 0, "reason": None}
-        untrue = [each for each in finished if any(each[name] != value for name, value in true.items())]
+        untrue = [
+            each for each in finished if any(each[name] != value for name, value in true.items())
+        ]
         if untrue or not finished:
-            found.details.append(f"run {run.output.name} was told of as {untrue or told}, expected {true}")
+            found.details.append(
+                f"run {run.output.name} was told of as {untrue or told}, expected {true}"
+            )
             found.wrong += 1
 
 

@@ -39,7 +39,9 @@ class Mounts:
 
     def _mount(self, *arguments: str) -> None:
         try:
-            done = subprocess.run(["mount", *arguments], capture_output=True, text=True, check=False)
+            done = subprocess.run(
+                ["mount", *arguments], capture_output=True, text=True, check=False
+            )
         except OSError as error:
             raise MountRefused(str(error)) from error
         if done.returncode:

@@ -5,7 +5,9 @@ import random
 from pathlib import Path
 
 
-async def _pump(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, rng: random.Random, loss: float) -> None:
+async def _pump(
+    reader: asyncio.StreamReader, writer: asyncio.StreamWriter, rng: random.Random, loss: float
+) -> None:
     """Pass bytes on until either side ends; with probability `loss` a chunk is dropped and the line cut."""
     while chunk := await reader.read(1 << 16):
         if rng.random() < loss:

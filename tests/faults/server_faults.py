@@ -30,7 +30,10 @@ def _two_at_work(faults: Harness) -> list[str]:
     faults.ledger.ask_jobs(40)
     names = [faults.start(), faults.start()]
     deadline = time.monotonic() + 10
-    while not all(faults.plan_of(name).has_work.exists() for name in names) and time.monotonic() < deadline:
+    while (
+        not all(faults.plan_of(name).has_work.exists() for name in names)
+        and time.monotonic() < deadline
+    ):
         time.sleep(0.01)
     return names
 
@@ -39,7 +42,9 @@ def lost_replies(faults: Harness, count: int) -> None:
     """A line that drops replies: the command was carried out, the worker does not know."""
     socket = faults.folder / "redis" / "p"
     server = faults.folder / "redis" / "s"
-    proxy = FORK.Process(target=lose_replies, args=(socket, server, 0.03, faults.rng.randrange(2**32)))
+    proxy = FORK.Process(
+        target=lose_replies, args=(socket, server, 0.03, faults.rng.randrange(2**32))
+    )
     proxy.start()
     while not socket.exists():
         time.sleep(0.01)

@@ -40,7 +40,9 @@ def test_a_run_killed_half_way_repeats_no_more_than_the_shards_in_flight(faults:
     run = kill_half_way_through_a_run(faults)
     assert faults.is_clean(), faults.table()
     assert 0 <= run.repeated == run.in_flight
-    assert run.in_flight < run.rows // 4  # SLOTS + PREFETCH, and MAX_OPENING parts that wait to be written
+    assert (
+        run.in_flight < run.rows // 4
+    )  # SLOTS + PREFETCH, and MAX_OPENING parts that wait to be written
 
 
 def test_a_few_kills_lose_and_double_no_job_and_no_row(faults: Harness) -> None:

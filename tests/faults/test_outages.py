@@ -12,7 +12,14 @@ from rq.serializers import JSONSerializer
 
 from tests.faults.servers import DurableRedis
 from tests.forking import ForkedWorkers
-from tests.rq_workers import Workers, leftovers, signal_until_it_ends, text_of, wait_until, wait_until_started
+from tests.rq_workers import (
+    Workers,
+    leftovers,
+    signal_until_it_ends,
+    text_of,
+    wait_until,
+    wait_until_started,
+)
 
 pytestmark = pytest.mark.long
 
@@ -50,7 +57,9 @@ def test_a_second_signal_ends_a_worker_that_cannot_reach_redis(
     wait_until(lambda: not leftovers(workers.redis, "bulk"))
 
 
-def test_commands_are_heard_again_after_redis_was_restarted(workers: Workers, server: DurableRedis) -> None:
+def test_commands_are_heard_again_after_redis_was_restarted(
+    workers: Workers, server: DurableRedis
+) -> None:
     job = workers.queue("bulk").enqueue("jobs.complete", "hang")
     workers.start("--name", "w")
     wait_until_started(job)
@@ -72,7 +81,9 @@ def test_a_worker_that_was_struck_off_registers_again(workers: Workers) -> None:
 
 def test_the_scheduler_outlives_a_restart_of_redis(workers: Workers, server: DurableRedis) -> None:
     process = workers.start("--name", "w", "--with-scheduler")
-    wait_until(lambda: workers.redis.keys("rq:scheduler:*") and workers.redis.exists("tokenmill:worker:w"))
+    wait_until(
+        lambda: workers.redis.keys("rq:scheduler:*") and workers.redis.exists("tokenmill:worker:w")
+    )
     server.kill()
     wait_until(lambda: "the scheduler failed" in workers.log(process))
     server.restart()

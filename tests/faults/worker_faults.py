@@ -11,7 +11,9 @@ AT_ONCE = 8
 """Workers that live at the same time while one after the other is killed."""
 
 RUN_STEPS = [
-    step for step in STEPS if step.startswith(("part", "shard", "run", "manifest", "plan", "file", "leftover"))
+    step
+    for step in STEPS
+    if step.startswith(("part", "shard", "run", "manifest", "plan", "file", "leftover"))
 ]
 
 
@@ -31,7 +33,9 @@ def kills(faults: Harness, count: int) -> None:
         for name, due in list(hunted.items()):
             if due is None and faults.plan_of(name).has_work.exists():
                 planned = faults.plan_of(name).strike is not None
-                hunted[name] = time.monotonic() + faults.rng.uniform(*((0.3, 1.5) if planned else (0.0, 0.4)))
+                hunted[name] = time.monotonic() + faults.rng.uniform(
+                    *((0.3, 1.5) if planned else (0.0, 0.4))
+                )
             elif not faults.is_alive(name) or (due is not None and time.monotonic() > due):
                 del hunted[name]
                 _kill(faults, name)

@@ -38,7 +38,11 @@ def check_hashes(workers: Workers, hashes: list[Hash], timeout_s: float) -> None
     try:
         assert process.wait(timeout=timeout_s) == 0, workers.log(process)[-4000:]
     except subprocess.TimeoutExpired:
-        held = [job_id for job_id in ids if workers.redis.hget(f"rq:job:{job_id}", "status") != b"failed"]
+        held = [
+            job_id
+            for job_id in ids
+            if workers.redis.hget(f"rq:job:{job_id}", "status") != b"failed"
+        ]
         stuck = [each for job_id, each in zip(ids, hashes, strict=True) if job_id in held]
         raise AssertionError(f"{workers.log(process)[-2000:]}\nstill there: {stuck}") from None
     for job_id, each in zip(ids, hashes, strict=True):
@@ -52,7 +56,9 @@ def check_hashes(workers: Workers, hashes: list[Hash], timeout_s: float) -> None
 def _problem(redis: Redis, job_id: str) -> str | None:
     """What is wrong with a job's end, or None."""
     entries = redis.xrange(Result.get_key(job_id))
-    listed = sum(redis.zscore(f"rq:{name}:bulk", job_id) is not None for name in ("finished", "failed"))
+    listed = sum(
+        redis.zscore(f"rq:{name}:bulk", job_id) is not None for name in ("finished", "failed")
+    )
     if redis.llen("rq:queue:bulk"):
         return "the queue is not empty"
     if not entries:

@@ -20,7 +20,11 @@ pytestmark = pytest.mark.long
 def cases(number: int) -> settings:
     """As many cases, the same ones in every run."""
     return settings(
-        max_examples=number, derandomize=True, database=None, deadline=None, suppress_health_check=list(HealthCheck)
+        max_examples=number,
+        derandomize=True,
+        database=None,
+        deadline=None,
+        suppress_health_check=list(HealthCheck),
     )
 
 

@@ -11,7 +11,9 @@ from engine.sampling.sampling_params import NOT_BUILT, SamplingParams
 TEXTS = st.one_of(
     st.text(max_size=20),
     st.text(st.characters(codec=None), max_size=8),  # halves of surrogate pairs too
-    st.sampled_from(["", "\0", "x" * 5000, "64", "{}", "..", "\ud83d", "null", "{prompt}", "🙂" * 300]),
+    st.sampled_from(
+        ["", "\0", "x" * 5000, "64", "{}", "..", "\ud83d", "null", "{prompt}", "🙂" * 300]
+    ),
 )
 NUMBERS = st.one_of(
     st.integers(-3, 70),
@@ -33,7 +35,9 @@ JSON = st.recursive(
 )
 SAMPLING = st.dictionaries(
     st.one_of(
-        st.sampled_from([field.name for field in fields(SamplingParams)]), st.sampled_from(sorted(NOT_BUILT)), TEXTS
+        st.sampled_from([field.name for field in fields(SamplingParams)]),
+        st.sampled_from(sorted(NOT_BUILT)),
+        TEXTS,
     ),
     JSON,
     max_size=4,
@@ -45,7 +49,9 @@ _GOOD_MESSAGE = st.fixed_dictionaries(
 )
 _MESSAGE = st.one_of(
     _GOOD_MESSAGE,
-    st.dictionaries(st.sampled_from(["role", "content", "name", "tool_calls", ""]), JSON, max_size=3),
+    st.dictionaries(
+        st.sampled_from(["role", "content", "name", "tool_calls", ""]), JSON, max_size=3
+    ),
     JSON,
 )
 MESSAGES = st.one_of(st.lists(_GOOD_MESSAGE, max_size=5), st.lists(_MESSAGE, max_size=4), JSON)
@@ -62,7 +68,9 @@ _CALLS = st.one_of(
         st.one_of(TEXTS, MESSAGES, st.lists(st.integers(-2, 99), max_size=5)),
         SAMPLING,
     ),
-    st.builds(lambda *call: list(call), _NAMES, st.none() | JSON, st.lists(JSON, max_size=4), SAMPLING),
+    st.builds(
+        lambda *call: list(call), _NAMES, st.none() | JSON, st.lists(JSON, max_size=4), SAMPLING
+    ),
     st.builds(lambda *call: list(call), _NAMES, JSON, JSON, JSON),
     JSON,
 )
@@ -76,7 +84,9 @@ PAYLOADS = st.one_of(_CALLS.map(_as_json), st.binary(max_size=40))
 """The field `data` of a job's hash: calls, almost calls, and bytes."""
 
 _HASH_VALUES = st.one_of(
-    SCALARS.map(lambda value: str(value).encode("utf-8", "surrogatepass")), JSON.map(_as_json), st.binary(max_size=12)
+    SCALARS.map(lambda value: str(value).encode("utf-8", "surrogatepass")),
+    JSON.map(_as_json),
+    st.binary(max_size=12),
 )
 _FIELDS = (
     "timeout result_ttl failure_ttl ttl retry_intervals repeat_intervals meta created_at enqueued_at "

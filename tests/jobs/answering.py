@@ -57,8 +57,14 @@ Answer = Callable[[Request], FakeCompletion]
 
 def shout(request: Request) -> FakeCompletion:
     """Answer with the prompt in capitals; one token a character."""
-    text = request.prompt if isinstance(request.prompt, str) else str(request.messages or request.prompt)
-    return FakeCompletion(text.upper(), 0, list(range(len(text))), "stop", len(text), len(text) // 2)
+    text = (
+        request.prompt
+        if isinstance(request.prompt, str)
+        else str(request.messages or request.prompt)
+    )
+    return FakeCompletion(
+        text.upper(), 0, list(range(len(text))), "stop", len(text), len(text) // 2
+    )
 
 
 def refuse(reason: str) -> FakeCompletion:
@@ -77,7 +83,9 @@ def feed(task: OpenTask, answer: Answer = shout) -> list[Request]:
         for index, request in reversed(list(enumerate(requests))[begin:]):
             first = answer(request)
             n = 1 if first.finish_reason == "error" else request.sampling.get("n", 1)
-            samples = [replace(first, index=each, text=first.text + "!" * each) for each in range(n)]
+            samples = [
+                replace(first, index=each, text=first.text + "!" * each) for each in range(n)
+            ]
             if task.inspects:
                 task.inspect(index, samples[::-1])
             task.deliver(index, samples[::-1])
@@ -99,7 +107,9 @@ def keyed(ask: RowAsk, spec: RunSpec) -> RowAsk:
     return ask
 
 
-def shard_of(prompts: Sequence[str | RowProblem], sampling: Mapping[str, Any], **others: Any) -> ItemRunner[RowAnswer]:
+def shard_of(
+    prompts: Sequence[str | RowProblem], sampling: Mapping[str, Any], **others: Any
+) -> ItemRunner[RowAnswer]:
     """Ask prompts as a run does, whose seed is 0, from its row 1,000 on. others: as of row_runner."""
     spec = RunSpec.from_arguments("in", "out", sampling=dict(sampling))
     ask = keyed(Generate(spec, 0, *spec.chat, spec.is_chat), spec)
@@ -107,7 +117,9 @@ def shard_of(prompts: Sequence[str | RowProblem], sampling: Mapping[str, Any], *
     return row_runner(rows, ask, Checks(), lambda row: 1000 + row, **others)
 
 
-def run_task(context: JobContext, name: str, *args: Any, answer: Answer = shout, **kwargs: Any) -> Any:
+def run_task(
+    context: JobContext, name: str, *args: Any, answer: Answer = shout, **kwargs: Any
+) -> Any:
     """Run one engine job as a worker would."""
     opened = opened_task(context, name, args, kwargs)
     try:
@@ -117,7 +129,9 @@ def run_task(context: JobContext, name: str, *args: Any, answer: Answer = shout,
         opened.close()
 
 
-def opened_task(context: JobContext, name: str, args: Sequence[Any], kwargs: dict[str, Any] | None = None) -> OpenTask:
+def opened_task(
+    context: JobContext, name: str, args: Sequence[Any], kwargs: dict[str, Any] | None = None
+) -> OpenTask:
     task = task_of(name, args, kwargs)
     assert task is not None
     return task.open(context)
@@ -179,7 +193,9 @@ def fails(
 ) -> errors.JobsError:
     """Check that planning fails with `kind` and enqueued nothing; return the error."""
     with pytest.raises(kind) as caught:
-        score_parquet(context, source if isinstance(source, list) else str(source), str(output), **arguments)
+        score_parquet(
+            context, source if isinstance(source, list) else str(source), str(output), **arguments
+        )
     assert type(caught.value) is kind or kind is errors.InvalidJob  # which InvalidValue is too
     assert queued_jobs(context.connection) == []
     return caught.value

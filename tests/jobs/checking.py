@@ -7,7 +7,8 @@ from typing import Any
 
 #: By which they are asked for.
 FUNCTION, RAISES, HANGS, DIES, TELLS, NOTHING = (
-    f"{__name__}.{name}" for name in ("must_be_even", "raises", "hangs", "dies", "tells_row", "nothing")
+    f"{__name__}.{name}"
+    for name in ("must_be_even", "raises", "hangs", "dies", "tells_row", "nothing")
 )
 LIMIT_S = 0.5  # for one check in tests
 

@@ -49,7 +49,9 @@ def make_context(redis: Redis, tmp_path: Path) -> MakeContext:
 
     def make() -> JobContext:
         number = next(numbers)
-        return JobContext(redis, "bulk", f"job-{number}", f"execution{number}", (str(tmp_path.resolve()),), MODEL)
+        return JobContext(
+            redis, "bulk", f"job-{number}", f"execution{number}", (str(tmp_path.resolve()),), MODEL
+        )
 
     return make
 
@@ -113,7 +115,9 @@ def checking(context: JobContext, checks: Checks) -> JobContext:
 @pytest.fixture
 def invoke(redis: Redis, redis_url: str) -> Invoke:
     def run(*arguments: object) -> click.testing.Result:
-        return click.testing.CliRunner().invoke(cli.main, ["--url", redis_url, *map(str, arguments)])
+        return click.testing.CliRunner().invoke(
+            cli.main, ["--url", redis_url, *map(str, arguments)]
+        )
 
     return run
 

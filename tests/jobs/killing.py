@@ -122,7 +122,9 @@ class FusedRedis(Redis):
         return pipe
 
 
-def open_work(context: JobContext, spec: RunSpec, shard: int, storage: Storage, queue: str | None = None) -> ShardWork:
+def open_work(
+    context: JobContext, spec: RunSpec, shard: int, storage: Storage, queue: str | None = None
+) -> ShardWork:
     plan = trusted_plan(context, storage, f"{spec.output}/{PLAN}", spec.run)
     state = RunState(context.connection, spec.run)
     return ShardWork(context, RunFolder(storage, plan, state, context.execution_id), shard, queue)
@@ -148,7 +150,9 @@ class Executions:
         context = self.runs.context()
         return plan_run(context, storage(context.data_roots), self.spec, Submission("bulk"))
 
-    def open(self, shard: int, storage: Callable[[tuple[str, ...]], Storage] = Storage) -> ShardWork:
+    def open(
+        self, shard: int, storage: Callable[[tuple[str, ...]], Storage] = Storage
+    ) -> ShardWork:
         context = self.runs.context()
         return open_work(context, self.spec, shard, storage(context.data_roots))
 
@@ -180,5 +184,7 @@ def recover(redis: Redis, runs: Runs, spec: RunSpec, recovery: str, finished: in
         redis.flushall()
     planned_whole = finished > 0 or len(queued_jobs(redis)) == 3
     if recovery != "unfinished jobs run again" or not planned_whole:
-        plan_run(runs.context(), Storage((str(Path(spec.output).parent),)), spec, Submission("bulk"))
+        plan_run(
+            runs.context(), Storage((str(Path(spec.output).parent),)), spec, Submission("bulk")
+        )
     runs.work()

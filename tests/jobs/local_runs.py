@@ -12,7 +12,16 @@ from rq.job import Job
 
 from jobs.context import JobContext
 from jobs.tasks import OpenTask
-from tests.jobs.answering import Answer, feed, opened_task, queued_jobs, run_task, score_parquet, shout, work_off
+from tests.jobs.answering import (
+    Answer,
+    feed,
+    opened_task,
+    queued_jobs,
+    run_task,
+    score_parquet,
+    shout,
+    work_off,
+)
 
 
 def flip_a_bit(path: Path, column: str) -> None:
@@ -33,11 +42,15 @@ class Runs:
         self.source, self.output = folder / "in.parquet", folder / "out"
 
     def write(self, prompts: list[str | None], row_group_size: int = 3, **columns: Any) -> Path:
-        table = pa.table({"prompt": pa.array(prompts, pa.string()), "id": range(len(prompts)), **columns})
+        table = pa.table(
+            {"prompt": pa.array(prompts, pa.string()), "id": range(len(prompts)), **columns}
+        )
         pq.write_table(table, self.source, row_group_size=row_group_size)
         return self.source
 
-    def plan(self, source: Any = None, output: Path | str | None = None, **arguments: Any) -> dict[str, Any]:
+    def plan(
+        self, source: Any = None, output: Path | str | None = None, **arguments: Any
+    ) -> dict[str, Any]:
         source = source or self.source
         named = source if isinstance(source, list) else str(source)
         return score_parquet(self.context(), named, str(output or self.output), **arguments)
@@ -62,7 +75,11 @@ class Runs:
         return work_off(self._redis, self.context, answer=answer, but=but)
 
     def score(
-        self, source: Any = None, answer: Answer = shout, output: Path | None = None, **arguments: Any
+        self,
+        source: Any = None,
+        answer: Answer = shout,
+        output: Path | None = None,
+        **arguments: Any,
     ) -> pa.Table:
         """Plan a run and work it off to its end; return its output."""
         output = output or self.output

@@ -22,7 +22,11 @@ from moto.server import ThreadedMotoServer
 
 BUCKET = "bucket"
 
-CREDENTIALS = {"AWS_ACCESS_KEY_ID": "test", "AWS_SECRET_ACCESS_KEY": "test", "AWS_DEFAULT_REGION": "us-east-1"}
+CREDENTIALS = {
+    "AWS_ACCESS_KEY_ID": "test",
+    "AWS_SECRET_ACCESS_KEY": "test",
+    "AWS_DEFAULT_REGION": "us-east-1",
+}
 
 #: 503: it asks to come back later. cut: its reply ends half way. lost: it does what is asked, and no reply
 #: comes. slow: it takes a while. 403, expired: it refuses.
@@ -79,7 +83,9 @@ class S3:
         for key in self.names():
             self.delete(key)
         for each in self.client.list_multipart_uploads(Bucket=BUCKET).get("Uploads", []):
-            self.client.abort_multipart_upload(Bucket=BUCKET, Key=each["Key"], UploadId=each["UploadId"])
+            self.client.abort_multipart_upload(
+                Bucket=BUCKET, Key=each["Key"], UploadId=each["UploadId"]
+            )
 
     def put_rows(self, key: str, table: pa.Table, **options: Any) -> None:
         file = io.BytesIO()
@@ -140,7 +146,9 @@ class FaultyProxy:
                     return self._refuse(400, "ExpiredToken", "The provided token has expired.")
                 connection = http.client.HTTPConnection(target, timeout=30)
                 try:
-                    headers = {name: value for name, value in self.headers.items() if name != "Host"}
+                    headers = {
+                        name: value for name, value in self.headers.items() if name != "Host"
+                    }
                     connection.request(self.command, self.path, body, headers)
                     reply = connection.getresponse()
                     contents = reply.read()
@@ -184,7 +192,9 @@ class FaultyProxy:
 
         self._server = Server(("127.0.0.1", 0), Handler)
         self.url = f"http://127.0.0.1:{self._server.server_port}"
-        self._thread = threading.Thread(target=self._server.serve_forever, args=(0.05,), daemon=True)
+        self._thread = threading.Thread(
+            target=self._server.serve_forever, args=(0.05,), daemon=True
+        )
         self._thread.start()
 
     def close(self) -> None:
@@ -200,7 +210,9 @@ def use_environment(patch: pytest.MonkeyPatch, environment: dict[str, str]) -> N
         patch.setenv(name, value)
 
 
-def failing(fault: Fault, times: int, method: str = "", path: str = "") -> Callable[[str, str], Fault | None]:
+def failing(
+    fault: Fault, times: int, method: str = "", path: str = ""
+) -> Callable[[str, str], Fault | None]:
     """Return what a FaultyProxy chooses that fails so many requests of a kind."""
     left = [times]
 

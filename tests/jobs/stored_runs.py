@@ -38,7 +38,9 @@ def whole_run(shards: int) -> set[str]:
     }
 
 
-def run_all(context: JobContext, spec: RunSpec, storage: Storage | None = None, **wishes: Any) -> dict[str, Any]:
+def run_all(
+    context: JobContext, spec: RunSpec, storage: Storage | None = None, **wishes: Any
+) -> dict[str, Any]:
     storage = storage or Storage.of(context)
     planned = plan_run(context, storage, spec, Submission("bulk", **wishes))
     for shard in range(planned["shards"]):

@@ -24,9 +24,14 @@ from tests.jobs.checking import DIES, FUNCTION, HANGS, LIMIT_S, RAISES
 def test_a_function_gets_row_and_answer_and_says_what_is_wrong(checks: Checks) -> None:
     options = RepairOptions(check={"function": FUNCTION})
     assert checks.reason(options, {"prompt": "x"}, "12") is None
-    assert checks.reason(options, {"prompt": "naïve"}, "11") == "11 is odd, and naïve wants an even one"
+    assert (
+        checks.reason(options, {"prompt": "naïve"}, "11")
+        == "11 is odd, and naïve wants an even one"
+    )
     assert checks.reason(options, {}, "silent") == "the check gave no reason"
-    assert checks.reason(options, {}, "true") == ("the check returned bool, expected None or the reason as a text")
+    assert checks.reason(options, {}, "true") == (
+        "the check returned bool, expected None or the reason as a text"
+    )
     assert len(checks.reason(options, {}, "long") or "") < 3_000
     assert checks.reason(options, {}, "prints") is None, "what it prints is none of its replies"
 
@@ -41,7 +46,11 @@ def test_a_function_gets_row_and_answer_and_says_what_is_wrong(checks: Checks) -
         ({"regex": "(a+)+b"}, "a" * 60, f"the check went on for more than {LIMIT_S} s"),
         ({"json": {}}, "[" * 200_000, "it is not JSON: maximum recursion"),
         ({"json": {}}, '{"a": NaN}', "it is not JSON: NaN is no value of JSON"),
-        ({"json": {"$ref": "http://localhost:1/schema"}}, "1", "Unresolvable: http://localhost:1/schema"),
+        (
+            {"json": {"$ref": "http://localhost:1/schema"}},
+            "1",
+            "Unresolvable: http://localhost:1/schema",
+        ),
     ],
 )
 def test_a_check_that_fails_fails_the_attempt_and_the_next_is_checked(
@@ -68,11 +77,15 @@ def test_what_takes_long_to_compile_is_refused(
     checks: Checks, check: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(checks_module, "COMPILE_LIMIT_S", 0.2)
-    with pytest.raises(InvalidJob, match=r"went on for more than 0\.2 s before it could check anything"):
+    with pytest.raises(
+        InvalidJob, match=r"went on for more than 0\.2 s before it could check anything"
+    ):
         checks.reason(RepairOptions(check=check), {}, "1")
 
 
-def test_others_are_checked_beside_what_takes_long_to_compile(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_others_are_checked_beside_what_takes_long_to_compile(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(checks_module, "COMPILE_LIMIT_S", 600.0)
     checks, ended = Checks(), SimpleQueue[Exception]()
 
@@ -91,13 +104,18 @@ def test_others_are_checked_beside_what_takes_long_to_compile(monkeypatch: pytes
     assert "ended its process with -9" in str(ended.get())
 
 
-def test_a_function_whose_file_changed_is_read_anew(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_function_whose_file_changed_is_read_anew(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.syspath_prepend(str(tmp_path))
     source, options = tmp_path / "own_checks.py", RepairOptions({"function": "own_checks.check"})
     source.write_text("def check(row, text):\n    return 'first'\n")
     found = Checks({"own_checks.check"})
     try:
-        with found._pool.lent() as one, found._pool.lent() as other:  # two that will have the first source
+        with (
+            found._pool.lent() as one,
+            found._pool.lent() as other,
+        ):  # two that will have the first source
             for child in (one, other):
                 found._reply(child, options, {})
         before = found.version(options)
@@ -107,7 +125,9 @@ def test_a_function_whose_file_changed_is_read_anew(tmp_path: Path, monkeypatch:
         changed = found.version(options)
         assert changed != before
         source.write_text("PREFIX = 'the third one'\ndef check(row, text):\n    return PREFIX\n")
-        assert found.version(options) not in (before, changed), "what the function reads of its file counts too"
+        assert found.version(options) not in (before, changed), (
+            "what the function reads of its file counts too"
+        )
     finally:
         found.close()
 
@@ -115,7 +135,11 @@ def test_a_function_whose_file_changed_is_read_anew(tmp_path: Path, monkeypatch:
 HELPERS = {
     "beside": ("own.py", "helper.py", "import json\nfrom helper import say"),
     "in a package": ("kit/own.py", "kit/helper.py", "from .helper import say"),
-    "in a subpackage": ("kit/own.py", "kit/parts/helper.py", "def check(r, t):\n    from kit.parts import helper"),
+    "in a subpackage": (
+        "kit/own.py",
+        "kit/parts/helper.py",
+        "def check(r, t):\n    from kit.parts import helper",
+    ),
     "by way of a package": ("kit/own.py", "kit/parts/__init__.py", "import kit.parts as parts"),
     "two steps away": ("own.py", "helper.py", "import between"),
 }
@@ -125,7 +149,13 @@ HELPERS = {
 def test_what_a_function_imports_of_its_own_package_is_part_of_its_version(
     tmp_path: Path, path: str, helper: str, imports: str
 ) -> None:
-    files = {path: imports, helper: "", "between.py": "import helper", "kit/__init__.py": "", "kit/parts/more.py": ""}
+    files = {
+        path: imports,
+        helper: "",
+        "between.py": "import helper",
+        "kit/__init__.py": "",
+        "kit/parts/more.py": "",
+    }
     for name, text in files.items():
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text(text)
@@ -138,10 +168,14 @@ def test_what_a_function_imports_of_its_own_package_is_part_of_its_version(
     assert hash_of(found) != before
 
 
-def test_a_function_whose_helper_changed_is_read_anew(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_function_whose_helper_changed_is_read_anew(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.syspath_prepend(str(tmp_path))
     helper, options = tmp_path / "aid.py", RepairOptions({"function": "aided_checks.check"})
-    (tmp_path / "aided_checks.py").write_text("from aid import SAY\ndef check(row, text):\n    return SAY\n")
+    (tmp_path / "aided_checks.py").write_text(
+        "from aid import SAY\ndef check(row, text):\n    return SAY\n"
+    )
     helper.write_text("SAY = 'first'\n")
     found = Checks({"aided_checks.check"})
     try:
@@ -164,7 +198,9 @@ def test_the_key_of_a_batch_line_has_the_version_of_its_function(
         spec = RunSpec.from_arguments("in.jsonl", "out", input_format="openai-batch")
         context = SimpleNamespace(checks=Checks())
         ask = keyed(BatchLines(SimpleNamespace(spec=spec), context), spec)  # type: ignore[arg-type]
-        return ask.key_of(Row(json.dumps({"custom_id": "a", "body": {"prompt": "b", "check": check}})))
+        return ask.key_of(
+            Row(json.dumps({"custom_id": "a", "body": {"prompt": "b", "check": check}}))
+        )
 
     first, same, other = (key({"function": "m.f"}) for _ in range(3))
     assert first == same != other
@@ -175,7 +211,9 @@ def test_distinct_checks_are_remembered_up_to_a_bound_and_none_pays_for_those_be
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Without a bound the child's memory would end some day, at a check that needs little."""
-    monkeypatch.setattr("jobs.context.checks.COMPILE_LIMIT_S", 60.0)  # a loaded machine ends no child here
+    monkeypatch.setattr(
+        "jobs.context.checks.COMPILE_LIMIT_S", 60.0
+    )  # a loaded machine ends no child here
     checks = Checks(limit_s=60.0)
     first_child = None
     for number in range(80):

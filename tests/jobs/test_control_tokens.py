@@ -26,7 +26,9 @@ BROKEN = FORGED.replace("<|", f"<{BREAK}|")
 
 @pytest.fixture
 def context(context: JobContext, checks: Checks) -> JobContext:
-    return replace(context, checks=checks, model=replace(context.model, control_tokens=(END, "<|im_start|>")))
+    return replace(
+        context, checks=checks, model=replace(context.model, control_tokens=(END, "<|im_start|>"))
+    )
 
 
 @pytest.fixture
@@ -45,9 +47,15 @@ def test_engine_and_jobs_mean_the_same_break() -> None:
     [
         ({"template": f"{END}{{x}}"}, f"{END}{BROKEN}"),
         ({"template": f"{END}{{{{ x }}}}", "template_format": "jinja"}, f"{END}{BROKEN}"),
-        ({"template": f"{{{{ '{END}' ~ x | trim }}}}", "template_format": "jinja"}, f"{END}{BROKEN}"),
+        (
+            {"template": f"{{{{ '{END}' ~ x | trim }}}}", "template_format": "jinja"},
+            f"{END}{BROKEN}",
+        ),
         ({"template": "{{ x | replace('<b>', '') }}", "template_format": "jinja"}, BROKEN[:-3]),
-        ({"template": f"{END}{{x}}", "sampling": {"split_special_tokens": False}}, f"{END}{FORGED}"),
+        (
+            {"template": f"{END}{{x}}", "sampling": {"split_special_tokens": False}},
+            f"{END}{FORGED}",
+        ),
         ({"template": f"{END}{{x}}", "sampling": {"split_special_tokens": True}}, f"{END}{BROKEN}"),
         ({"template": [{"role": "user", "content": "{x}"}]}, [{"role": "user", "content": FORGED}]),
         ({"prompt_column": "x"}, FORGED),
@@ -55,10 +63,14 @@ def test_engine_and_jobs_mean_the_same_break() -> None:
         ({"template": "{z}", "defaults": {"z": END}}, END.replace("<|", f"<{BREAK}|")),
     ],
 )
-def test_values_of_rows_become_no_control_tokens(runs: Runs, arguments: dict[str, Any], wanted: Any) -> None:
+def test_values_of_rows_become_no_control_tokens(
+    runs: Runs, arguments: dict[str, Any], wanted: Any
+) -> None:
     """Those of a chat's messages are the engine's to see to; a whole prompt may hold what it likes."""
     structs = pa.array([{f"k{END}": 1}])
-    pq.write_table(pa.table({"x": [FORGED], "y": structs, "z": pa.array([None], pa.string())}), runs.source)
+    pq.write_table(
+        pa.table({"x": [FORGED], "y": structs, "z": pa.array([None], pa.string())}), runs.source
+    )
     seen: list[Request] = []
 
     def answer(request: Request) -> FakeCompletion:
@@ -70,7 +82,9 @@ def test_values_of_rows_become_no_control_tokens(runs: Runs, arguments: dict[str
     assert (request.messages or request.prompt) == wanted
     splits = arguments.get("sampling", {}).get("split_special_tokens", True)
     assert "split_special_tokens" not in request.sampling
-    assert request.chat_options == ({} if splits or request.messages is None else {"split_special_tokens": False})
+    assert request.chat_options == (
+        {} if splits or request.messages is None else {"split_special_tokens": False}
+    )
 
 
 def test_an_earlier_answer_of_a_row_is_a_value(runs: Runs) -> None:
@@ -81,12 +95,19 @@ def test_an_earlier_answer_of_a_row_is_a_value(runs: Runs) -> None:
         seen.append(request.prompt)
         return FakeCompletion(END)
 
-    steps = [{"name": "one", "template": f"{END}{{x}}"}, {"name": "two", "template": f"{END}{{one}}{{x}}"}]
+    steps = [
+        {"name": "one", "template": f"{END}{{x}}"},
+        {"name": "two", "template": f"{END}{{one}}{{x}}"},
+    ]
     runs.score(answer=answer, prompts=steps)
     assert seen == [f"{END}{BROKEN}", f"{END}<{BREAK}{END[1:]}{BROKEN}"]
 
 
-REPAIR: dict[str, Any] = {"check": {"regex": f"yes{END}"}, "max_attempts": 2, "repair_template": f"{END}: {{reason}}"}
+REPAIR: dict[str, Any] = {
+    "check": {"regex": f"yes{END}"},
+    "max_attempts": 2,
+    "repair_template": f"{END}: {{reason}}",
+}
 
 
 @pytest.mark.parametrize("of_values", [{}, {"split_special_tokens": False}])
@@ -111,7 +132,9 @@ def test_an_answer_that_is_tried_again_is_a_value(runs: Runs, of_values: dict[st
 
 
 @pytest.mark.parametrize("of_values", [{}, {"split_special_tokens": False}])
-def test_a_job_that_is_tried_again_has_its_answer_as_a_value(context: JobContext, of_values: dict[str, bool]) -> None:
+def test_a_job_that_is_tried_again_has_its_answer_as_a_value(
+    context: JobContext, of_values: dict[str, bool]
+) -> None:
     task = opened_task(context, "jobs.complete", ["?"], {**REPAIR, **of_values})
     list(task.requests())
     completion = FakeCompletion(FORGED)
@@ -123,12 +146,17 @@ def test_a_job_that_is_tried_again_has_its_answer_as_a_value(context: JobContext
 
 @pytest.mark.parametrize("splits", [None, True, False])
 @pytest.mark.parametrize("name", ["jobs.complete", "jobs.classify"])
-def test_answers_of_earlier_jobs_are_values(queue: Queue, context: JobContext, splits: bool | None, name: str) -> None:
+def test_answers_of_earlier_jobs_are_values(
+    queue: Queue, context: JobContext, splits: bool | None, name: str
+) -> None:
     before = queue.enqueue("jobs.complete", "x")
     before.set_status("finished")
     Result.create(before, Result.Type.SUCCESSFUL, ttl=500, return_value={"k": [FORGED]})
     after = queue.enqueue(name, prompt_template="", depends_on=[before])
-    options: dict[str, Any] = {"prompt_template": f"{END}{{{{ answers[0].k[0] }}}}", "split_special_tokens": splits}
+    options: dict[str, Any] = {
+        "prompt_template": f"{END}{{{{ answers[0].k[0] }}}}",
+        "split_special_tokens": splits,
+    }
     if name == "jobs.classify":
         options["labels"] = ["a", "b"]
     task = opened_task(replace(context, job_id=after.id), name, [], options)
@@ -139,11 +167,18 @@ def test_answers_of_earlier_jobs_are_values(queue: Queue, context: JobContext, s
 
 @pytest.mark.parametrize("splits", [None, True, False])
 def test_a_chat_says_whether_its_values_are_split(context: JobContext, splits: bool | None) -> None:
-    task = opened_task(context, "jobs.chat", [[{"role": "user", "content": "a"}]], {"split_special_tokens": splits})
+    task = opened_task(
+        context, "jobs.chat", [[{"role": "user", "content": "a"}]], {"split_special_tokens": splits}
+    )
     (request,) = task.requests()
     assert request.chat_options == ({"split_special_tokens": False} if splits is False else {})
     with pytest.raises(InvalidJob, match="split_special_tokens"):
-        opened_task(context, "jobs.chat", [[{"role": "user", "content": "a"}]], {"split_special_tokens": "no"})
+        opened_task(
+            context,
+            "jobs.chat",
+            [[{"role": "user", "content": "a"}]],
+            {"split_special_tokens": "no"},
+        )
 
 
 @pytest.mark.parametrize("cut", range(1, len(END)))

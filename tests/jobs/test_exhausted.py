@@ -78,12 +78,17 @@ def test_a_child_that_cannot_begin_for_lack_of_something_is_the_workers_fault(
 
 @pytest.mark.parametrize(
     ("end", "lacked"),
-    [({"end": "memory"}, MemoryError), ({"end": "raised", "error": "OSError: ...", "errno": errno.ENFILE}, OSError)],
+    [
+        ({"end": "memory"}, MemoryError),
+        ({"end": "raised", "error": "OSError: ...", "errno": errno.ENFILE}, OSError),
+    ],
 )
 def test_a_child_whose_imports_lack_something_is_the_workers_fault(
     end: dict[str, Any], lacked: type[Exception], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(process.Child, "_exchange", lambda child, *message, **more: (end, bytearray()))
+    monkeypatch.setattr(
+        process.Child, "_exchange", lambda child, *message, **more: (end, bytearray())
+    )
     pool = Pool()
     with pytest.raises(lacked) as raised:
         pool.call(lambda child: child.ask("tests.sandbox.tasks:echo", {}, process.Limits(10.0)))

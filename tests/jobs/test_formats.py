@@ -60,7 +60,9 @@ def write_with_pyarrow(path: Path) -> None:
     table = pa.table(
         {
             "prompt": pa.array(["a", "b", "a", None], pa.large_string()),
-            "code": pa.array(["x", None, "y", "x"]).dictionary_encode().cast(pa.dictionary(pa.int8(), pa.string())),
+            "code": pa.array(["x", None, "y", "x"])
+            .dictionary_encode()
+            .cast(pa.dictionary(pa.int8(), pa.string())),
             "time": pa.array([1, 2, None, 4], pa.timestamp("ns", tz="UTC")),
             "half": pa.array([1.5, 2, None, 4], pa.float16()),
             "map": pa.array([[("k", 1)], [], None, []], pa.map_(pa.string(), pa.int32())),
@@ -72,10 +74,17 @@ def write_with_pyarrow(path: Path) -> None:
     pq.write_table(table, path, row_group_size=3, compression="zstd")
 
 
-@pytest.mark.parametrize("write", [write_with_pandas, write_with_polars, write_with_duckdb, write_with_pyarrow])
-def test_input_columns_come_back_with_their_types_and_values(runs: Runs, write: Callable[[Path], None]) -> None:
+@pytest.mark.parametrize(
+    "write", [write_with_pandas, write_with_polars, write_with_duckdb, write_with_pyarrow]
+)
+def test_input_columns_come_back_with_their_types_and_values(
+    runs: Runs, write: Callable[[Path], None]
+) -> None:
     write(runs.source)
-    before, after = pq.read_table(runs.source), runs.score(sampling={"temperature": 0}, rows_per_shard=3)
+    before, after = (
+        pq.read_table(runs.source),
+        runs.score(sampling={"temperature": 0}, rows_per_shard=3),
+    )
     for path in runs.output.glob("*.parquet"):
         assert pq.read_schema(path).equals(pa.schema([*before.schema, *OUTPUT_FIELDS]))
     assert after.select(before.column_names).to_pylist() == before.to_pylist()
@@ -94,12 +103,18 @@ READERS: list[Callable[[str], list[str | None]]] = [
     read_with_pandas,
     lambda folder: pyarrow.dataset.dataset(folder).to_table()["completion"].to_pylist(),
     lambda folder: pl.read_parquet(f"{folder}/*.parquet")["completion"].to_list(),
-    lambda folder: pl.scan_parquet(folder, hidden_file_prefix="_").collect()["completion"].to_list(),
-    lambda folder: [text for (text,) in duckdb.sql(f"select completion from '{folder}/*.parquet'").fetchall()],
+    lambda folder: (
+        pl.scan_parquet(folder, hidden_file_prefix="_").collect()["completion"].to_list()
+    ),
+    lambda folder: [
+        text for (text,) in duckdb.sql(f"select completion from '{folder}/*.parquet'").fetchall()
+    ],
 ]
 
 
-@pytest.mark.parametrize("read", READERS, ids=["pandas", "arrow", "polars-glob", "polars-folder", "duckdb"])
+@pytest.mark.parametrize(
+    "read", READERS, ids=["pandas", "arrow", "polars-glob", "polars-folder", "duckdb"]
+)
 @pytest.mark.filterwarnings("ignore:The `hidden_file_prefix` parameter")
 def test_readers_take_a_folder_of_a_run_that_goes_on_and_of_one_that_ended(
     read: Callable[[str], list[str | None]], runs: Runs

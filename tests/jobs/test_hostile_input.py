@@ -25,7 +25,9 @@ def test_a_lack_of_memory_is_not_taken_for_a_broken_file() -> None:
         raise pa.ArrowMemoryError("malloc of size 65536 failed")
 
 
-def test_a_missing_column_names_those_found(context: JobContext, three_rows: Path, tmp_path: Path) -> None:
+def test_a_missing_column_names_those_found(
+    context: JobContext, three_rows: Path, tmp_path: Path
+) -> None:
     error = fails(errors.MissingColumn, context, three_rows, tmp_path / "out", prompt_column="text")
     assert "'text'" in str(error)
     assert "'prompt', 'id'" in str(error)
@@ -34,8 +36,12 @@ def test_a_missing_column_names_those_found(context: JobContext, three_rows: Pat
     assert not (tmp_path / "out").exists()
 
 
-def test_columns_that_cannot_be_prompts_are_refused(context: JobContext, three_rows: Path, tmp_path: Path) -> None:
-    assert "int64" in str(fails(errors.WrongColumnType, context, three_rows, tmp_path / "out", prompt_column="id"))
+def test_columns_that_cannot_be_prompts_are_refused(
+    context: JobContext, three_rows: Path, tmp_path: Path
+) -> None:
+    assert "int64" in str(
+        fails(errors.WrongColumnType, context, three_rows, tmp_path / "out", prompt_column="id")
+    )
     fails(errors.WrongColumnType, context, three_rows, tmp_path / "out", messages_column="id")
     pq.write_table(pa.table({"prompt": [[b"y"]], "raw": [b"x"]}), three_rows)
     fails(errors.WrongColumnType, context, three_rows, tmp_path / "out", template="{prompt}")
@@ -48,9 +54,16 @@ def test_two_columns_of_one_name_are_refused(context: JobContext, tmp_path: Path
     fails(errors.SchemaMismatch, context, tmp_path / "in.parquet", tmp_path / "out")
 
 
-def test_files_with_other_columns_are_refused_by_name(context: JobContext, three_rows: Path, tmp_path: Path) -> None:
+def test_files_with_other_columns_are_refused_by_name(
+    context: JobContext, three_rows: Path, tmp_path: Path
+) -> None:
     pq.write_table(pa.table({"prompt": ["a"], "id": ["text"]}), tmp_path / "other.parquet")
-    error = fails(errors.SchemaMismatch, context, [str(three_rows), str(tmp_path / "other.parquet")], tmp_path / "out")
+    error = fails(
+        errors.SchemaMismatch,
+        context,
+        [str(three_rows), str(tmp_path / "other.parquet")],
+        tmp_path / "out",
+    )
     assert "other.parquet" in str(error)
     assert "id: string" in str(error)
 
@@ -64,7 +77,9 @@ def test_every_truncation_and_every_broken_byte_fails_by_name_or_not_at_all(
     others = (b"no Parquet", b"PAR1" + b"\xff" * 50 + b"PAR1")
     for content in (*others, *(whole[:length] for length in range(0, len(whole), 3 * stride))):
         three_rows.write_bytes(content)
-        assert "in.parquet" in str(fails(errors.CorruptParquet, context, three_rows, tmp_path / "out"))
+        assert "in.parquet" in str(
+            fails(errors.CorruptParquet, context, three_rows, tmp_path / "out")
+        )
     for position in range(0, len(whole), stride):
         broken = bytearray(whole)
         broken[position] ^= 0xFF
@@ -89,16 +104,22 @@ def test_values_that_pythons_types_cannot_hold_cost_their_row_at_most(
     redis: Redis, make_context: MakeContext, tmp_path: Path, kind: pa.DataType, value: Any
 ) -> None:
     storage = pa.int32() if pa.types.is_date32(kind) else pa.int64()
-    values = pa.array([value], kind) if isinstance(value, str) else pa.array([value], storage).view(kind)
+    values = (
+        pa.array([value], kind) if isinstance(value, str) else pa.array([value], storage).view(kind)
+    )
     pq.write_table(pa.table({"v": values}), tmp_path / "in.parquet")
-    score_parquet(make_context(), str(tmp_path / "in.parquet"), str(tmp_path / "out"), template="{v}")
+    score_parquet(
+        make_context(), str(tmp_path / "in.parquet"), str(tmp_path / "out"), template="{v}"
+    )
     work_off(redis, make_context)
     (row,) = pq.read_table(tmp_path / "out").select(["completion", "error"]).to_pylist()
     assert (row["completion"] is None) != (row["error"] is None)
 
 
 @pytest.mark.parametrize("name", ["nothing.parquet", "*.nothing", "empty", "x" * 300, "x" * 5000])
-def test_an_input_that_names_nothing_is_refused(context: JobContext, tmp_path: Path, name: str) -> None:
+def test_an_input_that_names_nothing_is_refused(
+    context: JobContext, tmp_path: Path, name: str
+) -> None:
     (tmp_path / "empty").mkdir()
     assert name in str(fails(errors.InputNotFound, context, tmp_path / name, tmp_path / "out"))
 
@@ -109,8 +130,12 @@ def test_a_fifo_is_no_input(context: JobContext, tmp_path: Path) -> None:
     assert "name a regular file" in str(error)
 
 
-def test_a_file_named_twice_is_refused(context: JobContext, three_rows: Path, tmp_path: Path) -> None:
-    fails(errors.InvalidJob, context, [str(three_rows), str(tmp_path / "*.parquet")], tmp_path / "out")
+def test_a_file_named_twice_is_refused(
+    context: JobContext, three_rows: Path, tmp_path: Path
+) -> None:
+    fails(
+        errors.InvalidJob, context, [str(three_rows), str(tmp_path / "*.parquet")], tmp_path / "out"
+    )
 
 
 def test_paths_outside_the_data_roots_are_refused(
@@ -144,7 +169,11 @@ def test_paths_outside_the_data_roots_are_refused(
 
 
 def test_a_shard_job_trusts_neither_its_arguments_nor_its_plan(
-    redis: Redis, make_context: MakeContext, three_rows: Path, tmp_path: Path, tmp_path_factory: pytest.TempPathFactory
+    redis: Redis,
+    make_context: MakeContext,
+    three_rows: Path,
+    tmp_path: Path,
+    tmp_path_factory: pytest.TempPathFactory,
 ) -> None:
     run = score_parquet(make_context(), str(three_rows), str(tmp_path / "out"))["run"]
     plan_path = tmp_path / "out" / PLAN
@@ -181,7 +210,9 @@ def test_sampling_that_the_engine_refuses_fails_the_run_and_not_each_row(
     assert queued_jobs(redis) == []
 
 
-def test_unknown_arguments_fail_like_a_call(context: JobContext, three_rows: Path, tmp_path: Path) -> None:
+def test_unknown_arguments_fail_like_a_call(
+    context: JobContext, three_rows: Path, tmp_path: Path
+) -> None:
     error = fails(errors.InvalidJob, context, three_rows, tmp_path / "out", colum="x")
     assert "'colum' is no argument of jobs.score_parquet" in str(error)
     fails(errors.InvalidJob, context, three_rows, tmp_path / "out", queue=3)
@@ -197,7 +228,9 @@ def test_sizes_beyond_their_bounds_are_refused_and_say_what_was_found(
         assert text in str(fails(errors.InvalidJob, context, input, tmp_path / "out", **arguments))
 
     says("1000001, expected an integer from 1 to 1000000", rows_per_shard=1_000_001)
-    says("the template has 262145 characters, more than the limit of 262144", template="x" * 262_145)
+    says(
+        "the template has 262145 characters, more than the limit of 262144", template="x" * 262_145
+    )
     messages = [{"role": "user", "content": "x"}]
     says("the template has 101 messages, more than the limit of 100", template=messages * 101)
     long = [{"role": "user", "content": "x" * 262_141}]
@@ -242,8 +275,13 @@ def test_a_template_that_a_rows_values_blow_up_fails_that_row_before_it_is_built
     pq.write_table(pa.table({"text": ["a", "x" * 200_000]}), tmp_path / "in.parquet")
     template = "{text}" * 40_000  # eight gigabytes, if it were filled
     three_rows, output = tmp_path / "in.parquet", tmp_path / "out"
-    score_parquet(make_context(), str(three_rows), str(output), template=template, rows_per_shard=100)
+    score_parquet(
+        make_context(), str(three_rows), str(output), template=template, rows_per_shard=100
+    )
     work_off(redis, make_context)
     fine, refused = pq.read_table(output)["error"].to_pylist()
     assert fine is None
-    assert refused == "prompt has 8000000000 characters, more than the limit of 1048576 bytes: shorten it"
+    assert (
+        refused
+        == "prompt has 8000000000 characters, more than the limit of 1048576 bytes: shorten it"
+    )

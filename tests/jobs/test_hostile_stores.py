@@ -80,7 +80,9 @@ def reply(handler: BaseHTTPRequestHandler, status: int, body: bytes = b"", **hea
 
 
 @pytest.mark.parametrize("asked", ["names", "stat"])
-def test_of_a_refusal_its_code_is_told_and_no_more(asked: str, store: Callable[..., Storage]) -> None:
+def test_of_a_refusal_its_code_is_told_and_no_more(
+    asked: str, store: Callable[..., Storage]
+) -> None:
     body = b"<Error><Code>AccessDenied</Code><Message>%s</Message></Error>" % SECRET
     for said, told in ((body, "AccessDenied"), (SECRET, "status code: 403")):
         found = store(lambda handler, said=said: reply(handler, 403, said))  # type: ignore[misc]
@@ -94,17 +96,26 @@ def test_of_a_refusal_its_code_is_told_and_no_more(asked: str, store: Callable[.
     [
         ("names", 0),
         ("written_at", 1000),
-        *(pytest.param(*each, marks=pytest.mark.long) for each in [("names", 1000), ("written_at", 0)]),
+        *(
+            pytest.param(*each, marks=pytest.mark.long)
+            for each in [("names", 1000), ("written_at", 0)]
+        ),
     ],
 )
-def test_a_listing_that_repeats_itself_is_refused(objects: int, asked: str, store: Callable[..., Storage]) -> None:
-    page = PAGE.format(objects="".join(OBJECT.format(name=number) for number in range(objects))).encode()
+def test_a_listing_that_repeats_itself_is_refused(
+    objects: int, asked: str, store: Callable[..., Storage]
+) -> None:
+    page = PAGE.format(
+        objects="".join(OBJECT.format(name=number) for number in range(objects))
+    ).encode()
     found = store(lambda handler: reply(handler, 200, page), timeout_s=2.0)
     with pytest.raises(StoreRefused, match="listing went on for more than 2 s"):
         getattr(found, asked)(ROOT)
 
 
-def test_a_listing_whose_body_has_no_end_takes_a_bounded_memory(store: Callable[..., Storage]) -> None:
+def test_a_listing_whose_body_has_no_end_takes_a_bounded_memory(
+    store: Callable[..., Storage],
+) -> None:
     """The process that lists it ends, and the next listing has another one."""
     sent = 0
 

@@ -47,7 +47,15 @@ from jobs.parquet.shards.shard_texts import rendered_shards
 from jobs.runs.plans.spec import RunSpec
 from tests.jobs.answering import opened_task, queued_jobs, run_task, score_parquet, work_off
 from tests.jobs.conftest import Invoke, MakeContext
-from tests.jobs.input_files import ROWS, WRITERS, read_rows, score, write_feather, write_jsonl, write_stream
+from tests.jobs.input_files import (
+    ROWS,
+    WRITERS,
+    read_rows,
+    score,
+    write_feather,
+    write_jsonl,
+    write_stream,
+)
 from tests.jobs.local_runs import Runs
 
 Scored = Callable[..., pa.Table]
@@ -91,7 +99,9 @@ def test_rows_of_many_groups_are_read_from_any_shard_on(
         run_task(make_context(), job.func_name, *job.args)
         job.delete()
     found = read_rows(tmp_path / "out")
-    assert [(row["prompt"], row["long"]) for row in found] == [(row["prompt"], row["long"]) for row in rows]
+    assert [(row["prompt"], row["long"]) for row in found] == [
+        (row["prompt"], row["long"]) for row in rows
+    ]
 
 
 def test_what_was_made_of_an_input_and_is_gone_is_made_again(
@@ -106,7 +116,9 @@ def test_what_was_made_of_an_input_and_is_gone_is_made_again(
         run_task(make_context(), rest[0].func_name, *rest[0].args)
     assert score(make_context(), source, tmp_path)["input_bytes"] > 0
     work_off(redis, make_context)
-    assert [row["completion"] for row in read_rows(tmp_path / "out")] == [f"P{n}" for n in range(23)]
+    assert [row["completion"] for row in read_rows(tmp_path / "out")] == [
+        f"P{n}" for n in range(23)
+    ]
 
 
 def test_csv_is_read_as_the_csv_module_writes_it(scored: Scored, tmp_path: Path) -> None:
@@ -125,7 +137,9 @@ def test_csv_is_read_as_the_csv_module_writes_it(scored: Scored, tmp_path: Path)
         }
     )
     frame["count"] = frame["count"].astype("Int64")
-    (tmp_path / "in.csv").write_text("\ufeff" + frame.to_csv(index=False), encoding="utf-8", newline="")
+    (tmp_path / "in.csv").write_text(
+        "\ufeff" + frame.to_csv(index=False), encoding="utf-8", newline=""
+    )
     table = scored(tmp_path / "in.csv")
     assert table["prompt"].to_pylist() == texts
     kinds = {name: str(table.schema.field(name).type) for name in table.column_names[:9]}
@@ -136,20 +150,54 @@ def test_csv_is_read_as_the_csv_module_writes_it(scored: Scored, tmp_path: Path)
     assert table["count"].to_pylist() == [1, 2, 3, None, 5, 6, 7]
     assert table["big"].to_pylist() == [2**62] * 7
     assert table["half"].to_pylist() == [0.5, 2.5, -3, 0, 7, 8, 9]
-    assert table["exp"].to_pylist() == ["1e3", "2.5", "-3", "0", "7", "8", "9"]  # which 1000.0 would not give back
+    assert table["exp"].to_pylist() == [
+        "1e3",
+        "2.5",
+        "-3",
+        "0",
+        "7",
+        "8",
+        "9",
+    ]  # which 1000.0 would not give back
 
 
 _NUMBERS = st.sampled_from(
     [
-        *("1.10", "5.00", "1E5", "1e5", "TRUE", "true", "True", "False", "02139", "-0", "0", "7", "1.0", "2.5"),
-        *("1e+16", "9007199254740993", "123456789012345678901234567890", "+5", ".5", "5.", "1_000", "0x10"),
+        *(
+            "1.10",
+            "5.00",
+            "1E5",
+            "1e5",
+            "TRUE",
+            "true",
+            "True",
+            "False",
+            "02139",
+            "-0",
+            "0",
+            "7",
+            "1.0",
+            "2.5",
+        ),
+        *(
+            "1e+16",
+            "9007199254740993",
+            "123456789012345678901234567890",
+            "+5",
+            ".5",
+            "5.",
+            "1_000",
+            "0x10",
+        ),
         *("NaN", "inf", "None"),
     ]
 )
 
 
 @given(columns=st.lists(st.lists(_NUMBERS, min_size=3, max_size=3), min_size=1, max_size=3))
-@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(
+    max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
 @pytest.mark.parametrize("template_format", ["fields", "jinja"])
 def test_a_template_shows_the_text_that_a_csv_file_has_and_the_output_loses_none(
     make_context: MakeContext, tmp_path: Path, template_format: str, columns: list[list[str]]
@@ -163,13 +211,20 @@ def test_a_template_shows_the_text_that_a_csv_file_has_and_the_output_loses_none
     braces = "{{%s}}" if template_format == "jinja" else "{%s}"
     template = " ".join(braces % name for name in names)
     spec = RunSpec.from_arguments(
-        list(map(str, files)), str(tmp_path / "out"), template=template, template_format=template_format
+        list(map(str, files)),
+        str(tmp_path / "out"),
+        template=template,
+        template_format=template_format,
     )
     context = make_context()
     storage = Storage.of(context)
     plan = read_inputs(context, storage, spec, find_files(storage, spec.input, spec.output))
     with converted_for_now(storage, plan, range(len(files))) as (wider, converted):
-        rows = [row for _, rows in rendered_shards(context, wider, converted, row_source(spec)) for row in rows]
+        rows = [
+            row
+            for _, rows in rendered_shards(context, wider, converted, row_source(spec))
+            for row in rows
+        ]
     assert [row.prompt for row in rows] == [" ".join(row) for row in zip(*columns, strict=True)]
 
 
@@ -181,7 +236,9 @@ def test_a_sampling_value_of_csv_may_be_written_in_any_way(scored: Scored, tmp_p
     assert not table.field("heat").metadata
 
 
-def test_a_bad_line_of_csv_costs_its_row_and_says_which_line_it_is(scored: Scored, tmp_path: Path) -> None:
+def test_a_bad_line_of_csv_costs_its_row_and_says_which_line_it_is(
+    scored: Scored, tmp_path: Path
+) -> None:
     content = b'prompt,n\na,1\nshort\n\nb,2,3\n"two\nlines",3\n"x"y,4\n\xff,5\nc,6\n'
     (tmp_path / "in.csv").write_bytes(content)
     rows = scored(tmp_path / "in.csv").to_pylist()
@@ -197,16 +254,29 @@ def test_a_bad_line_of_csv_costs_its_row_and_says_which_line_it_is(scored: Score
     assert errors[5] == "line 9 is not UTF-8"
 
 
-def test_a_row_of_csv_that_does_not_end_costs_its_first_line_alone(scored: Scored, tmp_path: Path) -> None:
+def test_a_row_of_csv_that_does_not_end_costs_its_first_line_alone(
+    scored: Scored, tmp_path: Path
+) -> None:
     lines = [b"prompt,n", b"a,1", b'"never closed,2', b"b,3", b"x" * (MAX_LINE_BYTES + 1), b"c,4"]
     (tmp_path / "in.csv").write_bytes(b"\n".join(lines))
     rows = scored(tmp_path / "in.csv").to_pylist()
-    assert [(row["prompt"], row["n"]) for row in rows] == [("a", 1), (None, None), ("b", 3), (None, None), ("c", 4)]
+    assert [(row["prompt"], row["n"]) for row in rows] == [
+        ("a", 1),
+        (None, None),
+        ("b", 3),
+        (None, None),
+        ("c", 4),
+    ]
     assert rows[1]["error"].startswith("line 3 begins a row that has more than the limit")
     assert rows[3]["error"].startswith("line 5 has more than the limit of 8388608 bytes")
-    for content, group in ((b'prompt\na\n"open\nb\n', (3, 10)), (b'prompt,n\n"a\nb",5" pipe\nc,d\n', (2, 18))):
+    for content, group in (
+        (b'prompt\na\n"open\nb\n', (3, 10)),
+        (b'prompt,n\n"a\nb",5" pipe\nc,d\n', (2, 18)),
+    ):
         (tmp_path / "in.csv").write_bytes(content)
-        assert [*map(tuple, scan(Storage([str(tmp_path)]), f"{tmp_path}/in.csv", "csv").groups)] == [group]
+        assert [
+            *map(tuple, scan(Storage([str(tmp_path)]), f"{tmp_path}/in.csv", "csv").groups)
+        ] == [group]
 
 
 @pytest.mark.parametrize("text", ['{"id": 1}\n{"id": 2.5}\n', "id\n1\n2.5\n"])
@@ -228,14 +298,20 @@ def test_a_type_that_parquet_has_not_is_refused_before_anything_is_planned(
     make_context: MakeContext, tmp_path: Path
 ) -> None:
     column = pa.RunEndEncodedArray.from_arrays([2], [1])
-    with pa.ipc.new_file(tmp_path / "in.arrow", pa.schema([("prompt", pa.string()), ("n", column.type)])) as file:
+    with pa.ipc.new_file(
+        tmp_path / "in.arrow", pa.schema([("prompt", pa.string()), ("n", column.type)])
+    ) as file:
         file.write_batch(pa.record_batch([pa.array(["a", "b"]), column], names=["prompt", "n"]))
-    with pytest.raises(SchemaMismatch, match=r"'n' is of type run_end_encoded.*which Parquet has not"):
+    with pytest.raises(
+        SchemaMismatch, match=r"'n' is of type run_end_encoded.*which Parquet has not"
+    ):
         score(make_context(), tmp_path / "in.arrow", tmp_path)
     assert not (tmp_path / "out").exists()
 
 
-def test_a_bad_line_of_jsonl_costs_its_row_and_says_which_line_it_is(scored: Scored, tmp_path: Path) -> None:
+def test_a_bad_line_of_jsonl_costs_its_row_and_says_which_line_it_is(
+    scored: Scored, tmp_path: Path
+) -> None:
     lines = [
         b'{"prompt": "a", "n": 1}', b"{bad", b"", b"[1]", b"\xff", b'{"prompt": "\\ud800"}',
         b"[" * 100_000, b'{"prompt": "' + b"x" * MAX_LINE_BYTES + b'"}', b'{"prompt": "b", "extra": [1]}',
@@ -257,8 +333,21 @@ def test_chats_and_values_of_several_kinds_in_jsonl(scored: Scored, tmp_path: Pa
         [{"role": "user", "content": [{"type": "text", "text": "parts"}]}],
     ]
     objects = [
-        {"messages": chats[0], "plain": chats[0], "mixed": 1, "number": 1, "meta": {}, "nested": {"a": [1]}},
-        {"messages": chats[1], "plain": chats[0], "mixed": "1", "number": 2.5, "nested": {"b": None}},
+        {
+            "messages": chats[0],
+            "plain": chats[0],
+            "mixed": 1,
+            "number": 1,
+            "meta": {},
+            "nested": {"a": [1]},
+        },
+        {
+            "messages": chats[1],
+            "plain": chats[0],
+            "mixed": "1",
+            "number": 2.5,
+            "nested": {"b": None},
+        },
     ]
     (tmp_path / "in.jsonl").write_text("\n".join(map(json.dumps, objects)))
     rows = scored(tmp_path / "in.jsonl", messages_column="messages").to_pylist()
@@ -276,23 +365,58 @@ def test_chats_and_values_of_several_kinds_in_jsonl(scored: Scored, tmp_path: Pa
         ("in.csv", b"", CorruptTable, "empty"),
         ("in.csv", b'"prompt,n\nb,1\n', CorruptTable, "line 1 begins a quote that is not closed"),
         ("in.csv", b"prompt,prompt\na,b\n", SchemaMismatch, "two columns named 'prompt'"),
-        ("in.csv", "prompt\na\n".encode("utf-16"), OtherEncoding, "looks like utf-16: say so with encoding"),
+        (
+            "in.csv",
+            "prompt\na\n".encode("utf-16"),
+            OtherEncoding,
+            "looks like utf-16: say so with encoding",
+        ),
         ("in.csv", b"text\na\n", MissingColumn, "'prompt'"),
         ("in.jsonl", b'{"text": 1}\n', MissingColumn, "'text'"),
         ("in.jsonl", b"", MissingColumn, "'prompt' in .* it holds no columns"),
         ("in.jsonl", b'[{"prompt": "a"},\n{"prompt": "b"}]\n', TooManyBadLines, "2 of its 2 rows"),
-        ("in.jsonl", b'{\n "prompt": "a"\n}\n', TooManyBadLines, "line 1, is not JSON: Expecting property name"),
-        ("in.jsonl", b'{"prompt": "a"}\r{"prompt": "b"}\r', TooManyBadLines, "line 1, is not JSON: Extra data"),
-        ("in.jsonl", b'{"custom_id": "a", "method": "POST", "url": "/", "body": {}}', MissingColumn, "openai-batch"),
-        ("in.csv", b"prompt,n\ra,1\rb,2\r", CorruptTable, r"line 1 has a carriage return \(.r\) outside quotes"),
+        (
+            "in.jsonl",
+            b'{\n "prompt": "a"\n}\n',
+            TooManyBadLines,
+            "line 1, is not JSON: Expecting property name",
+        ),
+        (
+            "in.jsonl",
+            b'{"prompt": "a"}\r{"prompt": "b"}\r',
+            TooManyBadLines,
+            "line 1, is not JSON: Extra data",
+        ),
+        (
+            "in.jsonl",
+            b'{"custom_id": "a", "method": "POST", "url": "/", "body": {}}',
+            MissingColumn,
+            "openai-batch",
+        ),
+        (
+            "in.csv",
+            b"prompt,n\ra,1\rb,2\r",
+            CorruptTable,
+            r"line 1 has a carriage return \(.r\) outside quotes",
+        ),
         ("in.tsv", b"prompt,n\na,1\n", OtherDelimiter, "--delimiter ','"),
-        ("in.jsonl.gz", gzip.compress(b'{"prompt": "a"}\n' * 100, mtime=0)[:-20], CorruptTable, "in.jsonl.gz"),
+        (
+            "in.jsonl.gz",
+            gzip.compress(b'{"prompt": "a"}\n' * 100, mtime=0)[:-20],
+            CorruptTable,
+            "in.jsonl.gz",
+        ),
         ("in.arrow", b"ARROW1\0\0 and more of it", CorruptTable, "arrow"),
         ("in.arrow", b"", CorruptTable, "arrow"),
     ],
 )
 def test_what_costs_a_file_is_named(
-    make_context: MakeContext, tmp_path: Path, name: str, content: bytes, error: type[Exception], text: str
+    make_context: MakeContext,
+    tmp_path: Path,
+    name: str,
+    content: bytes,
+    error: type[Exception],
+    text: str,
 ) -> None:
     (tmp_path / name).write_bytes(content)
     with pytest.raises(error, match=text):
@@ -326,15 +450,22 @@ def test_a_file_that_changes_is_scored_as_it_was_planned_and_refused_where_it_is
     with pytest.raises(InputChanged, match="other contents"):
         score(make_context(), source, tmp_path)
     work_off(redis, make_context)
-    assert [row["completion"] for row in read_rows(tmp_path / "out")] == [f"P{number}" for number in range(23)]
+    assert [row["completion"] for row in read_rows(tmp_path / "out")] == [
+        f"P{number}" for number in range(23)
+    ]
 
 
-def test_files_of_a_run_share_one_schema(scored: Scored, make_context: MakeContext, tmp_path: Path) -> None:
+def test_files_of_a_run_share_one_schema(
+    scored: Scored, make_context: MakeContext, tmp_path: Path
+) -> None:
     (tmp_path / "in").mkdir()
     (tmp_path / "in" / "a.csv").write_text("prompt,n\na,1\n")
     (tmp_path / "in" / "b.csv.gz").write_bytes(gzip.compress(b"prompt,n\nb,2.5\n"))
     (tmp_path / "in" / "notes.txt").write_text("no input")
-    assert [(row["completion"], row["n"]) for row in scored(tmp_path / "in").to_pylist()] == [("A", 1.0), ("B", 2.5)]
+    assert [(row["completion"], row["n"]) for row in scored(tmp_path / "in").to_pylist()] == [
+        ("A", 1.0),
+        ("B", 2.5),
+    ]
     (tmp_path / "in" / "c.csv").write_text("n,prompt\n1,c\n")
     with pytest.raises(SchemaMismatch, match=r"c\.csv: its header is \['n', 'prompt'\]"):
         score_parquet(make_context(), str(tmp_path / "in"), str(tmp_path / "other"))
@@ -349,7 +480,9 @@ def test_columns_are_chosen_and_added_as_for_parquet(scored: Scored, tmp_path: P
     for lang in ("de", "en"):
         (tmp_path / "in" / f"lang={lang}").mkdir(parents=True)
         write_jsonl(tmp_path / "in" / f"lang={lang}" / "x.jsonl")
-    rows = scored(tmp_path / "in", template="{lang}", prompt_column="prompt", keep=["id"]).to_pylist()
+    rows = scored(
+        tmp_path / "in", template="{lang}", prompt_column="prompt", keep=["id"]
+    ).to_pylist()
     assert [row["completion"] for row in rows] == ["DE"] * 23 + ["EN"] * 23
     assert [row["id"] for row in rows] == [*range(23)] * 2
     assert "prompt" not in rows[0]
@@ -375,7 +508,9 @@ def test_a_folder_gives_files_of_one_format(tmp_path: Path) -> None:
         names_found(tmp_path, str(tmp_path), "csv")
 
 
-def test_the_name_of_a_link_tells_the_format(redis: Redis, make_context: MakeContext, tmp_path: Path) -> None:
+def test_the_name_of_a_link_tells_the_format(
+    redis: Redis, make_context: MakeContext, tmp_path: Path
+) -> None:
     """As in the cache of Hugging Face's hub."""
     write_jsonl(tmp_path / "in.jsonl").rename(tmp_path / "0123abc")
     (tmp_path / "in.jsonl").symlink_to(tmp_path / "0123abc")
@@ -420,7 +555,9 @@ def test_two_runs_of_one_file_that_see_other_columns_in_it_share_no_reader(
     assert pq.read_table(tmp_path / "two")["n"].to_pylist() == [*["1"] * 5, "x"]
 
 
-def test_numbers_that_json_has_not_and_keys_that_stand_twice_are_read_as_documented(runs: Runs, tmp_path: Path) -> None:
+def test_numbers_that_json_has_not_and_keys_that_stand_twice_are_read_as_documented(
+    runs: Runs, tmp_path: Path
+) -> None:
     (tmp_path / "in.jsonl").write_text('{"n": NaN, "list": [Infinity], "twice": 1, "twice": 2}\n')
     runs.plan(tmp_path / "in.jsonl", template="{n} {list} {twice}", single_file="jsonl")
     runs.work()
@@ -430,7 +567,9 @@ def test_numbers_that_json_has_not_and_keys_that_stand_twice_are_read_as_documen
     row = json.loads((tmp_path / "out" / "output.jsonl").read_text())
     assert (row["n"], row["list"], row["twice"]) == (None, [None], 2)
     (tmp_path / "in.csv").write_text("n\nNaN\n")
-    assert runs.score(tmp_path / "in.csv", output=tmp_path / "csv", template="{n} is")["n"].to_pylist() == ["NaN"]
+    assert runs.score(tmp_path / "in.csv", output=tmp_path / "csv", template="{n} is")[
+        "n"
+    ].to_pylist() == ["NaN"]
 
 
 WORDS = ["Müller", "plain", "Größe", "café", "“quoted”"]
@@ -472,7 +611,9 @@ def test_an_encoding_that_needs_a_byte_order_mark_says_so_if_there_is_none(
     make_context: MakeContext, tmp_path: Path, written: str
 ) -> None:
     (tmp_path / "in.csv").write_bytes(words("csv").encode(written))
-    with pytest.raises(CorruptTable, match="no byte order mark, which encoding utf-16 needs: say utf-16-le"):
+    with pytest.raises(
+        CorruptTable, match="no byte order mark, which encoding utf-16 needs: say utf-16-le"
+    ):
         score(make_context(), tmp_path / "in.csv", tmp_path, encoding="utf-16")
 
 
@@ -483,9 +624,13 @@ def test_few_lines_of_cp1252_are_enough_and_utf_8_may_be_insisted_on(
     (tmp_path / "in.csv").write_bytes(b"\n".join(lines))
     with pytest.raises(OtherEncoding, match="looks like cp1252"):
         score(make_context(), tmp_path / "in.csv", tmp_path)
-    found = scored(tmp_path / "in.csv", encoding="UTF-8", output=tmp_path / "told")["error"].to_pylist()
+    found = scored(tmp_path / "in.csv", encoding="UTF-8", output=tmp_path / "told")[
+        "error"
+    ].to_pylist()
     assert found == [None] * 60 + ["line 62 is not UTF-8"]
-    (tmp_path / "in.csv").write_bytes(b"\n".join([*lines, "Größe".encode()]))  # so it is UTF-8, with a bad line
+    (tmp_path / "in.csv").write_bytes(
+        b"\n".join([*lines, "Größe".encode()])
+    )  # so it is UTF-8, with a bad line
     found = scored(tmp_path / "in.csv", output=tmp_path / "mixed")["error"].to_pylist()
     assert found == [None] * 60 + ["line 62 is not UTF-8", None]
 
@@ -501,9 +646,17 @@ def test_what_an_encoding_has_not_costs_its_line(scored: Scored, tmp_path: Path)
 
 
 @pytest.mark.parametrize("kind", ["csv", "jsonl"])
-@pytest.mark.parametrize(("bad", "rows", "is_refused"), [(3, 20, True), (2, 20, False), (4, 7, False), (11, 101, True)])
+@pytest.mark.parametrize(
+    ("bad", "rows", "is_refused"), [(3, 20, True), (2, 20, False), (4, 7, False), (11, 101, True)]
+)
 def test_a_file_of_which_more_than_a_tenth_of_the_lines_cannot_be_read_is_refused(
-    scored: Scored, make_context: MakeContext, tmp_path: Path, kind: str, bad: int, rows: int, is_refused: bool
+    scored: Scored,
+    make_context: MakeContext,
+    tmp_path: Path,
+    kind: str,
+    bad: int,
+    rows: int,
+    is_refused: bool,
 ) -> None:
     good, broken = ('{"prompt": "a"}', "{") if kind == "jsonl" else ("a,1", "a,b,c")
     lines = [*(["prompt,n"] if kind == "csv" else []), *[good] * (rows - bad), *[broken] * bad]
@@ -512,7 +665,8 @@ def test_a_file_of_which_more_than_a_tenth_of_the_lines_cannot_be_read_is_refuse
     if is_refused:
         first = rows - bad + 1 + (kind == "csv")
         with pytest.raises(
-            TooManyBadLines, match=f"{bad} of its {rows} rows cannot be read.* the first, line {first},"
+            TooManyBadLines,
+            match=f"{bad} of its {rows} rows cannot be read.* the first, line {first},",
         ):
             score(make_context(), path, tmp_path)
     else:
@@ -545,14 +699,27 @@ def test_a_line_that_tells_excel_the_delimiter_is_no_row(scored: Scored, tmp_pat
 def test_decimal_commas_are_numbers_in_the_output_and_stand_in_templates_as_in_the_file(
     scored: Scored, tmp_path: Path, template_format: str
 ) -> None:
-    (tmp_path / "in.csv").write_text("half;mixed;zeros;point;heat\n0,5;1;1,50;1.5;0,70\n-2,25;2,5;3;2.5;1\n")
+    (tmp_path / "in.csv").write_text(
+        "half;mixed;zeros;point;heat\n0,5;1;1,50;1.5;0,70\n-2,25;2,5;3;2.5;1\n"
+    )
     names = ("half", "mixed", "zeros", "point")
-    template = " ".join(f"{{{{ {name} }}}}" if template_format == "jinja" else f"{{{name}}}" for name in names)
-    options = {"template": template, "template_format": template_format, "sampling_columns": {"temperature": "heat"}}
+    template = " ".join(
+        f"{{{{ {name} }}}}" if template_format == "jinja" else f"{{{name}}}" for name in names
+    )
+    options = {
+        "template": template,
+        "template_format": template_format,
+        "sampling_columns": {"temperature": "heat"},
+    }
     table = scored(tmp_path / "in.csv", delimiter=";", decimal=",", **options)
     assert table["error"].to_pylist() == [None, None]
     assert table["completion"].to_pylist() == ["0,5 1 1,50 1.5", "-2,25 2,5 3 2.5"]
-    assert [table[name].to_pylist() for name in names] == [[0.5, -2.25], [1.0, 2.5], ["1,50", "3"], ["1.5", "2.5"]]
+    assert [table[name].to_pylist() for name in names] == [
+        [0.5, -2.25],
+        [1.0, 2.5],
+        ["1,50", "3"],
+        ["1.5", "2.5"],
+    ]
     assert not any(table.field(name).metadata for name in names)
 
 
@@ -576,7 +743,11 @@ def test_a_dialect_that_cannot_be_is_refused(
 def test_a_dialect_is_of_files_of_text_alone(make_context: MakeContext, tmp_path: Path) -> None:
     write_feather(tmp_path / "in.feather")
     write_jsonl(tmp_path / "in.jsonl")
-    with pytest.raises(InvalidJob, match=r"encoding is of csv, .* and the input is arrow: leave it out"):
+    with pytest.raises(
+        InvalidJob, match=r"encoding is of csv, .* and the input is arrow: leave it out"
+    ):
         score(make_context(), tmp_path / "in.feather", tmp_path, encoding="cp1252")
-    with pytest.raises(InvalidJob, match="delimiter is of csv, tsv files, and the input is jsonl: leave it out"):
+    with pytest.raises(
+        InvalidJob, match="delimiter is of csv, tsv files, and the input is jsonl: leave it out"
+    ):
         score(make_context(), tmp_path / "in.jsonl", tmp_path, delimiter=";")

@@ -49,7 +49,9 @@ def prompts(redis: Redis, make_context: MakeContext, tmp_path: Path) -> Prompts:
 def test_a_template_over_columns_nulls_and_lists(prompts: Prompts, tmp_path: Path) -> None:
     tags = pa.array([["a", "b"], [], None], pa.list_(pa.string()))
     facts = pa.array([[("k", 1)], None, []], pa.map_(pa.string(), pa.int8()))
-    pq.write_table(pa.table({"text": ["{x}", "y", None], "tags": tags, "f": facts}), tmp_path / "in.parquet")
+    pq.write_table(
+        pa.table({"text": ["{x}", "y", None], "tags": tags, "f": facts}), tmp_path / "in.parquet"
+    )
     template = "{{ text }}{% if tags %}: {% for t in tags %}{{ loop.index }}{{ t }}{% endfor %}{% endif %} {{ f }}\n"
     assert prompts(template, defaults={"f": "-"}) == [
         '{x}: 1a2b {"k": 1}\n',
@@ -60,7 +62,10 @@ def test_a_template_over_columns_nulls_and_lists(prompts: Prompts, tmp_path: Pat
 
 def test_a_chat_of_jinja_texts(prompts: Prompts, tmp_path: Path) -> None:
     pq.write_table(pa.table({"a": [1, 2], "b": ["p", None]}), tmp_path / "in.parquet")
-    template = [{"role": "system", "content": "fixed {a}"}, {"role": "user", "content": "{{ a }}{{ b or '' }}"}]
+    template = [
+        {"role": "system", "content": "fixed {a}"},
+        {"role": "user", "content": "{{ a }}{{ b or '' }}"},
+    ]
     assert [[each["content"] for each in json.loads(text)] for text in prompts(template)] == [
         ["fixed {a}", "1p"],
         ["fixed {a}", "2"],
@@ -139,14 +144,23 @@ ROW = {
     ],
 )
 def test_ordinary_templates_give_what_jinja_gives(template: str) -> None:
-    assert render(template, **ROW) == jinja2.Environment(keep_trailing_newline=True).from_string(template).render(ROW)
+    assert render(template, **ROW) == jinja2.Environment(keep_trailing_newline=True).from_string(
+        template
+    ).render(ROW)
 
 
 def test_what_has_no_text_of_its_own_is_json_or_an_error() -> None:
     assert render(
-        "{{ d }}|{{ xs|map(attribute='a')|list }}|{{ d.items()|list }}|{{ 'é' ~ d }}|{{ d|tojson }}", **ROW
+        "{{ d }}|{{ xs|map(attribute='a')|list }}|{{ d.items()|list }}|{{ 'é' ~ d }}|{{ d|tojson }}",
+        **ROW,
     ) == ('{"k": 1, "l": [2]}|[1, 2]|[["k", 1], ["l", [2]]]|é{"k": 1, "l": [2]}|{"k": 1, "l": [2]}')
-    for text in ("{{ none }}", "{{ 'a' ~ none }}", "{{ d.items() }}", "{{ absent }}", "{{ xs|map('upper') }}"):
+    for text in (
+        "{{ none }}",
+        "{{ 'a' ~ none }}",
+        "{{ d.items() }}",
+        "{{ absent }}",
+        "{{ xs|map('upper') }}",
+    ):
         with pytest.raises(TemplateProblem):
             render(text, **ROW)
 
@@ -206,21 +220,35 @@ def test_a_row_whose_template_runs_away_fails_alone(
     ]
 
 
-def test_the_command_line_knows_jinja_by_a_files_name(invoke: Invoke, redis: Redis, tmp_path: Path) -> None:
+def test_the_command_line_knows_jinja_by_a_files_name(
+    invoke: Invoke, redis: Redis, tmp_path: Path
+) -> None:
     pq.write_table(pa.table({"a": ["x"]}), tmp_path / "in.parquet")
     submit = ("submit", tmp_path / "in.parquet")
     for number, (name, options) in enumerate(
         [("t.j2", []), ("t.jinja", []), ("t.txt", ["--template-format", "jinja"])]
     ):
         (tmp_path / name).write_text("{% if a %}{{ a }}{% endif %}\n")
-        result = invoke(*submit, tmp_path / f"out{number}", "--template-file", tmp_path / name, *options)
+        result = invoke(
+            *submit, tmp_path / f"out{number}", "--template-file", tmp_path / name, *options
+        )
         assert result.exit_code == 0, result.output
         job = queued_jobs(redis)[-1]
         assert job.kwargs["template_format"] == "jinja"
         assert job.kwargs["template"] == "{% if a %}{{ a }}{% endif %}"
     (tmp_path / "t.j2").write_text("{a}")
-    result = invoke(*submit, tmp_path / "out", "--template-file", tmp_path / "t.j2", "--template-format", "fields")
+    result = invoke(
+        *submit,
+        tmp_path / "out",
+        "--template-file",
+        tmp_path / "t.j2",
+        "--template-format",
+        "fields",
+    )
     assert result.exit_code == 0, result.output
     assert (
-        "MissingColumn" in invoke(*submit, tmp_path / "o", "--template", "{{ b }}", "--template-format", "jinja").output
+        "MissingColumn"
+        in invoke(
+            *submit, tmp_path / "o", "--template", "{{ b }}", "--template-format", "jinja"
+        ).output
     )

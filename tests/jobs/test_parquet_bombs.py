@@ -43,11 +43,15 @@ def answer_all(make_context: MakeContext, path: Path, **arguments: Any) -> pa.Ta
 
 
 @pytest.mark.parametrize("encoding", ["RLE_DICTIONARY", "DELTA_BYTE_ARRAY"])
-def test_a_value_that_stands_in_every_row_is_decoded_for_a_few_rows_at_a_time(tmp_path: Path, encoding: str) -> None:
+def test_a_value_that_stands_in_every_row_is_decoded_for_a_few_rows_at_a_time(
+    tmp_path: Path, encoding: str
+) -> None:
     rows, path = 160, tmp_path / "in.parquet"
     values = one_text(rows, MIB)
     options: dict[str, Any] = {"column_encoding": {"text": encoding}, "use_dictionary": False}
-    if "RLE" in encoding:  # what a dictionary page of two values looks like when one of them is long
+    if (
+        "RLE" in encoding
+    ):  # what a dictionary page of two values looks like when one of them is long
         options = {"dictionary_pagesize_limit": 8 * MIB}
     else:
         values = values.cast(pa.string())
@@ -62,13 +66,16 @@ def test_a_value_that_stands_in_every_row_is_decoded_for_a_few_rows_at_a_time(tm
 
 
 @pytest.mark.parametrize(
-    ("value", "says"), [(pa.nulls(1, pa.binary(100 * MIB)), "took more than"), (["x" * (80 * MIB)], "shorter values")]
+    ("value", "says"),
+    [(pa.nulls(1, pa.binary(100 * MIB)), "took more than"), (["x" * (80 * MIB)], "shorter values")],
 )
 def test_a_page_beyond_the_limit_fails_its_shard_by_name_and_lets_go_of_all(
     make_context: MakeContext, tmp_path: Path, value: Any, says: str
 ) -> None:
     path = tmp_path / "in.parquet"
-    pq.write_table(pa.table({"prompt": ["a"], "other": value}), path, compression="zstd", use_dictionary=False)
+    pq.write_table(
+        pa.table({"prompt": ["a"], "other": value}), path, compression="zstd", use_dictionary=False
+    )
     assert path.stat().st_size < MIB
     context = replace(make_context(), shard_bytes=ShardBytes(16 * MIB))
     with pytest.raises(errors.TableNotRead, match=rf"in\.parquet.*{says}"):
@@ -91,7 +98,9 @@ def kill_child(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
     return lambda: os.kill(lent[-1].pid, signal.SIGKILL)
 
 
-def test_a_child_that_is_killed_costs_a_retry_and_no_row(tmp_path: Path, kill_child: Callable[[], None]) -> None:
+def test_a_child_that_is_killed_costs_a_retry_and_no_row(
+    tmp_path: Path, kill_child: Callable[[], None]
+) -> None:
     path, rows = tmp_path / "in.parquet", 20_000
     pq.write_table(pa.table({"n": range(rows)}), path, row_group_size=3000)
     reading = TableReading(Storage([str(tmp_path)]), str(path), first_group=1)
@@ -113,7 +122,9 @@ def test_a_file_whose_children_are_killed_one_after_the_other_is_named(
     batches = reading.batches
     next(batches)
     kill_child()
-    with pytest.raises(errors.TableNotRead, match=r"in\.parquet: reading it ended its process with -9"):
+    with pytest.raises(
+        errors.TableNotRead, match=r"in\.parquet: reading it ended its process with -9"
+    ):
         next(batches)
 
 
@@ -165,7 +176,9 @@ def test_a_value_that_no_prompt_can_hold_is_its_rows_error_and_names_the_column(
 def submit_two_shards(context: JobContext, folder: Path, rows_per_shard: int) -> None:
     """Plan a run of two shards, of prompts of 900 KB each."""
     path = folder / "in.parquet"
-    table = pa.table({"prompt": [f"{number:07}" + "x" * 900_000 for number in range(2 * rows_per_shard)]})
+    table = pa.table(
+        {"prompt": [f"{number:07}" + "x" * 900_000 for number in range(2 * rows_per_shard)]}
+    )
     pq.write_table(table, path, row_group_size=1)
     score_parquet(context, str(path), str(folder / "out"), rows_per_shard=rows_per_shard)
 
@@ -204,7 +217,9 @@ def test_shards_that_open_together_hold_no_more_prompts_than_one_may(
     assert room.held == context.files.num_readers == 0
 
 
-def test_one_reader_more_than_there_is_room_for_waits(redis: Redis, make_context: MakeContext, tmp_path: Path) -> None:
+def test_one_reader_more_than_there_is_room_for_waits(
+    redis: Redis, make_context: MakeContext, tmp_path: Path
+) -> None:
     submit_two_shards(make_context(), tmp_path, rows_per_shard=2)
     context = make_context()
     run, plan, shard = queued_jobs(redis)[0].args
@@ -230,11 +245,15 @@ class Unread:
         pass
 
 
-def test_readers_that_nobody_uses_make_room_for_others(redis: Redis, make_context: MakeContext, tmp_path: Path) -> None:
+def test_readers_that_nobody_uses_make_room_for_others(
+    redis: Redis, make_context: MakeContext, tmp_path: Path
+) -> None:
     names = [f"{number}" for number in range(MAX_READERS + 1)]
     for name in names:
         pq.write_table(pa.table({"prompt": ["a", "b"]}), tmp_path / f"{name}.parquet")
-        score_parquet(make_context(), str(tmp_path / f"{name}.parquet"), str(tmp_path / f"out-{name}"))
+        score_parquet(
+            make_context(), str(tmp_path / f"{name}.parquet"), str(tmp_path / f"out-{name}")
+        )
     context = make_context()
     works = [ShardWork.open(context, *job.args) for job in queued_jobs(redis)]
     assert context.files.num_readers == MAX_READERS

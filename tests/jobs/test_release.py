@@ -14,7 +14,10 @@ def test_a_checkout_tells_its_commit(tmp_path: Path) -> None:
     for command in (["init", "-q"], [*someone, "commit", "-q", "--allow-empty", "-m", "a"]):
         subprocess.run(["git", "-C", str(tmp_path), *command], check=True)
     expected = subprocess.run(
-        ["git", "-C", str(tmp_path), "rev-parse", "HEAD"], check=True, capture_output=True, text=True
+        ["git", "-C", str(tmp_path), "rev-parse", "HEAD"],
+        check=True,
+        capture_output=True,
+        text=True,
     ).stdout.strip()
     assert release._checked_out_commit(tmp_path) == expected
     (inner := tmp_path / "site-packages").mkdir()

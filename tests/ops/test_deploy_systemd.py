@@ -22,7 +22,8 @@ UNITS = DEPLOY / "systemd"
 BIN = "/opt/tokenmill/bin"
 
 needs_systemd = pytest.mark.skipif(
-    shutil.which("systemd-analyze") is None, reason="not installed: systemd-analyze (Debian: systemd)"
+    shutil.which("systemd-analyze") is None,
+    reason="not installed: systemd-analyze (Debian: systemd)",
 )
 
 
@@ -41,7 +42,9 @@ def analyzed(folder: Path, *command: str) -> subprocess.CompletedProcess[str]:
 def installed(tmp_path: Path) -> Path:
     """The units in a folder, with the programs of this environment."""
     for unit in UNITS.glob("tokenmill*"):
-        (tmp_path / unit.name).write_text(unit.read_text().replace(BIN, str(Path(sys.executable).parent)))
+        (tmp_path / unit.name).write_text(
+            unit.read_text().replace(BIN, str(Path(sys.executable).parent))
+        )
     return tmp_path
 
 
@@ -62,7 +65,9 @@ def test_systemd_finds_nothing_to_say_against_the_units(installed: Path) -> None
 def test_the_units_stay_as_closed_as_they_are(installed: Path, unit: str, most: int) -> None:
     """systemd's own measure, in tenths: 0 is closed, 100 open; without any hardening it is 96."""
     path = str(installed / f"{unit}.service")
-    done = analyzed(installed, "security", "--offline=true", "--no-pager", f"--threshold={most}", path)
+    done = analyzed(
+        installed, "security", "--offline=true", "--no-pager", f"--threshold={most}", path
+    )
     assert done.returncode == 0, done.stdout
 
 

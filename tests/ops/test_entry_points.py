@@ -19,7 +19,9 @@ STOCK = Path("/usr/bin/python3")
 
 def version_of(python: Path) -> str:
     code = "import platform; print(platform.python_version())"
-    return subprocess.run([python, "-c", code], capture_output=True, text=True, check=True).stdout.strip()
+    return subprocess.run(
+        [python, "-c", code], capture_output=True, text=True, check=True
+    ).stdout.strip()
 
 
 def lowest() -> str:
@@ -29,7 +31,9 @@ def lowest() -> str:
 
 def refused_by(version: str) -> dict[str, str]:
     """What is installed here by the constraints and does not take that Python."""
-    pins = {line.partition("==")[0] for line in (ROOT / "ops/constraints.txt").read_text().splitlines()}
+    pins = {
+        line.partition("==")[0] for line in (ROOT / "ops/constraints.txt").read_text().splitlines()
+    }
     pinned = {canonicalize_name(name) for name in pins}
     found = {each.name: each.metadata.get("Requires-Python") for each in distributions()}
     return {
@@ -52,7 +56,9 @@ def test_every_pin_takes_the_python_of_this_system() -> None:
 def test_an_environment_that_cannot_be_made_says_why(tmp_path: Path) -> None:
     (tmp_path / "ops").mkdir()
     shutil.copy(ROOT / "ops/environment.sh", tmp_path / "ops")
-    (tmp_path / "pyproject.toml").write_text('[project]\nname = "x"\nversion = "1"\ndependencies = ["pip<1"]\n')
+    (tmp_path / "pyproject.toml").write_text(
+        '[project]\nname = "x"\nversion = "1"\ndependencies = ["pip<1"]\n'
+    )
     (tmp_path / "ops/constraints.txt").write_text("pip==2\n")
     python = tmp_path / ".venv/bin/python"  # as if it had been made, which takes seconds
     python.parent.mkdir(parents=True)
@@ -85,7 +91,9 @@ def test_an_environment_hides_no_redis_of_the_machine(tmp_path: Path, is_install
     for name in ("pyproject.toml", "ops/constraints.txt"):
         (tmp_path / name).write_text("")
     system, bundled = tmp_path / "system", tmp_path / ".venv/bin"
-    programs = [bundled / "python", bundled / "redis-server"] + ([system / "redis-server"] if is_installed else [])
+    programs = [bundled / "python", bundled / "redis-server"] + (
+        [system / "redis-server"] if is_installed else []
+    )
     for program in programs:
         program.parent.mkdir(parents=True, exist_ok=True)
         program.write_text("#!/bin/sh\n")

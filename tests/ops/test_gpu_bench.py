@@ -58,7 +58,17 @@ def test_the_dry_run_writes_a_table_and_files(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "name", ["compile", "run", "profile", "products", "sampler", "graphs and overlap", "accuracy", "host time"]
+    "name",
+    [
+        "compile",
+        "run",
+        "profile",
+        "products",
+        "sampler",
+        "graphs and overlap",
+        "accuracy",
+        "host time",
+    ],
 )
 def test_each_other_section_runs_dry(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]

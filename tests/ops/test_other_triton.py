@@ -16,9 +16,13 @@ VERSION = "3.6.0"
 @pytest.mark.timeout(1800)
 def test_the_kernels_compile_and_compute_under_another_triton(tmp_path: Path) -> None:
     download = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--dest", tmp_path]
-    found = subprocess.run([*download, f"triton=={VERSION}"], capture_output=True, text=True, check=False)
+    found = subprocess.run(
+        [*download, f"triton=={VERSION}"], capture_output=True, text=True, check=False
+    )
     if found.returncode:
-        pytest.skip(f"pip cannot get Triton {VERSION} here: {found.stderr.strip().splitlines()[-1]}")
+        pytest.skip(
+            f"pip cannot get Triton {VERSION} here: {found.stderr.strip().splitlines()[-1]}"
+        )
     ran = subprocess.run(
         ["bash", "ops/other_triton.sh", VERSION],
         cwd=ROOT,

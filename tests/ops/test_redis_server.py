@@ -22,7 +22,9 @@ from ops.redis_server import FOLDER, redis_executable, socket_in, socket_url, wa
 from tests.rq_workers import ROOT, wait_until
 
 SERVER = (sys.executable, "-m", "ops.redis_server")
-KNOCK = "import os, socket, sys; os.setuid({user}); socket.socket(socket.AF_UNIX).connect(sys.argv[1])"
+KNOCK = (
+    "import os, socket, sys; os.setuid({user}); socket.socket(socket.AF_UNIX).connect(sys.argv[1])"
+)
 
 
 @pytest.fixture
@@ -36,7 +38,9 @@ def short_folder() -> Iterator[Path]:
 @contextmanager
 def running_server(folder: Path) -> Iterator[subprocess.Popen[str]]:
     """Start the server as the Procfile does."""
-    process = subprocess.Popen([*SERVER, "--dir", str(folder)], cwd=ROOT, stdout=subprocess.PIPE, text=True)
+    process = subprocess.Popen(
+        [*SERVER, "--dir", str(folder)], cwd=ROOT, stdout=subprocess.PIPE, text=True
+    )
     try:
         wait_until_ready(socket_url(socket_in(folder)))
         yield process
@@ -48,7 +52,12 @@ def running_server(folder: Path) -> Iterator[subprocess.Popen[str]]:
 def refusal(folder: Path) -> str:
     """Return with what message the server refuses to start."""
     done = subprocess.run(
-        [*SERVER, "--dir", str(folder)], cwd=ROOT, capture_output=True, text=True, timeout=30, check=False
+        [*SERVER, "--dir", str(folder)],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=30,
+        check=False,
     )
     assert done.returncode == 1
     return done.stderr
@@ -96,7 +105,11 @@ def test_the_server_says_how_it_is_reached(short_folder: Path) -> None:
 
 
 def test_the_procfile_sends_worker_and_dashboard_to_its_own_server_unless_told_otherwise() -> None:
-    lines = [line for line in (ROOT / "Procfile").read_text().splitlines() if "redis_server --wait" in line]
+    lines = [
+        line
+        for line in (ROOT / "Procfile").read_text().splitlines()
+        if "redis_server --wait" in line
+    ]
     assert len(lines) == 2
     for line in lines:
         export = line.partition(": ")[2].partition(" && ")[0]
@@ -114,8 +127,13 @@ def test_the_procfile_sends_worker_and_dashboard_to_its_own_server_unless_told_o
             assert urlsplit(shown) == urlsplit(expected)
 
 
-def test_a_server_that_is_told_to_stop_stays_until_its_workers_have_left(short_folder: Path) -> None:
-    with running_server(short_folder) as process, Redis.from_url(socket_url(socket_in(short_folder))) as worker:
+def test_a_server_that_is_told_to_stop_stays_until_its_workers_have_left(
+    short_folder: Path,
+) -> None:
+    with (
+        running_server(short_folder) as process,
+        Redis.from_url(socket_url(socket_in(short_folder))) as worker,
+    ):
         worker.sadd(REDIS_WORKER_KEYS, "rq:worker:w")
         process.terminate()
         assert process.stdout is not None
@@ -125,7 +143,10 @@ def test_a_server_that_is_told_to_stop_stays_until_its_workers_have_left(short_f
         worker.srem(REDIS_WORKER_KEYS, "rq:worker:w")
         worker.close()
         assert process.wait(timeout=30) == 0
-    with running_server(short_folder), Redis.from_url(socket_url(socket_in(short_folder))) as client:
+    with (
+        running_server(short_folder),
+        Redis.from_url(socket_url(socket_in(short_folder))) as client,
+    ):
         assert client.get("drained") == b"1"
 
 
@@ -143,9 +164,20 @@ def running_honcho(folder: Path, **variables: str) -> Iterator[subprocess.Popen[
     url = socket_url(socket_in(folder))
     environment = {k: v for k, v in os.environ.items() if not k.startswith(("TOKENMILL_", "RQ_"))}
     environment |= {"RQ_REDIS_URL": url, "TOKENMILL_DRAIN_S": "0.5", "PYTHONPATH": str(ROOT)}
-    command = [sys.executable, "-m", "honcho", "-d", str(ROOT), "-f", str(folder / "Procfile"), "start"]
+    command = [
+        sys.executable,
+        "-m",
+        "honcho",
+        "-d",
+        str(ROOT),
+        "-f",
+        str(folder / "Procfile"),
+        "start",
+    ]
     with (folder / "log").open("w") as out:
-        honcho = subprocess.Popen(command, cwd=ROOT, env=environment | variables, stdout=out, stderr=subprocess.STDOUT)
+        honcho = subprocess.Popen(
+            command, cwd=ROOT, env=environment | variables, stdout=out, stderr=subprocess.STDOUT
+        )
     try:
         wait_until_ready(url)
         yield honcho
@@ -155,12 +187,16 @@ def running_honcho(folder: Path, **variables: str) -> Iterator[subprocess.Popen[
 
 
 @pytest.mark.long
-def test_under_honcho_a_worker_that_drains_finds_its_redis_until_it_has_left(short_folder: Path) -> None:
+def test_under_honcho_a_worker_that_drains_finds_its_redis_until_it_has_left(
+    short_folder: Path,
+) -> None:
     """honcho tells every process to stop at the same moment."""
     url, log = socket_url(socket_in(short_folder)), short_folder / "log"
     with running_honcho(short_folder, DASHBOARD_PORT="0") as honcho:
         with Redis.from_url(url) as client:
-            job = Queue("prompts", connection=client, serializer="json").enqueue("jobs.complete", "hang")
+            job = Queue("prompts", connection=client, serializer="json").enqueue(
+                "jobs.complete", "hang"
+            )
             wait_until(lambda: job.get_status() == JobStatus.STARTED)
         honcho.send_signal(signal.SIGTERM)
         honcho.wait(timeout=30)
@@ -174,7 +210,9 @@ def test_under_honcho_a_worker_that_drains_finds_its_redis_until_it_has_left(sho
 
 
 @pytest.mark.long
-def test_under_honcho_redis_outlives_a_worker_that_is_killed_and_a_port_that_is_taken(short_folder: Path) -> None:
+def test_under_honcho_redis_outlives_a_worker_that_is_killed_and_a_port_that_is_taken(
+    short_folder: Path,
+) -> None:
     with (
         socket.create_server(("127.0.0.1", 0)) as taken,
         running_honcho(short_folder, DASHBOARD_PORT=str(taken.getsockname()[1])) as honcho,

@@ -105,7 +105,9 @@ def test_a_restart_keeps_what_was_acknowledged(redis_executable: str, folder: Pa
 
 
 @pytest.mark.parametrize("user", ["", "default:@", "default:change-this-1@"])
-def test_nobody_comes_in_as_the_default_user(redis_executable: str, folder: Path, user: str) -> None:
+def test_nobody_comes_in_as_the_default_user(
+    redis_executable: str, folder: Path, user: str
+) -> None:
     with started(redis_executable, folder):
         stranger = Redis.from_url(f"unix://{user}{folder / 's'}")
         with pytest.raises(RedisError):

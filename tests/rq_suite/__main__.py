@@ -10,8 +10,12 @@ from tests.rq_suite.sdist import CannotFetch, rq_tests
 def main() -> int:
     """Run the suite, or some of its files; print what applies, what passed, and each departure."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("files", nargs="*", help="such as test_retry.py; by default, all on workers")
-    parser.add_argument("--quick", action="store_true", help="without the tests that RQ marks as slow")
+    parser.add_argument(
+        "files", nargs="*", help="such as test_retry.py; by default, all on workers"
+    )
+    parser.add_argument(
+        "--quick", action="store_true", help="without the tests that RQ marks as slow"
+    )
     options = parser.parse_args()
     try:
         suite = rq_tests()

@@ -39,7 +39,9 @@ class Summary:
 
     def text(self) -> str:
         """Everything, for a terminal."""
-        lines = [f"{count:5d} not applicable: {why}" for why, count in self.not_applicable.most_common()]
+        lines = [
+            f"{count:5d} not applicable: {why}" for why, count in self.not_applicable.most_common()
+        ]
         lines += [f"{self.applicable:5d} applicable", f"{len(self.passed):5d} passed"]
         lines += [f"      at its second try: {name}" for name in self.second_try]
         lines.append(f"{len(self.departures):5d} departures")
@@ -74,7 +76,9 @@ def run(suite: Path, files: Sequence[str], slow: bool, *, together: bool = False
     return summary
 
 
-def _enter(summary: Summary, test: str, result: dict[str, str], suite: Path, env: dict[str, str]) -> None:
+def _enter(
+    summary: Summary, test: str, result: dict[str, str], suite: Path, env: dict[str, str]
+) -> None:
     departs = reason(DEPARTURES, test)
     if result["outcome"] == "failed" and departs is None:
         again = _run_tests(suite, [test], env)[test]
@@ -86,7 +90,9 @@ def _enter(summary: Summary, test: str, result: dict[str, str], suite: Path, env
     elif departs is not None and result["outcome"] == "failed":
         summary.departures[test] = departs
     elif departs is not None:
-        summary.wrong[test] = "in the table of departures, but it passes: take it from there, and from docs/operator.md"
+        summary.wrong[test] = (
+            "in the table of departures, but it passes: take it from there, and from docs/operator.md"
+        )
     elif result["outcome"] == "passed":
         summary.passed.append(test)
     else:
@@ -118,14 +124,35 @@ def _run_tests(suite: Path, tests: Sequence[str], env: dict[str, str]) -> dict[s
     report = Path(env["RQ_SUITE_REPORT"])
     report.unlink(missing_ok=True)
     # RQ's own configuration; ours treats warnings as errors.
-    how = ["-p", "shim", "-c", "pyproject.toml", "--rootdir", ".", "-q", "--tb=short", "-W", "ignore"]
+    how = [
+        "-p",
+        "shim",
+        "-c",
+        "pyproject.toml",
+        "--rootdir",
+        ".",
+        "-q",
+        "--tb=short",
+        "-W",
+        "ignore",
+    ]
     off = ["-p", "no:cacheprovider", "-p", "no:xdist"]
     command = [sys.executable, "-m", "pytest", *how, *off, *(f"tests/{test}" for test in tests)]
     said = subprocess.run(
-        command, env=env, cwd=suite, capture_output=True, text=True, timeout=FILE_TIMEOUT_S, check=False
+        command,
+        env=env,
+        cwd=suite,
+        capture_output=True,
+        text=True,
+        timeout=FILE_TIMEOUT_S,
+        check=False,
     )
     reports = json.loads(report.read_text()) if report.exists() else {}
-    died = {"outcome": "failed", "workers": 1, "text": f"not run:\n{said.stdout[-2000:]}{said.stderr[-2000:]}"}
+    died = {
+        "outcome": "failed",
+        "workers": 1,
+        "text": f"not run:\n{said.stdout[-2000:]}{said.stderr[-2000:]}",
+    }
     return {test: reports.get(test, died) for test in tests}
 
 
@@ -157,6 +184,8 @@ def _functions(suite: Path, file: str) -> list[str]:
     found = []
     for module in ("fixtures", Path(file).stem):
         tree = ast.parse((suite / "tests" / f"{module}.py").read_text())
-        functions = [node for node in tree.body if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)]
+        functions = [
+            node for node in tree.body if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
+        ]
         found += [f"tests.{module}.{function.name}" for function in functions]
     return found

@@ -38,7 +38,9 @@ def rq_2() -> Path:
 
 
 def _cache() -> Path:
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "tokenmill" / "rq_suite"
+    return (
+        Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "tokenmill" / "rq_suite"
+    )
 
 
 def _fetch(release: str, kept: Path) -> None:

@@ -89,5 +89,7 @@ CHOSEN = (
 
 def reason(table: dict[str, tuple[str, ...]], test: str) -> str | None:
     """Why a test is in a table; None where it is not."""
-    found = (why for why, patterns in table.items() if any(fnmatchcase(test, each) for each in patterns))
+    found = (
+        why for why, patterns in table.items() if any(fnmatchcase(test, each) for each in patterns)
+    )
     return next(found, None)

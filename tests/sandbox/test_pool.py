@@ -27,7 +27,9 @@ def ask(pool: Pool, task: str, limit_s: float = LIMITS.seconds, **question: Any)
     return pool.call(lambda child: child.ask(f"{TASKS}:{task}", question, Limits(limit_s)))[0]
 
 
-def test_a_child_replies_with_a_message_and_with_bytes_and_serves_the_next_one_too(pool: Pool) -> None:
+def test_a_child_replies_with_a_message_and_with_bytes_and_serves_the_next_one_too(
+    pool: Pool,
+) -> None:
     with pool.lent() as child:
         ((message, body),) = child.replies(f"{TASKS}:echo", {"a": "é"}, LIMITS, b"bytes" * 100_000)
         assert (message["a"], body) == ("é", b"bytes" * 100_000)
@@ -64,7 +66,9 @@ def test_children_that_were_killed_while_they_waited_are_not_asked(pool: Pool) -
 
 
 @pytest.mark.parametrize("task", ["sleep", "spin"])
-def test_who_sleeps_and_who_computes_without_end_meets_the_wall_clock(pool: Pool, task: str) -> None:
+def test_who_sleeps_and_who_computes_without_end_meets_the_wall_clock(
+    pool: Pool, task: str
+) -> None:
     ask(pool, "echo")
     began = time.monotonic()
     with pytest.raises(ChildTooSlow, match=r"went on for more than 0\.3 s"):

@@ -27,7 +27,13 @@ from worker.store.user_code import Callbacks, Webhooks
 from worker.threads.functions import FunctionPool
 
 LIMITS = Limits(
-    burst=False, max_jobs=None, max_idle_s=None, lease_s=60, max_worker_deaths=5, max_stuck_threads=16, drain_s=None
+    burst=False,
+    max_jobs=None,
+    max_idle_s=None,
+    lease_s=60,
+    max_worker_deaths=5,
+    max_stuck_threads=16,
+    drain_s=None,
 )
 F = "tests.worker.functions."
 ALLOWED = {"jobs.complete", F + "add", F + "own_state", F + "on_success_state"}
@@ -42,7 +48,9 @@ class ByHand:
         self.orders: SimpleQueue[Any] = SimpleQueue()
         self.events: SimpleQueue[Any] = SimpleQueue()
         self.packer = Packer(1, slots, prefetch=32, max_functions=2, max_files=2)
-        self.engine = EngineLoop(cast(Any, FakeEngine(slots, 0.0)), self.orders, self.events.put, lambda: self.moment)
+        self.engine = EngineLoop(
+            cast(Any, FakeEngine(slots, 0.0)), self.orders, self.events.put, lambda: self.moment
+        )
         self.pools = [FunctionPool(1, name) for name in ("functions", "ends", "webhooks")]
         functions, enders, webhooks = self.pools
         log = logging.getLogger("by hand")

@@ -6,7 +6,14 @@ from collections import deque
 from dataclasses import dataclass, field
 from typing import Any
 
-from engine import Completion, EngineStats, InvalidRequest, ModelIdentity, RequestProgress, SamplingParams
+from engine import (
+    Completion,
+    EngineStats,
+    InvalidRequest,
+    ModelIdentity,
+    RequestProgress,
+    SamplingParams,
+)
 from worker import BatchWorker
 from worker.settings import WorkerSettings
 
@@ -47,7 +54,15 @@ class FakeEngine:
     def has_unfinished(self) -> bool:
         return bool(self.waiting or self.running)
 
-    def add(self, request_id: str, prompt: str | list[int], params: SamplingParams, *, lane: int = 0, **_: Any) -> None:
+    def add(
+        self,
+        request_id: str,
+        prompt: str | list[int],
+        params: SamplingParams,
+        *,
+        lane: int = 0,
+        **_: Any,
+    ) -> None:
         if prompt == "refuse" or not prompt:
             raise InvalidRequest("the prompt is empty or refused")
         self.waiting.append(_Sequence(request_id, str(prompt), params, lane))
@@ -62,7 +77,9 @@ class FakeEngine:
     def step(self, *, launches: bool = True) -> list[Completion]:
         if not launches:
             return []
-        time.sleep(self.step_s)  # what a forward pass takes: without it a hanging prompt spins a core
+        time.sleep(
+            self.step_s
+        )  # what a forward pass takes: without it a hanging prompt spins a core
         self.num_steps += 1
         self.started = []
         while self.waiting and len(self.running) < self.slots:
@@ -103,7 +120,8 @@ class FakeEngine:
 
     def progress(self) -> dict[str, RequestProgress]:
         return {
-            each.request_id: RequestProgress(len(each.prompt), 0, each.params.n * each.steps) for each in self.running
+            each.request_id: RequestProgress(len(each.prompt), 0, each.params.n * each.steps)
+            for each in self.running
         }
 
     def stats(self) -> EngineStats:
@@ -129,12 +147,19 @@ class FakeEngine:
 
     def prepare(self, prompt: Any, **options: Any) -> Any:
         if isinstance(prompt, list) and any(not isinstance(part, int) for part in prompt):
-            return "".join(part if isinstance(part, str) else shown_picture(part) for part in prompt)
+            return "".join(
+                part if isinstance(part, str) else shown_picture(part) for part in prompt
+            )
         return prompt
 
     def prepare_chat(self, messages: list[dict[str, Any]], **options: Any) -> Any:
         contents = [message["content"] for message in messages]
-        if any(part.get("type") == "image" for content in contents if isinstance(content, list) for part in content):
+        if any(
+            part.get("type") == "image"
+            for content in contents
+            if isinstance(content, list)
+            for part in content
+        ):
             (content,) = contents
             return self.prepare([part.get("text", part.get("image")) for part in content])
         return self.prepare(self.chat_token_ids(messages, **options))
@@ -164,7 +189,9 @@ class FakeEngineWorker(BatchWorker):
             from worker.io_thread import maintenance
             from worker.store import scheduler
 
-            assembly.REDIS_TIMEOUT_S = maintenance._LEFT_PERIOD_S = scheduler._REACQUIRE_S = float(seconds)
+            assembly.REDIS_TIMEOUT_S = maintenance._LEFT_PERIOD_S = scheduler._REACQUIRE_S = float(
+                seconds
+            )
         if seconds := os.environ.get("CLOCK_AHEAD_S"):
             from tests.faults import clock
 

@@ -23,7 +23,9 @@ def exhaust_descriptors() -> None:
     """From here on this process cannot open anything more."""
     lowest_free = os.open(os.devnull, os.O_RDONLY)
     os.close(lowest_free)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (lowest_free, resource.getrlimit(resource.RLIMIT_NOFILE)[1]))
+    resource.setrlimit(
+        resource.RLIMIT_NOFILE, (lowest_free, resource.getrlimit(resource.RLIMIT_NOFILE)[1])
+    )
 
 
 class FaultyWorker(FakeEngineWorker):
@@ -32,7 +34,11 @@ class FaultyWorker(FakeEngineWorker):
 
     def load_engine(self, settings: WorkerSettings) -> Any:
         fault, step = os.environ["FAULT"], os.environ["FAULTY_STEP"]
-        owners = {"plan": (planner, "plan_run"), "open": (FileTask, "open"), "result": (ShardWork, "result")}
+        owners = {
+            "plan": (planner, "plan_run"),
+            "open": (FileTask, "open"),
+            "result": (ShardWork, "result"),
+        }
         owner, name = owners[step]
         setattr(owner, name, _at_fault(getattr(owner, name), fault))
         return super().load_engine(settings)

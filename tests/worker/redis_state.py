@@ -47,15 +47,24 @@ def _value(redis: Redis, key: str) -> Any:
     kind = redis.type(key)
     if kind == b"hash":
         fields = {name.decode(): value for name, value in redis.hgetall(key).items()}
-        if fields.get("status") == b"failed" and not redis.exists(key.replace("rq:job:", "rq:results:")):
+        if fields.get("status") == b"failed" and not redis.exists(
+            key.replace("rq:job:", "rq:results:")
+        ):
             fields["ended_at"] = b""
         return {name: _field(name, value) for name, value in fields.items() if name not in _UNLIKE}
     if kind == b"zset":
-        return {member.decode(): _score(score) for member, score in redis.zrange(key, 0, -1, withscores=True)}
+        return {
+            member.decode(): _score(score)
+            for member, score in redis.zrange(key, 0, -1, withscores=True)
+        }
     if kind == b"set":
         members = sorted(member.decode() for member in redis.smembers(key))
         if key.endswith(":dependents"):
-            return [member for member in members if redis.hget(f"rq:job:{member}", "status") == b"deferred"]
+            return [
+                member
+                for member in members
+                if redis.hget(f"rq:job:{member}", "status") == b"deferred"
+            ]
         return members
     if kind == b"list":
         return [item.decode() for item in redis.lrange(key, 0, -1)]

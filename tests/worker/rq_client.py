@@ -31,7 +31,9 @@ def until(condition: Callable[[], object]) -> None:
 
 
 def end_of(job: Job) -> Any:
-    until(lambda: job.get_status(refresh=True).value in ("finished", "failed", "stopped", "canceled"))
+    until(
+        lambda: job.get_status(refresh=True).value in ("finished", "failed", "stopped", "canceled")
+    )
     return job.get_status(refresh=False).value
 
 
@@ -136,7 +138,18 @@ def workers_shown() -> Any:
     return [worker.name for worker in Worker.all(connection=redis)]
 
 
-FEATURES = (retries, callbacks, dependents, cancelled, stopped, scheduled, repeated, grouped, unique, workers_shown)
+FEATURES = (
+    retries,
+    callbacks,
+    dependents,
+    cancelled,
+    stopped,
+    scheduled,
+    repeated,
+    grouped,
+    unique,
+    workers_shown,
+)
 NEW_IN_3 = (stopped_execution, rate_limited, running)
 
 

@@ -37,13 +37,17 @@ def secure_url(user: str, password: str, port: int, ca: Path) -> str:
 
 
 @contextmanager
-def running_secure_redis(executable: str, folder: Path, socket_folder: Path) -> Iterator[SecureRedis]:
+def running_secure_redis(
+    executable: str, folder: Path, socket_folder: Path
+) -> Iterator[SecureRedis]:
     """Start a server whose files lie in `folder`, and its terminator; stop both at the end."""
     users = write_users(folder)
     socket = socket_folder / "s"
     where = ["--port", "0", "--unixsocket", str(socket), "--dir", str(folder)]
     process = subprocess.Popen(
-        [executable, *where, "--save", "", "--aclfile", users], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+        [executable, *where, "--save", "", "--aclfile", users],
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
     )
     admin = Redis(unix_socket_path=str(socket), username="admin", password=ADMIN_PASSWORD)
     try:
@@ -58,8 +62,14 @@ def running_secure_redis(executable: str, folder: Path, socket_folder: Path) -> 
 
 def write_users(folder: Path, default: str = "off") -> str:
     """Write the users of ops/redis-users.acl and an admin into a file; return its path."""
-    users = (ROOT / "ops" / "redis-users.acl").read_text().replace("user default off", f"user default {default}")
-    users = users.replace("change-this-1", WORKER_PASSWORD).replace("change-this-2", PRODUCER_PASSWORD)
+    users = (
+        (ROOT / "ops" / "redis-users.acl")
+        .read_text()
+        .replace("user default off", f"user default {default}")
+    )
+    users = users.replace("change-this-1", WORKER_PASSWORD).replace(
+        "change-this-2", PRODUCER_PASSWORD
+    )
     (folder / "users.acl").write_text(f"{users}user admin on >{ADMIN_PASSWORD} ~* &* +@all\n")
     return str(folder / "users.acl")
 
@@ -74,11 +84,26 @@ def _make_certificate(folder: Path) -> None:
         subprocess.run([openssl, *args], cwd=folder, check=True, capture_output=True)
 
     key = ("-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes")
-    authority = ("-addext", "keyUsage=critical,keyCertSign", "-subj", "/CN=test CA")  # Python 3.13 is strict
+    authority = (
+        "-addext",
+        "keyUsage=critical,keyCertSign",
+        "-subj",
+        "/CN=test CA",
+    )  # Python 3.13 is strict
     run("req", "-x509", *key, "-keyout", "ca.key", "-out", "ca.pem", "-days", "2", *authority)
     run("req", *key, "-keyout", "server.key", "-out", "server.csr", "-subj", "/CN=localhost")
     (folder / "names").write_text("subjectAltName=DNS:localhost\nauthorityKeyIdentifier=keyid\n")
-    signer = ("-CA", "ca.pem", "-CAkey", "ca.key", "-CAcreateserial", "-extfile", "names", "-days", "2")
+    signer = (
+        "-CA",
+        "ca.pem",
+        "-CAkey",
+        "ca.key",
+        "-CAcreateserial",
+        "-extfile",
+        "names",
+        "-days",
+        "2",
+    )
     run("x509", "-req", "-in", "server.csr", "-out", "server.pem", *signer)
 
 

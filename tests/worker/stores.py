@@ -33,9 +33,13 @@ def failed(claimed: ClaimedJob) -> Outcome:
     return Outcome(claimed, "failed", "ValueError: no", now(), 1.0, retries=True)
 
 
-def release(store: JobStore, held: Sequence[ClaimedJob], mode: Mode, max_deaths: int = 5) -> list[ClaimedJob]:
+def release(
+    store: JobStore, held: Sequence[ClaimedJob], mode: Mode, max_deaths: int = 5
+) -> list[ClaimedJob]:
     """Put jobs back; return those that the store's worker holds then, to end them."""
-    return [each.claimed for each in store.release(held, mode, max_deaths) if each.claimed is not None]
+    return [
+        each.claimed for each in store.release(held, mode, max_deaths) if each.claimed is not None
+    ]
 
 
 def take_up_abandoned(store: JobStore, queues: Sequence[str]) -> list[ClaimedJob]:

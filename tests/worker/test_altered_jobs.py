@@ -41,7 +41,9 @@ def test_a_job_keeps_its_id_whatever_its_function_makes_of_it(workers: Workers) 
     late = workers.queue("bulk").enqueue(F + "linger", job_timeout=1)
     prompt = workers.queue("bulk").enqueue("jobs.complete", "a", max_tokens=1)
     workers.start()
-    assert "maximum timeout value (1 seconds)" in str(workers.result(late).exc_string)  # limits were looked at
+    assert "maximum timeout value (1 seconds)" in str(
+        workers.result(late).exc_string
+    )  # limits were looked at
     workers.redis.rpush("go", "")
     assert workers.result(altered).type.name == "SUCCESSFUL"
     assert text_of(workers.result(prompt)) == "echo:a"

@@ -71,7 +71,9 @@ def test_a_timeout_counts_from_the_first_sequence_on_also_while_it_is_preempted(
     assert "timeout value (3 seconds)" in str(job.latest_result().exc_string)  # type: ignore[union-attr]
 
 
-def test_a_claimed_job_that_is_cancelled_before_it_begins_never_runs(redis: Redis, bulk: Queue, worker: ByHand) -> None:
+def test_a_claimed_job_that_is_cancelled_before_it_begins_never_runs(
+    redis: Redis, bulk: Queue, worker: ByHand
+) -> None:
     for _ in range(2):
         bulk.enqueue("jobs.complete", "hang")
     job = bulk.enqueue("jobs.complete", "a", max_tokens=1)
@@ -86,7 +88,9 @@ def test_a_claimed_job_that_is_cancelled_before_it_begins_never_runs(redis: Redi
     assert [each for each in leftovers(redis, "bulk") if job.id in each] == []
 
 
-def test_a_function_is_shown_as_started_before_it_runs(redis: Redis, bulk: Queue, worker: ByHand) -> None:
+def test_a_function_is_shown_as_started_before_it_runs(
+    redis: Redis, bulk: Queue, worker: ByHand
+) -> None:
     """Its own copy of the job and Redis tell it the same as on RQ's own worker."""
     job = bulk.enqueue(F + "own_state")
     worker.claim()

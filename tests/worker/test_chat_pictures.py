@@ -14,12 +14,16 @@ def chat(url: Any) -> dict[str, Any]:
     return {"messages": [{"role": "user", "content": content}], "max_tokens": 1}
 
 
-def test_a_chat_has_its_pictures_where_they_stand(workers: Workers, bulk: Queue, tmp_path: Path) -> None:
+def test_a_chat_has_its_pictures_where_they_stand(
+    workers: Workers, bulk: Queue, tmp_path: Path
+) -> None:
     (tmp_path / "blue.png").write_bytes(picture(BLUE))
     jobs = [
         bulk.enqueue("jobs.chat", **chat({"url": data_url(picture(RED)), "detail": "auto"})),
         bulk.enqueue("jobs.chat", **chat(data_url(picture(RED, (40, 20))))),
-        bulk.enqueue("jobs.chat", **chat({"url": str(tmp_path / "blue.png")}), check={"regex": ".*"}),
+        bulk.enqueue(
+            "jobs.chat", **chat({"url": str(tmp_path / "blue.png")}), check={"regex": ".*"}
+        ),
     ]
     broken = bulk.enqueue("jobs.chat", **chat({"url": data_url(bomb())}))
     outside = bulk.enqueue("jobs.chat", **chat({"url": "/etc/passwd"}))

@@ -30,7 +30,13 @@ def enqueue(bulk: Queue, job_id: str, model: str | None = None, kind: str | None
 
 
 def test_jobs_of_another_model_stay_in_the_queue_in_their_order(redis: Redis, bulk: Queue) -> None:
-    for job_id, model in (("a", "other"), ("b", None), ("c", "other"), ("d", "ours"), ("e", "other")):
+    for job_id, model in (
+        ("a", "other"),
+        ("b", None),
+        ("c", "other"),
+        ("d", "ours"),
+        ("e", "other"),
+    ):
         enqueue(bulk, job_id, model)
     taken = take(redis)
     assert (ids(taken), taken.num_foreign) == (["b", "d"], 3)
@@ -38,9 +44,17 @@ def test_jobs_of_another_model_stay_in_the_queue_in_their_order(redis: Redis, bu
     assert ids(take(redis, model="other")) == ["a", "c", "e"]
 
 
-def test_jobs_of_a_newer_version_stay_in_the_queue_and_shards_of_an_older_one(redis: Redis, bulk: Queue) -> None:
+def test_jobs_of_a_newer_version_stay_in_the_queue_and_shards_of_an_older_one(
+    redis: Redis, bulk: Queue
+) -> None:
     for number, (format, kind) in enumerate(
-        [(FORMAT + 1, "file"), (FORMAT, "file"), (FORMAT - 1, "file"), (FORMAT + 1, None), (FORMAT - 1, None)]
+        [
+            (FORMAT + 1, "file"),
+            (FORMAT, "file"),
+            (FORMAT - 1, "file"),
+            (FORMAT + 1, None),
+            (FORMAT - 1, None),
+        ]
     ):
         enqueue(bulk, f"j{number}", kind=kind)
         redis.hset(f"rq:job:j{number}", FORMAT_FIELD, format)
@@ -88,7 +102,9 @@ def test_what_an_earlier_claim_took_is_told_while_suspended_and_no_other_job_is_
     assert ids(take(redis)) == ["b"]
 
 
-def test_a_claim_looks_behind_a_thousand_jobs_that_stay_and_no_further(redis: Redis, bulk: Queue) -> None:
+def test_a_claim_looks_behind_a_thousand_jobs_that_stay_and_no_further(
+    redis: Redis, bulk: Queue
+) -> None:
     for number in range(1005):
         enqueue(bulk, f"n{number}", "other" if number != 999 else None)
     enqueue(bulk, "last")
@@ -98,7 +114,9 @@ def test_a_claim_looks_behind_a_thousand_jobs_that_stay_and_no_further(redis: Re
     assert bulk.job_ids[-1] == "last"
 
 
-def test_a_claim_looks_for_prompts_behind_two_hundred_files_and_no_further(redis: Redis, bulk: Queue) -> None:
+def test_a_claim_looks_for_prompts_behind_two_hundred_files_and_no_further(
+    redis: Redis, bulk: Queue
+) -> None:
     """Each look costs the server time."""
     for number in range(205):
         enqueue(bulk, f"n{number}", kind="file" if number != 100 else None)
@@ -118,7 +136,9 @@ def test_a_burst_worker_leaves_what_only_another_model_may_run(workers: Workers)
     assert bulk.job_ids == [foreign.id]
 
 
-def test_deaths_that_a_producer_writes_into_its_jobs_are_nobodys_word(redis: Redis, bulk: Queue) -> None:
+def test_deaths_that_a_producer_writes_into_its_jobs_are_nobodys_word(
+    redis: Redis, bulk: Queue
+) -> None:
     for job_id in "ab":
         enqueue(bulk, job_id)
         redis.hset(f"rq:job:{job_id}", "worker_deaths", "5")

@@ -41,13 +41,18 @@ def test_a_pool_replaces_a_dead_worker_and_stops_warm(workers: Workers, tmp_path
 
 @pytest.mark.parametrize(
     ("serializer", "environment", "message"),
-    [((), {}, "-S json"), (("-S", "json"), {"TOKENMILL_MAX_NUM_SEQS": "many"}, "TOKENMILL_MAX_NUM_SEQS")],
+    [
+        ((), {}, "-S json"),
+        (("-S", "json"), {"TOKENMILL_MAX_NUM_SEQS": "many"}, "TOKENMILL_MAX_NUM_SEQS"),
+    ],
     ids=["pickle", "setting"],
 )
 def test_a_pool_whose_workers_cannot_start_stops_with_the_reason(
     workers: Workers, serializer: tuple[str, ...], environment: dict[str, str], message: str
 ) -> None:
-    pool = workers.start("--num-workers", "2", command="worker-pool", serializer=serializer, **environment)
+    pool = workers.start(
+        "--num-workers", "2", command="worker-pool", serializer=serializer, **environment
+    )
     assert pool.wait(timeout=30) is not None
     log = workers.log(pool)
     assert "stopping the pool, none of its workers can start" in log
@@ -55,7 +60,9 @@ def test_a_pool_whose_workers_cannot_start_stops_with_the_reason(
     assert log.count("Starting worker started") <= 4, "it went on starting workers"
 
 
-def test_what_runs_goes_on_while_suspended_and_nothing_is_claimed(workers: Workers, tmp_path: Path) -> None:
+def test_what_runs_goes_on_while_suspended_and_nothing_is_claimed(
+    workers: Workers, tmp_path: Path
+) -> None:
     gate = f"file:{tmp_path}/go"
     queue = workers.queue("bulk")
     running = [queue.enqueue("jobs.complete", gate), queue.enqueue(F + "meet", "gate")]
@@ -84,7 +91,9 @@ def test_rq_info_loads_no_model(workers: Workers, tmp_path: Path) -> None:
     workers.start("--name", "w")
     wait_until(lambda: workers.redis.hget("rq:worker:w", "state") == b"busy")
     python_path = f"{poison}:{workers.environment()['PYTHONPATH']}"
-    assert "worker w" in workers.rq("info", "--raw", "-w", "worker.BatchWorker", PYTHONPATH=python_path)
+    assert "worker w" in workers.rq(
+        "info", "--raw", "-w", "worker.BatchWorker", PYTHONPATH=python_path
+    )
 
 
 def test_flags_set_what_they_set_in_rq(workers: Workers, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -92,7 +101,15 @@ def test_flags_set_what_they_set_in_rq(workers: Workers, monkeypatch: pytest.Mon
     del environment["TOKENMILL_LEASE_S"]
     monkeypatch.setattr(workers, "environment", lambda: environment)
     job = workers.queue("bulk").enqueue("jobs.complete", "hang")
-    flags = ("--worker-ttl", "100", "--job-monitoring-interval", "200", "--quiet", "--name", "my-worker")
+    flags = (
+        "--worker-ttl",
+        "100",
+        "--job-monitoring-interval",
+        "200",
+        "--quiet",
+        "--name",
+        "my-worker",
+    )
     process = workers.start(*flags)
     wait_until(lambda: stats_of(workers, "my-worker").get("jobs_held") == 1)
     assert 100 < workers.redis.ttl("rq:worker:my-worker") <= 160
@@ -111,13 +128,21 @@ def test_the_logging_level_is_what_rqs_own_worker_makes_of_it(workers: Workers) 
 @pytest.mark.parametrize(
     ("flags", "says"),
     [
-        (("--job-class", F + "OwnJob"), "--job-class tests.worker.functions.OwnJob is not supported"),
-        (("--queue-class", F + "OwnQueue"), "tests.worker.functions.OwnQueue names its keys otherwise"),
+        (
+            ("--job-class", F + "OwnJob"),
+            "--job-class tests.worker.functions.OwnJob is not supported",
+        ),
+        (
+            ("--queue-class", F + "OwnQueue"),
+            "tests.worker.functions.OwnQueue names its keys otherwise",
+        ),
         (("--dequeue-strategy", "random"), "--dequeue-strategy"),
     ],
     ids=["job class", "queue class", "dequeue strategy"],
 )
-def test_what_rq_offers_and_a_batch_cannot_do_is_refused(workers: Workers, flags: tuple[str, ...], says: str) -> None:
+def test_what_rq_offers_and_a_batch_cannot_do_is_refused(
+    workers: Workers, flags: tuple[str, ...], says: str
+) -> None:
     process = workers.start("--burst", *flags)
     assert process.wait(timeout=60) == 1
     assert says in workers.log(process)
@@ -127,7 +152,10 @@ def test_what_rq_offers_and_a_batch_cannot_do_is_refused(workers: Workers, flags
     ("environment", "says"),
     [
         ({"TOKENMILL_MODEL": "/no/such/model"}, "/no/such/model"),
-        ({"TOKENMILL_LOG_FORMAT": "yaml"}, "TOKENMILL_LOG_FORMAT='yaml': expected text, json, or auto"),
+        (
+            {"TOKENMILL_LOG_FORMAT": "yaml"},
+            "TOKENMILL_LOG_FORMAT='yaml': expected text, json, or auto",
+        ),
     ],
 )
 def test_what_a_user_can_mend_ends_the_start_with_one_line(
@@ -166,7 +194,9 @@ def test_an_allowed_function_that_cannot_be_imported_stops_the_start(
 def test_what_rq_cron_enqueues_runs(workers: Workers, tmp_path: Path) -> None:
     (tmp_path / "cron.py").write_text(CRON)
     workers.start()
-    cron = workers.run_command(["cron", "cron.py"], tmp_path / "log", tmp_path, workers.environment())
+    cron = workers.run_command(
+        ["cron", "cron.py"], tmp_path / "log", tmp_path, workers.environment()
+    )
     workers.processes.append(cron)
     wait_until(lambda: get_cron_job_ids("daily", workers.redis))
     (job_id,) = get_cron_job_ids("daily", workers.redis)

@@ -27,7 +27,9 @@ def enqueue(workers: Workers, prompt: str, **options: object) -> Job:
     return workers.queue("bulk").enqueue("jobs.complete", prompt, max_tokens=2, **options)
 
 
-def test_jobs_of_a_killed_worker_are_run_by_another_with_and_without_retry(workers: Workers, tmp_path: Path) -> None:
+def test_jobs_of_a_killed_worker_are_run_by_another_with_and_without_retry(
+    workers: Workers, tmp_path: Path
+) -> None:
     gate = f"file:{tmp_path}/go"
     jobs = [enqueue(workers, gate, retry=Retry(max=1) if i % 2 else None) for i in range(8)]
     first = workers.start()
@@ -46,9 +48,13 @@ def test_jobs_of_a_killed_worker_are_run_by_another_with_and_without_retry(worke
     assert leftovers(workers.redis, "bulk") == []
 
 
-def test_jobs_beside_one_that_kills_its_workers_are_not_blamed(workers: Workers, tmp_path: Path) -> None:
+def test_jobs_beside_one_that_kills_its_workers_are_not_blamed(
+    workers: Workers, tmp_path: Path
+) -> None:
     gate = f"file:{tmp_path}/go"
-    beside = [workers.queue(name).enqueue("jobs.complete", gate) for name in ("bulk", "high", "bulk")]
+    beside = [
+        workers.queue(name).enqueue("jobs.complete", gate) for name in ("bulk", "high", "bulk")
+    ]
     poison = enqueue(workers, "die")
     last = enqueue(workers, gate)
     for _ in range(2):
@@ -56,19 +62,29 @@ def test_jobs_beside_one_that_kills_its_workers_are_not_blamed(workers: Workers,
     (tmp_path / "go").touch()
     while poison.get_status() != JobStatus.FAILED:
         workers.start(TOKENMILL_MAX_WORKER_DEATHS="3")
-        wait_until(lambda: workers.processes[-1].poll() is not None or poison.get_status() == JobStatus.FAILED)
-    assert len(workers.processes) == 4, "it took more than its last life and one worker to set it aside"
+        wait_until(
+            lambda: (
+                workers.processes[-1].poll() is not None or poison.get_status() == JobStatus.FAILED
+            )
+        )
+    assert len(workers.processes) == 4, (
+        "it took more than its last life and one worker to set it aside"
+    )
     assert "3 workers died while they ran this job" in (workers.result(poison).exc_string or "")
     for job in (*beside, last):
         assert text_of(workers.result(job)) == f"echo:{gate}"
     assert leftovers(workers.redis, "bulk", "high") == []
 
 
-def test_a_frozen_worker_that_thaws_leaves_one_part_of_each_shard(workers: Workers, tmp_path: Path) -> None:
+def test_a_frozen_worker_that_thaws_leaves_one_part_of_each_shard(
+    workers: Workers, tmp_path: Path
+) -> None:
     prompts = [f"file:{tmp_path}/go"] * 8
     pq.write_table(pa.table({"prompt": prompts}), tmp_path / "in.parquet")
     output = tmp_path / "out"
-    workers.queue("bulk").enqueue("jobs.score_parquet", str(tmp_path / "in.parquet"), str(output), rows_per_shard=2)
+    workers.queue("bulk").enqueue(
+        "jobs.score_parquet", str(tmp_path / "in.parquet"), str(output), rows_per_shard=2
+    )
     frozen = workers.start("--name", "frozen")
     wait_until(lambda: stats_of(workers, "frozen").get("jobs_held") == 4)
     os.kill(frozen.pid, signal.SIGSTOP)
@@ -81,7 +97,9 @@ def test_a_frozen_worker_that_thaws_leaves_one_part_of_each_shard(workers: Worke
     workers.rq("info")
     assert {part.name: part.stat().st_ino for part in output.glob("part-*")} == parts
     assert len(parts) == 4
-    assert pq.read_table(output)["completion"].to_pylist() == [f"echo:{prompt}" for prompt in prompts]
+    assert pq.read_table(output)["completion"].to_pylist() == [
+        f"echo:{prompt}" for prompt in prompts
+    ]
     wait_until(lambda: not list(output.glob("_tmp.*")))
     ended = ends(workers, "bulk")
     assert len(ended) == len(set(ended)) == 5
@@ -89,7 +107,9 @@ def test_a_frozen_worker_that_thaws_leaves_one_part_of_each_shard(workers: Worke
     assert leftovers(workers.redis, "bulk") == []
 
 
-def test_an_engine_that_raises_stops_the_worker_with_an_error_and_gives_its_jobs_back(workers: Workers) -> None:
+def test_an_engine_that_raises_stops_the_worker_with_an_error_and_gives_its_jobs_back(
+    workers: Workers,
+) -> None:
     fine, crash = enqueue(workers, "hang"), enqueue(workers, "crash")
     worker = workers.start(TOKENMILL_MAX_WORKER_DEATHS="2")
     assert worker.wait(timeout=60) == 1
@@ -98,7 +118,9 @@ def test_an_engine_that_raises_stops_the_worker_with_an_error_and_gives_its_jobs
     assert leftovers(workers.redis, "bulk") == []
 
 
-def test_a_worker_without_redis_keeps_its_work_and_delivers_it_later(workers: Workers, tmp_path: Path) -> None:
+def test_a_worker_without_redis_keeps_its_work_and_delivers_it_later(
+    workers: Workers, tmp_path: Path
+) -> None:
     """The server is frozen for longer than a lease and longer than the client's patience."""
     job = enqueue(workers, f"file:{tmp_path}/go")
     worker = workers.start("--name", "w", PERIODS_S="3")

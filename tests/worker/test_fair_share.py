@@ -25,7 +25,9 @@ def enqueue(bulk: Queue, number: int, sequences: int = 1) -> list[str]:
     return ids
 
 
-def claim(bulk: Queue, *, takers: int, held: int = 0, rounds_up: bool = False, most: int = 200) -> Claim:
+def claim(
+    bulk: Queue, *, takers: int, held: int = 0, rounds_up: bool = False, most: int = 200
+) -> Claim:
     wanted = Wanted("bulk", most, uuid4().hex[:24], False, 200, 200, takers, held, rounds_up)
     return JobStore(bulk.connection, "w", lease_s=30).claim([wanted], float("inf"))[0]
 
@@ -96,7 +98,9 @@ def test_many_workers_together_ask_no_more_often_than_a_few() -> None:
     assert (poll_rates.poll_s(0), poll_rates.renew_s) == (POLL_S, 2.0)
     poll_rates.hear({"bulk": 300, "other": 3}, num_started=6000)
     assert (poll_rates.poll_s(0), poll_rates.poll_s(1)) == (1.5, POLL_S)
-    assert poll_rates.poll_s(1, num_passed=1_000_000) == pytest.approx(0.15), "the server reads a thousand each time"
+    assert poll_rates.poll_s(1, num_passed=1_000_000) == pytest.approx(0.15), (
+        "the server reads a thousand each time"
+    )
     assert poll_rates.renew_s == 6.0
     poll_rates.hear({"bulk": 5000}, num_started=10**6)
     assert (poll_rates.poll_s(0), poll_rates.renew_s) == (LONGEST_POLL_S, LIMITS.lease_s / 4)
@@ -117,6 +121,8 @@ def test_workers_that_are_invented_or_silent_throttle_nobody(redis: Redis) -> No
     redis.sadd("rq:workers:bulk", *(f"rq:worker:{number}" for number in range(1000)))
     for name, silent_s in (("silent", 60), ("too", 5), ("alive", 0)):
         moment = time.time() - silent_s
-        record = WorkerRecord(redis, name, ["bulk"], lambda *_: None, {}, lambda moment=moment: moment)  # type: ignore[misc]
+        record = WorkerRecord(
+            redis, name, ["bulk"], lambda *_: None, {}, lambda moment=moment: moment
+        )  # type: ignore[misc]
         record.show("busy", None, {}, Point(at=moment))
     assert record.count()[1] == {"bulk": 2}

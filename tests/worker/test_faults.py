@@ -23,7 +23,9 @@ def submit(workers: Workers, folder: Path, **options: Any) -> Job:
     """Enqueue the planning of a run of four shards."""
     pq.write_table(pa.table({"prompt": ["a", "b", "c", "d"]}), folder / "in.parquet")
     arguments = (str(folder / "in.parquet"), str(folder / "out"))
-    return workers.queue("bulk").enqueue("jobs.score_parquet", *arguments, rows_per_shard=1, **options)
+    return workers.queue("bulk").enqueue(
+        "jobs.score_parquet", *arguments, rows_per_shard=1, **options
+    )
 
 
 def meet_a_fault(workers: Workers, fault: str, step: str, **env: str) -> str:
@@ -54,7 +56,9 @@ def test_a_worker_at_fault_gives_back_its_jobs_and_leaves_with_the_reason(
     assert "faults in a row of this worker, not of its jobs" in log
     assert reason in log
     waiting = workers.queue("bulk").jobs
-    assert [job.get_status() for job in waiting] == [JobStatus.QUEUED] * (1 if step == "plan" else 4)
+    assert [job.get_status() for job in waiting] == [JobStatus.QUEUED] * (
+        1 if step == "plan" else 4
+    )
     assert leftovers(workers.redis, "bulk") == []
     workers.burst()
     table = pq.read_table(tmp_path / "out")
@@ -67,10 +71,15 @@ def test_a_job_that_meets_a_fault_on_every_worker_is_set_aside_with_the_reason(
 ) -> None:
     planning = submit(workers, tmp_path, retry=Retry(max=9))
     meet_a_fault(workers, "memory", "plan", TOKENMILL_MAX_WORKER_DEATHS="2")
-    workers.burst(worker_class=FAULTY, FAULT="memory", FAULTY_STEP="plan", TOKENMILL_MAX_WORKER_DEATHS="2")
+    workers.burst(
+        worker_class=FAULTY, FAULT="memory", FAULTY_STEP="plan", TOKENMILL_MAX_WORKER_DEATHS="2"
+    )
     assert planning.get_status() == JobStatus.FAILED
     reason = workers.result(planning).exc_string or ""
-    assert "2 workers died while they ran this job, or met a fault, of which the last is MemoryError" in reason
+    assert (
+        "2 workers died while they ran this job, or met a fault, of which the last is MemoryError"
+        in reason
+    )
     assert leftovers(workers.redis, "bulk") == []
 
 
@@ -83,11 +92,15 @@ def test_what_a_users_function_lacks_fails_its_job_as_in_rq(workers: Workers) ->
     assert workers.result(last).return_value == 3
 
 
-def test_faults_in_a_row_speak_against_the_worker_and_one_that_comes_again_against_the_job() -> None:
+def test_faults_in_a_row_speak_against_the_worker_and_one_that_comes_again_against_the_job() -> (
+    None
+):
     faults = WorkerFaults()
     shard, function = ClaimedJob("shard", "e", "bulk", "w"), "jobs.score_shard"
     assert faults.met(shard, function, MemoryError()).counts
-    assert not faults.met(shard, function, MemoryError()).counts, "twice in a row: that may be this worker"
+    assert not faults.met(shard, function, MemoryError()).counts, (
+        "twice in a row: that may be this worker"
+    )
     faults.passed("jobs.complete")
     assert faults.in_a_row == 2, "a prompt needs none of what a shard lacks"
     faults.passed(function)

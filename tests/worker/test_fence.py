@@ -14,7 +14,15 @@ from rq.serializers import JSONSerializer
 
 from tests.rq_workers import leftovers
 from tests.worker.redis_state import state_of
-from tests.worker.stores import claim, end_leases, failed, succeeded, take_up_abandoned, wanted, worker_store
+from tests.worker.stores import (
+    claim,
+    end_leases,
+    failed,
+    succeeded,
+    take_up_abandoned,
+    wanted,
+    worker_store,
+)
 from worker.store.job_store import Keeping
 from worker.store.records.claimed_job import ClaimedJob
 from worker.store.records.outcome import Outcome
@@ -54,8 +62,16 @@ ENDS: dict[str, tuple[Callable[[Queue], Any], Callable[[ClaimedJob], Outcome], d
     "success, not kept": (lambda bulk: bulk.enqueue("f", result_ttl=0), succeeded, {}),
     "members of a group, not kept": (grouped, succeeded, {}),
     "repeat": (lambda bulk: bulk.enqueue("f", repeat=Repeat(2)), succeeded, {}),
-    "repeat, not kept": (lambda bulk: bulk.enqueue("f", repeat=Repeat(2), result_ttl=0), succeeded, {}),
-    "repeat later": (lambda bulk: bulk.enqueue("f", repeat=Repeat(2, interval=[600, 900])), succeeded, {}),
+    "repeat, not kept": (
+        lambda bulk: bulk.enqueue("f", repeat=Repeat(2), result_ttl=0),
+        succeeded,
+        {},
+    ),
+    "repeat later": (
+        lambda bulk: bulk.enqueue("f", repeat=Repeat(2, interval=[600, 900])),
+        succeeded,
+        {},
+    ),
     "failure": (lambda bulk: bulk.enqueue("f"), failed, {}),
     "failure, not kept": (lambda bulk: bulk.enqueue("f", failure_ttl=0), failed, {}),
     "failure, not recorded": (lambda bulk: bulk.enqueue("f"), failed, {"keeping": Keeping(False)}),
@@ -66,7 +82,9 @@ ENDS: dict[str, tuple[Callable[[Queue], Any], Callable[[ClaimedJob], Outcome], d
 
 
 @pytest.mark.parametrize("kind", ENDS)
-def test_an_end_whose_reply_was_lost_is_written_once_and_recognised(redis: Redis, bulk: Queue, kind: str) -> None:
+def test_an_end_whose_reply_was_lost_is_written_once_and_recognised(
+    redis: Redis, bulk: Queue, kind: str
+) -> None:
     enqueue, end, options = ENDS[kind]
     enqueue(bulk)
     jobs = worker_store(redis, **options)
@@ -117,7 +135,9 @@ def test_a_job_enqueued_again_while_it_is_held_belongs_to_the_newest_execution_a
     bulk.enqueue("f", "old", job_id="same")
     first, second = worker_store(redis, "first"), worker_store(redis, "second")
     old = claim(first)
-    Queue(second_queue, connection=redis, serializer=JSONSerializer).enqueue("f", "new", job_id="same")
+    Queue(second_queue, connection=redis, serializer=JSONSerializer).enqueue(
+        "f", "new", job_id="same"
+    )
     new = claim(second, second_queue)
     redis.delete(f"rq:execution:same:{old[0].execution_id}")
     take_up_abandoned(second, ["bulk", "high"])
@@ -131,7 +151,9 @@ def test_a_job_enqueued_again_while_it_is_held_belongs_to_the_newest_execution_a
     assert leftovers(redis, "bulk", "high") == []
 
 
-def test_a_lease_that_is_renewed_lives_and_one_that_ran_out_puts_its_job_back_once(redis: Redis, bulk: Queue) -> None:
+def test_a_lease_that_is_renewed_lives_and_one_that_ran_out_puts_its_job_back_once(
+    redis: Redis, bulk: Queue
+) -> None:
     for _ in range(2):
         bulk.enqueue("f")
     mine, other = worker_store(redis), worker_store(redis, "other")

@@ -64,7 +64,9 @@ class Served:
         self.inspections = Inspections(self.events.put, self.checks)
         guard = open_guard()
         beginnings = Beginnings(guard)
-        self.streams = Streams(self.jobs, guard, self.packer, beginnings, self.orders, self.inspections, Tally())
+        self.streams = Streams(
+            self.jobs, guard, self.packer, beginnings, self.orders, self.inspections, Tally()
+        )
 
     def hold(self, task: OpenTask) -> HeldJob:
         record = SimpleNamespace(limit_s=0, meta={})
@@ -80,7 +82,10 @@ class Served:
         return [self.orders.get_nowait() for _ in range(self.orders.qsize())]
 
     def answer(self, *adds: Add) -> None:
-        completions = [Completion(add.request_id, 0, [1], f"{add.request.prompt}!", "stop", 1, 0) for add in adds]
+        completions = [
+            Completion(add.request_id, 0, [1], f"{add.request.prompt}!", "stop", 1, 0)
+            for add in adds
+        ]
         self.streams.deliver(completions, 0.0)
 
 

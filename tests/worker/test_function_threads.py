@@ -10,7 +10,8 @@ F = "tests.worker.functions."
 
 
 @pytest.mark.parametrize(
-    "where", ["lock", *(pytest.param(where, marks=pytest.mark.long) for where in ("sleep", "socket"))]
+    "where",
+    ["lock", *(pytest.param(where, marks=pytest.mark.long) for where in ("sleep", "socket"))],
 )
 def test_functions_that_hang_in_c_fail_at_their_timeout_and_close_the_lane_for_nobody(
     workers: Workers, where: str
@@ -41,7 +42,9 @@ def test_a_stopped_function_that_hangs_gives_its_place_back(workers: Workers) ->
 
 def test_a_callback_that_hangs_in_c_holds_up_no_other_end(workers: Workers) -> None:
     queue = workers.queue("bulk")
-    hanging = queue.enqueue("jobs.complete", "a", max_tokens=1, on_success=Callback(F + "hang_on_success", timeout=1))
+    hanging = queue.enqueue(
+        "jobs.complete", "a", max_tokens=1, on_success=Callback(F + "hang_on_success", timeout=1)
+    )
     workers.start(TOKENMILL_FUNCTION_THREADS="1", TOKENMILL_FUNCTION_GRACE_S="0.1")
     good = queue.enqueue("jobs.complete", "b", max_tokens=1, on_success=Callback(F + "on_success"))
     assert text_of(workers.result(good)) == "echo:b"

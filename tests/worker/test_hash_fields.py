@@ -21,7 +21,15 @@ from tests.worker.whole_worker import WholeWorker
 from worker.store.records.job_record import _HELD_FIELDS
 
 FIELDS = sorted(
-    {*_HELD_FIELDS, b"created_at", b"sequences", b"tokenmill_kind", b"tokenmill_progress", b"ended_by", b"closed_by"}
+    {
+        *_HELD_FIELDS,
+        b"created_at",
+        b"sequences",
+        b"tokenmill_kind",
+        b"tokenmill_progress",
+        b"ended_by",
+        b"closed_by",
+    }
 )
 GARBAGE = [
     b"", b"\xff\xfe", b"{", b"[]", b"{}", b'{"5": 5}', b"null", b'"x"', b"-1", b"1e400", b"9" * 30, b"[[[1]]]",
@@ -49,7 +57,9 @@ def work_off(whole: WholeWorker, queue: Queue) -> None:
     raise AssertionError(f"{whole.runner.num_held} jobs are held for ever")
 
 
-def test_garbage_in_any_field_of_a_jobs_hash_harms_no_other_job(queue: Queue, whole: WholeWorker) -> None:
+def test_garbage_in_any_field_of_a_jobs_hash_harms_no_other_job(
+    queue: Queue, whole: WholeWorker
+) -> None:
     redis, draw = queue.connection, random.Random(7)
     for field in FIELDS:
         values = draw.sample(GARBAGE, 8)
@@ -66,7 +76,9 @@ def test_garbage_in_any_field_of_a_jobs_hash_harms_no_other_job(queue: Queue, wh
 
 
 @pytest.mark.parametrize("intervals", ['{"5": 5}', '"soon"', "[[]]", "7"])
-def test_malformed_intervals_fail_their_own_job_by_name(queue: Queue, whole: WholeWorker, intervals: str) -> None:
+def test_malformed_intervals_fail_their_own_job_by_name(
+    queue: Queue, whole: WholeWorker, intervals: str
+) -> None:
     bad = queue.enqueue("jobs.complete", "a", max_tokens=1, repeat=Repeat(times=2))
     queue.connection.hset(bad.key, "repeat_intervals", intervals)
     good = queue.enqueue("jobs.complete", "a", max_tokens=1)
@@ -75,7 +87,9 @@ def test_malformed_intervals_fail_their_own_job_by_name(queue: Queue, whole: Who
     assert queue.connection.hget(bad.key, "status") == b"failed"
 
 
-@pytest.mark.parametrize("dumps", [pickle.dumps, lambda meta: json.dumps(meta).encode()], ids=["pickle", "json"])
+@pytest.mark.parametrize(
+    "dumps", [pickle.dumps, lambda meta: json.dumps(meta).encode()], ids=["pickle", "json"]
+)
 @pytest.mark.parametrize("prompt", ["a", "x" * 10_000], ids=["small", "large"])
 def test_a_producers_meta_stays_byte_for_byte_whatever_is_shown_meanwhile(
     queue: Queue, whole: WholeWorker, dumps: Callable[[Any], bytes], prompt: str
@@ -105,18 +119,25 @@ def test_an_old_execution_shows_no_progress_on_a_job_that_was_enqueued_again(que
     assert store.show_progress([(old[0], {"prompts_done": 9})]) == [False]
     new = claim(store)
     assert queue.connection.hget(job.key, PROGRESS_FIELD) is None, "an earlier execution's is shown"
-    assert store.show_progress([(old[0], {"prompts_done": 9}), (new[0], {"prompts_done": 2})]) == [False, True]
+    assert store.show_progress([(old[0], {"prompts_done": 9}), (new[0], {"prompts_done": 2})]) == [
+        False,
+        True,
+    ]
     assert queue.connection.hget(job.key, PROGRESS_FIELD) == b'{"prompts_done": 2}'
 
 
 @pytest.mark.parametrize("end", [succeeded, failed])
-def test_deaths_count_for_one_try_and_go_with_its_end(queue: Queue, end: Callable[..., Any]) -> None:
+def test_deaths_count_for_one_try_and_go_with_its_end(
+    queue: Queue, end: Callable[..., Any]
+) -> None:
     """As of a job with a fixed id on spot machines, which is enqueued each night."""
     store = worker_store(queue.connection)
     for _ in range(6):
         queue.enqueue("jobs.complete", "a", job_id="nightly", repeat=None)
         held = claim(store)
-        assert [each.deaths for each in store.release(held, "abandoned", 5)] == [0], "its lease still runs"
+        assert [each.deaths for each in store.release(held, "abandoned", 5)] == [0], (
+            "its lease still runs"
+        )
         assert release(store, held, "engine_died") == []
         held = claim(store)
         assert [each.deaths for each in held] == [1]
@@ -140,7 +161,9 @@ def test_a_takeover_tells_which_job_it_takes_and_how_many_workers_have_died_with
 
 
 @pytest.mark.parametrize("key", ["rq:executions:{}", "rq:job:{}"])
-def test_another_kind_of_value_at_a_jobs_key_harms_no_other_job(queue: Queue, whole: WholeWorker, key: str) -> None:
+def test_another_kind_of_value_at_a_jobs_key_harms_no_other_job(
+    queue: Queue, whole: WholeWorker, key: str
+) -> None:
     redis = queue.connection
     held, waits = queue.enqueue("jobs.complete", "hang"), queue.enqueue("jobs.complete", "hang")
     queue.remove(waits)

@@ -27,7 +27,9 @@ class Bomb:
 def raw_job(workers: Workers, payload: Any) -> Job:
     """Queue a job whose payload RQ's own client would not write."""
     job = workers.queue("bulk").enqueue("jobs.complete", "x")
-    workers.redis.hset(job.key, "data", payload if isinstance(payload, bytes) else json.dumps(payload))
+    workers.redis.hset(
+        job.key, "data", payload if isinstance(payload, bytes) else json.dumps(payload)
+    )
     return job
 
 
@@ -36,9 +38,17 @@ def failure_of(workers: Workers, job: Job) -> str:
     return str(workers.result(job).exc_string)
 
 
-def test_a_function_outside_the_list_is_neither_imported_nor_run(workers: Workers, tmp_path: Path) -> None:
+def test_a_function_outside_the_list_is_neither_imported_nor_run(
+    workers: Workers, tmp_path: Path
+) -> None:
     mark = tmp_path / "mark"
-    names = ["os.system", "jobs.complete.__globals__", "tests.worker.poison.touch", "jobs.complte", ""]
+    names = [
+        "os.system",
+        "jobs.complete.__globals__",
+        "tests.worker.poison.touch",
+        "jobs.complte",
+        "",
+    ]
     bad = {name: raw_job(workers, [name, None, [f"touch {mark}"], {}]) for name in names}
     good = workers.queue("bulk").enqueue("jobs.complete", "a", max_tokens=1)
     workers.burst(POISON_MARK=str(mark))
@@ -51,11 +61,17 @@ def test_a_function_outside_the_list_is_neither_imported_nor_run(workers: Worker
     assert leftovers(workers.redis, "bulk") == []
 
 
-def test_a_foreign_callback_refuses_the_job_and_is_not_imported(workers: Workers, tmp_path: Path) -> None:
+def test_a_foreign_callback_refuses_the_job_and_is_not_imported(
+    workers: Workers, tmp_path: Path
+) -> None:
     mark = tmp_path / "mark"
     hook = Callback("tests.worker.poison.touch")
-    hooks: list[dict[str, Any]] = [{role: hook} for role in ("on_success", "on_failure", "on_stopped")]
-    jobs = [workers.queue("bulk").enqueue("jobs.complete", "a", max_tokens=1, **each) for each in hooks]
+    hooks: list[dict[str, Any]] = [
+        {role: hook} for role in ("on_success", "on_failure", "on_stopped")
+    ]
+    jobs = [
+        workers.queue("bulk").enqueue("jobs.complete", "a", max_tokens=1, **each) for each in hooks
+    ]
     workers.burst(POISON_MARK=str(mark))
     for job in jobs:
         assert "tests.worker.poison.touch" in failure_of(workers, job)
@@ -74,7 +90,9 @@ def test_a_pickle_payload_is_never_loaded(workers: Workers, tmp_path: Path) -> N
     assert not mark.exists()
 
 
-def test_a_pickle_waiting_in_a_registry_or_behind_another_job_is_never_loaded(workers: Workers, tmp_path: Path) -> None:
+def test_a_pickle_waiting_in_a_registry_or_behind_another_job_is_never_loaded(
+    workers: Workers, tmp_path: Path
+) -> None:
     mark, bomb = tmp_path / "mark", pickle.dumps(Bomb(tmp_path / "mark"))
     queue = workers.queue("bulk")
     first = queue.enqueue("jobs.complete", "a", max_tokens=1)
@@ -83,11 +101,15 @@ def test_a_pickle_waiting_in_a_registry_or_behind_another_job_is_never_loaded(wo
     abandoned = queue.enqueue("jobs.complete", "d", max_tokens=1)
     queue.remove(abandoned)
     workers.redis.zadd("rq:wip:bulk", {f"{abandoned.id}:execution": 1})
-    workers.redis.hset(abandoned.key, mapping={"status": "started", "started_at": "", "retries_left": 1})
+    workers.redis.hset(
+        abandoned.key, mapping={"status": "started", "started_at": "", "retries_left": 1}
+    )
     for job in (dependent, late, abandoned):
         workers.redis.hset(job.key, mapping={"data": bomb, "result": bomb, "meta": bomb})
         workers.redis.sadd("rq:group:g", job.id)
-        workers.redis.xadd(f"rq:results:{job.id}", {"type": 1, "return_value": bomb, "created_at": "0"})
+        workers.redis.xadd(
+            f"rq:results:{job.id}", {"type": 1, "return_value": bomb, "created_at": "0"}
+        )
     workers.redis.sadd("rq:groups", "g")
     workers.burst("--with-scheduler")
     workers.burst()  # what the first one's scheduler and maintenance have queued
@@ -167,7 +189,9 @@ def test_a_damaged_hash_fails_its_own_job_and_no_other(workers: Workers) -> None
     assert leftovers(workers.redis, "bulk") == []
 
 
-def test_an_id_or_a_command_that_would_steer_a_terminal_is_escaped_and_cut_in_the_log(workers: Workers) -> None:
+def test_an_id_or_a_command_that_would_steer_a_terminal_is_escaped_and_cut_in_the_log(
+    workers: Workers,
+) -> None:
     odd = "x\x1b[2J\x1b[8m\r\n12:00:00 job good finished \u202e\x9b2J" + "y" * 100_000
     for queue in ("high", "bulk"):
         job = workers.queue(queue).enqueue("jobs.complete", "a", max_tokens=1)
@@ -188,7 +212,9 @@ def test_an_id_or_a_command_that_would_steer_a_terminal_is_escaped_and_cut_in_th
 
 
 @pytest.mark.long
-def test_invented_dependents_of_some_jobs_keep_those_of_another_waiting_for_a_moment_only(workers: Workers) -> None:
+def test_invented_dependents_of_some_jobs_keep_those_of_another_waiting_for_a_moment_only(
+    workers: Workers,
+) -> None:
     queue = workers.queue("bulk")
     attacks = [queue.enqueue("jobs.complete", "a", max_tokens=1) for _ in range(8)]
     for job in attacks:

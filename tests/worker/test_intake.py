@@ -66,7 +66,9 @@ class TokenizingEngine(FakeEngine):
         self.options.append(options)
         return messages[0]["content"]
 
-    def add(self, request_id: str, prompt: Any, params: SamplingParams, *, lane: int = 0, **_: Any) -> None:
+    def add(
+        self, request_id: str, prompt: Any, params: SamplingParams, *, lane: int = 0, **_: Any
+    ) -> None:
         ready = prompt if isinstance(prompt, Tokenized) else self._tokenize(prompt)
         self.entered.append(request_id)
         self.lanes[request_id] = lane
@@ -94,7 +96,9 @@ class Loop:
         for name in names or list(self.engine.held):
             self.engine.held[name].set()
 
-    def send(self, name: str, lane: int, chars: int = 0, chat: bool = False, **sampling: Any) -> None:
+    def send(
+        self, name: str, lane: int, chars: int = 0, chat: bool = False, **sampling: Any
+    ) -> None:
         """Order a completion of `name`, a prompt of so many characters; its request has the same name."""
         prompt = name.ljust(chars, ".")
         messages = [{"role": "user", "content": prompt}] if chat else None
@@ -246,7 +250,9 @@ def test_a_turn_tokenizes_so_much_and_urgent_lanes_first(loop: Loop) -> None:
     loop.loop.turn()
     most = TURN // (chars + OVERHEAD) + 1
     assert loop.engine.entered == bulk[:most]
-    assert loop.engine.started == bulk[: loop.engine.slots], "they are in the step of the turn that takes them"
+    assert loop.engine.started == bulk[: loop.engine.slots], (
+        "they are in the step of the turn that takes them"
+    )
     for name in urgent:
         loop.send(name, HIGH, chars)
     loop.loop.turn()
@@ -257,7 +263,9 @@ def test_a_worker_answers_prompts_of_every_length(workers: Workers) -> None:
     prompts = ["x" * chars for chars in (1, SHORT + 1, LONG + 1, 1 << 20)]
     queue = workers.queue("bulk")
     jobs = [queue.enqueue("jobs.complete", prompt, max_tokens=1) for prompt in prompts]
-    jobs.append(queue.enqueue("jobs.chat", [{"role": "user", "content": "y" * (LONG + 1)}], max_tokens=1))
+    jobs.append(
+        queue.enqueue("jobs.chat", [{"role": "user", "content": "y" * (LONG + 1)}], max_tokens=1)
+    )
     workers.burst()
     assert [job.get_status() for job in jobs] == [JobStatus.FINISHED] * len(jobs)
     for job, prompt in zip(jobs[:-1], prompts, strict=True):

@@ -54,7 +54,9 @@ def test_a_field_that_nobody_reads_is_not_unpacked(redis: Redis) -> None:
     assert [(each.job_id, each.damage) for each in held] == [(job_id, None)]
 
 
-@pytest.mark.parametrize("field", ["meta", "webhooks", "dependency_ids", "repeat_intervals", "extra"])
+@pytest.mark.parametrize(
+    "field", ["meta", "webhooks", "dependency_ids", "repeat_intervals", "extra"]
+)
 def test_a_hash_beyond_its_bound_stays_in_redis(redis: Redis, field: str) -> None:
     enqueue(redis, **{field: b"[" + b" " * 64 * MIB + b"]"})
     held: list[ClaimedJob] = []
@@ -64,7 +66,9 @@ def test_a_hash_beyond_its_bound_stays_in_redis(redis: Redis, field: str) -> Non
 
 
 @pytest.mark.parametrize("unit", [b"[],", b"{},", b'{"a":1},', b"[[[]]],", b'["[",{}],'])
-def test_a_payload_of_lists_and_objects_is_refused_before_it_is_parsed(redis: Redis, unit: bytes) -> None:
+def test_a_payload_of_lists_and_objects_is_refused_before_it_is_parsed(
+    redis: Redis, unit: bytes
+) -> None:
     text = b'["jobs.complete",null,[' + unit * (3 * MIB // len(unit)) + b"1],{}]"
     enqueue(redis, data=zlib.compress(text))
     [claimed] = claim(redis)

@@ -26,10 +26,16 @@ LISTS = st.sampled_from([b"", b"[]", b"[1, 2]", b'["x"]', b"{", b"null", b"[null
 DATES = st.sampled_from([b"", b"2026-01-02T03:04:05.000006Z", b"yesterday", b"\xff"])
 HOOK = {"url": "http://a/", "job_status": "failed", "method": "POST", "headers": None, "timeout": 1}
 FIELDS: dict[str, Any] = {
-    **dict.fromkeys(["timeout", "result_ttl", "failure_ttl", "ttl", "retries_left", "repeats_left"], NUMBERS),
-    **dict.fromkeys(["number_of_retries", "enqueue_at_front", "enqueue_at_front_on_retry"], NUMBERS),
+    **dict.fromkeys(
+        ["timeout", "result_ttl", "failure_ttl", "ttl", "retries_left", "repeats_left"], NUMBERS
+    ),
+    **dict.fromkeys(
+        ["number_of_retries", "enqueue_at_front", "enqueue_at_front_on_retry"], NUMBERS
+    ),
     **dict.fromkeys(["allow_dependency_failures", "success_callback_timeout"], NUMBERS),
-    **dict.fromkeys(["origin", "description", "worker_name", "dependency_id", *CALLBACKS.values()], TEXTS),
+    **dict.fromkeys(
+        ["origin", "description", "worker_name", "dependency_id", *CALLBACKS.values()], TEXTS
+    ),
     **dict.fromkeys(["retry_intervals", "repeat_intervals", "dependency_ids", "meta"], LISTS),
     "webhooks": st.sampled_from([b"", json.dumps([HOOK]).encode(), b'[{"url": 1}]', b"{"]),
     "status": st.sampled_from([b"", b"queued", b"started", b"lost"]),
@@ -67,19 +73,32 @@ def test_any_hash_is_read_as_rq_reads_it(found: dict[str, bytes]) -> None:
         names = {role: getattr(expected, f"_{field}") for role, field in CALLBACKS.items()}
         assert record.callbacks == {role: name for role, name in names.items() if name is not None}
     job = job_of(claimed(record), Redis())
-    for name in ("origin", "enqueued_at", "started_at", "_status", "meta", "timeout", "func_name", "kwargs"):
+    for name in (
+        "origin",
+        "enqueued_at",
+        "started_at",
+        "_status",
+        "meta",
+        "timeout",
+        "func_name",
+        "kwargs",
+    ):
         assert getattr(job, name) == getattr(expected, name), name
 
 
 def test_the_end_of_a_job_whose_policy_is_damaged_is_not_written_with_it() -> None:
     values = {b"data": CALL, b"retries_left": b"1", b"retry_intervals": b'["x"]'}
     record, damage = read_record(values, MAX_BYTES)
-    failed = Outcome(replace(claimed(record), damage=damage), "failed", "", datetime.now(UTC), 0.0, retries=True)
+    failed = Outcome(
+        replace(claimed(record), damage=damage), "failed", "", datetime.now(UTC), 0.0, retries=True
+    )
     with pytest.raises(ValueError, match="invalid literal"):
         failed.as_left_by(None)
 
 
-@pytest.mark.parametrize(("ttl", "kept_s"), [(None, 77), (0, 0), (60, 60), (-1, -1), (-5, -1), (10**12, 3650 * 86_400)])
+@pytest.mark.parametrize(
+    ("ttl", "kept_s"), [(None, 77), (0, 0), (60, 60), (-1, -1), (-5, -1), (10**12, 3650 * 86_400)]
+)
 def test_a_result_is_kept_as_long_as_its_job_says(ttl: int | None, kept_s: int) -> None:
     step = next_step(Policy(result_ttl=ttl), is_finished=True, default_result_ttl_s=77)
     assert step == NextStep(kept_s)

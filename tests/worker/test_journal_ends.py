@@ -30,7 +30,9 @@ def written(redis: Redis, claimed: ClaimedJob) -> None:
 
 def read(redis: Redis, claimed: ClaimedJob, max_model_len: int = 0) -> int:
     """Return how many prompts a claim goes on with."""
-    lent = JobContext(redis, "", "", "", (), ServedModel("m", "f", "d", max_model_len=max_model_len))
+    lent = JobContext(
+        redis, "", "", "", (), ServedModel("m", "f", "d", max_model_len=max_model_len)
+    )
     journal = JobEnvironment(lent).context(claimed, redis).journal
     assert journal is not None
     return len(journal.read())
@@ -67,7 +69,9 @@ def test_maintenance_drops_it_where_no_worker_holds_the_job(
     assert redis.smembers(JOURNALS_KEY) == {waiting.id.encode()}
 
 
-def test_it_goes_with_the_end_and_stays_when_the_job_is_given_back(redis: Redis, bulk: Queue) -> None:
+def test_it_goes_with_the_end_and_stays_when_the_job_is_given_back(
+    redis: Redis, bulk: Queue
+) -> None:
     job, store = bulk.enqueue("f"), worker_store(redis)
     (claimed,) = claim(store)
     written(redis, claimed)
@@ -78,7 +82,9 @@ def test_it_goes_with_the_end_and_stays_when_the_job_is_given_back(redis: Redis,
     assert not redis.exists(journal_key(job.id))
 
 
-def test_a_job_that_was_cancelled_and_enqueued_again_keeps_its_own(redis: Redis, bulk: Queue) -> None:
+def test_a_job_that_was_cancelled_and_enqueued_again_keeps_its_own(
+    redis: Redis, bulk: Queue
+) -> None:
     job, store = bulk.enqueue("f"), worker_store(redis)
     job.cancel()
     bulk.enqueue_job(job)

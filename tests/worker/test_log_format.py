@@ -17,7 +17,13 @@ RUN = "0123456789abcdef"
 def written(name: str, *arguments: Any, plain: bool = True, **options: Any) -> dict[str, Any]:
     """Log one record; return its line."""
     record = logging.getLogger(name).makeRecord(
-        name, logging.WARNING, "file.py", 1, arguments[0], arguments[1:], options.pop("exc_info", None)
+        name,
+        logging.WARNING,
+        "file.py",
+        1,
+        arguments[0],
+        arguments[1:],
+        options.pop("exc_info", None),
     )
     if plain:
         assert PlainLine().filter(record)

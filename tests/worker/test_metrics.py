@@ -53,7 +53,9 @@ def values(text: str) -> dict[str, float]:
     return found
 
 
-def ended(queue: str = "bulk", outcome: str = "finished", reason: str = "", **more: float) -> EndedJob:
+def ended(
+    queue: str = "bulk", outcome: str = "finished", reason: str = "", **more: float
+) -> EndedJob:
     times = {"enqueued_at": 100.0, "began_at": 103.0, "ended_at": 110.0}
     return EndedJob(queue, "one", "jobs.chat", False, outcome, reason, **times, **more)  # type: ignore[arg-type]
 
@@ -109,7 +111,9 @@ def board_queries() -> list[str]:
 
 def test_every_query_of_board_and_rules_names_metrics_that_a_worker_serves() -> None:
     served = {name.split()[0] for name in values(exposition(busy_counts()))} | {"up", "ALERTS"}
-    served.add("tokenmill_jobs_due")  # by the dashboard, as tests/ops/test_deploy_kubernetes.py sees
+    served.add(
+        "tokenmill_jobs_due"
+    )  # by the dashboard, as tests/ops/test_deploy_kubernetes.py sees
     queries = [*board_queries(), RULES.read_text()]
     asked = {name for query in queries for name in re.findall(r"\b([a-z_]+)(?=[\[{])", query)}
     assert "tokenmill_jobs_total" in asked
@@ -125,14 +129,18 @@ class Turns:
 def test_a_worker_lives_while_both_its_threads_turn_and_is_ready_while_it_claims() -> None:
     moment = 1000.0
     health, engine, io = Health(lambda: moment), Turns(), Turns()
-    assert (health.why_dead(), bool(health.why_not_ready())) == ("", True), "its model is being loaded"
+    assert (health.why_dead(), bool(health.why_not_ready())) == ("", True), (
+        "its model is being loaded"
+    )
     engine.turned_at = io.turned_at = moment
     health.serve(engine, io)
     assert "Redis" in health.why_not_ready()
     io.redis_at = moment - REACHED_S
     assert (health.why_dead(), health.why_not_ready()) == ("", "")
     io.redis_at = moment - REACHED_S - 1
-    assert (health.why_dead(), "Redis" in health.why_not_ready()) == ("", True), "an outage kills no worker"
+    assert (health.why_dead(), "Redis" in health.why_not_ready()) == ("", True), (
+        "an outage kills no worker"
+    )
     io.redis_at = moment
     io.why_not_claiming = "draining"
     assert health.why_not_ready() == "draining"
@@ -170,7 +178,9 @@ def test_while_the_model_is_loaded_the_worker_lives_and_is_not_ready(server: Met
     assert [get(server.port, path)[0] for path in ("/", "/metrics/", "/../etc/passwd")] == [404] * 3
 
 
-def test_a_taken_port_is_named_and_of_several_ports_the_next_free_one_is_taken(server: MetricsServer) -> None:
+def test_a_taken_port_is_named_and_of_several_ports_the_next_free_one_is_taken(
+    server: MetricsServer,
+) -> None:
     with pytest.raises(MetricsNotServed, match=rf"port {server.port} .*TOKENMILL_METRICS_PORT"):
         MetricsServer("127.0.0.1", [server.port])
     with pytest.raises(MetricsNotServed, match="TOKENMILL_METRICS_HOST"):
@@ -181,7 +191,9 @@ def test_a_taken_port_is_named_and_of_several_ports_the_next_free_one_is_taken(s
     second.close()
 
 
-def test_a_worker_serves_what_it_does_and_is_not_ready_as_it_drains(workers: Workers, tmp_path: Path) -> None:
+def test_a_worker_serves_what_it_does_and_is_not_ready_as_it_drains(
+    workers: Workers, tmp_path: Path
+) -> None:
     port, queue = free_port(), workers.queue("bulk")
     jobs = [queue.enqueue("jobs.complete", f"p{i}", max_tokens=2) for i in range(20)]
     fails, held = queue.enqueue("jobs.complete", "refuse"), f"file:{tmp_path}/go"
@@ -226,7 +238,9 @@ def test_a_flood_of_half_requests_keeps_nobody_from_being_answered(server: Metri
             client.close()
 
 
-def test_a_request_that_trickles_ends_at_its_deadline(server: MetricsServer, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_request_that_trickles_ends_at_its_deadline(
+    server: MetricsServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("worker.metrics.server.REQUEST_S", 0.2)
     with socket.create_connection(("127.0.0.1", server.port)) as client, suppress(ConnectionError):
         client.settimeout(60)

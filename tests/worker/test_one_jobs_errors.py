@@ -83,7 +83,9 @@ class Fault:
             return self.is_victim(value.job_id)
         if isinstance(value, OpenTask):
             jobs = list(self.runner.jobs) if self.runner is not None else []
-            return any(job.open_task is value and self.is_victim(job.claimed.job_id) for job in jobs)
+            return any(
+                job.open_task is value and self.is_victim(job.claimed.job_id) for job in jobs
+            )
         if is_batch and isinstance(value, list | tuple):
             return any(self._is_about(each, is_batch) for each in value)
         return False
@@ -104,7 +106,11 @@ def wrapped(function: Any, name: str) -> Any:
 def modules() -> list[Any]:
     """All that the I/O thread runs, and the store."""
     found = [each.name for each in pkgutil.walk_packages(worker.__path__, "worker.")]
-    return [importlib.import_module(name) for name in found if name.startswith(("worker.io_thread.", "worker.store."))]
+    return [
+        importlib.import_module(name)
+        for name in found
+        if name.startswith(("worker.io_thread.", "worker.store."))
+    ]
 
 
 def tasks(kind: type[OpenTask] = OpenTask) -> Iterator[type[OpenTask]]:
@@ -125,15 +131,27 @@ def every_call_can_be_struck() -> Iterator[None]:
             if isinstance(value, FunctionType) and value.__module__.startswith("worker."):
                 functions.setdefault(value, wrapped(value, value.__qualname__))
                 patch.setattr(module, name, functions[value])
-            elif inspect.isclass(value) and value.__module__ == module.__name__ and value is not JobGuard:
+            elif (
+                inspect.isclass(value)
+                and value.__module__ == module.__name__
+                and value is not JobGuard
+            ):
                 classes.add(value)
     for kind in classes:
         for name, value in list(vars(kind).items()):
-            if name.startswith("__") or f"{kind.__name__}.{name}" in LAST_RESORT or name == "fail_unforeseen":
+            if (
+                name.startswith("__")
+                or f"{kind.__name__}.{name}" in LAST_RESORT
+                or name == "fail_unforeseen"
+            ):
                 continue
             if isinstance(value, FunctionType):
                 patch.setattr(kind, name, wrapped(value, f"{kind.__name__}.{name}"))
-            elif isinstance(value, property) and value.fget is not None and "open_task" in value.fget.__code__.co_names:
+            elif (
+                isinstance(value, property)
+                and value.fget is not None
+                and "open_task" in value.fget.__code__.co_names
+            ):
                 patch.setattr(kind, name, property(wrapped(value.fget, f"{kind.__name__}.{name}")))
     yield
     patch.undo()
@@ -152,7 +170,9 @@ def a_prompt(queue: Queue, folder: Path, whole: WholeWorker) -> str:
 
 
 def a_prompt_with_dependents(queue: Queue, folder: Path, whole: WholeWorker) -> str:
-    job = queue.enqueue("jobs.complete", "a", max_tokens=1, on_failure=Callback("tests.worker.functions.ignore"))
+    job = queue.enqueue(
+        "jobs.complete", "a", max_tokens=1, on_failure=Callback("tests.worker.functions.ignore")
+    )
     queue.enqueue("jobs.complete", "b", max_tokens=1, depends_on=job)
     return str(job.id)
 
@@ -160,7 +180,9 @@ def a_prompt_with_dependents(queue: Queue, folder: Path, whole: WholeWorker) -> 
 def a_shard(queue: Queue, folder: Path, whole: WholeWorker) -> str:
     pq.write_table(pa.table({"prompt": ["a", "b", "c"]}), folder / "in.parquet")
     output = folder / f"out-{time.monotonic_ns()}"
-    queue.enqueue("jobs.score_parquet", str(folder / "in.parquet"), str(output), sampling={"max_tokens": 30})
+    queue.enqueue(
+        "jobs.score_parquet", str(folder / "in.parquet"), str(output), sampling={"max_tokens": 30}
+    )
     return "-00000"
 
 
@@ -183,7 +205,9 @@ def an_abandoned_prompt(queue: Queue, folder: Path, whole: WholeWorker) -> str:
     """With which as many workers have died as may."""
     job = queue.enqueue("jobs.complete", "a")
     (held,) = claim(worker_store(queue.connection, "dead"))
-    queue.connection.delete(f"rq:execution:{job.id}:{held.execution_id}", "tokenmill:maintenance:bulk")
+    queue.connection.delete(
+        f"rq:execution:{job.id}:{held.execution_id}", "tokenmill:maintenance:bulk"
+    )
     queue.connection.set(f"tokenmill:deaths:{job.id}", 1)
     return str(job.id)
 
@@ -209,7 +233,11 @@ VICTIMS = [
 
 
 def run(
-    make: Callable[..., str], queue: Queue, folder: Path, whole: WholeWorker, caplog: pytest.LogCaptureFixture
+    make: Callable[..., str],
+    queue: Queue,
+    folder: Path,
+    whole: WholeWorker,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     """Have the worker hold ten jobs, and see that nine are answered and the tenth is failed by name, or let go."""
     redis = queue.connection
@@ -242,7 +270,9 @@ def settle(whole: WholeWorker) -> None:
         time.sleep(PAUSE_S)
 
 
-def places_of(make: Callable[..., str], queue: Queue, folder: Path, caplog: pytest.LogCaptureFixture) -> list[Place]:
+def places_of(
+    make: Callable[..., str], queue: Queue, folder: Path, caplog: pytest.LogCaptureFixture
+) -> list[Place]:
     whole = WholeWorker(queue.connection, str(folder))
     FAULT.places, FAULT.place = set(), None
     run(make, queue, folder, whole, caplog)
@@ -250,11 +280,19 @@ def places_of(make: Callable[..., str], queue: Queue, folder: Path, caplog: pyte
     return sorted(FAULT.places)
 
 
-@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # of threads that are interrupted
-@pytest.mark.parametrize("always", [False, pytest.param(True, marks=pytest.mark.long)], ids=["once", "always"])
+@pytest.mark.filterwarnings(
+    "ignore::pytest.PytestUnraisableExceptionWarning"
+)  # of threads that are interrupted
+@pytest.mark.parametrize(
+    "always", [False, pytest.param(True, marks=pytest.mark.long)], ids=["once", "always"]
+)
 @pytest.mark.parametrize("make", VICTIMS, ids=lambda make: make.__name__)
 def test_nine_of_ten_are_answered_whatever_is_raised_about_the_tenth(
-    queue: Queue, tmp_path: Path, caplog: pytest.LogCaptureFixture, make: Callable[..., str], always: bool
+    queue: Queue,
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+    make: Callable[..., str],
+    always: bool,
 ) -> None:
     places = places_of(make, queue, tmp_path, caplog)
     assert len(places) > 10
@@ -265,6 +303,8 @@ def test_nine_of_ten_are_answered_whatever_is_raised_about_the_tenth(
         FAULT.place = None
         if not always:
             settle(whole)
-            assert (whole.packer.in_engine, whole.packer.free_functions) == ((0,), MAX_FUNCTIONS), place
+            assert (whole.packer.in_engine, whole.packer.free_functions) == ((0,), MAX_FUNCTIONS), (
+                place
+            )
             assert whole.packer.free_files == MAX_FILES, place
     whole.close()

@@ -10,7 +10,14 @@ from rq.job import JobStatus
 from rq.serializers import JSONSerializer
 
 from tests.rq_workers import Workers, leftovers
-from tests.worker.stores import claim, end_leases, failed, succeeded, take_up_abandoned, worker_store
+from tests.worker.stores import (
+    claim,
+    end_leases,
+    failed,
+    succeeded,
+    take_up_abandoned,
+    worker_store,
+)
 from worker.store.records.claimed_job import ClaimedJob
 from worker.store.registries import Registries
 from worker.store.scripts import Call, Scripts
@@ -46,7 +53,9 @@ def altered(redis: Redis, name: str, held: ClaimedJob) -> None:
 
 @pytest.mark.parametrize("name", KEYS)
 @pytest.mark.parametrize("end", [succeeded, failed])
-def test_a_job_whose_key_is_another_kind_ends_beside_others(redis: Redis, name: str, end: object) -> None:
+def test_a_job_whose_key_is_another_kind_ends_beside_others(
+    redis: Redis, name: str, end: object
+) -> None:
     queue, store = the_queue(redis), worker_store(redis)
     jobs = [queue.enqueue("jobs.complete", "a", retry=None) for _ in range(3)]
     held = claim(store)
@@ -68,7 +77,9 @@ def test_a_job_whose_key_is_another_kind_ends_beside_others(redis: Redis, name: 
 
 
 @pytest.mark.parametrize("name", KEYS)
-def test_a_job_whose_key_is_another_kind_is_taken_from_a_dead_worker_once(redis: Redis, name: str) -> None:
+def test_a_job_whose_key_is_another_kind_is_taken_from_a_dead_worker_once(
+    redis: Redis, name: str
+) -> None:
     queue, store = the_queue(redis), worker_store(redis)
     for _ in range(3):
         queue.enqueue("jobs.complete", "a")
@@ -102,7 +113,9 @@ def test_a_dependent_that_cannot_be_read_leaves_the_others_of_its_page(redis: Re
 
 
 @pytest.mark.parametrize("registry", ["scheduled", "ready"])
-def test_what_waits_behind_a_job_that_cannot_be_read_is_queued_in_the_same_call(redis: Redis, registry: str) -> None:
+def test_what_waits_behind_a_job_that_cannot_be_read_is_queued_in_the_same_call(
+    redis: Redis, registry: str
+) -> None:
     queue = the_queue(redis)
     past = datetime(2026, 1, 1, tzinfo=UTC)
     damaged, sound = (queue.enqueue_at(past, "jobs.complete", "b") for _ in range(2))

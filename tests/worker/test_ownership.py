@@ -145,7 +145,9 @@ def test_a_job_that_is_scheduled_again_while_it_runs_ends_and_runs_again(
     assert Job.fetch("same", redis, JSONSerializer).args == ["new"]
 
 
-def test_a_copy_that_is_saved_changes_no_number_of_tries_left(redis: Redis, bulk: Queue, store: JobStore) -> None:
+def test_a_copy_that_is_saved_changes_no_number_of_tries_left(
+    redis: Redis, bulk: Queue, store: JobStore
+) -> None:
     job = bulk.enqueue("f", retry=Retry(max=2))
     runs = 0
     while held := claim(store):

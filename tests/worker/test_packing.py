@@ -19,7 +19,12 @@ def job(number: int, lane: int, sizes: list[int], length: int | None = None) -> 
     requests = iter([Request("p", None, {"n": n}) for n in sizes])
     opened = cast(Any, SimpleNamespace(num_requests=length))
     return HeldJob(
-        number, cast(Any, SimpleNamespace()), lane, is_file=length is not None, open_task=opened, requests=requests
+        number,
+        cast(Any, SimpleNamespace()),
+        lane,
+        is_file=length is not None,
+        open_task=opened,
+        requests=requests,
     )
 
 
@@ -27,14 +32,20 @@ def job(number: int, lane: int, sizes: list[int], length: int | None = None) -> 
 @given(
     st.lists(
         st.one_of(
-            st.tuples(st.just("stream"), st.integers(0, LANES - 1), st.lists(st.integers(1, 3), max_size=30)),
+            st.tuples(
+                st.just("stream"),
+                st.integers(0, LANES - 1),
+                st.lists(st.integers(1, 3), max_size=30),
+            ),
             st.tuples(st.just("deliver"), st.integers(0, 1000), st.none()),
             st.tuples(st.just("forget"), st.integers(0, 1000), st.none()),
         ),
         max_size=60,
     )
 )
-def test_any_history_keeps_the_counts_the_order_and_the_room_of_urgent_lanes(history: list[Any]) -> None:
+def test_any_history_keeps_the_counts_the_order_and_the_room_of_urgent_lanes(
+    history: list[Any],
+) -> None:
     packer = Packer(LANES, SLOTS, PREFETCH, 4, 2)
     jobs: list[HeldJob] = []
     for kind, number, sizes in history:

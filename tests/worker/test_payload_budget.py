@@ -38,10 +38,16 @@ def test_a_turn_opens_a_mebibyte_of_each_lane_and_the_urgent_one_first() -> None
     assert budget.has_room(0)
 
 
-def test_jobs_beyond_the_budget_wait_for_those_before_them_and_for_no_other_lane(workers: Workers) -> None:
+def test_jobs_beyond_the_budget_wait_for_those_before_them_and_for_no_other_lane(
+    workers: Workers,
+) -> None:
     queue = workers.queue("bulk")
-    callback = Callback("tests.worker.functions.ignore")  # which may ask for the prompts when the job ends
-    large = [queue.enqueue("jobs.complete", ["hang", "x" * MIB], on_failure=callback) for _ in range(3)]
+    callback = Callback(
+        "tests.worker.functions.ignore"
+    )  # which may ask for the prompts when the job ends
+    large = [
+        queue.enqueue("jobs.complete", ["hang", "x" * MIB], on_failure=callback) for _ in range(3)
+    ]
     workers.start(TOKENMILL_MAX_HELD_BYTES="1MiB")
     wait_until_started(large[0])
     urgent = workers.queue("high").enqueue("jobs.complete", "a", max_tokens=1)

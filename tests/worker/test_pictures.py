@@ -22,7 +22,9 @@ def parts(*files: bytes) -> list[dict[str, Any]]:
 
 @pytest.mark.parametrize("kind", ["PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF"])
 def test_a_picture_of_each_format_is_an_array_of_rgb(kind: str) -> None:
-    (found,) = decoded(parts(picture(RED, (4, 2), kind, **({"lossless": True} if kind == "WEBP" else {}))))
+    (found,) = decoded(
+        parts(picture(RED, (4, 2), kind, **({"lossless": True} if kind == "WEBP" else {})))
+    )
     assert (found.shape, found.dtype) == ((2, 4, 3), np.uint8)
     assert np.abs(found.astype(int) - RED).max() <= 2  # a JPEG's is nearly the color
 
@@ -60,7 +62,11 @@ def test_the_first_frame_is_read() -> None:
 def test_texts_stay_between_pictures_and_a_chat_keeps_its_form() -> None:
     text = {"type": "text", "text": "and"}
     first, between, second = decoded([*parts(picture(RED)), text, *parts(picture(BLUE))])
-    assert (first[0, 0].tolist(), between, second[0, 0].tolist()) == ([255, 0, 0], "and", [0, 0, 255])
+    assert (first[0, 0].tolist(), between, second[0, 0].tolist()) == (
+        [255, 0, 0],
+        "and",
+        [0, 0, 255],
+    )
     (message,) = decoded([{"role": "user", "content": [*parts(picture(RED)), text]}])
     assert message["content"][0]["image"].shape == (2, 4, 3)
     assert message["content"][1] == text
@@ -70,17 +76,23 @@ def test_texts_stay_between_pictures_and_a_chat_keeps_its_form() -> None:
 
 @pytest.mark.parametrize("file", broken())
 def test_what_is_no_picture_is_refused_by_its_place(file: bytes) -> None:
-    with pytest.raises(InvalidRequest, match=r"^picture 2 (is no picture of|cannot be decoded|has 50000 x 50000)"):
+    with pytest.raises(
+        InvalidRequest, match=r"^picture 2 (is no picture of|cannot be decoded|has 50000 x 50000)"
+    ):
         decoded(parts(picture(), file))
 
 
 def test_pixels_of_a_prompt_are_bounded_together(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(pictures, "MAX_PIXELS", 10)
-    with pytest.raises(InvalidRequest, match="picture 2 has 4 x 2 pixels, more than the 2 that its prompt has left"):
+    with pytest.raises(
+        InvalidRequest, match="picture 2 has 4 x 2 pixels, more than the 2 that its prompt has left"
+    ):
         decoded(parts(picture(), picture()))
 
 
-def test_a_picture_that_takes_too_much_memory_or_ends_its_child_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_picture_that_takes_too_much_memory_or_ends_its_child_is_refused(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr("jobs.prompts.pictures.LIMITS", Limits(20.0, 16 << 20))
     with pytest.raises(InvalidRequest, match="decoding picture 1 took more than 16 MiB of memory"):
         decoded(parts(bomb(6000, 6000)))

@@ -60,7 +60,9 @@ def least_prefill(prompts: list[list[int]]) -> int:
 
 
 @pytest.mark.parametrize(
-    ("blocks_per_slot", "as_shard"), [(40, False), (5, True)], ids=["prompts", "rows of a shard in a small pool"]
+    ("blocks_per_slot", "as_shard"),
+    [(40, False), (5, True)],
+    ids=["prompts", "rows of a shard in a small pool"],
 )
 def test_prefill_computes_each_shared_block_once(blocks_per_slot: int, as_shard: bool) -> None:
     """In any order while the pool holds the whole tree; a shard sorts its rows, and needs no such pool."""
@@ -69,7 +71,11 @@ def test_prefill_computes_each_shared_block_once(blocks_per_slot: int, as_shard:
         shard = shard_of(texts, {"temperature": 0})
         texts = [str(request.prompt) for request in shard.requests()]
     config = EngineConfig(
-        str(MODEL), device="cpu", max_num_seqs=SLOTS, block_size=BLOCK_SIZE, max_num_batched_tokens=512
+        str(MODEL),
+        device="cpu",
+        max_num_seqs=SLOTS,
+        block_size=BLOCK_SIZE,
+        max_num_batched_tokens=512,
     )
     with Engine(config, start_runner=lambda *_: DrawingRunner(SLOTS * blocks_per_slot)) as engine:
         engine.generate(texts, SamplingParams(max_tokens=16, ignore_eos=True))

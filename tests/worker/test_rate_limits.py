@@ -22,7 +22,9 @@ _numbers = count()
 def enqueue_rate_limited(queue: Queue, function: str, *args: Any, **options: Any) -> Job:
     """In order of their ids, which RQ goes by among jobs of the same second."""
     job_id = f"limited-{next(_numbers):06}"
-    return queue.enqueue(F + function, args=args, job_id=job_id, job_timeout=60, rate_limit=LIMIT, **options)
+    return queue.enqueue(
+        F + function, args=args, job_id=job_id, job_timeout=60, rate_limit=LIMIT, **options
+    )
 
 
 def test_no_more_jobs_of_a_limit_run_than_it_allows(workers: Workers) -> None:
@@ -38,7 +40,10 @@ def test_no_more_jobs_of_a_limit_run_than_it_allows(workers: Workers) -> None:
 
 def test_the_slot_of_a_running_job_that_is_cancelled_goes_to_the_next(workers: Workers) -> None:
     queue = workers.queue("bulk")
-    running, waiting = (enqueue_rate_limited(queue, "linger"), enqueue_rate_limited(queue, "add", 1, 2))
+    running, waiting = (
+        enqueue_rate_limited(queue, "linger"),
+        enqueue_rate_limited(queue, "add", 1, 2),
+    )
     workers.start(PERIODS_S="1")
     wait_until_started(running)
     running.cancel()
@@ -60,7 +65,9 @@ def test_a_killed_workers_job_keeps_its_slot_until_another_worker_ends_it(worker
     wait_until(lambda: workers.redis.zcard("rq:rl:key:allowed") == 0)
 
 
-def test_a_worker_that_thaws_gives_no_slot_back_a_second_time(workers: Workers, tmp_path: Path) -> None:
+def test_a_worker_that_thaws_gives_no_slot_back_a_second_time(
+    workers: Workers, tmp_path: Path
+) -> None:
     queue = workers.queue("bulk")
     first = queue.enqueue("jobs.complete", f"file:{tmp_path}/go", rate_limit=LIMIT)
     frozen = workers.start("--name", "frozen")
@@ -85,7 +92,9 @@ def test_a_job_that_its_killed_queuer_left_ready_is_queued(workers: Workers) -> 
     child = queue.enqueue(F + "add", 1, 2, depends_on=parent)
     stale = queue.enqueue(F + "add", 1, 3)
     with workers.redis.pipeline() as pipe:
-        queue.ready_job_registry.register_jobs([child], pipe)  # RQ's worker does, and then queues them
+        queue.ready_job_registry.register_jobs(
+            [child], pipe
+        )  # RQ's worker does, and then queues them
         queue.ready_job_registry.add(stale, pipeline=pipe)
         pipe.execute()
     queue.remove(parent)

@@ -24,7 +24,9 @@ def test_jobs_are_scheduled_and_retried_by_redis_clock_and_a_worker_tells_that_i
     later = queue.enqueue_in(timedelta(seconds=300), "jobs.complete", "later", max_tokens=1)
     soon = queue.enqueue_in(timedelta(seconds=1), "jobs.complete", "soon", max_tokens=1)
     again = queue.enqueue(F + "boom", "no", retry=Retry(max=1, interval=1))
-    worker = workers.start("--with-scheduler", CLOCK_AHEAD_S=str(ahead_s), TOKENMILL_METRICS_PORT=str(port))
+    worker = workers.start(
+        "--with-scheduler", CLOCK_AHEAD_S=str(ahead_s), TOKENMILL_METRICS_PORT=str(port)
+    )
     assert text_of(workers.result(soon)) == "echo:soon"
     wait_until(lambda: again.get_status() == JobStatus.FAILED)
     assert later.get_status() == JobStatus.SCHEDULED
@@ -37,8 +39,12 @@ def test_jobs_are_scheduled_and_retried_by_redis_clock_and_a_worker_tells_that_i
     assert get(port, "/livez") == (200, "ok\n")
 
 
-@pytest.mark.parametrize(("ahead_s", "words"), [(SKEW_S - 1, ""), (SKEW_S + 1, "ahead of"), (-SKEW_S - 1, "behind")])
-def test_a_clock_that_is_off_by_more_than_a_few_seconds_is_told(redis: Redis, ahead_s: float, words: str) -> None:
+@pytest.mark.parametrize(
+    ("ahead_s", "words"), [(SKEW_S - 1, ""), (SKEW_S + 1, "ahead of"), (-SKEW_S - 1, "behind")]
+)
+def test_a_clock_that_is_off_by_more_than_a_few_seconds_is_told(
+    redis: Redis, ahead_s: float, words: str
+) -> None:
     seconds, microseconds = redis.time()
     clock = RedisClock(lambda: seconds + microseconds / 1e6 + ahead_s)
     assert clock.warning == ""

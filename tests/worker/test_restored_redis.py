@@ -66,7 +66,9 @@ def run(redis_url: str, *command: str) -> click.testing.Result:
     return click.testing.CliRunner().invoke(main, ["--url", redis_url, *command])
 
 
-def answered_since_a_snapshot(redis: Redis, bulk: Queue, store: JobStore, num_seconds: int) -> dict[bytes, Any]:
+def answered_since_a_snapshot(
+    redis: Redis, bulk: Queue, store: JobStore, num_seconds: int
+) -> dict[bytes, Any]:
     """Answer a prompt after a snapshot, and go on for so many seconds; return the snapshot."""
     pass_seconds(redis, lambda: take(store), 10)
     bulk.enqueue("f", job_id="a")
@@ -118,7 +120,9 @@ def test_the_seconds_that_an_append_only_file_may_lose_hold_nothing(
     assert [job.job_id for job in take(store).jobs] == ["a"]
 
 
-def test_an_empty_redis_and_a_worker_that_was_away_for_long_hold_nothing(redis: Redis, bulk: Queue) -> None:
+def test_an_empty_redis_and_a_worker_that_was_away_for_long_hold_nothing(
+    redis: Redis, bulk: Queue
+) -> None:
     store, other = store_of(redis), store_of(redis, "other")
     pass_seconds(redis, lambda: take(store), 10)
     pass_seconds(redis, lambda: take(other), 700)
@@ -131,14 +135,18 @@ def test_an_empty_redis_and_a_worker_that_was_away_for_long_hold_nothing(redis: 
 
 
 @pytest.mark.long
-def test_a_snapshot_that_is_restored_under_a_living_worker_is_not_answered_again(tmp_path: Path) -> None:
+def test_a_snapshot_that_is_restored_under_a_living_worker_is_not_answered_again(
+    tmp_path: Path,
+) -> None:
     """By a real server's own file, and a worker that goes on while it is away."""
     with TemporaryDirectory(prefix="r") as folder, ExitStack() as stack:
         url, saved = f"unix://{folder}/s", tmp_path / "saved.rdb"
 
         def start() -> subprocess.Popen[bytes]:
             where = ["--port", "0", "--unixsocket", f"{folder}/s", "--dir", folder, "--save", ""]
-            server = subprocess.Popen([redis_server_executable(), *where], stdout=subprocess.DEVNULL)
+            server = subprocess.Popen(
+                [redis_server_executable(), *where], stdout=subprocess.DEVNULL
+            )
             stack.callback(server.wait)
             stack.callback(server.kill)
             wait_until_ready(url, server)
@@ -186,7 +194,10 @@ def test_a_held_worker_says_so_where_people_look(
         redis.sadd("rq:workers", "rq:worker:w")
         redis.hset("rq:worker:w", mapping={"state": "restored", "queues": "bulk"})
         assert "worker w: restored" in run(redis_url, "info").output
-        assert "no worker claims anything: Redis came back with older data" in run(redis_url, "info").output
+        assert (
+            "no worker claims anything: Redis came back with older data"
+            in run(redis_url, "info").output
+        )
         assert "restored" in run(redis_url, "workers").output
         run(redis_url, "restore-check", "--confirm")
         for _ in range(400):

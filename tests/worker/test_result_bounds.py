@@ -33,14 +33,19 @@ def small_server(workers: Workers) -> Iterator[None]:
 
 
 @pytest.mark.usefixtures("small_server")
-def test_a_result_that_the_server_does_not_take_fails_its_own_job_and_no_other(workers: Workers) -> None:
+def test_a_result_that_the_server_does_not_take_fails_its_own_job_and_no_other(
+    workers: Workers,
+) -> None:
     queue = workers.queue("bulk")
     bad = queue.enqueue(F + "give", "text", 2 * MIB)
     good = [queue.enqueue("jobs.complete", "a", max_tokens=1) for _ in range(3)]
     process = workers.start()
     assert [text_of(workers.result(job)) for job in good] == ["echo:a"] * 3
     text = str(workers.result(bad).exc_string)
-    assert "EndNotTaken: the job has ended, but Redis does not take the 2097154 bytes of its end" in text
+    assert (
+        "EndNotTaken: the job has ended, but Redis does not take the 2097154 bytes of its end"
+        in text
+    )
     assert text.endswith("tokenmill: client\n")
     assert bad.get_status() == JobStatus.FAILED
     process.terminate()
@@ -53,7 +58,10 @@ def test_a_result_beyond_its_bound_fails_its_own_job_at_once(workers: Workers) -
     kinds = ("text", "numbers", "nested", "itself")
     bad = [queue.enqueue(F + "give", kind, 2000, retry=Retry(2)) for kind in kinds]
     bad.append(queue.enqueue("jobs.complete", ["a", "x" * 1000, "b"], max_tokens=1))
-    good = [queue.enqueue(F + "give", "text", 900), queue.enqueue("jobs.complete", "a", max_tokens=1)]
+    good = [
+        queue.enqueue(F + "give", "text", 900),
+        queue.enqueue("jobs.complete", "a", max_tokens=1),
+    ]
     log = workers.burst(TOKENMILL_MAX_RESULT_BYTES="1024")
     for job in bad:
         [result] = job.results()
@@ -96,7 +104,9 @@ class Ends:
 
     def __init__(self, server: Server, *sizes: int) -> None:
         self.server, self.now, self.replies = server, 0.0, {}  # type: ignore[var-annotated]
-        self.writer = EndWriter(self._written, open_guard(), logging.getLogger("test"), lambda: self.now)
+        self.writer = EndWriter(
+            self._written, open_guard(), logging.getLogger("test"), lambda: self.now
+        )
         for number, size in enumerate(sizes):
             claimed: Any = SimpleNamespace(job_id="abcdef"[number])
             packed = b"x" * size
@@ -114,7 +124,9 @@ class Ends:
 
 
 @pytest.mark.parametrize("error", [RedisConnectionError("reset"), ResponseError("too long")])
-def test_an_end_that_is_not_taken_becomes_a_failure_and_holds_up_no_other(error: RedisError) -> None:
+def test_an_end_that_is_not_taken_becomes_a_failure_and_holds_up_no_other(
+    error: RedisError,
+) -> None:
     ends = Ends(Server(error), 10, 2 * MIB, 10)
     ends.flush(2)
     assert ends.server.taken == [("a", "finished"), ("c", "finished")]

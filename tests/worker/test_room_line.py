@@ -55,4 +55,6 @@ def test_a_job_that_was_withdrawn_while_it_waits_for_memory_leaves_the_line() ->
     for place in (FIRST, SECOND):
         line.finds_no_room(place)
     line.lost.add(FIRST)
-    assert line.pass_time() == [FIRST, SECOND], "its call comes to its end at once, beside the first of the line"
+    assert line.pass_time() == [FIRST, SECOND], (
+        "its call comes to its end at once, beside the first of the line"
+    )

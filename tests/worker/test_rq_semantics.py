@@ -25,7 +25,9 @@ from worker.store.scheduler import Scheduler
 F = "tests.worker.functions."
 
 
-def test_jobs_of_one_batch_each_get_their_own_answer_and_leave_nothing_behind(workers: Workers) -> None:
+def test_jobs_of_one_batch_each_get_their_own_answer_and_leave_nothing_behind(
+    workers: Workers,
+) -> None:
     queue = workers.queue("bulk")
     jobs = [queue.enqueue("jobs.complete", f"p{i}", max_tokens=1 + i % 7) for i in range(200)]
     workers.burst("--name", "w")
@@ -83,7 +85,9 @@ def test_every_step_of_a_job_has_rqs_status_and_registry(workers: Workers, tmp_p
 def test_stop_job_ends_one_of_many_also_where_its_callback_raises(workers: Workers) -> None:
     queue = workers.queue("bulk")
     hook = Callback(F + "on_stopped_raises")
-    plain, hang, other = (queue.enqueue("jobs.complete", "hang", on_stopped=each) for each in (None, hook, None))
+    plain, hang, other = (
+        queue.enqueue("jobs.complete", "hang", on_stopped=each) for each in (None, hook, None)
+    )
     workers.start("--name", "w")
     wait_until_started(plain, hang, other)
     for job, told in ((plain, "stopped by user"), (hang, "the stopped callback raised")):
@@ -111,7 +115,9 @@ def test_a_running_job_that_is_cancelled_or_deleted_is_dropped(workers: Workers,
     assert workers.redis.exists(gone.key) == (how == "cancel")
 
 
-def test_scheduled_jobs_are_enqueued_also_where_a_scheduler_died_with_its_locks(workers: Workers) -> None:
+def test_scheduled_jobs_are_enqueued_also_where_a_scheduler_died_with_its_locks(
+    workers: Workers,
+) -> None:
     workers.redis.set("rq:scheduler-lock:bulk", "gone", ex=2)
     job = workers.queue("bulk").enqueue_in(timedelta(seconds=1), "jobs.complete", "a", max_tokens=1)
     process = workers.start("--with-scheduler", PERIODS_S="1")
@@ -121,9 +127,13 @@ def test_scheduled_jobs_are_enqueued_also_where_a_scheduler_died_with_its_locks(
     assert workers.redis.keys("rq:scheduler*") == []
 
 
-def test_a_running_shard_shows_its_progress_in_a_field_of_its_own(workers: Workers, tmp_path: Path) -> None:
+def test_a_running_shard_shows_its_progress_in_a_field_of_its_own(
+    workers: Workers, tmp_path: Path
+) -> None:
     def shown() -> dict[str, int]:
-        return dict(json.loads(workers.redis.hget(f"rq:job:{run}-00000", "tokenmill_progress") or "{}"))
+        return dict(
+            json.loads(workers.redis.hget(f"rq:job:{run}-00000", "tokenmill_progress") or "{}")
+        )
 
     prompts = ["a", "b", "c", f"file:{tmp_path}/go"]
     pq.write_table(pa.table({"prompt": prompts}), tmp_path / "in.parquet")
@@ -135,7 +145,9 @@ def test_a_running_shard_shows_its_progress_in_a_field_of_its_own(workers: Worke
     wait_until(lambda: shown().get("rows_done") == 3)
     assert shown()["tokens"] == 6
     wait_until(lambda: shown().get("tokens_open", 0) > 2)
-    assert (shown()["prompt_tokens"], shown()["prompt_tokens_open"]) == (3, len(prompts[3])), "the open row moves too"
+    assert (shown()["prompt_tokens"], shown()["prompt_tokens_open"]) == (3, len(prompts[3])), (
+        "the open row moves too"
+    )
     (tmp_path / "go").touch()
     wait_until(lambda: (tmp_path / "out" / "_SUCCESS").exists())
 
@@ -152,8 +164,14 @@ def test_a_failure_that_no_other_try_can_mend_uses_up_no_retry(workers: Workers)
         job.refresh()
         assert (job.get_status(), job.retries_left) == (JobStatus.FAILED, 2)
         assert (workers.result(job).exc_string or "").splitlines()[-1] == "tokenmill: client"
-    assert f"job {jobs[0].id} failed: RequestFailed: request 0 of this job failed: the prompt is empty" in log
-    assert f"job {jobs[1].id} failed: InvalidJob: 'max_tokns' is no sampling parameter; did you mean" in log
+    assert (
+        f"job {jobs[0].id} failed: RequestFailed: request 0 of this job failed: the prompt is empty"
+        in log
+    )
+    assert (
+        f"job {jobs[1].id} failed: InvalidJob: 'max_tokns' is no sampling parameter; did you mean"
+        in log
+    )
     assert f"job {jobs[2].id} failed: InputNotFound: no input file at" in log
 
 
@@ -166,7 +184,9 @@ def test_a_failure_of_the_servers_is_tried_again_and_classed(workers: Workers) -
     assert "JobTimeoutException: Task exceeded maximum timeout value (1 seconds)" in log
 
 
-def test_what_a_users_function_raises_is_neither_classed_nor_logged_in_its_words(workers: Workers) -> None:
+def test_what_a_users_function_raises_is_neither_classed_nor_logged_in_its_words(
+    workers: Workers,
+) -> None:
     job = workers.queue("bulk").enqueue(F + "boom", "secret words")
     log = workers.burst()
     assert (workers.result(job).exc_string or "").splitlines()[-1] == "ValueError: secret words"

@@ -36,16 +36,22 @@ def failures_and_retries(bulk: Queue, high: Queue) -> None:
     bulk.enqueue(F + "leave", job_id="raises-system-exit")
     bulk.enqueue(F + "linger", job_id="passes-its-timeout", job_timeout=1)
     bulk.enqueue(F + "boom", "no", job_id="retries", retry=Retry(max=2))
-    bulk.enqueue(F + "boom", "no", job_id="retries-at-front", retry=Retry(max=1, enqueue_at_front=True))
+    bulk.enqueue(
+        F + "boom", "no", job_id="retries-at-front", retry=Retry(max=1, enqueue_at_front=True)
+    )
     bulk.enqueue(F + "boom", "no", job_id="retries-later", retry=Retry(max=3, interval=[600, 900]))
-    bulk.enqueue(F + "boom", "no", job_id="retries-with-ttl", retry=Retry(max=1, interval=600), ttl=300)
+    bulk.enqueue(
+        F + "boom", "no", job_id="retries-with-ttl", retry=Retry(max=1, interval=600), ttl=300
+    )
     bulk.enqueue(F + "ask_for_retry", 1, job_id="asks-for-retry")
     bulk.enqueue(F + "always_ask_for_retry", 2, job_id="asks-too-often")
     bulk.enqueue(F + "always_ask_for_retry", 2, interval=600, job_id="asks-for-retry-later")
     bulk.enqueue(F + "always_ask_for_retry", 2, 600, True, job_id="asks-for-the-front-later")
     bulk.enqueue(F + "add", 1, 1, job_id="repeats", repeat=Repeat(times=2))
     bulk.enqueue(F + "add", 1, 1, job_id="repeats-later", repeat=Repeat(times=2, interval=600))
-    bulk.enqueue(F + "add", 1, 1, job_id="repeats-in-turn", repeat=Repeat(times=3, interval=[0, 600, 900]))
+    bulk.enqueue(
+        F + "add", 1, 1, job_id="repeats-in-turn", repeat=Repeat(times=3, interval=[0, 600, 900])
+    )
     bulk.enqueue(F + "add", 1, 1, job_id="repeats-not-kept", repeat=Repeat(times=1), result_ttl=0)
     bulk.enqueue(F + "boom", "no", job_id="repeats-and-fails", repeat=Repeat(times=2))
 
@@ -57,11 +63,18 @@ def callbacks(bulk: Queue, high: Queue) -> None:
     for name in ("on_failure", "on_failure_raises"):
         bulk.enqueue(F + "boom", "no", job_id=name, on_failure=Callback(F + name))
         bulk.enqueue(F + "add", 1, 1, job_id=f"not-{name}", on_failure=Callback(F + name))
-    both = {"on_success": Callback(F + "on_success_raises"), "on_failure": Callback(F + "on_failure")}
+    both = {
+        "on_success": Callback(F + "on_success_raises"),
+        "on_failure": Callback(F + "on_failure"),
+    }
     bulk.enqueue(F + "add", 1, 1, job_id="both", **both)
-    bulk.enqueue(F + "boom", "no", job_id="retry", retry=Retry(max=1), on_failure=Callback(F + "on_failure"))
+    bulk.enqueue(
+        F + "boom", "no", job_id="retry", retry=Retry(max=1), on_failure=Callback(F + "on_failure")
+    )
     bulk.enqueue(F + "ask_for_retry", 1, job_id="ask", on_success=Callback(F + "on_success"))
-    bulk.enqueue(F + "add", 1, 1, job_id="not-kept", on_success=Callback(F + "on_success"), result_ttl=0)
+    bulk.enqueue(
+        F + "add", 1, 1, job_id="not-kept", on_success=Callback(F + "on_success"), result_ttl=0
+    )
 
 
 def dependents(bulk: Queue, high: Queue) -> None:
@@ -70,12 +83,20 @@ def dependents(bulk: Queue, high: Queue) -> None:
     bulk.enqueue(F + "add", 1, 1, job_id="after-good", depends_on=good)
     high.enqueue(F + "add", 1, 1, job_id="after-good-on-high", depends_on=good)
     bulk.enqueue(F + "add", 1, 1, job_id="after-bad", depends_on=bad)
-    bulk.enqueue(F + "add", 1, 1, job_id="after-all", depends_on=Dependency([good, bad], allow_failure=True))
-    bulk.enqueue(F + "add", 1, 1, job_id="after-after", depends_on=["after-good", "after-good-on-high"])
+    bulk.enqueue(
+        F + "add", 1, 1, job_id="after-all", depends_on=Dependency([good, bad], allow_failure=True)
+    )
+    bulk.enqueue(
+        F + "add", 1, 1, job_id="after-after", depends_on=["after-good", "after-good-on-high"]
+    )
     gone = bulk.enqueue(F + "add", 1, 1, job_id="good-and-gone", result_ttl=0)
     bulk.enqueue(F + "add", 1, 1, job_id="after-gone", depends_on=gone)
-    retried = bulk.enqueue(F + "boom", "no", job_id="bad-and-retried", retry=Retry(max=1, interval=600))
-    bulk.enqueue(F + "add", 1, 1, job_id="after-retried", depends_on=Dependency(retried, allow_failure=True))
+    retried = bulk.enqueue(
+        F + "boom", "no", job_id="bad-and-retried", retry=Retry(max=1, interval=600)
+    )
+    bulk.enqueue(
+        F + "add", 1, 1, job_id="after-retried", depends_on=Dependency(retried, allow_failure=True)
+    )
     Group(bulk.connection, "group").enqueue_many(
         bulk,
         [
@@ -90,10 +111,14 @@ def rate_limits(bulk: Queue, high: Queue) -> None:
     bulk.enqueue(F + "add", 1, 1, job_id="first", rate_limit=limit)
     high.enqueue(F + "boom", "no", job_id="fails", rate_limit=limit)
     bulk.enqueue(F + "boom", "no", job_id="retried", rate_limit=limit, retry=Retry(max=1))
-    bulk.enqueue(F + "boom", "no", job_id="retried-later", rate_limit=limit, retry=Retry(1, interval=600))
+    bulk.enqueue(
+        F + "boom", "no", job_id="retried-later", rate_limit=limit, retry=Retry(1, interval=600)
+    )
     bulk.enqueue(F + "ask_for_retry", 1, job_id="asks", rate_limit=limit)
     bulk.enqueue(F + "add", 1, 1, job_id="repeats", rate_limit=limit, repeat=Repeat(times=1))
-    bulk.enqueue(F + "add", 1, 1, job_id="repeats-later", rate_limit=limit, repeat=Repeat(1, interval=600))
+    bulk.enqueue(
+        F + "add", 1, 1, job_id="repeats-later", rate_limit=limit, repeat=Repeat(1, interval=600)
+    )
     gone = bulk.enqueue(F + "add", 1, 1, job_id="not-kept", rate_limit=limit, result_ttl=0)
     bulk.enqueue(F + "add", 1, 1, job_id="child", rate_limit=limit, depends_on=gone)
     bulk.enqueue(F + "add", 1, 1, job_id="cancelled", rate_limit=limit).cancel()
@@ -103,7 +128,9 @@ def rate_limits(bulk: Queue, high: Queue) -> None:
 def failures_without_a_record(bulk: Queue, high: Queue) -> None:
     bulk.enqueue(F + "boom", "no", job_id="fails")
     bulk.enqueue(F + "boom", "no", job_id="retries", retry=Retry(max=1))
-    bulk.enqueue(F + "boom", "no", job_id="callback-raises", on_failure=Callback(F + "on_failure_raises"))
+    bulk.enqueue(
+        F + "boom", "no", job_id="callback-raises", on_failure=Callback(F + "on_failure_raises")
+    )
     bulk.enqueue(F + "always_ask_for_retry", 1, job_id="asks-too-often")
     bulk.enqueue(F + "add", 1, 1, job_id="fine")
 
@@ -131,7 +158,9 @@ def copies_that_callbacks_save(bulk: Queue, high: Queue) -> None:
     hook = Callback(F + "on_failure_saves")
     bulk.enqueue(F + "boom", "no", job_id="fails", on_failure=hook)
     bulk.enqueue(F + "boom", "no", job_id="retried", on_failure=hook, retry=Retry(max=2))
-    bulk.enqueue(F + "boom", "no", job_id="retried-later", on_failure=hook, retry=Retry(2, interval=600))
+    bulk.enqueue(
+        F + "boom", "no", job_id="retried-later", on_failure=hook, retry=Retry(2, interval=600)
+    )
     parent = bulk.enqueue(F + "boom", "no", job_id="bad-parent", on_failure=hook)
     bulk.enqueue(F + "add", 1, 1, job_id="after-bad", depends_on=parent)
     bulk.enqueue(F + "add", 1, 1, job_id="freed", depends_on=Dependency(parent, allow_failure=True))
@@ -160,12 +189,17 @@ KINDS: list[tuple[Callable[[Queue, Queue], None], tuple[str, ...]]] = [
     (rate_limits, ()),
     (failures_without_a_record, ("--disable-default-exception-handler", *HANDLERS)),
     (queued_jobs_that_went, ()),
-    (copies_that_callbacks_save, ("--exception-handler", F + "save_in_handler", "--results-ttl", "900")),
+    (
+        copies_that_callbacks_save,
+        ("--exception-handler", F + "save_in_handler", "--results-ttl", "900"),
+    ),
     (copies_that_are_saved_while_the_job_runs, ()),
 ]
 
 
-def run(workers: Workers, enqueue: Callable[[Queue, Queue], None], *flags: str, **options: Any) -> Any:
+def run(
+    workers: Workers, enqueue: Callable[[Queue, Queue], None], *flags: str, **options: Any
+) -> Any:
     workers.redis.flushall()
     enqueue(workers.queue("bulk"), workers.queue("high"))
     workers.burst("--name", "w", *flags, **options)
@@ -176,7 +210,9 @@ def run(workers: Workers, enqueue: Callable[[Queue, Queue], None], *flags: str, 
     return {**state, "counts": {name: workers.redis.hget("rq:worker:w", name) for name in counters}}
 
 
-@pytest.mark.parametrize(("enqueue", "flags"), KINDS, ids=lambda value: getattr(value, "__name__", ""))
+@pytest.mark.parametrize(
+    ("enqueue", "flags"), KINDS, ids=lambda value: getattr(value, "__name__", "")
+)
 def test_jobs_leave_the_same_state_behind(
     workers: Workers, enqueue: Callable[[Queue, Queue], None], flags: tuple[str, ...]
 ) -> None:

@@ -24,7 +24,12 @@ from jobs.cli import main
 from jobs.doctor.redis_server import commands_of
 from tests.forking import ForkedWorkers
 from tests.rq_workers import RQ, Workers, leftovers, text_of, wait_until, wait_until_started
-from tests.worker.secure_redis import PRODUCER_PASSWORD, WORKER_PASSWORD, SecureRedis, running_secure_redis
+from tests.worker.secure_redis import (
+    PRODUCER_PASSWORD,
+    WORKER_PASSWORD,
+    SecureRedis,
+    running_secure_redis,
+)
 
 F = "tests.worker.functions."
 
@@ -88,8 +93,12 @@ def test_a_worker_and_a_producer_do_their_work_over_tls_with_the_users_we_docume
     hang = queue.enqueue("jobs.complete", "hang")
     queue.enqueue(F + "add", 1, 1).cancel()
     pq.write_table(pa.table({"prompt": ["a", "b"]}), tmp_path / "in.parquet")
-    printed = command(workers, url, *RQ, "enqueue", "-S", "json", "-q", "bulk", "jobs.complete", "prompt=hi")
-    printed += tokenmill(workers, url, "submit", "in.parquet", "out", "--queue", "bulk", "--max-tokens", "1")
+    printed = command(
+        workers, url, *RQ, "enqueue", "-S", "json", "-q", "bulk", "jobs.complete", "prompt=hi"
+    )
+    printed += tokenmill(
+        workers, url, "submit", "in.parquet", "out", "--queue", "bulk", "--max-tokens", "1"
+    )
 
     process = workers.start("--with-scheduler", "--name", "w")
     wait_until_started(hang)
@@ -97,7 +106,9 @@ def test_a_worker_and_a_producer_do_their_work_over_tls_with_the_users_we_docume
     assert "stopped by user" in str(workers.result(hang).exc_string)
     for job in ended:
         workers.result(job)
-    wait_until(lambda: failed.get_status() == JobStatus.FAILED and (tmp_path / "out" / "_SUCCESS").exists())
+    wait_until(
+        lambda: failed.get_status() == JobStatus.FAILED and (tmp_path / "out" / "_SUCCESS").exists()
+    )
     for words, says in (
         ("status out", "finished"),
         ("cancel out", "nothing was left to cancel"),
@@ -107,7 +118,9 @@ def test_a_worker_and_a_producer_do_their_work_over_tls_with_the_users_we_docume
         ("info", "worker w: "),
     ):
         assert says in tokenmill(workers, url, *words.split())
-    printed += command(workers, workers.url, *RQ, "info", "--raw", "--worker-class", "worker.BatchWorker")
+    printed += command(
+        workers, workers.url, *RQ, "info", "--raw", "--worker-class", "worker.BatchWorker"
+    )
     assert "worker w" in printed
     assert server.admin.hget("rq:worker:w", "ip_address") != b"unknown"
     process.terminate()
@@ -117,21 +130,43 @@ def test_a_worker_and_a_producer_do_their_work_over_tls_with_the_users_we_docume
     # redis-py introduces itself by CLIENT SETINFO and more, which this server does not know.
     refused = [entry for entry in server.admin.acl_log() if entry["object"] != "client"]
     assert refused == [], "a user was refused something that it needs"
-    used = {name.removeprefix("cmdstat_").partition("|")[0] for name in server.admin.info("commandstats")}
+    used = {
+        name.removeprefix("cmdstat_").partition("|")[0]
+        for name in server.admin.info("commandstats")
+    }
     asked = {words[0] for words in commands_of("worker")}
     # Valkey 9 itself begins with CONFIG GET; one of a user's would have been refused above.
-    others = {"acl", "auth", "client", "config", "exec", "hello", "multi", "scan", "unwatch", "watch"}
+    others = {
+        "acl",
+        "auth",
+        "client",
+        "config",
+        "exec",
+        "hello",
+        "multi",
+        "scan",
+        "unwatch",
+        "watch",
+    }
     assert used - asked - others == set(), "tokenmill doctor does not ask for what is needed"
 
-    written = [path.read_bytes().decode("latin-1") for path in (tmp_path / "out").rglob("*") if path.is_file()]
+    written = [
+        path.read_bytes().decode("latin-1")
+        for path in (tmp_path / "out").rglob("*")
+        if path.is_file()
+    ]
     everything = repr([(key, server.admin.dump(key)) for key in server.admin.scan_iter()])
     shown = "".join([printed, workers.log(process), everything, *written])
     for password in (WORKER_PASSWORD, PRODUCER_PASSWORD):
         assert password not in shown
 
 
-@pytest.mark.parametrize(("user", "password"), [("worker", WORKER_PASSWORD), ("producer", PRODUCER_PASSWORD)])
-def test_the_users_we_document_reach_nothing_else(server: SecureRedis, user: str, password: str) -> None:
+@pytest.mark.parametrize(
+    ("user", "password"), [("worker", WORKER_PASSWORD), ("producer", PRODUCER_PASSWORD)]
+)
+def test_the_users_we_document_reach_nothing_else(
+    server: SecureRedis, user: str, password: str
+) -> None:
     server.admin.set("somebody:else", "private")
     with Redis.from_url(server.url(user, password)) as client:
         for words in (
@@ -150,7 +185,9 @@ def test_the_users_we_document_reach_nothing_else(server: SecureRedis, user: str
         ):
             with pytest.raises(ResponseError) as refusal:
                 client.execute_command(*words.split())
-            switched_off = "not allowed" in str(refusal.value)  # DEBUG and MODULE, by Redis 7 itself
+            switched_off = "not allowed" in str(
+                refusal.value
+            )  # DEBUG and MODULE, by Redis 7 itself
             assert isinstance(refusal.value, NoPermissionError) or switched_off
 
 
@@ -176,7 +213,9 @@ REFUSED = [
 ]
 
 
-def test_a_producer_can_neither_hold_up_the_server_nor_reach_what_only_workers_write(server: SecureRedis) -> None:
+def test_a_producer_can_neither_hold_up_the_server_nor_reach_what_only_workers_write(
+    server: SecureRedis,
+) -> None:
     with Redis.from_url(server.url("producer", PRODUCER_PASSWORD)) as client:
         for words in REFUSED:
             with pytest.raises(ResponseError) as refusal:
@@ -185,18 +224,24 @@ def test_a_producer_can_neither_hold_up_the_server_nor_reach_what_only_workers_w
             assert isinstance(refusal.value, NoPermissionError) or is_of_another_version, words
 
 
-def test_a_producer_has_the_rights_for_what_rq_offers_it(workers: Workers, server: SecureRedis) -> None:
+def test_a_producer_has_the_rights_for_what_rq_offers_it(
+    workers: Workers, server: SecureRedis
+) -> None:
     queue: Queue = workers.queue("bulk")
     call: dict[str, Any] = {"args": ("a",), "kwargs": {"max_tokens": 1}}
     group = Group.create(connection=workers.redis)
-    grouped = group.enqueue_many(queue, [Queue.prepare_data("jobs.complete", **call) for _ in range(2)])
+    grouped = group.enqueue_many(
+        queue, [Queue.prepare_data("jobs.complete", **call) for _ in range(2)]
+    )
     failing = queue.enqueue(F + "boom", "no", meta={"a": 1})
     front = queue.enqueue("jobs.complete", **call, at_front=True, job_id="front")
     assert queue.get_job_position(front) == 0
     front.meta["b"] = 2
     front.save_meta()
     front.save()
-    once = queue.enqueue("jobs.complete", **call, repeat=Repeat(times=1), on_success=Callback(F + "tell"))
+    once = queue.enqueue(
+        "jobs.complete", **call, repeat=Repeat(times=1), on_success=Callback(F + "tell")
+    )
     behind = queue.enqueue("jobs.complete", **call, depends_on=once)
     once.cancel(enqueue_dependents=True)
     behind.delete()
@@ -215,7 +260,11 @@ def test_a_producer_has_the_rights_for_what_rq_offers_it(workers: Workers, serve
     assert len(queue.jobs) == 1
     failing.cancel()
     queue.enqueue("jobs.complete", **call).delete(delete_dependents=True)
-    for registry in (queue.finished_job_registry, queue.started_job_registry, queue.canceled_job_registry):
+    for registry in (
+        queue.finished_job_registry,
+        queue.started_job_registry,
+        queue.canceled_job_registry,
+    ):
         registry.get_job_ids()
     send_shutdown_command(workers.redis, "nobody")
     assert Queue.all(connection=workers.redis) == [queue]

@@ -46,7 +46,9 @@ def start(tmp_path: Path) -> Iterator[Start]:
             folder.mkdir()
             (folder / "conf").write_text("")  # Sentinel writes into it
             command = [redis_server_executable(), str(folder / "conf"), "--port", str(port)]
-            process = subprocess.Popen([*command, "--dir", str(folder), *options], stdout=subprocess.DEVNULL)
+            process = subprocess.Popen(
+                [*command, "--dir", str(folder), *options], stdout=subprocess.DEVNULL
+            )
             stack.callback(process.wait)
             stack.callback(process.kill)
             wait_until_ready(f"redis://127.0.0.1:{port}", process)
@@ -82,8 +84,12 @@ def test_a_failover_during_work_loses_no_job_that_the_replica_has(
     workers.start("-c", "at_sentinel", "--with-scheduler", RQ_REDIS_URL="")
     wait_until(lambda: workers.redis.hlen("tokenmill:held:bulk"))
     pq.write_table(pa.table({"prompt": [f"file:{gate}", *"abcdef"]}), tmp_path / "in.parquet")
-    queue.enqueue("jobs.score_parquet", str(tmp_path / "in.parquet"), str(tmp_path / "out"), rows_per_shard=2)
-    wait_until(lambda: any(workers.redis.scan_iter("rq:executions:*-00003")))  # the run's last shard is held
+    queue.enqueue(
+        "jobs.score_parquet", str(tmp_path / "in.parquet"), str(tmp_path / "out"), rows_per_shard=2
+    )
+    wait_until(
+        lambda: any(workers.redis.scan_iter("rq:executions:*-00003"))
+    )  # the run's last shard is held
     assert workers.redis.wait(1, 10_000) == 1
     master.kill()
     gate.touch()

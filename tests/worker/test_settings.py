@@ -24,7 +24,11 @@ def load(monkeypatch: pytest.MonkeyPatch, folder: Path, **variables: str) -> Wor
     ("name", "value", "says"),
     [
         ("MAX_NUM_SEQ", "1", r"MAX_NUM_SEQ is no setting: did you mean TOKENMILL_MAX_NUM_SEQS\?"),
-        ("FOLDER_OF_MINE", "1", "TOKENMILL_FOLDER_OF_MINE is no setting: docs/operator.md lists them"),
+        (
+            "FOLDER_OF_MINE",
+            "1",
+            "TOKENMILL_FOLDER_OF_MINE is no setting: docs/operator.md lists them",
+        ),
         ("MAX_NUM_SEQS", "many", "TOKENMILL_MAX_NUM_SEQS='many'"),
         ("LEASE_S", "0", "TOKENMILL_LEASE_S='0'"),
         ("MODEL", "", "TOKENMILL_MODEL"),
@@ -62,10 +66,15 @@ def test_a_misspelt_variable_in_a_shared_env_file_is_refused_and_other_programs_
 
 
 @pytest.mark.parametrize(
-    ("text", "num_bytes"), [("4GiB", 4 << 30), ("512MB", 512_000_000), ("64 MiB", 64 << 20), ("4096", 4096)]
+    ("text", "num_bytes"),
+    [("4GiB", 4 << 30), ("512MB", 512_000_000), ("64 MiB", 64 << 20), ("4096", 4096)],
 )
-def test_a_size_may_carry_its_unit(text: str, num_bytes: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    settings = load(monkeypatch, tmp_path, TOKENMILL_KV_CACHE_BYTES=text, TOKENMILL_MAX_JOB_BYTES=text)
+def test_a_size_may_carry_its_unit(
+    text: str, num_bytes: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    settings = load(
+        monkeypatch, tmp_path, TOKENMILL_KV_CACHE_BYTES=text, TOKENMILL_MAX_JOB_BYTES=text
+    )
     assert settings.engine_config().kv_cache_bytes == settings.max_job_bytes == num_bytes
 
 
@@ -75,10 +84,17 @@ def test_object_stores_stand_among_the_folders_of_the_data_roots(
     pytest.importorskip("obstore", reason="the extra `cloud` is not installed")
     stores = ["s3://bucket/a b", "gs://bucket", "az://container/x"]
     roots = ":".join([str(tmp_path), "S3://bucket/a b/", *stores[1:], "/"])
-    assert load(monkeypatch, tmp_path, TOKENMILL_DATA_ROOTS=roots).data_roots == (str(tmp_path), *stores, "/")
+    assert load(monkeypatch, tmp_path, TOKENMILL_DATA_ROOTS=roots).data_roots == (
+        str(tmp_path),
+        *stores,
+        "/",
+    )
     monkeypatch.chdir(tmp_path)
     (tmp_path / "s3x").mkdir()
-    assert load(monkeypatch, tmp_path, TOKENMILL_DATA_ROOTS="s3x://").data_roots == (str(tmp_path / "s3x"), "/")
+    assert load(monkeypatch, tmp_path, TOKENMILL_DATA_ROOTS="s3x://").data_roots == (
+        str(tmp_path / "s3x"),
+        "/",
+    )
     with pytest.raises(SettingsError, match="is no object's path"):
         load(monkeypatch, tmp_path, TOKENMILL_DATA_ROOTS="s3://bucket/a?key")
 
@@ -117,7 +133,9 @@ def test_a_gpu_that_torch_cannot_use_is_no_cpu_in_silence(
     assert resolve_device("auto").type == "cpu"
     (tmp_path / sign).write_text("#!/bin/sh\necho 'GPU 0: NVIDIA H200'\n")
     (tmp_path / sign).chmod(0o755)
-    with pytest.raises(ConfigError, match=f"there is a GPU .*{sign}.* and torch .* cannot use it") as caught:
+    with pytest.raises(
+        ConfigError, match=f"there is a GPU .*{sign}.* and torch .* cannot use it"
+    ) as caught:
         resolve_device("auto")
     assert "set TOKENMILL_DEVICE=cpu to compute on the CPU" in with_variables(str(caught.value))
     assert resolve_device("cpu").type == "cpu"
@@ -132,4 +150,10 @@ def test_a_served_name_stands_in_answers_and_the_models_own_names_are_known_besi
     monkeypatch.setenv("TOKENMILL_SERVED_NAME", "our-model")
     served = WorkerSettings.load().served_model(ModelIdentity("f" * 64, "float32"))
     assert served.name == "our-model"
-    assert set(served.names) == {"our-model", str(tmp_path), str(tmp_path.resolve()), tmp_path.name, "f" * 64}
+    assert set(served.names) == {
+        "our-model",
+        str(tmp_path),
+        str(tmp_path.resolve()),
+        tmp_path.name,
+        "f" * 64,
+    }

@@ -144,14 +144,18 @@ def files() -> Iterator[Files]:
     yield files
     for pool in files.files.pools:
         pool.close(30)
-    wait_until(lambda: set(threading.enumerate()) <= others)  # join leaves those out that were given up
+    wait_until(
+        lambda: set(threading.enumerate()) <= others
+    )  # join leaves those out that were given up
 
 
 def num_threads(kind: str) -> int:
     return sum(thread.name.startswith(f"tokenmill-{kind}-") for thread in threading.enumerate())
 
 
-def test_a_slow_file_holds_up_no_other_and_never_are_there_more_threads_than_the_bound(files: Files) -> None:
+def test_a_slow_file_holds_up_no_other_and_never_are_there_more_threads_than_the_bound(
+    files: Files,
+) -> None:
     hang = Hang()
     for held in range(1, MAX_OPENING):
         files.open(FileTask(hang))
@@ -174,7 +178,9 @@ def test_a_slow_file_holds_up_no_other_and_never_are_there_more_threads_than_the
     wait_until(lambda: num_threads("files") == THREADS)
 
 
-def test_files_that_hang_fail_by_name_at_their_limit_and_are_closed_when_they_thaw(files: Files) -> None:
+def test_files_that_hang_fail_by_name_at_their_limit_and_are_closed_when_they_thaw(
+    files: Files,
+) -> None:
     hang = Hang()
     tasks = [FileTask(hang) for _ in range(MAX_OPENING)]
     for task in tasks:
@@ -189,14 +195,18 @@ def test_files_that_hang_fail_by_name_at_their_limit_and_are_closed_when_they_th
     files.wait_for_reports(MAX_OPENING)
     for _, _, error in files.reports:
         assert isinstance(error, FileTimeout)
-        assert "opening its file went on for more than 60 s (TOKENMILL_FILE_TIMEOUT_S)" in str(error)
+        assert "opening its file went on for more than 60 s (TOKENMILL_FILE_TIMEOUT_S)" in str(
+            error
+        )
     assert files.packer.claimable_files(0) == MAX_OPENING
 
     files.open(FileTask())
     files.wait_for_reports(MAX_OPENING + 1)
     assert not any(task.closed.is_set() for task in tasks)
     hang.let_go(MAX_OPENING)
-    assert all(task.closed.wait(30) for task in tasks), "opened by a thread that was given up, and left open"
+    assert all(task.closed.wait(30) for task in tasks), (
+        "opened by a thread that was given up, and left open"
+    )
     wait_until(lambda: files.num_stuck == 0)
 
 
@@ -226,7 +236,9 @@ class Turn:
 
     def __init__(self, files: Files, monkeypatch: pytest.MonkeyPatch, take: Take) -> None:
         monkeypatch.setattr("jobs.context.turns.LOOK_S", 0.01)
-        shared = WorkerSettings(model="m").job_context(cast(Any, None), MODEL, cast(Any, None)).files
+        shared = (
+            WorkerSettings(model="m").job_context(cast(Any, None), MODEL, cast(Any, None)).files
+        )
         self.files, self.asked, self.goes_on = files, threading.Semaphore(0), threading.Semaphore(0)
         self.ends = False
 
@@ -254,7 +266,9 @@ class Turn:
 
 def with_reader(shared: SharedFiles, read: Callable[[], bool]) -> None:
     shared.enter("a")
-    with shared.reader(("a",), None, lambda: cast(Any, SimpleNamespace(reaches=lambda shard: True, next_row=0))):
+    with shared.reader(
+        ("a",), None, lambda: cast(Any, SimpleNamespace(reaches=lambda shard: True, next_row=0))
+    ):
         read()
 
 
@@ -275,7 +289,9 @@ def test_a_file_that_waits_for_anothers_turn_is_alive_as_long_as_that_one(
     assert [error for *_, error in files.reports] == [None, None]
 
 
-def test_a_file_that_waits_for_one_that_hangs_fails_with_it(files: Files, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_file_that_waits_for_one_that_hangs_fails_with_it(
+    files: Files, monkeypatch: pytest.MonkeyPatch
+) -> None:
     turn = Turn(files, monkeypatch, with_reader)
     files.pass_time(0.8 * LIMIT_S)
     turn.show_life()
@@ -302,14 +318,22 @@ def test_a_job_that_is_stopped_while_it_waits_for_anothers_turn_leaves_at_once(
 
 def plan(workers: Workers, folder: Path, name: str, rows: int) -> str:
     """Plan and enqueue a run of one row a shard over a new file; return its id."""
-    pq.write_table(pa.table({"prompt": [f"{name}{row}" for row in range(rows)]}), folder / f"{name}.parquet")
+    pq.write_table(
+        pa.table({"prompt": [f"{name}{row}" for row in range(rows)]}), folder / f"{name}.parquet"
+    )
     model = ServedModel("fake", "fingerprint of fake", "auto")
     roots = (str(folder.resolve()),)
     context = JobContext(workers.redis, "bulk", f"plan-{name}", f"execution-{name}", roots, model)
-    return str(score_parquet(context, str(folder / f"{name}.parquet"), str(folder / name), rows_per_shard=1)["run"])
+    return str(
+        score_parquet(
+            context, str(folder / f"{name}.parquet"), str(folder / name), rows_per_shard=1
+        )["run"]
+    )
 
 
-def test_prompts_and_other_files_of_a_lane_go_past_files_that_hang(workers: Workers, tmp_path: Path) -> None:
+def test_prompts_and_other_files_of_a_lane_go_past_files_that_hang(
+    workers: Workers, tmp_path: Path
+) -> None:
     stuck = plan(workers, tmp_path, "stuck", rows=3)
     os.mkfifo(tmp_path / "stuck.parquet.hangs")
     plan(workers, tmp_path, "fine", rows=3)
@@ -325,14 +349,18 @@ def test_prompts_and_other_files_of_a_lane_go_past_files_that_hang(workers: Work
         assert "FileTimeout: opening its file went on for more than 3 s" in failure
         assert failure.rstrip().endswith("tokenmill: server")
         assert job.get_status() == JobStatus.FAILED
-    wait_until(lambda: stats_of(workers, "w").get("stuck_threads") == 1)  # the others waited for its turn
+    wait_until(
+        lambda: stats_of(workers, "w").get("stuck_threads") == 1
+    )  # the others waited for its turn
     assert "shard_work.py" in workers.log(worker) or "open_hanging" in workers.log(worker)
     with (tmp_path / "stuck.parquet.hangs").open("w"):  # the mount is back
         wait_until(lambda: stats_of(workers, "w").get("stuck_threads") == 0)
     assert leftovers(workers.redis, "bulk") == []
 
 
-def test_a_planning_that_hangs_ends_by_name_whatever_its_own_timeout(workers: Workers, tmp_path: Path) -> None:
+def test_a_planning_that_hangs_ends_by_name_whatever_its_own_timeout(
+    workers: Workers, tmp_path: Path
+) -> None:
     pq.write_table(pa.table({"prompt": ["a"]}), tmp_path / "in.parquet")
     os.mkfifo(tmp_path / "in.parquet.hangs")
     bulk = workers.queue("bulk")
@@ -369,7 +397,9 @@ def test_two_shards_whose_prompts_exceed_the_memory_together_are_opened_though_t
     for name in ("a", "b"):
         prompts = pa.table({"prompt": [name * 1024 + str(row) for row in range(rows)]})
         pq.write_table(prompts, tmp_path / name)
-        score_parquet(context, str(tmp_path / name), str(tmp_path / f"{name}-out"), rows_per_shard=rows)
+        score_parquet(
+            context, str(tmp_path / name), str(tmp_path / f"{name}-out"), rows_per_shard=rows
+        )
     monkeypatch.setattr(LocalFiles, "stat", slow(LocalFiles.stat, 0.05))
     context = replace(context, shard_bytes=Memory(16 << 20))
     tasks = [task_of(job.func_name, job.args, job.kwargs) for job in queued_jobs(redis)]

@@ -35,7 +35,9 @@ def enqueue_deadly_jobs(queue: Queue) -> int:
     fails = queue.enqueue(F + "die_at_first", "fails", job_id="fails", **failure)
     queue.enqueue(F + "die_at_first", "retries", job_id="retries", retry=Retry(max=2), **failure)
     queue.enqueue(F + "die_at_first", "later", job_id="later", retry=Retry(max=1, interval=600))
-    queue.enqueue(F + "add", 1, 1, job_id="after-failure", depends_on=Dependency([fails], allow_failure=True))
+    queue.enqueue(
+        F + "add", 1, 1, job_id="after-failure", depends_on=Dependency([fails], allow_failure=True)
+    )
     queue.enqueue(F + "add", 1, 1, job_id="never", depends_on=[fails])
     return 3
 
@@ -45,7 +47,9 @@ def what_became_of_them(workers: Workers, **options: Any) -> dict[str, Any]:
     queue = workers.queue("bulk")
     kill_stock_workers(workers, enqueue_deadly_jobs(queue))
     workers.burst("--exception-handler", F + "note_exception", queues=("bulk",), **options)
-    jobs = [workers.job(job_id) for job_id in ("fails", "retries", "later", "after-failure", "never")]
+    jobs = [
+        workers.job(job_id) for job_id in ("fails", "retries", "later", "after-failure", "never")
+    ]
     return {
         "jobs": {job.id: (job.get_status(), job.retries_left) for job in jobs},
         "failed": queue.failed_job_registry.get_job_ids(),
@@ -57,7 +61,9 @@ def what_became_of_them(workers: Workers, **options: Any) -> dict[str, Any]:
     }
 
 
-def test_started_jobs_of_a_killed_stock_worker_end_as_with_rqs_own_maintenance(workers: Workers) -> None:
+def test_started_jobs_of_a_killed_stock_worker_end_as_with_rqs_own_maintenance(
+    workers: Workers,
+) -> None:
     ours = what_became_of_them(workers)
     assert leftovers(workers.redis, "bulk") == []
     text = str(workers.result(workers.job("fails")).exc_string)
@@ -75,7 +81,9 @@ def test_a_job_stuck_in_the_intermediate_queue_fails_or_is_retried(workers: Work
         workers.redis.lmove("rq:queue:bulk", "rq:queue:bulk:intermediate", "LEFT", "RIGHT")
     workers.redis.delete(gone.key)
     workers.burst(queues=("bulk",))
-    assert [job.get_status() for job in (fails, retries)] == [JobStatus.QUEUED] * 2, "taken before its minute"
+    assert [job.get_status() for job in (fails, retries)] == [JobStatus.QUEUED] * 2, (
+        "taken before its minute"
+    )
     let_time_pass(workers.redis)
     workers.redis.delete("tokenmill:maintenance-stock:bulk")
     workers.burst(queues=("bulk",))

@@ -14,12 +14,22 @@ from rq.job import JobStatus
 from jobs.common.keys import WORKER_STATS_TTL_S
 from jobs.common.workers import read_workers, worker_names
 from tests.jobs.s3_server import BUCKET, Fault, FaultyProxy, running_s3
-from tests.rq_workers import Workers, leftovers, signal_until_it_ends, stats_of, text_of, wait_until, wait_until_started
+from tests.rq_workers import (
+    Workers,
+    leftovers,
+    signal_until_it_ends,
+    stats_of,
+    text_of,
+    wait_until,
+    wait_until_started,
+)
 
 F = "tests.worker.functions."
 
 
-def test_a_worker_that_drains_says_so_in_its_log_in_rq_info_and_in_its_key(workers: Workers, tmp_path: Path) -> None:
+def test_a_worker_that_drains_says_so_in_its_log_in_rq_info_and_in_its_key(
+    workers: Workers, tmp_path: Path
+) -> None:
     gate = f"file:{tmp_path}/go"
     jobs = [workers.queue("bulk").enqueue("jobs.complete", gate, max_tokens=1) for _ in range(2)]
     process = workers.start("--name", "w")
@@ -41,7 +51,9 @@ def test_a_worker_that_drains_says_so_in_its_log_in_rq_info_and_in_its_key(worke
     assert late.get_status() == JobStatus.QUEUED
 
 
-def test_what_has_not_begun_is_given_back_at_once_and_in_order(workers: Workers, tmp_path: Path) -> None:
+def test_what_has_not_begun_is_given_back_at_once_and_in_order(
+    workers: Workers, tmp_path: Path
+) -> None:
     gate = f"file:{tmp_path}/go"
     queue = workers.queue("bulk")
     jobs = [queue.enqueue("jobs.complete", gate, max_tokens=1) for _ in range(6)]
@@ -50,7 +62,9 @@ def test_what_has_not_begun_is_given_back_at_once_and_in_order(workers: Workers,
     wait_until_started(*jobs[:2])
     process.send_signal(signal.SIGTERM)
     wait_until(lambda: queue.job_ids == [job.id for job in jobs[2:]])
-    assert "2 jobs that have begun are finished, 4 that have not are given back now" in workers.log(process)
+    assert "2 jobs that have begun are finished, 4 that have not are given back now" in workers.log(
+        process
+    )
     (tmp_path / "go").touch()
     assert process.wait(timeout=60) == 0
     assert [job.get_status() for job in jobs] == [JobStatus.FINISHED] * 2 + [JobStatus.QUEUED] * 4
@@ -64,7 +78,9 @@ def test_what_still_runs_when_the_time_to_drain_is_over_is_given_back(workers: W
     process.send_signal(signal.SIGTERM)
     assert process.wait(timeout=60) == 0
     assert "what still runs is given back after 0.2 s or at a second signal" in workers.log(process)
-    assert "TOKENMILL_DRAIN_S is over: giving back the 4 jobs that still run" in workers.log(process)
+    assert "TOKENMILL_DRAIN_S is over: giving back the 4 jobs that still run" in workers.log(
+        process
+    )
     assert [job.get_status() for job in jobs] == [JobStatus.QUEUED] * 4
     assert workers.queue("bulk").job_ids == [job.id for job in jobs]
     assert leftovers(workers.redis, "bulk") == []
@@ -83,8 +99,14 @@ def test_a_shard_whose_part_the_store_refuses_is_given_back(workers: Workers) ->
 
         proxy.choose = refuse_parts
         queue, root = workers.queue("bulk"), f"s3://{BUCKET}/data"
-        queue.enqueue("jobs.score_parquet", f"{root}/in.parquet", f"{root}/out", prompt_column="prompt")
-        settings = {**s3.environment(proxy.url), "TOKENMILL_DATA_ROOTS": root, "TOKENMILL_DRAIN_S": "0"}
+        queue.enqueue(
+            "jobs.score_parquet", f"{root}/in.parquet", f"{root}/out", prompt_column="prompt"
+        )
+        settings = {
+            **s3.environment(proxy.url),
+            "TOKENMILL_DATA_ROOTS": root,
+            "TOKENMILL_DRAIN_S": "0",
+        }
         process = workers.start("--name", "w", **settings)
         assert asked.wait(60)
         process.send_signal(signal.SIGTERM)
@@ -94,7 +116,9 @@ def test_a_shard_whose_part_the_store_refuses_is_given_back(workers: Workers) ->
         assert shard.get_status() == JobStatus.QUEUED
 
 
-def test_shards_that_are_handed_back_are_done_by_others_and_their_rows_once(workers: Workers, tmp_path: Path) -> None:
+def test_shards_that_are_handed_back_are_done_by_others_and_their_rows_once(
+    workers: Workers, tmp_path: Path
+) -> None:
     """As a supervisor stops a worker, with SIGTERM and a time, while shards run that take longer."""
     rows = [f"file:{tmp_path}/go", *map(str, range(9))]
     pq.write_table(pa.table({"id": range(10), "prompt": rows}), tmp_path / "in.parquet")
@@ -105,7 +129,9 @@ def test_shards_that_are_handed_back_are_done_by_others_and_their_rows_once(work
     wait_until((tmp_path / "out" / "part-00001.parquet").exists)
     process.send_signal(signal.SIGTERM)
     assert process.wait(timeout=60) == 0
-    assert "TOKENMILL_DRAIN_S is over: giving back the 1 jobs that still run" in workers.log(process)
+    assert "TOKENMILL_DRAIN_S is over: giving back the 1 jobs that still run" in workers.log(
+        process
+    )
     assert len(queue.job_ids) == 1
     (tmp_path / "go").touch()
     workers.burst()
@@ -123,16 +149,25 @@ def test_a_worker_that_loads_is_listed_as_that_for_as_long_as_it_may_take_and_a_
     process = workers.start("--with-scheduler", worker_class=slow, LOADING=str(loading))
     wait_until(loading.exists)
     [name] = worker_names(workers.redis)
-    workers.redis.expire(f"tokenmill:worker:{name}", WORKER_STATS_TTL_S - 300)  # as it is after 300 s
+    workers.redis.expire(
+        f"tokenmill:worker:{name}", WORKER_STATS_TTL_S - 300
+    )  # as it is after 300 s
     [seen] = [each.sample for each in read_workers(workers.redis) if each.sample]
-    assert (seen.name, seen.state, seen.queues, seen.is_silent) == (name, "loading", ["high", "bulk"], False)
+    assert (seen.name, seen.state, seen.queues, seen.is_silent) == (
+        name,
+        "loading",
+        ["high", "bulk"],
+        False,
+    )
     process.send_signal(signal.SIGTERM)
     assert process.wait(timeout=60) == 0
     assert worker_names(workers.redis) == []
 
 
 @pytest.mark.usefixtures("new_interpreters")
-def test_a_signal_while_the_worker_imports_its_own_modules_ends_it_at_once(workers: Workers) -> None:
+def test_a_signal_while_the_worker_imports_its_own_modules_ends_it_at_once(
+    workers: Workers,
+) -> None:
     process = workers.start(worker_class="tests.worker.slow_files.SignalledWhileImporting")
     assert process.wait(timeout=60) == 0, workers.log(process)
 
@@ -155,7 +190,9 @@ def test_the_shutdown_command_is_a_warm_shutdown(workers: Workers) -> None:
 
 
 def test_max_jobs_is_kept_also_when_many_wait(workers: Workers) -> None:
-    jobs = [workers.queue("bulk").enqueue("jobs.complete", f"p{i}", max_tokens=2) for i in range(20)]
+    jobs = [
+        workers.queue("bulk").enqueue("jobs.complete", f"p{i}", max_tokens=2) for i in range(20)
+    ]
     process = workers.start("--max-jobs", "7")
     assert process.wait(timeout=60) == 0
     assert [job.get_status() for job in jobs] == [JobStatus.FINISHED] * 7 + [JobStatus.QUEUED] * 13

@@ -50,7 +50,9 @@ class Collector:
 
         self._server = HTTPServer(("127.0.0.1", 0), Handler)
         self.url = f"http://127.0.0.1:{self._server.server_port}"
-        threading.Thread(target=self._server.serve_forever, kwargs={"poll_interval": 0.01}, daemon=True).start()
+        threading.Thread(
+            target=self._server.serve_forever, kwargs={"poll_interval": 0.01}, daemon=True
+        ).start()
 
     def take(self, body: bytes) -> None:
         self.bodies.append(body)
@@ -76,7 +78,9 @@ def values(of: Any) -> dict[str, Any]:
     for each in of.attributes:
         kind = each.value.WhichOneof("value")
         value = getattr(each.value, kind)
-        found[each.key] = [one.string_value for one in value.values] if kind == "array_value" else value
+        found[each.key] = (
+            [one.string_value for one in value.values] if kind == "array_value" else value
+        )
     return found
 
 
@@ -112,7 +116,9 @@ def traces(collector: Collector) -> OtelTraces:
     return OtelTraces("node-1", "m", "1", begins=False, exporter=exporter)
 
 
-def test_a_job_is_one_tree_of_spans_below_its_producers(traces: OtelTraces, collector: Collector) -> None:
+def test_a_job_is_one_tree_of_spans_below_its_producers(
+    traces: OtelTraces, collector: Collector
+) -> None:
     spans = sent(traces, collector)
     assert {span.trace_id.hex() for span in spans} == {TRACE}
     assert {span.trace_state for span in spans} == {"vendor=x"}
@@ -125,8 +131,18 @@ def test_a_job_is_one_tree_of_spans_below_its_producers(traces: OtelTraces, coll
         "generation": "chat m",
         "end": "jobs.chat",
     }
-    took = {span.name: (span.end_time_unix_nano - span.start_time_unix_nano) / 1e9 for span in spans}
-    expected = {"jobs.chat": 6, "queued": 1, "held": 1, "chat m": 2, "prefill": 1, "generation": 1, "end": 1}
+    took = {
+        span.name: (span.end_time_unix_nano - span.start_time_unix_nano) / 1e9 for span in spans
+    }
+    expected = {
+        "jobs.chat": 6,
+        "queued": 1,
+        "held": 1,
+        "chat m": 2,
+        "prefill": 1,
+        "generation": 1,
+        "end": 1,
+    }
     assert took == pytest.approx(expected, abs=0.2)
     found = {span.name: values(span) for span in spans}
     assert found["chat m"] == {
@@ -140,7 +156,10 @@ def test_a_job_is_one_tree_of_spans_below_its_producers(traces: OtelTraces, coll
         "gen_ai.usage.output_tokens": 6,
     }
     assert found["jobs.chat"]["messaging.message.id"] == "one"
-    assert collector.resources[0].items() >= {"service.name": "tokenmill", "service.instance.id": "node-1"}.items()
+    assert (
+        collector.resources[0].items()
+        >= {"service.name": "tokenmill", "service.instance.id": "node-1"}.items()
+    )
     assert SECRET.encode() not in b"".join(collector.bodies)
 
 
@@ -157,7 +176,9 @@ def test_a_job_that_fails_says_by_what_and_clocks_that_differ_turn_no_span_aroun
 
 
 @pytest.mark.parametrize("meta", [None, UNSAMPLED, {"traceparent": "x" * 10_000}])
-def test_without_a_producers_word_or_against_it_nothing_is_traced(traces: OtelTraces, meta: Any) -> None:
+def test_without_a_producers_word_or_against_it_nothing_is_traced(
+    traces: OtelTraces, meta: Any
+) -> None:
     assert traces.begin(EXECUTION, meta) is None
     assert traces.carrier(EXECUTION, meta) == {}
     traces.close()
@@ -183,7 +204,9 @@ def test_where_all_are_traced_a_job_begins_a_trace_and_its_children_are_of_it(
     assert never.begin(EXECUTION, META) is None
 
 
-def test_a_prompt_and_a_run_are_traced_by_a_real_worker(workers: Workers, collector: Collector, tmp_path: Path) -> None:
+def test_a_prompt_and_a_run_are_traced_by_a_real_worker(
+    workers: Workers, collector: Collector, tmp_path: Path
+) -> None:
     """The context goes by the job's meta, and from a run's planning to its shards."""
     provider = TracerProvider()
     tracer = provider.get_tracer("producer")
@@ -197,20 +220,24 @@ def test_a_prompt_and_a_run_are_traced_by_a_real_worker(workers: Workers, collec
         queue.enqueue("jobs.score_parquet", kwargs={**files, **sizes}, job_id="plan", meta=meta)
     queue.enqueue("jobs.complete", SECRET, job_id="untraced")
     worker = workers.start(
-        TOKENMILL_TRACES="producers", OTEL_EXPORTER_OTLP_ENDPOINT=collector.url, OTEL_SERVICE_NAME="ours"
+        TOKENMILL_TRACES="producers",
+        OTEL_EXPORTER_OTLP_ENDPOINT=collector.url,
+        OTEL_SERVICE_NAME="ours",
     )
     wait_until(lambda: (tmp_path / "out" / "_SUCCESS").exists())
     worker.terminate()
     assert worker.wait(timeout=60) == 0, workers.log(worker)
-    jobs = {values(each)["messaging.message.id"]: each for each in collector.spans if each.kind == 5}
+    jobs = {
+        values(each)["messaging.message.id"]: each for each in collector.spans if each.kind == 5
+    }
     context = span.get_span_context()
     assert {each.trace_id for each in collector.spans} == {context.trace_id.to_bytes(16)}
     assert {jobs[name].parent_span_id for name in ("one", "plan")} == {context.span_id.to_bytes(8)}
     shards = [each for each in jobs.values() if each.name == "jobs.score_shard"]
     assert [each.parent_span_id for each in shards] == [jobs["plan"].span_id] * 2
     assert "untraced" not in jobs
-    assert {each.name for each in collector.spans if each.parent_span_id == jobs["one"].span_id} >= {
-        *("queued", "held", "end", "text_completion fake")
-    }
+    assert {
+        each.name for each in collector.spans if each.parent_span_id == jobs["one"].span_id
+    } >= {*("queued", "held", "end", "text_completion fake")}
     assert collector.resources[0]["service.name"] == "ours"
     assert SECRET.encode() not in b"".join(collector.bodies)

@@ -32,7 +32,9 @@ def enqueue_with_webhooks(queue: Queue, url: str) -> None:
     queue.enqueue(F + "boom", "no", job_id="retried", webhooks=hooks, retry=Retry(max=2))
     queue.enqueue(F + "ask_for_retry", 1, job_id="asks-for-retry", webhooks=hooks)
     queue.enqueue(F + "always_ask_for_retry", 2, job_id="asks-too-often", webhooks=hooks)
-    queue.enqueue(F + "always_ask_for_retry", 2, interval=600, job_id="asks-for-later", webhooks=hooks)
+    queue.enqueue(
+        F + "always_ask_for_retry", 2, interval=600, job_id="asks-for-later", webhooks=hooks
+    )
 
 
 def webhooks_sent(workers: Workers, server: WebhookServer, **options: Any) -> list[dict[str, Any]]:
@@ -44,7 +46,10 @@ def webhooks_sent(workers: Workers, server: WebhookServer, **options: Any) -> li
     return sorted(
         (
             {
-                **{name: bool(value) if name.endswith("_at") else value for name, value in sent.items()},
+                **{
+                    name: bool(value) if name.endswith("_at") else value
+                    for name, value in sent.items()
+                },
                 "exc_info": (sent.get("exc_info") or "").strip().splitlines()[-1:],
             }
             for sent in server.received
@@ -69,7 +74,9 @@ def test_webhooks_say_what_those_of_rqs_own_worker_say(workers: Workers) -> None
 
 def test_an_allowed_host_cannot_send_the_worker_elsewhere(workers: Workers) -> None:
     with webhook_server() as inside, webhook_server(inside.url) as allowed:
-        enqueue_told(workers.queue("bulk"), allowed.url, headers={"X-Token": "chosen by the producer"})
+        enqueue_told(
+            workers.queue("bulk"), allowed.url, headers={"X-Token": "chosen by the producer"}
+        )
         log = workers.burst(**ALLOWED)
         assert len(allowed.received) == 1
         assert inside.received == []
@@ -84,9 +91,13 @@ def test_webhooks_that_trickle_hold_up_neither_dependents_nor_callbacks(workers:
         workers.start(**ALLOWED)
         assert server.first.wait(60)
         first = high.enqueue(F + "add", 1, 2)
-        second = high.enqueue(F + "add", 3, 4, depends_on=first, on_success=Callback(F + "on_success_state"))
+        second = high.enqueue(
+            F + "add", 3, 4, depends_on=first, on_success=Callback(F + "on_success_state")
+        )
         assert workers.result(second).return_value == 7
-        wait_until(lambda: not workers.redis.zcard("rq:wip:bulk"))  # jobs do not wait for their webhooks
+        wait_until(
+            lambda: not workers.redis.zcard("rq:wip:bulk")
+        )  # jobs do not wait for their webhooks
 
 
 def test_ends_of_runs_that_trickle_hold_up_no_function(workers: Workers) -> None:

@@ -51,8 +51,13 @@ class WholeWorker:
         )
         orders: SimpleQueue[Any] = SimpleQueue()
         events: SimpleQueue[Any] = SimpleQueue()
-        functions, enders, webhooks = (FunctionPool(2, name) for name in ("functions", "ends", "webhooks"))
-        log, store = logging.getLogger("whole worker"), JobStore(redis, "w", lease_s=600, models=MODEL.names)
+        functions, enders, webhooks = (
+            FunctionPool(2, name) for name in ("functions", "ends", "webhooks")
+        )
+        log, store = (
+            logging.getLogger("whole worker"),
+            JobStore(redis, "w", lease_s=600, models=MODEL.names),
+        )
         self.packer = Packer(1, 16, prefetch=32, max_functions=MAX_FUNCTIONS, max_files=MAX_FILES)
         lent = JobContext(redis, "", "", "", (data_root,), MODEL, SamplingParams.from_mapping)
         names = ["bulk"]
@@ -76,10 +81,18 @@ class WholeWorker:
             log=log,
             clock=lambda: self.moment,
         )
-        record = WorkerRecord(redis, "w", names, lambda client, state, job_id: None, {"worker": "w"})
+        record = WorkerRecord(
+            redis, "w", names, lambda client, state, job_id: None, {"worker": "w"}
+        )
         self.io = IoLoop(parts, record, Maintenance(parts, None, 600.0))
-        self.runner, self.tally, self.pools = self.io._runner, parts.tally, (functions, enders, webhooks)
-        self.engine = EngineLoop(cast(Any, FakeEngine(16, 0.0)), orders, self.io.post, lambda: self.moment)
+        self.runner, self.tally, self.pools = (
+            self.io._runner,
+            parts.tally,
+            (functions, enders, webhooks),
+        )
+        self.engine = EngineLoop(
+            cast(Any, FakeEngine(16, 0.0)), orders, self.io.post, lambda: self.moment
+        )
 
     def turn(self) -> bool:
         """Let both loops do what is due; False when the worker would go."""

@@ -60,11 +60,17 @@ _FIXED = {
 def notice(done: str) -> str:
     """Return the text for an action's word, "" for one that is none. done: a word, and counts behind it."""
     code, *counts = done.split("-")
-    numbers = [int(each) if each.isascii() and each.isdigit() and len(each) < 8 else 0 for each in counts]
+    numbers = [
+        int(each) if each.isascii() and each.isdigit() and len(each) < 8 else 0 for each in counts
+    ]
     if code == "retried" and len(numbers) in (1, 2):
         num_done, num_cancelled = [*numbers, 0][:2]
         done = _RETRIED.format(_jobs(num_done))
-        return f"{done} {_jobs(num_cancelled)} of cancelled runs stayed: {RESUBMIT}." if num_cancelled else done
+        return (
+            f"{done} {_jobs(num_cancelled)} of cancelled runs stayed: {RESUBMIT}."
+            if num_cancelled
+            else done
+        )
     if code == "run" and len(numbers) == 2:
         removed, stopped = numbers
         return (

@@ -17,7 +17,13 @@ from redis.exceptions import TimeoutError as RedisTimeoutError
 from starlette.applications import Starlette
 from starlette.concurrency import run_in_threadpool
 from starlette.requests import ClientDisconnect, Request
-from starlette.responses import HTMLResponse, JSONResponse, PlainTextResponse, RedirectResponse, Response
+from starlette.responses import (
+    HTMLResponse,
+    JSONResponse,
+    PlainTextResponse,
+    RedirectResponse,
+    Response,
+)
 from starlette.routing import Mount, Route
 from starlette.staticfiles import StaticFiles
 from starlette.types import ASGIApp
@@ -27,7 +33,15 @@ from jobs.common.release import release_text
 from jobs.doctor.redis_server import troubles
 from tokenmill.dashboard import display
 from tokenmill.dashboard.actions import cancel_job, cancel_run, notice, retry_all, retry_one
-from tokenmill.dashboard.guard import METRICS_PATH, SESSION_COOKIE, SESSION_S, Guard, Hosts, Sessions, TriesInTurn
+from tokenmill.dashboard.guard import (
+    METRICS_PATH,
+    SESSION_COOKIE,
+    SESSION_S,
+    Guard,
+    Hosts,
+    Sessions,
+    TriesInTurn,
+)
 from tokenmill.dashboard.pages import PAGES, Missing, time_left
 from tokenmill.dashboard.queue_metrics import QueueMetrics
 from tokenmill.dashboard.watcher import Watcher
@@ -76,7 +90,10 @@ class Dashboard:
             self._templates.filters[name] = getattr(display, name)
         self._templates.filters["safe_name"] = safe_name
         self._templates.globals.update(
-            share=display.share, form_token=self._form_token, time_left=time_left, release_text=release_text
+            share=display.share,
+            form_token=self._form_token,
+            time_left=time_left,
+            release_text=release_text,
         )
 
     def app(self) -> ASGIApp:
@@ -99,7 +116,9 @@ class Dashboard:
                 Route("/{path:path}", self._page("missing")),
             ]
         )
-        return Guard(app, Hosts(self._options.hosts, is_local=self._options.is_local), self._sessions)
+        return Guard(
+            app, Hosts(self._options.hosts, is_local=self._options.is_local), self._sessions
+        )
 
     def _page(self, name: str) -> Answer:
         connection = self.watcher.connection
@@ -107,7 +126,10 @@ class Dashboard:
         async def answer(request: Request) -> Response:
             def read() -> dict[str, Any]:
                 found = PAGES[name](self.watcher, request, show_prompts=self._options.show_prompts)
-                return {**found, "troubles": [safe_name(each, 500) for each in troubles(connection)]}
+                return {
+                    **found,
+                    "troubles": [safe_name(each, 500) for each in troubles(connection)],
+                }
 
             try:
                 facts = await run_in_threadpool(read)
@@ -181,7 +203,9 @@ class Dashboard:
 
     async def _show_login(self, request: Request, wrong: str = "") -> Response:
         to = request.query_params.get("to", "/")
-        html = self._templates.get_template("login.html").render(wrong=wrong, to=to if _is_ours(to) else "/")
+        html = self._templates.get_template("login.html").render(
+            wrong=wrong, to=to if _is_ours(to) else "/"
+        )
         return HTMLResponse(html, 403 if wrong else 200)
 
     async def _log_in(self, request: Request) -> Response:
@@ -194,7 +218,9 @@ class Dashboard:
         is_right = self._sessions.is_token(form.get("token", ""))
         self._tries.note(is_right=is_right)
         if not is_right:
-            return await self._show_login(request, "That is not the token that the dashboard was started with.")
+            return await self._show_login(
+                request, "That is not the token that the dashboard was started with."
+            )
         to = form.get("to", "/")
         response = RedirectResponse(to if _is_ours(to) else "/", 303)
         response.set_cookie(

@@ -85,7 +85,9 @@ class Sessions:
 
     def holds(self, cookie: str, now: float) -> bool:
         until, _, signature = cookie.partition(".")
-        is_ours = hmac.compare_digest(signature.encode(errors="surrogatepass"), self._sign(until).encode())
+        is_ours = hmac.compare_digest(
+            signature.encode(errors="surrogatepass"), self._sign(until).encode()
+        )
         return is_ours and int(until) > now
 
     def _sign(self, until: str) -> str:
@@ -109,12 +111,18 @@ class Guard:
     def _refusal(self, scope: Scope, headers: Headers) -> Response | None:
         host = headers.get("host", "")
         if not self._hosts.allows(host):
-            text = "this dashboard has another name: open the address that it printed, or add --host\n"
+            text = (
+                "this dashboard has another name: open the address that it printed, or add --host\n"
+            )
             return PlainTextResponse(text, 403)
         is_action = scope["method"] not in ("GET", "HEAD", "OPTIONS")
         if is_action and not self._is_own(headers.get("origin"), host):
             return PlainTextResponse("the page that asks for this is of another site\n", 403)
-        if self._sessions is None or scope["path"] in _OPEN or scope["path"].startswith(_OPEN_FOLDER):
+        if (
+            self._sessions is None
+            or scope["path"] in _OPEN
+            or scope["path"].startswith(_OPEN_FOLDER)
+        ):
             return None
         if self._sessions.holds(HTTPConnection(scope).cookies.get(SESSION_COOKIE, ""), time.time()):
             return None
@@ -146,7 +154,9 @@ class Guard:
                 headers["Referrer-Policy"] = "same-origin"
                 headers["Cross-Origin-Opener-Policy"] = "same-origin"
                 # What is loaded is asked for again after an upgrade; what is shown is kept nowhere.
-                headers["Cache-Control"] = "no-cache" if path.startswith(_OPEN_FOLDER) else "no-store"
+                headers["Cache-Control"] = (
+                    "no-cache" if path.startswith(_OPEN_FOLDER) else "no-store"
+                )
             await send(message)
 
         return send_marked
@@ -171,8 +181,12 @@ class TimedConnection(H11Protocol):
 
     def connection_made(self, transport: Any) -> None:
         if len(self.connections) >= MAX_CONNECTIONS:
-            silent: list[Any] = [each for each in self.connections if getattr(each, "cycle", None) is None]
-            oldest: Any = min(silent or self.connections, key=lambda each: getattr(each, "made_at", 0.0))
+            silent: list[Any] = [
+                each for each in self.connections if getattr(each, "cycle", None) is None
+            ]
+            oldest: Any = min(
+                silent or self.connections, key=lambda each: getattr(each, "made_at", 0.0)
+            )
             oldest.transport.abort()
             self.connections.discard(oldest)
         super().connection_made(transport)

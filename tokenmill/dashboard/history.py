@@ -70,7 +70,9 @@ class History:
         self._step(at).depth = dict(depth)
         newest = int(at // STEP_S)
         # Points in the future come from a worker with a wrong clock, or from an invented worker.
-        for number in [number for number in self._steps if not newest - NUM_STEPS < number <= newest + 1]:
+        for number in [
+            number for number in self._steps if not newest - NUM_STEPS < number <= newest + 1
+        ]:
             del self._steps[number]
 
     def rate(self, worker: str, name: str) -> float | None:
@@ -89,7 +91,9 @@ class History:
         """
         last = int(now // STEP_S)
         first = min((number for number in self._steps if number > last - NUM_STEPS), default=last)
-        numbers = range(min(first, last - LEAST_STEPS) if first <= last else last - LEAST_STEPS, last + 1)
+        numbers = range(
+            min(first, last - LEAST_STEPS) if first <= last else last - LEAST_STEPS, last + 1
+        )
         steps = [self._steps.get(number) for number in numbers]
         return {
             "times": [number * STEP_S for number in numbers],
@@ -98,7 +102,9 @@ class History:
                 {
                     "name": name,
                     "values": [
-                        None if step is None or number > last - 2 else round(step.grown.get(name, 0) / STEP_S, 1)
+                        None
+                        if step is None or number > last - 2
+                        else round(step.grown.get(name, 0) / STEP_S, 1)
                         for number, step in zip(numbers, steps, strict=True)
                     ],
                 }
@@ -131,7 +137,9 @@ def read_points(connection: Redis, names: Sequence[str]) -> dict[str, list[Point
     with connection.pipeline(transaction=False) as pipe:
         for name in names:
             pipe.lrange(samples_key(name), 0, MAX_POINTS - 1)
-        replies = pipe.execute(raise_on_error=False)  # producers may have put another kind of value there
+        replies = pipe.execute(
+            raise_on_error=False
+        )  # producers may have put another kind of value there
     points: dict[str, list[Point]] = {}
     for name, raws in zip(names, replies, strict=True):
         newest_first = raws if isinstance(raws, list) else []

@@ -32,7 +32,12 @@ def cancel_job(connection: Redis, job_id: str) -> JobCancel:
         if transact(connection, partial(stop_held, connection, [job_id])):
             return JobCancel.STOPPING
         # Whoever claims it meanwhile opens an execution, or writes its hash: then all is looked at again.
-        taken = transact(connection, partial(_take, job_id), rq_jobs.job_key(job_id), rq_jobs.executions_key(job_id))
+        taken = transact(
+            connection,
+            partial(_take, job_id),
+            rq_jobs.job_key(job_id),
+            rq_jobs.executions_key(job_id),
+        )
         if taken is not None:
             return JobCancel.REMOVED if taken else JobCancel.GONE
     return JobCancel.GONE

@@ -66,7 +66,9 @@ def newest_failed(connection: Redis, queues: Sequence[str], most: int) -> list[F
     """Return at most `most` failed jobs of these queues, the newest, without those that were stopped."""
     with connection.pipeline(transaction=False) as pipe:
         for queue in queues:
-            pipe.zrevrange(rq_jobs.QueueKeys(queue).failed, 0, most + MAX_STOPPED - 1, withscores=True)
+            pipe.zrevrange(
+                rq_jobs.QueueKeys(queue).failed, 0, most + MAX_STOPPED - 1, withscores=True
+            )
         found = [
             (score, stored.text(job_id), queue)
             for queue, entries in zip(queues, pipe.execute(), strict=True)
@@ -78,7 +80,9 @@ def newest_failed(connection: Redis, queues: Sequence[str], most: int) -> list[F
         for job_id, _ in newest:
             pipe.hget(rq_jobs.job_key(job_id), "status")
         statuses = pipe.execute()
-    failed = [each for each, status in zip(newest, statuses, strict=True) if not _is_stopped(status)]
+    failed = [
+        each for each, status in zip(newest, statuses, strict=True) if not _is_stopped(status)
+    ]
     return _read_failed(connection, failed[:most])
 
 
@@ -125,7 +129,9 @@ def read_job(connection: Redis, job_id: str, *, with_arguments: bool = False) ->
         dependents=sorted(map(stored.text, dependents))[:MAX_RELATIVES],
         is_failed=score is not None,
         is_under_way=rq_jobs.job_status(texts["status"]) in CANCELLABLE,
-        error=printable(error.removesuffix(f"\n{fault_line('cancelled')}")[-MAX_ERROR_CHARS:], kept="\n"),
+        error=printable(
+            error.removesuffix(f"\n{fault_line('cancelled')}")[-MAX_ERROR_CHARS:], kept="\n"
+        ),
         error_line=error_line(error),
     )
 
@@ -142,10 +148,16 @@ def _read_failed(connection: Redis, entries: Sequence[tuple[str, str]]) -> list[
             pipe.hget(key, "data" if data_bytes <= MAX_PAYLOAD_BYTES else "")
         payloads = pipe.execute()
     found = []
-    for entry, (ended_at, status), results, data in zip(entries, told[::3], told[2::3], payloads, strict=True):
+    for entry, (ended_at, status), results, data in zip(
+        entries, told[::3], told[2::3], payloads, strict=True
+    ):
         error = _error(results)
         is_stopped = _is_stopped(status) or error.rstrip().endswith(f"\n{fault_line('cancelled')}")
-        found.append(FailedJob(*entry, _call(data)[0], stored.moment(ended_at), error_line(error), is_stopped))
+        found.append(
+            FailedJob(
+                *entry, _call(data)[0], stored.moment(ended_at), error_line(error), is_stopped
+            )
+        )
     return found
 
 
@@ -159,7 +171,9 @@ def _error(results: Sequence[Any]) -> str:
 
 def _call(data: bytes | None) -> tuple[str | None, str | None]:
     try:
-        function, _, args, kwargs = json.loads(stored.unpacked(data or b"", 4 * MAX_PAYLOAD_BYTES) or b"")
+        function, _, args, kwargs = json.loads(
+            stored.unpacked(data or b"", 4 * MAX_PAYLOAD_BYTES) or b""
+        )
     except (ValueError, TypeError, RecursionError):
         return None, None
     if not isinstance(function, str):

@@ -73,7 +73,13 @@ def is_loopback(bind: str) -> bool:
 
 
 def serve(
-    redis_url: str, bind: str, port: int, hosts: Collection[str], *, show_prompts: bool, queues: Sequence[str] = ()
+    redis_url: str,
+    bind: str,
+    port: int,
+    hosts: Collection[str],
+    *,
+    show_prompts: bool,
+    queues: Sequence[str] = (),
 ) -> None:
     """Serve until stopped. Raises NotServed where it may not be shown there, or the address cannot be had.
 
@@ -82,13 +88,17 @@ def serve(
     writes_json = start_log()
     token, is_local = check_token(os.environ.get(TOKEN_VARIABLE) or None, bind), is_loopback(bind)
     named = {*hosts} if is_local else {*hosts, socket.gethostname(), socket.getfqdn()}
-    connection = Redis.from_url(redis_url, socket_timeout=REDIS_TIMEOUT_S, socket_connect_timeout=REDIS_TIMEOUT_S)
+    connection = Redis.from_url(
+        redis_url, socket_timeout=REDIS_TIMEOUT_S, socket_connect_timeout=REDIS_TIMEOUT_S
+    )
     app = Dashboard(connection, Options(named, is_local, token, show_prompts, queues)).app()
     family = socket.AF_INET6 if ":" in bind else socket.AF_INET
     try:
         listener = socket.create_server((bind, port), family=family, backlog=128)
     except OSError as error:
-        raise NotServed(f"{bind} port {port} cannot be listened on ({error.strerror}): use --port") from error
+        raise NotServed(
+            f"{bind} port {port} cannot be listened on ({error.strerror}): use --port"
+        ) from error
     shown = f"[{bind}]" if ":" in bind else bind
     address = f"dashboard on http://{shown}:{listener.getsockname()[1]}"
     if writes_json:

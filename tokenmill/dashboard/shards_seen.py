@@ -35,7 +35,9 @@ def list_shards(connection: Redis, run: str, first: int = 0, count: int = 100) -
     parts = RunState(connection, run).parts_of(numbers)
     look.see_queues({name: read_queue(connection, name, MAX_ENTRIES) for name in look.queues})
     told = read_progress(connection, [shard_job_id(run, shard) for shard in numbers])
-    again = read_progress(connection, [shard_job_id(run, shard, is_second=True) for shard in numbers])
+    again = read_progress(
+        connection, [shard_job_id(run, shard, is_second=True) for shard in numbers]
+    )
     found = []
     for shard, one, two in zip(numbers, told, again, strict=True):
         each = two if two.has_job else one
@@ -43,7 +45,9 @@ def list_shards(connection: Redis, run: str, first: int = 0, count: int = 100) -
             counts = (part.rows, part.errors, part.generated_tokens, part.seconds)
             found.append(ShardSeen(shard, "done", *counts, each.worker))
         elif shard in look.started:
-            found.append(ShardSeen(shard, "running", each.rows, tokens=each.tokens, worker=each.worker))
+            found.append(
+                ShardSeen(shard, "running", each.rows, tokens=each.tokens, worker=each.worker)
+            )
         else:
             word = "failed" if shard in look.failed else "queued" if each.has_job else "gone"
             is_left = "cancelled" in look.facts and not look.is_finished

@@ -111,10 +111,14 @@ class Watcher:
             workers=self._rows(workers),
             num_workers=len(all_workers),
             runs=tuple(list_runs(self.connection, MAX_RUNS)),
-            failed=tuple(newest_failed(self.connection, with_failed, MAX_FAILED)) if with_failed else (),
+            failed=tuple(newest_failed(self.connection, with_failed, MAX_FAILED))
+            if with_failed
+            else (),
         )
 
-    def _remember(self, now: float, samples: Sequence[WorkerSample], queues: Sequence[QueueCounts]) -> None:
+    def _remember(
+        self, now: float, samples: Sequence[WorkerSample], queues: Sequence[QueueCounts]
+    ) -> None:
         history = self._history
         new = [sample.name for sample in samples if not history.knows(sample.name)][:MAX_NEW]
         earlier = read_points(self.connection, new) if new else {}
@@ -138,7 +142,9 @@ class Watcher:
             state = "silent" if sample.is_silent else sample.state or "unknown"
             rates = rate(name, "generation_tokens"), rate(name, "prompt_tokens")
             rows.append(WorkerRow(name, state, ", ".join(sample.queues), sample, *rates))
-        return tuple(sorted(rows, key=lambda row: (not row.is_silent, row.state != "draining", row.name)))
+        return tuple(
+            sorted(rows, key=lambda row: (not row.is_silent, row.state != "draining", row.name))
+        )
 
 
 def _busiest(queue: QueueCounts) -> tuple[int, str]:

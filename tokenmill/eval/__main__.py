@@ -8,7 +8,9 @@ def main() -> None:
     try:
         from lm_eval.__main__ import cli_evaluate
     except ImportError as error:
-        sys.exit(f"lm-evaluation-harness cannot be imported ({error}): pip install 'tokenmill[eval]'")
+        sys.exit(
+            f"lm-evaluation-harness cannot be imported ({error}): pip install 'tokenmill[eval]'"
+        )
     import tokenmill.eval.model  # noqa: F401 - gives its name to the registry
 
     cli_evaluate()

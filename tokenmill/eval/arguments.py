@@ -29,7 +29,9 @@ HARNESS_DEVICE = "cuda:0"
 _FIELDS = frozenset(each.name for each in fields(EngineConfig))
 
 
-def engine_config(pretrained: object, model: object, max_length: object, arguments: Mapping[str, Any]) -> EngineConfig:
+def engine_config(
+    pretrained: object, model: object, max_length: object, arguments: Mapping[str, Any]
+) -> EngineConfig:
     """The engine that `--model_args` ask for. Raises ConfigError for a name or value that is not one of it.
 
     pretrained, model: two names of the same. max_length: the `hf` class' name of max_model_len.

@@ -12,7 +12,11 @@ from jinja2 import TemplateError
 from lm_eval.api.instance import Instance
 from lm_eval.api.model import TemplateLM
 from lm_eval.api.registry import register_model
-from lm_eval.models.utils import handle_stop_sequences, normalize_gen_kwargs, postprocess_generated_text
+from lm_eval.models.utils import (
+    handle_stop_sequences,
+    normalize_gen_kwargs,
+    postprocess_generated_text,
+)
 from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 
 from engine import ConfigError, Engine, EngineError, InvalidRequest, SamplingParams
@@ -24,7 +28,9 @@ from tokenmill.eval.arguments import engine_config, sampling_params
 logger = logging.getLogger(__name__)
 
 Tokens = list[int]
-Scored = tuple[tuple[str, str] | None, Tokens, Tokens]  # what the harness asked, context, continuation
+Scored = tuple[
+    tuple[str, str] | None, Tokens, Tokens
+]  # what the harness asked, context, continuation
 
 
 @register_model("tokenmill")
@@ -60,7 +66,9 @@ class TokenmillLM(TemplateLM):
             arguments.pop(name, None)
         config = engine_config(pretrained, model, max_length, arguments)
         if enable_thinking and think_end_token is None:
-            raise ConfigError("enable_thinking=True needs think_end_token, behind which an answer begins")
+            raise ConfigError(
+                "enable_thinking=True needs think_end_token, behind which an answer begins"
+            )
         folder = resolve_model(config.model)
         self.tokenizer = load_tokenizer(folder)
         self.tokenizer.chat_template = read_template(folder, config.chat_template)
@@ -70,7 +78,9 @@ class TokenmillLM(TemplateLM):
         self._add_bos_token, self._custom_prefix = add_bos_token, prefix_token_id
         self._prefix_text = self.tokenizer.decode(self.prefix_token_id)
         is_id = isinstance(think_end_token, str) and think_end_token.isdigit()
-        self._think_end = int(think_end_token) if think_end_token is not None and is_id else think_end_token
+        self._think_end = (
+            int(think_end_token) if think_end_token is not None and is_id else think_end_token
+        )
         self._enable_thinking = enable_thinking
         self._template_args = dict(chat_template_args or {})
         if enable_thinking is not None:
@@ -98,14 +108,18 @@ class TokenmillLM(TemplateLM):
         for token_id in known:
             if token_id is not None:
                 return int(token_id)
-        raise ConfigError("this tokenizer has no token to stand for an empty context; give prefix_token_id")
+        raise ConfigError(
+            "this tokenizer has no token to stand for an empty context; give prefix_token_id"
+        )
 
     @property
     def tokenizer_name(self) -> str:
         """The model's name, as a name of files."""
         return self._model_name.replace("/", "__")
 
-    def apply_chat_template(self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True) -> str:
+    def apply_chat_template(
+        self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True
+    ) -> str:
         """The text of a conversation; where a template refuses it, without what the system says.
 
         add_generation_prompt: False where the last message is the beginning of the model's answer.
@@ -119,7 +133,9 @@ class TokenmillLM(TemplateLM):
         try:
             text: str = self.tokenizer.apply_chat_template(chat_history, **options)
         except TemplateError:
-            logger.warning("the chat template refuses these messages; once more without the system's")
+            logger.warning(
+                "the chat template refuses these messages; once more without the system's"
+            )
             others = [message for message in chat_history if message["role"] != "system"]
             text = self.tokenizer.apply_chat_template(others, **options)
         return text
@@ -139,16 +155,22 @@ class TokenmillLM(TemplateLM):
     def _with_special(self, string: str, add_special_tokens: bool | None) -> Tokens:
         """None does as the tokenizer does; True adds the token for a text's beginning where that does not."""
         is_added = add_special_tokens is not False
-        token_ids: Tokens = self.tokenizer.encode(string, add_special_tokens=is_added, verbose=False)
+        token_ids: Tokens = self.tokenizer.encode(
+            string, add_special_tokens=is_added, verbose=False
+        )
         bos = self.tokenizer.bos_token_id
         if self._add_bos_token and is_added and bos is not None and token_ids[:1] != [bos]:
             token_ids = [bos, *token_ids]
         return token_ids
 
-    def loglikelihood(self, requests: list[Instance], disable_tqdm: bool = False) -> list[tuple[float, bool]]:
+    def loglikelihood(
+        self, requests: list[Instance], disable_tqdm: bool = False
+    ) -> list[tuple[float, bool]]:
         """How likely each continuation is behind its context, and whether greedy generation gives it."""
         if self._enable_thinking:
-            raise ValueError("enable_thinking=True is for tasks that generate; leave it out for this one")
+            raise ValueError(
+                "enable_thinking=True is for tasks that generate; leave it out for this one"
+            )
         found: list[tuple[float, bool]] = super().loglikelihood(requests, disable_tqdm=disable_tqdm)
         return found
 
@@ -164,7 +186,9 @@ class TokenmillLM(TemplateLM):
                 self.cache_hook.add_partial("loglikelihood", texts, answer)
         return answers
 
-    def _window(self, texts: tuple[str, str] | None, context: Tokens, continuation: Tokens) -> tuple[Tokens, Tokens]:
+    def _window(
+        self, texts: tuple[str, str] | None, context: Tokens, continuation: Tokens
+    ) -> tuple[Tokens, Tokens]:
         """Context and continuation, as much of the context as the model reads; the last token it does not."""
         if not 0 < len(continuation) <= self.max_length:
             shown = "" if texts is None else f" {texts[1][:64]!r}"
@@ -175,7 +199,9 @@ class TokenmillLM(TemplateLM):
         room = self.max_length + 1 - len(continuation)
         return (context or [self.prefix_token_id])[-room:], continuation
 
-    def loglikelihood_rolling(self, requests: list[Instance], disable_tqdm: bool = False) -> list[float]:
+    def loglikelihood_rolling(
+        self, requests: list[Instance], disable_tqdm: bool = False
+    ) -> list[float]:
         """How likely each whole text is, in windows of max_length tokens, of which each predicts as many new
         ones as it can."""
         windows: list[Scored] = []
@@ -200,23 +226,31 @@ class TokenmillLM(TemplateLM):
         """
         prepared = [self._prepare(*request.args) for request in requests]
         completions = self.engine.generate(
-            (prompt for prompt, _, _ in prepared), (params for _, params, _ in prepared), use_tqdm=not disable_tqdm
+            (prompt for prompt, _, _ in prepared),
+            (params for _, params, _ in prepared),
+            use_tqdm=not disable_tqdm,
         )
         answers = []
         for request, (_, _, until), completion in zip(requests, prepared, completions, strict=True):
             if completion.finish_reason == "error":
-                raise EngineError(f"the request {request.args[0][-64:]!r} failed: {completion.error}")
+                raise EngineError(
+                    f"the request {request.args[0][-64:]!r} failed: {completion.error}"
+                )
             answers.append(self._answer(completion.token_ids, until))
             self.cache_hook.add_partial("generate_until", request.args, answers[-1])
         return answers
 
-    def _prepare(self, context: str, gen_kwargs: dict[str, Any]) -> tuple[Tokens, SamplingParams, list[str]]:
+    def _prepare(
+        self, context: str, gen_kwargs: dict[str, Any]
+    ) -> tuple[Tokens, SamplingParams, list[str]]:
         """Prompt and sampling values of a request, and the texts that end its answer."""
         values = dict(normalize_gen_kwargs(gen_kwargs, self.max_gen_toks))
         max_tokens = values.pop("max_gen_toks")
         eos = None if self.eot_token_id is None else self.tokenizer.decode(self.eot_token_id)
         until = [text for text in handle_stop_sequences(values.pop("until"), eos=eos) if text]
-        params = sampling_params(values, max_tokens=max_tokens, stop=until, end_token_id=self.eot_token_id)
+        params = sampling_params(
+            values, max_tokens=max_tokens, stop=until, end_token_id=self.eot_token_id
+        )
         room = self.max_length - params.max_tokens
         if room < 1:
             raise InvalidRequest(

@@ -10,7 +10,17 @@ from typing import TYPE_CHECKING
 
 from engine import Completion
 from worker.engine_thread.intake import Intake
-from worker.engine_thread.orders import Abort, Add, EngineDied, Halt, Look, Order, SoFar, Stepped, Tell
+from worker.engine_thread.orders import (
+    Abort,
+    Add,
+    EngineDied,
+    Halt,
+    Look,
+    Order,
+    SoFar,
+    Stepped,
+    Tell,
+)
 
 if TYPE_CHECKING:
     from engine import Engine
@@ -105,10 +115,14 @@ class EngineLoop:
             if order.stops and not self._is_stopped:
                 self._is_stopped = True
                 self._reported_at = float("-inf")  # so that the last statistics are reported
-                self._hand_out(self._engine.step(launches=False), self._engine.started, self._clock())
+                self._hand_out(
+                    self._engine.step(launches=False), self._engine.started, self._clock()
+                )
             self._report(SoFar(self._engine.samples_so_far()))
 
-    def _hand_out(self, finished: list[Completion], started: Sequence[str], began_at: float) -> None:
+    def _hand_out(
+        self, finished: list[Completion], started: Sequence[str], began_at: float
+    ) -> None:
         """Report a step that began at `began_at`, if it has news or the last report is old."""
         faults = self._intake.take_faults()
         has_news = finished or started or self._refused or faults

@@ -14,7 +14,15 @@ from concurrent.futures import Future
 from itertools import count
 from typing import TYPE_CHECKING, Any
 
-from engine import Completion, EngineError, InvalidRequest, RequestParams, SamplingParams, ScoringParams, request_params
+from engine import (
+    Completion,
+    EngineError,
+    InvalidRequest,
+    RequestParams,
+    SamplingParams,
+    ScoringParams,
+    request_params,
+)
 from jobs.tasks import Request
 from sandbox.exhausted import is_exhausted
 from worker.engine_thread.orders import Add
@@ -66,7 +74,9 @@ class _Waiting:
         self.request = add.request
         self.lane = add.lane
         self.size = _size(add.request)
-        has_form = any(add.request.sampling.get(name) for name in ("structured_outputs", "tool_choice"))
+        has_form = any(
+            add.request.sampling.get(name) for name in ("structured_outputs", "tool_choice")
+        )
         self.is_prepared = self.size <= SHORT and not has_form
         self.prepared: tuple[PreparedPrompt, RequestParams] | None = None
         self.form: Future[Any] | None = None
@@ -104,7 +114,9 @@ def prepared_request(engine: Engine, request: Request) -> tuple[PreparedPrompt, 
     if not isinstance(params, SamplingParams):
         options["scoring" if isinstance(params, ScoringParams) else "pooling"] = params
     if request.messages is not None:
-        return engine.prepare_chat(decoded(request.messages), **request.chat_options, **options), params
+        return engine.prepare_chat(
+            decoded(request.messages), **request.chat_options, **options
+        ), params
     if prompt is None:
         raise InvalidRequest("the request has neither a prompt nor messages")
     return engine.prepare(decoded(prompt), **options), params
@@ -144,10 +156,18 @@ class Intake:
     def __init__(self, engine: Engine, report: Callable[[], None]) -> None:
         self._engine = engine
         self._report = report
-        self._compiling: set[_Waiting] = set()  # requests whose grammars are compiled; they are in no lane
-        self._compiled: deque[_Waiting] = deque()  # requests whose grammars are ready; other threads append
-        self._pictured = defaultdict[int, deque[_Waiting]](deque)  # requests with undecoded pictures, by lane
-        self._ahead: dict[str, int] = {}  # the lanes of requests whose pictures are decoded and that do not run yet
+        self._compiling: set[_Waiting] = (
+            set()
+        )  # requests whose grammars are compiled; they are in no lane
+        self._compiled: deque[_Waiting] = (
+            deque()
+        )  # requests whose grammars are ready; other threads append
+        self._pictured = defaultdict[int, deque[_Waiting]](
+            deque
+        )  # requests with undecoded pictures, by lane
+        self._ahead: dict[
+            str, int
+        ] = {}  # the lanes of requests whose pictures are decoded and that do not run yet
         self._lanes: dict[int, deque[_Waiting]] = {}
         self._ids: dict[str, _Waiting] = {}
         self._faults: list[tuple[str, BaseException]] = []
@@ -209,9 +229,13 @@ class Intake:
 
         lanes = {waiting.lane for waiting in dropped}
         for lane in lanes & self._pictured.keys():
-            self._pictured[lane] = deque(waiting for waiting in self._pictured[lane] if waiting not in dropped)
+            self._pictured[lane] = deque(
+                waiting for waiting in self._pictured[lane] if waiting not in dropped
+            )
         for lane in lanes & self._lanes.keys():
-            self._lanes[lane] = deque(waiting for waiting in self._lanes[lane] if waiting not in dropped)
+            self._lanes[lane] = deque(
+                waiting for waiting in self._lanes[lane] if waiting not in dropped
+            )
             self._forget_if_empty(lane)
         self._compiling -= dropped
         self.begun(request_ids)
@@ -272,7 +296,9 @@ class Intake:
     def _put_back(self, waiting: _Waiting) -> None:
         """Put a request into its lane, at its place in the order of arrival."""
         queue = self._lanes.get(waiting.lane, ())
-        self._lanes[waiting.lane] = deque(sorted([waiting, *queue], key=lambda request: request.number))
+        self._lanes[waiting.lane] = deque(
+            sorted([waiting, *queue], key=lambda request: request.number)
+        )
 
     def close(self) -> None:
         """Drop the waiting requests, and wait briefly for the threads."""
@@ -294,7 +320,12 @@ class Intake:
         try:
             prompt, params = waiting.prepared or prepared_request(self._engine, request)
             self._engine.add(
-                request_id, prompt, params, lane=waiting.lane, continued=request.continued, resumed=request.resumed
+                request_id,
+                prompt,
+                params,
+                lane=waiting.lane,
+                continued=request.continued,
+                resumed=request.resumed,
             )
         except Exception as error:  # noqa: BLE001  # a request may hold anything
             return self._refuse(request_id, error)

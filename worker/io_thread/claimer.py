@@ -270,4 +270,6 @@ class Claimer:
         if hold == RESTORED:
             self._log.error("claiming nothing: %s", RESTORED_TEXT)
         else:
-            self._log.info("suspended: run `rq resume` to go on" if hold else "resumed, claiming jobs again")
+            self._log.info(
+                "suspended: run `rq resume` to go on" if hold else "resumed, claiming jobs again"
+            )

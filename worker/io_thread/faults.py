@@ -50,7 +50,9 @@ class WorkerFaults:
         """The highest number of faults with jobs of one function."""
         return max(map(len, self._job_ids.values()), default=0)
 
-    def met(self, claimed: ClaimedJob, function_name: str | None, error: BaseException) -> WorkerFault:
+    def met(
+        self, claimed: ClaimedJob, function_name: str | None, error: BaseException
+    ) -> WorkerFault:
         """Note a fault that this worker met with a job."""
         job_ids = self._job_ids.setdefault(function_name, [])
         fault = WorkerFault(claimed, error, counts=claimed.job_id not in job_ids)

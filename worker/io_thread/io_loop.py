@@ -13,7 +13,13 @@ from redis.exceptions import RedisError, ResponseError
 from jobs.common.display import shown_error
 from jobs.common.workers import RESTORED, RESTORED_TEXT
 from worker.engine_thread.orders import EngineDied, Halt, SoFar, Stepped
-from worker.errors import EngineFailed, FaultySurroundings, IoThreadFailed, TooManyStuckThreads, WorkerError
+from worker.errors import (
+    EngineFailed,
+    FaultySurroundings,
+    IoThreadFailed,
+    TooManyStuckThreads,
+    WorkerError,
+)
 from worker.io_thread.claimer import Claimer
 from worker.io_thread.faults import MAX_IN_A_ROW, PAUSE_S
 from worker.io_thread.job_runner import JobRunner
@@ -135,7 +141,11 @@ class IoLoop:
         """Why the worker claims nothing, such as `rq suspend`; None if it claims. For any thread."""
         if self._phase is not Phase.SERVING:
             return f"it takes no more jobs: {self._phase.value}"
-        holds = {"": None, "suspended": "suspended: `rq resume` lets it claim", RESTORED: RESTORED_TEXT}
+        holds = {
+            "": None,
+            "suspended": "suspended: `rq resume` lets it claim",
+            RESTORED: RESTORED_TEXT,
+        }
         return holds[self._claimer.hold]
 
     @property
@@ -227,7 +237,9 @@ class IoLoop:
         self._log.error("the engine failed: %s", error)
         if self.failure is None:
             name = type(error).__name__
-            self.failure = EngineFailed(f"the engine raised {name}: {error}; its jobs were given back")
+            self.failure = EngineFailed(
+                f"the engine raised {name}: {error}; its jobs were given back"
+            )
             self.failure.__cause__ = error
         self._start_leaving()
 
@@ -327,14 +339,18 @@ class IoLoop:
 
     def _ride_out(self, moment: float, error: RedisError) -> None:
         result = "refused" if isinstance(error, ResponseError) else "did not answer"
-        self._log.error("Redis %s (%s); trying again in %.1f s", result, shown_error(error), self._backoff_s)
+        self._log.error(
+            "Redis %s (%s); trying again in %.1f s", result, shown_error(error), self._backoff_s
+        )
         self._runner.tally.redis_failed(error)
         self._retry_at = moment + self._backoff_s
         self._backoff_s = min(self._backoff_s * 2, LAST_BACKOFF_S)
         # Leases of living workers ran out during the outage too. They get the time to renew them.
         self._sweep.postpone(moment + self._limits.lease_s)
         if self._is_overdue(moment):
-            self._leave("left without giving back what ran: other workers take it up when its leases end")
+            self._leave(
+                "left without giving back what ran: other workers take it up when its leases end"
+            )
 
     # Duties
 
@@ -378,7 +394,9 @@ class IoLoop:
         elif self._claimer.has_all_it_may:
             self._leave(f"finished {self._limits.max_jobs} jobs, quitting")
         elif self._limits.burst and self._claimer.hold:
-            self._leave(f"{self._claimer.hold} in burst mode, quitting; there may be unfinished jobs on the queue")
+            self._leave(
+                f"{self._claimer.hold} in burst mode, quitting; there may be unfinished jobs on the queue"
+            )
         elif self._limits.burst and self._claimer.has_taken_all():
             self._leave("done, quitting")
         elif self._is_idle_for_too_long(moment):

@@ -83,7 +83,12 @@ class JobEnds:
         """
         fault = fault_of(job, error)
         job.reason = type(error).__name__
-        self._log.warning("%s: job %s failed: %s", job.claimed.queue_name, job.claimed.job_id, log_text(job, error))
+        self._log.warning(
+            "%s: job %s failed: %s",
+            job.claimed.queue_name,
+            job.claimed.job_id,
+            log_text(job, error),
+        )
         if fault is not None and fault_line(fault) not in getattr(error, "__notes__", ()):
             error.add_note(fault_line(fault))
             text = None if text is None else f"{text}{fault_line(fault)}\n"
@@ -92,15 +97,26 @@ class JobEnds:
 
     def stop(self, job: HeldJob) -> None:
         """End a job that a person has stopped."""
-        self._end(job, "stopped", f"Job stopped by user, its sequences were aborted.\n{fault_line('cancelled')}")
+        self._end(
+            job,
+            "stopped",
+            f"Job stopped by user, its sequences were aborted.\n{fault_line('cancelled')}",
+        )
 
     def _end(
-        self, job: HeldJob, status: EndStatus, value: Any, error: BaseException | None = None, retries: bool = False
+        self,
+        job: HeldJob,
+        status: EndStatus,
+        value: Any,
+        error: BaseException | None = None,
+        retries: bool = False,
     ) -> None:
         """End a job. A run that fails with it is told first, then callbacks are called, then the end is written."""
         job.state = JobState.ENDING
         working_s = self._clock() - job.started_at if job.started_at is not None else 0.0
-        outcome = Outcome(job.claimed, status, value, datetime.now(UTC), working_s, job.began_at, retries=retries)
+        outcome = Outcome(
+            job.claimed, status, value, datetime.now(UTC), working_s, job.began_at, retries=retries
+        )
         is_shard = run_and_shard(job.claimed.job_id) is not None
         if status != "finished" and outcome.is_final and is_shard:
             self._tell_run(job, outcome, error)
@@ -113,7 +129,9 @@ class JobEnds:
         def then(job: HeldJob, _: Any, failure: BaseException | None) -> None:
             if failure is not None:
                 reason = shown_error(failure)
-                self._log.error("job %s: nobody is told that its run has failed: %s", job.claimed.job_id, reason)
+                self._log.error(
+                    "job %s: nobody is told that its run has failed: %s", job.claimed.job_id, reason
+                )
             self._finish(job, outcome, error)
 
         text = "it was stopped" if error is None else log_text(job, error)
@@ -131,7 +149,9 @@ class JobEnds:
             except ResultTooLarge as too_large:
                 self.fail(job, too_large)
         else:  # in a thread, because it may be large or hold objects whose methods are user code
-            self._calls.submit(self._pool, job, PoolCall(partial(self._packed, outcome), self._then_write))
+            self._calls.submit(
+                self._pool, job, PoolCall(partial(self._packed, outcome), self._then_write)
+            )
 
     def _packed(self, outcome: Outcome, known_small: bool = False) -> Outcome:
         """Return the outcome with its value packed. known_small: see `pack`. Raises ResultTooLarge."""
@@ -147,7 +167,9 @@ class JobEnds:
 
     def _call_back(self, job: HeldJob, outcome: Outcome, error: BaseException | None) -> None:
         """Call the user's callback in a thread, then have the end written."""
-        exc_info = (None, None, None) if error is None else (type(error), error, error.__traceback__)
+        exc_info = (
+            (None, None, None) if error is None else (type(error), error, error.__traceback__)
+        )
         rq_job = job.for_user_code(self._callbacks.user_client)
 
         def call_back() -> Outcome | Raised | None:
@@ -173,7 +195,9 @@ class JobEnds:
         # Only our own call raises errors of Redis. They are no reason to fail the job.
         self._calls.submit(self._pool, job, PoolCall(call_back, then, again_on=RedisError))
 
-    def _callback_raised(self, job: HeldJob, outcome: Outcome, failure: BaseException, text: str | None) -> None:
+    def _callback_raised(
+        self, job: HeldJob, outcome: Outcome, failure: BaseException, text: str | None
+    ) -> None:
         """Fail a job whose success callback raised, as RQ does. After another callback only its text changes."""
         if outcome.status == "finished":
             self.fail(job, failure, text)
@@ -201,7 +225,9 @@ class JobEnds:
             self.queue_dependents(job, outcome)
         elif reply in ("lost", "refused"):
             if reply == "refused":
-                self._log.error("job %s: the server refuses to write its end", outcome.claimed.job_id)
+                self._log.error(
+                    "job %s: the server refuses to write its end", outcome.claimed.job_id
+                )
             self._ended(job, outcome, False)
         else:
             self._announce(job, outcome)
@@ -220,7 +246,11 @@ class JobEnds:
             except Exception as error:  # what cannot be read today cannot be read tomorrow
                 if is_servers(error):
                     raise
-                self._log.error("job %s: its dependents cannot be queued: %s", claimed.job_id, shown_error(error))
+                self._log.error(
+                    "job %s: its dependents cannot be queued: %s",
+                    claimed.job_id,
+                    shown_error(error),
+                )
             if not next_cursor:
                 self._store.close(claimed)
             return next_cursor
@@ -243,4 +273,6 @@ class JobEnds:
             return
         rq_job = job.for_user_code(self._callbacks.user_client)
         send = partial(self._callbacks.send_webhooks, outcome, rq_job)
-        self._calls.submit(self._pool, job, PoolCall(send, lambda job, _, error: self._ended(job, outcome, True)))
+        self._calls.submit(
+            self._pool, job, PoolCall(send, lambda job, _, error: self._ended(job, outcome, True))
+        )

@@ -65,11 +65,19 @@ class JobRunner:
         self._calls = PoolCalls(post, self._close, self.guard, log, clock)
         self._files = TaskFiles(parts.packer, self._calls, lent.file_timeout_s, log, clock)
         inspections = Inspections(post, lent.checks)
-        self.journals = Journals(self.jobs, self.guard, parts.limits.journal_s, parts.orders, post, log, clock)
+        self.journals = Journals(
+            self.jobs, self.guard, parts.limits.journal_s, parts.orders, post, log, clock
+        )
         self.threads = PoolThreads(parts, self._files, inspections)
         self._beginnings = Beginnings(self.guard, clock)
         self.streams = Streams(
-            self.jobs, self.guard, parts.packer, self._beginnings, parts.orders, inspections, parts.tally
+            self.jobs,
+            self.guard,
+            parts.packer,
+            self._beginnings,
+            parts.orders,
+            inspections,
+            parts.tally,
         )
         self._ends = JobEnds(parts, self._calls, self.guard, self._ended)
         self.releases = Releases(parts, self.guard, self._ends, self._end_at_once)
@@ -149,10 +157,14 @@ class JobRunner:
         def hand_over() -> None:
             if job.is_ours:
                 function = self._bound_function(job, call)
-                pool_call = PoolCall(function, self._our_code_returned, self._function_ended, is_ours=True)
+                pool_call = PoolCall(
+                    function, self._our_code_returned, self._function_ended, is_ours=True
+                )
             else:
                 user_job = job.for_user_code(self._clients.user)
-                pool_call = PoolCall(partial(perform, user_job), self._user_function_returned, self._function_ended)
+                pool_call = PoolCall(
+                    partial(perform, user_job), self._user_function_returned, self._function_ended
+                )
             self._calls.submit(self._posts if is_post else self._functions, job, pool_call)
 
         self._beginnings.run(job, hand_over)
@@ -206,7 +218,9 @@ class JobRunner:
         """Show in Redis which jobs have begun, then hand functions to threads. After a RedisError call it again."""
         self.drop(self._beginnings.show(store))
 
-    def _user_function_returned(self, job: HeldJob, value: Any, error: BaseException | None) -> None:
+    def _user_function_returned(
+        self, job: HeldJob, value: Any, error: BaseException | None
+    ) -> None:
         """Take the value or error of a user's function."""
         if error is not None:
             self._ends.fail(job, error)
@@ -230,7 +244,9 @@ class JobRunner:
             return
         self._withdraw_all([job])
         fault = self.faults.met(job.claimed, job.function_name, error)
-        self._log.error("job %s is given back, the fault is this worker's: %s", job.claimed.job_id, fault)
+        self._log.error(
+            "job %s is given back, the fault is this worker's: %s", job.claimed.job_id, fault
+        )
 
     def give_back_unprepared(self, faults: Sequence[tuple[str, BaseException]]) -> None:
         """Give back the jobs whose requests this worker could not prepare. faults: request ids and errors."""
@@ -298,13 +314,17 @@ class JobRunner:
         self._beginnings.forget(job)
         if not written:
             self.tally.lost()
-            self._log.warning("job %s was cancelled or taken over: its end here was dropped", job.claimed.job_id)
+            self._log.warning(
+                "job %s was cancelled or taken over: its end here was dropped", job.claimed.job_id
+            )
         elif outcome is not None:
             ended = ended_job(job, outcome)
             self.tally.job_ended(ended, job.num_rows_done)
             if job.trace is not None:
                 self._traces.ended(job.trace, ended, written_at=time.time())
-            self._log.debug("%s: job %s %s", job.claimed.queue_name, job.claimed.job_id, outcome.status)
+            self._log.debug(
+                "%s: job %s %s", job.claimed.queue_name, job.claimed.job_id, outcome.status
+            )
         self._close(job)
 
     def _close(self, job: HeldJob) -> None:
@@ -400,7 +420,9 @@ class JobRunner:
     def _drop(self, job: HeldJob) -> None:
         if job.is_ending:
             return  # finish.lua notices the loss when it writes the end
-        self._log.warning("job %s was cancelled, deleted or taken over: stopped here", job.claimed.job_id)
+        self._log.warning(
+            "job %s was cancelled, deleted or taken over: stopped here", job.claimed.job_id
+        )
         self.tally.lost()
         self._withdraw_all([job])
 

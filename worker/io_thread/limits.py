@@ -80,7 +80,9 @@ RENEWALS_PER_S = 1000.0
 class PollRates:
     """The periods of looks and renewals, by the number of workers and begun jobs. Used by the I/O thread only."""
 
-    def __init__(self, queue_names: Sequence[str], limits: Limits, jitter: Callable[[], float] | None = None) -> None:
+    def __init__(
+        self, queue_names: Sequence[str], limits: Limits, jitter: Callable[[], float] | None = None
+    ) -> None:
         """jitter: returns a factor around 1, so that workers do not act in step. `hear` draws it anew."""
         self._queue_names = queue_names
         self._limits = limits

@@ -35,4 +35,6 @@ class Maintenance:
 
     def _report(self, _: Any, error: BaseException | None) -> None:
         if error is not None:
-            self._log.error("could not clean up in Redis (%s); trying again in the next period", error)
+            self._log.error(
+                "could not clean up in Redis (%s); trying again in the next period", error
+            )

@@ -47,7 +47,9 @@ class RoomLine:
         self._waiting: dict[Place, tuple[Callable[[], None], Callable[[], bool]]] = {}
         self._tried: Place | None = None
 
-    def begin(self, place: Place, start: Callable[[], None], is_awaited: Callable[[], bool]) -> None:
+    def begin(
+        self, place: Place, start: Callable[[], None], is_awaited: Callable[[], bool]
+    ) -> None:
         """Make a call now, or in its turn if calls before it wait.
 
         start: makes the call. is_awaited: whether its job still waits for it; if not, it is made without a turn.
@@ -165,9 +167,13 @@ class PoolCalls:
                 return
             if place is not None and isinstance(error, NoRoomYet):
                 self._line.wait(place, start_again, is_awaited)
-            elif isinstance(error, call.again_on) or (is_ours and isinstance(error, OUTAGES) and not is_fault(error)):
+            elif isinstance(error, call.again_on) or (
+                is_ours and isinstance(error, OUTAGES) and not is_fault(error)
+            ):
                 reason = shown_error(error)
-                self._log.error("job %s: not carried out yet (%s); trying again", job.claimed.job_id, reason)
+                self._log.error(
+                    "job %s: not carried out yet (%s); trying again", job.claimed.job_id, reason
+                )
                 if not self._waiting:
                     self._try_again_at = self._clock() + TRY_AGAIN_S
                 self._waiting.append(start_again)
@@ -263,8 +269,12 @@ class TaskFiles:
         self._writers = FunctionPool(THREADS, "tokenmill-parts", clock)
         self.pools = self._openers, self._writers
         self._not_open = as_class(FileTimeout("opening its file went on", limit_s))
-        self._not_planned = as_class(FileTimeout("planning went on without a sign of life", limit_s))
-        self._not_written = as_class(FileTimeout("writing its part went on without a sign of life", limit_s))
+        self._not_planned = as_class(
+            FileTimeout("planning went on without a sign of life", limit_s)
+        )
+        self._not_written = as_class(
+            FileTimeout("writing its part went on without a sign of life", limit_s)
+        )
 
     def open(self, job: HeldJob, task: Task, context: JobContext, then: Then) -> None:
         """Open a job's task, note it as the job's `open_task`, then call `then`."""
@@ -297,14 +307,18 @@ class TaskFiles:
 
     def close(self, job_id: str, opened: OpenTask) -> None:
         """Close the open files of a job that has ended."""
-        self._writers.submit(partial(self._close, job_id, opened), lambda _, error: None, raises=False)
+        self._writers.submit(
+            partial(self._close, job_id, opened), lambda _, error: None, raises=False
+        )
 
     def _close(self, job_id: str, opened: OpenTask) -> None:
         """Close a task, in a thread. It may have been opened after its job ended."""
         try:
             opened.close()
         except Exception as error:  # noqa: BLE001  # the job has ended
-            self._log.error("job %s: could not remove its temporary files: %s", job_id, shown_error(error))
+            self._log.error(
+                "job %s: could not remove its temporary files: %s", job_id, shown_error(error)
+            )
 
     def check(self) -> None:
         """Replace the threads of slow calls, and interrupt the calls over their limit."""

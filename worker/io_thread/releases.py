@@ -50,7 +50,9 @@ class Releases:
     def give_back_faulty(self, fault: WorkerFault) -> None:
         """Put a job back after a fault of this worker's."""
         mode: Mode = "fault" if fault.counts else "given_back"
-        self._take_over(self._release([fault.claimed], mode), f", or met a fault, of which the last is {fault}")
+        self._take_over(
+            self._release([fault.claimed], mode), f", or met a fault, of which the last is {fault}"
+        )
 
     def take_up_abandoned(self, queue_names: Sequence[str], period_s: float) -> None:
         """Put back the jobs of dead workers. At most one worker looks for them in each period."""

@@ -101,7 +101,9 @@ class Reporter:
 
     def _write(self, state: str, job_id: str | None) -> None:
         """Note the numbers for the metrics, and write them to Redis. job_id: one of the held jobs."""
-        self._note(state, self._runner.tally.shown.queued)  # now, in case Redis does not answer below
+        self._note(
+            state, self._runner.tally.shown.queued
+        )  # now, in case Redis does not answer below
         queued, workers = self._record.count()
         num_started = sum(by_status["started"] for by_status in queued.values())
         self._poll_rates.hear(workers, num_started)
@@ -115,7 +117,8 @@ class Reporter:
         """Note the numbers for the metrics. queued: jobs by queue and status."""
         point = self._point({name: by_status["queued"] for name, by_status in queued.items()})
         kinds = Counter(
-            (job.claimed.queue_name, "function" if job.is_function else "engine") for job in self._runner.jobs
+            (job.claimed.queue_name, "function" if job.is_function else "engine")
+            for job in self._runner.jobs
         )
         self._runner.tally.shown = Shown(state, point, queued, kinds, self.engine_stats)
 

@@ -87,25 +87,64 @@ class _WorkerCollector(Collector):
         for queue in self._queue_names:
             for kind in ("engine", "function"):
                 held.append(((queue, kind), counts.shown.held.get((queue, kind), 0)))
-        yield _GAUGE, "tokenmill_jobs_held", "Jobs claimed here and not ended.", ("queue", "kind"), held
+        yield (
+            _GAUGE,
+            "tokenmill_jobs_held",
+            "Jobs claimed here and not ended.",
+            ("queue", "kind"),
+            held,
+        )
         yield _COUNTER, "tokenmill_jobs", "Jobs ended here.", labels, dict(counts.jobs).items()
-        yield _COUNTER, "tokenmill_rows", "Rows of finished shards.", labels, dict(counts.rows).items()
+        yield (
+            _COUNTER,
+            "tokenmill_rows",
+            "Rows of finished shards.",
+            labels,
+            dict(counts.rows).items(),
+        )
         lost = [((), counts.claims_lost)]
-        yield _COUNTER, "tokenmill_claims_lost", "Jobs cancelled or taken over while held.", (), lost
-        taken_over = [((queue, str(deaths)), number) for (queue, deaths), number in dict(counts.takeovers).items()]
+        yield (
+            _COUNTER,
+            "tokenmill_claims_lost",
+            "Jobs cancelled or taken over while held.",
+            (),
+            lost,
+        )
+        taken_over = [
+            ((queue, str(deaths)), number)
+            for (queue, deaths), number in dict(counts.takeovers).items()
+        ]
         text = "Jobs taken over from dead workers, or after a fault, by how many of these each has had by then."
         yield _COUNTER, "tokenmill_jobs_taken_over", text, ("queue", "deaths"), taken_over
         text = "Errors about one job that nobody foresaw: they end that job alone. Each is a bug to report."
         unforeseen = dict(counts.unforeseen_errors).items()
         yield _COUNTER, "tokenmill_unforeseen_errors", text, ("queue", "error"), unforeseen
-        for name, until, times in (("queue_time", "begin", counts.queue_times), ("latency", "end", counts.latencies)):
+        for name, until, times in (
+            ("queue_time", "begin", counts.queue_times),
+            ("latency", "end", counts.latencies),
+        ):
             by_queue = [((queue,), histogram) for queue, histogram in dict(times).items()]
             text = f"From a job's enqueueing to its {until}."
             yield _HISTOGRAM, f"tokenmill_job_{name}_seconds", text, ("queue",), by_queue
         sent = [((client,), number) for client, number in counts.round_trips.items()]
-        yield _COUNTER, "tokenmill_redis_round_trips", "Commands or pipelines sent to Redis.", ("client",), sent
-        errors = [((error,), number) for error, number in {"ConnectionError": 0, **counts.redis_errors}.items()]
-        yield _COUNTER, "tokenmill_redis_errors", "Turns of the I/O thread that Redis ended.", ("error",), errors
+        yield (
+            _COUNTER,
+            "tokenmill_redis_round_trips",
+            "Commands or pipelines sent to Redis.",
+            ("client",),
+            sent,
+        )
+        errors = [
+            ((error,), number)
+            for error, number in {"ConnectionError": 0, **counts.redis_errors}.items()
+        ]
+        yield (
+            _COUNTER,
+            "tokenmill_redis_errors",
+            "Turns of the I/O thread that Redis ended.",
+            ("error",),
+            errors,
+        )
 
     def _engine_metrics(self) -> Iterator[_Metric]:
         counts = self._counts
@@ -114,16 +153,41 @@ class _WorkerCollector(Collector):
         arrival = "From a request's arrival in the engine to its"
         metrics: list[tuple[Any, str, str, Any]] = [
             (_GAUGE, "num_requests_running", "Sequences in the batch.", point.num_requests_running),
-            (_GAUGE, "num_requests_waiting", "Sequences that wait in the engine.", point.num_requests_waiting),
+            (
+                _GAUGE,
+                "num_requests_waiting",
+                "Sequences that wait in the engine.",
+                point.num_requests_waiting,
+            ),
             (_GAUGE, "max_num_seqs", "Sequences that the batch has room for.", point.max_num_seqs),
-            (_GAUGE, "kv_cache_usage_perc", "KV cache in use; 1 means all of it.", point.kv_cache_usage),
+            (
+                _GAUGE,
+                "kv_cache_usage_perc",
+                "KV cache in use; 1 means all of it.",
+                point.kv_cache_usage,
+            ),
             (_COUNTER, "num_preemptions", "Sequences that had to give way.", point.num_preemptions),
-            (_COUNTER, "prompt_tokens", "Tokens of prompts, computed or cached.", point.prompt_tokens),
+            (
+                _COUNTER,
+                "prompt_tokens",
+                "Tokens of prompts, computed or cached.",
+                point.prompt_tokens,
+            ),
             (_COUNTER, "generation_tokens", "Tokens generated.", point.generation_tokens),
-            (_COUNTER, "prefix_cache_queries", "Tokens of prompts looked up in the prefix cache.", point.prompt_tokens),
+            (
+                _COUNTER,
+                "prefix_cache_queries",
+                "Tokens of prompts looked up in the prefix cache.",
+                point.prompt_tokens,
+            ),
             (_COUNTER, "prefix_cache_hits", "Tokens of prompts found there.", point.cached_tokens),
             (_COUNTER, "steps", "Steps of the engine.", stats.get("num_steps", 0)),
-            (_HISTOGRAM, "time_to_first_token_seconds", f"{arrival} first token.", counts.first_token),
+            (
+                _HISTOGRAM,
+                "time_to_first_token_seconds",
+                f"{arrival} first token.",
+                counts.first_token,
+            ),
             (_HISTOGRAM, "e2e_request_latency_seconds", f"{arrival} end.", counts.e2e),
         ]
         sizes = stats.get("batch_sizes", ())
@@ -134,8 +198,16 @@ class _WorkerCollector(Collector):
             metrics.append((_HISTOGRAM, "iteration_requests", "Sequences of a step.", batch_sizes))
         for kind, name, text, value in metrics:
             yield kind, f"tokenmill_{name}", text, ("model_name",), [((self._model,), value)]
-        seconds = [((self._model, part), value) for part, value in stats.get("step_seconds", {}).items()]
-        yield _COUNTER, "tokenmill_step_seconds", "Time of steps by part.", ("model_name", "part"), seconds
+        seconds = [
+            ((self._model, part), value) for part, value in stats.get("step_seconds", {}).items()
+        ]
+        yield (
+            _COUNTER,
+            "tokenmill_step_seconds",
+            "Time of steps by part.",
+            ("model_name", "part"),
+            seconds,
+        )
         done = [((self._model, reason), number) for reason, number in dict(counts.requests).items()]
         labels = ("model_name", "finished_reason")
         yield _COUNTER, "tokenmill_request_success", "Samples by how they ended.", labels, done

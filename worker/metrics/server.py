@@ -34,7 +34,10 @@ class MetricsServer:
         self._loop = asyncio.new_event_loop()
         self._ended = asyncio.Event()
         self._thread = threading.Thread(
-            target=self._loop.run_until_complete, args=(self._serve(),), name="tokenmill-metrics", daemon=True
+            target=self._loop.run_until_complete,
+            args=(self._serve(),),
+            name="tokenmill-metrics",
+            daemon=True,
         )
         self._thread.start()
 
@@ -44,7 +47,12 @@ class MetricsServer:
         return int(self._listener.getsockname()[1])
 
     def serve(
-        self, facts: Mapping[str, Any], queue_names: Sequence[str], counts: Tally, engine: WatchedEngine, io: WatchedIo
+        self,
+        facts: Mapping[str, Any],
+        queue_names: Sequence[str],
+        counts: Tally,
+        engine: WatchedEngine,
+        io: WatchedIo,
     ) -> None:
         """Serve a worker's numbers from now on, as its model is loaded. facts: those of its key in Redis."""
         self._exporter.serve(facts, queue_names, counts)
@@ -57,7 +65,9 @@ class MetricsServer:
         self._loop.close()
 
     async def _serve(self) -> None:
-        server = await asyncio.start_server(self._connected, sock=self._listener, limit=_MAX_HEAD_BYTES)
+        server = await asyncio.start_server(
+            self._connected, sock=self._listener, limit=_MAX_HEAD_BYTES
+        )
         await self._ended.wait()
         # A closing server leaves connections open that it has accepted but not begun to serve. So accept no more first.
         self._loop.remove_reader(self._listener)
@@ -74,7 +84,9 @@ class MetricsServer:
             oldest.transport.abort()
         self._open[writer] = None
         try:
-            with suppress(OSError, EOFError, ValueError, asyncio.LimitOverrunError):  # the client is to blame
+            with suppress(
+                OSError, EOFError, ValueError, asyncio.LimitOverrunError
+            ):  # the client is to blame
                 async with asyncio.timeout(REQUEST_S):
                     await self._answer(reader, writer)
         finally:
@@ -84,14 +96,19 @@ class MetricsServer:
     async def _answer(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         lines = (await reader.readuntil(b"\r\n\r\n")).decode("latin-1").split("\r\n")
         method, target, _ = lines[0].split(" ")
-        headers = {name.lower(): value.strip() for name, _, value in (line.partition(":") for line in lines)}
+        headers = {
+            name.lower(): value.strip()
+            for name, _, value in (line.partition(":") for line in lines)
+        }
         status = HTTPStatus.METHOD_NOT_ALLOWED
         kind = "text/plain"
         body = b"GET only\n"
         if method == "GET":
             status, kind, body = self.answer(target.partition("?")[0], headers.get("accept", ""))
         head = f"HTTP/1.1 {status.value} {status.phrase}\r\nContent-Type: {kind}\r\n"
-        writer.write(f"{head}Content-Length: {len(body)}\r\nConnection: close\r\n\r\n".encode() + body)
+        writer.write(
+            f"{head}Content-Length: {len(body)}\r\nConnection: close\r\n\r\n".encode() + body
+        )
         writer.write_eof()
         await writer.drain()
         await reader.read()  # until the client has read the answer and closes

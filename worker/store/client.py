@@ -7,7 +7,14 @@ from typing import Any
 from redis import ConnectionPool, Redis
 from redis.backoff import ExponentialBackoff, NoBackoff
 from redis.exceptions import ConnectionError as RedisConnectionError
-from redis.exceptions import DataError, ExecAbortError, OutOfMemoryError, ReadOnlyError, RedisError, ResponseError
+from redis.exceptions import (
+    DataError,
+    ExecAbortError,
+    OutOfMemoryError,
+    ReadOnlyError,
+    RedisError,
+    ResponseError,
+)
 from redis.exceptions import TimeoutError as RedisTimeoutError
 from redis.retry import Retry
 from rq.connections import get_connection_kwargs
@@ -37,7 +44,10 @@ class Clients:
 
 
 def new_client(
-    connection: Redis, socket_timeout_s: float, resend: bool = False, sent: Callable[[], None] | None = None
+    connection: Redis,
+    socket_timeout_s: float,
+    resend: bool = False,
+    sent: Callable[[], None] | None = None,
 ) -> Redis:
     """Make a client to the same server, with its own connection pool.
 

@@ -20,7 +20,15 @@ from jobs.common.display import brief
 from jobs.common.keys import FORMAT, held_key, prefixed
 from jobs.common.rq_jobs import execution_key, job_key
 from worker.store.records.bounds import DEFAULT_MAX_JOB_BYTES, MAX_HASH_FIELDS, max_hash_bytes
-from worker.store.records.claimed_job import CLAIM_BATCH, Claim, ClaimedJob, Mode, Wanted, address, restore
+from worker.store.records.claimed_job import (
+    CLAIM_BATCH,
+    Claim,
+    ClaimedJob,
+    Mode,
+    Wanted,
+    address,
+    restore,
+)
 from worker.store.records.next_step import NextStep
 from worker.store.records.outcome import EndStatus, FinishReply, Outcome
 from worker.store.scripts import Call, Scripts
@@ -60,7 +68,10 @@ FAR_S = 10 * 365 * 86_400
 
 _log = logging.getLogger("rq.worker")
 
-_NOT_QUEUED = {-1: "it waits for more than 10,000 others", -2: "nobody can read which jobs it waits for"}
+_NOT_QUEUED = {
+    -1: "it waits for more than 10,000 others",
+    -2: "nobody can read which jobs it waits for",
+}
 """Why a dependent is not queued, by the reply of queue_dependent.lua."""
 
 _MAINTENANCE_LOCK = prefixed("tokenmill:maintenance:%s")
@@ -90,7 +101,10 @@ class JobStore:
         self._lease_s = lease_s
         self._clock = clock
         self._models = list(models)
-        bounds = {"max_hash_bytes": max_hash_bytes(max_job_bytes), "max_hash_fields": MAX_HASH_FIELDS}
+        bounds = {
+            "max_hash_bytes": max_hash_bytes(max_job_bytes),
+            "max_hash_fields": MAX_HASH_FIELDS,
+        }
         self._call_many = Scripts(client, bounds).call_many
         self._max_job_bytes = max_job_bytes
         self._keeping = keeping
@@ -133,7 +147,9 @@ class JobStore:
         }
         calls = []
         for request in wanted:
-            calls.append(Call("claim", {**vars(request), **common, "most": min(request.most, CLAIM_BATCH)}))
+            calls.append(
+                Call("claim", {**vars(request), **common, "most": min(request.most, CLAIM_BATCH)})
+            )
 
         tokens = {request.token for request in wanted}
         first_sent = tokens - self._unanswered_tokens
@@ -143,7 +159,10 @@ class JobStore:
         # A claim that was sent twice keeps its record, which expires: its first sending may still be on its way.
         self._answered_tokens = first_sent
         self._epoch = replies[-1][5].decode()
-        return [self._claim_of(request.queue, reply) for request, reply in zip(wanted, replies, strict=True)]
+        return [
+            self._claim_of(request.queue, reply)
+            for request, reply in zip(wanted, replies, strict=True)
+        ]
 
     def _claim_of(self, queue_name: str, reply: Sequence[Any]) -> Claim:
         """Read the reply of claim.lua."""
@@ -191,7 +210,9 @@ class JobStore:
             return self._retry_call(outcome, step, run, next_run)
         return self._finish_call(outcome, step, run, next_run)
 
-    def _retry_call(self, outcome: Outcome, step: NextStep, run: Mapping[str, Any], next_run: str | int) -> Call:
+    def _retry_call(
+        self, outcome: Outcome, step: NextStep, run: Mapping[str, Any], next_run: str | int
+    ) -> Call:
         """Return the call that queues or schedules a job again after a failed try."""
         args = {
             **run,
@@ -204,7 +225,9 @@ class JobStore:
         has_entry = outcome.wish is not None
         return Call("retry", args, self._entry(outcome, Result.Type.RETRIED) if has_entry else [])
 
-    def _finish_call(self, outcome: Outcome, step: NextStep, run: Mapping[str, Any], next_run: str | int) -> Call:
+    def _finish_call(
+        self, outcome: Outcome, step: NextStep, run: Mapping[str, Any], next_run: str | int
+    ) -> Call:
         """Return the call that ends a job."""
         assert step.kept_s is not None
         status: EndStatus = outcome.status
@@ -285,7 +308,9 @@ class JobStore:
             "now_ts": repr(self._clock()),
         }
         job_ids = [member.decode(errors="replace") for member in members]
-        replies = self._call_many([Call("queue_dependent", {"id": job_id, **common}) for job_id in job_ids])
+        replies = self._call_many(
+            [Call("queue_dependent", {"id": job_id, **common}) for job_id in job_ids]
+        )
         for job_id, reply in zip(job_ids, replies, strict=True):
             if reply < 0:
                 _log.error("job %s is not queued: %s", brief(job_id), _NOT_QUEUED[reply])
@@ -323,9 +348,13 @@ class JobStore:
         """Return the jobs of dead workers, for `release`. At most one worker looks at a queue in each period."""
         with self._client.pipeline(transaction=False) as pipe:
             for name in queue_names:  # each queue has its own lock, whose taker looks at the queue
-                pipe.set(_MAINTENANCE_LOCK % name, self._worker_name, nx=True, px=int(period_s * 1000))
+                pipe.set(
+                    _MAINTENANCE_LOCK % name, self._worker_name, nx=True, px=int(period_s * 1000)
+                )
             lock_replies = pipe.execute()
-        locked_names = [name for name, is_ours in zip(queue_names, lock_replies, strict=True) if is_ours]
+        locked_names = [
+            name for name, is_ours in zip(queue_names, lock_replies, strict=True) if is_ours
+        ]
         if not locked_names:
             return []
 
@@ -347,7 +376,9 @@ class JobStore:
             leases_s = pipe.execute()
         return [claimed for claimed, lease_s in zip(held, leases_s, strict=True) if lease_s < 0]
 
-    def adopt(self, queue: str, left: Mapping[tuple[str, str], str]) -> list[tuple[ClaimedJob, str]]:
+    def adopt(
+        self, queue: str, left: Mapping[tuple[str, str], str]
+    ) -> list[tuple[ClaimedJob, str]]:
         """Take over jobs that RQ's own workers left behind. Returns the jobs that this worker holds now.
 
         left: why each job fails, by its job id and execution id; the latter is '' if the job had not begun.
@@ -366,5 +397,7 @@ class JobStore:
 
     def show_progress(self, progress: Sequence[tuple[ClaimedJob, Mapping[str, Any]]]) -> list[bool]:
         """Write how far running jobs are. Returns for each whether this worker still holds it."""
-        calls = [Call("progress", claimed.address, [json.dumps(values)]) for claimed, values in progress]
+        calls = [
+            Call("progress", claimed.address, [json.dumps(values)]) for claimed, values in progress
+        ]
         return [bool(reply) for reply in self._call_many(calls)]

@@ -20,7 +20,9 @@ class RedisClock:
     ahead_s: the seconds by which this machine's clock was ahead of Redis' at the last look.
     """
 
-    def __init__(self, wall: Callable[[], float] = time.time, steady: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self, wall: Callable[[], float] = time.time, steady: Callable[[], float] = time.monotonic
+    ) -> None:
         self._wall = wall
         self._steady = steady
         self._began_at = wall() - steady()  # the time by Redis' clock when `steady` was 0

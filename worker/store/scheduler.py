@@ -28,7 +28,9 @@ _BATCH = 1000
 class Scheduler(RQScheduler):
     """RQ's scheduler in a thread. It tries for missing locks again, and so takes over from a dead scheduler."""
 
-    def __init__(self, queues: Sequence[Queue], connection: Redis, level: int | str, formats: tuple[str, str]) -> None:
+    def __init__(
+        self, queues: Sequence[Queue], connection: Redis, level: int | str, formats: tuple[str, str]
+    ) -> None:
         """level, formats: of the log; the formats of dates and lines, as `rq worker` takes them."""
         super().__init__(queues, connection, 1, level, *formats, serializer=JSONSerializer)
         client: Any = new_client(connection, _REDIS_TIMEOUT_S)
@@ -49,8 +51,15 @@ class Scheduler(RQScheduler):
     def enqueue_scheduled_jobs(self) -> None:
         """Enqueue the jobs that are due by Redis' clock. RQ's own code would stop at a job that it cannot read."""
         self._clock.look(self.connection)
-        common = {"now_iso": utcformat(now()), "now_ts": repr(self._clock()), "registry": "scheduled", "most": _BATCH}
-        calls = [Call("enqueue_due", {"queue": name, **common}) for name in sorted(self._acquired_locks)]
+        common = {
+            "now_iso": utcformat(now()),
+            "now_ts": repr(self._clock()),
+            "registry": "scheduled",
+            "most": _BATCH,
+        }
+        calls = [
+            Call("enqueue_due", {"queue": name, **common}) for name in sorted(self._acquired_locks)
+        ]
         self._scripts.call_many(calls)
 
     def turn(self) -> None:

@@ -58,7 +58,9 @@ class Scripts:
 
     def __init__(self, client: Redis, bounds: Mapping[str, int] | None = None) -> None:
         self._client = client
-        self._bounds = "".join(f"local {name} = {number}\n" for name, number in (bounds or {}).items())
+        self._bounds = "".join(
+            f"local {name} = {number}\n" for name, number in (bounds or {}).items()
+        )
         self._shas: dict[str, str] = {}
 
     def call_many(self, calls: Sequence[Call]) -> list[Any]:
@@ -84,4 +86,6 @@ class Scripts:
         return answered
 
     def _load(self) -> None:
-        self._shas = {name: self._client.script_load(self._bounds + text) for name, text in _sources().items()}
+        self._shas = {
+            name: self._client.script_load(self._bounds + text) for name, text in _sources().items()
+        }

@@ -34,12 +34,16 @@ class StockJobs:
     is taken first, so that no job ends twice.
     """
 
-    def __init__(self, client: Redis, store: JobStore, clock: Callable[[], float] = time.time) -> None:
+    def __init__(
+        self, client: Redis, store: JobStore, clock: Callable[[], float] = time.time
+    ) -> None:
         self._client = client
         self._store = store
         self._clock = clock
 
-    def take_over(self, queue_names: Sequence[str], period_s: float) -> list[tuple[ClaimedJob, AbandonedJobError]]:
+    def take_over(
+        self, queue_names: Sequence[str], period_s: float
+    ) -> list[tuple[ClaimedJob, AbandonedJobError]]:
         """Take over abandoned jobs. At most one worker looks at a queue in each period.
 
         Returns the jobs, which this worker holds now, and why each fails.
@@ -59,7 +63,9 @@ class StockJobs:
 
     def _abandoned_started(self, queue: str) -> dict[tuple[str, str], str]:
         """Return why started jobs are abandoned, by job id and execution id."""
-        members: Any = self._client.zrangebyscore(QueueKeys(queue).started, 0, self._clock(), 0, _MAX_JOBS)
+        members: Any = self._client.zrangebyscore(
+            QueueKeys(queue).started, 0, self._clock(), 0, _MAX_JOBS
+        )
         reasons = {}
         for member in members:
             job_id, _, execution_id = member.decode(errors="replace").rpartition(":")
@@ -80,7 +86,9 @@ class StockJobs:
             replies = iter(pipe.execute())
 
         reasons = {}
-        for job_id, num_executions, _, first_seen in zip(job_ids, replies, replies, replies, strict=True):
+        for job_id, num_executions, _, first_seen in zip(
+            job_ids, replies, replies, replies, strict=True
+        ):
             if not num_executions and moment - _seconds(first_seen, moment) > _STUCK_S:
                 reasons[job_id, ""] = "it was stuck in the intermediate queue: its worker is gone"
         return reasons

@@ -7,7 +7,11 @@ from functools import partial
 from typing import Any
 
 from redis import Redis
-from rq.callbacks import execute_failure_callback, execute_stopped_callback, execute_success_callback
+from rq.callbacks import (
+    execute_failure_callback,
+    execute_stopped_callback,
+    execute_success_callback,
+)
 from rq.job import Job, JobStatus
 from rq.job_lifecycle import call_exception_handlers
 from rq.utils import import_attribute as import_function
@@ -52,7 +56,9 @@ class Webhooks:
         if webhook.method == "POST":
             headers = {"Content-Type": "application/json", **headers}
             body = json.dumps(payload).encode()
-        return call_webhook(webhook.url, self._hosts, method=webhook.method, headers=headers, body=body)
+        return call_webhook(
+            webhook.url, self._hosts, method=webhook.method, headers=headers, body=body
+        )
 
     def _done(self, job_id: str, status: int | None, error: BaseException | None) -> None:
         if error is not None:
@@ -74,7 +80,11 @@ class Callbacks:
     """Calls the user's code at the end of a job, in a pool thread with its own client, and sends webhooks."""
 
     def __init__(
-        self, exception_handlers: Sequence[Callable[..., Any]], client: Redis, user_client: Redis, webhooks: Webhooks
+        self,
+        exception_handlers: Sequence[Callable[..., Any]],
+        client: Redis,
+        user_client: Redis,
+        webhooks: Webhooks,
     ) -> None:
         self._exception_handlers = exception_handlers
         self._client = client

@@ -36,7 +36,9 @@ _REGISTRIES = {
 
 
 @contextmanager
-def shown_loading(client: Redis, worker_name: str, queue_names: Sequence[str], model: str) -> Iterator[None]:
+def shown_loading(
+    client: Redis, worker_name: str, queue_names: Sequence[str], model: str
+) -> Iterator[None]:
     """Show in Redis that a worker loads its model, until `WorkerRecord` takes over."""
     key = loading_key(worker_name)
     member = f"{WORKER_PREFIX}{worker_name}"
@@ -92,7 +94,9 @@ class WorkerRecord:
                 for registry in _REGISTRIES.values():
                     pipe.zcard(f"{RQ}:{registry}:{name}")
                 pipe.hlen(held_key(name))
-                pipe.zcount(f"{RQ}:wip:{name}", self._clock() + FAR_S / 2, "+inf")  # claimed jobs that have begun
+                pipe.zcount(
+                    f"{RQ}:wip:{name}", self._clock() + FAR_S / 2, "+inf"
+                )  # claimed jobs that have begun
                 pipe.zcount(fleet_key(name), self._clock() - SILENT_S, "+inf")
             replies = iter(pipe.execute())
 
@@ -106,7 +110,9 @@ class WorkerRecord:
             workers[name] = int(next(replies))
         return jobs, workers
 
-    def show(self, state: str, job_id: str | None, counters: Mapping[str, Any], point: Point) -> None:
+    def show(
+        self, state: str, job_id: str | None, counters: Mapping[str, Any], point: Point
+    ) -> None:
         """Write the heartbeat, the state, one running job, and the statistics, which are kept for an hour."""
         self._beat(self._client, state, job_id)
         moment = self._clock()
@@ -117,7 +123,13 @@ class WorkerRecord:
                 pipe.expire(fleet_key(name), WORKER_STATS_TTL_S)
             pipe.set(served_key(self._name), served_text(self._facts), ex=SILENT_S)
             pipe.execute()
-        stats = {**self._facts, "state": state, **point.to_object(), **counters, "updated_at": point.at}
+        stats = {
+            **self._facts,
+            "state": state,
+            **point.to_object(),
+            **counters,
+            "updated_at": point.at,
+        }
         self._client.set(self._key, json.dumps(stats), ex=WORKER_STATS_TTL_S)
 
     def keep(self, point: Point) -> None:

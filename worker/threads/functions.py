@@ -21,7 +21,9 @@ class FunctionPool:
     after its call.
     """
 
-    def __init__(self, threads: int, name: str, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self, threads: int, name: str, clock: Callable[[], float] = time.monotonic
+    ) -> None:
         self._name = name
         self._clock = clock
         self._calls: PriorityQueue[tuple[float, int, Call | None]] = PriorityQueue()

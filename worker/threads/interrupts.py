@@ -246,4 +246,6 @@ def _shielded(import_: Callable[..., Any]) -> Callable[..., Any]:
 def _is_whole(name: str) -> bool:
     """Whether a module is loaded and executed to its end. importlib decides it in the same way."""
     module = sys.modules.get(name)
-    return module is not None and not getattr(getattr(module, "__spec__", None), "_initializing", False)
+    return module is not None and not getattr(
+        getattr(module, "__spec__", None), "_initializing", False
+    )

@@ -52,12 +52,22 @@ class OtelTraces(Traces):
     """
 
     def __init__(
-        self, worker_name: str, model: str, version: str, *, begins: bool, exporter: SpanExporter | None = None
+        self,
+        worker_name: str,
+        model: str,
+        version: str,
+        *,
+        begins: bool,
+        exporter: SpanExporter | None = None,
     ) -> None:
         self._model = model
         self._begins = begins
         instance = safe_name(worker_name)
-        attributes = {"service.name": "tokenmill", "service.instance.id": instance, "service.version": version}
+        attributes = {
+            "service.name": "tokenmill",
+            "service.instance.id": instance,
+            "service.version": version,
+        }
         self._resource = Resource(attributes).merge(OTELResourceDetector().detect())
         self._scope = InstrumentationScope("tokenmill", version)
         self._sampler = TracerProvider(shutdown_on_exit=False).sampler
@@ -81,7 +91,9 @@ class OtelTraces(Traces):
 
     def close(self) -> None:
         """Send the remaining spans, for FLUSH_S at most."""
-        sending = threading.Thread(target=self._processor.shutdown, name="tokenmill-traces", daemon=True)
+        sending = threading.Thread(
+            target=self._processor.shutdown, name="tokenmill-traces", daemon=True
+        )
         sending.start()
         sending.join(FLUSH_S)
 
@@ -112,7 +124,13 @@ class OtelTraces(Traces):
         """Make a job's span, and a child span for each of its stages."""
         root, parent, _ = notes.ids
         # The producer's clock may be ahead of this one. No stage may begin after the next one.
-        moments = [end.enqueued_at, notes.claimed_at, end.began_at, notes.first_token_at, notes.finished_at]
+        moments = [
+            end.enqueued_at,
+            notes.claimed_at,
+            end.began_at,
+            notes.first_token_at,
+            notes.finished_at,
+        ]
         times = _ascending([*moments, end.ended_at, written_at])
         enqueued, claimed, began, first, finished, ended, written = times
 
@@ -123,7 +141,9 @@ class OtelTraces(Traces):
         kind = SpanKind.CONSUMER
         spans = [self._span(end.function, root, parent, whole, _job_attributes(end), kind, status)]
 
-        def child(name: str, of: SpanContext, start: float, stop: float, more: Attributes) -> SpanContext:
+        def child(
+            name: str, of: SpanContext, start: float, stop: float, more: Attributes
+        ) -> SpanContext:
             number = _number(f"{root.span_id:016x}{name}", 8)
             context = SpanContext(root.trace_id, number, False, _SAMPLED, root.trace_state)
             spans.append(self._span(name, context, of, (start, stop), more))
@@ -159,7 +179,10 @@ class OtelTraces(Traces):
             context,
             parent,
             self._resource,
-            {key: safe_name(value) if isinstance(value, str) else value for key, value in attributes.items()},
+            {
+                key: safe_name(value) if isinstance(value, str) else value
+                for key, value in attributes.items()
+            },
             kind=kind,
             status=status or Status(StatusCode.UNSET),
             start_time=int(times[0] * 1e9),
@@ -208,4 +231,7 @@ def _ascending(moments: list[float | None]) -> list[float]:
 
 def _number(text: str, num_bytes: int) -> int:
     """Derive a number from a text. It is never 0, which stands for none."""
-    return int.from_bytes(blake2b(text.encode(errors="surrogatepass"), digest_size=num_bytes).digest()) or 1
+    return (
+        int.from_bytes(blake2b(text.encode(errors="surrogatepass"), digest_size=num_bytes).digest())
+        or 1
+    )

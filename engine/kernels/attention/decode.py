@@ -29,8 +29,12 @@ from engine.kernels.attention.kv_tile import (
 
 # 512 tokens of 8 heads of 128 are 2 MiB of bfloat16, and what is left of them for the merge 0.4 % of that.
 SPLIT_TOKENS = 512
-MAX_SPLITS = 32  # longer contexts have longer splits, so that all results of a batch take bounded memory
-MERGED_ROWS = 16  # splits * heads that the merge holds at once: 16 * 128 float32 are 16 for each thread
+MAX_SPLITS = (
+    32  # longer contexts have longer splits, so that all results of a batch take bounded memory
+)
+MERGED_ROWS = (
+    16  # splits * heads that the merge holds at once: 16 * 128 float32 are 16 for each thread
+)
 # Programs for each multiprocessor: contexts differ by 20 times, and small pieces even the finish out.
 PROGRAMS_PER_PROCESSOR = 32
 
@@ -122,7 +126,9 @@ def decode_kernel(
         if value_scales_ptr is not None:
             result *= tl.load(value_scales_ptr + kv_head)
         if num_splits == 1:
-            row = tl.load(rows_ptr + seq).to(tl.int64)  # again: held through the loop, it takes registers
+            row = tl.load(rows_ptr + seq).to(
+                tl.int64
+            )  # again: held through the loop, it takes registers
             places = out_ptr + row * (HEADS * HEAD_DIM) + head_places
             tl.store(places, result.to(out_ptr.dtype.element_ty), mask=inside)
         else:
@@ -153,16 +159,22 @@ def merge_splits(
 ):  # fmt: skip
     """Weigh one group's splits by their softmax sums. first_part: its first head in split 0."""
     head = tl.arange(0, HEADS_PAD)
-    every, all_used = locate_parts(tl.arange(0, MAX_SPLITS), head, first_part, num_splits, HEADS, GROUP)
+    every, all_used = locate_parts(
+        tl.arange(0, MAX_SPLITS), head, first_part, num_splits, HEADS, GROUP
+    )
     # ".cg" reads past the multiprocessor's own cache, which knows nothing of what others stored
-    all_logsums = tl.load(logsum_ptr + every, mask=all_used, other=float("-inf"), cache_modifier=".cg")
+    all_logsums = tl.load(
+        logsum_ptr + every, mask=all_used, other=float("-inf"), cache_modifier=".cg"
+    )
     top = tl.where(head < GROUP, tl.max(all_logsums, 0), 0.0)
     total = tl.sum(tl.exp2(all_logsums - top[None, :]), 0)
 
     dims = tl.arange(0, DIM_PAD)
     acc = tl.zeros([HEADS_PAD, DIM_PAD], tl.float32)
     for start in tl.range(0, num_splits, PARTS, num_stages=1):
-        parts, used = locate_parts(start + tl.arange(0, PARTS), head, first_part, num_splits, HEADS, GROUP)
+        parts, used = locate_parts(
+            start + tl.arange(0, PARTS), head, first_part, num_splits, HEADS, GROUP
+        )
         logsums = tl.load(logsum_ptr + parts, mask=used, other=float("-inf"), cache_modifier=".cg")
         places = partial_ptr + parts[:, :, None] * HEAD_DIM + dims[None, None, :]
         inside = used[:, :, None] & (dims < HEAD_DIM)[None, None, :]

@@ -70,7 +70,9 @@ def prefill_kernel(
     first_token = context_len - num_queries + tile_start
     last_seen = context_len - num_queries + query
     end = tl.minimum(first_token + QUERY_TILE, context_len)
-    begin = 0  # tiles count from the first token that any query sees, so that none before it is read
+    begin = (
+        0  # tiles count from the first token that any query sees, so that none before it is read
+    )
     begin_of_unmasked = 0
     first_seens = None
     if WINDOW is not None or CHUNK is not None:

@@ -34,14 +34,20 @@ def rotate_heads(
         rest_column = tl.arange(0, REST_PAD)[None, None, :]
         has_rest = wanted & (head < HEADS) & (rest_column < HEAD_DIM - 2 * HALF)
         rest_in_row = head * HEAD_DIM + 2 * HALF + rest_column
-        rest = tl.load(x_ptr + token * stride + rest_in_row, mask=has_rest, other=0.0).to(tl.float32)
+        rest = tl.load(x_ptr + token * stride + rest_in_row, mask=has_rest, other=0.0).to(
+            tl.float32
+        )
     if NORM:
         square = tl.sum(first * first + second * second, 2)
         if HEAD_DIM > 2 * HALF:
             square += tl.sum(rest * rest, 2)
         inverse = tl.rsqrt(square / HEAD_DIM + eps)[:, :, None]
-        first *= inverse * tl.load(weight_ptr + column, mask=column < HALF, other=0.0).to(tl.float32)
-        second *= inverse * tl.load(weight_ptr + HALF + column, mask=column < HALF, other=0.0).to(tl.float32)
+        first *= inverse * tl.load(weight_ptr + column, mask=column < HALF, other=0.0).to(
+            tl.float32
+        )
+        second *= inverse * tl.load(weight_ptr + HALF + column, mask=column < HALF, other=0.0).to(
+            tl.float32
+        )
         if HEAD_DIM > 2 * HALF:
             rest_weight_ptr = weight_ptr + 2 * HALF + rest_column
             in_weight = rest_column < HEAD_DIM - 2 * HALF
@@ -123,7 +129,9 @@ def norm_rotate_and_store(
     half = cos.shape[-1] // 2
     heads_pad, half_pad = triton.next_power_of_2(heads), triton.next_power_of_2(half)
     rest_pad = triton.next_power_of_2(max(head_dim - 2 * half, 1))
-    pairs = heads_pad * max(half_pad, rest_pad // 2)  # of a token, those that only stay counted with them
+    pairs = heads_pad * max(
+        half_pad, rest_pad // 2
+    )  # of a token, those that only stay counted with them
     tokens = max(1, 1024 // pairs)
     norm_rotate_store_kernel[(triton.cdiv(len(query), tokens),)](
         query_out, key_cache, value_cache, query, key, value, query_weight, key_weight, cos, sin,

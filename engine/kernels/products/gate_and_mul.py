@@ -41,7 +41,9 @@ def clamped_swiglu_and_mul(gate_up: Tensor, alpha: float, limit: float) -> Tenso
     return _gate_and_mul(gate_up, clamped=(alpha, limit))
 
 
-def _gate_and_mul(gate_up: Tensor, *, gelu: bool = False, clamped: tuple[float, float] | None = None) -> Tensor:
+def _gate_and_mul(
+    gate_up: Tensor, *, gelu: bool = False, clamped: tuple[float, float] | None = None
+) -> Tensor:
     """silu(gate) * up, or gelu by its approximation with tanh, arXiv:1606.08415.
 
     gate_up: [tokens, 2 * dim], contiguous in the last dimension -> [tokens, dim].

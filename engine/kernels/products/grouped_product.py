@@ -35,7 +35,9 @@ def grouped_product_kernel(
         inside_rows, inside_columns = row < end, column < OUT
         depth = tl.arange(0, DEPTH)
         x_places = x_ptr + row[:, None] * x_stride + depth[None, :]
-        weight_ptr += expert.to(tl.int64) * OUT * IN  # a layer's experts may have more than 2^31 weights
+        weight_ptr += (
+            expert.to(tl.int64) * OUT * IN
+        )  # a layer's experts may have more than 2^31 weights
         weight_places = weight_ptr + column[None, :].to(tl.int64) * IN + depth[:, None]
         acc = tl.zeros([ROWS, COLUMNS], tl.float32)
         for done in tl.range(0, IN, DEPTH):
@@ -45,7 +47,9 @@ def grouped_product_kernel(
             else:
                 inside = depth < IN - done
                 x = tl.load(x_places + done, mask=inside_rows[:, None] & inside[None, :], other=0.0)
-                weight = tl.load(weight_places + done, mask=inside[:, None] & inside_columns[None, :], other=0.0)
+                weight = tl.load(
+                    weight_places + done, mask=inside[:, None] & inside_columns[None, :], other=0.0
+                )
             if WIDEN:
                 x, weight = x.to(tl.float32), weight.to(tl.float32)
             acc = tl.dot(x, weight, acc, input_precision="ieee")

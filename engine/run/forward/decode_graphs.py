@@ -58,7 +58,9 @@ class CudaCapture:
                     torch.cuda.set_sync_debug_mode(mode)
         graph = torch.cuda.CUDAGraph()
         # thread_local: NCCL's watchdog thread asks for the state of events meanwhile
-        with torch.cuda.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"):
+        with torch.cuda.graph(
+            graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"
+        ):
             run()
         replay: Replay = graph.replay
         return replay
@@ -95,7 +97,10 @@ class DecodeGraphs:
         self._hidden: dict[int, Tensor] = {}  # of each size, what its graph computed last
         self._sizes = batch_sizes(len(static.indices))
         # the largest first: the others fit into the memory it took
-        largest_first = [[capture(run) for run in self._bind(size, max_model_len)] for size in reversed(self._sizes)]
+        largest_first = [
+            [capture(run) for run in self._bind(size, max_model_len)]
+            for size in reversed(self._sizes)
+        ]
         self._replays = largest_first[::-1]
         for compute, choose_tokens in self._replays:
             compute()  # the first replay takes longer, and shows if anything is wrong with a graph
@@ -125,14 +130,19 @@ class DecodeGraphs:
                 # a row's pending token is the one that it has just computed: it lies in the row itself
                 at = rows[edits.rows]
                 size = self._sizes[graph]
-                state, placed = self._static.state.first(size), edits.placed(at, at[edits.pending[:, 0]])
+                state, placed = (
+                    self._static.state.first(size),
+                    edits.placed(at, at[edits.pending[:, 0]]),
+                )
                 self._choose(self._hidden[size], state.sampling, placed, state.next_token_ids)
         except BaseException:
             self._static.forget()
             raise
         return Sampled(self._static.state.next_token_ids[: len(rows)], rows)
 
-    def _bind(self, size: int, max_context_len: int) -> tuple[Callable[[], None], Callable[[], None]]:
+    def _bind(
+        self, size: int, max_context_len: int
+    ) -> tuple[Callable[[], None], Callable[[], None]]:
         """Make two calls to capture: a decode step of `size` static rows up to hidden states; choosing next tokens."""
         forward, advance, choose = self._forward, self._backend.advance, self._choose
         state, outputs = self._static.state.first(size), self._hidden

@@ -56,7 +56,10 @@ def allowed_bytes(proc: Path = PROC, cgroup_root: Path = ROOT) -> int:
 
     The paths are parameters for tests. If neither is there (not Linux), 4 GiB are assumed.
     """
-    limits = [_mem_available(proc / "meminfo"), *map(_headroom, cgroups_of("memory", proc, cgroup_root))]
+    limits = [
+        _mem_available(proc / "meminfo"),
+        *map(_headroom, cgroups_of("memory", proc, cgroup_root)),
+    ]
     return max(0, min((limit for limit in limits if limit is not None), default=4 * GIB))
 
 
@@ -121,14 +124,20 @@ def fit_states(row_bytes: int, config: EngineConfig, most: int, default: int) ->
     if not row_bytes:
         return None
     wanted = config.max_num_seqs * (2 if config.enable_prefix_caching else 1)
-    room = default // 2 if config.kv_cache_bytes is None else min(default, most - config.kv_cache_bytes)
+    room = (
+        default // 2
+        if config.kv_cache_bytes is None
+        else min(default, most - config.kv_cache_bytes)
+    )
     num_rows = min(wanted, room // row_bytes)
     if num_rows < 1:
         raise ConfigError(
             f"the state of one sequence takes {row_bytes} bytes beside the KV pool, more than is left; lower "
             "kv_cache_bytes, or raise memory_utilization (or free memory)"
         )
-    num_seqs = min(config.max_num_seqs, -(-num_rows * 3 // 4) if config.enable_prefix_caching else num_rows)
+    num_seqs = min(
+        config.max_num_seqs, -(-num_rows * 3 // 4) if config.enable_prefix_caching else num_rows
+    )
     return StateRows(num_seqs, num_rows - num_seqs)
 
 
@@ -137,7 +146,9 @@ def fit_pool(num_blocks: int, config: EngineConfig, model_len: int) -> int:
     pool_tokens = num_blocks * config.block_size
     wanted = config.max_model_len
     if wanted is not None and wanted > model_len:
-        raise ConfigError(f"max_model_len={wanted} is more than the model's {model_len} positions; lower it")
+        raise ConfigError(
+            f"max_model_len={wanted} is more than the model's {model_len} positions; lower it"
+        )
     if pool_tokens < 2 or (wanted is not None and wanted > pool_tokens):
         raise ConfigError(
             f"the KV pool holds {num_blocks} blocks, {pool_tokens} tokens, too few for one sequence of "

@@ -60,7 +60,9 @@ class ModelRunner:
     Raises ConfigError and its subclasses for whatever cannot be loaded or does not fit.
     """
 
-    def __init__(self, config: EngineConfig, model_config: ModelConfig, folder: Path, tp: TensorParallel) -> None:
+    def __init__(
+        self, config: EngineConfig, model_config: ModelConfig, folder: Path, tp: TensorParallel
+    ) -> None:
         self.device = numbered(resolve_device(config.device))
         served = served_dtype(config.dtype, model_config.dtype, config.device)
         if served.reason and tp.rank == 0:
@@ -188,7 +190,9 @@ class ModelRunner:
         """Have the kernels compiled; return the logits of the rows that sample, as `forward` does."""
         batch, _ = self._to_device(step)
         # ranks exchange sums in each forward pass, so all must run it equally often, whatever they find compiled
-        return self.backend.prepare(self.dtype, lambda: self.forward(batch), repeats=self._tp.size == 1)
+        return self.backend.prepare(
+            self.dtype, lambda: self.forward(batch), repeats=self._tp.size == 1
+        )
 
     @torch.inference_mode()
     def forward(self, batch: ForwardBatch) -> Tensor:
@@ -196,7 +200,9 @@ class ModelRunner:
         logits: Tensor = self.model(batch, self.cache)
         return logits
 
-    def _choose(self, logits: Tensor, rows: SamplingRows | None, sampling: SamplingBatch) -> Sampled:
+    def _choose(
+        self, logits: Tensor, rows: SamplingRows | None, sampling: SamplingBatch
+    ) -> Sampled:
         assert rows is not None, "they come with the step"
         edits, last = sampling.ready_edits(), self._sampled
         if edits is not None and last is not None:
@@ -209,7 +215,9 @@ class ModelRunner:
     def _launch_with_more(self, step: StepBatch, sampling: SamplingBatch) -> DeviceTokens:
         """Start a step that gives more than tokens: log probabilities, pooled hidden states."""
         batch, values = self._to_device(step, sampling)
-        wanted = StepLogprobs(step, self.model, self._tp, self.backend, self.device, by_row=self._config.deterministic)
+        wanted = StepLogprobs(
+            step, self.model, self._tp, self.backend, self.device, by_row=self._config.deterministic
+        )
         (pooled_rows,) = upload([step.pooled_rows], self.device)
         rows = [batch.sample_rows, wanted.scored_rows, pooled_rows]
         hidden = self.model.states_of(torch.cat(rows), batch, self.cache)
@@ -282,7 +290,9 @@ class ModelRunner:
         num_blocks = -(-num_tokens // self._config.block_size)
         self.cache = self._make_cache(num_blocks)
         step = make_step([num_tokens], [num_tokens], self._config.block_size, num_blocks)
-        token_ids = np.arange(1, num_tokens + 1, dtype=np.int64) * 7919 % self._model_config.vocab_size
+        token_ids = (
+            np.arange(1, num_tokens + 1, dtype=np.int64) * 7919 % self._model_config.vocab_size
+        )
         self.logits(replace(step, token_ids=token_ids))
         scales = measure_scales(self.cache)
         del self.cache
@@ -301,7 +311,9 @@ class ModelRunner:
         except Exception as error:
             if not self.model.may_wait or isinstance(error, (ConfigError, torch.OutOfMemoryError)):
                 raise
-            problem = f"does not run through transformers: it raises {type(error).__name__}: {error}"
+            problem = (
+                f"does not run through transformers: it raises {type(error).__name__}: {error}"
+            )
         del self.cache
         if not problem or self._tp.rank != 0:  # other ranks hold only a part of the logits
             return
@@ -324,7 +336,9 @@ class ModelRunner:
             owner = "the memory this process may still take"
         check_pool_bytes(config, most, owner)
         model = self.model
-        size = block_bytes(model.attention_layers, config.block_size, self._kv_dtype, model.index_keys)
+        size = block_bytes(
+            model.attention_layers, config.block_size, self._kv_dtype, model.index_keys
+        )
         sizes = PoolSizes(size, state_bytes(model.states))
         num_blocks, states = divide_pool(sizes, config, most, default, self._longest)
         num_blocks = self._tp.minimum(num_blocks)
@@ -348,7 +362,9 @@ class ModelRunner:
         before = memory.used_bytes()
         graphs = self._capture_graphs(self._longest)
         graph_bytes = memory.used_bytes() - before
-        del graphs  # their memory counts as taken all the same: graphs over the real pool take as much
+        del (
+            graphs
+        )  # their memory counts as taken all the same: graphs over the real pool take as much
         taken = memory.used_bytes() + step_bytes + graph_bytes + SPARE_BYTES - scratch_bytes
         del self.cache
         return int(memory.total_bytes * self._config.memory_utilization) - taken
@@ -391,7 +407,10 @@ class ModelRunner:
         except RuntimeError as error:
             if not model.may_wait or isinstance(error, torch.OutOfMemoryError):
                 raise
-            logger.warning("decode steps run without CUDA graphs, as this model's cannot be recorded: %s", error)
+            logger.warning(
+                "decode steps run without CUDA graphs, as this model's cannot be recorded: %s",
+                error,
+            )
             self._graphs_failed = True
             return None
 

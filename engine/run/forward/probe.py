@@ -24,7 +24,9 @@ NUM_PLACES = 5  # for blocks and states, one for each sequence of each run: none
 #: those models; unrelated rows differ by 1.4.
 TOLERANCE = {torch.float32: 1e-3, torch.float16: 0.1, torch.bfloat16: 0.3, FP8: 1.2}
 FIRST_ROWS = 3  # after a boundary, where what crosses it is strongest
-NUM_ROWS = 8  # successive rows that are compared together: of all rows, a late difference changes few
+NUM_ROWS = (
+    8  # successive rows that are compared together: of all rows, a late difference changes few
+)
 
 Run = Callable[[StepBatch], Tensor]
 
@@ -39,7 +41,9 @@ class Probe:
         self._place_blocks = -(-max(lengths) // block_size)
         self.num_blocks = NUM_PLACES * self._place_blocks
 
-    def find(self, run: Run, dtype: torch.dtype, reference: Callable[[Tensor], Tensor | None]) -> str | None:
+    def find(
+        self, run: Run, dtype: torch.dtype, reference: Callable[[Tensor], Tensor | None]
+    ) -> str | None:
         """Return what the model does wrong, as the end of a sentence about it; None if nothing.
 
         run: computes a step; logits [samples, vocabulary].  dtype: of the cache's numbers.
@@ -50,9 +54,13 @@ class Probe:
         alone = run(self.step([(first, 0, 0)]))
         other = run(self.step([(second, 0, 1)]))
         together = run(self.step([(first, 0, 2), (second, 0, 3)]))
-        chunks = [run(self.step([part])) for part in ((first[:half], 0, 4), (first[half:], half, 4))]
+        chunks = [
+            run(self.step([part])) for part in ((first[:half], 0, 4), (first[half:], half, 4))
+        ]
         expected = reference(torch.from_numpy(first).to(alone.device))
-        if differ(alone, together[: len(first)], dtype) or differ(other, together[len(first) :], dtype):
+        if differ(alone, together[: len(first)], dtype) or differ(
+            other, together[len(first) :], dtype
+        ):
             return "mixes the sequences of one batch: a row of it looks at others otherwise than by attention"
         if differ(alone[half:], chunks[1], dtype):
             return "forgets what came before a chunk of a prompt: it keeps a state outside the KV cache"
@@ -70,9 +78,13 @@ class Probe:
         return StepBatch(
             token_ids=np.concatenate([tokens for tokens, _, _ in parts]),
             positions=np.concatenate(positions),
-            slot_mapping=np.concatenate([p + slot for p, slot in zip(positions, first_slots, strict=True)]),
+            slot_mapping=np.concatenate(
+                [p + slot for p, slot in zip(positions, first_slots, strict=True)]
+            ),
             sample_rows=np.arange(lens.sum()),
-            block_tables=np.array([np.arange(width) + place * width for _, _, place in parts], np.int32),
+            block_tables=np.array(
+                [np.arange(width) + place * width for _, _, place in parts], np.int32
+            ),
             context_lens=context_lens,
             query_lens=lens,
             state_parts=whole_parts(lens, context_lens, np.array([place for _, _, place in parts])),
@@ -84,7 +96,9 @@ def differ(expected: Tensor, found: Tensor, dtype: torch.dtype) -> bool:
     expected, found = expected.float(), found.float()
     spread = expected.std(-1).clamp_min(torch.finfo(torch.float32).tiny)
     error = (found - expected).square().mean(-1).sqrt() / spread
-    error = error.nan_to_num(torch.inf)[expected.isfinite().all(-1)]  # rows that overflow even there say nothing
+    error = error.nan_to_num(torch.inf)[
+        expected.isfinite().all(-1)
+    ]  # rows that overflow even there say nothing
     if not len(error):
         return False
     return any(

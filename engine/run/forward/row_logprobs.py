@@ -52,7 +52,9 @@ def score_tokens(logits: Tensor, token_ids: Tensor, rows: Tensor) -> tuple[Tenso
     logits = logits.float()
     totals, own = logits.logsumexp(-1), logits[rows, token_ids]
     others, ranks = torch.arange(logits.shape[1], device=logits.device), []
-    for part in torch.split(torch.arange(len(rows), device=logits.device), len(logits)):  # not larger than logits
+    for part in torch.split(
+        torch.arange(len(rows), device=logits.device), len(logits)
+    ):  # not larger than logits
         numbers = logits if len(rows) == len(logits) else logits[rows[part]]
         highest, before = own[part, None], others < token_ids[part, None]
         ranks.append(1 + ((numbers > highest) | ((numbers == highest) & before)).sum(-1))
@@ -71,7 +73,9 @@ def top_of_each(logits: Tensor, width: int) -> tuple[Tensor, Tensor]:
     return logits.gather(1, ids), ids
 
 
-def cut(tops: NDArray[np.int64], rows: NDArray[np.int64], vocab_size: int) -> Iterator[tuple[slice, int]]:
+def cut(
+    tops: NDArray[np.int64], rows: NDArray[np.int64], vocab_size: int
+) -> Iterator[tuple[slice, int]]:
     """Cut tokens into pieces of not too many rows; yield each piece, and the most likely tokens wanted in it.
 
     tops: [tokens] int64, the likely tokens that each wants.  rows: [tokens] int64, ascending, the row of each.
@@ -98,7 +102,9 @@ class StepLogprobs:
         self._scores = scores_of(backend)
         wanted = np.flatnonzero(step.sample_tops != NOT_WANTED)
         self._sample_tops, self._scored_tops = step.sample_tops[wanted], step.scored_tops
-        is_new = np.diff(step.scored_rows, prepend=-1) != 0  # several tokens may be scored by one row
+        is_new = (
+            np.diff(step.scored_rows, prepend=-1) != 0
+        )  # several tokens may be scored by one row
         self._places = np.cumsum(is_new) - 1
         self._wanted, self.scored_rows, self._scored_token_ids, self._place_of = upload(
             [wanted, step.scored_rows[is_new], step.scored_token_ids, self._places], device
@@ -120,7 +126,11 @@ class StepLogprobs:
             token_ids = sampled[self._wanted]
             rows = torch.arange(len(token_ids), device=token_ids.device)
             for piece, width in cut(self._sample_tops, np.arange(len(rows)), self._raw.shape[1]):
-                parts.append(self._of_piece(self._raw[piece], token_ids[piece], rows[piece] - piece.start, width))
+                parts.append(
+                    self._of_piece(
+                        self._raw[piece], token_ids[piece], rows[piece] - piece.start, width
+                    )
+                )
         for piece, width in cut(self._scored_tops, self._places, self._model.vocab_size):
             first, last = self._places[piece.start], self._places[piece.stop - 1]
             logits = self._model.logits(hidden[first : last + 1])
@@ -145,6 +155,14 @@ class StepLogprobs:
         highest, ids = logits[:, :0].float(), token_ids.new_empty((len(logits), 0))
         if width:
             numbers = logits.float()
-            highest, ids = top_of_each(numbers, width) if self._by_row else numbers.topk(width, dim=-1)
+            highest, ids = (
+                top_of_each(numbers, width) if self._by_row else numbers.topk(width, dim=-1)
+            )
         top_logprobs = (highest - totals[:, None])[rows]
-        return np.full(len(rows), width), logprobs, ranks, ids.int()[rows].flatten(), top_logprobs.flatten()
+        return (
+            np.full(len(rows), width),
+            logprobs,
+            ranks,
+            ids.int()[rows].flatten(),
+            top_logprobs.flatten(),
+        )

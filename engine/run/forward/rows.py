@@ -30,7 +30,12 @@ class StaticRows:
     """
 
     def __init__(
-        self, max_num_seqs: int, max_blocks: int, block_size: int, device: torch.device, write_rows: WriteRows
+        self,
+        max_num_seqs: int,
+        max_blocks: int,
+        block_size: int,
+        device: torch.device,
+        write_rows: WriteRows,
     ) -> None:
         self._max_blocks, self._write_rows = max_blocks, write_rows
         pitch = -(-max_num_seqs // ALIGNMENT) * ALIGNMENT  # so that each column is aligned
@@ -58,12 +63,16 @@ class StaticRows:
         self._block_size = block_size
         self._row_of_slot: NDArray[np.int64] = np.zeros(max_num_seqs, np.int64)
         self._generations: NDArray[np.int64] = np.zeros(max_num_seqs, np.int64)
-        self._positions: NDArray[np.int64] = np.zeros(max_num_seqs, np.int64)  # which each row computes next
+        self._positions: NDArray[np.int64] = np.zeros(
+            max_num_seqs, np.int64
+        )  # which each row computes next
         self._num_blocks: NDArray[np.int64] = np.zeros(max_num_seqs, np.int64)
         self.forget()
         # written as steps write rows, so that the kernel is compiled before the first step
         rows, none_sampled = np.arange(max_num_seqs), np.full(max_num_seqs, -1)
-        writes = RowWrites(rows, *_padding(max_num_seqs), none_sampled, NONE, NO_BLOCKS, rows.astype(np.int32))
+        writes = RowWrites(
+            rows, *_padding(max_num_seqs), none_sampled, NONE, NO_BLOCKS, rows.astype(np.int32)
+        )
         write_rows(self._memory, writes, None)
 
     def forget(self) -> None:
@@ -71,7 +80,9 @@ class StaticRows:
         self._generations.fill(-1)
         self._num_filled = len(self._generations)
 
-    def write(self, step: StepBatch, sampling: SamplingBatch, last: Sampled | None) -> NDArray[np.int64]:
+    def write(
+        self, step: StepBatch, sampling: SamplingBatch, last: Sampled | None
+    ) -> NDArray[np.int64]:
         """Write what changed, in one transfer; return the row of each sequence, [seqs] int64.
 
         The sequences have the first rows, in any order: each keeps its row while it can. The step then counts as
@@ -121,7 +132,9 @@ class StaticRows:
         return order
 
 
-def _ranges(starts: NDArray[np.int64], ends: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+def _ranges(
+    starts: NDArray[np.int64], ends: NDArray[np.int64]
+) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
     """Return all numbers from each start to its end, as two arrays: which range each is of, and the numbers."""
     counts = np.maximum(ends - starts, 0)
     owners = np.repeat(np.arange(len(counts)), counts)
@@ -154,6 +167,10 @@ def _values(
     """Return the wide and the narrow columns of the written rows, padding last."""
     values = sampling.values[seqs]
     wide, narrow = _padding(len(seqs) + num_padding)
-    wide[:, : len(seqs)] = (step.token_ids[seqs], step.positions[seqs], *(values[name].view(np.int64) for name in WIDE))
+    wide[:, : len(seqs)] = (
+        step.token_ids[seqs],
+        step.positions[seqs],
+        *(values[name].view(np.int64) for name in WIDE),
+    )
     narrow[:, : len(seqs)] = [values[name].view(np.int32) for name in NARROW]
     return wide, narrow

@@ -44,7 +44,9 @@ class PendingTokens(ABC):
 class DeviceTokens(PendingTokens):
     """Tokens on their way from the device, copied into pinned memory behind their step."""
 
-    def __init__(self, sampled: Sampled, logprobs: DeviceLogprobs | None = None, pooled: Tensor | None = None) -> None:
+    def __init__(
+        self, sampled: Sampled, logprobs: DeviceLogprobs | None = None, pooled: Tensor | None = None
+    ) -> None:
         token_ids, self._places = sampled.token_ids, sampled.places
         self._logprobs, self._has_pooled = logprobs, pooled is not None
         said = [] if logprobs is None else logprobs.tensors
@@ -53,7 +55,9 @@ class DeviceTokens(PendingTokens):
         if not token_ids.is_cuda:
             self._host = [token_ids.clone(), *tensors[1:]]
         else:
-            self._host = [torch.empty_like(tensor, device="cpu", pin_memory=True) for tensor in tensors]
+            self._host = [
+                torch.empty_like(tensor, device="cpu", pin_memory=True) for tensor in tensors
+            ]
             for host, tensor in zip(self._host, tensors, strict=True):
                 host.copy_(tensor, non_blocking=True)
             self._event = torch.cuda.Event()  # type: ignore[no-untyped-call]  # torch leaves it untyped

@@ -50,15 +50,22 @@ class SinglePassRunner:
     def __init__(self, config: EngineConfig, model_config: ModelConfig, folder: Path) -> None:
         refuse_options(config, model_config.architecture)
         self.device = numbered(resolve_device(config.device))
-        self.dtype: torch.dtype = getattr(torch, served_dtype(config.dtype, model_config.dtype, config.device).name)
+        self.dtype: torch.dtype = getattr(
+            torch, served_dtype(config.dtype, model_config.dtype, config.device).name
+        )
         classes = read_classes(model_config)
         pooling = read_pooling(folder, model_config, config.pooling) if classes is None else None
         self._modes = () if pooling is None else pooling.modes
-        self._cpu_threads = CpuThreads() if self.device.type == "cpu" and config.adapt_cpu_threads else None
+        self._cpu_threads = (
+            CpuThreads() if self.device.type == "cpu" and config.adapt_cpu_threads else None
+        )
         with on_device(self.device):
-            self.model = load_single_pass(model_config.architecture, folder, self.device, self.dtype)
+            self.model = load_single_pass(
+                model_config.architecture, folder, self.device, self.dtype
+            )
             longest = min(
-                self.model.max_positions or model_config.max_position_embeddings, config.max_num_batched_tokens
+                self.model.max_positions or model_config.max_position_embeddings,
+                config.max_num_batched_tokens,
             )
             if config.max_model_len is not None and config.max_model_len > longest:
                 raise ConfigError(
@@ -83,7 +90,9 @@ class SinglePassRunner:
             if self.model.classifies:
                 return ComputedTexts(len(step.sample_rows), computed)
             rows = torch.from_numpy(step.pooled_rows).to(self.device)
-            vectors = pool(computed[rows], step.pooled_counts, step.positions[step.pooled_rows], self._modes)
+            vectors = pool(
+                computed[rows], step.pooled_counts, step.positions[step.pooled_rows], self._modes
+            )
             return ComputedTexts(len(step.sample_rows), vectors)
 
     def close(self) -> None:
@@ -93,18 +102,27 @@ class SinglePassRunner:
         """Compare texts in one step with each alone; pad if they differ. Raises UnsupportedModel or ConfigError."""
         vocab_size = model.vocab_size
         count = 1 + (torch.arange(max(PROBE_LENGTHS), device=self.device) * 7919) % (vocab_size - 1)
-        texts = [count[: min(length, longest)].roll(place) for place, length in enumerate(PROBE_LENGTHS)]
+        texts = [
+            count[: min(length, longest)].roll(place) for place, length in enumerate(PROBE_LENGTHS)
+        ]
         if self.model.has_types:
-            texts = [torch.cat((text[: len(text) // 2], text[len(text) // 2 :] + vocab_size)) for text in texts]
+            texts = [
+                torch.cat((text[: len(text) // 2], text[len(text) // 2 :] + vocab_size))
+                for text in texts
+            ]
         try:
             alone = [self.model.alone(text) for text in texts]
             if num_labels and alone[0].shape[-1] != num_labels:
-                raise ConfigError(f"config.json names {num_labels} labels, the head has {alone[0].shape[-1]}")
+                raise ConfigError(
+                    f"config.json names {num_labels} labels, the head has {alone[0].shape[-1]}"
+                )
             self.model.fuse()
             if self.model.is_packed and self._mixes(texts, alone):
                 self.model.pad()
             if not self.model.is_packed and self._mixes(texts, alone):
-                raise UnsupportedModel("it mixes the texts of one batch: one computed alone has other states")
+                raise UnsupportedModel(
+                    "it mixes the texts of one batch: one computed alone has other states"
+                )
         except ConfigError as error:
             raise type(error)(f"{model.architecture} is not served: {error}") from error
         except Exception as error:  # whatever the model makes of these texts
@@ -112,8 +130,13 @@ class SinglePassRunner:
             raise UnsupportedModel(f"{model.architecture} is not served: {problem}") from error
 
     def _mixes(self, texts: Sequence[Tensor], alone: Sequence[Tensor]) -> bool:
-        together = torch.tensor_split(self.model(texts), np.cumsum([len(each) for each in alone])[:-1].tolist())
-        return any(self._differ(one.float(), found.float()) for one, found in zip(alone, together, strict=True))
+        together = torch.tensor_split(
+            self.model(texts), np.cumsum([len(each) for each in alone])[:-1].tolist()
+        )
+        return any(
+            self._differ(one.float(), found.float())
+            for one, found in zip(alone, together, strict=True)
+        )
 
     def _differ(self, expected: Tensor, found: Tensor) -> bool:
         if not bool(expected.isfinite().all()):
@@ -132,4 +155,6 @@ def refuse_options(config: EngineConfig, name: str) -> None:
     ):
         if getattr(config, option) != default:
             found = f"{option}={getattr(config, option)!r}"
-            raise ConfigError(f"{found} is not built for {name}, which reads texts in one pass; leave it out")
+            raise ConfigError(
+                f"{found} is not built for {name}, which reads texts in one pass; leave it out"
+            )

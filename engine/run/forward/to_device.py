@@ -15,7 +15,10 @@ from engine.schedule.step_batch import StepBatch
 
 
 def to_device(
-    step: StepBatch, backend: KernelBackend, sampled: Sampled | None = None, sampling: SamplingBatch | None = None
+    step: StepBatch,
+    backend: KernelBackend,
+    sampled: Sampled | None = None,
+    sampling: SamplingBatch | None = None,
 ) -> tuple[ForwardBatch, SamplingRows | None]:
     """Copy a step's arrays to the model's device, with the backend's metadata and sampling values.
 
@@ -38,7 +41,9 @@ def to_device(
     return batch, SamplingRows(*values) if values else None
 
 
-def with_blocks(step: StepBatch, blocks: NDArray[np.int64], backend: KernelBackend) -> AttentionMetadata:
+def with_blocks(
+    step: StepBatch, blocks: NDArray[np.int64], backend: KernelBackend
+) -> AttentionMetadata:
     """Return metadata in which a block's rows see each other: each row is a sequence that ends with the block.
 
     blocks: of StepPictures.
@@ -60,7 +65,9 @@ def with_blocks(step: StepBatch, blocks: NDArray[np.int64], backend: KernelBacke
     return backend.build_metadata(step.block_tables[seqs], contexts.copy(), queries.copy())[0]
 
 
-def pool(hidden: Tensor, counts: NDArray[np.int64], positions: NDArray[np.int64], modes: tuple[str, ...]) -> Tensor:
+def pool(
+    hidden: Tensor, counts: NDArray[np.int64], positions: NDArray[np.int64], modes: tuple[str, ...]
+) -> Tensor:
     """Return [seqs, modes * hidden] float32, each sequence's rows pooled, to be added to its vector.
 
     hidden: [rows, hidden], final states, sequence after sequence.  counts: [seqs] int64, rows of each.
@@ -79,7 +86,9 @@ def pool(hidden: Tensor, counts: NDArray[np.int64], positions: NDArray[np.int64]
             pooled.append(torch.stack([part.amax(0) for part in parts]).float())
         elif mode == "weightedmean":
             own = torch.tensor_split(weights[:, None].float(), ends[:-1].tolist())
-            pooled.append(torch.stack([(part * w).sum(0) for part, w in zip(parts, own, strict=True)]))
+            pooled.append(
+                torch.stack([(part * w).sum(0) for part, w in zip(parts, own, strict=True)])
+            )
         else:
             pooled.append(torch.stack([part.sum(0, dtype=torch.float32) for part in parts]))
     return torch.cat(pooled, dim=1)

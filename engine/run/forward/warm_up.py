@@ -35,7 +35,11 @@ def warm_up_steps(config: EngineConfig, max_model_len: int, num_blocks: int) -> 
             ([min(num_tokens, max_model_len)], [max_model_len]),
             ([1] * num_seqs, [max_model_len] * num_seqs),
             *(([1], [context]) for context in contexts),
-            *(([length], [length]) for length in SHORT_PROMPTS if length <= min(num_tokens, max_model_len)),
+            *(
+                ([length], [length])
+                for length in SHORT_PROMPTS
+                if length <= min(num_tokens, max_model_len)
+            ),
         )
     ]
     for i, step in enumerate(steps[:2]):
@@ -50,7 +54,9 @@ def warm_up_steps(config: EngineConfig, max_model_len: int, num_blocks: int) -> 
     return steps
 
 
-def make_step(query_lens: list[int], context_lens: list[int], block_size: int, num_blocks: int) -> StepBatch:
+def make_step(
+    query_lens: list[int], context_lens: list[int], block_size: int, num_blocks: int
+) -> StepBatch:
     """Make a step of the last query_lens[i] of context_lens[i] tokens; all sample, and share blocks and a state."""
     lens, contexts = np.array(query_lens, np.int64), np.array(context_lens, np.int64)
     ends, tokens = np.cumsum(lens), np.arange(lens.sum())

@@ -94,7 +94,11 @@ class RowAsk(Ask[Answer]):
 
 
 def request_of(
-    row: Row, is_chat: bool, values: Mapping[str, Any], options: ChatOptions | None = None, kind: str = "generate"
+    row: Row,
+    is_chat: bool,
+    values: Mapping[str, Any],
+    options: ChatOptions | None = None,
+    kind: str = "generate",
 ) -> Request:
     """Return the request of a row's prompt. options: as chat_options of Request."""
     parts = json.loads(row.prompt) if is_chat or row.pictures else None

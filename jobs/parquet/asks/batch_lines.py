@@ -53,7 +53,9 @@ class BatchLines(RowAsk):
         tools = body.get(TOOL)
         if isinstance(tools, list):
             questions += [{TOOL: name.replace(":", ".")} for name in tools if isinstance(name, str)]
-        return "".join(self._function_version(question) for question in questions if isinstance(question, dict))
+        return "".join(
+            self._function_version(question) for question in questions if isinstance(question, dict)
+        )
 
     def _function_version(self, question: dict[str, Any]) -> str:
         repairs = RepairOptions(question)
@@ -80,7 +82,9 @@ class BatchLines(RowAsk):
             task.check(context)
             self.has_checks = self.has_checks or task.has_checks
             control_tokens = context.model.control_tokens
-            answers = yield from side_by_side([task.item(prompt, control_tokens) for prompt in task.prompts])
+            answers = yield from side_by_side(
+                [task.item(prompt, control_tokens) for prompt in task.prompts]
+            )
             if sum(num_chars(answer) for answer in answers) > context.max_result_bytes:
                 raise ResultTooLarge(context.max_result_bytes)
             return _answer_of(task.result(answers, context))
@@ -93,7 +97,9 @@ def _answer_of(body: Mapping[str, Any]) -> Answer:
     if "data" in body:
         failed = next((each for each in body["data"] if "error" in each), None)
         if failed is not None:
-            return failed_answer(f"input {failed['index']}: {failed['error']}", 1, usage["prompt_tokens"])
+            return failed_answer(
+                f"input {failed['index']}: {failed['error']}", 1, usage["prompt_tokens"]
+            )
         return Answer(text, "stop", usage["prompt_tokens"], 0, 0, None)
     failed = next((choice for choice in body["choices"] if "error" in choice), None)
     prompt, cached = usage["prompt_tokens"], usage["prompt_tokens_details"]["cached_tokens"]

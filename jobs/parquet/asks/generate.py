@@ -28,7 +28,15 @@ from jobs.tasks import Completion, Request
 ATTEMPTS = (pa.field("attempts", pa.int64()), pa.field("check_error", pa.string()))
 
 OF_EACH_COMPLETION = frozenset(
-    {"completion", "finish_reason", "completion_tokens", "reasoning", "tool_calls", "tool_call_error", "logprobs"}
+    {
+        "completion",
+        "finish_reason",
+        "completion_tokens",
+        "reasoning",
+        "tool_calls",
+        "tool_call_error",
+        "logprobs",
+    }
 )
 
 #: Of a shard's rows together, all held until its part is written: some 20 for each token that is named.
@@ -64,18 +72,24 @@ class Generate(RowAsk):
         self._repairs = spec.repairs
         self._control_tokens = control_tokens if chat.get(OF_VALUES, True) else ()
         self._way = spec.way
-        self.has_checks = spec.repairs.check is not None or (spec.way is not None and spec.way.has_checks)
+        self.has_checks = spec.repairs.check is not None or (
+            spec.way is not None and spec.way.has_checks
+        )
 
     @staticmethod
     def fields(spec: RunSpec, embedding_size: int) -> list[pa.Field]:
         own = answer_columns(spec.chat[0], has_tools=spec.has_tools)[2:]
         fields = [*OUTPUT_FIELDS, *(answer_field(each, spec) for each in own)]
         if spec.n > 1:
-            fields = [f.with_type(pa.list_(f.type)) if f.name in OF_EACH_COMPLETION else f for f in fields]
+            fields = [
+                f.with_type(pa.list_(f.type)) if f.name in OF_EACH_COMPLETION else f for f in fields
+            ]
         if spec.repairs.is_asked_for:
             fields += ATTEMPTS
         if spec.way is not None:
-            fields += [pa.field(name, pa.type_for_alias(kind)) for name, kind in spec.way.columns.items()]
+            fields += [
+                pa.field(name, pa.type_for_alias(kind)) for name, kind in spec.way.columns.items()
+            ]
         return fields
 
     def is_greedy(self, row: Row) -> bool:
@@ -150,10 +164,15 @@ class Generate(RowAsk):
     def _logprobs(self, samples: Sequence[Completion]) -> dict[str, pa.Array]:
         of_texts = [each.logprobs for each in samples]
         kind = self._logprob_type
-        found = {"logprobs": of_texts if self._n > 1 else of_texts[0], "prompt_logprobs": samples[0].prompt_logprobs}
+        found = {
+            "logprobs": of_texts if self._n > 1 else of_texts[0],
+            "prompt_logprobs": samples[0].prompt_logprobs,
+        }
         columns = {
             # As an array that holds one value: of Python's it would take a tenfold.
-            name: pa.array([_entries(each)], logprobs_type("float32", of_each)).cast(logprobs_type(kind, of_each))
+            name: pa.array([_entries(each)], logprobs_type("float32", of_each)).cast(
+                logprobs_type(kind, of_each)
+            )
             for name, each in found.items()
             if self._values.get(name) is not None
             for of_each in [self._n > 1 and name in OF_EACH_COMPLETION]
@@ -187,13 +206,18 @@ def _texts_of(sample: Completion) -> tuple[str, str, str | None]:
 def logprobs_type(number: str, of_each: bool = False) -> pa.DataType:
     """Return a list for each token: itself, then the likeliest. number: of floats. of_each: of a row's completions."""
     names = {"token_id": "int32", "token": "string", "logprob": number, "rank": "int32"}
-    kind = pa.list_(pa.list_(pa.struct([(name, pa.type_for_alias(each)) for name, each in names.items()])))
+    kind = pa.list_(
+        pa.list_(pa.struct([(name, pa.type_for_alias(each)) for name, each in names.items()]))
+    )
     return pa.list_(kind) if of_each else kind
 
 
 def _entries(found: Any) -> Any:
     if isinstance(found, Mapping):
-        return [(token_id, text_token(each), each.logprob, each.rank) for token_id, each in found.items()]
+        return [
+            (token_id, text_token(each), each.logprob, each.rank)
+            for token_id, each in found.items()
+        ]
     return None if found is None else [_entries(each) for each in found]
 
 
@@ -207,7 +231,9 @@ class Chain(RowAsk):
         self._prompts: list[Labels | Generate] = []
         for step in spec.steps:
             kind = (step.sampling, step.chat, step.is_chat)
-            self._prompts.append(Labels(spec, *kind) if step.is_scored else Generate(spec, seed, *kind))
+            self._prompts.append(
+                Labels(spec, *kind) if step.is_scored else Generate(spec, seed, *kind)
+            )
 
     @staticmethod
     def fields(spec: RunSpec, embedding_size: int) -> list[pa.Field]:

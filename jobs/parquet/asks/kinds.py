@@ -14,7 +14,12 @@ from jobs.runs.plans.option_checks import CLASSIFY, EMBED, GENERATE, RERANK
 from jobs.runs.plans.plan import Plan
 from jobs.runs.plans.spec import RunSpec
 
-_OF_TASKS: Mapping[str, type[RowAsk]] = {GENERATE: Generate, EMBED: Embeddings, CLASSIFY: Classes, RERANK: Relevance}
+_OF_TASKS: Mapping[str, type[RowAsk]] = {
+    GENERATE: Generate,
+    EMBED: Embeddings,
+    CLASSIFY: Classes,
+    RERANK: Relevance,
+}
 
 
 def kind_of(spec: RunSpec) -> type[RowAsk]:
@@ -34,7 +39,9 @@ def ask_of(plan: Plan, context: JobContext) -> RowAsk:
     makers: dict[type[RowAsk], Callable[[], RowAsk]] = {
         BatchLines: lambda: BatchLines(plan, context),
         Chain: lambda: Chain(spec, plan.seed, context.model.control_tokens),
-        Labels: lambda: Labels(spec, *prompt, content_free(spec, source) if spec.calibrate else None),
+        Labels: lambda: Labels(
+            spec, *prompt, content_free(spec, source) if spec.calibrate else None
+        ),
         Embeddings: lambda: Embeddings(spec),
         Classes: lambda: Classes(spec),
         Relevance: lambda: Relevance(bool(context.model.classes)),

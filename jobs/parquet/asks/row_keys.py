@@ -27,9 +27,25 @@ _TRUNCATION = "truncate_prompt_tokens"
 _NOT_ASKED = frozenset(
     [
         *("input", "output", "input_format", "limit", "rows_per_shard", "model_alias"),
-        *("prompt_column", "messages_column", "query_column", "document_column", "template", "image_column"),
+        *(
+            "prompt_column",
+            "messages_column",
+            "query_column",
+            "document_column",
+            "template",
+            "image_column",
+        ),
         *("sampling_columns", "check_columns"),
-        *("filename_column", "single_file", "keep", "drop", "output_prefix", "only_new", "reused_column", "order"),
+        *(
+            "filename_column",
+            "single_file",
+            "keep",
+            "drop",
+            "output_prefix",
+            "only_new",
+            "reused_column",
+            "order",
+        ),
         *("escalate_below", "escalate_to", "escalate_model"),
     ]
 )
@@ -48,11 +64,18 @@ class RowKeys:
     """
 
     def __init__(
-        self, spec: RunSpec, before: Request | None, check: str, max_model_len: int = 0, seed: int | None = None
+        self,
+        spec: RunSpec,
+        before: Request | None,
+        check: str,
+        max_model_len: int = 0,
+        seed: int | None = None,
     ) -> None:
         self._has_lines = spec.input_format == OPENAI_BATCH
         left_out = _NOT_ASKED if spec.prompts else _NOT_ASKED | _OF_PROMPTS
-        asked: dict[str, Any] = {name: each for name, each in spec.to_json().items() if name not in left_out}
+        asked: dict[str, Any] = {
+            name: each for name, each in spec.to_json().items() if name not in left_out
+        }
         asked |= {"chat": spec.is_chat, "lines": self._has_lines, "function": check}
         if before is not None:
             asked["before"] = [before.prompt, before.messages]
@@ -97,7 +120,15 @@ _OF_FILES = frozenset(
             "keep",
             "drop",
         ),
-        *("output_prefix", "only_new", "reused_column", "order", "escalate_to", "escalate_model", "sampling"),
+        *(
+            "output_prefix",
+            "only_new",
+            "reused_column",
+            "order",
+            "escalate_to",
+            "escalate_model",
+            "sampling",
+        ),
     ]
 )
 
@@ -109,7 +140,9 @@ def differences(old: Plan, new: Plan, *, any_model: bool) -> list[str]:
     if not any_model and old.model.fingerprint not in models:
         found.append(f"model {old.model} there, {new.model} here")
     if old.model.max_model_len != new.model.max_model_len:
-        found.append(f"max_model_len {old.model.max_model_len} there, {new.model.max_model_len} here")
+        found.append(
+            f"max_model_len {old.model.max_model_len} there, {new.model.max_model_len} here"
+        )
     theirs, ours = _asked(old), _asked(new)
     for name in sorted(theirs.keys() | ours.keys()):
         if theirs.get(name) != ours.get(name):
@@ -128,7 +161,9 @@ def _shown(value: Any) -> str:
 
 def row_keys(key_of: Callable[[Row], bytes], rows: Iterable[Row | object]) -> Keys:
     """Return the key of each row, without a model; zeros for what asks nothing."""
-    return as_keys(b"".join(key_of(row) if isinstance(row, Row) else bytes(SIZE) for row in rows)).copy()
+    return as_keys(
+        b"".join(key_of(row) if isinstance(row, Row) else bytes(SIZE) for row in rows)
+    ).copy()
 
 
 def model_mark(model: PinnedModel) -> Keys:

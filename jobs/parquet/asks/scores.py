@@ -18,7 +18,13 @@ from jobs.parquet.tables.columns import RowProblem
 from jobs.prompts.arguments import Unusable
 from jobs.prompts.labels import COLUMNS, CONTENT_FREE, classify, scoring_of, truncation
 from jobs.prompts.messages import ChatOptions
-from jobs.prompts.scoring_tasks import NO_RELEVANCE, best_class, pooling_values, relevance, relevance_request
+from jobs.prompts.scoring_tasks import (
+    NO_RELEVANCE,
+    best_class,
+    pooling_values,
+    relevance,
+    relevance_request,
+)
 from jobs.runs.plans.spec import RunSpec
 from jobs.tasks import Completion, Request
 
@@ -87,7 +93,12 @@ class Labels(Scores):
     is_tried = is_compared = True
 
     def __init__(
-        self, spec: RunSpec, sampling: Mapping[str, Any], chat: ChatOptions, is_chat: bool, prior: Row | None = None
+        self,
+        spec: RunSpec,
+        sampling: Mapping[str, Any],
+        chat: ChatOptions,
+        is_chat: bool,
+        prior: Row | None = None,
     ) -> None:
         assert spec.labels is not None
         self._labels, self._chat, self._is_chat = spec.labels, chat, is_chat
@@ -114,11 +125,18 @@ class Labels(Scores):
     def found(self, completion: Completion) -> Mapping[str, Any] | str | None:
         if completion.loglikelihoods is None:
             return None
-        found = classify(self._labels, [each.logprob for each in completion.loglikelihoods], self._prior)
+        found = classify(
+            self._labels, [each.logprob for each in completion.loglikelihoods], self._prior
+        )
         if found is None or self._prior_error is not None:
             return self._prior_error or "a label has no finite log-likelihood"
         probabilities = found.probabilities
-        values = (found.label, probabilities[found.label], tuple(probabilities.items()), found.margin)
+        values = (
+            found.label,
+            probabilities[found.label],
+            tuple(probabilities.items()),
+            found.margin,
+        )
         return dict(zip(COLUMNS, values, strict=True))
 
 
@@ -166,7 +184,9 @@ class Embeddings(Scores):
     def __init__(self, spec: RunSpec) -> None:
         truncation = spec.chat[0].get("truncate_prompt_tokens")
         self._values = pooling_values(
-            dimensions=spec.dimensions, prompt_name=spec.prompt_name, truncate_prompt_tokens=truncation
+            dimensions=spec.dimensions,
+            prompt_name=spec.prompt_name,
+            truncate_prompt_tokens=truncation,
         )
 
     @classmethod
@@ -174,4 +194,8 @@ class Embeddings(Scores):
         return [pa.field("embedding", pa.list_(pa.float32(), embedding_size)), *ROW_FIELDS]
 
     def found(self, completion: Completion) -> Mapping[str, Any] | None:
-        return None if completion.embedding is None else {"embedding": array("f", completion.embedding)}
+        return (
+            None
+            if completion.embedding is None
+            else {"embedding": array("f", completion.embedding)}
+        )

@@ -90,7 +90,9 @@ _NOT_BUILT = {errno.EPERM, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.
 class LocalFiles:
     """Local files; its methods are those of Storage. No file is reached by a link: that raises PathSwapped."""
 
-    def __init__(self, roots: Sequence[str], check_interrupted: Callable[[], None] = never_interrupted) -> None:
+    def __init__(
+        self, roots: Sequence[str], check_interrupted: Callable[[], None] = never_interrupted
+    ) -> None:
         """Take the roots. check_interrupted: called before anything that may take time."""
         self.check_interrupted = check_interrupted
         self._roots = tuple(os.path.realpath(root) for root in roots)
@@ -126,7 +128,9 @@ class LocalFiles:
             _opened(".", os.O_RDONLY, descriptor) as listed,
             os.scandir(listed) as entries,
         ):
-            yield (Entry(entry.name, _leads_to_folder(entry), entry.is_symlink()) for entry in entries)
+            yield (
+                Entry(entry.name, _leads_to_folder(entry), entry.is_symlink()) for entry in entries
+            )
 
     def written_at(self, folder: str) -> dict[str, int]:
         """Return when each of a folder's files was written, in nanoseconds of Unix time, by name."""
@@ -147,7 +151,9 @@ class LocalFiles:
     def open_input(self, path: str) -> Any:
         """Open a file for pyarrow to read. Raises InputNotFound if it is no regular file."""
         self.check_interrupted()
-        flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK  # without the last one, a FIFO would block here
+        flags = (
+            os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK
+        )  # without the last one, a FIFO would block here
         with self._parent(path) as (folder, name), _links_refused(name, folder, path):
             descriptor = os.open(name, flags, dir_fd=folder)
         if not stat.S_ISREG(os.fstat(descriptor).st_mode):

@@ -44,10 +44,14 @@ def listed(kind: str, folder: str, timeout_s: float) -> Any:
         "key": key,
         "kind": kind,
         "timeout_s": timeout_s,
-        "environment": {name: value for name, value in os.environ.items() if name.startswith(_VARIABLES)},
+        "environment": {
+            name: value for name, value in os.environ.items() if name.startswith(_VARIABLES)
+        },
     }
     try:
-        reply, _ = _pool.call(lambda child: child.ask(_TASK, question, Limits(timeout_s, MEMORY_BYTES)))
+        reply, _ = _pool.call(
+            lambda child: child.ask(_TASK, question, Limits(timeout_s, MEMORY_BYTES))
+        )
     except ChildFailed as error:
         raise StoreRefused(folder, f"its listing {error}") from None
     if "raised" in reply:
@@ -69,7 +73,10 @@ class ObjectFiles:
     """Objects below data roots that are prefixes in stores. Its methods are those of Storage."""
 
     def __init__(
-        self, roots: Sequence[str], check_interrupted: Callable[[], None] = never_interrupted, timeout_s: float = 300.0
+        self,
+        roots: Sequence[str],
+        check_interrupted: Callable[[], None] = never_interrupted,
+        timeout_s: float = 300.0,
     ) -> None:
         self._roots = tuple(roots)
         self._timeout_s = timeout_s
@@ -146,13 +153,17 @@ class ObjectFiles:
             options: Any = {"range": (start, end), **same_state}
             return self._make(path, lambda: bytes(obstore.get(store, key, options=options).bytes()))
 
-        return pa.PythonFile(io.BufferedReader(FetchedFile(fetch, head["size"]), BLOCK_BYTES), mode="r")
+        return pa.PythonFile(
+            io.BufferedReader(FetchedFile(fetch, head["size"]), BLOCK_BYTES), mode="r"
+        )
 
     @contextmanager
     def open_output(self, path: str) -> Iterator[Any]:
         """Lend an object that is written. It is there, whole, once the body has ended; never if the body raises."""
         store, key = self._place(path, self._timeout_s)
-        upload = obstore.open_writer(store, key, buffer_size=CHUNK_BYTES, max_concurrency=_CONCURRENCY)
+        upload = obstore.open_writer(
+            store, key, buffer_size=CHUNK_BYTES, max_concurrency=_CONCURRENCY
+        )
         try:
             yield pa.PythonFile(_Writer(path, upload, self._check_interrupted), "w")
             make_request(path, upload.close, self._check_interrupted)
@@ -172,7 +183,9 @@ class ObjectFiles:
         If a reply was lost, the copy is sent again and finds itself in place. That raises FileExistsError too.
         """
         store, key = self._place(target)
-        _, source_key = self._place(os.path.join(os.path.dirname(target), os.path.basename(temporary)))
+        _, source_key = self._place(
+            os.path.join(os.path.dirname(target), os.path.basename(temporary))
+        )
         head = self._head(temporary)
         if head is None or head["size"] <= MAX_COPY_BYTES:
             self._make(target, lambda: obstore.copy(store, source_key, key, overwrite=False))
@@ -186,7 +199,9 @@ class ObjectFiles:
     def remove(self, path: str) -> None:
         """Remove an object."""
         store, key = self._place(path)
-        if self._head(path) is not None:  # a bucket with versions would note a removal that removes nothing
+        if (
+            self._head(path) is not None
+        ):  # a bucket with versions would note a removal that removes nothing
             self._make(path, lambda: obstore.delete(store, key))
 
     def _head(self, path: str) -> Any:

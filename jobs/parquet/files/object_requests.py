@@ -51,7 +51,10 @@ def opened_store(scheme: str, bucket: str, timeout_s: float, tries_s: float = TR
     """
     share = timedelta(seconds=timeout_s * _SHARE)
     options: Any = {
-        "retry_config": {"max_retries": 100, "retry_timeout": min(share, timedelta(seconds=tries_s))},
+        "retry_config": {
+            "max_retries": 100,
+            "retry_timeout": min(share, timedelta(seconds=tries_s)),
+        },
         "client_options": {
             "timeout": min(share, timedelta(seconds=REQUEST_S)),
             "allow_http": _endpoint(scheme).startswith("http://"),
@@ -63,12 +66,18 @@ def opened_store(scheme: str, bucket: str, timeout_s: float, tries_s: float = TR
 
 
 def _endpoint(scheme: str) -> str:
-    names = {"s3": ("AWS_ENDPOINT_URL", "AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT"), "az": ("AZURE_ENDPOINT",)}
+    names = {
+        "s3": ("AWS_ENDPOINT_URL", "AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT"),
+        "az": ("AZURE_ENDPOINT",),
+    }
     return next((os.environ[name] for name in names.get(scheme, ()) if os.environ.get(name)), "")
 
 
 def make_request(
-    path: str, request: Callable[[], T], check_interrupted: Callable[[], None] = never_interrupted, timeout_s: float = 0
+    path: str,
+    request: Callable[[], T],
+    check_interrupted: Callable[[], None] = never_interrupted,
+    timeout_s: float = 0,
 ) -> T:
     """Make a request, again and again until it is answered, for at most a share of `timeout_s`; return the answer.
 
@@ -89,7 +98,12 @@ def make_request(
                 raise StoreUnreachable(path, seconds, reason) from None
             if seconds > TRIES_S and not has_warned:
                 has_warned = True
-                _log.warning("the store of %s has not served it for %.0f s (%s): trying again", path, seconds, reason)
+                _log.warning(
+                    "the store of %s has not served it for %.0f s (%s): trying again",
+                    path,
+                    seconds,
+                    reason,
+                )
         else:
             seconds = time.monotonic() - began_at
             if seconds > TRIES_S:
@@ -115,7 +129,9 @@ def _reason_to_try_again(path: str, error: Exception) -> str:
         raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), path) from None
     if isinstance(error, exceptions.PreconditionError):
         raise PathSwapped(path, "another object came in its place") from None
-    if isinstance(error, exceptions.PermissionDeniedError | exceptions.UnauthenticatedError | ValueError):
+    if isinstance(
+        error, exceptions.PermissionDeniedError | exceptions.UnauthenticatedError | ValueError
+    ):
         raise StoreRefused(path, reason) from None
     if status.startswith("4") and status not in _TRY_AGAIN:
         raise StoreRefused(path, reason) from None

@@ -60,11 +60,18 @@ class Storage:
     @classmethod
     def of(cls, context: JobContext) -> Self:
         """Return the storage of a job."""
-        return cls(context.data_roots, context.check_interrupted, context.file_timeout_s, context.shard_bytes.limit)
+        return cls(
+            context.data_roots,
+            context.check_interrupted,
+            context.file_timeout_s,
+            context.shard_bytes.limit,
+        )
 
     def with_root(self, root: str) -> Self:
         """Return a storage with one more root."""
-        return type(self)((*self._roots, root), self.check_interrupted, self._timeout_s, self.shard_bytes)
+        return type(self)(
+            (*self._roots, root), self.check_interrupted, self._timeout_s, self.shard_bytes
+        )
 
     def _of(self, path: str) -> LocalFiles | ObjectFiles:
         if not is_stored(path.lower()):

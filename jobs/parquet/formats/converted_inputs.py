@@ -69,7 +69,12 @@ def _convert(storage: Storage, plan: Plan, file: PlannedFile, execution_id: str)
     target = plan.rows_path(file)
 
     def write(sink: Any) -> None:
-        question = {"kinds": plan.columns, "rows": file.rows, "as_json": plan.as_json, "dialect": plan.spec.dialect}
+        question = {
+            "kinds": plan.columns,
+            "rows": file.rows,
+            "as_json": plan.as_json,
+            "dialect": plan.spec.dialect,
+        }
         with open_table(storage, source.path, plan.input_format) as ask:
             for _, body in ask(f"{_TASKS}:convert", question):
                 sink.write(body)
@@ -81,7 +86,9 @@ def _convert(storage: Storage, plan: Plan, file: PlannedFile, execution_id: str)
 
 
 @contextmanager
-def converted_for_now(storage: Storage, plan: Plan, files: Iterable[int]) -> Iterator[tuple[Storage, Plan]]:
+def converted_for_now(
+    storage: Storage, plan: Plan, files: Iterable[int]
+) -> Iterator[tuple[Storage, Plan]]:
     """Lend a plan whose files can be read, and a storage that reads them. Converted files are in a temporary folder.
 
     Converted files in the output are not used: a preview has no output, and a finished run keeps none.
@@ -100,7 +107,11 @@ def converted_for_now(storage: Storage, plan: Plan, files: Iterable[int]) -> Ite
 def remove_converted(storage: Storage, plan: Plan) -> None:
     """Remove the files that planning has put beside a run's plan, and the journals. Raises OutputNotWritable."""
     output = plan.spec.output
-    for folder in (plan.converted_folder, os.path.join(output, REUSED), os.path.join(output, JOURNAL)):
+    for folder in (
+        plan.converted_folder,
+        os.path.join(output, REUSED),
+        os.path.join(output, JOURNAL),
+    ):
         with writing(folder):
             for name in storage.names(folder):
                 storage.remove(os.path.join(folder, name))

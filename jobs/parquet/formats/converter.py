@@ -62,7 +62,9 @@ def convert(question: Mapping[str, Any], source: Any) -> Replies:
         schema = table.schema
         with pq.ParquetWriter(file, schema) as writer:
             slices = table.slices(question["rows"])
-            for _, _, batches in grouped((rows, size, table.batch(part, schema)) for rows, size, part in slices):
+            for _, _, batches in grouped(
+                (rows, size, table.batch(part, schema)) for rows, size, part in slices
+            ):
                 writer.write_table(pa.Table.from_batches(batches, schema))
                 yield {}, _emptied(sink)
     yield {}, _emptied(sink)
@@ -104,7 +106,9 @@ class _TextTable:
         self._num_bad = 0
         self._first_bad: Record | None = None
         self.as_json: Sequence[str] = ()
-        self.kinds: dict[str, kinds.Kind] = dict(_BATCH_KINDS) if file.format == OPENAI_BATCH else {}
+        self.kinds: dict[str, kinds.Kind] = (
+            dict(_BATCH_KINDS) if file.format == OPENAI_BATCH else {}
+        )
         if file.format in HEADED:
             names, self._records = csv_records(file)
             self.kinds = dict.fromkeys(names, "null")
@@ -145,10 +149,18 @@ class _TextTable:
     def check_read(self) -> None:
         """Raise OtherEncoding, or TooManyBadLines if too many of the lines read are no rows."""
         self._file.check_encoding()
-        is_judged = self._num_rows >= MIN_JUDGED_ROWS or not self.kinds  # JSON lines without a row have no columns
-        if self._first_bad is not None and is_judged and self._num_bad > self._num_rows * MAX_BAD_SHARE:
+        is_judged = (
+            self._num_rows >= MIN_JUDGED_ROWS or not self.kinds
+        )  # JSON lines without a row have no columns
+        if (
+            self._first_bad is not None
+            and is_judged
+            and self._num_bad > self._num_rows * MAX_BAD_SHARE
+        ):
             first = self._first_bad
-            raise TooManyBadLines(self._path, self._num_bad, self._num_rows, first.line, first.problem)
+            raise TooManyBadLines(
+                self._path, self._num_bad, self._num_rows, first.line, first.problem
+            )
 
     def look(self, part: Sequence[Record]) -> None:
         """Merge the kinds of some rows' values into those of the columns. A batch file's kinds are known."""
@@ -173,7 +185,9 @@ class _TextTable:
             if name == PROBLEM or name.startswith(AS_JSON):
                 raise SchemaMismatch(self._path, f"a column is named {brief(name)}")
         if len(self.kinds) > MAX_COLUMNS:
-            raise CorruptTable(self._path, self._format, f"it names more than {MAX_COLUMNS} columns")
+            raise CorruptTable(
+                self._path, self._format, f"it names more than {MAX_COLUMNS} columns"
+            )
 
     def batch(self, part: Sequence[Record], schema: pa.Schema) -> pa.RecordBatch:
         """Return rows with their problems. Raises CorruptTable if they do not have the columns' kinds any more."""
@@ -181,9 +195,13 @@ class _TextTable:
         make = kinds.text_array if self._format in HEADED else kinds.json_array
         rows = [record.value or {} for record in part]
         try:
-            arrays = [make([row.get(name) for row in rows], kind) for name, kind in self.kinds.items()]
+            arrays = [
+                make([row.get(name) for row in rows], kind) for name, kind in self.kinds.items()
+            ]
         except (ValueError, TypeError, KeyError, OverflowError, pa.ArrowException) as error:
-            raise CorruptTable(self._path, self._format, f"its rows changed: {str(error)[:200]}") from error
+            raise CorruptTable(
+                self._path, self._format, f"its rows changed: {str(error)[:200]}"
+            ) from error
         arrays += [kinds.own_json([row.get(name) for row in rows]) for name in self.as_json]
         return pa.RecordBatch.from_arrays([*arrays, pa.array(problems, pa.string())], schema=schema)
 
@@ -217,7 +235,9 @@ class _ArrowTable:
         rows_left = most
         for batch in self._batches:
             batch.validate(full=True)  # offsets and indices of a file may lead anywhere
-            slice_rows = max(1, min(GROUP_ROWS, batch.num_rows * SLICE_BYTES // max(1, batch.nbytes)))
+            slice_rows = max(
+                1, min(GROUP_ROWS, batch.num_rows * SLICE_BYTES // max(1, batch.nbytes))
+            )
             batch = batch.slice(0, rows_left)
             for start in range(0, batch.num_rows, slice_rows):
                 part = batch.slice(start, slice_rows)
@@ -245,7 +265,9 @@ class _ArrowTable:
 
     def batch(self, part: pa.RecordBatch, schema: pa.Schema) -> pa.RecordBatch:
         """Return rows with the types of `schema`."""
-        arrays = [column.cast(field.type) for column, field in zip(part.columns, schema, strict=True)]
+        arrays = [
+            column.cast(field.type) for column, field in zip(part.columns, schema, strict=True)
+        ]
         return pa.RecordBatch.from_arrays(arrays, schema=schema)
 
 

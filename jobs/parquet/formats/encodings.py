@@ -96,7 +96,8 @@ class Decoded(io.RawIOBase):
             except UnicodeError:
                 name = self._encoding
                 reason = (
-                    f"it has no byte order mark, which encoding {name} needs: say {name}-le or {name}-be if it is one"
+                    f"it has no byte order mark, which encoding {name} needs: "
+                    f"say {name}-le or {name}-be if it is one"
                 )
                 raise CorruptTable(self._path, self._format, reason) from None
             self._left = text.encode("utf-8", "surrogateescape")

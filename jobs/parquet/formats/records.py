@@ -47,7 +47,9 @@ class TextFile:
     encoding: as the run says. Without one, the text is read as UTF-8, and `guess` looks at each line.
     """
 
-    def __init__(self, path: str, file_format: str, stream: Any, dialect: Mapping[str, str]) -> None:
+    def __init__(
+        self, path: str, file_format: str, stream: Any, dialect: Mapping[str, str]
+    ) -> None:
         self.path = path
         self.format = file_format
         self._stream = stream

@@ -15,7 +15,14 @@ from jobs.common.display import to_json
 from jobs.errors import CorruptParquet, PartDamaged, TableNotRead
 from jobs.parquet.files.storage import Storage
 from jobs.parquet.outputs.part import answer_names, without_own_keys
-from jobs.parquet.tables.columns import ALL_COLUMNS, ROW_NUMBER, ColumnChoice, RowProblem, as_written, row_values
+from jobs.parquet.tables.columns import (
+    ALL_COLUMNS,
+    ROW_NUMBER,
+    ColumnChoice,
+    RowProblem,
+    as_written,
+    row_values,
+)
 from jobs.parquet.tables.row_groups import RowBuckets, write_groups
 from jobs.parquet.tables.table_reading import TableReading
 from jobs.prompts.batch_lines import output_line
@@ -46,7 +53,9 @@ def write_output(storage: Storage, plan: Plan, name: str, sink: Any) -> None:
         writers[plan.spec.single_file](sink, schema, batches)
 
 
-def _write_batch_lines(run: str, is_error_file: bool, sink: Any, schema: pa.Schema, batches: Batches) -> None:
+def _write_batch_lines(
+    run: str, is_error_file: bool, sink: Any, schema: pa.Schema, batches: Batches
+) -> None:
     """Write the lines of an OpenAI batch's output: those with an error, or those without."""
     number = 0
     for batch in batches:
@@ -54,7 +63,9 @@ def _write_batch_lines(run: str, is_error_file: bool, sink: Any, schema: pa.Sche
         for row in batch.select(["custom_id", "completion", "error"]).to_pylist():
             has_error = row["error"] is not None
             if has_error == is_error_file:
-                lines.append(output_line(run, number, row["custom_id"], row["completion"], row["error"]))
+                lines.append(
+                    output_line(run, number, row["custom_id"], row["completion"], row["error"])
+                )
             number += 1
         sink.write(_json_lines(lines))
 
@@ -79,7 +90,9 @@ def _rows_in_order(storage: Storage, plan: Plan) -> Generator[pa.RecordBatch, No
 
 
 @contextmanager
-def open_part(storage: Storage, plan: Plan, shard: int, columns: ColumnChoice = ALL_COLUMNS) -> Iterator[TableReading]:
+def open_part(
+    storage: Storage, plan: Plan, shard: int, columns: ColumnChoice = ALL_COLUMNS
+) -> Iterator[TableReading]:
     """Lend a part to be read once. Raises PartDamaged, also while its batches are read."""
     path = plan.part_path(shard)
     try:
@@ -150,7 +163,9 @@ def _rows(batch: pa.RecordBatch, answers: Set[str]) -> Iterator[Sequence[Any]]:
     for name, column in zip(batch.schema.names, batch.columns, strict=True):
         if pa.types.is_temporal(column.type) or pa.types.is_decimal(column.type):
             column = column.cast(pa.string())  # it loses nothing; Python's types would
-        columns.append(as_written(batch.schema.field(name), row_values(name, column, name in answers)))
+        columns.append(
+            as_written(batch.schema.field(name), row_values(name, column, name in answers))
+        )
     for row in zip(*columns, strict=True):
         yield [None if isinstance(value, RowProblem) else _plain(value) for value in row]
 

@@ -50,7 +50,9 @@ def embedding_size(spec: RunSpec, model: ServedModel) -> int:
     return spec.dimensions or model.embedding_size
 
 
-def output_schema(schema: pa.Schema, spec: RunSpec, path: str = "", embedding_size: int = 0) -> pa.Schema:
+def output_schema(
+    schema: pa.Schema, spec: RunSpec, path: str = "", embedding_size: int = 0
+) -> pa.Schema:
     """Return the output's columns: those kept of the input, then the answers'. Raises ColumnConflict, MissingColumn.
 
     schema: of the input. path: its first file, for errors.
@@ -98,11 +100,15 @@ def answer_names(spec: RunSpec) -> list[str]:
     """Return the output's columns of answer_fields."""
     names = []
     for field in answer_fields(spec):
-        names.append(spec.reused_column or "" if field.name == REUSED else spec.output_prefix + field.name)
+        names.append(
+            spec.reused_column or "" if field.name == REUSED else spec.output_prefix + field.name
+        )
     return names
 
 
-def with_answers(batch: pa.RecordBatch, answers: list[Answer], schema: pa.Schema, spec: RunSpec) -> pa.Table:
+def with_answers(
+    batch: pa.RecordBatch, answers: list[Answer], schema: pa.Schema, spec: RunSpec
+) -> pa.Table:
     """Return the kept columns of a batch, and behind them its rows' answers. schema: see output_schema."""
     answer_parts = [field.name for field in answer_fields(spec)]
     num_kept = len(schema) - len(answer_parts)
@@ -116,11 +122,15 @@ def answer_column(answers: Sequence[Answer], name: str, kind: pa.DataType) -> pa
     """Return a column of one field of answers. Values that are arrays of one value each are not copied."""
     values = [answer.column(name) for answer in answers]
     if any(isinstance(value, pa.Array) for value in values):
-        return pa.chunked_array([pa.nulls(1, kind) if value is None else value for value in values], kind)
+        return pa.chunked_array(
+            [pa.nulls(1, kind) if value is None else value for value in values], kind
+        )
     return pa.chunked_array([pa.array(values, kind)])
 
 
-def write_part(sink: Any, schema: pa.Schema, batches: Iterable[pa.RecordBatch | pa.Table], stats: PartStats) -> None:
+def write_part(
+    sink: Any, schema: pa.Schema, batches: Iterable[pa.RecordBatch | pa.Table], stats: PartStats
+) -> None:
     """Write a part as Parquet, with its statistics in the footer."""
     with pq.ParquetWriter(sink, schema, write_page_checksum=True) as writer:
         for batch in batches:

@@ -69,12 +69,20 @@ class FolderReader:
         except FileNotFoundError:  # the folder of the parts is made with the first one
             return {}
         names = part_shards(written_at)
-        return {shard: written_at[name] for shard, name in names.items() if shard < len(self.plan.shards)}
+        return {
+            shard: written_at[name]
+            for shard, name in names.items()
+            if shard < len(self.plan.shards)
+        }
 
     @property
     def answer_columns(self) -> list[str]:
         """Return the output's columns of answers and errors, without those of tokens."""
-        return [name for name in answer_names(self.plan.spec) if not name.endswith(("_tokens", "logprobs"))]
+        return [
+            name
+            for name in answer_names(self.plan.spec)
+            if not name.endswith(("_tokens", "logprobs"))
+        ]
 
     @property
     def prompt_columns(self) -> list[str]:
@@ -130,4 +138,7 @@ class FolderReader:
 
     def answers(self, shard: int, columns: list[str]) -> Iterator[dict[str, Any]]:
         """Yield a part's rows, with their numbers and the values of some columns."""
-        return ({"row": row, **values} for row, values in part_rows(self._storage, self.plan, shard, columns))
+        return (
+            {"row": row, **values}
+            for row, values in part_rows(self._storage, self.plan, shard, columns)
+        )

@@ -35,9 +35,23 @@ from jobs.parquet.outputs.part import read_part_stats
 from jobs.runs.control import remove_waiting
 from jobs.runs.end_notices import stop_over_limit, tell_of, tell_shards_failed
 from jobs.runs.plans import names as run_names
-from jobs.runs.plans.names import INPUT, KEYS, PLAN, REUSED, TEMPORARY_PREFIX, output_names, part_name
+from jobs.runs.plans.names import (
+    INPUT,
+    KEYS,
+    PLAN,
+    REUSED,
+    TEMPORARY_PREFIX,
+    output_names,
+    part_name,
+)
 from jobs.runs.plans.plan import AnotherFormat, Plan
-from jobs.runs.redis_state.state import MAX_PARTS, REUSE_DIFFERS, RunState, record_reasons, recorded_reasons
+from jobs.runs.redis_state.state import (
+    MAX_PARTS,
+    REUSE_DIFFERS,
+    RunState,
+    record_reasons,
+    recorded_reasons,
+)
 from jobs.runs.statistics.report import report_html
 from jobs.runs.statistics.run_statistics import IN_MANIFEST, PartStats, Reasons, RunStatistics
 
@@ -111,7 +125,11 @@ def manifest_of(plan: Plan, parts: Iterable[PartStats], reasons: Reasons) -> dic
     served: dict[str, set[str]] = {name: set() for name in _SERVED}
     if plan.second is not None:  # parts only name the second model's worker, which has written them
         first = plan.model
-        served |= {"model": {first.name}, "fingerprint": {first.fingerprint}, "dtype": {first.dtype}}
+        served |= {
+            "model": {first.name},
+            "fingerprint": {first.fingerprint},
+            "dtype": {first.dtype},
+        }
     listed_parts: list[dict[str, Any]] = []
     statistics = RunStatistics()
     for part in parts:
@@ -122,7 +140,9 @@ def manifest_of(plan: Plan, parts: Iterable[PartStats], reasons: Reasons) -> dic
         ended_at = max(ended_at, part.ended_at)
         for name in _SERVED:
             served[name].add(getattr(part, name))
-        listed_parts.append({"name": part_name(part.shard), "rows": part.rows, "errors": part.errors})
+        listed_parts.append(
+            {"name": part_name(part.shard), "rows": part.rows, "errors": part.errors}
+        )
     return {
         "run": plan.run,
         **counts,
@@ -204,7 +224,9 @@ class RunFolder:
         names = self.storage.names(self._parts_path)
         shards = set(run_names.part_shards(names))
         if shards and max(shards) >= len(self.plan.shards):
-            raise PartDamaged(self.plan.part_path(max(shards)), f"this run has {len(self.plan.shards)} shards")
+            raise PartDamaged(
+                self.plan.part_path(max(shards)), f"this run has {len(self.plan.shards)} shards"
+            )
         return shards
 
     def part_stats(self, shard: int) -> PartStats:
@@ -267,7 +289,9 @@ class RunFolder:
         if submission is None:
             return False
         waiting = sorted(set(range(len(self.plan.shards))) - self.state.recorded())
-        with suppress(RunResubmitted):  # the new submission may have another limit, which judges the next parts
+        with suppress(
+            RunResubmitted
+        ):  # the new submission may have another limit, which judges the next parts
             for name, is_second in self.plan.queues(queue):
                 ids = [run_names.shard_job_id(self.plan.run, shard, is_second) for shard in waiting]
                 remove_waiting(self.state, submission, name, ids)
@@ -293,7 +317,9 @@ class RunFolder:
             facts["second_queue"] = second_queue
         self.state.describe({**facts, **_reuse_facts(self.plan)})
 
-        recorded = self.state.records()  # read before the listing: a part that is in both is certainly there
+        recorded = (
+            self.state.records()
+        )  # read before the listing: a part that is in both is certainly there
         present = self.shards_with_parts()
         found = {shard: self.part_stats(shard) for shard in present - recorded.keys()}
         gone = {shard: record for shard, record in recorded.items() if shard not in present}
@@ -323,11 +349,15 @@ class RunFolder:
     def _write_end(self) -> dict[str, Any]:
         """Write the output files, the report, the manifest, and at last the mark of the end; return the manifest."""
         reasons = recorded_reasons(self.state.connection, self.plan.run)
-        summary = manifest_of(self.plan, map(self.part_stats, range(len(self.plan.shards))), reasons)
+        summary = manifest_of(
+            self.plan, map(self.part_stats, range(len(self.plan.shards))), reasons
+        )
         manifest = json.dumps(summary, indent=2)
         report = report_html(json.loads(manifest))
         writers: dict[str, Callable[[Any], object]] = {
-            **{name: partial(write_output, self.storage, self.plan, name) for name in self._outputs},
+            **{
+                name: partial(write_output, self.storage, self.plan, name) for name in self._outputs
+            },
             run_names.REPORT: lambda sink: sink.write(report.encode()),
             run_names.MANIFEST: lambda sink: sink.write(manifest.encode()),
         }
@@ -354,7 +384,9 @@ class RunFolder:
 
         An execution that still runs finds its part in place, and needs its temporary file no more.
         """
-        chosen_rows = os.path.basename(run_names.kept_name(self.plan.reused.name if self.plan.reused else ""))
+        chosen_rows = os.path.basename(
+            run_names.kept_name(self.plan.reused.name if self.plan.reused else "")
+        )
         for folder in {self._path, self._parts_path, self.path(run_names.KEYS)}:
             for name in self.storage.names(folder):
                 is_leftover = name.startswith((run_names.TEMPORARY_PREFIX, run_names.ROWS_PREFIX))

@@ -56,7 +56,9 @@ def folder_key(name: str) -> tuple[str, str | None] | None:
     return unquote(key), None if value == NULL else unquote(value)
 
 
-def partition_columns(files: Sequence[FoundFile], in_files: Sequence[str]) -> tuple[list[AddedColumn], list[list[Any]]]:
+def partition_columns(
+    files: Sequence[FoundFile], in_files: Sequence[str]
+) -> tuple[list[AddedColumn], list[list[Any]]]:
     """Return the columns that the folders' names give, and each file's values in them.
 
     A column is int64 if all its values are integers without leading zeros, else string. in_files: the files' own
@@ -66,7 +68,10 @@ def partition_columns(files: Sequence[FoundFile], in_files: Sequence[str]) -> tu
     names = files[0].key_names
     for file in files:
         if file.key_names != names:
-            raise SchemaMismatch(file.path, f"its folders give the columns {file.key_names}, the first file's {names}")
+            raise SchemaMismatch(
+                file.path,
+                f"its folders give the columns {file.key_names}, the first file's {names}",
+            )
         if len(set(names)) < len(names):
             raise SchemaMismatch(file.path, f"its folders give a column twice: {names}")
     columns: list[AddedColumn] = []
@@ -76,7 +81,9 @@ def partition_columns(files: Sequence[FoundFile], in_files: Sequence[str]) -> tu
             continue
         texts = [file.keys[place][1] for file in files]
         values = [text for text in texts if text is not None]
-        is_integer = any(values) and all(_INTEGER.fullmatch(text) and int(text) in _INT64 for text in values)
+        is_integer = any(values) and all(
+            _INTEGER.fullmatch(text) and int(text) in _INT64 for text in values
+        )
         columns.append(AddedColumn(name, "int64" if is_integer else "string"))
         for row, text in zip(rows, texts, strict=True):
             row.append(int(text) if is_integer and text is not None else text)
@@ -101,7 +108,9 @@ class Folder(NamedTuple):
             if above.path == path:
                 return None
             above = above.above
-        return Folder(os.path.join(self.named, entry.name), path or os.path.join(self.path, entry.name), self)
+        return Folder(
+            os.path.join(self.named, entry.name), path or os.path.join(self.path, entry.name), self
+        )
 
 
 class FoundEntry(NamedTuple):

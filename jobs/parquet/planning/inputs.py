@@ -17,7 +17,14 @@ from jobs.parquet.asks.scores import content_free
 from jobs.parquet.files.fingerprint import GONE, check_unchanged, file_fingerprint
 from jobs.parquet.files.storage import Storage
 from jobs.parquet.formats.converted_inputs import scan
-from jobs.parquet.formats.kinds import Kind, arrow_field, depends_on_others, merged, merged_texts, with_decimal
+from jobs.parquet.formats.kinds import (
+    Kind,
+    arrow_field,
+    depends_on_others,
+    merged,
+    merged_texts,
+    with_decimal,
+)
 from jobs.parquet.outputs.part import columns_kept, output_schema
 from jobs.parquet.planning.find_files import FoundFile, find_files, partition_columns
 from jobs.parquet.prompts.sources import row_source
@@ -28,7 +35,9 @@ from jobs.runs.plans.plan import AddedColumn, Plan, PlannedFile, Shard, cut_shar
 from jobs.runs.plans.spec import RunSpec
 
 
-def read_inputs(context: JobContext, storage: Storage, spec: RunSpec, found: Sequence[FoundFile]) -> Plan:
+def read_inputs(
+    context: JobContext, storage: Storage, spec: RunSpec, found: Sequence[FoundFile]
+) -> Plan:
     """Look at the files, up to the run's limit of rows; return a new run's plan.
 
     Raises InputError, also for columns that make no run.
@@ -47,7 +56,9 @@ def read_inputs(context: JobContext, storage: Storage, spec: RunSpec, found: Seq
     schema = look.schema
     columns, added_values = _added_columns(found, schema.names, spec.filename_column)
     planned_files = []
-    for planned_file, values in zip(look.files, added_values, strict=False):  # files beyond the limit are left out
+    for planned_file, values in zip(
+        look.files, added_values, strict=False
+    ):  # files beyond the limit are left out
         planned_files.append(replace(planned_file, values=tuple(values)))
     row_groups = [[rows for rows, _ in groups] for groups in look.groups]
     shards = cut_shards(row_groups, spec.rows_per_shard, spec.limit)
@@ -79,7 +90,12 @@ def _read_as_json(spec: RunSpec, look: "_Look") -> tuple[str, ...]:
     """
     if look.format != JSONL:
         return ()
-    never_json = {spec.prompt_column, spec.query_column, spec.document_column, *(spec.image_column or ())}
+    never_json = {
+        spec.prompt_column,
+        spec.query_column,
+        spec.document_column,
+        *(spec.image_column or ()),
+    }
     written: Sequence[str] = ()
     if spec.writes_lines:
         all_columns = list(look.kinds)
@@ -113,7 +129,9 @@ def _check_columns(spec: RunSpec, schema: pa.Schema, path: str) -> None:
             raise missing_column(column, path, schema)
     source.check(schema)
     if spec.order is not None and ROW_NUMBER in schema.names:
-        raise errors.ColumnConflict(ROW_NUMBER, "rename it in the input: a run in an order of its own adds it")
+        raise errors.ColumnConflict(
+            ROW_NUMBER, "rename it in the input: a run in an order of its own adds it"
+        )
     output_schema(schema, spec, path)
 
 
@@ -190,7 +208,9 @@ class _Look:
         if self._storage.stat(path) != stat:
             raise errors.InputBeingWritten(path)
         num_rows = sum(rows for rows, _ in contents.groups)
-        self.files.append(PlannedFile(path, stat.size, stat.mtime_ns, num_rows, fingerprint, etag=stat.etag))
+        self.files.append(
+            PlannedFile(path, stat.size, stat.mtime_ns, num_rows, fingerprint, etag=stat.etag)
+        )
         self.groups.append(contents.groups)
 
     def _take_kinds(self, path: str, kinds: Mapping[str, Kind]) -> None:

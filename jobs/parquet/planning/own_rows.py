@@ -62,7 +62,9 @@ def with_own_rows(context: JobContext, storage: Storage, plan: Plan, chosen: Pla
     return replace(new_plan, shards=cut_shards([groups], plan.spec.rows_per_shard), sizes=())
 
 
-def _chosen_rows(context: JobContext, storage: Storage, plan: Plan, chosen: Places) -> Iterator[pa.RecordBatch]:
+def _chosen_rows(
+    context: JobContext, storage: Storage, plan: Plan, chosen: Places
+) -> Iterator[pa.RecordBatch]:
     """Yield rows of the input in the order of their numbers in `chosen`. Shards without any of them are not read."""
     places = np.full(plan.rows, -1, np.int64)  # each row's place among those chosen
     places[chosen] = np.arange(len(chosen))
@@ -102,7 +104,9 @@ def in_order(context: JobContext, storage: Storage, plan: Plan) -> Plan:
         for number, row in enumerate(rows, start):
             keys[number] = _order_key(row)
     order = np.lexsort(keys.T[::-1])
-    return with_own_rows(context, storage, replace(plan, reused=Reused(context.execution_id)), order)
+    return with_own_rows(
+        context, storage, replace(plan, reused=Reused(context.execution_id)), order
+    )
 
 
 def _order_key(row: Row | RowProblem) -> list[int]:
@@ -159,7 +163,11 @@ def _new_rows(old: OldRuns, look_up: Callable[[], "Matches"], fields: Sequence[p
 
 
 def _write_taken_answers(
-    storage: Storage, plan: Plan, old: OldRuns, look_up: Callable[[], "Matches"], fields: Sequence[pa.Field]
+    storage: Storage,
+    plan: Plan,
+    old: OldRuns,
+    look_up: Callable[[], "Matches"],
+    fields: Sequence[pa.Field],
 ) -> None:
     """Write the answers of earlier runs beside the plan, for each shard. fields: of answers."""
     matches = look_up()
@@ -199,7 +207,10 @@ def remove_reused(storage: Storage, plan: Plan, first: Plan) -> None:
         return  # it is this very plan, and the reply to its writing was lost
     paths = list(map(plan.reused_path, range(len(plan.shards))))
     if plan.files[0].kept:
-        paths += [plan.rows_path(plan.files[0]), os.path.join(plan.spec.output, kept_name(plan.reused.name))]
+        paths += [
+            plan.rows_path(plan.files[0]),
+            os.path.join(plan.spec.output, kept_name(plan.reused.name)),
+        ]
     with writing(plan.spec.output):
         for path in paths:
             storage.remove(path)
@@ -223,7 +234,9 @@ class Matches:
     is_shorter: npt.NDArray[np.bool_]
 
 
-def match(context: JobContext, storage: Storage, plan: Plan, ask: RowAsk, old: OldRuns, any_model: bool) -> Matches:
+def match(
+    context: JobContext, storage: Storage, plan: Plan, ask: RowAsk, old: OldRuns, any_model: bool
+) -> Matches:
     """Look up each row of a plan in the old runs. The plan's inputs must be readable.
 
     Answers of a cascade's second model are looked for first, then those of the first model, then of any other.
@@ -232,7 +245,9 @@ def match(context: JobContext, storage: Storage, plan: Plan, ask: RowAsk, old: O
     if plan.second is not None:
         marks = np.concatenate([model_mark(plan.second), marks])
         first_places = [part.first for part in old.parts]
-        asks_second_too = np.array([*(_asks_second_too(plan, part.plan) for part in old.parts), False])
+        asks_second_too = np.array(
+            [*(_asks_second_too(plan, part.plan) for part in old.parts), False]
+        )
     if any_model:
         marks = np.concatenate([marks, old.marks])
     matches = Matches(
@@ -254,7 +269,9 @@ def match(context: JobContext, storage: Storage, plan: Plan, ask: RowAsk, old: O
             missing = np.flatnonzero(has_key & (places < 0))
             old_places = old.keys.find(keys[missing] ^ mark)
             is_second = plan.second is not None and number == 0
-            if is_second:  # only from runs that would have asked the second model about the same rows
+            if (
+                is_second
+            ):  # only from runs that would have asked the second model about the same rows
                 part_numbers = np.searchsorted(first_places, old_places, "right") - 1
                 old_places[~asks_second_too[part_numbers]] = -1
             places[missing] = old_places
@@ -348,7 +365,10 @@ def answers(
             is_taken[taken_rows] = True
             part.told.rows += len(taken_rows)
             to_row_number = part.plan.first_row(part.shard) - part.first
-            sources = [f"{part.told.output}#{place + to_row_number}" for place in matches.places[taken_rows]]
+            sources = [
+                f"{part.told.output}#{place + to_row_number}"
+                for place in matches.places[taken_rows]
+            ]
             yield taken_rows, batch, sources
 
         lost = rows[~is_taken[rows]]

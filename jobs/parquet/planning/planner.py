@@ -11,7 +11,13 @@ from jobs.context import JobContext
 from jobs.context.served_model import PinnedModel, clock_text, split_formats
 from jobs.parquet.files.storage import Storage
 from jobs.parquet.formats.converted_inputs import convert_inputs, remove_converted
-from jobs.parquet.outputs.run_folder import RunFolder, begin_folder, create_plan, find_plan, load_plan
+from jobs.parquet.outputs.run_folder import (
+    RunFolder,
+    begin_folder,
+    create_plan,
+    find_plan,
+    load_plan,
+)
 from jobs.parquet.planning.find_files import FoundFile, find_files
 from jobs.parquet.planning.inputs import check_as_planned, read_inputs
 from jobs.parquet.planning.own_rows import in_order, remove_reused, with_reused
@@ -43,7 +49,11 @@ def score_parquet(
     if queue is None:
         queue = context.queue_name
     submission, run_arguments = Submission.split(queue, arguments)
-    run_arguments |= {"prompt_column": prompt_column, "messages_column": messages_column, "template": template}
+    run_arguments |= {
+        "prompt_column": prompt_column,
+        "messages_column": messages_column,
+        "template": template,
+    }
     spec = RunSpec.from_arguments(input, output, **run_arguments)
     spec.check_sampling(context.check_sampling)
     context.checks.prepare(spec.repairs)
@@ -52,7 +62,9 @@ def score_parquet(
     return plan_run(context, Storage.of(context), spec, submission)
 
 
-def plan_run(context: JobContext, storage: Storage, spec: RunSpec, submission: Submission) -> dict[str, Any]:
+def plan_run(
+    context: JobContext, storage: Storage, spec: RunSpec, submission: Submission
+) -> dict[str, Any]:
     """Plan or resume the run of a checked spec. Raises RunError, or ModelNotServed for a new run."""
     storage.resolve(spec.output)
     queue = submission.queue
@@ -73,7 +85,9 @@ def plan_run(context: JobContext, storage: Storage, spec: RunSpec, submission: S
             remove_converted(storage, plan)
         folder.make_journal_folder()
 
-    finished = folder.recount(queue)  # before any shard runs, so that the last one knows that it is the last
+    finished = folder.recount(
+        queue
+    )  # before any shard runs, so that the last one knows that it is the last
     enqueued = 0 if finished else enqueue_shards(context, queue, plan, state, missing)
     result = {
         "run": plan.run,
@@ -93,13 +107,19 @@ def plan_run(context: JobContext, storage: Storage, spec: RunSpec, submission: S
 
 
 def _agreed_plan(
-    context: JobContext, storage: Storage, found: Sequence[FoundFile], spec: RunSpec, submission: Submission
+    context: JobContext,
+    storage: Storage,
+    found: Sequence[FoundFile],
+    spec: RunSpec,
+    submission: Submission,
 ) -> Plan:
     """Write the plan of a new run, or return the plan that is there if the files found are as planned."""
     plan = find_plan(storage, spec.output)
     if plan is None:
         if spec.only_new and not submission.reuse:
-            raise errors.InvalidJob("only_new leaves out what earlier runs have answered: name these with reuse")
+            raise errors.InvalidJob(
+                "only_new leaves out what earlier runs have answered: name these with reuse"
+            )
         plan = read_inputs(context, storage, spec, found)
         check_served(vars(spec), context.model)
         context.model.check_asked_for(submission.model)
@@ -115,11 +135,15 @@ def _agreed_plan(
         plan_not_taken = plan
         plan = load_plan(storage, os.path.join(spec.output, PLAN))
         remove_reused(storage, plan_not_taken, plan)
-        if storage.stat(os.path.join(spec.output, SUCCESS)) is not None:  # the run has even ended since
+        if (
+            storage.stat(os.path.join(spec.output, SUCCESS)) is not None
+        ):  # the run has even ended since
             remove_converted(storage, plan_not_taken)
 
     if plan.run != spec.run:
-        raise errors.OutputHoldsAnotherRun(spec.output, f"different {', '.join(plan.spec.differences(spec))}")
+        raise errors.OutputHoldsAnotherRun(
+            spec.output, f"different {', '.join(plan.spec.differences(spec))}"
+        )
     model_names = {plan.model.name, plan.model.fingerprint}
     if plan.model.fingerprint == context.model.fingerprint:
         model_names.update(context.model.names)

@@ -116,7 +116,9 @@ class SurveyWork(RowsTask):
             if planned.row in chosen_rows:
                 self._tried.append((planned, chosen_rows[planned.row]))
         answered_rows = [row for _, row in self._tried] if has_answers else []
-        self.runner = row_runner(answered_rows, ask, context.checks, lambda place: self._tried[place][0].row)
+        self.runner = row_runner(
+            answered_rows, ask, context.checks, lambda place: self._tried[place][0].row
+        )
         self._is_dry = first is None
         self._sent: list[Request] = []
         #: When the timed batch was sent, on the monotonic clock; 0 before that.
@@ -140,7 +142,9 @@ class SurveyWork(RowsTask):
 
     @property
     def _is_timed_next(self) -> bool:
-        return self._is_dry and not self._began_at and self.asked.counts.done == self.asked.num_places
+        return (
+            self._is_dry and not self._began_at and self.asked.counts.done == self.asked.num_places
+        )
 
     @property
     def has_more(self) -> bool:
@@ -212,7 +216,11 @@ class SurveyWork(RowsTask):
         prompt: Any = json.loads(row.prompt) if is_json else as_shown(row.prompt)
         if not self._spec.is_chat:
             prompt = [{"role": "prompt", "content": prompt}]
-        shown: dict[str, Any] = {"row": planned.row, "prompt": prompt, "prompt_tokens": planned.tokens}
+        shown: dict[str, Any] = {
+            "row": planned.row,
+            "prompt": prompt,
+            "prompt_tokens": planned.tokens,
+        }
         if "tools" in row.own_sampling:
             shown["tools"] = row.own_sampling["tools"]
         if answer is None:
@@ -250,16 +258,25 @@ class _Counts:
     total: the run's rows. max_rows: about how many to look at; None for all.
     """
 
-    def __init__(self, context: JobContext, ask: RowAsk, meter: PromptMeter, total: int, max_rows: int | None) -> None:
+    def __init__(
+        self, context: JobContext, ask: RowAsk, meter: PromptMeter, total: int, max_rows: int | None
+    ) -> None:
         self._context = context
         self._ask = ask
         self._meter = meter
         self._total = total
-        self._step = max(1, -(-total // (max_rows or max(1, total))))  # every row that this divides is looked at
+        self._step = max(
+            1, -(-total // (max_rows or max(1, total)))
+        )  # every row that this divides is looked at
         self.requests: list[PlannedRequest] = []
         self.request_tokens = 0
         self._by_key: dict[bytes, PlannedRequest] = {}
-        self._counts = {"rows_reused": 0, "rows_repeated": 0, "prompt_tokens": 0, "cached_tokens": 0}
+        self._counts = {
+            "rows_reused": 0,
+            "rows_repeated": 0,
+            "prompt_tokens": 0,
+            "cached_tokens": 0,
+        }
         self._reasons = Reasons()
         self._previous_tokens: Sequence[int] = ()
         self._rows_read = 0
@@ -269,7 +286,9 @@ class _Counts:
         """Return how many rows of the run each row stands for that was looked at."""
         return self._total / max(1, self._rows_read)
 
-    def add(self, start: int, rows: Sequence[Row | RowProblem], is_reused: npt.NDArray[np.bool_]) -> None:
+    def add(
+        self, start: int, rows: Sequence[Row | RowProblem], is_reused: npt.NDArray[np.bool_]
+    ) -> None:
         """Count the rows of a shard, in the order in which they would be asked. start: the first one's number."""
         equal_rows: dict[Row, list[int]] = {}
         first = start + -start % self._step
@@ -327,7 +346,11 @@ class _Counts:
 
     def to_object(self) -> dict[str, Any]:
         """Return the counts, scaled to the whole run, and the commonest reasons of errors."""
-        scaled = {**self._counts, "rows_failing": self._reasons.rows, "requests": len(self.requests)}
+        scaled = {
+            **self._counts,
+            "rows_failing": self._reasons.rows,
+            "requests": len(self.requests),
+        }
         return {
             "num_rows": self._total,
             "rows_read": self._rows_read,
@@ -346,7 +369,11 @@ def _with_beginning(request: Request, beginning: str) -> Request:
 
 
 def _behind(beginning: str, content: Any) -> Any:
-    return beginning + content if isinstance(content, str) else [{"type": "text", "text": beginning}, *content]
+    return (
+        beginning + content
+        if isinstance(content, str)
+        else [{"type": "text", "text": beginning}, *content]
+    )
 
 
 def pick_requests(requests: Sequence[PlannedRequest], count: int) -> list[PlannedRequest]:

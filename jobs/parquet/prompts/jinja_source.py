@@ -8,11 +8,22 @@ import pyarrow as pa
 
 from jobs.context.shared_files import CHILDREN
 from jobs.errors import InvalidJob
-from jobs.parquet.prompts.prompt_source import PromptSource, check_defaults, checked_chat, checked_text
+from jobs.parquet.prompts.prompt_source import (
+    PromptSource,
+    check_defaults,
+    checked_chat,
+    checked_text,
+)
 from jobs.parquet.tables.columns import RowProblem, python_rows
 from jobs.parquet.tables.row_groups import packed
 from jobs.prompts.jinja_environment import render
-from jobs.prompts.template_texts import LIMIT_S, JinjaTexts, TemplateProblem, as_values, template_texts
+from jobs.prompts.template_texts import (
+    LIMIT_S,
+    JinjaTexts,
+    TemplateProblem,
+    as_values,
+    template_texts,
+)
 from sandbox import ChildFailed, Limits
 from sandbox.child import Worker
 

@@ -29,7 +29,9 @@ class PictureSource(PromptSource):
     A template gets a random mark in the place of each column of pictures, and the pictures replace the marks.
     """
 
-    def __init__(self, prompts: PromptSource, columns: Sequence[str], *, has_template: bool, is_chat: bool) -> None:
+    def __init__(
+        self, prompts: PromptSource, columns: Sequence[str], *, has_template: bool, is_chat: bool
+    ) -> None:
         self._prompts = prompts
         self._pictures = tuple(columns)
         self._is_chat = is_chat
@@ -51,7 +53,9 @@ class PictureSource(PromptSource):
         for name in self._pictures:
             kind = schema.field(name).type
             if not _may_be_picture(kind):
-                raise WrongColumnType(name, kind, "bytes, paths, structs of bytes and path, or lists of these")
+                raise WrongColumnType(
+                    name, kind, "bytes, paths, structs of bytes and path, or lists of these"
+                )
         fields = []
         for name in self._prompts.columns:
             is_mark = name in self._template_names
@@ -61,14 +65,18 @@ class PictureSource(PromptSource):
     def read(self, rows: pa.RecordBatch) -> Iterator[Any]:
         """Yield what the other source reads of each row, and the row's pictures by their marks."""
         by_column = {name: list(map(_pictures, rows.column(name))) for name in self._pictures}
-        marked = rows.select([name for name in self._prompts.columns if name not in self._template_names])
+        marked = rows.select(
+            [name for name in self._prompts.columns if name not in self._template_names]
+        )
         for name, column in self._template_names.items():
             marks = [self._marks[column] if pictures else "" for pictures in by_column[column]]
             marked = marked.append_column(pa.field(name, pa.string()), pa.array(marks, pa.string()))
 
         pictures_of_rows = zip(*by_column.values(), strict=True)
         for values, pictures in zip(self._prompts.read(marked), pictures_of_rows, strict=True):
-            problem = next((value for value in (values, *pictures) if isinstance(value, RowProblem)), None)
+            problem = next(
+                (value for value in (values, *pictures) if isinstance(value, RowProblem)), None
+            )
             yield problem or (values, dict(zip(self._marks.values(), pictures, strict=True)))
 
     def render(self, values: tuple[Any, Mapping[str, list[Picture]]]) -> str | Parts:
@@ -111,14 +119,20 @@ def _may_be_picture(kind: pa.DataType) -> bool:
     if pa.types.is_struct(kind):
         fields = [kind.field(number) for number in range(kind.num_fields)]
         kinds = [each.type for each in fields if each.name in ("bytes", "path")]
-        return bool(kinds) and all(is_bytes(each) or is_text(each) or pa.types.is_null(each) for each in kinds)
+        return bool(kinds) and all(
+            is_bytes(each) or is_text(each) or pa.types.is_null(each) for each in kinds
+        )
     return is_bytes(kind) or is_text(kind)
 
 
 def _pictures(scalar: pa.Scalar) -> list[Picture] | RowProblem:
     try:
         return _pictures_of(scalar.as_py())
-    except (InvalidJob, ValueError, pa.ArrowException) as problem:  # such as a path that is not UTF-8
+    except (
+        InvalidJob,
+        ValueError,
+        pa.ArrowException,
+    ) as problem:  # such as a path that is not UTF-8
         if is_exhausted(problem):
             raise
         return RowProblem(str(problem)[:1000])
@@ -161,15 +175,21 @@ def picture_reader(context: JobContext, folder: str | None = "") -> Callable[[st
     def read(path: str) -> bytes:
         is_relative = not path.startswith("/") and "://" not in path
         if is_relative and folder is None:
-            raise InvalidValue("{} is relative, and rows of several folders were put together: name it whole", path)
+            raise InvalidValue(
+                "{} is relative, and rows of several folders were put together: name it whole", path
+            )
         path = storage.resolve(os.path.join(folder or "", path) if is_relative else path)
         try:
             with reading(path), storage.open_input(path) as file:
                 size = file.size()
                 if size > MAX_BYTES:
-                    raise InvalidValue(f"{{}} has {size} bytes, more than the limit of {MAX_BYTES}", brief(path))
+                    raise InvalidValue(
+                        f"{{}} has {size} bytes, more than the limit of {MAX_BYTES}", brief(path)
+                    )
                 return bytes(file.read())
         except (InputNotFound, PathSwapped, PermissionError):
-            raise InvalidValue("there is no picture at {}, or it may not be read", brief(path)) from None
+            raise InvalidValue(
+                "there is no picture at {}, or it may not be read", brief(path)
+            ) from None
 
     return read

@@ -44,7 +44,9 @@ class Row(NamedTuple):
     @property
     def num_bytes(self) -> int:
         """Return about how much memory the row takes."""
-        return sys.getsizeof(self.prompt) + len(self.sampling) + len(self.values) + self.picture_bytes
+        return (
+            sys.getsizeof(self.prompt) + len(self.sampling) + len(self.values) + self.picture_bytes
+        )
 
     @property
     def picture_bytes(self) -> int:
@@ -126,7 +128,9 @@ def messages_column(column: str) -> ColumnSource:
     def may_be_chat(kind: pa.DataType) -> bool:
         return is_text(kind) or (is_list(kind) and pa.types.is_struct(kind.value_type))
 
-    return ChatSource([column], _chat, may_be_chat, "a list of structs with role and content, or their JSON")
+    return ChatSource(
+        [column], _chat, may_be_chat, "a list of structs with role and content, or their JSON"
+    )
 
 
 class ChatSource(ColumnSource):
@@ -137,7 +141,9 @@ class ChatSource(ColumnSource):
         return rows_without_null_keys(self.columns, rows)
 
 
-def rows_without_null_keys(columns: Sequence[str], rows: pa.RecordBatch) -> Iterator[dict[str, Any] | RowProblem]:
+def rows_without_null_keys(
+    columns: Sequence[str], rows: pa.RecordBatch
+) -> Iterator[dict[str, Any] | RowProblem]:
     """Yield the values of each row as python_rows does, without the null fields of structs."""
     kinds = {column: rows.schema.field(column).type for column in columns}
     for values in python_rows(columns, rows):
@@ -209,7 +215,9 @@ class TemplateSource(PromptSource):
             value = self._defaults.get(column)
             if value is None:
                 raise RowProblem(f"column {column!r} is null")
-        return as_values(to_json(value) if isinstance(value, list | dict) else value, self._control_tokens)
+        return as_values(
+            to_json(value) if isinstance(value, list | dict) else value, self._control_tokens
+        )
 
 
 def written_as_texts(values: Mapping[str, Any]) -> str:
@@ -228,7 +236,8 @@ def check_defaults(defaults: Mapping[str, str], columns: Sequence[str]) -> None:
     for column in defaults:
         if column not in columns:
             raise InvalidValue(
-                "{} has a default, and is no column that the template names: leave it out", brief(column)
+                "{} has a default, and is no column that the template names: leave it out",
+                brief(column),
             )
 
 

@@ -16,8 +16,22 @@ from jobs.errors import ColumnConflict, InvalidJob, JobsError, WrongColumnType
 from jobs.parquet.prompts import prompt_source
 from jobs.parquet.prompts.jinja_source import JinjaSource
 from jobs.parquet.prompts.picture_source import PictureSource
-from jobs.parquet.prompts.prompt_source import ColumnSource, PromptSource, Row, checked_text, rows_without_null_keys
-from jobs.parquet.tables.columns import PROBLEM, RowProblem, has_digits, is_list, is_text, python_rows, with_own_json
+from jobs.parquet.prompts.prompt_source import (
+    ColumnSource,
+    PromptSource,
+    Row,
+    checked_text,
+    rows_without_null_keys,
+)
+from jobs.parquet.tables.columns import (
+    PROBLEM,
+    RowProblem,
+    has_digits,
+    is_list,
+    is_text,
+    python_rows,
+    with_own_json,
+)
 from jobs.prompts.arguments import NOT_TEXT
 from jobs.prompts.messages import OF_VALUES, ChatOptions, split_chat_options
 from jobs.prompts.pictures import ReadFile, is_url, loaded
@@ -44,7 +58,10 @@ class RowSampling:
     """
 
     def __init__(
-        self, by_name: Mapping[str, str], sampling: Mapping[str, Any], check: Callable[[Mapping[str, Any]], None]
+        self,
+        by_name: Mapping[str, str],
+        sampling: Mapping[str, Any],
+        check: Callable[[Mapping[str, Any]], None],
     ) -> None:
         self.columns = tuple(by_name.values())
         self._by_name = dict(by_name)
@@ -60,10 +77,14 @@ class RowSampling:
             kind = schema.field(column).type
             if name == TOOLS:
                 if not is_text(kind) and not (is_list(kind) and is_struct(kind.value_type)):
-                    raise WrongColumnType(column, kind, "lists of functions as structs, or their JSON")
+                    raise WrongColumnType(
+                        column, kind, "lists of functions as structs, or their JSON"
+                    )
                 continue
             inner = kind.value_type if is_list(kind) else kind
-            is_number = any(is_kind(inner) for is_kind in _NUMBERS) or has_digits(schema.field(column))
+            is_number = any(is_kind(inner) for is_kind in _NUMBERS) or has_digits(
+                schema.field(column)
+            )
             if not is_number and (name in NOT_TEXT or not is_text(inner)):
                 raise WrongColumnType(column, kind, f"a value for {name}: a number, as a rule")
 
@@ -163,7 +184,9 @@ class RowSource:
         if self._sampling is not None:
             self._sampling.check(schema)
 
-    def rows(self, batch: pa.RecordBatch, read: ReadFile = str.encode) -> Iterator[Row | RowProblem]:
+    def rows(
+        self, batch: pa.RecordBatch, read: ReadFile = str.encode
+    ) -> Iterator[Row | RowProblem]:
         """Yield each row of a batch, or the problem for which it asks nothing. read: returns the file of a path."""
         batch = with_own_json(batch)
         has_problems = PROBLEM in batch.schema.names
@@ -207,7 +230,9 @@ class RowSource:
             if problem.fault == "server":
                 raise
             return RowProblem(str(problem))
-        beside_text = self._write({name: beside[name] for name in self._beside}) if self._beside else ""
+        beside_text = (
+            self._write({name: beside[name] for name in self._beside}) if self._beside else ""
+        )
         return row._replace(sampling=sampling, values=beside_text)
 
 
@@ -240,7 +265,9 @@ def row_source(
     return RowSource(prompts, sampling, tuple(dict.fromkeys(check_columns)))
 
 
-def _step_source(spec: RunSpec, sampling: RowSampling | None, control_tokens: Collection[str]) -> RowSource:
+def _step_source(
+    spec: RunSpec, sampling: RowSampling | None, control_tokens: Collection[str]
+) -> RowSource:
     """Return the source of rows with several prompts. Columns of later prompts stand beside the first one."""
     first, *later_steps = spec.steps
     step_names = [step.name for step in spec.steps]
@@ -261,10 +288,15 @@ def _split(chat: ChatOptions, control_tokens: Collection[str]) -> Collection[str
 def _prompts(spec: RunSpec, control_tokens: Collection[str]) -> prompt_source.PromptSource:
     if spec.template is not None and spec.template_format == "jinja":
         return JinjaSource(
-            spec.template, spec.defaults, needs_column=not spec.image_column, control_tokens=control_tokens
+            spec.template,
+            spec.defaults,
+            needs_column=not spec.image_column,
+            control_tokens=control_tokens,
         )
     if spec.template is not None:
-        return prompt_source.TemplateSource(Template.parse(spec.template), spec.defaults, control_tokens)
+        return prompt_source.TemplateSource(
+            Template.parse(spec.template), spec.defaults, control_tokens
+        )
     if spec.query_column is not None and spec.document_column is not None:
         return prompt_source.prompt_pair(spec.query_column, spec.document_column)
     if spec.messages_column is not None:
@@ -295,7 +327,9 @@ class StepSource(prompt_source.TemplateSource):
         """Raise ColumnConflict or WrongColumnType if the prompt cannot be made of a schema's columns."""
         for name in self._taken:
             if name in schema.names:
-                raise ColumnConflict(name, "give the prompt of this name another one, or rename the column")
+                raise ColumnConflict(
+                    name, "give the prompt of this name another one, or rename the column"
+                )
         super().check(schema)
 
     def render(self, values: Mapping[str, Any]) -> str:
@@ -326,7 +360,9 @@ class LineSource(PromptSource):
         if "image_url" not in text:
             return Row(text)
 
-        with_path: list[dict[str, Any]] = []  # objects of the line whose `url` is the path of a file
+        with_path: list[
+            dict[str, Any]
+        ] = []  # objects of the line whose `url` is the path of a file
 
         def note_path(part: dict[str, Any]) -> dict[str, Any]:
             if part.get("type") != "image_url":

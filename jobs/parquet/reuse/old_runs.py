@@ -16,7 +16,14 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
-from jobs.errors import CannotReuse, InputNotFound, PartDamaged, PathSwapped, PlanDamaged, PlanOfAnotherVersion
+from jobs.errors import (
+    CannotReuse,
+    InputNotFound,
+    PartDamaged,
+    PathSwapped,
+    PlanDamaged,
+    PlanOfAnotherVersion,
+)
 from jobs.parquet.asks.kinds import kind_of
 from jobs.parquet.asks.row_keys import NO_KEYS, SIZE, Keys, as_keys, model_mark
 from jobs.parquet.files.storage import Storage, reading
@@ -25,7 +32,17 @@ from jobs.parquet.outputs.run_folder import load_plan
 from jobs.parquet.reuse.taken_answers import UNREADABLE
 from jobs.parquet.tables.columns import ColumnChoice
 from jobs.parquet.tables.table_reading import TableReading
-from jobs.runs.plans.names import JOURNAL, KEY, KEYS, OPENAI_BATCH, PLAN, ROW, SUCCESS, keys_name, part_shards
+from jobs.runs.plans.names import (
+    JOURNAL,
+    KEY,
+    KEYS,
+    OPENAI_BATCH,
+    PLAN,
+    ROW,
+    SUCCESS,
+    keys_name,
+    part_shards,
+)
 from jobs.runs.plans.plan import Plan
 from jobs.runs.plans.spec import RunSpec
 
@@ -38,7 +55,9 @@ _DIGEST_BYTES = 16
 _COUNT_BYTES = 8
 
 
-def write_keys(storage: Storage, plan: Plan, shard: int, keys: Keys, marks: Keys, execution_id: str) -> None:
+def write_keys(
+    storage: Storage, plan: Plan, shard: int, keys: Keys, marks: Keys, execution_id: str
+) -> None:
     """Write the keys of a part's rows, unless they are there.
 
     keys: without a model; zeros for a row without an answer. marks: for each row, its model's mark.
@@ -46,7 +65,9 @@ def write_keys(storage: Storage, plan: Plan, shard: int, keys: Keys, marks: Keys
     has_answer = keys.any(axis=1, keepdims=True)
     keys_with_model = np.where(has_answer, keys ^ marks, 0)
     models = np.unique(marks, axis=0)
-    body = len(models).to_bytes(_COUNT_BYTES, "little") + models.tobytes() + keys_with_model.tobytes()
+    body = (
+        len(models).to_bytes(_COUNT_BYTES, "little") + models.tobytes() + keys_with_model.tobytes()
+    )
     path = os.path.join(plan.spec.output, keys_name(shard))
     storage.make_folder(os.path.dirname(path))
     storage.put(path, execution_id, lambda sink: sink.write(_digest(plan.run, shard, body) + body))
@@ -73,7 +94,9 @@ def read_keys(storage: Storage, plan: Plan, shard: int, run: str) -> tuple[Keys,
     num_marks = int.from_bytes(body[:_COUNT_BYTES], "little")
     marks_and_keys = as_keys(body[_COUNT_BYTES:])
     if len(marks_and_keys) != num_marks + num_rows:
-        raise PartDamaged(path, f"it has the keys of {len(marks_and_keys) - num_marks} rows, expected {num_rows}")
+        raise PartDamaged(
+            path, f"it has the keys of {len(marks_and_keys) - num_marks} rows, expected {num_rows}"
+        )
     return marks_and_keys[num_marks:], marks_and_keys[:num_marks]
 
 
@@ -221,10 +244,14 @@ class OldRuns:
         except PlanDamaged as error:
             raise CannotReuse(output, f"{error.args[0]}: {error.args[1]}") from None
         except PlanOfAnotherVersion as error:
-            raise CannotReuse(output, f"{error.args[1]} version of Tokenmill has planned it") from None
+            raise CannotReuse(
+                output, f"{error.args[1]} version of Tokenmill has planned it"
+            ) from None
 
         run = ReusedRun(output, written_plan.run)
-        plan = replace(written_plan, spec=replace(written_plan.spec, output=output))  # the folder may have been moved
+        plan = replace(
+            written_plan, spec=replace(written_plan.spec, output=output)
+        )  # the folder may have been moved
         self.plans.append(plan)
         self.told.append(run)
         answered = _answered(storage, plan)
@@ -253,7 +280,9 @@ class OldRuns:
             except (ArithmeticError, LookupError, TypeError, ValueError):
                 part.told.pass_over(PartDamaged(path, "it has no keys"))
 
-    def answers(self, places: Places, schema: pa.Schema) -> Iterator[tuple[OldPart, Places, pa.RecordBatch]]:
+    def answers(
+        self, places: Places, schema: pa.Schema
+    ) -> Iterator[tuple[OldPart, Places, pa.RecordBatch]]:
         """Yield the answers at these places, part by part: the part, indices into `places`, and the answers.
 
         places: among all old rows, ascending. schema: the columns of a new run's answers. Rows with an error are left
@@ -285,14 +314,18 @@ class OldRuns:
         prefix = ""
         if not part.journal:
             prefix = part.plan.spec.output_prefix
-            read_part_stats(self._storage, part.plan, part.shard, part.told.run)  # its rows are those of the keys
+            read_part_stats(
+                self._storage, part.plan, part.shard, part.told.run
+            )  # its rows are those of the keys
         answer_schema = pa.schema([field.with_name(f"{prefix}{field.name}") for field in schema])
         read = answer_schema.append(pa.field(ROW, pa.int64())) if part.journal else answer_schema
         cut_columns: list[str] = []
         if _lengths(part.plan) != _lengths(self._new):
             cut_columns = [f"{prefix}{name}" for name in _tell_cuts(part.plan.spec)]
 
-        with closing(TableReading(self._storage, path, ColumnChoice((*read.names, *cut_columns)))) as file:
+        with closing(
+            TableReading(self._storage, path, ColumnChoice((*read.names, *cut_columns)))
+        ) as file:
             _check_fields(path, file.schema, read)
             start = 0
             for batch in file.batches:

@@ -44,7 +44,11 @@ def check_model(plan: Plan, served: ServedModel, is_second: bool = False) -> Non
 def trusted_plan(context: JobContext, storage: Storage, plan_path: str, run: str) -> Plan:
     """Read the plan that a job names. Raises InvalidJob, PathOutsideRoots or PlanDamaged when it is not this run's."""
     if not is_run_id(run) or not isinstance(plan_path, str):
-        raise unlike("run", run, "the id of a run, and the path of its plan: enqueue jobs.score_parquet instead")
+        raise unlike(
+            "run",
+            run,
+            "the id of a run, and the path of its plan: enqueue jobs.score_parquet instead",
+        )
     path = storage.resolve(plan_path)
     plan = context.files.plan((path, storage.stat(path)), lambda: load_plan(storage, path))
     if plan.run != run:

@@ -25,7 +25,13 @@ from jobs.parquet.asks.kinds import kind_of
 from jobs.parquet.asks.row_keys import Keys
 from jobs.parquet.outputs.part import embedding_size
 from jobs.parquet.outputs.run_folder import RunFolder
-from jobs.parquet.reuse.taken_answers import KEY_FIELD, NO_KEY, answers_table, check_key, read_answers
+from jobs.parquet.reuse.taken_answers import (
+    KEY_FIELD,
+    NO_KEY,
+    answers_table,
+    check_key,
+    read_answers,
+)
 from jobs.parquet.tables.table_reading import TableReading
 from jobs.runs.plans.names import KEY, ROW, TOKENS
 from sandbox.exhausted import is_exhausted
@@ -47,26 +53,42 @@ class Journalled:
 class ShardJournal:
     """The journal of one shard, as one execution reads and goes on with it."""
 
-    def __init__(self, folder: RunFolder, shard: int, model: ServedModel, asked: str, keys: Keys) -> None:
+    def __init__(
+        self, folder: RunFolder, shard: int, model: ServedModel, asked: str, keys: Keys
+    ) -> None:
         """asked: RowKeys.name. keys: of the rows, by which other runs find them."""
         plan = folder.plan
         self._storage, self._folder, self._prefix = folder.storage, folder.journal, f"_{shard:05d}."
         self._whose = f"2 {plan.run} {shard} {plan.seed} {model.pin} {asked}".encode()
         self._fields = kind_of(plan.spec).fields(plan.spec, embedding_size(plan.spec, model))
-        self._execution_id, self._num_files, self._num_written, self._now = folder.execution_id, 0, 0, ""
+        self._execution_id, self._num_files, self._num_written, self._now = (
+            folder.execution_id,
+            0,
+            0,
+            "",
+        )
         self._keys, self._names = keys, set[str]()
         self._writing, self._is_closed = threading.Lock(), False
 
     def read(self) -> Journalled:
         """Return what earlier executions have left; passes over what is damaged, or of another plan or model."""
         found = Journalled()
-        self._names = {name for name in self._storage.names(self._folder) if name.startswith(self._prefix)}
+        self._names = {
+            name for name in self._storage.names(self._folder) if name.startswith(self._prefix)
+        }
         for name in sorted(self._names):
             path = os.path.join(self._folder, name)
             try:
                 with closing(TableReading(self._storage, path)) as file:
                     self._add(found, path, file)
-            except (RunError, OSError, ValueError, TypeError, KeyError, RecursionError) as error:  # it only saves time
+            except (
+                RunError,
+                OSError,
+                ValueError,
+                TypeError,
+                KeyError,
+                RecursionError,
+            ) as error:  # it only saves time
                 if is_exhausted(error):
                     raise
                 _log.warning("the journal %s is passed over: %s", path, error)
@@ -76,9 +98,13 @@ class ShardJournal:
 
     def _add(self, found: Journalled, path: str, file: TableReading) -> None:
         if (file.schema.metadata or {}).get(_WHOSE) != self._whose:
-            _log.warning("the journal %s is passed over: it is of another plan, check or model", path)
+            _log.warning(
+                "the journal %s is passed over: it is of another plan, check or model", path
+            )
         elif _UNDER_WAY in file.schema.names:
-            for row, text, key in (each.values() for batch in file.batches for each in batch.to_pylist()):
+            for row, text, key in (
+                each.values() for batch in file.batches for each in batch.to_pylist()
+            ):
                 check_key(path, self._keys, row, key)
                 was, known = Progress.from_json(json.loads(text)), found.under_way.get(row)
                 if known is None or was.length > known.length:
@@ -103,7 +129,9 @@ class ShardJournal:
 
         return write
 
-    def _write(self, answered: Sequence[Answered[Answer]], under_way: Mapping[int, Progress]) -> None:
+    def _write(
+        self, answered: Sequence[Answered[Answer]], under_way: Mapping[int, Progress]
+    ) -> None:
         """Write answers first: a row whose answer is there is not under way, whatever else is told of it."""
         if answered:
             own = [pa.field(ROW, pa.int64()), pa.field(TOKENS, pa.int64()), KEY_FIELD]
@@ -111,7 +139,10 @@ class ShardJournal:
             for row in answered:
                 key = NO_KEY if row.answer.error else self._keys[row.place].tobytes()
                 beside.append((row.place, row.num_tokens, key))
-            self._put("answers", answers_table(own, beside, [row.answer for row in answered], self._fields))
+            self._put(
+                "answers",
+                answers_table(own, beside, [row.answer for row in answered], self._fields),
+            )
             self._num_written += len(answered)
         if under_way:
             texts = [json.dumps(each.to_json()) for each in under_way.values()]
@@ -124,7 +155,9 @@ class ShardJournal:
     def _put(self, what: str, table: pa.Table) -> str:
         name = f"{self._prefix}{self._execution_id}.{what}.{self._num_files}"
         with self._storage.open_output(os.path.join(self._folder, name)) as sink:
-            pq.write_table(table.replace_schema_metadata({_WHOSE: self._whose}), sink, write_page_checksum=True)
+            pq.write_table(
+                table.replace_schema_metadata({_WHOSE: self._whose}), sink, write_page_checksum=True
+            )
         self._num_files += 1
         self._names.add(name)
         return name

@@ -47,7 +47,9 @@ class ShardTexts:
             self.rows.append(row)
             if self._bytes + num_bytes > self._held.limit:
                 columns = ", ".join(map(repr, self._columns))
-                found = f"the prompts of column {columns} in the first {len(self.rows)} rows of a shard"
+                found = (
+                    f"the prompts of column {columns} in the first {len(self.rows)} rows of a shard"
+                )
                 found = f"{found} take {self._bytes + num_bytes} bytes"
                 raise ShardTooLarge(self._path, found, self._held.limit, "", self._remedy)
             self._held.hold(num_bytes, self._bytes)
@@ -71,7 +73,9 @@ class ShardTexts:
         self._held.let_go(num_bytes)
 
 
-def shard_batches(context: JobContext, plan: Plan, shard: Shard, reader: RowReader) -> Iterator[pa.RecordBatch]:
+def shard_batches(
+    context: JobContext, plan: Plan, shard: Shard, reader: RowReader
+) -> Iterator[pa.RecordBatch]:
     """Yield the rows of a shard with the columns that are in no file, of a text file also why lines are no rows."""
     for batch in reader.read(shard, context.check_interrupted):
         yield with_added_values(batch, plan.added_columns, plan.files[shard.file].values)
@@ -81,7 +85,9 @@ def shard_rows(
     context: JobContext, plan: Plan, shard: Shard, reader: RowReader, source: RowSource
 ) -> Iterator[Row | RowProblem]:
     file, folders = plan.files[shard.file], {os.path.dirname(each.path) for each in plan.files}
-    read = picture_reader(context, None if file.kept and len(folders) > 1 else os.path.dirname(file.path))
+    read = picture_reader(
+        context, None if file.kept and len(folders) > 1 else os.path.dirname(file.path)
+    )
     for batch in shard_batches(context, plan, shard, reader):
         for row in source.rows(batch, read):
             context.check_interrupted()
@@ -89,13 +95,19 @@ def shard_rows(
 
 
 def rendered_shards(
-    context: JobContext, storage: Storage, plan: Plan, source: RowSource, only: Set[int] | None = None
+    context: JobContext,
+    storage: Storage,
+    plan: Plan,
+    source: RowSource,
+    only: Set[int] | None = None,
 ) -> Iterator[tuple[int, list[Row | RowProblem]]]:
     """Yield the rows of each shard that holds one of `only`, with the number of its first. Raises InputError."""
     shards = range(len(plan.shards)) if only is None else plan.shards_of(only)
     for number, reader in shard_readers(storage, plan, shards, ColumnChoice(source.columns)):
         shard = plan.shards[number]
-        texts = ShardTexts(plan.files[shard.file].path, source.columns, ShardBytes(context.shard_bytes.limit))
+        texts = ShardTexts(
+            plan.files[shard.file].path, source.columns, ShardBytes(context.shard_bytes.limit)
+        )
         texts.add(shard_rows(context, plan, shard, reader, source))
         yield plan.first_row(number), texts.gathered()
 

@@ -28,7 +28,13 @@ from jobs.parquet.shards.row_items import row_runner
 from jobs.parquet.shards.rows_task import RowsTask, check_model, trusted_plan
 from jobs.parquet.shards.shard_journal import ShardJournal
 from jobs.parquet.shards.shard_texts import ShardTexts, shard_batches, shard_rows
-from jobs.parquet.tables.columns import ColumnChoice, RowProblem, schema_with_json, with_added_fields, with_own_json
+from jobs.parquet.tables.columns import (
+    ColumnChoice,
+    RowProblem,
+    schema_with_json,
+    with_added_fields,
+    with_own_json,
+)
 from jobs.parquet.tables.table_reading import RowReader
 from jobs.runs.plans.plan import PlannedFile, Shard
 from jobs.runs.plans.spec import check_queue_name
@@ -46,7 +52,9 @@ class ShardWork(RowsTask):
     _rows_resumed = 0
     _tokens_resumed = 0
 
-    def __init__(self, context: JobContext, folder: RunFolder, shard: int, queue: str | None = None) -> None:
+    def __init__(
+        self, context: JobContext, folder: RunFolder, shard: int, queue: str | None = None
+    ) -> None:
         """Read the rows. queue: the run's, where its second model is asked. Raises RunError or NoRoomYet."""
         self._context, self._folder, self._number = context, folder, shard
         self._queue, self._is_second = queue or context.queue_name, queue is not None
@@ -67,15 +75,21 @@ class ShardWork(RowsTask):
                 raise
 
     @classmethod
-    def open(cls, context: JobContext, run: str, plan: str, shard: int, queue: str | None = None) -> Self:
+    def open(
+        cls, context: JobContext, run: str, plan: str, shard: int, queue: str | None = None
+    ) -> Self:
         """Find the shard in its plan. Raises PlanDamaged when the three do not belong together. queue: see above."""
         if queue is not None:
             check_queue_name(queue)
         storage = Storage.of(context)
         planned = trusted_plan(context, storage, plan, run)
-        folder = RunFolder(storage, planned, RunState(context.connection, run), context.execution_id)
+        folder = RunFolder(
+            storage, planned, RunState(context.connection, run), context.execution_id
+        )
         if type(shard) is not int or shard not in range(len(folder.plan.shards)):
-            raise PlanDamaged(plan, f"it has {len(folder.plan.shards)} shards, none numbered {brief(shard)}")
+            raise PlanDamaged(
+                plan, f"it has {len(folder.plan.shards)} shards, none numbered {brief(shard)}"
+            )
         return cls(context, folder, shard, queue)
 
     def progress(self) -> dict[str, Any]:
@@ -128,7 +142,9 @@ class ShardWork(RowsTask):
         if self.runner is not None:
             answers = self.runner.answers()
             own = (self._marks == model_mark(folder.plan.model)).all(axis=1)
-            margins = np.array([math.inf if each.error else each.column("margin") for each in answers])
+            margins = np.array(
+                [math.inf if each.error else each.column("margin") for each in answers]
+            )
             is_low = own & (margins < (folder.plan.spec.escalate_below or 0))
             high = {row: answers[row] for row in np.flatnonzero(~is_low).tolist()}
             num_low = len(answers) - len(high)
@@ -169,7 +185,9 @@ class ShardWork(RowsTask):
         def write(sink: Any) -> None:
             self._write(sink, self._with_models(answers), stats)
             # What later runs find the rows by is there before the part.
-            write_keys(folder.storage, folder.plan, number, keys, self._marks, self._context.execution_id)
+            write_keys(
+                folder.storage, folder.plan, number, keys, self._marks, self._context.execution_id
+            )
 
         try:
             is_first = folder.put_part(number, write)
@@ -186,7 +204,9 @@ class ShardWork(RowsTask):
             found = with_added_fields(reader.schema, plan.added_columns)
             if spec.writes_lines:
                 found = schema_with_json(found, plan.as_json)
-            schema = part.output_schema(found, spec, self._file.path, part.embedding_size(spec, self._context.model))
+            schema = part.output_schema(
+                found, spec, self._file.path, part.embedding_size(spec, self._context.model)
+            )
             part.write_part(sink, schema, self._batches(reader, answers, schema), stats)
 
     def _with_models(self, answers: list[Answer]) -> list[Answer]:
@@ -198,16 +218,22 @@ class ShardWork(RowsTask):
             for each in (first, second)
         }
         return [
-            each if each.error else replace(each, columns={**each.columns, part.MODEL: names.get(mark.tobytes())})
+            each
+            if each.error
+            else replace(each, columns={**each.columns, part.MODEL: names.get(mark.tobytes())})
             for mark, each in zip(self._marks, answers, strict=True)
         ]
 
-    def _batches(self, reader: RowReader, answers: list[Answer], schema: pa.Schema) -> Iterator[pa.Table]:
+    def _batches(
+        self, reader: RowReader, answers: list[Answer], schema: pa.Schema
+    ) -> Iterator[pa.Table]:
         start = 0
         for batch in shard_batches(self._context, self._folder.plan, self._shard, reader):
             if self._folder.plan.spec.writes_lines:
                 batch = with_own_json(batch)
-            yield part.with_answers(batch, answers[start : start + batch.num_rows], schema, self._folder.plan.spec)
+            yield part.with_answers(
+                batch, answers[start : start + batch.num_rows], schema, self._folder.plan.spec
+            )
             start += batch.num_rows
 
     def _read_rows(self) -> ItemRunner[Answer]:
@@ -224,14 +250,20 @@ class ShardWork(RowsTask):
             found = kept_answers(self._folder.storage, plan, self._number, self._keys)
             self._num_escalated = len(rows) - len(found)
         else:
-            found = taken_answers(self._folder.storage, plan, self._number, ask.keys.name, self._keys)
+            found = taken_answers(
+                self._folder.storage, plan, self._number, ask.keys.name, self._keys
+            )
         for row, (answer, others) in found.items():
             rows[row], self._marks[row] = answer, as_keys(others)
-        self._journal = ShardJournal(self._folder, self._number, context.model, ask.keys.name, self._keys ^ mark)
+        self._journal = ShardJournal(
+            self._folder, self._number, context.model, ask.keys.name, self._keys ^ mark
+        )
         left = self._journal.read()
         for row, answer in left.answers.items():
             rows[row] = answer
-        runner = row_runner(rows, ask, context.checks, lambda row: first_row + row, context.answers, texts.let_go)
+        runner = row_runner(
+            rows, ask, context.checks, lambda row: first_row + row, context.answers, texts.let_go
+        )
         self._num_unasked = sum(isinstance(row, RowProblem) for row in rows)
         self._rows_resumed = len(left.answers)
         self._tokens_resumed = left.num_tokens
@@ -249,7 +281,12 @@ class ShardWork(RowsTask):
     @contextmanager
     def _reader(self, columns: ColumnChoice) -> Iterator[RowReader]:
         """Borrow a reader that has not passed this shard. Raises InputChanged for another file."""
-        plan, storage, shard, file = self._folder.plan, self._folder.storage, self._shard, self._file
+        plan, storage, shard, file = (
+            self._folder.plan,
+            self._folder.storage,
+            self._shard,
+            self._file,
+        )
         key = (file.path, file.size, file.mtime_ns, columns, plan.rows_path(file))
 
         def open_reader() -> RowReader:

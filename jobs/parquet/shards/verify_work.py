@@ -39,39 +39,57 @@ _NOT_COMPARED = {"cached_tokens", "probability", "margin"}
 class VerifyWork(RowsTask):
     """A sample of a run; rows that it could not answer, or took from another model, are left out."""
 
-    def __init__(self, context: JobContext, run: str, plan: str, sample: int | str = "1%", seed: int = 0) -> None:
+    def __init__(
+        self, context: JobContext, run: str, plan: str, sample: int | str = "1%", seed: int = 0
+    ) -> None:
         """Read the rows and what the run has of them. sample: "1%" (at least one row), 20 or "20"; seed: which."""
         storage = Storage.of(context)
         self._plan = planned = trusted_plan(context, storage, plan, run)
         if not kind_of(planned.spec).is_compared:
-            raise InvalidJob(f"run {run} cannot be verified: lines of batch files, and embeddings, are not compared")
+            raise InvalidJob(
+                f"run {run} cannot be verified: lines of batch files, and embeddings, are not compared"
+            )
         if planned.spec.only_new or planned.spec.order:
-            raise InvalidJob(f"run {run} cannot be verified: its rows, new or sorted ones, are gone with its end")
+            raise InvalidJob(
+                f"run {run} cannot be verified: its rows, new or sorted ones, are gone with its end"
+            )
         most = MAX_ANSWERS // max(planned.spec.n, len(planned.spec.labels or ()))
         self._num_of_others = 0
         self._sample = sampled_rows(str(sample), f"{run}:{seed}", planned.rows, most)
-        fields = [field for field in kind_of(planned.spec).fields(planned.spec, 0) if field.name not in _NOT_COMPARED]
+        fields = [
+            field
+            for field in kind_of(planned.spec).fields(planned.spec, 0)
+            if field.name not in _NOT_COMPARED
+        ]
         # Numbers beside tokens or labels stand in structs, those of a map too.
-        self._columns = [field.name for field in fields if not holds(field.type, pa.types.is_struct)]
+        self._columns = [
+            field.name for field in fields if not holds(field.type, pa.types.is_struct)
+        ]
         columns = {name: planned.spec.output_prefix + name for name in self._columns}
         self._recorded: dict[int, dict[str, Any]] = {}
         keys: dict[int, bytes] = {}
         for shard in planned.shards_of(self._sample):
             read_part_stats(storage, planned, shard)
-            for row, values in part_rows(storage, planned, shard, list(columns.values()), self._sample):
+            for row, values in part_rows(
+                storage, planned, shard, list(columns.values()), self._sample
+            ):
                 if values[columns["error"]] is None:
                     self._recorded[row] = {name: values[column] for name, column in columns.items()}
             keys |= _keys_of(storage, planned, shard, self._sample)
         self._ask(context, storage, planned, keys)
 
-    def _ask(self, context: JobContext, storage: Storage, plan: Plan, keys: Mapping[int, bytes]) -> None:
+    def _ask(
+        self, context: JobContext, storage: Storage, plan: Plan, keys: Mapping[int, bytes]
+    ) -> None:
         """Read the rows that are recorded, to ask them as the run has. keys: of rows, as this model would answer them;
         those that have others are left out. Raises RunOfAnotherModel, RunError or NoRoomYet."""
         check_model(plan, context.model)
         plan.spec.admit(context.checks)
         wanted, ask = self._recorded.keys(), ask_of(plan, context)
         files = {plan.shards[shard].file for shard in plan.shards_of(wanted)}
-        self._texts = texts = ShardTexts(plan.spec.output, ask.source.columns, context.shard_bytes, "ask fewer rows")
+        self._texts = texts = ShardTexts(
+            plan.spec.output, ask.source.columns, context.shard_bytes, "ask fewer rows"
+        )
         try:
             with ExitStack() as stack:
                 storage, plan = stack.enter_context(converted_for_now(storage, plan, files))
@@ -83,7 +101,11 @@ class VerifyWork(RowsTask):
                     for number, row in enumerate(rendered, start):
                         if number not in wanted:
                             continue
-                        if number in keys and isinstance(row, Row) and ask.key_of(row) != keys[number]:
+                        if (
+                            number in keys
+                            and isinstance(row, Row)
+                            and ask.key_of(row) != keys[number]
+                        ):
                             del self._recorded[number]
                             self._num_of_others += 1
                         elif plan.reused and isinstance(row, Row) and not ask.is_greedy(row):
@@ -91,7 +113,9 @@ class VerifyWork(RowsTask):
                         else:
                             texts.add([row])
             numbers = list(self._recorded)
-            self.runner = row_runner(texts.gathered(), ask, context.checks, numbers.__getitem__, let_go=texts.let_go)
+            self.runner = row_runner(
+                texts.gathered(), ask, context.checks, numbers.__getitem__, let_go=texts.let_go
+            )
         except BaseException:
             texts.close()
             raise
@@ -99,7 +123,9 @@ class VerifyWork(RowsTask):
     def result(self) -> dict[str, Any]:
         differences = [
             {"row": row, "column": name, "recorded": value, "computed": computed}
-            for (row, recorded), answer in zip(self._recorded.items(), self.asked.answers(), strict=True)
+            for (row, recorded), answer in zip(
+                self._recorded.items(), self.asked.answers(), strict=True
+            )
             for name, value in recorded.items()
             if (computed := _plain(answer.column(name))) != value
         ]
@@ -123,16 +149,24 @@ def _keys_of(storage: Storage, plan: Plan, shard: int, rows: Set[int]) -> dict[i
     if np.array_equal(marks, mark := model_mark(plan.model)):
         return {}
     own = found ^ mark
-    return {row: own[row - first].tobytes() for row in rows if 0 <= row - first < len(own) and found[row - first].any()}
+    return {
+        row: own[row - first].tobytes()
+        for row in rows
+        if 0 <= row - first < len(own) and found[row - first].any()
+    }
 
 
 def sampled_rows(sample: str, seed: str, total: int, most: int) -> set[int]:
     found = re.fullmatch(r"(\d{1,12}(?:\.\d{1,9})?)(%?)", sample, re.ASCII)
     if found is None or not (size := Fraction(found[1])):
-        raise InvalidValue("sample is {}, expected a share as 1%, or a number of rows from 1", brief(sample))
+        raise InvalidValue(
+            "sample is {}, expected a share as 1%, or a number of rows from 1", brief(sample)
+        )
     count = min(total, math.ceil(size * total / 100 if found[2] else size))
     if count > most:
-        raise InvalidValue(f"sample has {{}} rows, more than the limit of {most}: take fewer", count)
+        raise InvalidValue(
+            f"sample has {{}} rows, more than the limit of {most}: take fewer", count
+        )
     return set(Random(seed).sample(range(total), count))
 
 

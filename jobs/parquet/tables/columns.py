@@ -22,7 +22,12 @@ ROW_NUMBER = "row_number"
 
 PROBLEM_FIELD = pa.field(PROBLEM, pa.string())
 _TEXTS = (pa.types.is_string, pa.types.is_large_string, pa.types.is_string_view, pa.types.is_null)
-_BYTES = (pa.types.is_binary, pa.types.is_large_binary, pa.types.is_fixed_size_binary, pa.types.is_binary_view)
+_BYTES = (
+    pa.types.is_binary,
+    pa.types.is_large_binary,
+    pa.types.is_fixed_size_binary,
+    pa.types.is_binary_view,
+)
 
 
 def is_text(kind: pa.DataType) -> bool:
@@ -41,7 +46,9 @@ def is_bytes(kind: pa.DataType) -> bool:
 
 def is_list(kind: pa.DataType) -> bool:
     """Whether values are lists."""
-    return bool(pa.types.is_list(kind) or pa.types.is_large_list(kind) or pa.types.is_fixed_size_list(kind))
+    return bool(
+        pa.types.is_list(kind) or pa.types.is_large_list(kind) or pa.types.is_fixed_size_list(kind)
+    )
 
 
 class ColumnChoice(NamedTuple):
@@ -102,14 +109,20 @@ def schema_with_json(schema: pa.Schema, names: Collection[str]) -> pa.Schema:
 
 def with_added_fields(schema: pa.Schema, columns: Sequence[AddedColumn]) -> pa.Schema:
     """Return a file's schema with the added columns behind its own, unless planning has written them there."""
-    fields = [pa.field(column.name, column.type) for column in columns if column.name not in schema.names]
+    fields = [
+        pa.field(column.name, column.type) for column in columns if column.name not in schema.names
+    ]
     return pa.schema([*schema, *fields], metadata=schema.metadata)
 
 
-def with_added_values(batch: pa.RecordBatch, columns: Sequence[AddedColumn], values: Sequence[Any]) -> pa.RecordBatch:
+def with_added_values(
+    batch: pa.RecordBatch, columns: Sequence[AddedColumn], values: Sequence[Any]
+) -> pa.RecordBatch:
     """Return a batch with the added columns, which have one value each; see with_added_fields."""
     schema = with_added_fields(batch.schema, columns)
-    if len(schema) == batch.num_columns:  # a batch without any column keeps its number of rows only as it is
+    if (
+        len(schema) == batch.num_columns
+    ):  # a batch without any column keeps its number of rows only as it is
         return batch
     arrays = list(batch.columns)
     for column, value in zip(columns, values, strict=True):
@@ -148,7 +161,10 @@ def with_dicts(value: Any, kind: pa.DataType) -> Any:
     if isinstance(value, list):
         return [with_dicts(item, kind.value_type) for item in value]
     if isinstance(value, dict):
-        return {kind.field(name).name: with_dicts(item, kind.field(name).type) for name, item in value.items()}
+        return {
+            kind.field(name).name: with_dicts(item, kind.field(name).type)
+            for name, item in value.items()
+        }
     return value
 
 
@@ -179,11 +195,15 @@ class RowProblem(Exception):
     """Raised when a row cannot be a prompt. Its text goes into the row's `error`, and other rows go on."""
 
 
-def python_rows(columns: Sequence[str], rows: pa.RecordBatch) -> Iterator[dict[str, Any] | RowProblem]:
+def python_rows(
+    columns: Sequence[str], rows: pa.RecordBatch
+) -> Iterator[dict[str, Any] | RowProblem]:
     """Yield each row's values by column, or its problem if one of the values cannot be read."""
     if not columns:
         yield from repeat({}, rows.num_rows)
-    values_by_column = [as_written(rows.field(name), row_values(name, rows.column(name))) for name in columns]
+    values_by_column = [
+        as_written(rows.field(name), row_values(name, rows.column(name))) for name in columns
+    ]
     for values in zip(*values_by_column, strict=True):
         problem = next((value for value in values if isinstance(value, RowProblem)), None)
         yield problem or dict(zip(columns, values, strict=True))
@@ -202,7 +222,9 @@ def as_written(field: pa.Field, values: Iterator[Any]) -> Iterator[Any]:
     if form in (COMMA[_OWN_KEY], COMMA_NUMBER[_OWN_KEY]):
         return map(_with_comma, values)
     if form == JSON[_OWN_KEY]:
-        return (_from_json(field.name, value) if isinstance(value, str) else value for value in values)
+        return (
+            _from_json(field.name, value) if isinstance(value, str) else value for value in values
+        )
     return values
 
 
@@ -235,7 +257,10 @@ def row_values(name: str, column: pa.Array, is_ours: bool = False) -> Iterator[A
     values = (scalar.as_py() for scalar in column) if is_ours else _python_values(name, column)
     if not holds(column.type, pa.types.is_map):
         return values
-    return (value if isinstance(value, RowProblem) else with_dicts(value, column.type) for value in values)
+    return (
+        value if isinstance(value, RowProblem) else with_dicts(value, column.type)
+        for value in values
+    )
 
 
 def _python_values(name: str, column: pa.Array) -> Iterator[Any]:
@@ -286,4 +311,6 @@ def _too_large(name: str, row: pa.Array) -> RowProblem | None:
 
 
 def _beyond(name: str, size: int, unit: str, limit: int) -> RowProblem:
-    return RowProblem(f"column {name!r} has a value of {size} {unit}, more than the limit of {limit}: shorten it")
+    return RowProblem(
+        f"column {name!r} has a value of {size} {unit}, more than the limit of {limit}: shorten it"
+    )

@@ -33,7 +33,9 @@ def write_given_table(given: Any, folder: str) -> str:
         try:
             pq.write_table(table, temporary, row_group_size=GROUP_ROWS)
         except (pa.ArrowException, TypeError) as error:
-            raise InvalidJob(f"the table cannot be written as Parquet: {str(error)[:200]}") from error
+            raise InvalidJob(
+                f"the table cannot be written as Parquet: {str(error)[:200]}"
+            ) from error
         with open(temporary, "rb") as file:
             digest = file_digest(file, lambda: blake2b(digest_size=8))
         path = os.path.join(folder, f"{digest.hexdigest()}.parquet")
@@ -52,7 +54,9 @@ def _arrow_table(given: Any) -> pa.Table:
     for place, field in enumerate(table.schema):
         for is_view, plain in _VIEWS.items():
             if is_view(field.type):  # pyarrow's Parquet files have no such type
-                table = table.set_column(place, field.with_type(plain), table.column(place).cast(plain))
+                table = table.set_column(
+                    place, field.with_type(plain), table.column(place).cast(plain)
+                )
     return table
 
 
@@ -63,7 +67,11 @@ def _as_table(given: Any) -> pa.Table:
     if package == "polars" and hasattr(given, "to_arrow"):  # without its views of texts
         given = given.to_arrow()
     if package == "polars" and hasattr(given, "collect"):
-        raise InvalidJob("a LazyFrame is no table yet: give it as frame.collect(), or its files themselves")
+        raise InvalidJob(
+            "a LazyFrame is no table yet: give it as frame.collect(), or its files themselves"
+        )
     if hasattr(given, "__arrow_c_stream__"):
         return pa.table(given)
-    raise unlike("input", type(given).__name__, "paths, a pandas or polars DataFrame, or an Arrow table")
+    raise unlike(
+        "input", type(given).__name__, "paths, a pandas or polars DataFrame, or an Arrow table"
+    )

@@ -23,7 +23,9 @@ GROUP_ROWS = 1 << 16
 GROUP_BYTES = 1 << 23
 
 
-def write_groups(sink: Any, schema: pa.Schema | None, batches: Iterable[pa.RecordBatch]) -> list[int]:
+def write_groups(
+    sink: Any, schema: pa.Schema | None, batches: Iterable[pa.RecordBatch]
+) -> list[int]:
     """Write rows as Parquet; return the number of rows of each row group. schema: needed if there may be no rows."""
     slices = ((piece.num_rows, piece.nbytes, piece) for batch in batches for piece in pieces(batch))
     tables = (pa.Table.from_batches(group) for _, _, group in grouped(slices))

@@ -26,9 +26,14 @@ def with_file(task: Callable[[Mapping[str, Any], Any], Replies]) -> Callable[[Wo
 
     def do(worker: Worker) -> Replies:
         question = worker.question
-        fetched = FetchedFile(lambda at, end: worker.fetch({"at": at, "size": end - at}), question["size"])
+        fetched = FetchedFile(
+            lambda at, end: worker.fetch({"at": at, "size": end - at}), question["size"]
+        )
         try:
-            with reading(question["path"], question["input_format"]), pa.PythonFile(fetched, "r") as source:
+            with (
+                reading(question["path"], question["input_format"]),
+                pa.PythonFile(fetched, "r") as source,
+            ):
                 yield from task(question, source)
         except JobsError as error:
             yield {"error": type(error).__name__, "args": error.args}, b""
@@ -75,7 +80,10 @@ def read(question: Mapping[str, Any], source: Any) -> Replies:
         columns = ColumnChoice(*question["columns"]).of(file.schema_arrow.names)
         skip = question["skip"]
         groups = range(question["first_group"], file.metadata.num_row_groups)
-        sizes = ((group.total_byte_size, group.num_rows) for group in map(file.metadata.row_group, groups))
+        sizes = (
+            (group.total_byte_size, group.num_rows)
+            for group in map(file.metadata.row_group, groups)
+        )
         row_bytes = max((size / max(1, rows) for size, rows in sizes), default=1.0)
         rows = max(1, min(question["rows"], int(GROUP_BYTES / max(1.0, row_bytes))))
         for batch in file.iter_batches(rows, row_groups=groups, columns=columns, use_threads=False):
@@ -88,5 +96,9 @@ def _parquet_file(source: Any) -> pq.ParquetFile:
     footer = pq.read_metadata(source)
     read_bytes = min(FETCH_BYTES, max(READ_BYTES // max(1, footer.num_columns), 1 << 16))
     return pq.ParquetFile(
-        source, metadata=footer, buffer_size=read_bytes, pre_buffer=False, page_checksum_verification=True
+        source,
+        metadata=footer,
+        buffer_size=read_bytes,
+        pre_buffer=False,
+        page_checksum_verification=True,
     )

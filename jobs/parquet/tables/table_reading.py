@@ -87,7 +87,9 @@ def asked_again(path: str, ask: Callable[[], T]) -> T:
 def read_schema(schema: bytes | bytearray) -> pa.Schema:
     """Return a file's schema without the columns that only we use."""
     whole = pa.ipc.read_schema(pa.py_buffer(schema))
-    fields = [field for field in whole if field.name != PROBLEM and not field.name.startswith(AS_JSON)]
+    fields = [
+        field for field in whole if field.name != PROBLEM and not field.name.startswith(AS_JSON)
+    ]
     return pa.schema(fields, metadata=whole.metadata)
 
 
@@ -98,7 +100,9 @@ class TableReading:
     One that takes too much memory is asked for fewer rows at a time.
     """
 
-    def __init__(self, storage: Storage, path: str, columns: ColumnChoice = ALL_COLUMNS, first_group: int = 0) -> None:
+    def __init__(
+        self, storage: Storage, path: str, columns: ColumnChoice = ALL_COLUMNS, first_group: int = 0
+    ) -> None:
         self.batches = _read(storage, path, columns, first_group)
         self.schema: pa.Schema = next(self.batches)
 
@@ -107,7 +111,9 @@ class TableReading:
         self.batches.close()
 
 
-def _read(storage: Storage, path: str, columns: ColumnChoice, first_group: int) -> Generator[Any, None, None]:
+def _read(
+    storage: Storage, path: str, columns: ColumnChoice, first_group: int
+) -> Generator[Any, None, None]:
     """Yield a file's schema, then its batches."""
     schema = None
     rows_done = 0
@@ -115,7 +121,12 @@ def _read(storage: Storage, path: str, columns: ColumnChoice, first_group: int) 
     was_replaced = False
     share: float = CHILD_SHARE
     while True:
-        question = {"columns": columns, "first_group": first_group, "skip": rows_done, "rows": batch_rows[0]}
+        question = {
+            "columns": columns,
+            "first_group": first_group,
+            "skip": rows_done,
+            "rows": batch_rows[0],
+        }
         try:
             with open_table(storage, path, share=share) as ask:
                 replies = ask(_READ, question)
@@ -131,7 +142,11 @@ def _read(storage: Storage, path: str, columns: ColumnChoice, first_group: int) 
         except ChildFailed as error:
             if isinstance(error, ChildDied) and not was_replaced:
                 was_replaced = True
-            elif isinstance(error, ChildOutOfMemory) and share < BYTES_SHARE and _has_bytes(schema, columns):
+            elif (
+                isinstance(error, ChildOutOfMemory)
+                and share < BYTES_SHARE
+                and _has_bytes(schema, columns)
+            ):
                 share = BYTES_SHARE
             elif isinstance(error, ChildOutOfMemory) and len(batch_rows) > 1:
                 del batch_rows[0]
@@ -197,7 +212,9 @@ class RowReader(TableReading):
     where the last shard ended, and each row is decoded once.
     """
 
-    def __init__(self, storage: Storage, path: str, first: Shard, columns: ColumnChoice = ALL_COLUMNS) -> None:
+    def __init__(
+        self, storage: Storage, path: str, first: Shard, columns: ColumnChoice = ALL_COLUMNS
+    ) -> None:
         super().__init__(storage, path, columns, first.first_group)
         self._path = path
         self._limit = SHARD_TIMES * storage.shard_bytes
@@ -209,7 +226,9 @@ class RowReader(TableReading):
         """Whether the shard lies ahead, and no new reader would start nearer to it."""
         return shard.start - shard.skip <= self.next_row <= shard.start
 
-    def read(self, shard: Shard, check_interrupted: Callable[[], None] = never_interrupted) -> Iterator[pa.RecordBatch]:
+    def read(
+        self, shard: Shard, check_interrupted: Callable[[], None] = never_interrupted
+    ) -> Iterator[pa.RecordBatch]:
         """Yield the rows of a shard that lies ahead. Rows of a text file come with their problems.
 
         Raises ShardTooLarge.
@@ -220,9 +239,13 @@ class RowReader(TableReading):
             check_interrupted()
             batch = next(self.batches, None) if self._left is None else self._left
             if batch is None:
-                raise CorruptParquet(self._path, f"{end - self.next_row} rows fewer than its footer says")
+                raise CorruptParquet(
+                    self._path, f"{end - self.next_row} rows fewer than its footer says"
+                )
             num_passed = min(batch.num_rows, end - self.next_row)
-            num_before = min(num_passed, max(0, shard.start - self.next_row))  # rows that come before the shard
+            num_before = min(
+                num_passed, max(0, shard.start - self.next_row)
+            )  # rows that come before the shard
             self._left = batch.slice(num_passed) if num_passed < batch.num_rows else None
             self.next_row += num_passed
             if num_passed > num_before:
@@ -232,5 +255,7 @@ class RowReader(TableReading):
                     widest = max(batch.schema.names, key=lambda name: batch.column(name).nbytes)
                     size = f"its rows stand for {shard_bytes} bytes and more, most of column {widest!r}"
                     remedy = "submit with a smaller rows_per_shard"
-                    raise ShardTooLarge(self._path, size, self._limit, f"{SHARD_TIMES} times ", remedy)
+                    raise ShardTooLarge(
+                        self._path, size, self._limit, f"{SHARD_TIMES} times ", remedy
+                    )
                 yield batch

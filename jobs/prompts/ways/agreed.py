@@ -37,12 +37,17 @@ class Agreement(Way):
     agree_on: str | None = None
 
     options: ClassVar = {
-        "agree": WayOption(share, "Sample each prompt until this share of its samples agrees, such as 0.7.", float),
+        "agree": WayOption(
+            share, "Sample each prompt until this share of its samples agrees, such as 0.7.", float
+        ),
         "max_samples": WayOption(
-            partial(whole_number, most=MOST_SAMPLES), f"Samples at most; {DEFAULT_MAX_SAMPLES} by default.", int
+            partial(whole_number, most=MOST_SAMPLES),
+            f"Samples at most; {DEFAULT_MAX_SAMPLES} by default.",
+            int,
         ),
         "agree_on": WayOption(
-            partial(some_text, most=1 << 12), "What is compared: json, a JSON pointer, or a pattern with a group."
+            partial(some_text, most=1 << 12),
+            "What is compared: json, a JSON pointer, or a pattern with a group.",
         ),
     }
     columns: ClassVar = {"votes": "float64", "samples": "int64"}
@@ -60,11 +65,17 @@ class Agreement(Way):
     def check(self, sampling: Mapping[str, Any], tools: list[dict[str, Any]]) -> None:
         """Raise InvalidJob where samples would all be alike, or would not be texts."""
         if sampling.get("temperature") == 0:
-            raise InvalidJob("agree and temperature=0: samples would all be alike: give a temperature above 0")
+            raise InvalidJob(
+                "agree and temperature=0: samples would all be alike: give a temperature above 0"
+            )
         if sampling.get("n", 1) != 1:
-            raise InvalidJob("agree and n: one answer of the samples stands: give max_samples in place of n")
+            raise InvalidJob(
+                "agree and n: one answer of the samples stands: give max_samples in place of n"
+            )
         if tools:
-            raise InvalidJob("agree and tools do not go together: samples are compared by their texts")
+            raise InvalidJob(
+                "agree and tools do not go together: samples are compared by their texts"
+            )
 
     def item(self, request: Request) -> Item[PromptAnswer]:
         """Draw rounds of samples, until they agree or cannot."""
@@ -81,7 +92,9 @@ class Agreement(Way):
                 if sample.finish_reason == "stop":
                     key = sample.text.strip()
                     if self.agree_on is not None:
-                        key = yield Check(RepairOptions({AGREE_ON: self.agree_on}), None, sample.text)
+                        key = yield Check(
+                            RepairOptions({AGREE_ON: self.agree_on}), None, sample.text
+                        )
                 if key is not None:
                     votes[key] += 1
                     first_of.setdefault(key, sample)
@@ -98,7 +111,9 @@ class Agreement(Way):
             ((key, _),) = votes.most_common(1)
             winner = first_of[key]
         extras = {"votes": most / len(samples), "samples": len(samples)}
-        return PromptAnswer([_with_totals(winner, samples)], [_num_generated(samples)], extras=extras)
+        return PromptAnswer(
+            [_with_totals(winner, samples)], [_num_generated(samples)], extras=extras
+        )
 
 
 def _round(request: Request, num_drawn: int, num_samples: int) -> Request:

@@ -12,7 +12,9 @@ from jobs.prompts.ways.way import Way, WayOption
 #: A new way is a file, and its class here.
 WAYS: tuple[type[Way], ...] = (Agreement, ToolUse)
 
-WAY_OPTIONS: Mapping[str, WayOption] = {name: option for way in WAYS for name, option in way.options.items()}
+WAY_OPTIONS: Mapping[str, WayOption] = {
+    name: option for way in WAYS for name, option in way.options.items()
+}
 
 
 def split_way(values: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -33,7 +35,9 @@ def way_of(options: Mapping[str, Any]) -> Way | None:
         values = {name: options[name] for name in way.options if name in options}
         name = next(iter(way.options))
         if values and name not in values:
-            raise InvalidJob(f"{next(iter(values))} is for {name}, which is not there: give {name} too")
+            raise InvalidJob(
+                f"{next(iter(values))} is for {name}, which is not there: give {name} too"
+            )
         if values:
             ways.append(way.of(values))
     if len(ways) > 1:

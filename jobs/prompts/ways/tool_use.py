@@ -23,10 +23,15 @@ DEFAULT_MAX_TURNS, MOST_TURNS, MOST_TOOLS = 8, 100, 64
 
 def _functions(name: str, value: Any) -> list[str]:
     functions = listed(name, value, 'a list such as ["weather:forecast"]', 1, MOST_TOOLS)
-    dotted = [some_text(f"a function of {name}", each, MAX_NAME_CHARS).replace(":", ".") for each in functions]
+    dotted = [
+        some_text(f"a function of {name}", each, MAX_NAME_CHARS).replace(":", ".")
+        for each in functions
+    ]
     for function in dotted:
         if "." not in function.strip("."):
-            raise InvalidValue(f"a function of {name} is {{}}: write module:function", brief(function))
+            raise InvalidValue(
+                f"a function of {name} is {{}}: write module:function", brief(function)
+            )
     return dotted
 
 
@@ -42,9 +47,13 @@ class ToolUse(Way):
     max_turns: int = DEFAULT_MAX_TURNS
 
     options: ClassVar = {
-        "tool": WayOption(_functions, "A function that answers the calls of a tool.", is_repeatable=True),
+        "tool": WayOption(
+            _functions, "A function that answers the calls of a tool.", is_repeatable=True
+        ),
         "max_turns": WayOption(
-            partial(whole_number, most=MOST_TURNS), f"Answers of a chat at most; {DEFAULT_MAX_TURNS} by default.", int
+            partial(whole_number, most=MOST_TURNS),
+            f"Answers of a chat at most; {DEFAULT_MAX_TURNS} by default.",
+            int,
         ),
     }
     columns: ClassVar = {"messages": "string", "turns": "int64"}
@@ -74,7 +83,9 @@ class ToolUse(Way):
                 raise InvalidValue("the tool {} has no function: give it with tool", brief(name))
         for name in self._function_of:
             if name not in offered:
-                raise InvalidValue("tool has a function {}, and tools offers no such tool", brief(name))
+                raise InvalidValue(
+                    "tool has a function {}, and tools offers no such tool", brief(name)
+                )
 
     @property
     def _function_of(self) -> dict[str, str]:
@@ -96,10 +107,14 @@ class ToolUse(Way):
             if completion.finish_reason == "error" or not completion.tool_calls:
                 break
             if len(answers) == self.max_turns:
-                error = f"the answer of turn {self.max_turns} calls tools still: give more max_turns"
+                error = (
+                    f"the answer of turn {self.max_turns} calls tools still: give more max_turns"
+                )
                 break
             calls = with_ids(completion.tool_calls, f"{len(messages)}/{completion.text}")
-            turns: list[dict[str, Any]] = [{"role": "assistant", "content": completion.text, "tool_calls": calls}]
+            turns: list[dict[str, Any]] = [
+                {"role": "assistant", "content": completion.text, "tool_calls": calls}
+            ]
             for call in calls:
                 function = call["function"]
                 question = RepairOptions({TOOL: self._function_of[function["name"]]})
@@ -108,7 +123,9 @@ class ToolUse(Way):
                 if "result" not in outcome:
                     error = f"tool {function['name']}: {outcome.get('error', 'it gave nothing')}"
                     break
-                turns.append({"role": "tool", "tool_call_id": call["id"], "content": outcome["result"]})
+                turns.append(
+                    {"role": "tool", "tool_call_id": call["id"], "content": outcome["result"]}
+                )
             messages += normal_messages(turns)
 
         last = answers[-1]
@@ -121,4 +138,6 @@ class ToolUse(Way):
             error=error or last.error,
         )
         extras = {"messages": messages, "turns": len(answers)}
-        return PromptAnswer([sample], [sum(len(answer.token_ids) for answer in answers)], extras=extras)
+        return PromptAnswer(
+            [sample], [sum(len(answer.token_ids) for answer in answers)], extras=extras
+        )

@@ -23,7 +23,9 @@ def parse_encoding(name: str, value: Any) -> str | None:
     except (LookupError, TypeError, ValueError):
         codec = None
     if codec is None or not codec._is_text_encoding or codec.incrementaldecoder is None:
-        raise unlike(name, value, "an encoding of text that Python knows, such as utf-8, cp1252 or utf-16")
+        raise unlike(
+            name, value, "an encoding of text that Python knows, such as utf-8, cp1252 or utf-16"
+        )
     return codec.name
 
 
@@ -34,7 +36,12 @@ def parse_delimiter(name: str, value: Any) -> str | None:
     if value in _TABS:
         return _TAB
     is_character = isinstance(value, str) and len(value) == 1
-    if not is_character or value == '"' or value.isalnum() or not (value == _TAB or value.isprintable()):
+    if (
+        not is_character
+        or value == '"'
+        or value.isalnum()
+        or not (value == _TAB or value.isprintable())
+    ):
         raise unlike(name, value, "one character that stands between fields, such as ; or | or \\t")
     return str(value)
 

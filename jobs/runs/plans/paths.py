@@ -61,7 +61,9 @@ def _stored_path(scheme: str, uri: "re.Match[str]", safe: str) -> str:
         )
     key = uri[3].strip("/")
     if any(segment in ("", ".", "..") for segment in key.split("/")) and key:
-        raise InvalidJob(f"{safe} has an empty segment, '.' or '..': name the object as the store lists it")
+        raise InvalidJob(
+            f"{safe} has an empty segment, '.' or '..': name the object as the store lists it"
+        )
     _check_text(key or "/")
     return f"{scheme}://{uri[2]}/{key}".rstrip("/")
 

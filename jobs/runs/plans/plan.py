@@ -206,7 +206,11 @@ class Plan:
 
     def to_text(self) -> str:
         """Return the plan as JSON."""
-        content: dict[str, Any] = {"format": FORMAT, "run": self.run, "arguments": self.spec.to_json()}
+        content: dict[str, Any] = {
+            "format": FORMAT,
+            "run": self.run,
+            "arguments": self.spec.to_json(),
+        }
         for plan_field in fields(self):
             if plan_field.name not in _WRITTEN_OTHERWISE:
                 content[plan_field.name] = getattr(self, plan_field.name)
@@ -275,7 +279,9 @@ TAIL_SHARE = 8
 MIN_TAIL_ROWS = 128
 
 
-def cut_shards(row_groups: Sequence[Sequence[int]], rows_per_shard: int, limit: int | None = None) -> tuple[Shard, ...]:
+def cut_shards(
+    row_groups: Sequence[Sequence[int]], rows_per_shard: int, limit: int | None = None
+) -> tuple[Shard, ...]:
     """Cut files into shards of at most `rows_per_shard` rows, each within one file, in row order.
 
     In a run of more than TAIL_SHARE shards, the last ones are smaller. A run without rows gets one empty shard, so that

@@ -38,13 +38,18 @@ class Template:
         texts, roles = template_texts(template)
         if roles is None:
             return cls((_parse_text(texts[0], "the template"),), None)
-        pieces = [_parse_text(text, f"message {number} of the template") for number, text in enumerate(texts)]
+        pieces = [
+            _parse_text(text, f"message {number} of the template")
+            for number, text in enumerate(texts)
+        ]
         return cls(tuple(pieces), roles)
 
     @property
     def columns(self) -> tuple[str, ...]:
         """Return the columns that the template names, each once."""
-        return tuple(dict.fromkeys(column for text in self.texts for _, column in text if column is not None))
+        return tuple(
+            dict.fromkeys(column for text in self.texts for _, column in text if column is not None)
+        )
 
     def check_cost(self, rows: int) -> None:
         """Raise InvalidJob if the prompts of a shard with `rows` rows take more than MAX_SHARD_PIECES."""
@@ -59,14 +64,18 @@ class Template:
 
     def fill(self, values: Mapping[str, object]) -> str | list[dict[str, str]]:
         """Return the prompt, or the messages of a chat, with the values in place of their columns' names."""
-        value_texts: dict[str | None, str] = {column: f"{value}" for column, value in values.items()}
+        value_texts: dict[str | None, str] = {
+            column: f"{value}" for column, value in values.items()
+        }
         value_texts[None] = ""
         filled = []
         for text in self.texts:
             filled.append("".join([literal + value_texts[column] for literal, column in text]))
         if self.roles is None:
             return filled[0]
-        return [{"role": role, "content": text} for role, text in zip(self.roles, filled, strict=True)]
+        return [
+            {"role": role, "content": text} for role, text in zip(self.roles, filled, strict=True)
+        ]
 
 
 #: What to do about braces that hold no column name.
@@ -81,7 +90,9 @@ def _parse_text(text: str, what: str) -> Pieces:
     pieces: list[tuple[str, str | None]] = []
     try:
         for literal, column, form, conversion in Formatter().parse(text):
-            is_plain = column is None or (0 < len(column) <= MAX_NAME_CHARS and not set(column) & set(".[]"))
+            is_plain = column is None or (
+                0 < len(column) <= MAX_NAME_CHARS and not set(column) & set(".[]")
+            )
             is_tag = column is not None and column[:1] == column[-1:] == "%"  # of Jinja's
             if form or conversion or not is_plain or is_tag:
                 field = 1 + sum(column is not None for _, column in pieces)
@@ -153,8 +164,14 @@ def parse_prompts(name: str, value: Any) -> list[dict[str, Any]]:
 
 
 def _parse_prompt(value: Any, number: int) -> dict[str, Any]:
-    if not isinstance(value, dict) or not {"name", "template"} <= value.keys() <= {"name", "template", "sampling"}:
-        raise unlike(f"prompts[{number}]", value, "an object of name, template and, if at all, sampling")
+    if not isinstance(value, dict) or not {"name", "template"} <= value.keys() <= {
+        "name",
+        "template",
+        "sampling",
+    }:
+        raise unlike(
+            f"prompts[{number}]", value, "an object of name, template and, if at all, sampling"
+        )
     name = value["name"]
     longest = MAX_NAME_CHARS - len(LONGEST)
     if not isinstance(name, str) or not name.isidentifier() or len(name) > longest:
@@ -168,7 +185,9 @@ def _parse_prompt(value: Any, number: int) -> dict[str, Any]:
         raise unlike(f"the sampling of prompt {name!r}", sampling, "a mapping")
     for key in ("n", "seed"):
         if (sampling or {}).get(key) is not None:
-            raise InvalidJob(f"prompt {name!r} has {key} of its own, which is one for all prompts of a run")
+            raise InvalidJob(
+                f"prompt {name!r} has {key} of its own, which is one for all prompts of a run"
+            )
 
     prompt = {"name": name, "template": value["template"]}
     if sampling:
@@ -186,7 +205,11 @@ def run_sampling(value: Any, rows_per_shard: int, *, is_chat: bool) -> dict[str,
     Equal values have one form, so that equal runs have one id: 0.0 becomes 0.
     """
     if not isinstance(value, dict):
-        raise unlike("sampling", value, "a mapping: on the command line write sampling:='{\"max_tokens\": 64}'")
+        raise unlike(
+            "sampling",
+            value,
+            "a mapping: on the command line write sampling:='{\"max_tokens\": 64}'",
+        )
     sampling = parse_sampling(value)
     if is_chat:
         split_chat_options(sampling)
@@ -219,7 +242,9 @@ def make_steps(
     """
     steps = []
     if sampling.get("n", 1) != 1:
-        raise InvalidJob("n is one where a row has several prompts: an answer of several fills in none")
+        raise InvalidJob(
+            "n is one where a row has several prompts: an answer of several fills in none"
+        )
     for number, prompt in enumerate(prompts, 1):
         name = prompt["name"]
         template = Template.parse(prompt["template"])
@@ -227,10 +252,14 @@ def make_steps(
         is_chat = template.roles is not None
 
         # Read by itself first, so that its names are those that the run's values have.
-        prompt_sampling = run_sampling(prompt.get("sampling") or {}, rows_per_shard, is_chat=is_chat)
+        prompt_sampling = run_sampling(
+            prompt.get("sampling") or {}, rows_per_shard, is_chat=is_chat
+        )
         in_both = sorted(prompt_sampling.keys() & from_columns)
         if in_both:
-            raise InvalidJob(f"{in_both[0]} comes from a column, and prompt {name!r} has its own: leave one out")
+            raise InvalidJob(
+                f"{in_both[0]} comes from a column, and prompt {name!r} has its own: leave one out"
+            )
 
         is_scored = has_labels and number == len(prompts)
         if is_scored:
@@ -253,7 +282,9 @@ def _check_names(steps: Sequence[PromptStep]) -> None:
     for step in steps:
         for column in step.columns:
             if column in taken:
-                raise InvalidJob(f"prompt {step.name!r} has a column {column!r}, which is there already: rename it")
+                raise InvalidJob(
+                    f"prompt {step.name!r} has a column {column!r}, which is there already: rename it"
+                )
             taken.add(column)
     for number, step in enumerate(steps):
         columns = step.template.columns

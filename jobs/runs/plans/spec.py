@@ -59,7 +59,9 @@ class RunSpec:
     messages_column: Annotated[str | None, column_name] = None
     template: str | list[dict[str, str]] | None = None
     sampling: dict[str, Any] = field(default_factory=dict)
-    rows_per_shard: Annotated[int, partial(whole_number, most=prompt_steps.MAX_ROWS_PER_SHARD)] = 1000
+    rows_per_shard: Annotated[int, partial(whole_number, most=prompt_steps.MAX_ROWS_PER_SHARD)] = (
+        1000
+    )
     filename_column: Annotated[str | None, column_name] = None
     input_format: Annotated[str | None, partial(one_of, known=tuple(SUFFIXES))] = None
     single_file: Annotated[str | None, parse_single_file] = None
@@ -67,9 +69,13 @@ class RunSpec:
     drop: Annotated[list[str] | None, checks.column_names] = None
     output_prefix: Annotated[str, _prefix] = ""
     limit: Annotated[int | None, whole_number] = None
-    sampling_columns: Annotated[dict[str, str], checks.sampling_columns] = field(default_factory=dict)
+    sampling_columns: Annotated[dict[str, str], checks.sampling_columns] = field(
+        default_factory=dict
+    )
     defaults: Annotated[dict[str, str], checks.defaults] = field(default_factory=dict)
-    template_format: Annotated[str, partial(one_of, known=checks.TEMPLATE_FORMATS)] = checks.TEMPLATE_FORMATS[0]
+    template_format: Annotated[str, partial(one_of, known=checks.TEMPLATE_FORMATS)] = (
+        checks.TEMPLATE_FORMATS[0]
+    )
     prompts: Annotated[list[dict[str, Any]] | None, prompt_steps.parse_prompts] = None
     labels: Annotated[list[str] | None, parse_labels] = None
     calibrate: Annotated[bool, truth] = False
@@ -88,7 +94,9 @@ class RunSpec:
     only_new: Annotated[bool, truth] = False
     reused_column: Annotated[str | None, column_name] = None
     order: Annotated[str | None, partial(one_of, known=("prefix",))] = None
-    logprob_type: Annotated[str, partial(one_of, known=checks.LOGPROB_TYPES)] = checks.LOGPROB_TYPES[0]
+    logprob_type: Annotated[str, partial(one_of, known=checks.LOGPROB_TYPES)] = (
+        checks.LOGPROB_TYPES[0]
+    )
     escalate_below: Annotated[float | None, share] = None
     escalate_to: Annotated[str | None, lambda name, value: check_queue_name(value, name)] = None
     escalate_model: Annotated[str | None, lambda _, value: parse_model(value)] = None
@@ -109,32 +117,48 @@ class RunSpec:
         columns the text that stands for null. image_column: one or several columns of pictures. check and the like:
         see RepairOptions. The others: `tokenmill submit`. Raises InvalidJob or UnsupportedScheme.
         """
-        known = [each.name for each in fields(cls) if each.name not in ("input", "output", "way_options")]
+        known = [
+            each.name for each in fields(cls) if each.name not in ("input", "output", "way_options")
+        ]
         known += WAY_OPTIONS
         if unknown := given.keys() - set(known):
             raise InvalidValue(
-                "{} is no argument of jobs.score_parquet; its options are " + ", ".join(known), brief(min(unknown))
+                "{} is no argument of jobs.score_parquet; its options are " + ", ".join(known),
+                brief(min(unknown)),
             )
         given = {name: value for name, value in given.items() if value is not None}
         given, way_options = split_way(given)
         sources = _sources(given)
         if given.get("input_format") == OPENAI_BATCH:
             checks.check_batch(given)
-            sources, given["single_file"] = [OPENAI_BATCH], True  # in the normal form it is no option's value
+            sources, given["single_file"] = (
+                [OPENAI_BATCH],
+                True,
+            )  # in the normal form it is no option's value
         named = {"input": input, "output": output, **given}
         if given.get("task") == checks.RERANK:
             named = {"query_column": "query", "document_column": "document", **named}
             if sources:
-                raise InvalidJob(f"task 'rerank' asks query_column and document_column: leave {sources[0]} out")
-        values = {name: _PARSERS[name](name, each) if name in _PARSERS else each for name, each in named.items()}
+                raise InvalidJob(
+                    f"task 'rerank' asks query_column and document_column: leave {sources[0]} out"
+                )
+        values = {
+            name: _PARSERS[name](name, each) if name in _PARSERS else each
+            for name, each in named.items()
+        }
         values["way_options"] = way_options
         if sources not in ([], ["prompt_column"]) or "query_column" in named:
             values["prompt_column"] = None
         if sources == [OPENAI_BATCH]:
             values |= {"single_file": OPENAI_BATCH, "keep": ["custom_id"]}
-        is_chat = isinstance(values.get("template"), list) or sources in (["messages_column"], ["prompts"])
+        is_chat = isinstance(values.get("template"), list) or sources in (
+            ["messages_column"],
+            ["prompts"],
+        )
         rows_per_shard = values.get("rows_per_shard", cls.rows_per_shard)
-        values["sampling"] = prompt_steps.run_sampling(values.get("sampling", {}), rows_per_shard, is_chat=is_chat)
+        values["sampling"] = prompt_steps.run_sampling(
+            values.get("sampling", {}), rows_per_shard, is_chat=is_chat
+        )
         spec = cls(**values)
         _check_together(spec, given)
         return spec
@@ -195,12 +219,16 @@ class RunSpec:
             return ()
 
         from_columns, has_labels = self.sampling_columns.keys(), self.labels is not None
-        return prompt_steps.make_steps(self.prompts, self.sampling, from_columns, self.rows_per_shard, has_labels)
+        return prompt_steps.make_steps(
+            self.prompts, self.sampling, from_columns, self.rows_per_shard, has_labels
+        )
 
     @cached_property
     def repairs(self) -> RepairOptions:
         """Return what is asked of the answers; check_columns: what a function gets beside the prompt's columns."""
-        return RepairOptions(self.check, self.max_attempts, self.continue_on_length, self.repair_template)
+        return RepairOptions(
+            self.check, self.max_attempts, self.continue_on_length, self.repair_template
+        )
 
     @cached_property
     def way(self) -> Way | None:
@@ -227,7 +255,11 @@ class RunSpec:
                 check({name: None})
 
     def differences(self, other: Self) -> list[str]:
-        return [each.name for each in fields(self) if getattr(self, each.name) != getattr(other, each.name)]
+        return [
+            each.name
+            for each in fields(self)
+            if getattr(self, each.name) != getattr(other, each.name)
+        ]
 
 
 _PARSERS: Mapping[str, Callable[[str, Any], Any]] = {
@@ -239,7 +271,11 @@ _PARSERS: Mapping[str, Callable[[str, Any], Any]] = {
 
 def _sources(given: Mapping[str, Any]) -> list[str]:
     """Return which option says what to ask, of each row another thing. Raises InvalidJob for more than one."""
-    found = [name for name in ("prompt_column", "messages_column", "template", "prompts") if name in given]
+    found = [
+        name
+        for name in ("prompt_column", "messages_column", "template", "prompts")
+        if name in given
+    ]
     if given.get("prompt_column") == DEFAULT_PROMPT_COLUMN:
         found.remove("prompt_column")
     if len(found) > 1:
@@ -252,19 +288,57 @@ def _check_together(spec: RunSpec, given: Mapping[str, Any]) -> None:
     if spec.keep is not None and spec.drop is not None:
         raise InvalidJob("keep and drop each say which columns the output has: give one of them")
     if spec.order is not None and spec.only_new:
-        raise InvalidJob("order sorts the rows of a whole run, and only_new leaves some out: give one of them")
+        raise InvalidJob(
+            "order sorts the rows of a whole run, and only_new leaves some out: give one of them"
+        )
     is_jinja, has_template = spec.template_format == "jinja", spec.template is not None
     is_filled, is_batch = has_template or spec.prompts is not None, spec.single_file == OPENAI_BATCH
-    images, low, second = spec.image_column, spec.escalate_below, spec.escalate_to or spec.escalate_model
+    images, low, second = (
+        spec.image_column,
+        spec.escalate_below,
+        spec.escalate_to or spec.escalate_model,
+    )
     for asked, is_met, what in (
-        (is_jinja, spec.prompts is None, "template_format is 'jinja', and prompts have {column} templates"),
-        (is_jinja, has_template, "template_format says how a template is written, and there is none: give one too"),
-        (spec.defaults, is_filled, "defaults stand for null in a template, and there is none: give a template too"),
-        (spec.model_alias, is_batch, "model_alias is for batch files: give input_format openai-batch, or leave it out"),
-        (spec.check_columns, spec.repairs.function, "check_columns are for a function that checks, and there is none"),
-        (spec.calibrate, spec.labels, "calibrate is for labels, and there are none: name labels too"),
-        (spec.dimensions, spec.task == checks.EMBED, "dimensions is for embeddings: give task 'embed' too"),
-        (spec.prompt_name, spec.task == checks.EMBED, "prompt_name is for embeddings: give task 'embed' too"),
+        (
+            is_jinja,
+            spec.prompts is None,
+            "template_format is 'jinja', and prompts have {column} templates",
+        ),
+        (
+            is_jinja,
+            has_template,
+            "template_format says how a template is written, and there is none: give one too",
+        ),
+        (
+            spec.defaults,
+            is_filled,
+            "defaults stand for null in a template, and there is none: give a template too",
+        ),
+        (
+            spec.model_alias,
+            is_batch,
+            "model_alias is for batch files: give input_format openai-batch, or leave it out",
+        ),
+        (
+            spec.check_columns,
+            spec.repairs.function,
+            "check_columns are for a function that checks, and there is none",
+        ),
+        (
+            spec.calibrate,
+            spec.labels,
+            "calibrate is for labels, and there are none: name labels too",
+        ),
+        (
+            spec.dimensions,
+            spec.task == checks.EMBED,
+            "dimensions is for embeddings: give task 'embed' too",
+        ),
+        (
+            spec.prompt_name,
+            spec.task == checks.EMBED,
+            "prompt_name is for embeddings: give task 'embed' too",
+        ),
         (
             spec.query_column or spec.document_column,
             spec.task == checks.RERANK,
@@ -275,18 +349,46 @@ def _check_together(spec: RunSpec, given: Mapping[str, Any]) -> None:
             spec.is_chat and spec.prompts is None,
             "tools from a column are for chats with one prompt of each row: give messages_column or a chat's template",
         ),
-        (images, spec.task == checks.GENERATE, f"image_column and task {spec.task!r} do not go together"),
-        (images, spec.prompts is None, "image_column and prompts do not go together: ask one prompt with a template"),
-        (images, not spec.calibrate, "image_column and calibrate do not go together: no picture has no content"),
-        (low, spec.labels and not spec.prompts, "escalate_below is for labels of one prompt: name labels, no prompts"),
-        (low, bool(second), "escalate_below asks rows again, and nobody: give escalate_to or escalate_model too"),
-        (second, bool(low), "escalate_to and escalate_model say who is asked again: give escalate_below too"),
+        (
+            images,
+            spec.task == checks.GENERATE,
+            f"image_column and task {spec.task!r} do not go together",
+        ),
+        (
+            images,
+            spec.prompts is None,
+            "image_column and prompts do not go together: ask one prompt with a template",
+        ),
+        (
+            images,
+            not spec.calibrate,
+            "image_column and calibrate do not go together: no picture has no content",
+        ),
+        (
+            low,
+            spec.labels and not spec.prompts,
+            "escalate_below is for labels of one prompt: name labels, no prompts",
+        ),
+        (
+            low,
+            bool(second),
+            "escalate_below asks rows again, and nobody: give escalate_to or escalate_model too",
+        ),
+        (
+            second,
+            bool(low),
+            "escalate_to and escalate_model say who is asked again: give escalate_below too",
+        ),
     ):
         if asked and not is_met:
             raise InvalidJob(what)
-    values = [step.sampling for step in spec.steps] or [spec.sampling]  # raises where steps cannot be
+    values = [step.sampling for step in spec.steps] or [
+        spec.sampling
+    ]  # raises where steps cannot be
     if "logprob_type" in given and not any(name in each for each in values for name in LOGPROBS):
-        raise InvalidJob("logprob_type is for log probabilities, and none are asked for: name logprobs too")
+        raise InvalidJob(
+            "logprob_type is for log probabilities, and none are asked for: name logprobs too"
+        )
     if is_jinja:
         template_texts(spec.template)
     elif has_template:
@@ -326,6 +428,12 @@ def check_num_files(found: int) -> None:
 
 
 def check_queue_name(value: Any, name: str = "queue") -> str:
-    if not isinstance(value, str) or not value.isprintable() or not 0 < len(value) <= MAX_NAME_CHARS:
-        raise unlike(name, value, f"a queue's name, printable and at most {MAX_NAME_CHARS} characters")
+    if (
+        not isinstance(value, str)
+        or not value.isprintable()
+        or not 0 < len(value) <= MAX_NAME_CHARS
+    ):
+        raise unlike(
+            name, value, f"a queue's name, printable and at most {MAX_NAME_CHARS} characters"
+        )
     return value

@@ -14,7 +14,15 @@ from redis import Redis
 from redis.client import Pipeline
 
 from jobs.common import rq_jobs, stored
-from jobs.common.keys import FILE, FORMAT, FORMAT_FIELD, KIND_FIELD, MODEL_FIELD, SEQUENCES_FIELD, SUBMISSION_FIELD
+from jobs.common.keys import (
+    FILE,
+    FORMAT,
+    FORMAT_FIELD,
+    KIND_FIELD,
+    MODEL_FIELD,
+    SEQUENCES_FIELD,
+    SUBMISSION_FIELD,
+)
 from jobs.common.rq_jobs import JobStatus, job_key, job_queue, prepared_job, results_key
 from jobs.context import JobContext
 from jobs.errors import RunCancelled
@@ -42,15 +50,28 @@ class EarlierJob:
         keys = rq_jobs.QueueKeys(self.origin)
         if from_queue:
             pipe.lrem(keys.waiting, 1, self.id)
-        for key in (keys.finished, keys.failed, keys.deferred, keys.ready, keys.scheduled, keys.cancelled):
+        for key in (
+            keys.finished,
+            keys.failed,
+            keys.deferred,
+            keys.ready,
+            keys.scheduled,
+            keys.cancelled,
+        ):
             pipe.zrem(key, self.id)
         for execution in self.executions:
             pipe.zrem(keys.started, f"{self.id}:{execution}")
             pipe.delete(rq_jobs.execution_key(self.id, execution))
-        pipe.delete(rq_jobs.executions_key(self.id), rq_jobs.job_key(self.id), *rq_jobs.relatives_keys(self.id))
+        pipe.delete(
+            rq_jobs.executions_key(self.id),
+            rq_jobs.job_key(self.id),
+            *rq_jobs.relatives_keys(self.id),
+        )
 
 
-def read_earlier(connection: Redis, job_ids: Sequence[str], queue: rq_jobs.QueueKeys | None = None) -> list[EarlierJob]:
+def read_earlier(
+    connection: Redis, job_ids: Sequence[str], queue: rq_jobs.QueueKeys | None = None
+) -> list[EarlierJob]:
     """Return those jobs that Redis has, all as of one moment. queue: where they are looked for as well."""
     keys = () if queue is None else (queue.waiting, queue.popped)
     with connection.pipeline() as pipe:
@@ -94,7 +115,11 @@ def read_holders(connection: Redis, job_ids: Sequence[str]) -> list[tuple[str, s
         for job_id in job_ids:
             pipe.zrange(rq_jobs.executions_key(job_id), 0, -1)
         executions_by_job = zip(job_ids, pipe.execute(), strict=True)
-        held = [(job_id, stored.text(entry)) for job_id, entries in executions_by_job for entry in entries]
+        held = [
+            (job_id, stored.text(entry))
+            for job_id, entries in executions_by_job
+            for entry in entries
+        ]
 
         for job_id, execution in held:
             pipe.hget(rq_jobs.execution_key(job_id, execution), "worker_name")
@@ -124,11 +149,22 @@ CHUNK = 100
 #: Entries of a queue that are read at once. They keep Redis busy for about a millisecond.
 PAGE = 5000
 
-_ALIVE = {JobStatus.QUEUED, JobStatus.STARTED, JobStatus.SCHEDULED, JobStatus.DEFERRED, JobStatus.CREATED}
+_ALIVE = {
+    JobStatus.QUEUED,
+    JobStatus.STARTED,
+    JobStatus.SCHEDULED,
+    JobStatus.DEFERRED,
+    JobStatus.CREATED,
+}
 
 
 def enqueue_shards(
-    context: JobContext, queue_name: str, plan: Plan, state: RunState, shards: Sequence[int], low: int | None = None
+    context: JobContext,
+    queue_name: str,
+    plan: Plan,
+    state: RunState,
+    shards: Sequence[int],
+    low: int | None = None,
 ) -> int:
     """Enqueue shards that no live job works on; return how many. Raises RunBusy, RunCancelled.
 
@@ -139,7 +175,9 @@ def enqueue_shards(
     phases = plan.queues(queue_name)
     if for_second:
         phases = phases[1:]
-    queues = [_ShardQueue(context.connection, name, plan.run, is_second) for name, is_second in phases]
+    queues = [
+        _ShardQueue(context.connection, name, plan.run, is_second) for name, is_second in phases
+    ]
     fields: dict[Any, Any] = {
         MODEL_FIELD: plan.model_of(is_second=for_second).pin,
         KIND_FIELD: FILE,
@@ -152,7 +190,12 @@ def enqueue_shards(
     def prepare(shard: int, job_id: str) -> Any:
         return prepared_job(
             "jobs.score_shard",
-            args=(plan.run, os.path.join(plan.spec.output, PLAN), shard, *([queue_name] if for_second else [])),
+            args=(
+                plan.run,
+                os.path.join(plan.spec.output, PLAN),
+                shard,
+                *([queue_name] if for_second else []),
+            ),
             timeout=-1,
             result_ttl=result_ttl_s,
             failure_ttl=FAILURE_TTL_S,
@@ -168,7 +211,11 @@ def enqueue_shards(
         cancelled = state.submission("cancelled_submission")
         earlier = [job_look for queue in queues for job_look in queue.look(chunk, cancelled)]
         alive = {job_shard(plan.run, job.id) for job, is_alive in earlier if is_alive}
-        new_jobs = {shard: shard_job_id(plan.run, shard, for_second) for shard in chunk if shard not in alive}
+        new_jobs = {
+            shard: shard_job_id(plan.run, shard, for_second)
+            for shard in chunk
+            if shard not in alive
+        }
 
         pipe.multi()
         state.take_turn(pipe)
@@ -180,10 +227,15 @@ def enqueue_shards(
                 pipe.hset(job_key(job.id), SUBMISSION_FIELD, str(submission))
         if new_jobs:  # a job may have been stopped, and so have failed, while this was prepared
             pipe.zrem(queues[0].keys.failed, *new_jobs.values())
-        queues[0].queue.enqueue_many([prepare(shard, job_id) for shard, job_id in new_jobs.items()], pipeline=pipe)
+        queues[0].queue.enqueue_many(
+            [prepare(shard, job_id) for shard, job_id in new_jobs.items()], pipeline=pipe
+        )
         for shard, job_id in new_jobs.items():
             num_sequences = plan.shards[shard].rows * plan.spec.n if low is None else low
-            shard_fields: dict[Any, Any] = {SEQUENCES_FIELD: num_sequences, SUBMISSION_FIELD: submission}
+            shard_fields: dict[Any, Any] = {
+                SEQUENCES_FIELD: num_sequences,
+                SUBMISSION_FIELD: submission,
+            }
             pipe.hset(job_key(job_id), mapping={**fields, **shard_fields})
         return len(new_jobs)
 
@@ -222,12 +274,16 @@ class _ShardQueue:
         return [(job, self._is_alive(job, cancelled)) for job in jobs]
 
     def _is_alive(self, job: EarlierJob, cancelled: int) -> bool:
-        if 0 < cancelled >= job.submission:  # a job held since before a cancel ends without its part
+        if (
+            0 < cancelled >= job.submission
+        ):  # a job held since before a cancel ends without its part
             return job.status == JobStatus.QUEUED and job.in_queue and not job.executions
         if job.executions:
             return True
         # A worker that was killed between taking a job and starting it may leave it "queued" on no queue.
-        is_lost = job.status == JobStatus.QUEUED and job.origin == self.queue.name and not job.in_queue
+        is_lost = (
+            job.status == JobStatus.QUEUED and job.origin == self.queue.name and not job.in_queue
+        )
         return job.status in _ALIVE and not is_lost
 
     @cached_property
@@ -236,8 +292,12 @@ class _ShardQueue:
         on_queue: set[str] = set()
         for key in (self.keys.waiting, self.keys.popped):
             start = 0
-            while page := cast("list[bytes]", self._connection.lrange(key, start, start + PAGE - 1)):
+            while page := cast(
+                "list[bytes]", self._connection.lrange(key, start, start + PAGE - 1)
+            ):
                 start += PAGE
                 job_ids = map(stored.text, page)
-                on_queue.update(job_id for job_id in job_ids if job_shard(self._run, job_id) is not None)
+                on_queue.update(
+                    job_id for job_id in job_ids if job_shard(self._run, job_id) is not None
+                )
         return on_queue

@@ -184,7 +184,9 @@ class RunState:
         number: Any = self._redis.hget(self._key, which)
         return _number(number)
 
-    def submit(self, pipe: Pipeline, plan_job: str, output: str, submission: Submission, anew: bool = True) -> None:
+    def submit(
+        self, pipe: Pipeline, plan_job: str, output: str, submission: Submission, anew: bool = True
+    ) -> None:
         """Submit the run with a planning job. Takes back a cancellation or a stop, but leaves a mark of its end.
 
         `pipe` watches the run's key or its turn. It is left in a transaction that is yet to be executed. anew: False if
@@ -228,7 +230,9 @@ class RunState:
                 self.submit(pipe, plan_job, output, submission)
             elif cancelled is not None:
                 pipe.multi()
-                pipe.hdel(self._key, "plan_job")  # if the job is enqueued once more, that is a new submission
+                pipe.hdel(
+                    self._key, "plan_job"
+                )  # if the job is enqueued once more, that is a new submission
                 pipe.execute()
                 raise RunCancelled(self.run)
 
@@ -277,7 +281,9 @@ class RunState:
         """Whether the last submission was cancelled or stopped."""
         return bool(self._redis.hexists(self._key, "cancelled"))
 
-    def judge(self, *, is_whole: bool = False, client: Redis | None = None) -> tuple[str, int] | None:
+    def judge(
+        self, *, is_whole: bool = False, client: Redis | None = None
+    ) -> tuple[str, int] | None:
         """Return why the run must stop, and the submission whose limit says so; None if the run goes on.
 
         The parts recorded since the submission are judged. is_whole: every shard has a part. Then all parts are judged,
@@ -294,7 +300,9 @@ class RunState:
         excess = limit.told(_number(rows), _number(errors), judges_few=judges_few)
         if excess is None:
             return None
-        reason = f"{excess}, then submit another input, or the same again with a higher limit to resume"
+        reason = (
+            f"{excess}, then submit another input, or the same again with a higher limit to resume"
+        )
         return reason, _number(submission)
 
     def record_failed(self, shard: int) -> PartCount:
@@ -355,7 +363,9 @@ class RunState:
         reply: Any = self._record(keys=keys, args=[json.dumps(arguments)])
         return PartCount.of(*reply)
 
-    def amend_parts(self, found: Mapping[int, PartStats], gone: Mapping[int, bytes], total: int) -> PartCount:
+    def amend_parts(
+        self, found: Mapping[int, PartStats], gone: Mapping[int, bytes], total: int
+    ) -> PartCount:
         """Record the parts that a listing found, and drop those that it did not find.
 
         gone: the records of parts that are to be dropped. One that has changed since the listing stays.

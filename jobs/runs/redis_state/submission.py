@@ -58,7 +58,9 @@ class ErrorLimit:
             return cls.parse(text)
         return DEFAULT_LIMIT
 
-    def told(self, rows: int, errors: int, is_whole: bool = False, *, judges_few: bool = False) -> str | None:
+    def told(
+        self, rows: int, errors: int, is_whole: bool = False, *, judges_few: bool = False
+    ) -> str | None:
         """Say that too many rows have an error, or return None if the limit allows them.
 
         A whole run needs at least one row without an error, unless its limit is 100%. judges_few: whether a share is
@@ -170,4 +172,8 @@ def _function(name: Any) -> str | None:
         return None
     if isinstance(name, str) and len(name) <= MAX_URL_CHARS and _FUNCTION.fullmatch(name):
         return name
-    raise unlike("on_end", name, "a function as module.name, which workers must allow (TOKENMILL_ALLOWED_FUNCTIONS)")
+    raise unlike(
+        "on_end",
+        name,
+        "a function as module.name, which workers must allow (TOKENMILL_ALLOWED_FUNCTIONS)",
+    )

@@ -56,7 +56,9 @@ def report_html(manifest: Mapping[str, Any], price_per_hour: float | None = None
     outcome = outcome_text(errors, manifest.get("failed_checks", 0), manifest.get("cut", 0))
     is_good = outcome == outcome_text(0, 0, 0)
     state = "none with an error" if is_good else f'<span class="bad">{outcome}</span>'
-    began = time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime(manifest["started_at"])) if rows else ""
+    began = (
+        time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime(manifest["started_at"])) if rows else ""
+    )
     sections = [
         f"<h1>Run {_text(manifest['run'])}</h1>",
         f"<p>{rows:,} rows, {state}. <span class=soft>{_text(began)}</span></p>",
@@ -74,7 +76,9 @@ def report_html(manifest: Mapping[str, Any], price_per_hour: float | None = None
     return _PAGE.format(run=_text(manifest["run"]), style=_STYLE, sections="\n".join(sections))
 
 
-def _figures(manifest: Mapping[str, Any], statistics: Mapping[str, Any], price: float | None) -> str:
+def _figures(
+    manifest: Mapping[str, Any], statistics: Mapping[str, Any], price: float | None
+) -> str:
     seconds = statistics["working_seconds"]
     worker_seconds = statistics["worker_seconds"]
     prompt_tokens = manifest["prompt_tokens"]
@@ -85,16 +89,25 @@ def _figures(manifest: Mapping[str, Any], statistics: Mapping[str, Any], price: 
         ("Prompt tokens", f"{prompt_tokens:,}"),
         ("Of these cached", f"{cached_tokens / prompt_tokens:.1%}" if prompt_tokens else "-"),
         ("Answer tokens", f"{manifest['completion_tokens']:,}"),
-        ("Tokens a second", _number(manifest["generated_tokens"] / seconds) if seconds > 0 else "-"),
+        (
+            "Tokens a second",
+            _number(manifest["generated_tokens"] / seconds) if seconds > 0 else "-",
+        ),
         ("Time of workers", duration_text(worker_seconds)),
     ]
-    shown_if_any = {"Rows reused": "rows_reused", "Asked again": "rows_escalated", "Tokens resumed": "tokens_resumed"}
+    shown_if_any = {
+        "Rows reused": "rows_reused",
+        "Asked again": "rows_escalated",
+        "Tokens resumed": "tokens_resumed",
+    }
     for name, key in shown_if_any.items():
         if manifest.get(key):
             figures.append((name, f"{manifest[key]:,}"))
     if price is not None:
         figures.append((f"Cost at {price:g} an hour", f"{worker_seconds / 3600 * price:,.2f}"))
-    cells = "".join(f"<div><dt>{_text(name)}</dt><dd>{_text(value)}</dd></div>" for name, value in figures)
+    cells = "".join(
+        f"<div><dt>{_text(name)}</dt><dd>{_text(value)}</dd></div>" for name, value in figures
+    )
     notes = [
         "Answer tokens are those of the output's rows. Tokens a second, and those of workers, were generated:"
         " equal prompts are answered once, and an answer that was asked for again counts each time."
@@ -122,7 +135,9 @@ def _lengths(title: str, lengths: Mapping[str, int]) -> str:
     counts = {int(bound): count for bound, count in lengths.items()}
     # Ranges without rows are drawn too, so that a few long answers stand apart from the others.
     bounds = [bound for bound in BOUNDS if min(counts) <= bound <= max(counts)]
-    chart = _chart(title, [counts.get(bound, 0) for bound in bounds], [f"{bound:,}" for bound in bounds])
+    chart = _chart(
+        title, [counts.get(bound, 0) for bound in bounds], [f"{bound:,}" for bound in bounds]
+    )
     return f"<section>{chart}<p class=soft>Rows by most tokens of each range.</p></section>"
 
 
@@ -145,7 +160,9 @@ def _chart(title: str, values: Sequence[float], marks: Sequence[str]) -> str:
     return f"<h2>{_text(title)}</h2><svg {attributes}>{''.join(shapes)}</svg>"
 
 
-def _table(title: str, heads: Sequence[str], rows: Sequence[Sequence[Any]], num_more: int, more_of: str) -> str:
+def _table(
+    title: str, heads: Sequence[str], rows: Sequence[Sequence[Any]], num_more: int, more_of: str
+) -> str:
     """Return a table, and below it how many rows it leaves out. Empty if there are no rows."""
     if not rows:
         return ""

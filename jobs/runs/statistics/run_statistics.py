@@ -155,7 +155,9 @@ class Reasons:
         """Return the commonest reasons as JSON shows them."""
         objects = []
         for reason in self.commonest(most):
-            objects.append({"reason": reason.text, "rows": reason.rows, "examples": reason.examples})
+            objects.append(
+                {"reason": reason.text, "rows": reason.rows, "examples": reason.examples}
+            )
         return objects
 
 
@@ -279,6 +281,8 @@ def _timeline(parts: Sequence[_Part], busy: Sequence[tuple[float, float]]) -> di
         for place in range(first, last + 1):
             left = place * width
             right = (place + 1) * width
-            share = (min(ended, right) - max(began, left)) / (ended - began) if last > first else 1.0
+            share = (
+                (min(ended, right) - max(began, left)) / (ended - began) if last > first else 1.0
+            )
             tokens[place] += part.tokens * share
     return {"bin_s": width, "tokens": [round(count, 1) for count in tokens]}

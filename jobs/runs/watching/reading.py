@@ -16,7 +16,14 @@ from jobs.common.workers import Worker, are_held, read_workers, served_on
 from jobs.errors import FAULT_PREFIX, UnknownRun
 from jobs.runs.plans.names import run_and_shard, shard_job_id
 from jobs.runs.redis_state.shard_jobs import num_held
-from jobs.runs.redis_state.state import OF_SUBMISSION, PLAN_ERROR, REUSE_DIFFERS, TOTALS, RunState, recorded_reasons
+from jobs.runs.redis_state.state import (
+    OF_SUBMISSION,
+    PLAN_ERROR,
+    REUSE_DIFFERS,
+    TOTALS,
+    RunState,
+    recorded_reasons,
+)
 from jobs.runs.redis_state.submission import ErrorLimit
 from jobs.runs.statistics.run_statistics import COUNTED, Reason
 from jobs.runs.watching.snapshot import WAITING, RunSnapshot
@@ -104,7 +111,9 @@ class RunLook:
             self.started.update(queue.started.get(self.run, {}))
             self.failed.update(queue.failed.get(self.run, {}))
 
-    def see_parts(self, counts: Mapping[str, str], num_parts: int, with_part: Collection[int]) -> None:
+    def see_parts(
+        self, counts: Mapping[str, str], num_parts: int, with_part: Collection[int]
+    ) -> None:
         """Leave out the jobs of shards that have a part: another execution wrote it.
 
         with_part: the shards with a part, among those that have a running or failed job.
@@ -119,7 +128,9 @@ class RunLook:
         superseded = set(self.running)
         if not is_unended:
             superseded.update(with_part)
-        self.failed = {shard: self.failed[shard] for shard in sorted(self.failed.keys() - superseded)}
+        self.failed = {
+            shard: self.failed[shard] for shard in sorted(self.failed.keys() - superseded)
+        }
 
     def see_stopped(self, connection: Redis) -> None:
         """Find out which failed jobs an earlier cancel has stopped."""
@@ -143,13 +154,23 @@ class RunLook:
     def is_still(self) -> bool:
         """Whether no shard is seen to run, although the run is planned and not over."""
         is_over = self.is_finished or "cancelled" in self.facts
-        return bool(self.shards) and not self.running and not is_over and self.plan_status not in WAITING
+        return (
+            bool(self.shards)
+            and not self.running
+            and not is_over
+            and self.plan_status not in WAITING
+        )
 
     @property
     def is_stalled(self) -> bool:
         """Whether shards wait, nobody works on any, and none has failed."""
         is_over = self.is_finished or "cancelled" in self.facts or bool(self.failed)
-        return bool(self.shards) and not self.progress and not is_over and self.done < (self.shards or 0)
+        return (
+            bool(self.shards)
+            and not self.progress
+            and not is_over
+            and self.done < (self.shards or 0)
+        )
 
     def seek(self, connection: Redis) -> None:
         """Look for the jobs of unfinished shards one by one: a worker holds them, or they are gone."""
@@ -157,7 +178,9 @@ class RunLook:
         planned = range(self.shards or 0)
         unfinished = [shard for shard in planned if shard not in recorded]
         if not self.length:
-            held_ids = (job_id for shard in unfinished or planned for job_id in self._job_ids(shard))
+            held_ids = (
+                job_id for shard in unfinished or planned for job_id in self._job_ids(shard)
+            )
             self.claimed = num_held(connection, held_ids)
 
         sought = [shard for shard in unfinished if shard not in self.failed]
@@ -203,7 +226,9 @@ class RunLook:
             seconds = worked_s
             rows_in_time = counts["rows"] - counts["rows_reused"]
             tokens_in_time = counts["generated_tokens"]
-        elif not self.is_stalled:  # else there is no rate: an earlier one does not show how it goes now
+        elif (
+            not self.is_stalled
+        ):  # else there is no rate: an earlier one does not show how it goes now
             if began_at is not None and measured_until is not None:
                 seconds = measured_until - began_at
             rows_in_time = _number(facts, "judged_rows")
@@ -242,7 +267,8 @@ class RunLook:
                 counts["rows"], counts["errors"], is_whole=self.is_finished
             ),
             model=_shown(facts, "model_text"),
-            submitted_at=_number(facts, "submission") / 1000 or None,  # a submission's number is its time
+            submitted_at=_number(facts, "submission") / 1000
+            or None,  # a submission's number is its time
             began_at=began_at,
             ended_at=ended_at,
             worked_s=worked_s,
@@ -287,13 +313,17 @@ class RunLook:
             return f"its job is gone from queue {facts['queue']!r}, which was emptied perhaps: submit it again"
         return None
 
-    def _awaited(self, workers: Collection[Worker], queue: str, needed: str, shown: str) -> str | None:
+    def _awaited(
+        self, workers: Collection[Worker], queue: str, needed: str, shown: str
+    ) -> str | None:
         """Return the model that the run needs, as it is shown, if no worker of the queue serves it; else None.
 
         needed, shown: the facts that hold the model's identity and its text.
         """
         _, models = served_on(workers, queue)
-        is_awaited = models is not None and needed in self.facts and self.facts[needed] not in models
+        is_awaited = (
+            models is not None and needed in self.facts and self.facts[needed] not in models
+        )
         return _shown(self.facts, shown) if is_awaited else None
 
     def _planned_by(self, workers: Collection[Worker]) -> str | None:
@@ -361,7 +391,9 @@ def read_planned(connection: Redis, run: str) -> RunSnapshot:
     return snapshot
 
 
-def list_runs(connection: Redis, limit: int = MAX_RUNS, states: Collection[str] = ()) -> list[RunSnapshot]:
+def list_runs(
+    connection: Redis, limit: int = MAX_RUNS, states: Collection[str] = ()
+) -> list[RunSnapshot]:
     """Return at most `limit` runs, the last submitted first. Raises RedisError.
 
     states: only runs in these states; all runs if it is empty.
@@ -379,7 +411,9 @@ def run_reasons(connection: Redis, run: str) -> list[Reason]:
 
 def failure_text(connection: Redis, job_id: str) -> str:
     """Return the last line of a failed job's error, or a sentence that says it left none."""
-    return error_line(rq_jobs.error_text(rq_jobs.last_entry(connection, job_id))) or "it left no error"
+    return (
+        error_line(rq_jobs.error_text(rq_jobs.last_entry(connection, job_id))) or "it left no error"
+    )
 
 
 def error_line(error: str) -> str:
@@ -392,12 +426,16 @@ def read_progress(connection: Redis, job_ids: Sequence[str]) -> list[Progress]:
     """Return what each job says of its progress, in the order of the ids."""
     with connection.pipeline(transaction=False) as pipe:
         for job_id in job_ids:
-            pipe.hmget(rq_jobs.job_key(job_id), PROGRESS_FIELD, "started_at", "worker_name", "status")
+            pipe.hmget(
+                rq_jobs.job_key(job_id), PROGRESS_FIELD, "started_at", "worker_name", "status"
+            )
         replies = pipe.execute(raise_on_error=False)
     return [_progress(*reply) if isinstance(reply, list) else Progress(0, 0) for reply in replies]
 
 
-def _progress(meta: Any, started_at: bytes | None, worker: bytes | None, status: bytes | None) -> Progress:
+def _progress(
+    meta: Any, started_at: bytes | None, worker: bytes | None, status: bytes | None
+) -> Progress:
     shown = stored.json_object(meta)
     tokens = stored.count(shown.get("tokens")) or 0
     tokens_open = stored.count(shown.get("tokens_open")) or 0
@@ -467,7 +505,9 @@ def _read_parts(connection: Redis, looks: Sequence[RunLook]) -> None:
         counts = next(replies)
         num_fields = next(replies)
         total, *records = next(replies)
-        with_part = {shard for shard, record in zip(shards, records, strict=True) if record is not None}
+        with_part = {
+            shard for shard, record in zip(shards, records, strict=True) if record is not None
+        }
         num_parts = num_fields if total is None else num_fields - 1
         look.see_parts(_texts(_COUNTS, counts), num_parts, with_part)
 
@@ -488,7 +528,11 @@ def _alive(workers: Collection[Worker]) -> set[str]:
 
 
 def _texts(names: Sequence[str], values: Sequence[bytes | None]) -> dict[str, str]:
-    return {name: stored.text(value) for name, value in zip(names, values, strict=True) if value is not None}
+    return {
+        name: stored.text(value)
+        for name, value in zip(names, values, strict=True)
+        if value is not None
+    }
 
 
 def _shown(facts: Mapping[str, str], name: str) -> str | None:

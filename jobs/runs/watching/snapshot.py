@@ -17,7 +17,16 @@ WAITING = (JobStatus.QUEUED, JobStatus.STARTED, JobStatus.SCHEDULED, JobStatus.D
 #: States of a planning job that has ended without a plan.
 REFUSED = (JobStatus.FAILED, JobStatus.STOPPED, JobStatus.CANCELED)
 #: The words of `RunSnapshot.state`.
-STATES = ("planning", "not planned", "running", "ending", "finished", "failed", "cancelled", "stopped")
+STATES = (
+    "planning",
+    "not planned",
+    "running",
+    "ending",
+    "finished",
+    "failed",
+    "cancelled",
+    "stopped",
+)
 #: The most jobs of a queue that are looked through for the run's first one.
 MAX_AHEAD = 1000
 
@@ -167,7 +176,9 @@ def verdict(snapshot: RunSnapshot) -> list[str]:
     lines = []
     error = snapshot.plan_error
     if error is not None and snapshot.finished:
-        lines.append(f"but      the last submit was refused: {error}; the run is finished as before")
+        lines.append(
+            f"but      the last submit was refused: {error}; the run is finished as before"
+        )
     elif error is not None and not snapshot.cancelled:
         lines.append(f"because  its planning failed: {error}")
 
@@ -221,7 +232,9 @@ def obstacles(connection: Redis, snapshot: RunSnapshot) -> list[str]:
     if snapshot.is_held:
         sentences.append(f"no worker claims anything: {RESTORED_TEXT}")
     sentences += needs(snapshot)
-    is_queued = (snapshot.is_planning or snapshot.queued) and snapshot.plan_status != JobStatus.STARTED
+    is_queued = (
+        snapshot.is_planning or snapshot.queued
+    ) and snapshot.plan_status != JobStatus.STARTED
     if is_queued and snapshot.workers and not snapshot.shards_started:
         sentences += _jobs_ahead(connection, snapshot)
     return sentences
@@ -263,4 +276,6 @@ def _jobs_ahead(connection: Redis, snapshot: RunSnapshot) -> list[str]:
     prefixes = (job_id.partition("-")[0] for job_id in (*running, *ahead))
     runs = list(dict.fromkeys(prefix for prefix in prefixes if is_run_id(prefix)))
     of_runs = f", of run {', '.join(runs)} among others" if runs else ""
-    return [f"it is behind {count} waiting and {len(running)} running jobs on queue {snapshot.queue!r}{of_runs}"]
+    return [
+        f"it is behind {count} waiting and {len(running)} running jobs on queue {snapshot.queue!r}{of_runs}"
+    ]

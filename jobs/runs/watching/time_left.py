@@ -73,11 +73,15 @@ def time_left(
             spans.append(Span(part.worker, part.started_at, part.ended_at, generated))
 
     new_now, new_later = _new_shares(parts.counts["rows"], _generated_share(parts.counts), rows)
-    left = [work[shard] for shard in range(shards) if shard not in parts.shards and shard not in running]
+    left = [
+        work[shard] for shard in range(shards) if shard not in parts.shards and shard not in running
+    ]
     for shard, progress in running.items():
         if progress.started_at is not None and shard < shards:
             done = min(1.0, progress.rows / max(1, progress.shard_rows))
-            spans.append(Span(progress.worker, progress.started_at, now, work[shard] * done * new_now))
+            spans.append(
+                Span(progress.worker, progress.started_at, now, work[shard] * done * new_now)
+            )
             left.append(work[shard] * (1 - done))
     return seconds_left(spans, fsum(left) * new_later, now)
 

@@ -61,12 +61,18 @@ def run_section(section: Section, out: Path, limit_s: float, *, dry_run: bool) -
 
 def main() -> int:
     """Run the sections; print the table. Returns 1 unless all are ok, 2 if packages are missing."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+    )
     parser.add_argument("--out", type=Path, default=OUT)
     names = [section.name for section in sections(OUT, OUT)]
     parser.add_argument("--only", nargs="+", choices=names, help="sections to run")
-    parser.add_argument("--budget", type=float, help=f"seconds for all of them; {TOTAL_S}, more in a dry run")
-    parser.add_argument("--dry-run", action="store_true", help="tiny shapes on a CPU, Triton's interpreter")
+    parser.add_argument(
+        "--budget", type=float, help=f"seconds for all of them; {TOTAL_S}, more in a dry run"
+    )
+    parser.add_argument(
+        "--dry-run", action="store_true", help="tiny shapes on a CPU, Triton's interpreter"
+    )
     options = parser.parse_args()
     missing = [name for name in PACKAGES if find_spec(name) is None]
     if missing:
@@ -97,7 +103,9 @@ def main() -> int:
             (out / "gpu.json").write_text(json.dumps({"sections": ran, "summary": rows}, indent=1))
     print()
     print_table(["", "found"], rows)
-    print(f"{time.monotonic() - started:.0f} s in all; logs and what each section wrote are in {options.out}")
+    print(
+        f"{time.monotonic() - started:.0f} s in all; logs and what each section wrote are in {options.out}"
+    )
     failed = [name for name, found in ran.items() if found["status"] != "ok"]
     print(f"ok: {', '.join(name for name in ran if name not in failed) or 'none'}")
     print(f"failed or not run: {', '.join(failed) or 'none'}")

@@ -54,7 +54,11 @@ class Outcome:
 
 
 def compare(
-    answer: Answer, rows: Rows, batches: Sequence[int] = BATCHES, *, first_rows: Mapping[int, int] | None = None
+    answer: Answer,
+    rows: Rows,
+    batches: Sequence[int] = BATCHES,
+    *,
+    first_rows: Mapping[int, int] | None = None,
 ) -> list[Outcome]:
     """Answer the rows at each batch size, and hold the answers against those of the largest.
 
@@ -71,7 +75,9 @@ def compare(
     return outcomes[::-1]
 
 
-def engine_answers(device: str = "auto", dtype: str = "float32", attention_backend: str = "auto") -> Answer:
+def engine_answers(
+    device: str = "auto", dtype: str = "float32", attention_backend: str = "auto"
+) -> Answer:
     """Answers of the engine, a new one for each batch size."""
 
     def answer(texts: Sequence[str], batch: int) -> list[str]:
@@ -91,7 +97,9 @@ def engine_answers(device: str = "auto", dtype: str = "float32", attention_backe
 
 def main() -> int:
     """Compare all batch sizes; print a table. Returns 1 if any answer differs."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+    )
     parser.add_argument("--rows", type=int, help="the first so many rows; all without it")
     parser.add_argument("--batches", type=int, nargs="+", default=BATCHES)
     parser.add_argument("--device", default="auto")

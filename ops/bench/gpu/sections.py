@@ -41,7 +41,15 @@ def sections(out: Path, models: Path) -> list[Section]:
     checkpoint = ("--model", str(models / "model"))
     processes = ("-n", str(TEST_PROCESSES)) if find_spec("xdist") else ()
     one_test = f"{TESTS}/test_gpu.py::test_bfloat16_heads_of_128_follow_float32"
-    demo = ("ops.bench.gpu.accuracy", "--rows", "300", "--device", "cuda", "--attention-backend", "triton")
+    demo = (
+        "ops.bench.gpu.accuracy",
+        "--rows",
+        "300",
+        "--device",
+        "cuda",
+        "--attention-backend",
+        "triton",
+    )
     return [
         bench(
             "compile", 200, "ops.bench.throughput", *checkpoint, "--variants", DEFAULT, "--warm-up-alone",

@@ -85,15 +85,21 @@ def profiled(device: torch.device) -> Iterator[Profile]:
 def profile_run(engine: Engine, workload: Workload, device: torch.device) -> dict[str, Any]:
     """The run until all prompts are in the cache, and from there on."""
     for i, (prompt, length) in enumerate(zip(workload.prompts, workload.lengths, strict=True)):
-        engine.add(str(i), prompt, SamplingParams(max_tokens=length, temperature=0.6, ignore_eos=True))
+        engine.add(
+            str(i), prompt, SamplingParams(max_tokens=length, temperature=0.6, ignore_eos=True)
+        )
     num_tokens = engine.stats().prefill_tokens + sum(map(len, workload.prompts))
     return {
-        "prefill": _profile("prefill", engine, device, lambda: engine.stats().prefill_tokens < num_tokens),
+        "prefill": _profile(
+            "prefill", engine, device, lambda: engine.stats().prefill_tokens < num_tokens
+        ),
         "decode": _profile("decode", engine, device, lambda: engine.has_unfinished),
     }
 
 
-def _profile(part: str, engine: Engine, device: torch.device, goes_on: Callable[[], bool]) -> dict[str, Any]:
+def _profile(
+    part: str, engine: Engine, device: torch.device, goes_on: Callable[[], bool]
+) -> dict[str, Any]:
     before = engine.stats().num_steps
     with profiled(device) as found:
         while goes_on():
@@ -105,7 +111,11 @@ def print_profile(title: str, found: Profile, steps: int) -> dict[str, Any]:
     """Print the kernels that take most, each per step; return what to keep."""
     ms_per_step = 1000 * found.wall_s / steps
     rows: list[dict[str, Any]] = [
-        {"kernel": name, "us_per_step": 1e6 * sum(times) / steps, "calls_per_step": len(times) / steps}
+        {
+            "kernel": name,
+            "us_per_step": 1e6 * sum(times) / steps,
+            "calls_per_step": len(times) / steps,
+        }
         for name, times in found.by_kernel().items()
     ]
     print(
@@ -115,17 +125,26 @@ def print_profile(title: str, found: Profile, steps: int) -> dict[str, Any]:
     )
     print_table(
         ["kernel", "µs a step", "calls a step"],
-        [[r["kernel"][:70], f"{r['us_per_step']:,.1f}", f"{r['calls_per_step']:.1f}"] for r in rows[:SHOWN]],
+        [
+            [r["kernel"][:70], f"{r['us_per_step']:,.1f}", f"{r['calls_per_step']:.1f}"]
+            for r in rows[:SHOWN]
+        ],
     )
     return {"ms_per_step": ms_per_step, "idle_share": found.idle_share, "kernels": rows}
 
 
 def main() -> None:
     """Warm the engine up, then profile the run."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
-    parser.add_argument("--model", type=Path, help="where its checkpoint is, or is to be made and left")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+    )
+    parser.add_argument(
+        "--model", type=Path, help="where its checkpoint is, or is to be made and left"
+    )
     parser.add_argument("--json", type=Path, help="where to write what was found")
-    parser.add_argument("--dry-run", action="store_true", help="a tiny model and a few sequences, on a CPU")
+    parser.add_argument(
+        "--dry-run", action="store_true", help="a tiny model and a few sequences, on a CPU"
+    )
     options = parser.parse_args()
     device = torch.device("cpu" if options.dry_run else "cuda")
     name, dtype = ("tiny", torch.float32) if options.dry_run else ("q06b", torch.bfloat16)

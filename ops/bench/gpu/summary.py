@@ -9,7 +9,9 @@ from typing import Any
 from ops.bench.report import spread
 
 Row = tuple[str, str]
-Speeds = dict[tuple[str, str], dict[int, float]]  # (variant, sampling) -> output tokens per second by turn
+Speeds = dict[
+    tuple[str, str], dict[int, float]
+]  # (variant, sampling) -> output tokens per second by turn
 
 
 def summarize(out: Path, ran: dict[str, dict[str, Any]]) -> Iterator[Row]:
@@ -62,7 +64,9 @@ def _runs(throughput: dict[str, Any]) -> Iterator[Row]:
         ("overlap ÷ none, graphs", "graphs, overlap", "graphs"),
         ("overlap ÷ none, eager", "eager, overlap", "eager"),
     ):
-        above, below = (speeds.get((variant, "temperature 0.6"), {}) for variant in (faster, slower))
+        above, below = (
+            speeds.get((variant, "temperature 0.6"), {}) for variant in (faster, slower)
+        )
         ratios = [above[turn] / tok_s for turn, tok_s in below.items() if turn in above]
         if ratios:
             yield what, f"{spread(ratios)} times"

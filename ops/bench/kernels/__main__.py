@@ -43,7 +43,9 @@ def cases_of(group: str, device: torch.device, *, dry_run: bool) -> Iterator[Cas
 
 def main() -> None:
     """Measure the ceilings and each case; print a table."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+    )
     parser.add_argument("--only", nargs="+", choices=GROUPS, default=GROUPS)
     parser.add_argument("--dry-run", action="store_true", help="tiny, in Triton's interpreter")
     parser.add_argument("--json", type=Path, help="written anew after each case")

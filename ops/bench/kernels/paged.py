@@ -50,7 +50,11 @@ class Paged:
 
 
 def make_paged(
-    shape: Shape, context_lens: list[int], query_lens: list[int], device: torch.device, dtype: torch.dtype
+    shape: Shape,
+    context_lens: list[int],
+    query_lens: list[int],
+    device: torch.device,
+    dtype: torch.dtype,
 ) -> Paged:
     """Random numbers in shuffled blocks."""
     num_blocks = [-(-n // BLOCK_SIZE) for n in context_lens]
@@ -60,8 +64,12 @@ def make_paged(
         row[: len(blocks)] = blocks
     pool = (sum(num_blocks), BLOCK_SIZE, shape.num_kv_heads, shape.head_dim)
     keys, values = (torch.randn(pool, dtype=dtype, device=device) for _ in range(2))
-    query = torch.randn((sum(query_lens), shape.num_heads, shape.head_dim), dtype=dtype, device=device)
-    return Paged(query, LayerKVCache(keys, values), tables, np.array(query_lens), np.array(context_lens))
+    query = torch.randn(
+        (sum(query_lens), shape.num_heads, shape.head_dim), dtype=dtype, device=device
+    )
+    return Paged(
+        query, LayerKVCache(keys, values), tables, np.array(query_lens), np.array(context_lens)
+    )
 
 
 def contexts(num_seqs: int, low: int, high: int) -> list[int]:
@@ -70,7 +78,9 @@ def contexts(num_seqs: int, low: int, high: int) -> list[int]:
     return [rng.randint(low, high) for _ in range(num_seqs)]
 
 
-def attention_cases(shape: Shape, device: torch.device, dtype: torch.dtype, *, tiny: bool) -> Iterator[Case]:
+def attention_cases(
+    shape: Shape, device: torch.device, dtype: torch.dtype, *, tiny: bool
+) -> Iterator[Case]:
     """Attention of one layer: decodes, then whole prompts."""
     toy = {"3 sequences": [20, 7, 33]}
     decodes = toy if tiny else {
@@ -101,9 +111,13 @@ def _attention(name: str, paged: Paged, device: torch.device) -> Case:
     return Case(name, run, paged.num_bytes, paged.flops)
 
 
-def layer_cases(shape: Shape, rows: int, device: torch.device, dtype: torch.dtype) -> Iterator[Case]:
+def layer_cases(
+    shape: Shape, rows: int, device: torch.device, dtype: torch.dtype
+) -> Iterator[Case]:
     """One layer's other kernels on so many tokens."""
-    from engine.kernels.attention.kv_store import store_kv  # Triton's, which a CPU user need not have
+    from engine.kernels.attention.kv_store import (
+        store_kv,
+    )  # Triton's, which a CPU user need not have
     from engine.kernels.attention.rotary import norm_rotate_and_store
     from engine.kernels.products.gate_and_mul import silu_and_mul
     from engine.kernels.rms_norm import add_rms_norm
@@ -115,7 +129,9 @@ def layer_cases(shape: Shape, rows: int, device: torch.device, dtype: torch.dtyp
 
     dim, head_dim = shape.hidden_size, shape.head_dim
     x, residual, weight = random_tensor(rows, dim), random_tensor(rows, dim), random_tensor(dim)
-    yield Case("add + RMSNorm" + after, lambda: add_rms_norm(x, residual, weight, 1e-6), 4 * x.nbytes)
+    yield Case(
+        "add + RMSNorm" + after, lambda: add_rms_norm(x, residual, weight, 1e-6), 4 * x.nbytes
+    )
     query = random_tensor(rows, shape.num_heads, head_dim)
     key = random_tensor(rows, shape.num_kv_heads, head_dim)
     rotation = (random_tensor(rows, 1, head_dim), random_tensor(rows, 1, head_dim))

@@ -24,7 +24,9 @@ SAMPLED = {
 }
 
 
-def product_cases(shape: Shape, rows: int, device: torch.device, dtype: torch.dtype) -> Iterator[Case]:
+def product_cases(
+    shape: Shape, rows: int, device: torch.device, dtype: torch.dtype
+) -> Iterator[Case]:
     """Each product of so many rows; its floor: both sides are read once, the product is written."""
     queries, keys = shape.num_heads * shape.head_dim, shape.num_kv_heads * shape.head_dim
     hidden, inner = shape.hidden_size, shape.intermediate_size
@@ -36,13 +38,17 @@ def product_cases(shape: Shape, rows: int, device: torch.device, dtype: torch.dt
         "LM head": (shape.vocab_size, hidden),
     }
     for name, (num_out, num_in) in sizes.items():
-        x, weight = (torch.randn((size, num_in), dtype=dtype, device=device) for size in (rows, num_out))
+        x, weight = (
+            torch.randn((size, num_in), dtype=dtype, device=device) for size in (rows, num_out)
+        )
         num_bytes = weight.nbytes + x.nbytes + rows * num_out * x.element_size()
         call = partial(F.linear, x, weight)
         yield Case(f"{name}, {rows} rows, cuBLAS", call, num_bytes, 2 * rows * num_out * num_in)
 
 
-def sampler_cases(shape: Shape, rows: int, device: torch.device, dtype: torch.dtype) -> Iterator[Case]:
+def sampler_cases(
+    shape: Shape, rows: int, device: torch.device, dtype: torch.dtype
+) -> Iterator[Case]:
     """A step's sampling, each way; its floor is one read of the logits."""
     logits = torch.randn((rows, shape.vocab_size), device=device).to(dtype)
     backend = load_backend("triton", device)
@@ -51,4 +57,8 @@ def sampler_cases(shape: Shape, rows: int, device: torch.device, dtype: torch.dt
         values[:] = [sampling_row(params, seed, 0) for seed in range(rows)]
         batch = SamplingBatch(values, np.arange(rows, dtype=np.uint64))
         on_device = SamplingRows(*upload(sampling_columns(batch), device))
-        yield Case(f"sampler, {rows} rows, {name}", partial(backend.sample, logits, on_device), logits.nbytes)
+        yield Case(
+            f"sampler, {rows} rows, {name}",
+            partial(backend.sample, logits, on_device),
+            logits.nbytes,
+        )

@@ -53,7 +53,9 @@ def time_case(case: Case, ceilings: Ceilings, device: torch.device) -> Found:
     return Found(case.name, seconds, case.floor_s(ceilings), case.num_bytes / seconds)
 
 
-def run_cases(cases: Iterable[Case], ceilings: Ceilings, device: torch.device, json_file: Path | None) -> None:
+def run_cases(
+    cases: Iterable[Case], ceilings: Ceilings, device: torch.device, json_file: Path | None
+) -> None:
     """Time each case, write what was found after each, and print a table."""
     found: list[Found] = []
     with torch.inference_mode():

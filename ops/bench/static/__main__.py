@@ -62,7 +62,9 @@ def variant_problems(asked: Sequence[Asked], kernels: Mapping[str, Kernel]) -> I
     by_layer: dict[tuple[str, ...], list[Asked]] = {}
     for each in asked:
         name, constants = each.variant.name, each.variant.named_constants
-        layer = [str(constants.get(what)) for what in kernels[name].of_layer] if name in kernels else []
+        layer = (
+            [str(constants.get(what)) for what in kernels[name].of_layer] if name in kernels else []
+        )
         by_layer.setdefault((name, each.case, *layer), []).append(each)
     for (name, *_), own in by_layer.items():
         if name not in kernels:
@@ -92,7 +94,11 @@ def usage_problems(
     """What spills, does not fit or loads badly, a sentence each."""
     products: dict[tuple[str, str], set[str]] = {}
     for each in asked:
-        name, usage, in_16_bits = each.variant.name, usages[each.variant], not each.variant.is_float32
+        name, usage, in_16_bits = (
+            each.variant.name,
+            usages[each.variant],
+            not each.variant.is_float32,
+        )
         wanted = kernels.get(name, Kernel())
         if usage.spill_bytes:
             yield f"{each.where}: spills {usage.spill_bytes} bytes with {usage.registers} registers"
@@ -125,7 +131,10 @@ def compile_all(asked: Iterable[Asked]) -> dict[Variant, Usage]:
     """Each variant once."""
     with tempfile.TemporaryDirectory() as folder:
         os.environ["TRITON_CACHE_DIR"] = folder  # for the assembler to report on each kernel
-        return {variant: compile_variant(variant) for variant in dict.fromkeys(each.variant for each in asked)}
+        return {
+            variant: compile_variant(variant)
+            for variant in dict.fromkeys(each.variant for each in asked)
+        }
 
 
 def print_usages(asked: Sequence[Asked], usages: Mapping[Variant, Usage]) -> None:
@@ -147,7 +156,15 @@ def print_usages(asked: Sequence[Asked], usages: Mapping[Variant, Usage]) -> Non
         ]
         for (name, case), own in sorted(by_case.items())
     ]
-    header = ["variants", "registers", "spills, bytes", "shared, KiB", "warps", "programs per SM", "by 16"]
+    header = [
+        "variants",
+        "registers",
+        "spills, bytes",
+        "shared, KiB",
+        "warps",
+        "programs per SM",
+        "by 16",
+    ]
     print_table(["kernel: sizes", *header, "products"], rows)
 
 
@@ -172,16 +189,24 @@ def as_json(each: Asked, usage: Usage) -> dict[str, object]:
 
 def main() -> int:
     """Compile and print; returns 1 if something is wrong, 2 if there is no such case."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+    )
     parser.add_argument("--only", nargs="+", help="cases whose names begin with one of these")
-    parser.add_argument("--no-compile", action="store_true", help="only say which variants are asked for")
+    parser.add_argument(
+        "--no-compile", action="store_true", help="only say which variants are asked for"
+    )
     parser.add_argument("--json", type=Path, help="where to write what was found")
-    parser.add_argument("--cases", default="ops.bench.static.kernel_cases", help="a module with CASES and KERNELS")
+    parser.add_argument(
+        "--cases", default="ops.bench.static.kernel_cases", help="a module with CASES and KERNELS"
+    )
     options = parser.parse_args()
     module = importlib.import_module(options.cases)
     chosen = [case for case in module.CASES if case.name.startswith(tuple(options.only or ("",)))]
     if not chosen:
-        print(f"no case begins with {options.only}; there are {[case.name for case in module.CASES]}")
+        print(
+            f"no case begins with {options.only}; there are {[case.name for case in module.CASES]}"
+        )
         return 2
     asked = [each for case in chosen for each in variants_of(case)]
     wrong = list(variant_problems(asked, module.KERNELS))
@@ -196,7 +221,10 @@ def main() -> int:
     if options.json:
         kernels = [as_json(each, usages[each.variant]) for each in asked if each.variant in usages]
         options.json.write_text(json.dumps({"kernels": kernels, "problems": wrong}))
-    print("\n".join(wrong) or f"nothing is wrong with {len({each.variant for each in asked})} variants")
+    print(
+        "\n".join(wrong)
+        or f"nothing is wrong with {len({each.variant for each in asked})} variants"
+    )
     return int(bool(wrong))
 
 

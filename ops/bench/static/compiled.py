@@ -109,9 +109,13 @@ def programs_per_processor(registers: int, shared_bytes: int, num_warps: int) ->
     if shared_bytes > SHARED_BYTES_OF_PROGRAM:
         return 0
     registers_of_warp = -(-registers * 32 // 256) * 256
-    warps_by_registers = REGISTERS // registers_of_warp // 4 * 4  # each quarter of the processor has its own
+    warps_by_registers = (
+        REGISTERS // registers_of_warp // 4 * 4
+    )  # each quarter of the processor has its own
     shared = -(-shared_bytes // 128) * 128 + 1024
-    return min(PROGRAMS, WARPS // num_warps, warps_by_registers // num_warps, SHARED_BYTES // shared)
+    return min(
+        PROGRAMS, WARPS // num_warps, warps_by_registers // num_warps, SHARED_BYTES // shared
+    )
 
 
 def variant_of(kernel: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Variant:
@@ -131,10 +135,14 @@ def variant_of(kernel: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Va
             kind = "constexpr"
         if kind == "constexpr":
             constants.append((i, value))
-        elif not (param.do_not_specialize or param.do_not_specialize_on_alignment) and _is_aligned(value):
+        elif not (param.do_not_specialize or param.do_not_specialize_on_alignment) and _is_aligned(
+            value
+        ):
             aligned.append(i)
         signature.append((param.name, kind))
-    return Variant(kernel, tuple(signature), tuple(constants), tuple(aligned), tuple(sorted(options.items())))
+    return Variant(
+        kernel, tuple(signature), tuple(constants), tuple(aligned), tuple(sorted(options.items()))
+    )
 
 
 def _kind(value: Any) -> str:
@@ -198,7 +206,9 @@ def compile_variant(variant: Variant) -> Usage:
 def _number(pattern: str, report: str) -> int:
     found = re.search(pattern, report)
     if found is None:
-        raise RuntimeError(f"the assembler's report has no {pattern!r}; is Triton's cache empty? {report!r}")
+        raise RuntimeError(
+            f"the assembler's report has no {pattern!r}; is Triton's cache empty? {report!r}"
+        )
     return int(found[1])
 
 

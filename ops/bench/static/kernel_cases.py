@@ -62,11 +62,15 @@ class Kernel:
 
 
 KERNELS = {
-    "decode_kernel": Kernel(variants=2, of_layer=("WINDOW",), warps=16, product="mma", buffers=2, wide=0.65),
+    "decode_kernel": Kernel(
+        variants=2, of_layer=("WINDOW",), warps=16, product="mma", buffers=2, wide=0.65
+    ),
     "prefill_kernel": Kernel(of_layer=("WINDOW",), warps=8, product="wgmma", buffers=2, wide=0.7),
     "store_kernel": Kernel(),
     "rms_norm_kernel": Kernel(variants=2),
-    "norm_rotate_store_kernel": Kernel(warps=16, wide=0.35),  # a half of each head at a time; slots of 8 bytes
+    "norm_rotate_store_kernel": Kernel(
+        warps=16, wide=0.35
+    ),  # a half of each head at a time; slots of 8 bytes
     "gate_and_mul_kernel": Kernel(),
     "grouped_product_kernel": Kernel(variants=2, of_layer=("IN", "OUT"), warps=8, product="wgmma"),
     "convolve_kernel": Kernel(warps=28, wide=0.25),
@@ -77,7 +81,9 @@ KERNELS = {
     "write_rows_kernel": Kernel(wide=0.0),  # numbers that lie apart
     "fill_pending_kernel": Kernel(wide=0.0),  # a number of each row
     "tile_maxima_kernel": Kernel(of_layer=("SPARE",)),
-    "edit_kernel": Kernel(of_layer=("ADDS",), warps=16, wide=0.0),  # of words and logits that lie apart
+    "edit_kernel": Kernel(
+        of_layer=("ADDS",), warps=16, wide=0.0
+    ),  # of words and logits that lie apart
     # edited logits are in float32; a row for each program; loads come ahead of their use
     "choose_token_kernel": Kernel(of_layer=("SPARE",), warps=16),
 }
@@ -91,7 +97,9 @@ class Case:
     launch: Callable[[int], None]
 
 
-def common(hidden: int, inner: int, heads: int, kv_heads: int, head_dim: int, vocab: int) -> dict[str, Any]:
+def common(
+    hidden: int, inner: int, heads: int, kv_heads: int, head_dim: int, vocab: int
+) -> dict[str, Any]:
     """What every config.json has; two layers, since of some models every other one has a window."""
     return {
         "hidden_size": hidden, "intermediate_size": inner, "num_attention_heads": heads,
@@ -109,9 +117,18 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
         "Gemma2ForCausalLM",
         {**common(3584, 14_336, 16, 8, 256, 256_000), "hidden_activation": "gelu_pytorch_tanh"},
     ),
-    "gpt-oss-20b": ("GptOssForCausalLM", {**common(2880, 2880, 64, 8, 64, 201_088), "num_local_experts": 32}),
-    "Qwen3.5-9B": ("Qwen3_5ForCausalLM", {**common(4096, 12_288, 16, 4, 256, 248_320), "full_attention_interval": 2}),
-    "Qwen3-30B-A3B": ("Qwen3MoeForCausalLM", {**common(2048, 6144, 32, 4, 128, 151_936), "norm_topk_prob": True}),
+    "gpt-oss-20b": (
+        "GptOssForCausalLM",
+        {**common(2880, 2880, 64, 8, 64, 201_088), "num_local_experts": 32},
+    ),
+    "Qwen3.5-9B": (
+        "Qwen3_5ForCausalLM",
+        {**common(4096, 12_288, 16, 4, 256, 248_320), "full_attention_interval": 2},
+    ),
+    "Qwen3-30B-A3B": (
+        "Qwen3MoeForCausalLM",
+        {**common(2048, 6144, 32, 4, 128, 151_936), "norm_topk_prob": True},
+    ),
 }
 
 
@@ -122,25 +139,38 @@ def model_case(name: str, dtype: torch.dtype = torch.bfloat16, *, fp8: bool = Fa
 
 
 @cache
-def meta_model(name: str, dtype: torch.dtype, fp8: bool) -> tuple[DecoderForCausalLM, TritonBackend, KVCache]:
+def meta_model(
+    name: str, dtype: torch.dtype, fp8: bool
+) -> tuple[DecoderForCausalLM, TritonBackend, KVCache]:
     """The model as it is on an H200, with weights that have no values."""
     architecture, values = MODELS[name]
     with tempfile.TemporaryDirectory() as folder:
-        (Path(folder) / "config.json").write_text(json.dumps({"architectures": [architecture], **values}))
+        (Path(folder) / "config.json").write_text(
+            json.dumps({"architectures": [architecture], **values})
+        )
         model_config = read_model_config(Path(folder))
     config = read_decoder_config(model_config, decoder_flags(architecture))
     backend = TritonBackend(torch.device("cpu"))
     backend._num_processors = PROCESSORS
     with META:
-        rotaries = [RotaryEmbedding(rope, MAX_MODEL_LEN, dtype=dtype, device=META) for rope in config.ropes]
+        rotaries = [
+            RotaryEmbedding(rope, MAX_MODEL_LEN, dtype=dtype, device=META) for rope in config.ropes
+        ]
         model = DecoderForCausalLM(DecoderParts(config, TensorParallel(), backend, dtype), rotaries)
         for module in model.modules():
             if isinstance(module, WeightedModule):
                 module.finish_loading()
     layers = model.attention_layers
-    scales = [2 * (torch.empty(layer.num_kv_heads, device=META),) for layer in layers] if fp8 else None
+    scales = (
+        [2 * (torch.empty(layer.num_kv_heads, device=META),) for layer in layers] if fp8 else None
+    )
     cache = KVCache(
-        layers, num_blocks=4, block_size=BLOCK_SIZE, dtype=FP8 if fp8 else dtype, device=META, scales=scales
+        layers,
+        num_blocks=4,
+        block_size=BLOCK_SIZE,
+        dtype=FP8 if fp8 else dtype,
+        device=META,
+        scales=scales,
     )
     cache.states = StatePool(model.states, 4, META)
     return model, backend, cache
@@ -169,7 +199,9 @@ def batches(backend: TritonBackend, num_rows: int) -> Iterator[ForwardBatch]:
 
     def make(step: StepBatch, attention: Any) -> ForwardBatch:
         tokens = torch.zeros(len(step.token_ids), dtype=torch.int64, device=META)
-        return ForwardBatch(tokens, tokens, tokens, tokens, attention, state_parts(step.state_parts, META))
+        return ForwardBatch(
+            tokens, tokens, tokens, tokens, attention, state_parts(step.state_parts, META)
+        )
 
     decodes = make_step([1] * num_rows, [1000 + num_rows] * num_rows, BLOCK_SIZE, 4)
     ints = torch.zeros(num_rows, dtype=torch.int32, device=META)
@@ -189,7 +221,9 @@ def store_alone(num_rows: int) -> None:
 
 def advance_alone(num_rows: int) -> None:
     """The rows of a recorded step, as they lie in an engine."""
-    static = StaticRows(max(num_rows, 256), MAX_MODEL_LEN // BLOCK_SIZE, BLOCK_SIZE, META, lambda *_: None)
+    static = StaticRows(
+        max(num_rows, 256), MAX_MODEL_LEN // BLOCK_SIZE, BLOCK_SIZE, META, lambda *_: None
+    )
     TritonBackend(torch.device("cpu")).advance(static.state.first(num_rows))
 
 

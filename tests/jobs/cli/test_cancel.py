@@ -23,7 +23,9 @@ ROWS_PER_SHARD, NUM_SHARDS = 3, 32
 
 
 def tokenmill(workers: Workers, *arguments: object) -> str:
-    result = click.testing.CliRunner().invoke(cli.main, ["--url", workers.url, *map(str, arguments)])
+    result = click.testing.CliRunner().invoke(
+        cli.main, ["--url", workers.url, *map(str, arguments)]
+    )
     assert result.exit_code == 0, result.output
     return result.stdout
 
@@ -40,7 +42,9 @@ def test_cancel_stops_the_shards_that_run_and_a_later_submit_resumes(
     output = tmp_path / "out"
     gates = [tmp_path / f"gate-{shard}" for shard in range(NUM_SHARDS)]
     prompts = [f"file:{gate}" for gate in gates for _ in range(ROWS_PER_SHARD)]
-    pq.write_table(pa.table({"prompt": prompts, "id": range(len(prompts))}), tmp_path / "in.parquet")
+    pq.write_table(
+        pa.table({"prompt": prompts, "id": range(len(prompts))}), tmp_path / "in.parquet"
+    )
     submit = ("submit", tmp_path / "in.parquet", output, "--rows-per-shard", ROWS_PER_SHARD)
     workers.start(TOKENMILL_MAX_NUM_SEQS="12", TOKENMILL_PREFETCH="0")
     run = tokenmill(workers, *submit).strip()
@@ -50,7 +54,9 @@ def test_cancel_stops_the_shards_that_run_and_a_later_submit_resumes(
     for shard in first:
         gates[shard].touch()
     wait_until(lambda: all((output / part_name(shard)).exists() for shard in first))
-    wait_until(lambda: len(set(held_shards(workers, run)) - set(first)) >= 4)  # as many fill the batch
+    wait_until(
+        lambda: len(set(held_shards(workers, run)) - set(first)) >= 4
+    )  # as many fill the batch
     wait_until(lambda: not set(held_shards(workers, run)) & set(first))
 
     cancelled = tokenmill(workers, "cancel", output)
@@ -60,8 +66,12 @@ def test_cancel_stops_the_shards_that_run_and_a_later_submit_resumes(
     assert stopped >= 4, "four fill the batch, and as many more may be claimed ahead"
     assert removed >= 4, "a worker claimed the whole run"
     wait_until(lambda: not leftovers(redis, "bulk"))
-    assert f"{len(first)} of {NUM_SHARDS} done, 0 started, {left} left" in tokenmill(workers, "status", run)
-    statuses = [redis.hget(f"rq:job:{shard_job_id(run, shard)}", "status") for shard in range(NUM_SHARDS)]
+    assert f"{len(first)} of {NUM_SHARDS} done, 0 started, {left} left" in tokenmill(
+        workers, "status", run
+    )
+    statuses = [
+        redis.hget(f"rq:job:{shard_job_id(run, shard)}", "status") for shard in range(NUM_SHARDS)
+    ]
     assert statuses.count(JobStatus.STOPPED.encode()) == stopped
     assert workers.queue("bulk").job_ids == []
     kept = ["_journal", "_keys", "_plan.json", *map(part_name, first)]
@@ -69,11 +79,15 @@ def test_cancel_stops_the_shards_that_run_and_a_later_submit_resumes(
     assert "cancelled" in tokenmill(workers, "status", run)
 
     assert "requeued 0 jobs" in tokenmill(workers, "requeue", "--queue", "bulk", "--all")
-    (one, *_) = [shard for shard, status in enumerate(statuses) if status == JobStatus.STOPPED.encode()]
+    (one, *_) = [
+        shard for shard, status in enumerate(statuses) if status == JobStatus.STOPPED.encode()
+    ]
     workers.rq("requeue", "-S", "json", "--queue", "bulk", shard_job_id(run, one))
     requeued = workers.job(shard_job_id(run, one))
     wait_until(lambda: requeued.get_status() == JobStatus.FAILED)
-    assert "`tokenmill submit` with the same arguments resumes it" in str(workers.result(requeued).exc_string)
+    assert "`tokenmill submit` with the same arguments resumes it" in str(
+        workers.result(requeued).exc_string
+    )
 
     written = {shard: (output / part_name(shard)).stat().st_mtime_ns for shard in first}
     for gate in gates:

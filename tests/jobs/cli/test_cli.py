@@ -15,8 +15,12 @@ from tests.jobs.conftest import Invoke
 from tests.jobs.local_runs import Runs
 
 
-def test_submit_prints_the_run_and_enqueues_only_its_planning(runs: Runs, invoke: Invoke, source: Path) -> None:
-    result = invoke("submit", source, runs.output, "--max-tokens", 5, "--temperature", 0, "--stop", "x")
+def test_submit_prints_the_run_and_enqueues_only_its_planning(
+    runs: Runs, invoke: Invoke, source: Path
+) -> None:
+    result = invoke(
+        "submit", source, runs.output, "--max-tokens", 5, "--temperature", 0, "--stop", "x"
+    )
     assert result.exit_code == 0, result.output
     run = result.stdout.strip()
     (job,) = runs.jobs
@@ -27,13 +31,23 @@ def test_submit_prints_the_run_and_enqueues_only_its_planning(runs: Runs, invoke
     assert len(runs.jobs) == 1
 
 
-ASKED, LAST = {"name": "a", "template": "{prompt}", "sampling": {"stop": "."}}, {"name": "b", "template": "{a}"}
+ASKED, LAST = (
+    {"name": "a", "template": "{prompt}", "sampling": {"stop": "."}},
+    {"name": "b", "template": "{a}"},
+)
 SAMPLING_OPTIONS = [
     *("--sampling", '{"presence_penalty": 2, "min_tokens": 1}', "--presence-penalty", 0.5),
     *("--frequency-penalty", -1, "--repetition-penalty", 1.2, "--logit-bias", '{"5": 2.5}'),
     *("--allowed-token-ids", "[5, 6]", "--bad-words", "no, never", "--bad-words", "maybe"),
     *("--structured-outputs", '{"json": {"b": 1, "a": 2}}', "--truncate-prompt-tokens", -1),
-    *("--include-stop-str-in-output", "--no-skip-special-tokens", "--logprobs", 5, "--prompt-logprobs", 0),
+    *(
+        "--include-stop-str-in-output",
+        "--no-skip-special-tokens",
+        "--logprobs",
+        5,
+        "--prompt-logprobs",
+        0,
+    ),
 ]
 SAMPLING = {
     "presence_penalty": 0.5, "min_tokens": 1, "frequency_penalty": -1.0, "repetition_penalty": 1.2,
@@ -46,11 +60,30 @@ SAMPLING = {
 @pytest.mark.parametrize(
     ("options", "wanted"),
     [
-        (SAMPLING_OPTIONS, {"sampling": SAMPLING}),  # an option goes before the same value of --sampling
+        (
+            SAMPLING_OPTIONS,
+            {"sampling": SAMPLING},
+        ),  # an option goes before the same value of --sampling
         (["--keep", ""], {"keep": []}),
         (
-            ["--keep", '"x,y",id', "--keep", "prompt", "--output-prefix", "o_", "--limit", 2, "--n", 2],
-            {"keep": ["id", "prompt", "x,y"], "output_prefix": "o_", "limit": 2, "sampling": {"n": 2}},
+            [
+                "--keep",
+                '"x,y",id',
+                "--keep",
+                "prompt",
+                "--output-prefix",
+                "o_",
+                "--limit",
+                2,
+                "--n",
+                2,
+            ],
+            {
+                "keep": ["id", "prompt", "x,y"],
+                "output_prefix": "o_",
+                "limit": 2,
+                "sampling": {"n": 2},
+            },
         ),
         (["--template", "{t}", "--default", "t=not = known"], {"defaults": {"t": "not = known"}}),
         (["--single-file", "--output-format", "csv"], {"single_file": "csv"}),
@@ -62,30 +95,51 @@ SAMPLING = {
             ["--format", "openai-batch", "--model-alias", "gpt-4o", "--model-alias", "gpt-4"],
             {"input_format": "openai-batch", "model_alias": ["gpt-4o", "gpt-4"]},
         ),
-        (["--logprobs", 5, "--logprob-type", "float16"], {"sampling": {"logprobs": 5}, "logprob_type": "float16"}),
+        (
+            ["--logprobs", 5, "--logprob-type", "float16"],
+            {"sampling": {"logprobs": 5}, "logprob_type": "float16"},
+        ),
         (
             ["--prompt", "a={prompt} = In short:", "--prompt", "b={a}"],
-            {"prompts": [{"name": "a", "template": "{prompt} = In short:"}, {"name": "b", "template": "{a}"}]},
+            {
+                "prompts": [
+                    {"name": "a", "template": "{prompt} = In short:"},
+                    {"name": "b", "template": "{a}"},
+                ]
+            },
         ),
         (["--prompts", json.dumps([ASKED])], {"prompts": [ASKED]}),
         (
             ["--template", "{prompt}", "--labels", "yes, no", "--calibrate"],
             {"labels": ["yes", "no"], "calibrate": True},
         ),
-        (["--prompts", json.dumps([ASKED, LAST]), "--labels", "yes,no"], {"prompts": [ASKED, LAST]}),
+        (
+            ["--prompts", json.dumps([ASKED, LAST]), "--labels", "yes,no"],
+            {"prompts": [ASKED, LAST]},
+        ),
         (
             ["--column", "max_tokens=a=b", "--column", "temperature=t"],
             {"sampling_columns": {"max_tokens": "a=b", "temperature": "t"}},
         ),
         (["--check-schema", "schema.json"], {"check": {"json": {"type": "object"}}}),
-        (["--check-regex", "a+", "--max-attempts", 5], {"check": {"regex": "a+"}, "max_attempts": 5}),
-        (["--check-function", "m.f", "--check-columns", "t"], {"check": {"function": "m.f"}, "check_columns": ["t"]}),
+        (
+            ["--check-regex", "a+", "--max-attempts", 5],
+            {"check": {"regex": "a+"}, "max_attempts": 5},
+        ),
+        (
+            ["--check-function", "m.f", "--check-columns", "t"],
+            {"check": {"function": "m.f"}, "check_columns": ["t"]},
+        ),
         (["--continue-on-length"], {"continue_on_length": True}),
     ],
     ids=lambda value: str(value[0]) if isinstance(value, list) else "",
 )
 def test_what_is_asked_reaches_the_planning(
-    runs: Runs, invoke: Invoke, options: list[object], wanted: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+    runs: Runs,
+    invoke: Invoke,
+    options: list[object],
+    wanted: dict[str, Any],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.chdir(runs.source.parent)
     runs.write(["a"], t=[0], **{"a=b": [3], "x,y": [1]})
@@ -123,8 +177,14 @@ def test_submitting_twice_plans_once_and_again_after_the_end(
     [
         (["--sampling", "{"], "not JSON"),
         (["--template", "a", "--messages-template", "[]"], "give one"),
-        (["--template", "{a}", "--prompt-column", "prompt"], "--prompt-column and --template each say"),
-        (["--template-file", "/no/such/file"], "--template-file /no/such/file cannot be read: No such file"),
+        (
+            ["--template", "{a}", "--prompt-column", "prompt"],
+            "--prompt-column and --template each say",
+        ),
+        (
+            ["--template-file", "/no/such/file"],
+            "--template-file /no/such/file cannot be read: No such file",
+        ),
         (["--sampling", '{"max_tokns": 5}'], "did you mean max_tokens?"),
         (["--rows-per-shard", "0"], "from 1"),
         (["--prompt", "{text}"], "expected NAME=TEMPLATE"),
@@ -152,7 +212,10 @@ def test_a_template_may_come_from_a_file(
     runs: Runs, invoke: Invoke, source: Path, redis: Redis, tmp_path: Path
 ) -> None:
     template = tmp_path / "template.txt"
-    for text in ("Is this good?\n\n{prompt}\n", "\ufeffIs this good?\n\n{prompt}\r\n"):  # as editors save it
+    for text in (
+        "Is this good?\n\n{prompt}\n",
+        "\ufeffIs this good?\n\n{prompt}\r\n",
+    ):  # as editors save it
         template.write_bytes(text.encode())
         assert invoke("submit", source, runs.output, "--template-file", template).exit_code == 0
         (job,) = runs.jobs
@@ -177,7 +240,9 @@ def test_an_unknown_run_is_said_clearly(invoke: Invoke) -> None:
 
 
 def test_a_redis_that_is_not_there_is_one_line(tmp_path: Path) -> None:
-    result = click.testing.CliRunner().invoke(cli.main, ["--url", f"unix://{tmp_path}/none", "status", "0" * 16])
+    result = click.testing.CliRunner().invoke(
+        cli.main, ["--url", f"unix://{tmp_path}/none", "status", "0" * 16]
+    )
     assert result.exit_code == 1
     assert "RQ_REDIS_URL" in result.output
     assert "Traceback" not in result.output

@@ -31,7 +31,9 @@ def _server(redis_url: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RQ_REDIS_URL", redis_url)
 
 
-def test_a_run_is_submitted_awaited_and_read(runs: Runs, redis: Redis, source: Path, invoke: Invoke) -> None:
+def test_a_run_is_submitted_awaited_and_read(
+    runs: Runs, redis: Redis, source: Path, invoke: Invoke
+) -> None:
     output = runs.output
     run = jobs.submit(source, output, max_tokens=3, temperature=0, rows_per_shard=2)
     assert run.status().state == "planning"
@@ -69,7 +71,9 @@ def test_a_run_is_submitted_awaited_and_read(runs: Runs, redis: Redis, source: P
     ],
     ids=["pandas", "polars", "arrow", "reader"],
 )
-def test_tables_are_written_beside_the_output_and_scored(given: Any, runs: Runs, tmp_path: Path) -> None:
+def test_tables_are_written_beside_the_output_and_scored(
+    given: Any, runs: Runs, tmp_path: Path
+) -> None:
     run = jobs.submit(given, runs.output)
     (file,) = (tmp_path / "out.input").iterdir()
     assert file.suffix == ".parquet"
@@ -121,7 +125,12 @@ def test_options_have_the_command_lines_names(source: Path, tmp_path: Path, invo
         default={"prompt": "-"},
         stop=["x"],
     )
-    options = ["--messages-template", '[{"role": "user", "content": "{prompt}"}]', "--check-regex", "a+"]
+    options = [
+        "--messages-template",
+        '[{"role": "user", "content": "{prompt}"}]',
+        "--check-regex",
+        "a+",
+    ]
     options += ["--single-file", "--output-format", "csv", "--default", "prompt=-", "--stop", "x"]
     assert invoke("submit", source, tmp_path / "out", *options).stdout.strip() == run.id
 
@@ -160,8 +169,12 @@ for call in (run.table, run.errors, lambda: jobs.submit(object(), {str(tmp_path 
     assert [job.func_name for job in queued_jobs(redis)] == ["jobs.score_parquet"]
 
 
-def test_a_misspelt_argument_is_refused_with_those_that_there_are(source: Path, tmp_path: Path) -> None:
-    with pytest.raises(errors.InvalidJob, match=r"'temperatur' is no argument of jobs.submit, which .*temperature"):
+def test_a_misspelt_argument_is_refused_with_those_that_there_are(
+    source: Path, tmp_path: Path
+) -> None:
+    with pytest.raises(
+        errors.InvalidJob, match=r"'temperatur' is no argument of jobs.submit, which .*temperature"
+    ):
         jobs.submit(source, tmp_path / "out", temperatur=0)
 
 
@@ -179,7 +192,9 @@ def every_extension_type() -> pd.DataFrame:
         "datetimetz": days.tz_localize("Europe/Berlin"),
         "period": days.to_period("M"),
     }
-    return pd.DataFrame({"prompt": ["b", "a", "c"], **columns}, index=pd.Index([7, 5, 3], name="key"))
+    return pd.DataFrame(
+        {"prompt": ["b", "a", "c"], **columns}, index=pd.Index([7, 5, 3], name="key")
+    )
 
 
 def test_a_frame_comes_back_with_its_types_and_index(runs: Runs) -> None:
@@ -204,7 +219,12 @@ def test_a_run_that_was_refused_gives_none_of_the_rows_of_the_run_that_its_folde
     with pytest.raises(errors.OutputHoldsAnotherRun):
         runs.work()
     redis.delete("rq:queue:bulk")
-    for read in (refused.frame, refused.table, refused.errors, lambda: refused.retry(runs.output.parent / "new")):
+    for read in (
+        refused.frame,
+        refused.table,
+        refused.errors,
+        lambda: refused.retry(runs.output.parent / "new"),
+    ):
         with pytest.raises(RunNotHere, match=f"there is run {first.id}, not this one"):
             read()
     assert first.table().num_rows == 5

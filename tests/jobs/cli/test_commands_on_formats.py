@@ -28,7 +28,10 @@ LINES = "".join(json.dumps(row) + "\n" for row in ROWS)
 
 
 def csv_text(delimiter: str) -> str:
-    return "".join(f"{name}{delimiter}{number}\n" for name, number in [("prompt", "id"), *map(dict.values, ROWS)])
+    return "".join(
+        f"{name}{delimiter}{number}\n"
+        for name, number in [("prompt", "id"), *map(dict.values, ROWS)]
+    )
 
 
 #: A file's name, what writes it, and the options that say how it is written.
@@ -36,7 +39,10 @@ INPUTS: dict[str, tuple[Callable[[Path], Any], tuple[str, ...]]] = {
     "in.parquet": (lambda path: pq.write_table(pa.Table.from_pylist(ROWS), path), ()),
     "in.csv": (lambda path: path.write_text(csv_text(",")), ()),
     "in.tsv": (lambda path: path.write_text(csv_text("\t")), ()),
-    "semicolons.csv": (lambda path: path.write_text(csv_text(";")), ("--delimiter", ";", "--decimal", ",")),
+    "semicolons.csv": (
+        lambda path: path.write_text(csv_text(";")),
+        ("--delimiter", ";", "--decimal", ","),
+    ),
     "wide.csv": (lambda path: path.write_text(csv_text(","), "utf-16"), ("--encoding", "utf-16")),
     "in.jsonl": (lambda path: path.write_text(LINES), ()),
     "in.txt": (lambda path: path.write_text(LINES), ("--input-format", "jsonl")),
@@ -47,7 +53,9 @@ INPUTS: dict[str, tuple[Callable[[Path], Any], tuple[str, ...]]] = {
 @pytest.fixture
 def context(make_context: MakeContext) -> MakeContext:
     """Contexts of workers that can count tokens."""
-    meter = PromptMeter(lambda prompt, messages, options: [ord(each) for each in prompt or str(messages)], 64, 16)
+    meter = PromptMeter(
+        lambda prompt, messages, options: [ord(each) for each in prompt or str(messages)], 64, 16
+    )
     return lambda: replace(make_context(), meter=lambda: meter)
 
 
@@ -73,7 +81,9 @@ def work(redis: Redis, make_context: Callable[[], JobContext]) -> None:
 
 
 @pytest.mark.parametrize("name", INPUTS)
-def test_every_command_works_on_every_format(invoke: Invoke, runs: Runs, tmp_path: Path, name: str) -> None:
+def test_every_command_works_on_every_format(
+    invoke: Invoke, runs: Runs, tmp_path: Path, name: str
+) -> None:
     write, dialect = INPUTS[name]
     source, output = tmp_path / name, tmp_path / "out"
     write(source)
@@ -86,10 +96,14 @@ def test_every_command_works_on_every_format(invoke: Invoke, runs: Runs, tmp_pat
 
     assert "prompt: p0 0" in says("preview", source, "--rows", 2, *asked)
     assert "answer" not in says("preview", source, "--no-answers", *asked)
-    assert "rows     6, of which 0 would fail" in says("submit", source, output, "--dry-run", *asked)
+    assert "rows     6, of which 0 would fail" in says(
+        "submit", source, output, "--dry-run", *asked
+    )
     assert not output.exists()
     assert "finished" in says("submit", source, output, "--wait", "--rows-per-shard", 2, *asked)
-    assert "finished" in says("submit", source, output, "--wait", "--rows-per-shard", 2, *asked)  # it stays as it is
+    assert "finished" in says(
+        "submit", source, output, "--wait", "--rows-per-shard", 2, *asked
+    )  # it stays as it is
     assert "6 of 6" in says("status", output)
     assert "6/6" in says("runs", "--state", "finished")
     assert "P5 5" in says("tail", output, "-n", 1, "--prompts")
@@ -106,7 +120,10 @@ def test_every_command_works_on_every_format(invoke: Invoke, runs: Runs, tmp_pat
 def test_a_preview_shows_what_a_chat_has_beside_its_texts(invoke: Invoke, tmp_path: Path) -> None:
     call = {"type": "function", "function": {"name": "weather", "arguments": {"days": 24}}}
     tool = {"type": "function", "function": {"name": "weather"}}
-    chat = [{"role": "user", "content": "Rome?"}, {"role": "assistant", "content": "", "tool_calls": [call]}]
+    chat = [
+        {"role": "user", "content": "Rome?"},
+        {"role": "assistant", "content": "", "tool_calls": [call]},
+    ]
     (tmp_path / "in.jsonl").write_text(json.dumps({"chat": chat, "tools": [tool]}) + "\n")
     options = ("--messages-column", "chat", "--column", "tools=tools", "--no-answers")
     result = invoke("preview", tmp_path / "in.jsonl", *options)
@@ -118,7 +135,9 @@ def test_a_preview_shows_what_a_chat_has_beside_its_texts(invoke: Invoke, tmp_pa
 
 
 @pytest.mark.parametrize("command", ["preview", "submit", "dry run"])
-def test_every_look_at_a_file_names_its_encoding(invoke: Invoke, tmp_path: Path, command: str) -> None:
+def test_every_look_at_a_file_names_its_encoding(
+    invoke: Invoke, tmp_path: Path, command: str
+) -> None:
     source = tmp_path / "in.csv"
     source.write_text("prompt\nMüller\n", "cp1252")
     commands = {

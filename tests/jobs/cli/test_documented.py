@@ -14,7 +14,9 @@ from jobs.cli import main
 from worker.settings import WorkerSettings
 
 ROOT = Path(__file__).parents[3]
-PAGES = "\n".join(page.read_text() for page in (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))))
+PAGES = "\n".join(
+    page.read_text() for page in (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")))
+)
 
 #: Workers enqueue these among themselves.
 INTERNAL = {"score_shard", "survey_parquet", "verify_rows"}
@@ -47,7 +49,12 @@ def test_each_argument_of_a_job_function_is_documented() -> None:
 
 
 def test_the_table_of_settings_has_each_and_no_other() -> None:
-    table = (ROOT / "docs/operator.md").read_text().partition("\n## Settings\n")[2].partition("\n\n## ")[0]
+    table = (
+        (ROOT / "docs/operator.md")
+        .read_text()
+        .partition("\n## Settings\n")[2]
+        .partition("\n\n## ")[0]
+    )
     listed = {
         name
         for row in re.findall(r"^\|([^|]*)\|", table, re.MULTILINE)

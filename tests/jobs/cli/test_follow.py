@@ -24,10 +24,26 @@ from tests.jobs.local_runs import Runs
 
 def snapshot(**changed: Any) -> RunSnapshot:
     """A run of 100 rows on which one worker works."""
-    nothing = dict.fromkeys(("plan_job", "plan_status", "awaited_model", "stopped", "too_many_errors"))
-    counts = {"rows": 100, "shards": 10, "shards_started": 1, "workers": 1, "queue_length": 9, "failed_jobs": ()}
+    nothing = dict.fromkeys(
+        ("plan_job", "plan_status", "awaited_model", "stopped", "too_many_errors")
+    )
+    counts = {
+        "rows": 100,
+        "shards": 10,
+        "shards_started": 1,
+        "workers": 1,
+        "queue_length": 9,
+        "failed_jobs": (),
+    }
     zeros = dict.fromkeys(("shards_done", "rows_done", "tokens"), 0)
-    facts = {"run": "r", "output": "/out", "queue": "bulk", "cancelled": False, "finished": False, "is_held": False}
+    facts = {
+        "run": "r",
+        "output": "/out",
+        "queue": "bulk",
+        "cancelled": False,
+        "finished": False,
+        "is_held": False,
+    }
     return RunSnapshot(**{**nothing, **counts, **zeros, **facts, **changed})  # type: ignore[arg-type]
 
 
@@ -112,12 +128,22 @@ def test_following_shows_rows_until_the_run_ends(runs: Runs, redis: Redis, sourc
     assert shown.warnings == []
 
 
-def test_following_keeps_waiting_and_says_that_no_worker_listens(runs: Runs, redis: Redis, source: Path) -> None:
+def test_following_keeps_waiting_and_says_that_no_worker_listens(
+    runs: Runs, redis: Redis, source: Path
+) -> None:
     run = runs.plan(source)["run"]
     redis.sadd("rq:workers", "rq:worker:dead")  # killed: its key has expired
-    events = [lambda: None, lambda: add_worker(redis, "w"), lambda: redis.delete("rq:worker:w"), lambda: runs.work()]
+    events = [
+        lambda: None,
+        lambda: add_worker(redis, "w"),
+        lambda: redis.delete("rq:worker:w"),
+        lambda: runs.work(),
+    ]
     clock, shown = WorkersClock(*events), Shown()
-    assert follow(lambda: read_snapshot(redis, run), clock.sleep, shown.show, shown.warn).end is End.FINISHED
+    assert (
+        follow(lambda: read_snapshot(redis, run), clock.sleep, shown.show, shown.warn).end
+        is End.FINISHED
+    )
     assert ["no worker" in text for text in shown.warnings] == [True, True]
     assert "rq worker" in shown.warnings[0]
 
@@ -133,7 +159,9 @@ def test_a_second_model_that_nobody_serves_is_told_once_each_time() -> None:
     assert lacking.to_object()["awaited_second"] == "large"
 
 
-def test_following_ends_when_only_failed_shards_are_left(runs: Runs, redis: Redis, source: Path) -> None:
+def test_following_ends_when_only_failed_shards_are_left(
+    runs: Runs, redis: Redis, source: Path
+) -> None:
     run = runs.plan(source, rows_per_shard=3)["run"]
     first, second = runs.jobs
     redis.zadd("rq:failed:bulk", {f"another's {number}": 9e12 for number in range(MAX_ENTRIES + 1)})
@@ -148,7 +176,9 @@ def test_following_ends_when_someone_emptied_the_queue(
 ) -> None:
     run = runs.plan(source)["run"]
     planned = invoke("submit", source, tmp_path / "other").stdout.strip()
-    clock = WorkersClock(Queue("bulk", redis, serializer=JSONSerializer).empty, lambda: None, lambda: None)
+    clock = WorkersClock(
+        Queue("bulk", redis, serializer=JSONSerializer).empty, lambda: None, lambda: None
+    )
     for name in (run, planned):
         followed = follow(lambda name=name: read_snapshot(redis, name), clock.sleep)
         assert followed.end is End.STRANDED

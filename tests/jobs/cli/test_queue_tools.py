@@ -34,11 +34,19 @@ def failed_jobs(queue: Queue, *job_ids: str, **options: Any) -> list[Job]:
     return jobs
 
 
-def test_a_pickle_written_as_a_job_does_not_run(redis: Redis, redis_url: str, queue: Queue, tmp_path: Path) -> None:
+def test_a_pickle_written_as_a_job_does_not_run(
+    redis: Redis, redis_url: str, queue: Queue, tmp_path: Path
+) -> None:
     mark = tmp_path / "mark"
     bomb = pickle.dumps(Bomb(mark))
-    for job in (*failed_jobs(queue, "failed"), queue.enqueue("jobs.complete", "a", job_id="abandoned")):
-        redis.hset(job.key, mapping={"data": bomb, "meta": bomb, "result": bomb, "success_callback_name": "x"})
+    for job in (
+        *failed_jobs(queue, "failed"),
+        queue.enqueue("jobs.complete", "a", job_id="abandoned"),
+    ):
+        redis.hset(
+            job.key,
+            mapping={"data": bomb, "meta": bomb, "result": bomb, "success_callback_name": "x"},
+        )
     redis.zadd("rq:wip:bulk", {"abandoned:execution": 1})
     redis.hset("rq:worker:w", mapping={"state": "busy", "queues": "bulk", "current_job": "failed"})
     redis.sadd("rq:workers", "rq:worker:w")
@@ -46,7 +54,9 @@ def test_a_pickle_written_as_a_job_does_not_run(redis: Redis, redis_url: str, qu
     assert shown.exit_code == 0
     assert "1 waiting, 1 executing, 0 scheduled, 0 deferred, 0 finished, 1 failed" in shown.output
     assert "worker w: busy on bulk, job failed" in shown.output
-    assert tokenmill(redis_url, "requeue", "--queue", "bulk", "failed").output == "requeued 1 jobs\n"
+    assert (
+        tokenmill(redis_url, "requeue", "--queue", "bulk", "failed").output == "requeued 1 jobs\n"
+    )
     assert queue.job_ids == ["abandoned", "failed"]
     assert not mark.exists()
 
@@ -74,11 +84,15 @@ def test_requeue_all_takes_the_oldest_up_to_its_limit_and_names_those_that_are_g
         "requeued 2 jobs\n1 are listed as failed but gone: job-000\n"
     )
     assert queue.job_ids == ids[1:3]
-    assert tokenmill(redis_url, "requeue", "--queue", "bulk", "--all").output.startswith("requeued 247 jobs\n")
+    assert tokenmill(redis_url, "requeue", "--queue", "bulk", "--all").output.startswith(
+        "requeued 247 jobs\n"
+    )
     assert queue.job_ids == ids[1:]
 
 
-def test_jobs_of_a_cancelled_run_are_not_requeued_and_hide_no_other(redis: Redis, redis_url: str, queue: Queue) -> None:
+def test_jobs_of_a_cancelled_run_are_not_requeued_and_hide_no_other(
+    redis: Redis, redis_url: str, queue: Queue
+) -> None:
     run, other = "0123456789abcdef", "f123456789abcdef"
     of_run = [f"{run}-{shard:05}" for shard in range(210)]
     failed_jobs(queue, *of_run, f"{run}-00001-2", f"{run}-plan", f"{other}-00000", "prompt")
@@ -87,16 +101,23 @@ def test_jobs_of_a_cancelled_run_are_not_requeued_and_hide_no_other(redis: Redis
     one = tokenmill(redis_url, "requeue", "--queue", "bulk", of_run[0], f"{other}-00000")
     assert one.exit_code == 1
     assert one.output.startswith("requeued 1 jobs\n")
-    assert f"1 not requeued: {of_run[0]}: `tokenmill submit` with the same arguments resumes a run" in one.output
+    assert (
+        f"1 not requeued: {of_run[0]}: `tokenmill submit` with the same arguments resumes a run"
+        in one.output
+    )
     rest = tokenmill(redis_url, "requeue", "--queue", "bulk", "--all", "--limit", "1")
     assert rest.exit_code == 0
     assert rest.output.startswith("requeued 1 jobs\n212 not requeued: ")
     assert queue.job_ids == [f"{other}-00000", "prompt"]
     redis.hdel(f"tokenmill:run:{run}", "cancelled")  # it was submitted again
-    assert tokenmill(redis_url, "requeue", "--queue", "bulk", of_run[0]).output == "requeued 1 jobs\n"
+    assert (
+        tokenmill(redis_url, "requeue", "--queue", "bulk", of_run[0]).output == "requeued 1 jobs\n"
+    )
 
 
-def test_requeue_of_what_has_not_failed_changes_nothing_and_says_so(redis: Redis, redis_url: str, queue: Queue) -> None:
+def test_requeue_of_what_has_not_failed_changes_nothing_and_says_so(
+    redis: Redis, redis_url: str, queue: Queue
+) -> None:
     queue.enqueue("jobs.complete", "a", job_id="waiting")
     before = redis.hgetall("rq:job:waiting")
     shown = tokenmill(redis_url, "requeue", "--queue", "bulk", "waiting", "no\x1b[2Jsuch")
@@ -131,7 +152,9 @@ def test_info_shows_names_that_others_chose_escaped_and_cut(redis: Redis, redis_
     assert all(line.isprintable() for line in shown.splitlines())
 
 
-def test_a_requeued_job_with_a_rate_limit_waits_for_its_slot(redis: Redis, redis_url: str, queue: Queue) -> None:
+def test_a_requeued_job_with_a_rate_limit_waits_for_its_slot(
+    redis: Redis, redis_url: str, queue: Queue
+) -> None:
     queue.enqueue("jobs.complete", "a", rate_limit=RateLimit("one", 1))
     failed_jobs(queue, "failed")
     redis.hset("rq:job:failed", mapping={"rate_limit_key": "one", "rate_limit_concurrency": 1})

@@ -41,7 +41,11 @@ def test_rows_that_failed_are_listed_by_reason_with_file_and_row(
             {"reason": "prompt is null", "rows": 2, "examples": [0, 4]},
         ]
         files = [(each["row"], Path(each["file"]).name, each["file_row"]) for each in told["rows"]]
-        assert files == [(0, "0.parquet", 0), (1, "0.parquet", 1), *((n, "1.parquet", n - 3) for n in (3, 4, 5))]
+        assert files == [
+            (0, "0.parquet", 0),
+            (1, "0.parquet", 1),
+            *((n, "1.parquet", n - 3) for n in (3, 4, 5)),
+        ]
     text = invoke("errors", planned, "--limit", 1).stdout
     assert f"run {planned}: 5 rows with an error" in text
     assert text.count("parquet") == 1
@@ -86,7 +90,9 @@ def test_answers_are_shown_as_they_are_published_and_prompts_only_when_asked(
 
 
 @pytest.mark.parametrize("columns", [{"drop": ["prompt"]}, {"keep": ["id"]}])
-def test_prompts_that_the_output_does_not_have_are_not_shown(runs: Runs, invoke: Invoke, columns: Any) -> None:
+def test_prompts_that_the_output_does_not_have_are_not_shown(
+    runs: Runs, invoke: Invoke, columns: Any
+) -> None:
     runs.write(["a"])
     runs.score(**columns)
     assert invoke("tail", runs.output, "--prompts").stdout == "row 0: A\n"

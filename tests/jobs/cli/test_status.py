@@ -23,7 +23,10 @@ def test_status_counts_what_is_done_started_queued_and_failed(
     done, started, failed, *_ = runs.jobs
     runs.run(done)
     redis.lrem("rq:queue:bulk", 1, started.id)
-    redis.hset(started.key, mapping={"status": "started", "tokenmill_progress": '{"rows_done": 1, "tokens": 9}'})
+    redis.hset(
+        started.key,
+        mapping={"status": "started", "tokenmill_progress": '{"rows_done": 1, "tokens": 9}'},
+    )
     redis.zadd("rq:wip:bulk", {f"{started.id}:abc": 9e12, "other:x": 9e12})
     fail(redis, failed, "jobs.errors.InputChanged: it changed")
     result = invoke("status", run)
@@ -35,7 +38,9 @@ def test_status_counts_what_is_done_started_queued_and_failed(
     assert f"{failed.id}: jobs.errors.InputChanged: it changed" in result.stderr
 
 
-def test_status_of_a_folder_needs_no_key_in_redis(runs: Runs, invoke: Invoke, redis: Redis, source: Path) -> None:
+def test_status_of_a_folder_needs_no_key_in_redis(
+    runs: Runs, invoke: Invoke, redis: Redis, source: Path
+) -> None:
     run = runs.plan(source, rows_per_shard=2)["run"]
     assert f"run {run}: running" in invoke("status", runs.output).stdout
     first, *rest = runs.jobs
@@ -54,7 +59,9 @@ def test_status_of_a_folder_needs_no_key_in_redis(runs: Runs, invoke: Invoke, re
     assert "PlanDamaged" in invoke("status", runs.output).output
 
 
-def test_what_others_wrote_steers_no_terminal(invoke: Invoke, redis: Redis, source: Path, tmp_path: Path) -> None:
+def test_what_others_wrote_steers_no_terminal(
+    invoke: Invoke, redis: Redis, source: Path, tmp_path: Path
+) -> None:
     run = invoke("submit", source, tmp_path / "out").stdout.strip()
     (job,) = queued_jobs(redis)
     fail(redis, job, "ValueError: \x1b[2J\x1b]0;title\x07" + "x" * 5000)
@@ -116,12 +123,21 @@ def test_a_folder_names_its_run_before_it_is_planned_and_however_it_is_written(
 
 @pytest.mark.parametrize("options", [(), ("--wait",)])
 def test_submit_waits_for_the_verdict_of_a_planning_that_is_soon_there(
-    invoke: Invoke, redis: Redis, source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, options: tuple[str]
+    invoke: Invoke,
+    redis: Redis,
+    source: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    options: tuple[str],
 ) -> None:
     add_worker(redis, "w")
 
     def planning_fails(seconds: float) -> None:
-        fail(redis, queued_jobs(redis)[0], "jobs.errors.MissingColumn: no column 'prompt'\ntokenmill: client")
+        fail(
+            redis,
+            queued_jobs(redis)[0],
+            "jobs.errors.MissingColumn: no column 'prompt'\ntokenmill: client",
+        )
 
     monkeypatch.setattr(status_text.time, "sleep", planning_fails)
     result = invoke("submit", source, tmp_path / "out", *options)
@@ -147,7 +163,9 @@ def test_submitting_a_finished_run_says_that_it_is_already_finished(
     runs.plan(source)
     runs.work()
     add_worker(redis, "w")
-    monkeypatch.setattr(status_text.time, "sleep", lambda seconds: plan_as_a_worker(redis, runs.context))
+    monkeypatch.setattr(
+        status_text.time, "sleep", lambda seconds: plan_as_a_worker(redis, runs.context)
+    )
     result = invoke("submit", source, runs.output)
     assert result.exit_code == 0
     assert "the run is already finished: its 5 rows are in" in result.stderr

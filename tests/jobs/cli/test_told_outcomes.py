@@ -36,7 +36,9 @@ def page(redis: Redis) -> Iterator[TestClient]:
 def answered(request: Any) -> FakeCompletion:
     """Answers that no check takes but those to "good", and one that is cut."""
     text = "yes" if request.prompt == "good" else "?"
-    return FakeCompletion(text, 0, [1], "length" if request.prompt.startswith("long") else "stop", 1)
+    return FakeCompletion(
+        text, 0, [1], "length" if request.prompt.startswith("long") else "stop", 1
+    )
 
 
 def test_rows_that_failed_their_check_or_were_cut_are_counted_on_every_surface(
@@ -53,7 +55,11 @@ def test_rows_that_failed_their_check_or_were_cut_are_counted_on_every_surface(
     for command in (("status", name), ("errors", output)):
         as_json = json.loads(invoke(*command, "--json").stdout)
         assert (as_json["errors"], as_json["failed_checks"], as_json["cut"]) == (1, 3, 1)
-    assert (runs.manifest["errors"], runs.manifest["failed_checks"], runs.manifest["cut"]) == (1, 3, 1)
+    assert (runs.manifest["errors"], runs.manifest["failed_checks"], runs.manifest["cut"]) == (
+        1,
+        3,
+        1,
+    )
     assert told in (output / "_report.html").read_text()
     shown = text_of(page.get(f"/runs/{name}").text)
     assert "Failed their check 3" in shown
@@ -70,7 +76,9 @@ def planning_that_failed(redis: Redis, invoke: Invoke, tmp_path: Path) -> tuple[
     run = invoke("submit", tmp_path / "in.parquet", tmp_path / "out").stdout.strip()
     (job,) = queued_jobs(redis)
     redis.zadd("tokenmill:held:bulk", {"me": 1})
-    tell_failed(redis, job.id, Lease("tokenmill:held:bulk", "me"), "InputNotFound: there is no such file")
+    tell_failed(
+        redis, job.id, Lease("tokenmill:held:bulk", "me"), "InputNotFound: there is no such file"
+    )
     fail(redis, job, "jobs.errors.InputNotFound: there is no such file")
     return run, job
 
@@ -146,7 +154,9 @@ def test_a_refused_submit_of_a_finished_run_says_that_the_run_is_finished_as_bef
         runs.work()
     runs.write(["new"])
     invoke("submit", source, runs.output)
-    assert read_planned(redis, run).state == "planning", "nobody takes the former end for this one's"
+    assert read_planned(redis, run).state == "planning", (
+        "nobody takes the former end for this one's"
+    )
     with pytest.raises(InputChanged):
         runs.work()
     assert (runs.output / "_SUCCESS").exists()
@@ -154,7 +164,9 @@ def test_a_refused_submit_of_a_finished_run_says_that_the_run_is_finished_as_bef
     fail(redis, job, "jobs.errors.InputChanged: it is another file")
     status = invoke("status", run)
     assert f"run {run}: finished" in status.stdout
-    assert "the last submit was refused: jobs.errors.InputChanged: it is another file" in status.stdout
+    assert (
+        "the last submit was refused: jobs.errors.InputChanged: it is another file" in status.stdout
+    )
     assert "the run is finished as before" in status.stdout
     assert "The run is finished as before" in text_of(page.get(f"/runs/{run}").text)
     with pytest.raises(RunFailed, match=r"it is another file; .* the run is finished as before"):

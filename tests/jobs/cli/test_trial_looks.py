@@ -16,7 +16,9 @@ class Clock:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, then: Any = lambda moment: None) -> None:
         self.moment, self.then = 0.0, then
-        monkeypatch.setattr(trial_commands, "time", SimpleNamespace(monotonic=lambda: self.moment, sleep=self.nap))
+        monkeypatch.setattr(
+            trial_commands, "time", SimpleNamespace(monotonic=lambda: self.moment, sleep=self.nap)
+        )
 
     def nap(self, seconds: float) -> None:
         self.moment += seconds
@@ -39,7 +41,9 @@ def test_a_command_that_waits_for_its_job_looks_for_workers_every_few_seconds(
             redis.hset(key, "status", "finished")
 
     Clock(monkeypatch, answer)
-    monkeypatch.setattr(trial_commands, "last_result", lambda connection, job_id: json.dumps({"rows": 1}))
+    monkeypatch.setattr(
+        trial_commands, "last_result", lambda connection, job_id: json.dumps({"rows": 1})
+    )
     redis.config_resetstat()
     assert trial_commands.try_job(redis, "bulk", "jobs.survey_parquet", {}) == {"rows": 1}
     assert 10 <= looks_for_workers(redis) <= 31

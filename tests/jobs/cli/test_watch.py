@@ -17,7 +17,9 @@ from tests.jobs.runs.test_verify import drawn
 from tokenmill.dashboard.shards_seen import list_shards
 
 
-def test_status_without_a_run_shows_all_of_them(runs: Runs, invoke: Invoke, source: Path, tmp_path: Path) -> None:
+def test_status_without_a_run_shows_all_of_them(
+    runs: Runs, invoke: Invoke, source: Path, tmp_path: Path
+) -> None:
     assert "no run" in invoke("status").stdout
     assert json.loads(invoke("status", "--json").stdout) == []
     done = runs.plan(source, tmp_path / "one")["run"]
@@ -60,7 +62,20 @@ def test_workers_are_listed_with_what_they_serve_and_hold(invoke: Invoke, redis:
     redis.set("tokenmill:worker:w2", json.dumps({**sample, "model": "m"}), ex=3500)
     _, first, second = invoke("workers").stdout.splitlines()
     assert first.split() == [
-        *("w1", "draining", "q54m", "bfloat16", "0.1.0", "high", "bulk", "bulk", "3", "7/64", "0", "0%"),
+        *(
+            "w1",
+            "draining",
+            "q54m",
+            "bfloat16",
+            "0.1.0",
+            "high",
+            "bulk",
+            "bulk",
+            "3",
+            "7/64",
+            "0",
+            "0%",
+        ),
         *(first.split()[-2:]),
     ]
     assert second.split()[:3] == ["w2", "silent", "m"]
@@ -104,7 +119,10 @@ def test_each_run_has_a_line_with_its_state_counts_and_rates(
     runs.run(first)
     first.delete()
     redis.lrem("rq:queue:bulk", 1, started.id)
-    redis.hset(started.key, mapping={"status": "started", "tokenmill_progress": '{"rows_done": 1, "tokens": 9}'})
+    redis.hset(
+        started.key,
+        mapping={"status": "started", "tokenmill_progress": '{"rows_done": 1, "tokens": 9}'},
+    )
     redis.zadd("rq:wip:bulk", {f"{started.id}:abc": 9e12})
     fail(redis, failed, "jobs.errors.InputChanged: it changed")
     waiting = invoke("submit", source, tmp_path / "three").stdout.strip()
@@ -126,10 +144,16 @@ def test_each_run_has_a_line_with_its_state_counts_and_rates(
     for each in found.values():
         detail = read_planned(redis, each.run)
         assert json.loads(json.dumps(detail.to_object())).keys() == each.to_object().keys()
-        assert (detail.state, detail.rows_done, detail.tokens) == (each.state, each.rows_done, each.tokens)
+        assert (detail.state, detail.rows_done, detail.tokens) == (
+            each.state,
+            each.rows_done,
+            each.tokens,
+        )
 
 
-def test_a_list_reads_no_part_and_takes_few_commands(runs: Runs, redis: Redis, tmp_path: Path) -> None:
+def test_a_list_reads_no_part_and_takes_few_commands(
+    runs: Runs, redis: Redis, tmp_path: Path
+) -> None:
     runs.write(["a"] * 60)
     for number in range(3):
         runs.plan(output=tmp_path / f"out{number}", rows_per_shard=1)
@@ -142,9 +166,16 @@ def test_a_list_reads_no_part_and_takes_few_commands(runs: Runs, redis: Redis, t
     assert redis.info("commandstats")["cmdstat_hgetall"]["calls"] == whole
 
 
-def test_what_producers_wrote_over_a_run_hides_no_other_one(runs: Runs, redis: Redis, tmp_path: Path) -> None:
-    whole, odd, gone = (runs.plan(runs.write(["p"]), tmp_path / name)["run"] for name in ("whole", "odd", "gone"))
-    redis.hset(run_key(odd), mapping={"began_at": "odd", "ended_at": "nan", "plan_job": "none", "max_errors": "odd"})
+def test_what_producers_wrote_over_a_run_hides_no_other_one(
+    runs: Runs, redis: Redis, tmp_path: Path
+) -> None:
+    whole, odd, gone = (
+        runs.plan(runs.write(["p"]), tmp_path / name)["run"] for name in ("whole", "odd", "gone")
+    )
+    redis.hset(
+        run_key(odd),
+        mapping={"began_at": "odd", "ended_at": "nan", "plan_job": "none", "max_errors": "odd"},
+    )
     redis.delete(run_key(gone))
     redis.mset({"rq:job:none": 1, run_key(gone): 1})
     assert [each.run for each in list_runs(redis)] == [odd, whole]
@@ -171,7 +202,11 @@ def test_shards_are_told_one_by_one(runs: Runs, redis: Redis, source: Path) -> N
     fail(redis, failed, "ValueError")
     redis.hset(failed.key, "worker_name", "w\x1b[2J")
     shards = list_shards(redis, run, 2)
-    assert [(each.shard, each.state) for each in shards] == [(2, "queued"), (3, "failed"), (4, "done")]
+    assert [(each.shard, each.state) for each in shards] == [
+        (2, "queued"),
+        (3, "failed"),
+        (4, "done"),
+    ]
     assert (shards[-1].rows_done, shards[-1].errors, shards[1].worker) == (1, 1, r"w\x1b[2J")
 
 

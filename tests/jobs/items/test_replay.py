@@ -44,7 +44,9 @@ def answered(request: Request) -> list[PlainCompletion]:
         finish_reason="stop" if is_second else "length",
         num_prompt_tokens=len(text),
     )
-    return [PlainCompletion.of(completion, index=index) for index in range(request.sampling.get("n", 1))]
+    return [
+        PlainCompletion.of(completion, index=index) for index in range(request.sampling.get("n", 1))
+    ]
 
 
 def run(item: Item[Any]) -> tuple[Any, list[Any], list[Reply]]:
@@ -95,7 +97,10 @@ KINDS: dict[str, Callable[[], Item[Any]]] = {
     "row": of_run(),
     "checked row": of_run(check={"regex": "ok"}),
     "chain": of_run(
-        prompts=[{"name": "first", "template": "{prompt}"}, {"name": "second", "template": "{first} {id}"}]
+        prompts=[
+            {"name": "first", "template": "{prompt}"},
+            {"name": "second", "template": "{first} {id}"},
+        ]
     ),
     "labels": of_run(labels=["a", "b"], sampling={}),
     "line": of_line,
@@ -127,7 +132,9 @@ def test_items_side_by_side_get_their_own_replies(counts: list[int]) -> None:
     def steps(name: int, num_steps: int) -> Item[list[str]]:
         texts = []
         for number in range(num_steps):
-            requests = [Request(f"{name} {number} {place}", None, {}) for place in range(number + 1)]
+            requests = [
+                Request(f"{name} {number} {place}", None, {}) for place in range(number + 1)
+            ]
             replies = yield requests
             texts += [samples[0].text for samples in replies]
         return texts
@@ -151,7 +158,9 @@ def test_items_side_by_side_get_their_own_replies(counts: list[int]) -> None:
     ]
 
 
-def test_a_check_that_can_check_nothing_fails_the_item_at_its_own_place(checking: JobContext) -> None:
+def test_a_check_that_can_check_nothing_fails_the_item_at_its_own_place(
+    checking: JobContext,
+) -> None:
     def item() -> Item[str]:
         yield [Request("a", None, {})]
         try:

@@ -22,7 +22,11 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def engine(checkpoint: Path) -> Iterator[Engine]:
-    values: dict[str, Any] = {"dtype": "float32", "kv_cache_bytes": pool_bytes(SHAPES[0], 64), "max_model_len": 200}
+    values: dict[str, Any] = {
+        "dtype": "float32",
+        "kv_cache_bytes": pool_bytes(SHAPES[0], 64),
+        "max_model_len": 200,
+    }
     with Engine(EngineConfig(str(checkpoint), **values)) as built:
         yield built
 

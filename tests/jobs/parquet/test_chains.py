@@ -38,7 +38,9 @@ def brackets(request: Request) -> FakeCompletion:
 
 
 def write(folder: Path, texts: list[str | None], **columns: Any) -> None:
-    pq.write_table(pa.table({"id": range(len(texts)), "text": texts, **columns}), folder / "in.parquet")
+    pq.write_table(
+        pa.table({"id": range(len(texts)), "text": texts, **columns}), folder / "in.parquet"
+    )
 
 
 @pytest.mark.parametrize(
@@ -53,8 +55,14 @@ def write(folder: Path, texts: list[str | None], **columns: Any) -> None:
         ({"prompts": [{**TWO[0], "sampling": {"tools": [{}]}}]}, "tools belongs to a chat"),
         ({"sampling": {"n": 2}}, "n is one"),
         ({"template": "{text}"}, "template and prompts each say"),
-        ({"prompts": [{"name": "reused", "template": "{prompt}"}]}, "has a column 'reused', which is there already"),
-        ({"prompts": [{"name": "_key", "template": "{prompt}"}]}, "has a column '_key', which is there already"),
+        (
+            {"prompts": [{"name": "reused", "template": "{prompt}"}]},
+            "has a column 'reused', which is there already",
+        ),
+        (
+            {"prompts": [{"name": "_key", "template": "{prompt}"}]},
+            "has a column '_key', which is there already",
+        ),
     ],
 )
 def test_what_cannot_be_is_refused_by_name_before_anything_is_enqueued(
@@ -77,11 +85,15 @@ def test_answers_are_those_of_their_rows_whatever_order_they_arrive_in(
 ) -> None:
     prompts = [{"name": "x", "template": "{text}1"}, {"name": "y", "template": "{x}{text}2"}]
     prompts.append({"name": "z", "template": "{y}{x}"})
-    spec = RunSpec.from_arguments("in", "out", prompts=prompts, sampling={"temperature": temperature})
+    spec = RunSpec.from_arguments(
+        "in", "out", prompts=prompts, sampling={"temperature": temperature}
+    )
     gone: list[Row] = []
     batch = pa.RecordBatch.from_arrays([pa.array(rows, pa.string())], ["text"])
     ask = keyed(Chain(spec, 0), spec)
-    shard = row_runner(list(row_source(spec).rows(batch)), ask, Checks(), lambda row: row, let_go=gone.append)
+    shard = row_runner(
+        list(row_source(spec).rows(batch)), ask, Checks(), lambda row: row, let_go=gone.append
+    )
     pending, stream, num_asked = [], shard.requests(), 0
     while True:
         for _ in range(draw.randint(0, 3)):
@@ -98,7 +110,11 @@ def test_answers_are_those_of_their_rows_whatever_order_they_arrive_in(
         elif shard.counts.done == len(rows):
             break
     valid = [row for row in rows if row is not None]
-    assert num_asked == 3 * len(set(valid) if temperature == 0 else valid) == shard.counts.generated_tokens
+    assert (
+        num_asked
+        == 3 * len(set(valid) if temperature == 0 else valid)
+        == shard.counts.generated_tokens
+    )
     assert len(gone) == num_asked // 3
     for row, answer in zip(rows, shard.answers(), strict=True):
         x = f"<{row or ''}1>"
@@ -122,7 +138,9 @@ def score(runs: Runs, tmp_path: Path) -> Score:
     return run
 
 
-def test_each_prompt_is_over_columns_and_the_answers_before_it(score: Score, tmp_path: Path) -> None:
+def test_each_prompt_is_over_columns_and_the_answers_before_it(
+    score: Score, tmp_path: Path
+) -> None:
     write(tmp_path, ["a", "ü {id}"])
     table = score()
     answers = ["short", "short_finish_reason", "title", "title_finish_reason"]
@@ -137,9 +155,15 @@ def test_each_prompt_is_over_columns_and_the_answers_before_it(score: Score, tmp
     assert (first["completion_tokens"], first["cached_tokens"]) == (4, 6)
 
 
-def test_a_prompt_that_fails_costs_the_later_ones_of_its_row_alone(score: Score, tmp_path: Path) -> None:
+def test_a_prompt_that_fails_costs_the_later_ones_of_its_row_alone(
+    score: Score, tmp_path: Path
+) -> None:
     write(tmp_path, ["good", "bad", None, "late"], more=["x", "y", "z", None])
-    prompts = [TWO[0], {"name": "mid", "template": "{text} {more}"}, {"name": "last", "template": "{short}!"}]
+    prompts = [
+        TWO[0],
+        {"name": "mid", "template": "{text} {more}"},
+        {"name": "last", "template": "{short}!"},
+    ]
     asked = []
 
     def answer(request: Request) -> FakeCompletion:
@@ -162,7 +186,9 @@ def test_a_prompt_that_fails_costs_the_later_ones_of_its_row_alone(score: Score,
     assert [rows[1][name] for name in ("short", "mid", "last")] == [None] * 3
 
 
-def test_a_prompt_may_be_a_chat_and_have_sampling_values_of_its_own(score: Score, tmp_path: Path) -> None:
+def test_a_prompt_may_be_a_chat_and_have_sampling_values_of_its_own(
+    score: Score, tmp_path: Path
+) -> None:
     write(tmp_path, ["a", "b"])
     seen: list[Request] = []
 
@@ -176,7 +202,11 @@ def test_a_prompt_may_be_a_chat_and_have_sampling_values_of_its_own(score: Score
     chat = {"separate_reasoning": True, "max_completion_tokens": 5, **form}
     prompts = [
         {"name": "first", "template": "{text}?"},
-        {"name": "chat", "template": [*turns, {"role": "user", "content": "Sure?"}], "sampling": chat},
+        {
+            "name": "chat",
+            "template": [*turns, {"role": "user", "content": "Sure?"}],
+            "sampling": chat,
+        },
     ]
     rows = score(prompts=prompts, sampling={**GREEDY, "max_tokens": 9}, answer=answer).to_pylist()
     assert [request.sampling["max_tokens"] for request in seen] == [9, 9, 5, 5]
@@ -188,7 +218,9 @@ def test_a_prompt_may_be_a_chat_and_have_sampling_values_of_its_own(score: Score
     assert "first_reasoning" not in rows[0]
 
 
-def test_rows_of_one_text_are_one_chain_and_drawn_ones_have_seeds_of_their_own(score: Score, tmp_path: Path) -> None:
+def test_rows_of_one_text_are_one_chain_and_drawn_ones_have_seeds_of_their_own(
+    score: Score, tmp_path: Path
+) -> None:
     write(tmp_path, ["same"] * 6)
     asked: list[Request] = []
 

@@ -63,7 +63,9 @@ def embed(runs: Runs) -> Embed:
 
 
 @pytest.mark.parametrize("dimensions", [None, 4])
-def test_each_row_has_its_embedding_and_equal_texts_one(embed: Embed, tmp_path: Path, dimensions: int | None) -> None:
+def test_each_row_has_its_embedding_and_equal_texts_one(
+    embed: Embed, tmp_path: Path, dimensions: int | None
+) -> None:
     asked = embed(dimensions=dimensions, prompt_name="query")
     size = dimensions or SIZE
     found = pq.read_table(tmp_path / "out").sort_by("id")
@@ -75,7 +77,9 @@ def test_each_row_has_its_embedding_and_equal_texts_one(embed: Embed, tmp_path: 
         assert row["embedding"] == (None if is_bad else numbers(text or "", size)), text
         assert (row["error"] is not None) == is_bad
     assert found["error"][3].as_py() == "it is broken"
-    assert sorted(str(request.prompt) for request in asked) == sorted({text for text in TEXTS if text})
+    assert sorted(str(request.prompt) for request in asked) == sorted(
+        {text for text in TEXTS if text}
+    )
     values = {"prompt_name": "query"} | ({} if dimensions is None else {"dimensions": dimensions})
     assert all((request.kind, request.sampling) == ("embed", values) for request in asked)
 
@@ -85,7 +89,10 @@ def test_each_row_has_its_embedding_and_equal_texts_one(embed: Embed, tmp_path: 
     [
         ({"dimensions": "3"}, "dimensions:=3"),
         ({"template": [{"role": "user", "content": "{prompt}"}]}, "task 'embed' is of texts"),
-        ({"sampling": {"temperature": 0}}, "'temperature', and for task 'embed' nothing is generated"),
+        (
+            {"sampling": {"temperature": 0}},
+            "'temperature', and for task 'embed' nothing is generated",
+        ),
         ({"labels": ["a", "b"]}, "labels and task 'embed' do not go together"),
     ],
 )
@@ -94,9 +101,13 @@ def test_what_does_not_go_together_is_named(values: dict[str, Any], problem: str
         RunSpec.from_arguments("/in.parquet", "/out", **{"task": "embed", **values})
 
 
-def test_a_run_that_this_model_cannot_do_fails_once_at_planning(runs: Runs, embed: Embed, context: JobContext) -> None:
+def test_a_run_that_this_model_cannot_do_fails_once_at_planning(
+    runs: Runs, embed: Embed, context: JobContext
+) -> None:
     with pytest.raises(InvalidJob, match="gives no embeddings"):
-        score_parquet(replace(context, model=MODEL), str(runs.source), str(runs.output), task="embed")
+        score_parquet(
+            replace(context, model=MODEL), str(runs.source), str(runs.output), task="embed"
+        )
     with pytest.raises(InvalidJob, match="dimensions is 7, and embeddings of 'm' have 6"):
         runs.plan(task="embed", dimensions=7)
     runs.write(["a"], embedding=[1])

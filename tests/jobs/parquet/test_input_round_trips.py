@@ -34,9 +34,17 @@ VALUES = st.recursive(
 )
 
 
-@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(rows=st.lists(st.dictionaries(st.sampled_from("abc"), VALUES, max_size=3), min_size=1, max_size=8))
-def test_any_objects_come_back_as_they_are_or_as_their_json(tmp_path: Path, rows: list[dict[str, Any]]) -> None:
+@settings(
+    max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
+@given(
+    rows=st.lists(
+        st.dictionaries(st.sampled_from("abc"), VALUES, max_size=3), min_size=1, max_size=8
+    )
+)
+def test_any_objects_come_back_as_they_are_or_as_their_json(
+    tmp_path: Path, rows: list[dict[str, Any]]
+) -> None:
     path = tmp_path / "in.jsonl"
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     found = read_all(path, "jsonl")
@@ -50,7 +58,9 @@ def test_any_objects_come_back_as_they_are_or_as_their_json(tmp_path: Path, rows
 def same(value: Any, back: Any) -> bool:
     """Whether a value is what came back: itself, its JSON, or itself with nulls for what others have."""
     if isinstance(value, dict) and isinstance(back, dict):
-        return all(same(value.get(name), back[name]) for name in back) and value.keys() <= back.keys()
+        return (
+            all(same(value.get(name), back[name]) for name in back) and value.keys() <= back.keys()
+        )
     if isinstance(value, list) and isinstance(back, list):
         return len(value) == len(back) and all(map(same, value, back))
     if value is None or back is None:
@@ -58,7 +68,9 @@ def same(value: Any, back: Any) -> bool:
     return value == back or back == json.dumps(value, ensure_ascii=False)
 
 
-@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(
+    max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
 @given(rows=st.lists(st.tuples(TEXTS, TEXTS), max_size=8))
 def test_any_fields_come_back(tmp_path: Path, rows: list[tuple[str, str]]) -> None:
     out = io.StringIO(newline="")
@@ -66,7 +78,9 @@ def test_any_fields_come_back(tmp_path: Path, rows: list[tuple[str, str]]) -> No
     path = tmp_path / "in.csv"
     path.write_bytes(out.getvalue().encode())
     found = read_all(path, "csv")
-    assert [tuple("" if row[name] is None else f"{row[name]}" for name in "tu") for row in found] == rows
+    assert [
+        tuple("" if row[name] is None else f"{row[name]}" for name in "tu") for row in found
+    ] == rows
 
 
 def read_all(path: Path, input_format: str) -> list[dict[str, Any]]:
@@ -81,13 +95,23 @@ def read_all(path: Path, input_format: str) -> list[dict[str, Any]]:
 
 CALLS = st.dictionaries(
     st.sampled_from(["city", "days", "unit"]),
-    st.none() | st.integers(-(2**60), 2**60) | st.floats(allow_nan=False) | st.booleans() | TEXTS | st.lists(TEXTS),
+    st.none()
+    | st.integers(-(2**60), 2**60)
+    | st.floats(allow_nan=False)
+    | st.booleans()
+    | TEXTS
+    | st.lists(TEXTS),
     max_size=3,
 )
 
 
-@settings(max_examples=30, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(arguments=st.lists(CALLS, min_size=2, max_size=4), extra=st.lists(VALUES, min_size=4, max_size=4))
+@settings(
+    max_examples=30, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
+@given(
+    arguments=st.lists(CALLS, min_size=2, max_size=4),
+    extra=st.lists(VALUES, min_size=4, max_size=4),
+)
 def test_what_a_row_of_json_lines_asks_does_not_depend_on_other_rows(
     make_context: MakeContext, tmp_path: Path, arguments: list[dict[str, Any]], extra: list[Any]
 ) -> None:
@@ -95,7 +119,10 @@ def test_what_a_row_of_json_lines_asks_does_not_depend_on_other_rows(
         json.dumps({"messages": chat_with_call(each), "extra": value})
         for each, value in zip(arguments, extra, strict=False)
     ]
-    for options in ({"messages_column": "messages"}, {"template": "{extra}", "defaults": {"extra": "nothing"}}):
+    for options in (
+        {"messages_column": "messages"},
+        {"template": "{extra}", "defaults": {"extra": "nothing"}},
+    ):
         together = prompts(make_context(), tmp_path, lines, options)
         alone = [prompts(make_context(), tmp_path, [line], options)[0] for line in lines]
         assert together == alone
@@ -105,7 +132,10 @@ def test_what_a_row_of_json_lines_asks_does_not_depend_on_other_rows(
 
 def chat_with_call(arguments: dict[str, Any]) -> list[dict[str, Any]]:
     call = {"type": "function", "function": {"name": "f", "arguments": arguments}}
-    return [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "", "tool_calls": [call]}]
+    return [
+        {"role": "user", "content": "hi"},
+        {"role": "assistant", "content": "", "tool_calls": [call]},
+    ]
 
 
 def called(chat: str) -> dict[str, Any]:
@@ -113,7 +143,9 @@ def called(chat: str) -> dict[str, Any]:
     return found
 
 
-def prompts(context: JobContext, folder: Path, lines: list[str], options: dict[str, Any]) -> list[str]:
+def prompts(
+    context: JobContext, folder: Path, lines: list[str], options: dict[str, Any]
+) -> list[str]:
     path = folder / "lines.jsonl"
     path.write_text("".join(f"{line}\n" for line in lines))
     return rendered(context, path, options)
@@ -126,31 +158,70 @@ def rendered(context: JobContext, path: Path, options: dict[str, Any]) -> list[s
     plan = read_inputs(context, storage, spec, find_files(storage, spec.input, spec.output))
     with converted_for_now(storage, plan, [0]) as (wider, converted):
         shards = rendered_shards(context, wider, converted, row_source(spec))
-        return [row.prompt if isinstance(row, Row) else str(row) for _, rows in shards for row in rows]
+        return [
+            row.prompt if isinstance(row, Row) else str(row) for _, rows in shards for row in rows
+        ]
 
 
 #: What a column of one type, or Arrow's structs, would write otherwise.
 OBJECTS: list[dict[str, Any]] = [
-    {"prompt": "a", "o": {"n": 24, "none": None}, "l": [1, 2.0], "mixed": 1, "number": 3, "big": 2**70, "e": {}},
-    {"prompt": "b", "o": {"t": 24.0}, "l": [{"x": None}], "mixed": "1", "number": 2.5, "big": 1, "e": {"a": {}}},
-    {"prompt": "c", "o": None, "l": [], "mixed": [True], "number": 4.0, "big": None, "e": {"b": [{"c": "\u2028"}]}},
+    {
+        "prompt": "a",
+        "o": {"n": 24, "none": None},
+        "l": [1, 2.0],
+        "mixed": 1,
+        "number": 3,
+        "big": 2**70,
+        "e": {},
+    },
+    {
+        "prompt": "b",
+        "o": {"t": 24.0},
+        "l": [{"x": None}],
+        "mixed": "1",
+        "number": 2.5,
+        "big": 1,
+        "e": {"a": {}},
+    },
+    {
+        "prompt": "c",
+        "o": None,
+        "l": [],
+        "mixed": [True],
+        "number": 4.0,
+        "big": None,
+        "e": {"b": [{"c": "\u2028"}]},
+    },
 ]
 
 
-@pytest.mark.parametrize("options", [{}, {"keep": ["o", "mixed"]}, {"drop": ["l", "o"]}, {"template": "{prompt} {o}"}])
+@pytest.mark.parametrize(
+    "options", [{}, {"keep": ["o", "mixed"]}, {"drop": ["l", "o"]}, {"template": "{prompt} {o}"}]
+)
 def test_objects_of_json_lines_come_back_in_json_lines_and_csv_as_they_were(
     runs: Runs, tmp_path: Path, options: dict[str, Any]
 ) -> None:
     source = tmp_path / "in.jsonl"
     source.write_text("".join(json.dumps(row) + "\n" for row in OBJECTS))
-    wanted = options.get("keep") or [name for name in OBJECTS[0] if name not in options.get("drop", ())]
+    wanted = options.get("keep") or [
+        name for name in OBJECTS[0] if name not in options.get("drop", ())
+    ]
     for kind in ("jsonl", "csv"):
-        runs.plan(source, tmp_path / kind, single_file=kind, rows_per_shard=2, sampling={"temperature": 0}, **options)
+        runs.plan(
+            source,
+            tmp_path / kind,
+            single_file=kind,
+            rows_per_shard=2,
+            sampling={"temperature": 0},
+            **options,
+        )
         runs.work()
     lines = (tmp_path / "jsonl" / "output.jsonl").read_text().splitlines()
     for row, line in zip(OBJECTS, lines, strict=True):
         back = json.loads(line)
-        assert json.dumps([back[name] for name in wanted]) == json.dumps([row[name] for name in wanted])
+        assert json.dumps([back[name] for name in wanted]) == json.dumps(
+            [row[name] for name in wanted]
+        )
         assert back.keys() >= {"completion", "error"}
     with (tmp_path / "csv" / "output.csv").open(newline="") as file:
         for row, back in zip(OBJECTS, csv.DictReader(file), strict=True):
@@ -163,14 +234,22 @@ def test_objects_of_json_lines_come_back_in_json_lines_and_csv_as_they_were(
 def test_keys_that_only_other_rows_of_a_parquet_file_have_are_not_asked(
     make_context: MakeContext, tmp_path: Path
 ) -> None:
-    arguments = [{"city": "Rome", "days": 24}, {"unit": {"name": "C"}}, {"unit": {"scale": 1.5}, "city": ""}]
+    arguments = [
+        {"city": "Rome", "days": 24},
+        {"unit": {"name": "C"}},
+        {"unit": {"scale": 1.5}, "city": ""},
+    ]
     path = tmp_path / "in.parquet"
-    pq.write_table(pa.Table.from_pylist([{"messages": chat_with_call(each)} for each in arguments]), path)
+    pq.write_table(
+        pa.Table.from_pylist([{"messages": chat_with_call(each)} for each in arguments]), path
+    )
     found = rendered(make_context(), path, {"messages_column": "messages"})
     assert [called(chat) for chat in found] == arguments
 
 
-def test_a_chat_of_json_lines_may_hold_a_bounded_number_of_values(make_context: MakeContext, tmp_path: Path) -> None:
+def test_a_chat_of_json_lines_may_hold_a_bounded_number_of_values(
+    make_context: MakeContext, tmp_path: Path
+) -> None:
     lines = [
         json.dumps({"messages": chat_with_call({"a": [1] * 60_000})}),
         json.dumps({"messages": chat_with_call({"b": [[]] * 200_000, "c": ",[" * 200_000})}),

@@ -31,7 +31,10 @@ from tests.jobs.parquet.conftest import Ask
 Score = Callable[..., pa.Table]
 LABELS = ["yes", "no", "may, be"]
 ADDED = ["label", "probability", "probabilities", "margin"]
-CHAIN = [{"name": "short", "template": "{text} In short:"}, {"name": "asked", "template": "{text} {short}? "}]
+CHAIN = [
+    {"name": "short", "template": "{text} In short:"},
+    {"name": "asked", "template": "{text} {short}? "},
+]
 TOKENS = ["prompt_tokens", "completion_tokens", "cached_tokens", "error"]
 
 
@@ -85,12 +88,17 @@ def check(row: dict[str, Any], probabilities: Sequence[float]) -> None:
     assert list(found.values()) == pytest.approx(probabilities)
     first, second = sorted(probabilities, reverse=True)[:2]
     assert row["label"] == LABELS[probabilities.index(first)]
-    assert (row["probability"], row["margin"]) == (pytest.approx(first), pytest.approx(first - second))
+    assert (row["probability"], row["margin"]) == (
+        pytest.approx(first),
+        pytest.approx(first - second),
+    )
     assert [row[name] for name in TOKENS] == [7, 0, 3, None]
 
 
 @pytest.mark.parametrize("calibrate", [False, True])
-def test_each_row_has_the_probabilities_of_the_labels(score: Score, tmp_path: Path, calibrate: bool) -> None:
+def test_each_row_has_the_probabilities_of_the_labels(
+    score: Score, tmp_path: Path, calibrate: bool
+) -> None:
     write(tmp_path, ["a", None, "ü", "a", "broken", ""])
     table = score(calibrate=calibrate, rows_per_shard=4)
     assert table.column_names == ["id", "text", *ADDED, *TOKENS]
@@ -103,15 +111,21 @@ def test_each_row_has_the_probabilities_of_the_labels(score: Score, tmp_path: Pa
     assert [[row[name] for name in ADDED] for row in (rows[1], rows[4])] == [[None] * 4] * 2
 
 
-def requests_of(texts: Sequence[str | RowProblem], prior: str | None, memo: AnswerMemo) -> ItemRunner[Answer]:
+def requests_of(
+    texts: Sequence[str | RowProblem], prior: str | None, memo: AnswerMemo
+) -> ItemRunner[Answer]:
     spec = RunSpec.from_arguments("in", "out", labels=LABELS)
-    labels = keyed(Labels(spec, *spec.chat, spec.is_chat, None if prior is None else Row(prior)), spec)
+    labels = keyed(
+        Labels(spec, *spec.chat, spec.is_chat, None if prior is None else Row(prior)), spec
+    )
     rows = [Row(text) if isinstance(text, str) else text for text in texts]
     return row_runner(rows, labels, Checks(), lambda row: row, memo)
 
 
 @pytest.mark.parametrize("prior", [None, "N/A"])
-def test_equal_rows_are_asked_once_and_the_order_of_answers_changes_nothing(prior: str | None) -> None:
+def test_equal_rows_are_asked_once_and_the_order_of_answers_changes_nothing(
+    prior: str | None,
+) -> None:
     texts = [f"text {number % 4}" for number in range(10)]
     memo = AnswerMemo()
     for seed in range(3):
@@ -136,10 +150,14 @@ def test_equal_rows_are_asked_once_and_the_order_of_answers_changes_nothing(prio
     first, second = requests_of(texts, prior, memo), requests_of(texts, prior, memo)
     for index, request in enumerate(chain(first.requests(), first.requests())):
         first.deliver(index, [likely(request)])
-    assert len(list(second.requests())) == (1 if prior else 0), "another shard has had all rows' answers"
+    assert len(list(second.requests())) == (1 if prior else 0), (
+        "another shard has had all rows' answers"
+    )
 
 
-def test_a_chat_is_calibrated_with_a_chat_and_both_have_the_options_of_its_template(runs: Runs, tmp_path: Path) -> None:
+def test_a_chat_is_calibrated_with_a_chat_and_both_have_the_options_of_its_template(
+    runs: Runs, tmp_path: Path
+) -> None:
     write(tmp_path, ["a"])
     seen: list[Request] = []
 
@@ -149,9 +167,13 @@ def test_a_chat_is_calibrated_with_a_chat_and_both_have_the_options_of_its_templ
 
     template = [{"role": "system", "content": "Judge."}, {"role": "user", "content": "{text}?"}]
     own = {"chat_template_kwargs": {"enable_thinking": False}}
-    table = runs.score(answer=answer, template=template, labels=LABELS, calibrate=True, sampling=own)
+    table = runs.score(
+        answer=answer, template=template, labels=LABELS, calibrate=True, sampling=own
+    )
     check(table.to_pylist()[0], expected("a?", "N/A?"))
-    assert [request.chat_options for request in seen] == [own, own], "the prompt without content too"
+    assert [request.chat_options for request in seen] == [own, own], (
+        "the prompt without content too"
+    )
 
 
 def test_the_last_of_several_prompts_is_scored(score: Score, runs: Runs, tmp_path: Path) -> None:
@@ -164,13 +186,18 @@ def test_the_last_of_several_prompts_is_scored(score: Score, runs: Runs, tmp_pat
             return likely(request)
         return FakeCompletion(f"<{request.prompt}>", 0, [1, 2], "stop", 10, 1)
 
-    table = runs.score(answer=answer, prompts=CHAIN, labels=LABELS, sampling={"max_tokens": 9, "temperature": 0})
+    table = runs.score(
+        answer=answer, prompts=CHAIN, labels=LABELS, sampling={"max_tokens": 9, "temperature": 0}
+    )
     assert table.column_names == ["id", "text", "short", "short_finish_reason", *ADDED, *TOKENS]
     assert table.schema.field("probabilities").type == pa.map_(pa.string(), pa.float64())
     rows = table.to_pylist()
     text = "a <a In short:>? "
     check({**rows[0], **dict(zip(TOKENS, (7, 0, 3, None), strict=True))}, expected(text))
-    assert ([rows[0][name] for name in TOKENS], rows[0]["short"]) == ([17, 2, 4, None], "<a In short:>")
+    assert ([rows[0][name] for name in TOKENS], rows[0]["short"]) == (
+        [17, 2, 4, None],
+        "<a In short:>",
+    )
     assert rows[3] == {**rows[0], "id": 3}
     assert [row["error"] for row in rows[1:3]] == [
         "prompt 'short': column 'text' is null",
@@ -178,14 +205,18 @@ def test_the_last_of_several_prompts_is_scored(score: Score, runs: Runs, tmp_pat
     ]
     assert [[row[name] for name in ADDED] for row in rows[1:3]] == [[None] * 4] * 2
     assert rows[2]["short"] == "<broken In short:>"
-    assert [request.sampling.get("max_tokens") for request in seen] == [9, 9, None, None], "equal rows are asked once"
+    assert [request.sampling.get("max_tokens") for request in seen] == [9, 9, None, None], (
+        "equal rows are asked once"
+    )
 
 
 def test_a_chain_has_the_labels_of_the_text_that_it_renders(
     runs: Runs, ask: Ask, compute: Callable[[], None], tmp_path: Path
 ) -> None:
     write(tmp_path, ["The quick brown", "Numbers: 0 1", "ü"])
-    runs.plan(prompts=CHAIN, labels=LABELS, sampling={"temperature": 0.8, "seed": 2, "max_tokens": 6})
+    runs.plan(
+        prompts=CHAIN, labels=LABELS, sampling={"temperature": 0.8, "seed": 2, "max_tokens": 6}
+    )
     compute()
     for row in runs.rows():
         found = ask("jobs.classify", f"{row['text']} {row['short']}? ", LABELS)
@@ -199,8 +230,12 @@ def test_columns_are_chosen_named_and_written_as_json(score: Score, tmp_path: Pa
     table = score(keep=["id"], output_prefix="x_", limit=1)
     assert table.column_names == ["id", *("x_" + name for name in (*ADDED, *TOKENS))]
     score("json", single_file="jsonl")
-    lines = [json.loads(line) for line in (tmp_path / "json" / "output.jsonl").read_text().splitlines()]
-    assert lines[0]["probabilities"] == pytest.approx(dict(zip(LABELS, expected("a: "), strict=True)))
+    lines = [
+        json.loads(line) for line in (tmp_path / "json" / "output.jsonl").read_text().splitlines()
+    ]
+    assert lines[0]["probabilities"] == pytest.approx(
+        dict(zip(LABELS, expected("a: "), strict=True))
+    )
     assert lines[1]["probabilities"] is None
     pq.write_table(pa.table({"text": ["a"], "label": ["b"]}), tmp_path / "in.parquet")
     with pytest.raises(ColumnConflict, match="label"):
@@ -211,8 +246,12 @@ FORCED = {"tools": [{"type": "function", "function": {"name": "f"}}], "tool_choi
 
 
 def test_a_call_is_forced_of_the_prompts_before_labels(tmp_path: Path) -> None:
-    chats = [{**each, "template": [{"role": "user", "content": each["template"]}]} for each in CHAIN]
-    spec = RunSpec.from_arguments("in", str(tmp_path), labels=LABELS, prompts=chats, sampling=FORCED)
+    chats = [
+        {**each, "template": [{"role": "user", "content": each["template"]}]} for each in CHAIN
+    ]
+    spec = RunSpec.from_arguments(
+        "in", str(tmp_path), labels=LABELS, prompts=chats, sampling=FORCED
+    )
     first, last = spec.steps
     assert first.sampling["tool_choice"] == "required"
     assert "tool_choice" not in last.sampling
@@ -225,19 +264,33 @@ def test_a_call_is_forced_of_the_prompts_before_labels(tmp_path: Path) -> None:
         ({"labels": ["a"]}, "labels holds 1"),
         ({"labels": ["a", "a"]}, "are both 'a'"),
         ({"labels": ["a", "b"], "sampling": {"max_tokens": 4}}, "nothing is generated"),
-        ({"labels": ["a", "b"], "messages_column": "chat", "sampling": FORCED}, "'tool_choice', and for labels"),
+        (
+            {"labels": ["a", "b"], "messages_column": "chat", "sampling": FORCED},
+            "'tool_choice', and for labels",
+        ),
         ({"calibrate": True}, "calibrate is for labels"),
-        ({"labels": LABELS, "prompts": CHAIN, "calibrate": True}, "calibrate and prompts do not go together"),
-        ({"labels": LABELS, "prompts": [{**CHAIN[1], "sampling": {"top_p": 1}}, CHAIN[0]]}, "names 'short', which"),
+        (
+            {"labels": LABELS, "prompts": CHAIN, "calibrate": True},
+            "calibrate and prompts do not go together",
+        ),
+        (
+            {"labels": LABELS, "prompts": [{**CHAIN[1], "sampling": {"top_p": 1}}, CHAIN[0]]},
+            "names 'short', which",
+        ),
         (
             {"labels": LABELS, "prompts": [CHAIN[0], {**CHAIN[1], "sampling": {"top_p": 1}}]},
             "prompt 'asked' has 'top_p'",
         ),
-        ({"labels": LABELS, "prompts": [{**CHAIN[0], "name": "label"}, CHAIN[0]]}, "'label', which is there already"),
+        (
+            {"labels": LABELS, "prompts": [{**CHAIN[0], "name": "label"}, CHAIN[0]]},
+            "'label', which is there already",
+        ),
         ({"labels": LABELS, "prompts": CHAIN, "sampling": {"n": 2}}, "n is one where"),
         ({"labels": LABELS, "prompts": CHAIN, "check": {"regex": "a"}}, "check and labels"),
     ],
 )
-def test_what_does_not_go_together_is_refused_by_name(tmp_path: Path, arguments: dict[str, Any], message: str) -> None:
+def test_what_does_not_go_together_is_refused_by_name(
+    tmp_path: Path, arguments: dict[str, Any], message: str
+) -> None:
     with pytest.raises(InvalidJob, match=message):
         RunSpec.from_arguments("in", str(tmp_path), **arguments)

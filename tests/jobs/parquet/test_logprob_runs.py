@@ -33,7 +33,12 @@ CLOSE = 1e-4
 TEXTS = ["The quick brown", "Numbers: 0 1", None, "ü", "The quick brown"]
 GREEDY = {"temperature": 0, "max_tokens": 5, "ignore_eos": True}
 BOTH = {"logprobs": 3, "prompt_logprobs": 2}
-ENTRY = [("token_id", pa.int32()), ("token", pa.string()), ("logprob", pa.float32()), ("rank", pa.int32())]
+ENTRY = [
+    ("token_id", pa.int32()),
+    ("token", pa.string()),
+    ("logprob", pa.float32()),
+    ("rank", pa.int32()),
+]
 KIND = pa.list_(pa.list_(pa.struct(ENTRY)))
 
 Score = Callable[..., pa.Table]
@@ -45,7 +50,11 @@ def score(runs: Runs, compute: Callable[[], None], tmp_path: Path) -> Score:
     pq.write_table(pa.table({"id": range(len(TEXTS)), "prompt": TEXTS}), runs.source)
 
     def run(out: str = "out", sampling: Any = None, **arguments: Any) -> pa.Table:
-        runs.plan(output=tmp_path / out, sampling={**GREEDY, **BOTH} if sampling is None else sampling, **arguments)
+        runs.plan(
+            output=tmp_path / out,
+            sampling={**GREEDY, **BOTH} if sampling is None else sampling,
+            **arguments,
+        )
         compute()
         assert (tmp_path / out / "_SUCCESS").exists()
         return None if "single_file" in arguments else pq.read_table(tmp_path / out)
@@ -65,7 +74,9 @@ def truth(checkpoint: Path) -> Callable[[list[int]], torch.Tensor]:
     def logprobs(token_ids: list[int]) -> torch.Tensor:
         """[tokens, vocabulary] of what follows each token."""
         with torch.inference_mode():
-            return model(torch.tensor([token_ids]), use_cache=False).logits[0].float().log_softmax(-1)
+            return (
+                model(torch.tensor([token_ids]), use_cache=False).logits[0].float().log_softmax(-1)
+            )
 
     return logprobs
 
@@ -84,7 +95,9 @@ def check_position(
     assert others == [rank for rank in range(1, most + 1) if rank != entries[0]["rank"]]
     for each in entries:
         assert each["logprob"] == pytest.approx(known[each["token_id"]].item(), abs=CLOSE)
-        assert each["rank"] == pytest.approx(1 + int((known > known[each["token_id"]] + CLOSE).sum()), abs=1)
+        assert each["rank"] == pytest.approx(
+            1 + int((known > known[each["token_id"]] + CLOSE).sum()), abs=1
+        )
         if not each["token"].startswith("bytes:"):  # a part of a character
             assert each["token"] == tokenizer.decode([each["token_id"]])
 
@@ -93,7 +106,14 @@ def test_columns_have_what_a_job_has_and_transformers_give(
     score: Score, ask: Ask, truth: Callable[[list[int]], torch.Tensor], tokenizer: Any
 ) -> None:
     table = score()
-    added = ["completion", "finish_reason", "prompt_tokens", "completion_tokens", "cached_tokens", "error"]
+    added = [
+        "completion",
+        "finish_reason",
+        "prompt_tokens",
+        "completion_tokens",
+        "cached_tokens",
+        "error",
+    ]
     assert table.column_names == ["id", "prompt", *added, "logprobs", "prompt_logprobs"]
     assert table.schema.field("logprobs").type == table.schema.field("prompt_logprobs").type == KIND
     rows = table.to_pylist()
@@ -113,23 +133,31 @@ def test_columns_have_what_a_job_has_and_transformers_give(
         assert [entries[0]["token"] for entries in row["logprobs"]] == found["tokens"]
         given = [entries[0]["logprob"] for entries in row["logprobs"]]
         assert given == pytest.approx(found["token_logprobs"], abs=CLOSE)
-        for entries, by_id in zip(row["prompt_logprobs"][1:], choice["prompt_logprobs"][1:], strict=True):
+        for entries, by_id in zip(
+            row["prompt_logprobs"][1:], choice["prompt_logprobs"][1:], strict=True
+        ):
             assert [str(each["token_id"]) for each in entries] == list(by_id), "in the same order"
             assert [each["rank"] for each in entries] == [each["rank"] for each in by_id.values()]
     assert rows[4]["logprobs"] == rows[0]["logprobs"]
 
 
-def test_pandas_reads_them_also_where_float16_makes_them_smaller(score: Score, tmp_path: Path) -> None:
+def test_pandas_reads_them_also_where_float16_makes_them_smaller(
+    score: Score, tmp_path: Path
+) -> None:
     exact = score("exact")["logprobs"].to_pylist()
     table = score(sampling={**GREEDY, "logprobs": 0}, output_prefix="x_", logprob_type="float16")
-    assert pa.types.is_float16(table.schema.field("x_logprobs").type.value_type.value_type.field("logprob").type)
+    assert pa.types.is_float16(
+        table.schema.field("x_logprobs").type.value_type.value_type.field("logprob").type
+    )
     frame = pandas.read_parquet(tmp_path / "out")
     assert "x_prompt_logprobs" not in frame.columns
     entries = frame["x_logprobs"].iloc[0]
     assert [len(each) for each in entries] == [1] * 5, "of 0 likeliest ones the token alone"
     assert entries[0][0].keys() == {"token_id", "token", "logprob", "rank"}
     assert frame["x_logprobs"].iloc[2] is None
-    assert [each[0]["logprob"] for each in entries] == [float(np.float16(each[0]["logprob"])) for each in exact[0]]
+    assert [each[0]["logprob"] for each in entries] == [
+        float(np.float16(each[0]["logprob"])) for each in exact[0]
+    ]
 
 
 def test_each_of_several_completions_has_its_own(score: Score) -> None:
@@ -140,15 +168,21 @@ def test_each_of_several_completions_has_its_own(score: Score) -> None:
     for row in (rows[0], rows[3]):
         assert [len(each) for each in row["logprobs"]] == row["completion_tokens"] == [4, 4]
         texts = ["".join(entries[0]["token"] for entries in each) for each in row["logprobs"]]
-        assert [whole_characters(text) for text in texts] == [whole_characters(text) for text in row["completion"]]
+        assert [whole_characters(text) for text in texts] == [
+            whole_characters(text) for text in row["completion"]
+        ]
     assert rows[2]["logprobs"] is None
 
 
-def test_files_of_text_have_them_as_json_however_many(score: Score, tmp_path: Path, monkeypatch: Any) -> None:
+def test_files_of_text_have_them_as_json_however_many(
+    score: Score, tmp_path: Path, monkeypatch: Any
+) -> None:
     rows = score().to_pylist()
     monkeypatch.setattr("jobs.parquet.tables.columns.MAX_NESTED_VALUES", 10)
     score("json", single_file="jsonl")
-    lines = [json.loads(line) for line in (tmp_path / "json" / "output.jsonl").read_text().splitlines()]
+    lines = [
+        json.loads(line) for line in (tmp_path / "json" / "output.jsonl").read_text().splitlines()
+    ]
     assert [each["logprobs"] for each in lines] == [row["logprobs"] for row in rows]
     score("csv", single_file="csv", logprob_type="float16")
     csv.field_size_limit(sys.maxsize)
@@ -173,17 +207,26 @@ def test_each_prompt_of_a_chain_has_its_own(score: Score, tokenizer: Any) -> Non
     own = ["a", "a_finish_reason", "a_logprobs", "b", "b_finish_reason", "b_prompt_logprobs"]
     assert table.column_names[2:8] == own
     rows = table.to_pylist()
-    assert [row["a_logprobs"] is None for row in rows] == [row["b_prompt_logprobs"] is None for row in rows]
+    assert [row["a_logprobs"] is None for row in rows] == [
+        row["b_prompt_logprobs"] is None for row in rows
+    ]
     assert len(rows[1]["a_logprobs"]) == 3
     prompt = [each[0]["token_id"] for each in rows[1]["b_prompt_logprobs"][1:]]
     assert prompt == tokenizer.encode(rows[1]["prompt"] + rows[1]["a"])[1:]
     with pytest.raises(InvalidJob, match="'a_logprobs', which is there already"):
-        RunSpec.from_arguments("in", "out", prompts=[prompts[0], {"name": "a_logprobs", "template": "{a}"}])
+        RunSpec.from_arguments(
+            "in", "out", prompts=[prompts[0], {"name": "a_logprobs", "template": "{a}"}]
+        )
 
 
-def test_a_resumed_run_and_its_failed_rows_have_the_same(score: Score, runs: Runs, tmp_path: Path) -> None:
+def test_a_resumed_run_and_its_failed_rows_have_the_same(
+    score: Score, runs: Runs, tmp_path: Path
+) -> None:
     whole = score("whole", sampling={**BOTH, "seed": 3, "max_tokens": 4}, rows_per_shard=2)
-    arguments: dict[str, Any] = {"sampling": {**BOTH, "seed": 3, "max_tokens": 4}, "rows_per_shard": 2}
+    arguments: dict[str, Any] = {
+        "sampling": {**BOTH, "seed": 3, "max_tokens": 4},
+        "rows_per_shard": 2,
+    }
     score("out", **arguments)
     part, *_ = sorted((tmp_path / "out").glob("part-*"))
     (tmp_path / "out" / "_SUCCESS").unlink()
@@ -227,9 +270,18 @@ def test_they_are_neither_compared_nor_shown(runs: Runs, invoke: Invoke) -> None
     assert [row["logprobs"] is None for row in runs.rows()] == [False, True, True]
     plan = runs.output / "_plan.json"
     found = run_task(
-        runs.context(), "jobs.verify_rows", json.loads(plan.read_text())["run"], str(plan), "100%", answer=logprobs_of
+        runs.context(),
+        "jobs.verify_rows",
+        json.loads(plan.read_text())["run"],
+        str(plan),
+        "100%",
+        answer=logprobs_of,
     )
-    assert (found["rows_equal"], "completion" in found["columns"], "logprobs" in found["columns"]) == (1, True, False)
+    assert (
+        found["rows_equal"],
+        "completion" in found["columns"],
+        "logprobs" in found["columns"],
+    ) == (1, True, False)
     shown = invoke("tail", runs.output)
     assert ("tok" in shown.output, "text" in shown.output) == (False, True)
 
@@ -239,7 +291,10 @@ def test_they_are_neither_compared_nor_shown(runs: Runs, invoke: Invoke) -> None
     [
         ({"sampling": {"logprobs": 21}}, "logprobs is 21, expected a number of tokens, 0 to 20"),
         ({"sampling": {"prompt_logprobs": -1}}, "prompt_logprobs is -1, expected"),
-        ({"sampling": {"logprobs": True, "top_logprobs": 2}}, "logprobs is True, expected a number"),
+        (
+            {"sampling": {"logprobs": True, "top_logprobs": 2}},
+            "logprobs is True, expected a number",
+        ),
         ({"sampling": {"echo": True}}, "echo is not built for a run"),
         ({"sampling_columns": {"logprobs": "n"}}, "logprobs cannot come from a column"),
         ({"logprob_type": "float16"}, "logprob_type is for log probabilities"),

@@ -77,7 +77,15 @@ def read(tmp_path: Path) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
 
 def test_openais_types_read_what_its_lines_get(score: Score) -> None:
     lines = [
-        chat("c-1", "hello", model="m", temperature=0, max_completion_tokens=5, stream=False, user="u"),
+        chat(
+            "c-1",
+            "hello",
+            model="m",
+            temperature=0,
+            max_completion_tokens=5,
+            stream=False,
+            user="u",
+        ),
         complete("t-1", "a text", max_tokens=3),
         complete("t-2", ["one", "two"], n=1, seed=7),
         complete("t-3", [1, 2, 3]),
@@ -100,7 +108,11 @@ def test_openais_types_read_what_its_lines_get(score: Score) -> None:
 
 
 def test_each_line_has_values_of_its_own_and_a_seed_that_stays(runs: Runs, tmp_path: Path) -> None:
-    lines = [complete("a", "p", temperature=0.5), complete("b", "p", seed=3), complete("c", "p", seed=None)]
+    lines = [
+        complete("a", "p", temperature=0.5),
+        complete("b", "p", seed=3),
+        complete("c", "p", seed=None),
+    ]
     source = write(tmp_path / "in.jsonl", lines)
     runs.plan(source, input_format="openai-batch", rows_per_shard=2, sampling={"seed": 1})
 
@@ -120,7 +132,11 @@ def test_each_line_has_values_of_its_own_and_a_seed_that_stays(runs: Runs, tmp_p
 
 
 def test_lines_of_embeddings_are_what_openais_types_read(score: Score) -> None:
-    lines = [embed("a", "x"), complete("b", "p"), embed("c", [[5, 6], "yz"], encoding_format="base64")]
+    lines = [
+        embed("a", "x"),
+        complete("b", "p"),
+        embed("c", [[5, 6], "yz"], encoding_format="base64"),
+    ]
     numbers = [0.5, -1.25]
 
     def answer(request: Request) -> FakeCompletion:
@@ -178,7 +194,9 @@ def test_a_bad_line_costs_that_line_and_says_why(runs: Runs, score: Score) -> No
     assert runs.manifest["output"] == ["output.jsonl", "errors.jsonl"]
 
 
-def test_lines_of_several_files_are_answered_each_also_those_of_one_name(score: Score, tmp_path: Path) -> None:
+def test_lines_of_several_files_are_answered_each_also_those_of_one_name(
+    score: Score, tmp_path: Path
+) -> None:
     (tmp_path / "in").mkdir()
     write(tmp_path / "in" / "a.jsonl", [complete(f"{number}") for number in range(5)])
     packed = json.dumps(complete("3")) + "\n{bad\n" + json.dumps(complete("new")) + "\n"
@@ -189,7 +207,13 @@ def test_lines_of_several_files_are_answered_each_also_those_of_one_name(score: 
 
 
 @pytest.mark.parametrize(
-    "options", [{"template": "{body}"}, {"keep": ["url"]}, {"sampling": {"max_tokens": 4}}, {"single_file": "csv"}]
+    "options",
+    [
+        {"template": "{body}"},
+        {"keep": ["url"]},
+        {"sampling": {"max_tokens": 4}},
+        {"single_file": "csv"},
+    ],
 )
 def test_what_the_lines_say_is_not_said_twice(tmp_path: Path, options: dict[str, Any]) -> None:
     with pytest.raises(InvalidJob, match=f"{next(iter(options))} and a batch file"):
@@ -197,7 +221,11 @@ def test_what_the_lines_say_is_not_said_twice(tmp_path: Path, options: dict[str,
 
 
 def test_a_worker_takes_the_normal_form_that_a_producer_sends(tmp_path: Path) -> None:
-    options: dict[str, Any] = {"input_format": "openai-batch", "model_alias": ["*"], "sampling": {"seed": 1}}
+    options: dict[str, Any] = {
+        "input_format": "openai-batch",
+        "model_alias": ["*"],
+        "sampling": {"seed": 1},
+    }
     spec = RunSpec.from_arguments("in.jsonl", str(tmp_path), **options)
     assert RunSpec.from_arguments(**spec.to_json()) == spec
 
@@ -206,7 +234,11 @@ def test_a_worker_takes_the_normal_form_that_a_producer_sends(tmp_path: Path) ->
 def test_lines_that_name_a_model_are_answered_by_the_served_one_where_that_is_asked_for(
     score: Score, alias: list[str]
 ) -> None:
-    lines = [complete("a", model="gpt-4o"), chat("b", "hello", model="gpt-4o-mini"), complete("c", model="m")]
+    lines = [
+        complete("a", model="gpt-4o"),
+        chat("b", "hello", model="gpt-4o-mini"),
+        complete("c", model="m"),
+    ]
     lines += [complete("d", model="other"), complete("e", model=5)]
     output, errors = score(lines, model_alias=alias)
     others = [] if alias == ["*"] else ["d"]

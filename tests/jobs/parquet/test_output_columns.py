@@ -12,7 +12,13 @@ import pytest
 from redis import Redis
 
 from jobs.context.shared_files import ShardBytes
-from jobs.errors import ColumnConflict, InvalidJob, MissingColumn, OutputHoldsAnotherRun, ShardTooLarge
+from jobs.errors import (
+    ColumnConflict,
+    InvalidJob,
+    MissingColumn,
+    OutputHoldsAnotherRun,
+    ShardTooLarge,
+)
 from jobs.parquet.asks.ask import OUTPUT_FIELDS
 from jobs.runs.plans.spec import RunSpec
 from tests.jobs.answering import FakeCompletion, refuse, shout, work_off
@@ -45,12 +51,22 @@ def test_dropped_columns_conflict_with_nothing_and_a_prefix_avoids_it(runs: Runs
     with pytest.raises(ColumnConflict, match=r"'completion'.*drop.*output_prefix"):
         runs.plan()
     table = runs.score(output_prefix="llm_", drop=["error"])
-    assert table.column_names == ["prompt", "id", "completion", *(f"llm_{name}" for name in ANSWERS)]
-    assert (table["completion"].to_pylist(), table["llm_completion"].to_pylist()) == (["old"], ["A"])
+    assert table.column_names == [
+        "prompt",
+        "id",
+        "completion",
+        *(f"llm_{name}" for name in ANSWERS),
+    ]
+    assert (table["completion"].to_pylist(), table["llm_completion"].to_pylist()) == (
+        ["old"],
+        ["A"],
+    )
 
 
 @pytest.mark.parametrize("options", [{"keep": ["id", "typo"]}, {"drop": ["typo"]}])
-def test_columns_that_the_input_lacks_are_refused_by_name(runs: Runs, options: dict[str, Any]) -> None:
+def test_columns_that_the_input_lacks_are_refused_by_name(
+    runs: Runs, options: dict[str, Any]
+) -> None:
     runs.write(["a"])
     with pytest.raises(MissingColumn, match="'typo'"):
         runs.plan(**options)
@@ -91,7 +107,9 @@ def test_another_option_is_another_run_and_is_named(runs: Runs, changed: dict[st
     runs.plan(keep=None, drop=None, output_prefix="", limit=None)
 
 
-def test_options_that_were_not_given_are_not_in_a_plan_and_those_of_a_later_version_are_refused() -> None:
+def test_options_that_were_not_given_are_not_in_a_plan_and_those_of_a_later_version_are_refused() -> (
+    None
+):
     spec = RunSpec.from_arguments("/in", "/out")
     assert not {"keep", "drop", "output_prefix", "limit"} & spec.to_json().keys()
     full = RunSpec.from_arguments("/in", "/out", drop=["b", "a", "b"], output_prefix="p", limit=2)
@@ -127,7 +145,11 @@ def test_several_completions_of_a_row_are_lists_of_n(runs: Runs) -> None:
         assert (row["completion"], row["finish_reason"]) == ([None] * 3, ["error"] * 3)
     assert rows[3] == {**rows[0], "id": 3}
     manifest = runs.manifest
-    assert (manifest["completion_tokens"], manifest["generated_tokens"], manifest["errors"]) == (12, 6, 2)
+    assert (manifest["completion_tokens"], manifest["generated_tokens"], manifest["errors"]) == (
+        12,
+        6,
+        2,
+    )
 
 
 def test_lists_of_completions_explode_in_pandas_polars_and_duckdb(runs: Runs) -> None:

@@ -17,7 +17,11 @@ from tests.jobs.local_runs import Runs
 
 Score = Callable[..., pa.Table]
 ROWS = pd.DataFrame(
-    {"prompt": list("abcde"), "year": [2023, 2024, 2024, 2023, 2025], "lang": ["de", "a b/é", None, "=", "42"]}
+    {
+        "prompt": list("abcde"),
+        "year": [2023, 2024, 2024, 2023, 2025],
+        "lang": ["de", "a b/é", None, "=", "42"],
+    }
 )
 
 
@@ -32,7 +36,9 @@ def with_duckdb(folder: Path) -> None:
 
 
 def with_polars(folder: Path) -> None:
-    pl.from_pandas(ROWS).write_parquet(folder, partition_by=["year", "lang"])  # the files keep the columns too
+    pl.from_pandas(ROWS).write_parquet(
+        folder, partition_by=["year", "lang"]
+    )  # the files keep the columns too
 
 
 def write(path: Path, prompt: str = "a", **columns: Any) -> Path:
@@ -49,7 +55,9 @@ def score(runs: Runs, tmp_path: Path) -> Score:
         runs.plan(source, tmp_path / output, **options)
         runs.work()
         assert (tmp_path / output / "_SUCCESS").exists()
-        return pa.concat_tables(pq.read_table(part) for part in sorted((tmp_path / output).glob("part-*")))
+        return pa.concat_tables(
+            pq.read_table(part) for part in sorted((tmp_path / output).glob("part-*"))
+        )
 
     return run
 
@@ -97,7 +105,9 @@ def test_hidden_names_are_passed_by_at_every_level(score: Score, tmp_path: Path)
     assert score(f"{tmp_path}/in/_delta_log/*.parquet", "named")["prompt"].to_pylist() == ["hidden"]
 
 
-@pytest.mark.parametrize("named", [["lang=de/x.parquet", "lang=en/x.parquet"], ["lang=de", "lang=en"]])
+@pytest.mark.parametrize(
+    "named", [["lang=de/x.parquet", "lang=en/x.parquet"], ["lang=de", "lang=en"]]
+)
 def test_folders_and_files_that_a_shell_found_have_the_columns_of_the_glob(
     score: Score, tmp_path: Path, named: list[str]
 ) -> None:
@@ -110,7 +120,9 @@ def test_folders_and_files_that_a_shell_found_have_the_columns_of_the_glob(
         assert score(f"{tmp_path}/run=7/{pattern}", f"{number}")["lang"].to_pylist() == ["de", "en"]
 
 
-def test_a_folder_that_a_glob_matches_is_read_and_not_left_out_in_silence(score: Score, tmp_path: Path) -> None:
+def test_a_folder_that_a_glob_matches_is_read_and_not_left_out_in_silence(
+    score: Score, tmp_path: Path
+) -> None:
     write(tmp_path / "in" / "2023.parquet" / "part-0.parquet", "a")  # as Spark writes a table
     write(tmp_path / "in" / "2024.parquet", "b")
     assert score(f"{tmp_path}/in/*.parquet")["prompt"].to_pylist() == ["a", "b"]
@@ -120,7 +132,9 @@ def test_a_folder_that_a_glob_matches_is_read_and_not_left_out_in_silence(score:
         score(f"{tmp_path}/in/*.parquet", "broken")
 
 
-def test_a_name_that_is_not_utf8_matters_only_where_it_is_input(score: Score, tmp_path: Path) -> None:
+def test_a_name_that_is_not_utf8_matters_only_where_it_is_input(
+    score: Score, tmp_path: Path
+) -> None:
     write(tmp_path / "in" / "x.parquet")
     Path(os.fsdecode(os.fsencode(tmp_path / "in") + b"/\xff.txt")).touch()
     assert len(score(str(tmp_path / "in"))) == 1
@@ -129,10 +143,14 @@ def test_a_name_that_is_not_utf8_matters_only_where_it_is_input(score: Score, tm
         score(str(tmp_path / "in"), "other")
 
 
-def test_files_in_folders_of_plain_names_are_not_left_out_in_silence(score: Score, tmp_path: Path) -> None:
+def test_files_in_folders_of_plain_names_are_not_left_out_in_silence(
+    score: Score, tmp_path: Path
+) -> None:
     write(tmp_path / "in" / "eu" / "deep" / "x.parquet", "b")
     write(tmp_path / "in" / "a.parquet", "a")
-    with pytest.raises(errors.NestedFolders, match=r"such as eu/deep/x\.parquet: name '.*/in/\*\*/\*\.parquet'"):
+    with pytest.raises(
+        errors.NestedFolders, match=r"such as eu/deep/x\.parquet: name '.*/in/\*\*/\*\.parquet'"
+    ):
         score(str(tmp_path / "in"))
     assert sorted(score(f"{tmp_path}/in/**/*.parquet")["prompt"].to_pylist()) == ["a", "b"]
 

@@ -61,7 +61,9 @@ def ask(runs: Runs) -> Ask:
 
     def run(table: dict[str, Any] | pa.Table, **arguments: Any) -> list[Any]:
         pq.write_table(table if isinstance(table, pa.Table) else pa.table(table), runs.source)
-        rows = runs.score(answer=seen, keep=["prompt"], **{"image_column": "image", **arguments}).to_pylist()
+        rows = runs.score(
+            answer=seen, keep=["prompt"], **{"image_column": "image", **arguments}
+        ).to_pylist()
         return [row["completion"] or row["error"] for row in rows]
 
     return run
@@ -72,22 +74,35 @@ def ask(runs: Runs) -> Ask:
     [
         pa.array([RED_FILE, None, BLUE_FILE]),
         pa.array([RED_FILE, None, BLUE_FILE]).cast(pa.large_binary()),
-        pa.array([{"bytes": RED_FILE, "path": "x.png"}, None, {"bytes": BLUE_FILE, "path": None}], IMAGE),
-        pa.array([{"bytes": None, "path": "red.png"}, {"bytes": None, "path": None}, {"path": "in/blue.png"}], IMAGE),
+        pa.array(
+            [{"bytes": RED_FILE, "path": "x.png"}, None, {"bytes": BLUE_FILE, "path": None}], IMAGE
+        ),
+        pa.array(
+            [
+                {"bytes": None, "path": "red.png"},
+                {"bytes": None, "path": None},
+                {"path": "in/blue.png"},
+            ],
+            IMAGE,
+        ),
         pa.array(["red.png", None, "in/blue.png"]),
         pa.array([data_url(RED_FILE), None, data_url(BLUE_FILE)]),
         pa.array([[RED_FILE], [], [BLUE_FILE]]),
     ],
     ids=["bytes", "large bytes", "structs", "structs of paths", "paths", "data URLs", "lists"],
 )
-def test_a_picture_stands_before_its_text_and_null_is_none(ask: Ask, tmp_path: Path, image: pa.Array) -> None:
+def test_a_picture_stands_before_its_text_and_null_is_none(
+    ask: Ask, tmp_path: Path, image: pa.Array
+) -> None:
     (tmp_path / "in").mkdir()
     (tmp_path / "red.png").write_bytes(RED_FILE)
     (tmp_path / "in" / "blue.png").write_bytes(BLUE_FILE)
     assert ask({"prompt": ["one", "two", "three"], "image": image}) == ["[r]one", "two", "[b]three"]
 
 
-def test_a_page_of_pictures_may_be_as_large_as_row_groups_make_it(runs: Runs, tmp_path: Path) -> None:
+def test_a_page_of_pictures_may_be_as_large_as_row_groups_make_it(
+    runs: Runs, tmp_path: Path
+) -> None:
     """pandas writes up to 1,024 rows into a page; other columns' pages have a smaller limit."""
     files = [os.urandom(1 << 20) for _ in range(60)]
     pd.DataFrame({"prompt": list(map(str, range(60))), "image": files}).to_parquet(runs.source)
@@ -114,14 +129,23 @@ def test_what_pandas_writes_is_read(runs: Runs, ask: Ask) -> None:
         ("{other}: {prompt}", {"image_column": ["image", "other"]}, "[r][b]: one"),
         ("{image}: {prompt}", {"image_column": ["other"]}, "[b]: one"),
         (
-            [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Is {image} {prompt}?"}],
+            [
+                {"role": "system", "content": "Be brief."},
+                {"role": "user", "content": "Is {image} {prompt}?"},
+            ],
             {},
             "Be brief. / Is [r] one?",
         ),
-        ([{"role": "user", "content": "Hi"}, {"role": "user", "content": "{prompt}?"}], {}, "Hi / [r]one?"),
+        (
+            [{"role": "user", "content": "Hi"}, {"role": "user", "content": "{prompt}?"}],
+            {},
+            "Hi / [r]one?",
+        ),
     ],
 )
-def test_a_template_places_pictures_by_their_columns(ask: Ask, template: Any, more: Any, expected: str) -> None:
+def test_a_template_places_pictures_by_their_columns(
+    ask: Ask, template: Any, more: Any, expected: str
+) -> None:
     table = {"prompt": ["one"], "image": [RED_FILE], "other": [BLUE_FILE]}
     assert ask(table, template=template, **more) == [expected]
 
@@ -135,7 +159,12 @@ def test_pictures_stand_first_in_the_last_message_of_the_user(ask: Ask) -> None:
     url = {"type": "image_url", "image_url": {"url": data_url(BLUE_FILE), "detail": "auto"}}
     chats = [
         [{"role": "user", "content": "one"}, {"role": "assistant", "content": "two"}],
-        [{"role": "user", "content": [{"type": "text", "text": "a"}, url, {"type": "text", "text": "z"}]}],
+        [
+            {
+                "role": "user",
+                "content": [{"type": "text", "text": "a"}, url, {"type": "text", "text": "z"}],
+            }
+        ],
         [{"role": "assistant", "content": "nobody asks"}],
     ]
     chats = [json.dumps(each) for each in chats]
@@ -150,22 +179,45 @@ def test_a_chat_names_files_below_the_roots_alone(runs: Runs, ask: Ask, tmp_path
     os.symlink("loop.png", tmp_path / "loop.png")
     (tmp_path / "large.png").write_bytes(bytes(MAX_BYTES + 1))
     urls = ["red.png", str(tmp_path / "red.png"), f"file://{tmp_path}/red.png"]
-    urls += ["/etc/passwd", "link.png", "../x.png", "none.png", "https://host/x.png", "data:text/plain;base64,aGk="]
+    urls += [
+        "/etc/passwd",
+        "link.png",
+        "../x.png",
+        "none.png",
+        "https://host/x.png",
+        "data:text/plain;base64,aGk=",
+    ]
     urls += ["data:image/png;base64,?", "large.png", "folder", "loop.png"]
     (tmp_path / "folder").mkdir()
-    contents = [[{"type": "image_url", "image_url": url}, {"type": "text", "text": "?"}] for url in urls]
+    contents = [
+        [{"type": "image_url", "image_url": url}, {"type": "text", "text": "?"}] for url in urls
+    ]
     chats = [json.dumps([{"role": "user", "content": each}]) for each in contents]
     found = ask({"prompt": chats}, messages_column="prompt", image_column=None)
     assert found[:3] == ["[r]?"] * 3
-    words = ["outside the data roots"] * 3 + ["there is no picture at", "URL of the web", "expected data:"]
-    words += ["is no base64", f"more than the limit of {MAX_BYTES}", *["there is no picture at"] * 2]
+    words = ["outside the data roots"] * 3 + [
+        "there is no picture at",
+        "URL of the web",
+        "expected data:",
+    ]
+    words += [
+        "is no base64",
+        f"more than the limit of {MAX_BYTES}",
+        *["there is no picture at"] * 2,
+    ]
     for error, expected in zip(found[3:], words, strict=True):
         assert expected in error
 
 
-@pytest.mark.parametrize("part", [{"image": RED_FILE}, {"type": "text", "text": "5", "image": RED_FILE}])
-def test_bytes_in_another_part_than_a_picture_cost_their_row(ask: Ask, part: dict[str, Any]) -> None:
-    chats = pa.array([[{"role": "user", "content": [each]}] for each in (part, {"type": "text", "text": "?"})])
+@pytest.mark.parametrize(
+    "part", [{"image": RED_FILE}, {"type": "text", "text": "5", "image": RED_FILE}]
+)
+def test_bytes_in_another_part_than_a_picture_cost_their_row(
+    ask: Ask, part: dict[str, Any]
+) -> None:
+    chats = pa.array(
+        [[{"role": "user", "content": [each]}] for each in (part, {"type": "text", "text": "?"})]
+    )
     found = ask({"prompt": chats}, messages_column="prompt", image_column=None)
     assert [found[1], "a part of message 0 must be" in found[0]] == ["?", True]
 
@@ -203,7 +255,9 @@ def test_equal_pictures_with_equal_texts_are_asked_once_and_others_apart(runs: R
     assert len(asked) == 3
     # Another run takes the answers of equal rows, whatever their column is called.
     images[1] = picture((0, 255, 0))
-    pq.write_table(pa.table({"prompt": ["?"] * 4, "photo": images}), runs.source.with_name("new.parquet"))
+    pq.write_table(
+        pa.table({"prompt": ["?"] * 4, "photo": images}), runs.source.with_name("new.parquet")
+    )
     arguments["image_column"] = "photo"
     output = runs.output.with_name("new")
     runs.plan(runs.source.with_name("new.parquet"), output, reuse=[str(runs.output)], **arguments)
@@ -217,7 +271,9 @@ def test_pictures_of_rows_that_are_sorted_keep_their_folders(runs: Runs, tmp_pat
     for name, file in (("one", RED_FILE), ("two", BLUE_FILE)):
         (tmp_path / name).mkdir()
         (tmp_path / name / "x.png").write_bytes(file)
-        pq.write_table(pa.table({"prompt": [name], "image": ["x.png"]}), tmp_path / name / "in.parquet")
+        pq.write_table(
+            pa.table({"prompt": [name], "image": ["x.png"]}), tmp_path / name / "in.parquet"
+        )
     inputs = [str(tmp_path / name / "in.parquet") for name in ("one", "two")]
     found = runs.score(inputs, answer=seen, image_column="image")
     assert found["completion"].to_pylist() == ["[r]one", "[b]two"]
@@ -225,7 +281,9 @@ def test_pictures_of_rows_that_are_sorted_keep_their_folders(runs: Runs, tmp_pat
     assert all("name it whole" in each for each in found["error"].to_pylist())
 
 
-def test_an_answer_to_a_picture_that_was_replaced_since_is_not_taken(runs: Runs, tmp_path: Path) -> None:
+def test_an_answer_to_a_picture_that_was_replaced_since_is_not_taken(
+    runs: Runs, tmp_path: Path
+) -> None:
     (tmp_path / "x.png").write_bytes(RED_FILE)
     pq.write_table(pa.table({"prompt": ["?"], "image": ["x.png"]}), runs.source)
     runs.score(answer=seen, image_column="image")
@@ -237,7 +295,9 @@ def test_an_answer_to_a_picture_that_was_replaced_since_is_not_taken(runs: Runs,
     first.close()
     (tmp_path / "x.png").write_bytes(BLUE_FILE)
     runs.work(seen)
-    assert [pq.read_table(each)["completion"].to_pylist() for each in (reused, journalled)] == [["[b]?"]] * 2
+    assert [pq.read_table(each)["completion"].to_pylist() for each in (reused, journalled)] == [
+        ["[b]?"]
+    ] * 2
 
 
 def test_labels_are_scored_behind_a_picture(runs: Runs) -> None:
@@ -262,16 +322,22 @@ def test_labels_are_scored_behind_a_picture(runs: Runs) -> None:
         ({"image_column": 7}, "image_column is 7, expected a column"),
     ],
 )
-def test_what_pictures_do_not_go_with_is_named(runs: Runs, arguments: dict[str, Any], says: str) -> None:
+def test_what_pictures_do_not_go_with_is_named(
+    runs: Runs, arguments: dict[str, Any], says: str
+) -> None:
     runs.write(["a"], image=pa.array([RED_FILE]))
     with pytest.raises(InvalidJob, match=says):
         runs.plan(**{"image_column": "image", **arguments})
 
 
-@pytest.mark.parametrize("image", [7, {"bytes": 7, "path": "red.png"}, {"bytes": [1], "path": ""}, {"url": "red.png"}])
+@pytest.mark.parametrize(
+    "image", [7, {"bytes": 7, "path": "red.png"}, {"bytes": [1], "path": ""}, {"url": "red.png"}]
+)
 def test_a_column_that_holds_no_pictures_is_refused(runs: Runs, image: Any) -> None:
     runs.write(["a"], image=pa.array([image]))
-    with pytest.raises(WrongColumnType, match=r"column 'image' is of type .*, expected bytes, paths"):
+    with pytest.raises(
+        WrongColumnType, match=r"column 'image' is of type .*, expected bytes, paths"
+    ):
         runs.plan(image_column="image")
 
 
@@ -284,16 +350,31 @@ def test_a_template_over_bytes_names_the_way_to_pictures(runs: Runs) -> None:
 def test_lines_of_a_batch_file_hold_pictures_and_their_paths(runs: Runs, tmp_path: Path) -> None:
     (tmp_path / "red.png").write_bytes(RED_FILE)
     source = tmp_path / "in.jsonl"
-    urls: list[Any] = [{"url": data_url(BLUE_FILE)}, {"url": "red.png"}, "red.png", "none.png", "https://host/x.png"]
+    urls: list[Any] = [
+        {"url": data_url(BLUE_FILE)},
+        {"url": "red.png"},
+        "red.png",
+        "none.png",
+        "https://host/x.png",
+    ]
     with source.open("w") as file:
         for number, url in enumerate(urls):
             content = [{"type": "text", "text": "see "}, {"type": "image_url", "image_url": url}]
             body = {"messages": [{"role": "user", "content": content}]}
-            line = {"custom_id": f"{number}", "method": "POST", "url": "/v1/chat/completions", "body": body}
+            line = {
+                "custom_id": f"{number}",
+                "method": "POST",
+                "url": "/v1/chat/completions",
+                "body": body,
+            }
             file.write(json.dumps(line) + "\n")
     runs.plan(source, input_format="openai-batch")
     runs.work(seen)
-    lines = [json.loads(line) for path in sorted(runs.output.glob("*.jsonl")) for line in path.read_text().splitlines()]
+    lines = [
+        json.loads(line)
+        for path in sorted(runs.output.glob("*.jsonl"))
+        for line in path.read_text().splitlines()
+    ]
     texts = {
         line["custom_id"]: line["response"]["body"]["choices"][0]["message"]["content"]
         if line["response"]
@@ -305,7 +386,9 @@ def test_lines_of_a_batch_file_hold_pictures_and_their_paths(runs: Runs, tmp_pat
     assert "URL of the web" in texts["4"]
 
 
-def test_labels_of_a_chat_see_its_picture_which_has_no_prior(make_context: MakeContext, tmp_path: Path) -> None:
+def test_labels_of_a_chat_see_its_picture_which_has_no_prior(
+    make_context: MakeContext, tmp_path: Path
+) -> None:
     (tmp_path / "blue.png").write_bytes(BLUE_FILE)
     content = [{"type": "image_url", "image_url": {"url": str(tmp_path / "blue.png")}}]
     asked = {"messages": [{"role": "user", "content": content}], "labels": ["yes", "no"]}
@@ -319,6 +402,8 @@ def test_labels_of_a_chat_see_its_picture_which_has_no_prior(make_context: MakeC
 def test_planning_refuses_pictures_where_the_model_reads_none(runs: Runs) -> None:
     runs.write(["a"])
     planners = runs.context
-    runs.context = lambda: replace(planners(), model=replace(planners().model, reads_pictures=False))
+    runs.context = lambda: replace(
+        planners(), model=replace(planners().model, reads_pictures=False)
+    )
     with pytest.raises(InvalidJob, match="'m', which reads no pictures"):
         runs.plan(image_column="prompt", template="{image}: what is it?")

@@ -63,7 +63,9 @@ def write(path: Path) -> Path:
 
 
 def found(root: Path, pattern: str) -> list[str]:
-    return [file.path for file in find_files(Storage([str(root)]), [f"{root}/{pattern}"], f"{root}/out")]
+    return [
+        file.path for file in find_files(Storage([str(root)]), [f"{root}/{pattern}"], f"{root}/out")
+    ]
 
 
 @pytest.mark.parametrize("stars", ["**", "**/d/**/d/**"])
@@ -77,12 +79,15 @@ def test_a_glob_lists_each_folder_of_a_deep_tree_once(
 
 
 NAMES = st.sampled_from(["a", "b", "_c", ".d", "k=1", "x.parquet"])
-PARTS = st.sampled_from(["*", "**", "?", "a", "[ab]", "[!a]", ".d", ".*", "_*", "k=*", "*.parquet", "[", "x.parquet"])
+PARTS = st.sampled_from(
+    ["*", "**", "?", "a", "[ab]", "[!a]", ".d", ".*", "_*", "k=*", "*.parquet", "[", "x.parquet"]
+)
 
 
 @settings(max_examples=60)
 @given(
-    st.sets(st.lists(NAMES, min_size=1, max_size=4).map("/".join), max_size=8), st.lists(PARTS, min_size=1, max_size=4)
+    st.sets(st.lists(NAMES, min_size=1, max_size=4).map("/".join), max_size=8),
+    st.lists(PARTS, min_size=1, max_size=4),
 )
 def test_a_glob_finds_what_pythons_own_finds(
     tmp_path_factory: pytest.TempPathFactory, files: set[str], parts: list[str]
@@ -90,7 +95,9 @@ def test_a_glob_finds_what_pythons_own_finds(
     """Once each, and without the folders that `**` stands for."""
     root = tmp_path_factory.mktemp("tree")
     for name in files:
-        if not (root / name).exists() and not any((root / above).is_file() for above in _above(name)):
+        if not (root / name).exists() and not any(
+            (root / above).is_file() for above in _above(name)
+        ):
             (root / name).parent.mkdir(parents=True, exist_ok=True)
             (root / name).touch()
     pattern = f"{root}/{'/'.join(parts)}/?*"
@@ -125,7 +132,9 @@ def test_planning_stops_between_any_two_steps_and_starts_anew(runs: Runs, tmp_pa
     for step in itertools.count(1):
         context = replace(runs.context(), check_interrupted=Fuse(step))
         try:
-            score_parquet(context, f"{tmp_path}/in/**/*.parquet", str(runs.output), rows_per_shard=2)
+            score_parquet(
+                context, f"{tmp_path}/in/**/*.parquet", str(runs.output), rows_per_shard=2
+            )
         except Interrupted:
             continue
         break
@@ -136,7 +145,9 @@ def test_planning_stops_between_any_two_steps_and_starts_anew(runs: Runs, tmp_pa
 
 
 def test_a_shard_stops_between_any_two_steps_and_opens_anew(runs: Runs) -> None:
-    runs.plan(runs.write([f"{row}" for row in range(3000)], row_group_size=3000), rows_per_shard=3000)
+    runs.plan(
+        runs.write([f"{row}" for row in range(3000)], row_group_size=3000), rows_per_shard=3000
+    )
     (job,) = runs.jobs
     step, files = 1, SharedFiles()
     while True:
@@ -154,6 +165,8 @@ def test_a_shard_stops_between_any_two_steps_and_opens_anew(runs: Runs) -> None:
 
 def test_a_template_that_costs_too_much_in_a_shard_is_refused_where_it_is_submitted() -> None:
     too_long = "{a}" * (MAX_SHARD_PIECES // 1000 + 1)
-    with pytest.raises(errors.InvalidJob, match=r"20001 pieces .* 20001000 in a shard of 1000 rows, more than"):
+    with pytest.raises(
+        errors.InvalidJob, match=r"20001 pieces .* 20001000 in a shard of 1000 rows, more than"
+    ):
         RunSpec.from_arguments("in.parquet", "out", template=too_long)
     assert RunSpec.from_arguments("in.parquet", "out", template=too_long, rows_per_shard=999)

@@ -31,7 +31,9 @@ def make_context(make_context: MakeContext) -> MakeContext:
 def run(runs: Runs) -> Run:
     """Scores in.parquet; returns the requests and the rows."""
 
-    def score(columns: dict[str, str], **arguments: Any) -> tuple[list[Request], list[dict[str, Any]]]:
+    def score(
+        columns: dict[str, str], **arguments: Any
+    ) -> tuple[list[Request], list[dict[str, Any]]]:
         asked: list[Request] = []
 
         def answer(request: Request) -> FakeCompletion:
@@ -63,7 +65,9 @@ def test_each_row_has_its_own_values_and_null_the_runs(run: Run, tmp_path: Path)
 
 
 def test_a_wrong_value_fails_its_row_by_name_and_no_other(run: Run, tmp_path: Path) -> None:
-    write(tmp_path / "in.parquet", limit=[3.0, -1.0, 2.5, float("nan"), None], least=[9, 0, 0, 0, 0])
+    write(
+        tmp_path / "in.parquet", limit=[3.0, -1.0, 2.5, float("nan"), None], least=[9, 0, 0, 0, 0]
+    )
     asked, rows = run({"max_tokens": "limit", "min_tokens": "least"})
     assert [row["error"] is None for row in rows] == [False, False, False, False, True]
     assert [request.prompt for request in asked] == ["p4"]
@@ -78,11 +82,17 @@ def test_equal_greedy_prompts_with_equal_values_are_one_request(run: Run, tmp_pa
     pq.write_table(pa.table(columns), tmp_path / "in.parquet")
     names = {"temperature": "t", "max_tokens": "limit"}
     asked, rows = run(names, sampling={"temperature": 0})
-    found = sorted((request.sampling["temperature"], request.sampling["max_tokens"]) for request in asked)
-    assert found == [(0, 1), (0, 2), (1, 1), (1, 1)], "null is the run's greedy 0: one with the first two"
+    found = sorted(
+        (request.sampling["temperature"], request.sampling["max_tokens"]) for request in asked
+    )
+    assert found == [(0, 1), (0, 2), (1, 1), (1, 1)], (
+        "null is the run's greedy 0: one with the first two"
+    )
     assert {request.prompt for request in asked} == {"a\n{}"}
     assert [row["completion"] for row in rows] == ["A\n{}"] * 6
-    assert len({request.sampling["seed"] for request in asked if request.sampling["temperature"]}) == 2
+    assert (
+        len({request.sampling["seed"] for request in asked if request.sampling["temperature"]}) == 2
+    )
 
 
 def test_numbers_as_pandas_polars_and_duckdb_write_them(run: Run, tmp_path: Path) -> None:
@@ -95,17 +105,22 @@ def test_numbers_as_pandas_polars_and_duckdb_write_them(run: Run, tmp_path: Path
     for writer, write_file in {
         "pandas": lambda: pandas.to_parquet(path),
         "polars": lambda: polars.write_parquet(path),
-        "duckdb": lambda: duckdb.sql(f"""copy (from (values {rows}) as v(prompt, "limit", t)) to '{path}'"""),
+        "duckdb": lambda: duckdb.sql(
+            f"""copy (from (values {rows}) as v(prompt, "limit", t)) to '{path}'"""
+        ),
     }.items():
         write_file()
         asked, _ = run({"max_tokens": "limit", "temperature": "t"}, sampling={"max_tokens": 9})
-        values = [(request.sampling["max_tokens"], request.sampling["temperature"]) for request in asked]
+        values = [
+            (request.sampling["max_tokens"], request.sampling["temperature"]) for request in asked
+        ]
         assert values == [(4, 1), (9, 0.5), (6, 0.25)], writer
         (tmp_path / "out").rename(tmp_path / f"out of {writer}")
 
 
 @pytest.mark.parametrize(
-    ("column", "kind", "name"), [(["3"], pa.string(), "max_tokens"), ([1], pa.timestamp("s"), "seed")]
+    ("column", "kind", "name"),
+    [(["3"], pa.string(), "max_tokens"), ([1], pa.timestamp("s"), "seed")],
 )
 def test_a_column_of_a_type_that_cannot_be_the_value_is_refused_when_planned(
     run: Run, tmp_path: Path, column: list[Any], kind: pa.DataType, name: str
@@ -115,7 +130,9 @@ def test_a_column_of_a_type_that_cannot_be_the_value_is_refused_when_planned(
         run({name: "v"})
 
 
-def test_missing_columns_and_unknown_names_are_refused_when_planned(run: Run, tmp_path: Path) -> None:
+def test_missing_columns_and_unknown_names_are_refused_when_planned(
+    run: Run, tmp_path: Path
+) -> None:
     write(tmp_path / "in.parquet", v=[1])
     with pytest.raises(MissingColumn, match="'w'"):
         run({"max_tokens": "w"})

@@ -31,7 +31,9 @@ ROWS = 5
 @pytest.fixture
 def source(tmp_path: Path) -> Path:
     table = pa.table({"prompt": [f"p{number}" for number in range(ROWS)], "id": range(ROWS)})
-    pq.write_table(table.replace_schema_metadata({"own": "kept"}), tmp_path / "in.parquet", row_group_size=2)
+    pq.write_table(
+        table.replace_schema_metadata({"own": "kept"}), tmp_path / "in.parquet", row_group_size=2
+    )
     return tmp_path / "in.parquet"
 
 
@@ -42,7 +44,9 @@ def planned(runs: Runs, source: Path) -> Runs:
     return runs
 
 
-def test_readers_of_the_folder_and_of_the_file_find_each_row_once(redis: Redis, planned: Runs) -> None:
+def test_readers_of_the_folder_and_of_the_file_find_each_row_once(
+    redis: Redis, planned: Runs
+) -> None:
     planned.run(planned.jobs[0])
     output = planned.output
     assert not (output / "output.parquet").exists()
@@ -56,13 +60,17 @@ def test_readers_of_the_folder_and_of_the_file_find_each_row_once(redis: Redis, 
 
 
 @pytest.mark.parametrize("kind", ["csv", "jsonl", "arrow", "parquet"])
-def test_each_format_holds_all_columns(runs: Runs, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_each_format_holds_all_columns(
+    runs: Runs, kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(row_groups, "GROUP_ROWS", 3)
     rows = 7
     table = pa.table(
         {
             "prompt": ['a "b", c\nd', None, "é", "p", "q", "r", "s"],
-            "when": pa.array([datetime.datetime(2024, 1, 2, 3, 4, 5)] * rows, pa.timestamp("ns", "UTC")),
+            "when": pa.array(
+                [datetime.datetime(2024, 1, 2, 3, 4, 5)] * rows, pa.timestamp("ns", "UTC")
+            ),
             "price": pa.array([decimal.Decimal("1.10")] * rows),
             "tags": [["x", None]] * rows,
             "record": [{"a": 1.5}] * rows,
@@ -74,7 +82,13 @@ def test_each_format_holds_all_columns(runs: Runs, kind: str, monkeypatch: pytes
     runs.plan(single_file=kind, rows_per_shard=2)
     runs.work()
     path = runs.output / f"output.{kind}"
-    names = [*table.column_names, "completion", "finish_reason", "prompt_tokens", "completion_tokens"]
+    names = [
+        *table.column_names,
+        "completion",
+        "finish_reason",
+        "prompt_tokens",
+        "completion_tokens",
+    ]
     if kind == "parquet":
         back = pq.read_table(path)
         assert back.select(table.column_names).drop(["nan"]).equals(table.drop(["nan"]))
@@ -103,10 +117,14 @@ def test_each_format_holds_all_columns(runs: Runs, kind: str, monkeypatch: pytes
 
 
 _SPECIAL = "a \",;\t\r\n\v\f\x1c\x1d\x1e\x85\u2028\u2029\ufeff'\\#=é😀"
-NASTY = st.text(st.sampled_from(_SPECIAL) | st.characters(codec="utf-8", exclude_characters="\0"), max_size=6)
+NASTY = st.text(
+    st.sampled_from(_SPECIAL) | st.characters(codec="utf-8", exclude_characters="\0"), max_size=6
+)
 
 
-@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(
+    max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
 @given(
     rows=st.lists(st.tuples(NASTY.filter(bool), NASTY.filter(bool)), min_size=1, max_size=4),
     names=st.lists(NASTY.filter(bool) | st.just("sep=;"), min_size=2, max_size=2, unique=True),
@@ -115,21 +133,32 @@ NASTY = st.text(st.sampled_from(_SPECIAL) | st.characters(codec="utf-8", exclude
 def test_texts_in_csv_come_back_in_every_reader(
     runs: Runs, redis: Redis, rows: list[tuple[str, str]], names: list[str]
 ) -> None:
-    table = pa.table({name: pa.array(column) for name, column in zip(names, zip(*rows, strict=True), strict=True)})
+    table = pa.table(
+        {
+            name: pa.array(column)
+            for name, column in zip(names, zip(*rows, strict=True), strict=True)
+        }
+    )
     sink = io.BytesIO()
     write_csv(frozenset(), sink, table.schema, iter(table.to_batches()))
     content = sink.getvalue()
     with io.TextIOWrapper(io.BytesIO(content), encoding="utf-8", newline="") as text:
         header, *found = csv.reader(text, strict=True)
     assert [tuple(header), *map(tuple, found)] == [tuple(names), *rows]
-    lines = content.decode().splitlines(keepends=True)  # at every character that Unicode calls a line's end
+    lines = content.decode().splitlines(
+        keepends=True
+    )  # at every character that Unicode calls a line's end
     assert list(map(tuple, csv.reader(lines, strict=True))) == [tuple(names), *rows]
     frame = pd.read_csv(io.BytesIO(content), dtype=str, keep_default_na=False, na_filter=False)
     assert list(frame.columns) == names
     assert list(frame.itertuples(index=False, name=None)) == rows
-    options = pa_csv.ConvertOptions(column_types=dict.fromkeys(names, pa.string()), strings_can_be_null=False)
+    options = pa_csv.ConvertOptions(
+        column_types=dict.fromkeys(names, pa.string()), strings_can_be_null=False
+    )
     back = pa_csv.read_csv(
-        io.BytesIO(content), parse_options=pa_csv.ParseOptions(newlines_in_values=True), convert_options=options
+        io.BytesIO(content),
+        parse_options=pa_csv.ParseOptions(newlines_in_values=True),
+        convert_options=options,
     )
     assert back.column_names == names
     assert [tuple(row.values()) for row in back.to_pylist()] == rows

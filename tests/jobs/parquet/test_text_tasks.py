@@ -29,7 +29,9 @@ def scored(request: Request) -> FakeCompletion:
     if request.prompt == "broken":
         return refuse("it is broken")
     if "pair" in request.sampling:
-        return FakeCompletion(num_prompt_tokens=3, class_scores={"relevant": len(request.sampling["pair"]) / 10})
+        return FakeCompletion(
+            num_prompt_tokens=3, class_scores={"relevant": len(request.sampling["pair"]) / 10}
+        )
     good = 0.75 if request.prompt == "good" else 0.125
     return FakeCompletion(num_prompt_tokens=2, class_scores={"bad": 1 - good, "good": good})
 
@@ -44,7 +46,11 @@ def test_each_row_has_its_label_and_the_probability_of_each(runs: Runs) -> None:
     runs.plan(task="classify", rows_per_shard=2)
     runs.work(scored)
     good, bad, broken, null, last = rows_of(runs)
-    assert (good["label"], good["score"], dict(good["probabilities"])) == ("good", 0.75, {"bad": 0.25, "good": 0.75})
+    assert (good["label"], good["score"], dict(good["probabilities"])) == (
+        "good",
+        0.75,
+        {"bad": 0.25, "good": 0.75},
+    )
     assert (bad["label"], bad["score"]) == ("bad", 0.875)
     assert [each["label"] for each in (broken, null)] == [None, None]
     assert broken["error"] == "it is broken"
@@ -62,7 +68,9 @@ def test_a_head_with_one_output_gives_a_score_alone(runs: Runs) -> None:
 
 def test_rows_of_queries_and_documents_are_ranked_by_a_cross_encoder(runs: Runs) -> None:
     serve(runs, "relevant")
-    table = pa.table({"id": [0, 1, 2], "q": ["one", "one", None], "document": ["abc", "abcde", "x"]})
+    table = pa.table(
+        {"id": [0, 1, 2], "q": ["one", "one", None], "document": ["abc", "abcde", "x"]}
+    )
     pq.write_table(table, runs.source)
     runs.plan(task="rerank", query_column="q", rows_per_shard=2)
     runs.work(scored)
@@ -94,7 +102,9 @@ def test_a_model_without_a_head_is_asked_for_yes_or_no(runs: Runs) -> None:
 
     def answer(request: Request) -> FakeCompletion:
         asked.append(request)
-        return FakeCompletion(loglikelihoods=[LogLikelihood(-1.0, 1, True), LogLikelihood(-1.0, 1, False)])
+        return FakeCompletion(
+            loglikelihoods=[LogLikelihood(-1.0, 1, True), LogLikelihood(-1.0, 1, False)]
+        )
 
     runs.plan(task="rerank")
     runs.work(answer)
@@ -108,9 +118,18 @@ def test_a_model_without_a_head_is_asked_for_yes_or_no(runs: Runs) -> None:
 @pytest.mark.parametrize(
     ("values", "problem"),
     [
-        ({"task": "classify", "template": [{"role": "user", "content": "{prompt}"}]}, "is of texts"),
-        ({"task": "classify", "labels": ["a", "b"]}, "labels and task 'classify' do not go together"),
-        ({"task": "rerank", "template": "{query}"}, "asks query_column and document_column: leave template out"),
+        (
+            {"task": "classify", "template": [{"role": "user", "content": "{prompt}"}]},
+            "is of texts",
+        ),
+        (
+            {"task": "classify", "labels": ["a", "b"]},
+            "labels and task 'classify' do not go together",
+        ),
+        (
+            {"task": "rerank", "template": "{query}"},
+            "asks query_column and document_column: leave template out",
+        ),
         ({"task": "rerank", "sampling": {"temperature": 0}}, "'temperature'"),
         ({"task": "classify", "query_column": "q"}, "give task 'rerank' too"),
     ],

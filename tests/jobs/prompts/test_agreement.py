@@ -46,7 +46,13 @@ def agreed(texts: list[str], way: Agreement, checks: Checks) -> tuple[Any, int]:
         ("aaaa", 0.7, 4, "a", 1.0),
         ("aaab", 0.7, 4, "a", 0.75),
         ("abab" + "aaaa", 0.7, 8, "a", 0.75),
-        ("abcd" + "efgh" + "ijkl", 0.9, 4, "a", 0.25),  # twelve more of one answer are 13 of 16 at most
+        (
+            "abcd" + "efgh" + "ijkl",
+            0.9,
+            4,
+            "a",
+            0.25,
+        ),  # twelve more of one answer are 13 of 16 at most
         ("abab" + "abab" + "abab" + "abab", 0.51, 16, "a", 0.5),
     ],
 )
@@ -63,22 +69,42 @@ def test_rounds_end_once_samples_agree_or_cannot(
 @pytest.mark.parametrize(
     ("agree_on", "texts", "winner"),
     [
-        ("json", ['{"a": 1, "b": 2}', '{"b": 2, "a": 1}', "no", '{"b":2,"a":1}'], '{"a": 1, "b": 2}'),
-        ("/a/0", ['{"a": [1], "x": 1}', '{"a": [1], "x": 2}', '{"a": [1]}', '{"a": [2]}'], '{"a": [1], "x": 1}'),
-        (r"answer is (\d+)", ["so the answer is 7", "the answer is 7!", "7", "answer is 7"], "so the answer is 7"),
+        (
+            "json",
+            ['{"a": 1, "b": 2}', '{"b": 2, "a": 1}', "no", '{"b":2,"a":1}'],
+            '{"a": 1, "b": 2}',
+        ),
+        (
+            "/a/0",
+            ['{"a": [1], "x": 1}', '{"a": [1], "x": 2}', '{"a": [1]}', '{"a": [2]}'],
+            '{"a": [1], "x": 1}',
+        ),
+        (
+            r"answer is (\d+)",
+            ["so the answer is 7", "the answer is 7!", "7", "answer is 7"],
+            "so the answer is 7",
+        ),
         ("[a-z]+", ["1 one", "2 one", "3 one", "two"], "1 one"),
     ],
 )
-def test_parts_of_texts_are_compared(checking: JobContext, agree_on: str, texts: list[str], winner: str) -> None:
-    answer, _ = agreed([*texts, *texts, *texts, *texts], Agreement(0.7, agree_on=agree_on), checking.checks)
+def test_parts_of_texts_are_compared(
+    checking: JobContext, agree_on: str, texts: list[str], winner: str
+) -> None:
+    answer, _ = agreed(
+        [*texts, *texts, *texts, *texts], Agreement(0.7, agree_on=agree_on), checking.checks
+    )
     assert answer.first.text == winner
     assert answer.extras["votes"] == 0.75
 
 
 @given(
-    texts=st.lists(st.sampled_from("abc"), min_size=32, max_size=32), agree=st.floats(0.05, 1), most=st.integers(1, 32)
+    texts=st.lists(st.sampled_from("abc"), min_size=32, max_size=32),
+    agree=st.floats(0.05, 1),
+    most=st.integers(1, 32),
 )
-def test_an_early_end_is_one_that_more_samples_could_not_change(texts: list[str], agree: float, most: int) -> None:
+def test_an_early_end_is_one_that_more_samples_could_not_change(
+    texts: list[str], agree: float, most: int
+) -> None:
     answer, drawn = agreed(texts, Agreement(agree, max_samples=most), Checks())
     count = texts[:drawn].count(answer.first.text)
     assert drawn <= most
@@ -158,4 +184,6 @@ def test_a_line_of_a_batch_file_may_ask_for_it(runs: Runs, tmp_path: Path) -> No
     runs.work(noisy)
     (answered,) = (runs.output / "output.jsonl").read_text().splitlines()
     (choice,) = json.loads(answered)["response"]["body"]["choices"]
-    assert (choice["votes"], choice["samples"]) == (0.25, 4), "each sample is another text, and 13 of 16 cannot agree"
+    assert (choice["votes"], choice["samples"]) == (0.25, 4), (
+        "each sample is another text, and 13 of 16 cannot agree"
+    )

@@ -19,7 +19,9 @@ def memo() -> AnswerMemo:
     return AnswerMemo()
 
 
-def open_shard(memo: AnswerMemo, prompts: str, sampling: Mapping[str, object] = GREEDY) -> ItemRunner[Answer]:
+def open_shard(
+    memo: AnswerMemo, prompts: str, sampling: Mapping[str, object] = GREEDY
+) -> ItemRunner[Answer]:
     return shard_of(prompts, sampling, memo=memo)
 
 
@@ -51,7 +53,9 @@ def test_a_shard_takes_the_answers_of_earlier_ones_of_its_run(memo: AnswerMemo) 
     assert [answer.completion_tokens for answer in second.answers()] == [1] * 4
 
 
-@pytest.mark.parametrize("other", [{"sampling": {**GREEDY, "top_k": 1}}, {"sampling": {"temperature": 1}}])
+@pytest.mark.parametrize(
+    "other", [{"sampling": {**GREEDY, "top_k": 1}}, {"sampling": {"temperature": 1}}]
+)
 def test_nothing_is_shared_where_other_values_are_asked_or_tokens_are_drawn(
     memo: AnswerMemo, other: dict[str, object]
 ) -> None:
@@ -66,7 +70,9 @@ def test_a_prompt_that_failed_is_asked_again(memo: AnswerMemo) -> None:
     assert work(open_shard(memo, "a")) == "a"
 
 
-def test_a_prompt_that_another_shard_is_at_comes_last_and_may_have_its_answer_then(memo: AnswerMemo) -> None:
+def test_a_prompt_that_another_shard_is_at_comes_last_and_may_have_its_answer_then(
+    memo: AnswerMemo,
+) -> None:
     first, second = open_shard(memo, "ab"), open_shard(memo, "abc")
     firsts = list(first.requests())
     seconds = second.requests()
@@ -89,14 +95,23 @@ def test_the_memo_keeps_what_was_used_last_within_its_bytes() -> None:
         memo.put(key, answer(key.decode()))
     assert memo.get(b"a") is not None
     memo.put(b"d", answer("d"))
-    assert [memo.get(key) is not None for key in (b"a", b"b", b"c", b"d")] == [True, False, True, True]
+    assert [memo.get(key) is not None for key in (b"a", b"b", b"c", b"d")] == [
+        True,
+        False,
+        True,
+        True,
+    ]
     memo.put(b"e", answer("x" * 4 * ENTRY_BYTES))
     assert memo.num_bytes == 0, "an answer that does not fit is not kept"
 
 
 @settings(max_examples=40)
-@given(st.lists(st.text("abcd", max_size=8), min_size=1, max_size=6), st.randoms(use_true_random=False))
-def test_shards_that_are_open_together_end_with_every_rows_answer(shards: list[str], shuffle: object) -> None:
+@given(
+    st.lists(st.text("abcd", max_size=8), min_size=1, max_size=6), st.randoms(use_true_random=False)
+)
+def test_shards_that_are_open_together_end_with_every_rows_answer(
+    shards: list[str], shuffle: object
+) -> None:
     memo = AnswerMemo(8 * ENTRY_BYTES)
     opened = [open_shard(memo, prompts) for prompts in shards]
     streams = [shard.requests() for shard in opened]

@@ -29,7 +29,9 @@ def request_of(context: JobContext, name: str, *args: Any, **kwargs: Any) -> Req
 
 @pytest.mark.parametrize("name", sorted(NEUTRAL))
 @pytest.mark.parametrize("function", ["jobs.complete", "jobs.chat"])
-def test_a_value_that_changes_nothing_is_taken(context: JobContext, function: str, name: str) -> None:
+def test_a_value_that_changes_nothing_is_taken(
+    context: JobContext, function: str, name: str
+) -> None:
     prompt: Any = HI if function == "jobs.chat" else "hi"
     for value in (None, *NEUTRAL[name]):
         plain = request_of(context, function, prompt).sampling
@@ -75,7 +77,13 @@ def test_max_completion_tokens_is_max_tokens() -> None:
 def test_messages_keep_what_a_template_may_read() -> None:
     messages = [
         {"role": "user", "content": [{"type": "text", "text": "hi"}], "name": "ann"},
-        {"role": "assistant", "content": None, "tool_calls": [CALL], "refusal": None, "annotations": []},
+        {
+            "role": "assistant",
+            "content": None,
+            "tool_calls": [CALL],
+            "refusal": None,
+            "annotations": [],
+        },
         {"role": "tool", "content": "3", "tool_call_id": "call_1"},
         {"role": "assistant", "reasoning": "why", "content": "three", "audio": None},
     ]
@@ -96,7 +104,10 @@ def test_messages_keep_what_a_template_may_read() -> None:
             {"role": "assistant", "tool_calls": [{"function": {"name": "a", "arguments": 7}}]},
             "the arguments of a tool call of message 0 is int",
         ),
-        ({"role": "user", "content": [{"type": "image_url", "image_url": {}}]}, "'image_url': {'url': ...}"),
+        (
+            {"role": "user", "content": [{"type": "image_url", "image_url": {}}]},
+            "'image_url': {'url': ...}",
+        ),
         ({"role": "user", "content": [{"type": "input_audio"}]}, "or an image_url: no audio"),
     ],
 )
@@ -114,7 +125,8 @@ CALLS = st.builds(
 MESSAGES = st.fixed_dictionaries(
     {
         "role": TEXTS,
-        "content": TEXTS | st.lists(st.builds(lambda text: {"type": "text", "text": text}, TEXTS), max_size=2),
+        "content": TEXTS
+        | st.lists(st.builds(lambda text: {"type": "text", "text": text}, TEXTS), max_size=2),
     },
     optional={
         **dict.fromkeys(("name", "tool_call_id", "reasoning"), st.none() | TEXTS),
@@ -149,7 +161,9 @@ def chosen(name: str) -> dict[str, Any]:
     return {"type": "function", "function": {"name": name}}
 
 
-def test_a_call_that_is_forced_is_one_of_the_sampling_values_and_of_what_is_asked(context: JobContext) -> None:
+def test_a_call_that_is_forced_is_one_of_the_sampling_values_and_of_what_is_asked(
+    context: JobContext,
+) -> None:
     name = TOOL["function"]["name"]
     digests = {request_of(context, "jobs.chat", HI, tools=[TOOL]).digest("")}
     for choice in ("required", chosen(name)):
@@ -165,13 +179,24 @@ def test_a_call_that_is_forced_is_one_of_the_sampling_values_and_of_what_is_aske
     [
         ({"tools": "x"}, "tools is str, expected a list"),
         ({"tool_choice": "required"}, "tool_choice is 'required', and no tools are given"),
-        ({"tools": [TOOL], "tool_choice": "any"}, "tool_choice is 'any', expected 'auto', 'none', 'required' or"),
-        ({"tools": [TOOL], "tool_choice": {"type": "function"}}, "tool_choice is {'type': 'function'}, expected"),
-        ({"tools": [TOOL], "tool_choice": chosen("other")}, "tool_choice names 'other', which is none of the tools"),
+        (
+            {"tools": [TOOL], "tool_choice": "any"},
+            "tool_choice is 'any', expected 'auto', 'none', 'required' or",
+        ),
+        (
+            {"tools": [TOOL], "tool_choice": {"type": "function"}},
+            "tool_choice is {'type': 'function'}, expected",
+        ),
+        (
+            {"tools": [TOOL], "tool_choice": chosen("other")},
+            "tool_choice names 'other', which is none of the tools",
+        ),
         ({"parallel_tool_calls": False}, "parallel_tool_calls is False"),
     ],
 )
-def test_options_of_a_chat_that_cannot_be_are_named(context: JobContext, options: dict[str, Any], says: str) -> None:
+def test_options_of_a_chat_that_cannot_be_are_named(
+    context: JobContext, options: dict[str, Any], says: str
+) -> None:
     with pytest.raises(errors.InvalidJob) as refused:
         opened_task(context, "jobs.chat", [HI], options)
     assert says in str(refused.value)
@@ -179,7 +204,9 @@ def test_options_of_a_chat_that_cannot_be_are_named(context: JobContext, options
 
 def test_no_call_is_forced_where_labels_are_scored(context: JobContext) -> None:
     options = {"messages": HI, "labels": ["a", "b"], "tools": [TOOL], "tool_choice": "required"}
-    with pytest.raises(errors.InvalidJob, match=r"tool_choice is 'required', and jobs\.classify generates nothing"):
+    with pytest.raises(
+        errors.InvalidJob, match=r"tool_choice is 'required', and jobs\.classify generates nothing"
+    ):
         opened_task(context, "jobs.classify", [], options)
     assert opened_task(context, "jobs.classify", [], {**options, "tool_choice": "none"})
 
@@ -209,7 +236,10 @@ def test_a_run_of_chats_keeps_their_options_apart_from_its_sampling_values() -> 
         ({"type": "text"}, {}),
         ({"type": "json_object"}, {"structured_outputs": {"json_object": True}}),
         (
-            {"type": "json_schema", "json_schema": {"name": "x", "strict": True, "schema": {"type": "null"}}},
+            {
+                "type": "json_schema",
+                "json_schema": {"name": "x", "strict": True, "schema": {"type": "null"}},
+            },
             {"structured_outputs": {"json": {"type": "null"}}},
         ),
     ],
@@ -222,7 +252,9 @@ def test_a_response_format_is_what_the_text_must_be(
     SamplingParams.from_mapping(sampling)
 
 
-@pytest.mark.parametrize("value", ["json_object", {"type": "structural_tag"}, {"type": "json_schema"}])
+@pytest.mark.parametrize(
+    "value", ["json_object", {"type": "structural_tag"}, {"type": "json_schema"}]
+)
 def test_another_response_format_is_refused_by_name(value: Any) -> None:
     with pytest.raises(errors.InvalidJob, match="response_format"):
         without_neutral({"response_format": value})

@@ -54,13 +54,23 @@ def test_answers_stand_in_the_order_of_depends_on_whatever_the_job_returned(
     context: JobContext, ended: Ended, after: Any
 ) -> None:
     completion = run_task(context, "jobs.complete", "a")
-    chat = run_task(context, "jobs.chat", [{"role": "user", "content": "b"}], answer=lambda _: FakeCompletion("B"))
+    chat = run_task(
+        context,
+        "jobs.chat",
+        [{"role": "user", "content": "b"}],
+        answer=lambda _: FakeCompletion("B"),
+    )
     several = run_task(context, "jobs.complete", ["c", "d"], n=2)
     jobs = [ended(value) for value in (several, chat, completion, {"n": 3}, "plain", [1, None], 7)]
     context = after(*jobs)
     shown = "{% for answer in answers %}<{{ answer }}>{% endfor %}"
-    assert prompt_of(context, shown) == '<["C", "C!", "D", "D!"]><B><A><{"n": 3}><plain><[1, null]><7>'
-    assert prompt_of(context, "{{ answers | length }}: {{ answers[2] }} {{ answers[3].n + 1 }}") == "7: A 4"
+    assert (
+        prompt_of(context, shown) == '<["C", "C!", "D", "D!"]><B><A><{"n": 3}><plain><[1, null]><7>'
+    )
+    assert (
+        prompt_of(context, "{{ answers | length }}: {{ answers[2] }} {{ answers[3].n + 1 }}")
+        == "7: A 4"
+    )
     assert prompt_of(context, "{{ results[2].usage.prompt_tokens }} {{ results[4] }}") == "1 plain"
     assert prompt_of(context, "{{ answers[0] | join(', ') }}") == "C, C!, D, D!"
 
@@ -72,9 +82,14 @@ def test_more_jobs_than_are_read_at_a_time_keep_their_order(ended: Ended, after:
     assert prompt_of(after(jobs[0], jobs[1], jobs[0]), "{{ answers }}") == '["0", "1", "0"]'
 
 
-def test_contents_of_messages_are_templates_and_an_answer_is_never_one(ended: Ended, after: Any) -> None:
+def test_contents_of_messages_are_templates_and_an_answer_is_never_one(
+    ended: Ended, after: Any
+) -> None:
     context = after(ended("{{ answers }} {% if %} ünï"))
-    template = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "{{ answers[0] }}"}]
+    template = [
+        {"role": "system", "content": "Be brief."},
+        {"role": "user", "content": "{{ answers[0] }}"},
+    ]
     task = opened_task(context, "jobs.chat", [], {"messages_template": template, "max_tokens": 3})
     (request,) = task.requests()
     content = "{{ answers }} {% if %} ünï"
@@ -89,9 +104,14 @@ def test_a_classification_may_be_of_answers_too(ended: Ended, after: Any) -> Non
     assert request.messages == [{"role": "user", "content": "good?"}]
 
 
-def test_a_job_that_failed_has_null_for_its_answer(ended: Ended, after: Any, context: JobContext) -> None:
+def test_a_job_that_failed_has_null_for_its_answer(
+    ended: Ended, after: Any, context: JobContext
+) -> None:
     partly = run_task(
-        context, "jobs.complete", ["a", "b"], answer=lambda r: refuse("no") if r.prompt == "b" else FakeCompletion("A")
+        context,
+        "jobs.complete",
+        ["a", "b"],
+        answer=lambda r: refuse("no") if r.prompt == "b" else FakeCompletion("A"),
     )
     nothing, failed = ended(None), ended(kind=Result.Type.FAILED)
     context = after(Dependency([nothing, failed, ended(partly)], allow_failure=True))
@@ -137,7 +157,11 @@ def test_a_template_that_cannot_be_filled_in_fails_the_job_by_name(
 @pytest.mark.parametrize(
     ("name", "kwargs", "says"),
     [
-        ("jobs.complete", {"prompt": "a", "prompt_template": "b"}, "prompt and prompt_template each say"),
+        (
+            "jobs.complete",
+            {"prompt": "a", "prompt_template": "b"},
+            "prompt and prompt_template each say",
+        ),
         ("jobs.complete", {"prompt_template": "x" * (2 << 18)}, "more than the limit"),
         ("jobs.chat", {}, "messages is missing: give it, or messages_template"),
     ],

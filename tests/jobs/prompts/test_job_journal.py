@@ -36,7 +36,9 @@ def begin(task: OpenTask, answered: int, tokens: int = 3) -> list[Request]:
     """Answer the first requests; write down what is there, and so many tokens of the others."""
     requests = list(task.requests())
     for index, request in enumerate(requests[:answered]):
-        samples = [replace(shout(request), index=each) for each in range(request.sampling.get("n", 1))]
+        samples = [
+            replace(shout(request), index=each) for each in range(request.sampling.get("n", 1))
+        ]
         if task.inspects:
             task.inspect(index, samples)
         task.deliver(index, samples)
@@ -46,7 +48,9 @@ def begin(task: OpenTask, answered: int, tokens: int = 3) -> list[Request]:
 
 @pytest.mark.parametrize("answered", range(4))
 @pytest.mark.parametrize("n", [1, 2])
-def test_answered_prompts_are_not_asked_and_others_go_on(opened: Open, answered: int, n: int) -> None:
+def test_answered_prompts_are_not_asked_and_others_go_on(
+    opened: Open, answered: int, n: int
+) -> None:
     prompts = ["a", "bb", "ccc"]
     asked = begin(opened(prompts, n=n, temperature=1), answered)
     task = opened(prompts, n=n, temperature=1)
@@ -61,10 +65,15 @@ def test_what_waits_for_the_engine_still_is_kept_too(opened: Open, redis: Redis)
     again = opened(["a", "b"])
     next(again.requests())
     assert keep(again, {0: {0: [*range(9)]}})
-    assert [each.resumed for each in opened(["a", "b"]).requests()] == [{0: [*range(9)]}, {0: [0, 1, 2]}]
+    assert [each.resumed for each in opened(["a", "b"]).requests()] == [
+        {0: [*range(9)]},
+        {0: [0, 1, 2]},
+    ]
 
 
-def test_attempts_go_on_and_no_answer_is_checked_twice(opened: Open, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_attempts_go_on_and_no_answer_is_checked_twice(
+    opened: Open, monkeypatch: pytest.MonkeyPatch
+) -> None:
     ask: dict[str, Any] = {"check": {"regex": "never"}, "max_attempts": 3}
     whole = feed(opened("a", **ask))
     first = opened("a", **ask)
@@ -88,15 +97,21 @@ def test_an_answer_that_was_cut_goes_on_behind_all_that_it_has(opened: Open) -> 
     first.deliver(0, [FakeCompletion("ab", 0, [5, 6], "length")])
     (second,) = first.requests()
     assert keep(first, {1: {0: [5, 6, 7]}})
-    assert list(opened("a", continue_on_length=True).requests()) == [replace(second, resumed={0: [7]})]
+    assert list(opened("a", continue_on_length=True).requests()) == [
+        replace(second, resumed={0: [7]})
+    ]
 
 
-def test_it_expires_and_has_at_most_its_bound(opened: Open, redis: Redis, checking: JobContext) -> None:
+def test_it_expires_and_has_at_most_its_bound(
+    opened: Open, redis: Redis, checking: JobContext
+) -> None:
     begin(opened([f"{number}" for number in range(100)]), 0, tokens=4000)
     key = journal_key(checking.job_id)
     assert 100_000 < redis.strlen(key) <= MAX_BYTES
     assert 0 < redis.ttl(key) <= 86_400
-    resumed = [bool(each.resumed) for each in opened([f"{number}" for number in range(100)]).requests()]
+    resumed = [
+        bool(each.resumed) for each in opened([f"{number}" for number in range(100)]).requests()
+    ]
     assert 0 < sum(resumed) < 100
 
 
@@ -105,7 +120,9 @@ def test_what_is_of_another_job_is_left(opened: Open) -> None:
     assert list(opened("a", whose="another's").requests()) == asked
 
 
-def test_what_no_reader_can_take_apart_is_left(opened: Open, redis: Redis, checking: JobContext) -> None:
+def test_what_no_reader_can_take_apart_is_left(
+    opened: Open, redis: Redis, checking: JobContext
+) -> None:
     asked = begin(opened("a"), 0)
     redis.set(journal_key(checking.job_id), "it\n" + "[" * 100_000)
     assert list(opened("a").requests()) == [replace(each, resumed={}) for each in asked]
@@ -123,7 +140,10 @@ def test_an_execution_that_lost_the_job_writes_nothing(checking: JobContext, red
 
 @pytest.mark.parametrize(
     ("name", "arguments"),
-    [("jobs.classify", {"prompt": "a", "labels": ["x", "y"]}), ("jobs.embed", {"input": ["a", "b"]})],
+    [
+        ("jobs.classify", {"prompt": "a", "labels": ["x", "y"]}),
+        ("jobs.embed", {"input": ["a", "b"]}),
+    ],
 )
 def test_one_pass_is_made_again(opened: Open, name: str, arguments: dict[str, Any]) -> None:
     task = opened(name=name, **arguments)
@@ -136,7 +156,12 @@ def test_a_completion_that_was_written_reads_the_same() -> None:
     calls = [{"name": "add", "arguments": "{}"}]
     for tool_calls, error in ((calls, None), (None, "none"), (None, None)):
         completion = PlainCompletion(
-            token_ids=[1], text="a", num_prompt_tokens=1, reasoning="why", tool_calls=tool_calls, tool_call_error=error
+            token_ids=[1],
+            text="a",
+            num_prompt_tokens=1,
+            reasoning="why",
+            tool_calls=tool_calls,
+            tool_call_error=error,
         )
         progress = Progress(replies=["a reason", [[completion]], None], received={1: [completion]})
         written = json.loads(json.dumps(progress.to_json()))
@@ -151,7 +176,9 @@ def test_a_completion_that_was_written_reads_the_same() -> None:
         ({"prompt": "a"}, {"prompt": "a", "temperature": 0.5}),
     ],
 )
-def test_a_prompt_that_is_another_now_begins_anew(opened: Open, before: dict[str, Any], now: dict[str, Any]) -> None:
+def test_a_prompt_that_is_another_now_begins_anew(
+    opened: Open, before: dict[str, Any], now: dict[str, Any]
+) -> None:
     """The payload may be the same: a template over answers of other jobs makes another prompt of it."""
     begin(opened(**before), 0)
     assert all(each.resumed == {} for each in opened(**now).requests())
@@ -170,13 +197,21 @@ def test_a_chat_begins_anew_once_its_template_writes_another_time(
         task = task_of(name, (asked,))
         assert task is not None
         task = replace(task, clock=lambda: moment)  # type: ignore[type-var]
-        opened = task.open(replace(context, journal=JobJournal(redis, checking.job_id, "it", found)))
+        opened = task.open(
+            replace(context, journal=JobJournal(redis, checking.job_id, "it", found))
+        )
         requests = list(opened.requests())
         assert keep(opened, {0: {0: [1, 2, 3]}})
         return [each.resumed for each in requests]
 
     day = 24 * 3600.0
-    assert [resumed(moment, "jobs.chat", chat) for moment in (0.0, 0.0, day)] == [[{}], [{0: [1, 2, 3]}], [{}]]
+    assert [resumed(moment, "jobs.chat", chat) for moment in (0.0, 0.0, day)] == [
+        [{}],
+        [{0: [1, 2, 3]}],
+        [{}],
+    ]
     redis.delete(journal_key(checking.job_id))
     expected = [[{}], [{0: [1, 2, 3]}], [{0: [1, 2, 3]}]]
-    assert [resumed(moment, "jobs.complete", "a") for moment in (0.0, 0.0, day)] == expected, "it writes no prompt"
+    assert [resumed(moment, "jobs.complete", "a") for moment in (0.0, 0.0, day)] == expected, (
+        "it writes no prompt"
+    )

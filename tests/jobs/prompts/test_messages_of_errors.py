@@ -28,8 +28,14 @@ def test_structured_outputs_of_a_wrong_kind_are_refused_in_words(value: object) 
 
 
 def test_braces_around_a_value_stay_as_they_are() -> None:
-    assert str(unlike("{a}", {"b": 1}, 'one of {"c": d}')) == "{a} is {'b': 1}, expected one of {\"c\": d}"
-    assert InvalidValue('an object such as {"a": 1}, got {}', "{}").log_text == 'an object such as {"a": 1}, got ...'
+    assert (
+        str(unlike("{a}", {"b": 1}, 'one of {"c": d}'))
+        == "{a} is {'b': 1}, expected one of {\"c\": d}"
+    )
+    assert (
+        InvalidValue('an object such as {"a": 1}, got {}', "{}").log_text
+        == 'an object such as {"a": 1}, got ...'
+    )
     assert str(InvalidValue("{} and {}", 1, 2)) == "1 and 2"
     assert str(InvalidValue("nothing in {}")) == "nothing in {}"
 
@@ -56,7 +62,9 @@ def test_an_error_whose_message_cannot_be_made_says_so() -> None:
 
 
 @pytest.mark.parametrize("value", ['["a"]', '"{x}"', "{}"])
-def test_the_command_line_and_python_say_it_in_one_line(value: str, redis: Redis, redis_url: str) -> None:
+def test_the_command_line_and_python_say_it_in_one_line(
+    value: str, redis: Redis, redis_url: str
+) -> None:
     with pytest.raises(errors.InvalidJob, match="structured_outputs"):
         jobs.submit("in.parquet", "out", sampling={"structured_outputs": ["a"]}, connection=redis)
     sampling = f'{{"structured_outputs": {value}}}'
@@ -73,4 +81,6 @@ def test_a_batch_line_of_that_kind_says_why_it_alone_fails(context: JobContext) 
     line = {"custom_id": "one", "method": "POST", "url": "/v1/chat/completions", "body": body}
     with pytest.raises(JobsError) as raised:
         line_task(line, 0).open(replace(context, check_sampling=check_sampling))
-    assert "structured_outputs must be an object such as {'regex': '[0-9]+'}" in failure_text(raised.value)
+    assert "structured_outputs must be an object such as {'regex': '[0-9]+'}" in failure_text(
+        raised.value
+    )

@@ -49,7 +49,9 @@ def test_a_worker_with_another_model_computes_no_row_of_a_run(
     runs.plan(source, rows_per_shard=3)
     first, second = runs.jobs
     runs.run(first)
-    with pytest.raises(RunOfAnotherModel, match=r"of model m \(float32, .*not of other \(bfloat16, "):
+    with pytest.raises(
+        RunOfAnotherModel, match=r"of model m \(float32, .*not of other \(bfloat16, "
+    ):
         run_task(serving_other(), second.func_name, *second.args)
     assert [path.name for path in runs.output.glob("part-*")] == ["part-00000.parquet"]
     # Of a part that is there no row is computed: any worker may count it, or end the run with it.
@@ -84,7 +86,9 @@ def test_parts_and_manifest_say_what_answered(runs: Runs, source: Path) -> None:
     assert plan["model"] == {**pinned, "max_model_len": MODEL.max_model_len, "clock": ""}
 
 
-def test_only_the_named_model_plans_a_new_run(runs: Runs, serving_other: MakeContext, source: Path) -> None:
+def test_only_the_named_model_plans_a_new_run(
+    runs: Runs, serving_other: MakeContext, source: Path
+) -> None:
     with pytest.raises(ModelNotServed, match="'other'"):
         runs.plan(source, model="other")
     assert not runs.output.exists()
@@ -112,7 +116,9 @@ def test_status_names_the_model_that_a_run_awaits(
     assert "serves model other (bfloat16, " in invoke("status", run).output
     start_worker("x", OTHER)
     assert "serves model" not in invoke("status", run).output
-    redis.expire(worker_key("x"), WORKER_STATS_TTL_S - 2 * SILENT_S)  # killed: RQ's key of it lives on
+    redis.expire(
+        worker_key("x"), WORKER_STATS_TTL_S - 2 * SILENT_S
+    )  # killed: RQ's key of it lives on
     assert "serves model other (bfloat16, " in invoke("status", run).output
 
 
@@ -126,8 +132,9 @@ def test_a_planning_for_another_model_is_replaced_as_long_as_it_waits(
     redis.zadd(f"rq:executions:{job.id}", {"e": 1})  # a worker holds it
     refused = invoke(*submission, "other")
     assert refused.exit_code == 1
-    assert f"is being planned already, for model 'mispelt': wait for that, or `tokenmill cancel {run}`" in (
-        refused.output
+    assert (
+        f"is being planned already, for model 'mispelt': wait for that, or `tokenmill cancel {run}`"
+        in (refused.output)
     )
     redis.delete(f"rq:executions:{job.id}")
     assert invoke(*submission, "other").exit_code == 0

@@ -37,7 +37,8 @@ def test_completion_has_openais_shape(context: JobContext) -> None:
 
 
 @pytest.mark.parametrize(
-    ("prompt", "expected"), [("a", ["a"]), ([1, 2], [[1, 2]]), ([[1, 2], [3]], [[1, 2], [3]]), (["a", [3]], ["a", [3]])]
+    ("prompt", "expected"),
+    [("a", ["a"]), ([1, 2], [[1, 2]]), ([[1, 2], [3]], [[1, 2], [3]]), (["a", [3]], ["a", [3]])],
 )
 def test_prompt_may_be_text_or_token_ids_or_a_list_of_either(
     context: JobContext, prompt: object, expected: list[object]
@@ -46,7 +47,9 @@ def test_prompt_may_be_text_or_token_ids_or_a_list_of_either(
     assert [request.prompt for request in task.requests()] == expected
 
 
-def test_prompts_of_a_list_have_seeds_of_their_own_that_follow_from_the_jobs(context: JobContext) -> None:
+def test_prompts_of_a_list_have_seeds_of_their_own_that_follow_from_the_jobs(
+    context: JobContext,
+) -> None:
     """The first keeps it: a job of one prompt is answered as before; without a seed the engine draws one for each."""
 
     def seeds_of(prompt: object, **sampling: int) -> list[int | None]:
@@ -64,10 +67,14 @@ def test_prompts_of_a_list_have_seeds_of_their_own_that_follow_from_the_jobs(con
 def test_choices_keep_the_order_of_prompts_and_samples_and_count_each_prompt_once() -> None:
     requests = [Request(text, None, {"n": 2}) for text in "ab"]
     context = JobContext(None, "q", "j", "e", (), MODEL)  # type: ignore[arg-type]
-    task = PromptTask(requests, text_completion, sampling={"n": 2}, clock=lambda: 12.9).open(context)
+    task = PromptTask(requests, text_completion, sampling={"n": 2}, clock=lambda: 12.9).open(
+        context
+    )
     assert len(list(task.requests())) == 2
     first, second = (FakeCompletion(num_prompt_tokens=number, token_ids=[1]) for number in (4, 3))
-    task.deliver(1, [replace(second, text="b1", index=1), replace(second, text="b0", token_ids=[1, 2])])
+    task.deliver(
+        1, [replace(second, text="b1", index=1), replace(second, text="b0", token_ids=[1, 2])]
+    )
     task.deliver(0, [replace(first, text="a0"), replace(first, text="a1", index=1)])
     response = task.result()
     choices = [(choice["index"], choice["text"]) for choice in response["choices"]]
@@ -81,23 +88,35 @@ def refuse_b(request: Request) -> FakeCompletion:
     return refuse("too long") if request.prompt == "b" else shout(request)
 
 
-def test_a_bad_prompt_of_a_list_fails_its_choices_and_not_its_neighbours(context: JobContext) -> None:
+def test_a_bad_prompt_of_a_list_fails_its_choices_and_not_its_neighbours(
+    context: JobContext,
+) -> None:
     prompts = ["a", "b", None, "c", "\ud800"]
     response = run_task(context, "jobs.complete", prompts, answer=refuse_b)
     choices = response["choices"]
     assert [choice["index"] for choice in choices] == [0, 1, 2, 3, 4]
     assert [choice["text"] for choice in choices] == ["A", "", "", "C", ""]
-    assert [choice["finish_reason"] for choice in choices] == ["stop", "error", "error", "stop", "error"]
+    assert [choice["finish_reason"] for choice in choices] == [
+        "stop",
+        "error",
+        "error",
+        "stop",
+        "error",
+    ]
     told = [choice.get("error", "").partition(",")[0] for choice in choices]
     assert told[:4] == ["", "too long", "prompt 2 is NoneType", ""]
     assert response["usage"]["prompt_tokens"] == 2
 
 
-def test_sampling_values_that_cannot_be_fail_the_job_before_its_prompts(context: JobContext) -> None:
+def test_sampling_values_that_cannot_be_fail_the_job_before_its_prompts(
+    context: JobContext,
+) -> None:
     context = replace(context, check_sampling=check_sampling)
     with pytest.raises(errors.InvalidJob, match=r"'max_tokns' is no .*did you mean max_tokens\?"):
         run_task(context, "jobs.complete", "a", max_tokns=5)
-    with pytest.raises(errors.InvalidJob, match=r"temperature must be between 0 and .*, got -1") as bad:
+    with pytest.raises(
+        errors.InvalidJob, match=r"temperature must be between 0 and .*, got -1"
+    ) as bad:
         run_task(context, "jobs.chat", [{"role": "user", "content": "a"}], temperature=-1)
     assert "-1" not in bad.value.log_text
 
@@ -106,7 +125,9 @@ def test_a_message_for_the_log_leaves_out_what_may_be_a_prompt() -> None:
     secret = "the patient in room 4"
     found = [
         errors.RequestFailed(0, f"the chat template refused these messages: {secret}"),
-        errors.InvalidValue("template field {}: only a plain column name may stand in braces", secret),
+        errors.InvalidValue(
+            "template field {}: only a plain column name may stand in braces", secret
+        ),
     ]
     with pytest.raises(errors.InvalidJob) as not_a_number:
         task_of("jobs.complete", ["a"], {"max_tokens": secret})
@@ -124,7 +145,9 @@ def test_a_message_for_the_log_leaves_out_what_may_be_a_prompt() -> None:
         (errors.RunCancelled("r"), "cancelled"),
     ],
 )
-def test_a_traceback_ends_with_a_line_that_classes_the_error(error: errors.JobsError, fault: str) -> None:
+def test_a_traceback_ends_with_a_line_that_classes_the_error(
+    error: errors.JobsError, fault: str
+) -> None:
     for each in (error, pickle.loads(pickle.dumps(error))):
         assert traceback.format_exception(each)[-1] == f"tokenmill: {fault}\n"
 
@@ -133,8 +156,18 @@ def test_a_traceback_ends_with_a_line_that_classes_the_error(error: errors.JobsE
     ("name", "args", "kwargs", "says"),
     [
         ("jobs.complete", [], {}, "prompt is missing: give it, or prompt_template"),
-        ("jobs.complete", ["a", "b"], {}, "too many positional arguments; it takes prompt, prompt_template"),
-        ("jobs.classify_text", [], {"text": "a"}, "argument: 'input'; it takes input, truncate_prompt_tokens, model"),
+        (
+            "jobs.complete",
+            ["a", "b"],
+            {},
+            "too many positional arguments; it takes prompt, prompt_template",
+        ),
+        (
+            "jobs.classify_text",
+            [],
+            {"text": "a"},
+            "argument: 'input'; it takes input, truncate_prompt_tokens, model",
+        ),
         ("jobs.complete", ["a"], {"max_tokens": "64"}, "max_tokens:=64"),
         ("jobs.complete", [7], {}, "prompt is int"),
         ("jobs.complete", [[]], {}, "empty list"),
@@ -142,8 +175,18 @@ def test_a_traceback_ends_with_a_line_that_classes_the_error(error: errors.JobsE
         ("jobs.complete", ["x" * (MAX_PROMPT_BYTES + 1)], {}, "1048577 bytes, more than the limit"),
         ("jobs.complete", {"prompt": "a"}, {}, "no list of arguments"),
         ("jobs.chat", [[]], {}, "non-empty list"),
-        ("jobs.chat", [[{"role": "user", "content": [TEXT_PART, {"type": "image_url"}]}]], {}, "'image_url'"),
-        ("jobs.complete", [["a"] * (MAX_PROMPTS + 1)], {}, "10001 prompts, more than the limit of 10000"),
+        (
+            "jobs.chat",
+            [[{"role": "user", "content": [TEXT_PART, {"type": "image_url"}]}]],
+            {},
+            "'image_url'",
+        ),
+        (
+            "jobs.complete",
+            [["a"] * (MAX_PROMPTS + 1)],
+            {},
+            "10001 prompts, more than the limit of 10000",
+        ),
         ("jobs.chat", [[{"role": "", "content": ""}] * (MAX_MESSAGES + 1)], {}, "10001 messages"),
         ("jobs.complete", [["a"] * 101], {"n": 100}, "ask for 10100 answers, more than the limit"),
     ],
@@ -156,7 +199,9 @@ def test_wrong_arguments_fail_with_a_message_that_names_them(
     assert says in str(caught.value)
 
 
-def test_a_job_of_files_is_refused_by_name_whatever_its_arguments_are_called(context: JobContext) -> None:
+def test_a_job_of_files_is_refused_by_name_whatever_its_arguments_are_called(
+    context: JobContext,
+) -> None:
     task = task_of("jobs.score_shard", [], {"self": 1, "name": 2})
     assert task is not None
     with pytest.raises(errors.InvalidJob, match="missing a required argument: 'run'"):
@@ -190,7 +235,9 @@ assert not heavy, heavy
     subprocess.run([sys.executable, "-W", "error", "-c", code], check=True)
 
 
-def test_a_long_job_of_several_prompts_tells_how_far_it_is_and_not_too_often(context: JobContext) -> None:
+def test_a_long_job_of_several_prompts_tells_how_far_it_is_and_not_too_often(
+    context: JobContext,
+) -> None:
     now = 100.0
     requests = [Request(text, None, {}) for text in "abcd"]
     refused = Unusable("a prompt is empty")
@@ -214,7 +261,9 @@ def test_a_long_job_of_several_prompts_tells_how_far_it_is_and_not_too_often(con
     assert alone.progress() == {"prompts": 1, "prompts_done": 0, "tokens": 0}
 
 
-def test_documents_that_cannot_be_scored_come_last_however_low_the_others_are(context: JobContext) -> None:
+def test_documents_that_cannot_be_scored_come_last_however_low_the_others_are(
+    context: JobContext,
+) -> None:
     """A cross-encoder's relevance is any number."""
     relevance = {"low": -7.5, "lower": -9.0, "high": 2.0}
 
@@ -225,5 +274,12 @@ def test_documents_that_cannot_be_scored_come_last_however_low_the_others_are(co
         return FakeCompletion(class_scores={"relevance": relevance[document]})
 
     context = replace(context, model=replace(MODEL, classes=("relevance",)))
-    found = run_task(context, "jobs.rerank", "query", ["bad", "lower", "high", "low"], answer=answer)
-    assert [result["document"]["text"] for result in found["results"]] == ["high", "low", "lower", "bad"]
+    found = run_task(
+        context, "jobs.rerank", "query", ["bad", "lower", "high", "low"], answer=answer
+    )
+    assert [result["document"]["text"] for result in found["results"]] == [
+        "high",
+        "low",
+        "lower",
+        "bad",
+    ]

@@ -42,14 +42,20 @@ def cut(text: str, begun: int = 0) -> FakeCompletion:
 
 def test_an_answer_that_fails_goes_back_with_the_reason_behind_it(checking: JobContext) -> None:
     answers = Answers("one", "12")
-    found = run_task(checking, "jobs.complete", "A number:", check={"regex": r"\d+"}, answer=answers)
+    found = run_task(
+        checking, "jobs.complete", "A number:", check={"regex": r"\d+"}, answer=answers
+    )
     (choice,) = found["choices"]
     assert (choice["text"], choice["attempts"], choice["check_error"]) == ("12", 2, None)
     reason = r"it does not match the pattern \d+"
     repaired = "A number:one" + PROMPT_REPAIR.replace("{reason}", reason)
     assert [request.prompt for request in answers.asked] == ["A number:", repaired]
     usage = found["usage"]
-    assert (usage["prompt_tokens"], usage["completion_tokens"], usage["total_tokens"]) == (20, 5, 25)
+    assert (usage["prompt_tokens"], usage["completion_tokens"], usage["total_tokens"]) == (
+        20,
+        5,
+        25,
+    )
     assert usage["prompt_tokens_details"] == {"cached_tokens": 8}
 
 
@@ -93,19 +99,33 @@ def test_a_chat_goes_on_with_the_answer_and_the_reason_as_messages(checking: Job
 
 def test_seeds_of_further_attempts_follow_from_the_first(checking: JobContext) -> None:
     answers = Answers("a", "b", "c")
-    run_task(checking, "jobs.complete", "?", check={"regex": "x"}, seed=5, temperature=0.5, answer=answers)
+    run_task(
+        checking,
+        "jobs.complete",
+        "?",
+        check={"regex": "x"},
+        seed=5,
+        temperature=0.5,
+        answer=answers,
+    )
     seeds = [request.sampling["seed"] for request in answers.asked]
     assert seeds == [5, hashed_seed("5:attempt 2"), hashed_seed("5:attempt 3")]
     assert len(set(seeds)) == 3
 
 
 def test_an_answer_that_was_cut_goes_on_and_is_one(context: JobContext) -> None:
-    answers = Answers(cut("abc"), cut("abcdef", 3), FakeCompletion("abcdefg", 0, [*range(7)], "stop", 10, 10))
+    answers = Answers(
+        cut("abc"), cut("abcdef", 3), FakeCompletion("abcdefg", 0, [*range(7)], "stop", 10, 10)
+    )
     found = run_task(context, "jobs.complete", "?", continue_on_length=True, seed=3, answer=answers)
     (choice,) = found["choices"]
     assert (choice["text"], choice["finish_reason"]) == ("abcdefg", "stop")
     assert (choice["attempts"], choice["check_error"]) == (3, None)
-    assert [list(request.continued) for request in answers.asked] == [[], [0, 1, 2], [0, 1, 2, 3, 4, 5]]
+    assert [list(request.continued) for request in answers.asked] == [
+        [],
+        [0, 1, 2],
+        [0, 1, 2, 3, 4, 5],
+    ]
     assert {request.sampling["seed"] for request in answers.asked} == {3}, "it is one text"
     usage = found["usage"]
     assert usage["completion_tokens"] == 7
@@ -127,7 +147,11 @@ def test_only_whole_answers_are_checked_and_repairs_go_on_too(
     messages = [{"role": "user", "content": "?"}]
     found = run_task(checking, "jobs.chat", messages, answer=answers, **options)
     (choice,) = found["choices"]
-    assert (choice["message"]["content"], choice["attempts"], choice["check_error"]) == ("42", 4, None)
+    assert (choice["message"]["content"], choice["attempts"], choice["check_error"]) == (
+        "42",
+        4,
+        None,
+    )
     assert [list(request.continued) for request in answers.asked] == [[], [0], [], [0]]
     assert answers.asked[3].messages == answers.asked[2].messages
     assert checked == ["12x", "42"]
@@ -146,7 +170,9 @@ def test_only_whole_answers_are_checked_and_repairs_go_on_too(
         ({"check": {"regex": "a"}, "prompt": [1, 2]}, "prompt of token ids"),
     ],
 )
-def test_what_cannot_be_is_refused_by_name(checking: JobContext, arguments: dict[str, Any], says: str) -> None:
+def test_what_cannot_be_is_refused_by_name(
+    checking: JobContext, arguments: dict[str, Any], says: str
+) -> None:
     with pytest.raises(InvalidJob) as error:
         run_task(checking, "jobs.complete", **{"prompt": "?", **arguments})
     assert says in str(error.value)
@@ -157,10 +183,15 @@ def test_what_cannot_be_is_refused_by_name(checking: JobContext, arguments: dict
     [
         ({"regex": "("}, "no pattern of Python's re"),
         ({"json": {"type": "objekt"}}, "no JSON schema: $.type"),
-        ({"function": "tests.jobs.checking.nothing"}, "tests.jobs.checking.nothing cannot be imported"),
+        (
+            {"function": "tests.jobs.checking.nothing"},
+            "tests.jobs.checking.nothing cannot be imported",
+        ),
     ],
 )
-def test_a_check_that_can_check_nothing_fails_its_job(checking: JobContext, check: dict[str, Any], says: str) -> None:
+def test_a_check_that_can_check_nothing_fails_its_job(
+    checking: JobContext, check: dict[str, Any], says: str
+) -> None:
     with pytest.raises(InvalidJob) as error:
         run_task(checking, "jobs.complete", "?", check=check, answer=Answers("a"))
     assert says in str(error.value)
@@ -194,7 +225,13 @@ def test_every_row_of_a_run_is_valid_or_says_why_not(runs: Runs) -> None:
     rows = runs.score(answer=answer, rows_per_shard=5, max_attempts=2, **CAPITALS).to_pylist()
     invalid = "it does not match the pattern [A-Z]"
     found = [(row["completion"], row["attempts"], row["check_error"]) for row in rows]
-    assert found == 2 * [("A", 2, None), ("B", 1, None), ("z", 2, invalid), (None, 0, None), ("A", 2, None)]
+    assert found == 2 * [
+        ("A", 2, None),
+        ("B", 1, None),
+        ("z", 2, invalid),
+        (None, 0, None),
+        ("A", 2, None),
+    ]
     assert [row["error"] for row in rows[:4]] == [None, None, None, "prompt is null"]
     assert rows[0]["prompt_tokens"] == 1 + len("aa" + PROMPT_REPAIR.replace("{reason}", invalid))
     assert (rows[0]["completion_tokens"], rows[0]["cached_tokens"]) == (2, 6)
@@ -213,7 +250,11 @@ def test_a_row_whose_further_attempt_fails_is_an_error_and_keeps_its_answer(runs
     runs.write(["a", "B", "a"])
     rows = runs.score(answer=answer, rows_per_shard=2, **CAPITALS).to_pylist()
     told = [(row["completion"], row["check_error"] is None, row["error"]) for row in rows]
-    assert told == [("a", False, "attempt 2 failed: the step failed"), ("B", True, None), ("A", True, None)]
+    assert told == [
+        ("a", False, "attempt 2 failed: the step failed"),
+        ("B", True, None),
+        ("A", True, None),
+    ]
     assert runs.manifest["errors"] == 1
 
 
@@ -255,7 +296,9 @@ def test_rows_take_the_same_way_wherever_they_are_scored(runs: Runs, tmp_path: P
         ({"check": {"regex": "a"}, "input_format": "openai-batch"}, "its lines say what is asked"),
     ],
 )
-def test_a_run_that_cannot_be_checked_is_refused_at_planning(runs: Runs, options: dict[str, Any], says: str) -> None:
+def test_a_run_that_cannot_be_checked_is_refused_at_planning(
+    runs: Runs, options: dict[str, Any], says: str
+) -> None:
     runs.write(["a"])
     with pytest.raises(InvalidJob) as error:
         runs.plan(**options)
@@ -265,9 +308,15 @@ def test_a_run_that_cannot_be_checked_is_refused_at_planning(runs: Runs, options
 
 def test_lines_of_a_batch_file_take_their_own_ways(runs: Runs, tmp_path: Path) -> None:
     capitals = {"check": {"regex": "[A-Z]"}, "max_attempts": 2}
-    bodies = [{"prompt": ["a", "B"], **capitals}, {"prompt": "c"}, {"prompt": "d", "check": {"regex": "("}}]
+    bodies = [
+        {"prompt": ["a", "B"], **capitals},
+        {"prompt": "c"},
+        {"prompt": "d", "check": {"regex": "("}},
+    ]
     lines = [
-        json.dumps({"custom_id": str(number), "method": "POST", "url": "/v1/completions", "body": body})
+        json.dumps(
+            {"custom_id": str(number), "method": "POST", "url": "/v1/completions", "body": body}
+        )
         for number, body in enumerate(bodies)
     ]
     (tmp_path / "in.jsonl").write_text("\n".join(lines))

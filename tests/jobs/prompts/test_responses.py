@@ -48,7 +48,9 @@ def engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engine]:
         yield built
 
 
-def answered(context: JobContext, engine: Engine, name: str, *args: Any, **kwargs: Any) -> dict[str, Any]:
+def answered(
+    context: JobContext, engine: Engine, name: str, *args: Any, **kwargs: Any
+) -> dict[str, Any]:
     task = opened_task(replace(context, check_sampling=check_sampling), name, args, kwargs)
     drive(task, engine)
     response = task.result()
@@ -57,8 +59,12 @@ def answered(context: JobContext, engine: Engine, name: str, *args: Any, **kwarg
     return response
 
 
-def test_log_probabilities_of_a_completion_have_openais_shape(context: JobContext, engine: Engine) -> None:
-    response = answered(context, engine, "jobs.complete", ["The quick", "März"], logprobs=5, n=2, **GREEDY)
+def test_log_probabilities_of_a_completion_have_openais_shape(
+    context: JobContext, engine: Engine
+) -> None:
+    response = answered(
+        context, engine, "jobs.complete", ["The quick", "März"], logprobs=5, n=2, **GREEDY
+    )
     for choice in TextCompletion.model_validate(response).choices:
         found = choice.logprobs
         assert found is not None
@@ -66,7 +72,9 @@ def test_log_probabilities_of_a_completion_have_openais_shape(context: JobContex
         assert found.token_logprobs is not None
         assert found.top_logprobs is not None
         assert len(found.tokens) == len(found.token_logprobs) == len(found.top_logprobs) == 6
-        for token, logprob, top in zip(found.tokens, found.token_logprobs, found.top_logprobs, strict=True):
+        for token, logprob, top in zip(
+            found.tokens, found.token_logprobs, found.top_logprobs, strict=True
+        ):
             assert top[token] == logprob == max(top.values()) < 0
             assert len(top) == 5
 
@@ -95,14 +103,18 @@ def test_tokens_that_are_parts_of_characters_have_their_bytes_and_places(
         if not token.startswith("bytes:") and token not in special:
             assert choice["text"][offset : offset + len(token)] == token
     assert offsets == sorted(offsets)
-    chat = answered(context, engine, "jobs.chat", HI, logprobs=True, top_logprobs=5, **options)["choices"][0]
+    chat = answered(context, engine, "jobs.chat", HI, logprobs=True, top_logprobs=5, **options)[
+        "choices"
+    ][0]
     content = chat["logprobs"]["content"]
     for entry in content:
         for token in (entry, *entry["top_logprobs"]):
             assert bytes(token["bytes"]).decode(errors="backslashreplace") == token["token"]
 
 
-def test_one_seed_gives_each_prompt_of_a_list_its_own_noise(context: JobContext, engine: Engine) -> None:
+def test_one_seed_gives_each_prompt_of_a_list_its_own_noise(
+    context: JobContext, engine: Engine
+) -> None:
     """With one uniform for all, nearly flat distributions would give all prompts nearly the same token."""
     prompts = [f"prompt {number}" for number in range(60)]
     options = {"seed": 7, "temperature": 50.0, "max_tokens": 1, "logprobs": 0, "ignore_eos": True}
@@ -110,7 +122,9 @@ def test_one_seed_gives_each_prompt_of_a_list_its_own_noise(context: JobContext,
     tokens = {choice["logprobs"]["tokens"][0] for choice in response["choices"]}
     assert len(tokens) > 40
     again = answered(context, engine, "jobs.complete", prompts, **options)
-    assert [choice["text"] for choice in again["choices"]] == [choice["text"] for choice in response["choices"]]
+    assert [choice["text"] for choice in again["choices"]] == [
+        choice["text"] for choice in response["choices"]
+    ]
 
 
 def test_equal_texts_of_different_tokens_do_not_take_each_others_place(context: JobContext) -> None:
@@ -121,7 +135,9 @@ def test_equal_texts_of_different_tokens_do_not_take_each_others_place(context: 
     assert top == {"a": -0.5, "token_id:7": -1.5, "b": -2.5}
 
 
-def test_log_probabilities_of_a_chat_have_openais_shape(context: JobContext, engine: Engine) -> None:
+def test_log_probabilities_of_a_chat_have_openais_shape(
+    context: JobContext, engine: Engine
+) -> None:
     options = GREEDY | {"temperature": 2.0, "seed": 3}
     response = answered(context, engine, "jobs.chat", HI, logprobs=True, top_logprobs=4, **options)
     found = ChatCompletion.model_validate(response).choices[0].logprobs
@@ -139,13 +155,19 @@ def test_log_probabilities_of_a_chat_have_openais_shape(context: JobContext, eng
     assert nothing["choices"][0]["logprobs"] is None
 
 
-def test_echo_gives_the_prompt_and_its_log_probabilities(context: JobContext, engine: Engine) -> None:
+def test_echo_gives_the_prompt_and_its_log_probabilities(
+    context: JobContext, engine: Engine
+) -> None:
     prompt = "The quick brown"
-    (choice,) = answered(context, engine, "jobs.complete", prompt, echo=True, logprobs=2, **GREEDY)["choices"]
+    (choice,) = answered(context, engine, "jobs.complete", prompt, echo=True, logprobs=2, **GREEDY)[
+        "choices"
+    ]
     token_ids = engine.prepare(prompt).token_ids
     text = engine._tokenizer.decode(token_ids)
     assert choice["text"].startswith(text)
-    (scored,) = engine.generate([token_ids], SamplingParams(temperature=0.0, max_tokens=1, prompt_logprobs=0))
+    (scored,) = engine.generate(
+        [token_ids], SamplingParams(temperature=0.0, max_tokens=1, prompt_logprobs=0)
+    )
     assert scored.prompt_logprobs is not None
     found = choice["logprobs"]
     assert len(found["tokens"]) == len(found["text_offset"]) == len(token_ids) + 6
@@ -155,7 +177,9 @@ def test_echo_gives_the_prompt_and_its_log_probabilities(context: JobContext, en
     ):
         assert wanted is not None
         assert math.isclose(logprob, wanted[token_id].logprob, abs_tol=1e-5)
-    alone = answered(context, engine, "jobs.complete", prompt, echo=True, **GREEDY | {"max_tokens": 0})
+    alone = answered(
+        context, engine, "jobs.complete", prompt, echo=True, **GREEDY | {"max_tokens": 0}
+    )
     assert alone["choices"][0]["text"] == text
     assert alone["usage"]["completion_tokens"] == 0
 
@@ -169,28 +193,44 @@ def test_echo_gives_the_prompt_and_its_log_probabilities(context: JobContext, en
         ("jobs.chat", {"echo": True}, "echo belongs to jobs.complete"),
     ],
 )
-def test_what_cannot_be_asked_is_named(context: JobContext, name: str, options: dict[str, Any], says: str) -> None:
+def test_what_cannot_be_asked_is_named(
+    context: JobContext, name: str, options: dict[str, Any], says: str
+) -> None:
     with pytest.raises(errors.InvalidJob) as refused:
-        opened_task(replace(context, check_sampling=check_sampling), name, [HI if "chat" in name else "a"], options)
+        opened_task(
+            replace(context, check_sampling=check_sampling),
+            name,
+            [HI if "chat" in name else "a"],
+            options,
+        )
     assert says in str(refused.value)
 
 
 def test_a_chats_reasoning_stands_apart(context: JobContext, engine: Engine) -> None:
     options = GREEDY | {"thinking_token_budget": 3}
     message = answered(context, engine, "jobs.chat", HI, **options)["choices"][0]["message"]
-    whole = answered(context, engine, "jobs.chat", HI, separate_reasoning=False, **options)["choices"][0]["message"]
+    whole = answered(context, engine, "jobs.chat", HI, separate_reasoning=False, **options)[
+        "choices"
+    ][0]["message"]
     assert "reasoning" not in whole
     inner, _, after = whole["content"].partition("</think>")
     assert (message["reasoning"], message["content"]) == (inner.strip("\n"), after.lstrip("\n"))
-    assert normal_messages([message])[0]["reasoning"] == message["reasoning"] or not message["reasoning"]
+    assert (
+        normal_messages([message])[0]["reasoning"] == message["reasoning"]
+        or not message["reasoning"]
+    )
 
 
 HERMES = '<tool_call>\n{"name": "add", "arguments": {"a": "</tool_call> {"}}\n</tool_call>'
 CALL = {"name": "add", "arguments": '{"a": "</tool_call> {"}'}
 
 
-def test_calls_become_tool_calls_and_go_back_through_the_template(context: JobContext, engine: Engine) -> None:
-    called = FakeCompletion("Let me see.", reasoning="why", tool_calls=[CALL, CALL], tool_call_error="a third is none")
+def test_calls_become_tool_calls_and_go_back_through_the_template(
+    context: JobContext, engine: Engine
+) -> None:
+    called = FakeCompletion(
+        "Let me see.", reasoning="why", tool_calls=[CALL, CALL], tool_call_error="a third is none"
+    )
     response = run_task(context, "jobs.chat", HI, tools=[TOOL], answer=lambda _: called)
     assert response["choices"][0]["tool_call_error"] == "a third is none"
     choice = ChatCompletion.model_validate(response).choices[0]
@@ -205,8 +245,9 @@ def test_calls_become_tool_calls_and_go_back_through_the_template(context: JobCo
         engine.chat_token_ids(normal_messages(messages), tools=[TOOL]), skip_special_tokens=False
     )
     function = '{"arguments": {"a": "</tool_call> {"}, "name": "add"}'
-    assert f"Let me see.<tool_call>{function}</tool_call><tool_call>{function}</tool_call>" in found.replace(
-        '{"name": "add", "arguments": {"a": "</tool_call> {"}}', function
+    assert (
+        f"Let me see.<tool_call>{function}</tool_call><tool_call>{function}</tool_call>"
+        in found.replace('{"name": "add", "arguments": {"a": "</tool_call> {"}}', function)
     )
     assert found.count("<|im_start|>tool\n3") == 2
     assert answered(context, engine, "jobs.chat", messages, tools=[TOOL], **GREEDY)["choices"]
@@ -223,13 +264,26 @@ def test_the_engine_reads_calls_of_the_tools_of_a_chat(context: JobContext, engi
     assert "no such tool" in choice["tool_call_error"]
 
 
-ROOMS = {"type": "object", "properties": {"room": {"enum": ["attic", "hall"]}}, "required": ["room"]}
-LIGHT = {"type": "function", "function": {"name": "light", "parameters": {**ROOMS, "additionalProperties": False}}}
+ROOMS = {
+    "type": "object",
+    "properties": {"room": {"enum": ["attic", "hall"]}},
+    "required": ["room"],
+}
+LIGHT = {
+    "type": "function",
+    "function": {"name": "light", "parameters": {**ROOMS, "additionalProperties": False}},
+}
 
 
-@pytest.mark.parametrize("choice", ["required", {"type": "function", "function": {"name": "light"}}])
+@pytest.mark.parametrize(
+    "choice", ["required", {"type": "function", "function": {"name": "light"}}]
+)
 def test_a_call_is_forced(context: JobContext, engine: Engine, choice: Any) -> None:
-    options = {"tools": [LIGHT, TOOL] if isinstance(choice, dict) else [LIGHT], "tool_choice": choice, "n": 4}
+    options = {
+        "tools": [LIGHT, TOOL] if isinstance(choice, dict) else [LIGHT],
+        "tool_choice": choice,
+        "n": 4,
+    }
     response = answered(context, engine, "jobs.chat", HI, max_tokens=200, seed=1, **options)
     for made in ChatCompletion.model_validate(response).choices:
         assert made.finish_reason == "tool_calls"
@@ -242,10 +296,20 @@ def test_a_call_is_forced(context: JobContext, engine: Engine, choice: Any) -> N
 
 
 @pytest.mark.parametrize("options", [{}, {"tools": [TOOL], "tool_choice": "none"}])
-def test_without_tools_a_text_stays_a_text(context: JobContext, engine: Engine, options: dict[str, Any]) -> None:
-    options = {"structured_outputs": {"choice": [HERMES]}, "max_tokens": 200, "temperature": 0, **options}
+def test_without_tools_a_text_stays_a_text(
+    context: JobContext, engine: Engine, options: dict[str, Any]
+) -> None:
+    options = {
+        "structured_outputs": {"choice": [HERMES]},
+        "max_tokens": 200,
+        "temperature": 0,
+        **options,
+    }
     (choice,) = answered(context, engine, "jobs.chat", HI, **options)["choices"]
-    assert (choice["message"], choice["finish_reason"]) == ({"role": "assistant", "content": HERMES}, "stop")
+    assert (choice["message"], choice["finish_reason"]) == (
+        {"role": "assistant", "content": HERMES},
+        "stop",
+    )
 
 
 @pytest.mark.parametrize("n", [1, 2])
@@ -267,20 +331,35 @@ def test_a_run_of_chats_has_columns_for_reasoning_and_calls(runs: Runs, n: int) 
     assert all(request.sampling["separate_reasoning"] for request in seen)
     names = ("completion", "reasoning", "tool_calls", "tool_call_error", "finish_reason")
     called, talked, failed = [
-        {name: row[name][0] if n > 1 and row[name] else row[name] for name in names} for row in runs.rows()
+        {name: row[name][0] if n > 1 and row[name] else row[name] for name in names}
+        for row in runs.rows()
     ]
     calls = json.loads(called.pop("tool_calls"))
     assert [call["function"] for call in calls] == [CALL]
-    assert called == {"completion": "", "reasoning": "why", "tool_call_error": None, "finish_reason": "tool_calls"}
+    assert called == {
+        "completion": "",
+        "reasoning": "why",
+        "tool_call_error": None,
+        "finish_reason": "tool_calls",
+    }
     text = {"completion": "yes", "reasoning": "why", "finish_reason": "stop"}
     assert talked == {**text, "tool_calls": None, "tool_call_error": "no such tool"}
-    assert (failed["completion"], failed["finish_reason"]) in ((None, "error"), ([None] * n, "error"))
+    assert (failed["completion"], failed["finish_reason"]) in (
+        (None, "error"),
+        ([None] * n, "error"),
+    )
 
 
 #: Of each row one: what another row's has is not in it, and its own null and 24.0 stay.
 TOOLS = [
-    {"type": "function", "function": {"name": "f", "parameters": {"properties": {"day": {"default": 24}}}}},
-    {"type": "function", "function": {"name": "g", "parameters": {"properties": {"t": {"default": 24.5}}}}},
+    {
+        "type": "function",
+        "function": {"name": "f", "parameters": {"properties": {"day": {"default": 24}}}},
+    },
+    {
+        "type": "function",
+        "function": {"name": "g", "parameters": {"properties": {"t": {"default": 24.5}}}},
+    },
 ]
 
 
@@ -293,18 +372,32 @@ def test_tools_of_a_column_are_each_rows_own(runs: Runs, kind: str) -> None:
     if kind == "jsonl":
         source.write_text("".join(json.dumps(row) + "\n" for row in rows))
     elif kind == "text":
-        pq.write_table(pa.Table.from_pylist([{**row, "tools": json.dumps(row["tools"])} for row in rows]), source)
+        pq.write_table(
+            pa.Table.from_pylist([{**row, "tools": json.dumps(row["tools"])} for row in rows]),
+            source,
+        )
     else:
         pq.write_table(pa.Table.from_pylist(rows), source)
-    runs.plan(source, messages_column="chat", sampling_columns={"tools": "tools"}, sampling={"temperature": 0})
+    runs.plan(
+        source,
+        messages_column="chat",
+        sampling_columns={"tools": "tools"},
+        sampling={"temperature": 0},
+    )
     seen = []
 
     def answer(request: Request) -> FakeCompletion:
         seen.append(request)
-        return FakeCompletion("", 0, [1], tool_calls=[CALL]) if request.chat_options else FakeCompletion("yes", 0, [1])
+        return (
+            FakeCompletion("", 0, [1], tool_calls=[CALL])
+            if request.chat_options
+            else FakeCompletion("yes", 0, [1])
+        )
 
     runs.work(answer)
-    of_rows = sorted((request.chat_options for request in seen), key=str)  # rows are asked in an order of their own
+    of_rows = sorted(
+        (request.chat_options for request in seen), key=str
+    )  # rows are asked in an order of their own
     assert of_rows == [{"tools": [TOOLS[0]]}, {"tools": [TOOLS[1]]}, {}]
     assert all("tools" not in request.sampling for request in seen)
     found = runs.rows()
@@ -315,13 +408,27 @@ def test_tools_of_a_column_are_each_rows_own(runs: Runs, kind: str) -> None:
 @pytest.mark.parametrize(
     ("options", "error"),
     [
-        ({"messages_column": "c", "sampling_columns": {"tool_choice": "t"}}, "tool_choice cannot come from a column"),
-        ({"messages_column": "c", "sampling_columns": {"chat_template_kwargs": "t"}}, "cannot come from a column"),
-        ({"prompt_column": "c", "sampling_columns": {"tools": "t"}}, "tools from a column are for chats"),
-        ({"messages_column": "c", "sampling_columns": {"tools": "t"}, "check": {"regex": "a"}}, "tools"),
+        (
+            {"messages_column": "c", "sampling_columns": {"tool_choice": "t"}},
+            "tool_choice cannot come from a column",
+        ),
+        (
+            {"messages_column": "c", "sampling_columns": {"chat_template_kwargs": "t"}},
+            "cannot come from a column",
+        ),
+        (
+            {"prompt_column": "c", "sampling_columns": {"tools": "t"}},
+            "tools from a column are for chats",
+        ),
+        (
+            {"messages_column": "c", "sampling_columns": {"tools": "t"}, "check": {"regex": "a"}},
+            "tools",
+        ),
     ],
 )
-def test_what_a_column_cannot_say_of_a_chat_is_refused(runs: Runs, options: dict[str, Any], error: str) -> None:
+def test_what_a_column_cannot_say_of_a_chat_is_refused(
+    runs: Runs, options: dict[str, Any], error: str
+) -> None:
     pq.write_table(pa.table({"c": ["a"], "t": ["b"]}), runs.source)
     with pytest.raises(errors.InvalidJob, match=error):
         runs.plan(**options)

@@ -31,7 +31,9 @@ class EchoEngine:
     attention_backend: str = "none"
     max_model_len: int = 0
 
-    def add(self, request_id: str, prompt: Any, params: SamplingParams, *, lane: int = 0, **_: Any) -> None:
+    def add(
+        self, request_id: str, prompt: Any, params: SamplingParams, *, lane: int = 0, **_: Any
+    ) -> None:
         if not prompt:
             raise InvalidPrompt("prompt is empty")
         self.waiting.append((request_id, prompt, params))
@@ -66,7 +68,9 @@ def engine() -> EchoEngine:
 
 
 @pytest.fixture
-def queue(redis: Redis, tmp_path: Path, engine: EchoEngine, monkeypatch: pytest.MonkeyPatch) -> Queue:
+def queue(
+    redis: Redis, tmp_path: Path, engine: EchoEngine, monkeypatch: pytest.MonkeyPatch
+) -> Queue:
     roots = (str(tmp_path.resolve()),)
     settings = WorkerSettings(
         model="m",
@@ -99,7 +103,12 @@ def test_prompts_and_chats_are_answered(queue: Queue) -> None:
     complete = queue.enqueue("jobs.complete", ["a", "b"], n=2, max_tokens=4)
     chat = queue.enqueue("jobs.chat", messages=[{"role": "user", "content": "abc"}])
     work(queue)
-    assert [choice["text"] for choice in complete.return_value()["choices"]] == ["a!0", "a!1", "b!0", "b!1"]
+    assert [choice["text"] for choice in complete.return_value()["choices"]] == [
+        "a!0",
+        "a!1",
+        "b!0",
+        "b!1",
+    ]
     assert complete.return_value()["id"] == f"cmpl-{complete.id}"
     assert chat.return_value()["choices"][0]["message"]["content"] == "[3]!0"
 
@@ -125,7 +134,9 @@ def test_a_bad_request_fails_its_job_by_name_at_the_first_try(
     assert good.get_status() == JobStatus.FINISHED
 
 
-def test_a_job_that_timed_out_leaves_nothing_to_the_next_one(queue: Queue, engine: EchoEngine) -> None:
+def test_a_job_that_timed_out_leaves_nothing_to_the_next_one(
+    queue: Queue, engine: EchoEngine
+) -> None:
     slow = queue.enqueue("jobs.complete", ["of the slow job", "hangs"], job_timeout=1)
     good = queue.enqueue("jobs.complete", "fine")
     work(queue)
@@ -135,8 +146,12 @@ def test_a_job_that_timed_out_leaves_nothing_to_the_next_one(queue: Queue, engin
 
 
 def test_a_parquet_run_is_planned_scored_and_ended(queue: Queue, tmp_path: Path) -> None:
-    pq.write_table(pa.table({"prompt": ["a", "", "b"] * 10, "id": range(30)}), tmp_path / "in.parquet")
-    plan = queue.enqueue("jobs.score_parquet", str(tmp_path / "in.parquet"), str(tmp_path / "out"), rows_per_shard=7)
+    pq.write_table(
+        pa.table({"prompt": ["a", "", "b"] * 10, "id": range(30)}), tmp_path / "in.parquet"
+    )
+    plan = queue.enqueue(
+        "jobs.score_parquet", str(tmp_path / "in.parquet"), str(tmp_path / "out"), rows_per_shard=7
+    )
     work(queue)
     assert plan.return_value()["shards_enqueued"] == 5
     rows = pq.read_table(tmp_path / "out").to_pylist()
@@ -144,7 +159,9 @@ def test_a_parquet_run_is_planned_scored_and_ended(queue: Queue, tmp_path: Path)
     assert (tmp_path / "out" / "_SUCCESS").exists()
 
 
-def test_the_engine_never_holds_more_than_the_window(context: JobContext, engine: EchoEngine) -> None:
+def test_the_engine_never_holds_more_than_the_window(
+    context: JobContext, engine: EchoEngine
+) -> None:
     task = opened_task(context, "jobs.complete", [["x"] * (stock_worker.MAX_PENDING + 50)])
     stock_worker.drive(task, engine)  # type: ignore[arg-type]
     assert engine.max_waiting == stock_worker.MAX_PENDING

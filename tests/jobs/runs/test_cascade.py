@@ -26,7 +26,16 @@ from jobs.runs.redis_state.submission import Submission
 from jobs.runs.watching.reading import list_runs, read_snapshot
 from jobs.runs.watching.snapshot import obstacles
 from jobs.tasks import Request
-from tests.jobs.answering import MODEL, FakeCompletion, add_worker, fail, queued_jobs, refuse, run_task, work_off
+from tests.jobs.answering import (
+    MODEL,
+    FakeCompletion,
+    add_worker,
+    fail,
+    queued_jobs,
+    refuse,
+    run_task,
+    work_off,
+)
 from tests.jobs.conftest import Invoke
 from tests.jobs.killing import Fuse, FusedRedis, FusedStorage, Killed, finish, open_work
 from tests.jobs.local_runs import Runs
@@ -115,7 +124,9 @@ def test_rows_with_low_margins_alone_are_the_second_models(site: Site) -> None:
     for prompt, own, old in zip(ROWS, found, first, strict=True):
         is_low = prompt in ("0.4", "0.1")
         assert own.pop("model") == (None if prompt is None else "large" if is_low else "m")
-        assert (own["label"], own["margin"]) == ("no", pytest.approx(0.98)) if is_low else own == old
+        assert (
+            (own["label"], own["margin"]) == ("no", pytest.approx(0.98)) if is_low else own == old
+        )
     assert sorted(site.asked["large"]) == ["0.1", "0.4", "0.4"]
     manifest = site.manifest()
     assert (manifest["rows"], manifest["errors"], manifest["rows_escalated"]) == (9, 1, 3)
@@ -123,18 +134,27 @@ def test_rows_with_low_margins_alone_are_the_second_models(site: Site) -> None:
     assert not (site.runs.output / "_journal").exists()
     named = manifest["run"], str(site.runs.output / "_plan.json"), "100%"
     checked = run_task(site.context("bulk"), "jobs.verify_rows", *named, answer=site.answer("bulk"))
-    assert (checked["rows_equal"], checked["rows_different"], checked["rows_of_other_models"]) == (5, 0, 3)
+    assert (checked["rows_equal"], checked["rows_different"], checked["rows_of_other_models"]) == (
+        5,
+        0,
+        3,
+    )
 
 
 def run_until_killed(site: Site, spec: RunSpec, fuse: Fuse) -> str | None:
     """Plan, then do all jobs, as one process; return at what it was killed."""
-    contexts = {name: replace(site.context(name), connection=FusedRedis(site.redis, fuse)) for name in QUEUES}
+    contexts = {
+        name: replace(site.context(name), connection=FusedRedis(site.redis, fuse))
+        for name in QUEUES
+    }
     storage, at = FusedStorage(contexts["bulk"].data_roots, fuse), "plan"
     try:
         plan_run(contexts["bulk"], storage, spec, Submission("bulk"))
         for at, context in contexts.items():
             for job in queued_jobs(site.redis, at):
-                work = open_work(context, spec, job.args[2], storage, None if at == "bulk" else "bulk")
+                work = open_work(
+                    context, spec, job.args[2], storage, None if at == "bulk" else "bulk"
+                )
                 finish(work, journalled=True, answer=site.answer(at))
                 job.delete()
     except Killed:
@@ -191,7 +211,9 @@ def test_an_equal_run_takes_all_answers_and_another_those_that_it_can(site: Site
     def reuse(name: str, *of: str, **arguments: Any) -> dict[str, list[str]]:
         for prompts in site.asked.values():
             prompts.clear()
-        found = site.score(name, reuse=[str(site.runs.output.parent / each) for each in of], **arguments)
+        found = site.score(
+            name, reuse=[str(site.runs.output.parent / each) for each in of], **arguments
+        )
         assert arguments or found.equals(calm)
         return {queue: sorted(prompts) for queue, prompts in site.asked.items()}
 
@@ -201,7 +223,9 @@ def test_an_equal_run_takes_all_answers_and_another_those_that_it_can(site: Site
     assert reuse("of plain", "plain") == {"bulk": [], "large": low}
     assert reuse("of both", "plain", "calm") == {"bulk": [], "large": []}
     assert reuse("higher", "calm", escalate_below=0.75) == {"bulk": [], "large": ["0.7"]}
-    assert reuse("lower", "higher") == {"bulk": sorted([*low, "0.7"]), "large": low}, "whose margins are not known"
+    assert reuse("lower", "higher") == {"bulk": sorted([*low, "0.7"]), "large": low}, (
+        "whose margins are not known"
+    )
     site.runs.plan(output=site.runs.output.parent / "open", **CASCADE)
     site.work("bulk")
     for job in queued_jobs(site.redis, "large"):
@@ -214,7 +238,12 @@ def test_what_holds_it_up_is_told_and_mended(site: Site) -> None:
     site.work("bulk")
     site.redis.delete("rq:worker:large")
     snapshot = read_snapshot(site.redis, run)
-    assert (snapshot.state, snapshot.queued, snapshot.gone, snapshot.is_idle) == ("running", 2, 0, False)
+    assert (snapshot.state, snapshot.queued, snapshot.gone, snapshot.is_idle) == (
+        "running",
+        2,
+        0,
+        False,
+    )
     (told,) = obstacles(site.redis, snapshot)
     assert "no worker on queue 'large' serves model large (float32, fingerpr)" in told
     site.start_workers()
@@ -239,7 +268,16 @@ def test_what_holds_it_up_is_told_and_mended(site: Site) -> None:
 
 
 def test_a_run_that_is_stopped_leaves_neither_queue_a_job(site: Site, invoke: Invoke) -> None:
-    asked = ("--labels", "yes,no", "--rows-per-shard", 4, "--escalate-below", 0.5, "--escalate-to", "large")
+    asked = (
+        "--labels",
+        "yes,no",
+        "--rows-per-shard",
+        4,
+        "--escalate-below",
+        0.5,
+        "--escalate-to",
+        "large",
+    )
     submitted = invoke("submit", site.runs.source, site.runs.output, *asked, "--max-errors", 1)
     assert submitted.exit_code == 0, submitted.output
     site.work("bulk")  # the planning
@@ -248,7 +286,12 @@ def test_a_run_that_is_stopped_leaves_neither_queue_a_job(site: Site, invoke: In
         run_task(site.context("bulk"), job.func_name, *job.args, answer=site.answer("bulk"))
         job.delete()
     again, _ = queued_jobs(site.redis, "large")
-    run_task(site.context("large"), again.func_name, *again.args, answer=lambda request: refuse("too long"))
+    run_task(
+        site.context("large"),
+        again.func_name,
+        *again.args,
+        answer=lambda request: refuse("too long"),
+    )
     assert site.waiting == [("large", 0)]  # the one that ran
 
 
@@ -268,16 +311,27 @@ def test_what_makes_no_cascade_is_refused(site: Site, wrong: dict[str, Any], rea
 
 def test_another_model_has_to_be_there(site: Site) -> None:
     for wrong in ({"escalate_to": "bulk"}, {"escalate_model": "huge"}):
-        with pytest.raises(NoSecondModel, match=r"on queue '(bulk|large)' serve none, expected one beside m \("):
+        with pytest.raises(
+            NoSecondModel, match=r"on queue '(bulk|large)' serve none, expected one beside m \("
+        ):
             site.runs.plan(**{**CASCADE, **wrong})
-    assert set(site.score(escalate_model="large").column("model").to_pylist()) == {"m", "large", None}
+    assert set(site.score(escalate_model="large").column("model").to_pylist()) == {
+        "m",
+        "large",
+        None,
+    }
 
 
 def test_an_invented_worker_neither_pins_nor_hinders_a_second_model(site: Site) -> None:
     for name, queues in (("invented", "large"), ("large", "large")):
         site.redis.sadd("rq:workers", f"rq:worker:{name}")
         site.redis.hset(f"rq:worker:{name}", "queues", queues)
-        told = {"model": "evil", "models": ["fingerprint of evil", "evil"], "dtype": "float32", "queues": [queues]}
+        told = {
+            "model": "evil",
+            "models": ["fingerprint of evil", "evil"],
+            "dtype": "float32",
+            "queues": [queues],
+        }
         site.redis.set(worker_key(name), json.dumps(told))
     assert set(site.score().column("model").to_pylist()) == {"m", "large", None}
 
@@ -289,10 +343,21 @@ def test_both_models_may_serve_one_queue(site: Site) -> None:
     run = site.runs.plan(**{**CASCADE, "escalate_to": None, "escalate_model": "large"})["run"]
     site.work("bulk")
     jobs = queued_jobs(site.redis)
-    assert [site.redis.hget(job.key, MODEL_FIELD) for job in jobs] == [LARGE.fingerprint.encode()] * 2
+    assert [site.redis.hget(job.key, MODEL_FIELD) for job in jobs] == [
+        LARGE.fingerprint.encode()
+    ] * 2
     assert obstacles(site.redis, read_snapshot(site.redis, run)) == []
     assert cancel_run(site.redis, run).removed == 2
-    assert site.runs.plan(**{**CASCADE, "escalate_to": None, "escalate_model": "large"})["shards_enqueued"] == 2
+    assert (
+        site.runs.plan(**{**CASCADE, "escalate_to": None, "escalate_model": "large"})[
+            "shards_enqueued"
+        ]
+        == 2
+    )
     site.work("bulk")
-    work_off(site.redis, lambda: replace(site.context("large"), queue_name="bulk"), answer=site.answer("large"))
+    work_off(
+        site.redis,
+        lambda: replace(site.context("large"), queue_name="bulk"),
+        answer=site.answer("large"),
+    )
     assert pq.read_table(site.runs.output).equals(calm)

@@ -38,7 +38,9 @@ def context(make_context: MakeContext) -> MakeContext:
     return lambda: replace(make_context(), meter=lambda: meter)
 
 
-def survey(context: MakeContext, source: Path, answer: Answer = shout, **arguments: Any) -> dict[str, Any]:
+def survey(
+    context: MakeContext, source: Path, answer: Answer = shout, **arguments: Any
+) -> dict[str, Any]:
     found = run_task(context(), "jobs.survey_parquet", str(source), answer=answer, **arguments)
     assert isinstance(found, dict)
     assert json.loads(json.dumps(found)).keys() == found.keys()
@@ -92,7 +94,9 @@ def test_tokens_are_estimated_within_15_percent_on_skewed_files(
         assert abs(told[name] - manifest[name]) <= 0.15 * manifest[name]
 
 
-def test_failing_rows_repeats_and_shared_beginnings_are_counted(context: MakeContext, tmp_path: Path) -> None:
+def test_failing_rows_repeats_and_shared_beginnings_are_counted(
+    context: MakeContext, tmp_path: Path
+) -> None:
     head = "h" * 40
     prompts = [f"{head}{n:03}" for n in range(5)] + ["z", "z", None, "w" * 6000, "v" * 7000, ""]
     pq.write_table(pa.table({"prompt": prompts}), tmp_path / "in.parquet")
@@ -103,17 +107,26 @@ def test_failing_rows_repeats_and_shared_beginnings_are_counted(context: MakeCon
     assert found["prompt_tokens"] == 5 * 43 + 2
     assert found["cached_tokens"] == 4 * 32, "two blocks of 16 of each prompt but the first"
     drawn = survey(context, tmp_path / "in.parquet", rows_per_shard=3)
-    assert (drawn["rows_repeated"], drawn["requests"]) == (1, 7), "drawn anew, they are not one request"
+    assert (drawn["rows_repeated"], drawn["requests"]) == (1, 7), (
+        "drawn anew, they are not one request"
+    )
 
 
-def test_rows_that_an_earlier_run_has_answered_cost_nothing(redis: Redis, context: MakeContext, tmp_path: Path) -> None:
+def test_rows_that_an_earlier_run_has_answered_cost_nothing(
+    redis: Redis, context: MakeContext, tmp_path: Path
+) -> None:
     source, old = tmp_path / "in.parquet", tmp_path / "old"
     pq.write_table(pa.table({"prompt": ["aa", "bb", "cc"]}), source)
     score_parquet(context(), str(source), str(old))
     work_off(redis, context)
     pq.write_table(pa.table({"prompt": ["new", "cc", "aa", "newer"]}), source)
     found = survey(context, source, reuse=[str(old)])
-    assert (found["num_rows"], found["rows_reused"], found["requests"], found["prompt_tokens"]) == (4, 2, 2, 8)
+    assert (found["num_rows"], found["rows_reused"], found["requests"], found["prompt_tokens"]) == (
+        4,
+        2,
+        2,
+        8,
+    )
     assert "2 are answered by earlier runs" in dry_run_lines(found, None)[0]
 
 
@@ -122,24 +135,33 @@ def test_a_share_of_a_large_run_is_scaled(
     context: MakeContext, tmp_path: Path, chars: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("jobs.parquet.planning.survey.MAX_PICKED_CHARS", chars)
-    pq.write_table(pa.table({"prompt": [f"{number:04}" for number in range(1000)]}), tmp_path / "in.parquet")
+    pq.write_table(
+        pa.table({"prompt": [f"{number:04}" for number in range(1000)]}), tmp_path / "in.parquet"
+    )
     three = lambda request: FakeCompletion("", 0, [1, 2, 3])  # noqa: E731
     found = survey(context, tmp_path / "in.parquet", three, max_rows=100)
     assert (found["num_rows"], found["rows_read"]) == (1000, 100)
     assert (found["prompt_tokens"], found["completion_tokens"]) == (4000, pytest.approx(3000))
 
 
-def test_the_first_rows_are_asked_as_the_run_asks_them(redis: Redis, context: MakeContext, tmp_path: Path) -> None:
+def test_the_first_rows_are_asked_as_the_run_asks_them(
+    redis: Redis, context: MakeContext, tmp_path: Path
+) -> None:
     columns = {"prompt": ["c", "a", None, "b"], "limit": [1, 2, 3, 4]}
     pq.write_table(pa.table(columns), tmp_path / "in.parquet")
     arguments = {"sampling": {"seed": 7, "n": 2}, "sampling_columns": {"max_tokens": "limit"}}
     asked: list[dict[Any, Any]] = [{}, {}]
 
     def noted(place: int) -> Answer:
-        return lambda request: asked[place].update({request.prompt: request.sampling}) or shout(request)
+        return lambda request: (
+            asked[place].update({request.prompt: request.sampling}) or shout(request)
+        )
 
     found = survey(context, tmp_path / "in.parquet", noted(0), first=2, **arguments)
-    shown = [(each["row"], each["prompt"], each["completions"], each["tokens"]) for each in found["shown"]]
+    shown = [
+        (each["row"], each["prompt"], each["completions"], each["tokens"])
+        for each in found["shown"]
+    ]
     assert shown[0] == (0, [{"role": "prompt", "content": "c"}], [("stop", "C"), ("stop", "C!")], 2)
     assert [row for row, *_ in shown] == [0, 1]
     unanswered = survey(context, tmp_path / "in.parquet", first=2, answers=False, **arguments)
@@ -185,11 +207,15 @@ def test_each_dry_run_times_prompts_that_no_other_has_brought_into_the_cache(
     asked: list[str] = []
 
     def noted(request: Request) -> FakeCompletion:
-        asked.append(request.prompt if isinstance(request.prompt, str) else request.messages[0]["content"])
+        asked.append(
+            request.prompt if isinstance(request.prompt, str) else request.messages[0]["content"]
+        )
         return FakeCompletion("", 0, [1])
 
     for _ in range(3):
-        told = survey(context, tmp_path / "in.parquet", noted, sampling={"temperature": 0}, **prompt)
+        told = survey(
+            context, tmp_path / "in.parquet", noted, sampling={"temperature": 0}, **prompt
+        )
     assert (told["num_tried"], told["num_failed"], told["completion_tokens"]) == (20, 0, 20)
     begun = [each.partition("prompt") for each in asked if each not in prompts]
     assert len(begun) == len({beginning for beginning, _, _ in begun}) * 20 == 60

@@ -62,7 +62,9 @@ def test_a_run_whose_rows_all_fail_is_stopped_and_named_and_resumed_with_a_highe
 def test_a_run_that_passes_the_limit_with_its_last_part_is_stopped_until_the_limit_is_higher(
     runs: Runs, invoke: Invoke, source: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def answer(request: Request) -> FakeCompletion:  # the run's last rows alone fail: nothing is left to stop
+    def answer(
+        request: Request,
+    ) -> FakeCompletion:  # the run's last rows alone fail: nothing is left to stop
         return refuse("x") if int(str(request.prompt)) >= 400 else shout(request)
 
     monkeypatch.setattr(status_text.time, "sleep", lambda seconds: runs.work(answer=answer))
@@ -94,7 +96,9 @@ def test_the_limit_is_a_number_of_rows_or_a_share(
     assert ErrorLimit.parse(str(ErrorLimit.parse(limit))) == ErrorLimit.parse(limit)
 
 
-def test_a_share_that_was_set_holds_for_a_small_run_when_it_ends(runs: Runs, invoke: Invoke) -> None:
+def test_a_share_that_was_set_holds_for_a_small_run_when_it_ends(
+    runs: Runs, invoke: Invoke
+) -> None:
     """Four of eight rows: the default share judges none so small, which may be a trial."""
     runs.write([str(number) for number in range(8)])
 
@@ -110,7 +114,9 @@ def test_a_share_that_was_set_holds_for_a_small_run_when_it_ends(runs: Runs, inv
 
 @pytest.mark.parametrize("limit", ["many", -1, "120%", 0.5, True])
 def test_a_limit_that_is_none_is_refused(limit: object) -> None:
-    with pytest.raises(InvalidValue, match=r"max_errors is .*, expected a number of rows, or a share"):
+    with pytest.raises(
+        InvalidValue, match=r"max_errors is .*, expected a number of rows, or a share"
+    ):
         ErrorLimit.parse(limit)
 
 
@@ -150,7 +156,9 @@ def test_a_parts_errors_count_once_however_often_it_is_recorded(redis: Redis, ru
     order=st.randoms(use_true_random=False),
     num_open=st.integers(1, 4),
 )
-@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(
+    max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
 def test_a_run_beyond_its_limit_never_gets_the_mark_of_its_end_whatever_order_shards_end_in(
     runs: Runs, redis: Redis, bad: list[int], limit: str, order: Random, num_open: int
 ) -> None:

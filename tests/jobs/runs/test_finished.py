@@ -30,7 +30,9 @@ class Site(Executions):
         self.source, self.output = runs.source.with_suffix(".jsonl"), runs.output
         self.source.write_text("".join(f'{{"prompt": "p{row}"}}\n' for row in range(ROWS)))
         options = {"sampling": {"temperature": 0}, "rows_per_shard": 2, "single_file": "csv"}
-        super().__init__(runs, RunSpec.from_arguments(str(self.source), str(self.output), **options))
+        super().__init__(
+            runs, RunSpec.from_arguments(str(self.source), str(self.output), **options)
+        )
 
     def part(self, shard: int) -> Path:
         return self.output / PARTS / part_name(shard)
@@ -38,7 +40,10 @@ class Site(Executions):
     def files(self) -> dict[str, tuple[bytes, int]]:
         """Return of each name in the folder what it holds and when that was written."""
         return {
-            str(path.relative_to(self.output)): (path.read_bytes() if path.is_file() else b"", path.stat().st_mtime_ns)
+            str(path.relative_to(self.output)): (
+                path.read_bytes() if path.is_file() else b"",
+                path.stat().st_mtime_ns,
+            )
             for path in (self.output, *self.output.rglob("*"))
         }
 
@@ -110,7 +115,9 @@ def test_what_a_finished_run_lacks_is_named_and_the_rest_stays(
 ) -> None:
     harm(ended.output / name)
     left = ended.files()
-    with pytest.raises(errors.PartDamaged, match=rf"{name} .*{found}.*with --reuse {ended.output}, "):
+    with pytest.raises(
+        errors.PartDamaged, match=rf"{name} .*{found}.*with --reuse {ended.output}, "
+    ):
         ended.plan()
     assert read_snapshot(redis, ended.spec.run).finished
     if found == "it is gone" and name != "output.csv":
@@ -121,7 +128,9 @@ def test_what_a_finished_run_lacks_is_named_and_the_rest_stays(
 
 def test_an_unfinished_run_computes_what_was_removed_as_it_was_damaged(all_but_one: Site) -> None:
     cut(all_but_one.part(0))
-    with pytest.raises(errors.PartDamaged, match="no _SUCCESS, you may also remove the file and submit again"):
+    with pytest.raises(
+        errors.PartDamaged, match="no _SUCCESS, you may also remove the file and submit again"
+    ):
         all_but_one.plan()
     all_but_one.part(0).unlink()
     assert all_but_one.plan()["shards_missing"] == 2
@@ -129,7 +138,9 @@ def test_an_unfinished_run_computes_what_was_removed_as_it_was_damaged(all_but_o
     all_but_one.whole()
 
 
-def test_what_was_made_of_parts_one_of_which_is_gone_is_made_again(ended: Site, redis: Redis) -> None:
+def test_what_was_made_of_parts_one_of_which_is_gone_is_made_again(
+    ended: Site, redis: Redis
+) -> None:
     """By whoever was killed before he put the mark."""
     for path in (ended.output / "_SUCCESS", ended.part(1)):
         path.unlink()
@@ -148,7 +159,9 @@ STRIDES = [13, pytest.param(1, marks=pytest.mark.long)]
 
 
 @pytest.mark.parametrize("stride", STRIDES)
-def test_an_end_that_was_cut_short_at_any_step_is_brought_to_its_end(all_but_one: Site, stride: int) -> None:
+def test_an_end_that_was_cut_short_at_any_step_is_brought_to_its_end(
+    all_but_one: Site, stride: int
+) -> None:
     before = shutil.copytree(all_but_one.output, all_but_one.output.with_name("before"))
     for step in itertools.count(0, stride):
         fuse = Fuse(step)

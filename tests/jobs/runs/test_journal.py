@@ -74,7 +74,9 @@ class Shard:
                 return
             index = self._waiting.pop(0)
             n = self.asked[index].sampling.get("n", 1)
-            samples: list[Completion] = [replace(answer(self.asked[index]), index=each) for each in range(n)]
+            samples: list[Completion] = [
+                replace(answer(self.asked[index]), index=each) for each in range(n)
+            ]
             if self.task.inspects:
                 self.task.inspect(index, samples)
             self.task.deliver(index, samples)
@@ -83,7 +85,9 @@ class Shard:
     def keep(self, tokens: int = 0) -> bool:
         """Write an entry, with so many tokens of each request that waits; return whether anything was new."""
         waiting = [(index, self.asked[index].continued) for index in self._waiting if tokens]
-        return keep(self.task, {index: {0: [*continued, *range(tokens)]} for index, continued in waiting})
+        return keep(
+            self.task, {index: {0: [*continued, *range(tokens)]} for index, continued in waiting}
+        )
 
     def end(self) -> None:
         self.deliver(1000)
@@ -161,7 +165,9 @@ def test_an_entry_has_only_what_is_new_and_nothing_is_none(runs: Runs, shard: Op
     assert {name[0] for name in names} == {"_00000"}, "polars reads others of such a folder"
 
 
-def test_a_failed_entry_is_in_the_next_one(runs: Runs, shard: Open, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failed_entry_is_in_the_next_one(
+    runs: Runs, shard: Open, monkeypatch: pytest.MonkeyPatch
+) -> None:
     plan(runs, "samples")
     first = shard()
     first.deliver(2)
@@ -184,7 +190,12 @@ def test_whoever_thaws_after_the_end_makes_no_folder(runs: Runs, shard: Open) ->
     assert not (runs.output / JOURNAL).exists()
     (runs.output / JOURNAL).mkdir()  # as in a store
     (runs.output / JOURNAL / "_00000.execution.answers.2").write_bytes(b"")
-    runs.score(output=runs.output.with_name("new"), answer=pytest.fail, reuse=[str(runs.output)], **ASKS["samples"])
+    runs.score(
+        output=runs.output.with_name("new"),
+        answer=pytest.fail,
+        reuse=[str(runs.output)],
+        **ASKS["samples"],
+    )
 
 
 def test_of_two_executions_that_write_each_has_its_own_and_the_next_takes_what_is_furthest(
@@ -208,7 +219,9 @@ def test_of_two_executions_that_write_each_has_its_own_and_the_next_takes_what_i
 
 
 def with_rows(path: Path, rows: list[int]) -> pa.Table:
-    return (table := pq.read_table(path)).set_column(table.schema.get_field_index("_row"), "_row", [rows])
+    return (table := pq.read_table(path)).set_column(
+        table.schema.get_field_index("_row"), "_row", [rows]
+    )
 
 
 @pytest.mark.parametrize(
@@ -217,7 +230,9 @@ def with_rows(path: Path, rows: list[int]) -> pa.Table:
         lambda path: path.write_bytes(path.read_bytes()[:-1]),
         lambda path: path.write_bytes(b""),
         lambda path: flip_a_bit(path, "completion"),
-        lambda path: pq.write_table(pq.read_table(path).replace_schema_metadata({b"whose": b"another"}), path),
+        lambda path: pq.write_table(
+            pq.read_table(path).replace_schema_metadata({b"whose": b"another"}), path
+        ),
         lambda path: pq.write_table(with_rows(path, [9, 0]), path),
         lambda path: pq.write_table(with_rows(path, [1, 0]), path),
     ],

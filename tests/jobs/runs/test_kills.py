@@ -92,7 +92,9 @@ def test_a_loser_whose_file_the_finisher_removed_gives_way(planned: Site) -> Non
     planned.check_finished()
 
 
-def test_a_planner_that_slept_while_another_planned_and_parts_came_takes_its_plan(site: Site) -> None:
+def test_a_planner_that_slept_while_another_planned_and_parts_came_takes_its_plan(
+    site: Site,
+) -> None:
     class SleepsBeforeTheFolder(Storage):
         def make_folder(self, path: str) -> None:
             super().make_folder(path)
@@ -108,7 +110,13 @@ def test_a_part_that_is_there_is_not_computed_again(planned: Site) -> None:
     finish(planned.open(1))
     again = planned.open(1)
     assert list(again.requests()) == []
-    assert again.progress() == {"rows": 2, "rows_done": 2, "rows_open": 0, "prompt_tokens": 0, "tokens": 0}
+    assert again.progress() == {
+        "rows": 2,
+        "rows_done": 2,
+        "rows_open": 0,
+        "prompt_tokens": 0,
+        "tokens": 0,
+    }
     finish(again)
 
 
@@ -137,7 +145,11 @@ def test_contents_reach_the_disk_before_their_name_and_the_name_before_the_count
     parts = [(part_name(shard), "out") for shard in range(3)]
     written = [(PLAN, "out"), *(each for pair in zip(keys, parts, strict=True) for each in pair)]
     written += [("_report.html", "out"), ("_manifest.json", "out")]
-    steps = [step for name, folder in written for step in (("sync", name), ("name", name), ("sync", folder))]
+    steps = [
+        step
+        for name, folder in written
+        for step in (("sync", name), ("name", name), ("sync", folder))
+    ]
     assert calls == [*steps, ("sync", "out")]  # and the folder of the empty mark
 
 
@@ -154,16 +166,21 @@ def test_planners_at_once_agree_on_one_plan_and_enqueue_each_shard_once(runs: Ru
     assert len({job.id for job in runs.jobs}) == len(runs.jobs) == 30
 
 
-def test_workers_that_share_a_run_and_repeat_each_others_shards_write_each_row_once(runs: Runs) -> None:
+def test_workers_that_share_a_run_and_repeat_each_others_shards_write_each_row_once(
+    runs: Runs,
+) -> None:
     runs.write([f"p{number}" for number in range(60)], row_group_size=7)
     runs.plan(rows_per_shard=3)
     jobs = runs.jobs
     with ThreadPoolExecutor(4) as pool:
         work = [
-            pool.submit(run_task, runs.context(), job.func_name, *job.args) for job in (*jobs, *reversed(jobs), *jobs)
+            pool.submit(run_task, runs.context(), job.func_name, *job.args)
+            for job in (*jobs, *reversed(jobs), *jobs)
         ]
         assert any(future.result(timeout=60)["run_finished"] for future in work)
-    assert [(row["id"], row["completion"]) for row in runs.rows()] == [(n, f"P{n}") for n in range(60)]
+    assert [(row["id"], row["completion"]) for row in runs.rows()] == [
+        (n, f"P{n}") for n in range(60)
+    ]
     assert (runs.output / "_SUCCESS").exists()
     assert not list(runs.output.glob("_tmp.*"))
 
@@ -186,7 +203,9 @@ class IsSlow(RunState):
         return found
 
 
-def test_a_slow_planner_enqueues_nothing_that_another_has_enqueued_meanwhile(redis: Redis, planned: Site) -> None:
+def test_a_slow_planner_enqueues_nothing_that_another_has_enqueued_meanwhile(
+    redis: Redis, planned: Site
+) -> None:
     def plan(state: RunState) -> None:
         assert enqueue_again(redis, planned, RunState) == 1
 

@@ -64,11 +64,15 @@ def test_a_look_at_a_run_reads_no_more_than_its_last_parts(
         runs.run(job)
     monkeypatch.setattr(reading, "MAX_LOOKED", 4)
     read, parts_of = list[list[int]](), RunState.parts_of
-    monkeypatch.setattr(RunState, "parts_of", lambda self, shards: read.append([*shards]) or parts_of(self, shards))
+    monkeypatch.setattr(
+        RunState, "parts_of", lambda self, shards: read.append([*shards]) or parts_of(self, shards)
+    )
     found = read_snapshot(redis, run)
     assert read == [[5, 6, 7, 8]]
     assert (found.shards_done, found.rows_done) == (9, 9)
-    assert [each.state for each in list_shards(redis, run)] == ["done"] * 9 + ["queued"] * (SHARDS - 9)
+    assert [each.state for each in list_shards(redis, run)] == ["done"] * 9 + ["queued"] * (
+        SHARDS - 9
+    )
 
 
 @pytest.mark.parametrize("lost", [(), ("",), ("parts",), ("", "parts")])
@@ -82,7 +86,11 @@ def test_a_finished_run_is_counted_right_whatever_redis_lost_meanwhile(
         runs.run(job)
     assert submit()["already_finished"]
     for found in (read_snapshot(redis, run), *list_runs(redis)):
-        assert (found.shards_done, found.rows_done, found.tokens) == (SHARDS, SHARDS, runs.manifest["generated_tokens"])
+        assert (found.shards_done, found.rows_done, found.tokens) == (
+            SHARDS,
+            SHARDS,
+            runs.manifest["generated_tokens"],
+        )
         assert (found.worked_s or 0) > 0
 
 

@@ -45,7 +45,11 @@ class Cut:
     def __call__(self, request: Request) -> FakeCompletion:
         self.requests.append(request)
         completion = shout(request)
-        return replace(completion, finish_reason="length") if "long" in self.prompts[-1] else completion
+        return (
+            replace(completion, finish_reason="length")
+            if "long" in self.prompts[-1]
+            else completion
+        )
 
     @property
     def prompts(self) -> list[str]:
@@ -80,7 +84,9 @@ def test_workers_of_another_length_leave_a_run(runs: Runs, serve: Serve) -> None
 
 
 @pytest.mark.parametrize("n", [1, 2])
-def test_answers_that_a_smaller_length_has_cut_are_not_taken(runs: Runs, serve: Serve, n: int) -> None:
+def test_answers_that_a_smaller_length_has_cut_are_not_taken(
+    runs: Runs, serve: Serve, n: int
+) -> None:
     sampling = {**GREEDY, "n": n}
     runs.write(["short", "long", "b"])
     serve(max_model_len=32)
@@ -123,7 +129,12 @@ def test_lines_of_a_batch_file_are_taken_unless_one_of_their_answers_was_cut(
     prompts: list[Any] = ["short", ["short", "long"], "b"]
     bodies = [{"prompt": prompt, "max_tokens": 9} for prompt in prompts]
     lines = [
-        {"custom_id": f"{place}", "method": "POST", "url": "/v1/completions", "body": {"model": "m", **body}}
+        {
+            "custom_id": f"{place}",
+            "method": "POST",
+            "url": "/v1/completions",
+            "body": {"model": "m", **body},
+        }
         for place, body in enumerate(bodies)
     ]
     path.write_text("".join(json.dumps(line) + "\n" for line in lines))
@@ -156,7 +167,9 @@ def test_chats_of_a_run_have_the_time_of_its_planning_and_are_taken_while_the_te
     assert plan.model.clock == "28 Nov 2026"
 
 
-def test_nothing_is_taken_where_a_template_writes_what_cannot_be_named(runs: Runs, serve: Serve) -> None:
+def test_nothing_is_taken_where_a_template_writes_what_cannot_be_named(
+    runs: Runs, serve: Serve
+) -> None:
     runs.write(["a", "b"])
     serve(clock_formats=None)
     runs.score(answer=Cut(), sampling=GREEDY)

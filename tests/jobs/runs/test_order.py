@@ -25,7 +25,9 @@ BEGINNINGS = [chr(ord("a") + number) * 300 for number in range(5)]
 
 @pytest.fixture
 def prompts() -> list[str | None]:
-    found: list[str | None] = [f"{beginning}{number}" for number in range(8) for beginning in BEGINNINGS]
+    found: list[str | None] = [
+        f"{beginning}{number}" for number in range(8) for beginning in BEGINNINGS
+    ]
     found += [None, BAD, "short"]
     random.Random(3).shuffle(found)
     return found
@@ -37,7 +39,9 @@ def folder(runs: Runs, prompts: list[str | None]) -> Path:
     for name, part in (("x", prompts[:17]), ("y", prompts[17:])):
         path = runs.source.parent / "in" / f"kind={name}"
         path.mkdir(parents=True)
-        pq.write_table(pa.table({"prompt": pa.array(part, pa.string())}), path / "0.parquet", row_group_size=5)
+        pq.write_table(
+            pa.table({"prompt": pa.array(part, pa.string())}), path / "0.parquet", row_group_size=5
+        )
     return runs.source.parent / "in"
 
 
@@ -48,7 +52,9 @@ def by_number(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
     return ordered
 
 
-def test_rows_that_share_a_beginning_are_neighbours_in_the_whole_run(runs: Runs, folder: Path) -> None:
+def test_rows_that_share_a_beginning_are_neighbours_in_the_whole_run(
+    runs: Runs, folder: Path
+) -> None:
     options = {**OPTIONS, "filename_column": "file"}
     plain = runs.score(folder, Asked(), runs.output.with_name("plain"), **options).to_pylist()
     rows = runs.score(folder, Asked(), order="prefix", **options).to_pylist()
@@ -70,12 +76,16 @@ def test_one_file_has_the_order_of_the_input(runs: Runs, folder: Path) -> None:
         columns = {"template": "{prompt}{file}", "filename_column": "file", "keep": ["prompt"]}
         runs.plan(folder, output, single_file="jsonl", order=order, **columns, **OPTIONS)
         runs.work(Asked())
-        found.append([json.loads(line) for line in (output / "output.jsonl").read_text().splitlines()])
+        found.append(
+            [json.loads(line) for line in (output / "output.jsonl").read_text().splitlines()]
+        )
     assert [row.pop("row_number") for row in found[0]] == list(range(43))
     assert found[0] == found[1]
 
 
-def test_a_failed_row_is_told_as_the_row_of_its_file(runs: Runs, folder: Path, prompts: list[str | None]) -> None:
+def test_a_failed_row_is_told_as_the_row_of_its_file(
+    runs: Runs, folder: Path, prompts: list[str | None]
+) -> None:
     runs.score(folder, Asked(), order="prefix", **OPTIONS)
     _, failed = FolderReader(str(runs.output)).errors(9)
     told = {(Path(each.file).parent.name, each.file_row) for each in failed}
@@ -97,7 +107,9 @@ def test_lines_that_cannot_be_read_stay_rows(runs: Runs) -> None:
 
 def test_answers_of_a_run_in_another_order_are_reused_both_ways(runs: Runs, folder: Path) -> None:
     outputs = [runs.output, runs.output.with_name("second"), runs.output.with_name("third")]
-    for order, output, reuse in zip((None, "prefix", None), outputs, ([], outputs[:1], outputs[1:2]), strict=True):
+    for order, output, reuse in zip(
+        (None, "prefix", None), outputs, ([], outputs[:1], outputs[1:2]), strict=True
+    ):
         asked = Asked()
         runs.score(folder, asked, output, order=order, reuse=list(map(str, reuse)), **OPTIONS)
         assert set(asked.prompts) == {BAD} if reuse else len(asked.prompts) == 42
@@ -112,7 +124,9 @@ def test_a_run_goes_on_where_it_was(runs: Runs, folder: Path) -> None:
     own.with_name("_rows-00000.killed.bin").write_bytes(b"")
     runs.work()
     assert len(by_number(runs.rows())) == 43
-    assert [*(runs.output / "_keys").glob("_rows-*")] == [own], "and what a killed planning had chosen is gone"
+    assert [*(runs.output / "_keys").glob("_rows-*")] == [own], (
+        "and what a killed planning had chosen is gone"
+    )
     unfinished = runs.output.with_name("unfinished")
     runs.plan(folder, unfinished, order="prefix", **OPTIONS)
     for path in (unfinished / "_input").iterdir():
@@ -122,7 +136,9 @@ def test_a_run_goes_on_where_it_was(runs: Runs, folder: Path) -> None:
 
 
 @pytest.mark.parametrize("limit", [1 << 20, 1 << 40])
-def test_what_a_shard_may_read_is_what_the_worker_says(runs: Runs, monkeypatch: pytest.MonkeyPatch, limit: int) -> None:
+def test_what_a_shard_may_read_is_what_the_worker_says(
+    runs: Runs, monkeypatch: pytest.MonkeyPatch, limit: int
+) -> None:
     monkeypatch.setattr("jobs.parquet.tables.table_reading.SHARD_TIMES", 2**-20)
     runs.write(["a", "b"], wide=["x" * 1000] * 2)
     context = replace(runs.context(), shard_bytes=ShardBytes(limit))

@@ -23,12 +23,17 @@ def test_every_row_up_to_the_limit_is_in_exactly_one_shard_in_order(
         for shard in cut_shards(layout, rows_per_shard, limit)
         for row in range(shard.start, shard.start + shard.rows)
     ]
-    assert rows == [(file, row) for file, groups in enumerate(layout) for row in range(sum(groups))][:limit]
+    assert (
+        rows
+        == [(file, row) for file, groups in enumerate(layout) for row in range(sum(groups))][:limit]
+    )
 
 
 @settings(max_examples=50)
 @given(layouts, st.integers(1, 70))
-def test_a_shard_names_just_the_row_groups_that_hold_its_rows(layout: list[list[int]], rows_per_shard: int) -> None:
+def test_a_shard_names_just_the_row_groups_that_hold_its_rows(
+    layout: list[list[int]], rows_per_shard: int
+) -> None:
     for shard in cut_shards(layout, rows_per_shard):
         assert shard.rows <= rows_per_shard
         groups = layout[shard.file]
@@ -79,22 +84,32 @@ def test_a_plan_whose_arguments_were_edited_is_refused() -> None:
 
 
 def test_a_plan_in_which_a_number_has_changed_is_refused() -> None:
-    text = Plan(make_spec(), 7, MODEL, "1", (PlannedFile("/a", 10, 20, 5, "f"),), cut_shards([[5]], 2)).to_text()
+    text = Plan(
+        make_spec(), 7, MODEL, "1", (PlannedFile("/a", 10, 20, 5, "f"),), cut_shards([[5]], 2)
+    ).to_text()
     with pytest.raises(ValueError, match="not as they were written"):
         Plan.from_text(text.replace("[0, 2, 2, ", "[0, 3, 2, "))
 
 
 def test_a_plan_that_lacks_a_field_is_refused() -> None:
-    plan = Plan(make_spec(), 7, MODEL, "1", (PlannedFile("/a", 10, 20, 5, "f"),), cut_shards([[5]], 2))
+    plan = Plan(
+        make_spec(), 7, MODEL, "1", (PlannedFile("/a", 10, 20, 5, "f"),), cut_shards([[5]], 2)
+    )
     content = json.loads(plan.to_text())
-    for changed in ({**content, "files": None}, {k: v for k, v in content.items() if k != "shards"}):
+    for changed in (
+        {**content, "files": None},
+        {k: v for k, v in content.items() if k != "shards"},
+    ):
         with pytest.raises(ValueError, match="missing or wrong"):
             Plan.from_text(json.dumps(changed))
 
 
 def test_equal_arguments_give_the_same_run_and_other_arguments_another() -> None:
     spec = make_spec(sampling={"temperature": 0, "max_tokens": 3})
-    assert spec.run == make_spec(sampling={"max_tokens": 3, "temperature": 0}, input=["/x/../a.parquet"]).run
+    assert (
+        spec.run
+        == make_spec(sampling={"max_tokens": 3, "temperature": 0}, input=["/x/../a.parquet"]).run
+    )
     for other in (
         {"input": "/b.parquet"},
         {"output": "/out2"},
@@ -103,7 +118,10 @@ def test_equal_arguments_give_the_same_run_and_other_arguments_another() -> None
         {"sampling": {}},
     ):
         assert make_spec(**{"sampling": spec.sampling, **other}).run != spec.run
-    assert spec.differences(replace(spec, rows_per_shard=2, output="/o")) == ["output", "rows_per_shard"]
+    assert spec.differences(replace(spec, rows_per_shard=2, output="/o")) == [
+        "output",
+        "rows_per_shard",
+    ]
 
 
 @pytest.mark.parametrize(
@@ -119,7 +137,9 @@ def test_equal_arguments_give_the_same_run_and_other_arguments_another() -> None
         ({"template": [{"role": "user"}]}, "exactly"),
     ],
 )
-def test_wrong_arguments_of_a_run_are_refused_before_anything_is_read(changed: dict[str, object], says: str) -> None:
+def test_wrong_arguments_of_a_run_are_refused_before_anything_is_read(
+    changed: dict[str, object], says: str
+) -> None:
     with pytest.raises(InvalidJob) as caught:
         make_spec(**changed)
     assert says in str(caught.value)
@@ -131,7 +151,9 @@ def test_storages_that_are_not_built_are_refused_by_name(path: str) -> None:
         make_spec(input=path)
 
 
-@pytest.mark.parametrize("path", ["ftp://id:s3cret@bucket/a?key=s3cret", "file://id:s3cret@elsewhere/a"])
+@pytest.mark.parametrize(
+    "path", ["ftp://id:s3cret@bucket/a?key=s3cret", "file://id:s3cret@elsewhere/a"]
+)
 def test_the_keys_in_a_uri_are_not_repeated(path: str) -> None:
     with pytest.raises(UnsupportedScheme) as caught:
         make_spec(input=path)

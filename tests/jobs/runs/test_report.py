@@ -15,7 +15,9 @@ from tests.jobs.answering import work_off
 from tests.jobs.conftest import Invoke
 from tests.jobs.local_runs import Runs
 
-PART = PartStats("0" * 16, 0, 10, 0, 100, 50, 20, 40, 0.0, 10.0, "m", "f", "float32", "cpu", "0.1", "w-1")
+PART = PartStats(
+    "0" * 16, 0, 10, 0, 100, 50, 20, 40, 0.0, 10.0, "m", "f", "float32", "cpu", "0.1", "w-1"
+)
 
 
 class Page(HTMLParser):
@@ -63,11 +65,15 @@ def test_the_page_needs_no_script_and_fetches_nothing(runs: Runs) -> None:
     page = Page((runs.output / "_report.html").read_text())
     tags = {tag for tag, _ in page.tags}
     assert not tags & {"script", "link", "img", "iframe", "object", "a", "form"}
-    assert not [attrs for _, attrs in page.tags if attrs.keys() & {"src", "href", "onload", "style"}]
+    assert not [
+        attrs for _, attrs in page.tags if attrs.keys() & {"src", "href", "onload", "style"}
+    ]
     assert {"svg", "table", "main", "title"} <= tags
 
 
-def test_it_is_written_again_elsewhere_with_a_price(runs: Runs, invoke: Invoke, tmp_path: Path) -> None:
+def test_it_is_written_again_elsewhere_with_a_price(
+    runs: Runs, invoke: Invoke, tmp_path: Path
+) -> None:
     page, manifest = runs.output / "_report.html", runs.manifest
     assert invoke("report", runs.output).output.strip() == str(page)
     for out, told in (((), "--out"), (("--out", page), "stays as it is")):
@@ -76,7 +82,10 @@ def test_it_is_written_again_elsewhere_with_a_price(runs: Runs, invoke: Invoke, 
         assert told in refused.output
     assert page.read_text() == report_html(manifest)
     elsewhere = tmp_path / "r"
-    assert invoke("report", manifest["run"], "--price-per-hour", "1e6", "--out", elsewhere).exit_code == 0
+    assert (
+        invoke("report", manifest["run"], "--price-per-hour", "1e6", "--out", elsewhere).exit_code
+        == 0
+    )
     assert elsewhere.read_text() == report_html(manifest, 1e6)
     spent = manifest["statistics"]["worker_seconds"] / 3600 * 1e6
     assert f"{spent:,.2f}" in elsewhere.read_text()
@@ -86,21 +95,49 @@ moments = st.floats(0, 1e6)
 
 
 @settings(max_examples=25)
-@given(st.lists(st.tuples(moments, moments, st.integers(0, 10**6), st.sampled_from("abc")), min_size=1, max_size=60))
-def test_tokens_over_time_add_up_and_workers_are_not_counted_twice(spans: list[tuple[float, float, int, str]]) -> None:
+@given(
+    st.lists(
+        st.tuples(moments, moments, st.integers(0, 10**6), st.sampled_from("abc")),
+        min_size=1,
+        max_size=60,
+    )
+)
+def test_tokens_over_time_add_up_and_workers_are_not_counted_twice(
+    spans: list[tuple[float, float, int, str]],
+) -> None:
     statistics = RunStatistics()
     for start, length, tokens, worker in spans:
-        statistics.add(replace(PART, started_at=start, ended_at=start + length, generated_tokens=tokens, worker=worker))
+        statistics.add(
+            replace(
+                PART,
+                started_at=start,
+                ended_at=start + length,
+                generated_tokens=tokens,
+                worker=worker,
+            )
+        )
     told = statistics.to_object(Reasons())
     line = told["timeline"]
     assert len(line["tokens"]) <= MAX_BINS
     assert all(count >= 0 for count in line["tokens"])
-    assert sum(line["tokens"]) == pytest.approx(sum(tokens for _, _, tokens, _ in spans), rel=1e-3, abs=MAX_BINS)
+    assert sum(line["tokens"]) == pytest.approx(
+        sum(tokens for _, _, tokens, _ in spans), rel=1e-3, abs=MAX_BINS
+    )
     whole = max(start + length for start, length, *_ in spans) - min(start for start, *_ in spans)
     assert all(each["seconds"] <= whole * 1.001 + 1e-6 for each in told["workers"])
-    counts = {"rows": 1, "errors": 0, "prompt_tokens": 0, "cached_tokens": 0, "completion_tokens": 0}
+    counts = {
+        "rows": 1,
+        "errors": 0,
+        "prompt_tokens": 0,
+        "cached_tokens": 0,
+        "completion_tokens": 0,
+    }
     served = {"run": "r", "model": "m", "dtype": "d", "version": "v", "generated_tokens": 0}
-    Page(report_html({**counts, **served, "started_at": 0.0, "seconds": whole, "statistics": told}, 2.0))
+    Page(
+        report_html(
+            {**counts, **served, "started_at": 0.0, "seconds": whole, "statistics": told}, 2.0
+        )
+    )
 
 
 def test_time_in_which_no_worker_had_a_shard_is_left_out_and_told() -> None:
@@ -111,7 +148,13 @@ def test_time_in_which_no_worker_had_a_shard_is_left_out_and_told() -> None:
     assert (told["working_seconds"], told["timeline"]["bin_s"]) == (25.0, pytest.approx(25 / 9))
     assert told["timeline"]["tokens"][-1] == pytest.approx(40 / 10 * 25 / 9, abs=0.1)
     assert all(told["timeline"]["tokens"])
-    counts = {"rows": 50, "errors": 0, "prompt_tokens": 1, "cached_tokens": 0, "completion_tokens": 120}
+    counts = {
+        "rows": 50,
+        "errors": 0,
+        "prompt_tokens": 1,
+        "cached_tokens": 0,
+        "completion_tokens": 120,
+    }
     served = {"run": "r", "model": "m", "dtype": "d", "version": "v", "generated_tokens": 120}
     whole = {"started_at": 1e9, "seconds": 3 * 86400 + 10.0}
     text = Page(report_html({**counts, **served, **whole, "statistics": told})).text

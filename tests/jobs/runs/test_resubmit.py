@@ -50,7 +50,9 @@ def test_a_part_of_another_run_is_no_part_of_this_one(
         submit()
 
 
-def test_a_touched_input_is_the_same_input(runs: Runs, submit: Callable[..., dict[str, Any]]) -> None:
+def test_a_touched_input_is_the_same_input(
+    runs: Runs, submit: Callable[..., dict[str, Any]]
+) -> None:
     submit()
     first, second, third = runs.jobs
     os.utime(runs.source)
@@ -95,7 +97,9 @@ def test_an_input_that_changes_while_its_shard_runs_is_noticed(
     task.close()
 
 
-@pytest.mark.parametrize("row_group_size", [1, 6])  # like the planned file's, so that reading works, or not
+@pytest.mark.parametrize(
+    "row_group_size", [1, 6]
+)  # like the planned file's, so that reading works, or not
 def test_an_input_that_is_replaced_while_its_part_is_written_is_not_published(
     runs: Runs, submit: Callable[..., dict[str, Any]], row_group_size: int
 ) -> None:

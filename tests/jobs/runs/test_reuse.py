@@ -15,7 +15,13 @@ from redis import Redis
 
 from jobs import client
 from jobs.context.checks import Checks
-from jobs.errors import CannotReuse, ColumnConflict, InvalidJob, OutputHoldsAnotherRun, PathOutsideRoots
+from jobs.errors import (
+    CannotReuse,
+    ColumnConflict,
+    InvalidJob,
+    OutputHoldsAnotherRun,
+    PathOutsideRoots,
+)
 from jobs.parquet.files.storage import Storage
 from jobs.parquet.outputs.read_back import FolderReader
 from jobs.parquet.planning import planner
@@ -78,7 +84,9 @@ def test_rows_that_were_answered_are_taken_wherever_they_lie_now(runs: Runs, old
     names = ["x", "e", None, "b", "mended", "a", "e", "d", "y", BAD]
     pq.write_table(pa.table({"id": range(10), "prompt": names}), runs.source)
     rows, asked, manifest = new_run(runs)
-    assert sorted(asked) == sorted(["x", "mended", "y", BAD]), "neither failed rows nor those without prompt are taken"
+    assert sorted(asked) == sorted(["x", "mended", "y", BAD]), (
+        "neither failed rows nor those without prompt are taken"
+    )
     assert [row["id"] for row in rows] == list(range(10))
     expected = [None if each in (None, BAD) else each.upper() for each in names]
     assert [row["completion"] for row in rows] == expected
@@ -86,12 +94,16 @@ def test_rows_that_were_answered_are_taken_wherever_they_lie_now(runs: Runs, old
     assert (manifest["rows_reused"], manifest["generated_tokens"]) == (5, len("xmendedy"))
     assert [(each["output"], each["rows"]) for each in manifest["reused"]] == [(str(old), 5)]
     assert state_of(old) == before
-    plain = runs.score(output=old.with_name("plain"), answer=Asked(), rows_per_shard=4, sampling=GREEDY)
+    plain = runs.score(
+        output=old.with_name("plain"), answer=Asked(), rows_per_shard=4, sampling=GREEDY
+    )
     assert rows == plain.to_pylist(), "as without reuse"
 
 
 @pytest.mark.parametrize("name", ["in.csv", "in.jsonl", "in.arrow"])
-def test_rows_may_come_in_another_format_or_by_another_way(runs: Runs, old: Path, name: str) -> None:
+def test_rows_may_come_in_another_format_or_by_another_way(
+    runs: Runs, old: Path, name: str
+) -> None:
     path = runs.source.with_name(name)
     texts = ["b", "z", "a"]
     if name == "in.csv":
@@ -131,7 +143,13 @@ def test_another_model_computes_all_unless_it_is_told_to_take_any(
     mixed, third = (runs.output.parent / name for name in ("mixed", "third"))
     runs.score(output=runs.output.parent / "own", answer=asked, sampling=GREEDY, reuse=[str(old)])
     assert len(asked.prompts) == 6
-    runs.score(output=mixed, answer=(asked := Asked()), sampling=GREEDY, reuse=[str(old)], reuse_from_any_model=True)
+    runs.score(
+        output=mixed,
+        answer=(asked := Asked()),
+        sampling=GREEDY,
+        reuse=[str(old)],
+        reuse_from_any_model=True,
+    )
     assert asked.prompts == [BAD]
     client.run(mixed, connection=redis).retry(runs.output.parent / "retried")
     runs.work()
@@ -149,7 +167,9 @@ def test_rows_that_ask_the_same_with_seeds_of_their_own_keep_their_own_answers(r
         return FakeCompletion(f"{request.prompt} {request.sampling['seed']}")
 
     runs.write(["same"] * 3)
-    first = runs.score(answer=seeded, sampling={"temperature": 1.0}).column("completion").to_pylist()
+    first = (
+        runs.score(answer=seeded, sampling={"temperature": 1.0}).column("completion").to_pylist()
+    )
     runs.write(["same", "other", "same", "same", "same"])
     rows, asked, _ = new_run(runs, sampling={"temperature": 1.0})
     assert asked == ["other"]
@@ -176,7 +196,9 @@ def test_parts_of_an_unfinished_run_are_taken_and_damaged_ones_are_named(runs: R
 def test_a_bit_that_flipped_in_an_answer_costs_its_part(runs: Runs, old: Path) -> None:
     before = pq.read_table(old).column("completion").to_pylist()
     flip_a_bit(old / "part-00000.parquet", "completion")
-    assert pq.read_table(old).column("completion").to_pylist() != before, "Parquet alone does not notice"
+    assert pq.read_table(old).column("completion").to_pylist() != before, (
+        "Parquet alone does not notice"
+    )
     rows, asked, manifest = new_run(runs)
     assert sorted(asked) == ["a", "b", BAD]
     assert [row["completion"] for row in rows] == before
@@ -191,11 +213,15 @@ def test_an_output_within_a_runs_folder_is_refused(runs: Runs, old: Path) -> Non
 
 def test_a_part_that_is_gone_from_a_finished_run_is_named(runs: Runs, old: Path) -> None:
     (old / "part-00001.parquet").unlink()
-    assert new_run(runs)[2]["reused"][0]["passed_over"] == [f"{old / 'part-00001.parquet'}: it is gone"]
+    assert new_run(runs)[2]["reused"][0]["passed_over"] == [
+        f"{old / 'part-00001.parquet'}: it is gone"
+    ]
 
 
 @pytest.mark.parametrize("spoil", ["cut", "flipped", "of no row", "of other rows"])
-def test_what_planning_took_and_is_damaged_since_is_asked_again(runs: Runs, old: Path, spoil: str) -> None:
+def test_what_planning_took_and_is_damaged_since_is_asked_again(
+    runs: Runs, old: Path, spoil: str
+) -> None:
     expected, new = pq.read_table(old), old.with_name("new")
     options = {"output": new, "sampling": GREEDY, "rows_per_shard": 3, "reuse": [str(old)]}
     runs.plan(**options)
@@ -223,7 +249,10 @@ def test_keys_of_another_run_or_part_are_damaged_ones_and_few_models_are_looked_
     first.write_bytes((others / "_keys" / first.name).read_bytes())
     monkeypatch.setattr(old_runs, "MAX_LOOKED_FOR", 0)
     found = OldRuns(storage, [str(old)], plan_of(old))
-    assert [text.partition(": ")[0] for text in found.told[0].passed_over] == [str(first), str(second)]
+    assert [text.partition(": ")[0] for text in found.told[0].passed_over] == [
+        str(first),
+        str(second),
+    ]
     assert len(found.marks) == 0
 
 
@@ -274,7 +303,9 @@ def test_nights_that_take_only_new_rows_read_as_one_dataset(runs: Runs) -> None:
     nights = []
     for night, texts in enumerate((["a", BAD], ["b", "c"], [])):
         lines = (folder / "grows.jsonl").read_text() if night else ""
-        (folder / "grows.jsonl").write_text(lines + "".join(f'{{"prompt": "{text}"}}\n' for text in texts))
+        (folder / "grows.jsonl").write_text(
+            lines + "".join(f'{{"prompt": "{text}"}}\n' for text in texts)
+        )
         (folder / f"{night}.jsonl").write_text(f'{{"prompt": "file {night}"}}\n')
         output = runs.output.parent / "answered" / f"night={night}"
         earlier = [str(each) for each in nights]
@@ -288,7 +319,9 @@ def test_nights_that_take_only_new_rows_read_as_one_dataset(runs: Runs) -> None:
     assert sorted(row["prompt"] for row in good) == sorted([*"abc", "file 0", "file 1", "file 2"])
 
 
-def test_only_new_rows_keep_their_places_in_files_and_need_a_run_to_compare_with(runs: Runs, old: Path) -> None:
+def test_only_new_rows_keep_their_places_in_files_and_need_a_run_to_compare_with(
+    runs: Runs, old: Path
+) -> None:
     runs.write(["a", "x", "b", None, "y", BAD])
     rows, asked, manifest = new_run(runs, only_new=True, rows_per_shard=2, max_errors="100%")
     assert sorted(asked) == [BAD, "x", "y"]
@@ -298,7 +331,11 @@ def test_only_new_rows_keep_their_places_in_files_and_need_a_run_to_compare_with
     assert [(row.row, row.file_row) for row in reader.errors(10)[1]] == [(1, 3), (3, 5)]
     with pytest.raises(InvalidJob, match="only_new"):
         runs.plan(output=runs.output.parent / "other", only_new=True)
-    options = {"sampling": GREEDY, "only_new": True, "reuse": [str(old), str(runs.output.parent / "new")]}
+    options = {
+        "sampling": GREEDY,
+        "only_new": True,
+        "reuse": [str(old), str(runs.output.parent / "new")],
+    }
     runs.write(["a", "x"])
     empty = runs.score(output=runs.output.parent / "empty", answer=pytest.fail, **options)
     assert empty.num_rows == 0
@@ -349,13 +386,19 @@ def test_large_rows_are_put_in_order_some_at_a_time(monkeypatch: pytest.MonkeyPa
             buckets.add(np.array([place]), pa.record_batch({"text": [str(place) * 1000]}))
         tables = list(buckets.sorted())
     assert [text[0] for table in tables for text in table["text"].to_pylist()] == list("01234567")
-    assert max(table.num_rows for table in tables) < 4, "Arrow puts no more than 2 GiB of texts in order"
+    assert max(table.num_rows for table in tables) < 4, (
+        "Arrow puts no more than 2 GiB of texts in order"
+    )
 
 
-def test_no_answer_is_copied_for_rows_that_others_have(runs: Runs, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_answer_is_copied_for_rows_that_others_have(
+    runs: Runs, monkeypatch: pytest.MonkeyPatch
+) -> None:
     runs.write([*map(str, range(64)), "x" * 1_000_000, "last"])
     runs.score(rows_per_shard=100, sampling=GREEDY)
-    monkeypatch.setattr("jobs.parquet.tables.table_reading.BATCH_ROWS", (64,))  # which the long answer begins
+    monkeypatch.setattr(
+        "jobs.parquet.tables.table_reading.BATCH_ROWS", (64,)
+    )  # which the long answer begins
     before = pa.default_memory_pool()
     pa.set_memory_pool(POOL)
     try:
@@ -365,7 +408,9 @@ def test_no_answer_is_copied_for_rows_that_others_have(runs: Runs, monkeypatch: 
     assert POOL.max_memory() < 32 << 20
 
 
-def test_the_command_and_python_retry_into_a_new_folder(runs: Runs, old: Path, invoke: Invoke, redis: Redis) -> None:
+def test_the_command_and_python_retry_into_a_new_folder(
+    runs: Runs, old: Path, invoke: Invoke, redis: Redis
+) -> None:
     new, third = (runs.output.parent / name for name in ("new", "third"))
     told = invoke("errors", old, "--retry", new)
     assert told.exit_code == 0, told.output
@@ -387,7 +432,9 @@ def test_rows_of_another_model_are_left_out_of_a_verification(
     runs: Runs, old: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     make = runs.context
-    monkeypatch.setattr(runs, "context", lambda: replace(make(), model=replace(make().model, fingerprint="another")))
+    monkeypatch.setattr(
+        runs, "context", lambda: replace(make(), model=replace(make().model, fingerprint="another"))
+    )
     runs.write(["a", "b", "x"])
     new = runs.output.parent / "new"
     run = runs.plan(output=new, sampling=GREEDY, reuse=[str(old)], reuse_from_any_model=True)["run"]
@@ -399,29 +446,43 @@ def test_rows_of_another_model_are_left_out_of_a_verification(
     assert state_of(new) == before
 
 
-def test_a_part_that_was_written_anew_is_not_taken_by_the_places_it_had(runs: Runs, old: Path) -> None:
+def test_a_part_that_was_written_anew_is_not_taken_by_the_places_it_had(
+    runs: Runs, old: Path
+) -> None:
     part, second = old / "part-00000.parquet", old.with_name("second")
     shutil.copytree(old, second)
     pq.write_table(pq.read_table(part).slice(1), part)
     runs.write(["a", "b", "c"])
     options = {"sampling": GREEDY, "reuse": [str(old), str(second)]}
-    runs.score(output=old.with_name("third"), answer=pytest.fail, **options)  # what one cannot give the other does
+    runs.score(
+        output=old.with_name("third"), answer=pytest.fail, **options
+    )  # what one cannot give the other does
     rows, asked, manifest = new_run(runs)
     assert sorted(asked) == ["a", "b"]
     assert [row["completion"] for row in rows] == ["A", "B", "C"]
     assert "part-00000.parquet" in manifest["reused"][0]["passed_over"][0]
 
 
-def test_the_seed_is_that_of_the_first_earlier_run_also_where_that_was_given_one(runs: Runs) -> None:
+def test_the_seed_is_that_of_the_first_earlier_run_also_where_that_was_given_one(
+    runs: Runs,
+) -> None:
     runs.write(["a", "b", "c"])
     runs.score(sampling={"temperature": 1.0, "seed": 7})
     _, asked, manifest = new_run(runs, sampling={"temperature": 1.0})
     assert asked == []
-    assert (manifest["seed"], manifest["rows_reused"], manifest["reused"][0]["differs"]) == (7, 3, [])
+    assert (manifest["seed"], manifest["rows_reused"], manifest["reused"][0]["differs"]) == (
+        7,
+        3,
+        [],
+    )
     third = runs.output.parent / "third"  # what it has of the second run it has of the first
     runs.score(output=third, sampling={"temperature": 1.0}, reuse=str(runs.output.parent / "new"))
     assert json.loads((third / "_manifest.json").read_text())["rows_reused"] == 3
-    other = runs.plan(output=runs.output.parent / "other", sampling={"temperature": 1.0, "seed": 8}, reuse=str(third))
+    other = runs.plan(
+        output=runs.output.parent / "other",
+        sampling={"temperature": 1.0, "seed": 8},
+        reuse=str(third),
+    )
     assert other["reused"][0]["differs"] == ["seed 7 there, 8 here"]
 
 
@@ -437,9 +498,14 @@ def test_the_seed_is_that_of_the_first_earlier_run_also_where_that_was_given_one
 def test_a_run_that_takes_few_answers_says_what_it_asks_differently(
     runs: Runs, old: Path, invoke: Invoke, arguments: dict[str, Any], differs: list[str]
 ) -> None:
-    planned = runs.plan(output=runs.output.parent / "new", reuse=str(old), **{"sampling": GREEDY, **arguments})
+    planned = runs.plan(
+        output=runs.output.parent / "new", reuse=str(old), **{"sampling": GREEDY, **arguments}
+    )
     (told,) = planned["reused"]
-    assert (told["rows"], [each for each in told["differs"] if "prompt_column" not in each]) == (0, differs)
+    assert (told["rows"], [each for each in told["differs"] if "prompt_column" not in each]) == (
+        0,
+        differs,
+    )
     shown = invoke("status", planned["run"]).output
     assert f"but      few answers were taken of {old}: " in shown
     assert differs[0] in shown
@@ -451,12 +517,16 @@ def test_a_run_that_takes_few_answers_says_what_it_asks_differently(
 def test_a_run_of_other_rows_says_that_it_asks_the_same(runs: Runs, old: Path) -> None:
     runs.write(["x", "y", "a"])
     _, _, manifest = new_run(runs)
-    assert manifest["reused"][0]["differs"] == ["it asked the same, of other rows or with few answers"]
+    assert manifest["reused"][0]["differs"] == [
+        "it asked the same, of other rows or with few answers"
+    ]
 
 
 def test_another_model_is_named(runs: Runs, old: Path) -> None:
     context = runs.context
-    runs.context = lambda: replace(context(), model=replace(context().model, fingerprint="another", name="other"))
+    runs.context = lambda: replace(
+        context(), model=replace(context().model, fingerprint="another", name="other")
+    )
     planned = runs.plan(output=runs.output.parent / "new", sampling=GREEDY, reuse=str(old))
     (difference,) = planned["reused"][0]["differs"]
     assert difference.startswith("model ")
@@ -477,7 +547,9 @@ def test_answers_that_ended_by_themselves_are_taken_where_only_max_tokens_grew(
     runs: Runs, before: dict[str, int]
 ) -> None:
     def cuts(request: Request) -> FakeCompletion:
-        return replace(shout(request), finish_reason="length" if request.prompt == "cut" else "stop")
+        return replace(
+            shout(request), finish_reason="length" if request.prompt == "cut" else "stop"
+        )
 
     runs.write(["a", "cut", "b"])
     runs.score(answer=cuts, sampling={**GREEDY, **before})
@@ -486,8 +558,12 @@ def test_answers_that_ended_by_themselves_are_taken_where_only_max_tokens_grew(
     assert manifest["rows_reused"] == 2
     assert [row["completion"] for row in rows[:3]] == ["A", "CUT", "B"]
     third = runs.output.parent / "third"
-    runs.score(output=third, sampling={**GREEDY, "max_tokens": 1000}, reuse=str(runs.output.parent / "new"))
-    assert json.loads((third / "_manifest.json").read_text())["rows_reused"] == 3, "it is found by its new key"
+    runs.score(
+        output=third, sampling={**GREEDY, "max_tokens": 1000}, reuse=str(runs.output.parent / "new")
+    )
+    assert json.loads((third / "_manifest.json").read_text())["rows_reused"] == 3, (
+        "it is found by its new key"
+    )
 
 
 @pytest.mark.parametrize(
@@ -511,7 +587,11 @@ def test_of_answers_in_several_attempts_or_prompts_all_must_have_ended_by_themse
     def cuts(request: Request) -> FakeCompletion:
         asked.append(str(request.prompt))
         is_cut = "cut" in str(request.prompt).lower() and not request.continued
-        return replace(shout(request), text="a1" if is_cut else "A", finish_reason="length" if is_cut else "stop")
+        return replace(
+            shout(request),
+            text="a1" if is_cut else "A",
+            finish_reason="length" if is_cut else "stop",
+        )
 
     runs.write(["a", "cut", "b"])
     options = {**options, "sampling": {**GREEDY, **options.get("sampling", {})}}
@@ -534,7 +614,9 @@ def test_answers_of_a_larger_max_tokens_are_not_taken(runs: Runs) -> None:
 
 def test_cut_rows_are_asked_again_with_more_tokens(runs: Runs, invoke: Invoke) -> None:
     def cuts(request: Request) -> FakeCompletion:
-        return replace(shout(request), finish_reason="length" if request.prompt == "cut" else "stop")
+        return replace(
+            shout(request), finish_reason="length" if request.prompt == "cut" else "stop"
+        )
 
     runs.write(["a", "cut", "b"])
     runs.score(answer=cuts, sampling={**GREEDY, "max_tokens": 2})

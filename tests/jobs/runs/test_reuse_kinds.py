@@ -21,7 +21,12 @@ from tests.jobs.stored_runs import ROOT, in_store, run_all, spec_of
 from tests.jobs.stored_runs import rows as stored_rows
 
 KINDS: dict[str, dict[str, Any]] = {
-    "chain": {"prompts": [{"name": "x", "template": "{prompt}"}, {"name": "y", "template": "{x} then {id}"}]},
+    "chain": {
+        "prompts": [
+            {"name": "x", "template": "{prompt}"},
+            {"name": "y", "template": "{x} then {id}"},
+        ]
+    },
     "labels": {"labels": ["yes", "no"], "calibrate": True, "template": "{prompt}"},
     "embeddings": {"task": "embed"},
     "several": {"sampling": {"n": 2, "temperature": 0.5}},
@@ -32,7 +37,9 @@ KINDS: dict[str, dict[str, Any]] = {
 
 def answer(request: Request) -> FakeCompletion:
     if request.kind == "score":
-        likelihoods = [SimpleNamespace(logprob=log(each / 20)) for each in (len(str(request.prompt)), 3)]
+        likelihoods = [
+            SimpleNamespace(logprob=log(each / 20)) for each in (len(str(request.prompt)), 3)
+        ]
         return FakeCompletion(num_prompt_tokens=2, loglikelihoods=likelihoods)
     if request.kind == "embed":
         return FakeCompletion(num_prompt_tokens=3, embedding=[1.5, len(str(request.prompt)), -2])
@@ -54,7 +61,9 @@ def test_a_kind_of_asking_is_computed_once_and_read_as_it_was(runs: Runs, kind: 
 
     runs.write(["a", "bb", "ccc", None])
     old = runs.score(answer=answer, **KINDS[kind])
-    new = runs.score(output=runs.output.parent / "new", answer=note, reuse=[str(runs.output)], **KINDS[kind])
+    new = runs.score(
+        output=runs.output.parent / "new", answer=note, reuse=[str(runs.output)], **KINDS[kind]
+    )
     assert asked == []
     assert new.equals(old)
 
@@ -62,7 +71,9 @@ def test_a_kind_of_asking_is_computed_once_and_read_as_it_was(runs: Runs, kind: 
 def test_lines_of_batch_files_keep_their_new_names(runs: Runs) -> None:
     def line(name: str, text: str) -> str:
         body = {"messages": [{"role": "user", "content": text}]}
-        return json.dumps({"custom_id": name, "method": "POST", "url": "/v1/chat/completions", "body": body})
+        return json.dumps(
+            {"custom_id": name, "method": "POST", "url": "/v1/chat/completions", "body": body}
+        )
 
     source = runs.source.with_suffix(".jsonl")
     source.write_text(f"{line('one', 'a')}\n{line('two', 'b')}\n")
@@ -85,12 +96,16 @@ def test_lines_of_batch_files_keep_their_new_names(runs: Runs) -> None:
     assert "'B'" in found[0]["response"]["body"]["choices"][0]["message"]["content"]
 
 
-@pytest.mark.parametrize("options", [{"single_file": "csv"}, {"single_file": "parquet", "output_prefix": "p_"}])
+@pytest.mark.parametrize(
+    "options", [{"single_file": "csv"}, {"single_file": "parquet", "output_prefix": "p_"}]
+)
 def test_outputs_of_one_file_are_reused_too(runs: Runs, options: dict[str, Any]) -> None:
     runs.write(["a", "b"])
     runs.plan(**options)
     runs.work()
-    new = runs.score(output=runs.output.parent / "new", answer=pytest.fail, reuse=[str(runs.output)])
+    new = runs.score(
+        output=runs.output.parent / "new", answer=pytest.fail, reuse=[str(runs.output)]
+    )
     assert new.column("completion").to_pylist() == ["A", "B"]
 
 
@@ -108,11 +123,16 @@ def test_a_function_that_checks_otherwise_now_asks_again(
     def run_with(source: str, planned_with: str = "", **options: Any) -> list[Request]:
         asked.clear()
         make = runs.context
-        for text, does in (planned_with or source, runs.plan), (source, lambda **_: runs.work(note)):
+        for text, does in (
+            (planned_with or source, runs.plan),
+            (source, lambda **_: runs.work(note)),
+        ):
             (tmp_path / "own_check.py").write_text(text)
             checks = Checks({"own_check.check"})
             with monkeypatch.context() as patched:
-                patched.setattr(runs, "context", partial(lambda own: replace(make(), checks=own), checks))
+                patched.setattr(
+                    runs, "context", partial(lambda own: replace(make(), checks=own), checks)
+                )
                 does(check={"function": "own_check.check"}, **options)
             checks.close()
         return list(asked)
@@ -141,7 +161,10 @@ def test_runs_in_stores_are_reused_from_and_into(
     done = run_all(context, spec_of(str(source), new), reuse=(old,))
     assert done["run_finished"]
     if places.endswith("disk"):
-        rows, manifest = pq.read_table(new).to_pylist(), (tmp_path / "new" / "_manifest.json").read_text()
+        rows, manifest = (
+            pq.read_table(new).to_pylist(),
+            (tmp_path / "new" / "_manifest.json").read_text(),
+        )
     else:
         rows, manifest = s3.rows("data/new"), s3.get("data/new/_manifest.json").decode()
     assert [row["completion"] for row in rows] == [f"P{n}" for n in range(2, 7)]

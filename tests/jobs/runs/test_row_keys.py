@@ -25,13 +25,21 @@ def keys_of(input: Any = "in", output: str = "out", version: str = "", **argumen
     "other",
     [
         {"input": ["other", "files"], "output": "elsewhere"},
-        {"rows_per_shard": 7, "limit": 10, "keep": ["id"], "output_prefix": "x_", "single_file": "csv"},
+        {
+            "rows_per_shard": 7,
+            "limit": 10,
+            "keep": ["id"],
+            "output_prefix": "x_",
+            "single_file": "csv",
+        },
         {"prompt_column": None, "template": "{text}"},  # the row's prompt is what it makes
         {"sampling_columns": {"temperature": "t"}},  # whose values are the row's
         {"sampling": {"temperature": 0}},  # which is 0.0
     ],
 )
-def test_where_rows_come_from_and_how_they_are_written_is_not_in_their_keys(other: dict[str, Any]) -> None:
+def test_where_rows_come_from_and_how_they_are_written_is_not_in_their_keys(
+    other: dict[str, Any],
+) -> None:
     base = {} if "sampling" not in other else {"sampling": {"temperature": 0.0}}
     assert keys_of(**other).of(ROW) == keys_of(**base).of(ROW)
 
@@ -62,7 +70,13 @@ def test_the_order_of_a_schemas_properties_is_in_the_key() -> None:
     assert key("reason", "label") != key("label", "reason")
 
 
-@given(st.lists(st.tuples(st.text(max_size=3), st.text(max_size=3), st.text(max_size=3)), unique=True, max_size=20))
+@given(
+    st.lists(
+        st.tuples(st.text(max_size=3), st.text(max_size=3), st.text(max_size=3)),
+        unique=True,
+        max_size=20,
+    )
+)
 def test_rows_that_ask_otherwise_have_other_keys(rows: list[tuple[str, str, str]]) -> None:
     keys = keys_of()
     assert len({keys.of(Row(*row)) for row in rows}) == len(rows)
@@ -70,13 +84,18 @@ def test_rows_that_ask_otherwise_have_other_keys(rows: list[tuple[str, str, str]
 
 def test_a_key_is_the_same_in_every_process_and_version() -> None:
     assert keys_of().of(ROW).hex() == "96ce01518be388440cb2ffeec57a0364"
-    assert model_mark(PinnedModel("m", "fingerprint", "float32")).tobytes().hex() == "57a72c1ec364dc5be43d42d98cae832c"
+    assert (
+        model_mark(PinnedModel("m", "fingerprint", "float32")).tobytes().hex()
+        == "57a72c1ec364dc5be43d42d98cae832c"
+    )
 
 
 @given(st.lists(st.integers(0, 3), max_size=30), st.lists(st.integers(0, 5), max_size=30))
 def test_equal_keys_are_found_in_turn(known: list[int], wanted: list[int]) -> None:
     def keys(numbers: Sequence[int]) -> Any:
-        return as_keys(b"".join(number.to_bytes(8, "little") + bytes([number > 0]) * 8 for number in numbers))
+        return as_keys(
+            b"".join(number.to_bytes(8, "little") + bytes([number > 0]) * 8 for number in numbers)
+        )
 
     index = KnownKeys(keys(known))
     found = index.find(keys(wanted)).tolist()

@@ -32,7 +32,12 @@ GREEDY = {"temperature": 0}
 def test_every_row_comes_back_once_in_order(runs: Runs) -> None:
     prompts = [f"prompt {number % 5}" for number in range(50)]
     plan = runs.plan(runs.write(prompts), sampling=GREEDY, rows_per_shard=7)
-    assert (plan["rows"], plan["shards"], plan["shards_enqueued"], plan["run_finished"]) == (50, 8, 8, False)
+    assert (plan["rows"], plan["shards"], plan["shards_enqueued"], plan["run_finished"]) == (
+        50,
+        8,
+        8,
+        False,
+    )
     results = runs.work()
     assert [result["run_finished"] for result in results] == [False] * 7 + [True]
     rows = runs.rows()
@@ -101,7 +106,9 @@ def test_a_shard_without_part_and_live_job_is_enqueued_anew_and_others_are_not(
     runs.write(["a"] * 4)
     run = runs.plan(rows_per_shard=2)["run"]
     job_id = shard_job_id(run, 1)
-    redis.lrem("rq:queue:bulk", 1, job_id)  # also for "queued": lost between a queue and its killed worker
+    redis.lrem(
+        "rq:queue:bulk", 1, job_id
+    )  # also for "queued": lost between a queue and its killed worker
     if status is None:
         redis.delete(Job.key_for(job_id))
     else:
@@ -129,7 +136,12 @@ _outputs = itertools.count()
 
 
 @settings(max_examples=4, suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(rows=st.integers(1, 40), size=st.integers(1, 12), group=st.integers(1, 12), finished=st.sets(st.integers(0, 9)))
+@given(
+    rows=st.integers(1, 40),
+    size=st.integers(1, 12),
+    group=st.integers(1, 12),
+    finished=st.sets(st.integers(0, 9)),
+)
 def test_resume_enqueues_exactly_the_shards_without_part(
     runs: Runs, redis: Redis, tmp_path: Path, rows: int, size: int, group: int, finished: set[int]
 ) -> None:
@@ -167,14 +179,18 @@ def test_answers_come_back_in_row_order_whatever_order_they_arrive_in(
         shard.deliver(index, [FakeCompletion(f"<{request.prompt}>", token_ids=[1])])
     assert shard.counts.done == len(rows)
     answers = shard.answers()
-    assert [answer.completion for answer in answers] == [row if row is None else f"<{row}>" for row in rows]
+    assert [answer.completion for answer in answers] == [
+        row if row is None else f"<{row}>" for row in rows
+    ]
     valid = [row for row in rows if row is not None]
     if temperature == 0:
         assert len(requests) == len(set(valid)) == shard.counts.generated_tokens
         assert all("seed" not in request.sampling for _, request in requests)
     else:
         seeds = [request.sampling["seed"] for _, request in requests]
-        assert sorted(seeds) == sorted(row_seed(0, 1000 + row) for row, text in enumerate(rows) if text is not None)
+        assert sorted(seeds) == sorted(
+            row_seed(0, 1000 + row) for row, text in enumerate(rows) if text is not None
+        )
 
 
 def test_a_drawn_rows_seed_depends_on_run_and_row_alone(runs: Runs, tmp_path: Path) -> None:
@@ -243,10 +259,20 @@ def test_a_shard_shows_its_progress(runs: Runs, context: JobContext) -> None:
 
 @pytest.mark.parametrize(
     ("changed", "told"),
-    [({"run": "../x"}, "run is '../x'"), ({"plan": 3}, "the path of its plan"), ({"shard": 0.0}, "none numbered 0.0")],
+    [
+        ({"run": "../x"}, "run is '../x'"),
+        ({"plan": 3}, "the path of its plan"),
+        ({"shard": 0.0}, "none numbered 0.0"),
+    ],
     ids=str,
 )
-def test_a_shard_that_is_none_of_the_plan_fails_by_name(runs: Runs, changed: dict[str, Any], told: str) -> None:
-    named = {"run": runs.plan(runs.write(["a"]))["run"], "plan": str(runs.output / "_plan.json"), "shard": 0}
+def test_a_shard_that_is_none_of_the_plan_fails_by_name(
+    runs: Runs, changed: dict[str, Any], told: str
+) -> None:
+    named = {
+        "run": runs.plan(runs.write(["a"]))["run"],
+        "plan": str(runs.output / "_plan.json"),
+        "shard": 0,
+    }
     with pytest.raises(JobsError, match=told):
         opened_task(runs.context(), "jobs.score_shard", (), {**named, **changed})

@@ -50,7 +50,9 @@ class Site:
 
     def submit(self, *options: object, output: Path | None = None) -> str:
         asked = options or ("--on-end", ON_END)
-        told = self.invoke("submit", self.source, output or self.runs.output, "--rows-per-shard", 1, *asked)
+        told = self.invoke(
+            "submit", self.source, output or self.runs.output, "--rows-per-shard", 1, *asked
+        )
         assert told.exit_code == 0, told.output
         self.run = str(told.stdout.strip())
         return self.run
@@ -133,7 +135,9 @@ def test_a_run_that_a_person_cancels_is_told_once_planned_or_not(site: Site) -> 
     assert site.told == [{**content, "rows": 3, "shards": 3, "rows_done": 1, "errors": 0}]
 
 
-def test_an_end_is_told_where_its_worker_was_killed_before(planned: Site, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_end_is_told_where_its_worker_was_killed_before(
+    planned: Site, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def killed(*_: Any) -> None:
         raise KeyboardInterrupt
 
@@ -210,7 +214,9 @@ def test_a_run_whose_end_cannot_be_written_has_failed_and_says_why(planned: Site
     assert content["reason"] == f"all 3 parts are there, and the run's end is not: {error}"
 
 
-def test_what_no_worker_may_call_is_refused_when_the_run_is_planned(redis: Redis, site: Site) -> None:
+def test_what_no_worker_may_call_is_refused_when_the_run_is_planned(
+    redis: Redis, site: Site
+) -> None:
     names = {"input": str(site.source), "output": str(site.runs.output)}
     for webhook in ("example.com", "ftp://example.com", 7):
         with pytest.raises(InvalidJob, match="expected a URL"):
@@ -232,7 +238,9 @@ def test_what_no_worker_may_call_is_refused_when_the_run_is_planned(redis: Redis
     assert not site.runs.output.exists()
 
 
-def test_a_webhook_is_posted_until_it_is_taken(make_context: MakeContext, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_webhook_is_posted_until_it_is_taken(
+    make_context: MakeContext, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def post(*statuses: int) -> tuple[Any, list[float]]:
         answers, pauses = iter(statuses), list[float]()
         monkeypatch.setattr(end_notices, "call_webhook", lambda *_, **__: next(answers))
@@ -255,7 +263,11 @@ def test_a_worker_tells_of_a_planning_that_fails_and_of_a_last_shard_that_is_sto
     pq.write_table(pa.table({"prompt": [f"file:{gate}", "b"]}), source)
     workers.start(TOKENMILL_ALLOWED_WEBHOOK_HOSTS="127.0.0.1")
     with webhook_server() as server:
-        arguments = {"input": str(source), "output": str(tmp_path / "refused"), "prompt_column": "none"}
+        arguments = {
+            "input": str(source),
+            "output": str(tmp_path / "refused"),
+            "prompt_column": "none",
+        }
         refused = submit_run(redis, "bulk", webhook=server.url, **arguments)
         wait_until(lambda: server.received)
         (content,) = server.received
@@ -267,7 +279,9 @@ def test_a_worker_tells_of_a_planning_that_fails_and_of_a_last_shard_that_is_sto
         stopped = shard_job_id(run, 0)
         wait_until(lambda: (tmp_path / "out" / "part-00001.parquet").exists())
         wait_until(lambda: workers.job(shard_job_id(run, 1)).get_status() == "finished")
-        wait_until(lambda: Job.exists(stopped, redis) and workers.job(stopped).get_status() == "started")
+        wait_until(
+            lambda: Job.exists(stopped, redis) and workers.job(stopped).get_status() == "started"
+        )
         send_stop_job_command(redis, stopped)
         wait_until(lambda: len(server.received) == 2)
         assert server.received[1]["reason"] == "1 of 2 shards failed, the last one: it was stopped"
@@ -278,6 +292,10 @@ def test_a_worker_tells_of_a_planning_that_fails_and_of_a_last_shard_that_is_sto
 def test_a_job_that_posts_is_held_to_the_hosts_and_to_its_size(make_context: MakeContext) -> None:
     function = own_function("jobs.post_run_end")
     assert function is not None
-    for arguments in (("http://localhost:1/", {}), (WEBHOOK, {"a": "x" * 100_000}), (WEBHOOK, {}, print)):
+    for arguments in (
+        ("http://localhost:1/", {}),
+        (WEBHOOK, {"a": "x" * 100_000}),
+        (WEBHOOK, {}, print),
+    ):
         with pytest.raises(InvalidJob):
             function(make_context(), *arguments)

@@ -50,7 +50,14 @@ def test_bad_rows_get_an_error_and_the_rest_goes_on(runs: Runs) -> None:
     runs.write(["a", None, "", "long", "b", "x" * (1 << 20) + "y"])
     rows = runs.score(answer=answer).to_pylist()
     assert [row["completion"] for row in rows] == ["A", None, None, None, "B", None]
-    assert [row["finish_reason"] for row in rows] == ["stop", "error", "error", "error", "stop", "error"]
+    assert [row["finish_reason"] for row in rows] == [
+        "stop",
+        "error",
+        "error",
+        "error",
+        "stop",
+        "error",
+    ]
     errors = [row["error"] for row in rows]
     assert errors[:5] == [None, "prompt is null", "prompt is empty", "prompt too long", None]
     assert "limit" in errors[5]
@@ -84,9 +91,14 @@ def test_a_value_that_python_cannot_hold_is_its_rows_error(runs: Runs, prompts: 
     assert all("timestamp" in error for error in prompts("at {zoned}"))
 
 
-def test_templates_fill_in_columns_and_leave_the_datas_braces_alone(runs: Runs, prompts: Prompts) -> None:
+def test_templates_fill_in_columns_and_leave_the_datas_braces_alone(
+    runs: Runs, prompts: Prompts
+) -> None:
     runs.write(["{id}", None], price=[1.5, 2.5])
-    assert prompts("{{{id}}} {prompt} costs {price}") == ["{0} {id} costs 1.5", "column 'prompt' is null"]
+    assert prompts("{{{id}}} {prompt} costs {price}") == [
+        "{0} {id} costs 1.5",
+        "column 'prompt' is null",
+    ]
 
 
 def test_a_template_of_messages_makes_a_chat(runs: Runs, prompts: Prompts) -> None:
@@ -124,7 +136,11 @@ def test_defaults_that_stand_for_nothing_are_refused(prompts: Prompts, runs: Run
 def test_lists_structs_and_maps_are_json(prompts: Prompts, runs: Runs) -> None:
     tags = pa.map_(pa.string(), pa.bool_())
     kind = pa.struct({"when": pa.date32(), "ids": pa.list_(pa.int8()), "tags": tags})
-    full = {"when": datetime.date(2024, 2, 29), "ids": [1, None], "tags": [("ä", True), ("ä", False)]}
+    full = {
+        "when": datetime.date(2024, 2, 29),
+        "ids": [1, None],
+        "tags": [("ä", True), ("ä", False)],
+    }
     structs = pa.array([full, {"when": None, "ids": [], "tags": []}, None], kind)
     maps = pa.array([[(1, 0.5)], [], [(2, math.nan)]], pa.map_(pa.int8(), pa.float64()))
     pq.write_table(pa.table({"s": structs, "m": maps}), runs.source)

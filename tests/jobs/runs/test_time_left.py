@@ -38,7 +38,9 @@ def plan(runs: Runs) -> Plan:
     return Plan.from_text((runs.output / "_plan.json").read_text())
 
 
-def test_planning_counts_the_bytes_of_each_shards_row_groups(redis: Redis, runs: Runs, plan: Plan) -> None:
+def test_planning_counts_the_bytes_of_each_shards_row_groups(
+    redis: Redis, runs: Runs, plan: Plan
+) -> None:
     found = plan.sizes
     assert list(found) == sorted(found)
     assert found[3] - found[0] == pytest.approx(75 * 25, rel=0.1), "of 75 letters more a row"
@@ -54,7 +56,9 @@ def test_rows_of_one_group_count_alike(runs: Runs) -> None:
     assert third - first == pytest.approx(50 * 25, rel=0.1), "of 50 letters more a row"
 
 
-def test_a_run_under_way_tells_what_is_left(redis: Redis, runs: Runs, invoke: Invoke, plan: Plan) -> None:
+def test_a_run_under_way_tells_what_is_left(
+    redis: Redis, runs: Runs, invoke: Invoke, plan: Plan
+) -> None:
     assert read_snapshot(redis, plan.run).left_s is None
     first, second, *_ = runs.jobs
     run_task(replace(runs.context(), worker_name="w-1"), first.func_name, *first.args)
@@ -119,7 +123,9 @@ class Run:
             shard: Progress(self.done[shard], 0, len(self.shards[shard]), at, name)
             for shard, (at, name) in self.begun.items()
         }
-        counts = {name: sum(getattr(part, name) for part in self.parts.values()) for name in COUNTED}
+        counts = {
+            name: sum(getattr(part, name) for part in self.parts.values()) for name in COUNTED
+        }
         parts = PartsDone(self.parts.keys(), self.parts, counts)
         left = time_left(self.shares, len(self.shards), self.rows, parts, running, now)
         if left is not None:
@@ -129,7 +135,9 @@ class Run:
         """Take one step of a worker; False where it has nothing to do."""
         seconds = 0.0
         while len(worker.running) < BATCH:
-            shard = next((each for each in worker.shards if self.sent[each] < len(self.shards[each])), None)
+            shard = next(
+                (each for each in worker.shards if self.sent[each] < len(self.shards[each])), None
+            )
             if shard is None:
                 if not self.waiting:
                     break
@@ -188,7 +196,9 @@ class Run:
     def check(self, began_at: float, end: float, since: float = 0.0) -> None:
         """From a fifth of the run on until a tenth is left, when the last batch empties."""
         first, last = max(since, began_at + (end - began_at) / 5), end - (end - began_at) / 10
-        off = [abs(left - (end - now)) / (end - now) for now, left in self.told if first <= now <= last]
+        off = [
+            abs(left - (end - now)) / (end - now) for now, left in self.told if first <= now <= last
+        ]
         assert len(off) > 5
         assert max(off) <= 1 / 3, [f"{each:.2f}" for each in off]
 
@@ -204,11 +214,15 @@ def few_long(rng: random.Random, rows: int) -> list[Row]:
 
 def repeated(rng: random.Random, rows: int) -> list[Row]:
     lengths = [rng.randint(5, 60) for _ in range(rows // 3)]
-    return [(lengths[text], 24, text) for text in (rng.randrange(len(lengths)) for _ in range(rows))]
+    return [
+        (lengths[text], 24, text) for text in (rng.randrange(len(lengths)) for _ in range(rows))
+    ]
 
 
 @pytest.mark.parametrize(("make", "rows"), [(by_length, 5000), (few_long, 5000), (repeated, 6000)])
-def test_the_end_of_a_worker_alone(make: Callable[[random.Random, int], list[Row]], rows: int) -> None:
+def test_the_end_of_a_worker_alone(
+    make: Callable[[random.Random, int], list[Row]], rows: int
+) -> None:
     run = Run(make(random.Random(0), rows))
     run.check(0.0, run.go([Worker("a")]))
 

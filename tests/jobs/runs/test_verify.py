@@ -12,7 +12,14 @@ from redis import Redis
 
 from jobs.cli import folder_commands
 from jobs.context.checks import Checks
-from jobs.errors import InputChanged, InvalidJob, JobsError, PartDamaged, RunOfAnotherModel, TrialFailed
+from jobs.errors import (
+    InputChanged,
+    InvalidJob,
+    JobsError,
+    PartDamaged,
+    RunOfAnotherModel,
+    TrialFailed,
+)
 from jobs.parquet.shards.verify_work import sampled_rows
 from jobs.tasks import Request
 from tests.jobs.answering import MODEL, Answer, FakeCompletion, refuse, run_task
@@ -45,12 +52,16 @@ class Site:
         pq.write_table(pa.table(columns), self.input, row_group_size=5)
 
     def run(self, answer: Answer = drawn, **arguments: Any) -> str:
-        run: str = self.runs.plan(**{"template": "{text}: ", "rows_per_shard": 4, **arguments})["run"]
+        run: str = self.runs.plan(**{"template": "{text}: ", "rows_per_shard": 4, **arguments})[
+            "run"
+        ]
         self.runs.work(answer)
         assert (self.output / "_SUCCESS").exists()
         return run
 
-    def verify(self, run: str, sample: Any = "100%", answer: Any = drawn, **changed: Any) -> dict[str, Any]:
+    def verify(
+        self, run: str, sample: Any = "100%", answer: Any = drawn, **changed: Any
+    ) -> dict[str, Any]:
         context = replace(self.runs.context(), **changed)
         plan = str(self.output / "_plan.json")
         found = run_task(context, "jobs.verify_rows", run, plan, sample, answer=answer)
@@ -92,7 +103,9 @@ def with_value(column: str, row: int, value: Any) -> Callable[[pa.Table], pa.Tab
         place = table.schema.get_field_index(column)
         values = table.column(place).to_pylist()
         values[row] = value
-        return table.set_column(place, table.schema.field(place), pa.array(values, table.schema.types[place]))
+        return table.set_column(
+            place, table.schema.field(place), pa.array(values, table.schema.types[place])
+        )
 
     return change
 
@@ -171,7 +184,9 @@ def answered(monkeypatch: pytest.MonkeyPatch, site: Site) -> list[dict[str, Any]
     """A worker that answers what the command enqueues."""
     seen: list[dict[str, Any]] = []
 
-    def try_job(connection: Redis, queue: str, function: str, arguments: Any, model: str | None) -> Any:
+    def try_job(
+        connection: Redis, queue: str, function: str, arguments: Any, model: str | None
+    ) -> Any:
         assert (queue, model) == ("bulk", MODEL.fingerprint)
         seen.append(arguments)
         try:
@@ -183,7 +198,9 @@ def answered(monkeypatch: pytest.MonkeyPatch, site: Site) -> list[dict[str, Any]
     return seen
 
 
-def test_the_command_tells_by_its_exit_code(invoke: Invoke, site: Site, answered: list[dict[str, Any]]) -> None:
+def test_the_command_tells_by_its_exit_code(
+    invoke: Invoke, site: Site, answered: list[dict[str, Any]]
+) -> None:
     run = site.run()
     for name in (run, site.output):
         result = invoke("verify", name, "--sample", "100%")

@@ -45,7 +45,11 @@ def context(make_context: MakeContext, tmp_path: Path) -> JobContext:
 
 @pytest.mark.parametrize(
     ("places", "name"),
-    [("store to disk", "in.parquet"), ("disk to store", "in.parquet"), ("store to store", "in.jsonl")],
+    [
+        ("store to disk", "in.parquet"),
+        ("disk to store", "in.parquet"),
+        ("store to store", "in.jsonl"),
+    ],
 )
 def test_a_run_goes_from_any_place_to_any_other(
     s3: S3, context: JobContext, tmp_path: Path, places: str, name: str
@@ -70,7 +74,9 @@ def test_a_run_goes_from_any_place_to_any_other(
         assert names == whole_run(3)
         assert json.loads(s3.get("data/out/_manifest.json"))["rows"] == 5
         assert s3.get("data/out/_SUCCESS") == b""
-    assert [(int(row["id"]), row["completion"]) for row in found] == [(n, f"P{n}") for n in range(5)]
+    assert [(int(row["id"]), row["completion"]) for row in found] == [
+        (n, f"P{n}") for n in range(5)
+    ]
     assert s3.uploads() == []
 
 
@@ -90,7 +96,8 @@ def test_folders_globs_and_their_keys_are_found_in_a_store(s3: S3, context: JobC
     for source, expected in days.items():
         found = find_files(Storage.of(context), [source], f"{ROOT}/out")
         assert [
-            (*(value for _, value in each.keys), each.path[len(ROOT) + 4 : -len(".parquet")]) for each in found
+            (*(value for _, value in each.keys), each.path[len(ROOT) + 4 : -len(".parquet")])
+            for each in found
         ] == expected
     run_all(context, spec_of(f"{ROOT}/in"))
     assert [row["day"] for row in s3.rows("data/out")] == [1, 1, 2, 2]
@@ -98,7 +105,9 @@ def test_folders_globs_and_their_keys_are_found_in_a_store(s3: S3, context: JobC
         find_files(Storage.of(context), [f"{ROOT}/nothing/*.parquet"], f"{ROOT}/out")
 
 
-@pytest.mark.parametrize("path", [f"s3://{BUCKET}/data2/in", "s3://other/data/in", f"gs://{BUCKET}/data/in"])
+@pytest.mark.parametrize(
+    "path", [f"s3://{BUCKET}/data2/in", "s3://other/data/in", f"gs://{BUCKET}/data/in"]
+)
 def test_what_lies_outside_the_roots_is_neither_asked_for_nor_written(
     proxy: FaultyProxy, context: JobContext, path: str
 ) -> None:
@@ -110,11 +119,16 @@ def test_what_lies_outside_the_roots_is_neither_asked_for_nor_written(
         Storage((str(Path.cwd()),)).resolve(path)
 
 
-def test_of_two_executions_of_a_shard_one_puts_its_part_in_place(s3: S3, context: JobContext) -> None:
+def test_of_two_executions_of_a_shard_one_puts_its_part_in_place(
+    s3: S3, context: JobContext
+) -> None:
     s3.put_rows("data/in.parquet", rows(2))
     spec, storage = spec_of(f"{ROOT}/in.parquet"), Storage.of(context)
     plan_run(context, storage, spec, Submission("bulk"))
-    slow, fast = (open_work(replace(context, execution_id=each), spec, 0, storage) for each in ("slow", "fast"))
+    slow, fast = (
+        open_work(replace(context, execution_id=each), spec, 0, storage)
+        for each in ("slow", "fast")
+    )
     finish(fast)
     before = s3.get("data/out/part-00000.parquet")
     finish(slow)
@@ -138,7 +152,9 @@ def test_what_a_store_does_not_copy_at_once_is_put_in_place_once(
 
 
 @pytest.mark.parametrize("lost", ["part-00001.parquet", "output.parquet"])
-def test_what_a_finished_run_lacks_is_named_and_its_prefix_stays(s3: S3, context: JobContext, lost: str) -> None:
+def test_what_a_finished_run_lacks_is_named_and_its_prefix_stays(
+    s3: S3, context: JobContext, lost: str
+) -> None:
     s3.put_rows("data/in.parquet", rows(6))
     spec = spec_of(f"{ROOT}/in.parquet", single_file=True)
     run_all(context, spec)
@@ -157,7 +173,9 @@ def test_what_a_finished_run_lacks_is_named_and_its_prefix_stays(s3: S3, context
             plan_run(context, Storage.of(context), spec, Submission("bulk"))
 
 
-def test_an_input_that_was_replaced_is_told_and_one_that_was_put_again_is_not(s3: S3, context: JobContext) -> None:
+def test_an_input_that_was_replaced_is_told_and_one_that_was_put_again_is_not(
+    s3: S3, context: JobContext
+) -> None:
     s3.put_rows("data/in.parquet", rows(4))
     spec, storage = spec_of(f"{ROOT}/in.parquet"), Storage.of(context)
     plan_run(context, storage, spec, Submission("bulk"))
@@ -195,7 +213,9 @@ def test_a_shard_goes_on_where_another_execution_has_left_it(s3: S3, context: Jo
     assert len(s3.rows("data/out")) == 4
 
 
-@pytest.mark.parametrize("fault", ["lost", *(pytest.param(fault, marks=pytest.mark.long) for fault in ("503", "cut"))])
+@pytest.mark.parametrize(
+    "fault", ["lost", *(pytest.param(fault, marks=pytest.mark.long) for fault in ("503", "cut"))]
+)
 def test_a_store_that_fails_for_moments_costs_nothing(
     s3: S3, proxy: FaultyProxy, context: JobContext, fault: Fault
 ) -> None:
@@ -247,7 +267,10 @@ def test_a_store_that_is_away_is_told_once_and_so_is_its_return(
 
     object_requests.make_request("s3://bucket/key", ask, timeout_s=10)
     away, back = (record.getMessage() for record in caplog.records)
-    assert away == "the store of s3://bucket/key has not served it for 0 s (status code: 503): trying again"
+    assert (
+        away
+        == "the store of s3://bucket/key has not served it for 0 s (status code: 503): trying again"
+    )
     assert back == "the store of s3://bucket/key has served it after 0 s"
 
 
@@ -275,7 +298,11 @@ def memory(monkeypatch: pytest.MonkeyPatch) -> Iterator[MemoryStore]:
     """In the place of a server: obstore's own store, for many runs in little time."""
     store = MemoryStore()
     monkeypatch.setattr(object_files, "opened_store", lambda *each: store)
-    monkeypatch.setattr(object_files, "listed", lambda kind, folder, _: listing(store, kind, folder.split("/", 3)[3]))
+    monkeypatch.setattr(
+        object_files,
+        "listed",
+        lambda kind, folder, _: listing(store, kind, folder.split("/", 3)[3]),
+    )
     return store
 
 
@@ -302,11 +329,19 @@ def test_commands_read_a_run_in_a_store(
     s3.put_rows("data/in.parquet", rows(3))
     output = f"{ROOT}/out"
     run = score_parquet(context, f"{ROOT}/in.parquet", output, rows_per_shard=2)["run"]
-    work_off(redis, lambda: context, answer=lambda each: refuse("no") if each.prompt == "p1" else shout(each))
+    work_off(
+        redis,
+        lambda: context,
+        answer=lambda each: refuse("no") if each.prompt == "p1" else shout(each),
+    )
     told = json.loads(invoke("errors", run, "--json").stdout)
     assert [(each["row"], each["reason"]) for each in told["rows"]] == [(1, "no")]
     assert invoke("tail", output, "--lines", 1).stdout == "row 2: P2\n"
     assert invoke("report", run).stdout == f"{output}/_report.html\n"
     assert invoke("report", run, "--price-per-hour", 3, "--out", tmp_path / "r").exit_code == 0
     assert "3 an hour" in (tmp_path / "r").read_text()
-    assert tokenmill.run(output, connection=redis).table()["completion"].to_pylist() == ["P0", None, "P2"]
+    assert tokenmill.run(output, connection=redis).table()["completion"].to_pylist() == [
+        "P0",
+        None,
+        "P2",
+    ]

@@ -64,7 +64,9 @@ def test_an_object_is_read_in_few_pieces_and_little_memory(
         assert proxy.requests - before == 23
 
 
-def test_the_names_in_a_prefix_are_those_of_its_objects_and_folders(s3: S3, context: JobContext) -> None:
+def test_the_names_in_a_prefix_are_those_of_its_objects_and_folders(
+    s3: S3, context: JobContext
+) -> None:
     storage = Storage.of(context)
     assert storage.names(f"{ROOT}/out") == []
     for name in ("", "b", "a", "sub/c", "sub/d/e", "sub2/f", "a b%2Fc", "sub2//g"):
@@ -94,7 +96,10 @@ CONTENTS = bytes(n % 251 for n in range(6000))
 @given(st.lists(st.tuples(st.integers(0, 6500), st.integers(-1, 700)), max_size=60))
 def test_any_reads_give_what_is_there(reads: list[tuple[int, int]]) -> None:
     raw = FetchedFile(lambda start, end: CONTENTS[start:end], len(CONTENTS))
-    for reader in (raw, io.BufferedReader(FetchedFile(lambda start, end: CONTENTS[start:end], len(CONTENTS)), 100)):
+    for reader in (
+        raw,
+        io.BufferedReader(FetchedFile(lambda start, end: CONTENTS[start:end], len(CONTENTS)), 100),
+    ):
         for place, size in reads:
             reader.seek(place)
             assert reader.read(size) == CONTENTS[place:][: size if size >= 0 else None]

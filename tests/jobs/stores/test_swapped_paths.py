@@ -93,7 +93,9 @@ def test_no_plan_is_written_where_its_folder_is_swapped_for_a_link(
 ) -> None:
     above = tmp_path / "team"
     above.mkdir()
-    executions = Executions(runs, RunSpec.from_arguments(str(runs.source), str(above / "runs" / "out")))
+    executions = Executions(
+        runs, RunSpec.from_arguments(str(runs.source), str(above / "runs" / "out"))
+    )
     swap = partial(swap_for_link, above, outside)
     with pytest.raises(errors.PathSwapped, match=r"'team' is a link now"):
         executions.plan(partial(SwappedBefore, operation=operation, swap=swap))
@@ -108,7 +110,9 @@ def test_an_input_that_is_swapped_for_a_link_is_not_read(
     shutil.copy2(runs.source, outside / runs.source.name)  # so alike that nothing else tells
     path = runs.source.parent if is_folder else runs.source
     target = outside if is_folder else outside / runs.source.name
-    swapped = partial(SwappedBefore, operation="open_input", swap=partial(swap_for_link, path, target))
+    swapped = partial(
+        SwappedBefore, operation="open_input", swap=partial(swap_for_link, path, target)
+    )
     with pytest.raises(errors.PathSwapped):
         executions.plan(swapped)
     put_back(path)
@@ -128,7 +132,9 @@ def test_an_input_that_becomes_a_fifo_holds_up_nobody(runs: Runs, executions: Ex
 
 
 @pytest.mark.timeout(10, method="thread")  # as above
-@pytest.mark.parametrize("plant", [Path.symlink_to, Path.hardlink_to, lambda path, _: os.mkfifo(path)])
+@pytest.mark.parametrize(
+    "plant", [Path.symlink_to, Path.hardlink_to, lambda path, _: os.mkfifo(path)]
+)
 def test_what_is_planted_under_a_temporary_name_is_replaced(
     runs: Runs, tmp_path: Path, plant: Callable[[Path, Path], None]
 ) -> None:
@@ -162,7 +168,9 @@ def test_a_part_whose_folder_is_moved_away_while_it_gets_its_name_is_taken_back(
         if names[1] != part_name(0):
             return
         runs.output.rename(moved)
-        shutil.copytree(moved, runs.output, ignore=lambda *_: [part_name(0)])  # another one of the same name
+        shutil.copytree(
+            moved, runs.output, ignore=lambda *_: [part_name(0)]
+        )  # another one of the same name
 
     with monkeypatch.context() as patched:
         patched.setattr(os, "link", link_and_move)

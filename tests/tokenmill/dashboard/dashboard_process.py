@@ -22,7 +22,9 @@ def running_dashboard(url: str, *args: str, **env: str) -> Iterator[str]:
     main = "from jobs.cli import main; main()"
     command = [sys.executable, "-c", main, "dashboard", "--port", str(port), *args]
     environment = {**os.environ, "RQ_REDIS_URL": url, **env}
-    process = subprocess.Popen(command, cwd=ROOT, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    process = subprocess.Popen(
+        command, cwd=ROOT, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+    )
     address = f"http://127.0.0.1:{port}"
     try:
         wait_until(lambda: _answers(address))

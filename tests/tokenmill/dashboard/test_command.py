@@ -13,7 +13,9 @@ from tokenmill.dashboard.guard import SESSION_COOKIE, Sessions
 from tokenmill.dashboard.serve import TOKEN_VARIABLE
 
 
-def test_without_its_extra_the_command_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_its_extra_the_command_says_what_to_install(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setitem(sys.modules, "tokenmill.dashboard.serve", None)
     told = CliRunner().invoke(main, ["dashboard"])
     assert told.exit_code == 1

@@ -7,7 +7,9 @@ from tests.tokenmill.dashboard.test_jobs_seen import end, fail
 from tests.tokenmill.dashboard.test_pages import RUN, act, put_run, text_of
 
 
-def test_a_link_leads_to_a_jobs_page_and_its_buttons_back_to_it(redis: Redis, page: TestClient) -> None:
+def test_a_link_leads_to_a_jobs_page_and_its_buttons_back_to_it(
+    redis: Redis, page: TestClient
+) -> None:
     fail(redis, "a_job-1")
     end(redis, "a_job-1", "ValueError: of this very job")
     for listed in ("/", "/failed"):
@@ -25,7 +27,11 @@ def test_a_link_leads_to_a_jobs_page_and_its_buttons_back_to_it(redis: Redis, pa
 def test_a_jobs_page_tells_the_reason_before_the_traceback(redis: Redis, page: TestClient) -> None:
     fail(redis, "one")
     frames = "".join(f'  File "x.py", line {number}\n' for number in range(200))
-    end(redis, "one", f"Traceback (most recent call last):\n{frames}ValueError: too\x1b long\ntokenmill: client\n")
+    end(
+        redis,
+        "one",
+        f"Traceback (most recent call last):\n{frames}ValueError: too\x1b long\ntokenmill: client\n",
+    )
     fail(redis, "two")
     end(redis, "two", "ValueError: a line\n")
     text = text_of(page.get("/jobs/one").text)
@@ -34,12 +40,22 @@ def test_a_jobs_page_tells_the_reason_before_the_traceback(redis: Redis, page: T
     assert text_of(page.get("/jobs/two").text).count("ValueError: a line") == 1
 
 
-def test_shards_that_a_cancel_stopped_are_told_as_that_and_hide_no_failed_job(redis: Redis, page: TestClient) -> None:
+def test_shards_that_a_cancel_stopped_are_told_as_that_and_hide_no_failed_job(
+    redis: Redis, page: TestClient
+) -> None:
     for number in range(60):
         fail(redis, f"{RUN}-{number:05}", score=2e12 + number, status="stopped")
-        end(redis, f"{RUN}-{number:05}", "Job stopped by user, its sequences were aborted.\ntokenmill: cancelled\n")
+        end(
+            redis,
+            f"{RUN}-{number:05}",
+            "Job stopped by user, its sequences were aborted.\ntokenmill: cancelled\n",
+        )
     fail(redis, f"{RUN}-00060", score=3e12)
-    end(redis, f"{RUN}-00060", f"jobs.errors.RunCancelled: run {RUN} was cancelled\ntokenmill: cancelled\n")
+    end(
+        redis,
+        f"{RUN}-00060",
+        f"jobs.errors.RunCancelled: run {RUN} was cancelled\ntokenmill: cancelled\n",
+    )
     overview = text_of(page.get("/").text)
     assert "Job stopped by user" not in overview
     assert f"{RUN}-00060 bulk" in overview
@@ -61,7 +77,9 @@ def test_jobs_of_a_cancelled_run_are_not_put_back(redis: Redis, page: TestClient
     end(redis, shard, "Job stopped by user, its sequences were aborted.\ntokenmill: cancelled\n")
     to, text = act(page, f"/jobs/{shard}", "/retry")
     assert to == f"/jobs/{shard}?done=retried-0-1"
-    assert "0 jobs put back on the queue. 1 job of cancelled runs stayed: `tokenmill submit`" in text
+    assert (
+        "0 jobs put back on the queue. 1 job of cancelled runs stayed: `tokenmill submit`" in text
+    )
     fail(redis, "one")
     end(redis, "one")
     to, text = act(page, "/failed", "/retry-all")

@@ -13,7 +13,14 @@ from starlette.testclient import TestClient
 from tests.tokenmill.dashboard.conftest import TOKEN, Open
 from tests.tokenmill.dashboard.dashboard_process import ask, running_dashboard
 from tests.tokenmill.dashboard.test_jobs_seen import fail
-from tokenmill.dashboard.guard import MAX_CONNECTIONS, SESSION_COOKIE, SESSION_S, Hosts, Sessions, TriesInTurn
+from tokenmill.dashboard.guard import (
+    MAX_CONNECTIONS,
+    SESSION_COOKIE,
+    SESSION_S,
+    Hosts,
+    Sessions,
+    TriesInTurn,
+)
 
 RETRY = {"queue": "bulk", "job_id": "one", "back": "/failed"}
 
@@ -38,7 +45,9 @@ def form_token(client: TestClient, path: str = "/failed") -> str:
         ("", False, False),
     ],
 )
-def test_only_our_own_names_and_addresses_in_numbers_are_answered(host: str, local: bool, elsewhere: bool) -> None:
+def test_only_our_own_names_and_addresses_in_numbers_are_answered(
+    host: str, local: bool, elsewhere: bool
+) -> None:
     assert Hosts(["jobs.example"], is_local=True).allows(host) is local
     assert Hosts(["Jobs.Example"], is_local=False).allows(host) is elsewhere
 
@@ -50,7 +59,9 @@ def test_a_request_under_another_name_learns_nothing(redis: Redis, page: TestCli
         assert (answer.status_code, "my-job" in answer.text) == (403, False)
 
 
-def test_an_action_needs_post_the_pages_token_and_no_other_sites_origin(redis: Redis, page: TestClient) -> None:
+def test_an_action_needs_post_the_pages_token_and_no_other_sites_origin(
+    redis: Redis, page: TestClient
+) -> None:
     fail(redis, "one")
     token = form_token(page)
     assert page.get("/retry").status_code == 404
@@ -58,7 +69,9 @@ def test_an_action_needs_post_the_pages_token_and_no_other_sites_origin(redis: R
     assert page.post("/retry", data={**RETRY, "form_token": token + "x"}).status_code == 403
     assert page.post("/retry", data={**RETRY, "form_token": "\u00e9"}).status_code == 403
     for origin in ("http://evil.example", "http://127.0.0.1:1", "null"):
-        refused = page.post("/retry", data={**RETRY, "form_token": token}, headers={"Origin": origin})
+        refused = page.post(
+            "/retry", data={**RETRY, "form_token": token}, headers={"Origin": origin}
+        )
         assert refused.status_code == 403
     assert redis.zcard("rq:failed:bulk") == 1
     origin = "http://127.0.0.1:9181"
@@ -67,8 +80,12 @@ def test_an_action_needs_post_the_pages_token_and_no_other_sites_origin(redis: R
     assert redis.lrange("rq:queue:bulk", 0, -1) == [b"one"]
 
 
-@pytest.mark.parametrize("back", ["//evil.example", "https://evil.example", "/\\evil.example", "x", "/a\nb"])
-def test_an_action_leads_back_to_our_own_pages_only(redis: Redis, page: TestClient, back: str) -> None:
+@pytest.mark.parametrize(
+    "back", ["//evil.example", "https://evil.example", "/\\evil.example", "x", "/a\nb"]
+)
+def test_an_action_leads_back_to_our_own_pages_only(
+    redis: Redis, page: TestClient, back: str
+) -> None:
     fail(redis, "one")
     done = page.post("/retry", data={**RETRY, "form_token": form_token(page), "back": back})
     assert done.headers["location"] == "/?done=retried-1"
@@ -83,7 +100,9 @@ def test_a_form_that_is_too_large_or_no_form_is_refused(redis: Redis, page: Test
     assert redis.zcard("rq:failed:bulk") == 1
 
 
-def test_with_a_token_nothing_is_shown_or_done_before_a_login(redis: Redis, open_page: Open) -> None:
+def test_with_a_token_nothing_is_shown_or_done_before_a_login(
+    redis: Redis, open_page: Open
+) -> None:
     fail(redis, "my-job")
     page = open_page(token=TOKEN)
     browser = {"Accept": "text/html"}
@@ -127,11 +146,20 @@ def test_a_session_outlives_the_server_but_neither_its_time_nor_its_token() -> N
     assert not Sessions(TOKEN).holds(cookie, 1000.0 + SESSION_S)
     assert not Sessions("another token of many").holds(cookie, 1000.0)
     until, _, signature = cookie.partition(".")
-    for forged in (f"{int(until) + 1}.{signature}", until, f"{until}.", "", "x.\udc80", f"abc.{signature}"):
+    for forged in (
+        f"{int(until) + 1}.{signature}",
+        until,
+        f"{until}.",
+        "",
+        "x.\udc80",
+        f"abc.{signature}",
+    ):
         assert not Sessions(TOKEN).holds(forged, 1000.0)
 
 
-def test_the_page_loads_nothing_from_elsewhere_and_holds_no_script_of_its_own(page: TestClient) -> None:
+def test_the_page_loads_nothing_from_elsewhere_and_holds_no_script_of_its_own(
+    page: TestClient,
+) -> None:
     answer = page.get("/")
     html, policy = answer.text, answer.headers["Content-Security-Policy"]
     assert "default-src 'none'; script-src 'self'; style-src 'self'" in policy
@@ -175,7 +203,9 @@ def test_connections_that_hang_take_nobodys_place() -> None:
         port = int(address.rpartition(":")[2])
         hanging = []
         for _ in range(MAX_CONNECTIONS + 100):
-            hanging.append(open_sockets.enter_context(socket.create_connection(("127.0.0.1", port))))
+            hanging.append(
+                open_sockets.enter_context(socket.create_connection(("127.0.0.1", port)))
+            )
             hanging[-1].sendall(b"GET /livez HTTP/1.1\r\n")
         assert ask(address, "/livez").status == 200
         hanging[0].settimeout(60)

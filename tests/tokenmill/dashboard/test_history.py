@@ -23,14 +23,18 @@ def test_tokens_of_workers_that_tell_at_other_moments_add_up_to_a_steady_rate() 
         for i in range(40):
             at = begins + 9.3 * i
             history.add_point(name, Point(at=at, generation_tokens=int(93 * i)), at)
-    assert rates(history, 1350.0)[2:-2] == pytest.approx([20.0] * len(rates(history, 1350.0)[2:-2]), rel=0.02)
+    assert rates(history, 1350.0)[2:-2] == pytest.approx(
+        [20.0] * len(rates(history, 1350.0)[2:-2]), rel=0.02
+    )
 
 
 def test_a_dashboard_that_starts_late_shows_what_workers_have_told_before(redis: Redis) -> None:
     now = time.time()
     put_worker(redis, "a", generation_tokens=4000)
     for i in range(30):  # by a clock that is an hour ahead
-        point = Point(at=now + 3600 - 300 + 10 * i, generation_tokens=100 * i, depth={"bulk": 300 - 10 * i})
+        point = Point(
+            at=now + 3600 - 300 + 10 * i, generation_tokens=100 * i, depth={"bulk": 300 - 10 * i}
+        )
         redis.lpush("tokenmill:samples:a", point.to_text())
     told = json.loads(redis.get("tokenmill:worker:a") or b"{}")
     redis.set("tokenmill:worker:a", json.dumps({**told, "updated_at": now + 3600}), keepttl=True)

@@ -13,7 +13,14 @@ from starlette.testclient import TestClient
 
 from jobs.cli import main
 from jobs.common.keys import loading_key, samples_key, worker_key
-from jobs.common.workers import LOADING, MAX_ENTRIES, MAX_TEXT_CHARS, WorkerSample, read_workers, served_on
+from jobs.common.workers import (
+    LOADING,
+    MAX_ENTRIES,
+    MAX_TEXT_CHARS,
+    WorkerSample,
+    read_workers,
+    served_on,
+)
 from tests.tokenmill.dashboard.conftest import Open
 from tests.tokenmill.dashboard.test_pages import put_run, put_worker
 from tokenmill.dashboard import watcher
@@ -21,16 +28,31 @@ from tokenmill.dashboard import watcher
 FIELDS = [*WorkerSample.__dataclass_fields__, "updated_at"]
 TEXTS = st.text(st.characters(exclude_categories=()), max_size=5)
 ODD = st.sampled_from(
-    ["soon", "\ud800", "\x1b[2J", "9" * 5000, [[]] * 2000, {"bulk": -1}, 1e308, 1 << 62, [None], -0.0]
+    [
+        "soon",
+        "\ud800",
+        "\x1b[2J",
+        "9" * 5000,
+        [[]] * 2000,
+        {"bulk": -1},
+        1e308,
+        1 << 62,
+        [None],
+        -0.0,
+    ]
 )
 GARBAGE = st.recursive(
     st.none() | st.booleans() | st.integers(-(10**400), 10**400) | st.floats() | TEXTS | ODD,
-    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=3), inner, max_size=3),
+    lambda inner: (
+        st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=3), inner, max_size=3)
+    ),
     max_leaves=4,
 )
 RECORDS = st.dictionaries(st.sampled_from(FIELDS), GARBAGE, min_size=1)
 EVERY_EXAMPLE = settings(
-    max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow]
+    max_examples=60,
+    deadline=None,
+    suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
 )
 
 
@@ -38,9 +60,15 @@ def put_record(redis: Redis, name: str, record: Any) -> None:
     """Write a record of a worker that looks alive, and the same as its last hour."""
     redis.sadd("rq:workers", f"rq:worker:{name}")
     redis.hset(f"rq:worker:{name}", mapping={"state": "busy", "queues": "bulk"})
-    key = loading_key(name) if isinstance(record, dict) and record.get("state") == LOADING else worker_key(name)
+    key = (
+        loading_key(name)
+        if isinstance(record, dict) and record.get("state") == LOADING
+        else worker_key(name)
+    )
     redis.set(key, json.dumps(record), ex=3600)
-    redis.lpush(samples_key(name), json.dumps(record), "[", json.dumps({"at": time.time(), "rows": 1}))
+    redis.lpush(
+        samples_key(name), json.dumps(record), "[", json.dumps({"at": time.time(), "rows": 1})
+    )
 
 
 def read_everything(page: TestClient, redis: Redis, redis_url: str) -> None:
@@ -65,9 +93,31 @@ def page(open_page: Open, monkeypatch: pytest.MonkeyPatch) -> TestClient:
 
 @EVERY_EXAMPLE
 @given(records=st.lists(RECORDS, min_size=1, max_size=4))
-@example(records=[{"updated_at": "soon"}, {"queues": 5}, {"models": 5, "claimed": [1]}, {"state": LOADING, "at": {}}])
-@example(records=[{"held": {"a": "\ud800"}, "model": "\ud800", "version": None}, {"kv_cache_usage": float("nan")}])
-@example(records=[{"silent_s": "x", "name": 5, "prompt_tokens": 10**400, "cached_tokens": -1, "depth": {"bulk": "x"}}])
+@example(
+    records=[
+        {"updated_at": "soon"},
+        {"queues": 5},
+        {"models": 5, "claimed": [1]},
+        {"state": LOADING, "at": {}},
+    ]
+)
+@example(
+    records=[
+        {"held": {"a": "\ud800"}, "model": "\ud800", "version": None},
+        {"kv_cache_usage": float("nan")},
+    ]
+)
+@example(
+    records=[
+        {
+            "silent_s": "x",
+            "name": 5,
+            "prompt_tokens": 10**400,
+            "cached_tokens": -1,
+            "depth": {"bulk": "x"},
+        }
+    ]
+)
 def test_invented_records_of_workers_fail_no_reader(
     page: TestClient, redis: Redis, redis_url: str, records: list[dict[str, Any]]
 ) -> None:
@@ -80,13 +130,17 @@ def test_invented_records_of_workers_fail_no_reader(
 
 
 @pytest.mark.parametrize("record", [[], 5, "x", None, {}, [{}]])
-def test_a_record_that_is_no_object_is_none(page: TestClient, redis: Redis, redis_url: str, record: Any) -> None:
+def test_a_record_that_is_no_object_is_none(
+    page: TestClient, redis: Redis, redis_url: str, record: Any
+) -> None:
     put_record(redis, "invented", record)
     read_everything(page, redis, redis_url)
     assert [worker.sample for worker in read_workers(redis)] == [None]
 
 
-def test_keys_of_another_type_fail_no_reader(page: TestClient, redis: Redis, redis_url: str) -> None:
+def test_keys_of_another_type_fail_no_reader(
+    page: TestClient, redis: Redis, redis_url: str
+) -> None:
     put_worker(redis, "invented")
     for key in ("tokenmill:worker:other", "tokenmill:worker:other:loading", "rq:worker:other"):
         redis.rpush(key, "x")

@@ -22,7 +22,10 @@ def test_a_job_that_waits_is_taken_from_there_as_rq_does(redis: Redis) -> None:
     after = queue.enqueue("jobs.complete", "x", job_id="after", depends_on=first)
     later = queue.enqueue_in(timedelta(hours=1), "jobs.complete", "x", job_id="later")
     limit = RateLimit("one", 1)
-    slot, limited = (queue.enqueue("jobs.complete", job_id=each, rate_limit=limit) for each in ("slot", "limited"))
+    slot, limited = (
+        queue.enqueue("jobs.complete", job_id=each, rate_limit=limit)
+        for each in ("slot", "limited")
+    )
     ready = queue.enqueue("jobs.complete", job_id="ready", depends_on=first)
     with redis.pipeline() as pipe:
         queue.ready_job_registry.register_jobs([ready], pipe)
@@ -33,14 +36,20 @@ def test_a_job_that_waits_is_taken_from_there_as_rq_does(redis: Redis) -> None:
         assert redis.hget(f"rq:job:{job.id}", "status") == b"canceled"
         assert cancel_job(redis, job.id) is JobCancel.GONE
     assert queue.job_ids == []
-    for registry in (queue.deferred_job_registry, queue.scheduled_job_registry, queue.ready_job_registry):
+    for registry in (
+        queue.deferred_job_registry,
+        queue.scheduled_job_registry,
+        queue.ready_job_registry,
+    ):
         assert registry.get_job_ids(cleanup=False) == []
     assert not redis.exists("rq:rl:one:rate_limited")
     assert queue.canceled_job_registry.count == 6
     assert cancel_job(redis, "none") is JobCancel.GONE
 
 
-def test_a_job_that_is_claimed_in_between_is_told_to_stop(redis: Redis, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_job_that_is_claimed_in_between_is_told_to_stop(
+    redis: Redis, monkeypatch: pytest.MonkeyPatch
+) -> None:
     queue = Queue("bulk", connection=redis, serializer="json")
     queue.enqueue("jobs.complete", "x", job_id="one")
     take = module._take

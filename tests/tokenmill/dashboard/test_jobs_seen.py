@@ -14,10 +14,17 @@ from tokenmill.dashboard.jobs_seen import MAX_ERROR_CHARS, failed_page, newest_f
 ERROR = 'Traceback (most recent call last):\n  File "x.py"\njobs.errors.PromptTooLong: 9 tokens\n'
 
 
-def fail(redis: Redis, job_id: str, queue: str = "bulk", score: float = 1e12, **fields: Any) -> None:
+def fail(
+    redis: Redis, job_id: str, queue: str = "bulk", score: float = 1e12, **fields: Any
+) -> None:
     """Write what a worker writes of a failed job. fields: of its hash, instead of a worker's."""
     payload = zlib.compress(json.dumps(["jobs.complete", None, ["secret words"], {}]).encode())
-    usual = {"data": payload, "origin": queue, "status": "failed", "ended_at": "2026-01-01T00:00:00.000000Z"}
+    usual = {
+        "data": payload,
+        "origin": queue,
+        "status": "failed",
+        "ended_at": "2026-01-01T00:00:00.000000Z",
+    }
     redis.hset(f"rq:job:{job_id}", mapping={**usual, **fields})
     redis.zadd(f"rq:failed:{queue}", {job_id: score})
     redis.sadd("rq:queues", f"rq:queue:{queue}")
@@ -39,7 +46,9 @@ def test_failed_jobs_come_newest_first_over_all_queues_and_by_page(redis: Redis)
     assert failed_page(redis, "bulk", 15, 25) == []
 
 
-def test_a_failed_job_shows_function_time_and_error_without_the_line_for_programs(redis: Redis) -> None:
+def test_a_failed_job_shows_function_time_and_error_without_the_line_for_programs(
+    redis: Redis,
+) -> None:
     fail(redis, "one")
     end(redis, "one", f"{ERROR}tokenmill: client")
     [seen] = failed_page(redis, "bulk", 0, 5)
@@ -50,7 +59,12 @@ def test_a_failed_job_shows_function_time_and_error_without_the_line_for_program
 
 def test_a_job_in_detail_shows_its_arguments_only_when_asked(redis: Redis) -> None:
     shown = json.dumps({"rows_done": 7, "tokens": "x"})
-    fail(redis, "one", tokenmill_progress=shown, meta=json.dumps({"rows_done": 8, "note": "secret words"}))
+    fail(
+        redis,
+        "one",
+        tokenmill_progress=shown,
+        meta=json.dumps({"rows_done": 8, "note": "secret words"}),
+    )
     end(redis, "one")
     seen = read_job(redis, "one")
     assert seen is not None
@@ -68,7 +82,9 @@ def test_a_job_in_detail_shows_its_arguments_only_when_asked(redis: Redis) -> No
 
 
 @pytest.mark.parametrize("data", [b"\x80\x04junk", b"[1,2,3,4]", b"x" * (1 << 17)])
-def test_a_payload_that_is_no_json_call_or_too_large_names_no_function(redis: Redis, data: bytes) -> None:
+def test_a_payload_that_is_no_json_call_or_too_large_names_no_function(
+    redis: Redis, data: bytes
+) -> None:
     fail(redis, "one", data=data)
     [seen] = failed_page(redis, "bulk", 0, 5)
     assert seen.function is None
@@ -81,11 +97,16 @@ def test_jobs_that_are_gone_hide_no_other(redis: Redis) -> None:
     fail(redis, "good", score=3e12)
     redis.zadd("rq:failed:bulk", {"gone": 1e12})
     seen = newest_failed(redis, ["bulk"], 10)
-    assert [(each.job_id, each.function) for each in seen] == [("good", "jobs.complete"), ("gone", None)]
+    assert [(each.job_id, each.function) for each in seen] == [
+        ("good", "jobs.complete"),
+        ("gone", None),
+    ]
     assert read_job(redis, "gone") is None
 
 
-def test_a_long_error_is_cut_at_its_beginning_and_shows_nothing_that_a_page_may_obey(redis: Redis) -> None:
+def test_a_long_error_is_cut_at_its_beginning_and_shows_nothing_that_a_page_may_obey(
+    redis: Redis,
+) -> None:
     fail(redis, "one")
     end(redis, "one", "\x1b[2J" + "line\n" * 100_000 + "ValueError: the end")
     seen = read_job(redis, "one")

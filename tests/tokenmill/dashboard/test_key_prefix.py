@@ -18,12 +18,16 @@ TOKENMILL = (sys.executable, "-c", "from jobs.cli import main; main()")
 
 
 @pytest.mark.long
-def test_all_that_shows_queues_and_runs_shows_those_of_the_prefix(redis: Redis, redis_url: str, tmp_path: Path) -> None:
+def test_all_that_shows_queues_and_runs_shows_those_of_the_prefix(
+    redis: Redis, redis_url: str, tmp_path: Path
+) -> None:
     variables = {"RQ_KEY_PREFIX": "{mine}", "RQ_REDIS_URL": redis_url, "PYTHONPATH": str(ROOT)}
 
     def run(*command: str) -> str:
         environment = {**os.environ, **variables}
-        done = subprocess.run(command, env=environment, cwd=tmp_path, stdout=subprocess.PIPE, text=True)
+        done = subprocess.run(
+            command, env=environment, cwd=tmp_path, stdout=subprocess.PIPE, text=True
+        )
         return done.stdout
 
     run(*RQ, "enqueue", "-S", "json", "-q", "prompts", "jobs.complete", "prompt=x")
@@ -36,5 +40,7 @@ def test_all_that_shows_queues_and_runs_shows_those_of_the_prefix(redis: Redis, 
         assert 'rq_jobs{queue="prompts",status="queued"} 1.0' in get(address, "/metrics")
         page = get(address, "/")
         assert name in page
-        queues = re.findall(r'id="queue-\d+">\s*<th scope="row"><span class="cut" title="(\w+)"', page)
+        queues = re.findall(
+            r'id="queue-\d+">\s*<th scope="row"><span class="cut" title="(\w+)"', page
+        )
         assert set(queues) == {"bulk", "prompts"}

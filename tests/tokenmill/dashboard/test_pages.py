@@ -21,7 +21,13 @@ RUN = "0123456789abcdef"
 
 def put_worker(redis: Redis, name: str, silent_s: float = 0.0, **sample: Any) -> None:
     """Write what a worker writes of itself."""
-    usual = {"state": "busy", "model": "m", "queues": ["bulk"], "max_num_seqs": 64, "num_requests_running": 48}
+    usual = {
+        "state": "busy",
+        "model": "m",
+        "queues": ["bulk"],
+        "max_num_seqs": 64,
+        "num_requests_running": 48,
+    }
     told = json.dumps({**usual, "updated_at": time.time() - silent_s, **sample})
     redis.sadd("rq:workers", f"rq:worker:{name}")
     redis.hset(f"rq:worker:{name}", mapping={"state": "busy", "queues": "bulk"})
@@ -49,12 +55,16 @@ def test_an_empty_redis_says_what_to_do_next(page: TestClient) -> None:
     assert "No job has failed" in text_of(page.get("/failed").text)
 
 
-def test_the_overview_shows_queues_workers_runs_and_failed_jobs(redis: Redis, page: TestClient) -> None:
+def test_the_overview_shows_queues_workers_runs_and_failed_jobs(
+    redis: Redis, page: TestClient
+) -> None:
     redis.sadd("rq:queues", "rq:queue:bulk")
     redis.rpush("rq:queue:bulk", *range(1234))
     fail(redis, "one")
     end(redis, "one")
-    put_worker(redis, "node-1", kv_cache_usage=0.5, prompt_tokens=1000, cached_tokens=250, jobs_held=3)
+    put_worker(
+        redis, "node-1", kv_cache_usage=0.5, prompt_tokens=1000, cached_tokens=250, jobs_held=3
+    )
     put_run(redis)
     html = page.get("/").text
     text = text_of(html)
@@ -115,7 +125,9 @@ def test_a_job_that_was_retried_meanwhile_is_told_as_such(redis: Redis, page: Te
         assert "<b>" not in page.get("/failed", params={"done": odd}).text
 
 
-def test_many_workers_and_failed_jobs_come_in_pages_and_those_in_trouble_first(redis: Redis, page: TestClient) -> None:
+def test_many_workers_and_failed_jobs_come_in_pages_and_those_in_trouble_first(
+    redis: Redis, page: TestClient
+) -> None:
     with redis.pipeline() as pipe:
         for i in range(300):
             put_worker(pipe, f"node-{i:03}", silent_s=60 if i == 299 else 0, jobs_held=3)
@@ -128,7 +140,10 @@ def test_many_workers_and_failed_jobs_come_in_pages_and_those_in_trouble_first(r
     assert re.search(r"node-299 silent (– ){6}1 min", text), "nobody knows what it still holds"
     assert "Failed 100,000" in text
     assert "Page 1 of 6" in text
-    assert re.findall(r'id="worker-\d+"[^>]*>\s*<th scope="row" title="([^"]+)"', html)[:2] == ["node-299", "node-000"]
+    assert re.findall(r'id="worker-\d+"[^>]*>\s*<th scope="row" title="([^"]+)"', html)[:2] == [
+        "node-299",
+        "node-000",
+    ]
     assert "node-298" in page.get("/?workers=6").text
     assert "node-298" in page.get("/?workers=99999").text
     last = text_of(page.get("/failed?page=2000").text)
@@ -144,7 +159,13 @@ def test_a_run_shows_its_shards_and_what_it_waits_for(redis: Redis, page: TestCl
     assert "It waits: no worker listens on queue" in text
     assert "Shards 0 of 10" in text
     assert len(re.findall(r"\bqueued\b", text)) == 10
-    for missing in ("/runs/ffffffffffffffff", "/runs/x", "/jobs/none", "/nowhere", "/failed?queue=none"):
+    for missing in (
+        "/runs/ffffffffffffffff",
+        "/runs/x",
+        "/jobs/none",
+        "/nowhere",
+        "/failed?queue=none",
+    ):
         assert page.get(missing).status_code == 404, missing
         assert page.get(missing, headers={"HX-Request": "true"}).status_code == 200
 
@@ -153,8 +174,13 @@ def test_a_run_shows_its_shards_and_what_it_waits_for(redis: Redis, page: TestCl
 def test_a_jobs_page_leads_to_its_dependencies_and_dependents_and_shows_its_meta_when_asked(
     redis: Redis, open_page: Open, show_prompts: bool
 ) -> None:
-    queue, page = Queue("prompts", connection=redis, serializer="json"), open_page(show_prompts=show_prompts)
-    first = queue.enqueue("jobs.complete", "a", job_id="first", meta={"customer": "blue", "tries": 2})
+    queue, page = (
+        Queue("prompts", connection=redis, serializer="json"),
+        open_page(show_prompts=show_prompts),
+    )
+    first = queue.enqueue(
+        "jobs.complete", "a", job_id="first", meta={"customer": "blue", "tries": 2}
+    )
     queue.enqueue("jobs.complete", "b", job_id="then", depends_on=first)
     shown = text_of(page.get("/jobs/first").text)
     assert re.search(r"Dependents\s+then\s", shown)
@@ -184,7 +210,9 @@ def test_a_run_is_cancelled_from_its_page(redis: Redis, page: TestClient) -> Non
     assert "/cancel-run" not in page.get(f"/runs/{RUN}").text
 
 
-def test_a_job_is_cancelled_from_its_page_and_a_runs_job_with_its_run(redis: Redis, page: TestClient) -> None:
+def test_a_job_is_cancelled_from_its_page_and_a_runs_job_with_its_run(
+    redis: Redis, page: TestClient
+) -> None:
     queue = Queue("prompts", connection=redis, serializer="json")
     queue.enqueue("jobs.complete", "secret words", job_id="one")
     to, text = act(page, "/jobs/one", "/cancel-job")

@@ -15,7 +15,9 @@ def samples(text: str) -> dict[tuple[str, ...], float]:
     return {(sample.name, *sample.labels.values()): sample.value for sample in found}
 
 
-def test_jobs_of_the_named_queues_are_counted_while_no_worker_runs(redis: Redis, open_page: Open) -> None:
+def test_jobs_of_the_named_queues_are_counted_while_no_worker_runs(
+    redis: Redis, open_page: Open
+) -> None:
     queue = Queue("bulk", connection=redis, serializer="json")
     for _ in range(3):
         queue.enqueue("jobs.complete", "x")
@@ -27,7 +29,9 @@ def test_jobs_of_the_named_queues_are_counted_while_no_worker_runs(redis: Redis,
     assert {key[2]: value for key, value in found.items() if key[:2] == ("rq_jobs", "bulk")} == {
         "queued": 3, "claimed": 0, "started": 1, "scheduled": 2, "deferred": 0, "finished": 0, "failed": 0,
     }  # fmt: skip
-    assert found["tokenmill_jobs_due", "bulk"] == 1, "of the scheduled ones, that whose time has come"
+    assert found["tokenmill_jobs_due", "bulk"] == 1, (
+        "of the scheduled ones, that whose time has come"
+    )
     assert found["rq_jobs", "never-seen", "queued"] == 0
     assert not any("producers-own" in key for key in found)
 

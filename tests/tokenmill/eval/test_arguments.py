@@ -22,9 +22,13 @@ def params(**values: Any) -> SamplingParams:
 
 
 def test_arguments_are_the_engines_and_the_hf_class_names_of_them() -> None:
-    asked = config(pretrained="m", dtype="float32", max_length=64, enforce_eager=True, trust_remote_code=False)
+    asked = config(
+        pretrained="m", dtype="float32", max_length=64, enforce_eager=True, trust_remote_code=False
+    )
     assert asked == EngineConfig(model="m", dtype="float32", max_model_len=64, enforce_eager=True)
-    assert config(model="m", max_model_len=64, max_length=64) == EngineConfig(model="m", max_model_len=64)
+    assert config(model="m", max_model_len=64, max_length=64) == EngineConfig(
+        model="m", max_model_len=64
+    )
 
 
 @pytest.mark.parametrize(
@@ -48,10 +52,14 @@ def test_it_is_greedy_unless_there_is_a_temperature() -> None:
     assert params().temperature == 0
     assert params(do_sample=False, temperature=0.7).temperature == 0
     drawn = params(temperature=0.7, top_p=0.9, num_beams=1, use_cache=True)
-    assert drawn == SamplingParams(max_tokens=7, temperature=0.7, top_p=0.9, stop=["\n"], stop_token_ids=[2])
+    assert drawn == SamplingParams(
+        max_tokens=7, temperature=0.7, top_p=0.9, stop=["\n"], stop_token_ids=[2]
+    )
 
 
-@pytest.mark.parametrize("values", [{"num_beams": 4}, {"penalty_alpha": 0.6}, {"temperature": -1.0}], ids=str)
+@pytest.mark.parametrize(
+    "values", [{"num_beams": 4}, {"penalty_alpha": 0.6}, {"temperature": -1.0}], ids=str
+)
 def test_what_is_not_served_is_refused_by_name(values: dict[str, Any]) -> None:
     with pytest.raises(InvalidSampling, match=next(iter(values))):
         params(**values)

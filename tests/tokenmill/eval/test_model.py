@@ -11,7 +11,9 @@ from engine import ConfigError, InvalidRequest, InvalidSampling
 from tests.engine.checkpoints import SHAPES, make_checkpoint
 
 pytest.importorskip("lm_eval", reason="lm-evaluation-harness is not installed: the extra [eval]")
-pytest.importorskip("accelerate", reason="accelerate is not installed, which the harness's hf class needs")
+pytest.importorskip(
+    "accelerate", reason="accelerate is not installed, which the harness's hf class needs"
+)
 
 from lm_eval.api.instance import Instance
 from lm_eval.models.huggingface import HFLM
@@ -51,7 +53,9 @@ def models(folder: Path) -> Iterator[Any]:
     made = []
 
     def both(**arguments: Any) -> tuple[TokenmillLM, HFLM]:
-        own = TokenmillLM(str(folder), dtype="float32", kv_cache_bytes=1 << 22, device="cpu", **arguments)
+        own = TokenmillLM(
+            str(folder), dtype="float32", kv_cache_bytes=1 << 22, device="cpu", **arguments
+        )
         made.append(own)
         return own, HFLM(str(folder), dtype="float32", device="cpu", **arguments)
 
@@ -65,7 +69,9 @@ def asked(kind: str, *arguments: tuple[Any, ...]) -> list[Instance]:
 
 
 @pytest.mark.parametrize(
-    "arguments", [{}, {"add_bos_token": True}, {"add_bos_token": False}, {"max_length": 24}], ids=str
+    "arguments",
+    [{}, {"add_bos_token": True}, {"add_bos_token": False}, {"max_length": 24}],
+    ids=str,
 )
 def test_log_likelihoods_are_those_of_the_hf_class(models: Any, arguments: dict[str, Any]) -> None:
     own, hf = models(**arguments)
@@ -88,9 +94,13 @@ def test_log_likelihoods_are_those_of_the_hf_class(models: Any, arguments: dict[
     ids=str,
 )  # fmt: skip
 @pytest.mark.parametrize("arguments", [{"max_length": 24}, {"add_bos_token": True}], ids=str)
-def test_answers_are_those_of_the_hf_class(models: Any, arguments: dict[str, Any], values: dict[str, Any]) -> None:
+def test_answers_are_those_of_the_hf_class(
+    models: Any, arguments: dict[str, Any], values: dict[str, Any]
+) -> None:
     own, hf = models(**arguments)
-    contexts = CONTEXTS if own.tokenizer.bos_token_id is not None else [text for text in CONTEXTS if text]
+    contexts = (
+        CONTEXTS if own.tokenizer.bos_token_id is not None else [text for text in CONTEXTS if text]
+    )
     hf_values = {**values, "until": [text for text in values.get("until", []) if text]}
     found = own.generate_until(asked("generate_until", *((text, values) for text in contexts)))
     right = hf.generate_until(asked("generate_until", *((text, hf_values) for text in contexts)))

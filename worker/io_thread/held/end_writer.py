@@ -69,7 +69,11 @@ class EndWriter:
     """
 
     def __init__(
-        self, written: Written, guard: JobGuard, log: logging.Logger, clock: Callable[[], float] = time.monotonic
+        self,
+        written: Written,
+        guard: JobGuard,
+        log: logging.Logger,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._written = written
         self._guard = guard
@@ -131,7 +135,9 @@ class EndWriter:
         try:
             [reply] = store.finish([outcome])
         except RedisError as error:
-            is_lost = store.renew([outcome.claimed])  # raises if the server takes no other write either
+            is_lost = store.renew(
+                [outcome.claimed]
+            )  # raises if the server takes no other write either
             if is_lost:
                 self._done(job, outcome, "lost")
                 return
@@ -160,7 +166,9 @@ class EndWriter:
         state.is_replaced = True
         reason = EndNotTaken(outcome.num_bytes, f"{type(error).__name__}: {error}")
         reason.add_note(fault_line(reason.fault))
-        failed = replace(outcome, status="failed", value=printable(reason), packed=None, retries=False)
+        failed = replace(
+            outcome, status="failed", value=printable(reason), packed=None, retries=False
+        )
         self._waiting[job.number] = _End(job, failed, failed.num_bytes)
 
     def _done(self, job: HeldJob, outcome: Outcome, reply: FinishReply) -> None:

@@ -217,7 +217,9 @@ class HeldJob:
 
     def tokens_open(self) -> dict[str, int]:
         """Return the tokens of its open requests: in prompts, not yet computed in prompts, and in answers."""
-        running = [progress for index, progress in self.begun.items() if index in self.open_requests]
+        running = [
+            progress for index, progress in self.begun.items() if index in self.open_requests
+        ]
         return {
             "prompt_tokens_open": sum(progress.prompt_tokens for progress in running),
             "prompt_tokens_ahead": sum(progress.prompt_tokens_left for progress in running),

@@ -50,7 +50,9 @@ class Journals:
         self._due_at = clock() + period_s
         self._leave_by: float | None = None
         self._num_unanswered = 0
-        self._writing: dict[int, SoFar | None] = {}  # by job number: the report that came during the writing
+        self._writing: dict[
+            int, SoFar | None
+        ] = {}  # by job number: the report that came during the writing
         self.pool = FunctionPool(THREADS, "tokenmill-journals") if period_s else None
 
     def look(self, moment: float) -> None:
@@ -116,6 +118,8 @@ class Journals:
         next_report = self._writing.pop(job.number)
         if error is not None:
             reason = shown_error(error)
-            self._log.warning("job %s: its journal could not be written: %s", job.claimed.job_id, reason)
+            self._log.warning(
+                "job %s: its journal could not be written: %s", job.claimed.job_id, reason
+            )
         if next_report is not None and job in self._streaming():
             self._enter(job, next_report)

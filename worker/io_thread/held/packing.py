@@ -43,7 +43,9 @@ class Packer:
     `prefetch` sequences in the engine, whose scheduler gives a waiting lower lane its share.
     """
 
-    def __init__(self, num_lanes: int, slots: int, prefetch: int, max_functions: int, max_files: int) -> None:
+    def __init__(
+        self, num_lanes: int, slots: int, prefetch: int, max_functions: int, max_files: int
+    ) -> None:
         """slots: sequences that the engine runs at once. max_functions, max_files: run and opened at the same time."""
         self.slots = slots
         self._min_reserve = max(1, prefetch)
@@ -273,7 +275,11 @@ class PayloadBudget:
         """
         for lane, waiting in enumerate(self._waiting):
             num_bytes = 0
-            while waiting and num_bytes < _TURN_BYTES and self._held_bytes[lane] < self._max_held_bytes:
+            while (
+                waiting
+                and num_bytes < _TURN_BYTES
+                and self._held_bytes[lane] < self._max_held_bytes
+            ):
                 job = waiting.popleft()
                 yield job
                 num_bytes += job.payload_bytes

@@ -32,7 +32,9 @@ class Inspections:
         self._checks = checks
         self._pool = FunctionPool(THREADS, "tokenmill-checks")
         self._turn = 0  # the turn of the inspection that began last
-        self._turns: WeakKeyDictionary[OpenTask, int] = WeakKeyDictionary()  # the last turn of each task
+        self._turns: WeakKeyDictionary[OpenTask, int] = (
+            WeakKeyDictionary()
+        )  # the last turn of each task
 
     def submit(
         self,
@@ -54,7 +56,9 @@ class Inspections:
             if is_wanted():
                 task.inspect(index, completions)
 
-        self._pool.submit(inspect, lambda _, error: self._post(lambda: then(error)), raises=False, order=turn)
+        self._pool.submit(
+            inspect, lambda _, error: self._post(lambda: then(error)), raises=False, order=turn
+        )
 
     def end(self) -> None:
         """Let the threads and processes end after their current work."""
@@ -157,7 +161,9 @@ class Streams:
             lambda error: self._guard.call(job, self._inspected, job, index, ordered, error),
         )
 
-    def _inspected(self, job: HeldJob, index: int, samples: list[Completion], error: BaseException | None) -> None:
+    def _inspected(
+        self, job: HeldJob, index: int, samples: list[Completion], error: BaseException | None
+    ) -> None:
         """Deliver an inspected answer, or fail its job. error: raised by the task."""
         if index not in job.inspected:
             return  # the job was stopped or lost meanwhile

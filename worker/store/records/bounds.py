@@ -54,7 +54,12 @@ def check_containers(field_name: str, text: bytes, max_bytes: int) -> None:
         return
     # Brackets in strings do not count. Without escapes, quotes alternate between begin and end. Two of them next to
     # each other enclose nothing, or nothing between two strings, and can go.
-    marks = text.replace(b"\\\\", b"").replace(b'\\"', b"").translate(None, _NO_MARKS).replace(b'""', b"")
+    marks = (
+        text.replace(b"\\\\", b"")
+        .replace(b'\\"', b"")
+        .translate(None, _NO_MARKS)
+        .replace(b'""', b"")
+    )
     num_containers = sum(map(len, marks.split(b'"')[::2]))
     if num_containers > max_containers:
         raise TooLarge(
@@ -98,7 +103,9 @@ def parse_call(payload: bytes, max_job_bytes: int) -> FunctionCall:
             'Queue(..., serializer="json")); other payloads are never loaded'
         ) from error
     if not (isinstance(name, str) and isinstance(args, list) and isinstance(kwargs, dict)):
-        raise BadPayload("the payload is JSON, but not [function name, null, [arguments], {keywords}]")
+        raise BadPayload(
+            "the payload is JSON, but not [function name, null, [arguments], {keywords}]"
+        )
     if instance is not None:
         raise BadPayload("the payload calls a method of an object; only plain functions run here")
     return FunctionCall(name, args, kwargs)

@@ -101,7 +101,9 @@ class Claim:
         return self.hold == "suspended"
 
 
-def restore(queue_name: str, reply: Sequence[Any], worker_name: str, max_job_bytes: int) -> ClaimedJob:
+def restore(
+    queue_name: str, reply: Sequence[Any], worker_name: str, max_job_bytes: int
+) -> ClaimedJob:
     """Read a reply of open_execution.lua. max_job_bytes: the most bytes of a payload, unpacked."""
     job_id, execution_id, fields, deaths, left_before, journal = reply
     record = JobRecord()

@@ -88,7 +88,9 @@ class JobRecord:
         return replace(self, policy=replace(self.policy, retries_left=None))
 
 
-def read_record(values: Mapping[bytes, bytes], max_job_bytes: int) -> tuple[JobRecord, Exception | None]:
+def read_record(
+    values: Mapping[bytes, bytes], max_job_bytes: int
+) -> tuple[JobRecord, Exception | None]:
     """Read a job's hash as RQ does. The payload stays packed.
 
     Returns the fields that could be read, and the error of the first one that could not: TooLarge, or RQ's own error.
@@ -109,11 +111,15 @@ def read_record(values: Mapping[bytes, bytes], max_job_bytes: int) -> tuple[JobR
     except Exception as error:  # noqa: BLE001  # a hash may hold anything
         damage = error
     record = JobRecord(
-        fields=MappingProxyType({name: value for name, value in values.items() if name in _HELD_FIELDS}),
+        fields=MappingProxyType(
+            {name: value for name, value in values.items() if name in _HELD_FIELDS}
+        ),
         max_job_bytes=max_job_bytes,
         hash_bytes=sum(map(len, values.values())),
         policy=_policy(parsed),
-        callbacks=MappingProxyType({role: parsed[name] for role, name in _CALLBACKS.items() if name in parsed}),
+        callbacks=MappingProxyType(
+            {role: parsed[name] for role, name in _CALLBACKS.items() if name in parsed}
+        ),
         webhooks=parsed.get(b"webhooks", ()),
         timeout_s=parsed.get(b"timeout"),
         meta=parsed.get(b"meta", {}),
@@ -126,7 +132,9 @@ def _parsed(name: bytes, text: bytes, parse: Callable[[bytes], Any]) -> Any:
     try:
         return parse(text)
     except ValueError as error:
-        raise ValueError(f"{name.decode()} is {text[:40]!r}, expected {_EXPECTED.get(parse, error)}") from None
+        raise ValueError(
+            f"{name.decode()} is {text[:40]!r}, expected {_EXPECTED.get(parse, error)}"
+        ) from None
 
 
 def _policy(parsed: Mapping[bytes, Any]) -> Policy:
@@ -172,7 +180,9 @@ _EXPECTED: Mapping[Callable[[bytes], Any], str] = {
 }
 
 _PARSERS: Mapping[bytes, Callable[[bytes], Any]] = {
-    **dict.fromkeys((b"origin", b"worker_name", b"description", b"group_id", b"rate_limit_key"), bytes.decode),
+    **dict.fromkeys(
+        (b"origin", b"worker_name", b"description", b"group_id", b"rate_limit_key"), bytes.decode
+    ),
     **dict.fromkeys((b"timeout", b"result_ttl", b"failure_ttl"), int),
     b"status": lambda text: JobStatus(text.decode()),
     **dict.fromkeys(_CALLBACKS.values(), bytes.decode),
@@ -182,13 +192,20 @@ _PARSERS: Mapping[bytes, Callable[[bytes], Any]] = {
     b"dependency_id": bytes.decode,
     **dict.fromkeys((b"allow_dependency_failures", b"enqueue_at_front", b"ttl"), int),
     b"meta": _meta,
-    **dict.fromkeys((b"number_of_retries", b"retries_left", b"repeats_left", b"rate_limit_concurrency"), _count),
+    **dict.fromkeys(
+        (b"number_of_retries", b"retries_left", b"repeats_left", b"rate_limit_concurrency"), _count
+    ),
     **dict.fromkeys((b"retry_intervals", b"repeat_intervals"), _intervals),
     b"enqueue_at_front_on_retry": lambda text: bool(int(text)),
-    **dict.fromkeys((name.encode() for name in DATES), lambda text: datetime.fromisoformat(text.decode())),
+    **dict.fromkeys(
+        (name.encode() for name in DATES), lambda text: datetime.fromisoformat(text.decode())
+    ),
 }
 """The fields that RQ's `Job` reads, in its order, without the payload and old versions' fields of a job's end."""
 
-_NEVER_EMPTY = {b"enqueue_at_front", *(name for name in _PARSERS if name.endswith(b"_callback_timeout"))}
+_NEVER_EMPTY = {
+    b"enqueue_at_front",
+    *(name for name in _PARSERS if name.endswith(b"_callback_timeout")),
+}
 _POLICY = tuple(policy_field.name.encode() for policy_field in fields(Policy))
 _HELD_FIELDS = frozenset((b"data", *_PARSERS))

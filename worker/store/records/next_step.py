@@ -110,7 +110,9 @@ def next_step(
         return NextStep(kept_after_failure_s, policy.retry_wait_s, "retries_left", left, at_front)
 
     if wish is not None or not is_finished:
-        return NextStep(DEFAULT_FAILURE_TTL if kept_after_failure_s is None else kept_after_failure_s)
+        return NextStep(
+            DEFAULT_FAILURE_TTL if kept_after_failure_s is None else kept_after_failure_s
+        )
 
     kept_s = _bounded_ttl(default_result_ttl_s if policy.result_ttl is None else policy.result_ttl)
     if not policy.repeats_left or policy.repeats_left < 0:

@@ -86,4 +86,6 @@ class Outcome:
     def unwritable(self, error: Exception) -> Outcome:
         """Return the outcome of a job that fails with an error of `as_left_by`, as with RQ's own worker."""
         text = printable(error)
-        return replace(self, status="failed", value=text, retries=False, packed=None, changed_policy=Policy())
+        return replace(
+            self, status="failed", value=text, retries=False, packed=None, changed_policy=Policy()
+        )

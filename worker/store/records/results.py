@@ -42,7 +42,9 @@ def printable(error: BaseException) -> str:
     try:
         text = "".join(traceback.format_exception(error))
     except Exception:  # noqa: BLE001  # an error's class may have any methods
-        text = f"{type(error).__module__}.{type(error).__qualname__}: its traceback cannot be shown\n"
+        text = (
+            f"{type(error).__module__}.{type(error).__qualname__}: its traceback cannot be shown\n"
+        )
     num_left_out = len(text) - MAX_TRACEBACK_CHARS
     if num_left_out > 0:
         head = text[:_HEAD_CHARS]
@@ -54,7 +56,9 @@ def printable(error: BaseException) -> str:
 def frames_of(error: BaseException) -> str:
     """Return the calls in which an error was raised, innermost first, without its message, which may quote a prompt."""
     frames = traceback.extract_tb(error.__traceback__)[-_MAX_FRAMES:]
-    return ", ".join(f"{frame.filename}:{frame.lineno} in {frame.name}" for frame in reversed(frames))
+    return ", ".join(
+        f"{frame.filename}:{frame.lineno} in {frame.name}" for frame in reversed(frames)
+    )
 
 
 def is_small(value: Any) -> bool:
@@ -75,7 +79,9 @@ def pack(value: Any, max_bytes: int, known_small: bool = False) -> bytes | None:
         least_bytes, num_values = (0, 0) if known_small else _measure(value, max_bytes)
         if least_bytes > max_bytes:
             raise ResultTooLarge(max_bytes)
-        text = json.dumps(value) if num_values <= _SMALL_VALUES else _dump_in_pieces(value, max_bytes)
+        text = (
+            json.dumps(value) if num_values <= _SMALL_VALUES else _dump_in_pieces(value, max_bytes)
+        )
     except ResultTooLarge:
         raise
     except Exception:  # noqa: BLE001  # as RQ does

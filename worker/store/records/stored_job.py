@@ -77,7 +77,9 @@ def job_of(claimed: ClaimedJob, client: Redis, func_name: str | None = None) -> 
     job = StoredJob(connection=client)
     job.serializer = JSONSerializer
     job.max_bytes = record.max_job_bytes
-    job._id = claimed.job_id  # unchecked, because a job whose id RQ's client would refuse must be ended too
+    job._id = (
+        claimed.job_id
+    )  # unchecked, because a job whose id RQ's client would refuse must be ended too
     with suppress(Exception):  # its damage was noted when the record was read
         job.restore(record.fields)
     if func_name is not None:
@@ -95,7 +97,9 @@ class ThreadDeathPenalty(TimerDeathPenalty):
     RQ's own class keeps its message in a class that all threads share, and its timer may interrupt a later call.
     """
 
-    def __init__(self, timeout: float, exception: type[Exception] = JobTimeoutException, **kwargs: Any) -> None:
+    def __init__(
+        self, timeout: float, exception: type[Exception] = JobTimeoutException, **kwargs: Any
+    ) -> None:
         super().__init__(timeout, type(exception.__name__, (exception,), {}), **kwargs)
         self._call = current_call()
         self._lock = threading.Lock()
@@ -120,4 +124,6 @@ class ThreadDeathPenalty(TimerDeathPenalty):
 
 def timeout_error(timeout_s: float) -> type[Exception]:
     """Return the error to raise in a job that is over its timeout."""
-    return as_class(JobTimeoutException(f"Task exceeded maximum timeout value ({timeout_s:g} seconds)"))
+    return as_class(
+        JobTimeoutException(f"Task exceeded maximum timeout value ({timeout_s:g} seconds)")
+    )

@@ -49,23 +49,33 @@ def probe_pictures(
         raise UnsupportedModel(f"pictures cannot be tried: {quoted(error)}") from error
     num_tokens = len(token_ids)
     if num_tokens > num_places:
-        raise UnsupportedModel(f"two pictures have {num_tokens} tokens, and {num_places} fit: raise max_model_len")
+        raise UnsupportedModel(
+            f"two pictures have {num_tokens} tokens, and {num_places} fit: raise max_model_len"
+        )
     probe = Probe(num_tokens, block_size, [num_tokens])
 
     def logits(prompt: PromptPictures, start: int, end: int) -> Tensor:
         step = probe.step([(np.array(token_ids[start:end]), start, 0)])
         rows, parts, blocks = prompt.within(start, end)
         positions = None if prompt.positions is None else prompt.positions[:, start:end]
-        return run(replace(step, pictures=StepPictures(rows - start, parts, positions, blocks - start)))
+        return run(
+            replace(step, pictures=StepPictures(rows - start, parts, positions, blocks - start))
+        )
 
     limits = most, tower.shortest_window
-    for reader.block_limits, tower.model.attention.only_windows in (None, False), (limits, False), (limits, True):
+    for reader.block_limits, tower.model.attention.only_windows in (
+        (None, False),
+        (limits, False),
+        (limits, True),
+    ):
         try:
             _, prompt = reader.read(text, pictures, lambda _: found.tolist())
         except InvalidPrompt as error:
             raise UnsupportedModel(f"pictures cannot be tried: {error}") from error
         middle = prompt.whole_until(int(prompt.rows[len(prompt.rows) // 2 + 1]))
         parts = torch.cat([logits(prompt, 0, middle), logits(prompt, middle, num_tokens)])
-        if not differ(expected, logits(prompt, 0, num_tokens), dtype) and not differ(expected, parts, dtype):
+        if not differ(expected, logits(prompt, 0, num_tokens), dtype) and not differ(
+            expected, parts, dtype
+        ):
             return
     raise UnsupportedModel("pictures are seen otherwise than by transformers' own code")

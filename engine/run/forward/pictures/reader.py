@@ -52,9 +52,13 @@ class PictureReader:
     def __init__(self, folder: Path) -> None:
         """Raise whatever transformers raises for files that make no processor."""
         self.processor = open_processor(folder)
-        self.mark: str = getattr(self.processor, "image_placeholder_token", self.processor.image_token)
+        self.mark: str = getattr(
+            self.processor, "image_placeholder_token", self.processor.image_token
+        )
         self.placeholder_id = _placeholder_id(folder)
-        self._placeholder: str = self.processor.tokenizer.convert_ids_to_tokens(self.placeholder_id) or ""
+        self._placeholder: str = (
+            self.processor.tokenizer.convert_ids_to_tokens(self.placeholder_id) or ""
+        )
         self._known: WeakValueDictionary[bytes, SeenPicture] = WeakValueDictionary()
         self._key_ids: dict[bytes, int] = {}
         self._next_id = count(1)
@@ -78,7 +82,9 @@ class PictureReader:
         """Join the parts of a prompt, with a mark for each picture. Raises InvalidPrompt."""
         for part in parts:
             if not isinstance(part, str | np.ndarray):
-                raise InvalidPrompt(f"the parts of a prompt must be texts and pictures, got {type(part).__name__}")
+                raise InvalidPrompt(
+                    f"the parts of a prompt must be texts and pictures, got {type(part).__name__}"
+                )
         return "".join(part if isinstance(part, str) else self._frame for part in parts)
 
     def check_ids(self, token_ids: list[int]) -> None:
@@ -95,23 +101,36 @@ class PictureReader:
         seen = [self._see(picture) for picture in pictures]
         texts = text.split(self.mark)
         if len(texts) != len(seen) + 1:
-            raise InvalidPrompt(f"{self.mark!r} stands for a picture: {len(texts) - 1} in the text, {len(seen)} came")
-        expanded = [each for picture, behind in zip(seen, texts[1:], strict=True) for each in (picture.text, behind)]
+            raise InvalidPrompt(
+                f"{self.mark!r} stands for a picture: {len(texts) - 1} in the text, {len(seen)} came"
+            )
+        expanded = [
+            each
+            for picture, behind in zip(seen, texts[1:], strict=True)
+            for each in (picture.text, behind)
+        ]
         token_ids = encode("".join([texts[0], *expanded]))
         rows = np.flatnonzero(np.array(token_ids) == self.placeholder_id)
         if len(rows) != sum(picture.num_rows for picture in seen):
-            raise InvalidPrompt(f"{self._placeholder!r} is in the text, or the text changes a picture's own tokens")
+            raise InvalidPrompt(
+                f"{self._placeholder!r} is in the text, or the text changes a picture's own tokens"
+            )
         key_ids = list(token_ids)
         for row, key_id in zip(
             rows.tolist(), (each.key_id for each in seen for _ in range(each.num_rows)), strict=True
         ):
             key_ids[row] = key_id
-        sizes = {name: torch.cat([each.sizes[name] for each in seen]) for name in (seen[0].sizes if seen else ())}
+        sizes = {
+            name: torch.cat([each.sizes[name] for each in seen])
+            for name in (seen[0].sizes if seen else ())
+        }
         try:
             kinds = self.processor.create_mm_token_type_ids([token_ids])[0] if sizes else []
             positions = self.positions(token_ids, kinds, sizes)
         except Exception as error:  # some models take pictures with no token between them for one
-            raise InvalidPrompt(f"the pictures have no positions: put a text between them ({error})") from error
+            raise InvalidPrompt(
+                f"the pictures have no positions: put a text between them ({error})"
+            ) from error
         blocks = self._blocks(seen, rows)
         return token_ids, PromptPictures(tuple(seen), rows, key_ids, positions, blocks)
 
@@ -124,9 +143,13 @@ class PictureReader:
         blocks = np.stack((rows[firsts], rows[ends - 1] + 1), axis=1)
         most, last = self.block_limits
         if len(np.setdiff1d(np.cumsum([0, *(each.num_rows for each in seen)])[:-1], firsts)):
-            raise InvalidPrompt("this model sees pictures without a text between them as one: put a text there")
+            raise InvalidPrompt(
+                "this model sees pictures without a text between them as one: put a text there"
+            )
         if (blocks[:, 1] - blocks[:, 0]).max() > most:
-            raise InvalidPrompt(f"a picture takes more than the {most} tokens of a step: raise max_num_batched_tokens")
+            raise InvalidPrompt(
+                f"a picture takes more than the {most} tokens of a step: raise max_num_batched_tokens"
+            )
         if last is not None and blocks[-1, 1] > last:
             raise InvalidPrompt(
                 f"a picture ends at token {blocks[-1, 1]}: this model sees pictures as a whole in windows of {last} "
@@ -137,7 +160,9 @@ class PictureReader:
     def joint_inputs(self, text: str, pictures: list[Picture]) -> dict[str, Any]:
         """Return the inputs that transformers' own model takes for a whole prompt."""
         more = {"return_mm_token_type_ids": True} if self.names[1] else {}
-        return dict(self.processor(text=[text], images=_images(pictures), return_tensors="pt", **more))
+        return dict(
+            self.processor(text=[text], images=_images(pictures), return_tensors="pt", **more)
+        )
 
     def _see(self, picture: Picture) -> SeenPicture:
         name = blake2b(picture.tobytes() + repr(picture.shape).encode(), digest_size=16).digest()
@@ -165,7 +190,9 @@ class PictureReader:
                 f"a picture of {width} x {height} pixels cannot be read by this model: {words}"
             ) from error
         if "text_replacement_offsets" not in made:
-            raise UnsupportedModel(f"{type(self.processor).__name__} does not tell what it makes of a picture")
+            raise UnsupportedModel(
+                f"{type(self.processor).__name__} does not tell what it makes of a picture"
+            )
         text = made["text_replacement_offsets"][0][0]["replacement"]
         with self._lock:
             if len(self._key_ids) >= MAX_KNOWN:
@@ -179,8 +206,12 @@ def _placeholder_id(folder: Path) -> int:
     """Return the token in whose place a model puts features. Raises AttributeError if its configuration has none."""
     from transformers import AutoConfig
 
-    config: Any = AutoConfig.from_pretrained(str(folder), local_files_only=True, trust_remote_code=False)
-    found: int = config.image_token_id if hasattr(config, "image_token_id") else config.image_token_index
+    config: Any = AutoConfig.from_pretrained(
+        str(folder), local_files_only=True, trust_remote_code=False
+    )
+    found: int = (
+        config.image_token_id if hasattr(config, "image_token_id") else config.image_token_index
+    )
     return found
 
 
@@ -202,7 +233,11 @@ def open_processor(folder: Path) -> Any:
     auto: Any = processing_auto
     opened: Any = transformers.AutoImageProcessor
     local: dict[str, Any] = {"local_files_only": True, "trust_remote_code": False}
-    said = {name: read_json(folder / name) for name in (*FILES, "tokenizer_config.json") if (folder / name).is_file()}
+    said = {
+        name: read_json(folder / name)
+        for name in (*FILES, "tokenizer_config.json")
+        if (folder / name).is_file()
+    }
     named = [values["processor_class"] for values in said.values() if values.get("processor_class")]
     named.append(auto.PROCESSOR_MAPPING_NAMES.get(read_json(folder / "config.json")["model_type"]))
     kind: Any = getattr(transformers, named[0])
@@ -211,7 +246,9 @@ def open_processor(folder: Path) -> Any:
     parts: dict[str, Any] = dict.fromkeys(kind.get_attributes())
     parts["image_processor"] = opened.from_pretrained(str(folder), backend="pil", **local)
     parts["tokenizer"] = open_tokenizer(folder)
-    without: Any = type(kind.__name__, (kind,), {"check_argument_for_proper_class": lambda *_: None})
+    without: Any = type(
+        kind.__name__, (kind,), {"check_argument_for_proper_class": lambda *_: None}
+    )
     return without.from_args_and_dict(list(parts.values()), values)
 
 
@@ -223,13 +260,17 @@ def find_reader(
         return model, path, None
     try:
         classes = vars(sys.modules[class_of(model.whole or model.architecture).__module__]).values()
-        if not any(hasattr(each, "get_image_features") for each in classes if isinstance(each, type)):
+        if not any(
+            hasattr(each, "get_image_features") for each in classes if isinstance(each, type)
+        ):
             return model, path, None
         reader = PictureReader(folder)
     except Exception as error:  # noqa: BLE001 - whatever transformers makes of what is in the files
         words = " ".join(str(error).split())[:MAX_ERROR_CHARS]
         whole = model.whole or model.architecture
-        logger.warning("%s is served for text alone: its processor cannot be made (%s)", whole, words)
+        logger.warning(
+            "%s is served for text alone: its processor cannot be made (%s)", whole, words
+        )
         return model, path, None
     model = replace(model, reads_pictures=True)
     return model, choose_path(model, "auto"), reader

@@ -32,7 +32,9 @@ class _Form(NamedTuple):
     def output(self, features: list[Tensor]) -> Any:
         """Write features, [rows, hidden] each, as the tower would."""
         rows, *layers = features
-        written: dict[str, Any] = {ROWS: rows if self.num_dims == 2 else rows[None] if self.num_dims else [rows]}
+        written: dict[str, Any] = {
+            ROWS: rows if self.num_dims == 2 else rows[None] if self.num_dims else [rows]
+        }
         if self.has_layers:
             written[BY_LAYER] = [[each] for each in layers]
         return self.kind(**written)
@@ -41,11 +43,20 @@ class _Form(NamedTuple):
 class Tower:
     """Computes the features of pictures, once for equal ones."""
 
-    def __init__(self, model: TransformersModel, placeholder_id: int, device: torch.device, dtype: torch.dtype) -> None:
+    def __init__(
+        self,
+        model: TransformersModel,
+        placeholder_id: int,
+        device: torch.device,
+        dtype: torch.dtype,
+    ) -> None:
         """Raise UnsupportedModel if the model takes features in another way."""
         self.model, self._body = model, cast(Any, model.body)
         self._compute: Any = getattr(self._body, "get_image_features", None)
-        if self._compute is None or GIVEN not in inspect.signature(type(self._body).forward).parameters:
+        if (
+            self._compute is None
+            or GIVEN not in inspect.signature(type(self._body).forward).parameters
+        ):
             raise UnsupportedModel(
                 f"{type(self._body).__name__} of transformers {version('transformers')} takes no features of pictures"
             )
@@ -59,22 +70,33 @@ class Tower:
     def shortest_window(self) -> int | None:
         """The tokens of the model's shortest window, or None."""
         windows = [
-            size for each in self.model.attention_layers for size in (each.window, each.chunk) if size is not None
+            size
+            for each in self.model.attention_layers
+            for size in (each.window, each.chunk)
+            if size is not None
         ]
         return min(windows, default=None)
 
     @property
     def names(self) -> tuple[frozenset[str], frozenset[str]]:
         """The names of the tower's inputs, and of the sizes from which positions are made."""
-        sizes = inspect.signature(self._body.get_rope_index).parameters if self.has_positions else {}
+        sizes = (
+            inspect.signature(self._body.get_rope_index).parameters if self.has_positions else {}
+        )
         taken = inspect.signature(self._compute).parameters
         return frozenset(taken), frozenset(name for name in sizes if name.startswith("image"))
 
-    def positions(self, token_ids: list[int], kinds: list[int], sizes: Mapping[str, Any]) -> NDArray[np.int64] | None:
+    def positions(
+        self, token_ids: list[int], kinds: list[int], sizes: Mapping[str, Any]
+    ) -> NDArray[np.int64] | None:
         """Return the tokens' positions, [3, tokens]; None for a model whose tokens have one position each."""
         if not self.has_positions:
             return None
-        told = {"input_ids": token_ids, "mm_token_type_ids": kinds, "attention_mask": [1] * len(token_ids)}
+        told = {
+            "input_ids": token_ids,
+            "mm_token_type_ids": kinds,
+            "attention_mask": [1] * len(token_ids),
+        }
         known = inspect.signature(self._body.get_rope_index).parameters
         rows = {name: torch.tensor([values]) for name, values in told.items() if name in known}
         positions, _ = self._body.get_rope_index(**rows, **sizes)
@@ -91,7 +113,9 @@ class Tower:
             layers = getattr(output, BY_LAYER, None)
             features = [_flat(values) for values in (output[ROWS], *(layers or ()))]
             if any(len(each) != picture.num_rows for each in features):
-                raise UnsupportedModel(f"{len(features[0])} features came for {picture.num_rows} places")
+                raise UnsupportedModel(
+                    f"{len(features[0])} features came for {picture.num_rows} places"
+                )
             num_dims = 0 if isinstance(output[ROWS], (list, tuple)) else output[ROWS].ndim
             self._form = _Form(type(output), num_dims, layers is not None)
             picture.features, picture.inputs = features, None
@@ -104,7 +128,10 @@ class Tower:
             positions = upload([step.positions], self.device)[0][:, None]
         if not step.parts:
             return PictureRows({}, positions)
-        of_each = [[values[first:end] for values in picture.features or ()] for picture, first, end in step.parts]
+        of_each = [
+            [values[first:end] for values in picture.features or ()]
+            for picture, first, end in step.parts
+        ]
         features = [torch.cat(parts).to(self.device) for parts in zip(*of_each, strict=True)]
         places = (token_ids == self._placeholder_id).nonzero()[:, 0]
         if len(places) > len(step.rows):  # the model has generated some, which stand for no picture
@@ -113,7 +140,8 @@ class Tower:
             wholes = [own, *(each.new_zeros(len(places), each.shape[1]) for each in features[1:])]
             at = torch.searchsorted(places, rows)
             features = [
-                whole.index_copy(0, at, each.to(whole.dtype)) for whole, each in zip(wholes, features, strict=True)
+                whole.index_copy(0, at, each.to(whole.dtype))
+                for whole, each in zip(wholes, features, strict=True)
             ]
         assert self._form is not None, "there are features"
         return PictureRows({GIVEN: {"image": self._form.output(features)}}, positions)
