@@ -3,13 +3,13 @@
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Generic
+from typing import Any, Generic, NamedTuple
 
 from jobs.context.answers import AnswerMemo
 from jobs.context.checks import Checks
 from jobs.items.ask import Ask
 from jobs.items.item import Item, Samples, T
-from jobs.items.records import NOTHING, Progress, Tokens
+from jobs.items.records import NOTHING, Progress, Reply, Tokens
 from jobs.items.under_way import ItemUnderWay
 from jobs.tasks import Request
 
@@ -25,7 +25,8 @@ class Entry(Generic[T]):
     make: begins the item. It is called once, when the item's turn comes.
     memo_key: names the answer in the memo; None for an item whose answer is its own.
     num_awaited: requests of the present step that are not delivered yet.
-    resumed: where another execution left the item, until it has come there. delivered: how far it is now.
+    resumed: where another execution left the item, until it has come there.
+    replies, received: what was delivered, for steps that are over and for the present one; see Progress.
     """
 
     places: list[int]
@@ -34,12 +35,12 @@ class Entry(Generic[T]):
     item: ItemUnderWay[T] | None = None
     num_awaited: int = 0
     resumed: Progress = NOTHING
-    delivered: Progress = NOTHING
+    replies: tuple[Reply, ...] = ()
+    received: dict[int, Samples] | None = None
     num_tokens: int = 0
 
 
-@dataclass(frozen=True, slots=True)
-class Sent(Generic[T]):
+class Sent(NamedTuple, Generic[T]):
     """A request that was sent: its item, the step and the place in the step, and how many tokens it continues."""
 
     entry: Entry[T]
@@ -64,8 +65,7 @@ class Counts:
     resumed_tokens: int = 0
 
 
-@dataclass(frozen=True, slots=True)
-class Answered(Generic[T]):
+class Answered(NamedTuple, Generic[T]):
     """An answer as it came. num_tokens: generated for it and for equal ones, none for the latter."""
 
     place: int
@@ -183,8 +183,7 @@ class ItemRunner(Generic[T]):
         item.receive(sent.step, sent.place, samples)
         entry.num_awaited -= 1
         if entry.num_awaited:
-            received = {**entry.delivered.received, sent.place: samples}
-            entry.delivered = Progress(entry.delivered.replies, received)
+            entry.received = {**(entry.received or {}), sent.place: samples}
         else:
             self._go_on(entry)
 
@@ -220,9 +219,8 @@ class ItemRunner(Generic[T]):
 
         progress_of: dict[int, Progress] = {}
         for place, entry in self._open.items():
-            progress = entry.delivered
             progress = Progress(
-                progress.replies, progress.received, tokens.get(place, {}), entry.num_tokens
+                entry.replies, entry.received or {}, tokens.get(place, {}), entry.num_tokens
             )
             if progress.can_be_written:
                 progress_of[place] = progress
@@ -257,7 +255,8 @@ class ItemRunner(Generic[T]):
         """Note the requests of an item's next step, or its answer."""
         item = entry.item
         assert item is not None
-        entry.delivered = Progress(tuple(item.replies))
+        entry.replies = tuple(item.replies)
+        entry.received = None
         if item.is_done:
             self._end(entry)
             return
@@ -275,9 +274,7 @@ class ItemRunner(Generic[T]):
         for sent, request in following:
             if sent.place in left.received:
                 samples = left.received[sent.place]
-                entry.delivered = Progress(
-                    entry.delivered.replies, {**entry.delivered.received, sent.place: samples}
-                )
+                entry.received = {**(entry.received or {}), sent.place: samples}
                 entry.num_awaited -= 1
                 item.receive(step, sent.place, samples)
                 continue

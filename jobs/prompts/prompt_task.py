@@ -3,7 +3,7 @@
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
+from functools import cached_property, partial
 from typing import Any
 
 from jobs.context import JobContext
@@ -168,8 +168,7 @@ class OpenPrompts(ItemsTask):
         self._num_chars = 0
         self._num_tokens = 0
 
-        has_journal = context.journal is not None
-        self._digests = self._request_digests() if has_journal else {}
+        self._opened_at = task.clock()
         self._left = self._left_behind()
 
         entries = []
@@ -185,13 +184,16 @@ class OpenPrompts(ItemsTask):
                     )
                 )
         ask = PromptAsk(has_checks=task.has_checks)
-        self.runner = ItemRunner(entries, answers, ask, context.checks, keeps_replies=has_journal)
-        self.runner.resume(self._left)
-        self._look_at_answers()
+        keeps_replies = context.journal is not None
+        self.runner = ItemRunner(entries, answers, ask, context.checks, keeps_replies=keeps_replies)
+        if self._left:
+            self.runner.resume(self._left)
+            self._look_at_answers()
 
-    def _request_digests(self) -> dict[int, str]:
-        """Return what names each prompt's request in the journal."""
-        clock = self._context.model.pinned(self._task.clock()).clock
+    @cached_property
+    def _digests(self) -> dict[int, str]:
+        """Return what names each prompt's request in the journal. Most jobs are over before they need it."""
+        clock = self._context.model.pinned(self._opened_at).clock
         requests = enumerate(self._task.prompts)
         return {
             place: request.digest(clock)

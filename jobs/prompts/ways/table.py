@@ -19,6 +19,8 @@ WAY_OPTIONS: Mapping[str, WayOption] = {
 
 def split_way(values: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
     """Part keyword arguments into others and the parsed options of ways. Raises InvalidJob."""
+    if WAY_OPTIONS.keys().isdisjoint(values):
+        return dict(values), {}
     others = {name: value for name, value in values.items() if name not in WAY_OPTIONS}
     options = {
         name: option.parse(name, values[name])
@@ -30,6 +32,8 @@ def split_way(values: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]
 
 def way_of(options: Mapping[str, Any]) -> Way | None:
     """Return the way that parsed options ask for, if there are any. Raises InvalidJob for those of two."""
+    if not options:
+        return None
     ways: list[Way] = []
     for way in WAYS:
         values = {name: options[name] for name in way.options if name in options}
