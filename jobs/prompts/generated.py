@@ -52,6 +52,29 @@ def failed(reason: str | None, n: int) -> PromptAnswer:
     return PromptAnswer([sample] * n, [0] * n)
 
 
+def merged(
+    answer: Completion,
+    asked: Sequence[Completion],
+    samples: Sequence[Completion],
+    extras: Mapping[str, Any],
+    error: str | None = None,
+) -> PromptAnswer:
+    """Return one answer that several requests led to.
+
+    asked: a completion of each request, whose prompt tokens are counted. samples: all completions, whose generated
+    tokens are. error: stands beside the answer.
+    """
+    sample = PlainCompletion.of(
+        answer,
+        index=0,
+        num_prompt_tokens=sum(completion.num_prompt_tokens for completion in asked),
+        num_cached_tokens=sum(completion.num_cached_tokens for completion in asked),
+        error=error or answer.error,
+    )
+    num_generated = sum(len(completion.token_ids) for completion in samples)
+    return PromptAnswer([sample], [num_generated], extras=extras)
+
+
 def generated(
     request: Request, repairs: RepairOptions, row: Any = None, control_tokens: Collection[str] = ()
 ) -> Item[PromptAnswer]:

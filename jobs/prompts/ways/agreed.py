@@ -7,14 +7,13 @@ from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, ClassVar, Self
+from typing import Any, ClassVar
 
 from jobs.context.checks import AGREE_ON, RepairOptions
 from jobs.context.values import share, some_text, whole_number
 from jobs.errors import InvalidJob
 from jobs.items.item import Check, Item
-from jobs.items.records import PlainCompletion
-from jobs.prompts.generated import PromptAnswer, hashed_seed
+from jobs.prompts.generated import PromptAnswer, hashed_seed, merged
 from jobs.prompts.ways.way import Way, WayOption
 from jobs.tasks import Completion, Request
 
@@ -57,25 +56,14 @@ class Agreement(Way):
         """Whether a child process reads the answers."""
         return self.agree_on is not None
 
-    @classmethod
-    def of(cls, values: Mapping[str, Any]) -> Self:
-        """Return the way for these options. Raises InvalidJob."""
-        return cls(**values)
-
     def check(self, sampling: Mapping[str, Any], tools: list[dict[str, Any]]) -> None:
         """Raise InvalidJob where samples would all be alike, or would not be texts."""
         if sampling.get("temperature") == 0:
-            raise InvalidJob(
-                "agree and temperature=0: samples would all be alike: give a temperature above 0"
-            )
+            raise InvalidJob("agree and temperature=0: samples would be alike: raise temperature")
         if sampling.get("n", 1) != 1:
-            raise InvalidJob(
-                "agree and n: one answer of the samples stands: give max_samples in place of n"
-            )
+            raise InvalidJob("agree and n: one answer stands: give max_samples in place of n")
         if tools:
-            raise InvalidJob(
-                "agree and tools do not go together: samples are compared by their texts"
-            )
+            raise InvalidJob("agree and tools do not go together: texts are compared")
 
     def item(self, request: Request) -> Item[PromptAnswer]:
         """Draw rounds of samples, until they agree or cannot."""
@@ -92,9 +80,8 @@ class Agreement(Way):
                 if sample.finish_reason == "stop":
                     key = sample.text.strip()
                     if self.agree_on is not None:
-                        key = yield Check(
-                            RepairOptions({AGREE_ON: self.agree_on}), None, sample.text
-                        )
+                        question = RepairOptions({AGREE_ON: self.agree_on})
+                        key = yield Check(question, None, sample.text)
                 if key is not None:
                     votes[key] += 1
                     first_of.setdefault(key, sample)
@@ -111,9 +98,7 @@ class Agreement(Way):
             ((key, _),) = votes.most_common(1)
             winner = first_of[key]
         extras = {"votes": most / len(samples), "samples": len(samples)}
-        return PromptAnswer(
-            [_with_totals(winner, samples)], [_num_generated(samples)], extras=extras
-        )
+        return merged(winner, samples[::ROUND], samples, extras)
 
 
 def _round(request: Request, num_drawn: int, num_samples: int) -> Request:
@@ -123,18 +108,3 @@ def _round(request: Request, num_drawn: int, num_samples: int) -> Request:
     if num_drawn and seed is not None:
         sampling["seed"] = hashed_seed(f"{seed}:sample {num_drawn}")
     return replace(request, sampling=sampling)
-
-
-def _with_totals(winner: Completion, samples: list[Completion]) -> Completion:
-    """Return the answer, with the prompt tokens of all rounds."""
-    first_of_round = samples[::ROUND]
-    return PlainCompletion.of(
-        winner,
-        index=0,
-        num_prompt_tokens=sum(sample.num_prompt_tokens for sample in first_of_round),
-        num_cached_tokens=sum(sample.num_cached_tokens for sample in first_of_round),
-    )
-
-
-def _num_generated(samples: list[Completion]) -> int:
-    return sum(len(sample.token_ids) for sample in samples)

@@ -4,15 +4,14 @@ import json
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, ClassVar, Self
+from typing import Any, ClassVar
 
 from jobs.common.display import MAX_NAME_CHARS, brief
 from jobs.context.checks import TOOL, Checks, RepairOptions
 from jobs.context.values import listed, some_text, whole_number
 from jobs.errors import InvalidJob, InvalidValue
 from jobs.items.item import Check, Item
-from jobs.items.records import PlainCompletion
-from jobs.prompts.generated import PromptAnswer, hashed_seed
+from jobs.prompts.generated import PromptAnswer, hashed_seed, merged
 from jobs.prompts.messages import normal_messages
 from jobs.prompts.responses import with_ids
 from jobs.prompts.ways.way import Way, WayOption
@@ -58,11 +57,6 @@ class ToolUse(Way):
     }
     columns: ClassVar = {"messages": "string", "turns": "int64"}
     has_checks = True
-
-    @classmethod
-    def of(cls, values: Mapping[str, Any]) -> Self:
-        """Return the way for these options. Raises InvalidJob."""
-        return cls(**values)
 
     def admit(self, checks: Checks) -> None:
         """Raise InvalidJob for a function that this worker does not allow."""
@@ -116,28 +110,22 @@ class ToolUse(Way):
                 {"role": "assistant", "content": completion.text, "tool_calls": calls}
             ]
             for call in calls:
-                function = call["function"]
-                question = RepairOptions({TOOL: self._function_of[function["name"]]})
-                reply = yield Check(question, None, function["arguments"])
-                outcome = json.loads(reply or "{}")
-                if "result" not in outcome:
-                    error = f"tool {function['name']}: {outcome.get('error', 'it gave nothing')}"
+                name = call["function"]["name"]
+                question = RepairOptions({TOOL: self._function_of[name]})
+                reply = yield Check(question, None, call["function"]["arguments"])
+                outcome = json.loads(reply)
+                if "error" in outcome:
+                    error = f"tool {name}: {outcome['error']}"
                     break
-                turns.append(
-                    {"role": "tool", "tool_call_id": call["id"], "content": outcome["result"]}
-                )
-            messages += normal_messages(turns)
+                result = {"role": "tool", "tool_call_id": call["id"], "content": outcome["result"]}
+                turns.append(result)
+            try:
+                messages += normal_messages(turns)
+            except InvalidJob as problem:  # a result that no prompt can hold
+                error = error or f"the results of tools: {problem}"
 
         last = answers[-1]
         if last.finish_reason != "error" and error is None:
             messages.append({"role": "assistant", "content": last.text})
-        sample = PlainCompletion.of(
-            last,
-            num_prompt_tokens=sum(answer.num_prompt_tokens for answer in answers),
-            num_cached_tokens=sum(answer.num_cached_tokens for answer in answers),
-            error=error or last.error,
-        )
         extras = {"messages": messages, "turns": len(answers)}
-        return PromptAnswer(
-            [sample], [sum(len(answer.token_ids) for answer in answers)], extras=extras
-        )
+        return merged(last, answers, answers, extras, error)
