@@ -66,12 +66,16 @@ class Counts:
 
 
 class Answered(NamedTuple, Generic[T]):
-    """An answer as it came. num_tokens: generated for it and for equal ones, none for the latter."""
+    """An answer as it came.
+
+    num_tokens: generated for it and for equal ones, none for the latter. replies: what its item was given, if the
+    runner keeps that.
+    """
 
     place: int
     num_tokens: int
     answer: T
-    progress: Progress
+    replies: tuple[Reply, ...]
 
 
 class ItemRunner(Generic[T]):
@@ -81,7 +85,7 @@ class ItemRunner(Generic[T]):
     items. An item whose memo key another job of the process works on comes last. If it has no answer by then, it is
     computed here too, so that no job waits for another.
 
-    answers: for each place the answer that is there already, or None.
+    answers: for each place the answer that is there already, or None. memo: holds the answers of other jobs.
     keeps_replies: whether `answered` has all that the items were given, for a journal that holds no answers.
     """
 
@@ -91,13 +95,13 @@ class ItemRunner(Generic[T]):
         answers: list[T | None],
         ask: Ask[T],
         checks: Checks,
+        memo: AnswerMemo,
         *,
-        memo: AnswerMemo | None = None,
         keeps_replies: bool = False,
     ) -> None:
         self._ask = ask
         self._checks = checks
-        self._memo = AnswerMemo(0) if memo is None else memo
+        self._memo = memo
         self._keeps_replies = keeps_replies
         self._answers = answers
         self.answered: list[Answered[T]] = []
@@ -261,26 +265,22 @@ class ItemRunner(Generic[T]):
             self._end(entry)
             return
 
-        requests = item.take_requests()
-        entry.num_awaited = len(requests)
         left, entry.resumed = entry.resumed, NOTHING
         step = item.num_steps
-        following = []
-        for place in range(len(requests)):
-            request = requests[place]
-            following.append((Sent(entry, step, place, len(request.continued)), request))
-        requests.clear()
-
-        for sent, request in following:
-            if sent.place in left.received:
-                samples = left.received[sent.place]
-                entry.received = {**(entry.received or {}), sent.place: samples}
+        requests = item.take_requests()
+        entry.num_awaited = len(requests)
+        for place, request in enumerate(requests):
+            sent = Sent(entry, step, place, len(request.continued))
+            if place in left.received:
+                samples = left.received[place]
+                entry.received = {**(entry.received or {}), place: samples}
                 entry.num_awaited -= 1
-                item.receive(step, sent.place, samples)
+                item.receive(step, place, samples)
                 continue
-            if sent.place in left.tokens:
-                request = replace(request, resumed=left.tokens[sent.place])
+            if place in left.tokens:
+                request = replace(request, resumed=left.tokens[place])
             self._following.append((sent, request))
+        requests.clear()
         if not entry.num_awaited:
             self._go_on(entry)
 
@@ -308,20 +308,18 @@ class ItemRunner(Generic[T]):
         assert item.answer is not None, "an item returned no answer"
         del self._open[entry.places[0]]
         self.counts.open -= len(entry.places)
-        progress = NOTHING
-        if self._keeps_replies:
-            progress = Progress(tuple(item.replies), num_tokens=entry.num_tokens)
-        self._answer(entry, item.answer, progress)
+        replies = tuple(item.replies) if self._keeps_replies else ()
+        self._answer(entry, item.answer, replies)
         if entry.memo_key is not None:
             if self._ask.is_remembered(item.answer):
                 self._memo.put(entry.memo_key, item.answer)
             self._release(entry.memo_key)
 
-    def _answer(self, entry: Entry[T], answer: T, progress: Progress) -> None:
+    def _answer(self, entry: Entry[T], answer: T, replies: tuple[Reply, ...] = ()) -> None:
         num_tokens = entry.num_tokens
         for place in entry.places:
             self._answers[place] = answer
-            self.answered.append(Answered(place, num_tokens, answer, progress))
+            self.answered.append(Answered(place, num_tokens, answer, replies))
             num_tokens = 0
         self.counts.done += len(entry.places)
 
@@ -332,7 +330,7 @@ class ItemRunner(Generic[T]):
         answer = None if entry.memo_key is None else self._memo.get(entry.memo_key)
         if answer is None:
             return False
-        self._answer(entry, answer, NOTHING)
+        self._answer(entry, answer)
         make, entry.make = entry.make, None
         if make is not None:
             make().close()

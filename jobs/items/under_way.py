@@ -6,7 +6,7 @@ from typing import Any, Generic
 from jobs.context.checks import Checks
 from jobs.errors import JobsError
 from jobs.items.item import Check, Item, Samples, Step, T
-from jobs.items.records import Progress, Reply
+from jobs.items.records import Reply
 from jobs.tasks import Request
 
 
@@ -58,16 +58,14 @@ class ItemUnderWay(Generic[T]):
         with self._lock:
             if step != self.num_steps or self.is_done or place in self._received:
                 return
-            self._received[place] = sorted(samples, key=lambda sample: sample.index)
+            if len(samples) > 1:
+                samples = sorted(samples, key=lambda sample: sample.index)
+            self._received[place] = samples
             if len(self._received) < self._num_awaited:
                 return
             reply = [self._received[number] for number in range(self._num_awaited)]
             self.replies.append(reply)
             self._make_checks(self._next(reply))
-
-    def progress(self) -> Progress:
-        """Return what it was given so far, without the tokens of requests that wait."""
-        return Progress(tuple(self.replies), dict(self._received))
 
     def _make_checks(self, step: Step | None) -> None:
         while isinstance(step, Check):

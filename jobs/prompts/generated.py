@@ -8,7 +8,7 @@ from typing import Any
 from jobs.common.display import brief
 from jobs.context.checks import DEFAULT_MAX_ATTEMPTS, RepairOptions
 from jobs.errors import InvalidJob, InvalidValue
-from jobs.items.item import Check, Item, Samples, asked_once
+from jobs.items.item import Check, Item, Samples
 from jobs.items.records import PlainCompletion
 from jobs.prompts.template_texts import as_values
 from jobs.tasks import Completion, Logprob, Request
@@ -85,11 +85,11 @@ def generated(
     """
     if repairs.is_asked_for:
         return _tried(request, repairs, row, control_tokens)
-    return _sampled(asked_once(request))
+    return _sampled([request])
 
 
-def _sampled(item: Item[Samples]) -> Item[PromptAnswer]:
-    samples = yield from item
+def _sampled(requests: list[Request]) -> Item[PromptAnswer]:
+    (samples,) = yield requests
     return PromptAnswer(samples, [len(sample.token_ids) for sample in samples])
 
 

@@ -7,6 +7,7 @@ from functools import cached_property, partial
 from typing import Any
 
 from jobs.context import JobContext
+from jobs.context.answers import AnswerMemo
 from jobs.context.checks import NO_REPAIRS, RepairOptions, split_repair_options
 from jobs.context.served_model import parse_model
 from jobs.errors import InvalidJob, RequestFailed, ResultTooLarge
@@ -92,22 +93,14 @@ class PromptTask(Task):
         if isinstance(prompt, Unusable):
             return _ended(failed(prompt.reason, self.num_samples))
         if self.way is not None:
-            return self._answered(self.way.item(prompt))
+            return self.way.item(prompt)
         row: dict[str, Any] = {}
         if self.repairs.is_asked_for and prompt.messages is not None:
             row = {"messages": with_pictures(prompt.messages, lambda _: None)}
         elif self.repairs.is_asked_for:
             row = {"prompt": as_shown(prompt.prompt)}
         forbidden = control_tokens if self.values_are_text else ()
-        return self._answered(generated(prompt, self.repairs, row, forbidden))
-
-    def _answered(self, item: Item[PromptAnswer]) -> Item[PromptAnswer]:
-        """Return an item whose answer is failed in all its samples if it is in one."""
-        answer = yield from item
-        error = next((sample for sample in answer.samples if sample.finish_reason == "error"), None)
-        if error is None or self.repairs.is_asked_for:
-            return answer
-        return failed(error.error, self.num_samples)
+        return generated(prompt, self.repairs, row, forbidden)
 
     @property
     def num_samples(self) -> int:
@@ -117,6 +110,7 @@ class PromptTask(Task):
 
     def result(self, answers: Answers, context: JobContext) -> dict[str, Any]:
         """Return OpenAI's response shape. Raises RequestFailed when every prompt failed; else choices tell of that."""
+        answers = [self._failed_whole(answer) for answer in answers]
         if all(answer.is_failed for answer in answers):
             raise RequestFailed(0, answers[0].first.error)
         content = self.respond(answers, context.job_id)
@@ -128,6 +122,15 @@ class PromptTask(Task):
         if content["object"] in _OF_COMPLETIONS:
             head["system_fingerprint"] = context.model.fingerprint
         return {**head, **content}
+
+    def _failed_whole(self, answer: PromptAnswer) -> PromptAnswer:
+        """Return an answer that has failed in all its samples if it has in one."""
+        if self.repairs.is_asked_for:
+            return answer
+        for sample in answer.samples:
+            if sample.finish_reason == "error":
+                return failed(sample.error, self.num_samples)
+        return answer
 
 
 def _ended(answer: PromptAnswer) -> Item[PromptAnswer]:
@@ -144,6 +147,10 @@ def num_chars(answer: PromptAnswer) -> int:
         # Base64 has 16 characters for three numbers of an embedding.
         total += len(sample.text) + len(sample.reasoning or "") + 5 * len(numbers)
     return total
+
+
+#: Prompts of a job are each asked, also equal ones, so that none names an answer here.
+NO_MEMO = AnswerMemo(0)
 
 
 class PromptAsk(Ask[PromptAnswer]):
@@ -171,21 +178,20 @@ class OpenPrompts(ItemsTask):
         self._opened_at = task.clock()
         self._left = self._left_behind()
 
-        entries = []
+        entries: list[Entry[PromptAnswer]] = []
         answers: list[PromptAnswer | None] = []
         for place, prompt in enumerate(task.prompts):
             if isinstance(prompt, Unusable):
                 answers.append(failed(prompt.reason, task.num_samples))
             else:
                 answers.append(None)
-                entries.append(
-                    Entry[PromptAnswer](
-                        [place], partial(task.item, prompt, context.model.control_tokens)
-                    )
-                )
+                make = partial(task.item, prompt, context.model.control_tokens)
+                entries.append(Entry([place], make))
         ask = PromptAsk(has_checks=task.has_checks)
         keeps_replies = context.journal is not None
-        self.runner = ItemRunner(entries, answers, ask, context.checks, keeps_replies=keeps_replies)
+        self.runner = ItemRunner(
+            entries, answers, ask, context.checks, NO_MEMO, keeps_replies=keeps_replies
+        )
         if self._left:
             self.runner.resume(self._left)
             self._look_at_answers()
@@ -220,7 +226,7 @@ class OpenPrompts(ItemsTask):
             return None
         progress_of = dict(self._left)  # of which some may wait for the engine still
         for answered in self.runner.answered:
-            progress_of[answered.place] = answered.progress
+            progress_of[answered.place] = Progress(answered.replies, num_tokens=answered.num_tokens)
         for place, progress in self.runner.under_way(so_far).items():
             if place not in progress_of or progress.length > progress_of[place].length:
                 progress_of[place] = progress

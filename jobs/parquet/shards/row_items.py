@@ -46,10 +46,11 @@ def row_runner(
         if row in entry_of:
             entry_of[row].places.append(place)
             continue
-        entry = Entry[Answer]([place], partial(begin, row, place))
+        entry: Entry[Answer] = Entry([place], partial(begin, row, place))
         if ask.is_greedy(row):
             entry.memo_key = ask.key_of(row)
             entry_of[row] = entry
         asked.append((row, entry))
     asked.sort(key=lambda pair: pair[0])
-    return ItemRunner([entry for _, entry in asked], answers, ask, checks, memo=memo)
+    entries = [entry for _, entry in asked]
+    return ItemRunner(entries, answers, ask, checks, AnswerMemo(0) if memo is None else memo)
