@@ -38,7 +38,8 @@ Item = Generator[Step, Any, T]
 """A generator of steps that returns a `T`.
 
 It depends on its prompt, its seed and what it was given, on nothing else. So an item that was interrupted resumes by
-replay: a fresh generator is given the same replies again.
+replay: a fresh generator is given the same replies again. Whoever changes the steps of an item raises FORMAT
+(jobs/common/keys.py), as journals hold replies to the old ones.
 """
 
 

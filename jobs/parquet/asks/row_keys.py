@@ -23,32 +23,40 @@ SIZE = 16
 
 _TRUNCATION = "truncate_prompt_tokens"
 
-#: Arguments of the input, of its way to prompts, and of the output. All others decide the answer.
-_NOT_ASKED = frozenset(
-    [
-        *("input", "output", "input_format", "limit", "rows_per_shard", "model_alias"),
-        *(
-            "prompt_column",
-            "messages_column",
-            "query_column",
-            "document_column",
-            "template",
-            "image_column",
-        ),
-        *("sampling_columns", "check_columns"),
-        *(
-            "filename_column",
-            "single_file",
-            "keep",
-            "drop",
-            "output_prefix",
-            "only_new",
-            "reused_column",
-            "order",
-        ),
-        *("escalate_below", "escalate_to", "escalate_model"),
-    ]
+#: Arguments of where the input lies, and of how the output is cut and shown.
+_OF_FILES = frozenset(
+    {
+        "input",
+        "output",
+        "input_format",
+        "limit",
+        "rows_per_shard",
+        "filename_column",
+        "single_file",
+        "keep",
+        "drop",
+        "output_prefix",
+        "only_new",
+        "reused_column",
+        "order",
+        "escalate_to",
+        "escalate_model",
+    }
 )
+
+#: Arguments that decide no answer, or that decide it by way of the prompt alone. All others decide the answer.
+_NOT_ASKED = _OF_FILES | {
+    "model_alias",
+    "prompt_column",
+    "messages_column",
+    "query_column",
+    "document_column",
+    "template",
+    "image_column",
+    "sampling_columns",
+    "check_columns",
+    "escalate_below",
+}
 
 #: These make prompts too, but later ones of a row are made from them once the first is answered.
 _OF_PROMPTS = frozenset(["defaults", "template_format"])
@@ -106,33 +114,6 @@ def given_sampling(spec: RunSpec, seed: int | None) -> dict[str, Any]:
     return dict(spec.sampling) if seed is None else {**spec.sampling, "seed": seed}
 
 
-#: Arguments that decide no answer: where the input lies, and how the output is cut and shown.
-_OF_FILES = frozenset(
-    [
-        *(
-            "input",
-            "output",
-            "input_format",
-            "limit",
-            "rows_per_shard",
-            "filename_column",
-            "single_file",
-            "keep",
-            "drop",
-        ),
-        *(
-            "output_prefix",
-            "only_new",
-            "reused_column",
-            "order",
-            "escalate_to",
-            "escalate_model",
-            "sampling",
-        ),
-    ]
-)
-
-
 def differences(old: Plan, new: Plan, *, any_model: bool) -> list[str]:
     """Say what two runs ask differently, value by value. any_model: leave out the model."""
     found = []
@@ -151,7 +132,11 @@ def differences(old: Plan, new: Plan, *, any_model: bool) -> list[str]:
 
 
 def _asked(plan: Plan) -> dict[str, Any]:
-    of_spec = {name: value for name, value in plan.spec.to_json().items() if name not in _OF_FILES}
+    of_spec = {
+        name: value
+        for name, value in plan.spec.to_json().items()
+        if name not in _OF_FILES | {"sampling"}
+    }
     return {**of_spec, **given_sampling(plan.spec, plan.given_seed)}
 
 

@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from jobs.common.keys import FORMAT
 from jobs.context.answers import Answer
 from jobs.context.served_model import ServedModel
 from jobs.errors import RunError
@@ -59,7 +60,7 @@ class ShardJournal:
         """asked: RowKeys.name. keys: of the rows, by which other runs find them."""
         plan = folder.plan
         self._storage, self._folder, self._prefix = folder.storage, folder.journal, f"_{shard:05d}."
-        self._whose = f"2 {plan.run} {shard} {plan.seed} {model.pin} {asked}".encode()
+        self._whose = f"{FORMAT} {plan.run} {shard} {plan.seed} {model.pin} {asked}".encode()
         self._fields = kind_of(plan.spec).fields(plan.spec, embedding_size(plan.spec, model))
         self._execution_id, self._num_files, self._num_written, self._now = (
             folder.execution_id,

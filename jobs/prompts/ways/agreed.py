@@ -73,8 +73,10 @@ class Agreement(Way):
         while True:
             num_missing = min(ROUND, self.max_samples - len(samples))
             (drawn,) = yield [_round(request, len(samples), num_missing)]
-            if drawn[0].finish_reason == "error" and not samples:
-                return PromptAnswer([drawn[0]], [0])
+            if drawn[0].finish_reason == "error":
+                if not samples:
+                    return PromptAnswer([drawn[0]], [0])
+                break  # the samples before say what they say
             for sample in drawn:
                 key: str | None = None
                 if sample.finish_reason == "stop":

@@ -114,6 +114,22 @@ def test_an_early_end_is_one_that_more_samples_could_not_change(
         assert count + most - drawn < agree * most
 
 
+def test_a_round_that_fails_leaves_the_samples_before(checking: JobContext) -> None:
+    under_way = ItemUnderWay(Agreement(0.9).item(Request("?", None, DRAWN)), checking.checks)
+    under_way.begin([])
+    samples = [
+        PlainCompletion(index=number, text=text, token_ids=[1], num_prompt_tokens=7)
+        for number, text in enumerate("aaab")
+    ]
+    under_way.receive(1, 0, samples)
+    under_way.receive(2, 0, [PlainCompletion(finish_reason="error", error="no room")])
+    answer = under_way.answer
+    assert answer is not None
+    assert (answer.first.text, answer.first.error) == ("a", None)
+    assert answer.extras == {"votes": 0.75, "samples": 4}
+    assert answer.first.num_prompt_tokens == 7
+
+
 def noisy(request: Request) -> FakeCompletion:
     """Answer with a digit that follows from the seed."""
     text = str(request.sampling["seed"] % 3)
