@@ -16,7 +16,8 @@ from jobs.errors import InvalidJob, InvalidValue, check_limit, unlike
 from sandbox import Child, ChildFailed, ChildOutOfMemory, ChildTooSlow, Limits, Pool
 
 KINDS = ("function", "json", "regex")
-#: Kinds that no producer names. What of a text is compared with others, and a function that answers a tool's call.
+#: Kinds that no producer names: the part of a text that is compared with others, and a function that answers a tool's
+#: call.
 AGREE_ON, TOOL = "agree_on", "tool"
 DEFAULT_MAX_ATTEMPTS = 3
 MOST_ATTEMPTS = 100
@@ -162,7 +163,8 @@ class Checks:
     def reason(self, options: RepairOptions, row: Any, text: str) -> str | None:
         """Return why an answer's text is not valid, or None. row: what a function gets. Raises InvalidJob.
 
-        Of AGREE_ON return what stands for the compared part, None without one; of TOOL the JSON of a result or error.
+        AGREE_ON returns a hash of the part that is compared, or None where the text has no such part. TOOL returns JSON
+        with the result of the call, or with its error.
         """
         self.admit(options)
         try:
