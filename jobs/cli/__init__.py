@@ -15,6 +15,7 @@ from jobs.cli.run_options import (
     prompt_options,
     run_arguments,
 )
+from jobs.cli.server_commands import keys, serve
 from jobs.cli.status_text import await_plan, errors_told, wait_for_end
 from jobs.cli.trial_commands import MAX_ROWS_READ, dry_run_lines, preview, survey
 from jobs.cli.watch_commands import runs, status, workers
@@ -131,6 +132,8 @@ _COMMANDS = (
     dashboard,
     doctor,
     requeue_command,
+    serve,
+    keys,
 )
 for command in (*_COMMANDS, restore_check):
     main.add_command(command)

@@ -9,6 +9,7 @@ tokenmill:run:<run>:turn       string: written by whoever submits, plans or canc
 tokenmill:run:<run>:errors     hash: shard number -> JSON: the commonest reasons why rows of its part have an error
 tokenmill:run:<run>:failed     set: shards whose jobs have failed for good, where somebody is told of the run's end
 tokenmill:run:index            sorted set: run -> Unix time in ms of its last submission
+tokenmill:api-keys             hash: SHA-256 of a client's key -> JSON: its project and name (common/api_keys.py)
 
 Those by which workers tell whose a job is, or whose turn it is, belong to worker/store/:
 
@@ -68,6 +69,9 @@ EPOCHS_KEY = f"{OWN}:epochs"
 RESTORED_KEY = f"{OWN}:restored"
 #: Every run that was submitted within twice RUN_TTL_S. It is below `tokenmill:run:`, which producers may write.
 RUNS_KEY = f"{OWN}:run:index"
+
+#: The keys of the API server's clients.
+API_KEYS_KEY = f"{OWN}:api-keys"
 
 WORKER_STATS_TTL_S = 3600
 #: How long the journal of a job of prompts is kept, for a worker that goes on after another one's death.

@@ -5,9 +5,9 @@ from redis import Redis
 from jobs.errors import RunResubmitted, UnknownRun
 from jobs.queues import REQUEUE_LIMIT, RESUBMIT, Requeued, requeue, requeue_all
 from jobs.runs.control import cancel_run as cancel
+from jobs.runs.job_cancel import JobCancel
+from jobs.runs.job_cancel import cancel_job as cancel_one
 from jobs.runs.plans.names import is_run_id
-from tokenmill.dashboard.job_cancel import JobCancel
-from tokenmill.dashboard.job_cancel import cancel_job as cancel_one
 
 
 def retry_one(connection: Redis, form: dict[str, str]) -> str:

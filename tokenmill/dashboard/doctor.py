@@ -4,7 +4,8 @@ import os
 from collections.abc import Iterator
 
 from jobs.doctor.findings import Examination, Finding, fault, missing, ok
-from tokenmill.dashboard.serve import TOKEN_VARIABLE, NotServed, check_token
+from tokenmill.dashboard.serve import TOKEN_VARIABLE, check_token
+from tokenmill.serving import NotServed
 
 
 def checks() -> list[Examination]:

@@ -12,8 +12,8 @@ from jobs.common.display import printable, safe_name
 from jobs.common.keys import PROGRESS_FIELD
 from jobs.common.rq_jobs import JobStatus
 from jobs.errors import fault_line
+from jobs.runs.job_cancel import CANCELLABLE
 from jobs.runs.watching.reading import error_line
-from tokenmill.dashboard.job_cancel import CANCELLABLE
 
 #: A job's payload and meta are read up to so many bytes, packed and unpacked.
 MAX_PAYLOAD_BYTES = 1 << 16

@@ -6,8 +6,8 @@ import pytest
 from redis import Redis
 from rq import Queue, RateLimit
 
-from tokenmill.dashboard import job_cancel as module
-from tokenmill.dashboard.job_cancel import JobCancel, cancel_job
+from jobs.runs import job_cancel as module
+from jobs.runs.job_cancel import JobCancel, cancel_job
 
 
 def held(redis: Redis, job_id: str, worker: str = "node-1") -> None:

@@ -1,0 +1,84 @@
+"""The commands `tokenmill serve` and `tokenmill keys`."""
+
+import importlib
+import time
+from typing import Any
+
+import click
+import redis
+
+from jobs.common.api_keys import add_key, list_keys, revoke_key
+
+#: Imported by name: it is a package of its own, which imports this one.
+SERVE = "tokenmill.server.serve"
+
+
+@click.command()
+@click.option("--bind", default="127.0.0.1", show_default=True, help="Address to listen on.")
+@click.option("--port", type=click.IntRange(0, 65535), default=8080, show_default=True)
+@click.option(
+    "--prompts-queue",
+    default="prompts",
+    show_default=True,
+    metavar="NAME",
+    help="The queue of prompts.",
+)
+@click.option(
+    "--timeout",
+    type=click.IntRange(1, 86400),
+    default=600,
+    show_default=True,
+    help="Seconds that an answer may take.",
+)
+@click.pass_context
+def serve(context: click.Context, /, **options: Any) -> None:
+    """Serve OpenAI's HTTP API over the queue of prompts.
+
+    On other addresses than 127.0.0.1 clients need a key of `tokenmill keys add`.
+    """
+    try:
+        module: Any = importlib.import_module(SERVE)
+    except ModuleNotFoundError as error:
+        raise click.ClickException(
+            f"{error.name} is not installed: pip install 'tokenmill[server]'"
+        ) from None
+    try:
+        module.serve(context.find_root().params["url"], **options)
+    except module.NotServed as refused:
+        raise click.ClickException(str(refused)) from None
+
+
+@click.group()
+def keys() -> None:
+    """Add, list and revoke the keys of `tokenmill serve`'s clients."""
+
+
+@keys.command("add")
+@click.argument("project")
+@click.option("--name", default="", help="What the key is for, as lists show it.")
+@click.pass_obj
+def add_command(connection: redis.Redis, /, project: str, name: str) -> None:
+    """Make a key of PROJECT and print it.
+
+    It is shown this once, because only its hash is kept.
+    """
+    click.echo(add_key(connection, project, name))
+
+
+@keys.command("list")
+@click.pass_obj
+def list_command(connection: redis.Redis, /) -> None:
+    """List the keys by their ids, without their secrets."""
+    for key in list_keys(connection):
+        day = time.strftime("%Y-%m-%d", time.gmtime(key.created_at))
+        click.echo(f"{key.id}  {day}  {key.project}  {key.name}".rstrip())
+
+
+@keys.command("revoke")
+@click.argument("key_id", metavar="ID")
+@click.pass_obj
+def revoke_command(connection: redis.Redis, /, key_id: str) -> None:
+    """Revoke the key that `tokenmill keys list` shows with this ID."""
+    if not revoke_key(connection, key_id):
+        raise click.ClickException(f"no key has the id {key_id!r}: see `tokenmill keys list`")
+    click.echo(f"revoked {key_id}")

@@ -1,0 +1,91 @@
+"""The keys that clients of `tokenmill serve` send, each of one project. Redis holds their hashes alone.
+
+A key has 256 random bits, so one round of SHA-256 is enough: nobody can try them all.
+"""
+
+import hmac
+import json
+import secrets
+import time
+from dataclasses import dataclass
+from hashlib import sha256
+from typing import Any
+
+from redis import Redis
+
+from jobs.common import stored
+from jobs.common.display import safe_name
+from jobs.common.keys import API_KEYS_KEY
+
+PREFIX = "tm-"
+#: Characters of the hash by which a key is named in lists, and revoked.
+ID_CHARS = 12
+
+
+@dataclass(frozen=True)
+class ApiKey:
+    """A key without its secret.
+
+    id: the beginning of its hash. name: what a person calls it. created_at: Unix seconds.
+    """
+
+    id: str
+    project: str
+    name: str
+    created_at: int
+
+
+def add_key(connection: Redis, project: str, name: str) -> str:
+    """Make a key and return it. It is shown this once: Redis keeps its hash."""
+    secret = PREFIX + secrets.token_urlsafe(32)
+    record = {"project": project, "name": name, "created_at": int(time.time())}
+    connection.hset(API_KEYS_KEY, _hash(secret), json.dumps(record))
+    return secret
+
+
+def list_keys(connection: Redis) -> list[ApiKey]:
+    """Return all keys, the oldest first."""
+    records: Any = connection.hgetall(API_KEYS_KEY)
+    keys = [_key(stored.text(digest), record) for digest, record in records.items()]
+    return sorted(keys, key=lambda key: (key.created_at, key.id))
+
+
+def revoke_key(connection: Redis, key_id: str) -> bool:
+    """Remove the key with this id; return whether there was one."""
+    digests: Any = connection.hkeys(API_KEYS_KEY)
+    for digest in map(stored.text, digests):
+        if key_id and digest[:ID_CHARS] == key_id:
+            return bool(connection.hdel(API_KEYS_KEY, digest))
+    return False
+
+
+def find_key(connection: Redis, secret: str) -> ApiKey | None:
+    """Return the key with this secret; None if there is none. Hashes are compared, in constant time."""
+    digest = _hash(secret)
+    records: Any = connection.hgetall(API_KEYS_KEY)
+    matching = [
+        (stored.text(known), record)
+        for known, record in records.items()
+        if hmac.compare_digest(stored.text(known), digest)
+    ]
+    return _key(*matching[0]) if matching else None
+
+
+def has_keys(connection: Redis) -> bool:
+    """Whether there are any keys."""
+    return bool(connection.exists(API_KEYS_KEY))
+
+
+def _hash(secret: str) -> str:
+    return sha256(secret.encode("utf-8", "surrogateescape")).hexdigest()
+
+
+def _key(digest: str, record: Any) -> ApiKey:
+    fields = stored.json_object(record)
+    project, name = fields.get("project"), fields.get("name")
+    return ApiKey(
+        digest[:ID_CHARS],
+        safe_name(project) if isinstance(project, str) else "",
+        safe_name(name) if isinstance(name, str) else "",
+        stored.count(fields.get("created_at")) or 0,
+    )

@@ -1,0 +1,72 @@
+"""Errors as OpenAI's API writes them.
+
+Source: OpenAI's API reference, "Error codes"; the types that its clients raise follow from the status.
+"""
+
+import json
+import re
+from collections.abc import Mapping
+from typing import Any
+
+from starlette.responses import Response
+
+from jobs.errors import FAULT_PREFIX
+
+#: OpenAI's `type` of an error, by the status of its response.
+_TYPES = {
+    401: "authentication_error",
+    404: "not_found_error",
+    429: "rate_limit_error",
+    500: "server_error",
+    503: "server_error",
+    504: "server_error",
+}
+
+
+class ApiError(Exception):
+    """Raised for a request that cannot be answered.
+
+    status: of the response. code: OpenAI's name for the error, such as "model_not_found". param: the argument that is
+    wrong. headers: further ones of the response.
+    """
+
+    def __init__(
+        self,
+        status: int,
+        message: str,
+        *,
+        code: str | None = None,
+        param: str | None = None,
+        headers: Mapping[str, str] | None = None,
+    ) -> None:
+        super().__init__(message)
+        self.status = status
+        self.message = message
+        self.code = code
+        self.param = param
+        self.headers = dict(headers or {})
+
+    @property
+    def response(self) -> Response:
+        """Return the response that tells of the error."""
+        content: dict[str, Any] = {
+            "message": self.message,
+            "type": _TYPES.get(self.status, "invalid_request_error"),
+            "param": self.param,
+            "code": self.code,
+        }
+        body = json.dumps({"error": content}, ensure_ascii=False).encode("utf-8", "replace")
+        return Response(body, self.status, self.headers, "application/json")
+
+
+#: The class that stands before the message in the last line of a traceback.
+_ERROR_CLASS = re.compile(r"[\w.]+: ")
+
+
+def job_error(text: str) -> ApiError:
+    """Return the error of a failed job. text: its `exc_string`, whose last lines tell the error and the fault."""
+    lines = [line for line in text.strip().splitlines() if line]
+    is_clients = f"{FAULT_PREFIX}client" in lines
+    messages = [line for line in lines if not line.startswith(FAULT_PREFIX)]
+    message = _ERROR_CLASS.sub("", messages[-1], count=1) if messages else "the job left no error"
+    return ApiError(400 if is_clients else 500, message)

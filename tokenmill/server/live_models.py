@@ -1,0 +1,72 @@
+"""What the living workers of a queue serve, read from Redis at most once a second."""
+
+import time
+from collections.abc import Callable
+
+from redis import Redis
+from starlette.concurrency import run_in_threadpool
+
+from jobs.common.workers import LOADING, RESTORED, RESTORED_TEXT, WorkerSample, read_workers
+from tokenmill.server.errors import ApiError
+
+#: How old a look at the workers may be.
+LOOK_S = 1.0
+
+
+class LiveModels:
+    """The models of one queue's workers."""
+
+    def __init__(
+        self, connection: Redis, queue: str, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self._connection = connection
+        self._queue = queue
+        self._clock = clock
+        self._samples: list[WorkerSample] = []
+        self._looked_at: float | None = None
+
+    async def samples(self) -> list[WorkerSample]:
+        """Return what each living worker says of itself, also those that load. Raises RedisError."""
+        now = self._clock()
+        if self._looked_at is None or now - self._looked_at >= LOOK_S:
+            self._looked_at = now
+            self._samples = await run_in_threadpool(self._read)
+        return self._samples
+
+    def _read(self) -> list[WorkerSample]:
+        samples = []
+        for worker in read_workers(self._connection):
+            is_here = self._queue in worker.queues or (
+                worker.sample is not None and self._queue in worker.sample.queues
+            )
+            if is_here and worker.sample is not None and not worker.is_silent:
+                samples.append(worker.sample)
+        return samples
+
+    async def serving(self) -> list[WorkerSample]:
+        """Return what those workers say that serve a model now."""
+        return [sample for sample in await self.samples() if sample.state != LOADING]
+
+    async def check(self, model: str | None) -> None:
+        """Raise ApiError unless a living worker serves the model. model: None for any."""
+        serving = await self.serving()
+        if any(sample.state == RESTORED for sample in serving):
+            raise ApiError(503, RESTORED_TEXT, code="restored")
+        if not serving:
+            is_loading = bool(await self.samples())
+            reason = "its worker loads a model" if is_loading else "no worker is alive"
+            raise ApiError(
+                503,
+                f"queue {self._queue!r} is not served: {reason}; try again, or start `rq worker`",
+                code="no_worker",
+                headers={"retry-after": "5"},
+            )
+        names = {name for sample in serving for name in sample.models}
+        if model is not None and model not in names:
+            served = ", ".join(sorted({sample.model for sample in serving}))
+            raise ApiError(
+                404,
+                f"the model {model!r} is not served, but {served}: name one of these",
+                code="model_not_found",
+                param="model",
+            )

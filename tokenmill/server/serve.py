@@ -1,0 +1,43 @@
+"""Starts the API server, and refuses to serve others than this machine without keys."""
+
+from redis import Redis
+from redis.exceptions import RedisError
+
+from jobs.common.api_keys import has_keys
+from tokenmill.server.app import ApiServer
+from tokenmill.serving import REDIS_TIMEOUT_S, NotServed, is_loopback, listen, run_app, start_log
+
+#: Connections that wait to be taken. A thousand clients may come at once.
+BACKLOG = 2048
+
+
+def serve(redis_url: str, bind: str, port: int, prompts_queue: str, timeout: int) -> None:
+    """Serve until stopped. Raises NotServed where there are no keys for others, or the address cannot be had.
+
+    timeout: seconds that an answer may take.
+    """
+    writes_json = start_log("server")
+    is_local = is_loopback(bind)
+    connection = Redis.from_url(
+        redis_url, socket_timeout=REDIS_TIMEOUT_S, socket_connect_timeout=REDIS_TIMEOUT_S
+    )
+    if not is_local:
+        _check_keys(connection, bind)
+    app = ApiServer(redis_url, connection, prompts_queue, timeout, is_local=is_local).app()
+    listener = listen(bind, port, BACKLOG)
+    run_app(app, "API server", bind, listener, writes_json=writes_json)
+
+
+def _check_keys(connection: Redis, bind: str) -> None:
+    """Raise NotServed unless there are keys."""
+    try:
+        if has_keys(connection):
+            return
+    except RedisError as error:
+        raise NotServed(
+            f"Redis does not answer ({error}), so it cannot be seen whether there are keys"
+        ) from None
+    raise NotServed(
+        f"{bind} can be reached from other machines, and there are no keys: make one with "
+        "`tokenmill keys add PROJECT`, or leave --bind at 127.0.0.1"
+    )
