@@ -7,7 +7,7 @@ from typing import Any
 import click
 import redis
 
-from jobs.common.api_keys import add_key, list_keys, revoke_key
+from jobs.api_keys import add_key, list_keys, revoke_key
 
 #: Imported by name: it is a package of its own, which imports this one.
 SERVE = "tokenmill.server.serve"
@@ -24,6 +24,14 @@ SERVE = "tokenmill.server.serve"
     help="The queue of prompts.",
 )
 @click.option(
+    "--runs-queue", default="bulk", show_default=True, metavar="NAME", help="The queue of batches."
+)
+@click.option(
+    "--folder",
+    metavar="DIR",
+    help="Where files and batches lie: below the workers' data roots. Without it there are none.",
+)
+@click.option(
     "--timeout",
     type=click.IntRange(1, 86400),
     default=600,
@@ -32,7 +40,7 @@ SERVE = "tokenmill.server.serve"
 )
 @click.pass_context
 def serve(context: click.Context, /, **options: Any) -> None:
-    """Serve OpenAI's HTTP API over the queue of prompts.
+    """Serve OpenAI's HTTP API: calls go to the queue of prompts, batches to that of runs.
 
     On other addresses than 127.0.0.1 clients need a key of `tokenmill keys add`.
     """

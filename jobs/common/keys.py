@@ -9,7 +9,7 @@ tokenmill:run:<run>:turn       string: written by whoever submits, plans or canc
 tokenmill:run:<run>:errors     hash: shard number -> JSON: the commonest reasons why rows of its part have an error
 tokenmill:run:<run>:failed     set: shards whose jobs have failed for good, where somebody is told of the run's end
 tokenmill:run:index            sorted set: run -> Unix time in ms of its last submission
-tokenmill:api-keys             hash: SHA-256 of a client's key -> JSON: its project and name (common/api_keys.py)
+tokenmill:api-keys             hash: SHA-256 of a client's key -> JSON: its project and name (api_keys.py)
 
 Those by which workers tell whose a job is, or whose turn it is, belong to worker/store/:
 

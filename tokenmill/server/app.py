@@ -1,12 +1,14 @@
 """The server as an application: paths, and what every request goes through."""
 
 import asyncio
-import json
+import errno
 import logging
 import secrets
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from redis import Redis
@@ -18,50 +20,85 @@ from starlette.responses import JSONResponse, PlainTextResponse, Response
 from starlette.routing import Route
 
 from jobs.common.workers import WorkerSample
+from tokenmill.server.batch_calls import BatchCalls
+from tokenmill.server.batches import Batches
 from tokenmill.server.bodies import ENDPOINTS, call_of
 from tokenmill.server.errors import ApiError
+from tokenmill.server.file_store import FileStore
 from tokenmill.server.jobs_asked import JobsAsked
 from tokenmill.server.live_models import LiveModels
 from tokenmill.server.projects import Projects
-
-#: The most bytes of a body. The pictures of a prompt have at most 20 MiB, a third more in base64.
-MAX_BODY_BYTES = 32 << 20
-#: Seconds within which a body must have come.
-BODY_S = 60.0
+from tokenmill.server.request_bodies import json_body
 
 logger = logging.getLogger("tokenmill")
-Answer = Callable[[Request, str], Awaitable[Response]]
+
+#: Answers a request of a project. The last argument is the request's id.
+Answer = Callable[[Request, str, str], Awaitable[Response]]
+_METHODS = ("GET", "POST", "PUT", "PATCH", "DELETE")
+
+
+@dataclass(frozen=True)
+class ServerOptions:
+    """What the server serves.
+
+    is_local: only this machine reaches it. prompts_queue, runs_queue: where calls and batches go. timeout_s: how long
+    an answer may take. folder: where files and batches lie; None for a server without them.
+    """
+
+    is_local: bool
+    prompts_queue: str = "prompts"
+    runs_queue: str = "bulk"
+    timeout_s: int = 600
+    folder: Path | None = None
 
 
 class ApiServer:
     """What the answers share: Redis, the jobs that are asked, and who may ask."""
 
-    def __init__(
-        self, redis_url: str, connection: Redis, queue: str, timeout_s: int, *, is_local: bool
-    ) -> None:
+    def __init__(self, redis_url: str, connection: Redis, options: ServerOptions) -> None:
         self._connection = connection
+        self._options = options
+        queue = options.prompts_queue
         self._models = LiveModels(connection, queue)
-        self._projects = Projects(connection, is_local=is_local)
-        self._asked = JobsAsked(redis_url, connection, queue, timeout_s)
+        self._projects = Projects(connection, is_local=options.is_local)
+        self._asked = JobsAsked(redis_url, connection, queue, options.timeout_s)
 
     def app(self) -> Starlette:
         """Return the application."""
-        answered = [Route(path, self._answered(self._ask), methods=["POST"]) for path in ENDPOINTS]
-        return Starlette(
-            routes=[
-                *answered,
-                Route("/v1/models", self._answered(self._list_models)),
-                Route("/v1/models/{model:path}", self._answered(self._show_model)),
-                Route("/livez", self._livez),
-                Route("/readyz", self._readyz),
-                Route(
-                    "/{path:path}",
-                    self._answered(self._missing),
-                    methods=["GET", "POST", "PUT", "PATCH", "DELETE"],
-                ),
-            ],
-            lifespan=self._closing,
-        )
+        routes = [self._route("POST", path, self._ask) for path in ENDPOINTS]
+        routes += [
+            self._route("GET", "/v1/models", self._list_models),
+            self._route("GET", "/v1/models/{model:path}", self._show_model),
+            *self._batch_routes(),
+            Route("/livez", self._livez),
+            Route("/readyz", self._readyz),
+            Route("/{path:path}", self._answered(self._missing), methods=_METHODS),
+        ]
+        return Starlette(routes=routes, lifespan=self._closing)
+
+    def _batch_routes(self) -> list[Route]:
+        folder = self._options.folder
+        if folder is None:
+            return []
+        files = FileStore(folder)
+        calls = BatchCalls(files, Batches(self._connection, files, self._options.runs_queue))
+        by_path = {
+            ("POST", "/v1/files"): calls.upload,
+            ("GET", "/v1/files"): calls.list_files,
+            ("GET", "/v1/files/{id}"): calls.show_file,
+            ("GET", "/v1/files/{id}/content"): calls.file_content,
+            ("DELETE", "/v1/files/{id}"): calls.delete_file,
+            ("POST", "/v1/batches"): calls.create_batch,
+            ("GET", "/v1/batches"): calls.list_batches,
+            ("GET", "/v1/batches/{id}"): calls.show_batch,
+            ("POST", "/v1/batches/{id}/cancel"): calls.cancel_batch,
+        }
+        return [
+            self._route(method, path, _without_id(call)) for (method, path), call in by_path.items()
+        ]
+
+    def _route(self, method: str, path: str, answer: Answer) -> Route:
+        return Route(path, self._answered(answer), methods=[method])
 
     @asynccontextmanager
     async def _closing(self, _: Starlette) -> AsyncIterator[None]:
@@ -74,43 +111,45 @@ class ApiServer:
         async def respond(request: Request) -> Response:
             request_id = f"req_{secrets.token_hex(16)}"
             started = time.monotonic()
-            project = ""
+            project = "-"
             try:
                 key = await self._projects.of(request.headers)
                 project = key.project
-                response = await answer(request, request_id)
+                response = await answer(request, project, request_id)
             except ApiError as error:
                 response = error.response
+            except ClientDisconnect:
+                response = Response(status_code=499)
             except RedisError as error:
                 logger.warning("%s: Redis does not answer: %s", request_id, error)
                 response = ApiError(
                     503, "the queue does not answer: try again", headers={"retry-after": "5"}
                 ).response
-            except ClientDisconnect:
-                response = Response(status_code=499)
+            except OSError as error:
+                logger.warning("%s: the folder cannot be used: %s", request_id, error)
+                response = _disk_error(error).response
             except Exception:
                 logger.exception("%s: an unforeseen error", request_id)
                 response = ApiError(
                     500, f"an unforeseen error; the server's log names it by {request_id}"
                 ).response
             response.headers["x-request-id"] = request_id
-            milliseconds = round((time.monotonic() - started) * 1000)
             logger.info(
                 "%s %s %s %d, project %s, %d ms",
                 request_id,
                 request.method,
                 request.url.path,
                 response.status_code,
-                project or "-",
-                milliseconds,
+                project,
+                round((time.monotonic() - started) * 1000),
             )
             return response
 
         return respond
 
-    async def _ask(self, request: Request, request_id: str) -> Response:
+    async def _ask(self, request: Request, project: str, request_id: str) -> Response:
         """Answer a call by a job, and cancel that if the client goes away."""
-        body = await _json_body(request)
+        body = await json_body(request)
         call = await run_in_threadpool(call_of, request.url.path, body)
         await self._models.check(call.model)
         asking = asyncio.create_task(
@@ -126,24 +165,25 @@ class ApiServer:
             for task in (asking, leaving):
                 task.cancel()
 
-    async def _list_models(self, request: Request, request_id: str) -> Response:
+    async def _list_models(self, request: Request, project: str, request_id: str) -> Response:
         serving = {sample.model: sample for sample in await self._models.serving()}
         models = [_model(sample) for _, sample in sorted(serving.items())]
         return JSONResponse({"object": "list", "data": models})
 
-    async def _show_model(self, request: Request, request_id: str) -> Response:
+    async def _show_model(self, request: Request, project: str, request_id: str) -> Response:
         name = request.path_params["model"]
         for sample in await self._models.serving():
             if name in sample.models:
-                return JSONResponse(_model(sample) | {"id": name})
+                return JSONResponse({**_model(sample), "id": name})
         raise ApiError(404, f"the model {name!r} is not served", code="model_not_found")
 
-    async def _missing(self, request: Request, request_id: str) -> Response:
-        paths = ", ".join([*ENDPOINTS, "/v1/models"])
+    async def _missing(self, request: Request, project: str, request_id: str) -> Response:
+        path = request.url.path
+        if path.startswith(("/v1/files", "/v1/batches")) and self._options.folder is None:
+            raise ApiError(404, f"{path} needs a server that was started with --folder")
+        served = ", ".join([*ENDPOINTS, "/v1/models", "/v1/files", "/v1/batches"])
         raise ApiError(
-            404,
-            f"{request.method} {request.url.path} is not served, but {paths}",
-            code="unknown_url",
+            404, f"{request.method} {path} is not served, but {served}", code="unknown_url"
         )
 
     async def _livez(self, _: Request) -> Response:
@@ -159,6 +199,21 @@ class ApiServer:
         return PlainTextResponse("ok\n")
 
 
+def _without_id(call: Callable[[Request, str], Awaitable[Response]]) -> Answer:
+    """Return an answer that does not need the request's id."""
+
+    async def answer(request: Request, project: str, request_id: str) -> Response:
+        return await call(request, project)
+
+    return answer
+
+
+def _disk_error(error: OSError) -> ApiError:
+    if error.errno in (errno.ENOSPC, errno.EDQUOT):
+        return ApiError(507, "the server's folder has no room")
+    return ApiError(500, "the server's folder cannot be read or written")
+
+
 def _model(sample: WorkerSample) -> dict[str, Any]:
     """Return OpenAI's object of a model, with vLLM's `max_model_len`."""
     return {
@@ -168,25 +223,6 @@ def _model(sample: WorkerSample) -> dict[str, Any]:
         "owned_by": "tokenmill",
         "max_model_len": sample.max_model_len,
     }
-
-
-async def _json_body(request: Request) -> Any:
-    """Return a request's body. Raises ApiError for one that is too large, too slow or no JSON."""
-    chunks: list[bytes] = []
-    size = 0
-    try:
-        async with asyncio.timeout(BODY_S):
-            async for chunk in request.stream():
-                size += len(chunk)
-                if size > MAX_BODY_BYTES:
-                    raise ApiError(413, f"the body has more than {MAX_BODY_BYTES} bytes")
-                chunks.append(chunk)
-    except TimeoutError:
-        raise ApiError(408, f"the body did not come within {BODY_S:.0f} s") from None
-    try:
-        return await run_in_threadpool(json.loads, b"".join(chunks))
-    except (ValueError, RecursionError):
-        raise ApiError(400, "the body is not JSON") from None
 
 
 async def _left(request: Request) -> None:

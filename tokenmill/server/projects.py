@@ -7,7 +7,7 @@ from redis import Redis
 from starlette.concurrency import run_in_threadpool
 from starlette.datastructures import Headers
 
-from jobs.common.api_keys import ApiKey, find_key, has_keys
+from jobs.api_keys import ApiKey, find_key, has_keys
 from tokenmill.server.errors import ApiError
 
 #: The project of requests without a key.

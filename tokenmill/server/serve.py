@@ -1,20 +1,32 @@
 """Starts the API server, and refuses to serve others than this machine without keys."""
 
+from pathlib import Path
+
 from redis import Redis
 from redis.exceptions import RedisError
 
-from jobs.common.api_keys import has_keys
-from tokenmill.server.app import ApiServer
+from jobs.api_keys import has_keys
+from jobs.runs.plans.paths import is_stored
+from tokenmill.server.app import ApiServer, ServerOptions
 from tokenmill.serving import REDIS_TIMEOUT_S, NotServed, is_loopback, listen, run_app, start_log
 
 #: Connections that wait to be taken. A thousand clients may come at once.
 BACKLOG = 2048
 
 
-def serve(redis_url: str, bind: str, port: int, prompts_queue: str, timeout: int) -> None:
+def serve(
+    redis_url: str,
+    bind: str,
+    port: int,
+    *,
+    prompts_queue: str,
+    runs_queue: str,
+    timeout: int,
+    folder: str | None,
+) -> None:
     """Serve until stopped. Raises NotServed where there are no keys for others, or the address cannot be had.
 
-    timeout: seconds that an answer may take.
+    timeout: seconds that an answer may take. folder: where files and batches lie; None for a server without them.
     """
     writes_json = start_log("server")
     is_local = is_loopback(bind)
@@ -23,9 +35,26 @@ def serve(redis_url: str, bind: str, port: int, prompts_queue: str, timeout: int
     )
     if not is_local:
         _check_keys(connection, bind)
-    app = ApiServer(redis_url, connection, prompts_queue, timeout, is_local=is_local).app()
+    options = ServerOptions(
+        is_local, prompts_queue, runs_queue, timeout, None if folder is None else _folder(folder)
+    )
+    app = ApiServer(redis_url, connection, options).app()
     listener = listen(bind, port, BACKLOG)
     run_app(app, "API server", bind, listener, writes_json=writes_json)
+
+
+def _folder(name: str) -> Path:
+    """Return the folder of files and batches. Raises NotServed if it is none."""
+    if is_stored(name):
+        raise NotServed(
+            f"--folder {name} is in an object store, which is not built yet: name a folder"
+        )
+    folder = Path(name).absolute()
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise NotServed(f"--folder {folder} cannot be made: {error.strerror}") from None
+    return folder
 
 
 def _check_keys(connection: Redis, bind: str) -> None:

@@ -5,6 +5,7 @@ A key has 256 random bits, so one round of SHA-256 is enough: nobody can try the
 
 import hmac
 import json
+import re
 import secrets
 import time
 from dataclasses import dataclass
@@ -16,6 +17,7 @@ from redis import Redis
 from jobs.common import stored
 from jobs.common.display import safe_name
 from jobs.common.keys import API_KEYS_KEY
+from jobs.errors import unlike
 
 PREFIX = "tm-"
 #: Characters of the hash by which a key is named in lists, and revoked.
@@ -35,8 +37,17 @@ class ApiKey:
     created_at: int
 
 
+#: A project's name is also that of a folder.
+_PROJECT = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]{0,63}")
+
+
 def add_key(connection: Redis, project: str, name: str) -> str:
-    """Make a key and return it. It is shown this once: Redis keeps its hash."""
+    """Make a key and return it. It is shown this once: Redis keeps its hash.
+
+    Raises InvalidValue for a project that has a name with other characters.
+    """
+    if _PROJECT.fullmatch(project) is None:
+        raise unlike("project", project, "1 to 64 letters, digits, - and _, first no - or _")
     secret = PREFIX + secrets.token_urlsafe(32)
     record = {"project": project, "name": name, "created_at": int(time.time())}
     connection.hset(API_KEYS_KEY, _hash(secret), json.dumps(record))

@@ -1,0 +1,122 @@
+"""The calls of `/v1/files` and `/v1/batches`.
+
+Source: OpenAI's API reference, "Files" and "Batch".
+"""
+
+import re
+from typing import Any
+
+from starlette.concurrency import run_in_threadpool
+from starlette.requests import Request
+from starlette.responses import FileResponse, JSONResponse, Response
+
+from tokenmill.server.batches import Batches
+from tokenmill.server.errors import ApiError
+from tokenmill.server.file_store import FileStore, page_of
+from tokenmill.server.request_bodies import json_body
+from tokenmill.server.uploads import Upload
+
+MAX_FILE_BYTES = 4 << 30
+#: OpenAI's limits of a page, and of a file's life in seconds.
+MAX_PAGE = {"files": 10_000, "batches": 100}
+DEFAULT_PAGE = {"files": 10_000, "batches": 20}
+MIN_LIFE_S, MAX_LIFE_S = 3600, 30 * 24 * 3600
+
+
+class BatchCalls:
+    """Answers them for a request and the project of its key."""
+
+    def __init__(self, files: FileStore, batches: Batches) -> None:
+        self._files = files
+        self._batches = batches
+
+    async def upload(self, request: Request, project: str) -> Response:
+        """Take a file in pieces."""
+        file_id, sink = await run_in_threadpool(self._files.begin, project)
+        try:
+            with sink:
+                content_type = request.headers.get("content-type", "")
+                upload = Upload(content_type, sink, MAX_FILE_BYTES)
+                await upload.read(request.stream())
+            purpose = upload.fields.get("purpose")
+            if not purpose:
+                raise ApiError(400, "purpose is missing: send 'batch'", param="purpose")
+            life_s = _life_s(upload.fields)
+            name = upload.file_name or "upload"
+            file = await run_in_threadpool(
+                self._files.finish, project, file_id, name, purpose, life_s
+            )
+        finally:
+            await run_in_threadpool(self._files.drop, project, file_id)
+        return JSONResponse(file.to_object())
+
+    async def list_files(self, request: Request, project: str) -> Response:
+        """List a project's uploads, the latest first."""
+        files = await run_in_threadpool(self._files.uploads, project)
+        purpose = request.query_params.get("purpose")
+        order = request.query_params.get("order", "desc")
+        shown = [file.to_object() for file in files if purpose in (None, file.purpose)]
+        if order == "asc":
+            shown.reverse()
+        return _page(request, "files", shown)
+
+    async def show_file(self, request: Request, project: str) -> Response:
+        """Say what is known of a file."""
+        file, _ = await run_in_threadpool(self._files.find, project, request.path_params["id"])
+        return JSONResponse(file.to_object())
+
+    async def file_content(self, request: Request, project: str) -> Response:
+        """Send a file, or the range of it that is asked for."""
+        _, path = await run_in_threadpool(self._files.find, project, request.path_params["id"])
+        return FileResponse(path, media_type="application/octet-stream")
+
+    async def delete_file(self, request: Request, project: str) -> Response:
+        """Remove a file."""
+        file_id = request.path_params["id"]
+        await run_in_threadpool(self._files.delete, project, file_id)
+        return JSONResponse({"id": file_id, "object": "file", "deleted": True})
+
+    async def create_batch(self, request: Request, project: str) -> Response:
+        """Make a batch."""
+        body = await json_body(request)
+        return JSONResponse(await run_in_threadpool(self._batches.create, project, body))
+
+    async def list_batches(self, request: Request, project: str) -> Response:
+        """List a project's batches, the latest first."""
+        return _page(request, "batches", await run_in_threadpool(self._batches.shown, project))
+
+    async def show_batch(self, request: Request, project: str) -> Response:
+        """Say how a batch stands."""
+        batch_id = request.path_params["id"]
+        return JSONResponse(await run_in_threadpool(self._batches.retrieve, project, batch_id))
+
+    async def cancel_batch(self, request: Request, project: str) -> Response:
+        """Cancel a batch."""
+        batch_id = request.path_params["id"]
+        return JSONResponse(await run_in_threadpool(self._batches.cancel, project, batch_id))
+
+
+def _page(request: Request, kind: str, entries: list[dict[str, Any]]) -> Response:
+    text = request.query_params.get("limit", str(DEFAULT_PAGE[kind]))
+    if not re.fullmatch(r"\d{1,6}", text, re.ASCII) or not 1 <= int(text) <= MAX_PAGE[kind]:
+        raise ApiError(
+            400, f"limit is {text[:80]!r}, expected 1 to {MAX_PAGE[kind]}", param="limit"
+        )
+    return JSONResponse(page_of(entries, request.query_params.get("after"), int(text)))
+
+
+def _life_s(fields: dict[str, str]) -> int | None:
+    """Return the seconds after which an upload expires; None for never."""
+    anchor = fields.get("expires_after[anchor]")
+    text = fields.get("expires_after[seconds]")
+    if anchor is None and text is None:
+        return None
+    is_number = text is not None and re.fullmatch(r"\d{1,9}", text, re.ASCII) is not None
+    seconds = int(text) if is_number and text is not None else 0
+    if anchor != "created_at" or not MIN_LIFE_S <= seconds <= MAX_LIFE_S:
+        raise ApiError(
+            400,
+            f"expires_after is no anchor 'created_at' with {MIN_LIFE_S} to {MAX_LIFE_S} seconds",
+            param="expires_after",
+        )
+    return seconds

@@ -1,0 +1,265 @@
+"""Batches of a project. Each is a run over an uploaded file, in a folder of its own.
+
+    <folder>/<project>/batches/<id>/batch.json     what was asked for
+    <folder>/<project>/batches/<id>/run/           the run's output
+
+How a batch stands is read from its run each time.
+"""
+
+import re
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from redis import Redis
+
+from jobs.client import Run
+from jobs.errors import JobsError, UnknownRun
+from jobs.runs.control import submit_run
+from jobs.runs.output import output_here
+from jobs.runs.plans.names import MANIFEST, OPENAI_BATCH
+from jobs.runs.watching.snapshot import RunSnapshot
+from tokenmill.server.errors import ApiError
+from tokenmill.server.file_store import FileStore, check_id, missing, new_id, read_json, write_json
+
+#: What the lines of a batch may ask for.
+BATCH_ENDPOINTS = ("/v1/chat/completions", "/v1/completions", "/v1/embeddings")
+#: The longest value, and the most entries, of `metadata`; OpenAI's.
+MAX_METADATA_CHARS, MAX_METADATA = 512, 16
+#: The most earlier batches whose answers one takes.
+MAX_REUSED = 20
+_WINDOW = re.compile(r"(\d{1,3})([hd])")
+_HOUR_S = 3600
+
+#: OpenAI's states, by those of a run.
+_STATUS = {
+    "planning": "validating",
+    "not planned": "validating",
+    "running": "in_progress",
+    "ending": "finalizing",
+    "finished": "completed",
+    "failed": "failed",
+    "stopped": "failed",
+    "cancelled": "cancelled",
+}
+
+
+@dataclass(frozen=True)
+class Batch:
+    """What a client asked for. Times are Unix seconds. run: the run's id."""
+
+    id: str
+    input_file_id: str
+    endpoint: str
+    completion_window: str
+    created_at: int
+    expires_at: int
+    run: str = ""
+    metadata: Mapping[str, str] | None = None
+    cancelling_at: int | None = None
+    reused: tuple[str, ...] = field(default_factory=tuple)
+
+
+class Batches:
+    """Makes, reads and cancels batches. Its methods block, and are called in threads."""
+
+    def __init__(
+        self,
+        connection: Redis,
+        files: FileStore,
+        queue: str,
+        clock: Callable[[], float] = time.time,
+    ) -> None:
+        self._connection = connection
+        self._files = files
+        self._queue = queue
+        self._clock = clock
+
+    def create(self, project: str, body: Any) -> dict[str, Any]:
+        """Make a batch of an uploaded file. Raises ApiError, RedisError, OSError."""
+        if not isinstance(body, dict):
+            raise ApiError(400, "the body is no JSON object")
+        endpoint = body.get("endpoint")
+        if endpoint not in BATCH_ENDPOINTS:
+            raise _wrong("endpoint", endpoint, " or ".join(BATCH_ENDPOINTS))
+        file_id = body.get("input_file_id")
+        if not isinstance(file_id, str):
+            raise _wrong("input_file_id", file_id, "the id of an uploaded file")
+        window_s = _window_s(body.get("completion_window"))
+        metadata = _metadata(body.get("metadata"))
+        file, path = self._files.find(project, file_id)
+
+        reused: tuple[str, ...] = ()
+        if (metadata or {}).get("reuse") == "true":
+            reused = tuple(self._finished_runs(project))[:MAX_REUSED]
+        now = self._clock()
+        batch_id = new_id("batch_", now)
+        folder = self._folder(project, batch_id)
+        folder.mkdir(parents=True)
+        try:
+            run = submit_run(
+                self._connection,
+                self._queue,
+                input=[str(path)],
+                output=str(folder / "run"),
+                input_format=OPENAI_BATCH,
+                max_errors="100%",
+                reuse=list(reused) or None,
+            )
+        except JobsError as error:
+            folder.rmdir()
+            raise ApiError(400, str(error)) from None
+        batch = Batch(
+            id=batch_id,
+            input_file_id=file.id,
+            endpoint=endpoint,
+            completion_window=body["completion_window"],
+            created_at=int(now),
+            expires_at=int(now) + window_s,
+            run=run,
+            metadata=metadata,
+            reused=reused,
+        )
+        write_json(folder / "batch.json", asdict(batch))
+        return self._shown(project, batch)
+
+    def retrieve(self, project: str, batch_id: str) -> dict[str, Any]:
+        """Return how a batch stands. Raises ApiError if there is none."""
+        return self._shown(project, self._read(project, batch_id))
+
+    def shown(self, project: str) -> list[dict[str, Any]]:
+        """Return a project's batches, the latest first."""
+        return [self._shown(project, batch) for batch in self._all(project)]
+
+    def cancel(self, project: str, batch_id: str) -> dict[str, Any]:
+        """Cancel a batch; one that has ended stays as it is. Raises ApiError if there is none."""
+        batch = self._read(project, batch_id)
+        folder = self._folder(project, batch_id)
+        shown = self._shown(project, batch)
+        if shown["status"] in ("validating", "in_progress", "finalizing"):
+            batch = Batch(**{**asdict(batch), "cancelling_at": int(self._clock())})
+            write_json(folder / "batch.json", asdict(batch))
+            Run(batch.run, self._connection, str(folder / "run")).cancel()
+            shown = self._shown(project, batch)
+        return shown
+
+    def _folder(self, project: str, batch_id: str) -> Path:
+        return self._files.project_folder(project, "batches") / batch_id
+
+    def _read(self, project: str, batch_id: str) -> Batch:
+        check_id(batch_id, "batch")
+        record = read_json(self._folder(project, batch_id) / "batch.json")
+        if record is None:
+            raise missing("batch", batch_id)
+        return Batch(**record)
+
+    def _all(self, project: str) -> list[Batch]:
+        folder = self._files.project_folder(project, "batches")
+        paths = sorted(folder.glob("batch_*/batch.json"), reverse=True)
+        records = [read_json(path) for path in paths]
+        return [Batch(**record) for record in records if record is not None]
+
+    def _finished_runs(self, project: str) -> list[str]:
+        """Return the outputs of a project's finished batches, the latest first."""
+        folders = [self._folder(project, batch.id) / "run" for batch in self._all(project)]
+        return [str(folder) for folder in folders if (folder / MANIFEST).is_file()]
+
+    def _shown(self, project: str, batch: Batch) -> dict[str, Any]:
+        """Return OpenAI's object of a batch."""
+        output = self._folder(project, batch.id) / "run"
+        try:
+            snapshot: RunSnapshot | None = Run(batch.run, self._connection, str(output)).status()
+        except UnknownRun:
+            snapshot = None
+        status = "failed"
+        reason = "Redis has lost the run: make the batch again"
+        total = done = num_failed = 0
+        if snapshot is not None:
+            status = _STATUS[snapshot.state]
+            if status == "cancelled" and (snapshot.shards_started or snapshot.claimed):
+                status = "cancelling"
+            reason = snapshot.plan_error or snapshot.stopped or "its jobs have failed"
+            total, done, num_failed = snapshot.rows or 0, snapshot.rows_done, snapshot.errors
+        elif (ended := output_here(str(output), batch.run)) is not None:
+            total = done = ended.plan.rows
+            num_failed = ended.errors or 0
+            status = "completed" if ended.state == "finished" else "failed"
+
+        is_whole = status == "completed"
+        error = {"code": "batch_failed", "message": reason, "param": None, "line": None}
+        ended_at = None if snapshot is None or snapshot.ended_at is None else int(snapshot.ended_at)
+        began_at = None if snapshot is None or snapshot.began_at is None else int(snapshot.began_at)
+        file_id = batch.id.replace("batch_", "file-", 1)
+        return {
+            "id": batch.id,
+            "object": "batch",
+            "endpoint": batch.endpoint,
+            "errors": {"object": "list", "data": [error]} if status == "failed" else None,
+            "input_file_id": batch.input_file_id,
+            "completion_window": batch.completion_window,
+            "status": status,
+            "output_file_id": f"{file_id}-output" if is_whole and done > num_failed else None,
+            "error_file_id": f"{file_id}-errors" if is_whole and num_failed else None,
+            "created_at": batch.created_at,
+            "in_progress_at": began_at,
+            "expires_at": batch.expires_at,
+            "finalizing_at": ended_at if is_whole else None,
+            "completed_at": ended_at if is_whole else None,
+            "failed_at": ended_at or batch.created_at if status == "failed" else None,
+            "expired_at": None,
+            "cancelling_at": batch.cancelling_at,
+            "cancelled_at": batch.cancelling_at if status == "cancelled" else None,
+            "request_counts": {
+                "total": total,
+                "completed": max(0, done - num_failed),
+                "failed": num_failed,
+            },
+            "usage": None if snapshot is None else _usage(snapshot),
+            "metadata": None if batch.metadata is None else dict(batch.metadata),
+        }
+
+
+def _usage(snapshot: RunSnapshot) -> dict[str, Any]:
+    return {
+        "input_tokens": snapshot.prompt_tokens,
+        "input_tokens_details": {"cached_tokens": snapshot.cached_tokens},
+        "output_tokens": snapshot.completion_tokens,
+        "output_tokens_details": {"reasoning_tokens": 0},
+        "total_tokens": snapshot.prompt_tokens + snapshot.completion_tokens,
+    }
+
+
+def _window_s(value: object) -> int:
+    match = _WINDOW.fullmatch(value) if isinstance(value, str) else None
+    seconds = int(match[1]) * _HOUR_S * (24 if match[2] == "d" else 1) if match else 0
+    if not _HOUR_S <= seconds <= 7 * 24 * _HOUR_S:
+        raise _wrong("completion_window", value, 'from "1h" to "7d"')
+    return seconds
+
+
+def _metadata(value: object) -> dict[str, str] | None:
+    if value is None:
+        return None
+    is_sound = (
+        isinstance(value, dict)
+        and len(value) <= MAX_METADATA
+        and all(
+            isinstance(text, str) and len(text) <= MAX_METADATA_CHARS
+            for entry in value.items()
+            for text in entry
+        )
+    )
+    if not is_sound:
+        raise ApiError(
+            400,
+            f"metadata is no object of at most {MAX_METADATA} texts of {MAX_METADATA_CHARS} characters",
+            param="metadata",
+        )
+    assert isinstance(value, dict)
+    return value
+
+
+def _wrong(name: str, value: object, expected: str) -> ApiError:
+    return ApiError(400, f"{name} is {str(value)[:80]!r}, expected {expected}", param=name)
