@@ -90,6 +90,8 @@ class Batches:
         window_s = _window_s(body.get("completion_window"))
         metadata = _metadata(body.get("metadata"))
         file, path = self._files.find(project, file_id)
+        if not file.bytes:
+            raise ApiError(400, f"{file_id} has no lines", code="empty_file", param="input_file_id")
 
         reused: tuple[str, ...] = ()
         if (metadata or {}).get("reuse") == "true":

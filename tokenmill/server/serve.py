@@ -1,5 +1,6 @@
 """Starts the API server, and refuses to serve others than this machine without keys."""
 
+import logging
 from pathlib import Path
 
 from redis import Redis
@@ -8,7 +9,15 @@ from redis.exceptions import RedisError
 from jobs.api_keys import has_keys
 from jobs.runs.plans.paths import is_stored
 from tokenmill.server.app import ApiServer, ServerOptions
-from tokenmill.serving import REDIS_TIMEOUT_S, NotServed, is_loopback, listen, run_app, start_log
+from tokenmill.serving import (
+    REDIS_TIMEOUT_S,
+    NotServed,
+    is_loopback,
+    listen,
+    logger,
+    run_app,
+    start_log,
+)
 
 #: Connections that wait to be taken. A thousand clients may come at once.
 BACKLOG = 2048
@@ -29,6 +38,9 @@ def serve(
     timeout: seconds that an answer may take. folder: where files and batches lie; None for a server without them.
     """
     writes_json = start_log("server")
+    if not writes_json:
+        logging.basicConfig(format="%(asctime)s %(message)s")
+        logger.setLevel(logging.INFO)
     is_local = is_loopback(bind)
     connection = Redis.from_url(
         redis_url, socket_timeout=REDIS_TIMEOUT_S, socket_connect_timeout=REDIS_TIMEOUT_S

@@ -1,0 +1,163 @@
+"""Files and batches by OpenAI's client: upload, create, poll, read, cancel, delete."""
+
+import io
+import json
+import time
+import urllib.error
+import urllib.request
+from typing import Any
+
+import openai
+import pytest
+from openai.types import Batch
+
+from tests.tokenmill.server.conftest import Served
+
+
+def line(name: str, **body: Any) -> dict[str, Any]:
+    body = {"prompt": f"prompt {name}", "max_tokens": 2, **body}
+    return {"custom_id": name, "method": "POST", "url": "/v1/completions", "body": body}
+
+
+def upload(served: Served, lines: list[Any]) -> str:
+    data = "".join(json.dumps(each) + "\n" for each in lines).encode()
+    file = served.client.files.create(file=("in.jsonl", io.BytesIO(data)), purpose="batch")
+    assert file.bytes == len(data)
+    assert served.client.files.content(file.id).read() == data
+    return file.id
+
+
+def create(served: Served, file_id: str, **options: Any) -> Batch:
+    arguments = {"endpoint": "/v1/completions", "completion_window": "24h", **options}
+    return served.client.batches.create(input_file_id=file_id, **arguments)
+
+
+def ended(served: Served, batch: Batch, status: str = "completed") -> Batch:
+    until = time.monotonic() + 60
+    while batch.status in ("validating", "in_progress", "finalizing", "cancelling"):
+        assert time.monotonic() < until, batch
+        batch = served.client.batches.retrieve(batch.id)
+    assert batch.status == status, batch
+    return batch
+
+
+def lines_of(served: Served, file_id: str | None) -> list[dict[str, Any]]:
+    assert file_id is not None
+    return [json.loads(each) for each in served.client.files.content(file_id).text.splitlines()]
+
+
+def test_each_line_is_once_in_output_or_errors_in_the_files_order(served: Served) -> None:
+    asked = [line(f"a{number}") for number in range(20)]
+    asked[3] = line("bad", max_tokens=-1)
+    asked[11] = line("refused", prompt="refuse")
+    batch = create(served, upload(served, asked), metadata={"team": "x"})
+    assert batch.status == "validating"
+    assert batch.metadata == {"team": "x"}
+
+    batch = ended(served, batch)
+    answered = lines_of(served, batch.output_file_id)
+    failed = lines_of(served, batch.error_file_id)
+    names = [each["custom_id"] for each in asked]
+    assert [each["custom_id"] for each in answered] == [
+        name for name in names if name not in ("bad", "refused")
+    ]
+    assert [each["custom_id"] for each in failed] == ["bad", "refused"]
+    assert answered[0]["response"]["body"]["choices"][0]["text"] == "echo:prompt a0"
+    counts = batch.request_counts
+    assert counts is not None
+    assert (counts.total, counts.completed, counts.failed) == (20, 18, 2)
+    assert batch.usage is not None
+    assert batch.usage.output_tokens == 36
+
+
+def test_a_batch_in_which_each_line_is_invalid_is_completed(served: Served) -> None:
+    batch = ended(served, create(served, upload(served, [line("a", max_tokens=-1)])))
+    assert batch.output_file_id is None
+    assert [each["custom_id"] for each in lines_of(served, batch.error_file_id)] == ["a"]
+
+
+def test_a_file_that_cannot_be_read_fails_the_batch_with_the_reason(served: Served) -> None:
+    file = served.client.files.create(file=("x", io.BytesIO(b"\xff\xfe\xff")), purpose="batch")
+    batch = ended(served, create(served, file.id), status="failed")
+    assert batch.errors is not None
+    assert batch.errors.data
+    assert file.id in (batch.errors.data[0].message or "")
+
+
+def test_no_batch_is_made_of_an_empty_file(served: Served) -> None:
+    file = served.client.files.create(file=("x", io.BytesIO(b"")), purpose="batch")
+    with pytest.raises(openai.BadRequestError, match="no lines"):
+        create(served, file.id)
+
+
+def test_a_batch_takes_the_answers_of_earlier_ones_if_it_asks_for_that(served: Served) -> None:
+    file_id = upload(served, [line("once")])
+    ended(served, create(served, file_id))
+    batch = ended(served, create(served, file_id, metadata={"reuse": "true"}))
+    assert [each["custom_id"] for each in lines_of(served, batch.output_file_id)] == ["once"]
+    manifest = served.folder / "default" / "batches" / batch.id / "run" / "_manifest.json"
+    assert json.loads(manifest.read_text())["rows_reused"] == 1
+
+
+def test_a_cancelled_batch_ends_cancelled(served: Served) -> None:
+    batch = create(served, upload(served, [line("slow", prompt="hang")]))
+    batch = served.client.batches.cancel(batch.id)
+    assert batch.cancelling_at is not None
+    batch = ended(served, batch, status="cancelled")
+    assert served.client.batches.cancel(batch.id).status == "cancelled"
+
+
+def test_lists_go_on_behind_a_cursor_the_latest_first(served: Served) -> None:
+    ids = [upload(served, [line(str(number))]) for number in range(3)]
+    page = served.client.files.list(limit=2)
+    assert [each.id for each in page.data] == [ids[2], ids[1]]
+    assert page.has_more
+    following = served.client.files.list(limit=1, after=ids[1])
+    assert following.data[0].id == ids[0]
+
+
+def test_a_deleted_file_is_gone(served: Served) -> None:
+    file_id = upload(served, [line("a")])
+    assert served.client.files.delete(file_id).deleted
+    with pytest.raises(openai.NotFoundError):
+        served.client.files.retrieve(file_id)
+    with pytest.raises(openai.NotFoundError):
+        create(served, file_id)
+
+
+def test_a_part_of_a_file_can_be_read(served: Served) -> None:
+    file_id = upload(served, [line("a")])
+    content = served.client.files.with_raw_response.content(
+        file_id, extra_headers={"range": "bytes=1-9"}
+    )
+    assert content.status_code == 206
+    assert content.content == b'"custom_i'
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"endpoint": "/v1/images/generations"},
+        {"completion_window": "30m"},
+        {"completion_window": "8d"},
+        {"metadata": {"a": "x" * 513}},
+        {"input_file_id": "../../../etc/passwd"},
+        {"input_file_id": "file-" + "0" * 28},
+    ],
+)
+def test_a_batch_that_cannot_be_is_refused(served: Served, options: dict[str, Any]) -> None:
+    file_id = options.pop("input_file_id", None) or upload(served, [line("a")])
+    with pytest.raises((openai.BadRequestError, openai.NotFoundError)):
+        create(served, file_id, **options)
+
+
+def test_an_upload_that_is_cut_leaves_nothing(served: Served) -> None:
+    files = served.folder / "default" / "files"
+    upload(served, [line("a")])
+    before = sorted(path.name for path in files.iterdir())
+    body = b'--x\r\nContent-Disposition: form-data; name="file"; filename="a"\r\n\r\nhalf'
+    headers = {"content-type": "multipart/form-data; boundary=x"}
+    request = urllib.request.Request(f"{served.address}/v1/files", body, headers)
+    with pytest.raises(urllib.error.HTTPError, match="Bad Request"):
+        urllib.request.urlopen(request, timeout=30)
+    assert sorted(path.name for path in files.iterdir()) == before

@@ -1,0 +1,114 @@
+"""Keys tell projects apart, and nobody sees another project's files and batches."""
+
+import io
+from pathlib import Path
+
+import openai
+import pytest
+from click.testing import CliRunner
+from redis import Redis
+
+from jobs.api_keys import find_key, list_keys
+from jobs.cli import main
+from jobs.common.keys import API_KEYS_KEY
+from tests.tokenmill.server.server_process import client, running_server
+from tokenmill.server.serve import NotServed, serve
+
+
+def run(url: str, *args: str) -> str:
+    result = CliRunner().invoke(main, ["--url", url, "keys", *args])
+    assert result.exit_code == 0, result.output
+    return result.output.strip()
+
+
+def test_redis_holds_the_hash_of_a_key_alone(redis: Redis, redis_url: str) -> None:
+    secret = run(redis_url, "add", "search", "--name", "nightly")
+    (digest,) = redis.hkeys(API_KEYS_KEY)
+    assert secret.encode() not in digest
+    assert secret.encode() not in b"".join(redis.hvals(API_KEYS_KEY))
+
+    key = find_key(redis, secret)
+    assert key is not None
+    assert (key.project, key.name) == ("search", "nightly")
+    assert find_key(redis, secret + "x") is None
+    assert secret not in run(redis_url, "list")
+    assert "search  nightly" in run(redis_url, "list")
+
+
+def test_a_revoked_key_is_no_key(redis: Redis, redis_url: str) -> None:
+    secret = run(redis_url, "add", "search")
+    (key,) = list_keys(redis)
+    run(redis_url, "revoke", key.id)
+    assert find_key(redis, secret) is None
+    result = CliRunner().invoke(main, ["--url", redis_url, "keys", "revoke", key.id])
+    assert result.exit_code == 1
+    assert "no key has the id" in result.output
+
+
+@pytest.mark.parametrize("project", ["", "../x", "a/b", "-a", "a" * 65, "a b"])
+def test_a_project_has_the_name_of_a_folder(redis: Redis, redis_url: str, project: str) -> None:
+    result = CliRunner().invoke(main, ["--url", redis_url, "keys", "add", "--", project])
+    assert result.exit_code == 1
+    assert "project is" in result.output
+    assert not redis.exists(API_KEYS_KEY)
+
+
+def test_other_machines_are_not_served_without_keys(redis: Redis, redis_url: str) -> None:
+    with pytest.raises(NotServed, match="tokenmill keys add"):
+        serve(
+            redis_url,
+            "0.0.0.0",
+            0,
+            prompts_queue="prompts",
+            runs_queue="bulk",
+            timeout=60,
+            folder=None,
+        )
+
+
+def test_a_key_opens_its_own_project_and_no_other(
+    redis: Redis, redis_url: str, tmp_path: Path
+) -> None:
+    first_key = run(redis_url, "add", "first")
+    second_key = run(redis_url, "add", "second")
+    folder = tmp_path / "api"
+    with running_server(redis_url, tmp_path / "log", "--folder", str(folder)) as address:
+        first = client(address, first_key)
+        second = client(address, second_key)
+        file = first.files.create(file=("a", io.BytesIO(b"{}\n")), purpose="batch")
+        assert [each.id for each in first.files.list().data] == [file.id]
+        assert second.files.list().data == []
+        batch = first.batches.create(
+            input_file_id=file.id, endpoint="/v1/completions", completion_window="24h"
+        )
+        assert second.batches.list().data == []
+        for call in (
+            lambda: second.files.retrieve(file.id),
+            lambda: second.files.content(file.id),
+            lambda: second.files.delete(file.id),
+            lambda: second.batches.retrieve(batch.id),
+            lambda: second.batches.cancel(batch.id),
+            lambda: second.batches.create(
+                input_file_id=file.id, endpoint="/v1/completions", completion_window="24h"
+            ),
+        ):
+            with pytest.raises(openai.NotFoundError):
+                call()
+
+        for wrong in ("none", "", first_key[:-1], first_key + "x"):
+            with pytest.raises(openai.APIError):
+                client(address, wrong or " ").files.list()
+        assert first_key not in (tmp_path / "log").read_text()
+
+
+def test_calls_without_a_worker_say_so_at_once(
+    redis: Redis, redis_url: str, tmp_path: Path
+) -> None:
+    with running_server(redis_url, tmp_path / "log") as address:
+        api = client(address)
+        assert api.models.list().data == []
+        with pytest.raises(openai.InternalServerError, match="no worker is alive") as caught:
+            api.completions.create(model="fake", prompt="x")
+        assert caught.value.status_code == 503
+        with pytest.raises(openai.NotFoundError, match="--folder"):
+            api.files.list()
