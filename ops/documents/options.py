@@ -61,15 +61,20 @@ def unknown_options(words: list[str]) -> list[str]:
     if words[0] not in ("tokenmill", "rq") or len(words) < 2:
         return []
     given = [match[0] for word in words if (match := _OPTION.match(word))]
-    known = set(_OPTION.findall(re.sub(r"--\[no-\]", "--", _help(words[0], words[1]))))
+    known = set(_OPTION.findall(re.sub(r"--\[no-\]", "--", _help(*words[:3]))))
     return [option for option in given if option not in known]
 
 
 @cache
-def _help(program: str, name: str) -> str:
-    """The help of a program's command; nothing where there is no such command."""
+def _help(program: str, name: str, below: str = "") -> str:
+    """The help of a program's command; nothing where there is no such command.
+
+    below: the command of a group such as `tokenmill keys`; otherwise it is not looked at.
+    """
     from rq.cli.cli import main as rq
 
     group: click.Group = tokenmill if program == "tokenmill" else rq
     command = group.commands.get(name)
+    if isinstance(command, click.Group):
+        command = command.commands.get(below)
     return "" if command is None else command.get_help(click.Context(command))

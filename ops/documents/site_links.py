@@ -15,7 +15,15 @@ from mkdocs.structure.files import File, Files
 from mkdocs.structure.pages import Page
 
 _ROOT = Path(__file__).parents[2]
-_PACKAGES = ("engine", "jobs", "worker", "sandbox", "tokenmill/dashboard", "tokenmill/eval")
+_PACKAGES = (
+    "engine",
+    "jobs",
+    "worker",
+    "sandbox",
+    "tokenmill/dashboard",
+    "tokenmill/server",
+    "tokenmill/eval",
+)
 _BESIDE = (
     "RESULTS.md",
     "CHANGELOG.md",
