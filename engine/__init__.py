@@ -30,6 +30,7 @@ from engine.schedule.outputs import Completion as Completion
 from engine.schedule.outputs import EngineStats as EngineStats
 from engine.schedule.outputs import LogLikelihood as LogLikelihood
 from engine.schedule.outputs import Logprob as Logprob
+from engine.schedule.outputs import PartialText as PartialText
 from engine.schedule.outputs import RequestProgress as RequestProgress
 from engine.schedule.prepared_prompt import PreparedPrompt as PreparedPrompt
 

@@ -43,12 +43,19 @@ from engine.run.intake import (
     prepare_scores,
 )
 from engine.run.new_sequences import NewSequences
+from engine.run.partial_texts import PartialTexts
 from engine.run.poolers import Classifier, Embedder
 from engine.run.stepper import Stepper
 from engine.sampling.request_kinds import ClassParams, PoolingParams, RequestParams, ScoringParams
 from engine.sampling.sampling_params import SamplingParams, check_params
 from engine.schedule.block_manager import BlockManager
-from engine.schedule.outputs import Completion, EngineStats, LogLikelihood, RequestProgress
+from engine.schedule.outputs import (
+    Completion,
+    EngineStats,
+    LogLikelihood,
+    PartialText,
+    RequestProgress,
+)
 from engine.schedule.pictures import PromptPictures
 from engine.schedule.prepared_prompt import PreparedPrompt
 from engine.schedule.scheduler import Scheduler
@@ -121,6 +128,7 @@ class Engine:
         self._classifier = Classifier(classes, self._tokenizer, self._prompts)
         self._vocab_size = model.vocab_size
         self._completions = Completions(self._tokenizer, self._sequences.reasoner)
+        self._partial_texts = PartialTexts(self._tokenizer, self._sequences.reasoner)
         self._unfinished: dict[str, list[Sequence]] = {}
         self._incomplete: list[
             Sequence
@@ -330,7 +338,9 @@ class Engine:
 
     def abort(self, request_id: str) -> None:
         """Drop all unfinished samples of a request; an unknown or finished id is left alone."""
-        for seq in self._unfinished.pop(request_id, ()):
+        seqs = self._unfinished.pop(request_id, [])
+        self._partial_texts.forget(request_id, seqs)
+        for seq in seqs:
             self._scheduler.abort(seq)
 
     def step(self, *, launches: bool = True) -> list[Completion]:
@@ -379,6 +389,22 @@ class Engine:
             request_id: {seq.index: seq.generated_token_ids for seq in seqs}
             for request_id, seqs in self._unfinished.items()
             if seqs[0].generates
+        }
+
+    def texts_so_far(self, request_ids: Iterable[str]) -> dict[str, dict[int, PartialText]]:
+        """Return what the texts of unfinished samples begin with, by request id and sample index.
+
+        A text is a beginning of the completion's. It lacks an end that later tokens may change: part of a character, of
+        a stop string or of a mark of reasoning. Unknown ids are left out.
+        """
+        return {
+            request_id: {
+                seq.index: self._partial_texts.of(seq)
+                for seq in self._unfinished[request_id]
+                if seq.generates
+            }
+            for request_id in request_ids
+            if request_id in self._unfinished
         }
 
     def chat_token_ids(

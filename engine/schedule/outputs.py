@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from math import fsum
-from typing import Literal
+from typing import Literal, NamedTuple
 
 FinishReason = Literal["stop", "length", "abort", "error"]
 
@@ -60,6 +60,13 @@ class RequestMetrics:
     arrival_time: float
     first_token_time: float | None
     finished_time: float
+
+
+class PartialText(NamedTuple):
+    """A beginning of a completion's reasoning and text. reasoning: None if none has begun."""
+
+    reasoning: str | None
+    text: str
 
 
 @dataclass(frozen=True, slots=True)

@@ -259,6 +259,13 @@ class Reasoner:
         both = () if marks is None else (marks.start, marks.end)
         return {mark.token_id: mark.text for mark in both if mark.token_id is not None}
 
+    def pair(self, named: Sequence[str]) -> tuple[str, ...]:
+        """Return the texts of the marks around a span, () if there are none. named: of `budget`."""
+        if self._channels and not named:
+            return harmony.MARKS
+        marks = self._marks_of(tuple(named))
+        return () if marks is None else (marks.start.text, marks.end.text)
+
     def split(self, text: str, named: Sequence[str], prompt: list[int]) -> tuple[str | None, str]:
         """Split a completion's text into its reasoning (or None) and the rest.
 

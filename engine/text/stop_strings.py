@@ -33,6 +33,11 @@ class IncrementalText:
         self._pending: list[int] = []
         self._num_given = 0  # characters of the pending tokens' text already given out
 
+    @property
+    def is_whole(self) -> bool:
+        """Whether the text of all tokens is certain: the last one ends with a whole character."""
+        return self._num_given == 0 and not self._pending
+
     def add(self, token_id: int) -> str:
         """Return the text that this token has made certain."""
         self._pending.append(token_id)

@@ -18,6 +18,7 @@ tokenmill:deaths:<job>         string: how many workers have died with the job, 
 tokenmill:fleet:<queue>        sorted set: name of a worker that serves it -> Unix time of its last sign
 tokenmill:served:<name>        string, JSON: what a worker serves, as long as it lives (common/workers.py)
 tokenmill:journal:<job>        string: how far a job of prompts is, while it runs (context/job_journal.py)
+tokenmill:text:<job>           stream: pieces of a followed job's text, for 10 minutes (held/text_streams.py)
 tokenmill:claim:<token>        list: job ids that one claim has taken, until the next one or for 10 minutes
 tokenmill:removed:<execution>  string: id of a job that ended and was not to be kept, for 2 minutes
 tokenmill:epochs               list: marks of the last claims; a worker misses one if Redis lost data (claim.lua)
@@ -59,6 +60,8 @@ FUNCTION = "function"
 FILE = "file"
 #: Another one: the progress of a running job, as JSON. It is not in `meta`, which belongs to the producer.
 PROGRESS_FIELD = "tokenmill_progress"
+#: Another one: somebody reads the job's text as it grows, from `text_stream_key`.
+STREAM_FIELD = "tokenmill_stream"
 #: A field of our own in a shard's job: the submission of its run that enqueued it, or took it over.
 SUBMISSION_FIELD = "tokenmill_submission"
 #: A run's keys are kept this long after the last write; the files alone are enough to resume it.
@@ -108,6 +111,11 @@ def samples_key(name: str) -> str:
 def journal_key(job_id: str) -> str:
     """Return the key of the journal of a job of prompts."""
     return f"{OWN}:journal:{job_id}"
+
+
+def text_stream_key(job_id: str) -> str:
+    """Return the key of the stream of a followed job's text."""
+    return f"{OWN}:text:{job_id}"
 
 
 #: The ids of all jobs with a journal. By these, maintenance finds journals whose jobs are gone.

@@ -6,7 +6,7 @@ import logging
 import secrets
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import asynccontextmanager
+from contextlib import aclosing, asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,16 +16,17 @@ from redis.exceptions import RedisError
 from starlette.applications import Starlette
 from starlette.concurrency import run_in_threadpool
 from starlette.requests import ClientDisconnect, Request
-from starlette.responses import JSONResponse, PlainTextResponse, Response
+from starlette.responses import JSONResponse, PlainTextResponse, Response, StreamingResponse
 from starlette.routing import Route
 
 from jobs.common.workers import WorkerSample
 from tokenmill.server.batch_calls import BatchCalls
 from tokenmill.server.batches import Batches
-from tokenmill.server.bodies import ENDPOINTS, call_of
+from tokenmill.server.bodies import ENDPOINTS, Call, call_of
 from tokenmill.server.errors import ApiError
+from tokenmill.server.event_streams import EventStream
 from tokenmill.server.file_store import FileStore
-from tokenmill.server.jobs_asked import JobsAsked
+from tokenmill.server.jobs_asked import JobsAsked, TextPiece
 from tokenmill.server.live_models import LiveModels
 from tokenmill.server.projects import Projects
 from tokenmill.server.request_bodies import json_body
@@ -152,9 +153,9 @@ class ApiServer:
         body = await json_body(request)
         call = await run_in_threadpool(call_of, request.url.path, body)
         await self._models.check(call.model)
-        asking = asyncio.create_task(
-            self._asked.ask(request_id, call.function, call.arguments, call.model)
-        )
+        if call.is_streamed:
+            return await self._stream(call, request_id)
+        asking = asyncio.create_task(self._asked.ask(request_id, call))
         leaving = asyncio.create_task(_left(request))
         try:
             await asyncio.wait({asking, leaving}, return_when=asyncio.FIRST_COMPLETED)
@@ -164,6 +165,24 @@ class ApiServer:
         finally:
             for task in (asking, leaving):
                 task.cancel()
+
+    async def _stream(self, call: Call, request_id: str) -> Response:
+        """Answer with the text as it grows. What fails before its first event is an error as of other calls."""
+        stream = EventStream(request_id, call, call.model or "")
+        ask = self._asked.follow if call.has_growing_text else self._asked.whole
+        answer = ask(request_id, call)
+        first = await anext(answer)
+
+        async def parts() -> AsyncIterator[TextPiece | bytes]:
+            async with aclosing(answer):
+                yield first
+                async for part in answer:
+                    yield part
+
+        headers = {"cache-control": "no-cache", "x-accel-buffering": "no"}
+        return StreamingResponse(
+            stream.events(parts()), media_type="text/event-stream", headers=headers
+        )
 
     async def _list_models(self, request: Request, project: str, request_id: str) -> Response:
         serving = {sample.model: sample for sample in await self._models.serving()}

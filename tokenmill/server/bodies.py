@@ -36,11 +36,18 @@ _LABELLED = Endpoint("jobs.classify", ("labels",))
 
 @dataclass(frozen=True)
 class Call:
-    """A job that is to be enqueued. model: the one that is asked for; None for any."""
+    """A job that is to be enqueued.
+
+    model: the one that is asked for; None for any. is_streamed: the answer is sent as it grows. has_growing_text: the
+    text so far is a beginning of the answer's. with_usage: a stream ends with the tokens that were used.
+    """
 
     function: str
     arguments: Mapping[str, Any]
     model: str | None
+    is_streamed: bool = False
+    has_growing_text: bool = False
+    with_usage: bool = False
 
 
 def call_of(path: str, body: Any) -> Call:
@@ -58,13 +65,7 @@ def call_of(path: str, body: Any) -> Call:
                 code="missing_required_parameter",
                 param=name,
             )
-    if body.get("stream"):
-        raise ApiError(
-            400,
-            "stream is true, and answers are not streamed yet: leave it out",
-            code="unsupported_parameter",
-            param="stream",
-        )
+    body, is_streamed, with_usage = _without_stream(path, body)
     _refuse_paths([body.get("messages"), body.get("prompt")])
     try:
         refuse_template(body)
@@ -74,7 +75,48 @@ def call_of(path: str, body: Any) -> Call:
         param = message.split(" ", 1)[0]
         raise ApiError(400, message, param=param if param in body else None) from None
     model = body.get("model")
-    return Call(endpoint.function, body, model if isinstance(model, str) else None)
+    return Call(
+        endpoint.function,
+        body,
+        model if isinstance(model, str) else None,
+        is_streamed=is_streamed,
+        has_growing_text=is_streamed and _has_growing_text(body),
+        with_usage=with_usage,
+    )
+
+
+#: Paths whose answers may be streamed.
+_STREAMED = ("/v1/chat/completions", "/v1/completions")
+#: Arguments with which an answer may be asked for again, or is put together of several.
+_NOT_GROWING = ("check", "continue_on_length", "agree", "tool", "echo")
+
+
+def _without_stream(path: str, body: dict[str, Any]) -> tuple[dict[str, Any], bool, bool]:
+    """Return a body without what it says of streams, whether it asks for one, and for its usage. Raises ApiError."""
+    others = dict(body)
+    stream = others.pop("stream", None)
+    options = others.pop("stream_options", None)
+    if stream not in (None, True, False):
+        raise ApiError(400, "stream is neither true nor false", param="stream")
+    if not stream:
+        if options is not None:
+            raise ApiError(400, "stream_options needs stream=true", param="stream_options")
+        return others, False, False
+    if path not in _STREAMED:
+        raise ApiError(400, f"{path} does not stream: leave stream out", param="stream")
+    if options is None:
+        options = {}
+    if not isinstance(options, dict) or options.keys() - {"include_usage", "include_obfuscation"}:
+        raise ApiError(400, "stream_options has include_usage alone", param="stream_options")
+    return others, True, bool(options.get("include_usage"))
+
+
+def _has_growing_text(body: Mapping[str, Any]) -> bool:
+    """Whether the answer is asked once, of one prompt."""
+    if any(body.get(name) for name in _NOT_GROWING):
+        return False
+    prompt = body.get("prompt")
+    return not isinstance(prompt, list) or (bool(prompt) and isinstance(prompt[0], int))
 
 
 def _refuse_paths(value: object) -> None:

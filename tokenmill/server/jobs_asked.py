@@ -3,8 +3,10 @@
 import asyncio
 import json
 from base64 import b64decode
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 from redis import Redis
 from redis import asyncio as redis_asyncio
@@ -12,79 +14,133 @@ from redis.exceptions import RedisError
 from starlette.concurrency import run_in_threadpool
 
 from jobs.common import rq_jobs
-from jobs.common.keys import MODEL_FIELD
+from jobs.common.keys import MODEL_FIELD, STREAM_FIELD, text_stream_key
 from jobs.common.rq_jobs import JobStatus, ResultType
 from jobs.runs.job_cancel import cancel_job
+from tokenmill.server.bodies import Call
 from tokenmill.server.errors import ApiError, job_error
 
 #: How long a result is kept for the server to read it.
 RESULT_TTL_S = 300
 #: How long one read of results waits for the first of them. A job that was asked since joins the next read.
 READ_MS = 20
+#: The most pieces of a text that are read at once.
+MAX_PIECES = 1000
 #: Seconds between two looks at whether the awaited jobs are still there.
 LOOK_S = 1.0
 #: The statuses of jobs that end without a result.
 _OVER = (JobStatus.CANCELED, JobStatus.STOPPED)
 
 
-class JobsAsked:
-    """The jobs of this server that are not answered yet. All but `ask` and `close` is private to it.
+class TextPiece(NamedTuple):
+    """A piece of a sample's text; see worker.store.records.text_piece."""
 
-    timeout_s: how long a job may wait and run.
+    sample: int
+    part: str
+    offset: int
+    text: str
+
+
+@dataclass
+class _Awaited:
+    """A job whose answer somebody awaits.
+
+    ended: gets the entry of its result. pieces: the pieces of its text; None if nobody reads these. last_id: of the
+    last piece that was read.
     """
+
+    ended: asyncio.Future[Mapping[bytes, bytes]]
+    pieces: asyncio.Queue[TextPiece] | None = None
+    last_id: bytes = b"0"
+
+
+class JobsAsked:
+    """The jobs of this server that are not answered yet. timeout_s: how long a job may wait and run."""
 
     def __init__(self, redis_url: str, connection: Redis, queue: str, timeout_s: int) -> None:
         self._connection = connection
         self._queue = queue
         self._timeout_s = timeout_s
         self._reader = redis_asyncio.Redis.from_url(redis_url, socket_connect_timeout=5.0)
-        self._awaited: dict[str, asyncio.Future[Mapping[bytes, bytes]]] = {}
+        self._awaited: dict[str, _Awaited] = {}
         self._reading: asyncio.Task[None] | None = None
 
-    async def ask(
-        self, job_id: str, function: str, arguments: Mapping[str, Any], model: str | None
-    ) -> bytes:
-        """Enqueue a job and return its value, as JSON. model: the only one that may answer.
+    async def ask(self, job_id: str, call: Call) -> bytes:
+        """Enqueue a job and return its value, as JSON.
 
         Raises ApiError for a job that fails or is cancelled, and RedisError. A job whose caller is cancelled is
         cancelled too.
         """
-        future = asyncio.get_running_loop().create_future()
-        self._awaited[job_id] = future
-        try:
-            await run_in_threadpool(self._enqueue, job_id, function, arguments, model)
-            self._read_on()
-            async with asyncio.timeout(self._timeout_s):
-                entry = await future
-        except TimeoutError:
-            await run_in_threadpool(cancel_job, self._connection, job_id)
+        async with self._enqueued(job_id, call) as awaited:
+            await asyncio.wait({awaited.ended}, timeout=self._timeout_s)
+            return _value_of(self._result_of(awaited))
+
+    async def whole(self, job_id: str, call: Call) -> AsyncGenerator[TextPiece | bytes, None]:
+        """Enqueue a job; yield its value, as JSON. Raises as `ask`."""
+        yield await self.ask(job_id, call)
+
+    async def follow(self, job_id: str, call: Call) -> AsyncGenerator[TextPiece | bytes, None]:
+        """Enqueue a job; yield pieces of its text as they come, then its value, as JSON. Raises as `ask`."""
+        pieces: asyncio.Queue[TextPiece] = asyncio.Queue()
+        end_by = asyncio.get_running_loop().time() + self._timeout_s
+        async with self._enqueued(job_id, call, pieces) as awaited:
+            while not awaited.ended.done() or not pieces.empty():
+                next_piece = asyncio.ensure_future(pieces.get())
+                left_s = end_by - asyncio.get_running_loop().time()
+                events: set[asyncio.Future[Any]] = {next_piece, awaited.ended}
+                try:
+                    await asyncio.wait(events, timeout=left_s, return_when=asyncio.FIRST_COMPLETED)
+                    if next_piece.done():
+                        yield next_piece.result()
+                        continue
+                finally:
+                    next_piece.cancel()
+                self._result_of(awaited)
+            yield _value_of(self._result_of(awaited))
+
+    def _result_of(self, awaited: _Awaited) -> Mapping[bytes, bytes]:
+        """Return the entry of a job's result. Raises ApiError if it has not come, and what the reading raised."""
+        if not awaited.ended.done():
             raise ApiError(
                 504, f"no answer within {self._timeout_s} s: ask for less, or raise --timeout"
-            ) from None
-        except asyncio.CancelledError:
-            await asyncio.shield(run_in_threadpool(cancel_job, self._connection, job_id))
-            raise
-        finally:
-            self._awaited.pop(job_id, None)
-        return _value_of(entry)
+            )
+        return awaited.ended.result()
 
-    def _enqueue(
-        self, job_id: str, function: str, arguments: Mapping[str, Any], model: str | None
-    ) -> None:
-        """Write the job and its model in one transaction, so that no worker of another model takes it."""
+    @asynccontextmanager
+    async def _enqueued(
+        self, job_id: str, call: Call, pieces: asyncio.Queue[TextPiece] | None = None
+    ) -> AsyncIterator[_Awaited]:
+        """Enqueue a job, and cancel it if the block ends before the job does."""
+        awaited = _Awaited(asyncio.get_running_loop().create_future(), pieces)
+        self._awaited[job_id] = awaited
+        try:
+            await run_in_threadpool(self._enqueue, job_id, call, is_followed=pieces is not None)
+            self._read_on()
+            yield awaited
+        finally:
+            del self._awaited[job_id]
+            if not awaited.ended.done():
+                awaited.ended.cancel()
+                await asyncio.shield(run_in_threadpool(cancel_job, self._connection, job_id))
+
+    def _enqueue(self, job_id: str, call: Call, *, is_followed: bool) -> None:
+        """Write the job and its fields in one transaction, so that no worker of another model takes it."""
         job = rq_jobs.prepared_job(
-            function,
-            kwargs=dict(arguments),
+            call.function,
+            kwargs=dict(call.arguments),
             timeout=self._timeout_s,
             ttl=self._timeout_s,
             result_ttl=RESULT_TTL_S,
             failure_ttl=RESULT_TTL_S,
-            description=function,
+            description=call.function,
             job_id=job_id,
         )
+        fields: dict[Any, Any] = {} if call.model is None else {MODEL_FIELD: call.model}
+        if is_followed:
+            fields[STREAM_FIELD] = "1"
         with self._connection.pipeline() as pipe:
-            if model is not None:
-                pipe.hset(rq_jobs.job_key(job_id), MODEL_FIELD, model)
+            if fields:
+                pipe.hset(rq_jobs.job_key(job_id), mapping=fields)
             rq_jobs.job_queue(self._connection, self._queue).enqueue_many([job], pipeline=pipe)
             pipe.execute()
 
@@ -97,7 +153,7 @@ class JobsAsked:
         looked_at = asyncio.get_running_loop().time()
         while self._awaited:
             try:
-                await self._read_results()
+                await self._read_once()
                 now = asyncio.get_running_loop().time()
                 if now - looked_at >= LOOK_S:
                     looked_at = now
@@ -105,12 +161,45 @@ class JobsAsked:
             except RedisError:
                 await asyncio.sleep(LOOK_S)  # the server is away; results wait there
 
-    async def _read_results(self) -> None:
-        streams: dict[Any, Any] = {rq_jobs.results_key(job_id): "0" for job_id in self._awaited}
-        replies: Any = await self._reader.xread(streams, count=1, block=READ_MS)
+    async def _read_once(self) -> None:
+        """Read what there is of all awaited jobs, or wait shortly for the first of it."""
+        positions: dict[Any, Any] = {}
+        job_of: dict[bytes, str] = {}
+        for job_id, awaited in self._awaited.items():
+            if awaited.pieces is not None:
+                key = text_stream_key(job_id)
+                positions[key] = awaited.last_id
+                job_of[key.encode()] = job_id
+            if not awaited.ended.done():
+                positions[rq_jobs.results_key(job_id)] = b"0"
+        if not positions:
+            await asyncio.sleep(READ_MS / 1000)
+            return
+        replies: Any = await self._reader.xread(positions, count=MAX_PIECES, block=READ_MS)
         for key, entries in replies:
-            job_id = key.decode().rpartition(":")[2]
-            self._end(job_id, entries[0][1])
+            if key in job_of:
+                self._take_pieces(job_of[key], entries)
+        # A result comes after the pieces that were written before it.
+        for key, entries in replies:
+            if key not in job_of:
+                self._end(key.decode().rpartition(":")[2], entries[0][1])
+
+    def _take_pieces(
+        self, job_id: str, entries: Sequence[tuple[bytes, Mapping[bytes, bytes]]]
+    ) -> None:
+        awaited = self._awaited.get(job_id)
+        if awaited is None or awaited.pieces is None:
+            return
+        for entry_id, fields in entries:
+            awaited.last_id = entry_id
+            awaited.pieces.put_nowait(
+                TextPiece(
+                    int(fields[b"sample"]),
+                    fields[b"part"].decode(),
+                    int(fields[b"offset"]),
+                    fields[b"text"].decode(),
+                )
+            )
 
     async def _look_for_lost(self) -> None:
         """Fail the calls whose jobs were cancelled or deleted: they leave no result."""
@@ -123,18 +212,18 @@ class JobsAsked:
         for number, job_id in enumerate(job_ids):
             status = rq_jobs.job_status(replies[2 * number])
             has_result = replies[2 * number + 1]
-            future = self._awaited.get(job_id)
-            if future is None or future.done() or has_result:
+            awaited = self._awaited.get(job_id)
+            if awaited is None or awaited.ended.done() or has_result:
                 continue
             if status is None or status in _OVER:
-                future.set_exception(
+                awaited.ended.set_exception(
                     ApiError(503, "the job was cancelled, or its queue was emptied: ask again")
                 )
 
     def _end(self, job_id: str, entry: Mapping[bytes, bytes]) -> None:
-        future = self._awaited.get(job_id)
-        if future is not None and not future.done():
-            future.set_result(entry)
+        awaited = self._awaited.get(job_id)
+        if awaited is not None and not awaited.ended.done():
+            awaited.ended.set_result(entry)
 
     async def close(self) -> None:
         """Stop reading."""

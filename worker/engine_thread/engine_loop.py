@@ -21,6 +21,7 @@ from worker.engine_thread.orders import (
     SoFar,
     Stepped,
     Tell,
+    Texts,
 )
 
 if TYPE_CHECKING:
@@ -28,6 +29,12 @@ if TYPE_CHECKING:
 
 STATS_PERIOD_S = 1.0
 """Seconds between two reports of the engine's counters while no request finishes."""
+
+FOLLOW_PERIOD_S = 0.05
+"""Seconds between two reports of growing texts."""
+
+MAX_FOLLOW_SHARE = 0.05
+"""The most of the engine thread's time that goes into growing texts. Beyond it they are reported less often."""
 
 SWITCH_INTERVAL_S = 0.0002
 """Seconds for which Python code of another thread may keep the engine's thread from going on after a step. CPython's
@@ -49,7 +56,7 @@ class EngineLoop:
         self,
         engine: Engine,
         orders: SimpleQueue[Order],
-        report: Callable[[Stepped | SoFar | EngineDied], None],
+        report: Callable[[Stepped | SoFar | Texts | EngineDied], None],
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._engine = engine
@@ -59,6 +66,9 @@ class EngineLoop:
         self._intake = Intake(engine, lambda: orders.put(Look()))
         self._refused: list[Completion] = []
         self._is_stopped = False
+        self._followed: set[str] = set()
+        self._ended: set[str] = set()
+        self._follow_at = 0.0
         moment = clock()
         self._reported_at = moment
         self._progress_at = moment
@@ -87,6 +97,8 @@ class EngineLoop:
         if self._engine.has_unfinished and not self._is_stopped:
             finished = self._engine.step()
             self._hand_out(finished, self._engine.started, began_at)
+            if self._followed:
+                self._report_texts(finished)
         else:
             self._hand_out([], [], began_at)
         return True
@@ -112,8 +124,11 @@ class EngineLoop:
 
     def _carry_out(self, order: Add | Abort | Look | Tell) -> None:
         if isinstance(order, Add):
+            if order.is_followed:
+                self._followed.add(order.request_id)
             self._intake.put(order)
         elif isinstance(order, Abort):
+            self._followed.difference_update(order.request_ids)
             self._intake.drop(order.request_ids)
             for request_id in order.request_ids:
                 self._engine.abort(request_id)
@@ -125,6 +140,22 @@ class EngineLoop:
                     self._engine.step(launches=False), self._engine.started, self._clock()
                 )
             self._report(SoFar(self._engine.samples_so_far()))
+
+    def _report_texts(self, finished: list[Completion]) -> None:
+        """Report the growing texts, if a period is over."""
+        self._ended.update(completion.request_id for completion in finished)
+        began_at = self._clock()
+        if began_at < self._follow_at:
+            return
+        texts = self._engine.texts_so_far(self._followed)
+        # A request of several samples is followed until the last of them ends.
+        self._followed -= self._ended - texts.keys()
+        self._ended.clear()
+        if texts:
+            self._report(Texts(texts))
+        ended_at = self._clock()
+        pause_s = max(FOLLOW_PERIOD_S, (ended_at - began_at) / MAX_FOLLOW_SHARE)
+        self._follow_at = ended_at + pause_s
 
     def _hand_out(
         self, finished: list[Completion], started: Sequence[str], began_at: float

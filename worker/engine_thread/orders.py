@@ -4,17 +4,18 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from engine import Completion, RequestProgress
+from engine import Completion, PartialText, RequestProgress
 from jobs.tasks import Request
 
 
 @dataclass(frozen=True, slots=True)
 class Add:
-    """Order: run a job's request on a lane."""
+    """Order: run a job's request on a lane. is_followed: somebody reads its text as it grows."""
 
     request_id: str
     request: Request
     lane: int
+    is_followed: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,6 +65,13 @@ class SoFar:
     """Report: the token ids so far of all requests in the engine, by request id and sample index."""
 
     samples: Mapping[str, Mapping[int, Sequence[int]]]
+
+
+@dataclass(frozen=True, slots=True)
+class Texts:
+    """Report: what the texts of followed requests begin with, by request id and sample index."""
+
+    samples: Mapping[str, Mapping[int, PartialText]]
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,7 +12,7 @@ from redis.exceptions import RedisError, ResponseError
 
 from jobs.common.display import shown_error
 from jobs.common.workers import RESTORED, RESTORED_TEXT
-from worker.engine_thread.orders import EngineDied, Halt, SoFar, Stepped
+from worker.engine_thread.orders import EngineDied, Halt, SoFar, Stepped, Texts
 from worker.errors import (
     EngineFailed,
     FaultySurroundings,
@@ -88,6 +88,7 @@ class IoLoop:
         self._sweep = Timer(limits.sweep_period_s)
         self._duties = (
             self._settle,
+            self._runner.texts.write,
             self._show_record,  # before the first claim: it counts the other workers
             self._take_or_give,
             self._keep_leases,
@@ -226,6 +227,8 @@ class IoLoop:
                 self._runner.jobs.progressed(event.progress)
         elif isinstance(event, SoFar):
             self._runner.journals.write(event)
+        elif isinstance(event, Texts):
+            self._runner.texts.note(event)
         elif isinstance(event, EngineDied):
             self._engine_died(event.error)
         else:

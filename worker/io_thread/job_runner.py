@@ -19,6 +19,7 @@ from worker.io_thread.held.held_jobs import HeldJob, HeldJobs, JobState, ended_j
 from worker.io_thread.held.job_guard import JobGuard
 from worker.io_thread.held.journals import Journals
 from worker.io_thread.held.streams import Inspections, Streams
+from worker.io_thread.held.text_streams import TextStreams
 from worker.io_thread.job_ends import JobEnds
 from worker.io_thread.parts import Parts
 from worker.io_thread.pool_calls import PoolCall, PoolCalls, PoolThreads, TaskFiles, Then
@@ -68,6 +69,7 @@ class JobRunner:
         self.journals = Journals(
             self.jobs, self.guard, parts.limits.journal_s, parts.orders, post, log, clock
         )
+        self.texts = TextStreams(self.jobs, self.guard, parts.store)
         self.threads = PoolThreads(parts, self._files, inspections)
         self._beginnings = Beginnings(self.guard, clock)
         self.streams = Streams(

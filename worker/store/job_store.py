@@ -17,7 +17,7 @@ from rq.serializers import JSONSerializer
 from rq.utils import now, utcformat
 
 from jobs.common.display import brief
-from jobs.common.keys import FORMAT, held_key, prefixed
+from jobs.common.keys import FORMAT, held_key, prefixed, text_stream_key
 from jobs.common.rq_jobs import execution_key, job_key
 from worker.store.records.bounds import DEFAULT_MAX_JOB_BYTES, MAX_HASH_FIELDS, max_hash_bytes
 from worker.store.records.claimed_job import (
@@ -31,10 +31,17 @@ from worker.store.records.claimed_job import (
 )
 from worker.store.records.next_step import NextStep
 from worker.store.records.outcome import EndStatus, FinishReply, Outcome
+from worker.store.records.text_piece import TextPiece
 from worker.store.scripts import Call, Scripts
 
 PAGE = 200
 """Dependents that are read at once, roughly. Anybody may name a million dependents that do not exist."""
+
+TEXT_PIECES = 10_000
+"""The most pieces of a followed job's stream, roughly. The oldest ones go first."""
+
+TEXT_TTL_S = 600
+"""Seconds for which a stream is kept after its last piece."""
 
 
 @dataclass(frozen=True)
@@ -401,3 +408,12 @@ class JobStore:
             Call("progress", claimed.address, [json.dumps(values)]) for claimed, values in progress
         ]
         return [bool(reply) for reply in self._call_many(calls)]
+
+    def write_texts(self, pieces: Sequence[TextPiece]) -> None:
+        """Add pieces of followed jobs' texts to their streams. Raises RedisError."""
+        with self._client.pipeline(transaction=False) as pipe:
+            for piece in pieces:
+                key = text_stream_key(piece.job_id)
+                pipe.xadd(key, piece.to_fields(), maxlen=TEXT_PIECES, approximate=True)
+                pipe.expire(key, TEXT_TTL_S)
+            pipe.execute(raise_on_error=False)

@@ -69,6 +69,7 @@ class HeldJob:
     reported_progress: the progress that the task last reported.
     shown_progress: the progress that Redis has.
     trace: None if the job is not traced.
+    told_texts: how many characters of reasoning and text its stream has, by sample.
     is_blamed: it has met an error that nobody foresaw. After another one the job is let go.
     """
 
@@ -103,6 +104,7 @@ class HeldJob:
     reported_progress: dict[str, Any] | None = None
     shown_progress: dict[str, Any] | None = None
     trace: JobTrace | None = None
+    told_texts: dict[int, tuple[int, int]] = field(default_factory=dict)
     is_blamed: bool = False
     _awaited: object = None
 

@@ -99,7 +99,8 @@ class Streams:
         """Send requests to the engine. Yields the jobs that have changed since the last call."""
         for job, index, request in self._packer.pull(self._guard):
             with self._guard.around(job):
-                self._orders.put(Add(job.request_id(index), request, job.lane))
+                is_followed = job.claimed.record.is_followed
+                self._orders.put(Add(job.request_id(index), request, job.lane, is_followed))
         for job in self._packer.take_ended_streams():
             self._changed[job.number] = job
 

@@ -16,6 +16,7 @@ from rq.queue import Queue
 from rq.serializers import JSONSerializer
 from rq.webhook import Webhook
 
+from jobs.common.keys import STREAM_FIELD
 from worker.store.records.bounds import DEFAULT_MAX_JOB_BYTES, check_json_fields, unpack
 from worker.store.records.next_step import Policy
 
@@ -58,6 +59,11 @@ class JobRecord:
     def limit_s(self) -> float:
         """The job's timeout; 0 or less for none."""
         return self.timeout_s or Queue.DEFAULT_TIMEOUT
+
+    @property
+    def is_followed(self) -> bool:
+        """Whether somebody reads the job's text as it grows."""
+        return _STREAM in self.fields
 
     @property
     def is_heavy(self) -> bool:
@@ -208,4 +214,5 @@ _NEVER_EMPTY = {
     *(name for name in _PARSERS if name.endswith(b"_callback_timeout")),
 }
 _POLICY = tuple(policy_field.name.encode() for policy_field in fields(Policy))
-_HELD_FIELDS = frozenset((b"data", *_PARSERS))
+_STREAM = STREAM_FIELD.encode()
+_HELD_FIELDS = frozenset((b"data", _STREAM, *_PARSERS))

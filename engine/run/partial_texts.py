@@ -1,0 +1,119 @@
+"""What the texts of running sequences begin with, for those who read them as they grow."""
+
+from collections.abc import Sequence as Many
+from dataclasses import dataclass
+
+from engine.schedule.outputs import PartialText
+from engine.schedule.sequence import Sequence
+from engine.text.control_tokens import BREAK
+from engine.text.marked_text import with_marks
+from engine.text.reasoning import Reasoner
+from engine.text.stop_strings import IncrementalText
+from engine.text.tokenizer import Tokenizer
+
+
+@dataclass
+class _Growing:
+    """The text of one sequence's tokens so far.
+
+    num_tokens: those that were added. num_certain: those whose text no later token changes.
+    """
+
+    incremental: IncrementalText
+    text: str = ""
+    num_tokens: int = 0
+    num_certain: int = 0
+
+
+class PartialTexts:
+    """Makes the texts of running sequences, with work for their new tokens alone unless they reason."""
+
+    def __init__(self, tokenizer: Tokenizer, reasoner: Reasoner) -> None:
+        self._tokenizer = tokenizer
+        self._reasoner = reasoner
+        self._growing: dict[tuple[str, int], _Growing] = {}
+
+    def forget(self, request_id: str, seqs: Many[Sequence]) -> None:
+        """Forget sequences that have ended."""
+        for seq in seqs:
+            self._growing.pop((request_id, seq.index), None)
+
+    def of(self, seq: Sequence) -> PartialText:
+        """Return what a sequence's text begins with.
+
+        Empty for a request with tools, as the text around their calls is known only at its end.
+        """
+        params = seq.params
+        if params.tools:
+            return PartialText(None, "")
+        growing = self._grown(seq)
+        marks = self._reasoner.marks(params.reasoning_marks) if params.separate_reasoning else {}
+        reasoning: str | None = None
+        text = growing.text
+        if params.separate_reasoning:
+            reasoning, text = self._split(seq, growing, marks)
+        if params.stop:
+            # The end of the text may be the beginning of a stop string.
+            longest = max(map(len, params.stop))
+            text = text[: max(0, len(text) - longest + 1)]
+        return PartialText(reasoning, text.replace(BREAK, ""))
+
+    def _grown(self, seq: Sequence) -> _Growing:
+        key = (seq.request_id, seq.index)
+        growing = self._growing.get(key)
+        if growing is None:
+            growing = _Growing(
+                self._tokenizer.incremental_text(
+                    follows_text=seq.follows_text,
+                    skip_special_tokens=seq.params.skip_special_tokens,
+                    spaces_between_special_tokens=seq.params.spaces_between_special_tokens,
+                )
+            )
+            self._growing[key] = growing
+        for token_id in seq.generated_token_ids[growing.num_tokens :]:
+            growing.text += growing.incremental.add(token_id)
+            growing.num_tokens += 1
+            if growing.incremental.is_whole:
+                growing.num_certain = growing.num_tokens
+        return growing
+
+    def _split(
+        self, seq: Sequence, growing: _Growing, marks: dict[int, str]
+    ) -> tuple[str | None, str]:
+        """Return the reasoning and the rest, each without an end that may be the beginning of a mark."""
+        params = seq.params
+        pair = self._reasoner.pair(params.reasoning_marks)
+        if not marks and not pair:
+            return None, growing.text
+        token_ids = seq.generated_token_ids[: growing.num_certain]
+        text = self._tokenizer.decode(
+            token_ids,
+            follows_text=seq.follows_text,
+            skip_special_tokens=params.skip_special_tokens,
+            spaces_between_special_tokens=params.spaces_between_special_tokens,
+        )
+        text = with_marks(
+            self._tokenizer,
+            text,
+            token_ids,
+            marks,
+            broken=marks.values(),
+            follows_text=seq.follows_text,
+            skip_special_tokens=params.skip_special_tokens,
+            spaces_between_special_tokens=params.spaces_between_special_tokens,
+        )
+        prompt = seq.token_ids[: seq.num_prompt_tokens]
+        reasoning, answer = self._reasoner.split(text, params.reasoning_marks, prompt)
+        for mark in pair:
+            reasoning = None if reasoning is None else _without_begun(reasoning, mark)
+            # A mark that opens a span in the middle of an answer: what it hides shows only at its end.
+            answer = _without_begun(answer.partition(mark)[0], mark)
+        return None if reasoning is None else reasoning.replace(BREAK, ""), answer
+
+
+def _without_begun(text: str, mark: str) -> str:
+    """Return a text without an end that may be the beginning of a mark."""
+    for length in range(min(len(mark) - 1, len(text)), 0, -1):
+        if text.endswith(mark[:length]):
+            return text[:-length]
+    return text

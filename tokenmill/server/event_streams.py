@@ -1,0 +1,141 @@
+"""Answers as server-sent events: the text as it grows, then what only the whole answer tells.
+
+Source: OpenAI's API reference, "Streaming" of chats and completions.
+"""
+
+import json
+import logging
+import time
+from collections.abc import AsyncIterator
+from dataclasses import dataclass, field
+from typing import Any
+
+from tokenmill.server.bodies import Call
+from tokenmill.server.errors import ApiError
+from tokenmill.server.jobs_asked import TextPiece
+
+logger = logging.getLogger("tokenmill")
+
+DONE = b"data: [DONE]\n\n"
+
+
+@dataclass
+class _Sent:
+    """What was sent of a choice."""
+
+    reasoning: str = ""
+    text: str = ""
+    has_begun: bool = False
+
+
+@dataclass
+class EventStream:
+    """The events of one answer. job_id: names it. created: Unix seconds."""
+
+    job_id: str
+    call: Call
+    model: str
+    created: int = field(default_factory=lambda: int(time.time()))
+    _sent: dict[int, _Sent] = field(default_factory=dict)
+
+    @property
+    def is_chat(self) -> bool:
+        """Whether it answers a chat."""
+        return self.call.function == "jobs.chat"
+
+    async def events(self, answer: AsyncIterator[TextPiece | bytes]) -> AsyncIterator[bytes]:
+        """Yield the events of an answer. An error that comes later than the first event is the last event."""
+        try:
+            async for part in answer:
+                if isinstance(part, TextPiece):
+                    for event in self._of_piece(part):
+                        yield event
+                else:
+                    for event in self._of_whole(json.loads(part)):
+                        yield event
+            yield DONE
+        except ApiError as error:
+            yield b"data: " + error.response.body + b"\n\n"
+
+    def _of_piece(self, piece: TextPiece) -> list[bytes]:
+        """Return the events of a piece, without what was sent already.
+
+        A piece behind a gap waits for the whole answer.
+        """
+        sent = self._sent.setdefault(piece.sample, _Sent())
+        known = getattr(sent, piece.part)
+        if not piece.offset <= len(known) < piece.offset + len(piece.text):
+            return []
+        new_text = piece.text[len(known) - piece.offset :]
+        setattr(sent, piece.part, known + new_text)
+        return self._grown(piece.sample, sent, piece.part, new_text)
+
+    def _grown(self, index: int, sent: _Sent, part: str, new_text: str) -> list[bytes]:
+        events = self._begun(index, sent)
+        if self.is_chat:
+            name = "content" if part == "text" else part
+            return [*events, self._chunk(index, delta={name: new_text})]
+        if part == "text":
+            return [*events, self._chunk(index, text=new_text)]
+        return [*events, self._chunk(index, text="", reasoning=new_text)]
+
+    def _begun(self, index: int, sent: _Sent) -> list[bytes]:
+        if sent.has_begun or not self.is_chat:
+            return []
+        sent.has_begun = True
+        return [self._chunk(index, delta={"role": "assistant", "content": ""})]
+
+    def _of_whole(self, whole: dict[str, Any]) -> list[bytes]:
+        """Return the events of what was not sent yet, and of how each choice ended."""
+        self.model = whole.get("model", self.model)
+        events: list[bytes] = []
+        for choice in whole["choices"]:
+            index = choice["index"]
+            sent = self._sent.setdefault(index, _Sent())
+            events += self._begun(index, sent)
+            message = choice["message"] if self.is_chat else choice
+            whole_texts = {
+                "reasoning": message.get("reasoning") or "",
+                "text": message.get("content" if self.is_chat else "text") or "",
+            }
+            for part, whole_text in whole_texts.items():
+                known = getattr(sent, part)
+                if not whole_text.startswith(known):
+                    logger.error("%s: the %s that was sent is not the answer's", self.job_id, part)
+                    raise ApiError(500, "the answer differs from the text that was sent: ask again")
+                if len(known) < len(whole_text):
+                    events += self._grown(index, sent, part, whole_text[len(known) :])
+            events.append(self._ended(index, choice, message))
+        if self.call.with_usage:
+            events.append(self._event({"choices": [], "usage": whole["usage"]}))
+        return events
+
+    def _ended(self, index: int, choice: dict[str, Any], message: dict[str, Any]) -> bytes:
+        """Return the last event of a choice: its calls, log probabilities, reason and what it failed with."""
+        ending = {
+            name: choice[name]
+            for name in ("finish_reason", "logprobs", "error", "tool_call_error")
+            if name in choice
+        }
+        if not self.is_chat:
+            return self._chunk(index, text="", **ending)
+        calls = message.get("tool_calls")
+        delta: dict[str, Any] = {}
+        if calls:
+            delta["tool_calls"] = [{"index": place, **call} for place, call in enumerate(calls)]
+        return self._chunk(index, delta=delta, **ending)
+
+    def _chunk(self, index: int, **values: Any) -> bytes:
+        choice = {"index": index, "logprobs": None, "finish_reason": None, **values}
+        return self._event({"choices": [choice]})
+
+    def _event(self, values: dict[str, Any]) -> bytes:
+        prefix = "chatcmpl" if self.is_chat else "cmpl"
+        content = {
+            "id": f"{prefix}-{self.job_id}",
+            "object": "chat.completion.chunk" if self.is_chat else "text_completion",
+            "created": self.created,
+            "model": self.model,
+            **values,
+        }
+        return b"data: " + json.dumps(content, ensure_ascii=False).encode() + b"\n\n"
