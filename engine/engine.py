@@ -338,9 +338,8 @@ class Engine:
 
     def abort(self, request_id: str) -> None:
         """Drop all unfinished samples of a request; an unknown or finished id is left alone."""
-        seqs = self._unfinished.pop(request_id, [])
-        self._partial_texts.forget(request_id, seqs)
-        for seq in seqs:
+        self._partial_texts.forget(request_id)
+        for seq in self._unfinished.pop(request_id, ()):
             self._scheduler.abort(seq)
 
     def step(self, *, launches: bool = True) -> list[Completion]:

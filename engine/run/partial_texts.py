@@ -1,6 +1,5 @@
 """What the texts of running sequences begin with, for those who read them as they grow."""
 
-from collections.abc import Sequence as Many
 from dataclasses import dataclass
 
 from engine.schedule.outputs import PartialText
@@ -31,12 +30,11 @@ class PartialTexts:
     def __init__(self, tokenizer: Tokenizer, reasoner: Reasoner) -> None:
         self._tokenizer = tokenizer
         self._reasoner = reasoner
-        self._growing: dict[tuple[str, int], _Growing] = {}
+        self._growing: dict[str, dict[int, _Growing]] = {}
 
-    def forget(self, request_id: str, seqs: Many[Sequence]) -> None:
-        """Forget sequences that have ended."""
-        for seq in seqs:
-            self._growing.pop((request_id, seq.index), None)
+    def forget(self, request_id: str) -> None:
+        """Forget a request that has ended."""
+        self._growing.pop(request_id, None)
 
     def of(self, seq: Sequence) -> PartialText:
         """Return what a sequence's text begins with.
@@ -59,8 +57,8 @@ class PartialTexts:
         return PartialText(reasoning, text.replace(BREAK, ""))
 
     def _grown(self, seq: Sequence) -> _Growing:
-        key = (seq.request_id, seq.index)
-        growing = self._growing.get(key)
+        samples = self._growing.setdefault(seq.request_id, {})
+        growing = samples.get(seq.index)
         if growing is None:
             growing = _Growing(
                 self._tokenizer.incremental_text(
@@ -69,7 +67,7 @@ class PartialTexts:
                     spaces_between_special_tokens=seq.params.spaces_between_special_tokens,
                 )
             )
-            self._growing[key] = growing
+            samples[seq.index] = growing
         for token_id in seq.generated_token_ids[growing.num_tokens :]:
             growing.text += growing.incremental.add(token_id)
             growing.num_tokens += 1
@@ -103,12 +101,16 @@ class PartialTexts:
             spaces_between_special_tokens=params.spaces_between_special_tokens,
         )
         prompt = seq.token_ids[: seq.num_prompt_tokens]
+        if self._reasoner.is_answer(params.reasoning_marks, prompt):
+            return None, text
         reasoning, answer = self._reasoner.split(text, params.reasoning_marks, prompt)
+        if reasoning is None:
+            return None, ""  # a later mark may make reasoning of the text
         for mark in pair:
-            reasoning = None if reasoning is None else _without_begun(reasoning, mark)
+            reasoning = _without_begun(reasoning, mark)
             # A mark that opens a span in the middle of an answer: what it hides shows only at its end.
             answer = _without_begun(answer.partition(mark)[0], mark)
-        return None if reasoning is None else reasoning.replace(BREAK, ""), answer
+        return reasoning.replace(BREAK, ""), answer
 
 
 def _without_begun(text: str, mark: str) -> str:

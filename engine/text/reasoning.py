@@ -266,6 +266,13 @@ class Reasoner:
         marks = self._marks_of(tuple(named))
         return () if marks is None else (marks.start.text, marks.end.text)
 
+    def is_answer(self, named: Sequence[str], prompt: list[int]) -> bool:
+        """Whether a completion is an answer as a whole, as the prompt ends with a closed span. named: of `budget`."""
+        if self._channels and not named:
+            return False
+        marks = self._marks_of(tuple(named))
+        return marks is not None and self._span_after(prompt, marks) is Span.CLOSED
+
     def split(self, text: str, named: Sequence[str], prompt: list[int]) -> tuple[str | None, str]:
         """Split a completion's text into its reasoning (or None) and the rest.
 

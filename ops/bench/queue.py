@@ -66,6 +66,9 @@ class InstantEngine:
         self._waiting.append(request_id)
         self.has_unfinished = True
 
+    def texts_so_far(self, request_ids: Any) -> dict[str, Any]:
+        return {}
+
     def samples_so_far(self) -> dict[str, dict[int, list[int]]]:
         return {}
 

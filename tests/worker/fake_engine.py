@@ -71,6 +71,9 @@ class FakeEngine:
         self.waiting = deque(s for s in self.waiting if s.request_id != request_id)
         self.running = [s for s in self.running if s.request_id != request_id]
 
+    def texts_so_far(self, request_ids: Any) -> dict[str, Any]:
+        return {}
+
     def samples_so_far(self) -> dict[str, dict[int, list[int]]]:
         return {}
 

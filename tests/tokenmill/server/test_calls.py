@@ -51,7 +51,6 @@ def test_another_model_is_not_found(served: Served) -> None:
     [
         ({"messages": []}, "messages"),
         ({"messages": [{"role": "user", "content": "x"}], "temperature": "hot"}, "temperature"),
-        ({"messages": [{"role": "user", "content": "x"}], "stream": True}, "stream"),
         ({}, "messages is missing"),
         ({"messages": [{"role": "user", "content": "x"}], "no_such_option": 1}, "no_such_option"),
         (

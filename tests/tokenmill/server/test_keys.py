@@ -11,6 +11,8 @@ from redis import Redis
 from jobs.api_keys import find_key, list_keys
 from jobs.cli import main
 from jobs.common.keys import API_KEYS_KEY
+from tests.redis_server import running_redis_server
+from tests.rq_workers import ROOT, Workers, wait_until
 from tests.tokenmill.server.server_process import client, running_server
 from tokenmill.server.serve import NotServed, serve
 
@@ -112,3 +114,35 @@ def test_calls_without_a_worker_say_so_at_once(
         assert caught.value.status_code == 503
         with pytest.raises(openai.NotFoundError, match="--folder"):
             api.files.list()
+
+
+def test_the_user_that_ships_may_do_all_that_the_server_does(tmp_path: Path) -> None:
+    with running_redis_server() as url:
+        with Redis.from_url(url) as admin:
+            for line in (ROOT / "ops" / "redis-users.acl").read_text().splitlines():
+                _, name, *rules = line.split()
+                if name != "default":
+                    admin.execute_command("ACL", "SETUSER", name, *rules)
+        as_server = url.replace("unix://", "unix://server:change-this-3@")
+        as_worker = url.replace("unix://", "unix://worker:change-this-1@")
+        workers = Workers(as_worker, tmp_path)
+        try:
+            key = run(as_server, "add", "search")
+            workers.start(queues=("prompts", "bulk"), TOKENMILL_DATA_ROOTS=str(tmp_path))
+            folder = tmp_path / "api"
+            log = tmp_path / "log"
+            with running_server(as_server, log, "--folder", str(folder)) as address:
+                api = client(address, key)
+                wait_until(lambda: api.models.list().data)
+                stream = api.completions.create(model="fake", prompt="x", stream=True)
+                assert "".join(chunk.choices[0].text for chunk in stream) == "echo:x"
+                with pytest.raises(openai.APITimeoutError):
+                    api.with_options(timeout=0.5).completions.create(model="fake", prompt="hang")
+                file = api.files.create(file=("a", io.BytesIO(b"{}\n")), purpose="batch")
+                batch = api.batches.create(
+                    input_file_id=file.id, endpoint="/v1/completions", completion_window="24h"
+                )
+                wait_until(lambda: api.batches.retrieve(batch.id).status == "completed")
+                assert "NOPERM" not in log.read_text()
+        finally:
+            workers.close()
