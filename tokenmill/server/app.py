@@ -2,6 +2,7 @@
 
 import asyncio
 import errno
+import json
 import logging
 import secrets
 import time
@@ -20,14 +21,17 @@ from starlette.responses import JSONResponse, PlainTextResponse, Response, Strea
 from starlette.routing import Route
 
 from jobs.common.workers import WorkerSample
-from tokenmill.server.batch_calls import BatchCalls
-from tokenmill.server.batches import Batches
-from tokenmill.server.bodies import ENDPOINTS, Call, call_of
+from tokenmill.server.answers.bodies import ENDPOINTS, Call, call_of
+from tokenmill.server.answers.event_streams import EventStream
+from tokenmill.server.answers.jobs_asked import JobsAsked, TextPiece
+from tokenmill.server.answers.live_models import LiveModels
+from tokenmill.server.answers.response_bodies import PATH as RESPONSES
+from tokenmill.server.answers.response_bodies import response_call
+from tokenmill.server.answers.response_stream import ResponseStream
+from tokenmill.server.batches.batch_runs import Batches
+from tokenmill.server.batches.calls import BatchCalls
+from tokenmill.server.batches.file_store import FileStore
 from tokenmill.server.errors import ApiError
-from tokenmill.server.event_streams import EventStream
-from tokenmill.server.file_store import FileStore
-from tokenmill.server.jobs_asked import JobsAsked, TextPiece
-from tokenmill.server.live_models import LiveModels
 from tokenmill.server.projects import Projects
 from tokenmill.server.request_bodies import json_body
 
@@ -35,6 +39,8 @@ logger = logging.getLogger("tokenmill")
 
 #: Answers a request of a project. The last argument is the request's id.
 Answer = Callable[[Request, str, str], Awaitable[Response]]
+#: Makes events of the parts of an answer.
+Events = Callable[[AsyncIterator[TextPiece | bytes]], AsyncIterator[bytes]]
 _METHODS = ("GET", "POST", "PUT", "PATCH", "DELETE")
 
 
@@ -68,6 +74,7 @@ class ApiServer:
         """Return the application."""
         routes = [self._route("POST", path, self._ask) for path in ENDPOINTS]
         routes += [
+            self._route("POST", RESPONSES, self._respond),
             self._route("GET", "/v1/models", self._list_models),
             self._route("GET", "/v1/models/{model:path}", self._show_model),
             *self._batch_routes(),
@@ -149,26 +156,43 @@ class ApiServer:
         return respond
 
     async def _ask(self, request: Request, project: str, request_id: str) -> Response:
-        """Answer a call by a job, and cancel that if the client goes away."""
+        """Answer a call by a job."""
         body = await json_body(request)
         call = await run_in_threadpool(call_of, request.url.path, body)
-        await self._models.check(call.model)
         if call.is_streamed:
-            return await self._stream(call, request_id)
+            stream = EventStream(request_id, call, call.model or "")
+            return await self._stream(call, request_id, stream.events)
+        return Response(
+            await self._answer(request, call, request_id), media_type="application/json"
+        )
+
+    async def _respond(self, request: Request, project: str, request_id: str) -> Response:
+        """Answer a call of `/v1/responses` by a chat."""
+        body = await json_body(request)
+        call = await run_in_threadpool(response_call, body)
+        stream = ResponseStream(request_id.removeprefix("req_"), body)
+        if call.is_streamed:
+            return await self._stream(call, request_id, stream.events)
+        answer = await self._answer(request, call, request_id)
+        return JSONResponse(stream.whole(json.loads(answer)))
+
+    async def _answer(self, request: Request, call: Call, request_id: str) -> bytes:
+        """Return a job's value, as JSON, and cancel the job if the client goes away."""
+        await self._models.check(call.model)
         asking = asyncio.create_task(self._asked.ask(request_id, call))
         leaving = asyncio.create_task(_left(request))
         try:
             await asyncio.wait({asking, leaving}, return_when=asyncio.FIRST_COMPLETED)
             if not asking.done():
                 raise ClientDisconnect
-            return Response(asking.result(), media_type="application/json")
+            return asking.result()
         finally:
             for task in (asking, leaving):
                 task.cancel()
 
-    async def _stream(self, call: Call, request_id: str) -> Response:
-        """Answer with the text as it grows. What fails before its first event is an error as of other calls."""
-        stream = EventStream(request_id, call, call.model or "")
+    async def _stream(self, call: Call, request_id: str, events: Events) -> Response:
+        """Answer with the text as it grows. What fails before its first piece is an error as of other calls."""
+        await self._models.check(call.model)
         ask = self._asked.follow if call.has_growing_text else self._asked.whole
         answer = ask(request_id, call)
         first = await anext(answer)
@@ -180,9 +204,7 @@ class ApiServer:
                     yield part
 
         headers = {"cache-control": "no-cache", "x-accel-buffering": "no"}
-        return StreamingResponse(
-            stream.events(parts()), media_type="text/event-stream", headers=headers
-        )
+        return StreamingResponse(events(parts()), media_type="text/event-stream", headers=headers)
 
     async def _list_models(self, request: Request, project: str, request_id: str) -> Response:
         serving = {sample.model: sample for sample in await self._models.serving()}
@@ -200,7 +222,7 @@ class ApiServer:
         path = request.url.path
         if path.startswith(("/v1/files", "/v1/batches")) and self._options.folder is None:
             raise ApiError(404, f"{path} needs a server that was started with --folder")
-        served = ", ".join([*ENDPOINTS, "/v1/models", "/v1/files", "/v1/batches"])
+        served = ", ".join([*ENDPOINTS, RESPONSES, "/v1/models", "/v1/files", "/v1/batches"])
         raise ApiError(
             404, f"{request.method} {path} is not served, but {served}", code="unknown_url"
         )

@@ -13,9 +13,9 @@ from tests.redis_server import running_redis_server
 from tests.rq_workers import ROOT, Workers, wait_until
 from tests.tokenmill.server.conftest import Served
 from tests.tokenmill.server.server_process import client, running_server
-from tokenmill.server.bodies import Call
-from tokenmill.server.event_streams import EventStream
-from tokenmill.server.jobs_asked import TextPiece
+from tokenmill.server.answers.bodies import Call
+from tokenmill.server.answers.event_streams import EventStream
+from tokenmill.server.answers.jobs_asked import TextPiece
 
 LONG = {"max_tokens": 300, "temperature": 1.2, "extra_body": {"ignore_eos": True, "min_p": 0.01}}
 

@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tokenmill.server.batches.uploads import MAX_FIELD_BYTES, Upload
 from tokenmill.server.errors import ApiError
-from tokenmill.server.uploads import MAX_FIELD_BYTES, Upload
 
 TYPE = "multipart/form-data; boundary=frontier"
 

@@ -2,7 +2,7 @@
 
     <folder>/<project>/files/<id>          what was uploaded
     <folder>/<project>/files/<id>.json     what is known of it; written last, so a file without it does not exist
-    <folder>/<project>/batches/<id>/...    see batches.py
+    <folder>/<project>/batches/<id>/...    see batch_runs.py
 
 Several servers may share the folder. Nothing is kept in memory.
 """

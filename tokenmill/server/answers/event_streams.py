@@ -4,28 +4,17 @@ Source: OpenAI's API reference, "Streaming" of chats and completions.
 """
 
 import json
-import logging
 import time
 from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
 from typing import Any
 
-from tokenmill.server.bodies import Call
+from tokenmill.server.answers.bodies import Call
+from tokenmill.server.answers.jobs_asked import TextPiece
+from tokenmill.server.answers.sent_texts import SentTexts
 from tokenmill.server.errors import ApiError
-from tokenmill.server.jobs_asked import TextPiece
-
-logger = logging.getLogger("tokenmill")
 
 DONE = b"data: [DONE]\n\n"
-
-
-@dataclass
-class _Sent:
-    """What was sent of a choice."""
-
-    reasoning: str = ""
-    text: str = ""
-    has_begun: bool = False
 
 
 @dataclass
@@ -36,7 +25,10 @@ class EventStream:
     call: Call
     model: str
     created: int = field(default_factory=lambda: int(time.time()))
-    _sent: dict[int, _Sent] = field(default_factory=dict)
+    _begun: set[int] = field(default_factory=set)
+
+    def __post_init__(self) -> None:
+        self._sent = SentTexts(self.job_id)
 
     @property
     def is_chat(self) -> bool:
@@ -58,31 +50,22 @@ class EventStream:
             yield b"data: " + error.response.body + b"\n\n"
 
     def _of_piece(self, piece: TextPiece) -> list[bytes]:
-        """Return the events of a piece, without what was sent already.
+        new_text = self._sent.take(piece)
+        return self._grown(piece.sample, piece.part, new_text) if new_text else []
 
-        A piece behind a gap waits for the whole answer.
-        """
-        sent = self._sent.setdefault(piece.sample, _Sent())
-        known = getattr(sent, piece.part)
-        if not piece.offset <= len(known) < piece.offset + len(piece.text):
-            return []
-        new_text = piece.text[len(known) - piece.offset :]
-        setattr(sent, piece.part, known + new_text)
-        return self._grown(piece.sample, sent, piece.part, new_text)
-
-    def _grown(self, index: int, sent: _Sent, part: str, new_text: str) -> list[bytes]:
-        events = self._begun(index, sent)
+    def _grown(self, index: int, part: str, new_text: str) -> list[bytes]:
         if self.is_chat:
             name = "content" if part == "text" else part
-            return [*events, self._chunk(index, delta={name: new_text})]
+            return [*self._opening(index), self._chunk(index, delta={name: new_text})]
         if part == "text":
-            return [*events, self._chunk(index, text=new_text)]
-        return [*events, self._chunk(index, text="", reasoning=new_text)]
+            return [self._chunk(index, text=new_text)]
+        return [self._chunk(index, text="", reasoning=new_text)]
 
-    def _begun(self, index: int, sent: _Sent) -> list[bytes]:
-        if sent.has_begun or not self.is_chat:
+    def _opening(self, index: int) -> list[bytes]:
+        """Return the first event of a chat's choice, once."""
+        if index in self._begun or not self.is_chat:
             return []
-        sent.has_begun = True
+        self._begun.add(index)
         return [self._chunk(index, delta={"role": "assistant", "content": ""})]
 
     def _of_whole(self, whole: dict[str, Any]) -> list[bytes]:
@@ -91,20 +74,16 @@ class EventStream:
         events: list[bytes] = []
         for choice in whole["choices"]:
             index = choice["index"]
-            sent = self._sent.setdefault(index, _Sent())
-            events += self._begun(index, sent)
+            events += self._opening(index)
             message = choice["message"] if self.is_chat else choice
             whole_texts = {
                 "reasoning": message.get("reasoning") or "",
                 "text": message.get("content" if self.is_chat else "text") or "",
             }
             for part, whole_text in whole_texts.items():
-                known = getattr(sent, part)
-                if not whole_text.startswith(known):
-                    logger.error("%s: the %s that was sent is not the answer's", self.job_id, part)
-                    raise ApiError(500, "the answer differs from the text that was sent: ask again")
-                if len(known) < len(whole_text):
-                    events += self._grown(index, sent, part, whole_text[len(known) :])
+                new_text = self._sent.rest(index, part, whole_text)
+                if new_text:
+                    events += self._grown(index, part, new_text)
             events.append(self._ended(index, choice, message))
         if self.call.with_usage:
             events.append(self._event({"choices": [], "usage": whole["usage"]}))

@@ -17,7 +17,7 @@ from jobs.common import rq_jobs
 from jobs.common.keys import MODEL_FIELD, STREAM_FIELD, text_stream_key
 from jobs.common.rq_jobs import JobStatus, ResultType
 from jobs.runs.job_cancel import cancel_job
-from tokenmill.server.bodies import Call
+from tokenmill.server.answers.bodies import Call
 from tokenmill.server.errors import ApiError, job_error
 
 #: How long a result is kept for the server to read it.

@@ -10,11 +10,11 @@ from starlette.concurrency import run_in_threadpool
 from starlette.requests import Request
 from starlette.responses import FileResponse, JSONResponse, Response
 
-from tokenmill.server.batches import Batches
+from tokenmill.server.batches.batch_runs import Batches
+from tokenmill.server.batches.file_store import FileStore, page_of
+from tokenmill.server.batches.uploads import Upload
 from tokenmill.server.errors import ApiError
-from tokenmill.server.file_store import FileStore, page_of
 from tokenmill.server.request_bodies import json_body
-from tokenmill.server.uploads import Upload
 
 MAX_FILE_BYTES = 4 << 30
 #: OpenAI's limits of a page, and of a file's life in seconds.

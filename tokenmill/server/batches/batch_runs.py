@@ -21,8 +21,15 @@ from jobs.runs.control import submit_run
 from jobs.runs.output import output_here
 from jobs.runs.plans.names import MANIFEST, OPENAI_BATCH
 from jobs.runs.watching.snapshot import RunSnapshot
+from tokenmill.server.batches.file_store import (
+    FileStore,
+    check_id,
+    missing,
+    new_id,
+    read_json,
+    write_json,
+)
 from tokenmill.server.errors import ApiError
-from tokenmill.server.file_store import FileStore, check_id, missing, new_id, read_json, write_json
 
 #: What the lines of a batch may ask for.
 BATCH_ENDPOINTS = ("/v1/chat/completions", "/v1/completions", "/v1/embeddings")

@@ -1,0 +1,1 @@
+"""Calls that are answered at once: the jobs behind them, and their streams."""
