@@ -7,7 +7,7 @@ key. A shard without a part may have logs of answers (answer_log.py), whose reco
 
 import os
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import dataclass, field, replace
 from hashlib import blake2b
@@ -236,10 +236,10 @@ class OldRuns:
                 if part.journal:
                     marks += self._read_journal(part, part_keys)
                 else:
-                    part_keys[:], models = read_keys(
-                        storage, part.plan, part.shard, part.reused.run
-                    )
-                    marks.append(models)
+                    run = part.reused.run
+                    known_keys, known_marks = read_keys(storage, part.plan, part.shard, run)
+                    part_keys[:] = known_keys
+                    marks.append(known_marks)
             except PartDamaged as error:
                 part.reused.pass_over(error)
         self.keys = KnownKeys(keys)
@@ -258,9 +258,8 @@ class OldRuns:
             ) from None
 
         run = ReusedRun(output, written_plan.run)
-        plan = replace(
-            written_plan, spec=replace(written_plan.spec, output=output)
-        )  # the folder may have been moved
+        # The folder may have been moved.
+        plan = replace(written_plan, spec=replace(written_plan.spec, output=output))
         self.plans.append(plan)
         self.reused.append(run)
         answered = _answered(storage, plan)
@@ -281,13 +280,14 @@ class OldRuns:
 
         A damaged log is passed over.
         """
+        columns = ColumnChoice((ROW, KEY, MODEL, UNDER_WAY, "error"))
         marks = []
         for path in part.journal:
             try:
-                with self._opened_log(part, path, (KEY, MODEL, "error")) as (_, answers):
-                    for rows, batch in answers:
+                with open_log(self._storage, path, columns) as (file, _):
+                    for rows, answer_keys, batch in _answers_in_log(file, part.num_rows):
                         is_good = np.asarray(batch.column("error").is_null())
-                        keys[rows[is_good]] = keys_in(batch.column(KEY))[is_good]
+                        keys[rows[is_good]] = answer_keys[is_good]
                         marks.append(np.unique(keys_in(batch.column(MODEL)), axis=0))
             except AnswersDamaged as error:
                 part.reused.pass_over(error)
@@ -352,32 +352,47 @@ class OldRuns:
 
     @contextmanager
     def _opened_log(self, part: OldPart, path: str, names: Sequence[str]) -> Iterator[Opened]:
-        """Lend the answers in a log. Raises AnswersDamaged."""
-        columns = ColumnChoice((ROW, UNDER_WAY, *names))
+        """Lend the answers in a log that are found by their keys. Raises AnswersDamaged.
+
+        A row may have answers of both models of a cascade, in two logs. It is found by the key of one of them.
+        """
+        part_keys = self.keys.all[part.first : part.first + part.num_rows]
+
+        def found_answers(file: TableReading) -> Batches:
+            for rows, answer_keys, batch in _answers_in_log(file, part.num_rows):
+                is_found = (part_keys[rows] == answer_keys).all(axis=1)
+                yield rows[is_found], batch.filter(pa.array(is_found))
+
+        columns = ColumnChoice((ROW, KEY, UNDER_WAY, *names))
         with open_log(self._storage, path, columns) as (file, _):
-            yield file.schema, _answers_in_log(file.batches, part.num_rows)
+            yield file.schema, found_answers(file)
 
     @contextmanager
     def _opened_part(self, part: OldPart, path: str, names: Sequence[str]) -> Iterator[Opened]:
         """Lend the rows of a part."""
         with closing(TableReading(self._storage, path, ColumnChoice(names))) as file:
-            yield file.schema, _numbered(file.batches)
+            yield file.schema, _numbered(file)
 
 
-def _answers_in_log(batches: Iterable[pa.RecordBatch], num_rows: int) -> Batches:
-    """Yield a log's answers, with their rows. Raises IndexError for a row that the shard does not have."""
-    for batch in batches:
+def _answers_in_log(
+    file: TableReading, num_rows: int
+) -> Iterator[tuple[Places, Keys, pa.RecordBatch]]:
+    """Yield a log's answers, with their rows and whole keys.
+
+    Raises IndexError for a row that the shard does not have.
+    """
+    for batch in file.batches:
         answers = batch.filter(batch.column(UNDER_WAY).is_null())
         rows: Places = np.asarray(answers.column(ROW).fill_null(-1))
         if ((rows < 0) | (rows >= num_rows)).any():
             raise IndexError(f"it has records of other rows than 0 to {num_rows - 1}")
-        yield rows, answers
+        yield rows, keys_in(answers.column(KEY)), answers
 
 
-def _numbered(batches: Iterable[pa.RecordBatch]) -> Batches:
+def _numbered(file: TableReading) -> Batches:
     """Yield the batches of a part, with their rows."""
     start = 0
-    for batch in batches:
+    for batch in file.batches:
         end = start + batch.num_rows
         yield np.arange(start, end), batch
         start = end
