@@ -186,12 +186,8 @@ class AnswerLog:
             return []
 
     def _check_keys(self, path: str, batch: pa.RecordBatch) -> None:
-        """Raise AnswersDamaged if a record has no row here, or its row asks something else, such as another picture."""
-        rows = np.asarray(batch.column(ROW).fill_null(-1))
-        if ((rows < 0) | (rows >= len(self.keys))).any():
-            raise AnswersDamaged(
-                path, f"it has records of other rows than 0 to {len(self.keys) - 1}"
-            )
+        """Raise AnswersDamaged if a record's row is not here, or asks something else, such as another picture."""
+        rows = rows_in(path, batch, len(self.keys))
         expected = whole_keys(self.keys[rows], keys_in(batch.column(MODEL)))
         is_other = (keys_in(batch.column(KEY)) != expected).any(axis=1)
         if is_other.any():
@@ -199,6 +195,14 @@ class AnswerLog:
                 path,
                 f"its record of row {rows[is_other][0]} is of another row, or of what that row asked before",
             )
+
+
+def rows_in(path: str, batch: pa.RecordBatch, num_rows: int) -> npt.NDArray[np.int64]:
+    """Return the rows of a log's records. Raises AnswersDamaged for a row that the shard does not have."""
+    rows: npt.NDArray[np.int64] = np.asarray(batch.column(ROW).fill_null(-1))
+    if ((rows < 0) | (rows >= num_rows)).any():
+        raise AnswersDamaged(path, f"it has records of other rows than 0 to {num_rows - 1}")
+    return rows
 
 
 def keys_in(column: pa.Array) -> Keys:

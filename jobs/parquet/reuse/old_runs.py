@@ -30,7 +30,7 @@ from jobs.parquet.asks.row_keys import NO_KEYS, SIZE, Keys, as_keys
 from jobs.parquet.files.storage import Storage, reading
 from jobs.parquet.outputs.part import read_part_stats
 from jobs.parquet.outputs.run_folder import load_plan
-from jobs.parquet.reuse.answer_log import UNREADABLE, keys_in, open_log
+from jobs.parquet.reuse.answer_log import UNREADABLE, keys_in, open_log, rows_in
 from jobs.parquet.tables.columns import ColumnChoice
 from jobs.parquet.tables.table_reading import TableReading
 from jobs.runs.plans.names import (
@@ -285,7 +285,7 @@ class OldRuns:
         for path in part.journal:
             try:
                 with open_log(self._storage, path, columns) as (file, _):
-                    for rows, answer_keys, batch in _answers_in_log(file, part.num_rows):
+                    for rows, answer_keys, batch in _answers_in_log(path, file, part.num_rows):
                         is_good = np.asarray(batch.column("error").is_null())
                         keys[rows[is_good]] = answer_keys[is_good]
                         marks.append(np.unique(keys_in(batch.column(MODEL)), axis=0))
@@ -359,7 +359,7 @@ class OldRuns:
         part_keys = self.keys.all[part.first : part.first + part.num_rows]
 
         def found_answers(file: TableReading) -> Batches:
-            for rows, answer_keys, batch in _answers_in_log(file, part.num_rows):
+            for rows, answer_keys, batch in _answers_in_log(path, file, part.num_rows):
                 is_found = (part_keys[rows] == answer_keys).all(axis=1)
                 yield rows[is_found], batch.filter(pa.array(is_found))
 
@@ -375,18 +375,12 @@ class OldRuns:
 
 
 def _answers_in_log(
-    file: TableReading, num_rows: int
+    path: str, file: TableReading, num_rows: int
 ) -> Iterator[tuple[Places, Keys, pa.RecordBatch]]:
-    """Yield a log's answers, with their rows and whole keys.
-
-    Raises IndexError for a row that the shard does not have.
-    """
+    """Yield a log's answers, with their rows and whole keys."""
     for batch in file.batches:
         answers = batch.filter(batch.column(UNDER_WAY).is_null())
-        rows: Places = np.asarray(answers.column(ROW).fill_null(-1))
-        if ((rows < 0) | (rows >= num_rows)).any():
-            raise IndexError(f"it has records of other rows than 0 to {num_rows - 1}")
-        yield rows, keys_in(answers.column(KEY)), answers
+        yield rows_in(path, answers, num_rows), keys_in(answers.column(KEY)), answers
 
 
 def _numbered(file: TableReading) -> Batches:
