@@ -112,7 +112,7 @@ SOURCE = "_source"
 TOKENS = "_tokens"
 #: How far a row without an answer is, as JSON.
 UNDER_WAY = "_under_way"
-BESIDE_ANSWERS = (ROW, KEY, MODEL, SOURCE, TOKENS, UNDER_WAY)
+KEPT_BESIDE = (ROW, KEY, MODEL, SOURCE, TOKENS, UNDER_WAY)
 
 _RUN_ID = re.compile(r"[0-9a-f]{16}")
 _JOB = re.compile(r"([0-9a-f]{16})-(?:plan|(\d+)(?:-2)?)", re.ASCII)

@@ -12,7 +12,7 @@ from jobs.prompts.labels import COLUMNS as LABEL_COLUMNS
 from jobs.prompts.messages import ChatOptions, forces_call, refuse_chat_options, split_chat_options
 from jobs.prompts.response_options import LOGPROBS, run_values
 from jobs.prompts.template_texts import template_texts
-from jobs.runs.plans.names import BESIDE_ANSWERS
+from jobs.runs.plans.names import KEPT_BESIDE
 from jobs.runs.plans.option_checks import OF_PROMPTS, check_read, check_shard
 
 #: The most literals and values that a shard's prompts are made of. A thread joins them in some seconds.
@@ -278,7 +278,7 @@ def make_steps(
 
 def _check_names(steps: Sequence[PromptStep]) -> None:
     """Raise InvalidJob if two columns would have one name, or a template names an answer that is not there yet."""
-    taken = {*ROW_COLUMNS, *BESIDE_ANSWERS, "reused", "check_error"}
+    taken = {*ROW_COLUMNS, *KEPT_BESIDE, "reused", "check_error"}
     for step in steps:
         for column in step.columns:
             if column in taken:
