@@ -1,24 +1,16 @@
-"""Turns finished sequences into completions."""
+"""Turns finished sequences that have generated tokens into completions."""
 
 import time
 
 from engine.errors import SequenceFailed
 from engine.schedule.logprobs import NOT_WANTED, as_dicts, num_top
 from engine.schedule.outputs import Completion, Logprob, RequestMetrics
-from engine.schedule.score_tree import ScoreTree
 from engine.schedule.sequence import Sequence
 from engine.text.control_tokens import BREAK
 from engine.text.marked_text import with_marks
 from engine.text.reasoning import Reasoner
 from engine.text.tokenizer import Tokenizer
 from engine.text.tool_calls import ToolCallReader, ToolCalls
-
-
-def is_complete(seq: Sequence) -> bool:
-    """Return whether a finished sequence's completion is whole; a sibling may still be scoring their prompt."""
-    if seq.params.prompt_logprobs is None or seq.error is not None:
-        return True
-    return sum(len(part.ranks) for part in seq.prompt_logprobs) >= seq.num_prompt_tokens - 1
 
 
 class Completions:
@@ -28,13 +20,11 @@ class Completions:
         self._tokenizer, self._reasoner = tokenizer, reasoner
         self._tool_calls = ToolCallReader(tokenizer)
 
-    def of(self, seq: Sequence) -> Completion | None:
-        """Make the completion of a finished sequence; None until all branches of its tree are scored."""
-        if seq.tree is not None:
-            return _scores_of(seq, seq.tree)
+    def of(self, seq: Sequence) -> Completion:
+        """Make the completion of a finished sequence."""
         tokenizer = self._tokenizer
         assert seq.finish_reason is not None
-        token_ids = seq.generated_token_ids  # empty for an embedding or classes
+        token_ids = seq.generated_token_ids
         logprobs = None
         if seq.sample_top != NOT_WANTED:
             first = begin = seq.num_prompt_tokens + seq.num_continued
@@ -77,11 +67,6 @@ class Completions:
             else None,
             num_continued=seq.num_continued + seq.num_resumed,
             metrics=RequestMetrics(seq.arrived_at, seq.first_token_at, time.monotonic()),
-            **(
-                {}
-                if seq.pooled is None or seq.error is not None
-                else {seq.pooled.field: seq.pooled.result()}
-            ),
         )
 
     def _parts_of(self, seq: Sequence) -> tuple[str | None, str, ToolCalls | None]:
@@ -110,17 +95,3 @@ class Completions:
             text = calls.content
         reasoning = None if reasoning is None else reasoning.replace(BREAK, "")
         return reasoning, text.replace(BREAK, ""), calls
-
-
-def _scores_of(seq: Sequence, tree: ScoreTree) -> Completion | None:
-    """Make the completion of a scored request; None while the scores of other branches are missing."""
-    if seq.error is not None:
-        return Completion.refused(seq.request_id, SequenceFailed(seq.error))
-    logprobs = [logprob for part in seq.prompt_logprobs for logprob in part.logprobs.tolist()]
-    ranks = [rank for part in seq.prompt_logprobs for rank in part.ranks.tolist()]
-    if seq.index == 0:
-        tree.num_cached_tokens = min(seq.num_cached_tokens or 0, tree.num_prompt_tokens)
-    if not tree.take(seq.index, logprobs, ranks):
-        return None
-    counts = tree.num_prompt_tokens, tree.num_cached_tokens
-    return Completion(seq.request_id, 0, [], "", "stop", *counts, loglikelihoods=tree.results())
