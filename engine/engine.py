@@ -91,9 +91,8 @@ class Engine:
             )
         classes = read_classes(model)
         pooling = read_pooling(folder, model, config.pooling) if classes is None else None
-        self.generates = generates(
-            folder, model, path, embeds=pooling is not None
-        )  # it has an LM head
+        has_lm_head = generates(folder, model, path, embeds=pooling is not None)
+        self.generates = has_lm_head
         self.config = config
         self._tokenizer = Tokenizer(folder, config.chat_template)
         self._sequences = NewSequences(self._tokenizer, model.eos_token_ids, model.vocab_size)
@@ -332,14 +331,21 @@ class Engine:
         if not self._unfinished and not self._stepper.in_flight:
             return []
         self._scheduler.first_scheduled = []
-        for seq in self._looking.look() if self._looking is not None and launches else ():
-            if seq.error is not None:
-                self._stepper.finish(seq)
-            else:
-                self._scheduler.add(seq)
-        finished, self._incomplete = self._incomplete + self._stepper.take(launches), []
-        completions = map(self._finish, finished)
-        return [completion for completion in completions if completion is not None]
+        if self._looking is not None and launches:
+            for seq in self._looking.look():
+                if seq.error is not None:
+                    self._stepper.finish(seq)
+                else:
+                    self._scheduler.add(seq)
+
+        finished = self._incomplete + self._stepper.take(launches)
+        self._incomplete = []
+        completions: list[Completion] = []
+        for seq in finished:
+            completion = self._finish(seq)
+            if completion is not None:
+                completions.append(completion)
+        return completions
 
     @property
     def started(self) -> list[str]:
@@ -349,11 +355,9 @@ class Engine:
     def stats(self) -> EngineStats:
         """Return the counters since the start, and the current state."""
         stats = self._stepper.engine_stats()
-        return (
-            stats
-            if not self._looking
-            else replace(stats, num_waiting=stats.num_waiting + len(self._looking))
-        )
+        if self._looking is None:
+            return stats
+        return replace(stats, num_waiting=stats.num_waiting + len(self._looking))
 
     def progress(self) -> dict[str, RequestProgress]:
         """Return how far each running request is. Costs about a microsecond a request."""

@@ -23,51 +23,62 @@ class Completions:
     def of(self, seq: Sequence) -> Completion:
         """Make the completion of a finished sequence."""
         tokenizer = self._tokenizer
-        assert seq.finish_reason is not None
-        token_ids = seq.generated_token_ids
-        logprobs = None
-        if seq.sample_top != NOT_WANTED:
-            first = begin = seq.num_prompt_tokens + seq.num_continued
-            known = seq.logprobs
-            if seq.num_resumed and seq.targets is not None:
-                known, first = [*seq.scored, *known], int(seq.targets.places[0])
-            logprobs = as_dicts(known, seq.token_ids[first:], seq.sample_top, tokenizer.token_text)[
-                begin - first :
-            ]
         prompt = seq.token_ids[: seq.num_prompt_tokens]
-        of_prompt: list[dict[int, Logprob] | None] | None = None
-        if seq.params.prompt_logprobs is not None and seq.error is None:
-            top = num_top(seq.params.prompt_logprobs)
-            of_prompt = [
-                None,
-                *as_dicts(seq.prompt_logprobs, prompt[1:], top, tokenizer.token_text),
-            ]
-        reasoning, text, calls = (
-            (None, seq.text, None) if seq.error is not None else self._parts_of(seq)
-        )
+        num_given = seq.num_prompt_tokens + seq.num_continued
+        reasoning: str | None = None
+        text = seq.text
+        calls: ToolCalls | None = None
+        if seq.error is None:
+            reasoning, text, calls = self._parts_of(seq)
+        prompt_text: str | None = None
+        prompt_tokens: list[str] | None = None
+        if seq.params.echo:
+            prompt_text = tokenizer.decode(prompt)
+            prompt_tokens = [tokenizer.token_text(token_id).text for token_id in prompt]
+
+        assert seq.finish_reason is not None
         return Completion(
             request_id=seq.request_id,
             index=seq.index,
-            token_ids=token_ids,
+            token_ids=seq.generated_token_ids,
             text=text,
             finish_reason=seq.finish_reason,
             num_prompt_tokens=seq.num_prompt_tokens,
-            num_cached_tokens=min(
-                seq.num_cached_tokens or 0, seq.num_prompt_tokens + seq.num_continued
-            ),
-            logprobs=logprobs,
+            num_cached_tokens=min(seq.num_cached_tokens or 0, num_given),
+            logprobs=self._logprobs_of(seq),
             error=None if seq.error is None else str(SequenceFailed(seq.error)),
-            prompt_logprobs=of_prompt,
+            prompt_logprobs=self._prompt_logprobs_of(seq),
             reasoning=reasoning,
             tool_calls=calls.calls if calls is not None and calls.calls else None,
             tool_call_error=None if calls is None else calls.problem,
-            prompt_text=tokenizer.decode(prompt) if seq.params.echo else None,
-            prompt_tokens=[tokenizer.token_text(token_id).text for token_id in prompt]
-            if seq.params.echo
-            else None,
+            prompt_text=prompt_text,
+            prompt_tokens=prompt_tokens,
             num_continued=seq.num_continued + seq.num_resumed,
             metrics=RequestMetrics(seq.arrived_at, seq.first_token_at, time.monotonic()),
         )
+
+    def _logprobs_of(self, seq: Sequence) -> list[dict[int, Logprob]] | None:
+        """Return the log probabilities of the sampled and resumed tokens; None if they are not wanted."""
+        if seq.sample_top == NOT_WANTED:
+            return None
+        begin = seq.num_prompt_tokens + seq.num_continued
+        first = begin
+        known = seq.logprobs
+        if seq.num_resumed and seq.targets is not None:
+            # those of the resumed tokens were computed like a prompt's, and perhaps together with it
+            known = [*seq.scored, *known]
+            first = int(seq.targets.places[0])
+        token_text = self._tokenizer.token_text
+        return as_dicts(known, seq.token_ids[first:], seq.sample_top, token_text)[begin - first :]
+
+    def _prompt_logprobs_of(self, seq: Sequence) -> list[dict[int, Logprob] | None] | None:
+        """Return the log probabilities of the prompt's tokens; None if they are not wanted or not whole."""
+        if seq.params.prompt_logprobs is None or seq.error is not None:
+            return None
+        token_ids = seq.token_ids[1 : seq.num_prompt_tokens]
+        top = num_top(seq.params.prompt_logprobs)
+        token_text = self._tokenizer.token_text
+        return [None, *as_dicts(seq.prompt_logprobs, token_ids, top, token_text)]
 
     def _parts_of(self, seq: Sequence) -> tuple[str | None, str, ToolCalls | None]:
         """Return the reasoning of a completion, its text without that and without calls, and the calls."""
