@@ -38,12 +38,13 @@ def numbered(
             yield str(i), prompt, params or SamplingParams()
         return
     missing: Any = object()
-    for i, (prompt, own) in enumerate(zip_longest(prompts, params, fillvalue=missing)):
-        if prompt is missing or own is missing:
+    pairs = zip_longest(prompts, params, fillvalue=missing)
+    for i, (prompt, prompt_params) in enumerate(pairs):
+        if prompt is missing or prompt_params is missing:
             raise InvalidRequest(
                 f"there are not as many prompts as params: one of them ended after {i}"
             )
-        yield str(i), prompt, own
+        yield str(i), prompt, prompt_params
 
 
 class Scores:
@@ -58,9 +59,8 @@ class Scores:
         """Prepare all pairs. Raises InvalidRequest or a subclass for the first that cannot be scored."""
         groups: dict[Context, list[Context]] = {}
         places: dict[Context, int] = {}  # the first pair of each context
-        self._asked: list[
-            tuple[Context, int] | None
-        ] = []  # of each pair: its context, and which continuation of it
+        # for each pair its context, and the number of its continuation; None for an empty continuation
+        self._places: list[tuple[Context, int] | None] = []
         for place, pair in enumerate(pairs):
             if not isinstance(pair, (list, tuple)) or len(pair) != 2:
                 raise InvalidRequest(
@@ -68,8 +68,11 @@ class Scores:
                 )
             with _naming(place):
                 continuation, context = prompts.pair(*pair)
-            group = groups.setdefault(context, []) if continuation else []
-            self._asked.append((context, len(group)) if continuation else None)
+            if not continuation:
+                self._places.append(None)
+                continue
+            group = groups.setdefault(context, [])
+            self._places.append((context, len(group)))
             group.append(continuation)
             places.setdefault(context, place)
         self._ready: dict[Context, tuple[PreparedPrompt, ScoringParams]] = {}
@@ -86,16 +89,17 @@ class Scores:
 
     def results(self, done: dict[str, list[Completion]]) -> list[LogLikelihood]:
         """Return one score for each pair. Raises ScoringFailed for the first without one."""
-        found = {context: done[str(number)][0] for number, context in enumerate(self._ready)}
-        results = []
-        for place, asked in enumerate(self._asked):
-            if asked is None:
+        completions = {context: done[str(number)][0] for number, context in enumerate(self._ready)}
+        results: list[LogLikelihood] = []
+        for pair_number, place in enumerate(self._places):
+            if place is None:
                 results.append(LogLikelihood(0.0, 0, is_greedy=True))
                 continue
-            context, number = asked
-            if (scored := found[context]).loglikelihoods is None:
-                raise ScoringFailed(place, scored.error or "the engine gave no reason")
-            results.append(scored.loglikelihoods[number])
+            context, number = place
+            completion = completions[context]
+            if completion.loglikelihoods is None:
+                raise ScoringFailed(pair_number, completion.error or "the engine gave no reason")
+            results.append(completion.loglikelihoods[number])
         return results
 
 
