@@ -3,7 +3,7 @@
 import logging
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from concurrent.futures import Future
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import cached_property
 from types import MappingProxyType
 from typing import Any, Self
@@ -24,7 +24,6 @@ from engine.errors import (
 )
 from engine.models.load import generates, read_supported
 from engine.run.check_machine import check_support
-from engine.run.completions import Completions, is_complete
 from engine.run.config import EngineConfig, may_read_pictures, model_identity
 from engine.run.device import resolve_device
 from engine.run.dtype import served_dtype
@@ -33,21 +32,14 @@ from engine.run.forward.model_runner import ModelRunner
 from engine.run.forward.pictures.reader import PictureReader, find_reader
 from engine.run.forward.pictures.waiting import PictureQueue
 from engine.run.forward.runner import Runner
-from engine.run.intake import (
-    Request,
-    Scores,
-    Seeds,
-    check_logprobs,
-    check_request,
-    numbered,
-    prepare_scores,
-)
+from engine.run.intake import Request, Scores, check_request, numbered
+from engine.run.kinds.request_kind import LoadedModel, NewRequest, RequestKind
+from engine.run.kinds.table import RequestKinds
 from engine.run.new_sequences import NewSequences
 from engine.run.partial_texts import PartialTexts
-from engine.run.poolers import Classifier, Embedder
 from engine.run.stepper import Stepper
-from engine.sampling.request_kinds import ClassParams, PoolingParams, RequestParams, ScoringParams
-from engine.sampling.sampling_params import SamplingParams, check_params
+from engine.sampling.request_kinds import PoolingParams, RequestParams
+from engine.sampling.sampling_params import SamplingParams
 from engine.schedule.block_manager import BlockManager
 from engine.schedule.outputs import (
     Completion,
@@ -67,6 +59,16 @@ from engine.text.prompts import Prompt, PromptReader, pictures_in, pictures_of
 from engine.text.tokenizer import Tokenizer
 
 logger = logging.getLogger(__name__)
+
+UNCUT = SamplingParams()
+
+
+@dataclass(frozen=True)
+class _Unfinished:
+    """A request that is in the engine: its kind, and its sequences that have given no completion yet."""
+
+    kind: RequestKind[Any]
+    seqs: list[Sequence]
 
 
 class Engine:
@@ -96,9 +98,8 @@ class Engine:
             )
         classes = read_classes(model)
         pooling = read_pooling(folder, model, config.pooling) if classes is None else None
-        self.generates = generates(
-            folder, model, path, embeds=pooling is not None
-        )  # it has an LM head
+        has_lm_head = generates(folder, model, path, embeds=pooling is not None)
+        self.generates = has_lm_head
         self.config = config
         self._tokenizer = Tokenizer(folder, config.chat_template)
         self._sequences = NewSequences(self._tokenizer, model.eos_token_ids, model.vocab_size)
@@ -124,16 +125,23 @@ class Engine:
             in_one_step=path.is_single_pass,
         )
         self._prompts = PromptReader(self._tokenizer, model.vocab_size, pool.max_model_len)
-        self._embedder = Embedder(pooling, model.hidden_size, self._tokenizer, self._prompts)
-        self._classifier = Classifier(classes, self._tokenizer, self._prompts)
-        self._vocab_size = model.vocab_size
-        self._completions = Completions(self._tokenizer, self._sequences.reasoner)
+        self._kinds = RequestKinds(
+            LoadedModel(
+                config=config,
+                model=model,
+                generates=self.generates,
+                classes=classes,
+                pooling=pooling,
+                tokenizer=self._tokenizer,
+                prompts=self._prompts,
+                sequences=self._sequences,
+                keys_of=self._scheduler.blocks.keys_of,
+            )
+        )
         self._partial_texts = PartialTexts(self._tokenizer, self._sequences.reasoner)
-        self._unfinished: dict[str, list[Sequence]] = {}
-        self._incomplete: list[
-            Sequence
-        ] = []  # finished, while their prompt's log probabilities are not all there
-        self._seeds = Seeds(config.seed, from_prompts=config.deterministic)
+        self._unfinished: dict[str, _Unfinished] = {}
+        # finished sequences, while the log probabilities of their prompt are not all there
+        self._incomplete: list[Sequence] = []
         on_gpu = resolve_device(config.device).type == "cuda"
         self._stepper = Stepper(
             self._scheduler,
@@ -208,68 +216,49 @@ class Engine:
         """Whether any request waits or runs."""
         return bool(self._unfinished)
 
-    def prepare(
-        self,
-        prompt: Prompt,
-        *,
-        truncate_prompt_tokens: int | None = None,
-        scoring: ScoringParams | None = None,
-        pooling: PoolingParams | ClassParams | None = None,
-    ) -> PreparedPrompt:
+    def prepare(self, prompt: Prompt, params: RequestParams = UNCUT) -> PreparedPrompt:
         """Tokenize and check a prompt: the part of `add` that takes longer for a longer prompt. For any thread.
 
-        truncate_prompt_tokens, scoring, pooling: as `add` will get them. Raises what `add` raises for them.
+        params: those that `add` will get. Raises what `add` raises for the prompt.
         """
-        if pictures := pictures_in(prompt):
-            most = truncate_prompt_tokens if scoring is None else scoring.truncate_prompt_tokens
-            reader = self._reader_for(most, pooling)
-            found = reader.read(reader.text_of(list(prompt)), pictures, self._tokenizer.encode)
-            return self._with_pictures(*found, scoring)
-        if pooling is not None:
-            return self._prepare_pooled(prompt, pooling)
-        if scoring is not None:
-            self._check_generates()
-            prepared = self._prepare_scores(prompt, scoring)
-        else:
-            token_ids = self._prompts.token_ids(
-                prompt, truncate_prompt_tokens=truncate_prompt_tokens
-            )
-            prepared = PreparedPrompt(token_ids, self._scheduler.blocks.keys_of(token_ids))
-        if self._reader is not None:
+        kind = self._kinds.kind_of(params)
+        pictures = pictures_in(prompt)
+        if pictures:
+            reader = self._reader_for(kind, params)
+            text = reader.text_of(list(prompt))
+            token_ids, prompt_pictures = reader.read(text, pictures, self._tokenizer.encode)
+            return self._with_pictures(kind.prepare(token_ids, params), prompt_pictures)
+        prepared = kind.prepare(prompt, params)
+        if self._reader is not None and kind.reads_pictures:
             self._reader.check_ids(prepared.token_ids)
         return prepared
 
     def prepare_chat(
-        self,
-        messages: list[dict[str, Any]],
-        *,
-        truncate_prompt_tokens: int | None = None,
-        scoring: ScoringParams | None = None,
-        **options: Any,
+        self, messages: list[dict[str, Any]], params: RequestParams = UNCUT, **options: Any
     ) -> PreparedPrompt:
         """Prepare a conversation, with any pictures in it: parts {"type": "image", "image": array}.
 
-        For any thread. options: of `chat_token_ids`. Raises UnsupportedTask for a picture if the model reads none.
+        For any thread. params: those that `add` will get. options: of `chat_token_ids`.
+        Raises UnsupportedTask for a picture if the model reads none.
         """
-        if pictures := pictures_of(messages):
-            reader = self._reader_for(truncate_prompt_tokens)
+        pictures = pictures_of(messages)
+        if pictures:
+            kind = self._kinds.kind_of(params)
+            reader = self._reader_for(kind, params)
             text = self._tokenizer.chat_text(messages, kinds=WITH_PICTURES, **options)
-            return self._with_pictures(
-                *reader.read(text, pictures, self._tokenizer.encode_alone), scoring
-            )
+            token_ids, prompt_pictures = reader.read(text, pictures, self._tokenizer.encode_alone)
+            return self._with_pictures(kind.prepare(token_ids, params), prompt_pictures)
         token_ids = self.chat_token_ids(
-            messages, truncate_prompt_tokens=truncate_prompt_tokens, **options
+            messages, truncate_prompt_tokens=params.truncate_prompt_tokens, **options
         )
-        return self.prepare(
-            token_ids, truncate_prompt_tokens=truncate_prompt_tokens, scoring=scoring
-        )
+        return self.prepare(token_ids, params)
 
-    def prepare_grammar(self, params: SamplingParams) -> Future[Any] | None:
+    def prepare_grammar(self, params: RequestParams) -> Future[Any] | None:
         """Start compiling the grammar of a text's form, once for equal ones; return None if there is none.
 
         For any thread. Keep the future: once it is done, `add` need not wait for the grammar.
         """
-        return self._sequences.grammars.prepare(params)
+        return self._kinds.kind_of(params).prepare_grammar(params)
 
     def add(
         self,
@@ -296,51 +285,47 @@ class Engine:
         """
         self._open_runner()
         check_request(request_id, lane, self._unfinished)
-        if isinstance(params, PoolingParams | ClassParams):
-            ready = (
-                prompt
-                if isinstance(prompt, PreparedPrompt)
-                else self.prepare(prompt, pooling=params)
-            )
-            num_tokens = len(ready.token_ids)
-            if isinstance(params, ClassParams):
-                states = self._classifier.states(params, num_tokens)
-            else:
-                states = self._embedder.states(params, num_tokens)
-            seqs = self._sequences.pooled(request_id, ready, states, lane=lane)
-        elif isinstance(params, ScoringParams):
-            seqs = self._sequences.branches(request_id, self._ready(prompt, params), lane=lane)
-        else:
-            check_params(params, self._vocab_size)
-            ready = self._ready(prompt, params)
-            self._prompts.check_continued(ready.token_ids, continued)
-            check_logprobs(params, len(ready.token_ids), self.max_model_len)
-            seed = params.seed if params.seed is not None else self._seeds.draw(ready.token_ids)
-            seqs = self._sequences.make(
-                request_id, ready, params, lane=lane, seed=seed, continued=continued
-            )
-            if resumed:
-                seqs = self._resumed(seqs, resumed) or self._sequences.make(
-                    request_id, ready, params, lane=lane, seed=seed, continued=continued
-                )
+        kind = self._kinds.kind_of(params)
+        kind.check(params)
+        prepared = self._prepared(kind, prompt, params)
+        request = NewRequest(request_id, prepared, params, lane, continued, resumed)
+        seqs = kind.sequences(request)
         for seq in seqs:
-            if seq.finish_reason is not None:
-                self._stepper.finish(seq)
-            elif (
-                self._looking is not None
-                and seq.pictures is not None
-                and seq.status is not SequenceStatus.HELD
-            ):
-                self._looking.add(seq)
-            elif seq.status is not SequenceStatus.HELD:
-                self._scheduler.add(seq)
-        self._unfinished[request_id] = seqs
+            self._queue(seq)
+        self._unfinished[request_id] = _Unfinished(kind, seqs)
+
+    def _prepared(
+        self, kind: RequestKind[Any], prompt: Prompt | PreparedPrompt, params: RequestParams
+    ) -> PreparedPrompt:
+        """Prepare a prompt, unless it is prepared for these parameters already. Raises what `add` raises."""
+        if not isinstance(prompt, PreparedPrompt):
+            return self.prepare(prompt, params)
+        if kind.is_prepared(prompt, params):
+            return prompt
+        if prompt.pictures is not None:
+            raise InvalidPrompt(
+                "a prompt with pictures is neither cut nor scored once it is prepared"
+            )
+        return self.prepare(prompt.token_ids, params)
+
+    def _queue(self, seq: Sequence) -> None:
+        """Hand a new sequence to whatever comes next for it: its end, its pictures, its parent or the scheduler."""
+        if seq.finish_reason is not None:
+            self._stepper.finish(seq)
+        elif seq.status is SequenceStatus.HELD:
+            pass  # its parent queues it
+        elif self._looking is not None and seq.pictures is not None:
+            self._looking.add(seq)
+        else:
+            self._scheduler.add(seq)
 
     def abort(self, request_id: str) -> None:
         """Drop all unfinished samples of a request; an unknown or finished id is left alone."""
         self._partial_texts.forget(request_id)
-        for seq in self._unfinished.pop(request_id, ()):
-            self._scheduler.abort(seq)
+        unfinished = self._unfinished.pop(request_id, None)
+        if unfinished is not None:
+            for seq in unfinished.seqs:
+                self._scheduler.abort(seq)
 
     def step(self, *, launches: bool = True) -> list[Completion]:
         """Compute one batch; return the samples that finished in it, [] if there is nothing to do.
@@ -355,14 +340,21 @@ class Engine:
         if not self._unfinished and not self._stepper.in_flight:
             return []
         self._scheduler.first_scheduled = []
-        for seq in self._looking.look() if self._looking is not None and launches else ():
-            if seq.error is not None:
-                self._stepper.finish(seq)
-            else:
-                self._scheduler.add(seq)
-        finished, self._incomplete = self._incomplete + self._stepper.take(launches), []
-        completions = map(self._finish, finished)
-        return [completion for completion in completions if completion is not None]
+        if self._looking is not None and launches:
+            for seq in self._looking.look():
+                if seq.error is not None:
+                    self._stepper.finish(seq)
+                else:
+                    self._scheduler.add(seq)
+
+        finished = self._incomplete + self._stepper.take(launches)
+        self._incomplete = []
+        completions: list[Completion] = []
+        for seq in finished:
+            completion = self._finish(seq)
+            if completion is not None:
+                completions.append(completion)
+        return completions
 
     @property
     def started(self) -> list[str]:
@@ -372,11 +364,9 @@ class Engine:
     def stats(self) -> EngineStats:
         """Return the counters since the start, and the current state."""
         stats = self._stepper.engine_stats()
-        return (
-            stats
-            if not self._looking
-            else replace(stats, num_waiting=stats.num_waiting + len(self._looking))
-        )
+        if self._looking is None:
+            return stats
+        return replace(stats, num_waiting=stats.num_waiting + len(self._looking))
 
     def progress(self) -> dict[str, RequestProgress]:
         """Return how far each running request is. Costs about a microsecond a request."""
@@ -385,9 +375,9 @@ class Engine:
     def samples_so_far(self) -> dict[str, dict[int, list[int]]]:
         """Return the tokens of each unfinished sample so far, `continued` ones included, by request id and index."""
         return {
-            request_id: {seq.index: seq.generated_token_ids for seq in seqs}
-            for request_id, seqs in self._unfinished.items()
-            if seqs[0].generates
+            request_id: {seq.index: seq.generated_token_ids for seq in unfinished.seqs}
+            for request_id, unfinished in self._unfinished.items()
+            if unfinished.kind.generates
         }
 
     def texts_so_far(self, request_ids: Iterable[str]) -> dict[str, dict[int, PartialText]]:
@@ -398,12 +388,10 @@ class Engine:
         """
         return {
             request_id: {
-                seq.index: self._partial_texts.of(seq)
-                for seq in self._unfinished[request_id]
-                if seq.generates
+                seq.index: self._partial_texts.of(seq) for seq in self._unfinished[request_id].seqs
             }
             for request_id in request_ids
-            if request_id in self._unfinished
+            if request_id in self._unfinished and self._unfinished[request_id].kind.generates
         }
 
     def chat_token_ids(
@@ -452,9 +440,7 @@ class Engine:
         context stands for the token that begins a text, or else the one that ends it; an empty continuation is
         certain. Raises InvalidRequest or a subclass before any pair is scored, ScoringFailed, and EngineBusy.
         """
-        scores = Scores(
-            pairs, self._prompts, lambda prompt, params: self.prepare(prompt, scoring=params)
-        )
+        scores = Scores(pairs, self._prompts, self.prepare)
         requests = list(scores.requests())
         return scores.results(self._run(iter(requests), len(requests), use_tqdm=use_tqdm))
 
@@ -470,7 +456,9 @@ class Engine:
         Texts are read as sentence-transformers reads them: behind the checkpoint's default prompt, and cut to
         its max_seq_length. Raises what `generate` does, and UnsupportedTask or InvalidSampling if params suit no text.
         """
-        self._embedder.check(params := params or PoolingParams())
+        if params is None:
+            params = PoolingParams()
+        self._kinds.kind_of(params).check(params)
         return self.generate(prompts, params, use_tqdm=use_tqdm)
 
     def _run(
@@ -501,94 +489,29 @@ class Engine:
                 self.abort(request_id)
         return done
 
-    def _reader_for(
-        self, truncate_prompt_tokens: int | None, pooling: object = None
-    ) -> PictureReader:
+    def _reader_for(self, kind: RequestKind[Any], params: RequestParams) -> PictureReader:
         """Return the picture reader. Raises UnsupportedTask or InvalidPrompt if such a request cannot have pictures."""
         if self._reader is None:
             raise UnsupportedTask("this model reads no pictures: it is served for text alone")
-        if pooling is not None:
+        if not kind.reads_pictures:
             raise UnsupportedTask(
                 "prompts with pictures are not embedded or classified by a head: that is not built"
             )
-        if truncate_prompt_tokens is not None:
+        if params.truncate_prompt_tokens is not None:
             raise InvalidPrompt(
                 "truncate_prompt_tokens: prompts with pictures are not cut; leave it out"
             )
         return self._reader
 
-    def _with_pictures(
-        self, token_ids: list[int], pictures: PromptPictures, scoring: ScoringParams | None = None
-    ) -> PreparedPrompt:
-        keys = self._scheduler.blocks.keys_of(pictures.key_ids)
-        if scoring is not None:
-            return replace(
-                self._prepare_scores(token_ids, scoring), block_keys=keys, pictures=pictures
-            )
-        return PreparedPrompt(self._prompts.token_ids(token_ids), keys, pictures=pictures)
-
-    def _prepare_pooled(
-        self, prompt: Prompt, params: PoolingParams | ClassParams
-    ) -> PreparedPrompt:
-        if isinstance(params, ClassParams):
-            token_ids = self._classifier.token_ids(prompt, params)
-            states = self._classifier.states(params, len(token_ids))
-        else:
-            token_ids = self._embedder.token_ids(prompt, params)
-            states = self._embedder.states(params, len(token_ids))
-        return PreparedPrompt(
-            token_ids, [] if states.needs_all else self._scheduler.blocks.keys_of(token_ids)
-        )
-
-    def _prepare_scores(self, prompt: Prompt, scoring: ScoringParams) -> PreparedPrompt:
-        ends = tuple(sorted(self._sequences.eos_token_ids))
-        return prepare_scores(prompt, scoring, self._prompts, self._scheduler.blocks.keys_of, ends)
+    def _with_pictures(self, prompt: PreparedPrompt, pictures: PromptPictures) -> PreparedPrompt:
+        """Add pictures to a prompt that was prepared from their placeholders: its blocks are theirs alone."""
+        block_keys = self._scheduler.blocks.keys_of(pictures.key_ids)
+        return replace(prompt, block_keys=block_keys, pictures=pictures)
 
     def _open_runner(self) -> Runner:
         if self._live_runner is None:
             raise EngineClosed("this engine is closed; make a new one")
         return self._live_runner
-
-    def _ready(self, prompt: Prompt | PreparedPrompt, params: RequestParams) -> PreparedPrompt:
-        """Prepare and truncate a prompt, unless that is done already. Raises what `add` raises."""
-        self._check_generates()
-        scoring, most = (
-            params if isinstance(params, ScoringParams) else None,
-            params.truncate_prompt_tokens,
-        )
-        if isinstance(prompt, PreparedPrompt):
-            is_short = most is None or most == -1 or len(prompt.token_ids) <= most
-            if is_short if scoring is None else prompt.continued is not None:
-                return prompt
-            if prompt.pictures is not None:
-                raise InvalidPrompt(
-                    "a prompt with pictures is neither cut nor scored once it is prepared"
-                )
-            prompt = prompt.token_ids
-        return self.prepare(prompt, truncate_prompt_tokens=most, scoring=scoring)
-
-    def _check_generates(self) -> None:
-        if not self.generates:
-            raise UnsupportedTask(
-                "this checkpoint has no LM head: it embeds or classifies, it cannot generate or score"
-            )
-
-    def _resumed(
-        self, seqs: list[Sequence], resumed: Mapping[int, Collection[int]]
-    ) -> list[Sequence]:
-        """Give sequences the tokens that they had elsewhere; return [] if one cannot have had them."""
-        try:
-            for index, token_ids in resumed.items():
-                self._prompts.check_ids(token_ids)
-                seqs[index].resume(token_ids, self.max_model_len)
-        except (InvalidRequest, IndexError) as error:
-            logger.warning(
-                "request %s begins anew, it cannot go on where it was: %s",
-                seqs[0].request_id,
-                error,
-            )
-            return []
-        return seqs
 
     def _fill(self, requests: Iterator[Request], refused: list[Completion]) -> bool:
         """Add requests until a full batch waits; return whether there are no more."""
@@ -604,13 +527,13 @@ class Engine:
 
     def _finish(self, seq: Sequence) -> Completion | None:
         """Make a finished sequence's completion; None if it awaits a sibling's scores, or a sibling has failed."""
-        siblings = self._unfinished.get(seq.request_id, [])
-        if seq not in siblings:
+        unfinished = self._unfinished.get(seq.request_id)
+        if unfinished is None or seq not in unfinished.seqs:
             return None
-        if not is_complete(seq):
+        if not unfinished.kind.is_complete(seq):
             self._incomplete.append(seq)
             return None
-        siblings.remove(seq)
-        if seq.error is not None or not siblings:
+        unfinished.seqs.remove(seq)
+        if seq.error is not None or not unfinished.seqs:
             self.abort(seq.request_id)
-        return self._completions.of(seq)
+        return unfinished.kind.completion(seq)

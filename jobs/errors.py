@@ -278,9 +278,14 @@ class NoSecondModel(RunError, fault="server"):
     the run: start one there, or name one of them with escalate_model, then submit again"""
 
 
+class AnswersDamaged(RunError):
+    """{path}, which keeps answers until they are in a part, cannot be read ({reason}): remove it, and they are computed
+    again"""
+
+
 class KeptAnswersLost(RunError):
-    """{path}, the answers that a shard has of the first model, cannot be read ({reason}): remove it if it is there, and
-    submit the run again"""
+    """{path}, the first model's answers for a shard, cannot be read ({reason}): remove it if it is there, and submit
+    the run again"""
 
 
 class RunCancelled(RunError, fault="cancelled"):

@@ -7,7 +7,7 @@ from typing import Any
 
 from redis import Redis
 
-from engine import InvalidRequest
+from engine import InvalidRequest, SamplingParams
 from jobs.common.keys import FORMAT
 from jobs.common.rq_jobs import executions_key
 from jobs.context import JobContext, Lease
@@ -76,10 +76,13 @@ def prompt_meter(engine: Any, max_num_seqs: int, block_size: int) -> PromptMeter
         prompt: Prompt | None, messages: Parts | None, options: Mapping[str, Any]
     ) -> Sequence[int]:
         try:
+            chat_options = dict(options)
+            truncation = chat_options.pop("truncate_prompt_tokens", None)
+            params = SamplingParams(truncate_prompt_tokens=truncation)
             if messages is None:
-                prepared = engine.prepare(decoded(prompt), **options)
+                prepared = engine.prepare(decoded(prompt), params)
             else:
-                prepared = engine.prepare_chat(decoded(messages), **options)
+                prepared = engine.prepare_chat(decoded(messages), params, **chat_options)
         except InvalidRequest as error:
             raise InvalidJob(str(error)) from None
         ids: Sequence[int] = prepared.token_ids

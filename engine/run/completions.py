@@ -1,24 +1,16 @@
-"""Turns finished sequences into completions."""
+"""Turns finished sequences that have generated tokens into completions."""
 
 import time
 
 from engine.errors import SequenceFailed
 from engine.schedule.logprobs import NOT_WANTED, as_dicts, num_top
 from engine.schedule.outputs import Completion, Logprob, RequestMetrics
-from engine.schedule.score_tree import ScoreTree
 from engine.schedule.sequence import Sequence
 from engine.text.control_tokens import BREAK
 from engine.text.marked_text import with_marks
 from engine.text.reasoning import Reasoner
 from engine.text.tokenizer import Tokenizer
 from engine.text.tool_calls import ToolCallReader, ToolCalls
-
-
-def is_complete(seq: Sequence) -> bool:
-    """Return whether a finished sequence's completion is whole; a sibling may still be scoring their prompt."""
-    if seq.params.prompt_logprobs is None or seq.error is not None:
-        return True
-    return sum(len(part.ranks) for part in seq.prompt_logprobs) >= seq.num_prompt_tokens - 1
 
 
 class Completions:
@@ -28,61 +20,65 @@ class Completions:
         self._tokenizer, self._reasoner = tokenizer, reasoner
         self._tool_calls = ToolCallReader(tokenizer)
 
-    def of(self, seq: Sequence) -> Completion | None:
-        """Make the completion of a finished sequence; None until all branches of its tree are scored."""
-        if seq.tree is not None:
-            return _scores_of(seq, seq.tree)
+    def of(self, seq: Sequence) -> Completion:
+        """Make the completion of a finished sequence."""
         tokenizer = self._tokenizer
-        assert seq.finish_reason is not None
-        token_ids = seq.generated_token_ids  # empty for an embedding or classes
-        logprobs = None
-        if seq.sample_top != NOT_WANTED:
-            first = begin = seq.num_prompt_tokens + seq.num_continued
-            known = seq.logprobs
-            if seq.num_resumed and seq.targets is not None:
-                known, first = [*seq.scored, *known], int(seq.targets.places[0])
-            logprobs = as_dicts(known, seq.token_ids[first:], seq.sample_top, tokenizer.token_text)[
-                begin - first :
-            ]
         prompt = seq.token_ids[: seq.num_prompt_tokens]
-        of_prompt: list[dict[int, Logprob] | None] | None = None
-        if seq.params.prompt_logprobs is not None and seq.error is None:
-            top = num_top(seq.params.prompt_logprobs)
-            of_prompt = [
-                None,
-                *as_dicts(seq.prompt_logprobs, prompt[1:], top, tokenizer.token_text),
-            ]
-        reasoning, text, calls = (
-            (None, seq.text, None) if seq.error is not None else self._parts_of(seq)
-        )
+        num_given = seq.num_prompt_tokens + seq.num_continued
+        reasoning: str | None = None
+        text = seq.text
+        calls: ToolCalls | None = None
+        if seq.error is None:
+            reasoning, text, calls = self._parts_of(seq)
+        prompt_text: str | None = None
+        prompt_tokens: list[str] | None = None
+        if seq.params.echo:
+            prompt_text = tokenizer.decode(prompt)
+            prompt_tokens = [tokenizer.token_text(token_id).text for token_id in prompt]
+
+        assert seq.finish_reason is not None
         return Completion(
             request_id=seq.request_id,
             index=seq.index,
-            token_ids=token_ids,
+            token_ids=seq.generated_token_ids,
             text=text,
             finish_reason=seq.finish_reason,
             num_prompt_tokens=seq.num_prompt_tokens,
-            num_cached_tokens=min(
-                seq.num_cached_tokens or 0, seq.num_prompt_tokens + seq.num_continued
-            ),
-            logprobs=logprobs,
+            num_cached_tokens=min(seq.num_cached_tokens or 0, num_given),
+            logprobs=self._logprobs_of(seq),
             error=None if seq.error is None else str(SequenceFailed(seq.error)),
-            prompt_logprobs=of_prompt,
+            prompt_logprobs=self._prompt_logprobs_of(seq),
             reasoning=reasoning,
             tool_calls=calls.calls if calls is not None and calls.calls else None,
             tool_call_error=None if calls is None else calls.problem,
-            prompt_text=tokenizer.decode(prompt) if seq.params.echo else None,
-            prompt_tokens=[tokenizer.token_text(token_id).text for token_id in prompt]
-            if seq.params.echo
-            else None,
+            prompt_text=prompt_text,
+            prompt_tokens=prompt_tokens,
             num_continued=seq.num_continued + seq.num_resumed,
             metrics=RequestMetrics(seq.arrived_at, seq.first_token_at, time.monotonic()),
-            **(
-                {}
-                if seq.pooled is None or seq.error is not None
-                else {seq.pooled.field: seq.pooled.result()}
-            ),
         )
+
+    def _logprobs_of(self, seq: Sequence) -> list[dict[int, Logprob]] | None:
+        """Return the log probabilities of the sampled and resumed tokens; None if they are not wanted."""
+        if seq.sample_top == NOT_WANTED:
+            return None
+        begin = seq.num_prompt_tokens + seq.num_continued
+        first = begin
+        known = seq.logprobs
+        if seq.num_resumed and seq.targets is not None:
+            # those of the resumed tokens were computed like a prompt's, and perhaps together with it
+            known = [*seq.scored, *known]
+            first = int(seq.targets.places[0])
+        token_text = self._tokenizer.token_text
+        return as_dicts(known, seq.token_ids[first:], seq.sample_top, token_text)[begin - first :]
+
+    def _prompt_logprobs_of(self, seq: Sequence) -> list[dict[int, Logprob] | None] | None:
+        """Return the log probabilities of the prompt's tokens; None if they are not wanted or not whole."""
+        if seq.params.prompt_logprobs is None or seq.error is not None:
+            return None
+        token_ids = seq.token_ids[1 : seq.num_prompt_tokens]
+        top = num_top(seq.params.prompt_logprobs)
+        token_text = self._tokenizer.token_text
+        return [None, *as_dicts(seq.prompt_logprobs, token_ids, top, token_text)]
 
     def _parts_of(self, seq: Sequence) -> tuple[str | None, str, ToolCalls | None]:
         """Return the reasoning of a completion, its text without that and without calls, and the calls."""
@@ -110,17 +106,3 @@ class Completions:
             text = calls.content
         reasoning = None if reasoning is None else reasoning.replace(BREAK, "")
         return reasoning, text.replace(BREAK, ""), calls
-
-
-def _scores_of(seq: Sequence, tree: ScoreTree) -> Completion | None:
-    """Make the completion of a scored request; None while the scores of other branches are missing."""
-    if seq.error is not None:
-        return Completion.refused(seq.request_id, SequenceFailed(seq.error))
-    logprobs = [logprob for part in seq.prompt_logprobs for logprob in part.logprobs.tolist()]
-    ranks = [rank for part in seq.prompt_logprobs for rank in part.ranks.tolist()]
-    if seq.index == 0:
-        tree.num_cached_tokens = min(seq.num_cached_tokens or 0, tree.num_prompt_tokens)
-    if not tree.take(seq.index, logprobs, ranks):
-        return None
-    counts = tree.num_prompt_tokens, tree.num_cached_tokens
-    return Completion(seq.request_id, 0, [], "", "stop", *counts, loglikelihoods=tree.results())

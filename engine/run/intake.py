@@ -1,50 +1,18 @@
-"""Checks, numbers and seeds requests as they come in, and prepares prompts whose continuations are scored."""
+"""Checks and numbers requests as they come in, and makes requests of pairs whose likelihood is asked."""
 
-import random
-from array import array
-from collections.abc import Callable, Container, Iterable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator
 from contextlib import contextmanager
-from hashlib import blake2b
 from itertools import zip_longest
 from typing import Any
 
-from engine.errors import (
-    DuplicateRequest,
-    InvalidPrompt,
-    InvalidRequest,
-    InvalidSampling,
-    ScoringFailed,
-)
+from engine.errors import DuplicateRequest, InvalidPrompt, InvalidRequest, ScoringFailed
 from engine.sampling.request_kinds import RequestParams, ScoringParams
 from engine.sampling.sampling_params import SamplingParams
 from engine.schedule.outputs import Completion, LogLikelihood
-from engine.schedule.prepared_prompt import BlockKey, PreparedPrompt
-from engine.schedule.score_tree import ends_needed, shape_of
-from engine.text.prompts import Context, Prompt, PromptReader, Tail
+from engine.schedule.prepared_prompt import PreparedPrompt
+from engine.text.prompts import Context, Prompt, PromptReader
 
 Request = tuple[str, Prompt | PreparedPrompt, RequestParams]
-
-#: The most tokens of all sequences of a scoring request together; each of them holds the prompt's tokens too.
-MAX_TREE_TOKENS = 1 << 25
-
-
-#: The most log probabilities that one request may ask for. Each takes about 150 bytes until its completion is given.
-MAX_LOGPROB_ENTRIES = 1 << 21
-
-
-def check_logprobs(params: SamplingParams, num_prompt_tokens: int, max_model_len: int) -> None:
-    """Raise InvalidSampling if a request's log probabilities alone could fill the engine's memory."""
-    num_entries = 0
-    if params.prompt_logprobs is not None:
-        num_entries += num_prompt_tokens * (params.prompt_logprobs + 1)
-    if params.logprobs is not None:
-        longest = min(params.max_tokens, max_model_len - num_prompt_tokens)
-        num_entries += params.n * longest * (params.logprobs + 1)
-    if num_entries > MAX_LOGPROB_ENTRIES:
-        raise InvalidSampling(
-            f"the request may have {num_entries} log probabilities, more than the limit of {MAX_LOGPROB_ENTRIES}: ask "
-            "for fewer by logprobs or prompt_logprobs, a lower max_tokens or n, or a shorter prompt"
-        )
 
 
 def check_request(request_id: object, lane: object, unfinished: Container[str]) -> None:
@@ -70,51 +38,13 @@ def numbered(
             yield str(i), prompt, params or SamplingParams()
         return
     missing: Any = object()
-    for i, (prompt, own) in enumerate(zip_longest(prompts, params, fillvalue=missing)):
-        if prompt is missing or own is missing:
+    pairs = zip_longest(prompts, params, fillvalue=missing)
+    for i, (prompt, prompt_params) in enumerate(pairs):
+        if prompt is missing or prompt_params is missing:
             raise InvalidRequest(
                 f"there are not as many prompts as params: one of them ended after {i}"
             )
-        yield str(i), prompt, own
-
-
-def prepare_scores(
-    prompt: object,
-    params: ScoringParams,
-    prompts: PromptReader,
-    keys_of: Callable[[list[int]], list[BlockKey]],
-    end_token_ids: tuple[int, ...],
-) -> PreparedPrompt:
-    """Prepare a prompt whose continuations are to be scored. Raises InvalidPrompt or PromptTooLong."""
-    continued = prompts.continued(
-        prompt,
-        params.continuations,
-        truncate_prompt_tokens=params.truncate_prompt_tokens,
-        num_ends=int(params.score_end is not False),
-        are_labels=params.score_end == "auto",
-    )
-    token_ids, tails = continued.token_ids, continued.tails
-    ends = params.score_end
-    if ends == "auto":
-        places: dict[Tail, int] = {}
-        for place, tail in enumerate(tails):
-            if (other := places.setdefault(tail, place)) != place:
-                raise InvalidPrompt(
-                    f"continuations {other} and {place} are the same tokens: one of them is enough"
-                )
-        ends = ends_needed(tails)
-    if ends and not end_token_ids:
-        raise InvalidPrompt(
-            "no token ends this model's texts, so none can be scored behind a continuation"
-        )
-    shape = shape_of(tails, end_token_ids if ends else ())
-    num_tokens = sum(len(token_ids) + len(branch.token_ids) for branch in shape.branches)
-    if num_tokens > MAX_TREE_TOKENS:
-        raise InvalidPrompt(
-            f"the prompt stands before {len(shape.branches)} continuations that part, {num_tokens} tokens in "
-            f"all, more than the limit of {MAX_TREE_TOKENS}: ask for fewer at a time"
-        )
-    return PreparedPrompt(token_ids, keys_of(token_ids), shape, continued.num_prompt_tokens)
+        yield str(i), prompt, prompt_params
 
 
 class Scores:
@@ -129,9 +59,8 @@ class Scores:
         """Prepare all pairs. Raises InvalidRequest or a subclass for the first that cannot be scored."""
         groups: dict[Context, list[Context]] = {}
         places: dict[Context, int] = {}  # the first pair of each context
-        self._asked: list[
-            tuple[Context, int] | None
-        ] = []  # of each pair: its context, and which continuation of it
+        # for each pair its context, and the number of its continuation; None for an empty continuation
+        self._places: list[tuple[Context, int] | None] = []
         for place, pair in enumerate(pairs):
             if not isinstance(pair, (list, tuple)) or len(pair) != 2:
                 raise InvalidRequest(
@@ -139,8 +68,11 @@ class Scores:
                 )
             with _naming(place):
                 continuation, context = prompts.pair(*pair)
-            group = groups.setdefault(context, []) if continuation else []
-            self._asked.append((context, len(group)) if continuation else None)
+            if not continuation:
+                self._places.append(None)
+                continue
+            group = groups.setdefault(context, [])
+            self._places.append((context, len(group)))
             group.append(continuation)
             places.setdefault(context, place)
         self._ready: dict[Context, tuple[PreparedPrompt, ScoringParams]] = {}
@@ -157,16 +89,17 @@ class Scores:
 
     def results(self, done: dict[str, list[Completion]]) -> list[LogLikelihood]:
         """Return one score for each pair. Raises ScoringFailed for the first without one."""
-        found = {context: done[str(number)][0] for number, context in enumerate(self._ready)}
-        results = []
-        for place, asked in enumerate(self._asked):
-            if asked is None:
+        completions = {context: done[str(number)][0] for number, context in enumerate(self._ready)}
+        results: list[LogLikelihood] = []
+        for pair_number, place in enumerate(self._places):
+            if place is None:
                 results.append(LogLikelihood(0.0, 0, is_greedy=True))
                 continue
-            context, number = asked
-            if (scored := found[context]).loglikelihoods is None:
-                raise ScoringFailed(place, scored.error or "the engine gave no reason")
-            results.append(scored.loglikelihoods[number])
+            context, number = place
+            completion = completions[context]
+            if completion.loglikelihoods is None:
+                raise ScoringFailed(pair_number, completion.error or "the engine gave no reason")
+            results.append(completion.loglikelihoods[number])
         return results
 
 
@@ -177,19 +110,3 @@ def _naming(place: int) -> Iterator[None]:
         yield
     except InvalidRequest as error:
         raise type(error)(f"pair {place}: {error}") from error
-
-
-class Seeds:
-    """Draws seeds, from one generator, or from the prompt if results must depend on the request alone."""
-
-    def __init__(self, seed: int, *, from_prompts: bool) -> None:
-        self._seed, self._from_prompts = seed, from_prompts
-        self._drawn = random.Random(seed)
-
-    def draw(self, token_ids: Sequence[int]) -> int:
-        """Draw a seed of 64 bits. token_ids: of the prompt."""
-        if not self._from_prompts:
-            return self._drawn.getrandbits(64)
-        digest = blake2b(f"{self._seed}:".encode(), digest_size=8)
-        digest.update(array("q", token_ids).tobytes())
-        return int.from_bytes(digest.digest(), "little")

@@ -1,15 +1,12 @@
-"""NewSequences: turns a checked request into sequences, one for each of its samples."""
+"""NewSequences: makes the sequences of a request that generates, one for each of its samples."""
 
 import logging
 from collections.abc import Collection
 
 from engine.sampling.logit_edits import RequestEdits, SequenceEdits
-from engine.sampling.request_kinds import NO_NEW_TOKEN
 from engine.sampling.sampling_params import SamplingParams
-from engine.schedule.pooled import PooledStates
 from engine.schedule.prepared_prompt import PreparedPrompt
-from engine.schedule.score_tree import ScoreTree, Targets
-from engine.schedule.sequence import Sequence, SequenceStatus
+from engine.schedule.sequence import Sequence
 from engine.structured.forced_calls import ForcedCalls
 from engine.structured.grammars import Grammars
 from engine.structured.matcher import JumpAhead, Matcher
@@ -21,7 +18,7 @@ logger = logging.getLogger(__name__)
 
 
 class NewSequences:
-    """Makes the sequences of requests. eos_token_ids: the ids that end texts, including the tokenizer's own."""
+    """Makes sequences that generate. eos_token_ids: the ids that end texts, including the tokenizer's own."""
 
     def __init__(
         self, tokenizer: Tokenizer, configured_ends: frozenset[int], vocab_size: int
@@ -89,45 +86,6 @@ class NewSequences:
             seq.prompt_logprobs = seqs[0].prompt_logprobs
             for token_id in continued:
                 seq.go_on_behind(token_id)
-        return seqs
-
-    def pooled(
-        self, request_id: str, prompt: PreparedPrompt, pooled: PooledStates, *, lane: int
-    ) -> list[Sequence]:
-        """Make the sequence whose hidden states are pooled."""
-        keys = prompt.block_keys
-        return [
-            Sequence(
-                request_id,
-                prompt.token_ids,
-                NO_NEW_TOKEN,
-                lane=lane,
-                block_keys=keys,
-                pooled=pooled,
-            )
-        ]
-
-    def branches(self, request_id: str, prompt: PreparedPrompt, *, lane: int) -> list[Sequence]:
-        """Make the sequences that score a prompt's continuations; each but the first is held until its parent ends."""
-        assert prompt.continued is not None
-        tree = ScoreTree(prompt.num_prompt_tokens, prompt.continued)
-        seqs: list[Sequence] = []
-        for index, branch in enumerate(tree.shape.branches):
-            seq = Sequence(
-                request_id,
-                [*prompt.token_ids, *branch.token_ids],
-                NO_NEW_TOKEN,
-                index=index,
-                lane=lane,
-                block_keys=prompt.block_keys,
-                targets=Targets(branch.places + len(prompt.token_ids), branch.scored_ids),
-                tree=tree,
-                pictures=prompt.pictures,
-            )
-            if branch.parent is not None:
-                seq.status = SequenceStatus.HELD
-                seqs[branch.parent].followers.append(seq)
-            seqs.append(seq)
         return seqs
 
     def _stop_strings(

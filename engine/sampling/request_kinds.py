@@ -1,4 +1,4 @@
-"""The kinds of requests beside generation: PoolingParams for embeddings, ScoringParams, ClassParams."""
+"""The parameters of each kind of request: SamplingParams, and those of scores, embeddings and classes."""
 
 from __future__ import annotations
 
@@ -133,6 +133,7 @@ class ClassParams:
 
 
 RequestParams = SamplingParams | ScoringParams | PoolingParams | ClassParams
+#: The class of each kind's parameters, by the name that a request gives.
 KINDS: Mapping[str, type[Any]] = {
     "generate": SamplingParams,
     "score": ScoringParams,
@@ -141,9 +142,17 @@ KINDS: Mapping[str, type[Any]] = {
 }
 
 
-def request_params(kind: str, values: Mapping[str, Any]) -> RequestParams:
-    """Make the parameters for `Engine.add` from a request's kind and values. Raises InvalidRequest or a subclass."""
+def request_params(
+    kind: str, values: Mapping[str, Any], *, tools: Sequence[Mapping[str, Any]] | None = None
+) -> RequestParams:
+    """Make the parameters for `Engine.add` from a request's kind and values. Raises InvalidRequest or a subclass.
+
+    tools: those of the chat. A kind that has a parameter `tools` takes them; others ignore them.
+    """
     if kind not in KINDS:
         raise InvalidRequest(f"no request is of the kind {kind!r}; there are {', '.join(KINDS)}")
-    params: RequestParams = KINDS[kind].from_mapping(values)
+    params_class = KINDS[kind]
+    if tools and any(field.name == "tools" for field in fields(params_class)):
+        values = {**values, "tools": tools}
+    params: RequestParams = params_class.from_mapping(values)
     return params

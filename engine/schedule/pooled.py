@@ -1,7 +1,7 @@
 """PooledStates: collects one sequence's vector while its hidden states come chunk by chunk."""
 
 from collections.abc import Callable
-from typing import Any, ClassVar
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -12,12 +12,7 @@ Vector = NDArray[np.float32]
 
 
 class PooledStates:
-    """Collects one sequence's vector. next: the place of the first hidden state that no launched step computes.
-
-    field: the field of Completion that takes the result.
-    """
-
-    field: ClassVar[str] = "embedding"
+    """Collects one sequence's vector. next: the place of the first hidden state that no launched step computes."""
 
     def __init__(
         self,
@@ -104,8 +99,6 @@ class PooledStates:
 
 class ClassStates(PooledStates):
     """Collects the numbers of one text's classes, which come with its last token."""
-
-    field = "class_scores"
 
     def __init__(self, classes: Classes, num_tokens: int, *, of_pair: bool) -> None:
         super().__init__(("lasttoken",), num_tokens)

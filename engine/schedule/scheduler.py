@@ -18,8 +18,6 @@ launch, and launches run in order. One that ends otherwise has overrun by one to
 import time
 from bisect import insort
 from collections import Counter, deque
-from itertools import takewhile
-from operator import eq
 
 import numpy as np
 from numpy.typing import NDArray
@@ -32,7 +30,8 @@ from engine.schedule.scheduled_batch import ScheduledBatch
 from engine.schedule.sequence import Sequence, SequenceStatus
 from engine.schedule.slots import SlotTable
 from engine.schedule.snapshots import StateMoves
-from engine.schedule.step_batch import give_logprobs, give_pooled, learn
+from engine.schedule.step_batch import give_logprobs, give_pooled
+from engine.text.prompts import num_common
 
 MAX_SAMPLED = 256  # rows of a step with guesses, whose logits take memory
 MAX_OVERTAKES = 19  # a waiting lane gets at least one admission in twenty
@@ -320,25 +319,25 @@ class Scheduler:
 
         token_ids: sequence by sequence, one behind its last token and one behind each guess.
         """
-        finished, start = [], 0
-        for each in drafted:
-            seq, guesses, num_before = each.seq, each.guesses, len(each.seq.token_ids)
-            sampled, start = token_ids[start : start + len(guesses) + 1], start + len(guesses) + 1
+        finished: list[Sequence] = []
+        start = 0
+        for seq, guesses, drafts in drafted:
+            sampled = token_ids[start : start + len(guesses) + 1]
+            start += len(sampled)
+            num_before = len(seq.token_ids)
+            new: list[int] = []
             ends = False
-            for guess, token_id in zip([*guesses, None], sampled, strict=True):
-                if token_id < 0 and len(seq.token_ids) > num_before:
+            while not ends and new == guesses[: len(new)]:
+                token_id = sampled[len(new)]
+                if token_id < 0 and new:
                     break  # a step without guesses finds out why
                 self.generation_tokens += not seq.forced
-                ends = seq.ends_with(token_id)
-                if ends or seq.token_ids[-1] != guess:
-                    break
-            while seq.forced and not ends:
-                ends = seq.ends_with(seq.forced[0])
+                ends = seq.learn(token_id).ends
+                new = seq.token_ids[num_before:]
             if ends:
                 finished.append(seq)
-            new = seq.token_ids[num_before:]
-            num_right = sum(takewhile(bool, map(eq, guesses, new)))
-            each.drafts.count(seq, len(guesses), num_right)
+            num_right = num_common(guesses, new)
+            drafts.count(seq, len(guesses), num_right)
             seq.num_tokens = len(seq.token_ids)
             seq.num_computed_tokens = min(num_before + num_right, seq.num_tokens - 1)
             self.slots.move_on(seq, len(new))
@@ -489,18 +488,26 @@ class Scheduler:
 
     def _ends_with(self, seq: Sequence, token_id: int) -> bool:
         """Hand a token to its sequence; return whether that ends it."""
-        num_computed = seq.num_computed_tokens
-        ends = seq.ends_with(token_id) if seq.forcing is None else learn(seq, token_id, self.slots)
-        goes_back = seq.num_computed_tokens < num_computed and self.blocks.snapshots is not None
-        if (
-            goes_back and seq.status is SequenceStatus.RUNNING and not ends
-        ):  # a state cannot go back: compute it again
-            self.running.remove([seq])
+        learned = seq.learn(token_id)
+        if learned.num_right is not None:
+            seq.num_stale += learned.num_dropped
+            self._go_back(seq, learned.num_right)
+        return learned.ends
+
+    def _go_back(self, seq: Sequence, num_right: int) -> None:
+        """Have a sequence computed again behind its first num_right tokens: others were forced than sampled."""
+        seq.num_tokens = len(seq.token_ids)
+        num_computed = min(seq.num_computed_tokens, num_right, seq.num_tokens - 1)
+        loses_state = num_computed < seq.num_computed_tokens and self.blocks.snapshots is not None
+        seq.num_computed_tokens = num_computed
+        if seq.status is SequenceStatus.ENDING:
+            self._wait_again(seq)  # it has a token less than it seemed, so it does not end
+        elif seq.status is SequenceStatus.RUNNING and loses_state:
+            self.running.remove([seq])  # a state cannot go back: compute it again
             self._release(seq)
             self._wait_again(seq)
-        if seq.status is SequenceStatus.ENDING and not ends and seq.num_tokens < seq.max_len:
-            self._wait_again(seq)  # its last token is to be computed anew
-        return ends
+        elif seq.status is SequenceStatus.RUNNING:
+            self.slots.rewrite(seq)
 
     def _remove(self, seq: Sequence) -> None:
         """Take an unfinished sequence out of its list and free its blocks."""

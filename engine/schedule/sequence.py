@@ -6,7 +6,7 @@ from collections import deque
 from collections.abc import Collection, Iterable
 from dataclasses import KW_ONLY, InitVar, dataclass, field
 from enum import Enum, auto
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import numpy as np
 
@@ -43,6 +43,24 @@ class Forcing(Protocol):
 
     def after(self, token_id: int, num_left: int) -> Iterable[int]:
         """Return the tokens that must follow this one and the num_left forced ones behind it."""
+
+
+class Learned(NamedTuple):
+    """What came of a sampled token that a sequence learned, with the forced tokens behind it.
+
+    ends: it ends with its last token, or by an error.
+    num_right: None if all its tokens are as they were sampled. Otherwise launched steps are right about this number of
+    its first tokens, and have computed others behind these.
+    num_dropped: how many pending samples are of no use then.
+    """
+
+    ends: bool
+    num_right: int | None = None
+    num_dropped: int = 0
+
+
+ENDS = Learned(ends=True)
+GOES_ON = Learned(ends=False)
 
 
 @dataclass(slots=True, eq=False, repr=False)
@@ -138,7 +156,7 @@ class Sequence:
         """
         self.max_len += 1
         try:
-            ends = self.append(token_id) is not None
+            ends = self._append(token_id) is not None
         except Exception as error:
             raise InvalidRequest(
                 f"the completion cannot go on behind token {token_id}: {error}"
@@ -163,7 +181,7 @@ class Sequence:
             for token_id in known:
                 if self.finish_reason is not None:
                     raise InvalidRequest("it has ended before")
-                self.append(token_id)
+                self._append(token_id)
                 if self.token_ids[-1] != token_id:
                     raise InvalidRequest(f"another token than {token_id} comes next")
         except Exception as error:
@@ -223,8 +241,54 @@ class Sequence:
         """End the sequence with an error of its own."""
         self.finish_reason, self.error = "error", error
 
-    def append(self, token_id: int) -> FinishReason | None:
-        """Learn the first pending token, or the forced one; return why the sequence ends with it, or None.
+    @property
+    def samples_forced(self) -> bool:
+        """Whether forced tokens are sampled all the same, one in a step, as their log probabilities are wanted."""
+        return self.sample_top != NOT_WANTED
+
+    @property
+    def forced_sample(self) -> int | None:
+        """The only token that may be sampled next; None if any may."""
+        num_pending = self.num_pending_tokens
+        if self.samples_forced and num_pending < len(self.forced):
+            return self.forced[num_pending]
+        return None
+
+    def learn(self, token_id: int) -> Learned:
+        """Learn the first pending token, and all forced tokens behind it unless they are sampled too.
+
+        If a token is forced, it stands in the place of this one.
+        """
+        num_known = len(self.token_ids)
+        num_forced = len(self.forced)
+        try:
+            reason = self._append(token_id)
+            while self.forced and reason is None and not self.samples_forced:
+                reason = self._append(self.forced[0])
+        except Exception as error:  # noqa: BLE001 - whatever it is
+            self.fail(error)
+            return ENDS
+        if reason is not None:
+            return ENDS
+        if self.forcing is None:
+            return GOES_ON  # most tokens
+
+        is_as_sampled = self.token_ids[num_known] == token_id
+        has_more = len(self.token_ids) > num_known + 1
+        # pending samples ahead of this one; the first of them were sampled as the tokens that were forced by then
+        num_ahead = self.num_tokens - num_known - 1
+        num_foreseen = max(num_forced - 1, 0)
+        is_foreseen = min(len(self.forced), num_ahead) <= num_foreseen
+        if is_as_sampled and not has_more and is_foreseen:
+            return GOES_ON
+        return Learned(
+            ends=False,
+            num_right=num_known + 1 if is_as_sampled else num_known,
+            num_dropped=num_ahead,
+        )
+
+    def _append(self, token_id: int) -> FinishReason | None:
+        """Append a token, or the forced one in its place; return why the sequence ends with it, or None.
 
         Raises NoToken for a negative id, GrammarFailed, and any error of decoding the text.
         """
@@ -263,14 +327,6 @@ class Sequence:
             self.fail(
                 NoToken("no log probability can be told: the model's logits are no finite numbers")
             )
-
-    def ends_with(self, token_id: int) -> bool:
-        """Learn the first pending token; return whether the sequence ends with it, or by an error."""
-        try:
-            return self.append(token_id) is not None
-        except Exception as error:  # noqa: BLE001 - whatever it is
-            self.fail(error)
-            return True
 
 
 def request_progress(running: Iterable[Sequence]) -> dict[str, RequestProgress]:

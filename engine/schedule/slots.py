@@ -92,7 +92,7 @@ class SlotTable:
             each is not None for each in (seq.stop_strings, seq.forcing, seq.matcher)
         )
         self.sample_top[slot] = seq.sample_top
-        samples_forced = seq.forcing is not None and seq.sample_top != NOT_WANTED
+        samples_forced = seq.forcing is not None and seq.samples_forced
         self.is_edited[slot] = seq.matcher is not None or seq.edits is not None or samples_forced
         self.is_free[slot] = seq.edits is None and seq.pictures is None
         self.num_edited += int(self.is_edited[slot])

@@ -12,7 +12,7 @@ from engine.sampling.sampling_batch import SamplingBatch
 from engine.schedule.logprobs import NOT_WANTED, RowLogprobs
 from engine.schedule.pictures import Part, StepPictures
 from engine.schedule.scheduled_batch import ScheduledBatch
-from engine.schedule.sequence import Sequence, SequenceStatus
+from engine.schedule.sequence import SequenceStatus
 from engine.schedule.slots import NO_TOKEN, SlotTable
 from engine.structured.matcher import Matcher, fill_step_masks
 
@@ -83,42 +83,6 @@ def give_pooled(pooled: NDArray[np.float32], batch: ScheduledBatch) -> None:
             seq.pooled.add(vector, count)
 
 
-def learn(seq: Sequence, token_id: int, slots: SlotTable) -> bool:
-    """Hand a sequence its first pending token, and all forced ones; return whether it ends.
-
-    If forced tokens differ from pending samples, the samples are dropped and the slot is rewritten.
-    """
-    num_known, num_forced = len(seq.token_ids), len(seq.forced)
-    is_other = num_forced > 0 and seq.forced[0] != token_id
-    ends = seq.ends_with(token_id)
-    if not num_forced and not seq.forced:
-        return ends  # most tokens
-    while seq.forced and not ends and not _is_sampled(seq):
-        ends = seq.ends_with(seq.forced[0])
-    if ends:
-        return True
-    num_ahead, num_masked = seq.num_tokens - num_known - 1, max(num_forced - 1, 0)
-    if is_other or len(seq.token_ids) > num_known + 1 or len(seq.forced) > num_masked < num_ahead:
-        seq.num_stale += num_ahead
-        seq.num_tokens = len(seq.token_ids)
-        num_right = num_known if is_other else num_known + 1
-        seq.num_computed_tokens = min(seq.num_computed_tokens, num_right, seq.num_tokens - 1)
-        if seq.slot >= 0:
-            slots.rewrite(seq)
-    return False
-
-
-def sampled_as(seq: Sequence) -> int | None:
-    """Return the only token that a sequence may sample next, or None if it may sample any."""
-    place = seq.num_pending_tokens
-    return seq.forced[place] if place < len(seq.forced) and _is_sampled(seq) else None
-
-
-def _is_sampled(seq: Sequence) -> bool:
-    """Return whether forced tokens are sampled all the same, as their log probabilities are wanted."""
-    return seq.sample_top != NOT_WANTED
-
-
 #: Added to one logit, this leaves all other tokens without weight at any temperature.
 CERTAIN: NDArray[np.float32] = np.array([1e9], np.float32)
 
@@ -137,7 +101,7 @@ def build_logit_edits(
     matchers: list[Matcher] = []
     for place, row in zip(np.searchsorted(rows, edited).tolist(), edited.tolist(), strict=True):
         seq = batch.sampling[row]
-        only = sampled_as(seq) if seq.forced else None
+        only = seq.forced_sample if seq.forced else None
         if only is not None:
             parts.biased.append((place, np.array([only], np.int64)))
             parts.biases.append(CERTAIN)
@@ -154,7 +118,7 @@ def build_logit_edits(
     for place, row, own in zip(
         np.searchsorted(rows, early).tolist(), early.tolist(), end_token_ids, strict=True
     ):
-        if sampled_as(batch.sampling[row]) is None:
+        if batch.sampling[row].forced_sample is None:
             parts.banned.append((place, own[own != NO_TOKEN]))
     row = len(sampling)
     for each in batch.drafted if slots.num_constrained else ():

@@ -47,7 +47,7 @@ def prefixed(key: str) -> str:
 #: Raise this by one when what workers share changes its meaning: plans, journals with the steps of items that these
 #: hold, and payloads of jobs that Tokenmill enqueues. A worker leaves work with a higher number to newer ones, and
 #: reads no journal or plan with a lower one.
-FORMAT = 8
+FORMAT = 9
 #: A field in RQ's job hash: the FORMAT of the version that enqueued the job. A producer's own job has none.
 FORMAT_FIELD = "tokenmill_format"
 #: Another one: how many sequences a job brings, so that one worker does not claim every shard of a run.

@@ -1,4 +1,4 @@
-"""The answer of a row, and a memory of answers so that shards of one process compute each once."""
+"""Holds a row's answer, and remembers answers, so that the shards of one process compute each only once."""
 
 import sys
 import threading
@@ -15,8 +15,9 @@ _NONE: Mapping[str, Any] = MappingProxyType({})
 class Answer:
     """The output columns of one row, by the names of jobs.parquet.asks.ask.OUTPUT_FIELDS.
 
-    Where a row has several completions, what each has of its own is a tuple. tool_calls: JSON. columns: further ones by
-    name; an Arrow array holds one value. attempts, check_error: as of PromptAnswer. reused: the earlier run's row.
+    A row with several completions has a tuple, with a value for each completion, where one completion has a value.
+    tool_calls: JSON. columns: further columns by name; an Arrow array holds one value. attempts, check_error: see
+    PromptAnswer. reused: the earlier run's row that the answer was taken from.
     """
 
     completion: str | tuple[str | None, ...] | None
@@ -34,19 +35,24 @@ class Answer:
     reused: str | None = None
 
     def column(self, name: str) -> Any:
-        """Return what stands in an output column; None where the row has no such."""
+        """Return the value of an output column; None if the answer has no such column."""
         return self.columns[name] if name in self.columns else getattr(self, name, None)
 
     @property
     def is_cut(self) -> bool:
+        """Whether a completion, or that of one of several prompts, ended at its limit of tokens."""
         if self.error is not None or not self.all_completion_tokens:
             return False
-        own = [self.finish_reason] if isinstance(self.finish_reason, str) else self.finish_reason
-        later = (value for name, value in self.columns.items() if name.endswith("finish_reason"))
-        return "length" in (*own, *later)
+        reason = self.finish_reason
+        reasons = [reason] if isinstance(reason, str) else list(reason)
+        for name, value in self.columns.items():
+            if name.endswith("finish_reason"):
+                reasons.append(value)
+        return "length" in reasons
 
     @property
     def all_completion_tokens(self) -> int:
+        """Return the tokens of all completions together."""
         tokens = self.completion_tokens
         return tokens if isinstance(tokens, int) else sum(tokens)
 
@@ -54,29 +60,37 @@ class Answer:
 def failed_answer(
     reason: str, n: int = 1, prompt_tokens: int = 0, cached_tokens: int = 0
 ) -> Answer:
+    """Return the answer of a row that failed. n: how many completions the row asked for."""
     if n == 1:
         return Answer(None, "error", prompt_tokens, 0, cached_tokens, reason)
     return Answer((None,) * n, ("error",) * n, prompt_tokens, (0,) * n, cached_tokens, reason)
 
 
+#: The most bytes of a worker's answers.
 DEFAULT_BYTES = 16 << 20
-#: What an answer takes besides its text: key, object, numbers, and its places in two tables.
+#: The bytes of an answer besides its text: key, object, numbers, and its places in two tables.
 ENTRY_BYTES = 400
-#: What a label and its probability take; the label's text is the run's.
+#: The bytes of a label and its probability. The label's text belongs to the run.
 PAIR_BYTES = 96
 
 
 class AnswerMemo:
-    """Keeps the answers used last, in at most `max_bytes`, by a key that names a prompt within its run. Thread-safe."""
+    """Remembers answers within a process, and which ones are being computed. Thread-safe.
+
+    It is the log of answers (jobs/parquet/reuse/answer_log.py) in memory: by the same whole keys, which name a row's
+    ask and the model. Answers that were not used for longest make room, so that all take at most `max_bytes`.
+    num_bytes: what the answers take, as estimated.
+    """
 
     def __init__(self, max_bytes: int = DEFAULT_BYTES) -> None:
         self._max_bytes = max_bytes
         self._lock = threading.Lock()
         self._answers: OrderedDict[bytes, Any] = OrderedDict()
-        self.num_bytes = 0  # which the answers take, as estimated
+        self.num_bytes = 0
         self._begun: set[bytes] = set()
 
     def get(self, key: bytes) -> Any:
+        """Return the answer of a key; None if it is not known."""
         with self._lock:
             answer = self._answers.get(key)
             if answer is not None:
@@ -84,16 +98,18 @@ class AnswerMemo:
             return answer
 
     def put(self, key: bytes, answer: Any) -> None:
-        """Keep an answer; those that were not used for longest make room."""
+        """Keep an answer."""
         with self._lock:
             if key in self._answers:
                 return
             self._answers[key] = answer
             self.num_bytes += _size(answer)
             while self.num_bytes > self._max_bytes:
-                self.num_bytes -= _size(self._answers.popitem(last=False)[1])
+                _, oldest = self._answers.popitem(last=False)
+                self.num_bytes -= _size(oldest)
 
     def begin(self, key: bytes) -> bool:
+        """Note that a job computes an answer; return False if another one does."""
         with self._lock:
             if key in self._begun:
                 return False
@@ -101,29 +117,27 @@ class AnswerMemo:
             return True
 
     def end(self, key: bytes) -> None:
+        """Note that the job that computed an answer has ended, or has given it up."""
         with self._lock:
             self._begun.discard(key)
 
 
 def _size(answer: Answer) -> int:
-    columns = (
+    """Return the bytes of an answer, as estimated."""
+    columns = [
         answer.completion,
         answer.reasoning,
         answer.tool_calls,
         answer.tool_call_error,
         answer.check_error,
-    )
-    all_columns = (*columns, *answer.columns.values())
-    texts = [
-        text
-        for column in all_columns
-        for text in (column if isinstance(column, tuple) else (column,))
+        *answer.columns.values(),
     ]
-    pairs = sum(isinstance(text, tuple) for text in texts)
     num_completions = len(answer.completion) if isinstance(answer.completion, tuple) else 1
-    text_bytes = sum(
-        sys.getsizeof(text)
-        for text in texts
-        if isinstance(text, Sized) and not isinstance(text, tuple)
-    )
-    return ENTRY_BYTES * num_completions + PAIR_BYTES * pairs + text_bytes
+    num_bytes = ENTRY_BYTES * num_completions
+    for column in columns:
+        for value in column if isinstance(column, tuple) else (column,):
+            if isinstance(value, tuple):
+                num_bytes += PAIR_BYTES
+            elif isinstance(value, Sized):
+                num_bytes += sys.getsizeof(value)
+    return num_bytes

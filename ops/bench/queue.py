@@ -20,14 +20,7 @@ from redis import Redis
 from rq import Queue, SimpleWorker, Worker
 from rq.serializers import JSONSerializer
 
-from engine import (
-    Completion,
-    EngineStats,
-    ModelIdentity,
-    RequestParams,
-    RequestProgress,
-    SamplingParams,
-)
+from engine import Completion, EngineStats, ModelIdentity, RequestParams, RequestProgress
 from tests.redis_server import running_redis_server
 from worker import BatchWorker
 from worker.settings import WorkerSettings
@@ -85,15 +78,17 @@ class InstantEngine:
     def stats(self) -> EngineStats:
         return EngineStats(self._steps, 0, 0, 0, 0, 0, 0, 0, 0, 0)
 
-    def prepare(self, prompt: str | list[int], **options: Any) -> str | list[int]:
+    def prepare(self, prompt: str | list[int], params: RequestParams) -> str | list[int]:
         return prompt
 
     def abort(self, request_id: str) -> None: ...
 
-    def prepare_chat(self, messages: list[dict[str, Any]], **options: Any) -> list[int]:
+    def prepare_chat(
+        self, messages: list[dict[str, Any]], params: RequestParams, **options: Any
+    ) -> list[int]:
         return [1]
 
-    def prepare_grammar(self, params: SamplingParams) -> None: ...
+    def prepare_grammar(self, params: RequestParams) -> None: ...
 
     def close(self) -> None: ...
 

@@ -18,7 +18,7 @@ from engine.schedule.scheduler import Scheduler
 from engine.schedule.score_tree import Targets
 from engine.schedule.sequence import Forcing, Sequence, SequenceStatus
 from engine.schedule.snapshots import Snapshots
-from engine.schedule.step_batch import StepBatch, build_step_batch, sampled_as
+from engine.schedule.step_batch import StepBatch, build_step_batch
 from tests.engine.accounting import check_accounting
 
 CPU = torch.device("cpu")
@@ -256,7 +256,7 @@ class ShadowEngine:
             step = build_step_batch(batch, self.scheduler.slots)
             self._check_step(batch, step)
             self.num_copied += len(step.copy_from)
-            only = [sampled_as(seq) for seq in batch.sampling]
+            only = [seq.forced_sample for seq in batch.sampling]
             self._launched.append((self.device.compute(step, only), self.device.logprobs))
             self.scheduler.advance(batch)
         if fails:

@@ -41,7 +41,7 @@ def test_what_followed_the_same_tokens_is_guessed() -> None:
     drafts, unlike = Drafts(), sequence([50, 51, 52, 53])
     answered = sequence([1])
     for token_id in (49, 51, 52, 53, 54, 55, 56):
-        answered.append(token_id)
+        answered.learn(token_id)
     assert after(drafts, 2, [sequence(TEXT), unlike]) == [TEXT[3 : 3 + MOST], []]
     drafts.learn([answered])
     assert choose(drafts, [sequence(TEXT), unlike]) == [TEXT[3 : 3 + MOST], [54, 55, 56]]

@@ -110,9 +110,7 @@ def test_keys_of_shared_blocks_are_made_with_the_prompt(
 ) -> None:
     """Beside the engine's thread, which waits for none."""
     with Engine(config(folder, pooling=pooling, block_size=16)) as engine:
-        assert (
-            len(engine.prepare([5] * 31 + [6] * 8, pooling=PoolingParams()).block_keys) == num_keys
-        )
+        assert len(engine.prepare([5] * 31 + [6] * 8, PoolingParams()).block_keys) == num_keys
 
 
 def test_as_many_tokens_as_fit_are_all_that_the_model_takes(
@@ -170,7 +168,7 @@ def test_without_an_lm_head_nothing_is_generated(all_modes: Path) -> None:
             with pytest.raises(UnsupportedTask, match="no LM head: it embeds"):
                 engine.add("a", [5, 6, 7], params)
         with pytest.raises(UnsupportedTask, match="no LM head"):
-            engine.prepare("a", scoring=ScoringParams([""]))
+            engine.prepare("a", ScoringParams([""]))
         embedded, generated = engine.generate(["a", "b"], [PoolingParams(), SamplingParams()])
         assert embedded.error is None
         assert generated.error is not None

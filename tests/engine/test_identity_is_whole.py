@@ -28,7 +28,7 @@ CHAT = [{"role": "user", "content": "a"}]
 
 def plain(folder: Path) -> None:
     with Engine(EngineConfig(str(folder), dtype="float32", kv_cache_bytes=1 << 22)) as engine:
-        engine.prepare("a b", truncate_prompt_tokens=-1)
+        engine.prepare("a b", SamplingParams(truncate_prompt_tokens=-1))
         if engine._tokenizer.template is not None:
             engine.prepare_chat(CHAT)
         engine.generate([[5, 6]], SamplingParams(max_tokens=2, seed=1))

@@ -85,14 +85,14 @@ def in_sample(monkeypatch: pytest.MonkeyPatch, *, step: int = 4) -> None:
 
 def in_stop_strings(monkeypatch: pytest.MonkeyPatch) -> None:
     """When a token's text is looked at."""
-    append = Sequence.append
+    append = Sequence._append
 
     def poisoned(seq: Sequence, token_id: int) -> Any:
         if seq.seed == POISON and len(seq.token_ids) == len(PREFIX) + 6:
             raise Poisoned("a part of the prompt")
         return append(seq, token_id)
 
-    monkeypatch.setattr(Sequence, "append", poisoned)
+    monkeypatch.setattr(Sequence, "_append", poisoned)
 
 
 def in_logits(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,7 +11,6 @@ import torch
 from torch import Tensor
 
 from engine import Completion, Engine, EngineConfig, InvalidSampling, Logprob, SamplingParams
-from engine.run import intake
 from engine.run.forward import row_logprobs
 from tests.engine.checkpoints import SHAPES, VOCAB_SIZE, pool_bytes
 
@@ -205,10 +204,10 @@ def test_a_request_whose_log_probabilities_take_the_engines_memory_is_refused(
 ) -> None:
     """Counted before anything is computed: 8 tokens of a prompt with 4 entries each, and 2 samples of 5 with 3 each."""
     params = SamplingParams(max_tokens=5, n=2, prompt_logprobs=3, logprobs=2)
-    monkeypatch.setattr(intake, "MAX_LOGPROB_ENTRIES", 62)
+    monkeypatch.setattr("engine.run.kinds.generate.MAX_LOGPROB_ENTRIES", 62)
     (whole, _) = small.generate([list(range(5, 13))], params)
     assert whole.error is None
-    monkeypatch.setattr(intake, "MAX_LOGPROB_ENTRIES", 61)
+    monkeypatch.setattr("engine.run.kinds.generate.MAX_LOGPROB_ENTRIES", 61)
     with pytest.raises(
         InvalidSampling, match="may have 62 log probabilities, more than the limit of 61"
     ):

@@ -10,7 +10,14 @@ from typing import Any
 import pytest
 import torch
 
-from engine import Engine, InvalidPrompt, SamplingParams, ScoringParams, UnsupportedTask
+from engine import (
+    Engine,
+    InvalidPrompt,
+    RequestParams,
+    SamplingParams,
+    ScoringParams,
+    UnsupportedTask,
+)
 from engine.run.check_up import check_up
 from engine.text.tokenizer import Tokenizer
 from tests.engine.family_runs import GREEDY, config_of
@@ -144,34 +151,26 @@ def test_a_chat_with_pictures_is_the_prompt_that_its_template_makes(references: 
 
 
 @pytest.mark.parametrize(
-    ("prompt", "options", "words"),
+    ("prompt", "params", "words"),
     [
-        (["a", picture(1)], {"truncate_prompt_tokens": 5}, "are not cut"),
-        (
-            ["a", picture(1)],
-            {"scoring": ScoringParams(["b"], truncate_prompt_tokens=5)},
-            "are not cut",
-        ),
-        (["a <image_token>", picture(1)], {}, "2 in the text, 1 came"),
-        ("a <image_token> b", {}, "stands for a picture, and none came"),
-        (
-            "a <image_token> b",
-            {"scoring": ScoringParams(["b"])},
-            "stands for a picture, and none came",
-        ),
-        ([picture(1).astype("float32")], {}, r"uint8, got \[40, 60, 3\] of float32"),
-        ([picture(1)[..., 0]], {}, r"\[height, width, 3\]"),
-        ([picture(1), 5], {}, "texts and pictures, got int"),
+        (["a", picture(1)], SamplingParams(truncate_prompt_tokens=5), "are not cut"),
+        (["a", picture(1)], ScoringParams(["b"], truncate_prompt_tokens=5), "are not cut"),
+        (["a <image_token>", picture(1)], SamplingParams(), "2 in the text, 1 came"),
+        ("a <image_token> b", SamplingParams(), "stands for a picture, and none came"),
+        ("a <image_token> b", ScoringParams(["b"]), "stands for a picture, and none came"),
+        ([picture(1).astype("float32")], SamplingParams(), r"uint8, got \[40, 60, 3\] of float32"),
+        ([picture(1)[..., 0]], SamplingParams(), r"\[height, width, 3\]"),
+        ([picture(1), 5], SamplingParams(), "texts and pictures, got int"),
     ],
 )
 def test_impossible_prompts_are_refused(
-    references: References, prompt: Any, options: dict[str, Any], words: str
+    references: References, prompt: Any, params: RequestParams, words: str
 ) -> None:
     with (
         Engine(config_of(references("llava").folder, "whole")) as engine,
         pytest.raises(InvalidPrompt, match=words),
     ):
-        engine.prepare(prompt, **options)
+        engine.prepare(prompt, params)
 
 
 def test_a_model_without_its_processor_reads_text_alone(

@@ -23,8 +23,12 @@ from engine import (
     InvalidSampling,
     PromptTooLong,
     SamplingParams,
+    ScoringParams,
+    request_params,
 )
+from engine.run.kinds.table import ALL_KINDS
 from engine.sampling.parameter_values import TOKEN_ID
+from engine.sampling.request_kinds import KINDS
 from engine.sampling.sampling_params import RANGES
 from tests.engine.accounting import check_accounting
 
@@ -112,6 +116,25 @@ def test_a_number_of_any_width_is_refused_by_name_or_used(shared: Engine, name: 
         if 512 <= w <= high
     }
     assert refused == (outside if name == "stop_token_ids" else set())
+
+
+def test_every_kind_of_parameters_has_a_kind_of_request() -> None:
+    assert [kind.params for kind in ALL_KINDS] == list(KINDS.values())
+
+
+def test_parameters_of_no_kind_are_refused(shared: Engine) -> None:
+    message = "params must be one of SamplingParams, .*, ClassParams, got dict"
+    with pytest.raises(InvalidSampling, match=message):
+        shared.add("it", PROMPT, {"max_tokens": 3})  # type: ignore[arg-type]
+    with pytest.raises(InvalidSampling, match=message):
+        shared.prepare(PROMPT, {"max_tokens": 3})  # type: ignore[arg-type]
+
+
+def test_a_chats_tools_are_parameters_of_generation_alone() -> None:
+    tools = [{"type": "function", "function": {"name": "now"}}]
+    assert request_params("generate", {}, tools=tools).tools == tuple(tools)  # type: ignore[union-attr]
+    continuations = {"continuations": ["a"]}
+    assert request_params("score", continuations, tools=tools) == ScoringParams(["a"])
 
 
 def test_a_request_id_is_used_once_at_a_time(shared: Engine) -> None:

@@ -95,7 +95,7 @@ def test_a_prompts_last_tokens_alone_are_read_on_wish(shared: Engine) -> None:
             assert completion.num_prompt_tokens == min(most, len(tokens))
             assert completion.token_ids == expected.token_ids
     assert shared.chat_token_ids(HI, truncate_prompt_tokens=4) == chat_ids[-4:]
-    prepared = shared.prepare(text, truncate_prompt_tokens=4)
+    prepared = shared.prepare(text, replace(GREEDY, truncate_prompt_tokens=4))
     assert prepared.token_ids == text_ids[-4:]
 
 
@@ -116,9 +116,9 @@ def test_what_is_too_long_fits_when_it_is_truncated(shared: Engine) -> None:
         )
     for limit in (None, most + 1):
         with pytest.raises(PromptTooLong):
-            shared.prepare(long_ids, truncate_prompt_tokens=limit)
+            shared.prepare(long_ids, replace(GREEDY, truncate_prompt_tokens=limit))
         failed = complete(shared, long_text, replace(GREEDY, truncate_prompt_tokens=limit))
         assert failed.finish_reason == "error"
     for bad in ("", []):
         with pytest.raises(InvalidPrompt):
-            shared.prepare(bad, truncate_prompt_tokens=5)
+            shared.prepare(bad, replace(GREEDY, truncate_prompt_tokens=5))

@@ -18,7 +18,7 @@ from jobs.context.served_model import ServedModel
 from jobs.items.runner import ItemRunner
 from jobs.parquet.asks.ask import RowAsk
 from jobs.parquet.asks.generate import Generate
-from jobs.parquet.asks.row_keys import RowKeys
+from jobs.parquet.asks.row_keys import RowKeys, row_keys
 from jobs.parquet.prompts.prompt_source import Row
 from jobs.parquet.shards.row_items import row_runner
 from jobs.parquet.tables.columns import RowProblem
@@ -114,7 +114,8 @@ def shard_of(
     spec = RunSpec.from_arguments("in", "out", sampling=dict(sampling))
     ask = keyed(Generate(spec, 0, *spec.chat, spec.is_chat), spec)
     rows = [Row(each) if isinstance(each, str) else each for each in prompts]
-    return row_runner(rows, ask, Checks(), lambda row: 1000 + row, **others)
+    memo_keys = row_keys(ask.key_of, rows)
+    return row_runner(rows, ask, Checks(), lambda row: 1000 + row, memo_keys=memo_keys, **others)
 
 
 def run_task(

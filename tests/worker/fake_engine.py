@@ -11,6 +11,7 @@ from engine import (
     EngineStats,
     InvalidRequest,
     ModelIdentity,
+    RequestParams,
     RequestProgress,
     SamplingParams,
 )
@@ -145,17 +146,19 @@ class FakeEngine:
     def chat_token_ids(self, messages: list[dict[str, str]], **options: Any) -> list[int]:
         return list(str(messages[-1]["content"]).encode())
 
-    def prepare_grammar(self, params: SamplingParams) -> None:
+    def prepare_grammar(self, params: RequestParams) -> None:
         pass
 
-    def prepare(self, prompt: Any, **options: Any) -> Any:
+    def prepare(self, prompt: Any, params: RequestParams | None = None) -> Any:
         if isinstance(prompt, list) and any(not isinstance(part, int) for part in prompt):
             return "".join(
                 part if isinstance(part, str) else shown_picture(part) for part in prompt
             )
         return prompt
 
-    def prepare_chat(self, messages: list[dict[str, Any]], **options: Any) -> Any:
+    def prepare_chat(
+        self, messages: list[dict[str, Any]], params: RequestParams | None = None, **options: Any
+    ) -> Any:
         contents = [message["content"] for message in messages]
         if any(
             part.get("type") == "image"

@@ -41,7 +41,6 @@ class TokenizingEngine(FakeEngine):
     tokenized: list[str] = field(default_factory=list)
     entered: list[str] = field(default_factory=list)
     lanes: dict[str, int] = field(default_factory=dict)
-    options: list[dict[str, Any]] = field(default_factory=list)
     forms: dict[str, Future[None]] = field(default_factory=lambda: defaultdict(Future))
 
     def _tokenize(self, prompt: str) -> Tokenized:
@@ -55,15 +54,14 @@ class TokenizingEngine(FakeEngine):
         self.ended.put(name)
         return Tokenized(prompt)
 
-    def prepare_grammar(self, params: SamplingParams) -> Future[None]:
-        return self.forms[params.structured_outputs.regex]
+    def prepare_grammar(self, params: Any) -> Future[None] | None:  # type: ignore[override]
+        form = params.structured_outputs
+        return None if form is None else self.forms[form.regex]
 
-    def prepare(self, prompt: Any, **options: Any) -> Any:
-        self.options.append(options)
+    def prepare(self, prompt: Any, params: Any = None) -> Any:
         return self._tokenize(prompt if isinstance(prompt, str) else prompt[0])
 
     def chat_token_ids(self, messages: list[dict[str, str]], **options: Any) -> Any:
-        self.options.append(options)
         return messages[0]["content"]
 
     def add(

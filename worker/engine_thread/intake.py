@@ -14,15 +14,7 @@ from concurrent.futures import Future
 from itertools import count
 from typing import TYPE_CHECKING, Any
 
-from engine import (
-    Completion,
-    EngineError,
-    InvalidRequest,
-    RequestParams,
-    SamplingParams,
-    ScoringParams,
-    request_params,
-)
+from engine import Completion, EngineError, InvalidRequest, RequestParams, request_params
 from jobs.tasks import Request
 from sandbox.exhausted import is_exhausted
 from worker.engine_thread.orders import Add
@@ -87,10 +79,9 @@ class _Waiting:
         if self.is_dropped:
             return
         try:
-            self.prepared = prepared_request(self.engine, self.request)
-            _, params = self.prepared
-            if isinstance(params, SamplingParams) and params.has_form:
-                self.form = self.engine.prepare_grammar(params)
+            prompt, params = prepared_request(self.engine, self.request)
+            self.prepared = prompt, params
+            self.form = self.engine.prepare_grammar(params)
         except BaseException as error:  # noqa: BLE001  # the engine's thread decides by its type
             self.error = error.with_traceback(None)  # a traceback would keep this request in memory
         self.is_prepared = True
@@ -103,23 +94,14 @@ class _Waiting:
 
 def prepared_request(engine: Engine, request: Request) -> tuple[PreparedPrompt, RequestParams]:
     """Return a request's prepared prompt and its parameters. Raises InvalidRequest, or any error of a chat template."""
-    sampling = request.sampling
-    prompt = request.prompt
-    options = dict[str, Any]()
-    if request.kind == "generate" and request.chat_options.get("tools"):
-        sampling = {**sampling, "tools": request.chat_options["tools"]}
-    params = request_params(request.kind, sampling)
-    if params.truncate_prompt_tokens is not None:
-        options["truncate_prompt_tokens"] = params.truncate_prompt_tokens
-    if not isinstance(params, SamplingParams):
-        options["scoring" if isinstance(params, ScoringParams) else "pooling"] = params
+    chat_options = request.chat_options
+    params = request_params(request.kind, request.sampling, tools=chat_options.get("tools"))
     if request.messages is not None:
-        return engine.prepare_chat(
-            decoded(request.messages), **request.chat_options, **options
-        ), params
-    if prompt is None:
+        messages = decoded(request.messages)
+        return engine.prepare_chat(messages, params, **chat_options), params
+    if request.prompt is None:
         raise InvalidRequest("the request has neither a prompt nor messages")
-    return engine.prepare(decoded(prompt), **options), params
+    return engine.prepare(decoded(request.prompt), params), params
 
 
 class _Preparers(FunctionPool):
@@ -357,13 +339,12 @@ def _refused(request_id: str, error: BaseException) -> Completion:
 def _size(request: Request) -> int:
     """Return the work for a request, counted in characters or token ids.
 
-    A chat's options count too, as do a scored prompt's continuations and the tokens of a resumed answer.
+    A chat's options count too, as do parameters, such as continuations, and the tokens of a resumed answer.
     """
     size = len(request.continued)
     for token_ids in request.resumed.values():
         size += len(token_ids)
-    if request.kind != "generate":
-        size += _chars(list(request.sampling.values()))
+    size += _chars(list(request.sampling.values()))
     if request.messages is None:
         return size + _chars(request.prompt or "")
     return size + _chars(request.messages) + _chars(request.chat_options)

@@ -1,4 +1,8 @@
-"""Names what a row asks in 128 bits: rows of any runs with equal keys have the same answer from the same model."""
+"""Names what a row asks in 128 bits, without and with the model that answers.
+
+A whole key names a row, what it is asked, and a model: rows of any runs with equal whole keys have the same answer.
+Files and the memory of answers have whole keys only. A key without a model is for rows that several models may answer.
+"""
 
 import json
 from collections.abc import Callable, Iterable
@@ -17,13 +21,14 @@ from jobs.runs.plans.spec import RunSpec
 from jobs.tasks import Request
 
 Keys = npt.NDArray[np.uint64]
-"""Keys, (rows, 2): those of rows without an answer to be taken are zeros."""
+"""Keys or marks of models, [rows, 2]. Zeros are the key of a row that asks nothing."""
 
+#: The bytes of a key, and of a model's mark.
 SIZE = 16
 
 _TRUNCATION = "truncate_prompt_tokens"
 
-#: Arguments of where the input lies, and of how the output is cut and shown.
+#: Arguments that say where the input lies, and how the output is cut and shown.
 _OF_FILES = frozenset(
     {
         "input",
@@ -58,7 +63,7 @@ _NOT_ASKED = _OF_FILES | {
     "escalate_below",
 }
 
-#: These make prompts too, but later ones of a row are made from them once the first is answered.
+#: Arguments that decide a row's later prompts, which are made once the first one is answered.
 _OF_PROMPTS = frozenset(["defaults", "template_format"])
 
 NO_KEYS: Keys = np.empty((0, 2), np.uint64)
@@ -67,8 +72,9 @@ NO_KEYS: Keys = np.empty((0, 2), np.uint64)
 class RowKeys:
     """The keys of a run's rows.
 
-    before: what is asked before all rows. check: the version of its check's function. max_model_len: the model's
+    before: what is asked before all rows. check: the version of the run's check function. max_model_len: the model's
     length, which decides where `truncate_prompt_tokens` cuts a prompt. seed: Plan.given_seed.
+    name: names what all rows are asked.
     """
 
     def __init__(
@@ -81,9 +87,10 @@ class RowKeys:
     ) -> None:
         self._has_lines = spec.input_format == OPENAI_BATCH
         left_out = _NOT_ASKED if spec.prompts else _NOT_ASKED | _OF_PROMPTS
-        asked: dict[str, Any] = {
-            name: each for name, each in spec.to_json().items() if name not in left_out
-        }
+        asked: dict[str, Any] = {}
+        for name, value in spec.to_json().items():
+            if name not in left_out:
+                asked[name] = value
         asked |= {"chat": spec.is_chat, "lines": self._has_lines, "function": check}
         if before is not None:
             asked["before"] = [before.prompt, before.messages]
@@ -93,20 +100,22 @@ class RowKeys:
         # 0 and 0.0 are the same value; inside a schema or a tool the order of keys decides what is answered.
         asked["sampling"] = dict(sorted(given_sampling(spec, seed).items()))
         text = json.dumps(json.loads(json.dumps(dict(sorted(asked.items()))), parse_float=_number))
-        #: Names what is asked of all rows: another text once anything of it is another, a check's function too.
+        #: Names what all rows are asked. It changes with every value that decides answers, and with check functions.
         self.name = blake2b(text.encode("utf-8", "surrogatepass"), digest_size=SIZE).hexdigest()
 
     def of(self, row: Row) -> bytes:
-        """Return a row's key; its prompt has the hashes of its pictures."""
-        found = blake2b(digest_size=SIZE, key=self.name.encode())
-        beside = ["pictures"] if row.pictures else []
+        """Return a row's key, without a model. The row's prompt has the hashes of its pictures."""
+        texts = [row.prompt, row.sampling, row.values]
+        if row.pictures:
+            texts.append("pictures")
         if _TRUNCATION in row.sampling or (self._has_lines and _TRUNCATION in row.prompt):
-            beside.append(self._length)
-        for text in (row.prompt, row.sampling, row.values, *beside):
+            texts.append(self._length)
+        digest = blake2b(digest_size=SIZE, key=self.name.encode())
+        for text in texts:
             encoded = text.encode("utf-8", "surrogatepass")
-            found.update(len(encoded).to_bytes(8, "little"))
-            found.update(encoded)
-        return found.digest()
+            digest.update(len(encoded).to_bytes(8, "little"))
+            digest.update(encoded)
+        return digest.digest()
 
 
 def given_sampling(spec: RunSpec, seed: int | None) -> dict[str, Any]:
@@ -116,28 +125,30 @@ def given_sampling(spec: RunSpec, seed: int | None) -> dict[str, Any]:
 
 def differences(old: Plan, new: Plan, *, any_model: bool) -> list[str]:
     """Say what two runs ask differently, value by value. any_model: leave out the model."""
-    found = []
-    models = {each.fingerprint for each in (new.model, new.second) if each is not None}
-    if not any_model and old.model.fingerprint not in models:
-        found.append(f"model {old.model} there, {new.model} here")
-    if old.model.max_model_len != new.model.max_model_len:
-        found.append(
-            f"max_model_len {old.model.max_model_len} there, {new.model.max_model_len} here"
-        )
-    theirs, ours = _asked(old), _asked(new)
-    for name in sorted(theirs.keys() | ours.keys()):
-        if theirs.get(name) != ours.get(name):
-            found.append(f"{name} {_shown(theirs.get(name))} there, {_shown(ours.get(name))} here")
-    return found
+    lines = []
+    fingerprints = {model.fingerprint for model in (new.model, new.second) if model is not None}
+    if not any_model and old.model.fingerprint not in fingerprints:
+        lines.append(f"model {old.model} there, {new.model} here")
+    old_length = old.model.max_model_len
+    new_length = new.model.max_model_len
+    if old_length != new_length:
+        lines.append(f"max_model_len {old_length} there, {new_length} here")
+    old_values = _values_of(old)
+    new_values = _values_of(new)
+    for name in sorted(old_values.keys() | new_values.keys()):
+        old_value = old_values.get(name)
+        new_value = new_values.get(name)
+        if old_value != new_value:
+            lines.append(f"{name} {_shown(old_value)} there, {_shown(new_value)} here")
+    return lines
 
 
-def _asked(plan: Plan) -> dict[str, Any]:
-    of_spec = {
-        name: value
-        for name, value in plan.spec.to_json().items()
-        if name not in _OF_FILES | {"sampling"}
-    }
-    return {**of_spec, **given_sampling(plan.spec, plan.given_seed)}
+def _values_of(plan: Plan) -> dict[str, Any]:
+    """Return the arguments and sampling values that decide what a plan asks."""
+    arguments = plan.spec.to_json()
+    for name in (*_OF_FILES, "sampling"):
+        arguments.pop(name, None)
+    return {**arguments, **given_sampling(plan.spec, plan.given_seed)}
 
 
 def _shown(value: Any) -> str:
@@ -145,19 +156,27 @@ def _shown(value: Any) -> str:
 
 
 def row_keys(key_of: Callable[[Row], bytes], rows: Iterable[Row | object]) -> Keys:
-    """Return the key of each row, without a model; zeros for what asks nothing."""
-    return as_keys(
-        b"".join(key_of(row) if isinstance(row, Row) else bytes(SIZE) for row in rows)
-    ).copy()
+    """Return the key of each row, without a model. What is no Row asks nothing."""
+    keys = (key_of(row) if isinstance(row, Row) else bytes(SIZE) for row in rows)
+    return as_keys(b"".join(keys)).copy()
 
 
 def model_mark(model: PinnedModel) -> Keys:
-    """Return what a model adds, by exclusive or, to the keys of rows that it has answered: one key, (1, 2)."""
+    """Return the mark of a model, [1, 2]. It makes whole keys of keys; see `whole_keys`."""
     return as_keys(blake2b(model.identity.encode(), digest_size=SIZE, person=b"model").digest())
 
 
-def as_keys(found: bytes | bytearray) -> Keys:
-    return np.frombuffer(found, "<u8").reshape(-1, 2)
+def whole_keys(keys: Keys, marks: Keys) -> Keys:
+    """Return the whole keys of rows. Those of rows that ask nothing stay zeros.
+
+    keys: without a model. marks: of the models that answer, one for all rows or one for each.
+    """
+    return np.where(keys.any(axis=1, keepdims=True), keys ^ marks, np.uint64(0))
+
+
+def as_keys(packed: bytes | bytearray) -> Keys:
+    """Return keys from their bytes."""
+    return np.frombuffer(packed, "<u8").reshape(-1, 2)
 
 
 def _number(text: str) -> float | int:

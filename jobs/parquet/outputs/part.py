@@ -114,13 +114,12 @@ def with_answers(
     num_kept = len(schema) - len(answer_parts)
     columns: list[Any] = [batch.column(name) for name in schema.names[:num_kept]]
     for name, kind in zip(answer_parts, schema.types[num_kept:], strict=True):
-        columns.append(answer_column(answers, name, kind))
+        columns.append(answer_column([answer.column(name) for answer in answers], kind))
     return pa.Table.from_arrays(columns, schema=schema)
 
 
-def answer_column(answers: Sequence[Answer], name: str, kind: pa.DataType) -> pa.ChunkedArray:
-    """Return a column of one field of answers. Values that are arrays of one value each are not copied."""
-    values = [answer.column(name) for answer in answers]
+def answer_column(values: Sequence[Any], kind: pa.DataType) -> pa.ChunkedArray:
+    """Return a column of answers' values. Those that are arrays of one value each are not copied."""
     if any(isinstance(value, pa.Array) for value in values):
         return pa.chunked_array(
             [pa.nulls(1, kind) if value is None else value for value in values], kind

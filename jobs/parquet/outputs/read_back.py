@@ -31,6 +31,7 @@ class FailedRow:
     reason: str
 
 
+#: The time in which a store must answer a person who waits.
 STORE_TIMEOUT_S = 30.0
 
 
@@ -40,7 +41,8 @@ class FolderReader:
     def __init__(self, folder: str) -> None:
         """Open the run in this real path. Raises PlanDamaged, StoreError, or ImportError without obstore."""
         if is_stored(folder):
-            from jobs.parquet.files import object_files  # noqa: F401  # raises ImportError; Storage passes over it
+            # Storage passes over the ImportError, which says what to install.
+            from jobs.parquet.files import object_files  # noqa: F401
         self._folder = folder
         self._storage = Storage((folder,), timeout_s=STORE_TIMEOUT_S)
         plan = load_plan(self._storage, os.path.join(folder, PLAN))
@@ -89,8 +91,12 @@ class FolderReader:
         """Return the output's columns that the prompts were made of, without pictures."""
         spec = self.plan.spec
         left_out = {*(spec.image_column or ()), *(spec.drop or ())}
-        columns = (name for name in row_source(spec).columns if name not in left_out)
-        return [name for name in columns if spec.keep is None or name in spec.keep]
+        columns = []
+        for name in row_source(spec).columns:
+            is_kept = spec.keep is None or name in spec.keep
+            if is_kept and name not in left_out:
+                columns.append(name)
+        return columns
 
     def table(self) -> pa.Table:
         """Return the rows of all parts, in order, with the input's metadata, such as pandas'. Raises PartDamaged."""
@@ -138,7 +144,5 @@ class FolderReader:
 
     def answers(self, shard: int, columns: list[str]) -> Iterator[dict[str, Any]]:
         """Yield a part's rows, with their numbers and the values of some columns."""
-        return (
-            {"row": row, **values}
-            for row, values in part_rows(self._storage, self.plan, shard, columns)
-        )
+        for row, values in part_rows(self._storage, self.plan, shard, columns):
+            yield {"row": row, **values}

@@ -20,13 +20,14 @@ from jobs.context import JobContext
 from jobs.parquet.asks.ask import RowAsk
 from jobs.parquet.asks.generate import Chain, Generate
 from jobs.parquet.asks.kinds import ask_of, kind_of
-from jobs.parquet.asks.row_keys import Keys, RowKeys, differences, model_mark, row_keys
+from jobs.parquet.asks.row_keys import Keys, RowKeys, differences, model_mark, row_keys, whole_keys
 from jobs.parquet.files.storage import Storage, writing
 from jobs.parquet.outputs.part import embedding_size
 from jobs.parquet.prompts.prompt_source import Row
 from jobs.parquet.prompts.sources import row_source
+from jobs.parquet.reuse.answer_log import answer_records
 from jobs.parquet.reuse.old_runs import OldRuns, Places
-from jobs.parquet.reuse.taken_answers import BESIDE, write_taken
+from jobs.parquet.reuse.taken_answers import write_taken
 from jobs.parquet.shards.shard_texts import rendered_shards, shard_batches, shard_readers
 from jobs.parquet.tables.columns import ROW_NUMBER, RowProblem
 from jobs.parquet.tables.row_groups import RowBuckets, write_groups
@@ -140,16 +141,16 @@ def with_reused(context: JobContext, storage: Storage, plan: Plan, submission: S
     if plan.spec.only_new:
         plan = with_own_rows(context, storage, plan, _new_rows(old, look_up, fields))
     else:
-        _write_taken_answers(storage, plan, old, look_up, fields)
+        _write_taken_answers(storage, plan, ask.keys.name, old, look_up, fields)
 
-    if 2 * sum(run.rows for run in old.told) < num_rows:
+    if 2 * sum(run.rows for run in old.reused) < num_rows:
         no_difference = _NO_DIFFERENCE[bool(plan.spec.repairs.function)]
-        for run, old_plan in zip(old.told, old.plans, strict=True):
+        for run, old_plan in zip(old.reused, old.plans, strict=True):
             run.differs = differences(old_plan, plan, any_model=any_model) or [no_difference]
 
     assert plan.reused is not None
-    runs = tuple(map(asdict, old.told))
-    reused = replace(plan.reused, asked=ask.keys.name, any_model=any_model, runs=runs)
+    runs = tuple(map(asdict, old.reused))
+    reused = replace(plan.reused, any_model=any_model, runs=runs)
     return replace(plan, reused=reused)
 
 
@@ -165,22 +166,18 @@ def _new_rows(old: OldRuns, look_up: Callable[[], "Matches"], fields: Sequence[p
 def _write_taken_answers(
     storage: Storage,
     plan: Plan,
+    asked: str,
     old: OldRuns,
     look_up: Callable[[], "Matches"],
     fields: Sequence[pa.Field],
 ) -> None:
-    """Write the answers of earlier runs beside the plan, for each shard. fields: of answers."""
+    """Write the answers of earlier runs beside the plan, for each shard. asked: RowKeys.name. fields: of answers."""
     matches = look_up()
-    schema = pa.schema([*BESIDE, *fields])
     with RowBuckets(plan.rows) as taken:
         for rows, batch, sources in answers(old, matches, look_up, pa.schema(fields)):
-            marks = [matches.marks[number].tobytes() for number in matches.models[rows]]
-            keys = [key.tobytes() for key in matches.keys[rows]]
-            columns = []
-            for values, field in zip((rows, marks, sources, keys), BESIDE, strict=True):
-                columns.append(pa.array(values, field.type))
-            taken.add(rows, pa.RecordBatch.from_arrays([*columns, *batch.columns], schema=schema))
-        write_taken(storage, plan, taken)
+            marks = matches.marks[matches.models[rows]]
+            taken.add(rows, answer_records(rows, matches.keys[rows], marks, sources, batch))
+        write_taken(storage, plan, asked, taken)
 
 
 #: What is said if few rows were taken from an earlier run although it asked the same. Key: a function checks answers.
@@ -223,7 +220,7 @@ class Matches:
     places: for each new row, the place of its old row among all old rows; -1 for none.
     models: for each new row, the number in `marks` of the model that answered the old row.
     marks: of the models whose answers may be taken.
-    keys: the new rows' keys with that model.
+    keys: the new rows' whole keys, with that model.
     is_shorter: for each new row, whether the old row had a smaller max_tokens.
     """
 
@@ -267,11 +264,9 @@ def match(
 
         for number, mark in enumerate(marks):
             missing = np.flatnonzero(has_key & (places < 0))
-            old_places = old.keys.find(keys[missing] ^ mark)
-            is_second = plan.second is not None and number == 0
-            if (
-                is_second
-            ):  # only from runs that would have asked the second model about the same rows
+            old_places = old.keys.find(whole_keys(keys[missing], mark))
+            if plan.second is not None and number == 0:
+                # Only from runs that would have asked the second model about the same rows.
                 part_numbers = np.searchsorted(first_places, old_places, "right") - 1
                 old_places[~asks_second_too[part_numbers]] = -1
             places[missing] = old_places
@@ -280,11 +275,11 @@ def match(
         for shorter_ask, (number, mark) in product(shorter_asks, enumerate(marks)):
             missing = np.flatnonzero(has_key & (places < 0))
             shorter_keys = row_keys(shorter_ask.of, [rows[row] for row in missing])
-            places[missing] = old.keys.find(shorter_keys ^ mark)
+            places[missing] = old.keys.find(whole_keys(shorter_keys, mark))
             models[missing] = number
             matches.is_shorter[start + missing] = places[missing] >= 0
 
-        matches.keys[start:end] = keys ^ marks[models]
+        matches.keys[start:end] = whole_keys(keys, marks[models])
     return matches
 
 
@@ -352,7 +347,7 @@ def answers(
     are taken from `matches`.
     """
     is_taken = np.zeros(len(matches.places), bool)
-    for run in old.told:
+    for run in old.reused:
         rows = np.flatnonzero((matches.places >= 0) & ~is_taken)
         rows = rows[np.argsort(matches.places[rows], kind="stable")]
         for part, which, batch in old.answers(matches.places[rows], schema):
@@ -363,10 +358,10 @@ def answers(
                 taken_rows = taken_rows[is_usable]
                 batch = batch.filter(pa.array(is_usable))
             is_taken[taken_rows] = True
-            part.told.rows += len(taken_rows)
+            part.reused.rows += len(taken_rows)
             to_row_number = part.plan.first_row(part.shard) - part.first
             sources = [
-                f"{part.told.output}#{place + to_row_number}"
+                f"{part.reused.output}#{place + to_row_number}"
                 for place in matches.places[taken_rows]
             ]
             yield taken_rows, batch, sources
@@ -374,7 +369,7 @@ def answers(
         lost = rows[~is_taken[rows]]
         old.keys.forget(matches.places[lost])
         matches.places[lost] = -1
-        if not len(lost) or run is old.told[-1]:
+        if not len(lost) or run is old.reused[-1]:
             return
         again = look_up()
         matches.places[lost] = again.places[lost]

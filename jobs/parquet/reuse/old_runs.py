@@ -1,14 +1,14 @@
 """Reads earlier runs whose answers a new run takes: the keys of their rows, and their answers part by part.
 
 Each part has a file of keys. Its layout is fixed and little-endian: a digest of the run, the shard and all that
-follows; the number of models that answered, in 64 bits; their marks (jobs.parquet.asks.row_keys); and 16 bytes for each
-row.
+follows; the number of models that answered, in 64 bits; their marks (jobs.parquet.asks.row_keys); and each row's whole
+key. A shard without a part may have logs of answers (answer_log.py), whose records have the same keys.
 """
 
 import os
 import re
 from collections.abc import Iterator, Sequence
-from contextlib import closing
+from contextlib import closing, contextmanager
 from dataclasses import dataclass, field, replace
 from hashlib import blake2b
 
@@ -17,6 +17,7 @@ import numpy.typing as npt
 import pyarrow as pa
 
 from jobs.errors import (
+    AnswersDamaged,
     CannotReuse,
     InputNotFound,
     PartDamaged,
@@ -25,21 +26,23 @@ from jobs.errors import (
     PlanOfAnotherVersion,
 )
 from jobs.parquet.asks.kinds import kind_of
-from jobs.parquet.asks.row_keys import NO_KEYS, SIZE, Keys, as_keys, model_mark
+from jobs.parquet.asks.row_keys import NO_KEYS, SIZE, Keys, as_keys
 from jobs.parquet.files.storage import Storage, reading
 from jobs.parquet.outputs.part import read_part_stats
 from jobs.parquet.outputs.run_folder import load_plan
-from jobs.parquet.reuse.taken_answers import UNREADABLE
+from jobs.parquet.reuse.answer_log import UNREADABLE, keys_in, open_log, rows_in
 from jobs.parquet.tables.columns import ColumnChoice
 from jobs.parquet.tables.table_reading import TableReading
 from jobs.runs.plans.names import (
     JOURNAL,
     KEY,
     KEYS,
+    MODEL,
     OPENAI_BATCH,
     PLAN,
     ROW,
     SUCCESS,
+    UNDER_WAY,
     keys_name,
     part_shards,
 )
@@ -60,21 +63,17 @@ def write_keys(
 ) -> None:
     """Write the keys of a part's rows, unless they are there.
 
-    keys: without a model; zeros for a row without an answer. marks: for each row, its model's mark.
+    keys: whole; zeros for a row without an answer. marks: for each row, its model's mark.
     """
-    has_answer = keys.any(axis=1, keepdims=True)
-    keys_with_model = np.where(has_answer, keys ^ marks, 0)
     models = np.unique(marks, axis=0)
-    body = (
-        len(models).to_bytes(_COUNT_BYTES, "little") + models.tobytes() + keys_with_model.tobytes()
-    )
+    body = len(models).to_bytes(_COUNT_BYTES, "little") + models.tobytes() + keys.tobytes()
     path = os.path.join(plan.spec.output, keys_name(shard))
     storage.make_folder(os.path.dirname(path))
     storage.put(path, execution_id, lambda sink: sink.write(_digest(plan.run, shard, body) + body))
 
 
 def read_keys(storage: Storage, plan: Plan, shard: int, run: str) -> tuple[Keys, Keys]:
-    """Return the keys of a part's rows, and the marks of the models in them. Raises PartDamaged.
+    """Return the whole keys of a part's rows, and the marks of the models in them. Raises PartDamaged.
 
     run: the run that wrote them.
     """
@@ -138,11 +137,12 @@ class KnownKeys:
         highs = np.searchsorted(self._first_halves, first_halves, "right")
         num_candidates = highs - lows
         is_key = keys.any(axis=1)
-        found = np.full(len(keys), -1, np.int64)
+        found_places = np.full(len(keys), -1, np.int64)
 
         has_one = (num_candidates == 1) & is_key
         places = self._order[lows[has_one]].astype(np.int64)
-        found[has_one] = np.where(self._second_halves[places] == keys[has_one, 1], places, -1)
+        is_equal = self._second_halves[places] == keys[has_one, 1]
+        found_places[has_one] = np.where(is_equal, places, -1)
 
         for row in np.flatnonzero((num_candidates > 1) & is_key):
             end = min(highs[row], lows[row] + MAX_EQUAL)
@@ -150,14 +150,15 @@ class KnownKeys:
             equal = candidates[self._second_halves[candidates] == keys[row, 1]]
             if len(equal):
                 turn = self._num_taken[equal[0]] % len(equal)
-                found[row] = equal[turn]
+                found_places[row] = equal[turn]
                 self._num_taken[equal[0]] += 1
-        return found
+        return found_places
 
 
 #: The most files of an earlier run that are named because they could not be read.
 MAX_NAMED = 10
-_JOURNAL = re.compile(r"_(?:kept\.)?(\d{5,9})\.(?:.*\.)?answers\b", re.ASCII)
+#: The names of logs with answers: those of a journal, or of a cascade's first model.
+_ANSWERS = re.compile(r"_(?:kept\.)?(\d{5,9})\.(?:.*\.)?answers\b", re.ASCII)
 
 
 @dataclass
@@ -185,14 +186,14 @@ class ReusedRun:
 class OldPart:
     """The answers of one shard of an old run.
 
-    first: the place of its first row among all old rows. told: what is noted of its run. journal: the files of answers
-    of a shard that has no part; empty for a part.
+    first: the place of its first row among all old rows. reused: what is noted about its run. journal: the logs of
+    answers of a shard that has no part; empty for a part.
     """
 
     plan: Plan
     shard: int
     first: int
-    told: ReusedRun
+    reused: ReusedRun
     journal: tuple[str, ...] = ()
 
     @property
@@ -201,18 +202,25 @@ class OldPart:
         return self.plan.shards[self.shard].rows
 
 
+Batches = Iterator[tuple[Places, pa.RecordBatch]]
+"""Batches of a file, each with its rows' places in their shard."""
+
+Opened = tuple[pa.Schema, Batches]
+"""A file's whole schema, and its chosen columns."""
+
+
 class OldRuns:
     """The runs that a submission names, as they are now. Answers that come later are not seen.
 
-    told: what is noted of each run. parts: their shards that have answers. plans: of each run. keys: an index of all
-    old rows. marks: the models that have answered.
+    reused: what is noted about each run. parts: their shards that have answers. plans: of each run. keys: an index of
+    all old rows. marks: the models that have answered.
     """
 
     def __init__(self, storage: Storage, outputs: Sequence[str], new: Plan) -> None:
         """Read the runs' keys. Raises PathOutsideRoots, or CannotReuse for a folder that has nothing to take."""
         self._storage = storage
         self._new = new
-        self.told: list[ReusedRun] = []
+        self.reused: list[ReusedRun] = []
         self.parts: list[OldPart] = []
         self.plans: list[Plan] = []
         for output in dict.fromkeys(map(storage.resolve, outputs)):
@@ -226,13 +234,14 @@ class OldRuns:
             part_keys = keys[part.first : part.first + part.num_rows]
             try:
                 if part.journal:
-                    self._read_journal(part, part_keys)
-                    marks.append(model_mark(part.plan.model))
+                    marks += self._read_journal(part, part_keys)
                 else:
-                    part_keys[:], models = read_keys(storage, part.plan, part.shard, part.told.run)
-                    marks.append(models)
+                    run = part.reused.run
+                    known_keys, known_marks = read_keys(storage, part.plan, part.shard, run)
+                    part_keys[:] = known_keys
+                    marks.append(known_marks)
             except PartDamaged as error:
-                part.told.pass_over(error)
+                part.reused.pass_over(error)
         self.keys = KnownKeys(keys)
         self.marks = np.unique(np.concatenate(marks), axis=0)[:MAX_LOOKED_FOR]
 
@@ -249,11 +258,10 @@ class OldRuns:
             ) from None
 
         run = ReusedRun(output, written_plan.run)
-        plan = replace(
-            written_plan, spec=replace(written_plan.spec, output=output)
-        )  # the folder may have been moved
+        # The folder may have been moved.
+        plan = replace(written_plan, spec=replace(written_plan.spec, output=output))
         self.plans.append(plan)
-        self.told.append(run)
+        self.reused.append(run)
         answered = _answered(storage, plan)
         if storage.stat(os.path.join(output, SUCCESS)) is not None:
             for shard in set(range(len(plan.shards))) - answered.keys():
@@ -267,18 +275,23 @@ class OldRuns:
             first = self.parts[-1].first + self.parts[-1].num_rows if self.parts else 0
             self.parts.append(OldPart(plan, shard, first, run, tuple(journal)))
 
-    def _read_journal(self, part: OldPart, keys: Keys) -> None:
-        """Read the keys of a shard's journal into `keys`, by row. A file that has none is passed over."""
+    def _read_journal(self, part: OldPart, keys: Keys) -> list[Keys]:
+        """Read the whole keys of answers in a shard's logs into `keys`, by row; return the marks of their models.
+
+        A damaged log is passed over.
+        """
+        columns = ColumnChoice((ROW, KEY, MODEL, UNDER_WAY, "error"))
+        marks = []
         for path in part.journal:
             try:
-                with closing(TableReading(self._storage, path, ColumnChoice((ROW, KEY)))) as file:
-                    for batch in file.batches:
-                        rows = batch.column(ROW).fill_null(-1)
-                        keys[rows] = as_keys(b"".join(batch.column(KEY).to_pylist()))
-            except UNREADABLE as error:
-                part.told.pass_over(error)
-            except (ArithmeticError, LookupError, TypeError, ValueError):
-                part.told.pass_over(PartDamaged(path, "it has no keys"))
+                with open_log(self._storage, path, columns) as (file, _):
+                    for rows, answer_keys, batch in _answers_in_log(path, file, part.num_rows):
+                        is_good = np.asarray(batch.column("error").is_null())
+                        keys[rows[is_good]] = answer_keys[is_good]
+                        marks.append(np.unique(keys_in(batch.column(MODEL)), axis=0))
+            except AnswersDamaged as error:
+                part.reused.pass_over(error)
+        return marks
 
     def answers(
         self, places: Places, schema: pa.Schema
@@ -293,57 +306,90 @@ class OldRuns:
             if begin == end:
                 continue
             wanted = places[begin:end] - part.first
-            is_open = np.ones(len(wanted), bool)
+            is_missing = np.ones(len(wanted), bool)
             paths = part.journal or [part.plan.part_path(part.shard)]
             for path in paths:
                 try:
-                    for found, batch in self._answers_in_file(part, path, wanted, schema):
-                        is_new = is_open[found]
-                        is_open[found] = False
-                        yield part, begin + found[is_new], batch.filter(pa.array(is_new))
-                except UNREADABLE as error:
-                    part.told.pass_over(error)
+                    for indices, batch in self._answers_in_file(part, path, wanted, schema):
+                        is_new = is_missing[indices]
+                        is_missing[indices] = False
+                        yield part, begin + indices[is_new], batch.filter(pa.array(is_new))
+                except (*UNREADABLE, AnswersDamaged, PartDamaged) as error:
+                    part.reused.pass_over(error)
 
     def _answers_in_file(
         self, part: OldPart, path: str, wanted: Places, schema: pa.Schema
     ) -> Iterator[tuple[Places, pa.RecordBatch]]:
         """Yield the answers that a file has for wanted rows: indices into `wanted`, and the answers.
 
-        wanted: rows of the shard, ascending. Raises PartDamaged.
+        wanted: rows of the shard, ascending. Raises PartDamaged, AnswersDamaged, or one of UNREADABLE.
         """
         prefix = ""
         if not part.journal:
             prefix = part.plan.spec.output_prefix
-            read_part_stats(
-                self._storage, part.plan, part.shard, part.told.run
-            )  # its rows are those of the keys
+            # Its rows are those of the keys.
+            read_part_stats(self._storage, part.plan, part.shard, part.reused.run)
         answer_schema = pa.schema([field.with_name(f"{prefix}{field.name}") for field in schema])
-        read = answer_schema.append(pa.field(ROW, pa.int64())) if part.journal else answer_schema
         cut_columns: list[str] = []
         if _lengths(part.plan) != _lengths(self._new):
             cut_columns = [f"{prefix}{name}" for name in _tell_cuts(part.plan.spec)]
 
-        with closing(
-            TableReading(self._storage, path, ColumnChoice((*read.names, *cut_columns)))
-        ) as file:
-            _check_fields(path, file.schema, read)
-            start = 0
-            for batch in file.batches:
+        names = (*answer_schema.names, *cut_columns)
+        opened = self._opened_log if part.journal else self._opened_part
+        with opened(part, path, names) as (file_schema, batches):
+            _check_fields(path, file_schema, answer_schema)
+            for rows, batch in batches:
                 self._storage.check_interrupted()
-                end = start + batch.num_rows
-                rows: Places = np.arange(start, end)
-                start = end
-                if part.journal:
-                    rows = np.asarray(batch.column(ROW).fill_null(-1))
                 first, last = _wanted_range(wanted, rows, part.num_rows)
-                places, found = _places_of(wanted[first:last], rows)
+                places, indices = _places_of(wanted[first:last], rows)
                 chosen = batch.take(pa.array(places))
                 is_good = np.asarray(chosen.column(f"{prefix}error").is_null())
                 for name in cut_columns:
                     is_good &= _is_whole(chosen.column(name))
-                columns = chosen.select(answer_schema.names).columns
-                answers = pa.RecordBatch.from_arrays(columns, schema=schema)
-                yield first + found[is_good], answers.filter(pa.array(is_good))
+                values = chosen.select(answer_schema.names).columns
+                answers = pa.RecordBatch.from_arrays(values, schema=schema)
+                yield first + indices[is_good], answers.filter(pa.array(is_good))
+
+    @contextmanager
+    def _opened_log(self, part: OldPart, path: str, names: Sequence[str]) -> Iterator[Opened]:
+        """Lend the answers in a log that are found by their keys. Raises AnswersDamaged.
+
+        A row may have answers of both models of a cascade, in two logs. It is found by the key of one of them.
+        """
+        part_keys = self.keys.all[part.first : part.first + part.num_rows]
+
+        def found_answers(file: TableReading) -> Batches:
+            for rows, answer_keys, batch in _answers_in_log(path, file, part.num_rows):
+                is_found = (part_keys[rows] == answer_keys).all(axis=1)
+                yield rows[is_found], batch.filter(pa.array(is_found))
+
+        columns = ColumnChoice((ROW, KEY, UNDER_WAY, *names))
+        with open_log(self._storage, path, columns) as (file, _):
+            yield file.schema, found_answers(file)
+
+    @contextmanager
+    def _opened_part(self, part: OldPart, path: str, names: Sequence[str]) -> Iterator[Opened]:
+        """Lend the rows of a part."""
+        with closing(TableReading(self._storage, path, ColumnChoice(names))) as file:
+            yield file.schema, _numbered(file)
+
+
+def _answers_in_log(
+    path: str, file: TableReading, num_rows: int
+) -> Iterator[tuple[Places, Keys, pa.RecordBatch]]:
+    """Yield a log's answers, with their rows and whole keys."""
+    for batch in file.batches:
+        answers = batch.filter(batch.column(UNDER_WAY).is_null())
+        yield rows_in(path, answers, num_rows), keys_in(answers.column(KEY)), answers
+
+
+def _numbered(file: TableReading) -> Batches:
+    """Yield the batches of a part, with their rows."""
+    start = 0
+    for batch in file.batches:
+        end = start + batch.num_rows
+        yield np.arange(start, end), batch
+        start = end
 
 
 def _check_fields(path: str, schema: pa.Schema, wanted: pa.Schema) -> None:
@@ -369,8 +415,8 @@ def _places_of(wanted: Places, rows: Places) -> tuple[Places, Places]:
     """
     order = np.argsort(rows, kind="stable")
     places = order[np.searchsorted(rows, wanted, sorter=order)]
-    found = np.flatnonzero(rows[places] == wanted)
-    return places[found], found
+    indices = np.flatnonzero(rows[places] == wanted)
+    return places[indices], indices
 
 
 def _lengths(plan: Plan) -> set[int]:
@@ -416,14 +462,14 @@ def _is_cut(value: str | list[str] | None) -> bool:
 
 
 def _answered(storage: Storage, plan: Plan) -> dict[int, list[str]]:
-    """Return the shards that have answers, each with the files of its journal; with none if it has a part.
+    """Return the shards that have answers, each with its logs; with none if it has a part.
 
     Raises CannotReuse for parts without keys.
     """
     journals: dict[int, list[str]] = {}
     folder = os.path.join(plan.spec.output, JOURNAL)
     for name in storage.names(folder):
-        match = _JOURNAL.match(name)
+        match = _ANSWERS.match(name)
         if match is not None:
             journals.setdefault(int(match[1]), []).append(os.path.join(folder, name))
     shards = part_shards(storage.names(plan.spec.parts_folder))

@@ -8,6 +8,7 @@ from jobs.context.checks import Checks
 from jobs.items.item import Item
 from jobs.items.runner import Entry, ItemRunner
 from jobs.parquet.asks.ask import RowAsk
+from jobs.parquet.asks.row_keys import Keys
 from jobs.parquet.prompts.prompt_source import Row
 from jobs.parquet.tables.columns import RowProblem
 
@@ -17,13 +18,16 @@ def row_runner(
     ask: RowAsk,
     checks: Checks,
     number_of: Callable[[int], int],
+    *,
     memo: AnswerMemo | None = None,
+    memo_keys: Keys | None = None,
     let_go: Callable[[Row], None] = lambda row: None,
 ) -> ItemRunner[Answer]:
     """Return the runner of a shard's rows; it has one answer for each row in the end.
 
     rows: an Answer stands for a row that has one already. number_of: gives a row's number in the run. memo: holds the
-    answers of other shards. let_go: called with each row whose texts are not held here any more.
+    answers of other shards, by whole keys. memo_keys: those of the rows. let_go: called with each row whose texts are
+    not held here any more.
     Rows are asked in order of what they ask. Equal rows with equal answers are asked once.
     """
 
@@ -48,7 +52,8 @@ def row_runner(
             continue
         entry: Entry[Answer] = Entry([place], partial(begin, row, place))
         if ask.is_greedy(row):
-            entry.memo_key = ask.key_of(row)
+            if memo_keys is not None:
+                entry.memo_key = memo_keys[place].tobytes()
             entry_of[row] = entry
         asked.append((row, entry))
     asked.sort(key=lambda pair: pair[0])

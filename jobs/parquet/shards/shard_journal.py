@@ -1,123 +1,81 @@
-"""The journal of an open shard: its answers, and how far its other rows are, for whoever takes it up next.
+"""The journal of an open shard: its answers, and how far its other rows are, for the execution that takes it up next.
 
-A file of answers for each interval of an execution, with those of that interval; and one that tells how far the rows
-are that were under way in the last one. They lie in a folder that planning makes and the run's end removes: who thaws
-afterwards finds none.
+The journal is a few logs (jobs/parquet/reuse/answer_log.py). Each entry of an execution adds one with the answers since
+the entry before. Another one, with the progress of rows under way, replaces the one of the entry before. They lie in a
+folder that planning makes and the run's end removes, so an execution that thaws after the end finds no folder.
 """
 
-import json
-import logging
 import os
 import threading
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import closing, suppress
+from contextlib import suppress
 from dataclasses import dataclass, field
 
-import pyarrow as pa
-import pyarrow.parquet as pq
-
-from jobs.common.keys import FORMAT
 from jobs.context.answers import Answer
-from jobs.context.served_model import ServedModel
 from jobs.errors import RunError
 from jobs.items.records import Progress
 from jobs.items.runner import Answered, ItemRunner, PromptTokens
-from jobs.parquet.asks.kinds import kind_of
-from jobs.parquet.asks.row_keys import Keys
-from jobs.parquet.outputs.part import embedding_size
 from jobs.parquet.outputs.run_folder import RunFolder
-from jobs.parquet.reuse.taken_answers import (
-    KEY_FIELD,
-    NO_KEY,
-    answers_table,
-    check_key,
-    read_answers,
-)
-from jobs.parquet.tables.table_reading import TableReading
-from jobs.runs.plans.names import KEY, ROW, TOKENS
-from sandbox.exhausted import is_exhausted
-
-_UNDER_WAY = "_under_way"
-_WHOSE = b"whose"
-_log = logging.getLogger("rq.worker")
+from jobs.parquet.reuse.answer_log import AnswerLog, Record
 
 
 @dataclass
 class Journalled:
-    """What a journal holds: the answers of rows, the tokens generated for them, and how far others are."""
+    """What earlier executions have left of a shard.
 
-    answers: dict[int, Answer] = field(default_factory=dict)
-    num_tokens: int = 0
+    answers: records of rows that are answered. under_way: how far other rows are. num_tokens: generated for answers.
+    """
+
+    answers: dict[int, Record] = field(default_factory=dict)
     under_way: dict[int, Progress] = field(default_factory=dict)
+    num_tokens: int = 0
+
+    def add(self, record: Record) -> None:
+        """Add a record. Where two executions were at a row, the one that was further counts."""
+        row = record.row
+        if record.progress is None:
+            if row not in self.answers:
+                self.num_tokens += record.num_tokens
+            self.answers[row] = record
+            self.under_way.pop(row, None)
+        elif row not in self.answers:
+            known = self.under_way.get(row)
+            if known is None or record.progress.length > known.length:
+                self.under_way[row] = record.progress
 
 
 class ShardJournal:
-    """The journal of one shard, as one execution reads and goes on with it."""
+    """The journal of one shard, as one execution reads it and goes on with it."""
 
-    def __init__(
-        self, folder: RunFolder, shard: int, model: ServedModel, asked: str, keys: Keys
-    ) -> None:
-        """asked: RowKeys.name. keys: of the rows, by which other runs find them."""
-        plan = folder.plan
-        self._storage, self._folder, self._prefix = folder.storage, folder.journal, f"_{shard:05d}."
-        self._whose = f"{FORMAT} {plan.run} {shard} {plan.seed} {model.pin} {asked}".encode()
-        self._fields = kind_of(plan.spec).fields(plan.spec, embedding_size(plan.spec, model))
-        self._execution_id, self._num_files, self._num_written, self._now = (
-            folder.execution_id,
-            0,
-            0,
-            "",
-        )
-        self._keys, self._names = keys, set[str]()
-        self._writing, self._is_closed = threading.Lock(), False
+    def __init__(self, folder: RunFolder, shard: int, log: AnswerLog, mark: bytes) -> None:
+        """mark: of the model that is asked. Records of a cascade's other model are passed over."""
+        self._storage = folder.storage
+        self._folder = folder.journal
+        self._execution_id = folder.execution_id
+        self._prefix = f"_{shard:05d}."
+        self._log = log
+        self._mark = mark
+        self._names: set[str] = set()
+        self._progress_name: str | None = None
+        self._num_files = 0
+        self._num_written = 0
+        self._is_closed = False
+        self._writing = threading.Lock()
 
     def read(self) -> Journalled:
-        """Return what earlier executions have left; passes over what is damaged, or of another plan or model."""
-        found = Journalled()
-        self._names = {
-            name for name in self._storage.names(self._folder) if name.startswith(self._prefix)
-        }
+        """Return what earlier executions have left. Damaged logs, and those of another plan, are passed over."""
+        left = Journalled()
+        names = self._storage.names(self._folder)
+        self._names = {name for name in names if name.startswith(self._prefix)}
         for name in sorted(self._names):
             path = os.path.join(self._folder, name)
-            try:
-                with closing(TableReading(self._storage, path)) as file:
-                    self._add(found, path, file)
-            except (
-                RunError,
-                OSError,
-                ValueError,
-                TypeError,
-                KeyError,
-                RecursionError,
-            ) as error:  # it only saves time
-                if is_exhausted(error):
-                    raise
-                _log.warning("the journal %s is passed over: %s", path, error)
-        for row in found.answers:
-            found.under_way.pop(row, None)
-        return found
-
-    def _add(self, found: Journalled, path: str, file: TableReading) -> None:
-        if (file.schema.metadata or {}).get(_WHOSE) != self._whose:
-            _log.warning(
-                "the journal %s is passed over: it is of another plan, check or model", path
-            )
-        elif _UNDER_WAY in file.schema.names:
-            for row, text, key in (
-                each.values() for batch in file.batches for each in batch.to_pylist()
-            ):
-                check_key(path, self._keys, row, key)
-                was, known = Progress.from_json(json.loads(text)), found.under_way.get(row)
-                if known is None or was.length > known.length:
-                    found.under_way[row] = was
-        else:
-            for (row, num_tokens, key), answer in read_answers(file, (ROW, TOKENS, KEY)):
-                check_key(path, self._keys, row, key)
-                found.num_tokens += 0 if row in found.answers else num_tokens
-                found.answers[row] = answer
+            for record in self._log.read_if_whole(self._storage, path):
+                if record.mark == self._mark:
+                    left.add(record)
+        return left
 
     def keep(self, runner: ItemRunner[Answer], so_far: PromptTokens) -> Callable[[], None] | None:
-        """Return what writes down, in any thread, what is new; see OpenTask."""
+        """Return a function that writes down, in any thread, what is new; None if nothing is. See OpenTask."""
         answered = runner.answered[self._num_written :]
         under_way = runner.under_way(so_far)
         if not answered and not under_way:
@@ -133,38 +91,32 @@ class ShardJournal:
     def _write(
         self, answered: Sequence[Answered[Answer]], under_way: Mapping[int, Progress]
     ) -> None:
-        """Write answers first: a row whose answer is there is not under way, whatever else is told of it."""
+        """Write an entry. Answers come first, as a row with an answer is not under way, whatever a log says."""
         if answered:
-            own = [pa.field(ROW, pa.int64()), pa.field(TOKENS, pa.int64()), KEY_FIELD]
-            beside = []
+            records = []
             for row in answered:
-                key = NO_KEY if row.answer.error else self._keys[row.place].tobytes()
-                beside.append((row.place, row.num_tokens, key))
-            self._put(
-                "answers",
-                answers_table(own, beside, [row.answer for row in answered], self._fields),
-            )
+                records.append(Record(row.place, self._mark, row.answer, row.num_tokens))
+            self._put("answers", records)
             self._num_written += len(answered)
         if under_way:
-            texts = [json.dumps(each.to_json()) for each in under_way.values()]
-            its_keys = [self._keys[row].tobytes() for row in under_way]
-            now = pa.table({ROW: list(under_way), _UNDER_WAY: texts, KEY: its_keys})
-            before, self._now = self._now, self._put("now", now)
-            if before:
-                self._storage.remove(os.path.join(self._folder, before))
+            records = []
+            for place, progress in under_way.items():
+                records.append(Record(place, self._mark, progress=progress))
+            earlier_name = self._progress_name
+            self._progress_name = self._put("now", records)
+            if earlier_name is not None:
+                self._storage.remove(os.path.join(self._folder, earlier_name))
 
-    def _put(self, what: str, table: pa.Table) -> str:
+    def _put(self, what: str, records: Sequence[Record]) -> str:
         name = f"{self._prefix}{self._execution_id}.{what}.{self._num_files}"
         with self._storage.open_output(os.path.join(self._folder, name)) as sink:
-            pq.write_table(
-                table.replace_schema_metadata({_WHOSE: self._whose}), sink, write_page_checksum=True
-            )
+            self._log.write(sink, records)
         self._num_files += 1
         self._names.add(name)
         return name
 
     def remove(self) -> None:
-        """Remove what was read and written, once the part is there; the run's end removes what is left."""
+        """Remove what was read and written, once the part is there. The run's end removes what is left."""
         with self._writing, suppress(OSError, RunError):
             self._is_closed = True
             for name in self._names:

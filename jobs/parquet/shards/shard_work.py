@@ -1,8 +1,7 @@
 """One execution of one shard: reads its rows, publishes its part, ends the run if it was the last."""
 
-import math
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any, Self
@@ -15,13 +14,14 @@ from jobs.context import JobContext
 from jobs.context.answers import Answer
 from jobs.errors import PlanDamaged, RunError
 from jobs.items.runner import Counts, ItemRunner, PromptTokens
-from jobs.parquet.asks.kinds import ask_of
-from jobs.parquet.asks.row_keys import as_keys, model_mark, row_keys
+from jobs.parquet.asks.kinds import ask_of, kind_of
+from jobs.parquet.asks.row_keys import as_keys, model_mark, row_keys, whole_keys
 from jobs.parquet.files.fingerprint import unchanged
 from jobs.parquet.files.storage import Storage
 from jobs.parquet.outputs import part
 from jobs.parquet.outputs.run_folder import RunFolder
 from jobs.parquet.prompts.prompt_source import Row
+from jobs.parquet.reuse.answer_log import AnswerLog, Record, whose_log
 from jobs.parquet.reuse.old_runs import write_keys
 from jobs.parquet.reuse.taken_answers import has_kept, keep_answers, kept_answers, taken_answers
 from jobs.parquet.shards.row_items import row_runner
@@ -44,7 +44,7 @@ from jobs.runs.statistics.run_statistics import PartStats
 
 
 class ShardWork(RowsTask):
-    """A shard between open and close. With its part already there it has no requests and only counts it."""
+    """A shard between open and close. If its part is there already, nothing is asked and the part is counted."""
 
     _journal: ShardJournal | None = None
     _num_escalated = 0
@@ -55,19 +55,25 @@ class ShardWork(RowsTask):
     def __init__(
         self, context: JobContext, folder: RunFolder, shard: int, queue: str | None = None
     ) -> None:
-        """Read the rows. queue: the run's, where its second model is asked. Raises RunError or NoRoomYet."""
-        self._context, self._folder, self._number = context, folder, shard
-        self._queue, self._is_second = queue or context.queue_name, queue is not None
+        """Read the rows. Raises RunError or NoRoomYet.
+
+        queue: the run's, for a job that asks the second model of a cascade.
+        """
+        self._context = context
+        self._folder = folder
+        self._number = shard
+        self._queue = queue or context.queue_name
+        self._is_second = queue is not None
         self._escalates = queue is None and folder.plan.second is not None
         self._started_at = time.time()
-        self._files, self._entered = context.files, False
+        self._has_entered = False
         folder.state.begin(self._started_at)
         if folder.lacks(shard) and not (self._escalates and has_kept(folder, shard)):
             check_model(folder.plan, context.model, self._is_second)
             folder.plan.spec.admit(context.checks)
             context.shard_bytes.check_room()
-            self._files.enter(self._file.path)
-            self._entered = True
+            context.files.enter(self._file.path)
+            self._has_entered = True
             try:
                 self.runner = self._read_rows()
             except BaseException:
@@ -78,25 +84,24 @@ class ShardWork(RowsTask):
     def open(
         cls, context: JobContext, run: str, plan: str, shard: int, queue: str | None = None
     ) -> Self:
-        """Find the shard in its plan. Raises PlanDamaged when the three do not belong together. queue: see above."""
+        """Open a shard of a run. queue: as in `__init__`. Raises PlanDamaged if the plan is not the run's."""
         if queue is not None:
             check_queue_name(queue)
         storage = Storage.of(context)
-        planned = trusted_plan(context, storage, plan, run)
-        folder = RunFolder(
-            storage, planned, RunState(context.connection, run), context.execution_id
-        )
-        if type(shard) is not int or shard not in range(len(folder.plan.shards)):
-            raise PlanDamaged(
-                plan, f"it has {len(folder.plan.shards)} shards, none numbered {brief(shard)}"
-            )
+        run_plan = trusted_plan(context, storage, plan, run)
+        state = RunState(context.connection, run)
+        folder = RunFolder(storage, run_plan, state, context.execution_id)
+        num_shards = len(run_plan.shards)
+        if type(shard) is not int or shard not in range(num_shards):
+            raise PlanDamaged(plan, f"it has {num_shards} shards, none numbered {brief(shard)}")
         return cls(context, folder, shard, queue)
 
     def progress(self) -> dict[str, Any]:
-        rows = self._shard.rows
-        counts = Counts(done=rows) if self.runner is None else self.runner.counts
+        """Return how many rows are done, and how many tokens they took."""
+        num_rows = self._shard.rows
+        counts = Counts(done=num_rows) if self.runner is None else self.runner.counts
         return {
-            "rows": rows,
+            "rows": num_rows,
             "rows_done": counts.done,
             "rows_open": counts.open,
             "prompt_tokens": counts.prompt_tokens,
@@ -104,65 +109,82 @@ class ShardWork(RowsTask):
         }
 
     def keep(self, so_far: PromptTokens) -> Callable[[], None] | None:
+        """Return what writes an entry of the journal; None if nothing is new."""
         return None if self._journal is None else self._journal.keep(self.asked, so_far)
 
     def result(self) -> dict[str, Any]:
         """Publish the part unless one is there, count it, and end the run if it was the last one. Raises RunError."""
         num_low = self._escalate()
-        stats = self._publish(self.runner) if self.runner is not None and not num_low else None
+        stats = None
+        if self.runner is not None and not num_low:
+            stats = self._publish(self.runner)
         if self._journal is not None:
             self._journal.remove()
         if num_low:
             return {"run": self._folder.plan.run, "shard": self._number, "rows_escalated": num_low}
+
         if stats is None:  # another execution was first: its part counts, not ours
             stats = self._folder.part_stats(self._number)
-        ended = self._folder.record_part(stats, self._queue)
+        has_ended = self._folder.record_part(stats, self._queue)
         return {
             "run": stats.run,
             "shard": stats.shard,
             "rows": stats.rows,
             "errors": stats.errors,
             "rows_unasked": None if self.runner is None else self._num_unasked,
-            "run_finished": ended,
+            "run_finished": has_ended,
             "tokens": stats.completion_tokens,
         }
 
     def close(self) -> None:
-        if self._entered:
-            self._entered = False
-            self._files.leave(self._file.path)
+        """Leave what is not answered, and the shard's file, to other shards."""
+        if self._has_entered:
+            self._has_entered = False
+            self._context.files.leave(self._file.path)
         super().close()
 
     def _escalate(self) -> int:
-        """Leave rows with low margins to the second model; return how many at most, 0 where this one has them all."""
-        folder, context, number = self._folder, self._context, self._number
+        """Leave rows with low margins to the second model; return the most that these are.
+
+        Returns 0 if this model has answered all rows, or a part is there.
+        """
+        folder = self._folder
+        number = self._number
         if not self._escalates or folder.has_part(number):
             return 0
         num_low = self._shard.rows
         if self.runner is not None:
-            answers = self.runner.answers()
-            own = (self._marks == model_mark(folder.plan.model)).all(axis=1)
-            margins = np.array(
-                [math.inf if each.error else each.column("margin") for each in answers]
-            )
-            is_low = own & (margins < (folder.plan.spec.escalate_below or 0))
-            high = {row: answers[row] for row in np.flatnonzero(~is_low).tolist()}
-            num_low = len(answers) - len(high)
+            records = self._good_records(self.runner.answers())
+            num_low -= len(records)
+            if not num_low:
+                return 0
             try:
-                if num_low:
-                    keep_answers(folder, number, high, self._marks, self._keys)
-            except (OSError, RunError):  # as of _publish
+                keep_answers(folder, number, self._log, records)
+            except (OSError, RunError):  # as in _publish
                 if not folder.has_part(number):
                     raise
                 return 0
-        if num_low:
-            state = RunState(context.connection, folder.plan.run, context.lease)
-            enqueue_shards(context, self._queue, folder.plan, state, [number], num_low)
+        state = RunState(self._context.connection, folder.plan.run, self._context.lease)
+        enqueue_shards(self._context, self._queue, folder.plan, state, [number], num_low)
         return num_low
 
+    def _good_records(self, answers: Sequence[Answer]) -> list[Record]:
+        """Return the answers that the second model is not asked for: those of high margins, and of other models."""
+        own_mark = model_mark(self._folder.plan.model).tobytes()
+        bound = self._folder.plan.spec.escalate_below or 0
+        records = []
+        for row, answer in enumerate(answers):
+            mark = self._marks[row].tobytes()
+            is_own = mark == own_mark and answer.error is None
+            is_low = is_own and answer.column("margin") < bound
+            if not is_low:
+                records.append(Record(row, mark, answer))
+        return records
+
     def _publish(self, runner: ItemRunner[Answer]) -> PartStats | None:
-        """Write and publish the part; return None when the place was taken."""
-        folder, number = self._folder, self._number
+        """Write and publish the part; return None if another execution's part is there."""
+        folder = self._folder
+        number = self._number
         if folder.has_part(number):
             return None
         answers = runner.answers()
@@ -179,96 +201,113 @@ class ShardWork(RowsTask):
             tokens_resumed=self._tokens_resumed + runner.counts.resumed_tokens,
             rows_escalated=self._num_escalated,
         )
-        keys = self._keys.copy()
+        keys = whole_keys(self._log.keys, self._marks)
         keys[[answer.error is not None for answer in answers]] = 0
 
         def write(sink: Any) -> None:
             self._write(sink, self._with_models(answers), stats)
-            # What later runs find the rows by is there before the part.
-            write_keys(
-                folder.storage, folder.plan, number, keys, self._marks, self._context.execution_id
-            )
+            # The keys, by which later runs find the rows, are there before the part.
+            write_keys(folder.storage, folder.plan, number, keys, self._marks, folder.execution_id)
 
         try:
             is_first = folder.put_part(number, write)
         except (OSError, RunError):
-            # Of two executions the slower one may find the run ended and its own file, or the input, removed.
+            # If two executions write, the slower one may find the run ended, and its own file or the input removed.
             if not folder.has_part(number):
                 raise
             return None
         return stats if is_first else None
 
     def _write(self, sink: Any, answers: list[Answer], stats: PartStats) -> None:
-        plan, spec = self._folder.plan, self._folder.plan.spec
+        """Write the part: the input's columns, read again, beside the answers."""
+        plan = self._folder.plan
+        spec = plan.spec
         with self._reader(part.columns_kept(spec)) as reader:
-            found = with_added_fields(reader.schema, plan.added_columns)
+            input_schema = with_added_fields(reader.schema, plan.added_columns)
             if spec.writes_lines:
-                found = schema_with_json(found, plan.as_json)
-            schema = part.output_schema(
-                found, spec, self._file.path, part.embedding_size(spec, self._context.model)
-            )
+                input_schema = schema_with_json(input_schema, plan.as_json)
+            embedding_size = part.embedding_size(spec, self._context.model)
+            schema = part.output_schema(input_schema, spec, self._file.path, embedding_size)
             part.write_part(sink, schema, self._batches(reader, answers, schema), stats)
 
     def _with_models(self, answers: list[Answer]) -> list[Answer]:
-        first, second = self._folder.plan.model, self._folder.plan.second
+        """Return the answers of a cascade with the names of their models, and all others as they are."""
+        first = self._folder.plan.model
+        second = self._folder.plan.second
         if second is None:
             return answers
-        names = {
-            model_mark(each).tobytes(): each.name if first.name != second.name else str(each)
-            for each in (first, second)
-        }
-        return [
-            each
-            if each.error
-            else replace(each, columns={**each.columns, part.MODEL: names.get(mark.tobytes())})
-            for mark, each in zip(self._marks, answers, strict=True)
-        ]
+        name_of: dict[bytes, str] = {}
+        for model in (first, second):
+            name = model.name if first.name != second.name else str(model)
+            name_of[model_mark(model).tobytes()] = name
+        named_answers = []
+        for mark, answer in zip(self._marks, answers, strict=True):
+            if answer.error is None:
+                columns = {**answer.columns, part.MODEL: name_of.get(mark.tobytes())}
+                answer = replace(answer, columns=columns)
+            named_answers.append(answer)
+        return named_answers
 
     def _batches(
         self, reader: RowReader, answers: list[Answer], schema: pa.Schema
     ) -> Iterator[pa.Table]:
+        """Yield the rows of the part."""
+        spec = self._folder.plan.spec
         start = 0
         for batch in shard_batches(self._context, self._folder.plan, self._shard, reader):
-            if self._folder.plan.spec.writes_lines:
+            if spec.writes_lines:
                 batch = with_own_json(batch)
-            yield part.with_answers(
-                batch, answers[start : start + batch.num_rows], schema, self._folder.plan.spec
-            )
-            start += batch.num_rows
+            end = start + batch.num_rows
+            yield part.with_answers(batch, answers[start:end], schema, spec)
+            start = end
 
     def _read_rows(self) -> ItemRunner[Answer]:
-        plan, context = self._folder.plan, self._context
-        ask, first_row = ask_of(plan, context), plan.first_row(self._number)
-        self._texts = texts = ShardTexts(self._file.path, ask.source.columns, context.shard_bytes)
+        """Read the rows, and what is known of them already; return the runner of the others."""
+        plan = self._folder.plan
+        context = self._context
+        ask = ask_of(plan, context)
+        self._texts = ShardTexts(self._file.path, ask.source.columns, context.shard_bytes)
         with self._reader(ColumnChoice(ask.source.columns)) as reader:
-            texts.add(shard_rows(context, plan, self._shard, reader, ask.source))
-        rows: list[Row | RowProblem | Answer] = [*texts.gathered()]
-        self._keys = row_keys(ask.key_of, rows)
+            self._texts.add(shard_rows(context, plan, self._shard, reader, ask.source))
+        rows: list[Row | RowProblem | Answer] = [*self._texts.gathered()]
+
+        keys = row_keys(ask.key_of, rows)
         mark = model_mark(plan.model_of(self._is_second))
-        self._marks = np.repeat(mark, len(rows), axis=0)
-        if self._is_second:
-            found = kept_answers(self._folder.storage, plan, self._number, self._keys)
-            self._num_escalated = len(rows) - len(found)
-        else:
-            found = taken_answers(
-                self._folder.storage, plan, self._number, ask.keys.name, self._keys
-            )
-        for row, (answer, others) in found.items():
-            rows[row], self._marks[row] = answer, as_keys(others)
-        self._journal = ShardJournal(
-            self._folder, self._number, context.model, ask.keys.name, self._keys ^ mark
-        )
+        fields = kind_of(plan.spec).fields(plan.spec, part.embedding_size(plan.spec, context.model))
+        self._log = AnswerLog(whose_log(plan, self._number, ask.keys.name), keys, fields)
+        self._journal = ShardJournal(self._folder, self._number, self._log, mark.tobytes())
         left = self._journal.read()
-        for row, answer in left.answers.items():
-            rows[row] = answer
+        self._marks = np.repeat(mark, len(rows), axis=0)
+        for record in [*self._earlier_records(len(rows)), *left.answers.values()]:
+            assert record.answer is not None
+            rows[record.row] = record.answer
+            self._marks[record.row] = as_keys(record.mark)
+
+        first_row = plan.first_row(self._number)
         runner = row_runner(
-            rows, ask, context.checks, lambda row: first_row + row, context.answers, texts.let_go
+            rows,
+            ask,
+            context.checks,
+            lambda place: first_row + place,
+            memo=context.answers,
+            memo_keys=whole_keys(keys, mark),
+            let_go=self._texts.let_go,
         )
         self._num_unasked = sum(isinstance(row, RowProblem) for row in rows)
         self._rows_resumed = len(left.answers)
         self._tokens_resumed = left.num_tokens
         runner.resume(left.under_way)
         return runner
+
+    def _earlier_records(self, num_rows: int) -> list[Record]:
+        """Return the records of answers that were there before the shard was asked."""
+        storage = self._folder.storage
+        plan = self._folder.plan
+        if not self._is_second:
+            return taken_answers(storage, plan, self._number, self._log)
+        records = kept_answers(storage, plan, self._number, self._log)
+        self._num_escalated = num_rows - len(records)
+        return records
 
     @property
     def _file(self) -> PlannedFile:
@@ -281,18 +320,19 @@ class ShardWork(RowsTask):
     @contextmanager
     def _reader(self, columns: ColumnChoice) -> Iterator[RowReader]:
         """Borrow a reader that has not passed this shard. Raises InputChanged for another file."""
-        plan, storage, shard, file = (
-            self._folder.plan,
-            self._folder.storage,
-            self._shard,
-            self._file,
-        )
+        storage = self._folder.storage
+        plan = self._folder.plan
+        shard = self._shard
+        file = self._file
         key = (file.path, file.size, file.mtime_ns, columns, plan.rows_path(file))
 
         def open_reader() -> RowReader:
-            with unchanged(storage, plan, file):  # else that is why it cannot be read
+            with unchanged(storage, plan, file):  # if it has changed, that is why it cannot be read
                 return RowReader(storage, plan.rows_path(file), shard, columns)
 
-        # Then a reader that has seen another file is closed, and not lent on to a shard that finds the planned one.
-        with self._files.reader(key, shard, open_reader) as reader, unchanged(storage, plan, file):
+        # `unchanged` ends first: so a reader that has seen another file is closed, and not lent to the next shard.
+        with (
+            self._context.files.reader(key, shard, open_reader) as reader,
+            unchanged(storage, plan, file),
+        ):
             yield reader

@@ -1,4 +1,4 @@
-"""Rows of a finished run that are asked once more, and compared with what its parts hold of them."""
+"""Asks rows of a finished run once more, and compares the answers with those in its parts."""
 
 import math
 import re
@@ -16,7 +16,7 @@ from jobs.common.display import brief
 from jobs.context import JobContext
 from jobs.errors import InvalidJob, InvalidValue
 from jobs.parquet.asks.kinds import ask_of, kind_of
-from jobs.parquet.asks.row_keys import model_mark
+from jobs.parquet.asks.row_keys import model_mark, row_keys, whole_keys
 from jobs.parquet.files.fingerprint import unchanged
 from jobs.parquet.files.storage import Storage
 from jobs.parquet.formats.converted_inputs import converted_for_now
@@ -30,112 +30,137 @@ from jobs.parquet.shards.shard_texts import ShardTexts, rendered_shards
 from jobs.parquet.tables.columns import holds
 from jobs.runs.plans.plan import Plan
 
-#: Answers that are held: a row has `n` of them, or one for each label. Differences that are told.
-MAX_ANSWERS, MAX_DIFFERENCES = 100_000, 20
-#: Follows what else is computed at the time.
+#: The most answers that are held. A row has `n` of them, or one for each label.
+MAX_ANSWERS = 100_000
+#: The most differences that a result lists.
+MAX_DIFFERENCES = 20
+#: Columns that depend on what else is computed at the time.
 _NOT_COMPARED = {"cached_tokens", "probability", "margin"}
 
 
 class VerifyWork(RowsTask):
-    """A sample of a run; rows that it could not answer, or took from another model, are left out."""
+    """Asks a sample of a run's rows again.
+
+    Rows that the run could not answer, or took from another model, are left out.
+    """
 
     def __init__(
         self, context: JobContext, run: str, plan: str, sample: int | str = "1%", seed: int = 0
     ) -> None:
-        """Read the rows and what the run has of them. sample: "1%" (at least one row), 20 or "20"; seed: which."""
+        """Read the rows of the sample, and what the run has recorded for them.
+
+        sample: "1%" (at least one row), 20 or "20". seed: of the choice of rows.
+        Raises InvalidJob, RunOfAnotherModel, RunError or NoRoomYet.
+        """
         storage = Storage.of(context)
-        self._plan = planned = trusted_plan(context, storage, plan, run)
-        if not kind_of(planned.spec).is_compared:
+        self._plan = trusted_plan(context, storage, plan, run)
+        spec = self._plan.spec
+        if not kind_of(spec).is_compared:
             raise InvalidJob(
                 f"run {run} cannot be verified: lines of batch files, and embeddings, are not compared"
             )
-        if planned.spec.only_new or planned.spec.order:
+        if spec.only_new or spec.order:
             raise InvalidJob(
                 f"run {run} cannot be verified: its rows, new or sorted ones, are gone with its end"
             )
-        most = MAX_ANSWERS // max(planned.spec.n, len(planned.spec.labels or ()))
+        self._columns = []
+        for field in kind_of(spec).fields(spec, 0):
+            # Numbers beside tokens or labels stand in structs, also those of a map.
+            if field.name not in _NOT_COMPARED and not holds(field.type, pa.types.is_struct):
+                self._columns.append(field.name)
+
+        most = MAX_ANSWERS // max(spec.n, len(spec.labels or ()))
+        self._sample = sampled_rows(str(sample), f"{run}:{seed}", self._plan.rows, most)
         self._num_of_others = 0
-        self._sample = sampled_rows(str(sample), f"{run}:{seed}", planned.rows, most)
-        fields = [
-            field
-            for field in kind_of(planned.spec).fields(planned.spec, 0)
-            if field.name not in _NOT_COMPARED
-        ]
-        # Numbers beside tokens or labels stand in structs, those of a map too.
-        self._columns = [
-            field.name for field in fields if not holds(field.type, pa.types.is_struct)
-        ]
-        columns = {name: planned.spec.output_prefix + name for name in self._columns}
         self._recorded: dict[int, dict[str, Any]] = {}
         keys: dict[int, bytes] = {}
-        for shard in planned.shards_of(self._sample):
-            read_part_stats(storage, planned, shard)
-            for row, values in part_rows(
-                storage, planned, shard, list(columns.values()), self._sample
-            ):
-                if values[columns["error"]] is None:
-                    self._recorded[row] = {name: values[column] for name, column in columns.items()}
-            keys |= _keys_of(storage, planned, shard, self._sample)
-        self._ask(context, storage, planned, keys)
+        for shard in self._plan.shards_of(self._sample):
+            read_part_stats(storage, self._plan, shard)
+            self._recorded |= self._recorded_answers(storage, shard)
+            keys |= _keys_where_mixed(storage, self._plan, shard, self._sample)
+        self._ask(context, storage, self._plan, keys)
+
+    def _recorded_answers(self, storage: Storage, shard: int) -> dict[int, dict[str, Any]]:
+        """Return the compared columns of a shard's rows in the sample, without rows that have an error."""
+        prefix = self._plan.spec.output_prefix
+        columns = [prefix + name for name in self._columns]
+        recorded = {}
+        for row, values in part_rows(storage, self._plan, shard, columns, self._sample):
+            if values[f"{prefix}error"] is None:
+                recorded[row] = {name: values[prefix + name] for name in self._columns}
+        return recorded
 
     def _ask(
         self, context: JobContext, storage: Storage, plan: Plan, keys: Mapping[int, bytes]
     ) -> None:
-        """Read the rows that are recorded, to ask them as the run has. keys: of rows, as this model would answer them;
-        those that have others are left out. Raises RunOfAnotherModel, RunError or NoRoomYet."""
+        """Read the rows that are recorded, to ask them as the run has.
+
+        keys: whole keys of rows; a row that has another one was answered by another model, and is left out.
+        Raises RunOfAnotherModel, RunError or NoRoomYet.
+        """
         check_model(plan, context.model)
         plan.spec.admit(context.checks)
-        wanted, ask = self._recorded.keys(), ask_of(plan, context)
+        ask = ask_of(plan, context)
+        mark = model_mark(plan.model)
+        is_reused = plan.reused is not None
+        wanted = set(self._recorded)
         files = {plan.shards[shard].file for shard in plan.shards_of(wanted)}
-        self._texts = texts = ShardTexts(
+        self._texts = ShardTexts(
             plan.spec.output, ask.source.columns, context.shard_bytes, "ask fewer rows"
         )
         try:
             with ExitStack() as stack:
                 storage, plan = stack.enter_context(converted_for_now(storage, plan, files))
-                for number in sorted(files):
-                    file = plan.files[number]
+                for file_number in sorted(files):
+                    file = plan.files[file_number]
                     file = replace(file, path=storage.resolve(file.path))
                     stack.enter_context(unchanged(storage, plan, file))
                 for start, rendered in rendered_shards(context, storage, plan, ask.source, wanted):
                     for number, row in enumerate(rendered, start):
                         if number not in wanted:
                             continue
-                        if (
-                            number in keys
-                            and isinstance(row, Row)
-                            and ask.key_of(row) != keys[number]
-                        ):
+                        if isinstance(row, Row) and number in keys:
+                            key = whole_keys(row_keys(ask.key_of, [row]), mark)
+                            if key.tobytes() != keys[number]:
+                                del self._recorded[number]
+                                self._num_of_others += 1
+                                continue
+                        if isinstance(row, Row) and is_reused and not ask.is_greedy(row):
+                            # Its seed may be that of an earlier place.
                             del self._recorded[number]
-                            self._num_of_others += 1
-                        elif plan.reused and isinstance(row, Row) and not ask.is_greedy(row):
-                            del self._recorded[number]  # its seed may be that of an earlier place
-                        else:
-                            texts.add([row])
+                            continue
+                        self._texts.add([row])
             numbers = list(self._recorded)
             self.runner = row_runner(
-                texts.gathered(), ask, context.checks, numbers.__getitem__, let_go=texts.let_go
+                self._texts.gathered(),
+                ask,
+                context.checks,
+                lambda place: numbers[place],
+                let_go=self._texts.let_go,
             )
         except BaseException:
-            texts.close()
+            self._texts.close()
             raise
 
     def result(self) -> dict[str, Any]:
-        differences = [
-            {"row": row, "column": name, "recorded": value, "computed": computed}
-            for (row, recorded), answer in zip(
-                self._recorded.items(), self.asked.answers(), strict=True
-            )
-            for name, value in recorded.items()
-            if (computed := _plain(answer.column(name))) != value
-        ]
-        num_different = len({each["row"] for each in differences})
+        """Return how many rows have other answers than recorded, and the first differences."""
+        differences = []
+        different_rows = set()
+        answers = self.asked.answers()
+        for (row, recorded), answer in zip(self._recorded.items(), answers, strict=True):
+            for name, value in recorded.items():
+                computed = _plain(answer.column(name))
+                if computed != value:
+                    different_rows.add(row)
+                    differences.append(
+                        {"row": row, "column": name, "recorded": value, "computed": computed}
+                    )
         return {
             "run": self._plan.run,
             "rows": self._plan.rows,
             "rows_checked": len(self._recorded),
-            "rows_equal": len(self._recorded) - num_different,
-            "rows_different": num_different,
+            "rows_equal": len(self._recorded) - len(different_rows),
+            "rows_different": len(different_rows),
             "rows_not_compared": len(self._sample) - len(self._recorded) - self._num_of_others,
             "rows_of_other_models": self._num_of_others,
             "columns": self._columns,
@@ -143,26 +168,34 @@ class VerifyWork(RowsTask):
         }
 
 
-def _keys_of(storage: Storage, plan: Plan, shard: int, rows: Set[int]) -> dict[int, bytes]:
-    """Return the keys of a shard's rows that have one, less the run's model, where others have answered some."""
-    (found, marks), first = read_keys(storage, plan, shard, plan.run), plan.first_row(shard)
-    if np.array_equal(marks, mark := model_mark(plan.model)):
+def _keys_where_mixed(storage: Storage, plan: Plan, shard: int, rows: Set[int]) -> dict[int, bytes]:
+    """Return the whole keys of rows that have one; none if the run's model has answered the whole shard."""
+    keys, marks = read_keys(storage, plan, shard, plan.run)
+    if np.array_equal(marks, model_mark(plan.model)):
         return {}
-    own = found ^ mark
-    return {
-        row: own[row - first].tobytes()
-        for row in rows
-        if 0 <= row - first < len(own) and found[row - first].any()
-    }
+    first_row = plan.first_row(shard)
+    key_of = {}
+    for row in rows:
+        place = row - first_row
+        if 0 <= place < len(keys) and keys[place].any():
+            key_of[row] = keys[place].tobytes()
+    return key_of
+
+
+_SAMPLE = re.compile(r"(\d{1,12}(?:\.\d{1,9})?)(%?)", re.ASCII)
 
 
 def sampled_rows(sample: str, seed: str, total: int, most: int) -> set[int]:
-    found = re.fullmatch(r"(\d{1,12}(?:\.\d{1,9})?)(%?)", sample, re.ASCII)
-    if found is None or not (size := Fraction(found[1])):
+    """Return the rows of a sample, a share such as "1%" or a number. Raises InvalidValue for more than `most`."""
+    match = _SAMPLE.fullmatch(sample)
+    if match is None or not Fraction(match[1]):
         raise InvalidValue(
             "sample is {}, expected a share as 1%, or a number of rows from 1", brief(sample)
         )
-    count = min(total, math.ceil(size * total / 100 if found[2] else size))
+    size = Fraction(match[1])
+    if match[2]:
+        size = size * total / 100
+    count = min(total, math.ceil(size))
     if count > most:
         raise InvalidValue(
             f"sample has {{}} rows, more than the limit of {most}: take fewer", count
@@ -171,4 +204,5 @@ def sampled_rows(sample: str, seed: str, total: int, most: int) -> set[int]:
 
 
 def _plain(value: Any) -> Any:
+    """Return a value as Parquet gives it back."""
     return list(value) if isinstance(value, tuple) else value

@@ -99,18 +99,21 @@ ROWS_PREFIX = "_rows-"
 #: The folder of answers that were taken from earlier runs.
 REUSED = "_reused"
 
-# Columns beside answers in journals and in files of taken answers.
+# Columns of a log of answers (jobs/parquet/reuse/answer_log.py), beside those of the answers.
 #: The row's place in its shard.
 ROW = "_row"
-#: The mark of the model that answered.
-MODEL = "_model"
-#: The old row that the answer was taken from.
-SOURCE = "_source"
-#: The row's key with that model's mark.
+#: The row's whole key.
 KEY = "_key"
-#: In a journal, the tokens generated for this row and its equal rows. They stand with the first of these.
+#: The mark of the model that answered, or is asked.
+MODEL = "_model"
+#: The earlier run's row that the answer was taken from.
+SOURCE = "_source"
+#: The tokens generated for this row and its equal rows. They stand with the first of these.
 TOKENS = "_tokens"
-KEPT_BESIDE = (ROW, MODEL, SOURCE, KEY, TOKENS)
+#: How far a row without an answer is, as JSON.
+UNDER_WAY = "_under_way"
+KEPT_BESIDE = (ROW, KEY, MODEL, SOURCE, TOKENS, UNDER_WAY)
+
 _RUN_ID = re.compile(r"[0-9a-f]{16}")
 _JOB = re.compile(r"([0-9a-f]{16})-(?:plan|(\d+)(?:-2)?)", re.ASCII)
 _PART = re.compile(r"part-(\d{5,})\.parquet")

@@ -61,12 +61,11 @@ class PlannedFile:
 class Reused:
     """What planning has taken from earlier runs.
 
-    name: stands in the names of the files that hold it. asked: RowKeys.name as planning knew it. any_model: whether
-    answers of other models were taken. runs: see ReusedRun. seed: the first earlier run's, if this run was given none.
+    name: stands in the names of the files that hold it. any_model: whether answers of other models were taken. runs:
+    see ReusedRun. seed: the first earlier run's, if this run was given none.
     """
 
     name: str
-    asked: str = ""
     any_model: bool = False
     runs: tuple[dict[str, Any], ...] = ()
     seed: int | None = None

@@ -18,6 +18,7 @@ from jobs.context.answers import Answer, AnswerMemo
 from jobs.context.checks import Checks
 from jobs.errors import ColumnConflict, InvalidJob
 from jobs.items.runner import ItemRunner
+from jobs.parquet.asks.row_keys import row_keys
 from jobs.parquet.asks.scores import Labels
 from jobs.parquet.prompts.prompt_source import Row
 from jobs.parquet.shards.row_items import row_runner
@@ -119,7 +120,8 @@ def requests_of(
         Labels(spec, *spec.chat, spec.is_chat, None if prior is None else Row(prior)), spec
     )
     rows = [Row(text) if isinstance(text, str) else text for text in texts]
-    return row_runner(rows, labels, Checks(), lambda row: row, memo)
+    memo_keys = row_keys(labels.key_of, rows)
+    return row_runner(rows, labels, Checks(), lambda row: row, memo=memo, memo_keys=memo_keys)
 
 
 @pytest.mark.parametrize("prior", [None, "N/A"])

@@ -1,6 +1,7 @@
 """Greedy prompts that are the same are computed once for all the shards of a run on one worker."""
 
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 
 import pytest
 from hypothesis import given, settings
@@ -9,7 +10,8 @@ from hypothesis import strategies as st
 from jobs.context.answers import ENTRY_BYTES, Answer, AnswerMemo
 from jobs.items.runner import ItemRunner
 from jobs.tasks import Request
-from tests.jobs.answering import FakeCompletion, refuse, shard_of, shout
+from tests.jobs.answering import MODEL, FakeCompletion, refuse, shard_of, shout
+from tests.jobs.local_runs import Runs
 
 GREEDY = {"temperature": 0}
 
@@ -131,3 +133,24 @@ def test_shards_that_are_open_together_end_with_every_rows_answer(
             number, index = undelivered.pop(shuffle.randrange(len(undelivered)))  # type: ignore[attr-defined]
             opened[number].deliver(index, [shout(sent[number][index])])
     assert [completions(shard) for shard in opened] == [prompts.upper() for prompts in shards]
+
+
+@pytest.mark.parametrize(("formats", "asked_again"), [((), []), (("%f",), ["a", "b"])])
+def test_runs_share_answers_unless_the_chat_template_writes_their_times(
+    runs: Runs, memo: AnswerMemo, formats: tuple[str, ...], asked_again: list[str]
+) -> None:
+    make_context = runs.context
+    model = replace(MODEL, clock_formats=formats)
+    runs.context = lambda: replace(make_context(), model=model, answers=memo)
+    asked: list[str] = []
+
+    def answer(request: Request) -> FakeCompletion:
+        asked.append(str(request.prompt))
+        return shout(request)
+
+    runs.write(["a", "b"])
+    runs.score(answer=answer, sampling=GREEDY)
+    assert sorted(asked) == ["a", "b"]
+    asked.clear()
+    runs.score(output=runs.output.with_name("other"), answer=answer, sampling=GREEDY)
+    assert sorted(asked) == asked_again

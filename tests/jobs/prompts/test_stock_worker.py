@@ -55,10 +55,10 @@ class EchoEngine:
     def abort(self, request_id: str) -> None:
         self.waiting = [entry for entry in self.waiting if entry[0] != request_id]
 
-    def prepare(self, prompt: Any, **_: Any) -> Any:
+    def prepare(self, prompt: Any, params: SamplingParams) -> Any:
         return prompt
 
-    def prepare_chat(self, messages: list[dict[str, Any]]) -> list[int]:
+    def prepare_chat(self, messages: list[dict[str, Any]], params: SamplingParams) -> list[int]:
         return [len(message["content"]) for message in messages]
 
 

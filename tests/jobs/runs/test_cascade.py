@@ -19,6 +19,7 @@ from jobs.context import JobContext
 from jobs.context.served_model import ServedModel
 from jobs.errors import InvalidJob, KeptAnswersLost, NoSecondModel, RunCancelled
 from jobs.parquet.planning.planner import plan_run
+from jobs.parquet.shards.shard_journal import ShardJournal
 from jobs.runs.control import cancel_run
 from jobs.runs.plans.names import job_shard
 from jobs.runs.plans.spec import RunSpec
@@ -31,6 +32,9 @@ from tests.jobs.answering import (
     FakeCompletion,
     add_worker,
     fail,
+    feed,
+    keep,
+    opened_task,
     queued_jobs,
     refuse,
     run_task,
@@ -231,6 +235,24 @@ def test_an_equal_run_takes_all_answers_and_another_those_that_it_can(site: Site
     for job in queued_jobs(site.redis, "large"):
         job.delete()
     assert reuse("of open", "open") == {"bulk": low, "large": low}
+
+
+def test_answers_of_both_models_for_one_row_are_not_taken_for_each_other(
+    site: Site, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    expected = site.score("calm")
+    monkeypatch.setattr(ShardJournal, "remove", lambda journal: None)  # killed before it
+    site.runs.plan(**CASCADE)
+    for queue in QUEUES:
+        for job in queued_jobs(site.redis, queue):
+            task = opened_task(site.context(queue), job.func_name, job.args, job.kwargs)
+            feed(task, site.answer(queue))
+            keep(task, {})
+            if queue == "bulk":
+                task.result()
+            task.close()
+            job.delete()
+    assert site.score("new", reuse=[str(site.runs.output)]).equals(expected)
 
 
 def test_what_holds_it_up_is_told_and_mended(site: Site) -> None:

@@ -1,0 +1,271 @@
+"""The log of answers: a file of what is known about a shard's rows before they are in a part.
+
+One format serves the journal of an open shard, the answers that a cascade's first model leaves to the job of the second
+one, and the answers that planning takes from earlier runs. Only their paths differ, and who removes them. The memory of
+answers within a worker (jobs/context/answers.py) has the same whole keys.
+
+A log is a Parquet file. Each record has a row, its whole key (jobs.parquet.asks.row_keys), the mark of its model, and
+either the columns of an answer or the progress of a row under way. The footer says FORMAT, whose the log is, and how
+many records it has. Pages have checksums.
+"""
+
+import json
+import logging
+from array import array
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import closing, contextmanager
+from dataclasses import dataclass, fields
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from jobs.common.keys import FORMAT
+from jobs.context.answers import Answer
+from jobs.errors import (
+    AnswersDamaged,
+    CorruptParquet,
+    InputNotFound,
+    PathSwapped,
+    RunError,
+    TableNotRead,
+)
+from jobs.items.records import Progress
+from jobs.parquet.asks.row_keys import SIZE, Keys, as_keys, whole_keys
+from jobs.parquet.files.storage import Storage
+from jobs.parquet.outputs.part import answer_column
+from jobs.parquet.tables.columns import ALL_COLUMNS, ColumnChoice
+from jobs.parquet.tables.table_reading import TableReading
+from jobs.runs.plans.names import KEPT_BESIDE, KEY, MODEL, ROW, SOURCE, TOKENS, UNDER_WAY
+from jobs.runs.plans.plan import Plan
+from sandbox.exhausted import is_exhausted
+
+#: Errors of a file that cannot be read.
+UNREADABLE = (CorruptParquet, TableNotRead, InputNotFound, PathSwapped)
+#: Errors of code that meets other contents than were written.
+_UNFIT = (ArithmeticError, LookupError, RecursionError, TypeError, ValueError)
+
+#: The key of the header in the footer's metadata.
+_HEADER = b"answers"
+_TYPES = {
+    ROW: pa.int64(),
+    KEY: pa.binary(SIZE),
+    MODEL: pa.binary(SIZE),
+    SOURCE: pa.string(),
+    TOKENS: pa.int64(),
+    UNDER_WAY: pa.string(),
+}
+_log = logging.getLogger("rq.worker")
+
+
+@dataclass(frozen=True, slots=True)
+class Record:
+    """What a log knows about one row: its answer, or how far it is.
+
+    row: its place in the shard. mark: of the model that answers it. num_tokens: generated for this row and its equal
+    rows; they stand with the first of these. progress: of a row under way, which has no answer.
+    """
+
+    row: int
+    mark: bytes
+    answer: Answer | None = None
+    num_tokens: int = 0
+    progress: Progress | None = None
+
+
+def log_schema(answer_fields: Sequence[pa.Field]) -> pa.Schema:
+    """Return the columns of a log. answer_fields: those of the answers."""
+    beside = [pa.field(name, _TYPES[name]) for name in KEPT_BESIDE]
+    return pa.schema([*beside, *answer_fields])
+
+
+def whose_log(plan: Plan, shard: int, asked: str) -> list[Any]:
+    """Return what a log's header says of its shard: all that its records must fit. asked: RowKeys.name."""
+    second = None if plan.second is None else plan.second.pin
+    return [plan.run, shard, plan.seed, plan.model.pin, second, asked]
+
+
+def write_log(sink: Any, whose: list[Any], records: pa.Table) -> None:
+    """Write records, which have the columns of `log_schema`."""
+    header = {"format": FORMAT, "whose": whose, "records": records.num_rows}
+    table = records.replace_schema_metadata({_HEADER: json.dumps(header)})
+    pq.write_table(table, sink, write_page_checksum=True)
+
+
+def answer_records(
+    rows: npt.NDArray[np.int64],
+    keys: Keys,
+    marks: Keys,
+    sources: Sequence[str],
+    answers: pa.RecordBatch,
+) -> pa.RecordBatch:
+    """Return records of answers that are in Arrow's columns already. keys: whole. sources: the earlier runs' rows."""
+    columns = [
+        pa.array(rows),
+        _as_column(keys),
+        _as_column(marks),
+        pa.array(sources, pa.string()),
+        pa.array(np.zeros(len(rows), np.int64)),
+        pa.nulls(len(rows), pa.string()),
+        *answers.columns,
+    ]
+    return pa.RecordBatch.from_arrays(columns, schema=log_schema(list(answers.schema)))
+
+
+@contextmanager
+def open_log(
+    storage: Storage, path: str, columns: ColumnChoice = ALL_COLUMNS
+) -> Iterator[tuple[TableReading, dict[str, Any]]]:
+    """Lend any run's log, and its header. Raises AnswersDamaged, also where the caller meets what does not fit."""
+    try:
+        with closing(TableReading(storage, path, columns)) as file:
+            header = json.loads((file.schema.metadata or {})[_HEADER])
+            if header["format"] != FORMAT:
+                raise AnswersDamaged(
+                    path, f"it has format {header['format']}, and this version reads {FORMAT}"
+                )
+            yield file, header
+    except (*UNREADABLE, *_UNFIT) as error:
+        raise AnswersDamaged(path, f"{type(error).__name__}: {error}") from error
+
+
+@dataclass(frozen=True)
+class AnswerLog:
+    """Writes and reads the logs of one shard.
+
+    whose: see `whose_log`. keys: of the shard's rows, without a model. fields: the columns of its answers.
+    """
+
+    whose: list[Any]
+    keys: Keys
+    fields: Sequence[pa.Field]
+
+    def write(self, sink: Any, records: Sequence[Record]) -> None:
+        """Write a log of these records."""
+        rows = np.array([record.row for record in records], np.int64)
+        marks = as_keys(b"".join(record.mark for record in records))
+        answers = [record.answer for record in records]
+        columns = [
+            pa.array(rows),
+            _as_column(whole_keys(self.keys[rows], marks)),
+            _as_column(marks),
+            pa.array([_value(answer, "reused") for answer in answers], pa.string()),
+            pa.array([record.num_tokens for record in records], pa.int64()),
+            pa.array([_progress_text(record) for record in records], pa.string()),
+        ]
+        for field in self.fields:
+            values = [_value(answer, field.name) for answer in answers]
+            columns.append(answer_column(values, field.type))
+        write_log(sink, self.whose, pa.table(columns, schema=log_schema(self.fields)))
+
+    def read(self, storage: Storage, path: str) -> list[Record]:
+        """Return a log's records. Raises AnswersDamaged for a log that is damaged, or not this shard's."""
+        records: list[Record] = []
+        with open_log(storage, path) as (file, header):
+            if header["whose"] != self.whose:
+                raise AnswersDamaged(path, "it is of another plan, check or model")
+            if not file.schema.equals(log_schema(self.fields)):
+                raise AnswersDamaged(path, "it has other columns than the answers of this run")
+            for batch in file.batches:
+                self._check_keys(path, batch)
+                records += _records(batch)
+            if len(records) != header["records"]:
+                raise AnswersDamaged(path, f"it has {len(records)} of {header['records']} records")
+        return records
+
+    def read_if_whole(self, storage: Storage, path: str) -> list[Record]:
+        """Return a log's records; none of a log that cannot be read. For callers that compute what is missing."""
+        try:
+            return self.read(storage, path)
+        except (OSError, RunError) as error:
+            if is_exhausted(error):
+                raise
+            _log.warning("%s is passed over, and its rows are computed again: %s", path, error)
+            return []
+
+    def _check_keys(self, path: str, batch: pa.RecordBatch) -> None:
+        """Raise AnswersDamaged if a record's row is not here, or asks something else, such as another picture."""
+        rows = rows_in(path, batch, len(self.keys))
+        expected = whole_keys(self.keys[rows], keys_in(batch.column(MODEL)))
+        is_other = (keys_in(batch.column(KEY)) != expected).any(axis=1)
+        if is_other.any():
+            raise AnswersDamaged(
+                path,
+                f"its record of row {rows[is_other][0]} is of another row, or of what that row asked before",
+            )
+
+
+def rows_in(path: str, batch: pa.RecordBatch, num_rows: int) -> npt.NDArray[np.int64]:
+    """Return the rows of a log's records. Raises AnswersDamaged for a row that the shard does not have."""
+    rows: npt.NDArray[np.int64] = np.asarray(batch.column(ROW).fill_null(-1))
+    if ((rows < 0) | (rows >= num_rows)).any():
+        raise AnswersDamaged(path, f"it has records of other rows than 0 to {num_rows - 1}")
+    return rows
+
+
+def keys_in(column: pa.Array) -> Keys:
+    """Return the keys or marks in a log's column. Raises TypeError for a null."""
+    return as_keys(b"".join(column.to_pylist()))
+
+
+def _as_column(keys: Keys) -> pa.Array:
+    """Return keys or marks as a log's column."""
+    buffer = pa.py_buffer(np.ascontiguousarray(keys, "<u8"))
+    return pa.Array.from_buffers(pa.binary(SIZE), len(keys), [None, buffer])
+
+
+def _value(answer: Answer | None, column: str) -> Any:
+    return None if answer is None else answer.column(column)
+
+
+def _progress_text(record: Record) -> str | None:
+    return None if record.progress is None else json.dumps(record.progress.to_json())
+
+
+def _records(batch: pa.RecordBatch) -> Iterator[Record]:
+    answers = _answers(batch.drop_columns([ROW, KEY, MODEL, TOKENS, UNDER_WAY]))
+    beside = batch.select([ROW, MODEL, TOKENS, UNDER_WAY]).to_pylist()
+    for values, answer in zip(beside, answers, strict=True):
+        row = values[ROW]
+        mark = values[MODEL]
+        if values[UNDER_WAY] is None:
+            yield Record(row, mark, answer, values[TOKENS])
+        else:
+            progress = Progress.from_json(json.loads(values[UNDER_WAY]))
+            yield Record(row, mark, progress=progress)
+
+
+def _answers(batch: pa.RecordBatch) -> Iterator[Answer]:
+    # Lists of structs stay Arrow's, one array for each row: as Python's objects they take ten times as much.
+    nested = [field.name for field in batch.schema if _holds_structs(field.type)]
+    for number, values in enumerate(batch.drop_columns(nested).to_pylist()):
+        for name in nested:
+            value = batch.column(name).slice(number, 1)
+            values[name] = None if value.null_count else value
+        values["reused"] = values.pop(SOURCE)
+        yield _answer(values)
+
+
+def _holds_structs(kind: pa.DataType) -> bool:
+    while pa.types.is_list(kind):
+        kind = kind.value_type
+    return bool(pa.types.is_struct(kind))
+
+
+_ANSWER_FIELDS = {field.name for field in fields(Answer)} - {"columns"}
+
+
+def _answer(values: Mapping[str, Any]) -> Answer:
+    """Return an answer from its values by column. Kinds of answers lack some columns of others."""
+    known: dict[str, Any] = {"completion": None, "finish_reason": "stop", "completion_tokens": 0}
+    columns: dict[str, Any] = {}
+    for name, value in values.items():
+        if name in _ANSWER_FIELDS:
+            known[name] = tuple(value) if isinstance(value, list) else value
+        elif isinstance(value, list) and value and isinstance(value[0], float):
+            columns[name] = array("f", value)  # an embedding
+        else:
+            columns[name] = value
+    return Answer(**known, columns=columns)
