@@ -107,6 +107,24 @@ def test_a_cancelled_batch_ends_cancelled(served: Served) -> None:
     assert served.client.batches.cancel(batch.id).status == "cancelled"
 
 
+def test_a_batch_outlives_what_redis_knows_of_it(served: Served) -> None:
+    batch = create(served, upload(served, [line("a"), line("b")]))
+    finished = ended(served, batch)
+    waiting = create(served, upload(served, [line("c", prompt="hang")]))
+    cancelled = create(served, upload(served, [line("d", prompt="hang")]))
+    ended(served, served.client.batches.cancel(cancelled.id), status="cancelled")
+
+    for key in served.redis.keys("tokenmill:run:*"):
+        served.redis.delete(key)
+    again = served.client.batches.retrieve(batch.id)
+    assert again.status == "completed"
+    assert again.output_file_id == finished.output_file_id
+    assert again.request_counts == finished.request_counts
+    assert served.client.batches.retrieve(cancelled.id).status == "cancelled"
+    assert served.client.batches.retrieve(waiting.id).status in ("validating", "in_progress")
+    ended(served, served.client.batches.cancel(waiting.id), status="cancelled")
+
+
 def test_lists_go_on_behind_a_cursor_the_latest_first(served: Served) -> None:
     ids = [upload(served, [line(str(number))]) for number in range(3)]
     page = served.client.files.list(limit=2)

@@ -11,15 +11,16 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 from redis import Redis
 
 from jobs.client import Run
 from jobs.errors import JobsError, UnknownRun
 from jobs.runs.control import submit_run
-from jobs.runs.output import output_here
+from jobs.runs.output import RunOutput, output_here
 from jobs.runs.plans.names import MANIFEST, OPENAI_BATCH
+from jobs.runs.plans.spec import RunSpec
 from jobs.runs.watching.snapshot import RunSnapshot
 from tokenmill.server.batches.file_store import (
     FileStore,
@@ -55,18 +56,53 @@ _STATUS = {
 
 @dataclass(frozen=True)
 class Batch:
-    """What a client asked for. Times are Unix seconds. run: the run's id."""
+    """What a client asked for. Times are Unix seconds. input_path: where the file lies."""
 
     id: str
     input_file_id: str
+    input_path: str
     endpoint: str
     completion_window: str
     created_at: int
     expires_at: int
-    run: str = ""
     metadata: Mapping[str, str] | None = None
     cancelling_at: int | None = None
     reused: tuple[str, ...] = field(default_factory=tuple)
+
+
+@dataclass(frozen=True)
+class Standing:
+    """How a batch stands.
+
+    status: OpenAI's state. total, done, failed: lines. reason: why it failed. began_at, ended_at: Unix seconds. usage:
+    of all finished lines.
+    """
+
+    status: str
+    total: int = 0
+    done: int = 0
+    failed: int = 0
+    reason: str = ""
+    began_at: int | None = None
+    ended_at: int | None = None
+    usage: Mapping[str, Any] | None = None
+
+    @classmethod
+    def of(cls, snapshot: RunSnapshot) -> Self:
+        """Return how the batch of a run stands."""
+        status = _STATUS[snapshot.state]
+        if status == "cancelled" and (snapshot.shards_started or snapshot.claimed):
+            status = "cancelling"
+        return cls(
+            status,
+            snapshot.rows or 0,
+            snapshot.rows_done,
+            snapshot.errors,
+            snapshot.plan_error or snapshot.stopped or "its jobs have failed",
+            None if snapshot.began_at is None else int(snapshot.began_at),
+            None if snapshot.ended_at is None else int(snapshot.ended_at),
+            _usage(snapshot),
+        )
 
 
 class Batches:
@@ -104,35 +140,38 @@ class Batches:
         if (metadata or {}).get("reuse") == "true":
             reused = tuple(self._finished_runs(project))[:MAX_REUSED]
         now = self._clock()
-        batch_id = new_id("batch_", now)
-        folder = self._folder(project, batch_id)
-        folder.mkdir(parents=True)
-        try:
-            run = submit_run(
-                self._connection,
-                self._queue,
-                input=[str(path)],
-                output=str(folder / "run"),
-                input_format=OPENAI_BATCH,
-                max_errors="100%",
-                reuse=list(reused) or None,
-            )
-        except JobsError as error:
-            folder.rmdir()
-            raise ApiError(400, str(error)) from None
         batch = Batch(
-            id=batch_id,
+            id=new_id("batch_", now),
             input_file_id=file.id,
+            input_path=str(path),
             endpoint=endpoint,
             completion_window=body["completion_window"],
             created_at=int(now),
             expires_at=int(now) + window_s,
-            run=run,
             metadata=metadata,
             reused=reused,
         )
+        # The record comes first: if this server dies before it submits the run, the next look does.
+        folder = self._folder(project, batch.id)
+        folder.mkdir(parents=True)
         write_json(folder / "batch.json", asdict(batch))
+        self._submit(project, batch)
         return self._shown(project, batch)
+
+    def _submit(self, project: str, batch: Batch) -> None:
+        """Submit a batch's run; one that was submitted before is resumed."""
+        try:
+            submit_run(
+                self._connection,
+                self._queue,
+                input=[batch.input_path],
+                output=str(self._folder(project, batch.id) / "run"),
+                input_format=OPENAI_BATCH,
+                max_errors="100%",
+                reuse=list(batch.reused) or None,
+            )
+        except JobsError as error:
+            raise ApiError(400, str(error)) from None
 
     def retrieve(self, project: str, batch_id: str) -> dict[str, Any]:
         """Return how a batch stands. Raises ApiError if there is none."""
@@ -150,7 +189,7 @@ class Batches:
         if shown["status"] in ("validating", "in_progress", "finalizing"):
             batch = Batch(**{**asdict(batch), "cancelling_at": int(self._clock())})
             write_json(folder / "batch.json", asdict(batch))
-            Run(batch.run, self._connection, str(folder / "run")).cancel()
+            self._run(project, batch).cancel()
             shown = self._shown(project, batch)
         return shown
 
@@ -175,32 +214,43 @@ class Batches:
         folders = [self._folder(project, batch.id) / "run" for batch in self._all(project)]
         return [str(folder) for folder in folders if (folder / MANIFEST).is_file()]
 
+    def _run(self, project: str, batch: Batch) -> Run:
+        output = str(self._folder(project, batch.id) / "run")
+        run = RunSpec.from_arguments(
+            input=[batch.input_path], output=output, input_format=OPENAI_BATCH
+        ).run
+        return Run(run, self._connection, output)
+
+    def _ended(self, project: str, batch: Batch) -> RunOutput | None:
+        """Return the run's output if it has ended."""
+        run = self._run(project, batch)
+        output = output_here(run.output, run.id)
+        return output if output is not None and output.state == "finished" else None
+
+    def _standing(self, project: str, batch: Batch) -> Standing:
+        """Read how the run stands, and submit one that Redis does not know."""
+        run = self._run(project, batch)
+        try:
+            return Standing.of(run.status())
+        except UnknownRun:
+            pass
+        ended = self._ended(project, batch)
+        if ended is not None:  # Redis has forgotten it since; the folder has all of it
+            return Standing("completed", ended.plan.rows, ended.plan.rows, ended.errors or 0)
+        if batch.cancelling_at is not None:
+            return Standing("cancelled")
+        # Redis was lost, or a server died before it submitted the run. Parts that are there stay.
+        self._submit(project, batch)
+        return Standing.of(run.status())
+
     def _shown(self, project: str, batch: Batch) -> dict[str, Any]:
         """Return OpenAI's object of a batch."""
-        output = self._folder(project, batch.id) / "run"
-        try:
-            snapshot: RunSnapshot | None = Run(batch.run, self._connection, str(output)).status()
-        except UnknownRun:
-            snapshot = None
-        status = "failed"
-        reason = "Redis has lost the run: make the batch again"
-        total = done = num_failed = 0
-        if snapshot is not None:
-            status = _STATUS[snapshot.state]
-            if status == "cancelled" and (snapshot.shards_started or snapshot.claimed):
-                status = "cancelling"
-            reason = snapshot.plan_error or snapshot.stopped or "its jobs have failed"
-            total, done, num_failed = snapshot.rows or 0, snapshot.rows_done, snapshot.errors
-        elif (ended := output_here(str(output), batch.run)) is not None:
-            total = done = ended.plan.rows
-            num_failed = ended.errors or 0
-            status = "completed" if ended.state == "finished" else "failed"
-
+        standing = self._standing(project, batch)
+        status = standing.status
         is_whole = status == "completed"
-        error = {"code": "batch_failed", "message": reason, "param": None, "line": None}
-        ended_at = None if snapshot is None or snapshot.ended_at is None else int(snapshot.ended_at)
-        began_at = None if snapshot is None or snapshot.began_at is None else int(snapshot.began_at)
+        num_completed = max(0, standing.done - standing.failed)
         file_id = batch.id.replace("batch_", "file-", 1)
+        error = {"code": "batch_failed", "message": standing.reason, "param": None, "line": None}
         return {
             "id": batch.id,
             "object": "batch",
@@ -209,23 +259,23 @@ class Batches:
             "input_file_id": batch.input_file_id,
             "completion_window": batch.completion_window,
             "status": status,
-            "output_file_id": f"{file_id}-output" if is_whole and done > num_failed else None,
-            "error_file_id": f"{file_id}-errors" if is_whole and num_failed else None,
+            "output_file_id": f"{file_id}-output" if is_whole and num_completed else None,
+            "error_file_id": f"{file_id}-errors" if is_whole and standing.failed else None,
             "created_at": batch.created_at,
-            "in_progress_at": began_at,
+            "in_progress_at": standing.began_at,
             "expires_at": batch.expires_at,
-            "finalizing_at": ended_at if is_whole else None,
-            "completed_at": ended_at if is_whole else None,
-            "failed_at": ended_at or batch.created_at if status == "failed" else None,
+            "finalizing_at": standing.ended_at if is_whole else None,
+            "completed_at": standing.ended_at if is_whole else None,
+            "failed_at": standing.ended_at or batch.created_at if status == "failed" else None,
             "expired_at": None,
             "cancelling_at": batch.cancelling_at,
             "cancelled_at": batch.cancelling_at if status == "cancelled" else None,
             "request_counts": {
-                "total": total,
-                "completed": max(0, done - num_failed),
-                "failed": num_failed,
+                "total": standing.total,
+                "completed": num_completed,
+                "failed": standing.failed,
             },
-            "usage": None if snapshot is None else _usage(snapshot),
+            "usage": standing.usage,
             "metadata": None if batch.metadata is None else dict(batch.metadata),
         }
 
