@@ -1,4 +1,6 @@
-"""The keys that clients of `tokenmill serve` send, each of one project. Redis holds their hashes alone.
+"""The keys that clients of `tokenmill serve` send, each of one project, and what a project may take.
+
+Redis holds the hashes of keys alone.
 
 A key has 256 random bits, so one round of SHA-256 is enough: nobody can try them all.
 """
@@ -8,7 +10,7 @@ import json
 import re
 import secrets
 import time
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, fields
 from hashlib import sha256
 from typing import Any
 
@@ -16,7 +18,7 @@ from redis import Redis
 
 from jobs.common import stored
 from jobs.common.display import safe_name
-from jobs.common.keys import API_KEYS_KEY
+from jobs.common.keys import API_KEYS_KEY, API_LIMITS_KEY, api_rate_key
 from jobs.errors import unlike
 
 PREFIX = "tm-"
@@ -46,8 +48,7 @@ def add_key(connection: Redis, project: str, name: str) -> str:
 
     Raises InvalidValue for a project that has a name with other characters.
     """
-    if _PROJECT.fullmatch(project) is None:
-        raise unlike("project", project, "1 to 64 letters, digits, - and _, first no - or _")
+    _check_project(project)
     secret = PREFIX + secrets.token_urlsafe(32)
     record = {"project": project, "name": name, "created_at": int(time.time())}
     connection.hset(API_KEYS_KEY, _hash(secret), json.dumps(record))
@@ -85,6 +86,47 @@ def find_key(connection: Redis, secret: str) -> ApiKey | None:
 def has_keys(connection: Redis) -> bool:
     """Whether there are any keys."""
     return bool(connection.exists(API_KEYS_KEY))
+
+
+@dataclass(frozen=True)
+class ProjectLimits:
+    """What a project's clients may take; None for no limit.
+
+    open_batches: batches that have not ended. stored_bytes: of all its uploads.
+    """
+
+    requests_per_minute: int | None = None
+    open_batches: int | None = None
+    stored_bytes: int | None = None
+
+
+def set_limits(connection: Redis, project: str, limits: ProjectLimits) -> None:
+    """Set a project's limits, in the place of those that it had. Raises InvalidValue."""
+    _check_project(project)
+    connection.hset(API_LIMITS_KEY, project, json.dumps(asdict(limits)))
+
+
+def limits_of(connection: Redis, project: str) -> ProjectLimits:
+    """Return a project's limits."""
+    record = stored.json_object(connection.hget(API_LIMITS_KEY, project) or b"")
+    return ProjectLimits(
+        **{field.name: stored.count(record.get(field.name)) for field in fields(ProjectLimits)}
+    )
+
+
+def count_request(connection: Redis, project: str, now: float) -> int:
+    """Count a request of a project; return how many there were in this minute. now: Unix seconds."""
+    key = api_rate_key(project, int(now // 60))
+    with connection.pipeline(transaction=False) as pipe:
+        pipe.incr(key)
+        pipe.expire(key, 120)
+        count, _ = pipe.execute()
+    return int(count)
+
+
+def _check_project(project: str) -> None:
+    if _PROJECT.fullmatch(project) is None:
+        raise unlike("project", project, "1 to 64 letters, digits, - and _, first no - or _")
 
 
 def _hash(secret: str) -> str:

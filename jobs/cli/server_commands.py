@@ -7,7 +7,7 @@ from typing import Any
 import click
 import redis
 
-from jobs.api_keys import add_key, list_keys, revoke_key
+from jobs.api_keys import ProjectLimits, add_key, list_keys, revoke_key, set_limits
 
 #: Imported by name: it is a package of its own, which imports this one.
 SERVE = "tokenmill.server.serve"
@@ -58,7 +58,7 @@ def serve(context: click.Context, /, **options: Any) -> None:
 
 @click.group()
 def keys() -> None:
-    """Add, list and revoke the keys of `tokenmill serve`'s clients."""
+    """Add, list, limit and revoke the keys of `tokenmill serve`'s clients."""
 
 
 @keys.command("add")
@@ -80,6 +80,20 @@ def list_command(connection: redis.Redis, /) -> None:
     for key in list_keys(connection):
         day = time.strftime("%Y-%m-%d", time.gmtime(key.created_at))
         click.echo(f"{key.id}  {day}  {key.project}  {key.name}".rstrip())
+
+
+@keys.command("limit")
+@click.argument("project")
+@click.option("--requests-per-minute", type=click.IntRange(1), help="Requests of all its keys.")
+@click.option("--open-batches", type=click.IntRange(0), help="Batches that have not ended.")
+@click.option("--stored-bytes", type=click.IntRange(0), help="Bytes of all its uploads.")
+@click.pass_obj
+def limit_command(connection: redis.Redis, /, project: str, **limits: int | None) -> None:
+    """Limit what PROJECT's clients take, in the place of its earlier limits.
+
+    Without an option nothing of it is limited.
+    """
+    set_limits(connection, project, ProjectLimits(**limits))
 
 
 @keys.command("revoke")

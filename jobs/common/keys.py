@@ -9,6 +9,8 @@ tokenmill:run:<run>:turn       string: written by whoever submits, plans or canc
 tokenmill:run:<run>:errors     hash: shard number -> JSON: the commonest reasons why rows of its part have an error
 tokenmill:run:<run>:failed     set: shards whose jobs have failed for good, where somebody is told of the run's end
 tokenmill:run:index            sorted set: run -> Unix time in ms of its last submission
+tokenmill:api-limits           hash: project -> JSON: what its clients may take (api_keys.py)
+tokenmill:api-rate:<project>:<minute>  string: how many requests its clients have made in this minute
 tokenmill:api-keys             hash: SHA-256 of a client's key -> JSON: its project and name (api_keys.py)
 
 Those by which workers tell whose a job is, or whose turn it is, belong to worker/store/:
@@ -75,6 +77,8 @@ RUNS_KEY = f"{OWN}:run:index"
 
 #: The keys of the API server's clients.
 API_KEYS_KEY = f"{OWN}:api-keys"
+#: What a project's clients may take.
+API_LIMITS_KEY = f"{OWN}:api-limits"
 
 WORKER_STATS_TTL_S = 3600
 #: How long the journal of a job of prompts is kept, for a worker that goes on after another one's death.
@@ -111,6 +115,11 @@ def samples_key(name: str) -> str:
 def journal_key(job_id: str) -> str:
     """Return the key of the journal of a job of prompts."""
     return f"{OWN}:journal:{job_id}"
+
+
+def api_rate_key(project: str, minute: int) -> str:
+    """Return the key of the number of requests of a project's clients in a minute since 1970."""
+    return f"{OWN}:api-rate:{project}:{minute}"
 
 
 def text_stream_key(job_id: str) -> str:

@@ -32,13 +32,13 @@ from tokenmill.server.batches.batch_runs import Batches
 from tokenmill.server.batches.calls import BatchCalls
 from tokenmill.server.batches.file_store import FileStore
 from tokenmill.server.errors import ApiError
-from tokenmill.server.projects import Projects
+from tokenmill.server.projects import Project, Projects
 from tokenmill.server.request_bodies import json_body
 
 logger = logging.getLogger("tokenmill")
 
 #: Answers a request of a project. The last argument is the request's id.
-Answer = Callable[[Request, str, str], Awaitable[Response]]
+Answer = Callable[[Request, Project, str], Awaitable[Response]]
 #: Makes events of the parts of an answer.
 Events = Callable[[AsyncIterator[TextPiece | bytes]], AsyncIterator[bytes]]
 _METHODS = ("GET", "POST", "PUT", "PATCH", "DELETE")
@@ -119,10 +119,12 @@ class ApiServer:
         async def respond(request: Request) -> Response:
             request_id = f"req_{secrets.token_hex(16)}"
             started = time.monotonic()
-            project = "-"
+            name = "-"
+            headers: dict[str, str] = {}
             try:
-                key = await self._projects.of(request.headers)
-                project = key.project
+                project = await self._projects.of(request.headers)
+                name = project.name
+                headers = project.headers
                 response = await answer(request, project, request_id)
             except ApiError as error:
                 response = error.response
@@ -141,21 +143,21 @@ class ApiServer:
                 response = ApiError(
                     500, f"an unforeseen error; the server's log names it by {request_id}"
                 ).response
-            response.headers["x-request-id"] = request_id
+            response.headers.update({**headers, "x-request-id": request_id})
             logger.info(
                 "%s %s %s %d, project %s, %d ms",
                 request_id,
                 request.method,
                 request.url.path,
                 response.status_code,
-                project,
+                name,
                 round((time.monotonic() - started) * 1000),
             )
             return response
 
         return respond
 
-    async def _ask(self, request: Request, project: str, request_id: str) -> Response:
+    async def _ask(self, request: Request, project: Project, request_id: str) -> Response:
         """Answer a call by a job."""
         body = await json_body(request)
         call = await run_in_threadpool(call_of, request.url.path, body)
@@ -166,7 +168,7 @@ class ApiServer:
             await self._answer(request, call, request_id), media_type="application/json"
         )
 
-    async def _respond(self, request: Request, project: str, request_id: str) -> Response:
+    async def _respond(self, request: Request, project: Project, request_id: str) -> Response:
         """Answer a call of `/v1/responses` by a chat."""
         body = await json_body(request)
         call = await run_in_threadpool(response_call, body)
@@ -206,19 +208,19 @@ class ApiServer:
         headers = {"cache-control": "no-cache", "x-accel-buffering": "no"}
         return StreamingResponse(events(parts()), media_type="text/event-stream", headers=headers)
 
-    async def _list_models(self, request: Request, project: str, request_id: str) -> Response:
+    async def _list_models(self, request: Request, project: Project, request_id: str) -> Response:
         serving = {sample.model: sample for sample in await self._models.serving()}
         models = [_model(sample) for _, sample in sorted(serving.items())]
         return JSONResponse({"object": "list", "data": models})
 
-    async def _show_model(self, request: Request, project: str, request_id: str) -> Response:
+    async def _show_model(self, request: Request, project: Project, request_id: str) -> Response:
         name = request.path_params["model"]
         for sample in await self._models.serving():
             if name in sample.models:
                 return JSONResponse({**_model(sample), "id": name})
         raise ApiError(404, f"the model {name!r} is not served", code="model_not_found")
 
-    async def _missing(self, request: Request, project: str, request_id: str) -> Response:
+    async def _missing(self, request: Request, project: Project, request_id: str) -> Response:
         path = request.url.path
         if path.startswith(("/v1/files", "/v1/batches")) and self._options.folder is None:
             raise ApiError(404, f"{path} needs a server that was started with --folder")
@@ -240,10 +242,10 @@ class ApiServer:
         return PlainTextResponse("ok\n")
 
 
-def _without_id(call: Callable[[Request, str], Awaitable[Response]]) -> Answer:
+def _without_id(call: Callable[[Request, Project], Awaitable[Response]]) -> Answer:
     """Return an answer that does not need the request's id."""
 
-    async def answer(request: Request, project: str, request_id: str) -> Response:
+    async def answer(request: Request, project: Project, request_id: str) -> Response:
         return await call(request, project)
 
     return answer

@@ -1,5 +1,6 @@
 """Keys tell projects apart, and nobody sees another project's files and batches."""
 
+import asyncio
 import io
 from pathlib import Path
 
@@ -7,6 +8,7 @@ import openai
 import pytest
 from click.testing import CliRunner
 from redis import Redis
+from starlette.datastructures import Headers
 
 from jobs.api_keys import find_key, list_keys
 from jobs.cli import main
@@ -14,6 +16,8 @@ from jobs.common.keys import API_KEYS_KEY
 from tests.redis_server import running_redis_server
 from tests.rq_workers import ROOT, Workers, wait_until
 from tests.tokenmill.server.server_process import client, running_server
+from tokenmill.server.errors import ApiError
+from tokenmill.server.projects import Projects
 from tokenmill.server.serve import NotServed, serve
 
 
@@ -146,3 +150,46 @@ def test_the_user_that_ships_may_do_all_that_the_server_does(tmp_path: Path) -> 
                 assert "NOPERM" not in log.read_text()
         finally:
             workers.close()
+
+
+def test_a_project_has_its_limits(redis: Redis, redis_url: str, tmp_path: Path) -> None:
+    key = run(redis_url, "add", "small")
+    other = run(redis_url, "add", "free")
+    limits = ("--open-batches", "1", "--stored-bytes", "100")
+    run(redis_url, "limit", "small", *limits)
+    folder = tmp_path / "api"
+    with running_server(redis_url, tmp_path / "log", "--folder", str(folder)) as address:
+        api = client(address, key)
+        with pytest.raises(openai.APIStatusError, match="more than 100 bytes") as too_large:
+            api.files.create(file=("a", io.BytesIO(b"x" * 101)), purpose="batch")
+        assert too_large.value.status_code == 413
+        file = api.files.create(file=("a", io.BytesIO(b"x" * 100)), purpose="batch")
+        with pytest.raises(openai.RateLimitError, match="100 of 100 bytes"):
+            api.files.create(file=("a", io.BytesIO(b"x")), purpose="batch")
+
+        options = {"endpoint": "/v1/completions", "completion_window": "24h"}
+        api.batches.create(input_file_id=file.id, **options)  # type: ignore[arg-type]
+        with pytest.raises(openai.RateLimitError, match="1 open batches"):
+            api.batches.create(input_file_id=file.id, **options)  # type: ignore[arg-type]
+        client(address, other).files.list()
+
+
+def test_requests_beyond_the_limit_of_a_minute_are_told_when_to_come_again(
+    redis: Redis, redis_url: str
+) -> None:
+    key = run(redis_url, "add", "small")
+    run(redis_url, "limit", "small", "--requests-per-minute", "2")
+    now = 6_000_010.0
+    projects = Projects(redis, is_local=False, clock=lambda: now)
+    headers = Headers({"authorization": f"Bearer {key}"})
+
+    answers = [asyncio.run(projects.of(headers)) for _ in range(2)]
+    assert [each.headers["x-ratelimit-remaining-requests"] for each in answers] == ["1", "0"]
+    assert answers[0].headers["x-ratelimit-reset-requests"] == "50s"
+    with pytest.raises(ApiError) as limited:
+        asyncio.run(projects.of(headers))
+    assert limited.value.status == 429
+    assert limited.value.headers["retry-after"] == "50"
+
+    now += 60
+    assert asyncio.run(projects.of(headers)).name == "small"

@@ -53,6 +53,9 @@ _STATUS = {
     "cancelled": "cancelled",
 }
 
+#: The states of batches that go on.
+OPEN_STATUSES = ("validating", "in_progress", "finalizing")
+
 
 @dataclass(frozen=True)
 class Batch:
@@ -120,8 +123,11 @@ class Batches:
         self._queue = queue
         self._clock = clock
 
-    def create(self, project: str, body: Any) -> dict[str, Any]:
-        """Make a batch of an uploaded file. Raises ApiError, RedisError, OSError."""
+    def create(self, project: str, body: Any, max_open: int | None = None) -> dict[str, Any]:
+        """Make a batch of an uploaded file. max_open: how many a project may have that have not ended.
+
+        Raises ApiError, RedisError, OSError.
+        """
         if not isinstance(body, dict):
             raise ApiError(400, "the body is no JSON object")
         endpoint = body.get("endpoint")
@@ -135,6 +141,9 @@ class Batches:
         file, path = self._files.find(project, file_id)
         if not file.bytes:
             raise ApiError(400, f"{file_id} has no lines", code="empty_file", param="input_file_id")
+
+        if max_open is not None:
+            self._check_open(project, max_open)
 
         reused: tuple[str, ...] = ()
         if (metadata or {}).get("reuse") == "true":
@@ -157,6 +166,16 @@ class Batches:
         write_json(folder / "batch.json", asdict(batch))
         self._submit(project, batch)
         return self._shown(project, batch)
+
+    def _check_open(self, project: str, max_open: int) -> None:
+        statuses = [batch["status"] for batch in self.shown(project)]
+        num_open = sum(status in OPEN_STATUSES for status in statuses)
+        if num_open >= max_open:
+            raise ApiError(
+                429,
+                f"project {project!r} has {num_open} open batches, and {max_open} are allowed: wait for one",
+                code="batch_limit_exceeded",
+            )
 
     def _submit(self, project: str, batch: Batch) -> None:
         """Submit a batch's run; one that was submitted before is resumed."""
@@ -186,7 +205,7 @@ class Batches:
         batch = self._read(project, batch_id)
         folder = self._folder(project, batch_id)
         shown = self._shown(project, batch)
-        if shown["status"] in ("validating", "in_progress", "finalizing"):
+        if shown["status"] in OPEN_STATUSES:
             batch = Batch(**{**asdict(batch), "cancelling_at": int(self._clock())})
             write_json(folder / "batch.json", asdict(batch))
             self._run(project, batch).cancel()

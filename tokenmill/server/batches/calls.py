@@ -14,6 +14,7 @@ from tokenmill.server.batches.batch_runs import Batches
 from tokenmill.server.batches.file_store import FileStore, page_of
 from tokenmill.server.batches.uploads import Upload
 from tokenmill.server.errors import ApiError
+from tokenmill.server.projects import Project
 from tokenmill.server.request_bodies import json_body
 
 MAX_FILE_BYTES = 4 << 30
@@ -30,13 +31,14 @@ class BatchCalls:
         self._files = files
         self._batches = batches
 
-    async def upload(self, request: Request, project: str) -> Response:
+    async def upload(self, request: Request, project: Project) -> Response:
         """Take a file in pieces."""
-        file_id, sink = await run_in_threadpool(self._files.begin, project)
+        max_bytes = await run_in_threadpool(self._room, project)
+        file_id, sink = await run_in_threadpool(self._files.begin, project.name)
         try:
             with sink:
                 content_type = request.headers.get("content-type", "")
-                upload = Upload(content_type, sink, MAX_FILE_BYTES)
+                upload = Upload(content_type, sink, max_bytes)
                 await upload.read(request.stream())
             purpose = upload.fields.get("purpose")
             if not purpose:
@@ -44,15 +46,29 @@ class BatchCalls:
             life_s = _life_s(upload.fields)
             name = upload.file_name or "upload"
             file = await run_in_threadpool(
-                self._files.finish, project, file_id, name, purpose, life_s
+                self._files.finish, project.name, file_id, name, purpose, life_s
             )
         finally:
-            await run_in_threadpool(self._files.drop, project, file_id)
+            await run_in_threadpool(self._files.drop, project.name, file_id)
         return JSONResponse(file.to_object())
 
-    async def list_files(self, request: Request, project: str) -> Response:
+    def _room(self, project: Project) -> int:
+        """Return the most bytes that a project's next upload may have. Raises ApiError if it has no room."""
+        most = project.limits.stored_bytes
+        if most is None:
+            return MAX_FILE_BYTES
+        num_stored = sum(file.bytes for file in self._files.uploads(project.name))
+        if num_stored >= most:
+            raise ApiError(
+                429,
+                f"project {project.name!r} has {num_stored} of {most} bytes: delete files",
+                code="storage_limit_exceeded",
+            )
+        return min(MAX_FILE_BYTES, most - num_stored)
+
+    async def list_files(self, request: Request, project: Project) -> Response:
         """List a project's uploads, the latest first."""
-        files = await run_in_threadpool(self._files.uploads, project)
+        files = await run_in_threadpool(self._files.uploads, project.name)
         purpose = request.query_params.get("purpose")
         order = request.query_params.get("order", "desc")
         shown = [file.to_object() for file in files if purpose in (None, file.purpose)]
@@ -60,40 +76,41 @@ class BatchCalls:
             shown.reverse()
         return _page(request, "files", shown)
 
-    async def show_file(self, request: Request, project: str) -> Response:
+    async def show_file(self, request: Request, project: Project) -> Response:
         """Say what is known of a file."""
-        file, _ = await run_in_threadpool(self._files.find, project, request.path_params["id"])
+        file, _ = await run_in_threadpool(self._files.find, project.name, request.path_params["id"])
         return JSONResponse(file.to_object())
 
-    async def file_content(self, request: Request, project: str) -> Response:
+    async def file_content(self, request: Request, project: Project) -> Response:
         """Send a file, or the range of it that is asked for."""
-        _, path = await run_in_threadpool(self._files.find, project, request.path_params["id"])
+        _, path = await run_in_threadpool(self._files.find, project.name, request.path_params["id"])
         return FileResponse(path, media_type="application/octet-stream")
 
-    async def delete_file(self, request: Request, project: str) -> Response:
+    async def delete_file(self, request: Request, project: Project) -> Response:
         """Remove a file."""
         file_id = request.path_params["id"]
-        await run_in_threadpool(self._files.delete, project, file_id)
+        await run_in_threadpool(self._files.delete, project.name, file_id)
         return JSONResponse({"id": file_id, "object": "file", "deleted": True})
 
-    async def create_batch(self, request: Request, project: str) -> Response:
+    async def create_batch(self, request: Request, project: Project) -> Response:
         """Make a batch."""
         body = await json_body(request)
-        return JSONResponse(await run_in_threadpool(self._batches.create, project, body))
+        most = project.limits.open_batches
+        return JSONResponse(await run_in_threadpool(self._batches.create, project.name, body, most))
 
-    async def list_batches(self, request: Request, project: str) -> Response:
+    async def list_batches(self, request: Request, project: Project) -> Response:
         """List a project's batches, the latest first."""
-        return _page(request, "batches", await run_in_threadpool(self._batches.shown, project))
+        return _page(request, "batches", await run_in_threadpool(self._batches.shown, project.name))
 
-    async def show_batch(self, request: Request, project: str) -> Response:
+    async def show_batch(self, request: Request, project: Project) -> Response:
         """Say how a batch stands."""
         batch_id = request.path_params["id"]
-        return JSONResponse(await run_in_threadpool(self._batches.retrieve, project, batch_id))
+        return JSONResponse(await run_in_threadpool(self._batches.retrieve, project.name, batch_id))
 
-    async def cancel_batch(self, request: Request, project: str) -> Response:
+    async def cancel_batch(self, request: Request, project: Project) -> Response:
         """Cancel a batch."""
         batch_id = request.path_params["id"]
-        return JSONResponse(await run_in_threadpool(self._batches.cancel, project, batch_id))
+        return JSONResponse(await run_in_threadpool(self._batches.cancel, project.name, batch_id))
 
 
 def _page(request: Request, kind: str, entries: list[dict[str, Any]]) -> Response:
