@@ -10,7 +10,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import aclosing, asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from redis import Redis
 from redis.exceptions import RedisError
@@ -36,6 +36,7 @@ from tokenmill.server.projects import Project, Projects
 from tokenmill.server.request_bodies import json_body
 
 logger = logging.getLogger("tokenmill")
+T = TypeVar("T")
 
 #: Answers a request of a project. The last argument is the request's id.
 Answer = Callable[[Request, Project, str], Awaitable[Response]]
@@ -163,7 +164,7 @@ class ApiServer:
         call = await run_in_threadpool(call_of, request.url.path, body)
         if call.is_streamed:
             stream = EventStream(request_id, call, call.model or "")
-            return await self._stream(call, request_id, stream.events)
+            return await self._stream(request, call, request_id, stream.events)
         return Response(
             await self._answer(request, call, request_id), media_type="application/json"
         )
@@ -174,30 +175,27 @@ class ApiServer:
         call = await run_in_threadpool(response_call, body)
         stream = ResponseStream(request_id.removeprefix("req_"), body)
         if call.is_streamed:
-            return await self._stream(call, request_id, stream.events)
+            return await self._stream(request, call, request_id, stream.events)
         answer = await self._answer(request, call, request_id)
         return JSONResponse(stream.whole(json.loads(answer)))
 
     async def _answer(self, request: Request, call: Call, request_id: str) -> bytes:
-        """Return a job's value, as JSON, and cancel the job if the client goes away."""
+        """Return a job's value, as JSON. The job is cancelled if the client goes away."""
         await self._models.check(call.model)
-        asking = asyncio.create_task(self._asked.ask(request_id, call))
-        leaving = asyncio.create_task(_left(request))
-        try:
-            await asyncio.wait({asking, leaving}, return_when=asyncio.FIRST_COMPLETED)
-            if not asking.done():
-                raise ClientDisconnect
-            return asking.result()
-        finally:
-            for task in (asking, leaving):
-                task.cancel()
+        return await _unless_left(request, self._asked.ask(request_id, call))
 
-    async def _stream(self, call: Call, request_id: str, events: Events) -> Response:
+    async def _stream(
+        self, request: Request, call: Call, request_id: str, events: Events
+    ) -> Response:
         """Answer with the text as it grows. What fails before its first piece is an error as of other calls."""
         await self._models.check(call.model)
         ask = self._asked.follow if call.has_growing_text else self._asked.whole
         answer = ask(request_id, call)
-        first = await anext(answer)
+        try:
+            first = await _unless_left(request, anext(answer))
+        except BaseException:
+            await answer.aclose()
+            raise
 
         async def parts() -> AsyncIterator[TextPiece | bytes]:
             async with aclosing(answer):
@@ -266,6 +264,21 @@ def _model(sample: WorkerSample) -> dict[str, Any]:
         "owned_by": "tokenmill",
         "max_model_len": sample.max_model_len,
     }
+
+
+async def _unless_left(request: Request, answer: Awaitable[T]) -> T:
+    """Await an answer, and cancel it if the client closes its connection. Raises ClientDisconnect then."""
+    answering = asyncio.ensure_future(answer)
+    leaving = asyncio.create_task(_left(request))
+    try:
+        await asyncio.wait({answering, leaving}, return_when=asyncio.FIRST_COMPLETED)
+        if not answering.done():
+            raise ClientDisconnect
+        return answering.result()
+    finally:
+        leaving.cancel()
+        if answering.cancel():
+            await asyncio.wait({answering})  # it cancels its job
 
 
 async def _left(request: Request) -> None:

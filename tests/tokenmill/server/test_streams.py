@@ -3,6 +3,7 @@
 import asyncio
 import json
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import openai
@@ -27,6 +28,10 @@ class RealModel:
         self.workers = workers
         self.api = api
 
+    def served(self) -> set[bytes]:
+        """Return the names of the workers that have begun to serve."""
+        return set(self.workers.redis.keys("tokenmill:served:*"))
+
     def start(self) -> Any:
         return self.workers.start(
             queues=("prompts",),
@@ -34,6 +39,7 @@ class RealModel:
             TOKENMILL_MODEL=str(ROOT / "ops" / "demo" / "model"),
             TOKENMILL_DEVICE="cpu",
             TOKENMILL_JOURNAL_S="1",
+            TOKENMILL_MAX_WORKER_DEATHS="1000",
             TOKENMILL_TORCH_THREADS="1",
         )
 
@@ -110,11 +116,41 @@ def test_a_stream_goes_on_through_the_deaths_of_its_workers(model: RealModel) ->
     assert text == whole.choices[0].text
 
 
-def test_a_client_that_leaves_a_stream_cancels_its_job(served: Served) -> None:
-    stream = served.client.with_options(timeout=0.5)
-    with pytest.raises(openai.APITimeoutError):
-        list(stream.completions.create(model="fake", prompt="hang", stream=True))
-    wait_until(lambda: not served.redis.exists("rq:wip:prompts"))
+NUM_STREAMS = 60
+MIN_KILLS = 3
+
+
+@pytest.mark.long  # each kill costs the start of a worker
+@pytest.mark.timeout(900)
+def test_many_streams_go_on_through_kills(model: RealModel) -> None:
+    def options(number: int) -> dict[str, Any]:
+        prompt = f"{number % 28 + 1} May {1900 + number} ->"
+        return {**LONG, "model": "model", "prompt": prompt, "seed": number}
+
+    def whole(number: int) -> str:
+        return model.api.completions.create(**options(number)).choices[0].text
+
+    def stream(number: int) -> str:
+        chunks = model.api.completions.create(stream=True, **options(number))
+        return "".join(chunk.choices[0].text for chunk in chunks)
+
+    with ThreadPoolExecutor(16) as pool:
+        expected = list(pool.map(whole, range(NUM_STREAMS)))
+        model.start()  # of three workers one is killed each time
+        model.start()
+        wait_until(lambda: len(model.served()) >= 3)
+        streamed = [pool.submit(stream, number) for number in range(NUM_STREAMS)]
+        num_kills = 0
+        while not all(each.done() for each in streamed):
+            alive = [each for each in model.workers.processes if each.poll() is None]
+            serving = model.served()
+            alive[0].kill()
+            num_kills += 1
+            model.start()
+            wait_until(lambda before=serving: model.served() - before)
+        texts = [each.result() for each in streamed]
+    assert num_kills >= MIN_KILLS
+    assert texts == expected
 
 
 @pytest.mark.parametrize("prompt", ["hello", ["a", "b"]])
