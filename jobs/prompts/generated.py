@@ -8,7 +8,7 @@ from typing import Any
 from jobs.common.display import brief
 from jobs.context.checks import DEFAULT_MAX_ATTEMPTS, RepairOptions
 from jobs.errors import InvalidJob, InvalidValue
-from jobs.items.item import Check, Item, Samples
+from jobs.items.item import Check, Item, Samples, asked_once
 from jobs.items.records import PlainCompletion
 from jobs.prompts.template_texts import as_values
 from jobs.tasks import Completion, Logprob, Request
@@ -41,9 +41,12 @@ class PromptAnswer:
         return self.samples[0]
 
     @property
-    def is_failed(self) -> bool:
-        """Whether there is no answer."""
-        return self.samples[0].finish_reason == "error"
+    def failed_sample(self) -> Completion | None:
+        """Return the first sample that failed, if one did: then the prompt has no answer."""
+        for sample in self.samples:
+            if sample.finish_reason == "error":
+                return sample
+        return None
 
 
 def failed(reason: str | None, n: int) -> PromptAnswer:
@@ -85,11 +88,11 @@ def generated(
     """
     if repairs.is_asked_for:
         return _tried(request, repairs, row, control_tokens)
-    return _sampled([request])
+    return _sampled(asked_once(request))
 
 
-def _sampled(requests: list[Request]) -> Item[PromptAnswer]:
-    (samples,) = yield requests
+def _sampled(item: Item[Samples]) -> Item[PromptAnswer]:
+    samples = yield from item
     return PromptAnswer(samples, [len(sample.token_ids) for sample in samples])
 
 
@@ -98,7 +101,7 @@ def _tried(
 ) -> Item[PromptAnswer]:
     """Ask until an answer stands; see RepairOptions."""
     tally = _Tally()
-    seed = request.sampling.get("seed")
+    later_sampling = _later_sampling(request)
     asked = request
     problem: str | None = None
     for attempt in range(1, repairs.max_attempts + 1):
@@ -121,9 +124,7 @@ def _tried(
         problem = yield Check(repairs, row, completion.text)
         if problem is None or not has_attempts:
             break
-        sampling = _later_sampling(request)
-        if seed is not None:
-            sampling["seed"] = hashed_seed(f"{seed}:attempt {attempt + 1}")
+        sampling = reseeded(later_sampling, f"attempt {attempt + 1}")
         request = replace(request, sampling=sampling)
         if request.messages is not None:
             request = _repaired_chat(
@@ -243,6 +244,13 @@ def check_repairs(
     ):
         if is_so:
             raise InvalidJob(problem)
+
+
+def reseeded(sampling: Mapping[str, Any], name: str) -> dict[str, Any]:
+    """Return sampling values with a seed that follows from theirs, if they have one. name: tells such seeds apart."""
+    if sampling.get("seed") is None:
+        return dict(sampling)
+    return {**sampling, "seed": hashed_seed(f"{sampling['seed']}:{name}")}
 
 
 def hashed_seed(text: str) -> int:

@@ -16,8 +16,8 @@ from jobs.items.item import Item, Samples
 from jobs.items.items_task import ItemsTask
 from jobs.items.records import Progress
 from jobs.items.runner import Entry, ItemRunner, PromptTokens
-from jobs.prompts.arguments import Prompt, Unusable, check_choices, parse_prompts, parse_sampling
-from jobs.prompts.generated import PromptAnswer, check_repairs, failed, generated, hashed_seed
+from jobs.prompts.arguments import Unusable, check_choices, parse_prompts, parse_sampling
+from jobs.prompts.generated import PromptAnswer, check_repairs, failed, generated, reseeded
 from jobs.prompts.messages import (
     OF_VALUES,
     normal_messages,
@@ -111,7 +111,7 @@ class PromptTask(Task):
     def result(self, answers: Answers, context: JobContext) -> dict[str, Any]:
         """Return OpenAI's response shape. Raises RequestFailed when every prompt failed; else choices tell of that."""
         answers = [self._failed_whole(answer) for answer in answers]
-        if all(answer.is_failed for answer in answers):
+        if all(answer.failed_sample is not None for answer in answers):
             raise RequestFailed(0, answers[0].first.error)
         content = self.respond(answers, context.job_id)
         head: dict[str, Any] = {}
@@ -125,12 +125,10 @@ class PromptTask(Task):
 
     def _failed_whole(self, answer: PromptAnswer) -> PromptAnswer:
         """Return an answer that has failed in all its samples if it has in one."""
-        if self.repairs.is_asked_for:
+        sample = answer.failed_sample
+        if sample is None or self.repairs.is_asked_for:
             return answer
-        for sample in answer.samples:
-            if sample.finish_reason == "error":
-                return failed(sample.error, self.num_samples)
-        return answer
+        return failed(sample.error, self.num_samples)
 
 
 def _ended(answer: PromptAnswer) -> Item[PromptAnswer]:
@@ -278,15 +276,6 @@ class OpenPrompts(ItemsTask):
         return self._task.result(self.runner.answers(), self._context)
 
 
-def text_requests(
-    prompts: Sequence[Prompt | Unusable], values: Mapping[str, Any], kind: str = "generate"
-) -> list[Request | Unusable]:
-    return [
-        each if isinstance(each, Unusable) else Request(each, None, values, kind=kind)
-        for each in prompts
-    ]
-
-
 def _seeded(requests: Sequence[Request | Unusable]) -> list[Request | Unusable]:
     """Give each request of a list its own seed, so that they do not all draw the same random numbers.
 
@@ -294,9 +283,8 @@ def _seeded(requests: Sequence[Request | Unusable]) -> list[Request | Unusable]:
     """
     seeded: list[Request | Unusable] = []
     for place, request in enumerate(requests):
-        if place > 0 and isinstance(request, Request) and request.sampling.get("seed") is not None:
-            seed = hashed_seed(f"{request.sampling['seed']}:{place}")
-            request = replace(request, sampling={**request.sampling, "seed": seed})
+        if place > 0 and isinstance(request, Request):
+            request = replace(request, sampling=reseeded(request.sampling, f"{place}"))
         seeded.append(request)
     return seeded
 
@@ -338,7 +326,10 @@ def complete_task(
                 "check and a prompt of token ids: its reason is a text: give the prompt as a text"
             )
         respond = partial(text_completion, options=options)
-        requests = _seeded(text_requests(prompts, values))
+        requests: list[Request | Unusable] = []
+        for each in prompts:
+            requests.append(each if isinstance(each, Unusable) else Request(each, None, values))
+        requests = _seeded(requests)
         return PromptTask(
             requests, respond, asked_for, values, repairs, values_are_text=values_are_text, way=way
         )

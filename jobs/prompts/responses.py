@@ -161,6 +161,13 @@ def with_ids(calls: Sequence[Mapping[str, str]], seed: str) -> list[dict[str, An
     ]
 
 
+def finish_reason_of(sample: Completion) -> str:
+    """Return why a sample ended, as OpenAI says it: one that calls tools ended with them."""
+    if sample.tool_calls and sample.finish_reason == "stop":
+        return "tool_calls"
+    return sample.finish_reason
+
+
 PLAIN = ResponseOptions()
 #: The answer of each prompt, in their order.
 Answers = Sequence[PromptAnswer]
@@ -202,8 +209,6 @@ def chat_completion(
         if sample.tool_calls:
             message["content"] = sample.text or None
             message["tool_calls"] = with_ids(sample.tool_calls, f"{job_id}/{number}")
-            if sample.finish_reason == "stop":
-                choice["finish_reason"] = "tool_calls"
         if sample.logprobs is not None and options.num_top is not None:
             choice["logprobs"] = chat_logprobs(sample.logprobs, options.num_top)
         choices.append({**choice, "message": message} | _of_prompt(answer, sample, options))
@@ -232,7 +237,7 @@ def _of_prompt(
 
 
 def _ending(sample: Completion) -> dict[str, Any]:
-    ending: dict[str, Any] = {"finish_reason": sample.finish_reason, "logprobs": None}
+    ending: dict[str, Any] = {"finish_reason": finish_reason_of(sample), "logprobs": None}
     return ending if sample.error is None else {**ending, "error": sample.error}
 
 

@@ -3,7 +3,7 @@
 import json
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any
+from typing import Any, Self
 
 import pyarrow as pa
 
@@ -14,6 +14,7 @@ from jobs.errors import JobsError, ResultTooLarge
 from jobs.items.item import Item, side_by_side
 from jobs.parquet.asks.ask import OUTPUT_FIELDS, RowAsk, row_seed
 from jobs.parquet.prompts.prompt_source import Row
+from jobs.parquet.prompts.sources import RowSource
 from jobs.prompts.batch_lines import failure_text, line_task
 from jobs.prompts.prompt_task import PromptTask, num_chars
 from jobs.runs.plans.plan import Plan
@@ -23,18 +24,32 @@ from jobs.runs.plans.spec import RunSpec
 class BatchLines(RowAsk):
     """Asks what each line says: it brings its own sampling values, and may have several prompts."""
 
-    is_single = is_compared = False
+    is_single = False
 
     def __init__(self, plan: Plan, context: JobContext) -> None:
-        self._plan, self._context = plan, context
-        self._versions = dict[str, str]()  # of functions that check answers
+        self._plan = plan
+        self._context = context
+        #: The version of each function that lines name.
+        self._versions: dict[str, str] = {}
+
+    @classmethod
+    def of_plan(cls, plan: Plan, context: JobContext, source: RowSource) -> Self:
+        """Return what asks the lines of a run."""
+        return cls(plan, context)
 
     @staticmethod
     def fields(spec: RunSpec, embedding_size: int) -> list[pa.Field]:
+        """Return the columns of every run that generates."""
         return list(OUTPUT_FIELDS)
 
+    @staticmethod
+    def is_compared(spec: RunSpec) -> bool:
+        """Leave responses out: each has the time at which it was made."""
+        return False
+
     def is_greedy(self, row: Row) -> bool:
-        return False  # responses tell which line they are of
+        """Ask equal lines once each: a response says which line it answers."""
+        return False
 
     def key_of(self, row: Row) -> bytes:
         """Leave out what a line is called."""

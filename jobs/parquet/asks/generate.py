@@ -4,29 +4,42 @@ import json
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from functools import cache
-from typing import Any
+from typing import Any, Self
 
 import pyarrow as pa
 
+from jobs.context import JobContext
 from jobs.context.answers import Answer, failed_answer
 from jobs.context.checks import NO_REPAIRS
 from jobs.errors import InvalidJob
-from jobs.items.item import Item
-from jobs.parquet.asks.ask import OUTPUT_FIELDS, ROW_FIELDS, RowAsk, no_answer, request_of, row_seed
-from jobs.parquet.asks.scores import LABEL_FIELDS, Labels
+from jobs.items.item import Item, Samples
+from jobs.parquet.asks.ask import (
+    OUTPUT_FIELDS,
+    ROW_FIELDS,
+    RowAsk,
+    no_answer,
+    output_fields,
+    prompt_of,
+    row_seed,
+)
+from jobs.parquet.asks.scores import Scores
 from jobs.parquet.prompts.prompt_source import Row
-from jobs.parquet.prompts.sources import StepSource
+from jobs.parquet.prompts.sources import RowSource, StepSource
 from jobs.parquet.tables.columns import RowProblem
 from jobs.prompts.generated import PromptAnswer, generated, hashed_seed
 from jobs.prompts.messages import OF_VALUES, ChatOptions, split_chat_options
 from jobs.prompts.response_options import LOGPROBS
-from jobs.prompts.responses import text_token, with_ids
-from jobs.runs.plans.prompt_steps import answer_columns
+from jobs.prompts.responses import finish_reason_of, text_token, with_ids
+from jobs.prompts.scoring.kind import TRUNCATION
+from jobs.prompts.scoring.labels import Labels
+from jobs.runs.plans.plan import Plan
+from jobs.runs.plans.prompt_steps import PromptStep, answer_columns
 from jobs.runs.plans.spec import RunSpec
 from jobs.tasks import Completion, Request
 
-ATTEMPTS = (pa.field("attempts", pa.int64()), pa.field("check_error", pa.string()))
+ATTEMPTS = {"attempts": "int64", "check_error": "string"}
 
+#: Columns that hold a list where a row has several completions.
 OF_EACH_COMPLETION = frozenset(
     {
         "completion",
@@ -39,11 +52,13 @@ OF_EACH_COMPLETION = frozenset(
     }
 )
 
-#: Of a shard's rows together, all held until its part is written: some 20 for each token that is named.
+#: Log probabilities of a shard's rows together, some 20 bytes for each token that is named. All are held until the part
+#: is written.
 MAX_LOGPROB_BYTES = 1 << 30
 
 
 def answer_field(name: str, spec: RunSpec) -> pa.Field:
+    """Return a column of a prompt's answer."""
     return pa.field(name, logprobs_type(spec.logprob_type) if name in LOGPROBS else pa.string())
 
 
@@ -53,8 +68,6 @@ class Generate(RowAsk):
     sampling, chat: of its prompt. control_tokens: texts that answers must not forge behind a text prompt, unless the
     prompt allows them.
     """
-
-    is_tried = True
 
     def __init__(
         self,
@@ -66,9 +79,12 @@ class Generate(RowAsk):
         control_tokens: Collection[str] = (),
     ) -> None:
         self._values = {name: value for name, value in sampling.items() if name != "seed"}
-        self._chat, self._is_chat, self._n = chat, is_chat, spec.n
-        self._logprob_type, self._logprob_bytes = spec.logprob_type, 0
         self._seed = seed
+        self._n = spec.n
+        self._chat = chat
+        self._is_chat = is_chat
+        self._logprob_type = spec.logprob_type
+        self._logprob_bytes = 0
         self._repairs = spec.repairs
         self._control_tokens = control_tokens if chat.get(OF_VALUES, True) else ()
         self._way = spec.way
@@ -76,23 +92,35 @@ class Generate(RowAsk):
             spec.way is not None and spec.way.has_checks
         )
 
+    @classmethod
+    def of_plan(cls, plan: Plan, context: JobContext, source: RowSource) -> Self:
+        """Return what asks the rows of a run for completions."""
+        spec = plan.spec
+        return cls(spec, plan.seed, *spec.chat, spec.is_chat, context.model.control_tokens)
+
     @staticmethod
     def fields(spec: RunSpec, embedding_size: int) -> list[pa.Field]:
-        own = answer_columns(spec.chat[0], has_tools=spec.has_tools)[2:]
-        fields = [*OUTPUT_FIELDS, *(answer_field(each, spec) for each in own)]
+        """Return the columns of a completion, and those of attempts or of the way to it."""
+        names = answer_columns(spec.chat[0], has_tools=spec.has_tools)
+        fields = list(OUTPUT_FIELDS)  # completion and finish_reason are among these
+        fields += [answer_field(name, spec) for name in names[2:]]
         if spec.n > 1:
-            fields = [
-                f.with_type(pa.list_(f.type)) if f.name in OF_EACH_COMPLETION else f for f in fields
-            ]
+            for place, field in enumerate(fields):
+                if field.name in OF_EACH_COMPLETION:
+                    fields[place] = field.with_type(pa.list_(field.type))
         if spec.repairs.is_asked_for:
-            fields += ATTEMPTS
+            fields += output_fields(ATTEMPTS)
         if spec.way is not None:
-            fields += [
-                pa.field(name, pa.type_for_alias(kind)) for name, kind in spec.way.columns.items()
-            ]
+            fields += output_fields(spec.way.columns)
         return fields
 
+    @staticmethod
+    def is_tried(spec: RunSpec) -> bool:
+        """Let preview and dry run ask some rows."""
+        return True
+
     def is_greedy(self, row: Row) -> bool:
+        """Return whether nothing is drawn for a row."""
         return row.own_sampling.get("temperature", self._values.get("temperature")) == 0
 
     def item(self, row: Row, number: int) -> Item[Answer]:
@@ -113,45 +141,40 @@ class Generate(RowAsk):
         return self.answer((yield from item))
 
     def failed(self, reason: str) -> Answer:
+        """Return the answer of a row that cannot be asked."""
         return failed_answer(reason, self._n)
 
     def request(self, row: Row, seed: int) -> Request:
-        row_values = row.own_sampling
-        values = {**self._values, **row_values}
+        """Return the request of a row's prompt. seed: for a row that names none."""
+        row_sampling = row.own_sampling
+        sampling = {**self._values, **row_sampling}
         chat = self._chat
-        if "tools" in row_values:
-            values, chat = split_chat_options({**values, **chat, **row_values})
-        if values.get("temperature") != 0:
-            values = {"seed": seed, **values}
-        return request_of(row, self._is_chat, values, chat)
+        if "tools" in row_sampling:
+            sampling, chat = split_chat_options({**sampling, **chat, **row_sampling})
+        if sampling.get("temperature") != 0:
+            sampling = {"seed": seed, **sampling}
+        prompt = prompt_of(row, is_json=self._is_chat)
+        if self._is_chat:
+            return Request(None, prompt, sampling, chat)
+        return Request(prompt, None, sampling)
 
     def answer(self, answer: PromptAnswer) -> Answer:
-        """Return a row's answer: of several samples, what each has of its own is a tuple."""
+        """Return a row's answer. Where a row has several samples, each value that is a sample's own is a tuple."""
+        failed_sample = answer.failed_sample
+        if failed_sample is not None:
+            return replace(no_answer(failed_sample, self._n), attempts=1)
         samples = answer.samples
-        error = next((sample for sample in samples if sample.finish_reason == "error"), None)
-        if error is not None:
-            return replace(no_answer(error, self._n), attempts=1)
-
-        texts = []
-        reasons = []
-        calls = []
-        for sample in samples:
-            text, reason, tool_calls = _texts_of(sample)
-            texts.append(text)
-            reasons.append(reason)
-            calls.append(tool_calls)
-        reasoning = [sample.reasoning for sample in samples]
-        call_errors = [sample.tool_call_error for sample in samples]
+        first = answer.first
         return Answer(
-            completion=self._of_row(texts),
-            finish_reason=self._of_row(reasons),
-            prompt_tokens=answer.first.num_prompt_tokens,
+            completion=self._of_row([sample.text for sample in samples]),
+            finish_reason=self._of_row([finish_reason_of(sample) for sample in samples]),
+            prompt_tokens=first.num_prompt_tokens,
             completion_tokens=self._of_row(answer.num_generated),
-            cached_tokens=answer.first.num_cached_tokens,
-            error=answer.first.error,
-            reasoning=self._of_row(reasoning),
-            tool_calls=self._of_row(calls),
-            tool_call_error=self._of_row(call_errors),
+            cached_tokens=first.num_cached_tokens,
+            error=first.error,
+            reasoning=self._of_row([sample.reasoning for sample in samples]),
+            tool_calls=self._of_row([_calls_text(sample) for sample in samples]),
+            tool_call_error=self._of_row([sample.tool_call_error for sample in samples]),
             columns={**self._logprobs(samples), **_plain_columns(answer.extras)},
             attempts=answer.attempts,
             check_error=answer.check_error,
@@ -161,23 +184,17 @@ class Generate(RowAsk):
         """Return the values of a row's samples: one, or a tuple of several."""
         return values[0] if self._n == 1 else tuple(values)
 
-    def _logprobs(self, samples: Sequence[Completion]) -> dict[str, pa.Array]:
-        of_texts = [each.logprobs for each in samples]
-        kind = self._logprob_type
-        found = {
-            "logprobs": of_texts if self._n > 1 else of_texts[0],
-            "prompt_logprobs": samples[0].prompt_logprobs,
-        }
-        columns = {
-            # As an array that holds one value: of Python's it would take a tenfold.
-            name: pa.array([_entries(each)], logprobs_type("float32", of_each)).cast(
-                logprobs_type(kind, of_each)
-            )
-            for name, each in found.items()
-            if self._values.get(name) is not None
-            for of_each in [self._n > 1 and name in OF_EACH_COMPLETION]
-        }
-        self._logprob_bytes += sum(each.nbytes for each in columns.values())
+    def _logprobs(self, samples: Samples) -> dict[str, pa.Array]:
+        """Return the columns of log probabilities that are asked for."""
+        columns = {}
+        if self._values.get("logprobs") is not None:
+            rows = self._of_row([sample.logprobs for sample in samples])
+            columns["logprobs"] = _logprob_array(rows, self._logprob_type, is_list=self._n > 1)
+        if self._values.get("prompt_logprobs") is not None:
+            rows = samples[0].prompt_logprobs
+            columns["prompt_logprobs"] = _logprob_array(rows, self._logprob_type)
+
+        self._logprob_bytes += sum(array.nbytes for array in columns.values())
         if self._logprob_bytes > MAX_LOGPROB_BYTES:
             raise InvalidJob(
                 f"log probabilities of a shard take more than {MAX_LOGPROB_BYTES} bytes: submit with a smaller "
@@ -188,37 +205,55 @@ class Generate(RowAsk):
 
 def _plain_columns(extras: Mapping[str, Any]) -> dict[str, Any]:
     """Return what a way adds to an answer; lists and objects as JSON."""
-    return {
-        name: json.dumps(value, ensure_ascii=False) if isinstance(value, list | dict) else value
-        for name, value in extras.items()
-    }
+    columns = {}
+    for name, value in extras.items():
+        is_json = isinstance(value, list | dict)
+        columns[name] = json.dumps(value, ensure_ascii=False) if is_json else value
+    return columns
 
 
-def _texts_of(sample: Completion) -> tuple[str, str, str | None]:
+def _calls_text(sample: Completion) -> str | None:
+    """Return a sample's calls of tools as JSON. Equal answers have equal ids of calls."""
     if not sample.tool_calls:
-        return sample.text, sample.finish_reason, None
-    reason = "tool_calls" if sample.finish_reason == "stop" else sample.finish_reason
+        return None
     seed = json.dumps([sample.text, sample.tool_calls])
-    return sample.text, reason, json.dumps(with_ids(sample.tool_calls, seed), ensure_ascii=False)
+    return json.dumps(with_ids(sample.tool_calls, seed), ensure_ascii=False)
 
 
 @cache
-def logprobs_type(number: str, of_each: bool = False) -> pa.DataType:
-    """Return a list for each token: itself, then the likeliest. number: of floats. of_each: of a row's completions."""
-    names = {"token_id": "int32", "token": "string", "logprob": number, "rank": "int32"}
-    kind = pa.list_(
-        pa.list_(pa.struct([(name, pa.type_for_alias(each)) for name, each in names.items()]))
-    )
-    return pa.list_(kind) if of_each else kind
+def logprobs_type(number: str, is_list: bool = False) -> pa.DataType:
+    """Return the type of log probabilities: a list for each token, with the token itself before the likeliest.
 
-
-def _entries(found: Any) -> Any:
-    if isinstance(found, Mapping):
-        return [
-            (token_id, text_token(each), each.logprob, each.rank)
-            for token_id, each in found.items()
+    number: the type of each log probability. is_list: whether a row has several completions.
+    """
+    token = pa.struct(
+        [
+            ("token_id", pa.int32()),
+            ("token", pa.string()),
+            ("logprob", pa.type_for_alias(number)),
+            ("rank", pa.int32()),
         ]
-    return None if found is None else [_entries(each) for each in found]
+    )
+    of_completion = pa.list_(pa.list_(token))
+    return pa.list_(of_completion) if is_list else of_completion
+
+
+def _logprob_array(rows: Any, number: str, is_list: bool = False) -> pa.Array:
+    """Return an array that holds one value, as Python's own objects would take ten times as much."""
+    exact = pa.array([_entries(rows)], logprobs_type("float32", is_list))
+    return exact.cast(logprobs_type(number, is_list))
+
+
+def _entries(rows: Any) -> Any:
+    """Return log probabilities as Arrow takes them: each token's mapping as a list of tuples."""
+    if rows is None:
+        return None
+    if isinstance(rows, Mapping):
+        return [
+            (token_id, text_token(entry), entry.logprob, entry.rank)
+            for token_id, entry in rows.items()
+        ]
+    return [_entries(row) for row in rows]
 
 
 class Chain(RowAsk):
@@ -228,17 +263,17 @@ class Chain(RowAsk):
         self._steps = spec.steps
         self._seed = seed
         self._sources = [StepSource(step, spec.defaults, (), control_tokens) for step in spec.steps]
-        self._prompts: list[Labels | Generate] = []
-        for step in spec.steps:
-            kind = (step.sampling, step.chat, step.is_chat)
-            self._prompts.append(
-                Labels(spec, *kind) if step.is_scored else Generate(spec, seed, *kind)
-            )
+        self._prompts = [_ask_of_step(step, spec, seed) for step in spec.steps]
+
+    @classmethod
+    def of_plan(cls, plan: Plan, context: JobContext, source: RowSource) -> Self:
+        """Return what asks the rows of a run, one prompt after the other."""
+        return cls(plan.spec, plan.seed, context.model.control_tokens)
 
     @staticmethod
     def fields(spec: RunSpec, embedding_size: int) -> list[pa.Field]:
         """Return the columns of each prompt, then those of the row."""
-        label_fields = {field.name: field for field in LABEL_FIELDS}
+        label_fields = {field.name: field for field in output_fields(Labels.columns)}
         fields = []
         for step in spec.steps:
             for column, name in step.columns.items():
@@ -299,3 +334,11 @@ class Chain(RowAsk):
             error=error,
             columns=columns,
         )
+
+
+def _ask_of_step(step: PromptStep, spec: RunSpec, seed: int) -> Generate | Scores:
+    """Return what asks one of a row's prompts."""
+    if not step.is_scored:
+        return Generate(spec, seed, step.sampling, step.chat, step.is_chat)
+    scoring = Labels.of(spec.labels or (), step.sampling.get(TRUNCATION))
+    return Scores(scoring, step.chat if step.is_chat else None)

@@ -45,7 +45,7 @@ class VerifyWork(RowsTask):
         """Read the rows and what the run has of them. sample: "1%" (at least one row), 20 or "20"; seed: which."""
         storage = Storage.of(context)
         self._plan = planned = trusted_plan(context, storage, plan, run)
-        if not kind_of(planned.spec).is_compared:
+        if not kind_of(planned.spec).is_compared(planned.spec):
             raise InvalidJob(
                 f"run {run} cannot be verified: lines of batch files, and embeddings, are not compared"
             )

@@ -15,9 +15,9 @@ from jobs.context.served_model import parse_model
 from jobs.context.values import column_name, one_of, share, some_text, truth, whole_number
 from jobs.errors import InvalidJob, InvalidValue, check_limit, unlike
 from jobs.prompts.generated import check_repairs
-from jobs.prompts.labels import parse_labels
 from jobs.prompts.messages import ChatOptions, split_chat_options
 from jobs.prompts.response_options import LOGPROBS
+from jobs.prompts.scoring.labels import parse_labels
 from jobs.prompts.template_texts import template_texts
 from jobs.prompts.ways.table import WAY_OPTIONS, check_alone, split_way, way_of
 from jobs.prompts.ways.way import Way

@@ -15,10 +15,11 @@ from jobs.items.item import Check, Item, side_by_side
 from jobs.items.records import PlainCompletion, Progress, Reply
 from jobs.items.under_way import ItemUnderWay
 from jobs.parquet.asks.generate import Chain, Generate
-from jobs.parquet.asks.scores import Labels
+from jobs.parquet.asks.scores import Scores
 from jobs.parquet.prompts.prompt_source import Row
 from jobs.prompts.generated import generated
 from jobs.prompts.prompt_task import complete_task
+from jobs.prompts.scoring.labels import Labels
 from jobs.runs.plans.spec import RunSpec
 from jobs.tasks import Request
 
@@ -79,7 +80,7 @@ def of_run(**options: Any) -> Callable[[], Item[Any]]:
     if spec.steps:
         ask = Chain(spec, 0)
     elif spec.labels is not None:
-        ask = Labels(spec, *spec.chat, spec.is_chat)
+        ask = Scores(Labels.of(spec.labels))
     else:
         ask = Generate(spec, 0, *spec.chat, spec.is_chat)
     return lambda: ask.begin(Row("a prompt", values=json.dumps({"prompt": "a prompt", "id": 7})), 5)
