@@ -29,7 +29,7 @@ from jobs.prompts.response_options import chat_response_options, completion_opti
 from jobs.prompts.responses import Answers, chat_completion, text_completion
 from jobs.prompts.template_texts import as_shown
 from jobs.prompts.templated_task import asked_task
-from jobs.prompts.ways.table import check_alone, split_way, way_of
+from jobs.prompts.ways.table import check_beside, split_way, way_of
 from jobs.prompts.ways.way import Way
 from jobs.tasks import OpenTask, Parts, Request, Task
 
@@ -299,7 +299,7 @@ def _checked_way(
     way = way_of(options)
     if way is None:
         return None
-    check_alone(way, repairs)
+    check_beside(way, sampling, repairs)
     way.check(sampling, tools)
     return way
 

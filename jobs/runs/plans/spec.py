@@ -19,7 +19,7 @@ from jobs.prompts.messages import ChatOptions, split_chat_options
 from jobs.prompts.response_options import LOGPROBS
 from jobs.prompts.scoring.labels import parse_labels
 from jobs.prompts.template_texts import template_texts
-from jobs.prompts.ways.table import WAY_OPTIONS, check_alone, split_way, way_of
+from jobs.prompts.ways.table import WAY_OPTIONS, check_beside, split_way, way_of
 from jobs.prompts.ways.way import Way
 from jobs.runs.plans import option_checks as checks
 from jobs.runs.plans import prompt_steps
@@ -414,12 +414,12 @@ def _check_together(spec: RunSpec, given: Mapping[str, Any]) -> None:
 def _check_way(spec: RunSpec, way: Way, *, is_batch: bool) -> None:
     """Raise InvalidJob for what a way to the answer does not go with."""
     name = next(iter(way.options))
-    for other, is_there in (("prompts", spec.prompts), ("labels", spec.labels), ("n", spec.n > 1)):
-        if is_there:
+    for other, value in (("prompts", spec.prompts), ("labels", spec.labels)):
+        if value:
             raise InvalidJob(f"{name} and {other} do not go together: leave one out")
     if spec.task != checks.GENERATE or is_batch:
         raise InvalidJob(f"{name} is for prompts and chats, of which answers are generated")
-    check_alone(way, spec.repairs)
+    check_beside(way, spec.sampling, spec.repairs)
     way.check(spec.sampling, spec.chat[1].get("tools", []))
 
 
