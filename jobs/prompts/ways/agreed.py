@@ -3,7 +3,7 @@
 Source: self-consistency, arXiv:2203.11171; stopping once the samples agree, arXiv:2305.11860.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, ClassVar
@@ -52,9 +52,9 @@ class Agreement(Way):
     columns: ClassVar = {"votes": "float64", "samples": "int64"}
 
     @property
-    def has_checks(self) -> bool:  # type: ignore[override]
-        """Whether a child process reads the answers."""
-        return self.agree_on is not None
+    def questions(self) -> Sequence[RepairOptions]:
+        """Return the question for the part of a text that is compared; none for whole texts."""
+        return () if self.agree_on is None else (RepairOptions({AGREE_ON: self.agree_on}),)
 
     def check(self, sampling: Mapping[str, Any], tools: list[dict[str, Any]]) -> None:
         """Raise InvalidJob where samples would all be alike, or would not be texts."""
@@ -88,7 +88,7 @@ class Agreement(Way):
         """Return what is compared of a sample; None if it agrees with no other."""
         if sample.finish_reason != "stop":
             return None
-        if self.agree_on is None:
+        if not self.questions:
             return sample.text.strip()
-        question = RepairOptions({AGREE_ON: self.agree_on})
+        (question,) = self.questions
         return (yield Check(question, None, sample.text))  # type: ignore[no-any-return]

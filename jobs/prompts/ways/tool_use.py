@@ -1,12 +1,12 @@
 """Tools in the batch: while a chat's answer calls tools, these are run, and the chat goes on with their results."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, ClassVar
 
 from jobs.common.display import brief
-from jobs.context.checks import TOOL, Checks, RepairOptions
+from jobs.context.checks import TOOL, RepairOptions
 from jobs.context.values import whole_number
 from jobs.errors import InvalidJob, InvalidValue
 from jobs.items.item import Item
@@ -41,16 +41,11 @@ class ToolUse(Way):
         ),
     }
     columns: ClassVar = {"messages": "string", "turns": "int64"}
-    has_checks = True
 
-    def admit(self, checks: Checks) -> None:
-        """Raise InvalidJob for a function that this worker does not allow."""
-        for function in self.tool:
-            checks.admit(RepairOptions({TOOL: function}))
-
-    def version(self, checks: Checks) -> str:
-        """Return the versions of the functions' files. Raises InvalidJob."""
-        return " ".join(checks.version(RepairOptions({TOOL: function})) for function in self.tool)
+    @property
+    def questions(self) -> Sequence[RepairOptions]:
+        """Return a question for each function."""
+        return [RepairOptions({TOOL: function}) for function in self.tool]
 
     def check(self, sampling: Mapping[str, Any], tools: list[dict[str, Any]]) -> None:
         """Raise InvalidJob unless each tool that is offered has one function, and each function its tool."""

@@ -241,6 +241,12 @@ class RunSpec:
         if self.way is not None:
             self.way.admit(checks)
 
+    def prepare(self, checks: Checks) -> None:
+        """Raise InvalidJob for a check or way that could do nothing. It may take as long as an import."""
+        checks.prepare(self.repairs)
+        if self.way is not None:
+            self.way.prepare(checks)
+
     def functions_version(self, checks: Checks) -> str:
         """Return what changes with the functions that look at answers. Raises InvalidJob."""
         version = checks.version(self.repairs)
