@@ -164,12 +164,21 @@ class RunSpec:
         return spec
 
     def to_json(self) -> dict[str, Any]:
+        """Return the arguments of jobs.score_parquet that are not at their defaults."""
         content = asdict(self)
         for each in fields(self):
             default = each.default if each.default_factory is MISSING else each.default_factory()
             if content[each.name] == default:
                 del content[each.name]
-        return content
+        way_options = content.pop("way_options", {})
+        return {**content, **way_options}
+
+    @classmethod
+    def from_json(cls, content: Mapping[str, Any]) -> Self:
+        """Return what `to_json` was called on."""
+        values = {name: value for name, value in content.items() if name not in WAY_OPTIONS}
+        way_options = {name: value for name, value in content.items() if name in WAY_OPTIONS}
+        return cls(**values, way_options=way_options)
 
     @property
     def parts_folder(self) -> str:
@@ -261,11 +270,10 @@ class RunSpec:
                 check({name: None})
 
     def differences(self, other: Self) -> list[str]:
-        return [
-            each.name
-            for each in fields(self)
-            if getattr(self, each.name) != getattr(other, each.name)
-        ]
+        """Return the names of arguments that differ."""
+        mine = self.to_json()
+        theirs = other.to_json()
+        return [name for name in {**mine, **theirs} if mine.get(name) != theirs.get(name)]
 
 
 _PARSERS: Mapping[str, Callable[[str, Any], Any]] = {
