@@ -1,4 +1,4 @@
-"""What generates an answer: a prompt is asked, and asked again where its answer is refused or was cut."""
+"""Generates an answer: asks a prompt, and asks again if the answer is refused or was cut."""
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -13,7 +13,7 @@ from jobs.items.records import PlainCompletion
 from jobs.prompts.template_texts import as_values
 from jobs.tasks import Completion, Logprob, Request
 
-#: Sampling values of a prompt's first request alone.
+#: Sampling values that only a prompt's first request has.
 _OF_PROMPT = ("echo", "prompt_logprobs")
 
 
@@ -50,28 +50,28 @@ class PromptAnswer:
 
 
 def failed(reason: str | None, n: int) -> PromptAnswer:
-    """Return what a prompt came to that failed, as often as it has samples."""
+    """Return the answer of a prompt that failed. n: its samples, each of which has the reason."""
     sample = PlainCompletion(finish_reason="error", error=reason or "the engine gave no reason")
     return PromptAnswer([sample] * n, [0] * n)
 
 
 def merged(
     answer: Completion,
-    asked: Sequence[Completion],
+    prefills: Sequence[Completion],
     samples: Sequence[Completion],
     extras: Mapping[str, Any],
     error: str | None = None,
 ) -> PromptAnswer:
     """Return one answer that several requests led to.
 
-    asked: a completion of each request, whose prompt tokens are counted. samples: all completions, whose generated
-    tokens are. error: stands beside the answer.
+    answer: the completion that stands. prefills: a completion of each request, whose prompt tokens are counted.
+    samples: all completions, whose generated tokens are counted. error: stands beside the answer.
     """
     sample = PlainCompletion.of(
         answer,
         index=0,
-        num_prompt_tokens=sum(completion.num_prompt_tokens for completion in asked),
-        num_cached_tokens=sum(completion.num_cached_tokens for completion in asked),
+        num_prompt_tokens=sum(completion.num_prompt_tokens for completion in prefills),
+        num_cached_tokens=sum(completion.num_cached_tokens for completion in prefills),
         error=error or answer.error,
     )
     num_generated = sum(len(completion.token_ids) for completion in samples)
@@ -102,19 +102,19 @@ def _tried(
     """Ask until an answer stands; see RepairOptions."""
     tally = _Tally()
     later_sampling = _later_sampling(request)
-    asked = request
+    turn = request
     problem: str | None = None
     for attempt in range(1, repairs.max_attempts + 1):
-        ((completion,),) = yield [asked]
-        tally.add(completion, asked.continued)
+        ((completion,),) = yield [turn]
+        tally.add(completion, turn.continued)
         if completion.finish_reason == "error":
-            if asked.continued and tally.answer is not None and repairs.check is not None:
+            if turn.continued and tally.answer is not None and repairs.check is not None:
                 problem = yield Check(repairs, row, tally.answer.text)
             break
 
         has_attempts = attempt < repairs.max_attempts
         if repairs.continue_on_length and completion.finish_reason == "length" and has_attempts:
-            asked = replace(
+            turn = replace(
                 request, continued=completion.token_ids, sampling=_later_sampling(request)
             )
             continue
@@ -135,7 +135,7 @@ def _tried(
             request = _repaired_prompt(
                 request, f"{answer}{repairs.text_behind(reason, is_chat=False)}"
             )
-        asked = request
+        turn = request
     return PromptAnswer([tally.sample()], [tally.num_generated], attempt, problem)
 
 
@@ -216,7 +216,11 @@ def check_repairs(
     has_steps: bool = False,
     has_labels: bool = False,
 ) -> None:
-    """Raise InvalidJob for what answers cannot be tried again with. has_steps: rows of a run have several prompts."""
+    """Raise InvalidJob for what does not go with answers that are tried again.
+
+    has_tools: the chat offers tools. prompt_only: nothing is generated behind the prompt. has_steps: rows of a run have
+    several prompts. has_labels: the run asks for labels.
+    """
     if options.repair_template is not None and options.check is None:
         raise InvalidJob(
             "repair_template asks for a valid answer, and there is no check: give one too"
@@ -233,7 +237,7 @@ def check_repairs(
         raise InvalidValue(
             f"{name} and n={{}}: a prompt that is tried again has one answer", brief(n)
         )
-    for is_so, problem in (
+    for is_there, problem in (
         (prompt_only, f"{name} and max_tokens=0: there is no answer that could be tried again"),
         (
             has_tools and options.check,
@@ -242,7 +246,7 @@ def check_repairs(
         (has_labels, f"{name} and labels: a label is no answer that could be tried again"),
         (has_steps, f"{name} and prompts: rows of several prompts are asked once: leave one out"),
     ):
-        if is_so:
+        if is_there:
             raise InvalidJob(problem)
 
 

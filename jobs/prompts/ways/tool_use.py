@@ -89,7 +89,8 @@ class ToolUse(Way):
                 )
             else:
                 chat = yield from after_calls(messages, completion, self._function_of)
-                messages, error = chat.messages, chat.error
+                messages = chat.messages
+                error = chat.error
 
         extras = {"messages": with_pictures(messages, lambda _: None), "turns": len(answers)}
         return merged(answers[-1], answers, answers, extras, error)
