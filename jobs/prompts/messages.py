@@ -67,9 +67,9 @@ def _part(part: object, number: int) -> dict[str, Any]:
     values: dict[str, Any] = {}
     if isinstance(part, dict):
         values = {key: value for key, value in part.items() if value is not None}
-    if values.keys() == {"type", "image"} and values["type"] == "image":
-        if isinstance(values["image"], bytes):
-            return values  # JSON has no bytes: the part was parsed before
+    is_image = values.keys() == {"type", "image"} and values["type"] == "image"
+    if is_image and isinstance(values["image"], bytes):
+        return values  # JSON has no bytes: the part was parsed before
     if values.get("type") == "image_url":
         return {"type": "image", "image": _picture(values, number)}
     if values.keys() != {"type", "text"} or values["type"] != "text":
