@@ -111,7 +111,7 @@ class PromptTask(Task):
         return n if isinstance(n, int) else 1
 
     def result(self, answers: Answers, context: JobContext) -> dict[str, Any]:
-        """Return OpenAI's response shape, in which a failed prompt has its reason. Raises RequestFailed if all failed."""
+        """Return OpenAI's response shape, with the reasons of failed prompts. Raises RequestFailed if all failed."""
         answers = [self._failed_whole(answer) for answer in answers]
         if all(answer.failed_sample is not None for answer in answers):
             raise RequestFailed(0, answers[0].first.error)
