@@ -13,6 +13,9 @@ from jobs.items.records import PlainCompletion
 from jobs.prompts.template_texts import as_values
 from jobs.tasks import Completion, Logprob, Request
 
+#: Stands for the reason of a completion that failed and says nothing.
+NO_REASON = "the engine gave no reason"
+
 #: Sampling values that only a prompt's first request has.
 _OF_PROMPT = ("echo", "prompt_logprobs")
 
@@ -51,7 +54,7 @@ class PromptAnswer:
 
 def failed(reason: str | None, n: int) -> PromptAnswer:
     """Return the answer of a prompt that failed. n: its samples, each of which has the reason."""
-    sample = PlainCompletion(finish_reason="error", error=reason or "the engine gave no reason")
+    sample = PlainCompletion(finish_reason="error", error=reason or NO_REASON)
     return PromptAnswer([sample] * n, [0] * n)
 
 
@@ -162,7 +165,7 @@ class _Tally:
         if completion.finish_reason == "error":
             # The answer before stands. It was refused, unless it was only cut.
             if self.answer is not None and not continued:
-                reason = completion.error or "the engine gave no reason"
+                reason = completion.error or NO_REASON
                 self._error = f"attempt {self._num_attempts} failed: {reason}"
             return
 

@@ -16,7 +16,7 @@ from jobs.parquet.asks.row_keys import RowKeys
 from jobs.parquet.prompts.prompt_source import Row
 from jobs.parquet.prompts.sources import RowSource
 from jobs.parquet.tables.columns import RowProblem
-from jobs.prompts.generated import hashed_seed
+from jobs.prompts.generated import NO_REASON, hashed_seed
 from jobs.prompts.pictures import filled
 from jobs.runs.plans.plan import Plan
 from jobs.runs.plans.prompt_steps import ROW_COLUMNS
@@ -134,7 +134,7 @@ def prompt_of(row: Row, *, is_json: bool) -> Any:
 
 def no_answer(completion: Completion, n: int = 1) -> Answer:
     """Return the answer of a row whose request failed. n: the completions that it should have."""
-    reason = completion.error or "the engine gave no reason"
+    reason = completion.error or NO_REASON
     return failed_answer(reason, n, completion.num_prompt_tokens, completion.num_cached_tokens)
 
 

@@ -3,7 +3,8 @@
 from jobs.context import JobContext
 from jobs.parquet.asks.ask import RowAsk
 from jobs.parquet.asks.batch_lines import BatchLines
-from jobs.parquet.asks.generate import Chain, Generate
+from jobs.parquet.asks.chain import Chain
+from jobs.parquet.asks.generate import Generate
 from jobs.parquet.asks.row_keys import RowKeys
 from jobs.parquet.asks.scores import Scores, scoring_of
 from jobs.parquet.prompts.sources import row_source

@@ -8,12 +8,12 @@ from typing import Any, ClassVar, Self
 from jobs.context.served_model import ServedModel
 from jobs.errors import unlike
 from jobs.prompts.arguments import Prompt, Unusable
+from jobs.prompts.generated import NO_REASON
 from jobs.prompts.messages import ChatOptions
 from jobs.tasks import Completion, Request
 
 #: The one sampling value that prompts have for which nothing is generated.
 TRUNCATION = "truncate_prompt_tokens"
-NO_REASON = "the engine gave no reason"
 
 #: Probabilities of a shard's rows together, of 88 bytes each: all are held until its part is written.
 MAX_PROBABILITIES = 4_000_000

@@ -14,12 +14,13 @@ from jobs.context.served_model import ServedModel, parse_model
 from jobs.context.values import listed
 from jobs.errors import InvalidJob, InvalidValue, RequestFailed, unlike
 from jobs.prompts.arguments import checked_text, one_prompt
+from jobs.prompts.generated import NO_REASON
 from jobs.prompts.messages import NAMES as CHAT_NAMES
 from jobs.prompts.messages import OF_VALUES, forces_call, normal_messages, split_chat_options
 from jobs.prompts.pictures import pictured_task, pictures_in
 from jobs.prompts.prompt_task import PromptTask
 from jobs.prompts.responses import Answers, usage
-from jobs.prompts.scoring.kind import NO_REASON, TRUNCATION, Scored, Scoring, truncation, unscored
+from jobs.prompts.scoring.kind import TRUNCATION, Scored, Scoring, truncation, unscored
 from jobs.prompts.templated_task import asked_task
 from jobs.tasks import Completion, Parts, Task
 

@@ -33,10 +33,10 @@ def _continuations(continuations: object) -> list[str | list[int]]:
     parsed: list[str | list[int]] = []
     values = listed("continuations", continuations, "a list of texts", 1, MAX_CHOICES)
     for number, value in enumerate(values):
-        what = f"continuation {number}"
+        name = f"continuation {number}"
         if not value or not isinstance(value, str | list):
-            raise unlike(what, value, "a text or a list of token ids, and not empty")
-        parsed.append(one_prompt(value, what))
+            raise unlike(name, value, "a text or a list of token ids, and not empty")
+        parsed.append(one_prompt(value, name))
     return parsed
 
 

@@ -98,9 +98,11 @@ def rerank_task(
     )
     texts = _documents(documents)
     before = RERANK_PROMPT.format(instruction=instruction, query=query, document="")
-    what = f"query and instruction stand before each of {len(texts)} documents, {{}} bytes in all"
+    problem = (
+        f"query and instruction stand before each of {len(texts)} documents, {{}} bytes in all"
+    )
     remedy = "shorten them, or make several jobs of the documents"
-    check_limit(len(before.encode()) * len(texts), MAX_RERANK_BYTES, what, remedy)
+    check_limit(len(before.encode()) * len(texts), MAX_RERANK_BYTES, problem, remedy)
     num_results = None if top_n is None else whole_number("top_n", top_n)
     shown_documents = texts if truth("return_documents", return_documents) else None
 

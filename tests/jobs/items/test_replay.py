@@ -14,7 +14,8 @@ from jobs.errors import InvalidJob
 from jobs.items.item import Check, Item, side_by_side
 from jobs.items.records import PlainCompletion, Progress, Reply
 from jobs.items.under_way import ItemUnderWay
-from jobs.parquet.asks.generate import Chain, Generate
+from jobs.parquet.asks.chain import Chain
+from jobs.parquet.asks.generate import Generate
 from jobs.parquet.asks.scores import Scores
 from jobs.parquet.prompts.prompt_source import Row
 from jobs.prompts.generated import generated
