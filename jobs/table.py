@@ -13,13 +13,7 @@ from typing import Any
 from jobs.context import JobContext
 from jobs.errors import InvalidJob
 from jobs.prompts.prompt_task import chat_task, complete_task
-from jobs.prompts.scoring_tasks import (
-    classify_task,
-    classify_text_task,
-    embed_task,
-    loglikelihood_task,
-    rerank_task,
-)
+from jobs.prompts.scoring.table import SCORING_JOBS
 from jobs.tasks import OpenTask, Task
 
 
@@ -50,11 +44,7 @@ _OWN_FUNCTIONS: Mapping[str, str] = {
 _ENGINE_JOBS: Mapping[str, Callable[..., Task]] = {
     "jobs.complete": complete_task,
     "jobs.chat": chat_task,
-    "jobs.embed": embed_task,
-    "jobs.classify": classify_task,
-    "jobs.classify_text": classify_text_task,
-    "jobs.loglikelihood": loglikelihood_task,
-    "jobs.rerank": rerank_task,
+    **{job.name: job.make_task for job in SCORING_JOBS},
     **{name: partial(FileTask, name) for name in _FILE_JOBS},
 }
 

@@ -6,7 +6,7 @@ import tempfile
 from collections.abc import Iterator, Sequence
 
 from engine import ConfigError, EngineConfig, check_up
-from jobs.doctor.findings import Examination, Finding, Level, fault, missing, ok, told, warning
+from jobs.doctor.findings import Examination, Finding, Level, fault, fault_of, missing, ok, warning
 from jobs.errors import DiskFull, JobsError, OutputNotWritable
 from jobs.runs.plans.paths import is_stored, real_path, run_path
 from worker.errors import StartupError
@@ -30,7 +30,7 @@ def _check_settings() -> Iterator[Finding]:
         settings.engine_config()
         load_functions(settings.allowed_functions)
     except (StartupError, ConfigError) as error:
-        yield told("settings", with_variables(str(error)))
+        yield fault_of("settings", with_variables(str(error)))
         return
     yield ok("settings", "every TOKENMILL_ variable is known and has a value that can be used")
 
@@ -104,7 +104,7 @@ def _look(root: str) -> Finding:
         )
         return fault("files", f"{root} cannot be written to ({error.args[1]})", mend)
     except JobsError as error:
-        return told("files", str(error))
+        return fault_of("files", str(error))
     if not is_stored(root) and shutil.disk_usage(root).free < MIN_BYTES:
         mend = "remove what is not needed there, or let runs write elsewhere (TOKENMILL_DATA_ROOTS)"
         return fault("files", f"{root}: its disk is full, no part of a run fits", mend)

@@ -1,4 +1,4 @@
-"""What a run's folder tells, where it can be read here: `tokenmill errors`, `tail`, `report`, and `verify`."""
+"""Commands that read a run's folder: `tokenmill errors`, `tail`, `report` and `verify`."""
 
 from __future__ import annotations
 
@@ -70,8 +70,8 @@ def errors(
     """List a run's rows that have an error, by reason.
 
     RUN is its id or its output folder. Rows are counted from 0, over the whole input and within their file.
-    They are read from the parts where the folder is on this machine, or in a store whose keys are in the
-    environment; else Redis' reasons are told.
+    They are read from the parts if the folder is on this machine, or in a store whose keys are in the
+    environment. Otherwise the reasons that Redis keeps are shown.
     """
     if wait and retry is None:
         raise click.UsageError("--wait is for --retry: without it nothing is awaited")
@@ -83,29 +83,34 @@ def errors(
         raise click.UsageError(
             "--max-tokens is for --cut: without it only rows with an error are asked"
         )
-    found = client.run(run, connection=connection)
+    scored = client.run(run, connection=connection)
     if retry is not None:
-        tell = wait_for_end if wait else await_plan
-        tell(connection, retry_run(connection, reader_of(found).plan, retry, max_tokens))
+        new_run = retry_run(connection, reader_of(scored).plan, retry, max_tokens)
+        if wait:
+            wait_for_end(connection, new_run)
+        else:
+            await_plan(connection, new_run)
         return
     snapshot = None
     with suppress(UnknownRun):
-        snapshot = found.status()
+        snapshot = scored.status()
     if snapshot is not None and snapshot.plan_error is not None and snapshot.shards is None:
         raise click.ClickException(
-            f"run {found.id} has no rows: its planning failed: {snapshot.plan_error}"
+            f"run {scored.id} has no rows: its planning failed: {snapshot.plan_error}"
         )
     note = ""
     rows: list[FailedRow] = []
     try:
-        reader = reader_of(found)
-        (reasons, rows), bad = reader.errors(limit), reader.bad_answers()
+        reader = reader_of(scored)
+        reasons, rows = reader.errors(limit)
+        failed_checks, num_cut = reader.bad_answers()
     except RunNotHere as error:
-        reasons = recorded_reasons(connection, found.id)
-        bad = (0, 0) if snapshot is None else (snapshot.failed_checks, snapshot.cut)
+        reasons = recorded_reasons(connection, scored.id)
+        failed_checks = 0 if snapshot is None else snapshot.failed_checks
+        num_cut = 0 if snapshot is None else snapshot.cut
         note = f"{error}. These are the reasons that Redis keeps, the commonest of each part"
     write = _errors_json if as_json else _errors_text
-    click.echo(write(found.id, reasons, rows, *bad))
+    click.echo(write(scored.id, reasons, rows, failed_checks, num_cut))
     if note:
         click.echo(note, err=True)
 
@@ -127,7 +132,7 @@ def errors(
 def tail(
     connection: redis.Redis, /, run: str, lines: int, follow: bool, prompts: bool, as_json: bool
 ) -> None:
-    """Show the answers of a run that were published last, which come by the shard.
+    """Show the last answers of a run. Answers are published shard by shard.
 
     RUN is its id or its output folder, on this machine or in a store whose keys are in the environment.
     """
@@ -138,21 +143,23 @@ def tail(
         for row in rows:
             click.echo(to_json(row) if as_json else _row_text(row, reader.plan.spec.output_prefix))
 
-    told = set(reader.shards())
+    shown = set(reader.shards())
     show(_last(reader, columns, lines))
     if follow:
-        _follow(connection, reader, told, lambda shard: show(reader.answers(shard, columns)))
+        _follow(connection, reader, shown, lambda shard: show(reader.answers(shard, columns)))
 
 
 def _follow(
-    connection: redis.Redis, reader: FolderReader, told: set[int], show: Callable[[int], None]
+    connection: redis.Redis, reader: FolderReader, shown: set[int], show: Callable[[int], None]
 ) -> None:
+    """Show each shard that is not shown yet, until the run ends or Ctrl-C is pressed."""
     try:
         while True:
             is_over = reader.has_ended or _has_ended(connection, reader.plan.run)
-            for shard in (each for each in reader.shards() if each not in told):
-                show(shard)
-                told.add(shard)
+            for shard in reader.shards():
+                if shard not in shown:
+                    show(shard)
+                    shown.add(shard)
             if is_over:
                 return
             time.sleep(FOLLOW_EVERY_S)
@@ -167,23 +174,24 @@ def _has_ended(connection: redis.Redis, run: str) -> bool:
 
 
 def _last(reader: FolderReader, columns: list[str], most: int) -> Iterator[dict[str, Any]]:
-    found: list[dict[str, Any]] = []
-    written = reader.parts()
-    for shard in sorted(written, key=lambda shard: (-written[shard], -shard)):
-        if len(found) >= most:
+    """Yield the last rows of the parts that were written last, at most `most`."""
+    rows: list[dict[str, Any]] = []
+    written_at = reader.parts()
+    for shard in sorted(written_at, key=lambda shard: (-written_at[shard], -shard)):
+        if len(rows) >= most:
             break
-        found = [*deque(reader.answers(shard, columns), maxlen=most - len(found)), *found]
-    yield from found
+        rows = [*deque(reader.answers(shard, columns), maxlen=most - len(rows)), *rows]
+    yield from rows
 
 
-def reader_of(found: client.Run) -> FolderReader:
-    """Return what reads a run's folder. Raises RunNotHere, also where a store or another run has it."""
+def reader_of(run: client.Run) -> FolderReader:
+    """Return what reads a run's folder. Raises RunNotHere if it is out of reach, or is another run's."""
     try:
-        return found.reader("to read parts")
+        return run.reader("to read parts")
     except RunNotHere:
         raise
     except (ImportError, RunError) as error:
-        raise RunNotHere(found.id, f"nothing can be read ({error})", found.output) from None
+        raise RunNotHere(run.id, f"nothing can be read ({error})", run.output) from None
 
 
 def _errors_json(
@@ -195,7 +203,7 @@ def _errors_json(
         "failed_checks": failed_checks,
         "cut": cut,
         "reasons": reasons.to_objects(MAX_REASONS),
-        "rows": [vars(each) for each in rows],
+        "rows": [vars(row) for row in rows],
     }
     return json.dumps(content, ensure_ascii=False)
 
@@ -206,34 +214,31 @@ def _errors_text(
     outcome = outcome_text(reasons.rows, failed_checks, cut, rows="rows ")
     if not reasons.rows:
         return f"run {run}: {outcome if failed_checks or cut else 'no row has an error'}"
-    found = [
-        (str(each.rows), ", ".join(map(str, each.examples)), safe_name(each.text, MAX_TEXT_CHARS))
-        for each in reasons.commonest(MAX_REASONS)
-    ]
-    lines = [f"run {run}: {outcome}", table(("ROWS", "SUCH AS", "REASON"), found, ("ROWS",))]
+    by_reason = []
+    for reason in reasons.commonest(MAX_REASONS):
+        examples = ", ".join(map(str, reason.examples))
+        by_reason.append((str(reason.rows), examples, safe_name(reason.text, MAX_TEXT_CHARS)))
+    lines = [f"run {run}: {outcome}", table(("ROWS", "SUCH AS", "REASON"), by_reason, ("ROWS",))]
     if rows:
-        listed = [
-            (
-                str(each.row),
-                safe_name(each.file, MAX_TEXT_CHARS),
-                str(each.file_row),
-                safe_name(each.reason),
-            )
-            for each in rows
-        ]
+        by_row = []
+        for row in rows:
+            file = safe_name(row.file, MAX_TEXT_CHARS)
+            by_row.append((str(row.row), file, str(row.file_row), safe_name(row.reason)))
         heads = ("ROW", "FILE", "ITS ROW", "REASON")
-        lines += ["", table(heads, listed, ("ROW", "ITS ROW"))]
+        lines += ["", table(heads, by_row, ("ROW", "ITS ROW"))]
     return "\n".join(lines)
 
 
 def _row_text(row: dict[str, Any], prefix: str) -> str:
-    number, error = row["row"], row.get(f"{prefix}error")
+    number = row["row"]
+    error = row.get(f"{prefix}error")
     if error is not None:
         return f"row {number}: error: {safe_name(error, MAX_TEXT_CHARS)}"
     values = {name: value for name, value in row.items() if name not in ("row", f"{prefix}error")}
     reason = values.pop(f"{prefix}finish_reason", None)
-    only = [value for value in values.values() if value is not None]
-    text = only[0] if len(only) == 1 and isinstance(only[0], str) else to_json(values)
+    present = [value for value in values.values() if value is not None]
+    is_text = len(present) == 1 and isinstance(present[0], str)
+    text = present[0] if is_text else to_json(values)
     ended = f" [{reason}]" if reason not in (None, "stop") else ""
     return f"row {number}{ended}: {safe_name(text, MAX_TEXT_CHARS)}"
 
@@ -256,14 +261,11 @@ def report(
     """
     if price_per_hour is not None and out is None:
         raise click.UsageError("--price-per-hour makes another page: name a file for it with --out")
-    found = client.run(run, connection=connection)
-    folder, name = found.output, REPORT if out is None else MANIFEST
-    try:  # a folder's page needs no pyarrow, which producers may lack
-        text = (
-            reader_of(found).text(name)
-            if is_stored(folder)
-            else Path(folder, name).read_text("utf-8")
-        )
+    scored = client.run(run, connection=connection)
+    folder = scored.output
+    name = REPORT if out is None else MANIFEST
+    try:
+        text = _text_of(scored, name)
     except (OSError, InputNotFound) as error:
         raise InvalidJob(f"{error}: a run has a report when it is finished") from None
     if out is None:
@@ -283,8 +285,16 @@ def report(
     click.echo(out)
 
 
-#: Exit codes: some row differs; nothing could be compared.
-DIFFERENT, NOT_VERIFIED = 1, 2
+def _text_of(run: client.Run, name: str) -> str:
+    """Return the text of a file in a run's folder. On a disk it needs no pyarrow, which producers may lack."""
+    if is_stored(run.output):
+        return reader_of(run).text(name)
+    return Path(run.output, name).read_text("utf-8")
+
+
+#: Exit codes of `verify`: some row differs, and nothing could be compared.
+DIFFERENT = 1
+NOT_VERIFIED = 2
 
 _COUNTS = """run {run}: {rows_checked:,} of {rows:,} rows checked
 equal      {rows_equal:,}
@@ -295,16 +305,16 @@ left out   {rows_not_compared:,}, which the run has an error for, and {rows_of_o
 def _to_verify(connection: redis.Redis, run: str) -> tuple[str, str, str, str | None]:
     """Return a finished run's queue, its folder as workers name it, its id and model. Raises InvalidJob, UnknownRun.
 
-    If Redis has forgotten the run, they are read from its folder.
+    If Redis has forgotten the run, all this is read from its folder.
     """
-    named, output = named_run(connection, run)
+    run_id, output = named_run(connection, run)
     try:
-        planned = read_planned(connection, named)
+        planned = read_planned(connection, run_id)
     except UnknownRun:
         if output is None:
             raise
-        _check_finished(named, output.state)
-        return DEFAULT_QUEUE, output.plan.spec.output, named, output.plan.model.fingerprint
+        _check_finished(run_id, output.state)
+        return DEFAULT_QUEUE, output.plan.spec.output, run_id, output.plan.model.fingerprint
     _check_finished(planned.run, planned.state)
     if planned.workers and planned.awaited_model is not None:
         raise InvalidJob(
@@ -347,22 +357,25 @@ def verify(
     """
     try:
         with errors_told():
-            own_queue, folder, named, model = _to_verify(connection, run)
+            run_queue, folder, run_id, model = _to_verify(connection, run)
             arguments = {
-                "run": named,
+                "run": run_id,
                 "plan": os.path.join(folder, PLAN),
                 "sample": sample,
                 "seed": seed,
             }
-            found = try_job(connection, queue or own_queue, "jobs.verify_rows", arguments, model)
+            result = try_job(connection, queue or run_queue, "jobs.verify_rows", arguments, model)
     except click.ClickException as error:
         error.show()
         sys.exit(NOT_VERIFIED)
-    told = [_COUNTS.format(**found)]
-    for each in found["differences"]:
-        told.append(f"row {each['row']}, column {each['column']}")
+    lines = [_COUNTS.format(**result)]
+    for difference in result["differences"]:
+        lines.append(f"row {difference['row']}, column {difference['column']}")
         for name in ("recorded", "computed"):
-            told.append(f"  {name}   {safe_name(json.dumps(each[name], ensure_ascii=False))}")
-    click.echo(json.dumps(found, ensure_ascii=False) if as_json else "\n".join(told))
-    nothing = found["rows_not_compared"] and not found["rows_checked"]
-    sys.exit(DIFFERENT if found["rows_different"] else NOT_VERIFIED if nothing else 0)
+            lines.append(
+                f"  {name}   {safe_name(json.dumps(difference[name], ensure_ascii=False))}"
+            )
+    click.echo(json.dumps(result, ensure_ascii=False) if as_json else "\n".join(lines))
+    if result["rows_different"]:
+        sys.exit(DIFFERENT)
+    sys.exit(NOT_VERIFIED if result["rows_not_compared"] and not result["rows_checked"] else 0)

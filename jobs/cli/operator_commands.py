@@ -1,7 +1,8 @@
-"""Commands of who operates queues and workers: `tokenmill info`, `requeue`, `doctor` and `dashboard`."""
+"""Commands for operators of queues and workers: `tokenmill info`, `requeue`, `doctor` and `dashboard`."""
 
 import importlib
 import json
+from collections import Counter
 from collections.abc import Iterator
 from importlib.metadata import version
 from importlib.util import find_spec
@@ -30,31 +31,31 @@ def info(connection: redis.Redis, /, queues: tuple[str, ...]) -> None:
 
     Unlike `rq info` it reads no job, so no pickle. Exits with 1 where a named queue does not exist.
     """
-    known = queue_names(connection)
-    seen = count_queues(connection, queues or known)
-    missing = [
-        each.name for each in seen if each.name not in known and not any(each.counts.values())
-    ]
-    for counts in seen:
-        if counts.name not in missing:
-            places = ", ".join(f"{count} {place}" for place, count in counts.counts.items())
-            click.echo(f"queue {safe_name(counts.name)}: {places}")
-    listed = read_workers(connection)
-    for each in listed:
-        if not (fields := each.registered):
+    known_names = queue_names(connection)
+    missing = []
+    for queue in count_queues(connection, queues or known_names):
+        if queue.name not in known_names and not any(queue.counts.values()):
+            missing.append(queue.name)
             continue
-        state = "silent" if each.is_silent else fields.get("state", "?")
+        places = ", ".join(f"{count} {place}" for place, count in queue.counts.items())
+        click.echo(f"queue {safe_name(queue.name)}: {places}")
+    workers = read_workers(connection)
+    for worker in workers:
+        fields = worker.registered
+        if not fields:
+            continue
+        state = "silent" if worker.is_silent else fields.get("state", "?")
         job = f", job {fields['current_job']}" if "current_job" in fields else ""
         click.echo(
-            f"worker {safe_name(each.name)}: {state} on {fields.get('queues', '?')}{job}; "
+            f"worker {safe_name(worker.name)}: {state} on {fields.get('queues', '?')}{job}; "
             f"{fields.get('successful_job_count', 0)} finished, {fields.get('failed_job_count', 0)} failed; "
             f"last seen {fields.get('last_heartbeat', '?')}"
         )
-    if are_held(listed):
+    if are_held(workers):
         click.secho(f"no worker claims anything: {RESTORED_TEXT}", fg="red")
     if missing:
-        others = f": there are {_ids(known)}" if known else ": there is none"
-        raise click.ClickException(f"no queue is named {_ids(missing)}{others}")
+        existing = f": there are {_ids(known_names)}" if known_names else ": there is none"
+        raise click.ClickException(f"no queue is named {_ids(missing)}{existing}")
 
 
 @click.command("restore-check")
@@ -73,9 +74,10 @@ def restore_check(connection: redis.Redis, /, confirm: bool) -> None:
     click.echo(
         f"claims are held since {safe_name(text(held_since))}: Redis came back with older data"
     )
-    for counts in count_queues(connection, queue_names(connection)):
-        if waiting := counts.counts["waiting"]:
-            click.echo(f"queue {safe_name(counts.name)}: {waiting} waiting")
+    for queue in count_queues(connection, queue_names(connection)):
+        num_waiting = queue.counts["waiting"]
+        if num_waiting:
+            click.echo(f"queue {safe_name(queue.name)}: {num_waiting} waiting")
     if not confirm:
         raise click.ClickException(
             "cancel the prompts that you have answers of, then give --confirm"
@@ -104,19 +106,23 @@ def requeue_command(
     """
     if bool(job_ids) == is_all:
         raise click.UsageError("name the jobs, or give --all")
-    found = requeue_all(connection, queue, limit) if is_all else requeue(connection, queue, job_ids)
-    click.echo(f"requeued {len(found.done)} jobs")
-    left = []
-    if found.cancelled:
-        left.append(f"{len(found.cancelled)} not requeued: {_ids(found.cancelled)}: {RESUBMIT}")
-    if found.missing and is_all:
-        left.append(f"{len(found.missing)} are listed as failed but gone: {_ids(found.missing)}")
-    elif found.missing:
-        left.append(f"not among the failed jobs of {safe_name(queue)}: {_ids(found.missing)}")
-    if left and not is_all:
-        raise click.ClickException("; ".join(left))
-    for line in left:
-        click.echo(line, err=True)
+    requeued = (
+        requeue_all(connection, queue, limit) if is_all else requeue(connection, queue, job_ids)
+    )
+    cancelled = requeued.cancelled
+    missing = requeued.missing
+    click.echo(f"requeued {len(requeued.done)} jobs")
+    problems = []
+    if cancelled:
+        problems.append(f"{len(cancelled)} not requeued: {_ids(cancelled)}: {RESUBMIT}")
+    if missing and is_all:
+        problems.append(f"{len(missing)} are listed as failed but gone: {_ids(missing)}")
+    elif missing:
+        problems.append(f"not among the failed jobs of {safe_name(queue)}: {_ids(missing)}")
+    if problems and not is_all:
+        raise click.ClickException("; ".join(problems))
+    for problem in problems:
+        click.echo(problem, err=True)
 
 
 def _ids(job_ids: list[str]) -> str:
@@ -124,7 +130,7 @@ def _ids(job_ids: list[str]) -> str:
     return ", ".join(map(safe_name, job_ids[:MAX_SHOWN])) + more
 
 
-#: Imported by name: what these look at needs packages that import this one.
+#: Imported by name, as these packages import this one.
 CHECKS = {"worker": "worker.doctor", "dashboard": "tokenmill.dashboard.doctor"}
 
 _COLOURS = {Level.OK: "green", Level.WARNING: "yellow", Level.FAULT: "red"}
@@ -145,30 +151,32 @@ def doctor(context: click.Context, /, role: str | None, as_json: bool) -> None:
     installed, also at model, memory, GPU and data roots. Exits with 1 where there is a fault, with 0 otherwise.
     """
     url = context.find_root().params["url"]
-    role = role or (
-        "worker" if find_spec("torch") and find_spec("pydantic_settings") else "producer"
-    )
-    found = []
-    for each in examine(_examinations(url, role)):
-        found.append(each)
+    if role is None:
+        is_worker = find_spec("torch") and find_spec("pydantic_settings")
+        role = "worker" if is_worker else "producer"
+    findings = []
+    for finding in examine(_examinations(url, role)):
+        findings.append(finding)
         if not as_json:
-            level, subject, text, mend = each
-            click.echo(f"{click.style(f'{level:8}', fg=_COLOURS[level])} {subject:13} {text}")
-            click.echo(f"{'':22} -> {mend}\n" if mend else "", nl=False)
-    faults, warnings = (
-        sum(each.level is level for each in found) for level in (Level.FAULT, Level.WARNING)
-    )
+            level = click.style(f"{finding.level:8}", fg=_COLOURS[finding.level])
+            click.echo(f"{level} {finding.subject:13} {finding.found}")
+            if finding.mend:
+                click.echo(f"{'':22} -> {finding.mend}")
+    levels = Counter(finding.level for finding in findings)
     if as_json:
-        told = {
+        content = {
             "version": version("tokenmill"),
             "role": role,
-            "faults": faults,
-            "warnings": warnings,
+            "faults": levels[Level.FAULT],
+            "warnings": levels[Level.WARNING],
+            "findings": [finding._asdict() for finding in findings],
         }
-        click.echo(json.dumps({**told, "findings": [each._asdict() for each in found]}, indent=2))
+        click.echo(json.dumps(content, indent=2))
     else:
-        click.echo(f"{faults} faults, {warnings} warnings, {len(found) - faults - warnings} ok")
-    context.exit(1 if faults else 0)
+        click.echo(
+            f"{levels[Level.FAULT]} faults, {levels[Level.WARNING]} warnings, {levels[Level.OK]} ok"
+        )
+    context.exit(1 if levels[Level.FAULT] else 0)
 
 
 def _examinations(url: str, role: str) -> Iterator[Examination]:
@@ -177,12 +185,9 @@ def _examinations(url: str, role: str) -> Iterator[Examination]:
     try:
         yield from importlib.import_module(CHECKS[role]).checks() if role in CHECKS else ()
     except ImportError as error:
-        found = fault(
-            "installation",
-            f"the {role} cannot be imported ({error})",
-            f"pip install 'tokenmill[{role}]'",
-        )
-        yield Examination("installation", lambda: [found])
+        problem = f"the {role} cannot be imported ({error})"
+        finding = fault("installation", problem, f"pip install 'tokenmill[{role}]'")
+        yield Examination("installation", lambda: [finding])
 
 
 def _check_redis(url: str, role: str) -> Iterator[Finding]:
@@ -196,7 +201,7 @@ def _check_redis(url: str, role: str) -> Iterator[Finding]:
         yield from check_permissions(server, "worker" if role == "worker" else "producer")
 
 
-#: Imported by name: it is a package of its own, which imports this one.
+#: Imported by name, as that package imports this one.
 SERVE = "tokenmill.dashboard.serve"
 
 
@@ -225,12 +230,12 @@ def dashboard(context: click.Context, /, **options: Any) -> None:
     On other addresses than 127.0.0.1 browsers have to log in with the token in TOKENMILL_DASHBOARD_TOKEN.
     """
     try:
-        found: Any = importlib.import_module(SERVE)
+        module: Any = importlib.import_module(SERVE)
     except ModuleNotFoundError as error:
         raise click.ClickException(
             f"{error.name} is not installed: pip install 'tokenmill[dashboard]'"
         ) from None
     try:
-        found.serve(context.find_root().params["url"], **options)
-    except found.NotServed as refused:
-        raise click.ClickException(str(refused)) from None
+        module.serve(context.find_root().params["url"], **options)
+    except module.NotServed as error:
+        raise click.ClickException(str(error)) from None

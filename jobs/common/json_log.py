@@ -1,4 +1,4 @@
-"""A record of a log as a line of JSON, by structlog. Imported only where logs are written so."""
+"""Writes records of a log as lines of JSON, by structlog. Imported only if logs are written as JSON."""
 
 import json
 import logging
@@ -10,25 +10,27 @@ import structlog
 
 from jobs.common.plain_log import JOB_ID
 
-#: Of an exception's text, and frames of its traceback, as much as a line may hold.
-MAX_EXCEPTION_CHARS, MAX_FRAMES = 2000, 20
-#: As json.dumps: an encoder made for each line takes as long as all the rest.
+#: The most that a line holds of an exception: characters of its text, and frames of its traceback.
+MAX_EXCEPTION_CHARS = 2000
+MAX_FRAMES = 20
+#: One encoder for all lines: json.dumps would make one for each, which takes as long as all the rest.
 _json = json.JSONEncoder(default=str).encode
 
 _transform = structlog.tracebacks.ExceptionDictTransformer(show_locals=False, max_frames=MAX_FRAMES)
 
 
 class JsonLine(logging.Formatter):
-    """Writes a record as one line; of an exception no values of variables, which hold prompts.
+    """Writes a record as one line. Tracebacks show no values of variables, as these hold prompts.
 
-    bound: fields of every line. more_of: what else a job's id tells.
+    bound: the fields of every line. more_of: returns further fields for a job's id.
     """
 
     def __init__(
         self, bound: Mapping[str, str], more_of: Callable[[str], Mapping[str, Any]] | None = None
     ) -> None:
         super().__init__()
-        self._bound, self._more_of = dict(bound), more_of
+        self._bound = dict(bound)
+        self._more_of = more_of
 
     def format(self, record: logging.LogRecord) -> str:
         """Return a record as a line of JSON."""
@@ -47,8 +49,9 @@ class JsonLine(logging.Formatter):
             if self._more_of is not None:
                 fields.update(self._more_of(job_id))
         if record.exc_info and record.exc_info[0] is not None:
-            told = _transform(record.exc_info)
-            fields["exception"] = [
-                {**each, "exc_value": str(each["exc_value"])[:MAX_EXCEPTION_CHARS]} for each in told
-            ]
+            shown = []
+            for exception in _transform(record.exc_info):
+                text = str(exception["exc_value"])[:MAX_EXCEPTION_CHARS]
+                shown.append({**exception, "exc_value": text})
+            fields["exception"] = shown
         return _json(fields)

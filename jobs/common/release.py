@@ -13,7 +13,7 @@ _GIT_LIMIT_S = 10.0
 
 @lru_cache(maxsize=1)
 def commit() -> str:
-    """Return the commit that was installed, or the one that a checkout has now; "" if neither is known."""
+    """Return the commit that was installed, or the one of this checkout; "" if neither is known."""
     return _installed_commit() or _checked_out_commit(Path(__file__).parents[2])
 
 
@@ -35,8 +35,8 @@ def _checked_out_commit(folder: Path) -> str:
         return ""
     with suppress(OSError, subprocess.SubprocessError):
         command = ["git", "-C", str(folder), "rev-parse", "HEAD"]
-        found = subprocess.run(
+        completed = subprocess.run(
             command, capture_output=True, text=True, timeout=_GIT_LIMIT_S, check=True
         )
-        return found.stdout.strip()
+        return completed.stdout.strip()
     return ""

@@ -182,13 +182,32 @@ def _agreement(agree_on: str) -> Check:
 def _json_part(text: str, pointer: str) -> str | None:
     """Return the value at a JSON pointer (RFC 6901) as JSON in one form; None where there is none."""
     try:
-        value = json.loads(text, parse_constant=_no_constant)
+        value = json.loads(text, parse_constant=_no_constant, parse_float=_number)
         for step in pointer.split("/")[1:]:
             name = step.replace("~1", "/").replace("~0", "~")
-            value = value[int(name)] if isinstance(value, list) else value[name]
+            if isinstance(value, list):
+                value = value[_place(name)]
+            elif isinstance(value, dict):
+                value = value[name]
+            else:
+                return None
     except (ValueError, KeyError, IndexError, TypeError, RecursionError):
         return None
     return json.dumps(value, sort_keys=True)
+
+
+def _number(text: str) -> float | int:
+    """Return a number of JSON, of which 1 and 1.0 are the same."""
+    value = float(text)
+    return int(value) if value.is_integer() else value
+
+
+def _place(name: str) -> int:
+    """Return a place in an array. Raises ValueError for what a JSON pointer does not take, such as -1 and 01."""
+    place = int(name)
+    if name != str(place) or place < 0:
+        raise ValueError(f"{name} is no place in an array")
+    return place
 
 
 #: Characters of a tool's result, which stands in the chat from then on.

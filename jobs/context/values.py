@@ -5,7 +5,7 @@ from functools import partial
 from typing import Any
 
 from jobs.common.display import MAX_NAME_CHARS, MAX_SHOWN_CHARS, brief, is_unicode
-from jobs.errors import InvalidJob, InvalidValue, unlike
+from jobs.errors import InvalidJob, InvalidValue, check_limit, unlike
 
 
 def truth(name: str, value: Any) -> bool:
@@ -62,3 +62,13 @@ def share(name: str, value: Any) -> float:
     if type(value) not in (int, float) or not 0 < value <= 1:
         raise unlike(name, value, "a number above 0, at most 1")
     return float(value)
+
+
+def check_shard(count: int, what: str, rows: int, most: int) -> None:
+    """Raise InvalidJob if a shard's rows, each with `count` of something, hold more than `most` together."""
+    check_limit(
+        count * rows,
+        most,
+        f"{count} {what} make {{}} in a shard of {rows} rows",
+        "give fewer rows_per_shard",
+    )

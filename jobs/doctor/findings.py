@@ -1,4 +1,4 @@
-"""Findings: what a check has found and what mends it; checks of the installation."""
+"""Findings, each with what mends it; and checks of the installation."""
 
 import os
 import re
@@ -19,7 +19,7 @@ class Level(StrEnum):
 
 
 class Finding(NamedTuple):
-    """subject: what was looked at. found: what is there. mend: the command or setting that mends it."""
+    """What a check says. subject: what was looked at. found: what is there. mend: what mends it."""
 
     level: Level
     subject: str
@@ -30,14 +30,14 @@ class Finding(NamedTuple):
 ok, warning, fault = (partial(Finding, level) for level in Level)
 
 
-def told(subject: str, error: str) -> Finding:
-    """Return the fault that the text of one of our errors tells: "found (why): mend" or "found; mend"."""
-    found, *mend = re.split(r"(?<=\)): |; ", error, maxsplit=1)
-    return fault(subject, found, "".join(mend))
+def fault_of(subject: str, error: str) -> Finding:
+    """Return the fault in the text of one of our errors, such as "problem (why): remedy" or "problem; remedy"."""
+    problem, *remedy = re.split(r"(?<=\)): |; ", error, maxsplit=1)
+    return fault(subject, problem, "".join(remedy))
 
 
 class Examination(NamedTuple):
-    """Some checks. check: gives what it finds, one after the other. limit_s: what it may take."""
+    """Some checks. check: yields findings. limit_s: the seconds that it may take."""
 
     subject: str
     check: Callable[[], Iterable[Finding]]
@@ -45,35 +45,32 @@ class Examination(NamedTuple):
 
 
 def examine(examinations: Iterable[Examination]) -> Iterator[Finding]:
-    """Carry examinations out one after the other. One that takes too long, or raises, is a fault."""
-    for each in examinations:
-        found: list[Finding] = []
+    """Carry out examinations one after the other. An examination that takes too long, or raises, is a fault."""
+    for examination in examinations:
+        findings: list[Finding] = []
         # A call of the system that hangs, on a network mount for example, cannot be ended: it is left behind.
-        thread = threading.Thread(target=_examine, args=(each, found), daemon=True)
+        thread = threading.Thread(target=_examine, args=(examination, findings), daemon=True)
         thread.start()
-        thread.join(each.limit_s)
+        thread.join(examination.limit_s)
         if thread.is_alive():
-            found = [
-                *found,
-                fault(
-                    each.subject,
-                    f"no answer within {each.limit_s:g} s",
-                    "find out what it waits for",
-                ),
-            ]
-        yield from found
+            yield from list(findings)
+            problem = f"no answer within {examination.limit_s:g} s"
+            yield fault(examination.subject, problem, "find out what it waits for")
+        else:
+            yield from findings
 
 
-def _examine(examination: Examination, found: list[Finding]) -> None:
+def _examine(examination: Examination, findings: list[Finding]) -> None:
     try:
-        for each in examination.check():
-            found.append(each)
-    except Exception as error:  # noqa: BLE001  # a check that cannot be made must not hide the others
-        text = f"it cannot be checked ({type(error).__name__}: {error})"
-        found.append(fault(examination.subject, text, "mend what the error names, then look again"))
+        for finding in examination.check():
+            findings.append(finding)
+    except Exception as error:  # noqa: BLE001  # a check that raises must not hide the others
+        problem = f"it cannot be checked ({type(error).__name__}: {error})"
+        remedy = "mend what the error names, then look again"
+        findings.append(fault(examination.subject, problem, remedy))
 
 
-#: Variable of RQ's -> the classes that it may name.
+#: The classes that variables of RQ may name.
 CLASSES = {
     "RQ_JOB_CLASS": ("rq.job.Job",),
     "RQ_WORKER_CLASS": ("worker.BatchWorker", "tokenmill.BatchWorker"),
@@ -83,18 +80,17 @@ CLASSES = {
 def check_installation() -> Iterator[Finding]:
     """Check RQ's settings, and name the versions that are installed."""
     for name, expected in CLASSES.items():
-        given = os.environ.get(name)
-        if given is not None and given not in expected:
-            yield warning(
-                "settings", f"{name}={given!r}, expected {' or '.join(expected)}", f"unset {name}"
-            )
+        value = os.environ.get(name)
+        if value is not None and value not in expected:
+            problem = f"{name}={value!r}, expected {' or '.join(expected)}"
+            yield warning("settings", problem, f"unset {name}")
     yield ok(
         "installation",
         f"Tokenmill {version('tokenmill')}, rq {version('rq')}, redis-py {version('redis')}",
     )
 
 
-#: Packages without which a worker or dashboard runs too, slower or with less to see.
+#: Packages that a worker or dashboard does without, slower or with less to see.
 OPTIONAL = frozenset(
     {"hiredis", "numba", "opentelemetry-exporter-otlp-proto-http", "opentelemetry-sdk"}
 )
@@ -102,8 +98,8 @@ OPTIONAL = frozenset(
 
 def missing(extra: str) -> Iterator[Finding]:
     """Name the packages of an extra that are not installed."""
-    for each in requires("tokenmill") or ():
-        requirement, _, condition = each.partition(";")
+    for line in requires("tokenmill") or ():
+        requirement, _, condition = line.partition(";")
         name = re.split(r"[\[<>=!~ ]", "hiredis" if "[hiredis]" in requirement else requirement)[0]
         try:
             version(name if extra in condition else "rq")

@@ -48,29 +48,27 @@ def reach(url: str) -> Server:
     client = Redis.from_url(url, retry=Retry(NoBackoff(), 0), **wait)
     took_s = []
     for _ in range(5):
-        asked_at = time.time()
+        sent_at = time.time()
         info: Any = client.info("everything")
-        took_s.append(time.time() - asked_at)
+        took_s.append(time.time() - sent_at)
     config: dict[str, str] = {}
-    with suppress(ResponseError):  # not as this user, and on some hosted servers not as any
+    with suppress(ResponseError):  # this user may not read them; on some hosted servers nobody may
         for name in ("appendfsync", "save"):
             config.update(client.config_get(name))  # type: ignore[arg-type]
-    ahead_s = info.get("server_time_usec", asked_at * 1e6) / 1e6 - asked_at
+    ahead_s = info.get("server_time_usec", sent_at * 1e6) / 1e6 - sent_at
     return Server(client, *_user_and_address(url), info, min(took_s), ahead_s, config)
 
 
 def not_served(url: str, error: RedisError) -> Finding:
     """Return the fault that explains why a server does not serve us."""
     user, address = _user_and_address(url)
-    found = f"refuses to serve user {user!r}"
+    problem = f"refuses to serve user {user!r}"
     mend = "correct user and password in RQ_REDIS_URL (percent-encode @, /, : and #), or the user's rules"
     if isinstance(error, BusyLoadingError):
-        found, mend = (
-            "does not serve yet",
-            "wait: it reads what it has kept on its disk, and serves once that is done",
-        )
+        problem = "does not serve yet"
+        mend = "wait: it reads what it has kept on its disk, and serves once that is done"
     elif isinstance(error, NOT_SERVED[:2]) and not isinstance(error, AuthenticationError):
-        found = "does not answer"
+        problem = "does not answer"
         mend = "start Redis, or name it with --url or RQ_REDIS_URL (rediss:// where it speaks TLS)"
         if "SSL" in str(error):
             mend = "give the certificate of its authority: rediss://...?ssl_ca_certs=/path/ca.pem"
@@ -78,7 +76,7 @@ def not_served(url: str, error: RedisError) -> Finding:
         mend = "give this user the rules of its role in ops/redis-users.acl, +info and +ping among them"
     elif str(error).startswith("MISCONF"):
         mend = f"{_LOG}, then BGSAVE"
-    return fault("redis", f"{address} {found} ({error})", mend)
+    return fault("redis", f"{address} {problem} ({error})", mend)
 
 
 def _user_and_address(url: str) -> tuple[str, str]:
@@ -112,35 +110,34 @@ def check_server(server: Server) -> Iterator[Finding]:
     yield from _durability(server)
     yield from _faults(server.info)
     if abs(server.ahead_s) > MAX_SKEW_S:
-        found = f"the clock of Redis is {server.ahead_s:+.1f} s from this machine's"
-        yield warning(
-            "clock", found, "run a time service on both machines (timedatectl set-ntp true)"
-        )
+        problem = f"the clock of Redis is {server.ahead_s:+.1f} s from this machine's"
+        mend = "run a time service on both machines (timedatectl set-ntp true)"
+        yield warning("clock", problem, mend)
 
 
 def troubles(connection: Redis) -> list[str]:
     """Say why a server that answers takes no jobs or loses them, and what to mend. Raises RedisError."""
     try:
         info: Any = connection.info()
-    except ResponseError:  # not as this user
+    except ResponseError:  # this user may not ask
         return []
-    return [f"{each.found}: {each.mend}" for each in _faults(info)]
+    return [f"{finding.found}: {finding.mend}" for finding in _faults(info)]
 
 
 def _faults(info: Mapping[str, Any]) -> Iterator[Finding]:
     written = ("aof_last_write_status", "aof_last_bgrewrite_status", "rdb_last_bgsave_status")
     failed = ", ".join(name for name in written if info.get(name, "ok") != "ok")
     policy = info.get("maxmemory_policy", "noeviction")
-    used, most = (
-        info.get("used_memory", 0),
-        info.get("maxmemory") or info.get("total_system_memory", 0),
-    )
+    used_bytes = info.get("used_memory", 0)
+    max_bytes = info.get("maxmemory") or info.get("total_system_memory", 0)
     if info.get("role") == "slave":
         mend = f"name its master, {info.get('master_host')}:{info.get('master_port')}"
         yield fault("redis", "this is a replica, which takes no jobs", mend)
     if info.get("min_slaves_good_slaves") == 0:
-        found = "min-replicas-to-write asks for replicas, and there is none: Redis refuses to write"
-        yield fault("redis", found, f"start its replicas, or {_set('min-replicas-to-write', 0)}")
+        problem = (
+            "min-replicas-to-write asks for replicas, and there is none: Redis refuses to write"
+        )
+        yield fault("redis", problem, f"start its replicas, or {_set('min-replicas-to-write', 0)}")
     if info.get("cluster_enabled"):
         yield fault(
             "redis",
@@ -152,41 +149,50 @@ def _faults(info: Mapping[str, Any]) -> Iterator[Finding]:
             "durability", f"Redis could not write to its disk the last time ({failed})", _LOG
         )
     if policy != "noeviction":
-        found = f"maxmemory-policy is {policy}: with its memory full, Redis throws away jobs and answers"
-        yield fault("redis memory", found, _set("maxmemory-policy", "noeviction"))
-    if most and used > FULL * most:
-        found = f"{used >> 20} of {most >> 20} MiB in use: soon no job can be enqueued or ended"
+        problem = f"maxmemory-policy is {policy}: with its memory full, Redis throws away jobs and answers"
+        yield fault("redis memory", problem, _set("maxmemory-policy", "noeviction"))
+    if max_bytes and used_bytes > FULL * max_bytes:
+        problem = (
+            f"{used_bytes >> 20} of {max_bytes >> 20} MiB in use: "
+            "soon no job can be enqueued or ended"
+        )
         mend = "give Redis more memory (CONFIG SET maxmemory), or keep results for less long (result_ttl)"
-        yield fault("redis memory", found, mend)
+        yield fault("redis memory", problem, mend)
 
 
 def _durability(server: Server) -> Iterator[Finding]:
-    save, fsync = server.config.get("save"), server.config.get("appendfsync")
+    save = server.config.get("save")
+    fsync = server.config.get("appendfsync")
     if not server.info.get("aof_enabled") and save == "":
-        found = "neither append-only file nor snapshots: a restart loses every job, and what is known of runs"
-        yield fault("durability", found, _set("appendonly", "yes"))
+        problem = "neither append-only file nor snapshots: a restart loses every job and the state of runs"
+        yield fault("durability", problem, _set("appendonly", "yes"))
     elif not server.info.get("aof_enabled"):
-        found = f"no append-only file, at most snapshots (save {save}): a crash loses all jobs since the last"
-        yield warning("durability", found, _set("appendonly", "yes"))
+        problem = f"no append-only file, at most snapshots (save {save}): a crash loses all jobs since the last"
+        yield warning("durability", problem, _set("appendonly", "yes"))
     elif fsync == "no":
-        found = "appendfsync is no: a crash loses what was not on disk"
-        yield warning("durability", found, _set("appendfsync", "everysec"))
+        problem = "appendfsync is no: a crash loses what was not on disk"
+        yield warning("durability", problem, _set("appendfsync", "everysec"))
     else:
         yield ok(
             "durability",
             f"every change is in the append-only file (appendfsync {fsync or 'unknown'})",
         )
-    # As the default user Redis 7 to 8 replays the file, also where nobody may be that user.
+    # Redis 7 and 8 replay the file as the default user, even if nobody can log in as that user.
     client: Any = server.client
     written = (("SET", prefixed("rq:job:a"), "1"), ("XADD", prefixed("tokenmill:a"), "*", "a", "1"))
-    with suppress(ResponseError):  # not as this user, or Redis 6.2, which replays without a user
+    with suppress(
+        ResponseError
+    ):  # this user may not ask, or Redis 6.2, which replays without a user
         replies = [client.execute_command("ACL", "DRYRUN", "default", *words) for words in written]
-        if server.info.get("aof_enabled") and any(each not in (b"OK", "OK") for each in replies):
-            found = "the default user has no rights: a restart drops every transaction of the file"
+        are_allowed = all(reply in (b"OK", "OK") for reply in replies)
+        if server.info.get("aof_enabled") and not are_allowed:
+            problem = (
+                "the default user has no rights: a restart drops every transaction of the file"
+            )
             mend = (
                 "ACL SETUSER default off ~* &* +@all, and so in its file, before the next restart"
             )
-            yield fault("durability", found, mend)
+            yield fault("durability", problem, mend)
 
 
 def _set(name: str, value: object) -> str:
@@ -224,13 +230,18 @@ _WORDS = {"K": prefixed("rq:job:a"), "C": prefixed("rq:pubsub:a"), "SHA": "0" * 
 def commands_of(role: Role) -> list[tuple[str, ...]]:
     """Return the commands that a role needs, as words with arguments."""
     text = _PRODUCERS + (_WORKERS if role == "worker" else "")
-    listed = [each.split() for each in text.replace("\n", ";").split(";")]
-    return [tuple(_WORDS.get(word, word) for word in words) for words in listed if words]
+    commands = []
+    for command in text.replace("\n", ";").split(";"):
+        words = tuple(_WORDS.get(word, word) for word in command.split())
+        if words:
+            commands.append(words)
+    return commands
 
 
 def check_permissions(server: Server, role: Role) -> Iterator[Finding]:
     """Name the rules that a role needs and this user lacks."""
-    commands, keys = commands_of(role), list(map(prefixed, KEYS[role].split()))
+    commands = commands_of(role)
+    keys = list(map(prefixed, KEYS[role].split()))
     writes = {key: ("set", key.replace("*", "a"), "1") for key in keys}
     rules: dict[str, None] = {}  # in the order in which they are found missing
     for words, refusal in _refusals(server.client, [*writes.values(), *commands]):
@@ -239,9 +250,8 @@ def check_permissions(server: Server, role: Role) -> Iterator[Finding]:
         elif " channel" in refusal:
             rules[f"&{RQ}:pubsub:*"] = None
         elif refusal:
-            rules[
-                f"+{words[0]}|{words[1]}" if words[0] in ("script", "memory") else f"+{words[0]}"
-            ] = None
+            has_subcommand = words[0] in ("script", "memory")
+            rules[f"+{words[0]}|{words[1]}" if has_subcommand else f"+{words[0]}"] = None
     if not rules:
         yield ok("permissions", f"user {server.user!r} may do all that a {role} needs")
         return
@@ -253,12 +263,16 @@ def check_permissions(server: Server, role: Role) -> Iterator[Finding]:
 def _refusals(
     client: Redis, commands: Sequence[Sequence[str]]
 ) -> Iterator[tuple[Sequence[str], str]]:
-    """Yield how the server refuses commands to this user, "" where it does not; none is carried out."""
+    """Yield how the server refuses each command to this user; "" if it does not. No command is carried out."""
     connection: Any = client.connection_pool.get_connection()
     try:
         connection.send_command("MULTI")
-        if refusal := _reply(connection):
-            yield ("@transaction",), refusal  # without which the others would be carried out
+        refusal = _reply(connection)
+        if refusal:
+            yield (
+                ("@transaction",),
+                refusal,
+            )  # outside a transaction the commands would be carried out
             return
         connection.send_packed_command(connection.pack_commands([*commands, ("DISCARD",)]))
         for words in commands:
@@ -271,8 +285,8 @@ def _refusals(
 def _reply(connection: Any) -> str:
     try:
         connection.read_response()
-    except (
-        ResponseError
-    ) as error:  # others than this one are of a command that a version has otherwise
-        return str(error) if isinstance(error, NoPermissionError) else ""
+    except NoPermissionError as error:
+        return str(error)
+    except ResponseError:  # this version takes other arguments
+        return ""
     return ""

@@ -26,9 +26,9 @@ class Check:
 Step = list[Request] | Check
 """What an item yields.
 
-A list of requests runs side by side. The item then gets a list with the completions of each request, in the order of
-the requests; the completions of one request are ordered by their index. The runner takes the requests out of the list
-as it sends them, so that no prompt is held while the engine is at it.
+The requests of a list run side by side. The item then gets a list with the completions of each request, in the order
+of the requests. The completions of one request are ordered by their index. The runner takes the requests out of the
+list as it sends them, so that nothing holds their prompts meanwhile.
 """
 
 Samples = Sequence[Completion]
@@ -71,8 +71,11 @@ def side_by_side(items: Sequence[Item[T]]) -> Item[list[T]]:
 
     while steps:
         for number in sorted(steps):
-            while isinstance(step := steps.get(number), Check):
-                advance(number, (yield step))
+            step = steps.get(number)
+            while isinstance(step, Check):
+                reason = yield step
+                advance(number, reason)
+                step = steps.get(number)
 
         waiting = sorted(steps)
         if not waiting:

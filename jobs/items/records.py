@@ -1,4 +1,4 @@
-"""What is written of an item under way, so that another execution goes on where one was."""
+"""Records of items under way, which let another execution go on where one was."""
 
 from array import array
 from base64 import b64decode, b64encode
@@ -50,15 +50,15 @@ class PlainCompletion:
     @classmethod
     def of(cls, completion: Any, **changes: Any) -> Self:
         """Copy an engine.Completion, with some values changed."""
-        values = {each.name: getattr(completion, each.name) for each in fields(cls)}
+        values = {field.name: getattr(completion, field.name) for field in fields(cls)}
         return cls(**{**values, **changes})
 
 
-#: Values that are not written: one pass of the engine makes them again.
+#: Values that no record has, as the engine makes them again in one pass.
 _NOT_WRITTEN = ("prompt_text", "prompt_tokens", "embedding", "loglikelihoods", "class_scores")
 
 _DEFAULTS = {
-    each.name: each.default for each in fields(PlainCompletion) if each.default is not MISSING
+    field.name: field.default for field in fields(PlainCompletion) if field.default is not MISSING
 }
 
 
@@ -66,8 +66,10 @@ _DEFAULTS = {
 class Progress:
     """How far an item is: what it was given, and what the engine has for the requests of its present step.
 
-    replies: of the steps before, in order. received: completions of the present step, by the request's place in it.
-    tokens: the same of requests that are not answered yet. num_tokens: tokens that were generated for all completions.
+    replies: what it was given for the steps before, in order.
+    received: completions of the present step, by the place of their request in it.
+    tokens: the tokens of requests that are not answered yet, by the same places.
+    num_tokens: how many tokens were generated for all completions.
     """
 
     replies: Sequence[Reply] = ()
@@ -77,7 +79,7 @@ class Progress:
 
     @property
     def length(self) -> tuple[int, int, int]:
-        """Return what tells which of two records of an item is further."""
+        """Return numbers by which the further one of two records compares as greater."""
         num_tokens = sum(
             len(sample) for samples in self.tokens.values() for sample in samples.values()
         )
@@ -86,16 +88,20 @@ class Progress:
     @property
     def can_be_written(self) -> bool:
         """Whether a record of it saves work, and has no values that are not written."""
-        steps = [
-            reply for reply in self.replies if reply is not None and not isinstance(reply, str)
-        ]
-        completions = [each for step in steps for samples in step for each in samples]
-        completions += [each for samples in self.received.values() for each in samples]
-        is_plain = all(getattr(each, name) is None for each in completions for name in _NOT_WRITTEN)
-        return any(self.length) and is_plain
+        completions: list[Any] = []
+        for samples in self.received.values():
+            completions += samples
+        for reply in self.replies:
+            if reply is not None and not isinstance(reply, str):
+                for samples in reply:
+                    completions += samples
+        for completion in completions:
+            if any(getattr(completion, name) is not None for name in _NOT_WRITTEN):
+                return False
+        return any(self.length)
 
     def to_json(self) -> Any:
-        """Return it as JSON for `from_json`."""
+        """Return the record as JSON for `from_json`."""
         return {
             "replies": [_reply_json(reply) for reply in self.replies],
             "received": [

@@ -245,7 +245,8 @@ class ItemRunner(Generic[T]):
 
     def _begin(self, entry: Entry[T]) -> None:
         assert entry.make is not None, "begun twice"
-        make, entry.make = entry.make, None
+        make = entry.make
+        entry.make = None
         entry.item = ItemUnderWay(make(), self._checks)
         if entry.places:
             self.counts.open += len(entry.places)
@@ -265,7 +266,8 @@ class ItemRunner(Generic[T]):
             self._end(entry)
             return
 
-        left, entry.resumed = entry.resumed, NOTHING
+        left = entry.resumed
+        entry.resumed = NOTHING
         step = item.num_steps
         requests = item.take_requests()
         entry.num_awaited = len(requests)
@@ -299,7 +301,8 @@ class ItemRunner(Generic[T]):
             sent.entry.num_tokens += max(0, len(sample.token_ids) - sent.num_continued)
 
     def _end(self, entry: Entry[T]) -> None:
-        item, entry.item = entry.item, None
+        item = entry.item
+        entry.item = None
         assert item is not None
         if not entry.places:
             self._opening = None
@@ -331,7 +334,8 @@ class ItemRunner(Generic[T]):
         if answer is None:
             return False
         self._answer(entry, answer)
-        make, entry.make = entry.make, None
+        make = entry.make
+        entry.make = None
         if make is not None:
             make().close()
         return True

@@ -46,7 +46,8 @@ class ItemUnderWay(Generic[T]):
 
     def take_requests(self) -> list[Request]:
         """Return the requests of the present step, once."""
-        requests, self._requests = self._requests, []
+        requests = self._requests
+        self._requests = []
         return requests
 
     def receive(self, step: int, place: int, samples: Samples) -> None:

@@ -1,6 +1,6 @@
-"""Which prompts and sampling values a job may carry, checked before the engine sees them.
+"""Which prompts and sampling values a job may have, checked before the engine sees them.
 
-What clients of OpenAI's API send whether they need it or not is taken where it changes nothing.
+Arguments that OpenAI's clients send in any case are taken where they change nothing.
 """
 
 import json
@@ -12,9 +12,9 @@ from jobs.common.display import MAX_SHOWN_CHARS, brief, is_unicode
 from jobs.errors import InvalidJob, InvalidValue, check_limit
 from jobs.prompts.response_options import with_structured_outputs
 
-#: A prompt beyond any context length only costs tokenizer time and Redis memory.
+#: A longer prompt exceeds every context. It would only cost a tokenizer's time and Redis' memory.
 MAX_PROMPT_BYTES = 1 << 20
-#: A job holds all its answers until the last one is there; what is larger is a Parquet run.
+#: A job holds all its answers until the last one is there. Larger work is a run over files.
 MAX_PROMPTS = 10_000
 MAX_CHOICES = 10_000
 
@@ -48,7 +48,7 @@ NOT_TEXT = frozenset(
     }
 )
 
-#: Those of a run that may stand beside its other arguments, as on the command line.
+#: Sampling values that a run takes beside its other arguments, as the command line does.
 SAMPLING_NAMES = NOT_TEXT | {"stop"}
 
 Prompt = str | list[int]
@@ -56,36 +56,38 @@ Prompt = str | list[int]
 
 @dataclass(frozen=True)
 class Unusable:
-    """Stands for one of a list of prompts that cannot be asked; the others go on."""
+    """Stands for a prompt of a list that cannot be asked. The other prompts go on."""
 
     reason: str
 
 
-def text_problem(text: object, what: str = "prompt") -> str | None:
-    """Say why a value can be no prompt's text; None if it can. what: the value's name."""
+def text_problem(text: object, name: str = "prompt") -> str | None:
+    """Return why a value can be no prompt's text; None if it can. name: the value's."""
     if not isinstance(text, str):
-        return f"{what} is {type(text).__name__}, expected a string"
+        return f"{name} is {type(text).__name__}, expected a string"
     if not is_unicode(text):
-        return f"{what} is not valid Unicode: it holds half of a surrogate pair"
-    if (num_bytes := len(text.encode())) > MAX_PROMPT_BYTES:
+        return f"{name} is not valid Unicode: it holds half of a surrogate pair"
+    num_bytes = len(text.encode())
+    if num_bytes > MAX_PROMPT_BYTES:
         return (
-            f"{what} has {num_bytes} bytes, more than the limit of {MAX_PROMPT_BYTES}: shorten it"
+            f"{name} has {num_bytes} bytes, more than the limit of {MAX_PROMPT_BYTES}: shorten it"
         )
     return None
 
 
-def checked_text(text: Any, what: str) -> str:
+def checked_text(text: Any, name: str) -> str:
     """Return a text. Raises InvalidJob for a value that can be no prompt's text."""
-    problem = text_problem(text, what)
+    problem = text_problem(text, name)
     if problem:
         raise InvalidJob(problem)
     return str(text)
 
 
 def parse_prompts(prompt: object) -> list[Prompt | Unusable]:
-    """Return one entry for each prompt: a string, token ids, a list of strings or a list of token ids.
+    """Return one entry for each prompt of a string, of token ids, or of a list of either.
 
-    Of a list, what can be no prompt is Unusable. Raises InvalidJob where nothing is left, and beyond MAX_PROMPTS.
+    An entry of a list that can be no prompt is Unusable. Raises InvalidJob if no other is left, and for more than
+    MAX_PROMPTS.
     """
     if not isinstance(prompt, list) or _are_token_ids(prompt):
         return [one_prompt(prompt, "prompt")]
@@ -106,21 +108,23 @@ def parse_prompts(prompt: object) -> list[Prompt | Unusable]:
     return prompts
 
 
-def one_prompt(prompt: object, what: str) -> Prompt:
+def one_prompt(prompt: object, name: str) -> Prompt:
     """Return a prompt that is a string or token ids. Raises InvalidJob."""
     if isinstance(prompt, list) and _are_token_ids(prompt):
-        check_limit(len(prompt), MAX_PROMPT_BYTES, f"{what} has {{}} token ids", "shorten it")
+        check_limit(len(prompt), MAX_PROMPT_BYTES, f"{name} has {{}} token ids", "shorten it")
         return list(prompt)
     if not isinstance(prompt, str):
         raise InvalidJob(
-            f"{what} is {type(prompt).__name__}, expected a string or a non-empty list of token ids"
+            f"{name} is {type(prompt).__name__}, expected a string or a non-empty list of token ids"
         )
-    return checked_text(prompt, what)
+    return checked_text(prompt, name)
 
 
 def parse_sampling(sampling: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a copy of `sampling` without what changes nothing; names and ranges are the engine's to check. Raises
-    InvalidJob for a number that arrived as text, and for what is known to be not built."""
+    """Return a copy of `sampling` without what changes nothing. The engine checks names and ranges.
+
+    Raises InvalidJob for a number that arrived as text, and for what is known to be not built.
+    """
     for name, value in sampling.items():
         if name in NOT_TEXT and isinstance(value, str):
             raise InvalidValue(
@@ -129,23 +133,24 @@ def parse_sampling(sampling: Mapping[str, Any]) -> dict[str, Any]:
                 brief(value),
                 value[:MAX_SHOWN_CHARS],
             )
-    return without_neutral(
-        {name: v for name, v in sampling.items() if v is not None or name not in SAMPLING_NAMES}
-    )
+    values = {}
+    for name, value in sampling.items():
+        if value is not None or name not in SAMPLING_NAMES:
+            values[name] = value
+    return without_neutral(values)
 
 
 def check_choices(num_prompts: int, sampling: Mapping[str, Any]) -> None:
-    """Raise InvalidJob when the job would hold more than MAX_CHOICES answers, `n` for each prompt."""
+    """Raise InvalidJob if a job would hold more than MAX_CHOICES answers, `n` for each prompt."""
     n = sampling.get("n", 1)
     if isinstance(n, int):
-        what = f"the job's {num_prompts} prompts ask for {{}} answers"
-        check_limit(num_prompts * n, MAX_CHOICES, what, "split it, or score a Parquet file")
+        problem = f"the job's {num_prompts} prompts ask for {{}} answers"
+        check_limit(num_prompts * n, MAX_CHOICES, problem, "split it, or score a Parquet file")
 
 
 def _are_token_ids(items: list[Any]) -> bool:
-    return set(map(type, items)) == {
-        int
-    }  # bool is not among them; a loop would take longer than the rest
+    # The type of a truth value is another one. A loop would take longer than all the rest.
+    return set(map(type, items)) == {int}
 
 
 #: Names that are not built, with the values at which they would change nothing; null always is one.
@@ -166,16 +171,16 @@ NEUTRAL: Mapping[str, tuple[Any, ...]] = {
     "verbosity": ("medium",),
 }
 
-#: Names that tell a service's operator something, and the model nothing.
-SAID_OF_IT = frozenset({"metadata", "prompt_cache_key", "safety_identifier", "user"})
+#: Names of what tells a service's operator something, and the model nothing.
+FOR_OPERATORS = frozenset({"metadata", "prompt_cache_key", "safety_identifier", "user"})
 
 
 def without_neutral(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return values by the names they have here, without neutral ones. Raises InvalidJob for what is not built."""
-    kept: dict[str, Any] = {}
+    """Return values by the names that they have here, without neutral ones. Raises InvalidJob for what is not built."""
+    used: dict[str, Any] = {}
     for name, value in values.items():
-        if name not in NEUTRAL and name not in SAID_OF_IT:
-            kept[name] = value
+        if name not in NEUTRAL and name not in FOR_OPERATORS:
+            used[name] = value
         elif name in NEUTRAL and value is not None and not _is_neutral(name, value, values):
             neutral = (
                 " or ".join(map(json.dumps, (None, *NEUTRAL[name])))
@@ -185,20 +190,21 @@ def without_neutral(values: Mapping[str, Any]) -> dict[str, Any]:
             raise InvalidValue(
                 f"{name} is {{}}, not built yet: leave it out, or send {neutral}", brief(value)
             )
-    newer = kept.pop("max_completion_tokens", None)
+    newer = used.pop("max_completion_tokens", None)
     if newer is not None:
-        if kept.get("max_tokens") not in (None, newer):
+        if used.get("max_tokens") not in (None, newer):
             raise InvalidJob(
                 "max_tokens and max_completion_tokens are one value, and differ: send one of them"
             )
-        kept["max_tokens"] = newer
-    return with_structured_outputs(kept)
+        used["max_tokens"] = newer
+    return with_structured_outputs(used)
 
 
 def _is_neutral(name: str, value: Any, values: Mapping[str, Any]) -> bool:
     if name == "best_of" and type(value) is int and value == values.get("n"):
         return True
+    # 1 and true are equal in Python, and mean different things.
     return any(
-        value == each and isinstance(value, bool) is isinstance(each, bool)
-        for each in NEUTRAL[name]
+        value == neutral and isinstance(value, bool) is isinstance(neutral, bool)
+        for neutral in NEUTRAL[name]
     )

@@ -1,4 +1,4 @@
-"""Lines of OpenAI's batch files: each is a request of its own, with the body that OpenAI's server would take.
+"""Lines of OpenAI's batch files: each is a request, with the body that OpenAI's server would take.
 
 Source: OpenAI's "Batch API" guide and reference ("request input object", "request output object").
 """
@@ -10,18 +10,18 @@ from typing import Any
 from jobs.common.display import message_of
 from jobs.errors import InvalidJob, JobsError, RequestFailed, unlike
 from jobs.prompts.prompt_task import chat_task, complete_task
-from jobs.prompts.scoring_tasks import embed_task
+from jobs.prompts.scoring.embeddings import embed_task
 from jobs.prompts.templated_task import refuse_template
 from jobs.tasks import Task
 
-#: What a line may ask for: the task of its body, and the argument that has no default.
+#: What a line may ask for: what makes its task, and the argument that has no default.
 _ENDPOINTS: Mapping[str, tuple[Callable[..., Task], str]] = {
     "/v1/chat/completions": (chat_task, "messages"),
     "/v1/completions": (complete_task, "prompt"),
     "/v1/embeddings": (embed_task, "input"),
 }
 
-#: The error of a line that was not answered: what is wrong is the line's own, or its shard is tried again.
+#: The error code of a line that was not answered. What is wrong is in the line, or its shard would be tried again.
 ERROR_CODE = "invalid_request"
 
 
@@ -32,12 +32,16 @@ def custom_id(line: Any) -> str | None:
 
 
 def line_task(line: Mapping[str, Any], seed: int, aliases: Collection[str] = ()) -> Task:
-    """Return a line's task. seed: where it names none. aliases: models that are the served one. Raises InvalidJob."""
+    """Return a line's task. Raises InvalidJob.
+
+    seed: for a line that names none. aliases: names of models that the served one stands for; "*" is any name.
+    """
     if custom_id(line) is None:
         raise unlike("custom_id", line.get("custom_id"), "a text that names the line")
     if line.get("method") != "POST":
         raise unlike("method", line.get("method"), "'POST'")
-    url, body = line.get("url"), line.get("body")
+    url = line.get("url")
+    body = line.get("body")
     if not isinstance(url, str) or url not in _ENDPOINTS:
         raise unlike("url", url, " or ".join(map(repr, _ENDPOINTS)))
     if not isinstance(body, dict):
@@ -45,16 +49,17 @@ def line_task(line: Mapping[str, Any], seed: int, aliases: Collection[str] = ())
     refuse_template(body)
     if isinstance(body.get("model"), str) and ("*" in aliases or body["model"] in aliases):
         body = {name: value for name, value in body.items() if name != "model"}
-    make, needed = _ENDPOINTS[url]
+    make_task, needed = _ENDPOINTS[url]
     if needed not in body:
         raise InvalidJob(f"body has no {needed!r}, which {url} needs")
-    if make is embed_task:
-        return make(**body)
-    return make(**{**body, "seed": seed if body.get("seed") is None else body["seed"]})
+    if make_task is embed_task:
+        return make_task(**body)
+    has_seed = body.get("seed") is not None
+    return make_task(**{**body, "seed": body["seed"] if has_seed else seed})
 
 
 def failure_text(error: JobsError) -> str:
-    """Return the reason of an error as a line's answer shows it."""
+    """Return an error's reason as a line's answer shows it."""
     return str(error.args[1]) if isinstance(error, RequestFailed) else message_of(error)
 
 

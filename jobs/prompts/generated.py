@@ -1,4 +1,4 @@
-"""What generates an answer: a prompt is asked, and asked again where its answer is refused or was cut."""
+"""Generates an answer: asks a prompt, and asks again if the answer is refused or was cut."""
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -8,12 +8,15 @@ from typing import Any
 from jobs.common.display import brief
 from jobs.context.checks import DEFAULT_MAX_ATTEMPTS, RepairOptions
 from jobs.errors import InvalidJob, InvalidValue
-from jobs.items.item import Check, Item, Samples
+from jobs.items.item import Check, Item, Samples, asked_once
 from jobs.items.records import PlainCompletion
 from jobs.prompts.template_texts import as_values
 from jobs.tasks import Completion, Logprob, Request
 
-#: Sampling values of a prompt's first request alone.
+#: Stands for the reason of a completion that failed and says nothing.
+NO_REASON = "the engine gave no reason"
+
+#: Sampling values that only a prompt's first request has.
 _OF_PROMPT = ("echo", "prompt_logprobs")
 
 
@@ -41,34 +44,37 @@ class PromptAnswer:
         return self.samples[0]
 
     @property
-    def is_failed(self) -> bool:
-        """Whether there is no answer."""
-        return self.samples[0].finish_reason == "error"
+    def failed_sample(self) -> Completion | None:
+        """Return the first sample that failed, if one did: then the prompt has no answer."""
+        for sample in self.samples:
+            if sample.finish_reason == "error":
+                return sample
+        return None
 
 
 def failed(reason: str | None, n: int) -> PromptAnswer:
-    """Return what a prompt came to that failed, as often as it has samples."""
-    sample = PlainCompletion(finish_reason="error", error=reason or "the engine gave no reason")
+    """Return the answer of a prompt that failed. n: its samples, each of which has the reason."""
+    sample = PlainCompletion(finish_reason="error", error=reason or NO_REASON)
     return PromptAnswer([sample] * n, [0] * n)
 
 
 def merged(
     answer: Completion,
-    asked: Sequence[Completion],
+    prefills: Sequence[Completion],
     samples: Sequence[Completion],
     extras: Mapping[str, Any],
     error: str | None = None,
 ) -> PromptAnswer:
     """Return one answer that several requests led to.
 
-    asked: a completion of each request, whose prompt tokens are counted. samples: all completions, whose generated
-    tokens are. error: stands beside the answer.
+    answer: the completion that stands. prefills: a completion of each request, whose prompt tokens are counted.
+    samples: all completions, whose generated tokens are counted. error: stands beside the answer.
     """
     sample = PlainCompletion.of(
         answer,
         index=0,
-        num_prompt_tokens=sum(completion.num_prompt_tokens for completion in asked),
-        num_cached_tokens=sum(completion.num_cached_tokens for completion in asked),
+        num_prompt_tokens=sum(completion.num_prompt_tokens for completion in prefills),
+        num_cached_tokens=sum(completion.num_cached_tokens for completion in prefills),
         error=error or answer.error,
     )
     num_generated = sum(len(completion.token_ids) for completion in samples)
@@ -85,11 +91,11 @@ def generated(
     """
     if repairs.is_asked_for:
         return _tried(request, repairs, row, control_tokens)
-    return _sampled([request])
+    return _sampled(asked_once(request))
 
 
-def _sampled(requests: list[Request]) -> Item[PromptAnswer]:
-    (samples,) = yield requests
+def _sampled(item: Item[Samples]) -> Item[PromptAnswer]:
+    samples = yield from item
     return PromptAnswer(samples, [len(sample.token_ids) for sample in samples])
 
 
@@ -98,20 +104,20 @@ def _tried(
 ) -> Item[PromptAnswer]:
     """Ask until an answer stands; see RepairOptions."""
     tally = _Tally()
-    seed = request.sampling.get("seed")
-    asked = request
+    later_sampling = _later_sampling(request)
+    turn = request
     problem: str | None = None
     for attempt in range(1, repairs.max_attempts + 1):
-        ((completion,),) = yield [asked]
-        tally.add(completion, asked.continued)
+        ((completion,),) = yield [turn]
+        tally.add(completion, turn.continued)
         if completion.finish_reason == "error":
-            if asked.continued and tally.answer is not None and repairs.check is not None:
+            if turn.continued and tally.answer is not None and repairs.check is not None:
                 problem = yield Check(repairs, row, tally.answer.text)
             break
 
         has_attempts = attempt < repairs.max_attempts
         if repairs.continue_on_length and completion.finish_reason == "length" and has_attempts:
-            asked = replace(
+            turn = replace(
                 request, continued=completion.token_ids, sampling=_later_sampling(request)
             )
             continue
@@ -121,9 +127,7 @@ def _tried(
         problem = yield Check(repairs, row, completion.text)
         if problem is None or not has_attempts:
             break
-        sampling = _later_sampling(request)
-        if seed is not None:
-            sampling["seed"] = hashed_seed(f"{seed}:attempt {attempt + 1}")
+        sampling = reseeded(later_sampling, f"attempt {attempt + 1}")
         request = replace(request, sampling=sampling)
         if request.messages is not None:
             request = _repaired_chat(
@@ -134,7 +138,7 @@ def _tried(
             request = _repaired_prompt(
                 request, f"{answer}{repairs.text_behind(reason, is_chat=False)}"
             )
-        asked = request
+        turn = request
     return PromptAnswer([tally.sample()], [tally.num_generated], attempt, problem)
 
 
@@ -161,7 +165,7 @@ class _Tally:
         if completion.finish_reason == "error":
             # The answer before stands. It was refused, unless it was only cut.
             if self.answer is not None and not continued:
-                reason = completion.error or "the engine gave no reason"
+                reason = completion.error or NO_REASON
                 self._error = f"attempt {self._num_attempts} failed: {reason}"
             return
 
@@ -215,7 +219,11 @@ def check_repairs(
     has_steps: bool = False,
     has_labels: bool = False,
 ) -> None:
-    """Raise InvalidJob for what answers cannot be tried again with. has_steps: rows of a run have several prompts."""
+    """Raise InvalidJob for what does not go with answers that are tried again.
+
+    has_tools: the chat offers tools. prompt_only: nothing is generated behind the prompt. has_steps: rows of a run have
+    several prompts. has_labels: the run asks for labels.
+    """
     if options.repair_template is not None and options.check is None:
         raise InvalidJob(
             "repair_template asks for a valid answer, and there is no check: give one too"
@@ -232,7 +240,7 @@ def check_repairs(
         raise InvalidValue(
             f"{name} and n={{}}: a prompt that is tried again has one answer", brief(n)
         )
-    for is_so, problem in (
+    for is_there, problem in (
         (prompt_only, f"{name} and max_tokens=0: there is no answer that could be tried again"),
         (
             has_tools and options.check,
@@ -241,8 +249,15 @@ def check_repairs(
         (has_labels, f"{name} and labels: a label is no answer that could be tried again"),
         (has_steps, f"{name} and prompts: rows of several prompts are asked once: leave one out"),
     ):
-        if is_so:
+        if is_there:
             raise InvalidJob(problem)
+
+
+def reseeded(sampling: Mapping[str, Any], name: str) -> dict[str, Any]:
+    """Return sampling values with a seed that follows from theirs, if they have one. name: tells such seeds apart."""
+    if sampling.get("seed") is None:
+        return dict(sampling)
+    return {**sampling, "seed": hashed_seed(f"{sampling['seed']}:{name}")}
 
 
 def hashed_seed(text: str) -> int:

@@ -1,4 +1,4 @@
-"""Jinja in its sandbox, as a child renders it: a template is a stranger's, and its limits are the child's."""
+"""Jinja in its sandbox. Strangers write templates, so a child process renders them within its limits."""
 
 import datetime
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -28,10 +28,11 @@ _WRITTEN = (
     jinja2.Undefined,
     UUID,
 )
-#: What reads other templates.
+#: Tags that read other templates.
 _UNSERVED = (nodes.Include, nodes.Import, nodes.FromImport, nodes.Extends, nodes.Block)
-#: What gives another text each time.
-_RANDOM_FILTER, _RANDOM_GLOBAL = "random", "lipsum"
+#: A filter and a global that give another text each time.
+_RANDOM_FILTER = "random"
+_RANDOM_GLOBAL = "lipsum"
 
 
 def _written(value: Any) -> str:
@@ -48,9 +49,10 @@ def _written(value: Any) -> str:
 
 class _Generator(CodeGenerator):
     def visit_Concat(self, node: nodes.Concat, frame: Frame) -> None:
+        """Write a concatenation that gives each value the text that it has elsewhere."""
         self.write("environment.joined('', (")
-        for each in node.nodes:
-            self.visit(each, frame)
+        for part in node.nodes:
+            self.visit(part, frame)
             self.write(", ")
         self.write("))")
 
@@ -62,20 +64,23 @@ class _Environment(ImmutableSandboxedEnvironment):
         super().__init__(
             undefined=jinja2.StrictUndefined,
             finalize=jinja2.pass_context(lambda context, value: _written(value)),
-            optimized=False,  # what it would compute beforehand fails its row, and not the run
+            optimized=False,  # computed beforehand, a mistake would fail the run and not its row
             keep_trailing_newline=True,
         )
         del self.filters[_RANDOM_FILTER], self.globals[_RANDOM_GLOBAL]
         self.filters |= {"join": self._join, "string": _written, "tojson": to_json}
 
     def joined(self, separator: str, items: Iterable[Any]) -> str:
+        """Return the texts of values, joined."""
         return separator.join(map(_written, items))
 
     def _join(self, value: Iterable[Any], d: str = "", attribute: Any = None) -> str:
-        items = value if attribute is None else (self.getitem(each, attribute) for each in value)
-        return self.joined(d, items)
+        if attribute is not None:
+            value = [self.getitem(item, attribute) for item in value]
+        return self.joined(d, value)
 
     def compiled(self, text: str) -> tuple[jinja2.Template, frozenset[str]]:
+        """Return a template, and the names that it takes from outside. Raises TemplateProblem."""
         try:
             tree = self.parse(text)
             for node in tree.find_all(_UNSERVED):
@@ -83,10 +88,10 @@ class _Environment(ImmutableSandboxedEnvironment):
                 raise TemplateProblem(
                     f"the template, line {node.lineno}: {kind} reads other templates, and there are none"
                 )
-            found = meta.TrackingCodeGenerator(self)
-            found.optimizer = None
-            found.visit(tree)
-            return self.from_string(tree), frozenset(found.undeclared_identifiers)
+            tracker = meta.TrackingCodeGenerator(self)
+            tracker.optimizer = None
+            tracker.visit(tree)
+            return self.from_string(tree), frozenset(tracker.undeclared_identifiers)
         except jinja2.TemplateSyntaxError as error:
             raise TemplateProblem(
                 f"the template, line {error.lineno}: {{}}", str(error.message)[:200]
@@ -115,7 +120,8 @@ def render(texts: Sequence[str], values: Mapping[str, Any]) -> list[str]:
         raise TemplateProblem("it takes more memory than the process may that renders it") from None
     except Exception as error:  # noqa: BLE001  # a template is a program: whatever it raises is the row's
         raise TemplateProblem(f"{type(error).__name__}: {str(error)[:200]}") from None
-    if (chars := sum(map(len, rendered))) > MAX_PROMPT_BYTES:
+    chars = sum(map(len, rendered))
+    if chars > MAX_PROMPT_BYTES:
         raise TemplateProblem(
             f"the prompt has {chars} characters, more than the limit of {MAX_PROMPT_BYTES} bytes: shorten it"
         )
@@ -123,13 +129,21 @@ def render(texts: Sequence[str], values: Mapping[str, Any]) -> list[str]:
 
 
 def fill_in(worker: Worker) -> Iterator[dict[str, Any]]:
-    """Render the texts of a template with values of JSON; without any, tell what names they take from outside."""
+    """Render the texts of a template with values of JSON.
+
+    Without values, reply with the names that the texts take from outside.
+    """
     texts = worker.question["texts"]
+    reply: dict[str, Any]
     try:
         if "values" in worker.question:
-            found: dict[str, Any] = {"texts": render(texts, worker.question["values"])}
+            reply = {"texts": render(texts, worker.question["values"])}
         else:
-            found = {"names": sorted(set[str]().union(*(_compiled(text)[1] for text in texts)))}
+            names: set[str] = set()
+            for text in texts:
+                _, names_of_text = _compiled(text)
+                names |= names_of_text
+            reply = {"names": sorted(names)}
     except TemplateProblem as problem:
-        found = {"problem": problem.args}
-    yield found
+        reply = {"problem": problem.args}
+    yield reply

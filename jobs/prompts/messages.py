@@ -23,7 +23,8 @@ def normal_messages(messages: object) -> list[dict[str, Any]]:
         raise InvalidJob("messages must be a non-empty list of {'role': ..., 'content': ...}")
     check_limit(len(messages), MAX_MESSAGES, "a chat has {} messages", "shorten it")
     normal = [_message(message, number) for number, message in enumerate(messages)]
-    num_parts = sum(len(each["content"]) for each in normal if isinstance(each["content"], list))
+    contents = [message["content"] for message in normal]
+    num_parts = sum(len(content) for content in contents if isinstance(content, list))
     check_limit(num_parts, MAX_MESSAGES, "the contents of a chat have {} parts", "shorten it")
     total = sum(_num_bytes(value) for message in normal for value in message.values())
     check_limit(total, MAX_PROMPT_BYTES, "messages have {} bytes", "shorten them")
@@ -33,12 +34,12 @@ def normal_messages(messages: object) -> list[dict[str, Any]]:
 def _message(message: object, number: int) -> dict[str, Any]:
     if not isinstance(message, dict) or "role" not in message:
         raise InvalidJob(f"message {number} must be an object with 'role' and 'content'")
-    given = {key: value for key, value in message.items() if value is not None and value != []}
-    for key in given:
+    present = {key: value for key, value in message.items() if value is not None and value != []}
+    for key in present:
         if key not in ("role", "content", "tool_calls", *TEXTS):
             known = f"of a message role, content, tool_calls, {', '.join(TEXTS)} are read"
             raise InvalidJob(f"message {number} holds {brief(key)}, which is not built: {known}")
-    calls = given.get("tool_calls")
+    calls = present.get("tool_calls")
     content = message.get("content")
     if content is None and calls is not None:
         content = ""
@@ -57,46 +58,41 @@ def _message(message: object, number: int) -> dict[str, Any]:
             )
         normal["tool_calls"] = [_call(call, number) for call in calls]
     for key in TEXTS:
-        if key in given:
-            normal[key] = checked_text(given[key], f"{key} of message {number}")
+        if key in present:
+            normal[key] = checked_text(present[key], f"{key} of message {number}")
     return normal
 
 
 def _part(part: object, number: int) -> dict[str, Any]:
-    given = (
-        {key: value for key, value in part.items() if value is not None}
-        if isinstance(part, dict)
-        else {}
-    )
-    if (
-        given.keys() == {"type", "image"}
-        and given["type"] == "image"
-        and isinstance(given["image"], bytes)
-    ):
-        return given  # which no JSON holds: it was parsed before
-    if given.get("type") == "image_url":
-        return {"type": "image", "image": _picture(given, number)}
-    if given.keys() != {"type", "text"} or given["type"] != "text":
+    values: dict[str, Any] = {}
+    if isinstance(part, dict):
+        values = {key: value for key, value in part.items() if value is not None}
+    is_image = values.keys() == {"type", "image"} and values["type"] == "image"
+    if is_image and isinstance(values["image"], bytes):
+        return values  # JSON has no bytes: the part was parsed before
+    if values.get("type") == "image_url":
+        return {"type": "image", "image": _picture(values, number)}
+    if values.keys() != {"type", "text"} or values["type"] != "text":
         raise InvalidJob(
             f"a part of message {number} must be {{'type': 'text', 'text': ...}} or an image_url: "
             "no audio, video or files are read"
         )
-    return {"type": "text", "text": checked_text(given["text"], f"content of message {number}")}
+    return {"type": "text", "text": checked_text(values["text"], f"content of message {number}")}
 
 
-def _picture(given: dict[str, Any], number: int) -> Picture:
-    """Return the picture of an image_url. detail: of another model's ways; here a picture is read as it is."""
-    found = given.get("image_url")
-    shown = found if isinstance(found, dict) else {"url": found}
-    is_known = given.keys() == {"type", "image_url"} and shown.keys() <= {"url", "detail"}
-    if not is_known or not isinstance(url := shown.get("url"), str):
+def _picture(part: dict[str, Any], number: int) -> Picture:
+    """Return the picture of an image_url. Its `detail` changes nothing: a picture is read as it is."""
+    image_url = part.get("image_url")
+    picture = image_url if isinstance(image_url, dict) else {"url": image_url}
+    url = picture.get("url")
+    is_known = part.keys() == {"type", "image_url"} and picture.keys() <= {"url", "detail"}
+    if not is_known or not isinstance(url, str):
         raise InvalidJob(
             f"a picture of message {number} must be {{'type': 'image_url', 'image_url': {{'url': ...}}}}"
         )
-    if shown.get("detail") not in (None, "auto", "high"):
-        raise unlike(
-            f"detail of a picture of message {number}", shown["detail"], "'auto' or 'high'"
-        )
+    detail = picture.get("detail")
+    if detail not in (None, "auto", "high"):
+        raise unlike(f"detail of a picture of message {number}", detail, "'auto' or 'high'")
     return picture_of(url, f"a picture of message {number}")
 
 
@@ -110,16 +106,16 @@ def _call(call: Any, number: int) -> dict[str, Any]:
         raise InvalidJob(
             f"a tool call of message {number} must be {{'id', 'type': 'function', 'function': {{'name', 'arguments'}}}}"
         )
-    what = f"tool call of message {number}"
+    name = f"tool call of message {number}"
     arguments = {} if function.get("arguments") is None else function["arguments"]
     if not isinstance(arguments, dict):
-        arguments = checked_text(arguments, f"the arguments of a {what}")
+        arguments = checked_text(arguments, f"the arguments of a {name}")
     normal = {
         "type": "function",
-        "function": {"name": checked_text(function["name"], what), "arguments": arguments},
+        "function": {"name": checked_text(function["name"], name), "arguments": arguments},
     }
     if call.get("id") is not None:
-        normal["id"] = checked_text(call["id"], f"the id of a {what}")
+        normal["id"] = checked_text(call["id"], f"the id of a {name}")
     return normal
 
 
@@ -134,7 +130,7 @@ def _num_bytes(value: Any) -> int:
         raise InvalidJob("the arguments of a tool call are nested too deeply") from None
 
 
-#: An option that a prompt from a template takes too: its values are text, as a chat's are.
+#: An option that prompts from templates take too: whether control tokens in their values are text.
 OF_VALUES = "split_special_tokens"
 NAMES = ("chat_template_kwargs", OF_VALUES, "tool_choice", "tools")
 
@@ -146,7 +142,8 @@ ChatOptions = Mapping[str, Any]
 def split_chat_options(values: Mapping[str, Any]) -> tuple[dict[str, Any], ChatOptions]:
     """Part a chat's keyword arguments into sampling values and options. Raises InvalidJob."""
     sampling = {name: value for name, value in values.items() if name not in NAMES}
-    variables, tools = values.get("chat_template_kwargs") or {}, _tools(values.get("tools") or [])
+    variables = values.get("chat_template_kwargs") or {}
+    tools = _tools(values.get("tools") or [])
     if not isinstance(variables, dict):
         raise InvalidJob(f"chat_template_kwargs is {type(variables).__name__}, expected an object")
     choice = values.get("tool_choice")

@@ -1,4 +1,4 @@
-"""What a child does that decodes pictures; their sizes are looked at before any pixel is."""
+"""Decodes pictures in a child process. It looks at a picture's size before any pixel."""
 
 import io
 import os
@@ -13,23 +13,22 @@ _FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF")
 
 Image.init()  # imports all formats' readers, within no task's limits
 Image.MAX_IMAGE_PIXELS = None  # the worker says how many
-os.dup2(
-    os.open(os.devnull, os.O_WRONLY), 2
-)  # what is odd about a file is no matter for the worker's log
+# What readers say of odd files is nothing for the worker's log.
+os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
 
 
 def decode(worker: Worker) -> Iterator[tuple[dict[str, Any], Body]]:
-    """Reply the size of a picture, and its pixels as RGB; or the problem with it. most: pixels that it may have."""
+    """Reply with the size and pixels of a picture, as RGB, or with its problem. most: the pixels that it may have."""
     try:
-        found = _decoded(worker.body, worker.question["most"])
+        decoded = _decoded(worker.body, worker.question["most"])
     except MemoryError:
         raise
     except Exception as error:  # noqa: BLE001  # a broken file raises what its format's reader likes
-        found = f"cannot be decoded: {type(error).__name__}: {str(error)[:200]}"
-    if isinstance(found, str):
-        yield {"problem": found}, b""
+        decoded = f"cannot be decoded: {type(error).__name__}: {str(error)[:200]}"
+    if isinstance(decoded, str):
+        yield {"problem": decoded}, b""
     else:
-        yield {"width": found.width, "height": found.height}, found.tobytes()
+        yield {"width": decoded.width, "height": decoded.height}, decoded.tobytes()
 
 
 def _decoded(file: bytearray, most: int) -> Image.Image | str:
@@ -40,9 +39,8 @@ def _decoded(file: bytearray, most: int) -> Image.Image | str:
     if picture.width * picture.height > most:
         return f"has {picture.width} x {picture.height} pixels, more than the {most} that its prompt has left"
     picture = ImageOps.exif_transpose(picture)
-    if picture.mode.startswith(
-        "I;16"
-    ):  # Pillow would make all but the darkest of 65,536 greys white
+    if picture.mode.startswith("I;16"):
+        # Pillow would make all but the darkest of 65,536 greys white.
         picture = picture.convert("I").point(lambda value: value / 257).convert("L")
     if picture.mode in ("I", "F"):
         return "has pixels of 32 bits, and does not tell which is white: write it in 8 or 16 bits"

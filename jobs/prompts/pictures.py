@@ -1,4 +1,4 @@
-"""Pictures in prompts: what stands for one, where they are in a prompt, and how large they may be."""
+"""Pictures in prompts: what stands for a picture, where it may be, and how large it may be."""
 
 import re
 from base64 import b64decode
@@ -12,8 +12,10 @@ from jobs.errors import InvalidJob, InvalidValue
 from jobs.tasks import LateTask, Parts, Task
 from sandbox import ChildFailed, Limits
 
-#: At most of one prompt: pictures, bytes of all their files, and pixels of all.
-MAX_PICTURES, MAX_BYTES, MAX_PIXELS = 100, 20 << 20, 1 << 26
+#: The most pictures of a prompt, and the most bytes and pixels of all its pictures together.
+MAX_PICTURES = 100
+MAX_BYTES = 20 << 20
+MAX_PIXELS = 1 << 26
 
 MAX_PATH_CHARS = 4096
 _DATA_URL = re.compile(r"data:image/[^,]{0,1000};base64,", re.IGNORECASE)
@@ -24,38 +26,39 @@ ReadFile = Callable[[str], bytes]
 
 
 def is_url(text: str) -> bool:
-    """Whether a text is a data: URL or one of the web, and so no path."""
+    """Whether a text is a data: URL or a URL of the web, and so no path."""
     return text[:6].lower().startswith(("data:", "http:", "https:"))
 
 
-def picture_of(url: str, what: str) -> Picture:
-    """Return the bytes that a data: URL holds; a text that is no URL of the web is a path. Raises InvalidJob."""
-    if found := _DATA_URL.match(url):
+def picture_of(url: str, name: str) -> Picture:
+    """Return the bytes in a data: URL, or the path that a text is. Raises InvalidJob for a URL of the web."""
+    data = _DATA_URL.match(url)
+    if data is not None:
         try:
-            return b64decode(url[found.end() :], validate=True)
+            return b64decode(url[data.end() :], validate=True)
         except ValueError as error:
-            raise InvalidJob(f"{what} is no base64: {error}") from None
+            raise InvalidJob(f"{name} is no base64: {error}") from None
     is_data = url[:5].lower() == "data:"
     if is_url(url) and not is_data:  # not shown: it may hold keys
         raise InvalidJob(
-            f"{what} has a URL of the web, and none is fetched: give a data: URL, or a path"
+            f"{name} has a URL of the web, and none is fetched: give a data: URL, or a path"
         )
     if is_data or not 0 < len(url) <= MAX_PATH_CHARS:
         expected = f"data:image/...;base64,... or a path of at most {MAX_PATH_CHARS} characters"
-        raise InvalidValue(f"{what} is {{}}, expected {expected}", brief(url))
+        raise InvalidValue(f"{name} is {{}}, expected {expected}", brief(url))
     return url
 
 
 def with_pictures(value: Parts, of: Callable[[Any], Any]) -> Parts:
     """Return a copy of messages or parts with what `of` makes of each picture, in order."""
-    found = []
-    for each in value:
-        if each.get("type") == "image":
-            each = {**each, "image": of(each["image"])}
-        elif isinstance(each.get("content"), list):
-            each = {**each, "content": with_pictures(each["content"], of)}
-        found.append(each)
-    return found
+    changed = []
+    for part in value:
+        if part.get("type") == "image":
+            part = {**part, "image": of(part["image"])}
+        elif isinstance(part.get("content"), list):
+            part = {**part, "content": with_pictures(part["content"], of)}
+        changed.append(part)
+    return changed
 
 
 def pictures_in(value: Parts) -> list[Any]:
@@ -73,47 +76,49 @@ def filled(value: Parts, pictures: Sequence[Any]) -> Parts:
 
 def loaded(pictures: Iterable[Picture], read: ReadFile) -> list[bytes]:
     """Return the bytes of a prompt's pictures. Raises InvalidJob for more than it may hold, and what `read` does."""
-    found, size = list[bytes](), 0
+    files: list[bytes] = []
+    size = 0
     for picture in pictures:
-        found.append(read(picture) if isinstance(picture, str) else picture)
-        size += len(found[-1])
+        files.append(read(picture) if isinstance(picture, str) else picture)
+        size += len(files[-1])
         if size > MAX_BYTES:
             raise InvalidJob(
                 f"the prompt's pictures have more than {MAX_BYTES} bytes: make them smaller"
             )
-        if len(found) > MAX_PICTURES:
+        if len(files) > MAX_PICTURES:
             raise InvalidJob(f"the prompt has more than {MAX_PICTURES} pictures: leave some out")
-    return found
+    return files
 
 
 #: Seconds for a picture, and bytes: some copies of MAX_PIXELS, of four bytes each.
 LIMITS = Limits(20.0, 24 * MAX_PIXELS)
 
 
-def decode(file: bytes, what: str, most: int) -> tuple[int, int, bytearray]:
+def decode(file: bytes, name: str, most: int) -> tuple[int, int, bytearray]:
     """Return the height, width and RGB of a picture of `most` pixels, from a child. Raises InvalidJob."""
     try:
-        found, pixels = DECODERS.call(
+        reply, pixels = DECODERS.call(
             lambda child: child.ask(
                 "jobs.prompts.picture_child:decode", {"most": most}, LIMITS, file
             )
         )
     except ChildFailed as error:
-        raise InvalidJob(f"decoding {what} {error}") from None
-    if "problem" in found:
-        raise InvalidJob(f"{what} {found['problem']}")
-    return found["height"], found["width"], pixels
+        raise InvalidJob(f"decoding {name} {error}") from None
+    if "problem" in reply:
+        raise InvalidJob(f"{name} {reply['problem']}")
+    return reply["height"], reply["width"], pixels
 
 
 def pictured_task(messages: Parts, make: Callable[[Parts], Task]) -> Task:
-    """Return the task that `make` makes of messages once their pictures are there. Raises InvalidJob."""
+    """Return the task that `make` makes of messages, once their pictures are there. Raises InvalidJob."""
     pictures = pictures_in(messages)
 
     def read(context: JobContext) -> Task:
         assert context.picture_reader is not None, "a process that runs jobs lends one"
         return make(filled(messages, loaded(pictures, context.picture_reader(context))))
 
-    if any(isinstance(each, str) for each in pictures):  # in files
+    has_paths = any(isinstance(picture, str) for picture in pictures)
+    if has_paths:
         return LateTask(read, blocking=True)
     loaded(pictures, str.encode)
     return make(messages)

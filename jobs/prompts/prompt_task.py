@@ -16,8 +16,8 @@ from jobs.items.item import Item, Samples
 from jobs.items.items_task import ItemsTask
 from jobs.items.records import Progress
 from jobs.items.runner import Entry, ItemRunner, PromptTokens
-from jobs.prompts.arguments import Prompt, Unusable, check_choices, parse_prompts, parse_sampling
-from jobs.prompts.generated import PromptAnswer, check_repairs, failed, generated, hashed_seed
+from jobs.prompts.arguments import Unusable, check_choices, parse_prompts, parse_sampling
+from jobs.prompts.generated import PromptAnswer, check_repairs, failed, generated, reseeded
 from jobs.prompts.messages import (
     OF_VALUES,
     normal_messages,
@@ -29,14 +29,15 @@ from jobs.prompts.response_options import chat_response_options, completion_opti
 from jobs.prompts.responses import Answers, chat_completion, text_completion
 from jobs.prompts.template_texts import as_shown
 from jobs.prompts.templated_task import asked_task
-from jobs.prompts.ways.table import check_alone, split_way, way_of
+from jobs.prompts.ways.table import check_beside, split_way, way_of
 from jobs.prompts.ways.way import Way
 from jobs.tasks import OpenTask, Parts, Request, Task
 
-#: A job shows its progress once it has run so long, and then not more often: most are over before.
-PROGRESS_AFTER_S, PROGRESS_EVERY_S = 5.0, 2.0
+#: A job shows its progress from this age on, so that the many short ones never do.
+PROGRESS_AFTER_S = 5.0
+PROGRESS_EVERY_S = 2.0
 
-#: How a result's id begins where that is not its kind; a list has no id.
+#: How ids of results begin, where they do not begin with the result's kind. A list has no id.
 ID_PREFIXES = {
     "text_completion": "cmpl",
     "chat.completion": "chatcmpl",
@@ -44,10 +45,10 @@ ID_PREFIXES = {
     "list": None,
 }
 
-#: Kinds of results that have OpenAI's system_fingerprint. It is the model's, and covers all that changes its answers.
+#: Kinds of results with OpenAI's system_fingerprint. It is the model's, and covers all that changes its answers.
 _OF_COMPLETIONS = ("text_completion", "chat.completion")
 
-#: Builds the job's result, but for its id, time and model, of the answers and the job's id; see responses.py.
+#: Makes the job's result from the answers and the job's id, without its id, time and model.
 Respond = Callable[[Answers, str], dict[str, Any]]
 
 
@@ -55,8 +56,9 @@ Respond = Callable[[Answers, str], dict[str, Any]]
 class PromptTask(Task):
     """The prompts of one job, in order, and how they are answered.
 
-    model: None takes whichever is served. values_are_text: control tokens in earlier answers are text. way: how each
-    prompt gets its answer, where it is not asked once.
+    respond: makes the result. model: the one that the job asks for; None takes any. sampling: what all requests have.
+    values_are_text: whether control tokens in earlier answers are text. way: how each prompt gets its answer; None asks
+    it once.
     """
 
     prompts: Sequence[Request | Unusable]
@@ -69,12 +71,12 @@ class PromptTask(Task):
     way: Way | None = None
 
     def open(self, context: JobContext) -> OpenTask:
-        """Raise ModelNotServed for another model, InvalidJob for sampling or a check that cannot be."""
+        """Check the job and get ready. Raises as `check`."""
         self.check(context)
         return OpenPrompts(context, self)
 
     def check(self, context: JobContext) -> None:
-        """Raise ModelNotServed for another model, InvalidJob for sampling or a check that cannot be."""
+        """Raise ModelNotServed for another model, InvalidJob for sampling values or a check that are not possible."""
         context.model.check_asked_for(self.model)
         context.check_sampling(self.sampling)
         context.checks.admit(self.repairs)
@@ -109,9 +111,9 @@ class PromptTask(Task):
         return n if isinstance(n, int) else 1
 
     def result(self, answers: Answers, context: JobContext) -> dict[str, Any]:
-        """Return OpenAI's response shape. Raises RequestFailed when every prompt failed; else choices tell of that."""
+        """Return OpenAI's response shape, with the reasons of failed prompts. Raises RequestFailed if all failed."""
         answers = [self._failed_whole(answer) for answer in answers]
-        if all(answer.is_failed for answer in answers):
+        if all(answer.failed_sample is not None for answer in answers):
             raise RequestFailed(0, answers[0].first.error)
         content = self.respond(answers, context.job_id)
         head: dict[str, Any] = {}
@@ -125,12 +127,10 @@ class PromptTask(Task):
 
     def _failed_whole(self, answer: PromptAnswer) -> PromptAnswer:
         """Return an answer that has failed in all its samples if it has in one."""
-        if self.repairs.is_asked_for:
+        sample = answer.failed_sample
+        if sample is None or self.repairs.is_asked_for:
             return answer
-        for sample in answer.samples:
-            if sample.finish_reason == "error":
-                return failed(sample.error, self.num_samples)
-        return answer
+        return failed(sample.error, self.num_samples)
 
 
 def _ended(answer: PromptAnswer) -> Item[PromptAnswer]:
@@ -140,7 +140,7 @@ def _ended(answer: PromptAnswer) -> Item[PromptAnswer]:
 
 
 def num_chars(answer: PromptAnswer) -> int:
-    """Return how many characters an answer takes in a response, at least."""
+    """Return the least number of characters that an answer takes in a response."""
     total = 0
     for sample in answer.samples:
         numbers = sample.embedding or sample.class_scores or ()
@@ -149,7 +149,7 @@ def num_chars(answer: PromptAnswer) -> int:
     return total
 
 
-#: Prompts of a job are each asked, also equal ones, so that none names an answer here.
+#: Remembers nothing: a job asks each of its prompts, also equal ones.
 NO_MEMO = AnswerMemo(0)
 
 
@@ -161,7 +161,7 @@ class PromptAsk(Ask[PromptAnswer]):
 
 
 class OpenPrompts(ItemsTask):
-    """Holds its answers, and its requests until asked for, in memory: a job is no larger than what Redis took."""
+    """Asks the prompts of one job. It holds all of them in memory: a job is no larger than what Redis took."""
 
     runner: ItemRunner[PromptAnswer]
 
@@ -208,7 +208,7 @@ class OpenPrompts(ItemsTask):
         }
 
     def _left_behind(self) -> dict[int, Progress]:
-        """Return how far another execution came, for each prompt that still asks the same."""
+        """Return how far an earlier execution came, for each prompt that still asks the same."""
         if self._context.journal is None:
             return {}
         progress_of: dict[int, Progress] = {}
@@ -216,15 +216,15 @@ class OpenPrompts(ItemsTask):
             for place, digest, progress in self._context.journal.read():
                 if digest == self._digests.get(place):
                     progress_of[place] = Progress.from_json(progress)
-        except (ValueError, TypeError, KeyError):  # damaged: it only saves time
+        except (ValueError, TypeError, KeyError):  # a damaged journal costs time and nothing else
             return {}
         return progress_of
 
     def keep(self, so_far: PromptTokens) -> Callable[[], None] | None:
-        """Return what writes the journal: all prompts that have something, as the key is written whole each time."""
+        """Return what writes the journal. It writes all prompts under way, as the key in Redis is replaced whole."""
         if self._context.journal is None:
             return None
-        progress_of = dict(self._left)  # of which some may wait for the engine still
+        progress_of = dict(self._left)  # some of these may wait for the engine still
         for answered in self.runner.answered:
             progress_of[answered.place] = Progress(answered.replies, num_tokens=answered.num_tokens)
         for place, progress in self.runner.under_way(so_far).items():
@@ -245,7 +245,7 @@ class OpenPrompts(ItemsTask):
         return super().requests()
 
     def deliver(self, index: int, completions: Samples) -> None:
-        """Take completions. Raises ResultTooLarge once the answers are."""
+        """Take completions. Raises ResultTooLarge once the answers together are too large."""
         super().deliver(index, completions)
         self._look_at_answers()
 
@@ -278,15 +278,6 @@ class OpenPrompts(ItemsTask):
         return self._task.result(self.runner.answers(), self._context)
 
 
-def text_requests(
-    prompts: Sequence[Prompt | Unusable], values: Mapping[str, Any], kind: str = "generate"
-) -> list[Request | Unusable]:
-    return [
-        each if isinstance(each, Unusable) else Request(each, None, values, kind=kind)
-        for each in prompts
-    ]
-
-
 def _seeded(requests: Sequence[Request | Unusable]) -> list[Request | Unusable]:
     """Give each request of a list its own seed, so that they do not all draw the same random numbers.
 
@@ -294,9 +285,8 @@ def _seeded(requests: Sequence[Request | Unusable]) -> list[Request | Unusable]:
     """
     seeded: list[Request | Unusable] = []
     for place, request in enumerate(requests):
-        if place > 0 and isinstance(request, Request) and request.sampling.get("seed") is not None:
-            seed = hashed_seed(f"{request.sampling['seed']}:{place}")
-            request = replace(request, sampling={**request.sampling, "seed": seed})
+        if place > 0 and isinstance(request, Request):
+            request = replace(request, sampling=reseeded(request.sampling, f"{place}"))
         seeded.append(request)
     return seeded
 
@@ -311,7 +301,7 @@ def _checked_way(
     way = way_of(options)
     if way is None:
         return None
-    check_alone(way, repairs)
+    check_beside(way, sampling, repairs)
     way.check(sampling, tools)
     return way
 
@@ -319,28 +309,40 @@ def _checked_way(
 def complete_task(
     prompt: object = None, *, prompt_template: object = None, model: object = None, **sampling: Any
 ) -> Task:
-    asked_for = parse_model(model)
-    others, repairs = split_repair_options(sampling)
-    others, way_options = split_way(others)
-    others = parse_sampling(others)
-    refuse_chat_options(others)
-    others, chat = split_chat_options(others)
+    """Return the task of `jobs.complete`. Raises InvalidJob."""
+    model_name = parse_model(model)
+    arguments, repairs = split_repair_options(sampling)
+    arguments, way_options = split_way(arguments)
+    arguments = parse_sampling(arguments)
+    refuse_chat_options(arguments)
+    arguments, chat = split_chat_options(arguments)
     values_are_text = chat.get(OF_VALUES, True)
-    values, options = completion_options(others)
-    check_repairs(repairs, values, prompt_only=options.prompt_only)
+    values, response = completion_options(arguments)
+    check_repairs(repairs, values, prompt_only=response.prompt_only)
     way = _checked_way(way_options, values, repairs, tools=[])
 
-    def task(_: str, prompt: object) -> PromptTask:
-        prompts = parse_prompts(prompt)
+    def task(_: str, value: object) -> PromptTask:
+        prompts = parse_prompts(value)
         check_choices(len(prompts), values)
-        if repairs.check is not None and any(isinstance(each, list) for each in prompts):
+        has_token_ids = any(isinstance(prompt, list) for prompt in prompts)
+        if repairs.check is not None and has_token_ids:
             raise InvalidJob(
                 "check and a prompt of token ids: its reason is a text: give the prompt as a text"
             )
-        respond = partial(text_completion, options=options)
-        requests = _seeded(text_requests(prompts, values))
+        requests: list[Request | Unusable] = []
+        for prompt in prompts:
+            if isinstance(prompt, Unusable):
+                requests.append(prompt)
+            else:
+                requests.append(Request(prompt, None, values))
         return PromptTask(
-            requests, respond, asked_for, values, repairs, values_are_text=values_are_text, way=way
+            _seeded(requests),
+            partial(text_completion, options=response),
+            model_name,
+            values,
+            repairs,
+            values_are_text=values_are_text,
+            way=way,
         )
 
     return asked_task(
@@ -355,19 +357,19 @@ def chat_task(
     model: object = None,
     **options: Any,
 ) -> Task:
-    asked_for = parse_model(model)
-    others, repairs = split_repair_options(options)
-    others, way_options = split_way(others)
-    others, chat = split_chat_options(parse_sampling(others))
-    values, response = chat_response_options(others)
+    """Return the task of `jobs.chat`. Raises InvalidJob."""
+    model_name = parse_model(model)
+    arguments, repairs = split_repair_options(options)
+    arguments, way_options = split_way(arguments)
+    arguments, chat = split_chat_options(parse_sampling(arguments))
+    values, response = chat_response_options(arguments)
     check_repairs(repairs, values, has_tools="tools" in chat)
     way = _checked_way(way_options, values, repairs, tools=chat.get("tools", []))
 
     def task(messages: Parts) -> PromptTask:
+        requests = [Request(None, messages, values, chat)]
         respond = partial(chat_completion, options=response)
-        return PromptTask(
-            [Request(None, messages, values, chat)], respond, asked_for, values, repairs, way=way
-        )
+        return PromptTask(requests, respond, model_name, values, repairs, way=way)
 
     def parsed(_: str, messages: object) -> Task:
         return pictured_task(normal_messages(messages), task)

@@ -9,7 +9,7 @@ from jobs.prompts.generated import PromptAnswer
 from jobs.prompts.response_options import ResponseOptions
 from jobs.tasks import Completion, Logprob
 
-#: What stands for minus infinity, which JSON has not; vLLM's.
+#: Stands for minus infinity, which JSON does not have. vLLM writes the same.
 LOWEST = -9999.0
 
 #: Stands in a text for part of a character that never became whole.
@@ -23,8 +23,9 @@ def text_logprobs(
 ) -> dict[str, Any]:
     """Make `logprobs` of a text_completion's choice.
 
-    text: the choice's, in which `text_offset` counts characters. echo: the prompt's tokens come first; the first of
-    them has no log probability. A part of a character is shown as OpenAI does: "bytes:\\xe2\\x80".
+    text: the choice's; `text_offset` counts its characters. echo: whether the prompt's tokens come first, the first of
+    which has no log probability. prompt_only: whether no others follow. A part of a character is shown as OpenAI does:
+    "bytes:\\xe2\\x80".
     """
     tokens: list[str] = []
     places: list[tuple[str, bytes | None]] = []
@@ -32,17 +33,17 @@ def text_logprobs(
     if echo:
         prompt_rows = sample.prompt_logprobs or [None] * len(sample.prompt_tokens or ())
         for token, row in zip(sample.prompt_tokens or (), prompt_rows, strict=True):
-            places.append((token, None if row is None else _own(row).partial_bytes))
-            tokens.append(token if row is None else text_token(_own(row)))
+            places.append((token, None if row is None else _of_token(row).partial_bytes))
+            tokens.append(token if row is None else text_token(_of_token(row)))
             rows.append(row)
     if not prompt_only:
         for row in sample.logprobs or ():
-            places.append((_own(row).decoded_token, _own(row).partial_bytes))
-            tokens.append(text_token(_own(row)))
+            places.append((_of_token(row).decoded_token, _of_token(row).partial_bytes))
+            tokens.append(text_token(_of_token(row)))
             rows.append(row)
     return {
         "tokens": tokens,
-        "token_logprobs": [None if row is None else _shown(_own(row)) for row in rows],
+        "token_logprobs": [None if row is None else _shown(_of_token(row)) for row in rows],
         "top_logprobs": [None if row is None else _by_text(row) for row in rows],
         "text_offset": _text_offsets(text, places),
     }
@@ -80,45 +81,40 @@ def _behind(text: str, offset: int, characters: str) -> int:
 
 
 def chat_logprobs(rows: Sequence[TokenLogprobs], num_top: int) -> dict[str, Any]:
-    return {
-        "content": [
-            {
-                **_entry(_own(row)),
-                "top_logprobs": [
-                    _entry(each)
-                    for each in sorted(row.values(), key=lambda each: each.rank)
-                    if each.rank <= num_top
-                ],
-            }
-            for row in rows
-        ],
-        "refusal": None,
-    }
+    """Make `logprobs` of a chat.completion's choice. num_top: how many likeliest tokens stand beside each token."""
+    content = []
+    for row in rows:
+        by_rank = sorted(row.values(), key=lambda entry: entry.rank)
+        top = [_entry(entry) for entry in by_rank if entry.rank <= num_top]
+        content.append({**_entry(_of_token(row)), "top_logprobs": top})
+    return {"content": content, "refusal": None}
 
 
 def prompt_logprobs(rows: Sequence[TokenLogprobs | None]) -> list[dict[str, Any] | None]:
-    """vLLM's `prompt_logprobs` of a choice: for each token of the prompt, by token id."""
-    return [
-        None
-        if row is None
-        else {
-            str(token_id): {
-                "logprob": _shown(each),
-                "rank": each.rank,
-                "decoded_token": each.decoded_token,
+    """Make vLLM's `prompt_logprobs` of a choice: for each token of the prompt, by token id."""
+    shown: list[dict[str, Any] | None] = []
+    for row in rows:
+        if row is None:
+            shown.append(None)
+            continue
+        entries = {}
+        for token_id, entry in row.items():
+            entries[str(token_id)] = {
+                "logprob": _shown(entry),
+                "rank": entry.rank,
+                "decoded_token": entry.decoded_token,
             }
-            for token_id, each in row.items()
-        }
-        for row in rows
-    ]
+        shown.append(entries)
+    return shown
 
 
-def _own(row: TokenLogprobs) -> Logprob:
+def _of_token(row: TokenLogprobs) -> Logprob:
+    """Return the entry of the token itself, which comes first."""
     return next(iter(row.values()))
 
 
-def _shown(each: Logprob) -> float:
-    return max(each.logprob, LOWEST)
+def _shown(entry: Logprob) -> float:
+    return max(entry.logprob, LOWEST)
 
 
 def _by_text(row: TokenLogprobs) -> dict[str, float]:
@@ -140,17 +136,16 @@ def text_token(entry: Logprob) -> str:
 def _entry(entry: Logprob) -> dict[str, Any]:
     """Return a token as `chat.completion` shows it. Part of a character has its own bytes, as OpenAI gives them."""
     if entry.partial_bytes is None:
-        token, token_bytes = entry.decoded_token, entry.decoded_token.encode()
+        token = entry.decoded_token
+        token_bytes = token.encode()
     else:
-        token, token_bytes = (
-            entry.partial_bytes.decode(errors="backslashreplace"),
-            entry.partial_bytes,
-        )
+        token = entry.partial_bytes.decode(errors="backslashreplace")
+        token_bytes = entry.partial_bytes
     return {"token": token, "logprob": _shown(entry), "bytes": list(token_bytes)}
 
 
 def with_ids(calls: Sequence[Mapping[str, str]], seed: str) -> list[dict[str, Any]]:
-    """OpenAI's `tool_calls`. seed: names the answer, so that ids are the same whenever it is given."""
+    """Return calls as OpenAI's `tool_calls`. seed: names the answer, so that its ids are the same each time."""
     return [
         {
             "id": "call_" + blake2b(f"{seed}/{number}".encode(), digest_size=12).hexdigest(),
@@ -161,6 +156,13 @@ def with_ids(calls: Sequence[Mapping[str, str]], seed: str) -> list[dict[str, An
     ]
 
 
+def finish_reason_of(sample: Completion) -> str:
+    """Return why a sample ended, as OpenAI says it: one that calls tools ended with them."""
+    if sample.tool_calls and sample.finish_reason == "stop":
+        return "tool_calls"
+    return sample.finish_reason
+
+
 PLAIN = ResponseOptions()
 #: The answer of each prompt, in their order.
 Answers = Sequence[PromptAnswer]
@@ -169,7 +171,7 @@ Answers = Sequence[PromptAnswer]
 def text_completion(
     answers: Answers, job_id: str, options: ResponseOptions = PLAIN
 ) -> dict[str, Any]:
-    """Return a `text_completion`, choices over prompts, then samples; one that failed has the reason in `error`."""
+    """Return a `text_completion`, with choices in the order of prompts and samples. A failed one has an `error`."""
     choices = []
     for number, answer, sample in _numbered(answers):
         text = (sample.prompt_text or "") + ("" if options.prompt_only else sample.text)
@@ -202,8 +204,6 @@ def chat_completion(
         if sample.tool_calls:
             message["content"] = sample.text or None
             message["tool_calls"] = with_ids(sample.tool_calls, f"{job_id}/{number}")
-            if sample.finish_reason == "stop":
-                choice["finish_reason"] = "tool_calls"
         if sample.logprobs is not None and options.num_top is not None:
             choice["logprobs"] = chat_logprobs(sample.logprobs, options.num_top)
         choices.append({**choice, "message": message} | _of_prompt(answer, sample, options))
@@ -232,7 +232,7 @@ def _of_prompt(
 
 
 def _ending(sample: Completion) -> dict[str, Any]:
-    ending: dict[str, Any] = {"finish_reason": sample.finish_reason, "logprobs": None}
+    ending: dict[str, Any] = {"finish_reason": finish_reason_of(sample), "logprobs": None}
     return ending if sample.error is None else {**ending, "error": sample.error}
 
 

@@ -1,4 +1,4 @@
-"""The texts of a template, of braces or of Jinja, which children compile and render."""
+"""The texts of a template. Jinja's are compiled and rendered by child processes."""
 
 import re
 from collections.abc import Collection, Mapping, Sequence
@@ -9,7 +9,7 @@ from jobs.context.shared_files import CHILDREN
 from jobs.errors import InvalidJob, InvalidValue, check_limit
 from sandbox import ChildFailed, Limits
 
-#: The template is part of a run's job and of its plan; each of a million rows repeats it.
+#: The template stands in a run's job and plan, and each of a million rows repeats it.
 MAX_TEMPLATE_CHARS = 1 << 18
 MAX_TEMPLATE_MESSAGES = 100
 
@@ -17,10 +17,8 @@ MAX_TEMPLATE_MESSAGES = 100
 def template_texts(template: Any) -> tuple[list[str], tuple[str, ...] | None]:
     """Return the texts of a template of any kind and, for a chat, their roles. Raises InvalidJob."""
     texts, roles = ([template], ()) if isinstance(template, str) else _messages(template)
-    chars, remedy = (
-        sum(map(len, (*texts, *roles))),
-        "shorten it, or write the long part into a column",
-    )
+    chars = sum(map(len, (*texts, *roles)))
+    remedy = "shorten it, or write the long part into a column"
     check_limit(chars, MAX_TEMPLATE_CHARS, "the template has {} characters", remedy)
     return texts, roles or None
 
@@ -31,6 +29,8 @@ def _messages(template: Any) -> tuple[list[str], tuple[str, ...]]:
             "template must be a text or a non-empty list of {'role': ..., 'content': ...}"
         )
     check_limit(len(template), MAX_TEMPLATE_MESSAGES, "the template has {} messages", "shorten it")
+    texts = []
+    roles = []
     for number, message in enumerate(template):
         if not isinstance(message, dict) or message.keys() != {"role", "content"}:
             raise InvalidJob(
@@ -38,9 +38,9 @@ def _messages(template: Any) -> tuple[list[str], tuple[str, ...]]:
             )
         if not all(isinstance(value, str) for value in message.values()):
             raise InvalidJob(f"message {number} of the template: role and content must be strings")
-    return [message["content"] for message in template], tuple(
-        message["role"] for message in template
-    )
+        texts.append(message["content"])
+        roles.append(message["role"])
+    return texts, tuple(roles)
 
 
 #: Goes into a control token that a value spells, or begins at its end. engine.text.control_tokens then reads the
@@ -62,19 +62,22 @@ class _Spellings:
         self._longest = max(map(len, self._beginnings), default=0)
 
     def broken(self, value: Any) -> Any:
+        """Return a value with BREAK in each token that its texts spell."""
         if isinstance(value, str):
             while self._pattern.search(value):  # again, as a token may be within another one
                 value = self._pattern.sub(lambda match: match[0][0] + BREAK + match[0][1:], value)
             return self._broken_end(value)
         if isinstance(value, dict):
-            return {self.broken(key): self.broken(each) for key, each in value.items()}
-        return [self.broken(each) for each in value] if isinstance(value, list | tuple) else value
+            return {self.broken(key): self.broken(item) for key, item in value.items()}
+        if isinstance(value, list | tuple):
+            return [self.broken(item) for item in value]
+        return value
 
     def _broken_end(self, text: str) -> str:
         broken = text
-        for at in range(len(text) - 1, max(len(text) - self._longest, 0) - 1, -1):
-            if text[at:] in self._beginnings:
-                broken = broken[: at + 1] + BREAK + broken[at + 1 :]
+        for start in range(len(text) - 1, max(len(text) - self._longest, 0) - 1, -1):
+            if text[start:] in self._beginnings:
+                broken = broken[: start + 1] + BREAK + broken[start + 1 :]
         return broken
 
 
@@ -93,30 +96,30 @@ _TASK = "jobs.prompts.jinja_environment:fill_in"
 
 
 class TemplateProblem(Exception):
-    """Raised when a template or a row cannot be rendered: (why, what of the template stands for {})."""
+    """Raised when a template or a row cannot be rendered: (why, the part of the template that {} stands for)."""
 
 
 class JinjaTexts:
-    """A prompt's text, or the contents of a chat's messages. names: that they take from outside."""
+    """A prompt's text, or the contents of a chat's messages. names: what they take from outside."""
 
     def __init__(self, texts: Sequence[str]) -> None:
         self.texts = list(texts)
         try:
-            found = _asked(texts=self.texts)
+            reply = _asked_child(texts=self.texts)
         except TemplateProblem as problem:
             raise InvalidValue(*problem.args) from None
-        self.names = frozenset(found["names"])
+        self.names = frozenset(reply["names"])
 
     def render(self, values: Mapping[str, Any]) -> list[str]:
         """Have a child render the texts. Raises as the child does."""
-        return list(_asked(texts=self.texts, values=values)["texts"])
+        return list(_asked_child(texts=self.texts, values=values)["texts"])
 
 
-def _asked(**question: Any) -> dict[str, Any]:
+def _asked_child(**question: Any) -> dict[str, Any]:
     try:
-        found, _ = CHILDREN.call(lambda child: child.ask(_TASK, question, Limits(LIMIT_S)))
+        reply, _ = CHILDREN.call(lambda child: child.ask(_TASK, question, Limits(LIMIT_S)))
     except ChildFailed as error:
         raise TemplateProblem(f"the template {error}") from None
-    if "problem" in found:
-        raise TemplateProblem(*found["problem"])
-    return found
+    if "problem" in reply:
+        raise TemplateProblem(*reply["problem"])
+    return reply

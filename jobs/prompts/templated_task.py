@@ -1,4 +1,4 @@
-"""Prompts that are templates over the answers of the jobs that a job depends on, read from Redis."""
+"""Prompts that are templates over answers of the jobs that a job depends on. The answers are read from Redis."""
 
 import json
 from base64 import b64decode
@@ -22,7 +22,7 @@ from jobs.prompts.template_texts import JinjaTexts, TemplateProblem, as_values, 
 from jobs.tasks import LateTask, Task
 
 MAX_DEPENDENCIES = 10_000
-#: Jobs that are asked for at a time: their results come in one reply.
+#: How many jobs' results come in one reply.
 TOGETHER = 16
 
 _FAILED = (ResultType.FAILED, ResultType.STOPPED, ResultType.MAX_RETRIES_EXCEEDED)
@@ -30,21 +30,21 @@ _FAILED_STATUSES = ("failed", "stopped", "canceled")
 
 
 def read_dependencies(context: JobContext) -> dict[str, list[Any]]:
-    """Read what the jobs ended with on which this one depends. Raises AnswerMissing or InvalidJob.
+    """Read the results of the jobs on which this one depends. Raises AnswerMissing or InvalidJob.
 
-    Returns by a template's names what each returned, None for one that did not end well, and the answers (see
-    answer_of), in order.
+    Returns, by the names of a template, what the jobs returned and their answers, in order. A job that failed has None.
     """
     ids = dependency_ids(context.connection, context.job_id)
     if not ids:
         raise InvalidJob("a template over answers needs jobs to depend on: name them in depends_on")
     check_limit(len(ids), MAX_DEPENDENCIES, "the job depends on {} jobs")
-    results, left = [], context.max_result_bytes
+    results = []
+    bytes_left = context.max_result_bytes
     for start in range(0, len(ids), TOGETHER):
         context.check_interrupted()
         for job_id, ended, status in _ends(context, ids[start : start + TOGETHER]):
-            left -= len(ended.get(b"return_value") or b"")
-            if left < 0:
+            bytes_left -= len(ended.get(b"return_value") or b"")
+            if bytes_left < 0:
                 raise InvalidJob(
                     "the results of the jobs that this one depends on have more than "
                     f"{context.max_result_bytes} bytes: depend on fewer jobs, or raise the worker's setting "
@@ -55,15 +55,17 @@ def read_dependencies(context: JobContext) -> dict[str, list[Any]]:
 
 
 def answer_of(value: Any) -> Any:
-    """Return a job's text, of several choices a list, null for a failed one; of `classify` the label."""
+    """Return the text of a job's value, a list for several choices, or the label of `classify`.
+
+    A choice that failed has None. Any other value is its own answer.
+    """
     if not isinstance(value, dict):
         return value
     if value.get("object") == "classification":
         return value.get("label")
     choices = value.get("choices")
-    if value.get("object") not in ("text_completion", "chat.completion") or not isinstance(
-        choices, list
-    ):
+    is_completion = value.get("object") in ("text_completion", "chat.completion")
+    if not is_completion or not isinstance(choices, list):
         return value
     texts = [_text_of(choice) for choice in choices]
     return texts[0] if len(texts) == 1 else texts
@@ -77,15 +79,17 @@ def _text_of(choice: Any) -> Any:
 
 
 def _ends(context: JobContext, ids: Sequence[str]) -> list[tuple[str, dict[bytes, bytes], str]]:
+    """Return for each job its id, its last result and its status."""
     with context.connection.pipeline(transaction=False) as pipe:
         for job_id in ids:
             pipe.xrevrange(results_key(job_id), count=1)
             pipe.hget(job_key(job_id), "status")
-        found = pipe.execute()
-    return [
-        (job_id, entries[0][1] if entries else {}, text(status or b""))
-        for job_id, entries, status in zip(ids, found[::2], found[1::2], strict=True)
-    ]
+        replies = pipe.execute()
+    ends = []
+    for job_id, entries, status in zip(ids, replies[::2], replies[1::2], strict=True):
+        result = entries[0][1] if entries else {}
+        ends.append((job_id, result, text(status or b"")))
+    return ends
 
 
 def _value(job_id: str, ended: dict[bytes, bytes], status: str) -> Any:
@@ -96,10 +100,10 @@ def _value(job_id: str, ended: dict[bytes, bytes], status: str) -> Any:
     if kind in _FAILED or (kind is None and status in _FAILED_STATUSES):
         return None
     if not status:
-        what = "job and result are gone: enqueue it anew, with a longer result_ttl"
+        problem = "job and result are gone: enqueue it anew, with a longer result_ttl"
     else:
-        what = f"it has left no result, and its status is {safe_name(status)!r}"
-    raise AnswerMissing(safe_name(job_id), what)
+        problem = f"it has left no result, and its status is {safe_name(status)!r}"
+    raise AnswerMissing(safe_name(job_id), problem)
 
 
 def _parsed(job_id: str, packed: bytes | None) -> Any:
@@ -124,26 +128,25 @@ NAMES = frozenset({"answers", "results"})
 ARGUMENTS = ("prompt_template", "messages_template")
 
 
-def asked_task(make: Callable[[str, Any], Task], *, values_are_text: bool, **given: Any) -> Task:
-    """Return the task for the argument, "prompt" or "messages", that says what to ask.
+def asked_task(make: Callable[[str, Any], Task], *, values_are_text: bool, **sources: Any) -> Task:
+    """Return the task of the one argument that says what to ask. Raises InvalidJob for none, and for several.
 
-    make: makes it from that argument's name and value. values_are_text: control tokens in answers are text.
+    make: makes it from "prompt" or "messages" and that argument's value. values_are_text: whether control tokens in
+    answers are text. sources: the arguments, each of which may be None.
     """
-    found = [name for name, value in given.items() if value is not None]
-    if not found:
-        name = next(iter(given))
+    names = [name for name, value in sources.items() if value is not None]
+    if not names:
+        name = next(iter(sources))
         raise InvalidJob(
             f"{name} is missing: give it, or {name}_template over answers of jobs that this one depends on"
         )
-    if len(found) > 1:
-        raise InvalidJob(f"{' and '.join(found)} each say what to ask: give one of them")
-    (name,) = found
+    if len(names) > 1:
+        raise InvalidJob(f"{' and '.join(names)} each say what to ask: give one of them")
+    (name,) = names
     kind = name.removesuffix("_template")
-    return (
-        make(kind, given[name])
-        if name == kind
-        else _templated(name, given[name], partial(make, kind), values_are_text)
-    )
+    if name == kind:
+        return make(kind, sources[name])
+    return _templated(name, sources[name], partial(make, kind), values_are_text)
 
 
 def _templated(
@@ -156,18 +159,19 @@ def _templated(
         )
 
     def filled(context: JobContext) -> Task:
-        found = JinjaTexts(sources)
-        if foreign := sorted(found.names - NAMES):
+        jinja_texts = JinjaTexts(sources)
+        foreign = sorted(jinja_texts.names - NAMES)
+        if foreign:
             raise InvalidValue(
                 f"{argument} names {{}}: there are `answers`, one for each job that this one depends "
                 "on, and `results`, all that each returned",
                 brief(foreign[0]),
             )
         values: Any = read_dependencies(context)
-        if values_are_text and roles is None:  # for a chat the engine does that
+        if values_are_text and roles is None:  # the engine does the same for a chat
             values = as_values(values, context.model.control_tokens)
         try:
-            texts = found.render(values)
+            texts = jinja_texts.render(values)
         except TemplateProblem as problem:
             raise InvalidValue(f"{argument}: {{}}", str(problem)) from None
         if roles is None:
@@ -180,7 +184,7 @@ def _templated(
 
 
 def refuse_template(values: dict[str, Any]) -> None:
-    """Raise InvalidJob where something asks for a template that is no job and depends on none."""
+    """Raise InvalidJob for a template where there is no job that could depend on others."""
     for name in ARGUMENTS:
         if values.get(name) is not None:
             raise InvalidJob(

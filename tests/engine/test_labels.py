@@ -12,7 +12,7 @@ import torch
 from engine import Engine, InvalidPrompt, InvalidSampling, PromptTooLong, ScoringParams
 from jobs.context import JobContext
 from jobs.errors import InvalidJob, RequestFailed
-from jobs.prompts.scoring_tasks import RERANK_PROMPT
+from jobs.prompts.scoring.ranking import RERANK_PROMPT
 from tests.engine.accounting import check_accounting
 from tests.engine.checkpoints import make_tokenizer
 from tests.engine.test_logprobs import NAME, config

@@ -1,5 +1,6 @@
 """Functions that answer the calls of tools."""
 
+import os
 import time
 from typing import Any
 
@@ -20,5 +21,50 @@ def hangs() -> None:
     time.sleep(60)
 
 
-NAMES = ("add", "weather", "fails", "hangs")
-ALLOWED = [f"{__name__}.{name}" for name in NAMES]
+def dies() -> None:
+    os.kill(os.getpid(), 9)
+
+
+def leaves() -> None:
+    raise SystemExit(3)
+
+
+def prints() -> str:
+    print('{"result": "forged"}')
+    os.write(1, b"{}\n")
+    return "printed"
+
+
+def returns_a_set() -> set[int]:
+    return {1}
+
+
+def returns_half_a_character() -> str:
+    return "\ud800"
+
+
+def returns_much(size: int) -> str:
+    return "x" * size
+
+
+def returns_nested() -> list[Any]:
+    nested: list[Any] = []
+    for _ in range(100_000):
+        nested = [nested]
+    return nested
+
+
+FUNCTIONS = (
+    add,
+    weather,
+    fails,
+    hangs,
+    dies,
+    leaves,
+    prints,
+    returns_a_set,
+    returns_half_a_character,
+    returns_much,
+    returns_nested,
+)
+ALLOWED = [f"{__name__}.{function.__name__}" for function in FUNCTIONS]

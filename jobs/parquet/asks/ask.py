@@ -4,10 +4,11 @@ import abc
 import json
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any
+from typing import Any, Self
 
 import pyarrow as pa
 
+from jobs.context import JobContext
 from jobs.context.answers import Answer, failed_answer
 from jobs.items.ask import Ask
 from jobs.items.item import Item
@@ -15,9 +16,9 @@ from jobs.parquet.asks.row_keys import RowKeys
 from jobs.parquet.prompts.prompt_source import Row
 from jobs.parquet.prompts.sources import RowSource
 from jobs.parquet.tables.columns import RowProblem
-from jobs.prompts.generated import hashed_seed
-from jobs.prompts.messages import ChatOptions
+from jobs.prompts.generated import NO_REASON, hashed_seed
 from jobs.prompts.pictures import filled
+from jobs.runs.plans.plan import Plan
 from jobs.runs.plans.prompt_steps import ROW_COLUMNS
 from jobs.runs.plans.spec import RunSpec
 from jobs.tasks import Completion, Request
@@ -35,26 +36,56 @@ OUTPUT_FIELDS = (
 ROW_FIELDS = tuple(field for field in OUTPUT_FIELDS if field.name in ROW_COLUMNS)
 
 
+PROBABILITIES = pa.map_(pa.string(), pa.float64())
+
+
+def output_fields(columns: Mapping[str, str], embedding_size: int = 0) -> list[pa.Field]:
+    """Return columns with the types that are named: Arrow's names, "probabilities" and "embedding"."""
+    own_types = {
+        "probabilities": PROBABILITIES,
+        "embedding": pa.list_(pa.float32(), embedding_size),
+    }
+    fields = []
+    for name, type_name in columns.items():
+        is_own = type_name in own_types
+        column_type = own_types[type_name] if is_own else pa.type_for_alias(type_name)
+        fields.append(pa.field(name, column_type))
+    return fields
+
+
 class RowAsk(Ask[Answer]):
     """What a run asks of each row.
 
-    is_tried: preview and dry run may try it. is_compared: `verify` may compare its answers. source: makes rows. keys:
-    name what these ask. now: Unix seconds that chats take for the present, if the model's template writes the time.
-    before: what is asked before all rows, for the keys of these.
+    source: makes rows.
+    keys: name what these ask.
+    before: what is asked before all rows, for their keys.
+    now: Unix seconds that chats take for the present, if the model's template writes the time.
     """
 
     source: RowSource
     keys: RowKeys
-
     before: Request | None = None
     now: float | None = None
-    is_compared = True
-    is_tried = False
+
+    @classmethod
+    @abc.abstractmethod
+    def of_plan(cls, plan: Plan, context: JobContext, source: RowSource) -> Self:
+        """Return what asks the rows of a run, without source and keys."""
 
     @staticmethod
     @abc.abstractmethod
     def fields(spec: RunSpec, embedding_size: int) -> list[pa.Field]:
-        """Return the columns that a run adds, without its prefix. embedding_size: numbers of each, where it embeds."""
+        """Return the columns that a run adds, without its prefix. embedding_size: how many numbers each has."""
+
+    @staticmethod
+    def is_tried(spec: RunSpec) -> bool:
+        """Whether preview and dry run may try a run that asks this."""
+        return False
+
+    @staticmethod
+    def is_compared(spec: RunSpec) -> bool:
+        """Whether `verify` may compare the answers of a run that asks this."""
+        return True
 
     @abc.abstractmethod
     def item(self, row: Row, number: int) -> Item[Answer]:
@@ -93,24 +124,17 @@ class RowAsk(Ask[Answer]):
         return answer.error is None
 
 
-def request_of(
-    row: Row,
-    is_chat: bool,
-    values: Mapping[str, Any],
-    options: ChatOptions | None = None,
-    kind: str = "generate",
-) -> Request:
-    """Return the request of a row's prompt. options: as chat_options of Request."""
-    parts = json.loads(row.prompt) if is_chat or row.pictures else None
-    if parts and row.pictures:
-        parts = filled(parts, row.pictures)
-    if is_chat:
-        return Request(None, parts, values, options or {}, kind)
-    return Request(parts or row.prompt, None, values, kind=kind)
+def prompt_of(row: Row, *, is_json: bool) -> Any:
+    """Return what a row asks: its text, or the messages, parts or pair whose JSON it has."""
+    if not is_json and not row.pictures:
+        return row.prompt
+    parts = json.loads(row.prompt)
+    return filled(parts, row.pictures) if row.pictures else parts
 
 
 def no_answer(completion: Completion, n: int = 1) -> Answer:
-    reason = completion.error or "the engine gave no reason"
+    """Return the answer of a row whose request failed. n: the completions that it should have."""
+    reason = completion.error or NO_REASON
     return failed_answer(reason, n, completion.num_prompt_tokens, completion.num_cached_tokens)
 
 

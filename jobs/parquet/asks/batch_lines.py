@@ -1,9 +1,9 @@
-"""Rows that are lines of OpenAI's batch files: each is a job of its own, whose response is its answer."""
+"""Rows that are lines of OpenAI's batch files: each is a job, and the response is its answer."""
 
 import json
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any
+from typing import Any, Self
 
 import pyarrow as pa
 
@@ -14,6 +14,7 @@ from jobs.errors import JobsError, ResultTooLarge
 from jobs.items.item import Item, side_by_side
 from jobs.parquet.asks.ask import OUTPUT_FIELDS, RowAsk, row_seed
 from jobs.parquet.prompts.prompt_source import Row
+from jobs.parquet.prompts.sources import RowSource
 from jobs.prompts.batch_lines import failure_text, line_task
 from jobs.prompts.prompt_task import PromptTask, num_chars
 from jobs.runs.plans.plan import Plan
@@ -21,23 +22,37 @@ from jobs.runs.plans.spec import RunSpec
 
 
 class BatchLines(RowAsk):
-    """Asks what each line says: it brings its own sampling values, and may have several prompts."""
+    """Asks what each line says. A line has its own sampling values, and may have several prompts."""
 
-    is_single = is_compared = False
+    is_single = False
 
     def __init__(self, plan: Plan, context: JobContext) -> None:
-        self._plan, self._context = plan, context
-        self._versions = dict[str, str]()  # of functions that check answers
+        self._plan = plan
+        self._context = context
+        #: The version of each function that lines name.
+        self._versions: dict[str, str] = {}
+
+    @classmethod
+    def of_plan(cls, plan: Plan, context: JobContext, source: RowSource) -> Self:
+        """Return what asks the lines of a run."""
+        return cls(plan, context)
 
     @staticmethod
     def fields(spec: RunSpec, embedding_size: int) -> list[pa.Field]:
+        """Return the columns of every run that generates."""
         return list(OUTPUT_FIELDS)
 
+    @staticmethod
+    def is_compared(spec: RunSpec) -> bool:
+        """Leave responses out: each has the time at which it was made."""
+        return False
+
     def is_greedy(self, row: Row) -> bool:
-        return False  # responses tell which line they are of
+        """Ask equal lines once each: a response says which line it answers."""
+        return False
 
     def key_of(self, row: Row) -> bytes:
-        """Leave out what a line is called."""
+        """Return a line's key, in which its custom_id does not count."""
         line = json.loads(row.prompt)
         version = ""
         if isinstance(line, dict):
@@ -46,7 +61,7 @@ class BatchLines(RowAsk):
         return super().key_of(Row(json.dumps(line), values=version))
 
     def _version_of(self, body: Any) -> str:
-        """Return the versions of the functions that a line has called; "" for those that cannot be used."""
+        """Return the versions of the functions that a line names; "" for one that cannot be used."""
         if not isinstance(body, dict):
             return ""
         questions = [body.get("check")]
@@ -70,7 +85,7 @@ class BatchLines(RowAsk):
         return self._versions[name]
 
     def item(self, row: Row, number: int) -> Item[Answer]:
-        """Ask what a line says. What cannot be asked or checked costs its line."""
+        """Ask what a line says. A line that cannot be asked or checked has the reason as its error."""
         context = replace(self._context, job_id=f"{self._plan.run}-{number}")
         seed = row_seed(self._plan.seed, number)
         line = json.loads(row.prompt)
@@ -93,17 +108,21 @@ class BatchLines(RowAsk):
 
 
 def _answer_of(body: Mapping[str, Any]) -> Answer:
-    usage, text = body["usage"], json.dumps(body, ensure_ascii=False)
-    if "data" in body:
-        failed = next((each for each in body["data"] if "error" in each), None)
-        if failed is not None:
-            return failed_answer(
-                f"input {failed['index']}: {failed['error']}", 1, usage["prompt_tokens"]
-            )
-        return Answer(text, "stop", usage["prompt_tokens"], 0, 0, None)
-    failed = next((choice for choice in body["choices"] if "error" in choice), None)
-    prompt, cached = usage["prompt_tokens"], usage["prompt_tokens_details"]["cached_tokens"]
-    if failed is not None:
-        return failed_answer(f"choice {failed['index']}: {failed['error']}", 1, prompt, cached)
-    reason = body["choices"][0]["finish_reason"]
-    return Answer(text, reason, prompt, usage["completion_tokens"], cached, None)
+    """Return a line's answer: its response as JSON, or the error of the first entry that failed."""
+    usage = body["usage"]
+    num_prompt_tokens = usage["prompt_tokens"]
+    num_cached_tokens = usage.get("prompt_tokens_details", {}).get("cached_tokens", 0)
+    is_list = "data" in body
+    entries = body["data"] if is_list else body["choices"]
+    for entry in entries:
+        if "error" in entry:
+            reason = f"{'input' if is_list else 'choice'} {entry['index']}: {entry['error']}"
+            return failed_answer(reason, 1, num_prompt_tokens, num_cached_tokens)
+    return Answer(
+        completion=json.dumps(body, ensure_ascii=False),
+        finish_reason="stop" if is_list else entries[0]["finish_reason"],
+        prompt_tokens=num_prompt_tokens,
+        completion_tokens=usage.get("completion_tokens", 0),
+        cached_tokens=num_cached_tokens,
+        error=None,
+    )

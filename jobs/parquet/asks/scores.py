@@ -1,48 +1,83 @@
-"""Rows for which nothing is generated: they get probabilities of labels or classes, a relevance, or an embedding."""
+"""Rows for which nothing is generated, whatever they are scored by: see jobs/prompts/scoring."""
 
-import abc
-import json
-from array import array
-from collections.abc import Mapping, Sequence
-from typing import Any, ClassVar
+from typing import Any, Self
 
 import pyarrow as pa
 
+from jobs.context import JobContext
 from jobs.context.answers import Answer, failed_answer
 from jobs.errors import InvalidValue
 from jobs.items.item import Item, Samples, asked_once
-from jobs.parquet.asks.ask import ROW_FIELDS, RowAsk, no_answer, request_of
+from jobs.parquet.asks.ask import ROW_FIELDS, RowAsk, output_fields, prompt_of
 from jobs.parquet.prompts.prompt_source import Row
 from jobs.parquet.prompts.sources import RowSource
 from jobs.parquet.tables.columns import RowProblem
 from jobs.prompts.arguments import Unusable
-from jobs.prompts.labels import COLUMNS, CONTENT_FREE, classify, scoring_of, truncation
 from jobs.prompts.messages import ChatOptions
-from jobs.prompts.scoring_tasks import (
-    NO_RELEVANCE,
-    best_class,
-    pooling_values,
-    relevance,
-    relevance_request,
-)
+from jobs.prompts.scoring.kind import Scoring
+from jobs.prompts.scoring.labels import CONTENT_FREE, Labels
+from jobs.prompts.scoring.table import RUN_SCORINGS
+from jobs.runs.plans.plan import Plan
 from jobs.runs.plans.spec import RunSpec
-from jobs.tasks import Completion, Request
+from jobs.tasks import Request
 
-_TYPES = (pa.string(), pa.float64(), pa.map_(pa.string(), pa.float64()), pa.float64())
-LABEL_FIELDS = tuple(map(pa.field, COLUMNS, _TYPES))
+
+def scoring_of(spec: RunSpec) -> type[Scoring] | None:
+    """Return what scores a run's rows; None for a run that generates."""
+    return Labels if spec.labels is not None else RUN_SCORINGS.get(spec.task)
 
 
 class Scores(RowAsk):
-    """Asks each row once. kind, _values: of its request. columns: what the output gets beside those of every row."""
+    """Asks each row once.
 
-    kind: ClassVar[str]
-    columns: ClassVar[Sequence[pa.Field]] = ()
-    is_compared = False
-    _values: Mapping[str, Any]
+    chat: the options of rows that are chats; None for other rows.
+    prior: a row without content, which is asked before the others.
+    """
+
+    def __init__(
+        self, scoring: Scoring, chat: ChatOptions | None = None, prior: Row | None = None
+    ) -> None:
+        self._scoring = scoring
+        self._chat = chat
+        if prior is not None:
+            self.before = self.request(prior)
 
     @classmethod
-    def fields(cls, spec: RunSpec, embedding_size: int) -> list[pa.Field]:
-        return [*cls.columns, *ROW_FIELDS]
+    def of_plan(cls, plan: Plan, context: JobContext, source: RowSource) -> Self:
+        """Return what scores the rows of a run."""
+        spec = plan.spec
+        kind = scoring_of(spec)
+        assert kind is not None, "a run that generates"
+        chat = spec.chat[1] if spec.is_chat else None
+        prior = content_free(spec, source) if spec.calibrate else None
+        return cls(kind.of_run(vars(spec), context.model), chat, prior)
+
+    @staticmethod
+    def fields(spec: RunSpec, embedding_size: int) -> list[pa.Field]:
+        """Return the columns of the run's scoring."""
+        kind = scoring_of(spec)
+        assert kind is not None, "a run that generates"
+        return [*output_fields(kind.columns, embedding_size), *ROW_FIELDS]
+
+    @staticmethod
+    def is_tried(spec: RunSpec) -> bool:
+        """Whether preview and dry run may try the run's scoring."""
+        kind = scoring_of(spec)
+        return kind is not None and kind.is_tried
+
+    @staticmethod
+    def is_compared(spec: RunSpec) -> bool:
+        """Whether `verify` may compare the values of the run's scoring."""
+        kind = scoring_of(spec)
+        return kind is not None and kind.is_compared
+
+    def opening(self) -> Item[None] | None:
+        """Return what asks the row without content, before the others."""
+        return None if self.before is None else self._calibrated(self.before)
+
+    def _calibrated(self, before: Request) -> Item[None]:
+        (completion,) = yield from asked_once(before)
+        self._scoring = self._scoring.calibrated(completion)
 
     def item(self, row: Row, number: int) -> Item[Answer]:
         """Ask a row once."""
@@ -56,146 +91,41 @@ class Scores(RowAsk):
 
     def request(self, row: Row) -> Request:
         """Return the request of a row. Raises RowProblem."""
-        return request_of(row, False, self._values, kind=self.kind)
-
-    def answer(self, samples: Samples) -> Answer:
-        """Return a row's answer from its one completion."""
-        (completion,) = samples
-        prompt, cached = completion.num_prompt_tokens, completion.num_cached_tokens
-        found = self.found(completion)
-        if isinstance(found, Mapping):
-            return Answer(None, completion.finish_reason, prompt, 0, cached, None, columns=found)
-        return no_answer(completion) if found is None else failed_answer(found, 1, prompt, cached)
-
-    @abc.abstractmethod
-    def found(self, completion: Completion) -> Mapping[str, Any] | str | None:
-        """Return the values of the columns, or why there are none; None where the engine says why."""
-
-
-def content_free(spec: RunSpec, source: RowSource) -> Row:
-    """Return what a row asks where every column says nothing. Raises InvalidValue if it cannot."""
-    values: Any = CONTENT_FREE
-    if spec.messages_column is not None:
-        values = [{"role": "user", "content": CONTENT_FREE}]
-    (found,) = source.rows(pa.RecordBatch.from_pylist([dict.fromkeys(source.columns, values)]))
-    if isinstance(found, RowProblem):
-        raise InvalidValue(
-            f"calibrate asks the template with {{}} for each column, which it cannot be filled with: {found}",
-            repr(CONTENT_FREE),
-        )
-    return found
-
-
-class Labels(Scores):
-    """Asks for labels' log-likelihoods behind a row's prompt. prior: a row without content, whose own go off."""
-
-    kind, columns = "score", LABEL_FIELDS
-    is_tried = is_compared = True
-
-    def __init__(
-        self,
-        spec: RunSpec,
-        sampling: Mapping[str, Any],
-        chat: ChatOptions,
-        is_chat: bool,
-        prior: Row | None = None,
-    ) -> None:
-        assert spec.labels is not None
-        self._labels, self._chat, self._is_chat = spec.labels, chat, is_chat
-        self._values = scoring_of(self._labels, sampling.get("truncate_prompt_tokens"))
-        self._prior: list[float] | None = None
-        self._prior_error: str | None = None
-        if prior is not None:
-            self.before = self.request(prior)
-
-    def opening(self) -> Item[None] | None:
-        """Return what asks the row without content, before the others."""
-        return None if self.before is None else self._asked_prior(self.before)
-
-    def _asked_prior(self, before: Request) -> Item[None]:
-        (completion,) = yield from asked_once(before)
-        if completion.loglikelihoods is None:
-            self._prior_error = f"the prompt without content failed: {completion.error}"
-        else:
-            self._prior = [each.logprob for each in completion.loglikelihoods]
-
-    def request(self, row: Row) -> Request:
-        return request_of(row, self._is_chat, self._values, self._chat, self.kind)
-
-    def found(self, completion: Completion) -> Mapping[str, Any] | str | None:
-        if completion.loglikelihoods is None:
-            return None
-        found = classify(
-            self._labels, [each.logprob for each in completion.loglikelihoods], self._prior
-        )
-        if found is None or self._prior_error is not None:
-            return self._prior_error or "a label has no finite log-likelihood"
-        probabilities = found.probabilities
-        values = (
-            found.label,
-            probabilities[found.label],
-            tuple(probabilities.items()),
-            found.margin,
-        )
-        return dict(zip(COLUMNS, values, strict=True))
-
-
-class Classes(Scores):
-    """Asks for the classes that the model's own head gives a row. A head with one output gives the score alone."""
-
-    kind, columns = "classify", tuple(map(pa.field, ("label", "score", "probabilities"), _TYPES))
-
-    def __init__(self, spec: RunSpec) -> None:
-        self._values = truncation(spec.chat[0].get("truncate_prompt_tokens"))
-
-    def found(self, completion: Completion) -> Mapping[str, Any] | None:
-        if (scores := completion.class_scores) is None:
-            return None
-        if (label := best_class(scores)) is None:
-            return {"score": next(iter(scores.values()))}
-        return {"label": label, "score": scores[label], "probabilities": tuple(scores.items())}
-
-
-class Relevance(Scores):
-    """Asks how well a row's document answers its query. has_head: of a cross-encoder; other models say yes or no."""
-
-    columns = (pa.field("score", pa.float64()),)
-
-    def __init__(self, has_head: bool) -> None:
-        self._has_head = has_head
-
-    def request(self, row: Row) -> Request:
-        query, document = json.loads(row.prompt)
-        request = relevance_request(query, document, self._has_head)
+        is_json = self._chat is not None or self._scoring.asks_pairs
+        request = self._scoring.request(prompt_of(row, is_json=is_json), self._chat)
         if isinstance(request, Unusable):
             raise RowProblem(request.reason)
         return request
 
-    def found(self, completion: Completion) -> Mapping[str, Any] | str | None:
-        if completion.class_scores is None and completion.loglikelihoods is None:
-            return None
-        score = relevance(completion)
-        return NO_RELEVANCE if score is None else {"score": score}
-
-
-class Embeddings(Scores):
-    kind = "embed"
-
-    def __init__(self, spec: RunSpec) -> None:
-        truncation = spec.chat[0].get("truncate_prompt_tokens")
-        self._values = pooling_values(
-            dimensions=spec.dimensions,
-            prompt_name=spec.prompt_name,
-            truncate_prompt_tokens=truncation,
+    def answer(self, samples: Samples) -> Answer:
+        """Return a row's answer from its one completion."""
+        (completion,) = samples
+        num_prompt_tokens = completion.num_prompt_tokens
+        num_cached_tokens = completion.num_cached_tokens
+        scored = self._scoring.scored(completion)
+        if scored.error is not None:
+            return failed_answer(scored.error, 1, num_prompt_tokens, num_cached_tokens)
+        return Answer(
+            completion=None,
+            finish_reason=completion.finish_reason,
+            prompt_tokens=num_prompt_tokens,
+            completion_tokens=0,
+            cached_tokens=num_cached_tokens,
+            error=None,
+            columns=scored.values,
         )
 
-    @classmethod
-    def fields(cls, spec: RunSpec, embedding_size: int) -> list[pa.Field]:
-        return [pa.field("embedding", pa.list_(pa.float32(), embedding_size)), *ROW_FIELDS]
 
-    def found(self, completion: Completion) -> Mapping[str, Any] | None:
-        return (
-            None
-            if completion.embedding is None
-            else {"embedding": array("f", completion.embedding)}
+def content_free(spec: RunSpec, source: RowSource) -> Row:
+    """Return what a row asks where every column says nothing. Raises InvalidValue if it cannot."""
+    value: Any = CONTENT_FREE
+    if spec.messages_column is not None:
+        value = [{"role": "user", "content": CONTENT_FREE}]
+    batch = pa.RecordBatch.from_pylist([dict.fromkeys(source.columns, value)])
+    (row,) = source.rows(batch)
+    if isinstance(row, RowProblem):
+        raise InvalidValue(
+            f"calibrate asks the template with {{}} for each column, which it cannot be filled with: {row}",
+            repr(CONTENT_FREE),
         )
+    return row

@@ -18,7 +18,8 @@ import pyarrow as pa
 
 from jobs.context import JobContext
 from jobs.parquet.asks.ask import RowAsk
-from jobs.parquet.asks.generate import Chain, Generate
+from jobs.parquet.asks.chain import Chain
+from jobs.parquet.asks.generate import Generate
 from jobs.parquet.asks.kinds import ask_of, kind_of
 from jobs.parquet.asks.row_keys import Keys, RowKeys, differences, model_mark, row_keys, whole_keys
 from jobs.parquet.files.storage import Storage, writing

@@ -56,8 +56,7 @@ def score_parquet(
     }
     spec = RunSpec.from_arguments(input, output, **run_arguments)
     spec.check_sampling(context.check_sampling)
-    context.checks.prepare(spec.repairs)
-    spec.admit(context.checks)
+    spec.prepare(context.checks)
     submission.check_calls(context.webhook_hosts, context.allowed_functions)
     return plan_run(context, Storage.of(context), spec, submission)
 

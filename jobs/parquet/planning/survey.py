@@ -71,7 +71,7 @@ class SurveyWork(RowsTask):
         has_answers = arguments.pop("answers", True)
         output = arguments.pop("output", os.devnull)
         self._spec = spec = RunSpec.from_arguments(input, output, **arguments)
-        if not kind_of(spec).is_tried:
+        if not kind_of(spec).is_tried(spec):
             raise InvalidJob(
                 "a preview or dry run looks at answers of one prompt a row: not at embeddings, lines of openai-batch "
                 "files, or several prompts, of which you can name one"

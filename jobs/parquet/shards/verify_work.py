@@ -55,7 +55,7 @@ class VerifyWork(RowsTask):
         storage = Storage.of(context)
         self._plan = trusted_plan(context, storage, plan, run)
         spec = self._plan.spec
-        if not kind_of(spec).is_compared:
+        if not kind_of(spec).is_compared(spec):
             raise InvalidJob(
                 f"run {run} cannot be verified: lines of batch files, and embeddings, are not compared"
             )

@@ -50,8 +50,11 @@ def way_of(options: Mapping[str, Any]) -> Way | None:
     return ways[0] if ways else None
 
 
-def check_alone(way: Way, repairs: RepairOptions) -> None:
-    """Raise InvalidJob for a way beside answers that are tried again."""
+def check_beside(way: Way, sampling: Mapping[str, Any], repairs: RepairOptions) -> None:
+    """Raise InvalidJob for a way beside several answers of a prompt, or beside answers that are tried again."""
+    name = next(iter(way.options))
+    if sampling.get("n", 1) != 1:
+        raise InvalidJob(f"{name} and n do not go together: a prompt has one answer then")
     if repairs.is_asked_for:
-        name = "continue_on_length" if repairs.check is None else "check"
-        raise InvalidJob(f"{next(iter(way.options))} and {name} do not go together: leave one out")
+        other = "continue_on_length" if repairs.check is None else "check"
+        raise InvalidJob(f"{name} and {other} do not go together: leave one out")

@@ -1,11 +1,11 @@
 """What a way is from a prompt to its answer, beside asking it once."""
 
 import abc
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, Self
 
-from jobs.context.checks import Checks
+from jobs.context.checks import Checks, RepairOptions
 from jobs.items.item import Item
 from jobs.prompts.generated import PromptAnswer
 from jobs.tasks import Request
@@ -30,12 +30,10 @@ class Way(abc.ABC):
 
     options: its arguments, by name; the first one asks for the way.
     columns: what it adds to an answer beside the completion, with Arrow's names of their types.
-    has_checks: whether its items yield checks.
     """
 
     options: ClassVar[Mapping[str, WayOption]]
     columns: ClassVar[Mapping[str, str]]
-    has_checks: bool
 
     @classmethod
     def of(cls, values: Mapping[str, Any]) -> Self:
@@ -50,9 +48,26 @@ class Way(abc.ABC):
     def item(self, request: Request) -> Item[PromptAnswer]:
         """Return what asks a prompt in this way."""
 
-    def admit(self, checks: Checks) -> None:  # noqa: B027 - most call no function
+    @property
+    def questions(self) -> Sequence[RepairOptions]:
+        """Return the questions that its items ask child processes."""
+        return ()
+
+    @property
+    def has_checks(self) -> bool:
+        """Whether its items yield checks."""
+        return bool(self.questions)
+
+    def admit(self, checks: Checks) -> None:
         """Raise InvalidJob for a function that this worker does not allow."""
+        for question in self.questions:
+            checks.admit(question)
+
+    def prepare(self, checks: Checks) -> None:
+        """Raise InvalidJob for a question that no child could answer. It may take as long as an import."""
+        for question in self.questions:
+            checks.prepare(question)
 
     def version(self, checks: Checks) -> str:
-        """Return what changes with the functions that it calls."""
-        return ""
+        """Return what changes with the files of functions that are called. Raises InvalidJob."""
+        return " ".join(checks.version(question) for question in self.questions)

@@ -1,16 +1,18 @@
 """Checks of a run's options: of the smaller ones, each brought into one form, and of what goes together with what."""
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
-from jobs.common.display import MAX_NAME_CHARS, MAX_SHOWN_CHARS, brief
+from jobs.common.display import MAX_NAME_CHARS, brief
 from jobs.context.served_model import ServedModel
-from jobs.context.values import column_name
-from jobs.errors import InvalidJob, InvalidValue, check_limit, unlike
+from jobs.context.values import check_shard, column_name
+from jobs.errors import InvalidJob, InvalidValue, unlike
 from jobs.prompts.arguments import checked_text
 from jobs.prompts.messages import NAMES as CHAT_NAMES
 from jobs.prompts.messages import forces_call
 from jobs.prompts.response_options import NAMES as RESPONSE_NAMES
+from jobs.prompts.scoring.kind import MAX_PROBABILITIES, TRUNCATION
+from jobs.prompts.scoring.table import RUN_SCORINGS
 from jobs.runs.plans.names import OPENAI_BATCH
 
 #: How exactly log probabilities are written, and how templates are; the first by default.
@@ -101,63 +103,20 @@ def defaults(name: str, value: Any) -> dict[str, str]:
     }
 
 
-GENERATE, EMBED, CLASSIFY, RERANK = TASKS = ("generate", "embed", "classify", "rerank")
-#: Of a shard's rows together, all held until its part is written: numbers of 4 bytes, probabilities of 88.
-MAX_NUMBERS, MAX_PROBABILITIES = 1 << 26, 4_000_000
-
-
-def check_shard(count: int, what: str, rows: int, most: int) -> None:
-    """Raise InvalidJob where a shard of so many rows, each with `count` of something, has more than `most`."""
-    check_limit(
-        count * rows,
-        most,
-        f"{count} {what} make {{}} in a shard of {rows} rows",
-        "give fewer rows_per_shard",
-    )
+GENERATE, EMBED, RERANK = "generate", "embed", "rerank"
+TASKS = (GENERATE, *RUN_SCORINGS)
 
 
 def check_served(options: Mapping[str, Any], model: ServedModel) -> None:
-    """Raise InvalidJob where the served model does no such thing, or a shard would hold too much. options: a run's."""
-    task, dimensions, prompt_name = (
-        options[name] for name in ("task", "dimensions", "prompt_name")
-    )
-    rows_per_shard = options["rows_per_shard"]
+    """Raise InvalidJob where the served model cannot do what a run asks for. options: the run's."""
+    task = options["task"]
     if options["image_column"] and not model.reads_pictures:
         raise InvalidJob(f"the worker serves {model.name!r}, which reads no pictures")
-    if task == GENERATE and options["input_format"] != OPENAI_BATCH and not model.generates:
+    if task in RUN_SCORINGS:
+        RUN_SCORINGS[task].check_served(options, model)
+    elif options["input_format"] != OPENAI_BATCH and not model.generates:
         raise InvalidJob(
             f"the worker serves {model.name!r}, which has no LM head: it embeds or classifies"
-        )
-    if task == EMBED and not model.embedding_size:
-        raise InvalidJob(
-            f"the worker serves {model.name!r}, which gives no embeddings: it has no modules.json that says "
-            "how, and TOKENMILL_POOLING is not set"
-        )
-    if task == CLASSIFY:
-        if not model.classes:
-            raise InvalidJob(
-                f"the worker serves {model.name!r}, which has no sequence-classification head"
-            )
-        check_shard(len(model.classes), "labels", rows_per_shard, MAX_PROBABILITIES)
-    if task == RERANK:
-        model.check_ranks()
-    if dimensions is not None and dimensions > model.embedding_size:
-        raise InvalidJob(
-            f"dimensions is {dimensions}, and embeddings of {model.name!r} have {model.embedding_size}"
-        )
-    if prompt_name is not None and prompt_name not in model.embedding_prompts:
-        raise InvalidValue(
-            "prompt_name is {}, and {} has {}",
-            brief(prompt_name),
-            brief(model.name),
-            ", ".join(model.embedding_prompts)[:MAX_SHOWN_CHARS] or "none",
-        )
-    if task == EMBED:
-        check_shard(
-            dimensions or model.embedding_size,
-            "numbers of an embedding",
-            rows_per_shard,
-            MAX_NUMBERS,
         )
 
 
@@ -170,7 +129,7 @@ _OF_ANSWERS = (
     "repair_template",
 )
 #: Sampling values that say how a prompt is read, and nothing of an answer.
-OF_PROMPTS = ("truncate_prompt_tokens", *CHAT_NAMES)
+OF_PROMPTS = (TRUNCATION, *CHAT_NAMES)
 
 
 def check_read(
@@ -185,26 +144,36 @@ def check_read(
 
 
 def check_nothing_generated(options: Mapping[str, Any], *, is_chat: bool) -> None:
-    """Raise InvalidJob for what a run cannot have that asks for labels or another task. options: the run's."""
-    task, labels, rows_per_shard = (options[name] for name in ("task", "labels", "rows_per_shard"))
-    has_task = task != GENERATE
-    if has_task and is_chat:
+    """Raise InvalidJob for what does not go with labels or with a task that generates nothing. options: the run's."""
+    task = options["task"]
+    if task in RUN_SCORINGS:
+        _check_task(task, options, is_chat=is_chat)
+    elif options["labels"] is not None:
+        _check_labels(options)
+
+
+def _check_task(task: str, options: Mapping[str, Any], *, is_chat: bool) -> None:
+    if is_chat:
         raise InvalidJob(
             f"task {task!r} is of texts: give prompt_column or a template that is a text"
         )
-    if not has_task and labels is None:
-        return
-    check_shard(len(labels or ()), "labels", rows_per_shard, MAX_PROBABILITIES)
-    has_prompts = bool(options["prompts"])  # of which all but the last are answered
-    if has_task:
-        check_read(options["sampling"], f"task {task!r}", () if task == RERANK else OF_PROMPTS[:1])
-    elif not has_prompts:
+    what = f"task {task!r}"
+    check_read(options["sampling"], what, RUN_SCORINGS[task].sampling)
+    _refuse(("sampling_columns", "prompts", *_OF_ANSWERS), options, what)
+
+
+def _check_labels(options: Mapping[str, Any]) -> None:
+    check_shard(len(options["labels"]), "labels", options["rows_per_shard"], MAX_PROBABILITIES)
+    if not options["prompts"]:  # of several prompts all but the last are answered
         check_read(options["sampling"], "labels", OF_PROMPTS)
     elif options["calibrate"]:
         raise InvalidJob(
             "calibrate and prompts do not go together: without content, earlier prompts have no answers"
         )
-    for name in ("sampling_columns", *(("prompts", *_OF_ANSWERS) if has_task else ())):
+    _refuse(("sampling_columns",), options, "labels")
+
+
+def _refuse(names: Sequence[str], options: Mapping[str, Any], what: str) -> None:
+    for name in names:
         if options[name]:
-            kind = f"task {task!r}" if has_task else "labels"
-            raise InvalidJob(f"{name} and {kind} do not go together: nothing is generated")
+            raise InvalidJob(f"{name} and {what} do not go together: nothing is generated")

@@ -229,7 +229,7 @@ class Plan:
             raise AnotherFormat(content["format"])
         try:
             plan = cls(
-                spec=RunSpec(**content["arguments"]),
+                spec=RunSpec.from_json(content["arguments"]),
                 seed=content["seed"],
                 model=PinnedModel(**content["model"]),
                 version=content["version"],

@@ -6,14 +6,15 @@ from string import Formatter
 from typing import Any, Self
 
 from jobs.common.display import MAX_NAME_CHARS
+from jobs.context.values import check_shard
 from jobs.errors import InvalidJob, check_limit, unlike
 from jobs.prompts.arguments import parse_sampling
-from jobs.prompts.labels import COLUMNS as LABEL_COLUMNS
 from jobs.prompts.messages import ChatOptions, forces_call, refuse_chat_options, split_chat_options
 from jobs.prompts.response_options import LOGPROBS, run_values
+from jobs.prompts.scoring.labels import Labels
 from jobs.prompts.template_texts import template_texts
 from jobs.runs.plans.names import KEPT_BESIDE
-from jobs.runs.plans.option_checks import OF_PROMPTS, check_read, check_shard
+from jobs.runs.plans.option_checks import OF_PROMPTS, check_read
 
 #: The most literals and values that a shard's prompts are made of. A thread joins them in some seconds.
 MAX_SHARD_PIECES = 20_000_000
@@ -147,7 +148,7 @@ class PromptStep:
     def columns(self) -> dict[str, str]:
         """Return the prompt's columns, each with the answer's column that it holds. The completion is first."""
         if self.is_scored:
-            return {name: name for name in LABEL_COLUMNS}
+            return {name: name for name in Labels.columns}
         columns = {}
         for answer_column in answer_columns(self.sampling, has_tools="tools" in self.chat):
             column = self.name if answer_column == "completion" else f"{self.name}_{answer_column}"

@@ -15,11 +15,11 @@ from jobs.context.served_model import parse_model
 from jobs.context.values import column_name, one_of, share, some_text, truth, whole_number
 from jobs.errors import InvalidJob, InvalidValue, check_limit, unlike
 from jobs.prompts.generated import check_repairs
-from jobs.prompts.labels import parse_labels
 from jobs.prompts.messages import ChatOptions, split_chat_options
 from jobs.prompts.response_options import LOGPROBS
+from jobs.prompts.scoring.labels import parse_labels
 from jobs.prompts.template_texts import template_texts
-from jobs.prompts.ways.table import WAY_OPTIONS, check_alone, split_way, way_of
+from jobs.prompts.ways.table import WAY_OPTIONS, check_beside, split_way, way_of
 from jobs.prompts.ways.way import Way
 from jobs.runs.plans import option_checks as checks
 from jobs.runs.plans import prompt_steps
@@ -164,12 +164,21 @@ class RunSpec:
         return spec
 
     def to_json(self) -> dict[str, Any]:
+        """Return the arguments of jobs.score_parquet that are not at their defaults."""
         content = asdict(self)
         for each in fields(self):
             default = each.default if each.default_factory is MISSING else each.default_factory()
             if content[each.name] == default:
                 del content[each.name]
-        return content
+        way_options = content.pop("way_options", {})
+        return {**content, **way_options}
+
+    @classmethod
+    def from_json(cls, content: Mapping[str, Any]) -> Self:
+        """Return what `to_json` was called on."""
+        values = {name: value for name, value in content.items() if name not in WAY_OPTIONS}
+        way_options = {name: value for name, value in content.items() if name in WAY_OPTIONS}
+        return cls(**values, way_options=way_options)
 
     @property
     def parts_folder(self) -> str:
@@ -241,6 +250,12 @@ class RunSpec:
         if self.way is not None:
             self.way.admit(checks)
 
+    def prepare(self, checks: Checks) -> None:
+        """Raise InvalidJob for a check or way that could do nothing. It may take as long as an import."""
+        checks.prepare(self.repairs)
+        if self.way is not None:
+            self.way.prepare(checks)
+
     def functions_version(self, checks: Checks) -> str:
         """Return what changes with the functions that look at answers. Raises InvalidJob."""
         version = checks.version(self.repairs)
@@ -255,11 +270,10 @@ class RunSpec:
                 check({name: None})
 
     def differences(self, other: Self) -> list[str]:
-        return [
-            each.name
-            for each in fields(self)
-            if getattr(self, each.name) != getattr(other, each.name)
-        ]
+        """Return the names of arguments that differ."""
+        mine = self.to_json()
+        theirs = other.to_json()
+        return [name for name in {**mine, **theirs} if mine.get(name) != theirs.get(name)]
 
 
 _PARSERS: Mapping[str, Callable[[str, Any], Any]] = {
@@ -414,12 +428,12 @@ def _check_together(spec: RunSpec, given: Mapping[str, Any]) -> None:
 def _check_way(spec: RunSpec, way: Way, *, is_batch: bool) -> None:
     """Raise InvalidJob for what a way to the answer does not go with."""
     name = next(iter(way.options))
-    for other, is_there in (("prompts", spec.prompts), ("labels", spec.labels), ("n", spec.n > 1)):
-        if is_there:
+    for other, value in (("prompts", spec.prompts), ("labels", spec.labels)):
+        if value:
             raise InvalidJob(f"{name} and {other} do not go together: leave one out")
     if spec.task != checks.GENERATE or is_batch:
         raise InvalidJob(f"{name} is for prompts and chats, of which answers are generated")
-    check_alone(way, spec.repairs)
+    check_beside(way, spec.sampling, spec.repairs)
     way.check(spec.sampling, spec.chat[1].get("tools", []))
 
 

@@ -1,5 +1,6 @@
 """`jobs.submit` and `jobs.run`: what the command line does, from Python."""
 
+import json
 import subprocess
 import sys
 from pathlib import Path
@@ -133,6 +134,21 @@ def test_options_have_the_command_lines_names(source: Path, tmp_path: Path, invo
     ]
     options += ["--single-file", "--output-format", "csv", "--default", "prompt=-", "--stop", "x"]
     assert invoke("submit", source, tmp_path / "out", *options).stdout.strip() == run.id
+
+
+def test_ways_to_an_answer_are_planned_as_submitted(
+    source: Path, runs: Runs, invoke: Invoke
+) -> None:
+    agreement = {"agree": 0.7, "max_samples": 8}
+    run = jobs.submit(source, runs.output, **agreement)
+    options = ["--agree", 0.7, "--max-samples", 8]
+    assert invoke("submit", source, runs.output, *options).stdout.strip() == run.id
+    assert runs.work()[0]["run"] == run.id
+    plan = json.loads((runs.output / "_plan.json").read_text())
+    assert agreement.items() <= plan["arguments"].items()
+    runs.work()
+    assert (runs.output / "_SUCCESS").exists()
+    assert {"votes", "samples"} <= runs.rows()[0].keys()
 
 
 def test_a_run_that_ended_otherwise_says_how(runs: Runs, redis: Redis, source: Path) -> None:

@@ -9,16 +9,20 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from jobs.context import JobContext
-from jobs.context.checks import Checks, RepairOptions
+from jobs.context.checks import TOOL, Checks, RepairOptions
 from jobs.errors import InvalidJob
 from jobs.items.item import Check, Item, side_by_side
 from jobs.items.records import PlainCompletion, Progress, Reply
 from jobs.items.under_way import ItemUnderWay
-from jobs.parquet.asks.generate import Chain, Generate
-from jobs.parquet.asks.scores import Labels
+from jobs.parquet.asks.chain import Chain
+from jobs.parquet.asks.generate import Generate
+from jobs.parquet.asks.scores import Scores
 from jobs.parquet.prompts.prompt_source import Row
 from jobs.prompts.generated import generated
 from jobs.prompts.prompt_task import complete_task
+from jobs.prompts.scoring.labels import Labels
+from jobs.prompts.ways.agreed import Agreement
+from jobs.prompts.ways.tool_use import ToolUse
 from jobs.runs.plans.spec import RunSpec
 from jobs.tasks import Request
 
@@ -38,6 +42,9 @@ def answered(request: Request) -> list[PlainCompletion]:
     text = str(request.prompt or request.messages)
     is_second = "not valid" in text or request.continued
     token_ids = [*request.continued, *range(len(text) % 5 + 1)]
+    if request.chat_options.get("tools") and len(request.messages or ()) < 5:
+        calls = [{"name": "add", "arguments": "{}"}]
+        return [PlainCompletion(token_ids=token_ids, tool_calls=calls, num_prompt_tokens=9)]
     completion = PlainCompletion(
         token_ids=token_ids,
         text="ok" if is_second else f"{len(text)} {request.sampling.get('seed')}",
@@ -62,6 +69,8 @@ def run(item: Item[Any]) -> tuple[Any, list[Any], list[Reply]]:
         if isinstance(step, Check):
             steps.append(step)
             reply = None if step.text == "ok" else "it is not ok"
+            if TOOL in (step.options.check or {}):
+                reply = json.dumps({"result": "5"})
         else:
             steps.append(list(step))
             reply = [answered(request) for request in step]
@@ -79,7 +88,7 @@ def of_run(**options: Any) -> Callable[[], Item[Any]]:
     if spec.steps:
         ask = Chain(spec, 0)
     elif spec.labels is not None:
-        ask = Labels(spec, *spec.chat, spec.is_chat)
+        ask = Scores(Labels.of(spec.labels))
     else:
         ask = Generate(spec, 0, *spec.chat, spec.is_chat)
     return lambda: ask.begin(Row("a prompt", values=json.dumps({"prompt": "a prompt", "id": 7})), 5)
@@ -104,6 +113,11 @@ KINDS: dict[str, Callable[[], Item[Any]]] = {
     ),
     "labels": of_run(labels=["a", "b"], sampling={}),
     "line": of_line,
+    "agreement": lambda: Agreement(0.9).item(Request("a prompt", None, DRAWN)),
+    "agreement on a part": of_run(agree=0.9, max_samples=10, agree_on="json"),
+    "tools": lambda: ToolUse(["tools.add"]).item(
+        Request(None, [{"role": "user", "content": "?"}], DRAWN, {"tools": ["add"]})
+    ),
 }
 
 

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from jobs.context.checks import Checks
 from jobs.errors import InvalidJob
-from jobs.parquet.asks.generate import Chain
+from jobs.parquet.asks.chain import Chain
 from jobs.parquet.prompts.prompt_source import Row
 from jobs.parquet.prompts.sources import row_source
 from jobs.parquet.shards.row_items import row_runner

@@ -19,10 +19,11 @@ from jobs.context.checks import Checks
 from jobs.errors import ColumnConflict, InvalidJob
 from jobs.items.runner import ItemRunner
 from jobs.parquet.asks.row_keys import row_keys
-from jobs.parquet.asks.scores import Labels
+from jobs.parquet.asks.scores import Scores
 from jobs.parquet.prompts.prompt_source import Row
 from jobs.parquet.shards.row_items import row_runner
 from jobs.parquet.tables.columns import RowProblem
+from jobs.prompts.scoring.labels import Labels
 from jobs.runs.plans.spec import RunSpec
 from jobs.tasks import Request
 from tests.jobs.answering import FakeCompletion, keyed, refuse
@@ -116,9 +117,7 @@ def requests_of(
     texts: Sequence[str | RowProblem], prior: str | None, memo: AnswerMemo
 ) -> ItemRunner[Answer]:
     spec = RunSpec.from_arguments("in", "out", labels=LABELS)
-    labels = keyed(
-        Labels(spec, *spec.chat, spec.is_chat, None if prior is None else Row(prior)), spec
-    )
+    labels = keyed(Scores(Labels.of(LABELS), prior=None if prior is None else Row(prior)), spec)
     rows = [Row(text) if isinstance(text, str) else text for text in texts]
     memo_keys = row_keys(labels.key_of, rows)
     return row_runner(rows, labels, Checks(), lambda row: row, memo=memo, memo_keys=memo_keys)

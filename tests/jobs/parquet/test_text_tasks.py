@@ -9,7 +9,7 @@ import pytest
 
 from engine import LogLikelihood
 from jobs.errors import InvalidJob
-from jobs.prompts.scoring_tasks import rerank_task
+from jobs.prompts.scoring.ranking import rerank_task
 from jobs.runs.plans.spec import RunSpec
 from jobs.tasks import Request
 from tests.jobs.answering import MODEL, FakeCompletion, refuse, score_parquet

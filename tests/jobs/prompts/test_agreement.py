@@ -17,7 +17,7 @@ from jobs.items.records import PlainCompletion
 from jobs.items.under_way import ItemUnderWay
 from jobs.prompts.ways.agreed import ROUND, Agreement
 from jobs.tasks import Request
-from tests.jobs.answering import FakeCompletion, feed, opened_task
+from tests.jobs.answering import FakeCompletion, feed, opened_task, score_parquet
 from tests.jobs.local_runs import Runs
 
 DRAWN = {"temperature": 0.7, "seed": 5}
@@ -45,6 +45,8 @@ def agreed(texts: list[str], way: Agreement, checks: Checks) -> tuple[Any, int]:
     [
         ("aaaa", 0.7, 4, "a", 1.0),
         ("aaab", 0.7, 4, "a", 0.75),
+        ("aab" + "b" * 13, 1, 4, "a", 0.5),
+        ("aaaaaaaabbbbbbbb", 0.55, 4, "a", 1.0),
         ("abab" + "aaaa", 0.7, 8, "a", 0.75),
         (
             "abcd" + "efgh" + "ijkl",
@@ -84,6 +86,20 @@ def test_rounds_end_once_samples_agree_or_cannot(
             ["so the answer is 7", "the answer is 7!", "7", "answer is 7"],
             "so the answer is 7",
         ),
+        ("json", ["[1, 2.5]", "[1.0, 2.50]", "[1e0,2.5]", "[true, 2.5]"], "[1, 2.5]"),
+        ("/-1", ["[7]", '{"-1": 3}', '{"-1": 3.0}', '{"-1": 3, "a": 1}'], '{"-1": 3}'),
+        ("/a~1b/~0", ['{"a/b": {"~": 1}}'] * 3 + ['"text"'], '{"a/b": {"~": 1}}'),
+        (
+            "/a",
+            [
+                '{"a": {"x": 1, "y": 2}}',
+                '{"a": {"y": 2, "x": 1}}',
+                '{"a": {}}',
+                '{"a":{"x":1,"y":2}}',
+            ],
+            '{"a": {"x": 1, "y": 2}}',
+        ),
+        ("(a)?b", ["b", "ab", "xab", "xxab"], "ab"),
         ("[a-z]+", ["1 one", "2 one", "3 one", "two"], "1 one"),
     ],
 )
@@ -110,8 +126,8 @@ def test_an_early_end_is_one_that_more_samples_could_not_change(
     assert drawn <= most
     assert count == max(texts[:drawn].count(text) for text in "abc")
     assert answer.extras["votes"] == count / drawn
-    if drawn < most and count < agree * drawn:
-        assert count + most - drawn < agree * most
+    if drawn < most and count / drawn < agree:
+        assert (count + most - drawn) / most < agree
 
 
 def test_a_round_that_fails_leaves_the_samples_before(checking: JobContext) -> None:
@@ -163,7 +179,11 @@ def test_a_run_has_columns_and_goes_on_where_it_was(runs: Runs, tmp_path: Path) 
     [
         ({"agree": 0.7, "temperature": 0}, "temperature"),
         ({"agree": 0.7, "n": 2}, "n"),
-        ({"agree": 1.5}, "agree"),
+        ({"agree": 1.5}, "agree is 1.5, expected a number above 0"),
+        ({"agree": 0}, "agree is 0, expected a number above 0"),
+        ({"agree": float("nan")}, "agree is nan, expected a number above 0"),
+        ({"agree": 0.7, "max_samples": 129}, "max_samples is 129"),
+        ({"agree": 0.7, "agree_on": ""}, "agree_on"),
         ({"max_samples": 4}, "max_samples is for agree"),
         ({"agree": 0.7, "check": {"regex": "a"}}, "check"),
     ],
@@ -184,6 +204,35 @@ def test_what_does_not_go_with_it_is_refused(
     calls: dict[str, Callable[[], None]] = {"job": job, "run": run}
     with pytest.raises(InvalidJob, match=says):
         calls[asks]()
+
+
+def test_a_slow_pattern_finds_nothing(context: JobContext) -> None:
+    checks = Checks(limit_s=0.2)
+    try:
+        answer, drawn = agreed(["a" * 40 + "!"] * 16, Agreement(0.7, agree_on="(a+)+$"), checks)
+    finally:
+        checks.close()
+    assert answer.extras["votes"] == 0
+    assert drawn == 8, "8 of 16 are 0.5 at most"
+
+
+def test_a_sample_that_fails_is_not_counted(checking: JobContext) -> None:
+    under_way = ItemUnderWay(Agreement(0.9).item(Request("?", None, DRAWN)), checking.checks)
+    under_way.begin([])
+    failed = PlainCompletion(finish_reason="error", error="no finite logits")
+    alike = [PlainCompletion(index=number, text="a", token_ids=[1]) for number in range(1, 4)]
+    under_way.receive(1, 0, [failed, *alike])
+    assert under_way.answer is not None
+    assert under_way.answer.extras == {"votes": 1.0, "samples": 3}
+    assert under_way.answer.first.error is None
+
+
+def test_a_run_with_a_pattern_that_is_none_is_not_planned(runs: Runs, checking: JobContext) -> None:
+    runs.write(["a"])
+    with pytest.raises(InvalidJob, match="agree_on is no pattern"):
+        score_parquet(
+            checking, str(runs.source), str(runs.output), agree=0.7, agree_on="(", sampling=DRAWN
+        )
 
 
 def test_a_pattern_that_is_none_fails_the_job_by_name(checking: JobContext) -> None:

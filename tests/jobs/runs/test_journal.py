@@ -28,6 +28,7 @@ ASKS: dict[str, dict[str, Any]] = {
     "log probabilities": {"sampling": {**DRAWN, "logprobs": 1}, "prompts": CHAIN},
     "cut": {"continue_on_length": True, "sampling": {"temperature": 0, "max_tokens": 6}},
     "labels": {"labels": ["a", "b"], "calibrate": True, "template": "{prompt}"},
+    "agreement": {"agree": 0.9, "max_samples": 6, "sampling": DRAWN, "prompt_column": "prompt"},
     "embeddings": {"task": "embed", "prompt_column": "prompt"},
 }
 SCORED = SimpleNamespace(logprob=-1.0, decoded_token="x", rank=1, partial_bytes=None)

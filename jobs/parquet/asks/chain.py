@@ -1,0 +1,111 @@
+"""Rows with several prompts, asked one after the other. A later prompt may hold the answers of earlier ones."""
+
+import json
+from collections.abc import Collection, Sequence
+from typing import Any, Self
+
+import pyarrow as pa
+
+from jobs.context import JobContext
+from jobs.context.answers import Answer, failed_answer
+from jobs.items.item import Item
+from jobs.parquet.asks.ask import ROW_FIELDS, RowAsk, output_fields, row_seed
+from jobs.parquet.asks.generate import Generate, answer_field
+from jobs.parquet.asks.scores import Scores
+from jobs.parquet.prompts.prompt_source import Row
+from jobs.parquet.prompts.sources import RowSource, StepSource
+from jobs.parquet.tables.columns import RowProblem
+from jobs.prompts.generated import hashed_seed
+from jobs.prompts.scoring.kind import TRUNCATION
+from jobs.prompts.scoring.labels import Labels
+from jobs.runs.plans.plan import Plan
+from jobs.runs.plans.prompt_steps import PromptStep
+from jobs.runs.plans.spec import RunSpec
+
+
+class Chain(RowAsk):
+    """What a run asks of each row, one prompt after the other. seed: the run's. control_tokens: see row_source."""
+
+    def __init__(self, spec: RunSpec, seed: int, control_tokens: Collection[str] = ()) -> None:
+        self._steps = spec.steps
+        self._seed = seed
+        self._sources = [StepSource(step, spec.defaults, (), control_tokens) for step in spec.steps]
+        self._prompts = [_ask_of_step(step, spec, seed) for step in spec.steps]
+
+    @classmethod
+    def of_plan(cls, plan: Plan, context: JobContext, source: RowSource) -> Self:
+        """Return what asks the rows of a run, one prompt after the other."""
+        return cls(plan.spec, plan.seed, context.model.control_tokens)
+
+    @staticmethod
+    def fields(spec: RunSpec, embedding_size: int) -> list[pa.Field]:
+        """Return the columns of each prompt, then those of the row."""
+        label_fields = {field.name: field for field in output_fields(Labels.columns)}
+        fields = []
+        for step in spec.steps:
+            for column, name in step.columns.items():
+                field = label_fields[name] if name in label_fields else answer_field(name, spec)
+                fields.append(field.with_name(column))
+        return [*fields, *ROW_FIELDS]
+
+    def is_greedy(self, row: Row) -> bool:
+        """Return whether no prompt draws."""
+        return all(prompt.is_greedy(row) for prompt in self._prompts)
+
+    def item(self, row: Row, number: int) -> Item[Answer]:
+        """Ask one prompt after the other, each with the answers of the earlier ones, until one has an error."""
+        seed = row_seed(self._seed, number)
+        answers: list[Answer] = []
+        try:
+            for place, prompt in enumerate(self._prompts):
+                if place:
+                    row = self._filled(row, answers)
+                    seed_of_prompt = hashed_seed(f"{seed}:{place}")
+                else:
+                    seed_of_prompt = seed
+                answer = yield from prompt.prompt_item(row, seed_of_prompt)
+                answers.append(answer)
+                if answer.error is not None:
+                    break
+        except RowProblem as problem:
+            return self._answer(answers, str(problem))
+        return self._answer(answers)
+
+    def _filled(self, row: Row, answers: Sequence[Answer]) -> Row:
+        """Return a row with the next prompt. Raises RowProblem."""
+        source = self._sources[len(answers)]
+        values = json.loads(row.values or "{}")
+        for step, answer in zip(self._steps, answers, strict=False):
+            values[step.name] = answer.completion
+        return row._replace(prompt=source.render({name: values[name] for name in source.columns}))
+
+    def failed(self, reason: str) -> Answer:
+        """Return the answer of a row whose first prompt cannot be asked."""
+        return self._answer((), reason)
+
+    def _answer(self, answers: Sequence[Answer], problem: str | None = None) -> Answer:
+        """Return a row's answer from those of its prompts. problem: why the next one cannot be asked."""
+        columns: dict[str, Any] = {}
+        error = problem
+        for number, step in enumerate(self._steps):
+            answer = answers[number] if number < len(answers) else failed_answer("")
+            if answer.error:
+                error = f"prompt {step.name!r}: {answer.error}"
+            columns |= {column: answer.column(name) for column, name in step.columns.items()}
+        return Answer(
+            completion=None,
+            finish_reason="error" if error is not None else answers[-1].finish_reason,
+            prompt_tokens=sum(answer.prompt_tokens for answer in answers),
+            completion_tokens=sum(answer.all_completion_tokens for answer in answers),
+            cached_tokens=sum(answer.cached_tokens for answer in answers),
+            error=error,
+            columns=columns,
+        )
+
+
+def _ask_of_step(step: PromptStep, spec: RunSpec, seed: int) -> Generate | Scores:
+    """Return what asks one of a row's prompts."""
+    if not step.is_scored:
+        return Generate(spec, seed, step.sampling, step.chat, step.is_chat)
+    scoring = Labels.of(spec.labels or (), step.sampling.get(TRUNCATION))
+    return Scores(scoring, step.chat if step.is_chat else None)

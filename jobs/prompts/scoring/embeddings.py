@@ -1,0 +1,122 @@
+"""Embeddings: a list of numbers for each text."""
+
+from array import array
+from base64 import b64encode
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Any, ClassVar, Self
+
+from jobs.common.display import MAX_NAME_CHARS, MAX_SHOWN_CHARS, brief
+from jobs.context.served_model import ServedModel, parse_model
+from jobs.context.values import check_shard, one_of, some_text, truth, whole_number
+from jobs.errors import InvalidJob, InvalidValue
+from jobs.prompts.arguments import parse_prompts, without_neutral
+from jobs.prompts.prompt_task import PromptTask
+from jobs.prompts.responses import Answers, usage
+from jobs.prompts.scoring.kind import TRUNCATION, Scored, Scoring, truncation, unscored
+from jobs.tasks import Completion
+
+ENCODINGS = ("float", "base64")
+#: Numbers of a shard's rows together, of 4 bytes each: all are held until its part is written.
+MAX_NUMBERS = 1 << 26
+
+_OPTIONS: Mapping[str, Callable[[str, Any], Any]] = {
+    "dimensions": whole_number,
+    "normalize": truth,
+    "prompt_name": partial(some_text, most=MAX_NAME_CHARS),
+}
+
+
+class Embeddings(Scoring):
+    """Asks for the numbers that a text is turned into."""
+
+    kind = "embed"
+    columns: ClassVar = {"embedding": "embedding"}
+
+    @classmethod
+    def of(cls, options: Mapping[str, Any]) -> Self:
+        """Return what these options ask for; those that are None are left out. Raises InvalidJob."""
+        values: dict[str, Any] = {}
+        for name, parse in _OPTIONS.items():
+            if options.get(name) is not None:
+                values[name] = parse(name, options[name])
+        return cls({**values, **truncation(options.get(TRUNCATION))})
+
+    @classmethod
+    def of_run(cls, options: Mapping[str, Any], model: ServedModel) -> Self:
+        """Return what a run asks for."""
+        return cls.of({**options, TRUNCATION: options["sampling"].get(TRUNCATION)})
+
+    @classmethod
+    def check_served(cls, options: Mapping[str, Any], model: ServedModel) -> None:
+        """Raise InvalidJob where the model gives no such embeddings, or a shard of the run would hold too much."""
+        if not model.embedding_size:
+            raise InvalidJob(
+                f"the worker serves {model.name!r}, which gives no embeddings: it has no modules.json that says "
+                "how, and TOKENMILL_POOLING is not set"
+            )
+        dimensions = options["dimensions"]
+        if dimensions is not None and dimensions > model.embedding_size:
+            raise InvalidJob(
+                f"dimensions is {dimensions}, and embeddings of {model.name!r} have {model.embedding_size}"
+            )
+        prompt_name = options["prompt_name"]
+        if prompt_name is not None and prompt_name not in model.embedding_prompts:
+            raise InvalidValue(
+                "prompt_name is {}, and {} has {}",
+                brief(prompt_name),
+                brief(model.name),
+                ", ".join(model.embedding_prompts)[:MAX_SHOWN_CHARS] or "none",
+            )
+        count = dimensions or model.embedding_size
+        check_shard(count, "numbers of an embedding", options["rows_per_shard"], MAX_NUMBERS)
+
+    def scored(self, completion: Completion) -> Scored:
+        """Return the numbers as an array of float32."""
+        if completion.embedding is None:
+            return unscored(completion)
+        return Scored({"embedding": array("f", completion.embedding)})
+
+
+def embed_task(
+    input: object, *, encoding_format: object = None, model: object = None, **options: Any
+) -> PromptTask:
+    """Return the task of `jobs.embed`. Raises InvalidJob."""
+    model_name = parse_model(model)
+    others = {name: value for name, value in options.items() if name not in (*_OPTIONS, TRUNCATION)}
+    for name in without_neutral(others):
+        raise InvalidValue("{} is no argument of jobs.embed", brief(name))
+    encoding = ENCODINGS[0]
+    if encoding_format is not None:
+        encoding = one_of("encoding_format", encoding_format, ENCODINGS)
+    scoring = Embeddings.of(options)
+    requests = scoring.requests(parse_prompts(input))
+    respond = partial(_response, scoring=scoring, is_base64=encoding == "base64")
+    return PromptTask(requests, respond, model_name)
+
+
+def _response(
+    answers: Answers, job_id: str, scoring: Embeddings, *, is_base64: bool
+) -> dict[str, Any]:
+    """Return OpenAI's list of embeddings. A text without one has its `error` there, and no numbers."""
+    entries = []
+    for index, answer in enumerate(answers):
+        scored = scoring.scored(answer.first)
+        numbers = scored.values.get("embedding", ())
+        entry = {"object": "embedding", "index": index, "embedding": _shown(numbers, is_base64)}
+        if scored.error is not None:
+            entry["error"] = scored.error
+        entries.append(entry)
+    num_tokens = usage(answers)["prompt_tokens"]
+    return {
+        "object": "list",
+        "data": entries,
+        "usage": {"prompt_tokens": num_tokens, "total_tokens": num_tokens},
+    }
+
+
+def _shown(numbers: Sequence[float], is_base64: bool) -> str | list[float]:
+    if is_base64:
+        return b64encode(array("f", numbers)).decode()
+    # A float32 has nine digits at most. All digits of a float64 would take twice the room.
+    return [float(f"{number:.9g}") for number in numbers]

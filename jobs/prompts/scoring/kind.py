@@ -1,0 +1,94 @@
+"""What all kinds of scoring share. Each is written once, for jobs and for rows of runs."""
+
+import abc
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, ClassVar, Self
+
+from jobs.context.served_model import ServedModel
+from jobs.errors import unlike
+from jobs.prompts.arguments import Prompt, Unusable
+from jobs.prompts.generated import NO_REASON
+from jobs.prompts.messages import ChatOptions
+from jobs.tasks import Completion, Request
+
+#: The one sampling value that prompts have for which nothing is generated.
+TRUNCATION = "truncate_prompt_tokens"
+
+#: Probabilities of a shard's rows together, of 88 bytes each: all are held until its part is written.
+MAX_PROBABILITIES = 4_000_000
+
+
+@dataclass(frozen=True, slots=True)
+class Scored:
+    """What a prompt got. values: by the names of its columns. error: why there are none."""
+
+    values: Mapping[str, Any] = field(default_factory=dict)
+    error: str | None = None
+
+
+@dataclass(frozen=True)
+class Scoring(abc.ABC):
+    """Says what is asked of a prompt, and what its completion means.
+
+    values: those of its requests; see engine.ScoringParams, PoolingParams and ClassParams.
+    kind: the kind of its requests.
+    columns: what a row gets, with Arrow's names of their types. "probabilities" is a map from texts to numbers,
+    "embedding" a list of float32.
+    sampling: the sampling values of a run that it reads.
+    asks_pairs: whether a prompt is a pair of texts.
+    is_tried: whether preview and dry run may try it. is_compared: whether `verify` may compare its values.
+    """
+
+    values: Mapping[str, Any]
+
+    kind: ClassVar[str]
+    columns: ClassVar[Mapping[str, str]]
+    sampling: ClassVar[tuple[str, ...]] = (TRUNCATION,)
+    asks_pairs: ClassVar[bool] = False
+    is_tried: ClassVar[bool] = False
+    is_compared: ClassVar[bool] = False
+
+    @classmethod
+    @abc.abstractmethod
+    def of_run(cls, options: Mapping[str, Any], model: ServedModel) -> Self:
+        """Return what a run asks for. options: the run's; see RunSpec."""
+
+    @classmethod  # noqa: B027 - any model that generates gives labels
+    def check_served(cls, options: Mapping[str, Any], model: ServedModel) -> None:
+        """Raise InvalidJob where the model does no such thing, or a shard of the run would hold too much."""
+
+    def request(self, prompt: Any, chat: ChatOptions | None = None) -> Request | Unusable:
+        """Return what is asked. chat: the options of a chat, whose messages are the prompt."""
+        if chat is None:
+            return Request(prompt, None, self.values, kind=self.kind)
+        return Request(None, prompt, self.values, chat, self.kind)
+
+    def requests(self, prompts: Sequence[Prompt | Unusable]) -> list[Request | Unusable]:
+        """Return what is asked of each prompt that can be asked."""
+        requests: list[Request | Unusable] = []
+        for prompt in prompts:
+            requests.append(prompt if isinstance(prompt, Unusable) else self.request(prompt))
+        return requests
+
+    @abc.abstractmethod
+    def scored(self, completion: Completion) -> Scored:
+        """Return what a prompt got."""
+
+    def calibrated(self, completion: Completion) -> Self:
+        """Return a scoring that allows for what a prompt without content got."""
+        return self
+
+
+def unscored(completion: Completion) -> Scored:
+    """Return why a completion has no numbers."""
+    return Scored(error=completion.error or NO_REASON)
+
+
+def truncation(value: object) -> dict[str, int]:
+    """Return the value of a request that says how many tokens of its prompt are read, if any. Raises InvalidJob."""
+    if value is None:
+        return {}
+    if type(value) is not int or (value < 1 and value != -1):
+        raise unlike(TRUNCATION, value, "a number of tokens, or -1 for what fits")
+    return {TRUNCATION: value}

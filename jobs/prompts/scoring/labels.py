@@ -1,0 +1,208 @@
+"""Labels: how likely each of some texts is behind a prompt or a chat.
+
+Calibration after Zhao et al. 2021, "Calibrate Before Use", takes off what labels have behind a prompt without content.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from math import exp, fsum, isfinite
+from typing import Any, ClassVar, Self
+
+from jobs.common.display import brief
+from jobs.context.served_model import ServedModel, parse_model
+from jobs.context.values import listed
+from jobs.errors import InvalidJob, InvalidValue, RequestFailed, unlike
+from jobs.prompts.arguments import checked_text, one_prompt
+from jobs.prompts.generated import NO_REASON
+from jobs.prompts.messages import NAMES as CHAT_NAMES
+from jobs.prompts.messages import OF_VALUES, forces_call, normal_messages, split_chat_options
+from jobs.prompts.pictures import pictured_task, pictures_in
+from jobs.prompts.prompt_task import PromptTask
+from jobs.prompts.responses import Answers, usage
+from jobs.prompts.scoring.kind import TRUNCATION, Scored, Scoring, truncation, unscored
+from jobs.prompts.templated_task import asked_task
+from jobs.tasks import Completion, Parts, Task
+
+MAX_LABELS = 1_000
+CONTENT_FREE = "N/A"
+
+NOT_FINITE = "a label has no finite log-likelihood: its probability cannot be told"
+
+
+def parse_labels(name: str, labels: object) -> list[str]:
+    """Return labels. Raises InvalidJob for too few or too many, and for a label that is empty or there twice."""
+    parsed = listed(name, labels, 'a list of texts such as ["yes", "no"]', 2, MAX_LABELS)
+    for number, label in enumerate(parsed):
+        if not checked_text(label, f"label {number}"):
+            raise InvalidJob(f"label {number} is empty: no token stands for it")
+        first = parsed.index(label)
+        if first != number:
+            raise InvalidValue(
+                f"labels {first} and {number} are both {{}}: name each once", brief(label)
+            )
+    return list(parsed)
+
+
+@dataclass(frozen=True)
+class Labels(Scoring):
+    """Asks for the log-likelihood of each label. prior: those behind the prompt without content, or why it failed."""
+
+    labels: Sequence[str]
+    prior: Sequence[float] | str | None = None
+
+    kind = "score"
+    columns: ClassVar = {
+        "label": "string",
+        "probability": "float64",
+        "probabilities": "probabilities",
+        "margin": "float64",
+    }
+    is_tried = True
+    is_compared = True
+
+    @classmethod
+    def of(cls, labels: Sequence[str], truncate_prompt_tokens: object = None) -> Self:
+        """Return what asks for these labels. Raises InvalidJob."""
+        values = {
+            "continuations": list(labels),
+            "score_end": "auto",
+            **truncation(truncate_prompt_tokens),
+        }
+        return cls(values, labels)
+
+    @classmethod
+    def of_run(cls, options: Mapping[str, Any], model: ServedModel) -> Self:
+        """Return what a run asks for."""
+        return cls.of(options["labels"], options["sampling"].get(TRUNCATION))
+
+    def calibrated(self, completion: Completion) -> Self:
+        """Return a scoring that takes off what labels have behind a prompt without content."""
+        if completion.loglikelihoods is None:
+            return replace(self, prior=f"the prompt without content failed: {completion.error}")
+        return replace(self, prior=_logprobs(completion))
+
+    def scored(self, completion: Completion) -> Scored:
+        """Return the softmax over the labels' log-likelihoods.
+
+        The label is the likeliest; of equal ones the first. The margin is its probability less that of the next one.
+        """
+        if completion.loglikelihoods is None:
+            return unscored(completion)
+        if isinstance(self.prior, str):
+            return Scored(error=self.prior)
+        scores = _logprobs(completion)
+        if self.prior is not None:
+            scores = [score - before for score, before in zip(scores, self.prior, strict=True)]
+        if not all(map(isfinite, scores)):
+            return Scored(error=NOT_FINITE)
+
+        highest = max(scores)
+        weights = [exp(score - highest) for score in scores]
+        total = fsum(weights)
+        probabilities = [weight / total for weight in weights]
+        best, second = sorted(probabilities, reverse=True)[:2]
+        values = {
+            "label": self.labels[probabilities.index(best)],
+            "probability": best,
+            "probabilities": tuple(zip(self.labels, probabilities, strict=True)),
+            "margin": best - second,
+        }
+        return Scored(values)
+
+
+def _logprobs(completion: Completion) -> list[float]:
+    return [likelihood.logprob for likelihood in completion.loglikelihoods or ()]
+
+
+def classify_task(
+    prompt: object = None,
+    labels: object = None,
+    *,
+    messages: object = None,
+    prompt_template: object = None,
+    messages_template: object = None,
+    calibrate: object = None,
+    truncate_prompt_tokens: object = None,
+    model: object = None,
+    **options: Any,
+) -> Task:
+    """Return the task of `jobs.classify`. calibrate: true, or the prompt without content. Raises InvalidJob."""
+    model_name = parse_model(model)
+    scoring = Labels.of(parse_labels("labels", labels), truncate_prompt_tokens)
+    if forces_call(options):
+        raise InvalidValue(
+            "tool_choice is {}, and jobs.classify generates nothing", brief(options["tool_choice"])
+        )
+    _, chat = split_chat_options(options)
+    is_calibrated = calibrate is not False and calibrate is not None
+    respond = partial(_response, labels=scoring)
+
+    def chat_task(messages: Parts) -> PromptTask:
+        requests = [scoring.request(messages, chat)]
+        if is_calibrated:
+            without_content = _messages_without_content(messages, calibrate)
+            if pictures_in(messages) or pictures_in(without_content):
+                raise InvalidJob(
+                    "calibrate and pictures do not go together: no picture has no content"
+                )
+            requests.append(scoring.request(without_content, chat))
+        return PromptTask(requests, respond, model_name)
+
+    def task(kind: str, value: object) -> Task:
+        is_chat = kind == "messages"
+        known = CHAT_NAMES if is_chat else (OF_VALUES,)
+        for name in options:
+            if name not in known:
+                raise InvalidValue("{} is no argument of jobs.classify", brief(name))
+        if is_chat:
+            return pictured_task(normal_messages(value), chat_task)
+        requests = [scoring.request(one_prompt(value, "prompt"))]
+        if is_calibrated:
+            without_content = one_prompt(_prompt_without_content(calibrate), "prompt")
+            requests.append(scoring.request(without_content))
+        return PromptTask(requests, respond, model_name)
+
+    return asked_task(
+        task,
+        values_are_text=chat.get(OF_VALUES, True),
+        prompt=prompt,
+        messages=messages,
+        prompt_template=prompt_template,
+        messages_template=messages_template,
+    )
+
+
+def _prompt_without_content(calibrate: object) -> str:
+    if calibrate is True:
+        return CONTENT_FREE
+    if not isinstance(calibrate, str):
+        raise unlike("calibrate", calibrate, "true, false, or a prompt without content")
+    return calibrate
+
+
+def _messages_without_content(messages: Parts, calibrate: object) -> Parts:
+    if calibrate is True:
+        *before, last = messages
+        return [*before, {**last, "content": CONTENT_FREE}]
+    if not isinstance(calibrate, list):
+        raise unlike("calibrate", calibrate, "true, false, or messages without content")
+    return normal_messages(calibrate)
+
+
+def _response(answers: Answers, job_id: str, labels: Labels) -> dict[str, Any]:
+    """Return the classification of the first prompt. The second one, if there is one, has no content."""
+    for number, answer in enumerate(answers):
+        if answer.first.loglikelihoods is None:
+            raise RequestFailed(number, answer.first.error or NO_REASON)
+    if len(answers) > 1:
+        labels = labels.calibrated(answers[1].first)
+    scored = labels.scored(answers[0].first)
+    if scored.error is not None:
+        raise RequestFailed(0, scored.error)
+    return {
+        "object": "classification",
+        "label": scored.values["label"],
+        "probabilities": dict(scored.values["probabilities"]),
+        "usage": usage(answers),
+    }

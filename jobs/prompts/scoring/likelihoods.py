@@ -1,0 +1,60 @@
+"""Likelihoods: how likely each of some continuations of a prompt is. No run asks for them."""
+
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
+
+from jobs.context.served_model import parse_model
+from jobs.context.values import listed
+from jobs.errors import unlike
+from jobs.prompts.arguments import MAX_CHOICES, one_prompt
+from jobs.prompts.prompt_task import PromptTask
+from jobs.prompts.responses import Answers, usage
+from jobs.prompts.scoring.kind import truncation
+from jobs.tasks import Request
+
+
+def loglikelihood_task(
+    prompt: object,
+    continuations: object,
+    *,
+    truncate_prompt_tokens: object = None,
+    model: object = None,
+) -> PromptTask:
+    """Return the task of `jobs.loglikelihood`. Raises InvalidJob."""
+    model_name = parse_model(model)
+    parsed = _continuations(continuations)
+    values = {"continuations": parsed, **truncation(truncate_prompt_tokens)}
+    request = Request(one_prompt(prompt, "prompt"), None, values, kind="score")
+    return PromptTask([request], partial(_response, continuations=parsed), model_name)
+
+
+def _continuations(continuations: object) -> list[str | list[int]]:
+    parsed: list[str | list[int]] = []
+    values = listed("continuations", continuations, "a list of texts", 1, MAX_CHOICES)
+    for number, value in enumerate(values):
+        name = f"continuation {number}"
+        if not value or not isinstance(value, str | list):
+            raise unlike(name, value, "a text or a list of token ids, and not empty")
+        parsed.append(one_prompt(value, name))
+    return parsed
+
+
+def _response(
+    answers: Answers, job_id: str, continuations: Sequence[str | list[int]]
+) -> dict[str, Any]:
+    """Return a choice for each continuation. One of token ids has no text."""
+    likelihoods = answers[0].first.loglikelihoods
+    assert likelihoods is not None, "an answer without what was asked for"
+    choices = []
+    pairs = zip(continuations, likelihoods, strict=True)
+    for index, (continuation, likelihood) in enumerate(pairs):
+        choice = {
+            "index": index,
+            "text": continuation if isinstance(continuation, str) else None,
+            "logprob": likelihood.logprob,
+            "num_tokens": likelihood.num_tokens,
+            "is_greedy": likelihood.is_greedy,
+        }
+        choices.append(choice)
+    return {"object": "loglikelihood", "choices": choices, "usage": usage(answers)}

@@ -1,0 +1,154 @@
+"""Ranking: how well each document answers a query."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, ClassVar, Self
+
+from jobs.context import JobContext
+from jobs.context.served_model import ServedModel, parse_model
+from jobs.context.values import listed, truth, whole_number
+from jobs.errors import check_limit
+from jobs.prompts.arguments import MAX_PROMPTS, Unusable, checked_text, text_problem
+from jobs.prompts.messages import ChatOptions
+from jobs.prompts.prompt_task import PromptTask
+from jobs.prompts.responses import Answers, usage
+from jobs.prompts.scoring.kind import Scored, Scoring, unscored
+from jobs.prompts.scoring.labels import Labels
+from jobs.tasks import Completion, LateTask, Request, Task
+
+#: What Qwen3-Reranker's model card puts around a query and a document.
+RERANK_PROMPT = (
+    "<|im_start|>system\nJudge whether the Document meets the requirements based on the Query and the "
+    'Instruct provided. Note that the answer can only be "yes" or "no".<|im_end|>\n<|im_start|>user\n'
+    "<Instruct>: {instruction}\n<Query>: {query}\n<Document>: {document}<|im_end|>\n"
+    "<|im_start|>assistant\n<think>\n\n</think>\n\n"
+)
+RERANK_INSTRUCTION = "Given a web search query, retrieve relevant passages that answer the query"
+
+NO_RELEVANCE = "its labels have no finite log-likelihood"
+#: Bytes of all prompts of a reranking together: query and instruction stand before each document.
+MAX_RERANK_BYTES = 1 << 26
+
+_YES_OR_NO = Labels.of(["yes", "no"])
+
+
+@dataclass(frozen=True)
+class Relevance(Scoring):
+    """Asks a cross-encoder for its score; asks other models whether the answer is yes.
+
+    has_head: whether the model is a cross-encoder. instruction: says what is looked for.
+    """
+
+    values: Mapping[str, Any] = field(default_factory=dict)
+    has_head: bool = False
+    instruction: str = RERANK_INSTRUCTION
+
+    columns: ClassVar = {"score": "float64"}
+    sampling = ()
+    asks_pairs = True
+
+    @classmethod
+    def of_run(cls, options: Mapping[str, Any], model: ServedModel) -> Self:
+        """Return what a run asks for."""
+        return cls(has_head=bool(model.classes))
+
+    @classmethod
+    def check_served(cls, options: Mapping[str, Any], model: ServedModel) -> None:
+        """Raise InvalidJob where the model's head has several classes."""
+        model.check_ranks()
+
+    def request(self, prompt: Any, chat: ChatOptions | None = None) -> Request | Unusable:
+        """Return what is asked. prompt: a query and a document."""
+        query, document = prompt
+        if self.has_head:
+            return Request(query, None, {"pair": document}, kind="classify")
+        text = RERANK_PROMPT.format(instruction=self.instruction, query=query, document=document)
+        problem = text_problem(text, "the prompt of query and document")
+        if problem:
+            return Unusable(problem)
+        return _YES_OR_NO.request(text)
+
+    def scored(self, completion: Completion) -> Scored:
+        """Return the head's score, or the probability of yes."""
+        if completion.class_scores is not None:
+            return Scored({"score": next(iter(completion.class_scores.values()))})
+        if completion.loglikelihoods is None:
+            return unscored(completion)
+        scored = _YES_OR_NO.scored(completion)
+        if scored.error is not None:
+            return Scored(error=NO_RELEVANCE)
+        return Scored({"score": dict(scored.values["probabilities"])["yes"]})
+
+
+def rerank_task(
+    query: object,
+    documents: object,
+    *,
+    instruction: object = None,
+    top_n: object = None,
+    return_documents: object = True,
+    model: object = None,
+) -> Task:
+    """Return the task of `jobs.rerank`. top_n: how many results are returned. Raises InvalidJob."""
+    model_name = parse_model(model)
+    query = checked_text(query, "query")
+    instruction = checked_text(
+        RERANK_INSTRUCTION if instruction is None else instruction, "instruction"
+    )
+    texts = _documents(documents)
+    before = RERANK_PROMPT.format(instruction=instruction, query=query, document="")
+    problem = (
+        f"query and instruction stand before each of {len(texts)} documents, {{}} bytes in all"
+    )
+    remedy = "shorten them, or make several jobs of the documents"
+    check_limit(len(before.encode()) * len(texts), MAX_RERANK_BYTES, problem, remedy)
+    num_results = None if top_n is None else whole_number("top_n", top_n)
+    shown_documents = texts if truth("return_documents", return_documents) else None
+
+    def task(context: JobContext) -> PromptTask:
+        context.model.check_ranks()
+        scoring = Relevance(has_head=bool(context.model.classes), instruction=instruction)
+        requests = [scoring.request((query, text)) for text in texts]
+        respond = partial(
+            _response, scoring=scoring, documents=shown_documents, num_results=num_results
+        )
+        return PromptTask(requests, respond, model_name)
+
+    return LateTask(task)
+
+
+def _documents(documents: object) -> list[str]:
+    texts = []
+    entries = listed("documents", documents, "a list of texts", 1, MAX_PROMPTS)
+    for number, entry in enumerate(entries):
+        text = entry["text"] if isinstance(entry, dict) and entry.keys() == {"text"} else entry
+        texts.append(checked_text(text, f"document {number}"))
+    return texts
+
+
+def _response(
+    answers: Answers,
+    job_id: str,
+    scoring: Relevance,
+    documents: list[str] | None,
+    num_results: int | None,
+) -> dict[str, Any]:
+    """Return the documents by falling relevance. documents: None leaves their texts out."""
+    results = []
+    for number, answer in enumerate(answers):
+        scored = scoring.scored(answer.first)
+        result = {"index": number, "relevance_score": scored.values.get("score")}
+        if documents is not None:
+            result["document"] = {"text": documents[number]}
+        if scored.error is not None:
+            result["error"] = scored.error
+        results.append(result)
+    results.sort(key=_rank)
+    return {"object": "rerank", "results": results[:num_results], "usage": usage(answers)}
+
+
+def _rank(result: Mapping[str, Any]) -> tuple[bool, float]:
+    """Order results by falling relevance. Results without one come last, however low the others are."""
+    score = result["relevance_score"]
+    return (True, 0.0) if score is None else (False, -score)

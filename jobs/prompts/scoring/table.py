@@ -1,0 +1,42 @@
+"""The kinds of scoring that jobs and runs may ask for."""
+
+from collections.abc import Callable, Mapping
+from typing import NamedTuple
+
+from jobs.prompts.scoring.classes import Classes, classify_text_task
+from jobs.prompts.scoring.embeddings import Embeddings, embed_task
+from jobs.prompts.scoring.kind import Scoring
+from jobs.prompts.scoring.labels import Labels, classify_task
+from jobs.prompts.scoring.likelihoods import loglikelihood_task
+from jobs.prompts.scoring.ranking import Relevance, rerank_task
+from jobs.tasks import Task
+
+
+class ScoringJob(NamedTuple):
+    """A job that scores, and the same for rows.
+
+    name: the function that producers enqueue. make_task: makes the job's task of its arguments.
+    scoring: None where no run asks for it. run_task: the value of a run's option `task` that asks for it.
+    """
+
+    name: str
+    make_task: Callable[..., Task]
+    scoring: type[Scoring] | None = None
+    run_task: str | None = None
+
+
+#: A new kind is a file, and its line here. A run asks for labels by its option `labels`.
+SCORING_JOBS = (
+    ScoringJob("jobs.embed", embed_task, Embeddings, "embed"),
+    ScoringJob("jobs.classify", classify_task, Labels),
+    ScoringJob("jobs.classify_text", classify_text_task, Classes, "classify"),
+    ScoringJob("jobs.rerank", rerank_task, Relevance, "rerank"),
+    ScoringJob("jobs.loglikelihood", loglikelihood_task),
+)
+
+#: By the value of a run's option `task`.
+RUN_SCORINGS: Mapping[str, type[Scoring]] = {
+    job.run_task: job.scoring
+    for job in SCORING_JOBS
+    if job.run_task is not None and job.scoring is not None
+}

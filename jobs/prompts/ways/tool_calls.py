@@ -1,0 +1,66 @@
+"""Runs the calls of tools in a chat's answer: each calls a function, in a child process."""
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from jobs.common.display import MAX_NAME_CHARS, brief
+from jobs.context.checks import TOOL, RepairOptions
+from jobs.context.values import listed, some_text
+from jobs.errors import InvalidJob, InvalidValue
+from jobs.items.item import Check, Item
+from jobs.prompts.messages import normal_messages
+from jobs.prompts.responses import with_ids
+from jobs.tasks import Completion, Parts
+
+MAX_TOOLS = 64
+
+
+def parse_functions(name: str, value: Any) -> list[str]:
+    """Return the dotted names of functions that are given as module:function. Raises InvalidJob."""
+    dotted_names: list[str] = []
+    for text in listed(name, value, 'a list such as ["weather:forecast"]', 1, MAX_TOOLS):
+        dotted = some_text(f"a function of {name}", text, MAX_NAME_CHARS).replace(":", ".")
+        if "." not in dotted.strip("."):
+            raise InvalidValue(
+                f"a function of {name} is {{}}: write module:function", brief(dotted)
+            )
+        dotted_names.append(dotted)
+    return dotted_names
+
+
+@dataclass(frozen=True)
+class ChatAfterCalls:
+    """A chat with the answer that calls tools, and with their results. error: why it cannot go on."""
+
+    messages: Parts
+    error: str | None = None
+
+
+def after_calls(
+    messages: Parts, answer: Completion, function_of: Mapping[str, str]
+) -> Item[ChatAfterCalls]:
+    """Run the tools that an answer calls, in order, up to the first one that fails.
+
+    function_of: the dotted names of functions, by the names of tools.
+    """
+    calls = with_ids(answer.tool_calls or (), f"{len(messages)}/{answer.text}")
+    turn: Parts = [{"role": "assistant", "content": answer.text, "tool_calls": calls}]
+    error: str | None = None
+    for call in calls:
+        name = call["function"]["name"]
+        if name not in function_of:  # a row may have tools of its own
+            error = f"the tool {name} has no function: give it with tool"
+            break
+        question = RepairOptions({TOOL: function_of[name]})
+        reply = yield Check(question, None, call["function"]["arguments"])
+        outcome = json.loads(reply)
+        if "error" in outcome:
+            error = f"tool {name}: {outcome['error']}"
+            break
+        turn.append({"role": "tool", "tool_call_id": call["id"], "content": outcome["result"]})
+    try:
+        return ChatAfterCalls(normal_messages([*messages, *turn]), error)
+    except InvalidJob as problem:
+        return ChatAfterCalls(messages, error or f"the results of tools: {problem}")

@@ -1,0 +1,53 @@
+"""Counts which samples of a prompt give one answer."""
+
+from dataclasses import dataclass, field
+
+from jobs.tasks import Completion
+
+
+@dataclass
+class Votes:
+    """The samples of a prompt, with those that give each answer.
+
+    agree: the share of samples that an answer needs. max_samples: how many there may be.
+    """
+
+    agree: float
+    max_samples: int
+    samples: list[Completion] = field(default_factory=list)
+    _alike: dict[str, list[Completion]] = field(default_factory=dict)
+
+    def add(self, sample: Completion, answer: str | None) -> None:
+        """Count a sample. answer: None agrees with no other."""
+        self.samples.append(sample)
+        if answer is not None:
+            self._alike.setdefault(answer, []).append(sample)
+
+    @property
+    def num_left(self) -> int:
+        """How many samples may follow."""
+        return self.max_samples - len(self.samples)
+
+    @property
+    def are_open(self) -> bool:
+        """Whether more samples are needed, and can still agree."""
+        if not self.samples:
+            return True
+        agrees = self.share >= self.agree
+        can_agree = (len(self._commonest) + self.num_left) / self.max_samples >= self.agree
+        return self.num_left > 0 and not agrees and can_agree
+
+    @property
+    def share(self) -> float:
+        """The share of samples that give the commonest answer."""
+        return len(self._commonest) / len(self.samples)
+
+    @property
+    def winner(self) -> Completion:
+        """The first sample with the commonest answer; the first of all if none has an answer."""
+        return (self._commonest or self.samples)[0]
+
+    @property
+    def _commonest(self) -> list[Completion]:
+        # Of answers that are equally common the earliest wins: max keeps the first one.
+        return max(self._alike.values(), key=len, default=[])
