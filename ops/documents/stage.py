@@ -25,6 +25,9 @@ from tests.redis_server import running_redis_server
 HUB_ID = "Qwen/Qwen3-0.6B"
 """The model that the pages name."""
 
+API = "127.0.0.1:8080"
+"""The API server that pages name."""
+
 _DEMO_MODEL = ROOT / "ops" / "demo" / "model"
 _POOLING = {
     "modules.json": [
@@ -53,6 +56,7 @@ class Stage:
     def __init__(self, folder: Path, redis_url: str) -> None:
         self.folder = folder
         self.model = folder / "model"
+        self.api_port = _free_port()
         programs = Path(sys.executable).parent
         kept = {k: v for k, v in os.environ.items() if not k.startswith(("TOKENMILL_", "RQ_"))}
         self.environment = {
@@ -72,8 +76,8 @@ class Stage:
         _make_inputs(folder)
 
     def local(self, command: str) -> str:
-        """The command with the stage's model for one of the hub."""
-        return command.replace(HUB_ID, str(self.model))
+        """The command with the stage's model for one of the hub, and its API server for the Procfile's."""
+        return command.replace(HUB_ID, str(self.model)).replace(API, f"127.0.0.1:{self.api_port}")
 
 
 @contextmanager
@@ -105,7 +109,9 @@ def running_stage() -> Iterator[Stage]:
             Redis.from_url(url) as redis,
         ):
             wait_for_worker(redis, "pages", process, log)
-            yield stage
+            api = ["tokenmill", "serve", "--port", str(stage.api_port), "--folder", "api"]
+            with running(api, stage.folder / "api.log", cwd=stage.folder, env=stage.environment):
+                yield stage
 
 
 def _free_port() -> int:

@@ -104,13 +104,13 @@ def test_the_server_says_how_it_is_reached(short_folder: Path) -> None:
             assert client.ping()
 
 
-def test_the_procfile_sends_worker_and_dashboard_to_its_own_server_unless_told_otherwise() -> None:
+def test_the_procfile_sends_its_commands_to_its_own_server_unless_told_otherwise() -> None:
     lines = [
         line
         for line in (ROOT / "Procfile").read_text().splitlines()
         if "redis_server --wait" in line
     ]
-    assert len(lines) == 2
+    assert len(lines) == 3
     for line in lines:
         export = line.partition(": ")[2].partition(" && ")[0]
         for given, expected in ((None, socket_url(socket_in(FOLDER))), ("redis://x", "redis://x")):
@@ -192,7 +192,7 @@ def test_under_honcho_a_worker_that_drains_finds_its_redis_until_it_has_left(
 ) -> None:
     """honcho tells every process to stop at the same moment."""
     url, log = socket_url(socket_in(short_folder)), short_folder / "log"
-    with running_honcho(short_folder, DASHBOARD_PORT="0") as honcho:
+    with running_honcho(short_folder, DASHBOARD_PORT="0", API_PORT="0") as honcho:
         with Redis.from_url(url) as client:
             job = Queue("prompts", connection=client, serializer="json").enqueue(
                 "jobs.complete", "hang"
