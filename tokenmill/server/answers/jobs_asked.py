@@ -112,13 +112,14 @@ class JobsAsked:
     ) -> AsyncIterator[_Awaited]:
         """Enqueue a job, and cancel it if the block ends before the job does."""
         awaited = _Awaited(asyncio.get_running_loop().create_future(), pieces)
-        self._awaited[job_id] = awaited
         try:
             await run_in_threadpool(self._enqueue, job_id, call, is_followed=pieces is not None)
+            # Only now: a job that is awaited and not there counts as lost.
+            self._awaited[job_id] = awaited
             self._read_on()
             yield awaited
         finally:
-            del self._awaited[job_id]
+            self._awaited.pop(job_id, None)
             if not awaited.ended.done():
                 awaited.ended.cancel()
                 await asyncio.shield(run_in_threadpool(cancel_job, self._connection, job_id))
