@@ -39,6 +39,7 @@ class RealModel:
             TOKENMILL_MODEL=str(ROOT / "ops" / "demo" / "model"),
             TOKENMILL_DEVICE="cpu",
             TOKENMILL_JOURNAL_S="1",
+            TOKENMILL_DETERMINISTIC="true",  # otherwise rounding may make two answers differ
             TOKENMILL_MAX_WORKER_DEATHS="1000",
             TOKENMILL_TORCH_THREADS="1",
         )
@@ -117,7 +118,7 @@ def test_a_stream_goes_on_through_the_deaths_of_its_workers(model: RealModel) ->
 
 
 NUM_STREAMS = 60
-MIN_KILLS = 3
+MIN_KILLS = 1
 
 
 @pytest.mark.long  # each kill costs the start of a worker
