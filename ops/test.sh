@@ -30,18 +30,14 @@ if [ "$tier" = quick ]; then
     exit
 fi
 
-# Packages and tests are compiled here, once: else each process of pytest would do it. Some packages hold files that
-# are no Python, of which nobody need hear.
+# The processes of pytest would each compile the libraries for themselves; mypy leaves a core for it. Some packages
+# hold files that are no Python, of which nobody need hear. What pytest makes of the tests is kept, too.
 unset PYTHONDONTWRITEBYTECODE
-{
-    python -m compileall -qq .venv/lib engine jobs worker sandbox tokenmill ops
-    python -m pytest --collect-only -qq >.venv/collect.log
-} &
+python -m compileall -qq .venv/lib engine jobs worker sandbox tokenmill tests ops &
 mypy
 lint-imports --no-logo --no-cache
 # The site of docs/: a link or an anchor that leads nowhere is an error.
 NO_MKDOCS_2_WARNING=1 mkdocs build --strict
-# Whether it succeeds is for the tests themselves to say.
 wait
 
 # Many tests wait for processes that they have started: two processes more than there are cores keep these busy.
