@@ -1,25 +1,22 @@
-"""Finds the files that a worker really enters for one prompt and for one row: noted as it runs, not read from imports.
+"""Finds the files that a worker really enters for one prompt and for one row: traced, not read from imports.
 
     python -m ops.size.entered
 
-A worker with the demo model serves its own Redis in this process. Each function of ours, kernels aside, notes its
-file when it is called: a line is put at its head as its module is loaded. (sys.settrace would be shorter, but under
-CPython 3.11 the worker's threads then get nowhere.) What an idle worker enters is noted first, and taken off.
+A worker with the demo model serves its own Redis in this process. Once the model is loaded, each thread notes the file
+of every function that it calls. What an idle worker enters is noted first, and taken off.
 """
 
-import ast
-import builtins
 import os
 import signal
 import sys
 import tempfile
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from importlib.machinery import SourceFileLoader
 from pathlib import Path
-from types import CodeType
+from types import FrameType
 from typing import Any
 
 import pyarrow as pa
@@ -28,12 +25,14 @@ from redis import Redis
 from rq import Queue
 from rq.serializers import JSONSerializer
 
+from tests.redis_server import running_redis_server
+from worker import BatchWorker
+from worker.settings import WorkerSettings
+
 ROOT = Path(__file__).resolve().parents[2]
 MODEL = ROOT / "ops" / "demo" / "model"
 PRODUCT = ("engine", "jobs", "sandbox", "worker")
-#: Folders whose functions Numba and Triton compile: they know no such call.
-COMPILED = ("cpu_kernels", "kernels")
-QUEUE = "noted"
+QUEUE = "traced"
 
 IDLE_S = 5.0
 SETTLED_S = 1.0
@@ -48,66 +47,44 @@ class Notes:
     asked: str = "nothing"
     files: dict[str, set[str]] = field(default_factory=dict)
 
-    def note(self, file: str) -> None:
-        """Note a call. Every function of ours begins with this."""
-        self.files.setdefault(self.asked, set()).add(file)
+    def note(self, frame: FrameType, event: str, value: Any) -> None:
+        """Note a call, for sys.settrace. Returning None leaves the call's lines alone."""
+        self.files.setdefault(self.asked, set()).add(frame.f_code.co_filename)
+
+    def ours(self, asked: str) -> set[str]:
+        """Return our files among those that were entered, relative to the checkout."""
+        folders = tuple(f"{ROOT / name}/" for name in PRODUCT)
+        return {
+            str(Path(file).relative_to(ROOT))
+            for file in self.files.get(asked, ())
+            if file.startswith(folders)
+        }
 
 
-class NotingLoader(SourceFileLoader):
-    """Loads a module whose functions note their file."""
+class TracedWorker(BatchWorker):
+    """A worker whose threads take notes once the model is loaded."""
 
-    def get_code(self, fullname: str) -> CodeType:
-        """Compile the module's source with a note at the head of each function; no cached code has it."""
-        path = Path(self.get_filename(fullname))
-        tree = ast.parse(path.read_bytes(), str(path))
-        note = ast.parse(f"__note__({str(path.relative_to(ROOT))!r})").body[0]
-        for node in ast.walk(tree):
-            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
-                node.body.insert(ast.get_docstring(node) is not None, note)
-        return compile(ast.fix_missing_locations(tree), str(path), "exec", dont_inherit=True)
+    notes: Notes
 
-
-class NotingFinder:
-    """Finds our modules, and gives them that loader."""
-
-    @staticmethod
-    def find_spec(fullname: str, path: Any = None, target: Any = None) -> Any:
-        """Return the spec of a module of ours, None for all others."""
-        from importlib.util import spec_from_file_location
-
-        names = fullname.split(".")
-        if names[0] not in PRODUCT or set(names) & set(COMPILED):
-            return None
-        folder = ROOT.joinpath(*names)
-        for file in (folder / "__init__.py", folder.with_suffix(".py")):
-            if file.exists():
-                return spec_from_file_location(
-                    fullname,
-                    file,
-                    loader=NotingLoader(fullname, str(file)),
-                    submodule_search_locations=[str(folder)] if folder.is_dir() else None,
-                )
-        return None
+    def load_engine(self, settings: WorkerSettings) -> Any:
+        """Load the model untraced, because importing torch takes long enough; then begin."""
+        engine = super().load_engine(settings)
+        threading.settrace(self.notes.note)
+        sys.settrace(self.notes.note)
+        return engine
 
 
-def noted() -> dict[str, set[str]]:
-    """Run a worker in this process until it has answered a prompt and a row; return what it entered for each.
-
-    Modules of ours must not be imported yet.
-    """
+def traced() -> Notes:
+    """Run a worker in this process until it has answered a prompt and a row; return what it entered."""
     notes = Notes()
-    builtins.__note__ = notes.note  # type: ignore[attr-defined]
-    sys.meta_path.insert(0, NotingFinder)
-    from tests.redis_server import running_redis_server
-    from worker import BatchWorker
-
+    TracedWorker.notes = notes
     with tempfile.TemporaryDirectory() as name, running_redis_server() as url:
         os.environ |= {
             "TOKENMILL_MODEL": str(MODEL),
             "TOKENMILL_DATA_ROOTS": name,
             "TOKENMILL_KV_CACHE_BYTES": str(64 << 20),
         }
-        worker = BatchWorker(
+        worker = TracedWorker(
             [QUEUE],
             connection=Redis.from_url(url),
             serializer=JSONSerializer,
@@ -115,7 +92,8 @@ def noted() -> dict[str, set[str]]:
         )
         threading.Thread(target=ask, args=(url, Path(name), notes)).start()
         worker.work(logging_level="WARNING")
-    return notes.files
+        sys.settrace(None)
+    return notes
 
 
 def ask(url: str, folder: Path, notes: Notes) -> None:
@@ -165,16 +143,20 @@ def _wait_until(is_so: Callable[[], bool]) -> None:
 
 def main() -> None:
     """Print how many files a prompt and a row enter, and which."""
-    files = noted()
-    idle = files["idle"]
-    for asked, name in (("prompt", "one jobs.complete"), ("row", "a run of one row")):
-        own = sorted(files[asked] - idle)
-        print(
-            f"{len(own):>8,} files are entered for {name}; {len(idle & files[asked])} more by an idle worker, too"
-        )
-        print(*(f"    {file}" for file in own), sep="\n")
-    print(f"{len(idle):>8,} files are entered by an idle worker")
-    print(*(f"    {file}" for file in sorted(idle)), sep="\n")
+    notes = traced()
+    idle = notes.ours("idle")
+    show("one jobs.complete", notes.ours("prompt") - idle)
+    show("a run of one row", notes.ours("row") - idle)
+    show("an idle worker, which are not counted above", idle)
+
+
+def show(asked: str, files: set[str]) -> None:
+    """Print what was entered: its number, in all and by package, and its names."""
+    by_package = Counter(file.partition("/")[0] for file in files)
+    shares = ", ".join(f"{count} of {package}" for package, count in sorted(by_package.items()))
+    print(f"{len(files):>8,} files are entered for {asked}: {shares}")
+    for file in sorted(files):
+        print(f"         {file}")
 
 
 if __name__ == "__main__":
