@@ -5,4 +5,4 @@ set -euo pipefail
 cd "$(dirname "$0")/.."
 . ops/environment.sh
 make_environment demo
-exec python -m ops.run_demo
+exec python -m ops.demo.run

@@ -1,26 +1,52 @@
 #!/usr/bin/env bash
-# Everything a change must pass: environment, lint, types, documents, tests. With --all the long tests too (faults,
-# RQ's own suite, every family on every backend, ...), which take an hour. Other arguments go to pytest.
+# Everything a change must pass: environment, lint, types, documents, tests.
+#   --quick   lint, types, and the tests that need neither torch nor another process: less than a minute
+#   --all     the long tests too (faults, RQ's own suite, every family on every backend, ...), an hour, with coverage
+# Other arguments go to pytest.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 . ops/environment.sh
+tier=default
+case ${1:-} in
+    --quick | --all)
+        tier=${1#--}
+        shift
+        ;;
+esac
 make_environment dev
 
-# The processes of pytest would each compile the libraries for themselves; mypy leaves a core for it. Some
-# packages hold files that are no Python, of which nobody need hear.
-python -m compileall -qq .venv/lib engine jobs worker sandbox tokenmill tests ops &
+# One torch thread in each process of pytest, more would wait for each other.
+export OMP_NUM_THREADS=1
+num_cores=$(python -c 'import psutil; print(psutil.cpu_count())')
+
 ruff check .
 ruff format --check .
+if [ "$tier" = quick ]; then
+    mypy &
+    mypy=$!
+    python -m pytest -n "$num_cores" --quick -m "not long" "$@"
+    wait "$mypy"
+    echo "test.sh --quick took $SECONDS s"
+    exit
+fi
+
+# The processes of pytest would each compile the libraries for themselves; mypy leaves a core for it. Some packages
+# hold files that are no Python, of which nobody need hear. What pytest makes of the tests is kept, too.
+unset PYTHONDONTWRITEBYTECODE
+python -m compileall -qq .venv/lib engine jobs worker sandbox tokenmill tests ops &
 mypy
 lint-imports --no-logo --no-cache
-wait
 # The site of docs/: a link or an anchor that leads nowhere is an error.
 NO_MKDOCS_2_WARNING=1 mkdocs build --strict
+wait
+
 # Many tests wait for processes that they have started: two processes more than there are cores keep these busy.
-# One torch thread in each, more would wait for each other. tests/conftest.py says in which order files are taken.
-export OMP_NUM_THREADS=1
-processes=$(python -c 'import psutil; print(2 + psutil.cpu_count())')
-if [ "${1:-}" = --all ]; then shift; else set -- -m "not long" "$@"; fi
-python -m pytest -n "$processes" --dist loadfile --no-loadscope-reorder "$@"
+# tests/conftest.py says in which order files are taken.
+pytest=(python -m pytest -n $((num_cores + 2)) --dist loadfile --no-loadscope-reorder)
+if [ "$tier" = all ]; then
+    "${pytest[@]}" --cov --cov-report=term "$@"
+else
+    "${pytest[@]}" -m "not long" "$@"
+fi
 echo "test.sh took $SECONDS s"
 python -m ops.size "$SECONDS" || : # the bars

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 from collections.abc import Iterator
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
-import torch
 from hypothesis import HealthCheck, settings
+
+from tests.quick import Guard, loads_torch, uses_processes
 
 if TYPE_CHECKING:
     from redis import Redis  # a GPU machine, where tests of the engine run, need not have it
@@ -19,7 +22,20 @@ settings.register_profile(
 )
 settings.load_profile("tokenmill")
 
-if not torch.cuda.is_available():
+
+def has_gpu() -> bool:
+    """Whether CUDA's driver sees a GPU. torch would say so, too, but most tests need no torch."""
+    try:
+        driver = ctypes.CDLL("libcuda.so.1")
+    except OSError:
+        return False
+    count = ctypes.c_int(0)
+    if driver.cuInit(0) != 0 or driver.cuDeviceGetCount(ctypes.byref(count)) != 0:
+        return False
+    return count.value > 0
+
+
+if not has_gpu():
     # Triton reads this when it is imported, which transformers does: our kernels then run in its interpreter.
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
@@ -54,6 +70,25 @@ REDIS_CONTRACTS = (
 )
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--quick", action="store_true", help="only tests that need neither torch nor a process"
+    )
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    if config.getoption("--quick"):
+        config.pluginmanager.register(Guard())
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """In the quick tier, pass over files that load torch, without importing them."""
+    is_test = collection_path.suffix == ".py" and collection_path.name.startswith("test_")
+    if config.getoption("--quick") and is_test and loads_torch(collection_path):
+        return True
+    return None
+
+
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     if metafunc.module.__name__ in REDIS_CONTRACTS and "redis_executable" in metafunc.fixturenames:
         from tests.redis_server import redis_server_kinds
@@ -66,9 +101,16 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
         metafunc.parametrize("redis_executable", kinds, scope="session")
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Let files that compute and files that wait take turns, the longest of either first: then neither is a
-    core idle nor do all processes compute at once."""
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Choose the quick tests, if they are asked for, and put files into the order in which they run.
+
+    Files that compute and files that wait take turns, the longest of either first: then neither is a core idle nor
+    do all processes compute at once.
+    """
+    if config.getoption("--quick"):
+        left_out = [item for item in items if uses_processes(item)]
+        config.hook.pytest_deselected(items=left_out)
+        items[:] = [item for item in items if item not in set(left_out)]
     found = dict.fromkeys(_file(item) for item in items)
     places: dict[str, tuple[float, bool]] = {}
     for computes in (False, True):

@@ -41,10 +41,12 @@ def loaded_after(code: str) -> set[str]:
     return set(done.stdout.split())
 
 
+@pytest.mark.processes
 def test_the_import_alone_and_its_listing_load_none_of_our_packages_and_nothing_heavy() -> None:
     assert loaded_after("import tokenmill; dir(tokenmill)") & HEAVY == set()
 
 
+@pytest.mark.processes
 def test_a_name_loads_its_own_package_only() -> None:
     loaded = loaded_after("from tokenmill import submit")
     assert "jobs" in loaded

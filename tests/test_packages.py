@@ -21,15 +21,18 @@ def modules_loaded_by(module: str) -> set[str]:
     )
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize("module", ["jobs", "jobs.cli", "worker", "worker.batch_worker"])
 def test_light_modules_load_nothing_heavy(module: str) -> None:
     assert HEAVY & modules_loaded_by(module) == set()
 
 
+@pytest.mark.processes
 def test_what_producers_import_loads_neither_worker_nor_engine() -> None:
     assert {"engine", "worker"} & modules_loaded_by("jobs.installed") == set()
 
 
+@pytest.mark.processes
 def test_the_engine_loads_nothing_of_queues_and_files() -> None:
     assert {"redis", "rq", "pyarrow", "jobs", "worker"} & modules_loaded_by(
         "engine.engine"

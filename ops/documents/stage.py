@@ -18,8 +18,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from redis import Redis
 
+from ops.demo.run import running, wait_for_worker
 from ops.documents.blocks import ROOT
-from ops.run_demo import running, wait_for_worker
 from tests.redis_server import running_redis_server
 
 HUB_ID = "Qwen/Qwen3-0.6B"

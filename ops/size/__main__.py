@@ -1,9 +1,11 @@
-"""Figures of the project: `python -m ops.size [SUITE_SECONDS]`.
+"""Figures of the project: `python -m ops.size [SUITE_SECONDS] [--entered]`.
 
 It fails on a house that no longer stands: an import that leads up, a circle, a folder of more than 15 entries, or a
-function of more than 10 parameters. All other figures are told, and have no bar.
+function of more than 10 parameters. All other figures are told, and have no bar. With `--entered` a worker runs, and
+the files that it enters for one prompt and for one row are told, too.
 """
 
+import argparse
 import ast
 import re
 import subprocess
@@ -40,14 +42,20 @@ CHANGES = {
 
 def main() -> int:
     """Print each figure; return 1 where the house does not stand."""
+    parser = argparse.ArgumentParser(description="Print the project's figures.")
+    parser.add_argument("suite_seconds", type=int, nargs="?", help="how long the tests took")
+    parser.add_argument(
+        "--entered", action="store_true", help="also run a worker, and tell which files it enters"
+    )
+    options = parser.parse_args()
     for folder in (*PRODUCT, "ops", "tests"):
         print(f"{folder:10}{lines(folder):>8,} lines in {len(list(files(folder))):>4,} files")
     for page in ("README.md", "ARCHITECTURE.md", "docs/*.md", "RESULTS.md", "CHANGELOG.md"):
         print(f"{words(page):>8,} words in {page}")
     for change, (page, row) in CHANGES.items():
         print(f"{to_read(page, row):>8,} lines in the files that one opens for {change}")
-    if len(sys.argv) > 1:
-        print(f"{int(sys.argv[1]):>8,} seconds took the suite")
+    if options.suite_seconds is not None:
+        print(f"{options.suite_seconds:>8,} seconds took the suite")
 
     print(
         "\nfor 1,000 lines    comprehensions  tuple assignments  walrus  beyond 100 characters  documented"
@@ -59,6 +67,10 @@ def main() -> int:
 
     problems = [*shape_problems(), *import_problems()]
     print(*(f"\n{problem}" for problem in problems), sep="")
+    if options.entered:
+        print(flush=True)
+        # In a process of its own: it must be the one that loads our modules.
+        subprocess.run([sys.executable, "-m", "ops.size.entered"], cwd=ROOT, check=True)
     return int(bool(problems))
 
 

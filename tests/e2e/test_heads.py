@@ -49,6 +49,7 @@ def test_texts_are_classified_in_a_job_and_in_a_run(workers: RealWorkers, tmp_pa
     assert (null["label"], null["score"]) == (None, None)
 
 
+@pytest.mark.long  # another head on the way of the test above; tests/jobs/parquet/test_text_tasks.py has its rows
 def test_documents_are_ranked_by_a_cross_encoder_in_a_job_and_in_a_run(
     workers: RealWorkers, tmp_path: Path
 ) -> None:

@@ -83,7 +83,8 @@ def run(workers: RealWorkers, *args: object) -> str:
     ("write", "num_rows"),
     [
         (write_pandas, 20),
-        (write_datasets, 20),
+        # The same rows from another kind of column, which tests/jobs/parquet/test_pictures.py reads, too.
+        pytest.param(write_datasets, 20, marks=pytest.mark.long),
         pytest.param(write_pandas, 500, marks=pytest.mark.long),
         pytest.param(write_datasets, 500, marks=pytest.mark.long),
     ],

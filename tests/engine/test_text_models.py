@@ -79,7 +79,6 @@ def test_what_stands_beside_a_sentencepiece_file_counts(tmp_path: Path) -> None:
     """Tokens by their ids, the names of special tokens, and what is put around a text."""
     folder = make_text_model(tmp_path, "sentencepiece", bos_token="<|end|>", add_eos_token=True)
     tokenizer = Tokenizer(folder)
-    assert tokenizer._bos == ("<|end|>", 420)
     assert tokenizer.encode("a<|end|>")[::2] == [420, 420]
     assert tokenizer.encode("a")[-1] == 2
     make_text_model(folder, "sentencepiece", added_tokens_decoder={"421": {"content": "<|end|>"}})

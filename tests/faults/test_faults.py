@@ -45,6 +45,7 @@ def test_a_run_killed_half_way_repeats_no_more_than_the_shards_in_flight(faults:
     )  # SLOTS + PREFETCH, and MAX_OPENING parts that wait to be written
 
 
+@pytest.mark.processes
 def test_a_few_kills_lose_and_double_no_job_and_no_row(faults: Harness) -> None:
     SCENARIOS["kills"](faults, 8)
     assert faults.is_clean(), faults.table()

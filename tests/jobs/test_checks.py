@@ -20,6 +20,8 @@ from sandbox.recent import MAX_CHARS, MAX_TEXTS
 from tests.jobs.answering import keyed
 from tests.jobs.checking import DIES, FUNCTION, HANGS, LIMIT_S, RAISES
 
+pytestmark = pytest.mark.processes
+
 
 def test_a_function_gets_row_and_answer_and_says_what_is_wrong(checks: Checks) -> None:
     options = RepairOptions(check={"function": FUNCTION})

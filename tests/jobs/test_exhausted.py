@@ -76,6 +76,7 @@ def test_a_child_that_cannot_begin_for_lack_of_something_is_the_workers_fault(
     assert is_fault(raised.value)
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize(
     ("end", "lacked"),
     [

@@ -15,6 +15,8 @@ from jobs.parquet.files.filesystem import StoreRefused
 from jobs.parquet.files.storage import Storage
 from tests.jobs.s3_server import CREDENTIALS, use_environment
 
+pytestmark = pytest.mark.processes
+
 ROOT = "s3://bucket/data"
 SECRET = b"what only that host may tell"
 Answer = Callable[[BaseHTTPRequestHandler], None]

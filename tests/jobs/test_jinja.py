@@ -182,6 +182,7 @@ BOMBS = {
 }
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize("template", BOMBS.values(), ids=BOMBS)
 def test_no_template_runs_away(template: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(template_texts, "LIMIT_S", 0.5)

@@ -42,6 +42,7 @@ def answer_all(make_context: MakeContext, path: Path, **arguments: Any) -> pa.Ta
     return pq.read_table(output / "part-00000.parquet", read_dictionary=["prompt", "other"])
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize("encoding", ["RLE_DICTIONARY", "DELTA_BYTE_ARRAY"])
 def test_a_value_that_stands_in_every_row_is_decoded_for_a_few_rows_at_a_time(
     tmp_path: Path, encoding: str
@@ -98,6 +99,7 @@ def kill_child(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
     return lambda: os.kill(lent[-1].pid, signal.SIGKILL)
 
 
+@pytest.mark.processes
 def test_a_child_that_is_killed_costs_a_retry_and_no_row(
     tmp_path: Path, kill_child: Callable[[], None]
 ) -> None:
@@ -112,6 +114,7 @@ def test_a_child_that_is_killed_costs_a_retry_and_no_row(
     assert found == list(range(3000, rows))
 
 
+@pytest.mark.processes
 def test_a_file_whose_children_are_killed_one_after_the_other_is_named(
     tmp_path: Path, kill_child: Callable[[], None]
 ) -> None:

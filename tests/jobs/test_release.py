@@ -9,6 +9,7 @@ import pytest
 from jobs.common import release
 
 
+@pytest.mark.processes
 def test_a_checkout_tells_its_commit(tmp_path: Path) -> None:
     someone = ["-c", "user.name=a", "-c", "user.email=a@b"]
     for command in (["init", "-q"], [*someone, "commit", "-q", "--allow-empty", "-m", "a"]):

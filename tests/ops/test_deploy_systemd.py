@@ -18,6 +18,8 @@ from tests.ops.deployed import (
     env_file,
 )
 
+pytestmark = pytest.mark.processes
+
 UNITS = DEPLOY / "systemd"
 BIN = "/opt/tokenmill/bin"
 

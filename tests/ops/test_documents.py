@@ -10,6 +10,8 @@ from ops.documents.options import check_syntax, simple_commands, unknown_options
 from ops.documents.runner import PageRunner
 from ops.documents.stage import Stage, running_stage
 
+pytestmark = pytest.mark.processes
+
 PRODUCER = ROOT / "docs" / "producer.md"
 
 

@@ -14,6 +14,8 @@ from packaging.utils import canonicalize_name
 
 from tests.rq_workers import ROOT
 
+pytestmark = pytest.mark.processes
+
 STOCK = Path("/usr/bin/python3")
 
 

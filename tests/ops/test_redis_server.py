@@ -21,6 +21,8 @@ from rq.worker_registration import REDIS_WORKER_KEYS
 from ops.redis_server import FOLDER, redis_executable, socket_in, socket_url, wait_until_ready
 from tests.rq_workers import ROOT, wait_until
 
+pytestmark = pytest.mark.processes
+
 SERVER = (sys.executable, "-m", "ops.redis_server")
 KNOCK = (
     "import os, socket, sys; os.setuid({user}); socket.socket(socket.AF_UNIX).connect(sys.argv[1])"

@@ -12,6 +12,8 @@ import pytest
 
 from sandbox import Child, ChildDied, ChildFailed, ChildOutOfMemory, ChildTooSlow, Limits, Pool
 
+pytestmark = pytest.mark.processes
+
 TASKS = "tests.sandbox.tasks"
 LIMITS = Limits(30.0, 64 << 20)  # of what takes milliseconds
 

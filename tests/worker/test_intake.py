@@ -133,6 +133,7 @@ def send_picture(loop: Loop, name: str, lane: int, file: bytes) -> None:
     loop.orders.put(Add(name, Request(parts, None, {"max_tokens": 1}), lane))
 
 
+@pytest.mark.processes
 def test_pictures_stay_files_until_those_before_them_run_and_texts_go_on(loop: Loop) -> None:
     loop.engine.slots = 0
     names = numbered("picture", PICTURES_AHEAD + 3)

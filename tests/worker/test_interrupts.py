@@ -1,6 +1,7 @@
 """An error raised into a thread from outside waits while that thread imports a module."""
 
 import importlib
+import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterator
@@ -130,3 +131,19 @@ def test_our_own_code_is_not_interrupted_but_asks(pool: FunctionPool) -> None:
     go.set()
     assert isinstance(outcome.result(60), JobStopped)
     assert steps == ["not interrupted"]
+
+
+PROFILED = """
+import sys
+from worker.threads.interrupts import Call
+Call(lambda: None, lambda value, error: None).run()
+sys.setprofile(lambda *event: None)
+def call(): ...
+call()
+"""
+
+
+@pytest.mark.processes
+def test_a_process_can_be_profiled_after_a_call() -> None:
+    """It hung at its first call of a function."""
+    subprocess.run([sys.executable, "-c", PROFILED], check=True, timeout=60)

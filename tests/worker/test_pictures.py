@@ -15,6 +15,8 @@ from tests.picture_files import BLUE, RED, bomb, broken, picture
 from worker.engine_thread import pictures
 from worker.engine_thread.pictures import decoded
 
+pytestmark = pytest.mark.processes
+
 
 def parts(*files: bytes) -> list[dict[str, Any]]:
     return [{"type": "image", "image": file} for file in files]

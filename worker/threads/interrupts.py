@@ -68,6 +68,7 @@ class Call:
         self._waiting: type[BaseException] | None = None
         self._importing = False  # only the thread itself changes it, under the lock
         self._given_up = False
+        self._was_struck = False
 
     @property
     def running_s(self) -> float:
@@ -94,6 +95,7 @@ class Call:
         if self._importing:
             self._waiting = error
         else:
+            self._was_struck = True
             _raise_in(self._thread_id, error)
 
     def check(self) -> None:
@@ -168,7 +170,10 @@ class Call:
                 # has not come yet comes at the call below, or is taken back by it. So it never hits what the thread
                 # does next.
                 self._thread_id = None
-                _raise_in(threading.get_ident(), None)
+                # Where there is nothing to take back, CPython 3.11 keeps a mark for all threads, and under that mark a
+                # profiler, debugger or coverage never gets beyond its first call.
+                if self._was_struck:
+                    _raise_in(threading.get_ident(), None)
 
     def import_whole(self, load: Callable[[], Any]) -> Any:
         """Call `load`, which imports, and return its value. Errors from outside wait for its end."""

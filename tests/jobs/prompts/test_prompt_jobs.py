@@ -223,6 +223,7 @@ def test_every_allowed_name_is_an_attribute_that_a_stock_worker_can_resolve() ->
     assert jobs.__tokenmill__
 
 
+@pytest.mark.processes
 def test_importing_jobs_and_opening_tasks_loads_no_heavy_package() -> None:
     code = """
 import sys, jobs, jobs.table

@@ -157,7 +157,7 @@ def test_a_parts_errors_count_once_however_often_it_is_recorded(redis: Redis, ru
     num_open=st.integers(1, 4),
 )
 @settings(
-    max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+    max_examples=12, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
 )
 def test_a_run_beyond_its_limit_never_gets_the_mark_of_its_end_whatever_order_shards_end_in(
     runs: Runs, redis: Redis, bad: list[int], limit: str, order: Random, num_open: int

@@ -136,6 +136,7 @@ def test_a_disk_that_refuses_fails_by_name_keeps_parts_and_leaves_no_leftovers(
     assert (runs.output / "_SUCCESS").exists()
 
 
+@pytest.mark.processes
 def test_a_file_beyond_what_its_owner_may_write_is_a_full_disk(tmp_path: Path) -> None:
     schema = pa.schema([("a", pa.string())])
     batch = pa.record_batch(

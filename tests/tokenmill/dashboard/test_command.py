@@ -43,6 +43,7 @@ def test_what_is_not_safe_or_possible_is_refused_in_a_line(
     assert "Traceback" not in told.stderr
 
 
+@pytest.mark.processes
 def test_a_dashboard_that_starts_before_redis_asks_for_its_token_and_waits() -> None:
     cookie = f"{SESSION_COOKIE}={Sessions(TOKEN).open(time.time())}"
     with running_dashboard("unix:///nowhere/s", **{TOKEN_VARIABLE: TOKEN}) as address:

@@ -198,6 +198,7 @@ def test_a_login_that_follows_wrong_ones_still_opens_the_page(open_page: Open) -
     assert page.post("/login", data={"token": TOKEN}).status_code == 303
 
 
+@pytest.mark.processes
 def test_connections_that_hang_take_nobodys_place() -> None:
     with running_dashboard("redis://127.0.0.1:1") as address, ExitStack() as open_sockets:
         port = int(address.rpartition(":")[2])

@@ -25,7 +25,7 @@ from rq.serializers import JSONSerializer
 
 from ops.redis_server import server_command, wait_until_ready
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 OUT = ROOT / "ops" / "out" / "dates"
 MODEL = os.environ.get("MODEL") or str(ROOT / "ops" / "demo" / "model")
 IS_DEMO_MODEL = "MODEL" not in os.environ or not os.environ["MODEL"]
