@@ -26,11 +26,11 @@ class Served:
 
 
 @pytest.fixture(scope="module")
-def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+def served(redis_executable: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
     """A server with a folder, and a worker whose engine answers `echo:<prompt>`."""
     root = tmp_path_factory.mktemp("server")
     log = root / "server.log"
-    with running_redis_server() as url:
+    with running_redis_server(executable=redis_executable) as url:
         workers = Workers(url, root)
         workers.start(queues=("prompts", "bulk"), TOKENMILL_DATA_ROOTS=str(root))
         folder = root / "api"

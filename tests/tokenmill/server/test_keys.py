@@ -120,8 +120,10 @@ def test_calls_without_a_worker_say_so_at_once(
             api.files.list()
 
 
-def test_the_user_that_ships_may_do_all_that_the_server_does(tmp_path: Path) -> None:
-    with running_redis_server() as url:
+def test_the_user_that_ships_may_do_all_that_the_server_does(
+    redis_executable: str, tmp_path: Path
+) -> None:
+    with running_redis_server(executable=redis_executable) as url:
         with Redis.from_url(url) as admin:
             for line in (ROOT / "ops" / "redis-users.acl").read_text().splitlines():
                 _, name, *rules = line.split()

@@ -46,9 +46,9 @@ class RealModel:
 
 
 @pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RealModel]:
+def model(redis_executable: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[RealModel]:
     root = tmp_path_factory.mktemp("streams")
-    with running_redis_server() as url:
+    with running_redis_server(executable=redis_executable) as url:
         workers = Workers(url, root)
         try:
             with running_server(url, root / "server.log") as address:
