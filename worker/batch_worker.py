@@ -333,7 +333,7 @@ class BatchWorker(BaseWorker):
             payload = json.loads(message["data"])
             command = payload.get("command")
         except (ValueError, AttributeError):
-            self.log.warning("Worker %s: a message that is no command was ignored", self.name)
+            self.log.warning("Worker %s: a message that is not a command was ignored", self.name)
             return
         if command == "stop-job" and self._io is not None:
             self._io.stop_job(str(payload.get("job_id")))

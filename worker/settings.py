@@ -199,7 +199,7 @@ class WorkerSettings(BaseSettings):
             if 0 < first <= last < 1 << 16:
                 return range(first, last + 1)
         raise ValueError(
-            "expected a port from 1 to 65535, or ports from one to a higher one, or 0 for none"
+            "expected a port from 1 to 65535, a range of ports such as 9100-9107, or 0 for none"
         )
 
     @field_validator("allowed_functions", "allowed_webhook_hosts", mode="before")
@@ -345,7 +345,7 @@ def read_variable(name: str) -> str | None:
 
 
 def _check_names(names: Iterable[str]) -> None:
-    """Raise SettingsError for each TOKENMILL_ variable that is no setting; most are misspelt."""
+    """Raise SettingsError for each TOKENMILL_ variable that is not a setting; most are misspelt."""
     known = [_PREFIX + field.upper() for field in WorkerSettings.model_fields]
     unknown = {name.upper() for name in names if name.upper().startswith(_PREFIX)} - set(known)
     lines = []

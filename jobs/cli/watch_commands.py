@@ -86,9 +86,10 @@ def workers(connection: redis.Redis, /, as_json: bool, watch: bool) -> None:
 @watch_option
 @click.pass_obj
 def status(connection: redis.Redis, /, run: str | None, as_json: bool, watch: bool) -> None:
-    """Print what is known of a run, or of all.
+    """Print the state of a run, or of all runs.
 
-    Without RUN those that move, and the last that ended. RUN is its id, or its output folder, also where Redis lost it.
+    RUN is a run's id or its output folder. A folder works also after Redis has lost the run. Without RUN, all open runs
+    and the last ones that ended are shown.
     """
     if run is None:
         show_or_watch(lambda: _runs_in_short(connection, as_json), watch)

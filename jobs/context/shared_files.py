@@ -158,10 +158,10 @@ class ShardBytes:
         if self.held >= self.limit // BEGIN_SHARE:
             raise NoRoomYet
 
-    def hold(self, num_bytes: int, own: int = 0) -> None:
-        """Count bytes of prompts that a shard takes. own: the bytes that it holds already. Raises NoRoomYet."""
+    def hold(self, num_bytes: int, already_held: int = 0) -> None:
+        """Count bytes of prompts that a shard takes. already_held: bytes that it holds by now. Raises NoRoomYet."""
         with self._lock:
-            if self.held > own and self.held + num_bytes > self.limit:
+            if self.held > already_held and self.held + num_bytes > self.limit:
                 raise NoRoomYet
             self.held += num_bytes
 

@@ -62,7 +62,9 @@ class Reporter:
         held = self._runner.held
         if not is_serving:
             state = "draining"
-        elif held and hold != RESTORED:
+        elif hold == RESTORED:
+            state = RESTORED
+        elif held:
             state = "busy"
         else:
             state = hold or "idle"

@@ -70,7 +70,7 @@ class RowAsk(Ask[Answer]):
     @classmethod
     @abc.abstractmethod
     def of_plan(cls, plan: Plan, context: JobContext, source: RowSource) -> Self:
-        """Return what asks the rows of a run, without source and keys."""
+        """Return the ask for the rows of a run, without source and keys."""
 
     @staticmethod
     @abc.abstractmethod
@@ -89,10 +89,10 @@ class RowAsk(Ask[Answer]):
 
     @abc.abstractmethod
     def item(self, row: Row, number: int) -> Item[Answer]:
-        """Return what is asked of a row, which has this number in the run. It may raise RowProblem as it goes on."""
+        """Return the item of a row, which has this number in the run. The item may raise RowProblem."""
 
     def begin(self, row: Row, number: int) -> Item[Answer]:
-        """Return what is asked of a row; a problem with the row is its answer."""
+        """Return the item of a row. A problem with the row becomes its answer."""
         return self._with_problems(self.item(row, number))
 
     def _with_problems(self, item: Item[Answer]) -> Item[Answer]:

@@ -89,7 +89,7 @@ class Generate(RowAsk):
 
     @classmethod
     def of_plan(cls, plan: Plan, context: JobContext, source: RowSource) -> Self:
-        """Return what asks the rows of a run for completions."""
+        """Return the ask that gets a completion for each row of a run."""
         spec = plan.spec
         return cls(spec, plan.seed, *spec.chat, spec.is_chat, context.model.control_tokens)
 

@@ -72,7 +72,7 @@ class Scores(RowAsk):
         return kind is not None and kind.is_compared
 
     def opening(self) -> Item[None] | None:
-        """Return what asks the row without content, before the others."""
+        """Return the item of the row without content, which is asked before the others."""
         return None if self.before is None else self._calibrated(self.before)
 
     def _calibrated(self, before: Request) -> Item[None]:

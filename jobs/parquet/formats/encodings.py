@@ -17,7 +17,7 @@ _MARKS = (
 )
 #: How many bytes to look at. In UTF-16 without a mark, most of every second byte are zero there.
 _HEAD_BYTES = 4096
-#: A byte above 127 beside a letter, as in words in cp1252. In bytes that are no text it may stand anywhere.
+#: A byte above 127 beside a letter, as in words in cp1252. In bytes that are not text it may stand anywhere.
 _IN_WORD = re.compile(rb"[A-Za-z][\x80-\xff]|[\x80-\xff][A-Za-z]")
 #: The handler for bytes that the encoding does not have. It makes their line invalid UTF-8, which costs its row.
 _BAD = "tokenmill-bad"

@@ -2,7 +2,7 @@
 
 A kind is JSON, as the plan keeps it: "null", "bool", "int" (up to 2**53, which a float holds exactly), "long" (up to 64
 bits), "float", "number" (integers beside floats), "text", {"list": kind}, {"struct": {name: kind}}, or "json" if the
-values have different kinds. A "json" column is text; values that are no text are written there as JSON.
+values have different kinds. A "json" column is text; values that are not text are written there as JSON.
 
 A CSV file's column has a type only if the type writes each value back as the file's text. So prompts show that text,
 and the output loses none of it. Floats are "fraction" if none of them is whole: 1.5, but not 1.0. Numbers written in
@@ -141,8 +141,10 @@ def kind_of_texts(texts: Iterable[str], decimal: str = ".") -> Kind:
 
 
 def _kind_of_text(text: str, decimal: str) -> str:
+    if decimal == "," and "." in text:
+        return "text"  # its point separates thousands, or it is not a number
     if decimal == ",":
-        text = text.replace(",", ".") if "." not in text else ""
+        text = text.replace(",", ".")
     if text in _TRUTH:
         return "bool"
     if not _NUMBER.fullmatch(text):

@@ -1,4 +1,4 @@
-"""Reads the rows of CSV and JSONL files one by one. A line that is no row costs only that row."""
+"""Reads the rows of CSV and JSONL files one by one. A line that cannot be read costs only its row."""
 
 import csv
 import io

@@ -377,7 +377,9 @@ class RunFolder:
 
     def _check_is_there(self, name: str) -> None:
         if not self._is_there(name):
-            raise OutputNotWritable(self.path(name), "what has this name is no file")
+            raise OutputNotWritable(
+                self.path(name), "something with this name is there, and it is not a file"
+            )
 
     def _remove_leftovers(self) -> None:
         """Remove temporary files, and files with rows that other plannings chose.

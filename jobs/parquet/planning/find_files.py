@@ -133,7 +133,7 @@ class FoundEntry(NamedTuple):
 class _FolderFiles(NamedTuple):
     """What a search has found in one folder.
 
-    files: files of the folder and of its key=value folders. nested: files of its other folders, which are no input.
+    files: files of the folder and of its key=value folders. nested: files of its other folders, which are not read.
     """
 
     files: list[FoundEntry]

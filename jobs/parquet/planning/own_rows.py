@@ -1,6 +1,6 @@
 """Chooses the rows that a run asks, if these are not all rows of its input in their order.
 
-A run may ask only new rows, or rows in an order of its own. Planning writes them beside the plan, and from there on the
+A run may ask only new rows, or ask rows in another order. Planning writes them beside the plan, and from there on the
 run knows these alone, as the rows of its first file. Their numbers in the input are written beside the keys, so that a
 failed row can be found. A run that reuses earlier ones gets their answers here.
 """

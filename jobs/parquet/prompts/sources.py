@@ -136,7 +136,10 @@ def _from_json(column: str, text: str) -> Any:
 
 
 def _number(value: Any) -> Any:
-    """Return the number in a text of a CSV file, such as 0.70 or 0,7, which is no column of numbers."""
+    """Return the number in a text, any other value as it is.
+
+    A column of a CSV file stays text if its numbers have forms such as 0.70 or 0,7.
+    """
     if not isinstance(value, str):
         return value
     try:

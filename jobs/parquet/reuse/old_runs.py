@@ -409,9 +409,9 @@ def _wanted_range(wanted: Places, rows: Places, num_rows: int) -> tuple[int, int
 
 
 def _places_of(wanted: Places, rows: Places) -> tuple[Places, Places]:
-    """Return the places in `rows` of wanted rows, and the indices into `wanted` of those that are there.
+    """Look wanted row numbers up in `rows`. Return their places in `rows`, and their indices in `wanted`.
 
-    Only equal numbers count, so that no row gets the answer of another.
+    A wanted row that is not in `rows` is left out, so that no row gets the answer of another.
     """
     order = np.argsort(rows, kind="stable")
     places = order[np.searchsorted(rows, wanted, sorter=order)]
@@ -462,7 +462,7 @@ def _is_cut(value: str | list[str] | None) -> bool:
 
 
 def _answered(storage: Storage, plan: Plan) -> dict[int, list[str]]:
-    """Return the shards that have answers, each with its logs; with none if it has a part.
+    """Return the logs of each shard that has answers. A shard with a part needs no log, so its list is empty.
 
     Raises CannotReuse for parts without keys.
     """

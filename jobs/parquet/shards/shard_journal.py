@@ -75,7 +75,7 @@ class ShardJournal:
         return left
 
     def keep(self, runner: ItemRunner[Answer], so_far: PromptTokens) -> Callable[[], None] | None:
-        """Return a function that writes down, in any thread, what is new; None if nothing is. See OpenTask."""
+        """Return a function that writes new answers, in any thread; None if there are none. See OpenTask."""
         answered = runner.answered[self._num_written :]
         under_way = runner.under_way(so_far)
         if not answered and not under_way:

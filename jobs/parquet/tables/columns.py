@@ -17,7 +17,7 @@ PROBLEM = "\0problem"
 #: The beginning of the names of extra columns, which hold a column of JSON lines as each row's own JSON. Outputs leave
 #: them out. A file with a column of such a name is refused.
 AS_JSON = "\0json:"
-#: A column that a run in an order of its own adds: the row's number in the whole input, from 0.
+#: A column that a run with an `order` adds: the row's number in the whole input, from 0.
 ROW_NUMBER = "row_number"
 
 PROBLEM_FIELD = pa.field(PROBLEM, pa.string())

@@ -46,8 +46,10 @@ Ask = Callable[[str, Mapping[str, Any]], Iterator[tuple[dict[str, Any], bytearra
 class Contents:
     """What a file holds.
 
-    groups: the rows and bytes of each of its row groups; of a file that is no Parquet, as they will be. statistics: of
-    a part, as JSON. kinds: of a text file's columns.
+    groups: the rows and bytes of each of its row groups. A file in another format has none yet: these are the groups
+        that its Parquet file will have.
+    statistics: a part's statistics as JSON; "" for other files.
+    kinds: the kinds of a text file's columns.
     """
 
     schema: pa.Schema

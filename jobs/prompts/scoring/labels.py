@@ -63,7 +63,7 @@ class Labels(Scoring):
 
     @classmethod
     def of(cls, labels: Sequence[str], truncate_prompt_tokens: object = None) -> Self:
-        """Return what asks for these labels. Raises InvalidJob."""
+        """Return the scoring for these labels. Raises InvalidJob."""
         values = {
             "continuations": list(labels),
             "score_end": "auto",
@@ -144,7 +144,7 @@ def classify_task(
             without_content = _messages_without_content(messages, calibrate)
             if pictures_in(messages) or pictures_in(without_content):
                 raise InvalidJob(
-                    "calibrate and pictures do not go together: no picture has no content"
+                    "calibrate and pictures do not go together: a picture always has content"
                 )
             requests.append(scoring.request(without_content, chat))
         return PromptTask(requests, respond, model_name)

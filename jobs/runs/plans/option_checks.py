@@ -135,7 +135,7 @@ OF_PROMPTS = (TRUNCATION, *CHAT_NAMES)
 def check_read(
     values: Mapping[str, Any], what: str, read: Collection[str], whose: str = "sampling"
 ) -> None:
-    """Raise InvalidValue for a sampling value that says something of an answer. what: the kind of ask."""
+    """Raise InvalidValue for a sampling value that shapes a generated answer. what: the kind of ask."""
     for name in values:
         if name not in read or (name == "tool_choice" and forces_call(values)):
             raise InvalidValue(

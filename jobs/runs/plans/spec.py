@@ -376,7 +376,7 @@ def _check_together(spec: RunSpec, given: Mapping[str, Any]) -> None:
         (
             images,
             not spec.calibrate,
-            "image_column and calibrate do not go together: no picture has no content",
+            "image_column and calibrate do not go together: a picture always has content",
         ),
         (
             low,
