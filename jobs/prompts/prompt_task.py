@@ -221,7 +221,7 @@ class OpenPrompts(ItemsTask):
         return progress_of
 
     def keep(self, so_far: PromptTokens) -> Callable[[], None] | None:
-        """Return a function that writes the journal. It writes all prompts under way, as the key in Redis is replaced whole."""
+        """Return a function that writes the journal: all prompts under way, as it replaces the whole key in Redis."""
         if self._context.journal is None:
             return None
         progress_of = dict(self._left)  # some of these may wait for the engine still
