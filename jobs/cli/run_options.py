@@ -355,7 +355,7 @@ _OUTPUT = (
         metavar="QUEUE",
     ),
     _option("--escalate-model", "Name of that model, where the queue has several.", metavar="NAME"),
-    _option("--limit", "Score so many rows, the first ones, and no more.", type=int),
+    _option("--limit", "Score only this many rows, the first ones.", type=int),
     _option(
         "--max-errors",
         "Stop when more rows have an error: a number, or a share like 5%; by default 90%.",

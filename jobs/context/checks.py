@@ -67,7 +67,7 @@ NO_REPAIRS = RepairOptions()
 
 
 def split_repair_options(values: Mapping[str, Any]) -> tuple[dict[str, Any], RepairOptions]:
-    """Part keyword arguments into others and what is asked of the answers. Raises InvalidJob."""
+    """Split keyword arguments into the checks of answers and all others, which come first. Raises InvalidJob."""
     others = {name: value for name, value in values.items() if name not in PARSERS}
     given = {
         name: parse(name, values[name])

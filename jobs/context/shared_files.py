@@ -166,6 +166,6 @@ class ShardBytes:
             self.held += num_bytes
 
     def let_go(self, num_bytes: int) -> None:
-        """Count bytes of prompts that a shard holds no more."""
+        """Count off bytes of prompts that a shard no longer holds."""
         with self._lock:
             self.held -= num_bytes

@@ -24,8 +24,8 @@ _OF_PROMPT = ("echo", "prompt_logprobs")
 class PromptAnswer:
     """The completions of one prompt.
 
-    samples: by index; a prompt that failed has an error in each. Where there were several attempts, the one sample
-    counts the prompt tokens of all.
+    samples: the samples by index; a prompt that failed has an error in each. Where there were several attempts,
+    the one sample counts the prompt tokens of all.
     num_generated: tokens generated for each sample, in all attempts.
     attempts: how often the prompt was asked; 0 where it is asked only once.
     check_error: why the answer is not valid; None if it is, or nothing checks it.
@@ -192,7 +192,7 @@ class _Tally:
 
 
 def _repaired_chat(request: Request, answer: str, text_behind: str) -> Request:
-    """Return what asks for another answer, behind all that was asked and answered."""
+    """Return a request for another answer, with the earlier requests and answers before it."""
     assert request.messages is not None
     turns = [{"role": "assistant", "content": answer}, {"role": "user", "content": text_behind}]
     return replace(request, messages=[*request.messages, *turns])

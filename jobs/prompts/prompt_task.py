@@ -91,7 +91,7 @@ class PromptTask(Task):
     def item(
         self, prompt: Request | Unusable, control_tokens: Collection[str] = ()
     ) -> Item[PromptAnswer]:
-        """Return what is asked of one prompt. control_tokens: the model's."""
+        """Return the item of one prompt. control_tokens: the model's control tokens."""
         if isinstance(prompt, Unusable):
             return _ended(failed(prompt.reason, self.num_samples))
         if self.way is not None:
@@ -198,7 +198,7 @@ class OpenPrompts(ItemsTask):
 
     @cached_property
     def _digests(self) -> dict[int, str]:
-        """Return what names each prompt's request in the journal. Most jobs are over before they need it."""
+        """Return a name for each prompt's request in the journal. Most jobs are over before they need it."""
         clock = self._context.model.pinned(self._opened_at).clock
         requests = enumerate(self._task.prompts)
         return {

@@ -106,7 +106,7 @@ class RowAsk(Ask[Answer]):
         return failed_answer(reason)
 
     def key_of(self, row: Row) -> bytes:
-        """Return what tells a row's answer, given a model: see RowKeys."""
+        """Return a row's key without the model: see RowKeys."""
         return self.keys.of(row)
 
     def prepared(self, request: Request) -> Request:

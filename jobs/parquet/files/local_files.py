@@ -58,7 +58,7 @@ def _entered(path: str, roots: Sequence[str], *, create: bool = False) -> Iterat
 
 @contextmanager
 def _links_refused(name: str, folder: int, path: str) -> Iterator[None]:
-    """Raise PathSwapped for an OSError of the body if `name` is a link in the entered folder. path: for the error."""
+    """Raise PathSwapped for an OSError of the body if `name` is a link in the entered folder. path: for errors."""
     try:
         yield
     except OSError:

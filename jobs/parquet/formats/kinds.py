@@ -101,7 +101,7 @@ def merged_texts(one: Kind, other: Kind) -> Kind:
 
 
 def kind_of(value: Any, depth: int = 0) -> Kind:
-    """Return the kind of a value from JSON. depth: of the lists and objects that hold it."""
+    """Return the kind of a value from JSON. depth: how many lists and objects hold it."""
     scalar_kind = _OF_TYPE.get(type(value))
     if scalar_kind is not None:
         return scalar_kind

@@ -44,7 +44,7 @@ class Record(NamedTuple):
 class TextFile:
     """The text of a file.
 
-    encoding: as the run says. Without one, the text is read as UTF-8, and `guess` looks at each line.
+    encoding: the run's encoding. Without one, the text is read as UTF-8, and `guess` looks at each line.
     """
 
     def __init__(

@@ -384,7 +384,7 @@ class RunFolder:
     def _remove_leftovers(self) -> None:
         """Remove temporary files, and files with rows that other plannings chose.
 
-        An execution that still runs finds its part in place, and needs its temporary file no more.
+        An execution that still runs finds its part in place, and no longer needs its temporary file.
         """
         chosen_rows = os.path.basename(
             run_names.kept_name(self.plan.reused.name if self.plan.reused else "")

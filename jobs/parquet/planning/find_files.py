@@ -35,7 +35,7 @@ _INT64 = range(-(1 << 63), 1 << 63)
 class FoundFile:
     """A file that a search has found.
 
-    path: its real path. named: the path by which it was found; its suffix tells the format. keys: of its folders.
+    path: its real path. named: the path by which it was found; its suffix tells the format. keys: its folders' keys.
     """
 
     path: str

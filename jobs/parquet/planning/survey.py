@@ -241,8 +241,8 @@ class SurveyWork(RowsTask):
 class PlannedRequest:
     """A request that a run would send.
 
-    row: the first row that it answers. tokens: of its prompt. limit: the row's own max_tokens, 0 for none. rows: how
-    many equal rows it answers. weight: how many such requests it stands for.
+    row: the first row that it answers. tokens: the tokens of its prompt. limit: the row's own max_tokens, 0 for none.
+    rows: how many equal rows it answers. weight: how many such requests it stands for.
     """
 
     row: int

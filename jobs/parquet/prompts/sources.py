@@ -93,7 +93,7 @@ class RowSampling:
         return rows_without_null_keys(self.columns, rows)
 
     def of(self, values: Mapping[str, Any]) -> str:
-        """Return a row's sampling values as JSON. Raises RowProblem. values: of its columns."""
+        """Return a row's sampling values as JSON. Raises RowProblem. values: its columns' values."""
         sampling = {}
         for name, column in self._by_name.items():
             value = self._shared.get(name) if values[column] is None else values[column]
@@ -271,7 +271,7 @@ def row_source(
 def _step_source(
     spec: RunSpec, sampling: RowSampling | None, control_tokens: Collection[str]
 ) -> RowSource:
-    """Return the source of rows with several prompts. Columns of later prompts stand beside the first one."""
+    """Return the source of rows with several prompts. Columns of later prompts stand beside the first prompt."""
     first, *later_steps = spec.steps
     step_names = [step.name for step in spec.steps]
     later_columns: dict[str, None] = {}
@@ -311,7 +311,7 @@ def _prompts(spec: RunSpec, control_tokens: Collection[str]) -> prompt_source.Pr
 class StepSource(prompt_source.TemplateSource):
     """One of a row's prompts. Its problems name the prompt.
 
-    defaults: of all the row's prompts. taken: names that no column of the input may have.
+    defaults: the defaults of all the row's prompts. taken: names that no column of the input may have.
     """
 
     def __init__(

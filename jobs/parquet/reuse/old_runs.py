@@ -63,7 +63,7 @@ def write_keys(
 ) -> None:
     """Write the keys of a part's rows, unless they are there.
 
-    keys: whole; zeros for a row without an answer. marks: for each row, its model's mark.
+    keys: the rows' keys, with the model's mark; zeros for a row without an answer. marks: each row's mark of its model.
     """
     models = np.unique(marks, axis=0)
     body = len(models).to_bytes(_COUNT_BYTES, "little") + models.tobytes() + keys.tobytes()
@@ -124,7 +124,7 @@ class KnownKeys:
         self._num_taken = np.zeros(len(keys), np.uint32)  # by the place of the first of equal keys
 
     def forget(self, places: Places) -> None:
-        """Find the keys at these places no more."""
+        """Remove the keys at these places, so that they are no longer found."""
         self._second_halves[places] = 0
 
     def find(self, keys: Keys) -> Places:
@@ -212,8 +212,8 @@ Opened = tuple[pa.Schema, Batches]
 class OldRuns:
     """The runs that a submission names, as they are now. Answers that come later are not seen.
 
-    reused: what is noted about each run. parts: their shards that have answers. plans: of each run. keys: an index of
-    all old rows. marks: the models that have answered.
+    reused: what is noted about each run. parts: their shards that have answers. plans: each run's plan. keys: an index
+    of all old rows. marks: the models that have answered.
     """
 
     def __init__(self, storage: Storage, outputs: Sequence[str], new: Plan) -> None:

@@ -48,7 +48,7 @@ class ShardJournal:
     """The journal of one shard, as one execution reads it and goes on with it."""
 
     def __init__(self, folder: RunFolder, shard: int, log: AnswerLog, mark: bytes) -> None:
-        """mark: of the model that is asked. Records of a cascade's other model are passed over."""
+        """mark: the mark of the model that is asked. Records of a cascade's other model are passed over."""
         self._storage = folder.storage
         self._folder = folder.journal
         self._execution_id = folder.execution_id

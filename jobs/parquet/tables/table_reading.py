@@ -98,8 +98,8 @@ def read_schema(schema: bytes | bytearray) -> pa.Schema:
 class TableReading:
     """One pass over a file, from a row group to the end. Raises as look_at.
 
-    schema: of the whole file. batches: the chosen columns of its rows, once. A child that was killed is replaced once.
-    One that takes too much memory is asked for fewer rows at a time.
+    schema: the schema of the whole file. batches: the chosen columns of its rows, once.
+    A child that was killed is replaced once. One that takes too much memory is asked for fewer rows at a time.
     """
 
     def __init__(
@@ -170,7 +170,7 @@ def open_table(
 ) -> Iterator[Ask]:
     """Open a file, and lend a function that has a child do a task with it.
 
-    share: of a shard's bytes that the child may take; by default the format's.
+    share: the share of a shard's bytes that the child may take; by default the format's.
     """
     if share is None:
         share = FORMAT_SHARE if input_format else CHILD_SHARE

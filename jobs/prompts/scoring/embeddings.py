@@ -35,7 +35,7 @@ class Embeddings(Scoring):
 
     @classmethod
     def of(cls, options: Mapping[str, Any]) -> Self:
-        """Return what these options ask for; those that are None are left out. Raises InvalidJob."""
+        """Return the scoring for these options; those that are None are left out. Raises InvalidJob."""
         values: dict[str, Any] = {}
         for name, parse in _OPTIONS.items():
             if options.get(name) is not None:
@@ -44,7 +44,7 @@ class Embeddings(Scoring):
 
     @classmethod
     def of_run(cls, options: Mapping[str, Any], model: ServedModel) -> Self:
-        """Return what a run asks for."""
+        """Return the scoring of a run."""
         return cls.of({**options, TRUNCATION: options["sampling"].get(TRUNCATION)})
 
     @classmethod

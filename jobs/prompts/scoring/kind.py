@@ -21,7 +21,7 @@ MAX_PROBABILITIES = 4_000_000
 
 @dataclass(frozen=True, slots=True)
 class Scored:
-    """What a prompt got. values: by the names of its columns. error: why there are none."""
+    """The result of a prompt. values: its values by the names of their columns. error: why there are none."""
 
     values: Mapping[str, Any] = field(default_factory=dict)
     error: str | None = None
@@ -52,7 +52,7 @@ class Scoring(abc.ABC):
     @classmethod
     @abc.abstractmethod
     def of_run(cls, options: Mapping[str, Any], model: ServedModel) -> Self:
-        """Return what a run asks for. options: the run's; see RunSpec."""
+        """Return the scoring of a run. options: the run's options; see RunSpec."""
 
     @classmethod  # noqa: B027 - any model that generates gives labels
     def check_served(cls, options: Mapping[str, Any], model: ServedModel) -> None:

@@ -73,7 +73,7 @@ class Labels(Scoring):
 
     @classmethod
     def of_run(cls, options: Mapping[str, Any], model: ServedModel) -> Self:
-        """Return what a run asks for."""
+        """Return the scoring of a run."""
         return cls.of(options["labels"], options["sampling"].get(TRUNCATION))
 
     def calibrated(self, completion: Completion) -> Self:

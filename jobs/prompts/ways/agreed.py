@@ -85,7 +85,7 @@ class Agreement(Way):
         return merged(votes.winner, [drawn[0] for drawn in rounds], votes.samples, extras)
 
     def _compared(self, sample: Completion) -> Item[str | None]:
-        """Return what is compared of a sample; None if it agrees with no other."""
+        """Return the part of a sample that is compared; None for a sample that agrees with no other."""
         if sample.finish_reason != "stop":
             return None
         if not self.questions:

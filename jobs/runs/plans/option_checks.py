@@ -1,4 +1,4 @@
-"""Checks of a run's options: of the smaller ones, each brought into one form, and of what goes together with what."""
+"""Checks a run's options: brings each of the smaller ones into one form, and refuses what does not go together."""
 
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any

@@ -234,14 +234,14 @@ class RunSpec:
 
     @cached_property
     def repairs(self) -> RepairOptions:
-        """Return what is asked of the answers; check_columns: what a function gets beside the prompt's columns."""
+        """Return the checks of answers. check_columns: columns that a function gets beside the prompt's."""
         return RepairOptions(
             self.check, self.max_attempts, self.continue_on_length, self.repair_template
         )
 
     @cached_property
     def way(self) -> Way | None:
-        """Return how each row gets its answer, where it is not asked once."""
+        """Return the way to each row's answer; None for rows that are asked once."""
         return way_of(self.way_options)
 
     def admit(self, checks: Checks) -> None:
@@ -257,7 +257,7 @@ class RunSpec:
             self.way.prepare(checks)
 
     def functions_version(self, checks: Checks) -> str:
-        """Return what changes with the functions that look at answers. Raises InvalidJob."""
+        """Return a version of the functions that look at answers, from their files. Raises InvalidJob."""
         version = checks.version(self.repairs)
         return version if self.way is None else f"{version}{self.way.version(checks)}"
 

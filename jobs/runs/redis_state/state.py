@@ -117,7 +117,7 @@ class PartCount:
 
     @classmethod
     def of(cls, length: int, total: bytes | None, failed: int) -> Self:
-        """Return the count from what Redis replied. length: of the parts' hash, which also holds the total."""
+        """Return the count from what Redis replied. length: that of the parts' hash, which also holds the total."""
         return cls(length, None, failed) if total is None else cls(length - 1, int(total), failed)
 
     @property
@@ -129,7 +129,7 @@ class PartCount:
 class RunState:
     """Reads and writes the keys of one run.
 
-    lease: of the job that writes. With it, what a planner writes is written only while the job is held.
+    lease: the lease of the job that writes. With it, a planner writes only while it holds the job.
     """
 
     def __init__(self, connection: Redis, run: str, lease: Lease | None = None) -> None:
