@@ -45,15 +45,15 @@ def assignments(
     context: click.Context, parameter: click.Parameter, texts: tuple[str, ...]
 ) -> dict[str, str] | None:
     """Return the texts of a repeatable option NAME=TEXT, by name."""
-    found: dict[str, str] = {}
+    text_of: dict[str, str] = {}
     for text in texts:
         name, is_there, value = text.partition("=")
         if not is_there or not name:
             raise click.BadParameter(f"{brief(text)}, expected {parameter.metavar}")
-        if name in found:
+        if name in text_of:
             raise click.BadParameter(f"{brief(name)} is given twice")
-        found[name] = value
-    return found or None
+        text_of[name] = value
+    return text_of or None
 
 
 def column_list(
@@ -77,39 +77,43 @@ def label_list(
 ) -> list[Any] | None:
     """Return labels from a text separated by commas, as columns are, or from a JSON list."""
     if text is None or text.lstrip().startswith("["):
-        found: list[Any] | None = json_value(list)(context, parameter, text)
-        return found
+        labels: list[Any] | None = json_value(list)(context, parameter, text)
+        return labels
     return [label.strip() for label in column_list(context, parameter, (text,)) or ()]
 
 
 def run_arguments(options: dict[str, Any]) -> dict[str, Any]:
     """Return the arguments of `submit_run`. Raises UsageError for options that contradict each other."""
-    asked = [f"--{name.replace('_', '-')}" for name in PROMPT_OPTIONS if options[name] is not None]
-    if len(asked) > 1:
-        raise click.UsageError(f"{' and '.join(asked)} each say what to ask: give one of them")
+    prompt_flags = [
+        f"--{name.replace('_', '-')}" for name in PROMPT_OPTIONS if options[name] is not None
+    ]
+    if len(prompt_flags) > 1:
+        raise click.UsageError(
+            f"{' and '.join(prompt_flags)} each say what to ask: give one of them"
+        )
     # An option that was not given is None, or () if it may be repeated; an empty list was given.
     said = {name: value for name, value in options.items() if value is not None and value != ()}
-    given: dict[str, Any] = {
+    arguments: dict[str, Any] = {
         name: list(v) if isinstance(v, tuple) else v for name, v in said.items()
     }
-    given["input"] = given.pop("files")
-    if os.path.isfile(output := given["output"]):
+    arguments["input"] = arguments.pop("files")
+    if os.path.isfile(output := arguments["output"]):
         raise click.UsageError(
             f"OUT is the file {output}: name a new or empty folder behind the inputs"
         )
-    if "output_format" in given and not given["single_file"]:
+    if "output_format" in arguments and not arguments["single_file"]:
         raise click.UsageError("--output-format is that of one output file: add --single-file")
-    if (path := given.pop("template_file", None)) is not None:
-        given["template"] = (
+    if (path := arguments.pop("template_file", None)) is not None:
+        arguments["template"] = (
             _read("--template-file", path).removesuffix("\n").removesuffix("\r")
         )  # which editors add
         if path.endswith(JINJA_SUFFIXES):
-            given.setdefault("template_format", "jinja")
-    if (prompts := given.pop("prompt", None)) is not None:
-        given["prompts"] = [
+            arguments.setdefault("template_format", "jinja")
+    if (prompts := arguments.pop("prompt", None)) is not None:
+        arguments["prompts"] = [
             {"name": name, "template": template} for name, template in prompts.items()
         ]
-    return client.run_arguments(given)
+    return client.run_arguments(arguments)
 
 
 def _read(option: str, path: str) -> str:
@@ -391,7 +395,9 @@ _OUTPUT = (
 
 
 def _all(options: tuple[Decorator, ...]) -> Decorator:
-    return lambda command: reduce(lambda found, option: option(found), reversed(options), command)
+    return lambda command: reduce(
+        lambda decorated, option: option(decorated), reversed(options), command
+    )
 
 
 input_options, prompt_options = _all(_INPUT), _all(_PROMPT)

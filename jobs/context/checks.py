@@ -68,13 +68,13 @@ NO_REPAIRS = RepairOptions()
 
 def split_repair_options(values: Mapping[str, Any]) -> tuple[dict[str, Any], RepairOptions]:
     """Split keyword arguments into the checks of answers and all others, which come first. Raises InvalidJob."""
-    others = {name: value for name, value in values.items() if name not in PARSERS}
-    given = {
+    remaining = {name: value for name, value in values.items() if name not in PARSERS}
+    options = {
         name: parse(name, values[name])
         for name, parse in PARSERS.items()
         if values.get(name) is not None
     }
-    return others, RepairOptions(**given)
+    return remaining, RepairOptions(**options)
 
 
 def _check(name: str, value: Any) -> dict[str, Any]:

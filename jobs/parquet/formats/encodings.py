@@ -38,8 +38,9 @@ class EncodingGuess:
                 raise OtherEncoding(self._path, encoding)
         head = head[:_HEAD_BYTES]
         for first, encoding in ((1, "utf-16-le"), (0, "utf-16-be")):
-            zeros, others = head[first::2], head[1 - first :: 2]
-            if len(zeros) > 3 and zeros.count(0) > len(zeros) // 2 and not others.count(0):
+            zeros = head[first::2]
+            low_bytes = head[1 - first :: 2]
+            if len(zeros) > 3 and zeros.count(0) > len(zeros) // 2 and not low_bytes.count(0):
                 raise OtherEncoding(self._path, encoding)
 
     def see(self, line: bytes) -> None:

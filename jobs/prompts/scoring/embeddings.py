@@ -83,8 +83,10 @@ def embed_task(
 ) -> PromptTask:
     """Return the task of `jobs.embed`. Raises InvalidJob."""
     model_name = parse_model(model)
-    others = {name: value for name, value in options.items() if name not in (*_OPTIONS, TRUNCATION)}
-    for name in without_neutral(others):
+    remaining = {
+        name: value for name, value in options.items() if name not in (*_OPTIONS, TRUNCATION)
+    }
+    for name in without_neutral(remaining):
         raise InvalidValue("{} is no argument of jobs.embed", brief(name))
     encoding = ENCODINGS[0]
     if encoding_format is not None:

@@ -26,14 +26,16 @@ def column_names(name: str, value: Any) -> list[str]:
         raise unlike(
             name, value, f"""a list of columns: on the command line of RQ write {name}:='["id"]'"""
         )
-    return sorted({column_name(f"a column of {name}", each) for each in value})
+    return sorted({column_name(f"a column of {name}", column) for column in value})
 
 
 def image_columns(name: str, value: Any) -> list[str] | None:
     if not isinstance(value, str | list | tuple):
         raise unlike(name, value, "a column, or a list of columns")
     names = [value] if isinstance(value, str) else value
-    return list(dict.fromkeys(column_name(f"a column of {name}", each) for each in names)) or None
+    return (
+        list(dict.fromkeys(column_name(f"a column of {name}", column) for column in names)) or None
+    )
 
 
 #: What a run of batch files may be given as well.
@@ -61,7 +63,7 @@ def check_batch(arguments: Mapping[str, Any]) -> None:
 
 
 def model_alias(name: str, value: Any) -> list[str] | None:
-    if not isinstance(value, list) or not all(isinstance(each, str) and each for each in value):
+    if not isinstance(value, list) or not all(isinstance(alias, str) and alias for alias in value):
         raise unlike(name, value, 'names such as ["gpt-4o-mini"], or ["*"]')
     return value or None
 
@@ -70,26 +72,26 @@ def sampling_columns(name: str, value: Any) -> dict[str, str]:
     """Return for names of sampling values the columns that hold each row's. Raises InvalidJob."""
     if not isinstance(value, dict):
         raise unlike(name, value, 'a mapping such as {"max_tokens": "limit"}')
-    for each in value:
-        if not isinstance(each, str) or len(each) > MAX_NAME_CHARS:
+    for sampling_name in value:
+        if not isinstance(sampling_name, str) or len(sampling_name) > MAX_NAME_CHARS:
             raise InvalidValue(
-                f"{name} has {{}}, expected the name of a sampling value", brief(each)
+                f"{name} has {{}}, expected the name of a sampling value", brief(sampling_name)
             )
-        if each == "n":
+        if sampling_name == "n":
             raise InvalidJob(
                 "n cannot come from a column: all rows of a run have as many completions"
             )
-        if each in CHAT_NAMES and each != "tools":
+        if sampling_name in CHAT_NAMES and sampling_name != "tools":
             raise InvalidJob(
-                f"{each} cannot come from a column: give one for all rows, in sampling"
+                f"{sampling_name} cannot come from a column: give one for all rows, in sampling"
             )
-        if each in RESPONSE_NAMES:
+        if sampling_name in RESPONSE_NAMES:
             raise InvalidJob(
-                f"{each} cannot come from a column: the output has the same columns for all rows"
+                f"{sampling_name} cannot come from a column: the output has the same columns for all rows"
             )
     return {
-        each: column_name(f"the column for {each}", column)
-        for each, column in sorted(value.items())
+        sampling_name: column_name(f"the column for {sampling_name}", column)
+        for sampling_name, column in sorted(value.items())
     }
 
 

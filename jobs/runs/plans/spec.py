@@ -166,10 +166,12 @@ class RunSpec:
     def to_json(self) -> dict[str, Any]:
         """Return the arguments of jobs.score_parquet that are not at their defaults."""
         content = asdict(self)
-        for each in fields(self):
-            default = each.default if each.default_factory is MISSING else each.default_factory()
-            if content[each.name] == default:
-                del content[each.name]
+        for option in fields(self):
+            default = (
+                option.default if option.default_factory is MISSING else option.default_factory()
+            )
+            if content[option.name] == default:
+                del content[option.name]
         way_options = content.pop("way_options", {})
         return {**content, **way_options}
 
@@ -284,17 +286,17 @@ _PARSERS: Mapping[str, Callable[[str, Any], Any]] = {
 
 
 def _sources(given: Mapping[str, Any]) -> list[str]:
-    """Return which option says what to ask, of each row another thing. Raises InvalidJob for more than one."""
-    found = [
+    """Return the option that says what each row asks. Raises InvalidJob for more than one."""
+    sources = [
         name
         for name in ("prompt_column", "messages_column", "template", "prompts")
         if name in given
     ]
     if given.get("prompt_column") == DEFAULT_PROMPT_COLUMN:
-        found.remove("prompt_column")
-    if len(found) > 1:
-        raise InvalidJob(f"{' and '.join(found)} each say what to ask: give one of them")
-    return found
+        sources.remove("prompt_column")
+    if len(sources) > 1:
+        raise InvalidJob(f"{' and '.join(sources)} each say what to ask: give one of them")
+    return sources
 
 
 def _check_together(spec: RunSpec, given: Mapping[str, Any]) -> None:
