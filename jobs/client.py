@@ -61,7 +61,7 @@ def submit(
     Submitting the same again resumes the run. input: a table is a DataFrame, or what gives an Arrow stream; it is
     written into input_folder, by default `<output>.input`, and stays there. connection: by default of RQ_REDIS_URL.
     arguments: those of jobs.score_parquet, and the options of the command line by their names.
-    Raises InvalidJob or InputError before anything is enqueued, as far as that shows here.
+    Raises InvalidJob or InputError before anything is enqueued, for mistakes that can be seen here.
     """
     client = _connection(connection)
     _check_names(arguments)

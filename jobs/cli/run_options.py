@@ -211,7 +211,7 @@ _PROMPT = (
     _option(
         "--top-p", "Only the likeliest tokens that together have this probability.", type=float
     ),
-    _option("--top-k", "Only so many of the likeliest tokens.", type=int),
+    _option("--top-k", "How many of the likeliest tokens may be drawn.", type=int),
     _option(
         "--min-p", "Only tokens with this share of the likeliest one's probability.", type=float
     ),
@@ -219,7 +219,7 @@ _PROMPT = (
     _option("--n", "Completions of each row; from 2 on the output has lists of them.", type=int),
     _option(
         "--logprobs",
-        "A column of log probabilities: of each token and so many likeliest, 0 to 20.",
+        "A column of log probabilities, of each token and this many likeliest ones, 0 to 20.",
         type=int,
     ),
     _option("--prompt-logprobs", "The same of each token of the prompt.", type=int),
@@ -255,7 +255,7 @@ _PROMPT = (
     ),
     _option(
         "--truncate-prompt-tokens",
-        "Read only so many last tokens of a prompt; -1: what fits.",
+        "Read only this many last tokens of a prompt; -1: what fits.",
         type=int,
     ),
     _option(
@@ -277,7 +277,7 @@ _PROMPT = (
     _option("--document-column", "What is to answer it; by default `document`."),
     _option(
         "--dimensions",
-        "Of each embedding the first so many numbers, brought to length 1.",
+        "Keep this many first numbers of each embedding, brought to length 1.",
         type=int,
     ),
     _option("--prompt-name", "Which of the checkpoint's prompts stands before a text to embed."),

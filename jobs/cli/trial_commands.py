@@ -62,7 +62,7 @@ def preview(
 
 
 def dry_run_lines(result: dict[str, Any], price_per_hour: float | None) -> list[str]:
-    """Return what a dry run has found, in lines. price_per_hour: of a worker's machine, in any currency."""
+    """Return what a dry run has found, in lines. price_per_hour: the price of a worker's machine, in any currency."""
     share = (
         ""
         if result["rows_read"] == result["num_rows"]

@@ -22,8 +22,10 @@ AGREE_ON, TOOL = "agree_on", "tool"
 DEFAULT_MAX_ATTEMPTS = 3
 MOST_ATTEMPTS = 100
 MAX_CHARS = 1 << 20
-#: Of the text of a repair, which each prompt that is tried again holds, and how often the reason may stand in it.
-MAX_REPAIR_CHARS, MAX_REASONS = 1 << 16, 8
+#: The longest text of a repair. Each prompt that is tried again holds it.
+MAX_REPAIR_CHARS = 1 << 16
+#: How often the reason may stand in it.
+MAX_REASONS = 8
 #: Where the reason stands in the text that follows an answer that failed.
 REASON = "{reason}"
 

@@ -6,7 +6,7 @@ from hashlib import blake2b
 from pathlib import Path
 
 MAX_FILES = 1000
-"""The most files that count. Of a larger package, only the first ones found do."""
+"""The most files that count. In a larger package, only the first ones found do."""
 
 _INSTALLED = ("site-packages", "dist-packages")
 
@@ -50,7 +50,7 @@ def hash_of(files: list[Path]) -> str:
 
 
 def _imports(file: Path, root: Path) -> Iterator[list[str]]:
-    """Yield the parts of each name that a file imports; of `from a import b` also a.b, which may be a module."""
+    """Yield the parts of each name that a file imports. `from a import b` also gives a.b, which may be a module."""
     try:
         tree = ast.parse(file.read_bytes())
     except (OSError, SyntaxError, ValueError, RecursionError):  # its import will raise the error

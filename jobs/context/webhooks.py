@@ -24,7 +24,7 @@ _OWN_HEADERS = frozenset({"host", "content-length", "transfer-encoding", "connec
 
 
 def host_of(url: Any) -> str:
-    """Return a URL's host. Raises InvalidValue for what is no URL of http or https."""
+    """Return a URL's host. Raises InvalidValue if it is not a URL of http or https."""
     return str(_parsed(url).hostname)
 
 

@@ -219,7 +219,7 @@ def check_repairs(
     has_steps: bool = False,
     has_labels: bool = False,
 ) -> None:
-    """Raise InvalidJob for what does not go with answers that are tried again.
+    """Raise InvalidJob for an option that does not go with answers that are tried again.
 
     has_tools: the chat offers tools. prompt_only: nothing is generated behind the prompt. has_steps: rows of a run have
     several prompts. has_labels: the run asks for labels.
@@ -244,7 +244,7 @@ def check_repairs(
         (prompt_only, f"{name} and max_tokens=0: there is no answer that could be tried again"),
         (
             has_tools and options.check,
-            "check and tools: a check is of an answer's text, and a call of a tool has none",
+            "check and tools: a check reads the text of an answer, and a tool call has no text",
         ),
         (has_labels, f"{name} and labels: a label is no answer that could be tried again"),
         (has_steps, f"{name} and prompts: rows of several prompts are asked once: leave one out"),

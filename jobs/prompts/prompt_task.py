@@ -297,7 +297,7 @@ def _checked_way(
     repairs: RepairOptions,
     tools: list[dict[str, Any]],
 ) -> Way | None:
-    """Return the way that options ask for. Raises InvalidJob for what it does not go with."""
+    """Return the way that options ask for. Raises InvalidJob for an argument that does not go with it."""
     way = way_of(options)
     if way is None:
         return None

@@ -40,7 +40,7 @@ PROBABILITIES = pa.map_(pa.string(), pa.float64())
 
 
 def output_fields(columns: Mapping[str, str], embedding_size: int = 0) -> list[pa.Field]:
-    """Return columns with the types that are named: Arrow's names, "probabilities" and "embedding"."""
+    """Make columns of their names and types. A type is a name of Arrow's, "probabilities" or "embedding"."""
     own_types = {
         "probabilities": PROBABILITIES,
         "embedding": pa.list_(pa.float32(), embedding_size),

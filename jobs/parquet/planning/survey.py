@@ -162,7 +162,7 @@ class SurveyWork(RowsTask):
             super().inspect(index, completions)
 
     def deliver(self, index: int, completions: Sequence[Completion]) -> None:
-        """Take the answer of a request; of the timed batch, only its tokens and the time."""
+        """Take the answer of a request. In the timed batch, only its tokens and the time are taken."""
         if index < len(self._sent):
             super().deliver(index, completions)
             return
@@ -253,7 +253,7 @@ class PlannedRequest:
 
 
 class _Counts:
-    """Counts what the rows of a run ask. Of a large run it looks at some rows, evenly spread.
+    """Counts what the rows of a run ask. In a large run, it looks at some rows, evenly spread.
 
     total: the run's rows. max_rows: about how many to look at; None for all.
     """

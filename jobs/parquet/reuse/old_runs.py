@@ -401,7 +401,7 @@ def _check_fields(path: str, schema: pa.Schema, wanted: pa.Schema) -> None:
 
 
 def _wanted_range(wanted: Places, rows: Places, num_rows: int) -> tuple[int, int]:
-    """Return where the wanted rows begin and end that may be among `rows`, the rows of a batch."""
+    """Return the range of `wanted` that may be in a batch. rows: the row numbers of the batch."""
     lowest = rows.min(initial=num_rows)
     highest = rows.max(initial=-1)
     first, last = np.searchsorted(wanted, [lowest, highest + 1])

@@ -155,7 +155,7 @@ def holds(kind: pa.DataType, is_kind: Callable[[pa.DataType], bool]) -> bool:
 
 
 def with_dicts(value: Any, kind: pa.DataType) -> Any:
-    """Return one of Arrow's values with dicts for its maps. Of equal keys, the last one counts."""
+    """Return one of Arrow's values with dicts for its maps. If keys are equal, the last one counts."""
     if isinstance(value, list) and pa.types.is_map(kind):
         return {f"{key}": with_dicts(item, kind.item_type) for key, item in value}
     if isinstance(value, list):

@@ -86,7 +86,7 @@ def unscored(completion: Completion) -> Scored:
 
 
 def truncation(value: object) -> dict[str, int]:
-    """Return a request's limit of prompt tokens as a value; none if there is no limit. Raises InvalidJob."""
+    """Return `truncate_prompt_tokens` as a sampling value; no value for None. Raises InvalidJob."""
     if value is None:
         return {}
     if type(value) is not int or (value < 1 and value != -1):

@@ -85,7 +85,8 @@ class Labels(Scoring):
     def scored(self, completion: Completion) -> Scored:
         """Return the softmax over the labels' log-likelihoods.
 
-        The label is the likeliest; of equal ones the first. The margin is its probability less that of the next one.
+        The label is the likeliest one, or the first of equally likely ones. The margin is its probability less the next
+        one's.
         """
         if completion.loglikelihoods is None:
             return unscored(completion)

@@ -146,7 +146,7 @@ def check_read(
 
 
 def check_nothing_generated(options: Mapping[str, Any], *, is_chat: bool) -> None:
-    """Raise InvalidJob for what does not go with labels or with a task that generates nothing. options: the run's."""
+    """Raise InvalidJob for options that do not go with labels, or with a task that generates nothing."""
     task = options["task"]
     if task in RUN_SCORINGS:
         _check_task(task, options, is_chat=is_chat)

@@ -264,7 +264,7 @@ class RunSpec:
         return version if self.way is None else f"{version}{self.way.version(checks)}"
 
     def check_sampling(self, check: Callable[[Mapping[str, Any]], None]) -> None:
-        """Raise InvalidJob for sampling values that no request could use, and for names that are none."""
+        """Raise InvalidJob for sampling values that no request could use, and for unknown names."""
         for sampling in [step.sampling for step in self.steps] or [self.chat[0]]:
             check(sampling)
         for name in self.sampling_columns:
@@ -428,7 +428,7 @@ def _check_together(spec: RunSpec, given: Mapping[str, Any]) -> None:
 
 
 def _check_way(spec: RunSpec, way: Way, *, is_batch: bool) -> None:
-    """Raise InvalidJob for what a way to the answer does not go with."""
+    """Raise InvalidJob for an argument that does not go with a way to the answer."""
     name = next(iter(way.options))
     for other, value in (("prompts", spec.prompts), ("labels", spec.labels)):
         if value:
