@@ -176,7 +176,7 @@ FOR_OPERATORS = frozenset({"metadata", "prompt_cache_key", "safety_identifier", 
 
 
 def without_neutral(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return values under the names that we use, without neutral ones. Raises InvalidJob for a value that is not built."""
+    """Return values under our names, without neutral ones. Raises InvalidJob for a value that is not built."""
     used: dict[str, Any] = {}
     for name, value in values.items():
         if name not in NEUTRAL and name not in FOR_OPERATORS:

@@ -69,7 +69,7 @@ def model_alias(name: str, value: Any) -> list[str] | None:
 
 
 def sampling_columns(name: str, value: Any) -> dict[str, str]:
-    """Return for names of sampling values the columns that hold each row's. Raises InvalidJob."""
+    """Return the columns of sampling values, by the names of the values. Raises InvalidJob."""
     if not isinstance(value, dict):
         raise unlike(name, value, 'a mapping such as {"max_tokens": "limit"}')
     for sampling_name in value:

@@ -94,7 +94,7 @@ def record_reasons(connection: Redis, run: str, shard: int, reasons: Reasons) ->
 
 
 def recorded_reasons(connection: Redis, run: str) -> Reasons:
-    """Return the reasons that are kept of a run's parts. If more than MAX_PARTS have errors, some are missing."""
+    """Return the reasons of errors in a run's parts. If more than MAX_PARTS have errors, some are missing."""
     records: Any = connection.hgetall(run_key(run, "errors"))
     reasons = Reasons()
     for record in islice(records.values(), 2 * MAX_PARTS):
@@ -440,7 +440,7 @@ class RunState:
         return self._change(change, self._turn_key, *watched)
 
     def take_turn(self, pipe: Pipeline) -> None:
-        """Have others that `write` at the same time start over once `pipe` is executed."""
+        """Make everybody who is in `write` at the same time start over once `pipe` is executed."""
         pipe.set(self._turn_key, "", ex=RUN_TTL_S)
 
     def _change(self, change: Callable[[Pipeline], T], *watched: str) -> T:
