@@ -46,9 +46,8 @@ def count_queues(connection: Redis, names: Sequence[str]) -> list[QueueCounts]:
             pipe.zcard(keys.started)
             pipe.zcard(keys.scheduled)
             pipe.zcard(keys.deferred)
-            pipe.zcount(
-                keys.finished, moment, "+inf"
-            )  # expired results stay until a worker cleans up
+            # Expired results stay until a worker cleans up.
+            pipe.zcount(keys.finished, moment, "+inf")
             pipe.zcard(keys.failed)
             pipe.zcount(keys.scheduled, "-inf", moment)
         found = pipe.execute()

@@ -63,9 +63,8 @@ def task_of(
     try:
         return factory(*args, **(kwargs or {}))
     except TypeError:
-        _check_binding(
-            function_name, factory, args, kwargs
-        )  # only now: it takes longer than all the rest
+        # This is checked only now, as it takes longer than all the rest.
+        _check_binding(function_name, factory, args, kwargs)
         raise
 
 

@@ -164,9 +164,8 @@ class BatchWorker(BaseWorker):
         from engine import ConfigError
 
         try:
-            load_functions(
-                settings.allowed_functions
-            )  # first, as a person can mend errors here at once
+            # This comes first, as a person can mend its errors at once.
+            load_functions(settings.allowed_functions)
             load_parts()
             return self.load_engine(settings)
         except (StartupError, ConfigError) as error:

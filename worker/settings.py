@@ -266,18 +266,17 @@ class WorkerSettings(BaseSettings):
         self, connection: Redis, model: ServedModel, meter: Callable[[], PromptMeter]
     ) -> JobContext:
         """Return the context that this process lends to every job, without the values of a single job."""
-        from jobs.parquet.prompts.picture_source import (
-            picture_reader,
-        )  # it imports Arrow, which only a worker needs
+        # The import loads Arrow, which only a worker needs.
+        from jobs.parquet.prompts.picture_source import picture_reader
 
         return JobContext(
             connection,
-            "",
-            "",
-            "",
-            self.data_roots,
-            model,
-            check_sampling,
+            queue_name="",
+            job_id="",
+            execution_id="",
+            data_roots=self.data_roots,
+            model=model,
+            check_sampling=check_sampling,
             files=SharedFiles(current_call),
             answers=AnswerMemo(self.answer_memo_bytes),
             shard_bytes=ShardBytes(self.max_shard_bytes),

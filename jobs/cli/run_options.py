@@ -104,9 +104,8 @@ def run_arguments(options: dict[str, Any]) -> dict[str, Any]:
     if "output_format" in arguments and not arguments["single_file"]:
         raise click.UsageError("--output-format is that of one output file: add --single-file")
     if (path := arguments.pop("template_file", None)) is not None:
-        arguments["template"] = (
-            _read("--template-file", path).removesuffix("\n").removesuffix("\r")
-        )  # which editors add
+        # Editors add a line break at the end of a file.
+        arguments["template"] = _read("--template-file", path).removesuffix("\n").removesuffix("\r")
         if path.endswith(JINJA_SUFFIXES):
             arguments.setdefault("template_format", "jinja")
     if (prompts := arguments.pop("prompt", None)) is not None:

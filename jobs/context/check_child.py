@@ -113,9 +113,8 @@ def _pattern(pattern: str) -> Check:
 def _function(dotted: str) -> Check:
     try:
         with unlimited_memory():
-            found = resolve_name(
-                ":".join(dotted.rsplit(".", 1))
-            )  # a module may have a submodule of that name
+            # The colon says where the module ends, as it may have a submodule of that name.
+            found = resolve_name(":".join(dotted.rsplit(".", 1)))
     except BaseException as error:  # a module raises what it likes
         raise Unusable(
             f"function of check: {dotted} cannot be imported ({type(error).__name__}: {error})"

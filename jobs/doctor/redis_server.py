@@ -271,10 +271,8 @@ def _refusals(
         connection.send_command("MULTI")
         refusal = _reply(connection)
         if refusal:
-            yield (
-                ("@transaction",),
-                refusal,
-            )  # outside a transaction the commands would be carried out
+            # Outside a transaction the commands would be carried out.
+            yield ("@transaction",), refusal
             return
         connection.send_packed_command(connection.pack_commands([*commands, ("DISCARD",)]))
         for words in commands:

@@ -317,9 +317,8 @@ class RunFolder:
             facts["second_queue"] = second_queue
         self.state.describe({**facts, **_reuse_facts(self.plan)})
 
-        recorded = (
-            self.state.records()
-        )  # read before the listing: a part that is in both is certainly there
+        # The records are read before the listing, so a part that is in both is certainly there.
+        recorded = self.state.records()
         present = self.shards_with_parts()
         found = {shard: self.part_stats(shard) for shard in present - recorded.keys()}
         gone = {shard: record for shard, record in recorded.items() if shard not in present}

@@ -84,9 +84,8 @@ def plan_run(
             remove_converted(storage, plan)
         folder.make_journal_folder()
 
-    finished = folder.recount(
-        queue
-    )  # before any shard runs, so that the last one knows that it is the last
+    # This is done before any shard runs, so that the last one knows that it is the last.
+    finished = folder.recount(queue)
     enqueued = 0 if finished else enqueue_shards(context, queue, plan, state, missing)
     result = {
         "run": plan.run,

@@ -265,9 +265,8 @@ class _Counts:
         self._ask = ask
         self._meter = meter
         self._total = total
-        self._step = max(
-            1, -(-total // (max_rows or max(1, total)))
-        )  # every row that this divides is looked at
+        # Every row whose number this divides is looked at.
+        self._step = max(1, -(-total // (max_rows or max(1, total))))
         self.requests: list[PlannedRequest] = []
         self.request_tokens = 0
         self._by_key: dict[bytes, PlannedRequest] = {}

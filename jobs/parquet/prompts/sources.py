@@ -190,7 +190,7 @@ class RowSource:
     def rows(
         self, batch: pa.RecordBatch, read: ReadFile = str.encode
     ) -> Iterator[Row | RowProblem]:
-        """Yield each row of a batch, or the problem for which it asks nothing. read: returns the file of a path."""
+        """Yield each row of a batch, or why no prompt can be made of it. read: returns the bytes of a path's file."""
         batch = with_own_json(batch)
         has_problems = PROBLEM in batch.schema.names
         for start in range(0, batch.num_rows, SLICE_ROWS):

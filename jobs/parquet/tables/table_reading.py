@@ -245,9 +245,8 @@ class RowReader(TableReading):
                     self._path, f"{end - self.next_row} rows fewer than its footer says"
                 )
             num_passed = min(batch.num_rows, end - self.next_row)
-            num_before = min(
-                num_passed, max(0, shard.start - self.next_row)
-            )  # rows that come before the shard
+            # These rows come before the shard.
+            num_before = min(num_passed, max(0, shard.start - self.next_row))
             self._left = batch.slice(num_passed) if num_passed < batch.num_rows else None
             self.next_row += num_passed
             if num_passed > num_before:

@@ -131,10 +131,9 @@ class RunSpec:
         sources = _sources(given)
         if given.get("input_format") == OPENAI_BATCH:
             checks.check_batch(given)
-            sources, given["single_file"] = (
-                [OPENAI_BATCH],
-                True,
-            )  # in the normal form it is no option's value
+            sources = [OPENAI_BATCH]
+            # The normal form has single_file at this value, which no option gives.
+            given["single_file"] = True
         named = {"input": input, "output": output, **given}
         if given.get("task") == checks.RERANK:
             named = {"query_column": "query", "document_column": "document", **named}
@@ -398,9 +397,8 @@ def _check_together(spec: RunSpec, given: Mapping[str, Any]) -> None:
     ):
         if asked and not is_met:
             raise InvalidJob(what)
-    values = [step.sampling for step in spec.steps] or [
-        spec.sampling
-    ]  # raises where steps cannot be
+    # Reading the steps raises an error if they are not valid.
+    values = [step.sampling for step in spec.steps] or [spec.sampling]
     if "logprob_type" in given and not any(name in each for each in values for name in LOGPROBS):
         raise InvalidJob(
             "logprob_type is for log probabilities, and none are asked for: name logprobs too"

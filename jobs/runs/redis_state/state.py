@@ -230,9 +230,8 @@ class RunState:
                 self.submit(pipe, plan_job, output, submission)
             elif cancelled is not None:
                 pipe.multi()
-                pipe.hdel(
-                    self._key, "plan_job"
-                )  # if the job is enqueued once more, that is a new submission
+                # If the job is enqueued once more, that is a new submission.
+                pipe.hdel(self._key, "plan_job")
                 pipe.execute()
                 raise RunCancelled(self.run)
 
