@@ -110,7 +110,7 @@ class Run:
         return f"<Run {self.id} in {self.output!r}>"
 
     def status(self) -> RunSnapshot:
-        """Return how it stands: `state`, `rows_done` of `rows`, `errors`, `tokens_per_s`. Raises UnknownRun."""
+        """Return the state of the run: `state`, `rows_done` of `rows`, `errors`, `tokens_per_s`. Raises UnknownRun."""
         return read_planned(self._connection, self.id)
 
     def wait(
@@ -120,15 +120,15 @@ class Run:
         clock: Callable[[], float] = time.monotonic,
         sleep: Callable[[float], None] = time.sleep,
     ) -> RunSnapshot:
-        """Wait until it has finished; return how it stands then. timeout: seconds. Raises TimeoutError or RunFailed."""
+        """Wait until the run has finished, and return its state. timeout: seconds. Raises TimeoutError or RunFailed."""
         until = None if timeout is None else clock() + timeout
         watch = Watch(lambda: read_planned(self._connection, self.id))
 
         def nap(seconds: float) -> None:
             left = seconds if until is None else until - clock()
             if left <= 0:
-                stands = ", and goes on" if watch.waits_for is None else f": {watch.waits_for}"
-                raise TimeoutError(f"run {self.id} has not ended within {timeout} s{stands}")
+                remark = ", and goes on" if watch.waits_for is None else f": {watch.waits_for}"
+                raise TimeoutError(f"run {self.id} has not ended within {timeout} s{remark}")
             sleep(min(seconds, left))
 
         followed = follow(watch, nap)

@@ -103,11 +103,11 @@ def _compiled(text: str) -> Check:
 
 def _pattern(pattern: str) -> Check:
     try:
-        found = re.compile(pattern)
+        expression = re.compile(pattern)
     except (re.error, OverflowError, RecursionError) as error:
         raise Unusable(f"regex of check is no pattern of Python's re: {error}") from None
     reason = f"it does not match the pattern {pattern}"
-    return lambda row, text: None if found.fullmatch(text) else reason
+    return lambda row, text: None if expression.fullmatch(text) else reason
 
 
 def _function(dotted: str) -> Check:

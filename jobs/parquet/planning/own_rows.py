@@ -160,7 +160,7 @@ def _new_rows(old: OldRuns, look_up: Callable[[], "Matches"], fields: Sequence[p
     matches = look_up()
     needed = [field for field in fields if field.name == "error" or _tells_cuts(field.name)]
     for _ in answers(old, matches, look_up, pa.schema(needed)):
-        pass  # reading them takes from `matches` the rows with an error, and those that cannot be read
+        pass  # reading an answer removes its row from `matches` if it has an error or cannot be read
     return np.flatnonzero(matches.places < 0)
 
 

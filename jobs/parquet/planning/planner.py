@@ -178,6 +178,6 @@ def second_model(context: JobContext, spec: RunSpec, queue: str, now: float) -> 
         candidates.add(candidate)
 
     if len(candidates) != 1:
-        found = ", ".join(sorted(map(str, candidates))) or "none"
-        raise errors.NoSecondModel(queue, found, str(first))
+        served_models = ", ".join(sorted(map(str, candidates))) or "none"
+        raise errors.NoSecondModel(queue, served_models, str(first))
     return candidates.pop()

@@ -194,7 +194,7 @@ class AnswerLog:
         if is_other.any():
             raise AnswersDamaged(
                 path,
-                f"its record of row {rows[is_other][0]} is of another row, or of what that row asked before",
+                f"its record of row {rows[is_other][0]} belongs to another row, or to another prompt of it",
             )
 
 

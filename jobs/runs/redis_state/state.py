@@ -331,7 +331,7 @@ class RunState:
             pipe.execute()
 
     def unmark_finished(self, has_ended: Callable[[], bool]) -> None:
-        """Remove the mark of the run's end if the folder has none, as after it was deleted. Raises RunBusy.
+        """Remove the mark of the run's end if its folder has none, because it was deleted. Raises RunBusy.
 
         has_ended: looks into the folder. A worker that ends the run after that look sets the mark again.
         """
