@@ -81,8 +81,8 @@ def classify(
 def classify_text(input: str | list[Any], **options: Any) -> dict[str, Any]:
     """Classify texts with a model that has a sequence-classification head: a filter, a reward model.
 
-    Returns `{"object": "list", "data": [{"index", "label", "score", "probabilities"}], "usage", "model"}`; of a head
-    with one output only the `score`. options: truncate_prompt_tokens, model. Raises as `embed`.
+    Returns `{"object": "list", "data": [{"index", "label", "score", "probabilities"}], "usage", "model"}`. A
+    head with one output gives only the `score`. options: truncate_prompt_tokens, model. Raises as `embed`.
     """
     return run_job("jobs.classify_text", (input,), options)
 
@@ -113,7 +113,7 @@ def embed(input: str | list[Any], **options: Any) -> dict[str, Any]:
     """Embed a string, token ids, or a list of either; return OpenAI's list of embeddings.
 
     options: dimensions, encoding_format, normalize, prompt_name, user, truncate_prompt_tokens, model.
-    Raises InvalidJob, or RequestFailed if all failed; one of several has its `error` beside it.
+    Raises InvalidJob, or RequestFailed if all failed. If only some failed, each of them has an `error`.
     """
     return run_job("jobs.embed", (input,), options)
 

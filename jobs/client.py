@@ -61,11 +61,11 @@ def submit(
     Submitting the same again resumes the run. input: a table is a DataFrame, or what gives an Arrow stream; it is
     written into input_folder, by default `<output>.input`, and stays there. connection: by default of RQ_REDIS_URL.
     arguments: those of jobs.score_parquet, and the options of the command line by their names.
-    Raises InvalidJob or InputError before anything is enqueued, as far as that shows here.
+    Raises InvalidJob or InputError before anything is enqueued, for mistakes that can be seen here.
     """
     client = _connection(connection)
     _check_names(arguments)
-    named = run_arguments(arguments)
+    named_arguments = run_arguments(arguments)
     target = os.fspath(output)
     paths = _paths(input)
     if paths is None:
@@ -84,17 +84,19 @@ def submit(
         raise InvalidJob(
             "input_folder is where a table is written, and the input names files: leave it out"
         )
-    run = submit_run(client, queue, check_run=check_here, input=paths, output=target, **named)
+    run = submit_run(
+        client, queue, check_run=check_here, input=paths, output=target, **named_arguments
+    )
     return Run(run, client, run_path(target))
 
 
 def run(name: str | os.PathLike[str], *, connection: Redis | None = None) -> Run:
     """Return the run of this id, or of this output folder. Raises UnknownRun."""
     client = _connection(connection)
-    found, output = named_run(client, os.fspath(name))
+    run_id, output = named_run(client, os.fspath(name))
     if output is not None:
-        return Run(found, client, output.folder)
-    planned = read_planned(client, found)
+        return Run(run_id, client, output.folder)
+    planned = read_planned(client, run_id)
     return Run(planned.run, client, planned.output)
 
 
@@ -108,7 +110,7 @@ class Run:
         return f"<Run {self.id} in {self.output!r}>"
 
     def status(self) -> RunSnapshot:
-        """Return how it stands: `state`, `rows_done` of `rows`, `errors`, `tokens_per_s`. Raises UnknownRun."""
+        """Return the state of the run: `state`, `rows_done` of `rows`, `errors`, `tokens_per_s`. Raises UnknownRun."""
         return read_planned(self._connection, self.id)
 
     def wait(
@@ -118,29 +120,28 @@ class Run:
         clock: Callable[[], float] = time.monotonic,
         sleep: Callable[[float], None] = time.sleep,
     ) -> RunSnapshot:
-        """Wait until it has finished; return how it stands then. timeout: seconds. Raises TimeoutError or RunFailed."""
+        """Wait until the run has finished, and return its state. timeout: seconds. Raises TimeoutError or RunFailed."""
         until = None if timeout is None else clock() + timeout
         watch = Watch(lambda: read_planned(self._connection, self.id))
 
         def nap(seconds: float) -> None:
             left = seconds if until is None else until - clock()
             if left <= 0:
-                stands = ", and goes on" if watch.waits_for is None else f": {watch.waits_for}"
-                raise TimeoutError(f"run {self.id} has not ended within {timeout} s{stands}")
+                remark = ", and goes on" if watch.waits_for is None else f": {watch.waits_for}"
+                raise TimeoutError(f"run {self.id} has not ended within {timeout} s{remark}")
             sleep(min(seconds, left))
 
         followed = follow(watch, nap)
         if (problem := followed.problem) is None:
             return self.status()
-        named = [
-            failure_text(self._connection, job_id) for job_id in followed.snapshot.failed_jobs[:1]
-        ]
-        because = [
-            each
-            for each in (followed.snapshot.plan_error, *named)
-            if followed.end is not End.FINISHED and each
-        ]
-        raise RunFailed(self.id, "; ".join([*because, problem]))
+        reasons = []
+        if followed.end is not End.FINISHED:
+            if followed.snapshot.plan_error:
+                reasons.append(followed.snapshot.plan_error)
+            for job_id in followed.snapshot.failed_jobs[:1]:
+                reasons.append(failure_text(self._connection, job_id))
+        reasons.append(problem)
+        raise RunFailed(self.id, "; ".join(filter(None, reasons)))
 
     def table(self) -> Any:
         """Return its rows as a pyarrow Table, in the input's order. Raises RunNotHere before its end; StoreError."""
@@ -200,9 +201,9 @@ def check_here(spec: RunSpec) -> None:
     check_columns_here(spec)
 
 
-def _connection(given: Redis | None) -> Redis:
-    if given is not None:
-        return given
+def _connection(connection: Redis | None) -> Redis:
+    if connection is not None:
+        return connection
     try:
         return Redis.from_url(os.environ.get("RQ_REDIS_URL", "redis://localhost:6379"))
     except ValueError:  # its text may hold the password
@@ -211,26 +212,26 @@ def _connection(given: Redis | None) -> Redis:
         ) from None
 
 
-def run_arguments(given: Mapping[str, Any]) -> dict[str, Any]:
+def run_arguments(options: Mapping[str, Any]) -> dict[str, Any]:
     """Return submit_run's arguments for options of the command line. Raises InvalidJob for one given by two names."""
-    named = {name: value for name, value in given.items() if value is not None}
-    if values := {name: named.pop(name) for name in SAMPLING_NAMES if name in named}:
-        sampling = named.get("sampling", {})
+    arguments = {name: value for name, value in options.items() if value is not None}
+    if values := {name: arguments.pop(name) for name in SAMPLING_NAMES if name in arguments}:
+        sampling = arguments.get("sampling", {})
         if not isinstance(sampling, dict):
             raise unlike("sampling", sampling, "a mapping")
-        named["sampling"] = {**sampling, **values}
-    if checks := {kind: named.pop(name) for name, kind in _CHECKS.items() if name in named}:
-        _add(named, "check", checks)
+        arguments["sampling"] = {**sampling, **values}
+    if checks := {kind: arguments.pop(name) for name, kind in _CHECKS.items() if name in arguments}:
+        _add(arguments, "check", checks)
     for name, argument in _OPTIONS.items():
-        if name in named:
-            _add(named, argument, named.pop(name))
-    return named
+        if name in arguments:
+            _add(arguments, argument, arguments.pop(name))
+    return arguments
 
 
-def _check_names(given: Iterable[str]) -> None:
+def _check_names(names: Iterable[str]) -> None:
     of_run = {field.name for field in fields(RunSpec)}
     known = {*SAMPLING_NAMES, *_OPTIONS, *_CHECKS, *WISHES, *WAY_OPTIONS, *of_run} - {"way_options"}
-    for name in given:
+    for name in names:
         if name not in known:
             raise InvalidValue(
                 f"{{}} is no argument of jobs.submit, which has {', '.join(sorted(known))}",
@@ -238,18 +239,18 @@ def _check_names(given: Iterable[str]) -> None:
             )
 
 
-def _add(named: dict[str, Any], argument: str, value: Any) -> None:
-    if named.get(argument, True) is not True:  # of one file for all rows its format says more
+def _add(arguments: dict[str, Any], argument: str, value: Any) -> None:
+    if arguments.get(argument, True) is not True:  # of one file for all rows its format says more
         raise InvalidJob(f"{argument} is given twice, by two of its names: give it once")
-    named[argument] = value
+    arguments[argument] = value
 
 
-def _paths(given: Any) -> list[str] | None:
-    named = given if isinstance(given, list | tuple) else [given]
-    if all(isinstance(each, str | os.PathLike) for each in named):
-        return [os.fspath(each) for each in named]
-    if isinstance(given, list | tuple | dict) or given is None:
-        raise unlike("input", given, "paths, or a table")
+def _paths(source: Any) -> list[str] | None:
+    sources = source if isinstance(source, list | tuple) else [source]
+    if all(isinstance(path, str | os.PathLike) for path in sources):
+        return [os.fspath(path) for path in sources]
+    if isinstance(source, list | tuple | dict) or source is None:
+        raise unlike("input", source, "paths, or a table")
     return None
 
 

@@ -220,7 +220,7 @@ class OutputError(RunError):
 
 class OutputHoldsAnotherRun(OutputError):
     """{output} holds another run ({difference}): submit with the same arguments to resume it, or choose another output,
-    with --reuse {output} to take over what was asked alike"""
+    with --reuse {output} to take over its answers to the same requests"""
 
 
 class OutputHoldsForeignFiles(OutputError):

@@ -46,9 +46,8 @@ def count_queues(connection: Redis, names: Sequence[str]) -> list[QueueCounts]:
             pipe.zcard(keys.started)
             pipe.zcard(keys.scheduled)
             pipe.zcard(keys.deferred)
-            pipe.zcount(
-                keys.finished, moment, "+inf"
-            )  # expired results stay until a worker cleans up
+            # Expired results stay until a worker cleans up.
+            pipe.zcount(keys.finished, moment, "+inf")
             pipe.zcard(keys.failed)
             pipe.zcount(keys.scheduled, "-inf", moment)
         found = pipe.execute()
@@ -89,34 +88,36 @@ RESUBMIT = "`tokenmill submit` with the same arguments resumes a run that was ca
 
 def requeue(connection: Redis, queue: str, job_ids: Sequence[str]) -> Requeued:
     """Put failed jobs back at their queue's end, but for those of cancelled runs. Each move is atomic."""
-    found = Requeued()
+    moves = Requeued()
     for start in range(0, len(job_ids), CHUNK):
-        found.add(_requeue_chunk(connection, queue, job_ids[start : start + CHUNK]))
-    return found
+        moves.add(_requeue_chunk(connection, queue, job_ids[start : start + CHUNK]))
+    return moves
 
 
 def requeue_all(connection: Redis, queue: str, limit: int) -> Requeued:
     """Requeue the oldest failed jobs, at most `limit`. Jobs of cancelled runs do not count."""
-    found = Requeued()
-    while (left := limit - len(found.done) - len(found.missing)) > 0:
-        num_passed = len(found.cancelled) + len(found.missing)  # these stay in the list
+    moves = Requeued()
+    while (left := limit - len(moves.done) - len(moves.missing)) > 0:
+        num_passed = len(moves.cancelled) + len(moves.missing)  # these stay in the list
         last = num_passed + min(left, CHUNK) - 1
         page: Any = connection.zrange(rq_jobs.QueueKeys(queue).failed, num_passed, last)
         if not page:
             break
-        found.add(_requeue_chunk(connection, queue, list(map(stored.text, page))))
-    return found
+        moves.add(_requeue_chunk(connection, queue, list(map(stored.text, page))))
+    return moves
 
 
 def _requeue_chunk(connection: Redis, queue: str, job_ids: Sequence[str]) -> Requeued:
     cancelled = _of_cancelled_runs(connection, job_ids)
-    others = [job_id for job_id in job_ids if job_id not in cancelled]
+    to_requeue = [job_id for job_id in job_ids if job_id not in cancelled]
     done: list[str] = []
-    if others:
+    if to_requeue:
         done = transact(
-            connection, partial(_requeue, connection, queue, others), *map(rq_jobs.job_key, others)
+            connection,
+            partial(_requeue, connection, queue, to_requeue),
+            *map(rq_jobs.job_key, to_requeue),
         )
-    missing = [job_id for job_id in others if job_id not in done]
+    missing = [job_id for job_id in to_requeue if job_id not in done]
     return Requeued(done, [job_id for job_id in job_ids if job_id in cancelled], missing)
 
 

@@ -63,9 +63,8 @@ def task_of(
     try:
         return factory(*args, **(kwargs or {}))
     except TypeError:
-        _check_binding(
-            function_name, factory, args, kwargs
-        )  # only now: it takes longer than all the rest
+        # This is checked only now, as it takes longer than all the rest.
+        _check_binding(function_name, factory, args, kwargs)
         raise
 
 
@@ -87,11 +86,10 @@ def _check_binding(
     try:
         signature.bind(*args, **(kwargs or {}))
     except TypeError as error:
-        all_of = signature.parameters.values()
         taken = [
-            "..." if each.kind is each.VAR_KEYWORD else each.name
-            for each in all_of
-            if each.name != "context"
+            "..." if parameter.kind is parameter.VAR_KEYWORD else parameter.name
+            for parameter in signature.parameters.values()
+            if parameter.name != "context"
         ]
         raise InvalidJob(f"{name}: {str(error)[:200]}; it takes {', '.join(taken)}") from None
 

@@ -174,7 +174,7 @@ class OpenTask(abc.ABC):
 
     @property
     def num_requests(self) -> int | None:
-        """Return how many requests the task yields in all, None where unknown: a worker that knows claims in time."""
+        """Return how many requests the task yields in all; None if unknown. A worker that knows it claims in time."""
         return None
 
     @property
@@ -196,7 +196,7 @@ class OpenTask(abc.ABC):
         """
 
     def keep(self, so_far: Mapping[int, Mapping[int, Sequence[int]]]) -> Callable[[], None] | None:
-        """Return what writes down, in any thread, what another worker needs to go on; None where nothing is new.
+        """Return a function that writes, in any thread, what another worker needs to go on; None if nothing is new.
 
         so_far: the tokens of requests that were sent and not delivered, by index and sample, with those that they
         continue. Where what it returned raises, the next call, which comes afterwards, has all that was new.

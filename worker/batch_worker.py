@@ -164,9 +164,8 @@ class BatchWorker(BaseWorker):
         from engine import ConfigError
 
         try:
-            load_functions(
-                settings.allowed_functions
-            )  # first, as a person can mend errors here at once
+            # This comes first, as a person can mend its errors at once.
+            load_functions(settings.allowed_functions)
             load_parts()
             return self.load_engine(settings)
         except (StartupError, ConfigError) as error:
@@ -333,7 +332,7 @@ class BatchWorker(BaseWorker):
             payload = json.loads(message["data"])
             command = payload.get("command")
         except (ValueError, AttributeError):
-            self.log.warning("Worker %s: a message that is no command was ignored", self.name)
+            self.log.warning("Worker %s: a message that is not a command was ignored", self.name)
             return
         if command == "stop-job" and self._io is not None:
             self._io.stop_job(str(payload.get("job_id")))

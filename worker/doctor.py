@@ -79,10 +79,8 @@ def check_places(roots: Sequence[str]) -> Iterator[Finding]:
 
 def _look(root: str) -> Finding:
     """Try to write below a root, and say how that went."""
-    from jobs.parquet.files.storage import (
-        Storage,
-        writing,
-    )  # it needs pyarrow; another finding says if that is missing
+    # The import needs pyarrow. Another finding says if that is missing.
+    from jobs.parquet.files.storage import Storage, writing
 
     if not is_stored(root) and not os.path.isdir(root):
         return fault(
@@ -92,9 +90,8 @@ def _look(root: str) -> Finding:
         )
     try:
         with writing(root):
-            Storage((root,), timeout_s=STORE_TIMEOUT_S).make_folder(
-                root
-            )  # this is the whole test of a store
+            # For a store, this is the whole test.
+            Storage((root,), timeout_s=STORE_TIMEOUT_S).make_folder(root)
             if not is_stored(root):
                 with tempfile.TemporaryFile(dir=root) as file:
                     file.write(b"probe")

@@ -199,7 +199,7 @@ class WorkerSettings(BaseSettings):
             if 0 < first <= last < 1 << 16:
                 return range(first, last + 1)
         raise ValueError(
-            "expected a port from 1 to 65535, or ports from one to a higher one, or 0 for none"
+            "expected a port from 1 to 65535, a range of ports such as 9100-9107, or 0 for none"
         )
 
     @field_validator("allowed_functions", "allowed_webhook_hosts", mode="before")
@@ -266,18 +266,17 @@ class WorkerSettings(BaseSettings):
         self, connection: Redis, model: ServedModel, meter: Callable[[], PromptMeter]
     ) -> JobContext:
         """Return the context that this process lends to every job, without the values of a single job."""
-        from jobs.parquet.prompts.picture_source import (
-            picture_reader,
-        )  # it imports Arrow, which only a worker needs
+        # The import loads Arrow, which only a worker needs.
+        from jobs.parquet.prompts.picture_source import picture_reader
 
         return JobContext(
             connection,
-            "",
-            "",
-            "",
-            self.data_roots,
-            model,
-            check_sampling,
+            queue_name="",
+            job_id="",
+            execution_id="",
+            data_roots=self.data_roots,
+            model=model,
+            check_sampling=check_sampling,
             files=SharedFiles(current_call),
             answers=AnswerMemo(self.answer_memo_bytes),
             shard_bytes=ShardBytes(self.max_shard_bytes),
@@ -345,7 +344,7 @@ def read_variable(name: str) -> str | None:
 
 
 def _check_names(names: Iterable[str]) -> None:
-    """Raise SettingsError for each TOKENMILL_ variable that is no setting; most are misspelt."""
+    """Raise SettingsError for each TOKENMILL_ variable that is not a setting; most are misspelt."""
     known = [_PREFIX + field.upper() for field in WorkerSettings.model_fields]
     unknown = {name.upper() for name in names if name.upper().startswith(_PREFIX)} - set(known)
     lines = []

@@ -90,9 +90,8 @@ def share_freed_memory() -> None:
     The operator's settings (ARROW_DEFAULT_MEMORY_POOL, MALLOC_ARENA_MAX, MALLOC_MMAP_THRESHOLD_) stay. A C library
     without mallopt is left alone. Source: mallopt(3).
     """
-    os.environ.setdefault(
-        "ARROW_DEFAULT_MEMORY_POOL", "system"
-    )  # read by pyarrow when it is loaded
+    # pyarrow reads this when it is loaded.
+    os.environ.setdefault("ARROW_DEFAULT_MEMORY_POOL", "system")
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     if mallopt is None:
         return
@@ -112,9 +111,8 @@ def load_parts() -> None:
             importlib.import_module(name)
         import pyarrow
 
-        pyarrow.array(
-            [None]
-        )  # pyarrow looks for pandas, and imports it, when it makes its first array
+        # pyarrow looks for pandas, and imports it, when it makes its first array.
+        pyarrow.array([None])
     except ImportError as error:
         raise StartupError(
             f"a part of the worker cannot be imported ({error}): install it anew, pip install 'tokenmill[worker]'"

@@ -101,10 +101,10 @@ def cancel(connection: redis.Redis, /, run: str) -> None:
 
     RUN is its id or its output folder. Finished parts stay; submitting the run again resumes it.
     """
-    found = client.run(run, connection=connection)
-    cancelled = found.cancel()
-    if found.status().state == "finished" and not cancelled.removed and not cancelled.stopped:
-        click.echo(f"run {found.id} is finished: nothing was left to cancel")
+    submitted = client.run(run, connection=connection)
+    cancelled = submitted.cancel()
+    if submitted.status().state == "finished" and not cancelled.removed and not cancelled.stopped:
+        click.echo(f"run {submitted.id} is finished: nothing was left to cancel")
     else:
         click.echo(f"cancelled: {cancelled.removed} jobs removed, {cancelled.stopped} told to stop")
 

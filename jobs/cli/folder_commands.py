@@ -174,7 +174,7 @@ def _has_ended(connection: redis.Redis, run: str) -> bool:
 
 
 def _last(reader: FolderReader, columns: list[str], most: int) -> Iterator[dict[str, Any]]:
-    """Yield the last rows of the parts that were written last, at most `most`."""
+    """Yield the last `most` rows of a run, taken from its newest parts."""
     rows: list[dict[str, Any]] = []
     written_at = reader.parts()
     for shard in sorted(written_at, key=lambda shard: (-written_at[shard], -shard)):

@@ -45,15 +45,15 @@ def assignments(
     context: click.Context, parameter: click.Parameter, texts: tuple[str, ...]
 ) -> dict[str, str] | None:
     """Return the texts of a repeatable option NAME=TEXT, by name."""
-    found: dict[str, str] = {}
+    text_of: dict[str, str] = {}
     for text in texts:
         name, is_there, value = text.partition("=")
         if not is_there or not name:
             raise click.BadParameter(f"{brief(text)}, expected {parameter.metavar}")
-        if name in found:
+        if name in text_of:
             raise click.BadParameter(f"{brief(name)} is given twice")
-        found[name] = value
-    return found or None
+        text_of[name] = value
+    return text_of or None
 
 
 def column_list(
@@ -77,39 +77,42 @@ def label_list(
 ) -> list[Any] | None:
     """Return labels from a text separated by commas, as columns are, or from a JSON list."""
     if text is None or text.lstrip().startswith("["):
-        found: list[Any] | None = json_value(list)(context, parameter, text)
-        return found
+        labels: list[Any] | None = json_value(list)(context, parameter, text)
+        return labels
     return [label.strip() for label in column_list(context, parameter, (text,)) or ()]
 
 
 def run_arguments(options: dict[str, Any]) -> dict[str, Any]:
     """Return the arguments of `submit_run`. Raises UsageError for options that contradict each other."""
-    asked = [f"--{name.replace('_', '-')}" for name in PROMPT_OPTIONS if options[name] is not None]
-    if len(asked) > 1:
-        raise click.UsageError(f"{' and '.join(asked)} each say what to ask: give one of them")
+    prompt_flags = [
+        f"--{name.replace('_', '-')}" for name in PROMPT_OPTIONS if options[name] is not None
+    ]
+    if len(prompt_flags) > 1:
+        raise click.UsageError(
+            f"{' and '.join(prompt_flags)} each say what to ask: give one of them"
+        )
     # An option that was not given is None, or () if it may be repeated; an empty list was given.
     said = {name: value for name, value in options.items() if value is not None and value != ()}
-    given: dict[str, Any] = {
+    arguments: dict[str, Any] = {
         name: list(v) if isinstance(v, tuple) else v for name, v in said.items()
     }
-    given["input"] = given.pop("files")
-    if os.path.isfile(output := given["output"]):
+    arguments["input"] = arguments.pop("files")
+    if os.path.isfile(output := arguments["output"]):
         raise click.UsageError(
             f"OUT is the file {output}: name a new or empty folder behind the inputs"
         )
-    if "output_format" in given and not given["single_file"]:
+    if "output_format" in arguments and not arguments["single_file"]:
         raise click.UsageError("--output-format is that of one output file: add --single-file")
-    if (path := given.pop("template_file", None)) is not None:
-        given["template"] = (
-            _read("--template-file", path).removesuffix("\n").removesuffix("\r")
-        )  # which editors add
+    if (path := arguments.pop("template_file", None)) is not None:
+        # Editors add a line break at the end of a file.
+        arguments["template"] = _read("--template-file", path).removesuffix("\n").removesuffix("\r")
         if path.endswith(JINJA_SUFFIXES):
-            given.setdefault("template_format", "jinja")
-    if (prompts := given.pop("prompt", None)) is not None:
-        given["prompts"] = [
+            arguments.setdefault("template_format", "jinja")
+    if (prompts := arguments.pop("prompt", None)) is not None:
+        arguments["prompts"] = [
             {"name": name, "template": template} for name, template in prompts.items()
         ]
-    return client.run_arguments(given)
+    return client.run_arguments(arguments)
 
 
 def _read(option: str, path: str) -> str:
@@ -207,7 +210,7 @@ _PROMPT = (
     _option(
         "--top-p", "Only the likeliest tokens that together have this probability.", type=float
     ),
-    _option("--top-k", "Only so many of the likeliest tokens.", type=int),
+    _option("--top-k", "How many of the likeliest tokens may be drawn.", type=int),
     _option(
         "--min-p", "Only tokens with this share of the likeliest one's probability.", type=float
     ),
@@ -215,7 +218,7 @@ _PROMPT = (
     _option("--n", "Completions of each row; from 2 on the output has lists of them.", type=int),
     _option(
         "--logprobs",
-        "A column of log probabilities: of each token and so many likeliest, 0 to 20.",
+        "A column of log probabilities, of each token and this many likeliest ones, 0 to 20.",
         type=int,
     ),
     _option("--prompt-logprobs", "The same of each token of the prompt.", type=int),
@@ -251,7 +254,7 @@ _PROMPT = (
     ),
     _option(
         "--truncate-prompt-tokens",
-        "Read only so many last tokens of a prompt; -1: what fits.",
+        "Read only this many last tokens of a prompt; -1: what fits.",
         type=int,
     ),
     _option(
@@ -273,7 +276,7 @@ _PROMPT = (
     _option("--document-column", "What is to answer it; by default `document`."),
     _option(
         "--dimensions",
-        "Of each embedding the first so many numbers, brought to length 1.",
+        "Keep this many first numbers of each embedding, brought to length 1.",
         type=int,
     ),
     _option("--prompt-name", "Which of the checkpoint's prompts stands before a text to embed."),
@@ -355,7 +358,7 @@ _OUTPUT = (
         metavar="QUEUE",
     ),
     _option("--escalate-model", "Name of that model, where the queue has several.", metavar="NAME"),
-    _option("--limit", "Score so many rows, the first ones, and no more.", type=int),
+    _option("--limit", "Score only this many rows, the first ones.", type=int),
     _option(
         "--max-errors",
         "Stop when more rows have an error: a number, or a share like 5%; by default 90%.",
@@ -391,7 +394,9 @@ _OUTPUT = (
 
 
 def _all(options: tuple[Decorator, ...]) -> Decorator:
-    return lambda command: reduce(lambda found, option: option(found), reversed(options), command)
+    return lambda command: reduce(
+        lambda decorated, option: option(decorated), reversed(options), command
+    )
 
 
 input_options, prompt_options = _all(_INPUT), _all(_PROMPT)

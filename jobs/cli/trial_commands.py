@@ -51,40 +51,40 @@ def preview(
 
     A worker of the queue renders the prompts, counts their tokens and answers them; nothing is written.
     """
-    found = survey(
+    result = survey(
         connection, queue, {**options, "limit": rows}, first=rows, answers=not no_answers
     )
-    for each in found["shown"]:
-        _show(each)
-    for line in _reasons(found):
+    for row in result["shown"]:
+        _show(row)
+    for line in _reasons(result):
         click.echo(line, err=True)
-    sys.exit(1 if found["rows_failing"] or found["num_failed"] else 0)
+    sys.exit(1 if result["rows_failing"] or result["num_failed"] else 0)
 
 
-def dry_run_lines(found: dict[str, Any], price_per_hour: float | None) -> list[str]:
-    """Return what a dry run has found, in lines. price_per_hour: of a worker's machine, in any currency."""
+def dry_run_lines(result: dict[str, Any], price_per_hour: float | None) -> list[str]:
+    """Return what a dry run has found, in lines. price_per_hour: the price of a worker's machine, in any currency."""
     share = (
         ""
-        if found["rows_read"] == found["num_rows"]
-        else f", as {found['rows_read']:,} of them tell"
+        if result["rows_read"] == result["num_rows"]
+        else f", as {result['rows_read']:,} of them tell"
     )
     reused = (
-        f"; {found['rows_reused']:,.0f} are answered by earlier runs"
-        if found["rows_reused"]
+        f"; {result['rows_reused']:,.0f} are answered by earlier runs"
+        if result["rows_reused"]
         else ""
     )
-    tried, failed, seconds = found["num_tried"], found["num_failed"], found["seconds"]
+    tried, failed, seconds = result["num_tried"], result["num_failed"], result["seconds"]
     lines = [
-        f"rows     {found['num_rows']:,}, of which {found['rows_failing']:,.0f} would fail{reused}{share}",
-        *(f"         {line}" for line in _reasons(found)),
-        f"asked    {found['requests']:,.0f} prompts; {found['rows_repeated']:,.0f} rows repeat an earlier one",
-        f"prompts  {found['prompt_tokens']:,.0f} tokens; of those asked, shared beginnings save up to "
-        f"{found['cached_tokens']:,.0f}",
-        f"answers  {found['completion_tokens']:,.0f} tokens, of which {found['generated_tokens']:,.0f} "
+        f"rows     {result['num_rows']:,}, of which {result['rows_failing']:,.0f} would fail{reused}{share}",
+        *(f"         {line}" for line in _reasons(result)),
+        f"asked    {result['requests']:,.0f} prompts; {result['rows_repeated']:,.0f} rows repeat an earlier one",
+        f"prompts  {result['prompt_tokens']:,.0f} tokens; of those asked, shared beginnings save up to "
+        f"{result['cached_tokens']:,.0f}",
+        f"answers  {result['completion_tokens']:,.0f} tokens, of which {result['generated_tokens']:,.0f} "
         f"are computed, as {tried} rows tell",
         f"time     about {duration_text(seconds)} on one worker like this one, alone with the run",
     ]
-    if again := found.get("rows_escalated"):
+    if again := result.get("rows_escalated"):
         lines.append(
             f"again    {again:,.0f} rows, of the second model: neither time nor cost has these"
         )
@@ -182,9 +182,9 @@ def _text(value: Any) -> str:
     return "\n    ".join(lines) + (" ..." if len(text) > MAX_SHOWN_CHARS else "")
 
 
-def _reasons(found: dict[str, Any]) -> list[str]:
+def _reasons(result: dict[str, Any]) -> list[str]:
     lines = []
-    for reason in found["reasons"]:
+    for reason in result["reasons"]:
         first = f"row {reason['examples'][0]}"
         rows = reason["rows"]
         failing = (

@@ -47,11 +47,11 @@ def runs(connection: redis.Redis, /, states: tuple[str, ...], limit: int, as_jso
     Those that Redis knows: a run's keys are kept for 30 days after its last part, its folder for ever.
     """
     tell_troubles(connection)
-    found = list_runs(connection, limit, states)
+    snapshots = list_runs(connection, limit, states)
     click.echo(
-        json.dumps([each.to_object() for each in found])
+        json.dumps([snapshot.to_object() for snapshot in snapshots])
         if as_json
-        else runs_table(found, time.time())
+        else runs_table(snapshots, time.time())
     )
 
 
@@ -67,13 +67,18 @@ def workers(connection: redis.Redis, /, as_json: bool, watch: bool) -> None:
 
     def show() -> str:
         tell_troubles(connection)
-        found = [each.sample for each in read_workers(connection) if each.sample is not None]
+        workers_known = read_workers(connection)
+        samples = [worker.sample for worker in workers_known if worker.sample is not None]
         if not as_json:
-            return workers_table(found)
+            return workers_table(samples)
         return json.dumps(
             [
-                {**each.to_object(), "silent": each.is_silent, "draining": each.state == "draining"}
-                for each in found
+                {
+                    **sample.to_object(),
+                    "silent": sample.is_silent,
+                    "draining": sample.state == "draining",
+                }
+                for sample in samples
             ]
         )
 
@@ -86,9 +91,10 @@ def workers(connection: redis.Redis, /, as_json: bool, watch: bool) -> None:
 @watch_option
 @click.pass_obj
 def status(connection: redis.Redis, /, run: str | None, as_json: bool, watch: bool) -> None:
-    """Print what is known of a run, or of all.
+    """Print the state of a run, or of all runs.
 
-    Without RUN those that move, and the last that ended. RUN is its id, or its output folder, also where Redis lost it.
+    RUN is a run's id or its output folder. A folder works also after Redis has lost the run. Without RUN, all open runs
+    and the last ones that ended are shown.
     """
     if run is None:
         show_or_watch(lambda: _runs_in_short(connection, as_json), watch)
@@ -157,11 +163,11 @@ def _output_text(output: RunOutput) -> str:
 
 def _runs_in_short(connection: redis.Redis, as_json: bool) -> str:
     tell_troubles(connection)
-    found = list_runs(connection)
+    snapshots = list_runs(connection)
     if as_json:
-        return json.dumps([each.to_object() for each in found])
-    ended = [run for run in found if not run.is_active][:MAX_ENDED]
-    return runs_table([run for run in found if run.is_active or run in ended], time.time())
+        return json.dumps([snapshot.to_object() for snapshot in snapshots])
+    ended = [run for run in snapshots if not run.is_active][:MAX_ENDED]
+    return runs_table([run for run in snapshots if run.is_active or run in ended], time.time())
 
 
 def show_or_watch(
@@ -206,9 +212,9 @@ def runs_table(found: Sequence[RunSnapshot], now: float) -> str:
     return table(heads, rows, _RUN_NUMBERS)
 
 
-def workers_table(found: Sequence[WorkerSample]) -> str:
+def workers_table(samples: Sequence[WorkerSample]) -> str:
     """Return a table of workers."""
-    if not found:
+    if not samples:
         return (
             "no worker: start one with `rq worker --worker-class worker.BatchWorker -S json QUEUE`"
         )
@@ -223,7 +229,7 @@ def workers_table(found: Sequence[WorkerSample]) -> str:
         "HOLDS",
         *_WORKER_NUMBERS,
     )
-    return table(heads, list(map(_worker_row, found)), _WORKER_NUMBERS)
+    return table(heads, list(map(_worker_row, samples)), _WORKER_NUMBERS)
 
 
 def _worker_row(worker: WorkerSample) -> tuple[str, ...]:

@@ -11,7 +11,7 @@ MAX_OBJECT_BYTES = 1 << 20
 
 
 def text(raw: bytes) -> str:
-    """Return a stored name; bytes that are no UTF-8 become escapes, which no name of ours holds."""
+    """Return a stored name. Bytes that are not UTF-8 become escapes, which none of our names has."""
     return raw.decode(errors="backslashreplace")
 
 

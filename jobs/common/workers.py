@@ -73,7 +73,8 @@ def _counts(value: object) -> dict[str, int] | None:
         return None
     counts: dict[str, int] = {}
     for name, number in value.items():
-        shown, checked = _text(name), count(number)
+        shown = _text(name)
+        checked = count(number)
         if shown is not None and checked is not None:
             counts[shown] = checked
     return counts

@@ -45,7 +45,7 @@ class JobContext:
     file_timeout_s: the time in which a file's store must answer.
     meter: returns a PromptMeter, and loads an engine if there is none; None if prompts cannot be counted here.
     trace: W3C's trace context, for the meta of jobs that this one enqueues.
-    journal: of a job of prompts; None if none is kept.
+    journal: the journal of a job of prompts; None if it has none.
     """
 
     connection: Redis

@@ -91,11 +91,11 @@ _known: Recent[Check] = Recent()
 
 
 def _compiled(text: str) -> Check:
-    """Return a compiled check. The child compiles it unless it has it from lately."""
+    """Return a compiled check. The child remembers the checks that it compiled last."""
     check = _known.get(text)
     if check is None:
-        ((kind, what),) = json.loads(text).items()
-        check = _MAKE[kind](what)
+        ((kind, argument),) = json.loads(text).items()
+        check = _MAKE[kind](argument)
         if _known.put(text, check):
             re.purge()  # its cache would keep hundreds of patterns that nobody uses any more
     return check
@@ -103,19 +103,18 @@ def _compiled(text: str) -> Check:
 
 def _pattern(pattern: str) -> Check:
     try:
-        found = re.compile(pattern)
+        expression = re.compile(pattern)
     except (re.error, OverflowError, RecursionError) as error:
         raise Unusable(f"regex of check is no pattern of Python's re: {error}") from None
     reason = f"it does not match the pattern {pattern}"
-    return lambda row, text: None if found.fullmatch(text) else reason
+    return lambda row, text: None if expression.fullmatch(text) else reason
 
 
 def _function(dotted: str) -> Check:
     try:
         with unlimited_memory():
-            found = resolve_name(
-                ":".join(dotted.rsplit(".", 1))
-            )  # a module may have a submodule of that name
+            # The colon says where the module ends, as it may have a submodule of that name.
+            found = resolve_name(":".join(dotted.rsplit(".", 1)))
     except BaseException as error:  # a module raises what it likes
         raise Unusable(
             f"function of check: {dotted} cannot be imported ({type(error).__name__}: {error})"
@@ -156,7 +155,7 @@ def _schema(schema: dict[str, Any]) -> Check:
 
 
 def _agreement(agree_on: str) -> Check:
-    """Make what returns a hash of the part of a text that is compared, None for a text without it."""
+    """Make a function that hashes the compared part of a text; None for a text without that part."""
     pattern = None
     if agree_on != "json" and not agree_on.startswith("/"):
         try:
@@ -215,7 +214,7 @@ MAX_RESULT_CHARS = 1 << 20
 
 
 def _tool(dotted: str) -> Check:
-    """Make what calls a function with a tool call's arguments, and returns JSON of its result or its error."""
+    """Make a function that carries out a tool call, and returns its result or error as JSON."""
     function: Any = _function(dotted)
 
     @wraps(function)

@@ -22,8 +22,10 @@ AGREE_ON, TOOL = "agree_on", "tool"
 DEFAULT_MAX_ATTEMPTS = 3
 MOST_ATTEMPTS = 100
 MAX_CHARS = 1 << 20
-#: Of the text of a repair, which each prompt that is tried again holds, and how often the reason may stand in it.
-MAX_REPAIR_CHARS, MAX_REASONS = 1 << 16, 8
+#: The longest text of a repair. Each prompt that is tried again holds it.
+MAX_REPAIR_CHARS = 1 << 16
+#: How often the reason may stand in it.
+MAX_REASONS = 8
 #: Where the reason stands in the text that follows an answer that failed.
 REASON = "{reason}"
 
@@ -67,14 +69,14 @@ NO_REPAIRS = RepairOptions()
 
 
 def split_repair_options(values: Mapping[str, Any]) -> tuple[dict[str, Any], RepairOptions]:
-    """Part keyword arguments into others and what is asked of the answers. Raises InvalidJob."""
-    others = {name: value for name, value in values.items() if name not in PARSERS}
-    given = {
+    """Split keyword arguments into the checks of answers and all others, which come first. Raises InvalidJob."""
+    remaining = {name: value for name, value in values.items() if name not in PARSERS}
+    options = {
         name: parse(name, values[name])
         for name, parse in PARSERS.items()
         if values.get(name) is not None
     }
-    return others, RepairOptions(**given)
+    return remaining, RepairOptions(**options)
 
 
 def _check(name: str, value: Any) -> dict[str, Any]:

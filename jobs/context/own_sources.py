@@ -6,7 +6,7 @@ from hashlib import blake2b
 from pathlib import Path
 
 MAX_FILES = 1000
-"""The most files that count. Of a larger package, only the first ones found do."""
+"""The most files that count. In a larger package, only the first ones found do."""
 
 _INSTALLED = ("site-packages", "dist-packages")
 
@@ -21,19 +21,19 @@ def own_files(module: str, path: Path) -> list[Path]:
     if path.name == "__init__.py":
         packages.append("")
     root = path.parents[len(packages)]
-    own = module.partition(".")[0] if packages else None
-    if own is None and root.name in _INSTALLED:
+    package = module.partition(".")[0] if packages else None
+    if package is None and root.name in _INSTALLED:
         return [path]
-    found: dict[Path, None] = {}
-    waiting = [path, *_files_of(root, module.split("."), own)]
-    while waiting and len(found) < MAX_FILES:
+    counted: set[Path] = set()
+    waiting = [path, *_files_of(root, module.split("."), package)]
+    while waiting and len(counted) < MAX_FILES:
         file = waiting.pop()
-        if file not in found:
-            found[file] = None
-            waiting += [
-                each for name in _imports(file, root) for each in _files_of(root, name, own)
-            ]
-    return sorted(found)
+        if file in counted:
+            continue
+        counted.add(file)
+        for name in _imports(file, root):
+            waiting.extend(_files_of(root, name, package))
+    return sorted(counted)
 
 
 def hash_of(files: list[Path]) -> str:
@@ -50,24 +50,29 @@ def hash_of(files: list[Path]) -> str:
 
 
 def _imports(file: Path, root: Path) -> Iterator[list[str]]:
-    """Yield the parts of each name that a file imports; of `from a import b` also a.b, which may be a module."""
+    """Yield the parts of each name that a file imports. `from a import b` also gives a.b, which may be a module."""
     try:
         tree = ast.parse(file.read_bytes())
-    except (OSError, SyntaxError, ValueError, RecursionError):  # whoever imports it is told
+    except (OSError, SyntaxError, ValueError, RecursionError):  # its import will raise the error
         return
     package = file.parent.relative_to(root).parts
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
-            yield from (each.name.split(".") for each in node.names)
+            yield from (alias.name.split(".") for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
             above = package[: len(package) + 1 - node.level] if node.level else ()
             parts = [*above, *(node.module.split(".") if node.module else ())]
-            yield from ([*parts, each.name] for each in node.names)
+            yield from ([*parts, alias.name] for alias in node.names)
 
 
-def _files_of(root: Path, parts: list[str], own: str | None) -> Iterator[Path]:
-    """Yield the files that importing a name runs: its packages', and its own. own: the only package that counts."""
-    if not parts or own not in (None, parts[0]):
+def _files_of(root: Path, parts: list[str], package: str | None) -> Iterator[Path]:
+    """Yield the files that importing a name runs: its packages', and its own.
+
+    package: the outermost package. A name of another one has no files here. None if there is none.
+    """
+    if not parts:
+        return
+    if package is not None and parts[0] != package:
         return
     folder = root
     for part in parts:

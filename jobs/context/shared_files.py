@@ -158,14 +158,14 @@ class ShardBytes:
         if self.held >= self.limit // BEGIN_SHARE:
             raise NoRoomYet
 
-    def hold(self, num_bytes: int, own: int = 0) -> None:
-        """Count bytes of prompts that a shard takes. own: the bytes that it holds already. Raises NoRoomYet."""
+    def hold(self, num_bytes: int, already_held: int = 0) -> None:
+        """Count bytes of prompts that a shard takes. already_held: bytes that it holds by now. Raises NoRoomYet."""
         with self._lock:
-            if self.held > own and self.held + num_bytes > self.limit:
+            if self.held > already_held and self.held + num_bytes > self.limit:
                 raise NoRoomYet
             self.held += num_bytes
 
     def let_go(self, num_bytes: int) -> None:
-        """Count bytes of prompts that a shard holds no more."""
+        """Count off bytes of prompts that a shard no longer holds."""
         with self._lock:
             self.held -= num_bytes

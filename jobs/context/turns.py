@@ -14,7 +14,10 @@ class Caller(Protocol):
     """A call that can be interrupted, and will be if it shows no sign of life for long."""
 
     def wait_for(self, holder: Any) -> None:
-        """Raise the interrupt, if any. Else count as alive as the turn's holder is. holder: None if unknown."""
+        """Raise the call's interrupt if it has one, else count the holder's signs of life as its own.
+
+        holder: the call that has the turn; None if unknown.
+        """
 
 
 def nobody() -> None:

@@ -24,7 +24,7 @@ _OWN_HEADERS = frozenset({"host", "content-length", "transfer-encoding", "connec
 
 
 def host_of(url: Any) -> str:
-    """Return a URL's host. Raises InvalidValue for what is no URL of http or https."""
+    """Return a URL's host. Raises InvalidValue if it is not a URL of http or https."""
     return str(_parsed(url).hostname)
 
 
@@ -106,13 +106,13 @@ def _allowed_addresses(
 ) -> list[tuple[str, int]]:
     """Look the host up, and return each address that may be called, with its port. Raises InvalidJob."""
     port = parts.port or (443 if parts.scheme == "https" else 80)
-    found = [
-        (str(each[4][0]), port) for each in resolve(parts.hostname, port, type=socket.SOCK_STREAM)
-    ]
-    allowed = [each for each in found if _may_call(each[0], hosts)]
+    addresses = []
+    for *_, socket_address in resolve(parts.hostname, port, type=socket.SOCK_STREAM):
+        addresses.append((str(socket_address[0]), port))
+    allowed = [address for address in addresses if _may_call(address[0], hosts)]
     if not allowed:
         raise InvalidJob(
-            f"webhook: the host {brief(parts.hostname)} leads to {found[0][0]}, "
+            f"webhook: the host {brief(parts.hostname)} leads to {addresses[0][0]}, "
             "which is not a public address: add that address to TOKENMILL_ALLOWED_WEBHOOK_HOSTS"
         )
     return allowed

@@ -142,7 +142,7 @@ def _faults(info: Mapping[str, Any]) -> Iterator[Finding]:
         yield fault(
             "redis",
             "this is a Redis cluster, which RQ cannot use",
-            "use a Redis that is no cluster",
+            "use a Redis that is not a cluster",
         )
     if failed:
         yield fault(
@@ -246,7 +246,9 @@ def check_permissions(server: Server, role: Role) -> Iterator[Finding]:
     rules: dict[str, None] = {}  # in the order in which they are found missing
     for words, refusal in _refusals(server.client, [*writes.values(), *commands]):
         if " key" in refusal:  # Redis 6 says "one of the keys", later ones "a key"
-            rules |= {f"~{key}": None for key, written in writes.items() if written == words}
+            for key, write in writes.items():
+                if write == words:
+                    rules[f"~{key}"] = None
         elif " channel" in refusal:
             rules[f"&{RQ}:pubsub:*"] = None
         elif refusal:
@@ -269,10 +271,8 @@ def _refusals(
         connection.send_command("MULTI")
         refusal = _reply(connection)
         if refusal:
-            yield (
-                ("@transaction",),
-                refusal,
-            )  # outside a transaction the commands would be carried out
+            # Outside a transaction the commands would be carried out.
+            yield ("@transaction",), refusal
             return
         connection.send_packed_command(connection.pack_commands([*commands, ("DISCARD",)]))
         for words in commands:

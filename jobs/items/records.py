@@ -87,7 +87,7 @@ class Progress:
 
     @property
     def can_be_written(self) -> bool:
-        """Whether a record of it saves work, and has no values that are not written."""
+        """Whether a record of it saves work, and all its values can be written."""
         completions: list[Any] = []
         for samples in self.received.values():
             completions += samples

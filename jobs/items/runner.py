@@ -21,7 +21,7 @@ PromptTokens = Mapping[int, Tokens]
 class Entry(Generic[T]):
     """One item of a runner, which answers one place or several equal ones.
 
-    places: of the prompts or rows, within the runner. The first one names the item in a journal.
+    places: the places of its prompts or rows within the runner. The first one names the item in a journal.
     make: begins the item. It is called once, when the item's turn comes.
     memo_key: names the answer in the memo; None for an item whose answer is its own.
     num_awaited: requests of the present step that are not delivered yet.
@@ -85,7 +85,7 @@ class ItemRunner(Generic[T]):
     items. An item whose memo key another job of the process works on comes last. If it has no answer by then, it is
     computed here too, so that no job waits for another.
 
-    answers: for each place the answer that is there already, or None. memo: holds the answers of other jobs.
+    answers: the answer that each place has already, or None. memo: holds the answers of other jobs.
     keeps_replies: whether `answered` has all that the items were given, for a journal that holds no answers.
     """
 
@@ -194,7 +194,7 @@ class ItemRunner(Generic[T]):
     def resume(self, progress_of: Mapping[int, Progress]) -> None:
         """Take items up where another execution has left them, before a request is pulled. Raises JobsError.
 
-        progress_of: by the first place of each item.
+        progress_of: the progress of items, by each item's first place.
         """
         begun = [entry for entry in self._unsent if entry.places[0] in progress_of]
         self._unsent = deque(entry for entry in self._unsent if entry.places[0] not in progress_of)

@@ -123,7 +123,7 @@ def one_prompt(prompt: object, name: str) -> Prompt:
 def parse_sampling(sampling: Mapping[str, Any]) -> dict[str, Any]:
     """Return a copy of `sampling` without what changes nothing. The engine checks names and ranges.
 
-    Raises InvalidJob for a number that arrived as text, and for what is known to be not built.
+    Raises InvalidJob for a number that arrived as text, and for an argument that is not built.
     """
     for name, value in sampling.items():
         if name in NOT_TEXT and isinstance(value, str):
@@ -176,7 +176,7 @@ FOR_OPERATORS = frozenset({"metadata", "prompt_cache_key", "safety_identifier", 
 
 
 def without_neutral(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return values by the names that they have here, without neutral ones. Raises InvalidJob for what is not built."""
+    """Return values under our names, without neutral ones. Raises InvalidJob for a value that is not built."""
     used: dict[str, Any] = {}
     for name, value in values.items():
         if name not in NEUTRAL and name not in FOR_OPERATORS:

@@ -34,7 +34,7 @@ def custom_id(line: Any) -> str | None:
 def line_task(line: Mapping[str, Any], seed: int, aliases: Collection[str] = ()) -> Task:
     """Return a line's task. Raises InvalidJob.
 
-    seed: for a line that names none. aliases: names of models that the served one stands for; "*" is any name.
+    seed: the seed of a line that names none. aliases: names of models that the served one stands for; "*" is any name.
     """
     if custom_id(line) is None:
         raise unlike("custom_id", line.get("custom_id"), "a text that names the line")

@@ -24,8 +24,8 @@ _OF_PROMPT = ("echo", "prompt_logprobs")
 class PromptAnswer:
     """The completions of one prompt.
 
-    samples: by index; a prompt that failed has an error in each. Where there were several attempts, the one sample
-    counts the prompt tokens of all.
+    samples: the samples by index; a prompt that failed has an error in each. Where there were several attempts,
+    the one sample counts the prompt tokens of all.
     num_generated: tokens generated for each sample, in all attempts.
     attempts: how often the prompt was asked; 0 where it is asked only once.
     check_error: why the answer is not valid; None if it is, or nothing checks it.
@@ -192,7 +192,7 @@ class _Tally:
 
 
 def _repaired_chat(request: Request, answer: str, text_behind: str) -> Request:
-    """Return what asks for another answer, behind all that was asked and answered."""
+    """Return a request for another answer, with the earlier requests and answers before it."""
     assert request.messages is not None
     turns = [{"role": "assistant", "content": answer}, {"role": "user", "content": text_behind}]
     return replace(request, messages=[*request.messages, *turns])
@@ -219,7 +219,7 @@ def check_repairs(
     has_steps: bool = False,
     has_labels: bool = False,
 ) -> None:
-    """Raise InvalidJob for what does not go with answers that are tried again.
+    """Raise InvalidJob for an option that does not go with answers that are tried again.
 
     has_tools: the chat offers tools. prompt_only: nothing is generated behind the prompt. has_steps: rows of a run have
     several prompts. has_labels: the run asks for labels.
@@ -244,7 +244,7 @@ def check_repairs(
         (prompt_only, f"{name} and max_tokens=0: there is no answer that could be tried again"),
         (
             has_tools and options.check,
-            "check and tools: a check is of an answer's text, and a call of a tool has none",
+            "check and tools: a check reads the text of an answer, and a tool call has no text",
         ),
         (has_labels, f"{name} and labels: a label is no answer that could be tried again"),
         (has_steps, f"{name} and prompts: rows of several prompts are asked once: leave one out"),

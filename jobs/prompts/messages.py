@@ -140,7 +140,7 @@ ChatOptions = Mapping[str, Any]
 
 
 def split_chat_options(values: Mapping[str, Any]) -> tuple[dict[str, Any], ChatOptions]:
-    """Part a chat's keyword arguments into sampling values and options. Raises InvalidJob."""
+    """Split a chat's keyword arguments into sampling values and options. Raises InvalidJob."""
     sampling = {name: value for name, value in values.items() if name not in NAMES}
     variables = values.get("chat_template_kwargs") or {}
     tools = _tools(values.get("tools") or [])

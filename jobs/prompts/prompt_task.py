@@ -91,7 +91,7 @@ class PromptTask(Task):
     def item(
         self, prompt: Request | Unusable, control_tokens: Collection[str] = ()
     ) -> Item[PromptAnswer]:
-        """Return what is asked of one prompt. control_tokens: the model's."""
+        """Return the item of one prompt. control_tokens: the model's control tokens."""
         if isinstance(prompt, Unusable):
             return _ended(failed(prompt.reason, self.num_samples))
         if self.way is not None:
@@ -198,7 +198,7 @@ class OpenPrompts(ItemsTask):
 
     @cached_property
     def _digests(self) -> dict[int, str]:
-        """Return what names each prompt's request in the journal. Most jobs are over before they need it."""
+        """Return a name for each prompt's request in the journal. Most jobs are over before they need it."""
         clock = self._context.model.pinned(self._opened_at).clock
         requests = enumerate(self._task.prompts)
         return {
@@ -221,7 +221,7 @@ class OpenPrompts(ItemsTask):
         return progress_of
 
     def keep(self, so_far: PromptTokens) -> Callable[[], None] | None:
-        """Return what writes the journal. It writes all prompts under way, as the key in Redis is replaced whole."""
+        """Return a function that writes the journal: all prompts under way, as it replaces the whole key in Redis."""
         if self._context.journal is None:
             return None
         progress_of = dict(self._left)  # some of these may wait for the engine still
@@ -297,7 +297,7 @@ def _checked_way(
     repairs: RepairOptions,
     tools: list[dict[str, Any]],
 ) -> Way | None:
-    """Return the way that options ask for. Raises InvalidJob for what it does not go with."""
+    """Return the way that options ask for. Raises InvalidJob for an argument that does not go with it."""
     way = way_of(options)
     if way is None:
         return None

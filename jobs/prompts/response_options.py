@@ -72,7 +72,7 @@ def chat_response_options(values: Mapping[str, Any]) -> tuple[dict[str, Any], Re
 
 
 def run_values(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a run's values without those that ask for nothing. Raises InvalidJob for what its output cannot have."""
+    """Return a run's values without those that are off. Raises InvalidJob for one that the output has no column for."""
     asking: dict[str, Any] = {}
     for name, value in values.items():
         asks_nothing = name in NAMES and (value is None or value is False)

@@ -74,9 +74,8 @@ def _behind(text: str, offset: int, characters: str) -> int:
     if text.startswith(characters, offset):
         return offset + len(characters)
     if offset == 0 and characters.startswith(" ") and text.startswith(characters[1:]):
-        return (
-            len(characters) - 1
-        )  # sentencepiece adds a space before a text, and takes it away again
+        # sentencepiece adds a space before a text, and takes it away again.
+        return len(characters) - 1
     return offset
 
 

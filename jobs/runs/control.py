@@ -228,7 +228,7 @@ def _delete(job_ids: Sequence[str], pipe: Pipeline) -> None:
 
 
 def stop_held(connection: Redis, job_ids: Sequence[str], pipe: Pipeline) -> int:
-    """Tell the workers that hold any of the jobs to stop them; return how many jobs are held."""
+    """Ask workers to stop those of the jobs that they hold. Return how many are held."""
     holders = read_holders(connection, job_ids)
     pipe.multi()
     for job_id, execution_id, worker in holders:

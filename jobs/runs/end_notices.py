@@ -45,7 +45,7 @@ RETRIES = 3
 def tell_failed(connection: Redis, job_id: str, lease: Lease, error: str) -> None:
     """Enqueue a run's notices if the run ends with this job, which is about to fail for good.
 
-    Call this before the job's end is written. lease: of the execution that writes it. error: one line.
+    Call this before the job's end is written. lease: the lease of the execution that writes it. error: one line.
     """
     run_shard = run_and_shard(job_id)
     if run_shard is None:

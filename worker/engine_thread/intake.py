@@ -138,15 +138,12 @@ class Intake:
     def __init__(self, engine: Engine, report: Callable[[], None]) -> None:
         self._engine = engine
         self._report = report
-        self._compiling: set[_Waiting] = (
-            set()
-        )  # requests whose grammars are compiled; they are in no lane
-        self._compiled: deque[_Waiting] = (
-            deque()
-        )  # requests whose grammars are ready; other threads append
-        self._pictured = defaultdict[int, deque[_Waiting]](
-            deque
-        )  # requests with undecoded pictures, by lane
+        # Requests whose grammars are compiled; they are in no lane.
+        self._compiling: set[_Waiting] = set()
+        # Requests whose grammars are ready; other threads append.
+        self._compiled: deque[_Waiting] = deque()
+        # Requests with undecoded pictures, by lane.
+        self._pictured = defaultdict[int, deque[_Waiting]](deque)
         self._ahead: dict[
             str, int
         ] = {}  # the lanes of requests whose pictures are decoded and that do not run yet

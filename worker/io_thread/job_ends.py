@@ -33,7 +33,7 @@ _FAULT_KNOWN = (JobRefused, JobSetAside, ResultTooLarge)
 
 
 def fault_of(job: HeldJob, error: BaseException) -> Fault | None:
-    """Return whose fault a failure is. None for a user's function, which ends as in RQ."""
+    """Return whose fault a failure is. None for a user's function, which RQ's own rules retry."""
     if isinstance(error, _FAULT_KNOWN) or (job.is_ours and isinstance(error, JobsError)):
         return error.fault
     return "server" if job.is_ours else None

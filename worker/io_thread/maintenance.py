@@ -12,7 +12,7 @@ _LEFT_PERIOD_S = 10.0
 
 
 class Maintenance:
-    """Cleans RQ's registries every `period_s`, queues jobs left behind, and turns the scheduler, if there is one."""
+    """Cleans RQ's registries every `period_s`, queues jobs left behind, and runs the scheduler if there is one."""
 
     def __init__(self, parts: Parts, scheduler: Scheduler | None, period_s: float) -> None:
         self._registries = Registries(parts.clients.pool, parts.redis_clock)

@@ -62,7 +62,9 @@ class Reporter:
         held = self._runner.held
         if not is_serving:
             state = "draining"
-        elif held and hold != RESTORED:
+        elif hold == RESTORED:
+            state = RESTORED
+        elif held:
             state = "busy"
         else:
             state = hold or "idle"
@@ -101,9 +103,8 @@ class Reporter:
 
     def _write(self, state: str, job_id: str | None) -> None:
         """Note the numbers for the metrics, and write them to Redis. job_id: one of the held jobs."""
-        self._note(
-            state, self._runner.tally.shown.queued
-        )  # now, in case Redis does not answer below
+        # The numbers are noted first, in case Redis does not answer below.
+        self._note(state, self._runner.tally.shown.queued)
         queued, workers = self._record.count()
         num_started = sum(by_status["started"] for by_status in queued.values())
         self._poll_rates.hear(workers, num_started)

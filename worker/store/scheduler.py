@@ -31,7 +31,7 @@ class Scheduler(RQScheduler):
     def __init__(
         self, queues: Sequence[Queue], connection: Redis, level: int | str, formats: tuple[str, str]
     ) -> None:
-        """level, formats: of the log; the formats of dates and lines, as `rq worker` takes them."""
+        """level, formats: the log's level, and its formats of dates and lines, as `rq worker` takes them."""
         super().__init__(queues, connection, 1, level, *formats, serializer=JSONSerializer)
         client: Any = new_client(connection, _REDIS_TIMEOUT_S)
         self._connection = client

@@ -94,9 +94,8 @@ class WorkerRecord:
                 for registry in _REGISTRIES.values():
                     pipe.zcard(f"{RQ}:{registry}:{name}")
                 pipe.hlen(held_key(name))
-                pipe.zcount(
-                    f"{RQ}:wip:{name}", self._clock() + FAR_S / 2, "+inf"
-                )  # claimed jobs that have begun
+                # Claimed jobs that have begun.
+                pipe.zcount(f"{RQ}:wip:{name}", self._clock() + FAR_S / 2, "+inf")
                 pipe.zcount(fleet_key(name), self._clock() - SILENT_S, "+inf")
             replies = iter(pipe.execute())
 

@@ -40,7 +40,7 @@ PROBABILITIES = pa.map_(pa.string(), pa.float64())
 
 
 def output_fields(columns: Mapping[str, str], embedding_size: int = 0) -> list[pa.Field]:
-    """Return columns with the types that are named: Arrow's names, "probabilities" and "embedding"."""
+    """Make columns of their names and types. A type is a name of Arrow's, "probabilities" or "embedding"."""
     own_types = {
         "probabilities": PROBABILITIES,
         "embedding": pa.list_(pa.float32(), embedding_size),
@@ -70,7 +70,7 @@ class RowAsk(Ask[Answer]):
     @classmethod
     @abc.abstractmethod
     def of_plan(cls, plan: Plan, context: JobContext, source: RowSource) -> Self:
-        """Return what asks the rows of a run, without source and keys."""
+        """Return the ask for the rows of a run, without source and keys."""
 
     @staticmethod
     @abc.abstractmethod
@@ -89,10 +89,10 @@ class RowAsk(Ask[Answer]):
 
     @abc.abstractmethod
     def item(self, row: Row, number: int) -> Item[Answer]:
-        """Return what is asked of a row, which has this number in the run. It may raise RowProblem as it goes on."""
+        """Return the item of a row, which has this number in the run. The item may raise RowProblem."""
 
     def begin(self, row: Row, number: int) -> Item[Answer]:
-        """Return what is asked of a row; a problem with the row is its answer."""
+        """Return the item of a row. A problem with the row becomes its answer."""
         return self._with_problems(self.item(row, number))
 
     def _with_problems(self, item: Item[Answer]) -> Item[Answer]:
@@ -106,7 +106,7 @@ class RowAsk(Ask[Answer]):
         return failed_answer(reason)
 
     def key_of(self, row: Row) -> bytes:
-        """Return what tells a row's answer, given a model: see RowKeys."""
+        """Return a row's key without the model: see RowKeys."""
         return self.keys.of(row)
 
     def prepared(self, request: Request) -> Request:

@@ -34,7 +34,7 @@ class BatchLines(RowAsk):
 
     @classmethod
     def of_plan(cls, plan: Plan, context: JobContext, source: RowSource) -> Self:
-        """Return what asks the lines of a run."""
+        """Return the ask for the lines of a run."""
         return cls(plan, context)
 
     @staticmethod

@@ -24,7 +24,7 @@ from jobs.runs.plans.spec import RunSpec
 
 
 class Chain(RowAsk):
-    """What a run asks of each row, one prompt after the other. seed: the run's. control_tokens: see row_source."""
+    """What a run asks of each row, one prompt after the other. seed: the run's seed. control_tokens: see row_source."""
 
     def __init__(self, spec: RunSpec, seed: int, control_tokens: Collection[str] = ()) -> None:
         self._steps = spec.steps
@@ -34,7 +34,7 @@ class Chain(RowAsk):
 
     @classmethod
     def of_plan(cls, plan: Plan, context: JobContext, source: RowSource) -> Self:
-        """Return what asks the rows of a run, one prompt after the other."""
+        """Return the ask that puts a run's prompts to each row, one after the other."""
         return cls(plan.spec, plan.seed, context.model.control_tokens)
 
     @staticmethod
@@ -104,7 +104,7 @@ class Chain(RowAsk):
 
 
 def _ask_of_step(step: PromptStep, spec: RunSpec, seed: int) -> Generate | Scores:
-    """Return what asks one of a row's prompts."""
+    """Return the ask for one of a row's prompts."""
     if not step.is_scored:
         return Generate(spec, seed, step.sampling, step.chat, step.is_chat)
     scoring = Labels.of(spec.labels or (), step.sampling.get(TRUNCATION))

@@ -60,8 +60,8 @@ def answer_field(name: str, spec: RunSpec) -> pa.Field:
 class Generate(RowAsk):
     """Asks for `n` completions of each row, or is one prompt of a Chain.
 
-    sampling, chat: of its prompt. control_tokens: texts that answers must not forge behind a text prompt, unless the
-    prompt allows them.
+    sampling, chat: its prompt's sampling values and chat options. control_tokens: texts that answers must not
+    forge behind a text prompt, unless the prompt allows them.
     """
 
     def __init__(
@@ -89,7 +89,7 @@ class Generate(RowAsk):
 
     @classmethod
     def of_plan(cls, plan: Plan, context: JobContext, source: RowSource) -> Self:
-        """Return what asks the rows of a run for completions."""
+        """Return the ask that gets a completion for each row of a run."""
         spec = plan.spec
         return cls(spec, plan.seed, *spec.chat, spec.is_chat, context.model.control_tokens)
 
@@ -140,7 +140,7 @@ class Generate(RowAsk):
         return failed_answer(reason, self._n)
 
     def request(self, row: Row, seed: int) -> Request:
-        """Return the request of a row's prompt. seed: for a row that names none."""
+        """Return the request of a row's prompt. seed: the seed of a row that names none."""
         row_sampling = row.own_sampling
         sampling = {**self._values, **row_sampling}
         chat = self._chat

@@ -25,7 +25,7 @@ def kind_of(spec: RunSpec) -> type[RowAsk]:
 
 
 def ask_of(plan: Plan, context: JobContext) -> RowAsk:
-    """Return what asks a run's rows, ready to do so. Raises InvalidJob."""
+    """Return the ask for a run's rows. Raises InvalidJob."""
     spec = plan.spec
     source = row_source(spec, context.check_sampling, context.model.control_tokens)
     ask = kind_of(spec).of_plan(plan, context, source)

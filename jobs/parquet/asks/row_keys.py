@@ -169,7 +169,7 @@ def model_mark(model: PinnedModel) -> Keys:
 def whole_keys(keys: Keys, marks: Keys) -> Keys:
     """Return the whole keys of rows. Those of rows that ask nothing stay zeros.
 
-    keys: without a model. marks: of the models that answer, one for all rows or one for each.
+    keys: the rows' keys without a model. marks: the marks of the models that answer, one for all rows or one for each.
     """
     return np.where(keys.any(axis=1, keepdims=True), keys ^ marks, np.uint64(0))
 

@@ -23,7 +23,7 @@ from jobs.tasks import Request
 
 
 def scoring_of(spec: RunSpec) -> type[Scoring] | None:
-    """Return what scores a run's rows; None for a run that generates."""
+    """Return the scoring of a run's rows; None for a run that generates."""
     return Labels if spec.labels is not None else RUN_SCORINGS.get(spec.task)
 
 
@@ -44,7 +44,7 @@ class Scores(RowAsk):
 
     @classmethod
     def of_plan(cls, plan: Plan, context: JobContext, source: RowSource) -> Self:
-        """Return what scores the rows of a run."""
+        """Return the ask that scores the rows of a run."""
         spec = plan.spec
         kind = scoring_of(spec)
         assert kind is not None, "a run that generates"
@@ -72,7 +72,7 @@ class Scores(RowAsk):
         return kind is not None and kind.is_compared
 
     def opening(self) -> Item[None] | None:
-        """Return what asks the row without content, before the others."""
+        """Return the item of the row without content, which is asked before the others."""
         return None if self.before is None else self._calibrated(self.before)
 
     def _calibrated(self, before: Request) -> Item[None]:
@@ -117,7 +117,7 @@ class Scores(RowAsk):
 
 
 def content_free(spec: RunSpec, source: RowSource) -> Row:
-    """Return what a row asks where every column says nothing. Raises InvalidValue if it cannot."""
+    """Return a row whose columns are all without content. Raises InvalidValue if no prompt can be made of it."""
     value: Any = CONTENT_FREE
     if spec.messages_column is not None:
         value = [{"role": "user", "content": CONTENT_FREE}]
@@ -125,7 +125,7 @@ def content_free(spec: RunSpec, source: RowSource) -> Row:
     (row,) = source.rows(batch)
     if isinstance(row, RowProblem):
         raise InvalidValue(
-            f"calibrate asks the template with {{}} for each column, which it cannot be filled with: {row}",
+            f"calibrate puts {{}} into each column, and no prompt can be made of that: {row}",
             repr(CONTENT_FREE),
         )
     return row

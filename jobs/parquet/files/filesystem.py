@@ -60,7 +60,7 @@ FETCH_BYTES = 1 << 20
 class FetchedFile(io.RawIOBase):
     """A Python file whose bytes are fetched when they are read.
 
-    fetch: returns the bytes from one place up to another. size: of the whole file.
+    fetch: returns the bytes from one place up to another. size: the size of the whole file.
     """
 
     def __init__(self, fetch: Callable[[int, int], bytes | bytearray], size: int) -> None:

@@ -9,7 +9,7 @@ from jobs.parquet.files.storage import Storage, reading
 from jobs.runs.plans.names import PARQUET
 from jobs.runs.plans.plan import Plan, PlannedFile
 
-#: A file of at most this many bytes is read whole. Of a larger one, as many bytes are read in samples.
+#: A file of at most this many bytes is read whole. A larger one is read in samples of as many bytes in all.
 WHOLE_BYTES = 1 << 16
 NUM_SAMPLES = 4
 

@@ -58,7 +58,7 @@ def _entered(path: str, roots: Sequence[str], *, create: bool = False) -> Iterat
 
 @contextmanager
 def _links_refused(name: str, folder: int, path: str) -> Iterator[None]:
-    """Raise PathSwapped for an OSError of the body if `name` is a link in the entered folder. path: for the error."""
+    """Raise PathSwapped for an OSError of the body if `name` is a link in the entered folder. path: for errors."""
     try:
         yield
     except OSError:
@@ -151,9 +151,8 @@ class LocalFiles:
     def open_input(self, path: str) -> Any:
         """Open a file for pyarrow to read. Raises InputNotFound if it is no regular file."""
         self.check_interrupted()
-        flags = (
-            os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK
-        )  # without the last one, a FIFO would block here
+        # Without O_NONBLOCK, a FIFO would block here.
+        flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK
         with self._parent(path) as (folder, name), _links_refused(name, folder, path):
             descriptor = os.open(name, flags, dir_fd=folder)
         if not stat.S_ISREG(os.fstat(descriptor).st_mode):

@@ -239,7 +239,7 @@ class _Writer:
     closed = False
 
     def __init__(self, path: str, upload: Any, check_interrupted: Callable[[], None]) -> None:
-        """upload: obstore's writer, which puts an object of one chunk in one request. path: for the errors."""
+        """upload: obstore's writer, which puts an object of one chunk in one request. path: its path, for errors."""
         self._path = path
         self._upload = upload
         self._check_interrupted = check_interrupted

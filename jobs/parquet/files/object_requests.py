@@ -47,7 +47,7 @@ _log = logging.getLogger("rq.worker")
 def opened_store(scheme: str, bucket: str, timeout_s: float, tries_s: float = TRIES_S) -> Any:
     """Return a client of a bucket, for all threads.
 
-    timeout_s: in which the store has to serve. tries_s: for obstore's own tries.
+    timeout_s: the time limit of one call. tries_s: the time limit of obstore's retries within it.
     """
     share = timedelta(seconds=timeout_s * _SHARE)
     options: Any = {

@@ -44,7 +44,7 @@ class Storage:
     ) -> None:
         """Take roots of files and of objects, as run_path returns them.
 
-        check_interrupted: called before anything that takes time. timeout_s: in which a store has to serve.
+        check_interrupted: called before anything that takes time. timeout_s: a store's time limit for one call.
         shard_bytes: the limit of one shard's prompts. A reader of tables may take a share of it.
         """
         self.check_interrupted = check_interrupted

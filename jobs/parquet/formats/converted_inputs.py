@@ -1,4 +1,4 @@
-"""Converts inputs that are no Parquet: planning makes a Parquet file of each.
+"""Converts inputs that are not Parquet: planning makes a Parquet file of each.
 
 These files are in `_input/` beside the plan until the run ends. Their names depend on their contents. So two planners
 at once write the same file, and one that is there stays.
@@ -41,7 +41,7 @@ def scan(
 
 
 def convert_inputs(storage: Storage, plan: Plan, files: Iterable[int], execution_id: str) -> int:
-    """Make the Parquet files of inputs that are no Parquet; return their bytes. Raises InputError or OutputError.
+    """Make the Parquet files of inputs that are not Parquet; return their bytes. Raises InputError or OutputError.
 
     files: numbers of the plan's files.
     """

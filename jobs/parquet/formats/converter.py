@@ -149,9 +149,8 @@ class _TextTable:
     def check_read(self) -> None:
         """Raise OtherEncoding, or TooManyBadLines if too many of the lines read are no rows."""
         self._file.check_encoding()
-        is_judged = (
-            self._num_rows >= MIN_JUDGED_ROWS or not self.kinds
-        )  # JSON lines without a row have no columns
+        # JSON lines without a row have no columns.
+        is_judged = self._num_rows >= MIN_JUDGED_ROWS or not self.kinds
         if (
             self._first_bad is not None
             and is_judged

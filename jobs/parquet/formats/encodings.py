@@ -17,7 +17,7 @@ _MARKS = (
 )
 #: How many bytes to look at. In UTF-16 without a mark, most of every second byte are zero there.
 _HEAD_BYTES = 4096
-#: A byte above 127 beside a letter, as in words in cp1252. In bytes that are no text it may stand anywhere.
+#: A byte above 127 beside a letter, as in words in cp1252. In bytes that are not text it may stand anywhere.
 _IN_WORD = re.compile(rb"[A-Za-z][\x80-\xff]|[\x80-\xff][A-Za-z]")
 #: The handler for bytes that the encoding does not have. It makes their line invalid UTF-8, which costs its row.
 _BAD = "tokenmill-bad"
@@ -38,8 +38,9 @@ class EncodingGuess:
                 raise OtherEncoding(self._path, encoding)
         head = head[:_HEAD_BYTES]
         for first, encoding in ((1, "utf-16-le"), (0, "utf-16-be")):
-            zeros, others = head[first::2], head[1 - first :: 2]
-            if len(zeros) > 3 and zeros.count(0) > len(zeros) // 2 and not others.count(0):
+            zeros = head[first::2]
+            low_bytes = head[1 - first :: 2]
+            if len(zeros) > 3 and zeros.count(0) > len(zeros) // 2 and not low_bytes.count(0):
                 raise OtherEncoding(self._path, encoding)
 
     def see(self, line: bytes) -> None:

@@ -2,7 +2,7 @@
 
 A kind is JSON, as the plan keeps it: "null", "bool", "int" (up to 2**53, which a float holds exactly), "long" (up to 64
 bits), "float", "number" (integers beside floats), "text", {"list": kind}, {"struct": {name: kind}}, or "json" if the
-values have different kinds. A "json" column is text; values that are no text are written there as JSON.
+values have different kinds. A "json" column is text; values that are not text are written there as JSON.
 
 A CSV file's column has a type only if the type writes each value back as the file's text. So prompts show that text,
 and the output loses none of it. Floats are "fraction" if none of them is whole: 1.5, but not 1.0. Numbers written in
@@ -101,7 +101,7 @@ def merged_texts(one: Kind, other: Kind) -> Kind:
 
 
 def kind_of(value: Any, depth: int = 0) -> Kind:
-    """Return the kind of a value from JSON. depth: of the lists and objects that hold it."""
+    """Return the kind of a value from JSON. depth: how many lists and objects hold it."""
     scalar_kind = _OF_TYPE.get(type(value))
     if scalar_kind is not None:
         return scalar_kind
@@ -141,8 +141,10 @@ def kind_of_texts(texts: Iterable[str], decimal: str = ".") -> Kind:
 
 
 def _kind_of_text(text: str, decimal: str) -> str:
+    if decimal == "," and "." in text:
+        return "text"  # its point separates thousands, or it is not a number
     if decimal == ",":
-        text = text.replace(",", ".") if "." not in text else ""
+        text = text.replace(",", ".")
     if text in _TRUTH:
         return "bool"
     if not _NUMBER.fullmatch(text):

@@ -1,4 +1,4 @@
-"""Reads the rows of CSV and JSONL files one by one. A line that is no row costs only that row."""
+"""Reads the rows of CSV and JSONL files one by one. A line that cannot be read costs only its row."""
 
 import csv
 import io
@@ -44,7 +44,7 @@ class Record(NamedTuple):
 class TextFile:
     """The text of a file.
 
-    encoding: as the run says. Without one, the text is read as UTF-8, and `guess` looks at each line.
+    encoding: the run's encoding. Without one, the text is read as UTF-8, and `guess` looks at each line.
     """
 
     def __init__(

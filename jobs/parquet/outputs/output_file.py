@@ -35,7 +35,7 @@ Batches = Iterator[pa.RecordBatch]
 def write_output(storage: Storage, plan: Plan, name: str, sink: Any) -> None:
     """Write the rows of all parts into one file. Raises PartDamaged.
 
-    name: of the file. An OpenAI batch has two, one of them for errors.
+    name: the file's name. An OpenAI batch has two, one of them for errors.
     """
     assert plan.spec.single_file is not None
     answers = frozenset(answer_names(plan.spec))

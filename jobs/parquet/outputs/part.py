@@ -55,7 +55,7 @@ def output_schema(
 ) -> pa.Schema:
     """Return the output's columns: those kept of the input, then the answers'. Raises ColumnConflict, MissingColumn.
 
-    schema: of the input. path: its first file, for errors.
+    schema: the input's schema. path: its first file, for errors.
     """
     for column in (*(spec.keep or ()), *(spec.drop or ())):
         if column not in schema.names:

@@ -317,9 +317,8 @@ class RunFolder:
             facts["second_queue"] = second_queue
         self.state.describe({**facts, **_reuse_facts(self.plan)})
 
-        recorded = (
-            self.state.records()
-        )  # read before the listing: a part that is in both is certainly there
+        # The records are read before the listing, so a part that is in both is certainly there.
+        recorded = self.state.records()
         present = self.shards_with_parts()
         found = {shard: self.part_stats(shard) for shard in present - recorded.keys()}
         gone = {shard: record for shard, record in recorded.items() if shard not in present}
@@ -377,12 +376,14 @@ class RunFolder:
 
     def _check_is_there(self, name: str) -> None:
         if not self._is_there(name):
-            raise OutputNotWritable(self.path(name), "what has this name is no file")
+            raise OutputNotWritable(
+                self.path(name), "something with this name is there, and it is not a file"
+            )
 
     def _remove_leftovers(self) -> None:
         """Remove temporary files, and files with rows that other plannings chose.
 
-        An execution that still runs finds its part in place, and needs its temporary file no more.
+        An execution that still runs finds its part in place, and no longer needs its temporary file.
         """
         chosen_rows = os.path.basename(
             run_names.kept_name(self.plan.reused.name if self.plan.reused else "")

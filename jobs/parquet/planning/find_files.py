@@ -35,7 +35,7 @@ _INT64 = range(-(1 << 63), 1 << 63)
 class FoundFile:
     """A file that a search has found.
 
-    path: its real path. named: the path by which it was found; its suffix tells the format. keys: of its folders.
+    path: its real path. named: the path by which it was found; its suffix tells the format. keys: its folders' keys.
     """
 
     path: str
@@ -133,7 +133,7 @@ class FoundEntry(NamedTuple):
 class _FolderFiles(NamedTuple):
     """What a search has found in one folder.
 
-    files: files of the folder and of its key=value folders. nested: files of its other folders, which are no input.
+    files: files of the folder and of its key=value folders. nested: files of its other folders, which are not read.
     """
 
     files: list[FoundEntry]

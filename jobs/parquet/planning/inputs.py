@@ -40,7 +40,7 @@ def read_inputs(
 ) -> Plan:
     """Look at the files, up to the run's limit of rows; return a new run's plan.
 
-    Raises InputError, also for columns that make no run.
+    Raises InputError, also if a run cannot be made from the columns.
     """
     file_format = one_format((file.named for file in found), spec.input_format)
     look = _Look(storage, file_format, spec.dialect)
@@ -120,7 +120,10 @@ def _num_bytes(groups: Sequence[tuple[int, int]], shard: Shard) -> int:
 
 
 def _check_columns(spec: RunSpec, schema: pa.Schema, path: str) -> None:
-    """Raise MissingColumn, WrongColumnType or ColumnConflict if the columns make no run. schema: with added ones."""
+    """Raise MissingColumn, WrongColumnType or ColumnConflict if a run cannot be made from these columns.
+
+    schema: the columns of the input, and those that planning adds.
+    """
     source = row_source(spec)
     if spec.calibrate:
         content_free(spec, source)  # so that it raises here once, and not in every shard
@@ -130,7 +133,7 @@ def _check_columns(spec: RunSpec, schema: pa.Schema, path: str) -> None:
     source.check(schema)
     if spec.order is not None and ROW_NUMBER in schema.names:
         raise errors.ColumnConflict(
-            ROW_NUMBER, "rename it in the input: a run in an order of its own adds it"
+            ROW_NUMBER, "rename it in the input: a run with an order adds a column of this name"
         )
     output_schema(schema, spec, path)
 

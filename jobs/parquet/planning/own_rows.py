@@ -1,6 +1,6 @@
 """Chooses the rows that a run asks, if these are not all rows of its input in their order.
 
-A run may ask only new rows, or rows in an order of its own. Planning writes them beside the plan, and from there on the
+A run may ask only new rows, or ask rows in another order. Planning writes them beside the plan, and from there on the
 run knows these alone, as the rows of its first file. Their numbers in the input are written beside the keys, so that a
 failed row can be found. A run that reuses earlier ones gets their answers here.
 """
@@ -156,11 +156,11 @@ def with_reused(context: JobContext, storage: Storage, plan: Plan, submission: S
 
 
 def _new_rows(old: OldRuns, look_up: Callable[[], "Matches"], fields: Sequence[pa.Field]) -> Places:
-    """Return the numbers of the rows that no earlier run has answered. fields: of answers."""
+    """Return the numbers of the rows that no earlier run has answered. fields: the answers' columns."""
     matches = look_up()
     needed = [field for field in fields if field.name == "error" or _tells_cuts(field.name)]
     for _ in answers(old, matches, look_up, pa.schema(needed)):
-        pass  # reading them takes from `matches` the rows with an error, and those that cannot be read
+        pass  # reading an answer removes its row from `matches` if it has an error or cannot be read
     return np.flatnonzero(matches.places < 0)
 
 
@@ -172,7 +172,10 @@ def _write_taken_answers(
     look_up: Callable[[], "Matches"],
     fields: Sequence[pa.Field],
 ) -> None:
-    """Write the answers of earlier runs beside the plan, for each shard. asked: RowKeys.name. fields: of answers."""
+    """Write the answers of earlier runs beside the plan, for each shard.
+
+    asked: RowKeys.name. fields: the answers' columns.
+    """
     matches = look_up()
     with RowBuckets(plan.rows) as taken:
         for rows, batch, sources in answers(old, matches, look_up, pa.schema(fields)):
@@ -218,11 +221,11 @@ def remove_reused(storage: Storage, plan: Plan, first: Plan) -> None:
 class Matches:
     """The old rows whose answers a new run may take.
 
-    places: for each new row, the place of its old row among all old rows; -1 for none.
-    models: for each new row, the number in `marks` of the model that answered the old row.
-    marks: of the models whose answers may be taken.
+    places: the place of each new row's old row among all old rows; -1 for none.
+    models: the number in `marks` of the model that answered each new row's old row.
+    marks: the marks of the models whose answers may be taken.
     keys: the new rows' whole keys, with that model.
-    is_shorter: for each new row, whether the old row had a smaller max_tokens.
+    is_shorter: whether each new row's old row had a smaller max_tokens.
     """
 
     places: Places
@@ -237,7 +240,7 @@ def match(
 ) -> Matches:
     """Look up each row of a plan in the old runs. The plan's inputs must be readable.
 
-    Answers of a cascade's second model are looked for first, then those of the first model, then of any other.
+    Answers of a cascade's second model are looked for first, then the first model's, then any other model's.
     """
     marks = model_mark(plan.model)
     if plan.second is not None:
@@ -335,7 +338,7 @@ def _asks_second_too(plan: Plan, old: Plan) -> bool:
 
 
 def _identities(plan: Plan) -> list[object]:
-    """Return what tells a plan's models from others."""
+    """Return what identifies a plan's models."""
     return [plan.model.identity, None if plan.second is None else plan.second.identity]
 
 

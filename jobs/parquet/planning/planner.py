@@ -84,9 +84,8 @@ def plan_run(
             remove_converted(storage, plan)
         folder.make_journal_folder()
 
-    finished = folder.recount(
-        queue
-    )  # before any shard runs, so that the last one knows that it is the last
+    # This is done before any shard runs, so that the last one knows that it is the last.
+    finished = folder.recount(queue)
     enqueued = 0 if finished else enqueue_shards(context, queue, plan, state, missing)
     result = {
         "run": plan.run,
@@ -179,6 +178,6 @@ def second_model(context: JobContext, spec: RunSpec, queue: str, now: float) -> 
         candidates.add(candidate)
 
     if len(candidates) != 1:
-        found = ", ".join(sorted(map(str, candidates))) or "none"
-        raise errors.NoSecondModel(queue, found, str(first))
+        served_models = ", ".join(sorted(map(str, candidates))) or "none"
+        raise errors.NoSecondModel(queue, served_models, str(first))
     return candidates.pop()

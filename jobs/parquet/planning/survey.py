@@ -162,7 +162,7 @@ class SurveyWork(RowsTask):
             super().inspect(index, completions)
 
     def deliver(self, index: int, completions: Sequence[Completion]) -> None:
-        """Take the answer of a request; of the timed batch, only its tokens and the time."""
+        """Take the answer of a request. In the timed batch, only its tokens and the time are taken."""
         if index < len(self._sent):
             super().deliver(index, completions)
             return
@@ -241,8 +241,8 @@ class SurveyWork(RowsTask):
 class PlannedRequest:
     """A request that a run would send.
 
-    row: the first row that it answers. tokens: of its prompt. limit: the row's own max_tokens, 0 for none. rows: how
-    many equal rows it answers. weight: how many such requests it stands for.
+    row: the first row that it answers. tokens: the tokens of its prompt. limit: the row's own max_tokens, 0 for none.
+    rows: how many equal rows it answers. weight: how many such requests it stands for.
     """
 
     row: int
@@ -253,7 +253,7 @@ class PlannedRequest:
 
 
 class _Counts:
-    """Counts what the rows of a run ask. Of a large run it looks at some rows, evenly spread.
+    """Counts what the rows of a run ask. In a large run, it looks at some rows, evenly spread.
 
     total: the run's rows. max_rows: about how many to look at; None for all.
     """
@@ -265,9 +265,8 @@ class _Counts:
         self._ask = ask
         self._meter = meter
         self._total = total
-        self._step = max(
-            1, -(-total // (max_rows or max(1, total)))
-        )  # every row that this divides is looked at
+        # Every row whose number this divides is looked at.
+        self._step = max(1, -(-total // (max_rows or max(1, total))))
         self.requests: list[PlannedRequest] = []
         self.request_tokens = 0
         self._by_key: dict[bytes, PlannedRequest] = {}

@@ -118,9 +118,9 @@ def _may_be_picture(kind: pa.DataType) -> bool:
         return _may_be_picture(kind.value_type)
     if pa.types.is_struct(kind):
         fields = [kind.field(number) for number in range(kind.num_fields)]
-        kinds = [each.type for each in fields if each.name in ("bytes", "path")]
+        kinds = [field.type for field in fields if field.name in ("bytes", "path")]
         return bool(kinds) and all(
-            is_bytes(each) or is_text(each) or pa.types.is_null(each) for each in kinds
+            is_bytes(inner) or is_text(inner) or pa.types.is_null(inner) for inner in kinds
         )
     return is_bytes(kind) or is_text(kind)
 

@@ -93,7 +93,7 @@ class RowSampling:
         return rows_without_null_keys(self.columns, rows)
 
     def of(self, values: Mapping[str, Any]) -> str:
-        """Return a row's sampling values as JSON. Raises RowProblem. values: of its columns."""
+        """Return a row's sampling values as JSON. Raises RowProblem. values: its columns' values."""
         sampling = {}
         for name, column in self._by_name.items():
             value = self._shared.get(name) if values[column] is None else values[column]
@@ -136,7 +136,10 @@ def _from_json(column: str, text: str) -> Any:
 
 
 def _number(value: Any) -> Any:
-    """Return the number in a text of a CSV file, such as 0.70 or 0,7, which is no column of numbers."""
+    """Return the number in a text, any other value as it is.
+
+    A column of a CSV file stays text if its numbers have forms such as 0.70 or 0,7.
+    """
     if not isinstance(value, str):
         return value
     try:
@@ -187,7 +190,7 @@ class RowSource:
     def rows(
         self, batch: pa.RecordBatch, read: ReadFile = str.encode
     ) -> Iterator[Row | RowProblem]:
-        """Yield each row of a batch, or the problem for which it asks nothing. read: returns the file of a path."""
+        """Yield each row of a batch, or why no prompt can be made of it. read: returns the bytes of a path's file."""
         batch = with_own_json(batch)
         has_problems = PROBLEM in batch.schema.names
         for start in range(0, batch.num_rows, SLICE_ROWS):
@@ -268,7 +271,7 @@ def row_source(
 def _step_source(
     spec: RunSpec, sampling: RowSampling | None, control_tokens: Collection[str]
 ) -> RowSource:
-    """Return the source of rows with several prompts. Columns of later prompts stand beside the first one."""
+    """Return the source of rows with several prompts. Columns of later prompts stand beside the first prompt."""
     first, *later_steps = spec.steps
     step_names = [step.name for step in spec.steps]
     later_columns: dict[str, None] = {}
@@ -308,7 +311,7 @@ def _prompts(spec: RunSpec, control_tokens: Collection[str]) -> prompt_source.Pr
 class StepSource(prompt_source.TemplateSource):
     """One of a row's prompts. Its problems name the prompt.
 
-    defaults: of all the row's prompts. taken: names that no column of the input may have.
+    defaults: the defaults of all the row's prompts. taken: names that no column of the input may have.
     """
 
     def __init__(

@@ -64,8 +64,9 @@ _log = logging.getLogger("rq.worker")
 class Record:
     """What a log knows about one row: its answer, or how far it is.
 
-    row: its place in the shard. mark: of the model that answers it. num_tokens: generated for this row and its equal
-    rows; they stand with the first of these. progress: of a row under way, which has no answer.
+    row: its place in the shard. mark: the mark of the model that answers it. num_tokens: how many tokens were
+    generated for this row and its equal rows; 0 for all but the first of these. progress: how far a row under way is;
+    such a row has no answer.
     """
 
     row: int
@@ -135,7 +136,7 @@ def open_log(
 class AnswerLog:
     """Writes and reads the logs of one shard.
 
-    whose: see `whose_log`. keys: of the shard's rows, without a model. fields: the columns of its answers.
+    whose: see `whose_log`. keys: the keys of the shard's rows, without a model. fields: the columns of its answers.
     """
 
     whose: list[Any]
@@ -193,7 +194,7 @@ class AnswerLog:
         if is_other.any():
             raise AnswersDamaged(
                 path,
-                f"its record of row {rows[is_other][0]} is of another row, or of what that row asked before",
+                f"its record of row {rows[is_other][0]} belongs to another row, or to another prompt of it",
             )
 
 

@@ -63,7 +63,7 @@ def write_keys(
 ) -> None:
     """Write the keys of a part's rows, unless they are there.
 
-    keys: whole; zeros for a row without an answer. marks: for each row, its model's mark.
+    keys: the rows' keys, with the model's mark; zeros for a row without an answer. marks: each row's mark of its model.
     """
     models = np.unique(marks, axis=0)
     body = len(models).to_bytes(_COUNT_BYTES, "little") + models.tobytes() + keys.tobytes()
@@ -124,7 +124,7 @@ class KnownKeys:
         self._num_taken = np.zeros(len(keys), np.uint32)  # by the place of the first of equal keys
 
     def forget(self, places: Places) -> None:
-        """Find the keys at these places no more."""
+        """Remove the keys at these places, so that they are no longer found."""
         self._second_halves[places] = 0
 
     def find(self, keys: Keys) -> Places:
@@ -212,8 +212,8 @@ Opened = tuple[pa.Schema, Batches]
 class OldRuns:
     """The runs that a submission names, as they are now. Answers that come later are not seen.
 
-    reused: what is noted about each run. parts: their shards that have answers. plans: of each run. keys: an index of
-    all old rows. marks: the models that have answered.
+    reused: what is noted about each run. parts: their shards that have answers. plans: each run's plan. keys: an index
+    of all old rows. marks: the models that have answered.
     """
 
     def __init__(self, storage: Storage, outputs: Sequence[str], new: Plan) -> None:
@@ -401,7 +401,7 @@ def _check_fields(path: str, schema: pa.Schema, wanted: pa.Schema) -> None:
 
 
 def _wanted_range(wanted: Places, rows: Places, num_rows: int) -> tuple[int, int]:
-    """Return where the wanted rows begin and end that may be among `rows`, the rows of a batch."""
+    """Return the range of `wanted` that may be in a batch. rows: the row numbers of the batch."""
     lowest = rows.min(initial=num_rows)
     highest = rows.max(initial=-1)
     first, last = np.searchsorted(wanted, [lowest, highest + 1])
@@ -409,9 +409,9 @@ def _wanted_range(wanted: Places, rows: Places, num_rows: int) -> tuple[int, int
 
 
 def _places_of(wanted: Places, rows: Places) -> tuple[Places, Places]:
-    """Return the places in `rows` of wanted rows, and the indices into `wanted` of those that are there.
+    """Look wanted row numbers up in `rows`. Return their places in `rows`, and their indices in `wanted`.
 
-    Only equal numbers count, so that no row gets the answer of another.
+    A wanted row that is not in `rows` is left out, so that no row gets the answer of another.
     """
     order = np.argsort(rows, kind="stable")
     places = order[np.searchsorted(rows, wanted, sorter=order)]
@@ -462,7 +462,7 @@ def _is_cut(value: str | list[str] | None) -> bool:
 
 
 def _answered(storage: Storage, plan: Plan) -> dict[int, list[str]]:
-    """Return the shards that have answers, each with its logs; with none if it has a part.
+    """Return the logs of each shard that has answers. A shard with a part needs no log, so its list is empty.
 
     Raises CannotReuse for parts without keys.
     """

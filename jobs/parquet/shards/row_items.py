@@ -23,12 +23,12 @@ def row_runner(
     memo_keys: Keys | None = None,
     let_go: Callable[[Row], None] = lambda row: None,
 ) -> ItemRunner[Answer]:
-    """Return the runner of a shard's rows; it has one answer for each row in the end.
+    """Return the runner of a shard's rows. In the end it has one answer for each row.
 
     rows: an Answer stands for a row that has one already. number_of: gives a row's number in the run. memo: holds the
-    answers of other shards, by whole keys. memo_keys: those of the rows. let_go: called with each row whose texts are
-    not held here any more.
-    Rows are asked in order of what they ask. Equal rows with equal answers are asked once.
+    answers of other shards, by whole keys. memo_keys: the whole keys of the rows. let_go: called with each row whose
+    texts are no longer held here.
+    Rows are asked in the order of their prompts. Equal rows with equal answers are asked once.
     """
 
     def begin(row: Row, place: int) -> Item[Answer]:

@@ -48,7 +48,7 @@ class ShardJournal:
     """The journal of one shard, as one execution reads it and goes on with it."""
 
     def __init__(self, folder: RunFolder, shard: int, log: AnswerLog, mark: bytes) -> None:
-        """mark: of the model that is asked. Records of a cascade's other model are passed over."""
+        """mark: the mark of the model that is asked. Records of a cascade's other model are passed over."""
         self._storage = folder.storage
         self._folder = folder.journal
         self._execution_id = folder.execution_id
@@ -75,7 +75,7 @@ class ShardJournal:
         return left
 
     def keep(self, runner: ItemRunner[Answer], so_far: PromptTokens) -> Callable[[], None] | None:
-        """Return a function that writes down, in any thread, what is new; None if nothing is. See OpenTask."""
+        """Return a function that writes new answers, in any thread; None if there are none. See OpenTask."""
         answered = runner.answered[self._num_written :]
         under_way = runner.under_way(so_far)
         if not answered and not under_way:

@@ -84,7 +84,8 @@ def shard_batches(
 def shard_rows(
     context: JobContext, plan: Plan, shard: Shard, reader: RowReader, source: RowSource
 ) -> Iterator[Row | RowProblem]:
-    file, folders = plan.files[shard.file], {os.path.dirname(each.path) for each in plan.files}
+    file = plan.files[shard.file]
+    folders = {os.path.dirname(input_file.path) for input_file in plan.files}
     read = picture_reader(
         context, None if file.kept and len(folders) > 1 else os.path.dirname(file.path)
     )

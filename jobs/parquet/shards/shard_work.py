@@ -109,7 +109,7 @@ class ShardWork(RowsTask):
         }
 
     def keep(self, so_far: PromptTokens) -> Callable[[], None] | None:
-        """Return what writes an entry of the journal; None if nothing is new."""
+        """Return a function that writes an entry of the journal; None if nothing is new."""
         return None if self._journal is None else self._journal.keep(self.asked, so_far)
 
     def result(self) -> dict[str, Any]:

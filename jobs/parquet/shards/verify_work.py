@@ -49,7 +49,7 @@ class VerifyWork(RowsTask):
     ) -> None:
         """Read the rows of the sample, and what the run has recorded for them.
 
-        sample: "1%" (at least one row), 20 or "20". seed: of the choice of rows.
+        sample: "1%" (at least one row), 20 or "20". seed: the seed by which rows are chosen.
         Raises InvalidJob, RunOfAnotherModel, RunError or NoRoomYet.
         """
         storage = Storage.of(context)

@@ -17,7 +17,7 @@ PROBLEM = "\0problem"
 #: The beginning of the names of extra columns, which hold a column of JSON lines as each row's own JSON. Outputs leave
 #: them out. A file with a column of such a name is refused.
 AS_JSON = "\0json:"
-#: A column that a run in an order of its own adds: the row's number in the whole input, from 0.
+#: A column that a run with an `order` adds: the row's number in the whole input, from 0.
 ROW_NUMBER = "row_number"
 
 PROBLEM_FIELD = pa.field(PROBLEM, pa.string())
@@ -155,7 +155,7 @@ def holds(kind: pa.DataType, is_kind: Callable[[pa.DataType], bool]) -> bool:
 
 
 def with_dicts(value: Any, kind: pa.DataType) -> Any:
-    """Return one of Arrow's values with dicts for its maps. Of equal keys, the last one counts."""
+    """Return one of Arrow's values with dicts for its maps. If keys are equal, the last one counts."""
     if isinstance(value, list) and pa.types.is_map(kind):
         return {f"{key}": with_dicts(item, kind.item_type) for key, item in value}
     if isinstance(value, list):

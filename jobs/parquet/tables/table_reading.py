@@ -46,8 +46,10 @@ Ask = Callable[[str, Mapping[str, Any]], Iterator[tuple[dict[str, Any], bytearra
 class Contents:
     """What a file holds.
 
-    groups: the rows and bytes of each of its row groups; of a file that is no Parquet, as they will be. statistics: of
-    a part, as JSON. kinds: of a text file's columns.
+    groups: the rows and bytes of each of its row groups. A file in another format has none yet: these are the groups
+        that its Parquet file will have.
+    statistics: a part's statistics as JSON; "" for other files.
+    kinds: the kinds of a text file's columns.
     """
 
     schema: pa.Schema
@@ -96,8 +98,8 @@ def read_schema(schema: bytes | bytearray) -> pa.Schema:
 class TableReading:
     """One pass over a file, from a row group to the end. Raises as look_at.
 
-    schema: of the whole file. batches: the chosen columns of its rows, once. A child that was killed is replaced once.
-    One that takes too much memory is asked for fewer rows at a time.
+    schema: the schema of the whole file. batches: the chosen columns of its rows, once.
+    A child that was killed is replaced once. One that takes too much memory is asked for fewer rows at a time.
     """
 
     def __init__(
@@ -168,7 +170,7 @@ def open_table(
 ) -> Iterator[Ask]:
     """Open a file, and lend a function that has a child do a task with it.
 
-    share: of a shard's bytes that the child may take; by default the format's.
+    share: the share of a shard's bytes that the child may take; by default the format's.
     """
     if share is None:
         share = FORMAT_SHARE if input_format else CHILD_SHARE
@@ -243,9 +245,8 @@ class RowReader(TableReading):
                     self._path, f"{end - self.next_row} rows fewer than its footer says"
                 )
             num_passed = min(batch.num_rows, end - self.next_row)
-            num_before = min(
-                num_passed, max(0, shard.start - self.next_row)
-            )  # rows that come before the shard
+            # These rows come before the shard.
+            num_before = min(num_passed, max(0, shard.start - self.next_row))
             self._left = batch.slice(num_passed) if num_passed < batch.num_rows else None
             self.next_row += num_passed
             if num_passed > num_before:

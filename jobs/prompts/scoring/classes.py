@@ -29,7 +29,7 @@ class Classes(Scoring):
 
     @classmethod
     def of_run(cls, options: Mapping[str, Any], model: ServedModel) -> Self:
-        """Return what a run asks for."""
+        """Return the scoring of a run."""
         return cls(truncation(options["sampling"].get(TRUNCATION)))
 
     @classmethod

@@ -35,7 +35,7 @@ class Embeddings(Scoring):
 
     @classmethod
     def of(cls, options: Mapping[str, Any]) -> Self:
-        """Return what these options ask for; those that are None are left out. Raises InvalidJob."""
+        """Return the scoring for these options; those that are None are left out. Raises InvalidJob."""
         values: dict[str, Any] = {}
         for name, parse in _OPTIONS.items():
             if options.get(name) is not None:
@@ -44,7 +44,7 @@ class Embeddings(Scoring):
 
     @classmethod
     def of_run(cls, options: Mapping[str, Any], model: ServedModel) -> Self:
-        """Return what a run asks for."""
+        """Return the scoring of a run."""
         return cls.of({**options, TRUNCATION: options["sampling"].get(TRUNCATION)})
 
     @classmethod
@@ -83,8 +83,10 @@ def embed_task(
 ) -> PromptTask:
     """Return the task of `jobs.embed`. Raises InvalidJob."""
     model_name = parse_model(model)
-    others = {name: value for name, value in options.items() if name not in (*_OPTIONS, TRUNCATION)}
-    for name in without_neutral(others):
+    remaining = {
+        name: value for name, value in options.items() if name not in (*_OPTIONS, TRUNCATION)
+    }
+    for name in without_neutral(remaining):
         raise InvalidValue("{} is no argument of jobs.embed", brief(name))
     encoding = ENCODINGS[0]
     if encoding_format is not None:

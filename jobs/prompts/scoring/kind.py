@@ -21,7 +21,7 @@ MAX_PROBABILITIES = 4_000_000
 
 @dataclass(frozen=True, slots=True)
 class Scored:
-    """What a prompt got. values: by the names of its columns. error: why there are none."""
+    """The result of a prompt. values: its values by the names of their columns. error: why there are none."""
 
     values: Mapping[str, Any] = field(default_factory=dict)
     error: str | None = None
@@ -52,20 +52,20 @@ class Scoring(abc.ABC):
     @classmethod
     @abc.abstractmethod
     def of_run(cls, options: Mapping[str, Any], model: ServedModel) -> Self:
-        """Return what a run asks for. options: the run's; see RunSpec."""
+        """Return the scoring of a run. options: the run's options; see RunSpec."""
 
     @classmethod  # noqa: B027 - any model that generates gives labels
     def check_served(cls, options: Mapping[str, Any], model: ServedModel) -> None:
         """Raise InvalidJob where the model does no such thing, or a shard of the run would hold too much."""
 
     def request(self, prompt: Any, chat: ChatOptions | None = None) -> Request | Unusable:
-        """Return what is asked. chat: the options of a chat, whose messages are the prompt."""
+        """Return the request for a prompt. chat: the options of a chat, whose messages are the prompt."""
         if chat is None:
             return Request(prompt, None, self.values, kind=self.kind)
         return Request(None, prompt, self.values, chat, self.kind)
 
     def requests(self, prompts: Sequence[Prompt | Unusable]) -> list[Request | Unusable]:
-        """Return what is asked of each prompt that can be asked."""
+        """Return a request for each prompt. A prompt that cannot be asked stays as it is."""
         requests: list[Request | Unusable] = []
         for prompt in prompts:
             requests.append(prompt if isinstance(prompt, Unusable) else self.request(prompt))
@@ -73,10 +73,10 @@ class Scoring(abc.ABC):
 
     @abc.abstractmethod
     def scored(self, completion: Completion) -> Scored:
-        """Return what a prompt got."""
+        """Return the result of a prompt."""
 
     def calibrated(self, completion: Completion) -> Self:
-        """Return a scoring that allows for what a prompt without content got."""
+        """Return a scoring that corrects its results by the completion of a prompt without content."""
         return self
 
 
@@ -86,7 +86,7 @@ def unscored(completion: Completion) -> Scored:
 
 
 def truncation(value: object) -> dict[str, int]:
-    """Return the value of a request that says how many tokens of its prompt are read, if any. Raises InvalidJob."""
+    """Return `truncate_prompt_tokens` as a sampling value; no value for None. Raises InvalidJob."""
     if value is None:
         return {}
     if type(value) is not int or (value < 1 and value != -1):

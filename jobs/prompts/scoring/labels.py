@@ -63,7 +63,7 @@ class Labels(Scoring):
 
     @classmethod
     def of(cls, labels: Sequence[str], truncate_prompt_tokens: object = None) -> Self:
-        """Return what asks for these labels. Raises InvalidJob."""
+        """Return the scoring for these labels. Raises InvalidJob."""
         values = {
             "continuations": list(labels),
             "score_end": "auto",
@@ -73,7 +73,7 @@ class Labels(Scoring):
 
     @classmethod
     def of_run(cls, options: Mapping[str, Any], model: ServedModel) -> Self:
-        """Return what a run asks for."""
+        """Return the scoring of a run."""
         return cls.of(options["labels"], options["sampling"].get(TRUNCATION))
 
     def calibrated(self, completion: Completion) -> Self:
@@ -85,7 +85,8 @@ class Labels(Scoring):
     def scored(self, completion: Completion) -> Scored:
         """Return the softmax over the labels' log-likelihoods.
 
-        The label is the likeliest; of equal ones the first. The margin is its probability less that of the next one.
+        The label is the likeliest one, or the first of equally likely ones. The margin is its probability less the next
+        one's.
         """
         if completion.loglikelihoods is None:
             return unscored(completion)
@@ -144,7 +145,7 @@ def classify_task(
             without_content = _messages_without_content(messages, calibrate)
             if pictures_in(messages) or pictures_in(without_content):
                 raise InvalidJob(
-                    "calibrate and pictures do not go together: no picture has no content"
+                    "calibrate and pictures do not go together: a picture always has content"
                 )
             requests.append(scoring.request(without_content, chat))
         return PromptTask(requests, respond, model_name)

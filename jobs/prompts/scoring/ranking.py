@@ -50,7 +50,7 @@ class Relevance(Scoring):
 
     @classmethod
     def of_run(cls, options: Mapping[str, Any], model: ServedModel) -> Self:
-        """Return what a run asks for."""
+        """Return the scoring of a run."""
         return cls(has_head=bool(model.classes))
 
     @classmethod
@@ -59,7 +59,7 @@ class Relevance(Scoring):
         model.check_ranks()
 
     def request(self, prompt: Any, chat: ChatOptions | None = None) -> Request | Unusable:
-        """Return what is asked. prompt: a query and a document."""
+        """Return the request for a prompt, which is a query and a document."""
         query, document = prompt
         if self.has_head:
             return Request(query, None, {"pair": document}, kind="classify")

@@ -27,8 +27,8 @@ class Agreement(Way):
     """Draws samples until a share of them gives one answer, or no answer can reach that share any more.
 
     agree: the share, above 0 and at most 1. agree_on: what of a text is compared: None for all of it, "json" for its
-    JSON, a JSON pointer (RFC 6901) for a part of that, or a pattern for its first group. A sample that was cut, or in
-    which that is not found, agrees with no other. One that failed is not counted.
+    JSON, a JSON pointer (RFC 6901) for a part of that, or a pattern for its first group. A sample that was cut, or
+    has nothing to compare, agrees with no other. One that failed is not counted.
     """
 
     agree: float
@@ -85,7 +85,7 @@ class Agreement(Way):
         return merged(votes.winner, [drawn[0] for drawn in rounds], votes.samples, extras)
 
     def _compared(self, sample: Completion) -> Item[str | None]:
-        """Return what is compared of a sample; None if it agrees with no other."""
+        """Return the part of a sample that is compared; None for a sample that agrees with no other."""
         if sample.finish_reason != "stop":
             return None
         if not self.questions:

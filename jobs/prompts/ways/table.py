@@ -18,16 +18,16 @@ WAY_OPTIONS: Mapping[str, WayOption] = {
 
 
 def split_way(values: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Part keyword arguments into others and the parsed options of ways. Raises InvalidJob."""
+    """Split keyword arguments into the parsed options of ways and all others, which come first. Raises InvalidJob."""
     if WAY_OPTIONS.keys().isdisjoint(values):
         return dict(values), {}
-    others = {name: value for name, value in values.items() if name not in WAY_OPTIONS}
+    remaining = {name: value for name, value in values.items() if name not in WAY_OPTIONS}
     options = {
         name: option.parse(name, values[name])
         for name, option in WAY_OPTIONS.items()
         if values.get(name) is not None and values[name] != []
     }
-    return others, options
+    return remaining, options
 
 
 def way_of(options: Mapping[str, Any]) -> Way | None:

@@ -49,5 +49,5 @@ class Votes:
 
     @property
     def _commonest(self) -> list[Completion]:
-        # Of answers that are equally common the earliest wins: max keeps the first one.
+        # If answers are equally common, the earliest wins: max keeps the first one.
         return max(self._alike.values(), key=len, default=[])

@@ -15,7 +15,7 @@ from jobs.tasks import Request
 class WayOption:
     """An argument of jobs and runs, and an option of the command line.
 
-    parse: makes its value of its name and what was given, or raises InvalidJob. help, type, is_repeatable: as the
+    parse: reads the option's value, or raises InvalidJob. help, type, is_repeatable: as the
     command line shows and reads it.
     """
 
@@ -46,7 +46,7 @@ class Way(abc.ABC):
 
     @abc.abstractmethod
     def item(self, request: Request) -> Item[PromptAnswer]:
-        """Return what asks a prompt in this way."""
+        """Return the item that asks a prompt in this way."""
 
     @property
     def questions(self) -> Sequence[RepairOptions]:
@@ -69,5 +69,5 @@ class Way(abc.ABC):
             checks.prepare(question)
 
     def version(self, checks: Checks) -> str:
-        """Return what changes with the files of functions that are called. Raises InvalidJob."""
+        """Return a version of the functions that are called, from their files. Raises InvalidJob."""
         return " ".join(checks.version(question) for question in self.questions)

@@ -147,7 +147,7 @@ def output_names(single_file: str | None) -> tuple[str, ...]:
 
 
 def part_shards(names: Iterable[str]) -> dict[int, str]:
-    """Return the names that are those of parts, by shard."""
+    """Return the names of parts among a folder's names, by shard."""
     parts = {}
     for name in names:
         match = _PART.fullmatch(name)

@@ -1,4 +1,4 @@
-"""Checks of a run's options: of the smaller ones, each brought into one form, and of what goes together with what."""
+"""Checks a run's options: brings each of the smaller ones into one form, and refuses what does not go together."""
 
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
@@ -26,14 +26,16 @@ def column_names(name: str, value: Any) -> list[str]:
         raise unlike(
             name, value, f"""a list of columns: on the command line of RQ write {name}:='["id"]'"""
         )
-    return sorted({column_name(f"a column of {name}", each) for each in value})
+    return sorted({column_name(f"a column of {name}", column) for column in value})
 
 
 def image_columns(name: str, value: Any) -> list[str] | None:
     if not isinstance(value, str | list | tuple):
         raise unlike(name, value, "a column, or a list of columns")
     names = [value] if isinstance(value, str) else value
-    return list(dict.fromkeys(column_name(f"a column of {name}", each) for each in names)) or None
+    return (
+        list(dict.fromkeys(column_name(f"a column of {name}", column) for column in names)) or None
+    )
 
 
 #: What a run of batch files may be given as well.
@@ -61,35 +63,35 @@ def check_batch(arguments: Mapping[str, Any]) -> None:
 
 
 def model_alias(name: str, value: Any) -> list[str] | None:
-    if not isinstance(value, list) or not all(isinstance(each, str) and each for each in value):
+    if not isinstance(value, list) or not all(isinstance(alias, str) and alias for alias in value):
         raise unlike(name, value, 'names such as ["gpt-4o-mini"], or ["*"]')
     return value or None
 
 
 def sampling_columns(name: str, value: Any) -> dict[str, str]:
-    """Return for names of sampling values the columns that hold each row's. Raises InvalidJob."""
+    """Return the columns of sampling values, by the names of the values. Raises InvalidJob."""
     if not isinstance(value, dict):
         raise unlike(name, value, 'a mapping such as {"max_tokens": "limit"}')
-    for each in value:
-        if not isinstance(each, str) or len(each) > MAX_NAME_CHARS:
+    for sampling_name in value:
+        if not isinstance(sampling_name, str) or len(sampling_name) > MAX_NAME_CHARS:
             raise InvalidValue(
-                f"{name} has {{}}, expected the name of a sampling value", brief(each)
+                f"{name} has {{}}, expected the name of a sampling value", brief(sampling_name)
             )
-        if each == "n":
+        if sampling_name == "n":
             raise InvalidJob(
                 "n cannot come from a column: all rows of a run have as many completions"
             )
-        if each in CHAT_NAMES and each != "tools":
+        if sampling_name in CHAT_NAMES and sampling_name != "tools":
             raise InvalidJob(
-                f"{each} cannot come from a column: give one for all rows, in sampling"
+                f"{sampling_name} cannot come from a column: give one for all rows, in sampling"
             )
-        if each in RESPONSE_NAMES:
+        if sampling_name in RESPONSE_NAMES:
             raise InvalidJob(
-                f"{each} cannot come from a column: the output has the same columns for all rows"
+                f"{sampling_name} cannot come from a column: the output has the same columns for all rows"
             )
     return {
-        each: column_name(f"the column for {each}", column)
-        for each, column in sorted(value.items())
+        sampling_name: column_name(f"the column for {sampling_name}", column)
+        for sampling_name, column in sorted(value.items())
     }
 
 
@@ -135,7 +137,7 @@ OF_PROMPTS = (TRUNCATION, *CHAT_NAMES)
 def check_read(
     values: Mapping[str, Any], what: str, read: Collection[str], whose: str = "sampling"
 ) -> None:
-    """Raise InvalidValue for a sampling value that says something of an answer. what: the kind of ask."""
+    """Raise InvalidValue for a sampling value that shapes a generated answer. what: the kind of ask."""
     for name in values:
         if name not in read or (name == "tool_choice" and forces_call(values)):
             raise InvalidValue(
@@ -144,7 +146,7 @@ def check_read(
 
 
 def check_nothing_generated(options: Mapping[str, Any], *, is_chat: bool) -> None:
-    """Raise InvalidJob for what does not go with labels or with a task that generates nothing. options: the run's."""
+    """Raise InvalidJob for options that do not go with labels, or with a task that generates nothing."""
     task = options["task"]
     if task in RUN_SCORINGS:
         _check_task(task, options, is_chat=is_chat)

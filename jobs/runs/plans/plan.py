@@ -92,9 +92,9 @@ class Plan:
 
     seed: the source of every row's seed.
     added_columns: columns that come after the files' own.
-    columns: for text files, which have no types, each column's kind (jobs.parquet.formats.kinds).
+    columns: the kinds of a text file's columns, which have no types (jobs.parquet.formats.kinds).
     as_json: columns that prompts read as each row's own JSON, because a type would be that of all rows.
-    sizes: for each shard, the bytes of the rows that it asks.
+    sizes: the bytes of the rows that each shard asks.
     second: the model that answers rows with low margins again.
     planned_at: Unix seconds. Chats take it for the present.
     input_folder: holds the Parquet files made from other inputs. By default it is in the output.
@@ -284,7 +284,7 @@ def cut_shards(
     """Cut files into shards of at most `rows_per_shard` rows, each within one file, in row order.
 
     In a run of more than TAIL_SHARE shards, the last ones are smaller. A run without rows gets one empty shard, so that
-    it has a part and readers find the schema. row_groups: for each file, the rows of each of its row groups. limit: the
+    it has a part and readers find the schema. row_groups: the rows of each row group, by file. limit: the
     most rows to take, from the first one on. Raises InvalidJob beyond MAX_SHARDS.
     """
     rows = sum(map(sum, row_groups))
@@ -318,7 +318,7 @@ def _cut(row_groups: Sequence[Sequence[int]], most: int, left: int) -> Iterator[
 
 
 def _shard(file: int, ends: Sequence[int], start: int, rows: int) -> Shard:
-    """Return the shard of one range of rows. ends: for each row group, the row after its last one."""
+    """Return the shard of one range of rows. ends: the row after each row group's last one."""
     first = bisect_right(ends, start)
     last = bisect_left(ends, start + rows)
     group_start = ends[first - 1] if first else 0

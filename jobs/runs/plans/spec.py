@@ -131,10 +131,9 @@ class RunSpec:
         sources = _sources(given)
         if given.get("input_format") == OPENAI_BATCH:
             checks.check_batch(given)
-            sources, given["single_file"] = (
-                [OPENAI_BATCH],
-                True,
-            )  # in the normal form it is no option's value
+            sources = [OPENAI_BATCH]
+            # The normal form has single_file at this value, which no option gives.
+            given["single_file"] = True
         named = {"input": input, "output": output, **given}
         if given.get("task") == checks.RERANK:
             named = {"query_column": "query", "document_column": "document", **named}
@@ -166,10 +165,12 @@ class RunSpec:
     def to_json(self) -> dict[str, Any]:
         """Return the arguments of jobs.score_parquet that are not at their defaults."""
         content = asdict(self)
-        for each in fields(self):
-            default = each.default if each.default_factory is MISSING else each.default_factory()
-            if content[each.name] == default:
-                del content[each.name]
+        for option in fields(self):
+            default = (
+                option.default if option.default_factory is MISSING else option.default_factory()
+            )
+            if content[option.name] == default:
+                del content[option.name]
         way_options = content.pop("way_options", {})
         return {**content, **way_options}
 
@@ -234,14 +235,14 @@ class RunSpec:
 
     @cached_property
     def repairs(self) -> RepairOptions:
-        """Return what is asked of the answers; check_columns: what a function gets beside the prompt's columns."""
+        """Return the checks of answers. check_columns: columns that a function gets beside the prompt's."""
         return RepairOptions(
             self.check, self.max_attempts, self.continue_on_length, self.repair_template
         )
 
     @cached_property
     def way(self) -> Way | None:
-        """Return how each row gets its answer, where it is not asked once."""
+        """Return the way to each row's answer; None for rows that are asked once."""
         return way_of(self.way_options)
 
     def admit(self, checks: Checks) -> None:
@@ -257,12 +258,12 @@ class RunSpec:
             self.way.prepare(checks)
 
     def functions_version(self, checks: Checks) -> str:
-        """Return what changes with the functions that look at answers. Raises InvalidJob."""
+        """Return a version of the functions that look at answers, from their files. Raises InvalidJob."""
         version = checks.version(self.repairs)
         return version if self.way is None else f"{version}{self.way.version(checks)}"
 
     def check_sampling(self, check: Callable[[Mapping[str, Any]], None]) -> None:
-        """Raise InvalidJob for sampling values that no request could use, and for names that are none."""
+        """Raise InvalidJob for sampling values that no request could use, and for unknown names."""
         for sampling in [step.sampling for step in self.steps] or [self.chat[0]]:
             check(sampling)
         for name in self.sampling_columns:
@@ -284,17 +285,17 @@ _PARSERS: Mapping[str, Callable[[str, Any], Any]] = {
 
 
 def _sources(given: Mapping[str, Any]) -> list[str]:
-    """Return which option says what to ask, of each row another thing. Raises InvalidJob for more than one."""
-    found = [
+    """Return the option that says what each row asks. Raises InvalidJob for more than one."""
+    sources = [
         name
         for name in ("prompt_column", "messages_column", "template", "prompts")
         if name in given
     ]
     if given.get("prompt_column") == DEFAULT_PROMPT_COLUMN:
-        found.remove("prompt_column")
-    if len(found) > 1:
-        raise InvalidJob(f"{' and '.join(found)} each say what to ask: give one of them")
-    return found
+        sources.remove("prompt_column")
+    if len(sources) > 1:
+        raise InvalidJob(f"{' and '.join(sources)} each say what to ask: give one of them")
+    return sources
 
 
 def _check_together(spec: RunSpec, given: Mapping[str, Any]) -> None:
@@ -376,7 +377,7 @@ def _check_together(spec: RunSpec, given: Mapping[str, Any]) -> None:
         (
             images,
             not spec.calibrate,
-            "image_column and calibrate do not go together: no picture has no content",
+            "image_column and calibrate do not go together: a picture always has content",
         ),
         (
             low,
@@ -396,9 +397,8 @@ def _check_together(spec: RunSpec, given: Mapping[str, Any]) -> None:
     ):
         if asked and not is_met:
             raise InvalidJob(what)
-    values = [step.sampling for step in spec.steps] or [
-        spec.sampling
-    ]  # raises where steps cannot be
+    # Reading the steps raises an error if they are not valid.
+    values = [step.sampling for step in spec.steps] or [spec.sampling]
     if "logprob_type" in given and not any(name in each for each in values for name in LOGPROBS):
         raise InvalidJob(
             "logprob_type is for log probabilities, and none are asked for: name logprobs too"
@@ -426,7 +426,7 @@ def _check_together(spec: RunSpec, given: Mapping[str, Any]) -> None:
 
 
 def _check_way(spec: RunSpec, way: Way, *, is_batch: bool) -> None:
-    """Raise InvalidJob for what a way to the answer does not go with."""
+    """Raise InvalidJob for an argument that does not go with a way to the answer."""
     name = next(iter(way.options))
     for other, value in (("prompts", spec.prompts), ("labels", spec.labels)):
         if value:

@@ -168,7 +168,7 @@ def enqueue_shards(
 ) -> int:
     """Enqueue shards that no live job works on; return how many. Raises RunBusy, RunCancelled.
 
-    low: for jobs of a cascade's second model, how many rows of each shard it is asked; None for the first model's jobs.
+    low: how many rows of each shard a cascade's second model is asked; None for jobs of the first model.
     """
     for_second = low is not None
     # A shard is at work if the second model's job is alive. So the first model looks at both queues.

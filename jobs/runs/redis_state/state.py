@@ -94,7 +94,7 @@ def record_reasons(connection: Redis, run: str, shard: int, reasons: Reasons) ->
 
 
 def recorded_reasons(connection: Redis, run: str) -> Reasons:
-    """Return the reasons that are kept of a run's parts. If more than MAX_PARTS have errors, some are missing."""
+    """Return the reasons of errors in a run's parts. If more than MAX_PARTS have errors, some are missing."""
     records: Any = connection.hgetall(run_key(run, "errors"))
     reasons = Reasons()
     for record in islice(records.values(), 2 * MAX_PARTS):
@@ -117,7 +117,7 @@ class PartCount:
 
     @classmethod
     def of(cls, length: int, total: bytes | None, failed: int) -> Self:
-        """Return the count from what Redis replied. length: of the parts' hash, which also holds the total."""
+        """Return the count from what Redis replied. length: that of the parts' hash, which also holds the total."""
         return cls(length, None, failed) if total is None else cls(length - 1, int(total), failed)
 
     @property
@@ -129,7 +129,7 @@ class PartCount:
 class RunState:
     """Reads and writes the keys of one run.
 
-    lease: of the job that writes. With it, what a planner writes is written only while the job is held.
+    lease: the lease of the job that writes. With it, a planner writes only while it holds the job.
     """
 
     def __init__(self, connection: Redis, run: str, lease: Lease | None = None) -> None:
@@ -230,9 +230,8 @@ class RunState:
                 self.submit(pipe, plan_job, output, submission)
             elif cancelled is not None:
                 pipe.multi()
-                pipe.hdel(
-                    self._key, "plan_job"
-                )  # if the job is enqueued once more, that is a new submission
+                # If the job is enqueued once more, that is a new submission.
+                pipe.hdel(self._key, "plan_job")
                 pipe.execute()
                 raise RunCancelled(self.run)
 
@@ -332,7 +331,7 @@ class RunState:
             pipe.execute()
 
     def unmark_finished(self, has_ended: Callable[[], bool]) -> None:
-        """Remove the mark of the run's end if the folder has none, as after it was deleted. Raises RunBusy.
+        """Remove the mark of the run's end if its folder has none, because it was deleted. Raises RunBusy.
 
         has_ended: looks into the folder. A worker that ends the run after that look sets the mark again.
         """
@@ -440,7 +439,7 @@ class RunState:
         return self._change(change, self._turn_key, *watched)
 
     def take_turn(self, pipe: Pipeline) -> None:
-        """Have others that `write` at the same time start over once `pipe` is executed."""
+        """Make everybody who is in `write` at the same time start over once `pipe` is executed."""
         pipe.set(self._turn_key, "", ex=RUN_TTL_S)
 
     def _change(self, change: Callable[[Pipeline], T], *watched: str) -> T:

@@ -80,7 +80,7 @@ class RunLook:
     """What one look has seen of a run so far.
 
     done: the number of shards that have a part. claimed: jobs of the run that a worker holds. gone: shards without a
-    part whose job is in Redis no more. stopped: failed jobs that an earlier cancel has stopped.
+    part whose job is no longer in Redis. stopped: failed jobs that an earlier cancel has stopped.
     """
 
     done = 0

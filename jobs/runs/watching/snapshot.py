@@ -37,7 +37,7 @@ class RunSnapshot:
 
     rows, shards, model: None until the run is planned.
     rows_done, tokens: include running shards. All other counts are of finished shards.
-    gone: shards without a part whose job is in Redis no more.
+    gone: shards without a part whose job is no longer in Redis.
     claimed: shards that a worker holds. One of them may be about to write the run's end.
     queue_length: the waiting jobs of any run.
     is_held: whether workers claim nothing because Redis came back with older data.

@@ -347,7 +347,7 @@ def test_a_row_that_asks_something_else_now_costs_its_log(
 ) -> None:
     keys = KEYS.copy()
     keys[row, 1] ^= np.uint64(1)
-    assert f"its record of row {row} is of another row" in reason(
+    assert f"its record of row {row} belongs to another row" in reason(
         storage, path, replace(LOG, keys=keys)
     )
 

@@ -135,9 +135,8 @@ class EndWriter:
         try:
             [reply] = store.finish([outcome])
         except RedisError as error:
-            is_lost = store.renew(
-                [outcome.claimed]
-            )  # raises if the server takes no other write either
+            # This raises if the server takes no other write either.
+            is_lost = store.renew([outcome.claimed])
             if is_lost:
                 self._done(job, outcome, "lost")
                 return

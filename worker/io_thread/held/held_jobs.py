@@ -218,7 +218,7 @@ class HeldJob:
         return int(progress.get("rows_done", 0))
 
     def tokens_open(self) -> dict[str, int]:
-        """Return the tokens of its open requests: in prompts, not yet computed in prompts, and in answers."""
+        """Count the tokens of its open requests: of prompts, of prompts not yet computed, and of answers."""
         running = [
             progress for index, progress in self.begun.items() if index in self.open_requests
         ]

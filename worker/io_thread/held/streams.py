@@ -32,9 +32,8 @@ class Inspections:
         self._checks = checks
         self._pool = FunctionPool(THREADS, "tokenmill-checks")
         self._turn = 0  # the turn of the inspection that began last
-        self._turns: WeakKeyDictionary[OpenTask, int] = (
-            WeakKeyDictionary()
-        )  # the last turn of each task
+        # The last turn of each task.
+        self._turns: WeakKeyDictionary[OpenTask, int] = WeakKeyDictionary()
 
     def submit(
         self,

@@ -77,9 +77,8 @@ def job_of(claimed: ClaimedJob, client: Redis, func_name: str | None = None) -> 
     job = StoredJob(connection=client)
     job.serializer = JSONSerializer
     job.max_bytes = record.max_job_bytes
-    job._id = (
-        claimed.job_id
-    )  # unchecked, because a job whose id RQ's client would refuse must be ended too
+    # Unchecked, because a job whose id RQ's client would refuse must be ended too.
+    job._id = claimed.job_id
     with suppress(Exception):  # its damage was noted when the record was read
         job.restore(record.fields)
     if func_name is not None:
