@@ -9,7 +9,6 @@ How a batch stands is read from its run each time.
 import re
 import time
 from collections.abc import Callable, Mapping
-from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Self
@@ -17,7 +16,7 @@ from typing import Any, Self
 from redis import Redis
 
 from jobs.client import Run
-from jobs.errors import JobsError, UnknownRun
+from jobs.errors import JobsError, RunResubmitted, UnknownRun
 from jobs.runs.control import submit_run
 from jobs.runs.output import RunOutput, output_here
 from jobs.runs.plans.names import MANIFEST, OPENAI_BATCH
@@ -31,6 +30,7 @@ from tokenmill.server.batches.file_store import (
     read_json,
     write_json,
 )
+from tokenmill.server.batches.picture_paths import refuse_picture_paths
 from tokenmill.server.errors import ApiError
 
 #: What the lines of a batch may ask for.
@@ -145,6 +145,10 @@ class Batches:
 
         if max_open is not None:
             self._check_open(project, max_open)
+        try:
+            refuse_picture_paths(path)
+        except FileNotFoundError:  # it was deleted meanwhile
+            raise missing("file", file_id) from None
 
         reused: tuple[str, ...] = ()
         if (metadata or {}).get("reuse") == "true":
@@ -211,8 +215,12 @@ class Batches:
             batch = Batch(**{**asdict(batch), "cancelling_at": int(self._clock())})
             write_json(folder / "batch.json", asdict(batch))
             # A run that Redis has lost counts as cancelled by the record alone.
-            with suppress(UnknownRun):
+            try:
                 self._run(project, batch).cancel()
+            except UnknownRun:
+                pass
+            except RunResubmitted as error:
+                raise ApiError(409, str(error)) from None
             shown = self._shown(project, batch)
         return shown
 
