@@ -4,6 +4,7 @@ import asyncio
 import socket
 import threading
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import uvicorn
@@ -14,6 +15,9 @@ from starlette.responses import PlainTextResponse, Response, StreamingResponse
 from starlette.routing import Route
 
 from tests.rq_workers import wait_until
+from tokenmill.server.answers import jobs_asked
+from tokenmill.server.answers.bodies import Call
+from tokenmill.server.answers.jobs_asked import JobsAsked
 from tokenmill.server.answers.live_models import LiveModels
 from tokenmill.server.connections import BoundedConnection
 
@@ -110,6 +114,42 @@ def test_a_client_that_does_not_read_is_left(port: int) -> None:
     with socket.create_connection(("127.0.0.1", port), timeout=20) as connection:
         connection.sendall(b"GET /endless HTTP/1.1\r\nHost: x\r\n\r\n")
         wait_until(lambda: ENDED)
+
+
+def test_a_job_that_is_being_enqueued_is_not_taken_for_lost(
+    redis: Redis, redis_url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(jobs_asked, "LOOK_S", 0.0)
+    call = Call("jobs.complete", {"prompt": "x"}, None)
+
+    async def ask() -> None:
+        asked = JobsAsked(redis_url, redis, "prompts", timeout_s=1)
+        enqueue = asked._enqueue
+        look = asked._look_for_lost
+        looked = threading.Semaphore(0)
+
+        async def look_and_tell() -> None:
+            await look()
+            looked.release()
+
+        def enqueue_late(*args: Any, **options: Any) -> None:
+            while looked.acquire(blocking=False):
+                pass
+            for _ in range(2):  # the first may have begun before
+                assert looked.acquire(timeout=20)
+            enqueue(*args, **options)
+
+        monkeypatch.setattr(asked, "_look_for_lost", look_and_tell)
+        first = asyncio.create_task(asked.ask("first", call))
+        await asyncio.to_thread(wait_until, lambda: redis.exists("rq:job:first"))
+        monkeypatch.setattr(asked, "_enqueue", enqueue_late)
+        try:
+            answers = await asyncio.gather(first, asked.ask("second", call), return_exceptions=True)
+        finally:
+            await asked.close()
+        assert [each.status for each in answers] == [504, 504]  # type: ignore[union-attr]
+
+    asyncio.run(ask())
 
 
 def test_requests_that_come_together_await_the_first_look_at_the_workers(redis: Redis) -> None:

@@ -50,12 +50,13 @@ class _Awaited:
     """A job whose answer somebody awaits.
 
     ended: gets the entry of its result. pieces: the pieces of its text; None if nobody reads these. last_id: of the
-    last piece that was read.
+    last piece that was read. is_enqueued: the job is in Redis, unless somebody removed it.
     """
 
     ended: asyncio.Future[Mapping[bytes, bytes]]
     pieces: asyncio.Queue[TextPiece] | None = None
     last_id: bytes = b"0"
+    is_enqueued: bool = False
 
 
 class JobsAsked:
@@ -121,6 +122,7 @@ class JobsAsked:
         self._awaited[job_id] = awaited
         try:
             await run_in_threadpool(self._enqueue, job_id, call, is_followed=pieces is not None)
+            awaited.is_enqueued = True
             self._read_on()
             yield awaited
         finally:
@@ -215,7 +217,7 @@ class JobsAsked:
 
     async def _look_for_lost(self) -> None:
         """Fail the calls whose jobs were cancelled or deleted: they leave no result."""
-        job_ids = list(self._awaited)
+        job_ids = [name for name, awaited in self._awaited.items() if awaited.is_enqueued]
         pipe = self._reader.pipeline(transaction=False)
         for job_id in job_ids:
             pipe.hget(rq_jobs.job_key(job_id), "status")
