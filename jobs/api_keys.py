@@ -24,6 +24,8 @@ from jobs.errors import unlike
 PREFIX = "tm-"
 #: Characters of the hash by which a key is named in lists, and revoked.
 ID_CHARS = 12
+#: A field beside the keys, which stays when all are revoked.
+_HAD_KEYS = "had-keys"
 
 
 @dataclass(frozen=True)
@@ -57,16 +59,17 @@ def add_key(connection: Redis, project: str, name: str) -> str:
 
 def list_keys(connection: Redis) -> list[ApiKey]:
     """Return all keys, the oldest first."""
-    records: Any = connection.hgetall(API_KEYS_KEY)
+    records = _records(connection)
     keys = [_key(stored.text(digest), record) for digest, record in records.items()]
     return sorted(keys, key=lambda key: (key.created_at, key.id))
 
 
 def revoke_key(connection: Redis, key_id: str) -> bool:
     """Remove the key with this id; return whether there was one."""
-    digests: Any = connection.hkeys(API_KEYS_KEY)
-    for digest in map(stored.text, digests):
+    for digest in map(stored.text, _records(connection)):
         if key_id and digest[:ID_CHARS] == key_id:
+            # The mark comes first: without any key, a local server would take every request.
+            connection.hset(API_KEYS_KEY, _HAD_KEYS, "1")
             return bool(connection.hdel(API_KEYS_KEY, digest))
     return False
 
@@ -74,7 +77,7 @@ def revoke_key(connection: Redis, key_id: str) -> bool:
 def find_key(connection: Redis, secret: str) -> ApiKey | None:
     """Return the key with this secret; None if there is none. Hashes are compared, in constant time."""
     digest = _hash(secret)
-    records: Any = connection.hgetall(API_KEYS_KEY)
+    records = _records(connection)
     matching = [
         (stored.text(known), record)
         for known, record in records.items()
@@ -84,8 +87,15 @@ def find_key(connection: Redis, secret: str) -> ApiKey | None:
 
 
 def has_keys(connection: Redis) -> bool:
-    """Whether there are any keys."""
+    """Whether requests need a key: there are some, or there were some that are revoked."""
     return bool(connection.exists(API_KEYS_KEY))
+
+
+def _records(connection: Redis) -> dict[bytes, bytes]:
+    """Return the records of all keys by their hashes."""
+    records: Any = connection.hgetall(API_KEYS_KEY)
+    records.pop(_HAD_KEYS.encode(), None)
+    return dict(records)
 
 
 @dataclass(frozen=True)

@@ -20,6 +20,7 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, PlainTextResponse, Response, StreamingResponse
 from starlette.routing import Route
 
+from jobs.common.display import safe_name
 from jobs.common.workers import WorkerSample
 from tokenmill.server.answers.bodies import ENDPOINTS, Call, call_of
 from tokenmill.server.answers.event_streams import EventStream
@@ -149,7 +150,7 @@ class ApiServer:
                 "%s %s %s %d, project %s, %d ms",
                 request_id,
                 request.method,
-                request.url.path,
+                safe_name(request.scope["path"]),
                 response.status_code,
                 name,
                 round((time.monotonic() - started) * 1000),
@@ -161,7 +162,7 @@ class ApiServer:
     async def _ask(self, request: Request, project: Project, request_id: str) -> Response:
         """Answer a call by a job."""
         body = await json_body(request)
-        call = await run_in_threadpool(call_of, request.url.path, body)
+        call = await run_in_threadpool(call_of, request.scope["path"], body)
         if call.is_streamed:
             stream = EventStream(request_id, call, call.model or "")
             return await self._stream(request, call, request_id, stream.events)
@@ -219,12 +220,14 @@ class ApiServer:
         raise ApiError(404, f"the model {name!r} is not served", code="model_not_found")
 
     async def _missing(self, request: Request, project: Project, request_id: str) -> Response:
-        path = request.url.path
+        path = request.scope["path"]
         if path.startswith(("/v1/files", "/v1/batches")) and self._options.folder is None:
             raise ApiError(404, f"{path} needs a server that was started with --folder")
         served = ", ".join([*ENDPOINTS, RESPONSES, "/v1/models", "/v1/files", "/v1/batches"])
         raise ApiError(
-            404, f"{request.method} {path} is not served, but {served}", code="unknown_url"
+            404,
+            f"{request.method} {safe_name(path)} is not served, but {served}",
+            code="unknown_url",
         )
 
     async def _livez(self, _: Request) -> Response:

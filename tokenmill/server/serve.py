@@ -9,6 +9,7 @@ from redis.exceptions import RedisError
 from jobs.api_keys import has_keys
 from jobs.runs.plans.paths import is_stored
 from tokenmill.server.app import ApiServer, ServerOptions
+from tokenmill.server.connections import BoundedConnection
 from tokenmill.serving import (
     REDIS_TIMEOUT_S,
     NotServed,
@@ -52,7 +53,7 @@ def serve(
     )
     app = ApiServer(redis_url, connection, options).app()
     listener = listen(bind, port, BACKLOG)
-    run_app(app, "API server", bind, listener, writes_json=writes_json)
+    run_app(app, "API server", bind, listener, writes_json=writes_json, http=BoundedConnection)
 
 
 def _folder(name: str) -> Path:

@@ -51,6 +51,19 @@ def test_a_revoked_key_is_no_key(redis: Redis, redis_url: str) -> None:
     assert "no key has the id" in result.output
 
 
+def test_revoking_the_last_key_does_not_open_a_local_server(redis: Redis, redis_url: str) -> None:
+    projects = Projects(redis, is_local=True)
+    assert asyncio.run(projects.of(Headers())).name == "default"
+    run(redis_url, "add", "search")
+    (key,) = list_keys(redis)
+    run(redis_url, "revoke", key.id)
+    assert list_keys(redis) == []
+    with pytest.raises(ApiError) as caught:
+        asyncio.run(projects.of(Headers()))
+    assert caught.value.status == 401
+    assert run(redis_url, "list") == ""
+
+
 @pytest.mark.parametrize("project", ["", "../x", "a/b", "-a", "a" * 65, "a b"])
 def test_a_project_has_the_name_of_a_folder(redis: Redis, redis_url: str, project: str) -> None:
     result = CliRunner().invoke(main, ["--url", redis_url, "keys", "add", "--", project])

@@ -9,7 +9,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tokenmill.server.batches.uploads import MAX_FIELD_BYTES, Upload
+from tokenmill.server.batches.uploads import (
+    MAX_FIELD_BYTES,
+    MAX_NAME_CHARS,
+    MAX_OTHER_BYTES,
+    SILENT_S,
+    Upload,
+)
 from tokenmill.server.errors import ApiError
 
 TYPE = "multipart/form-data; boundary=frontier"
@@ -77,3 +83,56 @@ def test_an_upload_that_cannot_be_is_refused(body: bytes, limit: int, status: in
 def test_a_body_of_another_type_is_refused(content_type: str) -> None:
     with pytest.raises(ApiError, match="multipart"):
         Upload(content_type, io.BytesIO(), 1)
+
+
+@pytest.mark.parametrize(
+    "parameter",
+    [
+        "filename*=unicode_escape''%5cud800",
+        "filename*=idna''%80xn--",
+        "filename*=a\0b'x'q",
+        "filename*=zip''x",
+        "filename*0*=utf-8''a; filename*1=b; filename*x=3",
+        'filename="' + "a" * 3000 + '"',
+        'filename="a\x1b[2J\tb"',
+    ],
+)
+def test_a_file_has_a_name_that_can_be_shown(parameter: str) -> None:
+    head = f'--frontier\r\nContent-Disposition: form-data; name="file"; {parameter}\r\n\r\n'
+    upload, written = read(head.encode() + b"x\r\n--frontier--\r\n", [])
+    assert written == b"x"
+    assert upload.file_name
+    assert upload.file_name.encode().decode() == upload.file_name
+    assert upload.file_name.isprintable()
+    assert len(upload.file_name) <= MAX_NAME_CHARS + 3
+
+
+@pytest.mark.parametrize(
+    "boundary",
+    ["boundary=" + "b" * 20_000, 'boundary=""', "boundary*=idna''%80", "boundary*=a\0b'x'q", ""],
+)
+def test_a_boundary_that_cannot_be_is_refused(boundary: str) -> None:
+    with pytest.raises(ApiError) as caught:
+        Upload(f"multipart/form-data; {boundary}", io.BytesIO(), 1)
+    assert caught.value.status == 400
+
+
+def test_what_follows_the_last_boundary_is_bounded() -> None:
+    body = multipart(b"x", purpose="batch")
+    assert read(body + b"y" * 1000, [len(body)])[1] == b"x"
+    with pytest.raises(ApiError) as caught:
+        read(body + b"y" * (MAX_OTHER_BYTES + 100), [len(body)], 50)
+    assert caught.value.status == 413
+
+
+def test_an_upload_that_only_trickles_is_refused() -> None:
+    times = iter([0.0, 1.0, SILENT_S + 1])
+
+    async def chunks() -> AsyncIterator[bytes]:
+        yield b"--frontier\r\n"
+        yield b"Content-Disposition: "
+
+    upload = Upload(TYPE, io.BytesIO(), 1000, clock=lambda: next(times))
+    with pytest.raises(ApiError) as caught:
+        asyncio.run(upload.read(chunks()))
+    assert caught.value.status == 408

@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import logging
 from base64 import b64decode
 from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
@@ -19,6 +20,9 @@ from jobs.common.rq_jobs import JobStatus, ResultType
 from jobs.runs.job_cancel import cancel_job
 from tokenmill.server.answers.bodies import Call
 from tokenmill.server.errors import ApiError, job_error
+from tokenmill.serving import REDIS_TIMEOUT_S
+
+logger = logging.getLogger("tokenmill")
 
 #: How long a result is kept for the server to read it.
 RESULT_TTL_S = 300
@@ -61,7 +65,9 @@ class JobsAsked:
         self._connection = connection
         self._queue = queue
         self._timeout_s = timeout_s
-        self._reader = redis_asyncio.Redis.from_url(redis_url, socket_connect_timeout=5.0)
+        self._reader = redis_asyncio.Redis.from_url(
+            redis_url, socket_timeout=REDIS_TIMEOUT_S, socket_connect_timeout=REDIS_TIMEOUT_S
+        )
         self._awaited: dict[str, _Awaited] = {}
         self._reading: asyncio.Task[None] | None = None
 
@@ -122,7 +128,13 @@ class JobsAsked:
             self._awaited.pop(job_id, None)
             if not awaited.ended.done():
                 awaited.ended.cancel()
-                await asyncio.shield(run_in_threadpool(cancel_job, self._connection, job_id))
+                await asyncio.shield(run_in_threadpool(self._cancel, job_id))
+
+    def _cancel(self, job_id: str) -> None:
+        try:
+            cancel_job(self._connection, job_id)
+        except RedisError as error:  # the job ends by its own time limit
+            logger.warning("%s: its job cannot be cancelled: %s", job_id, error)
 
     def _enqueue(self, job_id: str, call: Call, *, is_followed: bool) -> None:
         """Write the job and its fields in one transaction, so that no worker of another model takes it."""

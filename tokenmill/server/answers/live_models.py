@@ -1,5 +1,6 @@
 """What the living workers of a queue serve, read from Redis at most once a second."""
 
+import asyncio
 import time
 from collections.abc import Callable
 
@@ -24,14 +25,16 @@ class LiveModels:
         self._clock = clock
         self._samples: list[WorkerSample] = []
         self._looked_at: float | None = None
+        self._looking = asyncio.Lock()
 
     async def samples(self) -> list[WorkerSample]:
         """Return what each living worker says of itself, also those that load. Raises RedisError."""
-        now = self._clock()
-        if self._looked_at is None or now - self._looked_at >= LOOK_S:
-            self._looked_at = now
-            self._samples = await run_in_threadpool(self._read)
-        return self._samples
+        async with self._looking:  # requests that come together await the same look
+            now = self._clock()
+            if self._looked_at is None or now - self._looked_at >= LOOK_S:
+                self._samples = await run_in_threadpool(self._read)
+                self._looked_at = self._clock()
+            return self._samples
 
     def _read(self) -> list[WorkerSample]:
         samples = []

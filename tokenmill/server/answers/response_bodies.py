@@ -52,6 +52,9 @@ _OWN = (
 )
 
 
+_KINDS: Mapping[type, str] = {list: "list", dict: "object"}
+
+
 def response_call(body: Any) -> Call:
     """Return the chat that a body asks for. Raises ApiError."""
     if not isinstance(body, dict):
@@ -69,6 +72,9 @@ def response_call(body: Any) -> Call:
     reasoning = body.get("reasoning")
     if isinstance(reasoning, dict) and reasoning.get("effort") is not None:
         chat["reasoning_effort"] = reasoning["effort"]
+    for name, kind in (("tools", list), ("metadata", dict), ("reasoning", dict)):
+        if not isinstance(body.get(name), kind | None):
+            raise ApiError(400, f"{name} is no {_KINDS[kind]}", param=name)
     response_format = _format(body.get("text"))
     if response_format is not None:
         chat["response_format"] = response_format

@@ -16,7 +16,7 @@ from typing import Any, Self
 from redis import Redis
 
 from jobs.client import Run
-from jobs.errors import JobsError, UnknownRun
+from jobs.errors import JobsError, RunResubmitted, UnknownRun
 from jobs.runs.control import submit_run
 from jobs.runs.output import RunOutput, output_here
 from jobs.runs.plans.names import MANIFEST, OPENAI_BATCH
@@ -30,6 +30,7 @@ from tokenmill.server.batches.file_store import (
     read_json,
     write_json,
 )
+from tokenmill.server.batches.picture_paths import refuse_picture_paths
 from tokenmill.server.errors import ApiError
 
 #: What the lines of a batch may ask for.
@@ -144,6 +145,10 @@ class Batches:
 
         if max_open is not None:
             self._check_open(project, max_open)
+        try:
+            refuse_picture_paths(path)
+        except FileNotFoundError:  # it was deleted meanwhile
+            raise missing("file", file_id) from None
 
         reused: tuple[str, ...] = ()
         if (metadata or {}).get("reuse") == "true":
@@ -164,7 +169,11 @@ class Batches:
         folder = self._folder(project, batch.id)
         folder.mkdir(parents=True)
         write_json(folder / "batch.json", asdict(batch))
-        self._submit(project, batch)
+        try:
+            self._submit(project, batch)
+        except JobsError as error:  # nothing was enqueued, and no later try would be taken
+            (folder / "batch.json").unlink(missing_ok=True)
+            raise ApiError(400, str(error)) from None
         return self._shown(project, batch)
 
     def _check_open(self, project: str, max_open: int) -> None:
@@ -178,19 +187,16 @@ class Batches:
             )
 
     def _submit(self, project: str, batch: Batch) -> None:
-        """Submit a batch's run; one that was submitted before is resumed."""
-        try:
-            submit_run(
-                self._connection,
-                self._queue,
-                input=[batch.input_path],
-                output=str(self._folder(project, batch.id) / "run"),
-                input_format=OPENAI_BATCH,
-                max_errors="100%",
-                reuse=list(batch.reused) or None,
-            )
-        except JobsError as error:
-            raise ApiError(400, str(error)) from None
+        """Submit a batch's run; one that was submitted before is resumed. Raises JobsError."""
+        submit_run(
+            self._connection,
+            self._queue,
+            input=[batch.input_path],
+            output=str(self._folder(project, batch.id) / "run"),
+            input_format=OPENAI_BATCH,
+            max_errors="100%",
+            reuse=list(batch.reused) or None,
+        )
 
     def retrieve(self, project: str, batch_id: str) -> dict[str, Any]:
         """Return how a batch stands. Raises ApiError if there is none."""
@@ -208,7 +214,13 @@ class Batches:
         if shown["status"] in OPEN_STATUSES:
             batch = Batch(**{**asdict(batch), "cancelling_at": int(self._clock())})
             write_json(folder / "batch.json", asdict(batch))
-            self._run(project, batch).cancel()
+            # A run that Redis has lost counts as cancelled by the record alone.
+            try:
+                self._run(project, batch).cancel()
+            except UnknownRun:
+                pass
+            except RunResubmitted as error:
+                raise ApiError(409, str(error)) from None
             shown = self._shown(project, batch)
         return shown
 
@@ -259,8 +271,11 @@ class Batches:
         if batch.cancelling_at is not None:
             return Standing("cancelled")
         # Redis was lost, or a server died before it submitted the run. Parts that are there stay.
-        self._submit(project, batch)
-        return Standing.of(run.status())
+        try:
+            self._submit(project, batch)
+            return Standing.of(run.status())
+        except JobsError as error:
+            return Standing("failed", reason=str(error))
 
     def _shown(self, project: str, batch: Batch) -> dict[str, Any]:
         """Return OpenAI's object of a batch."""

@@ -21,6 +21,7 @@ MAX_FILE_BYTES = 4 << 30
 #: OpenAI's limits of a page, and of a file's life in seconds.
 MAX_PAGE = {"files": 10_000, "batches": 100}
 DEFAULT_PAGE = {"files": 10_000, "batches": 20}
+MAX_PURPOSE_CHARS = 64
 MIN_LIFE_S, MAX_LIFE_S = 3600, 30 * 24 * 3600
 
 
@@ -43,6 +44,10 @@ class BatchCalls:
             purpose = upload.fields.get("purpose")
             if not purpose:
                 raise ApiError(400, "purpose is missing: send 'batch'", param="purpose")
+            if len(purpose) > MAX_PURPOSE_CHARS:
+                raise ApiError(
+                    400, f"purpose has more than {MAX_PURPOSE_CHARS} characters", param="purpose"
+                )
             life_s = _life_s(upload.fields)
             name = upload.file_name or "upload"
             file = await run_in_threadpool(

@@ -92,12 +92,13 @@ class FileStore:
         """Return a project's uploads, the latest first, and remove those that have expired."""
         folder = self.project_folder(project, "files")
         files = []
-        for path in sorted(_names(folder), reverse=True):
+        names = set(_names(folder))
+        for path in sorted(names, reverse=True):
             if path.endswith(".json"):
                 file = self._read(folder, path.removesuffix(".json"))
                 if file is not None:
                     files.append(file)
-            elif path.endswith(_PARTIAL):
+            elif f"{path}.json" not in names:
                 self._remove_abandoned(folder / path)
         return files
 
@@ -144,7 +145,7 @@ class FileStore:
         return file
 
     def _remove_abandoned(self, path: Path) -> None:
-        """Remove an upload whose server died long ago."""
+        """Remove what a server left that died long ago while it took or removed a file."""
         try:
             if path.stat().st_mtime < self._clock() - ABANDONED_S:
                 path.unlink(missing_ok=True)

@@ -4,34 +4,49 @@ Source: RFC 7578 (multipart/form-data).
 """
 
 import asyncio
-from collections.abc import AsyncIterator
+import time
+from collections.abc import AsyncIterator, Callable
 from email.message import Message
+from email.utils import collapse_rfc2231_value
 from typing import BinaryIO
 
 from python_multipart import MultipartParser
-from python_multipart.exceptions import MultipartParseError
+from python_multipart.exceptions import FormParserError
 from starlette.concurrency import run_in_threadpool
 
+from jobs.common.display import safe_name
 from tokenmill.server.errors import ApiError
 
 #: The most bytes of all fields together, with their headers.
 MAX_FIELD_BYTES = 1 << 16
+#: The most bytes of an upload beside its file: fields, boundaries and what follows the last one.
+MAX_OTHER_BYTES = 1 << 20
 #: Bytes of a file that are written at once.
 WRITE_BYTES = 1 << 20
 #: Seconds that a client may send nothing.
 SILENT_S = 60.0
+#: The fewest bytes a second of an upload that takes longer than SILENT_S.
+MIN_RATE = 1 << 10
+#: The longest name of a file that is kept.
+MAX_NAME_CHARS = 255
 
 
 class Upload:
     """One upload as it comes. fields: by their names. file_name: what the client calls the file; None without one."""
 
-    def __init__(self, content_type: str, sink: BinaryIO, max_file_bytes: int) -> None:
+    def __init__(
+        self,
+        content_type: str,
+        sink: BinaryIO,
+        max_file_bytes: int,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
         """Raises ApiError for a body that is no multipart. sink: takes the bytes of the field `file`."""
-        message = Message()
-        message["content-type"] = content_type
-        boundary = message.get_boundary()
-        if message.get_content_type() != "multipart/form-data" or boundary is None:
+        kind = _parameter(content_type, None)
+        boundary = _parameter(content_type, "boundary")
+        if kind.lower() != "multipart/form-data" or not boundary:
             raise ApiError(400, "the body is no multipart/form-data with a boundary")
+        self._clock = clock
         self.fields: dict[str, str] = {}
         self.file_name: str | None = None
         self._sink = sink
@@ -40,22 +55,27 @@ class Upload:
         self._num_file_bytes = 0
         self._has_ended = False
         self._waiting = bytearray()  # bytes of the file that are not written yet
-        self._parser = MultipartParser(
-            boundary,
-            {
-                "on_part_begin": self._begin_part,
-                "on_header_field": self._take_header_name,
-                "on_header_value": self._take_header_value,
-                "on_header_end": self._end_header,
-                "on_headers_finished": self._end_headers,
-                "on_part_data": self._take_data,
-                "on_part_end": self._end_part,
-                "on_end": self._end,
-            },
-        )
+        try:
+            self._parser = MultipartParser(
+                boundary.encode("latin-1", "replace"),
+                {
+                    "on_part_begin": self._begin_part,
+                    "on_header_field": self._take_header_name,
+                    "on_header_value": self._take_header_value,
+                    "on_header_end": self._end_header,
+                    "on_headers_finished": self._end_headers,
+                    "on_part_data": self._take_data,
+                    "on_part_end": self._end_part,
+                    "on_end": self._end,
+                },
+            )
+        except FormParserError as error:
+            raise ApiError(400, f"the upload is no multipart/form-data: {error}") from None
 
     async def read(self, chunks: AsyncIterator[bytes]) -> None:
         """Read the whole body. Raises ApiError for one that is cut, too large or too slow, and OSError."""
+        began_at = self._clock()
+        num_bytes = 0
         while True:
             try:
                 async with asyncio.timeout(SILENT_S):
@@ -64,9 +84,17 @@ class Upload:
                 raise ApiError(408, f"nothing of the upload came for {SILENT_S:.0f} s") from None
             if chunk is None:
                 break
+            num_bytes += len(chunk)
+            if num_bytes > self._max_file_bytes + MAX_OTHER_BYTES:
+                raise ApiError(413, f"the file has more than {self._max_file_bytes} bytes")
+            duration_s = self._clock() - began_at
+            if duration_s > SILENT_S and num_bytes < duration_s * MIN_RATE:
+                raise ApiError(408, f"the upload came with less than {MIN_RATE} bytes a second")
+            if self._has_ended:
+                continue  # RFC 2046 lets an epilogue follow, which says nothing
             try:
                 self._parser.write(chunk)
-            except MultipartParseError as error:
+            except FormParserError as error:
                 raise ApiError(400, f"the upload is no multipart/form-data: {error}") from None
             if len(self._waiting) >= WRITE_BYTES:
                 await self._write()
@@ -102,14 +130,14 @@ class Upload:
         self._header_value = bytearray()
 
     def _end_headers(self) -> None:
-        message = Message()
-        message["content-disposition"] = self._headers.get("content-disposition", "")
-        name = message.get_param("name", "", "content-disposition")
-        self._name = name if isinstance(name, str) else ""
+        disposition = self._headers.get("content-disposition", "")
+        self._name = _parameter(disposition, "name")
         if self._name == "file":
             if self.file_name is not None:
                 raise ApiError(400, "the upload has two fields `file`", param="file")
-            self.file_name = message.get_filename("") or "upload"
+            self.file_name = (
+                safe_name(_parameter(disposition, "filename"), MAX_NAME_CHARS) or "upload"
+            )
 
     def _take_data(self, data: bytes, start: int, end: int) -> None:
         if self._name != "file":
@@ -134,3 +162,16 @@ class Upload:
         self._num_field_bytes += size
         if self._num_field_bytes > MAX_FIELD_BYTES:
             raise ApiError(413, f"the upload's fields have more than {MAX_FIELD_BYTES} bytes")
+
+
+def _parameter(header: str, name: str | None) -> str:
+    """Return a parameter of a header, or its value for None; "" without one, or with one that cannot be decoded."""
+    message = Message()
+    message["content-type"] = header
+    try:
+        if name is None:
+            return message.get_content_type()
+        value = collapse_rfc2231_value(message.get_param(name, ""))
+    except ValueError:  # RFC 2231 lets the client name a character set
+        return ""
+    return value.encode("utf-8", "replace").decode()
