@@ -69,7 +69,7 @@ class Served:
         )
 
     def hold(self, task: OpenTask) -> HeldJob:
-        record = SimpleNamespace(limit_s=0, meta={})
+        record = SimpleNamespace(limit_s=0, meta={}, is_followed=False)
         claimed = SimpleNamespace(record=record, execution_id="execution")
         job = self.jobs.add(cast(Any, claimed))
         job.open_task = task

@@ -186,10 +186,10 @@ def test_a_worker_that_lacks_descriptors_or_memory_for_a_request_gives_its_job_b
 ) -> None:
     prepare, lacking = FakeEngine.prepare, [error]
 
-    def lack(self: FakeEngine, prompt: Any, **options: Any) -> Any:
+    def lack(self: FakeEngine, prompt: Any, *params: Any) -> Any:
         if prompt == "b" and lacking:
             raise lacking.pop()
-        return prepare(self, prompt, **options)
+        return prepare(self, prompt, *params)
 
     monkeypatch.setattr(FakeEngine, "prepare", lack)
     job = queue.enqueue("jobs.complete", ["a", "b"], max_tokens=2)

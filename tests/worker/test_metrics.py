@@ -219,10 +219,13 @@ def test_a_worker_serves_what_it_does_and_is_not_ready_as_it_drains(
 
 
 def test_a_flood_of_half_requests_keeps_nobody_from_being_answered(server: MetricsServer) -> None:
-    stop, hanging = threading.Event(), deque[socket.socket](maxlen=2 * MAX_REQUESTS)
+    stop = threading.Event()
+    hanging = deque[socket.socket]()
 
     def flood() -> None:
         while not stop.is_set():
+            if len(hanging) == 2 * MAX_REQUESTS:
+                hanging.popleft().close()
             hanging.append(socket.create_connection(("127.0.0.1", server.port)))
             hanging[-1].sendall(b"GET /livez HTTP/1.1\r\n")
 
