@@ -13,9 +13,11 @@ fi
 
 # Not a folder of ours: Python would find our packages there instead of those that were installed.
 outside=$(mktemp -d)
+api=
 worker=
 redis=
 clean_up() {
+    [ -z "$api" ] || kill "$api" 2>/dev/null || :
     [ -z "$worker" ] || kill "$worker" 2>/dev/null || :
     [ -z "$redis" ] || kill "$redis" 2>/dev/null || :
     wait
@@ -44,7 +46,7 @@ pip_install env "$wheel[demo]" pandas
 export PATH=$outside/env/bin:$PATH
 unset PYTHONPATH
 
-echo "README's Python example, and a worker"
+echo "README's Python examples, a worker and an API server"
 mkdir "$outside/work"
 cp -r --parents ops/demo "$outside/work"
 cp README.md "$outside/work"
@@ -58,8 +60,12 @@ until redis-cli -s redis.sock ping >ping.log 2>&1; do
 done
 rq worker --worker-class tokenmill.BatchWorker -S json prompts bulk >worker.log 2>&1 &
 worker=$!
+# Another program may have the port that README names.
+port=$(python -c 'import socket; s = socket.create_server(("127.0.0.1", 0)); print(s.getsockname()[1])')
+tokenmill serve --port "$port" >api.log 2>&1 &
+api=$!
 # The blocks of README that are Python, in their order.
-sed -n '/^```python$/,/^```$/{/^```/d;p}' README.md >example.py
+sed -n '/^```python$/,/^```$/{/^```/d;p}' README.md | sed "s/127.0.0.1:8080/127.0.0.1:$port/" >example.py
 timeout 600 python example.py || {
     tail -n 20 worker.log >&2
     exit 1
