@@ -29,6 +29,9 @@ from jobs.parquet.reuse.answer_log import AnswerLog, Record, whose_log
 from jobs.runs.plans.plan import Plan, Shard
 from jobs.runs.plans.spec import RunSpec
 
+#: Logs are read in child processes.
+pytestmark = pytest.mark.processes
+
 NUM_ROWS = 5
 MODEL = PinnedModel("m", "fingerprint of m", "float32")
 MARK = model_mark(MODEL).tobytes()
