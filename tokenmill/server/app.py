@@ -6,6 +6,7 @@ import json
 import logging
 import secrets
 import time
+import traceback
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import aclosing, asynccontextmanager
 from dataclasses import dataclass
@@ -140,8 +141,10 @@ class ApiServer:
             except OSError as error:
                 logger.warning("%s: the folder cannot be used: %s", request_id, error)
                 response = _disk_error(error).response
-            except Exception:
-                logger.exception("%s: an unforeseen error", request_id)
+            except Exception as error:  # noqa: BLE001  # it costs this request alone
+                # Without the error's text, which may hold a part of a prompt.
+                place = "".join(traceback.format_tb(error.__traceback__))
+                logger.error("%s: an unforeseen %s:\n%s", request_id, type(error).__name__, place)
                 response = ApiError(
                     500, f"an unforeseen error; the server's log names it by {request_id}"
                 ).response

@@ -11,6 +11,7 @@ from typing import Any
 from uuid import uuid4
 
 from redis import Redis
+from redis.exceptions import RedisError
 from rq.defaults import DEFAULT_RESULT_TTL
 from rq.results import Result
 from rq.serializers import JSONSerializer
@@ -19,6 +20,7 @@ from rq.utils import now, utcformat
 from jobs.common.display import brief
 from jobs.common.keys import FORMAT, held_key, prefixed, text_stream_key
 from jobs.common.rq_jobs import execution_key, job_key
+from worker.store.client import is_servers
 from worker.store.records.bounds import DEFAULT_MAX_JOB_BYTES, MAX_HASH_FIELDS, max_hash_bytes
 from worker.store.records.claimed_job import (
     CLAIM_BATCH,
@@ -416,4 +418,8 @@ class JobStore:
                 key = text_stream_key(piece.job_id)
                 pipe.xadd(key, piece.to_fields(), maxlen=TEXT_PIECES, approximate=True)
                 pipe.expire(key, TEXT_TTL_S)
-            pipe.execute(raise_on_error=False)
+            replies = pipe.execute(raise_on_error=False)
+        for reply in replies:
+            # A key that holds another kind of value costs its own reader the pieces, and not the answer.
+            if isinstance(reply, RedisError) and is_servers(reply):
+                raise reply

@@ -132,6 +132,38 @@ def test_a_cancelled_job_answers_its_client(served: Served) -> None:
 
 
 @pytest.mark.parametrize(
+    ("key", "is_stream"),
+    [("rq:results", False), ("tokenmill:text", False), ("tokenmill:text", True)],
+)
+def test_a_key_that_somebody_has_overwritten_costs_its_own_call_alone(
+    served: Served, key: str, is_stream: bool
+) -> None:
+    caught: list[openai.APIStatusError] = []
+
+    def ask() -> None:
+        try:
+            list(served.client.completions.create(model="fake", prompt="hang", stream=True))
+        except openai.APIStatusError as error:
+            caught.append(error)
+
+    asking = threading.Thread(target=ask)
+    asking.start()
+    wait_until(lambda: served.redis.zcard("rq:wip:prompts"))
+    (entry,) = served.redis.zrange("rq:wip:prompts", 0, -1)
+    job_id = entry.decode().partition(":")[0]
+    if is_stream:
+        served.redis.xadd(f"{key}:{job_id}", {"no": "piece"})
+    else:
+        served.redis.set(f"{key}:{job_id}", "no stream")
+    answer = served.client.completions.create(model="fake", prompt="y")
+    assert answer.choices[0].text == "echo:y"
+    asking.join(timeout=30)
+    assert caught[0].status_code == 500
+    wait_until(lambda: not served.redis.exists("rq:wip:prompts"))
+    served.redis.delete(f"{key}:{job_id}")
+
+
+@pytest.mark.parametrize(
     ("data", "status"), [(b"{", 400), (b"[]", 400), (b"[" * 100_000, 400), (b"\xff", 400)]
 )
 def test_a_body_that_is_no_object_is_a_bad_request(

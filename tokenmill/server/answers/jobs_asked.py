@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 from redis import Redis
 from redis import asyncio as redis_asyncio
-from redis.exceptions import RedisError
+from redis.exceptions import RedisError, ResponseError
 from starlette.concurrency import run_in_threadpool
 
 from jobs.common import rq_jobs
@@ -126,8 +126,8 @@ class JobsAsked:
             yield awaited
         finally:
             self._awaited.pop(job_id, None)
-            if not awaited.ended.done():
-                awaited.ended.cancel()
+            awaited.ended.cancel()  # changes nothing if the job has ended
+            if awaited.ended.cancelled() or awaited.ended.exception() is not None:
                 await asyncio.shield(run_in_threadpool(self._cancel, job_id))
 
     def _cancel(self, job_id: str) -> None:
@@ -188,7 +188,12 @@ class JobsAsked:
         if not positions:
             await asyncio.sleep(READ_MS / 1000)
             return
-        replies: Any = await self._reader.xread(positions, count=MAX_PIECES, block=READ_MS)
+        try:
+            replies: Any = await self._reader.xread(positions, count=MAX_PIECES, block=READ_MS)
+        except ResponseError:
+            if not await self._end_unreadable(list(positions)):
+                raise
+            return
         for key, entries in replies:
             if key in job_of:
                 self._take_pieces(job_of[key], entries)
@@ -205,14 +210,34 @@ class JobsAsked:
             return
         for entry_id, fields in entries:
             awaited.last_id = entry_id
-            awaited.pieces.put_nowait(
-                TextPiece(
+            try:
+                piece = TextPiece(
                     int(fields[b"sample"]),
                     fields[b"part"].decode(),
                     int(fields[b"offset"]),
                     fields[b"text"].decode(),
                 )
-            )
+            except (KeyError, ValueError):
+                self._end_with(job_id, ApiError(500, "a piece of its text cannot be read"))
+                return
+            awaited.pieces.put_nowait(piece)
+
+    async def _end_unreadable(self, keys: Sequence[str]) -> bool:
+        """End the jobs with a key that holds no stream; return whether there was one.
+
+        Other programs may write such a key, and one read is made for all jobs.
+        """
+        pipe = self._reader.pipeline(transaction=False)
+        for key in keys:
+            pipe.type(key)
+        kinds = await pipe.execute()
+        unreadable = [
+            key for key, kind in zip(keys, kinds, strict=True) if kind not in (b"none", b"stream")
+        ]
+        for key in unreadable:
+            job_id = key.rpartition(":")[2]
+            self._end_with(job_id, ApiError(500, "its key in Redis holds another kind of value"))
+        return bool(unreadable)
 
     async def _look_for_lost(self) -> None:
         """Fail the calls whose jobs were cancelled or deleted: they leave no result."""
@@ -225,18 +250,19 @@ class JobsAsked:
         for number, job_id in enumerate(job_ids):
             status = rq_jobs.job_status(replies[2 * number])
             has_result = replies[2 * number + 1]
-            awaited = self._awaited.get(job_id)
-            if awaited is None or awaited.ended.done() or has_result:
-                continue
-            if status is None or status in _OVER:
-                awaited.ended.set_exception(
-                    ApiError(503, "the job was cancelled, or its queue was emptied: ask again")
-                )
+            if not has_result and (status is None or status in _OVER):
+                lost = ApiError(503, "the job was cancelled, or its queue was emptied: ask again")
+                self._end_with(job_id, lost)
 
     def _end(self, job_id: str, entry: Mapping[bytes, bytes]) -> None:
         awaited = self._awaited.get(job_id)
         if awaited is not None and not awaited.ended.done():
             awaited.ended.set_result(entry)
+
+    def _end_with(self, job_id: str, error: ApiError) -> None:
+        awaited = self._awaited.get(job_id)
+        if awaited is not None and not awaited.ended.done():
+            awaited.ended.set_exception(error)
 
     async def close(self) -> None:
         """Stop reading."""
