@@ -7,7 +7,7 @@ import redis
 
 from jobs import client
 from jobs.cli.folder_commands import errors, report, tail, verify
-from jobs.cli.operator_commands import dashboard, doctor, info, requeue_command, restore_check
+from jobs.cli.operator_commands import doctor, info, requeue_command, restore_check
 from jobs.cli.run_options import (
     check_options,
     input_options,
@@ -15,7 +15,7 @@ from jobs.cli.run_options import (
     prompt_options,
     run_arguments,
 )
-from jobs.cli.server_commands import keys, serve
+from jobs.cli.server_commands import dashboard, keys, serve
 from jobs.cli.status_text import await_plan, errors_told, wait_for_end
 from jobs.cli.trial_commands import MAX_ROWS_READ, dry_run_lines, preview, survey
 from jobs.cli.watch_commands import runs, status, workers

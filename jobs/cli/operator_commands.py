@@ -1,4 +1,4 @@
-"""Commands for operators of queues and workers: `tokenmill info`, `requeue`, `doctor` and `dashboard`."""
+"""Commands for operators of queues and workers: `tokenmill info`, `requeue`, `restore-check` and `doctor`."""
 
 import importlib
 import json
@@ -199,43 +199,3 @@ def _check_redis(url: str, role: str) -> Iterator[Finding]:
     with server.client:
         yield from check_server(server)
         yield from check_permissions(server, "worker" if role == "worker" else "producer")
-
-
-#: Imported by name, as that package imports this one.
-SERVE = "tokenmill.dashboard.serve"
-
-
-@click.command()
-@click.option("--bind", default="127.0.0.1", show_default=True, help="Address to listen on.")
-@click.option("--port", type=click.IntRange(0, 65535), default=9181, show_default=True)
-@click.option(
-    "--host",
-    "hosts",
-    multiple=True,
-    metavar="NAME",
-    help="A name, or name:port, of a proxy before it.",
-)
-@click.option("--show-prompts", is_flag=True, help="Show jobs' arguments, which hold prompts.")
-@click.option(
-    "--queue",
-    "queues",
-    multiple=True,
-    metavar="NAME",
-    help="A queue for /metrics, which needs one.",
-)
-@click.pass_context
-def dashboard(context: click.Context, /, **options: Any) -> None:
-    """Show what waits, runs and fails in a browser.
-
-    On other addresses than 127.0.0.1 browsers have to log in with the token in TOKENMILL_DASHBOARD_TOKEN.
-    """
-    try:
-        module: Any = importlib.import_module(SERVE)
-    except ModuleNotFoundError as error:
-        raise click.ClickException(
-            f"{error.name} is not installed: pip install 'tokenmill[dashboard]'"
-        ) from None
-    try:
-        module.serve(context.find_root().params["url"], **options)
-    except module.NotServed as error:
-        raise click.ClickException(str(error)) from None

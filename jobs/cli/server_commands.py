@@ -1,7 +1,8 @@
-"""The commands `tokenmill serve` and `tokenmill keys`."""
+"""The commands that serve HTTP, `tokenmill dashboard` and `tokenmill serve`, and `tokenmill keys`."""
 
 import importlib
 import time
+from collections.abc import Mapping
 from typing import Any
 
 import click
@@ -9,8 +10,32 @@ import redis
 
 from jobs.api_keys import ProjectLimits, add_key, list_keys, revoke_key, set_limits
 
-#: Imported by name: it is a package of its own, which imports this one.
-SERVE = "tokenmill.server.serve"
+
+@click.command()
+@click.option("--bind", default="127.0.0.1", show_default=True, help="Address to listen on.")
+@click.option("--port", type=click.IntRange(0, 65535), default=9181, show_default=True)
+@click.option(
+    "--host",
+    "hosts",
+    multiple=True,
+    metavar="NAME",
+    help="A name, or name:port, of a proxy before it.",
+)
+@click.option("--show-prompts", is_flag=True, help="Show jobs' arguments, which hold prompts.")
+@click.option(
+    "--queue",
+    "queues",
+    multiple=True,
+    metavar="NAME",
+    help="A queue for /metrics, which needs one.",
+)
+@click.pass_context
+def dashboard(context: click.Context, /, **options: Any) -> None:
+    """Show what waits, runs and fails in a browser.
+
+    On other addresses than 127.0.0.1 browsers have to log in with the token in TOKENMILL_DASHBOARD_TOKEN.
+    """
+    _run_server("tokenmill.dashboard.serve", "dashboard", context, options)
 
 
 @click.command()
@@ -44,16 +69,24 @@ def serve(context: click.Context, /, **options: Any) -> None:
 
     On other addresses than 127.0.0.1 clients need a key of `tokenmill keys add`.
     """
+    _run_server("tokenmill.server.serve", "server", context, options)
+
+
+def _run_server(name: str, extra: str, context: click.Context, options: Mapping[str, Any]) -> None:
+    """Run a server until it is stopped. name: its module, imported by name as that package imports this one.
+
+    extra: the extra of the package that brings what it needs.
+    """
     try:
-        module: Any = importlib.import_module(SERVE)
+        module: Any = importlib.import_module(name)
     except ModuleNotFoundError as error:
         raise click.ClickException(
-            f"{error.name} is not installed: pip install 'tokenmill[server]'"
+            f"{error.name} is not installed: pip install 'tokenmill[{extra}]'"
         ) from None
     try:
         module.serve(context.find_root().params["url"], **options)
-    except module.NotServed as refused:
-        raise click.ClickException(str(refused)) from None
+    except module.NotServed as error:
+        raise click.ClickException(str(error)) from None
 
 
 @click.group()

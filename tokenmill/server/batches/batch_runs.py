@@ -27,6 +27,7 @@ from tokenmill.server.batches.file_store import (
     check_id,
     missing,
     new_id,
+    page_of,
     read_json,
     write_json,
 )
@@ -177,8 +178,8 @@ class Batches:
         return self._shown(project, batch)
 
     def _check_open(self, project: str, max_open: int) -> None:
-        statuses = [batch["status"] for batch in self.shown(project)]
-        num_open = sum(status in OPEN_STATUSES for status in statuses)
+        standings = [self._standing(project, batch) for batch in self._all(project)]
+        num_open = sum(standing.status in OPEN_STATUSES for standing in standings)
         if num_open >= max_open:
             raise ApiError(
                 429,
@@ -202,9 +203,12 @@ class Batches:
         """Return how a batch stands. Raises ApiError if there is none."""
         return self._shown(project, self._read(project, batch_id))
 
-    def shown(self, project: str) -> list[dict[str, Any]]:
-        """Return a project's batches, the latest first."""
-        return [self._shown(project, batch) for batch in self._all(project)]
+    def page(
+        self, project: str, after: str | None, limit: int
+    ) -> tuple[list[dict[str, Any]], bool]:
+        """Return a page of a project's batches, the latest first, and whether there are more. See page_of."""
+        batches, has_more = page_of(self._all(project), after, limit)
+        return [self._shown(project, batch) for batch in batches], has_more
 
     def cancel(self, project: str, batch_id: str) -> dict[str, Any]:
         """Cancel a batch; one that has ended stays as it is. Raises ApiError if there is none."""

@@ -4,14 +4,13 @@ Source: OpenAI's API reference, "Files" and "Batch".
 """
 
 import re
-from typing import Any
 
 from starlette.concurrency import run_in_threadpool
 from starlette.requests import Request
 from starlette.responses import FileResponse, JSONResponse, Response
 
 from tokenmill.server.batches.batch_runs import Batches
-from tokenmill.server.batches.file_store import FileStore, page_of
+from tokenmill.server.batches.file_store import FileStore, list_object, page_of
 from tokenmill.server.batches.uploads import Upload
 from tokenmill.server.errors import ApiError
 from tokenmill.server.projects import Project
@@ -75,11 +74,11 @@ class BatchCalls:
         """List a project's uploads, the latest first."""
         files = await run_in_threadpool(self._files.uploads, project.name)
         purpose = request.query_params.get("purpose")
-        order = request.query_params.get("order", "desc")
-        shown = [file.to_object() for file in files if purpose in (None, file.purpose)]
-        if order == "asc":
-            shown.reverse()
-        return _page(request, "files", shown)
+        wanted = [file for file in files if purpose in (None, file.purpose)]
+        if request.query_params.get("order") == "asc":
+            wanted.reverse()
+        page, has_more = page_of(wanted, *_cursor(request, "files"))
+        return JSONResponse(list_object([file.to_object() for file in page], has_more=has_more))
 
     async def show_file(self, request: Request, project: Project) -> Response:
         """Say what is known of a file."""
@@ -105,7 +104,9 @@ class BatchCalls:
 
     async def list_batches(self, request: Request, project: Project) -> Response:
         """List a project's batches, the latest first."""
-        return _page(request, "batches", await run_in_threadpool(self._batches.shown, project.name))
+        after, limit = _cursor(request, "batches")
+        data, has_more = await run_in_threadpool(self._batches.page, project.name, after, limit)
+        return JSONResponse(list_object(data, has_more=has_more))
 
     async def show_batch(self, request: Request, project: Project) -> Response:
         """Say how a batch stands."""
@@ -118,13 +119,14 @@ class BatchCalls:
         return JSONResponse(await run_in_threadpool(self._batches.cancel, project.name, batch_id))
 
 
-def _page(request: Request, kind: str, entries: list[dict[str, Any]]) -> Response:
+def _cursor(request: Request, kind: str) -> tuple[str | None, int]:
+    """Return the id behind which a page begins, and the most entries that it has. Raises ApiError."""
     text = request.query_params.get("limit", str(DEFAULT_PAGE[kind]))
     if not re.fullmatch(r"\d{1,6}", text, re.ASCII) or not 1 <= int(text) <= MAX_PAGE[kind]:
         raise ApiError(
             400, f"limit is {text[:80]!r}, expected 1 to {MAX_PAGE[kind]}", param="limit"
         )
-    return JSONResponse(page_of(entries, request.query_params.get("after"), int(text)))
+    return request.query_params.get("after"), int(text)
 
 
 def _life_s(fields: dict[str, str]) -> int | None:

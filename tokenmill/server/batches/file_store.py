@@ -12,10 +12,10 @@ import os
 import re
 import secrets
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, Protocol, TypeVar
 
 from tokenmill.server.errors import ApiError
 
@@ -164,19 +164,37 @@ def missing(kind: str, name: str) -> ApiError:
     return ApiError(404, f"no {kind} has the id {name[:80]!r}", code="not_found")
 
 
-def page_of(entries: list[dict[str, Any]], after: str | None, limit: int) -> dict[str, Any]:
-    """Return OpenAI's list of the entries behind the one with the id `after`, at most `limit`."""
+class HasId(Protocol):
+    """A file or a batch."""
+
+    @property
+    def id(self) -> str:
+        """The id by which clients name it."""
+
+
+Entry = TypeVar("Entry", bound=HasId)
+
+
+def page_of(
+    entries: Sequence[Entry], after: str | None, limit: int
+) -> tuple[Sequence[Entry], bool]:
+    """Return at most `limit` entries behind the one with the id `after`, and whether there are more."""
     start = 0
     if after is not None:
-        ids = [entry["id"] for entry in entries]
+        ids = [entry.id for entry in entries]
         start = ids.index(after) + 1 if after in ids else len(ids)
-    page = entries[start : start + limit]
+    end = start + limit
+    return entries[start:end], end < len(entries)
+
+
+def list_object(data: list[dict[str, Any]], *, has_more: bool) -> dict[str, Any]:
+    """Return OpenAI's object of a page."""
     return {
         "object": "list",
-        "data": page,
-        "first_id": page[0]["id"] if page else None,
-        "last_id": page[-1]["id"] if page else None,
-        "has_more": start + limit < len(entries),
+        "data": data,
+        "first_id": data[0]["id"] if data else None,
+        "last_id": data[-1]["id"] if data else None,
+        "has_more": has_more,
     }
 
 
