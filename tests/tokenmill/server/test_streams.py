@@ -2,62 +2,19 @@
 
 import asyncio
 import json
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import openai
 import pytest
-from openai import OpenAI
 
-from tests.redis_server import running_redis_server
-from tests.rq_workers import ROOT, Workers, wait_until
-from tests.tokenmill.server.conftest import Served
-from tests.tokenmill.server.server_process import client, running_server
+from tests.rq_workers import wait_until
+from tests.tokenmill.server.conftest import RealModel, Served
 from tokenmill.server.answers.bodies import Call
 from tokenmill.server.answers.event_streams import EventStream
 from tokenmill.server.answers.jobs_asked import TextPiece
 
 LONG = {"max_tokens": 300, "temperature": 1.2, "extra_body": {"ignore_eos": True, "min_p": 0.01}}
-
-
-class RealModel:
-    """Workers with the demo's model, and a client of their server."""
-
-    def __init__(self, workers: Workers, api: OpenAI) -> None:
-        self.workers = workers
-        self.api = api
-
-    def served(self) -> set[bytes]:
-        """Return the names of the workers that have begun to serve."""
-        return set(self.workers.redis.keys("tokenmill:served:*"))
-
-    def start(self) -> Any:
-        return self.workers.start(
-            queues=("prompts",),
-            worker_class="worker.BatchWorker",
-            TOKENMILL_MODEL=str(ROOT / "ops" / "demo" / "model"),
-            TOKENMILL_DEVICE="cpu",
-            TOKENMILL_JOURNAL_S="1",
-            TOKENMILL_DETERMINISTIC="true",  # otherwise rounding may make two answers differ
-            TOKENMILL_MAX_WORKER_DEATHS="1000",
-            TOKENMILL_TORCH_THREADS="1",
-        )
-
-
-@pytest.fixture(scope="module")
-def model(redis_executable: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[RealModel]:
-    root = tmp_path_factory.mktemp("streams")
-    with running_redis_server(executable=redis_executable) as url:
-        workers = Workers(url, root)
-        try:
-            with running_server(url, root / "server.log") as address:
-                served = RealModel(workers, client(address))
-                served.start()
-                wait_until(lambda: served.api.models.list().data)
-                yield served
-        finally:
-            workers.close()
 
 
 def texts_of(chunks: Any) -> tuple[dict[int, str], int]:
