@@ -1,5 +1,6 @@
 """A worker that is told to stop says what it does, is seen to do it, and ends in the time it is given."""
 
+import json
 import signal
 import threading
 from contextlib import closing
@@ -13,6 +14,7 @@ from rq.job import JobStatus
 
 from jobs.common.keys import WORKER_STATS_TTL_S
 from jobs.common.workers import read_workers, worker_names
+from jobs.runs.plans.names import shard_job_id
 from tests.jobs.s3_server import BUCKET, Fault, FaultyProxy, running_s3
 from tests.rq_workers import (
     Workers,
@@ -127,6 +129,9 @@ def test_shards_that_are_handed_back_are_done_by_others_and_their_rows_once(
     queue.enqueue("jobs.score_parquet", *paths, prompt_column="prompt", rows_per_shard=5)
     process = workers.start("--name", "w", TOKENMILL_DRAIN_S="0.2")
     wait_until((tmp_path / "out" / "part-00001.parquet").exists)
+    # The second shard may end before the first begins, and a shard that has not begun goes back at once.
+    run = json.loads((tmp_path / "out" / "_plan.json").read_text())["run"]
+    wait_until_started(workers.job(shard_job_id(run, 0)))
     process.send_signal(signal.SIGTERM)
     assert process.wait(timeout=60) == 0
     assert "TOKENMILL_DRAIN_S is over: giving back the 1 jobs that still run" in workers.log(

@@ -58,10 +58,10 @@ def test_a_batch_that_cannot_be_submitted_is_not_there(
         with pytest.raises(ApiError, match="it is wrong") as caught:
             batches.create("search", asked)
         assert caught.value.status == 400
-        assert [batch["id"] for batch in batches.shown("search")] == [good["id"]]
+        assert [batch["id"] for batch in batches.page("search", None, 10)[0]] == [good["id"]]
 
         redis.flushall()
-        (shown,) = batches.shown("search")
+        (shown,) = batches.page("search", None, 10)[0]
         assert shown["status"] == "failed"
         assert "it is wrong" in shown["errors"]["data"][0]["message"]
 
