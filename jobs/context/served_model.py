@@ -3,6 +3,7 @@
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime
+from functools import cached_property
 from secrets import token_hex
 from typing import Any
 
@@ -31,7 +32,7 @@ class PinnedModel:
         length = f", up to {self.max_model_len} tokens" if self.max_model_len else ""
         return f"{self.name} ({self.dtype}, {self.fingerprint[:8]}{length})"
 
-    @property
+    @cached_property
     def pin(self) -> str:
         """Name what a worker must serve to answer the run's rows. Other workers leave its jobs on the queue."""
         return (

@@ -117,8 +117,8 @@ class JobEnds:
         outcome = Outcome(
             job.claimed, status, value, datetime.now(UTC), working_s, job.began_at, retries=retries
         )
-        is_shard = run_and_shard(job.claimed.job_id) is not None
-        if status != "finished" and outcome.is_final and is_shard:
+        has_failed = status != "finished" and outcome.is_final
+        if has_failed and run_and_shard(job.claimed.job_id) is not None:
             self._tell_run(job, outcome, error)
         else:
             self._finish(job, outcome, error)

@@ -322,7 +322,7 @@ class JobRunner:
         elif outcome is not None:
             ended = ended_job(job, outcome)
             self.tally.job_ended(ended, job.num_rows_done)
-            if job.trace is not None:
+            if self._traces is not None and job.trace is not None:
                 self._traces.ended(job.trace, ended, written_at=time.time())
             self._log.debug(
                 "%s: job %s %s", job.claimed.queue_name, job.claimed.job_id, outcome.status
