@@ -7,10 +7,7 @@ from functools import cached_property
 from secrets import token_hex
 from typing import Any
 
-from jobs.context.values import some_text
 from jobs.errors import InvalidJob, ModelNotServed
-
-MAX_MODEL_CHARS = 4096
 
 
 @dataclass(frozen=True)
@@ -114,11 +111,6 @@ def split_formats(text: str) -> tuple[str, ...] | None:
     if text == _UNNAMED:
         return None
     return tuple(text.split("\n")) if text else ()
-
-
-def parse_model(model: object) -> str | None:
-    """Return the model that a job's argument asks for. Raises InvalidJob if it can be no name."""
-    return None if model is None else some_text("model", model, MAX_MODEL_CHARS)
 
 
 @dataclass(frozen=True)

@@ -8,28 +8,36 @@ from typing import Any
 
 from jobs.context import JobContext
 from jobs.context.answers import AnswerMemo
-from jobs.context.checks import NO_REPAIRS, RepairOptions, split_repair_options
-from jobs.context.served_model import parse_model
+from jobs.context.checks import NO_REPAIRS, REPAIR_OPTIONS, RepairOptions, split_repair_options
 from jobs.errors import InvalidJob, RequestFailed, ResultTooLarge
 from jobs.items.ask import Ask
 from jobs.items.item import Item, Samples
 from jobs.items.items_task import ItemsTask
 from jobs.items.records import Progress
 from jobs.items.runner import Entry, ItemRunner, PromptTokens
-from jobs.prompts.arguments import Unusable, check_choices, parse_prompts, parse_sampling
-from jobs.prompts.generated import PromptAnswer, check_repairs, failed, generated, reseeded
-from jobs.prompts.messages import (
+from jobs.prompts.arguments import (
     OF_VALUES,
-    normal_messages,
+    Unusable,
+    check_choices,
+    parse_model,
+    parse_prompts,
+    parse_sampling,
     refuse_chat_options,
-    split_chat_options,
+    splits_control_tokens,
 )
+from jobs.prompts.generated import PromptAnswer, check_repairs, failed, generated, reseeded
+from jobs.prompts.messages import normal_messages, split_chat_options
 from jobs.prompts.pictures import pictured_task, with_pictures
-from jobs.prompts.response_options import chat_response_options, completion_options
-from jobs.prompts.responses import Answers, chat_completion, text_completion
+from jobs.prompts.responses import (
+    Answers,
+    chat_completion,
+    chat_response_options,
+    completion_options,
+    text_completion,
+)
 from jobs.prompts.template_texts import as_shown
-from jobs.prompts.templated_task import asked_task
-from jobs.prompts.ways.table import check_beside, split_way, way_of
+from jobs.prompts.templated_task import templated_task
+from jobs.prompts.ways.table import WAY_OPTIONS, check_beside, split_way, way_of
 from jobs.prompts.ways.way import Way
 from jobs.tasks import OpenTask, Parts, Request, Task
 
@@ -77,9 +85,11 @@ class PromptTask(Task):
 
     def check(self, context: JobContext) -> None:
         """Raise ModelNotServed for another model, InvalidJob for sampling values or a check that are not possible."""
-        context.model.check_asked_for(self.model)
+        if self.model is not None:
+            context.model.check_asked_for(self.model)
         context.check_sampling(self.sampling)
-        context.checks.admit(self.repairs)
+        if self.repairs.check is not None:
+            context.checks.admit(self.repairs)
         if self.way is not None:
             self.way.admit(context.checks)
 
@@ -209,11 +219,12 @@ class OpenPrompts(ItemsTask):
 
     def _left_behind(self) -> dict[int, Progress]:
         """Return how far an earlier execution came, for each prompt that still asks the same."""
-        if self._context.journal is None:
+        journal = self._context.journal
+        if journal is None or journal.found is None:
             return {}
         progress_of: dict[int, Progress] = {}
         try:
-            for place, digest, progress in self._context.journal.read():
+            for place, digest, progress in journal.read():
                 if digest == self._digests.get(place):
                     progress_of[place] = Progress.from_json(progress)
         except (ValueError, TypeError, KeyError):  # a damaged journal costs time and nothing else
@@ -291,6 +302,20 @@ def _seeded(requests: Sequence[Request | Unusable]) -> list[Request | Unusable]:
     return seeded
 
 
+def _split_options(
+    options: Mapping[str, Any],
+) -> tuple[dict[str, Any], RepairOptions, dict[str, Any]]:
+    """Split keyword arguments into all others, the checks of answers, and options of ways. Raises InvalidJob."""
+    others = dict(options)
+    repairs = NO_REPAIRS
+    way_options: dict[str, Any] = {}
+    if not REPAIR_OPTIONS.isdisjoint(others):
+        others, repairs = split_repair_options(others)
+    if not WAY_OPTIONS.keys().isdisjoint(others):
+        others, way_options = split_way(others)
+    return parse_sampling(others), repairs, way_options
+
+
 def _checked_way(
     options: Mapping[str, Any],
     sampling: Mapping[str, Any],
@@ -298,12 +323,32 @@ def _checked_way(
     tools: list[dict[str, Any]],
 ) -> Way | None:
     """Return the way that options ask for. Raises InvalidJob for an argument that does not go with it."""
-    way = way_of(options)
-    if way is None:
-        return None
-    check_beside(way, sampling, repairs)
-    way.check(sampling, tools)
+    way = way_of(options) if options else None
+    if way is not None:
+        check_beside(way, sampling, repairs)
+        way.check(sampling, tools)
     return way
+
+
+def asked_task(make: Callable[[str, Any], Task], *, values_are_text: bool, **sources: Any) -> Task:
+    """Return the task of the one argument that says what to ask. Raises InvalidJob for none, and for several.
+
+    make: makes it from "prompt" or "messages" and that argument's value. values_are_text: whether control tokens in
+    answers are text. sources: the arguments, each of which may be None.
+    """
+    names = [name for name, value in sources.items() if value is not None]
+    if not names:
+        name = next(iter(sources))
+        raise InvalidJob(
+            f"{name} is missing: give it, or {name}_template over answers of jobs that this one depends on"
+        )
+    if len(names) > 1:
+        raise InvalidJob(f"{' and '.join(names)} each say what to ask: give one of them")
+    (name,) = names
+    kind = name.removesuffix("_template")
+    if name == kind:
+        return make(kind, sources[name])
+    return templated_task(name, sources[name], partial(make, kind), values_are_text=values_are_text)
 
 
 def complete_task(
@@ -311,12 +356,10 @@ def complete_task(
 ) -> Task:
     """Return the task of `jobs.complete`. Raises InvalidJob."""
     model_name = parse_model(model)
-    arguments, repairs = split_repair_options(sampling)
-    arguments, way_options = split_way(arguments)
-    arguments = parse_sampling(arguments)
+    arguments, repairs, way_options = _split_options(sampling)
     refuse_chat_options(arguments)
-    arguments, chat = split_chat_options(arguments)
-    values_are_text = chat.get(OF_VALUES, True)
+    values_are_text = splits_control_tokens(arguments)
+    arguments.pop(OF_VALUES, None)
     values, response = completion_options(arguments)
     check_repairs(repairs, values, prompt_only=response.prompt_only)
     way = _checked_way(way_options, values, repairs, tools=[])
@@ -359,9 +402,8 @@ def chat_task(
 ) -> Task:
     """Return the task of `jobs.chat`. Raises InvalidJob."""
     model_name = parse_model(model)
-    arguments, repairs = split_repair_options(options)
-    arguments, way_options = split_way(arguments)
-    arguments, chat = split_chat_options(parse_sampling(arguments))
+    arguments, repairs, way_options = _split_options(options)
+    arguments, chat = split_chat_options(arguments)
     values, response = chat_response_options(arguments)
     check_repairs(repairs, values, has_tools="tools" in chat)
     way = _checked_way(way_options, values, repairs, tools=chat.get("tools", []))
