@@ -33,7 +33,7 @@ from jobs.prompts.arguments import MAX_MODEL_CHARS
 from jobs.runs.plans.paths import STORES, is_stored, run_path
 from jobs.table import ALLOWED_FUNCTIONS
 from worker.errors import SettingsError
-from worker.store.records.bounds import DEFAULT_MAX_HELD_BYTES, DEFAULT_MAX_JOB_BYTES
+from worker.store.records.job_record import DEFAULT_MAX_HELD_BYTES, DEFAULT_MAX_JOB_BYTES
 from worker.threads.interrupts import check_interrupted, current_call
 
 if TYPE_CHECKING:

@@ -18,8 +18,15 @@ from worker.io_thread.held.job_guard import JobGuard
 from worker.io_thread.parts import Parts
 from worker.io_thread.pool_calls import PoolCall, PoolCalls
 from worker.store.client import is_servers
-from worker.store.records.outcome import EndStatus, FinishReply, Outcome
-from worker.store.records.results import Raised, is_small, pack, printable
+from worker.store.records.outcome import (
+    EndStatus,
+    FinishReply,
+    Outcome,
+    Raised,
+    is_small,
+    pack,
+    printable,
+)
 from worker.store.records.stored_job import JobTimeoutException
 
 MAX_REASON_CHARS = 400

@@ -25,10 +25,9 @@ from worker.io_thread.parts import Parts
 from worker.io_thread.pool_calls import PoolCall, PoolCalls, PoolThreads, TaskFiles, Then
 from worker.io_thread.releases import Releases
 from worker.store.job_store import JobStore
-from worker.store.records.bounds import FunctionCall
 from worker.store.records.claimed_job import ClaimedJob
-from worker.store.records.outcome import Outcome
-from worker.store.records.results import Raised
+from worker.store.records.job_record import FunctionCall
+from worker.store.records.outcome import Outcome, Raised
 from worker.store.records.stored_job import timeout_error
 from worker.store.user_code import perform
 from worker.threads.functions import JobStopped

@@ -21,7 +21,6 @@ from jobs.common.display import brief
 from jobs.common.keys import FORMAT, held_key, prefixed, text_stream_key
 from jobs.common.rq_jobs import execution_key, job_key
 from worker.store.client import is_servers
-from worker.store.records.bounds import DEFAULT_MAX_JOB_BYTES, MAX_HASH_FIELDS, max_hash_bytes
 from worker.store.records.claimed_job import (
     CLAIM_BATCH,
     Claim,
@@ -31,6 +30,7 @@ from worker.store.records.claimed_job import (
     address,
     restore,
 )
+from worker.store.records.job_record import DEFAULT_MAX_JOB_BYTES, MAX_HASH_FIELDS, max_hash_bytes
 from worker.store.records.next_step import NextStep
 from worker.store.records.outcome import EndStatus, FinishReply, Outcome
 from worker.store.records.text_piece import TextPiece
