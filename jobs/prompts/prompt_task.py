@@ -10,11 +10,10 @@ from jobs.context import JobContext
 from jobs.context.answers import AnswerMemo
 from jobs.context.checks import NO_REPAIRS, REPAIR_OPTIONS, RepairOptions, split_repair_options
 from jobs.errors import InvalidJob, RequestFailed, ResultTooLarge
-from jobs.items.ask import Ask
-from jobs.items.item import Item, Samples
-from jobs.items.items_task import ItemsTask
+from jobs.items.item import Ask, Item, Samples
 from jobs.items.records import Progress
-from jobs.items.runner import Entry, ItemRunner, PromptTokens
+from jobs.items.runner import ItemRunner, ItemsTask, PromptTokens
+from jobs.items.under_way import Entry
 from jobs.prompts.arguments import (
     OF_VALUES,
     Unusable,
