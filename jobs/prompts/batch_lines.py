@@ -9,7 +9,7 @@ from typing import Any
 
 from jobs.common.display import message_of
 from jobs.errors import InvalidJob, JobsError, RequestFailed, unlike
-from jobs.prompts.prompt_task import chat_task, complete_task
+from jobs.prompts.prompt_jobs import chat_task, complete_task
 from jobs.prompts.scoring.embeddings import embed_task
 from jobs.prompts.templated_task import refuse_template
 from jobs.tasks import Task

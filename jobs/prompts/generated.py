@@ -51,6 +51,16 @@ class PromptAnswer:
                 return sample
         return None
 
+    @property
+    def num_chars(self) -> int:
+        """Return the least number of characters that the answer takes in a response."""
+        total = 0
+        for sample in self.samples:
+            numbers = sample.embedding or sample.class_scores or ()
+            # Base64 has 16 characters for three numbers of an embedding.
+            total += len(sample.text) + len(sample.reasoning or "") + 5 * len(numbers)
+        return total
+
 
 def failed(reason: str | None, n: int) -> PromptAnswer:
     """Return the answer of a prompt that failed. n: its samples, each of which has the reason."""

@@ -1,44 +1,26 @@
-"""The task of `jobs.complete` and `jobs.chat`: prompts in the job, answers in its result."""
+"""The task of a job of prompts: prompts in the job, answers in its result."""
 
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import cached_property, partial
 from typing import Any
 
 from jobs.context import JobContext
 from jobs.context.answers import AnswerMemo
-from jobs.context.checks import NO_REPAIRS, REPAIR_OPTIONS, RepairOptions, split_repair_options
-from jobs.errors import InvalidJob, RequestFailed, ResultTooLarge
+from jobs.context.checks import NO_REPAIRS, RepairOptions
+from jobs.errors import RequestFailed, ResultTooLarge
 from jobs.items.item import Ask, Item, Samples
 from jobs.items.records import Progress
 from jobs.items.runner import ItemRunner, ItemsTask, PromptTokens
 from jobs.items.under_way import Entry
-from jobs.prompts.arguments import (
-    OF_VALUES,
-    Unusable,
-    check_choices,
-    parse_model,
-    parse_prompts,
-    parse_sampling,
-    refuse_chat_options,
-    splits_control_tokens,
-)
-from jobs.prompts.generated import PromptAnswer, check_repairs, failed, generated, reseeded
-from jobs.prompts.messages import normal_messages, split_chat_options
-from jobs.prompts.pictures import pictured_task, with_pictures
-from jobs.prompts.responses import (
-    Answers,
-    chat_completion,
-    chat_response_options,
-    completion_options,
-    text_completion,
-)
+from jobs.prompts.arguments import Unusable
+from jobs.prompts.generated import PromptAnswer, failed, generated
+from jobs.prompts.pictures import with_pictures
+from jobs.prompts.responses import Answers
 from jobs.prompts.template_texts import as_shown
-from jobs.prompts.templated_task import templated_task
-from jobs.prompts.ways.table import WAY_OPTIONS, check_beside, split_way, way_of
 from jobs.prompts.ways.way import Way
-from jobs.tasks import OpenTask, Parts, Request, Task
+from jobs.tasks import OpenTask, Request, Task
 
 #: A job shows its progress from this age on, so that the many short ones never do.
 PROGRESS_AFTER_S = 5.0
@@ -148,16 +130,6 @@ def _ended(answer: PromptAnswer) -> Item[PromptAnswer]:
     return answer
 
 
-def num_chars(answer: PromptAnswer) -> int:
-    """Return the least number of characters that an answer takes in a response."""
-    total = 0
-    for sample in answer.samples:
-        numbers = sample.embedding or sample.class_scores or ()
-        # Base64 has 16 characters for three numbers of an embedding.
-        total += len(sample.text) + len(sample.reasoning or "") + 5 * len(numbers)
-    return total
-
-
 #: Remembers nothing: a job asks each of its prompts, also equal ones.
 NO_MEMO = AnswerMemo(0)
 
@@ -262,7 +234,7 @@ class OpenPrompts(ItemsTask):
     def _look_at_answers(self) -> None:
         for answered in self.runner.answered[self._num_looked_at :]:
             self._num_looked_at += 1
-            self._num_chars += num_chars(answered.answer)
+            self._num_chars += answered.answer.num_chars
             self._num_tokens += sum(len(sample.token_ids) for sample in answered.answer.samples)
         if self._num_chars > self._context.max_result_bytes:
             raise ResultTooLarge(self._context.max_result_bytes)
@@ -286,135 +258,3 @@ class OpenPrompts(ItemsTask):
     def result(self) -> dict[str, Any]:
         """Return the job's response. Raises RequestFailed when every prompt failed."""
         return self._task.result(self.runner.answers(), self._context)
-
-
-def _seeded(requests: Sequence[Request | Unusable]) -> list[Request | Unusable]:
-    """Give each request of a list its own seed, so that they do not all draw the same random numbers.
-
-    The first request keeps the seed that was sent. Each other seed follows from it and the request's place.
-    """
-    seeded: list[Request | Unusable] = []
-    for place, request in enumerate(requests):
-        if place > 0 and isinstance(request, Request):
-            request = replace(request, sampling=reseeded(request.sampling, f"{place}"))
-        seeded.append(request)
-    return seeded
-
-
-def _split_options(
-    options: Mapping[str, Any],
-) -> tuple[dict[str, Any], RepairOptions, dict[str, Any]]:
-    """Split keyword arguments into all others, the checks of answers, and options of ways. Raises InvalidJob."""
-    others = dict(options)
-    repairs = NO_REPAIRS
-    way_options: dict[str, Any] = {}
-    if not REPAIR_OPTIONS.isdisjoint(others):
-        others, repairs = split_repair_options(others)
-    if not WAY_OPTIONS.keys().isdisjoint(others):
-        others, way_options = split_way(others)
-    return parse_sampling(others), repairs, way_options
-
-
-def _checked_way(
-    options: Mapping[str, Any],
-    sampling: Mapping[str, Any],
-    repairs: RepairOptions,
-    tools: list[dict[str, Any]],
-) -> Way | None:
-    """Return the way that options ask for. Raises InvalidJob for an argument that does not go with it."""
-    way = way_of(options) if options else None
-    if way is not None:
-        check_beside(way, sampling, repairs)
-        way.check(sampling, tools)
-    return way
-
-
-def asked_task(make: Callable[[str, Any], Task], *, values_are_text: bool, **sources: Any) -> Task:
-    """Return the task of the one argument that says what to ask. Raises InvalidJob for none, and for several.
-
-    make: makes it from "prompt" or "messages" and that argument's value. values_are_text: whether control tokens in
-    answers are text. sources: the arguments, each of which may be None.
-    """
-    names = [name for name, value in sources.items() if value is not None]
-    if not names:
-        name = next(iter(sources))
-        raise InvalidJob(
-            f"{name} is missing: give it, or {name}_template over answers of jobs that this one depends on"
-        )
-    if len(names) > 1:
-        raise InvalidJob(f"{' and '.join(names)} each say what to ask: give one of them")
-    (name,) = names
-    kind = name.removesuffix("_template")
-    if name == kind:
-        return make(kind, sources[name])
-    return templated_task(name, sources[name], partial(make, kind), values_are_text=values_are_text)
-
-
-def complete_task(
-    prompt: object = None, *, prompt_template: object = None, model: object = None, **sampling: Any
-) -> Task:
-    """Return the task of `jobs.complete`. Raises InvalidJob."""
-    model_name = parse_model(model)
-    arguments, repairs, way_options = _split_options(sampling)
-    refuse_chat_options(arguments)
-    values_are_text = splits_control_tokens(arguments)
-    arguments.pop(OF_VALUES, None)
-    values, response = completion_options(arguments)
-    check_repairs(repairs, values, prompt_only=response.prompt_only)
-    way = _checked_way(way_options, values, repairs, tools=[])
-
-    def task(_: str, value: object) -> PromptTask:
-        prompts = parse_prompts(value)
-        check_choices(len(prompts), values)
-        has_token_ids = any(isinstance(prompt, list) for prompt in prompts)
-        if repairs.check is not None and has_token_ids:
-            raise InvalidJob(
-                "check and a prompt of token ids: its reason is a text: give the prompt as a text"
-            )
-        requests: list[Request | Unusable] = []
-        for prompt in prompts:
-            if isinstance(prompt, Unusable):
-                requests.append(prompt)
-            else:
-                requests.append(Request(prompt, None, values))
-        return PromptTask(
-            _seeded(requests),
-            partial(text_completion, options=response),
-            model_name,
-            values,
-            repairs,
-            values_are_text=values_are_text,
-            way=way,
-        )
-
-    return asked_task(
-        task, values_are_text=values_are_text, prompt=prompt, prompt_template=prompt_template
-    )
-
-
-def chat_task(
-    messages: object = None,
-    *,
-    messages_template: object = None,
-    model: object = None,
-    **options: Any,
-) -> Task:
-    """Return the task of `jobs.chat`. Raises InvalidJob."""
-    model_name = parse_model(model)
-    arguments, repairs, way_options = _split_options(options)
-    arguments, chat = split_chat_options(arguments)
-    values, response = chat_response_options(arguments)
-    check_repairs(repairs, values, has_tools="tools" in chat)
-    way = _checked_way(way_options, values, repairs, tools=chat.get("tools", []))
-
-    def task(messages: Parts) -> PromptTask:
-        requests = [Request(None, messages, values, chat)]
-        respond = partial(chat_completion, options=response)
-        return PromptTask(requests, respond, model_name, values, repairs, way=way)
-
-    def parsed(_: str, messages: object) -> Task:
-        return pictured_task(normal_messages(messages), task)
-
-    return asked_task(
-        parsed, values_are_text=True, messages=messages, messages_template=messages_template
-    )

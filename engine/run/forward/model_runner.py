@@ -197,8 +197,7 @@ class ModelRunner:
     @torch.inference_mode()
     def forward(self, batch: ForwardBatch) -> Tensor:
         """Compute the batch, store keys and values; return logits [samples, vocabulary], on rank 0."""
-        logits: Tensor = self.model(batch, self.cache)
-        return logits
+        return self.model.logits(self.model.states_of(batch.sample_rows, batch, self.cache))
 
     def _choose(
         self, logits: Tensor, rows: SamplingRows | None, sampling: SamplingBatch

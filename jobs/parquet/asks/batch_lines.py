@@ -16,7 +16,7 @@ from jobs.parquet.asks.ask import OUTPUT_FIELDS, RowAsk, row_seed
 from jobs.parquet.prompts.prompt_source import Row
 from jobs.parquet.prompts.sources import RowSource
 from jobs.prompts.batch_lines import failure_text, line_task
-from jobs.prompts.prompt_task import PromptTask, num_chars
+from jobs.prompts.prompt_task import PromptTask
 from jobs.runs.plans.plan import Plan
 from jobs.runs.plans.spec import RunSpec
 
@@ -100,7 +100,7 @@ class BatchLines(RowAsk):
             answers = yield from side_by_side(
                 [task.item(prompt, control_tokens) for prompt in task.prompts]
             )
-            if sum(num_chars(answer) for answer in answers) > context.max_result_bytes:
+            if sum(answer.num_chars for answer in answers) > context.max_result_bytes:
                 raise ResultTooLarge(context.max_result_bytes)
             return _answer_of(task.result(answers, context))
         except JobsError as error:

@@ -18,7 +18,8 @@ from jobs.prompts.generated import NO_REASON
 from jobs.prompts.messages import NAMES as CHAT_NAMES
 from jobs.prompts.messages import forces_call, normal_messages, split_chat_options
 from jobs.prompts.pictures import pictured_task, pictures_in
-from jobs.prompts.prompt_task import PromptTask, asked_task
+from jobs.prompts.prompt_jobs import asked_task
+from jobs.prompts.prompt_task import PromptTask
 from jobs.prompts.responses import Answers, usage
 from jobs.prompts.scoring.kind import TRUNCATION, Scored, Scoring, truncation, unscored
 from jobs.tasks import Completion, Parts, Task
