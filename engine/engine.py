@@ -1,7 +1,7 @@
 """Engine: takes requests, steps the model, and returns completions."""
 
 import logging
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Container, Iterable, Iterator, Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -15,6 +15,7 @@ from engine.checkpoint.folder import resolve_model
 from engine.checkpoint.heads import read_classes
 from engine.checkpoint.pooling import read_pooling
 from engine.errors import (
+    DuplicateRequest,
     EngineBusy,
     EngineClosed,
     InvalidPrompt,
@@ -32,7 +33,7 @@ from engine.run.forward.model_runner import ModelRunner
 from engine.run.forward.pictures.reader import PictureReader, find_reader
 from engine.run.forward.pictures.waiting import PictureQueue
 from engine.run.forward.runner import Runner
-from engine.run.intake import Request, Scores, check_request, numbered
+from engine.run.intake import Request, Scores, numbered
 from engine.run.kinds.request_kind import LoadedModel, NewRequest, RequestKind
 from engine.run.kinds.table import RequestKinds
 from engine.run.new_sequences import NewSequences
@@ -288,7 +289,7 @@ class Engine:
         InvalidSampling, DuplicateRequest, UnsupportedTask.
         """
         self._open_runner()
-        check_request(request_id, lane, self._unfinished)
+        _check_new(request_id, lane, self._unfinished)
         kind = self._kinds[type(params)]
         kind.check(params)
         prepared = self._prepared(kind, prompt, params)
@@ -542,3 +543,15 @@ class Engine:
         if seq.error is not None or not unfinished.seqs:
             self.abort(seq.request_id)
         return unfinished.kind.completion(seq)
+
+
+def _check_new(request_id: object, lane: object, unfinished: Container[str]) -> None:
+    """Raise InvalidRequest for an impossible id or lane, DuplicateRequest for an unfinished id."""
+    if not isinstance(request_id, str):
+        raise InvalidRequest(f"a request id must be a string, got {request_id!r}")
+    if request_id in unfinished:
+        raise DuplicateRequest(
+            f"request {request_id!r} is unfinished; use another id, or abort it first"
+        )
+    if isinstance(lane, bool) or not isinstance(lane, int) or lane < 0:
+        raise InvalidRequest(f"lane must be an integer of 0 or more, got {lane!r}")
