@@ -110,6 +110,10 @@ class RequestFailed(JobsError):
         return self.message.format(index, str(reason).partition(": ")[0])
 
 
+class DeadlinePassed(JobsError):
+    """the deadline {deadline} passed before this job was begun: enqueue it again with a later one"""
+
+
 class ResultTooLarge(JobsError):
     """the job's result has more than the limit of {limit} bytes: ask for less in one job, score a Parquet file, or
     raise the worker's setting TOKENMILL_MAX_RESULT_BYTES"""

@@ -14,7 +14,7 @@ from jobs.context import JobContext
 from jobs.errors import InvalidJob
 from jobs.prompts.prompt_task import chat_task, complete_task
 from jobs.prompts.scoring.table import SCORING_JOBS
-from jobs.tasks import OpenTask, Task
+from jobs.tasks import OpenTask, Task, TimedTask
 
 
 class FileTask(Task):
@@ -60,12 +60,17 @@ def task_of(
         raise InvalidJob(
             f"{function_name}: the job holds no list of arguments and mapping of keyword arguments"
         )
+    task_arguments = dict(kwargs or {})
+    deadline = None
+    if function_name not in _FILE_JOBS:
+        deadline = task_arguments.pop("deadline", None)
     try:
-        return factory(*args, **(kwargs or {}))
+        task = factory(*args, **task_arguments)
     except TypeError:
         # This is checked only now, as it takes longer than all the rest.
-        _check_binding(function_name, factory, args, kwargs)
+        _check_binding(function_name, factory, args, task_arguments)
         raise
+    return task if deadline is None else TimedTask(task, deadline)
 
 
 def own_function(function_name: str) -> Callable[..., Any] | None:

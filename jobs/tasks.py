@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import abc
 import json
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from hashlib import blake2b
 from typing import Any, ClassVar, Protocol
 
+from jobs.common.display import utc_text
 from jobs.context import JobContext
+from jobs.context.deadlines import parse_deadline
+from jobs.errors import DeadlinePassed
 
 Parts = list[dict[str, Any]]
 """Messages of a chat, or parts of a prompt: {"type": "text", "text": ...}, and for a picture {"type": "image", "image":
@@ -149,6 +153,27 @@ class LateTask(Task):
 
     def open(self, context: JobContext) -> OpenTask:
         """Make the task and open it."""
+        return self.made(context).open(context)
+
+
+class TimedTask(Task):
+    """A task that is not begun after its deadline. deadline: as parse_deadline takes it, from the job's making on."""
+
+    def __init__(self, task: Task, deadline: Any) -> None:
+        parse_deadline("deadline", deadline, 0.0)
+        self._task = task
+        self._deadline = deadline
+        self.blocking = task.blocking
+
+    def made(self, context: JobContext) -> Task:
+        """Make the task. Raises DeadlinePassed."""
+        deadline = parse_deadline("deadline", self._deadline, context.created_at)
+        if time.time() >= deadline:
+            raise DeadlinePassed(utc_text(deadline))
+        return self._task.made(context)
+
+    def open(self, context: JobContext) -> OpenTask:
+        """Open the task. Raises DeadlinePassed."""
         return self.made(context).open(context)
 
 

@@ -10,6 +10,7 @@ from redis import Redis
 from engine import InvalidRequest, SamplingParams
 from jobs.common.keys import FORMAT
 from jobs.common.rq_jobs import executions_key
+from jobs.common.stored import moment
 from jobs.context import JobContext, Lease
 from jobs.context.job_journal import JobJournal
 from jobs.context.served_model import PromptMeter
@@ -45,6 +46,7 @@ class JobEnvironment:
             worker_name=claimed.worker_name,
             journal=self._journal(claimed, connection),
             trace=self.traces.carrier(claimed.execution_id, claimed.record.meta),
+            created_at=moment(claimed.record.fields.get(b"created_at")),
         )
 
     def _journal(self, claimed: ClaimedJob, connection: Redis) -> JobJournal:

@@ -103,7 +103,7 @@ def cancel(connection: redis.Redis, /, run: str) -> None:
     """
     submitted = client.run(run, connection=connection)
     cancelled = submitted.cancel()
-    if submitted.status().state == "finished" and not cancelled.removed and not cancelled.stopped:
+    if submitted.status().finished and not cancelled.removed and not cancelled.stopped:
         click.echo(f"run {submitted.id} is finished: nothing was left to cancel")
     else:
         click.echo(f"cancelled: {cancelled.removed} jobs removed, {cancelled.stopped} told to stop")

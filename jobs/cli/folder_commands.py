@@ -29,6 +29,7 @@ from jobs.runs.redis_state.state import RunState, recorded_reasons
 from jobs.runs.statistics.report import report_html
 from jobs.runs.statistics.run_statistics import Reasons, outcome_text
 from jobs.runs.watching.reading import read_planned
+from jobs.runs.watching.snapshot import ENDED_STATES
 
 if TYPE_CHECKING:
     from jobs.parquet.outputs.read_back import FailedRow, FolderReader
@@ -169,7 +170,7 @@ def _follow(
 
 def _has_ended(connection: redis.Redis, run: str) -> bool:
     with suppress(UnknownRun, redis.exceptions.ConnectionError, redis.exceptions.TimeoutError):
-        return read_planned(connection, run).state in ("finished", "failed", "cancelled", "stopped")
+        return read_planned(connection, run).state in ENDED_STATES
     return False
 
 
@@ -325,7 +326,7 @@ def _to_verify(connection: redis.Redis, run: str) -> tuple[str, str, str, str | 
 
 
 def _check_finished(run: str, state: str) -> None:
-    if state != "finished":
+    if state not in ("finished", "expired"):
         raise InvalidJob(f"run {run} cannot be verified: it is not finished, but {state}")
 
 

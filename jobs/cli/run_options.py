@@ -364,6 +364,11 @@ _OUTPUT = (
         "Stop when more rows have an error: a number, or a share like 5%; by default 90%.",
     ),
     _option(
+        "--deadline",
+        "Begin no more rows then: a duration like 2h, or a time like 2026-12-01T08:00:00+01:00.",
+        metavar="WHEN",
+    ),
+    _option(
         "--reuse", "Take the answers of an earlier run, by its output.", metavar="OLD", **_TEXTS
     ),
     _option("--reuse-from-any-model", "Take those of other models too.", is_flag=True),

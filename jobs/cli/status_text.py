@@ -11,7 +11,7 @@ import click
 import redis
 from tqdm import tqdm
 
-from jobs.common.display import MAX_TEXT_CHARS, duration_text, safe_name
+from jobs.common.display import MAX_TEXT_CHARS, duration_text, safe_name, utc_text
 from jobs.common.rq_jobs import last_value
 from jobs.doctor.redis_server import NOT_SERVED, not_served
 from jobs.errors import JobsError
@@ -184,7 +184,20 @@ def status_text(snapshot: RunSnapshot, num_gone: int = 0) -> str:
         lines.append(f"tokens   {snapshot.tokens} generated")
         if snapshot.left_s is not None:
             lines.append(f"left     {duration_text(snapshot.left_s)}")
+        if snapshot.deadline is not None and not snapshot.finished:
+            lines.append(f"deadline {deadline_text(snapshot)}")
     return "\n".join([*lines, *verdict(snapshot), *gone_text(num_gone, snapshot.output)])
+
+
+def deadline_text(snapshot: RunSnapshot) -> str:
+    """Say when a run's deadline is, and whether it will hold. The run has one."""
+    assert snapshot.deadline is not None
+    prospects = {
+        True: "it will hold",
+        False: "it will NOT hold: rows that are not begun by then get an error",
+        None: "whether it holds is not known yet",
+    }
+    return f"{utc_text(snapshot.deadline)}, {prospects[snapshot.deadline_holds]}"
 
 
 def gone_text(num_gone: int, folder: str) -> list[str]:

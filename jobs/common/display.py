@@ -76,6 +76,11 @@ def duration_text(seconds: float) -> str:
     return f"{whole} s"
 
 
+def utc_text(moment: float) -> str:
+    """Return a time as ISO 8601 to the second, in UTC. moment: Unix seconds."""
+    return datetime.datetime.fromtimestamp(moment, datetime.UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
+
+
 def to_json(value: Any, indent: int | None = None) -> str:
     """Return a list or dict as JSON. Times become ISO 8601, exact decimals numbers, and infinite numbers null."""
     try:

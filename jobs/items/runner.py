@@ -87,6 +87,7 @@ class ItemRunner(Generic[T]):
 
     answers: the answer that each place has already, or None. memo: holds the answers of other jobs.
     keeps_replies: whether `answered` has all that the items were given, for a journal that holds no answers.
+    expired: returns the answer of items that are not begun any more; None while items are begun.
     """
 
     def __init__(
@@ -98,11 +99,13 @@ class ItemRunner(Generic[T]):
         memo: AnswerMemo,
         *,
         keeps_replies: bool = False,
+        expired: Callable[[], T | None] = lambda: None,
     ) -> None:
         self._ask = ask
         self._checks = checks
         self._memo = memo
         self._keeps_replies = keeps_replies
+        self._expired = expired
         self._answers = answers
         self.answered: list[Answered[T]] = []
         self.counts = Counts(done=sum(answer is not None for answer in answers))
@@ -152,7 +155,7 @@ class ItemRunner(Generic[T]):
                 return
             elif self._unsent:
                 entry = self._unsent.popleft()
-                if self._take_known(entry):
+                if self._take_known(entry) or self._let_expire(entry):
                     continue
                 if self._claim(entry):
                     self._begin(entry)
@@ -160,7 +163,7 @@ class ItemRunner(Generic[T]):
                     postponed.append(entry)
             elif postponed:
                 entry = postponed.popleft()
-                if not self._take_known(entry):
+                if not self._take_known(entry) and not self._let_expire(entry):
                     self._begin(entry)
             else:
                 return
@@ -319,12 +322,32 @@ class ItemRunner(Generic[T]):
             self._release(entry.memo_key)
 
     def _answer(self, entry: Entry[T], answer: T, replies: tuple[Reply, ...] = ()) -> None:
+        self._settle(entry, answer)
         num_tokens = entry.num_tokens
         for place in entry.places:
-            self._answers[place] = answer
             self.answered.append(Answered(place, num_tokens, answer, replies))
             num_tokens = 0
+
+    def _settle(self, entry: Entry[T], answer: T) -> None:
+        """Put the answer into the item's places, and let go of an item that was not begun."""
+        for place in entry.places:
+            self._answers[place] = answer
         self.counts.done += len(entry.places)
+        make = entry.make
+        entry.make = None
+        if make is not None:
+            make().close()
+
+    def _let_expire(self, entry: Entry[T]) -> bool:
+        """Answer an item that is not begun any more; return whether that is so.
+
+        A journal does not get the answer, because a later submission may have a later deadline.
+        """
+        answer = self._expired()
+        if answer is None:
+            return False
+        self._settle(entry, answer)
+        return True
 
     # The memo of the process
 
@@ -334,10 +357,6 @@ class ItemRunner(Generic[T]):
         if answer is None:
             return False
         self._answer(entry, answer)
-        make = entry.make
-        entry.make = None
-        if make is not None:
-            make().close()
         return True
 
     def _claim(self, entry: Entry[T]) -> bool:

@@ -119,9 +119,14 @@ def _tell(state: RunState, submission: int, word: str, reason: str | None, pipe:
 
     rows_done = stored.count(facts.get("total_rows")) or 0
     errors = stored.count(facts.get("total_errors")) or 0
+    expired = stored.count(facts.get("total_expired")) or 0
     if word == "finished" and 0 < rows_done == errors:
-        reason = ErrorLimit.stored(facts.get("max_errors")).told(rows_done, errors, is_whole=True)
+        limit = ErrorLimit.stored(facts.get("max_errors"))
+        reason = limit.told(rows_done - expired, errors - expired, is_whole=True)
         word = "finished" if reason is None else "failed"
+    if word == "finished" and expired:
+        reason = f"{expired} rows were not begun before the deadline"
+        word = "expired"
     content = {
         "run": state.run,
         "state": word,

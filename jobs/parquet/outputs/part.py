@@ -10,6 +10,7 @@ import pyarrow.parquet as pq
 from jobs import errors
 from jobs.common.release import commit
 from jobs.context.answers import Answer
+from jobs.context.deadlines import EXPIRED
 from jobs.context.served_model import ServedModel
 from jobs.parquet.asks.kinds import kind_of
 from jobs.parquet.files.storage import Storage
@@ -150,6 +151,7 @@ def part_stats(answers: Sequence[Answer], model: ServedModel, **known: Any) -> P
         errors=len(answers) - len(good),
         failed_checks=sum(answer.check_error is not None for answer in good),
         cut=sum(answer.is_cut for answer in answers),
+        expired=sum(answer.error == EXPIRED for answer in answers),
         rows_reused=sum(answer.reused is not None for answer in answers),
         prompt_tokens=sum(answer.prompt_tokens for answer in answers),
         completion_tokens=sum(answer.all_completion_tokens for answer in answers),

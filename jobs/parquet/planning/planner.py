@@ -48,7 +48,7 @@ def score_parquet(
     queue = arguments.pop("queue", None)
     if queue is None:
         queue = context.queue_name
-    submission, run_arguments = Submission.split(queue, arguments)
+    submission, run_arguments = Submission.split(queue, arguments, context.created_at)
     run_arguments |= {
         "prompt_column": prompt_column,
         "messages_column": messages_column,

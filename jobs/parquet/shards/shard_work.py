@@ -67,7 +67,7 @@ class ShardWork(RowsTask):
         self._escalates = queue is None and folder.plan.second is not None
         self._started_at = time.time()
         self._has_entered = False
-        folder.state.begin(self._started_at)
+        self._deadline = folder.state.begin(self._started_at)
         if folder.lacks(shard) and not (self._escalates and has_kept(folder, shard)):
             check_model(folder.plan, context.model, self._is_second)
             folder.plan.spec.admit(context.checks)
@@ -142,6 +142,10 @@ class ShardWork(RowsTask):
             self._has_entered = False
             self._context.files.leave(self._file.path)
         super().close()
+
+    def _is_over(self) -> bool:
+        """Whether the run's deadline has passed."""
+        return self._deadline is not None and time.time() >= self._deadline
 
     def _escalate(self) -> int:
         """Leave rows with low margins to the second model; return the most that these are.
@@ -292,6 +296,7 @@ class ShardWork(RowsTask):
             memo=context.answers,
             memo_keys=whole_keys(keys, mark),
             let_go=self._texts.let_go,
+            is_over=self._is_over,
         )
         self._num_unasked = sum(isinstance(row, RowProblem) for row in rows)
         self._rows_resumed = len(left.answers)

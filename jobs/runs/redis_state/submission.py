@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from jobs.common.display import brief
+from jobs.context.deadlines import parse_deadline
 from jobs.context.served_model import parse_model
 from jobs.context.values import truth
 from jobs.context.webhooks import MAX_URL_CHARS, check_host, host_of
@@ -20,6 +21,8 @@ from jobs.runs.plans.spec import check_queue_name
 WEBHOOK = "webhook"
 ON_END = "on_end"
 ASKED_FOR = (WEBHOOK, ON_END)
+#: The field of a run's hash that holds the last submission's deadline, in Unix seconds.
+DEADLINE = "deadline"
 #: Fields of a run's hash that hold the last submission for which notices of an end, or of a failure, were enqueued.
 TOLD = "told_submission"
 TOLD_FAILED = "told_failed_submission"
@@ -86,7 +89,7 @@ DEFAULT_LIMIT = ErrorLimit(share=0.9)
 
 _ANY_MODEL = "reuse_from_any_model"
 #: Arguments of jobs.score_parquet that belong to a submission and not to its run. The queue is one more.
-WISHES = ("model", "max_errors", WEBHOOK, ON_END, "reuse", _ANY_MODEL)
+WISHES = ("model", "max_errors", WEBHOOK, ON_END, DEADLINE, "reuse", _ANY_MODEL)
 
 
 @dataclass(frozen=True)
@@ -97,6 +100,7 @@ class Submission:
     limit: how many errors stop the run.
     webhook, on_end: a URL, and a function's dotted name, that are called at the run's end.
     reuse: outputs of earlier runs whose answers are taken.
+    deadline: when to begin no more rows, in Unix seconds.
     """
 
     queue: str
@@ -106,10 +110,16 @@ class Submission:
     on_end: str | None = None
     reuse: tuple[str, ...] = ()
     reuse_from_any_model: bool = False
+    deadline: float | None = None
 
     @classmethod
-    def split(cls, queue: str, arguments: Mapping[str, Any]) -> tuple[Submission, dict[str, Any]]:
-        """Split arguments of jobs.score_parquet into a submission and the run's arguments. Raises InvalidJob."""
+    def split(
+        cls, queue: str, arguments: Mapping[str, Any], now: float | None = None
+    ) -> tuple[Submission, dict[str, Any]]:
+        """Split arguments of jobs.score_parquet into a submission and the run's arguments. Raises InvalidJob.
+
+        now: what a deadline that is a duration counts from, in Unix seconds; by default this moment.
+        """
         check_queue_name(queue)
         run_arguments = dict(arguments)
         wishes = {name: run_arguments.pop(name, None) for name in WISHES}
@@ -118,6 +128,9 @@ class Submission:
         if wishes[WEBHOOK] is not None:
             host_of(wishes[WEBHOOK])
 
+        deadline = None
+        if wishes[DEADLINE] is not None:
+            deadline = parse_deadline(DEADLINE, wishes[DEADLINE], now)
         reuse = [] if wishes["reuse"] is None else wishes["reuse"]
         any_model = truth(_ANY_MODEL, wishes[_ANY_MODEL])
         if not isinstance(reuse, list | tuple):
@@ -130,6 +143,7 @@ class Submission:
             reuse=tuple(map(run_path, reuse)),
             on_end=_function(wishes[ON_END]),
             reuse_from_any_model=any_model,
+            deadline=deadline,
         )
         return submission, run_arguments
 
@@ -161,6 +175,7 @@ class Submission:
             "max_errors": None if self.limit == DEFAULT_LIMIT else str(self.limit),
             "reuse": list(self.reuse),
             _ANY_MODEL: self.reuse_from_any_model,
+            DEADLINE: self.deadline,
             **self.calls,
         }
         return {name: value for name, value in arguments.items() if value}

@@ -24,7 +24,7 @@ from jobs.runs.redis_state.state import (
     RunState,
     recorded_reasons,
 )
-from jobs.runs.redis_state.submission import ErrorLimit
+from jobs.runs.redis_state.submission import DEADLINE, ErrorLimit
 from jobs.runs.statistics.run_statistics import COUNTED, Reason
 from jobs.runs.watching.snapshot import WAITING, RunSnapshot
 from jobs.runs.watching.time_left import PartsDone, Progress, time_left
@@ -49,6 +49,7 @@ _FACTS = (
     "model",
     "model_text",
     "max_errors",
+    DEADLINE,
     "second_queue",
     "second_model",
     "second_text",
@@ -264,8 +265,11 @@ class RunLook:
             stopped=_shown(facts, "stopped"),
             reuse_differs=_shown(facts, REUSE_DIFFERS),
             too_many_errors=ErrorLimit.stored(facts.get("max_errors")).told(
-                counts["rows"], counts["errors"], is_whole=self.is_finished
+                counts["rows"] - counts["expired"],
+                counts["errors"] - counts["expired"],
+                is_whole=self.is_finished,
             ),
+            deadline=stored.seconds(facts.get(DEADLINE)),
             model=_shown(facts, "model_text"),
             submitted_at=_number(facts, "submission") / 1000
             or None,  # a submission's number is its time
