@@ -9,8 +9,8 @@ tokenmill:run:<run>:turn       string: written by whoever submits, plans or canc
 tokenmill:run:<run>:errors     hash: shard number -> JSON: the commonest reasons why rows of its part have an error
 tokenmill:run:<run>:failed     set: shards whose jobs have failed for good, where somebody is told of the run's end
 tokenmill:run:index            sorted set: run -> Unix time in ms of its last submission
-tokenmill:run:api-batches      sorted set: JSON of an API server's batch -> Unix time of its making (api_records.py)
-tokenmill:run:api-limited      hash: `<project> <limit>` -> Unix time of its last refusal (api_records.py)
+tokenmill:run:api-batches      sorted set: JSON of a batch -> Unix time of its making (watching/api_records.py)
+tokenmill:run:api-limited      hash: `<project> <limit>` -> Unix time of its last refusal (watching/api_records.py)
 tokenmill:api-limits           hash: project -> JSON: what its clients may take (api_keys.py)
 tokenmill:api-rate:<project>:<minute>  string: how many requests its clients have made in this minute
 tokenmill:api-keys             hash: SHA-256 of a client's key -> JSON: its project and name (api_keys.py)

@@ -22,9 +22,9 @@ from starlette.responses import JSONResponse, PlainTextResponse, Response, Strea
 from starlette.routing import Route
 from starlette.types import ASGIApp
 
-from jobs.api_records import record_limited
 from jobs.common.display import safe_name
 from jobs.common.workers import WorkerSample
+from jobs.runs.watching.api_records import record_limited
 from tokenmill.server.answers.bodies import ENDPOINTS, Call, call_of
 from tokenmill.server.answers.event_streams import EventStream
 from tokenmill.server.answers.jobs_asked import JobsAsked, TextPiece

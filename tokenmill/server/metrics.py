@@ -15,7 +15,7 @@ from prometheus_client.registry import Collector
 from redis import Redis
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from jobs.api_records import batch_runs, batch_status, recorded_batches
+from jobs.runs.watching.api_records import batch_runs, batch_status, recorded_batches
 
 PATH = "/metrics"
 #: In a request's scope: the path of the route that answers it.

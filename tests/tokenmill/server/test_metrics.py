@@ -13,7 +13,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from redis import Redis
 
 from jobs.api_keys import ProjectLimits, add_key, set_limits
-from jobs.api_records import recorded_batches, recorded_limits
+from jobs.runs.watching.api_records import recorded_batches, recorded_limits
 from tests.rq_workers import wait_until
 from tests.tokenmill.server.conftest import Served
 from tests.tokenmill.server.server_process import client, running_server

@@ -15,13 +15,13 @@ from typing import Any, Self
 
 from redis import Redis
 
-from jobs.api_records import OPEN_STATUSES, BatchRecord, batch_status, record_batch
 from jobs.client import Run
 from jobs.errors import JobsError, RunResubmitted, UnknownRun
 from jobs.runs.control import submit_run
 from jobs.runs.output import RunOutput, output_here
 from jobs.runs.plans.names import MANIFEST, OPENAI_BATCH
 from jobs.runs.plans.spec import RunSpec
+from jobs.runs.watching.api_records import OPEN_STATUSES, BatchRecord, batch_status, record_batch
 from jobs.runs.watching.snapshot import RunSnapshot
 from tokenmill.server.batches.file_store import (
     FileStore,
