@@ -9,6 +9,8 @@ tokenmill:run:<run>:turn       string: written by whoever submits, plans or canc
 tokenmill:run:<run>:errors     hash: shard number -> JSON: the commonest reasons why rows of its part have an error
 tokenmill:run:<run>:failed     set: shards whose jobs have failed for good, where somebody is told of the run's end
 tokenmill:run:index            sorted set: run -> Unix time in ms of its last submission
+tokenmill:run:api-batches      sorted set: JSON of a batch -> Unix time of its making (watching/api_records.py)
+tokenmill:run:api-limited      hash: `<project> <limit>` -> Unix time of its last refusal (watching/api_records.py)
 tokenmill:api-limits           hash: project -> JSON: what its clients may take (api_keys.py)
 tokenmill:api-rate:<project>:<minute>  string: how many requests its clients have made in this minute
 tokenmill:api-keys             hash: SHA-256 of a client's key -> JSON: its project and name (api_keys.py)
@@ -74,6 +76,9 @@ EPOCHS_KEY = f"{OWN}:epochs"
 RESTORED_KEY = f"{OWN}:restored"
 #: Every run that was submitted within twice RUN_TTL_S. It is below `tokenmill:run:`, which producers may write.
 RUNS_KEY = f"{OWN}:run:index"
+#: What API servers record for others to show. These too are below `tokenmill:run:`: the dashboard is a producer.
+API_BATCHES_KEY = f"{OWN}:run:api-batches"
+API_LIMITED_KEY = f"{OWN}:run:api-limited"
 
 #: The keys of the API server's clients.
 API_KEYS_KEY = f"{OWN}:api-keys"

@@ -20,9 +20,11 @@ from starlette.concurrency import run_in_threadpool
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, PlainTextResponse, Response, StreamingResponse
 from starlette.routing import Route
+from starlette.types import ASGIApp
 
 from jobs.common.display import safe_name
 from jobs.common.workers import WorkerSample
+from jobs.runs.watching.api_records import record_limited
 from tokenmill.server.answers.bodies import ENDPOINTS, Call, call_of
 from tokenmill.server.answers.event_streams import EventStream
 from tokenmill.server.answers.jobs_asked import JobsAsked, TextPiece
@@ -34,6 +36,8 @@ from tokenmill.server.batches.batch_runs import Batches
 from tokenmill.server.batches.calls import BatchCalls
 from tokenmill.server.batches.file_store import FileStore
 from tokenmill.server.errors import ApiError
+from tokenmill.server.metrics import ENDPOINT, Metered, Metrics
+from tokenmill.server.metrics import PATH as METRICS
 from tokenmill.server.projects import Project, Projects
 from tokenmill.server.request_bodies import json_body
 
@@ -44,6 +48,8 @@ T = TypeVar("T")
 Answer = Callable[[Request, Project, str], Awaitable[Response]]
 #: Makes events of the parts of an answer.
 Events = Callable[[AsyncIterator[TextPiece | bytes]], AsyncIterator[bytes]]
+#: Seconds between two records that a project was refused at the same limit.
+LIMITED_S = 1.0
 _METHODS = ("GET", "POST", "PUT", "PATCH", "DELETE")
 
 
@@ -72,8 +78,10 @@ class ApiServer:
         self._models = LiveModels(connection, queue)
         self._projects = Projects(connection, is_local=options.is_local)
         self._asked = JobsAsked(redis_url, connection, queue, options.timeout_s)
+        self._metrics = Metrics(connection)
+        self._limits_recorded: dict[tuple[str, str], float] = {}
 
-    def app(self) -> Starlette:
+    def app(self) -> ASGIApp:
         """Return the application."""
         routes = [self._route("POST", path, self._ask) for path in ENDPOINTS]
         routes += [
@@ -83,9 +91,10 @@ class ApiServer:
             *self._batch_routes(),
             Route("/livez", self._livez),
             Route("/readyz", self._readyz),
-            Route("/{path:path}", self._answered(self._missing), methods=_METHODS),
+            Route(METRICS, self._tell),
+            Route("/{path:path}", self._answered("other", self._missing), methods=_METHODS),
         ]
-        return Starlette(routes=routes, lifespan=self._closing)
+        return Metered(Starlette(routes=routes, lifespan=self._closing), self._metrics)
 
     def _batch_routes(self) -> list[Route]:
         folder = self._options.folder
@@ -109,17 +118,21 @@ class ApiServer:
         ]
 
     def _route(self, method: str, path: str, answer: Answer) -> Route:
-        return Route(path, self._answered(answer), methods=[method])
+        return Route(path, self._answered(path, answer), methods=[method])
 
     @asynccontextmanager
     async def _closing(self, _: Starlette) -> AsyncIterator[None]:
         yield
         await self._asked.close()
 
-    def _answered(self, answer: Answer) -> Callable[[Request], Awaitable[Response]]:
-        """Give each request an id, check its key, and turn what is raised into OpenAI's errors."""
+    def _answered(self, endpoint: str, answer: Answer) -> Callable[[Request], Awaitable[Response]]:
+        """Give each request an id, check its key, and turn what is raised into OpenAI's errors.
+
+        endpoint: as which the metrics count it.
+        """
 
         async def respond(request: Request) -> Response:
+            request.scope[ENDPOINT] = endpoint
             request_id = f"req_{secrets.token_hex(16)}"
             started = time.monotonic()
             name = "-"
@@ -131,6 +144,9 @@ class ApiServer:
                 response = await answer(request, project, request_id)
             except ApiError as error:
                 response = error.response
+                name = error.project or name
+                if error.status == 429:
+                    await self._note_limited(name, error.code or "other")
             except ClientDisconnect:
                 response = Response(status_code=499)
             except RedisError as error:
@@ -161,6 +177,18 @@ class ApiServer:
             return response
 
         return respond
+
+    async def _note_limited(self, project: str, limit: str) -> None:
+        """Count a refusal, and record it for the dashboard at most once a second."""
+        self._metrics.limited.labels(project, limit).inc()
+        now = time.time()
+        if now - self._limits_recorded.get((project, limit), 0.0) < LIMITED_S:
+            return
+        self._limits_recorded[project, limit] = now
+        try:
+            await run_in_threadpool(record_limited, self._connection, project, limit, now)
+        except RedisError as error:
+            logger.warning("that a project was limited cannot be recorded: %s", error)
 
     async def _ask(self, request: Request, project: Project, request_id: str) -> Response:
         """Answer a call by a job."""
@@ -244,6 +272,18 @@ class ApiServer:
         except RedisError:
             return PlainTextResponse("Redis does not answer\n", 503)
         return PlainTextResponse("ok\n")
+
+    async def _tell(self, request: Request) -> Response:
+        """Answer Prometheus."""
+        try:
+            await run_in_threadpool(self._projects.check_metrics, request.headers)
+            accept = request.headers.get("accept", "")
+            body, kind = await run_in_threadpool(self._metrics.exposition, accept)
+        except ApiError as error:
+            return error.response
+        except RedisError:
+            return PlainTextResponse("Redis does not answer\n", 503)
+        return Response(body, media_type=kind)
 
 
 def _without_id(call: Callable[[Request, Project], Awaitable[Response]]) -> Answer:

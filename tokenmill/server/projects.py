@@ -16,6 +16,8 @@ from tokenmill.server.errors import ApiError
 
 #: The project of requests without a key.
 NO_KEY_PROJECT = "default"
+#: The project whose keys open /metrics.
+METRICS_PROJECT = "metrics"
 
 
 @dataclass(frozen=True)
@@ -39,9 +41,16 @@ class Projects:
 
     async def of(self, headers: Headers) -> Project:
         """Return a request's project, and count the request. Raises ApiError and RedisError."""
-        scheme, _, secret = headers.get("authorization", "").partition(" ")
-        secret = secret.strip() if scheme.lower() == "bearer" else ""
-        return await run_in_threadpool(self._find, secret)
+        return await run_in_threadpool(self._find, _secret(headers))
+
+    def check_metrics(self, headers: Headers) -> None:
+        """Raise ApiError unless a request may read the metrics, which name all projects. It is not counted."""
+        if self._needs_no_key():
+            return
+        if self._name_of(_secret(headers)) != METRICS_PROJECT:
+            raise ApiError(
+                403, f"send a key of the project {METRICS_PROJECT!r}: `tokenmill keys add metrics`"
+            )
 
     def _find(self, secret: str) -> Project:
         name = self._name_of(secret)
@@ -64,11 +73,15 @@ class Projects:
                 f"project {name!r} has made its {most} requests of this minute",
                 code="rate_limit_exceeded",
                 headers={**headers, "retry-after": str(reset_s)},
+                project=name,
             )
         return Project(name, limits, headers)
 
+    def _needs_no_key(self) -> bool:
+        return self._is_local and not has_keys(self._connection)
+
     def _name_of(self, secret: str) -> str:
-        if self._is_local and not has_keys(self._connection):
+        if self._needs_no_key():
             return NO_KEY_PROJECT
         key = find_key(self._connection, secret) if secret else None
         if key is not None:
@@ -80,3 +93,9 @@ class Projects:
             code="invalid_api_key",
             headers={"www-authenticate": "Bearer"},
         )
+
+
+def _secret(headers: Headers) -> str:
+    """Return the key that a request sends; "" without one."""
+    scheme, _, secret = headers.get("authorization", "").partition(" ")
+    return secret.strip() if scheme.lower() == "bearer" else ""

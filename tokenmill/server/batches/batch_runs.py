@@ -21,6 +21,7 @@ from jobs.runs.control import submit_run
 from jobs.runs.output import RunOutput, output_here
 from jobs.runs.plans.names import MANIFEST, OPENAI_BATCH
 from jobs.runs.plans.spec import RunSpec
+from jobs.runs.watching.api_records import OPEN_STATUSES, BatchRecord, batch_status, record_batch
 from jobs.runs.watching.snapshot import RunSnapshot
 from tokenmill.server.batches.file_store import (
     FileStore,
@@ -42,21 +43,6 @@ MAX_METADATA_CHARS, MAX_METADATA = 512, 16
 MAX_REUSED = 20
 _WINDOW = re.compile(r"(\d{1,3})([hd])")
 _HOUR_S = 3600
-
-#: OpenAI's states, by those of a run.
-_STATUS = {
-    "planning": "validating",
-    "not planned": "validating",
-    "running": "in_progress",
-    "ending": "finalizing",
-    "finished": "completed",
-    "failed": "failed",
-    "stopped": "failed",
-    "cancelled": "cancelled",
-}
-
-#: The states of batches that go on.
-OPEN_STATUSES = ("validating", "in_progress", "finalizing")
 
 
 @dataclass(frozen=True)
@@ -95,11 +81,8 @@ class Standing:
     @classmethod
     def of(cls, snapshot: RunSnapshot) -> Self:
         """Return how the batch of a run stands."""
-        status = _STATUS[snapshot.state]
-        if status == "cancelled" and (snapshot.shards_started or snapshot.claimed):
-            status = "cancelling"
         return cls(
-            status,
+            batch_status(snapshot),
             snapshot.rows or 0,
             snapshot.rows_done,
             snapshot.errors,
@@ -188,7 +171,7 @@ class Batches:
             )
 
     def _submit(self, project: str, batch: Batch) -> None:
-        """Submit a batch's run; one that was submitted before is resumed. Raises JobsError."""
+        """Submit a batch's run and record the batch; a run that was submitted before is resumed. Raises JobsError."""
         submit_run(
             self._connection,
             self._queue,
@@ -198,6 +181,9 @@ class Batches:
             max_errors="100%",
             reuse=list(batch.reused) or None,
         )
+        run = self._run(project, batch).id
+        record = BatchRecord(batch.id, project, run, batch.created_at, batch.expires_at)
+        record_batch(self._connection, record)
 
     def retrieve(self, project: str, batch_id: str) -> dict[str, Any]:
         """Return how a batch stands. Raises ApiError if there is none."""
