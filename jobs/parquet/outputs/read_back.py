@@ -11,7 +11,7 @@ from typing import Any
 import pyarrow as pa
 
 from jobs.parquet.files.storage import Storage, reading
-from jobs.parquet.outputs.output_file import failed_rows, open_part, part_rows
+from jobs.parquet.outputs.output_file import failed_rows, open_part, part_rows, write_lines_of_parts
 from jobs.parquet.outputs.part import answer_names, read_part_stats, without_own_keys
 from jobs.parquet.outputs.run_folder import load_plan
 from jobs.parquet.prompts.sources import row_source
@@ -48,6 +48,10 @@ class FolderReader:
         plan = load_plan(self._storage, os.path.join(folder, PLAN))
         self.planned_run = plan.run
         self.plan: Plan = replace(plan, spec=replace(plan.spec, output=folder))
+
+    def write_batch_lines(self, name: str, sink: Any) -> int:
+        """Write the lines of an OpenAI batch that are done, as its file of this name has them; return the bytes."""
+        return write_lines_of_parts(self._storage, self.plan, self.shards(), name, sink)
 
     @property
     def has_ended(self) -> bool:

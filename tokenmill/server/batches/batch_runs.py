@@ -2,6 +2,7 @@
 
     <folder>/<project>/batches/<id>/batch.json     what was asked for
     <folder>/<project>/batches/<id>/run/           the run's output
+    <folder>/<project>/batches/<id>/answered/      the lines of a cancelled batch that were answered
 
 How a batch stands is read from its run each time.
 """
@@ -23,6 +24,7 @@ from jobs.runs.plans.names import MANIFEST, OPENAI_BATCH
 from jobs.runs.plans.spec import RunSpec
 from jobs.runs.watching.api_records import OPEN_STATUSES, BatchRecord, batch_status, record_batch
 from jobs.runs.watching.snapshot import RunSnapshot
+from tokenmill.server.batches.answered_lines import write_answered_lines
 from tokenmill.server.batches.file_store import (
     FileStore,
     check_id,
@@ -179,6 +181,7 @@ class Batches:
             output=str(self._folder(project, batch.id) / "run"),
             input_format=OPENAI_BATCH,
             max_errors="100%",
+            deadline=batch.expires_at,
             reuse=list(batch.reused) or None,
         )
         run = self._run(project, batch).id
@@ -257,7 +260,8 @@ class Batches:
             pass
         ended = self._ended(project, batch)
         if ended is not None:  # Redis has forgotten it since; the folder has all of it
-            return Standing("completed", ended.plan.rows, ended.plan.rows, ended.errors or 0)
+            status = "expired" if ended.expired else "completed"
+            return Standing(status, ended.plan.rows, ended.plan.rows, ended.errors or 0)
         if batch.cancelling_at is not None:
             return Standing("cancelled")
         # Redis was lost, or a server died before it submitted the run. Parts that are there stay.
@@ -271,8 +275,14 @@ class Batches:
         """Return OpenAI's object of a batch."""
         standing = self._standing(project, batch)
         status = standing.status
-        is_whole = status == "completed"
+        has_ended = status in ("completed", "expired")
         num_completed = max(0, standing.done - standing.failed)
+        has_output = has_ended and num_completed > 0
+        has_errors = has_ended and standing.failed > 0
+        if status == "cancelled":
+            written = write_answered_lines(self._folder(project, batch.id))
+            has_output = "output.jsonl" in written
+            has_errors = "errors.jsonl" in written
         file_id = batch.id.replace("batch_", "file-", 1)
         error = {"code": "batch_failed", "message": standing.reason, "param": None, "line": None}
         return {
@@ -283,15 +293,15 @@ class Batches:
             "input_file_id": batch.input_file_id,
             "completion_window": batch.completion_window,
             "status": status,
-            "output_file_id": f"{file_id}-output" if is_whole and num_completed else None,
-            "error_file_id": f"{file_id}-errors" if is_whole and standing.failed else None,
+            "output_file_id": f"{file_id}-output" if has_output else None,
+            "error_file_id": f"{file_id}-errors" if has_errors else None,
             "created_at": batch.created_at,
             "in_progress_at": standing.began_at,
             "expires_at": batch.expires_at,
-            "finalizing_at": standing.ended_at if is_whole else None,
-            "completed_at": standing.ended_at if is_whole else None,
+            "finalizing_at": standing.ended_at if has_ended else None,
+            "completed_at": standing.ended_at if status == "completed" else None,
             "failed_at": standing.ended_at or batch.created_at if status == "failed" else None,
-            "expired_at": None,
+            "expired_at": standing.ended_at if status == "expired" else None,
             "cancelling_at": batch.cancelling_at,
             "cancelled_at": batch.cancelling_at if status == "cancelled" else None,
             "request_counts": {

@@ -24,6 +24,8 @@ _ID = re.compile(r"(file|batch)[-_][0-9a-f]{28}(-output|-errors)?")
 #: How long an unfinished upload is left alone.
 ABANDONED_S = 24 * 3600
 _PARTIAL = ".partial"
+#: The folder of a cancelled batch that holds the files of its answered lines.
+ANSWERED = "answered"
 
 
 def new_id(prefix: str, now: float) -> str:
@@ -130,7 +132,8 @@ class FileStore:
         for kind, name in (("-output", "output.jsonl"), ("-errors", "errors.jsonl")):
             if batch_id.endswith(kind):
                 folder = self.project_folder(project, "batches") / batch_id.removesuffix(kind)
-                return folder / "run" / name
+                answered = folder / ANSWERED / name
+                return answered if answered.is_file() else folder / "run" / name
         return None
 
     def _read(self, folder: Path, file_id: str) -> StoredFile | None:
