@@ -29,6 +29,8 @@ tokenmill:epochs               list: marks of the last claims; a worker misses o
 tokenmill:epoch-made           string: such a mark was made within this second
 tokenmill:restored             string: when a worker saw that, until `tokenmill restore-check --confirm`
 tokenmill:maintenance:<queue>  string: the worker that looks for abandoned jobs of the queue in this period
+tokenmill:fair:<queue>         string, JSON: what the last look left that put the queue in order (store/fair_share.py)
+tokenmill:fair-turn:<queue>    string: a worker has put the queue in order in this period
 tokenmill:maintenance-stock:<queue>  string: the one that looks for jobs that RQ's own workers left there
 
 With RQ_KEY_PREFIX=mine RQ's keys begin with `mine:` in the place of `rq:`, and ours with `mine:tokenmill:`.
