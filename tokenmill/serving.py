@@ -69,11 +69,13 @@ def run_app(
     listener: socket.socket,
     *,
     writes_json: bool,
+    drain_s: int = 3,
     **options: Any,
 ) -> None:
     """Serve an application until the process is told to stop.
 
-    name: what the first line of the log calls it. options: further ones of uvicorn.Config.
+    name: what the first line of the log calls it. drain_s: how long requests may go on after that. options: further
+    ones of uvicorn.Config.
     """
     shown = f"[{bind}]" if ":" in bind else bind
     address = f"{name} on http://{shown}:{listener.getsockname()[1]}"
@@ -88,7 +90,7 @@ def run_app(
         access_log=False,
         ws="none",
         server_header=False,
-        timeout_graceful_shutdown=3,
+        timeout_graceful_shutdown=drain_s,
         **options,
     )
     uvicorn.Server(config).run(sockets=[listener])

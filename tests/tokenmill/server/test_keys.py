@@ -81,6 +81,7 @@ def test_other_machines_are_not_served_without_keys(redis: Redis, redis_url: str
             prompts_queue="prompts",
             runs_queue="bulk",
             timeout=60,
+            drain=3,
             folder=None,
         )
 
