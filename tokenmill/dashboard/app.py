@@ -242,7 +242,13 @@ class Dashboard:
 
 
 #: The paths of the pages, and each page's name in PAGES, which is that of its template.
-_PATHS = {"/": "overview", "/failed": "failed", "/runs/{run}": "run", "/jobs/{job_id}": "job"}
+_PATHS = {
+    "/": "overview",
+    "/failed": "failed",
+    "/batches": "batches",
+    "/runs/{run}": "run",
+    "/jobs/{job_id}": "job",
+}
 
 
 def _here(request: Request) -> str:
