@@ -63,7 +63,7 @@ class Projects:
         now = self._clock()
         count = count_request(self._connection, name, now)
         reset_s = 60 - int(now % 60)
-        headers = {
+        limit_headers = {
             "x-ratelimit-limit-requests": str(most),
             "x-ratelimit-remaining-requests": str(max(0, most - count)),
             "x-ratelimit-reset-requests": f"{reset_s}s",
@@ -73,10 +73,10 @@ class Projects:
                 429,
                 f"project {name!r} has made its {most} requests of this minute",
                 code="rate_limit_exceeded",
-                headers={**headers, "retry-after": str(reset_s)},
+                headers={**limit_headers, "retry-after": str(reset_s)},
                 project=name,
             )
-        return Project(name, limits, headers)
+        return Project(name, limits, limit_headers)
 
     def _needs_no_key(self) -> bool:
         return self._is_local and not has_keys(self._connection)
