@@ -158,6 +158,9 @@ _INPUT = (
         **_TEXTS,
         metavar="NAME",
     ),
+    _option(
+        "--inline-pictures", "Refuse lines of batch files that name a picture's file.", is_flag=True
+    ),
     _option("--filename-column", "Add a column of this name that holds each row's file."),
     click.option(
         "--input-format",

@@ -63,6 +63,13 @@ def dashboard(context: click.Context, /, **options: Any) -> None:
     show_default=True,
     help="Seconds that an answer may take.",
 )
+@click.option(
+    "--drain",
+    type=click.IntRange(0, 86400),
+    default=3,
+    show_default=True,
+    help="Seconds for requests to end after SIGTERM.",
+)
 @click.pass_context
 def serve(context: click.Context, /, **options: Any) -> None:
     """Serve OpenAI's HTTP API: calls go to the queue of prompts, batches to that of runs.

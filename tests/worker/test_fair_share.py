@@ -9,6 +9,7 @@ from redis import Redis
 
 from jobs.common.keys import run_key
 from jobs.runs.plans.names import plan_job_id, shard_job_id
+from tests.rq_workers import Workers, wait_until
 from worker.store.fair_share import MOST, PERIOD_S, FairShare
 from worker.store.scripts import Call, Scripts
 
@@ -154,3 +155,9 @@ def test_a_job_that_was_enqueued_twice_stays_twice(redis: Redis) -> None:
         [Call("reorder", {"queue": "bulk", "order": ["b", "a", "a"], "most": MOST})]
     )
     assert queued(redis) == ["b", "a", "a"]
+
+
+def test_a_worker_keeps_its_queues_in_order(workers: Workers) -> None:
+    workers.start(queues=("prompts", "bulk"))
+    for name in ("prompts", "bulk"):
+        wait_until(lambda name=name: workers.redis.exists(f"tokenmill:fair-turn:{name}"))

@@ -38,13 +38,13 @@ from tokenmill.dashboard.guard import (
     SESSION_COOKIE,
     SESSION_S,
     Guard,
-    Hosts,
     Sessions,
     TriesInTurn,
 )
 from tokenmill.dashboard.pages import PAGES, Missing, time_left
 from tokenmill.dashboard.queue_metrics import QueueMetrics
 from tokenmill.dashboard.watcher import Watcher
+from tokenmill.serving import Hosts
 
 #: A form's body, and the seconds within which it must have come; ours are far smaller.
 MAX_FORM_BYTES = 1 << 16
@@ -242,7 +242,13 @@ class Dashboard:
 
 
 #: The paths of the pages, and each page's name in PAGES, which is that of its template.
-_PATHS = {"/": "overview", "/failed": "failed", "/runs/{run}": "run", "/jobs/{job_id}": "job"}
+_PATHS = {
+    "/": "overview",
+    "/failed": "failed",
+    "/batches": "batches",
+    "/runs/{run}": "run",
+    "/jobs/{job_id}": "job",
+}
 
 
 def _here(request: Request) -> str:

@@ -9,7 +9,7 @@ import time
 import traceback
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import aclosing, asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -39,7 +39,7 @@ from tokenmill.server.errors import ApiError
 from tokenmill.server.metrics import ENDPOINT, Metered, Metrics
 from tokenmill.server.metrics import PATH as METRICS
 from tokenmill.server.projects import Project, Projects
-from tokenmill.server.request_bodies import json_body
+from tokenmill.server.request_bodies import Bodies
 
 logger = logging.getLogger("tokenmill")
 T = TypeVar("T")
@@ -79,6 +79,7 @@ class ApiServer:
         self._projects = Projects(connection, is_local=options.is_local)
         self._asked = JobsAsked(redis_url, connection, queue, options.timeout_s)
         self._metrics = Metrics(connection)
+        self._bodies = Bodies()
         self._limits_recorded: dict[tuple[str, str], float] = {}
 
     def app(self) -> ASGIApp:
@@ -101,7 +102,9 @@ class ApiServer:
         if folder is None:
             return []
         files = FileStore(folder)
-        calls = BatchCalls(files, Batches(self._connection, files, self._options.runs_queue))
+        calls = BatchCalls(
+            files, Batches(self._connection, files, self._options.runs_queue), self._bodies
+        )
         by_path = {
             ("POST", "/v1/files"): calls.upload,
             ("GET", "/v1/files"): calls.list_files,
@@ -192,24 +195,28 @@ class ApiServer:
 
     async def _ask(self, request: Request, project: Project, request_id: str) -> Response:
         """Answer a call by a job."""
-        body = await json_body(request)
-        call = await run_in_threadpool(call_of, request.scope["path"], body)
-        if call.is_streamed:
-            stream = EventStream(request_id, call, call.model or "")
-            return await self._stream(request, call, request_id, stream.events)
-        return Response(
-            await self._answer(request, call, request_id), media_type="application/json"
-        )
+        with self._bodies.held() as body:
+            await body.read(request)
+            call = await run_in_threadpool(call_of, request.scope["path"], body.value)
+            call = replace(call, on_enqueued=body.let_go)
+            if call.is_streamed:
+                stream = EventStream(request_id, call, call.model or "")
+                return await self._stream(request, call, request_id, stream.events)
+            answer = await self._answer(request, call, request_id)
+            return Response(answer, media_type="application/json")
 
     async def _respond(self, request: Request, project: Project, request_id: str) -> Response:
         """Answer a call of `/v1/responses` by a chat."""
-        body = await json_body(request)
-        call = await run_in_threadpool(response_call, body)
-        stream = ResponseStream(request_id.removeprefix("req_"), body)
-        if call.is_streamed:
-            return await self._stream(request, call, request_id, stream.events)
-        answer = await self._answer(request, call, request_id)
-        return JSONResponse(stream.whole(json.loads(answer)))
+        with self._bodies.held() as body:
+            await body.read(request)
+            call = await run_in_threadpool(response_call, body.value)
+            call = replace(call, on_enqueued=body.let_go)
+            shown = {name: value for name, value in body.value.items() if name != "input"}
+            stream = ResponseStream(request_id.removeprefix("req_"), shown)
+            if call.is_streamed:
+                return await self._stream(request, call, request_id, stream.events)
+            answer = await self._answer(request, call, request_id)
+            return JSONResponse(stream.whole(json.loads(answer)))
 
     async def _answer(self, request: Request, call: Call, request_id: str) -> bytes:
         """Return a job's value, as JSON. The job is cancelled if the client goes away."""

@@ -52,6 +52,7 @@ _OF_FILES = frozenset(
 #: Arguments that decide no answer, or that decide it by way of the prompt alone. All others decide the answer.
 _NOT_ASKED = _OF_FILES | {
     "model_alias",
+    "inline_pictures",
     "prompt_column",
     "messages_column",
     "query_column",

@@ -39,7 +39,15 @@ def image_columns(name: str, value: Any) -> list[str] | None:
 
 
 #: What a run of batch files may be given as well.
-_BESIDE_BATCHES = ("encoding", "input_format", "limit", "model_alias", "only_new", "rows_per_shard")
+_BESIDE_BATCHES = (
+    "encoding",
+    "inline_pictures",
+    "input_format",
+    "limit",
+    "model_alias",
+    "only_new",
+    "rows_per_shard",
+)
 #: Arguments that such a run has in its normal form, with the values that they have there.
 _OF_BATCHES = {
     "prompt_column": ("prompt",),

@@ -104,6 +104,7 @@ class RunSpec:
     encoding: Annotated[str | None, parse_encoding] = None
     delimiter: Annotated[str | None, parse_delimiter] = None
     decimal: Annotated[str | None, parse_decimal] = None
+    inline_pictures: Annotated[bool, truth] = False
 
     @classmethod
     def from_arguments(cls, input: Any, output: Any, **given: Any) -> Self:
@@ -333,6 +334,11 @@ def _check_together(spec: RunSpec, given: Mapping[str, Any]) -> None:
             spec.model_alias,
             is_batch,
             "model_alias is for batch files: give input_format openai-batch, or leave it out",
+        ),
+        (
+            spec.inline_pictures,
+            is_batch,
+            "inline_pictures is for batch files: give input_format openai-batch, or leave it out",
         ),
         (
             spec.check_columns,

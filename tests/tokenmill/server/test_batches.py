@@ -52,6 +52,27 @@ def lines_of(served: Served, file_id: str | None) -> list[dict[str, Any]]:
     return [json.loads(each) for each in served.client.files.content(file_id).text.splitlines()]
 
 
+def test_a_line_that_names_a_file_of_the_workers_goes_to_the_errors(served: Served) -> None:
+    secret = served.folder / "secret.png"
+    secret.parent.mkdir(parents=True, exist_ok=True)
+    secret.write_bytes(b"secret")
+    asked: list[Any] = [line("a"), line("b")]
+    content = [{"type": "image_url", "image_url": {"url": str(secret)}}]
+    asked[1]["url"] = "/v1/chat/completions"
+    asked[1]["body"] = {"messages": [{"role": "user", "content": content}]}
+    batch = ended(served, create(served, upload(served, asked)))
+    assert [each["custom_id"] for each in lines_of(served, batch.output_file_id)] == ["a"]
+    (failed,) = lines_of(served, batch.error_file_id)
+    assert "no data: URL" in failed["error"]["message"]
+
+
+@pytest.mark.parametrize("beginning", [b"\x1f\x8b\x08\x00", b"\x28\xb5\x2f\xfd", b"BZh9"])
+def test_a_compressed_file_makes_no_batch(served: Served, beginning: bytes) -> None:
+    file = served.client.files.create(file=("in", io.BytesIO(beginning)), purpose="batch")
+    with pytest.raises(openai.BadRequestError, match="compressed"):
+        create(served, file.id)
+
+
 def test_each_line_is_once_in_output_or_errors_in_the_files_order(served: Served) -> None:
     asked = [line(f"a{number}") for number in range(20)]
     asked[3] = line("bad", max_tokens=-1)

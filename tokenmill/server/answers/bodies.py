@@ -3,7 +3,7 @@
 Sources: OpenAI's API reference ("Chat", "Completions", "Embeddings"); Cohere's and Jina's for `/v1/rerank`.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -39,15 +39,22 @@ class Call:
     """A job that is to be enqueued.
 
     model: the one that is asked for; None for any. is_streamed: the answer is sent as it grows. has_growing_text: the
-    text so far is a beginning of the answer's. with_usage: a stream ends with the tokens that were used.
+    text so far is a beginning of the answer's. with_usage: a stream ends with the tokens that were used. on_enqueued:
+    called once Redis has the job.
     """
 
     function: str
-    arguments: Mapping[str, Any]
+    arguments: dict[str, Any]
     model: str | None
     is_streamed: bool = False
     has_growing_text: bool = False
     with_usage: bool = False
+    on_enqueued: Callable[[], None] = lambda: None
+
+    def let_arguments_go(self) -> None:
+        """Drop what is in Redis now: a call that waits for its answer holds no body."""
+        self.arguments.clear()
+        self.on_enqueued()
 
 
 def call_of(path: str, body: Any) -> Call:

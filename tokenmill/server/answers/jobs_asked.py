@@ -120,6 +120,7 @@ class JobsAsked:
         awaited = _Awaited(asyncio.get_running_loop().create_future(), pieces)
         try:
             await run_in_threadpool(self._enqueue, job_id, call, is_followed=pieces is not None)
+            call.let_arguments_go()
             # Only now: a job that is awaited and not there counts as lost.
             self._awaited[job_id] = awaited
             self._read_on()
@@ -140,7 +141,7 @@ class JobsAsked:
         """Write the job and its fields in one transaction, so that no worker of another model takes it."""
         job = rq_jobs.prepared_job(
             call.function,
-            kwargs=dict(call.arguments),
+            kwargs=call.arguments,
             timeout=self._timeout_s,
             ttl=self._timeout_s,
             result_ttl=RESULT_TTL_S,

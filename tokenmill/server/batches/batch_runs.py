@@ -34,7 +34,6 @@ from tokenmill.server.batches.file_store import (
     read_json,
     write_json,
 )
-from tokenmill.server.batches.picture_paths import refuse_picture_paths
 from tokenmill.server.errors import ApiError
 
 #: What the lines of a batch may ask for.
@@ -43,6 +42,8 @@ BATCH_ENDPOINTS = ("/v1/chat/completions", "/v1/completions", "/v1/embeddings")
 MAX_METADATA_CHARS, MAX_METADATA = 512, 16
 #: The most earlier batches whose answers one takes.
 MAX_REUSED = 20
+#: How compressed files begin.
+_COMPRESSED = (b"\x1f\x8b", b"\x28\xb5\x2f\xfd", b"BZh")
 _WINDOW = re.compile(r"(\d{1,3})([hd])")
 _HOUR_S = 3600
 
@@ -131,10 +132,7 @@ class Batches:
 
         if max_open is not None:
             self._check_open(project, max_open)
-        try:
-            refuse_picture_paths(path)
-        except FileNotFoundError:  # it was deleted meanwhile
-            raise missing("file", file_id) from None
+        _refuse_compressed(path, file_id)
 
         reused: tuple[str, ...] = ()
         if (metadata or {}).get("reuse") == "true":
@@ -174,17 +172,14 @@ class Batches:
 
     def _submit(self, project: str, batch: Batch) -> None:
         """Submit a batch's run and record the batch; a run that was submitted before is resumed. Raises JobsError."""
-        submit_run(
+        run = submit_run(
             self._connection,
             self._queue,
-            input=[batch.input_path],
-            output=str(self._folder(project, batch.id) / "run"),
-            input_format=OPENAI_BATCH,
             max_errors="100%",
             deadline=batch.expires_at,
             reuse=list(batch.reused) or None,
+            **self._run_arguments(project, batch),
         )
-        run = self._run(project, batch).id
         record = BatchRecord(batch.id, project, run, batch.created_at, batch.expires_at)
         record_batch(self._connection, record)
 
@@ -238,12 +233,19 @@ class Batches:
         folders = [self._folder(project, batch.id) / "run" for batch in self._all(project)]
         return [str(folder) for folder in folders if (folder / MANIFEST).is_file()]
 
+    def _run_arguments(self, project: str, batch: Batch) -> dict[str, Any]:
+        """Return the arguments that the id of a batch's run is made of."""
+        return {
+            "input": [batch.input_path],
+            "output": str(self._folder(project, batch.id) / "run"),
+            "input_format": OPENAI_BATCH,
+            "inline_pictures": True,  # a client of the server names no file on a worker's disk
+        }
+
     def _run(self, project: str, batch: Batch) -> Run:
-        output = str(self._folder(project, batch.id) / "run")
-        run = RunSpec.from_arguments(
-            input=[batch.input_path], output=output, input_format=OPENAI_BATCH
-        ).run
-        return Run(run, self._connection, output)
+        arguments = self._run_arguments(project, batch)
+        run = RunSpec.from_arguments(**arguments).run
+        return Run(run, self._connection, arguments["output"])
 
     def _ended(self, project: str, batch: Batch) -> RunOutput | None:
         """Return the run's output if it has ended."""
@@ -312,6 +314,19 @@ class Batches:
             "usage": standing.usage,
             "metadata": None if batch.metadata is None else dict(batch.metadata),
         }
+
+
+def _refuse_compressed(path: Path, file_id: str) -> None:
+    """Raise ApiError for a compressed file, which workers would unpack, and for one that was deleted meanwhile."""
+    try:
+        with path.open("rb") as file:
+            beginning = file.read(4)
+    except FileNotFoundError:
+        raise missing("file", file_id) from None
+    if beginning.startswith(_COMPRESSED):
+        raise ApiError(
+            400, "the file is compressed: upload its lines as they are", param="input_file_id"
+        )
 
 
 def _usage(snapshot: RunSnapshot) -> dict[str, Any]:
