@@ -407,6 +407,25 @@ def list_runs(
     return [snapshot for snapshot in snapshots if not states or snapshot.state in states]
 
 
+def read_at_risk(connection: Redis, limit: int = MAX_RUNS) -> list[RunSnapshot]:
+    """Return the runs that are not expected to end before their deadline, among the last submitted ones.
+
+    limit: how many of these are looked at.
+    """
+    newest: Any = connection.zrevrange(RUNS_KEY, 0, limit - 1)
+    run_ids = list(map(stored.text, newest))
+    with connection.pipeline(transaction=False) as pipe:
+        for run in run_ids:
+            pipe.hmget(run_key(run), DEADLINE, "finished", "cancelled")
+        replies = pipe.execute(raise_on_error=False)
+
+    with_deadline = []
+    for run, values in zip(run_ids, replies, strict=True):
+        if isinstance(values, list) and values[0] and not values[1] and not values[2]:
+            with_deadline.append(run)
+    return [run for run in read_runs(connection, with_deadline) if run.deadline_holds is False]
+
+
 def run_reasons(connection: Redis, run: str) -> list[Reason]:
     """Return why rows of a run have an error: at most MAX_REASONS, the commonest first, safe to show."""
     reasons = recorded_reasons(connection, run).commonest(MAX_REASONS)
