@@ -29,7 +29,7 @@ class FileTask(Task):
         return opened
 
 
-#: Functions that are imported when they are called, as those of files need pyarrow. They open the tasks of file jobs.
+#: Functions that open the tasks of jobs over files. They are imported when they are called, as they need pyarrow.
 _FILE_JOBS: Mapping[str, str] = {
     "jobs.score_shard": "jobs.parquet.shards.shard_work.ShardWork.open",
     "jobs.survey_parquet": "jobs.parquet.planning.survey.SurveyWork",
@@ -52,7 +52,7 @@ _ENGINE_JOBS: Mapping[str, Callable[..., Task]] = {
 def task_of(
     function_name: str, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
 ) -> Task | None:
-    """Return the task of an engine job, None for another, importing no more than this core. Raises InvalidJob."""
+    """Return the task of a job that needs the engine; None for any other job. Loads no pyarrow. Raises InvalidJob."""
     factory = _ENGINE_JOBS.get(function_name)
     if factory is None:
         return None
@@ -86,12 +86,12 @@ def _check_binding(
     try:
         signature.bind(*args, **(kwargs or {}))
     except TypeError as error:
-        taken = [
+        parameters = [
             "..." if parameter.kind is parameter.VAR_KEYWORD else parameter.name
             for parameter in signature.parameters.values()
             if parameter.name != "context"
         ]
-        raise InvalidJob(f"{name}: {str(error)[:200]}; it takes {', '.join(taken)}") from None
+        raise InvalidJob(f"{name}: {str(error)[:200]}; it takes {', '.join(parameters)}") from None
 
 
 ALLOWED_FUNCTIONS: frozenset[str] = frozenset(_ENGINE_JOBS) | frozenset(_OWN_FUNCTIONS)

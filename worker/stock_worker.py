@@ -74,7 +74,7 @@ def drive(task: OpenTask, engine: Engine) -> None:
     from engine import Completion, InvalidRequest
     from worker.engine_thread.intake import prepared_request
 
-    samples: dict[int, list[Completion]] = {}  # of the requests inside the engine
+    samples: dict[int, list[Completion]] = {}  # samples of the requests inside the engine
     num_missing: dict[int, int] = {}
     numbers = count()
     requests = task.requests()

@@ -16,7 +16,7 @@ import click
 import redis
 
 from jobs import client
-from jobs.cli.status_text import await_plan, errors_told, table, wait_for_end
+from jobs.cli.status_text import await_plan, errors_printed, table, wait_for_end
 from jobs.cli.trial_commands import try_job
 from jobs.cli.watch_commands import json_option
 from jobs.common.display import MAX_TEXT_CHARS, safe_name, to_json
@@ -356,7 +356,7 @@ def verify(
     rounding, unless TOKENMILL_DETERMINISTIC=1 was set for both the run and verify.
     """
     try:
-        with errors_told():
+        with errors_printed():
             run_queue, folder, run_id, model = _to_verify(connection, run)
             arguments = {
                 "run": run_id,

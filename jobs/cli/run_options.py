@@ -1,4 +1,4 @@
-"""The options that say what a run is, for the commands that take them, and the arguments of a run that they make."""
+"""The command-line options that describe a run, and how they become the run's arguments."""
 
 import csv
 import json
@@ -34,7 +34,7 @@ def json_value(kind: type) -> Callable[[click.Context, click.Parameter, str | No
 
 JINJA_SUFFIXES = (".j2", ".jinja", ".jinja2")
 
-#: Each says what to ask; a run has one of them.
+#: Each says what to ask. A run has exactly one of them.
 PROMPT_OPTIONS = (
     *("prompt_column", "messages_column", "template", "template_file", "messages_template"),
     *("prompt", "prompts"),
@@ -141,7 +141,7 @@ def _switch(name: str, help: str) -> Decorator:
     return click.option(f"--{name}/--no-{name}", help=help, default=None)
 
 
-#: Kinds of options that several have.
+#: Settings that several options share.
 _TEXTS: Any = {"multiple": True}
 _COLUMNS: Any = {"multiple": True, "callback": column_list}
 _NAMED: Any = {"multiple": True, "callback": assignments}

@@ -100,7 +100,7 @@ def dry_run_lines(result: dict[str, Any], price_per_hour: float | None) -> list[
 def survey(
     connection: redis.Redis, queue: str, options: dict[str, Any], **how: Any
 ) -> dict[str, Any]:
-    """Have a worker look at a run; return the result of jobs.survey_parquet. how: its arguments beside the run's."""
+    """Have a worker look at a run; return the result of jobs.survey_parquet. how: further arguments of it."""
     submission, arguments = Submission.split(
         queue, run_arguments({"output": "/dev/null", **options})
     )

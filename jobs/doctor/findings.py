@@ -19,11 +19,11 @@ class Level(StrEnum):
 
 
 class Finding(NamedTuple):
-    """What a check says. subject: what was looked at. found: what is there. mend: what mends it."""
+    """What a check reports. subject: what was looked at. text: how it is. mend: what to do about it."""
 
     level: Level
     subject: str
-    found: str
+    text: str
     mend: str = ""
 
 

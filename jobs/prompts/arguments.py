@@ -171,7 +171,7 @@ NEUTRAL: Mapping[str, tuple[Any, ...]] = {
     "verbosity": ("medium",),
 }
 
-#: Names of what tells a service's operator something, and the model nothing.
+#: Arguments that say something to a service's operator and nothing to the model.
 FOR_OPERATORS = frozenset({"metadata", "prompt_cache_key", "safety_identifier", "user"})
 
 

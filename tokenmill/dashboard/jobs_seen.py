@@ -130,7 +130,7 @@ def read_job(connection: Redis, job_id: str, *, with_arguments: bool = False) ->
         is_failed=score is not None,
         is_under_way=rq_jobs.job_status(texts["status"]) in CANCELLABLE,
         error=printable(
-            error.removesuffix(f"\n{fault_line('cancelled')}")[-MAX_ERROR_CHARS:], kept="\n"
+            error.removesuffix(f"\n{fault_line('cancelled')}")[-MAX_ERROR_CHARS:], allowed="\n"
         ),
         error_line=error_line(error),
     )
@@ -182,4 +182,6 @@ def _call(data: bytes | None) -> tuple[str | None, str | None]:
 
 
 def _json_text(value: object) -> str:
-    return printable(json.dumps(value, ensure_ascii=False, indent=2)[:MAX_ERROR_CHARS], kept="\n")
+    return printable(
+        json.dumps(value, ensure_ascii=False, indent=2)[:MAX_ERROR_CHARS], allowed="\n"
+    )

@@ -84,7 +84,7 @@ class Releases:
             if job.deaths:
                 self._tally.taken_over(job.queue_name, job.deaths)
                 self._log.warning(
-                    "%s: job %s is taken over, %d of %d workers have died with it",
+                    "%s: job %s is taken over after worker death %d; after %d it fails",
                     job.queue_name,
                     job.job_id,
                     job.deaths,

@@ -48,18 +48,18 @@ class StockJobs:
 
         Returns the jobs, which this worker holds now, and why each fails.
         """
-        taken = []
+        adopted = []
         for name in queue_names:
             if not self._client.set(_LOCK % name, 1, nx=True, px=int(period_s * 1000)):
                 continue
-            left = self._abandoned_started(name) | self._abandoned_intermediate(name)
+            reasons = self._abandoned_started(name) | self._abandoned_intermediate(name)
             queue = Queue(name, connection=self._client, serializer=JSONSerializer)
-            if left and queue.acquire_maintenance_lock():
+            if reasons and queue.acquire_maintenance_lock():
                 try:
-                    taken += self._store.adopt(name, left)
+                    adopted += self._store.adopt(name, reasons)
                 finally:
                     queue.release_maintenance_lock()
-        return [(claimed, AbandonedJobError(reason)) for claimed, reason in taken]
+        return [(claimed, AbandonedJobError(reason)) for claimed, reason in adopted]
 
     def _abandoned_started(self, queue: str) -> dict[tuple[str, str], str]:
         """Return why started jobs are abandoned, by job id and execution id."""

@@ -24,7 +24,7 @@ from jobs.parquet.files.storage import Storage
 from jobs.parquet.formats.converted_inputs import converted_for_now
 from jobs.parquet.planning.find_files import find_files
 from jobs.parquet.planning.inputs import read_inputs
-from jobs.parquet.planning.own_rows import match, with_seed_of
+from jobs.parquet.planning.own_rows import find_matches, with_seed_of
 from jobs.parquet.prompts.prompt_source import Row
 from jobs.parquet.reuse.old_runs import OldRuns
 from jobs.parquet.shards.row_items import row_runner
@@ -36,7 +36,7 @@ from jobs.runs.plans.spec import RunSpec
 from jobs.runs.statistics.run_statistics import Reasons
 from jobs.tasks import Completion, Request
 
-#: A dry run has a full batch of the worker's answered, but no fewer and no more requests than these.
+#: A dry run has one full batch of the worker answered, within these numbers of requests.
 MIN_TRIED = 64
 MAX_TRIED = 256
 #: The most characters of the prompts that are answered. A result has a limit too.
@@ -62,10 +62,11 @@ class SurveyWork(RowsTask):
     ) -> None:
         """Read the run's rows and count their tokens. Raises RunError or InvalidJob.
 
-        first: how many of the first rows to show. None for a dry run: then requests that stand for all are answered and
-        timed. max_rows: the most rows to look at, spread evenly over the run. reuse: see Submission. arguments:
-        reuse_from_any_model; answers, which is False for a preview without answers; all others: see
-        RunSpec.from_arguments.
+        first: how many of the first rows to show; None for a dry run, which has some requests answered, and times them.
+        max_rows: the most rows to look at, spread evenly over the run.
+        reuse: see Submission.
+        arguments: reuse_from_any_model; answers, which is False for a preview without answers; and those of
+            RunSpec.from_arguments.
         """
         any_model = arguments.pop("reuse_from_any_model", False)
         has_answers = arguments.pop("answers", True)
@@ -79,8 +80,8 @@ class SurveyWork(RowsTask):
         spec.check_sampling(context.check_sampling)
         spec.admit(context.checks)
         storage = Storage.of(context)
-        found = find_files(storage, spec.input, spec.output, spec.input_format)
-        plan = read_inputs(context, storage, spec, found)
+        found_files = find_files(storage, spec.input, spec.output, spec.input_format)
+        plan = read_inputs(context, storage, spec, found_files)
         if context.meter is None:
             raise InvalidJob("this process has no engine to count tokens with")
         old = OldRuns(storage, reuse, plan) if reuse else None
@@ -93,7 +94,7 @@ class SurveyWork(RowsTask):
         with converted_for_now(storage, plan, files) as (storage, plan):
             is_reused = np.zeros(plan.rows, bool)
             if old is not None:
-                is_reused = match(context, storage, plan, ask, old, any_model).places >= 0
+                is_reused = find_matches(context, storage, plan, ask, old, any_model).places >= 0
             for start, rows in rendered_shards(context, storage, plan, ask.source):
                 counts.add(start, rows, is_reused)
 
@@ -282,7 +283,7 @@ class _Counts:
 
     @property
     def scale(self) -> float:
-        """Return how many rows of the run each row stands for that was looked at."""
+        """Return how many rows of the run one examined row stands for."""
         return self._total / max(1, self._rows_read)
 
     def add(

@@ -93,7 +93,7 @@ class VerifyWork(RowsTask):
     def _ask(
         self, context: JobContext, storage: Storage, plan: Plan, keys: Mapping[int, bytes]
     ) -> None:
-        """Read the rows that are recorded, to ask them as the run has.
+        """Read the rows that are recorded, to ask them as the run did.
 
         keys: whole keys of rows; a row that has another one was answered by another model, and is left out.
         Raises RunOfAnotherModel, RunError or NoRoomYet.
@@ -126,7 +126,7 @@ class VerifyWork(RowsTask):
                                 self._num_of_others += 1
                                 continue
                         if isinstance(row, Row) and is_reused and not ask.is_greedy(row):
-                            # Its seed may be that of an earlier place.
+                            # Its answer may be from an earlier run, where it had another number, and so another seed.
                             del self._recorded[number]
                             continue
                         self._texts.add([row])

@@ -146,7 +146,7 @@ def num_values(column: pa.Array) -> int:
 
 
 def holds(kind: pa.DataType, is_kind: Callable[[pa.DataType], bool]) -> bool:
-    """Whether values are of a kind, or have values of it within them. is_kind: such as `is_bytes`."""
+    """Whether values are of a kind, or contain values of that kind. is_kind: such as `is_bytes`."""
     if is_kind(kind):
         return True
     if not pa.types.is_nested(kind):

@@ -12,7 +12,7 @@ from jobs.prompts.generated import NO_REASON
 from jobs.prompts.messages import ChatOptions
 from jobs.tasks import Completion, Request
 
-#: The one sampling value that prompts have for which nothing is generated.
+#: The one sampling value of prompts for which nothing is generated.
 TRUNCATION = "truncate_prompt_tokens"
 
 #: Probabilities of a shard's rows together, of 88 bytes each: all are held until its part is written.

@@ -72,7 +72,7 @@ class EarlierJob:
 def read_earlier(
     connection: Redis, job_ids: Sequence[str], queue: rq_jobs.QueueKeys | None = None
 ) -> list[EarlierJob]:
-    """Return those jobs that Redis has, all as of one moment. queue: where they are looked for as well."""
+    """Return those jobs that Redis has, all at one moment. queue: a queue on which they are looked for too."""
     keys = () if queue is None else (queue.waiting, queue.popped)
     with connection.pipeline() as pipe:
         for key in keys:
@@ -115,18 +115,18 @@ def read_holders(connection: Redis, job_ids: Sequence[str]) -> list[tuple[str, s
         for job_id in job_ids:
             pipe.zrange(rq_jobs.executions_key(job_id), 0, -1)
         executions_by_job = zip(job_ids, pipe.execute(), strict=True)
-        held = [
+        held_ids = [
             (job_id, stored.text(entry))
             for job_id, entries in executions_by_job
             for entry in entries
         ]
 
-        for job_id, execution in held:
+        for job_id, execution in held_ids:
             pipe.hget(rq_jobs.execution_key(job_id, execution), "worker_name")
         worker_names = pipe.execute()
 
     holders = []
-    for (job_id, execution), name in zip(held, worker_names, strict=True):
+    for (job_id, execution), name in zip(held_ids, worker_names, strict=True):
         if name:
             holders.append((job_id, execution, stored.text(name)))
     return holders

@@ -263,7 +263,7 @@ class RunLook:
             planned_by=self._planned_by(workers),
             stopped=_shown(facts, "stopped"),
             reuse_differs=_shown(facts, REUSE_DIFFERS),
-            too_many_errors=ErrorLimit.stored(facts.get("max_errors")).told(
+            too_many_errors=ErrorLimit.from_stored(facts.get("max_errors")).excess(
                 counts["rows"], counts["errors"], is_whole=self.is_finished
             ),
             model=_shown(facts, "model_text"),

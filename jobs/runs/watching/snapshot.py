@@ -119,8 +119,8 @@ class RunSnapshot:
     @property
     def queued(self) -> int:
         """Return the number of shards that wait for a worker."""
-        taken = self.shards_done + self.shards_started + len(self.failed_jobs) + self.gone
-        return max(0, (self.shards or 0) - taken)
+        num_taken = self.shards_done + self.shards_started + len(self.failed_jobs) + self.gone
+        return max(0, (self.shards or 0) - num_taken)
 
     @property
     def plan_failed(self) -> bool:

@@ -34,7 +34,7 @@ class TextStreams:
                     self._note_sample(job, sample, partial.reasoning or "", partial.text)
 
     def _note_sample(self, job: HeldJob, sample: int, reasoning: str, text: str) -> None:
-        num_reasoning, num_text = job.told_texts.get(sample, (0, 0))
+        num_reasoning, num_text = job.streamed_chars.get(sample, (0, 0))
         pieces = (
             ("reasoning", num_reasoning, reasoning[num_reasoning:]),
             ("text", num_text, text[num_text:]),
@@ -43,8 +43,8 @@ class TextStreams:
         for part, offset, new_text in pieces:
             if new_text and len(self._waiting) < MAX_WAITING:
                 self._waiting.append(TextPiece(job_id, sample, part, offset, new_text))
-        told = (max(num_reasoning, len(reasoning)), max(num_text, len(text)))
-        job.told_texts[sample] = told
+        num_chars = (max(num_reasoning, len(reasoning)), max(num_text, len(text)))
+        job.streamed_chars[sample] = num_chars
 
     def write(self, moment: float) -> None:
         """Write the waiting pieces. Raises RedisError; then they wait on."""
