@@ -1,7 +1,7 @@
 """Refuses a batch file that names pictures by paths.
 
-A worker reads such a path from its disk. A client of this server may name nothing there: it could be
-another project's file.
+A worker reads such a path from its disk. A client of this server must not name any, because it could be another
+project's file.
 """
 
 import json
@@ -11,7 +11,7 @@ from typing import Any
 from jobs.prompts.pictures import is_url
 from tokenmill.server.errors import ApiError
 
-#: How many bytes of a line are looked at together; a worker takes none that is longer.
+#: The most bytes of a line that are looked at together. A worker takes no longer line.
 PIECE_BYTES = (8 << 20) + 1
 #: How compressed files begin. A worker would unpack them.
 _COMPRESSED = (b"\x1f\x8b", b"\x28\xb5\x2f\xfd", b"BZh")
