@@ -145,7 +145,8 @@ def _hash(secret: str) -> str:
 
 def _key(digest: str, record: Any) -> ApiKey:
     fields = stored.json_object(record)
-    project, name = fields.get("project"), fields.get("name")
+    project = fields.get("project")
+    name = fields.get("name")
     return ApiKey(
         digest[:ID_CHARS],
         safe_name(project) if isinstance(project, str) else "",

@@ -104,7 +104,9 @@ class Run:
     """A run that was submitted. output: its folder, as the submit named it."""
 
     def __init__(self, id: str, connection: Redis, output: str) -> None:
-        self.id, self.output, self._connection = id, output, connection
+        self.id = id
+        self.output = output
+        self._connection = connection
 
     def __repr__(self) -> str:
         return f"<Run {self.id} in {self.output!r}>"
@@ -132,7 +134,8 @@ class Run:
             sleep(min(seconds, left_s))
 
         followed = follow(watch, nap)
-        if (problem := followed.problem) is None:
+        problem = followed.problem
+        if problem is None:
             return self.status()
         reasons = []
         if followed.end is not End.FINISHED:
@@ -215,12 +218,14 @@ def _connection(connection: Redis | None) -> Redis:
 def run_arguments(options: Mapping[str, Any]) -> dict[str, Any]:
     """Return submit_run's arguments for options of the command line. Raises InvalidJob for one given by two names."""
     arguments = {name: value for name, value in options.items() if value is not None}
-    if values := {name: arguments.pop(name) for name in SAMPLING_NAMES if name in arguments}:
+    values = {name: arguments.pop(name) for name in SAMPLING_NAMES if name in arguments}
+    if values:
         sampling = arguments.get("sampling", {})
         if not isinstance(sampling, dict):
             raise unlike("sampling", sampling, "a mapping")
         arguments["sampling"] = {**sampling, **values}
-    if checks := {kind: arguments.pop(name) for name, kind in _CHECKS.items() if name in arguments}:
+    checks = {kind: arguments.pop(name) for name, kind in _CHECKS.items() if name in arguments}
+    if checks:
         _add(arguments, "check", checks)
     for name, argument in _OPTIONS.items():
         if name in arguments:

@@ -30,7 +30,8 @@ class ToldError(Exception):
     def __init_subclass__(cls, fault: Fault | None = None) -> None:
         cls.fault = fault or cls.fault
         text = " ".join((cls.__doc__ or "").split())
-        if names := list(dict.fromkeys(re.findall(r"{(\w+)", text))):
+        names = list(dict.fromkeys(re.findall(r"{(\w+)", text)))
+        if names:
             cls.message = re.sub(r"{(\w+)", lambda match: f"{{{names.index(match[1])}", text)
 
     def __str__(self) -> str:

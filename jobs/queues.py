@@ -39,7 +39,7 @@ def queue_names(connection: Redis) -> list[str]:
 
 def count_queues(connection: Redis, names: Sequence[str]) -> list[QueueCounts]:
     """Count the jobs of some queues, in one round trip."""
-    moment, size = time.time(), len(PLACES) + 1
+    moment = time.time()
     with connection.pipeline(transaction=False) as pipe:
         for keys in map(rq_jobs.QueueKeys, names):
             pipe.llen(keys.waiting)
@@ -51,11 +51,12 @@ def count_queues(connection: Redis, names: Sequence[str]) -> list[QueueCounts]:
             pipe.zcard(keys.failed)
             pipe.zcount(keys.scheduled, "-inf", moment)
         replies = pipe.execute()
-    by_queue = (replies[start : start + size] for start in range(0, len(replies), size))
-    return [
-        QueueCounts(name, dict(zip(PLACES, counts, strict=True)), due)
-        for name, (*counts, due) in zip(names, by_queue, strict=True)
-    ]
+    size = len(PLACES) + 1
+    queues = []
+    for number, name in enumerate(names):
+        *counts, num_due = replies[number * size : (number + 1) * size]
+        queues.append(QueueCounts(name, dict(zip(PLACES, counts, strict=True)), num_due))
+    return queues
 
 
 CHUNK = 100
@@ -126,7 +127,11 @@ def _requeue_chunk(connection: Redis, queue: str, job_ids: Sequence[str]) -> Req
 
 def _of_cancelled_runs(connection: Redis, job_ids: Sequence[str]) -> set[str]:
     """Return the jobs whose run is cancelled or stopped."""
-    runs = {job_id: known[0] for job_id in job_ids if (known := run_and_shard(job_id)) is not None}
+    runs: dict[str, str] = {}
+    for job_id in job_ids:
+        run_shard = run_and_shard(job_id)
+        if run_shard is not None:
+            runs[job_id] = run_shard[0]
     with connection.pipeline(transaction=False) as pipe:
         for run in runs.values():
             pipe.hexists(run_key(run), "cancelled")
@@ -143,14 +148,15 @@ def _requeue(connection: Redis, queue: str, job_ids: Sequence[str], pipe: Pipeli
             reads.zscore(keys.failed, job_id)
             reads.hexists(rq_jobs.job_key(job_id), "data")
             reads.hmget(rq_jobs.job_key(job_id), "ttl", "rate_limit_key", "rate_limit_concurrency")
-        _, *replies = reads.execute()
-    failed = {
-        job_id: fields
-        for job_id, score, has_data, fields in zip(
-            job_ids, replies[::3], replies[1::3], replies[2::3], strict=True
-        )
-        if score is not None and has_data
-    }
+        replies = iter(reads.execute())
+    next(replies)
+    failed: dict[str, Any] = {}
+    for job_id in job_ids:
+        score = next(replies)
+        has_payload = next(replies)
+        fields = next(replies)
+        if score is not None and has_payload:
+            failed[job_id] = fields
     if not failed:
         return []
     pipe.multi()

@@ -21,7 +21,9 @@ class FileTask(Task):
     blocking = reads_rows = True
 
     def __init__(self, function_name: str, /, *args: Any, **kwargs: Any) -> None:
-        self._function_name, self._args, self._kwargs = function_name, args, kwargs
+        self._function_name = function_name
+        self._args = args
+        self._kwargs = kwargs
 
     def open(self, context: JobContext) -> OpenTask:
         opened = _call(self._function_name, context, *self._args, **self._kwargs)

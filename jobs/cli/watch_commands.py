@@ -152,12 +152,9 @@ def _output_text(output: RunOutput) -> str:
         f"rows     {output.plan.rows}{errors}",
         f"shards   {output.parts} of {len(output.plan.shards)} done",
         *gone_text(output.num_gone, output.folder),
-        *(
-            ["this Redis does not know it any more: submit it again"]
-            if output.state == "forgotten"
-            else []
-        ),
     ]
+    if output.state == "forgotten":
+        lines.append("this Redis does not know it any more: submit it again")
     return "\n".join(lines)
 
 

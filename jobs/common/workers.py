@@ -233,11 +233,16 @@ def read_workers(connection: Redis, names: Sequence[str] | None = None) -> list[
     workers = []
     for name in names:
         registration = next(replies)
-        serving = (next(replies), next(replies))
-        loading = (next(replies), next(replies))
+        record = next(replies)
+        left_ms = next(replies)
+        loading_record = next(replies)
+        loading_left_ms = next(replies)
+        if record is None:
+            record = loading_record
+            left_ms = loading_left_ms
         values = registration if isinstance(registration, list) else [None] * len(_FIELDS)
         registered = {key: value for key, value in zip(_FIELDS, values, strict=True) if value}
-        sample = _sample(name, *(serving if serving[0] is not None else loading))
+        sample = _sample(name, record, left_ms)
         if registered or (sample is not None and sample.silent_s <= LISTED_S):
             queues = text(registered["queues"]).split(",") if "queues" in registered else []
             shown = {key: safe_name(value) for key, value in registered.items()}

@@ -109,9 +109,11 @@ def _schema(value: Any) -> dict[str, Any]:
 
 def _repair_template(name: str, value: Any) -> str:
     text = some_text(name, value, MAX_REPAIR_CHARS)
-    check_limit(
-        text.count(REASON), MAX_REASONS, f"{name} has {{{REASON}}} {{}} times", "once is enough"
-    )
+    num_reasons = text.count(REASON)
+    if num_reasons > MAX_REASONS:
+        raise InvalidJob(
+            f"{name} has {REASON} {num_reasons} times, more than the limit of {MAX_REASONS}: once is enough"
+        )
     return text
 
 
@@ -136,7 +138,8 @@ class Checks:
     """Checks answers, for each thread in a child process of its own. Thread-safe. limit_s: seconds of a check."""
 
     def __init__(self, allowed: Collection[str] = (), limit_s: float = DEFAULT_LIMIT_S) -> None:
-        self._allowed, self._limit_s = frozenset(allowed), limit_s
+        self._allowed = frozenset(allowed)
+        self._limit_s = limit_s
         self._pool = Pool()
 
     def admit(self, options: RepairOptions) -> None:
@@ -190,7 +193,8 @@ class Checks:
     def _reply(
         self, child: Child, options: RepairOptions, answer: Mapping[str, Any]
     ) -> dict[str, Any]:
-        question, reply = {"check": options.check_text}, dict[str, Any]()
+        question = {"check": options.check_text}
+        reply: dict[str, Any] = {}
         if not child.notes.get(options.check_text):
             limit_s = BEGIN_LIMIT_S if options.function else COMPILE_LIMIT_S
             try:

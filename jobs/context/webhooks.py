@@ -30,7 +30,8 @@ def host_of(url: Any) -> str:
 
 def check_host(url: str, hosts: Collection[str]) -> None:
     """Raise InvalidJob for a host that this worker may not call."""
-    if (host := host_of(url)) not in hosts:
+    host = host_of(url)
+    if host not in hosts:
         raise InvalidJob(
             f"webhook: this worker may not call the host {brief(host)}: add it to TOKENMILL_ALLOWED_WEBHOOK_HOSTS"
         )

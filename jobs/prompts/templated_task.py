@@ -84,9 +84,11 @@ def _ends(context: JobContext, ids: Sequence[str]) -> list[tuple[str, dict[bytes
         for job_id in ids:
             pipe.xrevrange(results_key(job_id), count=1)
             pipe.hget(job_key(job_id), "status")
-        replies = pipe.execute()
+        replies = iter(pipe.execute())
     ends = []
-    for job_id, entries, status in zip(ids, replies[::2], replies[1::2], strict=True):
+    for job_id in ids:
+        entries = next(replies)
+        status = next(replies)
         result = entries[0][1] if entries else {}
         ends.append((job_id, result, text(status or b"")))
     return ends

@@ -119,7 +119,8 @@ def _tell(state: RunState, submission: int, word: str, reason: str | None, pipe:
 
     rows_done = stored.count(facts.get("total_rows")) or 0
     errors = stored.count(facts.get("total_errors")) or 0
-    if word == "finished" and 0 < rows_done == errors:
+    has_only_errors = rows_done > 0 and errors == rows_done
+    if word == "finished" and has_only_errors:
         reason = ErrorLimit.from_stored(facts.get("max_errors")).excess(
             rows_done, errors, is_whole=True
         )

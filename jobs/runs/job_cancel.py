@@ -50,7 +50,8 @@ def _take(job_id: str, pipe: Pipeline) -> bool | None:
     raw: Any = pipe.hmget(rq_jobs.job_key(job_id), "origin", "rate_limit_key")
     if not raw[0]:
         return False
-    keys, limit = rq_jobs.QueueKeys(stored.text(raw[0])), stored.text(raw[1] or b"")
+    keys = rq_jobs.QueueKeys(stored.text(raw[0]))
+    limit = stored.text(raw[1] or b"")
     registries = (keys.deferred, keys.ready, keys.scheduled, rq_jobs.rate_limited_key(limit))
     on_queue: Any = pipe.lpos(keys.waiting, job_id)
     waits = [pipe.zscore(key, job_id) is not None for key in registries]

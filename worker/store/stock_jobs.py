@@ -86,9 +86,10 @@ class StockJobs:
             replies = iter(pipe.execute())
 
         reasons = {}
-        for job_id, num_executions, _, first_seen in zip(
-            job_ids, replies, replies, replies, strict=True
-        ):
+        for job_id in job_ids:
+            num_executions = next(replies)
+            next(replies)
+            first_seen = next(replies)
             if not num_executions and moment - _seconds(first_seen, moment) > _STUCK_S:
                 reasons[job_id, ""] = "it was stuck in the intermediate queue: its worker is gone"
         return reasons

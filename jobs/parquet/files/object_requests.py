@@ -120,7 +120,9 @@ def _reason_to_try_again(path: str, error: Exception) -> str:
     status = _first_group(_STATUS, text)
     first = text.split("\n")[0]
     before = _BEFORE_A_REPLY.match(first)
-    reason = (code or (before[0] if before else first))[:_REASON_CHARS]
+    if before is not None:
+        first = before[0]
+    reason = (code or first)[:_REASON_CHARS]
     if code in _NO_BUCKET:
         raise BucketNotFound(path, reason) from None
     if isinstance(error, FileNotFoundError):

@@ -32,6 +32,7 @@ from jobs.parquet.shards.rows_task import RowsTask
 from jobs.parquet.shards.shard_texts import rendered_shards
 from jobs.parquet.tables.columns import RowProblem
 from jobs.prompts.template_texts import as_shown
+from jobs.runs.plans.plan import Plan
 from jobs.runs.plans.spec import RunSpec
 from jobs.runs.statistics.run_statistics import Reasons
 from jobs.tasks import Completion, Request
@@ -101,15 +102,7 @@ class SurveyWork(RowsTask):
             chosen = sorted(counts.requests, key=lambda request: request.row)[:first]
             if first is None:
                 chosen = pick_requests(chosen, max(MIN_TRIED, min(meter.max_num_seqs, MAX_TRIED)))
-            wanted = {request.row for request in chosen}
-            chosen_rows: dict[int, Row] = {}
-            chars_left = MAX_PICKED_CHARS
-            for start, rows in rendered_shards(context, storage, plan, ask.source, wanted):
-                for number, row in enumerate(rows, start):
-                    if number in wanted and isinstance(row, Row):
-                        chars_left -= len(row.prompt) + row.picture_bytes // PICTURE_SHARE
-                        if chars_left >= 0:
-                            chosen_rows[number] = row
+            chosen_rows = _rows_with_room(context, storage, plan, ask, chosen)
 
         #: The requests that are answered or shown, with their rows. Those whose text had no room are left out.
         self._tried: list[tuple[PlannedRequest, Row]] = []
@@ -251,6 +244,27 @@ class PlannedRequest:
     limit: int
     rows: int
     weight: float = 1.0
+
+
+def _rows_with_room(
+    context: JobContext,
+    storage: Storage,
+    plan: Plan,
+    ask: RowAsk,
+    requests: Sequence[PlannedRequest],
+) -> dict[int, Row]:
+    """Return the rows of these requests by their numbers, as many as MAX_PICKED_CHARS have room for."""
+    wanted = {request.row for request in requests}
+    rows_by_number: dict[int, Row] = {}
+    chars_left = MAX_PICKED_CHARS
+    for start, rows in rendered_shards(context, storage, plan, ask.source, wanted):
+        for number, row in enumerate(rows, start):
+            if number not in wanted or not isinstance(row, Row):
+                continue
+            chars_left -= len(row.prompt) + row.picture_bytes // PICTURE_SHARE
+            if chars_left >= 0:
+                rows_by_number[number] = row
+    return rows_by_number
 
 
 class _Counts:

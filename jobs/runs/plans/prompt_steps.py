@@ -94,7 +94,9 @@ def _parse_text(text: str, text_name: str) -> Pieces:
             is_plain = column is None or (
                 0 < len(column) <= MAX_NAME_CHARS and not set(column) & set(".[]")
             )
-            is_tag = column is not None and column[:1] == column[-1:] == "%"  # a tag of Jinja's
+            is_tag = (
+                column is not None and column.startswith("%") and column.endswith("%")
+            )  # Jinja's
             if form or conversion or not is_plain or is_tag:
                 field = 1 + sum(column is not None for _, column in pieces)
                 raise InvalidJob(f"{text_name}: field {field} is no plain column name; {BRACES}")

@@ -232,9 +232,12 @@ class RunSpec:
         if self.prompts is None:
             return ()
 
-        from_columns, has_labels = self.sampling_columns.keys(), self.labels is not None
         return prompt_steps.make_steps(
-            self.prompts, self.sampling, from_columns, self.rows_per_shard, has_labels
+            self.prompts,
+            self.sampling,
+            from_columns=self.sampling_columns.keys(),
+            rows_per_shard=self.rows_per_shard,
+            has_labels=self.labels is not None,
         )
 
     @cached_property

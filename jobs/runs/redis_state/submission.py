@@ -66,7 +66,8 @@ class ErrorLimit:
         A whole run needs at least one row without an error, unless its limit is 100%. judges_few: whether a share is
         also judged by fewer than MIN_JUDGED_ROWS rows.
         """
-        if is_whole and 0 < rows == errors and self.share != 1:
+        has_only_errors = rows > 0 and errors == rows
+        if is_whole and has_only_errors and self.share != 1:
             return f"all its {rows} rows have an error, and --max-errors is no 100%: look at column `error`"
         most = self.rows if self.share is None else self.share * rows
         says_nothing = self.rows is None and rows < MIN_JUDGED_ROWS and not judges_few

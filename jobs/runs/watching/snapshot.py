@@ -132,7 +132,8 @@ class RunSnapshot:
     @property
     def all_failed(self) -> bool:
         """Whether the run has finished with an error in every row, and its limit does not allow that."""
-        return self.finished and self.too_many_errors is not None and 0 < self.errors == self.rows
+        has_only_errors = self.errors > 0 and self.errors == self.rows
+        return self.finished and self.too_many_errors is not None and has_only_errors
 
     @property
     def is_planning(self) -> bool:
