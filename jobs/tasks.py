@@ -40,7 +40,7 @@ class Request:
     resumed: Mapping[int, Sequence[int]] = field(default_factory=dict)
 
     def digest(self, now: str) -> str:
-        """Return a hash of everything except the model that decides the answer.
+        """Return a hash of everything that decides the answer, except the model.
 
         now: the text that the chat template writes for the time.
         """

@@ -31,7 +31,7 @@ MAX_POINTS = 360
 MAX_HELD_NAMED = 20
 #: The state of a worker that loads its model.
 LOADING = "loading"
-#: How long such a worker may say nothing else.
+#: The most seconds for which a worker counts as loading.
 LOADING_S = 600.0
 #: The state of a worker that claims nothing because Redis came back with older data.
 RESTORED = "restored"
@@ -120,7 +120,7 @@ class Point:
         return min(1.0, self.num_requests_running / self.max_num_seqs) if self.max_num_seqs else 0.0
 
     def to_object(self) -> dict[str, Any]:
-        """Return the fields as JSON has them."""
+        """Return the fields as an object of JSON."""
         return asdict(self)
 
     def to_text(self) -> str:

@@ -68,7 +68,7 @@ NO_REPAIRS = RepairOptions()
 
 
 def split_repair_options(values: Mapping[str, Any]) -> tuple[dict[str, Any], RepairOptions]:
-    """Split keyword arguments into the checks of answers and all others, which come first. Raises InvalidJob."""
+    """Return keyword arguments without the checks of answers, and these checks. Raises InvalidJob."""
     remaining = {name: value for name, value in values.items() if name not in PARSERS}
     options = {
         name: parse(name, values[name])

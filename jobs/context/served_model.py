@@ -40,7 +40,7 @@ class PinnedModel:
 
     @property
     def identity(self) -> str:
-        """Name the parts of the model that decide an answer, unless its length limit cut it."""
+        """Return the parts of the model that decide an answer. Its length limit is not among them."""
         return f"{self.fingerprint} {self.clock}" if self.clock else self.fingerprint
 
 

@@ -153,7 +153,7 @@ def _are_token_ids(items: list[Any]) -> bool:
     return set(map(type, items)) == {int}
 
 
-#: Names that are not built, with the values at which they would change nothing; null always is one.
+#: Arguments that are not built, with the values at which they change nothing. Null is always such a value.
 NEUTRAL: Mapping[str, tuple[Any, ...]] = {
     **dict.fromkeys(("add_generation_prompt", "detokenize", "parallel_tool_calls"), (True,)),
     **dict.fromkeys(
@@ -176,7 +176,7 @@ FOR_OPERATORS = frozenset({"metadata", "prompt_cache_key", "safety_identifier", 
 
 
 def without_neutral(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return values under our names, without neutral ones. Raises InvalidJob for a value that is not built."""
+    """Return values without those that change nothing, under our names. Raises InvalidJob for one that is not built."""
     used: dict[str, Any] = {}
     for name, value in values.items():
         if name not in NEUTRAL and name not in FOR_OPERATORS:

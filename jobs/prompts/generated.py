@@ -254,7 +254,7 @@ def check_repairs(
 
 
 def reseeded(sampling: Mapping[str, Any], name: str) -> dict[str, Any]:
-    """Return sampling values with a seed that follows from theirs, if they have one. name: tells such seeds apart."""
+    """Return sampling values with another seed, made of theirs and `name`. Without a seed they stay as they are."""
     if sampling.get("seed") is None:
         return dict(sampling)
     return {**sampling, "seed": hashed_seed(f"{sampling['seed']}:{name}")}

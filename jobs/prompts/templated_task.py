@@ -32,7 +32,8 @@ _FAILED_STATUSES = ("failed", "stopped", "canceled")
 def read_dependencies(context: JobContext) -> dict[str, list[Any]]:
     """Read the results of the jobs on which this one depends. Raises AnswerMissing or InvalidJob.
 
-    Returns, by the names of a template, what the jobs returned and their answers, in order. A job that failed has None.
+    Returns the values of a template: `results` has each job's value, `answers` each value's text. Both are None for a
+    failed job.
     """
     ids = dependency_ids(context.connection, context.job_id)
     if not ids:

@@ -250,7 +250,7 @@ class Claimer:
         self._num_held_at_claim[lane] = self._runner.jobs.num_of(lane) if claim.first_left else 0
 
     def _note_newer(self, lane: int, num_newer: int) -> None:
-        """Warn when jobs are left to a newer version: once, and anew after there were none."""
+        """Warn if jobs are left to a newer version. It warns again only after a look without such jobs."""
         if num_newer and lane not in self._warned_lanes:
             self._log.warning(
                 "queue %r: %d jobs were planned by a newer version of Tokenmill than this one (%s, format %d), and are "

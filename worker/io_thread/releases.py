@@ -17,7 +17,7 @@ class Releases:
     """Gives jobs back to their queues: this worker's, and those of dead workers. Used by the I/O thread only.
 
     A job with which too many workers have died is ended instead.
-    end_at_once: holds a job only to end it, by the function that it is given.
+    end_at_once: holds a job, then calls the given function to end it.
     """
 
     def __init__(

@@ -97,7 +97,7 @@ def answer_fields(spec: RunSpec, embedding_size: int = 0) -> list[pa.Field]:
 
 
 def answer_names(spec: RunSpec) -> list[str]:
-    """Return the output's columns of answer_fields."""
+    """Return the names that the output gives to answer_fields, in their order."""
     names = []
     for field in answer_fields(spec):
         names.append(

@@ -125,7 +125,7 @@ class FolderReader:
         return reasons, failed
 
     def _input_rows(self) -> Sequence[int]:
-        """Return the number of each of the run's rows in the whole input, where planning has chosen rows too."""
+        """Return the number that each of the run's rows has in the whole input."""
         if not self.plan.files[0].num_chosen or self.plan.reused is None:
             return range(self.plan.rows)
         path = os.path.join(self._folder, row_numbers_name(self.plan.reused.name))

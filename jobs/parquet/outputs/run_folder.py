@@ -237,7 +237,7 @@ class RunFolder:
         """Look into every part; return the shards that have none. check_interrupted: called before each look.
 
         If a part was removed before the run's end, the files that are made of all parts are removed too. Raises
-        PartDamaged; if the run has ended, also for a part or an output file that is gone.
+        PartDamaged for a damaged part. Once the run has ended, a missing part or output file counts as damaged.
         """
         has_ended = self.has_success()
         # These are looked for before the parts: if one is there, all parts were there earlier.

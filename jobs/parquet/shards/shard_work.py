@@ -327,10 +327,12 @@ class ShardWork(RowsTask):
         key = (file.path, file.size, file.mtime_ns, columns, plan.rows_path(file))
 
         def open_reader() -> RowReader:
-            with unchanged(storage, plan, file):  # if it has changed, that is why it cannot be read
+            # If the file cannot be read because it has changed, the error says so.
+            with unchanged(storage, plan, file):
                 return RowReader(storage, plan.rows_path(file), shard, columns)
 
-        # `unchanged` ends first: so a reader that has seen another file is closed, and not lent to the next shard.
+        # `unchanged` ends before the reader is given back. If it raises, the reader is closed, and no other shard gets
+        # rows of another file.
         with (
             self._context.files.reader(key, shard, open_reader) as reader,
             unchanged(storage, plan, file),

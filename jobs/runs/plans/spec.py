@@ -49,8 +49,8 @@ def _prefix(name: str, value: Any) -> str:
 class RunSpec:
     """The arguments of jobs.score_parquet in one normal form; equal arguments give equal run ids.
 
-    A field with its default value is in neither the JSON nor the run's id. Most types come with the function that makes
-    the field's value of its name and the argument. `from_arguments` checks all others.
+    A field with its default value is in neither the JSON nor the run's id. If a type comes with a function, this gets the
+    field's name and the argument, checks it, and returns the field's value.
     """
 
     input: Annotated[list[str], _inputs]

@@ -439,7 +439,7 @@ class RunState:
         return self._change(change, self._turn_key, *watched)
 
     def take_turn(self, pipe: Pipeline) -> None:
-        """Make everybody who is in `write` at the same time start over once `pipe` is executed."""
+        """Have all other callers of `write` start over, if they began before `pipe` is executed."""
         pipe.set(self._turn_key, "", ex=RUN_TTL_S)
 
     def _change(self, change: Callable[[Pipeline], T], *watched: str) -> T:

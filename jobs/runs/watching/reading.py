@@ -160,7 +160,7 @@ class RunLook:
 
     @property
     def is_still(self) -> bool:
-        """Whether no shard is seen to run, although the run is planned and not over."""
+        """Whether the run is planned and not over, and no shard is seen to run."""
         is_over = self.is_finished or "cancelled" in self.facts
         return (
             bool(self.shards)
@@ -278,7 +278,7 @@ class RunLook:
     def _measured(
         self, began_at: float | None, ended_at: float | None, worked_s: float | None
     ) -> "_Measured | None":
-        """Return what rates count; None if there is no rate, as an earlier one does not show how it goes now."""
+        """Return what the rates are computed from. None if nobody works on the run: an old rate would mislead."""
         facts = self.facts
         if worked_s:
             num_rows = self.counts["rows"] - self.counts["rows_reused"]
