@@ -21,7 +21,9 @@ class FileTask(Task):
     blocking = reads_rows = True
 
     def __init__(self, function_name: str, /, *args: Any, **kwargs: Any) -> None:
-        self._function_name, self._args, self._kwargs = function_name, args, kwargs
+        self._function_name = function_name
+        self._args = args
+        self._kwargs = kwargs
 
     def open(self, context: JobContext) -> OpenTask:
         opened = _call(self._function_name, context, *self._args, **self._kwargs)
@@ -29,7 +31,7 @@ class FileTask(Task):
         return opened
 
 
-#: Functions that are imported when they are called, as those of files need pyarrow. They open the tasks of file jobs.
+#: Functions that open the tasks of jobs over files. They are imported when they are called, as they need pyarrow.
 _FILE_JOBS: Mapping[str, str] = {
     "jobs.score_shard": "jobs.parquet.shards.shard_work.ShardWork.open",
     "jobs.survey_parquet": "jobs.parquet.planning.survey.SurveyWork",
@@ -52,7 +54,7 @@ _ENGINE_JOBS: Mapping[str, Callable[..., Task]] = {
 def task_of(
     function_name: str, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
 ) -> Task | None:
-    """Return the task of an engine job, None for another, importing no more than this core. Raises InvalidJob."""
+    """Return the task of a job that needs the engine; None for any other job. Loads no pyarrow. Raises InvalidJob."""
     factory = _ENGINE_JOBS.get(function_name)
     if factory is None:
         return None
@@ -86,17 +88,17 @@ def _call(name: str, context: JobContext, /, *args: Any, **kwargs: Any) -> Any:
 def _check_binding(
     name: str, function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any] | None
 ) -> None:
-    """Raise InvalidJob where a call with these arguments would raise TypeError for them."""
+    """Raise InvalidJob if a call with these arguments would raise TypeError for them."""
     signature = inspect.signature(function)
     try:
         signature.bind(*args, **(kwargs or {}))
     except TypeError as error:
-        taken = [
+        parameters = [
             "..." if parameter.kind is parameter.VAR_KEYWORD else parameter.name
             for parameter in signature.parameters.values()
             if parameter.name != "context"
         ]
-        raise InvalidJob(f"{name}: {str(error)[:200]}; it takes {', '.join(taken)}") from None
+        raise InvalidJob(f"{name}: {str(error)[:200]}; it takes {', '.join(parameters)}") from None
 
 
 ALLOWED_FUNCTIONS: frozenset[str] = frozenset(_ENGINE_JOBS) | frozenset(_OWN_FUNCTIONS)

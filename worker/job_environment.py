@@ -58,7 +58,7 @@ class JobEnvironment:
         owner = f"{FORMAT} {claimed.job_id} {created_at} {payload_digest} {self.lent.model.pin}"
         lease = _lease(claimed)
         return JobJournal(
-            connection, claimed.job_id, owner, claimed.left, (lease.key, lease.member)
+            connection, claimed.job_id, owner, claimed.journal, (lease.key, lease.member)
         )
 
     def tell_failed(self, connection: Redis, claimed: ClaimedJob, error: str) -> None:

@@ -35,15 +35,15 @@ MAX_NAME_CHARS = 255
 MAX_TEXT_CHARS = 2000
 
 
-def printable(text: str | bytes, kept: str = "") -> str:
-    """Return text in which characters are escaped that a terminal may obey or not show. kept: not escaped."""
+def printable(text: str | bytes, allowed: str = "") -> str:
+    """Escape the characters that a terminal might obey or cannot show. allowed: characters that are not escaped."""
     if isinstance(text, bytes):
         text = text.decode(errors="backslashreplace")
     if text.isprintable():
         return text
     shown = ""
     for character in text:
-        is_shown = character.isprintable() or character in kept
+        is_shown = character.isprintable() or character in allowed
         shown += character if is_shown else character.encode("unicode_escape").decode()
     return shown
 

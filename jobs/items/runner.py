@@ -68,8 +68,8 @@ class Counts:
 class Answered(NamedTuple, Generic[T]):
     """An answer as it came.
 
-    num_tokens: generated for it and for equal ones, none for the latter. replies: what its item was given, if the
-    runner keeps that.
+    num_tokens: tokens that were generated for it; 0 for a further place with the same answer. replies: what its item
+    was given, if the runner keeps that.
     """
 
     place: int
@@ -129,7 +129,7 @@ class ItemRunner(Generic[T]):
 
     @property
     def num_requests(self) -> int | None:
-        """Return how many requests were sent or wait to be; None where items may begin with several."""
+        """Return how many requests were sent or wait to be; None if items may begin with several."""
         if self._unsent and not self._ask.is_single:
             return None
         return len(self._sent) + len(self._following) + len(self._unsent)
@@ -171,7 +171,7 @@ class ItemRunner(Generic[T]):
     def inspect(self, index: int, samples: Samples) -> None:
         """Have the checks made that follow from the completions of request `index`, in any thread.
 
-        Raises JobsError where a check can check nothing.
+        Raises JobsError if a check can never work.
         """
         sent = self._sent[index]
         if sent is not None and sent.entry.item is not None:
@@ -269,21 +269,21 @@ class ItemRunner(Generic[T]):
             self._end(entry)
             return
 
-        left = entry.resumed
+        resumed = entry.resumed
         entry.resumed = NOTHING
         step = item.num_steps
         requests = item.take_requests()
         entry.num_awaited = len(requests)
         for place, request in enumerate(requests):
             sent = Sent(entry, step, place, len(request.continued))
-            if place in left.received:
-                samples = left.received[place]
+            if place in resumed.received:
+                samples = resumed.received[place]
                 entry.received = {**(entry.received or {}), place: samples}
                 entry.num_awaited -= 1
                 item.receive(step, place, samples)
                 continue
-            if place in left.tokens:
-                request = replace(request, resumed=left.tokens[place])
+            if place in resumed.tokens:
+                request = replace(request, resumed=resumed.tokens[place])
             self._following.append((sent, request))
         requests.clear()
         if not entry.num_awaited:
@@ -352,7 +352,7 @@ class ItemRunner(Generic[T]):
     # The memo of the process
 
     def _take_known(self, entry: Entry[T]) -> bool:
-        """Answer an item with what another job has computed; return whether there was such."""
+        """Answer an item with another job's answer to the same; return whether there is one."""
         answer = None if entry.memo_key is None else self._memo.get(entry.memo_key)
         if answer is None:
             return False

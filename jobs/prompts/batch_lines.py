@@ -15,7 +15,7 @@ from jobs.prompts.scoring.embeddings import embed_task
 from jobs.prompts.templated_task import refuse_template
 from jobs.tasks import Task
 
-#: What a line may ask for: what makes its task, and the argument that has no default.
+#: By endpoint: the function that makes a line's task, and the argument that a body must have.
 _ENDPOINTS: Mapping[str, tuple[Callable[..., Task], str]] = {
     "/v1/chat/completions": (chat_task, "messages"),
     "/v1/completions": (complete_task, "prompt"),

@@ -1,163 +1,128 @@
-"""The queue in Redis: one worker puts it in order for all, and loses no job that comes or goes meanwhile."""
+"""Jobs that are fewer than the places of all workers are spread over them."""
 
-from typing import Any
+import time
+from dataclasses import replace
+from uuid import uuid4
 
 import pytest
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
 from redis import Redis
+from rq import Queue
 
-from jobs.common.keys import run_key
-from jobs.runs.plans.names import plan_job_id, shard_job_id
-from tests.rq_workers import Workers, wait_until
-from worker.store.fair_share import MOST, PERIOD_S, FairShare
-from worker.store.scripts import Call, Scripts
-
-A = "a" * 16
-B = "b" * 16
-QUEUE = "rq:queue:bulk"
-
-
-class Clock:
-    now = 1_000_000.0
-
-    def __call__(self) -> float:
-        return self.now
+from jobs.common.keys import SEQUENCES_FIELD
+from jobs.common.workers import Point
+from tests.worker.by_hand import LIMITS, ByHand
+from worker.io_thread.claimer import FORGET_S, Claimer, FairShare
+from worker.io_thread.limits import LEASE_MARGIN_S, LONGEST_POLL_S, POLL_S, PollRates
+from worker.store.job_store import JobStore
+from worker.store.records.claimed_job import Claim, Wanted
+from worker.store.worker_record import WorkerRecord
 
 
-@pytest.fixture
-def clock() -> Clock:
-    return Clock()
-
-
-@pytest.fixture
-def share(redis: Redis, clock: Clock) -> FairShare:
-    return FairShare(redis, clock)
-
-
-def enqueue(redis: Redis, run: str, shards: range, rows: int = 1000, **facts: Any) -> list[str]:
-    """Leave a run's shards in the queue, as its planning does."""
-    redis.hset(run_key(run), mapping={"rows": rows * len(shards), "shards": len(shards), **facts})
-    ids = [shard_job_id(run, shard) for shard in shards]
-    redis.rpush(QUEUE, *ids)
+def enqueue(bulk: Queue, number: int, sequences: int = 1) -> list[str]:
+    ids = [bulk.enqueue("jobs.complete", "x", max_tokens=1).id for _ in range(number)]
+    for job_id in ids:
+        bulk.connection.hset(f"rq:job:{job_id}", SEQUENCES_FIELD, sequences)
     return ids
 
 
-def queued(redis: Redis) -> list[str]:
-    entries: Any = redis.lrange(QUEUE, 0, -1)
-    return [entry.decode() for entry in entries]
+def claim(
+    bulk: Queue, *, takers: int, held: int = 0, rounds_up: bool = False, most: int = 200
+) -> Claim:
+    wanted = Wanted("bulk", most, uuid4().hex[:24], False, 200, 200, takers, held, rounds_up)
+    return JobStore(bulk.connection, "w", lease_s=30).claim([wanted], float("inf"))[0]
 
 
-def look(redis: Redis, share: FairShare) -> list[str]:
-    redis.delete("tokenmill:fair-turn:bulk")
-    share.put_in_order(["bulk"])
-    return queued(redis)
+def test_idle_workers_share_the_last_jobs_evenly(bulk: Queue) -> None:
+    ids = enqueue(bulk, 8)
+    first, second, third = (claim(bulk, takers=3) for _ in range(3))
+    assert [len(each.jobs) for each in (first, second, third)] == [3, 3, 2]
+    assert [each.first_left for each in (first, second, third)] == [ids[3], ids[6], ""]
 
 
-def test_a_second_run_gets_every_second_place_and_keeps_it_while_shards_are_claimed(
-    redis: Redis, share: FairShare
-) -> None:
-    first = enqueue(redis, A, range(4))
-    assert look(redis, share) == first
-    second = enqueue(redis, B, range(3))
-    expected = [first[0], second[0], first[1], second[1], first[2], second[2], first[3]]
-    assert look(redis, share) == expected
-    redis.lpop(QUEUE)
-    assert look(redis, share) == expected[1:], "the run whose shard was claimed is not first again"
+def test_a_worker_with_its_share_leaves_jobs_to_others(bulk: Queue) -> None:
+    enqueue(bulk, 4)
+    assert len(claim(bulk, takers=1).jobs) == 4, "alone it takes all"
+    [job_id] = enqueue(bulk, 1)
+    later = claim(bulk, takers=2, held=4)
+    assert (later.jobs, later.first_left) == ([], job_id)
+    assert len(claim(bulk, takers=2).jobs) == 1, "who has none takes it"
 
 
-def test_a_run_that_comes_later_is_planned_first(redis: Redis, share: FairShare) -> None:
-    first = enqueue(redis, A, range(3))
-    look(redis, share)
-    redis.rpush(QUEUE, plan_job_id(B))
-    assert look(redis, share) == [plan_job_id(B), *first]
+def test_a_long_queue_knows_no_shares(bulk: Queue) -> None:
+    enqueue(bulk, 40)
+    taken = claim(bulk, takers=3, most=5)
+    assert (len(taken.jobs), taken.first_left) == (5, "")
 
 
-def test_prompts_do_not_wait_behind_a_run(redis: Redis, share: FairShare) -> None:
-    shards = enqueue(redis, A, range(3))
-    redis.rpush(QUEUE, "prompt-1", "prompt-2")
-    assert look(redis, share) == ["prompt-1", "prompt-2", *shards]
+def test_no_worker_has_a_shard_more_while_another_has_one_less(bulk: Queue) -> None:
+    ids = enqueue(bulk, 4, sequences=50)
+    first = claim(bulk, takers=3)
+    assert ([each.job_id for each in first.jobs], first.first_left) == (ids[:1], ids[1])
+    assert claim(bulk, takers=3, held=1).jobs == []
+    assert bulk.job_ids == ids[1:]
+    assert len(claim(bulk, takers=3, held=1, rounds_up=True).jobs) == 1, "once nobody else took it"
+    assert len(claim(bulk, takers=3).jobs) == 1, "who has none takes one at once"
 
 
-def test_a_run_whose_deadline_would_be_missed_comes_first_once_the_rate_is_known(
-    redis: Redis, share: FairShare, clock: Clock
-) -> None:
-    big = enqueue(redis, A, range(60), total_rows=0)
-    late = enqueue(redis, B, range(10), deadline=clock.now + 700)
-    for step in range(3):  # 20 rows a second
-        look(redis, share)
-        clock.now += PERIOD_S
-        redis.hset(run_key(A), "total_rows", 100 * (step + 1))
-    order = look(redis, share)
-    assert order[:9] == late[:9]
-    assert order[9] == big[0]
+def test_jobs_that_others_leave_are_taken_by_and_by() -> None:
+    share = FairShare()
+    share.note_left("a", 0.0, 1.0)
+    share.note_left("a", 0.5, 1.0)
+    assert share.among(8, 0.0) == (8, False), "the others had no time to look"
+    found = []
+    for look in range(1, 6):
+        share.note_left("a", look, 1.0)
+        found.append(share.among(8, look))
+    assert found == [(8, True), (4, True), (2, True), (1, True), (1, True)]
+    share.note_left("", 6, 1.0)
+    assert share.among(8, 6) == (1, True)
+    assert share.among(8, 6 + FORGET_S) == (8, False)
 
 
-def test_only_one_worker_looks_in_each_period(redis: Redis, share: FairShare) -> None:
-    first = enqueue(redis, A, range(2))
-    share.put_in_order(["bulk"])
-    second = enqueue(redis, B, range(2))
-    FairShare(redis).put_in_order(["bulk"])
-    assert queued(redis) == first + second
-    assert 0 < (redis.pttl("tokenmill:fair-turn:bulk") or 0) <= PERIOD_S * 1000  # type: ignore[operator]
+def test_a_worker_claims_its_share_and_what_nobody_else_takes(bulk: Queue) -> None:
+    hand = ByHand(bulk.connection, slots=64)
+    claimer = Claimer(hand.parts, hand.runner)
+    enqueue(bulk, 6)
+    hand.parts.poll_rates.hear({"bulk": 3}, num_started=0)
+    held = []
+    for _ in range(4):
+        claimer.claim(hand.moment)
+        held.append(hand.runner.num_held)
+        hand.moment += 1.1 * POLL_S
+    hand.close()
+    assert held == [2, 2, 2, 6]
 
 
-@pytest.mark.parametrize("value", [b"\xff", b"[]", b'{"last": 3}', b'{"samples": [[1]]}'])
-def test_a_memory_that_cannot_be_read_is_none(redis: Redis, share: FairShare, value: bytes) -> None:
-    redis.set("tokenmill:fair:bulk", value)
-    first = enqueue(redis, A, range(2))
-    second = enqueue(redis, B, range(1))
-    assert look(redis, share) == [first[0], second[0], first[1]]
-
-
-def test_a_run_whose_key_is_something_else_is_shared_with_too(
-    redis: Redis, share: FairShare
-) -> None:
-    redis.set(run_key(A), "no hash")
-    ids = [shard_job_id(A, shard) for shard in range(2)]
-    redis.rpush(QUEUE, *ids)
-    assert look(redis, share) == ids
-
-
-@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None)
-@given(data=st.data())
-def test_a_queue_that_changed_after_the_look_loses_and_doubles_no_job(
-    redis: Redis, data: st.DataObject
-) -> None:
-    redis.delete(QUEUE)
-    seen = [f"j{number}" for number in range(data.draw(st.integers(0, 12)))]
-    num_claimed = data.draw(st.integers(0, len(seen)))
-    front = [f"f{number}" for number in range(data.draw(st.integers(0, 2)))]
-    back = [f"n{number}" for number in range(data.draw(st.integers(0, 2)))]
-    order = data.draw(st.permutations(seen))
-    kept = seen[num_claimed:]
-    now = front + kept + back
-    if now:
-        redis.rpush(QUEUE, *now)
-
-    arguments = {"queue": "bulk", "order": order, "most": MOST}
-    Scripts(redis).call_many([Call("reorder", arguments)])
-    expected = [job for job in order if job in kept]
-    assert queued(redis) == (front + expected + back if kept else now)
-
-
-def test_jobs_behind_the_look_stay_where_they_are(redis: Redis) -> None:
-    redis.rpush(QUEUE, "a", "b", "c", "d", "e")
-    Scripts(redis).call_many(
-        [Call("reorder", {"queue": "bulk", "order": ["c", "b", "a"], "most": 3})]
+def test_many_workers_together_ask_no_more_often_than_a_few() -> None:
+    poll_rates = PollRates(["bulk", "other"], LIMITS, jitter=lambda: 1.0)
+    assert (poll_rates.poll_s(0), poll_rates.renew_s) == (POLL_S, 2.0)
+    poll_rates.hear({"bulk": 300, "other": 3}, num_started=6000)
+    assert (poll_rates.poll_s(0), poll_rates.poll_s(1)) == (1.5, POLL_S)
+    assert poll_rates.poll_s(1, num_passed=1_000_000) == pytest.approx(0.15), (
+        "the server reads a thousand each time"
     )
-    assert queued(redis) == ["c", "b", "a", "d", "e"]
+    assert poll_rates.renew_s == 6.0
+    poll_rates.hear({"bulk": 5000}, num_started=10**6)
+    assert (poll_rates.poll_s(0), poll_rates.renew_s) == (LONGEST_POLL_S, LIMITS.lease_s / 4)
+    short = PollRates(["bulk"], replace(LIMITS, lease_s=2))
+    short.hear({"bulk": 300}, num_started=10**6)
+    assert short.renew_s == 0.5, "a lease outlives two renewals that failed"
 
 
-def test_a_job_that_was_enqueued_twice_stays_twice(redis: Redis) -> None:
-    redis.rpush(QUEUE, "a", "b", "a")
-    Scripts(redis).call_many(
-        [Call("reorder", {"queue": "bulk", "order": ["b", "a", "a"], "most": MOST})]
-    )
-    assert queued(redis) == ["b", "a", "a"]
+@pytest.mark.parametrize("interval_s", [1, 600])
+def test_lease_and_sweep_keep_the_promised_time_to_recovery(interval_s: int) -> None:
+    """At worst a worker dies right after it renewed, and its lease ends right after a sweep."""
+    limits = replace(LIMITS, lease_s=interval_s + LEASE_MARGIN_S)
+    assert limits.lease_s + limits.sweep_period_s + LONGEST_POLL_S <= interval_s + 60
+    assert limits.renew_period_s * 2 < limits.lease_s
 
 
-def test_a_worker_keeps_its_queues_in_order(workers: Workers) -> None:
-    workers.start(queues=("prompts", "bulk"))
-    for name in ("prompts", "bulk"):
-        wait_until(lambda name=name: workers.redis.exists(f"tokenmill:fair-turn:{name}"))
+def test_workers_that_are_invented_or_silent_throttle_nobody(redis: Redis) -> None:
+    redis.sadd("rq:workers:bulk", *(f"rq:worker:{number}" for number in range(1000)))
+    for name, silent_s in (("silent", 60), ("too", 5), ("alive", 0)):
+        moment = time.time() - silent_s
+        record = WorkerRecord(
+            redis, name, ["bulk"], lambda *_: None, {}, lambda moment=moment: moment
+        )  # type: ignore[misc]
+        record.show("busy", None, {}, Point(at=moment))
+    assert record.count()[1] == {"bulk": 2}

@@ -1,8 +1,8 @@
 """What the dashboard tells Prometheus: how many jobs of some queues are where, also while no worker runs.
 
 A worker tells the same of its queues under the same name and labels (worker/metrics/exporter.py), so that
-`max by (queue, status) (rq_jobs)` is right whoever is there. Queues are those that the operator has named:
-the list that RQ keeps is whatever producers have written there.
+`max by (queue, status) (rq_jobs)` is right with and without workers. The operator names the queues,
+because producers may write anything into RQ's own list.
 """
 
 from collections import Counter

@@ -4,7 +4,7 @@ from typing import Any
 
 from worker.io_thread.limits import Timer
 from worker.io_thread.parts import Parts
-from worker.store.fair_share import PERIOD_S, FairShare
+from worker.store.queue_order import PERIOD_S, QueueOrder
 from worker.store.registries import Registries
 from worker.store.scheduler import Scheduler
 
@@ -20,7 +20,7 @@ class Maintenance:
 
     def __init__(self, parts: Parts, scheduler: Scheduler | None, period_s: float) -> None:
         self._registries = Registries(parts.clients.pool, parts.redis_clock)
-        self._fair_share = FairShare(parts.clients.pool, parts.redis_clock)
+        self._queue_order = QueueOrder(parts.clients.pool, parts.redis_clock)
         self._queue_names = parts.queue_names
         self._pool = parts.enders
         self._log = parts.log
@@ -38,7 +38,7 @@ class Maintenance:
             self._pool.submit(lambda: self._registries.queue_left(self._queue_names), self._report)
         if self._put_in_order.due(moment):
             self._pool.submit(
-                lambda: self._fair_share.put_in_order(self._queue_names), self._report
+                lambda: self._queue_order.put_in_order(self._queue_names), self._report
             )
         if self._clean.due(moment):
             self._pool.submit(lambda: self._registries.clean(self._queue_names), self._report)

@@ -180,7 +180,7 @@ _QUOTED = re.compile('[",\n\r\v\f\x1c-\x1e\x85\u2028\u2029\ufeff]|^sep=')
 
 
 def _rows(batch: pa.RecordBatch, answers: Set[str]) -> Iterator[Sequence[Any]]:
-    """Yield a batch's rows with values as JSON has them. A value that Python cannot hold is null.
+    """Yield a batch's rows with values of JSON. A value that Python cannot hold is null.
 
     answers: the columns of answers. Their values may be of any length.
     """

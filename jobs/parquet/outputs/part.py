@@ -38,12 +38,12 @@ def columns_kept(spec: RunSpec) -> ColumnChoice:
     dropped = tuple(spec.drop or ())
     if spec.keep is None:
         return ColumnChoice(None, dropped)
-    kept = list(spec.keep)
+    names = list(spec.keep)
     if spec.filename_column:
-        kept.append(spec.filename_column)
+        names.append(spec.filename_column)
     if spec.order:
-        kept.append(ROW_NUMBER)
-    return ColumnChoice(tuple(kept), dropped)
+        names.append(ROW_NUMBER)
+    return ColumnChoice(tuple(names), dropped)
 
 
 def embedding_size(spec: RunSpec, model: ServedModel) -> int:
@@ -62,8 +62,8 @@ def output_schema(
         if column not in schema.names:
             raise missing_column(column, path, schema)
     chosen = columns_kept(spec).of(schema.names)
-    kept = [name for name in schema.names if chosen is None or name in chosen]
-    taken_names = set(kept)
+    kept_names = [name for name in schema.names if chosen is None or name in chosen]
+    taken_names = set(kept_names)
     answers = []
     for field, name in zip(answer_fields(spec, embedding_size), answer_names(spec), strict=True):
         if name in taken_names:
@@ -75,7 +75,7 @@ def output_schema(
         taken_names.add(name)
         answers.append(field.with_name(name))
 
-    fields = [_output_field(schema.field(name)) for name in kept]
+    fields = [_output_field(schema.field(name)) for name in kept_names]
     return pa.schema([*fields, *answers], metadata=schema.metadata)
 
 
@@ -98,7 +98,7 @@ def answer_fields(spec: RunSpec, embedding_size: int = 0) -> list[pa.Field]:
 
 
 def answer_names(spec: RunSpec) -> list[str]:
-    """Return the output's columns of answer_fields."""
+    """Return the names that the output gives to answer_fields, in their order."""
     names = []
     for field in answer_fields(spec):
         names.append(

@@ -48,7 +48,7 @@ def row_runner(
             answers.append(None if isinstance(row, Row) else row)
 
     entry_of: dict[Row, Entry[Answer]] = {}
-    asked: list[tuple[Row, Entry[Answer]]] = []
+    rows_and_entries: list[tuple[Row, Entry[Answer]]] = []
     for place, row in enumerate(rows):
         if not isinstance(row, Row):
             continue
@@ -60,9 +60,9 @@ def row_runner(
             if memo_keys is not None:
                 entry.memo_key = memo_keys[place].tobytes()
             entry_of[row] = entry
-        asked.append((row, entry))
-    asked.sort(key=lambda pair: pair[0])
-    entries = [entry for _, entry in asked]
+        rows_and_entries.append((row, entry))
+    rows_and_entries.sort(key=lambda pair: pair[0])
+    entries = [entry for _, entry in rows_and_entries]
     return ItemRunner(
         entries, answers, ask, checks, AnswerMemo(0) if memo is None else memo, expired=expired
     )

@@ -321,10 +321,10 @@ class RunState:
             rows, errors = map(_number, judged)
         fields: Any = client.hmget(self._key, "max_errors", "submission")
         text, submission = fields
-        limit = ErrorLimit.stored(stored.text(text) if text else None)
+        limit = ErrorLimit.from_stored(stored.text(text) if text else None)
         # A limit that somebody set holds for runs of any size. The default limit stops no small run.
         judges_few = is_whole and limit != DEFAULT_LIMIT
-        excess = limit.told(rows, errors, judges_few=judges_few)
+        excess = limit.excess(rows, errors, judges_few=judges_few)
         if excess is None:
             return None
         reason = (
@@ -391,13 +391,13 @@ class RunState:
         return PartCount.of(*reply)
 
     def amend_parts(
-        self, found: Mapping[int, PartStats], gone: Mapping[int, bytes], total: int
+        self, unrecorded: Mapping[int, PartStats], gone: Mapping[int, bytes], total: int
     ) -> PartCount:
         """Record the parts that a listing found, and drop those that it did not find.
 
         gone: the records of parts that are to be dropped. One that has changed since the listing stays.
         """
-        shards = [*found, *gone]
+        shards = [*unrecorded, *gone]
 
         def amend(pipe: Pipeline) -> PartCount:
             is_lost = self._is_lost(pipe)  # then nothing is recorded but parts among those found
@@ -405,7 +405,7 @@ class RunState:
             if shards and not is_lost:
                 records_now: Any = pipe.hmget(self._parts_key, [str(shard) for shard in shards])
                 current = dict(zip(shards, records_now, strict=True))
-            new = [stats for shard, stats in found.items() if current.get(shard) is None]
+            new = [stats for shard, stats in unrecorded.items() if current.get(shard) is None]
             dropped = [shard for shard, record in gone.items() if current.get(shard) == record]
             counts = Counter(dict.fromkeys(TOTALS, 0))
             for stats in new:
@@ -467,7 +467,7 @@ class RunState:
         return self._change(change, self._turn_key, *watched)
 
     def take_turn(self, pipe: Pipeline) -> None:
-        """Make everybody who is in `write` at the same time start over once `pipe` is executed."""
+        """Have all other callers of `write` start over, if they began before `pipe` is executed."""
         pipe.set(self._turn_key, "", ex=RUN_TTL_S)
 
     def _change(self, change: Callable[[Pipeline], T], *watched: str) -> T:

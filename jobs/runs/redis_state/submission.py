@@ -55,21 +55,22 @@ class ErrorLimit:
         raise unlike("max_errors", value, "a number of rows, or a share of them like '5%'")
 
     @classmethod
-    def stored(cls, text: str | None) -> ErrorLimit:
-        """Return the limit that Redis has of a run, or the default if the text is no limit."""
+    def from_stored(cls, text: str | None) -> ErrorLimit:
+        """Return the limit that Redis has for a run; the default if the text is no limit."""
         with suppress(InvalidValue):
             return cls.parse(text)
         return DEFAULT_LIMIT
 
-    def told(
+    def excess(
         self, rows: int, errors: int, is_whole: bool = False, *, judges_few: bool = False
     ) -> str | None:
-        """Say that too many rows have an error, or return None if the limit allows them.
+        """Return a sentence that says that too many rows have an error; None if the limit allows them.
 
         A whole run needs at least one row without an error, unless its limit is 100%. judges_few: whether a share is
         also judged by fewer than MIN_JUDGED_ROWS rows.
         """
-        if is_whole and 0 < rows == errors and self.share != 1:
+        has_only_errors = rows > 0 and errors == rows
+        if is_whole and has_only_errors and self.share != 1:
             return f"all its {rows} rows have an error, and --max-errors is no 100%: look at column `error`"
         most = self.rows if self.share is None else self.share * rows
         says_nothing = self.rows is None and rows < MIN_JUDGED_ROWS and not judges_few

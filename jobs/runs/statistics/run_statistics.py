@@ -1,4 +1,4 @@
-"""Counts what a run has done: for each part, by the reasons of errors, and for all parts in the manifest."""
+"""Counts rows, tokens and errors of each part, and sums them up for the manifest."""
 
 import json
 import re

@@ -131,8 +131,8 @@ class RunSnapshot:
     @property
     def queued(self) -> int:
         """Return the number of shards that wait for a worker."""
-        taken = self.shards_done + self.shards_started + len(self.failed_jobs) + self.gone
-        return max(0, (self.shards or 0) - taken)
+        num_taken = self.shards_done + self.shards_started + len(self.failed_jobs) + self.gone
+        return max(0, (self.shards or 0) - num_taken)
 
     @property
     def plan_failed(self) -> bool:
@@ -144,8 +144,8 @@ class RunSnapshot:
     @property
     def all_failed(self) -> bool:
         """Whether the run has finished with an error in every row, and its limit does not allow that."""
-        has_answer = self.errors != self.rows or not self.rows
-        return self.finished and self.too_many_errors is not None and not has_answer
+        has_only_errors = self.errors > 0 and self.errors == self.rows
+        return self.finished and self.too_many_errors is not None and has_only_errors
 
     @property
     def deadline_holds(self) -> bool | None:

@@ -4,7 +4,7 @@
     <folder>/<project>/batches/<id>/run/           the run's output
     <folder>/<project>/batches/<id>/answered/      the lines of a cancelled batch that were answered
 
-How a batch stands is read from its run each time.
+The state of a batch is read from its run each time.
 """
 
 import re
@@ -40,7 +40,7 @@ from tokenmill.server.errors import ApiError
 BATCH_ENDPOINTS = ("/v1/chat/completions", "/v1/completions", "/v1/embeddings")
 #: The longest value, and the most entries, of `metadata`; OpenAI's.
 MAX_METADATA_CHARS, MAX_METADATA = 512, 16
-#: The most earlier batches whose answers one takes.
+#: The most earlier batches whose answers a batch takes.
 MAX_REUSED = 20
 #: How compressed files begin.
 _COMPRESSED = (b"\x1f\x8b", b"\x28\xb5\x2f\xfd", b"BZh")
@@ -68,8 +68,8 @@ class Batch:
 class Standing:
     """How a batch stands.
 
-    status: OpenAI's state. total, done, failed: lines. reason: why it failed. began_at, ended_at: Unix seconds. usage:
-    of all finished lines.
+    status: OpenAI's state. total, done, failed: numbers of lines. reason: why it failed. began_at, ended_at: Unix
+    seconds. usage: the tokens of all finished lines.
     """
 
     status: str
@@ -112,7 +112,7 @@ class Batches:
         self._clock = clock
 
     def create(self, project: str, body: Any, max_open: int | None = None) -> dict[str, Any]:
-        """Make a batch of an uploaded file. max_open: how many a project may have that have not ended.
+        """Make a batch of an uploaded file. max_open: how many open batches the project may have.
 
         Raises ApiError, RedisError, OSError.
         """
@@ -149,13 +149,13 @@ class Batches:
             metadata=metadata,
             reused=reused,
         )
-        # The record comes first: if this server dies before it submits the run, the next look does.
+        # The record comes first. If this server dies before it submits the run, the next look submits it.
         folder = self._folder(project, batch.id)
         folder.mkdir(parents=True)
         write_json(folder / "batch.json", asdict(batch))
         try:
             self._submit(project, batch)
-        except JobsError as error:  # nothing was enqueued, and no later try would be taken
+        except JobsError as error:  # nothing was enqueued, and another try would fail too
             (folder / "batch.json").unlink(missing_ok=True)
             raise ApiError(400, str(error)) from None
         return self._shown(project, batch)
@@ -171,7 +171,7 @@ class Batches:
             )
 
     def _submit(self, project: str, batch: Batch) -> None:
-        """Submit a batch's run and record the batch; a run that was submitted before is resumed. Raises JobsError."""
+        """Submit a batch's run, or resume it, and record the batch. Raises JobsError."""
         run = submit_run(
             self._connection,
             self._queue,
@@ -261,7 +261,7 @@ class Batches:
         except UnknownRun:
             pass
         ended = self._ended(project, batch)
-        if ended is not None:  # Redis has forgotten it since; the folder has all of it
+        if ended is not None:  # Redis has forgotten the run, and the folder has it whole
             status = "expired" if ended.expired else "completed"
             return Standing(status, ended.plan.rows, ended.plan.rows, ended.errors or 0)
         if batch.cancelling_at is not None:

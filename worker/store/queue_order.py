@@ -66,7 +66,7 @@ class _Memory:
         self.samples.append((now, rows))
 
 
-class FairShare:
+class QueueOrder:
     """Keeps queues in a fair order. Not thread-safe; raises redis.exceptions.RedisError."""
 
     def __init__(self, client: Redis, clock: Callable[[], float] = time.time) -> None:
