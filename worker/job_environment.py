@@ -9,6 +9,7 @@ from redis import Redis
 
 from engine import InvalidRequest, SamplingParams
 from jobs.common.keys import FORMAT
+from jobs.common.stored import moment
 from jobs.context import JobContext, Lease
 from jobs.context.job_journal import JobJournal
 from jobs.context.served_model import PromptMeter
@@ -44,6 +45,7 @@ class JobEnvironment:
             worker_name=claimed.worker_name,
             journal=self._journal(claimed, connection),
             trace=self._trace(claimed),
+            created_at=moment(claimed.record.fields.get(b"created_at")),
         )
 
     def _trace(self, claimed: ClaimedJob) -> Mapping[str, str]:
@@ -59,7 +61,7 @@ class JobEnvironment:
         # The payload's texts stand for their tokens, because the model's pin covers its tokenizer, its chat template
         # and the length at which `truncate_prompt_tokens` cuts.
         owner = f"{FORMAT} {claimed.job_id} {created_at} {payload_digest} {self.lent.model.pin}"
-        return JobJournal(connection, claimed.job_id, owner, claimed.left, claimed.execution_id)
+        return JobJournal(connection, claimed.job_id, owner, claimed.journal, claimed.execution_id)
 
     def tell_failed(self, connection: Redis, claimed: ClaimedJob, error: str) -> None:
         """If a run has failed with this job, tell those who asked to hear of the run's end. error: why."""

@@ -16,21 +16,22 @@ MAX_BYTES = 256 << 10
 
 @dataclass(frozen=True)
 class JobJournal:
-    """The journal of one execution of a job: a line that says whose it is, and a line of JSON for each prompt.
+    """The journal of one execution of a job. Its first line names the owner; each other line is a prompt's record.
 
-    owner: the job, when it was created, its payload and model. found: the key's value when the job was claimed; None if
-    it had none. execution_id: the journal is written only while this execution holds the job; None for always.
+    owner: a text that names the job, its time of creation, its payload and its model. stored: the key's value when the
+    job was claimed; None if it had none. execution_id: the journal is written only while this execution holds the job;
+    None for always.
     """
 
     connection: Redis
     job_id: str
     owner: str
-    found: bytes | None
+    stored: bytes | None
     execution_id: str | None = None
 
     def read(self) -> list[Any]:
         """Return the prompts' records as they were written. Empty if it is damaged, or another job's."""
-        owner, *lines = (self.found or b"").decode(errors="replace").split("\n")
+        owner, *lines = (self.stored or b"").decode(errors="replace").split("\n")
         if owner != self.owner:
             return []
         try:

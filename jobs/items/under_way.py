@@ -134,8 +134,8 @@ class Sent(NamedTuple, Generic[T]):
 class Answered(NamedTuple, Generic[T]):
     """An answer as it came.
 
-    num_tokens: generated for it and for equal ones, none for the latter. replies: what its item was given, if the
-    runner keeps that.
+    num_tokens: tokens that were generated for it; 0 for a further place with the same answer. replies: what its item
+    was given, if the runner keeps that.
     """
 
     place: int

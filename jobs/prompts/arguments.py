@@ -183,7 +183,7 @@ def _are_token_ids(items: list[Any]) -> bool:
     return set(map(type, items)) == {int}
 
 
-#: Names that are not built, with the values at which they would change nothing; null always is one.
+#: Arguments that are not built, with the values at which they change nothing. Null is always such a value.
 NEUTRAL: Mapping[str, tuple[Any, ...]] = {
     **dict.fromkeys(("add_generation_prompt", "detokenize", "parallel_tool_calls"), (True,)),
     **dict.fromkeys(
@@ -201,12 +201,12 @@ NEUTRAL: Mapping[str, tuple[Any, ...]] = {
     "verbosity": ("medium",),
 }
 
-#: Names of what tells a service's operator something, and the model nothing.
+#: Arguments that say something to a service's operator and nothing to the model.
 FOR_OPERATORS = frozenset({"metadata", "prompt_cache_key", "safety_identifier", "user"})
 
 
 def without_neutral(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return values under our names, without neutral ones. Raises InvalidJob for a value that is not built."""
+    """Return values without those that change nothing, under our names. Raises InvalidJob for one that is not built."""
     used: dict[str, Any] = {}
     for name, value in values.items():
         if name not in NEUTRAL and name not in FOR_OPERATORS:
@@ -242,12 +242,12 @@ def _is_neutral(name: str, value: Any, values: Mapping[str, Any]) -> bool:
 
 def with_structured_outputs(values: Mapping[str, Any]) -> dict[str, Any]:
     """Return values with `structured_outputs` in place of `response_format`. Raises InvalidJob."""
-    others = {name: value for name, value in values.items() if name != "response_format"}
+    other_values = {name: value for name, value in values.items() if name != "response_format"}
     response_format = values.get("response_format")
     form: dict[str, Any] = {"json_object": True}
     kind = response_format.get("type") if isinstance(response_format, dict) else None
     if response_format is None or kind == "text":
-        return others
+        return other_values
     if kind == "json_schema":
         described = response_format.get("json_schema")
         if not isinstance(described, dict):
@@ -263,8 +263,8 @@ def with_structured_outputs(values: Mapping[str, Any]) -> dict[str, Any]:
             response_format,
             "an object whose type is text, json_object or json_schema",
         )
-    if others.get("structured_outputs") is not None:
+    if other_values.get("structured_outputs") is not None:
         raise InvalidJob(
             "response_format and structured_outputs each say what the text must be: send one"
         )
-    return {**others, "structured_outputs": form}
+    return {**other_values, "structured_outputs": form}

@@ -200,7 +200,7 @@ class JobRunner:
         self._surplus.append(replace(job.claimed, kind=kind))
 
     def take_surplus(self) -> list[ClaimedJob]:
-        """Return the functions and files for which this worker has no thread. The next claims leave them."""
+        """Return the functions and files for which this worker has no thread. The next claims pass them over."""
         surplus = self._surplus
         self._surplus = []
         return surplus

@@ -39,7 +39,7 @@ class ClaimedJob:
     """How many workers have died with it."""
     left_before: str = ""
     """The id of the last job that its claim left in the queue before this one, for lack of a place; "" for none."""
-    left: bytes | None = None
+    journal: bytes | None = None
     """The journal that an earlier execution has left; None for none."""
     kind: str = ""
     """FUNCTION or FILE for a job that this worker has no thread for; else ""."""
@@ -122,7 +122,7 @@ def restore(
         damage,
         deaths=deaths,
         left_before=left_before.decode(errors="replace"),
-        left=journal,
+        journal=journal,
     )
 
 
