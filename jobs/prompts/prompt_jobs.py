@@ -49,15 +49,15 @@ def _seeded(requests: Sequence[Request | Unusable]) -> list[Request | Unusable]:
 def _split_options(
     options: Mapping[str, Any],
 ) -> tuple[dict[str, Any], RepairOptions, dict[str, Any]]:
-    """Split keyword arguments into all others, the checks of answers, and options of ways. Raises InvalidJob."""
-    others = dict(options)
+    """Split keyword arguments into the rest, the checks of answers, and options of ways. Raises InvalidJob."""
+    rest = dict(options)
     repairs = NO_REPAIRS
     way_options: dict[str, Any] = {}
-    if not REPAIR_OPTIONS.isdisjoint(others):
-        others, repairs = split_repair_options(others)
-    if not WAY_OPTIONS.keys().isdisjoint(others):
-        others, way_options = split_way(others)
-    return parse_sampling(others), repairs, way_options
+    if not REPAIR_OPTIONS.isdisjoint(rest):
+        rest, repairs = split_repair_options(rest)
+    if not WAY_OPTIONS.keys().isdisjoint(rest):
+        rest, way_options = split_way(rest)
+    return parse_sampling(rest), repairs, way_options
 
 
 def _checked_way(
