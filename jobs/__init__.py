@@ -131,7 +131,7 @@ def survey_parquet(input: str | list[str], **arguments: Any) -> dict[str, Any]:
 
 
 def post_run_end(webhook: str, content: dict[str, Any]) -> dict[str, Any]:
-    """Tell a host of a run's end; enqueued where a run was submitted with a webhook."""
+    """Tell a host of a run's end; enqueued if a run was submitted with a webhook."""
     return run_job("jobs.post_run_end", (webhook, content), {})
 
 

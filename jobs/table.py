@@ -83,7 +83,7 @@ def _call(name: str, context: JobContext, /, *args: Any, **kwargs: Any) -> Any:
 def _check_binding(
     name: str, function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any] | None
 ) -> None:
-    """Raise InvalidJob where a call with these arguments would raise TypeError for them."""
+    """Raise InvalidJob if a call with these arguments would raise TypeError for them."""
     signature = inspect.signature(function)
     try:
         signature.bind(*args, **(kwargs or {}))

@@ -141,7 +141,7 @@ class Task(abc.ABC):
 
 
 class LateTask(Task):
-    """A task that `make` makes once it is opened. blocking: whether that touches files."""
+    """Stands for a task that `make` makes when it is opened. blocking: whether that touches files."""
 
     def __init__(self, make: Callable[[JobContext], Task], blocking: bool = False) -> None:
         self._make = make

@@ -29,7 +29,7 @@ MAX_SHOWN = 5
 def info(connection: redis.Redis, /, queues: tuple[str, ...]) -> None:
     """Count the jobs in QUEUES, or in all queues, and list the workers.
 
-    Unlike `rq info` it reads no job, so no pickle. Exits with 1 where a named queue does not exist.
+    Unlike `rq info` it reads no job, so no pickle. Exits with 1 if a named queue does not exist.
     """
     known_names = queue_names(connection)
     missing = []

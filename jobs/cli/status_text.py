@@ -244,13 +244,14 @@ def _left_going(run: str, watch: Watch) -> Iterator[None]:
     try:
         yield
     except KeyboardInterrupt:
-        stands = (
-            "goes on"
-            if watch.waits_for is None
-            else f"was not cancelled, and waits ({watch.waits_for})"
+        state = "goes on"
+        if watch.waits_for is not None:
+            state = f"was not cancelled, and waits ({watch.waits_for})"
+        commands = (
+            f"`tokenmill status {run}` shows it, the same submit with --wait follows it, "
+            f"`tokenmill cancel {run}` ends it"
         )
-        text = f"the run {stands}: `tokenmill status {run}` shows it, the same submit with --wait follows it, "
-        click.echo(f"{text}`tokenmill cancel {run}` ends it", err=True)
+        click.echo(f"the run {state}: {commands}", err=True)
         sys.exit(130)
 
 

@@ -17,11 +17,11 @@ MAX_RESULT_BYTES = 16 << 20
 
 
 def accept_any_sampling(sampling: Mapping[str, Any]) -> None:
-    """Stand in for the engine's check where no engine is at hand."""
+    """Accept any values. For processes that have no engine to check them."""
 
 
 def never_interrupted() -> None:
-    """Stand in for the check where nobody interrupts a job but by ending its process."""
+    """Do nothing. For processes whose jobs are only interrupted by ending the process."""
 
 
 @dataclass(frozen=True)

@@ -27,7 +27,7 @@ class Unusable(Exception):
 
 
 def check(worker: Worker) -> Iterator[dict[str, Any]]:
-    """Compile a check and, where there is an answer, look at it. What a function prints goes to the log."""
+    """Compile a check, and check an answer if there is one. What a function prints goes to the log."""
     yield _reply(worker.question)
 
 
@@ -113,7 +113,7 @@ def _pattern(pattern: str) -> Check:
 def _function(dotted: str) -> Check:
     try:
         with unlimited_memory():
-            # The colon says where the module ends, as it may have a submodule of that name.
+            # The colon marks the module's end, because it may have a submodule with the function's name.
             function = resolve_name(":".join(dotted.rsplit(".", 1)))
     except BaseException as error:  # a module may raise anything
         raise Unusable(
@@ -181,7 +181,7 @@ def _agreement(agree_on: str) -> Check:
 
 
 def _json_part(text: str, pointer: str) -> str | None:
-    """Return the value at a JSON pointer (RFC 6901) as JSON in one form; None where there is none."""
+    """Return the value at a JSON pointer (RFC 6901) as JSON in one form; None if there is none."""
     try:
         value = json.loads(text, parse_constant=_no_constant, parse_float=_number)
         for step in pointer.split("/")[1:]:

@@ -168,7 +168,7 @@ class Checks:
     def reason(self, options: RepairOptions, row: Any, text: str) -> str | None:
         """Return why an answer's text is not valid, or None. row: what a function gets. Raises InvalidJob.
 
-        AGREE_ON returns a hash of the part that is compared, or None where the text has no such part. TOOL returns JSON
+        AGREE_ON returns a hash of the part that is compared, or None if the text has no such part. TOOL returns JSON
         with the result of the call, or with its error.
         """
         self.admit(options)

@@ -126,7 +126,7 @@ class ItemRunner(Generic[T]):
 
     @property
     def num_requests(self) -> int | None:
-        """Return how many requests were sent or wait to be; None where items may begin with several."""
+        """Return how many requests were sent or wait to be; None if items may begin with several."""
         if self._unsent and not self._ask.is_single:
             return None
         return len(self._sent) + len(self._following) + len(self._unsent)

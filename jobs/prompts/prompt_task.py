@@ -37,7 +37,7 @@ from jobs.tasks import OpenTask, Parts, Request, Task
 PROGRESS_AFTER_S = 5.0
 PROGRESS_EVERY_S = 2.0
 
-#: How ids of results begin, where they do not begin with the result's kind. A list has no id.
+#: How ids of results begin; by default with the result's kind. A list has no id.
 ID_PREFIXES = {
     "text_completion": "cmpl",
     "chat.completion": "chatcmpl",

@@ -44,7 +44,7 @@ def cancel_job(connection: Redis, job_id: str) -> JobCancel:
 
 
 def _take(job_id: str, pipe: Pipeline) -> bool | None:
-    """Return whether the job waited; None where a worker has it."""
+    """Return whether the job waited; None if a worker has it."""
     if pipe.exists(rq_jobs.executions_key(job_id)):
         return None
     raw: Any = pipe.hmget(rq_jobs.job_key(job_id), "origin", "rate_limit_key")

@@ -148,7 +148,7 @@ def read_points(connection: Redis, names: Sequence[str]) -> dict[str, list[Point
 
 
 def per_second(newer: Point, older: Point, name: str) -> float | None:
-    """Return how fast a count has grown between two points; None where the worker or its clock began anew."""
+    """Return how fast a count has grown between two points; None if the worker or its clock began anew."""
     seconds, grown = newer.at - older.at, getattr(newer, name) - getattr(older, name)
     return grown / seconds if seconds > 0 and grown >= 0 else None
 

@@ -298,7 +298,7 @@ class RunFolder:
         return True
 
     def recount(self, queue: str) -> bool:
-        """Rebuild the run's state from the parts that are there. End the run if none is missing; return whether."""
+        """Rebuild the run's state from its parts. If none is missing, end the run. Return whether it has ended."""
         facts: dict[str, str | int] = {
             "output": self._path,
             "queue": queue,

@@ -354,8 +354,8 @@ def answers(
     for run in old.reused:
         rows = np.flatnonzero((matches.places >= 0) & ~is_taken)
         rows = rows[np.argsort(matches.places[rows], kind="stable")]
-        for part, which, batch in old.answers(matches.places[rows], schema):
-            taken_rows = rows[which]
+        for part, indices, batch in old.answers(matches.places[rows], schema):
+            taken_rows = rows[indices]
             is_shorter = matches.is_shorter[taken_rows]
             if is_shorter.any():
                 is_usable = ~is_shorter | _has_stopped(batch)

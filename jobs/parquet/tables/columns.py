@@ -82,7 +82,7 @@ def missing_column(name: str, path: str, schema: pa.Schema) -> MissingColumn:
 
 
 def with_own_json(batch: pa.RecordBatch) -> pa.RecordBatch:
-    """Return a batch in which columns are replaced by their extra columns of each row's own JSON."""
+    """Return a batch in which each row's own JSON replaces the columns that also came as JSON."""
     json_columns: dict[str, str] = {}  # the extra column, by the column that it replaces
     names = []
     for name in batch.schema.names:

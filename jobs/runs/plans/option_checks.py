@@ -110,7 +110,7 @@ TASKS = (GENERATE, *RUN_SCORINGS)
 
 
 def check_served(options: Mapping[str, Any], model: ServedModel) -> None:
-    """Raise InvalidJob where the served model cannot do what a run asks for. options: the run's."""
+    """Raise InvalidJob if the served model cannot do what a run asks for. options: the run's."""
     task = options["task"]
     if options["image_column"] and not model.reads_pictures:
         raise InvalidJob(f"the worker serves {model.name!r}, which reads no pictures")

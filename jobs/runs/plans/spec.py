@@ -49,8 +49,8 @@ def _prefix(name: str, value: Any) -> str:
 class RunSpec:
     """The arguments of jobs.score_parquet in one normal form; equal arguments give equal run ids.
 
-    A field with its default value is in neither the JSON nor the run's id. If a type comes with a function, this gets the
-    field's name and the argument, checks it, and returns the field's value.
+    A field with its default value is in neither the JSON nor the run's id. If a type comes with a function, it gets the
+    field's name and the argument, checks that, and returns the field's value.
     """
 
     input: Annotated[list[str], _inputs]
