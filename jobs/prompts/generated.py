@@ -153,7 +153,7 @@ def _tried(
 
 
 class _Tally:
-    """Sums up the attempts of one prompt. answer: the last completion that is one."""
+    """Sums up the attempts of one prompt. answer: the last completion without an error."""
 
     def __init__(self) -> None:
         self.answer: Completion | None = None

@@ -154,7 +154,7 @@ class Generate(RowAsk):
         return Request(prompt, None, sampling)
 
     def answer(self, answer: PromptAnswer) -> Answer:
-        """Return a row's answer. Where a row has several samples, each value that is a sample's own is a tuple."""
+        """Return a row's answer. With several samples, the values of a sample are tuples with one value for each."""
         failed_sample = answer.failed_sample
         if failed_sample is not None:
             return replace(no_answer(failed_sample, self._n), attempts=1)
