@@ -7,10 +7,12 @@ from base64 import b64decode
 from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, NamedTuple
 
 from redis import Redis
 from redis import asyncio as redis_asyncio
+from redis.client import Pipeline
 from redis.exceptions import RedisError, ResponseError
 from starlette.concurrency import run_in_threadpool
 
@@ -19,6 +21,7 @@ from jobs.common.keys import MODEL_FIELD, STREAM_FIELD, text_stream_key
 from jobs.common.rq_jobs import JobStatus, ResultType
 from jobs.runs.job_cancel import cancel_job
 from tokenmill.server.answers.bodies import Call
+from tokenmill.server.answers.shared_writes import SharedWrites
 from tokenmill.server.errors import ApiError, job_error
 from tokenmill.serving import REDIS_TIMEOUT_S
 
@@ -68,6 +71,7 @@ class JobsAsked:
         self._reader = redis_asyncio.Redis.from_url(
             redis_url, socket_timeout=REDIS_TIMEOUT_S, socket_connect_timeout=REDIS_TIMEOUT_S
         )
+        self._writes = SharedWrites(connection)
         self._awaited: dict[str, _Awaited] = {}
         self._reading: asyncio.Task[None] | None = None
 
@@ -119,7 +123,8 @@ class JobsAsked:
         """Enqueue a job, and cancel it if the block ends before the job does."""
         awaited = _Awaited(asyncio.get_running_loop().create_future(), pieces)
         try:
-            await run_in_threadpool(self._enqueue, job_id, call, is_followed=pieces is not None)
+            is_followed = pieces is not None
+            await self._writes.send(partial(self._enqueue, job_id, call, is_followed))
             call.let_arguments_go()
             # Only now: a job that is awaited and not there counts as lost.
             self._awaited[job_id] = awaited
@@ -137,7 +142,7 @@ class JobsAsked:
         except RedisError as error:  # the job ends by its own time limit
             logger.warning("%s: its job cannot be cancelled: %s", job_id, error)
 
-    def _enqueue(self, job_id: str, call: Call, *, is_followed: bool) -> None:
+    def _enqueue(self, job_id: str, call: Call, is_followed: bool, pipe: Pipeline) -> None:
         """Write the job and its fields in one transaction, so that no worker of another model takes it."""
         job = rq_jobs.prepared_job(
             call.function,
@@ -152,11 +157,9 @@ class JobsAsked:
         fields: dict[Any, Any] = {} if call.model is None else {MODEL_FIELD: call.model}
         if is_followed:
             fields[STREAM_FIELD] = "1"
-        with self._connection.pipeline() as pipe:
-            if fields:
-                pipe.hset(rq_jobs.job_key(job_id), mapping=fields)
-            rq_jobs.job_queue(self._connection, self._queue).enqueue_many([job], pipeline=pipe)
-            pipe.execute()
+        rq_jobs.job_queue(self._connection, self._queue).enqueue_many([job], pipeline=pipe)
+        if fields:
+            pipe.hset(rq_jobs.job_key(job_id), mapping=fields)
 
     def _read_on(self) -> None:
         """Have results read while some are awaited."""
