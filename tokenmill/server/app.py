@@ -197,7 +197,7 @@ class ApiServer:
         """Answer a call by a job."""
         with self._bodies.held() as body:
             await body.read(request)
-            call = await run_in_threadpool(call_of, request.scope["path"], body.value)
+            call = await body.apply(call_of, request.scope["path"])
             call = replace(call, on_enqueued=body.let_go)
             if call.is_streamed:
                 stream = EventStream(request_id, call, call.model or "")
@@ -209,7 +209,7 @@ class ApiServer:
         """Answer a call of `/v1/responses` by a chat."""
         with self._bodies.held() as body:
             await body.read(request)
-            call = await run_in_threadpool(response_call, body.value)
+            call = await body.apply(response_call)
             call = replace(call, on_enqueued=body.let_go)
             shown = {name: value for name, value in body.value.items() if name != "input"}
             stream = ResponseStream(request_id.removeprefix("req_"), shown)
@@ -283,7 +283,7 @@ class ApiServer:
     async def _tell(self, request: Request) -> Response:
         """Answer Prometheus."""
         try:
-            await run_in_threadpool(self._projects.check_metrics, request.headers)
+            await self._projects.check_metrics(request.headers)
             accept = request.headers.get("accept", "")
             body, kind = await run_in_threadpool(self._metrics.exposition, accept)
         except ApiError as error:

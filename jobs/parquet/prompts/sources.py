@@ -149,14 +149,7 @@ def _number(value: Any) -> Any:
 
 
 def _plain(value: Any) -> Any:
-<<<<<<< HEAD
-    """Return a value as JSON has it.
-
-    Whole floats become integers, because pandas writes integers beside a null as floats.
-    """
-=======
     """Return a value of JSON. Whole floats become integers, because pandas writes integers beside a null as floats."""
->>>>>>> words
     if isinstance(value, list):
         return [_plain(item) for item in value]
     if isinstance(value, float) and value.is_integer():

@@ -5,12 +5,14 @@ import json
 import logging
 from base64 import b64decode
 from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
-from contextlib import asynccontextmanager
-from dataclasses import dataclass
+from contextlib import asynccontextmanager, suppress
+from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, NamedTuple
 
 from redis import Redis
 from redis import asyncio as redis_asyncio
+from redis.client import Pipeline
 from redis.exceptions import RedisError, ResponseError
 from starlette.concurrency import run_in_threadpool
 
@@ -19,6 +21,7 @@ from jobs.common.keys import MODEL_FIELD, STREAM_FIELD, text_stream_key
 from jobs.common.rq_jobs import JobStatus, ResultType
 from jobs.runs.job_cancel import cancel_job
 from tokenmill.server.answers.bodies import Call
+from tokenmill.server.answers.shared_writes import SharedWrites
 from tokenmill.server.errors import ApiError, job_error
 from tokenmill.serving import REDIS_TIMEOUT_S
 
@@ -28,6 +31,8 @@ logger = logging.getLogger("tokenmill")
 RESULT_TTL_S = 300
 #: How long a read of results waits for one. Jobs that are enqueued meanwhile join the next read.
 READ_MS = 20
+#: A read of many keys costs Redis and this process much, so it waits until more has come of them.
+PAUSE_S_OF_KEY = 10e-6
 #: The most pieces of a text that are read at once.
 MAX_PIECES = 1000
 #: Seconds between two looks at whether the awaited jobs are still there.
@@ -44,18 +49,38 @@ class TextPiece(NamedTuple):
     offset: int
     text: str
 
+    def follows(self, other: "TextPiece") -> bool:
+        """Whether the text goes on where another piece ends."""
+        is_same = (self.sample, self.part) == (other.sample, other.part)
+        return is_same and self.offset == other.offset + len(other.text)
+
 
 @dataclass
 class _Awaited:
     """A job whose answer somebody awaits.
 
-    ended: gets the entry of its result. pieces: the pieces of its text; None if nobody reads them. last_id: the id of
-    the last piece that was read.
+    ended: gets the entry of its result. is_followed: whether its text is read as it grows. pieces: the pieces that were
+    read and not taken yet. last_id: the id of the last piece that was read. changed: set when a piece or the result
+    comes.
     """
 
     ended: asyncio.Future[Mapping[bytes, bytes]]
-    pieces: asyncio.Queue[TextPiece] | None = None
+    is_followed: bool = False
+    pieces: list[TextPiece] = field(default_factory=list)
     last_id: bytes = b"0"
+    changed: asyncio.Event = field(default_factory=asyncio.Event)
+
+    def take_pieces(self) -> list[TextPiece]:
+        """Return the pieces that wait. Those that follow each other are one: a client that is behind gets fewer."""
+        joined: list[TextPiece] = []
+        for piece in self.pieces:
+            last = joined[-1] if joined else None
+            if last is not None and piece.follows(last):
+                joined[-1] = last._replace(text=last.text + piece.text)
+            else:
+                joined.append(piece)
+        self.pieces = []
+        return joined
 
 
 class JobsAsked:
@@ -68,6 +93,7 @@ class JobsAsked:
         self._reader = redis_asyncio.Redis.from_url(
             redis_url, socket_timeout=REDIS_TIMEOUT_S, socket_connect_timeout=REDIS_TIMEOUT_S
         )
+        self._writes = SharedWrites(connection)
         self._awaited: dict[str, _Awaited] = {}
         self._reading: asyncio.Task[None] | None = None
 
@@ -87,21 +113,17 @@ class JobsAsked:
 
     async def follow(self, job_id: str, call: Call) -> AsyncGenerator[TextPiece | bytes, None]:
         """Enqueue a job; yield pieces of its text as they come, then its value, as JSON. Raises as `ask`."""
-        pieces: asyncio.Queue[TextPiece] = asyncio.Queue()
         end_by = asyncio.get_running_loop().time() + self._timeout_s
-        async with self._enqueued(job_id, call, pieces) as awaited:
-            while not awaited.ended.done() or not pieces.empty():
-                next_piece = asyncio.ensure_future(pieces.get())
-                left_s = end_by - asyncio.get_running_loop().time()
-                events: set[asyncio.Future[Any]] = {next_piece, awaited.ended}
-                try:
-                    await asyncio.wait(events, timeout=left_s, return_when=asyncio.FIRST_COMPLETED)
-                    if next_piece.done():
-                        yield next_piece.result()
-                        continue
-                finally:
-                    next_piece.cancel()
-                self._result_of(awaited)
+        async with self._enqueued(job_id, call, is_followed=True) as awaited:
+            while not awaited.ended.done() or awaited.pieces:
+                with suppress(TimeoutError):
+                    async with asyncio.timeout_at(end_by):
+                        await awaited.changed.wait()
+                awaited.changed.clear()
+                for piece in awaited.take_pieces():
+                    yield piece
+                if asyncio.get_running_loop().time() >= end_by:
+                    break
             yield _value_of(self._result_of(awaited))
 
     def _result_of(self, awaited: _Awaited) -> Mapping[bytes, bytes]:
@@ -114,12 +136,13 @@ class JobsAsked:
 
     @asynccontextmanager
     async def _enqueued(
-        self, job_id: str, call: Call, pieces: asyncio.Queue[TextPiece] | None = None
+        self, job_id: str, call: Call, *, is_followed: bool = False
     ) -> AsyncIterator[_Awaited]:
         """Enqueue a job, and cancel it if the block ends before the job does."""
-        awaited = _Awaited(asyncio.get_running_loop().create_future(), pieces)
+        awaited = _Awaited(asyncio.get_running_loop().create_future(), is_followed)
+        awaited.ended.add_done_callback(lambda _: awaited.changed.set())
         try:
-            await run_in_threadpool(self._enqueue, job_id, call, is_followed=pieces is not None)
+            await self._writes.send(partial(self._enqueue, job_id, call, is_followed))
             call.let_arguments_go()
             # Only now, because an awaited job that is not in Redis counts as lost.
             self._awaited[job_id] = awaited
@@ -137,7 +160,7 @@ class JobsAsked:
         except RedisError as error:  # the job ends by its own time limit
             logger.warning("%s: its job cannot be cancelled: %s", job_id, error)
 
-    def _enqueue(self, job_id: str, call: Call, *, is_followed: bool) -> None:
+    def _enqueue(self, job_id: str, call: Call, is_followed: bool, pipe: Pipeline) -> None:
         """Write the job and its fields in one transaction, so that no worker of another model takes it."""
         job = rq_jobs.prepared_job(
             call.function,
@@ -152,11 +175,9 @@ class JobsAsked:
         fields: dict[Any, Any] = {} if call.model is None else {MODEL_FIELD: call.model}
         if is_followed:
             fields[STREAM_FIELD] = "1"
-        with self._connection.pipeline() as pipe:
-            if fields:
-                pipe.hset(rq_jobs.job_key(job_id), mapping=fields)
-            rq_jobs.job_queue(self._connection, self._queue).enqueue_many([job], pipeline=pipe)
-            pipe.execute()
+        rq_jobs.job_queue(self._connection, self._queue).enqueue_many([job], pipeline=pipe)
+        if fields:
+            pipe.hset(rq_jobs.job_key(job_id), mapping=fields)
 
     def _read_on(self) -> None:
         """Start the reading of results, unless it goes on."""
@@ -180,7 +201,7 @@ class JobsAsked:
         positions: dict[Any, Any] = {}
         job_of: dict[bytes, str] = {}
         for job_id, awaited in self._awaited.items():
-            if awaited.pieces is not None:
+            if awaited.is_followed:
                 key = text_stream_key(job_id)
                 positions[key] = awaited.last_id
                 job_of[key.encode()] = job_id
@@ -189,6 +210,7 @@ class JobsAsked:
         if not positions:
             await asyncio.sleep(READ_MS / 1000)
             return
+        await asyncio.sleep(min(len(positions) * PAUSE_S_OF_KEY, READ_MS / 1000))
         try:
             replies: Any = await self._reader.xread(positions, count=MAX_PIECES, block=READ_MS)
         except ResponseError:
@@ -207,7 +229,7 @@ class JobsAsked:
         self, job_id: str, entries: Sequence[tuple[bytes, Mapping[bytes, bytes]]]
     ) -> None:
         awaited = self._awaited.get(job_id)
-        if awaited is None or awaited.pieces is None:
+        if awaited is None:
             return
         for entry_id, fields in entries:
             awaited.last_id = entry_id
@@ -221,7 +243,8 @@ class JobsAsked:
             except (KeyError, ValueError):
                 self._end_with(job_id, ApiError(500, "a piece of its text cannot be read"))
                 return
-            awaited.pieces.put_nowait(piece)
+            awaited.pieces.append(piece)
+        awaited.changed.set()
 
     async def _end_unreadable(self, keys: Sequence[str]) -> bool:
         """End the jobs with a key that holds no stream; return whether there was one.
