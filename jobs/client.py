@@ -9,12 +9,12 @@ Nothing here is a job.
 
 from __future__ import annotations
 
+import inspect
 import os
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
-from dataclasses import fields
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Unpack
 
 from redis import Redis
 
@@ -22,13 +22,12 @@ from jobs.common.display import brief
 from jobs.errors import InvalidJob, InvalidValue, RunFailed, RunNotHere, UnknownRun, unlike
 from jobs.installed import check_sampling
 from jobs.prompts.arguments import SAMPLING_NAMES
-from jobs.prompts.ways.table import WAY_OPTIONS
 from jobs.runs.control import DEFAULT_QUEUE, Cancelled, cancel_run, retry_run, submit_run
 from jobs.runs.output import named_run
 from jobs.runs.plans.names import SUCCESS
 from jobs.runs.plans.paths import is_stored, real_path, run_path
 from jobs.runs.plans.spec import RunSpec
-from jobs.runs.redis_state.submission import WISHES
+from jobs.runs.run_options import RunOptions
 from jobs.runs.watching.follow import End, Watch, follow
 from jobs.runs.watching.reading import failure_text, read_planned
 from jobs.runs.watching.snapshot import RunSnapshot
@@ -54,18 +53,17 @@ def submit(
     queue: str = DEFAULT_QUEUE,
     connection: Redis | None = None,
     input_folder: str | os.PathLike[str] | None = None,
-    **arguments: Any,
+    **options: Unpack[RunOptions],
 ) -> Run:
     """Submit a run of a file, a folder, a glob, a list of them, or a table, and return it.
 
     Submitting the same again resumes the run. input: a table is a DataFrame, or anything with an Arrow stream. It is
     written into input_folder, by default `<output>.input`, and stays there. connection: by default to RQ_REDIS_URL.
-    arguments: those of jobs.score_parquet, and the options of the command line by their names.
-    Raises InvalidJob or InputError before anything is enqueued, for mistakes that can be seen here.
+    options: see RunOptions. Raises InvalidJob or InputError before anything is enqueued, for mistakes that can be seen here.
     """
     client = _connection(connection)
-    _check_names(arguments)
-    named_arguments = run_arguments(arguments)
+    _check_names(options)
+    named_arguments = run_arguments(options)
     target = os.fspath(output)
     paths = _paths(input)
     if paths is None:
@@ -234,14 +232,32 @@ def run_arguments(options: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _check_names(names: Iterable[str]) -> None:
-    of_run = {field.name for field in fields(RunSpec)}
-    known = {*SAMPLING_NAMES, *_OPTIONS, *_CHECKS, *WISHES, *WAY_OPTIONS, *of_run} - {"way_options"}
+    known = RunOptions.__optional_keys__
     for name in names:
         if name not in known:
             raise InvalidValue(
                 f"{{}} is no argument of jobs.submit, which has {', '.join(sorted(known))}",
                 brief(name),
             )
+
+
+def _signature() -> inspect.Signature:
+    """Return the signature of `submit` with each option by name, which shells complete and `help` shows."""
+    plain = inspect.signature(submit)
+    named = [
+        parameter
+        for parameter in plain.parameters.values()
+        if parameter.kind is not inspect.Parameter.VAR_KEYWORD
+    ]
+    for name, annotation in RunOptions.__annotations__.items():
+        option = inspect.Parameter(
+            name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=annotation
+        )
+        named.append(option)
+    return plain.replace(parameters=named)
+
+
+submit.__signature__ = _signature()  # type: ignore[attr-defined]
 
 
 def _add(arguments: dict[str, Any], argument: str, value: Any) -> None:
