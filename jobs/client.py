@@ -9,11 +9,13 @@ Nothing here is a job.
 
 from __future__ import annotations
 
+import asyncio
 import inspect
 import os
+import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import closing, contextmanager, suppress
 from typing import TYPE_CHECKING, Any, Unpack
 
 from redis import Redis
@@ -59,7 +61,8 @@ def submit(
 
     Submitting the same again resumes the run. input: a table is a DataFrame, or anything with an Arrow stream. It is
     written into input_folder, by default `<output>.input`, and stays there. connection: by default to RQ_REDIS_URL.
-    options: see RunOptions. Raises InvalidJob or InputError before anything is enqueued, for mistakes that can be seen here.
+    options: see RunOptions. Raises InvalidJob or InputError before anything is enqueued, for mistakes that can be seen
+    here.
     """
     client = _connection(connection)
     _check_names(options)
@@ -117,10 +120,15 @@ class Run:
         self,
         timeout: float | None = None,
         *,
+        progress: bool = False,
         clock: Callable[[], float] = time.monotonic,
         sleep: Callable[[float], None] = time.sleep,
     ) -> RunSnapshot:
-        """Wait until the run has finished, and return its state. timeout: seconds. Raises TimeoutError or RunFailed."""
+        """Wait until the run has finished, and return its state.
+
+        timeout: seconds. progress: whether a bar shows rows, speed and the time left, on stderr or in a notebook.
+        Raises TimeoutError or RunFailed.
+        """
         until = None if timeout is None else clock() + timeout
         watch = Watch(lambda: read_planned(self._connection, self.id))
 
@@ -131,7 +139,13 @@ class Run:
                 raise TimeoutError(f"run {self.id} has not ended within {timeout} s{remark}")
             sleep(min(seconds, left_s))
 
-        followed = follow(watch, nap)
+        if progress:
+            from jobs.runs.watching.progress_bar import Bar  # tqdm is needed here alone
+
+            with closing(Bar()) as bar:
+                followed = follow(watch, nap, bar.show, bar.warn)
+        else:
+            followed = follow(watch, nap)
         problem = followed.problem
         if problem is None:
             return self.status()
@@ -143,6 +157,21 @@ class Run:
                 reasons.append(failure_text(self._connection, job_id))
         reasons.append(problem)
         raise RunFailed(self.id, "; ".join(filter(None, reasons)))
+
+    async def wait_async(
+        self, timeout: float | None = None, *, progress: bool = False
+    ) -> RunSnapshot:
+        """Wait as `wait` does, and let other tasks of the event loop run meanwhile."""
+        is_cancelled = threading.Event()
+
+        def sleep(seconds: float) -> None:
+            if is_cancelled.wait(seconds):
+                raise InterruptedError
+
+        try:
+            return await asyncio.to_thread(self.wait, timeout, progress=progress, sleep=sleep)
+        finally:
+            is_cancelled.set()
 
     def table(self) -> Any:
         """Return its rows as a pyarrow Table, in the input's order. Raises RunNotHere before its end; StoreError."""
@@ -156,6 +185,12 @@ class Run:
     def frame(self) -> Any:
         """Return its rows as a pandas DataFrame, with the input's types and index. Raises as `table`."""
         return self.table().to_pandas()
+
+    def polars(self) -> Any:
+        """Return its rows as a polars DataFrame. Raises as `table`, and ImportError without polars."""
+        import polars
+
+        return polars.from_arrow(self.table())
 
     def errors(self, limit: int = 1000) -> list[FailedRow]:
         """Return the first rows with an error, also while the run goes on. Raises RunNotHere, StoreError."""
