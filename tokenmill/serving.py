@@ -14,7 +14,7 @@ from starlette.types import ASGIApp
 
 from jobs.common.plain_log import AUTO, VARIABLE, checked_format, handle_all, is_json
 
-#: A Redis server that does not answer for so long counts as away.
+#: Seconds without an answer after which Redis counts as away.
 REDIS_TIMEOUT_S = 5.0
 
 logger = logging.getLogger("tokenmill")
@@ -25,9 +25,9 @@ class NotServed(Exception):
 
 
 def start_log(extra: str) -> bool:
-    """Write the log as JSON where it is to be; return whether it is. Raises NotServed.
+    """Write the log as JSON if TOKENMILL_LOG_FORMAT asks for it; return whether it does. Raises NotServed.
 
-    extra: the extra of the package that brings what is missing.
+    extra: the extra of Tokenmill that installs what JSON needs.
     """
     wanted = os.environ.get(VARIABLE) or AUTO
     try:

@@ -80,9 +80,10 @@ def serve(context: click.Context, /, **options: Any) -> None:
 
 
 def _run_server(name: str, extra: str, context: click.Context, options: Mapping[str, Any]) -> None:
-    """Run a server until it is stopped. name: its module, imported by name as that package imports this one.
+    """Run a server until it is stopped.
 
-    extra: the extra of the package that brings what it needs.
+    name: its module, which is imported here because its package imports this one. extra: the extra of Tokenmill that
+    installs what it needs.
     """
     try:
         module: Any = importlib.import_module(name)
@@ -129,9 +130,9 @@ def list_command(connection: redis.Redis, /) -> None:
 @click.option("--stored-bytes", type=click.IntRange(0), help="Bytes of all its uploads.")
 @click.pass_obj
 def limit_command(connection: redis.Redis, /, project: str, **limits: int | None) -> None:
-    """Limit what PROJECT's clients take, in the place of its earlier limits.
+    """Limit what PROJECT's clients take. This replaces all earlier limits.
 
-    Without an option nothing of it is limited.
+    What no option names is not limited.
     """
     set_limits(connection, project, ProjectLimits(**limits))
 

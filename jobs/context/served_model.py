@@ -3,13 +3,11 @@
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime
+from functools import cached_property
 from secrets import token_hex
 from typing import Any
 
-from jobs.context.values import some_text
 from jobs.errors import InvalidJob, ModelNotServed
-
-MAX_MODEL_CHARS = 4096
 
 
 @dataclass(frozen=True)
@@ -31,7 +29,7 @@ class PinnedModel:
         length = f", up to {self.max_model_len} tokens" if self.max_model_len else ""
         return f"{self.name} ({self.dtype}, {self.fingerprint[:8]}{length})"
 
-    @property
+    @cached_property
     def pin(self) -> str:
         """Name what a worker must serve to answer the run's rows. Other workers leave its jobs on the queue."""
         return (
@@ -40,7 +38,7 @@ class PinnedModel:
 
     @property
     def identity(self) -> str:
-        """Name the parts of the model that decide an answer, unless its length limit cut it."""
+        """Return the parts of the model that decide an answer. Its length limit is not among them."""
         return f"{self.fingerprint} {self.clock}" if self.clock else self.fingerprint
 
 
@@ -115,14 +113,9 @@ def split_formats(text: str) -> tuple[str, ...] | None:
     return tuple(text.split("\n")) if text else ()
 
 
-def parse_model(model: object) -> str | None:
-    """Return the model that a job's argument asks for. Raises InvalidJob if it can be no name."""
-    return None if model is None else some_text("model", model, MAX_MODEL_CHARS)
-
-
 @dataclass(frozen=True)
 class PromptMeter:
-    """Counts the tokens of prompts as the engine of a process would.
+    """Counts the tokens of prompts as this process' engine would.
 
     token_ids: returns the tokens of a prompt, or of a chat's messages with its options (see tasks.Request), in any
     thread. It raises InvalidJob if the engine would refuse the prompt. block_size: the tokens of a block, the unit of

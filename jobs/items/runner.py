@@ -1,52 +1,19 @@
-"""The runner of items: it sends their requests, delivers completions, and has their answers in the end."""
+"""The runner of items, which sends their requests and delivers completions, and the task that it works for."""
 
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Generic, NamedTuple
+from typing import Any, Generic
 
 from jobs.context.answers import AnswerMemo
 from jobs.context.checks import Checks
-from jobs.items.ask import Ask
-from jobs.items.item import Item, Samples, T
+from jobs.items.item import Ask, Samples, T
 from jobs.items.records import NOTHING, Progress, Reply, Tokens
-from jobs.items.under_way import ItemUnderWay
-from jobs.tasks import Request
+from jobs.items.under_way import Answered, Entry, ItemUnderWay, Sent
+from jobs.tasks import OpenTask, Request
 
 PromptTokens = Mapping[int, Tokens]
 """The tokens of requests that were sent and not delivered, by the request's index."""
-
-
-@dataclass(slots=True, eq=False)
-class Entry(Generic[T]):
-    """One item of a runner, which answers one place or several equal ones.
-
-    places: the places of its prompts or rows within the runner. The first one names the item in a journal.
-    make: begins the item. It is called once, when the item's turn comes.
-    memo_key: names the answer in the memo; None for an item whose answer is its own.
-    num_awaited: requests of the present step that are not delivered yet.
-    resumed: where another execution left the item, until it has come there.
-    replies, received: what was delivered, for steps that are over and for the present one; see Progress.
-    """
-
-    places: list[int]
-    make: Callable[[], Item[T]] | None
-    memo_key: bytes | None = None
-    item: ItemUnderWay[T] | None = None
-    num_awaited: int = 0
-    resumed: Progress = NOTHING
-    replies: tuple[Reply, ...] = ()
-    received: dict[int, Samples] | None = None
-    num_tokens: int = 0
-
-
-class Sent(NamedTuple, Generic[T]):
-    """A request that was sent: its item, the step and the place in the step, and how many tokens it continues."""
-
-    entry: Entry[T]
-    step: int
-    place: int
-    num_continued: int
 
 
 @dataclass(slots=True)
@@ -65,19 +32,6 @@ class Counts:
     resumed_tokens: int = 0
 
 
-class Answered(NamedTuple, Generic[T]):
-    """An answer as it came.
-
-    num_tokens: generated for it and for equal ones, none for the latter. replies: what its item was given, if the
-    runner keeps that.
-    """
-
-    place: int
-    num_tokens: int
-    answer: T
-    replies: tuple[Reply, ...]
-
-
 class ItemRunner(Generic[T]):
     """Drives the items of one job. It is made in any thread; then all methods belong to one, but for `inspect`.
 
@@ -87,6 +41,7 @@ class ItemRunner(Generic[T]):
 
     answers: the answer that each place has already, or None. memo: holds the answers of other jobs.
     keeps_replies: whether `answered` has all that the items were given, for a journal that holds no answers.
+    expired: returns the answer of items that are not begun any more; None while items are begun.
     """
 
     def __init__(
@@ -98,11 +53,13 @@ class ItemRunner(Generic[T]):
         memo: AnswerMemo,
         *,
         keeps_replies: bool = False,
+        expired: Callable[[], T | None] = lambda: None,
     ) -> None:
         self._ask = ask
         self._checks = checks
         self._memo = memo
         self._keeps_replies = keeps_replies
+        self._expired = expired
         self._answers = answers
         self.answered: list[Answered[T]] = []
         self.counts = Counts(done=sum(answer is not None for answer in answers))
@@ -126,7 +83,7 @@ class ItemRunner(Generic[T]):
 
     @property
     def num_requests(self) -> int | None:
-        """Return how many requests were sent or wait to be; None where items may begin with several."""
+        """Return how many requests were sent or wait to be; None if items may begin with several."""
         if self._unsent and not self._ask.is_single:
             return None
         return len(self._sent) + len(self._following) + len(self._unsent)
@@ -152,7 +109,7 @@ class ItemRunner(Generic[T]):
                 return
             elif self._unsent:
                 entry = self._unsent.popleft()
-                if self._take_known(entry):
+                if self._take_known(entry) or self._let_expire(entry):
                     continue
                 if self._claim(entry):
                     self._begin(entry)
@@ -160,7 +117,7 @@ class ItemRunner(Generic[T]):
                     postponed.append(entry)
             elif postponed:
                 entry = postponed.popleft()
-                if not self._take_known(entry):
+                if not self._take_known(entry) and not self._let_expire(entry):
                     self._begin(entry)
             else:
                 return
@@ -168,7 +125,7 @@ class ItemRunner(Generic[T]):
     def inspect(self, index: int, samples: Samples) -> None:
         """Have the checks made that follow from the completions of request `index`, in any thread.
 
-        Raises JobsError where a check can check nothing.
+        Raises JobsError if a check can never work.
         """
         sent = self._sent[index]
         if sent is not None and sent.entry.item is not None:
@@ -266,21 +223,21 @@ class ItemRunner(Generic[T]):
             self._end(entry)
             return
 
-        left = entry.resumed
+        resumed = entry.resumed
         entry.resumed = NOTHING
         step = item.num_steps
         requests = item.take_requests()
         entry.num_awaited = len(requests)
         for place, request in enumerate(requests):
             sent = Sent(entry, step, place, len(request.continued))
-            if place in left.received:
-                samples = left.received[place]
+            if place in resumed.received:
+                samples = resumed.received[place]
                 entry.received = {**(entry.received or {}), place: samples}
                 entry.num_awaited -= 1
                 item.receive(step, place, samples)
                 continue
-            if place in left.tokens:
-                request = replace(request, resumed=left.tokens[place])
+            if place in resumed.tokens:
+                request = replace(request, resumed=resumed.tokens[place])
             self._following.append((sent, request))
         requests.clear()
         if not entry.num_awaited:
@@ -319,25 +276,41 @@ class ItemRunner(Generic[T]):
             self._release(entry.memo_key)
 
     def _answer(self, entry: Entry[T], answer: T, replies: tuple[Reply, ...] = ()) -> None:
+        self._settle(entry, answer)
         num_tokens = entry.num_tokens
         for place in entry.places:
-            self._answers[place] = answer
             self.answered.append(Answered(place, num_tokens, answer, replies))
             num_tokens = 0
+
+    def _settle(self, entry: Entry[T], answer: T) -> None:
+        """Put the answer into the item's places, and let go of an item that was not begun."""
+        for place in entry.places:
+            self._answers[place] = answer
         self.counts.done += len(entry.places)
-
-    # The memo of the process
-
-    def _take_known(self, entry: Entry[T]) -> bool:
-        """Answer an item with what another job has computed; return whether there was such."""
-        answer = None if entry.memo_key is None else self._memo.get(entry.memo_key)
-        if answer is None:
-            return False
-        self._answer(entry, answer)
         make = entry.make
         entry.make = None
         if make is not None:
             make().close()
+
+    def _let_expire(self, entry: Entry[T]) -> bool:
+        """Answer an item that is not begun any more; return whether that is so.
+
+        A journal does not get the answer, because a later submission may have a later deadline.
+        """
+        answer = self._expired()
+        if answer is None:
+            return False
+        self._settle(entry, answer)
+        return True
+
+    # The memo of the process
+
+    def _take_known(self, entry: Entry[T]) -> bool:
+        """Answer an item with another job's answer to the same; return whether there is one."""
+        answer = None if entry.memo_key is None else self._memo.get(entry.memo_key)
+        if answer is None:
+            return False
+        self._answer(entry, answer)
         return True
 
     def _claim(self, entry: Entry[T]) -> bool:
@@ -352,3 +325,43 @@ class ItemRunner(Generic[T]):
         if memo_key in self._claimed_keys:
             self._claimed_keys.discard(memo_key)
             self._memo.end(memo_key)
+
+
+class ItemsTask(OpenTask):
+    """Asks what the runner's items ask. A subclass sets `runner`, or leaves it None if nothing is asked."""
+
+    runner: ItemRunner[Any] | None = None
+
+    def requests(self) -> Iterator[Request]:
+        """Yield the runner's requests."""
+        return iter(()) if self.runner is None else self.runner.requests()
+
+    @property
+    def num_requests(self) -> int | None:
+        """Return the runner's number of requests, 0 without one."""
+        return 0 if self.runner is None else self.runner.num_requests
+
+    @property
+    def has_more(self) -> bool:
+        """Whether the runner has requests now."""
+        return self.runner is not None and self.runner.has_more
+
+    @property
+    def inspects(self) -> bool:
+        """Whether the runner's items are checked."""
+        return self.runner is not None and self.runner.inspects
+
+    def inspect(self, index: int, completions: Samples) -> None:
+        """Have the runner make checks."""
+        assert self.runner is not None, "nothing was asked"
+        self.runner.inspect(index, completions)
+
+    def deliver(self, index: int, completions: Samples) -> None:
+        """Give the runner completions."""
+        assert self.runner is not None, "nothing was asked"
+        self.runner.deliver(index, completions)
+
+    def close(self) -> None:
+        """Leave what is not answered to other jobs."""
+        if self.runner is not None:
+            self.runner.close()

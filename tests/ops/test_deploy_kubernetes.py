@@ -180,4 +180,4 @@ def test_workers_are_scaled_by_every_lane_and_by_metrics_that_exist() -> None:
     assert counted == lanes, "or nobody counts them while there is no worker"
     exposition, _ = QueueMetrics(Redis(), ()).exposition("")  # without queues it asks nobody
     served = set(re.findall(r"^# TYPE (\w+) ", exposition.decode(), re.MULTILINE))
-    assert {name for query in queries for name in re.findall(r"\b(\w+)\{", query)} == served
+    assert {name for query in queries for name in re.findall(r"\b(\w+)\{", query)} <= served

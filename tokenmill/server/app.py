@@ -44,7 +44,7 @@ from tokenmill.server.request_bodies import Bodies
 logger = logging.getLogger("tokenmill")
 T = TypeVar("T")
 
-#: Answers a request of a project. The last argument is the request's id.
+#: Answers a request of a project, which has this id.
 Answer = Callable[[Request, Project, str], Awaitable[Response]]
 #: Makes events of the parts of an answer.
 Events = Callable[[AsyncIterator[TextPiece | bytes]], AsyncIterator[bytes]]
@@ -69,7 +69,7 @@ class ServerOptions:
 
 
 class ApiServer:
-    """What the answers share: Redis, the jobs that are asked, and who may ask."""
+    """Answers all requests. It holds Redis, the jobs that are under way, and the projects."""
 
     def __init__(self, redis_url: str, connection: Redis, options: ServerOptions) -> None:
         self._connection = connection
@@ -77,7 +77,7 @@ class ApiServer:
         queue = options.prompts_queue
         self._models = LiveModels(connection, queue)
         self._projects = Projects(connection, is_local=options.is_local)
-        self._asked = JobsAsked(redis_url, connection, queue, options.timeout_s)
+        self._jobs = JobsAsked(redis_url, connection, queue, options.timeout_s)
         self._metrics = Metrics(connection)
         self._bodies = Bodies()
         self._limits_recorded: dict[tuple[str, str], float] = {}
@@ -126,7 +126,7 @@ class ApiServer:
     @asynccontextmanager
     async def _closing(self, _: Starlette) -> AsyncIterator[None]:
         yield
-        await self._asked.close()
+        await self._jobs.close()
 
     def _answered(self, endpoint: str, answer: Answer) -> Callable[[Request], Awaitable[Response]]:
         """Give each request an id, check its key, and turn what is raised into OpenAI's errors.
@@ -221,14 +221,14 @@ class ApiServer:
     async def _answer(self, request: Request, call: Call, request_id: str) -> bytes:
         """Return a job's value, as JSON. The job is cancelled if the client goes away."""
         await self._models.check(call.model)
-        return await _unless_left(request, self._asked.ask(request_id, call))
+        return await _unless_left(request, self._jobs.ask(request_id, call))
 
     async def _stream(
         self, request: Request, call: Call, request_id: str, events: Events
     ) -> Response:
-        """Answer with the text as it grows. What fails before its first piece is an error as of other calls."""
+        """Answer with the text as it grows. A failure before its first piece is answered like that of any call."""
         await self._models.check(call.model)
-        ask = self._asked.follow if call.has_growing_text else self._asked.whole
+        ask = self._jobs.follow if call.has_growing_text else self._jobs.whole
         answer = ask(request_id, call)
         try:
             first = await _unless_left(request, anext(answer))
@@ -320,7 +320,7 @@ def _model(sample: WorkerSample) -> dict[str, Any]:
 
 
 async def _unless_left(request: Request, answer: Awaitable[T]) -> T:
-    """Await an answer, and cancel it if the client closes its connection. Raises ClientDisconnect then."""
+    """Await an answer. If the client closes its connection, cancel the answer and raise ClientDisconnect."""
     answering = asyncio.ensure_future(answer)
     leaving = asyncio.create_task(_left(request))
     try:

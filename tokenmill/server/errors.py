@@ -26,8 +26,8 @@ _TYPES = {
 class ApiError(Exception):
     """Raised for a request that cannot be answered.
 
-    status: of the response. code: OpenAI's name for the error, such as "model_not_found". param: the argument that is
-    wrong. headers: further ones of the response. project: who asked, where only the error tells it.
+    status: the response's HTTP status. code: OpenAI's name for the error, such as "model_not_found". param: the wrong
+    argument. headers: further headers of the response. project: who asked, where only the error tells it.
     """
 
     def __init__(

@@ -1,4 +1,4 @@
-"""Who asks, and whether its project may ask more now.
+"""Finds the project of a request, and refuses requests beyond its limits.
 
 Without any key in Redis, a server that only this machine reaches takes every request.
 """
@@ -26,7 +26,7 @@ KNOWN_S = 1.0
 
 @dataclass(frozen=True)
 class Project:
-    """The project of a request. headers: what a response says of the limit of requests; OpenAI's names."""
+    """The project of a request. headers: the headers of a response that tell the limit of requests."""
 
     name: str
     limits: ProjectLimits = field(default_factory=ProjectLimits)
@@ -34,7 +34,7 @@ class Project:
 
 
 class Projects:
-    """Tells the project of a request. is_local: only this machine reaches the server."""
+    """Finds the project of each request. is_local: only this machine reaches the server."""
 
     def __init__(
         self, connection: Redis, *, is_local: bool, clock: Callable[[], float] = time.time

@@ -21,11 +21,11 @@ MAX_HELD_BYTES = 128 << 20
 SMALL_BYTES = 16 << 10
 #: Larger bodies are parsed one at a time: a body takes several times its size then.
 LARGE_BYTES = 1 << 20
-#: Seconds within which a body must have come.
+#: The most seconds until a body is here.
 BODY_S = 60.0
 #: The most commas and brackets of a body: each may become an object of many times its size.
 MAX_MARKS = 1_000_000
-#: The most objects and lists within each other. What reads them recurses.
+#: The most levels of nested objects and lists. Code that reads them is recursive.
 MAX_DEPTH = 64
 T = TypeVar("T")
 _HALF_PAIR = re.compile(rb"\\u[dD][89a-fA-F]")
@@ -106,7 +106,7 @@ class Bodies:
 
 
 def parsed_body(data: bytes | bytearray) -> Any:
-    """Return the value that JSON stands for. Raises ApiError for what a job could not hold."""
+    """Parse JSON. Raises ApiError for a value that a job could not hold."""
     num_marks = sum(data.count(mark) for mark in (b",", b"[", b"{"))
     if num_marks > MAX_MARKS:
         raise ApiError(413, f"the body has more than {MAX_MARKS} commas and brackets")
@@ -128,7 +128,7 @@ def _refuse_constant(name: str) -> NoReturn:
 
 
 def _check_parts(value: Any) -> None:
-    """Raise ApiError for numbers without an end, and for more than MAX_DEPTH levels."""
+    """Raise ApiError for infinite numbers, and for more than MAX_DEPTH levels."""
     level = [value]
     for _ in range(MAX_DEPTH):
         parts: list[Any] = []

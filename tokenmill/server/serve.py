@@ -1,4 +1,4 @@
-"""Starts the API server, and refuses to serve others than this machine without keys."""
+"""Starts the API server. Without keys it serves this machine only."""
 
 import logging
 from pathlib import Path
@@ -38,7 +38,7 @@ def serve(
     drain: int,
     folder: str | None,
 ) -> None:
-    """Serve until stopped. Raises NotServed where there are no keys for others, or the address cannot be had.
+    """Serve until stopped. Raises NotServed if keys are needed and there are none, or the address is not free.
 
     timeout: seconds that an answer may take. drain: seconds for requests to end after SIGTERM. folder: where files and
     batches lie; None for a server without them.

@@ -101,7 +101,10 @@ def prepared_request(engine: Engine, request: Request) -> tuple[PreparedPrompt, 
         return engine.prepare_chat(messages, params, **chat_options), params
     if request.prompt is None:
         raise InvalidRequest("the request has neither a prompt nor messages")
-    return engine.prepare(decoded(request.prompt), params), params
+    prompt = request.prompt
+    if not isinstance(prompt, str):
+        prompt = decoded(prompt)
+    return engine.prepare(prompt, params), params
 
 
 class _Preparers(FunctionPool):
@@ -171,7 +174,7 @@ class Intake:
         waiting = _Waiting(self._engine, add, next(self._numbers))
         self._ids[add.request_id] = waiting
         prompt = add.request.prompt if add.request.messages is None else add.request.messages
-        if has_pictures(prompt):
+        if not isinstance(prompt, str) and has_pictures(prompt):
             self._pictured[add.lane].append(waiting)
             self.begun(())
         else:
@@ -235,12 +238,12 @@ class Intake:
 
     def _choose(self) -> Iterator[_Waiting]:
         """Yield a turn's work from the lanes, urgent ones first, and at least one request of each lane."""
-        left = TURN
+        work_left = TURN
         for lane in sorted(self._lanes):
             for waiting in self._ready(self._lanes[lane]):
                 yield waiting
-                left -= OVERHEAD if waiting.prepared else OVERHEAD + waiting.size
-                if left <= 0:
+                work_left -= OVERHEAD if waiting.prepared else OVERHEAD + waiting.size
+                if work_left <= 0:
                     break
             self._forget_if_empty(lane)
 

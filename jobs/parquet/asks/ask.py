@@ -10,8 +10,7 @@ import pyarrow as pa
 
 from jobs.context import JobContext
 from jobs.context.answers import Answer, failed_answer
-from jobs.items.ask import Ask
-from jobs.items.item import Item
+from jobs.items.item import Ask, Item
 from jobs.parquet.asks.row_keys import RowKeys
 from jobs.parquet.prompts.prompt_source import Row
 from jobs.parquet.prompts.sources import RowSource
@@ -56,10 +55,10 @@ def output_fields(columns: Mapping[str, str], embedding_size: int = 0) -> list[p
 class RowAsk(Ask[Answer]):
     """What a run asks of each row.
 
-    source: makes rows.
-    keys: name what these ask.
-    before: what is asked before all rows, for their keys.
-    now: Unix seconds that chats take for the present, if the model's template writes the time.
+    source: makes the rows.
+    keys: makes the rows' keys.
+    before: the request that is asked before all rows, if any.
+    now: Unix seconds that chats take for the present; None if the model's template writes no time.
     """
 
     source: RowSource

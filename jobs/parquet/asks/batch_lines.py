@@ -16,7 +16,7 @@ from jobs.parquet.asks.ask import OUTPUT_FIELDS, RowAsk, row_seed
 from jobs.parquet.prompts.prompt_source import Row
 from jobs.parquet.prompts.sources import RowSource
 from jobs.prompts.batch_lines import failure_text, line_task
-from jobs.prompts.prompt_task import PromptTask, num_chars
+from jobs.prompts.prompt_task import PromptTask
 from jobs.runs.plans.plan import Plan
 from jobs.runs.plans.spec import RunSpec
 
@@ -44,11 +44,11 @@ class BatchLines(RowAsk):
 
     @staticmethod
     def is_compared(spec: RunSpec) -> bool:
-        """Leave responses out: each has the time at which it was made."""
+        """Return False: each response has the time at which it was made."""
         return False
 
     def is_greedy(self, row: Row) -> bool:
-        """Ask equal lines once each: a response says which line it answers."""
+        """Return False: equal lines are asked one by one, because a response says which line it answers."""
         return False
 
     def key_of(self, row: Row) -> bytes:
@@ -100,7 +100,7 @@ class BatchLines(RowAsk):
             answers = yield from side_by_side(
                 [task.item(prompt, control_tokens) for prompt in task.prompts]
             )
-            if sum(num_chars(answer) for answer in answers) > context.max_result_bytes:
+            if sum(answer.num_chars for answer in answers) > context.max_result_bytes:
                 raise ResultTooLarge(context.max_result_bytes)
             return _answer_of(task.result(answers, context))
         except JobsError as error:

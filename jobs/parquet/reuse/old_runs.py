@@ -121,7 +121,9 @@ class KnownKeys:
         self._second_halves = keys[:, 1]
         self._order = np.argsort(keys[:, 0], kind="stable").astype(np.uint32)
         self._first_halves = keys[self._order, 0]  # ascending
-        self._num_taken = np.zeros(len(keys), np.uint32)  # by the place of the first of equal keys
+        self._num_taken = np.zeros(
+            len(keys), np.uint32
+        )  # at the first of equal keys: how many of these were found
 
     def forget(self, places: Places) -> None:
         """Remove the keys at these places, so that they are no longer found."""
@@ -425,7 +427,7 @@ def _lengths(plan: Plan) -> set[int]:
 
 
 def _unlike(old: Plan, new: Plan) -> str | None:
-    """Say why no answer of an old run can be taken because the model's length differs; None if some can."""
+    """Say why the model's other length rules out all answers of an old run; None if it does not."""
     if _lengths(old) == _lengths(new):
         return None
     longest_old = max(_lengths(old))

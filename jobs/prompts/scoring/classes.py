@@ -4,10 +4,10 @@ from collections.abc import Mapping
 from functools import partial
 from typing import Any, ClassVar, Self
 
-from jobs.context.served_model import ServedModel, parse_model
+from jobs.context.served_model import ServedModel
 from jobs.context.values import check_shard
 from jobs.errors import InvalidJob
-from jobs.prompts.arguments import parse_prompts
+from jobs.prompts.arguments import parse_model, parse_prompts
 from jobs.prompts.prompt_task import PromptTask
 from jobs.prompts.responses import Answers, usage
 from jobs.prompts.scoring.kind import (
@@ -34,7 +34,7 @@ class Classes(Scoring):
 
     @classmethod
     def check_served(cls, options: Mapping[str, Any], model: ServedModel) -> None:
-        """Raise InvalidJob where the model has no head, or a shard of the run would hold too much."""
+        """Raise InvalidJob if the model has no head, or a shard of the run would hold too much."""
         if not model.classes:
             raise InvalidJob(
                 f"the worker serves {model.name!r}, which has no sequence-classification head"

@@ -4,6 +4,7 @@ The dashboard and /metrics read it. The servers themselves decide nothing by it:
 """
 
 import json
+import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -24,6 +25,7 @@ _STATUS = {
     "running": "in_progress",
     "ending": "finalizing",
     "finished": "completed",
+    "expired": "expired",
     "failed": "failed",
     "stopped": "failed",
     "cancelled": "cancelled",
@@ -39,6 +41,9 @@ _MAX_ENTRIES = 20_000
 def batch_status(snapshot: RunSnapshot) -> str:
     """Return the state of a run's batch, as OpenAI names it."""
     status = _STATUS[snapshot.state]
+    is_late = snapshot.deadline is not None and snapshot.deadline <= time.time()
+    if status == "in_progress" and is_late:
+        return "finalizing"
     if status == "cancelled" and (snapshot.shards_started or snapshot.claimed):
         return "cancelling"
     return status

@@ -29,7 +29,7 @@ logger = logging.getLogger("tokenmill")
 
 #: How long a result is kept for the server to read it.
 RESULT_TTL_S = 300
-#: How long one read of results waits for the first of them. A job that was asked since joins the next read.
+#: How long a read of results waits for one. Jobs that are enqueued meanwhile join the next read.
 READ_MS = 20
 #: A read of many keys costs Redis and this process much, so it waits until more has come of them.
 PAUSE_S_OF_KEY = 10e-6
@@ -59,8 +59,9 @@ class TextPiece(NamedTuple):
 class _Awaited:
     """A job whose answer somebody awaits.
 
-    ended: gets the entry of its result. is_followed: its text is read as it grows. pieces: those that were read and not
-    taken yet. last_id: of the last piece that was read. changed: set when a piece or the result comes.
+    ended: gets the entry of its result. is_followed: whether its text is read as it grows. pieces: the pieces that were
+    read and not taken yet. last_id: the id of the last piece that was read. changed: set when a piece or the result
+    comes.
     """
 
     ended: asyncio.Future[Mapping[bytes, bytes]]
@@ -126,7 +127,7 @@ class JobsAsked:
             yield _value_of(self._result_of(awaited))
 
     def _result_of(self, awaited: _Awaited) -> Mapping[bytes, bytes]:
-        """Return the entry of a job's result. Raises ApiError if it has not come, and what the reading raised."""
+        """Return the entry of a job's result. Raises ApiError if there is none yet, or what reading it raised."""
         if not awaited.ended.done():
             raise ApiError(
                 504, f"no answer within {self._timeout_s} s: ask for less, or raise --timeout"
@@ -143,7 +144,7 @@ class JobsAsked:
         try:
             await self._writes.send(partial(self._enqueue, job_id, call, is_followed))
             call.let_arguments_go()
-            # Only now: a job that is awaited and not there counts as lost.
+            # Only now, because an awaited job that is not in Redis counts as lost.
             self._awaited[job_id] = awaited
             self._read_on()
             yield awaited
@@ -179,7 +180,7 @@ class JobsAsked:
             pipe.hset(rq_jobs.job_key(job_id), mapping=fields)
 
     def _read_on(self) -> None:
-        """Have results read while some are awaited."""
+        """Start the reading of results, unless it goes on."""
         if self._reading is None or self._reading.done():
             self._reading = asyncio.create_task(self._read())
 
@@ -196,7 +197,7 @@ class JobsAsked:
                 await asyncio.sleep(LOOK_S)  # the server is away; results wait there
 
     async def _read_once(self) -> None:
-        """Read what there is of all awaited jobs, or wait shortly for the first of it."""
+        """Read the results and pieces of all awaited jobs. If there are none, wait shortly for the first."""
         positions: dict[Any, Any] = {}
         job_of: dict[bytes, str] = {}
         for job_id, awaited in self._awaited.items():

@@ -2,8 +2,9 @@
 
     <folder>/<project>/batches/<id>/batch.json     what was asked for
     <folder>/<project>/batches/<id>/run/           the run's output
+    <folder>/<project>/batches/<id>/answered/      the lines of a cancelled batch that were answered
 
-How a batch stands is read from its run each time.
+The state of a batch is read from its run each time.
 """
 
 import re
@@ -23,6 +24,7 @@ from jobs.runs.plans.names import MANIFEST, OPENAI_BATCH
 from jobs.runs.plans.spec import RunSpec
 from jobs.runs.watching.api_records import OPEN_STATUSES, BatchRecord, batch_status, record_batch
 from jobs.runs.watching.snapshot import RunSnapshot
+from tokenmill.server.batches.answered_lines import write_answered_lines
 from tokenmill.server.batches.file_store import (
     FileStore,
     check_id,
@@ -38,7 +40,7 @@ from tokenmill.server.errors import ApiError
 BATCH_ENDPOINTS = ("/v1/chat/completions", "/v1/completions", "/v1/embeddings")
 #: The longest value, and the most entries, of `metadata`; OpenAI's.
 MAX_METADATA_CHARS, MAX_METADATA = 512, 16
-#: The most earlier batches whose answers one takes.
+#: The most earlier batches whose answers a batch takes.
 MAX_REUSED = 20
 #: How compressed files begin.
 _COMPRESSED = (b"\x1f\x8b", b"\x28\xb5\x2f\xfd", b"BZh")
@@ -66,8 +68,8 @@ class Batch:
 class Standing:
     """How a batch stands.
 
-    status: OpenAI's state. total, done, failed: lines. reason: why it failed. began_at, ended_at: Unix seconds. usage:
-    of all finished lines.
+    status: OpenAI's state. total, done, failed: numbers of lines. reason: why it failed. began_at, ended_at: Unix
+    seconds. usage: the tokens of all finished lines.
     """
 
     status: str
@@ -110,7 +112,7 @@ class Batches:
         self._clock = clock
 
     def create(self, project: str, body: Any, max_open: int | None = None) -> dict[str, Any]:
-        """Make a batch of an uploaded file. max_open: how many a project may have that have not ended.
+        """Make a batch of an uploaded file. max_open: how many open batches the project may have.
 
         Raises ApiError, RedisError, OSError.
         """
@@ -147,13 +149,13 @@ class Batches:
             metadata=metadata,
             reused=reused,
         )
-        # The record comes first: if this server dies before it submits the run, the next look does.
+        # The record comes first. If this server dies before it submits the run, the next look submits it.
         folder = self._folder(project, batch.id)
         folder.mkdir(parents=True)
         write_json(folder / "batch.json", asdict(batch))
         try:
             self._submit(project, batch)
-        except JobsError as error:  # nothing was enqueued, and no later try would be taken
+        except JobsError as error:  # nothing was enqueued, and another try would fail too
             (folder / "batch.json").unlink(missing_ok=True)
             raise ApiError(400, str(error)) from None
         return self._shown(project, batch)
@@ -169,11 +171,12 @@ class Batches:
             )
 
     def _submit(self, project: str, batch: Batch) -> None:
-        """Submit a batch's run and record the batch; a run that was submitted before is resumed. Raises JobsError."""
+        """Submit a batch's run, or resume it, and record the batch. Raises JobsError."""
         run = submit_run(
             self._connection,
             self._queue,
             max_errors="100%",
+            deadline=batch.expires_at,
             reuse=list(batch.reused) or None,
             **self._run_arguments(project, batch),
         )
@@ -258,8 +261,9 @@ class Batches:
         except UnknownRun:
             pass
         ended = self._ended(project, batch)
-        if ended is not None:  # Redis has forgotten it since; the folder has all of it
-            return Standing("completed", ended.plan.rows, ended.plan.rows, ended.errors or 0)
+        if ended is not None:  # Redis has forgotten the run, and the folder has it whole
+            status = "expired" if ended.expired else "completed"
+            return Standing(status, ended.plan.rows, ended.plan.rows, ended.errors or 0)
         if batch.cancelling_at is not None:
             return Standing("cancelled")
         # Redis was lost, or a server died before it submitted the run. Parts that are there stay.
@@ -273,8 +277,14 @@ class Batches:
         """Return OpenAI's object of a batch."""
         standing = self._standing(project, batch)
         status = standing.status
-        is_whole = status == "completed"
+        has_ended = status in ("completed", "expired")
         num_completed = max(0, standing.done - standing.failed)
+        has_output = has_ended and num_completed > 0
+        has_errors = has_ended and standing.failed > 0
+        if status == "cancelled":
+            written = write_answered_lines(self._folder(project, batch.id))
+            has_output = "output.jsonl" in written
+            has_errors = "errors.jsonl" in written
         file_id = batch.id.replace("batch_", "file-", 1)
         error = {"code": "batch_failed", "message": standing.reason, "param": None, "line": None}
         return {
@@ -285,15 +295,15 @@ class Batches:
             "input_file_id": batch.input_file_id,
             "completion_window": batch.completion_window,
             "status": status,
-            "output_file_id": f"{file_id}-output" if is_whole and num_completed else None,
-            "error_file_id": f"{file_id}-errors" if is_whole and standing.failed else None,
+            "output_file_id": f"{file_id}-output" if has_output else None,
+            "error_file_id": f"{file_id}-errors" if has_errors else None,
             "created_at": batch.created_at,
             "in_progress_at": standing.began_at,
             "expires_at": batch.expires_at,
-            "finalizing_at": standing.ended_at if is_whole else None,
-            "completed_at": standing.ended_at if is_whole else None,
+            "finalizing_at": standing.ended_at if has_ended else None,
+            "completed_at": standing.ended_at if status == "completed" else None,
             "failed_at": standing.ended_at or batch.created_at if status == "failed" else None,
-            "expired_at": None,
+            "expired_at": standing.ended_at if status == "expired" else None,
             "cancelling_at": batch.cancelling_at,
             "cancelled_at": batch.cancelling_at if status == "cancelled" else None,
             "request_counts": {

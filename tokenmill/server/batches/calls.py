@@ -17,7 +17,7 @@ from tokenmill.server.projects import Project
 from tokenmill.server.request_bodies import Bodies
 
 MAX_FILE_BYTES = 4 << 30
-#: OpenAI's limits of a page, and of a file's life in seconds.
+#: OpenAI's limits: the entries of a page, and the seconds after which a file may expire.
 MAX_PAGE = {"files": 10_000, "batches": 100}
 DEFAULT_PAGE = {"files": 10_000, "batches": 20}
 MAX_PURPOSE_CHARS = 64
@@ -25,7 +25,7 @@ MIN_LIFE_S, MAX_LIFE_S = 3600, 30 * 24 * 3600
 
 
 class BatchCalls:
-    """Answers them for a request and the project of its key."""
+    """Answers calls of files and batches for the project of the request."""
 
     def __init__(self, files: FileStore, batches: Batches, bodies: Bodies) -> None:
         self._files = files
@@ -82,7 +82,7 @@ class BatchCalls:
         return JSONResponse(list_object([file.to_object() for file in page], has_more=has_more))
 
     async def show_file(self, request: Request, project: Project) -> Response:
-        """Say what is known of a file."""
+        """Describe a file."""
         file, _ = await run_in_threadpool(self._files.find, project.name, request.path_params["id"])
         return JSONResponse(file.to_object())
 

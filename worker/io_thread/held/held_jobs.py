@@ -52,7 +52,7 @@ class HeldJob:
     call: the call that a thread makes for it now.
     started_at: monotonic seconds when its first sequence was scheduled or its function began; None before.
     began_at: the same moment as a date.
-    limit_s: the job's timeout as of that moment; 0 or less for none.
+    limit_s: the job's timeout, counted from that moment; 0 or less for none.
     payload_bytes, function_name: known once its payload has been unpacked and read.
     user_job: the copy for the user's code, which may leave anything in it.
     reason: the name of its error; "" if it did not fail.
@@ -69,7 +69,7 @@ class HeldJob:
     reported_progress: the progress that the task last reported.
     shown_progress: the progress that Redis has.
     trace: None if the job is not traced.
-    told_texts: how many characters of reasoning and text its stream has, by sample.
+    streamed_chars: how many characters of reasoning and text its stream has, by sample.
     is_blamed: it has met an error that nobody foresaw. After another one the job is let go.
     """
 
@@ -104,7 +104,7 @@ class HeldJob:
     reported_progress: dict[str, Any] | None = None
     shown_progress: dict[str, Any] | None = None
     trace: JobTrace | None = None
-    told_texts: dict[int, tuple[int, int]] = field(default_factory=dict)
+    streamed_chars: dict[int, tuple[int, int]] = field(default_factory=dict)
     is_blamed: bool = False
     _awaited: object = None
 
@@ -272,7 +272,7 @@ class HeldJob:
 class HeldJobs:
     """The claimed jobs that have not ended, oldest first. Used by the I/O thread only."""
 
-    def __init__(self, traces: Traces) -> None:
+    def __init__(self, traces: Traces | None) -> None:
         self._traces = traces
         self._numbers = count()
         self._jobs: dict[int, HeldJob] = {}
@@ -287,7 +287,8 @@ class HeldJobs:
 
     def begin_trace(self, job: HeldJob) -> None:
         """Begin the job's trace, if it is traced."""
-        job.trace = self._traces.begin(job.claimed.execution_id, job.claimed.record.meta)
+        if self._traces is not None:
+            job.trace = self._traces.begin(job.claimed.execution_id, job.claimed.record.meta)
 
     def remove(self, job: HeldJob) -> None:
         """Hold a job no longer. Raises KeyError if it is not held."""

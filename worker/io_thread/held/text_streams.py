@@ -1,4 +1,4 @@
-"""Writes the growing texts of followed jobs to Redis, for those who read them there."""
+"""Writes the growing texts of followed jobs to Redis, where clients read them."""
 
 from worker.engine_thread.orders import Texts
 from worker.io_thread.held.held_jobs import HeldJob, HeldJobs
@@ -7,14 +7,14 @@ from worker.store.job_store import JobStore
 from worker.store.records.text_piece import TextPiece
 
 MAX_WAITING = 10_000
-"""Pieces that wait for a server that is away. Readers have the whole text of an answer in the job's result."""
+"""The most pieces that wait while Redis is away. Readers find the whole text in the job's result too."""
 
 
 class TextStreams:
     """The pieces that are not written yet. Used by the I/O thread only.
 
-    Each piece says where in its text it begins. So a reader of a job that another worker goes on with leaves out what
-    it has, and a piece that is written twice changes nothing.
+    Each piece says where in its text it begins. So a piece may be written twice, and a worker that takes over a job may
+    begin from the start: readers skip what they have.
     """
 
     def __init__(self, jobs: HeldJobs, guard: JobGuard, store: JobStore) -> None:
@@ -24,7 +24,7 @@ class TextStreams:
         self._waiting: list[TextPiece] = []
 
     def note(self, texts: Texts) -> None:
-        """Note what the texts have grown by."""
+        """Note the new parts of growing texts."""
         for request_id, samples in texts.samples.items():
             job, _ = self._jobs.of_request(request_id)
             if job is None or job.is_ending:
@@ -34,7 +34,7 @@ class TextStreams:
                     self._note_sample(job, sample, partial.reasoning or "", partial.text)
 
     def _note_sample(self, job: HeldJob, sample: int, reasoning: str, text: str) -> None:
-        num_reasoning, num_text = job.told_texts.get(sample, (0, 0))
+        num_reasoning, num_text = job.streamed_chars.get(sample, (0, 0))
         pieces = (
             ("reasoning", num_reasoning, reasoning[num_reasoning:]),
             ("text", num_text, text[num_text:]),
@@ -43,8 +43,8 @@ class TextStreams:
         for part, offset, new_text in pieces:
             if new_text and len(self._waiting) < MAX_WAITING:
                 self._waiting.append(TextPiece(job_id, sample, part, offset, new_text))
-        told = (max(num_reasoning, len(reasoning)), max(num_text, len(text)))
-        job.told_texts[sample] = told
+        num_chars = (max(num_reasoning, len(reasoning)), max(num_text, len(text)))
+        job.streamed_chars[sample] = num_chars
 
     def write(self, moment: float) -> None:
         """Write the waiting pieces. Raises RedisError; then they wait on."""

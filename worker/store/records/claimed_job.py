@@ -5,8 +5,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from worker.errors import BadPayload, JobRefused, TooLarge
-from worker.store.records.bounds import MAX_HASH_FIELDS, max_hash_bytes
-from worker.store.records.job_record import JobRecord, read_record
+from worker.store.records.job_record import MAX_HASH_FIELDS, JobRecord, max_hash_bytes, read_record
 
 CLAIM_BATCH = 200
 """The most sequences' worth of jobs that one claim takes."""
@@ -40,7 +39,7 @@ class ClaimedJob:
     """How many workers have died with it."""
     left_before: str = ""
     """The id of the last job that its claim left in the queue before this one, for lack of a place; "" for none."""
-    left: bytes | None = None
+    journal: bytes | None = None
     """The journal that an earlier execution has left; None for none."""
     kind: str = ""
     """FUNCTION or FILE for a job that this worker has no thread for; else ""."""
@@ -123,7 +122,7 @@ def restore(
         damage,
         deaths=deaths,
         left_before=left_before.decode(errors="replace"),
-        left=journal,
+        journal=journal,
     )
 
 
