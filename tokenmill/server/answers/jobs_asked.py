@@ -186,7 +186,7 @@ class JobsAsked:
 
     async def _read(self) -> None:
         looked_at = asyncio.get_running_loop().time()
-        while self._awaited:
+        while not all(awaited.ended.done() for awaited in self._awaited.values()):
             try:
                 await self._read_once()
                 now = asyncio.get_running_loop().time()
@@ -201,15 +201,13 @@ class JobsAsked:
         positions: dict[Any, Any] = {}
         job_of: dict[bytes, str] = {}
         for job_id, awaited in self._awaited.items():
+            if awaited.ended.done():
+                continue  # its pieces came before its result, or are in it
             if awaited.is_followed:
                 key = text_stream_key(job_id)
                 positions[key] = awaited.last_id
                 job_of[key.encode()] = job_id
-            if not awaited.ended.done():
-                positions[rq_jobs.results_key(job_id)] = b"0"
-        if not positions:
-            await asyncio.sleep(READ_MS / 1000)
-            return
+            positions[rq_jobs.results_key(job_id)] = b"0"
         await asyncio.sleep(min(len(positions) * PAUSE_S_OF_KEY, READ_MS / 1000))
         try:
             replies: Any = await self._reader.xread(positions, count=MAX_PIECES, block=READ_MS)
