@@ -18,6 +18,7 @@ from jobs.runs.end_notices import tell_failed
 from jobs.tasks import Parts, Prompt
 from worker.engine_thread.pictures import decoded
 from worker.store.records.claimed_job import ClaimedJob
+from worker.store.records.text_piece import sent_tokens
 from worker.traces.job_trace import Traces
 
 
@@ -53,10 +54,17 @@ class JobEnvironment:
         created_at = claimed.record.fields.get(b"created_at", b"").decode(errors="replace")
         # The payload's texts stand for their tokens, because the model's pin covers its tokenizer, its chat template
         # and the length at which `truncate_prompt_tokens` cuts.
-        owner = f"{FORMAT} {claimed.job_id} {created_at} {payload_digest} {self.lent.model.pin}"
+        whose = f"{FORMAT} {claimed.job_id} {created_at} {payload_digest} {self.lent.model.pin}"
         lease = _lease(claimed)
+        owner = blake2b(whose.encode(), digest_size=8).hexdigest()
         return JobJournal(
-            connection, claimed.job_id, owner, claimed.left, (lease.key, lease.member)
+            connection,
+            claimed.job_id,
+            whose,
+            claimed.left,
+            (lease.key, lease.member),
+            owner=owner,
+            sent=sent_tokens(claimed.pieces, owner),
         )
 
     def tell_failed(self, connection: Redis, claimed: ClaimedJob, error: str) -> None:

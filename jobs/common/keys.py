@@ -20,7 +20,7 @@ tokenmill:deaths:<job>         string: how many workers have died with the job, 
 tokenmill:fleet:<queue>        sorted set: name of a worker that serves it -> Unix time of its last sign
 tokenmill:served:<name>        string, JSON: what a worker serves, as long as it lives (common/workers.py)
 tokenmill:journal:<job>        string: how far a job of prompts is, while it runs (context/job_journal.py)
-tokenmill:text:<job>           stream: pieces of a followed job's text, for 10 minutes (held/text_streams.py)
+tokenmill:text:<job>           stream: pieces of a followed job's text, until its end (held/text_streams.py)
 tokenmill:claim:<token>        list: job ids that one claim has taken, until the next one or for 10 minutes
 tokenmill:removed:<execution>  string: id of a job that ended and was not to be kept, for 2 minutes
 tokenmill:epochs               list: marks of the last claims; a worker misses one if Redis lost data (claim.lua)

@@ -1,8 +1,8 @@
 """Keeps the journal of a job of prompts: a key in Redis with the progress of its prompts."""
 
 import json
-from collections.abc import Iterable, Sequence
-from typing import Any
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
 
 from redis import Redis
 
@@ -12,11 +12,20 @@ from jobs.common.keys import JOURNAL_TTL_S, JOURNALS_KEY, journal_key
 MAX_BYTES = 256 << 10
 
 
+class SentTokens(NamedTuple):
+    """Tokens of a sample whose text somebody may have read. num_before: the sample's tokens before these."""
+
+    sample: int
+    num_before: int
+    token_ids: Sequence[int]
+
+
 class JobJournal:
     """The journal of one execution of a job: a line that says whose it is, and a line of JSON for each prompt.
 
     whose: the job, when it was created, its payload and model. found: the key's value when the job was claimed.
-    lease: a sorted set, and the execution's member in it.
+    lease: a sorted set, and the execution's member in it. owner: a short name of whose it is.
+    sent: what earlier executions of a followed job have sent, in that order.
     """
 
     def __init__(
@@ -26,7 +35,12 @@ class JobJournal:
         whose: str,
         found: bytes | None,
         lease: tuple[str, str] | None = None,
+        *,
+        owner: str = "",
+        sent: Sequence[SentTokens] = (),
     ) -> None:
+        self.owner = owner
+        self._sent = sent
         self._connection = connection
         self._job_id = job_id
         self._whose = whose
@@ -42,6 +56,19 @@ class JobJournal:
             return [json.loads(line) for line in lines]
         except (ValueError, RecursionError):  # it only saves time
             return []
+
+    def with_sent(self, tokens: Mapping[int, Sequence[int]]) -> dict[int, list[int]]:
+        """Return the tokens of a prompt's samples, gone on with by those that were sent.
+
+        tokens: what the journal has, by sample. Where it has others, the sent ones stand.
+        """
+        merged = {sample: list(token_ids) for sample, token_ids in tokens.items()}
+        for sample, num_before, token_ids in self._sent:
+            known = merged.setdefault(sample, [])
+            end = num_before + len(token_ids)
+            if num_before <= len(known) and known[num_before:end] != token_ids:
+                merged[sample] = [*known[:num_before], *token_ids]
+        return {sample: token_ids for sample, token_ids in merged.items() if token_ids}
 
     def write(self, records: Iterable[Sequence[Any]]) -> None:
         """Write the records that have room, unless the execution has lost its job."""

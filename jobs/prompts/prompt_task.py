@@ -14,7 +14,7 @@ from jobs.errors import InvalidJob, RequestFailed, ResultTooLarge
 from jobs.items.ask import Ask
 from jobs.items.item import Item, Samples
 from jobs.items.items_task import ItemsTask
-from jobs.items.records import Progress
+from jobs.items.records import NOTHING, Progress
 from jobs.items.runner import Entry, ItemRunner, PromptTokens
 from jobs.prompts.arguments import Unusable, check_choices, parse_prompts, parse_sampling
 from jobs.prompts.generated import PromptAnswer, check_repairs, failed, generated, reseeded
@@ -217,8 +217,22 @@ class OpenPrompts(ItemsTask):
                 if digest == self._digests.get(place):
                     progress_of[place] = Progress.from_json(progress)
         except (ValueError, TypeError, KeyError):  # a damaged journal costs time and nothing else
-            return {}
-        return progress_of
+            progress_of = {}
+        return self._with_sent(progress_of)
+
+    def _with_sent(self, progress_of: dict[int, Progress]) -> dict[int, Progress]:
+        """Have the prompt of a followed job go on behind what was sent, so that this stays its answer's beginning."""
+        assert self._context.journal is not None
+        task = self._task
+        if len(task.prompts) != 1 or task.repairs.is_asked_for or task.way is not None:
+            return progress_of
+        progress = progress_of.get(0, NOTHING)
+        if progress.replies or progress.received:
+            return progress_of
+        tokens = self._context.journal.with_sent(progress.tokens.get(0, {}))
+        if not tokens:
+            return progress_of
+        return {0: replace(progress, tokens={0: tokens})}
 
     def keep(self, so_far: PromptTokens) -> Callable[[], None] | None:
         """Return a function that writes the journal: all prompts under way, as it replaces the whole key in Redis."""

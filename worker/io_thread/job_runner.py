@@ -190,6 +190,8 @@ class JobRunner:
             return
         job.open(is_file=task.blocking)
         context = self._environment.context(job.claimed, self._clients.pool)
+        if context.journal is not None:
+            job.owner = context.journal.owner
         if job.is_file:
             self._files.open(job, task, context, self._opened)
         else:
