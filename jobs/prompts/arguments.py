@@ -39,7 +39,7 @@ NOT_TEXT = frozenset(
         "bad_words",
         "truncate_prompt_tokens",
     }
-    | {"split_special_tokens"}
+    | {"parallel_tool_calls", "split_special_tokens"}
     | {
         "include_stop_str_in_output",
         "skip_special_tokens",
@@ -155,12 +155,12 @@ def _are_token_ids(items: list[Any]) -> bool:
 
 #: Names that are not built, with the values at which they would change nothing; null always is one.
 NEUTRAL: Mapping[str, tuple[Any, ...]] = {
-    **dict.fromkeys(("add_generation_prompt", "detokenize", "parallel_tool_calls"), (True,)),
+    **dict.fromkeys(("add_generation_prompt", "detokenize"), (True,)),
     **dict.fromkeys(
         ("continue_final_message", "return_token_ids", "store", "stream", "use_beam_search"),
         (False,),
     ),
-    **dict.fromkeys(("audio", "guided_decoding", "prediction", "reasoning_effort"), ()),
+    **dict.fromkeys(("audio", "guided_decoding", "prediction"), ()),
     **dict.fromkeys(("stream_options", "web_search_options"), ()),
     **dict.fromkeys(("best_of", "length_penalty"), (1,)),
     "function_call": ("none",),
@@ -190,6 +190,8 @@ def without_neutral(values: Mapping[str, Any]) -> dict[str, Any]:
             raise InvalidValue(
                 f"{name} is {{}}, not built yet: leave it out, or send {neutral}", brief(value)
             )
+    if used.get("parallel_tool_calls") is True:  # the default: equal requests look alike
+        del used["parallel_tool_calls"]
     newer = used.pop("max_completion_tokens", None)
     if newer is not None:
         if used.get("max_tokens") not in (None, newer):

@@ -132,7 +132,9 @@ def _num_bytes(value: Any) -> int:
 
 #: An option that prompts from templates take too: whether control tokens in their values are text.
 OF_VALUES = "split_special_tokens"
-NAMES = ("chat_template_kwargs", OF_VALUES, "tool_choice", "tools")
+#: A variable of templates that OpenAI's clients send beside the others.
+EFFORT = "reasoning_effort"
+NAMES = ("chat_template_kwargs", EFFORT, OF_VALUES, "tool_choice", "tools")
 
 
 #: Keyword arguments of engine.Engine.chat_token_ids. With `tools` calls of these are looked for in answers.
@@ -146,6 +148,8 @@ def split_chat_options(values: Mapping[str, Any]) -> tuple[dict[str, Any], ChatO
     tools = _tools(values.get("tools") or [])
     if not isinstance(variables, dict):
         raise InvalidJob(f"chat_template_kwargs is {type(variables).__name__}, expected an object")
+    if values.get(EFFORT) is not None:
+        variables = {**variables, EFFORT: checked_text(values[EFFORT], EFFORT)}
     choice = values.get("tool_choice")
     if forces_call(values):
         sampling["tool_choice"] = _forced(choice, tools)

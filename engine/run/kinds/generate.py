@@ -71,7 +71,7 @@ class Generate(RequestKind[SamplingParams]):
         return seqs
 
     def _make(self, request: NewRequest[SamplingParams], seed: int) -> list[Sequence]:
-        return self._new_sequences.make(
+        seqs = self._new_sequences.make(
             request.request_id,
             request.prompt,
             request.params,
@@ -79,6 +79,10 @@ class Generate(RequestKind[SamplingParams]):
             seed=seed,
             continued=request.continued,
         )
+        if request.params.tools and not request.params.parallel_tool_calls:
+            for seq in seqs:
+                seq.ends_call = self._completions.call_watch(seq)
+        return seqs
 
     def _resume(self, seqs: list[Sequence], resumed: Mapping[int, Collection[int]]) -> bool:
         """Give sequences the tokens that they had elsewhere; return False if one cannot have had them."""
