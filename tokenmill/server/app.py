@@ -7,7 +7,7 @@ import logging
 import secrets
 import time
 import traceback
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
 from contextlib import aclosing, asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -34,6 +34,7 @@ from tokenmill.server.batches.batch_runs import Batches
 from tokenmill.server.batches.calls import BatchCalls
 from tokenmill.server.batches.file_store import FileStore
 from tokenmill.server.errors import ApiError
+from tokenmill.server.idempotency import IdempotencyKeys, Made
 from tokenmill.server.projects import Project, Projects
 from tokenmill.server.request_bodies import json_body
 
@@ -72,6 +73,7 @@ class ApiServer:
         self._models = LiveModels(connection, queue)
         self._projects = Projects(connection, is_local=options.is_local)
         self._asked = JobsAsked(redis_url, connection, queue, options.timeout_s)
+        self._keys = IdempotencyKeys(connection)
 
     def app(self) -> Starlette:
         """Return the application."""
@@ -92,7 +94,8 @@ class ApiServer:
         if folder is None:
             return []
         files = FileStore(folder)
-        calls = BatchCalls(files, Batches(self._connection, files, self._options.runs_queue))
+        batches = Batches(self._connection, files, self._options.runs_queue)
+        calls = BatchCalls(files, batches, self._keys)
         by_path = {
             ("POST", "/v1/files"): calls.upload,
             ("GET", "/v1/files"): calls.list_files,
@@ -166,35 +169,47 @@ class ApiServer:
         """Answer a call by a job."""
         body = await json_body(request)
         call = await run_in_threadpool(call_of, request.scope["path"], body)
+        await self._models.check(call.model)
+        made = await self._keys.made(request, project.name, body, request_id)
         if call.is_streamed:
-            stream = EventStream(request_id, call, call.model or "")
-            return await self._stream(request, call, request_id, stream.events)
-        return Response(
-            await self._answer(request, call, request_id), media_type="application/json"
-        )
+            stream = EventStream(made.id, call, call.model or "")
+            return await self._stream(request, call, made, stream.events)
+        return Response(await self._answer(request, call, made), media_type="application/json")
 
     async def _respond(self, request: Request, project: Project, request_id: str) -> Response:
         """Answer a call of `/v1/responses` by a chat."""
         body = await json_body(request)
         call = await run_in_threadpool(response_call, body)
-        stream = ResponseStream(request_id.removeprefix("req_"), body)
+        await self._models.check(call.model)
+        made = await self._keys.made(request, project.name, body, request_id)
+        stream = ResponseStream(made.id.removeprefix("req_"), body)
         if call.is_streamed:
-            return await self._stream(request, call, request_id, stream.events)
-        answer = await self._answer(request, call, request_id)
+            return await self._stream(request, call, made, stream.events)
+        answer = await self._answer(request, call, made)
         return JSONResponse(stream.whole(json.loads(answer)))
 
-    async def _answer(self, request: Request, call: Call, request_id: str) -> bytes:
-        """Return a job's value, as JSON. The job is cancelled if the client goes away."""
-        await self._models.check(call.model)
-        return await _unless_left(request, self._asked.ask(request_id, call))
+    async def _answer(self, request: Request, call: Call, made: Made) -> bytes:
+        """Return a job's value, as JSON. The job is cancelled if the client goes away, unless it is kept."""
+        try:
+            return await _unless_left(request, self._asked.ask(made, call))
+        except ApiError:
+            await self._keys.forget(made)
+            raise
 
-    async def _stream(
-        self, request: Request, call: Call, request_id: str, events: Events
-    ) -> Response:
-        """Answer with the text as it grows. What fails before its first piece is an error as of other calls."""
-        await self._models.check(call.model)
+    async def _parts(self, call: Call, made: Made) -> AsyncGenerator[TextPiece | bytes, None]:
+        """Yield the parts of a streamed answer."""
         ask = self._asked.follow if call.has_growing_text else self._asked.whole
-        answer = ask(request_id, call)
+        try:
+            async with aclosing(ask(made, call)) as answer:
+                async for part in answer:
+                    yield part
+        except ApiError:
+            await self._keys.forget(made)
+            raise
+
+    async def _stream(self, request: Request, call: Call, made: Made, events: Events) -> Response:
+        """Answer with the text as it grows. What fails before its first piece is an error as of other calls."""
+        answer = self._parts(call, made)
         try:
             first = await _unless_left(request, anext(answer))
         except BaseException:

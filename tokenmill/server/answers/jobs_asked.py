@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 from redis import Redis
 from redis import asyncio as redis_asyncio
+from redis.client import Pipeline
 from redis.exceptions import RedisError, ResponseError
 from starlette.concurrency import run_in_threadpool
 
@@ -18,14 +19,17 @@ from jobs.common import rq_jobs
 from jobs.common.keys import MODEL_FIELD, STREAM_FIELD, text_stream_key
 from jobs.common.rq_jobs import JobStatus, ResultType
 from jobs.runs.job_cancel import cancel_job
+from jobs.runs.redis_state.state import transact
 from tokenmill.server.answers.bodies import Call
 from tokenmill.server.errors import ApiError, job_error
+from tokenmill.server.idempotency import KEPT_S, Made
 from tokenmill.serving import REDIS_TIMEOUT_S
 
 logger = logging.getLogger("tokenmill")
 
-#: How long a result is kept for the server to read it.
+#: How long a result is kept for the server to read it, and how long for requests with the same Idempotency-Key.
 RESULT_TTL_S = 300
+KEPT_RESULT_TTL_S = KEPT_S + RESULT_TTL_S
 #: How long one read of results waits for the first of them. A job that was asked since joins the next read.
 READ_MS = 20
 #: The most pieces of a text that are read at once.
@@ -45,9 +49,9 @@ class TextPiece(NamedTuple):
     text: str
 
 
-@dataclass
+@dataclass(eq=False)
 class _Awaited:
-    """A job whose answer somebody awaits.
+    """A request that awaits the answer of a job. Requests with one Idempotency-Key await the same job.
 
     ended: gets the entry of its result. pieces: the pieces of its text; None if nobody reads these. last_id: of the
     last piece that was read.
@@ -68,28 +72,28 @@ class JobsAsked:
         self._reader = redis_asyncio.Redis.from_url(
             redis_url, socket_timeout=REDIS_TIMEOUT_S, socket_connect_timeout=REDIS_TIMEOUT_S
         )
-        self._awaited: dict[str, _Awaited] = {}
+        self._awaited: dict[str, list[_Awaited]] = {}
         self._reading: asyncio.Task[None] | None = None
 
-    async def ask(self, job_id: str, call: Call) -> bytes:
+    async def ask(self, made: Made, call: Call) -> bytes:
         """Enqueue a job and return its value, as JSON.
 
         Raises ApiError for a job that fails or is cancelled, and RedisError. A job whose caller is cancelled is
-        cancelled too.
+        cancelled too, unless it is kept for a later request.
         """
-        async with self._enqueued(job_id, call) as awaited:
+        async with self._enqueued(made, call) as awaited:
             await asyncio.wait({awaited.ended}, timeout=self._timeout_s)
             return _value_of(self._result_of(awaited))
 
-    async def whole(self, job_id: str, call: Call) -> AsyncGenerator[TextPiece | bytes, None]:
+    async def whole(self, made: Made, call: Call) -> AsyncGenerator[TextPiece | bytes, None]:
         """Enqueue a job; yield its value, as JSON. Raises as `ask`."""
-        yield await self.ask(job_id, call)
+        yield await self.ask(made, call)
 
-    async def follow(self, job_id: str, call: Call) -> AsyncGenerator[TextPiece | bytes, None]:
+    async def follow(self, made: Made, call: Call) -> AsyncGenerator[TextPiece | bytes, None]:
         """Enqueue a job; yield pieces of its text as they come, then its value, as JSON. Raises as `ask`."""
         pieces: asyncio.Queue[TextPiece] = asyncio.Queue()
         end_by = asyncio.get_running_loop().time() + self._timeout_s
-        async with self._enqueued(job_id, call, pieces) as awaited:
+        async with self._enqueued(made, call, pieces) as awaited:
             while not awaited.ended.done() or not pieces.empty():
                 next_piece = asyncio.ensure_future(pieces.get())
                 left_s = end_by - asyncio.get_running_loop().time()
@@ -114,21 +118,37 @@ class JobsAsked:
 
     @asynccontextmanager
     async def _enqueued(
-        self, job_id: str, call: Call, pieces: asyncio.Queue[TextPiece] | None = None
+        self, made: Made, call: Call, pieces: asyncio.Queue[TextPiece] | None = None
     ) -> AsyncIterator[_Awaited]:
-        """Enqueue a job, and cancel it if the block ends before the job does."""
+        """Enqueue a job, and cancel it if the block ends before the job does.
+
+        A job that is kept goes on when its client leaves. One that is there already is not enqueued again.
+        """
         awaited = _Awaited(asyncio.get_running_loop().create_future(), pieces)
+        goes_on = False
         try:
-            await run_in_threadpool(self._enqueue, job_id, call, is_followed=pieces is not None)
+            await run_in_threadpool(self._enqueue, made, call, is_followed=pieces is not None)
             # Only now: a job that is awaited and not there counts as lost.
-            self._awaited[job_id] = awaited
+            self._awaited.setdefault(made.id, []).append(awaited)
             self._read_on()
             yield awaited
+        except (asyncio.CancelledError, GeneratorExit):
+            goes_on = made.is_kept
+            raise
         finally:
-            self._awaited.pop(job_id, None)
+            self._leave(made.id, awaited)
             awaited.ended.cancel()  # changes nothing if the job has ended
-            if awaited.ended.cancelled() or awaited.ended.exception() is not None:
-                await asyncio.shield(run_in_threadpool(self._cancel, job_id))
+            is_open = awaited.ended.cancelled() or awaited.ended.exception() is not None
+            if is_open and not goes_on:
+                await asyncio.shield(run_in_threadpool(self._cancel, made.id))
+
+    def _leave(self, job_id: str, awaited: _Awaited) -> None:
+        """Await a job no longer."""
+        others = [other for other in self._awaited.get(job_id, ()) if other is not awaited]
+        if others:
+            self._awaited[job_id] = others
+        else:
+            self._awaited.pop(job_id, None)
 
     def _cancel(self, job_id: str) -> None:
         try:
@@ -136,14 +156,15 @@ class JobsAsked:
         except RedisError as error:  # the job ends by its own time limit
             logger.warning("%s: its job cannot be cancelled: %s", job_id, error)
 
-    def _enqueue(self, job_id: str, call: Call, *, is_followed: bool) -> None:
+    def _enqueue(self, made: Made, call: Call, *, is_followed: bool) -> None:
         """Write the job and its fields in one transaction, so that no worker of another model takes it."""
+        job_id = made.id
         job = rq_jobs.prepared_job(
             call.function,
             kwargs=dict(call.arguments),
             timeout=self._timeout_s,
             ttl=self._timeout_s,
-            result_ttl=RESULT_TTL_S,
+            result_ttl=KEPT_RESULT_TTL_S if made.is_kept else RESULT_TTL_S,
             failure_ttl=RESULT_TTL_S,
             description=call.function,
             job_id=job_id,
@@ -151,11 +172,17 @@ class JobsAsked:
         fields: dict[Any, Any] = {} if call.model is None else {MODEL_FIELD: call.model}
         if is_followed:
             fields[STREAM_FIELD] = "1"
-        with self._connection.pipeline() as pipe:
+
+        def enqueue(pipe: Pipeline) -> None:
+            if made.is_kept and pipe.exists(rq_jobs.job_key(job_id), rq_jobs.results_key(job_id)):
+                return
+            pipe.multi()
             if fields:
                 pipe.hset(rq_jobs.job_key(job_id), mapping=fields)
             rq_jobs.job_queue(self._connection, self._queue).enqueue_many([job], pipeline=pipe)
-            pipe.execute()
+
+        watched = [rq_jobs.job_key(job_id)] if made.is_kept else []
+        transact(self._connection, enqueue, *watched)
 
     def _read_on(self) -> None:
         """Have results read while some are awaited."""
@@ -178,12 +205,13 @@ class JobsAsked:
         """Read what there is of all awaited jobs, or wait shortly for the first of it."""
         positions: dict[Any, Any] = {}
         job_of: dict[bytes, str] = {}
-        for job_id, awaited in self._awaited.items():
-            if awaited.pieces is not None:
+        for job_id, requests in self._awaited.items():
+            last_ids = [awaited.last_id for awaited in requests if awaited.pieces is not None]
+            if last_ids:
                 key = text_stream_key(job_id)
-                positions[key] = awaited.last_id
+                positions[key] = min(last_ids, key=_order)
                 job_of[key.encode()] = job_id
-            if not awaited.ended.done():
+            if not all(awaited.ended.done() for awaited in requests):
                 positions[rq_jobs.results_key(job_id)] = b"0"
         if not positions:
             await asyncio.sleep(READ_MS / 1000)
@@ -205,11 +233,8 @@ class JobsAsked:
     def _take_pieces(
         self, job_id: str, entries: Sequence[tuple[bytes, Mapping[bytes, bytes]]]
     ) -> None:
-        awaited = self._awaited.get(job_id)
-        if awaited is None or awaited.pieces is None:
-            return
+        followers = [each for each in self._awaited.get(job_id, ()) if each.pieces is not None]
         for entry_id, fields in entries:
-            awaited.last_id = entry_id
             try:
                 piece = TextPiece(
                     int(fields[b"sample"]),
@@ -220,7 +245,10 @@ class JobsAsked:
             except (KeyError, ValueError):
                 self._end_with(job_id, ApiError(500, "a piece of its text cannot be read"))
                 return
-            awaited.pieces.put_nowait(piece)
+            for awaited in followers:
+                if awaited.pieces is not None and _order(awaited.last_id) < _order(entry_id):
+                    awaited.last_id = entry_id
+                    awaited.pieces.put_nowait(piece)
 
     async def _end_unreadable(self, keys: Sequence[str]) -> bool:
         """End the jobs with a key that holds no stream; return whether there was one.
@@ -255,20 +283,26 @@ class JobsAsked:
                 self._end_with(job_id, lost)
 
     def _end(self, job_id: str, entry: Mapping[bytes, bytes]) -> None:
-        awaited = self._awaited.get(job_id)
-        if awaited is not None and not awaited.ended.done():
-            awaited.ended.set_result(entry)
+        for awaited in self._awaited.get(job_id, ()):
+            if not awaited.ended.done():
+                awaited.ended.set_result(entry)
 
     def _end_with(self, job_id: str, error: ApiError) -> None:
-        awaited = self._awaited.get(job_id)
-        if awaited is not None and not awaited.ended.done():
-            awaited.ended.set_exception(error)
+        for awaited in self._awaited.get(job_id, ()):
+            if not awaited.ended.done():
+                awaited.ended.set_exception(error)
 
     async def close(self) -> None:
         """Stop reading."""
         if self._reading is not None:
             self._reading.cancel()
         await self._reader.aclose()
+
+
+def _order(entry_id: bytes) -> tuple[int, int]:
+    """Return the two numbers by which a stream's entries are in order."""
+    moment, _, number = entry_id.partition(b"-")
+    return int(moment), int(number or b"0")
 
 
 def _value_of(entry: Mapping[bytes, bytes]) -> bytes:

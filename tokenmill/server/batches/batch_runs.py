@@ -125,11 +125,23 @@ class Batches:
         self._queue = queue
         self._clock = clock
 
-    def create(self, project: str, body: Any, max_open: int | None = None) -> dict[str, Any]:
+    def new_id(self) -> str:
+        """Return an id for a batch. It sorts behind those of all earlier batches."""
+        return new_id("batch_", self._clock())
+
+    def create(
+        self, project: str, body: Any, max_open: int | None = None, *, batch_id: str | None = None
+    ) -> dict[str, Any]:
         """Make a batch of an uploaded file. max_open: how many a project may have that have not ended.
 
-        Raises ApiError, RedisError, OSError.
+        batch_id: of `new_id`. If it has been made before, it is returned as it stands. Raises ApiError, RedisError,
+        OSError.
         """
+        if batch_id is None:
+            batch_id = self.new_id()
+        record = read_json(self._folder(project, batch_id) / "batch.json")
+        if record is not None:
+            return self._shown(project, Batch(**record))
         if not isinstance(body, dict):
             raise ApiError(400, "the body is no JSON object")
         endpoint = body.get("endpoint")
@@ -156,7 +168,7 @@ class Batches:
             reused = tuple(self._finished_runs(project))[:MAX_REUSED]
         now = self._clock()
         batch = Batch(
-            id=new_id("batch_", now),
+            id=batch_id,
             input_file_id=file.id,
             input_path=str(path),
             endpoint=endpoint,
@@ -168,7 +180,7 @@ class Batches:
         )
         # The record comes first: if this server dies before it submits the run, the next look does.
         folder = self._folder(project, batch.id)
-        folder.mkdir(parents=True)
+        folder.mkdir(parents=True, exist_ok=True)
         write_json(folder / "batch.json", asdict(batch))
         try:
             self._submit(project, batch)

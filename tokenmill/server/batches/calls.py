@@ -13,6 +13,7 @@ from tokenmill.server.batches.batch_runs import Batches
 from tokenmill.server.batches.file_store import FileStore, list_object, page_of
 from tokenmill.server.batches.uploads import Upload
 from tokenmill.server.errors import ApiError
+from tokenmill.server.idempotency import IdempotencyKeys, key_of
 from tokenmill.server.projects import Project
 from tokenmill.server.request_bodies import json_body
 
@@ -27,9 +28,10 @@ MIN_LIFE_S, MAX_LIFE_S = 3600, 30 * 24 * 3600
 class BatchCalls:
     """Answers them for a request and the project of its key."""
 
-    def __init__(self, files: FileStore, batches: Batches) -> None:
+    def __init__(self, files: FileStore, batches: Batches, keys: IdempotencyKeys) -> None:
         self._files = files
         self._batches = batches
+        self._keys = keys
 
     async def upload(self, request: Request, project: Project) -> Response:
         """Take a file in pieces."""
@@ -38,7 +40,8 @@ class BatchCalls:
         try:
             with sink:
                 content_type = request.headers.get("content-type", "")
-                upload = Upload(content_type, sink, max_bytes)
+                is_hashed = key_of(request) is not None
+                upload = Upload(content_type, sink, max_bytes, is_hashed=is_hashed)
                 await upload.read(request.stream())
             purpose = upload.fields.get("purpose")
             if not purpose:
@@ -49,8 +52,10 @@ class BatchCalls:
                 )
             life_s = _life_s(upload.fields)
             name = upload.file_name or "upload"
+            asked = [name, upload.fields, upload.file_digest]
+            made = await self._keys.made(request, project.name, asked, file_id)
             file = await run_in_threadpool(
-                self._files.finish, project.name, file_id, name, purpose, life_s
+                self._files.finish, project.name, file_id, name, purpose, life_s, as_id=made.id
             )
         finally:
             await run_in_threadpool(self._files.drop, project.name, file_id)
@@ -100,7 +105,15 @@ class BatchCalls:
         """Make a batch."""
         body = await json_body(request)
         most = project.limits.open_batches
-        return JSONResponse(await run_in_threadpool(self._batches.create, project.name, body, most))
+        made = await self._keys.made(request, project.name, body, self._batches.new_id())
+        try:
+            batch = await run_in_threadpool(
+                self._batches.create, project.name, body, most, batch_id=made.id
+            )
+        except ApiError:
+            await self._keys.forget(made)
+            raise
+        return JSONResponse(batch)
 
     async def list_batches(self, request: Request, project: Project) -> Response:
         """List a project's batches, the latest first."""
