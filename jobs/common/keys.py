@@ -11,6 +11,7 @@ tokenmill:run:<run>:failed     set: shards whose jobs have failed for good, wher
 tokenmill:run:index            sorted set: run -> Unix time in ms of its last submission
 tokenmill:api-limits           hash: project -> JSON: what its clients may take (api_keys.py)
 tokenmill:api-rate:<project>:<minute>  string: how many requests its clients have made in this minute
+tokenmill:api-tokens:<project> hash: job or batch -> its tokens, and until when they count (server/queued_tokens.py)
 tokenmill:api-once:<project>:<hash>    string, JSON: what a request with an Idempotency-Key has made, for a day
 tokenmill:api-keys             hash: SHA-256 of a client's key -> JSON: its project and name (api_keys.py)
 
@@ -121,6 +122,11 @@ def journal_key(job_id: str) -> str:
 def api_rate_key(project: str, minute: int) -> str:
     """Return the key of the number of requests of a project's clients in a minute since 1970."""
     return f"{OWN}:api-rate:{project}:{minute}"
+
+
+def api_tokens_key(project: str) -> str:
+    """Return the key of the tokens that a project's clients have under way."""
+    return f"{OWN}:api-tokens:{project}"
 
 
 def api_once_key(project: str, digest: str) -> str:

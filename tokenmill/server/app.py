@@ -36,6 +36,7 @@ from tokenmill.server.batches.file_store import FileStore
 from tokenmill.server.errors import ApiError
 from tokenmill.server.idempotency import IdempotencyKeys, Made
 from tokenmill.server.projects import Project, Projects
+from tokenmill.server.queued_tokens import QueuedTokens
 from tokenmill.server.request_bodies import json_body
 
 logger = logging.getLogger("tokenmill")
@@ -74,6 +75,7 @@ class ApiServer:
         self._projects = Projects(connection, is_local=options.is_local)
         self._asked = JobsAsked(redis_url, connection, queue, options.timeout_s)
         self._keys = IdempotencyKeys(connection)
+        self._tokens = QueuedTokens(connection)
 
     def app(self) -> Starlette:
         """Return the application."""
@@ -95,7 +97,8 @@ class ApiServer:
             return []
         files = FileStore(folder)
         batches = Batches(self._connection, files, self._options.runs_queue)
-        calls = BatchCalls(files, batches, self._keys)
+        self._tokens = QueuedTokens(self._connection, batches.is_open)
+        calls = BatchCalls(files, batches, self._keys, self._tokens)
         by_path = {
             ("POST", "/v1/files"): calls.upload,
             ("GET", "/v1/files"): calls.list_files,
@@ -173,8 +176,9 @@ class ApiServer:
         made = await self._keys.made(request, project.name, body, request_id)
         if call.is_streamed:
             stream = EventStream(made.id, call, call.model or "")
-            return await self._stream(request, call, made, stream.events)
-        return Response(await self._answer(request, call, made), media_type="application/json")
+            return await self._stream(request, project, call, made, stream.events)
+        answer = await self._answer(request, project, call, made)
+        return Response(answer, media_type="application/json")
 
     async def _respond(self, request: Request, project: Project, request_id: str) -> Response:
         """Answer a call of `/v1/responses` by a chat."""
@@ -184,32 +188,40 @@ class ApiServer:
         made = await self._keys.made(request, project.name, body, request_id)
         stream = ResponseStream(made.id.removeprefix("req_"), body)
         if call.is_streamed:
-            return await self._stream(request, call, made, stream.events)
-        answer = await self._answer(request, call, made)
+            return await self._stream(request, project, call, made, stream.events)
+        answer = await self._answer(request, project, call, made)
         return JSONResponse(stream.whole(json.loads(answer)))
 
-    async def _answer(self, request: Request, call: Call, made: Made) -> bytes:
+    async def _answer(self, request: Request, project: Project, call: Call, made: Made) -> bytes:
         """Return a job's value, as JSON. The job is cancelled if the client goes away, unless it is kept."""
         try:
-            return await _unless_left(request, self._asked.ask(made, call))
+            async with self._tokens.held(project, made.id, call, self._options.timeout_s):
+                return await _unless_left(request, self._asked.ask(made, call))
         except ApiError:
             await self._keys.forget(made)
             raise
 
-    async def _parts(self, call: Call, made: Made) -> AsyncGenerator[TextPiece | bytes, None]:
+    async def _parts(
+        self, project: Project, call: Call, made: Made
+    ) -> AsyncGenerator[TextPiece | bytes, None]:
         """Yield the parts of a streamed answer."""
         ask = self._asked.follow if call.has_growing_text else self._asked.whole
         try:
-            async with aclosing(ask(made, call)) as answer:
+            async with (
+                self._tokens.held(project, made.id, call, self._options.timeout_s),
+                aclosing(ask(made, call)) as answer,
+            ):
                 async for part in answer:
                     yield part
         except ApiError:
             await self._keys.forget(made)
             raise
 
-    async def _stream(self, request: Request, call: Call, made: Made, events: Events) -> Response:
+    async def _stream(
+        self, request: Request, project: Project, call: Call, made: Made, events: Events
+    ) -> Response:
         """Answer with the text as it grows. What fails before its first piece is an error as of other calls."""
-        answer = self._parts(call, made)
+        answer = self._parts(project, call, made)
         try:
             first = await _unless_left(request, anext(answer))
         except BaseException:

@@ -35,7 +35,8 @@ from tokenmill.server.batches.picture_paths import refuse_picture_paths
 from tokenmill.server.errors import ApiError
 
 #: What the lines of a batch may ask for.
-BATCH_ENDPOINTS = ("/v1/chat/completions", "/v1/completions", "/v1/embeddings")
+EMBEDDINGS = "/v1/embeddings"
+BATCH_ENDPOINTS = ("/v1/chat/completions", "/v1/completions", EMBEDDINGS)
 #: The longest value, and the most entries, of `metadata`; OpenAI's.
 MAX_METADATA_CHARS, MAX_METADATA = 512, 16
 #: The most earlier batches whose answers one takes.
@@ -130,12 +131,18 @@ class Batches:
         return new_id("batch_", self._clock())
 
     def create(
-        self, project: str, body: Any, max_open: int | None = None, *, batch_id: str | None = None
+        self,
+        project: str,
+        body: Any,
+        max_open: int | None = None,
+        *,
+        batch_id: str | None = None,
+        admit: Callable[[str, Path, str], None] | None = None,
     ) -> dict[str, Any]:
         """Make a batch of an uploaded file. max_open: how many a project may have that have not ended.
 
-        batch_id: of `new_id`. If it has been made before, it is returned as it stands. Raises ApiError, RedisError,
-        OSError.
+        batch_id: of `new_id`. If it has been made before, it is returned as it stands. admit: called with a new batch's
+        id, its file and its endpoint; it may raise ApiError. Raises ApiError, RedisError, OSError.
         """
         if batch_id is None:
             batch_id = self.new_id()
@@ -160,6 +167,8 @@ class Batches:
             self._check_open(project, max_open)
         try:
             refuse_picture_paths(path)
+            if admit is not None:
+                admit(batch_id, path, endpoint)
         except FileNotFoundError:  # it was deleted meanwhile
             raise missing("file", file_id) from None
 
@@ -188,6 +197,13 @@ class Batches:
             (folder / "batch.json").unlink(missing_ok=True)
             raise ApiError(400, str(error)) from None
         return self._shown(project, batch)
+
+    def is_open(self, project: str, batch_id: str) -> bool:
+        """Whether a project's batch has not ended."""
+        record = read_json(self._folder(project, batch_id) / "batch.json")
+        if record is None:
+            return False
+        return self._standing(project, Batch(**record)).status in (*OPEN_STATUSES, "cancelling")
 
     def _check_open(self, project: str, max_open: int) -> None:
         standings = [self._standing(project, batch) for batch in self._all(project)]

@@ -4,17 +4,19 @@ Source: OpenAI's API reference, "Files" and "Batch".
 """
 
 import re
+from pathlib import Path
 
 from starlette.concurrency import run_in_threadpool
 from starlette.requests import Request
 from starlette.responses import FileResponse, JSONResponse, Response
 
-from tokenmill.server.batches.batch_runs import Batches
+from tokenmill.server.batches.batch_runs import EMBEDDINGS, Batches
 from tokenmill.server.batches.file_store import FileStore, list_object, page_of
 from tokenmill.server.batches.uploads import Upload
 from tokenmill.server.errors import ApiError
 from tokenmill.server.idempotency import IdempotencyKeys, key_of
 from tokenmill.server.projects import Project
+from tokenmill.server.queued_tokens import BATCH_S, QueuedTokens, tokens_of_batch
 from tokenmill.server.request_bodies import json_body
 
 MAX_FILE_BYTES = 4 << 30
@@ -28,10 +30,13 @@ MIN_LIFE_S, MAX_LIFE_S = 3600, 30 * 24 * 3600
 class BatchCalls:
     """Answers them for a request and the project of its key."""
 
-    def __init__(self, files: FileStore, batches: Batches, keys: IdempotencyKeys) -> None:
+    def __init__(
+        self, files: FileStore, batches: Batches, keys: IdempotencyKeys, tokens: QueuedTokens
+    ) -> None:
         self._files = files
         self._batches = batches
         self._keys = keys
+        self._tokens = tokens
 
     async def upload(self, request: Request, project: Project) -> Response:
         """Take a file in pieces."""
@@ -106,9 +111,15 @@ class BatchCalls:
         body = await json_body(request)
         most = project.limits.open_batches
         made = await self._keys.made(request, project.name, body, self._batches.new_id())
+
+        def admit(batch_id: str, path: Path, endpoint: str) -> None:
+            if project.limits.tokens_queued is not None:
+                num_tokens = tokens_of_batch(path, generates=endpoint != EMBEDDINGS)
+                self._tokens.admit(project, batch_id, num_tokens, BATCH_S)
+
         try:
             batch = await run_in_threadpool(
-                self._batches.create, project.name, body, most, batch_id=made.id
+                self._batches.create, project.name, body, most, batch_id=made.id, admit=admit
             )
         except ApiError:
             await self._keys.forget(made)
