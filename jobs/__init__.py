@@ -61,7 +61,7 @@ def complete(prompt: str | list[Any] | None = None, **options: Any) -> dict[str,
 def chat(messages: list[dict[str, Any]] | None = None, **options: Any) -> dict[str, Any]:
     """Answer a chat of {'role', 'content'} messages; return OpenAI's `chat.completion`.
 
-    options: as of `complete`, and messages_template, instead of messages. Raises as `complete`.
+    options: those of `complete`, with messages_template in place of prompt_template. Raises as `complete`.
     """
     return run_job("jobs.chat", (messages,), options)
 
@@ -72,7 +72,7 @@ def classify(
     """Give the exact probability of each label behind a prompt or a chat, by one prefill.
 
     Returns `{"object": "classification", "label", "probabilities": {label: p}, "usage", "model", ...}`.
-    options: messages, chat_template_kwargs, tools, and templates as of `chat`; calibrate: subtract what labels have
+    options: messages, chat_template_kwargs, tools, and templates as in `chat`; calibrate: subtract what labels have
     behind a prompt without content (Zhao et al. 2021); truncate_prompt_tokens; model. Raises as `complete`.
     """
     return run_job("jobs.classify", (prompt, labels), options)
@@ -131,7 +131,7 @@ def survey_parquet(input: str | list[str], **arguments: Any) -> dict[str, Any]:
 
 
 def post_run_end(webhook: str, content: dict[str, Any]) -> dict[str, Any]:
-    """Tell a host of a run's end; enqueued where a run was submitted with a webhook."""
+    """Tell a host of a run's end; enqueued if a run was submitted with a webhook."""
     return run_job("jobs.post_run_end", (webhook, content), {})
 
 

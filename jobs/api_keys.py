@@ -1,4 +1,4 @@
-"""The keys that clients of `tokenmill serve` send, each of one project, and what a project may take.
+"""The keys that clients of `tokenmill serve` send, and the limits of their projects. Each key is for one project.
 
 Redis holds the hashes of keys alone.
 
@@ -48,7 +48,7 @@ _PROJECT = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]{0,63}")
 def add_key(connection: Redis, project: str, name: str) -> str:
     """Make a key and return it. It is shown this once: Redis keeps its hash.
 
-    Raises InvalidValue for a project that has a name with other characters.
+    Raises InvalidValue if the project's name has a character other than letters, digits, - and _.
     """
     _check_project(project)
     secret = PREFIX + secrets.token_urlsafe(32)
@@ -87,7 +87,7 @@ def find_key(connection: Redis, secret: str) -> ApiKey | None:
 
 
 def has_keys(connection: Redis) -> bool:
-    """Whether requests need a key: there are some, or there were some that are revoked."""
+    """Whether requests need a key. They do once a key was made, even if all were revoked."""
     return bool(connection.exists(API_KEYS_KEY))
 
 
@@ -113,7 +113,7 @@ class ProjectLimits:
 
 
 def set_limits(connection: Redis, project: str, limits: ProjectLimits) -> None:
-    """Set a project's limits, in the place of those that it had. Raises InvalidValue."""
+    """Set a project's limits, which replace its earlier ones. Raises InvalidValue."""
     _check_project(project)
     connection.hset(API_LIMITS_KEY, project, json.dumps(asdict(limits)))
 
@@ -147,7 +147,8 @@ def _hash(secret: str) -> str:
 
 def _key(digest: str, record: Any) -> ApiKey:
     fields = stored.json_object(record)
-    project, name = fields.get("project"), fields.get("name")
+    project = fields.get("project")
+    name = fields.get("name")
     return ApiKey(
         digest[:ID_CHARS],
         safe_name(project) if isinstance(project, str) else "",

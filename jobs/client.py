@@ -58,8 +58,8 @@ def submit(
 ) -> Run:
     """Submit a run of a file, a folder, a glob, a list of them, or a table, and return it.
 
-    Submitting the same again resumes the run. input: a table is a DataFrame, or what gives an Arrow stream; it is
-    written into input_folder, by default `<output>.input`, and stays there. connection: by default of RQ_REDIS_URL.
+    Submitting the same again resumes the run. input: a table is a DataFrame, or anything with an Arrow stream. It is
+    written into input_folder, by default `<output>.input`, and stays there. connection: by default to RQ_REDIS_URL.
     arguments: those of jobs.score_parquet, and the options of the command line by their names.
     Raises InvalidJob or InputError before anything is enqueued, for mistakes that can be seen here.
     """
@@ -78,8 +78,8 @@ def submit(
                 "input_folder on a disk that the workers see, or put the table into the store yourself"
             )
         with _needs_pyarrow("a table as input"):
-            from jobs.parquet.tables.given_table import write_given_table
-        paths = [write_given_table(input, run_path(folder))]
+            from jobs.parquet.tables.given_table import write_table_file
+        paths = [write_table_file(input, run_path(folder))]
     elif input_folder is not None:
         raise InvalidJob(
             "input_folder is where a table is written, and the input names files: leave it out"
@@ -104,7 +104,9 @@ class Run:
     """A run that was submitted. output: its folder, as the submit named it."""
 
     def __init__(self, id: str, connection: Redis, output: str) -> None:
-        self.id, self.output, self._connection = id, output, connection
+        self.id = id
+        self.output = output
+        self._connection = connection
 
     def __repr__(self) -> str:
         return f"<Run {self.id} in {self.output!r}>"
@@ -125,14 +127,15 @@ class Run:
         watch = Watch(lambda: read_planned(self._connection, self.id))
 
         def nap(seconds: float) -> None:
-            left = seconds if until is None else until - clock()
-            if left <= 0:
+            left_s = seconds if until is None else until - clock()
+            if left_s <= 0:
                 remark = ", and goes on" if watch.waits_for is None else f": {watch.waits_for}"
                 raise TimeoutError(f"run {self.id} has not ended within {timeout} s{remark}")
-            sleep(min(seconds, left))
+            sleep(min(seconds, left_s))
 
         followed = follow(watch, nap)
-        if (problem := followed.problem) is None:
+        problem = followed.problem
+        if problem is None:
             return self.status()
         reasons = []
         if followed.end is not End.FINISHED:
@@ -157,11 +160,11 @@ class Run:
         return self.table().to_pandas()
 
     def errors(self, limit: int = 1000) -> list[FailedRow]:
-        """Return the first rows with an error, of the parts so far. Raises as `table`, but of no run that goes on."""
+        """Return the first rows with an error, also while the run goes on. Raises RunNotHere, StoreError."""
         return self.reader("errors()").errors(limit)[1]
 
     def retry(self, output: str | os.PathLike[str]) -> Run:
-        """Submit it again into another output, where rows without an error keep their answers. Raises as `errors`."""
+        """Submit the run again into another output. Rows without an error keep their answers. Raises as `errors`."""
         run = retry_run(self._connection, self.reader("retry()").plan, os.fspath(output))
         return Run(run, self._connection, run_path(os.fspath(output)))
 
@@ -169,9 +172,9 @@ class Run:
         """Take its jobs from the queue, stop those that run, keep its parts. Raises UnknownRun or RunResubmitted."""
         return cancel_run(self._connection, self.status().run)
 
-    def reader(self, what: str) -> FolderReader:
+    def reader(self, purpose: str) -> FolderReader:
         """Return a reader of its folder. Raises RunNotHere if there is no such folder, or it holds another run."""
-        with _needs_pyarrow(what):
+        with _needs_pyarrow(purpose):
             from jobs.parquet.outputs.read_back import FolderReader
         if not is_stored(self.output) and not os.path.isdir(self.output):
             raise RunNotHere(
@@ -192,7 +195,7 @@ class Run:
 
 
 def check_here(spec: RunSpec) -> None:
-    """Raise what the planning of a run would, as far as engine, pyarrow and the input are on this machine."""
+    """Raise the errors that planning would raise, as far as engine, pyarrow and input are on this machine."""
     spec.check_sampling(check_sampling)
     try:
         from jobs.parquet.planning.inputs import check_columns_here
@@ -215,12 +218,14 @@ def _connection(connection: Redis | None) -> Redis:
 def run_arguments(options: Mapping[str, Any]) -> dict[str, Any]:
     """Return submit_run's arguments for options of the command line. Raises InvalidJob for one given by two names."""
     arguments = {name: value for name, value in options.items() if value is not None}
-    if values := {name: arguments.pop(name) for name in SAMPLING_NAMES if name in arguments}:
+    values = {name: arguments.pop(name) for name in SAMPLING_NAMES if name in arguments}
+    if values:
         sampling = arguments.get("sampling", {})
         if not isinstance(sampling, dict):
             raise unlike("sampling", sampling, "a mapping")
         arguments["sampling"] = {**sampling, **values}
-    if checks := {kind: arguments.pop(name) for name, kind in _CHECKS.items() if name in arguments}:
+    checks = {kind: arguments.pop(name) for name, kind in _CHECKS.items() if name in arguments}
+    if checks:
         _add(arguments, "check", checks)
     for name, argument in _OPTIONS.items():
         if name in arguments:
@@ -240,7 +245,8 @@ def _check_names(names: Iterable[str]) -> None:
 
 
 def _add(arguments: dict[str, Any], argument: str, value: Any) -> None:
-    if arguments.get(argument, True) is not True:  # of one file for all rows its format says more
+    # single_file=True may be named beside output_format, which says more.
+    if arguments.get(argument, True) is not True:
         raise InvalidJob(f"{argument} is given twice, by two of its names: give it once")
     arguments[argument] = value
 
@@ -255,8 +261,8 @@ def _paths(source: Any) -> list[str] | None:
 
 
 @contextmanager
-def _needs_pyarrow(what: str) -> Iterator[None]:
+def _needs_pyarrow(purpose: str) -> Iterator[None]:
     try:
         yield
     except ImportError as error:
-        raise ImportError(f"{what} needs pyarrow ({error}): pip install pyarrow") from error
+        raise ImportError(f"{purpose} needs pyarrow ({error}): pip install pyarrow") from error

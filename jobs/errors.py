@@ -30,8 +30,9 @@ class ToldError(Exception):
     def __init_subclass__(cls, fault: Fault | None = None) -> None:
         cls.fault = fault or cls.fault
         text = " ".join((cls.__doc__ or "").split())
-        if names := list(dict.fromkeys(re.findall(r"{(\w+)", text))):
-            cls.message = re.sub(r"{(\w+)", lambda found: f"{{{names.index(found[1])}", text)
+        names = list(dict.fromkeys(re.findall(r"{(\w+)", text)))
+        if names:
+            cls.message = re.sub(r"{(\w+)", lambda match: f"{{{names.index(match[1])}", text)
 
     def __str__(self) -> str:
         try:
@@ -79,15 +80,15 @@ def _filled(text: str, values: Sequence[object]) -> str:
 
 
 def unlike(name: str, value: object, expected: str) -> InvalidValue:
-    """Return the error that an argument has another value than expected."""
+    """Return the error for an argument whose value is not the expected one."""
     return InvalidValue(f"{name} is {{}}, expected {expected}", brief(value))
 
 
-def check_limit(found: int, limit: int, what: str, remedy: str = "") -> None:
-    """Raise InvalidJob for more than may be. what: a sentence with {} for how many there are."""
-    if found > limit:
+def check_limit(number: int, limit: int, sentence: str, remedy: str = "") -> None:
+    """Raise InvalidJob if a number is above its limit. sentence: names the number as {}."""
+    if number > limit:
         raise InvalidJob(
-            f"{what.format(found)}, more than the limit of {limit}{remedy and ': '}{remedy}"
+            f"{sentence.format(number)}, more than the limit of {limit}{remedy and ': '}{remedy}"
         )
 
 
@@ -105,9 +106,13 @@ class RequestFailed(JobsError):
 
     @property
     def log_text(self) -> str:
-        """Without what follows a colon in the reason: a chat template's own words, for example."""
+        """Return the message up to the reason's first colon. Behind it may be a chat template's own words."""
         index, reason = self.args
         return self.message.format(index, str(reason).partition(": ")[0])
+
+
+class DeadlinePassed(JobsError):
+    """the deadline {deadline} passed before this job was begun: enqueue it again with a later one"""
 
 
 class ResultTooLarge(JobsError):
@@ -251,8 +256,8 @@ class PartDamaged(OutputError):
     and submit again"""
 
     def __str__(self) -> str:
-        path, found = self.args
-        return self.message.format(path, found, path.rpartition("/")[0].removesuffix("/_parts"))
+        path, problem = self.args
+        return self.message.format(path, problem, path.rpartition("/")[0].removesuffix("/_parts"))
 
 
 class CannotReuse(OutputError):
@@ -274,8 +279,8 @@ class PlanningUnderWay(RunError):
 
 
 class NoSecondModel(RunError, fault="server"):
-    """of models to ask rows again, workers on queue {queue!r} serve {found}, expected one beside {first}, which plans
-    the run: start one there, or name one of them with escalate_model, then submit again"""
+    """workers on queue {queue!r} serve {found} as a second model, expected exactly one beside {first}, which plans the
+    run: start one there, or name one of them with escalate_model, then submit again"""
 
 
 class AnswersDamaged(RunError):
@@ -289,7 +294,7 @@ class KeptAnswersLost(RunError):
 
 
 class RunCancelled(RunError, fault="cancelled"):
-    """run {run} was cancelled: `tokenmill submit` with the same arguments resumes it, to requeue its jobs does not"""
+    """run {run} was cancelled: `tokenmill submit` with the same arguments resumes it; requeuing its jobs does not"""
 
 
 class RunResubmitted(RunError):

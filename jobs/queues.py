@@ -1,7 +1,7 @@
 """RQ's queues: how many jobs are where, and failed ones put back, without looking at what a job holds.
 
-RQ's own command reads jobs with pickle unless it is called with `-S json`, and a pickle that somebody wrote
-runs as whoever reads it.
+RQ's own command reads jobs with pickle unless it is called with `-S json`. A pickle may hold any code, which runs with
+the rights of the process that reads it.
 """
 
 import time
@@ -39,7 +39,7 @@ def queue_names(connection: Redis) -> list[str]:
 
 def count_queues(connection: Redis, names: Sequence[str]) -> list[QueueCounts]:
     """Count the jobs of some queues, in one round trip."""
-    moment, size = time.time(), len(PLACES) + 1
+    moment = time.time()
     with connection.pipeline(transaction=False) as pipe:
         for keys in map(rq_jobs.QueueKeys, names):
             pipe.llen(keys.waiting)
@@ -50,16 +50,17 @@ def count_queues(connection: Redis, names: Sequence[str]) -> list[QueueCounts]:
             pipe.zcount(keys.finished, moment, "+inf")
             pipe.zcard(keys.failed)
             pipe.zcount(keys.scheduled, "-inf", moment)
-        found = pipe.execute()
-    by_queue = (found[start : start + size] for start in range(0, len(found), size))
-    return [
-        QueueCounts(name, dict(zip(PLACES, counts, strict=True)), due)
-        for name, (*counts, due) in zip(names, by_queue, strict=True)
-    ]
+        replies = pipe.execute()
+    size = len(PLACES) + 1
+    queues = []
+    for number, name in enumerate(names):
+        *counts, num_due = replies[number * size : (number + 1) * size]
+        queues.append(QueueCounts(name, dict(zip(PLACES, counts, strict=True)), num_due))
+    return queues
 
 
 CHUNK = 100
-#: Failed jobs that are put back at most where all of a queue are asked for, unless told otherwise.
+#: The most jobs that `requeue --all` puts back, by default.
 REQUEUE_LIMIT = 10_000
 
 
@@ -97,9 +98,12 @@ def requeue(connection: Redis, queue: str, job_ids: Sequence[str]) -> Requeued:
 def requeue_all(connection: Redis, queue: str, limit: int) -> Requeued:
     """Requeue the oldest failed jobs, at most `limit`. Jobs of cancelled runs do not count."""
     moves = Requeued()
-    while (left := limit - len(moves.done) - len(moves.missing)) > 0:
+    while True:
+        num_left = limit - len(moves.done) - len(moves.missing)
+        if num_left <= 0:
+            break
         num_passed = len(moves.cancelled) + len(moves.missing)  # these stay in the list
-        last = num_passed + min(left, CHUNK) - 1
+        last = num_passed + min(num_left, CHUNK) - 1
         page: Any = connection.zrange(rq_jobs.QueueKeys(queue).failed, num_passed, last)
         if not page:
             break
@@ -123,7 +127,11 @@ def _requeue_chunk(connection: Redis, queue: str, job_ids: Sequence[str]) -> Req
 
 def _of_cancelled_runs(connection: Redis, job_ids: Sequence[str]) -> set[str]:
     """Return the jobs whose run is cancelled or stopped."""
-    runs = {job_id: known[0] for job_id in job_ids if (known := run_and_shard(job_id)) is not None}
+    runs: dict[str, str] = {}
+    for job_id in job_ids:
+        run_shard = run_and_shard(job_id)
+        if run_shard is not None:
+            runs[job_id] = run_shard[0]
     with connection.pipeline(transaction=False) as pipe:
         for run in runs.values():
             pipe.hexists(run_key(run), "cancelled")
@@ -135,19 +143,20 @@ def _requeue(connection: Redis, queue: str, job_ids: Sequence[str], pipe: Pipeli
     """Requeue those of the jobs that are failed and have a payload. pipe: watches their hashes."""
     keys = rq_jobs.QueueKeys(queue)
     with connection.pipeline(transaction=False) as reads:
-        reads.llen(keys.waiting)  # of another type it raises here, and not amid the transaction
+        reads.llen(keys.waiting)  # a key of another type raises here, and not amid the transaction
         for job_id in job_ids:
             reads.zscore(keys.failed, job_id)
             reads.hexists(rq_jobs.job_key(job_id), "data")
             reads.hmget(rq_jobs.job_key(job_id), "ttl", "rate_limit_key", "rate_limit_concurrency")
-        _, *found = reads.execute()
-    failed = {
-        job_id: fields
-        for job_id, score, has_data, fields in zip(
-            job_ids, found[::3], found[1::3], found[2::3], strict=True
-        )
-        if score is not None and has_data
-    }
+        replies = iter(reads.execute())
+    next(replies)
+    failed: dict[str, Any] = {}
+    for job_id in job_ids:
+        score = next(replies)
+        has_payload = next(replies)
+        fields = next(replies)
+        if score is not None and has_payload:
+            failed[job_id] = fields
     if not failed:
         return []
     pipe.multi()
@@ -183,4 +192,4 @@ def _queue_again(
     if ttl_s:
         pipe.expire(key, int(ttl_s))
     else:
-        pipe.persist(key)  # it was to go as a failed job
+        pipe.persist(key)  # as a failed job it had a time to live

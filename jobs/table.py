@@ -14,14 +14,16 @@ from jobs.context import JobContext
 from jobs.errors import InvalidJob
 from jobs.prompts.prompt_task import chat_task, complete_task
 from jobs.prompts.scoring.table import SCORING_JOBS
-from jobs.tasks import OpenTask, Task
+from jobs.tasks import OpenTask, Task, TimedTask
 
 
 class FileTask(Task):
     blocking = reads_rows = True
 
     def __init__(self, function_name: str, /, *args: Any, **kwargs: Any) -> None:
-        self._function_name, self._args, self._kwargs = function_name, args, kwargs
+        self._function_name = function_name
+        self._args = args
+        self._kwargs = kwargs
 
     def open(self, context: JobContext) -> OpenTask:
         opened = _call(self._function_name, context, *self._args, **self._kwargs)
@@ -29,7 +31,7 @@ class FileTask(Task):
         return opened
 
 
-#: Functions that are imported when they are called, as those of files need pyarrow. They open the tasks of file jobs.
+#: Functions that open the tasks of jobs over files. They are imported when they are called, as they need pyarrow.
 _FILE_JOBS: Mapping[str, str] = {
     "jobs.score_shard": "jobs.parquet.shards.shard_work.ShardWork.open",
     "jobs.survey_parquet": "jobs.parquet.planning.survey.SurveyWork",
@@ -52,7 +54,7 @@ _ENGINE_JOBS: Mapping[str, Callable[..., Task]] = {
 def task_of(
     function_name: str, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
 ) -> Task | None:
-    """Return the task of an engine job, None for another, importing no more than this core. Raises InvalidJob."""
+    """Return the task of a job that needs the engine; None for any other job. Loads no pyarrow. Raises InvalidJob."""
     factory = _ENGINE_JOBS.get(function_name)
     if factory is None:
         return None
@@ -60,12 +62,17 @@ def task_of(
         raise InvalidJob(
             f"{function_name}: the job holds no list of arguments and mapping of keyword arguments"
         )
+    task_arguments = dict(kwargs or {})
+    deadline = None
+    if function_name not in _FILE_JOBS:
+        deadline = task_arguments.pop("deadline", None)
     try:
-        return factory(*args, **(kwargs or {}))
+        task = factory(*args, **task_arguments)
     except TypeError:
         # This is checked only now, as it takes longer than all the rest.
-        _check_binding(function_name, factory, args, kwargs)
+        _check_binding(function_name, factory, args, task_arguments)
         raise
+    return task if deadline is None else TimedTask(task, deadline)
 
 
 def own_function(function_name: str) -> Callable[..., Any] | None:
@@ -81,17 +88,17 @@ def _call(name: str, context: JobContext, /, *args: Any, **kwargs: Any) -> Any:
 def _check_binding(
     name: str, function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any] | None
 ) -> None:
-    """Raise InvalidJob where a call with these arguments would raise TypeError for them."""
+    """Raise InvalidJob if a call with these arguments would raise TypeError for them."""
     signature = inspect.signature(function)
     try:
         signature.bind(*args, **(kwargs or {}))
     except TypeError as error:
-        taken = [
+        parameters = [
             "..." if parameter.kind is parameter.VAR_KEYWORD else parameter.name
             for parameter in signature.parameters.values()
             if parameter.name != "context"
         ]
-        raise InvalidJob(f"{name}: {str(error)[:200]}; it takes {', '.join(taken)}") from None
+        raise InvalidJob(f"{name}: {str(error)[:200]}; it takes {', '.join(parameters)}") from None
 
 
 ALLOWED_FUNCTIONS: frozenset[str] = frozenset(_ENGINE_JOBS) | frozenset(_OWN_FUNCTIONS)

@@ -4,16 +4,23 @@ from __future__ import annotations
 
 import abc
 import json
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from hashlib import blake2b
 from typing import Any, ClassVar, Protocol
 
+from jobs.common.display import utc_text
 from jobs.context import JobContext
+from jobs.context.deadlines import parse_deadline
+from jobs.errors import DeadlinePassed
 
 Parts = list[dict[str, Any]]
-"""Messages of a chat, or parts of a prompt: {"type": "text", "text": ...}, and for a picture {"type": "image", "image":
-the bytes of its file}, both also in the contents of messages."""
+"""Messages of a chat, or parts of a prompt.
+
+A part is {"type": "text", "text": ...} or {"type": "image", "image": the bytes of a file}. The content of a message may
+be a list of such parts.
+"""
 
 Prompt = str | list[int] | Parts
 
@@ -22,10 +29,10 @@ Prompt = str | list[int] | Parts
 class Request:
     """One prompt for the engine: exactly one of `prompt` and `messages` is set.
 
-    sampling: keyword arguments of what engine.request_params makes for this kind: engine.SamplingParams, ScoringParams,
-    PoolingParams or ClassParams. chat_options: those of engine.Engine.chat_token_ids beside the messages. continued,
-    resumed: as of engine.Engine.add: token ids of an answer that was cut and goes on, and those that its samples had
-    behind them on another worker, by index.
+    sampling: keyword arguments of the parameters that engine.request_params makes for this kind.
+    chat_options: keyword arguments of engine.Engine.chat_token_ids.
+    continued: token ids of an answer that was cut, which the completion goes on from.
+    resumed: token ids that another worker has computed behind these, by the index of the sample.
     """
 
     prompt: Prompt | None
@@ -37,13 +44,13 @@ class Request:
     resumed: Mapping[int, Sequence[int]] = field(default_factory=dict)
 
     def digest(self, now: str) -> str:
-        """Return a hash of everything that decides the answer, but for the model.
+        """Return a hash of everything that decides the answer, except the model.
 
         now: the text that the chat template writes for the time.
         """
         clock = now if self.messages is not None else ""
-        asked = [self.prompt, self.messages, self.sampling, self.chat_options, self.kind, clock]
-        text = json.dumps(asked, default=_hashed, sort_keys=True)
+        values = [self.prompt, self.messages, self.sampling, self.chat_options, self.kind, clock]
+        text = json.dumps(values, default=_hashed, sort_keys=True)
         return blake2b(text.encode(), digest_size=16).hexdigest()
 
 
@@ -120,16 +127,16 @@ class Completion(Protocol):
 
 
 class Task(abc.ABC):
-    """One engine job whose arguments are sound and of which nothing has been read or checked beside them."""
+    """A job for the engine whose arguments have been checked. Nothing else has been read or checked yet."""
 
-    #: True when opening it and asking for its result touch files: the worker makes both calls in threads.
+    #: True if `open` and `result` touch files. The worker then makes both calls in threads.
     blocking: bool = False
 
-    #: True when opening it takes memory for the rows of a file, for which it may have to wait.
+    #: True if `open` takes memory for the rows of a file. It may have to wait for that memory.
     reads_rows: ClassVar[bool] = False
 
     def made(self, context: JobContext) -> Task:
-        """Return the task itself, once what it is made from has been read. Raises JobsError."""
+        """Return the task that is to be opened. A subclass may have to read something to know it. Raises JobsError."""
         return self
 
     @abc.abstractmethod
@@ -138,17 +145,39 @@ class Task(abc.ABC):
 
 
 class LateTask(Task):
-    """A task of which `make` tells once it is opened what there is to ask. blocking: whether that touches files."""
+    """Stands for a task that `make` makes when it is opened. blocking: whether that touches files."""
 
     def __init__(self, make: Callable[[JobContext], Task], blocking: bool = False) -> None:
-        self._make, self.blocking = make, blocking
+        self._make = make
+        self.blocking = blocking
 
     def made(self, context: JobContext) -> Task:
-        """Make the task, and what that one is made from."""
+        """Make the task."""
         return self._make(context).made(context)
 
     def open(self, context: JobContext) -> OpenTask:
         """Make the task and open it."""
+        return self.made(context).open(context)
+
+
+class TimedTask(Task):
+    """A task that is not begun after its deadline. deadline: as parse_deadline takes it, from the job's making on."""
+
+    def __init__(self, task: Task, deadline: Any) -> None:
+        parse_deadline("deadline", deadline, 0.0)
+        self._task = task
+        self._deadline = deadline
+        self.blocking = task.blocking
+
+    def made(self, context: JobContext) -> Task:
+        """Make the task. Raises DeadlinePassed."""
+        deadline = parse_deadline("deadline", self._deadline, context.created_at)
+        if time.time() >= deadline:
+            raise DeadlinePassed(utc_text(deadline))
+        return self._task.made(context)
+
+    def open(self, context: JobContext) -> OpenTask:
+        """Open the task. Raises DeadlinePassed."""
         return self.made(context).open(context)
 
 
@@ -161,31 +190,33 @@ class OpenTask(abc.ABC):
 
     @abc.abstractmethod
     def requests(self) -> Iterator[Request]:
-        """Yield the requests lazily; they are numbered 0.. in the order pulled.
+        """Yield the requests lazily. They are numbered from 0 in the order in which they are pulled.
 
-        A stream ends only once it has yielded all that deliveries have led to by then; best before the rest, while its
-        prefixes are in the cache. Called again where it has ended and the task `has_more`; the numbers go on.
+        A delivery may lead to further requests. The stream yields these too before it ends, and first of all, while
+        their prefixes are in the cache. If `has_more` is true after its end, the worker asks for another stream, whose
+        numbers go on.
         """
 
     @property
     def has_more(self) -> bool:
-        """Whether `requests`, called now, would yield some; looked at after each delivery once the stream has ended."""
+        """Whether `requests` would yield something now. Read after each delivery once the stream has ended."""
         return False
 
     @property
     def num_requests(self) -> int | None:
-        """Return how many requests the task yields in all; None if unknown. A worker that knows it claims in time."""
+        """Return how many requests the task yields in all; None if unknown. It tells when to claim the next job."""
         return None
 
     @property
     def inspects(self) -> bool:
+        """Whether `inspect` must be called before `deliver`."""
         return False
 
     def inspect(self, index: int, completions: Sequence[Completion]) -> None:  # noqa: B027 - most look not
         """Look at what request `index` got, before `deliver` takes it. Raises JobsError to fail the job.
 
-        Called in any thread, for several requests at once, and may take as long as Checks may; what it finds
-        is kept for `deliver`, which may never come.
+        It is called in any thread, for several requests at once, and may take as long as a check. It keeps its findings
+        for `deliver`, which may never come.
         """
 
     @abc.abstractmethod
@@ -195,16 +226,16 @@ class OpenTask(abc.ABC):
         A request that the engine refused arrives as one completion with finish_reason "error" and `error`.
         """
 
-    def keep(self, so_far: Mapping[int, Mapping[int, Sequence[int]]]) -> Callable[[], None] | None:
+    def keep(self, tokens: Mapping[int, Mapping[int, Sequence[int]]]) -> Callable[[], None] | None:
         """Return a function that writes, in any thread, what another worker needs to go on; None if nothing is new.
 
-        so_far: the tokens of requests that were sent and not delivered, by index and sample, with those that they
-        continue. Where what it returned raises, the next call, which comes afterwards, has all that was new.
+        tokens: the tokens of requests that were sent and not delivered, by request index and sample index, together
+        with the tokens that they continue. If the function raises, the next call returns one that writes all of it.
         """
         return None
 
     def progress(self) -> dict[str, Any] | None:
-        """Return how far the job is, as small JSON, for `PROGRESS_FIELD`; None when it has no progress to show."""
+        """Return how far the job is, as small JSON, for `PROGRESS_FIELD`; None if there is nothing to show."""
         return None
 
     @abc.abstractmethod

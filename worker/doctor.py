@@ -47,7 +47,7 @@ def _check_model() -> Iterator[Finding]:
         yield Finding(
             Level(result.grade),
             result.subject,
-            with_variables(result.found),
+            with_variables(result.text),
             with_variables(result.mend),
         )
 
@@ -72,7 +72,7 @@ def check_places(roots: Sequence[str]) -> Iterator[Finding]:
     has_good_root = any(not finding.mend for finding in findings)
     for finding in findings:
         if finding.mend and has_good_root:
-            yield warning(finding.subject, finding.found, finding.mend)
+            yield warning(finding.subject, finding.text, finding.mend)
         else:
             yield finding
 

@@ -54,7 +54,7 @@ class IoThreadFailed(WorkerError):
 
 
 class FileTimeout(WorkerError):
-    """{what} for more than {limit_s:g} s (TOKENMILL_FILE_TIMEOUT_S): look at the disk or mount; where it is only slow,
+    """{what} for more than {limit_s:g} s (TOKENMILL_FILE_TIMEOUT_S): look at the disk or mount; if it is only slow,
     raise the limit, or give fewer rows_per_shard and files of smaller row groups; then submit the run again"""
 
 

@@ -10,6 +10,7 @@ from redis import Redis
 from engine import InvalidRequest, SamplingParams
 from jobs.common.keys import FORMAT
 from jobs.common.rq_jobs import executions_key
+from jobs.common.stored import moment
 from jobs.context import JobContext, Lease
 from jobs.context.job_journal import JobJournal
 from jobs.context.served_model import PromptMeter
@@ -46,6 +47,7 @@ class JobEnvironment:
             worker_name=claimed.worker_name,
             journal=self._journal(claimed, connection),
             trace=self.traces.carrier(claimed.execution_id, claimed.record.meta),
+            created_at=moment(claimed.record.fields.get(b"created_at")),
         )
 
     def _journal(self, claimed: ClaimedJob, connection: Redis) -> JobJournal:
@@ -54,17 +56,17 @@ class JobEnvironment:
         created_at = claimed.record.fields.get(b"created_at", b"").decode(errors="replace")
         # The payload's texts stand for their tokens, because the model's pin covers its tokenizer, its chat template
         # and the length at which `truncate_prompt_tokens` cuts.
-        whose = f"{FORMAT} {claimed.job_id} {created_at} {payload_digest} {self.lent.model.pin}"
+        owner = f"{FORMAT} {claimed.job_id} {created_at} {payload_digest} {self.lent.model.pin}"
         lease = _lease(claimed)
-        owner = blake2b(whose.encode(), digest_size=8).hexdigest()
+        owner_digest = blake2b(owner.encode(), digest_size=8).hexdigest()
         return JobJournal(
             connection,
             claimed.job_id,
-            whose,
-            claimed.left,
+            owner,
+            claimed.journal,
             (lease.key, lease.member),
-            owner=owner,
-            sent=sent_tokens(claimed.pieces, owner),
+            owner_digest=owner_digest,
+            sent=sent_tokens(claimed.pieces, owner_digest),
         )
 
     def tell_failed(self, connection: Redis, claimed: ClaimedJob, error: str) -> None:

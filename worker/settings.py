@@ -194,7 +194,7 @@ class WorkerSettings(BaseSettings):
         if match is not None:
             first = int(match[1])
             last = int(match[2] or match[1])
-            if first == last == 0:
+            if first == 0 and last == 0:
                 return range(0)
             if 0 < first <= last < 1 << 16:
                 return range(first, last + 1)

@@ -44,7 +44,7 @@ class RedisErrorsInOneLine(logging.Filter):
         """Rewrite a record about an unusable Redis. Every record passes."""
         if isinstance(record.msg, NOT_SERVED) and called_by_rq_command():
             finding = not_served(click.get_current_context().params.get("url") or "", record.msg)
-            record.msg = f"{finding.found}: {finding.mend}"
+            record.msg = f"{finding.text}: {finding.mend}"
             record.args = ()
             record.exc_info = None
         return True

@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from itertools import count
 from typing import TYPE_CHECKING, Any
 from uuid import uuid4
@@ -22,7 +22,7 @@ from jobs.context.served_model import PromptMeter
 from jobs.context.shared_files import ShardBytes, SharedFiles
 from jobs.errors import InvalidJob, JobsError
 from jobs.table import own_function, task_of
-from jobs.tasks import OpenTask
+from jobs.tasks import OpenTask, Request
 
 if TYPE_CHECKING:
     from redis import Redis
@@ -71,52 +71,63 @@ def drive(task: OpenTask, engine: Engine) -> None:
     After an error or timeout no request stays in the engine. A `SimpleWorker` gives the next job the same engine, and
     its requests the same ids.
     """
-    from engine import Completion, InvalidRequest
-    from worker.engine_thread.intake import prepared_request
-
-    samples: dict[int, list[Completion]] = {}  # of the requests inside the engine
-    num_missing: dict[int, int] = {}
     numbers = count()
     requests = task.requests()
+    pending: dict[int, _Pending] = {}
     try:
         while True:
-            while len(samples) < MAX_PENDING:
+            while len(pending) < MAX_PENDING:
                 request = next(requests, None)
-                if request is None:
-                    if not task.has_more:
-                        break
+                if request is not None:
+                    _add(task, engine, next(numbers), request, pending)
+                elif task.has_more:
                     requests = task.requests()
-                    continue
-                index = next(numbers)
-                try:
-                    prompt, params = prepared_request(engine, request)
-                    engine.add(
-                        str(index),
-                        prompt,
-                        params,
-                        continued=request.continued,
-                        resumed=request.resumed,
-                    )
-                except InvalidRequest as error:
-                    _deliver(task, index, [Completion.refused(str(index), error)])
                 else:
-                    samples[index] = []
-                    num_missing[index] = params.n
-            if not samples:
+                    break
+            if not pending:
                 return
 
             for completion in engine.step():
                 index = int(completion.request_id)
-                if index not in samples:
+                if index not in pending:
                     continue  # another sample of a request that has failed already
-                samples[index].append(completion)
-                num_missing[index] -= 1
-                if num_missing[index] == 0 or completion.finish_reason == "error":
+                samples = pending[index].samples
+                samples.append(completion)
+                if (
+                    len(samples) == pending[index].num_samples
+                    or completion.finish_reason == "error"
+                ):
                     engine.abort(str(index))  # the remaining samples of a request that failed
-                    _deliver(task, index, samples.pop(index))
+                    del pending[index]
+                    _deliver(task, index, samples)
     finally:
-        for index in samples:
+        for index in pending:
             engine.abort(str(index))
+
+
+@dataclass
+class _Pending:
+    """A request in the engine. num_samples: how many samples it gets. samples: those that are here."""
+
+    num_samples: int
+    samples: list[Completion] = field(default_factory=list)
+
+
+def _add(
+    task: OpenTask, engine: Engine, index: int, request: Request, pending: dict[int, _Pending]
+) -> None:
+    """Give the engine a request. A refused one is delivered at once."""
+    from engine import Completion as EngineCompletion
+    from engine import InvalidRequest
+    from worker.engine_thread.intake import prepared_request
+
+    try:
+        prompt, params = prepared_request(engine, request)
+        engine.add(str(index), prompt, params, continued=request.continued, resumed=request.resumed)
+    except InvalidRequest as error:
+        _deliver(task, index, [EngineCompletion.refused(str(index), error)])
+    else:
+        pending[index] = _Pending(params.n)
 
 
 def _deliver(task: OpenTask, index: int, completions: Sequence[Completion]) -> None:

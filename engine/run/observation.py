@@ -13,7 +13,7 @@ class Observation(NamedTuple):
 
     subject: str
     grade: Literal["ok", "warning", "fault"]
-    found: str
+    text: str
     mend: str = ""
 
 

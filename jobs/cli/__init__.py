@@ -1,4 +1,4 @@
-"""The `tokenmill` command line: submit a Parquet run, cancel it, and what other files bring."""
+"""The `tokenmill` command line: `submit`, `cancel` and `models`. Other files of this folder have the other commands."""
 
 from typing import Any
 
@@ -16,7 +16,7 @@ from jobs.cli.run_options import (
     run_arguments,
 )
 from jobs.cli.server_commands import dashboard, keys, serve
-from jobs.cli.status_text import await_plan, errors_told, wait_for_end
+from jobs.cli.status_text import await_plan, errors_printed, wait_for_end
 from jobs.cli.trial_commands import MAX_ROWS_READ, dry_run_lines, preview, survey
 from jobs.cli.watch_commands import runs, status, workers
 from jobs.installed import describe_model, model_table
@@ -25,7 +25,7 @@ from jobs.runs.control import submit_run
 
 class _Commands(click.Group):
     def invoke(self, ctx: click.Context) -> Any:
-        with errors_told():
+        with errors_printed():
             return super().invoke(ctx)
 
 
@@ -85,8 +85,8 @@ def submit(
     """
     arguments = run_arguments(options)
     if dry_run:
-        found = survey(connection, queue, options, max_rows=MAX_ROWS_READ)
-        click.echo("\n".join(dry_run_lines(found, price_per_hour)))
+        survey_result = survey(connection, queue, options, max_rows=MAX_ROWS_READ)
+        click.echo("\n".join(dry_run_lines(survey_result, price_per_hour)))
         return
     run = submit_run(connection, queue, check_run=client.check_here, **arguments)
     tell = wait_for_end if wait else await_plan
@@ -103,7 +103,7 @@ def cancel(connection: redis.Redis, /, run: str) -> None:
     """
     submitted = client.run(run, connection=connection)
     cancelled = submitted.cancel()
-    if submitted.status().state == "finished" and not cancelled.removed and not cancelled.stopped:
+    if submitted.status().finished and not cancelled.removed and not cancelled.stopped:
         click.echo(f"run {submitted.id} is finished: nothing was left to cancel")
     else:
         click.echo(f"cancelled: {cancelled.removed} jobs removed, {cancelled.stopped} told to stop")

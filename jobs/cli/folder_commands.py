@@ -16,7 +16,7 @@ import click
 import redis
 
 from jobs import client
-from jobs.cli.status_text import await_plan, errors_told, table, wait_for_end
+from jobs.cli.status_text import await_plan, errors_printed, table, wait_for_end
 from jobs.cli.trial_commands import try_job
 from jobs.cli.watch_commands import json_option
 from jobs.common.display import MAX_TEXT_CHARS, safe_name, to_json
@@ -29,6 +29,7 @@ from jobs.runs.redis_state.state import RunState, recorded_reasons
 from jobs.runs.statistics.report import report_html
 from jobs.runs.statistics.run_statistics import Reasons, outcome_text
 from jobs.runs.watching.reading import read_planned
+from jobs.runs.watching.snapshot import ENDED_STATES
 
 if TYPE_CHECKING:
     from jobs.parquet.outputs.read_back import FailedRow, FolderReader
@@ -83,6 +84,7 @@ def errors(
         raise click.UsageError(
             "--max-tokens is for --cut: without it only rows with an error are asked"
         )
+    write = _errors_json if as_json else _errors_text
     scored = client.run(run, connection=connection)
     if retry is not None:
         new_run = retry_run(connection, reader_of(scored).plan, retry, max_tokens)
@@ -98,21 +100,19 @@ def errors(
         raise click.ClickException(
             f"run {scored.id} has no rows: its planning failed: {snapshot.plan_error}"
         )
-    note = ""
-    rows: list[FailedRow] = []
     try:
         reader = reader_of(scored)
-        reasons, rows = reader.errors(limit)
-        failed_checks, num_cut = reader.bad_answers()
     except RunNotHere as error:
         reasons = recorded_reasons(connection, scored.id)
         failed_checks = 0 if snapshot is None else snapshot.failed_checks
         num_cut = 0 if snapshot is None else snapshot.cut
+        click.echo(write(scored.id, reasons, [], failed_checks, num_cut))
         note = f"{error}. These are the reasons that Redis keeps, the commonest of each part"
-    write = _errors_json if as_json else _errors_text
-    click.echo(write(scored.id, reasons, rows, failed_checks, num_cut))
-    if note:
         click.echo(note, err=True)
+        return
+    reasons, rows = reader.errors(limit)
+    failed_checks, num_cut = reader.bad_answers()
+    click.echo(write(scored.id, reasons, rows, failed_checks, num_cut))
 
 
 @click.command()
@@ -137,7 +137,9 @@ def tail(
     RUN is its id or its output folder, on this machine or in a store whose keys are in the environment.
     """
     reader = reader_of(client.run(run, connection=connection))
-    columns = [*(reader.prompt_columns if prompts else ()), *reader.answer_columns]
+    columns = list(reader.answer_columns)
+    if prompts:
+        columns = [*reader.prompt_columns, *columns]
 
     def show(rows: Iterator[dict[str, Any]]) -> None:
         for row in rows:
@@ -169,7 +171,7 @@ def _follow(
 
 def _has_ended(connection: redis.Redis, run: str) -> bool:
     with suppress(UnknownRun, redis.exceptions.ConnectionError, redis.exceptions.TimeoutError):
-        return read_planned(connection, run).state in ("finished", "failed", "cancelled", "stopped")
+        return read_planned(connection, run).state in ENDED_STATES
     return False
 
 
@@ -325,7 +327,7 @@ def _to_verify(connection: redis.Redis, run: str) -> tuple[str, str, str, str | 
 
 
 def _check_finished(run: str, state: str) -> None:
-    if state != "finished":
+    if state not in ("finished", "expired"):
         raise InvalidJob(f"run {run} cannot be verified: it is not finished, but {state}")
 
 
@@ -356,7 +358,7 @@ def verify(
     rounding, unless TOKENMILL_DETERMINISTIC=1 was set for both the run and verify.
     """
     try:
-        with errors_told():
+        with errors_printed():
             run_queue, folder, run_id, model = _to_verify(connection, run)
             arguments = {
                 "run": run_id,

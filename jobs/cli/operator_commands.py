@@ -29,7 +29,7 @@ MAX_SHOWN = 5
 def info(connection: redis.Redis, /, queues: tuple[str, ...]) -> None:
     """Count the jobs in QUEUES, or in all queues, and list the workers.
 
-    Unlike `rq info` it reads no job, so no pickle. Exits with 1 where a named queue does not exist.
+    Unlike `rq info` it reads no job, so no pickle. Exits with 1 if a named queue does not exist.
     """
     known_names = queue_names(connection)
     missing = []
@@ -130,7 +130,7 @@ def _ids(job_ids: list[str]) -> str:
     return ", ".join(map(safe_name, job_ids[:MAX_SHOWN])) + more
 
 
-#: Imported by name, as these packages import this one.
+#: Imported when they are used, because these packages import this one.
 CHECKS = {"worker": "worker.doctor", "dashboard": "tokenmill.dashboard.doctor"}
 
 _COLOURS = {Level.OK: "green", Level.WARNING: "yellow", Level.FAULT: "red"}
@@ -147,8 +147,8 @@ _COLOURS = {Level.OK: "green", Level.WARNING: "yellow", Level.FAULT: "red"}
 def doctor(context: click.Context, /, role: str | None, as_json: bool) -> None:
     """Say what is wrong here, and what to mend; change nothing.
 
-    Looks at Redis, what its user may do, settings and installation; as a worker, which is the default where one is
-    installed, also at model, memory, GPU and data roots. Exits with 1 where there is a fault, with 0 otherwise.
+    Looks at Redis, at what its user may do, at settings and the installation. As a worker, it also looks at the model,
+    memory, GPU and data roots; this is the default if a worker is installed. Exits with 1 if there is a fault, else 0.
     """
     url = context.find_root().params["url"]
     if role is None:
@@ -159,7 +159,7 @@ def doctor(context: click.Context, /, role: str | None, as_json: bool) -> None:
         findings.append(finding)
         if not as_json:
             level = click.style(f"{finding.level:8}", fg=_COLOURS[finding.level])
-            click.echo(f"{level} {finding.subject:13} {finding.found}")
+            click.echo(f"{level} {finding.subject:13} {finding.text}")
             if finding.mend:
                 click.echo(f"{'':22} -> {finding.mend}")
     levels = Counter(finding.level for finding in findings)

@@ -1,4 +1,4 @@
-"""The options that say what a run is, for the commands that take them, and the arguments of a run that they make."""
+"""The command-line options that describe a run, and how they become the run's arguments."""
 
 import csv
 import json
@@ -34,7 +34,7 @@ def json_value(kind: type) -> Callable[[click.Context, click.Parameter, str | No
 
 JINJA_SUFFIXES = (".j2", ".jinja", ".jinja2")
 
-#: Each says what to ask; a run has one of them.
+#: Each says what to ask. A run has exactly one of them.
 PROMPT_OPTIONS = (
     *("prompt_column", "messages_column", "template", "template_file", "messages_template"),
     *("prompt", "prompts"),
@@ -92,23 +92,26 @@ def run_arguments(options: dict[str, Any]) -> dict[str, Any]:
             f"{' and '.join(prompt_flags)} each say what to ask: give one of them"
         )
     # An option that was not given is None, or () if it may be repeated; an empty list was given.
-    said = {name: value for name, value in options.items() if value is not None and value != ()}
-    arguments: dict[str, Any] = {
-        name: list(v) if isinstance(v, tuple) else v for name, v in said.items()
-    }
+    arguments: dict[str, Any] = {}
+    for name, value in options.items():
+        if value is not None and value != ():
+            arguments[name] = list(value) if isinstance(value, tuple) else value
     arguments["input"] = arguments.pop("files")
-    if os.path.isfile(output := arguments["output"]):
+    output = arguments["output"]
+    if os.path.isfile(output):
         raise click.UsageError(
             f"OUT is the file {output}: name a new or empty folder behind the inputs"
         )
     if "output_format" in arguments and not arguments["single_file"]:
         raise click.UsageError("--output-format is that of one output file: add --single-file")
-    if (path := arguments.pop("template_file", None)) is not None:
+    path = arguments.pop("template_file", None)
+    if path is not None:
         # Editors add a line break at the end of a file.
         arguments["template"] = _read("--template-file", path).removesuffix("\n").removesuffix("\r")
         if path.endswith(JINJA_SUFFIXES):
             arguments.setdefault("template_format", "jinja")
-    if (prompts := arguments.pop("prompt", None)) is not None:
+    prompts = arguments.pop("prompt", None)
+    if prompts is not None:
         arguments["prompts"] = [
             {"name": name, "template": template} for name, template in prompts.items()
         ]
@@ -141,11 +144,12 @@ def _switch(name: str, help: str) -> Decorator:
     return click.option(f"--{name}/--no-{name}", help=help, default=None)
 
 
-#: Kinds of options that several have.
+#: Settings that several options share.
 _TEXTS: Any = {"multiple": True}
 _COLUMNS: Any = {"multiple": True, "callback": column_list}
 _NAMED: Any = {"multiple": True, "callback": assignments}
-_JSON_LIST, _JSON_OBJECT = {"callback": json_value(list)}, {"callback": json_value(dict)}
+_JSON_LIST = {"callback": json_value(list)}
+_JSON_OBJECT = {"callback": json_value(dict)}
 
 _FORMAT_HELP = "Format of the FILEs, where their names do not tell it; openai-batch reads OpenAI's batch files."
 
@@ -157,6 +161,9 @@ _INPUT = (
         "A model that batch files name, for the served one; * for any.",
         **_TEXTS,
         metavar="NAME",
+    ),
+    _option(
+        "--inline-pictures", "Refuse lines of batch files that name a picture's file.", is_flag=True
     ),
     _option("--filename-column", "Add a column of this name that holds each row's file."),
     click.option(
@@ -362,6 +369,11 @@ _OUTPUT = (
     _option(
         "--max-errors",
         "Stop when more rows have an error: a number, or a share like 5%; by default 90%.",
+    ),
+    _option(
+        "--deadline",
+        "Begin no more rows then: a duration like 2h, or a time like 2026-12-01T08:00:00+01:00.",
+        metavar="WHEN",
     ),
     _option(
         "--reuse", "Take the answers of an earlier run, by its output.", metavar="OLD", **_TEXTS

@@ -63,6 +63,13 @@ def dashboard(context: click.Context, /, **options: Any) -> None:
     show_default=True,
     help="Seconds that an answer may take.",
 )
+@click.option(
+    "--drain",
+    type=click.IntRange(0, 86400),
+    default=3,
+    show_default=True,
+    help="Seconds for requests to end after SIGTERM.",
+)
 @click.pass_context
 def serve(context: click.Context, /, **options: Any) -> None:
     """Serve OpenAI's HTTP API: calls go to the queue of prompts, batches to that of runs.
@@ -73,9 +80,10 @@ def serve(context: click.Context, /, **options: Any) -> None:
 
 
 def _run_server(name: str, extra: str, context: click.Context, options: Mapping[str, Any]) -> None:
-    """Run a server until it is stopped. name: its module, imported by name as that package imports this one.
+    """Run a server until it is stopped.
 
-    extra: the extra of the package that brings what it needs.
+    name: its module, which is imported here because its package imports this one. extra: the extra of Tokenmill that
+    installs what it needs.
     """
     try:
         module: Any = importlib.import_module(name)
@@ -125,9 +133,9 @@ def list_command(connection: redis.Redis, /) -> None:
 )
 @click.pass_obj
 def limit_command(connection: redis.Redis, /, project: str, **limits: int | None) -> None:
-    """Limit what PROJECT's clients take, in the place of its earlier limits.
+    """Limit what PROJECT's clients take. This replaces all earlier limits.
 
-    Without an option nothing of it is limited.
+    What no option names is not limited.
     """
     set_limits(connection, project, ProjectLimits(**limits))
 

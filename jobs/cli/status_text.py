@@ -11,7 +11,7 @@ import click
 import redis
 from tqdm import tqdm
 
-from jobs.common.display import MAX_TEXT_CHARS, duration_text, safe_name
+from jobs.common.display import MAX_TEXT_CHARS, duration_text, safe_name, utc_text
 from jobs.common.rq_jobs import last_value
 from jobs.doctor.redis_server import NOT_SERVED, not_served
 from jobs.errors import JobsError
@@ -22,7 +22,7 @@ from jobs.runs.watching.snapshot import REFUSED, RunSnapshot, needs, obstacles, 
 
 
 @contextmanager
-def errors_told() -> Iterator[None]:
+def errors_printed() -> Iterator[None]:
     """Print an error that a user can act on as one line, safe for a terminal, and exit with status 1."""
     cause: Exception
     try:
@@ -33,7 +33,7 @@ def errors_told() -> Iterator[None]:
         cause = error
     except NOT_SERVED as error:
         finding = not_served(click.get_current_context().find_root().params["url"], error)
-        text = f"{finding.found}: {finding.mend}"
+        text = f"{finding.text}: {finding.mend}"
         cause = error
     except redis.exceptions.RedisError as error:
         text = f"Redis refused ({type(error).__name__}): {error}"
@@ -184,7 +184,20 @@ def status_text(snapshot: RunSnapshot, num_gone: int = 0) -> str:
         lines.append(f"tokens   {snapshot.tokens} generated")
         if snapshot.left_s is not None:
             lines.append(f"left     {duration_text(snapshot.left_s)}")
+        if snapshot.deadline is not None and not snapshot.finished:
+            lines.append(f"deadline {deadline_text(snapshot)}")
     return "\n".join([*lines, *verdict(snapshot), *gone_text(num_gone, snapshot.output)])
+
+
+def deadline_text(snapshot: RunSnapshot) -> str:
+    """Say when a run's deadline is, and whether it will hold. The run has one."""
+    assert snapshot.deadline is not None
+    prospects = {
+        True: "it will hold",
+        False: "it will NOT hold: rows that are not begun by then get an error",
+        None: "whether it holds is not known yet",
+    }
+    return f"{utc_text(snapshot.deadline)}, {prospects[snapshot.deadline_holds]}"
 
 
 def gone_text(num_gone: int, folder: str) -> list[str]:
@@ -240,17 +253,18 @@ def _tell_if_already_finished(connection: redis.Redis, snapshot: RunSnapshot) ->
 
 @contextmanager
 def _left_going(run: str, watch: Watch) -> Iterator[None]:
-    """On Ctrl-C exit with 130, and say that the run goes on or what it waits for."""
+    """Turn Ctrl-C into exit status 130, and say that the run goes on, or what it waits for."""
     try:
         yield
     except KeyboardInterrupt:
-        stands = (
-            "goes on"
-            if watch.waits_for is None
-            else f"was not cancelled, and waits ({watch.waits_for})"
+        state = "goes on"
+        if watch.waits_for is not None:
+            state = f"was not cancelled, and waits ({watch.waits_for})"
+        commands = (
+            f"`tokenmill status {run}` shows it, the same submit with --wait follows it, "
+            f"`tokenmill cancel {run}` ends it"
         )
-        told = f"the run {stands}: `tokenmill status {run}` shows it, the same submit with --wait follows it, "
-        click.echo(f"{told}`tokenmill cancel {run}` ends it", err=True)
+        click.echo(f"the run {state}: {commands}", err=True)
         sys.exit(130)
 
 

@@ -73,7 +73,9 @@ def dry_run_lines(result: dict[str, Any], price_per_hour: float | None) -> list[
         if result["rows_reused"]
         else ""
     )
-    tried, failed, seconds = result["num_tried"], result["num_failed"], result["seconds"]
+    tried = result["num_tried"]
+    failed = result["num_failed"]
+    seconds = result["seconds"]
     lines = [
         f"rows     {result['num_rows']:,}, of which {result['rows_failing']:,.0f} would fail{reused}{share}",
         *(f"         {line}" for line in _reasons(result)),
@@ -84,9 +86,10 @@ def dry_run_lines(result: dict[str, Any], price_per_hour: float | None) -> list[
         f"are computed, as {tried} rows tell",
         f"time     about {duration_text(seconds)} on one worker like this one, alone with the run",
     ]
-    if again := result.get("rows_escalated"):
+    escalated = result.get("rows_escalated")
+    if escalated:
         lines.append(
-            f"again    {again:,.0f} rows, of the second model: neither time nor cost has these"
+            f"again    {escalated:,.0f} rows, of the second model: neither time nor cost has these"
         )
     if failed:
         lines.append(f"but      {failed} of the {tried} rows that were tried failed")
@@ -100,7 +103,7 @@ def dry_run_lines(result: dict[str, Any], price_per_hour: float | None) -> list[
 def survey(
     connection: redis.Redis, queue: str, options: dict[str, Any], **how: Any
 ) -> dict[str, Any]:
-    """Have a worker look at a run; return the result of jobs.survey_parquet. how: its arguments beside the run's."""
+    """Have a worker look at a run; return the result of jobs.survey_parquet. how: further arguments of it."""
     submission, arguments = Submission.split(
         queue, run_arguments({"output": "/dev/null", **options})
     )
@@ -132,7 +135,10 @@ def try_job(
                 pipe.hset(job_key(job_id), MODEL_FIELD, model)
             pipe.execute()
         heard_at = look_at = time.monotonic()
-        while (status := job_status(connection.hget(job_key(job_id), "status"))) in WAITING:
+        while True:
+            status = job_status(connection.hget(job_key(job_id), "status"))
+            if status not in WAITING:
+                break
             moment = time.monotonic()
             if moment >= look_at:
                 look_at = moment + WORKERS_EVERY_S
@@ -179,7 +185,9 @@ def _show(row: dict[str, Any]) -> None:
 def _text(value: Any) -> str:
     text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
     lines = [safe_name(line, MAX_SHOWN_CHARS) for line in text[:MAX_SHOWN_CHARS].split("\n")]
-    return "\n    ".join(lines) + (" ..." if len(text) > MAX_SHOWN_CHARS else "")
+    if len(text) > MAX_SHOWN_CHARS:
+        lines[-1] += " ..."
+    return "\n    ".join(lines)
 
 
 def _reasons(result: dict[str, Any]) -> list[str]:

@@ -152,12 +152,9 @@ def _output_text(output: RunOutput) -> str:
         f"rows     {output.plan.rows}{errors}",
         f"shards   {output.parts} of {len(output.plan.shards)} done",
         *gone_text(output.num_gone, output.folder),
-        *(
-            ["this Redis does not know it any more: submit it again"]
-            if output.state == "forgotten"
-            else []
-        ),
     ]
+    if output.state == "forgotten":
+        lines.append("this Redis does not know it any more: submit it again")
     return "\n".join(lines)
 
 
@@ -188,9 +185,9 @@ def show_or_watch(
             click.echo(text)
 
 
-def runs_table(found: Sequence[RunSnapshot], now: float) -> str:
+def runs_table(runs: Sequence[RunSnapshot], now: float) -> str:
     """Return a table of runs. now: Unix seconds."""
-    if not found:
+    if not runs:
         return "no run: `tokenmill submit FILE OUT` makes one"
     heads = ("RUN", "STATE", *_RUN_NUMBERS, "OUTPUT")
     rows = [
@@ -207,7 +204,7 @@ def runs_table(found: Sequence[RunSnapshot], now: float) -> str:
             if len(run.output) <= MAX_PATH_CHARS
             else f"...{run.output[3 - MAX_PATH_CHARS :]}",
         )
-        for run in found
+        for run in runs
     ]
     return table(heads, rows, _RUN_NUMBERS)
 
@@ -233,9 +230,9 @@ def workers_table(samples: Sequence[WorkerSample]) -> str:
 
 
 def _worker_row(worker: WorkerSample) -> tuple[str, ...]:
-    held = ", ".join(f"{queue} {count}" for queue, count in worker.held.items()) or "-"
-    now: tuple[str, ...] = (
-        held,
+    held_jobs = ", ".join(f"{queue} {count}" for queue, count in worker.held.items()) or "-"
+    activity: tuple[str, ...] = (
+        held_jobs,
         f"{worker.num_requests_running}/{worker.max_num_seqs}",
         str(worker.num_requests_waiting),
         f"{worker.kv_cache_usage:.0%}",
@@ -243,7 +240,7 @@ def _worker_row(worker: WorkerSample) -> tuple[str, ...]:
     if (
         worker.is_silent
     ):  # its last sample is outdated: other workers have its jobs, or will have them
-        now = ("-",) * len(now)
+        activity = ("-",) * len(activity)
     return (
         safe_name(worker.name),
         "silent" if worker.is_silent else worker.state,
@@ -252,6 +249,6 @@ def _worker_row(worker: WorkerSample) -> tuple[str, ...]:
         worker.dtype,
         release_text(worker.version, worker.commit),
         " ".join(worker.queues),
-        *now,
+        *activity,
         duration_text(worker.silent_s),
     )

@@ -35,15 +35,15 @@ MAX_NAME_CHARS = 255
 MAX_TEXT_CHARS = 2000
 
 
-def printable(text: str | bytes, kept: str = "") -> str:
-    """Return text in which characters are escaped that a terminal may obey or not show. kept: not escaped."""
+def printable(text: str | bytes, allowed: str = "") -> str:
+    """Escape the characters that a terminal might obey or cannot show. allowed: characters that are not escaped."""
     if isinstance(text, bytes):
         text = text.decode(errors="backslashreplace")
     if text.isprintable():
         return text
     shown = ""
     for character in text:
-        is_shown = character.isprintable() or character in kept
+        is_shown = character.isprintable() or character in allowed
         shown += character if is_shown else character.encode("unicode_escape").decode()
     return shown
 
@@ -74,6 +74,11 @@ def duration_text(seconds: float) -> str:
         if whole >= size:
             return f"{whole // size} {unit} {whole % size // part} {smaller}"
     return f"{whole} s"
+
+
+def utc_text(moment: float) -> str:
+    """Return a time as ISO 8601 to the second, in UTC. moment: Unix seconds."""
+    return datetime.datetime.fromtimestamp(moment, datetime.UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
 
 
 def to_json(value: Any, indent: int | None = None) -> str:

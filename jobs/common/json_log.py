@@ -22,15 +22,15 @@ _transform = structlog.tracebacks.ExceptionDictTransformer(show_locals=False, ma
 class JsonLine(logging.Formatter):
     """Writes a record as one line. Tracebacks show no values of variables, as these hold prompts.
 
-    bound: the fields of every line. more_of: returns further fields for a job's id.
+    bound: the fields of every line. job_fields: returns further fields for a job's id.
     """
 
     def __init__(
-        self, bound: Mapping[str, str], more_of: Callable[[str], Mapping[str, Any]] | None = None
+        self, bound: Mapping[str, str], job_fields: Callable[[str], Mapping[str, Any]] | None = None
     ) -> None:
         super().__init__()
         self._bound = dict(bound)
-        self._more_of = more_of
+        self._job_fields = job_fields
 
     def format(self, record: logging.LogRecord) -> str:
         """Return a record as a line of JSON."""
@@ -46,8 +46,8 @@ class JsonLine(logging.Formatter):
         job_id = record.__dict__.get(JOB_ID)
         if isinstance(job_id, str):
             fields[JOB_ID] = job_id
-            if self._more_of is not None:
-                fields.update(self._more_of(job_id))
+            if self._job_fields is not None:
+                fields.update(self._job_fields(job_id))
         if record.exc_info and record.exc_info[0] is not None:
             shown = []
             for exception in _transform(record.exc_info):

@@ -5,17 +5,19 @@ tokenmill:samples:<name>       list: JSON points of the last hour of such a work
 tokenmill:run:<run>            hash: what the CLI shows of a run, its last submission and its last cancelled one
 tokenmill:run:<run>:parts      hash: shard number -> JSON statistics of its part; `total` -> number of shards
 tokenmill:run:folder:<hash>    string: the run that was last submitted for an output folder
-tokenmill:run:<run>:turn       string: written by whoever submits, plans or cancels the run, watched by the others
+tokenmill:run:<run>:turn       string: written by each submit, planning and cancel, which all watch it
 tokenmill:run:<run>:errors     hash: shard number -> JSON: the commonest reasons why rows of its part have an error
 tokenmill:run:<run>:failed     set: shards whose jobs have failed for good, where somebody is told of the run's end
 tokenmill:run:index            sorted set: run -> Unix time in ms of its last submission
+tokenmill:run:api-batches      sorted set: JSON of a batch -> Unix time of its making (watching/api_records.py)
+tokenmill:run:api-limited      hash: `<project> <limit>` -> Unix time of its last refusal (watching/api_records.py)
 tokenmill:api-limits           hash: project -> JSON: what its clients may take (api_keys.py)
 tokenmill:api-rate:<project>:<minute>  string: how many requests its clients have made in this minute
 tokenmill:api-tokens:<project> hash: job or batch -> its tokens, and until when they count (server/queued_tokens.py)
 tokenmill:api-once:<project>:<hash>    string, JSON: what a request with an Idempotency-Key has made, for a day
 tokenmill:api-keys             hash: SHA-256 of a client's key -> JSON: its project and name (api_keys.py)
 
-Those by which workers tell whose a job is, or whose turn it is, belong to worker/store/:
+The keys below belong to worker/store/. They tell which worker has a job, or whose turn it is:
 
 tokenmill:held:<queue>         hash: `<job>:<execution>` that is claimed -> what was known then (holding.lua)
 tokenmill:deaths:<job>         string: how many workers have died with the job, for a week
@@ -29,6 +31,8 @@ tokenmill:epochs               list: marks of the last claims; a worker misses o
 tokenmill:epoch-made           string: such a mark was made within this second
 tokenmill:restored             string: when a worker saw that, until `tokenmill restore-check --confirm`
 tokenmill:maintenance:<queue>  string: the worker that looks for abandoned jobs of the queue in this period
+tokenmill:fair:<queue>         string, JSON: what the last look left that put the queue in order (store/queue_order.py)
+tokenmill:fair-turn:<queue>    string: a worker has put the queue in order in this period
 tokenmill:maintenance-stock:<queue>  string: the one that looks for jobs that RQ's own workers left there
 
 With RQ_KEY_PREFIX=mine RQ's keys begin with `mine:` in the place of `rq:`, and ours with `mine:tokenmill:`.
@@ -48,10 +52,10 @@ def prefixed(key: str) -> str:
     return f"{RQ if kind == 'rq' else OWN}:{rest}"
 
 
-#: Raise this by one when what workers share changes its meaning: plans, journals with the steps of items that these
-#: hold, and payloads of jobs that Tokenmill enqueues. A worker leaves work with a higher number to newer ones, and
-#: reads no journal or plan with a lower one.
-FORMAT = 9
+#: Raise this by one if something that workers share changes its meaning: plans, journals, the steps of items (which
+#: journals hold), and payloads of jobs that Tokenmill enqueues. A worker leaves work with a higher number to newer
+#: workers, and reads no journal or plan with a lower one.
+FORMAT = 10
 #: A field in RQ's job hash: the FORMAT of the version that enqueued the job. A producer's own job has none.
 FORMAT_FIELD = "tokenmill_format"
 #: Another one: how many sequences a job brings, so that one worker does not claim every shard of a run.
@@ -76,6 +80,9 @@ EPOCHS_KEY = f"{OWN}:epochs"
 RESTORED_KEY = f"{OWN}:restored"
 #: Every run that was submitted within twice RUN_TTL_S. It is below `tokenmill:run:`, which producers may write.
 RUNS_KEY = f"{OWN}:run:index"
+#: What API servers record for others to show. These too are below `tokenmill:run:`: the dashboard is a producer.
+API_BATCHES_KEY = f"{OWN}:run:api-batches"
+API_LIMITED_KEY = f"{OWN}:run:api-limited"
 
 #: The keys of the API server's clients.
 API_KEYS_KEY = f"{OWN}:api-keys"

@@ -77,10 +77,10 @@ def is_json(wanted: str, stream: TextIO) -> bool:
     return wanted == JSON or (wanted == AUTO and not stream.isatty())
 
 
-def handle_all(formatter: logging.Formatter, named: Iterable[str] = ()) -> None:
+def handle_all(formatter: logging.Formatter, logger_names: Iterable[str] = ()) -> None:
     """Write the records of all loggers: errors to stderr, the rest to stdout.
 
-    named: loggers that lose their own handlers.
+    logger_names: loggers that lose their own handlers.
     """
     to_stdout = logging.StreamHandler(sys.stdout)
     to_stdout.addFilter(lambda record: record.levelno < logging.ERROR)
@@ -89,7 +89,7 @@ def handle_all(formatter: logging.Formatter, named: Iterable[str] = ()) -> None:
     for handler in (to_stdout, to_stderr):
         handler.setFormatter(formatter)
         logging.getLogger().addHandler(handler)
-    for name in named:
+    for name in logger_names:
         give_up_handlers(name)
     logging.captureWarnings(True)
 

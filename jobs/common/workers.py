@@ -31,7 +31,7 @@ MAX_POINTS = 360
 MAX_HELD_NAMED = 20
 #: The state of a worker that loads its model.
 LOADING = "loading"
-#: How long such a worker may say nothing else.
+#: The most seconds for which a worker counts as loading.
 LOADING_S = 600.0
 #: The state of a worker that claims nothing because Redis came back with older data.
 RESTORED = "restored"
@@ -120,7 +120,7 @@ class Point:
         return min(1.0, self.num_requests_running / self.max_num_seqs) if self.max_num_seqs else 0.0
 
     def to_object(self) -> dict[str, Any]:
-        """Return the fields as JSON has them."""
+        """Return the fields as an object of JSON."""
         return asdict(self)
 
     def to_text(self) -> str:
@@ -233,11 +233,16 @@ def read_workers(connection: Redis, names: Sequence[str] | None = None) -> list[
     workers = []
     for name in names:
         registration = next(replies)
-        serving = (next(replies), next(replies))
-        loading = (next(replies), next(replies))
+        record = next(replies)
+        left_ms = next(replies)
+        loading_record = next(replies)
+        loading_left_ms = next(replies)
+        if record is None:
+            record = loading_record
+            left_ms = loading_left_ms
         values = registration if isinstance(registration, list) else [None] * len(_FIELDS)
         registered = {key: value for key, value in zip(_FIELDS, values, strict=True) if value}
-        sample = _sample(name, *(serving if serving[0] is not None else loading))
+        sample = _sample(name, record, left_ms)
         if registered or (sample is not None and sample.silent_s <= LISTED_S):
             queues = text(registered["queues"]).split(",") if "queues" in registered else []
             shown = {key: safe_name(value) for key, value in registered.items()}

@@ -17,11 +17,11 @@ MAX_RESULT_BYTES = 16 << 20
 
 
 def accept_any_sampling(sampling: Mapping[str, Any]) -> None:
-    """Stand in for the engine's check where no engine is at hand."""
+    """Accept any values. For processes that have no engine to check them."""
 
 
 def never_interrupted() -> None:
-    """Stand in for the check where nobody interrupts a job but by ending its process."""
+    """Do nothing. For processes whose jobs are only interrupted by ending the process."""
 
 
 @dataclass(frozen=True)
@@ -46,6 +46,7 @@ class JobContext:
     meter: returns a PromptMeter, and loads an engine if there is none; None if prompts cannot be counted here.
     trace: W3C's trace context, for the meta of jobs that this one enqueues.
     journal: the journal of a job of prompts; None if it has none.
+    created_at: when the job was made, in Unix seconds; None if that is unknown.
     """
 
     connection: Redis
@@ -70,3 +71,4 @@ class JobContext:
     worker_name: str = ""
     trace: Mapping[str, str] = field(default_factory=dict)
     journal: JobJournal | None = None
+    created_at: float | None = None

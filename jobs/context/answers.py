@@ -15,7 +15,7 @@ _NONE: Mapping[str, Any] = MappingProxyType({})
 class Answer:
     """The output columns of one row, by the names of jobs.parquet.asks.ask.OUTPUT_FIELDS.
 
-    A row with several completions has a tuple, with a value for each completion, where one completion has a value.
+    If a row has several completions, each of their fields is a tuple with a value for each completion.
     tool_calls: JSON. columns: further columns by name; an Arrow array holds one value. attempts, check_error: see
     PromptAnswer. reused: the earlier run's row that the answer was taken from.
     """

@@ -23,11 +23,11 @@ Check = Callable[[Any, str], object]
 
 
 class Unusable(Exception):
-    """Raised with the reason why a check can check nothing."""
+    """Raised with the reason why a check can never work."""
 
 
 def check(worker: Worker) -> Iterator[dict[str, Any]]:
-    """Compile a check and, where there is an answer, look at it. What a function prints goes to the log."""
+    """Compile a check, and check an answer if there is one. What a function prints goes to the log."""
     yield _reply(worker.question)
 
 
@@ -64,7 +64,7 @@ def _files(check: Check) -> list[Path]:
 
 @lru_cache(maxsize=64)
 def _version(check: Check) -> str:
-    """Return the hash of these files when this process imported the function: it goes on running them."""
+    """Return the hash that these files had when this process imported the function. It goes on running that version."""
     return hash_of(_files(check))
 
 
@@ -113,17 +113,17 @@ def _pattern(pattern: str) -> Check:
 def _function(dotted: str) -> Check:
     try:
         with unlimited_memory():
-            # The colon says where the module ends, as it may have a submodule of that name.
-            found = resolve_name(":".join(dotted.rsplit(".", 1)))
-    except BaseException as error:  # a module raises what it likes
+            # The colon marks the module's end, because it may have a submodule with the function's name.
+            function = resolve_name(":".join(dotted.rsplit(".", 1)))
+    except BaseException as error:  # a module may raise anything
         raise Unusable(
             f"function of check: {dotted} cannot be imported ({type(error).__name__}: {error})"
         ) from error
-    if not callable(found):
+    if not callable(function):
         raise Unusable(
-            f"function of check: {dotted} is a {type(found).__name__}, expected a function"
+            f"function of check: {dotted} is a {type(function).__name__}, expected a function"
         )
-    check: Check = found
+    check: Check = function
     _version(check)
     return check
 
@@ -141,15 +141,17 @@ def _schema(schema: dict[str, Any]) -> Check:
         raise Unusable(
             f"json of check is no JSON schema: {error.json_path}: {error.message}"
         ) from None
-    validator = kind(schema, registry=REGISTRY)  # which looks nothing up outside
+    validator = kind(schema, registry=REGISTRY)  # the registry fetches no schema from outside
 
     def check(row: Any, text: str) -> str | None:
         try:
             value = json.loads(text, parse_constant=_no_constant)
         except (ValueError, RecursionError) as error:
             return f"it is not JSON: {error}"
-        found = best_match(validator.iter_errors(value))
-        return None if found is None else f"{found.json_path}: {found.message}"
+        violation = best_match(validator.iter_errors(value))
+        if violation is None:
+            return None
+        return f"{violation.json_path}: {violation.message}"
 
     return check
 
@@ -179,7 +181,7 @@ def _agreement(agree_on: str) -> Check:
 
 
 def _json_part(text: str, pointer: str) -> str | None:
-    """Return the value at a JSON pointer (RFC 6901) as JSON in one form; None where there is none."""
+    """Return the value at a JSON pointer (RFC 6901) as JSON in one form; None if there is none."""
     try:
         value = json.loads(text, parse_constant=_no_constant, parse_float=_number)
         for step in pointer.split("/")[1:]:
@@ -196,7 +198,7 @@ def _json_part(text: str, pointer: str) -> str | None:
 
 
 def _number(text: str) -> float | int:
-    """Return a number of JSON, of which 1 and 1.0 are the same."""
+    """Return a number of JSON in one form: 1 and 1.0 are equal."""
     value = float(text)
     return int(value) if value.is_integer() else value
 

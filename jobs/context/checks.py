@@ -1,7 +1,7 @@
-"""Checks of answers: what may be asked, and the processes apart that check, each within a limit of time.
+"""Checks of answers: which checks there are, and the child processes that make them within a time limit.
 
-A pattern that backtracks holds Python's lock while it does, and a user's function may do anything: in the
-worker's own process either would hold up its engine.
+A pattern that backtracks holds Python's lock, and a user's function may do anything. In the worker's own process either
+would hold up the engine.
 """
 
 import json
@@ -16,13 +16,12 @@ from jobs.errors import InvalidJob, InvalidValue, check_limit, unlike
 from sandbox import Child, ChildFailed, ChildOutOfMemory, ChildTooSlow, Limits, Pool
 
 KINDS = ("function", "json", "regex")
-#: Kinds that no producer names: the part of a text that is compared with others, and a function that answers a tool's
-#: call.
+#: Kinds that no producer names. AGREE_ON gives the part of a text that is compared; TOOL carries out a tool's call.
 AGREE_ON, TOOL = "agree_on", "tool"
 DEFAULT_MAX_ATTEMPTS = 3
 MOST_ATTEMPTS = 100
 MAX_CHARS = 1 << 20
-#: The longest text of a repair. Each prompt that is tried again holds it.
+#: The most characters of a repair template. Each prompt that is tried again holds its text.
 MAX_REPAIR_CHARS = 1 << 16
 #: How often the reason may stand in it.
 MAX_REASONS = 8
@@ -69,7 +68,7 @@ NO_REPAIRS = RepairOptions()
 
 
 def split_repair_options(values: Mapping[str, Any]) -> tuple[dict[str, Any], RepairOptions]:
-    """Split keyword arguments into the checks of answers and all others, which come first. Raises InvalidJob."""
+    """Return keyword arguments without the checks of answers, and these checks. Raises InvalidJob."""
     remaining = {name: value for name, value in values.items() if name not in PARSERS}
     options = {
         name: parse(name, values[name])
@@ -83,10 +82,10 @@ def _check(name: str, value: Any) -> dict[str, Any]:
     if not isinstance(value, dict) or len(value) != 1 or next(iter(value)) not in KINDS:
         kinds = 'one of {"json": schema}, {"regex": pattern} and {"function": "module.name"}'
         raise unlike(name, value, kinds)
-    ((kind, what),) = value.items()
+    ((kind, rule),) = value.items()
     if kind == "json":
-        return {"json": _schema(what)}
-    text = some_text(f"{kind} of check", what, MAX_CHARS)
+        return {"json": _schema(rule)}
+    text = some_text(f"{kind} of check", rule, MAX_CHARS)
     if kind == "function" and (len(text) > MAX_NAME_CHARS or "." not in text.strip(".")):
         raise InvalidValue(
             "function of check is {}, which names no function in a module: write module.function",
@@ -110,13 +109,15 @@ def _schema(value: Any) -> dict[str, Any]:
 
 def _repair_template(name: str, value: Any) -> str:
     text = some_text(name, value, MAX_REPAIR_CHARS)
-    check_limit(
-        text.count(REASON), MAX_REASONS, f"{name} has {{{REASON}}} {{}} times", "once is enough"
-    )
+    num_reasons = text.count(REASON)
+    if num_reasons > MAX_REASONS:
+        raise InvalidJob(
+            f"{name} has {REASON} {num_reasons} times, more than the limit of {MAX_REASONS}: once is enough"
+        )
     return text
 
 
-#: What is made of each option, by its name, as jobs and runs take them.
+#: Checks each option, by its name, and brings its value into one form.
 PARSERS: Mapping[str, Callable[[str, Any], Any]] = {
     "check": _check,
     "continue_on_length": truth,
@@ -125,34 +126,36 @@ PARSERS: Mapping[str, Callable[[str, Any], Any]] = {
 }
 
 
+#: Seconds of a check.
 DEFAULT_LIMIT_S = 5.0
-#: The same of importing a function, and of compiling a schema or a pattern.
+#: Seconds to import a function, and to compile a schema or a pattern.
 BEGIN_LIMIT_S, COMPILE_LIMIT_S = 60.0, 2.0
 
 _TASK = "jobs.context.check_child:check"
 
 
 class Checks:
-    """Checks answers in child processes, as many as threads ask at once. Thread-safe. limit_s: seconds of a check."""
+    """Checks answers, for each thread in a child process of its own. Thread-safe. limit_s: seconds of a check."""
 
     def __init__(self, allowed: Collection[str] = (), limit_s: float = DEFAULT_LIMIT_S) -> None:
-        self._allowed, self._limit_s = frozenset(allowed), limit_s
+        self._allowed = frozenset(allowed)
+        self._limit_s = limit_s
         self._pool = Pool()
 
     def admit(self, options: RepairOptions) -> None:
         """Raise InvalidJob for a function that this worker does not allow."""
         name = options.function
         if name is not None and name not in self._allowed:
-            what = "tool" if TOOL in (options.check or {}) else "function of check"
+            role = "tool" if TOOL in (options.check or {}) else "function of check"
             raise InvalidJob(
-                f"{what}: {name} is not allowed on this worker: its operator lists it in TOKENMILL_ALLOWED_FUNCTIONS"
+                f"{role}: {name} is not allowed on this worker: its operator lists it in TOKENMILL_ALLOWED_FUNCTIONS"
             )
 
-    def prepare(self, options: RepairOptions, **asked: Any) -> dict[str, Any]:
-        """Raise InvalidJob for a check that can check nothing. It may take as long as an import."""
+    def prepare(self, options: RepairOptions, **question: Any) -> dict[str, Any]:
+        """Raise InvalidJob for a check that can never work. It may take as long as an import."""
         self.admit(options)
         try:
-            return {} if options.check is None else self._ask(options, **asked)
+            return {} if options.check is None else self._ask(options, **question)
         except ChildFailed as error:
             raise _useless(error) from None
 
@@ -165,7 +168,7 @@ class Checks:
     def reason(self, options: RepairOptions, row: Any, text: str) -> str | None:
         """Return why an answer's text is not valid, or None. row: what a function gets. Raises InvalidJob.
 
-        AGREE_ON returns a hash of the part that is compared, or None where the text has no such part. TOOL returns JSON
+        AGREE_ON returns a hash of the part that is compared, or None if the text has no such part. TOOL returns JSON
         with the result of the call, or with its error.
         """
         self.admit(options)
@@ -190,7 +193,8 @@ class Checks:
     def _reply(
         self, child: Child, options: RepairOptions, answer: Mapping[str, Any]
     ) -> dict[str, Any]:
-        question, reply = {"check": options.check_text}, dict[str, Any]()
+        question = {"check": options.check_text}
+        reply: dict[str, Any] = {}
         if not child.notes.get(options.check_text):
             limit_s = BEGIN_LIMIT_S if options.function else COMPILE_LIMIT_S
             try:

@@ -21,10 +21,10 @@ class SentTokens(NamedTuple):
 
 
 class JobJournal:
-    """The journal of one execution of a job: a line that says whose it is, and a line of JSON for each prompt.
+    """The journal of one execution of a job. Its first line names the owner; each other line is a prompt's record.
 
-    whose: the job, when it was created, its payload and model. found: the key's value when the job was claimed.
-    lease: a sorted set, and the execution's member in it. owner: a short name of whose it is.
+    owner: a text that names the job, its time of creation, its payload and its model. stored: the key's value when the
+    job was claimed. lease: a sorted set, and the execution's member in it. owner_digest: a short name of the owner.
     sent: what earlier executions of a followed job have sent, in that order.
     """
 
@@ -32,25 +32,25 @@ class JobJournal:
         self,
         connection: Redis,
         job_id: str,
-        whose: str,
-        found: bytes | None,
+        owner: str,
+        stored: bytes | None,
         lease: tuple[str, str] | None = None,
         *,
-        owner: str = "",
+        owner_digest: str = "",
         sent: Sequence[SentTokens] = (),
     ) -> None:
-        self.owner = owner
+        self.owner_digest = owner_digest
         self._sent = sent
         self._connection = connection
         self._job_id = job_id
-        self._whose = whose
-        self._found = found
+        self._owner = owner
+        self._stored = stored
         self._lease = lease
 
     def read(self) -> list[Any]:
         """Return the prompts' records as they were written. Empty if it is damaged, or another job's."""
-        whose, *lines = (self._found or b"").decode(errors="replace").split("\n")
-        if whose != self._whose:
+        owner, *lines = (self._stored or b"").decode(errors="replace").split("\n")
+        if owner != self._owner:
             return []
         try:
             return [json.loads(line) for line in lines]
@@ -72,7 +72,7 @@ class JobJournal:
 
     def write(self, records: Iterable[Sequence[Any]]) -> None:
         """Write the records that have room, unless the execution has lost its job."""
-        contents = self._whose
+        contents = self._owner
         for record in records:
             line = json.dumps(record)
             if len(contents) + len(line) < MAX_BYTES:

@@ -61,7 +61,9 @@ def _imports(file: Path, root: Path) -> Iterator[list[str]]:
             yield from (alias.name.split(".") for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
             above = package[: len(package) + 1 - node.level] if node.level else ()
-            parts = [*above, *(node.module.split(".") if node.module else ())]
+            parts = list(above)
+            if node.module:
+                parts += node.module.split(".")
             yield from ([*parts, alias.name] for alias in node.names)
 
 

@@ -40,7 +40,7 @@ class PinnedModel:
 
     @property
     def identity(self) -> str:
-        """Name the parts of the model that decide an answer, unless its length limit cut it."""
+        """Return the parts of the model that decide an answer. Its length limit is not among them."""
         return f"{self.fingerprint} {self.clock}" if self.clock else self.fingerprint
 
 
@@ -122,7 +122,7 @@ def parse_model(model: object) -> str | None:
 
 @dataclass(frozen=True)
 class PromptMeter:
-    """Counts the tokens of prompts as the engine of a process would.
+    """Counts the tokens of prompts as this process' engine would.
 
     token_ids: returns the tokens of a prompt, or of a chat's messages with its options (see tasks.Request), in any
     thread. It raises InvalidJob if the engine would refuse the prompt. block_size: the tokens of a block, the unit of

@@ -1,4 +1,4 @@
-"""Turns: lets one thread at a time use a thing. A thread that waits counts as alive while the holder is."""
+"""Turns: lets one thread at a time use a thing. A waiting thread counts as alive as long as the holder does."""
 
 import threading
 from collections.abc import Callable, Hashable, Iterator

@@ -36,10 +36,10 @@ def one_of(name: str, value: Any, known: Sequence[str]) -> str:
     return str(value)
 
 
-def listed(name: str, value: Any, what: str, least: int, most: int) -> Sequence[Any]:
-    """Return a list of `least` to `most` values. what: names the list in the error for another type."""
+def listed(name: str, value: Any, kind_of_list: str, least: int, most: int) -> Sequence[Any]:
+    """Return a list of `least` to `most` values. kind_of_list: names the list in the error for another type."""
     if not isinstance(value, list | tuple):
-        raise unlike(name, value, what)
+        raise unlike(name, value, kind_of_list)
     if not least <= len(value) <= most:
         raise InvalidJob(f"{name} holds {len(value)}, expected {least} to {most} of them")
     return value

@@ -30,7 +30,8 @@ def host_of(url: Any) -> str:
 
 def check_host(url: str, hosts: Collection[str]) -> None:
     """Raise InvalidJob for a host that this worker may not call."""
-    if (host := host_of(url)) not in hosts:
+    host = host_of(url)
+    if host not in hosts:
         raise InvalidJob(
             f"webhook: this worker may not call the host {brief(host)}: add it to TOKENMILL_ALLOWED_WEBHOOK_HOSTS"
         )
@@ -53,14 +54,14 @@ def call_webhook(
     """
     check_host(url, hosts)
     parts = _parsed(url)
-    given = {
+    own_headers = {
         name: value for name, value in (headers or {}).items() if name.lower() not in _OWN_HEADERS
     }
     target = (parts.path or "/") + (f"?{parts.query}" if parts.query else "")
     until = time.monotonic() + DEADLINE_S
     sock = _connected(_allowed_addresses(parts, hosts, resolve))
-    sock.settimeout(DEADLINE_S)  # what is left of it the timer knows
-    end = sock.dup()  # of the same connection: TLS takes the socket itself
+    sock.settimeout(DEADLINE_S)  # for one read; the timer ends the whole call
+    end = sock.dup()  # TLS takes `sock` itself, and this one shuts down the same connection
     timer = threading.Timer(until - time.monotonic(), _shut_down, [end])
     timer.start()
     try:
@@ -69,7 +70,7 @@ def call_webhook(
             sock = _tls().wrap_socket(sock, server_hostname=parts.hostname)
             connection = HTTPSConnection(str(parts.hostname), parts.port, context=_tls())
         connection.sock = sock
-        connection.request(method, target, body, {**given, "Connection": "close"})
+        connection.request(method, target, body, {**own_headers, "Connection": "close"})
         status = connection.getresponse().status
     except (OSError, HTTPException):
         if time.monotonic() < until:
@@ -93,7 +94,7 @@ def _parsed(url: Any) -> SplitResult:
         with suppress(ValueError):
             parts = urlsplit(url)
             if parts.scheme in ("http", "https") and parts.hostname and parts.port != 0:
-                if "@" in parts.netloc:  # which no call could be made with
+                if "@" in parts.netloc:  # HTTPConnection takes no user and password
                     raise InvalidJob(
                         "webhook: a URL with user or password, expected one such as https://host/path"
                     )

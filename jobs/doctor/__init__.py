@@ -1,1 +1,1 @@
-"""What `tokenmill doctor` looks at without worker and engine. Nothing here changes what lasts."""
+"""The checks of `tokenmill doctor` that need neither worker nor engine. They leave no trace."""

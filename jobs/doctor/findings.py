@@ -19,11 +19,11 @@ class Level(StrEnum):
 
 
 class Finding(NamedTuple):
-    """What a check says. subject: what was looked at. found: what is there. mend: what mends it."""
+    """What a check reports. subject: what was looked at. text: how it is. mend: what to do about it."""
 
     level: Level
     subject: str
-    found: str
+    text: str
     mend: str = ""
 
 
@@ -45,7 +45,7 @@ class Examination(NamedTuple):
 
 
 def examine(examinations: Iterable[Examination]) -> Iterator[Finding]:
-    """Carry out examinations one after the other. An examination that takes too long, or raises, is a fault."""
+    """Carry out examinations one after the other. One that takes too long, or raises, is reported as a fault."""
     for examination in examinations:
         findings: list[Finding] = []
         # A call of the system that hangs, on a network mount for example, cannot be ended: it is left behind.

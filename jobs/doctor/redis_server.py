@@ -121,7 +121,7 @@ def troubles(connection: Redis) -> list[str]:
         info: Any = connection.info()
     except ResponseError:  # this user may not ask
         return []
-    return [f"{finding.found}: {finding.mend}" for finding in _faults(info)]
+    return [f"{finding.text}: {finding.mend}" for finding in _faults(info)]
 
 
 def _faults(info: Mapping[str, Any]) -> Iterator[Finding]:

@@ -14,7 +14,7 @@ T = TypeVar("T")
 class Check:
     """A question to a child process: whether an answer's text is valid.
 
-    The item gets the reason why it is not, or None. It gets InvalidJob where the check can check nothing.
+    The item gets the reason why it is not, or None. It gets InvalidJob if the check can never work.
     row: what a check function gets beside the text.
     """
 
@@ -38,8 +38,8 @@ Item = Generator[Step, Any, T]
 """A generator of steps that returns a `T`.
 
 It depends on its prompt, its seed and what it was given, on nothing else. So an item that was interrupted resumes by
-replay: a fresh generator is given the same replies again. Whoever changes the steps of an item raises FORMAT
-(jobs/common/keys.py), as journals hold replies to the old ones.
+replay: a fresh generator is given the same replies again. If you change the steps of an item, raise FORMAT
+(jobs/common/keys.py), because journals hold replies to the old steps.
 """
 
 

@@ -9,7 +9,7 @@ from jobs.tasks import OpenTask, Request
 
 
 class ItemsTask(OpenTask):
-    """Asks what the runner's items ask. A subclass sets `runner`, or leaves it None where nothing is asked."""
+    """Asks what the runner's items ask. A subclass sets `runner`, or leaves it None if nothing is asked."""
 
     runner: ItemRunner[Any] | None = None
 

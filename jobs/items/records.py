@@ -1,4 +1,4 @@
-"""Records of items under way, which let another execution go on where one was."""
+"""Records of items under way. With them, another execution goes on where the last one stopped."""
 
 from array import array
 from base64 import b64decode, b64encode
@@ -79,7 +79,7 @@ class Progress:
 
     @property
     def length(self) -> tuple[int, int, int]:
-        """Return numbers by which the further one of two records compares as greater."""
+        """Return numbers that are greater for a record that is further."""
         num_tokens = sum(
             len(sample) for samples in self.tokens.values() for sample in samples.values()
         )

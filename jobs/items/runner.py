@@ -68,8 +68,8 @@ class Counts:
 class Answered(NamedTuple, Generic[T]):
     """An answer as it came.
 
-    num_tokens: generated for it and for equal ones, none for the latter. replies: what its item was given, if the
-    runner keeps that.
+    num_tokens: tokens that were generated for it; 0 for a further place with the same answer. replies: what its item
+    was given, if the runner keeps that.
     """
 
     place: int
@@ -87,6 +87,7 @@ class ItemRunner(Generic[T]):
 
     answers: the answer that each place has already, or None. memo: holds the answers of other jobs.
     keeps_replies: whether `answered` has all that the items were given, for a journal that holds no answers.
+    expired: returns the answer of items that are not begun any more; None while items are begun.
     """
 
     def __init__(
@@ -98,11 +99,13 @@ class ItemRunner(Generic[T]):
         memo: AnswerMemo,
         *,
         keeps_replies: bool = False,
+        expired: Callable[[], T | None] = lambda: None,
     ) -> None:
         self._ask = ask
         self._checks = checks
         self._memo = memo
         self._keeps_replies = keeps_replies
+        self._expired = expired
         self._answers = answers
         self.answered: list[Answered[T]] = []
         self.counts = Counts(done=sum(answer is not None for answer in answers))
@@ -126,7 +129,7 @@ class ItemRunner(Generic[T]):
 
     @property
     def num_requests(self) -> int | None:
-        """Return how many requests were sent or wait to be; None where items may begin with several."""
+        """Return how many requests were sent or wait to be; None if items may begin with several."""
         if self._unsent and not self._ask.is_single:
             return None
         return len(self._sent) + len(self._following) + len(self._unsent)
@@ -152,7 +155,7 @@ class ItemRunner(Generic[T]):
                 return
             elif self._unsent:
                 entry = self._unsent.popleft()
-                if self._take_known(entry):
+                if self._take_known(entry) or self._let_expire(entry):
                     continue
                 if self._claim(entry):
                     self._begin(entry)
@@ -160,7 +163,7 @@ class ItemRunner(Generic[T]):
                     postponed.append(entry)
             elif postponed:
                 entry = postponed.popleft()
-                if not self._take_known(entry):
+                if not self._take_known(entry) and not self._let_expire(entry):
                     self._begin(entry)
             else:
                 return
@@ -168,7 +171,7 @@ class ItemRunner(Generic[T]):
     def inspect(self, index: int, samples: Samples) -> None:
         """Have the checks made that follow from the completions of request `index`, in any thread.
 
-        Raises JobsError where a check can check nothing.
+        Raises JobsError if a check can never work.
         """
         sent = self._sent[index]
         if sent is not None and sent.entry.item is not None:
@@ -266,21 +269,21 @@ class ItemRunner(Generic[T]):
             self._end(entry)
             return
 
-        left = entry.resumed
+        resumed = entry.resumed
         entry.resumed = NOTHING
         step = item.num_steps
         requests = item.take_requests()
         entry.num_awaited = len(requests)
         for place, request in enumerate(requests):
             sent = Sent(entry, step, place, len(request.continued))
-            if place in left.received:
-                samples = left.received[place]
+            if place in resumed.received:
+                samples = resumed.received[place]
                 entry.received = {**(entry.received or {}), place: samples}
                 entry.num_awaited -= 1
                 item.receive(step, place, samples)
                 continue
-            if place in left.tokens:
-                request = replace(request, resumed=left.tokens[place])
+            if place in resumed.tokens:
+                request = replace(request, resumed=resumed.tokens[place])
             self._following.append((sent, request))
         requests.clear()
         if not entry.num_awaited:
@@ -319,25 +322,41 @@ class ItemRunner(Generic[T]):
             self._release(entry.memo_key)
 
     def _answer(self, entry: Entry[T], answer: T, replies: tuple[Reply, ...] = ()) -> None:
+        self._settle(entry, answer)
         num_tokens = entry.num_tokens
         for place in entry.places:
-            self._answers[place] = answer
             self.answered.append(Answered(place, num_tokens, answer, replies))
             num_tokens = 0
+
+    def _settle(self, entry: Entry[T], answer: T) -> None:
+        """Put the answer into the item's places, and let go of an item that was not begun."""
+        for place in entry.places:
+            self._answers[place] = answer
         self.counts.done += len(entry.places)
-
-    # The memo of the process
-
-    def _take_known(self, entry: Entry[T]) -> bool:
-        """Answer an item with what another job has computed; return whether there was such."""
-        answer = None if entry.memo_key is None else self._memo.get(entry.memo_key)
-        if answer is None:
-            return False
-        self._answer(entry, answer)
         make = entry.make
         entry.make = None
         if make is not None:
             make().close()
+
+    def _let_expire(self, entry: Entry[T]) -> bool:
+        """Answer an item that is not begun any more; return whether that is so.
+
+        A journal does not get the answer, because a later submission may have a later deadline.
+        """
+        answer = self._expired()
+        if answer is None:
+            return False
+        self._settle(entry, answer)
+        return True
+
+    # The memo of the process
+
+    def _take_known(self, entry: Entry[T]) -> bool:
+        """Answer an item with another job's answer to the same; return whether there is one."""
+        answer = None if entry.memo_key is None else self._memo.get(entry.memo_key)
+        if answer is None:
+            return False
+        self._answer(entry, answer)
         return True
 
     def _claim(self, entry: Entry[T]) -> bool:

@@ -153,7 +153,7 @@ def _are_token_ids(items: list[Any]) -> bool:
     return set(map(type, items)) == {int}
 
 
-#: Names that are not built, with the values at which they would change nothing; null always is one.
+#: Arguments that are not built, with the values at which they change nothing. Null is always such a value.
 NEUTRAL: Mapping[str, tuple[Any, ...]] = {
     **dict.fromkeys(("add_generation_prompt", "detokenize"), (True,)),
     **dict.fromkeys(
@@ -171,12 +171,12 @@ NEUTRAL: Mapping[str, tuple[Any, ...]] = {
     "verbosity": ("medium",),
 }
 
-#: Names of what tells a service's operator something, and the model nothing.
+#: Arguments that say something to a service's operator and nothing to the model.
 FOR_OPERATORS = frozenset({"metadata", "prompt_cache_key", "safety_identifier", "user"})
 
 
 def without_neutral(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return values under our names, without neutral ones. Raises InvalidJob for a value that is not built."""
+    """Return values without those that change nothing, under our names. Raises InvalidJob for one that is not built."""
     used: dict[str, Any] = {}
     for name, value in values.items():
         if name not in NEUTRAL and name not in FOR_OPERATORS:

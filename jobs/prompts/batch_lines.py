@@ -8,13 +8,14 @@ from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 from jobs.common.display import message_of
+from jobs.context.deadlines import EXPIRED
 from jobs.errors import InvalidJob, JobsError, RequestFailed, unlike
 from jobs.prompts.prompt_task import chat_task, complete_task
 from jobs.prompts.scoring.embeddings import embed_task
 from jobs.prompts.templated_task import refuse_template
 from jobs.tasks import Task
 
-#: What a line may ask for: what makes its task, and the argument that has no default.
+#: By endpoint: the function that makes a line's task, and the argument that a body must have.
 _ENDPOINTS: Mapping[str, tuple[Callable[..., Task], str]] = {
     "/v1/chat/completions": (chat_task, "messages"),
     "/v1/completions": (complete_task, "prompt"),
@@ -23,6 +24,8 @@ _ENDPOINTS: Mapping[str, tuple[Callable[..., Task], str]] = {
 
 #: The error code of a line that was not answered. What is wrong is in the line, or its shard would be tried again.
 ERROR_CODE = "invalid_request"
+#: The error code of a line that was not begun before the run's deadline.
+EXPIRED_CODE = "batch_expired"
 
 
 def custom_id(line: Any) -> str | None:
@@ -69,10 +72,13 @@ def output_line(run: str, row: int, name: str | None, body: str | None, error: s
     if error is None:
         assert body is not None
         response = {"status_code": 200, "request_id": f"req_{run}_{row}", "body": json.loads(body)}
-    content = {
+    content: dict[str, Any] = {
         "id": f"batch_req_{run}_{row}",
         "custom_id": name,
         "response": response,
-        "error": None if error is None else {"code": ERROR_CODE, "message": error},
+        "error": None,
     }
+    if error is not None:
+        code = EXPIRED_CODE if error == EXPIRED else ERROR_CODE
+        content["error"] = {"code": code, "message": error}
     return json.dumps(content, ensure_ascii=False)

@@ -87,7 +87,7 @@ def generated(
     """Ask a prompt for its completions.
 
     row: what a check function gets beside the answer. control_tokens: texts that answers and reasons behind a text
-    prompt must not forge; the engine sees to those of a chat.
+    prompt must not forge; in chats the engine prevents that.
     """
     if repairs.is_asked_for:
         return _tried(request, repairs, row, control_tokens)
@@ -199,7 +199,7 @@ def _repaired_chat(request: Request, answer: str, text_behind: str) -> Request:
 
 
 def _repaired_prompt(request: Request, text_behind: str) -> Request:
-    """Return a prompt with the answer, and with what asks for another one, behind it."""
+    """Return a prompt followed by its answer and by the text that asks for another one."""
     assert request.prompt is not None
     if isinstance(request.prompt, str):
         return replace(request, prompt=f"{request.prompt}{text_behind}")
@@ -254,7 +254,7 @@ def check_repairs(
 
 
 def reseeded(sampling: Mapping[str, Any], name: str) -> dict[str, Any]:
-    """Return sampling values with a seed that follows from theirs, if they have one. name: tells such seeds apart."""
+    """Return sampling values with another seed, made of theirs and `name`. Without a seed they stay as they are."""
     if sampling.get("seed") is None:
         return dict(sampling)
     return {**sampling, "seed": hashed_seed(f"{sampling['seed']}:{name}")}

@@ -117,7 +117,9 @@ def render(texts: Sequence[str], values: Mapping[str, Any]) -> list[str]:
     except TemplateProblem:
         raise
     except MemoryError:
-        raise TemplateProblem("it takes more memory than the process may that renders it") from None
+        raise TemplateProblem(
+            "it takes more memory than the process that renders it may have"
+        ) from None
     except Exception as error:  # noqa: BLE001  # a template is a program: whatever it raises is the row's
         raise TemplateProblem(f"{type(error).__name__}: {str(error)[:200]}") from None
     chars = sum(map(len, rendered))

@@ -37,7 +37,7 @@ from jobs.tasks import OpenTask, Parts, Request, Task
 PROGRESS_AFTER_S = 5.0
 PROGRESS_EVERY_S = 2.0
 
-#: How ids of results begin, where they do not begin with the result's kind. A list has no id.
+#: How ids of results begin; by default with the result's kind. A list has no id.
 ID_PREFIXES = {
     "text_completion": "cmpl",
     "chat.completion": "chatcmpl",
@@ -176,7 +176,7 @@ class OpenPrompts(ItemsTask):
         self._num_tokens = 0
 
         self._opened_at = task.clock()
-        self._left = self._left_behind()
+        self._earlier_progress = self._read_journal()
 
         entries: list[Entry[PromptAnswer]] = []
         answers: list[PromptAnswer | None] = []
@@ -192,8 +192,8 @@ class OpenPrompts(ItemsTask):
         self.runner = ItemRunner(
             entries, answers, ask, context.checks, NO_MEMO, keeps_replies=keeps_replies
         )
-        if self._left:
-            self.runner.resume(self._left)
+        if self._earlier_progress:
+            self.runner.resume(self._earlier_progress)
             self._look_at_answers()
 
     @cached_property
@@ -207,7 +207,7 @@ class OpenPrompts(ItemsTask):
             if isinstance(request, Request)
         }
 
-    def _left_behind(self) -> dict[int, Progress]:
+    def _read_journal(self) -> dict[int, Progress]:
         """Return how far an earlier execution came, for each prompt that still asks the same."""
         if self._context.journal is None:
             return {}
@@ -234,14 +234,14 @@ class OpenPrompts(ItemsTask):
             return progress_of
         return {0: replace(progress, tokens={0: tokens})}
 
-    def keep(self, so_far: PromptTokens) -> Callable[[], None] | None:
-        """Return a function that writes the journal: all prompts under way, as it replaces the whole key in Redis."""
+    def keep(self, tokens: PromptTokens) -> Callable[[], None] | None:
+        """Return a function that writes the progress of all prompts, as the journal is written whole each time."""
         if self._context.journal is None:
             return None
-        progress_of = dict(self._left)  # some of these may wait for the engine still
+        progress_of = dict(self._earlier_progress)  # some of these may still wait for the engine
         for answered in self.runner.answered:
             progress_of[answered.place] = Progress(answered.replies, num_tokens=answered.num_tokens)
-        for place, progress in self.runner.under_way(so_far).items():
+        for place, progress in self.runner.under_way(tokens).items():
             if place not in progress_of or progress.length > progress_of[place].length:
                 progress_of[place] = progress
 

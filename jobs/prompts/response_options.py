@@ -89,12 +89,12 @@ def run_values(values: Mapping[str, Any]) -> dict[str, Any]:
 
 def with_structured_outputs(values: Mapping[str, Any]) -> dict[str, Any]:
     """Return values with `structured_outputs` in place of `response_format`. Raises InvalidJob."""
-    others = {name: value for name, value in values.items() if name != "response_format"}
+    other_values = {name: value for name, value in values.items() if name != "response_format"}
     response_format = values.get("response_format")
     form: dict[str, Any] = {"json_object": True}
     kind = response_format.get("type") if isinstance(response_format, dict) else None
     if response_format is None or kind == "text":
-        return others
+        return other_values
     if kind == "json_schema":
         described = response_format.get("json_schema")
         if not isinstance(described, dict):
@@ -110,8 +110,8 @@ def with_structured_outputs(values: Mapping[str, Any]) -> dict[str, Any]:
             response_format,
             "an object whose type is text, json_object or json_schema",
         )
-    if others.get("structured_outputs") is not None:
+    if other_values.get("structured_outputs") is not None:
         raise InvalidJob(
             "response_format and structured_outputs each say what the text must be: send one"
         )
-    return {**others, "structured_outputs": form}
+    return {**other_values, "structured_outputs": form}

@@ -43,8 +43,8 @@ def _messages(template: Any) -> tuple[list[str], tuple[str, ...]]:
     return texts, tuple(roles)
 
 
-#: Goes into a control token that a value spells, or begins at its end. engine.text.control_tokens then reads the
-#: characters as text.
+#: Goes into a control token that a value spells or begins. engine.text.control_tokens then reads the characters as
+#: text.
 BREAK = "\ufdd0\ufdd1"
 
 

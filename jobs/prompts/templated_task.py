@@ -32,7 +32,8 @@ _FAILED_STATUSES = ("failed", "stopped", "canceled")
 def read_dependencies(context: JobContext) -> dict[str, list[Any]]:
     """Read the results of the jobs on which this one depends. Raises AnswerMissing or InvalidJob.
 
-    Returns, by the names of a template, what the jobs returned and their answers, in order. A job that failed has None.
+    Returns the values of a template: `results` has each job's value, `answers` each value's text. Both are None for a
+    failed job.
     """
     ids = dependency_ids(context.connection, context.job_id)
     if not ids:
@@ -84,9 +85,11 @@ def _ends(context: JobContext, ids: Sequence[str]) -> list[tuple[str, dict[bytes
         for job_id in ids:
             pipe.xrevrange(results_key(job_id), count=1)
             pipe.hget(job_key(job_id), "status")
-        replies = pipe.execute()
+        replies = iter(pipe.execute())
     ends = []
-    for job_id, entries, status in zip(ids, replies[::2], replies[1::2], strict=True):
+    for job_id in ids:
+        entries = next(replies)
+        status = next(replies)
         result = entries[0][1] if entries else {}
         ends.append((job_id, result, text(status or b"")))
     return ends

@@ -165,9 +165,9 @@ def remove_waiting(
     removed = 0
     for start in range(0, len(job_ids), CHUNK):
         chunk = job_ids[start : start + CHUNK]
-        taken = state.as_of(submission, partial(_take, queue_key, chunk, from_end))
-        state.as_of(submission, partial(_delete, taken))
-        removed += len(taken)
+        taken_ids = state.as_of(submission, partial(_take, queue_key, chunk, from_end))
+        state.as_of(submission, partial(_delete, taken_ids))
+        removed += len(taken_ids)
     return removed
 
 

@@ -1,8 +1,8 @@
 """Sends notices of a run's end: an HTTP call or a user's function, each a job on the run's queue.
 
 A submission that asks for notices gets them once: when its run has finished, failed, or was stopped or cancelled. They
-are enqueued before the job ends that ended the run, in one transaction with a mark. If a worker is killed in between,
-the shard runs again and enqueues them.
+are enqueued in one transaction with a mark, before the end of the last job is written. If a worker is killed in
+between, the shard runs again and enqueues them.
 """
 
 import json
@@ -119,9 +119,15 @@ def _tell(state: RunState, submission: int, word: str, reason: str | None, pipe:
 
     rows_done = stored.count(facts.get("total_rows")) or 0
     errors = stored.count(facts.get("total_errors")) or 0
-    if word == "finished" and 0 < rows_done == errors:
-        reason = ErrorLimit.stored(facts.get("max_errors")).told(rows_done, errors, is_whole=True)
+    expired = stored.count(facts.get("total_expired")) or 0
+    has_only_errors = rows_done > 0 and errors == rows_done
+    if word == "finished" and has_only_errors:
+        limit = ErrorLimit.from_stored(facts.get("max_errors"))
+        reason = limit.excess(rows_done - expired, errors - expired, is_whole=True)
         word = "finished" if reason is None else "failed"
+    if word == "finished" and expired:
+        reason = f"{expired} rows were not begun before the deadline"
+        word = "expired"
     content = {
         "run": state.run,
         "state": word,

@@ -27,30 +27,31 @@ class JobCancel(enum.Enum):
 
 
 def cancel_job(connection: Redis, job_id: str) -> JobCancel:
-    """Take a job from where it waits, or tell its worker to stop it; its dependents wait on. Raises RedisError."""
-    for _ in range(2):  # one that a worker takes just then is looked for there once more
+    """Take a job from where it waits, or tell its worker to stop it. Its dependents wait on. Raises RedisError."""
+    for _ in range(2):  # a worker may take the job between the two looks: then look again
         if transact(connection, partial(stop_held, connection, [job_id])):
             return JobCancel.STOPPING
-        # Whoever claims it meanwhile opens an execution, or writes its hash: then all is looked at again.
-        taken = transact(
+        # A worker that claims the job meanwhile changes one of these keys: then this look is made again.
+        had_waited = transact(
             connection,
             partial(_take, job_id),
             rq_jobs.job_key(job_id),
             rq_jobs.executions_key(job_id),
         )
-        if taken is not None:
-            return JobCancel.REMOVED if taken else JobCancel.GONE
+        if had_waited is not None:
+            return JobCancel.REMOVED if had_waited else JobCancel.GONE
     return JobCancel.GONE
 
 
 def _take(job_id: str, pipe: Pipeline) -> bool | None:
-    """Return whether the job waited; None where a worker has it."""
+    """Return whether the job waited; None if a worker has it."""
     if pipe.exists(rq_jobs.executions_key(job_id)):
         return None
     raw: Any = pipe.hmget(rq_jobs.job_key(job_id), "origin", "rate_limit_key")
     if not raw[0]:
         return False
-    keys, limit = rq_jobs.QueueKeys(stored.text(raw[0])), stored.text(raw[1] or b"")
+    keys = rq_jobs.QueueKeys(stored.text(raw[0]))
+    limit = stored.text(raw[1] or b"")
     registries = (keys.deferred, keys.ready, keys.scheduled, rq_jobs.rate_limited_key(limit))
     on_queue: Any = pipe.lpos(keys.waiting, job_id)
     waits = [pipe.zscore(key, job_id) is not None for key in registries]

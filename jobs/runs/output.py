@@ -22,7 +22,8 @@ class RunOutput:
     """The output folder of a planned run.
 
     parts: how many there are. state: "finished", "incomplete" if parts of a finished run are gone, or "forgotten" if
-    only Redis could say more. errors: rows with an error; None until the run has ended.
+    only Redis could say more. errors: rows with an error; None until the run has ended. expired: those of them that
+    were not begun before the run's deadline.
     """
 
     plan: Plan
@@ -30,6 +31,7 @@ class RunOutput:
     parts: int
     state: str
     errors: int | None
+    expired: int = 0
 
     @property
     def num_gone(self) -> int:
@@ -86,8 +88,10 @@ def _read_output(name: str) -> RunOutput | None:
     if os.path.isfile(os.path.join(folder, SUCCESS)):
         state = "incomplete" if num_parts < len(plan.shards) else "finished"
     errors = None
-    with suppress(
-        OSError, ValueError, KeyError, TypeError
-    ):  # there is no manifest yet, or it is damaged
-        errors = int(json.loads(Path(folder, MANIFEST).read_text("utf-8"))["errors"])
-    return RunOutput(plan, folder, num_parts, state, errors)
+    expired = 0
+    # There may be no manifest yet, or it is damaged.
+    with suppress(OSError, ValueError, KeyError, TypeError):
+        manifest = json.loads(Path(folder, MANIFEST).read_text("utf-8"))
+        errors = int(manifest["errors"])
+        expired = int(manifest.get("expired", 0))
+    return RunOutput(plan, folder, num_parts, state, errors, expired)

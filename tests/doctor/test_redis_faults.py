@@ -89,7 +89,7 @@ def test_settings_by_which_jobs_are_lost_are_found(
 ) -> None:
     set_up(redis, settings)
     (finding,) = bad(check_server(quick(redis_url)), level)
-    assert found in finding.found
+    assert found in finding.text
     assert mend in finding.mend
 
 
@@ -108,7 +108,7 @@ def test_a_server_that_cannot_serve_is_found(
 ) -> None:
     server = quick(redis_url)
     (finding,) = bad(check_server(replace(server, info={**server.info, **info})))
-    assert found in finding.found
+    assert found in finding.text
     assert finding.mend
 
 
@@ -119,15 +119,15 @@ def test_a_server_that_is_not_there_or_never_answers_is_told_soon(
     with socket.create_server(("127.0.0.1", 0)) as silent:
         port = silent.getsockname()[1]
         finding = refused(f"redis://u:{PASSWORD}@127.0.0.1:{port}/3")
-    assert f"redis://127.0.0.1:{port}/3 does not answer" in finding.found
+    assert f"redis://127.0.0.1:{port}/3 does not answer" in finding.text
     gone = refused(f"redis://127.0.0.1:{port}")
-    assert "refused" in gone.found
+    assert "refused" in gone.text
     assert "RQ_REDIS_URL" in gone.mend
 
 
 def test_a_wrong_password_is_told_and_not_shown(redis: Redis, redis_url: str) -> None:
     finding = refused(as_user(redis, redis_url, "worker", rules_of("worker"), given="Wr0ng"))
-    assert "invalid username-password pair" in finding.found
+    assert "invalid username-password pair" in finding.text
     assert "user and password in RQ_REDIS_URL" in finding.mend
     assert "Wr0ng" not in str(finding)
 
@@ -175,5 +175,5 @@ def test_a_default_user_without_rights_is_found_by_the_worker_before_a_restart(
         assert found == [], "it replays without a user"
     else:
         (finding,) = found
-        assert "a restart drops every transaction" in finding.found
+        assert "a restart drops every transaction" in finding.text
         assert "ACL SETUSER default off ~* &* +@all" in finding.mend

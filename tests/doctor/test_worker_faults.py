@@ -92,8 +92,8 @@ def test_a_broken_model_is_found(
     spoil(model)
     told = faults(EngineConfig(str(model)))
     assert (told[0].grade, told[0].subject) == ("fault", subject)
-    assert found in told[0].found
-    assert mend in told[0].mend or mend in told[0].found
+    assert found in told[0].text
+    assert mend in told[0].mend or mend in told[0].text
 
 
 @pytest.mark.parametrize(
@@ -116,14 +116,14 @@ def test_a_configuration_that_does_not_fit_is_found(
     if options.get("device") == "cuda" and check_machine.torch.cuda.is_available():
         pytest.skip("there is a GPU")
     told = faults(EngineConfig(str(model), **options))
-    assert found in told[0].found
+    assert found in told[0].text
     assert mend in told[0].mend
 
 
 def test_a_root_that_takes_no_part_is_found_and_a_good_one_left_as_it_was(tmp_path: Path) -> None:
     (told,) = bad(check_places([str(tmp_path / "gone")]))
     assert f"mkdir -p {tmp_path}/gone" in told.mend
-    assert "cannot be written to" in bad(check_places(["/proc/self"]))[-1].found  # not even as root
+    assert "cannot be written to" in bad(check_places(["/proc/self"]))[-1].text  # not even as root
     assert {each.level for each in check_places([str(tmp_path)])} == {Level.OK}
     assert list(tmp_path.iterdir()) == []
 
@@ -148,7 +148,7 @@ def test_wrong_settings_are_found(
     for name, value in {"TOKENMILL_MODEL": str(MODEL), **variables}.items():
         monkeypatch.setenv(name, value)
     (told,) = bad(doctor._check_settings())
-    assert found in told.found + told.mend
+    assert found in told.text + told.mend
 
 
 def test_a_check_that_hangs_or_fails_hides_no_other() -> None:
@@ -166,5 +166,5 @@ def test_a_check_that_hangs_or_fails_hides_no_other() -> None:
         )
     )
     assert [each.level for each in found] == [Level.OK, Level.FAULT, Level.FAULT]
-    assert "no answer within 0.05 s" in found[1].found
-    assert "OSError: no such device" in found[2].found
+    assert "no answer within 0.05 s" in found[1].text
+    assert "OSError: no such device" in found[2].text

@@ -86,7 +86,7 @@ def test_index_keys_are_counted(folder: Path, dtype: str) -> None:
         assert cache.index is not None
         assert cache.index.num_bytes == size.num_blocks * built.config.block_size * 2 * 16 * 4
         assert cache.num_bytes == size.num_bytes == cache.pool.nbytes + cache.index.num_bytes
-        (foretold,) = (each.found for each in check_up(built.config) if each.subject == "memory")
+        (foretold,) = (each.text for each in check_up(built.config) if each.subject == "memory")
         assert f" {size.num_blocks * built.config.block_size} tokens in all" in foretold
     assert f"{3 * 2 * 4 * 24 * 4 + 2 * 16 * 4:,} bytes a token" in describe_model(str(folder))
 

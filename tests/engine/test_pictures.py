@@ -247,7 +247,7 @@ def test_a_hostile_processor_runs_nothing_and_fetches_nothing(
     )
     with Engine(config_of(folder, "whole")) as engine:
         assert engine.reads_pictures
-    assert any(each.found.startswith("LlavaFor") for each in check_up(config_of(folder, "whole")))
+    assert any(each.text.startswith("LlavaFor") for each in check_up(config_of(folder, "whole")))
     path.write_text(json.dumps({**values, "processor_class": "AutoModelForCausalLM"}))
     with Engine(config_of(folder, "whole")) as engine:
         assert not engine.reads_pictures

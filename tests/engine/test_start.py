@@ -72,7 +72,7 @@ def test_a_tokenizer_larger_than_the_embeddings_is_a_warning(
     (found,) = (
         each for each in check_up(config) if each.subject == "tokenizer" and each.grade == "warning"
     )
-    assert "the model has embeddings for" in found.found
+    assert "the model has embeddings for" in found.text
 
 
 def test_max_model_len_is_what_the_model_has_and_the_pool_holds(

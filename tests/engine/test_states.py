@@ -201,7 +201,7 @@ def test_memory_is_divided_among_sequences_and_snapshots(
         assert isinstance(runner, ModelRunner)
         row = runner.cache.states.num_bytes // 10
         num_tokens = runner.pool_size.num_blocks * built.config.block_size
-        (foretold,) = (each.found for each in check_up(built.config) if each.subject == "memory")
+        (foretold,) = (each.text for each in check_up(built.config) if each.subject == "memory")
         assert re.search(
             f" {num_tokens} tokens in all, .*, states of 5 sequences and 5 snapshots of 0.0 MiB",
             foretold,

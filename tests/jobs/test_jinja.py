@@ -211,7 +211,7 @@ def test_a_row_whose_template_runs_away_fails_alone(
     pq.write_table(pa.table({"n": [1, 10**9, 2]}), tmp_path / "in.parquet")
     assert prompts("{{ 'x' * n }}") == [
         "x",
-        "the template: it takes more memory than the process may that renders it",
+        "the template: it takes more memory than the process that renders it may have",
         "xx",
     ]
     assert prompts("{% if n > 99 %}{{ 10 ** n }}{% endif %}{{ n }}", output="slow") == [

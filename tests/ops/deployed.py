@@ -16,6 +16,9 @@ DEPLOY = ROOT / "ops" / "deploy"
 #: What is written while a worker leaves, after TOKENMILL_DRAIN_S, takes no longer.
 LEAVING_S = 30
 
+#: What an API server needs after its --drain, at most.
+DRAINED_S = 15
+
 #: What a worker reads; one that is given any other variable with our prefix does not start.
 SETTINGS = {f"TOKENMILL_{name.upper()}" for name in WorkerSettings.model_fields}
 DASHBOARD_SETTINGS = {"TOKENMILL_DASHBOARD_TOKEN"}
@@ -35,6 +38,16 @@ def assert_settings_exist(environment: Mapping[str, Any], known: set[str] = SETT
     """Fail where a variable with our prefix is none that the program reads."""
     ours = {name for name in environment if name.startswith("TOKENMILL_")}
     assert ours <= known, ours - known
+
+
+def option(words: Sequence[str], name: str) -> str:
+    """Return the value of a command's option, written as `--name value` or `--name=value`."""
+    for place, word in enumerate(words):
+        if word == name:
+            return words[place + 1]
+        if word.startswith(f"{name}="):
+            return word.removeprefix(f"{name}=")
+    raise KeyError(name)
 
 
 def env_file(path: Path) -> dict[str, str]:

@@ -18,10 +18,12 @@ import yaml
 from tests.ops.deployed import (
     DASHBOARD_SETTINGS,
     DEPLOY,
+    DRAINED_S,
     LEAVING_S,
     ROOT,
     assert_is_a_command,
     assert_settings_exist,
+    option,
 )
 from worker.metrics.server import MetricsServer
 
@@ -134,6 +136,8 @@ def test_the_composition_starts_what_the_image_has() -> None:
     assert_settings_exist(services["worker"]["environment"])
     assert_settings_exist(services["dashboard"]["environment"], DASHBOARD_SETTINGS)
     assert_is_a_command(services["dashboard"]["command"])
+    assert_is_a_command(services["api"]["command"])
+    assert_settings_exist(services["api"]["environment"], set())
     counted = {
         name for option, name in pairwise(services["dashboard"]["command"]) if option == "--queue"
     }
@@ -141,6 +145,15 @@ def test_the_composition_starts_what_the_image_has() -> None:
     drain_s = int(services["worker"]["environment"]["TOKENMILL_DRAIN_S"])
     assert duration_s(services["worker"]["stop_grace_period"]) >= drain_s + LEAVING_S
     assert duration_s(services["redis"]["stop_grace_period"]) >= drain_s + LEAVING_S
+    api_drain_s = int(option(services["api"]["command"], "--drain"))
+    assert duration_s(services["api"]["stop_grace_period"]) >= api_drain_s + DRAINED_S
+
+
+def test_the_api_servers_folder_is_where_workers_read() -> None:
+    (root,) = re.findall(r"TOKENMILL_DATA_ROOTS=(\S+)", " ".join(of("ENV")))
+    folder = option(composition()["api"]["command"], "--folder")
+    assert folder.startswith(f"{root}/")
+    assert mounts("api")[root] == mounts("worker")[root]
 
 
 def test_compose_v1_takes_the_composition_too() -> None:

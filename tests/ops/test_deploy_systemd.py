@@ -12,15 +12,19 @@ import pytest
 from tests.ops.deployed import (
     DASHBOARD_SETTINGS,
     DEPLOY,
+    DRAINED_S,
     LEAVING_S,
+    SETTINGS,
     assert_is_a_command,
     assert_settings_exist,
     env_file,
+    option,
 )
 
 pytestmark = pytest.mark.processes
 
 UNITS = DEPLOY / "systemd"
+KNOWN = {"worker": SETTINGS, "dashboard": DASHBOARD_SETTINGS, "api": set[str]()}
 BIN = "/opt/tokenmill/bin"
 
 needs_systemd = pytest.mark.skipif(
@@ -57,13 +61,16 @@ def values(unit: Path, key: str) -> list[str]:
 @needs_systemd
 def test_systemd_finds_nothing_to_say_against_the_units(installed: Path) -> None:
     units = sorted(map(str, installed.iterdir()))
-    assert len(units) == 3
+    assert len(units) == 4
     done = analyzed(installed, "verify", "--man=no", *units)
     assert (done.returncode, done.stdout + done.stderr) == (0, "")
 
 
 @needs_systemd
-@pytest.mark.parametrize(("unit", "most"), [("tokenmill-worker@", 35), ("tokenmill-dashboard", 15)])
+@pytest.mark.parametrize(
+    ("unit", "most"),
+    [("tokenmill-worker@", 35), ("tokenmill-dashboard", 15), ("tokenmill-api@", 20)],
+)
 def test_the_units_stay_as_closed_as_they_are(installed: Path, unit: str, most: int) -> None:
     """systemd's own measure, in tenths: 0 is closed, 100 open; without any hardening it is 96."""
     path = str(installed / f"{unit}.service")
@@ -80,12 +87,20 @@ def test_a_worker_has_time_to_give_back_what_runs() -> None:
     assert values(unit, "KillMode") == ["mixed"], "its children hear of it from the worker"
 
 
-@pytest.mark.parametrize("name", ["worker", "dashboard"])
+def test_an_api_server_has_time_to_drain_and_writes_where_workers_read() -> None:
+    unit = UNITS / "tokenmill-api@.service"
+    options = env_file(UNITS / "api.env")["OPTIONS"].split()
+    assert int(values(unit, "TimeoutStopSec")[0]) >= int(option(options, "--drain")) + DRAINED_S
+    roots = env_file(UNITS / "worker.env")["TOKENMILL_DATA_ROOTS"].split(":")
+    assert any(option(options, "--folder").startswith(f"{root}/") for root in roots)
+    assert values(unit, "User") == values(UNITS / "tokenmill-worker@.service", "User")
+
+
+@pytest.mark.parametrize("name", ["worker", "dashboard", "api"])
 def test_what_is_started_takes_its_arguments_and_its_settings(name: str) -> None:
     (unit,) = UNITS.glob(f"tokenmill-{name}*")
     environment = env_file(UNITS / f"{name}.env")
     (line,) = values(unit, "ExecStart")
-    words = re.sub(r"\$(\w+)", lambda found: environment[found[1]], line)
+    words = re.sub(r"\$(\w+)", lambda found: environment[found[1]], line).replace("%i", "8080")
     assert_is_a_command(shlex.split(words))
-    known = {"known": DASHBOARD_SETTINGS} if name == "dashboard" else {}
-    assert_settings_exist(environment, **known)
+    assert_settings_exist(environment, KNOWN[name])

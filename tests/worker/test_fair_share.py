@@ -66,15 +66,15 @@ def test_no_worker_has_a_shard_more_while_another_has_one_less(bulk: Queue) -> N
 
 def test_jobs_that_others_leave_are_taken_by_and_by() -> None:
     share = FairShare()
-    share.left("a", 0.0, 1.0)
-    share.left("a", 0.5, 1.0)
+    share.note_left("a", 0.0, 1.0)
+    share.note_left("a", 0.5, 1.0)
     assert share.among(8, 0.0) == (8, False), "the others had no time to look"
     found = []
     for look in range(1, 6):
-        share.left("a", look, 1.0)
+        share.note_left("a", look, 1.0)
         found.append(share.among(8, look))
     assert found == [(8, True), (4, True), (2, True), (1, True), (1, True)]
-    share.left("", 6, 1.0)
+    share.note_left("", 6, 1.0)
     assert share.among(8, 6) == (1, True)
     assert share.among(8, 6 + FORGET_S) == (8, False)
 

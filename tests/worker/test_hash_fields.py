@@ -155,7 +155,7 @@ def test_a_takeover_tells_which_job_it_takes_and_how_many_workers_have_died_with
     redis.delete(f"rq:execution:{job.id}:{held.execution_id}", "tokenmill:maintenance:bulk")
     work_off_once = [whole.turn() for _ in range(6)]
     assert all(work_off_once)
-    assert f"job {job.id} is taken over, 1 of 2 workers have died with it" in caplog.text
+    assert f"job {job.id} is taken over after worker death 1; after 2 it fails" in caplog.text
     assert whole.tally.takeovers == {("bulk", 1): 1}
     assert Job.fetch(job.id, redis, JSONSerializer).get_status() == JobStatus.FINISHED
 

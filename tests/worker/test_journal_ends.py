@@ -105,7 +105,7 @@ def test_another_job_of_the_same_id_and_payload_begins_anew(redis: Redis, bulk: 
     bulk.enqueue("f", job_id="same")
     redis.set(journal_key("same"), left)  # as where nobody has seen that the job was deleted
     (again,) = claim(store)
-    assert again.left == left
+    assert again.journal == left
     assert read(redis, again) == 0
 
 

@@ -111,9 +111,9 @@ def board_queries() -> list[str]:
 
 def test_every_query_of_board_and_rules_names_metrics_that_a_worker_serves() -> None:
     served = {name.split()[0] for name in values(exposition(busy_counts()))} | {"up", "ALERTS"}
-    served.add(
-        "tokenmill_jobs_due"
-    )  # by the dashboard, as tests/ops/test_deploy_kubernetes.py sees
+    # The tests of the dashboard's and of the API server's metrics see these.
+    served |= {"tokenmill_jobs_due", "tokenmill_runs_deadline_at_risk"}
+    served |= {"tokenmill_api_requests_total", "tokenmill_api_limited_total"}
     queries = [*board_queries(), RULES.read_text()]
     asked = {name for query in queries for name in re.findall(r"\b([a-z_]+)(?=[\[{])", query)}
     assert "tokenmill_jobs_total" in asked

@@ -1,4 +1,4 @@
-"""What the page's buttons do. Each returns a word for what came of it, of which `notice` makes a text."""
+"""What the page's buttons do. Each action returns a word for its outcome, which `notice` turns into a text."""
 
 from redis import Redis
 

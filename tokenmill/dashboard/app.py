@@ -1,4 +1,4 @@
-"""The page as an application: what is asked for, and what is answered."""
+"""The dashboard as an application: its paths, and how each is answered."""
 
 import asyncio
 import secrets
@@ -38,15 +38,15 @@ from tokenmill.dashboard.guard import (
     SESSION_COOKIE,
     SESSION_S,
     Guard,
-    Hosts,
     Sessions,
     TriesInTurn,
 )
 from tokenmill.dashboard.pages import PAGES, Missing, time_left
 from tokenmill.dashboard.queue_metrics import QueueMetrics
 from tokenmill.dashboard.watcher import Watcher
+from tokenmill.serving import Hosts
 
-#: A form's body, and the seconds within which it must have come; ours are far smaller.
+#: The most bytes of a form, and the most seconds until it is here. Our own forms are far smaller.
 MAX_FORM_BYTES = 1 << 16
 FORM_S = 10.0
 
@@ -57,9 +57,11 @@ Answer = Callable[[Request], Awaitable[Response]]
 class Options:
     """How the dashboard is shown.
 
-    hosts: further names of it. is_local: it listens on this machine alone. token: what browsers log in with,
-    None where everybody on this machine may look. show_prompts: jobs' arguments are shown. queues: those that
-    /metrics counts; without one there is no /metrics.
+    hosts: further names of the dashboard.
+    is_local: whether it listens on this machine alone.
+    token: browsers log in with it; None if everybody on this machine may look.
+    show_prompts: whether jobs' arguments are shown.
+    queues: the queues that /metrics counts. Without any there is no /metrics.
     """
 
     hosts: Collection[str] = ()
@@ -70,14 +72,15 @@ class Options:
 
 
 class Dashboard:
-    """What the answers share. Redis is read in threads, a page at a time."""
+    """Answers all requests. Redis is read in threads, once for each page."""
 
     def __init__(self, connection: Redis, options: Options) -> None:
-        self.watcher, self._options = Watcher(connection), options
+        self.watcher = Watcher(connection)
+        self._options = options
         self._sessions = Sessions(options.token) if options.token else None
         self._tries = TriesInTurn()
         self._metrics = QueueMetrics(connection, options.queues)
-        # Of this process: a page of an earlier one gets the new one with its next update.
+        # Each process has its own. A page of an earlier process gets the new token with its next update.
         self._form_token = secrets.token_urlsafe(32)
         self._templates = Environment(
             loader=PackageLoader("tokenmill.dashboard"),
@@ -125,11 +128,8 @@ class Dashboard:
 
         async def answer(request: Request) -> Response:
             def read() -> dict[str, Any]:
-                found = PAGES[name](self.watcher, request, show_prompts=self._options.show_prompts)
-                return {
-                    **found,
-                    "troubles": [safe_name(each, 500) for each in troubles(connection)],
-                }
+                page = PAGES[name](self.watcher, request, show_prompts=self._options.show_prompts)
+                return {**page, "troubles": [safe_name(text, 500) for text in troubles(connection)]}
 
             try:
                 facts = await run_in_threadpool(read)
@@ -142,7 +142,7 @@ class Dashboard:
         return answer
 
     def _away(self, request: Request, error: RedisError) -> Response:
-        """Say that Redis does not answer. A page that is open stays as it is, and goes on asking."""
+        """Say that Redis does not answer. An open page stays as it is, and asks again."""
         is_away = isinstance(error, (RedisConnectionError, RedisTimeoutError))
         problem = "Redis does not answer." if is_away else "Redis refused what the page asked for."
         detail = f"{type(error).__name__}: {safe_name(str(error), 300)}"
@@ -152,9 +152,9 @@ class Dashboard:
         return response
 
     def _render(self, request: Request, template: str, status: int, **facts: Any) -> HTMLResponse:
-        """Answer with a page, or with its inner part where a page that is open updates itself.
+        """Answer with a page, or only with its inner part if an open page updates itself.
 
-        Then always with 200: what it says is in the page, and browsers take note of others as errors.
+        An update has the status 200 even if it reports a problem. Browsers would log any other as an error.
         """
         update = _is_update(request)
         html = self._templates.get_template(template).render(
@@ -172,7 +172,7 @@ class Dashboard:
         return JSONResponse(await run_in_threadpool(self.watcher.series))
 
     async def _livez(self, request: Request) -> Response:
-        """Whether it answers is all: a new start does not bring Redis back."""
+        """Say that the process answers. Redis is not asked, because a restart would not bring it back."""
         return PlainTextResponse("ok\n")
 
     async def _tell(self, request: Request) -> Response:
@@ -184,12 +184,12 @@ class Dashboard:
         return Response(body, media_type=kind)
 
     def _action(self, act: Callable[[Redis, dict[str, str]], str]) -> Answer:
-        """An action of a form that one of our pages of this process has sent, and back to that page."""
+        """Return what carries out the form of one of our pages, then leads back to that page."""
 
         async def answer(request: Request) -> Response:
             form = await _form(request)
             if not _same(form.get("form_token", ""), self._form_token):
-                text = "This page is of an earlier dashboard: load it again, then try once more."
+                text = "This page is from an earlier dashboard: load it again, then try once more."
                 return self._render(request, "missing.html", 403, text=text)
             try:
                 done = await run_in_threadpool(act, self.watcher.connection, form)
@@ -241,13 +241,20 @@ class Dashboard:
         return response
 
 
-#: The paths of the pages, and each page's name in PAGES, which is that of its template.
-_PATHS = {"/": "overview", "/failed": "failed", "/runs/{run}": "run", "/jobs/{job_id}": "job"}
+#: Path -> the page's name, in PAGES and among the templates.
+_PATHS = {
+    "/": "overview",
+    "/failed": "failed",
+    "/batches": "batches",
+    "/runs/{run}": "run",
+    "/jobs/{job_id}": "job",
+}
 
 
 def _here(request: Request) -> str:
-    """The page's address, without the word of an action that led to it."""
-    query = urlencode([each for each in request.query_params.multi_items() if each[0] != "done"])
+    """Return the page's address without the word of the action that led to it."""
+    items = [item for item in request.query_params.multi_items() if item[0] != "done"]
+    query = urlencode(items)
     return quote(request.url.path) + (f"?{query}" if query else "")
 
 
@@ -256,16 +263,16 @@ def _is_update(request: Request) -> bool:
 
 
 def _is_ours(path: str) -> bool:
-    """Whether a path to go back to is one of this site: browsers take // and /\\ for other hosts."""
+    """Whether a path leads to this site. Browsers take // and /\\ for other hosts."""
     return path.startswith("/") and not path.startswith(("//", "/\\")) and path.isprintable()
 
 
-def _same(given: str, expected: str) -> bool:
-    return secrets.compare_digest(given.encode(errors="surrogatepass"), expected.encode())
+def _same(sent: str, expected: str) -> bool:
+    return secrets.compare_digest(sent.encode(errors="surrogatepass"), expected.encode())
 
 
 async def _form(request: Request) -> dict[str, str]:
-    """Return the fields of a form; none of one that is larger or slower than ours."""
+    """Return the fields of a form. They are empty if it is too large or comes too slowly."""
     body = b""
     try:
         async with asyncio.timeout(FORM_S):

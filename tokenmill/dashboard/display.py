@@ -1,20 +1,20 @@
-"""How numbers and times are written on the page."""
+"""Writes numbers and times as the page shows them."""
 
 from datetime import UTC, datetime
 
 from jobs.common.display import duration_text
 
-#: What stands where nothing is known.
+#: Stands for a value that is not known.
 NOTHING = "–"
 
 
 def number(value: float | None) -> str:
-    """Return a count such as 12,345; a dash where it is not known."""
+    """Return a count such as 12,345; a dash if it is not known."""
     return NOTHING if value is None else f"{value:,.0f}"
 
 
 def rate(value: float | None) -> str:
-    """Two digits and more: 0.42, 8.1, 1,234, 1.2 M."""
+    """Return a rate with at least two digits: 0.42, 8.1, 1,234, 1.2 M."""
     if value is None:
         return NOTHING
     if value >= 1e6:
@@ -25,7 +25,7 @@ def rate(value: float | None) -> str:
 
 
 def percent(share: float | None) -> str:
-    """Of a share from 0 to 1. Only what is whole reads 100 %."""
+    """Return a share from 0 to 1 in percent. Only a whole reads 100 %."""
     if share is None:
         return NOTHING
     shown = min(round(share * 100), 99) if share < 1 else 100
@@ -38,7 +38,7 @@ def duration(seconds: float | None) -> str:
 
 
 def moment(at: float | None) -> str:
-    """A time of day, with its date where that is not today's, in UTC."""
+    """Return a time of day in UTC, with the date if that is not today."""
     if at is None:
         return NOTHING
     then = datetime.fromtimestamp(at, UTC)
@@ -47,10 +47,10 @@ def moment(at: float | None) -> str:
 
 
 def iso(at: float) -> str:
-    """For <time datetime>."""
+    """Return a time in the form that <time datetime> takes."""
     return f"{datetime.fromtimestamp(at, UTC):%Y-%m-%dT%H:%M:%SZ}"
 
 
 def share(part: float, whole: float | None) -> float | None:
-    """A share from 0 to 1; None of nothing."""
+    """Return a share from 0 to 1; None if there is no whole."""
     return min(1.0, part / whole) if whole else None

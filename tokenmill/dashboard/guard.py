@@ -10,16 +10,16 @@ import asyncio
 import hashlib
 import hmac
 import time
-from collections.abc import Collection
-from ipaddress import ip_address
 from typing import Any
-from urllib.parse import quote, urlsplit
+from urllib.parse import quote
 
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.requests import HTTPConnection
 from starlette.responses import PlainTextResponse, RedirectResponse, Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from uvicorn.protocols.http.h11_impl import H11Protocol
+
+from tokenmill.serving import Hosts
 
 SESSION_COOKIE = "tokenmill_session"
 SESSION_S = 7 * 24 * 3600
@@ -35,38 +35,6 @@ _POLICY = (
     "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' data:; connect-src 'self'; "
     "form-action 'self'; base-uri 'none'; frame-ancestors 'none'"
 )
-
-
-class Hosts:
-    """The names under which the dashboard may be asked for.
-
-    named: `name` or `name:port` of a proxy before it. is_local: it listens on this machine alone, and is
-    asked for as localhost or a loopback address, under any port (a tunnel has its own). Else also by any
-    address in numbers, which nobody else can point here, and by this machine's names, in `named`.
-    """
-
-    def __init__(self, named: Collection[str], *, is_local: bool) -> None:
-        self._named, self._is_local = frozenset(each.lower() for each in named), is_local
-
-    def allows(self, host: str) -> bool:
-        """Whether a request's Host header is one of ours."""
-        host = host.lower()
-        if self.is_named(host):
-            return True
-        try:
-            name = urlsplit(f"//{host}").hostname or ""
-        except ValueError:
-            return False
-        if name == "localhost":
-            return True
-        try:
-            address = ip_address(name)
-        except ValueError:
-            return False
-        return address.is_loopback or not self._is_local
-
-    def is_named(self, host: str) -> bool:
-        return host in self._named or host.rpartition(":")[0] in self._named
 
 
 class Sessions:

@@ -14,19 +14,19 @@ from jobs.common.workers import MAX_POINTS, Point
 #: Width of a step of the charts, and how many there are.
 STEP_S, NUM_STEPS = 10, 360
 
-#: A chart shows so many at least, however little is known.
+#: The fewest steps that a chart shows.
 LEAST_STEPS = 60
 
 #: Queues with a line of their own, those that were longest; the others are one line together.
 MAX_LINES = 6
 
-#: What is summed up over workers, as a rate.
+#: Counts that are summed up over the workers, as rates.
 RATES = ("generation_tokens", "prompt_tokens", "cached_tokens")
 
-#: A worker's rate is that of about so many seconds.
+#: About how many seconds a worker's rate is averaged over.
 WINDOW_S = 12.0
 
-#: Points of one worker further apart than this tell nothing of what was in between.
+#: Seconds between two points of a worker beyond which nothing is known of the time in between.
 _MAX_GAP_S = 120.0
 
 
@@ -37,9 +37,9 @@ class _Step:
 
 
 class History:
-    """Adds up what workers tell over time. Of one thread at a time.
+    """Adds up what workers report over time. One thread at a time may use it.
 
-    Workers tell in turns of about ten seconds: what a count has grown by is spread over the time in between.
+    Workers report about every ten seconds. The growth of a count is spread evenly over the time in between.
     """
 
     def __init__(self) -> None:
@@ -50,11 +50,11 @@ class History:
         return worker in self._recent
 
     def forget(self, living: Iterable[str]) -> None:
-        """Keep nothing of workers that are gone but what they have added."""
+        """Forget workers that are gone, except for what they have added."""
         self._recent = {name: self._recent[name] for name in living if name in self._recent}
 
     def add_point(self, worker: str, point: Point, at: float) -> None:
-        """Add what a worker told. at: Unix seconds by the clock that the charts go by."""
+        """Add what a worker reported. at: Unix seconds by the charts' clock."""
         recent = self._recent.setdefault(worker, deque(maxlen=16))
         if recent:
             gap_s = point.at - recent[-1].at
@@ -66,7 +66,7 @@ class History:
         self._add_depth(point.depth, at)
 
     def add_depth(self, depth: Mapping[str, int], at: float) -> None:
-        """Add how many jobs wait in each queue; what was known of that moment is replaced."""
+        """Note how many jobs wait in each queue at a moment. This replaces an earlier note of that moment."""
         self._step(at).depth = dict(depth)
         newest = int(at // STEP_S)
         # Points in the future come from a worker with a wrong clock, or from an invented worker.
@@ -76,7 +76,7 @@ class History:
             del self._steps[number]
 
     def rate(self, worker: str, name: str) -> float | None:
-        """How fast a worker's count grows now; None where that cannot be told yet."""
+        """Return how fast a worker's count grows now; None if that is not known yet."""
         recent = self._recent.get(worker)
         if not recent or len(recent) < 2:
             return None
@@ -148,7 +148,7 @@ def read_points(connection: Redis, names: Sequence[str]) -> dict[str, list[Point
 
 
 def per_second(newer: Point, older: Point, name: str) -> float | None:
-    """Return how fast a count has grown between two points; None where the worker or its clock began anew."""
+    """Return how fast a count has grown between two points; None if the worker or its clock began anew."""
     seconds, grown = newer.at - older.at, getattr(newer, name) - getattr(older, name)
     return grown / seconds if seconds > 0 and grown >= 0 else None
 

@@ -15,11 +15,11 @@ from jobs.errors import fault_line
 from jobs.runs.job_cancel import CANCELLABLE
 from jobs.runs.watching.reading import error_line
 
-#: A job's payload and meta are read up to so many bytes, packed and unpacked.
+#: The most bytes of a job's payload or meta that are read, packed and unpacked.
 MAX_PAYLOAD_BYTES = 1 << 16
-#: Of an error, such as a traceback, as much of its end is shown.
+#: The most characters of an error that are shown. They are its last ones.
 MAX_ERROR_CHARS = 20_000
-#: Stopped jobs that are passed over where the newest failed ones are looked for: a cancel may have made many.
+#: The most stopped jobs that are passed over to find failed ones. A cancel may have left many.
 MAX_STOPPED = 100
 
 MAX_RELATIVES = 20
@@ -130,7 +130,7 @@ def read_job(connection: Redis, job_id: str, *, with_arguments: bool = False) ->
         is_failed=score is not None,
         is_under_way=rq_jobs.job_status(texts["status"]) in CANCELLABLE,
         error=printable(
-            error.removesuffix(f"\n{fault_line('cancelled')}")[-MAX_ERROR_CHARS:], kept="\n"
+            error.removesuffix(f"\n{fault_line('cancelled')}")[-MAX_ERROR_CHARS:], allowed="\n"
         ),
         error_line=error_line(error),
     )
@@ -182,4 +182,6 @@ def _call(data: bytes | None) -> tuple[str | None, str | None]:
 
 
 def _json_text(value: object) -> str:
-    return printable(json.dumps(value, ensure_ascii=False, indent=2)[:MAX_ERROR_CHARS], kept="\n")
+    return printable(
+        json.dumps(value, ensure_ascii=False, indent=2)[:MAX_ERROR_CHARS], allowed="\n"
+    )

@@ -1,5 +1,6 @@
 """What each page shows, read from Redis."""
 
+from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
@@ -9,6 +10,12 @@ from jobs.common.display import safe_name
 from jobs.errors import UnknownRun
 from jobs.queues import count_queues, queue_names
 from jobs.runs.plans.names import is_run_id
+from jobs.runs.watching.api_records import (
+    batch_runs,
+    batch_status,
+    recorded_batches,
+    recorded_limits,
+)
 from jobs.runs.watching.reading import read_planned, run_reasons
 from jobs.runs.watching.snapshot import RunSnapshot, obstacles
 from tokenmill.dashboard import display
@@ -68,6 +75,37 @@ def failed(watcher: Watcher, request: Request, **_: Any) -> dict[str, Any]:
     }
 
 
+def batches(watcher: Watcher, request: Request, **_: Any) -> dict[str, Any]:
+    """Show the API servers' batches, the latest first, and which projects were limited.
+
+    Parameters: project (every one, if none is given), page.
+    """
+    connection = watcher.connection
+    recorded = recorded_batches(connection)
+    projects = Counter(batch.project for batch in recorded)
+    project = request.query_params.get("project", "")
+    if project and project not in projects:
+        raise Missing("There is no batch of this project.")
+    chosen = [batch for batch in recorded if project in ("", batch.project)]
+    first, page = _page(request, "page", len(chosen), PAGE_ROWS)
+    shown = chosen[first : first + PAGE_ROWS]
+    runs = batch_runs(connection, shown)
+
+    rows = []
+    for batch in shown:
+        snapshot = runs.get(batch.run)
+        rows.append((batch, "unknown" if snapshot is None else batch_status(snapshot), snapshot))
+    return {
+        "project": project,
+        "projects": dict(sorted(projects.items())),
+        "total": len(recorded),
+        "batches": rows,
+        "limits": recorded_limits(connection),
+        "page": page,
+        "pages": _pages(len(chosen), PAGE_ROWS),
+    }
+
+
 def run(watcher: Watcher, request: Request, **_: Any) -> dict[str, Any]:
     """One run. Parameters: shards (page of the shards' table)."""
     name = request.path_params["run"]
@@ -112,7 +150,7 @@ def missing(watcher: Watcher, request: Request, **_: Any) -> dict[str, Any]:
 
 
 PAGES: dict[str, Callable[..., dict[str, Any]]] = {
-    each.__name__: each for each in (overview, failed, run, job, missing)
+    each.__name__: each for each in (overview, failed, batches, run, job, missing)
 }
 
 

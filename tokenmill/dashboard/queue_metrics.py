@@ -1,10 +1,11 @@
 """What the dashboard tells Prometheus: how many jobs of some queues are where, also while no worker runs.
 
 A worker tells the same of its queues under the same name and labels (worker/metrics/exporter.py), so that
-`max by (queue, status) (rq_jobs)` is right whoever is there. Queues are those that the operator has named:
-the list that RQ keeps is whatever producers have written there.
+`max by (queue, status) (rq_jobs)` is right with and without workers. The operator names the queues,
+because producers may write anything into RQ's own list.
 """
 
+from collections import Counter
 from collections.abc import Iterator, Sequence
 
 from prometheus_client.core import GaugeMetricFamily
@@ -15,6 +16,7 @@ from redis import Redis
 
 from jobs.common.workers import claimed_jobs, read_workers
 from jobs.queues import count_queues
+from jobs.runs.watching.reading import read_at_risk
 
 #: RQ's statuses by the name under which `count_queues` has them.
 _STATUSES = {"waiting": "queued", "executing": "started"}
@@ -50,3 +52,14 @@ class QueueMetrics(Collector):
             late.add_metric([queue.name], queue.due)
         yield jobs
         yield late
+
+        at_risk = GaugeMetricFamily(
+            "tokenmill_runs_deadline_at_risk",
+            "Runs of a queue that are not expected to end before their deadline.",
+            labels=["queue"],
+        )
+        runs = read_at_risk(self._connection) if self._queues else []
+        runs_of = Counter(run.queue for run in runs)
+        for queue_name in self._queues:
+            at_risk.add_metric([queue_name], runs_of[queue_name])
+        yield at_risk

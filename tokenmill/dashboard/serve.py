@@ -18,7 +18,7 @@ MIN_TOKEN_CHARS = 16
 def check_token(token: str | None, bind: str) -> str | None:
     """Return the token that browsers log in with, None for none.
 
-    Raises NotServed where others can reach the address and there is none, or one that can be guessed.
+    Raises NotServed if others can reach the address and there is none, or one that can be guessed.
     """
     if token is not None and len(token) < MIN_TOKEN_CHARS:
         raise NotServed(
@@ -42,7 +42,7 @@ def serve(
     show_prompts: bool,
     queues: Sequence[str] = (),
 ) -> None:
-    """Serve until stopped. Raises NotServed where it may not be shown there, or the address cannot be had.
+    """Serve until stopped. Raises NotServed if it may not be shown there, or the address cannot be had.
 
     queues: those that /metrics counts.
     """

@@ -27,7 +27,7 @@ class ShardSeen:
 
 
 def list_shards(connection: Redis, run: str, first: int = 0, count: int = 100) -> list[ShardSeen]:
-    """Return so many of a run's shards. Raises UnknownRun."""
+    """Return at most `count` of a run's shards. Raises UnknownRun."""
     if not (looks := begin_looks(connection, [run])):
         raise UnknownRun(run)
     (look,) = looks

@@ -1,4 +1,4 @@
-"""Looks at Redis for everybody who looks at the page, as seldom as that allows."""
+"""Looks at Redis for all open pages together, as seldom as possible."""
 
 import threading
 import time
@@ -15,25 +15,25 @@ from jobs.runs.watching.snapshot import RunSnapshot
 from tokenmill.dashboard.history import History, read_points
 from tokenmill.dashboard.jobs_seen import FailedJob, newest_failed
 
-#: A look serves everybody for so long; one that took longer than a fifth of that, for five times as long.
+#: Seconds for which one look serves all pages; after a slow look, five times the seconds that it took.
 LOOK_S = 1.0
 LOOK_SHARE = 0.2
 
-#: After so long without a look the last hour is read anew, so that the charts have no gap.
+#: Seconds without a look after which the last hour is read again, so that the charts have no gap.
 FORGET_S = 60.0
 
-#: What is looked at, at most. Of more, the page says that there are more.
+#: The most workers, queues, runs and failed jobs that are looked at. The page says if there are more.
 MAX_WORKERS, MAX_QUEUES, MAX_RUNS, MAX_FAILED = 1000, 200, 50, 10
 
-#: Workers whose last hour is read in one look: of many, the charts fill within some looks after a start.
+#: Workers whose last hour is read in one look. With many workers, the charts fill over several looks.
 MAX_NEW = 20
 
 
 @dataclass(frozen=True)
 class WorkerRow:
-    """One worker. sample: None of one that tells nothing of itself, such as RQ's own.
+    """One worker. sample: None for a worker that reports nothing, such as RQ's own.
 
-    Rates are per second, None where they cannot be told yet.
+    Rates are per second; None if they are not known yet.
     """
 
     name: str

@@ -1,4 +1,4 @@
-"""What lm-evaluation-harness gives a model, as the engine's configuration and sampling values."""
+"""Turns what lm-evaluation-harness passes to a model into the engine's configuration and sampling values."""
 
 from collections.abc import Mapping
 from dataclasses import fields
@@ -7,7 +7,7 @@ from typing import Any
 from engine import ConfigError, EngineConfig, InvalidSampling, SamplingParams
 from engine.run.device import resolve_device
 
-#: Names of the `hf` class that change nothing at these values; no others are taken.
+#: Arguments of the `hf` class, with the only values that are accepted, because they change nothing.
 NEUTRAL_ARGUMENTS: dict[str, tuple[object, ...]] = {
     "backend": ("default", "causal"),
     "trust_remote_code": (None, False),
@@ -32,7 +32,7 @@ _FIELDS = frozenset(each.name for each in fields(EngineConfig))
 def engine_config(
     pretrained: object, model: object, max_length: object, arguments: Mapping[str, Any]
 ) -> EngineConfig:
-    """The engine that `--model_args` ask for. Raises ConfigError for a name or value that is not one of it.
+    """Return the configuration that `--model_args` ask for. Raises ConfigError for an unknown name or a wrong value.
 
     pretrained, model: two names of the same. max_length: the `hf` class' name of max_model_len.
     device: HARNESS_DEVICE, which the harness gives unasked, is "auto" where there is no GPU, as with `hf`.
@@ -65,7 +65,7 @@ def engine_config(
 def sampling_params(
     values: Mapping[str, Any], *, max_tokens: int, stop: list[str], end_token_id: int | None
 ) -> SamplingParams:
-    """What one group of generation_kwargs asks for, without the texts that end it and its length.
+    """Return the sampling values of one group of generation_kwargs, except its stop texts and its length.
 
     values: as lm_eval.models.utils.normalize_gen_kwargs gives them. Greedy unless there is a temperature.
     Raises InvalidSampling for what is no sampling parameter.

@@ -1,7 +1,7 @@
 """TokenmillLM: the engine behind the interface of lm-evaluation-harness.
 
-Texts become tokens, are truncated from the left and cut before stop strings as its `hf` class does it, so
-that scores are the same.
+Like the harness' `hf` class, it makes tokens of texts, truncates them from the left and cuts them before stop strings.
+So scores are the same.
 """
 
 import logging
@@ -28,9 +28,8 @@ from tokenmill.eval.arguments import engine_config, sampling_params
 logger = logging.getLogger(__name__)
 
 Tokens = list[int]
-Scored = tuple[
-    tuple[str, str] | None, Tokens, Tokens
-]  # what the harness asked, context, continuation
+#: The two texts of the harness, if any; then the tokens of context and continuation.
+Scored = tuple[tuple[str, str] | None, Tokens, Tokens]
 
 
 @register_model("tokenmill")
@@ -38,13 +37,16 @@ class TokenmillLM(TemplateLM):
     """A model for `lm_eval --model tokenmill`.
 
     pretrained, or model: a folder in Hugging Face layout, or a hub id. Other arguments are EngineConfig's.
-    max_length: the hf class' name for max_model_len. max_gen_toks: new tokens where a task says nothing.
-    add_bos_token: whether each text begins with the token for that; None does as the tokenizer does.
-    prefix_token_id: stands before what has no context; None takes the token that begins a text, or else ends
-    it. think_end_token, a text or a token id: an answer begins behind its last one. enable_thinking,
-    chat_template_args: variables of the chat template. batch_size and max_batch_size, which the harness
-    gives unasked, change nothing: as much runs at once as max_num_seqs and max_num_batched_tokens allow.
-    Raises ConfigError for an argument that is not known, or without prefix_token_id; and as Engine.
+    max_length: the hf class' name for max_model_len.
+    max_gen_toks: the most new tokens, if a task does not say.
+    add_bos_token: whether each text begins with the tokenizer's first token; None leaves that to the tokenizer.
+    prefix_token_id: stands before a text without context; None takes the tokenizer's first token, or else its last.
+    think_end_token: a text or a token id. An answer begins behind its last occurrence.
+    enable_thinking, chat_template_args: variables of the chat template.
+
+    batch_size and max_batch_size, which the harness always passes, change nothing: max_num_seqs and
+    max_num_batched_tokens decide how much runs at once. Raises ConfigError for an unknown argument or a missing
+    prefix_token_id, and what Engine raises.
     """
 
     def __init__(
@@ -87,23 +89,23 @@ class TokenmillLM(TemplateLM):
             self._template_args["enable_thinking"] = enable_thinking
 
     def close(self) -> None:
-        """Free the model; nothing can be asked afterwards."""
+        """Free the model. Nothing can be asked afterwards."""
         self.engine.close()
 
     @property
     def max_length(self) -> int:
-        """Tokens that the model reads at most, prompt and completion together."""
+        """Return the most tokens that the model reads, prompt and completion together."""
         return self.engine.max_model_len
 
     @property
     def eot_token_id(self) -> int | None:
-        """The token that ends a text; None where the tokenizer has none."""
+        """Return the token that ends a text; None if the tokenizer has none."""
         token_id: int | None = self.tokenizer.eos_token_id
         return token_id
 
     @property
     def prefix_token_id(self) -> int:
-        """The token before what has no context. Raises ConfigError where the tokenizer has none."""
+        """Return the token that stands before a text without context. Raises ConfigError if there is none."""
         known = (self._custom_prefix, self.tokenizer.bos_token_id, self.tokenizer.eos_token_id)
         for token_id in known:
             if token_id is not None:
@@ -114,15 +116,15 @@ class TokenmillLM(TemplateLM):
 
     @property
     def tokenizer_name(self) -> str:
-        """The model's name, as a name of files."""
+        """Return the model's name as part of file names."""
         return self._model_name.replace("/", "__")
 
     def apply_chat_template(
         self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True
     ) -> str:
-        """The text of a conversation; where a template refuses it, without what the system says.
+        """Return the text of a conversation. If a template refuses it, the system's messages are left out.
 
-        add_generation_prompt: False where the last message is the beginning of the model's answer.
+        add_generation_prompt: False if the last message is the beginning of the model's answer.
         """
         options = {
             "tokenize": False,
@@ -134,26 +136,29 @@ class TokenmillLM(TemplateLM):
             text: str = self.tokenizer.apply_chat_template(chat_history, **options)
         except TemplateError:
             logger.warning(
-                "the chat template refuses these messages; once more without the system's"
+                "the chat template refuses these messages; trying again without the system's"
             )
-            others = [message for message in chat_history if message["role"] != "system"]
-            text = self.tokenizer.apply_chat_template(others, **options)
+            other_messages = [message for message in chat_history if message["role"] != "system"]
+            text = self.tokenizer.apply_chat_template(other_messages, **options)
         return text
 
     def tok_encode(self, string: str, add_special_tokens: bool | None = None, **_: Any) -> Tokens:
-        """Token ids of a text; one that begins with the token for a text's beginning gets no second one."""
+        """Return the token ids of a text. It gets no first token if it begins with that token's text."""
         if add_special_tokens is None:
             return self._encode(string, self._prefix_text)
         return self._with_special(string, add_special_tokens)
 
     def _encode(self, string: str, prefix: str | None) -> Tokens:
-        """prefix: a text that begins with this has its special token already."""
+        """Return the token ids of a text. A text that begins with `prefix` has its first token already."""
         if prefix is not None and string.startswith(prefix):
             return self._with_special(string, add_special_tokens=False)
         return self._with_special(string, add_special_tokens=self._add_bos_token)
 
     def _with_special(self, string: str, add_special_tokens: bool | None) -> Tokens:
-        """None does as the tokenizer does; True adds the token for a text's beginning where that does not."""
+        """Return the token ids of a text.
+
+        add_special_tokens: None leaves them to the tokenizer; True adds a first token if the tokenizer adds none.
+        """
         is_added = add_special_tokens is not False
         token_ids: Tokens = self.tokenizer.encode(
             string, add_special_tokens=is_added, verbose=False
@@ -166,22 +171,24 @@ class TokenmillLM(TemplateLM):
     def loglikelihood(
         self, requests: list[Instance], disable_tqdm: bool = False
     ) -> list[tuple[float, bool]]:
-        """How likely each continuation is behind its context, and whether greedy generation gives it."""
+        """Return how likely each continuation is behind its context, and whether greedy generation gives it."""
         if self._enable_thinking:
             raise ValueError(
                 "enable_thinking=True is for tasks that generate; leave it out for this one"
             )
-        found: list[tuple[float, bool]] = super().loglikelihood(requests, disable_tqdm=disable_tqdm)
-        return found
+        likelihoods: list[tuple[float, bool]] = super().loglikelihood(
+            requests, disable_tqdm=disable_tqdm
+        )
+        return likelihoods
 
     def _loglikelihood_tokens(
         self, requests: Iterable[Scored], disable_tqdm: bool = False, **_: Any
     ) -> list[tuple[float, bool]]:
-        asked = list(requests)
-        pairs = [self._window(*each) for each in asked]
+        texts_and_tokens = list(requests)
+        pairs = [self._window(*request) for request in texts_and_tokens]
         scores = self.engine.loglikelihood(pairs, use_tqdm=not disable_tqdm)
         answers = [(score.logprob, score.is_greedy) for score in scores]
-        for (texts, _context, _continuation), answer in zip(asked, answers, strict=True):
+        for (texts, _context, _continuation), answer in zip(texts_and_tokens, answers, strict=True):
             if texts is not None:
                 self.cache_hook.add_partial("loglikelihood", texts, answer)
         return answers
@@ -189,7 +196,7 @@ class TokenmillLM(TemplateLM):
     def _window(
         self, texts: tuple[str, str] | None, context: Tokens, continuation: Tokens
     ) -> tuple[Tokens, Tokens]:
-        """Context and continuation, as much of the context as the model reads; the last token it does not."""
+        """Return the end of a context that fits into the model, and the continuation. The last token takes no room."""
         if not 0 < len(continuation) <= self.max_length:
             shown = "" if texts is None else f" {texts[1][:64]!r}"
             raise InvalidRequest(
@@ -202,8 +209,10 @@ class TokenmillLM(TemplateLM):
     def loglikelihood_rolling(
         self, requests: list[Instance], disable_tqdm: bool = False
     ) -> list[float]:
-        """How likely each whole text is, in windows of max_length tokens, of which each predicts as many new
-        ones as it can."""
+        """Return how likely each whole text is.
+
+        A text is cut into windows of max_length tokens. Each window predicts as many new tokens as it can.
+        """
         windows: list[Scored] = []
         ends = []
         for (text,) in (request.args for request in requests):
@@ -220,9 +229,9 @@ class TokenmillLM(TemplateLM):
         return totals
 
     def generate_until(self, requests: list[Instance], disable_tqdm: bool = False) -> list[str]:
-        """What the model says behind each context, up to a text of its `until`.
+        """Return what the model says behind each context, up to one of the texts in `until`.
 
-        Raises EngineError if one fails, or InvalidSampling for a value that is not served.
+        Raises EngineError if a request fails, or InvalidSampling for a value that is not served.
         """
         prepared = [self._prepare(*request.args) for request in requests]
         completions = self.engine.generate(
@@ -243,7 +252,7 @@ class TokenmillLM(TemplateLM):
     def _prepare(
         self, context: str, gen_kwargs: dict[str, Any]
     ) -> tuple[Tokens, SamplingParams, list[str]]:
-        """Prompt and sampling values of a request, and the texts that end its answer."""
+        """Return a request's prompt, its sampling values, and the texts that end its answer."""
         values = dict(normalize_gen_kwargs(gen_kwargs, self.max_gen_toks))
         max_tokens = values.pop("max_gen_toks")
         eos = None if self.eot_token_id is None else self.tokenizer.decode(self.eot_token_id)
@@ -263,7 +272,7 @@ class TokenmillLM(TemplateLM):
         return prompt[-room:], params, until
 
     def _answer(self, token_ids: Tokens, until: list[str]) -> str:
-        """The text of an answer, without its reasoning and from before what ended it."""
+        """Return the text of an answer, without its reasoning and without the text that ended it."""
         end = self._think_end
         if isinstance(end, int):
             if end in token_ids:

@@ -9,7 +9,7 @@ import time
 import traceback
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
 from contextlib import aclosing, asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -20,9 +20,11 @@ from starlette.concurrency import run_in_threadpool
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, PlainTextResponse, Response, StreamingResponse
 from starlette.routing import Route
+from starlette.types import ASGIApp
 
 from jobs.common.display import safe_name
 from jobs.common.workers import WorkerSample
+from jobs.runs.watching.api_records import record_limited
 from tokenmill.server.answers.bodies import ENDPOINTS, Call, call_of
 from tokenmill.server.answers.event_streams import EventStream
 from tokenmill.server.answers.jobs_asked import JobsAsked, TextPiece
@@ -35,17 +37,21 @@ from tokenmill.server.batches.calls import BatchCalls
 from tokenmill.server.batches.file_store import FileStore
 from tokenmill.server.errors import ApiError
 from tokenmill.server.idempotency import IdempotencyKeys, Made
+from tokenmill.server.metrics import ENDPOINT, Metered, Metrics
+from tokenmill.server.metrics import PATH as METRICS
 from tokenmill.server.projects import Project, Projects
 from tokenmill.server.queued_tokens import QueuedTokens
-from tokenmill.server.request_bodies import json_body
+from tokenmill.server.request_bodies import Bodies
 
 logger = logging.getLogger("tokenmill")
 T = TypeVar("T")
 
-#: Answers a request of a project. The last argument is the request's id.
+#: Answers a request of a project, which has this id.
 Answer = Callable[[Request, Project, str], Awaitable[Response]]
 #: Makes events of the parts of an answer.
 Events = Callable[[AsyncIterator[TextPiece | bytes]], AsyncIterator[bytes]]
+#: Seconds between two records that a project was refused at the same limit.
+LIMITED_S = 1.0
 _METHODS = ("GET", "POST", "PUT", "PATCH", "DELETE")
 
 
@@ -65,7 +71,7 @@ class ServerOptions:
 
 
 class ApiServer:
-    """What the answers share: Redis, the jobs that are asked, and who may ask."""
+    """Answers all requests. It holds Redis, the jobs that are under way, and the projects."""
 
     def __init__(self, redis_url: str, connection: Redis, options: ServerOptions) -> None:
         self._connection = connection
@@ -73,11 +79,14 @@ class ApiServer:
         queue = options.prompts_queue
         self._models = LiveModels(connection, queue)
         self._projects = Projects(connection, is_local=options.is_local)
-        self._asked = JobsAsked(redis_url, connection, queue, options.timeout_s)
+        self._jobs = JobsAsked(redis_url, connection, queue, options.timeout_s)
         self._keys = IdempotencyKeys(connection)
         self._tokens = QueuedTokens(connection)
+        self._metrics = Metrics(connection)
+        self._bodies = Bodies()
+        self._limits_recorded: dict[tuple[str, str], float] = {}
 
-    def app(self) -> Starlette:
+    def app(self) -> ASGIApp:
         """Return the application."""
         routes = [self._route("POST", path, self._ask) for path in ENDPOINTS]
         routes += [
@@ -87,9 +96,10 @@ class ApiServer:
             *self._batch_routes(),
             Route("/livez", self._livez),
             Route("/readyz", self._readyz),
-            Route("/{path:path}", self._answered(self._missing), methods=_METHODS),
+            Route(METRICS, self._tell),
+            Route("/{path:path}", self._answered("other", self._missing), methods=_METHODS),
         ]
-        return Starlette(routes=routes, lifespan=self._closing)
+        return Metered(Starlette(routes=routes, lifespan=self._closing), self._metrics)
 
     def _batch_routes(self) -> list[Route]:
         folder = self._options.folder
@@ -98,7 +108,7 @@ class ApiServer:
         files = FileStore(folder)
         batches = Batches(self._connection, files, self._options.runs_queue)
         self._tokens = QueuedTokens(self._connection, batches.is_open)
-        calls = BatchCalls(files, batches, self._keys, self._tokens)
+        calls = BatchCalls(files, batches, self._bodies, self._keys, self._tokens)
         by_path = {
             ("POST", "/v1/files"): calls.upload,
             ("GET", "/v1/files"): calls.list_files,
@@ -115,17 +125,21 @@ class ApiServer:
         ]
 
     def _route(self, method: str, path: str, answer: Answer) -> Route:
-        return Route(path, self._answered(answer), methods=[method])
+        return Route(path, self._answered(path, answer), methods=[method])
 
     @asynccontextmanager
     async def _closing(self, _: Starlette) -> AsyncIterator[None]:
         yield
-        await self._asked.close()
+        await self._jobs.close()
 
-    def _answered(self, answer: Answer) -> Callable[[Request], Awaitable[Response]]:
-        """Give each request an id, check its key, and turn what is raised into OpenAI's errors."""
+    def _answered(self, endpoint: str, answer: Answer) -> Callable[[Request], Awaitable[Response]]:
+        """Give each request an id, check its key, and turn what is raised into OpenAI's errors.
+
+        endpoint: as which the metrics count it.
+        """
 
         async def respond(request: Request) -> Response:
+            request.scope[ENDPOINT] = endpoint
             request_id = f"req_{secrets.token_hex(16)}"
             started = time.monotonic()
             name = "-"
@@ -137,6 +151,9 @@ class ApiServer:
                 response = await answer(request, project, request_id)
             except ApiError as error:
                 response = error.response
+                name = error.project or name
+                if error.status == 429:
+                    await self._note_limited(name, error.code or "other")
             except ClientDisconnect:
                 response = Response(status_code=499)
             except RedisError as error:
@@ -168,35 +185,52 @@ class ApiServer:
 
         return respond
 
+    async def _note_limited(self, project: str, limit: str) -> None:
+        """Count a refusal, and record it for the dashboard at most once a second."""
+        self._metrics.limited.labels(project, limit).inc()
+        now = time.time()
+        if now - self._limits_recorded.get((project, limit), 0.0) < LIMITED_S:
+            return
+        self._limits_recorded[project, limit] = now
+        try:
+            await run_in_threadpool(record_limited, self._connection, project, limit, now)
+        except RedisError as error:
+            logger.warning("that a project was limited cannot be recorded: %s", error)
+
     async def _ask(self, request: Request, project: Project, request_id: str) -> Response:
         """Answer a call by a job."""
-        body = await json_body(request)
-        call = await run_in_threadpool(call_of, request.scope["path"], body)
-        await self._models.check(call.model)
-        made = await self._keys.made(request, project.name, body, request_id)
-        if call.is_streamed:
-            stream = EventStream(made.id, call, call.model or "")
-            return await self._stream(request, project, call, made, stream.events)
-        answer = await self._answer(request, project, call, made)
-        return Response(answer, media_type="application/json")
+        with self._bodies.held() as body:
+            await body.read(request)
+            call = await run_in_threadpool(call_of, request.scope["path"], body.value)
+            await self._models.check(call.model)
+            made = await self._keys.made(request, project.name, body.value, request_id)
+            call = replace(call, on_enqueued=body.let_go)
+            if call.is_streamed:
+                stream = EventStream(made.id, call, call.model or "")
+                return await self._stream(request, project, call, made, stream.events)
+            answer = await self._answer(request, project, call, made)
+            return Response(answer, media_type="application/json")
 
     async def _respond(self, request: Request, project: Project, request_id: str) -> Response:
         """Answer a call of `/v1/responses` by a chat."""
-        body = await json_body(request)
-        call = await run_in_threadpool(response_call, body)
-        await self._models.check(call.model)
-        made = await self._keys.made(request, project.name, body, request_id)
-        stream = ResponseStream(made.id.removeprefix("req_"), body)
-        if call.is_streamed:
-            return await self._stream(request, project, call, made, stream.events)
-        answer = await self._answer(request, project, call, made)
-        return JSONResponse(stream.whole(json.loads(answer)))
+        with self._bodies.held() as body:
+            await body.read(request)
+            call = await run_in_threadpool(response_call, body.value)
+            await self._models.check(call.model)
+            made = await self._keys.made(request, project.name, body.value, request_id)
+            call = replace(call, on_enqueued=body.let_go)
+            shown = {name: value for name, value in body.value.items() if name != "input"}
+            stream = ResponseStream(made.id.removeprefix("req_"), shown)
+            if call.is_streamed:
+                return await self._stream(request, project, call, made, stream.events)
+            answer = await self._answer(request, project, call, made)
+            return JSONResponse(stream.whole(json.loads(answer)))
 
     async def _answer(self, request: Request, project: Project, call: Call, made: Made) -> bytes:
         """Return a job's value, as JSON. The job is cancelled if the client goes away, unless it is kept."""
         try:
             async with self._tokens.held(project, made.id, call, self._options.timeout_s):
-                return await _unless_left(request, self._asked.ask(made, call))
+                return await _unless_left(request, self._jobs.ask(made, call))
         except ApiError:
             await self._keys.forget(made)
             raise
@@ -205,7 +239,7 @@ class ApiServer:
         self, project: Project, call: Call, made: Made
     ) -> AsyncGenerator[TextPiece | bytes, None]:
         """Yield the parts of a streamed answer."""
-        ask = self._asked.follow if call.has_growing_text else self._asked.whole
+        ask = self._jobs.follow if call.has_growing_text else self._jobs.whole
         try:
             async with (
                 self._tokens.held(project, made.id, call, self._options.timeout_s),
@@ -220,7 +254,7 @@ class ApiServer:
     async def _stream(
         self, request: Request, project: Project, call: Call, made: Made, events: Events
     ) -> Response:
-        """Answer with the text as it grows. What fails before its first piece is an error as of other calls."""
+        """Answer with the text as it grows. A failure before its first piece is answered like that of any call."""
         answer = self._parts(project, call, made)
         try:
             first = await _unless_left(request, anext(answer))
@@ -272,6 +306,18 @@ class ApiServer:
             return PlainTextResponse("Redis does not answer\n", 503)
         return PlainTextResponse("ok\n")
 
+    async def _tell(self, request: Request) -> Response:
+        """Answer Prometheus."""
+        try:
+            await run_in_threadpool(self._projects.check_metrics, request.headers)
+            accept = request.headers.get("accept", "")
+            body, kind = await run_in_threadpool(self._metrics.exposition, accept)
+        except ApiError as error:
+            return error.response
+        except RedisError:
+            return PlainTextResponse("Redis does not answer\n", 503)
+        return Response(body, media_type=kind)
+
 
 def _without_id(call: Callable[[Request, Project], Awaitable[Response]]) -> Answer:
     """Return an answer that does not need the request's id."""
@@ -300,7 +346,7 @@ def _model(sample: WorkerSample) -> dict[str, Any]:
 
 
 async def _unless_left(request: Request, answer: Awaitable[T]) -> T:
-    """Await an answer, and cancel it if the client closes its connection. Raises ClientDisconnect then."""
+    """Await an answer. If the client closes its connection, cancel the answer and raise ClientDisconnect."""
     answering = asyncio.ensure_future(answer)
     leaving = asyncio.create_task(_left(request))
     try:

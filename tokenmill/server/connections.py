@@ -1,13 +1,13 @@
-"""Closes connections whose client keeps one open and does nothing with it."""
+"""Closes connections that a client keeps open without using them."""
 
 from asyncio import BaseTransport, TimerHandle
 from typing import Any
 
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
-#: Seconds within which the head of a request must have come, and the rest of one that was answered before its end.
+#: The most seconds for the head of a request, and for the rest of a request that was answered before its end.
 HEAD_S = 30.0
-#: Seconds within which a client must read what fills the connection's buffers.
+#: The most seconds that a client may let the connection's buffers stay full.
 READ_S = 60.0
 
 
@@ -25,7 +25,7 @@ class BoundedConnection(H11Protocol):
         self._set_head_timer()
 
     def data_received(self, data: bytes) -> None:
-        """Take bytes; what they begin must be whole in time."""
+        """Take bytes. A request that they begin must be whole in time."""
         super().data_received(data)
         self._set_head_timer()
 
@@ -35,18 +35,18 @@ class BoundedConnection(H11Protocol):
         self._set_head_timer()
 
     def pause_writing(self) -> None:
-        """Await that the client reads."""
+        """Give the client some seconds to read."""
         super().pause_writing()
         self._read_timer = self.loop.call_later(self.read_s, self.transport.abort)
 
     def resume_writing(self) -> None:
-        """Go on: the client has read."""
+        """Stop the timer, because the client has read."""
         super().resume_writing()
         _cancel(self._read_timer)
         self._read_timer = None
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """Await nothing more."""
+        """Stop all timers."""
         super().connection_lost(exc)
         _cancel(self._head_timer)
         self._head_timer = None
@@ -54,7 +54,7 @@ class BoundedConnection(H11Protocol):
         self._read_timer = None
 
     def _set_head_timer(self) -> None:
-        """Have the time run while no request is answered. More bytes do not begin it anew."""
+        """Let the timer run while no request is answered. Further bytes do not restart it."""
         cycle: Any = self.cycle
         is_answering = cycle is not None and not cycle.response_complete
         if is_answering or self.transport.is_closing():

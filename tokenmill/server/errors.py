@@ -27,8 +27,8 @@ _TYPES = {
 class ApiError(Exception):
     """Raised for a request that cannot be answered.
 
-    status: of the response. code: OpenAI's name for the error, such as "model_not_found". param: the argument that is
-    wrong. headers: further ones of the response.
+    status: the response's HTTP status. code: OpenAI's name for the error, such as "model_not_found". param: the wrong
+    argument. headers: further headers of the response. project: who asked, where only the error tells it.
     """
 
     def __init__(
@@ -39,6 +39,7 @@ class ApiError(Exception):
         code: str | None = None,
         param: str | None = None,
         headers: Mapping[str, str] | None = None,
+        project: str | None = None,
     ) -> None:
         super().__init__(message)
         self.status = status
@@ -46,6 +47,7 @@ class ApiError(Exception):
         self.code = code
         self.param = param
         self.headers = dict(headers or {})
+        self.project = project
 
     @property
     def response(self) -> Response:

@@ -1,4 +1,4 @@
-"""Who asks, and whether its project may ask more now.
+"""Finds the project of a request, and refuses requests beyond its limits.
 
 Without any key in Redis, a server that only this machine reaches takes every request.
 """
@@ -13,14 +13,17 @@ from starlette.datastructures import Headers
 
 from jobs.api_keys import ProjectLimits, count_request, find_key, has_keys, limits_of
 from tokenmill.server.errors import ApiError
+from tokenmill.serving import Hosts
 
 #: The project of requests without a key.
 NO_KEY_PROJECT = "default"
+#: The project whose keys open /metrics.
+METRICS_PROJECT = "metrics"
 
 
 @dataclass(frozen=True)
 class Project:
-    """The project of a request. headers: what a response says of the limit of requests; OpenAI's names."""
+    """The project of a request. headers: the headers of a response that tell the limit of requests."""
 
     name: str
     limits: ProjectLimits = field(default_factory=ProjectLimits)
@@ -28,7 +31,7 @@ class Project:
 
 
 class Projects:
-    """Tells the project of a request. is_local: only this machine reaches the server."""
+    """Finds the project of each request. is_local: only this machine reaches the server."""
 
     def __init__(
         self, connection: Redis, *, is_local: bool, clock: Callable[[], float] = time.time
@@ -39,12 +42,19 @@ class Projects:
 
     async def of(self, headers: Headers) -> Project:
         """Return a request's project, and count the request. Raises ApiError and RedisError."""
-        scheme, _, secret = headers.get("authorization", "").partition(" ")
-        secret = secret.strip() if scheme.lower() == "bearer" else ""
-        return await run_in_threadpool(self._find, secret)
+        return await run_in_threadpool(self._find, headers)
 
-    def _find(self, secret: str) -> Project:
-        name = self._name_of(secret)
+    def check_metrics(self, headers: Headers) -> None:
+        """Raise ApiError unless a request may read the metrics, which name all projects. It is not counted."""
+        if self._needs_no_key():
+            _check_browser(headers)
+        elif self._name_of(headers) != METRICS_PROJECT:
+            raise ApiError(
+                403, f"send a key of the project {METRICS_PROJECT!r}: `tokenmill keys add metrics`"
+            )
+
+    def _find(self, headers: Headers) -> Project:
+        name = self._name_of(headers)
         limits = limits_of(self._connection, name)
         most = limits.requests_per_minute
         if most is None:
@@ -53,7 +63,7 @@ class Projects:
         now = self._clock()
         count = count_request(self._connection, name, now)
         reset_s = 60 - int(now % 60)
-        headers = {
+        limit_headers = {
             "x-ratelimit-limit-requests": str(most),
             "x-ratelimit-remaining-requests": str(max(0, most - count)),
             "x-ratelimit-reset-requests": f"{reset_s}s",
@@ -63,13 +73,19 @@ class Projects:
                 429,
                 f"project {name!r} has made its {most} requests of this minute",
                 code="rate_limit_exceeded",
-                headers={**headers, "retry-after": str(reset_s)},
+                headers={**limit_headers, "retry-after": str(reset_s)},
+                project=name,
             )
-        return Project(name, limits, headers)
+        return Project(name, limits, limit_headers)
 
-    def _name_of(self, secret: str) -> str:
-        if self._is_local and not has_keys(self._connection):
+    def _needs_no_key(self) -> bool:
+        return self._is_local and not has_keys(self._connection)
+
+    def _name_of(self, headers: Headers) -> str:
+        if self._needs_no_key():
+            _check_browser(headers)
             return NO_KEY_PROJECT
+        secret = _secret(headers)
         key = find_key(self._connection, secret) if secret else None
         if key is not None:
             return key.project
@@ -80,3 +96,30 @@ class Projects:
             code="invalid_api_key",
             headers={"www-authenticate": "Bearer"},
         )
+
+
+#: The names of a server without keys.
+_HOSTS = Hosts((), is_local=True)
+
+
+def _check_browser(headers: Headers) -> None:
+    """Raise ApiError for what a page of another site has a browser send to this machine.
+
+    Where there are keys, such a page has none.
+    """
+    host = headers.get("host", "")
+    origin = headers.get("origin")
+    is_own = origin is None or _HOSTS.allows(origin.partition("://")[2])
+    if not _HOSTS.allows(host) or not is_own:
+        raise ApiError(
+            403,
+            "a server without keys is asked for as localhost or 127.0.0.1, by programs and pages of this machine: "
+            "use that address, or make a key with `tokenmill keys add PROJECT`",
+            code="wrong_host",
+        )
+
+
+def _secret(headers: Headers) -> str:
+    """Return the key that a request sends; "" without one."""
+    scheme, _, secret = headers.get("authorization", "").partition(" ")
+    return secret.strip() if scheme.lower() == "bearer" else ""

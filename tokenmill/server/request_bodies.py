@@ -4,6 +4,8 @@ import asyncio
 import json
 import math
 import re
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any, NoReturn
 
 from starlette.concurrency import run_in_threadpool
@@ -13,33 +15,87 @@ from tokenmill.server.errors import ApiError
 
 #: The most bytes of a body. The pictures of a prompt have at most 20 MiB, a third more in base64.
 MAX_BODY_BYTES = 32 << 20
-#: Seconds within which a body must have come.
+#: The most bytes of all bodies together, each from its first byte until Redis has its job.
+MAX_HELD_BYTES = 128 << 20
+#: Larger bodies are parsed one at a time: a body takes several times its size then.
+LARGE_BYTES = 1 << 20
+#: The most seconds until a body is here.
 BODY_S = 60.0
 #: The most commas and brackets of a body: each may become an object of many times its size.
 MAX_MARKS = 1_000_000
-#: The most objects and lists within each other. What reads them recurses.
+#: The most levels of nested objects and lists. Code that reads them is recursive.
 MAX_DEPTH = 64
 _HALF_PAIR = re.compile(rb"\\u[dD][89a-fA-F]")
 
 
-async def json_body(request: Request) -> Any:
-    """Return a request's body. Raises ApiError for one that is too large, too slow or no JSON."""
-    chunks: list[bytes] = []
-    size = 0
-    try:
-        async with asyncio.timeout(BODY_S):
-            async for chunk in request.stream():
-                size += len(chunk)
-                if size > MAX_BODY_BYTES:
-                    raise ApiError(413, f"the body has more than {MAX_BODY_BYTES} bytes")
-                chunks.append(chunk)
-    except TimeoutError:
-        raise ApiError(408, f"the body did not come within {BODY_S:.0f} s") from None
-    return await run_in_threadpool(parsed_body, b"".join(chunks))
+class HeldBody:
+    """The body of one request. value: what its JSON stands for; None before it is read, and once it is let go."""
+
+    def __init__(self, bodies: "Bodies") -> None:
+        self.value: Any = None
+        self._bodies = bodies
+        self._num_bytes = 0
+
+    async def read(self, request: Request) -> None:
+        """Read and parse it. Raises ApiError for one that is too large, too slow or no JSON."""
+        data = bytearray()
+        try:
+            async with asyncio.timeout(BODY_S):
+                async for chunk in request.stream():
+                    if len(data) + len(chunk) > MAX_BODY_BYTES:
+                        raise ApiError(413, f"the body has more than {MAX_BODY_BYTES} bytes")
+                    self._bodies.take(len(chunk))
+                    self._num_bytes += len(chunk)
+                    data += chunk
+        except TimeoutError:
+            raise ApiError(408, f"the body did not come within {BODY_S:.0f} s") from None
+        if len(data) < LARGE_BYTES:
+            self.value = await run_in_threadpool(parsed_body, data)
+        else:
+            async with self._bodies.parsing_large:
+                self.value = await run_in_threadpool(parsed_body, data)
+
+    def let_go(self) -> None:
+        """Make room for other bodies: this one is not needed any more."""
+        self.value = None
+        self._bodies.give_back(self._num_bytes)
+        self._num_bytes = 0
 
 
-def parsed_body(data: bytes) -> Any:
-    """Return the value that JSON stands for. Raises ApiError for what a job could not hold."""
+class Bodies:
+    """The bodies that a server holds, bounded together. max_bytes: of all of them."""
+
+    def __init__(self, max_bytes: int = MAX_HELD_BYTES) -> None:
+        self._num_free = max_bytes
+        self.parsing_large = asyncio.Lock()
+
+    @contextmanager
+    def held(self) -> Iterator[HeldBody]:
+        """Yield the body of a request, and let it go at the end of the block at the latest."""
+        body = HeldBody(self)
+        try:
+            yield body
+        finally:
+            body.let_go()
+
+    def take(self, num_bytes: int) -> None:
+        """Count bytes that have come. Raises ApiError if there is no room for them."""
+        if num_bytes > self._num_free:
+            raise ApiError(
+                503,
+                "the server holds as many bytes of requests as it may: try again",
+                code="overloaded",
+                headers={"retry-after": "1"},
+            )
+        self._num_free -= num_bytes
+
+    def give_back(self, num_bytes: int) -> None:
+        """Count bytes that are no longer held."""
+        self._num_free += num_bytes
+
+
+def parsed_body(data: bytes | bytearray) -> Any:
+    """Parse JSON. Raises ApiError for a value that a job could not hold."""
     num_marks = sum(data.count(mark) for mark in (b",", b"[", b"{"))
     if num_marks > MAX_MARKS:
         raise ApiError(413, f"the body has more than {MAX_MARKS} commas and brackets")
@@ -61,7 +117,7 @@ def _refuse_constant(name: str) -> NoReturn:
 
 
 def _check_parts(value: Any) -> None:
-    """Raise ApiError for numbers without an end, and for more than MAX_DEPTH levels."""
+    """Raise ApiError for infinite numbers, and for more than MAX_DEPTH levels."""
     level = [value]
     for _ in range(MAX_DEPTH):
         parts: list[Any] = []

@@ -1,4 +1,4 @@
-"""Starts the API server, and refuses to serve others than this machine without keys."""
+"""Starts the API server. Without keys it serves this machine only."""
 
 import logging
 from pathlib import Path
@@ -22,6 +22,9 @@ from tokenmill.serving import (
 
 #: Connections that wait to be taken. A thousand clients may come at once.
 BACKLOG = 2048
+#: Seconds for which an idle connection is kept. Clients and proxies close theirs earlier, so that they send nothing
+#: into one that is being closed: HTTPX after 5 s, Node after 4 s, ops/deploy/proxy after 15 s.
+KEEP_ALIVE_S = 20
 
 
 def serve(
@@ -32,11 +35,13 @@ def serve(
     prompts_queue: str,
     runs_queue: str,
     timeout: int,
+    drain: int,
     folder: str | None,
 ) -> None:
-    """Serve until stopped. Raises NotServed where there are no keys for others, or the address cannot be had.
+    """Serve until stopped. Raises NotServed if keys are needed and there are none, or the address is not free.
 
-    timeout: seconds that an answer may take. folder: where files and batches lie; None for a server without them.
+    timeout: seconds that an answer may take. drain: seconds for requests to end after SIGTERM. folder: where files and
+    batches lie; None for a server without them.
     """
     writes_json = start_log("server")
     if not writes_json:
@@ -53,7 +58,16 @@ def serve(
     )
     app = ApiServer(redis_url, connection, options).app()
     listener = listen(bind, port, BACKLOG)
-    run_app(app, "API server", bind, listener, writes_json=writes_json, http=BoundedConnection)
+    run_app(
+        app,
+        "API server",
+        bind,
+        listener,
+        writes_json=writes_json,
+        drain_s=drain,
+        http=BoundedConnection,
+        timeout_keep_alive=KEEP_ALIVE_S,
+    )
 
 
 def _folder(name: str) -> Path:

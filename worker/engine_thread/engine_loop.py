@@ -18,7 +18,7 @@ from worker.engine_thread.orders import (
     Halt,
     Look,
     Order,
-    SoFar,
+    SampledTokens,
     Stepped,
     Tell,
     Texts,
@@ -56,7 +56,7 @@ class EngineLoop:
         self,
         engine: Engine,
         orders: SimpleQueue[Order],
-        report: Callable[[Stepped | SoFar | Texts | EngineDied], None],
+        report: Callable[[Stepped | SampledTokens | Texts | EngineDied], None],
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._engine = engine
@@ -139,7 +139,7 @@ class EngineLoop:
                 self._hand_out(
                     self._engine.step(launches=False), self._engine.started, self._clock()
                 )
-            self._report(SoFar(self._engine.samples_so_far()))
+            self._report(SampledTokens(self._engine.samples_so_far()))
 
     def _report_texts(self, finished: list[Completion]) -> None:
         """Report the growing texts, if a period is over."""

@@ -235,12 +235,12 @@ class Intake:
 
     def _choose(self) -> Iterator[_Waiting]:
         """Yield a turn's work from the lanes, urgent ones first, and at least one request of each lane."""
-        left = TURN
+        work_left = TURN
         for lane in sorted(self._lanes):
             for waiting in self._ready(self._lanes[lane]):
                 yield waiting
-                left -= OVERHEAD if waiting.prepared else OVERHEAD + waiting.size
-                if left <= 0:
+                work_left -= OVERHEAD if waiting.prepared else OVERHEAD + waiting.size
+                if work_left <= 0:
                     break
             self._forget_if_empty(lane)
 

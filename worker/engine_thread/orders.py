@@ -32,7 +32,7 @@ class Look:
 
 @dataclass(frozen=True, slots=True)
 class Tell:
-    """Order: report the tokens so far of all requests. stops: take no further step after that."""
+    """Order: report the tokens that all requests have by now. stops: take no further step after that."""
 
     stops: bool = False
 
@@ -61,8 +61,8 @@ class Stepped:
 
 
 @dataclass(frozen=True, slots=True)
-class SoFar:
-    """Report: the token ids so far of all requests in the engine, by request id and sample index."""
+class SampledTokens:
+    """Report: the token ids that all requests in the engine have, by request id and sample index."""
 
     samples: Mapping[str, Mapping[int, Sequence[int]]]
 

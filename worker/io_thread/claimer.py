@@ -41,13 +41,15 @@ class FairShare:
         num_halvings = max(0, self._num_vain_looks - 1)
         return max(1, num_workers >> num_halvings), self._num_vain_looks > 0
 
-    def left(self, first: str, moment: float, poll_s: float, taken: Sequence[str] = ()) -> None:
+    def note_left(
+        self, first: str, moment: float, poll_s: float, claimed_ids: Sequence[str] = ()
+    ) -> None:
         """Note which job a claim left to other workers.
 
         first: the id of the first job that was left, "" for none. poll_s: seconds between two looks of a worker.
-        taken: the ids of the claim's jobs. If the job that was left before is among them, no other worker has come.
+        claimed_ids: the claim's jobs. If the job that was left before is among them, no other worker has come.
         """
-        if not self._first_left or self._first_left not in (first, *taken):
+        if not self._first_left or self._first_left not in (first, *claimed_ids):
             self._left_at = moment
         elif first and moment - self._left_at >= poll_s:
             self._num_vain_looks += 1
@@ -236,8 +238,8 @@ class Claimer:
 
         poll_s = self._poll_rates.poll_s(lane, claim.num_foreign)
         self._polls[lane].period_s = poll_s
-        taken = [job.job_id for job in claim.jobs]
-        self._shares[lane].left(claim.first_left, moment, poll_s, taken)
+        claimed_ids = [job.job_id for job in claim.jobs]
+        self._shares[lane].note_left(claim.first_left, moment, poll_s, claimed_ids)
         if claim.jobs and not claim.first_left:
             self._polls[lane].postpone(float("-inf"))
             self._looks[lane].postpone(self._clock() + POLL_S)
@@ -248,7 +250,7 @@ class Claimer:
         self._num_held_at_claim[lane] = self._runner.jobs.num_of(lane) if claim.first_left else 0
 
     def _note_newer(self, lane: int, num_newer: int) -> None:
-        """Warn when jobs are left to a newer version: once, and anew after there were none."""
+        """Warn if jobs are left to a newer version. It warns again only after a look without such jobs."""
         if num_newer and lane not in self._warned_lanes:
             self._log.warning(
                 "queue %r: %d jobs were planned by a newer version of Tokenmill than this one (%s, format %d), and are "

@@ -12,7 +12,7 @@ from redis.exceptions import RedisError, ResponseError
 
 from jobs.common.display import shown_error
 from jobs.common.workers import RESTORED, RESTORED_TEXT
-from worker.engine_thread.orders import EngineDied, Halt, SoFar, Stepped, Texts
+from worker.engine_thread.orders import EngineDied, Halt, SampledTokens, Stepped, Texts
 from worker.errors import (
     EngineFailed,
     FaultySurroundings,
@@ -102,7 +102,7 @@ class IoLoop:
         """Why the worker leaves by itself. Its jobs are given back, unless this thread has raised."""
 
     def post(self, event: Any) -> None:
-        """Post an event to the thread: Stepped, SoFar, EngineDied, or a call to make."""
+        """Post an event to the thread: Stepped, SampledTokens, EngineDied, or a call to make."""
         self._events.put(event)
 
     def stop_job(self, job_id: str, execution_id: str | None = None) -> None:
@@ -225,7 +225,7 @@ class IoLoop:
             self._runner.give_back_unprepared(event.faults)
             if event.progress is not None:
                 self._runner.jobs.progressed(event.progress)
-        elif isinstance(event, SoFar):
+        elif isinstance(event, SampledTokens):
             self._runner.journals.write(event)
         elif isinstance(event, Texts):
             self._runner.texts.note(event)

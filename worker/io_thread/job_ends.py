@@ -198,7 +198,7 @@ class JobEnds:
     def _callback_raised(
         self, job: HeldJob, outcome: Outcome, failure: BaseException, text: str | None
     ) -> None:
-        """Fail a job whose success callback raised, as RQ does. After another callback only its text changes."""
+        """Fail a job whose success callback raised, as RQ does. Any other callback only changes the failure's text."""
         if outcome.status == "finished":
             self.fail(job, failure, text)
         else:

@@ -191,7 +191,7 @@ class JobRunner:
         job.open(is_file=task.blocking)
         context = self._environment.context(job.claimed, self._clients.pool)
         if context.journal is not None:
-            job.owner = context.journal.owner
+            job.owner_digest = context.journal.owner_digest
         if job.is_file:
             self._files.open(job, task, context, self._opened)
         else:
@@ -203,7 +203,7 @@ class JobRunner:
         self._surplus.append(replace(job.claimed, kind=kind))
 
     def take_surplus(self) -> list[ClaimedJob]:
-        """Return the functions and files for which this worker has no thread. The next claims leave them."""
+        """Return the functions and files for which this worker has no thread. The next claims pass them over."""
         surplus = self._surplus
         self._surplus = []
         return surplus

@@ -65,16 +65,16 @@ LONGEST_POLL_S = 2.0
 """Seconds between a lane's looks for jobs while its queue has very many workers."""
 
 LOOKS_PER_S = 200.0
-"""Looks of all the workers of a queue together. With many workers each looks less often, and jobs are found as soon."""
+"""Looks a second at a queue, by all its workers together. With many workers each one looks less often."""
 
 PASSED_PER_S = 20_000.0
-"""Jobs that the looks at a queue together pass over, because only other models or versions may run them."""
+"""Jobs a second that all looks at a queue together may pass over, because other workers must run them."""
 
 MOST_PASSED = 1000
 """The most jobs that one look passes over, see claim.lua."""
 
 RENEWALS_PER_S = 1000.0
-"""Renewals of leases by all the workers of these queues together. Short leases are renewed more often."""
+"""Renewals of leases a second, by all workers of these queues together. Short leases are renewed more often."""
 
 
 class PollRates:

@@ -4,6 +4,7 @@ from typing import Any
 
 from worker.io_thread.limits import Timer
 from worker.io_thread.parts import Parts
+from worker.store.queue_order import PERIOD_S, QueueOrder
 from worker.store.registries import Registries
 from worker.store.scheduler import Scheduler
 
@@ -12,10 +13,14 @@ _LEFT_PERIOD_S = 10.0
 
 
 class Maintenance:
-    """Cleans RQ's registries every `period_s`, queues jobs left behind, and runs the scheduler if there is one."""
+    """Cleans RQ's registries every `period_s`, queues jobs left behind, and keeps queues in a fair order.
+
+    It also runs the scheduler if there is one.
+    """
 
     def __init__(self, parts: Parts, scheduler: Scheduler | None, period_s: float) -> None:
         self._registries = Registries(parts.clients.pool, parts.redis_clock)
+        self._queue_order = QueueOrder(parts.clients.pool, parts.redis_clock)
         self._queue_names = parts.queue_names
         self._pool = parts.enders
         self._log = parts.log
@@ -23,6 +28,7 @@ class Maintenance:
         self._schedule = Timer(_SCHEDULER_PERIOD_S)
         self._clean = Timer(period_s)
         self._queue_left = Timer(_LEFT_PERIOD_S)
+        self._put_in_order = Timer(PERIOD_S)
 
     def do_what_is_due(self, moment: float) -> None:
         """Start the duties that are due at `moment` (monotonic seconds)."""
@@ -30,6 +36,10 @@ class Maintenance:
             self._scheduler.turn()
         if self._queue_left.due(moment):
             self._pool.submit(lambda: self._registries.queue_left(self._queue_names), self._report)
+        if self._put_in_order.due(moment):
+            self._pool.submit(
+                lambda: self._queue_order.put_in_order(self._queue_names), self._report
+            )
         if self._clean.due(moment):
             self._pool.submit(lambda: self._registries.clean(self._queue_names), self._report)
 

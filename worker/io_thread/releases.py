@@ -17,7 +17,7 @@ class Releases:
     """Gives jobs back to their queues: this worker's, and those of dead workers. Used by the I/O thread only.
 
     A job with which too many workers have died is ended instead.
-    end_at_once: holds a job only to end it, by the function that it is given.
+    end_at_once: holds a job, then calls the given function to end it.
     """
 
     def __init__(
@@ -84,7 +84,7 @@ class Releases:
             if job.deaths:
                 self._tally.taken_over(job.queue_name, job.deaths)
                 self._log.warning(
-                    "%s: job %s is taken over, %d of %d workers have died with it",
+                    "%s: job %s is taken over after worker death %d; after %d it fails",
                     job.queue_name,
                     job.job_id,
                     job.deaths,

@@ -372,38 +372,40 @@ class JobStore:
             for name in locked_names:
                 pipe.hkeys(held_key(name))
             members_by_queue = pipe.execute()
-        held = []
+        held_jobs = []
         for name, members in zip(locked_names, members_by_queue, strict=True):
             for member in members:
                 job_id, _, execution_id = member.decode(errors="replace").rpartition(":")
-                held.append(ClaimedJob(job_id, execution_id, name, self._worker_name))
-        if not held:
+                held_jobs.append(ClaimedJob(job_id, execution_id, name, self._worker_name))
+        if not held_jobs:
             return []
 
         with self._client.pipeline(transaction=False) as pipe:
-            for claimed in held:
+            for claimed in held_jobs:
                 pipe.ttl(execution_key(claimed.job_id, claimed.execution_id))
             leases_s = pipe.execute()
-        return [claimed for claimed, lease_s in zip(held, leases_s, strict=True) if lease_s < 0]
+        return [
+            claimed for claimed, lease_s in zip(held_jobs, leases_s, strict=True) if lease_s < 0
+        ]
 
     def adopt(
-        self, queue: str, left: Mapping[tuple[str, str], str]
+        self, queue: str, reasons: Mapping[tuple[str, str], str]
     ) -> list[tuple[ClaimedJob, str]]:
         """Take over jobs that RQ's own workers left behind. Returns the jobs that this worker holds now.
 
-        left: why each job fails, by its job id and execution id; the latter is '' if the job had not begun.
+        reasons: why each job fails, by its job id and execution id; the latter is '' if the job had not begun.
         """
         holder = self._holder()
         calls = []
-        for job_id, execution_id in left:
+        for job_id, execution_id in reasons:
             args = {**address(queue, job_id, execution_id), **holder, "new_eid": uuid4().hex}
             calls.append(Call("adopt", args))
 
-        taken = []
-        for reply, reason in zip(self._call_many(calls), left.values(), strict=True):
+        adopted = []
+        for reply, reason in zip(self._call_many(calls), reasons.values(), strict=True):
             if reply[0] == b"taken":
-                taken.append((self._restore(queue, reply[1]), reason))
-        return taken
+                adopted.append((self._restore(queue, reply[1]), reason))
+        return adopted
 
     def show_progress(self, progress: Sequence[tuple[ClaimedJob, Mapping[str, Any]]]) -> list[bool]:
         """Write how far running jobs are. Returns for each whether this worker still holds it."""

@@ -23,6 +23,7 @@ _SCRIPTS = {
     "progress": [],
     "text": [],
     "adopt": ["shared/job_hash", "shared/open_execution"],
+    "reorder": [],
     "enqueue_due": ["shared/rate_limit"],
 }
 """Each script, and the shared files that stand before it, after `_HEAD`."""

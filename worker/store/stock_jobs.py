@@ -48,18 +48,18 @@ class StockJobs:
 
         Returns the jobs, which this worker holds now, and why each fails.
         """
-        taken = []
+        adopted = []
         for name in queue_names:
             if not self._client.set(_LOCK % name, 1, nx=True, px=int(period_s * 1000)):
                 continue
-            left = self._abandoned_started(name) | self._abandoned_intermediate(name)
+            reasons = self._abandoned_started(name) | self._abandoned_intermediate(name)
             queue = Queue(name, connection=self._client, serializer=JSONSerializer)
-            if left and queue.acquire_maintenance_lock():
+            if reasons and queue.acquire_maintenance_lock():
                 try:
-                    taken += self._store.adopt(name, left)
+                    adopted += self._store.adopt(name, reasons)
                 finally:
                     queue.release_maintenance_lock()
-        return [(claimed, AbandonedJobError(reason)) for claimed, reason in taken]
+        return [(claimed, AbandonedJobError(reason)) for claimed, reason in adopted]
 
     def _abandoned_started(self, queue: str) -> dict[tuple[str, str], str]:
         """Return why started jobs are abandoned, by job id and execution id."""
@@ -86,9 +86,10 @@ class StockJobs:
             replies = iter(pipe.execute())
 
         reasons = {}
-        for job_id, num_executions, _, first_seen in zip(
-            job_ids, replies, replies, replies, strict=True
-        ):
+        for job_id in job_ids:
+            num_executions = next(replies)
+            next(replies)
+            first_seen = next(replies)
             if not num_executions and moment - _seconds(first_seen, moment) > _STUCK_S:
                 reasons[job_id, ""] = "it was stuck in the intermediate queue: its worker is gone"
         return reasons

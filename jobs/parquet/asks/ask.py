@@ -56,10 +56,10 @@ def output_fields(columns: Mapping[str, str], embedding_size: int = 0) -> list[p
 class RowAsk(Ask[Answer]):
     """What a run asks of each row.
 
-    source: makes rows.
-    keys: name what these ask.
-    before: what is asked before all rows, for their keys.
-    now: Unix seconds that chats take for the present, if the model's template writes the time.
+    source: makes the rows.
+    keys: makes the rows' keys.
+    before: the request that is asked before all rows, if any.
+    now: Unix seconds that chats take for the present; None if the model's template writes no time.
     """
 
     source: RowSource

@@ -44,11 +44,11 @@ class BatchLines(RowAsk):
 
     @staticmethod
     def is_compared(spec: RunSpec) -> bool:
-        """Leave responses out: each has the time at which it was made."""
+        """Return False: each response has the time at which it was made."""
         return False
 
     def is_greedy(self, row: Row) -> bool:
-        """Ask equal lines once each: a response says which line it answers."""
+        """Return False: equal lines are asked one by one, because a response says which line it answers."""
         return False
 
     def key_of(self, row: Row) -> bytes:

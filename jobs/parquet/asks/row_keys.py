@@ -52,6 +52,7 @@ _OF_FILES = frozenset(
 #: Arguments that decide no answer, or that decide it by way of the prompt alone. All others decide the answer.
 _NOT_ASKED = _OF_FILES | {
     "model_alias",
+    "inline_pictures",
     "prompt_column",
     "messages_column",
     "query_column",
@@ -72,9 +73,9 @@ NO_KEYS: Keys = np.empty((0, 2), np.uint64)
 class RowKeys:
     """The keys of a run's rows.
 
-    before: what is asked before all rows. check: the version of the run's check function. max_model_len: the model's
-    length, which decides where `truncate_prompt_tokens` cuts a prompt. seed: Plan.given_seed.
-    name: names what all rows are asked.
+    before: the request that is asked before all rows, if any. check: the version of the run's check function.
+    max_model_len: the model's length, which decides where `truncate_prompt_tokens` cuts a prompt. seed:
+    Plan.given_seed. name: names what all rows are asked.
     """
 
     def __init__(
@@ -87,19 +88,21 @@ class RowKeys:
     ) -> None:
         self._has_lines = spec.input_format == OPENAI_BATCH
         left_out = _NOT_ASKED if spec.prompts else _NOT_ASKED | _OF_PROMPTS
-        asked: dict[str, Any] = {}
+        deciding: dict[str, Any] = {}
         for name, value in spec.to_json().items():
             if name not in left_out:
-                asked[name] = value
-        asked |= {"chat": spec.is_chat, "lines": self._has_lines, "function": check}
+                deciding[name] = value
+        deciding |= {"chat": spec.is_chat, "lines": self._has_lines, "function": check}
         if before is not None:
-            asked["before"] = [before.prompt, before.messages]
+            deciding["before"] = [before.prompt, before.messages]
         self._length = f"{_TRUNCATION}={max_model_len}"
         if _TRUNCATION in spec.sampling:
-            asked["length"] = self._length
+            deciding["length"] = self._length
         # 0 and 0.0 are the same value; inside a schema or a tool the order of keys decides what is answered.
-        asked["sampling"] = dict(sorted(given_sampling(spec, seed).items()))
-        text = json.dumps(json.loads(json.dumps(dict(sorted(asked.items()))), parse_float=_number))
+        deciding["sampling"] = dict(sorted(given_sampling(spec, seed).items()))
+        text = json.dumps(
+            json.loads(json.dumps(dict(sorted(deciding.items()))), parse_float=_number)
+        )
         #: Names what all rows are asked. It changes with every value that decides answers, and with check functions.
         self.name = blake2b(text.encode("utf-8", "surrogatepass"), digest_size=SIZE).hexdigest()
 

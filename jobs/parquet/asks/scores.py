@@ -84,7 +84,7 @@ class Scores(RowAsk):
         return self.prompt_item(row)
 
     def prompt_item(self, row: Row, seed: int = 0) -> Item[Answer]:
-        """Ask a row's prompt once; nothing is drawn, so that no seed matters."""
+        """Ask a row's prompt once. Nothing is drawn, so the seed does not matter."""
         item = asked_once(self.request(row))
         del row
         return self.answer((yield from item))

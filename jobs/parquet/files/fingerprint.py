@@ -40,13 +40,12 @@ def file_fingerprint(storage: Storage, path: str, input_format: str = PARQUET) -
         if footer > size:
             raise CorruptParquet(path, f"its footer would have {footer} bytes")
         sample = WHOLE_BYTES // NUM_SAMPLES
+        last_start = max(0, size - footer - sample)
         for number in range(NUM_SAMPLES):
-            digest.update(
-                file.read_at(sample, max(0, size - footer - sample) * number // (NUM_SAMPLES - 1))
-            )
-        for at in range(
-            size - footer, size, _CHUNK_BYTES
-        ):  # a footer may claim to be most of the file
+            start = last_start * number // (NUM_SAMPLES - 1)
+            digest.update(file.read_at(sample, start))
+        # Read in pieces, as a footer may claim to be most of the file.
+        for at in range(size - footer, size, _CHUNK_BYTES):
             digest.update(file.read_at(min(_CHUNK_BYTES, size - at), at))
     return digest.hexdigest()
 

@@ -25,12 +25,12 @@ _FOLDER = getattr(os, "O_PATH", os.O_RDONLY) | os.O_DIRECTORY
 _NEW = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW
 
 
-def root_of(path: str, roots: Sequence[str], given: str = "") -> str:
-    """Return the root that a path is below. Raises PathOutsideRoots. given: the path as the user named it."""
+def root_of(path: str, roots: Sequence[str], shown_path: str = "") -> str:
+    """Return the root that a path is below. Raises PathOutsideRoots. shown_path: the path as the user named it."""
     for root in roots:
         if path == root or path.startswith(root.rstrip("/") + "/"):
             return root
-    raise PathOutsideRoots(given or path, ":".join(roots))
+    raise PathOutsideRoots(shown_path or path, ":".join(roots))
 
 
 @contextmanager

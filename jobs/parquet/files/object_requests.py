@@ -116,11 +116,13 @@ def make_request(
 def _reason_to_try_again(path: str, error: Exception) -> str:
     """Return why the store has not served. If another try would end the same way, raise an error of ours."""
     text = str(error)
-    code = _found(_CODE, text)
-    status = _found(_STATUS, text)
+    code = _first_group(_CODE, text)
+    status = _first_group(_STATUS, text)
     first = text.split("\n")[0]
     before = _BEFORE_A_REPLY.match(first)
-    reason = (code or (before[0] if before else first))[:_REASON_CHARS]
+    if before is not None:
+        first = before[0]
+    reason = (code or first)[:_REASON_CHARS]
     if code in _NO_BUCKET:
         raise BucketNotFound(path, reason) from None
     if isinstance(error, FileNotFoundError):
@@ -138,7 +140,7 @@ def _reason_to_try_again(path: str, error: Exception) -> str:
     return reason
 
 
-def _found(pattern: re.Pattern[str], text: str) -> str:
+def _first_group(pattern: re.Pattern[str], text: str) -> str:
     match = pattern.search(text)
     return match[1] if match else ""
 

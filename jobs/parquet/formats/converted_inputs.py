@@ -54,7 +54,7 @@ def convert_inputs(storage: Storage, plan: Plan, files: Iterable[int], execution
             continue
         converted_paths.add(path)
         if storage.stat(path) is None:
-            if file.kept:
+            if file.num_chosen:
                 raise NewRowsGone(path, file.path, plan.spec.output)
             _convert(storage, plan, file, execution_id)
     for path in converted_paths:

@@ -129,7 +129,7 @@ class _TextTable:
         return pa.schema([*fields, *beside, PROBLEM_FIELD])
 
     def slices(self, most: int | None) -> Iterator[tuple[int, int, list[Record]]]:
-        """Yield slices of the first `most` rows: how many, their bytes, and the rows."""
+        """Yield the first `most` rows in slices, each with its number of rows and of bytes."""
         part: list[Record] = []
         size = 0
         for record in islice(self._records, most):
@@ -189,7 +189,7 @@ class _TextTable:
             )
 
     def batch(self, part: Sequence[Record], schema: pa.Schema) -> pa.RecordBatch:
-        """Return rows with their problems. Raises CorruptTable if they do not have the columns' kinds any more."""
+        """Return rows with their problems. Raises CorruptTable if they no longer have the columns' kinds."""
         problems = [record.problem and f"line {record.line} {record.problem}" for record in part]
         make = kinds.text_array if self._format in HEADED else kinds.json_array
         rows = [record.value or {} for record in part]
@@ -230,7 +230,7 @@ class _ArrowTable:
         """Do nothing: the schema says what the columns hold."""
 
     def slices(self, most: int | None) -> Iterator[tuple[int, int, pa.RecordBatch]]:
-        """Yield slices of the first `most` rows: how many, their bytes, and the rows."""
+        """Yield the first `most` rows in slices, each with its number of rows and of bytes."""
         rows_left = most
         for batch in self._batches:
             batch.validate(full=True)  # offsets and indices of a file may lead anywhere

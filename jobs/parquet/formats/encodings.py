@@ -80,7 +80,7 @@ class Decoded(io.RawIOBase):
         self._encoding = encoding
         self._path = path
         self._format = file_format
-        self._left = b""
+        self._unread = b""
         self._is_over = False
 
     def readable(self) -> bool:
@@ -89,7 +89,7 @@ class Decoded(io.RawIOBase):
 
     def readinto(self, buffer: Any) -> int:
         """Read UTF-8 into a buffer; return how many bytes."""
-        while not self._left and not self._is_over:
+        while not self._unread and not self._is_over:
             read = self._stream.read(CHUNK_BYTES)
             self._is_over = not read
             try:
@@ -101,8 +101,8 @@ class Decoded(io.RawIOBase):
                     f"say {name}-le or {name}-be if it is one"
                 )
                 raise CorruptTable(self._path, self._format, reason) from None
-            self._left = text.encode("utf-8", "surrogateescape")
-        size = min(len(buffer), len(self._left))
-        buffer[:size] = self._left[:size]
-        self._left = self._left[size:]
+            self._unread = text.encode("utf-8", "surrogateescape")
+        size = min(len(buffer), len(self._unread))
+        buffer[:size] = self._unread[:size]
+        self._unread = self._unread[size:]
         return size

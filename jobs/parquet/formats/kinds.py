@@ -21,7 +21,7 @@ from jobs.parquet.tables.columns import COMMA, COMMA_NUMBER, DIGITS, NUMBER
 Kind = str | dict[str, Any]
 
 _SCALARS = {
-    "null": pa.string(),  # a column that only has nulls needs a type too: it may be one of prompts
+    "null": pa.string(),  # a column that only has nulls needs a type too, as prompts may read it
     "bool": pa.bool_(),
     "int": pa.int64(),
     "long": pa.int64(),

@@ -139,7 +139,7 @@ def _csv_rows(lines: Iterator[Record], delimiter: str, encoding: str) -> Iterato
     read again.
     """
     again: deque[Record] = deque()  # lines to be read before others
-    taken: list[Record] = []  # the lines of the current row
+    row_lines: list[Record] = []  # the lines of the current row
     size = 0
     no_end = ""
 
@@ -150,16 +150,16 @@ def _csv_rows(lines: Iterator[Record], delimiter: str, encoding: str) -> Iterato
             line = again.popleft() if again else next(lines, None)
             if line is None:
                 return
-            taken.append(line)
+            row_lines.append(line)
             size += line.size
-            if line.problem or size > MAX_LINE_BYTES + 1 or len(taken) > MAX_LINES:
+            if line.problem or size > MAX_LINE_BYTES + 1 or len(row_lines) > MAX_LINES:
                 no_end = f"begins a row that {_TOO_LONG}, or close its quote"
                 return
             yield f"{line.value.decode(errors='surrogateescape')}\n"
 
     reader = csv.reader(texts(), delimiter=delimiter, strict=True)
     while True:
-        taken.clear()
+        row_lines.clear()
         size = 0
         fields: list[str] = []
         problem = None
@@ -167,18 +167,18 @@ def _csv_rows(lines: Iterator[Record], delimiter: str, encoding: str) -> Iterato
             fields = next(reader)
             problem = None if is_unicode("".join(fields)) else f"is not {encoding}"
         except (StopIteration, csv.Error) as error:
-            if not taken:
+            if not row_lines:
                 return
             problem = f"is not CSV: {str(error)[:200]}"
             if "new-line character" in problem:
                 problem = "has a carriage return (\\r) outside quotes: end lines with \\n or \\r\\n, or quote the field"
             if isinstance(error, StopIteration) or "unexpected end of data" in problem:
-                problem = taken[0].problem or no_end
-                size = taken[0].size
-                again.extendleft(reversed(taken[1:]))
+                problem = row_lines[0].problem or no_end
+                size = row_lines[0].size
+                again.extendleft(reversed(row_lines[1:]))
                 reader = csv.reader(texts(), delimiter=delimiter, strict=True)
         if fields or problem:  # else it is a blank line
-            yield Record(taken[0].line, size, fields, problem)
+            yield Record(row_lines[0].line, size, fields, problem)
 
 
 #: A first line of CSV that names the delimiter for Excel. It is no row.

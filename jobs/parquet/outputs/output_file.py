@@ -59,15 +59,40 @@ def _write_batch_lines(
     """Write the lines of an OpenAI batch's output: those with an error, or those without."""
     number = 0
     for batch in batches:
-        lines = []
-        for row in batch.select(["custom_id", "completion", "error"]).to_pylist():
-            has_error = row["error"] is not None
-            if has_error == is_error_file:
-                lines.append(
-                    output_line(run, number, row["custom_id"], row["completion"], row["error"])
-                )
-            number += 1
-        sink.write(_json_lines(lines))
+        sink.write(_batch_lines(run, is_error_file, number, batch))
+        number += batch.num_rows
+
+
+def _batch_lines(
+    run: str, is_error_file: bool, first_row: int, batch: pa.RecordBatch | pa.Table
+) -> bytes:
+    """Return the lines of rows that have an error, or of those that have none. first_row: its number in the run."""
+    lines = []
+    rows = batch.select(["custom_id", "completion", "error"]).to_pylist()
+    for number, row in enumerate(rows, first_row):
+        has_error = row["error"] is not None
+        if has_error == is_error_file:
+            line = output_line(run, number, row["custom_id"], row["completion"], row["error"])
+            lines.append(line)
+    return _json_lines(lines)
+
+
+def write_lines_of_parts(
+    storage: Storage, plan: Plan, shards: Iterable[int], name: str, sink: Any
+) -> int:
+    """Write the lines of an OpenAI batch's parts as its output has them; return the bytes. Raises PartDamaged.
+
+    shards: those whose part is there. name: the file's name, as of `write_output`.
+    """
+    is_error_file = name != output_names(OPENAI_BATCH)[0]
+    num_bytes = 0
+    for shard in shards:
+        first_row = plan.first_row(shard)
+        with open_part(storage, plan, shard) as part:
+            for batch in part.batches:
+                num_bytes += sink.write(_batch_lines(plan.run, is_error_file, first_row, batch))
+                first_row += batch.num_rows
+    return num_bytes
 
 
 def _part_rows(storage: Storage, plan: Plan) -> Generator[pa.RecordBatch, None, None]:
@@ -155,7 +180,7 @@ _QUOTED = re.compile('[",\n\r\v\f\x1c-\x1e\x85\u2028\u2029\ufeff]|^sep=')
 
 
 def _rows(batch: pa.RecordBatch, answers: Set[str]) -> Iterator[Sequence[Any]]:
-    """Yield a batch's rows with values as JSON has them. A value that Python cannot hold is null.
+    """Yield a batch's rows with values of JSON. A value that Python cannot hold is null.
 
     answers: the columns of answers. Their values may be of any length.
     """

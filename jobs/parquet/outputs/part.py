@@ -10,6 +10,7 @@ import pyarrow.parquet as pq
 from jobs import errors
 from jobs.common.release import commit
 from jobs.context.answers import Answer
+from jobs.context.deadlines import EXPIRED
 from jobs.context.served_model import ServedModel
 from jobs.parquet.asks.kinds import kind_of
 from jobs.parquet.files.storage import Storage
@@ -37,12 +38,12 @@ def columns_kept(spec: RunSpec) -> ColumnChoice:
     dropped = tuple(spec.drop or ())
     if spec.keep is None:
         return ColumnChoice(None, dropped)
-    kept = list(spec.keep)
+    names = list(spec.keep)
     if spec.filename_column:
-        kept.append(spec.filename_column)
+        names.append(spec.filename_column)
     if spec.order:
-        kept.append(ROW_NUMBER)
-    return ColumnChoice(tuple(kept), dropped)
+        names.append(ROW_NUMBER)
+    return ColumnChoice(tuple(names), dropped)
 
 
 def embedding_size(spec: RunSpec, model: ServedModel) -> int:
@@ -61,8 +62,8 @@ def output_schema(
         if column not in schema.names:
             raise missing_column(column, path, schema)
     chosen = columns_kept(spec).of(schema.names)
-    kept = [name for name in schema.names if chosen is None or name in chosen]
-    taken_names = set(kept)
+    kept_names = [name for name in schema.names if chosen is None or name in chosen]
+    taken_names = set(kept_names)
     answers = []
     for field, name in zip(answer_fields(spec, embedding_size), answer_names(spec), strict=True):
         if name in taken_names:
@@ -74,7 +75,7 @@ def output_schema(
         taken_names.add(name)
         answers.append(field.with_name(name))
 
-    fields = [_output_field(schema.field(name)) for name in kept]
+    fields = [_output_field(schema.field(name)) for name in kept_names]
     return pa.schema([*fields, *answers], metadata=schema.metadata)
 
 
@@ -97,7 +98,7 @@ def answer_fields(spec: RunSpec, embedding_size: int = 0) -> list[pa.Field]:
 
 
 def answer_names(spec: RunSpec) -> list[str]:
-    """Return the output's columns of answer_fields."""
+    """Return the names that the output gives to answer_fields, in their order."""
     names = []
     for field in answer_fields(spec):
         names.append(
@@ -150,6 +151,7 @@ def part_stats(answers: Sequence[Answer], model: ServedModel, **known: Any) -> P
         errors=len(answers) - len(good),
         failed_checks=sum(answer.check_error is not None for answer in good),
         cut=sum(answer.is_cut for answer in answers),
+        expired=sum(answer.error == EXPIRED for answer in answers),
         rows_reused=sum(answer.reused is not None for answer in answers),
         prompt_tokens=sum(answer.prompt_tokens for answer in answers),
         completion_tokens=sum(answer.all_completion_tokens for answer in answers),

@@ -11,11 +11,11 @@ from typing import Any
 import pyarrow as pa
 
 from jobs.parquet.files.storage import Storage, reading
-from jobs.parquet.outputs.output_file import failed_rows, open_part, part_rows
+from jobs.parquet.outputs.output_file import failed_rows, open_part, part_rows, write_lines_of_parts
 from jobs.parquet.outputs.part import answer_names, read_part_stats, without_own_keys
 from jobs.parquet.outputs.run_folder import load_plan
 from jobs.parquet.prompts.sources import row_source
-from jobs.runs.plans.names import PLAN, SUCCESS, kept_name, part_shards
+from jobs.runs.plans.names import PLAN, SUCCESS, part_shards, row_numbers_name
 from jobs.runs.plans.paths import is_stored
 from jobs.runs.plans.plan import Plan
 from jobs.runs.statistics.run_statistics import Reasons
@@ -48,6 +48,10 @@ class FolderReader:
         plan = load_plan(self._storage, os.path.join(folder, PLAN))
         self.planned_run = plan.run
         self.plan: Plan = replace(plan, spec=replace(plan.spec, output=folder))
+
+    def write_batch_lines(self, name: str, sink: Any) -> int:
+        """Write the lines of an OpenAI batch that are done, as its file of this name has them; return the bytes."""
+        return write_lines_of_parts(self._storage, self.plan, self.shards(), name, sink)
 
     @property
     def has_ended(self) -> bool:
@@ -125,10 +129,10 @@ class FolderReader:
         return reasons, failed
 
     def _input_rows(self) -> Sequence[int]:
-        """Return the number of each of the run's rows in the whole input, where planning has chosen rows too."""
-        if not self.plan.files[0].kept or self.plan.reused is None:
+        """Return the number that each of the run's rows has in the whole input."""
+        if not self.plan.files[0].num_chosen or self.plan.reused is None:
             return range(self.plan.rows)
-        path = os.path.join(self._folder, kept_name(self.plan.reused.name))
+        path = os.path.join(self._folder, row_numbers_name(self.plan.reused.name))
         with self._storage.open_input(path) as source:
             return array("q", source.read())
 

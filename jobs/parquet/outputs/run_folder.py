@@ -162,7 +162,7 @@ def manifest_of(plan: Plan, parts: Iterable[PartStats], reasons: Reasons) -> dic
 
 
 def _reuse_facts(plan: Plan) -> dict[str, str | int]:
-    """Return the fact that says how earlier runs differ from which few rows were taken; empty if there are none."""
+    """Return what earlier runs asked differently if few of their rows were taken, as a fact for Redis; else {}."""
     if plan.reused is None:
         return {}
     texts = []
@@ -220,7 +220,7 @@ class RunFolder:
         return True
 
     def shards_with_parts(self) -> set[int]:
-        """Return the shards whose part is there. Raises PartDamaged for a part of a shard that the run has not."""
+        """Return the shards whose part is there. Raises PartDamaged for a part of a shard that is not in the plan."""
         names = self.storage.names(self._parts_path)
         shards = set(run_names.part_shards(names))
         if shards and max(shards) >= len(self.plan.shards):
@@ -237,7 +237,7 @@ class RunFolder:
         """Look into every part; return the shards that have none. check_interrupted: called before each look.
 
         If a part was removed before the run's end, the files that are made of all parts are removed too. Raises
-        PartDamaged; if the run has ended, also for a part or an output file that is gone.
+        PartDamaged for a damaged part. Once the run has ended, a missing part or output file counts as damaged.
         """
         has_ended = self.has_success()
         # These are looked for before the parts: if one is there, all parts were there earlier.
@@ -298,7 +298,7 @@ class RunFolder:
         return True
 
     def recount(self, queue: str) -> bool:
-        """Rebuild the run's state from the parts that are there. End the run if none is missing; return whether."""
+        """Rebuild the run's state from its parts, and end the run if none is missing. Return whether it has ended."""
         facts: dict[str, str | int] = {
             "output": self._path,
             "queue": queue,
@@ -320,12 +320,12 @@ class RunFolder:
         # The records are read before the listing, so a part that is in both is certainly there.
         recorded = self.state.records()
         present = self.shards_with_parts()
-        found = {shard: self.part_stats(shard) for shard in present - recorded.keys()}
+        unrecorded = {shard: self.part_stats(shard) for shard in present - recorded.keys()}
         gone = {shard: record for shard, record in recorded.items() if shard not in present}
-        with_errors = [stats for stats in found.values() if stats.errors]
+        with_errors = [stats for stats in unrecorded.values() if stats.errors]
         for stats in with_errors[:MAX_PARTS]:
             self._record_reasons(stats)
-        count = self.state.amend_parts(found, gone, len(self.plan.shards))
+        count = self.state.amend_parts(unrecorded, gone, len(self.plan.shards))
         if not count.is_whole or self._stopped_by_errors(queue, is_whole=True):
             return False
         return self._finish()
@@ -386,7 +386,7 @@ class RunFolder:
         An execution that still runs finds its part in place, and no longer needs its temporary file.
         """
         chosen_rows = os.path.basename(
-            run_names.kept_name(self.plan.reused.name if self.plan.reused else "")
+            run_names.row_numbers_name(self.plan.reused.name if self.plan.reused else "")
         )
         for folder in {self._path, self._parts_path, self.path(run_names.KEYS)}:
             for name in self.storage.names(folder):

@@ -188,7 +188,7 @@ class Search:
 
     def _walked(self, top: Folder) -> _FolderFiles:
         """Go through a folder and all folders below it."""
-        found = _FolderFiles([], [])
+        folder_files = _FolderFiles([], [])
         waiting = [(top, False)]  # folders, each with whether it is nested
         while waiting:
             folder, is_nested = waiting.pop()
@@ -197,7 +197,7 @@ class Search:
                     continue
                 if not entry.is_folder:
                     if is_named(entry.name, self._wanted):
-                        files = found.nested if is_nested else found.files
+                        files = folder_files.nested if is_nested else folder_files.files
                         files.append(FoundEntry(folder, entry))
                     continue
 
@@ -207,7 +207,7 @@ class Search:
                 child = folder.child(entry, self.storage)
                 if child is not None and child.path != self._output:
                     waiting.append((child, not is_key_folder))
-        return found
+        return folder_files
 
     def entries(self, folder: str, *, or_none: bool = False) -> list[Entry]:
         """Return what a folder holds. Raises SearchTooLong, or OSError.
@@ -298,7 +298,7 @@ def find_files(
     """
     search = Search(storage, output, input_format)
     searched_folders: list[list[str]] = []
-    found: list[FoundFile] = []
+    found_files: list[FoundFile] = []
     for item in inputs:
         storage.check_interrupted()
         with reading(item):
@@ -306,11 +306,11 @@ def find_files(
         files = [file for file in files if not file.path.startswith(f"{output}/")]
         if not files:
             raise InputNotFound(item)
-        found += files
+        found_files += files
         searched_folders.append(folder.rstrip("/").split("/"))
-        check_num_files(len(found))
+        check_num_files(len(found_files))
 
-    for path, count in Counter(file.path for file in found).items():
+    for path, count in Counter(file.path for file in found_files).items():
         if count > 1:
             raise InvalidJob(f"the input names {path} twice: name each file once")
 
@@ -319,7 +319,7 @@ def find_files(
         if len(set(segments)) > 1:
             break
         num_shared += 1
-    return [replace(file, keys=_keys(file.named.split("/")[num_shared:-1])) for file in found]
+    return [replace(file, keys=_keys(file.named.split("/")[num_shared:-1])) for file in found_files]
 
 
 def _format_of(names: Sequence[str]) -> str | None:

@@ -36,16 +36,16 @@ from jobs.runs.plans.spec import RunSpec
 
 
 def read_inputs(
-    context: JobContext, storage: Storage, spec: RunSpec, found: Sequence[FoundFile]
+    context: JobContext, storage: Storage, spec: RunSpec, found_files: Sequence[FoundFile]
 ) -> Plan:
     """Look at the files, up to the run's limit of rows; return a new run's plan.
 
     Raises InputError, also if a run cannot be made from the columns.
     """
-    file_format = one_format((file.named for file in found), spec.input_format)
+    file_format = one_format((file.named for file in found_files), spec.input_format)
     look = _Look(storage, file_format, spec.dialect)
     rows_left = spec.limit
-    for file in found:
+    for file in found_files:
         context.check_interrupted()
         look.take(file.path, rows_left)
         if rows_left is not None:
@@ -54,7 +54,7 @@ def read_inputs(
                 break
 
     schema = look.schema
-    columns, added_values = _added_columns(found, schema.names, spec.filename_column)
+    columns, added_values = _added_columns(found_files, schema.names, spec.filename_column)
     planned_files = []
     for planned_file, values in zip(
         look.files, added_values, strict=False
@@ -78,7 +78,7 @@ def read_inputs(
         as_json=_read_as_json(spec, look),
         sizes=tuple(_num_bytes(look.groups[shard.file], shard) for shard in shards),
     )
-    _check_columns(spec, with_added_fields(schema, columns), found[0].path)
+    _check_columns(spec, with_added_fields(schema, columns), found_files[0].path)
     return plan
 
 
@@ -152,13 +152,13 @@ def check_columns_here(spec: RunSpec) -> None:
     """Raise errors that planning would raise, as far as the input's first file shows them on this machine."""
     try:
         storage = Storage(("/",))
-        found = find_files(storage, spec.input, spec.output, spec.input_format)
-        path = found[0].path
-        file_format = one_format((file.named for file in found), spec.input_format)
+        found_files = find_files(storage, spec.input, spec.output, spec.input_format)
+        path = found_files[0].path
+        file_format = one_format((file.named for file in found_files), spec.input_format)
         if file_format in LINES - HEADED:
             return
         look = scan(storage, path, file_format, 0, spec.dialect)
-        columns, _ = _added_columns(found, look.schema.names, spec.filename_column)
+        columns, _ = _added_columns(found_files, look.schema.names, spec.filename_column)
         if file_format not in LINES:
             _check_columns(spec, with_added_fields(look.schema, columns), path)
     except _RAISED_HERE:
@@ -220,8 +220,10 @@ class _Look:
         """Merge a file's kinds into those of earlier files. CSV files must have the same header."""
         is_headed = self.format in HEADED
         if is_headed and self.kinds and list(kinds) != list(self.kinds):
-            what = f"its header is {brief(list(kinds))}, the first file's {brief(list(self.kinds))}"
-            raise errors.SchemaMismatch(path, what)
+            difference = (
+                f"its header is {brief(list(kinds))}, the first file's {brief(list(self.kinds))}"
+            )
+            raise errors.SchemaMismatch(path, difference)
         merge = merged_texts if is_headed else merged
         for name, kind in kinds.items():
             self.kinds[name] = merge(self.kinds.get(name, "null"), kind)
@@ -238,18 +240,18 @@ class _Look:
 
 
 def _added_columns(
-    found: Sequence[FoundFile], names: Sequence[str], filename_column: str | None
+    found_files: Sequence[FoundFile], names: Sequence[str], filename_column: str | None
 ) -> tuple[list[AddedColumn], list[list[Any]]]:
     """Return the columns that a run adds to its input, and each file's values in them. Raises ColumnConflict.
 
     names: the files' own columns.
     """
-    columns, values_by_file = partition_columns(found, names)
+    columns, values_by_file = partition_columns(found_files, names)
     if filename_column is not None:
         if filename_column in (*names, *(column.name for column in columns)):
             raise errors.ColumnConflict(filename_column, "give filename_column another name")
         columns.append(AddedColumn(filename_column, "string"))
-        for values, file in zip(values_by_file, found, strict=True):
+        for values, file in zip(values_by_file, found_files, strict=True):
             values.append(file.path)
     return columns, values_by_file
 
@@ -267,17 +269,22 @@ def _column_text(field: pa.Field) -> str:
     return f"{field.name}: {field.type}{'' if field.nullable else ' not null'}"
 
 
-def check_as_planned(storage: Storage, plan: Plan, found: Sequence[FoundFile]) -> None:
-    """Raise InputChanged for the first file that is not as planned. found: the files that are there now."""
+def check_as_planned(storage: Storage, plan: Plan, present_files: Sequence[FoundFile]) -> None:
+    """Raise InputChanged for the first file that is not as planned.
+
+    present_files: the files that the input names now.
+    """
     limit = plan.spec.limit
     planned = {file.path: file for file in plan.files}
-    now = [file.path for file in found]
+    present_paths = [file.path for file in present_files]
     if limit is not None and sum(file.rows for file in plan.files) >= limit:
-        now = now[: len(planned)]  # the run does not read the files behind its limit
-    for path in [*now, *planned]:
+        present_paths = present_paths[
+            : len(planned)
+        ]  # the run does not read the files behind its limit
+    for path in [*present_paths, *planned]:
         if path not in planned:
             raise errors.InputChanged(path, "it is new")
-        if path not in now:
+        if path not in present_paths:
             raise errors.InputChanged(path, GONE)
         storage.check_interrupted()
         check_unchanged(storage, planned[path], input_format=plan.input_format)

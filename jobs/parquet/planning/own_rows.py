@@ -32,7 +32,7 @@ from jobs.parquet.reuse.taken_answers import write_taken
 from jobs.parquet.shards.shard_texts import rendered_shards, shard_batches, shard_readers
 from jobs.parquet.tables.columns import ROW_NUMBER, RowProblem
 from jobs.parquet.tables.row_groups import RowBuckets, write_groups
-from jobs.runs.plans.names import kept_name
+from jobs.runs.plans.names import row_numbers_name
 from jobs.runs.plans.plan import Plan, Reused, cut_shards
 from jobs.runs.redis_state.submission import Submission
 
@@ -49,12 +49,12 @@ def with_own_rows(context: JobContext, storage: Storage, plan: Plan, chosen: Pla
     """
     assert plan.reused is not None
     first, *other_files = plan.files
-    first = replace(first, kept=len(chosen))
-    new_plan = replace(plan, files=(first, *(replace(file, kept=0) for file in other_files)))
+    first = replace(first, num_chosen=len(chosen))
+    new_plan = replace(plan, files=(first, *(replace(file, num_chosen=0) for file in other_files)))
     groups: list[int] = []
     if len(chosen):
         rows_path = new_plan.rows_path(first)
-        numbers_path = os.path.join(plan.spec.output, kept_name(plan.reused.name))
+        numbers_path = os.path.join(plan.spec.output, row_numbers_name(plan.reused.name))
         for path in (rows_path, numbers_path):
             storage.make_folder(os.path.dirname(path))
         with writing(rows_path), storage.open_output(rows_path) as sink:
@@ -137,7 +137,7 @@ def with_reused(context: JobContext, storage: Storage, plan: Plan, submission: S
     old = OldRuns(storage, submission.reuse, plan)
     plan = with_seed_of(replace(plan, reused=Reused(context.execution_id)), old)
     ask = ask_of(plan, context)
-    look_up = partial(match, context, storage, plan, ask, old, any_model)
+    look_up = partial(find_matches, context, storage, plan, ask, old, any_model)
     fields = kind_of(plan.spec).fields(plan.spec, embedding_size(plan.spec, context.model))
     if plan.spec.only_new:
         plan = with_own_rows(context, storage, plan, _new_rows(old, look_up, fields))
@@ -167,21 +167,21 @@ def _new_rows(old: OldRuns, look_up: Callable[[], "Matches"], fields: Sequence[p
 def _write_taken_answers(
     storage: Storage,
     plan: Plan,
-    asked: str,
+    ask_name: str,
     old: OldRuns,
     look_up: Callable[[], "Matches"],
     fields: Sequence[pa.Field],
 ) -> None:
     """Write the answers of earlier runs beside the plan, for each shard.
 
-    asked: RowKeys.name. fields: the answers' columns.
+    ask_name: RowKeys.name. fields: the answers' columns.
     """
     matches = look_up()
-    with RowBuckets(plan.rows) as taken:
+    with RowBuckets(plan.rows) as buckets:
         for rows, batch, sources in answers(old, matches, look_up, pa.schema(fields)):
             marks = matches.marks[matches.models[rows]]
-            taken.add(rows, answer_records(rows, matches.keys[rows], marks, sources, batch))
-        write_taken(storage, plan, asked, taken)
+            buckets.add(rows, answer_records(rows, matches.keys[rows], marks, sources, batch))
+        write_taken(storage, plan, ask_name, buckets)
 
 
 #: What is said if few rows were taken from an earlier run although it asked the same. Key: a function checks answers.
@@ -207,10 +207,10 @@ def remove_reused(storage: Storage, plan: Plan, first: Plan) -> None:
     if first.reused is not None and first.reused.name == plan.reused.name:
         return  # it is this very plan, and the reply to its writing was lost
     paths = list(map(plan.reused_path, range(len(plan.shards))))
-    if plan.files[0].kept:
+    if plan.files[0].num_chosen:
         paths += [
             plan.rows_path(plan.files[0]),
-            os.path.join(plan.spec.output, kept_name(plan.reused.name)),
+            os.path.join(plan.spec.output, row_numbers_name(plan.reused.name)),
         ]
     with writing(plan.spec.output):
         for path in paths:
@@ -235,7 +235,7 @@ class Matches:
     is_shorter: npt.NDArray[np.bool_]
 
 
-def match(
+def find_matches(
     context: JobContext, storage: Storage, plan: Plan, ask: RowAsk, old: OldRuns, any_model: bool
 ) -> Matches:
     """Look up each row of a plan in the old runs. The plan's inputs must be readable.
@@ -354,8 +354,8 @@ def answers(
     for run in old.reused:
         rows = np.flatnonzero((matches.places >= 0) & ~is_taken)
         rows = rows[np.argsort(matches.places[rows], kind="stable")]
-        for part, which, batch in old.answers(matches.places[rows], schema):
-            taken_rows = rows[which]
+        for part, indices, batch in old.answers(matches.places[rows], schema):
+            taken_rows = rows[indices]
             is_shorter = matches.is_shorter[taken_rows]
             if is_shorter.any():
                 is_usable = ~is_shorter | _has_stopped(batch)

@@ -42,13 +42,13 @@ def score_parquet(
     """Plan a run and enqueue its shards. Called again with the same arguments, resume it.
 
     Returns the run's id and counts. For the arguments, see RunSpec.from_arguments and Submission. queue: for the
-    shards; by default the queue that this job came from. Raises RunError or InvalidJob, and unless it is RunBusy,
-    before any shard is enqueued.
+    shards; by default the queue that this job came from. Raises InvalidJob or RunError. Only RunBusy may come after
+    shards were enqueued.
     """
     queue = arguments.pop("queue", None)
     if queue is None:
         queue = context.queue_name
-    submission, run_arguments = Submission.split(queue, arguments)
+    submission, run_arguments = Submission.split(queue, arguments, context.created_at)
     run_arguments |= {
         "prompt_column": prompt_column,
         "messages_column": messages_column,
@@ -69,8 +69,8 @@ def plan_run(
     queue = submission.queue
     state = RunState(context.connection, spec.run, context.lease)
     state.open_submission(context.job_id, spec.output, submission)
-    found = find_files(storage, spec.input, spec.output, spec.input_format)
-    plan = _agreed_plan(context, storage, found, spec, submission)
+    found_files = find_files(storage, spec.input, spec.output, spec.input_format)
+    plan = _agreed_plan(context, storage, found_files, spec, submission)
     folder = RunFolder(storage, plan, state, context.execution_id)
     had_ended = folder.has_success()
     missing = folder.missing_shards(context.check_interrupted)
@@ -107,7 +107,7 @@ def plan_run(
 def _agreed_plan(
     context: JobContext,
     storage: Storage,
-    found: Sequence[FoundFile],
+    found_files: Sequence[FoundFile],
     spec: RunSpec,
     submission: Submission,
 ) -> Plan:
@@ -118,7 +118,7 @@ def _agreed_plan(
             raise errors.InvalidJob(
                 "only_new leaves out what earlier runs have answered: name these with reuse"
             )
-        plan = read_inputs(context, storage, spec, found)
+        plan = read_inputs(context, storage, spec, found_files)
         check_served(vars(spec), context.model)
         context.model.check_asked_for(submission.model)
         plan = replace(plan, second=second_model(context, spec, submission.queue, plan.planned_at))
@@ -147,7 +147,7 @@ def _agreed_plan(
         model_names.update(context.model.names)
     if submission.model is not None and submission.model not in model_names:
         raise errors.RunOfAnotherModel(plan.run, str(plan.model), repr(submission.model))
-    check_as_planned(storage, plan, found)
+    check_as_planned(storage, plan, found_files)
     return plan
 
 

@@ -24,7 +24,7 @@ from jobs.parquet.files.storage import Storage
 from jobs.parquet.formats.converted_inputs import converted_for_now
 from jobs.parquet.planning.find_files import find_files
 from jobs.parquet.planning.inputs import read_inputs
-from jobs.parquet.planning.own_rows import match, with_seed_of
+from jobs.parquet.planning.own_rows import find_matches, with_seed_of
 from jobs.parquet.prompts.prompt_source import Row
 from jobs.parquet.reuse.old_runs import OldRuns
 from jobs.parquet.shards.row_items import row_runner
@@ -32,11 +32,12 @@ from jobs.parquet.shards.rows_task import RowsTask
 from jobs.parquet.shards.shard_texts import rendered_shards
 from jobs.parquet.tables.columns import RowProblem
 from jobs.prompts.template_texts import as_shown
+from jobs.runs.plans.plan import Plan
 from jobs.runs.plans.spec import RunSpec
 from jobs.runs.statistics.run_statistics import Reasons
 from jobs.tasks import Completion, Request
 
-#: A dry run has a full batch of the worker's answered, but no fewer and no more requests than these.
+#: A dry run has one full batch of the worker answered, within these numbers of requests.
 MIN_TRIED = 64
 MAX_TRIED = 256
 #: The most characters of the prompts that are answered. A result has a limit too.
@@ -62,10 +63,11 @@ class SurveyWork(RowsTask):
     ) -> None:
         """Read the run's rows and count their tokens. Raises RunError or InvalidJob.
 
-        first: how many of the first rows to show. None for a dry run: then requests that stand for all are answered and
-        timed. max_rows: the most rows to look at, spread evenly over the run. reuse: see Submission. arguments:
-        reuse_from_any_model; answers, which is False for a preview without answers; all others: see
-        RunSpec.from_arguments.
+        first: how many of the first rows to show; None for a dry run, which has some requests answered, and times them.
+        max_rows: the most rows to look at, spread evenly over the run.
+        reuse: see Submission.
+        arguments: reuse_from_any_model; answers, which is False for a preview without answers; and those of
+            RunSpec.from_arguments.
         """
         any_model = arguments.pop("reuse_from_any_model", False)
         has_answers = arguments.pop("answers", True)
@@ -79,8 +81,8 @@ class SurveyWork(RowsTask):
         spec.check_sampling(context.check_sampling)
         spec.admit(context.checks)
         storage = Storage.of(context)
-        found = find_files(storage, spec.input, spec.output, spec.input_format)
-        plan = read_inputs(context, storage, spec, found)
+        found_files = find_files(storage, spec.input, spec.output, spec.input_format)
+        plan = read_inputs(context, storage, spec, found_files)
         if context.meter is None:
             raise InvalidJob("this process has no engine to count tokens with")
         old = OldRuns(storage, reuse, plan) if reuse else None
@@ -93,22 +95,14 @@ class SurveyWork(RowsTask):
         with converted_for_now(storage, plan, files) as (storage, plan):
             is_reused = np.zeros(plan.rows, bool)
             if old is not None:
-                is_reused = match(context, storage, plan, ask, old, any_model).places >= 0
+                is_reused = find_matches(context, storage, plan, ask, old, any_model).places >= 0
             for start, rows in rendered_shards(context, storage, plan, ask.source):
                 counts.add(start, rows, is_reused)
 
             chosen = sorted(counts.requests, key=lambda request: request.row)[:first]
             if first is None:
                 chosen = pick_requests(chosen, max(MIN_TRIED, min(meter.max_num_seqs, MAX_TRIED)))
-            wanted = {request.row for request in chosen}
-            chosen_rows: dict[int, Row] = {}
-            chars_left = MAX_PICKED_CHARS
-            for start, rows in rendered_shards(context, storage, plan, ask.source, wanted):
-                for number, row in enumerate(rows, start):
-                    if number in wanted and isinstance(row, Row):
-                        chars_left -= len(row.prompt) + row.picture_bytes // PICTURE_SHARE
-                        if chars_left >= 0:
-                            chosen_rows[number] = row
+            chosen_rows = _rows_with_room(context, storage, plan, ask, chosen)
 
         #: The requests that are answered or shown, with their rows. Those whose text had no room are left out.
         self._tried: list[tuple[PlannedRequest, Row]] = []
@@ -252,6 +246,27 @@ class PlannedRequest:
     weight: float = 1.0
 
 
+def _rows_with_room(
+    context: JobContext,
+    storage: Storage,
+    plan: Plan,
+    ask: RowAsk,
+    requests: Sequence[PlannedRequest],
+) -> dict[int, Row]:
+    """Return the rows of these requests by their numbers, as many as MAX_PICKED_CHARS have room for."""
+    wanted = {request.row for request in requests}
+    rows_by_number: dict[int, Row] = {}
+    chars_left = MAX_PICKED_CHARS
+    for start, rows in rendered_shards(context, storage, plan, ask.source, wanted):
+        for number, row in enumerate(rows, start):
+            if number not in wanted or not isinstance(row, Row):
+                continue
+            chars_left -= len(row.prompt) + row.picture_bytes // PICTURE_SHARE
+            if chars_left >= 0:
+                rows_by_number[number] = row
+    return rows_by_number
+
+
 class _Counts:
     """Counts what the rows of a run ask. In a large run, it looks at some rows, evenly spread.
 
@@ -282,7 +297,7 @@ class _Counts:
 
     @property
     def scale(self) -> float:
-        """Return how many rows of the run each row stands for that was looked at."""
+        """Return how many rows of the run one examined row stands for."""
         return self._total / max(1, self._rows_read)
 
     def add(

@@ -157,12 +157,13 @@ def _text(text: str) -> Parts:
 
 
 def _put_first(messages: Parts, pictures: Parts) -> None:
-    """Put pictures before the text of the last message of the user's. Raises RowProblem if there is none."""
+    """Put pictures before the text of the user's last message. Raises RowProblem if there is none."""
     message = next((message for message in reversed(messages) if message["role"] == "user"), None)
     if message is None:
-        raise RowProblem("there is no message of the user's that could hold the picture")
+        raise RowProblem("there is no message of the user that could hold the picture")
     content = message["content"]
-    message["content"] = [*pictures, *(content if isinstance(content, list) else _text(content))]
+    parts = content if isinstance(content, list) else _text(content)
+    message["content"] = [*pictures, *parts]
 
 
 def picture_reader(context: JobContext, folder: str | None = "") -> Callable[[str], bytes]:

@@ -249,11 +249,11 @@ def check_texts(schema: pa.Schema, columns: Sequence[str]) -> None:
             raise WrongColumnType(column, kind, TEXT_FORMS)
 
 
-def checked_text(text: Any, what: str = "prompt") -> str:
+def checked_text(text: Any, name: str = "prompt") -> str:
     """Return a text that can be a prompt. Raises RowProblem, which names the text as `what`."""
     if text is None or text == "":
-        raise RowProblem(f"{what} is {'null' if text is None else 'empty'}")
-    problem = text_problem(text, what)
+        raise RowProblem(f"{name} is {'null' if text is None else 'empty'}")
+    problem = text_problem(text, name)
     if problem:
         raise RowProblem(problem)
     assert isinstance(text, str)

@@ -149,7 +149,10 @@ def _number(value: Any) -> Any:
 
 
 def _plain(value: Any) -> Any:
-    """Return a value as JSON has it. Whole floats become integers: pandas writes integers beside a null as floats."""
+    """Return a value as JSON has it.
+
+    Whole floats become integers, because pandas writes integers beside a null as floats.
+    """
     if isinstance(value, list):
         return [_plain(item) for item in value]
     if isinstance(value, float) and value.is_integer():
@@ -249,7 +252,7 @@ def row_source(
     control_tokens: the served model's. Rows' values cannot forge them, unless the run allows it.
     """
     if spec.input_format == OPENAI_BATCH:
-        return RowSource(LineSource())
+        return RowSource(LineSource(inline_pictures=spec.inline_pictures))
     sampling = None
     if spec.sampling_columns:
         sampling = RowSampling(spec.sampling_columns, spec.chat[0], check_sampling)
@@ -346,10 +349,13 @@ class StepSource(prompt_source.TemplateSource):
 class LineSource(PromptSource):
     """Lines of a batch file. Each is its own JSON, which may be longer than a prompt.
 
-    The path of a picture becomes a data: URL.
+    The path of a picture becomes a data: URL. inline_pictures: a line with such a path is refused.
     """
 
     columns = ("request",)
+
+    def __init__(self, *, inline_pictures: bool = False) -> None:
+        self._inline_pictures = inline_pictures
 
     def render(self, values: Mapping[str, Any]) -> str:
         """Return a line. Raises RowProblem if it has no request."""
@@ -360,7 +366,8 @@ class LineSource(PromptSource):
     def row(self, values: Mapping[str, Any], read: ReadFile) -> Row:
         """Return a line with its pictures. Raises RowProblem or InvalidJob, or what `read` raises."""
         text = self.render(values)
-        if "image_url" not in text:
+        # JSON may write any name with escapes.
+        if "image_url" not in text and "\\u" not in text:
             return Row(text)
 
         with_path: list[
@@ -383,6 +390,10 @@ class LineSource(PromptSource):
             line = json.loads(text, object_hook=note_path)
         except (ValueError, RecursionError):
             return Row(text)  # the ask reports what is wrong with it
+        if with_path and self._inline_pictures:
+            raise RowProblem(
+                "a picture is no data: URL, and none is fetched: send data:image/...;base64,..."
+            )
         files = loaded([image["url"] for image in with_path], read)
         for image, file in zip(with_path, files, strict=True):
             image["url"] = f"data:image/file;base64,{b64encode(file).decode()}"

@@ -5,8 +5,8 @@ one, and the answers that planning takes from earlier runs. Only their paths dif
 answers within a worker (jobs/context/answers.py) has the same whole keys.
 
 A log is a Parquet file. Each record has a row, its whole key (jobs.parquet.asks.row_keys), the mark of its model, and
-either the columns of an answer or the progress of a row under way. The footer says FORMAT, whose the log is, and how
-many records it has. Pages have checksums.
+either the columns of an answer or the progress of a row under way. The footer says FORMAT, the shard that the
+log belongs to, and how many records it has. Pages have checksums.
 """
 
 import json
@@ -82,15 +82,18 @@ def log_schema(answer_fields: Sequence[pa.Field]) -> pa.Schema:
     return pa.schema([*beside, *answer_fields])
 
 
-def whose_log(plan: Plan, shard: int, asked: str) -> list[Any]:
-    """Return what a log's header says of its shard: all that its records must fit. asked: RowKeys.name."""
+def log_owner(plan: Plan, shard: int, ask_name: str) -> list[Any]:
+    """Return what identifies the shard that a log belongs to: its run, number, seed, models and ask.
+
+    ask_name: RowKeys.name.
+    """
     second = None if plan.second is None else plan.second.pin
-    return [plan.run, shard, plan.seed, plan.model.pin, second, asked]
+    return [plan.run, shard, plan.seed, plan.model.pin, second, ask_name]
 
 
-def write_log(sink: Any, whose: list[Any], records: pa.Table) -> None:
+def write_log(sink: Any, owner: list[Any], records: pa.Table) -> None:
     """Write records, which have the columns of `log_schema`."""
-    header = {"format": FORMAT, "whose": whose, "records": records.num_rows}
+    header = {"format": FORMAT, "owner": owner, "records": records.num_rows}
     table = records.replace_schema_metadata({_HEADER: json.dumps(header)})
     pq.write_table(table, sink, write_page_checksum=True)
 
@@ -119,7 +122,7 @@ def answer_records(
 def open_log(
     storage: Storage, path: str, columns: ColumnChoice = ALL_COLUMNS
 ) -> Iterator[tuple[TableReading, dict[str, Any]]]:
-    """Lend any run's log, and its header. Raises AnswersDamaged, also where the caller meets what does not fit."""
+    """Lend any run's log, and its header. Raises AnswersDamaged, also if the body meets unexpected contents."""
     try:
         with closing(TableReading(storage, path, columns)) as file:
             header = json.loads((file.schema.metadata or {})[_HEADER])
@@ -136,10 +139,10 @@ def open_log(
 class AnswerLog:
     """Writes and reads the logs of one shard.
 
-    whose: see `whose_log`. keys: the keys of the shard's rows, without a model. fields: the columns of its answers.
+    owner: see `log_owner`. keys: the keys of the shard's rows, without a model. fields: the columns of its answers.
     """
 
-    whose: list[Any]
+    owner: list[Any]
     keys: Keys
     fields: Sequence[pa.Field]
 
@@ -159,13 +162,13 @@ class AnswerLog:
         for field in self.fields:
             values = [_value(answer, field.name) for answer in answers]
             columns.append(answer_column(values, field.type))
-        write_log(sink, self.whose, pa.table(columns, schema=log_schema(self.fields)))
+        write_log(sink, self.owner, pa.table(columns, schema=log_schema(self.fields)))
 
     def read(self, storage: Storage, path: str) -> list[Record]:
         """Return a log's records. Raises AnswersDamaged for a log that is damaged, or not this shard's."""
         records: list[Record] = []
         with open_log(storage, path) as (file, header):
-            if header["whose"] != self.whose:
+            if header["owner"] != self.owner:
                 raise AnswersDamaged(path, "it is of another plan, check or model")
             if not file.schema.equals(log_schema(self.fields)):
                 raise AnswersDamaged(path, "it has other columns than the answers of this run")

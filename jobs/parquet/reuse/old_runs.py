@@ -425,7 +425,7 @@ def _lengths(plan: Plan) -> set[int]:
 
 
 def _unlike(old: Plan, new: Plan) -> str | None:
-    """Say why no answer of an old run can be taken because the model's length differs; None if some can."""
+    """Say why the model's other length rules out all answers of an old run; None if it does not."""
     if _lengths(old) == _lengths(new):
         return None
     longest_old = max(_lengths(old))

@@ -15,16 +15,16 @@ import pyarrow.compute as pc
 from jobs.errors import AnswersDamaged, KeptAnswersLost
 from jobs.parquet.files.storage import Storage, writing
 from jobs.parquet.outputs.run_folder import RunFolder
-from jobs.parquet.reuse.answer_log import AnswerLog, Record, whose_log, write_log
+from jobs.parquet.reuse.answer_log import AnswerLog, Record, log_owner, write_log
 from jobs.parquet.tables.row_groups import RowBuckets
 from jobs.runs.plans.names import JOURNAL, ROW
 from jobs.runs.plans.plan import Plan
 
 
-def write_taken(storage: Storage, plan: Plan, asked: str, buckets: RowBuckets) -> None:
+def write_taken(storage: Storage, plan: Plan, ask_name: str, buckets: RowBuckets) -> None:
     """Write the logs of all shards for which answers were taken.
 
-    asked: RowKeys.name. buckets: records, in which rows are counted over the run.
+    ask_name: RowKeys.name. buckets: records, in which rows are counted over the run.
     """
     first_rows = np.array([plan.first_row(shard) for shard in range(len(plan.shards))])
     storage.make_folder(os.path.dirname(plan.reused_path(0)))
@@ -34,7 +34,7 @@ def write_taken(storage: Storage, plan: Plan, asked: str, buckets: RowBuckets) -
         first_row = pa.scalar(int(first_rows[shard]))
         rows = pc.subtract(records.column(ROW), first_row)
         with writing(path), storage.open_output(path) as sink:
-            write_log(sink, whose_log(plan, shard, asked), records.set_column(0, ROW, rows))
+            write_log(sink, log_owner(plan, shard, ask_name), records.set_column(0, ROW, rows))
 
 
 def _by_shard(

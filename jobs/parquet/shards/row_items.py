@@ -5,6 +5,7 @@ from functools import partial
 
 from jobs.context.answers import Answer, AnswerMemo
 from jobs.context.checks import Checks
+from jobs.context.deadlines import EXPIRED
 from jobs.items.item import Item
 from jobs.items.runner import Entry, ItemRunner
 from jobs.parquet.asks.ask import RowAsk
@@ -22,18 +23,22 @@ def row_runner(
     memo: AnswerMemo | None = None,
     memo_keys: Keys | None = None,
     let_go: Callable[[Row], None] = lambda row: None,
+    is_over: Callable[[], bool] = lambda: False,
 ) -> ItemRunner[Answer]:
     """Return the runner of a shard's rows. In the end it has one answer for each row.
 
     rows: an Answer stands for a row that has one already. number_of: gives a row's number in the run. memo: holds the
     answers of other shards, by whole keys. memo_keys: the whole keys of the rows. let_go: called with each row whose
-    texts are no longer held here.
+    texts are no longer held here. is_over: whether the run's deadline has passed; then no further row is begun.
     Rows are asked in the order of their prompts. Equal rows with equal answers are asked once.
     """
 
     def begin(row: Row, place: int) -> Item[Answer]:
         let_go(row)
         return ask.begin(row, number_of(place))
+
+    def expired() -> Answer | None:
+        return ask.failed(EXPIRED) if is_over() else None
 
     answers: list[Answer | None] = []
     for row in rows:
@@ -43,7 +48,7 @@ def row_runner(
             answers.append(None if isinstance(row, Row) else row)
 
     entry_of: dict[Row, Entry[Answer]] = {}
-    asked: list[tuple[Row, Entry[Answer]]] = []
+    rows_and_entries: list[tuple[Row, Entry[Answer]]] = []
     for place, row in enumerate(rows):
         if not isinstance(row, Row):
             continue
@@ -55,7 +60,9 @@ def row_runner(
             if memo_keys is not None:
                 entry.memo_key = memo_keys[place].tobytes()
             entry_of[row] = entry
-        asked.append((row, entry))
-    asked.sort(key=lambda pair: pair[0])
-    entries = [entry for _, entry in asked]
-    return ItemRunner(entries, answers, ask, checks, AnswerMemo(0) if memo is None else memo)
+        rows_and_entries.append((row, entry))
+    rows_and_entries.sort(key=lambda pair: pair[0])
+    entries = [entry for _, entry in rows_and_entries]
+    return ItemRunner(
+        entries, answers, ask, checks, AnswerMemo(0) if memo is None else memo, expired=expired
+    )

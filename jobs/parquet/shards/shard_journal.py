@@ -64,20 +64,20 @@ class ShardJournal:
 
     def read(self) -> Journalled:
         """Return what earlier executions have left. Damaged logs, and those of another plan, are passed over."""
-        left = Journalled()
+        journalled = Journalled()
         names = self._storage.names(self._folder)
         self._names = {name for name in names if name.startswith(self._prefix)}
         for name in sorted(self._names):
             path = os.path.join(self._folder, name)
             for record in self._log.read_if_whole(self._storage, path):
                 if record.mark == self._mark:
-                    left.add(record)
-        return left
+                    journalled.add(record)
+        return journalled
 
-    def keep(self, runner: ItemRunner[Answer], so_far: PromptTokens) -> Callable[[], None] | None:
+    def keep(self, runner: ItemRunner[Answer], tokens: PromptTokens) -> Callable[[], None] | None:
         """Return a function that writes new answers, in any thread; None if there are none. See OpenTask."""
         answered = runner.answered[self._num_written :]
-        under_way = runner.under_way(so_far)
+        under_way = runner.under_way(tokens)
         if not answered and not under_way:
             return None
 
@@ -107,8 +107,8 @@ class ShardJournal:
             if earlier_name is not None:
                 self._storage.remove(os.path.join(self._folder, earlier_name))
 
-    def _put(self, what: str, records: Sequence[Record]) -> str:
-        name = f"{self._prefix}{self._execution_id}.{what}.{self._num_files}"
+    def _put(self, kind: str, records: Sequence[Record]) -> str:
+        name = f"{self._prefix}{self._execution_id}.{kind}.{self._num_files}"
         with self._storage.open_output(os.path.join(self._folder, name)) as sink:
             self._log.write(sink, records)
         self._num_files += 1

@@ -22,22 +22,25 @@ ROW_BYTES = 300
 
 
 class ShardTexts:
-    """Gathers a shard's rendered rows. held: where their bytes are counted, until `let_go` or `close`."""
+    """Gathers a shard's rendered rows. shard_bytes: counts their bytes until `let_go` or `close`."""
 
     def __init__(
         self,
         path: str,
         columns: tuple[str, ...],
-        held: ShardBytes,
+        shard_bytes: ShardBytes,
         remedy: str = "submit with a smaller rows_per_shard",
     ) -> None:
-        self._path, self._columns, self._held, self._remedy = path, columns, held, remedy
+        self._path = path
+        self._columns = columns
+        self._shard_bytes = shard_bytes
+        self._remedy = remedy
         self._known: dict[Row, Row] = {}
         self._bytes = 0
         self.rows: list[Row | RowProblem] = []
 
     def add(self, rows: Iterable[Row | RowProblem]) -> None:
-        """Take more rows. Raises ShardTooLarge for prompts beyond a shard's bytes, NoRoomYet beside those of others."""
+        """Take more rows. Raises ShardTooLarge, or NoRoomYet if other shards hold the memory that they need."""
         for row in rows:
             num_bytes = ROW_BYTES
             if isinstance(row, Row):
@@ -45,38 +48,40 @@ class ShardTexts:
                 num_bytes += row.num_bytes if known is row else 0
                 row = known
             self.rows.append(row)
-            if self._bytes + num_bytes > self._held.limit:
+            if self._bytes + num_bytes > self._shard_bytes.limit:
                 columns = ", ".join(map(repr, self._columns))
-                found = (
-                    f"the prompts of column {columns} in the first {len(self.rows)} rows of a shard"
+                problem = (
+                    f"the prompts of column {columns} in the first {len(self.rows)} rows of a shard "
+                    f"take {self._bytes + num_bytes} bytes"
                 )
-                found = f"{found} take {self._bytes + num_bytes} bytes"
-                raise ShardTooLarge(self._path, found, self._held.limit, "", self._remedy)
-            self._held.hold(num_bytes, self._bytes)
+                raise ShardTooLarge(self._path, problem, self._shard_bytes.limit, "", self._remedy)
+            self._shard_bytes.hold(num_bytes, self._bytes)
             self._bytes += num_bytes
 
     def gathered(self) -> list[Row | RowProblem]:
-        """Return the rows, once all are there: they are the caller's from here on."""
-        rows, self.rows, self._known = self.rows, [], {}
+        """Return the rows once all are there. From then on they belong to the caller."""
+        rows = self.rows
+        self.rows = []
+        self._known = {}
         return rows
 
     def let_go(self, row: Row) -> None:
         self._release(row.num_bytes)
 
     def close(self) -> None:
-        """Count nothing any more; may be called more than once."""
+        """Stop counting the rows' bytes. May be called more than once."""
         self._release(self._bytes)
 
     def _release(self, num_bytes: int) -> None:
         num_bytes = min(num_bytes, self._bytes)
         self._bytes -= num_bytes
-        self._held.let_go(num_bytes)
+        self._shard_bytes.let_go(num_bytes)
 
 
 def shard_batches(
     context: JobContext, plan: Plan, shard: Shard, reader: RowReader
 ) -> Iterator[pa.RecordBatch]:
-    """Yield the rows of a shard with the columns that are in no file, of a text file also why lines are no rows."""
+    """Yield the rows of a shard with the added columns. Rows of a text file come with their problems."""
     for batch in reader.read(shard, context.check_interrupted):
         yield with_added_values(batch, plan.added_columns, plan.files[shard.file].values)
 
@@ -87,7 +92,7 @@ def shard_rows(
     file = plan.files[shard.file]
     folders = {os.path.dirname(input_file.path) for input_file in plan.files}
     read = picture_reader(
-        context, None if file.kept and len(folders) > 1 else os.path.dirname(file.path)
+        context, None if file.num_chosen and len(folders) > 1 else os.path.dirname(file.path)
     )
     for batch in shard_batches(context, plan, shard, reader):
         for row in source.rows(batch, read):
@@ -102,7 +107,7 @@ def rendered_shards(
     source: RowSource,
     only: Set[int] | None = None,
 ) -> Iterator[tuple[int, list[Row | RowProblem]]]:
-    """Yield the rows of each shard that holds one of `only`, with the number of its first. Raises InputError."""
+    """Yield the rows of each shard that holds one of `only`, after its first row's number. Raises InputError."""
     shards = range(len(plan.shards)) if only is None else plan.shards_of(only)
     for number, reader in shard_readers(storage, plan, shards, ColumnChoice(source.columns)):
         shard = plan.shards[number]
@@ -116,8 +121,12 @@ def rendered_shards(
 def shard_readers(
     storage: Storage, plan: Plan, shards: Iterable[int], columns: ColumnChoice = ALL_COLUMNS
 ) -> Iterator[tuple[int, RowReader]]:
-    """Yield each shard with rows, and a reader that has not passed it: the one before's, where it leads on."""
-    reader, file = None, -1
+    """Yield each shard that has rows, and a reader that has not passed it.
+
+    A shard gets the reader of the shard before it, if that one leads on to it.
+    """
+    reader = None
+    file = -1
     with ExitStack() as readers:
         for number in shards:
             shard = plan.shards[number]
@@ -125,6 +134,7 @@ def shard_readers(
                 continue
             if reader is None or shard.file != file or not reader.reaches(shard):
                 readers.close()
-                file, path = shard.file, plan.rows_path(plan.files[shard.file])
+                file = shard.file
+                path = plan.rows_path(plan.files[file])
                 reader = readers.enter_context(closing(RowReader(storage, path, shard, columns)))
             yield number, reader

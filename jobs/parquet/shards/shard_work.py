@@ -21,7 +21,7 @@ from jobs.parquet.files.storage import Storage
 from jobs.parquet.outputs import part
 from jobs.parquet.outputs.run_folder import RunFolder
 from jobs.parquet.prompts.prompt_source import Row
-from jobs.parquet.reuse.answer_log import AnswerLog, Record, whose_log
+from jobs.parquet.reuse.answer_log import AnswerLog, Record, log_owner
 from jobs.parquet.reuse.old_runs import write_keys
 from jobs.parquet.reuse.taken_answers import has_kept, keep_answers, kept_answers, taken_answers
 from jobs.parquet.shards.row_items import row_runner
@@ -67,7 +67,7 @@ class ShardWork(RowsTask):
         self._escalates = queue is None and folder.plan.second is not None
         self._started_at = time.time()
         self._has_entered = False
-        folder.state.begin(self._started_at)
+        self._deadline = folder.state.begin(self._started_at)
         if folder.lacks(shard) and not (self._escalates and has_kept(folder, shard)):
             check_model(folder.plan, context.model, self._is_second)
             folder.plan.spec.admit(context.checks)
@@ -108,9 +108,9 @@ class ShardWork(RowsTask):
             "tokens": counts.generated_tokens,
         }
 
-    def keep(self, so_far: PromptTokens) -> Callable[[], None] | None:
+    def keep(self, tokens: PromptTokens) -> Callable[[], None] | None:
         """Return a function that writes an entry of the journal; None if nothing is new."""
-        return None if self._journal is None else self._journal.keep(self.asked, so_far)
+        return None if self._journal is None else self._journal.keep(self.asked, tokens)
 
     def result(self) -> dict[str, Any]:
         """Publish the part unless one is there, count it, and end the run if it was the last one. Raises RunError."""
@@ -143,8 +143,12 @@ class ShardWork(RowsTask):
             self._context.files.leave(self._file.path)
         super().close()
 
+    def _is_over(self) -> bool:
+        """Whether the run's deadline has passed."""
+        return self._deadline is not None and time.time() >= self._deadline
+
     def _escalate(self) -> int:
-        """Leave rows with low margins to the second model; return the most that these are.
+        """Leave rows with low margins to the second model; return how many these are at most.
 
         Returns 0 if this model has answered all rows, or a part is there.
         """
@@ -169,7 +173,7 @@ class ShardWork(RowsTask):
         return num_low
 
     def _good_records(self, answers: Sequence[Answer]) -> list[Record]:
-        """Return the answers that the second model is not asked for: those of high margins, and of other models."""
+        """Return the answers that stay: those with high margins, and those of other models."""
         own_mark = model_mark(self._folder.plan.model).tobytes()
         bound = self._folder.plan.spec.escalate_below or 0
         records = []
@@ -274,11 +278,11 @@ class ShardWork(RowsTask):
         keys = row_keys(ask.key_of, rows)
         mark = model_mark(plan.model_of(self._is_second))
         fields = kind_of(plan.spec).fields(plan.spec, part.embedding_size(plan.spec, context.model))
-        self._log = AnswerLog(whose_log(plan, self._number, ask.keys.name), keys, fields)
+        self._log = AnswerLog(log_owner(plan, self._number, ask.keys.name), keys, fields)
         self._journal = ShardJournal(self._folder, self._number, self._log, mark.tobytes())
-        left = self._journal.read()
+        journalled = self._journal.read()
         self._marks = np.repeat(mark, len(rows), axis=0)
-        for record in [*self._earlier_records(len(rows)), *left.answers.values()]:
+        for record in [*self._earlier_records(len(rows)), *journalled.answers.values()]:
             assert record.answer is not None
             rows[record.row] = record.answer
             self._marks[record.row] = as_keys(record.mark)
@@ -292,11 +296,12 @@ class ShardWork(RowsTask):
             memo=context.answers,
             memo_keys=whole_keys(keys, mark),
             let_go=self._texts.let_go,
+            is_over=self._is_over,
         )
         self._num_unasked = sum(isinstance(row, RowProblem) for row in rows)
-        self._rows_resumed = len(left.answers)
-        self._tokens_resumed = left.num_tokens
-        runner.resume(left.under_way)
+        self._rows_resumed = len(journalled.answers)
+        self._tokens_resumed = journalled.num_tokens
+        runner.resume(journalled.under_way)
         return runner
 
     def _earlier_records(self, num_rows: int) -> list[Record]:
@@ -327,10 +332,12 @@ class ShardWork(RowsTask):
         key = (file.path, file.size, file.mtime_ns, columns, plan.rows_path(file))
 
         def open_reader() -> RowReader:
-            with unchanged(storage, plan, file):  # if it has changed, that is why it cannot be read
+            # If the file cannot be read because it has changed, the error says so.
+            with unchanged(storage, plan, file):
                 return RowReader(storage, plan.rows_path(file), shard, columns)
 
-        # `unchanged` ends first: so a reader that has seen another file is closed, and not lent to the next shard.
+        # `unchanged` ends before the reader is given back. If it raises, the reader is closed, and no other shard gets
+        # rows of another file.
         with (
             self._context.files.reader(key, shard, open_reader) as reader,
             unchanged(storage, plan, file),

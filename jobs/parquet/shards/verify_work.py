@@ -15,6 +15,7 @@ import pyarrow as pa
 from jobs.common.display import brief
 from jobs.context import JobContext
 from jobs.errors import InvalidJob, InvalidValue
+from jobs.parquet.asks.ask import RowAsk
 from jobs.parquet.asks.kinds import ask_of, kind_of
 from jobs.parquet.asks.row_keys import model_mark, row_keys, whole_keys
 from jobs.parquet.files.fingerprint import unchanged
@@ -93,7 +94,7 @@ class VerifyWork(RowsTask):
     def _ask(
         self, context: JobContext, storage: Storage, plan: Plan, keys: Mapping[int, bytes]
     ) -> None:
-        """Read the rows that are recorded, to ask them as the run has.
+        """Read the rows that are recorded, to ask them as the run did.
 
         keys: whole keys of rows; a row that has another one was answered by another model, and is left out.
         Raises RunOfAnotherModel, RunError or NoRoomYet.
@@ -101,8 +102,6 @@ class VerifyWork(RowsTask):
         check_model(plan, context.model)
         plan.spec.admit(context.checks)
         ask = ask_of(plan, context)
-        mark = model_mark(plan.model)
-        is_reused = plan.reused is not None
         wanted = set(self._recorded)
         files = {plan.shards[shard].file for shard in plan.shards_of(wanted)}
         self._texts = ShardTexts(
@@ -119,14 +118,9 @@ class VerifyWork(RowsTask):
                     for number, row in enumerate(rendered, start):
                         if number not in wanted:
                             continue
-                        if isinstance(row, Row) and number in keys:
-                            key = whole_keys(row_keys(ask.key_of, [row]), mark)
-                            if key.tobytes() != keys[number]:
-                                del self._recorded[number]
-                                self._num_of_others += 1
-                                continue
-                        if isinstance(row, Row) and is_reused and not ask.is_greedy(row):
-                            # Its seed may be that of an earlier place.
+                        if isinstance(row, Row) and not self._is_comparable(
+                            row, ask, keys.get(number)
+                        ):
                             del self._recorded[number]
                             continue
                         self._texts.add([row])
@@ -141,6 +135,16 @@ class VerifyWork(RowsTask):
         except BaseException:
             self._texts.close()
             raise
+
+    def _is_comparable(self, row: Row, ask: RowAsk, recorded_key: bytes | None) -> bool:
+        """Whether this model should give the recorded answer. recorded_key: the row's whole key in the run, if kept."""
+        if recorded_key is not None:
+            key = whole_keys(row_keys(ask.key_of, [row]), model_mark(self._plan.model))
+            if key.tobytes() != recorded_key:
+                self._num_of_others += 1
+                return False
+        # A reused answer may come from a run in which the row had another number, and so another seed.
+        return self._plan.reused is None or ask.is_greedy(row)
 
     def result(self) -> dict[str, Any]:
         """Return how many rows have other answers than recorded, and the first differences."""

@@ -82,7 +82,7 @@ def missing_column(name: str, path: str, schema: pa.Schema) -> MissingColumn:
 
 
 def with_own_json(batch: pa.RecordBatch) -> pa.RecordBatch:
-    """Return a batch in which columns are replaced by their extra columns of each row's own JSON."""
+    """Return a batch in which each row's own JSON replaces the columns that also came as JSON."""
     json_columns: dict[str, str] = {}  # the extra column, by the column that it replaces
     names = []
     for name in batch.schema.names:
@@ -146,7 +146,7 @@ def num_values(column: pa.Array) -> int:
 
 
 def holds(kind: pa.DataType, is_kind: Callable[[pa.DataType], bool]) -> bool:
-    """Whether values are of a kind, or have values of it within them. is_kind: such as `is_bytes`."""
+    """Whether values are of a kind, or contain values of that kind. is_kind: such as `is_bytes`."""
     if is_kind(kind):
         return True
     if not pa.types.is_nested(kind):

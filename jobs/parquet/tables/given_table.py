@@ -21,12 +21,12 @@ _VIEWS: dict[Callable[[pa.DataType], bool], pa.DataType] = {
 }
 
 
-def write_given_table(given: Any, folder: str) -> str:
+def write_table_file(source: Any, folder: str) -> str:
     """Write a table into a folder as Parquet; return the file's path. Raises InvalidJob.
 
     The file is named by its contents, so that the same table resumes its run.
     """
-    table = _arrow_table(given)
+    table = _arrow_table(source)
     os.makedirs(folder, exist_ok=True)
     temporary = os.path.join(folder, f"_tmp.{uuid4().hex}.parquet.tmp")
     try:
@@ -46,9 +46,9 @@ def write_given_table(given: Any, folder: str) -> str:
     return path
 
 
-def _arrow_table(given: Any) -> pa.Table:
+def _arrow_table(source: Any) -> pa.Table:
     try:
-        table = _as_table(given)
+        table = _as_table(source)
     except (pa.ArrowException, TypeError, ValueError) as error:
         raise InvalidJob(f"the table has no form in Arrow: {str(error)[:200]}") from error
     for place, field in enumerate(table.schema):
@@ -60,18 +60,18 @@ def _arrow_table(given: Any) -> pa.Table:
     return table
 
 
-def _as_table(given: Any) -> pa.Table:
-    package = type(given).__module__.partition(".")[0]
-    if package == "pandas" and hasattr(given, "columns"):
-        return pa.Table.from_pandas(given)
-    if package == "polars" and hasattr(given, "to_arrow"):  # without its views of texts
-        given = given.to_arrow()
-    if package == "polars" and hasattr(given, "collect"):
+def _as_table(source: Any) -> pa.Table:
+    package = type(source).__module__.partition(".")[0]
+    if package == "pandas" and hasattr(source, "columns"):
+        return pa.Table.from_pandas(source)
+    if package == "polars" and hasattr(source, "to_arrow"):  # without its views of texts
+        source = source.to_arrow()
+    if package == "polars" and hasattr(source, "collect"):
         raise InvalidJob(
             "a LazyFrame is no table yet: give it as frame.collect(), or its files themselves"
         )
-    if hasattr(given, "__arrow_c_stream__"):
-        return pa.table(given)
+    if hasattr(source, "__arrow_c_stream__"):
+        return pa.table(source)
     raise unlike(
-        "input", type(given).__name__, "paths, a pandas or polars DataFrame, or an Arrow table"
+        "input", type(source).__name__, "paths, a pandas or polars DataFrame, or an Arrow table"
     )

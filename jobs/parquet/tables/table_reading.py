@@ -32,7 +32,7 @@ BYTES_SHARE = 6
 #: Every child may take this many bytes.
 MIN_BYTES = 64 << 20
 
-#: The rows of a batch: at first, and after as many have taken too much memory.
+#: The rows of a batch: at first, and after one and two batches that took too much memory.
 BATCH_ROWS = (4096, 32, 1)
 
 _LOOK = "jobs.parquet.tables.table_child:look"
@@ -220,7 +220,7 @@ class RowReader(TableReading):
         super().__init__(storage, path, columns, first.first_group)
         self._path = path
         self._limit = SHARD_TIMES * storage.shard_bytes
-        self._left: pa.RecordBatch | None = None
+        self._unread: pa.RecordBatch | None = None
         #: The row that comes next, counted within the file.
         self.next_row = first.start - first.skip
 
@@ -239,7 +239,7 @@ class RowReader(TableReading):
         shard_bytes = 0
         while self.next_row < end:
             check_interrupted()
-            batch = next(self.batches, None) if self._left is None else self._left
+            batch = next(self.batches, None) if self._unread is None else self._unread
             if batch is None:
                 raise CorruptParquet(
                     self._path, f"{end - self.next_row} rows fewer than its footer says"
@@ -247,7 +247,7 @@ class RowReader(TableReading):
             num_passed = min(batch.num_rows, end - self.next_row)
             # These rows come before the shard.
             num_before = min(num_passed, max(0, shard.start - self.next_row))
-            self._left = batch.slice(num_passed) if num_passed < batch.num_rows else None
+            self._unread = batch.slice(num_passed) if num_passed < batch.num_rows else None
             self.next_row += num_passed
             if num_passed > num_before:
                 batch = batch.slice(num_before, num_passed - num_before)

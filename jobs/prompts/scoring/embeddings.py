@@ -49,7 +49,7 @@ class Embeddings(Scoring):
 
     @classmethod
     def check_served(cls, options: Mapping[str, Any], model: ServedModel) -> None:
-        """Raise InvalidJob where the model gives no such embeddings, or a shard of the run would hold too much."""
+        """Raise InvalidJob if the model gives no such embeddings, or a shard of the run would hold too much."""
         if not model.embedding_size:
             raise InvalidJob(
                 f"the worker serves {model.name!r}, which gives no embeddings: it has no modules.json that says "

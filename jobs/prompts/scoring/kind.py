@@ -12,7 +12,7 @@ from jobs.prompts.generated import NO_REASON
 from jobs.prompts.messages import ChatOptions
 from jobs.tasks import Completion, Request
 
-#: The one sampling value that prompts have for which nothing is generated.
+#: The one sampling value of prompts for which nothing is generated.
 TRUNCATION = "truncate_prompt_tokens"
 
 #: Probabilities of a shard's rows together, of 88 bytes each: all are held until its part is written.
@@ -56,7 +56,7 @@ class Scoring(abc.ABC):
 
     @classmethod  # noqa: B027 - any model that generates gives labels
     def check_served(cls, options: Mapping[str, Any], model: ServedModel) -> None:
-        """Raise InvalidJob where the model does no such thing, or a shard of the run would hold too much."""
+        """Raise InvalidJob if the model does no such thing, or a shard of the run would hold too much."""
 
     def request(self, prompt: Any, chat: ChatOptions | None = None) -> Request | Unusable:
         """Return the request for a prompt. chat: the options of a chat, whose messages are the prompt."""

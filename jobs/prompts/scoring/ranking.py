@@ -55,7 +55,7 @@ class Relevance(Scoring):
 
     @classmethod
     def check_served(cls, options: Mapping[str, Any], model: ServedModel) -> None:
-        """Raise InvalidJob where the model's head has several classes."""
+        """Raise InvalidJob if the model's head has several classes."""
         model.check_ranks()
 
     def request(self, prompt: Any, chat: ChatOptions | None = None) -> Request | Unusable:

@@ -57,7 +57,7 @@ class Agreement(Way):
         return () if self.agree_on is None else (RepairOptions({AGREE_ON: self.agree_on}),)
 
     def check(self, sampling: Mapping[str, Any], tools: list[dict[str, Any]]) -> None:
-        """Raise InvalidJob where samples would all be alike, or would not be texts."""
+        """Raise InvalidJob if samples would all be alike, or would not be texts."""
         if sampling.get("temperature") == 0:
             raise InvalidJob("agree and temperature=0: samples would be alike: raise temperature")
         if tools:

@@ -18,7 +18,7 @@ WAY_OPTIONS: Mapping[str, WayOption] = {
 
 
 def split_way(values: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Split keyword arguments into the parsed options of ways and all others, which come first. Raises InvalidJob."""
+    """Return keyword arguments without the options of ways, and these options, parsed. Raises InvalidJob."""
     if WAY_OPTIONS.keys().isdisjoint(values):
         return dict(values), {}
     remaining = {name: value for name, value in values.items() if name not in WAY_OPTIONS}

@@ -42,7 +42,7 @@ class Way(abc.ABC):
 
     @abc.abstractmethod
     def check(self, sampling: Mapping[str, Any], tools: list[dict[str, Any]]) -> None:
-        """Raise InvalidJob for sampling values or tools that it cannot do with."""
+        """Raise InvalidJob for sampling values or tools that do not go with it."""
 
     @abc.abstractmethod
     def item(self, request: Request) -> Item[PromptAnswer]:

@@ -134,7 +134,7 @@ def keys_name(shard: int) -> str:
     return f"{KEYS}/_part-{shard:05d}.bin"
 
 
-def kept_name(execution_id: str) -> str:
+def row_numbers_name(execution_id: str) -> str:
     """Return the name, below the run's folder, of the file with the numbers of the rows that planning has chosen."""
     return f"{KEYS}/{ROWS_PREFIX}00000.{execution_id}.bin"
 

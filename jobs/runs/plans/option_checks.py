@@ -39,7 +39,15 @@ def image_columns(name: str, value: Any) -> list[str] | None:
 
 
 #: What a run of batch files may be given as well.
-_BESIDE_BATCHES = ("encoding", "input_format", "limit", "model_alias", "only_new", "rows_per_shard")
+_BESIDE_BATCHES = (
+    "encoding",
+    "inline_pictures",
+    "input_format",
+    "limit",
+    "model_alias",
+    "only_new",
+    "rows_per_shard",
+)
 #: Arguments that such a run has in its normal form, with the values that they have there.
 _OF_BATCHES = {
     "prompt_column": ("prompt",),
@@ -54,7 +62,7 @@ def check_batch(arguments: Mapping[str, Any]) -> None:
         if name in _BESIDE_BATCHES or value in (None, False, "", [], {}):
             continue
         if name == "sampling" and isinstance(value, dict) and value.keys() == {"seed"}:
-            continue  # the run's, for the lines that name none
+            continue  # the run's seed is for the lines that name none
         if value not in _OF_BATCHES.get(name, ()):
             raise InvalidJob(
                 f"{name} and a batch file: its lines say what is asked, and its output has OpenAI's form: "
@@ -110,7 +118,7 @@ TASKS = (GENERATE, *RUN_SCORINGS)
 
 
 def check_served(options: Mapping[str, Any], model: ServedModel) -> None:
-    """Raise InvalidJob where the served model cannot do what a run asks for. options: the run's."""
+    """Raise InvalidJob if the served model cannot do what a run asks for. options: the run's."""
     task = options["task"]
     if options["image_column"] and not model.reads_pictures:
         raise InvalidJob(f"the worker serves {model.name!r}, which reads no pictures")
@@ -135,13 +143,13 @@ OF_PROMPTS = (TRUNCATION, *CHAT_NAMES)
 
 
 def check_read(
-    values: Mapping[str, Any], what: str, read: Collection[str], whose: str = "sampling"
+    values: Mapping[str, Any], ask: str, read: Collection[str], owner: str = "sampling"
 ) -> None:
-    """Raise InvalidValue for a sampling value that shapes a generated answer. what: the kind of ask."""
+    """Raise InvalidValue for a sampling value that shapes a generated answer. ask: the kind of ask."""
     for name in values:
         if name not in read or (name == "tool_choice" and forces_call(values)):
             raise InvalidValue(
-                f"{whose} has {{}}, and for {what} nothing is generated: leave it out", brief(name)
+                f"{owner} has {{}}, and for {ask} nothing is generated: leave it out", brief(name)
             )
 
 
@@ -157,16 +165,16 @@ def check_nothing_generated(options: Mapping[str, Any], *, is_chat: bool) -> Non
 def _check_task(task: str, options: Mapping[str, Any], *, is_chat: bool) -> None:
     if is_chat:
         raise InvalidJob(
-            f"task {task!r} is of texts: give prompt_column or a template that is a text"
+            f"task {task!r} is for texts: give prompt_column or a template that is a text"
         )
-    what = f"task {task!r}"
-    check_read(options["sampling"], what, RUN_SCORINGS[task].sampling)
-    _refuse(("sampling_columns", "prompts", *_OF_ANSWERS), options, what)
+    ask = f"task {task!r}"
+    check_read(options["sampling"], ask, RUN_SCORINGS[task].sampling)
+    _refuse(("sampling_columns", "prompts", *_OF_ANSWERS), options, ask)
 
 
 def _check_labels(options: Mapping[str, Any]) -> None:
     check_shard(len(options["labels"]), "labels", options["rows_per_shard"], MAX_PROBABILITIES)
-    if not options["prompts"]:  # of several prompts all but the last are answered
+    if not options["prompts"]:  # with several prompts, answers to all but the last are generated
         check_read(options["sampling"], "labels", OF_PROMPTS)
     elif options["calibrate"]:
         raise InvalidJob(
@@ -175,7 +183,7 @@ def _check_labels(options: Mapping[str, Any]) -> None:
     _refuse(("sampling_columns",), options, "labels")
 
 
-def _refuse(names: Sequence[str], options: Mapping[str, Any], what: str) -> None:
+def _refuse(names: Sequence[str], options: Mapping[str, Any], ask: str) -> None:
     for name in names:
         if options[name]:
-            raise InvalidJob(f"{name} and {what} do not go together: nothing is generated")
+            raise InvalidJob(f"{name} and {ask} do not go together: nothing is generated")

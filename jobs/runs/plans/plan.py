@@ -39,7 +39,7 @@ class PlannedFile:
     """An input file as it was planned.
 
     size: in bytes. mtime_ns (Unix), etag: if the file has others now, it is looked at more closely. values: in the
-    plan's added columns. kept: how many of its rows the run asks, if not all.
+    plan's added columns. num_chosen: how many of its rows planning has chosen for the run; None for all.
     """
 
     path: str
@@ -49,12 +49,12 @@ class PlannedFile:
     fingerprint: str
     values: tuple[Any, ...] = ()
     etag: str = field(default="", compare=False)
-    kept: int | None = field(default=None, compare=False)
+    num_chosen: int | None = field(default=None, compare=False)
 
     @property
     def num_asked(self) -> int:
         """Return how many of its rows the run asks."""
-        return self.rows if self.kept is None else self.kept
+        return self.rows if self.num_chosen is None else self.num_chosen
 
 
 @dataclass(frozen=True)
@@ -171,10 +171,10 @@ class Plan:
 
     def rows_path(self, file: PlannedFile) -> str:
         """Return the Parquet file that holds an input's rows: the input itself, or the file made from it."""
-        if self.input_format == PARQUET and not file.kept:
+        if self.input_format == PARQUET and not file.num_chosen:
             return file.path
         text = json.dumps([file.fingerprint, file.rows, self.columns])
-        if file.kept:
+        if file.num_chosen:
             assert self.reused is not None
             text += self.reused.name
         name = f"{blake2b(text.encode(), digest_size=16).hexdigest()}.parquet"
@@ -301,20 +301,20 @@ def cut_shards(
     return tuple(shards) or (Shard(file=0, start=0, rows=0, first_group=0, num_groups=0, skip=0),)
 
 
-def _cut(row_groups: Sequence[Sequence[int]], most: int, left: int) -> Iterator[Shard]:
+def _cut(row_groups: Sequence[Sequence[int]], most: int, num_left: int) -> Iterator[Shard]:
     """Yield shards of at most `most` rows, which hold the files' first `left` rows."""
     least = most
-    if left > TAIL_SHARE * most:
+    if num_left > TAIL_SHARE * most:
         least = max(most // TAIL_SHARE, min(most, MIN_TAIL_ROWS))
     for number, groups in enumerate(row_groups):
         ends = list(accumulate(groups))
         start = 0
-        while left and ends and start < ends[-1]:
-            wanted = min(most, max(least, left // TAIL_SHARE))
-            rows = min(wanted, ends[-1] - start, left)
+        while num_left and ends and start < ends[-1]:
+            wanted = min(most, max(least, num_left // TAIL_SHARE))
+            rows = min(wanted, ends[-1] - start, num_left)
             yield _shard(number, ends, start, rows)
             start += rows
-            left -= rows
+            num_left -= rows
 
 
 def _shard(file: int, ends: Sequence[int], start: int, rows: int) -> Shard:

@@ -83,10 +83,10 @@ class Template:
 BRACES = "write {{ and }} for braces of text, or, for Jinja's, say template_format 'jinja' (--template-format jinja)"
 
 
-def _parse_text(text: str, what: str) -> Pieces:
+def _parse_text(text: str, text_name: str) -> Pieces:
     """Cut a text at its braces.
 
-    what: the text's name in errors. They say where to look and repeat nothing of the text.
+    text_name: the text's name in errors. They say where to look and repeat nothing of the text.
     """
     pieces: list[tuple[str, str | None]] = []
     try:
@@ -94,13 +94,15 @@ def _parse_text(text: str, what: str) -> Pieces:
             is_plain = column is None or (
                 0 < len(column) <= MAX_NAME_CHARS and not set(column) & set(".[]")
             )
-            is_tag = column is not None and column[:1] == column[-1:] == "%"  # of Jinja's
+            is_tag = (
+                column is not None and column.startswith("%") and column.endswith("%")
+            )  # Jinja's
             if form or conversion or not is_plain or is_tag:
                 field = 1 + sum(column is not None for _, column in pieces)
-                raise InvalidJob(f"{what}: field {field} is no plain column name; {BRACES}")
+                raise InvalidJob(f"{text_name}: field {field} is no plain column name; {BRACES}")
             pieces.append((literal, column))
     except ValueError as error:
-        raise InvalidJob(f"{what}: {error}; {BRACES}") from None
+        raise InvalidJob(f"{text_name}: {error}; {BRACES}") from None
     return tuple(pieces)
 
 
@@ -252,7 +254,7 @@ def make_steps(
         template.check_cost(rows_per_shard)
         is_chat = template.roles is not None
 
-        # Read by itself first, so that its names are those that the run's values have.
+        # Read before the two are merged, so that both use the same names.
         prompt_sampling = run_sampling(
             prompt.get("sampling") or {}, rows_per_shard, is_chat=is_chat
         )
@@ -279,14 +281,14 @@ def make_steps(
 
 def _check_names(steps: Sequence[PromptStep]) -> None:
     """Raise InvalidJob if two columns would have one name, or a template names an answer that is not there yet."""
-    taken = {*ROW_COLUMNS, *KEPT_BESIDE, "reused", "check_error"}
+    taken_names = {*ROW_COLUMNS, *KEPT_BESIDE, "reused", "check_error"}
     for step in steps:
         for column in step.columns:
-            if column in taken:
+            if column in taken_names:
                 raise InvalidJob(
                     f"prompt {step.name!r} has a column {column!r}, which is there already: rename it"
                 )
-            taken.add(column)
+            taken_names.add(column)
     for number, step in enumerate(steps):
         columns = step.template.columns
         if not columns:

@@ -29,7 +29,7 @@ from jobs.runs.plans.paths import real_path, run_path
 
 #: Files are opened one by one to plan a run, and every shard's worker holds the plan that lists them.
 MAX_FILES = 100_000
-#: What is completed where nothing is named; naming it beside another source is no contradiction.
+#: The column that is completed if no source of prompts is named. It may be named beside another source.
 DEFAULT_PROMPT_COLUMN = "prompt"
 
 
@@ -49,8 +49,8 @@ def _prefix(name: str, value: Any) -> str:
 class RunSpec:
     """The arguments of jobs.score_parquet in one normal form; equal arguments give equal run ids.
 
-    A field with a default is left out of the JSON, and of the run's id, where it has that value. Beside its type stands
-    what makes its value of its name and of what was given; those without are looked at together.
+    A field with its default value is in neither the JSON nor the run's id. If a type comes with a function, it gets the
+    field's name and the argument, checks that, and returns the field's value.
     """
 
     input: Annotated[list[str], _inputs]
@@ -104,49 +104,54 @@ class RunSpec:
     encoding: Annotated[str | None, parse_encoding] = None
     delimiter: Annotated[str | None, parse_delimiter] = None
     decimal: Annotated[str | None, parse_decimal] = None
+    inline_pictures: Annotated[bool, truth] = False
 
     @classmethod
-    def from_arguments(cls, input: Any, output: Any, **given: Any) -> Self:
-        """Check and normalise the arguments of jobs.score_parquet.
+    def from_arguments(cls, input: Any, output: Any, **options: Any) -> Self:
+        """Check the arguments of jobs.score_parquet, and bring them into one form.
 
-        input: files, folders and globs below the data roots; folders named key=value give columns. output: a new or
-        empty folder, or the same run's. prompt_column: text that is completed as it stands; instead messages_column:
-        chats, as lists of structs with role and content or as their JSON; template: a text with {column} fields, or a
-        chat of such; prompts: several for each row, as mappings of name, template and sampling. sampling: keyword
-        arguments of engine.SamplingParams. sampling_columns: those that hold each row's values, by name. defaults: for
-        columns the text that stands for null. image_column: one or several columns of pictures. check and the like:
-        see RepairOptions. The others: `tokenmill submit`. Raises InvalidJob or UnsupportedScheme.
+        input: files, folders and globs below the data roots. Folders named key=value give columns.
+        output: a new or empty folder, or the folder of this run.
+        prompt_column: holds texts that are completed as they are.
+        messages_column: holds chats, as lists of structs with role and content, or as their JSON.
+        template: a text with {column} fields, or a chat of such texts.
+        prompts: several prompts for each row, as mappings of name, template and sampling.
+        sampling: keyword arguments of engine.SamplingParams.
+        sampling_columns: the columns that hold each row's own values, by the names of the values.
+        defaults: the text that stands for null, by column.
+        image_column: one or several columns of pictures.
+        See RepairOptions for check and the like, and `tokenmill submit` for all others. Raises InvalidJob or
+        UnsupportedScheme.
         """
-        known = [
-            each.name for each in fields(cls) if each.name not in ("input", "output", "way_options")
-        ]
+        known = [field.name for field in fields(cls)]
+        known = [name for name in known if name not in ("input", "output", "way_options")]
         known += WAY_OPTIONS
-        if unknown := given.keys() - set(known):
+        unknown = options.keys() - set(known)
+        if unknown:
             raise InvalidValue(
                 "{} is no argument of jobs.score_parquet; its options are " + ", ".join(known),
                 brief(min(unknown)),
             )
-        given = {name: value for name, value in given.items() if value is not None}
-        given, way_options = split_way(given)
-        sources = _sources(given)
-        if given.get("input_format") == OPENAI_BATCH:
-            checks.check_batch(given)
+        options = {name: value for name, value in options.items() if value is not None}
+        options, way_options = split_way(options)
+        sources = _sources(options)
+        if options.get("input_format") == OPENAI_BATCH:
+            checks.check_batch(options)
             sources = [OPENAI_BATCH]
             # The normal form has single_file at this value, which no option gives.
-            given["single_file"] = True
-        named = {"input": input, "output": output, **given}
-        if given.get("task") == checks.RERANK:
-            named = {"query_column": "query", "document_column": "document", **named}
+            options["single_file"] = True
+        arguments = {"input": input, "output": output, **options}
+        if options.get("task") == checks.RERANK:
+            arguments = {"query_column": "query", "document_column": "document", **arguments}
             if sources:
                 raise InvalidJob(
                     f"task 'rerank' asks query_column and document_column: leave {sources[0]} out"
                 )
-        values = {
-            name: _PARSERS[name](name, each) if name in _PARSERS else each
-            for name, each in named.items()
-        }
+        values = {}
+        for name, value in arguments.items():
+            values[name] = _PARSERS[name](name, value) if name in _PARSERS else value
         values["way_options"] = way_options
-        if sources not in ([], ["prompt_column"]) or "query_column" in named:
+        if sources not in ([], ["prompt_column"]) or "query_column" in arguments:
             values["prompt_column"] = None
         if sources == [OPENAI_BATCH]:
             values |= {"single_file": OPENAI_BATCH, "keep": ["custom_id"]}
@@ -159,7 +164,7 @@ class RunSpec:
             values.get("sampling", {}), rows_per_shard, is_chat=is_chat
         )
         spec = cls(**values)
-        _check_together(spec, given)
+        _check_combinations(spec, options)
         return spec
 
     def to_json(self) -> dict[str, Any]:
@@ -176,7 +181,7 @@ class RunSpec:
 
     @classmethod
     def from_json(cls, content: Mapping[str, Any]) -> Self:
-        """Return what `to_json` was called on."""
+        """Return the spec that `to_json` has written."""
         values = {name: value for name, value in content.items() if name not in WAY_OPTIONS}
         way_options = {name: value for name, value in content.items() if name in WAY_OPTIONS}
         return cls(**values, way_options=way_options)
@@ -188,8 +193,8 @@ class RunSpec:
     @property
     def dialect(self) -> dict[str, str]:
         """Return how the input's text is written: the arguments of DIALECT that have a value."""
-        found = {name: getattr(self, name) for name in DIALECT}
-        return {name: value for name, value in found.items() if value is not None}
+        values = {name: getattr(self, name) for name in DIALECT}
+        return {name: value for name, value in values.items() if value is not None}
 
     @property
     def is_chat(self) -> bool:
@@ -197,7 +202,7 @@ class RunSpec:
 
     @property
     def n(self) -> int:
-        """Completions of each row; the output has lists of them where that is more than one."""
+        """Return how many completions each row gets. If there are several, the output has lists of them."""
         n = self.sampling.get("n", 1)
         return n if type(n) is int and n > 0 else 1  # a worker refuses others
 
@@ -209,7 +214,7 @@ class RunSpec:
 
     @cached_property
     def chat(self) -> tuple[dict[str, Any], ChatOptions]:
-        """Sampling values for the engine, and what its rows' chats have beside their messages."""
+        """Return the sampling values for the engine, and the options of its rows' chats."""
         return split_chat_options(self.sampling)
 
     @property
@@ -219,18 +224,21 @@ class RunSpec:
 
     @property
     def has_tools(self) -> bool:
-        """Whether rows' chats may have tools, those of a column included."""
+        """Whether rows' chats may have tools, the run's own or those of a column."""
         return "tools" in self.chat[1] or "tools" in self.sampling_columns
 
     @cached_property
     def steps(self) -> tuple[prompt_steps.PromptStep, ...]:
-        """Return the prompts of each row where they are several, else none. Raises InvalidJob."""
+        """Return the prompts of each row if it has several; else none. Raises InvalidJob."""
         if self.prompts is None:
             return ()
 
-        from_columns, has_labels = self.sampling_columns.keys(), self.labels is not None
         return prompt_steps.make_steps(
-            self.prompts, self.sampling, from_columns, self.rows_per_shard, has_labels
+            self.prompts,
+            self.sampling,
+            from_columns=self.sampling_columns.keys(),
+            rows_per_shard=self.rows_per_shard,
+            has_labels=self.labels is not None,
         )
 
     @cached_property
@@ -252,7 +260,7 @@ class RunSpec:
             self.way.admit(checks)
 
     def prepare(self, checks: Checks) -> None:
-        """Raise InvalidJob for a check or way that could do nothing. It may take as long as an import."""
+        """Raise InvalidJob for a check or way that can never work. It may take as long as an import."""
         checks.prepare(self.repairs)
         if self.way is not None:
             self.way.prepare(checks)
@@ -284,125 +292,160 @@ _PARSERS: Mapping[str, Callable[[str, Any], Any]] = {
 }
 
 
-def _sources(given: Mapping[str, Any]) -> list[str]:
+def _sources(options: Mapping[str, Any]) -> list[str]:
     """Return the option that says what each row asks. Raises InvalidJob for more than one."""
     sources = [
         name
         for name in ("prompt_column", "messages_column", "template", "prompts")
-        if name in given
+        if name in options
     ]
-    if given.get("prompt_column") == DEFAULT_PROMPT_COLUMN:
+    if options.get("prompt_column") == DEFAULT_PROMPT_COLUMN:
         sources.remove("prompt_column")
     if len(sources) > 1:
         raise InvalidJob(f"{' and '.join(sources)} each say what to ask: give one of them")
     return sources
 
 
-def _check_together(spec: RunSpec, given: Mapping[str, Any]) -> None:
-    """Raise InvalidJob for arguments that exclude each other or need another one, and what is no template."""
+def _check_combinations(spec: RunSpec, options: Mapping[str, Any]) -> None:
+    """Raise InvalidJob for arguments that do not go together, and for a template that is not valid."""
     if spec.keep is not None and spec.drop is not None:
         raise InvalidJob("keep and drop each say which columns the output has: give one of them")
     if spec.order is not None and spec.only_new:
         raise InvalidJob(
             "order sorts the rows of a whole run, and only_new leaves some out: give one of them"
         )
-    is_jinja, has_template = spec.template_format == "jinja", spec.template is not None
-    is_filled, is_batch = has_template or spec.prompts is not None, spec.single_file == OPENAI_BATCH
-    images, low, second = (
-        spec.image_column,
-        spec.escalate_below,
-        spec.escalate_to or spec.escalate_model,
-    )
-    for asked, is_met, what in (
-        (
-            is_jinja,
-            spec.prompts is None,
-            "template_format is 'jinja', and prompts have {column} templates",
-        ),
-        (
-            is_jinja,
-            has_template,
-            "template_format says how a template is written, and there is none: give one too",
-        ),
-        (
-            spec.defaults,
-            is_filled,
-            "defaults stand for null in a template, and there is none: give a template too",
-        ),
-        (
-            spec.model_alias,
-            is_batch,
-            "model_alias is for batch files: give input_format openai-batch, or leave it out",
-        ),
-        (
-            spec.check_columns,
-            spec.repairs.function,
-            "check_columns are for a function that checks, and there is none",
-        ),
-        (
-            spec.calibrate,
-            spec.labels,
-            "calibrate is for labels, and there are none: name labels too",
-        ),
-        (
-            spec.dimensions,
-            spec.task == checks.EMBED,
-            "dimensions is for embeddings: give task 'embed' too",
-        ),
-        (
-            spec.prompt_name,
-            spec.task == checks.EMBED,
-            "prompt_name is for embeddings: give task 'embed' too",
-        ),
-        (
-            spec.query_column or spec.document_column,
-            spec.task == checks.RERANK,
-            "query_column and document_column are for reranking: give task 'rerank' too",
-        ),
-        (
-            "tools" in spec.sampling_columns,
-            spec.is_chat and spec.prompts is None,
-            "tools from a column are for chats with one prompt of each row: give messages_column or a chat's template",
-        ),
-        (
-            images,
-            spec.task == checks.GENERATE,
-            f"image_column and task {spec.task!r} do not go together",
-        ),
-        (
-            images,
-            spec.prompts is None,
-            "image_column and prompts do not go together: ask one prompt with a template",
-        ),
-        (
-            images,
-            not spec.calibrate,
-            "image_column and calibrate do not go together: a picture always has content",
-        ),
-        (
-            low,
-            spec.labels and not spec.prompts,
-            "escalate_below is for labels of one prompt: name labels, no prompts",
-        ),
-        (
-            low,
-            bool(second),
-            "escalate_below asks rows again, and nobody: give escalate_to or escalate_model too",
-        ),
-        (
-            second,
-            bool(low),
-            "escalate_to and escalate_model say who is asked again: give escalate_below too",
-        ),
-    ):
-        if asked and not is_met:
-            raise InvalidJob(what)
+    _check_task_options(spec)
+    _check_images(spec)
+    _check_escalation(spec)
+    _check_template(spec)
     # Reading the steps raises an error if they are not valid.
-    values = [step.sampling for step in spec.steps] or [spec.sampling]
-    if "logprob_type" in given and not any(name in each for each in values for name in LOGPROBS):
-        raise InvalidJob(
-            "logprob_type is for log probabilities, and none are asked for: name logprobs too"
-        )
+    samplings = [step.sampling for step in spec.steps] or [spec.sampling]
+    has_logprobs = any(name in sampling for sampling in samplings for name in LOGPROBS)
+    _check_used(
+        "logprob_type" in options,
+        has_logprobs,
+        "logprob_type is for log probabilities, and none are asked for: name logprobs too",
+    )
+    checks.check_nothing_generated(vars(spec), is_chat=spec.is_chat)
+    check_repairs(
+        spec.repairs,
+        spec.sampling,
+        has_tools=spec.has_tools,
+        has_steps=spec.prompts is not None,
+        has_labels=spec.labels is not None,
+    )
+    if spec.way is not None:
+        _check_way(spec, spec.way, is_batch=spec.single_file == OPENAI_BATCH)
+
+
+def _check_used(option: object, is_usable: object, message: str) -> None:
+    """Raise InvalidJob if an option has a value where it cannot be used."""
+    if option and not is_usable:
+        raise InvalidJob(message)
+
+
+def _check_task_options(spec: RunSpec) -> None:
+    """Raise InvalidJob for an option of another task or kind of input than the run has."""
+    _check_used(
+        spec.model_alias,
+        spec.single_file == OPENAI_BATCH,
+        "model_alias is for batch files: give input_format openai-batch, or leave it out",
+    )
+    _check_used(
+        spec.inline_pictures,
+        spec.single_file == OPENAI_BATCH,
+        "inline_pictures is for batch files: give input_format openai-batch, or leave it out",
+    )
+    _check_used(
+        spec.check_columns,
+        spec.repairs.function,
+        "check_columns are for a function that checks, and there is none",
+    )
+    _check_used(
+        spec.calibrate, spec.labels, "calibrate is for labels, and there are none: name labels too"
+    )
+    _check_used(
+        spec.dimensions,
+        spec.task == checks.EMBED,
+        "dimensions is for embeddings: give task 'embed' too",
+    )
+    _check_used(
+        spec.prompt_name,
+        spec.task == checks.EMBED,
+        "prompt_name is for embeddings: give task 'embed' too",
+    )
+    _check_used(
+        spec.query_column or spec.document_column,
+        spec.task == checks.RERANK,
+        "query_column and document_column are for reranking: give task 'rerank' too",
+    )
+    _check_used(
+        "tools" in spec.sampling_columns,
+        spec.is_chat and spec.prompts is None,
+        "tools from a column are for chats with one prompt of each row: give messages_column or a chat's template",
+    )
+
+
+def _check_images(spec: RunSpec) -> None:
+    """Raise InvalidJob for pictures in a run that cannot have any."""
+    images = spec.image_column
+    _check_used(
+        images,
+        spec.task == checks.GENERATE,
+        f"image_column and task {spec.task!r} do not go together",
+    )
+    _check_used(
+        images,
+        spec.prompts is None,
+        "image_column and prompts do not go together: ask one prompt with a template",
+    )
+    _check_used(
+        images,
+        not spec.calibrate,
+        "image_column and calibrate do not go together: a picture always has content",
+    )
+
+
+def _check_escalation(spec: RunSpec) -> None:
+    """Raise InvalidJob for a cascade that lacks an option, or asks no labels."""
+    bound = spec.escalate_below
+    second = spec.escalate_to or spec.escalate_model
+    _check_used(
+        bound,
+        spec.labels and not spec.prompts,
+        "escalate_below is for labels of one prompt: name labels, no prompts",
+    )
+    _check_used(
+        bound,
+        second,
+        "escalate_below asks rows again, and nobody: give escalate_to or escalate_model too",
+    )
+    _check_used(
+        second,
+        bound,
+        "escalate_to and escalate_model say who is asked again: give escalate_below too",
+    )
+
+
+def _check_template(spec: RunSpec) -> None:
+    """Raise InvalidJob for a template that is not valid, and for its options where there is none."""
+    is_jinja = spec.template_format == "jinja"
+    has_template = spec.template is not None
+    _check_used(
+        is_jinja,
+        spec.prompts is None,
+        "template_format is 'jinja', and prompts have {column} templates",
+    )
+    _check_used(
+        is_jinja,
+        has_template,
+        "template_format says how a template is written, and there is none: give one too",
+    )
+    _check_used(
+        spec.defaults,
+        has_template or spec.prompts is not None,
+        "defaults stand for null in a template, and there is none: give a template too",
+    )
     if is_jinja:
         template_texts(spec.template)
     elif has_template:
@@ -413,16 +456,6 @@ def _check_together(spec: RunSpec, given: Mapping[str, Any]) -> None:
                 f"value goes; {prompt_steps.BRACES}"
             )
         parsed.check_cost(spec.rows_per_shard)
-    checks.check_nothing_generated(vars(spec), is_chat=spec.is_chat)
-    check_repairs(
-        spec.repairs,
-        spec.sampling,
-        has_tools=spec.has_tools,
-        has_steps=spec.prompts is not None,
-        has_labels=spec.labels is not None,
-    )
-    if spec.way is not None:
-        _check_way(spec, spec.way, is_batch=is_batch)
 
 
 def _check_way(spec: RunSpec, way: Way, *, is_batch: bool) -> None:
@@ -432,13 +465,13 @@ def _check_way(spec: RunSpec, way: Way, *, is_batch: bool) -> None:
         if value:
             raise InvalidJob(f"{name} and {other} do not go together: leave one out")
     if spec.task != checks.GENERATE or is_batch:
-        raise InvalidJob(f"{name} is for prompts and chats, of which answers are generated")
+        raise InvalidJob(f"{name} is for prompts and chats whose answers are generated")
     check_beside(way, spec.sampling, spec.repairs)
     way.check(spec.sampling, spec.chat[1].get("tools", []))
 
 
-def check_num_files(found: int) -> None:
-    check_limit(found, MAX_FILES, "the input names {} files", "make several runs of it")
+def check_num_files(num_files: int) -> None:
+    check_limit(num_files, MAX_FILES, "the input names {} files", "make several runs of it")
 
 
 def check_queue_name(value: Any, name: str = "queue") -> str:

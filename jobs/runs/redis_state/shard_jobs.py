@@ -8,7 +8,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from itertools import islice
-from typing import Any, cast
+from typing import Any
 
 from redis import Redis
 from redis.client import Pipeline
@@ -45,6 +45,10 @@ class EarlierJob:
     submission: int = 0
     in_queue: bool = False
 
+    def was_cancelled(self, cancelled: int) -> bool:
+        """Whether the run was cancelled after the job was enqueued. cancelled: see _ShardQueue.look."""
+        return cancelled > 0 and self.submission <= cancelled
+
     def delete(self, pipe: Pipeline, from_queue: bool = True) -> None:
         """Delete the job as RQ's `Job.delete` does. from_queue: also take it off its queue."""
         keys = rq_jobs.QueueKeys(self.origin)
@@ -72,7 +76,7 @@ class EarlierJob:
 def read_earlier(
     connection: Redis, job_ids: Sequence[str], queue: rq_jobs.QueueKeys | None = None
 ) -> list[EarlierJob]:
-    """Return those jobs that Redis has, all as of one moment. queue: where they are looked for as well."""
+    """Return those jobs that Redis has, all at one moment. queue: a queue on which they are looked for too."""
     keys = () if queue is None else (queue.waiting, queue.popped)
     with connection.pipeline() as pipe:
         for key in keys:
@@ -114,19 +118,17 @@ def read_holders(connection: Redis, job_ids: Sequence[str]) -> list[tuple[str, s
     with connection.pipeline(transaction=False) as pipe:
         for job_id in job_ids:
             pipe.zrange(rq_jobs.executions_key(job_id), 0, -1)
-        executions_by_job = zip(job_ids, pipe.execute(), strict=True)
-        held = [
-            (job_id, stored.text(entry))
-            for job_id, entries in executions_by_job
-            for entry in entries
-        ]
+        held_ids = []
+        for job_id, entries in zip(job_ids, pipe.execute(), strict=True):
+            for entry in entries:
+                held_ids.append((job_id, stored.text(entry)))
 
-        for job_id, execution in held:
+        for job_id, execution in held_ids:
             pipe.hget(rq_jobs.execution_key(job_id, execution), "worker_name")
         worker_names = pipe.execute()
 
     holders = []
-    for (job_id, execution), name in zip(held, worker_names, strict=True):
+    for (job_id, execution), name in zip(held_ids, worker_names, strict=True):
         if name:
             holders.append((job_id, execution, stored.text(name)))
     return holders
@@ -164,86 +166,106 @@ def enqueue_shards(
     plan: Plan,
     state: RunState,
     shards: Sequence[int],
-    low: int | None = None,
+    num_low: int | None = None,
 ) -> int:
     """Enqueue shards that no live job works on; return how many. Raises RunBusy, RunCancelled.
 
-    low: how many rows of each shard a cascade's second model is asked; None for jobs of the first model.
+    num_low: how many rows of each shard a cascade's second model is asked; None for jobs of the first model.
     """
-    for_second = low is not None
-    # A shard is at work if the second model's job is alive. So the first model looks at both queues.
-    phases = plan.queues(queue_name)
-    if for_second:
-        phases = phases[1:]
-    queues = [
-        _ShardQueue(context.connection, name, plan.run, is_second) for name, is_second in phases
-    ]
-    fields: dict[Any, Any] = {
-        MODEL_FIELD: plan.model_of(is_second=for_second).pin,
-        KIND_FIELD: FILE,
-        FORMAT_FIELD: FORMAT,
-    }
-    # The first model's job of a cascade leaves no result: it is gone once the second one's is there.
-    result_ttl_s = 0 if plan.second and not for_second else RESULT_TTL_S
-    enqueued = 0
-
-    def prepare(shard: int, job_id: str) -> Any:
-        return prepared_job(
-            "jobs.score_shard",
-            args=(
-                plan.run,
-                os.path.join(plan.spec.output, PLAN),
-                shard,
-                *([queue_name] if for_second else []),
-            ),
-            timeout=-1,
-            result_ttl=result_ttl_s,
-            failure_ttl=FAILURE_TTL_S,
-            description=f"shard {shard} of run {plan.run}{', again' if for_second else ''}",
-            job_id=job_id,
-            meta=dict(context.trace) or None,
-        )
-
-    def enqueue(chunk: Sequence[int], pipe: Pipeline) -> int:
-        if state.is_cancelled():
-            raise RunCancelled(plan.run)
-        submission = state.submission()
-        cancelled = state.submission("cancelled_submission")
-        earlier = [job_look for queue in queues for job_look in queue.look(chunk, cancelled)]
-        alive = {job_shard(plan.run, job.id) for job, is_alive in earlier if is_alive}
-        new_jobs = {
-            shard: shard_job_id(plan.run, shard, for_second)
-            for shard in chunk
-            if shard not in alive
-        }
-
-        pipe.multi()
-        state.take_turn(pipe)
-        for job, is_alive in earlier:
-            if not is_alive:
-                job.delete(pipe, from_queue=job.origin != queues[0].queue.name)
-                pipe.delete(results_key(job.id))
-            elif 0 < cancelled >= job.submission:  # from now on it belongs to the newest submission
-                pipe.hset(job_key(job.id), SUBMISSION_FIELD, str(submission))
-        if new_jobs:  # a job may have been stopped, and so have failed, while this was prepared
-            pipe.zrem(queues[0].keys.failed, *new_jobs.values())
-        queues[0].queue.enqueue_many(
-            [prepare(shard, job_id) for shard, job_id in new_jobs.items()], pipeline=pipe
-        )
-        for shard, job_id in new_jobs.items():
-            num_sequences = plan.shards[shard].rows * plan.spec.n if low is None else low
-            shard_fields: dict[Any, Any] = {
-                SEQUENCES_FIELD: num_sequences,
-                SUBMISSION_FIELD: submission,
-            }
-            pipe.hset(job_key(job_id), mapping={**fields, **shard_fields})
-        return len(new_jobs)
-
+    new_jobs = _NewJobs(context, queue_name, plan, state, num_low)
+    num_enqueued = 0
     for start in range(0, len(shards), CHUNK):
         context.check_interrupted()
         # A chunk is written while no other planner writes, or not at all.
-        enqueued += state.write(partial(enqueue, shards[start : start + CHUNK]))
-    return enqueued
+        num_enqueued += state.write(partial(new_jobs.enqueue, shards[start : start + CHUNK]))
+    return num_enqueued
+
+
+class _NewJobs:
+    """Enqueues the jobs of shards, all for one model of the run. Arguments: see enqueue_shards."""
+
+    def __init__(
+        self, context: JobContext, queue_name: str, plan: Plan, state: RunState, num_low: int | None
+    ) -> None:
+        self._context = context
+        self._queue_name = queue_name
+        self._plan = plan
+        self._state = state
+        self._num_low = num_low
+        self._is_second = num_low is not None
+        # A job for the second model means that its shard needs no job for the first one. So both queues are read
+        # before jobs for the first model are enqueued.
+        phases = plan.queues(queue_name)[1:] if self._is_second else plan.queues(queue_name)
+        self._queues = []
+        for name, is_second in phases:
+            self._queues.append(_ShardQueue(context.connection, name, plan.run, is_second))
+
+    def enqueue(self, shards: Sequence[int], pipe: Pipeline) -> int:
+        """Enqueue those of the shards that no live job works on; return how many. pipe: see RunState.write."""
+        run = self._plan.run
+        if self._state.is_cancelled():
+            raise RunCancelled(run)
+        submission = self._state.submission()
+        cancelled = self._state.submission("cancelled_submission")
+        earlier_jobs: list[tuple[EarlierJob, bool]] = []
+        for queue in self._queues:
+            earlier_jobs += queue.look(shards, cancelled)
+        alive = {job_shard(run, job.id) for job, is_alive in earlier_jobs if is_alive}
+        job_ids: dict[int, str] = {}
+        for shard in shards:
+            if shard not in alive:
+                job_ids[shard] = shard_job_id(run, shard, self._is_second)
+
+        pipe.multi()
+        self._state.take_turn(pipe)
+        for job, is_alive in earlier_jobs:
+            if not is_alive:
+                job.delete(pipe, from_queue=job.origin != self._queues[0].queue.name)
+                pipe.delete(results_key(job.id))
+            elif job.was_cancelled(cancelled):
+                # It still waits, and from now on belongs to the newest submission.
+                pipe.hset(job_key(job.id), SUBMISSION_FIELD, str(submission))
+        if job_ids:
+            # One of these jobs may have been stopped, and so have failed, since it was looked at.
+            pipe.zrem(self._queues[0].keys.failed, *job_ids.values())
+        jobs = [self._job(shard, job_id) for shard, job_id in job_ids.items()]
+        self._queues[0].queue.enqueue_many(jobs, pipeline=pipe)
+        for shard, job_id in job_ids.items():
+            pipe.hset(job_key(job_id), mapping=self._fields(shard, submission))
+        return len(job_ids)
+
+    def _job(self, shard: int, job_id: str) -> Any:
+        plan = self._plan
+        args = [plan.run, os.path.join(plan.spec.output, PLAN), shard]
+        description = f"shard {shard} of run {plan.run}"
+        if self._is_second:
+            args.append(self._queue_name)
+            description += ", again"
+        # The first model's job of a cascade leaves no result, so it is gone once the second one's job is there.
+        has_result = self._is_second or plan.second is None
+        return prepared_job(
+            "jobs.score_shard",
+            args=tuple(args),
+            timeout=-1,
+            result_ttl=RESULT_TTL_S if has_result else 0,
+            failure_ttl=FAILURE_TTL_S,
+            description=description,
+            job_id=job_id,
+            meta=dict(self._context.trace) or None,
+        )
+
+    def _fields(self, shard: int, submission: int) -> dict[Any, Any]:
+        """Return our own fields of a shard's job."""
+        num_sequences = self._num_low
+        if num_sequences is None:
+            num_sequences = self._plan.shards[shard].rows * self._plan.spec.n
+        return {
+            MODEL_FIELD: self._plan.model_of(self._is_second).pin,
+            KIND_FIELD: FILE,
+            FORMAT_FIELD: FORMAT,
+            SEQUENCES_FIELD: num_sequences,
+            SUBMISSION_FIELD: submission,
+        }
 
 
 class _ShardQueue:
@@ -274,9 +296,7 @@ class _ShardQueue:
         return [(job, self._is_alive(job, cancelled)) for job in jobs]
 
     def _is_alive(self, job: EarlierJob, cancelled: int) -> bool:
-        if (
-            0 < cancelled >= job.submission
-        ):  # a job held since before a cancel ends without its part
+        if job.was_cancelled(cancelled):  # if a worker holds it, it ends without its part
             return job.status == JobStatus.QUEUED and job.in_queue and not job.executions
         if job.executions:
             return True
@@ -292,12 +312,12 @@ class _ShardQueue:
         on_queue: set[str] = set()
         for key in (self.keys.waiting, self.keys.popped):
             start = 0
-            while page := cast(
-                "list[bytes]", self._connection.lrange(key, start, start + PAGE - 1)
-            ):
+            while True:
+                page: Any = self._connection.lrange(key, start, start + PAGE - 1)
+                if not page:
+                    break
                 start += PAGE
-                job_ids = map(stored.text, page)
-                on_queue.update(
-                    job_id for job_id in job_ids if job_shard(self._run, job_id) is not None
-                )
+                for job_id in map(stored.text, page):
+                    if job_shard(self._run, job_id) is not None:
+                        on_queue.add(job_id)
         return on_queue

@@ -25,7 +25,13 @@ from jobs.common import stored
 from jobs.common.keys import FORMAT, RUN_TTL_S, RUNS_KEY, run_folder_key, run_key
 from jobs.context import Lease
 from jobs.errors import RunBusy, RunCancelled, RunResubmitted, UnknownRun
-from jobs.runs.redis_state.submission import ASKED_FOR, DEFAULT_LIMIT, ErrorLimit, Submission
+from jobs.runs.redis_state.submission import (
+    ASKED_FOR,
+    DEADLINE,
+    DEFAULT_LIMIT,
+    ErrorLimit,
+    Submission,
+)
 from jobs.runs.statistics.run_statistics import COUNTED, PartStats, Reasons
 
 T = TypeVar("T")
@@ -208,7 +214,17 @@ class RunState:
         }
         if submission.model is not None:
             facts["plan_model"] = submission.model
-        outdated = ("cancelled", "stopped", "plan_model", PLAN_ERROR, *OF_SUBMISSION, *ASKED_FOR)
+        if submission.deadline is not None:
+            facts[DEADLINE] = str(submission.deadline)
+        outdated = (
+            "cancelled",
+            "stopped",
+            "plan_model",
+            DEADLINE,
+            PLAN_ERROR,
+            *OF_SUBMISSION,
+            *ASKED_FOR,
+        )
 
         pipe.multi()
         self._put(pipe, facts, *outdated)
@@ -267,14 +283,19 @@ class RunState:
 
         return transact(self._redis, checked, self._key)
 
-    def begin(self, moment: float) -> None:
-        """Note when work on the submission began, unless that is noted. Raises RunCancelled."""
+    def begin(self, moment: float) -> float | None:
+        """Note when work on the submission began, unless that is noted. Raises RunCancelled.
+
+        Returns the submission's deadline in Unix seconds; None if it has none.
+        """
         with self._redis.pipeline() as pipe:
             pipe.hexists(self._key, "cancelled")
+            pipe.hget(self._key, DEADLINE)
             pipe.hsetnx(self._key, "began_at", str(moment))
-            is_cancelled, _ = pipe.execute()
+            is_cancelled, deadline, _ = pipe.execute()
         if is_cancelled:
             raise RunCancelled(self.run)
+        return stored.seconds(stored.text(deadline or b""))
 
     def is_cancelled(self) -> bool:
         """Whether the last submission was cancelled or stopped."""
@@ -285,18 +306,25 @@ class RunState:
     ) -> tuple[str, int] | None:
         """Return why the run must stop, and the submission whose limit says so; None if the run goes on.
 
-        The parts recorded since the submission are judged. is_whole: every shard has a part. Then all parts are judged,
-        so that it does not matter which came last. client: what to read with, such as a pipeline that watches the run.
+        The parts recorded since the submission are judged, without the rows that the deadline has left unasked.
+        is_whole: every shard has a part. Then all parts are judged, so that it does not matter which came last. client:
+        what to read with, such as a pipeline that watches the run.
         """
-        rows_field = "total_rows" if is_whole else "judged_rows"
-        errors_field = "total_errors" if is_whole else "judged_errors"
         client = client or self._redis
-        fields: Any = client.hmget(self._key, rows_field, errors_field, "max_errors", "submission")
-        rows, errors, text, submission = fields
-        limit = ErrorLimit.stored(stored.text(text) if text else None)
+        if is_whole:
+            totals: Any = client.hmget(self._key, "total_rows", "total_errors", "total_expired")
+            rows, errors, expired = map(_number, totals)
+            rows -= expired
+            errors -= expired
+        else:
+            judged: Any = client.hmget(self._key, "judged_rows", "judged_errors")
+            rows, errors = map(_number, judged)
+        fields: Any = client.hmget(self._key, "max_errors", "submission")
+        text, submission = fields
+        limit = ErrorLimit.from_stored(stored.text(text) if text else None)
         # A limit that somebody set holds for runs of any size. The default limit stops no small run.
         judges_few = is_whole and limit != DEFAULT_LIMIT
-        excess = limit.told(_number(rows), _number(errors), judges_few=judges_few)
+        excess = limit.excess(rows, errors, judges_few=judges_few)
         if excess is None:
             return None
         reason = (
@@ -350,8 +378,8 @@ class RunState:
             "record": stats.to_record(),
             "counts": {
                 **_counts(stats),
-                "judged_rows": stats.rows,
-                "judged_errors": stats.errors,
+                "judged_rows": stats.rows - stats.expired,
+                "judged_errors": stats.errors - stats.expired,
                 "judged_tokens": stats.generated_tokens,
             },
             "newest": TOTALS[-1],
@@ -363,13 +391,13 @@ class RunState:
         return PartCount.of(*reply)
 
     def amend_parts(
-        self, found: Mapping[int, PartStats], gone: Mapping[int, bytes], total: int
+        self, unrecorded: Mapping[int, PartStats], gone: Mapping[int, bytes], total: int
     ) -> PartCount:
         """Record the parts that a listing found, and drop those that it did not find.
 
         gone: the records of parts that are to be dropped. One that has changed since the listing stays.
         """
-        shards = [*found, *gone]
+        shards = [*unrecorded, *gone]
 
         def amend(pipe: Pipeline) -> PartCount:
             is_lost = self._is_lost(pipe)  # then nothing is recorded but parts among those found
@@ -377,7 +405,7 @@ class RunState:
             if shards and not is_lost:
                 records_now: Any = pipe.hmget(self._parts_key, [str(shard) for shard in shards])
                 current = dict(zip(shards, records_now, strict=True))
-            new = [stats for shard, stats in found.items() if current.get(shard) is None]
+            new = [stats for shard, stats in unrecorded.items() if current.get(shard) is None]
             dropped = [shard for shard, record in gone.items() if current.get(shard) == record]
             counts = Counter(dict.fromkeys(TOTALS, 0))
             for stats in new:
@@ -439,7 +467,7 @@ class RunState:
         return self._change(change, self._turn_key, *watched)
 
     def take_turn(self, pipe: Pipeline) -> None:
-        """Make everybody who is in `write` at the same time start over once `pipe` is executed."""
+        """Have all other callers of `write` start over, if they began before `pipe` is executed."""
         pipe.set(self._turn_key, "", ex=RUN_TTL_S)
 
     def _change(self, change: Callable[[Pipeline], T], *watched: str) -> T:

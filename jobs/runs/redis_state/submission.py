@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from jobs.common.display import brief
+from jobs.context.deadlines import parse_deadline
 from jobs.context.served_model import parse_model
 from jobs.context.values import truth
 from jobs.context.webhooks import MAX_URL_CHARS, check_host, host_of
@@ -20,6 +21,8 @@ from jobs.runs.plans.spec import check_queue_name
 WEBHOOK = "webhook"
 ON_END = "on_end"
 ASKED_FOR = (WEBHOOK, ON_END)
+#: The field of a run's hash that holds the last submission's deadline, in Unix seconds.
+DEADLINE = "deadline"
 #: Fields of a run's hash that hold the last submission for which notices of an end, or of a failure, were enqueued.
 TOLD = "told_submission"
 TOLD_FAILED = "told_failed_submission"
@@ -52,21 +55,22 @@ class ErrorLimit:
         raise unlike("max_errors", value, "a number of rows, or a share of them like '5%'")
 
     @classmethod
-    def stored(cls, text: str | None) -> ErrorLimit:
-        """Return the limit that Redis has of a run, or the default if the text is no limit."""
+    def from_stored(cls, text: str | None) -> ErrorLimit:
+        """Return the limit that Redis has for a run; the default if the text is no limit."""
         with suppress(InvalidValue):
             return cls.parse(text)
         return DEFAULT_LIMIT
 
-    def told(
+    def excess(
         self, rows: int, errors: int, is_whole: bool = False, *, judges_few: bool = False
     ) -> str | None:
-        """Say that too many rows have an error, or return None if the limit allows them.
+        """Return a sentence that says that too many rows have an error; None if the limit allows them.
 
         A whole run needs at least one row without an error, unless its limit is 100%. judges_few: whether a share is
         also judged by fewer than MIN_JUDGED_ROWS rows.
         """
-        if is_whole and 0 < rows == errors and self.share != 1:
+        has_only_errors = rows > 0 and errors == rows
+        if is_whole and has_only_errors and self.share != 1:
             return f"all its {rows} rows have an error, and --max-errors is no 100%: look at column `error`"
         most = self.rows if self.share is None else self.share * rows
         says_nothing = self.rows is None and rows < MIN_JUDGED_ROWS and not judges_few
@@ -86,7 +90,7 @@ DEFAULT_LIMIT = ErrorLimit(share=0.9)
 
 _ANY_MODEL = "reuse_from_any_model"
 #: Arguments of jobs.score_parquet that belong to a submission and not to its run. The queue is one more.
-WISHES = ("model", "max_errors", WEBHOOK, ON_END, "reuse", _ANY_MODEL)
+WISHES = ("model", "max_errors", WEBHOOK, ON_END, DEADLINE, "reuse", _ANY_MODEL)
 
 
 @dataclass(frozen=True)
@@ -97,6 +101,7 @@ class Submission:
     limit: how many errors stop the run.
     webhook, on_end: a URL, and a function's dotted name, that are called at the run's end.
     reuse: outputs of earlier runs whose answers are taken.
+    deadline: when to begin no more rows, in Unix seconds.
     """
 
     queue: str
@@ -106,10 +111,16 @@ class Submission:
     on_end: str | None = None
     reuse: tuple[str, ...] = ()
     reuse_from_any_model: bool = False
+    deadline: float | None = None
 
     @classmethod
-    def split(cls, queue: str, arguments: Mapping[str, Any]) -> tuple[Submission, dict[str, Any]]:
-        """Split arguments of jobs.score_parquet into a submission and the run's arguments. Raises InvalidJob."""
+    def split(
+        cls, queue: str, arguments: Mapping[str, Any], now: float | None = None
+    ) -> tuple[Submission, dict[str, Any]]:
+        """Split arguments of jobs.score_parquet into a submission and the run's arguments. Raises InvalidJob.
+
+        now: what a deadline that is a duration counts from, in Unix seconds; by default this moment.
+        """
         check_queue_name(queue)
         run_arguments = dict(arguments)
         wishes = {name: run_arguments.pop(name, None) for name in WISHES}
@@ -118,6 +129,9 @@ class Submission:
         if wishes[WEBHOOK] is not None:
             host_of(wishes[WEBHOOK])
 
+        deadline = None
+        if wishes[DEADLINE] is not None:
+            deadline = parse_deadline(DEADLINE, wishes[DEADLINE], now)
         reuse = [] if wishes["reuse"] is None else wishes["reuse"]
         any_model = truth(_ANY_MODEL, wishes[_ANY_MODEL])
         if not isinstance(reuse, list | tuple):
@@ -130,6 +144,7 @@ class Submission:
             reuse=tuple(map(run_path, reuse)),
             on_end=_function(wishes[ON_END]),
             reuse_from_any_model=any_model,
+            deadline=deadline,
         )
         return submission, run_arguments
 
@@ -161,6 +176,7 @@ class Submission:
             "max_errors": None if self.limit == DEFAULT_LIMIT else str(self.limit),
             "reuse": list(self.reuse),
             _ANY_MODEL: self.reuse_from_any_model,
+            DEADLINE: self.deadline,
             **self.calls,
         }
         return {name: value for name, value in arguments.items() if value}

@@ -1,4 +1,4 @@
-"""Counts what a run has done: for each part, by the reasons of errors, and for all parts in the manifest."""
+"""Counts rows, tokens and errors of each part, and sums them up for the manifest."""
 
 import json
 import re
@@ -22,6 +22,7 @@ COUNTED = (
     "cut",
     "rows_reused",
     "rows_escalated",
+    "expired",
 )
 
 #: Fields of PartStats whose sums stand in the manifest.
@@ -38,6 +39,7 @@ class PartStats:
     started_at, ended_at: Unix seconds.
     failed_checks: rows without an error whose answer fails its check.
     cut: rows without an error whose answer ended at its limit of tokens.
+    expired: rows with an error because they were not begun before the run's deadline.
     prompt_lengths, completion_lengths: in tokens, as count_lengths returns them.
     """
 
@@ -65,6 +67,7 @@ class PartStats:
     tokens_resumed: int = 0
     rows_reused: int = 0
     rows_escalated: int = 0
+    expired: int = 0
     commit: str = ""
 
     @property

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from redis.exceptions import ConnectionError, TimeoutError
 
 from jobs.errors import UnknownRun
-from jobs.runs.watching.snapshot import REFUSED, RunSnapshot, needs
+from jobs.runs.watching.snapshot import REFUSED, RunSnapshot, expired_text, needs
 
 #: The pause between two looks at Redis.
 POLL_S = 0.5
@@ -39,9 +39,9 @@ class Followed:
         """Say what went wrong, or return None if the run ended well."""
         snapshot = self.snapshot
         if self.end is End.FINISHED:
-            if snapshot.too_many_errors is None:
-                return None
-            return f"it is finished, but {snapshot.too_many_errors}"
+            if snapshot.too_many_errors is not None:
+                return f"it is finished, but {snapshot.too_many_errors}"
+            return f"it is expired: {expired_text(snapshot)}" if snapshot.expired else None
 
         if self.end is End.CANCELLED and snapshot.stopped is not None:
             return f"it was stopped: {snapshot.stopped}"

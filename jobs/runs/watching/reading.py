@@ -24,7 +24,7 @@ from jobs.runs.redis_state.state import (
     RunState,
     recorded_reasons,
 )
-from jobs.runs.redis_state.submission import ErrorLimit
+from jobs.runs.redis_state.submission import DEADLINE, ErrorLimit
 from jobs.runs.statistics.run_statistics import COUNTED, Reason
 from jobs.runs.watching.snapshot import WAITING, RunSnapshot
 from jobs.runs.watching.time_left import PartsDone, Progress, time_left
@@ -49,6 +49,7 @@ _FACTS = (
     "model",
     "model_text",
     "max_errors",
+    DEADLINE,
     "second_queue",
     "second_model",
     "second_text",
@@ -74,6 +75,14 @@ class QueueLook(NamedTuple):
     length: int
     started: Mapping[str, Mapping[int, str]]
     failed: Mapping[str, Mapping[int, str]]
+
+
+class _Measured(NamedTuple):
+    """Rows and tokens of finished shards, and the seconds in which they were computed."""
+
+    rows: int
+    tokens: int
+    seconds: float
 
 
 class RunLook:
@@ -152,7 +161,7 @@ class RunLook:
 
     @property
     def is_still(self) -> bool:
-        """Whether no shard is seen to run, although the run is planned and not over."""
+        """Whether the run is planned and not over, and no shard is seen to run."""
         is_over = self.is_finished or "cancelled" in self.facts
         return (
             bool(self.shards)
@@ -205,6 +214,8 @@ class RunLook:
         needed = ("model", "model_text")
         if self.plan_status in WAITING:
             needed = ("plan_model", "plan_model")
+        # A submission's number is its time in milliseconds.
+        submitted_at = _number(facts, "submission") / 1000 or None
 
         rows = stored.count(facts.get("rows"))
         rows_under_way = sum(shard.rows for shard in progress)
@@ -216,23 +227,12 @@ class RunLook:
         began_at = stored.seconds(facts.get("began_at"))
         ended_at = stored.seconds(facts.get("ended_at"))
         worked_s = stored.seconds(facts.get("worked_s")) if self.is_finished else None
-        measured_until = time.time() if progress and not self.is_finished else ended_at
-
-        # Rates count what was done within `seconds`.
-        seconds = 0.0
-        rows_in_time = 0
-        tokens_in_time = 0
-        if worked_s:
-            seconds = worked_s
-            rows_in_time = counts["rows"] - counts["rows_reused"]
-            tokens_in_time = counts["generated_tokens"]
-        elif (
-            not self.is_stalled
-        ):  # else there is no rate: an earlier one does not show how it goes now
-            if began_at is not None and measured_until is not None:
-                seconds = measured_until - began_at
-            rows_in_time = _number(facts, "judged_rows")
-            tokens_in_time = _number(facts, "judged_tokens")
+        rows_per_s = None
+        tokens_per_s = None
+        measured = self._measured(began_at, ended_at, worked_s)
+        if measured is not None:
+            rows_per_s = (measured.rows + rows_under_way) / measured.seconds
+            tokens_per_s = (measured.tokens + tokens_under_way) / measured.seconds
 
         return RunSnapshot(
             run=self.run,
@@ -263,18 +263,41 @@ class RunLook:
             planned_by=self._planned_by(workers),
             stopped=_shown(facts, "stopped"),
             reuse_differs=_shown(facts, REUSE_DIFFERS),
-            too_many_errors=ErrorLimit.stored(facts.get("max_errors")).told(
-                counts["rows"], counts["errors"], is_whole=self.is_finished
+            too_many_errors=ErrorLimit.from_stored(facts.get("max_errors")).excess(
+                counts["rows"] - counts["expired"],
+                counts["errors"] - counts["expired"],
+                is_whole=self.is_finished,
             ),
+            deadline=stored.seconds(facts.get(DEADLINE)),
             model=_shown(facts, "model_text"),
-            submitted_at=_number(facts, "submission") / 1000
-            or None,  # a submission's number is its time
+            submitted_at=submitted_at,
             began_at=began_at,
             ended_at=ended_at,
             worked_s=worked_s,
-            rows_per_s=(rows_in_time + rows_under_way) / seconds if seconds > 0 else None,
-            tokens_per_s=(tokens_in_time + tokens_under_way) / seconds if seconds > 0 else None,
+            rows_per_s=rows_per_s,
+            tokens_per_s=tokens_per_s,
             **{name: counts[name] for name in COUNTED if name not in ("rows", "generated_tokens")},
+        )
+
+    def _measured(
+        self, began_at: float | None, ended_at: float | None, worked_s: float | None
+    ) -> "_Measured | None":
+        """Return what the rates are computed from. None if nobody works on the run: an old rate would mislead."""
+        facts = self.facts
+        if worked_s:
+            num_rows = self.counts["rows"] - self.counts["rows_reused"]
+            return _Measured(num_rows, self.counts["generated_tokens"], worked_s)
+        measured_until = ended_at
+        if self.progress and not self.is_finished:
+            measured_until = time.time()
+        if self.is_stalled or began_at is None or measured_until is None:
+            return None
+        if measured_until <= began_at:
+            return None
+        return _Measured(
+            _number(facts, "judged_rows"),
+            _number(facts, "judged_tokens"),
+            measured_until - began_at,
         )
 
     def left_s(self, connection: Redis, workers: Collection[Worker]) -> float | None:
@@ -321,10 +344,9 @@ class RunLook:
         needed, shown: the facts that hold the model's identity and its text.
         """
         _, models = served_on(workers, queue)
-        is_awaited = (
-            models is not None and needed in self.facts and self.facts[needed] not in models
-        )
-        return _shown(self.facts, shown) if is_awaited else None
+        if models is None or needed not in self.facts or self.facts[needed] in models:
+            return None
+        return _shown(self.facts, shown)
 
     def _planned_by(self, workers: Collection[Worker]) -> str | None:
         """Return "newer" or "older" if no worker of the queue can read the plan's version; else None."""
@@ -401,6 +423,25 @@ def list_runs(
     newest: Any = connection.zrevrange(RUNS_KEY, 0, limit - 1)
     snapshots = read_runs(connection, map(stored.text, newest), MAX_ENTRIES)
     return [snapshot for snapshot in snapshots if not states or snapshot.state in states]
+
+
+def read_at_risk(connection: Redis, limit: int = MAX_RUNS) -> list[RunSnapshot]:
+    """Return the runs that are not expected to end before their deadline, among the last submitted ones.
+
+    limit: how many of these are looked at.
+    """
+    newest: Any = connection.zrevrange(RUNS_KEY, 0, limit - 1)
+    run_ids = list(map(stored.text, newest))
+    with connection.pipeline(transaction=False) as pipe:
+        for run in run_ids:
+            pipe.hmget(run_key(run), DEADLINE, "finished", "cancelled")
+        replies = pipe.execute(raise_on_error=False)
+
+    with_deadline = []
+    for run, values in zip(run_ids, replies, strict=True):
+        if isinstance(values, list) and values[0] and not values[1] and not values[2]:
+            with_deadline.append(run)
+    return [run for run in read_runs(connection, with_deadline) if run.deadline_holds is False]
 
 
 def run_reasons(connection: Redis, run: str) -> list[Reason]:

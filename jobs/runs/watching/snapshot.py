@@ -1,5 +1,6 @@
 """Says how a run stands at one moment: its state as a word, and in sentences what it needs and what is ahead of it."""
 
+import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -23,10 +24,13 @@ STATES = (
     "running",
     "ending",
     "finished",
+    "expired",
     "failed",
     "cancelled",
     "stopped",
 )
+#: Those of a run on which nobody works any more.
+ENDED_STATES = ("finished", "expired", "failed", "cancelled", "stopped")
 #: The most jobs of a queue that are looked through for the run's first one.
 MAX_AHEAD = 1000
 
@@ -45,6 +49,7 @@ class RunSnapshot:
     planned_by: "newer" or "older" if only workers of such a version can take the run.
     listened: the queues that have workers.
     stopped: why the run was cancelled, if no person did it.
+    deadline: when no more rows are begun. expired: rows that were not begun before it.
     failed_jobs: leaves out jobs that an earlier cancel has stopped.
     worked_s: the time in which workers had shards. Rates of a finished run are over this time.
     """
@@ -91,13 +96,20 @@ class RunSnapshot:
     rows_reused: int = 0
     reuse_differs: str | None = None
     rows_escalated: int = 0
+    deadline: float | None = None
+    expired: int = 0
     prompt_tokens: int = 0
     completion_tokens: int = 0
     cached_tokens: int = 0
 
     def to_object(self) -> dict[str, Any]:
         """Return the snapshot as JSON shows it."""
-        return {**asdict(self), "state": self.state, "shards_failed": self.shards_failed}
+        return {
+            **asdict(self),
+            "state": self.state,
+            "shards_failed": self.shards_failed,
+            "deadline_holds": self.deadline_holds,
+        }
 
     @property
     def is_active(self) -> bool:
@@ -119,8 +131,8 @@ class RunSnapshot:
     @property
     def queued(self) -> int:
         """Return the number of shards that wait for a worker."""
-        taken = self.shards_done + self.shards_started + len(self.failed_jobs) + self.gone
-        return max(0, (self.shards or 0) - taken)
+        num_taken = self.shards_done + self.shards_started + len(self.failed_jobs) + self.gone
+        return max(0, (self.shards or 0) - num_taken)
 
     @property
     def plan_failed(self) -> bool:
@@ -132,7 +144,18 @@ class RunSnapshot:
     @property
     def all_failed(self) -> bool:
         """Whether the run has finished with an error in every row, and its limit does not allow that."""
-        return self.finished and self.too_many_errors is not None and 0 < self.errors == self.rows
+        has_only_errors = self.errors > 0 and self.errors == self.rows
+        return self.finished and self.too_many_errors is not None and has_only_errors
+
+    @property
+    def deadline_holds(self) -> bool | None:
+        """Whether the run is expected to end before its deadline. None if there is none, or nothing is known yet."""
+        if self.deadline is None or self.finished:
+            return None
+        left_s = self.deadline - time.time()
+        if left_s <= 0:
+            return False
+        return None if self.left_s is None else self.left_s <= left_s
 
     @property
     def is_planning(self) -> bool:
@@ -156,7 +179,9 @@ class RunSnapshot:
     def state(self) -> str:
         """Return the run's state, one of STATES."""
         if self.finished and not self.is_planning:
-            return "failed" if self.all_failed else "finished"
+            if self.all_failed:
+                return "failed"
+            return "expired" if self.expired else "finished"
         if self.cancelled:
             return "cancelled" if self.stopped is None else "stopped"
         # Shards that run while a planning waits count as the run's progress.
@@ -183,11 +208,21 @@ def verdict(snapshot: RunSnapshot) -> list[str]:
         lines.append(f"because  its planning failed: {error}")
 
     if snapshot.finished and not snapshot.is_planning:
+        if snapshot.expired:
+            lines.append(f"but      {expired_text(snapshot)}")
         if snapshot.too_many_errors is not None:
             lines.append(f"but      {snapshot.too_many_errors}")
     elif snapshot.stopped is not None:
         lines.append(f"because  {snapshot.stopped}")
     return lines
+
+
+def expired_text(snapshot: RunSnapshot) -> str:
+    """Say that a run's deadline has left rows unasked, and what to do."""
+    return (
+        f"{snapshot.expired} rows were not begun before the deadline: "
+        f"`tokenmill errors {snapshot.run} --retry NEW` asks them"
+    )
 
 
 def needs(snapshot: RunSnapshot) -> list[str]:

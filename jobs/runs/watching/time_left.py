@@ -73,7 +73,7 @@ def time_left(
             spans.append(Span(part.worker, part.started_at, part.ended_at, generated))
 
     new_now, new_later = _new_shares(parts.counts["rows"], _generated_share(parts.counts), rows)
-    left = [
+    remaining = [
         work[shard] for shard in range(shards) if shard not in parts.shards and shard not in running
     ]
     for shard, progress in running.items():
@@ -82,8 +82,8 @@ def time_left(
             spans.append(
                 Span(progress.worker, progress.started_at, now, work[shard] * done * new_now)
             )
-            left.append(work[shard] * (1 - done))
-    return seconds_left(spans, fsum(left) * new_later, now)
+            remaining.append(work[shard] * (1 - done))
+    return seconds_left(spans, fsum(remaining) * new_later, now)
 
 
 def seconds_left(spans: Sequence[Span], work: float, now: float) -> float | None:

@@ -96,6 +96,10 @@ SAMPLING = {
             {"input_format": "openai-batch", "model_alias": ["gpt-4o", "gpt-4"]},
         ),
         (
+            ["--format", "openai-batch", "--inline-pictures"],
+            {"input_format": "openai-batch", "inline_pictures": True},
+        ),
+        (
             ["--logprobs", 5, "--logprob-type", "float16"],
             {"sampling": {"logprobs": 5}, "logprob_type": "float16"},
         ),
@@ -195,6 +199,7 @@ def test_submitting_twice_plans_once_and_again_after_the_end(
         (["--template", "{prompt}", "--default", "b="], "has a default"),
         (["--template", "{prompt}", "--default", "b"], "COLUMN=TEXT"),
         (["--model-alias", "gpt-4o"], "model_alias is for batch files"),
+        (["--inline-pictures"], "inline_pictures is for batch files"),
         (["--format", "openai-batch", "--max-tokens", "5"], "sampling and a batch file"),
     ],
 )

@@ -25,7 +25,7 @@ from jobs.parquet.asks.kinds import kind_of
 from jobs.parquet.asks.row_keys import as_keys, model_mark, whole_keys
 from jobs.parquet.files.storage import Storage
 from jobs.parquet.outputs.part import answer_column
-from jobs.parquet.reuse.answer_log import AnswerLog, Record, whose_log
+from jobs.parquet.reuse.answer_log import AnswerLog, Record, log_owner
 from jobs.runs.plans.plan import Plan, Shard
 from jobs.runs.plans.spec import RunSpec
 
@@ -68,7 +68,7 @@ def fields_of(plan: Plan) -> list[pa.Field]:
 
 
 def log_of(plan: Plan, **changes: Any) -> AnswerLog:
-    log = AnswerLog(whose_log(plan, 0, "asked"), KEYS, fields_of(plan))
+    log = AnswerLog(log_owner(plan, 0, "asked"), KEYS, fields_of(plan))
     return replace(log, **changes)
 
 
@@ -243,7 +243,7 @@ def test_a_log_is_parquet_with_a_header(path: Path) -> None:
     run = plan_of().run
     assert header_of(path) == {
         "format": FORMAT,
-        "whose": [run, 0, 7, "fingerprint of m", None, "asked"],
+        "owner": [run, 0, 7, "fingerprint of m", None, "asked"],
         "records": 3,
     }
     rows = [1, 0, 2]
@@ -321,19 +321,19 @@ def test_a_log_of_another_format_is_not_read(storage: Storage, path: Path, step:
 @pytest.mark.parametrize(
     "change",
     [
-        lambda plan: whose_log(plan, 1, "asked"),
-        lambda plan: whose_log(plan, 0, "another check"),
-        lambda plan: whose_log(replace(plan, seed=8), 0, "asked"),
-        lambda plan: whose_log(replace(plan, model=replace(MODEL, max_model_len=9)), 0, "asked"),
-        lambda plan: whose_log(replace(plan, second=MODEL), 0, "asked"),
-        lambda plan: whose_log(plan_of(limit=9), 0, "asked"),
+        lambda plan: log_owner(plan, 1, "asked"),
+        lambda plan: log_owner(plan, 0, "another check"),
+        lambda plan: log_owner(replace(plan, seed=8), 0, "asked"),
+        lambda plan: log_owner(replace(plan, model=replace(MODEL, max_model_len=9)), 0, "asked"),
+        lambda plan: log_owner(replace(plan, second=MODEL), 0, "asked"),
+        lambda plan: log_owner(plan_of(limit=9), 0, "asked"),
     ],
     ids=["shard", "check", "seed", "model", "second model", "run"],
 )
 def test_a_log_of_another_plan_check_or_model_is_not_read(
     storage: Storage, path: Path, change: Callable[[Plan], list[Any]]
 ) -> None:
-    another = replace(LOG, whose=change(plan_of()))
+    another = replace(LOG, owner=change(plan_of()))
     assert reason(storage, path, another) == "it is of another plan, check or model"
 
 

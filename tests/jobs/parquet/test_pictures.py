@@ -386,6 +386,36 @@ def test_lines_of_a_batch_file_hold_pictures_and_their_paths(runs: Runs, tmp_pat
     assert "URL of the web" in texts["4"]
 
 
+PATH_LINE = {
+    "custom_id": "a",
+    "method": "POST",
+    "url": "/v1/chat/completions",
+    "body": {
+        "messages": [
+            {"role": "user", "content": [{"type": "image_url", "image_url": {"url": "PATH"}}]}
+        ]
+    },
+}
+
+
+@pytest.mark.parametrize("escaped", ["image_url", "image\\u005furl", "\\u0069mage_url"])
+@pytest.mark.parametrize("path", ["red.png", "/etc/passwd", "file:///etc/passwd", "s3://b/a.png"])
+def test_a_line_that_may_name_no_file_fails_alone(
+    runs: Runs, tmp_path: Path, path: str, escaped: str
+) -> None:
+    (tmp_path / "red.png").write_bytes(RED_FILE)
+    source = tmp_path / "in.jsonl"
+    with_path = json.dumps(PATH_LINE).replace("image_url", escaped).replace("PATH", path)
+    inline = json.dumps(PATH_LINE).replace("PATH", data_url(BLUE_FILE)).replace('"a"', '"b"')
+    source.write_text(f"{with_path}\n{inline}\n")
+    runs.plan(source, input_format="openai-batch", inline_pictures=True)
+    runs.work(seen)
+    errors = (runs.output / "errors.jsonl").read_text()
+    assert json.loads(errors)["custom_id"] == "a"
+    assert "a picture is no data: URL" in errors
+    assert json.loads((runs.output / "output.jsonl").read_text())["custom_id"] == "b"
+
+
 def test_labels_of_a_chat_see_its_picture_which_has_no_prior(
     make_context: MakeContext, tmp_path: Path
 ) -> None:

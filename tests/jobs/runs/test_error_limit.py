@@ -92,7 +92,7 @@ def test_a_run_that_passes_the_limit_with_its_last_part_is_stopped_until_the_lim
 def test_the_limit_is_a_number_of_rows_or_a_share(
     limit: int | str | None, rows: int, errors: int, passed: bool
 ) -> None:
-    assert (ErrorLimit.parse(limit).told(rows, errors) is not None) is passed
+    assert (ErrorLimit.parse(limit).excess(rows, errors) is not None) is passed
     assert ErrorLimit.parse(str(ErrorLimit.parse(limit))) == ErrorLimit.parse(limit)
 
 
@@ -190,7 +190,7 @@ def test_a_run_beyond_its_limit_never_gets_the_mark_of_its_end_whatever_order_sh
         has_end = (output / "_SUCCESS").exists()
         assert not (was_stopped and has_end)
     is_whole = len(list(output.glob("part-*.parquet"))) == len(bad)
-    is_beyond = ErrorLimit.parse(limit).told(len(fails), sum(fails)) is not None
+    is_beyond = ErrorLimit.parse(limit).excess(len(fails), sum(fails)) is not None
     if is_beyond:
         assert was_stopped
     assert (output / "_SUCCESS").exists() is (is_whole and not was_stopped)

@@ -17,10 +17,10 @@ from tokenmill.dashboard.guard import (
     MAX_CONNECTIONS,
     SESSION_COOKIE,
     SESSION_S,
-    Hosts,
     Sessions,
     TriesInTurn,
 )
+from tokenmill.serving import Hosts
 
 RETRY = {"queue": "bulk", "job_id": "one", "back": "/failed"}
 

@@ -1,5 +1,6 @@
 """What the dashboard tells Prometheus of queues, so that workers can be started where none runs."""
 
+import time
 from datetime import timedelta
 
 from prometheus_client.parser import text_string_to_metric_families
@@ -34,6 +35,25 @@ def test_jobs_of_the_named_queues_are_counted_while_no_worker_runs(
     )
     assert found["rq_jobs", "never-seen", "queued"] == 0
     assert not any("producers-own" in key for key in found)
+
+
+def test_runs_whose_deadline_will_not_hold_are_counted(redis: Redis, open_page: Open) -> None:
+    now = time.time()
+    for number, deadline in enumerate((now - 1, now + 3600, None)):
+        run = f"{number:016x}"
+        facts = {"output": "/out", "queue": "bulk", "rows": 10, "shards": 1, "submission": 1}
+        if deadline is not None:
+            facts["deadline"] = deadline
+        redis.hset(f"tokenmill:run:{run}", mapping=facts)
+        redis.zadd("tokenmill:run:index", {run: number})
+    page = open_page(queues=("bulk", "other"))
+    found = samples(page.get("/metrics").text)
+    assert found["tokenmill_runs_deadline_at_risk", "bulk"] == 1, (
+        "the run whose deadline has passed"
+    )
+    assert found["tokenmill_runs_deadline_at_risk", "other"] == 0
+    redis.hset(f"tokenmill:run:{0:016x}", "finished", 1)
+    assert samples(page.get("/metrics").text)["tokenmill_runs_deadline_at_risk", "bulk"] == 0
 
 
 def test_what_a_worker_has_claimed_and_not_begun_is_counted_by_the_word_of_the_one_that_told_last(

@@ -13,6 +13,11 @@ from openai.types import Batch
 
 from tests.rq_workers import wait_until
 from tests.tokenmill.server.conftest import Served
+from tokenmill.server.batches.batch_runs import Batches
+from tokenmill.server.batches.file_store import FileStore
+
+#: How many lines a part holds.
+ROWS_PER_SHARD = 1000
 
 
 def line(name: str, **body: Any) -> dict[str, Any]:
@@ -45,6 +50,27 @@ def ended(served: Served, batch: Batch, status: str = "completed") -> Batch:
 def lines_of(served: Served, file_id: str | None) -> list[dict[str, Any]]:
     assert file_id is not None
     return [json.loads(each) for each in served.client.files.content(file_id).text.splitlines()]
+
+
+def test_a_line_that_names_a_file_of_the_workers_goes_to_the_errors(served: Served) -> None:
+    secret = served.folder / "secret.png"
+    secret.parent.mkdir(parents=True, exist_ok=True)
+    secret.write_bytes(b"secret")
+    asked: list[Any] = [line("a"), line("b")]
+    content = [{"type": "image_url", "image_url": {"url": str(secret)}}]
+    asked[1]["url"] = "/v1/chat/completions"
+    asked[1]["body"] = {"messages": [{"role": "user", "content": content}]}
+    batch = ended(served, create(served, upload(served, asked)))
+    assert [each["custom_id"] for each in lines_of(served, batch.output_file_id)] == ["a"]
+    (failed,) = lines_of(served, batch.error_file_id)
+    assert "no data: URL" in failed["error"]["message"]
+
+
+@pytest.mark.parametrize("beginning", [b"\x1f\x8b\x08\x00", b"\x28\xb5\x2f\xfd", b"BZh9"])
+def test_a_compressed_file_makes_no_batch(served: Served, beginning: bytes) -> None:
+    file = served.client.files.create(file=("in", io.BytesIO(beginning)), purpose="batch")
+    with pytest.raises(openai.BadRequestError, match="compressed"):
+        create(served, file.id)
 
 
 def test_each_line_is_once_in_output_or_errors_in_the_files_order(served: Served) -> None:
@@ -106,6 +132,42 @@ def test_a_cancelled_batch_ends_cancelled(served: Served) -> None:
     assert batch.cancelling_at is not None
     batch = ended(served, batch, status="cancelled")
     assert served.client.batches.cancel(batch.id).status == "cancelled"
+
+
+def test_a_cancelled_batch_has_the_lines_that_were_answered(served: Served) -> None:
+    asked = [line(f"a{number}") for number in range(ROWS_PER_SHARD)]
+    asked[7] = line("refused", prompt="refuse")
+    asked += [line("slow", prompt="hang")]
+    batch = create(served, upload(served, asked))
+    parts = served.folder / "default" / "batches" / batch.id / "run" / "_parts"
+    wait_until(lambda: list(parts.glob("part-*.parquet")))
+    served.client.batches.cancel(batch.id)
+    batch = ended(served, batch, status="cancelled")
+    names = [each["custom_id"] for each in lines_of(served, batch.output_file_id)]
+    assert names == [f"a{number}" for number in range(ROWS_PER_SHARD) if number != 7]
+    (failed,) = lines_of(served, batch.error_file_id)
+    assert failed["custom_id"] == "refused"
+    assert failed["id"].endswith("_7")
+
+
+def test_lines_that_were_not_begun_within_the_window_are_expired(served: Served) -> None:
+    two_hours_ago = time.time() - 7200
+    batches = Batches(served.redis, FileStore(served.folder), "bulk", clock=lambda: two_hours_ago)
+    asked = {"endpoint": "/v1/completions", "completion_window": "1h"}
+    asked["input_file_id"] = upload(served, [line("a"), line("b")])
+    created = batches.create("default", asked)
+
+    batch = ended(served, served.client.batches.retrieve(created["id"]), status="expired")
+    assert batch.expired_at is not None
+    assert batch.completed_at is None
+    assert batch.request_counts is not None
+    assert batch.request_counts.failed == 2
+    assert batch.output_file_id is None
+    errors = [each["error"] for each in lines_of(served, batch.error_file_id)]
+    assert [error["code"] for error in errors] == ["batch_expired"] * 2
+    for key in served.redis.keys("tokenmill:run:*"):
+        served.redis.delete(key)
+    assert served.client.batches.retrieve(batch.id).status == "expired"
 
 
 def test_a_batch_outlives_what_redis_knows_of_it(served: Served) -> None:

@@ -66,7 +66,7 @@ def test_a_retry_after_a_lost_connection_waits_for_the_same_job(
     data = json.dumps(body).encode()
     host, _, port = served.address.removeprefix("http://").partition(":")
     with socket.create_connection((host, int(port))) as connection:
-        head = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: {len(data)}\r\n"
+        head = f"POST /v1/completions HTTP/1.1\r\nHost: {host}\r\nContent-Length: {len(data)}\r\n"
         connection.sendall(f"{head}Idempotency-Key: {headers['Idempotency-Key']}\r\n\r\n".encode())
         connection.sendall(data)
         wait_until(lambda: num_jobs(served.redis) == before + 1)

@@ -53,7 +53,7 @@ def test_a_revoked_key_is_no_key(redis: Redis, redis_url: str) -> None:
 
 def test_revoking_the_last_key_does_not_open_a_local_server(redis: Redis, redis_url: str) -> None:
     projects = Projects(redis, is_local=True)
-    assert asyncio.run(projects.of(Headers())).name == "default"
+    assert asyncio.run(projects.of(Headers({"host": "127.0.0.1:8080"}))).name == "default"
     run(redis_url, "add", "search")
     (key,) = list_keys(redis)
     run(redis_url, "revoke", key.id)
@@ -62,6 +62,39 @@ def test_revoking_the_last_key_does_not_open_a_local_server(redis: Redis, redis_
         asyncio.run(projects.of(Headers()))
     assert caught.value.status == 401
     assert run(redis_url, "list") == ""
+
+
+@pytest.mark.parametrize(
+    ("host", "origin", "is_answered"),
+    [
+        ("127.0.0.1:8080", None, True),
+        ("localhost", "http://localhost:3000", True),
+        ("[::1]:8080", "http://127.0.0.1:8080", True),
+        ("evil.example:8080", None, False),
+        ("localhost.evil.example", None, False),
+        ("10.0.0.7:8080", None, False),
+        ("", None, False),
+        ("127.0.0.1:8080", "https://evil.example", False),
+        ("127.0.0.1:8080", "null", False),
+    ],
+)
+def test_without_keys_no_page_of_another_site_is_answered(
+    redis: Redis, redis_url: str, host: str, origin: str | None, is_answered: bool
+) -> None:
+    projects = Projects(redis, is_local=True)
+    headers = {"host": host} if origin is None else {"host": host, "origin": origin}
+    if is_answered:
+        projects.check_metrics(Headers(headers))
+        assert asyncio.run(projects.of(Headers(headers))).name == "default"
+    else:
+        with pytest.raises(ApiError) as caught:
+            projects.check_metrics(Headers(headers))
+        assert caught.value.status == 403
+        with pytest.raises(ApiError, match="keys add"):
+            asyncio.run(projects.of(Headers(headers)))
+
+    with_key = Headers({**headers, "authorization": f"Bearer {run(redis_url, 'add', 'search')}"})
+    assert asyncio.run(projects.of(with_key)).name == "search", "a key is enough under any name"
 
 
 @pytest.mark.parametrize("project", ["", "../x", "a/b", "-a", "a" * 65, "a b"])
@@ -81,6 +114,7 @@ def test_other_machines_are_not_served_without_keys(redis: Redis, redis_url: str
             prompts_queue="prompts",
             runs_queue="bulk",
             timeout=60,
+            drain=3,
             folder=None,
         )
 

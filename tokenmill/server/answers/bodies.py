@@ -1,9 +1,9 @@
-"""What the body of each endpoint asks for, as a job.
+"""Turns the body of each endpoint into a job.
 
 Sources: OpenAI's API reference ("Chat", "Completions", "Embeddings"); Cohere's and Jina's for `/v1/rerank`.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,7 +16,7 @@ from tokenmill.server.errors import ApiError
 
 @dataclass(frozen=True)
 class Endpoint:
-    """A path that a job answers. needed: arguments without a default."""
+    """A path that a job answers. needed: the arguments that a body must have."""
 
     function: str
     needed: tuple[str, ...]
@@ -30,7 +30,7 @@ ENDPOINTS: Mapping[str, Endpoint] = {
     "/v1/classify": Endpoint("jobs.classify_text", ("input",)),
 }
 
-#: With labels, `/v1/classify` chooses among these; without, the model's own head says its classes.
+#: The job of `/v1/classify` if the body has labels. Without labels the model's head gives its own classes.
 _LABELLED = Endpoint("jobs.classify", ("labels",))
 
 
@@ -38,16 +38,23 @@ _LABELLED = Endpoint("jobs.classify", ("labels",))
 class Call:
     """A job that is to be enqueued.
 
-    model: the one that is asked for; None for any. is_streamed: the answer is sent as it grows. has_growing_text: the
-    text so far is a beginning of the answer's. with_usage: a stream ends with the tokens that were used.
+    model: the name of the model that is asked for; None for any. is_streamed: whether the answer is sent as it grows.
+    has_growing_text: whether each text so far is a beginning of the final one. with_usage: whether a stream ends with
+    the counts of tokens. on_enqueued: called once Redis has the job.
     """
 
     function: str
-    arguments: Mapping[str, Any]
+    arguments: dict[str, Any]
     model: str | None
     is_streamed: bool = False
     has_growing_text: bool = False
     with_usage: bool = False
+    on_enqueued: Callable[[], None] = lambda: None
+
+    def let_arguments_go(self) -> None:
+        """Drop what is in Redis now: a call that waits for its answer holds no body."""
+        self.arguments.clear()
+        self.on_enqueued()
 
 
 def call_of(path: str, body: Any) -> Call:
@@ -87,32 +94,35 @@ def call_of(path: str, body: Any) -> Call:
 
 #: Paths whose answers may be streamed.
 _STREAMED = ("/v1/chat/completions", "/v1/completions")
-#: Arguments with which an answer may be asked for again, or is put together of several.
+#: Arguments with which a prompt may be asked again, or an answer is made of several texts.
 _NOT_GROWING = ("check", "continue_on_length", "agree", "tool", "echo")
 
 
 def _without_stream(path: str, body: dict[str, Any]) -> tuple[dict[str, Any], bool, bool]:
-    """Return a body without what it says of streams, whether it asks for one, and for its usage. Raises ApiError."""
-    others = dict(body)
-    stream = others.pop("stream", None)
-    options = others.pop("stream_options", None)
+    """Return a body without its options of streams, whether it asks for a stream, and whether for usage.
+
+    Raises ApiError.
+    """
+    other_values = dict(body)
+    stream = other_values.pop("stream", None)
+    options = other_values.pop("stream_options", None)
     if stream not in (None, True, False):
         raise ApiError(400, "stream is neither true nor false", param="stream")
     if not stream:
         if options is not None:
             raise ApiError(400, "stream_options needs stream=true", param="stream_options")
-        return others, False, False
+        return other_values, False, False
     if path not in _STREAMED:
         raise ApiError(400, f"{path} does not stream: leave stream out", param="stream")
     if options is None:
         options = {}
     if not isinstance(options, dict) or options.keys() - {"include_usage", "include_obfuscation"}:
         raise ApiError(400, "stream_options has include_usage alone", param="stream_options")
-    return others, True, bool(options.get("include_usage"))
+    return other_values, True, bool(options.get("include_usage"))
 
 
 def _has_growing_text(body: Mapping[str, Any]) -> bool:
-    """Whether the answer is asked once, of one prompt."""
+    """Whether one prompt is asked exactly once."""
     if any(body.get(name) for name in _NOT_GROWING):
         return False
     prompt = body.get("prompt")

@@ -1,4 +1,4 @@
-"""Answers as server-sent events: the text as it grows, then what only the whole answer tells.
+"""Answers as server-sent events: the text as it grows, then what is only known at the end.
 
 Source: OpenAI's API reference, "Streaming" of chats and completions.
 """
@@ -36,7 +36,7 @@ class EventStream:
         return self.call.function == "jobs.chat"
 
     async def events(self, answer: AsyncIterator[TextPiece | bytes]) -> AsyncIterator[bytes]:
-        """Yield the events of an answer. An error that comes later than the first event is the last event."""
+        """Yield the events of an answer. If it fails, the error is the last event."""
         try:
             async for part in answer:
                 if isinstance(part, TextPiece):
@@ -69,7 +69,7 @@ class EventStream:
         return [self._chunk(index, delta={"role": "assistant", "content": ""})]
 
     def _of_whole(self, whole: dict[str, Any]) -> list[bytes]:
-        """Return the events of what was not sent yet, and of how each choice ended."""
+        """Return events with the rest of each text, and with the end of each choice."""
         self.model = whole.get("model", self.model)
         events: list[bytes] = []
         for choice in whole["choices"]:
@@ -90,7 +90,7 @@ class EventStream:
         return events
 
     def _ended(self, index: int, choice: dict[str, Any], message: dict[str, Any]) -> bytes:
-        """Return the last event of a choice: its calls, log probabilities, reason and what it failed with."""
+        """Return the last event of a choice: its calls, log probabilities, finish reason and error."""
         ending = {
             name: choice[name]
             for name in ("finish_reason", "logprobs", "error", "tool_call_error")

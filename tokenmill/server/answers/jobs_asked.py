@@ -30,7 +30,7 @@ logger = logging.getLogger("tokenmill")
 #: How long a result is kept for the server to read it, and how long for requests with the same Idempotency-Key.
 RESULT_TTL_S = 300
 KEPT_RESULT_TTL_S = KEPT_S + RESULT_TTL_S
-#: How long one read of results waits for the first of them. A job that was asked since joins the next read.
+#: How long a read of results waits for one. Jobs that are enqueued meanwhile join the next read.
 READ_MS = 20
 #: The most pieces of a text that are read at once.
 MAX_PIECES = 1000
@@ -53,8 +53,8 @@ class TextPiece(NamedTuple):
 class _Awaited:
     """A request that awaits the answer of a job. Requests with one Idempotency-Key await the same job.
 
-    ended: gets the entry of its result. pieces: the pieces of its text; None if nobody reads these. last_id: of the
-    last piece that was read.
+    ended: gets the entry of its result. pieces: the pieces of its text; None if nobody reads them. last_id: the id of
+    the last piece that was read.
     """
 
     ended: asyncio.Future[Mapping[bytes, bytes]]
@@ -109,7 +109,7 @@ class JobsAsked:
             yield _value_of(self._result_of(awaited))
 
     def _result_of(self, awaited: _Awaited) -> Mapping[bytes, bytes]:
-        """Return the entry of a job's result. Raises ApiError if it has not come, and what the reading raised."""
+        """Return the entry of a job's result. Raises ApiError if there is none yet, or what reading it raised."""
         if not awaited.ended.done():
             raise ApiError(
                 504, f"no answer within {self._timeout_s} s: ask for less, or raise --timeout"
@@ -128,7 +128,8 @@ class JobsAsked:
         goes_on = False
         try:
             await run_in_threadpool(self._enqueue, made, call, is_followed=pieces is not None)
-            # Only now: a job that is awaited and not there counts as lost.
+            call.let_arguments_go()
+            # Only now, because an awaited job that is not in Redis counts as lost.
             self._awaited.setdefault(made.id, []).append(awaited)
             self._read_on()
             yield awaited
@@ -161,7 +162,7 @@ class JobsAsked:
         job_id = made.id
         job = rq_jobs.prepared_job(
             call.function,
-            kwargs=dict(call.arguments),
+            kwargs=call.arguments,
             timeout=self._timeout_s,
             ttl=self._timeout_s,
             result_ttl=KEPT_RESULT_TTL_S if made.is_kept else RESULT_TTL_S,
@@ -185,7 +186,7 @@ class JobsAsked:
         transact(self._connection, enqueue, *watched)
 
     def _read_on(self) -> None:
-        """Have results read while some are awaited."""
+        """Start the reading of results, unless it goes on."""
         if self._reading is None or self._reading.done():
             self._reading = asyncio.create_task(self._read())
 
@@ -202,7 +203,7 @@ class JobsAsked:
                 await asyncio.sleep(LOOK_S)  # the server is away; results wait there
 
     async def _read_once(self) -> None:
-        """Read what there is of all awaited jobs, or wait shortly for the first of it."""
+        """Read the results and pieces of all awaited jobs. If there are none, wait shortly for the first."""
         positions: dict[Any, Any] = {}
         job_of: dict[bytes, str] = {}
         for job_id, requests in self._awaited.items():

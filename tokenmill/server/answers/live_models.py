@@ -47,7 +47,7 @@ class LiveModels:
         return samples
 
     async def serving(self) -> list[WorkerSample]:
-        """Return what those workers say that serve a model now."""
+        """Return the samples of workers that serve a model now."""
         return [sample for sample in await self.samples() if sample.state != LOADING]
 
     async def check(self, model: str | None) -> None:

@@ -1,4 +1,4 @@
-"""What the body of `/v1/responses` asks for, as a chat.
+"""Turns the body of `/v1/responses` into a chat.
 
 Source: OpenAI's API reference, "Responses".
 """
@@ -98,12 +98,12 @@ def _messages(body: Mapping[str, Any]) -> list[dict[str, Any]]:
     messages: list[dict[str, Any]] = []
     if body.get("instructions") is not None:
         messages.append({"role": "system", "content": body["instructions"]})
-    given = body.get("input")
-    if isinstance(given, str):
-        return [*messages, {"role": "user", "content": given}]
-    if not isinstance(given, list) or not given:
+    items = body.get("input")
+    if isinstance(items, str):
+        return [*messages, {"role": "user", "content": items}]
+    if not isinstance(items, list) or not items:
         raise ApiError(400, "input is neither a text nor a list of items", param="input")
-    for number, item in enumerate(given):
+    for number, item in enumerate(items):
         if not isinstance(item, dict):
             raise ApiError(400, f"item {number} of input is no object", param="input")
         _add_item(messages, item, number)

@@ -43,7 +43,7 @@ class ResponseStream:
         return self._response(answer, output)
 
     async def events(self, answer: AsyncIterator[TextPiece | bytes]) -> AsyncIterator[bytes]:
-        """Yield the events of an answer. An error that comes later than the first event is the last event."""
+        """Yield the events of an answer. If it fails, the error is the last event."""
         try:
             yield self._event("response.created", response=self._response(None, []))
             yield self._event("response.in_progress", response=self._response(None, []))
@@ -147,11 +147,11 @@ class ResponseStream:
     def _item(self, kind: str, index: int, text: str) -> dict[str, Any]:
         if kind == "reasoning":
             content = [{"type": "reasoning_text", "text": text}]
-            own: dict[str, Any] = {"id": f"rs_{self.job_id}_{index}", "summary": []}
+            fields: dict[str, Any] = {"id": f"rs_{self.job_id}_{index}", "summary": []}
         else:
             content = [{"type": "output_text", "text": text, "annotations": [], "logprobs": []}]  # type: ignore[dict-item]
-            own = {"id": f"msg_{self.job_id}_{index}", "role": "assistant"}
-        return {**own, "type": kind, "status": "completed", "content": content}
+            fields = {"id": f"msg_{self.job_id}_{index}", "role": "assistant"}
+        return {**fields, "type": kind, "status": "completed", "content": content}
 
     def _call_item(self, index: int, call: Mapping[str, Any]) -> dict[str, Any]:
         return {
@@ -166,7 +166,7 @@ class ResponseStream:
     def _response(
         self, answer: Mapping[str, Any] | None, output: list[dict[str, Any]]
     ) -> dict[str, Any]:
-        """Return the response object. answer: None while it is not there."""
+        """Return the response object. answer: the chat's; None while there is none."""
         body = self.body
         status = "in_progress"
         reason = None

@@ -1,4 +1,4 @@
-"""What was sent of a streamed answer, so that each character is sent once."""
+"""Remembers which texts of a streamed answer were sent, so that each character is sent once."""
 
 import logging
 from dataclasses import dataclass, field
@@ -17,9 +17,9 @@ class SentTexts:
     _texts: dict[tuple[int, str], str] = field(default_factory=dict)
 
     def take(self, piece: TextPiece) -> str:
-        """Return what a piece adds to the text that was sent; "" for one that is known, or that is behind a gap.
+        """Return what a piece adds to the text that was sent; "" for a known piece, and for one behind a gap.
 
-        A worker that goes on for a dead one tells the text from its beginning. A gap is filled by the whole answer.
+        A worker that takes over a job sends its text from the beginning. The whole answer fills a gap.
         """
         key = (piece.sample, piece.part)
         known = self._texts.get(key, "")
@@ -30,7 +30,7 @@ class SentTexts:
         return new_text
 
     def rest(self, sample: int, part: str, whole: str) -> str:
-        """Return what the whole text has beyond the one that was sent. Raises ApiError if it is another one."""
+        """Return the part of the whole text that was not sent yet. Raises ApiError if the texts differ."""
         known = self._texts.get((sample, part), "")
         if not whole.startswith(known):
             logger.error("%s: the %s that was sent is not the answer's", self.job_id, part)

@@ -2,8 +2,9 @@
 
     <folder>/<project>/batches/<id>/batch.json     what was asked for
     <folder>/<project>/batches/<id>/run/           the run's output
+    <folder>/<project>/batches/<id>/answered/      the lines of a cancelled batch that were answered
 
-How a batch stands is read from its run each time.
+The state of a batch is read from its run each time.
 """
 
 import re
@@ -21,7 +22,9 @@ from jobs.runs.control import submit_run
 from jobs.runs.output import RunOutput, output_here
 from jobs.runs.plans.names import MANIFEST, OPENAI_BATCH
 from jobs.runs.plans.spec import RunSpec
+from jobs.runs.watching.api_records import OPEN_STATUSES, BatchRecord, batch_status, record_batch
 from jobs.runs.watching.snapshot import RunSnapshot
+from tokenmill.server.batches.answered_lines import write_answered_lines
 from tokenmill.server.batches.file_store import (
     FileStore,
     check_id,
@@ -31,7 +34,6 @@ from tokenmill.server.batches.file_store import (
     read_json,
     write_json,
 )
-from tokenmill.server.batches.picture_paths import refuse_picture_paths
 from tokenmill.server.errors import ApiError
 
 #: What the lines of a batch may ask for.
@@ -39,25 +41,12 @@ EMBEDDINGS = "/v1/embeddings"
 BATCH_ENDPOINTS = ("/v1/chat/completions", "/v1/completions", EMBEDDINGS)
 #: The longest value, and the most entries, of `metadata`; OpenAI's.
 MAX_METADATA_CHARS, MAX_METADATA = 512, 16
-#: The most earlier batches whose answers one takes.
+#: The most earlier batches whose answers a batch takes.
 MAX_REUSED = 20
+#: How compressed files begin.
+_COMPRESSED = (b"\x1f\x8b", b"\x28\xb5\x2f\xfd", b"BZh")
 _WINDOW = re.compile(r"(\d{1,3})([hd])")
 _HOUR_S = 3600
-
-#: OpenAI's states, by those of a run.
-_STATUS = {
-    "planning": "validating",
-    "not planned": "validating",
-    "running": "in_progress",
-    "ending": "finalizing",
-    "finished": "completed",
-    "failed": "failed",
-    "stopped": "failed",
-    "cancelled": "cancelled",
-}
-
-#: The states of batches that go on.
-OPEN_STATUSES = ("validating", "in_progress", "finalizing")
 
 
 @dataclass(frozen=True)
@@ -80,8 +69,8 @@ class Batch:
 class Standing:
     """How a batch stands.
 
-    status: OpenAI's state. total, done, failed: lines. reason: why it failed. began_at, ended_at: Unix seconds. usage:
-    of all finished lines.
+    status: OpenAI's state. total, done, failed: numbers of lines. reason: why it failed. began_at, ended_at: Unix
+    seconds. usage: the tokens of all finished lines.
     """
 
     status: str
@@ -96,11 +85,8 @@ class Standing:
     @classmethod
     def of(cls, snapshot: RunSnapshot) -> Self:
         """Return how the batch of a run stands."""
-        status = _STATUS[snapshot.state]
-        if status == "cancelled" and (snapshot.shards_started or snapshot.claimed):
-            status = "cancelling"
         return cls(
-            status,
+            batch_status(snapshot),
             snapshot.rows or 0,
             snapshot.rows_done,
             snapshot.errors,
@@ -139,7 +125,7 @@ class Batches:
         batch_id: str | None = None,
         admit: Callable[[str, Path, str], None] | None = None,
     ) -> dict[str, Any]:
-        """Make a batch of an uploaded file. max_open: how many a project may have that have not ended.
+        """Make a batch of an uploaded file. max_open: how many open batches the project may have.
 
         batch_id: of `new_id`. If it has been made before, it is returned as it stands. admit: called with a new batch's
         id, its file and its endpoint; it may raise ApiError. Raises ApiError, RedisError, OSError.
@@ -166,7 +152,7 @@ class Batches:
         if max_open is not None:
             self._check_open(project, max_open)
         try:
-            refuse_picture_paths(path)
+            _refuse_compressed(path)
             if admit is not None:
                 admit(batch_id, path, endpoint)
         except FileNotFoundError:  # it was deleted meanwhile
@@ -187,13 +173,13 @@ class Batches:
             metadata=metadata,
             reused=reused,
         )
-        # The record comes first: if this server dies before it submits the run, the next look does.
+        # The record comes first. If this server dies before it submits the run, the next look submits it.
         folder = self._folder(project, batch.id)
         folder.mkdir(parents=True, exist_ok=True)
         write_json(folder / "batch.json", asdict(batch))
         try:
             self._submit(project, batch)
-        except JobsError as error:  # nothing was enqueued, and no later try would be taken
+        except JobsError as error:  # nothing was enqueued, and another try would fail too
             (folder / "batch.json").unlink(missing_ok=True)
             raise ApiError(400, str(error)) from None
         return self._shown(project, batch)
@@ -216,16 +202,17 @@ class Batches:
             )
 
     def _submit(self, project: str, batch: Batch) -> None:
-        """Submit a batch's run; one that was submitted before is resumed. Raises JobsError."""
-        submit_run(
+        """Submit a batch's run, or resume it, and record the batch. Raises JobsError."""
+        run = submit_run(
             self._connection,
             self._queue,
-            input=[batch.input_path],
-            output=str(self._folder(project, batch.id) / "run"),
-            input_format=OPENAI_BATCH,
             max_errors="100%",
+            deadline=batch.expires_at,
             reuse=list(batch.reused) or None,
+            **self._run_arguments(project, batch),
         )
+        record = BatchRecord(batch.id, project, run, batch.created_at, batch.expires_at)
+        record_batch(self._connection, record)
 
     def retrieve(self, project: str, batch_id: str) -> dict[str, Any]:
         """Return how a batch stands. Raises ApiError if there is none."""
@@ -277,12 +264,19 @@ class Batches:
         folders = [self._folder(project, batch.id) / "run" for batch in self._all(project)]
         return [str(folder) for folder in folders if (folder / MANIFEST).is_file()]
 
+    def _run_arguments(self, project: str, batch: Batch) -> dict[str, Any]:
+        """Return the arguments that the id of a batch's run is made of."""
+        return {
+            "input": [batch.input_path],
+            "output": str(self._folder(project, batch.id) / "run"),
+            "input_format": OPENAI_BATCH,
+            "inline_pictures": True,  # a client of the server names no file on a worker's disk
+        }
+
     def _run(self, project: str, batch: Batch) -> Run:
-        output = str(self._folder(project, batch.id) / "run")
-        run = RunSpec.from_arguments(
-            input=[batch.input_path], output=output, input_format=OPENAI_BATCH
-        ).run
-        return Run(run, self._connection, output)
+        arguments = self._run_arguments(project, batch)
+        run = RunSpec.from_arguments(**arguments).run
+        return Run(run, self._connection, arguments["output"])
 
     def _ended(self, project: str, batch: Batch) -> RunOutput | None:
         """Return the run's output if it has ended."""
@@ -298,8 +292,9 @@ class Batches:
         except UnknownRun:
             pass
         ended = self._ended(project, batch)
-        if ended is not None:  # Redis has forgotten it since; the folder has all of it
-            return Standing("completed", ended.plan.rows, ended.plan.rows, ended.errors or 0)
+        if ended is not None:  # Redis has forgotten the run, and the folder has it whole
+            status = "expired" if ended.expired else "completed"
+            return Standing(status, ended.plan.rows, ended.plan.rows, ended.errors or 0)
         if batch.cancelling_at is not None:
             return Standing("cancelled")
         # Redis was lost, or a server died before it submitted the run. Parts that are there stay.
@@ -313,8 +308,14 @@ class Batches:
         """Return OpenAI's object of a batch."""
         standing = self._standing(project, batch)
         status = standing.status
-        is_whole = status == "completed"
+        has_ended = status in ("completed", "expired")
         num_completed = max(0, standing.done - standing.failed)
+        has_output = has_ended and num_completed > 0
+        has_errors = has_ended and standing.failed > 0
+        if status == "cancelled":
+            written = write_answered_lines(self._folder(project, batch.id))
+            has_output = "output.jsonl" in written
+            has_errors = "errors.jsonl" in written
         file_id = batch.id.replace("batch_", "file-", 1)
         error = {"code": "batch_failed", "message": standing.reason, "param": None, "line": None}
         return {
@@ -325,15 +326,15 @@ class Batches:
             "input_file_id": batch.input_file_id,
             "completion_window": batch.completion_window,
             "status": status,
-            "output_file_id": f"{file_id}-output" if is_whole and num_completed else None,
-            "error_file_id": f"{file_id}-errors" if is_whole and standing.failed else None,
+            "output_file_id": f"{file_id}-output" if has_output else None,
+            "error_file_id": f"{file_id}-errors" if has_errors else None,
             "created_at": batch.created_at,
             "in_progress_at": standing.began_at,
             "expires_at": batch.expires_at,
-            "finalizing_at": standing.ended_at if is_whole else None,
-            "completed_at": standing.ended_at if is_whole else None,
+            "finalizing_at": standing.ended_at if has_ended else None,
+            "completed_at": standing.ended_at if status == "completed" else None,
             "failed_at": standing.ended_at or batch.created_at if status == "failed" else None,
-            "expired_at": None,
+            "expired_at": standing.ended_at if status == "expired" else None,
             "cancelling_at": batch.cancelling_at,
             "cancelled_at": batch.cancelling_at if status == "cancelled" else None,
             "request_counts": {
@@ -344,6 +345,16 @@ class Batches:
             "usage": standing.usage,
             "metadata": None if batch.metadata is None else dict(batch.metadata),
         }
+
+
+def _refuse_compressed(path: Path) -> None:
+    """Raise ApiError for a compressed file, which workers would unpack. Raises OSError."""
+    with path.open("rb") as file:
+        beginning = file.read(4)
+    if beginning.startswith(_COMPRESSED):
+        raise ApiError(
+            400, "the file is compressed: upload its lines as they are", param="input_file_id"
+        )
 
 
 def _usage(snapshot: RunSnapshot) -> dict[str, Any]:

@@ -4,6 +4,7 @@ Source: OpenAI's API reference, "Files" and "Batch".
 """
 
 import re
+from functools import partial
 from pathlib import Path
 
 from starlette.concurrency import run_in_threadpool
@@ -17,10 +18,10 @@ from tokenmill.server.errors import ApiError
 from tokenmill.server.idempotency import IdempotencyKeys, key_of
 from tokenmill.server.projects import Project
 from tokenmill.server.queued_tokens import BATCH_S, QueuedTokens, tokens_of_batch
-from tokenmill.server.request_bodies import json_body
+from tokenmill.server.request_bodies import Bodies
 
 MAX_FILE_BYTES = 4 << 30
-#: OpenAI's limits of a page, and of a file's life in seconds.
+#: OpenAI's limits: the entries of a page, and the seconds after which a file may expire.
 MAX_PAGE = {"files": 10_000, "batches": 100}
 DEFAULT_PAGE = {"files": 10_000, "batches": 20}
 MAX_PURPOSE_CHARS = 64
@@ -28,13 +29,19 @@ MIN_LIFE_S, MAX_LIFE_S = 3600, 30 * 24 * 3600
 
 
 class BatchCalls:
-    """Answers them for a request and the project of its key."""
+    """Answers calls of files and batches for the project of the request."""
 
     def __init__(
-        self, files: FileStore, batches: Batches, keys: IdempotencyKeys, tokens: QueuedTokens
+        self,
+        files: FileStore,
+        batches: Batches,
+        bodies: Bodies,
+        keys: IdempotencyKeys,
+        tokens: QueuedTokens,
     ) -> None:
         self._files = files
         self._batches = batches
+        self._bodies = bodies
         self._keys = keys
         self._tokens = tokens
 
@@ -91,7 +98,7 @@ class BatchCalls:
         return JSONResponse(list_object([file.to_object() for file in page], has_more=has_more))
 
     async def show_file(self, request: Request, project: Project) -> Response:
-        """Say what is known of a file."""
+        """Describe a file."""
         file, _ = await run_in_threadpool(self._files.find, project.name, request.path_params["id"])
         return JSONResponse(file.to_object())
 
@@ -108,22 +115,23 @@ class BatchCalls:
 
     async def create_batch(self, request: Request, project: Project) -> Response:
         """Make a batch."""
-        body = await json_body(request)
         most = project.limits.open_batches
-        made = await self._keys.made(request, project.name, body, self._batches.new_id())
 
         def admit(batch_id: str, path: Path, endpoint: str) -> None:
             if project.limits.tokens_queued is not None:
                 num_tokens = tokens_of_batch(path, generates=endpoint != EMBEDDINGS)
                 self._tokens.admit(project, batch_id, num_tokens, BATCH_S)
 
-        try:
-            batch = await run_in_threadpool(
-                self._batches.create, project.name, body, most, batch_id=made.id, admit=admit
-            )
-        except ApiError:
-            await self._keys.forget(made)
-            raise
+        with self._bodies.held() as body:
+            await body.read(request)
+            new_id = self._batches.new_id()
+            made = await self._keys.made(request, project.name, body.value, new_id)
+            create = partial(self._batches.create, batch_id=made.id, admit=admit)
+            try:
+                batch = await run_in_threadpool(create, project.name, body.value, most)
+            except ApiError:
+                await self._keys.forget(made)
+                raise
         return JSONResponse(batch)
 
     async def list_batches(self, request: Request, project: Project) -> Response:

@@ -1,7 +1,7 @@
 """The files of each project, in a folder that the workers see too.
 
     <folder>/<project>/files/<id>          what was uploaded
-    <folder>/<project>/files/<id>.json     what is known of it; written last, so a file without it does not exist
+    <folder>/<project>/files/<id>.json     its description, written last: without it the file does not exist
     <folder>/<project>/batches/<id>/...    see batch_runs.py
 
 Several servers may share the folder. Nothing is kept in memory.
@@ -19,11 +19,13 @@ from typing import Any, BinaryIO, Protocol, TypeVar
 
 from tokenmill.server.errors import ApiError
 
-#: An id of a file or batch. It begins with the time of its making, so that ids sort by age.
+#: An id of a file or batch. It begins with the time when it was made, so that ids sort by age.
 _ID = re.compile(r"(file|batch)[-_][0-9a-f]{28}(-output|-errors)?")
 #: How long an unfinished upload is left alone.
 ABANDONED_S = 24 * 3600
 _PARTIAL = ".partial"
+#: The folder of a cancelled batch that holds the files of its answered lines.
+ANSWERED = "answered"
 
 
 def new_id(prefix: str, now: float) -> str:
@@ -66,7 +68,7 @@ class FileStore:
         return file_id, open(folder / (file_id + _PARTIAL), "xb")
 
     def drop(self, project: str, file_id: str) -> None:
-        """Remove what an upload has left that did not end."""
+        """Remove the bytes of an unfinished upload."""
         (self.project_folder(project, "files") / (file_id + _PARTIAL)).unlink(missing_ok=True)
 
     def finish(
@@ -119,7 +121,7 @@ class FileStore:
         return files
 
     def find(self, project: str, file_id: str) -> tuple[StoredFile, Path]:
-        """Return a project's file and where it lies. Raises ApiError if there is none."""
+        """Return a project's file and its path. Raises ApiError if there is none."""
         check_id(file_id, "file")
         folder = self.project_folder(project, "files")
         file = self._read(folder, file_id)
@@ -141,12 +143,13 @@ class FileStore:
         path.unlink(missing_ok=True)
 
     def _output_path(self, project: str, file_id: str) -> Path | None:
-        """Return where a batch's output or errors lie; None for an id of an upload."""
+        """Return the path of a batch's output or errors; None for the id of an upload."""
         batch_id = file_id.replace("file-", "batch_", 1)
         for kind, name in (("-output", "output.jsonl"), ("-errors", "errors.jsonl")):
             if batch_id.endswith(kind):
                 folder = self.project_folder(project, "batches") / batch_id.removesuffix(kind)
-                return folder / "run" / name
+                answered = folder / ANSWERED / name
+                return answered if answered.is_file() else folder / "run" / name
         return None
 
     def _read(self, folder: Path, file_id: str) -> StoredFile | None:
@@ -161,7 +164,7 @@ class FileStore:
         return file
 
     def _remove_abandoned(self, path: Path) -> None:
-        """Remove what a server left that died long ago while it took or removed a file."""
+        """Remove a file that a server left unfinished when it died long ago."""
         try:
             if path.stat().st_mtime < self._clock() - ABANDONED_S:
                 path.unlink(missing_ok=True)

@@ -33,7 +33,7 @@ MAX_NAME_CHARS = 255
 
 
 class Upload:
-    """One upload as it comes. fields: by their names. file_name: what the client calls the file; None without one."""
+    """One upload as it comes. fields: values by name. file_name: the client's name for the file; None for no file."""
 
     def __init__(
         self,
@@ -180,7 +180,7 @@ class Upload:
 
 
 def _parameter(header: str, name: str | None) -> str:
-    """Return a parameter of a header, or its value for None; "" without one, or with one that cannot be decoded."""
+    """Return a header's parameter, or its value if name is None; "" if that is missing or cannot be decoded."""
     message = Message()
     message["content-type"] = header
     try:

@@ -52,7 +52,7 @@ class HeldJob:
     call: the call that a thread makes for it now.
     started_at: monotonic seconds when its first sequence was scheduled or its function began; None before.
     began_at: the same moment as a date.
-    limit_s: the job's timeout as of that moment; 0 or less for none.
+    limit_s: the job's timeout, counted from that moment; 0 or less for none.
     payload_bytes, function_name: known once its payload has been unpacked and read.
     user_job: the copy for the user's code, which may leave anything in it.
     reason: the name of its error; "" if it did not fail.
@@ -69,8 +69,8 @@ class HeldJob:
     reported_progress: the progress that the task last reported.
     shown_progress: the progress that Redis has.
     trace: None if the job is not traced.
-    told_texts: what its stream has, by sample.
-    owner: whose tokens these are, see JobJournal.
+    streamed: what its stream has, by sample.
+    owner_digest: names the owner of the tokens in its stream, see JobJournal.
     is_blamed: it has met an error that nobody foresaw. After another one the job is let go.
     """
 
@@ -105,8 +105,8 @@ class HeldJob:
     reported_progress: dict[str, Any] | None = None
     shown_progress: dict[str, Any] | None = None
     trace: JobTrace | None = None
-    told_texts: dict[int, PartialText] = field(default_factory=dict)
-    owner: str = ""
+    streamed: dict[int, PartialText] = field(default_factory=dict)
+    owner_digest: str = ""
     is_blamed: bool = False
     _awaited: object = None
 

@@ -7,7 +7,7 @@ from functools import partial
 from queue import SimpleQueue
 
 from jobs.common.display import shown_error
-from worker.engine_thread.orders import Order, SoFar, Tell
+from worker.engine_thread.orders import Order, SampledTokens, Tell
 from worker.io_thread.held.held_jobs import HeldJob, HeldJobs, JobState
 from worker.io_thread.held.job_guard import JobGuard
 from worker.threads.functions import FunctionPool
@@ -51,7 +51,7 @@ class Journals:
         self._leave_by: float | None = None
         self._num_unanswered = 0
         self._writing: dict[
-            int, SoFar | None
+            int, SampledTokens | None
         ] = {}  # by job number: the report that came during the writing
         self.pool = FunctionPool(THREADS, "tokenmill-journals") if period_s else None
 
@@ -79,7 +79,7 @@ class Journals:
             return False
         return self._num_unanswered > 0 or bool(self._writing)
 
-    def write(self, report: SoFar) -> None:
+    def write(self, report: SampledTokens) -> None:
         """Have each streaming job write an entry with the tokens that the engine reports."""
         self._num_unanswered -= 1
         moment = self._clock()
@@ -102,7 +102,7 @@ class Journals:
             if job.has_begun and job.open_task is not None and job.state in _STATES_WITH_JOURNAL
         ]
 
-    def _enter(self, job: HeldJob, report: SoFar) -> None:
+    def _enter(self, job: HeldJob, report: SampledTokens) -> None:
         """Have a thread write a job's entry."""
         assert self.pool is not None
         assert job.open_task is not None

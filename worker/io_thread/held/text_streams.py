@@ -1,4 +1,4 @@
-"""Writes the growing texts of followed jobs to Redis, for those who read them there."""
+"""Writes the growing texts of followed jobs to Redis, where clients read them."""
 
 from typing import NamedTuple
 
@@ -11,7 +11,7 @@ from worker.store.records.claimed_job import ClaimedJob
 from worker.store.records.text_piece import TextPiece
 
 MAX_WAITING = 10_000
-"""Pieces that wait for a server that is away. Later text waits in the engine's reports."""
+"""The most pieces that wait while Redis is away. Later text waits until there is room again."""
 
 
 class WaitingPiece(NamedTuple):
@@ -24,11 +24,11 @@ class WaitingPiece(NamedTuple):
 class TextStreams:
     """The pieces that are not written yet. Used by the I/O thread only.
 
-    Each piece says where in its text it begins. So a reader of a job that another worker goes on with leaves out what
-    it has, and a piece that is written twice changes nothing.
+    Each piece says where in its text it begins. So a piece may be written twice, and a worker that takes over a job may
+    begin from the start: readers skip what they have.
 
-    Each piece also has the tokens of its text. A worker that takes the job over goes on behind these, so what was sent
-    stays the beginning of the answer.
+    Each piece also has the tokens of its text. A worker that takes over the job continues them, so what was sent stays
+    the beginning of the answer.
     """
 
     def __init__(self, jobs: HeldJobs, guard: JobGuard, store: JobStore) -> None:
@@ -38,7 +38,7 @@ class TextStreams:
         self._waiting: list[WaitingPiece] = []
 
     def note(self, texts: Texts) -> None:
-        """Note what the texts have grown by."""
+        """Note the new parts of growing texts."""
         for request_id, samples in texts.samples.items():
             job, _ = self._jobs.of_request(request_id)
             if job is None or job.is_ending:
@@ -50,21 +50,21 @@ class TextStreams:
     def _note_sample(self, job: HeldJob, sample: int, partial: PartialText) -> None:
         if len(self._waiting) >= MAX_WAITING:
             return
-        told = job.told_texts.get(sample, PartialText(None, "", ()))
-        num_tokens = len(told.token_ids)
+        streamed = job.streamed.get(sample, PartialText(None, "", ()))
+        num_tokens = len(streamed.token_ids)
         new_token_ids = partial.token_ids[num_tokens:]
         parts = (
-            ("reasoning", told.reasoning or "", partial.reasoning or ""),
-            ("text", told.text, partial.text),
+            ("reasoning", streamed.reasoning or "", partial.reasoning or ""),
+            ("text", streamed.text, partial.text),
         )
-        for part, told_text, text in parts:
-            offset = len(told_text)
+        for part, old_text, text in parts:
+            offset = len(old_text)
             if len(text) > offset:
                 piece = TextPiece(
-                    sample, part, offset, text[offset:], num_tokens, new_token_ids, job.owner
+                    sample, part, offset, text[offset:], num_tokens, new_token_ids, job.owner_digest
                 )
                 self._waiting.append(WaitingPiece(job.claimed, piece))
-                job.told_texts[sample] = partial
+                job.streamed[sample] = partial
 
     def write(self, moment: float) -> None:
         """Write the waiting pieces. Raises RedisError; then they wait on."""

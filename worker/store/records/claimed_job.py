@@ -40,7 +40,7 @@ class ClaimedJob:
     """How many workers have died with it."""
     left_before: str = ""
     """The id of the last job that its claim left in the queue before this one, for lack of a place; "" for none."""
-    left: bytes | None = None
+    journal: bytes | None = None
     """The journal that an earlier execution has left; None for none."""
     pieces: Sequence[Any] = ()
     """The pieces of its text that earlier executions have sent, as entries of its stream."""
@@ -125,7 +125,7 @@ def restore(
         damage,
         deaths=deaths,
         left_before=left_before.decode(errors="replace"),
-        left=journal,
+        journal=journal,
         pieces=pieces,
     )
 

@@ -148,7 +148,7 @@ def _policy(parsed: Mapping[bytes, Any]) -> Policy:
 
 
 def _count(text: bytes) -> int:
-    """Parse a count to which scripts add. Raises ValueError if Redis might refuse the sum."""
+    """Parse a count that scripts increase. Raises ValueError if it is so large that Redis might refuse to."""
     if not _COUNT.fullmatch(text) or abs(int(text)) > _MAX_COUNT:
         raise ValueError
     return int(text)

@@ -106,8 +106,10 @@ def next_step(
     if wish is None and may_retry and policy.has_retries:
         assert policy.retries_left
         at_front = bool(policy.enqueue_at_front_on_retry)
-        left = policy.retries_left - 1
-        return NextStep(kept_after_failure_s, policy.retry_wait_s, "retries_left", left, at_front)
+        retries_left = policy.retries_left - 1
+        return NextStep(
+            kept_after_failure_s, policy.retry_wait_s, "retries_left", retries_left, at_front
+        )
 
     if wish is not None or not is_finished:
         return NextStep(

@@ -1,0 +1,44 @@
+"""Deadlines of runs and jobs: how they are written, and what is said of work that one has left undone."""
+
+import re
+import time
+from datetime import datetime
+from typing import Any
+
+from jobs.errors import unlike
+
+EXPIRED = "the deadline passed before this row was begun"
+"""The error of a row that was not begun before the run's deadline."""
+
+_DURATION = re.compile(r"(?P<count>\d{1,6})(?P<unit>[smhd])", re.ASCII)
+_UNIT_S = {"s": 1, "m": 60, "h": 3600, "d": 24 * 3600}
+_LATEST = 1e11
+_FORMS = "a duration from now like 90s, 15m, 2h or 7d, a time like 2026-12-01T08:00:00+01:00, or Unix seconds"
+
+
+def parse_deadline(name: str, value: Any, now: float | None = None) -> float:
+    """Return a deadline in Unix seconds. Raises InvalidJob.
+
+    value: a duration, a time as ISO 8601 writes it, with its offset, or Unix seconds. now: what a duration counts from,
+    in Unix seconds; by default this moment.
+    """
+    if isinstance(value, str):
+        moment = _moment(value.strip(), time.time() if now is None else now)
+    elif type(value) in (int, float) and 0 < value < _LATEST:
+        moment = float(value)
+    else:
+        moment = None
+    if moment is None:
+        raise unlike(name, value, _FORMS)
+    return moment
+
+
+def _moment(text: str, now: float) -> float | None:
+    duration = _DURATION.fullmatch(text)
+    if duration:
+        return now + int(duration["count"]) * _UNIT_S[duration["unit"]]
+    try:
+        moment = datetime.fromisoformat(text)
+        return None if moment.tzinfo is None else moment.timestamp()
+    except (ValueError, OverflowError):
+        return None

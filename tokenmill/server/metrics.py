@@ -1,0 +1,194 @@
+"""What the server tells Prometheus: its requests, its streams, and the batches of all servers.
+
+No label holds a key or an id. Endpoints are the server's own paths, and projects are those of keys.
+"""
+
+import time
+from collections import Counter as Tally
+from collections.abc import Callable, Iterator, Mapping
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, ProcessCollector
+from prometheus_client.core import GaugeMetricFamily
+from prometheus_client.exposition import choose_encoder
+from prometheus_client.metrics_core import Metric
+from prometheus_client.registry import Collector
+from redis import Redis
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from jobs.runs.watching.api_records import batch_runs, batch_status, recorded_batches
+
+PATH = "/metrics"
+#: In a request's scope: the path of the route that answers it.
+ENDPOINT = "tokenmill.endpoint"
+UPLOADS = "/v1/files"
+#: Bounds of histograms, in seconds.
+_BOUNDS_S = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 20, 40, 80, 160, 640)
+#: Batches are counted that were made within this time: a day longer than any batch may take.
+COUNTED_S = 8 * 24 * 3600
+#: States that a batch does not leave.
+_FINAL_STATUSES = ("completed", "cancelled")
+
+
+class Metrics:
+    """Counts what the server does. For any thread."""
+
+    def __init__(self, connection: Redis) -> None:
+        self._registry = CollectorRegistry()
+        ProcessCollector(registry=self._registry)
+        registry = self._registry
+        self.requests = Counter(
+            "tokenmill_api_requests",
+            "Requests by the status of their answer; 499: the client went away.",
+            ("endpoint", "status"),
+            registry=registry,
+        )
+        self.request_seconds = Histogram(
+            "tokenmill_api_request_seconds",
+            "From a request to the end of its answer, of a stream to its last event.",
+            ("endpoint",),
+            buckets=_BOUNDS_S,
+            registry=registry,
+        )
+        self.first_token_seconds = Histogram(
+            "tokenmill_api_time_to_first_token_seconds",
+            "From a request to the first event of its stream.",
+            ("endpoint",),
+            buckets=_BOUNDS_S,
+            registry=registry,
+        )
+        self.open_streams = Gauge(
+            "tokenmill_api_open_streams", "Streams that have begun.", registry=registry
+        )
+        self.uploaded_bytes = Counter(
+            "tokenmill_api_uploaded_bytes", "Bytes of uploads that came.", registry=registry
+        )
+        self.limited = Counter(
+            "tokenmill_api_limited",
+            "Requests that were refused as their project asks more than it may.",
+            ("project", "reason"),
+            registry=registry,
+        )
+        registry.register(_BatchCollector(connection))
+
+    def exposition(self, accept: str) -> tuple[bytes, str]:
+        """Return all numbers and their content type. accept: the header of the request. Raises RedisError."""
+        encode, content_type = choose_encoder(accept)
+        return encode(self._registry), content_type
+
+
+class _BatchCollector(Collector):
+    """Counts batches by their state. Each exposition reads those that had not ended at the last one."""
+
+    def __init__(self, connection: Redis, clock: Callable[[], float] = time.time) -> None:
+        self._connection = connection
+        self._clock = clock
+        self._ended: Mapping[str, str] = {}
+
+    def describe(self) -> Iterator[Metric]:
+        """Yield the metric without numbers, so that nothing is read when it is registered."""
+        yield self._family()
+
+    def collect(self) -> Iterator[Metric]:
+        """Yield the number of batches by project and state. Raises RedisError."""
+        earliest = self._clock() - COUNTED_S
+        batches = [
+            batch for batch in recorded_batches(self._connection) if batch.created_at >= earliest
+        ]
+        unknown = [batch for batch in batches if batch.id not in self._ended]
+        runs = batch_runs(self._connection, unknown)
+        ended: dict[str, str] = {}
+        counts: Tally[tuple[str, str]] = Tally()
+        for batch in batches:
+            status = self._ended.get(batch.id)
+            if status is None and batch.run in runs:
+                status = batch_status(runs[batch.run])
+            if status is None:
+                continue  # Redis has forgotten its run
+            counts[batch.project, status] += 1
+            if status in _FINAL_STATUSES:
+                ended[batch.id] = status
+        self._ended = ended
+        family = self._family()
+        for labels, count in sorted(counts.items()):
+            family.add_metric(labels, count)
+        yield family
+
+    @staticmethod
+    def _family() -> GaugeMetricFamily:
+        return GaugeMetricFamily(
+            "tokenmill_api_batches",
+            "Batches of the last 8 days by state. Every server tells the same: take the maximum.",
+            labels=("project", "status"),
+        )
+
+
+class Metered:
+    """Counts each request of an application that answers it by a route with an ENDPOINT."""
+
+    def __init__(self, app: ASGIApp, metrics: Metrics) -> None:
+        self._app = app
+        self._metrics = metrics
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        request = _Metered(self._metrics, scope, receive, send)
+        try:
+            await self._app(scope, request.receive, request.send)
+        finally:
+            request.end()
+
+
+class _Metered:
+    """One request, and what passes to and fro."""
+
+    def __init__(self, metrics: Metrics, scope: Scope, receive: Receive, send: Send) -> None:
+        self._metrics = metrics
+        self._scope = scope
+        self._receive = receive
+        self._send = send
+        self._began_at = time.monotonic()
+        self._status: int | None = None
+        self._is_stream = False
+        self._has_begun = False
+
+    async def receive(self) -> Message:
+        message = await self._receive()
+        if self._scope.get(ENDPOINT) == UPLOADS:
+            self._metrics.uploaded_bytes.inc(len(message.get("body", b"")))
+        return message
+
+    async def send(self, message: Message) -> None:
+        if message["type"] == "http.response.start":
+            self._status = message["status"]
+            self._is_stream = _is_event_stream(message)
+            if self._is_stream:
+                self._metrics.open_streams.inc()
+        elif self._is_stream and not self._has_begun:
+            self._has_begun = True
+            self._metrics.first_token_seconds.labels(self._endpoint).observe(self._duration_s)
+        await self._send(message)
+
+    def end(self) -> None:
+        """Count the request."""
+        if self._is_stream:
+            self._metrics.open_streams.dec()
+        if ENDPOINT in self._scope and self._status is not None:
+            self._metrics.requests.labels(self._endpoint, str(self._status)).inc()
+            self._metrics.request_seconds.labels(self._endpoint).observe(self._duration_s)
+
+    @property
+    def _endpoint(self) -> str:
+        return str(self._scope.get(ENDPOINT, ""))
+
+    @property
+    def _duration_s(self) -> float:
+        return time.monotonic() - self._began_at
+
+
+def _is_event_stream(message: Message) -> bool:
+    for name, value in message["headers"]:
+        if name.lower() == b"content-type":
+            return bool(value.startswith(b"text/event-stream"))
+    return False

@@ -1,0 +1,106 @@
+"""In which order the jobs of a queue are claimed, so that runs and prompts share its workers fairly.
+
+Each run that waits in a queue, and all its prompts together, get equal shares of the workers, counted in rows: weighted
+fair queueing, with a job's place given by what stands before it of its own run. A run whose deadline would be missed at
+such a share comes first, the earliest deadline before the others, as long as it can still be held. The rest of the
+queue keeps a tenth of the workers meanwhile, so that nothing starves.
+
+Source: Demers, Keshav, Shenker, "Analysis and Simulation of a Fair Queueing Algorithm" (SIGCOMM 1989).
+"""
+
+from collections import defaultdict
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+from heapq import merge
+from typing import NamedTuple
+
+URGENT_SHARE = 0.9
+"""The share of the workers that runs get whose deadlines would be missed otherwise."""
+
+MARGIN = 1.25
+"""How many times longer a run may take than expected and still hold its deadline before it counts as urgent."""
+
+PROMPTS = ""
+"""Stands for the run of jobs that belong to none."""
+
+
+class WaitingJob(NamedTuple):
+    """A job in a queue. run: its run, or PROMPTS. cost: its rows."""
+
+    id: str
+    run: str
+    cost: float
+
+
+@dataclass(frozen=True)
+class RunInQueue:
+    """What is known of a run with jobs in a queue.
+
+    shard_rows: the rows of one shard. rows_left: rows without an answer. deadline: in Unix seconds; None if it has
+    none.
+    """
+
+    run: str
+    shard_rows: float
+    rows_left: float
+    deadline: float | None = None
+
+
+def urgent_runs(runs: Collection[RunInQueue], rows_per_s: float, now: float) -> list[str]:
+    """Return the runs that come first, in their order.
+
+    These are the runs that would miss their deadline at an equal share of the queue's workers. A run that would miss it
+    even so is left out, because it would only take the time of others. rows_per_s: what the workers do for all runs of
+    the queue; 0 if that is not known.
+    """
+    if rows_per_s <= 0 or not runs:
+        return []
+    with_deadline = [run for run in runs if run.deadline is not None and run.deadline > now]
+    with_deadline.sort(key=lambda run: (run.deadline, run.run))
+    fair_rate = rows_per_s / len(runs)
+    rows_before = 0.0
+    urgent = []
+    for run in with_deadline:
+        assert run.deadline is not None
+        left_s = run.deadline - now
+        would_hold = run.rows_left * MARGIN / fair_rate <= left_s
+        can_hold = (rows_before + run.rows_left) / (rows_per_s * URGENT_SHARE) <= left_s
+        if not would_hold and can_hold:
+            urgent.append(run.run)
+            rows_before += run.rows_left
+    return urgent
+
+
+def fair_order(
+    in_order: Sequence[WaitingJob], new: Sequence[WaitingJob], urgent: Sequence[str] = ()
+) -> list[str]:
+    """Return the ids of a queue's jobs in the order in which they are to be claimed.
+
+    in_order: jobs that were put in order before, which keep it. new: the jobs behind them in the queue. urgent: the
+    runs that come first. If these have changed, all jobs are new.
+    """
+    if urgent:
+        new = sorted(new, key=lambda job: urgent.index(job.run) if job.run in urgent else 0)
+    num_others = len({job.run for job in (*in_order, *new)} - set(urgent))
+    urgent_weight = num_others * URGENT_SHARE / (1 - URGENT_SHARE)
+
+    ends: defaultdict[str, float] = defaultdict(float)
+
+    def end(job: WaitingJob, not_before: float) -> float:
+        """Return the virtual time at which a job is done if each run gets its share."""
+        is_urgent = job.run in urgent
+        stream = "urgent" if is_urgent else f"run {job.run}"
+        cost = job.cost / urgent_weight if is_urgent and urgent_weight else job.cost
+        ends[stream] = max(not_before, ends[stream] + cost)
+        return ends[stream]
+
+    latest = 0.0
+    placed = []
+    for number, job in enumerate(in_order):
+        latest = end(job, latest)
+        placed.append((latest, number, job.id))
+    placed_new = []
+    for number, job in enumerate(new, len(placed)):
+        placed_new.append((end(job, 0.0), number, job.id))
+    placed_new.sort()
+    return [job_id for _, _, job_id in merge(placed, placed_new)]
