@@ -10,6 +10,7 @@ import json
 import re
 import secrets
 import time
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
 from hashlib import sha256
 from typing import Any
@@ -74,18 +75,6 @@ def revoke_key(connection: Redis, key_id: str) -> bool:
     return False
 
 
-def find_key(connection: Redis, secret: str) -> ApiKey | None:
-    """Return the key with this secret; None if there is none. Hashes are compared, in constant time."""
-    digest = _hash(secret)
-    records = _records(connection)
-    matching = [
-        (stored.text(known), record)
-        for known, record in records.items()
-        if hmac.compare_digest(stored.text(known), digest)
-    ]
-    return _key(*matching[0]) if matching else None
-
-
 def has_keys(connection: Redis) -> bool:
     """Whether requests need a key. They do once a key was made, even if all were revoked."""
     return bool(connection.exists(API_KEYS_KEY))
@@ -118,11 +107,45 @@ def set_limits(connection: Redis, project: str, limits: ProjectLimits) -> None:
     connection.hset(API_LIMITS_KEY, project, json.dumps(asdict(limits)))
 
 
-def limits_of(connection: Redis, project: str) -> ProjectLimits:
-    """Return a project's limits."""
-    record = stored.json_object(connection.hget(API_LIMITS_KEY, project) or b"")
+@dataclass(frozen=True)
+class KnownKeys:
+    """All keys and limits at one moment.
+
+    needs_key: requests need a key, as there are some, or were some that are revoked. keys: by their hashes. limits: by
+    project.
+    """
+
+    needs_key: bool
+    keys: Mapping[str, ApiKey]
+    limits: Mapping[str, ProjectLimits]
+
+    def find(self, secret: str) -> ApiKey | None:
+        """Return the key with this secret; None if there is none. Hashes are compared, in constant time."""
+        digest = _hash(secret)
+        matching = [key for known, key in self.keys.items() if hmac.compare_digest(known, digest)]
+        return matching[0] if matching else None
+
+    def limits_of(self, project: str) -> ProjectLimits:
+        """Return a project's limits."""
+        return self.limits.get(project, ProjectLimits())
+
+
+def known_keys(connection: Redis) -> KnownKeys:
+    """Read all keys and limits. Raises RedisError."""
+    with connection.pipeline(transaction=False) as pipe:
+        pipe.hgetall(API_KEYS_KEY)
+        pipe.hgetall(API_LIMITS_KEY)
+        records, limit_records = pipe.execute()
+    digests = [digest for digest in records if digest != _HAD_KEYS.encode()]
+    keys = {stored.text(digest): _key(stored.text(digest), records[digest]) for digest in digests}
+    limits = {stored.text(name): _limits(record) for name, record in limit_records.items()}
+    return KnownKeys(bool(records), keys, limits)
+
+
+def _limits(record: bytes) -> ProjectLimits:
+    values = stored.json_object(record)
     return ProjectLimits(
-        **{field.name: stored.count(record.get(field.name)) for field in fields(ProjectLimits)}
+        **{field.name: stored.count(values.get(field.name)) for field in fields(ProjectLimits)}
     )
 
 

@@ -201,7 +201,7 @@ class ApiServer:
         """Answer a call by a job."""
         with self._bodies.held() as body:
             await body.read(request)
-            call = await run_in_threadpool(call_of, request.scope["path"], body.value)
+            call = await body.apply(call_of, request.scope["path"])
             await self._models.check(call.model)
             made = await self._keys.made(request, project.name, body.value, request_id)
             call = replace(call, on_enqueued=body.let_go)
@@ -215,7 +215,7 @@ class ApiServer:
         """Answer a call of `/v1/responses` by a chat."""
         with self._bodies.held() as body:
             await body.read(request)
-            call = await run_in_threadpool(response_call, body.value)
+            call = await body.apply(response_call)
             await self._models.check(call.model)
             made = await self._keys.made(request, project.name, body.value, request_id)
             call = replace(call, on_enqueued=body.let_go)
@@ -309,7 +309,7 @@ class ApiServer:
     async def _tell(self, request: Request) -> Response:
         """Answer Prometheus."""
         try:
-            await run_in_threadpool(self._projects.check_metrics, request.headers)
+            await self._projects.check_metrics(request.headers)
             accept = request.headers.get("accept", "")
             body, kind = await run_in_threadpool(self._metrics.exposition, accept)
         except ApiError as error:

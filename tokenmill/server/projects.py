@@ -3,6 +3,7 @@
 Without any key in Redis, a server that only this machine reaches takes every request.
 """
 
+import asyncio
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -11,7 +12,7 @@ from redis import Redis
 from starlette.concurrency import run_in_threadpool
 from starlette.datastructures import Headers
 
-from jobs.api_keys import ProjectLimits, count_request, find_key, has_keys, limits_of
+from jobs.api_keys import KnownKeys, ProjectLimits, count_request, known_keys
 from tokenmill.server.errors import ApiError
 from tokenmill.serving import Hosts
 
@@ -19,6 +20,8 @@ from tokenmill.serving import Hosts
 NO_KEY_PROJECT = "default"
 #: The project whose keys open /metrics.
 METRICS_PROJECT = "metrics"
+#: How old keys and limits may be: a revoked key is refused after so many seconds.
+KNOWN_S = 1.0
 
 
 @dataclass(frozen=True)
@@ -39,27 +42,47 @@ class Projects:
         self._connection = connection
         self._is_local = is_local
         self._clock = clock
+        self._looking = asyncio.Lock()
+        self._last_known: KnownKeys | None = None
+        self._looked_at = 0.0
 
     async def of(self, headers: Headers) -> Project:
         """Return a request's project, and count the request. Raises ApiError and RedisError."""
-        return await run_in_threadpool(self._find, headers)
+        known = await self._known_for(headers)
+        name = self._name_of(headers, known)
+        limits = known.limits_of(name)
+        if limits.requests_per_minute is None:
+            return Project(name, limits)
+        return await run_in_threadpool(self._counted, name, limits, limits.requests_per_minute)
 
-    def check_metrics(self, headers: Headers) -> None:
+    async def check_metrics(self, headers: Headers) -> None:
         """Raise ApiError unless a request may read the metrics, which name all projects. It is not counted."""
-        if self._needs_no_key():
+        known = await self._known_for(headers)
+        if self._needs_no_key(known):
             _check_browser(headers)
-        elif self._name_of(headers) != METRICS_PROJECT:
+        elif self._name_of(headers, known) != METRICS_PROJECT:
             raise ApiError(
                 403, f"send a key of the project {METRICS_PROJECT!r}: `tokenmill keys add metrics`"
             )
 
-    def _find(self, headers: Headers) -> Project:
-        name = self._name_of(headers)
-        limits = limits_of(self._connection, name)
-        most = limits.requests_per_minute
-        if most is None:
-            return Project(name, limits)
+    async def _known_for(self, headers: Headers) -> KnownKeys:
+        """Return all keys and limits, with a key that was added just now. Raises RedisError."""
+        known = await self._known(KNOWN_S)
+        secret = _secret(headers)
+        if secret and known.find(secret) is None and not self._needs_no_key(known):
+            return await self._known(0.0)
+        return known
 
+    async def _known(self, max_age_s: float) -> KnownKeys:
+        asked_at = self._clock()
+        async with self._looking:  # requests that come together await the same look
+            if self._last_known is None or abs(asked_at - self._looked_at) >= max_age_s:
+                self._looked_at = self._clock()
+                self._last_known = await run_in_threadpool(known_keys, self._connection)
+            return self._last_known
+
+    def _counted(self, name: str, limits: ProjectLimits, most: int) -> Project:
+        """Count a request. Raises ApiError for one too many."""
         now = self._clock()
         count = count_request(self._connection, name, now)
         reset_s = 60 - int(now % 60)
@@ -78,15 +101,15 @@ class Projects:
             )
         return Project(name, limits, limit_headers)
 
-    def _needs_no_key(self) -> bool:
-        return self._is_local and not has_keys(self._connection)
+    def _needs_no_key(self, known: KnownKeys) -> bool:
+        return self._is_local and not known.needs_key
 
-    def _name_of(self, headers: Headers) -> str:
-        if self._needs_no_key():
+    def _name_of(self, headers: Headers, known: KnownKeys) -> str:
+        if self._needs_no_key(known):
             _check_browser(headers)
             return NO_KEY_PROJECT
         secret = _secret(headers)
-        key = find_key(self._connection, secret) if secret else None
+        key = known.find(secret) if secret else None
         if key is not None:
             return key.project
         problem = "the API key is wrong or revoked" if secret else "there is no API key"

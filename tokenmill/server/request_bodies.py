@@ -4,9 +4,9 @@ import asyncio
 import json
 import math
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TypeVar
 
 from starlette.concurrency import run_in_threadpool
 from starlette.requests import Request
@@ -17,6 +17,8 @@ from tokenmill.server.errors import ApiError
 MAX_BODY_BYTES = 32 << 20
 #: The most bytes of all bodies together, each from its first byte until Redis has its job.
 MAX_HELD_BYTES = 128 << 20
+#: Smaller bodies are parsed where they are read: a thread would cost more.
+SMALL_BYTES = 16 << 10
 #: Larger bodies are parsed one at a time: a body takes several times its size then.
 LARGE_BYTES = 1 << 20
 #: The most seconds until a body is here.
@@ -25,6 +27,7 @@ BODY_S = 60.0
 MAX_MARKS = 1_000_000
 #: The most levels of nested objects and lists. Code that reads them is recursive.
 MAX_DEPTH = 64
+T = TypeVar("T")
 _HALF_PAIR = re.compile(rb"\\u[dD][89a-fA-F]")
 
 
@@ -49,11 +52,19 @@ class HeldBody:
                     data += chunk
         except TimeoutError:
             raise ApiError(408, f"the body did not come within {BODY_S:.0f} s") from None
-        if len(data) < LARGE_BYTES:
+        if len(data) < SMALL_BYTES:
+            self.value = parsed_body(data)
+        elif len(data) < LARGE_BYTES:
             self.value = await run_in_threadpool(parsed_body, data)
         else:
             async with self._bodies.parsing_large:
                 self.value = await run_in_threadpool(parsed_body, data)
+
+    async def apply(self, function: Callable[..., T], *arguments: Any) -> T:
+        """Return a function's value of the arguments and the body, in a thread unless the body is small."""
+        if self._num_bytes < SMALL_BYTES:
+            return function(*arguments, self.value)
+        return await run_in_threadpool(function, *arguments, self.value)
 
     def let_go(self) -> None:
         """Make room for other bodies: this one is not needed any more."""

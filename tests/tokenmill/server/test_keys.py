@@ -10,14 +10,14 @@ from click.testing import CliRunner
 from redis import Redis
 from starlette.datastructures import Headers
 
-from jobs.api_keys import find_key, list_keys
+from jobs.api_keys import known_keys, list_keys
 from jobs.cli import main
 from jobs.common.keys import API_KEYS_KEY
 from tests.redis_server import running_redis_server
 from tests.rq_workers import ROOT, Workers, wait_until
 from tests.tokenmill.server.server_process import client, running_server
 from tokenmill.server.errors import ApiError
-from tokenmill.server.projects import Projects
+from tokenmill.server.projects import KNOWN_S, Projects
 from tokenmill.server.serve import NotServed, serve
 
 
@@ -33,10 +33,10 @@ def test_redis_holds_the_hash_of_a_key_alone(redis: Redis, redis_url: str) -> No
     assert secret.encode() not in digest
     assert secret.encode() not in b"".join(redis.hvals(API_KEYS_KEY))
 
-    key = find_key(redis, secret)
+    key = known_keys(redis).find(secret)
     assert key is not None
     assert (key.project, key.name) == ("search", "nightly")
-    assert find_key(redis, secret + "x") is None
+    assert known_keys(redis).find(secret + "x") is None
     assert secret not in run(redis_url, "list")
     assert "search  nightly" in run(redis_url, "list")
 
@@ -45,19 +45,21 @@ def test_a_revoked_key_is_no_key(redis: Redis, redis_url: str) -> None:
     secret = run(redis_url, "add", "search")
     (key,) = list_keys(redis)
     run(redis_url, "revoke", key.id)
-    assert find_key(redis, secret) is None
+    assert known_keys(redis).find(secret) is None
     result = CliRunner().invoke(main, ["--url", redis_url, "keys", "revoke", key.id])
     assert result.exit_code == 1
     assert "no key has the id" in result.output
 
 
 def test_revoking_the_last_key_does_not_open_a_local_server(redis: Redis, redis_url: str) -> None:
-    projects = Projects(redis, is_local=True)
+    now = 6_000_000.0
+    projects = Projects(redis, is_local=True, clock=lambda: now)
     assert asyncio.run(projects.of(Headers({"host": "127.0.0.1:8080"}))).name == "default"
     run(redis_url, "add", "search")
     (key,) = list_keys(redis)
     run(redis_url, "revoke", key.id)
     assert list_keys(redis) == []
+    now += KNOWN_S
     with pytest.raises(ApiError) as caught:
         asyncio.run(projects.of(Headers()))
     assert caught.value.status == 401
@@ -84,17 +86,34 @@ def test_without_keys_no_page_of_another_site_is_answered(
     projects = Projects(redis, is_local=True)
     headers = {"host": host} if origin is None else {"host": host, "origin": origin}
     if is_answered:
-        projects.check_metrics(Headers(headers))
+        asyncio.run(projects.check_metrics(Headers(headers)))
         assert asyncio.run(projects.of(Headers(headers))).name == "default"
     else:
         with pytest.raises(ApiError) as caught:
-            projects.check_metrics(Headers(headers))
+            asyncio.run(projects.check_metrics(Headers(headers)))
         assert caught.value.status == 403
         with pytest.raises(ApiError, match="keys add"):
             asyncio.run(projects.of(Headers(headers)))
 
     with_key = Headers({**headers, "authorization": f"Bearer {run(redis_url, 'add', 'search')}"})
+    projects = Projects(redis, is_local=True)
     assert asyncio.run(projects.of(with_key)).name == "search", "a key is enough under any name"
+
+
+def test_a_key_opens_at_once_and_closes_within_a_second(redis: Redis, redis_url: str) -> None:
+    run(redis_url, "add", "other")
+    now = 6_000_000.0
+    projects = Projects(redis, is_local=False, clock=lambda: now)
+    with pytest.raises(ApiError):
+        asyncio.run(projects.of(Headers({"authorization": "Bearer none"})))
+
+    headers = Headers({"authorization": f"Bearer {run(redis_url, 'add', 'search')}"})
+    assert asyncio.run(projects.of(headers)).name == "search"
+    (key_id,) = [key.id for key in list_keys(redis) if key.project == "search"]
+    run(redis_url, "revoke", key_id)
+    now += KNOWN_S
+    with pytest.raises(ApiError, match="revoked"):
+        asyncio.run(projects.of(headers))
 
 
 @pytest.mark.parametrize("project", ["", "../x", "a/b", "-a", "a" * 65, "a b"])

@@ -7,6 +7,7 @@ from base64 import b64decode
 from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, NamedTuple
 
 from redis import Redis
@@ -21,6 +22,7 @@ from jobs.common.rq_jobs import JobStatus, ResultType
 from jobs.runs.job_cancel import cancel_job
 from jobs.runs.redis_state.state import transact
 from tokenmill.server.answers.bodies import Call
+from tokenmill.server.answers.shared_writes import SharedWrites
 from tokenmill.server.errors import ApiError, job_error
 from tokenmill.server.idempotency import KEPT_S, Made
 from tokenmill.serving import REDIS_TIMEOUT_S
@@ -72,6 +74,7 @@ class JobsAsked:
         self._reader = redis_asyncio.Redis.from_url(
             redis_url, socket_timeout=REDIS_TIMEOUT_S, socket_connect_timeout=REDIS_TIMEOUT_S
         )
+        self._writes = SharedWrites(connection)
         self._awaited: dict[str, list[_Awaited]] = {}
         self._reading: asyncio.Task[None] | None = None
 
@@ -127,7 +130,11 @@ class JobsAsked:
         awaited = _Awaited(asyncio.get_running_loop().create_future(), pieces)
         goes_on = False
         try:
-            await run_in_threadpool(self._enqueue, made, call, is_followed=pieces is not None)
+            is_followed = pieces is not None
+            if made.is_kept:
+                await run_in_threadpool(self._enqueue_once, made, call, is_followed)
+            else:
+                await self._writes.send(partial(self._enqueue, made, call, is_followed))
             call.let_arguments_go()
             # Only now, because an awaited job that is not in Redis counts as lost.
             self._awaited.setdefault(made.id, []).append(awaited)
@@ -157,7 +164,18 @@ class JobsAsked:
         except RedisError as error:  # the job ends by its own time limit
             logger.warning("%s: its job cannot be cancelled: %s", job_id, error)
 
-    def _enqueue(self, made: Made, call: Call, *, is_followed: bool) -> None:
+    def _enqueue_once(self, made: Made, call: Call, is_followed: bool) -> None:
+        """Enqueue a job, unless an earlier request has enqueued it."""
+        job_key = rq_jobs.job_key(made.id)
+
+        def enqueue(pipe: Pipeline) -> None:
+            if not pipe.exists(job_key, rq_jobs.results_key(made.id)):
+                pipe.multi()
+                self._enqueue(made, call, is_followed, pipe)
+
+        transact(self._connection, enqueue, job_key)
+
+    def _enqueue(self, made: Made, call: Call, is_followed: bool, pipe: Pipeline) -> None:
         """Write the job and its fields in one transaction, so that no worker of another model takes it."""
         job_id = made.id
         job = rq_jobs.prepared_job(
@@ -173,17 +191,9 @@ class JobsAsked:
         fields: dict[Any, Any] = {} if call.model is None else {MODEL_FIELD: call.model}
         if is_followed:
             fields[STREAM_FIELD] = "1"
-
-        def enqueue(pipe: Pipeline) -> None:
-            if made.is_kept and pipe.exists(rq_jobs.job_key(job_id), rq_jobs.results_key(job_id)):
-                return
-            pipe.multi()
-            if fields:
-                pipe.hset(rq_jobs.job_key(job_id), mapping=fields)
-            rq_jobs.job_queue(self._connection, self._queue).enqueue_many([job], pipeline=pipe)
-
-        watched = [rq_jobs.job_key(job_id)] if made.is_kept else []
-        transact(self._connection, enqueue, *watched)
+        rq_jobs.job_queue(self._connection, self._queue).enqueue_many([job], pipeline=pipe)
+        if fields:
+            pipe.hset(rq_jobs.job_key(job_id), mapping=fields)
 
     def _read_on(self) -> None:
         """Start the reading of results, unless it goes on."""

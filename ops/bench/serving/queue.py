@@ -1,6 +1,6 @@
 """The queue side alone: prompts that cost no computing, through BatchWorker and RQ's own workers.
 
-    python -m ops.bench.queue --jobs 10000 --rounds 3
+    python -m ops.bench.serving.queue --jobs 10000 --rounds 3
 
 Each round runs the three workers one after the other, so that a busy machine slows all of them. CPU time is
 that of the worker and its children between the call of `work()` and its end.
@@ -102,8 +102,8 @@ class NoModelWorker(BatchWorker):
 
 KINDS: dict[str, tuple[type[Any], str]] = {
     "BatchWorker": (NoModelWorker, "jobs.complete"),
-    "SimpleWorker": (SimpleWorker, "ops.bench.queue.answer"),
-    "Worker": (Worker, "ops.bench.queue.answer"),
+    "SimpleWorker": (SimpleWorker, "ops.bench.serving.queue.answer"),
+    "Worker": (Worker, "ops.bench.serving.queue.answer"),
 }
 
 
@@ -136,7 +136,7 @@ def measure(kind: str, url: str, jobs: int) -> dict[str, float]:
                     for i in range(start, min(start + 1000, jobs))
                 ]
             )
-        command = [sys.executable, "-m", "ops.bench.queue", "--serve", kind, "--url", url]
+        command = [sys.executable, "-m", "ops.bench.serving.queue", "--serve", kind, "--url", url]
         environment = {
             **os.environ,
             "TOKENMILL_MODEL": "none",
