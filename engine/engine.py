@@ -1,9 +1,9 @@
 """Engine: takes requests, steps the model, and returns completions."""
 
 import logging
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Container, Iterable, Iterator, Mapping
 from concurrent.futures import Future
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from types import MappingProxyType
 from typing import Any, Self
@@ -15,6 +15,7 @@ from engine.checkpoint.folder import resolve_model
 from engine.checkpoint.heads import read_classes
 from engine.checkpoint.pooling import read_pooling
 from engine.errors import (
+    DuplicateRequest,
     EngineBusy,
     EngineClosed,
     InvalidPrompt,
@@ -32,11 +33,11 @@ from engine.run.forward.model_runner import ModelRunner
 from engine.run.forward.pictures.reader import PictureReader, find_reader
 from engine.run.forward.pictures.waiting import PictureQueue
 from engine.run.forward.runner import Runner
-from engine.run.intake import Request, Scores, check_request, numbered
+from engine.run.intake import Request, Scores, numbered
 from engine.run.kinds.request_kind import LoadedModel, NewRequest, RequestKind
 from engine.run.kinds.table import RequestKinds
 from engine.run.new_sequences import NewSequences
-from engine.run.partial_texts import PartialTexts
+from engine.run.partial_texts import GrowingText, PartialTexts
 from engine.run.stepper import Stepper
 from engine.sampling.request_kinds import PoolingParams, RequestParams
 from engine.sampling.sampling_params import SamplingParams
@@ -65,10 +66,14 @@ UNCUT = SamplingParams()
 
 @dataclass(frozen=True)
 class _Unfinished:
-    """A request that is in the engine: its kind, and its sequences that have given no completion yet."""
+    """A request that is in the engine.
+
+    seqs: those that have given no completion yet. growing_texts: of samples whose texts are read as they grow.
+    """
 
     kind: RequestKind[Any]
     seqs: list[Sequence]
+    growing_texts: dict[int, GrowingText] = field(default_factory=dict)
 
 
 class Engine:
@@ -221,7 +226,7 @@ class Engine:
 
         params: those that `add` will get. Raises what `add` raises for the prompt.
         """
-        kind = self._kinds.kind_of(params)
+        kind = self._kinds[type(params)]
         pictures = pictures_in(prompt)
         if pictures:
             reader = self._reader_for(kind, params)
@@ -243,7 +248,7 @@ class Engine:
         """
         pictures = pictures_of(messages)
         if pictures:
-            kind = self._kinds.kind_of(params)
+            kind = self._kinds[type(params)]
             reader = self._reader_for(kind, params)
             text = self._tokenizer.chat_text(messages, kinds=WITH_PICTURES, **options)
             token_ids, prompt_pictures = reader.read(text, pictures, self._tokenizer.encode_alone)
@@ -258,7 +263,7 @@ class Engine:
 
         For any thread. Keep the future: once it is done, `add` need not wait for the grammar.
         """
-        return self._kinds.kind_of(params).prepare_grammar(params)
+        return self._kinds[type(params)].prepare_grammar(params)
 
     def add(
         self,
@@ -284,8 +289,8 @@ class Engine:
         InvalidSampling, DuplicateRequest, UnsupportedTask.
         """
         self._open_runner()
-        check_request(request_id, lane, self._unfinished)
-        kind = self._kinds.kind_of(params)
+        _check_new(request_id, lane, self._unfinished)
+        kind = self._kinds[type(params)]
         kind.check(params)
         prepared = self._prepared(kind, prompt, params)
         request = NewRequest(request_id, prepared, params, lane, continued, resumed)
@@ -321,7 +326,6 @@ class Engine:
 
     def abort(self, request_id: str) -> None:
         """Drop all unfinished samples of a request; an unknown or finished id is left alone."""
-        self._partial_texts.forget(request_id)
         unfinished = self._unfinished.pop(request_id, None)
         if unfinished is not None:
             for seq in unfinished.seqs:
@@ -386,13 +390,15 @@ class Engine:
         A text is a beginning of the completion's. It lacks an end that later tokens may change: part of a character, of
         a stop string or of a mark of reasoning. Unknown ids are left out.
         """
-        return {
-            request_id: {
-                seq.index: self._partial_texts.of(seq) for seq in self._unfinished[request_id].seqs
-            }
-            for request_id in request_ids
-            if request_id in self._unfinished and self._unfinished[request_id].kind.generates
-        }
+        texts: dict[str, dict[int, PartialText]] = {}
+        for request_id in request_ids:
+            unfinished = self._unfinished.get(request_id)
+            if unfinished is not None and unfinished.kind.generates:
+                texts[request_id] = {
+                    seq.index: self._partial_texts.of(seq, unfinished.growing_texts)
+                    for seq in unfinished.seqs
+                }
+        return texts
 
     def chat_token_ids(
         self,
@@ -458,7 +464,7 @@ class Engine:
         """
         if params is None:
             params = PoolingParams()
-        self._kinds.kind_of(params).check(params)
+        self._kinds[type(params)].check(params)
         return self.generate(prompts, params, use_tqdm=use_tqdm)
 
     def _run(
@@ -537,3 +543,15 @@ class Engine:
         if seq.error is not None or not unfinished.seqs:
             self.abort(seq.request_id)
         return unfinished.kind.completion(seq)
+
+
+def _check_new(request_id: object, lane: object, unfinished: Container[str]) -> None:
+    """Raise InvalidRequest for an impossible id or lane, DuplicateRequest for an unfinished id."""
+    if not isinstance(request_id, str):
+        raise InvalidRequest(f"a request id must be a string, got {request_id!r}")
+    if request_id in unfinished:
+        raise DuplicateRequest(
+            f"request {request_id!r} is unfinished; use another id, or abort it first"
+        )
+    if isinstance(lane, bool) or not isinstance(lane, int) or lane < 0:
+        raise InvalidRequest(f"lane must be an integer of 0 or more, got {lane!r}")

@@ -70,6 +70,15 @@ class UnsupportedTask(InvalidRequest):
     """The checkpoint lacks the part for this task: an LM head to generate and score, a pooling to embed."""
 
 
+class NoLmHead(UnsupportedTask):
+    """The checkpoint has no LM head, and the task needs one."""
+
+    def __init__(self) -> None:
+        super().__init__(
+            "this checkpoint has no LM head: it embeds or classifies, it cannot generate or score"
+        )
+
+
 class PromptTooLong(InvalidRequest):
     """A prompt leaves no room for one new token in the model's length or the KV pool."""
 

@@ -58,6 +58,10 @@ class InvalidJob(JobsError):
     """Raised when the arguments of a job are wrong: (text)."""
 
 
+class NotBuilt(InvalidJob):
+    """Raised when a job asks for what Tokenmill does not do: (text)."""
+
+
 class InvalidValue(InvalidJob):
     """Raised when an argument has a value that cannot be: (text, what stands for each {} in it, hidden in logs)."""
 

@@ -12,7 +12,7 @@ from typing import Any
 
 from jobs.context import JobContext
 from jobs.errors import InvalidJob
-from jobs.prompts.prompt_task import chat_task, complete_task
+from jobs.prompts.prompt_jobs import chat_task, complete_task
 from jobs.prompts.scoring.table import SCORING_JOBS
 from jobs.tasks import OpenTask, Task, TimedTask
 

@@ -107,7 +107,7 @@ def assemble(
         ends_store=JobStore(
             clients.pool, worker.name, limits.lease_s, settings.max_job_bytes, clock=redis_clock
         ),
-        environment=JobEnvironment(lent, settings.function_grace_s, traces or Traces()),
+        environment=JobEnvironment(lent, settings.function_grace_s, traces),
         admission=Admission(ALLOWED_FUNCTIONS | set(settings.allowed_functions)),
         callbacks=Callbacks(worker._exc_handlers, clients.pool, clients.user, webhooks),
         packer=Packer(

@@ -40,8 +40,8 @@ class EngineFailed(WorkerError):
 
 class TooManyStuckThreads(WorkerError):
     """{number} threads hang in functions or callbacks that nothing could interrupt, more than
-    TOKENMILL_MAX_STUCK_THREADS={most}: what it holds is given back, and only its end frees them; the log says where
-    each hangs"""
+    TOKENMILL_MAX_STUCK_THREADS={most}: the worker gives back its jobs and ends, which alone ends the threads; the log
+    says where each hangs"""
 
 
 class FaultySurroundings(WorkerError):

@@ -1,7 +1,7 @@
 """JobEnvironment: what this worker lends to the jobs that it runs."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from hashlib import blake2b
 from typing import Any
 
@@ -9,7 +9,6 @@ from redis import Redis
 
 from engine import InvalidRequest, SamplingParams
 from jobs.common.keys import FORMAT
-from jobs.common.rq_jobs import executions_key
 from jobs.common.stored import moment
 from jobs.context import JobContext, Lease
 from jobs.context.job_journal import JobJournal
@@ -33,7 +32,7 @@ class JobEnvironment:
 
     lent: JobContext
     function_grace_s: float = 5.0
-    traces: Traces = field(default_factory=Traces)
+    traces: Traces | None = None
 
     def context(self, claimed: ClaimedJob, connection: Redis) -> JobContext:
         """Return the context of one of our own jobs. connection: used by the threads that work for it."""
@@ -43,12 +42,18 @@ class JobEnvironment:
             queue_name=claimed.queue_name,
             job_id=claimed.job_id,
             execution_id=claimed.execution_id,
-            lease=_lease(claimed),
+            lease=Lease(claimed.job_id, claimed.execution_id),
             worker_name=claimed.worker_name,
             journal=self._journal(claimed, connection),
-            trace=self.traces.carrier(claimed.execution_id, claimed.record.meta),
+            trace=self._trace(claimed),
             created_at=moment(claimed.record.fields.get(b"created_at")),
         )
+
+    def _trace(self, claimed: ClaimedJob) -> Mapping[str, str]:
+        """Return the trace context for jobs that the job enqueues; empty if nothing is traced."""
+        if self.traces is None:
+            return {}
+        return self.traces.carrier(claimed.execution_id, claimed.record.meta)
 
     def _journal(self, claimed: ClaimedJob, connection: Redis) -> JobJournal:
         """Return the job's journal. It belongs to the job, its payload and the model."""
@@ -57,26 +62,20 @@ class JobEnvironment:
         # The payload's texts stand for their tokens, because the model's pin covers its tokenizer, its chat template
         # and the length at which `truncate_prompt_tokens` cuts.
         owner = f"{FORMAT} {claimed.job_id} {created_at} {payload_digest} {self.lent.model.pin}"
-        lease = _lease(claimed)
         owner_digest = blake2b(owner.encode(), digest_size=8).hexdigest()
         return JobJournal(
             connection,
             claimed.job_id,
             owner,
             claimed.journal,
-            (lease.key, lease.member),
-            owner_digest=owner_digest,
-            sent=sent_tokens(claimed.pieces, owner_digest),
+            claimed.execution_id,
+            owner_digest,
+            sent_tokens(claimed.pieces, owner_digest),
         )
 
     def tell_failed(self, connection: Redis, claimed: ClaimedJob, error: str) -> None:
         """If a run has failed with this job, tell those who asked to hear of the run's end. error: why."""
-        tell_failed(connection, claimed.job_id, _lease(claimed), error)
-
-
-def _lease(claimed: ClaimedJob) -> Lease:
-    """Return the entry in Redis that shows that this worker holds the job."""
-    return Lease(executions_key(claimed.job_id), claimed.execution_id)
+        tell_failed(connection, Lease(claimed.job_id, claimed.execution_id), error)
 
 
 def prompt_meter(engine: Any, max_num_seqs: int, block_size: int) -> PromptMeter:

@@ -24,15 +24,16 @@ from jobs.common.plain_log import AUTO, checked_format
 from jobs.context import MAX_RESULT_BYTES, JobContext
 from jobs.context.answers import DEFAULT_BYTES, AnswerMemo
 from jobs.context.checks import DEFAULT_LIMIT_S, Checks
-from jobs.context.served_model import MAX_MODEL_CHARS, PromptMeter, ServedModel
+from jobs.context.served_model import PromptMeter, ServedModel
 from jobs.context.shared_files import DEFAULT_BYTES as SHARD_BYTES
 from jobs.context.shared_files import ShardBytes, SharedFiles
 from jobs.errors import JobsError
 from jobs.installed import check_sampling
+from jobs.prompts.arguments import MAX_MODEL_CHARS
 from jobs.runs.plans.paths import STORES, is_stored, run_path
 from jobs.table import ALLOWED_FUNCTIONS
 from worker.errors import SettingsError
-from worker.store.records.bounds import DEFAULT_MAX_HELD_BYTES, DEFAULT_MAX_JOB_BYTES
+from worker.store.records.job_record import DEFAULT_MAX_HELD_BYTES, DEFAULT_MAX_JOB_BYTES
 from worker.threads.interrupts import check_interrupted, current_call
 
 if TYPE_CHECKING:

@@ -166,7 +166,7 @@ class CpuBackend(KernelBackend):
                 metadata, group, cache.keys.shape[1], shares=shares
             )
         parts = metadata.parts[group, shares]
-        kind = features.options() | {"sinks": sinks, "slopes": slopes, "state": None}
+        kind = features.options | {"sinks": sinks, "slopes": slopes, "state": None}
         prefill_attention = self._prefilling.prefill_attention
         tables = torch.from_numpy(metadata.block_tables)
         if parts.shared is not None:
@@ -184,7 +184,7 @@ class CpuBackend(KernelBackend):
         prefilling, lens = self._prefilling, step.query_lens
         starts, begins = np.cumsum(lens) - lens, np.zeros(len(lens), np.int64)
         prefixes = []
-        if shares:
+        if shares and len(lens) > 1:
             prefixes = find_shared_prefixes(
                 step.block_tables,
                 step.context_lens - lens,

@@ -1,6 +1,7 @@
 """A layer's kind of attention, as data that every backend reads."""
 
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 
@@ -33,6 +34,7 @@ class AttentionFeatures:
     has_slopes: bool = False
     is_indexed: bool = False
 
+    @cached_property
     def options(self) -> dict[str, Any]:
         """The keyword arguments that attention kernels take beside tensors."""
         return {name: getattr(self, name) for name in ("scale", "window", "chunk", "soft_cap")}

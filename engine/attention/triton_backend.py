@@ -174,7 +174,7 @@ class TritonBackend(CapturableBackend):
         assert isinstance(metadata, TritonMetadata)
         out = torch.empty(query.shape, dtype=query.dtype, device=query.device)
         decode, prefill = metadata.decode, metadata.prefill
-        kind = features.options() | {"sinks": sinks, "slopes": slopes}
+        kind = features.options | {"sinks": sinks, "slopes": slopes}
         if len(prefill.seqs):
             prefill_attention(query, cache, prefill, out, **kind)
         if len(decode.rows):

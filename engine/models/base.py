@@ -53,10 +53,6 @@ class CausalModel(nn.Module, ABC):
     probe_lengths: tuple[int, int] = (13, 9)
     may_wait: ClassVar[bool] = False
 
-    def forward(self, batch: ForwardBatch, cache: KVCache) -> Tensor:
-        """Return logits [samples, vocabulary] of the sampling rows, a part of them on ranks other than 0."""
-        return self.logits(self.states_of(batch.sample_rows, batch, cache))
-
     def states_of(self, rows: Tensor, batch: ForwardBatch, cache: KVCache) -> Tensor:
         """Return final hidden states of `rows`, [rows] int64, in any order; all keys and values are stored."""
         return self.hidden_states(batch, cache)[rows]
@@ -70,7 +66,7 @@ class CausalModel(nn.Module, ABC):
         """Turn hidden [samples, hidden] into logits [samples, vocabulary], a part of them on ranks other than 0."""
 
     def reference_logits(self, token_ids: Tensor) -> Tensor | None:
-        """Return logits [tokens, vocabulary], float32, of one sequence by other code than `forward`, or None.
+        """Return logits [tokens, vocabulary], float32, of one sequence by other code than `hidden_states`, or None.
 
         token_ids: [tokens]. Ranks other than 0 return a part of the vocabulary.
         """

@@ -1,11 +1,11 @@
-"""Checks and numbers requests as they come in, and makes requests of pairs whose likelihood is asked."""
+"""Numbers the prompts of a call, and makes requests of pairs whose likelihood is asked."""
 
-from collections.abc import Callable, Container, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from itertools import zip_longest
 from typing import Any
 
-from engine.errors import DuplicateRequest, InvalidPrompt, InvalidRequest, ScoringFailed
+from engine.errors import InvalidPrompt, InvalidRequest, ScoringFailed
 from engine.sampling.request_kinds import RequestParams, ScoringParams
 from engine.sampling.sampling_params import SamplingParams
 from engine.schedule.outputs import Completion, LogLikelihood
@@ -13,18 +13,6 @@ from engine.schedule.prepared_prompt import PreparedPrompt
 from engine.text.prompts import Context, Prompt, PromptReader
 
 Request = tuple[str, Prompt | PreparedPrompt, RequestParams]
-
-
-def check_request(request_id: object, lane: object, unfinished: Container[str]) -> None:
-    """Raise InvalidRequest for an impossible id or lane, DuplicateRequest for an unfinished id."""
-    if not isinstance(request_id, str):
-        raise InvalidRequest(f"a request id must be a string, got {request_id!r}")
-    if request_id in unfinished:
-        raise DuplicateRequest(
-            f"request {request_id!r} is unfinished; use another id, or abort it first"
-        )
-    if isinstance(lane, bool) or not isinstance(lane, int) or lane < 0:
-        raise InvalidRequest(f"lane must be an integer of 0 or more, got {lane!r}")
 
 
 def numbered(

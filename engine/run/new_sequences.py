@@ -1,12 +1,12 @@
 """NewSequences: makes the sequences of a request that generates, one for each of its samples."""
 
 import logging
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
 
 from engine.sampling.logit_edits import RequestEdits, SequenceEdits
 from engine.sampling.sampling_params import SamplingParams
 from engine.schedule.prepared_prompt import PreparedPrompt
-from engine.schedule.sequence import Sequence
+from engine.schedule.sequence import Forcing, Sequence
 from engine.structured.forced_calls import ForcedCalls
 from engine.structured.grammars import Grammars
 from engine.structured.matcher import JumpAhead, Matcher
@@ -55,8 +55,13 @@ class NewSequences:
         )
         # the form covers the whole text, so the space before its first word stays
         follows_text = self._tokenizer.has_text(prompt.token_ids) or params.has_form
-        bad_words = self._tokenizer.bad_words(tuple(params.bad_words or ()))
-        edits = RequestEdits.of(params, prompt.token_ids, self._vocab_size, bad_words)
+        edits: RequestEdits | None = None
+        if params.edits_logits:
+            bad_words = self._tokenizer.bad_words(tuple(params.bad_words or ()))
+            edits = RequestEdits.of(params, prompt.token_ids, self._vocab_size, bad_words)
+        matchers: Iterable[Matcher | None] = [None] * params.n
+        if params.has_form:
+            matchers = self.grammars.matchers(params, end_token_ids)
         seqs = [
             Sequence(
                 request_id,
@@ -69,24 +74,28 @@ class NewSequences:
                 stop_token_ids=end_token_ids,
                 stop_strings=self._stop_strings(params, prompt.token_ids, follows_text, matcher),
                 edits=None if edits is None else SequenceEdits(edits),
-                forcing=self.reasoner.budget(
-                    params.thinking_token_budget,
-                    params.reasoning_marks,
-                    prompt.token_ids,
-                    follows_text,
-                )
-                or JumpAhead.of(matcher, params),
+                forcing=self._forcing(params, prompt.token_ids, follows_text, matcher),
                 matcher=matcher,
                 block_keys=prompt.block_keys,
                 pictures=prompt.pictures,
             )
-            for index, matcher in enumerate(self.grammars.matchers(params, end_token_ids))
+            for index, matcher in enumerate(matchers)
         ]
         for seq in seqs:
             seq.prompt_logprobs = seqs[0].prompt_logprobs
             for token_id in continued:
                 seq.go_on_behind(token_id)
         return seqs
+
+    def _forcing(
+        self, params: SamplingParams, prompt: list[int], follows_text: bool, matcher: Matcher | None
+    ) -> Forcing | None:
+        """Return what says which tokens of a sequence must come next; None if none ever must."""
+        if params.thinking_token_budget is not None:
+            return self.reasoner.budget(
+                params.thinking_token_budget, params.reasoning_marks, prompt, follows_text
+            )
+        return None if matcher is None else JumpAhead.of(matcher, params)
 
     def _stop_strings(
         self, params: SamplingParams, prompt: list[int], follows_text: bool, matcher: Matcher | None

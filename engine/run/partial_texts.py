@@ -12,7 +12,7 @@ from engine.text.tokenizer import Tokenizer
 
 
 @dataclass
-class _Growing:
+class GrowingText:
     """The text of one sequence's tokens so far.
 
     num_tokens: those that were added. num_certain: those whose text no later token changes.
@@ -30,22 +30,18 @@ class PartialTexts:
     def __init__(self, tokenizer: Tokenizer, reasoner: Reasoner) -> None:
         self._tokenizer = tokenizer
         self._reasoner = reasoner
-        self._growing: dict[str, dict[int, _Growing]] = {}
 
-    def forget(self, request_id: str) -> None:
-        """Forget a request that has ended."""
-        self._growing.pop(request_id, None)
-
-    def of(self, seq: Sequence) -> PartialText:
+    def of(self, seq: Sequence, growing_texts: dict[int, GrowingText]) -> PartialText:
         """Return what a sequence's text begins with.
 
         Empty for a request with tools, as the text around their calls is known only at its end.
+        growing_texts: the texts of the request's samples by index, as earlier calls have left them.
         """
         params = seq.params
         if params.tools:
             return PartialText(None, "", ())
         token_ids = seq.generated_token_ids
-        growing = self._grown(seq, token_ids)
+        growing = self._grown(seq, token_ids, growing_texts)
         marks = self._reasoner.marks(params.reasoning_marks) if params.separate_reasoning else {}
         reasoning: str | None = None
         text = growing.text
@@ -58,18 +54,19 @@ class PartialTexts:
             text = text[: max(0, len(text) - longest + 1)]
         return PartialText(reasoning, text.replace(BREAK, ""), token_ids)
 
-    def _grown(self, seq: Sequence, token_ids: list[int]) -> _Growing:
-        samples = self._growing.setdefault(seq.request_id, {})
-        growing = samples.get(seq.index)
+    def _grown(
+        self, seq: Sequence, token_ids: list[int], growing_texts: dict[int, GrowingText]
+    ) -> GrowingText:
+        growing = growing_texts.get(seq.index)
         if growing is None:
-            growing = _Growing(
+            growing = GrowingText(
                 self._tokenizer.incremental_text(
                     follows_text=seq.follows_text,
                     skip_special_tokens=seq.params.skip_special_tokens,
                     spaces_between_special_tokens=seq.params.spaces_between_special_tokens,
                 )
             )
-            samples[seq.index] = growing
+            growing_texts[seq.index] = growing
         for token_id in token_ids[growing.num_tokens :]:
             growing.text += growing.incremental.add(token_id)
             growing.num_tokens += 1

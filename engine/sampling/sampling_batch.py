@@ -6,6 +6,7 @@ One structured array holds a row's values: the columns of SamplingParams, and wh
 from collections.abc import Callable
 from dataclasses import dataclass
 from operator import attrgetter
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -46,6 +47,14 @@ class SamplingBatch:
     position: NDArray[np.uint64]
     edits: LogitEdits | None = None
     fill_masks: Callable[[], None] | None = None
+
+    def columns(self) -> dict[str, NDArray[Any]]:
+        """Return the fields of SamplingRows, on the host and contiguous."""
+        columns: dict[str, NDArray[Any]] = {"position": self.position.view(np.int64)}
+        for name in ROW.names or ():
+            column = np.ascontiguousarray(self.values[name])
+            columns[name] = column.view(np.int64) if column.dtype == np.uint64 else column
+        return columns
 
     def ready_edits(self) -> LogitEdits | None:
         """Compute the missing masks and return the edits; called as late as possible, while the step runs."""

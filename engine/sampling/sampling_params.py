@@ -156,6 +156,21 @@ class SamplingParams:
         """Whether the text must have a form, by structured_outputs or as a call of a tool."""
         return self.structured_outputs is not None or self.tool_choice is not None
 
+    @property
+    def edits_logits(self) -> bool:
+        """Whether something beside the sampler's columns changes logits before a token is chosen."""
+        has_penalties = (
+            self.presence_penalty != 0
+            or self.frequency_penalty != 0
+            or self.repetition_penalty != 1
+        )
+        return (
+            has_penalties
+            or bool(self.logit_bias)
+            or bool(self.bad_words)
+            or self.allowed_token_ids is not None
+        )
+
     @classmethod
     def from_mapping(cls, mapping: Mapping[str, Any]) -> SamplingParams:
         """Build from names and values that came from outside, such as a job's keyword arguments.

@@ -14,11 +14,6 @@ from engine.text.tokenizer import TokenText
 NOT_WANTED = -1  # in place of a number of likely tokens: no log probabilities are wanted
 
 
-def num_top(wanted: int | None) -> int:
-    """Return the number of likely tokens that logprobs or prompt_logprobs ask for, or NOT_WANTED."""
-    return NOT_WANTED if wanted is None else wanted
-
-
 @dataclass(frozen=True, slots=True)
 class RowLogprobs:
     """The log probabilities of rows: of one token each, and of the most likely ones.

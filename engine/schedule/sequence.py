@@ -13,7 +13,7 @@ import numpy as np
 from engine.errors import InvalidRequest, NoToken
 from engine.sampling.logit_edits import SequenceEdits
 from engine.sampling.sampling_params import SamplingParams
-from engine.schedule.logprobs import NOT_WANTED, RowLogprobs, num_top
+from engine.schedule.logprobs import NOT_WANTED, RowLogprobs
 from engine.schedule.outputs import FinishReason, RequestProgress
 from engine.schedule.pictures import PromptPictures
 from engine.schedule.pooled import PooledStates
@@ -147,9 +147,9 @@ class Sequence:
         self.generates = self.targets is None and self.pooled is None
         self.max_len = self.num_prompt_tokens + (self.params.max_tokens if self.generates else 0)
         self.forced = deque(() if self.forcing is None else self.forcing.first())
-        self.sample_top = num_top(self.params.logprobs)
+        self.sample_top = NOT_WANTED if self.params.logprobs is None else self.params.logprobs
         if self.index == 0 and self.params.prompt_logprobs is not None:  # one sample speaks for all
-            self.targets = Targets.of(self.token_ids, 1, num_top(self.params.prompt_logprobs))
+            self.targets = Targets.of(self.token_ids, 1, self.params.prompt_logprobs)
 
     def go_on_behind(self, token_id: int) -> None:
         """Learn a token of a cut completion, before it is scheduled: max_tokens more follow it.

@@ -225,9 +225,9 @@ class JumpAhead:
         self._matcher = matcher
 
     @classmethod
-    def of(cls, matcher: Matcher | None, params: SamplingParams) -> JumpAhead | None:
+    def of(cls, matcher: Matcher, params: SamplingParams) -> JumpAhead | None:
         """Return one; None if nothing can be forced, a forced token may be banned, or log probabilities are wanted."""
-        if matcher is None or not matcher.vocabulary.is_canonical:
+        if not matcher.vocabulary.is_canonical:
             return None
         may_ban = params.bad_words or params.allowed_token_ids is not None or params.min_tokens
         if may_ban or params.logprobs is not None:

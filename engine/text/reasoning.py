@@ -210,15 +210,13 @@ class Reasoner:
         self._marks_of = lru_cache(maxsize=64)(self._read_marks)
 
     def budget(
-        self, budget: int | None, named: Sequence[str], prompt: list[int], follows_text: bool
-    ) -> ThinkingBudget | None:
-        """Return the ThinkingBudget of one completion; None without a budget.
+        self, budget: int, named: Sequence[str], prompt: list[int], follows_text: bool
+    ) -> ThinkingBudget:
+        """Return the ThinkingBudget of one completion.
 
         named: the marks, () for the model's own. follows_text: of Tokenizer.decode. Raises InvalidSampling if there are
         no marks.
         """
-        if budget is None:
-            return None
         marks = self._analysis() if self._channels and not named else self._marks_of(tuple(named))
         if marks is None:
             raise InvalidSampling(

@@ -79,9 +79,7 @@ def restore_check(connection: redis.Redis, /, confirm: bool) -> None:
         if num_waiting:
             click.echo(f"queue {safe_name(queue.name)}: {num_waiting} waiting")
     if not confirm:
-        raise click.ClickException(
-            "cancel the prompts that you have answers of, then give --confirm"
-        )
+        raise click.ClickException("cancel the prompts whose answers you have, then give --confirm")
     connection.delete(RESTORED_KEY, EPOCHS_KEY)
     click.echo("confirmed: the workers claim what is queued")
 

@@ -6,6 +6,7 @@ from typing import Any
 
 from redis import Redis
 
+from jobs.common.rq_jobs import executions_key
 from jobs.context.answers import AnswerMemo
 from jobs.context.checks import Checks
 from jobs.context.job_journal import JobJournal
@@ -26,10 +27,15 @@ def never_interrupted() -> None:
 
 @dataclass(frozen=True)
 class Lease:
-    """The mark in Redis that an execution still holds its job: `member` is in the sorted set `key`."""
+    """The mark in Redis that an execution still holds its job: `execution_id` is in the sorted set `key`."""
 
-    key: str
-    member: str
+    job_id: str
+    execution_id: str
+
+    @property
+    def key(self) -> str:
+        """RQ's registry of the job's executions."""
+        return executions_key(self.job_id)
 
 
 @dataclass(frozen=True)

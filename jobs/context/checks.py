@@ -44,8 +44,9 @@ class RepairOptions:
     continue_on_length: bool = False
     repair_template: str | None = None
 
-    @property
+    @cached_property
     def is_asked_for(self) -> bool:
+        """Whether answers may be asked for again."""
         return self.check is not None or self.continue_on_length
 
     @cached_property
@@ -125,6 +126,9 @@ PARSERS: Mapping[str, Callable[[str, Any], Any]] = {
     "repair_template": _repair_template,
 }
 
+
+#: The names of all options.
+REPAIR_OPTIONS = PARSERS.keys()
 
 #: Seconds of a check.
 DEFAULT_LIMIT_S = 5.0

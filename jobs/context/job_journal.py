@@ -2,11 +2,13 @@
 
 import json
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from redis import Redis
 
 from jobs.common.keys import JOURNAL_TTL_S, JOURNALS_KEY, journal_key
+from jobs.common.rq_jobs import executions_key
 
 #: The most bytes of one job's journal. It is written whole each time, and read with the job's claim.
 MAX_BYTES = 256 << 10
@@ -20,37 +22,28 @@ class SentTokens(NamedTuple):
     token_ids: Sequence[int]
 
 
+@dataclass(frozen=True)
 class JobJournal:
     """The journal of one execution of a job. Its first line names the owner; each other line is a prompt's record.
 
     owner: a text that names the job, its time of creation, its payload and its model. stored: the key's value when the
-    job was claimed. lease: a sorted set, and the execution's member in it. owner_digest: a short name of the owner.
-    sent: what earlier executions of a followed job have sent, in that order.
+    job was claimed; None if it had none. execution_id: the journal is written only while this execution holds the job;
+    None for always. owner_digest: a short name of the owner. sent: what earlier executions of a followed job have sent,
+    in that order.
     """
 
-    def __init__(
-        self,
-        connection: Redis,
-        job_id: str,
-        owner: str,
-        stored: bytes | None,
-        lease: tuple[str, str] | None = None,
-        *,
-        owner_digest: str = "",
-        sent: Sequence[SentTokens] = (),
-    ) -> None:
-        self.owner_digest = owner_digest
-        self._sent = sent
-        self._connection = connection
-        self._job_id = job_id
-        self._owner = owner
-        self._stored = stored
-        self._lease = lease
+    connection: Redis
+    job_id: str
+    owner: str
+    stored: bytes | None
+    execution_id: str | None = None
+    owner_digest: str = ""
+    sent: Sequence[SentTokens] = ()
 
     def read(self) -> list[Any]:
         """Return the prompts' records as they were written. Empty if it is damaged, or another job's."""
-        owner, *lines = (self._stored or b"").decode(errors="replace").split("\n")
-        if owner != self._owner:
+        owner, *lines = (self.stored or b"").decode(errors="replace").split("\n")
+        if owner != self.owner:
             return []
         try:
             return [json.loads(line) for line in lines]
@@ -63,7 +56,7 @@ class JobJournal:
         tokens: what the journal has, by sample. Where it has others, the sent ones stand.
         """
         merged = {sample: list(token_ids) for sample, token_ids in tokens.items()}
-        for sample, num_before, token_ids in self._sent:
+        for sample, num_before, token_ids in self.sent:
             known = merged.setdefault(sample, [])
             end = num_before + len(token_ids)
             if num_before <= len(known) and known[num_before:end] != token_ids:
@@ -72,13 +65,19 @@ class JobJournal:
 
     def write(self, records: Iterable[Sequence[Any]]) -> None:
         """Write the records that have room, unless the execution has lost its job."""
-        contents = self._owner
+        contents = self.owner
         for record in records:
             line = json.dumps(record)
             if len(contents) + len(line) < MAX_BYTES:
                 contents += "\n" + line
-        if self._lease is None or self._connection.zscore(*self._lease) is not None:
-            with self._connection.pipeline(transaction=False) as pipe:
-                pipe.set(journal_key(self._job_id), contents, ex=JOURNAL_TTL_S)
-                pipe.sadd(JOURNALS_KEY, self._job_id)
+        if self._is_held():
+            with self.connection.pipeline(transaction=False) as pipe:
+                pipe.set(journal_key(self.job_id), contents, ex=JOURNAL_TTL_S)
+                pipe.sadd(JOURNALS_KEY, self.job_id)
                 pipe.execute()
+
+    def _is_held(self) -> bool:
+        if self.execution_id is None:
+            return True
+        key = executions_key(self.job_id)
+        return self.connection.zscore(key, self.execution_id) is not None

@@ -3,13 +3,11 @@
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime
+from functools import cached_property
 from secrets import token_hex
 from typing import Any
 
-from jobs.context.values import some_text
 from jobs.errors import InvalidJob, ModelNotServed
-
-MAX_MODEL_CHARS = 4096
 
 
 @dataclass(frozen=True)
@@ -31,7 +29,7 @@ class PinnedModel:
         length = f", up to {self.max_model_len} tokens" if self.max_model_len else ""
         return f"{self.name} ({self.dtype}, {self.fingerprint[:8]}{length})"
 
-    @property
+    @cached_property
     def pin(self) -> str:
         """Name what a worker must serve to answer the run's rows. Other workers leave its jobs on the queue."""
         return (
@@ -113,11 +111,6 @@ def split_formats(text: str) -> tuple[str, ...] | None:
     if text == _UNNAMED:
         return None
     return tuple(text.split("\n")) if text else ()
-
-
-def parse_model(model: object) -> str | None:
-    """Return the model that a job's argument asks for. Raises InvalidJob if it can be no name."""
-    return None if model is None else some_text("model", model, MAX_MODEL_CHARS)
 
 
 @dataclass(frozen=True)

@@ -1,8 +1,8 @@
-"""What an item is: a generator that yields what it needs and returns its answer."""
+"""What an item is: a generator that yields what it needs and returns its answer. And what a job asks of its items."""
 
 from collections.abc import Generator, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any, Generic, TypeVar
 
 from jobs.context.checks import RepairOptions
 from jobs.tasks import Completion, Request
@@ -41,6 +41,29 @@ It depends on its prompt, its seed and what it was given, on nothing else. So an
 replay: a fresh generator is given the same replies again. If you change the steps of an item, raise FORMAT
 (jobs/common/keys.py), because journals hold replies to the old steps.
 """
+
+
+class Ask(Generic[T]):
+    """What a job asks of each of its prompts or rows, as far as the runner needs to know it.
+
+    has_checks: whether items yield checks. Their completions go through another thread before they are delivered.
+    is_single: each item begins with one request.
+    """
+
+    has_checks = False
+    is_single = True
+
+    def opening(self) -> Item[Any] | None:
+        """Return an item that ends before all others begin, if there is one."""
+        return None
+
+    def prepared(self, request: Request) -> Request:
+        """Return a request as it is sent."""
+        return request
+
+    def is_remembered(self, answer: T) -> bool:
+        """Whether an answer is given to equal prompts of other jobs, too."""
+        return True
 
 
 def asked_once(request: Request) -> Item[Samples]:

@@ -1,52 +1,19 @@
-"""The runner of items: it sends their requests, delivers completions, and has their answers in the end."""
+"""The runner of items, which sends their requests and delivers completions, and the task that it works for."""
 
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Generic, NamedTuple
+from typing import Any, Generic
 
 from jobs.context.answers import AnswerMemo
 from jobs.context.checks import Checks
-from jobs.items.ask import Ask
-from jobs.items.item import Item, Samples, T
+from jobs.items.item import Ask, Samples, T
 from jobs.items.records import NOTHING, Progress, Reply, Tokens
-from jobs.items.under_way import ItemUnderWay
-from jobs.tasks import Request
+from jobs.items.under_way import Answered, Entry, ItemUnderWay, Sent
+from jobs.tasks import OpenTask, Request
 
 PromptTokens = Mapping[int, Tokens]
 """The tokens of requests that were sent and not delivered, by the request's index."""
-
-
-@dataclass(slots=True, eq=False)
-class Entry(Generic[T]):
-    """One item of a runner, which answers one place or several equal ones.
-
-    places: the places of its prompts or rows within the runner. The first one names the item in a journal.
-    make: begins the item. It is called once, when the item's turn comes.
-    memo_key: names the answer in the memo; None for an item whose answer is its own.
-    num_awaited: requests of the present step that are not delivered yet.
-    resumed: where another execution left the item, until it has come there.
-    replies, received: what was delivered, for steps that are over and for the present one; see Progress.
-    """
-
-    places: list[int]
-    make: Callable[[], Item[T]] | None
-    memo_key: bytes | None = None
-    item: ItemUnderWay[T] | None = None
-    num_awaited: int = 0
-    resumed: Progress = NOTHING
-    replies: tuple[Reply, ...] = ()
-    received: dict[int, Samples] | None = None
-    num_tokens: int = 0
-
-
-class Sent(NamedTuple, Generic[T]):
-    """A request that was sent: its item, the step and the place in the step, and how many tokens it continues."""
-
-    entry: Entry[T]
-    step: int
-    place: int
-    num_continued: int
 
 
 @dataclass(slots=True)
@@ -63,19 +30,6 @@ class Counts:
     prompt_tokens: int = 0
     generated_tokens: int = 0
     resumed_tokens: int = 0
-
-
-class Answered(NamedTuple, Generic[T]):
-    """An answer as it came.
-
-    num_tokens: tokens that were generated for it; 0 for a further place with the same answer. replies: what its item
-    was given, if the runner keeps that.
-    """
-
-    place: int
-    num_tokens: int
-    answer: T
-    replies: tuple[Reply, ...]
 
 
 class ItemRunner(Generic[T]):
@@ -371,3 +325,43 @@ class ItemRunner(Generic[T]):
         if memo_key in self._claimed_keys:
             self._claimed_keys.discard(memo_key)
             self._memo.end(memo_key)
+
+
+class ItemsTask(OpenTask):
+    """Asks what the runner's items ask. A subclass sets `runner`, or leaves it None if nothing is asked."""
+
+    runner: ItemRunner[Any] | None = None
+
+    def requests(self) -> Iterator[Request]:
+        """Yield the runner's requests."""
+        return iter(()) if self.runner is None else self.runner.requests()
+
+    @property
+    def num_requests(self) -> int | None:
+        """Return the runner's number of requests, 0 without one."""
+        return 0 if self.runner is None else self.runner.num_requests
+
+    @property
+    def has_more(self) -> bool:
+        """Whether the runner has requests now."""
+        return self.runner is not None and self.runner.has_more
+
+    @property
+    def inspects(self) -> bool:
+        """Whether the runner's items are checked."""
+        return self.runner is not None and self.runner.inspects
+
+    def inspect(self, index: int, completions: Samples) -> None:
+        """Have the runner make checks."""
+        assert self.runner is not None, "nothing was asked"
+        self.runner.inspect(index, completions)
+
+    def deliver(self, index: int, completions: Samples) -> None:
+        """Give the runner completions."""
+        assert self.runner is not None, "nothing was asked"
+        self.runner.deliver(index, completions)
+
+    def close(self) -> None:
+        """Leave what is not answered to other jobs."""
+        if self.runner is not None:
+            self.runner.close()

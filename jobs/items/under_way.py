@@ -1,12 +1,14 @@
-"""One item under way: its generator, and the step that it waits for."""
+"""One item of a runner: its place, the step that it waits for, and its answer."""
 
 import threading
-from typing import Any, Generic
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Generic, NamedTuple
 
 from jobs.context.checks import Checks
 from jobs.errors import JobsError
 from jobs.items.item import Check, Item, Samples, Step, T
-from jobs.items.records import Reply
+from jobs.items.records import NOTHING, Progress, Reply
 from jobs.tasks import Request
 
 
@@ -95,3 +97,48 @@ class ItemUnderWay(Generic[T]):
             self._num_awaited = len(step)
             self.num_steps += 1
         return step
+
+
+@dataclass(slots=True, eq=False)
+class Entry(Generic[T]):
+    """One item of a runner, which answers one place or several equal ones.
+
+    places: the places of its prompts or rows within the runner. The first one names the item in a journal.
+    make: begins the item. It is called once, when the item's turn comes.
+    memo_key: names the answer in the memo; None for an item whose answer is its own.
+    num_awaited: requests of the present step that are not delivered yet.
+    resumed: where another execution left the item, until it has come there.
+    replies, received: what was delivered, for steps that are over and for the present one; see Progress.
+    """
+
+    places: list[int]
+    make: Callable[[], Item[T]] | None
+    memo_key: bytes | None = None
+    item: ItemUnderWay[T] | None = None
+    num_awaited: int = 0
+    resumed: Progress = NOTHING
+    replies: tuple[Reply, ...] = ()
+    received: dict[int, Samples] | None = None
+    num_tokens: int = 0
+
+
+class Sent(NamedTuple, Generic[T]):
+    """A request that was sent: its item, the step and the place in the step, and how many tokens it continues."""
+
+    entry: Entry[T]
+    step: int
+    place: int
+    num_continued: int
+
+
+class Answered(NamedTuple, Generic[T]):
+    """An answer as it came.
+
+    num_tokens: tokens that were generated for it; 0 for a further place with the same answer. replies: what its item
+    was given, if the runner keeps that.
+    """
+
+    place: int
+    num_tokens: int
+    answer: T
+    replies: tuple[Reply, ...]

@@ -8,9 +8,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from jobs.common.display import MAX_SHOWN_CHARS, brief, is_unicode
-from jobs.errors import InvalidJob, InvalidValue, check_limit
-from jobs.prompts.response_options import with_structured_outputs
+from jobs.common.display import MAX_SHOWN_CHARS, brief
+from jobs.context.values import some_text
+from jobs.errors import InvalidJob, InvalidValue, check_limit, unlike
 
 #: A longer prompt exceeds every context. It would only cost a tokenizer's time and Redis' memory.
 MAX_PROMPT_BYTES = 1 << 20
@@ -48,8 +48,17 @@ NOT_TEXT = frozenset(
     }
 )
 
+#: An option of chats and of prompts from templates: whether control tokens in their values are text.
+OF_VALUES = "split_special_tokens"
+#: A variable of templates that OpenAI's clients send beside the others.
+EFFORT = "reasoning_effort"
+#: Options that only chats have.
+OF_CHATS = ("chat_template_kwargs", EFFORT, "tool_choice", "tools")
+
 #: Sampling values that a run takes beside its other arguments, as the command line does.
 SAMPLING_NAMES = NOT_TEXT | {"stop"}
+
+MAX_MODEL_CHARS = 4096
 
 Prompt = str | list[int]
 
@@ -61,13 +70,19 @@ class Unusable:
     reason: str
 
 
+def parse_model(model: object) -> str | None:
+    """Return the model that a job's argument asks for. Raises InvalidJob if it can be no name."""
+    return None if model is None else some_text("model", model, MAX_MODEL_CHARS)
+
+
 def text_problem(text: object, name: str = "prompt") -> str | None:
     """Return why a value can be no prompt's text; None if it can. name: the value's."""
     if not isinstance(text, str):
         return f"{name} is {type(text).__name__}, expected a string"
-    if not is_unicode(text):
+    try:
+        num_bytes = len(text.encode())
+    except UnicodeEncodeError:
         return f"{name} is not valid Unicode: it holds half of a surrogate pair"
-    num_bytes = len(text.encode())
     if num_bytes > MAX_PROMPT_BYTES:
         return (
             f"{name} has {num_bytes} bytes, more than the limit of {MAX_PROMPT_BYTES}: shorten it"
@@ -140,6 +155,23 @@ def parse_sampling(sampling: Mapping[str, Any]) -> dict[str, Any]:
     return without_neutral(values)
 
 
+def refuse_chat_options(values: Mapping[str, Any]) -> None:
+    """Raise InvalidJob for an option that only chats have."""
+    for name in OF_CHATS:
+        if values.get(name) is not None:
+            raise InvalidJob(
+                f"{name} belongs to a chat, and a prompt that is a text passes no template"
+            )
+
+
+def splits_control_tokens(values: Mapping[str, Any]) -> bool:
+    """Say whether control tokens in the values of a template are text. Raises InvalidJob."""
+    splits = values.get(OF_VALUES)
+    if splits is not None and not isinstance(splits, bool):
+        raise unlike(OF_VALUES, splits, "true or false")
+    return splits is not False
+
+
 def check_choices(num_prompts: int, sampling: Mapping[str, Any]) -> None:
     """Raise InvalidJob if a job would hold more than MAX_CHOICES answers, `n` for each prompt."""
     n = sampling.get("n", 1)
@@ -210,3 +242,33 @@ def _is_neutral(name: str, value: Any, values: Mapping[str, Any]) -> bool:
         value == neutral and isinstance(value, bool) is isinstance(neutral, bool)
         for neutral in NEUTRAL[name]
     )
+
+
+def with_structured_outputs(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Return values with `structured_outputs` in place of `response_format`. Raises InvalidJob."""
+    other_values = {name: value for name, value in values.items() if name != "response_format"}
+    response_format = values.get("response_format")
+    form: dict[str, Any] = {"json_object": True}
+    kind = response_format.get("type") if isinstance(response_format, dict) else None
+    if response_format is None or kind == "text":
+        return other_values
+    if kind == "json_schema":
+        described = response_format.get("json_schema")
+        if not isinstance(described, dict):
+            raise unlike(
+                "json_schema of response_format", described, '{"name": ..., "schema": ...}'
+            )
+        schema = described.get("schema")
+        if schema is not None:
+            form = {"json": schema}
+    elif kind != "json_object":
+        raise unlike(
+            "response_format",
+            response_format,
+            "an object whose type is text, json_object or json_schema",
+        )
+    if other_values.get("structured_outputs") is not None:
+        raise InvalidJob(
+            "response_format and structured_outputs each say what the text must be: send one"
+        )
+    return {**other_values, "structured_outputs": form}

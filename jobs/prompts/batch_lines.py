@@ -10,7 +10,9 @@ from typing import Any
 from jobs.common.display import message_of
 from jobs.context.deadlines import EXPIRED
 from jobs.errors import InvalidJob, JobsError, RequestFailed, unlike
-from jobs.prompts.prompt_task import chat_task, complete_task
+from jobs.prompts.openai_responses import PATH as RESPONSES
+from jobs.prompts.openai_responses import chat_of, response_object
+from jobs.prompts.prompt_jobs import chat_task, complete_task
 from jobs.prompts.scoring.embeddings import embed_task
 from jobs.prompts.templated_task import refuse_template
 from jobs.tasks import Task
@@ -20,6 +22,7 @@ _ENDPOINTS: Mapping[str, tuple[Callable[..., Task], str]] = {
     "/v1/chat/completions": (chat_task, "messages"),
     "/v1/completions": (complete_task, "prompt"),
     "/v1/embeddings": (embed_task, "input"),
+    RESPONSES: (lambda **body: chat_task(**chat_of(body)), "input"),
 }
 
 #: The error code of a line that was not answered. What is wrong is in the line, or its shard would be tried again.
@@ -59,6 +62,22 @@ def line_task(line: Mapping[str, Any], seed: int, aliases: Collection[str] = ())
         return make_task(**body)
     has_seed = body.get("seed") is not None
     return make_task(**{**body, "seed": body["seed"] if has_seed else seed})
+
+
+def body_maker(line: Mapping[str, Any]) -> Callable[[dict[str, Any]], dict[str, Any]]:
+    """Return what makes the body of a line's response from the result of its task.
+
+    It does not hold the line's prompt, because many lines wait for their answers at the same time.
+    """
+    if line["url"] != RESPONSES:
+        return lambda answer: answer
+    body = {name: value for name, value in line["body"].items() if name != "input"}
+
+    def response(answer: dict[str, Any]) -> dict[str, Any]:
+        name = answer["id"].partition("-")[2]
+        return response_object(answer, body, name, answer["created"])
+
+    return response
 
 
 def failure_text(error: JobsError) -> str:

@@ -51,6 +51,16 @@ class PromptAnswer:
                 return sample
         return None
 
+    @property
+    def num_chars(self) -> int:
+        """Return the least number of characters that the answer takes in a response."""
+        total = 0
+        for sample in self.samples:
+            numbers = sample.embedding or sample.class_scores or ()
+            # Base64 has 16 characters for three numbers of an embedding.
+            total += len(sample.text) + len(sample.reasoning or "") + 5 * len(numbers)
+        return total
+
 
 def failed(reason: str | None, n: int) -> PromptAnswer:
     """Return the answer of a prompt that failed. n: its samples, each of which has the reason."""
@@ -143,7 +153,7 @@ def _tried(
 
 
 class _Tally:
-    """Sums up the attempts of one prompt. answer: the last completion that is one."""
+    """Sums up the attempts of one prompt. answer: the last completion without an error."""
 
     def __init__(self) -> None:
         self.answer: Completion | None = None

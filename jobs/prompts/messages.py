@@ -6,7 +6,14 @@ from typing import Any
 
 from jobs.common.display import brief
 from jobs.errors import InvalidJob, InvalidValue, check_limit, unlike
-from jobs.prompts.arguments import MAX_PROMPT_BYTES, checked_text
+from jobs.prompts.arguments import (
+    EFFORT,
+    MAX_PROMPT_BYTES,
+    OF_CHATS,
+    OF_VALUES,
+    checked_text,
+    splits_control_tokens,
+)
 from jobs.prompts.pictures import Picture, picture_of
 
 MAX_MESSAGES = 10_000
@@ -130,11 +137,7 @@ def _num_bytes(value: Any) -> int:
         raise InvalidJob("the arguments of a tool call are nested too deeply") from None
 
 
-#: An option that prompts from templates take too: whether control tokens in their values are text.
-OF_VALUES = "split_special_tokens"
-#: A variable of templates that OpenAI's clients send beside the others.
-EFFORT = "reasoning_effort"
-NAMES = ("chat_template_kwargs", EFFORT, OF_VALUES, "tool_choice", "tools")
+NAMES = (*OF_CHATS, OF_VALUES)
 
 
 #: Keyword arguments of engine.Engine.chat_token_ids. With `tools` calls of these are looked for in answers.
@@ -154,11 +157,10 @@ def split_chat_options(values: Mapping[str, Any]) -> tuple[dict[str, Any], ChatO
     if forces_call(values):
         sampling["tool_choice"] = _forced(choice, tools)
     template = {"chat_template_kwargs": variables, "tools": [] if choice == "none" else tools}
-    splits = values.get(OF_VALUES)
-    if splits is not None and not isinstance(splits, bool):
-        raise unlike(OF_VALUES, splits, "true or false")
-    options = {name: value for name, value in template.items() if value}
-    return sampling, options if splits in (None, True) else {**options, OF_VALUES: False}
+    options: dict[str, Any] = {name: value for name, value in template.items() if value}
+    if not splits_control_tokens(values):
+        options[OF_VALUES] = False
+    return sampling, options
 
 
 def forces_call(values: Mapping[str, Any]) -> bool:
@@ -187,15 +189,6 @@ def _forced(choice: object, tools: list[dict[str, Any]]) -> object:
             "tool_choice names {}, which is none of the tools", brief(function["name"])
         )
     return {"type": "function", "function": {"name": function["name"]}}
-
-
-def refuse_chat_options(values: Mapping[str, Any]) -> None:
-    """Raise InvalidJob for an option that only chats have."""
-    for name in NAMES:
-        if name != OF_VALUES and values.get(name) is not None:
-            raise InvalidJob(
-                f"{name} belongs to a chat, and a prompt that is a text passes no template"
-            )
 
 
 def _tools(tools: object) -> list[dict[str, Any]]:

@@ -1,4 +1,4 @@
-"""The task of `jobs.complete` and `jobs.chat`: prompts in the job, answers in its result."""
+"""The task of a job of prompts: prompts in the job, answers in its result."""
 
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
@@ -8,30 +8,19 @@ from typing import Any
 
 from jobs.context import JobContext
 from jobs.context.answers import AnswerMemo
-from jobs.context.checks import NO_REPAIRS, RepairOptions, split_repair_options
-from jobs.context.served_model import parse_model
-from jobs.errors import InvalidJob, RequestFailed, ResultTooLarge
-from jobs.items.ask import Ask
-from jobs.items.item import Item, Samples
-from jobs.items.items_task import ItemsTask
+from jobs.context.checks import NO_REPAIRS, RepairOptions
+from jobs.errors import RequestFailed, ResultTooLarge
+from jobs.items.item import Ask, Item, Samples
 from jobs.items.records import NOTHING, Progress
-from jobs.items.runner import Entry, ItemRunner, PromptTokens
-from jobs.prompts.arguments import Unusable, check_choices, parse_prompts, parse_sampling
-from jobs.prompts.generated import PromptAnswer, check_repairs, failed, generated, reseeded
-from jobs.prompts.messages import (
-    OF_VALUES,
-    normal_messages,
-    refuse_chat_options,
-    split_chat_options,
-)
-from jobs.prompts.pictures import pictured_task, with_pictures
-from jobs.prompts.response_options import chat_response_options, completion_options
-from jobs.prompts.responses import Answers, chat_completion, text_completion
+from jobs.items.runner import ItemRunner, ItemsTask, PromptTokens
+from jobs.items.under_way import Entry
+from jobs.prompts.arguments import Unusable
+from jobs.prompts.generated import PromptAnswer, failed, generated
+from jobs.prompts.pictures import with_pictures
+from jobs.prompts.responses import Answers
 from jobs.prompts.template_texts import as_shown
-from jobs.prompts.templated_task import asked_task
-from jobs.prompts.ways.table import check_beside, split_way, way_of
 from jobs.prompts.ways.way import Way
-from jobs.tasks import OpenTask, Parts, Request, Task
+from jobs.tasks import OpenTask, Request, Task
 
 #: A job shows its progress from this age on, so that the many short ones never do.
 PROGRESS_AFTER_S = 5.0
@@ -77,9 +66,11 @@ class PromptTask(Task):
 
     def check(self, context: JobContext) -> None:
         """Raise ModelNotServed for another model, InvalidJob for sampling values or a check that are not possible."""
-        context.model.check_asked_for(self.model)
+        if self.model is not None:
+            context.model.check_asked_for(self.model)
         context.check_sampling(self.sampling)
-        context.checks.admit(self.repairs)
+        if self.repairs.check is not None:
+            context.checks.admit(self.repairs)
         if self.way is not None:
             self.way.admit(context.checks)
 
@@ -139,16 +130,6 @@ def _ended(answer: PromptAnswer) -> Item[PromptAnswer]:
     return answer
 
 
-def num_chars(answer: PromptAnswer) -> int:
-    """Return the least number of characters that an answer takes in a response."""
-    total = 0
-    for sample in answer.samples:
-        numbers = sample.embedding or sample.class_scores or ()
-        # Base64 has 16 characters for three numbers of an embedding.
-        total += len(sample.text) + len(sample.reasoning or "") + 5 * len(numbers)
-    return total
-
-
 #: Remembers nothing: a job asks each of its prompts, also equal ones.
 NO_MEMO = AnswerMemo(0)
 
@@ -176,7 +157,7 @@ class OpenPrompts(ItemsTask):
         self._num_tokens = 0
 
         self._opened_at = task.clock()
-        self._earlier_progress = self._read_journal()
+        self._earlier_progress = self._with_sent(self._read_journal())
 
         entries: list[Entry[PromptAnswer]] = []
         answers: list[PromptAnswer | None] = []
@@ -209,27 +190,30 @@ class OpenPrompts(ItemsTask):
 
     def _read_journal(self) -> dict[int, Progress]:
         """Return how far an earlier execution came, for each prompt that still asks the same."""
-        if self._context.journal is None:
+        journal = self._context.journal
+        if journal is None or journal.stored is None:
             return {}
         progress_of: dict[int, Progress] = {}
         try:
-            for place, digest, progress in self._context.journal.read():
+            for place, digest, progress in journal.read():
                 if digest == self._digests.get(place):
                     progress_of[place] = Progress.from_json(progress)
         except (ValueError, TypeError, KeyError):  # a damaged journal costs time and nothing else
-            progress_of = {}
-        return self._with_sent(progress_of)
+            return {}
+        return progress_of
 
     def _with_sent(self, progress_of: dict[int, Progress]) -> dict[int, Progress]:
-        """Have the prompt of a followed job go on behind what was sent, so that this stays its answer's beginning."""
-        assert self._context.journal is not None
+        """Have the prompt of a followed job continue what was sent, so that this stays the beginning of its answer."""
+        journal = self._context.journal
         task = self._task
-        if len(task.prompts) != 1 or task.repairs.is_asked_for or task.way is not None:
+        if journal is None or not journal.sent or len(task.prompts) != 1:
+            return progress_of
+        if task.repairs.is_asked_for or task.way is not None:
             return progress_of
         progress = progress_of.get(0, NOTHING)
         if progress.replies or progress.received:
             return progress_of
-        tokens = self._context.journal.with_sent(progress.tokens.get(0, {}))
+        tokens = journal.with_sent(progress.tokens.get(0, {}))
         if not tokens:
             return progress_of
         return {0: replace(progress, tokens={0: tokens})}
@@ -266,7 +250,7 @@ class OpenPrompts(ItemsTask):
     def _look_at_answers(self) -> None:
         for answered in self.runner.answered[self._num_looked_at :]:
             self._num_looked_at += 1
-            self._num_chars += num_chars(answered.answer)
+            self._num_chars += answered.answer.num_chars
             self._num_tokens += sum(len(sample.token_ids) for sample in answered.answer.samples)
         if self._num_chars > self._context.max_result_bytes:
             raise ResultTooLarge(self._context.max_result_bytes)
@@ -290,104 +274,3 @@ class OpenPrompts(ItemsTask):
     def result(self) -> dict[str, Any]:
         """Return the job's response. Raises RequestFailed when every prompt failed."""
         return self._task.result(self.runner.answers(), self._context)
-
-
-def _seeded(requests: Sequence[Request | Unusable]) -> list[Request | Unusable]:
-    """Give each request of a list its own seed, so that they do not all draw the same random numbers.
-
-    The first request keeps the seed that was sent. Each other seed follows from it and the request's place.
-    """
-    seeded: list[Request | Unusable] = []
-    for place, request in enumerate(requests):
-        if place > 0 and isinstance(request, Request):
-            request = replace(request, sampling=reseeded(request.sampling, f"{place}"))
-        seeded.append(request)
-    return seeded
-
-
-def _checked_way(
-    options: Mapping[str, Any],
-    sampling: Mapping[str, Any],
-    repairs: RepairOptions,
-    tools: list[dict[str, Any]],
-) -> Way | None:
-    """Return the way that options ask for. Raises InvalidJob for an argument that does not go with it."""
-    way = way_of(options)
-    if way is None:
-        return None
-    check_beside(way, sampling, repairs)
-    way.check(sampling, tools)
-    return way
-
-
-def complete_task(
-    prompt: object = None, *, prompt_template: object = None, model: object = None, **sampling: Any
-) -> Task:
-    """Return the task of `jobs.complete`. Raises InvalidJob."""
-    model_name = parse_model(model)
-    arguments, repairs = split_repair_options(sampling)
-    arguments, way_options = split_way(arguments)
-    arguments = parse_sampling(arguments)
-    refuse_chat_options(arguments)
-    arguments, chat = split_chat_options(arguments)
-    values_are_text = chat.get(OF_VALUES, True)
-    values, response = completion_options(arguments)
-    check_repairs(repairs, values, prompt_only=response.prompt_only)
-    way = _checked_way(way_options, values, repairs, tools=[])
-
-    def task(_: str, value: object) -> PromptTask:
-        prompts = parse_prompts(value)
-        check_choices(len(prompts), values)
-        has_token_ids = any(isinstance(prompt, list) for prompt in prompts)
-        if repairs.check is not None and has_token_ids:
-            raise InvalidJob(
-                "check and a prompt of token ids: its reason is a text: give the prompt as a text"
-            )
-        requests: list[Request | Unusable] = []
-        for prompt in prompts:
-            if isinstance(prompt, Unusable):
-                requests.append(prompt)
-            else:
-                requests.append(Request(prompt, None, values))
-        return PromptTask(
-            _seeded(requests),
-            partial(text_completion, options=response),
-            model_name,
-            values,
-            repairs,
-            values_are_text=values_are_text,
-            way=way,
-        )
-
-    return asked_task(
-        task, values_are_text=values_are_text, prompt=prompt, prompt_template=prompt_template
-    )
-
-
-def chat_task(
-    messages: object = None,
-    *,
-    messages_template: object = None,
-    model: object = None,
-    **options: Any,
-) -> Task:
-    """Return the task of `jobs.chat`. Raises InvalidJob."""
-    model_name = parse_model(model)
-    arguments, repairs = split_repair_options(options)
-    arguments, way_options = split_way(arguments)
-    arguments, chat = split_chat_options(parse_sampling(arguments))
-    values, response = chat_response_options(arguments)
-    check_repairs(repairs, values, has_tools="tools" in chat)
-    way = _checked_way(way_options, values, repairs, tools=chat.get("tools", []))
-
-    def task(messages: Parts) -> PromptTask:
-        requests = [Request(None, messages, values, chat)]
-        respond = partial(chat_completion, options=response)
-        return PromptTask(requests, respond, model_name, values, repairs, way=way)
-
-    def parsed(_: str, messages: object) -> Task:
-        return pictured_task(normal_messages(messages), task)
-
-    return asked_task(
-        parsed, values_are_text=True, messages=messages, messages_template=messages_template
-    )

@@ -3,7 +3,6 @@
 import json
 from base64 import b64decode
 from collections.abc import Callable, Sequence
-from functools import partial
 from typing import Any
 
 from jobs.common.display import brief, safe_name
@@ -131,30 +130,14 @@ NAMES = frozenset({"answers", "results"})
 ARGUMENTS = ("prompt_template", "messages_template")
 
 
-def asked_task(make: Callable[[str, Any], Task], *, values_are_text: bool, **sources: Any) -> Task:
-    """Return the task of the one argument that says what to ask. Raises InvalidJob for none, and for several.
-
-    make: makes it from "prompt" or "messages" and that argument's value. values_are_text: whether control tokens in
-    answers are text. sources: the arguments, each of which may be None.
-    """
-    names = [name for name, value in sources.items() if value is not None]
-    if not names:
-        name = next(iter(sources))
-        raise InvalidJob(
-            f"{name} is missing: give it, or {name}_template over answers of jobs that this one depends on"
-        )
-    if len(names) > 1:
-        raise InvalidJob(f"{' and '.join(names)} each say what to ask: give one of them")
-    (name,) = names
-    kind = name.removesuffix("_template")
-    if name == kind:
-        return make(kind, sources[name])
-    return _templated(name, sources[name], partial(make, kind), values_are_text)
-
-
-def _templated(
-    argument: str, template: Any, make: Callable[[Any], Task], values_are_text: bool
+def templated_task(
+    argument: str, template: Any, make: Callable[[Any], Task], *, values_are_text: bool
 ) -> Task:
+    """Return a task that is made once the template is filled in. Raises InvalidJob.
+
+    argument: the template's name. make: makes the task of a prompt or of messages. values_are_text: whether control
+    tokens in answers are text.
+    """
     sources, roles = template_texts(template)
     if (roles is None) is not (argument == ARGUMENTS[0]):
         raise InvalidJob(

@@ -42,12 +42,12 @@ FAILURE_TTL_S = 7 * 24 * 3600
 RETRIES = 3
 
 
-def tell_failed(connection: Redis, job_id: str, lease: Lease, error: str) -> None:
-    """Enqueue a run's notices if the run ends with this job, which is about to fail for good.
+def tell_failed(connection: Redis, lease: Lease, error: str) -> None:
+    """Enqueue a run's notices if the run ends with the lease's job, which is about to fail for good.
 
     Call this before the job's end is written. lease: the lease of the execution that writes it. error: one line.
     """
-    run_shard = run_and_shard(job_id)
+    run_shard = run_and_shard(lease.job_id)
     if run_shard is None:
         return
     run, shard = run_shard
@@ -55,7 +55,7 @@ def tell_failed(connection: Redis, job_id: str, lease: Lease, error: str) -> Non
         state = RunState(connection, run, lease)
         facts = state.facts()
         if shard is None:
-            if facts.get("plan_job") == job_id:
+            if facts.get("plan_job") == lease.job_id:
                 state.describe({PLAN_ERROR: error})
                 tell_of(state, state.submission(), "failed", f"its planning failed: {error}")
         elif facts.keys() & set(ASKED_FOR):

@@ -19,7 +19,8 @@ import torch
 
 from engine import Engine, EngineConfig, SamplingParams
 from engine.checkpoint.model_config import ModelConfig
-from engine.run.forward.runner import DeviceTokens, PendingTokens, PoolSize, Sampled
+from engine.run.forward.runner import PendingTokens, PoolSize, Sampled
+from engine.run.forward.transfers import DeviceTokens
 from engine.sampling.sampling_batch import SamplingBatch
 from engine.schedule.step_batch import StepBatch
 from ops.bench.report import print_machine, print_table, spread

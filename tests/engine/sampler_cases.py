@@ -9,10 +9,9 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from engine.kernels.upload import upload
 from engine.sampling.sampler import sample
 from engine.sampling.sampling_batch import SamplingBatch, neutral_rows
-from engine.sampling.sampling_rows import SamplingRows, sampling_columns
+from engine.sampling.sampling_rows import SamplingRows
 
 Logits = NDArray[np.float32]
 Choose = Callable[[Tensor, SamplingRows], Tensor]
@@ -113,6 +112,13 @@ def parameters(rng: np.random.Generator, vocab_size: int) -> dict[str, float]:
     }  # fmt: skip
 
 
+def rows_of(batch: SamplingBatch) -> SamplingRows:
+    """A batch as the sampler takes it on a CPU."""
+    return SamplingRows(
+        **{name: torch.from_numpy(column) for name, column in batch.columns().items()}
+    )
+
+
 def make_case(rng: np.random.Generator, num_rows: int, vocab_size: int, dtype: torch.dtype) -> Case:
     """Rows of random kinds and parameters over one vocabulary."""
     shares = np.array([share for share, _ in KINDS])
@@ -126,8 +132,7 @@ def make_case(rng: np.random.Generator, num_rows: int, vocab_size: int, dtype: t
     values["sample_index"] = rng.integers(0, 128, num_rows)
     position = rng.integers(0, 2**34, num_rows, dtype=np.uint64)
     batch = SamplingBatch(values, position)
-    rows = SamplingRows(*upload(sampling_columns(batch), torch.device("cpu")))
-    return Case(logits, rows, [make.__name__ for make in makers])
+    return Case(logits, rows_of(batch), [make.__name__ for make in makers])
 
 
 def cases(seed: int, num_rows: int) -> Iterator[Case]:

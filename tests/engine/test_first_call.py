@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from engine import SamplingParams
-from engine.run.completions import Completions
+from engine.run.kinds.generate import Completions
 from engine.schedule.sequence import ENDS, Sequence
 from engine.text.reasoning import Reasoner
 from engine.text.tokenizer import Tokenizer

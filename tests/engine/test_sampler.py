@@ -7,12 +7,12 @@ import numpy as np
 import pytest
 import torch
 
-from engine.kernels.upload import upload
 from engine.sampling.draws import first_words, philox4x32
 from engine.sampling.sampler import sample
 from engine.sampling.sampling_batch import SamplingBatch, neutral_rows, sampling_row
 from engine.sampling.sampling_params import COLUMNS, SamplingParams
-from engine.sampling.sampling_rows import SamplingRows, sampling_columns
+from engine.sampling.sampling_rows import SamplingRows
+from tests.engine.sampler_cases import rows_of
 
 
 def sampling_rows(n: int, **values: Any) -> SamplingRows:
@@ -21,8 +21,7 @@ def sampling_rows(n: int, **values: Any) -> SamplingRows:
     rows = neutral_rows(n)
     for name, value in values.items():
         rows[name] = value
-    batch = SamplingBatch(rows, position)
-    return SamplingRows(*upload(sampling_columns(batch), torch.device("cpu")))
+    return rows_of(SamplingBatch(rows, position))
 
 
 def uniforms(rows: SamplingRows) -> list[float]:

@@ -10,7 +10,7 @@ from engine.text.tokenizer import Tokenizer
 from jobs.context import JobContext
 from jobs.context.served_model import ServedModel
 from jobs.errors import JobsError
-from jobs.prompts.prompt_task import chat_task
+from jobs.prompts.prompt_jobs import chat_task
 from tests.fuzz.named import check_says
 from tests.fuzz.values import MESSAGES, SAMPLING
 

@@ -9,8 +9,7 @@ from rq.utils import now
 
 from worker.store.job_store import JobStore
 from worker.store.records.claimed_job import ClaimedJob, Mode, Wanted
-from worker.store.records.outcome import Outcome
-from worker.store.records.results import pack
+from worker.store.records.outcome import Outcome, pack
 
 
 def worker_store(redis: Redis, name: str = "w", **options: Any) -> JobStore:

@@ -18,7 +18,6 @@ from worker.io_thread.held.held_jobs import HeldJob, HeldJobs, JobState
 from worker.io_thread.held.packing import Packer
 from worker.io_thread.held.streams import Inspections, Streams
 from worker.metrics.tally import Tally
-from worker.traces.job_trace import Traces
 
 SLOTS, PREFETCH = 4, 1
 
@@ -57,7 +56,7 @@ class Served:
     """Streams without an engine: the test answers what was asked."""
 
     def __init__(self) -> None:
-        self.jobs, self.orders = HeldJobs(Traces()), SimpleQueue[Any]()
+        self.jobs, self.orders = HeldJobs(None), SimpleQueue[Any]()
         self.packer = Packer(1, SLOTS, PREFETCH, 1, 1)
         self.events = SimpleQueue[Any]()
         self.checks = Checks()

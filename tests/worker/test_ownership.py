@@ -13,7 +13,7 @@ from jobs.common.keys import PROGRESS_FIELD
 from tests.rq_workers import leftovers
 from tests.worker.stores import claim, failed, release, succeeded, worker_store
 from worker.store.job_store import JobStore
-from worker.store.records.bounds import parse_call
+from worker.store.records.job_record import parse_call
 
 F = "tests.worker.functions."
 STATUSES = (JobStatus.QUEUED, JobStatus.FINISHED, JobStatus.CANCELED)

@@ -24,12 +24,12 @@ from starlette.types import ASGIApp
 
 from jobs.common.display import safe_name
 from jobs.common.workers import WorkerSample
+from jobs.prompts.openai_responses import PATH as RESPONSES
 from jobs.runs.watching.api_records import record_limited
 from tokenmill.server.answers.bodies import ENDPOINTS, Call, call_of
 from tokenmill.server.answers.event_streams import EventStream
 from tokenmill.server.answers.jobs_asked import JobsAsked, TextPiece
 from tokenmill.server.answers.live_models import LiveModels
-from tokenmill.server.answers.response_bodies import PATH as RESPONSES
 from tokenmill.server.answers.response_bodies import response_call
 from tokenmill.server.answers.response_stream import ResponseStream
 from tokenmill.server.batches.batch_runs import Batches

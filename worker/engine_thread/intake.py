@@ -101,7 +101,10 @@ def prepared_request(engine: Engine, request: Request) -> tuple[PreparedPrompt, 
         return engine.prepare_chat(messages, params, **chat_options), params
     if request.prompt is None:
         raise InvalidRequest("the request has neither a prompt nor messages")
-    return engine.prepare(decoded(request.prompt), params), params
+    prompt = request.prompt
+    if not isinstance(prompt, str):
+        prompt = decoded(prompt)
+    return engine.prepare(prompt, params), params
 
 
 class _Preparers(FunctionPool):
@@ -171,7 +174,7 @@ class Intake:
         waiting = _Waiting(self._engine, add, next(self._numbers))
         self._ids[add.request_id] = waiting
         prompt = add.request.prompt if add.request.messages is None else add.request.messages
-        if has_pictures(prompt):
+        if not isinstance(prompt, str) and has_pictures(prompt):
             self._pictured[add.lane].append(waiting)
             self.begun(())
         else:

@@ -18,8 +18,15 @@ from worker.io_thread.held.job_guard import JobGuard
 from worker.io_thread.parts import Parts
 from worker.io_thread.pool_calls import PoolCall, PoolCalls
 from worker.store.client import is_servers
-from worker.store.records.outcome import EndStatus, FinishReply, Outcome
-from worker.store.records.results import Raised, is_small, pack, printable
+from worker.store.records.outcome import (
+    EndStatus,
+    FinishReply,
+    Outcome,
+    Raised,
+    is_small,
+    pack,
+    printable,
+)
 from worker.store.records.stored_job import JobTimeoutException
 
 MAX_REASON_CHARS = 400
@@ -117,8 +124,8 @@ class JobEnds:
         outcome = Outcome(
             job.claimed, status, value, datetime.now(UTC), working_s, job.began_at, retries=retries
         )
-        is_shard = run_and_shard(job.claimed.job_id) is not None
-        if status != "finished" and outcome.is_final and is_shard:
+        has_failed = status != "finished" and outcome.is_final
+        if has_failed and run_and_shard(job.claimed.job_id) is not None:
             self._tell_run(job, outcome, error)
         else:
             self._finish(job, outcome, error)

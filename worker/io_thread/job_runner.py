@@ -25,10 +25,9 @@ from worker.io_thread.parts import Parts
 from worker.io_thread.pool_calls import PoolCall, PoolCalls, PoolThreads, TaskFiles, Then
 from worker.io_thread.releases import Releases
 from worker.store.job_store import JobStore
-from worker.store.records.bounds import FunctionCall
 from worker.store.records.claimed_job import ClaimedJob
-from worker.store.records.outcome import Outcome
-from worker.store.records.results import Raised
+from worker.store.records.job_record import FunctionCall
+from worker.store.records.outcome import Outcome, Raised
 from worker.store.records.stored_job import timeout_error
 from worker.store.user_code import perform
 from worker.threads.functions import JobStopped
@@ -324,7 +323,7 @@ class JobRunner:
         elif outcome is not None:
             ended = ended_job(job, outcome)
             self.tally.job_ended(ended, job.num_rows_done)
-            if job.trace is not None:
+            if self._traces is not None and job.trace is not None:
                 self._traces.ended(job.trace, ended, written_at=time.time())
             self._log.debug(
                 "%s: job %s %s", job.claimed.queue_name, job.claimed.job_id, outcome.status

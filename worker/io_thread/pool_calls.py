@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, NamedTuple, TypeGuard
+from typing import Any, NamedTuple
 
 from jobs.common.display import shown_error
 from jobs.context import JobContext
@@ -111,8 +111,7 @@ class PoolCall:
 class PoolCalls:
     """Runs the blocking calls of jobs in pools, for the I/O thread.
 
-    post: queues a call for the I/O thread. unawaited: called with a job that was withdrawn before its call came back.
-    line: the calls that take memory.
+    unawaited: called with a job that was withdrawn before its call came back.
     """
 
     def __init__(
@@ -123,103 +122,81 @@ class PoolCalls:
         log: logging.Logger,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self.post = post
-        self.unawaited = unawaited
-        self.guard = guard
-        self.log = log
+        self._post = post
+        self._unawaited = unawaited
+        self._guard = guard
+        self._log = log
         self._clock = clock
         self._waiting: list[Callable[[], None]] = []
         self._try_again_at = clock()
-        self.line = RoomLine(clock)
+        self._line = RoomLine(clock)
 
     def submit(self, pool: FunctionPool, job: HeldJob, call: PoolCall) -> None:
         """Run a function in a pool. Its `came_back` and `then` are called in the I/O thread."""
-        submitted = _SubmittedCall(self, pool, job, call)
-        if call.place is None:
-            submitted.start()
-        else:
-            self.line.begin(call.place, submitted.start_again, submitted.is_awaited)
+        place = call.place
+        is_ours = call.is_ours
+        running: list[Call] = []
+        call_key = job.await_call()
 
-    def wait(self, start: Callable[[], None]) -> None:
-        """Let a call that an outage has cut off start again later."""
-        if not self._waiting:
-            self._try_again_at = self._clock() + TRY_AGAIN_S
-        self._waiting.append(start)
+        def post(value: Any, error: BaseException | None) -> None:
+            self._post(lambda: report(value, error))
+
+        def start() -> None:
+            job.call = pool.submit(call.function, post, not is_ours, call.discard)
+            running.append(job.call)
+
+        def start_again() -> None:
+            with self._guard.around(job):
+                if job.awaits(call_key):
+                    start()
+                else:
+                    came_back(None, None)
+
+        def report(value: Any, error: BaseException | None) -> None:
+            if job.call in running:
+                job.call = None
+            if place is not None:
+                self._line.came_back(place)
+            with self._guard.around(job):
+                came_back(value, error)
+
+        def came_back(value: Any, error: BaseException | None) -> None:
+            if not job.awaits(call_key):
+                call.came_back(job, value)
+                self._unawaited(job)
+                return
+            if place is not None and isinstance(error, NoRoomYet):
+                self._line.wait(place, start_again, is_awaited)
+            elif isinstance(error, call.again_on) or (
+                is_ours and isinstance(error, OUTAGES) and not is_fault(error)
+            ):
+                reason = shown_error(error)
+                self._log.error(
+                    "job %s: not carried out yet (%s); trying again", job.claimed.job_id, reason
+                )
+                if not self._waiting:
+                    self._try_again_at = self._clock() + TRY_AGAIN_S
+                self._waiting.append(start_again)
+            else:
+                call.came_back(job, value)
+                call.then(job, value, error)
+
+        def is_awaited() -> bool:
+            return job.awaits(call_key)
+
+        if place is None:
+            start()
+        else:
+            self._line.begin(place, start_again, is_awaited)
 
     def try_again(self) -> None:
         """Start the waiting calls, once their pause is over."""
-        self.line.try_again()
+        self._line.try_again()
         if self._waiting and self._clock() >= self._try_again_at:
             due = self._waiting
             self._waiting = []
             for start in due:
                 start()
-
-
-class _SubmittedCall:
-    """One call of a job, on its way into a pool and back. All methods but `_post` belong to the I/O thread."""
-
-    def __init__(self, calls: PoolCalls, pool: FunctionPool, job: HeldJob, call: PoolCall) -> None:
-        self._calls = calls
-        self._pool = pool
-        self._job = job
-        self._call = call
-        self._key = job.await_call()
-        self._running: list[Call] = []
-
-    def is_awaited(self) -> bool:
-        """Whether the job still waits for this call."""
-        return self._job.awaits(self._key)
-
-    def start(self) -> None:
-        """Hand the function to the pool."""
-        call = self._call
-        running = self._pool.submit(call.function, self._post, not call.is_ours, call.discard)
-        self._job.call = running
-        self._running.append(running)
-
-    def start_again(self) -> None:
-        """Hand the function to the pool, unless the job was withdrawn meanwhile."""
-        with self._calls.guard.around(self._job):
-            if self.is_awaited():
-                self.start()
-            else:
-                self._came_back(None, None)
-
-    def _post(self, value: Any, error: BaseException | None) -> None:
-        self._calls.post(lambda: self._report(value, error))
-
-    def _report(self, value: Any, error: BaseException | None) -> None:
-        if self._job.call in self._running:
-            self._job.call = None
-        if self._call.place is not None:
-            self._calls.line.came_back(self._call.place)
-        with self._calls.guard.around(self._job):
-            self._came_back(value, error)
-
-    def _came_back(self, value: Any, error: BaseException | None) -> None:
-        job = self._job
-        call = self._call
-        if not self.is_awaited():
-            call.came_back(job, value)
-            self._calls.unawaited(job)
-            return
-        if call.place is not None and isinstance(error, NoRoomYet):
-            self._calls.line.wait(call.place, self.start_again, self.is_awaited)
-        elif self._may_succeed_later(error):
-            reason = shown_error(error)
-            self._calls.log.error(
-                "job %s: not carried out yet (%s); trying again", job.claimed.job_id, reason
-            )
-            self._calls.wait(self.start_again)
-        else:
-            call.came_back(job, value)
-            call.then(job, value, error)
-
-    def _may_succeed_later(self, error: BaseException | None) -> TypeGuard[BaseException]:
-        if isinstance(error, self._call.again_on):
-            return True
-        return self._call.is_ours and isinstance(error, OUTAGES) and not is_fault(error)
 
 
 class PoolThreads:

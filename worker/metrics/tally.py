@@ -177,9 +177,11 @@ class Tally:
         histograms[queue].observe(max(0.0, seconds))
 
     def _reason(self, reason: str) -> str:
-        """Return an error's name as a label, or OTHER if there are too many names."""
+        """Return an error's name as a label, or OTHER if there are too many names; "" for no error."""
+        if not reason:
+            return ""
         reason = safe_name(reason, _MAX_REASON_CHARS)
-        if reason and reason not in self._reasons:
+        if reason not in self._reasons:
             if len(self._reasons) >= _MAX_REASONS:
                 return OTHER
             self._reasons.add(reason)

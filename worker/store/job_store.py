@@ -19,7 +19,6 @@ from rq.utils import now, utcformat
 from jobs.common.display import brief
 from jobs.common.keys import FORMAT, held_key, prefixed
 from jobs.common.rq_jobs import execution_key, job_key
-from worker.store.records.bounds import DEFAULT_MAX_JOB_BYTES, MAX_HASH_FIELDS, max_hash_bytes
 from worker.store.records.claimed_job import (
     CLAIM_BATCH,
     Claim,
@@ -29,6 +28,7 @@ from worker.store.records.claimed_job import (
     address,
     restore,
 )
+from worker.store.records.job_record import DEFAULT_MAX_JOB_BYTES, MAX_HASH_FIELDS, max_hash_bytes
 from worker.store.records.next_step import NextStep
 from worker.store.records.outcome import EndStatus, FinishReply, Outcome
 from worker.store.records.text_piece import NUM_VALUES, TextPiece

@@ -20,8 +20,7 @@ from rq.webhook import Webhook
 from jobs.common.display import shown_error
 from jobs.context.webhooks import DEADLINE_S, call_webhook
 from worker.store.records.job_record import CALLBACKS, JobRecord
-from worker.store.records.outcome import Outcome
-from worker.store.records.results import Raised, printable
+from worker.store.records.outcome import Outcome, Raised, printable
 from worker.store.records.stored_job import ThreadDeathPenalty
 from worker.threads.functions import FunctionPool
 

@@ -1,15 +1,12 @@
-"""JobTrace: a job's trace while it runs; and Traces, which traces nothing."""
+"""JobTrace: a job's trace while it runs; and what a worker asks of its traces."""
 
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 from engine import Completion
 from worker.metrics.tally import EndedJob
-
-NO_CARRIER: Mapping[str, str] = {}
-"""The trace context of a job that is not traced."""
 
 
 @dataclass
@@ -46,16 +43,14 @@ class JobTrace:
             self.first_token_at = min(first_token_at, self.first_token_at or first_token_at)
 
 
-class Traces:
-    """Traces no job; for a worker without traces."""
+class Traces(Protocol):
+    """The traces of a worker's jobs. A worker that traces no job has none."""
 
     def begin(self, execution_id: str, meta: Any) -> JobTrace | None:
         """Begin the trace of a claimed job. Returns None if the job is not traced. meta: the job's, of any type."""
-        return None
 
     def carrier(self, execution_id: str, meta: Any) -> Mapping[str, str]:
         """Return the trace context for jobs that this job enqueues."""
-        return NO_CARRIER
 
     def ended(self, trace: JobTrace, job: EndedJob, written_at: float) -> None:
         """Note that a traced job's end was written to Redis at `written_at` (Unix seconds)."""

@@ -23,7 +23,7 @@ from opentelemetry.trace.status import Status, StatusCode
 
 from jobs.common.display import safe_name
 from worker.metrics.tally import EndedJob
-from worker.traces.job_trace import NO_CARRIER, JobTrace, Traces
+from worker.traces.job_trace import JobTrace, Traces
 
 FLUSH_S = 3.0
 """Seconds that the worker's exit waits for a collector that does not answer. Spans that are not sent then are lost."""
@@ -82,7 +82,7 @@ class OtelTraces(Traces):
     def carrier(self, execution_id: str, meta: Any) -> Mapping[str, str]:
         """Return the trace context for jobs that this job enqueues."""
         ids = self._ids(execution_id, meta)
-        return NO_CARRIER if ids is None else ids.carrier
+        return {} if ids is None else ids.carrier
 
     def ended(self, trace: JobTrace, job: EndedJob, written_at: float) -> None:
         """Send the spans of a job whose end was written at `written_at` (Unix seconds)."""

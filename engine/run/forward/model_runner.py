@@ -43,8 +43,8 @@ from engine.run.forward.pictures.tower import Tower
 from engine.run.forward.probe import NUM_PLACES, Probe
 from engine.run.forward.row_logprobs import StepLogprobs
 from engine.run.forward.rows import StaticRows
-from engine.run.forward.runner import DeviceTokens, PendingTokens, PoolSize, Sampled, StateRows
-from engine.run.forward.to_device import pool, to_device, with_blocks
+from engine.run.forward.runner import PendingTokens, PoolSize, Sampled, StateRows
+from engine.run.forward.transfers import DeviceTokens, pool, to_device, with_blocks
 from engine.run.forward.warm_up import make_step, nucleus_sampling, warm_up_steps, with_edits
 from engine.sampling.logit_edits import LogitEdits
 from engine.sampling.sampling_batch import SamplingBatch
@@ -197,8 +197,7 @@ class ModelRunner:
     @torch.inference_mode()
     def forward(self, batch: ForwardBatch) -> Tensor:
         """Compute the batch, store keys and values; return logits [samples, vocabulary], on rank 0."""
-        logits: Tensor = self.model(batch, self.cache)
-        return logits
+        return self.model.logits(self.model.states_of(batch.sample_rows, batch, self.cache))
 
     def _choose(
         self, logits: Tensor, rows: SamplingRows | None, sampling: SamplingBatch

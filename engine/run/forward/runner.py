@@ -1,15 +1,13 @@
-"""Runner: the interface between the stepper and whatever computes steps, and a step's tokens."""
+"""Runner: the interface between the stepper and whatever computes steps."""
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from engine.run.forward.row_logprobs import DeviceLogprobs
 from engine.sampling.sampling_batch import SamplingBatch
 from engine.schedule.logprobs import RowLogprobs
 from engine.schedule.step_batch import StepBatch
@@ -39,40 +37,6 @@ class PendingTokens(ABC):
     @abstractmethod
     def wait(self) -> NDArray[np.int64]:
         """Wait for the tokens: [samples] int64. Raises an error of the step on its device."""
-
-
-class DeviceTokens(PendingTokens):
-    """Tokens on their way from the device, copied into pinned memory behind their step."""
-
-    def __init__(
-        self, sampled: Sampled, logprobs: DeviceLogprobs | None = None, pooled: Tensor | None = None
-    ) -> None:
-        token_ids, self._places = sampled.token_ids, sampled.places
-        self._logprobs, self._has_pooled = logprobs, pooled is not None
-        said = [] if logprobs is None else logprobs.tensors
-        tensors = [token_ids, *said, *(() if pooled is None else (pooled,))]
-        self._event: torch.cuda.Event | None = None
-        if not token_ids.is_cuda:
-            self._host = [token_ids.clone(), *tensors[1:]]
-        else:
-            self._host = [
-                torch.empty_like(tensor, device="cpu", pin_memory=True) for tensor in tensors
-            ]
-            for host, tensor in zip(self._host, tensors, strict=True):
-                host.copy_(tensor, non_blocking=True)
-            self._event = torch.cuda.Event()  # type: ignore[no-untyped-call]  # torch leaves it untyped
-            self._event.record(torch.cuda.current_stream(token_ids.device))
-
-    def wait(self) -> NDArray[np.int64]:
-        if self._event is not None:
-            self._event.synchronize()
-        if self._has_pooled:
-            self.pooled = self._host[-1].numpy()
-        if self._logprobs is not None:
-            said = self._host[1:-1] if self._has_pooled else self._host[1:]
-            self.logprobs = self._logprobs.on_host(said)
-        token_ids: NDArray[np.int64] = self._host[0].numpy()[self._places]
-        return token_ids
 
 
 class StateRows(NamedTuple):

@@ -20,7 +20,7 @@ from engine.run.device import numbered, on_device, resolve_device
 from engine.run.dtype import served_dtype
 from engine.run.forward.probe import TOLERANCE
 from engine.run.forward.runner import PendingTokens, PoolSize
-from engine.run.forward.to_device import pool
+from engine.run.forward.transfers import pool
 from engine.sampling.sampling_batch import SamplingBatch
 from engine.schedule.step_batch import StepBatch
 

@@ -9,7 +9,6 @@ from typing import Any, ClassVar, Generic, TypeVar
 from engine.checkpoint.heads import Classes
 from engine.checkpoint.model_config import ModelConfig
 from engine.checkpoint.pooling import Pooling
-from engine.errors import UnsupportedTask
 from engine.run.config import EngineConfig
 from engine.run.new_sequences import NewSequences
 from engine.schedule.outputs import Completion
@@ -39,13 +38,6 @@ class LoadedModel:
     prompts: PromptReader
     sequences: NewSequences
     keys_of: Callable[[list[int]], list[BlockKey]]
-
-    def check_generates(self) -> None:
-        """Raise UnsupportedTask if the model has no LM head."""
-        if not self.generates:
-            raise UnsupportedTask(
-                "this checkpoint has no LM head: it embeds or classifies, it cannot generate or score"
-            )
 
 
 @dataclass(frozen=True)

@@ -1,6 +1,6 @@
 """Score: requests that ask how likely each of several continuations of a prompt is."""
 
-from engine.errors import InvalidPrompt, SequenceFailed
+from engine.errors import InvalidPrompt, NoLmHead, SequenceFailed
 from engine.run.kinds.request_kind import LoadedModel, NewRequest, RequestKind
 from engine.sampling.request_kinds import NO_NEW_TOKEN, ScoringParams
 from engine.schedule.outputs import Completion
@@ -23,8 +23,9 @@ class Score(RequestKind[ScoringParams]):
         self._end_token_ids = tuple(sorted(loaded.sequences.eos_token_ids))
 
     def check(self, params: ScoringParams) -> None:
-        """Raise UnsupportedTask if there is no LM head."""
-        self._loaded.check_generates()
+        """Raise NoLmHead if there is none."""
+        if not self._loaded.generates:
+            raise NoLmHead
 
     def prepare(self, prompt: Prompt, params: ScoringParams) -> PreparedPrompt:
         """Tokenize a prompt and its continuations, and make the tree of what is scored.

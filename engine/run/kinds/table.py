@@ -1,6 +1,6 @@
 """The table of all kinds of requests."""
 
-from typing import Any
+from typing import Any, NoReturn
 
 from engine.errors import InvalidSampling
 from engine.run.kinds.classify import Classify
@@ -12,16 +12,15 @@ from engine.run.kinds.score import Score
 ALL_KINDS: tuple[type[RequestKind[Any]], ...] = (Generate, Score, Embed, Classify)
 
 
-class RequestKinds:
-    """The kinds of requests that an engine takes."""
+class RequestKinds(dict[type[Any], RequestKind[Any]]):
+    """The kinds of requests that an engine takes, by the class of their parameters.
+
+    Raises InvalidSampling for the class of anything else.
+    """
 
     def __init__(self, loaded: LoadedModel) -> None:
-        self._by_params = {kind.params: kind(loaded) for kind in ALL_KINDS}
+        super().__init__({kind.params: kind(loaded) for kind in ALL_KINDS})
 
-    def kind_of(self, params: object) -> RequestKind[Any]:
-        """Return the kind of request that has these parameters. Raises InvalidSampling if there is none."""
-        kind = self._by_params.get(type(params))
-        if kind is None:
-            names = ", ".join(each.__name__ for each in self._by_params)
-            raise InvalidSampling(f"params must be one of {names}, got {type(params).__name__}")
-        return kind
+    def __missing__(self, params_class: type[Any]) -> NoReturn:
+        names = ", ".join(each.__name__ for each in self)
+        raise InvalidSampling(f"params must be one of {names}, got {params_class.__name__}")

@@ -10,8 +10,7 @@ import pyarrow as pa
 
 from jobs.context import JobContext
 from jobs.context.answers import Answer, failed_answer
-from jobs.items.ask import Ask
-from jobs.items.item import Item
+from jobs.items.item import Ask, Item
 from jobs.parquet.asks.row_keys import RowKeys
 from jobs.parquet.prompts.prompt_source import Row
 from jobs.parquet.prompts.sources import RowSource

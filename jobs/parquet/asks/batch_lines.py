@@ -1,7 +1,7 @@
 """Rows that are lines of OpenAI's batch files: each is a job, and the response is its answer."""
 
 import json
-from collections.abc import Mapping
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, Self
 
@@ -15,8 +15,8 @@ from jobs.items.item import Item, side_by_side
 from jobs.parquet.asks.ask import OUTPUT_FIELDS, RowAsk, row_seed
 from jobs.parquet.prompts.prompt_source import Row
 from jobs.parquet.prompts.sources import RowSource
-from jobs.prompts.batch_lines import failure_text, line_task
-from jobs.prompts.prompt_task import PromptTask, num_chars
+from jobs.prompts.batch_lines import body_maker, failure_text, line_task
+from jobs.prompts.prompt_task import PromptTask
 from jobs.runs.plans.plan import Plan
 from jobs.runs.plans.spec import RunSpec
 
@@ -93,6 +93,7 @@ class BatchLines(RowAsk):
         try:
             task = line_task(line, seed, self._plan.spec.model_alias or ()).made(context)
             assert isinstance(task, PromptTask)
+            make_body = body_maker(line)
             del line
             task.check(context)
             self.has_checks = self.has_checks or task.has_checks
@@ -100,15 +101,20 @@ class BatchLines(RowAsk):
             answers = yield from side_by_side(
                 [task.item(prompt, control_tokens) for prompt in task.prompts]
             )
-            if sum(num_chars(answer) for answer in answers) > context.max_result_bytes:
+            if sum(answer.num_chars for answer in answers) > context.max_result_bytes:
                 raise ResultTooLarge(context.max_result_bytes)
-            return _answer_of(task.result(answers, context))
+            return _answer_of(task.result(answers, context), make_body)
         except JobsError as error:
             return failed_answer(failure_text(error))
 
 
-def _answer_of(body: Mapping[str, Any]) -> Answer:
-    """Return a line's answer: its response as JSON, or the error of the first entry that failed."""
+def _answer_of(
+    body: dict[str, Any], make_body: Callable[[dict[str, Any]], dict[str, Any]]
+) -> Answer:
+    """Return a line's answer: its response as JSON, or the error of the first entry that failed.
+
+    body: the result of the line's task. make_body: see body_maker.
+    """
     usage = body["usage"]
     num_prompt_tokens = usage["prompt_tokens"]
     num_cached_tokens = usage.get("prompt_tokens_details", {}).get("cached_tokens", 0)
@@ -119,7 +125,7 @@ def _answer_of(body: Mapping[str, Any]) -> Answer:
             reason = f"{'input' if is_list else 'choice'} {entry['index']}: {entry['error']}"
             return failed_answer(reason, 1, num_prompt_tokens, num_cached_tokens)
     return Answer(
-        completion=json.dumps(body, ensure_ascii=False),
+        completion=json.dumps(make_body(body), ensure_ascii=False),
         finish_reason="stop" if is_list else entries[0]["finish_reason"],
         prompt_tokens=num_prompt_tokens,
         completion_tokens=usage.get("completion_tokens", 0),

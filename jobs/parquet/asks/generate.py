@@ -23,10 +23,10 @@ from jobs.parquet.asks.ask import (
 )
 from jobs.parquet.prompts.prompt_source import Row
 from jobs.parquet.prompts.sources import RowSource
+from jobs.prompts.arguments import OF_VALUES
 from jobs.prompts.generated import PromptAnswer, generated
-from jobs.prompts.messages import OF_VALUES, ChatOptions, split_chat_options
-from jobs.prompts.response_options import LOGPROBS
-from jobs.prompts.responses import finish_reason_of, text_token, with_ids
+from jobs.prompts.messages import ChatOptions, split_chat_options
+from jobs.prompts.responses import LOGPROBS, finish_reason_of, text_token, with_ids
 from jobs.runs.plans.plan import Plan
 from jobs.runs.plans.prompt_steps import answer_columns
 from jobs.runs.plans.spec import RunSpec
@@ -154,7 +154,7 @@ class Generate(RowAsk):
         return Request(prompt, None, sampling)
 
     def answer(self, answer: PromptAnswer) -> Answer:
-        """Return a row's answer. Where a row has several samples, each value that is a sample's own is a tuple."""
+        """Return a row's answer. With several samples, the values of a sample are tuples with one value for each."""
         failed_sample = answer.failed_sample
         if failed_sample is not None:
             return replace(no_answer(failed_sample, self._n), attempts=1)

@@ -298,7 +298,7 @@ class RunFolder:
         return True
 
     def recount(self, queue: str) -> bool:
-        """Rebuild the run's state from its parts, and end the run if none is missing. Return whether it has ended."""
+        """Rebuild the run's state from its parts. If none is missing, end the run. Return whether it has ended."""
         facts: dict[str, str | int] = {
             "output": self._path,
             "queue": queue,

@@ -32,8 +32,8 @@ from jobs.parquet.tables.columns import (
     python_rows,
     with_own_json,
 )
-from jobs.prompts.arguments import NOT_TEXT
-from jobs.prompts.messages import OF_VALUES, ChatOptions, split_chat_options
+from jobs.prompts.arguments import NOT_TEXT, OF_VALUES
+from jobs.prompts.messages import ChatOptions, split_chat_options
 from jobs.prompts.pictures import ReadFile, is_url, loaded
 from jobs.runs.plans.names import OPENAI_BATCH
 from jobs.runs.plans.prompt_steps import PromptStep, Template
@@ -149,10 +149,7 @@ def _number(value: Any) -> Any:
 
 
 def _plain(value: Any) -> Any:
-    """Return a value as JSON has it.
-
-    Whole floats become integers, because pandas writes integers beside a null as floats.
-    """
+    """Return a value of JSON. Whole floats become integers, because pandas writes integers beside a null as floats."""
     if isinstance(value, list):
         return [_plain(item) for item in value]
     if isinstance(value, float) and value.is_integer():

@@ -7,7 +7,8 @@ from jobs.context.answers import Answer, AnswerMemo
 from jobs.context.checks import Checks
 from jobs.context.deadlines import EXPIRED
 from jobs.items.item import Item
-from jobs.items.runner import Entry, ItemRunner
+from jobs.items.runner import ItemRunner
+from jobs.items.under_way import Entry
 from jobs.parquet.asks.ask import RowAsk
 from jobs.parquet.asks.row_keys import Keys
 from jobs.parquet.prompts.prompt_source import Row

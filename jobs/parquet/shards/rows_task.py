@@ -6,8 +6,7 @@ from jobs.context import JobContext
 from jobs.context.answers import Answer
 from jobs.context.served_model import ServedModel
 from jobs.errors import PlanDamaged, RunOfAnotherModel, unlike
-from jobs.items.items_task import ItemsTask
-from jobs.items.runner import ItemRunner
+from jobs.items.runner import ItemRunner, ItemsTask
 from jobs.parquet.files.storage import Storage
 from jobs.parquet.outputs.run_folder import load_plan
 from jobs.parquet.shards.shard_texts import ShardTexts

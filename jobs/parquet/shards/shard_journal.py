@@ -14,7 +14,8 @@ from dataclasses import dataclass, field
 from jobs.context.answers import Answer
 from jobs.errors import RunError
 from jobs.items.records import Progress
-from jobs.items.runner import Answered, ItemRunner, PromptTokens
+from jobs.items.runner import ItemRunner, PromptTokens
+from jobs.items.under_way import Answered
 from jobs.parquet.outputs.run_folder import RunFolder
 from jobs.parquet.reuse.answer_log import AnswerLog, Record
 

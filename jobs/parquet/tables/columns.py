@@ -120,9 +120,8 @@ def with_added_values(
 ) -> pa.RecordBatch:
     """Return a batch with the added columns, which have one value each; see with_added_fields."""
     schema = with_added_fields(batch.schema, columns)
-    if (
-        len(schema) == batch.num_columns
-    ):  # a batch without any column keeps its number of rows only as it is
+    if len(schema) == batch.num_columns:
+        # Only this batch knows its number of rows if it has no column: a new one would have none.
         return batch
     arrays = list(batch.columns)
     for column, value in zip(columns, values, strict=True):

@@ -4,10 +4,10 @@ from collections.abc import Mapping
 from functools import partial
 from typing import Any, ClassVar, Self
 
-from jobs.context.served_model import ServedModel, parse_model
+from jobs.context.served_model import ServedModel
 from jobs.context.values import check_shard
 from jobs.errors import InvalidJob
-from jobs.prompts.arguments import parse_prompts
+from jobs.prompts.arguments import parse_model, parse_prompts
 from jobs.prompts.prompt_task import PromptTask
 from jobs.prompts.responses import Answers, usage
 from jobs.prompts.scoring.kind import (

@@ -7,10 +7,10 @@ from functools import partial
 from typing import Any, ClassVar, Self
 
 from jobs.common.display import MAX_NAME_CHARS, MAX_SHOWN_CHARS, brief
-from jobs.context.served_model import ServedModel, parse_model
+from jobs.context.served_model import ServedModel
 from jobs.context.values import check_shard, one_of, some_text, truth, whole_number
 from jobs.errors import InvalidJob, InvalidValue
-from jobs.prompts.arguments import parse_prompts, without_neutral
+from jobs.prompts.arguments import parse_model, parse_prompts, without_neutral
 from jobs.prompts.prompt_task import PromptTask
 from jobs.prompts.responses import Answers, usage
 from jobs.prompts.scoring.kind import TRUNCATION, Scored, Scoring, truncation, unscored

@@ -10,18 +10,18 @@ from math import exp, fsum, isfinite
 from typing import Any, ClassVar, Self
 
 from jobs.common.display import brief
-from jobs.context.served_model import ServedModel, parse_model
+from jobs.context.served_model import ServedModel
 from jobs.context.values import listed
 from jobs.errors import InvalidJob, InvalidValue, RequestFailed, unlike
-from jobs.prompts.arguments import checked_text, one_prompt
+from jobs.prompts.arguments import OF_VALUES, checked_text, one_prompt, parse_model
 from jobs.prompts.generated import NO_REASON
 from jobs.prompts.messages import NAMES as CHAT_NAMES
-from jobs.prompts.messages import OF_VALUES, forces_call, normal_messages, split_chat_options
+from jobs.prompts.messages import forces_call, normal_messages, split_chat_options
 from jobs.prompts.pictures import pictured_task, pictures_in
+from jobs.prompts.prompt_jobs import asked_task
 from jobs.prompts.prompt_task import PromptTask
 from jobs.prompts.responses import Answers, usage
 from jobs.prompts.scoring.kind import TRUNCATION, Scored, Scoring, truncation, unscored
-from jobs.prompts.templated_task import asked_task
 from jobs.tasks import Completion, Parts, Task
 
 MAX_LABELS = 1_000

@@ -4,10 +4,9 @@ from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
-from jobs.context.served_model import parse_model
 from jobs.context.values import listed
 from jobs.errors import unlike
-from jobs.prompts.arguments import MAX_CHOICES, one_prompt
+from jobs.prompts.arguments import MAX_CHOICES, one_prompt, parse_model
 from jobs.prompts.prompt_task import PromptTask
 from jobs.prompts.responses import Answers, usage
 from jobs.prompts.scoring.kind import truncation

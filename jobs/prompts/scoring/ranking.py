@@ -6,10 +6,10 @@ from functools import partial
 from typing import Any, ClassVar, Self
 
 from jobs.context import JobContext
-from jobs.context.served_model import ServedModel, parse_model
+from jobs.context.served_model import ServedModel
 from jobs.context.values import listed, truth, whole_number
 from jobs.errors import check_limit
-from jobs.prompts.arguments import MAX_PROMPTS, Unusable, checked_text, text_problem
+from jobs.prompts.arguments import MAX_PROMPTS, Unusable, checked_text, parse_model, text_problem
 from jobs.prompts.messages import ChatOptions
 from jobs.prompts.prompt_task import PromptTask
 from jobs.prompts.responses import Answers, usage

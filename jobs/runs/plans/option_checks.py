@@ -10,7 +10,7 @@ from jobs.errors import InvalidJob, InvalidValue, unlike
 from jobs.prompts.arguments import checked_text
 from jobs.prompts.messages import NAMES as CHAT_NAMES
 from jobs.prompts.messages import forces_call
-from jobs.prompts.response_options import NAMES as RESPONSE_NAMES
+from jobs.prompts.responses import NAMES as RESPONSE_NAMES
 from jobs.prompts.scoring.kind import MAX_PROBABILITIES, TRUNCATION
 from jobs.prompts.scoring.table import RUN_SCORINGS
 from jobs.runs.plans.names import OPENAI_BATCH

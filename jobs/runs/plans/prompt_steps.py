@@ -8,9 +8,9 @@ from typing import Any, Self
 from jobs.common.display import MAX_NAME_CHARS
 from jobs.context.values import check_shard
 from jobs.errors import InvalidJob, check_limit, unlike
-from jobs.prompts.arguments import parse_sampling
-from jobs.prompts.messages import ChatOptions, forces_call, refuse_chat_options, split_chat_options
-from jobs.prompts.response_options import LOGPROBS, run_values
+from jobs.prompts.arguments import parse_sampling, refuse_chat_options
+from jobs.prompts.messages import ChatOptions, forces_call, split_chat_options
+from jobs.prompts.responses import LOGPROBS, run_values
 from jobs.prompts.scoring.labels import Labels
 from jobs.prompts.template_texts import template_texts
 from jobs.runs.plans.names import KEPT_BESIDE

@@ -11,12 +11,12 @@ from typing import Annotated, Any, Self, get_args, get_origin, get_type_hints
 
 from jobs.common.display import MAX_NAME_CHARS, brief
 from jobs.context.checks import DEFAULT_MAX_ATTEMPTS, PARSERS, Checks, RepairOptions
-from jobs.context.served_model import parse_model
 from jobs.context.values import column_name, one_of, share, some_text, truth, whole_number
 from jobs.errors import InvalidJob, InvalidValue, check_limit, unlike
+from jobs.prompts.arguments import parse_model
 from jobs.prompts.generated import check_repairs
 from jobs.prompts.messages import ChatOptions, split_chat_options
-from jobs.prompts.response_options import LOGPROBS
+from jobs.prompts.responses import LOGPROBS
 from jobs.prompts.scoring.labels import parse_labels
 from jobs.prompts.template_texts import template_texts
 from jobs.prompts.ways.table import WAY_OPTIONS, check_beside, split_way, way_of

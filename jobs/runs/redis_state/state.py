@@ -477,7 +477,7 @@ class RunState:
             return transact(self._redis, change, *watched)
 
         def checked(pipe: Pipeline) -> T:
-            if pipe.zscore(lease.key, lease.member) is None:
+            if pipe.zscore(lease.key, lease.execution_id) is None:
                 raise RunBusy(self.run)
             return change(pipe)
 

@@ -10,10 +10,10 @@ from typing import Any
 
 from jobs.common.display import brief
 from jobs.context.deadlines import parse_deadline
-from jobs.context.served_model import parse_model
 from jobs.context.values import truth
 from jobs.context.webhooks import MAX_URL_CHARS, check_host, host_of
 from jobs.errors import InvalidValue, unlike
+from jobs.prompts.arguments import parse_model
 from jobs.runs.plans.paths import run_path
 from jobs.runs.plans.spec import check_queue_name
 

@@ -11,7 +11,7 @@ from engine.attention import load_backend
 from engine.kernels.upload import upload
 from engine.sampling.sampling_batch import SamplingBatch, neutral_rows, sampling_row
 from engine.sampling.sampling_params import SamplingParams
-from engine.sampling.sampling_rows import SamplingRows, sampling_columns
+from engine.sampling.sampling_rows import SamplingRows
 from ops.bench.kernels.timing import Case
 from ops.bench.make import Shape
 
@@ -55,8 +55,9 @@ def sampler_cases(
     for name, params in SAMPLED.items():
         values = neutral_rows(rows)
         values[:] = [sampling_row(params, seed, 0) for seed in range(rows)]
-        batch = SamplingBatch(values, np.arange(rows, dtype=np.uint64))
-        on_device = SamplingRows(*upload(sampling_columns(batch), device))
+        columns = SamplingBatch(values, np.arange(rows, dtype=np.uint64)).columns()
+        tensors = upload(list(columns.values()), device)
+        on_device = SamplingRows(**dict(zip(columns, tensors, strict=True)))
         yield Case(
             f"sampler, {rows} rows, {name}",
             partial(backend.sample, logits, on_device),

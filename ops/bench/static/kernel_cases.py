@@ -31,7 +31,7 @@ from engine.run.forward.rows import StaticRows
 from engine.run.forward.runner import Sampled
 from engine.run.forward.warm_up import make_step, with_edits
 from engine.sampling.sampling_batch import SamplingBatch, neutral_rows
-from engine.sampling.sampling_rows import SamplingRows, sampling_columns
+from engine.sampling.sampling_rows import SamplingRows
 from engine.schedule.step_batch import StepBatch
 
 PROCESSORS = 132  # of an H200
@@ -180,7 +180,9 @@ def meta_model(
 def take_steps(name: str, dtype: torch.dtype, fp8: bool, num_rows: int) -> None:
     """num_rows sequences decode, then one of num_rows + 1 tokens prefills beside a decoding one."""
     model, backend, cache = meta_model(name, dtype, fp8)
-    rows = SamplingRows(*upload(sampling_columns(sampling_batch(num_rows)), META))
+    columns = sampling_batch(num_rows).columns()
+    on_device = upload(list(columns.values()), META)
+    rows = SamplingRows(**dict(zip(columns, on_device, strict=True)))
     for batch in batches(backend, num_rows):
         backend.sample(model.logits(model.hidden_states(batch, cache)), rows)
     logits = model.logits(torch.empty((num_rows, model.hidden_size), dtype=dtype, device=META))

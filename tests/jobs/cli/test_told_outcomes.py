@@ -13,6 +13,7 @@ from redis import Redis
 from starlette.testclient import TestClient
 
 import jobs
+from jobs.common.rq_jobs import executions_key
 from jobs.context import Lease
 from jobs.context.checks import Checks
 from jobs.errors import InputChanged, RunFailed
@@ -75,10 +76,8 @@ def planning_that_failed(redis: Redis, invoke: Invoke, tmp_path: Path) -> tuple[
     pq.write_table(pa.table({"prompt": ["a"]}), tmp_path / "in.parquet")
     run = invoke("submit", tmp_path / "in.parquet", tmp_path / "out").stdout.strip()
     (job,) = queued_jobs(redis)
-    redis.zadd("tokenmill:held:bulk", {"me": 1})
-    tell_failed(
-        redis, job.id, Lease("tokenmill:held:bulk", "me"), "InputNotFound: there is no such file"
-    )
+    redis.zadd(executions_key(job.id), {"me": 1})
+    tell_failed(redis, Lease(job.id, "me"), "InputNotFound: there is no such file")
     fail(redis, job, "jobs.errors.InputNotFound: there is no such file")
     return run, job
 

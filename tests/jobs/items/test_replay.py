@@ -19,7 +19,7 @@ from jobs.parquet.asks.generate import Generate
 from jobs.parquet.asks.scores import Scores
 from jobs.parquet.prompts.prompt_source import Row
 from jobs.prompts.generated import generated
-from jobs.prompts.prompt_task import complete_task
+from jobs.prompts.prompt_jobs import complete_task
 from jobs.prompts.scoring.labels import Labels
 from jobs.prompts.ways.agreed import Agreement
 from jobs.prompts.ways.tool_use import ToolUse

@@ -88,7 +88,7 @@ def test_each_row_has_its_embedding_and_equal_texts_one(
     ("values", "problem"),
     [
         ({"dimensions": "3"}, "dimensions:=3"),
-        ({"template": [{"role": "user", "content": "{prompt}"}]}, "task 'embed' is of texts"),
+        ({"template": [{"role": "user", "content": "{prompt}"}]}, "task 'embed' is for texts"),
         (
             {"sampling": {"temperature": 0}},
             "'temperature', and for task 'embed' nothing is generated",

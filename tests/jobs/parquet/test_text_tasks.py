@@ -120,7 +120,7 @@ def test_a_model_without_a_head_is_asked_for_yes_or_no(runs: Runs) -> None:
     [
         (
             {"task": "classify", "template": [{"role": "user", "content": "{prompt}"}]},
-            "is of texts",
+            "is for texts",
         ),
         (
             {"task": "classify", "labels": ["a", "b"]},

@@ -9,6 +9,7 @@ import pytest
 from redis import Redis
 
 from jobs.common.keys import journal_key
+from jobs.common.rq_jobs import executions_key
 from jobs.context import JobContext
 from jobs.context.checks import Checks
 from jobs.context.job_journal import MAX_BYTES, JobJournal, SentTokens
@@ -129,11 +130,11 @@ def test_what_no_reader_can_take_apart_is_left(
 
 
 def test_an_execution_that_lost_the_job_writes_nothing(checking: JobContext, redis: Redis) -> None:
-    journal = JobJournal(redis, checking.job_id, "it", None, ("executions", "mine"))
+    journal = JobJournal(redis, checking.job_id, "it", None, "mine")
     task = opened_task(replace(checking, journal=journal), "jobs.complete", ["a"])
     begin(task, 0)
     assert not redis.exists(journal_key(checking.job_id))
-    redis.zadd("executions", {"mine": 1})
+    redis.zadd(executions_key(checking.job_id), {"mine": 1})
     assert keep(task, {0: {0: [1]}})
     assert redis.exists(journal_key(checking.job_id))
 

@@ -74,7 +74,7 @@ class Site:
     def fail(self, job_id: str, error: str = "PartDamaged: it is cut") -> None:
         """What a worker that holds the job does before it writes such an end."""
         self.redis.zadd(executions_key(job_id), {"execution": 1})
-        tell_failed(self.redis, job_id, Lease(executions_key(job_id), "execution"), error)
+        tell_failed(self.redis, Lease(job_id, "execution"), error)
 
     def fail_shard(self, shard: int) -> None:
         self.fail(shard_job_id(self.run, shard))
@@ -197,7 +197,7 @@ def test_planning_that_fails_is_told(site: Site) -> None:
 def test_who_has_lost_the_job_tells_of_no_failure(planned: Site) -> None:
     for shard in range(3):
         job_id = shard_job_id(planned.run, shard)
-        tell_failed(planned.redis, job_id, Lease(executions_key(job_id), "another"), "x")
+        tell_failed(planned.redis, Lease(job_id, "another"), "x")
     assert planned.told == []
 
 

@@ -10,6 +10,7 @@ from typing import Any
 import openai
 import pytest
 from openai.types import Batch
+from openai.types.responses import Response
 
 from tests.rq_workers import wait_until
 from tests.tokenmill.server.conftest import Served
@@ -148,6 +149,25 @@ def test_a_cancelled_batch_has_the_lines_that_were_answered(served: Served) -> N
     (failed,) = lines_of(served, batch.error_file_id)
     assert failed["custom_id"] == "refused"
     assert failed["id"].endswith("_7")
+
+
+def test_lines_of_responses_are_answered_with_response_objects(served: Served) -> None:
+    lines = []
+    for name in ("a", "b"):
+        body = {"input": f"hello {name}", "instructions": "be brief", "max_output_tokens": 3}
+        lines.append({"custom_id": name, "method": "POST", "url": "/v1/responses", "body": body})
+    lines[1]["body"]["store"] = True
+    batch = ended(served, create(served, upload(served, lines), endpoint="/v1/responses"))
+    (answered,) = lines_of(served, batch.output_file_id)
+    response = Response.model_validate(answered["response"]["body"])
+    asked = served.client.responses.create(
+        model="fake", input="hello a", instructions="be brief", max_output_tokens=3
+    )
+    assert response.output_text == asked.output_text
+    assert response.instructions == "be brief"
+    assert response.usage == asked.usage
+    (failed,) = lines_of(served, batch.error_file_id)
+    assert failed["error"]["message"] == "store is not built: leave it out"
 
 
 def test_lines_that_were_not_begun_within_the_window_are_expired(served: Served) -> None:

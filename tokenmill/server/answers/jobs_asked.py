@@ -5,8 +5,8 @@ import json
 import logging
 from base64 import b64decode
 from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
-from contextlib import asynccontextmanager
-from dataclasses import dataclass
+from contextlib import asynccontextmanager, suppress
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -29,11 +29,14 @@ from tokenmill.serving import REDIS_TIMEOUT_S
 
 logger = logging.getLogger("tokenmill")
 
-#: How long a result is kept for the server to read it, and how long for requests with the same Idempotency-Key.
+#: How long a result is kept for the server to read it.
 RESULT_TTL_S = 300
+#: How long one is kept for further requests with the same Idempotency-Key.
 KEPT_RESULT_TTL_S = KEPT_S + RESULT_TTL_S
 #: How long a read of results waits for one. Jobs that are enqueued meanwhile join the next read.
 READ_MS = 20
+#: A read of many keys costs Redis and this process much, so it waits until more has come of them.
+PAUSE_S_OF_KEY = 10e-6
 #: The most pieces of a text that are read at once.
 MAX_PIECES = 1000
 #: Seconds between two looks at whether the awaited jobs are still there.
@@ -50,18 +53,38 @@ class TextPiece(NamedTuple):
     offset: int
     text: str
 
+    def follows(self, other: "TextPiece") -> bool:
+        """Whether the text goes on where another piece ends."""
+        is_same = (self.sample, self.part) == (other.sample, other.part)
+        return is_same and self.offset == other.offset + len(other.text)
+
 
 @dataclass(eq=False)
 class _Awaited:
     """A request that awaits the answer of a job. Requests with one Idempotency-Key await the same job.
 
-    ended: gets the entry of its result. pieces: the pieces of its text; None if nobody reads them. last_id: the id of
-    the last piece that was read.
+    ended: gets the entry of its result. is_followed: whether its text is read as it grows. pieces: the pieces that were
+    read and not taken yet. last_id: the id of the last piece that was read. changed: set when a piece or the result
+    comes.
     """
 
     ended: asyncio.Future[Mapping[bytes, bytes]]
-    pieces: asyncio.Queue[TextPiece] | None = None
+    is_followed: bool = False
+    pieces: list[TextPiece] = field(default_factory=list)
     last_id: bytes = b"0"
+    changed: asyncio.Event = field(default_factory=asyncio.Event)
+
+    def take_pieces(self) -> list[TextPiece]:
+        """Return the pieces that wait. Those that follow each other are one: a client that is behind gets fewer."""
+        joined: list[TextPiece] = []
+        for piece in self.pieces:
+            last = joined[-1] if joined else None
+            if last is not None and piece.follows(last):
+                joined[-1] = last._replace(text=last.text + piece.text)
+            else:
+                joined.append(piece)
+        self.pieces = []
+        return joined
 
 
 class JobsAsked:
@@ -94,21 +117,17 @@ class JobsAsked:
 
     async def follow(self, made: Made, call: Call) -> AsyncGenerator[TextPiece | bytes, None]:
         """Enqueue a job; yield pieces of its text as they come, then its value, as JSON. Raises as `ask`."""
-        pieces: asyncio.Queue[TextPiece] = asyncio.Queue()
         end_by = asyncio.get_running_loop().time() + self._timeout_s
-        async with self._enqueued(made, call, pieces) as awaited:
-            while not awaited.ended.done() or not pieces.empty():
-                next_piece = asyncio.ensure_future(pieces.get())
-                left_s = end_by - asyncio.get_running_loop().time()
-                events: set[asyncio.Future[Any]] = {next_piece, awaited.ended}
-                try:
-                    await asyncio.wait(events, timeout=left_s, return_when=asyncio.FIRST_COMPLETED)
-                    if next_piece.done():
-                        yield next_piece.result()
-                        continue
-                finally:
-                    next_piece.cancel()
-                self._result_of(awaited)
+        async with self._enqueued(made, call, is_followed=True) as awaited:
+            while not awaited.ended.done() or awaited.pieces:
+                with suppress(TimeoutError):
+                    async with asyncio.timeout_at(end_by):
+                        await awaited.changed.wait()
+                awaited.changed.clear()
+                for piece in awaited.take_pieces():
+                    yield piece
+                if asyncio.get_running_loop().time() >= end_by:
+                    break
             yield _value_of(self._result_of(awaited))
 
     def _result_of(self, awaited: _Awaited) -> Mapping[bytes, bytes]:
@@ -121,16 +140,16 @@ class JobsAsked:
 
     @asynccontextmanager
     async def _enqueued(
-        self, made: Made, call: Call, pieces: asyncio.Queue[TextPiece] | None = None
+        self, made: Made, call: Call, *, is_followed: bool = False
     ) -> AsyncIterator[_Awaited]:
         """Enqueue a job, and cancel it if the block ends before the job does.
 
-        A job that is kept goes on when its client leaves. One that is there already is not enqueued again.
+        A job that is kept goes on when its client leaves. If it is in Redis already, it is only awaited.
         """
-        awaited = _Awaited(asyncio.get_running_loop().create_future(), pieces)
+        awaited = _Awaited(asyncio.get_running_loop().create_future(), is_followed)
+        awaited.ended.add_done_callback(lambda _: awaited.changed.set())
         goes_on = False
         try:
-            is_followed = pieces is not None
             if made.is_kept:
                 await run_in_threadpool(self._enqueue_once, made, call, is_followed)
             else:
@@ -217,7 +236,7 @@ class JobsAsked:
         positions: dict[Any, Any] = {}
         job_of: dict[bytes, str] = {}
         for job_id, requests in self._awaited.items():
-            last_ids = [awaited.last_id for awaited in requests if awaited.pieces is not None]
+            last_ids = [awaited.last_id for awaited in requests if awaited.is_followed]
             if last_ids:
                 key = text_stream_key(job_id)
                 positions[key] = min(last_ids, key=_order)
@@ -227,6 +246,7 @@ class JobsAsked:
         if not positions:
             await asyncio.sleep(READ_MS / 1000)
             return
+        await asyncio.sleep(min(len(positions) * PAUSE_S_OF_KEY, READ_MS / 1000))
         try:
             replies: Any = await self._reader.xread(positions, count=MAX_PIECES, block=READ_MS)
         except ResponseError:
@@ -244,7 +264,7 @@ class JobsAsked:
     def _take_pieces(
         self, job_id: str, entries: Sequence[tuple[bytes, Mapping[bytes, bytes]]]
     ) -> None:
-        followers = [each for each in self._awaited.get(job_id, ()) if each.pieces is not None]
+        followers = [awaited for awaited in self._awaited.get(job_id, ()) if awaited.is_followed]
         for entry_id, fields in entries:
             try:
                 piece = TextPiece(
@@ -257,9 +277,10 @@ class JobsAsked:
                 self._end_with(job_id, ApiError(500, "a piece of its text cannot be read"))
                 return
             for awaited in followers:
-                if awaited.pieces is not None and _order(awaited.last_id) < _order(entry_id):
+                if _order(awaited.last_id) < _order(entry_id):
                     awaited.last_id = entry_id
-                    awaited.pieces.put_nowait(piece)
+                    awaited.pieces.append(piece)
+                    awaited.changed.set()
 
     async def _end_unreadable(self, keys: Sequence[str]) -> bool:
         """End the jobs with a key that holds no stream; return whether there was one.

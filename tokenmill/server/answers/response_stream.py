@@ -1,4 +1,4 @@
-"""The response object of `/v1/responses`, and its events.
+"""The events of a streamed response of `/v1/responses`.
 
 Source: OpenAI's API reference, "Responses" and "Streaming events".
 """
@@ -9,6 +9,7 @@ from collections.abc import AsyncIterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from jobs.prompts.openai_responses import call_item, response_object, response_with, text_item
 from tokenmill.server.answers.jobs_asked import TextPiece
 from tokenmill.server.answers.sent_texts import SentTexts
 from tokenmill.server.errors import ApiError
@@ -30,17 +31,7 @@ class ResponseStream:
 
     def whole(self, answer: Mapping[str, Any]) -> dict[str, Any]:
         """Return OpenAI's object of a response. answer: the chat's."""
-        (choice,) = answer["choices"]
-        message = choice["message"]
-        output: list[dict[str, Any]] = []
-        if message.get("reasoning"):
-            output.append(self._item("reasoning", len(output), message["reasoning"]))
-        calls = message.get("tool_calls") or ()
-        if message.get("content") or not calls:
-            output.append(self._item("message", len(output), message.get("content") or ""))
-        for call in calls:
-            output.append(self._call_item(len(output), call))
-        return self._response(answer, output)
+        return response_object(answer, self.body, self.job_id, self.created)
 
     async def events(self, answer: AsyncIterator[TextPiece | bytes]) -> AsyncIterator[bytes]:
         """Yield the events of an answer. If it fails, the error is the last event."""
@@ -105,7 +96,7 @@ class ResponseStream:
         return {**place, "content_index": 0}
 
     def _opened(self, kind: str) -> list[bytes]:
-        self._open = self._item(kind, len(self._output), "")
+        self._open = text_item(kind, self.job_id, len(self._output), "")
         part = dict(self._open["content"][0])
         shown = {**self._open, "status": "in_progress", "content": []}
         added = self._event(
@@ -131,7 +122,7 @@ class ResponseStream:
 
     def _called(self, call: Mapping[str, Any]) -> list[bytes]:
         index = len(self._output)
-        item = self._call_item(index, call)
+        item = call_item(self.job_id, index, call)
         self._output.append(item)
         place = {"item_id": item["id"], "output_index": index}
         arguments = item["arguments"]
@@ -144,76 +135,12 @@ class ResponseStream:
             self._event("response.output_item.done", output_index=index, item=item),
         ]
 
-    def _item(self, kind: str, index: int, text: str) -> dict[str, Any]:
-        if kind == "reasoning":
-            content = [{"type": "reasoning_text", "text": text}]
-            fields: dict[str, Any] = {"id": f"rs_{self.job_id}_{index}", "summary": []}
-        else:
-            content = [{"type": "output_text", "text": text, "annotations": [], "logprobs": []}]  # type: ignore[dict-item]
-            fields = {"id": f"msg_{self.job_id}_{index}", "role": "assistant"}
-        return {**fields, "type": kind, "status": "completed", "content": content}
-
-    def _call_item(self, index: int, call: Mapping[str, Any]) -> dict[str, Any]:
-        return {
-            "type": "function_call",
-            "id": f"fc_{self.job_id}_{index}",
-            "call_id": call["id"],
-            "name": call["function"]["name"],
-            "arguments": call["function"]["arguments"],
-            "status": "completed",
-        }
-
     def _response(
         self, answer: Mapping[str, Any] | None, output: list[dict[str, Any]]
     ) -> dict[str, Any]:
-        """Return the response object. answer: the chat's; None while there is none."""
-        body = self.body
-        status = "in_progress"
-        reason = None
-        usage = None
-        if answer is not None:
-            is_cut = answer["choices"][0]["finish_reason"] == "length"
-            status = "incomplete" if is_cut else "completed"
-            reason = {"reason": "max_output_tokens"} if is_cut else None
-            usage = _usage(answer["usage"])
-        return {
-            "id": f"resp_{self.job_id}",
-            "object": "response",
-            "created_at": self.created,
-            "status": status,
-            "error": None,
-            "incomplete_details": reason,
-            "instructions": body.get("instructions"),
-            "max_output_tokens": body.get("max_output_tokens"),
-            "metadata": body.get("metadata") or {},
-            "model": body.get("model") or "" if answer is None else answer["model"],
-            "output": list(output),
-            "parallel_tool_calls": body.get("parallel_tool_calls", True),
-            "previous_response_id": None,
-            "reasoning": {"effort": (body.get("reasoning") or {}).get("effort"), "summary": None},
-            "store": False,
-            "temperature": body.get("temperature"),
-            "text": body.get("text") or {"format": {"type": "text"}},
-            "tool_choice": body.get("tool_choice") or "auto",
-            "tools": body.get("tools") or [],
-            "top_p": body.get("top_p"),
-            "truncation": "disabled",
-            "usage": usage,
-            "user": body.get("user"),
-        }
+        return response_with(answer, self.body, output, self.job_id, self.created)
 
     def _event(self, kind: str, **values: Any) -> bytes:
         content = {"type": kind, "sequence_number": self._sequence, **values}
         self._sequence += 1
         return f"event: {kind}\ndata: {json.dumps(content, ensure_ascii=False)}\n\n".encode()
-
-
-def _usage(usage: Mapping[str, Any]) -> dict[str, Any]:
-    cached_tokens = usage["prompt_tokens_details"]["cached_tokens"]
-    return {
-        "input_tokens": usage["prompt_tokens"],
-        "input_tokens_details": {"cached_tokens": cached_tokens, "cache_write_tokens": 0},
-        "output_tokens": usage["completion_tokens"],
-        "output_tokens_details": {"reasoning_tokens": 0},
-        "total_tokens": usage["total_tokens"],
-    }

@@ -38,7 +38,7 @@ from tokenmill.server.errors import ApiError
 
 #: What the lines of a batch may ask for.
 EMBEDDINGS = "/v1/embeddings"
-BATCH_ENDPOINTS = ("/v1/chat/completions", "/v1/completions", EMBEDDINGS)
+BATCH_ENDPOINTS = ("/v1/chat/completions", "/v1/completions", EMBEDDINGS, "/v1/responses")
 #: The longest value, and the most entries, of `metadata`; OpenAI's.
 MAX_METADATA_CHARS, MAX_METADATA = 512, 16
 #: The most earlier batches whose answers a batch takes.

@@ -4,9 +4,8 @@ from collections.abc import Collection
 from difflib import get_close_matches
 
 from worker.errors import NotAllowed, TooLarge
-from worker.store.records.bounds import FunctionCall, parse_call
 from worker.store.records.claimed_job import ClaimedJob
-from worker.store.records.job_record import JobRecord
+from worker.store.records.job_record import FunctionCall, JobRecord, parse_call
 
 MAX_ID_CHARS = 255
 """The most characters of a job's id, which is in the names of a dozen keys, in the answer and in the log."""

@@ -15,8 +15,7 @@ from worker.io_thread.held.held_jobs import HeldJob
 from worker.io_thread.held.job_guard import JobGuard
 from worker.store.client import OUTAGES
 from worker.store.job_store import JobStore
-from worker.store.records.outcome import FinishReply, Outcome
-from worker.store.records.results import printable
+from worker.store.records.outcome import FinishReply, Outcome, printable
 
 _BATCH_BYTES = 8 << 20
 """Bytes of values after which a batch is full."""

@@ -274,7 +274,7 @@ class HeldJob:
 class HeldJobs:
     """The claimed jobs that have not ended, oldest first. Used by the I/O thread only."""
 
-    def __init__(self, traces: Traces) -> None:
+    def __init__(self, traces: Traces | None) -> None:
         self._traces = traces
         self._numbers = count()
         self._jobs: dict[int, HeldJob] = {}
@@ -289,7 +289,8 @@ class HeldJobs:
 
     def begin_trace(self, job: HeldJob) -> None:
         """Begin the job's trace, if it is traced."""
-        job.trace = self._traces.begin(job.claimed.execution_id, job.claimed.record.meta)
+        if self._traces is not None:
+            job.trace = self._traces.begin(job.claimed.execution_id, job.claimed.record.meta)
 
     def remove(self, job: HeldJob) -> None:
         """Hold a job no longer. Raises KeyError if it is not held."""

@@ -8,7 +8,7 @@ from worker.io_thread.held.held_jobs import HeldJob
 from worker.metrics.tally import Tally
 from worker.store.client import is_servers
 from worker.store.records.claimed_job import ClaimedJob
-from worker.store.records.results import frames_of
+from worker.store.records.outcome import frames_of
 
 Item = TypeVar("Item")
 Reply = TypeVar("Reply")

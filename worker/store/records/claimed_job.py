@@ -5,8 +5,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from worker.errors import BadPayload, JobRefused, TooLarge
-from worker.store.records.bounds import MAX_HASH_FIELDS, max_hash_bytes
-from worker.store.records.job_record import JobRecord, read_record
+from worker.store.records.job_record import MAX_HASH_FIELDS, JobRecord, max_hash_bytes, read_record
 
 CLAIM_BATCH = 200
 """The most sequences' worth of jobs that one claim takes."""

@@ -1,21 +1,40 @@
-"""Outcome: how a job ended, for the store to write."""
+"""Outcome: how a job ended, for the store to write, with its value or error in RQ's form and within bounds."""
 
 from __future__ import annotations
 
+import io
+import json
+import traceback
 from dataclasses import dataclass, replace
 from datetime import datetime
 from typing import Any, Literal
 
+from rq.defaults import UNSERIALIZABLE_RETURN_VALUE_PAYLOAD
 from rq.job import Job
 from rq.job import Retry as RetryWish
 
+from jobs.errors import ResultTooLarge
 from worker.store.records.claimed_job import ClaimedJob
 from worker.store.records.next_step import NextStep, Policy, next_step
-from worker.store.records.results import printable
 
 EndStatus = Literal["finished", "failed", "stopped"]
 FinishReply = Literal["done", "again", "lost", "dependents", "refused"]
 """See finish.lua. "refused" means that the server takes this end in no form."""
+
+MAX_TRACEBACK_CHARS = 1 << 16
+"""The most characters of a traceback in Redis."""
+
+_HEAD_CHARS = 1 << 14
+"""Characters from the beginning of a longer traceback. The rest is from its end, which says most."""
+
+_MAX_FRAMES = 30
+"""The most calls of a traceback in the log."""
+
+_SMALL_BYTES = 1 << 18
+"""The most bytes of a small value, which is packed within a few milliseconds."""
+
+_SMALL_VALUES = 5000
+"""The most values within a small value."""
 
 
 @dataclass(frozen=True)
@@ -89,3 +108,101 @@ class Outcome:
         return replace(
             self, status="failed", value=text, retries=False, packed=None, changed_policy=Policy()
         )
+
+
+@dataclass(frozen=True)
+class Raised:
+    """An error of user code, and its traceback as text.
+
+    The text is made in the user code's thread, because an error's methods are user code too.
+    """
+
+    error: BaseException
+    text: str
+
+
+def printable(error: BaseException) -> str:
+    """Return an error's traceback in characters that Redis takes, cut to MAX_TRACEBACK_CHARS."""
+    try:
+        text = "".join(traceback.format_exception(error))
+    except Exception:  # noqa: BLE001  # an error's class may have any methods
+        text = (
+            f"{type(error).__module__}.{type(error).__qualname__}: its traceback cannot be shown\n"
+        )
+    num_left_out = len(text) - MAX_TRACEBACK_CHARS
+    if num_left_out > 0:
+        head = text[:_HEAD_CHARS]
+        tail = text[_HEAD_CHARS + num_left_out :]
+        text = f"{head}\n[{num_left_out} characters are left out here]\n{tail}"
+    return text.encode("utf-8", "backslashreplace").decode()
+
+
+def frames_of(error: BaseException) -> str:
+    """Return the calls in which an error was raised, innermost first, without its message, which may quote a prompt."""
+    frames = traceback.extract_tb(error.__traceback__)[-_MAX_FRAMES:]
+    return ", ".join(
+        f"{frame.filename}:{frame.lineno} in {frame.name}" for frame in reversed(frames)
+    )
+
+
+def is_small(value: Any) -> bool:
+    """Whether a value of our own code is packed in no time."""
+    least_bytes, num_values = _measure(value, _SMALL_BYTES)
+    return least_bytes <= _SMALL_BYTES and num_values <= _SMALL_VALUES
+
+
+def pack(value: Any, max_bytes: int, known_small: bool = False) -> bytes | None:
+    """Return a value's JSON. Returns None for None, and RQ's placeholder for a value that JSON cannot express.
+
+    known_small: whether `is_small` is true for the value, so that it is not measured again. Raises ResultTooLarge if
+    the JSON has more than `max_bytes` bytes. Other threads run while a large value is packed.
+    """
+    if value is None:
+        return None
+    try:
+        least_bytes, num_values = (0, 0) if known_small else _measure(value, max_bytes)
+        if least_bytes > max_bytes:
+            raise ResultTooLarge(max_bytes)
+        text = (
+            json.dumps(value) if num_values <= _SMALL_VALUES else _dump_in_pieces(value, max_bytes)
+        )
+    except ResultTooLarge:
+        raise
+    except Exception:  # noqa: BLE001  # as RQ does
+        text = json.dumps(UNSERIALIZABLE_RETURN_VALUE_PAYLOAD)
+    if len(text) > max_bytes:
+        raise ResultTooLarge(max_bytes)
+    return text.encode()
+
+
+def _dump_in_pieces(value: Any, max_bytes: int) -> str:
+    text = io.StringIO()
+    for piece in json.JSONEncoder().iterencode(value):
+        text.write(piece)
+        if text.tell() > max_bytes:
+            raise ResultTooLarge(max_bytes)
+    return text.getvalue()
+
+
+def _measure(value: Any, max_bytes: int) -> tuple[int, int]:
+    """Return a lower bound of the bytes of a value's JSON, and the number of values in it.
+
+    Measuring stops once the bytes are more than `max_bytes`.
+    """
+    num_bytes = 0
+    num_values = 0
+    waiting = [value]
+    while waiting and num_bytes <= max_bytes:
+        item = waiting.pop()
+        num_values += 1
+        if isinstance(item, str):
+            num_bytes += len(item) + 2
+        elif isinstance(item, (dict, list, tuple)):
+            num_bytes += 2 * len(item) or 2
+            if num_bytes <= max_bytes:
+                waiting.extend(item)
+                if isinstance(item, dict):
+                    waiting.extend(item.values())
+        else:
+            num_bytes += 1
+    return num_bytes, num_values

@@ -11,9 +11,14 @@ from rq.job import Job, JobStatus
 from rq.serializers import JSONSerializer
 from rq.timeouts import JobTimeoutException, TimerDeathPenalty
 
-from worker.store.records.bounds import DEFAULT_MAX_JOB_BYTES, check_containers, unpack
 from worker.store.records.claimed_job import ClaimedJob
-from worker.store.records.job_record import CALLBACKS, DATES
+from worker.store.records.job_record import (
+    CALLBACKS,
+    DATES,
+    DEFAULT_MAX_JOB_BYTES,
+    check_containers,
+    unpack,
+)
 from worker.threads.interrupts import as_class, current_call
 
 _PACKED: Any = object()

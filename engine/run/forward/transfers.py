@@ -1,4 +1,4 @@
-"""Copies a step to the device, and pools its hidden states there."""
+"""Copies a step to the device, pools its hidden states there, and copies its tokens back."""
 
 import numpy as np
 import torch
@@ -8,9 +8,10 @@ from torch import Tensor
 from engine.attention.base import AttentionMetadata, ForwardBatch, KernelBackend
 from engine.attention.state_pool import state_parts
 from engine.kernels.upload import upload
-from engine.run.forward.runner import Sampled
+from engine.run.forward.row_logprobs import DeviceLogprobs
+from engine.run.forward.runner import PendingTokens, Sampled
 from engine.sampling.sampling_batch import SamplingBatch
-from engine.sampling.sampling_rows import SamplingRows, sampling_columns
+from engine.sampling.sampling_rows import SamplingRows
 from engine.schedule.step_batch import StepBatch
 
 
@@ -29,16 +30,18 @@ def to_device(
         assert sampled is not None, "only a step that follows another has pending rows"
         places = sampled.places[places]
     arrays = [step.token_ids, step.positions, step.slot_mapping, step.sample_rows, pending, places]
-    columns = [] if sampling is None else sampling_columns(sampling)
+    columns = {} if sampling is None else sampling.columns()
     attention, tensors = backend.build_metadata(
-        step.block_tables, step.context_lens, step.query_lens, [*arrays, *columns]
+        step.block_tables, step.context_lens, step.query_lens, [*arrays, *columns.values()]
     )
     token_ids, positions, slot_mapping, sample_rows, rows, places_on_device, *values = tensors
     if sampled is not None and len(pending):
         backend.fill_pending(token_ids, rows, sampled.token_ids, places_on_device)
     states = state_parts(step.state_parts, token_ids.device) if len(step.state_parts) else None
     batch = ForwardBatch(token_ids, positions, slot_mapping, sample_rows, attention, states)
-    return batch, SamplingRows(*values) if values else None
+    if sampling is None:
+        return batch, None
+    return batch, SamplingRows(**dict(zip(columns, values, strict=True)))
 
 
 def with_blocks(
@@ -92,3 +95,37 @@ def pool(
         else:
             pooled.append(torch.stack([part.sum(0, dtype=torch.float32) for part in parts]))
     return torch.cat(pooled, dim=1)
+
+
+class DeviceTokens(PendingTokens):
+    """Tokens on their way from the device, copied into pinned memory behind their step."""
+
+    def __init__(
+        self, sampled: Sampled, logprobs: DeviceLogprobs | None = None, pooled: Tensor | None = None
+    ) -> None:
+        token_ids, self._places = sampled.token_ids, sampled.places
+        self._logprobs, self._has_pooled = logprobs, pooled is not None
+        said = [] if logprobs is None else logprobs.tensors
+        tensors = [token_ids, *said, *(() if pooled is None else (pooled,))]
+        self._event: torch.cuda.Event | None = None
+        if not token_ids.is_cuda:
+            self._host = [token_ids.clone(), *tensors[1:]]
+        else:
+            self._host = [
+                torch.empty_like(tensor, device="cpu", pin_memory=True) for tensor in tensors
+            ]
+            for host, tensor in zip(self._host, tensors, strict=True):
+                host.copy_(tensor, non_blocking=True)
+            self._event = torch.cuda.Event()  # type: ignore[no-untyped-call]  # torch leaves it untyped
+            self._event.record(torch.cuda.current_stream(token_ids.device))
+
+    def wait(self) -> NDArray[np.int64]:
+        if self._event is not None:
+            self._event.synchronize()
+        if self._has_pooled:
+            self.pooled = self._host[-1].numpy()
+        if self._logprobs is not None:
+            said = self._host[1:-1] if self._has_pooled else self._host[1:]
+            self.logprobs = self._logprobs.on_host(said)
+        token_ids: NDArray[np.int64] = self._host[0].numpy()[self._places]
+        return token_ids

@@ -1,0 +1,276 @@
+"""OpenAI's Responses API over a chat: the chat that a body asks for, and the response object of its answer.
+
+Source: OpenAI's API reference, "Responses".
+"""
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from jobs.common.display import brief
+from jobs.errors import InvalidJob, InvalidValue, NotBuilt
+
+PATH = "/v1/responses"
+
+#: Arguments that are not built, with the values that ask for nothing.
+_REFUSED: Mapping[str, tuple[Any, ...]] = {
+    "background": (None, False),
+    "conversation": (None,),
+    "include": (None, []),
+    "max_tool_calls": (None,),
+    "previous_response_id": (None,),
+    "prompt": (None,),
+    "store": (None, False),
+    "top_logprobs": (None, 0),
+    "truncation": (None, "disabled"),
+}
+#: Arguments that a chat has by the same name.
+_SAME = (
+    "model",
+    "temperature",
+    "top_p",
+    "parallel_tool_calls",
+    "stream",
+    "seed",
+    "user",
+    "safety_identifier",
+    "prompt_cache_key",
+    "service_tier",
+)
+#: Arguments that this server reads itself.
+_OWN = (
+    "input",
+    "instructions",
+    "max_output_tokens",
+    "metadata",
+    "reasoning",
+    "text",
+    "tool_choice",
+    "tools",
+    "stream_options",
+)
+
+
+_KINDS: Mapping[type, str] = {list: "list", dict: "object"}
+
+
+def chat_of(body: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the arguments of `jobs.chat` that a body asks for.
+
+    Raises InvalidJob, whose text begins with the argument that is wrong.
+    """
+    for name, value in body.items():
+        if name in _REFUSED and value not in _REFUSED[name]:
+            raise NotBuilt(f"{name} is not built: leave it out")
+        if name not in (*_REFUSED, *_SAME, *_OWN):
+            raise InvalidValue(f"{{}} is no argument of {PATH}", brief(name))
+
+    chat: dict[str, Any] = {name: body[name] for name in _SAME if body.get(name) is not None}
+    chat["messages"] = _messages(body)
+    if body.get("max_output_tokens") is not None:
+        chat["max_tokens"] = body["max_output_tokens"]
+    reasoning = body.get("reasoning")
+    if isinstance(reasoning, dict) and reasoning.get("effort") is not None:
+        chat["reasoning_effort"] = reasoning["effort"]
+    for name, kind in (("tools", list), ("metadata", dict), ("reasoning", dict)):
+        if not isinstance(body.get(name), kind | None):
+            raise InvalidJob(f"{name} is no {_KINDS[kind]}")
+    response_format = _format(body.get("text"))
+    if response_format is not None:
+        chat["response_format"] = response_format
+    if body.get("tools"):
+        chat["tools"] = [_tool(tool) for tool in body["tools"]]
+    choice = body.get("tool_choice")
+    if isinstance(choice, dict):
+        choice = {"type": "function", "function": {"name": choice.get("name")}}
+    if choice is not None and body.get("tools"):
+        chat["tool_choice"] = choice
+    return chat
+
+
+def _messages(body: Mapping[str, Any]) -> list[dict[str, Any]]:
+    messages: list[dict[str, Any]] = []
+    if body.get("instructions") is not None:
+        messages.append({"role": "system", "content": body["instructions"]})
+    items = body.get("input")
+    if isinstance(items, str):
+        return [*messages, {"role": "user", "content": items}]
+    if not isinstance(items, list) or not items:
+        raise InvalidJob("input is neither a text nor a list of items")
+    for number, item in enumerate(items):
+        if not isinstance(item, dict):
+            raise InvalidJob(f"input has an item {number} that is no object")
+        _add_item(messages, item, number)
+    return messages
+
+
+def _add_item(messages: list[dict[str, Any]], item: Mapping[str, Any], number: int) -> None:
+    """Add an item of the input to the messages. Calls that follow each other are one message."""
+    kind = item.get("type", "message")
+    if kind == "message":
+        messages.append(
+            {"role": item.get("role"), "content": _content(item.get("content"), number)}
+        )
+    elif kind == "function_call":
+        call = {
+            "id": item.get("call_id"),
+            "type": "function",
+            "function": {"name": item.get("name"), "arguments": item.get("arguments")},
+        }
+        if messages and messages[-1]["role"] == "assistant":
+            messages[-1].setdefault("tool_calls", []).append(call)
+        else:
+            messages.append({"role": "assistant", "content": None, "tool_calls": [call]})
+    elif kind == "function_call_output":
+        output = item.get("output")
+        content = output if isinstance(output, str) else json.dumps(output)
+        messages.append({"role": "tool", "tool_call_id": item.get("call_id"), "content": content})
+    elif kind != "reasoning":
+        raise InvalidValue(
+            f"input has an item {number} of type {{}}, which is not built", brief(kind)
+        )
+
+
+def _content(content: Any, number: int) -> Any:
+    if not isinstance(content, list):
+        return content
+    parts = []
+    for part in content:
+        kind = part.get("type") if isinstance(part, dict) else None
+        if kind in ("input_text", "output_text", "text"):
+            parts.append({"type": "text", "text": part.get("text")})
+        elif kind == "input_image":
+            parts.append({"type": "image_url", "image_url": {"url": part.get("image_url")}})
+        else:
+            raise InvalidValue(
+                f"input has a part of type {{}} in item {number}, which is not built", brief(kind)
+            )
+    if all(part["type"] == "text" for part in parts):
+        return "".join(str(part["text"]) for part in parts)
+    return parts
+
+
+def _format(text: Any) -> dict[str, Any] | None:
+    """Return a chat's response_format for `text.format`."""
+    if text is None:
+        return None
+    if not isinstance(text, dict):
+        raise InvalidJob("text is no object")
+    if text.get("verbosity") not in (None, "medium"):
+        raise NotBuilt("text.verbosity is not built: leave it out")
+    wanted = text.get("format")
+    if wanted is None or wanted == {"type": "text"}:
+        return None
+    if isinstance(wanted, dict) and wanted.get("type") == "json_object":
+        return {"type": "json_object"}
+    if isinstance(wanted, dict) and wanted.get("type") == "json_schema":
+        schema = {
+            name: value for name, value in wanted.items() if name != "type" and value is not None
+        }
+        return {"type": "json_schema", "json_schema": schema}
+    raise InvalidJob("text.format has no type text, json_object or json_schema")
+
+
+def _tool(tool: Any) -> dict[str, Any]:
+    kind = tool.get("type") if isinstance(tool, dict) else None
+    if kind != "function":
+        raise InvalidValue("tools has a {}, which is not built: functions alone are", brief(kind))
+    function = {name: value for name, value in tool.items() if name != "type" and value is not None}
+    return {"type": "function", "function": function}
+
+
+def response_object(
+    answer: Mapping[str, Any], body: Mapping[str, Any], name: str, created_at: int
+) -> dict[str, Any]:
+    """Return OpenAI's object of a response.
+
+    answer: the chat's. body: what was asked for. name: what the ids in it are made of. created_at: Unix seconds.
+    """
+    (choice,) = answer["choices"]
+    message = choice["message"]
+    calls = message.get("tool_calls") or ()
+    output: list[dict[str, Any]] = []
+    if message.get("reasoning"):
+        output.append(text_item("reasoning", name, len(output), message["reasoning"]))
+    if message.get("content") or not calls:
+        output.append(text_item("message", name, len(output), message.get("content") or ""))
+    for call in calls:
+        output.append(call_item(name, len(output), call))
+    return response_with(answer, body, output, name, created_at)
+
+
+def text_item(kind: str, name: str, index: int, text: str) -> dict[str, Any]:
+    """Return an item of the output. kind: "reasoning" or "message". index: the item's place in the output."""
+    if kind == "reasoning":
+        part: dict[str, Any] = {"type": "reasoning_text", "text": text}
+        fields: dict[str, Any] = {"id": f"rs_{name}_{index}", "summary": []}
+    else:
+        part = {"type": "output_text", "text": text, "annotations": [], "logprobs": []}
+        fields = {"id": f"msg_{name}_{index}", "role": "assistant"}
+    return {**fields, "type": kind, "status": "completed", "content": [part]}
+
+
+def call_item(name: str, index: int, call: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the item of a function call. call: the chat's. index: the item's place in the output."""
+    return {
+        "type": "function_call",
+        "id": f"fc_{name}_{index}",
+        "call_id": call["id"],
+        "name": call["function"]["name"],
+        "arguments": call["function"]["arguments"],
+        "status": "completed",
+    }
+
+
+def response_with(
+    answer: Mapping[str, Any] | None,
+    body: Mapping[str, Any],
+    output: Sequence[dict[str, Any]],
+    name: str,
+    created_at: int,
+) -> dict[str, Any]:
+    """Return a response object with these items. answer: the chat's; None while there is none."""
+    status = "in_progress"
+    reason = None
+    usage = None
+    if answer is not None:
+        is_cut = answer["choices"][0]["finish_reason"] == "length"
+        status = "incomplete" if is_cut else "completed"
+        reason = {"reason": "max_output_tokens"} if is_cut else None
+        usage = _usage(answer["usage"])
+    return {
+        "id": f"resp_{name}",
+        "object": "response",
+        "created_at": created_at,
+        "status": status,
+        "error": None,
+        "incomplete_details": reason,
+        "instructions": body.get("instructions"),
+        "max_output_tokens": body.get("max_output_tokens"),
+        "metadata": body.get("metadata") or {},
+        "model": body.get("model") or "" if answer is None else answer["model"],
+        "output": list(output),
+        "parallel_tool_calls": body.get("parallel_tool_calls", True),
+        "previous_response_id": None,
+        "reasoning": {"effort": (body.get("reasoning") or {}).get("effort"), "summary": None},
+        "store": False,
+        "temperature": body.get("temperature"),
+        "text": body.get("text") or {"format": {"type": "text"}},
+        "tool_choice": body.get("tool_choice") or "auto",
+        "tools": body.get("tools") or [],
+        "top_p": body.get("top_p"),
+        "truncation": "disabled",
+        "usage": usage,
+        "user": body.get("user"),
+    }
+
+
+def _usage(usage: Mapping[str, Any]) -> dict[str, Any]:
+    cached_tokens = usage["prompt_tokens_details"]["cached_tokens"]
+    return {
+        "input_tokens": usage["prompt_tokens"],
+        "input_tokens_details": {"cached_tokens": cached_tokens, "cache_write_tokens": 0},
+        "output_tokens": usage["completion_tokens"],
+        "output_tokens_details": {"reasoning_tokens": 0},
+        "total_tokens": usage["total_tokens"],
+    }

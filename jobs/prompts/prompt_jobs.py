@@ -1,0 +1,165 @@
+"""Makes the tasks of `jobs.complete` and `jobs.chat` from their arguments."""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+from jobs.context.checks import NO_REPAIRS, REPAIR_OPTIONS, RepairOptions, split_repair_options
+from jobs.errors import InvalidJob
+from jobs.prompts.arguments import (
+    OF_VALUES,
+    Unusable,
+    check_choices,
+    parse_model,
+    parse_prompts,
+    parse_sampling,
+    refuse_chat_options,
+    splits_control_tokens,
+)
+from jobs.prompts.generated import check_repairs, reseeded
+from jobs.prompts.messages import normal_messages, split_chat_options
+from jobs.prompts.pictures import pictured_task
+from jobs.prompts.prompt_task import PromptTask
+from jobs.prompts.responses import (
+    chat_completion,
+    chat_response_options,
+    completion_options,
+    text_completion,
+)
+from jobs.prompts.templated_task import templated_task
+from jobs.prompts.ways.table import WAY_OPTIONS, check_beside, split_way, way_of
+from jobs.prompts.ways.way import Way
+from jobs.tasks import Parts, Request, Task
+
+
+def _seeded(requests: Sequence[Request | Unusable]) -> list[Request | Unusable]:
+    """Give each request of a list its own seed, so that they do not all draw the same random numbers.
+
+    The first request keeps the seed that was sent. Each other seed follows from it and the request's place.
+    """
+    seeded: list[Request | Unusable] = []
+    for place, request in enumerate(requests):
+        if place > 0 and isinstance(request, Request):
+            request = replace(request, sampling=reseeded(request.sampling, f"{place}"))
+        seeded.append(request)
+    return seeded
+
+
+def _split_options(
+    options: Mapping[str, Any],
+) -> tuple[dict[str, Any], RepairOptions, dict[str, Any]]:
+    """Split keyword arguments into the rest, the checks of answers, and options of ways. Raises InvalidJob."""
+    rest = dict(options)
+    repairs = NO_REPAIRS
+    way_options: dict[str, Any] = {}
+    if not REPAIR_OPTIONS.isdisjoint(rest):
+        rest, repairs = split_repair_options(rest)
+    if not WAY_OPTIONS.keys().isdisjoint(rest):
+        rest, way_options = split_way(rest)
+    return parse_sampling(rest), repairs, way_options
+
+
+def _checked_way(
+    options: Mapping[str, Any],
+    sampling: Mapping[str, Any],
+    repairs: RepairOptions,
+    tools: list[dict[str, Any]],
+) -> Way | None:
+    """Return the way that options ask for. Raises InvalidJob for an argument that does not go with it."""
+    way = way_of(options) if options else None
+    if way is not None:
+        check_beside(way, sampling, repairs)
+        way.check(sampling, tools)
+    return way
+
+
+def asked_task(make: Callable[[str, Any], Task], *, values_are_text: bool, **sources: Any) -> Task:
+    """Return the task of the one argument that says what to ask. Raises InvalidJob for none, and for several.
+
+    make: makes it from "prompt" or "messages" and that argument's value. values_are_text: whether control tokens in
+    answers are text. sources: the arguments, each of which may be None.
+    """
+    names = [name for name, value in sources.items() if value is not None]
+    if not names:
+        name = next(iter(sources))
+        raise InvalidJob(
+            f"{name} is missing: give it, or {name}_template over answers of jobs that this one depends on"
+        )
+    if len(names) > 1:
+        raise InvalidJob(f"{' and '.join(names)} each say what to ask: give one of them")
+    (name,) = names
+    kind = name.removesuffix("_template")
+    if name == kind:
+        return make(kind, sources[name])
+    return templated_task(name, sources[name], partial(make, kind), values_are_text=values_are_text)
+
+
+def complete_task(
+    prompt: object = None, *, prompt_template: object = None, model: object = None, **sampling: Any
+) -> Task:
+    """Return the task of `jobs.complete`. Raises InvalidJob."""
+    model_name = parse_model(model)
+    arguments, repairs, way_options = _split_options(sampling)
+    refuse_chat_options(arguments)
+    values_are_text = splits_control_tokens(arguments)
+    arguments.pop(OF_VALUES, None)
+    values, response = completion_options(arguments)
+    check_repairs(repairs, values, prompt_only=response.prompt_only)
+    way = _checked_way(way_options, values, repairs, tools=[])
+
+    def task(_: str, value: object) -> PromptTask:
+        prompts = parse_prompts(value)
+        check_choices(len(prompts), values)
+        has_token_ids = any(isinstance(prompt, list) for prompt in prompts)
+        if repairs.check is not None and has_token_ids:
+            raise InvalidJob(
+                "check and a prompt of token ids: its reason is a text: give the prompt as a text"
+            )
+        requests: list[Request | Unusable] = []
+        for prompt in prompts:
+            if isinstance(prompt, Unusable):
+                requests.append(prompt)
+            else:
+                requests.append(Request(prompt, None, values))
+        return PromptTask(
+            _seeded(requests),
+            partial(text_completion, options=response),
+            model_name,
+            values,
+            repairs,
+            values_are_text=values_are_text,
+            way=way,
+        )
+
+    return asked_task(
+        task, values_are_text=values_are_text, prompt=prompt, prompt_template=prompt_template
+    )
+
+
+def chat_task(
+    messages: object = None,
+    *,
+    messages_template: object = None,
+    model: object = None,
+    **options: Any,
+) -> Task:
+    """Return the task of `jobs.chat`. Raises InvalidJob."""
+    model_name = parse_model(model)
+    arguments, repairs, way_options = _split_options(options)
+    arguments, chat = split_chat_options(arguments)
+    values, response = chat_response_options(arguments)
+    check_repairs(repairs, values, has_tools="tools" in chat)
+    way = _checked_way(way_options, values, repairs, tools=chat.get("tools", []))
+
+    def task(messages: Parts) -> PromptTask:
+        requests = [Request(None, messages, values, chat)]
+        respond = partial(chat_completion, options=response)
+        return PromptTask(requests, respond, model_name, values, repairs, way=way)
+
+    def parsed(_: str, messages: object) -> Task:
+        return pictured_task(normal_messages(messages), task)
+
+    return asked_task(
+        parsed, values_are_text=True, messages=messages, messages_template=messages_template
+    )
