@@ -271,6 +271,7 @@ class Batches:
             "output": str(self._folder(project, batch.id) / "run"),
             "input_format": OPENAI_BATCH,
             "inline_pictures": True,  # a client of the server names no file on a worker's disk
+            "batch_endpoint": batch.endpoint,
         }
 
     def _run(self, project: str, batch: Batch) -> Run:

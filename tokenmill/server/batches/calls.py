@@ -9,10 +9,11 @@ from pathlib import Path
 
 from starlette.concurrency import run_in_threadpool
 from starlette.requests import Request
-from starlette.responses import FileResponse, JSONResponse, Response
+from starlette.responses import JSONResponse, Response
 
 from tokenmill.server.batches.batch_runs import EMBEDDINGS, Batches
-from tokenmill.server.batches.file_store import FileStore, list_object, page_of
+from tokenmill.server.batches.file_store import FileStore, list_object, missing, page_of
+from tokenmill.server.batches.sent_file import SentFile
 from tokenmill.server.batches.uploads import Upload
 from tokenmill.server.errors import ApiError
 from tokenmill.server.idempotency import IdempotencyKeys, key_of
@@ -104,8 +105,9 @@ class BatchCalls:
 
     async def file_content(self, request: Request, project: Project) -> Response:
         """Send a file, or the range of it that is asked for."""
-        _, path = await run_in_threadpool(self._files.find, project.name, request.path_params["id"])
-        return FileResponse(path, media_type="application/octet-stream")
+        file_id = request.path_params["id"]
+        _, path = await run_in_threadpool(self._files.find, project.name, file_id)
+        return SentFile(path, missing("file", file_id))
 
     async def delete_file(self, request: Request, project: Project) -> Response:
         """Remove a file."""

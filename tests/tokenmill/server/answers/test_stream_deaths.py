@@ -27,7 +27,7 @@ class Site:
     def start(self) -> None:
         self.workers.start(
             queues=("prompts",),
-            worker_class="tests.tokenmill.server.unsteady_engine.UnsteadyWorker",
+            worker_class="tests.tokenmill.server.answers.unsteady_engine.UnsteadyWorker",
             FAKE_STEP_S="0.02",
             TOKENMILL_JOURNAL_S="3600",  # what was sent is all that the next worker has
             TOKENMILL_MAX_WORKER_DEATHS="1000",
