@@ -49,7 +49,7 @@ class SamplingBatch:
     fill_masks: Callable[[], None] | None = None
 
     def columns(self) -> dict[str, NDArray[Any]]:
-        """Return the fields of SamplingRows, on the host and contiguous."""
+        """Return the fields of SamplingRows, on the host, each contiguous as kernels read it."""
         columns: dict[str, NDArray[Any]] = {"position": self.position.view(np.int64)}
         for name in ROW.names or ():
             column = np.ascontiguousarray(self.values[name])

@@ -1,4 +1,4 @@
-"""Commands for operators of queues and workers: `tokenmill info`, `requeue`, `restore-check` and `doctor`."""
+"""Commands for operators of queues and workers: `tokenmill info`, `drain`, `requeue`, `restore-check` and `doctor`."""
 
 import importlib
 import json
@@ -14,6 +14,7 @@ from redis.exceptions import RedisError
 
 from jobs.common.display import safe_name
 from jobs.common.keys import EPOCHS_KEY, RESTORED_KEY
+from jobs.common.rq_jobs import command_channel
 from jobs.common.stored import text
 from jobs.common.workers import RESTORED_TEXT, are_held, read_workers
 from jobs.doctor.findings import Examination, Finding, Level, check_installation, examine, fault
@@ -21,6 +22,8 @@ from jobs.doctor.redis_server import check_permissions, check_server, not_served
 from jobs.queues import REQUEUE_LIMIT, RESUBMIT, count_queues, queue_names, requeue, requeue_all
 
 MAX_SHOWN = 5
+#: RQ's command that ends a worker.
+_SHUTDOWN = {"command": "shutdown"}
 
 
 @click.command()
@@ -82,6 +85,28 @@ def restore_check(connection: redis.Redis, /, confirm: bool) -> None:
         raise click.ClickException("cancel the prompts whose answers you have, then give --confirm")
     connection.delete(RESTORED_KEY, EPOCHS_KEY)
     click.echo("confirmed: the workers claim what is queued")
+
+
+@click.command()
+@click.argument("names", nargs=-1, required=True, metavar="WORKER...")
+@click.pass_obj
+def drain(connection: redis.Redis, /, names: tuple[str, ...]) -> None:
+    """Have workers finish the jobs that they have begun, give the others back, and stop.
+
+    It is what a first SIGTERM does. `tokenmill workers` shows the names. Exits with 1 if one of them does not listen.
+    """
+    absent = []
+    for name in names:
+        num_listeners = connection.publish(command_channel(name), json.dumps(_SHUTDOWN))
+        if num_listeners:
+            click.echo(f"worker {safe_name(name)} drains and stops")
+        else:
+            absent.append(safe_name(name))
+    if absent:
+        raise click.ClickException(
+            f"no worker named {', '.join(absent)} listens: it is dead or cut off from Redis, or "
+            "`tokenmill workers` shows another name"
+        )
 
 
 @click.command("requeue")

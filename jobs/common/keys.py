@@ -52,6 +52,14 @@ def prefixed(key: str) -> str:
     return f"{RQ if kind == 'rq' else OWN}:{rest}"
 
 
+def executions_key(job_id: str) -> str:
+    """Return the key of RQ's registry of a job's executions, which is there while a worker holds the job.
+
+    It stands here and not with RQ's other keys, because contexts of jobs need it without loading RQ.
+    """
+    return f"{RQ}:executions:{job_id}"
+
+
 #: Raise this by one if something that workers share changes its meaning: plans, journals, the steps of items (which
 #: journals hold), and payloads of jobs that Tokenmill enqueues. A worker leaves work with a higher number to newer
 #: workers, and reads no journal or plan with a lower one.

@@ -26,6 +26,7 @@ from rq.worker_registration import REDIS_WORKER_KEYS
 
 from jobs.common import stored
 from jobs.common.keys import RQ
+from jobs.common.keys import executions_key as executions_key
 
 #: A set of the keys of all queues, and the beginning of such a key.
 QUEUES_KEY = Queue.redis_queues_keys
@@ -76,11 +77,6 @@ def dependency_ids(connection: Redis, job_id: str) -> list[str]:
     raw: Any = connection.hget(job_key(job_id), "dependency_ids")
     ids: list[str] = json.loads(raw or b"[]")
     return ids
-
-
-def executions_key(job_id: str) -> str:
-    """Return the key of RQ's registry of a job's executions: there while a worker holds the job."""
-    return f"{RQ}:executions:{job_id}"
 
 
 def execution_key(job_id: str, execution_id: str) -> str:

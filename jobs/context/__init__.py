@@ -6,7 +6,7 @@ from typing import Any
 
 from redis import Redis
 
-from jobs.common.rq_jobs import executions_key
+from jobs.common.keys import executions_key
 from jobs.context.answers import AnswerMemo
 from jobs.context.checks import Checks
 from jobs.context.job_journal import JobJournal

@@ -7,8 +7,7 @@ from typing import Any, NamedTuple
 
 from redis import Redis
 
-from jobs.common.keys import JOURNAL_TTL_S, JOURNALS_KEY, journal_key
-from jobs.common.rq_jobs import executions_key
+from jobs.common.keys import JOURNAL_TTL_S, JOURNALS_KEY, executions_key, journal_key
 
 #: The most bytes of one job's journal. It is written whole each time, and read with the job's claim.
 MAX_BYTES = 256 << 10

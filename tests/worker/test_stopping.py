@@ -9,9 +9,11 @@ from pathlib import Path
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from click.testing import CliRunner
 from rq.command import send_shutdown_command
 from rq.job import JobStatus
 
+from jobs.cli import main
 from jobs.common.keys import WORKER_STATS_TTL_S
 from jobs.common.workers import read_workers, worker_names
 from jobs.runs.plans.names import shard_job_id
@@ -116,6 +118,23 @@ def test_a_shard_whose_part_the_store_refuses_is_given_back(workers: Workers) ->
         assert leftovers(workers.redis, "bulk") == []
         (shard,) = queue.jobs
         assert shard.get_status() == JobStatus.QUEUED
+
+
+def test_drain_stops_a_worker_from_any_machine_and_names_one_that_is_not_there(
+    workers: Workers, tmp_path: Path
+) -> None:
+    gate = tmp_path / "go"
+    job = workers.queue("bulk").enqueue("jobs.complete", f"file:{gate}", max_tokens=1)
+    process = workers.start("--name", "w")
+    wait_until_started(job)
+    drained = CliRunner().invoke(main, ["--url", workers.url, "drain", "w", "other"])
+    assert drained.exit_code == 1
+    assert "worker w drains and stops" in drained.output
+    assert "no worker named other listens" in drained.output
+    wait_until(lambda: stats_of(workers, "w")["state"] == "draining")
+    gate.touch()
+    assert process.wait(timeout=60) == 0
+    assert job.get_status(refresh=True) == JobStatus.FINISHED
 
 
 def test_shards_that_are_handed_back_are_done_by_others_and_their_rows_once(
