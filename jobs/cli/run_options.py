@@ -165,6 +165,11 @@ _INPUT = (
     _option(
         "--inline-pictures", "Refuse lines of batch files that name a picture's file.", is_flag=True
     ),
+    _option(
+        "--batch-endpoint",
+        "Refuse lines of batch files with another url than this.",
+        metavar="PATH",
+    ),
     _option("--filename-column", "Add a column of this name that holds each row's file."),
     click.option(
         "--input-format",

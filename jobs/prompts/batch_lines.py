@@ -27,6 +27,8 @@ _ENDPOINTS: Mapping[str, tuple[Callable[..., Task], str]] = {
 
 #: The error code of a line that was not answered. What is wrong is in the line, or its shard would be tried again.
 ERROR_CODE = "invalid_request"
+#: How the error of a line for another endpoint than the batch's begins, and its code.
+MISMATCHED, MISMATCHED_CODE = "mismatched endpoint", "mismatched_endpoint"
 #: The error code of a line that was not begun before the run's deadline.
 EXPIRED_CODE = "batch_expired"
 
@@ -37,10 +39,13 @@ def custom_id(line: Any) -> str | None:
     return value if isinstance(value, str) and value else None
 
 
-def line_task(line: Mapping[str, Any], seed: int, aliases: Collection[str] = ()) -> Task:
+def line_task(
+    line: Mapping[str, Any], seed: int, aliases: Collection[str] = (), endpoint: str | None = None
+) -> Task:
     """Return a line's task. Raises InvalidJob.
 
     seed: the seed of a line that names none. aliases: names of models that the served one stands for; "*" is any name.
+    endpoint: the only one that a line may ask for; None for any.
     """
     if custom_id(line) is None:
         raise unlike("custom_id", line.get("custom_id"), "a text that names the line")
@@ -50,6 +55,10 @@ def line_task(line: Mapping[str, Any], seed: int, aliases: Collection[str] = ())
     body = line.get("body")
     if not isinstance(url, str) or url not in _ENDPOINTS:
         raise unlike("url", url, " or ".join(map(repr, _ENDPOINTS)))
+    if endpoint not in (None, url):
+        raise InvalidJob(
+            f"{MISMATCHED}: the line's url is {url!r}, and the batch is for {endpoint!r}"
+        )
     if not isinstance(body, dict):
         raise unlike("body", body, "an object")
     refuse_template(body)
@@ -98,6 +107,10 @@ def output_line(run: str, row: int, name: str | None, body: str | None, error: s
         "error": None,
     }
     if error is not None:
-        code = EXPIRED_CODE if error == EXPIRED else ERROR_CODE
+        code = ERROR_CODE
+        if error == EXPIRED:
+            code = EXPIRED_CODE
+        elif error.startswith(MISMATCHED):
+            code = MISMATCHED_CODE
         content["error"] = {"code": code, "message": error}
     return json.dumps(content, ensure_ascii=False)

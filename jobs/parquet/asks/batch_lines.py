@@ -91,7 +91,8 @@ class BatchLines(RowAsk):
         line = json.loads(row.prompt)
         del row
         try:
-            task = line_task(line, seed, self._plan.spec.model_alias or ()).made(context)
+            spec = self._plan.spec
+            task = line_task(line, seed, spec.model_alias or (), spec.batch_endpoint).made(context)
             assert isinstance(task, PromptTask)
             make_body = body_maker(line)
             del line

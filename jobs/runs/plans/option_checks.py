@@ -40,6 +40,7 @@ def image_columns(name: str, value: Any) -> list[str] | None:
 
 #: What a run of batch files may be given as well.
 _BESIDE_BATCHES = (
+    "batch_endpoint",
     "encoding",
     "inline_pictures",
     "input_format",
@@ -74,6 +75,13 @@ def model_alias(name: str, value: Any) -> list[str] | None:
     if not isinstance(value, list) or not all(isinstance(alias, str) and alias for alias in value):
         raise unlike(name, value, 'names such as ["gpt-4o-mini"], or ["*"]')
     return value or None
+
+
+def batch_endpoint(name: str, value: Any) -> str | None:
+    """Return the endpoint that the lines of batch files must ask for. Raises InvalidValue."""
+    if not isinstance(value, str) or not value.startswith("/v1/"):
+        raise unlike(name, value, "an endpoint such as '/v1/chat/completions'")
+    return value
 
 
 def sampling_columns(name: str, value: Any) -> dict[str, str]:

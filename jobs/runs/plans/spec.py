@@ -105,6 +105,7 @@ class RunSpec:
     delimiter: Annotated[str | None, parse_delimiter] = None
     decimal: Annotated[str | None, parse_decimal] = None
     inline_pictures: Annotated[bool, truth] = False
+    batch_endpoint: Annotated[str | None, checks.batch_endpoint] = None
 
     @classmethod
     def from_arguments(cls, input: Any, output: Any, **options: Any) -> Self:
@@ -355,6 +356,11 @@ def _check_task_options(spec: RunSpec) -> None:
         spec.inline_pictures,
         spec.single_file == OPENAI_BATCH,
         "inline_pictures is for batch files: give input_format openai-batch, or leave it out",
+    )
+    _check_used(
+        spec.batch_endpoint,
+        spec.single_file == OPENAI_BATCH,
+        "batch_endpoint is for batch files: give input_format openai-batch, or leave it out",
     )
     _check_used(
         spec.check_columns,

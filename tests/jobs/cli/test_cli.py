@@ -100,6 +100,10 @@ SAMPLING = {
             {"input_format": "openai-batch", "inline_pictures": True},
         ),
         (
+            ["--format", "openai-batch", "--batch-endpoint", "/v1/completions"],
+            {"input_format": "openai-batch", "batch_endpoint": "/v1/completions"},
+        ),
+        (
             ["--logprobs", 5, "--logprob-type", "float16"],
             {"sampling": {"logprobs": 5}, "logprob_type": "float16"},
         ),
@@ -200,6 +204,8 @@ def test_submitting_twice_plans_once_and_again_after_the_end(
         (["--template", "{prompt}", "--default", "b"], "COLUMN=TEXT"),
         (["--model-alias", "gpt-4o"], "model_alias is for batch files"),
         (["--inline-pictures"], "inline_pictures is for batch files"),
+        (["--batch-endpoint", "/v1/completions"], "batch_endpoint is for batch files"),
+        (["--format", "openai-batch", "--batch-endpoint", "x"], "an endpoint such as"),
         (["--format", "openai-batch", "--max-tokens", "5"], "sampling and a batch file"),
     ],
 )

@@ -245,3 +245,14 @@ def test_lines_that_name_a_model_are_answered_by_the_served_one_where_that_is_as
     assert [line["custom_id"] for line in output] == [each for each in "abcd" if each not in others]
     assert {line["response"]["body"]["model"] for line in output} == {"m"}
     assert [line["custom_id"] for line in errors] == [*others, "e"]
+
+
+def test_a_line_for_another_endpoint_than_the_batchs_fails_alone(score: Score) -> None:
+    lines = [chat("a"), complete("b"), embed("c")]
+    answered, failed = score(lines, batch_endpoint=TEXT)
+    assert [line["custom_id"] for line in answered] == ["b"]
+    assert [line["custom_id"] for line in failed] == ["a", "c"]
+    assert failed[0]["error"] == {
+        "code": "mismatched_endpoint",
+        "message": f"mismatched endpoint: the line's url is {CHAT!r}, and the batch is for {TEXT!r}",
+    }
