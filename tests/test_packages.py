@@ -22,7 +22,9 @@ def modules_loaded_by(module: str) -> set[str]:
 
 
 @pytest.mark.processes
-@pytest.mark.parametrize("module", ["jobs", "jobs.cli", "worker", "worker.batch_worker"])
+@pytest.mark.parametrize(
+    "module", ["jobs", "jobs.cli", "tokenmill.server.serve", "worker", "worker.batch_worker"]
+)
 def test_light_modules_load_nothing_heavy(module: str) -> None:
     assert HEAVY & modules_loaded_by(module) == set()
 

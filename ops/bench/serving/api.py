@@ -14,9 +14,11 @@ import asyncio
 import json
 import os
 import re
+import socket
 import sys
 import tempfile
 import time
+import urllib.request
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -25,6 +27,7 @@ from typing import Any
 import psutil
 from redis import Redis
 
+from jobs.client import Run, submit
 from ops.bench.serving.http_load import Connection, Timings, closed_loop, once_each
 from ops.bench.serving.stub_worker import STEP_VARIABLE, text_of
 from tests.redis_server import running_redis_server
@@ -219,24 +222,26 @@ def measure_upload(options: argparse.Namespace) -> None:
 def measure_beside_rows(options: argparse.Namespace) -> None:
     """Compare the time to the first token of streams on an idle worker with that beside a full batch of rows."""
     with running_service(1) as service:
+        port = _free_port()
+        metrics = WorkerMetrics(port)
         service.start_worker(
             "worker.BatchWorker",
+            TOKENMILL_METRICS_PORT=str(port),
             TOKENMILL_MODEL=str(ROOT / "ops" / "demo" / "model"),
             TOKENMILL_DEVICE="cpu",
             TOKENMILL_MAX_NUM_SEQS=str(options.sequences),
             TOKENMILL_TORCH_THREADS="1",
         )
         idle = _first_tokens(service, options.calls)
-        _submit_rows(service, options)
-        service_steps = _Steps(service)
-        wait_until(lambda: service_steps.running() >= options.sequences)
-        steps_before = service_steps.count()
+        run = _submit_rows(service, options)
+        wait_until(lambda: metrics.num_running >= options.sequences)
+        steps_before = metrics.num_steps
         began_at = time.perf_counter()
         full = _first_tokens(service, options.calls)
         seconds = time.perf_counter() - began_at
-        if service_steps.running() < options.sequences:
+        if not run.status().is_active:
             sys.exit("the rows ended before the calls: raise --rows")
-        step_s = seconds / (service_steps.count() - steps_before)
+        step_s = seconds / (metrics.num_steps - steps_before)
         bar = 2 * quantile(idle, 0.99) + step_s
         print("idle:", times("first token, median / p99", idle))
         print(
@@ -261,16 +266,14 @@ def _first_tokens(service: Service, num_calls: int) -> list[float]:
     return asyncio.run(ask())
 
 
-def _submit_rows(service: Service, options: argparse.Namespace) -> None:
+def _submit_rows(service: Service, options: argparse.Namespace) -> Run:
     import pyarrow as pa
     import pyarrow.parquet as pq
-
-    import tokenmill
 
     source = service.folder / "rows.parquet"
     prompts = [f"{number} May 2004 ->" for number in range(options.rows)]
     pq.write_table(pa.table({"prompt": prompts}), source)
-    tokenmill.submit(
+    return submit(
         str(source),
         str(service.folder / "out"),
         connection=service.redis,
@@ -278,24 +281,33 @@ def _submit_rows(service: Service, options: argparse.Namespace) -> None:
     )
 
 
-class _Steps:
-    """What the worker says of its steps."""
+class WorkerMetrics:
+    """What the worker tells Prometheus on a port."""
 
-    def __init__(self, service: Service) -> None:
-        self._redis = service.redis
+    def __init__(self, port: int) -> None:
+        self._url = f"http://127.0.0.1:{port}/metrics"
 
-    def _facts(self) -> dict[str, Any]:
-        (key,) = self._redis.keys("tokenmill:worker:*")
-        raw: Any = self._redis.get(key)
-        return dict(json.loads(raw))
+    def value(self, name: str) -> float:
+        """Return the value of a metric that has one."""
+        with urllib.request.urlopen(self._url, timeout=10) as response:
+            text = response.read().decode()
+        (value,) = re.findall(rf"^{name}{{.*}} (\S+)$", text, re.MULTILINE)
+        return float(value)
 
-    def running(self) -> int:
+    @property
+    def num_running(self) -> int:
         """Return how many sequences the batch holds."""
-        return int(self._facts().get("num_requests_running", 0))
+        return int(self.value("tokenmill_num_requests_running"))
 
-    def count(self) -> int:
+    @property
+    def num_steps(self) -> int:
         """Return how many steps there were."""
-        return int(self._facts()["num_steps"])
+        return int(self.value("tokenmill_steps_total"))
+
+
+def _free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        return int(listener.getsockname()[1])
 
 
 def main() -> None:

@@ -21,6 +21,7 @@ from tokenmill.server.answers.jobs_asked import JobsAsked
 from tokenmill.server.answers.live_models import LiveModels
 from tokenmill.server.connections import BoundedConnection
 from tokenmill.server.idempotency import Made
+from tokenmill.serving import listen
 
 ENDED: list[str] = []
 
@@ -170,3 +171,13 @@ def test_requests_that_come_together_await_the_first_look_at_the_workers(redis: 
 
     assert asyncio.run(ask_together()) == [1] * 20
     assert looks == ["look"]
+
+
+def test_an_answer_is_not_held_back_until_the_client_acknowledges_its_head() -> None:
+    with (
+        listen("127.0.0.1", 0, backlog=1) as listener,
+        socket.create_connection(listener.getsockname()),
+    ):
+        connection, _ = listener.accept()
+        with connection:
+            assert connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)

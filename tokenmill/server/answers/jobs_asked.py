@@ -221,7 +221,7 @@ class JobsAsked:
 
     async def _read(self) -> None:
         looked_at = asyncio.get_running_loop().time()
-        while self._awaited:
+        while self._has_open():
             try:
                 await self._read_once()
                 now = asyncio.get_running_loop().time()
@@ -231,21 +231,25 @@ class JobsAsked:
             except RedisError:
                 await asyncio.sleep(LOOK_S)  # the server is away; results wait there
 
+    def _has_open(self) -> bool:
+        return any(
+            not awaited.ended.done() for requests in self._awaited.values() for awaited in requests
+        )
+
     async def _read_once(self) -> None:
         """Read the results and pieces of all awaited jobs. If there are none, wait shortly for the first."""
         positions: dict[Any, Any] = {}
         job_of: dict[bytes, str] = {}
         for job_id, requests in self._awaited.items():
-            last_ids = [awaited.last_id for awaited in requests if awaited.is_followed]
+            waiting = [awaited for awaited in requests if not awaited.ended.done()]
+            if not waiting:
+                continue  # its pieces came before its result, or are in it
+            last_ids = [awaited.last_id for awaited in waiting if awaited.is_followed]
             if last_ids:
                 key = text_stream_key(job_id)
                 positions[key] = min(last_ids, key=_order)
                 job_of[key.encode()] = job_id
-            if not all(awaited.ended.done() for awaited in requests):
-                positions[rq_jobs.results_key(job_id)] = b"0"
-        if not positions:
-            await asyncio.sleep(READ_MS / 1000)
-            return
+            positions[rq_jobs.results_key(job_id)] = b"0"
         await asyncio.sleep(min(len(positions) * PAUSE_S_OF_KEY, READ_MS / 1000))
         try:
             replies: Any = await self._reader.xread(positions, count=MAX_PIECES, block=READ_MS)

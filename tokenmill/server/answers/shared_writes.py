@@ -43,13 +43,21 @@ class SharedWrites:
             await asyncio.shield(sent)
         except asyncio.CancelledError:
             await asyncio.wait({sent})
+            if not sent.cancelled():
+                sent.exception()  # asyncio would log one that nobody has looked at
             raise
 
     async def _send_all(self) -> None:
         while self._waiting:
             together = self._waiting[:MAX_TOGETHER]
             del self._waiting[:MAX_TOGETHER]
-            problems = await run_in_threadpool(self._send, [each.write for each in together])
+            writes = [waiting.write for waiting in together]
+            try:
+                problems = await run_in_threadpool(self._send, writes)
+            except asyncio.CancelledError:  # the server ends
+                for waiting in together + self._waiting:
+                    waiting.sent.cancel()
+                raise
             for waiting, problem in zip(together, problems, strict=True):
                 if problem is None:
                     waiting.sent.set_result(None)

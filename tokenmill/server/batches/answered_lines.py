@@ -3,10 +3,13 @@
 import secrets
 import shutil
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from jobs.parquet.outputs.read_back import FolderReader
 from jobs.runs.plans.names import OPENAI_BATCH, PLAN, output_names
 from tokenmill.server.batches.file_store import ANSWERED
+
+if TYPE_CHECKING:
+    from jobs.parquet.outputs.read_back import FolderReader
 
 
 def write_answered_lines(folder: Path) -> set[str]:
@@ -15,6 +18,9 @@ def write_answered_lines(folder: Path) -> set[str]:
     A file without lines is left out. The run's parts no longer change, so two servers would write the same. folder: the
     batch's. Raises OSError, or PartDamaged.
     """
+    # Not before: it loads Arrow, which doubles a server's memory.
+    from jobs.parquet.outputs.read_back import FolderReader
+
     answered = folder / ANSWERED
     if not (folder / "run" / PLAN).is_file():
         return set()
@@ -32,7 +38,7 @@ def write_answered_lines(folder: Path) -> set[str]:
     return {path.name for path in answered.iterdir()}
 
 
-def _write(run: FolderReader, folder: Path) -> None:
+def _write(run: "FolderReader", folder: Path) -> None:
     for name in output_names(OPENAI_BATCH):
         path = folder / name
         with path.open("wb") as sink:
