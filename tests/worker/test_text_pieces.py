@@ -4,6 +4,7 @@ import pytest
 from redis import Redis
 from rq import Queue
 
+from jobs.common.keys import JOURNAL_TTL_S
 from tests.worker.stores import claim, end_leases, succeeded, take_up_abandoned, worker_store
 from worker.store.records.text_piece import NUM_VALUES, TextPiece, sent_tokens
 
@@ -43,7 +44,7 @@ def test_a_text_is_kept_until_its_job_ends(redis: Redis, bulk: Queue) -> None:
     store = worker_store(redis)
     (held,) = claim(store)
     store.write_texts([(held, FIRST)])
-    assert 0 < redis.ttl(KEY) <= 3600
+    assert 0 < redis.ttl(KEY) <= JOURNAL_TTL_S
     store.finish([succeeded(held)])
     assert not redis.exists(KEY)
 

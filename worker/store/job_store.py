@@ -17,7 +17,7 @@ from rq.serializers import JSONSerializer
 from rq.utils import now, utcformat
 
 from jobs.common.display import brief
-from jobs.common.keys import FORMAT, held_key, prefixed
+from jobs.common.keys import FORMAT, JOURNAL_TTL_S, held_key, prefixed
 from jobs.common.rq_jobs import execution_key, job_key
 from worker.store.records.claimed_job import (
     CLAIM_BATCH,
@@ -39,9 +39,6 @@ PAGE = 200
 
 TEXT_PIECES = 10_000
 """The most pieces of a followed job's stream, roughly. The oldest ones go first."""
-
-TEXT_TTL_S = 3600
-"""Seconds for which the stream of a job that does not end is kept after its last piece."""
 
 TEXT_BATCH = 200
 """Pieces that one call of a script writes."""
@@ -421,13 +418,13 @@ class JobStore:
             addresses = []
             raw: list[Any] = []
             for claimed, piece in waiting[start : start + TEXT_BATCH]:
-                addresses.append(list(claimed.address.values()))
+                addresses.append([*claimed.address.values(), piece.offset == 0])
                 raw += piece.to_values()
             args = {
                 "pieces": addresses,
                 "num_values": NUM_VALUES,
                 "most": TEXT_PIECES,
-                "ttl_s": TEXT_TTL_S,
+                "ttl_s": JOURNAL_TTL_S,
             }
             calls.append(Call("text", args, raw))
         self._call_many(calls)

@@ -89,6 +89,16 @@ def test_one_call_at_a_time_is_a_sampling_value(context: JobContext) -> None:
         request_of(context, "jobs.chat", HI, tools=[TOOL], parallel_tool_calls="false")
 
 
+def test_a_run_takes_effort_and_one_call_at_a_time_too() -> None:
+    sampling = {"reasoning_effort": "low", "parallel_tool_calls": False, "tools": [TOOL]}
+    spec = RunSpec.from_arguments("in.parquet", "out", messages_column="m", sampling=sampling)
+    values, options = spec.chat
+    assert values == {"parallel_tool_calls": False}
+    assert options == {"chat_template_kwargs": {"reasoning_effort": "low"}, "tools": [TOOL]}
+    with pytest.raises(errors.InvalidJob, match="reasoning_effort belongs to a chat"):
+        RunSpec.from_arguments("in.parquet", "out", sampling={"reasoning_effort": "low"})
+
+
 def test_max_completion_tokens_is_max_tokens() -> None:
     for other in ({}, {"max_tokens": None}, {"max_tokens": 7}):
         assert without_neutral({"max_completion_tokens": 7, **other}) == {"max_tokens": 7}

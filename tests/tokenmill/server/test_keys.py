@@ -200,6 +200,7 @@ def test_the_user_that_ships_may_do_all_that_the_server_does(
         workers = Workers(as_worker, tmp_path)
         try:
             key = run(as_server, "add", "search")
+            run(as_server, "limit", "search", "--tokens-queued", "100000")
             workers.start(queues=("prompts", "bulk"), TOKENMILL_DATA_ROOTS=str(tmp_path))
             folder = tmp_path / "api"
             log = tmp_path / "log"
@@ -214,6 +215,9 @@ def test_the_user_that_ships_may_do_all_that_the_server_does(
                 batch = api.batches.create(
                     input_file_id=file.id, endpoint="/v1/completions", completion_window="24h"
                 )
+                headers = {"Idempotency-Key": "once"}
+                for _ in range(2):
+                    api.completions.create(model="fake", prompt="x", extra_headers=headers)
                 wait_until(lambda: api.batches.retrieve(batch.id).status == "completed")
                 assert "NOPERM" not in log.read_text()
         finally:

@@ -221,7 +221,7 @@ class JobsAsked:
 
     async def _read(self) -> None:
         looked_at = asyncio.get_running_loop().time()
-        while self._is_any_open():
+        while self._has_open():
             try:
                 await self._read_once()
                 now = asyncio.get_running_loop().time()
@@ -231,7 +231,7 @@ class JobsAsked:
             except RedisError:
                 await asyncio.sleep(LOOK_S)  # the server is away; results wait there
 
-    def _is_any_open(self) -> bool:
+    def _has_open(self) -> bool:
         return any(
             not awaited.ended.done() for requests in self._awaited.values() for awaited in requests
         )
@@ -241,10 +241,10 @@ class JobsAsked:
         positions: dict[Any, Any] = {}
         job_of: dict[bytes, str] = {}
         for job_id, requests in self._awaited.items():
-            # The pieces of a job that has ended came before its result, or are in it.
-            if all(awaited.ended.done() for awaited in requests):
-                continue
-            last_ids = [awaited.last_id for awaited in requests if awaited.is_followed]
+            waiting = [awaited for awaited in requests if not awaited.ended.done()]
+            if not waiting:
+                continue  # its pieces came before its result, or are in it
+            last_ids = [awaited.last_id for awaited in waiting if awaited.is_followed]
             if last_ids:
                 key = text_stream_key(job_id)
                 positions[key] = min(last_ids, key=_order)
