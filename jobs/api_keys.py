@@ -91,12 +91,14 @@ def _records(connection: Redis) -> dict[bytes, bytes]:
 class ProjectLimits:
     """What a project's clients may take; None for no limit.
 
-    open_batches: batches that have not ended. stored_bytes: of all its uploads.
+    open_batches: batches that have not ended. stored_bytes: of all its uploads. tokens_queued: of calls that clients
+    await and of open batches, read and to be generated.
     """
 
     requests_per_minute: int | None = None
     open_batches: int | None = None
     stored_bytes: int | None = None
+    tokens_queued: int | None = None
 
 
 def set_limits(connection: Redis, project: str, limits: ProjectLimits) -> None:

@@ -18,6 +18,7 @@ from jobs.runs.end_notices import tell_failed
 from jobs.tasks import Parts, Prompt
 from worker.engine_thread.pictures import decoded
 from worker.store.records.claimed_job import ClaimedJob
+from worker.store.records.text_piece import sent_tokens
 from worker.traces.job_trace import Traces
 
 
@@ -61,7 +62,16 @@ class JobEnvironment:
         # The payload's texts stand for their tokens, because the model's pin covers its tokenizer, its chat template
         # and the length at which `truncate_prompt_tokens` cuts.
         owner = f"{FORMAT} {claimed.job_id} {created_at} {payload_digest} {self.lent.model.pin}"
-        return JobJournal(connection, claimed.job_id, owner, claimed.journal, claimed.execution_id)
+        owner_digest = blake2b(owner.encode(), digest_size=8).hexdigest()
+        return JobJournal(
+            connection,
+            claimed.job_id,
+            owner,
+            claimed.journal,
+            claimed.execution_id,
+            owner_digest,
+            sent_tokens(claimed.pieces, owner_digest),
+        )
 
     def tell_failed(self, connection: Redis, claimed: ClaimedJob, error: str) -> None:
         """If a run has failed with this job, tell those who asked to hear of the run's end. error: why."""

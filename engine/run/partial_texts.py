@@ -39,20 +39,24 @@ class PartialTexts:
         """
         params = seq.params
         if params.tools:
-            return PartialText(None, "")
-        growing = self._grown(seq, growing_texts)
+            return PartialText(None, "", ())
+        token_ids = seq.generated_token_ids
+        growing = self._grown(seq, token_ids, growing_texts)
         marks = self._reasoner.marks(params.reasoning_marks) if params.separate_reasoning else {}
         reasoning: str | None = None
         text = growing.text
         if params.separate_reasoning:
-            reasoning, text = self._split(seq, growing, marks)
+            certain_ids = token_ids[: growing.num_certain]
+            reasoning, text = self._split(seq, growing.text, certain_ids, marks)
         if params.stop:
             # The end of the text may be the beginning of a stop string.
             longest = max(map(len, params.stop))
             text = text[: max(0, len(text) - longest + 1)]
-        return PartialText(reasoning, text.replace(BREAK, ""))
+        return PartialText(reasoning, text.replace(BREAK, ""), token_ids)
 
-    def _grown(self, seq: Sequence, growing_texts: dict[int, GrowingText]) -> GrowingText:
+    def _grown(
+        self, seq: Sequence, token_ids: list[int], growing_texts: dict[int, GrowingText]
+    ) -> GrowingText:
         growing = growing_texts.get(seq.index)
         if growing is None:
             growing = GrowingText(
@@ -63,7 +67,7 @@ class PartialTexts:
                 )
             )
             growing_texts[seq.index] = growing
-        for token_id in seq.generated_token_ids[growing.num_tokens :]:
+        for token_id in token_ids[growing.num_tokens :]:
             growing.text += growing.incremental.add(token_id)
             growing.num_tokens += 1
             if growing.incremental.is_whole:
@@ -71,14 +75,16 @@ class PartialTexts:
         return growing
 
     def _split(
-        self, seq: Sequence, growing: GrowingText, marks: dict[int, str]
+        self, seq: Sequence, text: str, token_ids: list[int], marks: dict[int, str]
     ) -> tuple[str | None, str]:
-        """Return the reasoning and the rest, each without an end that may be the beginning of a mark."""
+        """Return the reasoning and the rest, each without an end that may be the beginning of a mark.
+
+        text: returned if there are no marks. token_ids: those whose text no later token changes.
+        """
         params = seq.params
         pair = self._reasoner.pair(params.reasoning_marks)
         if not marks and not pair:
-            return None, growing.text
-        token_ids = seq.generated_token_ids[: growing.num_certain]
+            return None, text
         text = self._tokenizer.decode(
             token_ids,
             follows_text=seq.follows_text,

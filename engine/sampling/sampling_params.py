@@ -75,7 +75,8 @@ class SamplingParams:
     separate_reasoning: give what is in a reasoning span apart from the text.
     tools: in OpenAI's shape. Calls of these are given apart from the text.
     tool_choice: "required" for an answer that is a call of one of the tools, or {"type": "function", "function":
-        {"name": ...}} for a call of that one. It is a form, as structured_outputs are.
+        {"name": ...}} for a call of that one. It is a form, as structured_outputs are, and goes before these.
+    parallel_tool_calls: False ends the completion behind its first call of a tool, and gives no further one.
     echo: give the prompt's text and its tokens too.
     reasoning_marks: two texts, before and behind such a span; () for those of the model's template or special
         tokens.
@@ -86,7 +87,8 @@ class SamplingParams:
     truncate_prompt_tokens: read only this number of the prompt's last tokens, be it token ids, text or a chat;
         -1 reads as many as leave room for one new token.
     structured_outputs: the form of the text. It ends only where the form is complete, or by its length; where
-        nothing can follow it ends, whatever min_tokens and ignore_eos say. No reasoning is split from it.
+        nothing can follow it ends, whatever min_tokens and ignore_eos say. No reasoning is split from it. With
+        tools the text has this form or is one call of a tool.
     """
 
     max_tokens: int = integer(256, 1, MAX_COUNT)
@@ -112,6 +114,7 @@ class SamplingParams:
     separate_reasoning: bool = False
     tools: Sequence[Mapping[str, Any]] = ()
     tool_choice: str | Mapping[str, Any] | None = None
+    parallel_tool_calls: bool = True
     echo: bool = False
     reasoning_marks: Sequence[str] = ()
     include_stop_str_in_output: bool = False
@@ -138,10 +141,6 @@ class SamplingParams:
             )
         for name, read in _READERS.items():
             object.__setattr__(self, name, read(getattr(self, name)))
-        if self.structured_outputs is not None and self.tool_choice is not None:
-            raise InvalidSampling(
-                "structured_outputs and tool_choice each say what all of the text must be: send one"
-            )
         if self.has_form:
             if self.thinking_token_budget is not None:
                 form = (

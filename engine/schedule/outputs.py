@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from math import fsum
 from typing import Literal, NamedTuple
@@ -63,10 +63,14 @@ class RequestMetrics:
 
 
 class PartialText(NamedTuple):
-    """A beginning of a completion's reasoning and text. reasoning: None if none has begun."""
+    """A beginning of a completion's reasoning and text, and the tokens that it is certain with.
+
+    reasoning: None if none has begun.
+    """
 
     reasoning: str | None
     text: str
+    token_ids: Sequence[int]
 
 
 @dataclass(frozen=True, slots=True)

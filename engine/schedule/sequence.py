@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Collection, Iterable
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import KW_ONLY, InitVar, dataclass, field
 from enum import Enum, auto
 from typing import NamedTuple, Protocol
@@ -87,6 +87,7 @@ class Sequence:
     edits: of its logits; None if there are none, apart from bans for min_tokens.
     forcing: says which tokens must come next; None if none ever must.
     matcher: follows its grammar, None if the text is free.
+    ends_call: says whether it ends with a token, as this ends its only call of a tool; None if it may go on.
     pictures: of the prompt; their features are there once it is scheduled.
     """
 
@@ -104,6 +105,7 @@ class Sequence:
     edits: SequenceEdits | None = None
     forcing: Forcing | None = None
     matcher: Matcher | None = None
+    ends_call: Callable[[int], bool] | None = None
     block_keys: list[BlockKey] = field(default_factory=list)
     targets: Targets | None = None
     tree: ScoreTree | None = None
@@ -308,7 +310,13 @@ class Sequence:
             and num_known - self.num_prompt_tokens > self.params.min_tokens
             and (self.matcher is None or self.matcher.may_end)
         )
-        if text_stops or token_stops or (self.matcher is not None and self.matcher.must_end):
+        call_stops = self.ends_call is not None and self.ends_call(token_id)
+        if (
+            text_stops
+            or token_stops
+            or call_stops
+            or (self.matcher is not None and self.matcher.must_end)
+        ):
             self.finish_reason = "stop"
         elif num_known >= self.max_len:
             self.finish_reason = "length"

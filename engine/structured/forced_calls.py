@@ -1,4 +1,7 @@
-"""ForcedCalls: writes the grammar by which an answer is a call of a tool, in the model's own form of calls."""
+"""ForcedCalls: writes the grammar by which an answer is a call of a tool, in the model's own form of calls.
+
+With structured outputs and no forced call, the answer may have their form instead.
+"""
 
 import json
 import re
@@ -8,14 +11,17 @@ from typing import Any
 from engine.errors import InvalidSampling
 from engine.sampling.parameter_values import brief
 from engine.sampling.sampling_params import SamplingParams
-from engine.sampling.structured_params import StructuredOutputsParams
+from engine.sampling.structured_params import NAME, StructuredOutputsParams
 from engine.structured.endless_schemas import NotEnforceable
 from engine.structured.json_schemas import enforceable
 from engine.text.tokenizer import Tokenizer
 from engine.text.tool_calls import ToolForm, find_form
 
 #: The names of functions that can be written in every form, without spelling one of its marks.
-_NAME = re.compile(r"[\w.-]+")
+_FUNCTION = re.compile(r"[\w.-]+")
+
+#: What a request has if it does not force a call, as errors name it.
+BESIDE = f"response_format or {NAME} beside tools"
 
 #: What a function without parameters takes.
 _NOTHING = {"type": "object", "properties": {}, "additionalProperties": False}
@@ -31,31 +37,38 @@ class ForcedCalls:
         self._form = find_form(tokenizer.tool_template, tokenizer.added_tokens)
 
     def form(self, params: SamplingParams) -> StructuredOutputsParams:
-        """Return the form of a call that the request's tool_choice forces. Raises InvalidSampling."""
+        """Return the form of a text that is a call, or also has the request's structured outputs.
+
+        The latter only if no tool_choice forces a call. Raises InvalidSampling.
+        """
         form = self._form
+        asked = name_of(params)
         if form is None or form.write is None:
             name = "is not known" if form is None else f"({form.name}) cannot be forced"
             raise InvalidSampling(
-                f"tool_choice cannot be served: this model's form of tool calls {name}"
+                f"{asked} cannot be served: this model's form of tool calls {name}"
             )
         functions = _chosen(params)
+        names = [f"call_{number}" for number in range(len(functions))]
         rules = [
-            f"call_{number}: {self._rule(form, function)}"
-            for number, function in enumerate(functions)
+            f"{name}: {self._rule(form, function, asked)}"
+            for name, function in zip(names, functions, strict=True)
         ]
-        start = " | ".join(f"call_{number}" for number in range(len(functions)))
+        if params.tool_choice is None:
+            assert isinstance(params.structured_outputs, StructuredOutputsParams)
+            names.append("answer")
+            rules.append(f"answer: {_answer(params.structured_outputs, asked)}")
+        start = " | ".join(names)
         return StructuredOutputsParams(grammar="\n".join([f"start: {start}", *rules]))
 
-    def _rule(self, form: ToolForm, function: Mapping[str, Any]) -> str:
-        """Return the rule of a function's calls."""
+    def _rule(self, form: ToolForm, function: Mapping[str, Any], asked: str) -> str:
+        """Return the rule of a function's calls. asked: what the request has that needs it."""
         assert form.write is not None
-        if not _NAME.fullmatch(function["name"]):
-            wanted = (
-                "tool_choice needs tools whose names hold letters, digits, '_', '-' and '.' alone"
-            )
+        if not _FUNCTION.fullmatch(function["name"]):
+            wanted = f"{asked} needs tools whose names hold letters, digits, '_', '-' and '.' alone"
             raise InvalidSampling(wanted, brief(function["name"]))
         before, behind = form.write(function["name"], self._shows)
-        arguments = json.dumps(_arguments(function), ensure_ascii=False)
+        arguments = json.dumps(_arguments(function, asked), ensure_ascii=False)
         return " ".join(
             [*self._terms(before, form), f"%json {arguments}", *self._terms(behind, form)]
         )
@@ -76,8 +89,32 @@ class ForcedCalls:
                 yield json.dumps(part, ensure_ascii=False)
 
 
+def name_of(params: SamplingParams) -> str:
+    """Return what a request has that needs a grammar of calls, as errors name it."""
+    return BESIDE if params.tool_choice is None else "tool_choice"
+
+
+def _answer(spec: StructuredOutputsParams, asked: str) -> str:
+    """Return what an answer that is no call consists of, in Lark's notation. Raises InvalidSampling."""
+    if spec.json is not None or spec.json_object:
+        schema = json.loads(str(spec.json)) if spec.json is not None else {"type": "object"}
+        if schema is True:
+            schema = {}
+        if schema is False:
+            raise InvalidSampling(f"{asked} needs a schema that some text satisfies", "false")
+        try:
+            enforceable(schema)
+        except NotEnforceable as error:
+            wanted = f"{asked} needs a schema that can be enforced"
+            raise InvalidSampling(wanted, f"one {error}") from None
+        return f"%json {json.dumps(schema, ensure_ascii=False)}"
+    if spec.choice is not None:
+        return " | ".join(json.dumps(text, ensure_ascii=False) for text in spec.choice)
+    raise InvalidSampling(f"{asked} must be json, json_object or choice", spec.kind)
+
+
 def _chosen(params: SamplingParams) -> list[Mapping[str, Any]]:
-    """Return the functions of which one must be called."""
+    """Return the functions of which one may be called."""
     functions: dict[str, Mapping[str, Any]] = {
         tool["function"]["name"]: tool["function"] for tool in params.tools
     }
@@ -91,18 +128,16 @@ def _chosen(params: SamplingParams) -> list[Mapping[str, Any]]:
     return [functions[name]]
 
 
-def _arguments(function: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the schema of a function's arguments, which are an object."""
+def _arguments(function: Mapping[str, Any], asked: str) -> dict[str, Any]:
+    """Return the schema of a function's arguments, which are an object. asked: what the request has that needs it."""
     parameters = function.get("parameters")
     whose = f"the parameters of tool {brief(function['name'])}"
     schema = _NOTHING if parameters is None else parameters
     if not isinstance(schema, Mapping) or schema.get("type", "object") != "object":
-        raise InvalidSampling(
-            f"tool_choice needs a schema of an object for {whose}", brief(parameters)
-        )
+        raise InvalidSampling(f"{asked} needs a schema of an object for {whose}", brief(parameters))
     try:
         return dict(enforceable({"type": "object", **schema}))
     except NotEnforceable as error:
         raise InvalidSampling(
-            f"tool_choice needs a schema that can be enforced for {whose}", f"one {error}"
+            f"{asked} needs a schema that can be enforced for {whose}", f"one {error}"
         ) from None

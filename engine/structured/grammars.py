@@ -17,6 +17,7 @@ from engine.sampling.sampling_params import SamplingParams
 from engine.sampling.structured_params import NAME, NAMES, StructuredOutputsParams
 from engine.structured.byte_tokenizer import tokenizer_of_bytes
 from engine.structured.compiler import STACK_BYTES, Compiler, stacks_of, unusable
+from engine.structured.forced_calls import name_of
 from engine.structured.matcher import SMALL_VOCABULARY, Matcher
 from sandbox import Child, ChildFailed, Limits, Pool
 from sandbox.exhausted import is_exhausted
@@ -79,7 +80,8 @@ class Grammars:
     ) -> None:
         """backend: the model's `tokenizers.Tokenizer`, None if it has none. vocab_size: of the logits.
 
-        eos_token_ids: ids that end a text, and are no part of it. forced_calls: says which texts a tool_choice allows.
+        eos_token_ids: ids that end a text, and are no part of it. forced_calls: says which texts are allowed where some
+        are calls of tools.
         """
         self._forced_calls = forced_calls
         self._backend, self._vocab_size = backend, vocab_size
@@ -131,13 +133,18 @@ class Grammars:
 
     def _form(self, params: SamplingParams) -> StructuredOutputsParams | None:
         """Return the form of a request's text. Raises InvalidSampling for a call that cannot be forced."""
-        if params.tool_choice is not None and self._forced_calls is not None:
+        if self._has_calls(params) and self._forced_calls is not None:
             return self._forced_calls(params)
         return (
             params.structured_outputs
             if isinstance(params.structured_outputs, StructuredOutputsParams)
             else None
         )
+
+    def _has_calls(self, params: SamplingParams) -> bool:
+        """Whether the form of a request's text is written around calls of its tools."""
+        has_both = params.structured_outputs is not None and bool(params.tools)
+        return params.tool_choice is not None or has_both
 
     def _prepared(self, spec: StructuredOutputsParams) -> Future[LLMatcher]:
         with self._lock:
@@ -165,10 +172,10 @@ class Grammars:
         try:
             compiled = self._prepared(spec).result()
         except InvalidSampling as error:  # the future's own error goes to all who ask
-            if params.tool_choice is not None and error.got is not None:
-                raise InvalidSampling(
-                    "tool_choice needs tools whose calls can be forced", error.got
-                ) from None
+            if self._has_calls(params) and error.got is not None:
+                needed = "tools" if params.tool_choice is not None else "a form and tools"
+                wanted = f"{name_of(params)} needs {needed} that can be enforced"
+                raise InvalidSampling(wanted, error.got) from None
             raise InvalidSampling(*error.args) from None
         assert self._started is not None
         vocabulary, allowed = (

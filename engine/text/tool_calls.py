@@ -517,16 +517,21 @@ class ToolCallReader:
         self._is_logged = False
 
     def read(
-        self, text: str, tools: Sequence[Mapping[str, Any]], *, is_cut: bool = False
+        self,
+        text: str,
+        tools: Sequence[Mapping[str, Any]],
+        *,
+        is_cut: bool = False,
+        logs: bool = True,
     ) -> ToolCalls:
-        """Return which of the tools a text calls. The first answer with something that is no call is logged.
+        """Return which of the tools a text calls.
 
-        is_cut: of `read_tool_calls`.
+        is_cut: of `read_tool_calls`. logs: have the first answer with something that is no call logged.
         """
         calls = read_tool_calls(text, tools, self._form, is_cut=is_cut)
         for call in calls.calls:
             call["arguments"] = call["arguments"].replace(BREAK, "")
-        if calls.problem is not None and not self._is_logged:
+        if logs and calls.problem is not None and not self._is_logged:
             self._is_logged = True
             logger.warning(
                 "an answer keeps in its text what looks like a call of a tool: tool_call_error says why"

@@ -128,6 +128,9 @@ def list_command(connection: redis.Redis, /) -> None:
 @click.option("--requests-per-minute", type=click.IntRange(1), help="Requests of all its keys.")
 @click.option("--open-batches", type=click.IntRange(0), help="Batches that have not ended.")
 @click.option("--stored-bytes", type=click.IntRange(0), help="Bytes of all its uploads.")
+@click.option(
+    "--tokens-queued", type=click.IntRange(0), help="Tokens of its calls and open batches, about."
+)
 @click.pass_obj
 def limit_command(connection: redis.Redis, /, project: str, **limits: int | None) -> None:
     """Limit what PROJECT's clients take. This replaces all earlier limits.

@@ -13,6 +13,8 @@ tokenmill:run:api-batches      sorted set: JSON of a batch -> Unix time of its m
 tokenmill:run:api-limited      hash: `<project> <limit>` -> Unix time of its last refusal (watching/api_records.py)
 tokenmill:api-limits           hash: project -> JSON: what its clients may take (api_keys.py)
 tokenmill:api-rate:<project>:<minute>  string: how many requests its clients have made in this minute
+tokenmill:api-tokens:<project> hash: job or batch -> its tokens, and until when they count (server/queued_tokens.py)
+tokenmill:api-once:<project>:<hash>    string, JSON: what a request with an Idempotency-Key has made, for a day
 tokenmill:api-keys             hash: SHA-256 of a client's key -> JSON: its project and name (api_keys.py)
 
 The keys below belong to worker/store/. They tell which worker has a job, or whose turn it is:
@@ -22,7 +24,7 @@ tokenmill:deaths:<job>         string: how many workers have died with the job, 
 tokenmill:fleet:<queue>        sorted set: name of a worker that serves it -> Unix time of its last sign
 tokenmill:served:<name>        string, JSON: what a worker serves, as long as it lives (common/workers.py)
 tokenmill:journal:<job>        string: how far a job of prompts is, while it runs (context/job_journal.py)
-tokenmill:text:<job>           stream: pieces of a followed job's text, for 10 minutes (held/text_streams.py)
+tokenmill:text:<job>           stream: pieces of a followed job's text, until its end (held/text_streams.py)
 tokenmill:claim:<token>        list: job ids that one claim has taken, until the next one or for 10 minutes
 tokenmill:removed:<execution>  string: id of a job that ended and was not to be kept, for 2 minutes
 tokenmill:epochs               list: marks of the last claims; a worker misses one if Redis lost data (claim.lua)
@@ -135,6 +137,16 @@ def journal_key(job_id: str) -> str:
 def api_rate_key(project: str, minute: int) -> str:
     """Return the key of the number of requests of a project's clients in a minute since 1970."""
     return f"{OWN}:api-rate:{project}:{minute}"
+
+
+def api_tokens_key(project: str) -> str:
+    """Return the key of the tokens that a project's clients have under way."""
+    return f"{OWN}:api-tokens:{project}"
+
+
+def api_once_key(project: str, digest: str) -> str:
+    """Return the key of what a request with an Idempotency-Key has made. digest: of that key."""
+    return f"{OWN}:api-once:{project}:{digest}"
 
 
 def text_stream_key(job_id: str) -> str:

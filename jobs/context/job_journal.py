@@ -1,9 +1,9 @@
 """Keeps the journal of a job of prompts: a key in Redis with the progress of its prompts."""
 
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from redis import Redis
 
@@ -13,13 +13,22 @@ from jobs.common.keys import JOURNAL_TTL_S, JOURNALS_KEY, executions_key, journa
 MAX_BYTES = 256 << 10
 
 
+class SentTokens(NamedTuple):
+    """Tokens of a sample whose text somebody may have read. num_before: the sample's tokens before these."""
+
+    sample: int
+    num_before: int
+    token_ids: Sequence[int]
+
+
 @dataclass(frozen=True)
 class JobJournal:
     """The journal of one execution of a job. Its first line names the owner; each other line is a prompt's record.
 
     owner: a text that names the job, its time of creation, its payload and its model. stored: the key's value when the
     job was claimed; None if it had none. execution_id: the journal is written only while this execution holds the job;
-    None for always.
+    None for always. owner_digest: a short name of the owner. sent: what earlier executions of a followed job have sent,
+    in that order.
     """
 
     connection: Redis
@@ -27,6 +36,8 @@ class JobJournal:
     owner: str
     stored: bytes | None
     execution_id: str | None = None
+    owner_digest: str = ""
+    sent: Sequence[SentTokens] = ()
 
     def read(self) -> list[Any]:
         """Return the prompts' records as they were written. Empty if it is damaged, or another job's."""
@@ -37,6 +48,19 @@ class JobJournal:
             return [json.loads(line) for line in lines]
         except (ValueError, RecursionError):  # it only saves time
             return []
+
+    def with_sent(self, tokens: Mapping[int, Sequence[int]]) -> dict[int, list[int]]:
+        """Return the tokens of a prompt's samples, gone on with by those that were sent.
+
+        tokens: what the journal has, by sample. Where it has others, the sent ones stand.
+        """
+        merged = {sample: list(token_ids) for sample, token_ids in tokens.items()}
+        for sample, num_before, token_ids in self.sent:
+            known = merged.setdefault(sample, [])
+            end = num_before + len(token_ids)
+            if num_before <= len(known) and known[num_before:end] != token_ids:
+                merged[sample] = [*known[:num_before], *token_ids]
+        return {sample: token_ids for sample, token_ids in merged.items() if token_ids}
 
     def write(self, records: Iterable[Sequence[Any]]) -> None:
         """Write the records that have room, unless the execution has lost its job."""

@@ -39,7 +39,7 @@ NOT_TEXT = frozenset(
         "bad_words",
         "truncate_prompt_tokens",
     }
-    | {"split_special_tokens"}
+    | {"parallel_tool_calls", "split_special_tokens"}
     | {
         "include_stop_str_in_output",
         "skip_special_tokens",
@@ -50,8 +50,10 @@ NOT_TEXT = frozenset(
 
 #: An option of chats and of prompts from templates: whether control tokens in their values are text.
 OF_VALUES = "split_special_tokens"
+#: A variable of templates that OpenAI's clients send beside the others.
+EFFORT = "reasoning_effort"
 #: Options that only chats have.
-OF_CHATS = ("chat_template_kwargs", "tool_choice", "tools")
+OF_CHATS = ("chat_template_kwargs", EFFORT, "tool_choice", "tools")
 
 #: Sampling values that a run takes beside its other arguments, as the command line does.
 SAMPLING_NAMES = NOT_TEXT | {"stop"}
@@ -185,12 +187,12 @@ def _are_token_ids(items: list[Any]) -> bool:
 
 #: Arguments that are not built, with the values at which they change nothing. Null is always such a value.
 NEUTRAL: Mapping[str, tuple[Any, ...]] = {
-    **dict.fromkeys(("add_generation_prompt", "detokenize", "parallel_tool_calls"), (True,)),
+    **dict.fromkeys(("add_generation_prompt", "detokenize"), (True,)),
     **dict.fromkeys(
         ("continue_final_message", "return_token_ids", "store", "stream", "use_beam_search"),
         (False,),
     ),
-    **dict.fromkeys(("audio", "guided_decoding", "prediction", "reasoning_effort"), ()),
+    **dict.fromkeys(("audio", "guided_decoding", "prediction"), ()),
     **dict.fromkeys(("stream_options", "web_search_options"), ()),
     **dict.fromkeys(("best_of", "length_penalty"), (1,)),
     "function_call": ("none",),
@@ -220,6 +222,8 @@ def without_neutral(values: Mapping[str, Any]) -> dict[str, Any]:
             raise InvalidValue(
                 f"{name} is {{}}, not built yet: leave it out, or send {neutral}", brief(value)
             )
+    if used.get("parallel_tool_calls") is True:  # the default: equal requests look alike
+        del used["parallel_tool_calls"]
     newer = used.pop("max_completion_tokens", None)
     if newer is not None:
         if used.get("max_tokens") not in (None, newer):

@@ -6,7 +6,14 @@ from typing import Any
 
 from jobs.common.display import brief
 from jobs.errors import InvalidJob, InvalidValue, check_limit, unlike
-from jobs.prompts.arguments import MAX_PROMPT_BYTES, OF_VALUES, checked_text, splits_control_tokens
+from jobs.prompts.arguments import (
+    EFFORT,
+    MAX_PROMPT_BYTES,
+    OF_CHATS,
+    OF_VALUES,
+    checked_text,
+    splits_control_tokens,
+)
 from jobs.prompts.pictures import Picture, picture_of
 
 MAX_MESSAGES = 10_000
@@ -130,7 +137,7 @@ def _num_bytes(value: Any) -> int:
         raise InvalidJob("the arguments of a tool call are nested too deeply") from None
 
 
-NAMES = ("chat_template_kwargs", OF_VALUES, "tool_choice", "tools")
+NAMES = (*OF_CHATS, OF_VALUES)
 
 
 #: Keyword arguments of engine.Engine.chat_token_ids. With `tools` calls of these are looked for in answers.
@@ -144,6 +151,8 @@ def split_chat_options(values: Mapping[str, Any]) -> tuple[dict[str, Any], ChatO
     tools = _tools(values.get("tools") or [])
     if not isinstance(variables, dict):
         raise InvalidJob(f"chat_template_kwargs is {type(variables).__name__}, expected an object")
+    if values.get(EFFORT) is not None:
+        variables = {**variables, EFFORT: checked_text(values[EFFORT], EFFORT)}
     choice = values.get("tool_choice")
     if forces_call(values):
         sampling["tool_choice"] = _forced(choice, tools)

@@ -252,7 +252,7 @@ def response_with(
         "output": list(output),
         "parallel_tool_calls": body.get("parallel_tool_calls", True),
         "previous_response_id": None,
-        "reasoning": {"effort": None, "summary": None},
+        "reasoning": {"effort": (body.get("reasoning") or {}).get("effort"), "summary": None},
         "store": False,
         "temperature": body.get("temperature"),
         "text": body.get("text") or {"format": {"type": "text"}},

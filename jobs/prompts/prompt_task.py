@@ -2,7 +2,7 @@
 
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from typing import Any
 
@@ -11,7 +11,7 @@ from jobs.context.answers import AnswerMemo
 from jobs.context.checks import NO_REPAIRS, RepairOptions
 from jobs.errors import RequestFailed, ResultTooLarge
 from jobs.items.item import Ask, Item, Samples
-from jobs.items.records import Progress
+from jobs.items.records import NOTHING, Progress
 from jobs.items.runner import ItemRunner, ItemsTask, PromptTokens
 from jobs.items.under_way import Entry
 from jobs.prompts.arguments import Unusable
@@ -157,7 +157,7 @@ class OpenPrompts(ItemsTask):
         self._num_tokens = 0
 
         self._opened_at = task.clock()
-        self._earlier_progress = self._read_journal()
+        self._earlier_progress = self._with_sent(self._read_journal())
 
         entries: list[Entry[PromptAnswer]] = []
         answers: list[PromptAnswer | None] = []
@@ -201,6 +201,22 @@ class OpenPrompts(ItemsTask):
         except (ValueError, TypeError, KeyError):  # a damaged journal costs time and nothing else
             return {}
         return progress_of
+
+    def _with_sent(self, progress_of: dict[int, Progress]) -> dict[int, Progress]:
+        """Have the prompt of a followed job continue what was sent, so that this stays the beginning of its answer."""
+        journal = self._context.journal
+        task = self._task
+        if journal is None or not journal.sent or len(task.prompts) != 1:
+            return progress_of
+        if task.repairs.is_asked_for or task.way is not None:
+            return progress_of
+        progress = progress_of.get(0, NOTHING)
+        if progress.replies or progress.received:
+            return progress_of
+        tokens = journal.with_sent(progress.tokens.get(0, {}))
+        if not tokens:
+            return progress_of
+        return {0: replace(progress, tokens={0: tokens})}
 
     def keep(self, tokens: PromptTokens) -> Callable[[], None] | None:
         """Return a function that writes the progress of all prompts, as the journal is written whole each time."""

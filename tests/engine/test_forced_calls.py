@@ -148,6 +148,91 @@ def function(**fields: Any) -> dict[str, Any]:
     return {"tools": [{"type": "function", "function": {"name": "f", **fields}}]}
 
 
+ANSWER = {
+    "type": "object",
+    "properties": {"degrees": {"type": "integer", "minimum": 0, "maximum": 9}},
+    "required": ["degrees"],
+    "additionalProperties": False,
+}
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_an_answer_beside_tools_is_one_call_or_has_the_form(tmp_path: Path, model: str) -> None:
+    _, template, tokens = MODELS[model]
+    tokenizer = make_tokenizer(tmp_path, "qwen", template, tokens, is_special=False)
+    reader = ToolCallReader(tokenizer)
+    num_calls = 0
+    completions = answers(tokenizer, structured_outputs={"json": ANSWER})
+    for token_ids in completions:
+        text = tokenizer.decode(token_ids)
+        found = reader.read(
+            with_marks(tokenizer, text, token_ids, reader.hidden_marks, follows_text=False), TOOLS
+        )
+        if found.calls:
+            (call,) = found.calls
+            jsonschema.validate(json.loads(call["arguments"]), SCHEMAS[call["name"]])
+            num_calls += 1
+        else:
+            jsonschema.validate(json.loads(text), ANSWER)
+    assert 0 < num_calls < len(completions)
+
+
+@pytest.mark.parametrize(
+    ("form", "texts"),
+    [
+        ({"choice": ["yes", "n/o"]}, {"yes", "n/o"}),
+        ({"json": True}, None),
+        ({"json_object": True}, None),
+    ],
+)
+def test_other_forms_stand_beside_tools_too(
+    tmp_path: Path, form: dict[str, Any], texts: set[str] | None
+) -> None:
+    _, template, tokens = MODELS["hermes"]
+    tokenizer = make_tokenizer(tmp_path, "qwen", template, tokens, is_special=False)
+    free = set()
+    for token_ids in answers(tokenizer, structured_outputs=form):
+        text = tokenizer.decode(token_ids)
+        if "<tool_call>" not in text:
+            free.add(text)
+    assert free
+    if texts is not None:
+        assert free <= texts
+
+
+def test_a_forced_call_goes_before_the_form_of_an_answer(tmp_path: Path) -> None:
+    _, template, tokens = MODELS["hermes"]
+    tokenizer = make_tokenizer(tmp_path, "qwen", template, tokens, is_special=False)
+    form = {"json": ANSWER}
+    for token_ids in answers(tokenizer, structured_outputs=form, tool_choice="required"):
+        assert tokenizer.decode(token_ids).startswith("<tool_call>")
+
+
+@pytest.mark.parametrize(
+    ("form", "says"),
+    [
+        ({"regex": "a+"}, "beside tools must be json, json_object or choice, got regex"),
+        ({"grammar": 'start: "a"'}, "beside tools must be json, json_object or choice"),
+        ({"json": False}, "beside tools needs a schema that some text satisfies"),
+        ({"json": {"const": 2**53 + 1}}, "beside tools needs a schema that can be enforced"),
+        ({"json": {"type": "string", "pattern": "("}}, "beside tools needs a form and tools"),
+    ],
+)
+def test_a_form_that_cannot_stand_beside_tools_is_named(
+    tmp_path: Path, form: dict[str, Any], says: str
+) -> None:
+    _, template, tokens = MODELS["hermes"]
+    tokenizer = make_tokenizer(tmp_path, "qwen", template, tokens, is_special=False)
+    with pytest.raises(InvalidSampling, match=says):
+        answers(tokenizer, structured_outputs=form)
+
+
+def test_tools_of_a_form_that_cannot_be_forced_stand_beside_no_other(tmp_path: Path) -> None:
+    tokenizer = make_tokenizer(tmp_path, "qwen", "<function=", [], is_special=False)
+    with pytest.raises(InvalidSampling, match=r"beside tools cannot be served: .*\(qwen xml\)"):
+        answers(tokenizer, structured_outputs={"json_object": True})
+
+
 @pytest.mark.parametrize(
     ("values", "says"),
     [
@@ -167,7 +252,7 @@ def function(**fields: Any) -> dict[str, Any]:
         ),
         (
             function(parameters={"properties": {"a": {"pattern": "("}}}),
-            "tool_choice needs tools whose calls",
+            "tool_choice needs tools that can be enforced",
         ),
     ],
 )
@@ -190,10 +275,6 @@ def test_a_call_that_cannot_be_forced_is_refused_by_name(
     [
         ({"tool_choice": "auto"}, "tool_choice must be 'required' or"),
         ({"tool_choice": {"type": "function"}}, "tool_choice must be 'required' or"),
-        (
-            {"tool_choice": "required", "structured_outputs": {"regex": "a"}},
-            "structured_outputs and tool_choice",
-        ),
         ({"tool_choice": "required", "thinking_token_budget": 3}, "no thinking_token_budget"),
     ],
 )

@@ -64,4 +64,4 @@ def test_a_request_with_tools_shows_nothing_before_its_end(engine: Engine) -> No
     while engine.has_unfinished:
         engine.step()
         for partial in engine.texts_so_far(["tools"]).get("tools", {}).values():
-            assert partial == (None, "")
+            assert partial == (None, "", ())

@@ -7,7 +7,7 @@ import logging
 import secrets
 import time
 import traceback
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
 from contextlib import aclosing, asynccontextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -36,9 +36,11 @@ from tokenmill.server.batches.batch_runs import Batches
 from tokenmill.server.batches.calls import BatchCalls
 from tokenmill.server.batches.file_store import FileStore
 from tokenmill.server.errors import ApiError
+from tokenmill.server.idempotency import IdempotencyKeys, Made
 from tokenmill.server.metrics import ENDPOINT, Metered, Metrics
 from tokenmill.server.metrics import PATH as METRICS
 from tokenmill.server.projects import Project, Projects
+from tokenmill.server.queued_tokens import QueuedTokens
 from tokenmill.server.request_bodies import Bodies
 
 logger = logging.getLogger("tokenmill")
@@ -78,6 +80,8 @@ class ApiServer:
         self._models = LiveModels(connection, queue)
         self._projects = Projects(connection, is_local=options.is_local)
         self._jobs = JobsAsked(redis_url, connection, queue, options.timeout_s)
+        self._keys = IdempotencyKeys(connection)
+        self._tokens = QueuedTokens(connection)
         self._metrics = Metrics(connection)
         self._bodies = Bodies()
         self._limits_recorded: dict[tuple[str, str], float] = {}
@@ -102,9 +106,9 @@ class ApiServer:
         if folder is None:
             return []
         files = FileStore(folder)
-        calls = BatchCalls(
-            files, Batches(self._connection, files, self._options.runs_queue), self._bodies
-        )
+        batches = Batches(self._connection, files, self._options.runs_queue)
+        self._tokens = QueuedTokens(self._connection, batches.is_open)
+        calls = BatchCalls(files, batches, self._bodies, self._keys, self._tokens)
         by_path = {
             ("POST", "/v1/files"): calls.upload,
             ("GET", "/v1/files"): calls.list_files,
@@ -198,11 +202,13 @@ class ApiServer:
         with self._bodies.held() as body:
             await body.read(request)
             call = await body.apply(call_of, request.scope["path"])
+            await self._models.check(call.model)
+            made = await self._keys.made(request, project.name, body.value, request_id)
             call = replace(call, on_enqueued=body.let_go)
             if call.is_streamed:
-                stream = EventStream(request_id, call, call.model or "")
-                return await self._stream(request, call, request_id, stream.events)
-            answer = await self._answer(request, call, request_id)
+                stream = EventStream(made.id, call, call.model or "")
+                return await self._stream(request, project, call, made, stream.events)
+            answer = await self._answer(request, project, call, made)
             return Response(answer, media_type="application/json")
 
     async def _respond(self, request: Request, project: Project, request_id: str) -> Response:
@@ -210,26 +216,46 @@ class ApiServer:
         with self._bodies.held() as body:
             await body.read(request)
             call = await body.apply(response_call)
+            await self._models.check(call.model)
+            made = await self._keys.made(request, project.name, body.value, request_id)
             call = replace(call, on_enqueued=body.let_go)
             shown = {name: value for name, value in body.value.items() if name != "input"}
-            stream = ResponseStream(request_id.removeprefix("req_"), shown)
+            stream = ResponseStream(made.id.removeprefix("req_"), shown)
             if call.is_streamed:
-                return await self._stream(request, call, request_id, stream.events)
-            answer = await self._answer(request, call, request_id)
+                return await self._stream(request, project, call, made, stream.events)
+            answer = await self._answer(request, project, call, made)
             return JSONResponse(stream.whole(json.loads(answer)))
 
-    async def _answer(self, request: Request, call: Call, request_id: str) -> bytes:
-        """Return a job's value, as JSON. The job is cancelled if the client goes away."""
-        await self._models.check(call.model)
-        return await _unless_left(request, self._jobs.ask(request_id, call))
+    async def _answer(self, request: Request, project: Project, call: Call, made: Made) -> bytes:
+        """Return a job's value, as JSON. The job is cancelled if the client goes away, unless it is kept."""
+        try:
+            async with self._tokens.held(project, made.id, call, self._options.timeout_s):
+                return await _unless_left(request, self._jobs.ask(made, call))
+        except ApiError:
+            await self._keys.forget(made)
+            raise
+
+    async def _parts(
+        self, project: Project, call: Call, made: Made
+    ) -> AsyncGenerator[TextPiece | bytes, None]:
+        """Yield the parts of a streamed answer."""
+        ask = self._jobs.follow if call.has_growing_text else self._jobs.whole
+        try:
+            async with (
+                self._tokens.held(project, made.id, call, self._options.timeout_s),
+                aclosing(ask(made, call)) as answer,
+            ):
+                async for part in answer:
+                    yield part
+        except ApiError:
+            await self._keys.forget(made)
+            raise
 
     async def _stream(
-        self, request: Request, call: Call, request_id: str, events: Events
+        self, request: Request, project: Project, call: Call, made: Made, events: Events
     ) -> Response:
         """Answer with the text as it grows. A failure before its first piece is answered like that of any call."""
-        await self._models.check(call.model)
-        ask = self._jobs.follow if call.has_growing_text else self._jobs.whole
-        answer = ask(request_id, call)
+        answer = self._parts(project, call, made)
         try:
             first = await _unless_left(request, anext(answer))
         except BaseException:

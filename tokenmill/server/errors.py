@@ -16,6 +16,7 @@ from jobs.errors import FAULT_PREFIX
 _TYPES = {
     401: "authentication_error",
     404: "not_found_error",
+    422: "invalid_request_error",
     429: "rate_limit_error",
     500: "server_error",
     503: "server_error",

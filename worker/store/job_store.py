@@ -11,16 +11,14 @@ from typing import Any
 from uuid import uuid4
 
 from redis import Redis
-from redis.exceptions import RedisError
 from rq.defaults import DEFAULT_RESULT_TTL
 from rq.results import Result
 from rq.serializers import JSONSerializer
 from rq.utils import now, utcformat
 
 from jobs.common.display import brief
-from jobs.common.keys import FORMAT, held_key, prefixed, text_stream_key
+from jobs.common.keys import FORMAT, held_key, prefixed
 from jobs.common.rq_jobs import execution_key, job_key
-from worker.store.client import is_servers
 from worker.store.records.claimed_job import (
     CLAIM_BATCH,
     Claim,
@@ -33,7 +31,7 @@ from worker.store.records.claimed_job import (
 from worker.store.records.job_record import DEFAULT_MAX_JOB_BYTES, MAX_HASH_FIELDS, max_hash_bytes
 from worker.store.records.next_step import NextStep
 from worker.store.records.outcome import EndStatus, FinishReply, Outcome
-from worker.store.records.text_piece import TextPiece
+from worker.store.records.text_piece import NUM_VALUES, TextPiece
 from worker.store.scripts import Call, Scripts
 
 PAGE = 200
@@ -42,8 +40,11 @@ PAGE = 200
 TEXT_PIECES = 10_000
 """The most pieces of a followed job's stream, roughly. The oldest ones go first."""
 
-TEXT_TTL_S = 600
-"""Seconds for which a stream is kept after its last piece."""
+TEXT_TTL_S = 3600
+"""Seconds for which the stream of a job that does not end is kept after its last piece."""
+
+TEXT_BATCH = 200
+"""Pieces that one call of a script writes."""
 
 
 @dataclass(frozen=True)
@@ -413,15 +414,20 @@ class JobStore:
         ]
         return [bool(reply) for reply in self._call_many(calls)]
 
-    def write_texts(self, pieces: Sequence[TextPiece]) -> None:
-        """Add pieces of followed jobs' texts to their streams. Raises RedisError."""
-        with self._client.pipeline(transaction=False) as pipe:
-            for piece in pieces:
-                key = text_stream_key(piece.job_id)
-                pipe.xadd(key, piece.to_fields(), maxlen=TEXT_PIECES, approximate=True)
-                pipe.expire(key, TEXT_TTL_S)
-            replies = pipe.execute(raise_on_error=False)
-        for reply in replies:
-            # A key that holds another kind of value costs its own reader the pieces, and not the answer.
-            if isinstance(reply, RedisError) and is_servers(reply):
-                raise reply
+    def write_texts(self, waiting: Sequence[tuple[ClaimedJob, TextPiece]]) -> None:
+        """Add pieces to the streams of their jobs, unless this worker has lost the job. Raises RedisError."""
+        calls = []
+        for start in range(0, len(waiting), TEXT_BATCH):
+            addresses = []
+            raw: list[Any] = []
+            for claimed, piece in waiting[start : start + TEXT_BATCH]:
+                addresses.append(list(claimed.address.values()))
+                raw += piece.to_values()
+            args = {
+                "pieces": addresses,
+                "num_values": NUM_VALUES,
+                "most": TEXT_PIECES,
+                "ttl_s": TEXT_TTL_S,
+            }
+            calls.append(Call("text", args, raw))
+        self._call_many(calls)

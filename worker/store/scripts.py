@@ -21,6 +21,7 @@ _SCRIPTS = {
     "rate_limits": ["shared/rate_limit"],
     "release": ["shared/job_hash", "shared/open_execution"],
     "progress": [],
+    "text": [],
     "adopt": ["shared/job_hash", "shared/open_execution"],
     "reorder": [],
     "enqueue_due": ["shared/rate_limit"],

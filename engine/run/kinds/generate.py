@@ -4,8 +4,9 @@ import logging
 import random
 import time
 from array import array
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from concurrent.futures import Future
+from dataclasses import replace
 from hashlib import blake2b
 from typing import Any
 
@@ -78,7 +79,7 @@ class Generate(RequestKind[SamplingParams]):
         return seqs
 
     def _make(self, request: NewRequest[SamplingParams], seed: int) -> list[Sequence]:
-        return self._new_sequences.make(
+        seqs = self._new_sequences.make(
             request.request_id,
             request.prompt,
             request.params,
@@ -86,6 +87,10 @@ class Generate(RequestKind[SamplingParams]):
             seed=seed,
             continued=request.continued,
         )
+        if request.params.tools and not request.params.parallel_tool_calls:
+            for seq in seqs:
+                seq.ends_call = self._completions.call_watch(seq)
+        return seqs
 
     def _resume(self, seqs: list[Sequence], resumed: Mapping[int, Collection[int]]) -> bool:
         """Give sequences the tokens that they had elsewhere; return False if one cannot have had them."""
@@ -114,6 +119,10 @@ class Generate(RequestKind[SamplingParams]):
         return self._completions.of(seq)
 
 
+#: How a call of a tool may end, in any form.
+_CALL_ENDS = ("}", "]", ")", ">")
+
+
 class Completions:
     """Makes completions of finished sequences: their texts, reasoning and tool calls."""
 
@@ -130,7 +139,7 @@ class Completions:
         text = seq.text
         calls: ToolCalls | None = None
         if seq.error is None:
-            reasoning, text, calls = self._parts_of(seq)
+            reasoning, text, calls = self._parts_of(seq, seq.text)
         prompt_text: str | None = None
         prompt_tokens: list[str] | None = None
         if seq.params.echo:
@@ -158,6 +167,27 @@ class Completions:
             metrics=RequestMetrics(seq.arrived_at, seq.first_token_at, time.monotonic()),
         )
 
+    def call_watch(self, seq: Sequence) -> Callable[[int], bool]:
+        """Return a function that gets each token of a sequence and says whether its first call of a tool ends there."""
+        params = seq.params
+        incremental = self._tokenizer.incremental_text(
+            follows_text=seq.follows_text,
+            skip_special_tokens=params.skip_special_tokens,
+            spaces_between_special_tokens=params.spaces_between_special_tokens,
+        )
+        text = "".join(incremental.add(token_id) for token_id in seq.generated_token_ids)
+
+        def ends_call(token_id: int) -> bool:
+            nonlocal text
+            new_text = incremental.add(token_id)
+            text += new_text
+            if not any(mark in new_text for mark in _CALL_ENDS):
+                return False
+            _, _, calls = self._parts_of(seq, text, is_growing=True)
+            return calls is not None and bool(calls.calls)
+
+        return ends_call
+
     def _logprobs_of(self, seq: Sequence) -> list[dict[int, Logprob]] | None:
         """Return the log probabilities of the sampled and resumed tokens; None if they are not wanted."""
         if seq.sample_top == NOT_WANTED:
@@ -181,10 +211,17 @@ class Completions:
         token_text = self._tokenizer.token_text
         return [None, *as_dicts(seq.prompt_logprobs, token_ids, top, token_text)]
 
-    def _parts_of(self, seq: Sequence) -> tuple[str | None, str, ToolCalls | None]:
-        """Return the reasoning of a completion, its text without that and without calls, and the calls."""
-        params, prompt = seq.params, seq.token_ids[: seq.num_prompt_tokens]
-        reasoning, text, calls = None, seq.text, None
+    def _parts_of(
+        self, seq: Sequence, text: str, *, is_growing: bool = False
+    ) -> tuple[str | None, str, ToolCalls | None]:
+        """Return the reasoning of a completion, its text without that and without calls, and the calls.
+
+        text: of all its tokens. is_growing: more of it may come.
+        """
+        params = seq.params
+        prompt = seq.token_ids[: seq.num_prompt_tokens]
+        reasoning: str | None = None
+        calls: ToolCalls | None = None
         spans = self._reasoner.marks(params.reasoning_marks) if params.separate_reasoning else {}
         marks = spans | (self._tool_calls.hidden_marks if params.tools else {})
         if marks:
@@ -203,8 +240,11 @@ class Completions:
             if params.skip_special_tokens:
                 text = self._reasoner.without_hidden(text, params.reasoning_marks)
         if params.tools:
-            calls = self._tool_calls.read(text, params.tools, is_cut=seq.finish_reason == "length")
+            is_cut = is_growing or seq.finish_reason == "length"
+            calls = self._tool_calls.read(text, params.tools, is_cut=is_cut, logs=not is_growing)
             text = calls.content
+            if not params.parallel_tool_calls:
+                calls = replace(calls, calls=calls.calls[:1])
         reasoning = None if reasoning is None else reasoning.replace(BREAK, "")
         return reasoning, text.replace(BREAK, ""), calls
 

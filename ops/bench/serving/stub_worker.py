@@ -85,7 +85,9 @@ class StubEngine:
         for request_id in request_ids:
             sequence = self._running.get(request_id)
             if sequence is not None:
-                texts[request_id] = {0: PartialText(None, text_of(sequence.num_tokens))}
+                texts[request_id] = {
+                    0: PartialText(None, text_of(sequence.num_tokens), range(sequence.num_tokens))
+                }
         return texts
 
     def samples_so_far(self) -> dict[str, dict[int, list[int]]]:

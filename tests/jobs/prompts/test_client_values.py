@@ -67,6 +67,28 @@ def test_lists_and_mappings_reach_the_engine_as_json_has_them(context: JobContex
     assert first.run == second.run == RunSpec(**json.loads(json.dumps(second.to_json()))).run
 
 
+def test_reasoning_effort_is_a_variable_of_the_chats_template(context: JobContext) -> None:
+    request = request_of(context, "jobs.chat", HI, reasoning_effort="low")
+    assert request.chat_options == {"chat_template_kwargs": {"reasoning_effort": "low"}}
+    variables = {"reasoning_effort": "high", "day": "Monday"}
+    request = request_of(
+        context, "jobs.chat", HI, reasoning_effort="low", chat_template_kwargs=variables
+    )
+    assert request.chat_options["chat_template_kwargs"] == {**variables, "reasoning_effort": "low"}
+    assert request_of(context, "jobs.chat", HI, reasoning_effort=None).chat_options == {}
+    with pytest.raises(errors.InvalidJob, match="reasoning_effort is int, expected a string"):
+        request_of(context, "jobs.chat", HI, reasoning_effort=3)
+    with pytest.raises(errors.InvalidJob, match="reasoning_effort belongs to a chat"):
+        request_of(context, "jobs.complete", "hi", reasoning_effort="low")
+
+
+def test_one_call_at_a_time_is_a_sampling_value(context: JobContext) -> None:
+    request = request_of(context, "jobs.chat", HI, tools=[TOOL], parallel_tool_calls=False)
+    assert not SamplingParams.from_mapping(request.sampling).parallel_tool_calls
+    with pytest.raises(errors.InvalidJob, match="parallel_tool_calls arrived as the text"):
+        request_of(context, "jobs.chat", HI, tools=[TOOL], parallel_tool_calls="false")
+
+
 def test_max_completion_tokens_is_max_tokens() -> None:
     for other in ({}, {"max_tokens": None}, {"max_tokens": 7}):
         assert without_neutral({"max_completion_tokens": 7, **other}) == {"max_tokens": 7}
@@ -191,7 +213,6 @@ def test_a_call_that_is_forced_is_one_of_the_sampling_values_and_of_what_is_aske
             {"tools": [TOOL], "tool_choice": chosen("other")},
             "tool_choice names 'other', which is none of the tools",
         ),
-        ({"parallel_tool_calls": False}, "parallel_tool_calls is False"),
     ],
 )
 def test_options_of_a_chat_that_cannot_be_are_named(

@@ -12,7 +12,7 @@ from jobs.common.keys import journal_key
 from jobs.common.rq_jobs import executions_key
 from jobs.context import JobContext
 from jobs.context.checks import Checks
-from jobs.context.job_journal import MAX_BYTES, JobJournal
+from jobs.context.job_journal import MAX_BYTES, JobJournal, SentTokens
 from jobs.items.records import PlainCompletion, Progress
 from jobs.table import task_of
 from jobs.tasks import OpenTask, Request
@@ -216,3 +216,35 @@ def test_a_chat_begins_anew_once_its_template_writes_another_time(
     assert [resumed(moment, "jobs.complete", "a") for moment in (0.0, 0.0, day)] == expected, (
         "it writes no prompt"
     )
+
+
+@pytest.mark.parametrize(
+    ("journalled", "sent", "merged"),
+    [
+        ([], [(0, 0, [5, 6]), (0, 2, [7])], [5, 6, 7]),
+        ([5, 6, 7, 8], [(0, 0, [5, 6]), (0, 2, [7])], [5, 6, 7, 8]),
+        ([5, 6], [(0, 0, [5]), (0, 1, [6, 7, 8])], [5, 6, 7, 8]),
+        ([5, 6, 7], [(0, 2, [7, 8])], [5, 6, 7, 8]),  # the first pieces have made room
+        ([5, 6], [(0, 3, [8])], [5, 6]),  # nobody knows what stood before
+        ([5, 1, 1, 1], [(0, 0, [5, 6]), (0, 2, [7])], [5, 6, 7]),  # of a worker that was frozen
+        ([5], [(0, 0, [5, 6]), (0, 0, [5, 6, 7])], [5, 6, 7]),  # of two workers
+    ],
+)
+def test_a_prompt_goes_on_behind_what_was_sent(
+    journalled: list[int], sent: list[tuple[int, int, list[int]]], merged: list[int]
+) -> None:
+    journal = JobJournal(Redis(), "id", "it", None, sent=[SentTokens(*piece) for piece in sent])
+    assert journal.with_sent({0: journalled} if journalled else {}) == {0: merged}
+
+
+def test_samples_go_on_behind_what_was_sent_of_each(checking: JobContext, redis: Redis) -> None:
+    sent = [SentTokens(0, 0, [1]), SentTokens(1, 0, [2, 3]), SentTokens(0, 1, [4])]
+    journal = JobJournal(redis, checking.job_id, "it", None, sent=sent)
+    context = replace(checking, journal=journal)
+    (request,) = opened_task(context, "jobs.complete", ("a",), {"n": 2}).requests()
+    assert request.resumed == {0: [1, 4], 1: [2, 3]}
+
+    (checked,) = opened_task(
+        context, "jobs.complete", ("a",), {"continue_on_length": True}
+    ).requests()
+    assert not checked.resumed

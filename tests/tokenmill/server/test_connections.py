@@ -20,6 +20,7 @@ from tokenmill.server.answers.bodies import Call
 from tokenmill.server.answers.jobs_asked import JobsAsked
 from tokenmill.server.answers.live_models import LiveModels
 from tokenmill.server.connections import BoundedConnection
+from tokenmill.server.idempotency import Made
 from tokenmill.serving import listen
 
 ENDED: list[str] = []
@@ -141,11 +142,13 @@ def test_a_job_that_is_being_enqueued_is_not_taken_for_lost(
             enqueue(*args, **options)
 
         monkeypatch.setattr(asked, "_look_for_lost", look_and_tell)
-        first = asyncio.create_task(asked.ask("first", call))
+        first = asyncio.create_task(asked.ask(Made("first"), call))
         await asyncio.to_thread(wait_until, lambda: redis.exists("rq:job:first"))
         monkeypatch.setattr(asked, "_enqueue", enqueue_late)
         try:
-            answers = await asyncio.gather(first, asked.ask("second", call), return_exceptions=True)
+            answers = await asyncio.gather(
+                first, asked.ask(Made("second"), call), return_exceptions=True
+            )
         finally:
             await asked.close()
         assert [each.status for each in answers] == [504, 504]  # type: ignore[union-attr]

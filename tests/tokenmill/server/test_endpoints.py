@@ -66,6 +66,16 @@ def test_openais_helpers_parse_a_model_of_pydantic(model: RealModel) -> None:
     assert response.output_parsed == Date(year=1987)
 
 
+def test_effort_needs_a_template_that_reads_it(model: RealModel) -> None:
+    says = "reads no variable 'reasoning_effort'"
+    with pytest.raises(openai.BadRequestError, match=says):
+        model.api.chat.completions.create(
+            model="model", messages=QUESTION, reasoning_effort="low", max_tokens=4
+        )
+    with pytest.raises(openai.BadRequestError, match=says):
+        model.api.responses.create(model="model", input="hi", reasoning={"effort": "low"})
+
+
 def test_openais_helpers_put_streams_together(model: RealModel) -> None:
     with model.api.chat.completions.stream(model="model", messages=QUESTION, temperature=0) as chat:
         for _ in chat:

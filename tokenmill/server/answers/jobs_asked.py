@@ -20,15 +20,19 @@ from jobs.common import rq_jobs
 from jobs.common.keys import MODEL_FIELD, STREAM_FIELD, text_stream_key
 from jobs.common.rq_jobs import JobStatus, ResultType
 from jobs.runs.job_cancel import cancel_job
+from jobs.runs.redis_state.state import transact
 from tokenmill.server.answers.bodies import Call
 from tokenmill.server.answers.shared_writes import SharedWrites
 from tokenmill.server.errors import ApiError, job_error
+from tokenmill.server.idempotency import KEPT_S, Made
 from tokenmill.serving import REDIS_TIMEOUT_S
 
 logger = logging.getLogger("tokenmill")
 
 #: How long a result is kept for the server to read it.
 RESULT_TTL_S = 300
+#: How long one is kept for further requests with the same Idempotency-Key.
+KEPT_RESULT_TTL_S = KEPT_S + RESULT_TTL_S
 #: How long a read of results waits for one. Jobs that are enqueued meanwhile join the next read.
 READ_MS = 20
 #: A read of many keys costs Redis and this process much, so it waits until more has come of them.
@@ -55,9 +59,9 @@ class TextPiece(NamedTuple):
         return is_same and self.offset == other.offset + len(other.text)
 
 
-@dataclass
+@dataclass(eq=False)
 class _Awaited:
-    """A job whose answer somebody awaits.
+    """A request that awaits the answer of a job. Requests with one Idempotency-Key await the same job.
 
     ended: gets the entry of its result. is_followed: whether its text is read as it grows. pieces: the pieces that were
     read and not taken yet. last_id: the id of the last piece that was read. changed: set when a piece or the result
@@ -94,27 +98,27 @@ class JobsAsked:
             redis_url, socket_timeout=REDIS_TIMEOUT_S, socket_connect_timeout=REDIS_TIMEOUT_S
         )
         self._writes = SharedWrites(connection)
-        self._awaited: dict[str, _Awaited] = {}
+        self._awaited: dict[str, list[_Awaited]] = {}
         self._reading: asyncio.Task[None] | None = None
 
-    async def ask(self, job_id: str, call: Call) -> bytes:
+    async def ask(self, made: Made, call: Call) -> bytes:
         """Enqueue a job and return its value, as JSON.
 
         Raises ApiError for a job that fails or is cancelled, and RedisError. A job whose caller is cancelled is
-        cancelled too.
+        cancelled too, unless it is kept for a later request.
         """
-        async with self._enqueued(job_id, call) as awaited:
+        async with self._enqueued(made, call) as awaited:
             await asyncio.wait({awaited.ended}, timeout=self._timeout_s)
             return _value_of(self._result_of(awaited))
 
-    async def whole(self, job_id: str, call: Call) -> AsyncGenerator[TextPiece | bytes, None]:
+    async def whole(self, made: Made, call: Call) -> AsyncGenerator[TextPiece | bytes, None]:
         """Enqueue a job; yield its value, as JSON. Raises as `ask`."""
-        yield await self.ask(job_id, call)
+        yield await self.ask(made, call)
 
-    async def follow(self, job_id: str, call: Call) -> AsyncGenerator[TextPiece | bytes, None]:
+    async def follow(self, made: Made, call: Call) -> AsyncGenerator[TextPiece | bytes, None]:
         """Enqueue a job; yield pieces of its text as they come, then its value, as JSON. Raises as `ask`."""
         end_by = asyncio.get_running_loop().time() + self._timeout_s
-        async with self._enqueued(job_id, call, is_followed=True) as awaited:
+        async with self._enqueued(made, call, is_followed=True) as awaited:
             while not awaited.ended.done() or awaited.pieces:
                 with suppress(TimeoutError):
                     async with asyncio.timeout_at(end_by):
@@ -136,23 +140,42 @@ class JobsAsked:
 
     @asynccontextmanager
     async def _enqueued(
-        self, job_id: str, call: Call, *, is_followed: bool = False
+        self, made: Made, call: Call, *, is_followed: bool = False
     ) -> AsyncIterator[_Awaited]:
-        """Enqueue a job, and cancel it if the block ends before the job does."""
+        """Enqueue a job, and cancel it if the block ends before the job does.
+
+        A job that is kept goes on when its client leaves. If it is in Redis already, it is only awaited.
+        """
         awaited = _Awaited(asyncio.get_running_loop().create_future(), is_followed)
         awaited.ended.add_done_callback(lambda _: awaited.changed.set())
+        goes_on = False
         try:
-            await self._writes.send(partial(self._enqueue, job_id, call, is_followed))
+            if made.is_kept:
+                await run_in_threadpool(self._enqueue_once, made, call, is_followed)
+            else:
+                await self._writes.send(partial(self._enqueue, made, call, is_followed))
             call.let_arguments_go()
             # Only now, because an awaited job that is not in Redis counts as lost.
-            self._awaited[job_id] = awaited
+            self._awaited.setdefault(made.id, []).append(awaited)
             self._read_on()
             yield awaited
+        except (asyncio.CancelledError, GeneratorExit):
+            goes_on = made.is_kept
+            raise
         finally:
-            self._awaited.pop(job_id, None)
+            self._leave(made.id, awaited)
             awaited.ended.cancel()  # changes nothing if the job has ended
-            if awaited.ended.cancelled() or awaited.ended.exception() is not None:
-                await asyncio.shield(run_in_threadpool(self._cancel, job_id))
+            is_open = awaited.ended.cancelled() or awaited.ended.exception() is not None
+            if is_open and not goes_on:
+                await asyncio.shield(run_in_threadpool(self._cancel, made.id))
+
+    def _leave(self, job_id: str, awaited: _Awaited) -> None:
+        """Await a job no longer."""
+        others = [other for other in self._awaited.get(job_id, ()) if other is not awaited]
+        if others:
+            self._awaited[job_id] = others
+        else:
+            self._awaited.pop(job_id, None)
 
     def _cancel(self, job_id: str) -> None:
         try:
@@ -160,14 +183,26 @@ class JobsAsked:
         except RedisError as error:  # the job ends by its own time limit
             logger.warning("%s: its job cannot be cancelled: %s", job_id, error)
 
-    def _enqueue(self, job_id: str, call: Call, is_followed: bool, pipe: Pipeline) -> None:
+    def _enqueue_once(self, made: Made, call: Call, is_followed: bool) -> None:
+        """Enqueue a job, unless an earlier request has enqueued it."""
+        job_key = rq_jobs.job_key(made.id)
+
+        def enqueue(pipe: Pipeline) -> None:
+            if not pipe.exists(job_key, rq_jobs.results_key(made.id)):
+                pipe.multi()
+                self._enqueue(made, call, is_followed, pipe)
+
+        transact(self._connection, enqueue, job_key)
+
+    def _enqueue(self, made: Made, call: Call, is_followed: bool, pipe: Pipeline) -> None:
         """Write the job and its fields in one transaction, so that no worker of another model takes it."""
+        job_id = made.id
         job = rq_jobs.prepared_job(
             call.function,
             kwargs=call.arguments,
             timeout=self._timeout_s,
             ttl=self._timeout_s,
-            result_ttl=RESULT_TTL_S,
+            result_ttl=KEPT_RESULT_TTL_S if made.is_kept else RESULT_TTL_S,
             failure_ttl=RESULT_TTL_S,
             description=call.function,
             job_id=job_id,
@@ -186,7 +221,7 @@ class JobsAsked:
 
     async def _read(self) -> None:
         looked_at = asyncio.get_running_loop().time()
-        while not all(awaited.ended.done() for awaited in self._awaited.values()):
+        while self._has_open:
             try:
                 await self._read_once()
                 now = asyncio.get_running_loop().time()
@@ -196,16 +231,25 @@ class JobsAsked:
             except RedisError:
                 await asyncio.sleep(LOOK_S)  # the server is away; results wait there
 
+    @property
+    def _has_open(self) -> bool:
+        """Whether a result is awaited that has not come."""
+        return any(
+            not awaited.ended.done() for requests in self._awaited.values() for awaited in requests
+        )
+
     async def _read_once(self) -> None:
         """Read the results and pieces of all awaited jobs. If there are none, wait shortly for the first."""
         positions: dict[Any, Any] = {}
         job_of: dict[bytes, str] = {}
-        for job_id, awaited in self._awaited.items():
-            if awaited.ended.done():
+        for job_id, requests in self._awaited.items():
+            waiting = [awaited for awaited in requests if not awaited.ended.done()]
+            if not waiting:
                 continue  # its pieces came before its result, or are in it
-            if awaited.is_followed:
+            last_ids = [awaited.last_id for awaited in waiting if awaited.is_followed]
+            if last_ids:
                 key = text_stream_key(job_id)
-                positions[key] = awaited.last_id
+                positions[key] = min(last_ids, key=_order)
                 job_of[key.encode()] = job_id
             positions[rq_jobs.results_key(job_id)] = b"0"
         await asyncio.sleep(min(len(positions) * PAUSE_S_OF_KEY, READ_MS / 1000))
@@ -226,11 +270,8 @@ class JobsAsked:
     def _take_pieces(
         self, job_id: str, entries: Sequence[tuple[bytes, Mapping[bytes, bytes]]]
     ) -> None:
-        awaited = self._awaited.get(job_id)
-        if awaited is None:
-            return
+        followers = [awaited for awaited in self._awaited.get(job_id, ()) if awaited.is_followed]
         for entry_id, fields in entries:
-            awaited.last_id = entry_id
             try:
                 piece = TextPiece(
                     int(fields[b"sample"]),
@@ -241,8 +282,11 @@ class JobsAsked:
             except (KeyError, ValueError):
                 self._end_with(job_id, ApiError(500, "a piece of its text cannot be read"))
                 return
-            awaited.pieces.append(piece)
-        awaited.changed.set()
+            for awaited in followers:
+                if _order(awaited.last_id) < _order(entry_id):
+                    awaited.last_id = entry_id
+                    awaited.pieces.append(piece)
+                    awaited.changed.set()
 
     async def _end_unreadable(self, keys: Sequence[str]) -> bool:
         """End the jobs with a key that holds no stream; return whether there was one.
@@ -277,20 +321,26 @@ class JobsAsked:
                 self._end_with(job_id, lost)
 
     def _end(self, job_id: str, entry: Mapping[bytes, bytes]) -> None:
-        awaited = self._awaited.get(job_id)
-        if awaited is not None and not awaited.ended.done():
-            awaited.ended.set_result(entry)
+        for awaited in self._awaited.get(job_id, ()):
+            if not awaited.ended.done():
+                awaited.ended.set_result(entry)
 
     def _end_with(self, job_id: str, error: ApiError) -> None:
-        awaited = self._awaited.get(job_id)
-        if awaited is not None and not awaited.ended.done():
-            awaited.ended.set_exception(error)
+        for awaited in self._awaited.get(job_id, ()):
+            if not awaited.ended.done():
+                awaited.ended.set_exception(error)
 
     async def close(self) -> None:
         """Stop reading."""
         if self._reading is not None:
             self._reading.cancel()
         await self._reader.aclose()
+
+
+def _order(entry_id: bytes) -> tuple[int, int]:
+    """Return the two numbers by which a stream's entries are in order."""
+    moment, _, number = entry_id.partition(b"-")
+    return int(moment), int(number or b"0")
 
 
 def _value_of(entry: Mapping[bytes, bytes]) -> bytes:

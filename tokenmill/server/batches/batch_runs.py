@@ -37,7 +37,8 @@ from tokenmill.server.batches.file_store import (
 from tokenmill.server.errors import ApiError
 
 #: What the lines of a batch may ask for.
-BATCH_ENDPOINTS = ("/v1/chat/completions", "/v1/completions", "/v1/embeddings", "/v1/responses")
+EMBEDDINGS = "/v1/embeddings"
+BATCH_ENDPOINTS = ("/v1/chat/completions", "/v1/completions", EMBEDDINGS, "/v1/responses")
 #: The longest value, and the most entries, of `metadata`; OpenAI's.
 MAX_METADATA_CHARS, MAX_METADATA = 512, 16
 #: The most earlier batches whose answers a batch takes.
@@ -111,11 +112,29 @@ class Batches:
         self._queue = queue
         self._clock = clock
 
-    def create(self, project: str, body: Any, max_open: int | None = None) -> dict[str, Any]:
+    def new_id(self) -> str:
+        """Return an id for a batch. It sorts behind those of all earlier batches."""
+        return new_id("batch_", self._clock())
+
+    def create(
+        self,
+        project: str,
+        body: Any,
+        max_open: int | None = None,
+        *,
+        batch_id: str | None = None,
+        admit: Callable[[str, Path, str], None] | None = None,
+    ) -> dict[str, Any]:
         """Make a batch of an uploaded file. max_open: how many open batches the project may have.
 
-        Raises ApiError, RedisError, OSError.
+        batch_id: of `new_id`. If it has been made before, it is returned as it stands. admit: called with a new batch's
+        id, its file and its endpoint; it may raise ApiError. Raises ApiError, RedisError, OSError.
         """
+        if batch_id is None:
+            batch_id = self.new_id()
+        record = read_json(self._folder(project, batch_id) / "batch.json")
+        if record is not None:
+            return self._shown(project, Batch(**record))
         if not isinstance(body, dict):
             raise ApiError(400, "the body is no JSON object")
         endpoint = body.get("endpoint")
@@ -132,14 +151,19 @@ class Batches:
 
         if max_open is not None:
             self._check_open(project, max_open)
-        _refuse_compressed(path, file_id)
+        try:
+            _refuse_compressed(path)
+            if admit is not None:
+                admit(batch_id, path, endpoint)
+        except FileNotFoundError:  # it was deleted meanwhile
+            raise missing("file", file_id) from None
 
         reused: tuple[str, ...] = ()
         if (metadata or {}).get("reuse") == "true":
             reused = tuple(self._finished_runs(project))[:MAX_REUSED]
         now = self._clock()
         batch = Batch(
-            id=new_id("batch_", now),
+            id=batch_id,
             input_file_id=file.id,
             input_path=str(path),
             endpoint=endpoint,
@@ -151,7 +175,7 @@ class Batches:
         )
         # The record comes first. If this server dies before it submits the run, the next look submits it.
         folder = self._folder(project, batch.id)
-        folder.mkdir(parents=True)
+        folder.mkdir(parents=True, exist_ok=True)
         write_json(folder / "batch.json", asdict(batch))
         try:
             self._submit(project, batch)
@@ -159,6 +183,13 @@ class Batches:
             (folder / "batch.json").unlink(missing_ok=True)
             raise ApiError(400, str(error)) from None
         return self._shown(project, batch)
+
+    def is_open(self, project: str, batch_id: str) -> bool:
+        """Whether a project's batch has not ended."""
+        record = read_json(self._folder(project, batch_id) / "batch.json")
+        if record is None:
+            return False
+        return self._standing(project, Batch(**record)).status in (*OPEN_STATUSES, "cancelling")
 
     def _check_open(self, project: str, max_open: int) -> None:
         standings = [self._standing(project, batch) for batch in self._all(project)]
@@ -316,13 +347,10 @@ class Batches:
         }
 
 
-def _refuse_compressed(path: Path, file_id: str) -> None:
-    """Raise ApiError for a compressed file, which workers would unpack, and for one that was deleted meanwhile."""
-    try:
-        with path.open("rb") as file:
-            beginning = file.read(4)
-    except FileNotFoundError:
-        raise missing("file", file_id) from None
+def _refuse_compressed(path: Path) -> None:
+    """Raise ApiError for a compressed file, which workers would unpack. Raises OSError."""
+    with path.open("rb") as file:
+        beginning = file.read(4)
     if beginning.startswith(_COMPRESSED):
         raise ApiError(
             400, "the file is compressed: upload its lines as they are", param="input_file_id"

@@ -4,16 +4,20 @@ Source: OpenAI's API reference, "Files" and "Batch".
 """
 
 import re
+from functools import partial
+from pathlib import Path
 
 from starlette.concurrency import run_in_threadpool
 from starlette.requests import Request
 from starlette.responses import FileResponse, JSONResponse, Response
 
-from tokenmill.server.batches.batch_runs import Batches
+from tokenmill.server.batches.batch_runs import EMBEDDINGS, Batches
 from tokenmill.server.batches.file_store import FileStore, list_object, page_of
 from tokenmill.server.batches.uploads import Upload
 from tokenmill.server.errors import ApiError
+from tokenmill.server.idempotency import IdempotencyKeys, key_of
 from tokenmill.server.projects import Project
+from tokenmill.server.queued_tokens import BATCH_S, QueuedTokens, tokens_of_batch
 from tokenmill.server.request_bodies import Bodies
 
 MAX_FILE_BYTES = 4 << 30
@@ -27,10 +31,19 @@ MIN_LIFE_S, MAX_LIFE_S = 3600, 30 * 24 * 3600
 class BatchCalls:
     """Answers calls of files and batches for the project of the request."""
 
-    def __init__(self, files: FileStore, batches: Batches, bodies: Bodies) -> None:
+    def __init__(
+        self,
+        files: FileStore,
+        batches: Batches,
+        bodies: Bodies,
+        keys: IdempotencyKeys,
+        tokens: QueuedTokens,
+    ) -> None:
         self._files = files
         self._batches = batches
         self._bodies = bodies
+        self._keys = keys
+        self._tokens = tokens
 
     async def upload(self, request: Request, project: Project) -> Response:
         """Take a file in pieces."""
@@ -39,7 +52,8 @@ class BatchCalls:
         try:
             with sink:
                 content_type = request.headers.get("content-type", "")
-                upload = Upload(content_type, sink, max_bytes)
+                is_hashed = key_of(request) is not None
+                upload = Upload(content_type, sink, max_bytes, is_hashed=is_hashed)
                 await upload.read(request.stream())
             purpose = upload.fields.get("purpose")
             if not purpose:
@@ -50,8 +64,10 @@ class BatchCalls:
                 )
             life_s = _life_s(upload.fields)
             name = upload.file_name or "upload"
+            asked = [name, upload.fields, upload.file_digest]
+            made = await self._keys.made(request, project.name, asked, file_id)
             file = await run_in_threadpool(
-                self._files.finish, project.name, file_id, name, purpose, life_s
+                self._files.finish, project.name, file_id, name, purpose, life_s, as_id=made.id
             )
         finally:
             await run_in_threadpool(self._files.drop, project.name, file_id)
@@ -100,9 +116,22 @@ class BatchCalls:
     async def create_batch(self, request: Request, project: Project) -> Response:
         """Make a batch."""
         most = project.limits.open_batches
+
+        def admit(batch_id: str, path: Path, endpoint: str) -> None:
+            if project.limits.tokens_queued is not None:
+                num_tokens = tokens_of_batch(path, generates=endpoint != EMBEDDINGS)
+                self._tokens.admit(project, batch_id, num_tokens, BATCH_S)
+
         with self._bodies.held() as body:
             await body.read(request)
-            batch = await run_in_threadpool(self._batches.create, project.name, body.value, most)
+            new_id = self._batches.new_id()
+            made = await self._keys.made(request, project.name, body.value, new_id)
+            create = partial(self._batches.create, batch_id=made.id, admit=admit)
+            try:
+                batch = await run_in_threadpool(create, project.name, body.value, most)
+            except ApiError:
+                await self._keys.forget(made)
+                raise
         return JSONResponse(batch)
 
     async def list_batches(self, request: Request, project: Project) -> Response:

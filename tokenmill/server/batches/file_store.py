@@ -72,10 +72,26 @@ class FileStore:
         (self.project_folder(project, "files") / (file_id + _PARTIAL)).unlink(missing_ok=True)
 
     def finish(
-        self, project: str, file_id: str, filename: str, purpose: str, expires_s: int | None
+        self,
+        project: str,
+        file_id: str,
+        filename: str,
+        purpose: str,
+        expires_s: int | None,
+        *,
+        as_id: str | None = None,
     ) -> StoredFile:
-        """Put an upload in its place. From then on it exists. Raises OSError."""
+        """Put an upload in its place. From then on it exists. Raises OSError.
+
+        as_id: the id of the same upload as an earlier request has sent it. That file is returned, if it is there.
+        """
         folder = self.project_folder(project, "files")
+        if as_id is not None and as_id != file_id:
+            known = self._read(folder, as_id)
+            if known is not None:
+                return known
+            os.rename(folder / (file_id + _PARTIAL), folder / (as_id + _PARTIAL))
+            file_id = as_id
         partial = folder / (file_id + _PARTIAL)
         now = int(self._clock())
         file = StoredFile(

@@ -8,6 +8,7 @@ import time
 from collections.abc import AsyncIterator, Callable
 from email.message import Message
 from email.utils import collapse_rfc2231_value
+from hashlib import sha256
 from typing import BinaryIO
 
 from python_multipart import MultipartParser
@@ -40,8 +41,13 @@ class Upload:
         sink: BinaryIO,
         max_file_bytes: int,
         clock: Callable[[], float] = time.monotonic,
+        *,
+        is_hashed: bool = False,
     ) -> None:
-        """Raises ApiError for a body that is no multipart. sink: takes the bytes of the field `file`."""
+        """Raises ApiError for a body that is no multipart.
+
+        sink: takes the bytes of the field `file`. is_hashed: whether `file_digest` is wanted.
+        """
         kind = _parameter(content_type, None)
         boundary = _parameter(content_type, "boundary")
         if kind.lower() != "multipart/form-data" or not boundary:
@@ -55,6 +61,7 @@ class Upload:
         self._num_file_bytes = 0
         self._has_ended = False
         self._waiting = bytearray()  # bytes of the file that are not written yet
+        self._hash = sha256() if is_hashed else None
         try:
             self._parser = MultipartParser(
                 boundary.encode("latin-1", "replace"),
@@ -105,8 +112,16 @@ class Upload:
             raise ApiError(400, "the upload has no field `file`", param="file")
 
     async def _write(self) -> None:
-        waiting, self._waiting = self._waiting, bytearray()
+        waiting = self._waiting
+        self._waiting = bytearray()
         await run_in_threadpool(self._sink.write, waiting)
+        if self._hash is not None:
+            await run_in_threadpool(self._hash.update, waiting)
+
+    @property
+    def file_digest(self) -> str | None:
+        """The hash of the file's bytes so far; None if it is not wanted."""
+        return None if self._hash is None else self._hash.hexdigest()
 
     def _begin_part(self) -> None:
         self._headers: dict[str, str] = {}

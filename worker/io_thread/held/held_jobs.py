@@ -10,7 +10,7 @@ from typing import Any
 
 from redis import Redis
 
-from engine import Completion, RequestProgress
+from engine import Completion, PartialText, RequestProgress
 from jobs.tasks import OpenTask, Request
 from worker.metrics.tally import EndedJob
 from worker.store.records.claimed_job import ClaimedJob
@@ -69,7 +69,8 @@ class HeldJob:
     reported_progress: the progress that the task last reported.
     shown_progress: the progress that Redis has.
     trace: None if the job is not traced.
-    streamed_chars: how many characters of reasoning and text its stream has, by sample.
+    streamed: what its stream has, by sample.
+    owner_digest: names the owner of the tokens in its stream, see JobJournal.
     is_blamed: it has met an error that nobody foresaw. After another one the job is let go.
     """
 
@@ -104,7 +105,8 @@ class HeldJob:
     reported_progress: dict[str, Any] | None = None
     shown_progress: dict[str, Any] | None = None
     trace: JobTrace | None = None
-    streamed_chars: dict[int, tuple[int, int]] = field(default_factory=dict)
+    streamed: dict[int, PartialText] = field(default_factory=dict)
+    owner_digest: str = ""
     is_blamed: bool = False
     _awaited: object = None
 

@@ -1,13 +1,24 @@
 """Writes the growing texts of followed jobs to Redis, where clients read them."""
 
+from typing import NamedTuple
+
+from engine import PartialText
 from worker.engine_thread.orders import Texts
 from worker.io_thread.held.held_jobs import HeldJob, HeldJobs
 from worker.io_thread.held.job_guard import JobGuard
 from worker.store.job_store import JobStore
+from worker.store.records.claimed_job import ClaimedJob
 from worker.store.records.text_piece import TextPiece
 
 MAX_WAITING = 10_000
-"""The most pieces that wait while Redis is away. Readers find the whole text in the job's result too."""
+"""The most pieces that wait while Redis is away. Later text waits until there is room again."""
+
+
+class WaitingPiece(NamedTuple):
+    """A piece that is not written yet, and its job."""
+
+    claimed: ClaimedJob
+    piece: TextPiece
 
 
 class TextStreams:
@@ -15,13 +26,16 @@ class TextStreams:
 
     Each piece says where in its text it begins. So a piece may be written twice, and a worker that takes over a job may
     begin from the start: readers skip what they have.
+
+    Each piece also has the tokens of its text. A worker that takes over the job continues them, so what was sent stays
+    the beginning of the answer.
     """
 
     def __init__(self, jobs: HeldJobs, guard: JobGuard, store: JobStore) -> None:
         self._jobs = jobs
         self._guard = guard
         self._store = store
-        self._waiting: list[TextPiece] = []
+        self._waiting: list[WaitingPiece] = []
 
     def note(self, texts: Texts) -> None:
         """Note the new parts of growing texts."""
@@ -31,20 +45,26 @@ class TextStreams:
                 continue
             with self._guard.around(job):
                 for sample, partial in samples.items():
-                    self._note_sample(job, sample, partial.reasoning or "", partial.text)
+                    self._note_sample(job, sample, partial)
 
-    def _note_sample(self, job: HeldJob, sample: int, reasoning: str, text: str) -> None:
-        num_reasoning, num_text = job.streamed_chars.get(sample, (0, 0))
-        pieces = (
-            ("reasoning", num_reasoning, reasoning[num_reasoning:]),
-            ("text", num_text, text[num_text:]),
+    def _note_sample(self, job: HeldJob, sample: int, partial: PartialText) -> None:
+        if len(self._waiting) >= MAX_WAITING:
+            return
+        streamed = job.streamed.get(sample, PartialText(None, "", ()))
+        num_tokens = len(streamed.token_ids)
+        new_token_ids = partial.token_ids[num_tokens:]
+        parts = (
+            ("reasoning", streamed.reasoning or "", partial.reasoning or ""),
+            ("text", streamed.text, partial.text),
         )
-        job_id = job.claimed.job_id
-        for part, offset, new_text in pieces:
-            if new_text and len(self._waiting) < MAX_WAITING:
-                self._waiting.append(TextPiece(job_id, sample, part, offset, new_text))
-        num_chars = (max(num_reasoning, len(reasoning)), max(num_text, len(text)))
-        job.streamed_chars[sample] = num_chars
+        for part, old_text, text in parts:
+            offset = len(old_text)
+            if len(text) > offset:
+                piece = TextPiece(
+                    sample, part, offset, text[offset:], num_tokens, new_token_ids, job.owner_digest
+                )
+                self._waiting.append(WaitingPiece(job.claimed, piece))
+                job.streamed[sample] = partial
 
     def write(self, moment: float) -> None:
         """Write the waiting pieces. Raises RedisError; then they wait on."""

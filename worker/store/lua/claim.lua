@@ -20,7 +20,8 @@
 -- work.
 --
 -- Returns {
---   {{job id, execution id, job_hash, deaths, id of the last job left before it for lack of a place, journal}, ...},
+--   {{job id, execution id, job_hash, deaths, id of the last job left before it for lack of a place, journal, pieces},
+--    ...},
 --   number of jobs left for other models or versions,
 --   id of the first job left to other workers as their share, or '',
 --   why nothing is claimed: '', 'suspended' or 'restored',
@@ -41,8 +42,8 @@ if #earlier > 0 then
   for i = 1, #earlier, 2 do
     local id, eid = earlier[i], token .. string.format('%08x', (i + 1) / 2)
     if is_open(queue, id, eid) then
-      local deaths, journal = left_of(id)
-      claimed[#claimed + 1] = {id, eid, job_hash(id), deaths, earlier[i + 1], journal}
+      local deaths, journal, pieces = left_of(id)
+      claimed[#claimed + 1] = {id, eid, job_hash(id), deaths, earlier[i + 1], journal, pieces}
     end
   end
   return {claimed, 0, '', '', 0, args.epoch}
@@ -124,7 +125,7 @@ local function consider(id)
     files_left = files_left + (fields[5] == 'file' and 1 or 0)
     return
   end
-  local deaths, journal = left_of(id)
+  local deaths, journal, pieces = left_of(id)
   local is_suspect = deaths >= args.suspect_deaths
   local num_sequences = math.max(1, tonumber(fields[3]) or 1)
   if is_suspect and (not args.takes_suspects or #claimed > 0) then
@@ -134,7 +135,7 @@ local function consider(id)
     is_full, first_left = true, id
   else
     local eid = token .. string.format('%08x', #claimed + 1)
-    claimed[#claimed + 1] = open_execution(queue, id, eid, deaths, journal)
+    claimed[#claimed + 1] = open_execution(queue, id, eid, deaths, journal, pieces)
     claimed[#claimed][5] = last_left
     call('RPUSH', record, id, last_left)
     if free then places[fields[5]] = free - 1 end

@@ -22,7 +22,7 @@ local fields = call('HMGET', job, 'ended_by', 'ttl')
 if fields[1] == eid then
   call('HSET', execution, 'id', eid, 'created_at', args.now_ts, 'last_heartbeat', args.now_ts, 'worker_name', args.worker)
   call('EXPIRE', execution, args.lease_s)
-  return {'ended', 0, {id, eid, job_hash(id), 0, '', false}}
+  return {'ended', 0, {id, eid, job_hash(id), 0, '', false, {}}}
 end
 local is_queued = is_queued_again(queue, id, taken_at)
 let_go(queue, id, eid)

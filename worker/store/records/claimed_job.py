@@ -41,6 +41,8 @@ class ClaimedJob:
     """The id of the last job that its claim left in the queue before this one, for lack of a place; "" for none."""
     journal: bytes | None = None
     """The journal that an earlier execution has left; None for none."""
+    pieces: Sequence[Any] = ()
+    """The pieces of its text that earlier executions have sent, as entries of its stream."""
     kind: str = ""
     """FUNCTION or FILE for a job that this worker has no thread for; else ""."""
 
@@ -104,7 +106,7 @@ def restore(
     queue_name: str, reply: Sequence[Any], worker_name: str, max_job_bytes: int
 ) -> ClaimedJob:
     """Read a reply of open_execution.lua. max_job_bytes: the most bytes of a payload, unpacked."""
-    job_id, execution_id, fields, deaths, left_before, journal = reply
+    job_id, execution_id, fields, deaths, left_before, journal, pieces = reply
     record = JobRecord()
     damage: Exception | None = None
     try:
@@ -123,6 +125,7 @@ def restore(
         deaths=deaths,
         left_before=left_before.decode(errors="replace"),
         journal=journal,
+        pieces=pieces,
     )
 
 

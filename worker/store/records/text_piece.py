@@ -1,25 +1,58 @@
-"""TextPiece: what a sample's text has grown by."""
+"""TextPiece: what a sample's text has grown by, and the tokens that it is the text of."""
 
+from array import array
+from collections.abc import Sequence
 from typing import Any, NamedTuple
+
+from jobs.context.job_journal import SentTokens
 
 
 class TextPiece(NamedTuple):
     """A piece of a followed job's answer.
 
     sample: its index. part: "reasoning" or "text". offset: the characters of that part before the piece.
+    token_ids: the tokens since the sample's last piece. num_tokens_before: how many came before these.
+    owner: whose tokens they are; see JobJournal.
     """
 
-    job_id: str
     sample: int
     part: str
     offset: int
     text: str
+    num_tokens_before: int
+    token_ids: Sequence[int]
+    owner: str
 
-    def to_fields(self) -> dict[Any, Any]:
-        """Return the fields of its entry in the job's stream."""
-        return {
+    def to_values(self) -> list[Any]:
+        """Return the fields and values of its entry in the job's stream."""
+        values = {
             "sample": self.sample,
             "part": self.part,
             "offset": self.offset,
             "text": self.text.encode("utf-8", "replace").decode(),
+            "num_tokens_before": self.num_tokens_before,
+            "tokens": array("i", self.token_ids).tobytes(),
+            "owner": self.owner,
         }
+        return [part for entry in values.items() for part in entry]
+
+
+NUM_VALUES = 14
+"""Fields and values of one piece."""
+
+
+def sent_tokens(entries: Sequence[Any], owner: str) -> list[SentTokens]:
+    """Return the tokens of an owner's pieces. entries: of the job's stream. Damaged ones are left out."""
+    sent = []
+    for _, values in entries:
+        fields = dict(zip(values[::2], values[1::2], strict=False))
+        if fields.get(b"owner") != owner.encode():
+            continue
+        try:
+            token_ids = array("i", fields[b"tokens"]).tolist()
+            sent.append(
+                SentTokens(int(fields[b"sample"]), int(fields[b"num_tokens_before"]), token_ids)
+            )
+        except (KeyError, ValueError):  # whoever reads the text ends with an error
+            continue
+    return sent

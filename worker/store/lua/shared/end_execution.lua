@@ -40,7 +40,8 @@ end
 
 -- Write what RQ writes about a run, and one more field. Copies of the job may have been saved while it ran.
 local function write_run(name, value)
-  call('DEL', 'tokenmill:journal:' .. id, 'tokenmill:deaths:' .. id) -- they belong to the try that ends here
+  -- They belong to the try that ends here. A reader of the text has all of it in the result.
+  call('DEL', 'tokenmill:journal:' .. id, 'tokenmill:deaths:' .. id, 'tokenmill:text:' .. id)
   call(
     'HSET', job, 'started_at', started_iso, 'ended_at', ended_iso, 'last_heartbeat', ended_iso,
     'worker_name', worker, name, value
