@@ -9,12 +9,14 @@ Nothing here is a job.
 
 from __future__ import annotations
 
+import asyncio
+import inspect
 import os
+import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager, suppress
-from dataclasses import fields
-from typing import TYPE_CHECKING, Any
+from contextlib import closing, contextmanager, suppress
+from typing import TYPE_CHECKING, Any, Unpack
 
 from redis import Redis
 
@@ -22,13 +24,12 @@ from jobs.common.display import brief
 from jobs.errors import InvalidJob, InvalidValue, RunFailed, RunNotHere, UnknownRun, unlike
 from jobs.installed import check_sampling
 from jobs.prompts.arguments import SAMPLING_NAMES
-from jobs.prompts.ways.table import WAY_OPTIONS
 from jobs.runs.control import DEFAULT_QUEUE, Cancelled, cancel_run, retry_run, submit_run
 from jobs.runs.output import named_run
 from jobs.runs.plans.names import SUCCESS
 from jobs.runs.plans.paths import is_stored, real_path, run_path
 from jobs.runs.plans.spec import RunSpec
-from jobs.runs.redis_state.submission import WISHES
+from jobs.runs.run_options import RunOptions
 from jobs.runs.watching.follow import End, Watch, follow
 from jobs.runs.watching.reading import failure_text, read_planned
 from jobs.runs.watching.snapshot import RunSnapshot
@@ -54,18 +55,18 @@ def submit(
     queue: str = DEFAULT_QUEUE,
     connection: Redis | None = None,
     input_folder: str | os.PathLike[str] | None = None,
-    **arguments: Any,
+    **options: Unpack[RunOptions],
 ) -> Run:
     """Submit a run of a file, a folder, a glob, a list of them, or a table, and return it.
 
     Submitting the same again resumes the run. input: a table is a DataFrame, or anything with an Arrow stream. It is
     written into input_folder, by default `<output>.input`, and stays there. connection: by default to RQ_REDIS_URL.
-    arguments: those of jobs.score_parquet, and the options of the command line by their names.
-    Raises InvalidJob or InputError before anything is enqueued, for mistakes that can be seen here.
+    options: see RunOptions. Raises InvalidJob or InputError before anything is enqueued, for mistakes that can be seen
+    here.
     """
     client = _connection(connection)
-    _check_names(arguments)
-    named_arguments = run_arguments(arguments)
+    _check_names(options)
+    named_arguments = run_arguments(options)
     target = os.fspath(output)
     paths = _paths(input)
     if paths is None:
@@ -119,10 +120,15 @@ class Run:
         self,
         timeout: float | None = None,
         *,
+        progress: bool = False,
         clock: Callable[[], float] = time.monotonic,
         sleep: Callable[[float], None] = time.sleep,
     ) -> RunSnapshot:
-        """Wait until the run has finished, and return its state. timeout: seconds. Raises TimeoutError or RunFailed."""
+        """Wait until the run has finished, and return its state.
+
+        timeout: seconds. progress: whether a bar shows rows, speed and the time left, on stderr or in a notebook.
+        Raises TimeoutError or RunFailed.
+        """
         until = None if timeout is None else clock() + timeout
         watch = Watch(lambda: read_planned(self._connection, self.id))
 
@@ -133,7 +139,13 @@ class Run:
                 raise TimeoutError(f"run {self.id} has not ended within {timeout} s{remark}")
             sleep(min(seconds, left_s))
 
-        followed = follow(watch, nap)
+        if progress:
+            from jobs.runs.watching.progress_bar import Bar  # tqdm is needed here alone
+
+            with closing(Bar()) as bar:
+                followed = follow(watch, nap, bar.show, bar.warn)
+        else:
+            followed = follow(watch, nap)
         problem = followed.problem
         if problem is None:
             return self.status()
@@ -145,6 +157,21 @@ class Run:
                 reasons.append(failure_text(self._connection, job_id))
         reasons.append(problem)
         raise RunFailed(self.id, "; ".join(filter(None, reasons)))
+
+    async def wait_async(
+        self, timeout: float | None = None, *, progress: bool = False
+    ) -> RunSnapshot:
+        """Wait as `wait` does, and let other tasks of the event loop run meanwhile."""
+        is_cancelled = threading.Event()
+
+        def sleep(seconds: float) -> None:
+            if is_cancelled.wait(seconds):
+                raise InterruptedError
+
+        try:
+            return await asyncio.to_thread(self.wait, timeout, progress=progress, sleep=sleep)
+        finally:
+            is_cancelled.set()
 
     def table(self) -> Any:
         """Return its rows as a pyarrow Table, in the input's order. Raises RunNotHere before its end; StoreError."""
@@ -158,6 +185,12 @@ class Run:
     def frame(self) -> Any:
         """Return its rows as a pandas DataFrame, with the input's types and index. Raises as `table`."""
         return self.table().to_pandas()
+
+    def polars(self) -> Any:
+        """Return its rows as a polars DataFrame. Raises as `table`, and ImportError without polars."""
+        import polars
+
+        return polars.from_arrow(self.table())
 
     def errors(self, limit: int = 1000) -> list[FailedRow]:
         """Return the first rows with an error, also while the run goes on. Raises RunNotHere, StoreError."""
@@ -234,14 +267,32 @@ def run_arguments(options: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _check_names(names: Iterable[str]) -> None:
-    of_run = {field.name for field in fields(RunSpec)}
-    known = {*SAMPLING_NAMES, *_OPTIONS, *_CHECKS, *WISHES, *WAY_OPTIONS, *of_run} - {"way_options"}
+    known = RunOptions.__optional_keys__
     for name in names:
         if name not in known:
             raise InvalidValue(
                 f"{{}} is no argument of jobs.submit, which has {', '.join(sorted(known))}",
                 brief(name),
             )
+
+
+def _signature() -> inspect.Signature:
+    """Return the signature of `submit` with each option by name, which shells complete and `help` shows."""
+    plain = inspect.signature(submit)
+    named = [
+        parameter
+        for parameter in plain.parameters.values()
+        if parameter.kind is not inspect.Parameter.VAR_KEYWORD
+    ]
+    for name, annotation in RunOptions.__annotations__.items():
+        option = inspect.Parameter(
+            name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=annotation
+        )
+        named.append(option)
+    return plain.replace(parameters=named)
+
+
+submit.__signature__ = _signature()  # type: ignore[attr-defined]
 
 
 def _add(arguments: dict[str, Any], argument: str, value: Any) -> None:

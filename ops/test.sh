@@ -23,22 +23,25 @@ ruff check .
 ruff format --check .
 if [ "$tier" = quick ]; then
     mypy &
-    mypy=$!
+    types=$!
     python -m pytest -n "$num_cores" --quick -m "not long" "$@"
-    wait "$mypy"
+    wait "$types"
     echo "test.sh --quick took $SECONDS s"
     exit
 fi
 
-# The processes of pytest would each compile the libraries for themselves; mypy leaves a core for it. Some packages
-# hold files that are no Python, of which nobody need hear. What pytest makes of the tests is kept, too.
+# The processes of pytest would each compile the libraries for themselves. Some packages hold files that are no Python, of
+# which nobody need hear. What pytest makes of the tests is kept, too.
 unset PYTHONDONTWRITEBYTECODE
 python -m compileall -qq .venv/lib engine jobs worker sandbox tokenmill tests ops &
-mypy
+compiling=$!
+# Many tests wait, and leave room for the types: they are checked beside the tests.
+mypy &
+types=$!
 lint-imports --no-logo --no-cache
 # The site of docs/: a link or an anchor that leads nowhere is an error.
 NO_MKDOCS_2_WARNING=1 mkdocs build --strict
-wait
+wait "$compiling" || :
 
 # Many tests wait for processes that they have started: two processes more than there are cores keep these busy.
 # tests/conftest.py says in which order files are taken.
@@ -48,5 +51,6 @@ if [ "$tier" = all ]; then
 else
     "${pytest[@]}" -m "not long" "$@"
 fi
+wait "$types"
 echo "test.sh took $SECONDS s"
 python -m ops.size "$SECONDS" || : # the bars

@@ -9,7 +9,6 @@ from typing import TextIO
 
 import click
 import redis
-from tqdm import tqdm
 
 from jobs.common.display import MAX_TEXT_CHARS, duration_text, safe_name, utc_text
 from jobs.common.rq_jobs import last_value
@@ -17,6 +16,7 @@ from jobs.doctor.redis_server import NOT_SERVED, not_served
 from jobs.errors import JobsError
 from jobs.runs.statistics.run_statistics import outcome_text
 from jobs.runs.watching.follow import REFUSED_AS_BEFORE, End, Watch, follow
+from jobs.runs.watching.progress_bar import Bar, speed_text
 from jobs.runs.watching.reading import failure_text, read_planned
 from jobs.runs.watching.snapshot import REFUSED, RunSnapshot, needs, obstacles, verdict
 
@@ -60,40 +60,6 @@ def rate(value: float | None) -> str:
 
 
 LINE_EVERY_S = 10.0
-#: Leaves out tqdm's own estimate of the time left: it counts rows, and later rows may be longer.
-BAR_FORMAT = "{desc}: {percentage:3.0f}%|{bar}| {n_fmt}/{total_fmt} [{elapsed}{postfix}]"
-
-
-class Bar:
-    """Shows a run's progress as a bar on a terminal."""
-
-    def __init__(self, file: TextIO) -> None:
-        self._file = file
-        self._bar = tqdm(
-            unit="row",
-            total=0,
-            dynamic_ncols=True,
-            desc="planning",
-            file=file,
-            bar_format=BAR_FORMAT,
-        )
-
-    def show(self, snapshot: RunSnapshot) -> None:
-        """Show a run's progress."""
-        if snapshot.rows is not None:
-            self._bar.total = snapshot.rows
-            self._bar.n = snapshot.rows_done
-        self._bar.set_description_str(snapshot.state, refresh=False)
-        self._bar.set_postfix_str(_speed(snapshot), refresh=False)
-        self._bar.refresh()
-
-    def warn(self, text: str) -> None:
-        """Print a line above the bar."""
-        tqdm.write(text, file=self._file)
-
-    def close(self) -> None:
-        """End the bar."""
-        self._bar.close()
 
 
 class Lines:
@@ -115,7 +81,7 @@ class Lines:
         line = snapshot.state
         if snapshot.rows is not None:
             line += f": {snapshot.rows_done} of {snapshot.rows} rows"
-            speed = _speed(snapshot)
+            speed = speed_text(snapshot)
             if speed:
                 line += f", {speed}"
         self.warn(line)
@@ -132,17 +98,6 @@ def _has_columns(file: TextIO) -> bool:
     with suppress(OSError, ValueError):
         return file.isatty() and os.get_terminal_size(file.fileno()).columns > 0
     return False
-
-
-def _speed(snapshot: RunSnapshot) -> str:
-    texts = []
-    if snapshot.tokens_per_s is not None:
-        texts.append(f"{snapshot.tokens_per_s:.0f} tok/s")
-    if snapshot.left_s is not None:
-        texts.append(f"{duration_text(snapshot.left_s)} left")
-    if snapshot.failed_jobs:
-        texts.append(f"{len(snapshot.failed_jobs)} shards failed")
-    return ", ".join(texts)
 
 
 MAX_SHOWN = 5

@@ -10,6 +10,9 @@ from jobs.errors import unlike
 EXPIRED = "the deadline passed before this row was begun"
 """The error of a row that was not begun before the run's deadline."""
 
+Deadline = str | float
+"""A deadline as parse_deadline takes it."""
+
 _DURATION = re.compile(r"(?P<count>\d{1,6})(?P<unit>[smhd])", re.ASCII)
 _UNIT_S = {"s": 1, "m": 60, "h": 3600, "d": 24 * 3600}
 _LATEST = 1e11

@@ -396,7 +396,14 @@ class PictureReference:
         return [self.answer(parts, NUM_NEW_TOKENS) for parts in prompts()]
 
     def unexplained(self, completions: list[Completion]) -> list[str]:
-        """Differences from the answers, save where the two best logits tie within TIE."""
+        """Differences from the answers, save where the two best logits tie within TIE.
+
+        One pass over tokens of which each is the likeliest shows that they are the answer; see Reference.
+        """
+        if "answers" not in vars(self):
+            passes = list(map(self._chosen, prompts(), completions))
+            if None not in passes:
+                self.answers = [answer for answer in passes if answer is not None]
         found = []
         for i, ((answer, margins), completion) in enumerate(
             zip(self.answers, completions, strict=True)
@@ -410,6 +417,20 @@ class PictureReference:
         return found
 
     @torch.inference_mode()
+    def _chosen(self, parts: Parts, completion: Completion) -> tuple[list[int], list[float]] | None:
+        """Return a completion's tokens as `answer` does; None if some is not the likeliest there."""
+        token_ids = completion.token_ids
+        if len(token_ids) != NUM_NEW_TOKENS or self.model.config.image_token_id in token_ids:
+            return None
+        inputs = self.inputs(parts)
+        for token_id in token_ids[:-1]:
+            _append(inputs, token_id)
+        best = self.model(**inputs, use_cache=False).logits[0, -len(token_ids) :].topk(2)
+        if best.indices[:, 0].tolist() != token_ids:
+            return None
+        return token_ids, (best.values[:, 0] - best.values[:, 1]).tolist()
+
+    @torch.inference_mode()
     def answer(self, parts: Parts, num_new_tokens: int) -> tuple[list[int], list[float]]:
         """Greedy tokens, and how far each was ahead of the next best."""
         inputs = self.inputs(parts)
@@ -421,8 +442,13 @@ class PictureReference:
             margins.append(float(best.values[0] - best.values[1]))
             if found[-1] == self.model.config.image_token_id:
                 break  # transformers would look for its features
-            for name in inputs:
-                if name in ("input_ids", "attention_mask", "mm_token_type_ids", "token_type_ids"):
-                    more = {"input_ids": found[-1], "attention_mask": 1}.get(name, 0)
-                    inputs[name] = torch.cat([inputs[name], torch.tensor([[more]])], dim=1)
+            _append(inputs, found[-1])
         return found, margins
+
+
+def _append(inputs: dict[str, Any], token_id: int) -> None:
+    """Add a token behind a prompt's."""
+    for name in inputs:
+        if name in ("input_ids", "attention_mask", "mm_token_type_ids", "token_type_ids"):
+            more = {"input_ids": token_id, "attention_mask": 1}.get(name, 0)
+            inputs[name] = torch.cat([inputs[name], torch.tensor([[more]])], dim=1)

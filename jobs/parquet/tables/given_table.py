@@ -70,8 +70,12 @@ def _as_table(source: Any) -> pa.Table:
         raise InvalidJob(
             "a LazyFrame is no table yet: give it as frame.collect(), or its files themselves"
         )
+    if package == "datasets" and hasattr(source, "with_format"):
+        source = source.with_format("arrow")[:]
     if hasattr(source, "__arrow_c_stream__"):
         return pa.table(source)
     raise unlike(
-        "input", type(source).__name__, "paths, a pandas or polars DataFrame, or an Arrow table"
+        "input",
+        type(source).__name__,
+        "paths, a pandas or polars DataFrame, a DuckDB relation, a Dataset of Hugging Face's, or an Arrow table",
     )

@@ -1,20 +1,32 @@
 """`jobs.submit` and `jobs.run`: what the command line does, from Python."""
 
+import asyncio
+import inspect
 import json
+import re
 import subprocess
 import sys
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
+import duckdb
 import pandas as pd
 import polars as pl
 import pyarrow as pa
 import pytest
+from datasets import Dataset
 from redis import Redis
 
 import jobs
-from jobs import errors
+from jobs import client, errors
 from jobs.errors import RunFailed, RunNotHere
+from jobs.prompts.arguments import SAMPLING_NAMES
+from jobs.prompts.ways.table import WAY_OPTIONS
+from jobs.runs.plans.spec import RunSpec
+from jobs.runs.redis_state.submission import WISHES
+from jobs.runs.run_options import RunOptions
+from jobs.runs.watching.snapshot import RunSnapshot
 from tests.jobs.answering import add_worker, queued_jobs
 from tests.jobs.conftest import Invoke
 from tests.jobs.local_runs import Runs
@@ -69,8 +81,10 @@ def test_a_run_is_submitted_awaited_and_read(
         pl.DataFrame(ROWS),
         pa.table(ROWS),
         pa.RecordBatchReader.from_batches(pa.table(ROWS).schema, pa.table(ROWS).to_batches()),
+        duckdb.from_arrow(pa.table(ROWS)),
+        Dataset.from_dict(ROWS),
     ],
-    ids=["pandas", "polars", "arrow", "reader"],
+    ids=["pandas", "polars", "arrow", "reader", "duckdb", "datasets"],
 )
 def test_tables_are_written_beside_the_output_and_scored(
     given: Any, runs: Runs, tmp_path: Path
@@ -82,6 +96,59 @@ def test_tables_are_written_beside_the_output_and_scored(
     run.wait(timeout=5)
     assert run.table()["id"].to_pylist() == [1, 2, 3]
     assert run.table()["completion"].to_pylist() == ["B", "A", None]
+
+
+def test_rows_come_back_as_a_polars_frame(runs: Runs) -> None:
+    run = jobs.submit(pl.DataFrame(ROWS), runs.output)
+    finish(runs)
+    frame = run.polars()
+    assert isinstance(frame, pl.DataFrame)
+    assert frame["completion"].to_list() == ["B", "A", None]
+
+
+def test_a_bar_shows_the_progress_on_stderr(
+    runs: Runs, source: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = jobs.submit(source, runs.output)
+    finish(runs)
+    run.wait(timeout=5, progress=True)
+    assert "finished: 100%" in capsys.readouterr().err
+
+
+def test_a_run_is_awaited_while_other_tasks_run(runs: Runs, source: Path) -> None:
+    run = jobs.submit(source, runs.output)
+
+    async def wait_and_work() -> RunSnapshot:
+        waiting = asyncio.create_task(run.wait_async(timeout=60))
+        await asyncio.to_thread(finish, runs)
+        return await waiting
+
+    assert asyncio.run(wait_and_work()).state == "finished"
+
+
+def test_a_wait_that_is_cancelled_ends_its_thread(runs: Runs, source: Path) -> None:
+    run = jobs.submit(source, runs.output)
+
+    async def cancel() -> None:
+        waiting = asyncio.create_task(run.wait_async())
+        await asyncio.sleep(0)
+        waiting.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await waiting
+
+    asyncio.run(cancel())  # it joins the threads of `to_thread`
+
+
+def test_each_option_of_a_run_has_a_name_a_type_and_a_sentence() -> None:
+    of_run = {field.name for field in fields(RunSpec)} - {"input", "output", "way_options"}
+    expected = {*of_run, *SAMPLING_NAMES, *WISHES, *WAY_OPTIONS, *client._OPTIONS, *client._CHECKS}
+    assert set(RunOptions.__annotations__) == expected
+    source = inspect.getsource(RunOptions)
+    sentences = re.findall(r'^    (\w+): .+\n    """[^"\n].*\.', source, re.MULTILINE)
+    assert sentences == list(RunOptions.__annotations__)
+    signature = inspect.signature(jobs.submit)
+    assert set(signature.parameters) >= expected
+    assert signature.parameters["max_tokens"].annotation is int
 
 
 def test_the_same_table_is_the_same_run_and_another_is_refused(runs: Runs, tmp_path: Path) -> None:

@@ -1,0 +1,208 @@
+"""The options of a run by name and type, for editors and type checkers."""
+
+import os
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal, TypedDict
+
+from jobs.context.deadlines import Deadline
+
+Path = str | os.PathLike[str]
+
+
+class RunOptions(TypedDict, total=False):
+    """The options of `submit`, as the command line and jobs.score_parquet have them. All may be left out."""
+
+    # What is asked of each row
+
+    prompt_column: str
+    """The column whose texts are completed as they are; by default "prompt"."""
+    messages_column: str
+    """The column of chats: lists of structs with role and content, or their JSON."""
+    template: str | Sequence[Mapping[str, str]]
+    """A prompt text with {column} fields, or a chat of such texts."""
+    messages_template: Sequence[Mapping[str, str]]
+    """The same as `template`, for a chat."""
+    template_format: Literal["fields", "jinja"]
+    """How templates are written."""
+    prompts: Sequence[Mapping[str, Any]]
+    """Several prompts for each row, as mappings of name, template and sampling."""
+    image_column: str | Sequence[str]
+    """Columns of pictures, as bytes or paths. {NAME} places one in a template."""
+    defaults: Mapping[str, str]
+    """Texts that stand for null in a template, by column."""
+    default: Mapping[str, str]
+    """The same as `defaults`."""
+    labels: Sequence[str]
+    """Labels whose probabilities are wanted in place of a text."""
+    calibrate: bool
+    """Whether to subtract what each label has behind the prompt with N/A for columns."""
+    task: Literal["generate", "embed", "classify", "rerank"]
+    """What each row gives: an answer, its embedding, classes or relevance."""
+    query_column: str
+    """The column of queries for reranking; by default "query"."""
+    document_column: str
+    """The column of documents for reranking; by default "document"."""
+    dimensions: int
+    """How many first numbers of each embedding are kept."""
+    prompt_name: str
+    """Which of the checkpoint's prompts stands before a text to embed."""
+
+    # How it is answered
+
+    model: str
+    """The model that the run needs, by name, path or hub id; by default any."""
+    sampling: Mapping[str, Any]
+    """Sampling values by name. Those that are given by themselves win."""
+    sampling_columns: Mapping[str, str]
+    """The columns that hold each row's own values, by the names of the values."""
+    column: Mapping[str, str]
+    """The same as `sampling_columns`."""
+    max_tokens: int
+    """The most tokens of a completion; by default 256."""
+    max_completion_tokens: int
+    """The same as `max_tokens`."""
+    min_tokens: int
+    """The fewest tokens of a completion."""
+    temperature: float
+    """How random the draw of tokens is; by default 1. 0 takes the likeliest token."""
+    top_p: float
+    """Only the likeliest tokens that together have this probability are drawn."""
+    top_k: int
+    """How many of the likeliest tokens may be drawn."""
+    min_p: float
+    """Only tokens with this share of the likeliest one's probability are drawn."""
+    seed: int
+    """The run's seed. Each row's own follows from it and from the row's number."""
+    n: int
+    """How many completions each row gets. From 2 on the output has lists of them."""
+    stop: str | Sequence[str]
+    """Texts that end a completion."""
+    stop_token_ids: Sequence[int]
+    """Tokens that end a completion."""
+    include_stop_str_in_output: bool
+    """Whether a completion keeps the text that ended it."""
+    ignore_eos: bool
+    """Whether generation goes on behind the model's end token."""
+    presence_penalty: float
+    """What is taken off the logit of each token that is there, from -2 to 2."""
+    frequency_penalty: float
+    """The same, as often as the token is there."""
+    repetition_penalty: float
+    """What divides the logit of each token of prompt and completion."""
+    logit_bias: Mapping[str, float]
+    """What is added to logits, by token id."""
+    allowed_token_ids: Sequence[int]
+    """The only tokens that may be drawn."""
+    bad_words: Sequence[str]
+    """Texts that no completion has."""
+    structured_outputs: Mapping[str, Any]
+    """What completions must be, such as {"json": schema}."""
+    logprobs: int
+    """Ask for log probabilities: of each token, and of this many likeliest ones, from 0 to 20."""
+    prompt_logprobs: int
+    """The same for each token of the prompt."""
+    top_logprobs: int
+    """The number of likeliest tokens, as a chat of OpenAI's names it."""
+    logprob_type: Literal["float32", "float16"]
+    """How log probabilities are written."""
+    echo: bool
+    """Refused for runs: a row holds its prompt."""
+    skip_special_tokens: bool
+    """Whether special tokens are left out of a completion's text; by default they are."""
+    spaces_between_special_tokens: bool
+    """Whether there are spaces between special tokens that are left in; by default there are."""
+    split_special_tokens: bool
+    """Whether control tokens in a row's values are text; by default they are."""
+    truncate_prompt_tokens: int
+    """How many last tokens of a prompt are read; -1 for as many as fit."""
+    thinking_token_budget: int
+    """The most tokens of a reasoning."""
+    separate_reasoning: bool
+    """Whether the reasoning has a column of its own."""
+
+    # What is made of answers
+
+    check: Mapping[str, Any]
+    """What an answer must pass: {"json": schema}, {"regex": pattern} or {"function": "module.name"}."""
+    check_schema: Mapping[str, Any]
+    """A JSON schema that answers must have."""
+    check_regex: str
+    """A pattern of Python's re that whole answers must match."""
+    check_function: str
+    """A function(row, completion) that returns None or the reason, as "module.name"."""
+    check_columns: Sequence[str]
+    """What the function's row has beside the prompt's columns."""
+    max_attempts: int
+    """The most answers of a row."""
+    continue_on_length: bool
+    """Whether an answer that was cut at max_tokens goes on, as an attempt."""
+    repair_template: str
+    """The text that asks for another answer. {reason} in it stands for the reason."""
+    agree: float
+    """Each prompt is sampled until this share of its samples agrees, such as 0.7."""
+    max_samples: int
+    """The most samples of a prompt; by default 16."""
+    agree_on: str
+    """What is compared: "json", a JSON pointer, or a pattern with a group."""
+    tool: str | Sequence[str]
+    """Functions that answer the calls of tools, as "module:function"."""
+    max_turns: int
+    """The most answers of a chat; by default 8."""
+    escalate_below: float
+    """Rows whose labels have a lower margin are asked again of a larger model."""
+    escalate_to: str
+    """The queue whose workers serve that model; by default the run's own."""
+    escalate_model: str
+    """The name of that model, if the queue has several."""
+
+    # What is read and written
+
+    input_format: Literal["parquet", "csv", "tsv", "jsonl", "arrow", "openai-batch"]
+    """The format of the input, if the files' names do not tell it."""
+    encoding: str
+    """The encoding of CSV and JSONL, such as "cp1252"; by default UTF-8."""
+    delimiter: str
+    """What stands between fields of CSV; by default a comma."""
+    decimal: Literal[".", ","]
+    """What stands before the decimals of numbers in CSV; by default a point."""
+    filename_column: str
+    """The name of a column that is added and holds each row's file."""
+    model_alias: str | Sequence[str]
+    """Models that batch files name, for the served one; "*" for any."""
+    inline_pictures: bool
+    """Whether lines of batch files that name a picture's file are refused."""
+    limit: int
+    """How many rows are scored, the first ones."""
+    rows_per_shard: int
+    """Rows of a part; by default 1,000."""
+    keep: Sequence[str]
+    """The only columns of the input that the output has."""
+    drop: Sequence[str]
+    """Columns of the input that the output has not."""
+    output_prefix: str
+    """A text before the names of the columns that are added."""
+    single_file: bool | str
+    """Whether all rows are written into one file in the end, or its format."""
+    output_format: Literal["parquet", "csv", "jsonl", "arrow"]
+    """The format of that file; by default Parquet."""
+    order: Literal["prefix"]
+    """Rows that share a beginning are computed together. Parts keep that order."""
+    reuse: Path | Sequence[Path]
+    """Outputs of earlier runs whose answers are taken."""
+    reuse_from_any_model: bool
+    """Whether answers of other models are taken too."""
+    only_new: bool
+    """Whether rows that `reuse` has answered are left out."""
+    reused_column: str
+    """The name of a column that says which row of an earlier run an answer is from."""
+
+    # When it stops, and who is told
+
+    max_errors: int | str
+    """How many rows may have an error, or a share like "5%"; by default 90 %."""
+    deadline: Deadline
+    """No row is begun after this time: a duration like "2h", a time as ISO 8601 writes it, or Unix seconds."""
+    webhook: str
+    """A URL that gets a POST once the run ends. Workers must allow its host."""
+    on_end: str
+    """A function that runs then, as "module.name". Workers must allow it."""

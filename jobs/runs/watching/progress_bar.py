@@ -1,0 +1,58 @@
+"""A run's progress as a bar, on a terminal or in a notebook."""
+
+import sys
+from typing import TextIO
+
+from tqdm import tqdm
+from tqdm.auto import tqdm as tqdm_for_notebooks
+
+from jobs.common.display import duration_text
+from jobs.runs.watching.snapshot import RunSnapshot
+
+#: Leaves out tqdm's own estimate of the time left: it counts rows, and later rows may be longer.
+BAR_FORMAT = "{desc}: {percentage:3.0f}%|{bar}| {n_fmt}/{total_fmt} [{elapsed}{postfix}]"
+
+
+class Bar:
+    """Shows a run's progress as a bar. file: a terminal; by default stderr, or the notebook that this runs in."""
+
+    def __init__(self, file: TextIO | None = None) -> None:
+        self._file = sys.stderr if file is None else file
+        make = tqdm_for_notebooks if file is None else tqdm
+        self._bar = make(
+            unit="row",
+            total=0,
+            dynamic_ncols=True,
+            desc="planning",
+            file=self._file,
+            bar_format=BAR_FORMAT,
+        )
+
+    def show(self, snapshot: RunSnapshot) -> None:
+        """Show a run's progress."""
+        if snapshot.rows is not None:
+            self._bar.total = snapshot.rows
+            self._bar.n = snapshot.rows_done
+        self._bar.set_description_str(snapshot.state, refresh=False)
+        self._bar.set_postfix_str(speed_text(snapshot), refresh=False)
+        self._bar.refresh()
+
+    def warn(self, text: str) -> None:
+        """Print a line above the bar."""
+        tqdm.write(text, file=self._file)
+
+    def close(self) -> None:
+        """End the bar."""
+        self._bar.close()
+
+
+def speed_text(snapshot: RunSnapshot) -> str:
+    """Say how fast a run goes, how long it goes on, and how many of its shards have failed; "" if nothing is known."""
+    texts = []
+    if snapshot.tokens_per_s is not None:
+        texts.append(f"{snapshot.tokens_per_s:.0f} tok/s")
+    if snapshot.left_s is not None:
+        texts.append(f"{duration_text(snapshot.left_s)} left")
+    if snapshot.failed_jobs:
+        texts.append(f"{len(snapshot.failed_jobs)} shards failed")
+    return ", ".join(texts)
