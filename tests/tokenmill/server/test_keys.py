@@ -2,6 +2,7 @@
 
 import asyncio
 import io
+import urllib.request
 from pathlib import Path
 
 import openai
@@ -219,6 +220,10 @@ def test_the_user_that_ships_may_do_all_that_the_server_does(
                 for _ in range(2):
                     api.completions.create(model="fake", prompt="x", extra_headers=headers)
                 wait_until(lambda: api.batches.retrieve(batch.id).status == "completed")
+                headers = {"authorization": f"Bearer {run(as_server, 'add', 'metrics')}"}
+                request = urllib.request.Request(f"{address}/metrics", headers=headers)
+                with urllib.request.urlopen(request, timeout=30) as response:
+                    assert b'status="completed"' in response.read()
                 assert "NOPERM" not in log.read_text()
         finally:
             workers.close()

@@ -1,6 +1,7 @@
 """What the server tells Prometheus, and what it records for the dashboard."""
 
 import io
+import re
 import shutil
 import subprocess
 import urllib.error
@@ -14,7 +15,7 @@ from redis import Redis
 
 from jobs.api_keys import ProjectLimits, add_key, set_limits
 from jobs.runs.watching.api_records import recorded_batches, recorded_limits
-from tests.rq_workers import wait_until
+from tests.rq_workers import ROOT, wait_until
 from tests.tokenmill.server.conftest import Served
 from tests.tokenmill.server.server_process import client, running_server
 
@@ -106,6 +107,22 @@ def test_refusals_are_counted_and_recorded_by_project(
                 exposition(address, wrong)
             with caught.value as error:
                 assert error.code == status
+
+
+def test_board_and_rules_ask_for_metrics_that_are_served(served: Served) -> None:
+    served.client.completions.create(model="fake", prompt="x")
+    deploy = ROOT / "ops" / "deploy"
+    rules = (deploy / "prometheus" / "tokenmill.rules.yml").read_text()
+    board = (deploy / "grafana" / "tokenmill.json").read_text()
+    asked = {
+        re.sub("_(total|bucket)$", "", name)
+        for name in re.findall(r"tokenmill_api_\w+", rules + board)
+    }
+    assert len(asked) > 4
+    metrics = set(
+        re.findall(r"^# TYPE (\w+?)(?:_total)? ", exposition(served.address), re.MULTILINE)
+    )
+    assert asked <= metrics
 
 
 def test_no_redis_no_numbers(redis: Redis, redis_url: str, tmp_path: Path) -> None:

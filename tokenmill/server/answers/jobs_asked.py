@@ -221,7 +221,7 @@ class JobsAsked:
 
     async def _read(self) -> None:
         looked_at = asyncio.get_running_loop().time()
-        while self._has_open():
+        while self._has_open:
             try:
                 await self._read_once()
                 now = asyncio.get_running_loop().time()
@@ -231,7 +231,9 @@ class JobsAsked:
             except RedisError:
                 await asyncio.sleep(LOOK_S)  # the server is away; results wait there
 
+    @property
     def _has_open(self) -> bool:
+        """Whether a result is awaited that has not come."""
         return any(
             not awaited.ended.done() for requests in self._awaited.values() for awaited in requests
         )
