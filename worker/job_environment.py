@@ -9,7 +9,6 @@ from redis import Redis
 
 from engine import InvalidRequest, SamplingParams
 from jobs.common.keys import FORMAT
-from jobs.common.stored import moment
 from jobs.context import JobContext, Lease
 from jobs.context.job_journal import JobJournal
 from jobs.context.served_model import PromptMeter
@@ -46,7 +45,7 @@ class JobEnvironment:
             worker_name=claimed.worker_name,
             journal=self._journal(claimed, connection),
             trace=self._trace(claimed),
-            created_at=moment(claimed.record.fields.get(b"created_at")),
+            creation=claimed.record.fields.get(b"created_at", b""),
         )
 
     def _trace(self, claimed: ClaimedJob) -> Mapping[str, str]:
@@ -63,6 +62,7 @@ class JobEnvironment:
         # and the length at which `truncate_prompt_tokens` cuts.
         owner = f"{FORMAT} {claimed.job_id} {created_at} {payload_digest} {self.lent.model.pin}"
         owner_digest = blake2b(owner.encode(), digest_size=8).hexdigest()
+        sent = sent_tokens(claimed.pieces, owner_digest) if claimed.pieces else ()
         return JobJournal(
             connection,
             claimed.job_id,
@@ -70,7 +70,7 @@ class JobEnvironment:
             claimed.journal,
             claimed.execution_id,
             owner_digest,
-            sent_tokens(claimed.pieces, owner_digest),
+            sent,
         )
 
     def tell_failed(self, connection: Redis, claimed: ClaimedJob, error: str) -> None:

@@ -7,6 +7,7 @@ from typing import Any
 from redis import Redis
 
 from jobs.common.keys import executions_key
+from jobs.common.stored import moment
 from jobs.context.answers import AnswerMemo
 from jobs.context.checks import Checks
 from jobs.context.job_journal import JobJournal
@@ -52,7 +53,7 @@ class JobContext:
     meter: returns a PromptMeter, and loads an engine if there is none; None if prompts cannot be counted here.
     trace: W3C's trace context, for the meta of jobs that this one enqueues.
     journal: the journal of a job of prompts; None if it has none.
-    created_at: when the job was made, in Unix seconds; None if that is unknown.
+    creation: when the job was made, as RQ has stored it.
     """
 
     connection: Redis
@@ -77,4 +78,9 @@ class JobContext:
     worker_name: str = ""
     trace: Mapping[str, str] = field(default_factory=dict)
     journal: JobJournal | None = None
-    created_at: float | None = None
+    creation: bytes = b""
+
+    @property
+    def created_at(self) -> float | None:
+        """Return when the job was made, in Unix seconds; None if that is unknown."""
+        return moment(self.creation)
