@@ -9,18 +9,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
-from hypothesis import HealthCheck, settings
 
+from tests.examples import load_profile
 from tests.quick import Guard, loads_torch, uses_processes
 
 if TYPE_CHECKING:
     from redis import Redis  # a GPU machine, where tests of the engine run, need not have it
-
-# The same cases in every run, and no verdict by the clock: a busy machine is slow.
-settings.register_profile(
-    "tokenmill", derandomize=True, deadline=None, suppress_health_check=[HealthCheck.too_slow]
-)
-settings.load_profile("tokenmill")
 
 
 def has_gpu() -> bool:
@@ -77,6 +71,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    load_profile(is_long="not long" not in config.getoption("-m"))
     if config.getoption("--quick"):
         config.pluginmanager.register(Guard())
 

@@ -15,6 +15,7 @@ from engine.schedule.block_manager import hash_block
 from engine.schedule.drafts import Drafts
 from engine.schedule.sequence import Sequence
 from tests.engine.shadow import NUM_TOKENS, ShadowDevice, ShadowEngine
+from tests.examples import examples
 
 Operation = tuple[Any, ...]
 
@@ -65,7 +66,9 @@ SIZES = st.fixed_dictionaries(
         "batches_admissions": st.booleans(),
     }
 )
-THOROUGH = settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+THOROUGH = settings(
+    max_examples=examples(100), deadline=None, suppress_health_check=[HealthCheck.too_slow]
+)
 
 
 def play(history: list[Operation], sizes: dict[str, Any], **options: Any) -> ShadowEngine:
@@ -137,7 +140,7 @@ def test_histories_with_prefix_caching(history: list[Operation], sizes: dict[str
     play(history, sizes)
 
 
-@settings(THOROUGH, max_examples=40)
+@settings(THOROUGH, max_examples=examples(40))
 @given(HISTORIES, SIZES)
 def test_histories_without_prefix_caching(history: list[Operation], sizes: dict[str, Any]) -> None:
     """The same without sharing: then no block ever has two references."""
@@ -152,7 +155,7 @@ def test_histories_without_prefix_caching(history: list[Operation], sizes: dict[
 def test_histories_with_colliding_hashes(hash_function: Callable[[int, bytes], int]) -> None:
     """Every hash equal, or one of three: a hit still never returns another prefix's KV."""
 
-    @settings(THOROUGH, max_examples=40)
+    @settings(THOROUGH, max_examples=examples(40))
     @given(HISTORIES, SIZES)
     def histories(history: list[Operation], sizes: dict[str, Any]) -> None:
         play(history, sizes, hash_block=hash_function)
@@ -180,7 +183,7 @@ class Rule:
         return self.first() if token_id == 1 else []
 
 
-@settings(THOROUGH, max_examples=50)
+@settings(THOROUGH, max_examples=examples(50))
 @given(HISTORIES, SIZES)
 def test_forced_tokens_stand_where_they_must_in_every_history(
     history: list[Operation], sizes: dict[str, Any]
@@ -229,7 +232,7 @@ def test_guesses_change_no_token_of_any_history(share: float, wishes: dict[str, 
     """Adversarial, random and perfect ones; with lanes, preemption, stops, failures and aborts."""
     num_right = 0
 
-    @settings(THOROUGH, max_examples=40)
+    @settings(THOROUGH, max_examples=examples(40))
     @given(HISTORIES, SIZES)
     def histories(history: list[Operation], sizes: dict[str, Any]) -> None:
         nonlocal num_right

@@ -24,6 +24,7 @@ from engine.schedule.sequence import Sequence
 from engine.schedule.step_batch import StepBatch
 from tests.engine.accounting import check_accounting
 from tests.engine.test_overlap import STOPPING, LateRunner, drain, expected, start
+from tests.examples import examples
 
 POISON = 666  # the seed of the sequence that makes a step raise
 WORD = 9  # a token that nothing but poison holds
@@ -256,7 +257,7 @@ class Raising(PendingTokens):
         raise self._error
 
 
-@settings(max_examples=40, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=examples(40), deadline=None, suppress_health_check=list(HealthCheck))
 @given(seed=st.integers(0, 2**32), overlap=st.booleans(), at_wait=st.booleans())
 def test_random_histories_with_poisoned_sequences(
     folder: Path, seed: int, overlap: bool, at_wait: bool

@@ -23,6 +23,7 @@ from engine.sampling.edit_logits import edit_logits
 from engine.sampling.logit_edits import EditParts, RequestEdits, SequenceEdits, token_mask
 from tests.engine.checkpoints import SHAPES, make_tokenizer, pool_bytes
 from tests.engine.reference import TIE, Reference
+from tests.examples import examples
 
 VOCAB = 70  # more than two words of a mask, and no multiple of them
 FEW = 6  # tokens of which completions are made, so that they repeat
@@ -117,7 +118,7 @@ def row_strategy(draw: st.DrawFn) -> Row:
 
 
 @given(rows=st.lists(row_strategy(), min_size=1, max_size=6), seed=st.integers(0, 99))
-@settings(max_examples=60, deadline=None, derandomize=True)
+@settings(max_examples=examples(60), deadline=None, derandomize=True)
 def test_every_row_gets_its_own_edits_whatever_its_neighbours_are(
     rows: list[Row], seed: int
 ) -> None:

@@ -15,6 +15,7 @@ from engine.attention.cpu_backend import CpuBackend, CpuMetadata
 from engine.cpu_kernels.prefill_attention import TILE
 from engine.cpu_kernels.shared_prefix import find_shared_prefixes
 from tests.engine.paged import TOLERANCE, PagedBatch, make_batch
+from tests.examples import examples
 
 BLOCK = 16
 
@@ -48,7 +49,7 @@ members = st.tuples(
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@settings(max_examples=10, deadline=None)
+@settings(max_examples=examples(10), deadline=None)
 @given(
     st.lists(members, min_size=8, max_size=20),
     st.sampled_from(

@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 from engine.schedule.snapshots import NO_ROW, Snapshots
 from tests.engine.shadow import ShadowEngine
 from tests.engine.test_histories import HISTORIES, SIZES, THOROUGH, Operation, Rule, play
+from tests.examples import examples
 
 BLOCK = 4
 PREFIX = [1, 2, 2, 1] * 3
@@ -23,7 +24,7 @@ def test_histories_with_states(
     assert num_snapshots or not shadow.scheduler.cached_tokens
 
 
-@settings(THOROUGH, max_examples=50)
+@settings(THOROUGH, max_examples=examples(50))
 @given(HISTORIES, SIZES)
 def test_histories_with_states_and_forced_tokens(
     history: list[Operation], sizes: dict[str, Any]
@@ -32,7 +33,7 @@ def test_histories_with_states_and_forced_tokens(
     play(history, sizes, num_snapshots=3, make_forcing=Rule)
 
 
-@settings(THOROUGH, max_examples=40)
+@settings(THOROUGH, max_examples=examples(40))
 @given(HISTORIES, SIZES)
 def test_histories_with_states_and_colliding_hashes(
     history: list[Operation], sizes: dict[str, Any]
@@ -40,7 +41,7 @@ def test_histories_with_states_and_colliding_hashes(
     play(history, sizes, num_snapshots=3, hash_block=lambda parent, tokens: 7)
 
 
-@settings(THOROUGH, max_examples=20)
+@settings(THOROUGH, max_examples=examples(20))
 @given(HISTORIES, SIZES)
 def test_without_prefix_caching_no_snapshot_is_made(
     history: list[Operation], sizes: dict[str, Any]

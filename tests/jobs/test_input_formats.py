@@ -45,6 +45,7 @@ from jobs.parquet.planning.inputs import read_inputs
 from jobs.parquet.prompts.sources import row_source
 from jobs.parquet.shards.shard_texts import rendered_shards
 from jobs.runs.plans.spec import RunSpec
+from tests.examples import examples
 from tests.jobs.answering import opened_task, queued_jobs, run_task, score_parquet, work_off
 from tests.jobs.conftest import Invoke, MakeContext
 from tests.jobs.input_files import (
@@ -196,7 +197,9 @@ _NUMBERS = st.sampled_from(
 
 @given(columns=st.lists(st.lists(_NUMBERS, min_size=3, max_size=3), min_size=1, max_size=3))
 @settings(
-    max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+    max_examples=examples(60),
+    deadline=None,
+    suppress_health_check=[HealthCheck.function_scoped_fixture],
 )
 @pytest.mark.parametrize("template_format", ["fields", "jinja"])
 def test_a_template_shows_the_text_that_a_csv_file_has_and_the_output_loses_none(

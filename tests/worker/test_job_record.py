@@ -12,6 +12,7 @@ from redis import Redis
 from rq.job import Job
 from rq.serializers import JSONSerializer
 
+from tests.examples import examples
 from worker.store.records.claimed_job import ClaimedJob
 from worker.store.records.job_record import CALLBACKS, JobRecord, read_record
 from worker.store.records.next_step import NextStep, Policy, next_step
@@ -55,7 +56,7 @@ def claimed(record: JobRecord) -> ClaimedJob:
     return ClaimedJob("j", "e", "bulk", "w", record)
 
 
-@settings(max_examples=100)
+@settings(max_examples=examples(100))
 @given(st.fixed_dictionaries({}, optional=FIELDS))
 def test_any_hash_is_read_as_rq_reads_it(found: dict[str, bytes]) -> None:
     values = {b"data": CALL, **{name.encode(): value for name, value in found.items()}}

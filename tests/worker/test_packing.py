@@ -7,6 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jobs.tasks import Request
+from tests.examples import examples
 from tests.worker.guards import open_guard
 from worker.io_thread.held.held_jobs import HeldJob, JobState
 from worker.io_thread.held.packing import Packer
@@ -28,7 +29,7 @@ def job(number: int, lane: int, sizes: list[int], length: int | None = None) -> 
     )
 
 
-@settings(max_examples=60)
+@settings(max_examples=examples(60))
 @given(
     st.lists(
         st.one_of(

@@ -23,6 +23,7 @@ from jobs.parquet.shards.shard_texts import rendered_shards
 from jobs.parquet.tables.columns import PROBLEM
 from jobs.parquet.tables.table_reading import open_table
 from jobs.runs.plans.spec import RunSpec
+from tests.examples import examples
 from tests.jobs.conftest import MakeContext
 from tests.jobs.local_runs import Runs
 
@@ -35,7 +36,9 @@ VALUES = st.recursive(
 
 
 @settings(
-    max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+    max_examples=examples(40),
+    deadline=None,
+    suppress_health_check=[HealthCheck.function_scoped_fixture],
 )
 @given(
     rows=st.lists(
@@ -69,7 +72,9 @@ def same(value: Any, back: Any) -> bool:
 
 
 @settings(
-    max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+    max_examples=examples(40),
+    deadline=None,
+    suppress_health_check=[HealthCheck.function_scoped_fixture],
 )
 @given(rows=st.lists(st.tuples(TEXTS, TEXTS), max_size=8))
 def test_any_fields_come_back(tmp_path: Path, rows: list[tuple[str, str]]) -> None:
@@ -106,7 +111,9 @@ CALLS = st.dictionaries(
 
 
 @settings(
-    max_examples=30, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+    max_examples=examples(30),
+    deadline=None,
+    suppress_health_check=[HealthCheck.function_scoped_fixture],
 )
 @given(
     arguments=st.lists(CALLS, min_size=2, max_size=4),

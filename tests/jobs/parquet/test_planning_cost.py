@@ -22,6 +22,7 @@ from jobs.parquet.planning.find_files import Search, find_files
 from jobs.parquet.planning.inputs import check_columns_here
 from jobs.runs.plans.prompt_steps import MAX_SHARD_PIECES
 from jobs.runs.plans.spec import RunSpec
+from tests.examples import examples
 from tests.jobs.answering import run_task, score_parquet
 from tests.jobs.local_runs import Runs
 
@@ -84,7 +85,7 @@ PARTS = st.sampled_from(
 )
 
 
-@settings(max_examples=60)
+@settings(max_examples=examples(60))
 @given(
     st.sets(st.lists(NAMES, min_size=1, max_size=4).map("/".join), max_size=8),
     st.lists(PARTS, min_size=1, max_size=4),

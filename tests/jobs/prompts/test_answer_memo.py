@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from jobs.context.answers import ENTRY_BYTES, Answer, AnswerMemo
 from jobs.items.runner import ItemRunner
 from jobs.tasks import Request
+from tests.examples import examples
 from tests.jobs.answering import MODEL, FakeCompletion, refuse, shard_of, shout
 from tests.jobs.local_runs import Runs
 
@@ -107,7 +108,7 @@ def test_the_memo_keeps_what_was_used_last_within_its_bytes() -> None:
     assert memo.num_bytes == 0, "an answer that does not fit is not kept"
 
 
-@settings(max_examples=40)
+@settings(max_examples=examples(40))
 @given(
     st.lists(st.text("abcd", max_size=8), min_size=1, max_size=6), st.randoms(use_true_random=False)
 )

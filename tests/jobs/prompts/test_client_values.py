@@ -15,6 +15,7 @@ from jobs.prompts.arguments import NEUTRAL, without_neutral
 from jobs.prompts.messages import normal_messages
 from jobs.runs.plans.spec import RunSpec
 from jobs.tasks import Request
+from tests.examples import examples
 from tests.jobs.answering import opened_task
 
 HI = [{"role": "user", "content": "hi"}]
@@ -168,7 +169,7 @@ MESSAGES = st.fixed_dictionaries(
 )
 
 
-@settings(max_examples=40)
+@settings(max_examples=examples(40))
 @given(st.lists(MESSAGES, min_size=1, max_size=3))
 def test_normal_messages_are_their_own_normal_form(messages: list[dict[str, Any]]) -> None:
     normal = normal_messages(messages)

@@ -9,11 +9,12 @@ from jobs.context.served_model import PinnedModel
 from jobs.errors import InvalidJob, UnsupportedScheme
 from jobs.runs.plans.plan import Plan, PlannedFile, cut_shards
 from jobs.runs.plans.spec import RunSpec
+from tests.examples import examples
 
 layouts = st.lists(st.lists(st.integers(0, 30), max_size=8), min_size=1, max_size=5)
 
 
-@settings(max_examples=50)
+@settings(max_examples=examples(50))
 @given(layouts, st.integers(1, 70), st.none() | st.integers(1, 200))
 def test_every_row_up_to_the_limit_is_in_exactly_one_shard_in_order(
     layout: list[list[int]], rows_per_shard: int, limit: int | None
@@ -29,7 +30,7 @@ def test_every_row_up_to_the_limit_is_in_exactly_one_shard_in_order(
     )
 
 
-@settings(max_examples=50)
+@settings(max_examples=examples(50))
 @given(layouts, st.integers(1, 70))
 def test_a_shard_names_just_the_row_groups_that_hold_its_rows(
     layout: list[list[int]], rows_per_shard: int

@@ -21,6 +21,7 @@ from jobs.common.workers import (
     read_workers,
     served_on,
 )
+from tests.examples import examples
 from tests.tokenmill.dashboard.conftest import Open
 from tests.tokenmill.dashboard.test_pages import put_run, put_worker
 from tokenmill.dashboard import watcher
@@ -50,7 +51,7 @@ GARBAGE = st.recursive(
 )
 RECORDS = st.dictionaries(st.sampled_from(FIELDS), GARBAGE, min_size=1)
 EVERY_EXAMPLE = settings(
-    max_examples=60,
+    max_examples=examples(60),
     deadline=None,
     suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
 )
