@@ -16,6 +16,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import closing, contextmanager, suppress
+from difflib import get_close_matches
 from typing import TYPE_CHECKING, Any, Unpack
 
 from redis import Redis
@@ -61,8 +62,8 @@ def submit(
 
     Submitting the same again resumes the run. input: a table is a DataFrame, or anything with an Arrow stream. It is
     written into input_folder, by default `<output>.input`, and stays there. connection: by default to RQ_REDIS_URL.
-    options: see RunOptions. Raises InvalidJob or InputError before anything is enqueued, for mistakes that can be seen
-    here.
+    options: those of `tokenmill submit`, by the same names; `tokenmill submit --help` explains each. None leaves an
+    option out. Raises InvalidJob or InputError before anything is enqueued, for mistakes that can be seen here.
     """
     client = _connection(connection)
     _check_names(options)
@@ -269,11 +270,14 @@ def run_arguments(options: Mapping[str, Any]) -> dict[str, Any]:
 def _check_names(names: Iterable[str]) -> None:
     known = RunOptions.__optional_keys__
     for name in names:
-        if name not in known:
-            raise InvalidValue(
-                f"{{}} is no argument of jobs.submit, which has {', '.join(sorted(known))}",
-                brief(name),
-            )
+        if name in known:
+            continue
+        near = get_close_matches(name.lower(), known, n=1)
+        hint = f"did you mean {near[0]}? " if near else ""
+        raise InvalidValue(
+            f"{{}} is no argument of jobs.submit; {hint}it has {', '.join(sorted(known))}",
+            brief(name),
+        )
 
 
 def _signature() -> inspect.Signature:
@@ -307,7 +311,7 @@ def _paths(source: Any) -> list[str] | None:
     if all(isinstance(path, str | os.PathLike) for path in sources):
         return [os.fspath(path) for path in sources]
     if isinstance(source, list | tuple | dict) or source is None:
-        raise unlike("input", source, "paths, or a table")
+        raise unlike("input", source, "paths, or a table such as a DataFrame")
     return None
 
 

@@ -3,12 +3,13 @@
 import importlib
 import time
 from collections.abc import Mapping
+from dataclasses import asdict
 from typing import Any
 
 import click
 import redis
 
-from jobs.api_keys import ProjectLimits, add_key, list_keys, revoke_key, set_limits
+from jobs.api_keys import ProjectLimits, add_key, known_keys, list_keys, revoke_key, set_limits
 
 
 @click.command()
@@ -131,13 +132,23 @@ def list_command(connection: redis.Redis, /) -> None:
 @click.option(
     "--tokens-queued", type=click.IntRange(0), help="Tokens of its calls and open batches, about."
 )
+@click.option("--none", "is_unlimited", is_flag=True, help="Lift all limits.")
 @click.pass_obj
-def limit_command(connection: redis.Redis, /, project: str, **limits: int | None) -> None:
-    """Limit what PROJECT's clients take. This replaces all earlier limits.
+def limit_command(
+    connection: redis.Redis, /, project: str, is_unlimited: bool, **limits: int | None
+) -> None:
+    """Limit what PROJECT's clients take, and print the limits.
 
-    What no option names is not limited.
+    The options replace all earlier limits: what none of them names is not limited. Without options nothing changes.
     """
-    set_limits(connection, project, ProjectLimits(**limits))
+    has_limits = any(limit is not None for limit in limits.values())
+    if has_limits and is_unlimited:
+        raise click.UsageError("--none lifts all limits: leave it out, or the others")
+    if has_limits or is_unlimited:
+        set_limits(connection, project, ProjectLimits(**limits))
+    kept = asdict(known_keys(connection).limits_of(project))
+    named = [f"{name} {limit}" for name, limit in kept.items() if limit is not None]
+    click.echo(f"{project}: {', '.join(named) or 'no limits'}")
 
 
 @keys.command("revoke")

@@ -2,7 +2,7 @@
 
 import re
 import time
-from datetime import datetime
+from datetime import datetime, timedelta
 from typing import Any
 
 from jobs.errors import unlike
@@ -10,27 +10,36 @@ from jobs.errors import unlike
 EXPIRED = "the deadline passed before this row was begun"
 """The error of a row that was not begun before the run's deadline."""
 
-Deadline = str | float
+Deadline = str | float | datetime | timedelta
 """A deadline as parse_deadline takes it."""
 
 _DURATION = re.compile(r"(?P<count>\d{1,6})(?P<unit>[smhd])", re.ASCII)
 _UNIT_S = {"s": 1, "m": 60, "h": 3600, "d": 24 * 3600}
+#: Smaller numbers are seconds that somebody meant to count from now.
+_EARLIEST = 1e9
 _LATEST = 1e11
-_FORMS = "a duration from now like 90s, 15m, 2h or 7d, a time like 2026-12-01T08:00:00+01:00, or Unix seconds"
+_FORMS = (
+    "a duration from now like 90s, 15m, 2h or 7d, a time like 2026-12-01T08:00:00+01:00, "
+    "or Unix seconds like 1800000000"
+)
 
 
 def parse_deadline(name: str, value: Any, now: float | None = None) -> float:
     """Return a deadline in Unix seconds. Raises InvalidJob.
 
-    value: a duration, a time as ISO 8601 writes it, with its offset, or Unix seconds. now: what a duration counts from,
-    in Unix seconds; by default this moment.
+    value: a duration, a time as ISO 8601 writes it, with its offset, a datetime with its offset, or Unix seconds.
+    now: what a duration counts from, in Unix seconds; by default this moment.
     """
+    start = time.time() if now is None else now
+    moment = None
     if isinstance(value, str):
-        moment = _moment(value.strip(), time.time() if now is None else now)
-    elif type(value) in (int, float) and 0 < value < _LATEST:
+        moment = _moment(value.strip(), start)
+    elif isinstance(value, timedelta):
+        moment = start + value.total_seconds()
+    elif isinstance(value, datetime) and value.tzinfo is not None:
+        moment = value.timestamp()
+    elif type(value) in (int, float) and _EARLIEST <= value < _LATEST:
         moment = float(value)
-    else:
-        moment = None
     if moment is None:
         raise unlike(name, value, _FORMS)
     return moment

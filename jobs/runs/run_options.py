@@ -201,7 +201,7 @@ class RunOptions(TypedDict, total=False):
     max_errors: int | str
     """How many rows may have an error, or a share like "5%"; by default 90 %."""
     deadline: Deadline
-    """No row is begun after this time: a duration like "2h", a time as ISO 8601 writes it, or Unix seconds."""
+    """No row is begun after this time: a duration like "2h" or a timedelta, a time with its offset, or Unix seconds."""
     webhook: str
     """A URL that gets a POST once the run ends. Workers must allow its host."""
     on_end: str

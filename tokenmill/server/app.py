@@ -287,10 +287,17 @@ class ApiServer:
         path = request.scope["path"]
         if path.startswith(("/v1/files", "/v1/batches")) and self._options.folder is None:
             raise ApiError(404, f"{path} needs a server that was started with --folder")
+        if path in (*ENDPOINTS, RESPONSES):
+            raise ApiError(
+                405,
+                f"{path} takes POST, and this is {request.method}",
+                code="method_not_allowed",
+                headers={"allow": "POST"},
+            )
         served = ", ".join([*ENDPOINTS, RESPONSES, "/v1/models", "/v1/files", "/v1/batches"])
         raise ApiError(
             404,
-            f"{request.method} {safe_name(path)} is not served, but {served}",
+            f"{request.method} {safe_name(path)} is not served; the server has {served}",
             code="unknown_url",
         )
 

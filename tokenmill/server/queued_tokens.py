@@ -90,6 +90,13 @@ class QueuedTokens:
             total -= num_tokens
         project.headers["x-ratelimit-limit-tokens"] = str(most)
         project.headers["x-ratelimit-remaining-tokens"] = str(max(0, most - total))
+        if num_tokens > most:
+            raise ApiError(
+                413,
+                f"about {num_tokens} tokens are asked for, more than the {most} that project {project.name!r} may "
+                "ever have under way: ask for less at once, or for fewer max_tokens",
+                code="tokens_limit_exceeded",
+            )
         if is_over:
             raise ApiError(
                 429,

@@ -186,8 +186,8 @@ def _write_taken_answers(
 
 #: What is said if few rows were taken from an earlier run although it asked the same. Key: a function checks answers.
 _NO_DIFFERENCE = {
-    False: "it asked the same, of other rows or with few answers",
-    True: "it asked the same, of other rows, with few answers, or with another source of the check function",
+    False: "it asked the same, but of other rows, or it has few answers",
+    True: "it asked the same, but of other rows, or with another source of the check function, or it has few answers",
 }
 
 

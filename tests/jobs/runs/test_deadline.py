@@ -2,7 +2,7 @@
 
 import json
 import time
-from datetime import UTC, datetime
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -29,7 +29,7 @@ class Clock:
     """Stands for the module `time` of a shard's file: the time is what the test says."""
 
     def __init__(self) -> None:
-        self.now = 1000.0
+        self.now = 1_700_000_000.0
 
     def time(self) -> float:
         return self.now
@@ -52,13 +52,13 @@ def test_rows_that_were_begun_are_answered_and_the_others_say_why_not(
     runs: Runs, invoke: Invoke, redis: Redis, clock: Clock
 ) -> None:
     source = runs.write([f"row {row}" for row in range(12)])
-    run = submit(invoke, source, "--deadline", "1970-01-01T00:33:20+00:00")
+    run = submit(invoke, source, "--deadline", "2023-11-14T22:30:00+00:00")
     runs.work()  # the planning
 
     def answer(request: Request) -> FakeCompletion:
         """Answer; the deadline comes while the second shard runs, of which all rows have begun."""
         if "row 5" in str(request.prompt):
-            clock.now = 2000.0
+            clock.now = 1_700_001_000.0
         return shout(request)
 
     runs.work(answer=answer)
@@ -81,11 +81,13 @@ def test_rows_that_were_begun_are_answered_and_the_others_say_why_not(
 
 def test_a_row_that_waits_within_a_shard_under_way_is_not_begun(clock: Clock, runs: Runs) -> None:
 
-    runner = shard_of(["a", "b", "c", "b"], {"temperature": 0}, is_over=lambda: clock.now >= 2000.0)
+    runner = shard_of(
+        ["a", "b", "c", "b"], {"temperature": 0}, is_over=lambda: clock.now >= 1_700_001_000.0
+    )
     requests = runner.requests()
     first = next(requests)
     assert first.prompt == "a"
-    clock.now = 2000.0
+    clock.now = 1_700_001_000.0
     assert list(requests) == []
     runner.deliver(0, [shout(first)])
     assert [answer.error for answer in runner.answers()] == [None, EXPIRED, EXPIRED, EXPIRED]
@@ -169,12 +171,31 @@ def test_durations_count_from_now_and_times_are_what_they_say(count: int, unit: 
     assert parse_deadline("deadline", f"{count}{unit}", 1000.0) == 1000.0 + seconds
     moment = datetime.fromtimestamp(seconds, UTC).isoformat() if seconds < 10**9 else LONG_AGO
     assert parse_deadline("deadline", moment) == datetime.fromisoformat(moment).timestamp()
-    assert parse_deadline("deadline", seconds) == seconds
+    assert parse_deadline("deadline", 10**9 + seconds) == 10**9 + seconds
+    assert parse_deadline("deadline", timedelta(seconds=seconds), 1000.0) == 1000.0 + seconds
+    assert (
+        parse_deadline("deadline", datetime.fromisoformat(moment))
+        == datetime.fromisoformat(moment).timestamp()
+    )
 
 
 @pytest.mark.parametrize(
     "value",
-    ["", "2", "-1h", "1 h", "2026-12-01T08:00:00", "1y", True, 0, -1, float("nan"), [], 1e300],
+    [
+        "",
+        "2",
+        "-1h",
+        "1 h",
+        "2026-12-01T08:00:00",
+        "1y",
+        True,
+        0,
+        -1,
+        3600,
+        float("nan"),
+        [],
+        1e300,
+    ],
 )
 def test_what_is_no_deadline_is_refused(value: object) -> None:
     with pytest.raises(

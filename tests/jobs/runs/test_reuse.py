@@ -509,7 +509,7 @@ def test_a_run_of_other_rows_says_that_it_asks_the_same(runs: Runs, old: Path) -
     runs.write(["x", "y", "a"])
     _, _, manifest = new_run(runs)
     assert manifest["reused"][0]["differs"] == [
-        "it asked the same, of other rows or with few answers"
+        "it asked the same, but of other rows, or it has few answers"
     ]
 
 

@@ -177,6 +177,13 @@ def test_a_body_that_is_no_object_is_a_bad_request(
         assert json.load(error)["error"]["type"] == "invalid_request_error"
 
 
+def test_a_call_that_is_no_post_says_so(served: Served) -> None:
+    with pytest.raises(openai.APIStatusError, match="takes POST, and this is GET") as refused:
+        served.client.get("/chat/completions", cast_to=object)
+    assert refused.value.status_code == 405
+    assert refused.value.response.headers["allow"] == "POST"
+
+
 def test_another_path_says_what_is_served(served: Served) -> None:
     with pytest.raises(openai.NotFoundError, match="/v1/chat/completions"):
         served.client.post("/audio/speech", cast_to=object, body={})

@@ -229,6 +229,14 @@ def test_the_user_that_ships_may_do_all_that_the_server_does(
             workers.close()
 
 
+def test_limits_are_shown_and_lifted_only_if_told(redis: Redis, redis_url: str) -> None:
+    assert run(redis_url, "limit", "small") == "small: no limits"
+    run(redis_url, "limit", "small", "--open-batches", "1", "--tokens-queued", "300")
+    assert run(redis_url, "limit", "small") == "small: open_batches 1, tokens_queued 300"
+    assert run(redis_url, "limit", "small", "--none") == "small: no limits"
+    assert run(redis_url, "limit", "small") == "small: no limits"
+
+
 def test_a_project_has_its_limits(redis: Redis, redis_url: str, tmp_path: Path) -> None:
     key = run(redis_url, "add", "small")
     other = run(redis_url, "add", "free")

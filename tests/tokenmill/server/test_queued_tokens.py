@@ -70,6 +70,9 @@ def test_what_is_over_the_limit_is_refused_until_something_ends(redis: Redis) ->
         admit("b", 30)
     assert refused.value.status == 429
     assert refused.value.headers["retry-after"] == "1"
+    with pytest.raises(ApiError, match="more than the 100") as too_large:
+        admit("never", 101)
+    assert too_large.value.status == 413
     admit("c", 20)
     with pytest.raises(ApiError):
         admit("d", 1)

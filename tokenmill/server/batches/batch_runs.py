@@ -318,7 +318,8 @@ class Batches:
             has_output = "output.jsonl" in written
             has_errors = "errors.jsonl" in written
         file_id = batch.id.replace("batch_", "file-", 1)
-        error = {"code": "batch_failed", "message": standing.reason, "param": None, "line": None}
+        reason = standing.reason.replace(batch.input_path, batch.input_file_id)
+        error = {"code": "batch_failed", "message": reason, "param": None, "line": None}
         return {
             "id": batch.id,
             "object": "batch",

@@ -174,7 +174,7 @@ def _life_s(fields: dict[str, str]) -> int | None:
     if anchor != "created_at" or not MIN_LIFE_S <= seconds <= MAX_LIFE_S:
         raise ApiError(
             400,
-            f"expires_after is no anchor 'created_at' with {MIN_LIFE_S} to {MAX_LIFE_S} seconds",
+            f"expires_after needs the anchor 'created_at' and {MIN_LIFE_S} to {MAX_LIFE_S} seconds",
             param="expires_after",
         )
     return seconds
