@@ -37,6 +37,7 @@ _MAX_NAMES = ("max_tokens", "max_completion_tokens")
 _MAX_TOKENS = re.compile(
     rb'"(?:max_tokens|max_completion_tokens|max_output_tokens)"\s*:\s*(\d{1,9})'
 )
+_PICTURES = ("image", "image_url")
 _LINE_BYTES = 8 << 20
 
 
@@ -157,9 +158,10 @@ def tokens_of_call(call: Call) -> int:
     is_several = isinstance(prompt, list) and bool(prompt) and not isinstance(prompt[0], int)
     num_prompts = len(prompt) if isinstance(prompt, list) and is_several else 1
     given = [arguments[name] for name in _MAX_NAMES if isinstance(arguments.get(name), int)]
-    max_tokens = given[0] if given else DEFAULT_MAX_TOKENS
+    # A worker refuses negative numbers. Until then they make no room for others.
+    max_tokens = max(0, given[0]) if given else DEFAULT_MAX_TOKENS
     n = arguments.get("n")
-    num_samples = n if isinstance(n, int) else 1
+    num_samples = max(1, n) if isinstance(n, int) else 1
     return num_prompt_tokens + num_prompts * num_samples * max_tokens
 
 
@@ -183,11 +185,11 @@ def _num_bytes(value: object) -> int:
     while values:
         part = values.pop()
         if isinstance(part, str):
-            total += 0 if part.startswith("data:") else len(part.encode("utf-8", "replace"))
+            total += len(part.encode("utf-8", "replace"))
         elif isinstance(part, list):
             values += part
         elif isinstance(part, dict):
-            values += part.values()
+            values += [value for name, value in part.items() if name not in _PICTURES]
         elif isinstance(part, int):
             total += BYTES_PER_TOKEN
     return total

@@ -263,3 +263,18 @@ def test_an_upload_that_is_cut_leaves_nothing(served: Served) -> None:
     with pytest.raises(urllib.error.HTTPError, match="Bad Request"):
         urllib.request.urlopen(request, timeout=30)
     assert sorted(path.name for path in files.iterdir()) == before
+
+
+def test_a_cancelled_batch_whose_parts_cannot_be_read_hides_no_other_batch(served: Served) -> None:
+    asked = [line(f"a{number}") for number in range(ROWS_PER_SHARD)]
+    asked += [line("slow", prompt="hang")]
+    batch = create(served, upload(served, asked))
+    parts = served.folder / "default" / "batches" / batch.id / "run" / "_parts"
+    wait_until(lambda: list(parts.glob("part-*.parquet")))
+    (part,) = parts.glob("part-*.parquet")
+    part.unlink()
+    part.write_bytes(b"damaged")
+    served.client.batches.cancel(batch.id)
+    batch = ended(served, batch, status="cancelled")
+    assert batch.output_file_id is None
+    assert batch.id in [each.id for each in served.client.batches.list().data]

@@ -38,6 +38,13 @@ def test_tokens_of_a_call_are_those_that_it_reads_and_may_generate() -> None:
     assert tokens_of("/v1/chat/completions", messages=messages, max_tokens=1) < 20
 
 
+def test_what_no_worker_would_take_makes_no_room_for_others() -> None:
+    assert tokens_of("/v1/completions", prompt="abcd", max_tokens=-1000) >= 1
+    assert tokens_of("/v1/completions", prompt="abcd", n=-5) >= 257
+    text = "data:" + "x" * 4000
+    assert tokens_of("/v1/completions", prompt=text, max_tokens=1) >= 1000, "this is no picture"
+
+
 def test_tokens_of_a_batch_are_those_of_its_lines(tmp_path: Path) -> None:
     file = tmp_path / "in.jsonl"
     bodies: list[dict[str, Any]] = [{"max_tokens": 10}, {"max_completion_tokens": 20}, {}]

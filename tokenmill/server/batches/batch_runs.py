@@ -7,6 +7,7 @@
 The state of a batch is read from its run each time.
 """
 
+import logging
 import re
 import time
 from collections.abc import Callable, Mapping
@@ -35,6 +36,8 @@ from tokenmill.server.batches.file_store import (
     write_json,
 )
 from tokenmill.server.errors import ApiError
+
+logger = logging.getLogger("tokenmill")
 
 #: What the lines of a batch may ask for.
 EMBEDDINGS = "/v1/embeddings"
@@ -305,6 +308,17 @@ class Batches:
         except JobsError as error:
             return Standing("failed", reason=str(error))
 
+    def _answered_files(self, project: str, batch: Batch) -> set[str]:
+        """Return the names of a cancelled batch's files. It has none if its parts cannot be read, or the disk is full.
+
+        Other batches are listed with it, so that is no error.
+        """
+        try:
+            return write_answered_lines(self._folder(project, batch.id))
+        except (JobsError, OSError) as error:
+            logger.warning("%s: its answered lines cannot be written: %s", batch.id, error)
+            return set()
+
     def _shown(self, project: str, batch: Batch) -> dict[str, Any]:
         """Return OpenAI's object of a batch."""
         standing = self._standing(project, batch)
@@ -314,7 +328,7 @@ class Batches:
         has_output = has_ended and num_completed > 0
         has_errors = has_ended and standing.failed > 0
         if status == "cancelled":
-            written = write_answered_lines(self._folder(project, batch.id))
+            written = self._answered_files(project, batch)
             has_output = "output.jsonl" in written
             has_errors = "errors.jsonl" in written
         file_id = batch.id.replace("batch_", "file-", 1)
