@@ -18,7 +18,7 @@ from jobs.errors import DeadlinePassed, InvalidValue
 from jobs.parquet.shards import shard_work
 from jobs.runs.watching.reading import read_snapshot
 from jobs.tasks import Request
-from tests.jobs.answering import FakeCompletion, refuse, run_task, shard_of, shout
+from tests.jobs.answering import FakeCompletion, opened_task, refuse, run_task, shard_of, shout
 from tests.jobs.conftest import Invoke
 from tests.jobs.local_runs import Runs
 
@@ -91,6 +91,31 @@ def test_a_row_that_waits_within_a_shard_under_way_is_not_begun(clock: Clock, ru
     assert [answer.error for answer in runner.answers()] == [None, EXPIRED, EXPIRED, EXPIRED]
     assert runner.counts.done == 4
     assert [answered.place for answered in runner.answered] == [0], "a journal holds no expired row"
+
+
+def test_a_shard_under_way_takes_on_the_deadline_of_a_later_submission(
+    runs: Runs, invoke: Invoke, clock: Clock
+) -> None:
+    source = runs.write([f"row {row}" for row in range(4)])
+    submit(invoke, source, "--deadline", "1970-01-01T00:33:20+00:00")
+    runs.work(but=["jobs.score_shard"])
+    (job,) = runs.jobs
+    task = opened_task(runs.context(), job.func_name, job.args, job.kwargs)
+    requests = task.requests()
+    first = next(requests)
+
+    submit(invoke, source, "--deadline", "1970-01-01T01:06:40+00:00")
+    runs.work(but=["jobs.score_shard"])
+    write = task.keep({})
+    assert write is not None, "rows wait, so the deadline matters"
+    write()
+    clock.now = 3000.0
+    others = list(requests)
+    for index, request in enumerate([first, *others]):
+        task.deliver(index, [shout(request)])
+    task.result()
+    task.close()
+    assert [row["error"] for row in runs.rows()] == [None] * 4
 
 
 def test_rows_that_the_deadline_left_do_not_count_as_errors_for_the_limit(
