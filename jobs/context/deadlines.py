@@ -25,15 +25,14 @@ def parse_deadline(name: str, value: Any, now: float | None = None) -> float:
     value: a duration, a time as ISO 8601 writes it, with its offset, or Unix seconds. now: what a duration counts from,
     in Unix seconds; by default this moment.
     """
+    moment: float | None = None
     if isinstance(value, str):
         moment = _moment(value.strip(), time.time() if now is None else now)
-    elif type(value) in (int, float) and 0 < value < _LATEST:
-        moment = float(value)
-    else:
-        moment = None
-    if moment is None:
+    elif type(value) in (int, float):
+        moment = value
+    if moment is None or not 0 < moment < _LATEST:
         raise unlike(name, value, _FORMS)
-    return moment
+    return float(moment)
 
 
 def _moment(text: str, now: float) -> float | None:
