@@ -2,6 +2,7 @@
 
 import json
 import time
+from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
 from types import SimpleNamespace
@@ -14,6 +15,7 @@ from redis import Redis
 
 from jobs.cli import status_text
 from jobs.context.deadlines import EXPIRED, parse_deadline
+from jobs.context.job_journal import JobJournal, SentTokens
 from jobs.errors import DeadlinePassed, InvalidValue
 from jobs.parquet.shards import shard_work
 from jobs.runs.watching.reading import read_snapshot
@@ -186,6 +188,15 @@ def test_a_job_that_begins_after_its_deadline_fails_by_name(runs: Runs) -> None:
     assert run_task(context, "jobs.complete", "a", deadline="1h")["choices"][0]["text"] == "A"
     with pytest.raises(InvalidValue, match="deadline is 'soon', expected a duration"):
         run_task(context, "jobs.complete", "a", deadline="soon")
+
+
+def test_a_job_that_another_worker_has_begun_goes_on_after_its_deadline(
+    runs: Runs, redis: Redis
+) -> None:
+    journal = JobJournal(redis, "begun", "owner", None, sent=[SentTokens(0, 0, [1])])
+    context = replace(runs.context(), journal=journal)
+    answer = run_task(context, "jobs.complete", "a", deadline=LONG_AGO)
+    assert answer["choices"][0]["text"] == "A"
 
 
 @given(st.integers(1, 10**6 - 1), st.sampled_from("smhd"))
