@@ -12,6 +12,7 @@ import pytest
 from openai.types import Batch
 from openai.types.responses import Response
 
+from jobs.common.keys import API_BATCHES_KEY
 from tests.rq_workers import wait_until
 from tests.tokenmill.server.conftest import Served
 from tokenmill.server.batches.batch_runs import Batches
@@ -278,3 +279,16 @@ def test_a_cancelled_batch_whose_parts_cannot_be_read_hides_no_other_batch(serve
     batch = ended(served, batch, status="cancelled")
     assert batch.output_file_id is None
     assert batch.id in [each.id for each in served.client.batches.list().data]
+
+
+def test_a_cancelled_batch_stays_so_if_its_planning_ends_after_redis_lost_the_run(
+    served: Served,
+) -> None:
+    batch = create(served, upload(served, [line("a", prompt="hang")]))
+    batch = ended(served, served.client.batches.cancel(batch.id), status="cancelled")
+    for entry in served.redis.zrange(API_BATCHES_KEY, 0, -1):  # type: ignore[union-attr]
+        record = json.loads(entry)
+        if record["id"] == batch.id:
+            assert served.redis.hdel(f"tokenmill:run:{record['run']}", "cancelled")
+            served.redis.hset(f"tokenmill:run:{record['run']}", "plan_error", "it was lost")
+    assert served.client.batches.retrieve(batch.id).status == "cancelled"

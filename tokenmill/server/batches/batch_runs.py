@@ -11,7 +11,7 @@ import logging
 import re
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, Self
 
@@ -292,9 +292,13 @@ class Batches:
         """Read how the run stands, and submit one that Redis does not know."""
         run = self._run(project, batch)
         try:
-            return Standing.of(run.status())
+            standing = Standing.of(run.status())
         except UnknownRun:
             pass
+        else:
+            # A planning that goes on after Redis has lost the run does not know of the cancel, and fails.
+            has_lost_cancel = standing.status == "failed" and batch.cancelling_at is not None
+            return replace(standing, status="cancelled") if has_lost_cancel else standing
         ended = self._ended(project, batch)
         if ended is not None:  # Redis has forgotten the run, and the folder has it whole
             status = "expired" if ended.expired else "completed"
