@@ -161,7 +161,10 @@ class LateTask(Task):
 
 
 class TimedTask(Task):
-    """A task that is not begun after its deadline. deadline: as parse_deadline takes it, from the job's making on."""
+    """A task that is not begun after its deadline. What another worker has begun goes on.
+
+    deadline: as parse_deadline takes it, from the job's making on.
+    """
 
     def __init__(self, task: Task, deadline: Any) -> None:
         parse_deadline("deadline", deadline, 0.0)
@@ -172,9 +175,14 @@ class TimedTask(Task):
     def made(self, context: JobContext) -> Task:
         """Make the task. Raises DeadlinePassed."""
         deadline = parse_deadline("deadline", self._deadline, context.created_at)
-        if time.time() >= deadline:
+        if time.time() >= deadline and not self._has_begun(context):
             raise DeadlinePassed(utc_text(deadline))
         return self._task.made(context)
+
+    @staticmethod
+    def _has_begun(context: JobContext) -> bool:
+        journal = context.journal
+        return journal is not None and bool(journal.sent or journal.read())
 
     def open(self, context: JobContext) -> OpenTask:
         """Open the task. Raises DeadlinePassed."""

@@ -31,18 +31,18 @@ def parse_deadline(name: str, value: Any, now: float | None = None) -> float:
     now: what a duration counts from, in Unix seconds; by default this moment.
     """
     start = time.time() if now is None else now
-    moment = None
+    moment: float | None = None
     if isinstance(value, str):
         moment = _moment(value.strip(), start)
     elif isinstance(value, timedelta):
         moment = start + value.total_seconds()
     elif isinstance(value, datetime) and value.tzinfo is not None:
         moment = value.timestamp()
-    elif type(value) in (int, float) and _EARLIEST <= value < _LATEST:
-        moment = float(value)
-    if moment is None:
+    elif type(value) in (int, float) and value >= _EARLIEST:
+        moment = value
+    if moment is None or not 0 < moment < _LATEST:
         raise unlike(name, value, _FORMS)
-    return moment
+    return float(moment)
 
 
 def _moment(text: str, now: float) -> float | None:

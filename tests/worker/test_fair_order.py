@@ -8,11 +8,18 @@ from dataclasses import dataclass, field
 from hypothesis import given
 from hypothesis import strategies as st
 
-from worker.store.fair_order import PROMPTS, RunInQueue, WaitingJob, fair_order, urgent_runs
+from worker.store import fair_order as fair
+from worker.store.fair_order import PROMPTS, RunInQueue, WaitingJob, urgent_runs
 
 
 def shards(run: str, number: int, rows: float = 1000, first: int = 0) -> list[WaitingJob]:
     return [WaitingJob(f"{run}{first + shard}", run, rows) for shard in range(number)]
+
+
+def fair_order(
+    in_order: Sequence[WaitingJob], new: Sequence[WaitingJob], urgent: Sequence[str] = ()
+) -> list[str]:
+    return [job.id for job in fair.fair_order(in_order, new, urgent)]
 
 
 def test_two_runs_take_turns_and_each_keeps_its_own_order() -> None:

@@ -165,3 +165,27 @@ def test_a_worker_keeps_its_queues_in_order(workers: Workers) -> None:
     workers.start(queues=("prompts", "bulk"))
     for name in ("prompts", "bulk"):
         wait_until(lambda name=name: workers.redis.exists(f"tokenmill:fair-turn:{name}"))
+
+
+def test_a_large_shard_is_claimed_though_small_jobs_keep_coming(
+    redis: Redis, ordering: QueueOrder
+) -> None:
+    """A queue whose workers are just busy: each period they finish what has come."""
+    redis.rpush(QUEUE, *(f"early-{number}" for number in range(50)))
+    (shard,) = enqueue(redis, A, range(1), rows=100)
+    for period in range(20):
+        look(redis, ordering)
+        if shard not in [entry.decode() for entry in redis.lpop(QUEUE, 20)]:  # type: ignore[union-attr]
+            redis.rpush(QUEUE, *(f"period-{period}-{number}" for number in range(20)))
+    assert shard not in queued(redis)
+
+
+def test_a_large_shard_is_claimed_though_small_runs_keep_coming(
+    redis: Redis, ordering: QueueOrder
+) -> None:
+    (shard,) = enqueue(redis, A, range(1), rows=1000)
+    for period in range(40):
+        enqueue(redis, f"{period:016x}", range(10), rows=100)
+        look(redis, ordering)
+        redis.lpop(QUEUE, 9)
+    assert shard not in queued(redis)

@@ -229,10 +229,10 @@ class ApiServer:
     async def _answer(self, request: Request, project: Project, call: Call, made: Made) -> bytes:
         """Return a job's value, as JSON. The job is cancelled if the client goes away, unless it is kept."""
         try:
-            async with self._tokens.held(project, made.id, call, self._options.timeout_s):
+            async with self._tokens.held(project, made, call, self._options.timeout_s):
                 return await _unless_left(request, self._jobs.ask(made, call))
-        except ApiError:
-            await self._keys.forget(made)
+        except ApiError as error:
+            await self._keys.forget(made, error)
             raise
 
     async def _parts(
@@ -242,13 +242,13 @@ class ApiServer:
         ask = self._jobs.follow if call.has_growing_text else self._jobs.whole
         try:
             async with (
-                self._tokens.held(project, made.id, call, self._options.timeout_s),
+                self._tokens.held(project, made, call, self._options.timeout_s),
                 aclosing(ask(made, call)) as answer,
             ):
                 async for part in answer:
                     yield part
-        except ApiError:
-            await self._keys.forget(made)
+        except ApiError as error:
+            await self._keys.forget(made, error)
             raise
 
     async def _stream(

@@ -26,10 +26,15 @@ KEPT_S = 24 * 3600
 
 @dataclass(frozen=True)
 class Made:
-    """What a request makes. id: its name. key: where Redis remembers it; None for a request without the header."""
+    """What a request makes.
+
+    id: its name. key: where Redis remembers it; None for a request without the header. is_new: whether no earlier
+    request has made it.
+    """
 
     id: str
     key: str | None = None
+    is_new: bool = True
 
     @property
     def is_kept(self) -> bool:
@@ -69,12 +74,16 @@ class IdempotencyKeys:
                     "this Idempotency-Key came with another body or path: send a new key",
                     code="idempotency_key_reused",
                 )
-            return Made(str(known.get("id")), name)
+            return Made(str(known.get("id")), name, is_new=False)
         return Made(new_id, name)
 
-    async def forget(self, made: Made) -> None:
-        """Forget a key whose request has failed, so that a retry is a new one. Raises RedisError."""
-        if made.key is not None:
+    async def forget(self, made: Made, error: ApiError) -> None:
+        """Forget a key whose request has failed, so that a retry is a new one. Raises RedisError.
+
+        A retry that finds no room says nothing of what the first request has made, so its key stays.
+        """
+        had_no_room = error.status == 429 and not made.is_new
+        if made.key is not None and not had_no_room:
             await run_in_threadpool(self._forget, made.key, made.id)
 
     def _forget(self, key: str, made_id: str) -> None:

@@ -14,11 +14,13 @@ from typing import Any
 
 from redis import Redis
 from starlette.concurrency import run_in_threadpool
+from starlette.requests import ClientDisconnect
 
-from jobs.common import stored
+from jobs.common import rq_jobs, stored
 from jobs.common.keys import api_tokens_key
 from tokenmill.server.answers.bodies import Call
 from tokenmill.server.errors import ApiError
+from tokenmill.server.idempotency import Made
 from tokenmill.server.projects import Project
 
 #: How many bytes of a text count as a token.
@@ -35,6 +37,7 @@ _MAX_NAMES = ("max_tokens", "max_completion_tokens")
 _MAX_TOKENS = re.compile(
     rb'"(?:max_tokens|max_completion_tokens|max_output_tokens)"\s*:\s*(\d{1,9})'
 )
+_PICTURES = ("image", "image_url")
 _LINE_BYTES = 8 << 20
 
 
@@ -53,18 +56,26 @@ class QueuedTokens:
 
     @asynccontextmanager
     async def held(
-        self, project: Project, job_id: str, call: Call, timeout_s: int
+        self, project: Project, made: Made, call: Call, timeout_s: int
     ) -> AsyncIterator[None]:
-        """Count a call's tokens while it is awaited. Raises ApiError if the project has no room, and RedisError."""
+        """Count a call's tokens while it is awaited. Raises ApiError if the project has no room, and RedisError.
+
+        A job that goes on when its client leaves counts until its end, too.
+        """
         if project.limits.tokens_queued is None:
             yield
             return
         num_tokens = tokens_of_call(call)
-        await run_in_threadpool(self.admit, project, job_id, num_tokens, timeout_s + SPARE_S)
+        await run_in_threadpool(self.admit, project, made.id, num_tokens, timeout_s + SPARE_S)
+        goes_on = False
         try:
             yield
+        except (asyncio.CancelledError, GeneratorExit, ClientDisconnect):
+            goes_on = made.is_kept
+            raise
         finally:
-            await asyncio.shield(run_in_threadpool(self.leave, project.name, job_id))
+            if not goes_on:
+                await asyncio.shield(run_in_threadpool(self.leave, project.name, made.id))
 
     def admit(self, project: Project, name: str, num_tokens: int, most_s: float) -> None:
         """Count the tokens of a call or batch from now on, for most_s seconds at most.
@@ -126,15 +137,22 @@ class QueuedTokens:
     def _without_ended(
         self, project: str, counted: Mapping[str, int], new_name: str
     ) -> dict[str, int]:
-        """Return the tokens without those of batches that have ended, and forget these. new_name: is not made yet."""
+        """Return the tokens without those of calls and batches that have ended, and forget these.
+
+        new_name: is not made yet.
+        """
         open_tokens: dict[str, int] = {}
         for name, num_tokens in counted.items():
-            is_made = name.startswith("batch_") and name != new_name
-            if is_made and not self._is_open(project, name):
+            if name != new_name and self._has_ended(project, name):
                 self.leave(project, name)
             else:
                 open_tokens[name] = num_tokens
         return open_tokens
+
+    def _has_ended(self, project: str, name: str) -> bool:
+        if name.startswith("batch_"):
+            return not self._is_open(project, name)
+        return bool(self._connection.exists(rq_jobs.results_key(name)))
 
 
 def tokens_of_call(call: Call) -> int:
@@ -147,9 +165,10 @@ def tokens_of_call(call: Call) -> int:
     is_several = isinstance(prompt, list) and bool(prompt) and not isinstance(prompt[0], int)
     num_prompts = len(prompt) if isinstance(prompt, list) and is_several else 1
     given = [arguments[name] for name in _MAX_NAMES if isinstance(arguments.get(name), int)]
-    max_tokens = given[0] if given else DEFAULT_MAX_TOKENS
+    # A worker refuses negative numbers. Until then they make no room for others.
+    max_tokens = max(0, given[0]) if given else DEFAULT_MAX_TOKENS
     n = arguments.get("n")
-    num_samples = n if isinstance(n, int) else 1
+    num_samples = max(1, n) if isinstance(n, int) else 1
     return num_prompt_tokens + num_prompts * num_samples * max_tokens
 
 
@@ -173,11 +192,11 @@ def _num_bytes(value: object) -> int:
     while values:
         part = values.pop()
         if isinstance(part, str):
-            total += 0 if part.startswith("data:") else len(part.encode("utf-8", "replace"))
+            total += len(part.encode("utf-8", "replace"))
         elif isinstance(part, list):
             values += part
         elif isinstance(part, dict):
-            values += part.values()
+            values += [value for name, value in part.items() if name not in _PICTURES]
         elif isinstance(part, int):
             total += BYTES_PER_TOKEN
     return total

@@ -9,7 +9,7 @@ Source: Demers, Keshav, Shenker, "Analysis and Simulation of a Fair Queueing Alg
 """
 
 from collections import defaultdict
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from heapq import merge
 from typing import NamedTuple
@@ -71,13 +71,26 @@ def urgent_runs(runs: Collection[RunInQueue], rows_per_s: float, now: float) -> 
     return urgent
 
 
+class PlacedJob(NamedTuple):
+    """A job in its place. end: the rows that its run's share has had by then, counted from the queue's front."""
+
+    end: float
+    number: int
+    id: str
+
+
 def fair_order(
-    in_order: Sequence[WaitingJob], new: Sequence[WaitingJob], urgent: Sequence[str] = ()
-) -> list[str]:
-    """Return the ids of a queue's jobs in the order in which they are to be claimed.
+    in_order: Sequence[WaitingJob],
+    new: Sequence[WaitingJob],
+    urgent: Sequence[str] = (),
+    waited: Mapping[str, float] | None = None,
+) -> list[PlacedJob]:
+    """Return a queue's jobs in the order in which they are to be claimed.
 
     in_order: jobs that were put in order before, which keep it. new: the jobs behind them in the queue. urgent: the
-    runs that come first. If these have changed, all jobs are new.
+    runs that come first. If these have changed, all jobs are new. waited: the rows that the share of each run should
+    have had while its first job waited. Without them, small jobs that come again and again would pass a large one for
+    ever.
     """
     if urgent:
         new = sorted(new, key=lambda job: urgent.index(job.run) if job.run in urgent else 0)
@@ -85,6 +98,8 @@ def fair_order(
     urgent_weight = num_others * URGENT_SHARE / (1 - URGENT_SHARE)
 
     ends: defaultdict[str, float] = defaultdict(float)
+    for run, rows in (waited or {}).items():
+        ends[f"run {run}"] = -rows
 
     def end(job: WaitingJob, not_before: float) -> float:
         """Return the virtual time at which a job is done if each run gets its share."""
@@ -98,9 +113,9 @@ def fair_order(
     placed = []
     for number, job in enumerate(in_order):
         latest = end(job, latest)
-        placed.append((latest, number, job.id))
+        placed.append(PlacedJob(latest, number, job.id))
     placed_new = []
     for number, job in enumerate(new, len(placed)):
-        placed_new.append((end(job, 0.0), number, job.id))
+        placed_new.append(PlacedJob(end(job, 0.0), number, job.id))
     placed_new.sort()
-    return [job_id for _, _, job_id in merge(placed, placed_new)]
+    return list(merge(placed, placed_new))

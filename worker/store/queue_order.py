@@ -2,7 +2,7 @@
 
 import json
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -13,7 +13,14 @@ from jobs.common.keys import prefixed, run_key
 from jobs.common.rq_jobs import QueueKeys
 from jobs.runs.plans.names import plan_job_id, run_and_shard
 from jobs.runs.redis_state.submission import DEADLINE
-from worker.store.fair_order import PROMPTS, RunInQueue, WaitingJob, fair_order, urgent_runs
+from worker.store.fair_order import (
+    PROMPTS,
+    PlacedJob,
+    RunInQueue,
+    WaitingJob,
+    fair_order,
+    urgent_runs,
+)
 from worker.store.scripts import Call, Scripts
 
 PERIOD_S = 5.0
@@ -28,6 +35,8 @@ _RESTED_S = 4 * PERIOD_S
 """After such a time without a look, no run was waiting, and the rate of before says nothing."""
 
 _MEMORY_S = 3600
+_MOST_REMEMBERED = 200
+"""The jobs at the front whose places are remembered. If more are claimed between two looks, waiting counts for less."""
 
 
 @dataclass
@@ -35,13 +44,17 @@ class _Memory:
     """What the last look at a queue leaves for the next one.
 
     last: the last job that was put in order. urgent: the runs that came first. rows_of: the finished rows of each run.
-    samples: pairs of a time and the rows that were finished until then, the earliest first.
+    samples: pairs of a time and the rows that were finished until then, the earliest first. front: the ids of the first
+    jobs, with the ends of their places. heads: each run's first job, with the rows that its share should have had while
+    this job was the first.
     """
 
     last: str = ""
     urgent: list[str] = field(default_factory=list)
     rows_of: dict[str, int] = field(default_factory=dict)
     samples: list[tuple[float, float]] = field(default_factory=list)
+    front: list[tuple[str, float]] = field(default_factory=list)
+    heads: dict[str, tuple[str, float]] = field(default_factory=dict)
 
     @property
     def rows_per_s(self) -> float:
@@ -64,6 +77,28 @@ class _Memory:
         if is_fresh:
             self.samples.pop()
         self.samples.append((now, rows))
+
+    def waited(self, run_of: Mapping[str, str]) -> dict[str, float]:
+        """Return the rows that each run's share should have had while its first job waited.
+
+        run_of: the run of each job in the queue, in the queue's order.
+        """
+        claimed_ends = [end for job_id, end in self.front if job_id not in run_of]
+        new_rows = max(claimed_ends, default=0.0)
+        heads: dict[str, tuple[str, float]] = {}
+        for job_id, run in run_of.items():
+            if run in heads:
+                continue
+            known_id, rows = self.heads.get(run, ("", 0.0))
+            heads[run] = (job_id, rows + new_rows if known_id == job_id else 0.0)
+        self.heads = heads
+        return {run: rows for run, (_, rows) in heads.items()}
+
+    def note(self, placed: Sequence[PlacedJob], urgent: list[str]) -> None:
+        """Remember the order that was made."""
+        self.last = placed[-1].id
+        self.urgent = urgent
+        self.front = [(job.id, job.end) for job in placed[:_MOST_REMEMBERED]]
 
 
 class QueueOrder:
@@ -110,12 +145,13 @@ class QueueOrder:
         num_in_order = 0
         if urgent == memory.urgent and memory.last in run_of:
             num_in_order = len(job_ids) - job_ids[::-1].index(memory.last)
-        order = fair_order(jobs[:num_in_order], jobs[num_in_order:], urgent)
+        waited = memory.waited(run_of)
+        placed = fair_order(jobs[:num_in_order], jobs[num_in_order:], urgent, waited)
+        order = [job.id for job in placed]
         if order != job_ids:
             arguments = {"queue": name, "order": order, "most": MOST}
             self._call_many([Call("reorder", arguments)])
-        memory.last = order[-1]
-        memory.urgent = urgent
+        memory.note(placed, urgent)
         self._client.set(key, json.dumps(vars(memory)), ex=_MEMORY_S)
 
     def _read_runs(
@@ -151,6 +187,10 @@ def _read(fields: dict[str, Any]) -> _Memory:
     try:
         samples = [(float(at), float(rows)) for at, rows in fields["samples"]]
         rows_of = {str(run): int(rows) for run, rows in fields["rows_of"].items()}
-        return _Memory(str(fields["last"]), list(fields["urgent"]), rows_of, samples)
+        front = [(str(job_id), float(end)) for job_id, end in fields["front"]]
+        heads = {
+            str(run): (str(job_id), float(rows)) for run, (job_id, rows) in fields["heads"].items()
+        }
+        return _Memory(str(fields["last"]), list(fields["urgent"]), rows_of, samples, front, heads)
     except (KeyError, TypeError, ValueError, AttributeError):
         return _Memory()

@@ -2,12 +2,13 @@
 
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from typing import Any, Self
 
 import numpy as np
 import pyarrow as pa
+from redis.exceptions import RedisError
 
 from jobs.common.display import brief
 from jobs.context import JobContext
@@ -109,8 +110,22 @@ class ShardWork(RowsTask):
         }
 
     def keep(self, tokens: PromptTokens) -> Callable[[], None] | None:
-        """Return a function that writes an entry of the journal; None if nothing is new."""
-        return None if self._journal is None else self._journal.keep(self.asked, tokens)
+        """Return a function that writes an entry of the journal, and reads the run's deadline again.
+
+        Returns None if nothing is new, and no row waits for which the deadline matters.
+        """
+        if self._journal is None:
+            return None
+        write = self._journal.keep(self.asked, tokens)
+        if write is None and not self.asked.has_more:
+            return None
+
+        def keep() -> None:
+            if write is not None:
+                write()
+            self._read_deadline()
+
+        return keep
 
     def result(self) -> dict[str, Any]:
         """Publish the part unless one is there, count it, and end the run if it was the last one. Raises RunError."""
@@ -142,6 +157,11 @@ class ShardWork(RowsTask):
             self._has_entered = False
             self._context.files.leave(self._file.path)
         super().close()
+
+    def _read_deadline(self) -> None:
+        """Take on the deadline of a submission that came while this shard runs."""
+        with suppress(RedisError):  # the one that is known stands meanwhile
+            self._deadline = self._folder.state.deadline()
 
     def _is_over(self) -> bool:
         """Whether the run's deadline has passed."""

@@ -297,6 +297,11 @@ class RunState:
             raise RunCancelled(self.run)
         return stored.seconds(stored.text(deadline or b""))
 
+    def deadline(self) -> float | None:
+        """Return the last submission's deadline in Unix seconds; None if it has none."""
+        text: Any = self._redis.hget(self._key, DEADLINE)
+        return stored.seconds(stored.text(text or b""))
+
     def is_cancelled(self) -> bool:
         """Whether the last submission was cancelled or stopped."""
         return bool(self._redis.hexists(self._key, "cancelled"))

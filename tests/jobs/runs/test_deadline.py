@@ -2,6 +2,7 @@
 
 import json
 import time
+from dataclasses import replace
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from types import SimpleNamespace
@@ -14,11 +15,12 @@ from redis import Redis
 
 from jobs.cli import status_text
 from jobs.context.deadlines import EXPIRED, parse_deadline
+from jobs.context.job_journal import JobJournal, SentTokens
 from jobs.errors import DeadlinePassed, InvalidValue
 from jobs.parquet.shards import shard_work
 from jobs.runs.watching.reading import read_snapshot
 from jobs.tasks import Request
-from tests.jobs.answering import FakeCompletion, refuse, run_task, shard_of, shout
+from tests.jobs.answering import FakeCompletion, opened_task, refuse, run_task, shard_of, shout
 from tests.jobs.conftest import Invoke
 from tests.jobs.local_runs import Runs
 
@@ -95,6 +97,31 @@ def test_a_row_that_waits_within_a_shard_under_way_is_not_begun(clock: Clock, ru
     assert [answered.place for answered in runner.answered] == [0], "a journal holds no expired row"
 
 
+def test_a_shard_under_way_takes_on_the_deadline_of_a_later_submission(
+    runs: Runs, invoke: Invoke, clock: Clock
+) -> None:
+    source = runs.write([f"row {row}" for row in range(4)])
+    submit(invoke, source, "--deadline", "1970-01-01T00:33:20+00:00")
+    runs.work(but=["jobs.score_shard"])
+    (job,) = runs.jobs
+    task = opened_task(runs.context(), job.func_name, job.args, job.kwargs)
+    requests = task.requests()
+    first = next(requests)
+
+    submit(invoke, source, "--deadline", "1970-01-01T01:06:40+00:00")
+    runs.work(but=["jobs.score_shard"])
+    write = task.keep({})
+    assert write is not None, "rows wait, so the deadline matters"
+    write()
+    clock.now = 3000.0
+    others = list(requests)
+    for index, request in enumerate([first, *others]):
+        task.deliver(index, [shout(request)])
+    task.result()
+    task.close()
+    assert [row["error"] for row in runs.rows()] == [None] * 4
+
+
 def test_rows_that_the_deadline_left_do_not_count_as_errors_for_the_limit(
     runs: Runs, invoke: Invoke, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -165,6 +192,15 @@ def test_a_job_that_begins_after_its_deadline_fails_by_name(runs: Runs) -> None:
         run_task(context, "jobs.complete", "a", deadline="soon")
 
 
+def test_a_job_that_another_worker_has_begun_goes_on_after_its_deadline(
+    runs: Runs, redis: Redis
+) -> None:
+    journal = JobJournal(redis, "begun", "owner", None, sent=[SentTokens(0, 0, [1])])
+    context = replace(runs.context(), journal=journal)
+    answer = run_task(context, "jobs.complete", "a", deadline=LONG_AGO)
+    assert answer["choices"][0]["text"] == "A"
+
+
 @given(st.integers(1, 10**6 - 1), st.sampled_from("smhd"))
 def test_durations_count_from_now_and_times_are_what_they_say(count: int, unit: str) -> None:
     seconds = count * {"s": 1, "m": 60, "h": 3600, "d": 86400}[unit]
@@ -187,6 +223,8 @@ def test_durations_count_from_now_and_times_are_what_they_say(count: int, unit: 
         "-1h",
         "1 h",
         "2026-12-01T08:00:00",
+        "1969-12-31T00:00:00Z",
+        "9999-12-31T00:00:00Z",
         "1y",
         True,
         0,
@@ -195,6 +233,7 @@ def test_durations_count_from_now_and_times_are_what_they_say(count: int, unit: 
         float("nan"),
         [],
         1e300,
+        10**400,
     ],
 )
 def test_what_is_no_deadline_is_refused(value: object) -> None:

@@ -12,6 +12,7 @@ import pytest
 from openai.types import Batch
 from openai.types.responses import Response
 
+from jobs.common.keys import API_BATCHES_KEY
 from tests.rq_workers import wait_until
 from tests.tokenmill.server.conftest import Served
 from tokenmill.server.batches.batch_runs import Batches
@@ -263,3 +264,31 @@ def test_an_upload_that_is_cut_leaves_nothing(served: Served) -> None:
     with pytest.raises(urllib.error.HTTPError, match="Bad Request"):
         urllib.request.urlopen(request, timeout=30)
     assert sorted(path.name for path in files.iterdir()) == before
+
+
+def test_a_cancelled_batch_whose_parts_cannot_be_read_hides_no_other_batch(served: Served) -> None:
+    asked = [line(f"a{number}") for number in range(ROWS_PER_SHARD)]
+    asked += [line("slow", prompt="hang")]
+    batch = create(served, upload(served, asked))
+    parts = served.folder / "default" / "batches" / batch.id / "run" / "_parts"
+    wait_until(lambda: list(parts.glob("part-*.parquet")))
+    (part,) = parts.glob("part-*.parquet")
+    part.unlink()
+    part.write_bytes(b"damaged")
+    served.client.batches.cancel(batch.id)
+    batch = ended(served, batch, status="cancelled")
+    assert batch.output_file_id is None
+    assert batch.id in [each.id for each in served.client.batches.list().data]
+
+
+def test_a_cancelled_batch_stays_so_if_its_planning_ends_after_redis_lost_the_run(
+    served: Served,
+) -> None:
+    batch = create(served, upload(served, [line("a", prompt="hang")]))
+    batch = ended(served, served.client.batches.cancel(batch.id), status="cancelled")
+    for entry in served.redis.zrange(API_BATCHES_KEY, 0, -1):  # type: ignore[union-attr]
+        record = json.loads(entry)
+        if record["id"] == batch.id:
+            assert served.redis.hdel(f"tokenmill:run:{record['run']}", "cancelled")
+            served.redis.hset(f"tokenmill:run:{record['run']}", "plan_error", "it was lost")
+    assert served.client.batches.retrieve(batch.id).status == "cancelled"

@@ -2,6 +2,7 @@
 
 import io
 import json
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +36,13 @@ def test_tokens_of_a_call_are_those_that_it_reads_and_may_generate() -> None:
     picture = {"type": "image_url", "image_url": {"url": "data:image/png;base64," + "A" * 10_000}}
     messages = [{"role": "user", "content": [picture]}]
     assert tokens_of("/v1/chat/completions", messages=messages, max_tokens=1) < 20
+
+
+def test_what_no_worker_would_take_makes_no_room_for_others() -> None:
+    assert tokens_of("/v1/completions", prompt="abcd", max_tokens=-1000) >= 1
+    assert tokens_of("/v1/completions", prompt="abcd", n=-5) >= 257
+    text = "data:" + "x" * 4000
+    assert tokens_of("/v1/completions", prompt=text, max_tokens=1) >= 1000, "this is no picture"
 
 
 def test_tokens_of_a_batch_are_those_of_its_lines(tmp_path: Path) -> None:
@@ -126,4 +134,63 @@ def test_calls_and_batches_share_a_limit(served: Served, tmp_path: Path) -> None
         wait_until(lambda: api.batches.retrieve(batch.id).status == "completed")
         api.completions.create(model="fake", prompt="x", max_tokens=400)
     finally:
+        served.redis.delete("tokenmill:api-keys", "tokenmill:api-limits")
+
+
+def test_a_retry_that_finds_no_room_is_answered_later_by_the_first_job(
+    served: Served, tmp_path: Path
+) -> None:
+    key = add_key(served.redis, "again", "")
+    try:
+        set_limits(served.redis, "again", ProjectLimits(tokens_queued=1000))
+        wait_until(lambda: needs_key(served))
+        api = client(served.address, key)
+        gate = tmp_path / "gate"
+
+        def complete(prompt: str, **options: Any) -> Any:
+            return api.completions.create(model="fake", prompt=prompt, max_tokens=600, **options)
+
+        keyed = {"extra_headers": {"Idempotency-Key": "retried"}}
+        first = complete("x", **keyed)
+        with ThreadPoolExecutor(1) as pool:
+            other = pool.submit(complete, f"file:{gate}")
+            wait_until(lambda: served.redis.hlen("tokenmill:api-tokens:again"))
+            with pytest.raises(openai.RateLimitError):
+                complete("x", **keyed)
+            gate.touch()
+            other.result()
+        assert complete("x", **keyed).id == first.id
+    finally:
+        served.redis.delete("tokenmill:api-keys", "tokenmill:api-limits")
+
+
+def test_a_job_that_goes_on_without_its_client_counts_until_it_ends(
+    served: Served, tmp_path: Path
+) -> None:
+    key = add_key(served.redis, "gone", "")
+    api = client(served.address, key)
+    try:
+        set_limits(served.redis, "gone", ProjectLimits(tokens_queued=1000))
+        wait_until(lambda: needs_key(served))
+        gate = tmp_path / "gate"
+        for is_streamed in (False, True):
+            with pytest.raises(openai.APITimeoutError):
+                api.completions.create(
+                    model="fake",
+                    prompt=f"file:{gate}",
+                    max_tokens=300,
+                    stream=is_streamed,
+                    extra_headers={"Idempotency-Key": f"left-{is_streamed}"},
+                    timeout=0.5,
+                )
+        wait_until(lambda: served.log.read_text().count("499, project gone") == 2)
+        with pytest.raises(openai.RateLimitError):
+            api.completions.create(model="fake", prompt="x", max_tokens=600)
+
+        gate.touch()
+        jobs = [name.decode() for name in served.redis.hkeys("tokenmill:api-tokens:gone")]  # type: ignore[union-attr]
+        wait_until(lambda: all(served.redis.exists(f"rq:results:{job}") for job in jobs))
+        api.completions.create(model="fake", prompt="x", max_tokens=600)
+    finally:
+        api.close()
         served.redis.delete("tokenmill:api-keys", "tokenmill:api-limits")

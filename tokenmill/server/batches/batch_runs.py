@@ -7,10 +7,11 @@
 The state of a batch is read from its run each time.
 """
 
+import logging
 import re
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, Self
 
@@ -35,6 +36,8 @@ from tokenmill.server.batches.file_store import (
     write_json,
 )
 from tokenmill.server.errors import ApiError
+
+logger = logging.getLogger("tokenmill")
 
 #: What the lines of a batch may ask for.
 EMBEDDINGS = "/v1/embeddings"
@@ -289,9 +292,13 @@ class Batches:
         """Read how the run stands, and submit one that Redis does not know."""
         run = self._run(project, batch)
         try:
-            return Standing.of(run.status())
+            standing = Standing.of(run.status())
         except UnknownRun:
             pass
+        else:
+            # A planning that goes on after Redis has lost the run does not know of the cancel, and fails.
+            has_lost_cancel = standing.status == "failed" and batch.cancelling_at is not None
+            return replace(standing, status="cancelled") if has_lost_cancel else standing
         ended = self._ended(project, batch)
         if ended is not None:  # Redis has forgotten the run, and the folder has it whole
             status = "expired" if ended.expired else "completed"
@@ -305,6 +312,17 @@ class Batches:
         except JobsError as error:
             return Standing("failed", reason=str(error))
 
+    def _answered_files(self, project: str, batch: Batch) -> set[str]:
+        """Return the names of a cancelled batch's files. It has none if its parts cannot be read, or the disk is full.
+
+        Other batches are listed with it, so that is no error.
+        """
+        try:
+            return write_answered_lines(self._folder(project, batch.id))
+        except (JobsError, OSError) as error:
+            logger.warning("%s: its answered lines cannot be written: %s", batch.id, error)
+            return set()
+
     def _shown(self, project: str, batch: Batch) -> dict[str, Any]:
         """Return OpenAI's object of a batch."""
         standing = self._standing(project, batch)
@@ -314,7 +332,7 @@ class Batches:
         has_output = has_ended and num_completed > 0
         has_errors = has_ended and standing.failed > 0
         if status == "cancelled":
-            written = write_answered_lines(self._folder(project, batch.id))
+            written = self._answered_files(project, batch)
             has_output = "output.jsonl" in written
             has_errors = "errors.jsonl" in written
         file_id = batch.id.replace("batch_", "file-", 1)

@@ -131,8 +131,8 @@ class BatchCalls:
             create = partial(self._batches.create, batch_id=made.id, admit=admit)
             try:
                 batch = await run_in_threadpool(create, project.name, body.value, most)
-            except ApiError:
-                await self._keys.forget(made)
+            except ApiError as error:
+                await self._keys.forget(made, error)
                 raise
         return JSONResponse(batch)
 
