@@ -106,7 +106,7 @@ class RowKeys:
         #: Names what all rows are asked. It changes with every value that decides answers, and with check functions.
         self.name = blake2b(text.encode("utf-8", "surrogatepass"), digest_size=SIZE).hexdigest()
 
-    def of(self, row: Row) -> bytes:
+    def key_of(self, row: Row) -> bytes:
         """Return a row's key, without a model. The row's prompt has the hashes of its pictures."""
         texts = [row.prompt, row.sampling, row.values]
         if row.pictures:

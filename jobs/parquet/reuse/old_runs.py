@@ -214,8 +214,8 @@ Opened = tuple[pa.Schema, Batches]
 class OldRuns:
     """The runs that a submission names, as they are now. Answers that come later are not seen.
 
-    reused: what is noted about each run. parts: their shards that have answers. plans: each run's plan. keys: an index
-    of all old rows. marks: the models that have answered.
+    reused: what the new run takes from each run. parts: the shards of all runs that have answers. plans: each run's
+    plan. keys: an index of all old rows. marks: the models that have answered.
     """
 
     def __init__(self, storage: Storage, outputs: Sequence[str], new: Plan) -> None:

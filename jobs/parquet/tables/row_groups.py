@@ -39,7 +39,7 @@ def write_groups(
 
 
 def grouped(slices: Iterable[tuple[int, int, T]]) -> Iterator[tuple[int, int, list[T]]]:
-    """Put slices together to row groups. Both come as (rows, bytes, content)."""
+    """Put slices together into row groups. Slices and groups are (rows, bytes, content)."""
     group_rows = 0
     group_bytes = 0
     group: list[T] = []
