@@ -301,7 +301,7 @@ class BatchWorker(BaseWorker):
     # Signals and commands
 
     def _install_signal_handlers(self) -> None:
-        """Start a warm shutdown at the first SIGINT or SIGTERM. Another one after a second or more starts a cold one."""
+        """Start a warm shutdown at the first SIGINT or SIGTERM. Another at least a second later starts a cold one."""
         signal.signal(signal.SIGINT, self.request_stop)
         signal.signal(signal.SIGTERM, self.request_stop)
 
