@@ -308,9 +308,8 @@ class BatchWorker(BaseWorker):
     def request_stop(self, signum: int, frame: FrameType | None) -> None:
         """Claim nothing more and finish what runs. While the model loads, leave at once."""
         if self._io is None:
-            self._is_stopped_early = (
-                True  # the code that runs in this thread now may swallow the error
-            )
+            # The code that runs in this thread now may swallow the error.
+            self._is_stopped_early = True
             raise SystemExit
         if self._shutdown_requested_date is None:
             self._stop_requested = self.get_state() == WorkerStatus.BUSY  # as RQ's own workers

@@ -159,13 +159,13 @@ def _shown(value: Any) -> str:
 
 
 def row_keys(key_of: Callable[[Row], bytes], rows: Iterable[Row | object]) -> Keys:
-    """Return the key of each row, without a model. What is no Row asks nothing."""
+    """Return the key of each row, without a model. A row that could not be read has the key of zeros."""
     keys = (key_of(row) if isinstance(row, Row) else bytes(SIZE) for row in rows)
     return as_keys(b"".join(keys)).copy()
 
 
 def model_mark(model: PinnedModel) -> Keys:
-    """Return the mark of a model, [1, 2]. It makes whole keys of keys; see `whole_keys`."""
+    """Return the mark of a model, [1, 2]. `whole_keys` joins it to the keys of rows."""
     return as_keys(blake2b(model.identity.encode(), digest_size=SIZE, person=b"model").digest())
 
 

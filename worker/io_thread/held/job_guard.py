@@ -63,7 +63,7 @@ class JobGuard:
     ) -> list[Reply]:
         """Make one call for many jobs, and return its replies.
 
-        If it raises, it is made again for each job by itself, to find the job at fault. No call doubles an effect.
+        If it raises, it is made again for each job by itself, to find the job at fault. So it must be safe to repeat.
         """
         if not items:
             return []
