@@ -101,19 +101,19 @@ def test_a_shard_under_way_takes_on_the_deadline_of_a_later_submission(
     runs: Runs, invoke: Invoke, clock: Clock
 ) -> None:
     source = runs.write([f"row {row}" for row in range(4)])
-    submit(invoke, source, "--deadline", "1970-01-01T00:33:20+00:00")
+    submit(invoke, source, "--deadline", "2023-11-14T22:30:00+00:00")
     runs.work(but=["jobs.score_shard"])
     (job,) = runs.jobs
     task = opened_task(runs.context(), job.func_name, job.args, job.kwargs)
     requests = task.requests()
     first = next(requests)
 
-    submit(invoke, source, "--deadline", "1970-01-01T01:06:40+00:00")
+    submit(invoke, source, "--deadline", "2023-11-14T23:30:00+00:00")
     runs.work(but=["jobs.score_shard"])
     write = task.keep({})
     assert write is not None, "rows wait, so the deadline matters"
     write()
-    clock.now = 3000.0
+    clock.now = 1_700_001_000.0
     others = list(requests)
     for index, request in enumerate([first, *others]):
         task.deliver(index, [shout(request)])
