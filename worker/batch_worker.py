@@ -301,16 +301,15 @@ class BatchWorker(BaseWorker):
     # Signals and commands
 
     def _install_signal_handlers(self) -> None:
-        """Make the first SIGINT or SIGTERM a warm shutdown, and a second one, after a second or more, a cold one."""
+        """Start a warm shutdown at the first SIGINT or SIGTERM. Another at least a second later starts a cold one."""
         signal.signal(signal.SIGINT, self.request_stop)
         signal.signal(signal.SIGTERM, self.request_stop)
 
     def request_stop(self, signum: int, frame: FrameType | None) -> None:
         """Claim nothing more and finish what runs. While the model loads, leave at once."""
         if self._io is None:
-            self._is_stopped_early = (
-                True  # the code that runs in this thread now may swallow the error
-            )
+            # The code that runs in this thread now may swallow the error.
+            self._is_stopped_early = True
             raise SystemExit
         if self._shutdown_requested_date is None:
             self._stop_requested = self.get_state() == WorkerStatus.BUSY  # as RQ's own workers

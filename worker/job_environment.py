@@ -74,7 +74,7 @@ class JobEnvironment:
         )
 
     def tell_failed(self, connection: Redis, claimed: ClaimedJob, error: str) -> None:
-        """If a run has failed with this job, tell those who asked to hear of the run's end. error: why."""
+        """Send a run's end notices if the run has failed with this job. error: why it failed."""
         tell_failed(connection, Lease(claimed.job_id, claimed.execution_id), error)
 
 

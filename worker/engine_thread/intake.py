@@ -339,7 +339,7 @@ def _refused(request_id: str, error: BaseException) -> Completion:
 def _size(request: Request) -> int:
     """Return the work for a request, counted in characters or token ids.
 
-    A chat's options count too, as do parameters, such as continuations, and the tokens of a resumed answer.
+    Sampling values and a chat's options count, because they may be long. So do the tokens that an answer goes on from.
     """
     size = len(request.continued)
     for token_ids in request.resumed.values():

@@ -17,7 +17,7 @@ from worker.io_thread.held.held_jobs import HeldJob, JobState
 from worker.io_thread.held.job_guard import JobGuard
 from worker.io_thread.parts import Parts
 from worker.io_thread.pool_calls import PoolCall, PoolCalls
-from worker.store.client import is_servers
+from worker.store.client import is_server_fault
 from worker.store.records.outcome import (
     EndStatus,
     FinishReply,
@@ -251,7 +251,7 @@ class JobEnds:
             try:
                 next_cursor = self._store.queue_dependents(claimed, cursor)
             except Exception as error:  # what cannot be read today cannot be read tomorrow
-                if is_servers(error):
+                if is_server_fault(error):
                     raise
                 self._log.error(
                     "job %s: its dependents cannot be queued: %s",

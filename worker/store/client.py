@@ -25,7 +25,7 @@ OUTAGES = (RedisConnectionError, RedisTimeoutError, OutOfMemoryError, ReadOnlyEr
 """Errors of the server, not of the command. The command may be tried again later."""
 
 
-def is_servers(error: BaseException) -> bool:
+def is_server_fault(error: BaseException) -> bool:
     """Whether the Redis server is to blame for an error, and not the values or keys of one job."""
     if isinstance(error, DataError):
         return False  # redis-py cannot encode a value

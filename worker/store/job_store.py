@@ -295,7 +295,7 @@ class JobStore:
         return entry
 
     def queue_dependents(self, claimed: ClaimedJob, cursor: int = 0) -> int:
-        """Queue a page of those dependents of an ended job that wait for nothing else.
+        """Queue the dependents of an ended job, page by page, if they wait for nothing else.
 
         cursor: the page, 0 for the first. Returns the next page's cursor, 0 after the last.
         A dependent is queued once, even by two calls, or if two jobs that it waited for end together. RQ would queue

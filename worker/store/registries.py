@@ -13,7 +13,7 @@ from rq.worker_registration import REDIS_WORKER_KEYS, WORKERS_BY_QUEUE_KEY
 
 from jobs.common.keys import JOURNALS_KEY, RQ, journal_key
 from jobs.common.rq_jobs import RATE_LIMITS_KEY
-from worker.store.client import is_servers
+from worker.store.client import is_server_fault
 from worker.store.scripts import Call, Scripts
 
 _BATCH = 200
@@ -53,7 +53,7 @@ class Registries:
         try:
             members: Any = list(self._client.smembers(key))
         except ResponseError as error:
-            if is_servers(error):
+            if is_server_fault(error):
                 raise
             return
         for start in range(0, len(members), _BATCH):
@@ -75,7 +75,7 @@ class Registries:
                 pipe.exists(journal)
                 pipe.hget(Job.redis_job_namespace_prefix.encode() + job_id, "status")
                 has_journal, status = pipe.execute(raise_on_error=False)
-            is_no_hash = isinstance(status, ResponseError) and not is_servers(status)
+            is_no_hash = isinstance(status, ResponseError) and not is_server_fault(status)
             if not has_journal or is_no_hash or status in (None, b"canceled"):
                 self._client.delete(journal)
                 self._client.srem(JOURNALS_KEY, job_id)

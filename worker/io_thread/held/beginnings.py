@@ -11,7 +11,7 @@ from worker.store.records.claimed_job import ClaimedJob
 
 
 class Beginnings:
-    """Shows in Redis which jobs have begun, those of a turn in one call. Used by the I/O thread only."""
+    """Shows in Redis which jobs have begun, by one call for each turn of the loop. Used by the I/O thread only."""
 
     def __init__(self, guard: JobGuard, clock: Callable[[], float] = time.monotonic) -> None:
         self._guard = guard

@@ -114,7 +114,7 @@ class EndWriter:
                     self._write_alone(store, end.job, end.outcome, state)
 
     def _batches(self) -> Iterator[list[_End]]:
-        """Yield the waiting ends in batches, without those that are written by themselves."""
+        """Yield the waiting ends in batches. Ends that are written alone are left out."""
         batch: list[_End] = []
         num_bytes = 0
         for number, end in self._waiting.items():

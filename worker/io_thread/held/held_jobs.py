@@ -124,7 +124,7 @@ class HeldJob:
         self.requests = self.open_task.requests()
 
     def run_function(self) -> None:
-        """Note that it is a function, which gets a thread."""
+        """Note that the job is a function, which gets a thread."""
         self.state = JobState.FUNCTION
         self.is_function = True
 

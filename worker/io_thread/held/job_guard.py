@@ -6,7 +6,7 @@ from typing import Any, Protocol, TypeVar
 
 from worker.io_thread.held.held_jobs import HeldJob
 from worker.metrics.tally import Tally
-from worker.store.client import is_servers
+from worker.store.client import is_server_fault
 from worker.store.records.claimed_job import ClaimedJob
 from worker.store.records.outcome import frames_of
 
@@ -63,14 +63,14 @@ class JobGuard:
     ) -> list[Reply]:
         """Make one call for many jobs, and return its replies.
 
-        If it raises, it is made again for each job by itself, to find the job at fault. No call doubles an effect.
+        If it raises, it is made again for each job by itself, to find the job at fault. So it must be safe to repeat.
         """
         if not items:
             return []
         try:
             return list(call(items))
         except Exception as error:  # the call is made for each item by itself below
-            if is_servers(error):
+            if is_server_fault(error):
                 raise
             self._log.error(
                 "a call for %d jobs is made again one by one: %s, at %s",
@@ -127,7 +127,7 @@ class _Guarded:
         pass
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> bool:
-        if not isinstance(error, Exception) or is_servers(error):
+        if not isinstance(error, Exception) or is_server_fault(error):
             return False
         self._guard.blame(self._job, error)
         return True

@@ -261,15 +261,16 @@ def check_containers(field_name: str, text: bytes, max_bytes: int) -> None:
     max_containers = max_bytes // BYTES_PER_CONTAINER
     if text.count(b"[") + text.count(b"{") <= max_containers:
         return
-    # Brackets in strings do not count. Without escapes, quotes alternate between begin and end. Two of them next to
-    # each other enclose nothing, or nothing between two strings, and can go.
+    # Brackets in strings do not count. Once escaped characters are gone, quotes begin and end strings in turn. Two
+    # quotes without a bracket between them change nothing, and go too.
     marks = (
         text.replace(b"\\\\", b"")
         .replace(b'\\"', b"")
         .translate(None, _NO_MARKS)
         .replace(b'""', b"")
     )
-    num_containers = sum(map(len, marks.split(b'"')[::2]))
+    outside_strings = marks.split(b'"')[::2]
+    num_containers = sum(map(len, outside_strings))
     if num_containers > max_containers:
         raise TooLarge(
             f"the {field_name} holds {num_containers} lists and objects, more than the limit of {max_containers}: "
