@@ -106,7 +106,7 @@ class RowAsk(Ask[Answer]):
 
     def key_of(self, row: Row) -> bytes:
         """Return a row's key without the model: see RowKeys."""
-        return self.keys.of(row)
+        return self.keys.key_of(row)
 
     def prepared(self, request: Request) -> Request:
         """Return a request with the run's time, so that its prompt is the same whenever it is asked."""

@@ -106,7 +106,7 @@ class RowKeys:
         #: Names what all rows are asked. It changes with every value that decides answers, and with check functions.
         self.name = blake2b(text.encode("utf-8", "surrogatepass"), digest_size=SIZE).hexdigest()
 
-    def of(self, row: Row) -> bytes:
+    def key_of(self, row: Row) -> bytes:
         """Return a row's key, without a model. The row's prompt has the hashes of its pictures."""
         texts = [row.prompt, row.sampling, row.values]
         if row.pictures:
@@ -159,13 +159,13 @@ def _shown(value: Any) -> str:
 
 
 def row_keys(key_of: Callable[[Row], bytes], rows: Iterable[Row | object]) -> Keys:
-    """Return the key of each row, without a model. What is no Row asks nothing."""
+    """Return the key of each row, without a model. A row that could not be read has the key of zeros."""
     keys = (key_of(row) if isinstance(row, Row) else bytes(SIZE) for row in rows)
     return as_keys(b"".join(keys)).copy()
 
 
 def model_mark(model: PinnedModel) -> Keys:
-    """Return the mark of a model, [1, 2]. It makes whole keys of keys; see `whole_keys`."""
+    """Return the mark of a model, [1, 2]. `whole_keys` joins it to the keys of rows."""
     return as_keys(blake2b(model.identity.encode(), digest_size=SIZE, person=b"model").digest())
 
 

@@ -6,7 +6,6 @@ import re
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence, Set
 from contextlib import closing, contextmanager
 from functools import partial
-from itertools import chain
 from typing import Any
 
 import pyarrow as pa
@@ -169,10 +168,20 @@ def _json_lines(lines: Iterable[str]) -> bytes:
 
 def write_csv(answers: Set[str], sink: Any, schema: pa.Schema, batches: Batches) -> None:
     """Write rows as CSV. Fields that some readers would take for several lines are quoted. answers: see _rows."""
-    header = [schema.names]
-    for rows in chain([header], (_rows(batch, answers) for batch in batches)):
-        lines = (",".join(map(_field, row)) or '""' for row in rows)  # a blank line would be no row
-        sink.write("".join(f"{line}\n" for line in lines).encode())
+    header = schema.names
+    sink.write(_csv_lines([header]))
+    for batch in batches:
+        sink.write(_csv_lines(_rows(batch, answers)))
+
+
+def _csv_lines(rows: Iterable[Sequence[Any]]) -> bytes:
+    lines = []
+    for row in rows:
+        line = ",".join(map(_field, row))
+        if not line:
+            line = '""'  # readers skip blank lines
+        lines.append(f"{line}\n")
+    return "".join(lines).encode()
 
 
 #: A field with one of these is quoted. Some readers take them for the end of a line, or for a mark of the file.

@@ -54,28 +54,30 @@ def embedding_size(spec: RunSpec, model: ServedModel) -> int:
 def output_schema(
     schema: pa.Schema, spec: RunSpec, path: str = "", embedding_size: int = 0
 ) -> pa.Schema:
-    """Return the output's columns: those kept of the input, then the answers'. Raises ColumnConflict, MissingColumn.
+    """Return the output's columns: the input's columns that are kept, then the columns of the answers.
 
-    schema: the input's schema. path: its first file, for errors.
+    schema: the input's schema. path: its first file, for errors. Raises ColumnConflict or MissingColumn.
     """
     for column in (*(spec.keep or ()), *(spec.drop or ())):
         if column not in schema.names:
             raise missing_column(column, path, schema)
-    chosen = columns_kept(spec).of(schema.names)
-    kept_names = [name for name in schema.names if chosen is None or name in chosen]
-    taken_names = set(kept_names)
+    names_to_keep = columns_kept(spec).chosen_from(schema.names)
+    if names_to_keep is None:
+        names_to_keep = schema.names
+    input_names = [name for name in schema.names if name in names_to_keep]
+    taken_names = set(input_names)
     answers = []
     for field, name in zip(answer_fields(spec, embedding_size), answer_names(spec), strict=True):
         if name in taken_names:
             raise errors.ColumnConflict(
                 name,
-                "rename it in the input, in its folders, or as filename_column, leave it out with `drop`, or "
-                "give the added columns another output_prefix",
+                "rename it where it comes from (a file, a folder's name or filename_column), leave it out with "
+                "`drop`, or give the added columns another output_prefix",
             )
         taken_names.add(name)
         answers.append(field.with_name(name))
 
-    fields = [_output_field(schema.field(name)) for name in kept_names]
+    fields = [_output_field(schema.field(name)) for name in input_names]
     return pa.schema([*fields, *answers], metadata=schema.metadata)
 
 

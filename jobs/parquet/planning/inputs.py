@@ -99,7 +99,7 @@ def _read_as_json(spec: RunSpec, look: "_Look") -> tuple[str, ...]:
     written: Sequence[str] = ()
     if spec.writes_lines:
         all_columns = list(look.kinds)
-        chosen = columns_kept(spec).of(all_columns)
+        chosen = columns_kept(spec).chosen_from(all_columns)
         written = all_columns if chosen is None else chosen
 
     as_json = []

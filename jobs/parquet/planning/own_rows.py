@@ -278,7 +278,7 @@ def find_matches(
 
         for shorter_ask, (number, mark) in product(shorter_asks, enumerate(marks)):
             missing = np.flatnonzero(has_key & (places < 0))
-            shorter_keys = row_keys(shorter_ask.of, [rows[row] for row in missing])
+            shorter_keys = row_keys(shorter_ask.key_of, [rows[row] for row in missing])
             places[missing] = old.keys.find(whole_keys(shorter_keys, mark))
             models[missing] = number
             matches.is_shorter[start + missing] = places[missing] >= 0

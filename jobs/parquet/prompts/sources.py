@@ -92,7 +92,7 @@ class RowSampling:
         """Yield the values of each row's columns, or its RowProblem."""
         return rows_without_null_keys(self.columns, rows)
 
-    def of(self, values: Mapping[str, Any]) -> str:
+    def as_json(self, values: Mapping[str, Any]) -> str:
         """Return a row's sampling values as JSON. Raises RowProblem. values: its columns' values."""
         sampling = {}
         for name, column in self._by_name.items():
@@ -226,7 +226,7 @@ class RowSource:
         assert isinstance(beside, dict)
         try:
             row = self._prompts.row(prompt_values, read)
-            sampling = "" if self._sampling is None else self._sampling.of(sampling_values)
+            sampling = "" if self._sampling is None else self._sampling.as_json(sampling_values)
         except RowProblem as problem:
             return problem
         except JobsError as problem:  # from a picture

@@ -121,9 +121,8 @@ class KnownKeys:
         self._second_halves = keys[:, 1]
         self._order = np.argsort(keys[:, 0], kind="stable").astype(np.uint32)
         self._first_halves = keys[self._order, 0]  # ascending
-        self._num_taken = np.zeros(
-            len(keys), np.uint32
-        )  # at the first of equal keys: how many of these were found
+        #: How many of several equal keys were found, at the place of the first of them.
+        self._num_taken = np.zeros(len(keys), np.uint32)
 
     def forget(self, places: Places) -> None:
         """Remove the keys at these places, so that they are no longer found."""
@@ -214,8 +213,8 @@ Opened = tuple[pa.Schema, Batches]
 class OldRuns:
     """The runs that a submission names, as they are now. Answers that come later are not seen.
 
-    reused: what is noted about each run. parts: their shards that have answers. plans: each run's plan. keys: an index
-    of all old rows. marks: the models that have answered.
+    reused: what the new run takes from each run. parts: the shards of all runs that have answers. plans: each run's
+    plan. keys: an index of all old rows. marks: the models that have answered.
     """
 
     def __init__(self, storage: Storage, outputs: Sequence[str], new: Plan) -> None:

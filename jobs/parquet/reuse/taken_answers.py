@@ -1,4 +1,4 @@
-"""Answers that a shard's rows have before it is asked, as logs (answer_log.py) that lie there until the run ends.
+"""Answers that rows have before their shard is asked. They are logs (answer_log.py), kept until the run ends.
 
 Planning takes answers from earlier runs and puts their logs beside the plan. The first model of a cascade keeps its
 answers for the job that asks the second one; these lie beside the journals, and later runs read them as journals.

@@ -121,9 +121,9 @@ def rendered_shards(
 def shard_readers(
     storage: Storage, plan: Plan, shards: Iterable[int], columns: ColumnChoice = ALL_COLUMNS
 ) -> Iterator[tuple[int, RowReader]]:
-    """Yield each shard that has rows, and a reader that has not passed it.
+    """Yield each shard that has rows, and a reader that can still reach them.
 
-    A shard gets the reader of the shard before it, if that one leads on to it.
+    A shard gets the same reader as the shard before it where possible. A reader only moves forwards.
     """
     reader = None
     file = -1

@@ -60,7 +60,7 @@ class ColumnChoice(NamedTuple):
     names: Sequence[str] | None = None
     without: Sequence[str] = ()
 
-    def of(self, columns: Sequence[str]) -> list[str] | None:
+    def chosen_from(self, columns: Sequence[str]) -> list[str] | None:
         """Return which of a file's columns are chosen; None for all of them."""
         if self.names is not None:
             as_json = [AS_JSON + name for name in self.names]

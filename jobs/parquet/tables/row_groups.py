@@ -39,7 +39,7 @@ def write_groups(
 
 
 def grouped(slices: Iterable[tuple[int, int, T]]) -> Iterator[tuple[int, int, list[T]]]:
-    """Put slices together to row groups. Both come as (rows, bytes, content)."""
+    """Put slices together into row groups. Slices and groups are (rows, bytes, content)."""
     group_rows = 0
     group_bytes = 0
     group: list[T] = []
@@ -114,7 +114,8 @@ class RowBuckets(ExitStack):
             stream.close()
             with pa.memory_map(path) as source:
                 table = pa.ipc.open_stream(source).read_all()
-                ranks = np.argsort(np.argsort(table[_PLACE.name].to_numpy()))
+                order_of_rows = np.argsort(table[_PLACE.name].to_numpy())
+                ranks = np.argsort(order_of_rows)  # each row's number in the sorted table
                 num_rows = min(READ_ROWS, max(1, len(ranks) * BATCH_BYTES // max(1, table.nbytes)))
                 for start in range(0, len(ranks), num_rows):
                     # A few rows at a time: `take` joins a column's chunks, and a joined column holds at most

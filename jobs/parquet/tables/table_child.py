@@ -77,7 +77,7 @@ def read(question: Mapping[str, Any], source: Any) -> Replies:
     """
     with _parquet_file(source) as file:
         yield {}, file.schema_arrow.serialize().to_pybytes()
-        columns = ColumnChoice(*question["columns"]).of(file.schema_arrow.names)
+        columns = ColumnChoice(*question["columns"]).chosen_from(file.schema_arrow.names)
         skip = question["skip"]
         groups = range(question["first_group"], file.metadata.num_row_groups)
         sizes = (

@@ -160,7 +160,7 @@ def _has_bytes(schema: pa.Schema | None, columns: ColumnChoice) -> bool:
     """Whether a chosen column holds bytes."""
     if schema is None:
         return False
-    names = columns.of(schema.names) or schema.names
+    names = columns.chosen_from(schema.names) or schema.names
     return any(holds(schema.field(name).type, is_bytes) for name in names if name != PROBLEM)
 
 

@@ -57,7 +57,7 @@ class Template:
         check_shard(sum(map(len, self.texts)), "pieces of the template", rows, MAX_SHARD_PIECES)
 
     def filled_chars(self, values: Mapping[str, object]) -> int:
-        """Return how many characters `fill` would build. They may be many: a long value may stand there often."""
+        """Return how many characters `fill` would build. A template may repeat a long value many times."""
         sizes: dict[str | None, int] = {None: 0}
         for column, value in values.items():
             sizes[column] = len(f"{value}")
@@ -94,10 +94,8 @@ def _parse_text(text: str, text_name: str) -> Pieces:
             is_plain = column is None or (
                 0 < len(column) <= MAX_NAME_CHARS and not set(column) & set(".[]")
             )
-            is_tag = (
-                column is not None and column.startswith("%") and column.endswith("%")
-            )  # Jinja's
-            if form or conversion or not is_plain or is_tag:
+            is_jinja_tag = column is not None and column.startswith("%") and column.endswith("%")
+            if form or conversion or not is_plain or is_jinja_tag:
                 field = 1 + sum(column is not None for _, column in pieces)
                 raise InvalidJob(f"{text_name}: field {field} is no plain column name; {BRACES}")
             pieces.append((literal, column))

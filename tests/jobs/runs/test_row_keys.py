@@ -41,7 +41,7 @@ def test_where_rows_come_from_and_how_they_are_written_is_not_in_their_keys(
     other: dict[str, Any],
 ) -> None:
     base = {} if "sampling" not in other else {"sampling": {"temperature": 0.0}}
-    assert keys_of(**other).of(ROW) == keys_of(**base).of(ROW)
+    assert keys_of(**other).key_of(ROW) == keys_of(**base).key_of(ROW)
 
 
 def test_what_decides_an_answer_is_in_the_key() -> None:
@@ -59,13 +59,13 @@ def test_what_decides_an_answer_is_in_the_key() -> None:
         {"prompts": prompts},
         {"prompts": prompts, "defaults": {"text": "-"}},
     ]
-    assert len({keys_of(**each).of(ROW) for each in asked}) == len(asked)
+    assert len({keys_of(**each).key_of(ROW) for each in asked}) == len(asked)
 
 
 def test_the_order_of_a_schemas_properties_is_in_the_key() -> None:
     def key(*names: str) -> bytes:
         schema = {"type": "object", "properties": {name: {"type": "string"} for name in names}}
-        return keys_of(sampling={"structured_outputs": {"json": schema}}).of(ROW)
+        return keys_of(sampling={"structured_outputs": {"json": schema}}).key_of(ROW)
 
     assert key("reason", "label") != key("label", "reason")
 
@@ -79,11 +79,11 @@ def test_the_order_of_a_schemas_properties_is_in_the_key() -> None:
 )
 def test_rows_that_ask_otherwise_have_other_keys(rows: list[tuple[str, str, str]]) -> None:
     keys = keys_of()
-    assert len({keys.of(Row(*row)) for row in rows}) == len(rows)
+    assert len({keys.key_of(Row(*row)) for row in rows}) == len(rows)
 
 
 def test_a_key_is_the_same_in_every_process_and_version() -> None:
-    assert keys_of().of(ROW).hex() == "96ce01518be388440cb2ffeec57a0364"
+    assert keys_of().key_of(ROW).hex() == "96ce01518be388440cb2ffeec57a0364"
     assert (
         model_mark(PinnedModel("m", "fingerprint", "float32")).tobytes().hex()
         == "57a72c1ec364dc5be43d42d98cae832c"
