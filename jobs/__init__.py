@@ -52,8 +52,9 @@ def __getattr__(name: str) -> Any:
 def complete(prompt: str | list[Any] | None = None, **options: Any) -> dict[str, Any]:
     """Complete a string, token ids, or a list of either; return OpenAI's `text_completion`.
 
-    options: those of engine.SamplingParams; prompt_template, instead of a prompt; model, the served one's name. Raises
-    InvalidJob, AnswerMissing, or RequestFailed naming the prompt that the engine refused.
+    options: the fields of engine.SamplingParams. `prompt_template` takes the place of a prompt. `model` is the name of
+    the served model. Raises InvalidJob, AnswerMissing, or RequestFailed, which names the prompt that the engine
+    refused.
     """
     return run_job("jobs.complete", (prompt,), options)
 
@@ -72,8 +73,8 @@ def classify(
     """Give the exact probability of each label behind a prompt or a chat, by one prefill.
 
     Returns `{"object": "classification", "label", "probabilities": {label: p}, "usage", "model", ...}`.
-    options: messages, chat_template_kwargs, tools, and templates as in `chat`; calibrate: subtract what labels have
-    behind a prompt without content (Zhao et al. 2021); truncate_prompt_tokens; model. Raises as `complete`.
+    options: messages, chat_template_kwargs, tools, truncate_prompt_tokens, model, and the templates of `chat`.
+    `calibrate` subtracts what each label has behind a prompt without content (Zhao et al. 2021). Raises as `complete`.
     """
     return run_job("jobs.classify", (prompt, labels), options)
 

@@ -1,6 +1,6 @@
-"""What jobs need of the engine and of the worker, which import this package: found as entry points.
+"""Finds, as entry points, what jobs need of engine and worker. Both import this package, so it imports neither.
 
-So a producer's `import jobs` loads neither, and a stock `rq worker` runs our jobs all the same.
+A producer's `import jobs` loads neither, and a stock `rq worker` runs our jobs all the same.
 """
 
 from collections.abc import Mapping, Sequence

@@ -1,4 +1,4 @@
-"""What a child does that checks answers. It imports no more than a check needs."""
+"""Checks answers in a child process. Imports no more than a check needs."""
 
 import inspect
 import json

@@ -50,9 +50,9 @@ class JobJournal:
             return []
 
     def with_sent(self, tokens: Mapping[int, Sequence[int]]) -> dict[int, list[int]]:
-        """Return the tokens of a prompt's samples, gone on with by those that were sent.
+        """Return the tokens of a prompt's samples: the journal's, and then those that were sent to a client.
 
-        tokens: what the journal has, by sample. Where it has others, the sent ones stand.
+        tokens: the journal's tokens, by sample. Where the two differ, the sent ones count.
         """
         merged = {sample: list(token_ids) for sample, token_ids in tokens.items()}
         for sample, num_before, token_ids in self.sent:

@@ -1,4 +1,4 @@
-"""What an item is: a generator that yields what it needs and returns its answer. And what a job asks of its items."""
+"""Defines items, generators that yield what they need and return an answer, and what a job asks of each item."""
 
 from collections.abc import Generator, Sequence
 from dataclasses import dataclass

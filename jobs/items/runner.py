@@ -293,7 +293,7 @@ class ItemRunner(Generic[T]):
             make().close()
 
     def _let_expire(self, entry: Entry[T]) -> bool:
-        """Answer an item that is not begun any more; return whether that is so.
+        """Answer an item without beginning it, if the deadline has passed. Return whether it has.
 
         A journal does not get the answer, because a later submission may have a later deadline.
         """

@@ -208,7 +208,7 @@ FOR_OPERATORS = frozenset({"metadata", "prompt_cache_key", "safety_identifier", 
 
 
 def without_neutral(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return values without those that change nothing, under our names. Raises InvalidJob for one that is not built."""
+    """Return values under our names, without values that change nothing. Raises InvalidJob for one not built yet."""
     used: dict[str, Any] = {}
     for name, value in values.items():
         if name not in NEUTRAL and name not in FOR_OPERATORS:

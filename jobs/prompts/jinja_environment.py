@@ -49,7 +49,7 @@ def _written(value: Any) -> str:
 
 class _Generator(CodeGenerator):
     def visit_Concat(self, node: nodes.Concat, frame: Frame) -> None:
-        """Write a concatenation that gives each value the text that it has elsewhere."""
+        """Write code for `~` that gives each value the same text as `{{ value }}` does."""
         self.write("environment.joined('', (")
         for part in node.nodes:
             self.visit(part, frame)

@@ -49,7 +49,7 @@ BREAK = "\ufdd0\ufdd1"
 
 
 def as_values(value: Any, control_tokens: Collection[str]) -> Any:
-    """Return the values that fill a template, with BREAK in each control token that they spell."""
+    """Return a template's values. BREAK goes into each control token that they spell, so that it stays text."""
     return _spellings(tuple(control_tokens)).broken(value) if control_tokens else value
 
 

@@ -1,4 +1,4 @@
-"""Reads from an output folder which run it belongs to, and how that stands, without Redis. Needs no pyarrow."""
+"""Reads a run's identity and state from its output folder, without Redis. Needs no pyarrow."""
 
 import json
 import os

@@ -31,7 +31,7 @@ def split_way(values: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]
 
 
 def way_of(options: Mapping[str, Any]) -> Way | None:
-    """Return the way that parsed options ask for, if there are any. Raises InvalidJob for those of two."""
+    """Return the way that parsed options ask for, if there are any. Raises InvalidJob for options of two ways."""
     if not options:
         return None
     ways: list[Way] = []

@@ -7,7 +7,7 @@ from jobs.tasks import Completion
 
 @dataclass
 class Votes:
-    """The samples of a prompt, with those that give each answer.
+    """The samples of a prompt, grouped by the answer that they give.
 
     agree: the share of samples that an answer needs. max_samples: how many there may be.
     """

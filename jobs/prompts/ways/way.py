@@ -1,4 +1,4 @@
-"""What a way is from a prompt to its answer, beside asking it once."""
+"""Defines ways: how a prompt gets its answer, other than by being asked once."""
 
 import abc
 from collections.abc import Callable, Mapping, Sequence

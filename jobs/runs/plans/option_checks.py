@@ -58,7 +58,7 @@ _OF_BATCHES = {
 
 
 def check_batch(arguments: Mapping[str, Any]) -> None:
-    """Raise InvalidJob for an argument that the lines of batch files say, or that fits no such run."""
+    """Raise InvalidJob for an argument that a batch file's lines set, or that no run of them can have."""
     for name, value in arguments.items():
         if name in _BESIDE_BATCHES or value in (None, False, "", [], {}):
             continue

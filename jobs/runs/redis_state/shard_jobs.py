@@ -76,7 +76,7 @@ class EarlierJob:
 def read_earlier(
     connection: Redis, job_ids: Sequence[str], queue: rq_jobs.QueueKeys | None = None
 ) -> list[EarlierJob]:
-    """Return those jobs that Redis has, all at one moment. queue: a queue on which they are looked for too."""
+    """Return the jobs that Redis has, all read at one moment. queue: where to look for them, too."""
     keys = () if queue is None else (queue.waiting, queue.popped)
     with connection.pipeline() as pipe:
         for key in keys:

@@ -1,4 +1,4 @@
-"""Keeps a run's state in Redis: what the CLI shows, and the count by which the last shard knows that it is the last.
+"""Keeps a run's state in Redis: what the CLI shows, and the count of parts, which tells the last shard to end the run.
 
 Nothing here is needed to resume. Parts on disk are the truth, and the planner rebuilds these keys from them.
 
