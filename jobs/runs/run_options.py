@@ -7,6 +7,9 @@ from typing import Any, Literal, TypedDict
 from jobs.context.deadlines import Deadline
 
 Path = str | os.PathLike[str]
+BatchEndpoint = Literal[
+    "/v1/chat/completions", "/v1/completions", "/v1/embeddings", "/v1/responses"
+]
 
 
 class RunOptions(TypedDict, total=False):
@@ -120,6 +123,9 @@ class RunOptions(TypedDict, total=False):
     separate_reasoning: bool
     """Whether the reasoning has a column of its own."""
 
+    parallel_tool_calls: bool
+    """Whether an answer may call several tools at once; by default it may."""
+
     # What is made of answers
 
     check: Mapping[str, Any]
@@ -169,6 +175,8 @@ class RunOptions(TypedDict, total=False):
     """The name of a column that is added and holds each row's file."""
     model_alias: str | Sequence[str]
     """Models that batch files name, for the served one; "*" for any."""
+    batch_endpoint: BatchEndpoint
+    """The only endpoint that lines of batch files may ask. Others get an error."""
     inline_pictures: bool
     """Whether lines of batch files that name a picture's file are refused."""
     limit: int
