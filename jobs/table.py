@@ -62,10 +62,11 @@ def task_of(
         raise InvalidJob(
             f"{function_name}: the job holds no list of arguments and mapping of keyword arguments"
         )
-    task_arguments = dict(kwargs or {})
+    task_arguments: Mapping[str, Any] = kwargs or {}
     deadline = None
-    if function_name not in _FILE_JOBS:
-        deadline = task_arguments.pop("deadline", None)
+    if "deadline" in task_arguments and function_name not in _FILE_JOBS:
+        task_arguments = dict(task_arguments)
+        deadline = task_arguments.pop("deadline")
     try:
         task = factory(*args, **task_arguments)
     except TypeError:

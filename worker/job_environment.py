@@ -10,7 +10,7 @@ from redis import Redis
 from engine import InvalidRequest, SamplingParams
 from jobs.common.keys import FORMAT
 from jobs.context import JobContext, Lease
-from jobs.context.job_journal import JobJournal
+from jobs.context.job_journal import JobJournal, short_name
 from jobs.context.served_model import PromptMeter
 from jobs.errors import InvalidJob
 from jobs.runs.end_notices import tell_failed
@@ -61,16 +61,9 @@ class JobEnvironment:
         # The payload's texts stand for their tokens, because the model's pin covers its tokenizer, its chat template
         # and the length at which `truncate_prompt_tokens` cuts.
         owner = f"{FORMAT} {claimed.job_id} {created_at} {payload_digest} {self.lent.model.pin}"
-        owner_digest = blake2b(owner.encode(), digest_size=8).hexdigest()
-        sent = sent_tokens(claimed.pieces, owner_digest) if claimed.pieces else ()
+        sent = sent_tokens(claimed.pieces, short_name(owner)) if claimed.pieces else ()
         return JobJournal(
-            connection,
-            claimed.job_id,
-            owner,
-            claimed.journal,
-            claimed.execution_id,
-            owner_digest,
-            sent,
+            connection, claimed.job_id, owner, claimed.journal, claimed.execution_id, sent
         )
 
     def tell_failed(self, connection: Redis, claimed: ClaimedJob, error: str) -> None:

@@ -3,6 +3,7 @@
 import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from hashlib import blake2b
 from typing import Any, NamedTuple
 
 from redis import Redis
@@ -11,6 +12,11 @@ from jobs.common.keys import JOURNAL_TTL_S, JOURNALS_KEY, executions_key, journa
 
 #: The most bytes of one job's journal. It is written whole each time, and read with the job's claim.
 MAX_BYTES = 256 << 10
+
+
+def short_name(owner: str) -> str:
+    """Return a short name of a journal's owner, which stands beside sent tokens."""
+    return blake2b(owner.encode(), digest_size=8).hexdigest()
 
 
 class SentTokens(NamedTuple):
@@ -27,8 +33,7 @@ class JobJournal:
 
     owner: a text that names the job, its time of creation, its payload and its model. stored: the key's value when the
     job was claimed; None if it had none. execution_id: the journal is written only while this execution holds the job;
-    None for always. owner_digest: a short name of the owner. sent: what earlier executions of a followed job have sent,
-    in that order.
+    None for always. sent: what earlier executions of a followed job have sent, in that order.
     """
 
     connection: Redis
@@ -36,8 +41,12 @@ class JobJournal:
     owner: str
     stored: bytes | None
     execution_id: str | None = None
-    owner_digest: str = ""
     sent: Sequence[SentTokens] = ()
+
+    @property
+    def owner_digest(self) -> str:
+        """Return a short name of the owner."""
+        return short_name(self.owner)
 
     def read(self) -> list[Any]:
         """Return the prompts' records as they were written. Empty if it is damaged, or another job's."""

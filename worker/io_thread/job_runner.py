@@ -189,7 +189,7 @@ class JobRunner:
             return
         job.open(is_file=task.blocking)
         context = self._environment.context(job.claimed, self._clients.pool)
-        if context.journal is not None:
+        if context.journal is not None and job.claimed.record.is_followed:
             job.owner_digest = context.journal.owner_digest
         if job.is_file:
             self._files.open(job, task, context, self._opened)

@@ -42,8 +42,8 @@ if #earlier > 0 then
   for i = 1, #earlier, 2 do
     local id, eid = earlier[i], token .. string.format('%08x', (i + 1) / 2)
     if is_open(queue, id, eid) then
-      local deaths, journal, pieces = left_of(id)
-      claimed[#claimed + 1] = {id, eid, job_hash(id), deaths, earlier[i + 1], journal, pieces}
+      local deaths, journal = left_of(id)
+      claimed[#claimed + 1] = {id, eid, job_hash(id), deaths, earlier[i + 1], journal, pieces_of(id)}
     end
   end
   return {claimed, 0, '', '', 0, args.epoch}
@@ -106,7 +106,7 @@ end
 local function consider(id)
   local fields = call(
     'HMGET', 'rq:job:' .. id, 'status', 'enqueued_at', 'sequences', 'tokenmill_model', 'tokenmill_kind',
-    'tokenmill_format'
+    'tokenmill_format', 'tokenmill_stream'
   )
   -- A hash without the fields that every enqueueing writes may be what a late write left of a deleted job.
   if not (fields[1] and fields[2]) and call('HSTRLEN', 'rq:job:' .. id, 'data') == 0 then return end
@@ -125,7 +125,8 @@ local function consider(id)
     files_left = files_left + (fields[5] == 'file' and 1 or 0)
     return
   end
-  local deaths, journal, pieces = left_of(id)
+  local deaths, journal = left_of(id)
+  local pieces = fields[7] and pieces_of(id) or {} -- most jobs are not followed, which saves a command
   local is_suspect = deaths >= args.suspect_deaths
   local num_sequences = math.max(1, tonumber(fields[3]) or 1)
   if is_suspect and (not args.takes_suspects or #claimed > 0) then

@@ -2,19 +2,23 @@
 -- memory, or has more than `max_hash_fields` fields, it returns only the bytes of memory, as a number.
 local bytes_read = 0
 
--- How many workers have died with a job, the journal that an earlier execution of it has left, or false, and the pieces
--- of its text that earlier ones have sent.
+-- How many workers have died with a job, and the journal that an earlier execution of it has left, or false.
 -- The key tokenmill:deaths:<job> stays until the job is set aside, or no worker has died with it for a week. A field of
 -- the job's hash could not be trusted, as producers write there.
 local function left_of(id)
   local deaths, journal = unpack(call('MGET', 'tokenmill:deaths:' .. id, 'tokenmill:journal:' .. id))
   bytes_read = bytes_read + (journal and #journal or 0)
+  return tonumber(deaths or '') or 0, journal
+end
+
+-- The pieces of a followed job's text that earlier executions of it have sent.
+local function pieces_of(id)
   local is_stream, pieces = tried(call, 'XRANGE', 'tokenmill:text:' .. id, '-', '+')
-  if not is_stream then pieces = {} end
+  if not is_stream then return {} end
   for _, piece in ipairs(pieces) do
     for _, value in ipairs(piece[2]) do bytes_read = bytes_read + #value end
   end
-  return tonumber(deaths or '') or 0, journal, pieces
+  return pieces
 end
 
 local function job_hash(id)

@@ -1,7 +1,7 @@
 -- Shared head of claim.lua and release.lua: `open_execution` makes this worker the holder of a job.
 -- The lease is the time to live of the execution hash; only release.lua acts on its end. Until the job begins
 -- (renew.lua), it looks as it did in the queue.
--- deaths, journal, pieces: what left_of returns. It is called if they are not given.
+-- deaths, journal, pieces: what left_of and pieces_of return. They are called if these are not given.
 local function open_execution(queue, id, eid, deaths, journal, pieces)
   local job, execution, executions = 'rq:job:' .. id, 'rq:execution:' .. id .. ':' .. eid, 'rq:executions:' .. id
   -- If the job was enqueued again while it was held, the earlier execution holds it no longer (see holding.lua).
@@ -14,6 +14,9 @@ local function open_execution(queue, id, eid, deaths, journal, pieces)
   -- A job's ttl bounds its time in the queue, not its run.
   call('PERSIST', job)
   call('HDEL', job, 'tokenmill_progress') -- it belongs to an earlier execution
-  if not deaths then deaths, journal, pieces = left_of(id) end
+  if not deaths then
+    deaths, journal = left_of(id)
+    pieces = pieces_of(id)
+  end
   return {id, eid, job_hash(id), deaths, '', journal, pieces}
 end
