@@ -4,7 +4,7 @@ import pytest
 from redis import Redis
 from rq import Queue
 
-from jobs.common.keys import JOURNAL_TTL_S
+from jobs.common.keys import JOURNAL_TTL_S, STREAM_FIELD
 from tests.worker.stores import claim, end_leases, succeeded, take_up_abandoned, worker_store
 from worker.store.records.text_piece import NUM_VALUES, TextPiece, sent_tokens
 
@@ -14,7 +14,8 @@ SECOND = TextPiece(0, "text", 2, "c", 2, [3], "me")
 
 
 def test_the_next_worker_gets_the_tokens_of_what_was_sent(redis: Redis, bulk: Queue) -> None:
-    bulk.enqueue("f", job_id="followed")
+    job = bulk.enqueue("f", job_id="followed")
+    redis.hset(job.key, STREAM_FIELD, "1")
     killed = worker_store(redis, "killed")
     (held,) = claim(killed)
     assert held.pieces == []
