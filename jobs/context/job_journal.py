@@ -2,11 +2,12 @@
 
 import json
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from hashlib import blake2b
 from typing import Any, NamedTuple
 
-from redis import Redis
+from redis import Redis, WatchError
 
 from jobs.common.keys import JOURNAL_TTL_S, JOURNALS_KEY, executions_key, journal_key
 
@@ -78,14 +79,14 @@ class JobJournal:
             line = json.dumps(record)
             if len(contents) + len(line) < MAX_BYTES:
                 contents += "\n" + line
-        if self._is_held():
-            with self.connection.pipeline(transaction=False) as pipe:
-                pipe.set(journal_key(self.job_id), contents, ex=JOURNAL_TTL_S)
-                pipe.sadd(JOURNALS_KEY, self.job_id)
+        executions = executions_key(self.job_id)
+        with self.connection.pipeline() as pipe:
+            # A job may end between the look and the write, and its journal goes with it.
+            pipe.watch(executions)  # type: ignore[no-untyped-call]
+            if self.execution_id is not None and pipe.zscore(executions, self.execution_id) is None:
+                return
+            pipe.multi()
+            pipe.set(journal_key(self.job_id), contents, ex=JOURNAL_TTL_S)
+            pipe.sadd(JOURNALS_KEY, self.job_id)
+            with suppress(WatchError):
                 pipe.execute()
-
-    def _is_held(self) -> bool:
-        if self.execution_id is None:
-            return True
-        key = executions_key(self.job_id)
-        return self.connection.zscore(key, self.execution_id) is not None
