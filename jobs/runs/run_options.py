@@ -108,8 +108,6 @@ class RunOptions(TypedDict, total=False):
     """The number of likeliest tokens, as a chat of OpenAI's names it."""
     logprob_type: Literal["float32", "float16"]
     """How log probabilities are written."""
-    echo: bool
-    """Refused for runs: a row holds its prompt."""
     skip_special_tokens: bool
     """Whether special tokens are left out of a completion's text; by default they are."""
     spaces_between_special_tokens: bool

@@ -1,0 +1,95 @@
+"""What one look at a queue leaves for the next one: how fast its runs go, and what the first job of each has waited."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Self
+
+from worker.store.fair_order import PlacedJob
+
+_RATE_OVER_S = 600.0
+"""How far back the rate goes by which deadlines are judged."""
+
+_SAMPLE_EVERY_S = 20.0
+"""Seconds between two samples that stay."""
+
+_RESTED_S = 20.0
+"""After such a time without a look, no run was waiting, and the rate of before says nothing."""
+
+_MOST_REMEMBERED = 200
+"""The jobs at the front whose places are remembered. If more are claimed between two looks, waiting counts for less."""
+
+
+@dataclass
+class OrderMemory:
+    """What the last look at a queue leaves for the next one.
+
+    last: the last job that was put in order. urgent: the runs that came first. rows_of: the finished rows of each run.
+    samples: pairs of a time and the rows that were finished until then, the earliest first. front: the ids of the first
+    jobs, with the ends of their places. heads: each run's first job, with the rows that its share should have had while
+    this job was the first.
+    """
+
+    last: str = ""
+    urgent: list[str] = field(default_factory=list)
+    rows_of: dict[str, int] = field(default_factory=dict)
+    samples: list[tuple[float, float]] = field(default_factory=list)
+    front: list[tuple[str, float]] = field(default_factory=list)
+    heads: dict[str, tuple[str, float]] = field(default_factory=dict)
+
+    @classmethod
+    def from_object(cls, fields: Mapping[str, Any]) -> Self:
+        """Read what the last look has left; nothing if it cannot be read."""
+        try:
+            samples = [(float(at), float(rows)) for at, rows in fields["samples"]]
+            rows_of = {str(run): int(rows) for run, rows in fields["rows_of"].items()}
+            front = [(str(job_id), float(end)) for job_id, end in fields["front"]]
+            heads = {}
+            for run, (job_id, rows) in fields["heads"].items():
+                heads[str(run)] = (str(job_id), float(rows))
+            return cls(str(fields["last"]), list(fields["urgent"]), rows_of, samples, front, heads)
+        except (KeyError, TypeError, ValueError, AttributeError):
+            return cls()
+
+    @property
+    def rows_per_s(self) -> float:
+        """Return the rate of the queue's runs; 0 if it is not known."""
+        if len(self.samples) < 2:
+            return 0.0
+        began_at, rows_before = self.samples[0]
+        ended_at, rows = self.samples[-1]
+        return (rows - rows_before) / (ended_at - began_at) if ended_at > began_at else 0.0
+
+    def see(self, rows_of: dict[str, int], now: float) -> None:
+        """Count the rows that were finished since the last look."""
+        if self.samples and now - self.samples[-1][0] > _RESTED_S:
+            self.samples.clear()
+        new_rows = sum(max(0, rows - self.rows_of.get(run, rows)) for run, rows in rows_of.items())
+        self.rows_of = rows_of
+        rows = (self.samples[-1][1] if self.samples else 0.0) + new_rows
+        self.samples = [sample for sample in self.samples if now - sample[0] <= _RATE_OVER_S]
+        is_fresh = len(self.samples) > 1 and now - self.samples[-2][0] < _SAMPLE_EVERY_S
+        if is_fresh:
+            self.samples.pop()
+        self.samples.append((now, rows))
+
+    def waited(self, run_of: Mapping[str, str]) -> dict[str, float]:
+        """Return the rows that each run's share should have had while its first job waited.
+
+        run_of: the run of each job in the queue, in the queue's order.
+        """
+        claimed_ends = [end for job_id, end in self.front if job_id not in run_of]
+        new_rows = max(claimed_ends, default=0.0)
+        heads: dict[str, tuple[str, float]] = {}
+        for job_id, run in run_of.items():
+            if run in heads:
+                continue
+            known_id, rows = self.heads.get(run, ("", 0.0))
+            heads[run] = (job_id, rows + new_rows if known_id == job_id else 0.0)
+        self.heads = heads
+        return {run: rows for run, (_, rows) in heads.items()}
+
+    def note(self, placed: Sequence[PlacedJob], urgent: list[str]) -> None:
+        """Remember the order that was made."""
+        self.last = placed[-1].id
+        self.urgent = urgent
+        self.front = [(job.id, job.end) for job in placed[:_MOST_REMEMBERED]]
