@@ -37,7 +37,7 @@ _SAME = (
     "prompt_cache_key",
     "service_tier",
 )
-#: Arguments that this server reads itself.
+#: Arguments that become others of a chat, or of the response object.
 _OWN = (
     "input",
     "instructions",
@@ -49,7 +49,6 @@ _OWN = (
     "tools",
     "stream_options",
 )
-
 
 _KINDS: Mapping[type, str] = {list: "list", dict: "object"}
 

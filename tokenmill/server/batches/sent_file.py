@@ -29,10 +29,8 @@ class SentFile(FileResponse):
 
         try:
             await super().__call__(scope, receive, noted)
-        except (
-            FileNotFoundError,
-            RuntimeError,
-        ) as error:  # starlette raises the latter for a file that is gone
+        # starlette raises a RuntimeError for a file that is gone before it looks at it.
+        except (FileNotFoundError, RuntimeError) as error:
             if Path(self.path).exists():
                 raise
             logger.warning("a file was deleted before it was sent: %s", type(error).__name__)
