@@ -11,6 +11,7 @@ tokenmill:run:<run>:failed     set: shards whose jobs have failed for good, wher
 tokenmill:run:index            sorted set: run -> Unix time in ms of its last submission
 tokenmill:run:api-batches      sorted set: JSON of a batch -> Unix time of its making (watching/api_records.py)
 tokenmill:run:api-limited      hash: `<project> <limit>` -> Unix time of its last refusal (watching/api_records.py)
+tokenmill:dashboard:actions    list, JSON: who did what in the dashboard (tokenmill/dashboard/actions/log.py)
 tokenmill:api-limits           hash: project -> JSON: what its clients may take (api_keys.py)
 tokenmill:api-rate:<project>:<minute>  string: how many requests its clients have made in this minute
 tokenmill:api-tokens:<project> hash: job or batch -> its tokens, and until when they count (server/queued_tokens.py)
@@ -94,6 +95,9 @@ RUNS_KEY = f"{OWN}:run:index"
 #: What API servers record for others to show. These too are below `tokenmill:run:`: the dashboard is a producer.
 API_BATCHES_KEY = f"{OWN}:run:api-batches"
 API_LIMITED_KEY = f"{OWN}:run:api-limited"
+
+#: The log of what people did in the dashboard. Only its Redis user writes below `tokenmill:dashboard:`.
+ACTIONS_KEY = f"{OWN}:dashboard:actions"
 
 #: The keys of the API server's clients.
 API_KEYS_KEY = f"{OWN}:api-keys"
