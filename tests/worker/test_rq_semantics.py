@@ -18,7 +18,7 @@ from rq.worker.base import WorkerStatus
 
 from jobs.common.workers import read_workers
 from tests.rq_workers import Workers, leftovers, stats_of, text_of, wait_until, wait_until_started
-from tokenmill.dashboard.history.growth import read_points
+from tokenmill.dashboard.seen.growth import read_points
 from worker import BatchWorker
 from worker.store.scheduler import Scheduler
 

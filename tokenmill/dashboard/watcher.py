@@ -11,7 +11,7 @@ from jobs.common.workers import Worker, WorkerSample, read_workers, worker_names
 from jobs.queues import QueueCounts, count_queues, queue_names
 from jobs.runs.watching.reading import list_runs
 from jobs.runs.watching.snapshot import RunSnapshot
-from tokenmill.dashboard.history.growth import Rates, read_points
+from tokenmill.dashboard.seen.growth import Rates, read_points
 from tokenmill.dashboard.seen.jobs_seen import FailedJob, newest_failed
 
 #: Seconds for which one look serves all pages; after a slow look, five times the seconds that it took.

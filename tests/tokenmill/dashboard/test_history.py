@@ -20,9 +20,9 @@ from tests.tokenmill.dashboard.conftest import Open
 from tests.tokenmill.dashboard.test_pages import RUN, put_run, put_worker
 from tokenmill.dashboard import watcher as watcher_module
 from tokenmill.dashboard.history.charts import Charts
-from tokenmill.dashboard.history.growth import per_second
 from tokenmill.dashboard.history.recorder import TURN_KEY, Recorder
 from tokenmill.dashboard.history.rings import KINDS, QUEUE, RINGS, WORKER, Kind, Rings
+from tokenmill.dashboard.seen.growth import per_second
 from tokenmill.dashboard.watcher import Watcher
 
 #: What docs/operator.md says that all series take at most.

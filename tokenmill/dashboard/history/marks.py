@@ -85,7 +85,6 @@ def read_marks(connection: Redis, since: float) -> list[Mark]:
         at = stored.get("at")
         worker = stored.get("worker")
         what = stored.get("what")
-        is_readable = isinstance(at, int | float) and isinstance(worker, str)
-        if is_readable and what in (CAME, LEFT, DIED):
+        if isinstance(at, int | float) and isinstance(worker, str) and what in (CAME, LEFT, DIED):
             marks.append(Mark(float(at), safe_name(worker), what))
     return marks

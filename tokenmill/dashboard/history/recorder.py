@@ -21,7 +21,6 @@ from jobs.common.keys import HISTORY_PREFIX
 from jobs.common.workers import WorkerSample
 from jobs.runs.watching.snapshot import RunSnapshot
 from tokenmill.dashboard.history import marks
-from tokenmill.dashboard.history.growth import Growth, growth, read_points
 from tokenmill.dashboard.history.rings import (
     ALL,
     FLEET,
@@ -33,6 +32,7 @@ from tokenmill.dashboard.history.rings import (
     Rings,
     Values,
 )
+from tokenmill.dashboard.seen.growth import Growth, growth, read_points
 from tokenmill.dashboard.watcher import Look, Watcher
 
 TURN_KEY = f"{HISTORY_PREFIX}:turn"

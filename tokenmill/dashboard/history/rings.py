@@ -188,7 +188,7 @@ class Rings:
             place = _OFFSETS[ring] + number % RINGS[ring].num_rows
             numbers = [math.nan if value is None else value for value in values]
             row = kind.row.pack(number, *numbers)
-            pipe.setrange(kind.key(name), place * kind.row.size, row)  # type: ignore[arg-type]
+            pipe.setrange(kind.key(name), place * kind.row.size, row)
 
     def roll_up(self, kind: Kind, ring: int, first: int, last: int) -> None:
         """Write those rows from `first` to `last` of a ring that lack, from the rows of the finer ring before it."""
