@@ -46,6 +46,8 @@ from tokenmill.dashboard.guard import (
     Sessions,
     TriesInTurn,
 )
+from tokenmill.dashboard.history.charts import Charts
+from tokenmill.dashboard.history.recorder import Recorder
 from tokenmill.dashboard.queue_metrics import QueueMetrics
 from tokenmill.dashboard.seen.run_asked import quoted
 from tokenmill.dashboard.views.runs import time_left, why
@@ -87,6 +89,8 @@ class Dashboard:
 
     def __init__(self, connection: Redis, options: Options) -> None:
         self.watcher = Watcher(connection)
+        self.recorder = Recorder(self.watcher)
+        self._charts = Charts(connection)
         self._options = options
         self._sessions = Sessions(options.tokens) if options.tokens else None
         failures = FailureIndex(connection)
@@ -194,7 +198,17 @@ class Dashboard:
         return HTMLResponse(html, 200 if update else status)
 
     async def _series(self, request: Request) -> Response:
-        return JSONResponse(await run_in_threadpool(self.watcher.series))
+        """Answer with a page's charts. Parameters: of, name (of the queue, worker or run), range."""
+        asked = request.query_params
+        words = asked.get("of", "overview"), asked.get("name", ""), asked.get("range", "1h")
+        try:
+            charts = await run_in_threadpool(self._charts.read, *words)
+        except RedisError as error:
+            problem = f"Redis does not answer: {safe_name(str(error), 300)}"
+            return JSONResponse({"problem": problem}, 503)
+        if charts is None:
+            return JSONResponse({"problem": "There are no such charts."}, 404)
+        return JSONResponse({**charts, "problem": safe_name(self.recorder.problem, 300)})
 
     async def _livez(self, request: Request) -> Response:
         """Say that the process answers. Redis is not asked, because a restart would not bring it back."""

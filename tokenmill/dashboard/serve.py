@@ -75,6 +75,9 @@ def serve(
     connection = Redis.from_url(
         redis_url, socket_timeout=REDIS_TIMEOUT_S, socket_connect_timeout=REDIS_TIMEOUT_S
     )
-    app = Dashboard(connection, Options(named, is_local, tokens, show_prompts, queues)).app()
+    dashboard = Dashboard(connection, Options(named, is_local, tokens, show_prompts, queues))
     listener = listen(bind, port, backlog=128)
-    run_app(app, "dashboard", bind, listener, writes_json=writes_json, http=TimedConnection)
+    dashboard.recorder.start()
+    run_app(
+        dashboard.app(), "dashboard", bind, listener, writes_json=writes_json, http=TimedConnection
+    )

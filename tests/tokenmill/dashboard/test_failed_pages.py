@@ -77,7 +77,7 @@ def test_jobs_of_a_cancelled_run_are_not_put_back(redis: Redis, page: TestClient
     shard = f"{RUN}-00000"
     fail(redis, shard, status="stopped")
     end(redis, shard, "Job stopped by user, its sequences were aborted.\ntokenmill: cancelled\n")
-    to, text = act(page, f"/jobs/{shard}", "/retry")
+    _, text = act(page, f"/jobs/{shard}", "/retry")
     assert "0 put back. 1 of cancelled runs stayed: `tokenmill submit`" in text
     fail(redis, "one")
     end(redis, "one")

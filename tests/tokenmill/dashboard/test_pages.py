@@ -87,7 +87,7 @@ def test_while_redis_is_away_an_open_page_stays_as_it_is_and_says_so(open_page: 
     assert page.status_code == 503
     assert 'hx-get="/"' in page.text
     assert "secret" not in update.text + page.text
-    assert away.get("/series.json").status_code == 200
+    assert away.get("/series.json").status_code == 503
 
 
 def test_what_producers_write_is_text_wherever_it_is_shown(redis: Redis, page: TestClient) -> None:
