@@ -77,6 +77,13 @@ def paths(scene: Scene) -> dict[str, str]:
     return {
         "overview": "/",
         "failed": "/failed",
+        "runs": "/runs",
+        "queues": "/queues",
+        "queue": "/queues/bulk",
+        "workers": "/workers",
+        "worker": "/workers/gpu-1",
+        "actions": "/actions",
+        "search": "/search?q=gpu",
         "batches": "/batches",
         "run": f"/runs/{scene.runs['running']}",
         "run-refused": f"/runs/{scene.runs['refused']}",
