@@ -55,7 +55,8 @@ def dashboard(context: click.Context, /, **options: Any) -> None:
 @click.option(
     "--folder",
     metavar="DIR",
-    help="Where files and batches lie: below the workers' data roots. Without it there are none.",
+    help="Where files and batches lie: below the workers' data roots, on a disk or such as s3://bucket/prefix. "
+    "Without it there are none.",
 )
 @click.option(
     "--timeout",
