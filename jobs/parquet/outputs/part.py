@@ -14,6 +14,7 @@ from jobs.context.deadlines import EXPIRED
 from jobs.context.served_model import ServedModel
 from jobs.parquet.asks.kinds import kind_of
 from jobs.parquet.files.storage import Storage
+from jobs.parquet.outputs.parsed_answers import parsed_columns, parsed_fields
 from jobs.parquet.tables.columns import JSON, OWN_METADATA, ROW_NUMBER, ColumnChoice, missing_column
 from jobs.parquet.tables.table_child import STATISTICS
 from jobs.parquet.tables.table_reading import look_at
@@ -92,6 +93,8 @@ def _output_field(field: pa.Field) -> pa.Field:
 def answer_fields(spec: RunSpec, embedding_size: int = 0) -> list[pa.Field]:
     """Return the fields of a run's answers, by their names in Answer."""
     fields = list(kind_of(spec).fields(spec, embedding_size))
+    if spec.parsed_type is not None:
+        fields += parsed_fields(spec.parsed_type, spec.n)
     if spec.reused_column:
         fields.append(pa.field(REUSED, pa.string()))
     if spec.escalate_below:
@@ -116,8 +119,12 @@ def with_answers(
     answer_parts = [field.name for field in answer_fields(spec)]
     num_kept = len(schema) - len(answer_parts)
     columns: list[Any] = [batch.column(name) for name in schema.names[:num_kept]]
+    parsed = {} if spec.parsed_type is None else parsed_columns(spec.parsed_type, answers)
     for name, kind in zip(answer_parts, schema.types[num_kept:], strict=True):
-        columns.append(answer_column([answer.column(name) for answer in answers], kind))
+        values = parsed.get(name)
+        if values is None:
+            values = [answer.column(name) for answer in answers]
+        columns.append(answer_column(values, kind))
     return pa.Table.from_arrays(columns, schema=schema)
 
 
