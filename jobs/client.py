@@ -193,13 +193,20 @@ class Run:
 
         return polars.from_arrow(self.table())
 
-    def errors(self, limit: int = 1000) -> list[FailedRow]:
-        """Return the first rows with an error, also while the run goes on. Raises RunNotHere, StoreError."""
-        return self.reader("errors()").errors(limit)[1]
+    def errors(self, limit: int = 1000, *, cut: bool = False) -> list[FailedRow]:
+        """Return the first rows with an error, also while the run goes on. Raises RunNotHere, StoreError.
 
-    def retry(self, output: str | os.PathLike[str]) -> Run:
-        """Submit the run again into another output. Rows without an error keep their answers. Raises as `errors`."""
-        run = retry_run(self._connection, self.reader("retry()").plan, os.fspath(output))
+        cut: whether rows whose answer was cut at its limit of tokens are among them.
+        """
+        return self.reader("errors()").errors(limit, cut)[1]
+
+    def retry(self, output: str | os.PathLike[str], *, max_tokens: int | None = None) -> Run:
+        """Submit the run again into another output. Rows without an error keep their answers. Raises as `errors`.
+
+        max_tokens: a larger limit. Rows whose answer was cut at the old one are then asked again too.
+        """
+        plan = self.reader("retry()").plan
+        run = retry_run(self._connection, plan, os.fspath(output), max_tokens)
         return Run(run, self._connection, run_path(os.fspath(output)))
 
     def cancel(self) -> Cancelled:

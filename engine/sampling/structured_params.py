@@ -76,7 +76,7 @@ def _closed(schema: Any) -> Any:
         return [_closed(item) for item in schema]
     if not isinstance(schema, dict):
         return schema
-    closed = {}
+    closed: dict[str, Any] = {}
     for name, value in schema.items():
         if name in _NAMED_SCHEMAS:
             closed[name] = {key: _closed(inner) for key, inner in value.items()}

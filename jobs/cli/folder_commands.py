@@ -27,7 +27,7 @@ from jobs.runs.plans.names import MANIFEST, PLAN, REPORT
 from jobs.runs.plans.paths import is_stored
 from jobs.runs.redis_state.state import RunState, recorded_reasons
 from jobs.runs.statistics.report import report_html
-from jobs.runs.statistics.run_statistics import Reasons, outcome_text
+from jobs.runs.statistics.run_statistics import CUT, Reasons, outcome_text
 from jobs.runs.watching.reading import read_planned
 from jobs.runs.watching.snapshot import ENDED_STATES
 
@@ -49,7 +49,7 @@ FOLLOW_EVERY_S = 1.0
 @click.option(
     "--cut",
     is_flag=True,
-    help="With --retry and --max-tokens: ask rows again too that ended with `length`.",
+    help="Take rows too whose answer ended with `length`; --retry asks them again with --max-tokens.",
 )
 @click.option("--max-tokens", type=click.IntRange(1), help="With --cut: more than the run had.")
 @click.option(
@@ -68,7 +68,7 @@ def errors(
     wait: bool,
     as_json: bool,
 ) -> None:
-    """List a run's rows that have an error, by reason.
+    """List a run's rows that have an error, by reason. With --cut, also those whose answer was cut.
 
     RUN is its id or its output folder. Rows are counted from 0, over the whole input and within their file.
     They are read from the parts if the folder is on this machine, or in a store whose keys are in the
@@ -76,13 +76,13 @@ def errors(
     """
     if wait and retry is None:
         raise click.UsageError("--wait is for --retry: without it nothing is awaited")
-    if cut and (retry is None or max_tokens is None):
+    if cut and retry is not None and max_tokens is None:
         raise click.UsageError(
-            "--cut is for --retry, and needs --max-tokens: as many as before would cut them again"
+            "--retry with --cut needs --max-tokens: as many as before would cut the rows again"
         )
-    if max_tokens is not None and not cut:
+    if max_tokens is not None and not (cut and retry):
         raise click.UsageError(
-            "--max-tokens is for --cut: without it only rows with an error are asked"
+            "--max-tokens is for --retry with --cut: without it only rows with an error are asked"
         )
     write = _errors_json if as_json else _errors_text
     scored = client.run(run, connection=connection)
@@ -110,7 +110,7 @@ def errors(
         note = f"{error}. These are the reasons that Redis keeps, the commonest of each part"
         click.echo(note, err=True)
         return
-    reasons, rows = reader.errors(limit)
+    reasons, rows = reader.errors(limit, cut)
     failed_checks, num_cut = reader.bad_answers()
     click.echo(write(scored.id, reasons, rows, failed_checks, num_cut))
 
@@ -201,7 +201,7 @@ def _errors_json(
 ) -> str:
     content = {
         "run": run,
-        "errors": reasons.rows,
+        "errors": reasons.rows - reasons.rows_with(CUT),
         "failed_checks": failed_checks,
         "cut": cut,
         "reasons": reasons.to_objects(MAX_REASONS),
@@ -213,7 +213,8 @@ def _errors_json(
 def _errors_text(
     run: str, reasons: Reasons, rows: list[FailedRow], failed_checks: int, cut: int
 ) -> str:
-    outcome = outcome_text(reasons.rows, failed_checks, cut, rows="rows ")
+    num_errors = reasons.rows - reasons.rows_with(CUT)
+    outcome = outcome_text(num_errors, failed_checks, cut, rows="rows ")
     if not reasons.rows:
         return f"run {run}: {outcome if failed_checks or cut else 'no row has an error'}"
     by_reason = []

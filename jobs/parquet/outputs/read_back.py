@@ -5,6 +5,7 @@ from array import array
 from bisect import bisect_right
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from itertools import accumulate
 from typing import Any
 
@@ -112,22 +113,34 @@ class FolderReader:
         schema = without_own_keys(tables[0].schema)
         return pa.concat_tables(table.cast(schema) for table in tables)
 
-    def errors(self, limit: int) -> tuple[Reasons, list[FailedRow]]:
-        """Return why rows have errors, and the first `limit` of these rows. Raises PartDamaged."""
+    def errors(self, limit: int, cut: bool = False) -> tuple[Reasons, list[FailedRow]]:
+        """Return why rows have errors, and the first `limit` of these rows. Raises PartDamaged.
+
+        cut: whether rows whose answer was cut are among them.
+        """
         reasons = Reasons()
         failed: list[FailedRow] = []
-        first_rows = [0, *accumulate(file.rows for file in self.plan.files)]
-        input_rows = self._input_rows()
         for shard in self.shards():
-            for row, reason in failed_rows(self._storage, self.plan, shard):
-                reasons.add(reason, [row])
+            for row in self.failed_rows(shard, cut):
+                reasons.add(row.reason, [row.row])
                 if len(failed) < limit:
-                    input_row = input_rows[row]
-                    file = bisect_right(first_rows, input_row) - 1
-                    file_row = input_row - first_rows[file]
-                    failed.append(FailedRow(row, self.plan.files[file].path, file_row, reason))
+                    failed.append(row)
         return reasons, failed
 
+    def failed_rows(self, shard: int, cut: bool = False) -> Iterator[FailedRow]:
+        """Yield the rows of a part that have an error. cut: also those whose answer was cut. Raises PartDamaged."""
+        for row, reason in failed_rows(self._storage, self.plan, shard, cut):
+            input_row = self._input_rows[row]
+            file = bisect_right(self._first_rows, input_row) - 1
+            file_row = input_row - self._first_rows[file]
+            yield FailedRow(row, self.plan.files[file].path, file_row, reason)
+
+    @cached_property
+    def _first_rows(self) -> list[int]:
+        """Return the number of each file's first row in the whole input."""
+        return [0, *accumulate(file.rows for file in self.plan.files)]
+
+    @cached_property
     def _input_rows(self) -> Sequence[int]:
         """Return the number that each of the run's rows has in the whole input."""
         if not self.plan.files[0].num_chosen or self.plan.reused is None:

@@ -103,6 +103,9 @@ def outcome_text(errors: int, failed_checks: int, cut: int, rows: str = "") -> s
     return ", ".join(texts)
 
 
+#: The reason of a row whose answer is there, and ended at its limit of tokens.
+CUT = "the answer was cut at its limit of tokens"
+
 MAX_REASON_CHARS = 200
 #: The most kinds of reasons that are told apart. Rows of all further kinds are counted together.
 MAX_KINDS = 1000
@@ -133,6 +136,11 @@ class Reasons:
     def rows(self) -> int:
         """Return the number of rows with an error."""
         return sum(reason.rows for reason in self._by_kind.values())
+
+    def rows_with(self, text: str) -> int:
+        """Return the number of rows with this reason."""
+        reason = self._by_kind.get(text)
+        return 0 if reason is None else reason.rows
 
     def add(self, text: str, rows: Sequence[int], count: int | None = None) -> None:
         """Count rows with one reason.
