@@ -26,7 +26,7 @@ from jobs.runs.output import named_run
 from jobs.runs.plans.names import MANIFEST, PLAN, REPORT
 from jobs.runs.plans.paths import is_stored
 from jobs.runs.redis_state.state import RunState, recorded_reasons
-from jobs.runs.statistics.report import report_html
+from jobs.runs.statistics.report import Examples, report_html
 from jobs.runs.statistics.run_statistics import CUT, Reasons, outcome_text
 from jobs.runs.watching.reading import read_planned
 from jobs.runs.watching.snapshot import ENDED_STATES
@@ -254,16 +254,26 @@ def _row_text(row: dict[str, Any], prefix: str) -> str:
     type=click.Path(dir_okay=False),
     help="Write the page into this file, not in the run's folder.",
 )
+@click.option(
+    "--prompts", is_flag=True, help="Show the columns too that the examples' prompts are made of."
+)
 @click.pass_obj
 def report(
-    connection: redis.Redis, /, run: str, price_per_hour: float | None, out: str | None
+    connection: redis.Redis,
+    /,
+    run: str,
+    price_per_hour: float | None,
+    out: str | None,
+    prompts: bool,
 ) -> None:
     """Print where a finished run's page is, or write it anew elsewhere.
 
     RUN is its id or its output folder, on this machine or in a store whose keys are in the environment.
     """
-    if price_per_hour is not None and out is None:
-        raise click.UsageError("--price-per-hour makes another page: name a file for it with --out")
+    if (prompts or price_per_hour is not None) and out is None:
+        raise click.UsageError(
+            "--price-per-hour and --prompts make another page: name a file for it with --out"
+        )
     scored = client.run(run, connection=connection)
     folder = scored.output
     name = REPORT if out is None else MANIFEST
@@ -278,14 +288,25 @@ def report(
         raise InvalidJob(
             f"{out} lies in the folder of a finished run, which stays as it is: name a file elsewhere"
         )
+    examples = _examples_of(scored, has_prompts=prompts)
     try:
-        page = report_html(json.loads(text), price_per_hour)
+        page = report_html(json.loads(text), price_per_hour, examples)
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise InvalidJob(
             f"{folder} has no manifest of this version of Tokenmill: {error}"
         ) from None
     Path(out).write_text(page, encoding="utf-8")
     click.echo(out)
+
+
+def _examples_of(run: client.Run, *, has_prompts: bool) -> Examples | None:
+    """Return rows of a run; None without pyarrow, which producers may lack, if no prompts were asked for."""
+    try:
+        return reader_of(run).examples(has_prompts=has_prompts)
+    except RunNotHere:
+        if has_prompts:
+            raise
+        return None
 
 
 def _text_of(run: client.Run, name: str) -> str:

@@ -1,5 +1,6 @@
 """Writes and reads parts. A part is the output file of one shard, with statistics in its footer."""
 
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from importlib.metadata import version
 from typing import Any
@@ -20,7 +21,7 @@ from jobs.parquet.tables.table_child import STATISTICS
 from jobs.parquet.tables.table_reading import look_at
 from jobs.runs.plans.plan import Plan
 from jobs.runs.plans.spec import RunSpec
-from jobs.runs.statistics.run_statistics import PartStats, count_lengths
+from jobs.runs.statistics.run_statistics import MAX_PART_LABELS, PartStats, count_lengths
 
 #: An answer's field that names the row of an earlier run from which it was taken. The run names its column.
 REUSED = "reused"
@@ -154,6 +155,9 @@ def part_stats(answers: Sequence[Answer], model: ServedModel, **known: Any) -> P
     for answer in good:
         tokens = answer.completion_tokens
         completion_lengths += tokens if isinstance(tokens, tuple) else (tokens,)
+    finish_reasons = Counter(reason for answer in good for reason in answer.all_finish_reasons)
+    labels = Counter(answer.column("label") for answer in good)
+    labels.pop(None, None)
     return PartStats(
         **known,
         rows=len(answers),
@@ -173,6 +177,8 @@ def part_stats(answers: Sequence[Answer], model: ServedModel, **known: Any) -> P
         commit=commit(),
         prompt_lengths=count_lengths(answer.prompt_tokens for answer in good),
         completion_lengths=count_lengths(completion_lengths),
+        finish_reasons=dict(finish_reasons),
+        labels=dict(labels.most_common(MAX_PART_LABELS)),
     )
 
 

@@ -12,13 +12,14 @@ from typing import Any
 import pyarrow as pa
 
 from jobs.parquet.files.storage import Storage, reading
+from jobs.parquet.outputs.examples import examples_of, prompt_columns
 from jobs.parquet.outputs.output_file import failed_rows, open_part, part_rows, write_lines_of_parts
 from jobs.parquet.outputs.part import answer_names, read_part_stats, without_own_keys
 from jobs.parquet.outputs.run_folder import load_plan
-from jobs.parquet.prompts.sources import row_source
 from jobs.runs.plans.names import PLAN, SUCCESS, part_shards, row_numbers_name
 from jobs.runs.plans.paths import is_stored
 from jobs.runs.plans.plan import Plan
+from jobs.runs.statistics.report import Examples
 from jobs.runs.statistics.run_statistics import Reasons
 
 
@@ -94,14 +95,11 @@ class FolderReader:
     @property
     def prompt_columns(self) -> list[str]:
         """Return the output's columns that the prompts were made of, without pictures."""
-        spec = self.plan.spec
-        left_out = {*(spec.image_column or ()), *(spec.drop or ())}
-        columns = []
-        for name in row_source(spec).columns:
-            is_kept = spec.keep is None or name in spec.keep
-            if is_kept and name not in left_out:
-                columns.append(name)
-        return columns
+        return prompt_columns(self.plan)
+
+    def examples(self, *, has_prompts: bool) -> Examples:
+        """Return some rows for the report, with their prompts if has_prompts. Raises PartDamaged."""
+        return examples_of(self._storage, self.plan, has_prompts=has_prompts)
 
     def table(self) -> pa.Table:
         """Return the rows of all parts, in order, with the input's metadata, such as pandas'. Raises PartDamaged."""
