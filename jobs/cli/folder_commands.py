@@ -53,6 +53,11 @@ FOLLOW_EVERY_S = 1.0
 )
 @click.option("--max-tokens", type=click.IntRange(1), help="With --cut: more than the run had.")
 @click.option(
+    "--export",
+    metavar="FILE",
+    help="Write these rows into FILE (.parquet, .csv or .jsonl): the input's columns, the reason, the line.",
+)
+@click.option(
     "--wait", is_flag=True, help="With --retry: show progress until the new run has ended."
 )
 @json_option
@@ -65,6 +70,7 @@ def errors(
     retry: str | None,
     cut: bool,
     max_tokens: int | None,
+    export: str | None,
     wait: bool,
     as_json: bool,
 ) -> None:
@@ -84,8 +90,17 @@ def errors(
         raise click.UsageError(
             "--max-tokens is for --retry with --cut: without it only rows with an error are asked"
         )
+    if export is not None and retry is not None:
+        raise click.UsageError("--export and --retry each do something with the rows: give one")
     write = _errors_json if as_json else _errors_text
     scored = client.run(run, connection=connection)
+    if export is not None:
+        reader = reader_of(scored)
+        from jobs.parquet.outputs.failed_file import export_failed
+
+        num_rows = export_failed(reader, export, cut=cut)
+        click.echo(f"{num_rows} rows in {export}" if num_rows else "no row has an error")
+        return
     if retry is not None:
         new_run = retry_run(connection, reader_of(scored).plan, retry, max_tokens)
         if wait:

@@ -14,7 +14,7 @@ from jobs.common.display import brief
 from jobs.context.checks import DEFAULT_MAX_ATTEMPTS
 from jobs.prompts.ways.table import WAY_OPTIONS
 from jobs.runs.plans.names import OUTPUTS, SUFFIXES
-from jobs.runs.plans.option_checks import LOGPROB_TYPES, TASKS
+from jobs.runs.plans.option_checks import LOGPROB_TYPES, PROBABILITIES, TASKS
 
 
 def json_value(kind: type) -> Callable[[click.Context, click.Parameter, str | None], Any]:
@@ -294,6 +294,11 @@ _PROMPT = (
         "--labels",
         "Give each of these labels' probability: yes,no or a JSON list.",
         callback=label_list,
+    ),
+    _option(
+        "--probabilities",
+        "Write the labels' probabilities as a struct with a field for each, or as a map, the default.",
+        type=click.Choice(PROBABILITIES),
     ),
     _option(
         "--calibrate",

@@ -37,6 +37,8 @@ class RunOptions(TypedDict, total=False):
     """The same as `defaults`."""
     labels: Sequence[str]
     """Labels whose probabilities are wanted in place of a text."""
+    probabilities: Literal["map", "struct"]
+    """What the labels' probabilities are written as; by default a map."""
     calibrate: bool
     """Whether to subtract what each label has behind the prompt with N/A for columns."""
     task: Literal["generate", "embed", "classify", "rerank"]

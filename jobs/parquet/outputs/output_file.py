@@ -44,7 +44,7 @@ def write_output(storage: Storage, plan: Plan, name: str, sink: Any) -> None:
         PARQUET: write_groups,
         ARROW: _write_arrow,
         CSV: partial(write_csv, answers),
-        JSONL: partial(_write_jsonl, answers),
+        JSONL: partial(write_jsonl, answers),
         OPENAI_BATCH: partial(_write_batch_lines, plan.run, is_error_file),
     }
     with open_part(storage, plan, 0) as part:
@@ -153,7 +153,8 @@ def _write_arrow(sink: Any, schema: pa.Schema, batches: Batches) -> None:
             writer.write_batch(batch)
 
 
-def _write_jsonl(answers: Set[str], sink: Any, schema: pa.Schema, batches: Batches) -> None:
+def write_jsonl(answers: Set[str], sink: Any, schema: pa.Schema, batches: Batches) -> None:
+    """Write rows as lines of JSON. answers: see _rows."""
     for batch in batches:
         objects = (dict(zip(schema.names, row, strict=True)) for row in _rows(batch, answers))
         sink.write(_json_lines(map(to_json, objects)))

@@ -135,6 +135,9 @@ def answer_column(values: Sequence[Any], kind: pa.DataType) -> pa.ChunkedArray:
         return pa.chunked_array(
             [pa.nulls(1, kind) if value is None else value for value in values], kind
         )
+    if pa.types.is_struct(kind):
+        # Probabilities are pairs, of which Arrow would make a struct by their places.
+        values = [dict(value) if isinstance(value, tuple) else value for value in values]
     return pa.chunked_array([pa.array(values, kind)])
 
 

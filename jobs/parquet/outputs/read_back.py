@@ -103,13 +103,14 @@ class FolderReader:
 
     def table(self) -> pa.Table:
         """Return the rows of all parts, in order, with the input's metadata, such as pandas'. Raises PartDamaged."""
-        tables = []
-        for shard in range(len(self.plan.shards)):
-            with open_part(self._storage, self.plan, shard) as file:
-                rows = pa.Table.from_batches(file.batches, file.schema)
-                tables.append(rows.combine_chunks())
+        tables = [self.part_table(shard) for shard in range(len(self.plan.shards))]
         schema = without_own_keys(tables[0].schema)
         return pa.concat_tables(table.cast(schema) for table in tables)
+
+    def part_table(self, shard: int) -> pa.Table:
+        """Return the rows of a part. Raises PartDamaged."""
+        with open_part(self._storage, self.plan, shard) as file:
+            return pa.Table.from_batches(file.batches, file.schema).combine_chunks()
 
     def errors(self, limit: int, cut: bool = False) -> tuple[Reasons, list[FailedRow]]:
         """Return why rows have errors, and the first `limit` of these rows. Raises PartDamaged.

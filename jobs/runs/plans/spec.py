@@ -108,6 +108,7 @@ class RunSpec:
     inline_pictures: Annotated[bool, truth] = False
     batch_endpoint: Annotated[str | None, checks.batch_endpoint] = None
     parse: Annotated[bool, truth] = False
+    probabilities: Annotated[str, partial(one_of, known=checks.PROBABILITIES)] = checks.MAP
 
     @classmethod
     def from_arguments(cls, input: Any, output: Any, **options: Any) -> Self:
@@ -400,6 +401,18 @@ def _check_task_options(spec: RunSpec) -> None:
     _check_used(
         spec.calibrate, spec.labels, "calibrate is for labels, and there are none: name labels too"
     )
+    if spec.probabilities == checks.STRUCT:
+        _check_used(
+            True,
+            spec.labels,
+            "probabilities are a struct of a run's own labels, and there are none: name labels too, or leave a map",
+        )
+        check_limit(
+            len(spec.labels or ()),
+            checks.MAX_STRUCT_LABELS,
+            "a struct of probabilities has {} labels",
+            "leave a map",
+        )
     _check_used(
         spec.dimensions,
         spec.task == checks.EMBED,
