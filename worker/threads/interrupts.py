@@ -81,7 +81,7 @@ class Call:
         return 0.0 if self._alive_at is None else self._clock() - self._alive_at
 
     def interrupt(self, error: type[BaseException]) -> None:
-        """Raise `error` in the call now, or when the call begins or asks. For any thread. Does nothing after its end."""
+        """Raise `error` in the call now, or when the call begins or asks. Does nothing after its end. For any thread"""
         with self._lock:
             self.error = error
             if self._thread_id is not None and self._interrupted_at is None:

@@ -36,7 +36,7 @@ class Beginnings:
         return self._functions.pop(job.number, None) is not None
 
     def show(self, store: JobStore) -> list[ClaimedJob]:
-        """Write new beginnings, then start waiting functions. Returns the lost jobs. After a RedisError call it again."""
+        """Write new beginnings, then start functions. Returns the lost jobs. After a RedisError call it again."""
         functions = list(self._functions.values())
         begun = [*self._unshown.values(), *(job for job, _ in functions)]
 
