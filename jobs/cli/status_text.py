@@ -180,7 +180,7 @@ PLAN_POLL_S = 0.1
 
 
 def await_plan(connection: redis.Redis, run: str) -> None:
-    """Print a run's id once its planning accepts it, or takes long. Exits with 1 if planning refuses it, 130 on Ctrl-C."""
+    """Print a run's id once planning accepts it, or takes long. Exits with 1 if planning refuses it, 130 on Ctrl-C."""
     until = time.monotonic() + PLAN_WAIT_S
     watch = Watch(lambda: read_planned(connection, run))
     with _left_going(run, watch):

@@ -50,7 +50,7 @@ class JobJournal:
         return short_name(self.owner)
 
     def read(self) -> list[Any]:
-        """Return the prompts' records as they were written; none if the journal is damaged or belongs to another job."""
+        """Return the prompts' records as they were written; none of a journal that is damaged or of another job."""
         owner, *lines = (self.stored or b"").decode(errors="replace").split("\n")
         if owner != self.owner:
             return []

@@ -160,7 +160,7 @@ class ShardBytes:
             raise NoRoomYet
 
     def hold(self, num_bytes: int, already_held: int = 0) -> None:
-        """Count bytes of prompts that a shard takes. already_held: bytes that the shard holds by now. Raises NoRoomYet."""
+        """Count bytes of prompts that a shard takes. already_held: bytes that it took before. Raises NoRoomYet."""
         with self._lock:
             if self.held > already_held and self.held + num_bytes > self.limit:
                 raise NoRoomYet

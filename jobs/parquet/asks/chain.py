@@ -53,7 +53,7 @@ class Chain(RowAsk):
         return all(prompt.is_greedy(row) for prompt in self._prompts)
 
     def item(self, row: Row, number: int) -> Item[Answer]:
-        """Ask one prompt after the other, until a prompt has an error. Each prompt gets the answers of earlier prompts."""
+        """Ask one prompt after the other, until one has an error. Each prompt gets the answers of earlier prompts."""
         seed = row_seed(self._seed, number)
         answers: list[Answer] = []
         try:

@@ -72,7 +72,7 @@ _RENAME_NOREPLACE = 1
 
 
 def rename_exclusively(source: str, target: str, folder: int) -> None:
-    """Rename a file with renameat2, which never replaces a file. Raises FileExistsError, or OSError without renameat2."""
+    """Rename a file with renameat2, which replaces no file. Raises FileExistsError, or OSError without renameat2."""
     try:
         rename = ctypes.CDLL(None, use_errno=True).renameat2
     except AttributeError:

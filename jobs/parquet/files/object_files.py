@@ -162,7 +162,7 @@ class ObjectFiles:
 
     @contextmanager
     def open_output(self, path: str) -> Iterator[Any]:
-        """Lend an object to be written. It exists, whole, once the body has ended. If the body raises, it never exists."""
+        """Lend an object to be written. The end of the body puts it in place, whole. An error leaves no object."""
         store, key = self._place(path, self._timeout_s)
         upload = obstore.open_writer(
             store, key, buffer_size=CHUNK_BYTES, max_concurrency=_CONCURRENCY
