@@ -1,4 +1,4 @@
-"""A prefix of an object store as the folder of a server that loads no Arrow."""
+"""Uses a prefix of an object store as a server's folder, without Arrow."""
 
 import io
 from collections.abc import Callable
@@ -13,7 +13,7 @@ from jobs.parquet.files.filesystem import FetchedFile, FileStat
 from jobs.parquet.files.object_requests import make_request, opened_store
 
 T = TypeVar("T")
-#: The time of a request and its repetitions, in seconds.
+#: The most seconds of a request with its repetitions.
 TIMEOUT_S = 30.0
 #: Bytes that are read at once.
 READ_BYTES = 1 << 20
@@ -22,7 +22,7 @@ CHUNK_BYTES = 8 << 20
 
 
 class ObjectFolder:
-    """A prefix that servers and workers reach, each with the credentials of its environment.
+    """A prefix that servers and workers reach, each process with the credentials of its environment.
 
     Methods block. They raise StoreError.
     """
@@ -33,7 +33,7 @@ class ObjectFolder:
         scheme, _, place = folder.partition("://")
         bucket, _, self._prefix = place.partition("/")
         self._store = opened_store(scheme, bucket, TIMEOUT_S)
-        # What was written is not at hand to be written again, so obstore itself repeats its requests.
+        # Written bytes are not kept, so only obstore itself can repeat the requests.
         self._upload_store = opened_store(scheme, bucket, TIMEOUT_S, TIMEOUT_S)
 
     def path(self, name: str) -> str:
@@ -92,10 +92,10 @@ class ObjectFolder:
 
 
 class ObjectDraft:
-    """An upload of many pieces, or an object that is put at once if it is small. It is there once it is finished."""
+    """An upload in many pieces. A small object is put in one piece. The object exists once it is finished."""
 
     def __init__(self, upload: Any, make: Callable[[Callable[[], object]], object]) -> None:
-        """upload: obstore's writer. make: makes a request, and names its errors."""
+        """upload: obstore's writer. make: sends a request, and turns its errors into ours."""
         self._upload = upload
         self._make = make
         self._is_open = True
@@ -105,7 +105,7 @@ class ObjectDraft:
         return self._make(lambda: self._upload.write(bytes(data)))
 
     def finish(self) -> None:
-        """Put the object in its place, whole. One that is there is replaced."""
+        """Put the whole object in its place. An object that is already there is replaced."""
         self._make(self._upload.close)
         self._is_open = False
 
@@ -114,6 +114,6 @@ class ObjectDraft:
         if not self._is_open:
             return
         self._is_open = False
-        # obstore ends an upload without its object where its `with` statement is left by an error.
+        # If an error leaves the `with` statement, obstore ends the upload and makes no object.
         with suppress(BaseError, OSError, ValueError):
             self._upload.__exit__(RuntimeError, RuntimeError("dropped"), None)

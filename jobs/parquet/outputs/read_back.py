@@ -43,7 +43,7 @@ class FolderReader:
     def __init__(self, folder: str) -> None:
         """Open the run in this real path. Raises PlanDamaged, StoreError, or ImportError without obstore."""
         if is_stored(folder):
-            # Storage passes over the ImportError, which says what to install.
+            # Storage ignores this ImportError, which says what to install.
             from jobs.parquet.files import object_files  # noqa: F401
         self._folder = folder
         self._storage = Storage((folder,), timeout_s=STORE_TIMEOUT_S)
@@ -52,7 +52,7 @@ class FolderReader:
         self.plan: Plan = replace(plan, spec=replace(plan.spec, output=folder))
 
     def write_batch_lines(self, name: str, sink: Any) -> int:
-        """Write the lines of an OpenAI batch that are done, as its file of this name has them; return the bytes."""
+        """Write the finished lines of an OpenAI batch, as in its file of this name; return the number of bytes."""
         return write_lines_of_parts(self._storage, self.plan, self.shards(), name, sink)
 
     @property
@@ -85,7 +85,7 @@ class FolderReader:
 
     @property
     def answer_columns(self) -> list[str]:
-        """Return the output's columns of answers and errors, without those of tokens."""
+        """Return the output's columns of answers and errors, without the columns of tokens."""
         return [
             name
             for name in answer_names(self.plan.spec)
