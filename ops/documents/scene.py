@@ -94,10 +94,10 @@ class Scene:
     def write(self, num_waiting: int = 100_000, past_s: int = PAST_S) -> None:
         """Write everything. num_waiting: the jobs that wait in queue bulk. past_s: how much of the past is recorded."""
         self._write_runs()
-        self._live(num_waiting, past_s)
-        self._fail_jobs()
         for number in range(NUM_PROMPTS):
             self._prompts.enqueue("jobs.complete", "secret", job_id=f"chat-{number:03}")
+        self._live(num_waiting, past_s)
+        self._fail_jobs()
         self._write_batches()
 
     def _write_runs(self) -> None:
@@ -215,6 +215,8 @@ class Scene:
 
     def _enqueue_again(self, job: Job) -> None:
         self._bulk.enqueue_job(job)
+        moment = _rq_time(self._now - PAST_S - 600)
+        self._connection.hset(rq_jobs.job_key(job.id), "enqueued_at", moment)
 
     def _start(self, job: Job, worker: str) -> None:
         """Have a worker run a job."""
@@ -262,11 +264,15 @@ class Scene:
         }
         steps = past_s // STEP_S
         template = self._template()
-        for step in range(steps + 1):
+        step = -1
+        # It goes on until this moment, as writing the past has taken a while.
+        while step < steps or clock.at < time.time() - STEP_S:
+            step += 1
             clock.at = moment + STEP_S * step
             since = num_waiting * step // (steps + 1)
             until = num_waiting * (step + 1) // (steps + 1)
-            self._wait(template, since, until, clock.at)
+            if step <= steps:
+                self._wait(template, since, until, clock.at)
             self._run_on(clock.at)
             self._tell(clock.at, step / max(1, steps))
             recorder.record()
@@ -384,7 +390,7 @@ class _WorkerSeen:
             jobs_held=int(40 * pace),
             jobs_finished=ended - badly,
             jobs_failed=badly,
-            depth={"prompts": 14, "bulk": 100_000},
+            depth=self._depth(),
             ended={"bulk": ended, "prompts": ended // 3},
             ended_badly={"bulk": badly},
             waited_ms={"bulk": ended * 41_000, "prompts": ended * 120},
@@ -392,6 +398,10 @@ class _WorkerSeen:
         )
         self._record.show(state, None, {"held": {"bulk": point.jobs_held}}, point)
         self._record.keep(point)
+
+    def _depth(self) -> dict[str, int]:
+        jobs, _ = self._record.count()
+        return {name: by_status["queued"] for name, by_status in jobs.items()}
 
     def _beat(self, client: Redis, state: str, job_id: str | None) -> None:
         """Write what RQ's worker writes of itself."""
