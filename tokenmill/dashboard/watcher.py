@@ -27,7 +27,7 @@ NUM_POINTS = 2
 
 @dataclass(frozen=True)
 class WorkerRow:
-    """One worker. sample: None for a worker that reports nothing, such as RQ's own.
+    """One worker. sample: None for a worker that reports nothing, such as RQ's own. serves: the names of its queues.
 
     Rates are per second; None if they are not known yet.
     """
@@ -35,6 +35,7 @@ class WorkerRow:
     name: str
     state: str
     queues: str
+    serves: tuple[str, ...] = ()
     sample: WorkerSample | None = None
     generated_per_s: float | None = None
     prompt_per_s: float | None = None
@@ -121,11 +122,13 @@ class Watcher:
         for worker in workers:
             name, sample, seen = worker.name, worker.sample, worker.registered
             if sample is None:
-                rows.append(WorkerRow(name, seen.get("state", "unknown"), seen.get("queues", "")))
+                state = seen.get("state", "unknown")
+                rows.append(WorkerRow(name, state, seen.get("queues", ""), tuple(worker.queues)))
                 continue
             state = "silent" if sample.is_silent else sample.state or "unknown"
             rates = rate(name, "generation_tokens"), rate(name, "prompt_tokens")
-            rows.append(WorkerRow(name, state, ", ".join(sample.queues), sample, *rates))
+            serves = tuple(sample.queues)
+            rows.append(WorkerRow(name, state, ", ".join(serves), serves, sample, *rates))
         return tuple(
             sorted(rows, key=lambda row: (not row.is_silent, row.state != "draining", row.name))
         )
