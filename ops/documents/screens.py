@@ -76,11 +76,20 @@ def paths(scene: Scene) -> dict[str, str]:
     """Return the pages by a name."""
     return {
         "overview": "/",
-        "failed": "/failed",
-        "batches": "/batches",
+        "runs": "/runs",
         "run": f"/runs/{scene.runs['running']}",
         "run-refused": f"/runs/{scene.runs['refused']}",
+        "queues": "/queues",
+        "queue": "/queues/bulk",
+        "workers": "/workers",
+        "worker": "/workers/gpu-1",
+        "worker-dead": "/workers/gpu-5",
+        "failed": "/failed",
         "job": "/jobs/diskfull-000",
+        "batches": "/batches",
+        "actions": "/actions",
+        "search": "/search?q=disk",
+        "missing": "/nowhere",
     }
 
 
