@@ -28,7 +28,7 @@ from jobs.runs.redis_state.submission import Submission
 from jobs.runs.statistics.run_statistics import PartStats, Reasons
 from jobs.runs.watching.api_records import BatchRecord, record_batch, record_limited
 from tokenmill.dashboard.history.recorder import TURN_KEY, Recorder
-from tokenmill.dashboard.watcher import Look, Watcher
+from tokenmill.dashboard.seen.watcher import Look, Watcher
 from worker.store.worker_record import WorkerRecord, process_facts, shown_loading
 
 #: Seconds of the past that are recorded.

@@ -17,12 +17,12 @@ from jobs.runs.redis_state.state import RunState
 from tests.doctor.test_redis_faults import as_user, rules_of
 from tests.jobs.runs.test_report import PART
 from tests.tokenmill.dashboard.test_pages import RUN, put_run, put_worker
-from tokenmill.dashboard import watcher as watcher_module
 from tokenmill.dashboard.history.charts import Charts
 from tokenmill.dashboard.history.recorder import TURN_KEY, Recorder
 from tokenmill.dashboard.history.rings import KINDS, QUEUE, RINGS, WORKER, Kind, Rings
+from tokenmill.dashboard.seen import watcher as watcher_module
 from tokenmill.dashboard.seen.growth import per_second
-from tokenmill.dashboard.watcher import Watcher
+from tokenmill.dashboard.seen.watcher import Watcher
 
 #: What docs/operator.md says that all series take at most.
 STATED_BYTES = 5_200_000

@@ -33,7 +33,7 @@ from tokenmill.dashboard.history.rings import (
     Values,
 )
 from tokenmill.dashboard.seen.growth import Growth, growth, read_points
-from tokenmill.dashboard.watcher import Look, Watcher
+from tokenmill.dashboard.seen.watcher import Look, Watcher
 
 logger = logging.getLogger("tokenmill.dashboard")
 

@@ -18,8 +18,6 @@ const style = (name) => getComputedStyle(document.documentElement).getPropertyVa
 const lineColor = (index) => `--line-${(index % LINES) + 1}`;
 
 function number(value) {
-  if (value >= 1e6) return `${(value / 1e6).toFixed(1)} M`;
-  if (value >= 1e5) return `${(value / 1e3).toFixed(0)} k`;
   if (value === 0 || value >= 10) return Math.round(value).toLocaleString("en-US");
   return value < 1 ? value.toFixed(2) : value.toFixed(1);
 }
@@ -34,8 +32,13 @@ function duration(seconds) {
 const text = (value, unit) => (value == null ? "–" : unit === "s" ? duration(value) : number(value));
 
 function axisTexts(splits, unit) {
-  const isWhole = unit !== "s" && splits.every((each) => Number.isInteger(each) && each < 1e5);
-  return splits.map((each) => (each === 0 ? "0" : isWhole ? each.toLocaleString("en-US") : text(each, unit)));
+  const isWhole = unit !== "s" && splits.every(Number.isInteger);
+  return splits.map((each) => {
+    if (each === 0) return "0";
+    if (!isWhole) return text(each, unit);
+    if (each < 1e5) return each.toLocaleString("en-US");
+    return each < 1e6 ? `${each / 1e3} k` : `${each / 1e6} M`;
+  });
 }
 
 function clock(at, zone) {
@@ -94,7 +97,7 @@ function options(figure, lines) {
   return {
     width: place.clientWidth,
     height: place.clientHeight,
-    padding: [6, 8, 0, 0],
+    padding: [6, 18, 0, 0],
     legend: { show: false },
     cursor: { y: false, drag: { x: false, y: false }, sync: { key: "charts" }, points: { size: 6 } },
     tzDate: (at) => uPlot.tzDate(new Date(at * 1e3), "Etc/UTC"),
