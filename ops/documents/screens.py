@@ -8,7 +8,7 @@ import io
 import sys
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from shutil import which
 
@@ -16,6 +16,7 @@ import click
 from PIL import Image
 from playwright.sync_api import Browser, Page, sync_playwright
 from redis import Redis
+from redis.exceptions import RedisError
 
 from ops.documents.blocks import ROOT
 from ops.documents.scene import Scene
@@ -77,7 +78,8 @@ def kept_alive(scene: Scene) -> Iterator[None]:
 
     def tell() -> None:
         while not is_over.wait(2):
-            scene.keep_alive()
+            with suppress(RedisError):  # a full one refuses what workers tell too
+                scene.keep_alive()
 
     scene.keep_alive()
     thread = threading.Thread(target=tell)
