@@ -57,7 +57,15 @@ class Releases:
     def take_up_abandoned(self, queue_names: Sequence[str], period_s: float) -> None:
         """Put back the jobs of dead workers. At most one worker looks for them in each period."""
         abandoned = self._store.abandoned(queue_names, period_s)
-        self._take_over(self._release(abandoned, "abandoned"))
+        released = self._release(abandoned, "abandoned")
+        self._take_over(released)
+
+        died_with = {job.job_id for job in released if job.deaths}
+        jobs_of: dict[str, list[str]] = {}
+        for claimed in abandoned:
+            if claimed.dead_holder and claimed.job_id in died_with:
+                jobs_of.setdefault(claimed.dead_holder, []).append(claimed.job_id)
+        self._store.record_deaths(jobs_of)
 
     def _release(self, held: Sequence[ClaimedJob], mode: Mode) -> list[Released]:
         """Release jobs in one call, or one by one if that raises."""

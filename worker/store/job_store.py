@@ -16,9 +16,10 @@ from rq.results import Result
 from rq.serializers import JSONSerializer
 from rq.utils import now, utcformat
 
-from jobs.common.display import brief
+from jobs.common.display import brief, safe_name
 from jobs.common.keys import FORMAT, JOURNAL_TTL_S, held_key, prefixed
 from jobs.common.rq_jobs import execution_key, job_key
+from jobs.common.worker_deaths import record_deaths
 from worker.store.records.claimed_job import (
     CLAIM_BATCH,
     Claim,
@@ -381,9 +382,27 @@ class JobStore:
             for claimed in held_jobs:
                 pipe.ttl(execution_key(claimed.job_id, claimed.execution_id))
             leases_s = pipe.execute()
-        return [
+        abandoned = [
             claimed for claimed, lease_s in zip(held_jobs, leases_s, strict=True) if lease_s < 0
         ]
+        names = self._holder_names([claimed.job_id for claimed in abandoned])
+        return [
+            replace(claimed, dead_holder=name)
+            for claimed, name in zip(abandoned, names, strict=True)
+        ]
+
+    def _holder_names(self, job_ids: Sequence[str]) -> list[str]:
+        """Return the workers that have begun these jobs, "" for none. They are for show: anybody may write them."""
+        with self._client.pipeline(transaction=False) as pipe:
+            for job_id in job_ids:
+                pipe.hget(job_key(job_id), "worker_name")
+            # A producer may have put another kind of value there.
+            replies = pipe.execute(raise_on_error=False)
+        return [safe_name(reply) if isinstance(reply, bytes) else "" for reply in replies]
+
+    def record_deaths(self, jobs_of: Mapping[str, Sequence[str]]) -> None:
+        """Record that workers have died. jobs_of: the ids of the jobs that each of them had begun."""
+        record_deaths(self._client, jobs_of)
 
     def adopt(
         self, queue: str, reasons: Mapping[tuple[str, str], str]
