@@ -29,7 +29,7 @@ from jobs.common.display import shown_error
 from jobs.common.plain_log import AUTO, VARIABLE, give_up_handlers
 from worker.errors import ForeignJobsPackage, StartupError
 from worker.io_thread.limits import LEASE_MARGIN_S, Limits
-from worker.logs import start_log
+from worker.logs import LastingTrouble, start_log
 from worker.start import (
     called_by_rq_command,
     leave_out_working_directory,
@@ -70,6 +70,10 @@ class BatchWorker(BaseWorker):
     _traces: OtelTraces | None = None
     _is_cold = False
     _is_stopped_early = False
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._deafness = LastingTrouble(self.log, "listening for commands again")
 
     def load_engine(self, settings: WorkerSettings) -> Engine:
         """Load the model. Override this to serve with another engine."""
@@ -354,7 +358,12 @@ class BatchWorker(BaseWorker):
 
     def _pubsub_exception_handler(self, exc: Exception, pubsub: Any, pubsub_thread: Any) -> None:
         """Go on listening after any error. RQ goes on only after a lost connection."""
-        self.log.error("Worker %s: cannot listen for commands (%s); trying again", self.name, exc)
+        self._deafness.met(
+            type(exc).__name__,
+            "Worker %s: cannot listen for commands (%s); trying again",
+            self.name,
+            shown_error(exc),
+        )
         time.sleep(_LISTEN_AGAIN_S)
 
     # What RQ shows of the worker

@@ -2,8 +2,10 @@
 
 from typing import Any
 
+from jobs.common.display import shown_error
 from worker.io_thread.limits import Timer
 from worker.io_thread.parts import Parts
+from worker.logs import LastingTrouble
 from worker.store.queue_order import PERIOD_S, QueueOrder
 from worker.store.registries import Registries
 from worker.store.scheduler import Scheduler
@@ -23,7 +25,7 @@ class Maintenance:
         self._queue_order = QueueOrder(parts.clients.pool, parts.redis_clock)
         self._queue_names = parts.queue_names
         self._pool = parts.enders
-        self._log = parts.log
+        self._trouble = LastingTrouble(parts.log, "Redis is cleaned up again")
         self._scheduler = scheduler
         self._schedule = Timer(_SCHEDULER_PERIOD_S)
         self._clean = Timer(period_s)
@@ -44,7 +46,11 @@ class Maintenance:
             self._pool.submit(lambda: self._registries.clean(self._queue_names), self._report)
 
     def _report(self, _: Any, error: BaseException | None) -> None:
-        if error is not None:
-            self._log.error(
-                "could not clean up in Redis (%s); trying again in the next period", error
+        if error is None:
+            self._trouble.passed()
+        else:
+            self._trouble.met(
+                type(error).__name__,
+                "could not clean up in Redis (%s); trying again in each period",
+                shown_error(error),
             )

@@ -16,7 +16,7 @@ from rq.results import Result
 from rq.serializers import JSONSerializer
 from rq.utils import now, utcformat
 
-from jobs.common.display import brief
+from jobs.common.display import brief, safe_name
 from jobs.common.keys import FORMAT, JOURNAL_TTL_S, held_key, prefixed
 from jobs.common.rq_jobs import execution_key, job_key
 from worker.store.records.claimed_job import (
@@ -62,12 +62,14 @@ class Released:
 
     deaths: how many workers have died with it, if this release counts as a death; else 0.
     claimed: the job, if this worker now holds it in order to end it; None if it is back in its queue or gone.
+    worker_name: the worker on which it had begun, if it counts as that one's death; "" if it had not begun.
     """
 
     queue_name: str
     job_id: str
     deaths: int
     claimed: ClaimedJob | None
+    worker_name: str = ""
 
 
 FAR_S = 10 * 365 * 86_400
@@ -349,7 +351,8 @@ class JobStore:
         claimed = None
         if result in (b"exhausted", b"ended"):
             claimed = replace(self._restore(job.queue_name, reply[2]), has_ended=result == b"ended")
-        return Released(job.queue_name, job.job_id, deaths, claimed)
+        worker_name = reply[-1] if result in (b"exhausted", b"queued") else b""
+        return Released(job.queue_name, job.job_id, deaths, claimed, safe_name(worker_name))
 
     def abandoned(self, queue_names: Sequence[str], period_s: float) -> list[ClaimedJob]:
         """Return the jobs of dead workers, for `release`. At most one worker looks at a queue in each period."""
