@@ -7,6 +7,7 @@ import json
 import multiprocessing
 import os
 import signal
+import socket
 import time
 from contextlib import closing
 from datetime import timedelta
@@ -40,7 +41,7 @@ from worker.start import (
 )
 from worker.store.client import MIN_REDIS_VERSION
 from worker.store.scheduler import Scheduler
-from worker.store.worker_record import shown_loading
+from worker.store.worker_record import living_namesake, shown_loading
 
 if TYPE_CHECKING:
     from engine import Engine
@@ -260,7 +261,23 @@ class BatchWorker(BaseWorker):
         if tuple(redis_version) < MIN_REDIS_VERSION:
             version_text = ".".join(map(str, redis_version))
             raise StartupError(f"Redis {version_text} is too old: 6.2 or later is needed")
-        return WorkerSettings.load()
+        settings = WorkerSettings.load()
+        self._take_name()
+        return settings
+
+    def _take_name(self) -> None:
+        """Take this worker's name from one of this machine that was killed. RQ would keep it for eight minutes.
+
+        Raises StartupError if a living worker has it.
+        """
+        namesake = living_namesake(self.connection, self.name, socket.gethostname())
+        if namesake:
+            raise StartupError(
+                f"the name {self.name} belongs to another worker, {namesake}: give each worker its own --name; "
+                "that of a dead one on another machine is free after --worker-ttl and a minute"
+            )
+        if self.connection.exists(self.key):
+            self.register_death()
 
     def _serve(
         self,
