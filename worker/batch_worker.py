@@ -129,7 +129,7 @@ class BatchWorker(BaseWorker):
         try:
             started = time.monotonic()
             loading = shown_loading(
-                self.connection, self.name, self.queue_names(), settings.model_name
+                self.connection, self.name, self.queue_names(), settings.model_name, settings.model
             )
             with loading, closing(self._load(settings)) as engine:
                 if writes_json:

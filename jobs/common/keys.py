@@ -21,6 +21,7 @@ The keys below belong to worker/store/. They tell which worker has a job, or who
 
 tokenmill:held:<queue>         hash: `<job>:<execution>` that is claimed -> what was known then (holding.lua)
 tokenmill:deaths:<job>         string: how many workers have died with the job, for a week
+tokenmill:worker-deaths        list, JSON: which workers died while they held jobs (common/worker_deaths.py)
 tokenmill:fleet:<queue>        sorted set: name of a worker that serves it -> Unix time of its last sign
 tokenmill:served:<name>        string, JSON: what a worker serves, as long as it lives (common/workers.py)
 tokenmill:journal:<job>        string: how far a job of prompts is, while it runs (context/job_journal.py)
@@ -82,6 +83,8 @@ STREAM_FIELD = "tokenmill_stream"
 SUBMISSION_FIELD = "tokenmill_submission"
 #: A run's keys are kept this long after the last write; the files alone are enough to resume it.
 RUN_TTL_S = 30 * 24 * 3600
+#: Which workers died while they held jobs.
+DEATHS_KEY = f"{OWN}:worker-deaths"
 #: By this key workers see that Redis came back with older data.
 EPOCHS_KEY = f"{OWN}:epochs"
 #: While this key is set, workers claim nothing.

@@ -148,6 +148,7 @@ class WorkerSample(Point):
     model) or "stopped".
     models: all names by which jobs may ask for its model. fingerprint, max_model_len: see ServedModel.
     clock_formats: see ServedModel, as one text (jobs.context.served_model.joined_formats).
+    model_source: the folder or hub id from which its model was loaded. host, pid, memory_bytes: of its process.
     format: the format of plans that it reads (FORMAT in jobs.common.keys).
     queues: the most urgent first. held: how many jobs it holds, by queue. held_jobs: the oldest of these jobs, at most
     MAX_HELD_NAMED. claimed: for each of its queues, the jobs that any worker has taken and not begun.
@@ -157,12 +158,16 @@ class WorkerSample(Point):
     silent_s: float = 0.0
     state: str = ""
     model: str = ""
+    model_source: str = ""
     models: Sequence[str] = ()
     fingerprint: str = ""
     max_model_len: int = 0
     clock_formats: str = ""
     dtype: str = ""
     attention_backend: str = ""
+    host: str = ""
+    pid: int = 0
+    memory_bytes: int = 0
     version: str = ""
     commit: str = ""
     format: int = 0

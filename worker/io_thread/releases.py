@@ -69,7 +69,14 @@ class Releases:
     def take_up_abandoned(self, queue_names: Sequence[str], period_s: float) -> None:
         """Put back the jobs of dead workers. At most one worker looks for them in each period."""
         abandoned = self._store.abandoned(queue_names, period_s)
-        self._take_over(self._release(abandoned, "abandoned"), "abandoned")
+        released = self._release(abandoned, "abandoned")
+        self._take_over(released, "abandoned")
+
+        jobs_of: dict[str, list[str]] = {}
+        for job in released:
+            if job.deaths and job.worker_name:
+                jobs_of.setdefault(job.worker_name, []).append(job.job_id)
+        self._store.record_deaths(jobs_of)
 
     def _release(self, held: Sequence[ClaimedJob], mode: Mode) -> list[Released]:
         """Release jobs in one call, or one by one if that raises."""

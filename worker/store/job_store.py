@@ -19,6 +19,7 @@ from rq.utils import now, utcformat
 from jobs.common.display import brief, safe_name
 from jobs.common.keys import FORMAT, JOURNAL_TTL_S, held_key, prefixed
 from jobs.common.rq_jobs import execution_key, job_key
+from jobs.common.worker_deaths import record_deaths
 from worker.store.records.claimed_job import (
     CLAIM_BATCH,
     Claim,
@@ -62,7 +63,7 @@ class Released:
 
     deaths: how many workers have died with it, if this release counts as a death; else 0.
     claimed: the job, if this worker now holds it in order to end it; None if it is back in its queue or gone.
-    worker_name: the worker on which it had begun, if it counts as that one's death; "" if it had not begun.
+    worker_name: the worker on which it had begun, for show, as anybody may write it; "" if it had not begun.
     """
 
     queue_name: str
@@ -387,6 +388,10 @@ class JobStore:
         return [
             claimed for claimed, lease_s in zip(held_jobs, leases_s, strict=True) if lease_s < 0
         ]
+
+    def record_deaths(self, jobs_of: Mapping[str, Sequence[str]]) -> None:
+        """Record that workers have died. jobs_of: the ids of the jobs that each of them had begun."""
+        record_deaths(self._client, jobs_of)
 
     def adopt(
         self, queue: str, reasons: Mapping[tuple[str, str], str]

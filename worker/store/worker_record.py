@@ -2,10 +2,12 @@
 
 import json
 import os
+import socket
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from importlib.metadata import version
+from pathlib import Path
 from typing import Any
 
 from redis import Redis
@@ -23,6 +25,7 @@ from jobs.common.keys import (
     served_key,
     worker_key,
 )
+from jobs.common.release import commit
 from jobs.common.rq_jobs import WORKER_PREFIX, WORKERS_KEY
 from jobs.common.workers import LOADING, MAX_POINTS, Point, served_text
 from worker.store.job_store import FAR_S
@@ -37,11 +40,30 @@ _REGISTRIES = {
 """The registry of each status, as RQ's keys name it."""
 
 
+def process_facts() -> dict[str, Any]:
+    """Return what a worker says of its process: where it runs, and which version it is."""
+    return {
+        "host": socket.gethostname(),
+        "pid": os.getpid(),
+        "version": version("tokenmill"),
+        "commit": commit(),
+    }
+
+
+def resident_bytes() -> int:
+    """Return how much memory this process has now; 0 where that is not told."""
+    try:
+        num_pages = int(Path("/proc/self/statm").read_text().split()[1])
+    except (OSError, ValueError, IndexError):
+        return 0
+    return num_pages * os.sysconf("SC_PAGE_SIZE")
+
+
 @contextmanager
 def shown_loading(
-    client: Redis, worker_name: str, queue_names: Sequence[str], model: str
+    client: Redis, worker_name: str, queue_names: Sequence[str], model: str, source: str
 ) -> Iterator[None]:
-    """Show in Redis that a worker loads its model, until `WorkerRecord` takes over."""
+    """Show in Redis that a worker loads its model, until `WorkerRecord` takes over. source: its folder or hub id."""
     key = loading_key(worker_name)
     member = f"{WORKER_PREFIX}{worker_name}"
     began_at = time.time()
@@ -49,7 +71,8 @@ def shown_loading(
         "worker": worker_name,
         "state": LOADING,
         "model": model,
-        "version": version("tokenmill"),
+        "model_source": source,
+        **process_facts(),
         "queues": list(queue_names),
         "started_at": began_at,
         "updated_at": began_at,
@@ -162,6 +185,7 @@ class WorkerRecord:
             "state": state,
             **point.to_object(),
             **counters,
+            "memory_bytes": resident_bytes(),
             "updated_at": point.at,
         }
         self._client.set(self._key, json.dumps(stats), ex=WORKER_STATS_TTL_S)
