@@ -32,7 +32,7 @@ from jobs.common.display import safe_name
 from jobs.common.release import release_text
 from jobs.doctor.redis_server import troubles
 from tokenmill.dashboard import display
-from tokenmill.dashboard.actions import cancel_job, cancel_run, notice, retry_all, retry_one
+from tokenmill.dashboard.actions.deeds import cancel_job, cancel_run, notice, retry_all, retry_one
 from tokenmill.dashboard.guard import (
     METRICS_PATH,
     SESSION_COOKIE,
@@ -41,8 +41,8 @@ from tokenmill.dashboard.guard import (
     Sessions,
     TriesInTurn,
 )
-from tokenmill.dashboard.pages import PAGES, Missing, time_left
 from tokenmill.dashboard.queue_metrics import QueueMetrics
+from tokenmill.dashboard.views.pages import PAGES, Missing, time_left
 from tokenmill.dashboard.watcher import Watcher
 from tokenmill.serving import Hosts
 
@@ -134,10 +134,10 @@ class Dashboard:
             try:
                 facts = await run_in_threadpool(read)
             except Missing as missing:
-                return self._render(request, "missing.html", 404, text=str(missing))
+                return self._render(request, "missing", 404, text=str(missing))
             except RedisError as error:
                 return self._away(request, error)
-            return self._render(request, f"{name}.html", 200, **facts)
+            return self._render(request, name, 200, **facts)
 
         return answer
 
@@ -146,7 +146,7 @@ class Dashboard:
         is_away = isinstance(error, (RedisConnectionError, RedisTimeoutError))
         problem = "Redis does not answer." if is_away else "Redis refused what the page asked for."
         detail = f"{type(error).__name__}: {safe_name(str(error), 300)}"
-        response = self._render(request, "away.html", 503, problem=problem, detail=detail)
+        response = self._render(request, "away", 503, problem=problem, detail=detail)
         if _is_update(request):
             response.headers["HX-Reswap"] = "none"
         return response
@@ -157,8 +157,8 @@ class Dashboard:
         An update has the status 200 even if it reports a problem. Browsers would log any other as an error.
         """
         update = _is_update(request)
-        html = self._templates.get_template(template).render(
-            layout="update.html" if update else "base.html",
+        html = self._templates.get_template(f"pages/{template}.html").render(
+            layout="parts/update.html" if update else "parts/base.html",
             now=time.time(),
             path=request.url.path,
             here=_here(request),
@@ -190,7 +190,7 @@ class Dashboard:
             form = await _form(request)
             if not _same(form.get("form_token", ""), self._form_token):
                 text = "This page is from an earlier dashboard: load it again, then try once more."
-                return self._render(request, "missing.html", 403, text=text)
+                return self._render(request, "missing", 403, text=text)
             try:
                 done = await run_in_threadpool(act, self.watcher.connection, form)
             except RedisError as error:
@@ -203,7 +203,7 @@ class Dashboard:
 
     async def _show_login(self, request: Request, wrong: str = "") -> Response:
         to = request.query_params.get("to", "/")
-        html = self._templates.get_template("login.html").render(
+        html = self._templates.get_template("pages/login.html").render(
             wrong=wrong, to=to if _is_ours(to) else "/"
         )
         return HTMLResponse(html, 403 if wrong else 200)

@@ -13,7 +13,7 @@ from jobs.queues import QueueCounts, count_queues, queue_names
 from jobs.runs.watching.reading import list_runs
 from jobs.runs.watching.snapshot import RunSnapshot
 from tokenmill.dashboard.history import History, read_points
-from tokenmill.dashboard.jobs_seen import FailedJob, newest_failed
+from tokenmill.dashboard.seen.jobs_seen import FailedJob, newest_failed
 
 #: Seconds for which one look serves all pages; after a slow look, five times the seconds that it took.
 LOOK_S = 1.0

@@ -15,7 +15,7 @@ from tests.jobs.answering import fail
 from tests.jobs.conftest import Invoke
 from tests.jobs.local_runs import Runs
 from tests.jobs.runs.test_verify import drawn
-from tokenmill.dashboard.shards_seen import list_shards
+from tokenmill.dashboard.seen.shards_seen import list_shards
 
 
 def test_status_without_a_run_shows_all_of_them(

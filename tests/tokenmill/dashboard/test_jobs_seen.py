@@ -9,7 +9,7 @@ import pytest
 from redis import Redis
 
 from jobs.queues import requeue
-from tokenmill.dashboard.jobs_seen import MAX_ERROR_CHARS, failed_page, newest_failed, read_job
+from tokenmill.dashboard.seen.jobs_seen import MAX_ERROR_CHARS, failed_page, newest_failed, read_job
 
 ERROR = 'Traceback (most recent call last):\n  File "x.py"\njobs.errors.PromptTooLong: 9 tokens\n'
 

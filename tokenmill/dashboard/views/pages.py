@@ -19,8 +19,8 @@ from jobs.runs.watching.api_records import (
 from jobs.runs.watching.reading import read_planned, run_reasons
 from jobs.runs.watching.snapshot import RunSnapshot, obstacles
 from tokenmill.dashboard import display
-from tokenmill.dashboard.jobs_seen import failed_page, read_job
-from tokenmill.dashboard.shards_seen import list_shards
+from tokenmill.dashboard.seen.jobs_seen import failed_page, read_job
+from tokenmill.dashboard.seen.shards_seen import list_shards
 from tokenmill.dashboard.watcher import Watcher
 
 #: Rows of a table on one page.
