@@ -31,6 +31,7 @@ from starlette.types import ASGIApp
 from jobs.common.display import safe_name
 from jobs.common.release import release_text
 from jobs.doctor.redis_server import troubles
+from jobs.queues.metrics import QueueMetrics
 from tokenmill.dashboard import display
 from tokenmill.dashboard.actions.deeds import cancel_job, cancel_run, notice, retry_all, retry_one
 from tokenmill.dashboard.guard import (
@@ -41,7 +42,6 @@ from tokenmill.dashboard.guard import (
     Sessions,
     TriesInTurn,
 )
-from tokenmill.dashboard.queue_metrics import QueueMetrics
 from tokenmill.dashboard.views.pages import PAGES, Missing, time_left
 from tokenmill.dashboard.watcher import Watcher
 from tokenmill.serving import Hosts
