@@ -307,7 +307,7 @@ def test_the_user_that_ships_may_write_the_history(redis: Redis, redis_url: str)
     put_worker(redis, "a")
     redis.sadd("rq:queues", "rq:queue:bulk")
     redis.rpush("rq:queue:bulk", "job")
-    user = Redis.from_url(as_user(redis, redis_url, "producer", rules_of("producer")))
+    user = Redis.from_url(as_user(redis, redis_url, "dashboard", rules_of("dashboard")))
     try:
         clock = Clock()
         recorder = Recorder(Watcher(user, clock), clock)
@@ -315,6 +315,20 @@ def test_the_user_that_ships_may_write_the_history(redis: Redis, redis_url: str)
             clock.at += 10
             assert recorder.record()
         assert Charts(user, clock).read("overview", "", "24h") is not None
+    finally:
+        user.close()
+        redis.execute_command("ACL", "DELUSER", "dashboard")
+
+
+def test_a_user_without_the_rights_is_told_so_in_the_place_of_charts(
+    redis: Redis, redis_url: str, open_page: Open
+) -> None:
+    user = Redis.from_url(as_user(redis, redis_url, "producer", rules_of("producer")))
+    try:
+        assert open_page(user).get("/").status_code == 200
+        answer = open_page(user).get("/series.json")
+        assert answer.status_code == 503
+        assert "NoPermission" in answer.json()["problem"]
     finally:
         user.close()
         redis.execute_command("ACL", "DELUSER", "producer")
