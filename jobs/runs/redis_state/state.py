@@ -197,8 +197,8 @@ class RunState:
     ) -> None:
         """Submit the run with a planning job. Takes back a cancellation or a stop, but not the mark of the run's end.
 
-        `pipe` watches the run's key or its turn. The caller must execute the transaction that this begins. anew: False
-        if a planning is under way. Then the submission keeps its number.
+        `pipe` watches the run's key or its turn. It is left in a transaction that is yet to be executed. anew: False if
+        a planning is under way, which keeps its submission's number.
         """
         numbers: Any = pipe.hmget(self._key, "submission", "cancelled_submission")
         number = _number(numbers[0])

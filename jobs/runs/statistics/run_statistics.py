@@ -80,7 +80,7 @@ class PartStats:
         return json.dumps(asdict(self))
 
     def to_record(self) -> str:
-        """Return short JSON for Redis, because a look at a run reads the JSON of every part."""
+        """Return the short JSON that Redis keeps: a look at a run reads it for every part."""
         return replace(self, prompt_lengths={}, completion_lengths={}).to_text()
 
     @classmethod

@@ -48,7 +48,7 @@ class RunSnapshot:
     awaited_model, awaited_second: the run's first and second model, if no worker of its queue serves that model.
     planned_by: "newer" or "older" if only workers of such a version can take the run.
     listened: the queues that have workers.
-    stopped: why the run was cancelled, if no person cancelled it.
+    stopped: why the run was cancelled, if no person did it.
     deadline: when no more rows are begun. expired: rows that were not begun before it.
     failed_jobs: leaves out jobs that an earlier cancel has stopped.
     worked_s: the time in which workers had shards. The rates of a finished run are computed for this time.
