@@ -130,8 +130,9 @@ def status_text(snapshot: RunSnapshot, num_gone: int = 0) -> str:
             lines.append(f"but      few answers were taken of {snapshot.reuse_differs}")
         if snapshot.rows_escalated:
             lines.append(f"again    {snapshot.rows_escalated} rows, of the second model")
-        if snapshot.errors:
-            lines.append(f"why      `tokenmill errors {snapshot.run}` lists them by reason")
+        if snapshot.errors or snapshot.cut:
+            cut = " --cut" if snapshot.cut else ""
+            lines.append(f"why      `tokenmill errors {snapshot.run}{cut}` lists them by reason")
         shards = (
             f"{snapshot.shards_done} of {snapshot.shards} done, {snapshot.shards_started} started"
         )

@@ -43,12 +43,19 @@ class Answer:
         """Whether a completion ended at its limit of tokens. Any completion counts if the row has several."""
         if self.error is not None or not self.all_completion_tokens:
             return False
-        reason = self.finish_reason
-        reasons = [reason] if isinstance(reason, str) else list(reason)
+        return "length" in self.all_finish_reasons
+
+    @property
+    def all_finish_reasons(self) -> list[str]:
+        """Return why each completion ended, or that of each of several prompts."""
+        reasons = []
         for name, value in self.columns.items():
-            if name.endswith("finish_reason"):
+            if name.endswith("finish_reason") and value is not None:
                 reasons.append(value)
-        return "length" in reasons
+        if reasons:
+            return reasons
+        reason = self.finish_reason
+        return [reason] if isinstance(reason, str) else list(reason)
 
     @property
     def all_completion_tokens(self) -> int:

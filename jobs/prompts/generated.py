@@ -16,6 +16,8 @@ from jobs.tasks import Completion, Logprob, Request
 #: The reason for a completion that failed without a reason.
 NO_REASON = "the engine gave no reason"
 
+#: The engine's limit of tokens where a request names none.
+DEFAULT_MAX_TOKENS = 256
 #: Sampling values that only a prompt's first request has.
 _OF_PROMPT = ("echo", "prompt_logprobs")
 
@@ -114,11 +116,17 @@ def _tried(
 ) -> Item[PromptAnswer]:
     """Ask until an answer is accepted; see RepairOptions."""
     tally = _Tally()
-    later_sampling = _later_sampling(request)
+    first = replace(request, sampling=_later_sampling(request))
     turn = request
     problem: str | None = None
     for attempt in range(1, repairs.max_attempts + 1):
         ((completion,),) = yield [turn]
+        if problem is not None and not turn.continued and _is_refused(completion):
+            # The earlier answers leave no room in the model's length: ask without them, in this attempt.
+            del completion
+            request = _without_answers(first, repairs, problem, attempt, control_tokens)
+            turn = request
+            ((completion,),) = yield [turn]
         tally.add(completion, turn.continued)
         if completion.finish_reason == "error":
             if turn.continued and tally.answer is not None and repairs.check is not None:
@@ -137,17 +145,11 @@ def _tried(
         problem = yield Check(repairs, row, completion.text)
         if problem is None or not has_attempts:
             break
-        sampling = reseeded(later_sampling, f"attempt {attempt + 1}")
-        request = replace(request, sampling=sampling)
-        if request.messages is not None:
-            request = _repaired_chat(
-                request, completion.text, repairs.text_behind(problem, is_chat=True)
-            )
+        if _had_no_room(completion, request):
+            request = _without_answers(first, repairs, problem, attempt + 1, control_tokens)
         else:
-            answer, reason = as_values([completion.text, problem], control_tokens)
-            request = _repaired_prompt(
-                request, f"{answer}{repairs.text_behind(reason, is_chat=False)}"
-            )
+            request = replace(request, sampling=_sampling_of(first, attempt + 1))
+            request = _repaired(request, repairs, completion.text, problem, control_tokens)
         turn = request
     return PromptAnswer([tally.sample()], [tally.num_generated], attempt, problem)
 
@@ -199,6 +201,59 @@ class _Tally:
             prompt_tokens=self._first.prompt_tokens,
             error=self._error or answer.error,
         )
+
+
+def _is_refused(completion: Completion) -> bool:
+    """Whether the engine refused a request before it ran, as it does where a prompt is too long."""
+    return completion.finish_reason == "error" and not completion.num_prompt_tokens
+
+
+def _had_no_room(completion: Completion, request: Request) -> bool:
+    """Whether the model's length cut an answer, and not max_tokens."""
+    limit = request.sampling.get("max_tokens", DEFAULT_MAX_TOKENS)
+    is_cut = completion.finish_reason == "length"
+    return is_cut and type(limit) is int and len(completion.token_ids) < limit
+
+
+def _sampling_of(first: Request, attempt: int) -> dict[str, Any]:
+    """Return the sampling values of an attempt, whose seed follows from the first one's."""
+    return reseeded(first.sampling, f"attempt {attempt}")
+
+
+def _repaired(
+    request: Request,
+    repairs: RepairOptions,
+    answer: str,
+    reason: str,
+    control_tokens: Collection[str],
+) -> Request:
+    """Return a request for another answer, behind the one that is not valid."""
+    if request.messages is not None:
+        return _repaired_chat(request, answer, repairs.text_behind(reason, is_chat=True))
+    answer, reason = as_values([answer, reason], control_tokens)
+    return _repaired_prompt(request, f"{answer}{repairs.text_behind(reason, is_chat=False)}")
+
+
+def _without_answers(
+    first: Request,
+    repairs: RepairOptions,
+    reason: str,
+    attempt: int,
+    control_tokens: Collection[str],
+) -> Request:
+    """Return the first request with the reason behind it, and without the answers that took up the room."""
+    request = replace(first, sampling=_sampling_of(first, attempt))
+    if request.messages is None:
+        return _repaired(request, repairs, "", reason, control_tokens)
+    # Templates want users and assistants to take turns, so the reason stands in the user's last message.
+    text = repairs.text_behind(reason, is_chat=True)
+    *earlier, last = request.messages
+    if last["role"] != "user":
+        return replace(request, messages=[*request.messages, {"role": "user", "content": text}])
+    parts = last["content"]
+    is_text = isinstance(parts, str)
+    content = f"{parts}\n\n{text}" if is_text else [*parts, {"type": "text", "text": text}]
+    return replace(request, messages=[*earlier, {**last, "content": content}])
 
 
 def _repaired_chat(request: Request, answer: str, text_behind: str) -> Request:

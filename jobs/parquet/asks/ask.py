@@ -17,6 +17,8 @@ from jobs.parquet.prompts.sources import RowSource
 from jobs.parquet.tables.columns import RowProblem
 from jobs.prompts.generated import NO_REASON, hashed_seed
 from jobs.prompts.pictures import filled
+from jobs.prompts.scoring.labels import Labels
+from jobs.runs.plans.option_checks import STRUCT
 from jobs.runs.plans.plan import Plan
 from jobs.runs.plans.prompt_steps import ROW_COLUMNS
 from jobs.runs.plans.spec import RunSpec
@@ -50,6 +52,15 @@ def output_fields(columns: Mapping[str, str], embedding_size: int = 0) -> list[p
         column_type = own_types[type_name] if is_own else pa.type_for_alias(type_name)
         fields.append(pa.field(name, column_type))
     return fields
+
+
+def label_fields(spec: RunSpec) -> list[pa.Field]:
+    """Return the columns of a row that is scored against a run's labels."""
+    fields = output_fields(Labels.columns)
+    if spec.probabilities != STRUCT:
+        return fields
+    struct = pa.struct([(label, pa.float64()) for label in spec.labels or ()])
+    return [field.with_type(struct) if field.type == PROBABILITIES else field for field in fields]
 
 
 class RowAsk(Ask[Answer]):

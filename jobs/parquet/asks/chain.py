@@ -9,7 +9,7 @@ import pyarrow as pa
 from jobs.context import JobContext
 from jobs.context.answers import Answer, failed_answer
 from jobs.items.item import Item
-from jobs.parquet.asks.ask import ROW_FIELDS, RowAsk, output_fields, row_seed
+from jobs.parquet.asks.ask import ROW_FIELDS, RowAsk, label_fields, row_seed
 from jobs.parquet.asks.generate import Generate, answer_field
 from jobs.parquet.asks.scores import Scores
 from jobs.parquet.prompts.prompt_source import Row
@@ -40,11 +40,11 @@ class Chain(RowAsk):
     @staticmethod
     def fields(spec: RunSpec, embedding_size: int) -> list[pa.Field]:
         """Return the columns of each prompt, then those of the row."""
-        label_fields = {field.name: field for field in output_fields(Labels.columns)}
+        scored = {field.name: field for field in label_fields(spec)}
         fields = []
         for step in spec.steps:
             for column, name in step.columns.items():
-                field = label_fields[name] if name in label_fields else answer_field(name, spec)
+                field = scored[name] if name in scored else answer_field(name, spec)
                 fields.append(field.with_name(column))
         return [*fields, *ROW_FIELDS]
 

@@ -8,7 +8,7 @@ from jobs.context import JobContext
 from jobs.context.answers import Answer, failed_answer
 from jobs.errors import InvalidValue
 from jobs.items.item import Item, Samples, asked_once
-from jobs.parquet.asks.ask import ROW_FIELDS, RowAsk, output_fields, prompt_of
+from jobs.parquet.asks.ask import ROW_FIELDS, RowAsk, label_fields, output_fields, prompt_of
 from jobs.parquet.prompts.prompt_source import Row
 from jobs.parquet.prompts.sources import RowSource
 from jobs.parquet.tables.columns import RowProblem
@@ -57,6 +57,8 @@ class Scores(RowAsk):
         """Return the columns of the run's scoring."""
         kind = scoring_of(spec)
         assert kind is not None, "a run that generates"
+        if kind is Labels:
+            return [*label_fields(spec), *ROW_FIELDS]
         return [*output_fields(kind.columns, embedding_size), *ROW_FIELDS]
 
     @staticmethod

@@ -89,11 +89,15 @@ def _opened(question: Mapping[str, Any], source: Any) -> Iterator[Any]:
     if file_format == ARROW:
         yield _ArrowTable(path, source)
         return
-    head = source.read_at(4, 0)
-    codec = next((codec for mark, codec in _CODECS.items() if head.startswith(mark)), None)
-    source.seek(0)
-    with pa.input_stream(source, codec) as stream:
+    with pa.input_stream(source, codec_of(source)) as stream:
         yield _TextTable(TextFile(path, file_format, stream, dialect), dialect.get("decimal", "."))
+
+
+def codec_of(source: Any) -> str | None:
+    """Return how a file is compressed, by its first bytes; None if it is not."""
+    head = source.read_at(4, 0)
+    source.seek(0)
+    return next((codec for mark, codec in _CODECS.items() if head.startswith(mark)), None)
 
 
 class _TextTable:

@@ -27,6 +27,7 @@ from jobs.parquet.tables.table_reading import TableReading
 from jobs.prompts.batch_lines import output_line
 from jobs.runs.plans.names import ARROW, CSV, JSONL, OPENAI_BATCH, PARQUET, output_names
 from jobs.runs.plans.plan import Plan
+from jobs.runs.statistics.run_statistics import CUT
 
 Batches = Iterator[pa.RecordBatch]
 
@@ -43,7 +44,7 @@ def write_output(storage: Storage, plan: Plan, name: str, sink: Any) -> None:
         PARQUET: write_groups,
         ARROW: _write_arrow,
         CSV: partial(write_csv, answers),
-        JSONL: partial(_write_jsonl, answers),
+        JSONL: partial(write_jsonl, answers),
         OPENAI_BATCH: partial(_write_batch_lines, plan.run, is_error_file),
     }
     with open_part(storage, plan, 0) as part:
@@ -152,7 +153,8 @@ def _write_arrow(sink: Any, schema: pa.Schema, batches: Batches) -> None:
             writer.write_batch(batch)
 
 
-def _write_jsonl(answers: Set[str], sink: Any, schema: pa.Schema, batches: Batches) -> None:
+def write_jsonl(answers: Set[str], sink: Any, schema: pa.Schema, batches: Batches) -> None:
+    """Write rows as lines of JSON. answers: see _rows."""
     for batch in batches:
         objects = (dict(zip(schema.names, row, strict=True)) for row in _rows(batch, answers))
         sink.write(_json_lines(map(to_json, objects)))
@@ -231,9 +233,26 @@ def _field(value: Any) -> str:
     return f'"{doubled}"'
 
 
-def failed_rows(storage: Storage, plan: Plan, shard: int) -> Iterator[tuple[int, str]]:
-    """Yield the rows of a part that have an error: their numbers in the run, and the errors. Raises PartDamaged."""
-    name = f"{plan.spec.output_prefix}error"
-    for row, values in part_rows(storage, plan, shard, [name]):
-        if values[name] is not None:
-            yield row, str(values[name])
+def failed_rows(
+    storage: Storage, plan: Plan, shard: int, with_cut: bool = False
+) -> Iterator[tuple[int, str]]:
+    """Yield the rows of a part that have an error: their numbers in the run, and the errors. Raises PartDamaged.
+
+    with_cut: whether rows with an answer that was cut are among them, with the reason CUT.
+    """
+    error = f"{plan.spec.output_prefix}error"
+    finish_reasons = []
+    if with_cut:
+        finish_reasons = [
+            name for name in answer_names(plan.spec) if name.endswith("finish_reason")
+        ]
+    for row, values in part_rows(storage, plan, shard, [error, *finish_reasons]):
+        if values[error] is not None:
+            yield row, str(values[error])
+        elif any(_is_cut(values[name]) for name in finish_reasons):
+            yield row, CUT
+
+
+def _is_cut(finish_reason: str | list[str] | None) -> bool:
+    reasons = finish_reason if isinstance(finish_reason, list) else [finish_reason]
+    return "length" in reasons

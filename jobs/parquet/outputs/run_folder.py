@@ -30,6 +30,7 @@ from jobs.errors import (
 )
 from jobs.parquet.files.storage import Storage, reading, writing
 from jobs.parquet.formats.converted_inputs import remove_converted
+from jobs.parquet.outputs.examples import examples_of
 from jobs.parquet.outputs.output_file import failed_rows, write_output
 from jobs.parquet.outputs.part import read_part_stats
 from jobs.runs.control import remove_waiting
@@ -352,7 +353,8 @@ class RunFolder:
             self.plan, map(self.part_stats, range(len(self.plan.shards))), reasons
         )
         manifest = json.dumps(summary, indent=2)
-        report = report_html(json.loads(manifest))
+        examples = examples_of(self.storage, self.plan, has_prompts=False)
+        report = report_html(json.loads(manifest), examples=examples)
         writers: dict[str, Callable[[Any], object]] = {
             **{
                 name: partial(write_output, self.storage, self.plan, name) for name in self._outputs

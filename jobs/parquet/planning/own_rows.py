@@ -32,6 +32,7 @@ from jobs.parquet.reuse.taken_answers import write_taken
 from jobs.parquet.shards.shard_texts import rendered_shards, shard_batches, shard_readers
 from jobs.parquet.tables.columns import ROW_NUMBER, RowProblem
 from jobs.parquet.tables.row_groups import RowBuckets, write_groups
+from jobs.prompts.generated import DEFAULT_MAX_TOKENS
 from jobs.runs.plans.names import row_numbers_name
 from jobs.runs.plans.plan import Plan, Reused, cut_shards
 from jobs.runs.redis_state.submission import Submission
@@ -288,10 +289,6 @@ def find_matches(
 
         matches.keys[start:end] = whole_keys(keys, marks[models])
     return matches
-
-
-#: The engine's limit for a request without max_tokens.
-DEFAULT_MAX_TOKENS = 256
 
 
 def _shorter_asks(plan: Plan, old: OldRuns, check: str) -> list[RowKeys]:

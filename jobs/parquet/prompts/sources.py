@@ -87,7 +87,12 @@ class RowSampling:
                 schema.field(column)
             )
             if not is_number and (name in NOT_TEXT or not is_text(inner)):
-                raise WrongColumnType(column, kind, f"a value for {name}: a number, as a rule")
+                expected = f"a value for {name}: a number, as a rule"
+                if is_text(inner):
+                    expected += (
+                        " (numbers of CSV with a decimal comma need decimal ',': --decimal ,)"
+                    )
+                raise WrongColumnType(column, kind, expected)
 
     def read(self, rows: pa.RecordBatch) -> Iterator[dict[str, Any] | RowProblem]:
         """Yield the values of each row's columns, or its RowProblem."""

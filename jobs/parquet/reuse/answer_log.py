@@ -253,6 +253,9 @@ def _answers(batch: pa.RecordBatch) -> Iterator[Answer]:
 
 
 def _holds_structs(kind: pa.DataType) -> bool:
+    """Whether values are lists of structs, at any depth."""
+    if not pa.types.is_list(kind):
+        return False
     while pa.types.is_list(kind):
         kind = kind.value_type
     return bool(pa.types.is_struct(kind))

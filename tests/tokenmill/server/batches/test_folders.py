@@ -13,9 +13,10 @@ pytest.importorskip("moto", reason="moto, a server of the S3 protocol for tests,
 import openai
 
 from jobs.parquet.files.object_folder import ObjectFolder
+from tests.forking import ForkedWorkers
 from tests.jobs.s3_server import BUCKET, S3, FaultyProxy, running_s3, use_environment
 from tests.redis_server import running_redis_server
-from tests.rq_workers import Workers, wait_until
+from tests.rq_workers import wait_until
 from tests.tokenmill.server.server_process import client, running_server
 from tokenmill.server.batches.folders import Folder, LocalFolder, read_json, write_json, written
 
@@ -106,7 +107,7 @@ def test_a_batch_goes_its_whole_way_through_a_store(
     proxy = FaultyProxy(store.url)
     use_environment(monkeypatch, store.environment(proxy.url))
     with running_redis_server(executable=redis_executable) as url:
-        workers = Workers(url, tmp_path)
+        workers = ForkedWorkers(url, tmp_path)
         workers.start(queues=("bulk",), TOKENMILL_DATA_ROOTS=ROOT)
         try:
             with running_server(url, tmp_path / "log", "--folder", ROOT) as address:
