@@ -289,9 +289,7 @@ def response_format(model: type) -> dict[str, Any]:
 
 
 def _as_json(name: str, value: Any) -> Any:
-    """Return an option in JSON's form: a schema for a pydantic model's class, a text for a path. name: the option's
-    name.
-    """
+    """Return an option in JSON's form: a schema for a pydantic model's class, a text for a path. name: the option's."""
     if isinstance(value, type):
         return response_format(value) if name == "response_format" else json_schema_of(value)
     if isinstance(value, os.PathLike):

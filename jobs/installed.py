@@ -1,4 +1,4 @@
-"""Finds the functions of engine and worker that jobs need, as entry points. Both import this package; it imports
+"""Finds what jobs need of engine and worker, as entry points. Both import this package, so this package imports
 neither.
 
 So a producer's `import jobs` loads neither, but a stock `rq worker` can run our jobs.
