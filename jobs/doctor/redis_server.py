@@ -200,16 +200,18 @@ def _set(name: str, value: object) -> str:
     return f"redis-cli CONFIG SET {name} {value}, and the same in redis.conf"
 
 
-Role = Literal["worker", "producer"]
+Role = Literal["worker", "producer", "dashboard"]
 
 #: Keys, as rules name them, that each role uses.
+_PRODUCERS_KEYS = """
+    rq:queues rq:queue:* rq:job:* rq:results:* rq:wip:* rq:finished:* rq:failed:* rq:deferred:* rq:ready:*
+    rq:scheduled:* rq:canceled:* rq:execution:* rq:executions:* rq:groups rq:group:* rq:workers rq:worker:*
+    tokenmill:run:* tokenmill:worker:* tokenmill:samples:*
+"""
 KEYS: Mapping[Role, str] = {
     "worker": "rq:* tokenmill:*",
-    "producer": """
-        rq:queues rq:queue:* rq:job:* rq:results:* rq:wip:* rq:finished:* rq:failed:* rq:deferred:* rq:ready:*
-        rq:scheduled:* rq:canceled:* rq:execution:* rq:executions:* rq:groups rq:group:* rq:workers rq:worker:*
-        tokenmill:run:* tokenmill:worker:* tokenmill:samples:*
-    """,
+    "producer": _PRODUCERS_KEYS,
+    "dashboard": f"{_PRODUCERS_KEYS} rq:rl-keys rq:rl:* rq:suspended tokenmill:dashboard:* tokenmill:worker-deaths",
 }
 
 #: Commands that a role needs, with arguments; K stands for a key, C for a channel.
@@ -231,7 +233,8 @@ _WORDS = {"K": prefixed("rq:job:a"), "C": prefixed("rq:pubsub:a"), "SHA": "0" * 
 
 def commands_of(role: Role) -> list[tuple[str, ...]]:
     """Return the commands that a role needs, as words with arguments."""
-    text = _PRODUCERS + (_WORKERS if role == "worker" else "")
+    own = {"worker": _WORKERS, "dashboard": "ltrim K 0 1", "producer": ""}
+    text = f"{_PRODUCERS}\n{own[role]}"
     commands = []
     for command in text.replace("\n", ";").split(";"):
         words = tuple(_WORDS.get(word, word) for word in command.split())

@@ -11,6 +11,8 @@ from jobs.runs.watching.reading import error_line
 
 #: The most characters of an error by which jobs are grouped.
 MAX_FOLDED_CHARS = 300
+#: The end of an error in which its last line is looked for.
+MAX_TAIL_CHARS = 2000
 
 _KIND = re.compile(r"(?:[^\W\d]\w*\.)*([^\W\d]\w*): ?")
 _ID = re.compile(r"\b(?:0x)?(?=[a-f]*\d)[0-9a-f]{6,}(?:-[0-9a-f]+)*\b")
@@ -58,7 +60,7 @@ def cause_of(error: str, *, is_stopped: bool = False) -> Cause:
     remedy = _REMEDIES.get(fault, Remedy.UNKNOWN)
     if is_stopped or remedy is Remedy.CANCELLED:
         return STOPPED
-    line = error_line(error)[:MAX_FOLDED_CHARS]
+    line = error_line(error[-MAX_TAIL_CHARS:])[:MAX_FOLDED_CHARS]
     match = _KIND.match(line)
     kind = match[1] if match else ""
     return Cause(kind, fold(line[match.end() :] if match else line), remedy)
@@ -69,22 +71,39 @@ def fold(message: str) -> str:
     return _NUMBER.sub("#", _ID.sub("…", message))
 
 
+#: A failed job: its queue and its id.
+Job = tuple[str, str]
+
+
 @dataclass
 class Group:
-    """Failed jobs with one cause.
+    """Failed jobs of one queue with one cause.
 
-    jobs: when each ended, in Unix seconds, by its queue and id; None if that is unknown.
+    jobs: when each ended, in Unix seconds, by its id; None if that is unknown.
     """
 
+    queue: str
     cause: Cause
-    jobs: dict[tuple[str, str], float | None] = field(default_factory=dict)
+    jobs: dict[str, float | None] = field(default_factory=dict)
+    _newest_first: list[tuple[float, Job]] | None = None
 
-    def add(self, queue: str, job_id: str, ended_at: float | None) -> None:
+    def add(self, job_id: str, ended_at: float | None) -> None:
         """Add a job."""
-        self.jobs[queue, job_id] = ended_at
+        self.jobs[job_id] = ended_at
+        self._newest_first = None
 
-    def within(self, queue: str) -> dict[tuple[str, str], float | None]:
-        """Return the jobs of one queue; all of them if it is ""."""
-        if not queue:
-            return self.jobs
-        return {job: ended_at for job, ended_at in self.jobs.items() if job[0] == queue}
+    def remove(self, job_id: str) -> None:
+        """Take a job away."""
+        del self.jobs[job_id]
+        self._newest_first = None
+
+    def newest_first(self) -> list[tuple[float, Job]]:
+        """Return the jobs, those that ended last first, each behind its time. The time is 0 if it is unknown."""
+        if self._newest_first is None:
+            jobs = [
+                (ended_at or 0.0, (self.queue, job_id)) for job_id, ended_at in self.jobs.items()
+            ]
+            # They were read in about this order, so there is little to sort.
+            jobs.sort(key=lambda entry: -entry[0])
+            self._newest_first = jobs
+        return self._newest_first

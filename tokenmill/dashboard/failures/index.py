@@ -5,16 +5,20 @@ import threading
 import time
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from typing import Any
 
 from redis import Redis
+from redis.exceptions import RedisError
 
 from jobs.common import rq_jobs, stored
 from jobs.common.rq_jobs import JobStatus
-from tokenmill.dashboard.failures.groups import Cause, Group, Remedy, cause_of
+from tokenmill.dashboard.failures.groups import Cause, Group, Job, Remedy, cause_of
 
 #: Jobs that are read in one round trip.
-CHUNK = 250
+CHUNK = 100
+#: Seconds for which a thread reads on behind a page. A page asks for itself again every two seconds.
+READ_ON_S = 3.0
 #: The most failed jobs that are remembered; of more, the newest of each queue.
 MAX_JOBS = 200_000
 #: After a sweep, nothing is read for this many times the seconds that it took.
@@ -29,7 +33,7 @@ class GroupSeen:
     num_jobs: int
     first_at: float | None
     last_at: float | None
-    sample: tuple[str, str]
+    sample: Job
 
 
 class FailureIndex:
@@ -43,11 +47,12 @@ class FailureIndex:
         self._connection = connection
         self._clock = clock
         self._lock = threading.Lock()
-        self._known: dict[tuple[str, str], tuple[float, str]] = {}
-        self._groups: dict[str, Group] = {}
+        self._known: dict[Job, tuple[float, str]] = {}
+        self._groups: dict[Job, Group] = {}
         self._sweep: Iterator[None] | None = None
         self._sweep_s = 0.0
         self._rests_until = float("-inf")
+        self._reader = threading.Thread()
         self.is_whole = False
 
     @property
@@ -56,11 +61,31 @@ class FailureIndex:
         return len(self._known)
 
     def advance(self, queues: Sequence[str], seconds: float) -> None:
-        """Read on for some time. queues: those with failed jobs. Raises RedisError."""
+        """Read on for some time. If there is more, a thread reads on for as long as pages are asked for.
+
+        queues: those with failed jobs. Raises RedisError.
+        """
         until = self._clock() + seconds
-        while self._clock() < until:
-            if not self._step(queues):
-                break
+        is_more = True
+        while is_more and self._clock() < until:
+            is_more = self._step(queues)
+        if is_more and not self._reader.is_alive():
+            self._reader = threading.Thread(
+                target=self._read_on, args=(list(queues),), name="tokenmill-failures", daemon=True
+            )
+            self._reader.start()
+
+    def _read_on(self, queues: Sequence[str]) -> None:
+        """Read until the next page is asked for, with rests as long as the reading. Others need the processor too."""
+        until = self._clock() + READ_ON_S
+        is_more = True
+        while is_more and self._clock() < until:
+            began = self._clock()
+            try:
+                is_more = self._step(queues)
+            except RedisError:
+                break  # the next page says it
+            time.sleep(self._clock() - began)
 
     def finish(self, queues: Sequence[str], tell: Callable[[int], None]) -> None:
         """Read until each job is known. tell: is told how many are known so far. Raises RedisError."""
@@ -95,7 +120,7 @@ class FailureIndex:
     def _walk(self, queues: Sequence[str]) -> Iterator[None]:
         """Look at each failed job once, the newest of each queue first. Stops after each chunk."""
         most = MAX_JOBS // max(1, len(queues))
-        present: set[tuple[str, str]] = set()
+        present: set[Job] = set()
         for queue in queues:
             failed = rq_jobs.QueueKeys(queue).failed
             for rank in range(0, most, CHUNK):
@@ -113,9 +138,7 @@ class FailureIndex:
             self._drop_gone(absent[start : start + CHUNK])
             yield
 
-    def _see(
-        self, queue: str, entries: Sequence[tuple[str, float]], present: set[tuple[str, str]]
-    ) -> None:
+    def _see(self, queue: str, entries: Sequence[tuple[str, float]], present: set[Job]) -> None:
         unknown = []
         for job_id, score in entries:
             job = (queue, job_id)
@@ -141,20 +164,20 @@ class FailureIndex:
 
     def _add(self, queue: str, job_id: str, score: float, cause: Cause, ended_at: Any) -> None:
         self._remove(queue, job_id)
-        group = self._groups.setdefault(cause.key, Group(cause))
-        group.add(queue, job_id, stored.moment(ended_at))
+        group = self._groups.setdefault((queue, cause.key), Group(queue, cause))
+        group.add(job_id, stored.moment(ended_at))
         self._known[queue, job_id] = (score, cause.key)
 
     def _remove(self, queue: str, job_id: str) -> None:
         known = self._known.pop((queue, job_id), None)
         if known is None:
             return
-        group = self._groups[known[1]]
-        del group.jobs[queue, job_id]
+        group = self._groups[queue, known[1]]
+        group.remove(job_id)
         if not group.jobs:
-            del self._groups[known[1]]
+            del self._groups[queue, known[1]]
 
-    def _drop_gone(self, jobs: Sequence[tuple[str, str]]) -> None:
+    def _drop_gone(self, jobs: Sequence[Job]) -> None:
         with self._connection.pipeline(transaction=False) as pipe:
             for queue, job_id in jobs:
                 pipe.zscore(rq_jobs.QueueKeys(queue).failed, job_id)
@@ -187,42 +210,31 @@ class FailureIndex:
 
         queue: only jobs of this queue; all by default. text: only groups whose error has it, in any case of letters.
         """
-        shown = []
         with self._lock:
+            by_cause: dict[str, list[Group]] = {}
             for group in self._groups.values():
-                cause = group.cause
-                if text.lower() not in f"{cause.kind}: {cause.folded}".lower():
-                    continue
-                jobs = group.within(queue)
-                if not jobs:
-                    continue
-                times = [ended_at for ended_at in jobs.values() if ended_at is not None]
-                newest = max(jobs, key=lambda job: jobs[job] or 0.0)
-                shown.append(
-                    GroupSeen(
-                        cause, len(jobs), min(times, default=None), max(times, default=None), newest
-                    )
-                )
+                words = f"{group.cause.kind}: {group.cause.folded}"
+                if queue in ("", group.queue) and text.lower() in words.lower():
+                    by_cause.setdefault(group.cause.key, []).append(group)
+            shown = [_seen(groups) for groups in by_cause.values()]
         shown.sort(key=lambda seen: (-seen.num_jobs, -(seen.last_at or 0.0)))
         return shown
 
-    def newest(
-        self, first: int, most: int, queue: str, keys: Collection[str] | None
-    ) -> list[tuple[str, str]]:
-        """Return jobs as pairs of queue and id, those that ended last first, without the first ones.
+    def newest(self, first: int, most: int, queue: str, keys: Collection[str] | None) -> list[Job]:
+        """Return jobs, those that ended last first, without the first ones.
 
         queue: only jobs of this queue, unless it is "". keys: only jobs of these groups; of all if it is None.
         """
         with self._lock:
-            chosen = [group for key, group in self._groups.items() if keys is None or key in keys]
-            entries = [
-                (ended_at or 0.0, job)
-                for each in chosen
-                for job, ended_at in each.within(queue).items()
+            chosen = [
+                group.newest_first()
+                for (name, key), group in self._groups.items()
+                if queue in ("", name) and (keys is None or key in keys)
             ]
-        return [job for _, job in heapq.nlargest(first + most, entries)[first:]]
+        merged = heapq.merge(*chosen, key=lambda entry: -entry[0])
+        return [job for _, job in islice(merged, first, first + most)]
 
-    def jobs_of(self, queue: str = "", group: str = "") -> list[tuple[str, str]]:
+    def jobs_of(self, queue: str = "", group: str = "") -> list[Job]:
         """Return all jobs of a group, or of all groups, as pairs of queue and id, the oldest first."""
         with self._lock:
             jobs = [
@@ -232,14 +244,24 @@ class FailureIndex:
             ]
         return [job for _, job in sorted(jobs)]
 
-    def cause(self, group: str) -> Cause | None:
-        """Return a group's cause; None if it has no jobs any more."""
-        with self._lock:
-            found = self._groups.get(group)
-            return None if found is None else found.cause
-
     def remedy(self, queue: str, job_id: str) -> Remedy:
         """Return whether trying a job again can help."""
         with self._lock:
             known = self._known.get((queue, job_id))
-            return Remedy.UNKNOWN if known is None else self._groups[known[1]].cause.remedy
+            return Remedy.UNKNOWN if known is None else self._groups[queue, known[1]].cause.remedy
+
+
+def _seen(groups: Sequence[Group]) -> GroupSeen:
+    """Return the groups of several queues with one cause as one."""
+    newest = max((group.newest_first()[0] for group in groups), key=lambda entry: entry[0])
+    oldest = [
+        next((at for at, _ in reversed(group.newest_first()) if at), None) for group in groups
+    ]
+    oldest_at = min((at for at in oldest if at is not None), default=None)
+    return GroupSeen(
+        groups[0].cause,
+        sum(len(group.jobs) for group in groups),
+        oldest_at,
+        newest[0] or None,
+        newest[1],
+    )

@@ -9,7 +9,7 @@ from tokenmill.dashboard.seen.jobs_seen import read_failed
 from tokenmill.dashboard.views.site import PAGE_ROWS, Missing, Page, Site, with_failed
 
 #: Seconds for which a request reads errors that are not known yet.
-READ_S = 0.1
+READ_S = 0.08
 #: The most groups that are shown.
 MAX_GROUPS = 100
 
@@ -27,8 +27,8 @@ def failed(site: Site, request: Request) -> dict[str, Any]:
     index = site.failures
     index.advance(with_failed(look.queues), READ_S)
     groups = index.groups(queue, text)
-    cause = index.cause(group) if group else None
     shown = [each for each in groups if each.cause.key == group] if group else groups
+    cause = shown[0].cause if group and shown else None
     num_jobs = sum(each.num_jobs for each in shown)
     page = Page.asked(request, "page", num_jobs)
     keys = {each.cause.key for each in shown} if group or text else None

@@ -1,9 +1,11 @@
 """What the functions of pages work with, and how long tables are cut into pages."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import TypeVar
 
 from redis import Redis
+from redis.exceptions import NoPermissionError
 from starlette.requests import Request
 
 from jobs.queues import QueueCounts
@@ -16,6 +18,17 @@ PAGE_ROWS = 50
 
 class Missing(Exception):
     """There is no such thing to be shown; its text says what."""
+
+
+T = TypeVar("T")
+
+
+def if_allowed(read: Callable[[], T], otherwise: T) -> T:
+    """Return what is read, or something else if Redis' rules keep it from this user, such as a producer's."""
+    try:
+        return read()
+    except NoPermissionError:
+        return otherwise
 
 
 @dataclass(frozen=True)

@@ -6,8 +6,8 @@ from starlette.requests import Request
 
 from jobs.common.display import safe_name
 from jobs.common.rq_jobs import SUSPENDED_KEY
-from jobs.common.worker_deaths import read_deaths
-from tokenmill.dashboard.views.site import PAGE_ROWS, Missing, Page, Site
+from jobs.common.worker_deaths import WorkerDeath, read_deaths
+from tokenmill.dashboard.views.site import PAGE_ROWS, Missing, Page, Site, if_allowed
 
 #: The most deaths that a page names.
 MAX_DEATHS = 20
@@ -20,8 +20,8 @@ def workers(site: Site, request: Request) -> dict[str, Any]:
     return {
         "look": look,
         "workers": look.workers[page.first : page.first + PAGE_ROWS],
-        "is_suspended": bool(site.connection.exists(SUSPENDED_KEY)),
-        "deaths": read_deaths(site.connection)[:MAX_DEATHS],
+        "is_suspended": if_allowed(lambda: bool(site.connection.exists(SUSPENDED_KEY)), None),
+        "deaths": _deaths(site)[:MAX_DEATHS],
         "page": page,
     }
 
@@ -30,7 +30,11 @@ def worker(site: Site, request: Request) -> dict[str, Any]:
     """Show one worker."""
     name = request.path_params["worker"]
     rows = [row for row in site.watcher.look().workers if row.name == name]
-    deaths = [death for death in read_deaths(site.connection) if death.worker == safe_name(name)]
+    deaths = [death for death in _deaths(site) if death.worker == safe_name(name)]
     if not rows and not deaths:
         raise Missing("Redis does not know this worker: it has ended, or died long ago.")
     return {"worker": rows[0] if rows else None, "worker_name": name, "deaths": deaths[:MAX_DEATHS]}
+
+
+def _deaths(site: Site) -> list[WorkerDeath]:
+    return if_allowed(lambda: read_deaths(site.connection), [])
