@@ -220,20 +220,20 @@ _PRODUCERS = """
     hget K a; hgetall K; hmget K a; hdel K a; hexists K a; hkeys K; hlen K; hstrlen K a; lpush K a; rpush K a
     lrem K 0 a; lrange K 0 1; llen K; lpos K a; sadd K a; srem K a; smembers K; scard K; zadd K 1 a; zrem K a
     zscore K a; zcard K; zcount K 0 1; zrange K 0 1; zrevrange K 0 1; zrangebyscore K 0 1
-    zremrangebyscore K 0 1; zremrangebyrank K 0 1; getrange K 0 1; setrange K 0 a; xrevrange K + -; xlen K
-    xread COUNT 1 STREAMS K 0; info; ping; publish C 1
+    zremrangebyscore K 0 1; xrevrange K + -; xlen K; xread COUNT 1 STREAMS K 0; info; ping; publish C 1
 """
 _WORKERS = """
     hincrby K a 1; hincrbyfloat K a 1; sscan K 0; xrange K - +; hsetnx K a 1; lindex K 0; lpop K; ltrim K 0 1; mget K
     srandmember K; xadd K * a 1; rename K K; evalsha SHA 1 K; script load 1; script exists SHA
     memory usage K; subscribe C; unsubscribe C
 """
+_DASHBOARDS = "ltrim K 0 1; zremrangebyrank K 0 1; getrange K 0 1; setrange K 0 a"
 _WORDS = {"K": prefixed("rq:job:a"), "C": prefixed("rq:pubsub:a"), "SHA": "0" * 40}
 
 
 def commands_of(role: Role) -> list[tuple[str, ...]]:
     """Return the commands that a role needs, as words with arguments."""
-    own = {"worker": _WORKERS, "dashboard": "ltrim K 0 1", "producer": ""}
+    own = {"worker": _WORKERS, "dashboard": _DASHBOARDS, "producer": ""}
     text = f"{_PRODUCERS}\n{own[role]}"
     commands = []
     for command in text.replace("\n", ";").split(";"):

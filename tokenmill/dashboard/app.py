@@ -204,8 +204,8 @@ class Dashboard:
         try:
             charts = await run_in_threadpool(self._charts.read, *words)
         except RedisError as error:
-            problem = f"Redis does not answer: {safe_name(str(error), 300)}"
-            return JSONResponse({"problem": problem}, 503)
+            problem = f"{type(error).__name__}: {error}"
+            return JSONResponse({"problem": safe_name(problem, 300)}, 503)
         if charts is None:
             return JSONResponse({"problem": "There are no such charts."}, 404)
         return JSONResponse({**charts, "problem": safe_name(self.recorder.problem, 300)})

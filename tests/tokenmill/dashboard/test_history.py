@@ -16,6 +16,7 @@ from jobs.common.workers import Point
 from jobs.runs.redis_state.state import RunState
 from tests.doctor.test_redis_faults import as_user, rules_of
 from tests.jobs.runs.test_report import PART
+from tests.tokenmill.dashboard.conftest import Open
 from tests.tokenmill.dashboard.test_pages import RUN, put_run, put_worker
 from tokenmill.dashboard.history.charts import Charts
 from tokenmill.dashboard.history.recorder import TURN_KEY, Recorder
@@ -307,7 +308,7 @@ def test_the_user_that_ships_may_write_the_history(redis: Redis, redis_url: str)
     put_worker(redis, "a")
     redis.sadd("rq:queues", "rq:queue:bulk")
     redis.rpush("rq:queue:bulk", "job")
-    user = Redis.from_url(as_user(redis, redis_url, "producer", rules_of("producer")))
+    user = Redis.from_url(as_user(redis, redis_url, "dashboard", rules_of("dashboard")))
     try:
         clock = Clock()
         recorder = Recorder(Watcher(user, clock), clock)
@@ -315,6 +316,20 @@ def test_the_user_that_ships_may_write_the_history(redis: Redis, redis_url: str)
             clock.at += 10
             assert recorder.record()
         assert Charts(user, clock).read("overview", "", "24h") is not None
+    finally:
+        user.close()
+        redis.execute_command("ACL", "DELUSER", "dashboard")
+
+
+def test_a_user_without_the_rights_is_told_so_in_the_place_of_charts(
+    redis: Redis, redis_url: str, open_page: Open
+) -> None:
+    user = Redis.from_url(as_user(redis, redis_url, "producer", rules_of("producer")))
+    try:
+        assert open_page(user).get("/").status_code == 200
+        answer = open_page(user).get("/series.json")
+        assert answer.status_code == 503
+        assert "NoPermission" in answer.json()["problem"]
     finally:
         user.close()
         redis.execute_command("ACL", "DELUSER", "producer")

@@ -5,7 +5,7 @@ that are ten seconds wide for the last hour, a minute wide for the last day, ten
 stands at the place of its number modulo the ring's length, so a new row takes the place of the oldest one. It begins
 with its number, by which a row of an earlier round is told from one of this round.
 
-Producers may write to these keys too. So whatever stands there is read as rows, and costs no more than the charts.
+Whatever stands there is read as rows, and costs no more than the charts. A dashboard may share its user with others.
 """
 
 import math

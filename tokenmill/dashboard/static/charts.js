@@ -200,16 +200,24 @@ async function update() {
   const query = new URLSearchParams({ of: root.dataset.of, name: root.dataset.name, range });
   try {
     const answer = await fetch(`/series.json?${query}`, { signal: AbortSignal.timeout(10000) });
-    if (!answer.ok || asked !== range) return;
-    told = await answer.json();
+    const answered = await answer.json();
+    if (asked !== range) return;
+    if (!answer.ok) return showProblem(answered.problem);
+    told = answered;
     root.hidden = false;
-    root.classList.toggle("problem", Boolean(told.problem));
-    root.querySelector(".marks").textContent = "";
+    root.querySelector(".figures").hidden = false;
     drawAll();
-    if (told.problem) root.querySelector(".marks").textContent = `Nothing is recorded now: ${told.problem}`;
+    if (told.problem) showProblem(told.problem);
   } catch {
     // The page says by itself that the server does not answer.
   }
+}
+
+// What was drawn stays. Without anything there are no charts.
+function showProblem(problem) {
+  root.hidden = false;
+  root.querySelector(".figures").hidden = told === null;
+  root.querySelector(".marks").textContent = `The charts do not go on: ${problem}`;
 }
 
 function choose(wanted) {
