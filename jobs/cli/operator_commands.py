@@ -23,7 +23,7 @@ from jobs.common.rq_jobs import command_channel
 from jobs.common.stored import text
 from jobs.common.workers import RESTORED_TEXT, are_held, read_workers
 from jobs.doctor.findings import Examination, Finding, Level, check_installation, examine, fault
-from jobs.doctor.redis_server import check_permissions, check_server, not_served, reach
+from jobs.doctor.redis_server import Role, check_permissions, check_server, not_served, reach
 from jobs.queues import (
     REQUEUE_LIMIT,
     RESUBMIT,
@@ -209,6 +209,9 @@ def _ids(job_ids: list[str]) -> str:
 #: Imported when they are used, because these packages import this one.
 CHECKS = {"worker": "worker.doctor", "dashboard": "tokenmill.dashboard.doctor"}
 
+#: Roles with rules of their own in Redis.
+_ROLES: dict[str, Role] = {"worker": "worker", "dashboard": "dashboard"}
+
 _COLOURS = {Level.OK: "green", Level.WARNING: "yellow", Level.FAULT: "red"}
 
 
@@ -274,4 +277,4 @@ def _check_redis(url: str, role: str) -> Iterator[Finding]:
         return
     with server.client:
         yield from check_server(server)
-        yield from check_permissions(server, "worker" if role == "worker" else "producer")
+        yield from check_permissions(server, _ROLES.get(role, "producer"))

@@ -10,7 +10,13 @@ tokenmill:run:<run>:errors     hash: shard number -> JSON: the commonest reasons
 tokenmill:run:<run>:failed     set: shards whose jobs have failed for good, where somebody is told of the run's end
 tokenmill:run:index            sorted set: run -> Unix time in ms of its last submission
 tokenmill:run:api-batches      sorted set: JSON of a batch -> Unix time of its making (watching/api_records.py)
+tokenmill:run:history:<kind>:<hash>  string: values of a queue, worker or run, for a week (dashboard/history/rings.py)
+tokenmill:run:history:index:<kind>   sorted set: name -> Unix time at which something was last told of it
+tokenmill:run:history:marks    sorted set: JSON of a worker that came, left or died -> Unix time
+tokenmill:run:history:present  hash: worker -> Unix time of its start, as the dashboard has last seen it
+tokenmill:run:history:turn     string: the dashboard that writes these
 tokenmill:run:api-limited      hash: `<project> <limit>` -> Unix time of its last refusal (watching/api_records.py)
+tokenmill:dashboard:actions    list, JSON: who did what in the dashboard (tokenmill/dashboard/actions/log.py)
 tokenmill:api-limits           hash: project -> JSON: what its clients may take (api_keys.py)
 tokenmill:api-rate:<project>:<minute>  string: how many requests its clients have made in this minute
 tokenmill:api-tokens:<project> hash: job or batch -> its tokens, and until when they count (server/queued_tokens.py)
@@ -94,6 +100,11 @@ RUNS_KEY = f"{OWN}:run:index"
 #: What API servers record for others to show. These too are below `tokenmill:run:`: the dashboard is a producer.
 API_BATCHES_KEY = f"{OWN}:run:api-batches"
 API_LIMITED_KEY = f"{OWN}:run:api-limited"
+#: Begins the keys of what dashboards keep for charts.
+HISTORY_PREFIX = f"{OWN}:run:history"
+
+#: The log of what people did in the dashboard. Only its Redis user writes below `tokenmill:dashboard:`.
+ACTIONS_KEY = f"{OWN}:dashboard:actions"
 
 #: The keys of the API server's clients.
 API_KEYS_KEY = f"{OWN}:api-keys"

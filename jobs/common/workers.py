@@ -97,6 +97,8 @@ class Point:
     at: Unix seconds by the worker's clock. prompt_tokens: computed or cached. num_requests_running: sequences in the
     batch. kv_cache_usage: 0 to 1. jobs_held: claimed and not ended. rows: answered rows of files. depth: the waiting
     jobs of each of its queues, the most urgent queue first.
+    ended, ended_badly, waited_ms, ran_ms: by queue, the jobs that ended here, those of them that did not finish, and
+    how long all together have waited and run.
     """
 
     at: float = 0.0
@@ -113,6 +115,10 @@ class Point:
     jobs_failed: int = 0
     rows: int = 0
     depth: Mapping[str, int] = field(default_factory=dict)
+    ended: Mapping[str, int] = field(default_factory=dict)
+    ended_badly: Mapping[str, int] = field(default_factory=dict)
+    waited_ms: Mapping[str, int] = field(default_factory=dict)
+    ran_ms: Mapping[str, int] = field(default_factory=dict)
 
     @property
     def batch_fill(self) -> float:

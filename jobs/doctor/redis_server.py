@@ -211,16 +211,18 @@ def _set(name: str, value: object) -> str:
     return f"redis-cli CONFIG SET {name} {value}, and the same in redis.conf"
 
 
-Role = Literal["worker", "producer"]
+Role = Literal["worker", "producer", "dashboard"]
 
 #: Keys, as rules name them, that each role uses.
+_PRODUCERS_KEYS = """
+    rq:queues rq:queue:* rq:job:* rq:results:* rq:wip:* rq:finished:* rq:failed:* rq:deferred:* rq:ready:*
+    rq:scheduled:* rq:canceled:* rq:execution:* rq:executions:* rq:groups rq:group:* rq:workers rq:worker:*
+    tokenmill:run:* tokenmill:worker:* tokenmill:samples:*
+"""
 KEYS: Mapping[Role, str] = {
     "worker": "rq:* tokenmill:*",
-    "producer": """
-        rq:queues rq:queue:* rq:job:* rq:results:* rq:wip:* rq:finished:* rq:failed:* rq:deferred:* rq:ready:*
-        rq:scheduled:* rq:canceled:* rq:execution:* rq:executions:* rq:groups rq:group:* rq:workers rq:worker:*
-        tokenmill:run:* tokenmill:worker:* tokenmill:samples:*
-    """,
+    "producer": _PRODUCERS_KEYS,
+    "dashboard": f"{_PRODUCERS_KEYS} rq:suspended tokenmill:dashboard:* tokenmill:worker-deaths",
 }
 
 #: Commands that a role needs, with arguments; K stands for a key, C for a channel.
@@ -229,7 +231,8 @@ _PRODUCERS = """
     hget K a; hgetall K; hmget K a; hdel K a; hexists K a; hkeys K; hlen K; hstrlen K a; lpush K a; rpush K a
     lrem K 0 a; lrange K 0 1; llen K; lpos K a; sadd K a; srem K a; smembers K; scard K; zadd K 1 a; zrem K a
     zscore K a; zcard K; zcount K 0 1; zrange K 0 1; zrevrange K 0 1; zrangebyscore K 0 1
-    zremrangebyscore K 0 1; xrevrange K + -; xlen K; xread COUNT 1 STREAMS K 0; info; ping; publish C 1
+    zremrangebyscore K 0 1; zremrangebyrank K 0 1; getrange K 0 1; setrange K 0 a; xrevrange K + -; xlen K
+    xread COUNT 1 STREAMS K 0; info; ping; publish C 1
 """
 _WORKERS = """
     hincrby K a 1; hincrbyfloat K a 1; sscan K 0; xrange K - +; hsetnx K a 1; lindex K 0; lpop K; ltrim K 0 1; mget K
@@ -241,7 +244,8 @@ _WORDS = {"K": prefixed("rq:job:a"), "C": prefixed("rq:pubsub:a"), "SHA": "0" * 
 
 def commands_of(role: Role) -> list[tuple[str, ...]]:
     """Return the commands that a role needs, as words with arguments."""
-    text = _PRODUCERS + (_WORKERS if role == "worker" else "")
+    own = {"worker": _WORKERS, "dashboard": "ltrim K 0 1", "producer": ""}
+    text = f"{_PRODUCERS}\n{own[role]}"
     commands = []
     for command in text.replace("\n", ";").split(";"):
         words = tuple(_WORDS.get(word, word) for word in command.split())

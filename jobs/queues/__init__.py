@@ -1,5 +1,6 @@
 """RQ's queues: how many jobs are where, failed ones put back, and what Prometheus is told of them."""
 
+from jobs.queues.counts import PLACES as PLACES
 from jobs.queues.counts import QueueCounts as QueueCounts
 from jobs.queues.counts import count_queues as count_queues
 from jobs.queues.counts import head_ages as head_ages

@@ -128,7 +128,7 @@ def test_a_wrong_password_is_told_and_not_shown(redis: Redis, redis_url: str) ->
     assert "Wr0ng" not in str(finding)
 
 
-@pytest.mark.parametrize("role", ["worker", "producer"])
+@pytest.mark.parametrize("role", ["worker", "producer", "dashboard"])
 def test_the_rules_that_we_document_are_enough(redis: Redis, redis_url: str, role: Role) -> None:
     url = as_user(redis, redis_url, role, rules_of(role))
     server = quick(url)

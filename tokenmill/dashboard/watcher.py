@@ -4,7 +4,6 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from redis import Redis
 
@@ -12,26 +11,23 @@ from jobs.common.workers import Worker, WorkerSample, read_workers, worker_names
 from jobs.queues import QueueCounts, count_queues, queue_names
 from jobs.runs.watching.reading import list_runs
 from jobs.runs.watching.snapshot import RunSnapshot
-from tokenmill.dashboard.history import History, read_points
+from tokenmill.dashboard.seen.growth import Rates, read_points
 from tokenmill.dashboard.seen.jobs_seen import FailedJob, newest_failed
 
 #: Seconds for which one look serves all pages; after a slow look, five times the seconds that it took.
 LOOK_S = 1.0
 LOOK_SHARE = 0.2
 
-#: Seconds without a look after which the last hour is read again, so that the charts have no gap.
-FORGET_S = 60.0
-
 #: The most workers, queues, runs and failed jobs that are looked at. The page says if there are more.
 MAX_WORKERS, MAX_QUEUES, MAX_RUNS, MAX_FAILED = 1000, 200, 50, 10
 
-#: Workers whose last hour is read in one look. With many workers, the charts fill over several looks.
-MAX_NEW = 20
+#: The points that are read of a worker that was not seen before. They tell how fast it is.
+NUM_POINTS = 2
 
 
 @dataclass(frozen=True)
 class WorkerRow:
-    """One worker. sample: None for a worker that reports nothing, such as RQ's own.
+    """One worker. sample: None for a worker that reports nothing, such as RQ's own. serves: the names of its queues.
 
     Rates are per second; None if they are not known yet.
     """
@@ -39,6 +35,7 @@ class WorkerRow:
     name: str
     state: str
     queues: str
+    serves: tuple[str, ...] = ()
     sample: WorkerSample | None = None
     generated_per_s: float | None = None
     prompt_per_s: float | None = None
@@ -74,7 +71,8 @@ class Watcher:
 
     def __init__(self, connection: Redis, clock: Callable[[], float] = time.time) -> None:
         self.connection, self.clock = connection, clock
-        self._history, self._lock = History(), threading.Lock()
+        self._rates = Rates()
+        self._lock = threading.Lock()
         self._last: Look | None = None
         self._serves_until = 0.0
 
@@ -88,20 +86,13 @@ class Watcher:
                 self._serves_until = now + max(LOOK_S, (now - began) / LOOK_SHARE)
             return self._last
 
-    def series(self) -> dict[str, Any]:
-        """Return the charts' lines, as they are known from the last look."""
-        with self._lock:
-            return self._history.series(self.clock())
-
     def _look(self) -> Look:
         now = self.clock()
-        if self._last is not None and now - self._last.at > FORGET_S:
-            self._history = History()
         all_queues, all_workers = queue_names(self.connection), worker_names(self.connection)
         queues = count_queues(self.connection, all_queues[:MAX_QUEUES])
         names = all_workers[:MAX_WORKERS]
         workers = read_workers(self.connection, names)
-        self._remember(now, [each.sample for each in workers if each.sample is not None], queues)
+        self._remember([each.sample for each in workers if each.sample is not None])
         # Only where there are any: most of the time there is nothing to read.
         with_failed = [queue.name for queue in queues if queue.counts["failed"]]
         return Look(
@@ -116,32 +107,28 @@ class Watcher:
             else (),
         )
 
-    def _remember(
-        self, now: float, samples: Sequence[WorkerSample], queues: Sequence[QueueCounts]
-    ) -> None:
-        history = self._history
-        new = [sample.name for sample in samples if not history.knows(sample.name)][:MAX_NEW]
-        earlier = read_points(self.connection, new) if new else {}
+    def _remember(self, samples: Sequence[WorkerSample]) -> None:
+        """Take note of how far workers are, for their rates."""
+        new = [sample.name for sample in samples if not self._rates.knows(sample.name)]
+        earlier = read_points(self.connection, new, NUM_POINTS) if new else {}
         for sample in samples:
-            if not history.knows(sample.name) and sample.name not in earlier:
-                continue  # its turn comes with a later look
-            ahead_s = sample.at - (now - sample.silent_s)  # its clock's, of ours
             for point in (*earlier.get(sample.name, ()), sample):
-                history.add_point(sample.name, point, point.at - ahead_s)
-        history.forget([sample.name for sample in samples])
-        history.add_depth({queue.name: queue.counts["waiting"] for queue in queues}, now)
+                self._rates.add(sample.name, point)
+        self._rates.forget([sample.name for sample in samples])
 
     def _rows(self, workers: Sequence[Worker]) -> tuple[WorkerRow, ...]:
         """Return a row for each worker, those first that somebody should look at."""
-        rows, rate = [], self._history.rate
+        rows, rate = [], self._rates.rate
         for worker in workers:
             name, sample, seen = worker.name, worker.sample, worker.registered
             if sample is None:
-                rows.append(WorkerRow(name, seen.get("state", "unknown"), seen.get("queues", "")))
+                state = seen.get("state", "unknown")
+                rows.append(WorkerRow(name, state, seen.get("queues", ""), tuple(worker.queues)))
                 continue
             state = "silent" if sample.is_silent else sample.state or "unknown"
             rates = rate(name, "generation_tokens"), rate(name, "prompt_tokens")
-            rows.append(WorkerRow(name, state, ", ".join(sample.queues), sample, *rates))
+            serves = tuple(sample.queues)
+            rows.append(WorkerRow(name, state, ", ".join(serves), serves, sample, *rates))
         return tuple(
             sorted(rows, key=lambda row: (not row.is_silent, row.state != "draining", row.name))
         )

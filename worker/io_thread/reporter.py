@@ -167,6 +167,10 @@ class Reporter:
             jobs_failed=counts.num_failed,
             rows=counts.rows_done + self._runner.num_rows_done(),
             depth=depth,
+            ended=dict(counts.ended),
+            ended_badly=dict(counts.ended_badly),
+            waited_ms=dict(counts.waited_ms),
+            ran_ms=dict(counts.ran_ms),
         )
 
     def _counters(self) -> dict[str, Any]:

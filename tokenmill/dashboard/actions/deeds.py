@@ -1,84 +1,142 @@
-"""What the page's buttons do. Each action returns a word for its outcome, which `notice` turns into a text."""
+"""Carries out what a page's button asks for, tells what came of it, and writes it into the log of actions."""
+
+import secrets
+import threading
+import time
+from collections import OrderedDict
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field
 
 from redis import Redis
+from redis.exceptions import RedisError
 
-from jobs.errors import RunResubmitted, UnknownRun
-from jobs.queues import REQUEUE_LIMIT, RESUBMIT, Requeued, requeue, requeue_all
-from jobs.runs.control import cancel_run as cancel
-from jobs.runs.job_cancel import JobCancel
-from jobs.runs.job_cancel import cancel_job as cancel_one
-from jobs.runs.plans.names import is_run_id
+from jobs.common.display import safe_name
+from tokenmill.dashboard.actions.forms import Form
+from tokenmill.dashboard.actions.log import LogEntry, write_entry
+from tokenmill.dashboard.failures.index import FailureIndex
 
-
-def retry_one(connection: Redis, form: dict[str, str]) -> str:
-    """Put a failed job back on its queue. form: queue, job_id."""
-    return _retried(requeue(connection, form.get("queue", ""), [form.get("job_id", "")]))
-
-
-def retry_all(connection: Redis, form: dict[str, str]) -> str:
-    """Put the failed jobs of a queue back, the oldest first, REQUEUE_LIMIT at most. form: queue."""
-    return _retried(requeue_all(connection, form.get("queue", ""), REQUEUE_LIMIT))
+#: The most outcomes that are remembered, so that the page that a browser is led to can tell them.
+MAX_OUTCOMES = 200
+#: Actions that are carried out at a time.
+MAX_AT_ONCE = 4
+#: Seconds for which the outcome of a long action is told on all pages.
+TOLD_S = 20.0
 
 
-def _retried(found: Requeued) -> str:
-    if found.cancelled:
-        return f"retried-{len(found.done)}-{len(found.cancelled)}"
-    return f"retried-{len(found.done)}" if found.done else "gone"
+@dataclass(frozen=True)
+class Deed:
+    """What an action did. what: such as "retry". about: what it was done to. outcome: one sentence that tells it."""
+
+    what: str
+    about: str
+    outcome: str
 
 
-def cancel_run(connection: Redis, form: dict[str, str]) -> str:
-    """Cancel a run, as `tokenmill cancel` does. form: run."""
-    run = form.get("run", "")
-    if not is_run_id(run):
-        return "norun"
-    try:
-        cancelled = cancel(connection, run)
-    except UnknownRun:
-        return "norun"
-    except RunResubmitted:
-        return "resubmitted"
-    return f"run-{cancelled.removed}-{cancelled.stopped}"
+@dataclass
+class Hands:
+    """What an action works with. progress: what has been done so far, for an action that takes long."""
+
+    connection: Redis
+    failures: FailureIndex
+    progress: str = ""
+
+    def tell(self, text: str) -> None:
+        """Tell what has been done so far."""
+        self.progress = text
 
 
-def cancel_job(connection: Redis, form: dict[str, str]) -> str:
-    """Cancel a job that waits, or have one that runs stopped. form: job_id."""
-    done = cancel_one(connection, form.get("job_id", ""))
-    return "ended" if done is JobCancel.GONE else str(done.value)
+Act = Callable[[Hands, Form], Deed]
 
 
-_RETRIED = "{} put back on the queue."
-_FIXED = {
-    "gone": "Nothing was put back: the job is not among the failed ones of its queue any more.",
-    "removed": "The job was cancelled: it was taken from where it waited, and will not run.",
-    "stopping": "The worker that has the job was told to stop it; it will be among the failed ones.",
-    "ended": "Nothing was cancelled: the job neither waits nor runs any more.",
-    "norun": "Nothing was cancelled: Redis does not know this run, or no longer.",
-    "resubmitted": "The run was submitted again meanwhile, and goes on.",
-}
+@dataclass
+class UnderWay:
+    """An action under way, or one that has just ended."""
+
+    hands: Hands
+    future: Future[str]
+    is_long: bool = False
+    ended_at: float = field(default=0.0)
 
 
-def notice(done: str) -> str:
-    """Return the text for an action's word, "" for one that is none. done: a word, and counts behind it."""
-    code, *counts = done.split("-")
-    numbers = [
-        int(each) if each.isascii() and each.isdigit() and len(each) < 8 else 0 for each in counts
-    ]
-    if code == "retried" and len(numbers) in (1, 2):
-        num_done, num_cancelled = [*numbers, 0][:2]
-        done = _RETRIED.format(_jobs(num_done))
-        return (
-            f"{done} {_jobs(num_cancelled)} of cancelled runs stayed: {RESUBMIT}."
-            if num_cancelled
-            else done
-        )
-    if code == "run" and len(numbers) == 2:
-        removed, stopped = numbers
-        return (
-            f"The run was cancelled: {_jobs(removed)} taken from the queue, {stopped:,} told to stop. "
-            "Submitting it again resumes it."
-        )
-    return _FIXED.get(done, "")
+class Deeds:
+    """Carries out actions in threads of its own, so that one that takes long goes on when its page is left.
 
+    Safe to call from many threads. clock: Unix seconds.
+    """
 
-def _jobs(number: int) -> str:
-    return f"{number:,} job{'' if number == 1 else 's'}"
+    def __init__(
+        self, connection: Redis, failures: FailureIndex, clock: Callable[[], float] = time.time
+    ) -> None:
+        self._connection = connection
+        self._failures = failures
+        self._clock = clock
+        self._pool = ThreadPoolExecutor(MAX_AT_ONCE, thread_name_prefix="tokenmill-actions")
+        self._lock = threading.Lock()
+        self._outcomes: OrderedDict[str, str] = OrderedDict()
+        self._under_way: list[UnderWay] = []
+
+    def begin(self, act: Act, who: str, form: Form) -> UnderWay:
+        """Begin an action. Its future tells a mark, by which `outcome` finds the sentence."""
+        hands = Hands(self._connection, self._failures)
+        future: Future[str] = self._pool.submit(self._carry_out, act, hands, who, form)
+        return UnderWay(hands, future)
+
+    def leave(self, deed: UnderWay) -> None:
+        """Let a long action go on by itself; all pages tell of it."""
+        deed.is_long = True
+        with self._lock:
+            self._under_way.append(deed)
+
+    def outcome(self, mark: str) -> str:
+        """Return the sentence that tells an action's outcome; "" if it is not known."""
+        with self._lock:
+            return self._outcomes.get(mark, "")
+
+    def long_ones(self) -> list[str]:
+        """Return what long actions have done so far, and the outcomes of those that ended a moment ago."""
+        now = self._clock()
+        texts = []
+        with self._lock:
+            for deed in self._under_way:
+                if deed.future.done() and not deed.ended_at:
+                    deed.ended_at = now
+            self._under_way = [
+                deed
+                for deed in self._under_way
+                if not deed.ended_at or now - deed.ended_at < TOLD_S
+            ]
+            for deed in self._under_way:
+                if not deed.future.done():
+                    texts.append(f"At work: {deed.hands.progress or 'it has begun'}.")
+                elif deed.future.exception() is None:
+                    texts.append(self._outcomes.get(deed.future.result(), ""))
+        return [text for text in texts if text]
+
+    def close(self) -> None:
+        """Begin nothing more."""
+        self._pool.shutdown(wait=False, cancel_futures=True)
+
+    def _carry_out(self, act: Act, hands: Hands, who: str, form: Form) -> str:
+        """Return the mark of the outcome. Raises RedisError if nothing was done."""
+        try:
+            deed = act(hands, form)
+        except RedisError as error:
+            if not hands.progress:
+                raise
+            reason = safe_name(str(error), 200)
+            deed = Deed(
+                "stopped halfway", "", f"It ended early, after: {hands.progress} ({reason})."
+            )
+        text = deed.outcome
+        entry = LogEntry(self._clock(), who, deed.what, safe_name(deed.about), deed.outcome)
+        try:
+            write_entry(self._connection, entry)
+        except RedisError as error:
+            text += f" The log of actions could not be written: {safe_name(str(error), 200)}."
+        mark = secrets.token_urlsafe(9)
+        with self._lock:
+            self._outcomes[mark] = text
+            while len(self._outcomes) > MAX_OUTCOMES:
+                self._outcomes.popitem(last=False)
+        return mark

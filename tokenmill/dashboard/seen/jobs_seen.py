@@ -41,13 +41,15 @@ class FailedJob:
 
 @dataclass(frozen=True)
 class JobSeen:
-    """One job, as it may be shown. texts, times: fields of its hash that it has; Unix seconds.
+    """One job, as it may be shown. origin: its queue, not safe to show. texts, times: fields of its hash; Unix seconds.
 
     function: None where its name cannot be read. arguments, meta: JSON, None unless asked for and readable. is_failed:
-    whether it can be put back. is_under_way: it waits or runs. error: the end of its text. error_line: its last line.
+    whether it can be put back. is_under_way: it waits or runs. error: the end of its text. error_line: its last
+    line. whole_error: all of it, with the line that classes it; not to be shown.
     """
 
     job_id: str
+    origin: str
     texts: dict[str, str]
     times: dict[str, float]
     function: str | None
@@ -60,6 +62,7 @@ class JobSeen:
     is_under_way: bool
     error: str
     error_line: str
+    whole_error: str
 
 
 def newest_failed(connection: Redis, queues: Sequence[str], most: int) -> list[FailedJob]:
@@ -83,13 +86,7 @@ def newest_failed(connection: Redis, queues: Sequence[str], most: int) -> list[F
     failed = [
         each for each, status in zip(newest, statuses, strict=True) if not _is_stopped(status)
     ]
-    return _read_failed(connection, failed[:most])
-
-
-def failed_page(connection: Redis, queue: str, offset: int, most: int) -> list[FailedJob]:
-    """Return up to `most` failed jobs of one queue, the newest first, without the first `offset`."""
-    job_ids: Any = connection.zrevrange(rq_jobs.QueueKeys(queue).failed, offset, offset + most - 1)
-    return _read_failed(connection, [(stored.text(job_id), queue) for job_id in job_ids])
+    return read_failed(connection, failed[:most])
 
 
 def read_job(connection: Redis, job_id: str, *, with_arguments: bool = False) -> JobSeen | None:
@@ -112,9 +109,10 @@ def read_job(connection: Redis, job_id: str, *, with_arguments: bool = False) ->
         pipe.zscore(rq_jobs.QueueKeys(stored.text(texts["origin"] or b"")).failed, job_id)
         pipe.smembers(rq_jobs.relatives_keys(job_id)[0])
         data, meta, shown, score, dependents = pipe.execute()
-    (function, arguments), error, kept = _call(data), _error(results), stored.json_object(meta)
+    (function, arguments), error, kept = called(data), _error(results), stored.json_object(meta)
     return JobSeen(
         job_id=job_id,
+        origin=stored.text(texts["origin"] or b""),
         texts={name: safe_name(raw) for name, raw in texts.items() if raw},
         times={name: at for name, raw in times.items() if (at := stored.moment(raw)) is not None},
         function=function,
@@ -133,10 +131,12 @@ def read_job(connection: Redis, job_id: str, *, with_arguments: bool = False) ->
             error.removesuffix(f"\n{fault_line('cancelled')}")[-MAX_ERROR_CHARS:], allowed="\n"
         ),
         error_line=error_line(error),
+        whole_error=error,
     )
 
 
-def _read_failed(connection: Redis, entries: Sequence[tuple[str, str]]) -> list[FailedJob]:
+def read_failed(connection: Redis, entries: Sequence[tuple[str, str]]) -> list[FailedJob]:
+    """Return failed jobs. entries: their ids, each with its queue."""
     keys = [rq_jobs.job_key(job_id) for job_id, _ in entries]
     with connection.pipeline(transaction=False) as pipe:
         for key, (job_id, _) in zip(keys, entries, strict=True):
@@ -155,7 +155,7 @@ def _read_failed(connection: Redis, entries: Sequence[tuple[str, str]]) -> list[
         is_stopped = _is_stopped(status) or error.rstrip().endswith(f"\n{fault_line('cancelled')}")
         found.append(
             FailedJob(
-                *entry, _call(data)[0], stored.moment(ended_at), error_line(error), is_stopped
+                *entry, called(data)[0], stored.moment(ended_at), error_line(error), is_stopped
             )
         )
     return found
@@ -169,16 +169,26 @@ def _error(results: Sequence[Any]) -> str:
     return rq_jobs.error_text(results[0][1]) if results else ""
 
 
-def _call(data: bytes | None) -> tuple[str | None, str | None]:
+def called(data: bytes | None) -> tuple[str | None, str | None]:
+    """Return the function that a job's payload names, and its arguments as JSON; None for what cannot be read."""
+    call = payload(data)
+    if not call:
+        return None, None
+    arguments = {"args": call["args"], "kwargs": call["kwargs"]}
+    return safe_name(call["function"], 120), _json_text(arguments)
+
+
+def payload(data: Any) -> dict[str, Any]:
+    """Return a job's payload by `function`, `args` and `kwargs`; {} if it cannot be read."""
     try:
         function, _, args, kwargs = json.loads(
             stored.unpacked(data or b"", 4 * MAX_PAYLOAD_BYTES) or b""
         )
     except (ValueError, TypeError, RecursionError):
-        return None, None
+        return {}
     if not isinstance(function, str):
-        return None, None
-    return safe_name(function, 120), _json_text({"args": args, "kwargs": kwargs})
+        return {}
+    return {"function": function, "args": args, "kwargs": kwargs}
 
 
 def _json_text(value: object) -> str:

@@ -14,7 +14,8 @@ from jobs.runs.watching.reading import MAX_ENTRIES, begin_looks, read_progress, 
 class ShardSeen:
     """A shard of a run, and the worker that answers it, or did.
 
-    state: "done", "running", "failed", "queued", "gone" without a job in Redis, or "left" by a stopped run.
+    state: "done", "running", "failed", "queued", "gone" without a job in Redis, or "left" by a stopped run. job_id: of
+    its job; "" if Redis has none.
     """
 
     shard: int
@@ -24,6 +25,7 @@ class ShardSeen:
     tokens: int = 0
     seconds: float | None = None
     worker: str = ""
+    job_id: str = ""
 
 
 def list_shards(connection: Redis, run: str, first: int = 0, count: int = 100) -> list[ShardSeen]:
@@ -41,15 +43,24 @@ def list_shards(connection: Redis, run: str, first: int = 0, count: int = 100) -
     found = []
     for shard, one, two in zip(numbers, told, again, strict=True):
         each = two if two.has_job else one
+        job_id = shard_job_id(run, shard, is_second=two.has_job) if each.has_job else ""
         if (part := parts.get(shard)) is not None:
             counts = (part.rows, part.errors, part.generated_tokens, part.seconds)
-            found.append(ShardSeen(shard, "done", *counts, each.worker))
+            found.append(ShardSeen(shard, "done", *counts, each.worker, job_id))
         elif shard in look.started:
             found.append(
-                ShardSeen(shard, "running", each.rows, tokens=each.tokens, worker=each.worker)
+                ShardSeen(
+                    shard,
+                    "running",
+                    each.rows,
+                    tokens=each.tokens,
+                    worker=each.worker,
+                    job_id=job_id,
+                )
             )
         else:
             word = "failed" if shard in look.failed else "queued" if each.has_job else "gone"
             is_left = "cancelled" in look.facts and not look.is_finished
-            found.append(ShardSeen(shard, "left" if is_left else word, worker=each.worker))
+            state = "left" if is_left else word
+            found.append(ShardSeen(shard, state, worker=each.worker, job_id=job_id))
     return found
