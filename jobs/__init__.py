@@ -15,7 +15,7 @@ from jobs.errors import JobsError
 from jobs.installed import run_job
 
 if TYPE_CHECKING:
-    from jobs.client import Run, run, submit
+    from jobs.client import Run, response_format, run, submit
 
 #: Tells this package from another one named `jobs`.
 __tokenmill__ = True
@@ -31,6 +31,7 @@ __all__ = [
     "loglikelihood",
     "post_run_end",
     "rerank",
+    "response_format",
     "run",
     "score_parquet",
     "score_shard",
@@ -42,7 +43,7 @@ __all__ = [
 
 def __getattr__(name: str) -> Any:
     """Import what makes runs on first use: a process that checks answers, for one, needs no rq."""
-    if name not in ("Run", "run", "submit"):
+    if name not in ("Run", "response_format", "run", "submit"):
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     from jobs import client
 

@@ -23,7 +23,7 @@ from redis import Redis
 
 from jobs.common.display import brief
 from jobs.errors import InvalidJob, InvalidValue, RunFailed, RunNotHere, UnknownRun, unlike
-from jobs.installed import check_sampling
+from jobs.installed import check_sampling, json_schema_of
 from jobs.prompts.arguments import SAMPLING_NAMES
 from jobs.runs.control import DEFAULT_QUEUE, Cancelled, cancel_run, retry_run, submit_run
 from jobs.runs.output import named_run
@@ -193,13 +193,20 @@ class Run:
 
         return polars.from_arrow(self.table())
 
-    def errors(self, limit: int = 1000) -> list[FailedRow]:
-        """Return the first rows with an error, also while the run goes on. Raises RunNotHere, StoreError."""
-        return self.reader("errors()").errors(limit)[1]
+    def errors(self, limit: int = 1000, *, cut: bool = False) -> list[FailedRow]:
+        """Return the first rows with an error, also while the run goes on. Raises RunNotHere, StoreError.
 
-    def retry(self, output: str | os.PathLike[str]) -> Run:
-        """Submit the run again into another output. Rows without an error keep their answers. Raises as `errors`."""
-        run = retry_run(self._connection, self.reader("retry()").plan, os.fspath(output))
+        cut: whether rows whose answer was cut at its limit of tokens are among them.
+        """
+        return self.reader("errors()").errors(limit, cut)[1]
+
+    def retry(self, output: str | os.PathLike[str], *, max_tokens: int | None = None) -> Run:
+        """Submit the run again into another output. Rows without an error keep their answers. Raises as `errors`.
+
+        max_tokens: a larger limit. Rows whose answer was cut at the old one are then asked again too.
+        """
+        plan = self.reader("retry()").plan
+        run = retry_run(self._connection, plan, os.fspath(output), max_tokens)
         return Run(run, self._connection, run_path(os.fspath(output)))
 
     def cancel(self) -> Cancelled:
@@ -251,7 +258,9 @@ def _connection(connection: Redis | None) -> Redis:
 
 def run_arguments(options: Mapping[str, Any]) -> dict[str, Any]:
     """Return submit_run's arguments for options of the command line. Raises InvalidJob for one given by two names."""
-    arguments = {name: value for name, value in options.items() if value is not None}
+    arguments = {
+        name: _as_json(name, value) for name, value in options.items() if value is not None
+    }
     values = {name: arguments.pop(name) for name in SAMPLING_NAMES if name in arguments}
     if values:
         sampling = arguments.get("sampling", {})
@@ -265,6 +274,30 @@ def run_arguments(options: Mapping[str, Any]) -> dict[str, Any]:
         if name in arguments:
             _add(arguments, argument, arguments.pop(name))
     return arguments
+
+
+def response_format(model: type) -> dict[str, Any]:
+    """Return OpenAI's response_format of a pydantic model's class, as jobs have it:
+
+    queue.enqueue("jobs.chat", messages, response_format=tokenmill.response_format(Date))
+    """
+    schema = json_schema_of(model)
+    if schema is model:
+        raise unlike("response_format", model, "the class of a pydantic model")
+    return {"type": "json_schema", "json_schema": {"name": model.__name__, "schema": schema}}
+
+
+def _as_json(name: str, value: Any) -> Any:
+    """Return an option as JSON has it: a schema for a pydantic model's class, a text for a path. name: the option's."""
+    if isinstance(value, type):
+        return response_format(value) if name == "response_format" else json_schema_of(value)
+    if isinstance(value, os.PathLike):
+        return os.fspath(value)
+    if isinstance(value, dict):
+        return {key: _as_json(key, inner) for key, inner in value.items()}
+    if isinstance(value, list):
+        return [_as_json(name, inner) for inner in value]
+    return value
 
 
 def _check_names(names: Iterable[str]) -> None:

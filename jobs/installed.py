@@ -27,6 +27,11 @@ def check_sampling(sampling: Mapping[str, Any]) -> None:
         raise InvalidValue(f"{error.problem}, got {{}}", error.got) from None
 
 
+def json_schema_of(value: Any) -> Any:
+    """Return the JSON schema of a pydantic model's class, and any other value as it is. Loads no torch."""
+    return _load("engine").json_schema_of(value)
+
+
 def model_table() -> str:
     """Return which architectures are served, and how, as text for people. Loads no torch."""
     return _load("engine").model_table()  # type: ignore[no-any-return]

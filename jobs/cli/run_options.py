@@ -14,7 +14,7 @@ from jobs.common.display import brief
 from jobs.context.checks import DEFAULT_MAX_ATTEMPTS
 from jobs.prompts.ways.table import WAY_OPTIONS
 from jobs.runs.plans.names import OUTPUTS, SUFFIXES
-from jobs.runs.plans.option_checks import LOGPROB_TYPES, TASKS
+from jobs.runs.plans.option_checks import LOGPROB_TYPES, PROBABILITIES, TASKS
 
 
 def json_value(kind: type) -> Callable[[click.Context, click.Parameter, str | None], Any]:
@@ -128,9 +128,18 @@ def _read(option: str, path: str) -> str:
 
 
 def schema(context: click.Context, parameter: click.Parameter, text: str | None) -> Any:
+    """Return a JSON schema, given as it is or by the name of its file."""
     if text is not None and not text.lstrip().startswith("{"):
-        text = _read("--check-schema", text)
+        text = _read(parameter.opts[0], text)
     return json_value(dict)(context, parameter, text)
+
+
+def response_format(context: click.Context, parameter: click.Parameter, text: str | None) -> Any:
+    """Return OpenAI's response_format, given as it is or by its schema alone."""
+    value = schema(context, parameter, text)
+    if value is None or value.get("type") in ("text", "json_object", "json_schema"):
+        return value
+    return {"type": "json_schema", "json_schema": {"name": "answer", "schema": value}}
 
 
 Decorator = Callable[[Any], Any]
@@ -245,6 +254,18 @@ _PROMPT = (
     _option("--allowed-token-ids", "No other tokens, as JSON: [1, 2].", **_JSON_LIST),
     _option("--bad-words", "A text that no completion has; may be given again.", **_TEXTS),
     _option(
+        "--response-format",
+        "Completions are JSON of this JSON schema, or as OpenAI's response_format says.",
+        metavar="JSON|FILE",
+        callback=response_format,
+    ),
+    _option(
+        "--allow-whitespace",
+        "Let such JSON have blanks and line breaks between its parts.",
+        is_flag=True,
+        default=None,
+    ),
+    _option(
         "--structured-outputs",
         'What completions must be, as JSON: {"json": SCHEMA}.',
         **_JSON_OBJECT,
@@ -273,6 +294,11 @@ _PROMPT = (
         "--labels",
         "Give each of these labels' probability: yes,no or a JSON list.",
         callback=label_list,
+    ),
+    _option(
+        "--probabilities",
+        "Write the labels' probabilities as a struct with a field for each, or as a map, the default.",
+        type=click.Choice(PROBABILITIES),
     ),
     _option(
         "--calibrate",
@@ -355,6 +381,11 @@ _WAYS = tuple(
 _OUTPUT = (
     _option("--keep", "Only these columns of the input, such as id,text.", **_COLUMNS),
     _option("--drop", "All columns of the input but these.", **_COLUMNS),
+    _option(
+        "--parse",
+        "Give answers that are JSON a column with the types of their schema.",
+        is_flag=True,
+    ),
     _option("--output-prefix", "Text before the names of the columns that are added.", default=""),
     _option(
         "--logprob-type", "How log probabilities are written.", type=click.Choice(LOGPROB_TYPES)

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from jobs.common.display import MAX_SHOWN_CHARS, brief
-from jobs.context.values import some_text
+from jobs.context.values import some_text, truth
 from jobs.errors import InvalidJob, InvalidValue, check_limit, unlike
 
 #: A longer prompt exceeds every context. It would only cost a tokenizer's time and Redis' memory.
@@ -46,12 +46,15 @@ NOT_TEXT = frozenset(
         "spaces_between_special_tokens",
         "structured_outputs",
     }
+    | {"response_format", "allow_whitespace"}
 )
 
 #: An option of chats and of prompts from templates: whether control tokens in their values are text.
 OF_VALUES = "split_special_tokens"
 #: A variable of templates that OpenAI's clients send beside the others.
 EFFORT = "reasoning_effort"
+#: Whether answers that are JSON may have blanks and line breaks between their parts.
+WHITESPACE = "allow_whitespace"
 #: Options that only chats have.
 OF_CHATS = ("chat_template_kwargs", EFFORT, "tool_choice", "tools")
 
@@ -245,13 +248,34 @@ def _is_neutral(name: str, value: Any, values: Mapping[str, Any]) -> bool:
 
 
 def with_structured_outputs(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return values with `structured_outputs` in place of `response_format`. Raises InvalidJob."""
-    other_values = {name: value for name, value in values.items() if name != "response_format"}
-    response_format = values.get("response_format")
-    form: dict[str, Any] = {"json_object": True}
+    """Return values with all that is asked of a text's form in `structured_outputs`. Raises InvalidJob.
+
+    `response_format` and `allow_whitespace` are in it then.
+    """
+    forms = ("response_format", WHITESPACE, "structured_outputs")
+    others = {name: value for name, value in values.items() if name not in forms}
+    form = values.get("structured_outputs")
+    from_format = _form_of(values.get("response_format"))
+    if form is not None and from_format is not None:
+        raise InvalidJob(
+            "response_format and structured_outputs each say what the text must be: send one"
+        )
+    if form is None:
+        form = from_format
+    if truth(WHITESPACE, values.get(WHITESPACE)):
+        if not isinstance(form, dict):
+            raise InvalidJob(
+                f"{WHITESPACE} is for answers that are JSON: give response_format or structured_outputs too"
+            )
+        form = {**form, WHITESPACE: True}
+    return others if form is None else {**others, "structured_outputs": form}
+
+
+def _form_of(response_format: Any) -> dict[str, Any] | None:
+    """Return OpenAI's response_format as structured outputs; None for any text. Raises InvalidJob."""
     kind = response_format.get("type") if isinstance(response_format, dict) else None
     if response_format is None or kind == "text":
-        return other_values
+        return None
     if kind == "json_schema":
         described = response_format.get("json_schema")
         if not isinstance(described, dict):
@@ -260,15 +284,11 @@ def with_structured_outputs(values: Mapping[str, Any]) -> dict[str, Any]:
             )
         schema = described.get("schema")
         if schema is not None:
-            form = {"json": schema}
+            return {"json": schema}
     elif kind != "json_object":
         raise unlike(
             "response_format",
             response_format,
             "an object whose type is text, json_object or json_schema",
         )
-    if other_values.get("structured_outputs") is not None:
-        raise InvalidJob(
-            "response_format and structured_outputs each say what the text must be: send one"
-        )
-    return {**other_values, "structured_outputs": form}
+    return {"json_object": True}

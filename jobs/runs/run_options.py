@@ -37,6 +37,8 @@ class RunOptions(TypedDict, total=False):
     """The same as `defaults`."""
     labels: Sequence[str]
     """Labels whose probabilities are wanted in place of a text."""
+    probabilities: Literal["map", "struct"]
+    """What the labels' probabilities are written as; by default a map."""
     calibrate: bool
     """Whether to subtract what each label has behind the prompt with N/A for columns."""
     task: Literal["generate", "embed", "classify", "rerank"]
@@ -98,8 +100,12 @@ class RunOptions(TypedDict, total=False):
     """The only tokens that may be drawn."""
     bad_words: Sequence[str]
     """Texts that no completion has."""
+    response_format: Mapping[str, Any] | type
+    """The JSON that completions must be: a pydantic model's class, or OpenAI's mapping."""
     structured_outputs: Mapping[str, Any]
-    """What completions must be, such as {"json": schema}."""
+    """What completions must be, such as {"json": schema}; a schema may be a pydantic model's class."""
+    allow_whitespace: bool
+    """Whether such JSON may have blanks and line breaks between its parts; by default it is compact."""
     logprobs: int
     """Ask for log probabilities: of each token, and of this many likeliest ones, from 0 to 20."""
     prompt_logprobs: int
@@ -128,8 +134,8 @@ class RunOptions(TypedDict, total=False):
 
     check: Mapping[str, Any]
     """What an answer must pass: {"json": schema}, {"regex": pattern} or {"function": "module.name"}."""
-    check_schema: Mapping[str, Any]
-    """A JSON schema that answers must have."""
+    check_schema: Mapping[str, Any] | type
+    """A JSON schema that answers must have, or a pydantic model's class."""
     check_regex: str
     """A pattern of Python's re that whole answers must match."""
     check_function: str
@@ -185,6 +191,8 @@ class RunOptions(TypedDict, total=False):
     """The only columns of the input that the output has."""
     drop: Sequence[str]
     """Columns of the input that the output has not."""
+    parse: bool
+    """Whether answers that are JSON get a column with the types of their schema."""
     output_prefix: str
     """A text before the names of the columns that are added."""
     single_file: bool | str

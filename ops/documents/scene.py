@@ -28,7 +28,7 @@ from jobs.runs.redis_state.submission import Submission
 from jobs.runs.statistics.run_statistics import PartStats, Reasons
 from jobs.runs.watching.api_records import BatchRecord, record_batch, record_limited
 from tokenmill.dashboard.history.recorder import TURN_KEY, Recorder
-from tokenmill.dashboard.watcher import Look, Watcher
+from tokenmill.dashboard.seen.watcher import Look, Watcher
 from worker.store.worker_record import WorkerRecord, process_facts, shown_loading
 
 #: Seconds of the past that are recorded.
@@ -80,7 +80,7 @@ class Scene:
     """Writes the scene into an empty Redis. now: the moment that it shows, in Unix seconds."""
 
     def __init__(self, connection: Redis, now: float | None = None) -> None:
-        self._connection = connection
+        self.connection = connection
         self._now = time.time() if now is None else now
         self._random = random.Random(46)
         self._bulk = Queue("bulk", connection=connection, serializer="json")
@@ -94,10 +94,10 @@ class Scene:
     def write(self, num_waiting: int = 100_000, past_s: int = PAST_S) -> None:
         """Write everything. num_waiting: the jobs that wait in queue bulk. past_s: how much of the past is recorded."""
         self._write_runs()
-        self._live(num_waiting, past_s)
-        self._fail_jobs()
         for number in range(NUM_PROMPTS):
             self._prompts.enqueue("jobs.complete", "secret", job_id=f"chat-{number:03}")
+        self._live(num_waiting, past_s)
+        self._fail_jobs()
         self._write_batches()
 
     def _write_runs(self) -> None:
@@ -125,7 +125,7 @@ class Scene:
         """Write one run as planner and workers do. errors, checks, cut: rows of all parts together."""
         run = f"{46 + len(self.runs):02x}c0ffee{self._random.getrandbits(32):08x}"
         self.runs[word] = run
-        state = RunState(self._connection, run)
+        state = RunState(self.connection, run)
         output = f"/data/{folder}"
         state.open_submission(plan_job_id(run), output, Submission("bulk", model="Qwen3-4B"))
         plan = self._job("jobs.score_parquet", plan_job_id(run), input=f"{output}.parquet")
@@ -144,7 +144,7 @@ class Scene:
             "rows": 1000 * shards,
         }
         state.describe({**facts, "shards": shards, "model_text": "Qwen3-4B"})
-        self._connection.hset(run_key(run, "parts"), "total", shards)
+        self.connection.hset(run_key(run, "parts"), "total", shards)
         began_at = self._now - 60 * done - 90
         state.begin(began_at)
         self._began_at[word] = began_at
@@ -188,7 +188,7 @@ class Scene:
             state.mark_finished({})
 
     def _add_part(self, part: PartStats) -> None:
-        RunState(self._connection, part.run).record_part(part)
+        RunState(self.connection, part.run).record_part(part)
         self._give_reasons(part.run, part.shard, part.errors)
 
     def _give_reasons(self, run: str, shard: int, count: int) -> None:
@@ -198,7 +198,7 @@ class Scene:
             is_long = self._random.random() < 0.7
             text = f"the prompt has {41_000 + row} tokens" if is_long else "the column is null"
             reasons.add(text, [row])
-        record_reasons(self._connection, run, shard, reasons)
+        record_reasons(self.connection, run, shard, reasons)
 
     def _job(self, function: str, job_id: str, **arguments: Any) -> Job:
         """Return a saved job that is nowhere yet."""
@@ -207,7 +207,7 @@ class Scene:
             kwargs=arguments,
             id=job_id,
             origin="bulk",
-            connection=self._connection,
+            connection=self.connection,
             serializer=self._bulk.serializer,
         )
         job.save()
@@ -215,6 +215,8 @@ class Scene:
 
     def _enqueue_again(self, job: Job) -> None:
         self._bulk.enqueue_job(job)
+        moment = _rq_time(self._now - PAST_S - 600)
+        self.connection.hset(rq_jobs.job_key(job.id), "enqueued_at", moment)
 
     def _start(self, job: Job, worker: str) -> None:
         """Have a worker run a job."""
@@ -225,9 +227,9 @@ class Scene:
             "started_at": _rq_time(self._now - 30),
             PROGRESS_FIELD: progress,
         }
-        self._connection.hset(rq_jobs.job_key(job.id), mapping=fields)
-        self._connection.zadd(rq_jobs.QueueKeys("bulk").started, {f"{job.id}:1": 1e12})
-        self._connection.sadd(rq_jobs.QUEUES_KEY, rq_jobs.QueueKeys("bulk").waiting)
+        self.connection.hset(rq_jobs.job_key(job.id), mapping=fields)
+        self.connection.zadd(rq_jobs.QueueKeys("bulk").started, {f"{job.id}:1": 1e12})
+        self.connection.sadd(rq_jobs.QUEUES_KEY, rq_jobs.QueueKeys("bulk").waiting)
 
     def _fail_jobs(self) -> None:
         for error, count in FAILURES:
@@ -244,36 +246,40 @@ class Scene:
             text = "".join(traceback.format_exception(raised))
         ended_at = self._now - self._random.uniform(20, 3000)
         job.set_status(JobStatus.FAILED)
-        FailedJobRegistry(
-            "bulk", connection=self._connection, serializer=self._bulk.serializer
-        ).add(job, ttl=int(365 * 86400 - (self._now - ended_at)), exc_string=text)
+        FailedJobRegistry("bulk", connection=self.connection, serializer=self._bulk.serializer).add(
+            job, ttl=int(365 * 86400 - (self._now - ended_at)), exc_string=text
+        )
         Result.create_failure(job, 86400, text, worker_name="gpu-2")
         fields: Any = {"ended_at": _rq_time(ended_at), "worker_name": "gpu-2", "exc_info": ""}
-        self._connection.hset(rq_jobs.job_key(job.id), mapping=fields)
+        self.connection.hset(rq_jobs.job_key(job.id), mapping=fields)
 
     def _live(self, num_waiting: int, past_s: int) -> None:
         """Let the fleet work, and record it, until now."""
         moment = self._now - past_s
         clock = _Clock(moment)
-        recorder = Recorder(_FreshWatcher(self._connection, clock), clock)
+        recorder = Recorder(_FreshWatcher(self.connection, clock), clock)
         self._workers = {
-            name: _WorkerSeen(self._connection, name, speed, self._now - past_s)
+            name: _WorkerSeen(self.connection, name, speed, self._now - past_s)
             for name, speed in (("gpu-1", 1.0), ("gpu-2", 1.1), ("gpu-3", 0.9), ("gpu-5", 0.6))
         }
         steps = past_s // STEP_S
         template = self._template()
-        for step in range(steps + 1):
+        step = -1
+        # It goes on until this moment, as writing the past has taken a while.
+        while step < steps or clock.at < time.time() - STEP_S:
+            step += 1
             clock.at = moment + STEP_S * step
             since = num_waiting * step // (steps + 1)
             until = num_waiting * (step + 1) // (steps + 1)
-            self._wait(template, since, until, clock.at)
+            if step <= steps:
+                self._wait(template, since, until, clock.at)
             self._run_on(clock.at)
             self._tell(clock.at, step / max(1, steps))
             recorder.record()
-        self._connection.delete(TURN_KEY)
+        self.connection.delete(TURN_KEY)
         # It never ends loading here. If nobody held the context, it would end.
         self._loading = shown_loading(
-            self._connection, "gpu-4", ["prompts", "bulk"], "Qwen3-4B", "/models/Qwen3-4B"
+            self.connection, "gpu-4", ["prompts", "bulk"], "Qwen3-4B", "/models/Qwen3-4B"
         )
         self._loading.__enter__()
 
@@ -288,8 +294,8 @@ class Scene:
             del self._workers["gpu-5"]
             # The record of a worker that has died lives on, and tells by its age how long it is silent.
             silent_ms = (WORKER_STATS_TTL_S - 120) * 1000
-            self._connection.pexpire(worker_key("gpu-5"), silent_ms)
-            record_deaths(self._connection, {"gpu-5": [shard_job_id(self.runs["running"], 31)]})
+            self.connection.pexpire(worker_key("gpu-5"), silent_ms)
+            record_deaths(self.connection, {"gpu-5": [shard_job_id(self.runs["running"], 31)]})
 
     def _run_on(self, at: float) -> None:
         """Let the runs that are under way come as far as they are at a moment."""
@@ -301,7 +307,7 @@ class Scene:
             rows = int(seconds % 60 / 60 * 1000) if seconds > 0 else 0
             progress = json.dumps({"rows": 1000, "rows_done": rows, "tokens": 96 * rows})
             key = rq_jobs.job_key(shard_job_id(self.runs[word], shard))
-            self._connection.hset(key, PROGRESS_FIELD, progress)
+            self.connection.hset(key, PROGRESS_FIELD, progress)
 
     def keep_alive(self) -> None:
         """Have the living workers tell of themselves once more. Without that they are silent after ten seconds."""
@@ -311,7 +317,7 @@ class Scene:
     def _template(self) -> dict[bytes, bytes]:
         """Return the fields of a job that RQ has enqueued."""
         job = self._bulk.enqueue("jobs.complete", "secret", job_id="row-template", max_tokens=64)
-        fields: Any = self._connection.hgetall(rq_jobs.job_key(job.id))
+        fields: Any = self.connection.hgetall(rq_jobs.job_key(job.id))
         self._bulk.remove(job)
         job.delete()
         return dict(fields)
@@ -320,7 +326,7 @@ class Scene:
         """Have some jobs wait, each like the one that RQ has enqueued."""
         key = rq_jobs.QueueKeys("bulk").waiting
         moment = _rq_time(at)
-        with self._connection.pipeline(transaction=False) as pipe:
+        with self.connection.pipeline(transaction=False) as pipe:
             for number in range(first, last):
                 fields: Any = {**template, b"created_at": moment, b"enqueued_at": moment}
                 pipe.hset(rq_jobs.job_key(f"row-{number:06}"), mapping=fields)
@@ -332,8 +338,8 @@ class Scene:
             run = self.runs[word]
             created_at = int(self._now - 3000 + 600 * number)
             batch = BatchRecord(f"batch_{run}", "search", run, created_at, created_at + 86400)
-            record_batch(self._connection, batch)
-        record_limited(self._connection, "search", "requests", self._now - 90)
+            record_batch(self.connection, batch)
+        record_limited(self.connection, "search", "requests", self._now - 90)
 
 
 class _Clock:
@@ -384,7 +390,7 @@ class _WorkerSeen:
             jobs_held=int(40 * pace),
             jobs_finished=ended - badly,
             jobs_failed=badly,
-            depth={"prompts": 14, "bulk": 100_000},
+            depth=self._depth(),
             ended={"bulk": ended, "prompts": ended // 3},
             ended_badly={"bulk": badly},
             waited_ms={"bulk": ended * 41_000, "prompts": ended * 120},
@@ -392,6 +398,10 @@ class _WorkerSeen:
         )
         self._record.show(state, None, {"held": {"bulk": point.jobs_held}}, point)
         self._record.keep(point)
+
+    def _depth(self) -> dict[str, int]:
+        jobs, _ = self._record.count()
+        return {name: by_status["queued"] for name, by_status in jobs.items()}
 
     def _beat(self, client: Redis, state: str, job_id: str | None) -> None:
         """Write what RQ's worker writes of itself."""

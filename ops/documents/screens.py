@@ -1,19 +1,22 @@
 """Takes pictures of the dashboard: python -m ops.documents.screens [--out FOLDER].
 
 It fills a Redis of its own with the scene of scene.py, starts the dashboard, and looks at each page in Chromium, at
-three widths, light and dark. With --docs it writes the pictures that docs/ shows.
+three widths, light and dark. With --docs it only writes the pictures that docs/ shows.
 """
 
+import io
 import sys
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from shutil import which
 
 import click
+from PIL import Image
 from playwright.sync_api import Browser, Page, sync_playwright
 from redis import Redis
+from redis.exceptions import RedisError
 
 from ops.documents.blocks import ROOT
 from ops.documents.scene import Scene
@@ -27,15 +30,30 @@ IMAGES = ROOT / "docs" / "images"
 FLAGS = ("--no-sandbox", "--disable-gpu", "--disable-background-networking")
 
 
+#: What docs/images has: the page, the width and height of the window, and the colours.
+PICTURES = {
+    "dashboard": ("overview", 1280, 1130, "light"),
+    "dashboard-failed": ("failed", 1280, 640, "light"),
+    "dashboard-queue": ("queue", 1280, 900, "dark"),
+    "dashboard-phone": ("overview", 390, 844, "dark"),
+}
+
+
 @click.command(help=__doc__)
 @click.option("--out", type=click.Path(path_type=Path), default=Path("screens"), show_default=True)
 @click.option("--waiting", default=100_000, show_default=True, help="How many jobs wait.")
-@click.option("--docs", is_flag=True, help="Also write what docs/images has.")
+@click.option("--docs", is_flag=True, help="Write the pictures of docs/images.")
 def main(out: Path, waiting: int, docs: bool) -> None:
     """Write the pictures."""
-    out.mkdir(parents=True, exist_ok=True)
     with running_scene(waiting) as (address, scene), chromium() as browser:
         pages = paths(scene)
+        if docs:
+            for name, (of, width, height, scheme) in PICTURES.items():
+                with opened(browser, f"{address}{pages[of]}", width, scheme, height=height) as page:
+                    picture = Image.open(io.BytesIO(page.screenshot()))
+                    picture.save(IMAGES / f"{name}.webp", quality=80, method=6)
+            return
+        out.mkdir(parents=True, exist_ok=True)
         for width in WIDTHS:
             for scheme in SCHEMES:
                 for name, path in pages.items():
@@ -60,7 +78,8 @@ def kept_alive(scene: Scene) -> Iterator[None]:
 
     def tell() -> None:
         while not is_over.wait(2):
-            scene.keep_alive()
+            with suppress(RedisError):  # a full one refuses what workers tell too
+                scene.keep_alive()
 
     scene.keep_alive()
     thread = threading.Thread(target=tell)
@@ -76,6 +95,7 @@ def paths(scene: Scene) -> dict[str, str]:
     """Return the pages by a name."""
     return {
         "overview": "/",
+<<<<<<< HEAD
         "failed": "/failed",
         "runs": "/runs",
         "queues": "/queues",
@@ -85,9 +105,22 @@ def paths(scene: Scene) -> dict[str, str]:
         "actions": "/actions",
         "search": "/search?q=gpu",
         "batches": "/batches",
+=======
+        "runs": "/runs",
+>>>>>>> main
         "run": f"/runs/{scene.runs['running']}",
         "run-refused": f"/runs/{scene.runs['refused']}",
+        "queues": "/queues",
+        "queue": "/queues/bulk",
+        "workers": "/workers",
+        "worker": "/workers/gpu-1",
+        "worker-dead": "/workers/gpu-5",
+        "failed": "/failed",
         "job": "/jobs/diskfull-000",
+        "batches": "/batches",
+        "actions": "/actions",
+        "search": "/search?q=disk",
+        "missing": "/nowhere",
     }
 
 
@@ -107,11 +140,16 @@ def chromium() -> Iterator[Browser]:
 
 @contextmanager
 def opened(
-    browser: Browser, address: str, width: int, scheme: str, said: list[str] | None = None
+    browser: Browser,
+    address: str,
+    width: int,
+    scheme: str,
+    said: list[str] | None = None,
+    height: int = 900,
 ) -> Iterator[Page]:
     """Open a page, and wait until its charts are drawn. said: is given the browser's errors and warnings."""
     page = browser.new_page(
-        viewport={"width": width, "height": 900},
+        viewport={"width": width, "height": height},
         color_scheme="dark" if scheme == "dark" else "light",
         reduced_motion="reduce",
     )

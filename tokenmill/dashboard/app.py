@@ -50,10 +50,14 @@ from tokenmill.dashboard.guard import (
 from tokenmill.dashboard.history.charts import Charts
 from tokenmill.dashboard.history.recorder import Recorder
 from tokenmill.dashboard.seen.run_asked import quoted
+from tokenmill.dashboard.seen.watcher import Watcher
 from tokenmill.dashboard.views.runs import time_left, why
 from tokenmill.dashboard.views.site import Missing, Site
 from tokenmill.dashboard.views.table import PAGES, View, missing
+<<<<<<< HEAD
 from tokenmill.dashboard.watcher import Watcher
+=======
+>>>>>>> main
 from tokenmill.serving import Hosts
 
 #: The most bytes of a form, and the most seconds until it is here. Our own forms are far smaller.

@@ -41,6 +41,7 @@ _OF_FILES = frozenset(
         "keep",
         "drop",
         "output_prefix",
+        "parse",
         "only_new",
         "reused_column",
         "order",

@@ -18,6 +18,11 @@ from jobs.runs.plans.names import OPENAI_BATCH
 #: How exactly log probabilities are written, and how templates are; the first by default.
 LOGPROB_TYPES = ("float32", "float16")
 TEMPLATE_FORMATS = ("fields", "jinja")
+#: What the probabilities of labels are written as, the first by default.
+MAP, STRUCT = "map", "struct"
+PROBABILITIES = (MAP, STRUCT)
+#: The most labels of a struct. Each is a column of the file.
+MAX_STRUCT_LABELS = 1000
 
 
 def column_names(name: str, value: Any) -> list[str]:

@@ -26,6 +26,7 @@ from jobs.runs.plans import prompt_steps
 from jobs.runs.plans.dialects import DIALECT, parse_decimal, parse_delimiter, parse_encoding
 from jobs.runs.plans.names import CSV, JSONL, OPENAI_BATCH, PARTS, SUFFIXES, parse_single_file
 from jobs.runs.plans.paths import real_path, run_path
+from jobs.runs.plans.schema_types import ValueType, type_of_schema
 
 #: Files are opened one by one to plan a run, and every shard's worker holds the plan that lists them.
 MAX_FILES = 100_000
@@ -106,6 +107,8 @@ class RunSpec:
     decimal: Annotated[str | None, parse_decimal] = None
     inline_pictures: Annotated[bool, truth] = False
     batch_endpoint: Annotated[str | None, checks.batch_endpoint] = None
+    parse: Annotated[bool, truth] = False
+    probabilities: Annotated[str, partial(one_of, known=checks.PROBABILITIES)] = checks.MAP
 
     @classmethod
     def from_arguments(cls, input: Any, output: Any, **options: Any) -> Self:
@@ -250,6 +253,27 @@ class RunSpec:
         )
 
     @cached_property
+    def parsed_type(self) -> ValueType | None:
+        """Return the type of the values that answers are parsed into; None if they stay texts. Raises InvalidJob."""
+        if not self.parse:
+            return None
+        structured = self.sampling.get("structured_outputs")
+        schema = structured.get("json") if isinstance(structured, dict) else None
+        if schema is None:
+            schema = (self.check or {}).get("json")
+        if isinstance(schema, str):
+            try:
+                schema = json.loads(schema)
+            except (ValueError, RecursionError) as error:
+                raise InvalidJob(f"the schema of the answers is not JSON: {error}") from None
+        if schema is None:
+            raise InvalidJob(
+                "parse gives answers the types of their schema, and there is none: give response_format, "
+                "structured_outputs with json, or check_schema too"
+            )
+        return type_of_schema(schema)
+
+    @cached_property
     def way(self) -> Way | None:
         """Return the way to each row's answer; None for rows that are asked once."""
         return way_of(self.way_options)
@@ -335,6 +359,13 @@ def _check_combinations(spec: RunSpec, options: Mapping[str, Any]) -> None:
         has_steps=spec.prompts is not None,
         has_labels=spec.labels is not None,
     )
+    _check_used(
+        spec.parse,
+        spec.task == checks.GENERATE and not spec.labels and not spec.prompts,
+        "parse is for answers to one prompt of each row: leave it out",
+    )
+    # Reading the type raises an error for a schema that fits into no column.
+    _ = spec.parsed_type
     if spec.way is not None:
         _check_way(spec, spec.way, is_batch=spec.single_file == OPENAI_BATCH)
 
@@ -370,6 +401,18 @@ def _check_task_options(spec: RunSpec) -> None:
     _check_used(
         spec.calibrate, spec.labels, "calibrate is for labels, and there are none: name labels too"
     )
+    if spec.probabilities == checks.STRUCT:
+        _check_used(
+            True,
+            spec.labels,
+            "probabilities are a struct of a run's own labels, and there are none: name labels too, or leave a map",
+        )
+        check_limit(
+            len(spec.labels or ()),
+            checks.MAX_STRUCT_LABELS,
+            "a struct of probabilities has {} labels",
+            "leave a map",
+        )
     _check_used(
         spec.dimensions,
         spec.task == checks.EMBED,

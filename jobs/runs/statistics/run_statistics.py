@@ -41,6 +41,7 @@ class PartStats:
     cut: rows without an error whose answer ended at its limit of tokens.
     expired: rows with an error because they were not begun before the run's deadline.
     prompt_lengths, completion_lengths: in tokens, as count_lengths returns them.
+    finish_reasons, labels: how many answers have each one, without rows with an error. Of labels the commonest.
     """
 
     run: str
@@ -69,6 +70,8 @@ class PartStats:
     rows_escalated: int = 0
     expired: int = 0
     commit: str = ""
+    finish_reasons: dict[str, int] = field(default_factory=dict)
+    labels: dict[str, int] = field(default_factory=dict)
 
     @property
     def seconds(self) -> float:
@@ -81,7 +84,9 @@ class PartStats:
 
     def to_record(self) -> str:
         """Return the short JSON that Redis keeps: a look at a run reads it for every part."""
-        return replace(self, prompt_lengths={}, completion_lengths={}).to_text()
+        return replace(
+            self, prompt_lengths={}, completion_lengths={}, finish_reasons={}, labels={}
+        ).to_text()
 
     @classmethod
     def from_text(cls, text: str | bytes) -> Self:
@@ -102,6 +107,9 @@ def outcome_text(errors: int, failed_checks: int, cut: int, rows: str = "") -> s
         texts.append(f"{cut} cut at their limit of tokens")
     return ", ".join(texts)
 
+
+#: The reason of a row whose answer is there, and ended at its limit of tokens.
+CUT = "the answer was cut at its limit of tokens"
 
 MAX_REASON_CHARS = 200
 #: The most kinds of reasons that are told apart. Rows of all further kinds are counted together.
@@ -133,6 +141,11 @@ class Reasons:
     def rows(self) -> int:
         """Return the number of rows with an error."""
         return sum(reason.rows for reason in self._by_kind.values())
+
+    def rows_with(self, text: str) -> int:
+        """Return the number of rows with this reason."""
+        reason = self._by_kind.get(text)
+        return 0 if reason is None else reason.rows
 
     def add(self, text: str, rows: Sequence[int], count: int | None = None) -> None:
         """Count rows with one reason.
@@ -181,6 +194,9 @@ def count_lengths(lengths: Iterable[int]) -> dict[str, int]:
 MAX_BINS = 120
 MAX_WORKERS = 200
 MAX_REASONS = 20
+#: The most labels of a manifest, and of a part.
+MAX_LABELS = 100
+MAX_PART_LABELS = 1000
 
 
 def _lasted(spans: Iterable[tuple[float, float]]) -> float:
@@ -215,6 +231,8 @@ class RunStatistics:
         self._parts_by_worker: dict[str, list[_Part]] = {}
         self._prompt_lengths: Counter[int] = Counter()
         self._completion_lengths: Counter[int] = Counter()
+        self._finish_reasons: Counter[str] = Counter()
+        self._labels: Counter[str] = Counter()
 
     def add(self, part: PartStats) -> None:
         """Add one part."""
@@ -231,6 +249,8 @@ class RunStatistics:
             self._prompt_lengths[int(bound)] += count
         for bound, count in part.completion_lengths.items():
             self._completion_lengths[int(bound)] += count
+        self._finish_reasons.update(part.finish_reasons)
+        self._labels.update(part.labels)
 
     def to_object(self, reasons: Reasons) -> dict[str, Any]:
         """Return the statistics as the manifest has them. Times in which no worker had a shard are left out."""
@@ -254,6 +274,8 @@ class RunStatistics:
             "timeline": _timeline(all_parts, busy),
             "prompt_lengths": _by_bound(self._prompt_lengths),
             "completion_lengths": _by_bound(self._completion_lengths),
+            "finish_reasons": dict(self._finish_reasons.most_common()),
+            "labels": dict(self._labels.most_common(MAX_LABELS)),
             "workers": sorted(workers, key=lambda worker: -worker["rows"])[:MAX_WORKERS],
             "num_workers": len(workers),
             "worker_seconds": sum(worker["seconds"] for worker in workers),

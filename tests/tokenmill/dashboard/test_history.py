@@ -16,14 +16,13 @@ from jobs.common.workers import Point
 from jobs.runs.redis_state.state import RunState
 from tests.doctor.test_redis_faults import as_user, rules_of
 from tests.jobs.runs.test_report import PART
-from tests.tokenmill.dashboard.conftest import Open
 from tests.tokenmill.dashboard.test_pages import RUN, put_run, put_worker
-from tokenmill.dashboard import watcher as watcher_module
 from tokenmill.dashboard.history.charts import Charts
 from tokenmill.dashboard.history.recorder import TURN_KEY, Recorder
 from tokenmill.dashboard.history.rings import KINDS, QUEUE, RINGS, WORKER, Kind, Rings
+from tokenmill.dashboard.seen import watcher as watcher_module
 from tokenmill.dashboard.seen.growth import per_second
-from tokenmill.dashboard.watcher import Watcher
+from tokenmill.dashboard.seen.watcher import Watcher
 
 #: What docs/operator.md says that all series take at most.
 STATED_BYTES = 5_200_000
@@ -342,9 +341,22 @@ def test_whatever_stands_where_the_history_should_is_charted_or_left_out(
     assert page.get("/series.json?range=2y").status_code == 404
 
 
-def test_a_page_is_told_why_nothing_is_recorded(redis: Redis, open_page: Open) -> None:
-    page = open_page()
-    assert page.get("/series.json").json()["problem"] == ""
+def test_a_full_redis_costs_rows_and_nothing_else(
+    redis: Redis, recorder: Recorder, clock: Clock, lines: Lines
+) -> None:
+    redis.sadd("rq:queues", "rq:queue:bulk")
+    recorder.attempt()
+    redis.config_set("maxmemory", "1mb")
+    try:
+        clock.at += 10
+        recorder.attempt()
+        assert "OutOfMemory" in recorder.problem
+        clock.at += 2
+        assert known(lines("overview", "waiting")["bulk"]) == [0.0], "what was written is shown"
+    finally:
+        redis.config_set("maxmemory", "0")
+    recorder.attempt()
+    assert recorder.problem == ""
 
 
 def test_speed_is_told_between_two_points_of_one_life_of_a_worker() -> None:

@@ -176,10 +176,10 @@ def _largest(
 
 
 def _line(name: str, values: Sequence[float | None]) -> Line:
-    """Return a line as JSON has it, with four digits of each value."""
+    """Return a line as JSON has it, with six digits of each value."""
     return {
         "name": name,
-        "values": [None if value is None else float(f"{value:.4g}") for value in values],
+        "values": [None if value is None else float(f"{value:.6g}") for value in values],
     }
 
 

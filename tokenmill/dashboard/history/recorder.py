@@ -33,7 +33,9 @@ from tokenmill.dashboard.history.rings import (
     Values,
 )
 from tokenmill.dashboard.seen.growth import Growth, growth, read_points
-from tokenmill.dashboard.watcher import Look, Watcher
+from tokenmill.dashboard.seen.watcher import Look, Watcher
+
+logger = logging.getLogger("tokenmill.dashboard")
 
 TURN_KEY = f"{HISTORY_PREFIX}:turn"
 
@@ -69,20 +71,23 @@ class Recorder:
         threading.Thread(target=self._run, name="tokenmill-history", daemon=True).start()
 
     def _run(self) -> None:
-        log = logging.getLogger("dashboard")
         while True:
             time.sleep(_WIDTH_S - time.time() % _WIDTH_S)
-            try:
-                self.record()
-                problem = ""
-            except RedisError as error:
-                problem = f"{type(error).__name__}: {error}"
-            except Exception as error:  # what producers wrote must not end the history
-                log.warning("the history misses a moment", exc_info=True)
-                problem = f"{type(error).__name__}: {error}"
-            if problem and not self.problem:
-                log.warning("the history is not written: %s", problem)
-            self.problem = problem
+            self.attempt()
+
+    def attempt(self) -> None:
+        """Record this moment. If that fails, `problem` says why until it is done again."""
+        try:
+            self.record()
+            problem = ""
+        except RedisError as error:
+            problem = f"{type(error).__name__}: {error}"
+        except Exception as error:
+            problem = f"{type(error).__name__}: {error}"
+            logger.exception("the history misses a moment")
+        if problem and not self.problem:
+            logger.warning("the history is not written: %s", problem)
+        self.problem = problem
 
     def record(self) -> bool:
         """Write a row for this moment, if this dashboard has the turn. Return whether it has. Raises RedisError."""

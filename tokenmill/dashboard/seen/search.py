@@ -9,7 +9,7 @@ from jobs.common import rq_jobs, stored
 from jobs.common.display import MAX_TEXT_CHARS, safe_name
 from jobs.common.keys import RUNS_KEY, run_key
 from jobs.runs.plans.names import is_run_id
-from tokenmill.dashboard.watcher import Look
+from tokenmill.dashboard.seen.watcher import Look
 
 #: The most runs whose folders are looked through, the last submitted ones.
 MAX_RUNS = 2000

@@ -3,9 +3,9 @@
 
 const LINES = 7;
 const RANGES = { "15m": 900, "1h": 3600, "24h": 86400, "7d": 604800 };
-const NAMES = {
-  generated: "generated", read: "read", cached: "read from the cache", oldest: "age", waited: "waited", ran: "ran",
-};
+const NAMES = { cached: "from cache", oldest: "age" };
+// Seconds between two lines of an axis of durations.
+const STEPS = [0.001, 0.01, 0.1, 0.5, 1, 2, 5, 10, 20, 30, 60, 120, 300, 600, 1200, 1800, 3600, 7200, 14400, 28800, 43200, 86400, 172800, 432000, 864000, 2592000];
 const MARKS = { came: "--ok", left: "--soft", died: "--bad" };
 const MAX_TOLD_MARKS = 4;
 
@@ -18,8 +18,6 @@ const style = (name) => getComputedStyle(document.documentElement).getPropertyVa
 const lineColor = (index) => `--line-${(index % LINES) + 1}`;
 
 function number(value) {
-  if (value >= 1e6) return `${(value / 1e6).toFixed(1)} M`;
-  if (value >= 1e5) return `${(value / 1e3).toFixed(0)} k`;
   if (value === 0 || value >= 10) return Math.round(value).toLocaleString("en-US");
   return value < 1 ? value.toFixed(2) : value.toFixed(1);
 }
@@ -32,6 +30,16 @@ function duration(seconds) {
 }
 
 const text = (value, unit) => (value == null ? "–" : unit === "s" ? duration(value) : number(value));
+
+function axisTexts(splits, unit) {
+  const isWhole = unit !== "s" && splits.every(Number.isInteger);
+  return splits.map((each) => {
+    if (each === 0) return "0";
+    if (!isWhole) return text(each, unit);
+    if (each < 1e5) return each.toLocaleString("en-US");
+    return each < 1e6 ? `${each / 1e3} k` : `${each / 1e6} M`;
+  });
+}
 
 function clock(at, zone) {
   const withDay = RANGES[range] > 86400 || new Date(at * 1e3).toDateString() !== new Date().toDateString();
@@ -89,14 +97,14 @@ function options(figure, lines) {
   return {
     width: place.clientWidth,
     height: place.clientHeight,
-    padding: [6, 8, 0, 0],
+    padding: [6, 18, 0, 0],
     legend: { show: false },
     cursor: { y: false, drag: { x: false, y: false }, sync: { key: "charts" }, points: { size: 6 } },
     tzDate: (at) => uPlot.tzDate(new Date(at * 1e3), "Etc/UTC"),
-    scales: { y: { range: (_, low, high) => [0, Math.max((high ?? 0) * 1.1, unit === "jobs" ? 4 : 1)] } },
+    scales: { y: { range: (_, low, high) => [0, Math.max((high ?? 0) * 1.1, unit === "jobs" ? 4 : 0) || 1] } },
     axes: [
       { ...axis, size: 24, space: 64, values: RANGES[range] > 86400 ? "{MMM} {D}" : "{HH}:{mm}" },
-      { ...axis, size: 56, space: 32, values: (_, splits) => splits.map((each) => (each === 0 ? "0" : text(each, unit))) },
+      { ...axis, ...(unit === "s" ? { incrs: STEPS } : {}), size: 56, space: 32, values: (_, splits) => axisTexts(splits, unit) },
     ],
     series: [{}, ...series],
     hooks: { draw: [drawMarks], setCursor: [(plot) => showMoment(plot.cursor.idx ?? null)] },

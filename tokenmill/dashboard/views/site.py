@@ -10,7 +10,7 @@ from starlette.requests import Request
 
 from jobs.queues import QueueCounts
 from tokenmill.dashboard.failures.index import FailureIndex
-from tokenmill.dashboard.watcher import Watcher
+from tokenmill.dashboard.seen.watcher import Watcher
 
 #: Rows of a table on one page.
 PAGE_ROWS = 50
