@@ -95,19 +95,7 @@ def paths(scene: Scene) -> dict[str, str]:
     """Return the pages by a name."""
     return {
         "overview": "/",
-<<<<<<< HEAD
-        "failed": "/failed",
         "runs": "/runs",
-        "queues": "/queues",
-        "queue": "/queues/bulk",
-        "workers": "/workers",
-        "worker": "/workers/gpu-1",
-        "actions": "/actions",
-        "search": "/search?q=gpu",
-        "batches": "/batches",
-=======
-        "runs": "/runs",
->>>>>>> main
         "run": f"/runs/{scene.runs['running']}",
         "run-refused": f"/runs/{scene.runs['refused']}",
         "queues": "/queues",

@@ -54,10 +54,6 @@ from tokenmill.dashboard.seen.watcher import Watcher
 from tokenmill.dashboard.views.runs import time_left, why
 from tokenmill.dashboard.views.site import Missing, Site
 from tokenmill.dashboard.views.table import PAGES, View, missing
-<<<<<<< HEAD
-from tokenmill.dashboard.watcher import Watcher
-=======
->>>>>>> main
 from tokenmill.serving import Hosts
 
 #: The most bytes of a form, and the most seconds until it is here. Our own forms are far smaller.
