@@ -222,7 +222,7 @@ _PRODUCERS_KEYS = """
 KEYS: Mapping[Role, str] = {
     "worker": "rq:* tokenmill:*",
     "producer": _PRODUCERS_KEYS,
-    "dashboard": f"{_PRODUCERS_KEYS} rq:suspended tokenmill:dashboard:* tokenmill:worker-deaths",
+    "dashboard": f"{_PRODUCERS_KEYS} rq:rl-keys rq:rl:* rq:suspended tokenmill:dashboard:* tokenmill:worker-deaths",
 }
 
 #: Commands that a role needs, with arguments; K stands for a key, C for a channel.
