@@ -168,7 +168,7 @@ class _Tally:
         self._error: str | None = None
 
     def add(self, completion: Completion, continued: Sequence[int]) -> None:
-        """Take the completion of an attempt. continued: the tokens of the previous answer that it goes on from."""
+        """Take the completion of an attempt. continued: the tokens of an earlier answer that this attempt continues."""
         self._num_attempts += 1
         if self._first is None:
             self._first = completion

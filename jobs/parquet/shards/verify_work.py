@@ -137,7 +137,7 @@ class VerifyWork(RowsTask):
             raise
 
     def _is_comparable(self, row: Row, ask: RowAsk, recorded_key: bytes | None) -> bool:
-        """Whether this model should give the recorded answer. recorded_key: the row's key in the run, if known."""
+        """Whether this model should give the recorded answer. recorded_key: the row's whole key in the run, or None."""
         if recorded_key is not None:
             key = whole_keys(row_keys(ask.key_of, [row]), model_mark(self._plan.model))
             if key.tobytes() != recorded_key:

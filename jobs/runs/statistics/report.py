@@ -38,7 +38,7 @@ _PAGE = """<!doctype html>
 </html>
 """
 
-#: A chart's size in the units of its SVG, with the room left of the bars and below them.
+#: A chart's size in the units of its SVG, and the room at the left of the bars and below them.
 _WIDTH = 640
 _HEIGHT = 190
 _LEFT = 64
@@ -261,7 +261,7 @@ def _lengths(title: str, lengths: Mapping[str, int]) -> str:
 
 
 def _chart(title: str, values: Sequence[float], marks: Sequence[str]) -> str:
-    """Draw bars. marks: the text below each bar, of which at most seven are drawn."""
+    """Draw bars. marks: the text below each bar. At most seven marks are drawn."""
     highest = max(values)
     bars_height = _HEIGHT - _BELOW
     step = (_WIDTH - _LEFT) / len(values)
@@ -282,7 +282,7 @@ def _chart(title: str, values: Sequence[float], marks: Sequence[str]) -> str:
 def _table(
     title: str, heads: Sequence[str], rows: Sequence[Sequence[Any]], num_more: int, more_of: str
 ) -> str:
-    """Return a table, and below it how many rows it leaves out. Empty if there are no rows."""
+    """Return a table, with the number of rows that it leaves out below it. Empty if there are no rows."""
     if not rows:
         return ""
     head = "".join(f"<th>{text}</th>" for text in heads)
