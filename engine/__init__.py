@@ -26,6 +26,7 @@ from engine.sampling.request_kinds import ScoringParams as ScoringParams
 from engine.sampling.request_kinds import request_params as request_params
 from engine.sampling.sampling_params import SamplingParams as SamplingParams
 from engine.sampling.structured_params import StructuredOutputsParams as StructuredOutputsParams
+from engine.sampling.structured_params import json_schema_of as json_schema_of
 from engine.schedule.outputs import Completion as Completion
 from engine.schedule.outputs import EngineStats as EngineStats
 from engine.schedule.outputs import LogLikelihood as LogLikelihood

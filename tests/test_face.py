@@ -27,6 +27,7 @@ PACKAGE_OF = {
     "Run": "jobs",
     "SamplingParams": "engine",
     "WorkerError": "worker",
+    "response_format": "jobs",
     "run": "jobs",
     "submit": "jobs",
 }

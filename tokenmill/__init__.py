@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from engine import Completion, Engine, EngineConfig, EngineError, SamplingParams
-    from jobs import JobsError, Run, run, submit
+    from jobs import JobsError, Run, response_format, run, submit
     from worker import BatchWorker, WorkerError
 
 __all__ = [
@@ -26,6 +26,7 @@ __all__ = [
     "Run",
     "SamplingParams",
     "WorkerError",
+    "response_format",
     "run",
     "submit",
 ]
@@ -41,6 +42,7 @@ _PACKAGE_OF = {
     "Run": "jobs",
     "SamplingParams": "engine",
     "WorkerError": "worker",
+    "response_format": "jobs",
     "run": "jobs",
     "submit": "jobs",
 }

@@ -82,7 +82,7 @@ class WorkerSettings(BaseSettings):
     deterministic: bool = False
 
     served_name: str | None = Field(default=None, min_length=1, max_length=MAX_MODEL_CHARS)
-    """The name of the model in answers. Jobs may ask for the model by it, and by the model's own names."""
+    """The name of the model in answers. Jobs may ask for the model by this name, and by the model's own names."""
 
     data_roots: Annotated[tuple[str, ...], NoDecode] = Field(default_factory=lambda: (os.getcwd(),))
     """Folders and prefixes of object stores (s3://bucket/prefix), split at ':'. Jobs read and write files only below

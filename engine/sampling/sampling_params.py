@@ -86,9 +86,9 @@ class SamplingParams:
         between two of them.
     truncate_prompt_tokens: read only this number of the prompt's last tokens, be it token ids, text or a chat;
         -1 reads as many as leave room for one new token.
-    structured_outputs: the form of the text. It ends only where the form is complete, or by its length; where
-        nothing can follow it ends, whatever min_tokens and ignore_eos say. No reasoning is split from it. With
-        tools the text has this form or is one call of a tool.
+    structured_outputs: the form of the text; a pydantic model's class stands for JSON of its schema. It ends only
+        where the form is complete, or by its length; where nothing can follow it ends, whatever min_tokens and
+        ignore_eos say. No reasoning is split from it. With tools the text has this form or is one call of a tool.
     """
 
     max_tokens: int = integer(256, 1, MAX_COUNT)
@@ -121,7 +121,7 @@ class SamplingParams:
     skip_special_tokens: bool = True
     spaces_between_special_tokens: bool = True
     truncate_prompt_tokens: int | None = integer(None, -1, MAX_COUNT)
-    structured_outputs: StructuredOutputsParams | Mapping[str, Any] | None = None
+    structured_outputs: StructuredOutputsParams | Mapping[str, Any] | type | None = None
 
     def __post_init__(self) -> None:
         for name, allowed in RANGES.items():

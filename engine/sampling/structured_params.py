@@ -6,7 +6,7 @@ from dataclasses import dataclass, fields
 from typing import Any
 
 from engine.errors import InvalidSampling
-from engine.sampling.parameter_values import brief, check_unicode
+from engine.sampling.parameter_values import brief, check_switch, check_unicode
 
 MAX_BYTES = 1 << 20  # of a schema, a pattern, a grammar, or all choices
 NAME = "structured_outputs"
@@ -16,22 +16,26 @@ NAME = "structured_outputs"
 class StructuredOutputsParams:
     """Set one of these fields, each as in vLLM, and leave the others None. Raises InvalidSampling.
 
-    json: a JSON schema, as an object or as its text; kept as text. regex: a pattern for all of the text.
-    choice: the allowed texts. grammar: a context-free grammar, in Lark's notation or in GBNF's.
-    json_object: True for any JSON object.
+    json: a JSON schema, as an object, as its text, or as a pydantic model's class; kept as text.
+    regex: a pattern for all of the text. choice: the allowed texts.
+    grammar: a context-free grammar, in Lark's notation or in GBNF's. json_object: True for any JSON object.
+    allow_whitespace: whether JSON may have blanks and line breaks between its parts. By default it is compact. A model
+    that likes blanks could fill all of max_tokens with them.
     """
 
-    json: Mapping[str, Any] | bool | str | None = None
+    json: Mapping[str, Any] | bool | str | type | None = None
     regex: str | None = None
     choice: Sequence[str] | None = None
     grammar: str | None = None
     json_object: bool | None = None
+    allow_whitespace: bool = False
 
     def __post_init__(self) -> None:
         if self.json_object is not None and not isinstance(self.json_object, bool):
             raise InvalidSampling(
                 f"{NAME}.json_object must be true or false", brief(self.json_object)
             )
+        check_switch(f"{NAME}.{WHITESPACE}", self.allow_whitespace)
         if not self.json_object:
             object.__setattr__(self, "json_object", None)
         given = [name for name in NAMES if getattr(self, name) is not None]
@@ -51,27 +55,65 @@ class StructuredOutputsParams:
         return next(name for name in NAMES if getattr(self, name) is not None)
 
 
-NAMES = tuple(each.name for each in fields(StructuredOutputsParams))
+WHITESPACE = "allow_whitespace"
+#: The fields of which one is set.
+NAMES = tuple(each.name for each in fields(StructuredOutputsParams) if each.name != WHITESPACE)
+
+
+def json_schema_of(value: Any) -> Any:
+    """Return the JSON schema of a pydantic model's class, and any other value as it is.
+
+    An object has no other keys than its class names, unless the class says `extra="allow"`: else a model may add them
+    without end.
+    """
+    make = getattr(value, "model_json_schema", None)
+    return _closed(make()) if isinstance(value, type) and callable(make) else value
+
+
+def _closed(schema: Any) -> Any:
+    """Return a schema whose objects have no keys beside those that they name."""
+    if isinstance(schema, list):
+        return [_closed(item) for item in schema]
+    if not isinstance(schema, dict):
+        return schema
+    closed: dict[str, Any] = {}
+    for name, value in schema.items():
+        if name in _NAMED_SCHEMAS:
+            closed[name] = {key: _closed(inner) for key, inner in value.items()}
+        else:
+            closed[name] = value if name in _DATA else _closed(value)
+    if "properties" in schema:
+        closed.setdefault("additionalProperties", False)
+    return closed
+
+
+#: Keywords that hold schemas by names of the class.
+_NAMED_SCHEMAS = ("properties", "$defs")
+#: Keywords that hold values, which may look like schemas.
+_DATA = ("const", "default", "enum", "example", "examples")
 
 
 def structured_outputs(value: object) -> StructuredOutputsParams | None:
-    """Read an object of the class, or the same as a mapping. Raises InvalidSampling."""
+    """Read an object of the class, the same as a mapping, or a pydantic model's class. Raises InvalidSampling."""
     if value is None or isinstance(value, StructuredOutputsParams):
         return value
+    if isinstance(value, type):
+        value = {"json": value}
     if not isinstance(value, Mapping):
         raise InvalidSampling(
             f"{NAME} must be an object such as {{'regex': '[0-9]+'}}", brief(value)
         )
     for name in value:
-        if name not in NAMES:
+        if name not in NAMES and name != WHITESPACE:
             raise InvalidSampling(
-                f"{NAME} has a name that is none of {', '.join(NAMES)}", brief(name)
+                f"{NAME} has a name that is none of {', '.join((*NAMES, WHITESPACE))}", brief(name)
             )
     return StructuredOutputsParams(**value)
 
 
 def _schema(schema: object) -> str:
     """Write the schema as compact JSON; the order of its keys is that of the text's properties."""
+    schema = json_schema_of(schema)
     if isinstance(schema, str):
         _check_text("json", schema)
         try:

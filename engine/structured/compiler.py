@@ -72,8 +72,10 @@ def _escape(escape: str, negated: list[bool]) -> str:
 
 MAX_REASON_CHARS = 300
 
-#: Between two parts of a JSON text: one blank, or a line break and what it is indented by.
-JSON_OPTIONS = {"whitespace_pattern": r" |\n {0,32}"}
+#: Between two parts of a JSON text: nothing.
+COMPACT = {"whitespace_flexible": False}
+#: Between two parts of a JSON text: nothing, one blank, or a line break and what it is indented by.
+SPACED = {"whitespace_pattern": r" |\n {0,32}"}
 
 #: Limits of a grammar: about a second and 40 MB; the defaults allow 3 s and 500 MB.
 LIMITS: dict[str, Any] = {
@@ -225,16 +227,22 @@ def _with_ids(grammar: str, control_tokens: Mapping[str, int]) -> str:
     return _LARK_PARTS.sub(part, grammar)
 
 
-def _with_schemas(grammar: str) -> str:
-    """Make the schemas in a Lark grammar ones that llguidance enforces. Raises NotEnforceable."""
+def _json_options(spec: StructuredOutputsParams) -> dict[str, Any]:
+    """Return llguidance's options of JSON."""
+    return SPACED if spec.allow_whitespace else COMPACT
+
+
+def _with_schemas(grammar: str, options: Mapping[str, Any]) -> str:
+    """Make the schemas in a Lark grammar ones that llguidance enforces. Raises NotEnforceable.
+
+    options: llguidance's options of JSON.
+    """
     parts, at = [], 0
     for match in _LARK_PARTS.finditer(grammar):
         if match["schema"] is None or match.start() < at:
             continue
         schema, end = json.JSONDecoder().raw_decode(grammar, match.end())
-        written = (
-            {**enforceable(schema), OPTIONS: JSON_OPTIONS} if isinstance(schema, dict) else schema
-        )
+        written = {**enforceable(schema), OPTIONS: options} if isinstance(schema, dict) else schema
         parts += [grammar[at : match.end()], json.dumps(written, ensure_ascii=False)]
         at = end
     return "".join([*parts, grammar[at:]])
@@ -253,7 +261,7 @@ def _read(spec: StructuredOutputsParams, control_tokens: Mapping[str, int]) -> s
         except NotEnforceable as error:
             raise unusable(spec, str(error)) from None
         text = json.dumps(schema, ensure_ascii=False)
-        return LLMatcher.grammar_from_json_schema(text, overrides=JSON_OPTIONS)  # type: ignore[arg-type]
+        return LLMatcher.grammar_from_json_schema(text, overrides=_json_options(spec))  # type: ignore[arg-type]
     if spec.regex is not None:
         return LLMatcher.grammar_from_regex(portable(spec.regex))
     if spec.choice is not None:
@@ -263,7 +271,7 @@ def _read(spec: StructuredOutputsParams, control_tokens: Mapping[str, int]) -> s
         )
     assert spec.grammar is not None
     try:
-        grammar = _with_schemas(any_to_lark(spec.grammar))
+        grammar = _with_schemas(any_to_lark(spec.grammar), _json_options(spec))
     except NotEnforceable as error:
         raise unusable(spec, f"with a schema {error}") from None
     return LLMatcher.grammar_from_lark(_with_ids(grammar, control_tokens))

@@ -59,7 +59,12 @@ class ForcedCalls:
             names.append("answer")
             rules.append(f"answer: {_answer(params.structured_outputs, asked)}")
         start = " | ".join(names)
-        return StructuredOutputsParams(grammar="\n".join([f"start: {start}", *rules]))
+        # A call may begin as an answer's JSON does. llguidance takes the longest text that any rule begins with, and
+        # does not go back: only a blank behind the brace leads out of the call.
+        return StructuredOutputsParams(
+            grammar="\n".join([f"start: {start}", *rules]),
+            allow_whitespace=params.tool_choice is None,
+        )
 
     def _rule(self, form: ToolForm, function: Mapping[str, Any], asked: str) -> str:
         """Return the rule of a function's calls. asked: what the request has that needs it."""

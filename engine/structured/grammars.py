@@ -14,7 +14,7 @@ from weakref import WeakValueDictionary
 from engine.errors import InvalidSampling
 from engine.sampling.logit_edits import allowed_mask
 from engine.sampling.sampling_params import SamplingParams
-from engine.sampling.structured_params import NAME, NAMES, StructuredOutputsParams
+from engine.sampling.structured_params import NAME, WHITESPACE, StructuredOutputsParams
 from engine.structured.byte_tokenizer import tokenizer_of_bytes
 from engine.structured.compiler import STACK_BYTES, Compiler, stacks_of, unusable
 from engine.structured.forced_calls import name_of
@@ -52,7 +52,7 @@ def _begin(vocabulary: Mapping[str, Any], child: Child) -> None:
 
 def _tried(spec: StructuredOutputsParams, children: Pool) -> str:
     """Return the grammar of a form that compiled in a child. Raises InvalidSampling, or NotTried."""
-    form = {name: value for name in NAMES if (value := getattr(spec, name)) is not None}
+    form = {spec.kind: getattr(spec, spec.kind), WHITESPACE: spec.allow_whitespace}
     try:
         reply, _ = children.call(
             lambda child: child.ask(_FORM, form, Limits(LIMIT_S, MEMORY_BYTES))

@@ -43,7 +43,7 @@ def main(context: click.Context, url: str) -> None:
     """Score the rows of files with the workers of a Redis queue."""
     try:
         context.obj = redis.Redis.from_url(url)
-    except ValueError:  # its text may hold the password
+    except ValueError:  # the error's text may hold the password
         raise click.UsageError(
             "--url or RQ_REDIS_URL is no Redis URL: expected redis://, rediss:// or unix://, "
             "with %-codes for /, @, : and # in a password"
@@ -80,8 +80,8 @@ def submit(
 ) -> None:
     """Score the rows of files into a folder.
 
-    Every row of the FILEs (Parquet, CSV, JSONL or Arrow; files, folders or globs) gets one in the folder OUT.
-    Prints the run's id. Submitting the same again resumes the run.
+    The FILEs are Parquet, CSV, JSONL or Arrow: files, folders or globs. Each of their rows becomes a row in the folder
+    OUT. Prints the run's id. Submitting the same again resumes the run.
     """
     arguments = run_arguments(options)
     if dry_run:
@@ -97,7 +97,7 @@ def submit(
 @click.argument("run")
 @click.pass_obj
 def cancel(connection: redis.Redis, /, run: str) -> None:
-    """Take a run's jobs from the queue and stop those that run.
+    """Take a run's waiting jobs from the queue, and stop its running jobs.
 
     RUN is its id or its output folder. Finished parts stay; submitting the run again resumes it.
     """

@@ -26,8 +26,8 @@ from jobs.runs.output import named_run
 from jobs.runs.plans.names import MANIFEST, PLAN, REPORT
 from jobs.runs.plans.paths import is_stored
 from jobs.runs.redis_state.state import RunState, recorded_reasons
-from jobs.runs.statistics.report import report_html
-from jobs.runs.statistics.run_statistics import Reasons, outcome_text
+from jobs.runs.statistics.report import Examples, report_html
+from jobs.runs.statistics.run_statistics import CUT, Reasons, outcome_text
 from jobs.runs.watching.reading import read_planned
 from jobs.runs.watching.snapshot import ENDED_STATES
 
@@ -49,9 +49,14 @@ FOLLOW_EVERY_S = 1.0
 @click.option(
     "--cut",
     is_flag=True,
-    help="With --retry and --max-tokens: ask rows again too that ended with `length`.",
+    help="Take rows too whose answer ended with `length`; --retry asks them again with --max-tokens.",
 )
 @click.option("--max-tokens", type=click.IntRange(1), help="With --cut: more than the run had.")
+@click.option(
+    "--export",
+    metavar="FILE",
+    help="Write these rows into FILE (.parquet, .csv or .jsonl): the input's columns, the reason, the line.",
+)
 @click.option(
     "--wait", is_flag=True, help="With --retry: show progress until the new run has ended."
 )
@@ -65,27 +70,37 @@ def errors(
     retry: str | None,
     cut: bool,
     max_tokens: int | None,
+    export: str | None,
     wait: bool,
     as_json: bool,
 ) -> None:
-    """List a run's rows that have an error, by reason.
+    """List a run's rows that have an error, by reason. With --cut, also those whose answer was cut.
 
-    RUN is its id or its output folder. Rows are counted from 0, over the whole input and within their file.
-    They are read from the parts if the folder is on this machine, or in a store whose keys are in the
-    environment. Otherwise the reasons that Redis keeps are shown.
+    RUN is its id or its output folder. Rows are counted from 0, over the whole input and within their file. The errors
+    are read from the run's parts if its folder is on this machine, or in a store whose keys are in the environment.
+    Otherwise the reasons that Redis keeps are shown.
     """
     if wait and retry is None:
         raise click.UsageError("--wait is for --retry: without it nothing is awaited")
-    if cut and (retry is None or max_tokens is None):
+    if cut and retry is not None and max_tokens is None:
         raise click.UsageError(
-            "--cut is for --retry, and needs --max-tokens: as many as before would cut them again"
+            "--retry with --cut needs --max-tokens: as many as before would cut the rows again"
         )
-    if max_tokens is not None and not cut:
+    if max_tokens is not None and not (cut and retry):
         raise click.UsageError(
-            "--max-tokens is for --cut: without it only rows with an error are asked"
+            "--max-tokens is for --retry with --cut: without it only rows with an error are asked"
         )
+    if export is not None and retry is not None:
+        raise click.UsageError("--export and --retry each do something with the rows: give one")
     write = _errors_json if as_json else _errors_text
     scored = client.run(run, connection=connection)
+    if export is not None:
+        reader = reader_of(scored)
+        from jobs.parquet.outputs.failed_file import export_failed
+
+        num_rows = export_failed(reader, export, cut=cut)
+        click.echo(f"{num_rows} rows in {export}" if num_rows else "no row has an error")
+        return
     if retry is not None:
         new_run = retry_run(connection, reader_of(scored).plan, retry, max_tokens)
         if wait:
@@ -110,7 +125,7 @@ def errors(
         note = f"{error}. These are the reasons that Redis keeps, the commonest of each part"
         click.echo(note, err=True)
         return
-    reasons, rows = reader.errors(limit)
+    reasons, rows = reader.errors(limit, cut)
     failed_checks, num_cut = reader.bad_answers()
     click.echo(write(scored.id, reasons, rows, failed_checks, num_cut))
 
@@ -154,7 +169,7 @@ def tail(
 def _follow(
     connection: redis.Redis, reader: FolderReader, shown: set[int], show: Callable[[int], None]
 ) -> None:
-    """Show each shard that is not shown yet, until the run ends or Ctrl-C is pressed."""
+    """Show each new shard, until the run ends or Ctrl-C is pressed."""
     try:
         while True:
             is_over = reader.has_ended or _has_ended(connection, reader.plan.run)
@@ -187,7 +202,7 @@ def _last(reader: FolderReader, columns: list[str], most: int) -> Iterator[dict[
 
 
 def reader_of(run: client.Run) -> FolderReader:
-    """Return what reads a run's folder. Raises RunNotHere if it is out of reach, or is another run's."""
+    """Return the reader of a run's folder. Raises RunNotHere if the folder is out of reach, or is another run's."""
     try:
         return run.reader("to read parts")
     except RunNotHere:
@@ -201,7 +216,7 @@ def _errors_json(
 ) -> str:
     content = {
         "run": run,
-        "errors": reasons.rows,
+        "errors": reasons.rows - reasons.rows_with(CUT),
         "failed_checks": failed_checks,
         "cut": cut,
         "reasons": reasons.to_objects(MAX_REASONS),
@@ -213,7 +228,8 @@ def _errors_json(
 def _errors_text(
     run: str, reasons: Reasons, rows: list[FailedRow], failed_checks: int, cut: int
 ) -> str:
-    outcome = outcome_text(reasons.rows, failed_checks, cut, rows="rows ")
+    num_errors = reasons.rows - reasons.rows_with(CUT)
+    outcome = outcome_text(num_errors, failed_checks, cut, rows="rows ")
     if not reasons.rows:
         return f"run {run}: {outcome if failed_checks or cut else 'no row has an error'}"
     by_reason = []
@@ -253,16 +269,26 @@ def _row_text(row: dict[str, Any], prefix: str) -> str:
     type=click.Path(dir_okay=False),
     help="Write the page into this file, not in the run's folder.",
 )
+@click.option(
+    "--prompts", is_flag=True, help="Show the columns too that the examples' prompts are made of."
+)
 @click.pass_obj
 def report(
-    connection: redis.Redis, /, run: str, price_per_hour: float | None, out: str | None
+    connection: redis.Redis,
+    /,
+    run: str,
+    price_per_hour: float | None,
+    out: str | None,
+    prompts: bool,
 ) -> None:
-    """Print where a finished run's page is, or write it anew elsewhere.
+    """Print where a finished run's report page is, or write the page again elsewhere.
 
     RUN is its id or its output folder, on this machine or in a store whose keys are in the environment.
     """
-    if price_per_hour is not None and out is None:
-        raise click.UsageError("--price-per-hour makes another page: name a file for it with --out")
+    if (prompts or price_per_hour is not None) and out is None:
+        raise click.UsageError(
+            "--price-per-hour and --prompts make another page: name a file for it with --out"
+        )
     scored = client.run(run, connection=connection)
     folder = scored.output
     name = REPORT if out is None else MANIFEST
@@ -277,8 +303,9 @@ def report(
         raise InvalidJob(
             f"{out} lies in the folder of a finished run, which stays as it is: name a file elsewhere"
         )
+    examples = _examples_of(scored, has_prompts=prompts)
     try:
-        page = report_html(json.loads(text), price_per_hour)
+        page = report_html(json.loads(text), price_per_hour, examples)
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise InvalidJob(
             f"{folder} has no manifest of this version of Tokenmill: {error}"
@@ -287,14 +314,24 @@ def report(
     click.echo(out)
 
 
+def _examples_of(run: client.Run, *, has_prompts: bool) -> Examples | None:
+    """Return rows of a run; None without pyarrow, which producers may lack, if no prompts were asked for."""
+    try:
+        return reader_of(run).examples(has_prompts=has_prompts)
+    except RunNotHere:
+        if has_prompts:
+            raise
+        return None
+
+
 def _text_of(run: client.Run, name: str) -> str:
-    """Return the text of a file in a run's folder. On a disk it needs no pyarrow, which producers may lack."""
+    """Return the text of a file in a run's folder. On a disk this needs no pyarrow, which producers may lack."""
     if is_stored(run.output):
         return reader_of(run).text(name)
     return Path(run.output, name).read_text("utf-8")
 
 
-#: Exit codes of `verify`: some row differs, and nothing could be compared.
+#: Exit codes of `verify`: 1 if a row differs, 2 if nothing could be compared.
 DIFFERENT = 1
 NOT_VERIFIED = 2
 
@@ -307,7 +344,7 @@ left out   {rows_not_compared:,}, which the run has an error for, and {rows_of_o
 def _to_verify(connection: redis.Redis, run: str) -> tuple[str, str, str, str | None]:
     """Return a finished run's queue, its folder as workers name it, its id and model. Raises InvalidJob, UnknownRun.
 
-    If Redis has forgotten the run, all this is read from its folder.
+    If Redis has forgotten the run, all these values are read from its folder.
     """
     run_id, output = named_run(connection, run)
     try:

@@ -32,7 +32,7 @@ _SHUTDOWN = {"command": "shutdown"}
 def info(connection: redis.Redis, /, queues: tuple[str, ...]) -> None:
     """Count the jobs in QUEUES, or in all queues, and list the workers.
 
-    Unlike `rq info` it reads no job, so no pickle. Exits with 1 if a named queue does not exist.
+    Unlike `rq info` this command reads no job, so no pickle is loaded. Exits with 1 if a named queue does not exist.
     """
     known_names = queue_names(connection)
     missing = []
@@ -65,10 +65,10 @@ def info(connection: redis.Redis, /, queues: tuple[str, ...]) -> None:
 @click.option("--confirm", is_flag=True, help="Let the workers claim what is queued now.")
 @click.pass_obj
 def restore_check(connection: redis.Redis, /, confirm: bool) -> None:
-    """Say whether workers claim nothing because Redis came back with older data. With --confirm they go on.
+    """Say whether workers claim nothing because Redis came back with older data. With --confirm the workers go on.
 
-    Prompts that were answered after that data was saved are queued again, and would be answered twice. Needs the
-    workers' Redis user. Exits with 1 while claims are held.
+    A prompt that was answered after that data was saved is queued again, and would be answered twice. This command
+    needs the workers' Redis user. Exits with 1 while workers claim nothing.
     """
     held_since: Any = connection.get(RESTORED_KEY)
     if held_since is None:
@@ -93,7 +93,7 @@ def restore_check(connection: redis.Redis, /, confirm: bool) -> None:
 def drain(connection: redis.Redis, /, names: tuple[str, ...]) -> None:
     """Have workers finish the jobs that they have begun, give the others back, and stop.
 
-    It is what a first SIGTERM does. `tokenmill workers` shows the names. Exits with 1 if one of them does not listen.
+    A first SIGTERM does the same. `tokenmill workers` shows the names. Exits with 1 if a named worker does not listen.
     """
     absent = []
     for name in names:
@@ -122,10 +122,10 @@ def drain(connection: redis.Redis, /, names: tuple[str, ...]) -> None:
 def requeue_command(
     connection: redis.Redis, /, queue: str, is_all: bool, limit: int, job_ids: tuple[str, ...]
 ) -> None:
-    """Put failed jobs back on their queue: those with JOB_IDS, or --all.
+    """Put failed jobs back on their queue: the jobs with JOB_IDS, or --all.
 
-    Unlike `rq requeue` it reads no job, so no pickle. Jobs of a cancelled run stay failed: submit the run again. Exits
-    with 1 if a named job could not be requeued.
+    Unlike `rq requeue` this command reads no job, so no pickle is loaded. Jobs of a cancelled run stay failed: submit
+    the run again. Exits with 1 if a named job could not be requeued.
     """
     if bool(job_ids) == is_all:
         raise click.UsageError("name the jobs, or give --all")
@@ -153,7 +153,7 @@ def _ids(job_ids: list[str]) -> str:
     return ", ".join(map(safe_name, job_ids[:MAX_SHOWN])) + more
 
 
-#: Imported when they are used, because these packages import this one.
+#: These commands are imported when they are used, because their packages import this one.
 CHECKS = {"worker": "worker.doctor", "dashboard": "tokenmill.dashboard.doctor"}
 
 #: Roles with rules of their own in Redis.
@@ -171,10 +171,11 @@ _COLOURS = {Level.OK: "green", Level.WARNING: "yellow", Level.FAULT: "red"}
 @click.option("--json", "as_json", is_flag=True, help="Print the findings as JSON.")
 @click.pass_context
 def doctor(context: click.Context, /, role: str | None, as_json: bool) -> None:
-    """Say what is wrong here, and what to mend; change nothing.
+    """Say what is wrong here, and how to mend it. Changes nothing.
 
-    Looks at Redis, at what its user may do, at settings and the installation. As a worker, it also looks at the model,
-    memory, GPU and data roots; this is the default if a worker is installed. Exits with 1 if there is a fault, else 0.
+    Looks at Redis, at the rights of its user, at settings and at the installation. With the role worker, it also looks
+    at the model, memory, GPU and data roots. That role is the default if a worker is installed. Exits with 1 if there
+    is a fault, else 0.
     """
     url = context.find_root().params["url"]
     if role is None:

@@ -63,7 +63,7 @@ LINE_EVERY_S = 10.0
 
 
 class Lines:
-    """Prints a line when a run's state changes, and one every LINE_EVERY_S in between. clock: in seconds."""
+    """Prints a line when a run's state changes, and every LINE_EVERY_S in between. clock: in seconds."""
 
     def __init__(self, file: TextIO, clock: Callable[[], float]) -> None:
         self._file = file
@@ -130,8 +130,9 @@ def status_text(snapshot: RunSnapshot, num_gone: int = 0) -> str:
             lines.append(f"but      few answers were taken of {snapshot.reuse_differs}")
         if snapshot.rows_escalated:
             lines.append(f"again    {snapshot.rows_escalated} rows, of the second model")
-        if snapshot.errors:
-            lines.append(f"why      `tokenmill errors {snapshot.run}` lists them by reason")
+        if snapshot.errors or snapshot.cut:
+            cut = " --cut" if snapshot.cut else ""
+            lines.append(f"why      `tokenmill errors {snapshot.run}{cut}` lists them by reason")
         shards = (
             f"{snapshot.shards_done} of {snapshot.shards} done, {snapshot.shards_started} started"
         )
@@ -145,7 +146,7 @@ def status_text(snapshot: RunSnapshot, num_gone: int = 0) -> str:
 
 
 def deadline_text(snapshot: RunSnapshot) -> str:
-    """Say when a run's deadline is, and whether it will hold. The run has one."""
+    """Say when a run's deadline is, and whether it will be met. The run must have a deadline."""
     assert snapshot.deadline is not None
     prospects = {
         True: "it will hold",
@@ -156,7 +157,7 @@ def deadline_text(snapshot: RunSnapshot) -> str:
 
 
 def gone_text(num_gone: int, folder: str) -> list[str]:
-    """Return the line that says that parts are gone, if any are."""
+    """Return the line that says how many parts are gone; nothing if none is."""
     if not num_gone:
         return []
     return [
@@ -175,18 +176,18 @@ def _rest(snapshot: RunSnapshot) -> str:
 
 #: How long `submit` waits for planning to accept the run.
 PLAN_WAIT_S = 10.0
-#: The pause between two looks at it.
+#: The pause between two looks at the planning.
 PLAN_POLL_S = 0.1
 
 
 def await_plan(connection: redis.Redis, run: str) -> None:
-    """Print a run's id once its planning accepts it, or takes long. Exits with 1 if refused, 130 on Ctrl-C."""
+    """Print a run's id once planning accepts it, or takes long. Exits with 1 if planning refuses it, 130 on Ctrl-C."""
     until = time.monotonic() + PLAN_WAIT_S
     watch = Watch(lambda: read_planned(connection, run))
     with _left_going(run, watch):
         while (snapshot := watch()).is_planning and time.monotonic() < until:
             if needs(snapshot):
-                break  # no worker will plan it soon
+                break  # no worker will plan the run soon
             time.sleep(PLAN_POLL_S)
     if snapshot.plan_status in REFUSED:
         tell_failures(connection, snapshot)
@@ -208,7 +209,7 @@ def _tell_if_already_finished(connection: redis.Redis, snapshot: RunSnapshot) ->
 
 @contextmanager
 def _left_going(run: str, watch: Watch) -> Iterator[None]:
-    """Turn Ctrl-C into exit status 130, and say that the run goes on, or what it waits for."""
+    """Turn Ctrl-C into exit status 130, and say that the run goes on or what the run waits for."""
     try:
         yield
     except KeyboardInterrupt:
@@ -224,7 +225,7 @@ def _left_going(run: str, watch: Watch) -> Iterator[None]:
 
 
 def wait_for_end(connection: redis.Redis, run: str) -> None:
-    """Print a run's id, its progress and how it ended. Exits with 1 if it failed, 130 on Ctrl-C."""
+    """Print a run's id, its progress and how it ended. Exits with 1 if the run failed, 130 on Ctrl-C."""
     click.echo(run)
     display = Bar(sys.stderr) if _has_columns(sys.stderr) else Lines(sys.stderr, time.monotonic)
     watch = Watch(lambda: read_planned(connection, run))

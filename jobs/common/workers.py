@@ -185,6 +185,11 @@ class WorkerSample(Point):
     stuck_threads: int = 0
 
     @property
+    def up_s(self) -> float:
+        """The seconds since it started, by its own clock up to its last sample."""
+        return max(0.0, self.at - self.started_at) + self.silent_s
+
+    @property
     def is_silent(self) -> bool:
         """Whether it has written nothing for so long that it must be frozen, cut off or dead."""
         return self.silent_s > (LOADING_S if self.state == LOADING else SILENT_S)

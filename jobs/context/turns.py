@@ -11,10 +11,10 @@ LOOK_S = 0.2
 
 
 class Caller(Protocol):
-    """A call that can be interrupted, and will be if it shows no sign of life for long."""
+    """A call that can be interrupted. It is interrupted if it shows no sign of life for long."""
 
     def wait_for(self, holder: Any) -> None:
-        """Raise the call's interrupt if it has one, else count the holder's signs of life as its own.
+        """Raise the call's interrupt if it has one; else count the holder's last sign of life as a sign of this call.
 
         holder: the call that has the turn; None if unknown.
         """

@@ -22,6 +22,7 @@ from redis.exceptions import TimeoutError as RedisTimeoutError
 from redis.retry import Retry
 
 from jobs.common.keys import RQ, prefixed
+from jobs.common.redis_info import redis_health
 from jobs.doctor.findings import Finding, fault, ok, warning
 
 TIMEOUT_S = 3.0
@@ -125,11 +126,11 @@ def troubles(connection: Redis) -> list[str]:
 
 
 def _faults(info: Mapping[str, Any]) -> Iterator[Finding]:
-    written = ("aof_last_write_status", "aof_last_bgrewrite_status", "rdb_last_bgsave_status")
-    failed = ", ".join(name for name in written if info.get(name, "ok") != "ok")
+    health = redis_health(info)
+    failed = ", ".join(health.failed_writes)
     policy = info.get("maxmemory_policy", "noeviction")
-    used_bytes = info.get("used_memory", 0)
-    max_bytes = info.get("maxmemory") or info.get("total_system_memory", 0)
+    used_bytes = health.used_bytes
+    max_bytes = health.limit_bytes
     if info.get("role") == "slave":
         mend = f"name its master, {info.get('master_host')}:{info.get('master_port')}"
         yield fault("redis", "this is a replica, which takes no jobs", mend)
@@ -210,7 +211,7 @@ _PRODUCERS_KEYS = """
 KEYS: Mapping[Role, str] = {
     "worker": "rq:* tokenmill:*",
     "producer": _PRODUCERS_KEYS,
-    "dashboard": f"{_PRODUCERS_KEYS} rq:suspended tokenmill:dashboard:* tokenmill:worker-deaths",
+    "dashboard": f"{_PRODUCERS_KEYS} rq:rl-keys rq:rl:* rq:suspended tokenmill:dashboard:* tokenmill:worker-deaths",
 }
 
 #: Commands that a role needs, with arguments; K stands for a key, C for a channel.

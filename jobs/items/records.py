@@ -1,4 +1,4 @@
-"""Records of items under way. With them, another execution goes on where the last one stopped."""
+"""Records of items under way. With these records, another execution goes on where the last one stopped."""
 
 from array import array
 from base64 import b64decode, b64encode
@@ -9,7 +9,7 @@ from typing import Any, NamedTuple, Self
 from jobs.items.item import Samples
 
 Reply = str | None | Sequence[Samples]
-"""What an item was given for a step: the completions of its requests, or the reason that a check gave."""
+"""What an item was given for a step: the completions of its requests, or the reason from a check."""
 
 Tokens = Mapping[int, Sequence[int]]
 """The tokens that the samples of one request have so far, by their index."""
@@ -54,7 +54,7 @@ class PlainCompletion:
         return cls(**{**values, **changes})
 
 
-#: Values that no record has, as the engine makes them again in one pass.
+#: Values that no record has, because the engine can make them again in one pass.
 _NOT_WRITTEN = ("prompt_text", "prompt_tokens", "embedding", "loglikelihoods", "class_scores")
 
 _DEFAULTS = {
@@ -79,7 +79,7 @@ class Progress:
 
     @property
     def length(self) -> tuple[int, int, int]:
-        """Return numbers that are greater for a record that is further."""
+        """Return numbers by which records are compared. A record that is further has greater numbers."""
         num_tokens = sum(
             len(sample) for samples in self.tokens.values() for sample in samples.values()
         )
@@ -87,7 +87,7 @@ class Progress:
 
     @property
     def can_be_written(self) -> bool:
-        """Whether a record of it saves work, and all its values can be written."""
+        """Whether a record of this progress saves work, and all its values can be written."""
         completions: list[Any] = []
         for samples in self.received.values():
             completions += samples
@@ -128,7 +128,7 @@ class Progress:
         )
 
 
-#: The progress of an item that was given nothing.
+#: The progress of an item that was given nothing yet.
 NOTHING = Progress()
 
 

@@ -56,9 +56,10 @@ def submit_run(
     check_run: Callable[[RunSpec], None] = lambda spec: None,
     **arguments: Any,
 ) -> str:
-    """Enqueue the planning of a run unless it is already under way; return the run's id.
+    """Enqueue the planning of a run, unless the planning is already under way; return the run's id.
 
-    check_run: raises what the planning would. Raises InvalidJob or UnsupportedScheme before anything is enqueued.
+    check_run: raises the errors that planning would raise. Raises InvalidJob or UnsupportedScheme before anything is
+    enqueued.
     """
     submission, run_arguments = Submission.split(queue_name, arguments)
     spec = RunSpec.from_arguments(**run_arguments)
@@ -66,7 +67,7 @@ def submit_run(
     run = spec.run
     plan_job = plan_job_id(run)
     state = RunState(connection, run)
-    # The output is passed on as it was named: its real path may be another one on the worker's machine.
+    # The output is passed on as it was named, because its real path may be another one on the worker's machine.
     planning = {
         **spec.to_json(),
         "output": run_path(run_arguments["output"]),
@@ -79,7 +80,7 @@ def submit_run(
         if not is_held:
             _enqueue_planning(pipe, connection, submission, plan_job, planning)
 
-    # The submission and its planning job are one write: a submission without a job would wait for ever.
+    # The submission and its planning job are written together, because a submission without a job would wait for ever.
     popped = QueueKeys(queue_name).popped
     state.write(enter, job_key(plan_job), executions_key(plan_job), popped)
     return run
@@ -95,7 +96,7 @@ def submitter() -> str:
 
 
 def retry_run(connection: Redis, plan: Plan, output: str, max_tokens: int | None = None) -> str:
-    """Submit a run again with another output, which takes the old one's answers. Return the new run's id.
+    """Submit a run again with another output, which takes the answers of the old output. Return the new run's id.
 
     max_tokens: a larger limit. Rows that ended with `length` are then asked again.
     """
@@ -125,11 +126,13 @@ def retry_run(connection: Redis, plan: Plan, output: str, max_tokens: int | None
 def cancel_run(connection: Redis, run: str) -> Cancelled:
     """Mark a run cancelled, take its jobs from the queue, stop running ones, and enqueue its notices.
 
-    Raises UnknownRun, or RunResubmitted if another submission came before all jobs were told.
+    Raises UnknownRun, or RunResubmitted if another submission came before all jobs were stopped.
     """
     state = RunState(connection, run)
     submission = int(state.facts().get("submission", 0))
-    state.cancel(submission)  # a planner has enqueued its jobs before this, or it will see the mark
+    state.cancel(
+        submission
+    )  # a planner has enqueued its jobs before this, or else it will see the mark
     facts = state.facts()
     done = state.recorded()
     shards = [shard for shard in range(int(facts.get("shards", 0))) if shard not in done]
@@ -154,7 +157,7 @@ def cancel_run(connection: Redis, run: str) -> Cancelled:
 def _is_nearer_to_end(connection: Redis, queue_key: str, job_ids: Sequence[str]) -> bool:
     """Whether the jobs are in the second half of the queue. LREM may search from either end.
 
-    The place of one job is looked up: the middle one, or else the last one.
+    Only the place of one job is looked up: the middle job, or else the last one.
     """
     if not job_ids:
         return False
@@ -208,7 +211,7 @@ def _enqueue_planning(
 
 
 def _is_held(connection: Redis, run: str, plan_job: str, model: str | None) -> bool:
-    """Whether a worker has the planning already. Raises PlanningUnderWay if it plans for another model."""
+    """Whether a worker already holds the planning job. Raises PlanningUnderWay if that job plans for another model."""
     jobs = read_earlier(connection, [plan_job])
     if not jobs:
         return False

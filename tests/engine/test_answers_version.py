@@ -75,11 +75,7 @@ EXPECTED: dict[str, Any] = {
     "stop string": ["stop", "1987", [19, 27, 26, 25, 15, 18]],
     "pattern": ["stop", "fdafeeed", [72, 274, 458, 71, 300]],
     "choice": ["stop", "no", [277]],
-    "forced": [
-        "length",
-        '{\n       "year',
-        [93, 201, 223, 223, 223, 223, 223, 223, 223, 4, 91, 319],
-    ],
+    "forced": ["stop", '{"year":1987}', [93, 4, 91, 319, 4, 28, 19, 27, 26, 25, 95]],
     "samples": [[19, 27, 343, 376, 240, 423], [19, 27, 26, 352, 28, 24]],
     "scores": [[11, False, -27.74], [11, False, -38.37]],
 }
@@ -113,7 +109,7 @@ def test_answers_have_the_bits_of_their_version(backend: str) -> None:
     )
     with Engine(config) as engine:
         found = bits(engine)
-    assert ANSWERS_VERSION == 1, WHAT_TO_DO
+    assert ANSWERS_VERSION == 2, WHAT_TO_DO
     assert found.keys() == EXPECTED.keys()
     for name, expected in EXPECTED.items():
         assert found[name] == expected, f"{name}: {WHAT_TO_DO}"

@@ -5,13 +5,21 @@ import json
 import re
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
+import pydantic
 import pytest
 import torch
 
-from engine import Engine, EngineConfig, InvalidSampling, SamplingParams, StructuredOutputsParams
+from engine import (
+    Engine,
+    EngineConfig,
+    InvalidSampling,
+    SamplingParams,
+    StructuredOutputsParams,
+    json_schema_of,
+)
 from engine.errors import GrammarFailed
 from engine.sampling.edit_logits import edit_logits
 from engine.sampling.logit_edits import EditParts, token_mask
@@ -29,6 +37,19 @@ OBJECT = {
     "required": ["a", "b"],
     "additionalProperties": False,
 }
+
+
+class Inner(pydantic.BaseModel):
+    default: int
+
+
+class Named(pydantic.BaseModel):
+    kind: Literal["x", "y"]
+    inner: Inner
+
+
+class Open(pydantic.BaseModel, extra="allow"):
+    kind: str
 
 
 @pytest.fixture(scope="module")
@@ -176,14 +197,40 @@ def follow(engine: Engine, found: Matcher, text: str) -> None:
 
 def test_blanks_are_bounded(engine: Engine) -> None:
     """A model that likes nothing better than blanks gives an object all the same."""
+    answer = blank_answer(engine, {"json": OBJECT, "allow_whitespace": True}, 400)
+    assert json.loads(answer)
+    assert len(answer) > len(compact(answer))
+
+
+@pytest.mark.parametrize("form", [{"json": OBJECT}, {"json": Named}, Named])
+def test_json_is_compact_unless_blanks_are_allowed(engine: Engine, form: Any) -> None:
+    answer = blank_answer(engine, form, 60)
+    assert answer == compact(answer)
+
+
+def test_a_class_stands_for_its_schema_without_other_keys() -> None:
+    inner = {"properties": {"default": {"title": "Default", "type": "integer"}}}
+    schema = json_schema_of(Named)
+    assert schema["additionalProperties"] is False
+    assert schema["$defs"]["Inner"]["additionalProperties"] is False
+    assert schema["$defs"]["Inner"]["properties"] == inner["properties"]
+    assert json_schema_of(Open)["additionalProperties"] is True
+    assert json_schema_of({"type": "object"}) == {"type": "object"}
+
+
+def compact(text: str) -> str:
+    return json.dumps(json.loads(text), ensure_ascii=False, separators=(",", ":"))
+
+
+def blank_answer(engine: Engine, form: Any, max_tokens: int) -> str:
+    """Return what a model writes that prefers blanks and the end of the text to all else."""
     blanks = engine._tokenizer.encode_alone(" ") + engine._tokenizer.encode_alone("\n")
     bias = dict.fromkeys(blanks, 100.0)
     (answer,) = engine.generate(
-        ["hello"],
-        SamplingParams(structured_outputs={"json": OBJECT}, logit_bias=bias, max_tokens=400),
+        ["hello"], SamplingParams(structured_outputs=form, logit_bias=bias, max_tokens=max_tokens)
     )
     assert answer.finish_reason == "stop"
-    assert json.loads(answer.text)
+    return answer.text
 
 
 @pytest.mark.usefixtures("forked_ranks")
@@ -206,7 +253,7 @@ def test_it_says_the_same_however_it_is_computed(
         {"regex": "[a-z]{20}"},
         {"choice": ["yes", "no"]},
         None,
-        {"json_object": True},
+        {"json_object": True, "allow_whitespace": True},
     ]
     rows = [
         SamplingParams(structured_outputs=spec, seed=i, max_tokens=30, temperature=1.0)

@@ -32,6 +32,7 @@ from starlette.types import ASGIApp
 from jobs.common.display import safe_name
 from jobs.common.release import release_text
 from jobs.doctor.redis_server import troubles
+from jobs.queues.metrics import QueueMetrics
 from tokenmill.dashboard import display
 from tokenmill.dashboard.actions.deeds import Act, Deeds
 from tokenmill.dashboard.actions.forms import Form
@@ -48,7 +49,6 @@ from tokenmill.dashboard.guard import (
 )
 from tokenmill.dashboard.history.charts import Charts
 from tokenmill.dashboard.history.recorder import Recorder
-from tokenmill.dashboard.queue_metrics import QueueMetrics
 from tokenmill.dashboard.seen.run_asked import quoted
 from tokenmill.dashboard.seen.watcher import Watcher
 from tokenmill.dashboard.views.runs import time_left, why

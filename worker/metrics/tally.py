@@ -10,6 +10,7 @@ from typing import Any
 from engine import Completion
 from jobs.common.display import safe_name
 from jobs.common.workers import Point
+from jobs.queues.numbers import QueueNumbers
 
 #: Bounds of histograms, in seconds: those of vLLM, and longer ones for batches.
 _SHORT_S = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 20, 40, 80, 160, 640)
@@ -92,10 +93,14 @@ class Shown:
 
 
 class Tally:
-    """Counts events. Only the I/O thread writes, except for `sent`. Any thread may read."""
+    """Counts events. Only the I/O thread writes, except for `sent` and `queue_numbers`. Any thread may read.
+
+    queue_numbers: those of the worker's queues, if it runs a scheduler and Redis answers; set by a pool.
+    """
 
     def __init__(self) -> None:
         self.shown = Shown("starting")
+        self.queue_numbers: QueueNumbers | None = None
         self.jobs: Counter[tuple[str, str, str]] = Counter()
         self.rows: Counter[tuple[str, str, str]] = Counter()
         self.requests: Counter[str] = Counter()

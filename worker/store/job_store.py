@@ -63,12 +63,14 @@ class Released:
 
     deaths: how many workers have died with it, if this release counts as a death; else 0.
     claimed: the job, if this worker now holds it in order to end it; None if it is back in its queue or gone.
+    worker_name: the worker on which it had begun, for show, as anybody may write it; "" if it had not begun.
     """
 
     queue_name: str
     job_id: str
     deaths: int
     claimed: ClaimedJob | None
+    worker_name: str = ""
 
 
 FAR_S = 10 * 365 * 86_400
@@ -350,7 +352,8 @@ class JobStore:
         claimed = None
         if result in (b"exhausted", b"ended"):
             claimed = replace(self._restore(job.queue_name, reply[2]), has_ended=result == b"ended")
-        return Released(job.queue_name, job.job_id, deaths, claimed)
+        worker_name = reply[-1] if result in (b"exhausted", b"queued") else b""
+        return Released(job.queue_name, job.job_id, deaths, claimed, safe_name(worker_name))
 
     def abandoned(self, queue_names: Sequence[str], period_s: float) -> list[ClaimedJob]:
         """Return the jobs of dead workers, for `release`. At most one worker looks at a queue in each period."""
@@ -382,23 +385,9 @@ class JobStore:
             for claimed in held_jobs:
                 pipe.ttl(execution_key(claimed.job_id, claimed.execution_id))
             leases_s = pipe.execute()
-        abandoned = [
+        return [
             claimed for claimed, lease_s in zip(held_jobs, leases_s, strict=True) if lease_s < 0
         ]
-        names = self._holder_names([claimed.job_id for claimed in abandoned])
-        return [
-            replace(claimed, dead_holder=name)
-            for claimed, name in zip(abandoned, names, strict=True)
-        ]
-
-    def _holder_names(self, job_ids: Sequence[str]) -> list[str]:
-        """Return the workers that have begun these jobs, "" for none. They are for show: anybody may write them."""
-        with self._client.pipeline(transaction=False) as pipe:
-            for job_id in job_ids:
-                pipe.hget(job_key(job_id), "worker_name")
-            # A producer may have put another kind of value there.
-            replies = pipe.execute(raise_on_error=False)
-        return [safe_name(reply) if isinstance(reply, bytes) else "" for reply in replies]
 
     def record_deaths(self, jobs_of: Mapping[str, Sequence[str]]) -> None:
         """Record that workers have died. jobs_of: the ids of the jobs that each of them had begun."""

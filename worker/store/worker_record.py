@@ -13,6 +13,7 @@ from typing import Any
 from redis import Redis
 from redis.exceptions import RedisError
 
+from jobs.common.display import safe_name
 from jobs.common.keys import (
     RQ,
     SILENT_S,
@@ -86,6 +87,39 @@ def shown_loading(
         with suppress(RedisError):
             if client.delete(key) and not client.exists(worker_key(worker_name)):
                 client.srem(WORKERS_KEY, member)
+
+
+def living_namesake(client: Redis, worker_name: str, hostname: str) -> str:
+    """Return which living worker has a name, such as "process 7 on host gpu1"; "" if none has. Raises RedisError.
+
+    A worker of this machine that was killed leaves its name behind for minutes. It counts as living only while its
+    process runs and it was heard of within SILENT_S. In a container that was restarted, its process id may be ours.
+    """
+    with client.pipeline(transaction=False) as pipe:
+        pipe.hmget(f"{WORKER_PREFIX}{worker_name}", "hostname", "pid", "death")
+        pipe.exists(served_key(worker_name))
+        fields, is_heard = pipe.execute()
+    if fields[0] is None or fields[2] is not None:
+        return ""
+    host = fields[0].decode(errors="replace")
+    pid_text = (fields[1] or b"").decode(errors="replace")
+    is_here = host == hostname
+    if is_here and not (is_heard and _runs(pid_text)):
+        return ""
+    return safe_name(f"process {pid_text} on host {host}")
+
+
+def _runs(pid_text: str) -> bool:
+    """Whether another process of this machine has this id."""
+    if not pid_text.isascii() or not pid_text.isdigit() or int(pid_text) == os.getpid():
+        return False
+    try:
+        os.kill(int(pid_text), 0)
+    except (ProcessLookupError, OverflowError):
+        return False
+    except PermissionError:
+        return True
+    return True
 
 
 class WorkerRecord:

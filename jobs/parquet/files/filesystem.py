@@ -1,4 +1,4 @@
-"""Shared by local files and object stores: a file's state, an entry of a folder, errors, and a file that is fetched."""
+"""Used for local files and object stores: a file's state, an entry of a folder, errors, and a file that is fetched."""
 
 import io
 from collections.abc import Callable
@@ -77,7 +77,7 @@ class FetchedFile(io.RawIOBase):
         return True
 
     def seek(self, place: int, whence: int = 0) -> int:
-        """Go to a place; return it, counted from the beginning."""
+        """Go to a place; return the place, counted from the beginning."""
         self._at = place + (0, self._at, self._size)[whence]
         return self._at
 

@@ -1,4 +1,4 @@
-"""Reads text files in encodings other than UTF-8, and recognizes such files if no encoding was named."""
+"""Reads text files in encodings other than UTF-8. Recognizes such files if no encoding was named."""
 
 import codecs
 import io
@@ -15,11 +15,11 @@ _MARKS = (
     (codecs.BOM_UTF16_LE, "utf-16"),
     (codecs.BOM_UTF16_BE, "utf-16"),
 )
-#: How many bytes to look at. In UTF-16 without a mark, most of every second byte are zero there.
+#: How many bytes to look at. In UTF-16 without a mark, nearly every second one of these bytes is zero.
 _HEAD_BYTES = 4096
-#: A byte above 127 beside a letter, as in words in cp1252. In bytes that are not text it may stand anywhere.
+#: A byte above 127 beside a letter, as in words in cp1252. In data that is not text, such a byte may stand anywhere.
 _IN_WORD = re.compile(rb"[A-Za-z][\x80-\xff]|[\x80-\xff][A-Za-z]")
-#: The handler for bytes that the encoding does not have. It makes their line invalid UTF-8, which costs its row.
+#: The handler for bytes that the encoding does not have. It makes their line invalid UTF-8, and the row is lost.
 _BAD = "tokenmill-bad"
 codecs.register_error(_BAD, lambda error: ("\udcff", getattr(error, "end", 0)))
 

@@ -1,5 +1,6 @@
 """Writes and reads parts. A part is the output file of one shard, with statistics in its footer."""
 
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from importlib.metadata import version
 from typing import Any
@@ -14,16 +15,17 @@ from jobs.context.deadlines import EXPIRED
 from jobs.context.served_model import ServedModel
 from jobs.parquet.asks.kinds import kind_of
 from jobs.parquet.files.storage import Storage
+from jobs.parquet.outputs.parsed_answers import parsed_columns, parsed_fields
 from jobs.parquet.tables.columns import JSON, OWN_METADATA, ROW_NUMBER, ColumnChoice, missing_column
 from jobs.parquet.tables.table_child import STATISTICS
 from jobs.parquet.tables.table_reading import look_at
 from jobs.runs.plans.plan import Plan
 from jobs.runs.plans.spec import RunSpec
-from jobs.runs.statistics.run_statistics import PartStats, count_lengths
+from jobs.runs.statistics.run_statistics import MAX_PART_LABELS, PartStats, count_lengths
 
-#: An answer's field that names the row of an earlier run from which it was taken. The run names its column.
+#: An answer's field that names the row of an earlier run from which the answer was taken. The run names its column.
 REUSED = "reused"
-#: An answer's field that names the model that answered, in a run that asks two.
+#: An answer's field that names the model that answered, in a run that asks two models.
 MODEL = "model"
 
 
@@ -82,7 +84,7 @@ def output_schema(
 
 
 def _output_field(field: pa.Field) -> pa.Field:
-    """Return a field without the metadata that only templates read. The writer of lines needs those of JSON."""
+    """Return a field without the metadata that only templates read. Those of JSON stay, for the writer of lines."""
     metadata = dict(field.metadata or {})
     if not JSON.items() <= metadata.items():
         metadata = {key: value for key, value in metadata.items() if key not in OWN_METADATA}
@@ -92,6 +94,8 @@ def _output_field(field: pa.Field) -> pa.Field:
 def answer_fields(spec: RunSpec, embedding_size: int = 0) -> list[pa.Field]:
     """Return the fields of a run's answers, by their names in Answer."""
     fields = list(kind_of(spec).fields(spec, embedding_size))
+    if spec.parsed_type is not None:
+        fields += parsed_fields(spec.parsed_type, spec.n)
     if spec.reused_column:
         fields.append(pa.field(REUSED, pa.string()))
     if spec.escalate_below:
@@ -112,21 +116,28 @@ def answer_names(spec: RunSpec) -> list[str]:
 def with_answers(
     batch: pa.RecordBatch, answers: list[Answer], schema: pa.Schema, spec: RunSpec
 ) -> pa.Table:
-    """Return the kept columns of a batch, and behind them its rows' answers. schema: see output_schema."""
+    """Return the kept columns of a batch, followed by the columns of its rows' answers. schema: see output_schema."""
     answer_parts = [field.name for field in answer_fields(spec)]
     num_kept = len(schema) - len(answer_parts)
     columns: list[Any] = [batch.column(name) for name in schema.names[:num_kept]]
+    parsed = {} if spec.parsed_type is None else parsed_columns(spec.parsed_type, answers)
     for name, kind in zip(answer_parts, schema.types[num_kept:], strict=True):
-        columns.append(answer_column([answer.column(name) for answer in answers], kind))
+        values = parsed.get(name)
+        if values is None:
+            values = [answer.column(name) for answer in answers]
+        columns.append(answer_column(values, kind))
     return pa.Table.from_arrays(columns, schema=schema)
 
 
 def answer_column(values: Sequence[Any], kind: pa.DataType) -> pa.ChunkedArray:
-    """Return a column of answers' values. Those that are arrays of one value each are not copied."""
+    """Return a column of answers' values. Values that are Arrow arrays already are not copied."""
     if any(isinstance(value, pa.Array) for value in values):
         return pa.chunked_array(
             [pa.nulls(1, kind) if value is None else value for value in values], kind
         )
+    if pa.types.is_struct(kind):
+        # Probabilities are pairs. From pairs, Arrow would make a struct by place.
+        values = [dict(value) if isinstance(value, tuple) else value for value in values]
     return pa.chunked_array([pa.array(values, kind)])
 
 
@@ -147,6 +158,9 @@ def part_stats(answers: Sequence[Answer], model: ServedModel, **known: Any) -> P
     for answer in good:
         tokens = answer.completion_tokens
         completion_lengths += tokens if isinstance(tokens, tuple) else (tokens,)
+    finish_reasons = Counter(reason for answer in good for reason in answer.all_finish_reasons)
+    labels = Counter(answer.column("label") for answer in good)
+    labels.pop(None, None)
     return PartStats(
         **known,
         rows=len(answers),
@@ -166,13 +180,15 @@ def part_stats(answers: Sequence[Answer], model: ServedModel, **known: Any) -> P
         commit=commit(),
         prompt_lengths=count_lengths(answer.prompt_tokens for answer in good),
         completion_lengths=count_lengths(completion_lengths),
+        finish_reasons=dict(finish_reasons),
+        labels=dict(labels.most_common(MAX_PART_LABELS)),
     )
 
 
 def read_part_stats(storage: Storage, plan: Plan, shard: int, run: str | None = None) -> PartStats:
     """Read a part's statistics from its footer. Raises PartDamaged.
 
-    run: the run that wrote it, if that is not the plan's because the folder was moved.
+    run: the run that wrote the part, if the folder was moved and the plan's run is another one.
     """
     path = plan.part_path(shard)
     expected_rows = plan.shards[shard].rows

@@ -5,19 +5,21 @@ from array import array
 from bisect import bisect_right
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from itertools import accumulate
 from typing import Any
 
 import pyarrow as pa
 
 from jobs.parquet.files.storage import Storage, reading
+from jobs.parquet.outputs.examples import examples_of, prompt_columns
 from jobs.parquet.outputs.output_file import failed_rows, open_part, part_rows, write_lines_of_parts
 from jobs.parquet.outputs.part import answer_names, read_part_stats, without_own_keys
 from jobs.parquet.outputs.run_folder import load_plan
-from jobs.parquet.prompts.sources import row_source
 from jobs.runs.plans.names import PLAN, SUCCESS, part_shards, row_numbers_name
 from jobs.runs.plans.paths import is_stored
 from jobs.runs.plans.plan import Plan
+from jobs.runs.statistics.report import Examples
 from jobs.runs.statistics.run_statistics import Reasons
 
 
@@ -41,7 +43,7 @@ class FolderReader:
     def __init__(self, folder: str) -> None:
         """Open the run in this real path. Raises PlanDamaged, StoreError, or ImportError without obstore."""
         if is_stored(folder):
-            # Storage passes over the ImportError, which says what to install.
+            # Storage ignores this ImportError, which says what to install.
             from jobs.parquet.files import object_files  # noqa: F401
         self._folder = folder
         self._storage = Storage((folder,), timeout_s=STORE_TIMEOUT_S)
@@ -50,7 +52,7 @@ class FolderReader:
         self.plan: Plan = replace(plan, spec=replace(plan.spec, output=folder))
 
     def write_batch_lines(self, name: str, sink: Any) -> int:
-        """Write the lines of an OpenAI batch that are done, as its file of this name has them; return the bytes."""
+        """Write the finished lines of an OpenAI batch, as in its file of this name; return the number of bytes."""
         return write_lines_of_parts(self._storage, self.plan, self.shards(), name, sink)
 
     @property
@@ -83,7 +85,7 @@ class FolderReader:
 
     @property
     def answer_columns(self) -> list[str]:
-        """Return the output's columns of answers and errors, without those of tokens."""
+        """Return the output's columns of answers and errors, without the columns of tokens."""
         return [
             name
             for name in answer_names(self.plan.spec)
@@ -93,41 +95,51 @@ class FolderReader:
     @property
     def prompt_columns(self) -> list[str]:
         """Return the output's columns that the prompts were made of, without pictures."""
-        spec = self.plan.spec
-        left_out = {*(spec.image_column or ()), *(spec.drop or ())}
-        columns = []
-        for name in row_source(spec).columns:
-            is_kept = spec.keep is None or name in spec.keep
-            if is_kept and name not in left_out:
-                columns.append(name)
-        return columns
+        return prompt_columns(self.plan)
+
+    def examples(self, *, has_prompts: bool) -> Examples:
+        """Return some rows for the report, with their prompts if has_prompts. Raises PartDamaged."""
+        return examples_of(self._storage, self.plan, has_prompts=has_prompts)
 
     def table(self) -> pa.Table:
         """Return the rows of all parts, in order, with the input's metadata, such as pandas'. Raises PartDamaged."""
-        tables = []
-        for shard in range(len(self.plan.shards)):
-            with open_part(self._storage, self.plan, shard) as file:
-                rows = pa.Table.from_batches(file.batches, file.schema)
-                tables.append(rows.combine_chunks())
+        tables = [self.part_table(shard) for shard in range(len(self.plan.shards))]
         schema = without_own_keys(tables[0].schema)
         return pa.concat_tables(table.cast(schema) for table in tables)
 
-    def errors(self, limit: int) -> tuple[Reasons, list[FailedRow]]:
-        """Return why rows have errors, and the first `limit` of these rows. Raises PartDamaged."""
+    def part_table(self, shard: int) -> pa.Table:
+        """Return the rows of a part. Raises PartDamaged."""
+        with open_part(self._storage, self.plan, shard) as file:
+            return pa.Table.from_batches(file.batches, file.schema).combine_chunks()
+
+    def errors(self, limit: int, cut: bool = False) -> tuple[Reasons, list[FailedRow]]:
+        """Return why rows have errors, and the first `limit` of these rows. Raises PartDamaged.
+
+        cut: whether rows whose answer was cut are among them.
+        """
         reasons = Reasons()
         failed: list[FailedRow] = []
-        first_rows = [0, *accumulate(file.rows for file in self.plan.files)]
-        input_rows = self._input_rows()
         for shard in self.shards():
-            for row, reason in failed_rows(self._storage, self.plan, shard):
-                reasons.add(reason, [row])
+            for row in self.failed_rows(shard, cut):
+                reasons.add(row.reason, [row.row])
                 if len(failed) < limit:
-                    input_row = input_rows[row]
-                    file = bisect_right(first_rows, input_row) - 1
-                    file_row = input_row - first_rows[file]
-                    failed.append(FailedRow(row, self.plan.files[file].path, file_row, reason))
+                    failed.append(row)
         return reasons, failed
 
+    def failed_rows(self, shard: int, cut: bool = False) -> Iterator[FailedRow]:
+        """Yield the rows of a part that have an error. cut: also those whose answer was cut. Raises PartDamaged."""
+        for row, reason in failed_rows(self._storage, self.plan, shard, cut):
+            input_row = self._input_rows[row]
+            file = bisect_right(self._first_rows, input_row) - 1
+            file_row = input_row - self._first_rows[file]
+            yield FailedRow(row, self.plan.files[file].path, file_row, reason)
+
+    @cached_property
+    def _first_rows(self) -> list[int]:
+        """Return the number of each file's first row in the whole input."""
+        return [0, *accumulate(file.rows for file in self.plan.files)]
+
+    @cached_property
     def _input_rows(self) -> Sequence[int]:
         """Return the number that each of the run's rows has in the whole input."""
         if not self.plan.files[0].num_chosen or self.plan.reused is None:

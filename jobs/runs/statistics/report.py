@@ -1,11 +1,11 @@
-"""Makes a page about a finished run from its manifest alone. The page has no script and fetches nothing."""
+"""Makes a page about a finished run from its manifest and some rows. It has no script and fetches nothing."""
 
 import time
 from collections.abc import Mapping, Sequence
 from html import escape
-from typing import Any
+from typing import Any, NamedTuple
 
-from jobs.common.display import MAX_TEXT_CHARS, duration_text, safe_name
+from jobs.common.display import MAX_TEXT_CHARS, duration_text, printable, safe_name, to_json
 from jobs.runs.statistics.run_statistics import BOUNDS, outcome_text
 
 _STYLE = """
@@ -38,17 +38,28 @@ _PAGE = """<!doctype html>
 </html>
 """
 
-#: A chart's size in the units of its SVG, with the room left of the bars and below them.
+#: A chart's size in the units of its SVG, and the room at the left of the bars and below them.
 _WIDTH = 640
 _HEIGHT = 190
 _LEFT = 64
 _BELOW = 26
 
 
-def report_html(manifest: Mapping[str, Any], price_per_hour: float | None = None) -> str:
-    """Return the page. It shows no prompts or answers.
+class Examples(NamedTuple):
+    """Some rows of a run. columns: names of the output. rows: each row's number, and its values of these columns."""
 
-    price_per_hour: what a worker's machine costs, in any currency.
+    columns: Sequence[str] = ()
+    rows: Sequence[tuple[int, Sequence[Any]]] = ()
+
+
+def report_html(
+    manifest: Mapping[str, Any],
+    price_per_hour: float | None = None,
+    examples: Examples | None = None,
+) -> str:
+    """Return the page.
+
+    price_per_hour: what a worker's machine costs, in any currency. examples: rows that are shown.
     """
     statistics = manifest["statistics"]
     rows = manifest["rows"]
@@ -65,6 +76,9 @@ def report_html(manifest: Mapping[str, Any], price_per_hour: float | None = None
         f"<p class=soft>{_text(manifest['model'])}, {_text(manifest['dtype'])}; "
         f"Tokenmill {_text(manifest['version'])}</p>",
         _figures(manifest, statistics, price_per_hour),
+        _asked(manifest),
+        _counts(manifest, statistics),
+        _examples(examples),
         _throughput(statistics["timeline"]),
         '<div class="pair">',
         _lengths("Tokens of prompts", statistics["prompt_lengths"]),
@@ -119,6 +133,111 @@ def _figures(
     return f"<dl>{cells}</dl><p class=soft>{_text(' '.join(notes))}</p>"
 
 
+#: Arguments of a run that say what it asks, in the order in which they are shown, with their names.
+_ASKED = {
+    "template": "Template",
+    "prompts": "Prompts",
+    "prompt_column": "Column of prompts",
+    "messages_column": "Column of chats",
+    "query_column": "Column of queries",
+    "document_column": "Column of documents",
+    "image_column": "Columns of pictures",
+    "task": "Task",
+    "labels": "Labels",
+    "check": "Check",
+    "input_format": "Format",
+}
+#: Arguments that every run has, or that stand elsewhere on the page.
+_SHOWN_ELSEWHERE = {"input", "output", "sampling", *_ASKED}
+MAX_INPUTS = 10
+
+
+def _asked(manifest: Mapping[str, Any]) -> str:
+    """Return what was asked: of which files, how, and where the answers are."""
+    arguments = manifest.get("arguments", {})
+    values: list[tuple[str, Any]] = []
+    for name, title in _ASKED.items():
+        if arguments.get(name) is not None:
+            values.append((title, arguments[name]))
+    if arguments and not any(name in arguments for name in _SOURCES):
+        values.insert(0, ("Column of prompts", "prompt"))
+    if manifest.get("sampling"):
+        values.append(("Sampling", manifest["sampling"]))
+    if "seed" in manifest:
+        values.append(("Seed", str(manifest["seed"])))
+    others = {name: value for name, value in arguments.items() if name not in _SHOWN_ELSEWHERE}
+    if others:
+        values.append(("Other options", others))
+    inputs = manifest.get("inputs", [])
+    if inputs:
+        lines = [f"{file['path']} ({file['rows']:,} rows)" for file in inputs[:MAX_INPUTS]]
+        if len(inputs) > MAX_INPUTS:
+            lines.append(f"and {len(inputs) - MAX_INPUTS:,} more files")
+        values.append(("Input", "\n".join(lines)))
+    if "output" in arguments:
+        values.append(("Output", arguments["output"]))
+    if not values:
+        return ""
+    rows = "".join(f"<tr><th>{title}</th><td>{_long(value)}</td></tr>" for title, value in values)
+    return f"<h2>What was asked</h2><table>{rows}</table>"
+
+
+_SOURCES = (
+    "template",
+    "prompts",
+    "prompt_column",
+    "messages_column",
+    "query_column",
+    "input_format",
+)
+
+
+def _counts(manifest: Mapping[str, Any], statistics: Mapping[str, Any]) -> str:
+    """Return how many answers ended in which way, have which label, and passed their check."""
+    tables = []
+    by_title = {"How answers ended": "finish_reasons", "Labels": "labels"}
+    for title, key in by_title.items():
+        counts = statistics.get(key) or {}
+        total = sum(counts.values())
+        rows = [(name, count, f"{count / total:.1%}") for name, count in counts.items()]
+        tables.append(_table(title, ("", "Answers", "Share"), rows, 0, ""))
+    if manifest.get("arguments", {}).get("check"):
+        failed = manifest["failed_checks"]
+        passed = manifest["rows"] - manifest["errors"] - failed
+        rows = [("passed", passed, ""), ("failed", failed, "")]
+        tables.append(_table("Checks", ("", "Answers", ""), rows, 0, ""))
+    shown = [f"<section>{text}</section>" for text in tables if text]
+    return f'<div class="pair">{"".join(shown)}</div>' if shown else ""
+
+
+def _examples(examples: Examples | None) -> str:
+    if examples is None or not examples.columns or not examples.rows:
+        return ""
+    heads = "".join(f"<th>{_text(name)}</th>" for name in ("Row", *examples.columns))
+    body = ""
+    for row, values in examples.rows:
+        cells = "".join(f"<td>{_long(value)}</td>" for value in values)
+        body += f"<tr><td class=n>{row:,}</td>{cells}</tr>"
+    return f"<h2>Examples</h2><table><tr>{heads}</tr>{body}</table>"
+
+
+#: The most characters of a value on the page, and the most lines.
+MAX_VALUE_CHARS = 1000
+MAX_VALUE_LINES = 40
+
+
+def _long(value: Any) -> str:
+    """Return a text with its line breaks, or another value as JSON."""
+    if value is None:
+        return ""
+    text = value if isinstance(value, str) else to_json(value)
+    cut = text[:MAX_VALUE_CHARS]
+    lines = cut.split("\n")[:MAX_VALUE_LINES]
+    shown = "<br>".join(escape(printable(line.removesuffix("\r"))) for line in lines)
+    is_whole = len(cut) == len(text) and cut.count("\n") < MAX_VALUE_LINES
+    return shown if is_whole else f"{shown}..."
+
+
 def _throughput(timeline: Mapping[str, Any]) -> str:
     width = timeline["bin_s"]
     tokens = timeline["tokens"]
@@ -142,7 +261,7 @@ def _lengths(title: str, lengths: Mapping[str, int]) -> str:
 
 
 def _chart(title: str, values: Sequence[float], marks: Sequence[str]) -> str:
-    """Draw bars. marks: the text below each bar, of which at most seven are drawn."""
+    """Draw bars. marks: the text below each bar. At most seven marks are drawn."""
     highest = max(values)
     bars_height = _HEIGHT - _BELOW
     step = (_WIDTH - _LEFT) / len(values)
@@ -163,7 +282,7 @@ def _chart(title: str, values: Sequence[float], marks: Sequence[str]) -> str:
 def _table(
     title: str, heads: Sequence[str], rows: Sequence[Sequence[Any]], num_more: int, more_of: str
 ) -> str:
-    """Return a table, and below it how many rows it leaves out. Empty if there are no rows."""
+    """Return a table, with the number of rows that it leaves out below it. Empty if there are no rows."""
     if not rows:
         return ""
     head = "".join(f"<th>{text}</th>" for text in heads)

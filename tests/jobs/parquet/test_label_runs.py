@@ -9,6 +9,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pyarrow as pa
 import pyarrow.csv
 import pyarrow.parquet as pq
@@ -20,7 +21,9 @@ from jobs.errors import ColumnConflict, InvalidJob
 from jobs.items.runner import ItemRunner
 from jobs.parquet.asks.row_keys import row_keys
 from jobs.parquet.asks.scores import Scores
+from jobs.parquet.files.storage import Storage
 from jobs.parquet.prompts.prompt_source import Row
+from jobs.parquet.reuse.answer_log import AnswerLog, Record
 from jobs.parquet.shards.row_items import row_runner
 from jobs.parquet.tables.columns import RowProblem
 from jobs.prompts.scoring.labels import Labels
@@ -111,6 +114,50 @@ def test_each_row_has_the_probabilities_of_the_labels(
     assert rows[1]["error"] == "column 'text' is null"
     assert rows[4]["error"] == "it is broken"
     assert [[row[name] for name in ADDED] for row in (rows[1], rows[4])] == [[None] * 4] * 2
+
+
+STRUCT = pa.struct([(label, pa.float64()) for label in LABELS])
+
+
+def test_probabilities_are_a_struct_on_wish(score: Score, runs: Runs, tmp_path: Path) -> None:
+    write(tmp_path, ["a", None, "b"])
+    table = score(probabilities="struct")
+    assert table.schema.field("probabilities").type == STRUCT
+    rows = table.to_pylist()
+    check(rows[0], expected("a: "))
+    assert rows[1]["probabilities"] is None
+    again = score("again", probabilities="struct", reuse=str(tmp_path / "out"))
+    assert again["probabilities"].to_pylist() == table["probabilities"].to_pylist()
+    manifest = json.loads((tmp_path / "again" / "_manifest.json").read_text())
+    assert manifest["rows_reused"] == 2
+    score("csv", probabilities="struct", single_file="csv")
+    first, *_ = pyarrow.csv.read_csv(tmp_path / "csv" / "output.csv").to_pylist()
+    assert json.loads(first["probabilities"]) == pytest.approx(rows[0]["probabilities"])
+
+
+def test_a_chain_has_a_struct_too(runs: Runs, tmp_path: Path) -> None:
+    write(tmp_path, ["a"])
+
+    def answer(request: Request) -> FakeCompletion:
+        return likely(request) if request.kind == "score" else FakeCompletion("x", 0, [1])
+
+    table = runs.score(answer=answer, prompts=CHAIN, labels=LABELS, probabilities="struct")
+    assert table.schema.field("probabilities").type == STRUCT
+    assert sum(table["probabilities"][0].as_py().values()) == pytest.approx(1)
+
+
+def test_journals_keep_structs(tmp_path: Path) -> None:
+    spec = RunSpec.from_arguments("in", "out", labels=LABELS, probabilities="struct")
+    pairs = tuple(zip(LABELS, (0.5, 0.25, 0.25), strict=True))
+    columns = {"label": "yes", "probability": 0.5, "probabilities": pairs, "margin": 0.25}
+    answer = Answer(None, "stop", 7, 0, 3, None, columns=columns)
+    log = AnswerLog(["owner"], np.ones((1, 2), np.uint64), Scores.fields(spec, 0))
+    path = tmp_path / "log"
+    with path.open("wb") as sink:
+        log.write(sink, [Record(0, bytes(16), answer)])
+    (record,) = log.read(Storage((str(tmp_path),)), str(path))
+    assert record.answer is not None
+    assert record.answer.column("probabilities") == dict(pairs)
 
 
 def requests_of(
@@ -287,6 +334,7 @@ def test_a_call_is_forced_of_the_prompts_before_labels(tmp_path: Path) -> None:
             "'label', which is there already",
         ),
         ({"labels": LABELS, "prompts": CHAIN, "sampling": {"n": 2}}, "n is one where"),
+        ({"task": "classify", "probabilities": "struct"}, "name labels too"),
         ({"labels": LABELS, "prompts": CHAIN, "check": {"regex": "a"}}, "check and labels"),
     ],
 )

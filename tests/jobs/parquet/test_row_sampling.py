@@ -64,6 +64,19 @@ def test_each_row_has_its_own_values_and_null_the_runs(run: Run, tmp_path: Path)
     assert third == {"max_tokens": 5, "stop": []}
 
 
+def test_numbers_with_a_decimal_comma_are_read_where_the_run_says_so(
+    run: Run, tmp_path: Path
+) -> None:
+    source = tmp_path / "in.csv"
+    source.write_text("prompt;limit;t\np0;5;0,7\np1;;\np2;1;1,50\n")
+    columns = {"max_tokens": "limit", "temperature": "t"}
+    asked, _ = run(columns, source=source, delimiter=";", decimal=",", sampling={"temperature": 0})
+    values = [(each.sampling.get("max_tokens"), each.sampling["temperature"]) for each in asked]
+    assert values == [(5, 0.7), (None, 0), (1, 1.5)]
+    with pytest.raises(WrongColumnType, match="need decimal ',': --decimal ,"):
+        run(columns, source=source, output=tmp_path / "other", delimiter=";")
+
+
 def test_a_wrong_value_fails_its_row_by_name_and_no_other(run: Run, tmp_path: Path) -> None:
     write(
         tmp_path / "in.parquet", limit=[3.0, -1.0, 2.5, float("nan"), None], least=[9, 0, 0, 0, 0]

@@ -97,6 +97,84 @@ def test_a_chat_goes_on_with_the_answer_and_the_reason_as_messages(checking: Job
     ]
 
 
+TOO_LONG = refuse("the prompt has 99 tokens, and the model takes 64")
+
+
+def test_a_repair_that_does_not_fit_asks_again_without_the_old_answers(
+    checking: JobContext,
+) -> None:
+    answers = Answers("one", "two", TOO_LONG, "12")
+    found = run_task(
+        checking, "jobs.complete", "A number:", check={"regex": r"\d+"}, seed=5, answer=answers
+    )
+    (choice,) = found["choices"]
+    assert (choice["text"], choice["attempts"], choice["check_error"]) == ("12", 3, None)
+    behind = PROMPT_REPAIR.replace("{reason}", r"it does not match the pattern \d+")
+    prompts = [request.prompt for request in answers.asked]
+    assert prompts[1:] == [
+        f"A number:one{behind}",
+        f"A number:one{behind}two{behind}",
+        f"A number:{behind}",
+    ]
+    assert answers.asked[3].sampling["seed"] == hashed_seed("5:attempt 3")
+    assert found["usage"]["prompt_tokens"] == 30
+
+
+@pytest.mark.parametrize(
+    ("messages", "expected"),
+    [
+        ([{"role": "user", "content": "?"}], [{"role": "user", "content": "?\n\n{why}"}]),
+        (
+            [{"role": "user", "content": [{"type": "text", "text": "?"}]}],
+            [
+                {
+                    "role": "user",
+                    "content": [{"type": "text", "text": "?"}, {"type": "text", "text": "{why}"}],
+                }
+            ],
+        ),
+        (
+            [{"role": "user", "content": "?"}, {"role": "assistant", "content": "!"}],
+            [
+                {"role": "user", "content": "?"},
+                {"role": "assistant", "content": "!"},
+                {"role": "user", "content": "{why}"},
+            ],
+        ),
+    ],
+)
+def test_a_chat_that_does_not_fit_has_the_reason_in_the_users_last_message(
+    checking: JobContext, messages: list[dict[str, Any]], expected: list[dict[str, Any]]
+) -> None:
+    answers = Answers("x", TOO_LONG, "1")
+    found = run_task(checking, "jobs.chat", messages, check={"regex": r"\d"}, answer=answers)
+    assert found["choices"][0]["message"]["content"] == "1"
+    why = CHAT_REPAIR.replace("{reason}", r"it does not match the pattern \d")
+    shown = json.dumps(expected).replace("{why}", json.dumps(why)[1:-1])
+    assert answers.asked[2].messages == json.loads(shown)
+
+
+def test_an_answer_that_the_models_length_cut_is_not_put_before_the_next(
+    checking: JobContext,
+) -> None:
+    """One that max_tokens cut is: there is room for it."""
+    asked = []
+    for max_tokens in (5, 4):
+        answers = Answers(cut("abcd"), "1")
+        options = {"check": {"regex": r"\d"}, "max_tokens": max_tokens}
+        run_task(checking, "jobs.complete", "?", answer=answers, **options)
+        asked.append("abcd" in str(answers.asked[1].prompt))
+    assert asked == [False, True]
+
+
+def test_a_repair_that_fits_in_no_way_is_an_error_beside_the_answer(checking: JobContext) -> None:
+    answers = Answers("x", TOO_LONG, TOO_LONG)
+    found = run_task(checking, "jobs.complete", "?", check={"regex": r"\d"}, answer=answers)
+    (choice,) = found["choices"]
+    assert choice["text"] == "x"
+    assert "attempt 2 failed: the prompt has 99 tokens" in json.dumps(found)
+
+
 def test_seeds_of_further_attempts_follow_from_the_first(checking: JobContext) -> None:
     answers = Answers("a", "b", "c")
     run_task(
@@ -244,7 +322,7 @@ def test_a_row_whose_further_attempt_fails_is_an_error_and_keeps_its_answer(runs
 
     def answer(request: Request) -> FakeCompletion:
         if "valid" in str(request.prompt) and failures:
-            return refuse(failures.pop())
+            return replace(refuse(failures.pop()), num_prompt_tokens=9)
         return answer_in_time(request)
 
     runs.write(["a", "B", "a"])

@@ -30,6 +30,7 @@ from jobs.parquet.reuse.old_runs import OldRuns
 from jobs.parquet.tables import row_groups
 from jobs.runs.plans.names import PLAN
 from jobs.runs.plans.plan import Plan
+from jobs.runs.statistics.run_statistics import CUT
 from jobs.tasks import Request
 from tests.jobs.answering import FakeCompletion, refuse, run_task, shout
 from tests.jobs.conftest import Invoke
@@ -609,8 +610,15 @@ def test_cut_rows_are_asked_again_with_more_tokens(runs: Runs, invoke: Invoke) -
             shout(request), finish_reason="length" if request.prompt == "cut" else "stop"
         )
 
-    runs.write(["a", "cut", "b"])
+    runs.write(["a", "cut", None])
     runs.score(answer=cuts, sampling={**GREEDY, "max_tokens": 2})
+    told = json.loads(invoke("errors", runs.output, "--cut", "--json").stdout)
+    reasons = {each["reason"]: each["examples"] for each in told["reasons"]}
+    assert (told["errors"], told["cut"]) == (1, 1)
+    assert reasons == {CUT: [1], "prompt is null": [2]}
+    assert [row["row"] for row in told["rows"]] == [1, 2]
+    assert f"errors {told['run']} --cut" in invoke("status", runs.output).stdout
+    assert len(FolderReader(str(runs.output)).errors(9)[1]) == 1
     new, asked = runs.output.parent / "new", Asked()
     assert invoke("errors", runs.output, "--retry", new, "--cut").exit_code == 2
     shown = invoke("errors", runs.output, "--retry", new, "--cut", "--max-tokens", 9)

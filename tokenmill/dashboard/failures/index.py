@@ -254,11 +254,14 @@ class FailureIndex:
 def _seen(groups: Sequence[Group]) -> GroupSeen:
     """Return the groups of several queues with one cause as one."""
     newest = max((group.newest_first()[0] for group in groups), key=lambda entry: entry[0])
-    oldest_at = min(group.newest_first()[-1][0] for group in groups)
+    oldest = [
+        next((at for at, _ in reversed(group.newest_first()) if at), None) for group in groups
+    ]
+    oldest_at = min((at for at in oldest if at is not None), default=None)
     return GroupSeen(
         groups[0].cause,
         sum(len(group.jobs) for group in groups),
-        oldest_at or None,
+        oldest_at,
         newest[0] or None,
         newest[1],
     )

@@ -43,7 +43,7 @@ class Inspections:
         is_wanted: Callable[[], bool],
         then: Callable[[BaseException | None], None],
     ) -> None:
-        """Have a task inspect an answer, then call `then` with its error or None.
+        """Have a task inspect an answer, then call `then` with the task's error or None.
 
         is_wanted: whether the inspection is still needed, asked when its turn has come.
         """
@@ -132,7 +132,7 @@ class Streams:
                 self._take(job, index, completion)
 
     def _take(self, job: HeldJob, index: int, completion: Completion) -> None:
-        """Take a completion. The last one of a request hands the request over."""
+        """Take a completion. The last completion of a request hands the request over."""
         self._tally.completed(completion)
         if job.trace is not None:
             job.trace.completed(completion)

@@ -43,8 +43,6 @@ class ClaimedJob:
     """The journal that an earlier execution has left; None for none."""
     pieces: Sequence[Any] = ()
     """The pieces of its text that earlier executions have sent, as entries of its stream."""
-    dead_holder: str = ""
-    """The name of the dead worker that had begun it; "" if none has, or this worker claimed it from its queue."""
     kind: str = ""
     """FUNCTION or FILE for a job that this worker has no thread for; else ""."""
 

@@ -1,4 +1,4 @@
-"""RQ's queues: how many jobs are where, and failed ones put back, without looking at what a job holds.
+"""RQ's queues: failed jobs put back, without looking at what a job holds.
 
 RQ's own command reads jobs with pickle unless it is called with `-S json`. A pickle may hold any code, which runs with
 the rights of the process that reads it.
@@ -18,46 +18,6 @@ from jobs.common.keys import run_key
 from jobs.common.rq_jobs import JobStatus
 from jobs.runs.plans.names import run_and_shard
 from jobs.runs.redis_state.state import transact
-
-PLACES = ("waiting", "executing", "scheduled", "deferred", "finished", "failed")
-
-
-@dataclass(frozen=True)
-class QueueCounts:
-    """How many jobs of a queue are at each of PLACES; `due` are scheduled ones that nobody has queued yet."""
-
-    name: str
-    counts: dict[str, int]
-    due: int
-
-
-def queue_names(connection: Redis) -> list[str]:
-    """Return the names of all queues, sorted."""
-    keys: Any = connection.smembers(rq_jobs.QUEUES_KEY)
-    return sorted(stored.text(key).removeprefix(rq_jobs.QUEUE_PREFIX) for key in keys)
-
-
-def count_queues(connection: Redis, names: Sequence[str]) -> list[QueueCounts]:
-    """Count the jobs of some queues, in one round trip."""
-    moment = time.time()
-    with connection.pipeline(transaction=False) as pipe:
-        for keys in map(rq_jobs.QueueKeys, names):
-            pipe.llen(keys.waiting)
-            pipe.zcard(keys.started)
-            pipe.zcard(keys.scheduled)
-            pipe.zcard(keys.deferred)
-            # Expired results stay until a worker cleans up.
-            pipe.zcount(keys.finished, moment, "+inf")
-            pipe.zcard(keys.failed)
-            pipe.zcount(keys.scheduled, "-inf", moment)
-        replies = pipe.execute()
-    size = len(PLACES) + 1
-    queues = []
-    for number, name in enumerate(names):
-        *counts, num_due = replies[number * size : (number + 1) * size]
-        queues.append(QueueCounts(name, dict(zip(PLACES, counts, strict=True)), num_due))
-    return queues
-
 
 CHUNK = 100
 #: The most jobs that `requeue --all` puts back, by default.

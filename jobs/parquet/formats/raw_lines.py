@@ -1,0 +1,47 @@
+"""Finds the lines of a text file from which rows were read. The lines are not changed."""
+
+from collections.abc import Collection, Iterator, Mapping
+from contextlib import contextmanager
+
+import pyarrow as pa
+
+from jobs.parquet.formats.converter import codec_of
+from jobs.parquet.formats.records import TextFile, csv_records, json_records
+from jobs.runs.plans.names import HEADED
+
+
+def raw_lines(
+    path: str, file_format: str, dialect: Mapping[str, str], rows: Collection[int]
+) -> dict[int, str]:
+    """Return the lines of some rows of a local file, by the rows' numbers. A row of CSV may have several lines.
+
+    Raises OSError, or an InputError for a file that cannot be read.
+    """
+    row_from: dict[int, int | None] = {}  # the wanted row that begins at a line, if there is one
+    last = max(rows, default=-1)
+    with _opened(path, file_format, dialect) as file:
+        records = csv_records(file)[1] if file_format in HEADED else json_records(file)
+        for row, record in enumerate(records):
+            if row in rows:
+                row_from[record.line] = row
+            elif row - 1 in rows:
+                row_from[record.line] = None
+            if row > last:
+                break
+
+    lines: dict[int, list[str]] = {}
+    row_here: int | None = None
+    with _opened(path, file_format, dialect) as file:
+        for line in file.lines():
+            row_here = row_from.get(line.line, row_here)
+            if row_here is not None and line.value is not None:
+                lines.setdefault(row_here, []).append(line.value.decode(errors="replace"))
+    return {row: "\n".join(texts).rstrip("\r\n") for row, texts in lines.items()}
+
+
+@contextmanager
+def _opened(path: str, file_format: str, dialect: Mapping[str, str]) -> Iterator[TextFile]:
+    with pa.OSFile(path) as source:
+        codec = codec_of(source)
+        with pa.input_stream(source, codec) as stream:
+            yield TextFile(path, file_format, stream, dialect)

@@ -1,0 +1,55 @@
+"""Chooses some of a run's rows as examples, for its report."""
+
+from collections.abc import Iterator
+from itertools import islice
+
+from jobs.parquet.files.storage import Storage
+from jobs.parquet.outputs.output_file import part_rows
+from jobs.parquet.outputs.part import answer_names
+from jobs.parquet.prompts.sources import row_source
+from jobs.runs.plans.plan import Plan
+from jobs.runs.statistics.report import Examples
+
+NUM_EXAMPLES = 5
+#: The most parts that are searched for rows without an error.
+NUM_PARTS = 3
+#: Columns of answers that hold numbers or long exchanges.
+_LEFT_OUT = ("_tokens", "logprobs", "embedding", "messages")
+
+
+def shown_columns(plan: Plan) -> list[str]:
+    """Return the output's columns of answers and errors that people read."""
+    return [name for name in answer_names(plan.spec) if not name.endswith(_LEFT_OUT)]
+
+
+def prompt_columns(plan: Plan) -> list[str]:
+    """Return the output's columns that the prompts were made of, without pictures."""
+    spec = plan.spec
+    left_out = {*(spec.image_column or ()), *(spec.drop or ())}
+    columns = []
+    for name in row_source(spec).columns:
+        is_kept = spec.keep is None or name in spec.keep
+        if is_kept and name not in left_out:
+            columns.append(name)
+    return columns
+
+
+def examples_of(storage: Storage, plan: Plan, *, has_prompts: bool) -> Examples:
+    """Return the answers of the first rows without an error. has_prompts: whether to return their prompts too."""
+    error = f"{plan.spec.output_prefix}error"
+    columns = [name for name in shown_columns(plan) if name != error]
+    if has_prompts:
+        columns = [*prompt_columns(plan), *columns]
+    rows = []
+    for row, values in islice(_good_rows(storage, plan, [*columns, error], error), NUM_EXAMPLES):
+        rows.append((row, [values[name] for name in columns]))
+    return Examples(columns, rows)
+
+
+def _good_rows(
+    storage: Storage, plan: Plan, columns: list[str], error: str
+) -> Iterator[tuple[int, dict[str, object]]]:
+    for shard in range(min(NUM_PARTS, len(plan.shards))):
+        for row, values in part_rows(storage, plan, shard, columns):
+            if values[error] is None:
+                yield row, values

@@ -1,0 +1,107 @@
+"""Writes the rows that failed into a file of their own, for whoever mends them."""
+
+import os
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from jobs.errors import InputError, InvalidJob
+from jobs.parquet.formats.raw_lines import raw_lines
+from jobs.parquet.outputs.output_file import write_csv, write_jsonl
+from jobs.parquet.outputs.part import answer_names
+from jobs.parquet.outputs.read_back import FailedRow, FolderReader
+from jobs.runs.plans.names import LINES
+from jobs.runs.plans.paths import is_stored
+from jobs.runs.plans.plan import Plan
+
+
+def export_failed(reader: FolderReader, path: str, *, cut: bool = False) -> int:
+    """Write the rows with an error into a new file, and return how many there are. Raises InvalidJob, PartDamaged.
+
+    path: ends in .parquet, .csv or .jsonl. cut: whether rows whose answer was cut are among them. Beside the input's
+    columns that the output has, a row has its number in the run, its file and its number there, the reason, and for
+    text files the line as it stands there, if the file is on this machine as it was planned.
+    """
+    suffix = os.path.splitext(path)[1]
+    if suffix not in _WRITERS:
+        raise InvalidJob(f"{path} ends in no known format: expected {', '.join(_WRITERS)}")
+    tables = list(_tables(reader, cut))
+    if not tables:
+        return 0
+    try:
+        with open(path, "xb") as sink:
+            _WRITERS[suffix](sink, pa.concat_tables(tables))
+    except FileExistsError:
+        raise InvalidJob(f"{path} is there already: name a new file") from None
+    except OSError as error:
+        raise InvalidJob(f"{path} cannot be written: {error.strerror}") from None
+    return sum(table.num_rows for table in tables)
+
+
+def _write_csv(sink: Any, table: pa.Table) -> None:
+    write_csv(frozenset(), sink, table.schema, iter(table.to_batches()))
+
+
+def _write_jsonl(sink: Any, table: pa.Table) -> None:
+    write_jsonl(frozenset(), sink, table.schema, iter(table.to_batches()))
+
+
+_WRITERS: dict[str, Callable[[Any, pa.Table], None]] = {
+    ".parquet": lambda sink, table: pq.write_table(table, sink),
+    ".csv": _write_csv,
+    ".jsonl": _write_jsonl,
+}
+
+
+def _tables(reader: FolderReader, cut: bool) -> Iterator[pa.Table]:
+    """Yield the failed rows of each part that has some."""
+    plan = reader.plan
+    answers = set(answer_names(plan.spec))
+    failed_by_shard: dict[int, list[FailedRow]] = {}
+    for shard in reader.shards():
+        failed = list(reader.failed_rows(shard, cut))
+        if failed:
+            failed_by_shard[shard] = failed
+    lines = _lines(plan, [row for rows in failed_by_shard.values() for row in rows])
+    for shard, failed in failed_by_shard.items():
+        start = plan.first_row(shard)
+        rows = reader.part_table(shard).take([row.row - start for row in failed])
+        table = rows.select([name for name in rows.column_names if name not in answers])
+        beside = {
+            "row": pa.array([row.row for row in failed], pa.int64()),
+            "file": pa.array([row.file for row in failed], pa.string()),
+            "file_row": pa.array([row.file_row for row in failed], pa.int64()),
+            "reason": pa.array([row.reason for row in failed], pa.string()),
+            "line": pa.array([lines.get((row.file, row.file_row)) for row in failed], pa.string()),
+        }
+        for name, column in beside.items():
+            while name in table.column_names:
+                name += "_"
+            table = table.append_column(name, column)
+        yield table
+
+
+def _lines(plan: Plan, failed: Sequence[FailedRow]) -> dict[tuple[str, int], str]:
+    """Return the lines of failed rows, by file and row, as far as their files can be read as they were planned."""
+    if plan.input_format not in LINES:
+        return {}
+    rows_by_file: dict[str, set[int]] = defaultdict(set)
+    for row in failed:
+        rows_by_file[row.file].add(row.file_row)
+    lines = {}
+    for file in plan.files:
+        if file.path not in rows_by_file or is_stored(file.path):
+            continue
+        with suppress(OSError, InputError):
+            if os.path.getsize(file.path) != file.size:
+                continue
+            found = raw_lines(
+                file.path, plan.input_format, plan.spec.dialect, rows_by_file[file.path]
+            )
+            for file_row, text in found.items():
+                lines[file.path, file_row] = text
+    return lines

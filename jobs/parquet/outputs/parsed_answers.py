@@ -1,0 +1,163 @@
+"""Makes two columns of answers that are JSON: values with the schema's types, and reasons for missing values."""
+
+import json
+from collections.abc import Sequence
+from datetime import date, datetime
+from typing import Any, NamedTuple
+
+import pyarrow as pa
+
+from jobs.common.display import brief, is_unicode
+from jobs.context.answers import Answer
+from jobs.runs.plans import schema_types
+from jobs.runs.plans.schema_types import ValueType
+
+PARSED, PARSE_ERROR = "parsed", "parse_error"
+
+_ARROW = {
+    schema_types.INTEGER: pa.int64(),
+    schema_types.NUMBER: pa.float64(),
+    schema_types.STRING: pa.string(),
+    schema_types.BOOLEAN: pa.bool_(),
+    schema_types.DATE: pa.date32(),
+    schema_types.TIME_STAMP: pa.timestamp("us", "UTC"),
+}
+
+
+def arrow_type(kind: ValueType) -> pa.DataType:
+    """Return Arrow's type of a value."""
+    if kind.kind == schema_types.OBJECT:
+        return pa.struct([(name, arrow_type(inner)) for name, inner in kind.fields.items()])
+    if kind.item is None:
+        return _ARROW[kind.kind]
+    item = arrow_type(kind.item)
+    return pa.list_(item) if kind.kind == schema_types.ARRAY else pa.map_(pa.string(), item)
+
+
+def parsed_fields(kind: ValueType, n: int) -> list[pa.Field]:
+    """Return the two columns. n: how many answers each row has. From 2 on, the columns hold lists."""
+    types = [arrow_type(kind), pa.string()]
+    if n > 1:
+        types = [pa.list_(inner) for inner in types]
+    return [pa.field(PARSED, types[0]), pa.field(PARSE_ERROR, types[1])]
+
+
+class Parsed(NamedTuple):
+    """The value of an answer, or the reason why there is no value. Both are None for a row with an error."""
+
+    value: Any = None
+    reason: str | None = None
+
+
+def parsed_row(kind: ValueType, answer: Answer) -> Parsed:
+    """Parse a row's answer or answers. An answer that failed its check has the check's reason."""
+    texts = answer.completion
+    if answer.error is not None or texts is None:
+        return Parsed()
+    if answer.check_error is not None:
+        return Parsed(None, answer.check_error)
+    if isinstance(texts, str):
+        return parsed_text(kind, texts)
+    several = [Parsed() if text is None else parsed_text(kind, text) for text in texts]
+    return Parsed([each.value for each in several], [each.reason for each in several])  # type: ignore[arg-type]
+
+
+def parsed_text(kind: ValueType, text: str) -> Parsed:
+    """Parse one answer."""
+    try:
+        value = json.loads(text, parse_constant=_no_constant)
+    except (ValueError, RecursionError) as error:
+        return Parsed(None, f"it is not JSON: {error}")
+    try:
+        return Parsed(_value(kind, value, "$"))
+    except _Unfit as error:
+        return Parsed(None, str(error))
+
+
+class _Unfit(Exception):
+    """Raised with the reason why a value does not have the type of its column."""
+
+
+def _value(kind: ValueType, value: Any, path: str) -> Any:
+    """Return a value in the form that Arrow takes. Raises _Unfit."""
+    if value is None and kind.is_nullable:
+        return None
+    name = kind.kind
+    if name == schema_types.OBJECT and isinstance(value, dict):
+        return _fields(kind, value, path)
+    if name == schema_types.MAP and isinstance(value, dict):
+        return [
+            (_text(key, path), _inner(kind, inner, f"{path}.{key}")) for key, inner in value.items()
+        ]
+    if name == schema_types.ARRAY and isinstance(value, list):
+        return [_inner(kind, inner, f"{path}[{place}]") for place, inner in enumerate(value)]
+    if name == schema_types.BOOLEAN and isinstance(value, bool):
+        return value
+    if isinstance(value, int | float) and not isinstance(value, bool):
+        number = _number(name, value)
+        if number is not None:
+            return number
+    if isinstance(value, str):
+        plain = _of_text(name, _text(value, path))
+        if plain is not None:
+            return plain
+    raise _Unfit(f"{path}: {brief(value)} is no {name}")
+
+
+def _fields(kind: ValueType, value: dict[str, Any], path: str) -> dict[str, Any]:
+    """Return an object's values by name. Keys that the object's type does not name are left out."""
+    for name in sorted(kind.required):
+        if name not in value:
+            raise _Unfit(f"{path}: {brief(name)} is a required property")
+    values = {}
+    for name, inner in kind.fields.items():
+        if name in value:
+            values[name] = _value(inner, value[name], f"{path}.{name}")
+    return values
+
+
+def _inner(kind: ValueType, value: Any, path: str) -> Any:
+    assert kind.item is not None
+    return _value(kind.item, value, path)
+
+
+def _number(name: str, value: float) -> float | int | None:
+    if name == schema_types.NUMBER:
+        try:
+            return float(value)
+        except OverflowError:
+            return None
+    is_whole = isinstance(value, int) or value.is_integer()
+    if name == schema_types.INTEGER and is_whole and -(2**63) <= value < 2**63:
+        return int(value)
+    return None
+
+
+def _of_text(name: str, text: str) -> Any:
+    if name == schema_types.STRING:
+        return text
+    try:
+        if name == schema_types.DATE:
+            return date.fromisoformat(text)
+        if name == schema_types.TIME_STAMP:
+            moment = datetime.fromisoformat(text)
+            return None if moment.tzinfo is None else moment
+    except ValueError:
+        pass
+    return None
+
+
+def _text(text: str, path: str) -> str:
+    if not is_unicode(text):
+        raise _Unfit(f"{path}: a text is no valid Unicode")
+    return text
+
+
+def _no_constant(name: str) -> None:
+    raise ValueError(f"{name} is no value of JSON")
+
+
+def parsed_columns(kind: ValueType, answers: Sequence[Answer]) -> dict[str, list[Any]]:
+    """Return the values of the two columns, by their names in `parsed_fields`."""
+    rows = [parsed_row(kind, answer) for answer in answers]
+    return {PARSED: [row.value for row in rows], PARSE_ERROR: [row.reason for row in rows]}

@@ -1,0 +1,165 @@
+"""Finds the type of a column for values of a JSON schema. Needs no pyarrow, so a run is refused before it starts."""
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+from urllib.parse import unquote
+
+from jobs.common.display import brief, is_unicode
+from jobs.errors import InvalidJob
+
+#: The most values of a row. Lists and objects count too.
+MAX_TYPES = 10_000
+MAX_DEPTH = 50
+
+INTEGER, NUMBER, STRING, BOOLEAN = "integer", "number", "string", "boolean"
+DATE, TIME_STAMP = "date", "date-time"
+ARRAY, OBJECT, MAP = "array", "object", "map"
+
+#: Formats of texts that have a type of their own.
+_FORMATS = {"date": DATE, "date-time": TIME_STAMP}
+
+
+@dataclass(frozen=True)
+class ValueType:
+    """The type of a value.
+
+    kind: one of the names above. fields: the types of an object's values, by name. required: the names that an object
+    must have. item: the type of an array's items, or of a map's values. is_nullable: whether null is a value.
+    """
+
+    kind: str
+    fields: Mapping[str, "ValueType"] = field(default_factory=dict)
+    required: frozenset[str] = frozenset()
+    item: "ValueType | None" = None
+    is_nullable: bool = False
+
+
+def type_of_schema(schema: Any) -> ValueType:
+    """Return the type of a schema's values. Raises InvalidJob for a schema whose values fit into no column."""
+    return _Reader(schema).type_of(schema, "$", ())
+
+
+class _Reader:
+    """Reads one schema. Counts its types, because a few references may stand for any number of types."""
+
+    def __init__(self, schema: Any) -> None:
+        self._root = schema
+        self._num_types = 0
+
+    def type_of(self, schema: Any, path: str, references: tuple[str, ...]) -> ValueType:
+        """Return the type of a part of the schema. references: the references that led here."""
+        self._num_types += 1
+        if self._num_types > MAX_TYPES:
+            raise _unfit(path, f"the schema names more than {MAX_TYPES} values")
+        if path.count(".") + path.count("[") > MAX_DEPTH:
+            raise _unfit(path, f"it is nested more than {MAX_DEPTH} times")
+        if not isinstance(schema, dict):
+            raise _unfit(path, f"its schema is {brief(schema)}, which names no type")
+        if "$ref" in schema:
+            return self._referred(schema["$ref"], path, references)
+        for keyword in ("anyOf", "oneOf", "allOf"):
+            options = schema.get(keyword)
+            if isinstance(options, list) and options:
+                if keyword == "allOf" and len(options) > 1:
+                    raise _unfit(path, "allOf of several schemas has no type of its own")
+                return self._any(options, path, references)
+        if "const" in schema:
+            return _type_of_values([schema["const"]], path)
+        if isinstance(schema.get("enum"), list):
+            return _type_of_values(schema["enum"], path)
+        kinds = schema.get("type")
+        if isinstance(kinds, list):
+            return self._any([{**schema, "type": kind} for kind in kinds], path, references)
+        return self._plain(kinds, schema, path, references)
+
+    def _referred(self, reference: Any, path: str, references: tuple[str, ...]) -> ValueType:
+        if reference in references:
+            raise _unfit(path, f"{brief(reference)} holds itself, and a column has an end")
+        schema = self._root
+        if not isinstance(reference, str) or not reference.startswith("#"):
+            raise _unfit(path, f"{brief(reference)} is not in this schema")
+        for step in reference.removeprefix("#").split("/")[1:]:
+            name = unquote(step).replace("~1", "/").replace("~0", "~")
+            if not isinstance(schema, dict) or name not in schema:
+                raise _unfit(path, f"{brief(reference)} is not in this schema")
+            schema = schema[name]
+        return self.type_of(schema, path, (*references, reference))
+
+    def _any(self, options: Iterable[Any], path: str, references: tuple[str, ...]) -> ValueType:
+        """Return the one type of several schemas. One of these may be the schema of null."""
+        types = []
+        is_nullable = False
+        for option in options:
+            if isinstance(option, dict) and option.get("type") == "null":
+                is_nullable = True
+                continue
+            types.append(self.type_of(option, path, references))
+        return _common(types, is_nullable, path)
+
+    def _plain(
+        self, kind: Any, schema: Mapping[str, Any], path: str, references: tuple[str, ...]
+    ) -> ValueType:
+        """Return the type of a schema that names its type."""
+        if kind == STRING:
+            return ValueType(_FORMATS.get(str(schema.get("format")), STRING))
+        if kind in (INTEGER, NUMBER, BOOLEAN):
+            return ValueType(kind)
+        if kind == ARRAY:
+            items = schema.get("items")
+            if schema.get("prefixItems"):
+                raise _unfit(path, "prefixItems give each place a type of its own")
+            return ValueType(ARRAY, item=self.type_of(items, f"{path}[]", references))
+        if kind != OBJECT:
+            given = "null alone" if kind == "null" else "no type"
+            raise _unfit(path, f"its schema names {given}")
+        properties = schema.get("properties")
+        if isinstance(properties, dict) and properties:
+            fields = {}
+            for name, inner in properties.items():
+                if not is_unicode(name):
+                    raise _unfit(path, "the name of a property is no valid Unicode")
+                fields[name] = self.type_of(inner, f"{path}.{name}", references)
+            return ValueType(OBJECT, fields, frozenset(schema.get("required") or ()))
+        values = schema.get("additionalProperties")
+        if not isinstance(values, dict):
+            raise _unfit(path, "an object without properties has no columns")
+        return ValueType(MAP, item=self.type_of(values, f"{path}.*", references))
+
+
+def _type_of_values(values: Iterable[Any], path: str) -> ValueType:
+    types = []
+    is_nullable = False
+    for value in values:
+        if value is None:
+            is_nullable = True
+            continue
+        kind = _KINDS.get(type(value))
+        if kind is None:
+            raise _unfit(path, f"{brief(value)} is a list or an object with no type of its own")
+        types.append(ValueType(kind))
+    return _common(types, is_nullable, path)
+
+
+_KINDS: Mapping[type, str] = {bool: BOOLEAN, int: INTEGER, float: NUMBER, str: STRING}
+
+
+def _common(types: list[ValueType], is_nullable: bool, path: str) -> ValueType:
+    """Return the one type that values of several types have in a column."""
+    if not types:
+        raise _unfit(path, "its schema names null alone")
+    is_nullable = is_nullable or any(kind.is_nullable for kind in types)
+    first, *others = [replace(kind, is_nullable=is_nullable) for kind in types]
+    for other in others:
+        if {first.kind, other.kind} == {INTEGER, NUMBER}:
+            first = replace(first, kind=NUMBER)
+        elif first != other:
+            kinds = first.kind if first.kind == other.kind else f"{first.kind} and {other.kind}"
+            raise _unfit(path, f"it may be values of unlike types ({kinds})")
+    return first
+
+
+def _unfit(path: str, reason: str) -> InvalidJob:
+    return InvalidJob(
+        f"parse: {path} of the schema fits into no column: {reason}; leave parse out, or give it one type"
+    )
