@@ -181,6 +181,8 @@ class RunOptions(TypedDict, total=False):
     """Models that batch files name, for the served one; "*" for any."""
     batch_endpoint: BatchEndpoint
     """The only endpoint that lines of batch files may ask. Others get an error."""
+    drop_unsupported: bool
+    """Whether what cannot be honoured is left out: arguments of batch files' lines, and extra keys of messages."""
     inline_pictures: bool
     """Whether lines of batch files that name a picture's file are refused."""
     limit: int
