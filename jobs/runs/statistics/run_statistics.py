@@ -86,8 +86,8 @@ class PartStats:
 
     def to_record(self) -> str:
         """Return the short JSON that Redis keeps: a look at a run reads it for every part."""
-        long = ("prompt_lengths", "completion_lengths", "finish_reasons", "labels", "left_out")
-        return replace(self, **{name: {} for name in long}).to_text()
+        short = replace(self, prompt_lengths={}, completion_lengths={})
+        return replace(short, finish_reasons={}, labels={}, left_out={}).to_text()
 
     @classmethod
     def from_text(cls, text: str | bytes) -> Self:
