@@ -49,6 +49,11 @@ class LastingTrouble:
         self._num_times = 0
         self._kinds_logged = set[str]()
 
+    @property
+    def lasts(self) -> bool:
+        """Whether it was met within OVER_S."""
+        return self._began_at is not None and self._clock() - self._last_at < OVER_S
+
     def met(self, kind: str, message: str, *args: object) -> None:
         """Note the trouble. The message is logged if none of its kind was since the trouble began."""
         with self._lock:

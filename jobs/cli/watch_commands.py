@@ -9,11 +9,10 @@ from contextlib import suppress
 import click
 import redis
 
-from jobs.cli.status_text import gone_text, rate, status_text, table, tell_failures
-from jobs.common.display import MAX_TEXT_CHARS, bytes_text, duration_text, safe_name
+from jobs.cli.status_text import gone_text, rate, status_text, table, tell_failures, tell_troubles
+from jobs.common.display import bytes_text, duration_text, safe_name
 from jobs.common.release import release_text
 from jobs.common.workers import WorkerSample, read_workers
-from jobs.doctor.redis_server import troubles
 from jobs.errors import UnknownRun
 from jobs.runs.output import RunOutput, named_run, output_here
 from jobs.runs.watching.reading import MAX_RUNS, list_runs, read_planned, run_reasons
@@ -120,12 +119,6 @@ def status(connection: redis.Redis, /, run: str | None, as_json: bool, watch: bo
     for obstacle in obstacles(connection, snapshot):
         click.echo(f"waits    {obstacle}")
     tell_failures(connection, snapshot)
-
-
-def tell_troubles(connection: redis.Redis) -> None:
-    """Print why Redis takes no jobs or may lose them."""
-    for trouble in troubles(connection):
-        click.secho(f"Redis: {safe_name(trouble, MAX_TEXT_CHARS)}", fg="red", err=True)
 
 
 def output_json(output: RunOutput) -> str:

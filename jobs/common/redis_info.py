@@ -4,6 +4,16 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from redis.exceptions import OutOfMemoryError, ResponseError
+
+
+def is_full(error: BaseException) -> bool:
+    """Whether Redis refused a command because its memory is full. Scripts are refused by a plain ResponseError."""
+    return isinstance(error, OutOfMemoryError) or (
+        isinstance(error, ResponseError) and str(error).startswith("OOM ")
+    )
+
+
 #: The fields of INFO that say "ok" while Redis can write to its disk.
 WRITES = ("aof_last_write_status", "aof_last_bgrewrite_status", "rdb_last_bgsave_status")
 

@@ -71,13 +71,26 @@ def not_served(url: str, error: RedisError) -> Finding:
     elif isinstance(error, NOT_SERVED[:2]) and not isinstance(error, AuthenticationError):
         problem = "does not answer"
         mend = "start Redis, or name it with --url or RQ_REDIS_URL (rediss:// where it speaks TLS)"
-        if "SSL" in str(error):
-            mend = "give the certificate of its authority: rediss://...?ssl_ca_certs=/path/ca.pem"
+        if url.startswith("rediss:"):
+            mend = _mend_of_tls(str(error)) or mend
     elif isinstance(error, NoPermissionError):
         mend = "give this user the rules of its role in ops/redis-users.acl, +info and +ping among them"
     elif str(error).startswith("MISCONF"):
         mend = f"{_LOG}, then BGSAVE"
     return fault("redis", f"{address} {problem} ({error})", mend)
+
+
+def _mend_of_tls(error: str) -> str:
+    """Return what mends an error of TLS; "" for any other error."""
+    if "mismatch" in error:
+        return "name the server in RQ_REDIS_URL as its certificate does"
+    if "expired" in error:
+        return "renew the certificate that the error speaks of, then CONFIG SET tls-cert-file, or restart Redis"
+    if "SSL" in error:
+        return "give the certificate of its authority: rediss://...?ssl_ca_certs=/path/ca.pem"
+    if "No such file" in error:
+        return "correct the path ssl_ca_certs in RQ_REDIS_URL"
+    return ""
 
 
 def _user_and_address(url: str) -> tuple[str, str]:
@@ -153,10 +166,8 @@ def _faults(info: Mapping[str, Any]) -> Iterator[Finding]:
         problem = f"maxmemory-policy is {policy}: with its memory full, Redis throws away jobs and answers"
         yield fault("redis memory", problem, _set("maxmemory-policy", "noeviction"))
     if max_bytes and used_bytes > FULL * max_bytes:
-        problem = (
-            f"{used_bytes >> 20} of {max_bytes >> 20} MiB in use: "
-            "soon no job can be enqueued or ended"
-        )
+        when = "no job can" if used_bytes >= max_bytes else "soon no job can"
+        problem = f"{used_bytes >> 20} of {max_bytes >> 20} MiB in use: {when} be enqueued or ended"
         mend = "give Redis more memory (CONFIG SET maxmemory), or keep results for less long (result_ttl)"
         yield fault("redis memory", problem, mend)
 

@@ -26,7 +26,7 @@ from worker.settings import WorkerSettings
 
 FOLDER = DEPLOY / "kubernetes"
 KUBERNETES = "1.37"
-OF_OPERATORS = {"ScaledObject", "PodMonitor"}
+OF_OPERATORS = {"ScaledObject", "PodMonitor", "PrometheusRule"}
 NUMBERS = QueueNumbers({}, {}, {}, {}, RedisHealth(0, 0, ()))
 
 
@@ -80,6 +80,11 @@ def test_each_manifest_is_of_its_schema() -> None:
     }
     for manifest in manifests():
         validate(manifest)
+
+
+def test_the_operators_rules_are_those_that_promtool_tests() -> None:
+    rules = yaml.safe_load((DEPLOY / "prometheus" / "tokenmill.rules.yml").read_text())
+    assert found("PrometheusRule")["spec"] == rules
 
 
 def test_kustomize_finds_all_its_files_and_leaves_none_out() -> None:

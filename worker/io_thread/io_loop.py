@@ -8,7 +8,7 @@ from functools import partial
 from queue import Empty
 from typing import Any
 
-from redis.exceptions import RedisError, ResponseError
+from redis.exceptions import AuthenticationError, RedisError, ResponseError
 
 from jobs.common.display import shown_error
 from jobs.common.workers import RESTORED, RESTORED_TEXT
@@ -154,6 +154,8 @@ class IoLoop:
     @property
     def warning(self) -> str:
         """What is wrong although the worker claims jobs; empty if nothing is. For any thread."""
+        if self._outage.lasts:
+            return "Redis does not answer, or does not take all that is written: the log says why"
         return self.reporter.clock_warning
 
     # The loop
@@ -344,11 +346,12 @@ class IoLoop:
                 self._leave_because_of(FaultySurroundings(faults.in_a_row, str(fault)))
 
     def _ride_out(self, moment: float, error: RedisError) -> None:
-        result = "refused" if isinstance(error, ResponseError) else "did not answer"
+        is_refusal = isinstance(error, ResponseError | AuthenticationError)
+        what = "Redis refused" if is_refusal else "Redis did not answer"
         self._outage.met(
-            f"{result} {type(error).__name__}",
-            "Redis %s (%s); trying again until it does",
-            result,
+            f"{what} {type(error).__name__}",
+            "%s (%s); trying again until it does",
+            what,
             shown_error(error),
         )
         self._runner.tally.redis_failed(error)
