@@ -355,13 +355,11 @@ class RunFolder:
         manifest = json.dumps(summary, indent=2)
         examples = examples_of(self.storage, self.plan, has_prompts=False)
         report = report_html(json.loads(manifest), examples=examples)
-        writers: dict[str, Callable[[Any], object]] = {
-            **{
-                name: partial(write_output, self.storage, self.plan, name) for name in self._outputs
-            },
-            run_names.REPORT: lambda sink: sink.write(report.encode()),
-            run_names.MANIFEST: lambda sink: sink.write(manifest.encode()),
-        }
+        writers: dict[str, Callable[[Any], object]] = {}
+        for name in self._outputs:
+            writers[name] = partial(write_output, self.storage, self.plan, name)
+        writers[run_names.REPORT] = lambda sink: sink.write(report.encode())
+        writers[run_names.MANIFEST] = lambda sink: sink.write(manifest.encode())
         with writing(self._path):
             for name in self._end_files:
                 if not self._is_there(name):

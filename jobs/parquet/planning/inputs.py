@@ -114,8 +114,11 @@ def _num_bytes(groups: Sequence[tuple[int, int]], shard: Shard) -> int:
     num_bytes = 0.0
     start = -shard.skip  # the first row of the next group, counted from the shard's first row
     for rows, size in groups[shard.first_group : shard.first_group + shard.num_groups]:
-        num_bytes += size * (min(start + rows, shard.rows) - max(start, 0)) / rows if rows else 0
-        start += rows
+        end = start + rows
+        rows_of_shard = min(end, shard.rows) - max(start, 0)
+        if rows:
+            num_bytes += size * rows_of_shard / rows
+        start = end
     return round(num_bytes)
 
 
