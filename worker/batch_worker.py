@@ -7,6 +7,7 @@ import json
 import multiprocessing
 import os
 import signal
+import socket
 import time
 from contextlib import closing
 from datetime import timedelta
@@ -29,7 +30,7 @@ from jobs.common.display import shown_error
 from jobs.common.plain_log import AUTO, VARIABLE, give_up_handlers
 from worker.errors import ForeignJobsPackage, StartupError
 from worker.io_thread.limits import LEASE_MARGIN_S, Limits
-from worker.logs import start_log
+from worker.logs import LastingTrouble, start_log
 from worker.start import (
     called_by_rq_command,
     leave_out_working_directory,
@@ -40,7 +41,7 @@ from worker.start import (
 )
 from worker.store.client import MIN_REDIS_VERSION
 from worker.store.scheduler import Scheduler
-from worker.store.worker_record import shown_loading
+from worker.store.worker_record import living_namesake, shown_loading
 
 if TYPE_CHECKING:
     from engine import Engine
@@ -70,6 +71,10 @@ class BatchWorker(BaseWorker):
     _traces: OtelTraces | None = None
     _is_cold = False
     _is_stopped_early = False
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._deafness = LastingTrouble(self.log, "listening for commands again")
 
     def load_engine(self, settings: WorkerSettings) -> Engine:
         """Load the model. Override this to serve with another engine."""
@@ -124,7 +129,7 @@ class BatchWorker(BaseWorker):
         try:
             started = time.monotonic()
             loading = shown_loading(
-                self.connection, self.name, self.queue_names(), settings.model_name
+                self.connection, self.name, self.queue_names(), settings.model_name, settings.model
             )
             with loading, closing(self._load(settings)) as engine:
                 if writes_json:
@@ -256,7 +261,23 @@ class BatchWorker(BaseWorker):
         if tuple(redis_version) < MIN_REDIS_VERSION:
             version_text = ".".join(map(str, redis_version))
             raise StartupError(f"Redis {version_text} is too old: 6.2 or later is needed")
-        return WorkerSettings.load()
+        settings = WorkerSettings.load()
+        self._take_name()
+        return settings
+
+    def _take_name(self) -> None:
+        """Take this worker's name from one of this machine that was killed. RQ would keep it for eight minutes.
+
+        Raises StartupError if a living worker has it.
+        """
+        namesake = living_namesake(self.connection, self.name, socket.gethostname())
+        if namesake:
+            raise StartupError(
+                f"the name {self.name} belongs to another worker, {namesake}: give each worker its own --name; "
+                "that of a dead one on another machine is free after --worker-ttl and a minute"
+            )
+        if self.connection.exists(self.key):
+            self.register_death()
 
     def _serve(
         self,
@@ -354,7 +375,12 @@ class BatchWorker(BaseWorker):
 
     def _pubsub_exception_handler(self, exc: Exception, pubsub: Any, pubsub_thread: Any) -> None:
         """Go on listening after any error. RQ goes on only after a lost connection."""
-        self.log.error("Worker %s: cannot listen for commands (%s); trying again", self.name, exc)
+        self._deafness.met(
+            type(exc).__name__,
+            "Worker %s: cannot listen for commands (%s); trying again",
+            self.name,
+            shown_error(exc),
+        )
         time.sleep(_LISTEN_AGAIN_S)
 
     # What RQ shows of the worker

@@ -1,8 +1,13 @@
-"""Sets the form of a worker's log: RQ's text, or a JSON object for each line."""
+"""Sets the form of a worker's log, and says what lasts only once.
+
+The log is RQ's text, or a JSON object for each line.
+"""
 
 import logging
 import sys
-from collections.abc import Mapping
+import threading
+import time
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from rq.defaults import DEFAULT_LOGGING_DATE_FORMAT, DEFAULT_LOGGING_FORMAT
@@ -14,6 +19,67 @@ from worker.errors import SettingsError
 
 #: Loggers with handlers, which RQ or this module has added.
 _LOGGERS = ("rq.worker", "rq.job", "rq.scheduler", "engine")
+
+
+#: Seconds without a trouble after which it counts as over.
+OVER_S = 20.0
+
+
+class LastingTrouble:
+    """Logs a trouble once while it lasts, and once that it is over. For any thread.
+
+    A trouble that comes back within OVER_S lasts, so that one that comes and goes does not fill the log.
+    """
+
+    def __init__(
+        self,
+        log: logging.Logger,
+        over: str,
+        level: int = logging.ERROR,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """over: words for the line that ends it. level: of the line that begins it."""
+        self._log = log
+        self._over = over
+        self._level = level
+        self._clock = clock
+        self._lock = threading.Lock()
+        self._began_at: float | None = None
+        self._last_at = 0.0
+        self._num_times = 0
+        self._kinds_logged = set[str]()
+
+    @property
+    def lasts(self) -> bool:
+        """Whether it was met within OVER_S."""
+        return self._began_at is not None and self._clock() - self._last_at < OVER_S
+
+    def met(self, kind: str, message: str, *args: object) -> None:
+        """Note the trouble. The message is logged if none of its kind was since the trouble began."""
+        with self._lock:
+            self._end_if_over()
+            self._last_at = self._clock()
+            self._num_times += 1
+            if self._began_at is None:
+                self._began_at = self._last_at
+            is_new = kind not in self._kinds_logged
+            self._kinds_logged.add(kind)
+        if is_new:
+            self._log.log(self._level, message, *args)
+
+    def passed(self) -> None:
+        """Note that all is well at this moment."""
+        with self._lock:
+            self._end_if_over()
+
+    def _end_if_over(self) -> None:
+        if self._began_at is None or self._clock() - self._last_at < OVER_S:
+            return
+        lasted_s = self._last_at - self._began_at
+        self._log.info("%s (seen %d times in %.0f s)", self._over, self._num_times, lasted_s)
+        self._began_at = None
+        self._num_times = 0
+        self._kinds_logged.clear()
 
 
 def start_log(worker: str, wanted: str, level: str | int | None, formats: tuple[str, str]) -> bool:

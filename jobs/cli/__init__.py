@@ -7,7 +7,7 @@ import redis
 
 from jobs import client
 from jobs.cli.folder_commands import errors, report, tail, verify
-from jobs.cli.operator_commands import doctor, drain, info, requeue_command, restore_check
+from jobs.cli.operator_commands import doctor, drain, flood, info, requeue_command, restore_check
 from jobs.cli.run_options import (
     check_options,
     input_options,
@@ -128,6 +128,7 @@ _COMMANDS = (
     tail,
     verify,
     report,
+    flood,
     info,
     drain,
     dashboard,

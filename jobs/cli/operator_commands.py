@@ -1,7 +1,11 @@
-"""Commands for operators of queues and workers: `tokenmill info`, `drain`, `requeue`, `restore-check` and `doctor`."""
+"""Commands for operators of queues and workers.
+
+`tokenmill info`, `flood`, `drain`, `requeue`, `restore-check` and `doctor`.
+"""
 
 import importlib
 import json
+import shlex
 from collections import Counter
 from collections.abc import Iterator
 from importlib.metadata import version
@@ -12,16 +16,27 @@ import click
 import redis
 from redis.exceptions import RedisError
 
-from jobs.common.display import safe_name
+from jobs.cli.status_text import table, tell_troubles
+from jobs.common.display import duration_text, safe_name
 from jobs.common.keys import EPOCHS_KEY, RESTORED_KEY
 from jobs.common.rq_jobs import command_channel
 from jobs.common.stored import text
 from jobs.common.workers import RESTORED_TEXT, are_held, read_workers
 from jobs.doctor.findings import Examination, Finding, Level, check_installation, examine, fault
-from jobs.doctor.redis_server import check_permissions, check_server, not_served, reach
-from jobs.queues import REQUEUE_LIMIT, RESUBMIT, count_queues, queue_names, requeue, requeue_all
+from jobs.doctor.redis_server import Role, check_permissions, check_server, not_served, reach
+from jobs.queues import (
+    REQUEUE_LIMIT,
+    RESUBMIT,
+    count_queues,
+    head_ages,
+    queue_names,
+    requeue,
+    requeue_all,
+)
+from jobs.queues.flood import RUN, UNNAMED, cancel_waiting, read_producers
 
 MAX_SHOWN = 5
+MAX_PRODUCERS = 20
 #: RQ's command that ends a worker.
 _SHUTDOWN = {"command": "shutdown"}
 
@@ -34,6 +49,7 @@ def info(connection: redis.Redis, /, queues: tuple[str, ...]) -> None:
 
     Unlike `rq info` this command reads no job, so no pickle is loaded. Exits with 1 if a named queue does not exist.
     """
+    tell_troubles(connection)
     known_names = queue_names(connection)
     missing = []
     for queue in count_queues(connection, queues or known_names):
@@ -59,6 +75,43 @@ def info(connection: redis.Redis, /, queues: tuple[str, ...]) -> None:
     if missing:
         existing = f": there are {_ids(known_names)}" if known_names else ": there is none"
         raise click.ClickException(f"no queue is named {_ids(missing)}{existing}")
+
+
+@click.command()
+@click.argument("queue")
+@click.option(
+    "--stop", "who", help="Cancel all waiting jobs of this one: a name of the table, or - for none."
+)
+@click.pass_obj
+def flood(connection: redis.Redis, /, queue: str, who: str | None) -> None:
+    """Say whose jobs wait in QUEUE, and cancel those of one producer.
+
+    A producer is a run, or what a job's meta has under "producer". The API server writes the name of the project there.
+    Of a long queue 10,000 jobs are read, spread over its length.
+    """
+    if who is not None:
+        if who.startswith(RUN):
+            raise click.UsageError(f"a run is cancelled by `tokenmill cancel {who[len(RUN) :]}`")
+        click.echo(f"cancelled {cancel_waiting(connection, queue, who)} waiting jobs")
+        return
+
+    producers = read_producers(connection, queue)
+    age_s = head_ages(connection, [queue]).get(queue)
+    since = (
+        ""
+        if age_s is None or not producers.num_waiting
+        else f", the first for {duration_text(age_s)}"
+    )
+    click.echo(f"queue {safe_name(queue)}: {producers.num_waiting} waiting{since}")
+    rows = []
+    for name in list(producers.num_jobs)[:MAX_PRODUCERS]:
+        mend = f"tokenmill flood {shlex.quote(queue)} --stop {shlex.quote(name)}"
+        if name.startswith(RUN):
+            mend = f"tokenmill cancel {name[len(RUN) :]}"
+        whose = "no producer named" if name == UNNAMED else name
+        rows.append((str(producers.share(name)), whose, safe_name(mend)))
+    if rows:
+        click.echo(table(("JOBS", "WHOSE", "STOP WITH"), rows, ("JOBS",)))
 
 
 @click.command("restore-check")
@@ -156,6 +209,9 @@ def _ids(job_ids: list[str]) -> str:
 #: These commands are imported when they are used, because their packages import this one.
 CHECKS = {"worker": "worker.doctor", "dashboard": "tokenmill.dashboard.doctor"}
 
+#: Roles with rules of their own in Redis.
+_ROLES: dict[str, Role] = {"worker": "worker", "dashboard": "dashboard"}
+
 _COLOURS = {Level.OK: "green", Level.WARNING: "yellow", Level.FAULT: "red"}
 
 
@@ -222,4 +278,4 @@ def _check_redis(url: str, role: str) -> Iterator[Finding]:
         return
     with server.client:
         yield from check_server(server)
-        yield from check_permissions(server, "worker" if role == "worker" else "producer")
+        yield from check_permissions(server, _ROLES.get(role, "producer"))

@@ -11,8 +11,9 @@ import click
 import redis
 
 from jobs.common.display import MAX_TEXT_CHARS, duration_text, safe_name, utc_text
+from jobs.common.redis_info import is_full
 from jobs.common.rq_jobs import last_value
-from jobs.doctor.redis_server import NOT_SERVED, not_served
+from jobs.doctor.redis_server import NOT_SERVED, not_served, troubles
 from jobs.errors import JobsError
 from jobs.runs.statistics.run_statistics import outcome_text
 from jobs.runs.watching.follow import REFUSED_AS_BEFORE, End, Watch, follow
@@ -37,6 +38,11 @@ def errors_printed() -> Iterator[None]:
         cause = error
     except redis.exceptions.RedisError as error:
         text = f"Redis refused ({type(error).__name__}): {error}"
+        if is_full(error):
+            text = (
+                "Redis is full, and takes no writes: give it more memory (redis-cli CONFIG SET "
+                "maxmemory), then see what fills it (tokenmill info, tokenmill flood QUEUE)"
+            )
         cause = error
     raise click.ClickException(safe_name(text, MAX_TEXT_CHARS)) from cause
 
@@ -50,6 +56,12 @@ def table(heads: Sequence[str], rows: Sequence[Sequence[str]], numbers: Sequence
         for head, width in zip(heads, widths, strict=True)
     ]
     return "\n".join("  ".join(cells).format(*line).rstrip() for line in lines)
+
+
+def tell_troubles(connection: redis.Redis) -> None:
+    """Print why Redis takes no jobs or may lose them."""
+    for trouble in troubles(connection):
+        click.secho(f"Redis: {safe_name(trouble, MAX_TEXT_CHARS)}", fg="red", err=True)
 
 
 def rate(value: float | None) -> str:

@@ -9,11 +9,10 @@ from contextlib import suppress
 import click
 import redis
 
-from jobs.cli.status_text import gone_text, rate, status_text, table, tell_failures
-from jobs.common.display import MAX_TEXT_CHARS, duration_text, safe_name
+from jobs.cli.status_text import gone_text, rate, status_text, table, tell_failures, tell_troubles
+from jobs.common.display import bytes_text, duration_text, safe_name
 from jobs.common.release import release_text
 from jobs.common.workers import WorkerSample, read_workers
-from jobs.doctor.redis_server import troubles
 from jobs.errors import UnknownRun
 from jobs.runs.output import RunOutput, named_run, output_here
 from jobs.runs.watching.reading import MAX_RUNS, list_runs, read_planned, run_reasons
@@ -27,7 +26,8 @@ watch_option = click.option(
     "--watch", is_flag=True, help="Show it anew every two seconds, until Ctrl-C."
 )
 _RUN_NUMBERS = ("ROWS", "ERRORS", "SHARDS", "ROWS/S", "TOK/S", "SUBMITTED")
-_WORKER_NUMBERS = ("BATCH", "WAITING", "KV", "SEEN")
+_WORKER_ACTIVITY = ("BATCH", "WAITING", "KV")
+_WORKER_NUMBERS = ("PID", "UP", "MEMORY", *_WORKER_ACTIVITY, "SEEN")
 
 
 @click.command()
@@ -60,7 +60,7 @@ def runs(connection: redis.Redis, /, states: tuple[str, ...], limit: int, as_jso
 @watch_option
 @click.pass_obj
 def workers(connection: redis.Redis, /, as_json: bool, watch: bool) -> None:
-    """List the workers and what they hold.
+    """List the workers: where each runs, what it serves, and what it holds.
 
     "draining" takes nothing new, "silent" is frozen, cut off or dead; --json has what a silent one told last.
     """
@@ -119,12 +119,6 @@ def status(connection: redis.Redis, /, run: str | None, as_json: bool, watch: bo
     for obstacle in obstacles(connection, snapshot):
         click.echo(f"waits    {obstacle}")
     tell_failures(connection, snapshot)
-
-
-def tell_troubles(connection: redis.Redis) -> None:
-    """Print why Redis takes no jobs or may lose them."""
-    for trouble in troubles(connection):
-        click.secho(f"Redis: {safe_name(trouble, MAX_TEXT_CHARS)}", fg="red", err=True)
 
 
 def output_json(output: RunOutput) -> str:
@@ -200,9 +194,7 @@ def runs_table(runs: Sequence[RunSnapshot], now: float) -> str:
             rate(run.rows_per_s),
             rate(run.tokens_per_s),
             "-" if run.submitted_at is None else duration_text(now - run.submitted_at),
-            run.output
-            if len(run.output) <= MAX_PATH_CHARS
-            else f"...{run.output[3 - MAX_PATH_CHARS :]}",
+            _cut_path(run.output),
         )
         for run in runs
     ]
@@ -216,39 +208,47 @@ def workers_table(samples: Sequence[WorkerSample]) -> str:
             "no worker: start one with `rq worker --worker-class worker.BatchWorker -S json QUEUE`"
         )
     heads = (
-        "WORKER",
-        "STATE",
-        "MODEL",
-        "FINGERPRINT",
-        "DTYPE",
-        "VERSION",
-        "LANES",
-        "HOLDS",
-        *_WORKER_NUMBERS,
+        *("WORKER", "STATE", "MODEL", "FINGERPRINT", "VERSION"),
+        *("HOST", "PID", "UP", "MEMORY", "LANES", "HOLDS"),
+        *_WORKER_ACTIVITY,
+        *("SEEN", "PATH"),
     )
     return table(heads, list(map(_worker_row, samples)), _WORKER_NUMBERS)
 
 
 def _worker_row(worker: WorkerSample) -> tuple[str, ...]:
-    held_jobs = ", ".join(f"{queue} {count}" for queue, count in worker.held.items()) or "-"
+    up = duration_text(worker.up_s)
+    memory = bytes_text(worker.memory_bytes) if worker.memory_bytes else ""
+    held_jobs = ", ".join(f"{queue} {count}" for queue, count in worker.held.items())
     activity: tuple[str, ...] = (
-        held_jobs,
         f"{worker.num_requests_running}/{worker.max_num_seqs}",
         str(worker.num_requests_waiting),
         f"{worker.kv_cache_usage:.0%}",
     )
-    if (
-        worker.is_silent
-    ):  # its last sample is outdated: other workers have its jobs, or will have them
-        activity = ("-",) * len(activity)
-    return (
+    if worker.is_silent:
+        # Its last sample is outdated: other workers have its jobs, or will have them.
+        up = memory = held_jobs = ""
+        activity = ("",) * len(activity)
+
+    cells = (
         safe_name(worker.name),
         "silent" if worker.is_silent else worker.state,
         worker.model,
         worker.fingerprint[:8],
-        worker.dtype,
         release_text(worker.version, worker.commit),
+        worker.host,
+        str(worker.pid) if worker.pid else "",
+        up,
+        memory,
         " ".join(worker.queues),
+        held_jobs,
         *activity,
         duration_text(worker.silent_s),
+        _cut_path(worker.model_source),
     )
+    return tuple(cell or "-" for cell in cells)
+
+
+def _cut_path(path: str) -> str:
+    """Return a path, or its end if it is long."""
+    return path if len(path) <= MAX_PATH_CHARS else f"...{path[3 - MAX_PATH_CHARS :]}"

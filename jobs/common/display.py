@@ -63,6 +63,16 @@ def safe_name(name: str | bytes, most: int = MAX_NAME_CHARS) -> str:
     return printable(cut) if len(cut) == len(name) else f"{printable(cut)}..."
 
 
+def bytes_text(num_bytes: float) -> str:
+    """Return an amount of memory in its largest unit, such as "3.2 GiB"."""
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if num_bytes < 1024:
+            digits = 1 if unit == "GiB" else 0
+            return f"{num_bytes:.{digits}f} {unit}"
+        num_bytes /= 1024
+    return f"{num_bytes:.1f} TiB"
+
+
 def duration_text(seconds: float) -> str:
     """Return a duration in its two largest units, such as "2 h 5 min"."""
     whole = max(0, round(seconds))

@@ -11,6 +11,12 @@ tokenmill:run:<run>:failed     set: shards whose jobs have failed for good, wher
 tokenmill:run:index            sorted set: run -> Unix time in ms of its last submission
 tokenmill:run:api-batches      sorted set: JSON of a batch -> Unix time of its making (watching/api_records.py)
 tokenmill:run:api-limited      hash: `<project> <limit>` -> Unix time of its last refusal (watching/api_records.py)
+tokenmill:dashboard:actions    list, JSON: who did what in the dashboard (tokenmill/dashboard/actions/log.py)
+tokenmill:dashboard:history:<kind>:<hash>  string: values of a queue, worker or run, for a week (history/rings.py)
+tokenmill:dashboard:history:index:<kind>   sorted set: name -> Unix time at which something was last told of it
+tokenmill:dashboard:history:marks    sorted set: JSON of a worker that came, left or died -> Unix time
+tokenmill:dashboard:history:present  hash: worker -> Unix time of its start, as the dashboard has last seen it
+tokenmill:dashboard:history:turn     string: the dashboard that writes these
 tokenmill:api-limits           hash: project -> JSON: what its clients may take (api_keys.py)
 tokenmill:api-rate:<project>:<minute>  string: how many requests its clients have made in this minute
 tokenmill:api-tokens:<project> hash: job or batch -> its tokens, and until when they count (server/queued_tokens.py)
@@ -21,6 +27,7 @@ The keys below belong to worker/store/. They tell which worker has a job, or who
 
 tokenmill:held:<queue>         hash: `<job>:<execution>` that is claimed -> what was known then (holding.lua)
 tokenmill:deaths:<job>         string: how many workers have died with the job, for a week
+tokenmill:worker-deaths        list, JSON: which workers died while they held jobs (common/worker_deaths.py)
 tokenmill:fleet:<queue>        sorted set: name of a worker that serves it -> Unix time of its last sign
 tokenmill:served:<name>        string, JSON: what a worker serves, as long as it lives (common/workers.py)
 tokenmill:journal:<job>        string: how far a job of prompts is, while it runs (context/job_journal.py)
@@ -82,6 +89,8 @@ STREAM_FIELD = "tokenmill_stream"
 SUBMISSION_FIELD = "tokenmill_submission"
 #: A run's keys are kept this long after the last write; the files alone are enough to resume it.
 RUN_TTL_S = 30 * 24 * 3600
+#: Which workers died while they held jobs.
+DEATHS_KEY = f"{OWN}:worker-deaths"
 #: By this key workers see that Redis came back with older data.
 EPOCHS_KEY = f"{OWN}:epochs"
 #: While this key is set, workers claim nothing.
@@ -91,6 +100,11 @@ RUNS_KEY = f"{OWN}:run:index"
 #: What API servers record for others to show. These too are below `tokenmill:run:`: the dashboard is a producer.
 API_BATCHES_KEY = f"{OWN}:run:api-batches"
 API_LIMITED_KEY = f"{OWN}:run:api-limited"
+
+#: The log of what people did in the dashboard. Only its Redis user writes below `tokenmill:dashboard:`.
+ACTIONS_KEY = f"{OWN}:dashboard:actions"
+#: Begins the keys of what dashboards keep for charts.
+HISTORY_PREFIX = f"{OWN}:dashboard:history"
 
 #: The keys of the API server's clients.
 API_KEYS_KEY = f"{OWN}:api-keys"

@@ -20,6 +20,7 @@ from rq.job import Retry as Retry
 from rq.rate_limit import RateLimitRegistry
 from rq.results import Result
 from rq.serializers import JSONSerializer
+from rq.suspension import WORKERS_SUSPENDED
 from rq.utils import now, utcformat
 from rq.worker.base import BaseWorker
 from rq.worker_registration import REDIS_WORKER_KEYS
@@ -34,6 +35,9 @@ QUEUE_PREFIX = Queue.redis_queue_namespace_prefix
 #: A set of the keys of all workers, and the beginning of such a key.
 WORKERS_KEY = REDIS_WORKER_KEYS
 WORKER_PREFIX = BaseWorker.redis_worker_namespace_prefix
+
+#: While this key is set, no worker claims anything.
+SUSPENDED_KEY = WORKERS_SUSPENDED
 
 RATE_LIMITS_KEY = RateLimitRegistry.rl_keys_key
 JOB_PREFIX = Job.redis_job_namespace_prefix

@@ -97,6 +97,8 @@ class Point:
     at: Unix seconds by the worker's clock. prompt_tokens: computed or cached. num_requests_running: sequences in the
     batch. kv_cache_usage: 0 to 1. jobs_held: claimed and not ended. rows: answered rows of files. depth: the waiting
     jobs of each of its queues, the most urgent queue first.
+    ended, ended_badly, waited_ms, ran_ms: by queue, the jobs that ended here, those of them that did not finish, and
+    how long all together have waited and run.
     """
 
     at: float = 0.0
@@ -113,6 +115,10 @@ class Point:
     jobs_failed: int = 0
     rows: int = 0
     depth: Mapping[str, int] = field(default_factory=dict)
+    ended: Mapping[str, int] = field(default_factory=dict)
+    ended_badly: Mapping[str, int] = field(default_factory=dict)
+    waited_ms: Mapping[str, int] = field(default_factory=dict)
+    ran_ms: Mapping[str, int] = field(default_factory=dict)
 
     @property
     def batch_fill(self) -> float:
@@ -148,6 +154,7 @@ class WorkerSample(Point):
     model) or "stopped".
     models: all names by which jobs may ask for its model. fingerprint, max_model_len: see ServedModel.
     clock_formats: see ServedModel, as one text (jobs.context.served_model.joined_formats).
+    model_source: the folder or hub id from which its model was loaded. host, pid, memory_bytes: of its process.
     format: the format of plans that it reads (FORMAT in jobs.common.keys).
     queues: the most urgent first. held: how many jobs it holds, by queue. held_jobs: the oldest of these jobs, at most
     MAX_HELD_NAMED. claimed: for each of its queues, the jobs that any worker has taken and not begun.
@@ -157,12 +164,16 @@ class WorkerSample(Point):
     silent_s: float = 0.0
     state: str = ""
     model: str = ""
+    model_source: str = ""
     models: Sequence[str] = ()
     fingerprint: str = ""
     max_model_len: int = 0
     clock_formats: str = ""
     dtype: str = ""
     attention_backend: str = ""
+    host: str = ""
+    pid: int = 0
+    memory_bytes: int = 0
     version: str = ""
     commit: str = ""
     format: int = 0
@@ -172,6 +183,11 @@ class WorkerSample(Point):
     claimed: Mapping[str, int] = field(default_factory=dict)
     started_at: float = 0.0
     stuck_threads: int = 0
+
+    @property
+    def up_s(self) -> float:
+        """The seconds since it started, by its own clock up to its last sample."""
+        return max(0.0, self.at - self.started_at) + self.silent_s
 
     @property
     def is_silent(self) -> bool:

@@ -22,6 +22,7 @@ from redis.exceptions import TimeoutError as RedisTimeoutError
 from redis.retry import Retry
 
 from jobs.common.keys import RQ, prefixed
+from jobs.common.redis_info import redis_health
 from jobs.doctor.findings import Finding, fault, ok, warning
 
 TIMEOUT_S = 3.0
@@ -70,13 +71,26 @@ def not_served(url: str, error: RedisError) -> Finding:
     elif isinstance(error, NOT_SERVED[:2]) and not isinstance(error, AuthenticationError):
         problem = "does not answer"
         mend = "start Redis, or name it with --url or RQ_REDIS_URL (rediss:// where it speaks TLS)"
-        if "SSL" in str(error):
-            mend = "give the certificate of its authority: rediss://...?ssl_ca_certs=/path/ca.pem"
+        if url.startswith("rediss:"):
+            mend = _mend_of_tls(str(error)) or mend
     elif isinstance(error, NoPermissionError):
         mend = "give this user the rules of its role in ops/redis-users.acl, +info and +ping among them"
     elif str(error).startswith("MISCONF"):
         mend = f"{_LOG}, then BGSAVE"
     return fault("redis", f"{address} {problem} ({error})", mend)
+
+
+def _mend_of_tls(error: str) -> str:
+    """Return what mends an error of TLS; "" for any other error."""
+    if "mismatch" in error:
+        return "name the server in RQ_REDIS_URL as its certificate does"
+    if "expired" in error:
+        return "renew the certificate that the error speaks of, then CONFIG SET tls-cert-file, or restart Redis"
+    if "SSL" in error:
+        return "give the certificate of its authority: rediss://...?ssl_ca_certs=/path/ca.pem"
+    if "No such file" in error:
+        return "correct the path ssl_ca_certs in RQ_REDIS_URL"
+    return ""
 
 
 def _user_and_address(url: str) -> tuple[str, str]:
@@ -125,11 +139,11 @@ def troubles(connection: Redis) -> list[str]:
 
 
 def _faults(info: Mapping[str, Any]) -> Iterator[Finding]:
-    written = ("aof_last_write_status", "aof_last_bgrewrite_status", "rdb_last_bgsave_status")
-    failed = ", ".join(name for name in written if info.get(name, "ok") != "ok")
+    health = redis_health(info)
+    failed = ", ".join(health.failed_writes)
     policy = info.get("maxmemory_policy", "noeviction")
-    used_bytes = info.get("used_memory", 0)
-    max_bytes = info.get("maxmemory") or info.get("total_system_memory", 0)
+    used_bytes = health.used_bytes
+    max_bytes = health.limit_bytes
     if info.get("role") == "slave":
         mend = f"name its master, {info.get('master_host')}:{info.get('master_port')}"
         yield fault("redis", "this is a replica, which takes no jobs", mend)
@@ -152,10 +166,8 @@ def _faults(info: Mapping[str, Any]) -> Iterator[Finding]:
         problem = f"maxmemory-policy is {policy}: with its memory full, Redis throws away jobs and answers"
         yield fault("redis memory", problem, _set("maxmemory-policy", "noeviction"))
     if max_bytes and used_bytes > FULL * max_bytes:
-        problem = (
-            f"{used_bytes >> 20} of {max_bytes >> 20} MiB in use: "
-            "soon no job can be enqueued or ended"
-        )
+        when = "no job can" if used_bytes >= max_bytes else "soon no job can"
+        problem = f"{used_bytes >> 20} of {max_bytes >> 20} MiB in use: {when} be enqueued or ended"
         mend = "give Redis more memory (CONFIG SET maxmemory), or keep results for less long (result_ttl)"
         yield fault("redis memory", problem, mend)
 
@@ -199,16 +211,18 @@ def _set(name: str, value: object) -> str:
     return f"redis-cli CONFIG SET {name} {value}, and the same in redis.conf"
 
 
-Role = Literal["worker", "producer"]
+Role = Literal["worker", "producer", "dashboard"]
 
 #: Keys, as rules name them, that each role uses.
+_PRODUCERS_KEYS = """
+    rq:queues rq:queue:* rq:job:* rq:results:* rq:wip:* rq:finished:* rq:failed:* rq:deferred:* rq:ready:*
+    rq:scheduled:* rq:canceled:* rq:execution:* rq:executions:* rq:groups rq:group:* rq:workers rq:worker:*
+    tokenmill:run:* tokenmill:worker:* tokenmill:samples:*
+"""
 KEYS: Mapping[Role, str] = {
     "worker": "rq:* tokenmill:*",
-    "producer": """
-        rq:queues rq:queue:* rq:job:* rq:results:* rq:wip:* rq:finished:* rq:failed:* rq:deferred:* rq:ready:*
-        rq:scheduled:* rq:canceled:* rq:execution:* rq:executions:* rq:groups rq:group:* rq:workers rq:worker:*
-        tokenmill:run:* tokenmill:worker:* tokenmill:samples:*
-    """,
+    "producer": _PRODUCERS_KEYS,
+    "dashboard": f"{_PRODUCERS_KEYS} rq:rl-keys rq:rl:* rq:suspended tokenmill:dashboard:* tokenmill:worker-deaths",
 }
 
 #: Commands that a role needs, with arguments; K stands for a key, C for a channel.
@@ -224,12 +238,14 @@ _WORKERS = """
     srandmember K; xadd K * a 1; rename K K; evalsha SHA 1 K; script load 1; script exists SHA
     memory usage K; subscribe C; unsubscribe C
 """
+_DASHBOARDS = "ltrim K 0 1; zremrangebyrank K 0 1; getrange K 0 1; setrange K 0 a"
 _WORDS = {"K": prefixed("rq:job:a"), "C": prefixed("rq:pubsub:a"), "SHA": "0" * 40}
 
 
 def commands_of(role: Role) -> list[tuple[str, ...]]:
     """Return the commands that a role needs, as words with arguments."""
-    text = _PRODUCERS + (_WORKERS if role == "worker" else "")
+    own = {"worker": _WORKERS, "dashboard": _DASHBOARDS, "producer": ""}
+    text = f"{_PRODUCERS}\n{own[role]}"
     commands = []
     for command in text.replace("\n", ";").split(";"):
         words = tuple(_WORDS.get(word, word) for word in command.split())

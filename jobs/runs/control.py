@@ -1,6 +1,9 @@
 """Submits, retries and cancels runs. The command line calls these functions."""
 
+import getpass
 import json
+import os
+import socket
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -73,7 +76,7 @@ def submit_run(
 
     def enter(pipe: Pipeline) -> None:
         is_held = not state.is_cancelled() and _is_held(connection, run, plan_job, submission.model)
-        state.submit(pipe, plan_job, spec.output, submission, anew=not is_held)
+        state.submit(pipe, plan_job, spec.output, submission, anew=not is_held, by=submitter())
         if not is_held:
             _enqueue_planning(pipe, connection, submission, plan_job, planning)
 
@@ -81,6 +84,15 @@ def submit_run(
     popped = QueueKeys(queue_name).popped
     state.write(enter, job_key(plan_job), executions_key(plan_job), popped)
     return run
+
+
+def submitter() -> str:
+    """Return the user of this process and its machine."""
+    try:
+        user = getpass.getuser()
+    except (OSError, KeyError):  # a container's user may have no name
+        user = str(os.getuid())
+    return f"{user}@{socket.gethostname()}"
 
 
 def retry_run(connection: Redis, plan: Plan, output: str, max_tokens: int | None = None) -> str:

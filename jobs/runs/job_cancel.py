@@ -51,8 +51,9 @@ def _take(job_id: str, pipe: Pipeline) -> bool | None:
     if not raw[0]:
         return False
     keys = rq_jobs.QueueKeys(stored.text(raw[0]))
-    limit = stored.text(raw[1] or b"")
-    registries = (keys.deferred, keys.ready, keys.scheduled, rq_jobs.rate_limited_key(limit))
+    registries = [keys.deferred, keys.ready, keys.scheduled]
+    if raw[1]:  # not every user may read the keys of rate limits
+        registries.append(rq_jobs.rate_limited_key(stored.text(raw[1])))
     on_queue: Any = pipe.lpos(keys.waiting, job_id)
     waits = [pipe.zscore(key, job_id) is not None for key in registries]
     if on_queue is None and not any(waits):

@@ -9,8 +9,10 @@ import kubernetes_validate
 import pytest
 import yaml
 from jsonschema import Draft202012Validator
-from redis import Redis
 
+from jobs.common.redis_info import RedisHealth
+from jobs.queues.metrics import job_family, waiting_families
+from jobs.queues.numbers import QueueNumbers
 from tests.ops.deployed import (
     DASHBOARD_SETTINGS,
     DEPLOY,
@@ -20,12 +22,12 @@ from tests.ops.deployed import (
     assert_settings_exist,
     option,
 )
-from tokenmill.dashboard.queue_metrics import QueueMetrics
 from worker.settings import WorkerSettings
 
 FOLDER = DEPLOY / "kubernetes"
 KUBERNETES = "1.37"
-OF_OPERATORS = {"ScaledObject", "PodMonitor"}
+OF_OPERATORS = {"ScaledObject", "PodMonitor", "PrometheusRule"}
+NUMBERS = QueueNumbers({}, {}, {}, {}, RedisHealth(0, 0, ()))
 
 
 @cache
@@ -78,6 +80,11 @@ def test_each_manifest_is_of_its_schema() -> None:
     }
     for manifest in manifests():
         validate(manifest)
+
+
+def test_the_operators_rules_are_those_that_promtool_tests() -> None:
+    rules = yaml.safe_load((DEPLOY / "prometheus" / "tokenmill.rules.yml").read_text())
+    assert found("PrometheusRule")["spec"] == rules
 
 
 def test_kustomize_finds_all_its_files_and_leaves_none_out() -> None:
@@ -178,6 +185,5 @@ def test_workers_are_scaled_by_every_lane_and_by_metrics_that_exist() -> None:
         if "--queue" in each
     ]
     assert counted == lanes, "or nobody counts them while there is no worker"
-    exposition, _ = QueueMetrics(Redis(), ()).exposition("")  # without queues it asks nobody
-    served = set(re.findall(r"^# TYPE (\w+) ", exposition.decode(), re.MULTILINE))
+    served = {family.name for family in (job_family({}), *waiting_families(NUMBERS))}
     assert {name for query in queries for name in re.findall(r"\b(\w+)\{", query)} <= served

@@ -212,7 +212,7 @@ class ApiServer:
             call = await body.apply(call_of, request.scope["path"])
             await self._models.check(call.model)
             made = await self._keys.made(request, project.name, body.value, request_id)
-            call = replace(call, on_enqueued=body.let_go)
+            call = replace(call, on_enqueued=body.let_go, producer=project.name)
             if call.is_streamed:
                 stream = EventStream(made.id, call, call.model or "")
                 return await self._stream(request, project, call, made, stream.events)
@@ -226,7 +226,7 @@ class ApiServer:
             call = await body.apply(response_call)
             await self._models.check(call.model)
             made = await self._keys.made(request, project.name, body.value, request_id)
-            call = replace(call, on_enqueued=body.let_go)
+            call = replace(call, on_enqueued=body.let_go, producer=project.name)
             shown = {name: value for name, value in body.value.items() if name != "input"}
             stream = ResponseStream(made.id.removeprefix("req_"), shown)
             if call.is_streamed:

@@ -8,7 +8,7 @@ from functools import partial
 from queue import Empty
 from typing import Any
 
-from redis.exceptions import RedisError, ResponseError
+from redis.exceptions import AuthenticationError, RedisError, ResponseError
 
 from jobs.common.display import shown_error
 from jobs.common.workers import RESTORED, RESTORED_TEXT
@@ -27,6 +27,7 @@ from worker.io_thread.limits import POLL_S, Timer
 from worker.io_thread.maintenance import Maintenance
 from worker.io_thread.parts import Parts
 from worker.io_thread.reporter import Reporter
+from worker.logs import LastingTrouble
 from worker.store.client import OUTAGES
 from worker.store.records.claimed_job import Mode
 from worker.store.stock_jobs import StockJobs
@@ -77,6 +78,7 @@ class IoLoop:
         self.reporter = Reporter(parts, record, self._runner)
         self._phase = Phase.SERVING
         self._thread = threading.Thread(target=self._guarded_run, name="tokenmill-io", daemon=True)
+        self._outage = LastingTrouble(parts.log, "Redis answers again", clock=parts.clock)
         self._backoff_s = FIRST_BACKOFF_S
         self._retry_at = float("-inf")
         self._drain_by = float("inf")
@@ -152,6 +154,8 @@ class IoLoop:
     @property
     def warning(self) -> str:
         """What is wrong although the worker claims jobs; empty if nothing is. For any thread."""
+        if self._outage.lasts:
+            return "Redis does not answer, or does not take all that is written: the log says why"
         return self.reporter.clock_warning
 
     # The loop
@@ -292,6 +296,7 @@ class IoLoop:
                 raise refusals[0]
             self._leave_if_done(moment)
             self._backoff_s = FIRST_BACKOFF_S
+            self._outage.passed()
             self.redis_at = moment
         except RedisError as error:
             self._ride_out(moment, error)
@@ -341,9 +346,13 @@ class IoLoop:
                 self._leave_because_of(FaultySurroundings(faults.in_a_row, str(fault)))
 
     def _ride_out(self, moment: float, error: RedisError) -> None:
-        result = "refused" if isinstance(error, ResponseError) else "did not answer"
-        self._log.error(
-            "Redis %s (%s); trying again in %.1f s", result, shown_error(error), self._backoff_s
+        is_refusal = isinstance(error, ResponseError | AuthenticationError)
+        what = "Redis refused" if is_refusal else "Redis did not answer"
+        self._outage.met(
+            f"{what} {type(error).__name__}",
+            "%s (%s); trying again until it does",
+            what,
+            shown_error(error),
         )
         self._runner.tally.redis_failed(error)
         self._retry_at = moment + self._backoff_s

@@ -20,6 +20,7 @@ from worker.io_thread.held.job_guard import JobGuard
 from worker.io_thread.held.packing import Packer
 from worker.io_thread.held.streams import Inspections
 from worker.io_thread.parts import Parts
+from worker.logs import LastingTrouble
 from worker.store.client import OUTAGES
 from worker.threads.functions import FunctionPool
 from worker.threads.interrupts import Call, as_class
@@ -125,7 +126,7 @@ class PoolCalls:
         self._post = post
         self._unawaited = unawaited
         self._guard = guard
-        self._log = log
+        self._delays = LastingTrouble(log, "calls are carried out again", clock=clock)
         self._clock = clock
         self._waiting: list[Callable[[], None]] = []
         self._try_again_at = clock()
@@ -171,8 +172,11 @@ class PoolCalls:
                 is_ours and isinstance(error, OUTAGES) and not is_fault(error)
             ):
                 reason = shown_error(error)
-                self._log.error(
-                    "job %s: not carried out yet (%s); trying again", job.claimed.job_id, reason
+                self._delays.met(
+                    type(error).__name__,
+                    "job %s: not carried out yet (%s); trying again",
+                    job.claimed.job_id,
+                    reason,
                 )
                 if not self._waiting:
                     self._try_again_at = self._clock() + TRY_AGAIN_S
@@ -192,7 +196,9 @@ class PoolCalls:
     def try_again(self) -> None:
         """Start the waiting calls, once their pause is over."""
         self._line.try_again()
-        if self._waiting and self._clock() >= self._try_again_at:
+        if not self._waiting:
+            self._delays.passed()
+        elif self._clock() >= self._try_again_at:
             due = self._waiting
             self._waiting = []
             for start in due:

@@ -10,6 +10,7 @@ from typing import Any
 from engine import Completion
 from jobs.common.display import safe_name
 from jobs.common.workers import Point
+from jobs.queues.numbers import QueueNumbers
 
 #: Bounds of histograms, in seconds: those of vLLM, and longer ones for batches.
 _SHORT_S = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 20, 40, 80, 160, 640)
@@ -92,10 +93,14 @@ class Shown:
 
 
 class Tally:
-    """Counts events. Only the I/O thread writes, except for `sent`. Any thread may read."""
+    """Counts events. Only the I/O thread writes, except for `sent` and `queue_numbers`. Any thread may read.
+
+    queue_numbers: those of the worker's queues, if it runs a scheduler and Redis answers; set by a pool.
+    """
 
     def __init__(self) -> None:
         self.shown = Shown("starting")
+        self.queue_numbers: QueueNumbers | None = None
         self.jobs: Counter[tuple[str, str, str]] = Counter()
         self.rows: Counter[tuple[str, str, str]] = Counter()
         self.requests: Counter[str] = Counter()
@@ -107,6 +112,10 @@ class Tally:
         self.takeovers: Counter[tuple[str, int]] = Counter()
         self.unforeseen_errors: Counter[tuple[str, str]] = Counter()
         self.round_trips = Counter(worker=0, functions=0)
+        self.ended: Counter[str] = Counter()
+        self.ended_badly: Counter[str] = Counter()
+        self.waited_ms: Counter[str] = Counter()
+        self.ran_ms: Counter[str] = Counter()
         self.queue_times: dict[str, Histogram] = {}
         self.latencies: dict[str, Histogram] = {}
         self.first_token = Histogram(_SHORT_S)
@@ -124,10 +133,23 @@ class Tally:
         self.jobs[job.queue, job.outcome, self._reason(job.reason)] += 1
         if job.rows:
             self._count_rows(job)
+        self._count_for_queue(job)
         if job.enqueued_at is not None:
             self._observe(self.latencies, job.queue, job.ended_at - job.enqueued_at)
             if job.began_at is not None:
                 self._observe(self.queue_times, job.queue, job.began_at - job.enqueued_at)
+
+    def _count_for_queue(self, job: EndedJob) -> None:
+        """Count a job among those of its queue, with the time that it has waited and run."""
+        self.ended[job.queue] += 1
+        if job.outcome != "finished":
+            self.ended_badly[job.queue] += 1
+        if job.began_at is None:
+            return
+        # The clock of a producer's machine may be ahead of this one's.
+        self.ran_ms[job.queue] += max(0, round(1000 * (job.ended_at - job.began_at)))
+        if job.enqueued_at is not None:
+            self.waited_ms[job.queue] += max(0, round(1000 * (job.began_at - job.enqueued_at)))
 
     def _count_rows(self, job: EndedJob) -> None:
         """Count the rows of a finished shard by what became of them."""

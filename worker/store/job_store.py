@@ -16,9 +16,10 @@ from rq.results import Result
 from rq.serializers import JSONSerializer
 from rq.utils import now, utcformat
 
-from jobs.common.display import brief
+from jobs.common.display import brief, safe_name
 from jobs.common.keys import FORMAT, JOURNAL_TTL_S, held_key, prefixed
 from jobs.common.rq_jobs import execution_key, job_key
+from jobs.common.worker_deaths import record_deaths
 from worker.store.records.claimed_job import (
     CLAIM_BATCH,
     Claim,
@@ -62,12 +63,14 @@ class Released:
 
     deaths: how many workers have died with it, if this release counts as a death; else 0.
     claimed: the job, if this worker now holds it in order to end it; None if it is back in its queue or gone.
+    worker_name: the worker on which it had begun, for show, as anybody may write it; "" if it had not begun.
     """
 
     queue_name: str
     job_id: str
     deaths: int
     claimed: ClaimedJob | None
+    worker_name: str = ""
 
 
 FAR_S = 10 * 365 * 86_400
@@ -349,7 +352,8 @@ class JobStore:
         claimed = None
         if result in (b"exhausted", b"ended"):
             claimed = replace(self._restore(job.queue_name, reply[2]), has_ended=result == b"ended")
-        return Released(job.queue_name, job.job_id, deaths, claimed)
+        worker_name = reply[-1] if result in (b"exhausted", b"queued") else b""
+        return Released(job.queue_name, job.job_id, deaths, claimed, safe_name(worker_name))
 
     def abandoned(self, queue_names: Sequence[str], period_s: float) -> list[ClaimedJob]:
         """Return the jobs of dead workers, for `release`. At most one worker looks at a queue in each period."""
@@ -384,6 +388,10 @@ class JobStore:
         return [
             claimed for claimed, lease_s in zip(held_jobs, leases_s, strict=True) if lease_s < 0
         ]
+
+    def record_deaths(self, jobs_of: Mapping[str, Sequence[str]]) -> None:
+        """Record that workers have died. jobs_of: the ids of the jobs that each of them had begun."""
+        record_deaths(self._client, jobs_of)
 
     def adopt(
         self, queue: str, reasons: Mapping[tuple[str, str], str]

@@ -11,6 +11,8 @@ from rq.scheduler import RQScheduler
 from rq.serializers import JSONSerializer
 from rq.utils import now, utcformat
 
+from jobs.common.display import shown_error
+from worker.logs import LastingTrouble
 from worker.store.client import new_client
 from worker.store.redis_clock import RedisClock
 from worker.store.scripts import Call, Scripts
@@ -38,6 +40,7 @@ class Scheduler(RQScheduler):
         self._scripts = Scripts(client)
         self._clock = RedisClock()
         self._pool = FunctionPool(1, "tokenmill-scheduler")
+        self._trouble = LastingTrouble(self.log, "the scheduler works again")
         self._is_turning = False
 
     @property
@@ -78,9 +81,15 @@ class Scheduler(RQScheduler):
 
     def _turned(self, _: None, error: BaseException | None) -> None:
         self._is_turning = False
-        if error is not None:
+        if error is None:
+            self._trouble.passed()
+        else:
             self.pid = 0  # its hash may have expired, and is written anew in the next turn
-            self.log.error("the scheduler failed (%s); trying again", error)
+            self._trouble.met(
+                type(error).__name__,
+                "the scheduler failed (%s); trying again each second",
+                shown_error(error),
+            )
 
     def enqueue_once(self) -> None:
         """Enqueue the due jobs of queues that have no scheduler, and keep no lock."""

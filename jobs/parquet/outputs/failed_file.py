@@ -102,6 +102,6 @@ def _lines(plan: Plan, failed: Sequence[FailedRow]) -> dict[tuple[str, int], str
             found = raw_lines(
                 file.path, plan.input_format, plan.spec.dialect, rows_by_file[file.path]
             )
-            for row, text in found.items():
-                lines[file.path, row] = text
+            for file_row, text in found.items():
+                lines[file.path, file_row] = text
     return lines

@@ -79,6 +79,8 @@ return {redis.call('HLEN', parts), total, redis.call('SCARD', failed)}
 """
 
 PLAN_ERROR = "plan_error"
+#: The field that says who submitted the run last.
+SUBMITTED_BY = "submitted_by"
 #: The field that says why few answers of earlier runs were taken.
 REUSE_DIFFERS = "reuse_differs"
 #: How long after its submission a run is listed. Its last part may come late, and its keys live longer than that part.
@@ -193,12 +195,19 @@ class RunState:
         return _number(number)
 
     def submit(
-        self, pipe: Pipeline, plan_job: str, output: str, submission: Submission, anew: bool = True
+        self,
+        pipe: Pipeline,
+        plan_job: str,
+        output: str,
+        submission: Submission,
+        *,
+        anew: bool = True,
+        by: str = "",
     ) -> None:
         """Submit the run with a planning job. Takes back a cancellation or a stop, but not the mark of the run's end.
 
         `pipe` watches the run's key or its turn. It is left in a transaction that is yet to be executed. anew: False if
-        a planning is under way, which keeps its submission's number.
+        a planning is under way, which keeps its submission's number. by: who submits it, "" if that is not known.
         """
         numbers: Any = pipe.hmget(self._key, "submission", "cancelled_submission")
         number = _number(numbers[0])
@@ -218,8 +227,11 @@ class RunState:
             facts["plan_model"] = submission.model
         if submission.deadline is not None:
             facts[DEADLINE] = str(submission.deadline)
+        if by:
+            facts[SUBMITTED_BY] = by
         outdated = (
             "cancelled",
+            SUBMITTED_BY,
             "stopped",
             "plan_model",
             DEADLINE,

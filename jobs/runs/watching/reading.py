@@ -20,6 +20,7 @@ from jobs.runs.redis_state.state import (
     OF_SUBMISSION,
     PLAN_ERROR,
     REUSE_DIFFERS,
+    SUBMITTED_BY,
     TOTALS,
     RunState,
     recorded_reasons,
@@ -62,6 +63,7 @@ _FACTS = (
     "format",
     PLAN_ERROR,
     REUSE_DIFFERS,
+    SUBMITTED_BY,
 )
 _COUNTS = (*TOTALS, *OF_SUBMISSION)
 
@@ -271,6 +273,7 @@ class RunLook:
             deadline=stored.seconds(facts.get(DEADLINE)),
             model=_shown(facts, "model_text"),
             submitted_at=submitted_at,
+            submitted_by=_shown(facts, SUBMITTED_BY),
             began_at=began_at,
             ended_at=ended_at,
             worked_s=worked_s,

@@ -49,6 +49,7 @@ class RunSnapshot:
     planned_by: "newer" or "older" if only workers of such a version can take the run.
     listened: the queues that have workers.
     stopped: why the run was cancelled, if no person did it.
+    submitted_by: the user and machine that submitted it last, as they say themselves; None if a worker enqueued it.
     deadline: when no more rows are begun. expired: rows that were not begun before it.
     failed_jobs: leaves out jobs that an earlier cancel has stopped.
     worked_s: the time in which workers had shards. The rates of a finished run are computed for this time.
@@ -85,6 +86,7 @@ class RunSnapshot:
     second_queue: str | None = None
     model: str | None = None
     submitted_at: float | None = None
+    submitted_by: str | None = None
     began_at: float | None = None
     ended_at: float | None = None
     worked_s: float | None = None

@@ -10,6 +10,7 @@ from jobs.common.display import shown_error
 from worker.engine_thread.orders import Order, SampledTokens, Tell
 from worker.io_thread.held.held_jobs import HeldJob, HeldJobs, JobState
 from worker.io_thread.held.job_guard import JobGuard
+from worker.logs import LastingTrouble
 from worker.threads.functions import FunctionPool
 
 THREADS = 2
@@ -45,7 +46,7 @@ class Journals:
         self._period_s = period_s
         self._orders = orders
         self._post = post
-        self._log = log
+        self._trouble = LastingTrouble(log, "journals are written again", logging.WARNING)
         self._clock = clock
         self._due_at = clock() + period_s
         self._leave_by: float | None = None
@@ -116,10 +117,14 @@ class Journals:
     def _written(self, job: HeldJob, error: BaseException | None) -> None:
         """Note that an entry is written, and write the next one if a report came meanwhile."""
         next_report = self._writing.pop(job.number)
-        if error is not None:
-            reason = shown_error(error)
-            self._log.warning(
-                "job %s: its journal could not be written: %s", job.claimed.job_id, reason
+        if error is None:
+            self._trouble.passed()
+        else:
+            self._trouble.met(
+                type(error).__name__,
+                "job %s: its journal could not be written: %s",
+                job.claimed.job_id,
+                shown_error(error),
             )
         if next_report is not None and job in self._streaming():
             self._enter(job, next_report)

@@ -1,0 +1,40 @@
+"""Reads what Redis says of its memory and its disk."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from redis.exceptions import OutOfMemoryError, ResponseError
+
+
+def is_full(error: BaseException) -> bool:
+    """Whether Redis refused a command because its memory is full. Scripts are refused by a plain ResponseError."""
+    return isinstance(error, OutOfMemoryError) or (
+        isinstance(error, ResponseError) and str(error).startswith("OOM ")
+    )
+
+
+#: The fields of INFO that say "ok" while Redis can write to its disk.
+WRITES = ("aof_last_write_status", "aof_last_bgrewrite_status", "rdb_last_bgsave_status")
+
+
+@dataclass(frozen=True)
+class RedisHealth:
+    """How full a Redis is, and what it could not write to its disk.
+
+    limit_bytes: `maxmemory`, or all memory of its machine if none is set; 0 where that is not told.
+    failed_writes: those of WRITES that failed the last time.
+    """
+
+    used_bytes: int
+    limit_bytes: int
+    failed_writes: tuple[str, ...]
+
+
+def redis_health(info: Mapping[str, Any]) -> RedisHealth:
+    """Return what INFO says of memory and disk."""
+    return RedisHealth(
+        used_bytes=info.get("used_memory", 0),
+        limit_bytes=info.get("maxmemory") or info.get("total_system_memory", 0),
+        failed_writes=tuple(name for name in WRITES if info.get(name, "ok") != "ok"),
+    )
