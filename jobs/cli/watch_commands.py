@@ -44,7 +44,8 @@ _WORKER_NUMBERS = ("PID", "UP", "MEMORY", *_WORKER_ACTIVITY, "SEEN")
 def runs(connection: redis.Redis, /, states: tuple[str, ...], limit: int, as_json: bool) -> None:
     """List the runs that were submitted last.
 
-    Those that Redis knows: a run's keys are kept for 30 days after its last part, its folder for ever.
+    Only runs that Redis knows are listed. It keeps a run's keys for 30 days after the last part. The run's folder
+    stays.
     """
     tell_troubles(connection)
     snapshots = list_runs(connection, limit, states)
@@ -62,7 +63,7 @@ def runs(connection: redis.Redis, /, states: tuple[str, ...], limit: int, as_jso
 def workers(connection: redis.Redis, /, as_json: bool, watch: bool) -> None:
     """List the workers: where each runs, what it serves, and what it holds.
 
-    "draining" takes nothing new, "silent" is frozen, cut off or dead; --json has what a silent one told last.
+    A "draining" worker takes nothing new. A "silent" worker is frozen, cut off or dead; --json has its last numbers.
     """
 
     def show() -> str:
@@ -122,7 +123,7 @@ def status(connection: redis.Redis, /, run: str | None, as_json: bool, watch: bo
 
 
 def output_json(output: RunOutput) -> str:
-    """Return as JSON what an output folder tells of its run, without Redis."""
+    """Return as JSON what is known about a run from its output folder, without Redis."""
     plan = output.plan
     return json.dumps(
         {
@@ -164,7 +165,7 @@ def _runs_in_short(connection: redis.Redis, as_json: bool) -> str:
 def show_or_watch(
     show: Callable[[], str], watch: bool, sleep: Callable[[float], None] = time.sleep
 ) -> None:
-    """Print the text that `show` returns. watch: do so again and again, on a terminal in the same place."""
+    """Print the text that `show` returns. watch: print it again and again, on a terminal in the same place."""
     click.echo(show())
     is_terminal = sys.stdout.isatty()
     with suppress(KeyboardInterrupt):
@@ -226,7 +227,7 @@ def _worker_row(worker: WorkerSample) -> tuple[str, ...]:
         f"{worker.kv_cache_usage:.0%}",
     )
     if worker.is_silent:
-        # Its last sample is outdated: other workers have its jobs, or will have them.
+        # The worker's last sample is outdated. Other workers have its jobs, or will have them.
         up = memory = held_jobs = ""
         activity = ("",) * len(activity)
 

@@ -35,7 +35,7 @@ PROMPT_REPAIR = f"\n\nThis answer is not valid: {REASON}\nThe corrected answer a
 
 @dataclass(frozen=True)
 class RepairOptions:
-    """check: {"json": schema}, {"regex": pattern} or {"function": dotted name}; None for none.
+    """check: {"json": schema}, {"regex": pattern} or {"function": dotted name}; None for no check.
 
     max_attempts: how often a prompt is asked, the first time included. continue_on_length: whether an answer that ended
     with "length" is continued.
