@@ -323,7 +323,7 @@ class BatchWorker(BaseWorker):
     # Signals and commands
 
     def _install_signal_handlers(self) -> None:
-        """Start a warm shutdown at the first SIGINT or SIGTERM. Another one, a second or more later, starts a cold one."""
+        """Start a warm shutdown at the first SIGINT or SIGTERM. Another one a second later starts a cold one."""
         signal.signal(signal.SIGINT, self.request_stop)
         signal.signal(signal.SIGTERM, self.request_stop)
 

@@ -53,9 +53,7 @@ def reach(url: str) -> Server:
         info: Any = client.info("everything")
         took_s.append(time.time() - sent_at)
     config: dict[str, str] = {}
-    with suppress(
-        ResponseError
-    ):  # this user may not read the settings; on some hosted servers nobody may
+    with suppress(ResponseError):  # on some hosted servers nobody may read the settings
         for name in ("appendfsync", "save"):
             config.update(client.config_get(name))  # type: ignore[arg-type]
     ahead_s = info.get("server_time_usec", sent_at * 1e6) / 1e6 - sent_at

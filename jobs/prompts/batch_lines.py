@@ -44,8 +44,8 @@ def line_task(
 ) -> Task:
     """Return a line's task. Raises InvalidJob.
 
-    seed: the seed for a line that names no seed. aliases: names of models that the served model stands for; "*" is any
-    name. endpoint: the only endpoint that a line may name; None for any.
+    seed: the seed of a line that names none. aliases: names of models that the served one stands for; "*" is any name.
+    endpoint: the only one that a line may ask for; None for any.
     """
     if custom_id(line) is None:
         raise unlike("custom_id", line.get("custom_id"), "a text that names the line")
@@ -90,7 +90,7 @@ def body_maker(line: Mapping[str, Any]) -> Callable[[dict[str, Any]], dict[str, 
 
 
 def failure_text(error: JobsError) -> str:
-    """Return an error's reason in the form of a line's answer."""
+    """Return an error's reason as a line's answer shows it."""
     return str(error.args[1]) if isinstance(error, RequestFailed) else message_of(error)
 
 

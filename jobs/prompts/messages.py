@@ -22,10 +22,9 @@ TEXTS = ("name", "tool_call_id", "reasoning", "reasoning_content")
 
 
 def normal_messages(messages: object) -> list[dict[str, Any]]:
-    """Return a copy of a chat's messages. Each has its role, its content and all other fields that are not null.
+    """Return a copy of a chat's messages, each with its role, its content and what else it holds that is not null.
 
-    A content is a text or a list of texts and pictures. An assistant's content may be null if there are tool calls.
-    Raises InvalidJob.
+    A content is a text or a list of texts and pictures; an assistant's with tool calls may be null. Raises InvalidJob.
     """
     if not isinstance(messages, list) or not messages:
         raise InvalidJob("messages must be a non-empty list of {'role': ..., 'content': ...}")
