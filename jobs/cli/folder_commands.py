@@ -391,7 +391,7 @@ def verify(
 
     RUN is its id, or its output folder if Redis has forgotten the run. A worker of the run's queue and model asks
     a sample of the rows once more. It compares texts, reasons and counts of tokens with the run's parts, and writes
-    nothing. Exits with 0 if all are equal, 1 if some differ, 2 if it cannot tell. Differences may come from
+    nothing. Exits with 0 if all are equal, 1 if some differ, 2 if nothing could be compared. Differences may come from
     rounding, unless TOKENMILL_DETERMINISTIC=1 was set for both the run and verify.
     """
     try:

@@ -23,7 +23,7 @@ MAX_ENDED = 10
 MAX_PATH_CHARS = 60
 json_option = click.option("--json", "as_json", is_flag=True, help="Print JSON, for programs.")
 watch_option = click.option(
-    "--watch", is_flag=True, help="Show it anew every two seconds, until Ctrl-C."
+    "--watch", is_flag=True, help="Show it again every two seconds, until Ctrl-C."
 )
 _RUN_NUMBERS = ("ROWS", "ERRORS", "SHARDS", "ROWS/S", "TOK/S", "SUBMITTED")
 _WORKER_ACTIVITY = ("BATCH", "WAITING", "KV")

@@ -141,7 +141,9 @@ class JobEnds:
             if failure is not None:
                 reason = shown_error(failure)
                 self._log.error(
-                    "job %s: nobody is told that its run has failed: %s", job.claimed.job_id, reason
+                    "job %s: no notice was sent that its run has failed: %s",
+                    job.claimed.job_id,
+                    reason,
                 )
             self._finish(job, outcome, error)
 

@@ -138,7 +138,7 @@ class ObjectFiles:
             except FileExistsError:
                 _fit.add(place)
             else:
-                raise StoreUnfit(path, "overwrites what is there (it heeds no If-None-Match)")
+                raise StoreUnfit(path, "overwrites what is there (it ignores If-None-Match)")
         finally:
             for probe in (name, f"{name}.tmp"):
                 with suppress(FileNotFoundError):

@@ -432,9 +432,13 @@ def _unlike(old: Plan, new: Plan) -> str | None:
     longest_old = max(_lengths(old))
     shortest_new = min(_lengths(new))
     if longest_old > shortest_new:
-        return f"its answers were given up to {longest_old} tokens, and the model takes {shortest_new} now"
+        return (
+            f"its answers have up to {longest_old} tokens, and the model takes {shortest_new} now"
+        )
     if old.spec.prompts:
-        return "its rows have several prompts, any of which another max_model_len may have cut"
+        return (
+            "its rows have several prompts, and the other max_model_len may have cut each of them"
+        )
     return None
 
 
