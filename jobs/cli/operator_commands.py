@@ -84,10 +84,10 @@ def info(connection: redis.Redis, /, queues: tuple[str, ...]) -> None:
 )
 @click.pass_obj
 def flood(connection: redis.Redis, /, queue: str, who: str | None) -> None:
-    """Say whose jobs wait in QUEUE, and cancel those of one producer.
+    """Say whose jobs wait in QUEUE, and cancel the jobs of one producer.
 
     A producer is a run, or what a job's meta has under "producer". The API server writes the name of the project there.
-    Of a long queue 10,000 jobs are read, spread over its length.
+    In a long queue, 10,000 jobs are read, spread over its length.
     """
     if who is not None:
         if who.startswith(RUN):

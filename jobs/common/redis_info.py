@@ -32,7 +32,7 @@ class RedisHealth:
 
 
 def redis_health(info: Mapping[str, Any]) -> RedisHealth:
-    """Return what INFO says of memory and disk."""
+    """Read memory and disk from the reply to INFO."""
     return RedisHealth(
         used_bytes=info.get("used_memory", 0),
         limit_bytes=info.get("maxmemory") or info.get("total_system_memory", 0),

@@ -14,7 +14,7 @@ from jobs.common.stored import count, json_object, seconds
 
 #: The most deaths that are kept, the latest ones.
 MAX_DEATHS = 200
-#: The most jobs that a death names.
+#: The most jobs that a record of a death names.
 MAX_JOBS = 20
 DEATHS_TTL_S = 30 * 24 * 3600
 

@@ -172,7 +172,7 @@ class Checks:
         )
 
     def reason(self, options: RepairOptions, row: Any, text: str) -> str | None:
-        """Return why an answer's text is not valid, or None. row: what a check function gets too. Raises InvalidJob.
+        """Return why an answer's text is not valid, or None. row: the row for a check function. Raises InvalidJob.
 
         For AGREE_ON it returns a hash of the part that is compared, or None if the text has no such part. For TOOL it
         returns JSON with the result or the error of the call.

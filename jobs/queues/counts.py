@@ -14,7 +14,7 @@ PLACES = ("waiting", "executing", "scheduled", "deferred", "finished", "failed")
 
 @dataclass(frozen=True)
 class QueueCounts:
-    """How many jobs of a queue are at each of PLACES. `due` are scheduled jobs that nobody has queued in time."""
+    """How many jobs of a queue are at each of PLACES. `due`: scheduled jobs that are due, but not queued."""
 
     name: str
     counts: dict[str, int]

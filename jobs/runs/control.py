@@ -44,7 +44,7 @@ CHUNK = 500
 
 @dataclass(frozen=True)
 class Cancelled:
-    """What a cancel has done. removed: jobs taken from a queue. stopped: running jobs that a worker was asked to stop."""
+    """What a cancel has done. removed: jobs taken from a queue. stopped: running jobs that were asked to stop."""
 
     removed: int
     stopped: int

@@ -94,7 +94,7 @@ def _opened(question: Mapping[str, Any], source: Any) -> Iterator[Any]:
 
 
 def codec_of(source: Any) -> str | None:
-    """Return how a file is compressed, by its first bytes; None if it is not."""
+    """Return how a file is compressed, by its first bytes; None if it is not compressed."""
     head = source.read_at(4, 0)
     source.seek(0)
     return next((codec for mark, codec in _CODECS.items() if head.startswith(mark)), None)

@@ -283,7 +283,7 @@ def check_as_planned(storage: Storage, plan: Plan, present_files: Sequence[Found
     if limit is not None and sum(file.rows for file in plan.files) >= limit:
         present_paths = present_paths[
             : len(planned)
-        ]  # the run does not read the files behind its limit
+        ]  # the run does not read the files after its limit
     for path in [*present_paths, *planned]:
         if path not in planned:
             raise errors.InputChanged(path, "it is new")

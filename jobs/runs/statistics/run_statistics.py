@@ -41,7 +41,8 @@ class PartStats:
     cut: rows without an error whose answer ended at its limit of tokens.
     expired: rows with an error because they were not begun before the run's deadline.
     prompt_lengths, completion_lengths: in tokens, as count_lengths returns them.
-    finish_reasons, labels: how many answers have each one, without rows with an error. Of labels the commonest.
+    finish_reasons, labels: how many answers have each reason or label, without rows with an error. Only the commonest
+    labels are kept.
     """
 
     run: str
@@ -108,7 +109,7 @@ def outcome_text(errors: int, failed_checks: int, cut: int, rows: str = "") -> s
     return ", ".join(texts)
 
 
-#: The reason of a row whose answer is there, and ended at its limit of tokens.
+#: The reason for listing a row without an error whose answer ended at its limit of tokens.
 CUT = "the answer was cut at its limit of tokens"
 
 MAX_REASON_CHARS = 200
