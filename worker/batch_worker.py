@@ -120,7 +120,7 @@ class BatchWorker(BaseWorker):
             settings = self._check_start(dequeue_strategy)
             self._metrics = self._listen(settings)
         except StartupError as error:
-            self._tell_no_start(error)
+            self._log_no_start(error)
             raise
         share_freed_memory()
         spin_briefly(os.environ)
@@ -135,7 +135,7 @@ class BatchWorker(BaseWorker):
             with loading, closing(self._load(settings)) as engine:
                 if writes_json:
                     give_up_handlers("transformers")  # importing it adds a handler
-                self._tell_ready(engine, settings, time.monotonic() - started)
+                self._log_ready(engine, settings, time.monotonic() - started)
                 self._heed_early_stop()
                 self._sign_on(logging_level, date_format, log_format)
                 try:
@@ -175,10 +175,10 @@ class BatchWorker(BaseWorker):
             load_parts()
             return self.load_engine(settings)
         except (StartupError, ConfigError) as error:
-            self._tell_no_start(error)
+            self._log_no_start(error)
             raise
 
-    def _tell_ready(self, engine: Engine, settings: WorkerSettings, seconds: float) -> None:
+    def _log_ready(self, engine: Engine, settings: WorkerSettings, seconds: float) -> None:
         """Log what is served. seconds: how long the model took to load."""
         served = settings.served_model(
             engine.identity, engine.attention_backend, engine.max_model_len
@@ -192,7 +192,7 @@ class BatchWorker(BaseWorker):
             version("tokenmill"),
         )
 
-    def _tell_no_start(self, error: Exception) -> None:
+    def _log_no_start(self, error: Exception) -> None:
         """Log a startup error in one line. Under RQ's command, and only there, raises SystemExit."""
         self._stop_pool(error)
         if called_by_rq_command():

@@ -9,7 +9,7 @@ from contextlib import suppress
 import click
 import redis
 
-from jobs.cli.status_text import gone_text, rate, status_text, table, tell_failures, tell_troubles
+from jobs.cli.status_text import gone_text, print_failures, print_troubles, rate, status_text, table
 from jobs.common.display import bytes_text, duration_text, safe_name
 from jobs.common.release import release_text
 from jobs.common.workers import WorkerSample, read_workers
@@ -47,7 +47,7 @@ def runs(connection: redis.Redis, /, states: tuple[str, ...], limit: int, as_jso
     Only runs that Redis knows are listed. It keeps a run's keys for 30 days after the last part. The run's folder
     stays.
     """
-    tell_troubles(connection)
+    print_troubles(connection)
     snapshots = list_runs(connection, limit, states)
     click.echo(
         json.dumps([snapshot.to_object() for snapshot in snapshots])
@@ -67,7 +67,7 @@ def workers(connection: redis.Redis, /, as_json: bool, watch: bool) -> None:
     """
 
     def show() -> str:
-        tell_troubles(connection)
+        print_troubles(connection)
         workers_known = read_workers(connection)
         samples = [worker.sample for worker in workers_known if worker.sample is not None]
         if not as_json:
@@ -102,7 +102,7 @@ def status(connection: redis.Redis, /, run: str | None, as_json: bool, watch: bo
         return
     if watch:
         raise click.UsageError("--watch is for all runs: the same submit with --wait follows one")
-    tell_troubles(connection)
+    print_troubles(connection)
     run, output = named_run(connection, run)
     try:
         snapshot = read_planned(connection, run)
@@ -119,7 +119,7 @@ def status(connection: redis.Redis, /, run: str | None, as_json: bool, watch: bo
     click.echo(status_text(snapshot, output.num_gone if output and snapshot.finished else 0))
     for obstacle in obstacles(connection, snapshot):
         click.echo(f"waits    {obstacle}")
-    tell_failures(connection, snapshot)
+    print_failures(connection, snapshot)
 
 
 def output_json(output: RunOutput) -> str:
@@ -154,7 +154,7 @@ def _output_text(output: RunOutput) -> str:
 
 
 def _runs_in_short(connection: redis.Redis, as_json: bool) -> str:
-    tell_troubles(connection)
+    print_troubles(connection)
     snapshots = list_runs(connection)
     if as_json:
         return json.dumps([snapshot.to_object() for snapshot in snapshots])

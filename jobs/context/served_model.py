@@ -117,9 +117,9 @@ def split_formats(text: str) -> tuple[str, ...] | None:
 class PromptMeter:
     """Counts the tokens of prompts as this process' engine would.
 
-    token_ids: returns the tokens of a prompt, or of a chat's messages with its options (see tasks.Request). May be
-    called in any thread. Raises InvalidJob if the engine would refuse the prompt. block_size: the tokens of a block,
-    the unit of the prefix cache.
+    token_ids: returns the tokens of a prompt, or of a chat's messages with its options (see tasks.Request), in any
+    thread. It raises InvalidJob if the engine would refuse the prompt. block_size: the tokens of a block, the unit of
+    the prefix cache.
     """
 
     token_ids: Callable[[Any, list[dict[str, Any]] | None, Mapping[str, Any]], Sequence[int]]

@@ -24,7 +24,7 @@ from jobs.common.rq_jobs import (
     job_queue,
 )
 from jobs.errors import PlanningUnderWay, UnknownRun
-from jobs.runs.end_notices import tell_of
+from jobs.runs.end_notices import enqueue_notices
 from jobs.runs.plans.names import plan_job_id, shard_job_id
 from jobs.runs.plans.paths import run_path
 from jobs.runs.plans.plan import Plan
@@ -150,7 +150,7 @@ def cancel_run(connection: Redis, run: str) -> Cancelled:
                 submission, partial(stop_held, connection, ids[start : start + CHUNK])
             )
     if removed or stopped or "finished" not in facts:
-        tell_of(state, submission, "cancelled")
+        enqueue_notices(state, submission, "cancelled")
     return Cancelled(removed, stopped)
 
 

@@ -261,13 +261,13 @@ class Intake:
     def _set_aside(self, waiting: _Waiting) -> None:
         """Keep a request out of its lane until its grammar is compiled."""
 
-        def tell(_: Future[Any]) -> None:
+        def note_compiled(_: Future[Any]) -> None:
             self._compiled.append(waiting)
             self._report()
 
         assert waiting.form is not None
         self._compiling.add(waiting)
-        waiting.form.add_done_callback(tell)
+        waiting.form.add_done_callback(note_compiled)
 
     def _take_back(self) -> None:
         """Put the requests whose grammars are compiled back into their lanes."""

@@ -374,7 +374,7 @@ class IoLoop:
     def _show_progress(self, moment: float) -> None:
         if self._progress.due(moment):
             self._runner.show_progress(self._store)
-        self.reporter.tell(moment)
+        self.reporter.log_throughput(moment)
 
     def _show_record(self, moment: float) -> None:
         self.reporter.show(moment, self._phase is Phase.SERVING, self._claimer.hold)

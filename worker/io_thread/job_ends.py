@@ -76,7 +76,7 @@ class JobEnds:
         self._ended = ended
         self._log = parts.log
         self._clock = parts.clock
-        self._failing = partial(parts.environment.tell_failed, parts.clients.pool)
+        self._failing = partial(parts.environment.notify_failed, parts.clients.pool)
         self._max_result_bytes = parts.environment.lent.max_result_bytes
         self.writer = EndWriter(self._written, guard, parts.log, parts.clock)
 
@@ -127,11 +127,11 @@ class JobEnds:
         )
         has_failed = status != "finished" and outcome.is_final
         if has_failed and run_and_shard(job.claimed.job_id) is not None:
-            self._tell_run(job, outcome, error)
+            self._send_notices(job, outcome, error)
         else:
             self._finish(job, outcome, error)
 
-    def _tell_run(self, job: HeldJob, outcome: Outcome, error: BaseException | None) -> None:
+    def _send_notices(self, job: HeldJob, outcome: Outcome, error: BaseException | None) -> None:
         """Send the notices of the run's failure before the end is written.
 
         If this worker dies in between, the next worker sends the notices again.

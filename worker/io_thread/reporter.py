@@ -108,7 +108,7 @@ class Reporter:
         self._write("stopped", None)
         self._record.keep(self._runner.tally.shown.point)
 
-    def tell(self, moment: float) -> None:
+    def log_throughput(self, moment: float) -> None:
         """Log the throughput if it is due and jobs are held."""
         if not self._runner.num_held or not self._log_timer.due(moment):
             return

@@ -127,9 +127,7 @@ class FolderReader:
         return reasons, failed
 
     def failed_rows(self, shard: int, cut: bool = False) -> Iterator[FailedRow]:
-        """Yield the rows of a part that have an error. cut: whether to yield rows with a cut answer too. Raises
-        PartDamaged.
-        """
+        """Yield the rows of a part that have an error. cut: whether to yield cut answers too. Raises PartDamaged."""
         for row, reason in failed_rows(self._storage, self.plan, shard, cut):
             input_row = self._input_rows[row]
             file = bisect_right(self._first_rows, input_row) - 1

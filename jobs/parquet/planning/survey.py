@@ -178,7 +178,7 @@ class SurveyWork(RowsTask):
         return {**result, **self._estimates()}
 
     def _estimates(self) -> dict[str, float]:
-        """Estimate what the whole run would take, by the requests that were answered."""
+        """Return what the whole run would take, judged by the requests that were answered."""
         counts = self._counts
         # The weights add up to the requests whose text had room. `scale` makes up for all others.
         weights = sum(planned.weight for planned, _ in self._tried)

@@ -46,9 +46,7 @@ _BELOW = 26
 
 
 class Examples(NamedTuple):
-    """Some rows of a run. columns: names of the output's columns. rows: each row's number, and its values in these
-    columns.
-    """
+    """Some rows of a run. columns: the output's columns. rows: each row's number, and its values in these columns."""
 
     columns: Sequence[str] = ()
     rows: Sequence[tuple[int, Sequence[Any]]] = ()
