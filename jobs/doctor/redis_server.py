@@ -192,9 +192,8 @@ def _durability(server: Server) -> Iterator[Finding]:
     # Redis 7 and 8 replay the file as the default user, even if nobody can log in as that user.
     client: Any = server.client
     written = (("SET", prefixed("rq:job:a"), "1"), ("XADD", prefixed("tokenmill:a"), "*", "a", "1"))
-    with suppress(
-        ResponseError
-    ):  # this user may not ask, or this is Redis 6.2, which replays without a user
+    with suppress(ResponseError):
+        # This user may not ask, or this is Redis 6.2, which replays without a user.
         replies = [client.execute_command("ACL", "DRYRUN", "default", *words) for words in written]
         are_allowed = all(reply in (b"OK", "OK") for reply in replies)
         if server.info.get("aof_enabled") and not are_allowed:

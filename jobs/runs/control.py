@@ -130,9 +130,8 @@ def cancel_run(connection: Redis, run: str) -> Cancelled:
     """
     state = RunState(connection, run)
     submission = int(state.facts().get("submission", 0))
-    state.cancel(
-        submission
-    )  # a planner has enqueued its jobs before this, or else it will see the mark
+    # A planner has enqueued its jobs before this, or else it will see the mark.
+    state.cancel(submission)
     facts = state.facts()
     done = state.recorded()
     shards = [shard for shard in range(int(facts.get("shards", 0))) if shard not in done]

@@ -149,9 +149,8 @@ class Intake:
         self._compiled: deque[_Waiting] = deque()
         # Requests with undecoded pictures, by lane.
         self._pictured = defaultdict[int, deque[_Waiting]](deque)
-        self._ahead: dict[
-            str, int
-        ] = {}  # the lane of each request with decoded pictures that does not run yet
+        # The lane of each request with decoded pictures that does not run yet.
+        self._ahead: dict[str, int] = {}
         self._lanes: dict[int, deque[_Waiting]] = {}
         self._ids: dict[str, _Waiting] = {}
         self._faults: list[tuple[str, BaseException]] = []

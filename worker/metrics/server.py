@@ -85,9 +85,8 @@ class MetricsServer:
             oldest.transport.abort()
         self._open[writer] = None
         try:
-            with suppress(
-                OSError, EOFError, ValueError, asyncio.LimitOverrunError
-            ):  # the client is to blame
+            with suppress(OSError, EOFError, ValueError, asyncio.LimitOverrunError):
+                # The client is to blame.
                 async with asyncio.timeout(REQUEST_S):
                     await self._answer(reader, writer)
         finally:

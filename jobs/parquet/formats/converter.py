@@ -56,9 +56,8 @@ def convert(question: Mapping[str, Any], source: Any) -> Replies:
     as each row's own JSON.
     """
     sink = io.BytesIO()
-    file = pa.PythonFile(
-        sink, "w"
-    )  # must live as long as the sink, because its end closes the sink
+    # This file must live as long as the sink, because its end closes the sink.
+    file = pa.PythonFile(sink, "w")
     with _opened(question, source) as table:
         table.use_columns(dict(question["kinds"]), tuple(question.get("as_json", ())))
         schema = table.schema

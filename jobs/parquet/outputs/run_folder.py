@@ -290,9 +290,8 @@ class RunFolder:
         if submission is None:
             return False
         waiting = sorted(set(range(len(self.plan.shards))) - self.state.recorded())
-        with suppress(
-            RunResubmitted
-        ):  # the new submission may have another limit, which counts from the next part on
+        with suppress(RunResubmitted):
+            # The new submission may have another limit, which counts from the next part on.
             for name, is_second in self.plan.queues(queue):
                 ids = [run_names.shard_job_id(self.plan.run, shard, is_second) for shard in waiting]
                 remove_waiting(self.state, submission, name, ids)

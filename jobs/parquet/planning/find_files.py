@@ -172,9 +172,8 @@ class Search:
             path = match.real_path(self.storage)
             if not match.entry.is_folder:
                 yield FoundFile(path, match.named)
-            elif (
-                "**" not in searched and path != self._output
-            ):  # ** finds a folder's files by itself
+            elif "**" not in searched and path != self._output:
+                # `**` finds a folder's files by itself.
                 yield from self._folder_files(match.named, path)
 
     def _folder_files(self, named: str, path: str) -> list[FoundFile]:

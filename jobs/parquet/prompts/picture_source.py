@@ -129,11 +129,8 @@ def _may_be_picture(kind: pa.DataType) -> bool:
 def _pictures(scalar: pa.Scalar) -> list[Picture] | RowProblem:
     try:
         return _pictures_of(scalar.as_py())
-    except (
-        InvalidJob,
-        ValueError,
-        pa.ArrowException,
-    ) as problem:  # such as a path that is not UTF-8
+    except (InvalidJob, ValueError, pa.ArrowException) as problem:
+        # For example, a path is not UTF-8.
         if is_exhausted(problem):
             raise
         return RowProblem(str(problem)[:1000])

@@ -51,9 +51,8 @@ class Journals:
         self._due_at = clock() + period_s
         self._leave_by: float | None = None
         self._num_unanswered = 0
-        self._writing: dict[
-            int, SampledTokens | None
-        ] = {}  # by job number: the report that came while the entry was written
+        # By job number: the report that came while the entry was written.
+        self._writing: dict[int, SampledTokens | None] = {}
         self.pool = FunctionPool(THREADS, "tokenmill-journals") if period_s else None
 
     def look(self, moment: float) -> None:
