@@ -70,7 +70,7 @@ def dry_run_lines(result: dict[str, Any], price_per_hour: float | None) -> list[
     share = (
         ""
         if result["rows_read"] == result["num_rows"]
-        else f", as {result['rows_read']:,} of them tell"
+        else f", as {result['rows_read']:,} of them show"
     )
     reused = (
         f"; {result['rows_reused']:,.0f} are answered by earlier runs"

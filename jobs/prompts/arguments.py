@@ -226,9 +226,8 @@ def without_neutral(values: Mapping[str, Any]) -> dict[str, Any]:
             raise InvalidValue(
                 f"{name} is {{}}, not built yet: leave it out, or send {neutral}", brief(value)
             )
-    if (
-        used.get("parallel_tool_calls") is True
-    ):  # the default is left out, so that equal requests look alike
+    if used.get("parallel_tool_calls") is True:
+        # The default is left out, so that equal requests look alike.
         del used["parallel_tool_calls"]
     newer = used.pop("max_completion_tokens", None)
     if newer is not None:

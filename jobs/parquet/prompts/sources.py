@@ -373,9 +373,8 @@ class LineSource(PromptSource):
         if "image_url" not in text and "\\u" not in text:
             return Row(text)
 
-        with_path: list[
-            dict[str, Any]
-        ] = []  # objects of the line whose `url` is the path of a file
+        # Objects of the line whose `url` is the path of a file.
+        with_path: list[dict[str, Any]] = []
 
         def note_path(part: dict[str, Any]) -> dict[str, Any]:
             if part.get("type") != "image_url":

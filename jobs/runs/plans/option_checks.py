@@ -18,7 +18,7 @@ from jobs.runs.plans.names import OPENAI_BATCH
 #: How exactly log probabilities are written, and how templates are written. The first word is the default.
 LOGPROB_TYPES = ("float32", "float16")
 TEMPLATE_FORMATS = ("fields", "jinja")
-#: What the probabilities of labels are written as, the first by default.
+#: The forms in which the probabilities of labels are written. The first one is the default.
 MAP, STRUCT = "map", "struct"
 PROBABILITIES = (MAP, STRUCT)
 #: The most labels of a struct. Each is a column of the file.

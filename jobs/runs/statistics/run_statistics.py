@@ -109,7 +109,7 @@ def outcome_text(errors: int, failed_checks: int, cut: int, rows: str = "") -> s
     return ", ".join(texts)
 
 
-#: The reason of a row whose answer is there, and ended at its limit of tokens.
+#: The reason for listing a row without an error whose answer ended at its limit of tokens.
 CUT = "the answer was cut at its limit of tokens"
 
 MAX_REASON_CHARS = 200
