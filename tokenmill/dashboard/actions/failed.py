@@ -4,7 +4,7 @@ from collections.abc import Iterator, Sequence
 
 from jobs.common.display import safe_name
 from jobs.queues import RESUBMIT, Requeued, count_queues, queue_names, requeue
-from jobs.runs.queue_changes import delete_failed
+from jobs.queues.changes import delete_failed
 from tokenmill.dashboard.actions.deeds import Deed, Hands
 from tokenmill.dashboard.actions.forms import Form
 from tokenmill.dashboard.failures.groups import Remedy
